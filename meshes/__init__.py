@@ -1,0 +1,27 @@
+"""Meshes, layouts and the moves between them."""
+
+from jrlhf.meshes.cost import ReshardCost, reshard_cost, tree_reshard_cost
+from jrlhf.meshes.hlo import collectives
+from jrlhf.meshes.layout import GENERATE, SCORE, TRAIN, TRAIN_TP, Layout, ShardingRules, gather
+from jrlhf.meshes.live import live_bytes
+from jrlhf.meshes.mesh import AXES, make_mesh
+from jrlhf.meshes.reshard import lower_reshard, reshard
+
+__all__ = [
+    "AXES",
+    "GENERATE",
+    "SCORE",
+    "TRAIN",
+    "TRAIN_TP",
+    "Layout",
+    "ReshardCost",
+    "ShardingRules",
+    "collectives",
+    "gather",
+    "live_bytes",
+    "lower_reshard",
+    "make_mesh",
+    "reshard",
+    "reshard_cost",
+    "tree_reshard_cost",
+]

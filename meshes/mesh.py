@@ -1,0 +1,52 @@
+"""The device mesh. This is the only place where its axes are named."""
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh
+
+AXES = ("data", "fsdp", "tensor")
+Device: TypeAlias = Any  # jax.Device, which type checkers do not see: jaxlib carries no stubs
+
+
+def make_mesh(
+    data: int = 1,
+    fsdp: int = 1,
+    tensor: int = 1,
+    *,
+    devices: Sequence[Device] | None = None,
+    axis_type: AxisType = AxisType.Explicit,
+) -> Mesh:
+    """A `("data", "fsdp", "tensor")` mesh over `devices` (default: all of them).
+
+    At most one size may be -1: it takes the devices that the others leave. `tensor` is the innermost axis, so its
+    collectives, the most frequent ones, run between neighbouring devices.
+
+    Raises:
+        ValueError: the product of the sizes is not the number of devices.
+    """
+    devices = jax.devices() if devices is None else list(devices)
+    count = len(devices)
+    sizes = {"data": data, "fsdp": fsdp, "tensor": tensor}
+    described = ", ".join(f"{axis}={size}" for axis, size in sizes.items())
+    if any(size < 1 and size != -1 for size in sizes.values()):
+        raise ValueError(f"mesh {described}: every axis must be a positive integer, or -1 for one of them")
+    unknown = [axis for axis, size in sizes.items() if size == -1]
+    if len(unknown) > 1:
+        raise ValueError(f"mesh {described}: only one axis may be -1")
+    if unknown:
+        known = int(np.prod([size for size in sizes.values() if size != -1]))
+        if count % known:
+            raise ValueError(f"mesh {described}: {known} does not divide the {count} devices")
+        sizes[unknown[0]] = count // known
+    product = int(np.prod(list(sizes.values())))
+    if product != count:
+        divisors = [d for d in range(1, count + 1) if count % d == 0]
+        raise ValueError(
+            f"mesh {described} needs {product} devices, but there are {count}: "
+            f"choose sizes whose product is {count} (its divisors are {', '.join(map(str, divisors))})"
+        )
+    # Mesh and not jax.make_mesh: the caller's device order is kept, also for a slice of the devices.
+    return Mesh(np.asarray(devices).reshape(tuple(sizes.values())), AXES, axis_types=(axis_type,) * len(AXES))

@@ -1,0 +1,279 @@
+"""Moving arrays from one layout to another over the devices' own links, never through the host."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import lru_cache
+from math import gcd, prod
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
+
+from jrlhf.meshes.layout import axis_names
+from jrlhf.meshes.moves import Move, pair
+
+GROUP_BYTES = 256 * 2**20
+
+
+def reshard(
+    tree: Any,
+    shardings: Any,
+    *,
+    dtype: DTypeLike | None = None,
+    donate: bool = False,
+    group_bytes: int = GROUP_BYTES,
+) -> Any:
+    """The arrays of `tree`, placed as `shardings` says: the same bits, or each number rounded once to `dtype`.
+
+    An eager `jax.device_put` to another partitioning goes through host memory and ignores donation. Here the move is a
+    compiled `device_put` on one set of devices; to other devices, a compiled one into the destination's partitioning
+    and then copies from device to device. A transfer guard is held, so a way through the host would raise.
+
+    Args:
+        tree: arrays on devices.
+        shardings: NamedShardings that mirror `tree`. One list more on the way to a leaf unstacks that array along
+            axis 0: `{"w": x}` may go to `{"w": [s0, s1]}` as well as to `[{"w": s0}, {"w": s1}]`.
+        dtype: floating arrays are cast to it *before* they travel.
+        donate: frees each array of `tree` once it has moved. Otherwise the result shares no memory with `tree`, so
+            that either may be deleted.
+        group_bytes: arrays travel in groups of at most this many bytes a device at the destination (a larger array
+            alone, a larger stacked one by layers), which bounds the temporary memory.
+
+    Returns:
+        The arrays in the structure of `shardings`.
+
+    Raises:
+        ValueError: `shardings` does not mirror `tree`.
+        TypeError: a leaf of `tree` is on no device.
+    """
+    moves, treedef = pair(tree, shardings)
+    results: list[jax.Array | None] = [None] * treedef.num_leaves
+    with _no_way_through_the_host():
+        for group in _groups(moves, dtype, group_bytes):
+            route = _within if _one_device_set(group) else _across
+            for move, arrays in zip(group, route(group, dtype, donate), strict=True):
+                for slot, array in zip(move.slots, arrays, strict=True):
+                    results[slot] = array
+                if donate and _is_last(move):
+                    _free(move)
+    return treedef.unflatten(results)
+
+
+def lower_reshard(
+    tree: Any,
+    shardings: Any,
+    *,
+    dtype: DTypeLike | None = None,
+    donate: bool = False,
+    group_bytes: int = GROUP_BYTES,
+) -> list[jax.stages.Lowered]:
+    """The programs, one a group, that `reshard` runs on the source's devices: to read their collectives and memory.
+
+    Args: as of `reshard`; `tree` may hold `jax.ShapeDtypeStruct`s with shardings.
+    """
+    lowered = []
+    for group in _groups(pair(tree, shardings)[0], dtype, group_bytes):
+        staged = group if _one_device_set(group) else _staged(group)
+        with jax.set_mesh(_mesh(group[0])):
+            lowered.append(_program_of(staged, dtype, donate).lower(*(move.source for move in group)))
+    return lowered
+
+
+def _groups(moves: Sequence[Move], dtype: DTypeLike | None, group_bytes: int) -> Iterator[list[Move]]:
+    """Neighbours in the tree between the same devices: as many as fit, at least one."""
+    group: list[Move] = []
+    size = 0
+    for piece in (piece for move in moves for piece in _pieces(move, dtype, group_bytes)):
+        piece_bytes = piece.target_bytes(dtype)
+        if group and (size + piece_bytes > group_bytes or piece.devices() != group[0].devices()):
+            yield group
+            group, size = [], 0
+        group.append(piece)
+        size += piece_bytes
+    if group:
+        yield group
+
+
+def _pieces(move: Move, dtype: DTypeLike | None, group_bytes: int) -> Iterator[Move]:
+    """An array that is to be unstacked and is larger than a group goes some layers at a time."""
+    if move.indices is None:
+        yield move
+        return
+    each = max(1, move.target_bytes(dtype) // len(move.targets))
+    count = max(1, group_bytes // each)
+    for i in range(0, len(move.targets), count):
+        part = slice(i, i + count)
+        yield replace(move, targets=move.targets[part], indices=move.indices[part], slots=move.slots[part])
+
+
+def _is_last(move: Move) -> bool:
+    """Whether it is the last piece of its array."""
+    return move.indices is None or move.indices.stop == move.source.shape[0]
+
+
+def _free(move: Move) -> None:
+    """Also an array whose memory no result could take over, which jit's donation leaves alive."""
+    assert isinstance(move.source, jax.Array)
+    move.source.delete()
+
+
+def _one_device_set(group: Sequence[Move]) -> bool:
+    source, target = group[0].devices()
+    return source == target
+
+
+# ---- on one set of devices: one program a group
+
+
+def _within(group: Sequence[Move], dtype: DTypeLike | None, donate: bool) -> list[tuple[jax.Array, ...]]:
+    with jax.set_mesh(_mesh(group[0])):
+        return _program_of(group, dtype, donate)(*(move.source for move in group))
+
+
+def _program_of(group: Sequence[Move], dtype: DTypeLike | None, donate: bool) -> Any:
+    return _program(
+        tuple(move.targets for move in group),
+        tuple(move.indices for move in group),
+        tuple(move.dtype(dtype) for move in group),
+        tuple(i for i, move in enumerate(group) if donate and _reusable(move, dtype)),
+    )
+
+
+@lru_cache(maxsize=4096)
+def _program(
+    targets: tuple[tuple[NamedSharding, ...], ...],
+    indices: tuple[range | None, ...],
+    dtypes: tuple[np.dtype, ...],
+    donated: tuple[int, ...],
+) -> Any:
+    """A jitted program, kept, so that the next switch compiles nothing."""
+
+    def place(*sources: jax.Array) -> list[tuple[jax.Array, ...]]:
+        # Cast, then unstack, then gather: half the bytes travel, and no more than the source's shards is temporary.
+        cast = [source.astype(dtype) for source, dtype in zip(sources, dtypes, strict=True)]
+        parts = [_unstack(x, layers) for x, layers in zip(cast, indices, strict=True)]
+        return jax.device_put(parts, list(targets))
+
+    return jax.jit(place, out_shardings=list(targets), donate_argnums=donated)
+
+
+def _unstack(x: jax.Array, indices: range | None) -> tuple[jax.Array, ...]:
+    return (x,) if indices is None else tuple(lax.index_in_dim(x, i, keepdims=False) for i in indices)
+
+
+def _reusable(move: Move, dtype: DTypeLike | None) -> bool:
+    """Whether a result can take over the memory of its source. jit warns where any other array is donated."""
+    source, target = move.source_sharding, move.targets[0]
+    return (
+        move.indices is None
+        and move.dtype(dtype) == move.source.dtype
+        and prod(source.shard_shape(move.shape)) == prod(target.shard_shape(move.shape))
+        and source.memory_kind == target.memory_kind
+    )
+
+
+def _mesh(move: Move) -> Mesh:
+    """The mesh to trace under, whatever the caller's: arrays with Explicit axes admit no other than their own."""
+    sharding = move.source_sharding
+    if isinstance(sharding, NamedSharding):
+        return _concrete(sharding)
+    return Mesh(np.asarray(move.devices()[0]), ("devices",))
+
+
+def _concrete(sharding: NamedSharding) -> Mesh:
+    assert isinstance(sharding.mesh, Mesh), "an array's mesh has devices"
+    return sharding.mesh
+
+
+# ---- to other devices: partition at the source, copy, slice at the destination
+
+
+def _across(group: Sequence[Move], dtype: DTypeLike | None, donate: bool) -> list[tuple[jax.Array, ...]]:
+    staged = _within(_staged(group), dtype, donate)
+    with jax.set_mesh(_concrete(group[0].targets[0])):
+        landed = jax.device_put(staged, [_landings(move) for move in group])
+    return [tuple(map(_slice, arrays, move.targets)) for move, arrays in zip(group, landed, strict=True)]
+
+
+def _staged(group: Sequence[Move]) -> list[Move]:
+    """The moves as far as the source's devices carry them out."""
+    return [replace(move, targets=tuple(_stage(move, landing) for landing in _landings(move))) for move in group]
+
+
+def _landings(move: Move) -> tuple[NamedSharding, ...]:
+    sources, _ = move.devices()
+    return tuple(_landing(target, len(move.shape), len(sources)) for target in move.targets)
+
+
+@lru_cache(maxsize=4096)
+def _landing(target: NamedSharding, rank: int, sources: int) -> NamedSharding:
+    """What arrives at the destination: `target`, or the finest coarser partitioning that the source has devices for.
+
+    A copy from device to device needs every shard of the destination to exist at the source: otherwise JAX goes
+    through the host. Only an array on one device is sliced there by JAX.
+    """
+    if sources == 1:
+        return target
+    parts, left = [], sources
+    for part in _parts(target, rank):
+        parts.append(gcd(part, left))
+        left //= parts[-1]
+    coarse = _coarsen(target, parts)
+    return target if _parts(coarse, rank) == _parts(target, rank) else coarse
+
+
+def _stage(move: Move, landing: NamedSharding) -> NamedSharding:
+    """The partitioning of `landing` on the source's devices. Where dropping mesh axes leads there, none is moved, and
+    the stage costs an all-gather at most."""
+    devices, _ = move.devices()
+    rank = len(move.shape)
+    parts = [1] * rank if len(devices) == 1 else _parts(landing, rank)
+    source = move.source_sharding
+    if isinstance(source, NamedSharding):
+        spec = source.spec if move.indices is None else P(*source.spec[1:])
+        coarse = _coarsen(NamedSharding(source.mesh, spec), parts)
+        if _parts(coarse, rank) == parts:
+            return coarse
+    dims = tuple(f"dim{i}" for i in range(rank))
+    return NamedSharding(Mesh(np.asarray(devices).reshape(*parts, -1), (*dims, "rest")), P(*dims))
+
+
+def _slice(array: jax.Array, target: NamedSharding) -> jax.Array:
+    if array.sharding == target:
+        return array
+    return _within([Move(array, (target,), indices=None, slots=(0,))], None, donate=True)[0][0]
+
+
+def _parts(sharding: NamedSharding, rank: int) -> list[int]:
+    """Into how many parts each dimension is divided."""
+    parts = [prod(sharding.mesh.shape[axis] for axis in axis_names(entry)) for entry in sharding.spec]
+    return parts + [1] * (rank - len(parts))
+
+
+def _coarsen(sharding: NamedSharding, parts: Sequence[int]) -> NamedSharding:
+    """Every mesh axis cut down to its largest major factor with which each dimension's parts divide `parts`."""
+    mesh = _concrete(sharding)
+    kept = dict.fromkeys(mesh.shape, 1)
+    for entry, left in zip(sharding.spec, parts, strict=False):
+        for axis in axis_names(entry):
+            kept[axis] = gcd(mesh.shape[axis], left)
+            left //= kept[axis]
+            if kept[axis] < mesh.shape[axis]:  # keeping a more minor axis would move it
+                break
+    factors = [factor for axis, size in mesh.shape.items() for factor in (kept[axis], size // kept[axis])]
+    names = [name for axis in mesh.shape for name in (axis, f"{axis}_dropped")]
+    return NamedSharding(Mesh(np.asarray(mesh.devices).reshape(factors), names), sharding.spec)
+
+
+@contextmanager
+def _no_way_through_the_host() -> Iterator[None]:
+    with (
+        jax.transfer_guard_host_to_device("disallow_explicit"),
+        jax.transfer_guard_device_to_host("disallow_explicit"),
+    ):
+        yield

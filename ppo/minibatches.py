@@ -1,0 +1,72 @@
+"""Rows -> minibatches -> micro-batches, without moving a row to another device.
+
+B rows lie on the devices in contiguous blocks. To cut the batch into consecutive minibatches, or to shuffle all of it,
+would send most rows elsewhere. Here every group of consecutive rows gives one row to each part, so a part has rows of
+every device, where they already are. The result depends on the order of the rows, never on the mesh.
+"""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int, Key
+
+PyTree = Any
+
+
+def check_divisible(rows: Array, minibatches: int, micro_batches: int) -> None:
+    """Raise one clear error where a batch cannot be cut into equal parts that every device has a share of.
+
+    Raises:
+        ValueError: the number of rows is no multiple of `minibatches * micro_batches`, or a micro-batch is no multiple
+            of the devices over which the rows are divided (known where the mesh's axes are Explicit).
+    """
+    count, parts = rows.shape[0], minibatches * micro_batches
+    described = f"minibatches={minibatches} x micro_batches={micro_batches}"
+    if count % parts:
+        raise ValueError(f"{count} rows do not divide into {described}: the batch must be a multiple of {parts} rows")
+    shards = _row_shards(rows)
+    if count // parts % shards:
+        raise ValueError(
+            f"{count} rows in {described} make {count // parts} a micro-batch, which the mesh divides over {shards} "
+            f"devices: the batch must be a multiple of {parts * shards} rows"
+        )
+
+
+def draw_minibatch(rows: PyTree, key: Key[Array, ""], index: int | Int[Array, ""], minibatches: int) -> PyTree:
+    """Minibatch `index` of a stratified shuffle: [B, ...] -> [B / minibatches, ...] in every leaf.
+
+    Within each group of `minibatches` consecutive rows a random permutation assigns one row to each minibatch. Calls
+    with one key and index 0 ... minibatches - 1 return every row exactly once.
+    """
+    if minibatches == 1:
+        return rows
+    first = jax.tree.leaves(rows)[0]
+    groups = first.shape[0] // minibatches
+    order = jnp.argsort(jax.random.bits(key, (groups, minibatches)), axis=1)
+    # Adding zeros made from the rows gives the replicated choice the sharding of the rows.
+    group_of = _groups(first, minibatches)
+    zeros = jnp.zeros_like(group_of.reshape(groups, -1)[:, 0], order.dtype)
+    choice = order[:, index] + zeros
+    return jax.tree.map(lambda x: jax.vmap(lambda group, i: group[i])(_groups(x, minibatches), choice), rows)
+
+
+def split_rows(rows: PyTree, parts: int) -> PyTree:
+    """Strided parts: [B, ...] -> [parts, B / parts, ...] in every leaf; part i has the rows i, i + parts, ..."""
+    return jax.tree.map(lambda x: jnp.swapaxes(_groups(x, parts), 0, 1), rows)
+
+
+def _groups(x: Array, size: int) -> Array:
+    """[B, ...] -> [B / size, size, ...]: groups of consecutive rows, which stay on their devices."""
+    return x.reshape(x.shape[0] // size, size, *x.shape[1:])
+
+
+def _row_shards(x: Array) -> int:
+    """Over how many devices axis 0 is divided, as far as the type of `x` tells: 1 where no axis is Explicit."""
+    sharding = jax.typeof(x).sharding
+    axes = sharding.spec[0] if sharding.spec else None
+    if axes is None:
+        return 1
+    names = axes if isinstance(axes, tuple) else (axes,)
+    return math.prod(sharding.mesh.shape[name] for name in names)

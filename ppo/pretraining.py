@@ -1,0 +1,106 @@
+"""The steps before RL: imitation (SFT) and the reward model's preference learning."""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Float, Int
+
+from jrlhf.ppo.losses import bradley_terry_loss
+from jrlhf.ppo.masked import masked_sum, token_count
+from jrlhf.ppo.minibatches import check_divisible
+from jrlhf.ppo.steps import LogprobFn
+from jrlhf.ppo.types import PreferenceBatch, SFTBatch, TrainState
+from jrlhf.ppo.updates import LossFn, Metrics, apply_update
+
+PyTree = Any
+
+
+class ScoreFn(Protocol):
+    """(params, tokens, lengths) -> scores of the whole sequences."""
+
+    def __call__(self, params: PyTree, tokens: Int[Array, "B T"], lengths: Int[Array, "B"], /) -> Float[Array, "B"]: ...
+
+
+def make_sft_step(
+    logprob_fn: LogprobFn, optimizer: optax.GradientTransformation, *, micro_batches: int = 1
+) -> Callable[[TrainState, SFTBatch], tuple[TrainState, Metrics]]:
+    """A jitted step of imitation: one update on the mean of -log pi over the tokens in `loss_mask`. Donates the state.
+
+    The mean is over the tokens of the whole batch, whatever the micro-batches. Metrics: sft/loss (nats a token),
+    sft/entropy, sft/grad_norm, sft/skipped_updates (1: something was not finite, nothing was applied).
+
+    Raises (when first called with a shape):
+        ValueError: the rows do not divide into micro_batches.
+    """
+
+    def step(state: TrainState, batch: SFTBatch) -> tuple[TrainState, Metrics]:
+        check_divisible(batch.tokens, 1, micro_batches)
+        mask = batch.loss_mask & (jnp.arange(batch.tokens.shape[1]) > 0)[None, :]
+        count = token_count(mask)
+
+        def loss_fn(params: PyTree, rows: tuple[Array, Array]) -> tuple[Array, Metrics]:
+            tokens, mask = rows
+            logprobs, entropy = logprob_fn(params, tokens)
+            loss = -masked_sum(logprobs, mask) / count
+            return loss, {"loss": loss, "entropy": masked_sum(entropy, mask) / count}
+
+        names = ("loss", "entropy")
+        return _update_once("sft", loss_fn, optimizer, state, (batch.tokens, mask), micro_batches, names)
+
+    return jax.jit(step, donate_argnums=0)
+
+
+def make_preference_step(
+    score_fn: ScoreFn, optimizer: optax.GradientTransformation, *, micro_batches: int = 1, centre: float = 0.0
+) -> Callable[[TrainState, PreferenceBatch], tuple[TrainState, Metrics]]:
+    """A jitted step of reward learning: one update on the mean `losses.bradley_terry_loss` of the pairs.
+
+    Both sequences of a pair go through `score_fn` in one call of 2B rows, pair by pair, so that sharded weights are
+    gathered once. Donates the state. Metrics: reward_model/loss, reward_model/accuracy (ties count as wrong),
+    reward_model/margin (mean of r_chosen - r_rejected), reward_model/grad_norm, reward_model/skipped_updates.
+
+    Raises (when first called with a shape):
+        ValueError: the pairs do not divide into micro_batches.
+    """
+
+    def step(state: TrainState, batch: PreferenceBatch) -> tuple[TrainState, Metrics]:
+        check_divisible(batch.chosen, 1, micro_batches)
+        pairs = batch.chosen.shape[0]
+
+        def loss_fn(params: PyTree, rows: PreferenceBatch) -> tuple[Array, Metrics]:
+            size, time = rows.chosen.shape
+            tokens = jnp.stack([rows.chosen, rows.rejected], axis=1).reshape(2 * size, time)
+            lengths = jnp.stack([rows.chosen_lengths, rows.rejected_lengths], axis=1).reshape(2 * size)
+            scores = score_fn(params, tokens, lengths).reshape(size, 2)
+            chosen, rejected = scores[:, 0], scores[:, 1]
+            loss = jnp.sum(bradley_terry_loss(chosen, rejected, centre=centre)) / pairs
+            return loss, {
+                "loss": loss,
+                "accuracy": jnp.sum(chosen > rejected, dtype=jnp.float32) / pairs,
+                "margin": jnp.sum(chosen - rejected) / pairs,
+            }
+
+        names = ("loss", "accuracy", "margin")
+        return _update_once("reward_model", loss_fn, optimizer, state, batch, micro_batches, names)
+
+    return jax.jit(step, donate_argnums=0)
+
+
+def _update_once(
+    prefix: str,
+    loss_fn: LossFn,
+    optimizer: optax.GradientTransformation,
+    state: TrainState,
+    rows: PyTree,
+    micro_batches: int,
+    names: tuple[str, ...],
+) -> tuple[TrainState, Metrics]:
+    update = apply_update(
+        loss_fn, optimizer, state.params, state.opt_state, rows, micro_batches=micro_batches, metric_names=names
+    )
+    metrics = {f"{prefix}/{name}": value for name, value in update.metrics.items()}
+    metrics[f"{prefix}/skipped_updates"] = 1 - update.finite.astype(jnp.float32)
+    return TrainState(update.params, update.opt_state, state.step + 1), metrics

@@ -1,0 +1,288 @@
+"""The jitted PPO steps: (state, experience) -> (state, metrics). They see functions and arrays, never a model.
+
+Everything that a step divides by is a count over the whole minibatch, so losses, gradients and metrics do not depend on
+micro-batches, padding, mesh or layout. The arrays may be unsharded, or have their rows sharded on a mesh with Auto or
+Explicit axes (run inside `with jax.set_mesh(mesh)`); parameters may be sharded as the given function likes.
+
+A step donates its state: the arrays in it are gone afterwards, so whoever starts from the same weights (the reference,
+a critic made from the reward model) needs a copy of them.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from jrlhf.ppo.config import PPOConfig
+from jrlhf.ppo.experience import sequence_kl
+from jrlhf.ppo.kl import update_kl
+from jrlhf.ppo.losses import policy_loss, value_loss
+from jrlhf.ppo.masked import masked_sum, masked_variance, token_count
+from jrlhf.ppo.minibatches import check_divisible, draw_minibatch
+from jrlhf.ppo.types import Experience, PPOState, TrainState
+from jrlhf.ppo.updates import Metrics, apply_update
+
+PyTree = Any
+
+
+class LogprobFn(Protocol):
+    """(params, tokens) -> log-probabilities and entropies, `[:, t]` of token t given the tokens before it."""
+
+    def __call__(
+        self, params: PyTree, tokens: Int[Array, "B T"], /
+    ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]: ...
+
+
+class ValueFn(Protocol):
+    """(params, tokens) -> values, `[:, t]` *before* token t."""
+
+    def __call__(self, params: PyTree, tokens: Int[Array, "B T"], /) -> Float[Array, "B T"]: ...
+
+
+class ActorRows(NamedTuple):
+    """What the policy loss reads of an experience."""
+
+    tokens: Int[Array, "B T"]
+    mask: Bool[Array, "B T"]
+    old_logprobs: Float[Array, "B T"]
+    advantages: Float[Array, "B T"]
+
+
+class CriticRows(NamedTuple):
+    """What the value loss reads of an experience."""
+
+    tokens: Int[Array, "B T"]
+    mask: Bool[Array, "B T"]
+    old_values: Float[Array, "B T"]
+    returns: Float[Array, "B T"]
+
+
+def make_actor_step(
+    logprob_fn: LogprobFn, optimizer: optax.GradientTransformation, config: PPOConfig
+) -> Callable[[TrainState, Experience], tuple[TrainState, Metrics]]:
+    """A jitted step that trains the actor on one batch of experience: epochs x minibatches updates. Donates the state.
+
+    An update's loss is the mean over the minibatch's response tokens of `losses.policy_loss`, minus `entropy_coef`
+    times the mean entropy.
+
+    With `config.target_kl`, an update is applied only while the minibatch's KL(old, new), measured in its own forward
+    pass by the k3 estimator mean(rho - 1 - log rho), does not exceed it. The first that does ends the call: neither it
+    nor any later one is computed or applied.
+
+    Metrics are means over the updates that were computed and finite (NaN if there was none):
+        actor/pg_loss, actor/entropy, actor/ppo_kl (k1: mean of -log rho), actor/approx_kl (k3), actor/ratio,
+        actor/pg_clipfrac, actor/pg_clipfrac_lower (dual clip), actor/grad_norm; and
+        actor/initial_ratio_gap: mean |rho - 1| in the first minibatch, 0 up to rounding with recomputed log-probs;
+        actor/skipped_updates: not applied because something was not finite;
+        actor/stopped_updates: not applied because of `target_kl`.
+
+    Raises (when first called with a shape):
+        ValueError: the rows do not divide into minibatches x micro_batches.
+    """
+    return jax.jit(_actor_update(logprob_fn, optimizer, config), donate_argnums=0)
+
+
+def make_critic_step(
+    value_fn: ValueFn, optimizer: optax.GradientTransformation, config: PPOConfig
+) -> Callable[[TrainState, Experience], tuple[TrainState, Metrics]]:
+    """A jitted step that trains the critic on one batch of experience: epochs x minibatches updates. Donates the state.
+
+    An update's loss is the mean over the minibatch's response tokens of `losses.value_loss`.
+
+    Metrics: critic/vf_loss, critic/vf_clipfrac, critic/vpred_mean, critic/grad_norm as means over the finite updates;
+    critic/skipped_updates; and critic/vf_explained_var = 1 - Var(returns - values) / (Var(returns) + 1e-5) of the
+    values in the experience, i.e. before the update (verl's definition).
+
+    Raises (when first called with a shape):
+        ValueError: the rows do not divide into minibatches x micro_batches.
+    """
+    return jax.jit(_critic_update(value_fn, optimizer, config), donate_argnums=0)
+
+
+def make_ppo_step(
+    logprob_fn: LogprobFn,
+    value_fn: ValueFn,
+    actor_optimizer: optax.GradientTransformation,
+    critic_optimizer: optax.GradientTransformation,
+    config: PPOConfig,
+) -> Callable[[PPOState, Experience], tuple[PPOState, Metrics]]:
+    """One jitted step that trains actor and critic and moves the KL controller. Donates the state.
+
+    The two do not read each other's result, so their order is of no matter; `target_kl` stops the actor only.
+    Metrics are those of `make_actor_step` and `make_critic_step`, objective/kl (the controller's input) and
+    objective/kl_coef (the coefficient that penalised this experience, before the controller moves it).
+    """
+    update_actor = _actor_update(logprob_fn, actor_optimizer, config)
+    update_critic = _critic_update(value_fn, critic_optimizer, config)
+
+    def step(state: PPOState, experience: Experience) -> tuple[PPOState, Metrics]:
+        actor, actor_metrics = update_actor(state.actor, experience)
+        critic, critic_metrics = update_critic(state.critic, experience)
+        kl = sequence_kl(experience)
+        controller = update_kl(state.kl, kl, experience.tokens.shape[0], config=config)
+        metrics = {**actor_metrics, **critic_metrics, "objective/kl": kl, "objective/kl_coef": state.kl.coef}
+        return PPOState(actor, critic, controller), metrics
+
+    return jax.jit(step, donate_argnums=0)
+
+
+def _actor_update(
+    logprob_fn: LogprobFn, optimizer: optax.GradientTransformation, config: PPOConfig
+) -> Callable[[TrainState, Experience], tuple[TrainState, Metrics]]:
+    def loss_fn(params: PyTree, rows: ActorRows, count: Array) -> tuple[Array, Metrics]:
+        logprobs, entropy = logprob_fn(params, rows.tokens)
+        _check_output("logprob_fn", rows.tokens, logprobs, entropy)
+        # Selected before the mathematics, not after: a NaN in the padding would come back through the gradient.
+        logprobs = jnp.where(rows.mask, logprobs, 0)
+        old_logprobs = jnp.where(rows.mask, rows.old_logprobs, 0)
+        parts = policy_loss(
+            logprobs,
+            old_logprobs,
+            rows.advantages,
+            clip_low=config.clip_low,
+            clip_high=config.clip_high,
+            dual_clip=config.dual_clip,
+        )
+
+        def mean(x: Array) -> Array:
+            return masked_sum(x, rows.mask) / count
+
+        metrics = {
+            "pg_loss": mean(parts.loss),
+            "entropy": mean(entropy),
+            "ppo_kl": mean(-parts.log_ratio),
+            "approx_kl": mean(parts.ratio - 1 - parts.log_ratio),
+            "ratio": mean(parts.ratio),
+            "ratio_gap": mean(jnp.abs(parts.ratio - 1)),
+            "pg_clipfrac": mean(parts.clipped.astype(jnp.float32)),
+            "pg_clipfrac_lower": mean(parts.clipped_lower.astype(jnp.float32)),
+        }
+        loss = metrics["pg_loss"]
+        if config.entropy_coef:  # else the entropy's gradient is not even asked for
+            loss -= config.entropy_coef * metrics["entropy"]
+        return loss, metrics
+
+    names = ("pg_loss", "entropy", "ppo_kl", "approx_kl", "ratio", "ratio_gap", "pg_clipfrac", "pg_clipfrac_lower")
+    target_kl = config.target_kl
+    veto = None if target_kl is None else lambda metrics: metrics["approx_kl"] > target_kl
+
+    def update(state: TrainState, experience: Experience) -> tuple[TrainState, Metrics]:
+        rows = ActorRows(experience.tokens, experience.response_mask, experience.old_logprobs, experience.advantages)
+        state, run = _run_updates(loss_fn, optimizer, config, state, rows, names, veto)
+        metrics = {f"actor/{name}": value for name, value in run.means.items() if name != "ratio_gap"}
+        metrics["actor/initial_ratio_gap"] = run.first["ratio_gap"]
+        metrics["actor/skipped_updates"] = run.skipped.astype(jnp.float32)
+        metrics["actor/stopped_updates"] = run.stopped.astype(jnp.float32)
+        return state, metrics
+
+    return update
+
+
+def _critic_update(
+    value_fn: ValueFn, optimizer: optax.GradientTransformation, config: PPOConfig
+) -> Callable[[TrainState, Experience], tuple[TrainState, Metrics]]:
+    def loss_fn(params: PyTree, rows: CriticRows, count: Array) -> tuple[Array, Metrics]:
+        values = value_fn(params, rows.tokens)
+        _check_output("value_fn", rows.tokens, values)
+        values = jnp.where(rows.mask, values, 0)
+        parts = value_loss(values, rows.old_values, rows.returns, clip=config.value_clip)
+        loss = masked_sum(parts.loss, rows.mask) / count
+        return loss, {
+            "vf_loss": loss,
+            "vf_clipfrac": masked_sum(parts.clipped.astype(jnp.float32), rows.mask) / count,
+            "vpred_mean": masked_sum(values, rows.mask) / count,
+        }
+
+    names = ("vf_loss", "vf_clipfrac", "vpred_mean")
+
+    def update(state: TrainState, experience: Experience) -> tuple[TrainState, Metrics]:
+        mask, returns = experience.response_mask, experience.returns
+        unexplained = masked_variance(returns - experience.values, mask)
+        rows = CriticRows(experience.tokens, mask, experience.values, returns)
+        state, run = _run_updates(loss_fn, optimizer, config, state, rows, names)
+        metrics = {f"critic/{name}": value for name, value in run.means.items()}
+        metrics["critic/vf_explained_var"] = 1 - unexplained / (masked_variance(returns, mask) + 1e-5)
+        metrics["critic/skipped_updates"] = run.skipped.astype(jnp.float32)
+        return state, metrics
+
+    return update
+
+
+class _Run(NamedTuple):
+    """What became of all updates on one batch."""
+
+    means: Metrics
+    first: Metrics
+    skipped: Int[Array, ""]
+    stopped: Int[Array, ""]
+
+
+class _Carry(NamedTuple):
+    index: Int[Array, ""]  # updates computed so far
+    params: PyTree
+    opt_state: PyTree
+    stop: Bool[Array, ""]
+    finite: Int[Array, ""]  # how many of them had finite gradients
+    sums: Metrics  # over those
+    first: Metrics
+
+
+def _run_updates(
+    loss_fn: Callable[[PyTree, Any, Array], tuple[Array, Metrics]],
+    optimizer: optax.GradientTransformation,
+    config: PPOConfig,
+    state: TrainState,
+    rows: Any,
+    names: tuple[str, ...],
+    veto: Callable[[Metrics], Bool[Array, ""]] | None = None,
+) -> tuple[TrainState, _Run]:
+    """epochs x minibatches updates in one loop, which ends early once `veto` holds."""
+    check_divisible(rows.tokens, config.minibatches, config.micro_batches)
+    total = config.epochs * config.minibatches
+    key = jax.random.fold_in(jax.random.key(config.seed), state.step)
+
+    def one(carry: _Carry) -> _Carry:
+        epoch, minibatch = carry.index // config.minibatches, carry.index % config.minibatches
+        batch = draw_minibatch(rows, jax.random.fold_in(key, epoch), minibatch, config.minibatches)
+        count = token_count(batch.mask)
+        update = apply_update(
+            lambda params, micro: loss_fn(params, micro, count),
+            optimizer,
+            carry.params,
+            carry.opt_state,
+            batch,
+            micro_batches=config.micro_batches,
+            metric_names=names,
+            veto=veto,
+        )
+        return _Carry(
+            index=carry.index + 1,
+            params=update.params,
+            opt_state=update.opt_state,
+            stop=carry.stop if veto is None else veto(update.metrics),
+            finite=carry.finite + update.finite.astype(jnp.int32),
+            sums=jax.tree.map(lambda s, x: s + jnp.where(update.finite, x, 0), carry.sums, update.metrics),
+            first=jax.tree.map(lambda f, x: jnp.where(carry.index == 0, x, f), carry.first, update.metrics),
+        )
+
+    none = jnp.zeros((), jnp.int32)
+    zeros = dict.fromkeys((*names, "grad_norm"), jnp.zeros((), jnp.float32))
+    start = _Carry(none, state.params, state.opt_state, jnp.zeros((), jnp.bool_), none, zeros, zeros)
+    end = lax.while_loop(lambda carry: (carry.index < total) & ~carry.stop, one, start)
+    run = _Run(
+        means=jax.tree.map(lambda s: s / end.finite.astype(jnp.float32), end.sums),
+        first=end.first,
+        skipped=end.index - end.finite,
+        stopped=jnp.where(end.stop, total - end.index + 1, 0),
+    )
+    return TrainState(end.params, end.opt_state, state.step + 1), run
+
+
+def _check_output(name: str, tokens: Array, *outputs: Array) -> None:
+    for x in outputs:
+        if x.shape != tokens.shape:
+            raise ValueError(f"{name} returned an array of shape {x.shape} for tokens of shape {tokens.shape}")

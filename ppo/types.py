@@ -1,0 +1,127 @@
+"""The values that flow through PPO: frozen dataclasses registered as pytrees.
+
+Shapes: B batch, T time = prompt + response. Rows are right-padded with no gap between prompt and response.
+
+Time: `logprobs[:, t]` is log pi(tokens[:, t] | tokens[:, :t]) and `values[:, t]` is V *before* token t: both belong to
+the action at t, in the state before it. Index 0 has neither and is never a response.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.core import Tracer
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Bool, Float, Int
+
+PyTree = Any
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Rollout:
+    """Prompts with the responses that the behaviour policy sampled."""
+
+    tokens: Int[Array, "B T"]
+    prompt_lengths: Int[Array, "B"]
+    response_lengths: Int[Array, "B"]  # tokens, the end-of-sequence token included
+    logprobs: Float[Array, "B T"]  # of the behaviour policy, when it drew the token; read at response tokens only
+    finished: Bool[Array, "B"]  # False: cut off by the length limit
+    version: Int[Array, ""]  # of the weights that sampled
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Experience(Rollout):
+    """A rollout with all that an update needs. The `[B, T]` arrays added here are zero outside `response_mask`."""
+
+    scores: Float[Array, "B"]  # of the reward model, one a sequence
+    response_mask: Bool[Array, "B T"]  # tokens to learn from; no token of a row that truncation="mask" excludes
+    old_logprobs: Float[Array, "B T"]  # of the actor before its update: the denominator of the ratio
+    ref_logprobs: Float[Array, "B T"]  # of the frozen reference
+    values: Float[Array, "B T"]  # of the critic before its update
+    rewards: Float[Array, "B T"]  # score at the last response token, minus the KL penalty at each
+    advantages: Float[Array, "B T"]  # whitened where the config says so
+    returns: Float[Array, "B T"]  # the critic's targets: unwhitened advantages + values
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TrainState:
+    """Weights, the optimizer's state, and how many times a step function was called with them."""
+
+    params: PyTree
+    opt_state: PyTree
+    step: Int[Array, ""]
+
+    @classmethod
+    def create(cls, params: PyTree, optimizer: optax.GradientTransformation) -> Self:
+        """A fresh state. Every leaf lies on the mesh of `params`, scalars replicated.
+
+        (A scalar left on one device changes its sharding in the first step, so the second one would recompile.)
+        """
+        opt_state = optimizer.init(params)
+        step = jnp.zeros((), jnp.int32)
+        return cls(params, *_beside(params, (opt_state, step)))
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class KLState:
+    """State of the KL controller, saved with the run."""
+
+    coef: Float[Array, ""]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class PPOState:
+    """All that `make_ppo_step` updates."""
+
+    actor: TrainState
+    critic: TrainState
+    kl: KLState
+
+    @classmethod
+    def create(cls, actor: TrainState, critic: TrainState, *, kl_coef: float) -> Self:
+        """A fresh state whose KL coefficient starts at `kl_coef`."""
+        return cls(actor, critic, KLState(_beside(actor.params, jnp.asarray(kl_coef, jnp.float32))))
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class SFTBatch:
+    """Text to imitate."""
+
+    tokens: Int[Array, "B T"]
+    loss_mask: Bool[Array, "B T"]  # tokens to learn; index 0 has no log-probability and never counts
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class PreferenceBatch:
+    """Pairs of sequences (prompt and response together) of which an annotator preferred the first."""
+
+    chosen: Int[Array, "B T"]
+    chosen_lengths: Int[Array, "B"]
+    rejected: Int[Array, "B T"]
+    rejected_lengths: Int[Array, "B"]
+
+
+def _beside(params: PyTree, tree: PyTree) -> PyTree:
+    """`tree` with the leaves that are on no mesh replicated over the mesh of `params`, if that has one."""
+
+    def sharding(x: Any) -> Any:
+        return None if isinstance(x, Tracer) else getattr(x, "sharding", None)
+
+    meshes = [s.mesh for s in map(sharding, jax.tree.leaves(params)) if isinstance(s, NamedSharding)]
+    if not meshes:
+        return tree
+    replicated = NamedSharding(meshes[0], P())
+    return jax.tree.map(
+        lambda x: x if isinstance(sharding(x), NamedSharding) else jax.device_put(x, replicated),
+        tree,
+    )

@@ -1,0 +1,88 @@
+"""One optimizer update: gradients summed over micro-batches, applied only where everything is finite."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jaxtyping import Array, Bool, Float
+
+from jrlhf.ppo.minibatches import split_rows
+
+PyTree = Any
+Metrics = dict[str, Float[Array, ""]]
+LossFn = Callable[[PyTree, PyTree], tuple[Float[Array, ""], Metrics]]
+"""(params, rows) -> (loss, metrics), each the *share* of these rows in the mean over the minibatch: sums divided by the
+minibatch's global count. Shares add up, so results do not depend on how rows are divided."""
+
+
+class Update(NamedTuple):
+    """What became of one update."""
+
+    params: PyTree
+    opt_state: PyTree
+    metrics: Metrics  # the loss's own, and "grad_norm"
+    finite: Bool[Array, ""]  # loss and gradients were; if not, nothing was applied
+
+
+def apply_update(
+    loss_fn: LossFn,
+    optimizer: optax.GradientTransformation,
+    params: PyTree,
+    opt_state: PyTree,
+    rows: PyTree,
+    *,
+    micro_batches: int,
+    metric_names: tuple[str, ...],
+    veto: Callable[[Metrics], Bool[Array, ""]] | None = None,
+) -> Update:
+    """Differentiate `loss_fn` over `rows`, in `micro_batches` parts, and step the optimizer once.
+
+    Weights and optimizer state stay as they were, bit for bit, when the loss or a gradient is not finite
+    (optax.apply_if_finite lets the bad step through after a few; clip_by_global_norm turns one inf into NaN
+    everywhere), or when `veto(metrics)` holds. `metric_names` are the keys of the loss's metrics.
+
+    The decision is made before the optimizer runs and by `cond`: a select between old and new leaves, or a look at the
+    updates, keeps both alive together, which costs another copy of the weights (measured).
+    """
+    loss, metrics, grads = _accumulate(loss_fn, params, rows, micro_batches, metric_names)
+    grad_norm = _global_norm(grads)
+    finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
+    metrics = {**metrics, "grad_norm": grad_norm}
+    accepted = finite if veto is None else finite & ~veto(metrics)
+
+    def accept() -> tuple[PyTree, PyTree]:
+        updates, new_opt_state = optimizer.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), new_opt_state
+
+    params, opt_state = lax.cond(accepted, accept, lambda: (params, opt_state))
+    return Update(params, opt_state, metrics, finite)
+
+
+def _accumulate(
+    loss_fn: LossFn, params: PyTree, rows: PyTree, micro_batches: int, metric_names: tuple[str, ...]
+) -> tuple[Array, Metrics, PyTree]:
+    """Loss, metrics and gradients of all rows. Gradients are summed in at least float32, returned as `params` are."""
+    grad_fn = jax.value_and_grad(loss_fn, has_aux=True)
+    if micro_batches == 1:  # without the second set of gradients that a sum needs
+        (loss, metrics), grads = grad_fn(params, rows)
+        assert set(metrics) == set(metric_names), (set(metrics), metric_names)
+        return loss, metrics, grads
+
+    def add(total: PyTree, micro: PyTree) -> tuple[PyTree, None]:
+        (loss, metrics), grads = grad_fn(params, micro)
+        return jax.tree.map(lambda t, x: t + x.astype(t.dtype), total, (loss, metrics, grads)), None
+
+    zero = jnp.zeros((), jnp.float32)
+    zeros = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.promote_types(p.dtype, jnp.float32)), params)
+    start = (zero, dict.fromkeys(metric_names, zero), zeros)
+    (loss, metrics, grads), _ = lax.scan(add, start, split_rows(rows, micro_batches))
+    return loss, metrics, jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
+
+
+def _global_norm(tree: PyTree) -> Float[Array, ""]:
+    """L2 norm of all leaves together, in float32."""
+    squares = [jnp.sum(jnp.square(x.astype(jnp.float32))) for x in jax.tree.leaves(tree)]
+    return jnp.sqrt(sum(squares, start=jnp.zeros((), jnp.float32)))

@@ -1,0 +1,56 @@
+import gc
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jrlhf.meshes import live_bytes, make_mesh
+
+
+def test_bytes_by_device_and_memory_kind():
+    mesh = make_mesh(fsdp=4, tensor=2)
+    tree = {
+        "sharded": jax.device_put(np.zeros((16, 6), np.float32), NamedSharding(mesh, P("fsdp", "tensor"))),
+        "replicated": jax.device_put(jnp.zeros(5, jnp.bfloat16), NamedSharding(mesh, P())),
+        "host": jax.device_put(np.zeros(8, np.int32), NamedSharding(mesh, P("fsdp"), memory_kind="pinned_host")),
+        "one": jax.device_put(np.zeros(7, np.int8), jax.devices()[3]),
+    }
+    held = live_bytes(tree)
+    for device in range(8):
+        assert held[device, "device"] == 16 * 6 * 4 // 8 + 5 * 2 + (7 if device == 3 else 0)
+        assert held[device, "pinned_host"] == 2 * 4
+    assert len(held) == 16
+
+
+def test_of_the_process_by_default():
+    gc.collect()  # what earlier tests left in reference cycles
+    before = live_bytes()
+    x = jax.device_put(np.zeros(1024, np.float32), NamedSharding(make_mesh(fsdp=8), P("fsdp")))
+    held = live_bytes()
+    assert {device: held[device, "device"] - before[device, "device"] for device in range(8)} == dict.fromkeys(
+        range(8), 512
+    )
+    x.delete()
+    assert live_bytes() == before
+
+
+def test_shared_memory_counts_once():
+    mesh = make_mesh(fsdp=8)
+    gc.collect()  # what earlier tests left in reference cycles
+    before = live_bytes()
+    x = jax.device_put(np.zeros(1024, np.float32), NamedSharding(mesh, P("fsdp")))
+    alias = jax.device_put(x, NamedSharding(make_mesh(tensor=8), P("tensor")))
+    shards = [shard.data for shard in x.addressable_shards]
+    assert shards[0].unsafe_buffer_pointer() == alias.addressable_shards[0].data.unsafe_buffer_pointer()
+    once = {key: before[key] + 512 for key in ((device, "device") for device in range(8))}
+    held = live_bytes()
+    assert {key: held[key] for key in once} == once
+    assert live_bytes([x, alias, shards]) == live_bytes(x)
+
+
+def test_deleted_arrays_hold_nothing():
+    x = jax.device_put(np.zeros(16, np.float32), jax.devices()[0])
+    x.delete()
+    assert not live_bytes(x)

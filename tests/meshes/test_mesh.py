@@ -1,0 +1,65 @@
+import re
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+
+from jrlhf.meshes import AXES, make_mesh
+
+
+@pytest.mark.parametrize(
+    ("sizes", "shape"),
+    [
+        ({"fsdp": 8}, (1, 8, 1)),
+        ({"data": 2, "fsdp": 2, "tensor": 2}, (2, 2, 2)),
+        ({"fsdp": -1}, (1, 8, 1)),
+        ({"fsdp": -1, "tensor": 4}, (1, 2, 4)),
+        ({"data": -1, "fsdp": 4, "tensor": 2}, (1, 4, 2)),
+    ],
+)
+def test_sizes(sizes: dict[str, Any], shape: tuple[int, int, int]):
+    mesh = make_mesh(**sizes)
+    assert mesh.axis_names == AXES
+    assert tuple(mesh.shape.values()) == shape
+    assert mesh.axis_types == (AxisType.Explicit,) * 3
+    # tensor is innermost: neighbours in it are neighbours in jax.devices()
+    assert [device.id for device in mesh.devices.flat] == [device.id for device in jax.devices()]
+
+
+def test_a_slice_of_the_devices_keeps_the_callers_order():
+    devices = [jax.devices()[i] for i in (5, 1, 7, 3)]
+    mesh = make_mesh(fsdp=2, tensor=2, devices=devices, axis_type=AxisType.Auto)
+    assert np.array_equal(mesh.devices, np.asarray(devices).reshape(1, 2, 2))
+    assert mesh.axis_types == (AxisType.Auto,) * 3
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        (
+            {"fsdp": 3, "tensor": 2},
+            "mesh data=1, fsdp=3, tensor=2 needs 6 devices, but there are 8: "
+            "choose sizes whose product is 8 (its divisors are 1, 2, 4, 8)",
+        ),
+        (
+            {"fsdp": 4, "tensor": 4},
+            "mesh data=1, fsdp=4, tensor=4 needs 16 devices, but there are 8: "
+            "choose sizes whose product is 8 (its divisors are 1, 2, 4, 8)",
+        ),
+        ({"fsdp": -1, "tensor": 3}, "mesh data=1, fsdp=-1, tensor=3: 3 does not divide the 8 devices"),
+        ({"fsdp": -1, "tensor": -1}, "mesh data=1, fsdp=-1, tensor=-1: only one axis may be -1"),
+        (
+            {"fsdp": 0, "tensor": 8},
+            "mesh data=1, fsdp=0, tensor=8: every axis must be a positive integer, or -1 for one of them",
+        ),
+        (
+            {"fsdp": -2, "tensor": 8},
+            "mesh data=1, fsdp=-2, tensor=8: every axis must be a positive integer, or -1 for one of them",
+        ),
+    ],
+)
+def test_bad_sizes(sizes: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        make_mesh(**sizes)

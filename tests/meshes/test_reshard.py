@@ -1,0 +1,410 @@
+import importlib
+import re
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import monitoring
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jrlhf.meshes import (
+    GENERATE,
+    TRAIN,
+    Layout,
+    collectives,
+    live_bytes,
+    lower_reshard,
+    make_mesh,
+    reshard,
+    tree_reshard_cost,
+)
+
+MESHES = [(8, 1), (4, 2), (2, 4), (1, 8)]
+LAYERS = 3
+AXES = {
+    "embedding": ("vocab", "embed"),
+    "final_norm": ("norm",),
+    "layers": {
+        "query": ("layers", "embed", "heads"),
+        "out": ("layers", "heads", "embed"),
+        "up": ("layers", "embed", "mlp"),
+        "down": ("layers", "mlp", "embed"),
+        "norm": ("layers", "norm"),
+    },
+}
+SIZES = {"vocab": 128, "embed": 32, "heads": 64, "mlp": 96, "norm": 32, "layers": LAYERS}
+
+
+def is_axes(node: Any) -> bool:
+    return isinstance(node, tuple)
+
+
+def decoder() -> dict[str, Any]:
+    """Weights of a small decoder, on the host."""
+    rng = np.random.default_rng(0)
+    return jax.tree.map(
+        lambda axes: rng.standard_normal([SIZES[axis] for axis in axes], dtype=np.float32), AXES, is_leaf=is_axes
+    )
+
+
+def stacked(mesh: Mesh, layout: Layout) -> dict[str, Any]:
+    return jax.tree.map(lambda axes: layout.sharding(mesh, axes), AXES, is_leaf=is_axes)
+
+
+def by_layer(mesh: Mesh, layout: Layout) -> dict[str, Any]:
+    layer = {name: layout.sharding(mesh, axes[1:]) for name, axes in AXES["layers"].items()}
+    return {**stacked(mesh, layout), "layers": [layer] * LAYERS}
+
+
+def unstacked(tree: dict[str, Any]) -> dict[str, Any]:
+    return {**tree, "layers": [{name: x[i] for name, x in tree["layers"].items()} for i in range(LAYERS)]}
+
+
+def assert_equal_bits(tree: Any, expected: Any) -> None:
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(tree), expected)
+
+
+def assert_placed(tree: Any, shardings: Any) -> None:
+    assert jax.tree.map(lambda x: x.sharding, tree) == shardings
+
+
+def bytes_of(tree: Any, shardings: Any, itemsize: int = 4) -> Counter[tuple[int, str]]:
+    """Bytes a device by sharding arithmetic."""
+    total: Counter[tuple[int, str]] = Counter()
+    for x, sharding in zip(jax.tree.leaves(tree), jax.tree.leaves(shardings), strict=True):
+        for device in sharding.device_set:
+            total[device.id, "device"] += itemsize * int(np.prod(sharding.shard_shape(x.shape)))
+    return total
+
+
+@contextmanager
+def no_way_through_the_host() -> Iterator[None]:
+    with (
+        jax.transfer_guard_host_to_device("disallow_explicit"),
+        jax.transfer_guard_device_to_host("disallow_explicit"),
+    ):
+        yield
+
+
+@contextmanager
+def compilations() -> Iterator[list[str]]:
+    seen: list[str] = []
+
+    def listen(event: str, duration_secs: float, **kwargs: str | int) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            seen.append(event)
+
+    monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield seen
+    finally:
+        monitoring.unregister_event_duration_listener(listen)
+
+
+# ---- the switch from training to generation
+
+
+@pytest.mark.parametrize(("fsdp", "tensor"), MESHES)
+def test_the_switch(fsdp: int, tensor: int):
+    """Values, places, kinds of collectives, bytes, guard and recompilation of the one move that PPO makes each step."""
+    mesh = make_mesh(fsdp=fsdp, tensor=tensor)
+    host = decoder()
+    train = jax.device_put(host, stacked(mesh, TRAIN))
+    generate = by_layer(mesh, GENERATE)
+
+    with no_way_through_the_host(), compilations() as first:
+        copy = reshard(train, generate, dtype=jnp.bfloat16)
+    assert first, "the listener hears no compilation"
+    with no_way_through_the_host(), compilations() as second:
+        copy = reshard(train, generate, dtype=jnp.bfloat16)
+    assert not second
+
+    assert_placed(copy, generate)
+    assert_equal_bits(copy, unstacked(jax.tree.map(lambda x: x.astype(jnp.bfloat16), host)))
+    assert_equal_bits(train, host)
+
+    (program,) = lower_reshard(train, generate, dtype=jnp.bfloat16)
+    matrices = 1 + 4 * LAYERS
+    assert collectives(program.compile()) == (Counter({"all-gather": matrices}) if fsdp > 1 else Counter())
+
+    cost = tree_reshard_cost(train, generate, dtype=jnp.bfloat16)
+    weight_bytes = 2 * sum(x.size for x in jax.tree.leaves(host) if x.shape not in ((32,), (LAYERS, 32)))
+    assert cost.received == dict.fromkeys(range(8), weight_bytes * (1 / tensor - 1 / (fsdp * tensor)))
+    assert cost.redundant == dict.fromkeys(range(8), 0)
+
+
+@pytest.mark.parametrize(("fsdp", "tensor"), MESHES)
+def test_live_memory(fsdp: int, tensor: int):
+    mesh = make_mesh(fsdp=fsdp, tensor=tensor)
+    host = decoder()
+    before = live_bytes()
+
+    def added() -> Counter[tuple[int, str]]:
+        return live_bytes() - before
+
+    train = jax.device_put(host, stacked(mesh, TRAIN))
+    generate = by_layer(mesh, GENERATE)
+    source = bytes_of(host, stacked(mesh, TRAIN))
+    destination = bytes_of(unstacked(host), generate)
+    assert added() == source
+
+    copy = reshard(train, generate)
+    assert added() == source + destination
+    jax.tree.map(lambda x: x.delete(), copy)
+    assert added() == source
+    assert_equal_bits(train, host)
+
+    moved = reshard(train, generate, donate=True)
+    assert added() == destination
+    assert all(x.is_deleted() for x in jax.tree.leaves(train))
+    assert_equal_bits(moved, unstacked(host))
+
+
+def test_equal_placement_still_makes_a_copy():
+    """jax.device_put would share the memory, and deleting the copy would delete the source."""
+    mesh = make_mesh(fsdp=2, tensor=4)
+    source = jax.device_put(np.arange(8, dtype=np.float32), NamedSharding(mesh, P("tensor")))
+    reshard({"x": source}, {"x": source.sharding})["x"].delete()
+    np.testing.assert_array_equal(source, np.arange(8))
+
+
+def test_donated_memory_is_reused_where_shards_keep_their_size():
+    mesh = make_mesh(fsdp=4, tensor=2)
+    specs = {
+        "grows": (P("fsdp"), P()),
+        "moves": (P("fsdp"), P(None, "fsdp")),
+        "shrinks": (P("fsdp"), P("fsdp", "tensor")),
+        "turns": (P("fsdp", "tensor"), P("tensor", "fsdp")),
+        "stays": (P("fsdp"), P("fsdp")),
+    }
+    host = {name: np.random.default_rng(0).standard_normal((64, 64), dtype=np.float32) for name in specs}
+    tree = jax.device_put(host, {name: NamedSharding(mesh, src) for name, (src, _) in specs.items()})
+    dst = {name: NamedSharding(mesh, dst) for name, (_, dst) in specs.items()}
+    (program,) = lower_reshard(tree, dst, donate=True)
+    analysis = program.compile().memory_analysis()
+    assert analysis is not None and analysis.alias_size_in_bytes == 64 * 64 * 4 * (1 / 4 + 1 / 8 + 1 / 4)
+    moved = reshard(tree, dst, donate=True)
+    assert_placed(moved, dst)
+    assert_equal_bits(moved, host)
+    assert all(x.is_deleted() for x in tree.values())
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Explicit, AxisType.Auto])
+def test_the_cast_comes_before_the_gather(axis_type: AxisType):
+    """CPU programs widen bf16 collectives, so this reads the program before XLA compiles it."""
+    mesh = make_mesh(fsdp=4, tensor=2, axis_type=axis_type)
+    train = jax.device_put(decoder(), stacked(mesh, TRAIN))
+    (program,) = lower_reshard(train, by_layer(mesh, GENERATE), dtype=jnp.bfloat16)
+    body = [
+        line for line in program.as_text().splitlines() if "stablehlo." in line or "sdy.sharding_constraint" in line
+    ]
+    with_float32 = [line for line in body if "xf32>" in line]
+    assert len(with_float32) == len(jax.tree.leaves(train))
+    assert all("stablehlo.convert %arg" in line for line in with_float32)
+
+
+def test_only_floating_arrays_are_cast():
+    mesh = make_mesh(fsdp=8)
+    tree = {"step": jnp.int32(3), "mask": jnp.ones(8, bool), "half": jnp.ones(8, jnp.float16), "w": jnp.full(8, 1 / 3)}
+    placed = jax.device_put(tree, NamedSharding(mesh, P()))
+    out = reshard(placed, jax.tree.map(lambda _: NamedSharding(mesh, P()), tree), dtype=jnp.bfloat16)
+    assert {name: str(x.dtype) for name, x in out.items()} == {
+        "step": "int32",
+        "mask": "bool",
+        "half": "bfloat16",
+        "w": "bfloat16",
+    }
+    assert out["step"] == 3
+
+
+def test_groups_bound_the_temporary_memory():
+    """In float32: the CPU's widening of bf16 collectives is no property of the switch."""
+    mesh = make_mesh(fsdp=4, tensor=2)
+    host = decoder()
+    train = jax.device_put(host, stacked(mesh, TRAIN))
+    generate = by_layer(mesh, GENERATE)
+    group_bytes = 2 * 4 * SIZES["embed"] * SIZES["mlp"] // 2  # two layers of the largest weight, a device
+    programs = lower_reshard(train, generate, group_bytes=group_bytes)
+    assert len(lower_reshard(train, generate)) == 1 < len(programs) < len(jax.tree.leaves(generate))
+    analyses = [program.compile().memory_analysis() for program in programs]
+    outputs = [analysis.output_size_in_bytes for analysis in analyses if analysis is not None]
+    pointers = 8 * len(jax.tree.leaves(generate))
+    assert max(outputs) <= group_bytes + pointers
+    assert sum(outputs) <= bytes_of(unstacked(host), generate)[0, "device"] + pointers
+    assert max(analysis.temp_size_in_bytes for analysis in analyses if analysis is not None) < max(outputs)
+    # A group holds one layer at least, however small it is asked to be.
+    assert len(lower_reshard(train, generate, group_bytes=1)) == len(jax.tree.leaves(generate))
+    assert_equal_bits(reshard(train, generate, group_bytes=group_bytes, donate=True), unstacked(host))
+    assert all(x.is_deleted() for x in jax.tree.leaves(train))
+
+
+# ---- any sharding to any other
+
+
+@pytest.mark.parametrize(
+    ("src", "dst"),
+    [
+        (((1, 8, 1), P("fsdp")), ((1, 1, 8), P(None, "tensor"))),
+        (((1, 4, 2), P("fsdp", "tensor")), ((1, 2, 4), P("tensor", "fsdp"))),
+        (((1, 4, 2), P("tensor", "fsdp")), ((2, 2, 2), P())),
+        (((2, 2, 2), P()), ((2, 2, 2), P(("tensor", "data")))),
+    ],
+)
+@pytest.mark.parametrize("context", [(1, 8, 1), (2, 2, 2), None])
+@pytest.mark.parametrize("axis_type", [AxisType.Explicit, AxisType.Auto])
+def test_mesh_shapes_on_the_same_devices(src, dst, context, axis_type: AxisType):
+    """Whatever mesh the caller computes on at the moment."""
+    (src_shape, src_spec), (dst_shape, dst_spec) = src, dst
+    host = np.arange(16 * 32, dtype=np.float32).reshape(16, 32)
+    x = jax.device_put(host, NamedSharding(make_mesh(*src_shape, axis_type=axis_type), src_spec))
+    sharding = NamedSharding(make_mesh(*dst_shape, axis_type=axis_type), dst_spec)
+    with no_way_through_the_host():
+        if context is None:
+            out = reshard(x, sharding, dtype=jnp.bfloat16)
+        else:
+            with jax.set_mesh(make_mesh(*context)):
+                out = reshard(x, sharding, dtype=jnp.bfloat16)
+    assert out.sharding == sharding
+    np.testing.assert_array_equal(out, host.astype(jnp.bfloat16))
+
+
+def test_the_guard_catches_what_reshard_avoids():
+    mesh = make_mesh(fsdp=8)
+    x = jax.device_put(np.zeros((8, 8), np.float32), NamedSharding(mesh, P("fsdp")))
+    with (
+        no_way_through_the_host(),
+        pytest.raises(Exception, match="Disallowed (host-to-device|device-to-host) transfer"),
+    ):
+        jax.device_put(x, NamedSharding(mesh, P(None, "fsdp")))
+
+
+def test_reshard_holds_the_guard_itself(monkeypatch: pytest.MonkeyPatch):
+    """A wrong plan, whose copies find no fitting shard at the source, raises instead of going through the host."""
+    module = importlib.import_module("jrlhf.meshes.reshard")
+    monkeypatch.setattr(module, "_staged", lambda moves: [replace(move, targets=(rows,)) for move in moves])
+    rows = NamedSharding(make_mesh(fsdp=4, devices=jax.devices()[:4]), P("fsdp"))
+    columns = NamedSharding(make_mesh(fsdp=4, devices=jax.devices()[4:]), P(None, "fsdp"))
+    x = jax.device_put(np.zeros((8, 8), np.float32), rows)
+    with pytest.raises(Exception, match="Disallowed (host-to-device|device-to-host) transfer"):
+        reshard(x, columns)
+
+
+# Positions in jax.devices(), and the mesh over them as (fsdp, tensor).
+DEVICES = {
+    "same": ([0, 1, 2, 3], [0, 1, 2, 3]),
+    "reordered": ([0, 1, 2, 3], [2, 0, 3, 1]),
+    "subset": ([0, 1, 2, 3, 4, 5, 6, 7], [4, 5, 6, 7]),
+    "superset": ([4, 5, 6, 7], [0, 1, 2, 3, 4, 5, 6, 7]),
+    "disjoint": ([0, 1, 2, 3], [4, 5, 6, 7]),
+    "fewer": ([0, 1, 2, 3], [4, 5]),
+    "more": ([0, 1], [4, 5, 6, 7]),
+    "overlap": ([0, 1, 2, 3, 4, 5], [4, 5, 6, 7]),
+    "to one": ([0, 1, 2, 3], [5]),
+    "from one": ([5], [0, 1, 2, 3]),
+    "odd": ([0, 1, 2], [4, 5, 6, 7]),
+}
+
+
+@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize("case", DEVICES)
+def test_between_device_sets(case: str, donate: bool):
+    """Bit for bit, never through the host, on meshes of every shape that divides."""
+    source_devices, target_devices = ([jax.devices()[i] for i in ids] for ids in DEVICES[case])
+    host = {"w": np.random.default_rng(0).standard_normal((2, 24, 48), dtype=np.float32), "n": np.arange(5)}
+    src_mesh = make_mesh(fsdp=-1, tensor=2 - len(source_devices) % 2, devices=source_devices)
+    src = {"w": NamedSharding(src_mesh, P(None, "fsdp", "tensor")), "n": NamedSharding(src_mesh, P())}
+    dst_mesh = make_mesh(fsdp=-1, tensor=2 - len(target_devices) % 2, devices=target_devices)
+    whole = NamedSharding(dst_mesh, P())
+    for spec in (P("fsdp", "tensor"), P(None, "tensor"), P(("tensor", "fsdp"))):
+        dst = {"w": [NamedSharding(dst_mesh, spec)] * 2, "n": whole}
+        tree = jax.device_put(host, src)
+        with jax.set_mesh(src_mesh), no_way_through_the_host():
+            out = reshard(tree, dst, donate=donate)
+        assert_placed(out, dst)
+        assert_equal_bits(out, {"w": list(host["w"]), "n": host["n"]})
+        assert [x.is_deleted() for x in jax.tree.leaves(tree)] == [donate] * 2
+        if not donate:  # nothing is shared where the device sets overlap
+            jax.tree.map(lambda x: x.delete(), out)
+            assert_equal_bits(tree, host)
+
+
+@pytest.mark.parametrize("target", [(2, 1), (1, 2), (1, 1)])
+def test_between_device_sets_the_source_drops_axes_and_moves_none(target: tuple[int, int]):
+    """Training on four devices, generation on others, with no more tensor parallelism than in training."""
+    fsdp, tensor = target
+    host = decoder()
+    train = jax.device_put(host, stacked(make_mesh(fsdp=2, tensor=2, devices=jax.devices()[:4]), TRAIN))
+    mesh = make_mesh(fsdp=fsdp, tensor=tensor, devices=jax.devices()[6 : 6 + fsdp * tensor])
+    (program,) = lower_reshard(train, by_layer(mesh, GENERATE), dtype=jnp.bfloat16)
+    assert collectives(program.compile()).keys() == {"all-gather"}
+    copy = reshard(train, by_layer(mesh, GENERATE), dtype=jnp.bfloat16)
+    assert_equal_bits(copy, unstacked(jax.tree.map(lambda x: x.astype(jnp.bfloat16), host)))
+    with compilations() as second:
+        reshard(train, by_layer(mesh, GENERATE), dtype=jnp.bfloat16)
+    assert not second
+
+
+def test_arrays_of_different_devices_in_one_tree():
+    one, all_of_them = jax.devices()[0], make_mesh(fsdp=8)
+    host = {"a": np.arange(8.0), "b": np.arange(16.0), "c": np.arange(3), "d": np.arange(24.0)}
+    sharded = NamedSharding(all_of_them, P("fsdp"))
+    tree = jax.device_put(host, {"a": one, "b": sharded, "c": one, "d": sharded})
+    dst = {name: NamedSharding(all_of_them, P() if name == "c" else P("fsdp")) for name in host}
+    out = reshard(tree, dst)
+    assert_placed(out, dst)
+    assert_equal_bits(out, jax.tree.map(jnp.asarray, host))
+
+
+# ---- the structure of shardings
+
+
+def test_both_forms_of_unstacking():
+    mesh = make_mesh(fsdp=4, tensor=2)
+    x, s = jnp.arange(2 * 8 * 4, dtype=jnp.float32).reshape(2, 8, 4), NamedSharding(mesh, P(None, "tensor"))
+    t = NamedSharding(mesh, P("fsdp"))
+    tree = jax.device_put({"a": x, "b": -x}, NamedSharding(mesh, P(None, "fsdp", "tensor")))
+    dict_of_lists = reshard(tree, {"a": [s, t], "b": (t, s)})
+    list_of_dicts = reshard(tree, [{"a": s, "b": t}, {"a": t, "b": s}])
+    assert_placed(dict_of_lists, {"a": [s, t], "b": (t, s)})
+    assert_placed(list_of_dicts, [{"a": s, "b": t}, {"a": t, "b": s}])
+    assert_equal_bits(dict_of_lists, {"a": [x[0], x[1]], "b": (-x[0], -x[1])})
+    assert_equal_bits(list_of_dicts, [{"a": x[0], "b": -x[0]}, {"a": x[1], "b": -x[1]}])
+
+
+def test_lists_of_the_tree_are_mirrored():
+    mesh = make_mesh(fsdp=8)
+    s = NamedSharding(mesh, P("fsdp"))
+    tree = jax.device_put([np.arange(8.0), (np.arange(16.0), {})], NamedSharding(mesh, P()))
+    assert_placed(reshard(tree, [s, (s, {})]), [s, (s, {})])
+    assert reshard({}, {}) == {}
+
+
+@pytest.mark.parametrize(
+    ("shardings", "message"),
+    [
+        (lambda s: {"w": s}, "the array at ['b'] has no sharding: shardings must mirror the tree"),
+        (lambda s: {"w": s, "b": s, "c": s}, "the sharding at ['c'] has no array: shardings must mirror the tree"),
+        (lambda s: {"w": [s, s], "b": s}, "the array at ['w'], shape (3, 8), is unstacked into 2 shardings"),
+        (lambda s: {"w": [s] * 4, "b": s}, "the array at ['w'], shape (3, 8), is unstacked into 4 shardings"),
+        (lambda s: {"w": s, "b": [s]}, "the array at ['b'], shape (), is unstacked into 1 shardings"),
+    ],
+)
+def test_shardings_that_do_not_fit(shardings, message: str):
+    s = NamedSharding(make_mesh(fsdp=8), P())
+    tree = jax.device_put({"w": np.zeros((3, 8)), "b": np.float32(0)}, s)
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        reshard(tree, shardings(s))
+
+
+def test_arrays_of_the_host_are_refused():
+    s = NamedSharding(make_mesh(fsdp=8), P())
+    message = "['w'] is a ndarray on no device: place it by jax.device_put first"
+    with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
+        reshard({"w": np.zeros(8)}, {"w": s})

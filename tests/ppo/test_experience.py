@@ -1,0 +1,204 @@
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jrlhf.ppo import Experience, PPOConfig, Rollout, experience_metrics, gae, make_experience, sequence_kl
+
+pytestmark = pytest.mark.usefixtures("strict_dtypes")
+
+ROWS, TIME, EOS = 6, 10, 3
+compiled = jax.jit(make_experience, static_argnames="config")
+
+
+def inputs(seed=0):
+    """A rollout in which the pad is the end-of-sequence token, and what the models say about it."""
+    rng = np.random.default_rng(seed)
+    prompt_lengths, response_lengths = np.array([1, 3, 4, 2, 4, 1]), np.array([6, 1, 6, 3, 2, 9])
+    clock, ends = np.arange(TIME)[None], (prompt_lengths + response_lengths)[:, None]
+    tokens = np.where(clock < ends - 1, rng.integers(0, 9, (ROWS, TIME)), EOS)
+    logprobs, old, ref = -rng.exponential(size=(3, ROWS, TIME)).astype(np.float32)
+    rollout = Rollout(
+        tokens=jnp.asarray(tokens, jnp.int32),
+        prompt_lengths=jnp.asarray(prompt_lengths, jnp.int32),
+        response_lengths=jnp.asarray(response_lengths, jnp.int32),
+        logprobs=jnp.asarray(logprobs),
+        finished=jnp.array([True, True, False, True, True, False]),
+        version=jnp.int32(5),
+    )
+    values, after = rng.normal(size=(ROWS, TIME)).astype(np.float32), rng.normal(size=ROWS).astype(np.float32)
+    scores = jnp.array([0.4, -1.2, 0.4, 0.0, 2.5, 0.1])
+    return rollout, (scores, jnp.asarray(old), jnp.asarray(ref), jnp.asarray(values)), jnp.asarray(after)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_the_score_is_conserved(estimator):
+    rollout, (scores, old, ref, values), after = inputs()
+    config = PPOConfig(kl_estimator=estimator)
+    experience = compiled(
+        rollout, scores, old, ref, values, config=config, kl_coef=jnp.float32(0.3), bootstrap_values=after
+    )
+    d = np.asarray(old, np.float64) - np.asarray(ref)
+    kl = {"k1": d, "k2": d**2 / 2, "k3": np.minimum(np.exp(-d) + d - 1, 10)}[estimator]
+    for row in range(ROWS):
+        start, end = int(rollout.prompt_lengths[row]), int(rollout.prompt_lengths[row] + rollout.response_lengths[row])
+        rewards = np.asarray(experience.rewards[row])
+        np.testing.assert_allclose(rewards.sum(), scores[row] - 0.3 * kl[row, start:end].sum(), rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(rewards[start : end - 1], -0.3 * kl[row, start : end - 1], rtol=1e-5, atol=1e-6)
+        assert np.all(rewards[:start] == 0) and np.all(rewards[end:] == 0)
+
+
+def test_without_kl_the_score_stands_alone_on_the_last_response_token():
+    rollout, (scores, old, _, values), after = inputs()
+    experience = compiled(rollout, scores, old, old, values, config=PPOConfig(), kl_coef=0.3, bootstrap_values=after)
+    assert sequence_kl(experience) == 0
+    rewards = np.asarray(experience.rewards)
+    np.testing.assert_array_equal(np.argmax(rewards != 0, axis=1)[np.asarray(scores) != 0], [6, 3, 9, 5, 9])
+    np.testing.assert_array_equal(rewards.sum(1), scores)
+
+
+def test_masks_come_from_lengths_not_from_tokens():
+    rollout, arrays, after = inputs()
+    build = partial(compiled, config=PPOConfig(), kl_coef=0.1, bootstrap_values=after)
+    experience = build(rollout, *arrays)
+    same_token = build(replace(rollout, tokens=jnp.full_like(rollout.tokens, EOS)), *arrays)
+    np.testing.assert_array_equal(experience.response_mask.sum(1), rollout.response_lengths)
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        replace(experience, tokens=jnp.int32(0)),
+        replace(same_token, tokens=jnp.int32(0)),
+    )
+
+
+@pytest.mark.parametrize("truncation", ["bootstrap", "zero", "mask"])
+def test_truncation(truncation):
+    rollout, (scores, old, ref, values), after = inputs()
+    config = PPOConfig(truncation=truncation, discount=0.9, gae_lambda=0.8, whiten_advantages=False)
+    given = after if truncation == "bootstrap" else None
+    experience = compiled(rollout, scores, old, ref, values, config=config, kl_coef=0.1, bootstrap_values=given)
+    whole = compiled(
+        replace(rollout, finished=jnp.ones(ROWS, bool)),
+        scores,
+        old,
+        ref,
+        values,
+        config=config,
+        kl_coef=0.1,
+        bootstrap_values=given,
+    )
+    one = jax.jit(partial(gae, discount=0.9, lam=0.8))
+    for row in range(ROWS):
+        if not rollout.finished[row] and truncation == "mask":
+            for array in (experience.response_mask, experience.rewards, experience.advantages, experience.returns):
+                assert not np.any(array[row])
+            continue
+        bootstrap = after[row] if truncation == "bootstrap" and not rollout.finished[row] else jnp.float32(0)
+        expected = one(whole.rewards[row], whole.values[row], whole.response_mask[row], bootstrap_value=bootstrap)
+        np.testing.assert_allclose(experience.advantages[row], expected[0], rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(experience.returns[row], expected[1], rtol=1e-5, atol=1e-6)
+        assert experience.response_mask[row].sum() == rollout.response_lengths[row]
+
+
+def test_bootstrapping_needs_the_values_to_bootstrap_from():
+    rollout, arrays, _ = inputs()
+    with pytest.raises(ValueError, match="bootstrap_values"):
+        make_experience(rollout, *arrays, config=PPOConfig(), kl_coef=0.1)
+
+
+def test_shapes_that_do_not_fit_are_named():
+    rollout, (scores, old, ref, values), after = inputs()
+    build = partial(make_experience, config=PPOConfig(), kl_coef=0.1, bootstrap_values=after)
+    with pytest.raises(ValueError, match=r"values has shape \(6, 11\), .* \(6, 10\)"):
+        build(rollout, scores, old, ref, jnp.pad(values, ((0, 0), (0, 1))))
+    with pytest.raises(ValueError, match=r"scores has shape \(5,\)"):
+        build(rollout, scores[:5], old, ref, values)
+
+
+def test_advantages_are_whitened_over_all_response_tokens_and_returns_are_not():
+    rollout, arrays, after = inputs()
+    build = partial(compiled, rollout, *arrays, kl_coef=0.1, bootstrap_values=after)
+    raw, white = build(config=PPOConfig(whiten_advantages=False)), build(config=PPOConfig())
+    kept = np.asarray(raw.advantages, np.float64)[np.asarray(raw.response_mask)]
+    expected = (kept - kept.mean()) / kept.std(ddof=1)
+    np.testing.assert_allclose(white.advantages[white.response_mask], expected, rtol=1e-4, atol=1e-5)
+    np.testing.assert_array_equal(white.returns, raw.returns)
+
+
+def test_neither_padding_nor_garbage_outside_the_response_has_influence():
+    rollout, (scores, *arrays), after = inputs()
+    build = partial(compiled, config=PPOConfig(), kl_coef=0.1, bootstrap_values=after)
+    plain = build(rollout, scores, *arrays)
+
+    def pad(x, fill):
+        return jnp.pad(x, ((0, 0), (0, 4)), constant_values=fill)
+
+    def spoil(x):
+        return jnp.where(pad(plain.response_mask, False), pad(x, 0), jnp.nan)
+
+    padded = build(
+        replace(rollout, tokens=pad(rollout.tokens, EOS), logprobs=spoil(rollout.logprobs)),
+        scores,
+        *(spoil(x) for x in arrays),
+    )
+    for name in ("response_mask", "old_logprobs", "ref_logprobs", "values", "rewards", "advantages", "returns"):
+        assert not np.any(getattr(padded, name)[:, TIME:])
+        np.testing.assert_allclose(
+            np.asarray(getattr(padded, name)[:, :TIME]), getattr(plain, name), rtol=1e-5, atol=1e-6, err_msg=name
+        )
+    metrics = jax.jit(experience_metrics)
+    expected = metrics(plain)
+    for name, value in metrics(padded).items():
+        np.testing.assert_allclose(value, expected[name], rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+def numpy_metrics(experience: Experience):
+    """The metrics' definitions, one sequence at a time."""
+    e = jax.tree.map(np.asarray, experience)
+    rows = [np.flatnonzero(mask) for mask in e.response_mask]
+    learned = [row for row in range(len(rows)) if len(rows[row])]
+    gaps = np.concatenate([np.abs(e.logprobs - e.old_logprobs)[row, rows[row]] for row in learned])
+
+    def spread(name, x):
+        return {f"{name}/mean": np.mean(x), f"{name}/max": np.max(x), f"{name}/min": np.min(x)}
+
+    def over_tokens(x):
+        return np.concatenate([x[row, rows[row]] for row in learned])
+
+    return {
+        **spread("critic/score", e.scores),
+        **spread("critic/rewards", [e.rewards[row].sum() for row in learned]),
+        **spread("critic/advantages", over_tokens(e.advantages)),
+        **spread("critic/returns", over_tokens(e.returns)),
+        **spread("critic/values", over_tokens(e.values)),
+        **spread("response_length", e.response_lengths),
+        "response_length/clip_ratio": np.mean(~e.finished),
+        **spread("prompt_length", e.prompt_lengths),
+        "objective/kl": np.mean([(e.old_logprobs - e.ref_logprobs)[row, rows[row]].sum() for row in learned]),
+        "objective/entropy": np.mean([-e.old_logprobs[row, rows[row]].sum() for row in learned]),
+        "actor/reward_kl_penalty": np.mean(
+            [(e.old_logprobs - e.ref_logprobs)[row, rows[row]].mean() for row in learned]
+        ),
+        "rollout/logprob_gap_mean": gaps.mean(),
+        "rollout/logprob_gap_max": gaps.max(),
+    }
+
+
+@pytest.mark.parametrize("truncation", ["zero", "mask"])
+def test_metrics_match_their_definitions(truncation):
+    rollout, arrays, _ = inputs(1)
+    experience = compiled(rollout, *arrays, config=PPOConfig(truncation=truncation), kl_coef=0.1)
+    metrics, expected = jax.jit(experience_metrics)(experience), numpy_metrics(experience)
+    assert metrics.keys() == expected.keys()
+    for name, value in metrics.items():
+        np.testing.assert_allclose(value, expected[name], rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+def test_a_batch_of_nothing_but_masked_rows_has_finite_metrics():
+    rollout, arrays, _ = inputs()
+    cut_off = replace(rollout, finished=jnp.zeros(ROWS, bool))
+    experience = compiled(cut_off, *arrays, config=PPOConfig(truncation="mask"), kl_coef=0.1)
+    assert not experience.response_mask.any()
+    assert all(np.isfinite(value) for value in jax.jit(experience_metrics)(experience).values())

@@ -1,0 +1,86 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jrlhf.ppo import KLState, PPOConfig, kl_estimate, update_kl
+
+pytestmark = pytest.mark.usefixtures("strict_dtypes")
+
+
+def distributions(seed, size=7):
+    rng = np.random.default_rng(seed)
+    # Near enough that no k3 reaches its bound.
+    return jax.nn.log_softmax(jnp.asarray(rng.uniform(-1, 1, (2, size)), jnp.float32))
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k3"])
+@pytest.mark.parametrize("seed", range(3))
+def test_unbiased_by_enumeration(estimator, seed):
+    p, q = distributions(seed)
+    exact = np.sum(np.exp(p) * (p - q))
+    np.testing.assert_allclose(jnp.sum(jnp.exp(p) * kl_estimate(p, q, estimator)), exact, rtol=1e-5)
+
+
+def test_k2_is_second_order_accurate():
+    p, q = distributions(0)
+
+    def relative_error(step):
+        near = jax.nn.log_softmax(p + step * (q - p))
+        exact = jnp.sum(jnp.exp(p) * (p - near))
+        return abs(jnp.sum(jnp.exp(p) * kl_estimate(p, near, "k2")) / exact - 1)
+
+    assert relative_error(0.05) < 0.05
+    assert relative_error(0.05) < 0.6 * relative_error(0.1)
+
+
+def test_k2_gradient_is_the_gradient_of_the_exact_kl():
+    # E_p[d k2] = E_p[d * grad log p] = grad KL(p, q): why k2 is the estimator to differentiate.
+    p, q = distributions(1)
+
+    def weighted(logits):
+        logp = jax.nn.log_softmax(logits)
+        return jnp.sum(jnp.exp(jax.lax.stop_gradient(logp)) * kl_estimate(logp, q, "k2"))
+
+    def exact(logits):
+        logp = jax.nn.log_softmax(logits)
+        return jnp.sum(jnp.exp(logp) * (logp - q))
+
+    np.testing.assert_allclose(jax.grad(weighted)(p), jax.grad(exact)(p), rtol=1e-5, atol=1e-7)
+
+
+def test_values_and_bounds():
+    d = jnp.array([0.0, 0.5, -0.5, 40.0, -40.0])
+    zero = jnp.zeros(5)
+    np.testing.assert_array_equal(kl_estimate(d, zero, "k1"), d)
+    np.testing.assert_array_equal(kl_estimate(d, zero, "k2"), d**2 / 2)
+    k3 = kl_estimate(d, zero, "k3")
+    np.testing.assert_allclose(k3, [0, np.exp(-0.5) - 0.5, np.exp(0.5) - 1.5, 10, 10], rtol=1e-6)
+    with pytest.raises(ValueError, match="k4"):
+        kl_estimate(d, zero, "k4")  # pyright: ignore[reportArgumentType]
+
+
+def test_adaptive_controller_follows_its_formula():
+    config = PPOConfig(kl_coef=0.1, kl_target=6.0, kl_horizon=500)
+    state, expected = KLState(jnp.float32(0.1)), 0.1
+    update = jax.jit(lambda state, kl: update_kl(state, kl, 64, config=config))
+    for kl in (6.0, 6.3, 5.7, 12.0, 0.0, -1.0, 100.0):
+        state = update(state, jnp.float32(kl))
+        expected *= 1 + min(max(kl / 6.0 - 1, -0.2), 0.2) * 64 / 500
+        np.testing.assert_allclose(state.coef, expected, rtol=1e-5)
+
+
+def test_adaptive_controller_reaches_its_target():
+    config = PPOConfig(kl_coef=1.0, kl_target=4.0, kl_horizon=100)
+    state = KLState(jnp.float32(1.0))
+    for _ in range(300):
+        state = update_kl(state, 2.0 / state.coef, 16, config=config)  # a world in which KL = 2 / coef
+    np.testing.assert_allclose(state.coef, 0.5, rtol=1e-3)
+
+
+def test_fixed_controller_and_a_kl_that_is_not_finite():
+    state = KLState(jnp.float32(0.05))
+    assert update_kl(state, jnp.float32(99.0), 64, config=PPOConfig()).coef == state.coef
+    adaptive = PPOConfig(kl_target=1.0)
+    for kl in (jnp.nan, jnp.inf):
+        assert update_kl(state, jnp.float32(kl), 64, config=adaptive).coef == state.coef

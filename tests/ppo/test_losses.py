@@ -1,0 +1,131 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jrlhf.ppo import bradley_terry_loss, policy_loss, value_loss
+
+pytestmark = pytest.mark.usefixtures("strict_dtypes")
+
+
+def flat_float64(x):
+    return np.asarray(x, np.float64).ravel()
+
+
+def numpy_policy_loss(logprob, old, advantage, low, high, dual):
+    """One token, with the four cases of the clip spelled out. Returns loss, d loss / d logprob, clipped, lower."""
+    rho = np.exp(np.clip(logprob - old, -20, 20))
+    loss, slope, clipped, lower = -advantage * rho, -advantage * rho, False, False
+    if advantage > 0 and rho > 1 + high:
+        loss, slope, clipped = -advantage * (1 + high), 0.0, True
+    if advantage < 0 and rho < 1 - low:
+        loss, slope, clipped = -advantage * (1 - low), 0.0, True
+    if dual is not None and advantage < 0 and rho > dual:
+        loss, slope, lower = -advantage * dual, 0.0, True
+    return loss, slope, clipped, lower
+
+
+@pytest.mark.parametrize(("low", "high", "dual"), [(0.2, 0.2, None), (0.2, 0.28, 3.0), (0.1, 0.5, 1.5)])
+def test_policy_loss_and_gradient_match_the_cases_spelled_out(low, high, dual):
+    rng = np.random.default_rng(0)
+    ratios = np.concatenate([rng.uniform(0.2, 5, 400), [1.0, 1 - low + 1e-3, 1 - low - 1e-3, 1 + high - 1e-3]])
+    ratios = np.concatenate([ratios, [1 + high + 1e-3, 2.999, 3.001, 1e-4, 1e4]])
+    advantages = rng.normal(size=(2, len(ratios)))
+    old = -rng.exponential(size=advantages.shape)
+    logprobs = old + np.log(ratios)[None]
+    logprobs, old, advantages = (jnp.asarray(x, jnp.float32) for x in (logprobs, old, advantages))
+
+    def total(logprobs):
+        parts = policy_loss(logprobs, old, advantages, clip_low=low, clip_high=high, dual_clip=dual)
+        return jnp.sum(parts.loss), parts
+
+    gradient, parts = jax.grad(total, has_aux=True)(logprobs)
+    cases = [
+        numpy_policy_loss(logprob, was, advantage, low, high, dual)
+        for logprob, was, advantage in zip(*map(flat_float64, (logprobs, old, advantages)), strict=True)
+    ]
+    loss, slope, clipped, lower = (np.array(column).reshape(2, -1) for column in zip(*cases, strict=True))
+    np.testing.assert_allclose(parts.loss, loss, rtol=2e-5)
+    np.testing.assert_allclose(gradient, slope, rtol=2e-5)
+    np.testing.assert_array_equal(parts.clipped, clipped)
+    np.testing.assert_array_equal(parts.clipped_lower, lower)
+    assert clipped.any() and lower.any() == (dual is not None)
+
+
+def test_policy_gradient_on_the_policy_is_minus_the_advantage():
+    logprobs, advantages = jnp.array([-1.0, -2.0, -0.3]), jnp.array([0.7, -0.4, 0.0])
+    gradient = jax.grad(lambda x: jnp.sum(policy_loss(x, logprobs, advantages).loss))(logprobs)
+    np.testing.assert_array_equal(gradient, -advantages)
+
+
+@pytest.mark.parametrize(("low", "high", "advantage"), [(0.5, 0.2, -1.0), (0.2, 1.0, 1.0)])
+def test_exactly_on_a_clip_boundary_the_gradient_is_unclipped(low, high, advantage):
+    # exp(log 0.5) and exp(log 2) are exact in float32; jnp.maximum would halve the gradient here.
+    ratio = 0.5 if advantage < 0 else 2.0
+
+    def loss(logprob):
+        return policy_loss(logprob, jnp.float32(0), jnp.float32(advantage), clip_low=low, clip_high=high).loss
+
+    logprob = jnp.log(jnp.float32(ratio))
+    assert jnp.exp(logprob) == ratio
+    assert jax.grad(loss)(logprob) == -advantage * ratio
+
+
+def test_extreme_log_ratios_stay_finite():
+    logprobs, old = jnp.array([-1e4, -0.0, -1e30]), jnp.array([0.0, -1e4, 0.0])
+    for advantage in (1.0, -1.0):
+        value, gradient = jax.value_and_grad(lambda x, a: jnp.sum(policy_loss(x, old, a).loss))(
+            logprobs, jnp.full(3, advantage)
+        )
+        assert np.isfinite(value) and np.all(np.isfinite(gradient))
+
+
+def numpy_value_loss(value, old, target, clip):
+    """One token: the larger of the two squared errors, and its slope, which is 0 where the clamped one wins."""
+    plain, moved = (value - target) ** 2, min(max(value, old - clip), old + clip)
+    bounded = (moved - target) ** 2
+    if bounded > plain:
+        return bounded / 2, 0.0, True
+    return plain / 2, value - target, False
+
+
+def test_value_loss_and_gradient_match_the_cases_spelled_out():
+    rng = np.random.default_rng(1)
+    values, old, returns = jnp.asarray(rng.normal(size=(3, 500)), jnp.float32)
+
+    def total(values):
+        parts = value_loss(values, old, returns, clip=0.3)
+        return jnp.sum(parts.loss), parts
+
+    gradient, parts = jax.grad(total, has_aux=True)(values)
+    cases = [
+        numpy_value_loss(value, was, target, 0.3)
+        for value, was, target in zip(*map(flat_float64, (values, old, returns)), strict=True)
+    ]
+    loss, slope, clipped = (np.array(column) for column in zip(*cases, strict=True))
+    np.testing.assert_allclose(parts.loss, loss, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(gradient, slope, rtol=1e-4, atol=1e-6)
+    np.testing.assert_array_equal(parts.clipped, clipped)
+    assert 0.1 < clipped.mean() < 0.9
+
+
+def test_value_loss_without_clip_is_half_the_squared_error():
+    parts = value_loss(jnp.array([3.0, -1.0]), jnp.zeros(2), jnp.array([1.0, -1.0]), clip=None)
+    np.testing.assert_array_equal(parts.loss, [2.0, 0.0])
+    assert not parts.clipped.any()
+
+
+def test_bradley_terry_is_the_negative_log_likelihood():
+    rng = np.random.default_rng(2)
+    chosen, rejected = jnp.asarray(rng.normal(size=(2, 50)) * 3, jnp.float32)
+    c, r = flat_float64(chosen), flat_float64(rejected)
+    expected = -np.log(1 / (1 + np.exp(r - c)))
+    np.testing.assert_allclose(bradley_terry_loss(chosen, rejected), expected, rtol=1e-5, atol=1e-6)
+    centred = expected + 0.01 * (c + r) ** 2
+    np.testing.assert_allclose(bradley_terry_loss(chosen, rejected, centre=0.01), centred, rtol=1e-5, atol=1e-6)
+    # d/d chosen = -(1 - sigmoid(margin)), d/d rejected = the opposite; both defined at margins of +-1000.
+    gradients = jax.grad(lambda c, r: jnp.sum(bradley_terry_loss(c, r)), argnums=(0, 1))(
+        jnp.array([1000.0, -1000.0, 0.0]), jnp.zeros(3)
+    )
+    np.testing.assert_array_equal(gradients[0], [0.0, -1.0, -0.5])
+    np.testing.assert_array_equal(gradients[1], [0.0, 1.0, 0.5])

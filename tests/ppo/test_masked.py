@@ -1,0 +1,61 @@
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jrlhf.ppo import masked_mean, masked_variance, masked_whiten, response_mask
+from jrlhf.ppo.masked import last_token_mask, token_count
+
+pytestmark = pytest.mark.usefixtures("strict_dtypes")
+
+
+def test_response_mask_counts_from_lengths():
+    mask = response_mask(jnp.array([1, 3, 2, 5]), jnp.array([2, 0, 4, 1]), 6)
+    expected = [[0, 1, 1, 0, 0, 0], [0, 0, 0, 0, 0, 0], [0, 0, 1, 1, 1, 1], [0, 0, 0, 0, 0, 1]]
+    np.testing.assert_array_equal(mask, np.array(expected, bool))
+
+
+def test_last_token_is_the_last_true_also_behind_gaps():
+    mask = jnp.array([[0, 1, 1, 0, 1, 0], [1, 0, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0], [0, 1, 1, 1, 1, 1]], bool)
+    expected = [[0, 0, 0, 0, 1, 0], [1, 0, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0], [0, 0, 0, 0, 0, 1]]
+    np.testing.assert_array_equal(last_token_mask(mask), np.array(expected, bool))
+
+
+def test_statistics_match_numpy_and_ignore_what_is_masked():
+    rng = np.random.default_rng(0)
+    x = rng.normal(3, 2, (5, 7)).astype(np.float32)
+    mask = rng.random((5, 7)) < 0.6
+    poisoned = np.where(mask, x, np.nan)
+    kept = x[mask].astype(np.float64)
+    np.testing.assert_allclose(masked_mean(jnp.asarray(poisoned), jnp.asarray(mask)), kept.mean(), rtol=1e-6)
+    np.testing.assert_allclose(masked_variance(jnp.asarray(poisoned), jnp.asarray(mask)), kept.var(ddof=1), rtol=1e-5)
+    expected = (kept - kept.mean()) / np.sqrt(kept.var(ddof=1) + 1e-8)
+    whitened = np.asarray(masked_whiten(jnp.asarray(poisoned), jnp.asarray(mask)))
+    np.testing.assert_allclose(whitened[mask], expected, rtol=1e-4, atol=1e-6)
+    assert np.all(whitened[~mask] == 0)
+    unshifted = masked_whiten(jnp.asarray(poisoned), jnp.asarray(mask), shift_mean=False)
+    np.testing.assert_allclose(np.asarray(unshifted)[mask], expected + kept.mean(), rtol=1e-4)
+
+
+def test_row_means_have_row_denominators():
+    x, mask = jnp.array([[1.0, 2.0, 9.0], [4.0, 9.0, 9.0]]), jnp.array([[True, True, False], [True, False, False]])
+    np.testing.assert_allclose(masked_mean(x, mask, axis=1), [1.5, 4.0])
+
+
+@pytest.mark.parametrize("kept", [0, 1])
+def test_fewer_than_two_elements_are_defined(kept):
+    x = jnp.array([5.0, 7.0, 11.0])
+    mask = jnp.arange(3) < kept
+    np.testing.assert_array_equal(masked_whiten(x, mask), np.zeros(3))
+    assert masked_variance(x, mask) == 0
+    assert masked_mean(x, mask) == (5.0 if kept else 0.0)
+
+
+def test_equal_elements_do_not_blow_up():
+    # 0.1 is not a binary fraction: an uncentred variance leaves rounding noise that the division would amplify.
+    whitened = masked_whiten(jnp.full(1000, 0.1), jnp.ones(1000, bool))
+    assert np.abs(whitened).max() < 1e-3
+
+
+def test_counts_are_exact_integers():
+    assert token_count(jnp.ones((3, 5), bool)) == 15
+    assert token_count(jnp.zeros((3, 5), bool)) == 1

@@ -1,0 +1,31 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jrlhf.meshes import make_mesh
+from jrlhf.ppo import PPOState, TrainState
+
+OPTIMIZER = optax.adamw(optax.linear_schedule(1e-3, 0, 10))
+
+
+def test_every_leaf_of_a_fresh_state_lies_on_the_mesh_of_its_weights():
+    mesh = make_mesh(fsdp=4, tensor=2)
+    with jax.set_mesh(mesh):
+        sharding = NamedSharding(mesh, P("fsdp", "tensor"))
+        actor = TrainState.create({"w": jax.device_put(np.ones((8, 4), np.float32), sharding)}, OPTIMIZER)
+        state = PPOState.create(actor, actor, kl_coef=0.05)
+    for x in jax.tree.leaves(state):
+        assert x.sharding == (sharding if x.ndim else NamedSharding(mesh, P()))
+    np.testing.assert_allclose(state.kl.coef, 0.05)
+
+
+def test_without_a_mesh_a_state_stays_where_it_is_and_its_shapes_are_known_without_arrays():
+    params = {"w": jnp.ones((8, 4))}
+    state = TrainState.create(params, OPTIMIZER)
+    assert state.params["w"] is params["w"]
+    abstract = jax.eval_shape(lambda params: TrainState.create(params, OPTIMIZER), params)
+    assert jax.tree.structure(abstract) == jax.tree.structure(state)
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), abstract) == jax.tree.map(lambda x: (x.shape, x.dtype), state)
