@@ -38,9 +38,9 @@ class Move:
         return self.source.shape if self.indices is None else self.source.shape[1:]
 
     def dtype(self, cast: DTypeLike | None) -> np.dtype:
-        """The dtype of each result: `cast` for a floating array, its own for any other."""
-        floating = jnp.issubdtype(self.source.dtype, jnp.floating)
-        return jnp.dtype(self.source.dtype if cast is None or not floating else cast)
+        """The dtype of each result: `cast` for a floating array of two or more dimensions, its own for any other."""
+        castable = jnp.issubdtype(self.source.dtype, jnp.floating) and len(self.shape) > 1
+        return jnp.dtype(cast if cast is not None and castable else self.source.dtype)
 
     def target_bytes(self, cast: DTypeLike | None) -> int:
         """Bytes of all results on one device."""

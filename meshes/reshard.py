@@ -38,7 +38,8 @@ def reshard(
         tree: arrays on devices.
         shardings: NamedShardings that mirror `tree`. One list more on the way to a leaf unstacks that array along
             axis 0: `{"w": x}` may go to `{"w": [s0, s1]}` as well as to `[{"w": s0}, {"w": s1}]`.
-        dtype: floating arrays are cast to it *before* they travel.
+        dtype: floating arrays are cast to it *before* they travel. Vectors keep theirs: norm scales weigh nothing, and
+            a model applies them in float32.
         donate: frees each array of `tree` once it has moved. Otherwise the result shares no memory with `tree`, so
             that either may be deleted.
         group_bytes: arrays travel in groups of at most this many bytes a device at the destination (a larger array

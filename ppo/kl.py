@@ -33,15 +33,20 @@ def kl_estimate(
 def update_kl(state: KLState, kl: Float[Array, ""], episodes: int, *, config: PPOConfig) -> KLState:
     """The KL controller after a batch of `episodes` sequences whose mean KL was `kl` (objective/kl, nats a sequence).
 
-    Fixed without `config.kl_target`. Otherwise the proportional controller in log space of Ziegler et al. 2019
+    Fixed without `config.kl_target`. Otherwise the proportional controller of Ziegler et al. 2019
     (arXiv:1909.08593, section 2.2), with the step of its published code:
 
         e = clip(kl / target - 1, -0.2, 0.2)        coef <- coef (1 + e episodes / horizon)
 
     A KL that is not finite leaves the coefficient as it is.
+
+    Raises:
+        ValueError: so many episodes against so short a horizon that the coefficient could turn negative.
     """
     if config.kl_target is None:
         return state
+    if episodes >= 5 * config.kl_horizon:
+        raise ValueError(f"kl_horizon={config.kl_horizon:g} must exceed a fifth of the {episodes} episodes of a batch")
     error = jnp.clip(kl / config.kl_target - 1, -0.2, 0.2)
     coef = state.coef * (1 + error * (episodes / config.kl_horizon))
     return KLState(jnp.where(jnp.isfinite(kl), coef, state.coef))

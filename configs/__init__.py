@@ -1,0 +1,1 @@
+"""Shipped YAML configurations; `--config NAME` finds them here."""

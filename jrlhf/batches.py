@@ -1,0 +1,56 @@
+"""Batches: which rows a step takes, padded, and put on the mesh. All of it is a function of (seed, step)."""
+
+import zlib
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Int
+
+from jrlhf.meshes import TRAIN
+
+
+def batch_indices(count: int, batch: int, step: int, seed: int) -> Int[np.ndarray, "B"]:
+    """The rows of batch number `step` of an endless stream over `count` rows, shuffled anew in every epoch."""
+    positions = np.arange(step * batch, (step + 1) * batch)
+    epochs = positions // count
+    orders = {epoch: np.random.default_rng((seed, int(epoch))).permutation(count) for epoch in np.unique(epochs)}
+    return np.array([orders[epoch][position % count] for epoch, position in zip(epochs, positions, strict=True)])
+
+
+def pad_rows(rows: Sequence[Sequence[int]], width: int) -> tuple[Int[np.ndarray, "B T"], Int[np.ndarray, "B"]]:
+    """Right-padded tokens and the rows' lengths.
+
+    Raises:
+        ValueError: a row is longer than `width`.
+    """
+    lengths = np.array([len(row) for row in rows], np.int32)
+    if lengths.max(initial=0) > width:
+        raise ValueError(f"a row of {lengths.max()} tokens does not fit into {width}")
+    tokens = np.zeros((len(rows), width), np.int32)
+    for padded, row in zip(tokens, rows, strict=True):
+        padded[: len(row)] = row
+    return tokens, lengths
+
+
+def row_sharding(mesh: Mesh) -> NamedSharding:
+    """Rows over every device: the placement of a batch between two calls."""
+    return NamedSharding(mesh, P(TRAIN.batch))
+
+
+def put_rows(tree, mesh: Mesh):
+    """Host arrays -> device arrays with their rows over every device of the mesh."""
+    return jax.device_put(tree, row_sharding(mesh))
+
+
+def key_for(seed: int, purpose: str, step: int = 0) -> jax.Array:
+    """The PRNG key of one purpose at one step. Whatever else is drawn, on the host, comes from a NumPy generator that
+    is seeded with `seed` and the step or epoch, too: a resumed run draws what an undisturbed one does."""
+    return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), zlib.crc32(purpose.encode())), step)
+
+
+def row_keys(key: jax.Array, rows: int, mesh: Mesh) -> jax.Array:
+    """One key a row, so that a row's text does not depend on its neighbours."""
+    return jax.device_put(jax.vmap(lambda row: jax.random.fold_in(key, row))(np.arange(rows)), row_sharding(mesh))

@@ -1,0 +1,68 @@
+"""Devices: which backend JAX runs on. `select` must run before JAX has started one."""
+
+import os
+import shutil
+from pathlib import Path
+
+import jax
+
+from jrlhf.config import DeviceConfig
+from jrlhf.errors import UserError
+from jrlhf.meshes.mesh import Device
+
+_PLATFORMS = {"cpu": "cpu", "gpu": "cuda", "tpu": "tpu"}
+
+
+def select(config: DeviceConfig) -> list[Device]:
+    """Chooses the platform, and on CPU the number of simulated devices; returns the devices.
+
+    Raises:
+        UserError: the platform is not there, or JAX already runs on other devices.
+    """
+    try:
+        if config.platform != "auto":
+            jax.config.update("jax_platforms", _PLATFORMS[config.platform])
+        if config.simulated is not None:
+            spare_threads(config.simulated)
+            jax.config.update("jax_num_cpu_devices", config.simulated)
+    except RuntimeError:
+        pass  # JAX has started already, in a notebook say: what counts is what it started with
+    try:
+        devices = jax.devices()
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(
+            f"device.platform={config.platform} is not available here ({reason}); try auto or cpu"
+        ) from error
+    running = devices[0].platform
+    if config.platform != "auto" and running != config.platform:
+        raise UserError(
+            f"device.platform={config.platform} comes too late: JAX already runs on {running}; restart the process, or "
+            "set device.platform=auto"
+        )
+    if config.simulated is not None and (devices[0].platform != "cpu" or len(devices) != config.simulated):
+        raise UserError(
+            f"device.simulated={config.simulated} asks for that many CPU devices, but JAX already runs on "
+            f"{len(devices)} {devices[0].platform} device(s): restart the process, or leave device.simulated out"
+        )
+    return devices
+
+
+def spare_threads(simulated: int) -> None:
+    """Gives XLA's CPU client more threads than simulated devices.
+
+    By default it has as many as devices. Each device of a running program waits in one for its peers, so a single
+    thread that compiles meanwhile would keep one device from starting, and all others would wait for it in vain.
+    """
+    os.environ.setdefault("NPROC", str(max(2 * simulated, os.cpu_count() or 1)))
+
+
+def idle_accelerator() -> str | None:
+    """What to tell a user whose machine has an accelerator that JAX does not use, or None."""
+    if jax.default_backend() != "cpu":
+        return None
+    if shutil.which("nvidia-smi") is not None or Path("/proc/driver/nvidia/version").exists():
+        return "an NVIDIA GPU is present but JAX runs on the CPU: install jrlhf[cuda12] or jrlhf[cuda13], then restart"
+    if any(Path("/dev").glob("accel*")) or any(Path("/dev/vfio").glob("[0-9]*")):
+        return "a TPU seems to be present but JAX runs on the CPU: install jrlhf[tpu], then restart"
+    return None

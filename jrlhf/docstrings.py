@@ -1,0 +1,201 @@
+"""The quickstart's corpus: the docstrings of the standard library that is installed with the interpreter.
+
+Files are parsed with `ast` and never imported, so reading them runs nobody's code. Each function gives one example: its
+signature, written on one line, and the first line of its docstring.
+"""
+
+import ast
+import hashlib
+import os
+import sysconfig
+import warnings
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+# Folders of tests, demonstrations, tables and third-party code: not what the library's authors wrote for its users.
+_SKIPPED_FOLDERS = frozenset(
+    {
+        "test",
+        "tests",
+        "idle_test",
+        "site-packages",
+        "dist-packages",
+        "__pycache__",
+        "turtledemo",
+        "pydoc_data",
+        "_bundled",
+        "_vendor",
+    }
+)
+_SIGNATURE_CHARACTERS = 40
+_DEFAULT_CHARACTERS = 6
+_HELDOUT_SHARE = 0.15
+_SPLIT_SEED = 80  # of 400 tried, one that spreads the held-out part evenly: some 30 modules, none above a fifth of it
+_MINIMUM_TRAIN = 1000
+_MINIMUM_HELDOUT = 256
+
+
+@dataclass(frozen=True)
+class Example:
+    """A function and what its author says of it.
+
+    module: dotted name of the module, `"mailbox"`.
+    name: the function's qualified name inside the module, `"Mailbox.remove_folder"`.
+    signature: one line, `"def Mailbox.remove_folder(folder):"`; see `signature_text`.
+    summary: the first line of the docstring, as it stands.
+    """
+
+    module: str
+    name: str
+    signature: str
+    summary: str
+
+    @property
+    def prompt(self) -> str:
+        """What a model is given: the signature and the end of its line."""
+        return self.signature + "\n"
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Two disjoint parts of one library: no module of one occurs in the other, and no signature."""
+
+    train: tuple[Example, ...]
+    heldout: tuple[Example, ...]
+
+
+def load_corpus(root: Path | None = None) -> Corpus:
+    """Read every documented function below `root` and split the examples by module.
+
+    The split goes by top-level module, because a random split leaks: two in five names of a random held-out part recur
+    in the other. A held-out signature that also occurs in the train part is left out, and so is a repeated one. The
+    result depends on the files alone: same interpreter, same corpus, in the same order.
+
+    Args:
+        root: folder of Python sources; the interpreter's own standard library where None.
+
+    Raises:
+        ValueError: too few documented functions, as where the standard library is zipped or compiled.
+    """
+    folder = Path(sysconfig.get_path("stdlib")) if root is None else root
+    examples = _distinct(read_examples(folder))
+    train = tuple(example for example in examples if not is_heldout(example.module))
+    seen = {example.signature for example in train}
+    heldout: dict[str, Example] = {}
+    for example in examples:
+        if is_heldout(example.module) and example.signature not in seen:
+            heldout.setdefault(example.signature, example)
+    if len(train) < _MINIMUM_TRAIN or len(heldout) < _MINIMUM_HELDOUT:
+        raise ValueError(
+            f"{folder} holds {len(train)} documented functions to train on and {len(heldout)} to hold out, and the "
+            f"quickstart needs {_MINIMUM_TRAIN} and {_MINIMUM_HELDOUT}: use a Python whose standard library lies there "
+            "as .py files"
+        )
+    return Corpus(train, tuple(heldout.values()))
+
+
+def read_examples(root: Path) -> Iterator[Example]:
+    """Every documented function below `root`, by path and then by line.
+
+    Files that cannot be read or parsed are passed over, as are folders of tests, tables and installed packages.
+    """
+    paths: list[Path] = []
+    for folder, subfolders, files in os.walk(root):
+        # Pruned before the walk goes down: installed packages can be a hundred times the library.
+        subfolders[:] = [name for name in subfolders if name not in _SKIPPED_FOLDERS and not name.startswith("config-")]
+        paths.extend(Path(folder, name) for name in files if name.endswith(".py"))
+    for path in sorted(paths):
+        module = ".".join(path.relative_to(root).with_suffix("").parts)
+        yield from _read_file(path, module.removesuffix(".__init__"))
+
+
+def is_heldout(module: str) -> bool:
+    """Whether a module belongs to the held-out part: a hash of its top-level name decides.
+
+    A Python twin of a C module goes where its namesake goes (`_pydatetime` with `datetime`): the two share their texts.
+    """
+    top = module.partition(".")[0]
+    family = top.removeprefix("_py").lstrip("_")
+    digest = hashlib.sha256(f"{_SPLIT_SEED} {family}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") < _HELDOUT_SHARE * 2**64
+
+
+def signature_text(qualified_name: str, arguments: ast.arguments, *, method: bool) -> str:
+    """A function's signature on one short line: `def Mailbox.remove_folder(folder):`.
+
+    The class stands before the method's name and says more than `self` or `cls`, which are left out, as are
+    annotations and `async`. A default is written where it is short and as `...` where it is long. Parameters that would
+    make the line longer than 40 characters give way to one `...`.
+    """
+    parameters = _parameters(arguments)
+    if method and parameters and parameters[0] in ("self", "cls"):
+        parameters = parameters[1:]
+    shown = parameters
+    while shown and len(_line(qualified_name, shown, parameters)) > _SIGNATURE_CHARACTERS:
+        shown = shown[:-1]
+    return _line(qualified_name, shown, parameters)
+
+
+def _line(name: str, shown: list[str], parameters: list[str]) -> str:
+    rest = ["..."] if len(shown) < len(parameters) else []
+    return f"def {name}({', '.join(shown + rest)}):"
+
+
+def _parameters(arguments: ast.arguments) -> list[str]:
+    positional = arguments.posonlyargs + arguments.args
+    without_default = len(positional) - len(arguments.defaults)
+    defaults = [None] * without_default + list(arguments.defaults)
+    texts = [argument.arg + _default(default) for argument, default in zip(positional, defaults, strict=True)]
+    if arguments.vararg is not None:
+        texts.append("*" + arguments.vararg.arg)
+    elif arguments.kwonlyargs:
+        texts.append("*")
+    for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
+        texts.append(argument.arg + _default(default))
+    if arguments.kwarg is not None:
+        texts.append("**" + arguments.kwarg.arg)
+    return texts
+
+
+def _default(node: ast.expr | None) -> str:
+    if node is None:
+        return ""
+    text = repr(node.value) if isinstance(node, ast.Constant) else ""
+    return f"={text}" if 0 < len(text) <= _DEFAULT_CHARACTERS else "=..."
+
+
+def _read_file(path: Path, module: str) -> Iterator[Example]:
+    try:
+        source = path.read_bytes()
+        if b"def " not in source:
+            return
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the library's own invalid escapes are not the reader's business
+            tree = ast.parse(source)
+    except (OSError, SyntaxError, ValueError):
+        return
+    yield from _walk(tree, module, scope="", method=False)
+
+
+def _walk(node: ast.AST, module: str, *, scope: str, method: bool) -> Iterator[Example]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.ClassDef):
+            yield from _walk(child, module, scope=child.name, method=True)
+        elif isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+            name = f"{scope}.{child.name}" if scope else child.name
+            lines = (ast.get_docstring(child) or "").split("\n")
+            summary = " ".join(lines[0].split())
+            if summary:
+                yield Example(module, name, signature_text(name, child.args, method=method), summary)
+            yield from _walk(child, module, scope="", method=False)
+        elif isinstance(child, ast.stmt | ast.excepthandler | ast.match_case):
+            yield from _walk(child, module, scope=scope, method=method)
+
+
+def _distinct(examples: Iterable[Example]) -> list[Example]:
+    """The first example of each pair of signature and summary: twins such as `posixpath` and `ntpath` share many."""
+    first: dict[tuple[str, str], Example] = {}
+    for example in examples:
+        first.setdefault((example.signature, example.summary), example)
+    return list(first.values())

@@ -1,0 +1,18 @@
+"""Optimizers: AdamW under a clipped global norm, with a warm-up and a decay."""
+
+import optax
+
+from jrlhf.config import OptimizerConfig
+
+
+def adamw(config: OptimizerConfig, *, updates: int) -> optax.GradientTransformation:
+    """AdamW for a run of so many updates.
+
+    The rate rises linearly over `config.warmup` updates, then falls by a cosine to `config.final` of itself.
+    """
+    warmup = min(config.warmup, updates)
+    rise = optax.linear_schedule(config.learning_rate / max(warmup, 1), config.learning_rate, max(warmup - 1, 1))
+    fall = optax.cosine_decay_schedule(config.learning_rate, max(updates - warmup, 1), alpha=config.final)
+    schedule = optax.join_schedules([rise, fall], [warmup])
+    clip = optax.identity() if config.max_grad_norm is None else optax.clip_by_global_norm(config.max_grad_norm)
+    return optax.chain(clip, optax.adamw(schedule, b1=0.9, b2=0.95, weight_decay=config.weight_decay))

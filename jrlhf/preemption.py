@@ -1,0 +1,28 @@
+"""Preemption: SIGTERM or Ctrl-C lets the current iteration finish, saves, and leaves with exit code 75 (requeue)."""
+
+import signal
+
+
+class Preempted(Exception):
+    """The run was asked to stop and has saved its state."""
+
+
+class PreemptionGuard:
+    """While entered, a first SIGTERM or SIGINT only sets `requested`; a second SIGINT interrupts at once."""
+
+    def __init__(self):
+        self.requested = False
+        self._previous = {}
+
+    def __enter__(self) -> "PreemptionGuard":
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._previous[number] = signal.signal(number, self._request)
+        return self
+
+    def __exit__(self, *_):
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _request(self, number, frame) -> None:
+        self.requested = True
+        signal.signal(signal.SIGINT, signal.default_int_handler)

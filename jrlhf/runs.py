@@ -1,0 +1,148 @@
+"""The directory of a run: who may write into it, with which config it was made, and writes that cannot tear a file."""
+
+import contextlib
+import datetime
+import errno
+import fcntl
+import importlib.metadata
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from jrlhf.config import Config
+from jrlhf.errors import UserError
+from jrlhf.files import append_jsonl, write_atomic
+from jrlhf.strict import flatten, parse_yaml, to_yaml
+
+CONFIG, ENVIRONMENT, SAMPLES = "config.yaml", "environment.txt", "samples.jsonl"
+_LOCK = ".lock"
+_WHERE = ("name", "run_dir")  # say where a run lives, not what it does: a run may be moved and then resumed
+
+
+class Run:
+    """A run directory, held by this process until `close`, or until the process ends in any way."""
+
+    def __init__(self, path: Path, lock: int):
+        self.path = path
+        self._lock = lock
+
+    def __enter__(self) -> "Run":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+    def close(self) -> None:
+        if self._lock >= 0:
+            os.close(self._lock)  # the kernel drops the lock with it
+            self._lock = -1
+
+    def add_samples(self, samples: Iterable[Mapping[str, object]]) -> None:
+        """Appends sampled texts to samples.jsonl. Each names its `stage` and `step`."""
+        append_jsonl(self.path / SAMPLES, samples)
+
+
+def open_run(config: Config, *, resume: bool = False, notes: Sequence[str] = ()) -> Run:
+    """Makes the directory `config.run_dir/config.name`, or with `resume` takes up the run that is in it.
+
+    A fresh run gets config.yaml; each start adds to environment.txt, with the lines of `notes`, on the devices say.
+    Nothing of an existing run is overwritten.
+
+    Raises:
+        UserError: there is a run already, none to resume, one with another config, one that another process is in, or
+            the directory cannot be written.
+    """
+    path = Path(config.run_dir).expanduser() / config.name
+    try:
+        return _open(path, config, resume, notes)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise UserError(f"run directory {path} cannot be written ({reason}): choose another run_dir=") from error
+
+
+def _open(path: Path, config: Config, resume: bool, notes: Sequence[str]) -> Run:
+    names = [entry.name for entry in path.iterdir()] if path.exists() else []
+    if CONFIG not in names:
+        if resume:
+            raise UserError(f"there is no run in {path} to resume: leave out --resume, or check name= and run_dir=")
+        if any(name != _LOCK and not name.endswith(".tmp") for name in names):
+            raise UserError(f"{path} exists and is not a run (it has no {CONFIG}): choose another name= or run_dir=")
+    path.mkdir(parents=True, exist_ok=True)
+    with contextlib.ExitStack() as undo:
+        run = Run(path, _lock(path))
+        undo.callback(run.close)
+        if (path / CONFIG).exists():  # asked again under the lock: another process may have made it meanwhile
+            _compare(path, config, resume)
+        else:
+            write_atomic(path / CONFIG, to_yaml(config))
+        with open(path / ENVIRONMENT, "a", encoding="utf-8") as file:
+            file.write(environment(notes))
+        undo.pop_all()
+    return run
+
+
+def _compare(path: Path, config: Config, resume: bool) -> None:
+    old = flatten(parse_yaml((path / CONFIG).read_text(encoding="utf-8"), str(path / CONFIG)))
+    new = flatten(parse_yaml(to_yaml(config), "config"))
+    keys = [key for key in {**new, **old} if key not in _WHERE and old.get(key) != new.get(key)]
+    if keys:
+        shown = [f"{key}: {old.get(key, 'absent')} there, {new.get(key, 'absent')} here" for key in keys[:5]]
+        more = f" and {len(keys) - 5} more" if len(keys) > 5 else ""
+        remedy = "resume it with its own config" if resume else "give this run another name="
+        raise UserError(f"{path} holds a run with another config ({'; '.join(shown)}{more}): {remedy}, or delete it")
+    if not resume:
+        raise UserError(
+            f"{path} already holds this run: add --resume to go on with it, give another name=, or delete it"
+        )
+
+
+def _lock(path: Path) -> int:
+    """An open, locked file descriptor. The lock lives as long as it is open in this process."""
+    lock = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = os.read(lock, 100).decode(errors="replace").strip()
+        os.close(lock)
+        who = f"process {holder}" if holder else "another process"
+        raise UserError(f"{path} is in use by {who}: wait until it ends, or give this run another name=") from None
+    except OSError as error:
+        # Some network and FUSE file systems have no locks; a run there is as safe as its user is careful.
+        if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP, errno.EINVAL):
+            os.close(lock)
+            raise
+    os.ftruncate(lock, 0)
+    os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
+    return lock
+
+
+def environment(notes: Sequence[str] = ()) -> str:
+    """What this process runs on: time, command, Python, source, `notes`, every installed distribution."""
+    versions = sorted({f"{found.name}=={found.version}" for found in importlib.metadata.distributions() if found.name})
+    flags = [f"{name}={os.environ[name]}" for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS") if name in os.environ]
+    lines = [
+        f"# {datetime.datetime.now(datetime.UTC).isoformat(timespec='seconds')}",
+        f"# command: {' '.join(sys.argv)}",
+        f"# python {platform.python_version()} on {platform.platform()}, {os.cpu_count()} cores",
+        *(f"# {flag}" for flag in flags),
+        *_commit(),
+        *(f"# {note}" for note in notes),
+        *versions,
+    ]
+    return "\n".join(lines) + "\n\n"
+
+
+def _commit() -> list[str]:
+    """The commit of a source checkout, if the program runs from one."""
+    root = Path(__file__).resolve().parent.parent
+    if not (root / ".git").exists() or not (root / "pyproject.toml").exists():
+        return []
+    try:
+        describe = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40"]
+        found = subprocess.run(describe, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return [f"# source {found.stdout.strip()}"]

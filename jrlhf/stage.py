@@ -1,0 +1,111 @@
+"""The loop that every stage runs: restore, advance, log, save, until it is done or asked to stop."""
+
+import faulthandler
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import jax
+from jax.sharding import Mesh
+
+from jrlhf.checkpoints import Checkpoints, like
+from jrlhf.compilations import CompilationWatch
+from jrlhf.context import Context
+from jrlhf.errors import UserError
+from jrlhf.metrics import MetricsLog, truncate_after
+from jrlhf.preemption import Preempted
+
+State = TypeVar("State")
+
+SETTLED = 2  # iterations after which nothing may compile any more
+
+
+def run_stage(
+    context: Context,
+    name: str,
+    steps: int,
+    init: Callable[[], State],
+    advance: Callable[[State, int], tuple[State, dict[str, Any]]],
+    *,
+    save_every: int,
+    meta: Mapping[str, str],
+) -> State:
+    """Takes `init()` through `steps` calls of `advance(state, step) -> (state, metrics)`; returns the last state.
+
+    A stage that was interrupted goes on from its newest good checkpoint, one that is done only restores its last.
+    `meta` identifies what the stage builds on: a checkpoint made with another is refused.
+
+    Raises:
+        Preempted: the process was asked to stop; the state is saved.
+        UserError: the checkpoints do not belong to this stage as it is now.
+    """
+    run, console = context.run, context.console
+    directory, keep = run.path / "checkpoints" / name, context.config.checkpoints.keep
+    with Checkpoints(directory, keep=keep, tell=console.warn) as checkpoints:
+        start, state = _restore(checkpoints, name, init, context.mesh, dict(meta))
+        truncate_after(run.path, name, start)
+        if start == steps:
+            return state
+        with (
+            MetricsLog(run.path) as log,
+            CompilationWatch() as compilations,
+            console.progress(name, total=steps, start=start) as progress,
+        ):
+            for step in range(start, steps):
+                with deadline(context.config.deadline):
+                    compilations.take()  # saving compiles, too
+                    state, metrics = advance(state, step)
+                    compiled, causes = compilations.take()
+                metrics["perf/compilations"] = len(compiled)
+                if step - start >= SETTLED and compiled:
+                    console.warn(f"{name} step {step + 1} compiled {', '.join(compiled)} again: {' '.join(causes)}")
+                elif step - start == SETTLED - 1:
+                    compilations.explain()
+                numbers = log.log(name, step + 1, metrics)
+                progress.advance(step + 1, numbers)
+                stop = context.preemption.requested
+                if (step + 1) % save_every == 0 or step + 1 == steps or stop:
+                    log.sync()
+                    checkpoints.save(step + 1, state, dict(meta))
+                if stop:
+                    checkpoints.wait()
+                    raise Preempted(f"{name} stopped at step {step + 1} of {steps}; its state is saved")
+    return state
+
+
+@contextmanager
+def deadline(seconds: float) -> Iterator[None]:
+    """Ends the process, with a trace of all threads, if the block takes longer: no hang is waited for in silence."""
+    assert sys.__stderr__ is not None
+    faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__)  # a notebook's stderr has no descriptor
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+def _restore(
+    checkpoints: Checkpoints, name: str, init: Callable[[], State], mesh: Mesh, meta: dict[str, str]
+) -> tuple[int, State]:
+    """(steps done, state): of the newest good checkpoint, or 0 and a fresh state."""
+    state = init()
+    if not checkpoints.steps:
+        return 0, state
+    target = like(state, mesh)
+    for leaf in jax.tree.leaves(state):  # only its shapes are needed: two states at a time may be one too many
+        leaf.delete()
+    restored = checkpoints.restore_latest(target)
+    assert restored is not None, "there are steps, and a damaged last one raises"
+    start, state, built_on = restored
+    _check_meta(name, built_on, meta)
+    return start, state
+
+
+def _check_meta(name: str, found: dict[str, Any], expected: dict[str, Any]) -> None:
+    for key in {**expected, **found}:
+        if found.get(key) != expected.get(key):
+            raise UserError(
+                f"the checkpoint of stage {name} was made with another {key} ({found.get(key)} there, "
+                f"{expected.get(key)} here): restore the earlier stages' checkpoints, or delete the run to start over"
+            )

@@ -1,0 +1,73 @@
+"""`python -m jrlhf.train --config FILE-or-NAME [key=value ...] [--dry-run] [--resume]`."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+import jax
+
+from jrlhf.clock import Stopwatch
+from jrlhf.config import Config, load_config
+from jrlhf.errors import UserError
+from jrlhf.preemption import Preempted
+
+DONE, BAD_INPUT, PREEMPTED = 0, 2, 75  # a failure leaves with its traceback and 1
+
+
+def main(config: Config, *, resume: bool = False) -> dict:
+    """Runs the config's stages in their order, each handing its weights on, and returns the summary.
+
+    Everything that it writes lies in `config.run_dir/config.name`.
+
+    Raises:
+        UserError: bad input, found before anything is lost.
+        Preempted: the process was asked to stop, and has saved its state.
+    """
+    from jrlhf.context import open_context
+    from jrlhf.finish import finish
+    from jrlhf.reward_model import train_reward_model
+    from jrlhf.rl import train_ppo
+    from jrlhf.sft import train_sft
+
+    phases = Stopwatch()
+    with open_context(config, resume=resume) as context, jax.set_mesh(context.mesh):
+        phases.lap("start")
+        actor = sft = train_sft(context)
+        phases.lap("sft")
+        reward = None
+        if "reward_model" in config.stages:
+            reward = train_reward_model(context, sft)
+            phases.lap("reward_model")
+        if "ppo" in config.stages:
+            actor = train_ppo(context, sft, reward)
+            phases.lap("ppo")
+        return finish(context, sft, reward, actor, phases.seconds)
+
+
+def cli(arguments: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit code: 0 done, 2 bad input, 75 preempted after saving, 1 a failure."""
+    parser = argparse.ArgumentParser(prog="python -m jrlhf.train", description="RLHF in JAX.")
+    parser.add_argument("--config", required=True, help="a YAML file, or the name of a shipped config: quickstart")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings in place of the file's: seed=1")
+    parser.add_argument("--dry-run", action="store_true", help="check everything, print config, memory and plan, exit")
+    parser.add_argument("--resume", action="store_true", help="go on with the run of this name")
+    options = parser.parse_intermixed_args(arguments)
+    try:
+        config = load_config(options.config, options.overrides)
+        if options.dry_run:
+            from jrlhf.dryrun import describe
+
+            print(describe(config))
+        else:
+            main(config, resume=options.resume)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return BAD_INPUT
+    except Preempted as stop:
+        print(f"{stop}; go on with --resume", file=sys.stderr)
+        return PREEMPTED
+    return DONE
+
+
+if __name__ == "__main__":
+    sys.exit(cli())

@@ -1,0 +1,1 @@
+"""Fused operations. Each lives in `kernels/<op>/`: `reference` is its specification, `api` picks an implementation."""

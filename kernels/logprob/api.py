@@ -1,0 +1,118 @@
+"""The operation's one entry: checks the arguments and picks an implementation."""
+
+from typing import Literal, get_args
+
+import jax
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from jrlhf.kernels.logprob import reference, xla
+from jrlhf.kernels.logprob.common import Head, target_platform
+
+Implementation = Literal["reference", "xla", "pallas_tpu", "pallas_gpu"]
+IMPLEMENTATIONS: tuple[Implementation, ...] = get_args(Implementation)
+
+# The measured winner of each platform. A Pallas kernel becomes a default where it has been measured to win, not before.
+DEFAULTS: dict[str, Implementation] = {"cpu": "xla", "gpu": "xla", "tpu": "xla"}
+
+
+def token_logprobs(
+    hidden: Float[Array, "N D"],
+    unembedding: Float[Array, "V D"],
+    targets: Int[Array, "N"],
+    *,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    vocab_size: int | None = None,
+    axis_name: str | None = None,
+    tile: int | None = None,
+    implementation: Implementation | None = None,
+) -> tuple[Float[Array, "N"], Float[Array, "N"]]:
+    """Log-probabilities of `targets` and the entropy of the whole distribution, one pair a token, in nats.
+
+        z = softcap·tanh(hidden·unembeddingᵀ / softcap) / temperature   (no softcap: hidden·unembeddingᵀ / temperature)
+        logprob = z_target − log Σ_v e^{z_v}        entropy = −Σ_v p_v log p_v,  p = softmax(z)
+
+    Differentiable (reverse mode, once) in `hidden` and `unembedding`, through both results. Temporary memory is a few
+    `[tile, V]` blocks and, in the backward pass, dW in float32; it does not grow with `N·V`, except for `reference`.
+    Matmuls take the inputs' dtype and accumulate in float32; everything else is float32.
+
+    Vocabulary-parallel: inside `jax.shard_map` (with its default `check_vma=True`) pass `axis_name`. Then `unembedding`
+    is this device's contiguous slice of the vocabulary, the slices being in the order of the axis, while `hidden` and
+    `targets` are the same rows on every device of the axis. The results are the same on all devices of the axis. The
+    gradient of `unembedding` is this slice's; that of `hidden` is summed over the axis by the transpose of whatever
+    made it vary: the caller's `all_gather` (a reduce-scatter), or else this function's own cast (a psum). Without
+    `axis_name`, too, several devices need `shard_map`: each then loops over its own tokens.
+
+    Args:
+        hidden: final hidden states, floating.
+        unembedding: one row per token, in the dtype of `hidden`.
+        targets: token ids. One outside [0, vocab_size) has log-probability −inf and no gradient.
+        temperature: divides the logits after the softcap.
+        softcap: bound of the logits before temperature; None for none.
+        vocab_size: rows with this global index and above are padding and have probability 0; None: all rows count.
+        axis_name: the mesh axis over which the vocabulary is divided.
+        tile: the most tokens whose logits exist at one time; where all `N` fit, nothing is looped. None: 1024 on
+            accelerators; on CPU as many as make 4 MiB of float32 logits (they then stay in cache), but at least 256.
+        implementation: None for the platform's default. A named one that cannot run raises, it never falls back.
+
+    Raises:
+        ValueError: an argument out of its range, shapes or dtypes that do not fit, an unknown implementation, one that
+            cannot run on this platform, or an `unembedding` that does not vary over `axis_name`.
+    """
+    _check_arrays(hidden, unembedding, targets)
+    if not temperature > 0:
+        raise ValueError(f"temperature must be positive, got {temperature}")
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"softcap must be positive or None, got {softcap}")
+    if tile is not None and tile < 1:
+        raise ValueError(f"tile must be a positive number of tokens, got {tile}")
+    if axis_name is not None and axis_name not in jax.typeof(unembedding).manual_axis_type.varying:
+        raise ValueError(
+            f"unembedding does not vary over axis_name={axis_name!r}: "
+            f"inside jax.shard_map with check_vma=True, pass each device its slice of the vocabulary"
+        )
+    rows = unembedding.shape[0] * (1 if axis_name is None else lax.axis_size(axis_name))
+    if vocab_size is None:
+        vocab_size = rows
+    if not 1 <= vocab_size <= rows:
+        raise ValueError(f"vocab_size={vocab_size} must be between 1 and the unembedding's {rows} rows")
+
+    platform = target_platform()
+    if implementation is None:
+        implementation = DEFAULTS.get(platform, "xla")
+    if tile is None:
+        tile = max(256, 2**20 // unembedding.shape[0]) if platform == "cpu" else 1024
+    head = Head(float(temperature), None if softcap is None else float(softcap), vocab_size, axis_name)
+    match implementation:
+        case "reference":
+            return reference.token_logprobs(hidden, unembedding, targets, head)
+        case "xla":
+            return xla.token_logprobs(hidden, unembedding, targets, head, tile=tile)
+        case "pallas_tpu":
+            from jrlhf.kernels.logprob import pallas_tpu  # Pallas takes long to import: only where it is used
+
+            return pallas_tpu.token_logprobs(hidden, unembedding, targets, head, tile=tile)
+        case "pallas_gpu":
+            from jrlhf.kernels.logprob import pallas_gpu
+
+            return pallas_gpu.token_logprobs(hidden, unembedding, targets, head, tile=tile)
+    raise ValueError(f"unknown implementation {implementation!r}: known are {', '.join(IMPLEMENTATIONS)}")
+
+
+def _check_arrays(hidden: Array, unembedding: Array, targets: Array) -> None:
+    shapes = f"hidden {hidden.shape}, unembedding {unembedding.shape}, targets {targets.shape}"
+    if (hidden.ndim, unembedding.ndim, targets.ndim) != (2, 2, 1):
+        raise ValueError(f"expected hidden [N, D], unembedding [V, D], targets [N], got {shapes}")
+    if hidden.shape[1] != unembedding.shape[1] or hidden.shape[0] != targets.shape[0]:
+        raise ValueError(f"N and D must agree, got {shapes}")
+    if hidden.dtype != unembedding.dtype or not jax.numpy.issubdtype(hidden.dtype, jax.numpy.floating):
+        raise ValueError(
+            f"hidden and unembedding must have one floating dtype, got {hidden.dtype} and {unembedding.dtype}"
+        )
+    if not jax.numpy.issubdtype(targets.dtype, jax.numpy.integer):
+        raise ValueError(f"targets must be integers, got {targets.dtype}")
+    for name, x in (("hidden", hidden), ("unembedding", unembedding), ("targets", targets)):
+        spec = jax.typeof(x).sharding.spec
+        if any(entry is not None for entry in spec):
+            raise ValueError(f"{name} is divided over mesh axes as {spec}: call token_logprobs inside jax.shard_map")

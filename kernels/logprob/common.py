@@ -1,0 +1,107 @@
+"""What every implementation shares: the head's numbers, the logit's transform, and the reductions over the vocabulary.
+
+One token's quantities over the vocabulary, or over one slice of it, are four numbers, computed online:
+
+    maximum = max_v z_v     total = Σ_v e^{z_v − maximum}     weighted = Σ_v e^{z_v − maximum} (z_v − maximum)
+    label   = z_y where the slice holds the target y, else 0
+
+Slices merge exactly. With M the maximum of maxima, total and weighted of a slice are rescaled by e^{maximum − M}:
+
+    lse = M + log Σ total     log p_y = Σ label − lse     entropy = log Σ total − Σ weighted / Σ total
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+# Stands for −inf among logits: e^{MASKED − m} is exactly 0 in float32, and no inf − inf can arise where a whole slice
+# is padding. It lies far enough from the largest float32 that products with it stay finite.
+MASKED = -1e30
+
+
+@dataclass(frozen=True)
+class Head:
+    """The static numbers of one call; see `token_logprobs` for their meaning."""
+
+    temperature: float
+    softcap: float | None
+    vocab_size: int
+    axis_name: str | None
+
+    def offset(self, unembedding: Array) -> int | Array:
+        """The global index of the first row of this device's vocabulary slice."""
+        return 0 if self.axis_name is None else lax.axis_index(self.axis_name) * unembedding.shape[0]
+
+    def padded(self, unembedding: Array) -> bool:
+        """Whether any row of the vocabulary, on any device of the axis, is padding."""
+        slices = 1 if self.axis_name is None else lax.axis_size(self.axis_name)
+        return self.vocab_size < slices * unembedding.shape[0]
+
+
+class Statistics(NamedTuple):
+    """One token's reductions over a vocabulary slice (see the module's text), float32."""
+
+    maximum: Float[Array, "N"]
+    total: Float[Array, "N"]
+    weighted: Float[Array, "N"]
+    label: Float[Array, "N"]
+
+
+def cap(products: Float[Array, "..."], head: Head) -> Float[Array, "..."]:
+    """h·w -> the logit before temperature: softcap·tanh(h·w / softcap)."""
+    return products if head.softcap is None else head.softcap * jnp.tanh(products / head.softcap)
+
+
+def merge(statistics: Statistics, axis_name: str | None) -> Statistics:
+    """Merges the vocabulary slices of the devices along `axis_name`; the result is the same on all of them."""
+    if axis_name is None:
+        return statistics
+    maximum = lax.pmax(statistics.maximum, axis_name)
+    shift = statistics.maximum - maximum
+    scale = jnp.exp(shift)
+    total, weighted, label = lax.psum(
+        (
+            statistics.total * scale,
+            (statistics.weighted + statistics.total * shift) * scale,
+            statistics.label,
+        ),
+        axis_name,
+    )
+    return Statistics(maximum, total, weighted, label)
+
+
+def finish(statistics: Statistics) -> tuple[Float[Array, "N"], Float[Array, "N"], Float[Array, "N"]]:
+    """Merged statistics -> (log-probabilities, entropies, lse)."""
+    log_total = jnp.log(statistics.total)
+    lse = statistics.maximum + log_total
+    return statistics.label - lse, log_total - statistics.weighted / statistics.total, lse
+
+
+def in_vocabulary(targets: Int[Array, "N"], head: Head) -> Bool[Array, "N"]:
+    """Which targets exist. The others have probability 0, and no gradient."""
+    return (targets >= 0) & (targets < head.vocab_size)
+
+
+def target_platform() -> str:
+    """The platform that the current trace is for, "cpu", "gpu" or "tpu": the context mesh's, else JAX's default."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    platform = jax.default_backend() if device is None else device.platform
+    return "gpu" if platform in ("cuda", "rocm") else platform
+
+
+def varying(*arrays: Array) -> tuple[Array, ...]:
+    """Inside `shard_map`: casts all arrays to vary over every mesh axis that any of them varies over.
+
+    An array that was the same on all devices of such an axis thereby gets its gradient summed over that axis, which is
+    the transpose of the cast.
+    """
+    axes = [jax.typeof(x).manual_axis_type.varying for x in arrays]
+    union = frozenset().union(*axes)
+    return tuple(
+        lax.pcast(x, tuple(sorted(union - own)), to="varying") if union - own else x
+        for x, own in zip(arrays, axes, strict=True)
+    )

@@ -1,0 +1,65 @@
+"""What happens between devices inside one `jax.shard_map`, and at its border."""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Int
+
+from jrlhf.meshes import AXES
+
+TENSOR = AXES[-1]
+
+
+def place(x: Array, mesh: Mesh | AbstractMesh, spec: PartitionSpec) -> Array:
+    """`x` under `spec`: at a `shard_map`'s border Explicit axes demand that an argument already has its in_spec."""
+    return jax.device_put(x, NamedSharding(mesh, spec))
+
+
+def vary(x: Array, axes: str | Sequence[str] | None) -> Array:
+    """Casts `x` to differ between the devices of `axes`, which its type then says.
+
+    The transpose is a sum over those axes. An explicit cast at the place where a value fans out makes it one sum, where
+    implicit casts at each use would sum each use's gradient on its own.
+    """
+    wanted = () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
+    own = jax.typeof(x).manual_axis_type.varying
+    missing = tuple(axis for axis in wanted if axis not in own)
+    return lax.pcast(x, missing, to="varying") if missing else x
+
+
+def total(x: Array, axis: str | None) -> Array:
+    """The sum of the devices' partial results along `axis`; with None, `x` is whole already."""
+    return x if axis is None else lax.psum(x, axis)
+
+
+def own_rows(x: Array, axis: str = TENSOR) -> Array:
+    """The rows that belong to this device, of rows that were gathered over `axis`."""
+    rows = x.shape[0] // lax.axis_size(axis)
+    return lax.dynamic_slice_in_dim(vary(x, axis), lax.axis_index(axis) * rows, rows)
+
+
+def lookup(table: Array, tokens: Int[Array, "B T"], axis: str = TENSOR) -> Array:
+    """This device's part of an embedding lookup: the rows that its slice of the vocabulary has, and zeros elsewhere.
+
+    Summed over `axis` the parts are the embeddings. No device holds the whole table, nor its gradient.
+    """
+    local = tokens - lax.axis_index(axis) * table.shape[0]
+    inside = (local >= 0) & (local < table.shape[0])
+    # An index past the end is filled with zeros and has no gradient; a negative one would count from the end.
+    return table.at[jnp.where(inside, local, table.shape[0])].get(mode="fill", fill_value=0)
+
+
+def check_rows(rows: int, mesh: Mesh | AbstractMesh, axes: Sequence[str], what: str) -> None:
+    """Raises a ValueError where the rows of a batch cannot be divided evenly over `axes`."""
+    sizes = {axis: mesh.shape[axis] for axis in axes}
+    count = 1
+    for size in sizes.values():
+        count *= size
+    if rows % count:
+        raise ValueError(
+            f"{what}: a batch of {rows} rows cannot be divided over {count} devices "
+            f"({' * '.join(f'{axis}={size}' for axis, size in sizes.items())}): use a multiple of {count}"
+        )

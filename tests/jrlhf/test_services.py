@@ -1,0 +1,126 @@
+"""The small services of a run: optimizer, clock, compilation watch, preemption, devices."""
+
+import logging
+import os
+import signal
+import time
+from dataclasses import dataclass, field
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jrlhf.clock import Clock, Stopwatch, timed
+from jrlhf.compilations import CompilationWatch
+from jrlhf.config import DeviceConfig, OptimizerConfig
+from jrlhf.devices import select
+from jrlhf.errors import UserError
+from jrlhf.optimizers import adamw
+from jrlhf.preemption import PreemptionGuard
+
+
+def rates(config: OptimizerConfig, updates: int) -> list[float]:
+    """The learning rates that a run uses: with one weight and a constant gradient, AdamW moves by just the rate."""
+    optimizer = adamw(config, updates=updates)
+    weight = jnp.zeros(())
+    state, moved = optimizer.init(weight), []
+    for _ in range(updates):
+        update, state = optimizer.update(jnp.ones(()), state, weight)
+        moved.append(-float(update))
+    return moved
+
+
+def test_the_rate_rises_to_its_peak_and_falls_to_its_final_share():
+    config = OptimizerConfig(learning_rate=0.1, warmup=4, final=0.2, weight_decay=0.0, max_grad_norm=None)
+    found = rates(config, 12)
+    np.testing.assert_allclose(found[:4], [0.025, 0.05, 0.075, 0.1], rtol=1e-4)
+    cosine = 0.1 * (0.2 + 0.8 * (1 + np.cos(np.pi * np.arange(8) / 8)) / 2)
+    np.testing.assert_allclose(found[4:], cosine, rtol=1e-4)
+
+
+def test_a_constant_rate_without_warmup():
+    config = OptimizerConfig(learning_rate=0.1, warmup=0, final=1.0, weight_decay=0.0, max_grad_norm=None)
+    np.testing.assert_allclose(rates(config, 5), 0.1, rtol=1e-4)
+
+
+def test_gradients_are_clipped_by_their_global_norm():
+    config = OptimizerConfig(learning_rate=1.0, warmup=0, final=1.0, weight_decay=0.0, max_grad_norm=0.5)
+    params = {"a": jnp.zeros(3), "b": jnp.zeros(4)}
+    large = jax.tree.map(lambda x: jnp.full_like(x, 10.0), params)
+    state = adamw(config, updates=2).init(params)
+    _, state = adamw(config, updates=2).update(large, state, params)
+    first_moment = optax.tree_utils.tree_get(state, "mu")
+    np.testing.assert_allclose(optax.tree.norm(first_moment), 0.1 * 0.5, rtol=1e-5)
+
+
+@dataclass
+class Sleeper:
+    clock: Clock = field(default_factory=Clock)
+
+    @timed("sleep")
+    def sleep(self, seconds: float) -> float:
+        time.sleep(seconds)
+        return seconds
+
+
+def test_the_clock_adds_up_calls_and_forgets_at_the_next_start():
+    sleeper = Sleeper()
+    sleeper.clock.start()
+    assert sleeper.sleep(0.02) == 0.02
+    sleeper.sleep(0.03)
+    taken = sleeper.clock.take()
+    assert set(taken) == {"timing_s/sleep", "timing_s/step"}
+    assert 0.05 <= taken["timing_s/sleep"] <= taken["timing_s/step"]
+    sleeper.clock.start()
+    assert set(sleeper.clock.take()) == {"timing_s/step"}
+
+
+def test_the_stopwatch_gives_each_phase_its_time():
+    watch = Stopwatch()
+    time.sleep(0.02)
+    watch.lap("first")
+    watch.lap("second")
+    assert watch.seconds["first"] >= 0.02 > watch.seconds["second"] >= 0
+
+
+def test_a_compilation_is_counted_and_after_settling_explained(caplog):
+    double = jax.jit(lambda x: 2 * x)
+    two, three = jnp.arange(2), jnp.arange(3)
+    with CompilationWatch() as watch:
+        double(two)
+        names, causes = watch.take()
+        assert len(names) == 1 and causes == []
+        watch.explain()
+        double(two)
+        assert watch.take() == ([], [])
+        double(three)
+        names, causes = watch.take()
+        assert len(names) == 1 and "int32[3]" in causes[0] and "int32[2]" in causes[0]
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert not jax.config.jax_explain_cache_misses  # pyright: ignore[reportAttributeAccessIssue]
+    double(jnp.arange(4))
+    assert watch.take() == ([], [])
+
+
+def test_the_first_signal_asks_and_a_second_interrupt_interrupts():
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    with PreemptionGuard() as guard:
+        assert not guard.requested
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert guard.requested
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(1)
+    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
+
+
+def test_devices_that_cannot_be_had_are_refused():
+    assert len(select(DeviceConfig(platform="cpu", simulated=8))) == 8
+    assert len(select(DeviceConfig())) == 8
+    with pytest.raises(UserError, match="device.platform=tpu comes too late: JAX already runs on cpu"):
+        select(DeviceConfig(platform="tpu"))
+    jax.config.update("jax_platforms", "cpu")
+    with pytest.raises(UserError, match="device.simulated=3 asks for that many CPU devices, but JAX already runs on 8"):
+        select(DeviceConfig(simulated=3))

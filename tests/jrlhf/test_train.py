@@ -1,0 +1,233 @@
+"""A whole run at a tiny size, and the command line's answers to good and bad input."""
+
+import hashlib
+import json
+import math
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from jrlhf.config import load_config
+from jrlhf.dryrun import role_bytes
+from jrlhf.files import read_jsonl
+from jrlhf.metrics import read_metrics
+from jrlhf.train import cli, main
+
+TINY = str(Path(__file__).with_name("tiny.yaml"))
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """(run directory, summary) of one tiny run."""
+    directory = tmp_path_factory.mktemp("runs")
+    summary = main(load_config(TINY, [f"run_dir={directory}"]))
+    return directory / "tiny", summary
+
+
+def test_a_run_leaves_what_is_promised(finished):
+    path, summary = finished
+    for name in ("config.yaml", "metrics.jsonl", "samples.jsonl", "preferences.jsonl", "report.html", "tokenizer.json"):
+        assert (path / name).stat().st_size > 0, name
+    assert list(path.glob("tensorboard/*/events.*"))
+    assert json.loads((path / "summary.json").read_text()) == summary
+    assert load_config(str(path / "config.yaml")) == load_config(TINY, [f"run_dir={path.parent}"])
+    assert {record["stage"] for record in read_metrics(path)} == {"sft", "reward_model", "ppo"}
+    assert len([record for record in read_jsonl(path / "samples.jsonl") if record["stage"] == "evaluation"]) == 16
+
+
+def test_step_zero_has_no_kl_and_all_ratios_are_one(finished):
+    path, _ = finished
+    first = next(record for record in read_metrics(path) if record["stage"] == "ppo")
+    assert first["objective/kl"] == 0.0
+    assert first["actor/initial_ratio_gap"] < 1e-5
+    assert first["rollout/logprob_gap_max"] < 1e-4
+
+
+def test_the_loop_settles_and_compiles_nothing_more(finished):
+    path, _ = finished
+    for stage in ("sft", "reward_model", "ppo"):
+        compiled = [record["perf/compilations"] for record in read_metrics(path) if record["stage"] == stage]
+        assert compiled[0] > 0 and compiled[2:] == [0] * 4, (stage, compiled)
+
+
+def test_a_score_is_conserved_on_its_way_into_rewards(finished):
+    path, _ = finished
+    for record in read_metrics(path):
+        if record["stage"] == "ppo":
+            expected = record["critic/score/mean"] - record["objective/kl_coef"] * record["objective/kl"]
+            assert math.isclose(record["critic/rewards/mean"], expected, rel_tol=1e-4, abs_tol=1e-5)
+
+
+def test_the_exported_model_is_the_last_checkpoint(finished):
+    path, _ = finished
+    weights = load_file(path / "model" / "model.safetensors")
+    assert weights["model.embed_tokens.weight"].shape == (1024, 32)
+    assert all(np.isfinite(value).all() for value in weights.values())
+    config = json.loads((path / "model" / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForCausalLM"] and config["num_hidden_layers"] == 2
+
+
+@pytest.mark.slow
+def test_the_same_seed_gives_the_same_run(finished, tmp_path):
+    path, _ = finished
+    main(load_config(TINY, [f"run_dir={tmp_path}", "name=again"]))
+    assert timeless(read_metrics(tmp_path / "again")) == timeless(read_metrics(path))
+    assert digest(tmp_path / "again" / "model") == digest(path / "model")
+
+
+def test_dry_run_prints_config_memory_and_plan_and_writes_nothing(tmp_path, capsys):
+    assert cli(["--config", TINY, f"run_dir={tmp_path}", "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert "embed: 32" in out and "actor.generate" in out and "layout generate" in out and "critic" in out
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_dry_run_counts_the_bytes_that_states_really_take(tmp_path):
+    from jrlhf.context import model_config, select_mesh
+    from jrlhf.meshes import live_bytes
+    from jrlhf.models import init_sharded
+    from jrlhf.optimizers import adamw
+    from jrlhf.ppo import TrainState
+
+    config = load_config(TINY)
+    mesh = select_mesh(config)
+    with jax.set_mesh(mesh):
+        params = init_sharded(model_config(config), jax.random.key(0), mesh)
+        state = TrainState.create(params, adamw(config.ppo.actor, updates=1))
+    predicted = role_bytes(config, mesh)["actor"]
+    on_device = {device for device, _ in live_bytes(state.params)}
+    for device in on_device:
+        assert live_bytes(state.params)[device, "device"] == predicted["weights"]
+        assert live_bytes(state.opt_state)[device, "device"] == predicted["optimizer"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--config", "quikstart"], "did you mean quickstart"),
+        (["--config", TINY, "sft.lerning_rate=1"], "did you mean sft.learning_rate"),
+        (["--config", TINY, "sft.steps=0"], "sft.steps=0: it must be at least 1"),
+        (["--config", TINY, "mesh.fsdp=3"], "choose sizes whose product is 8"),
+        (["--config", TINY, "model.heads=3", "model.kv_heads=3"], "model.heads=3 does not divide"),
+        (["--config", TINY, "ppo.rollout_batch=24"], "ppo.rollout_batch=24 does not divide"),
+        (["--config", TINY, "data.max_response=100"], "raise model.max_positions"),
+        (["--config", TINY, "stages=[ppo]"], "name sft before it"),
+        (["--config", TINY, "device.simulated=5", "mesh.fsdp=5", "mesh.tensor=1"], "restart the process"),
+        (["--config", TINY, "model.vocab_size=100"], "vocab_size=100 is too small"),
+        (["--config", TINY, "--resume"], "leave out --resume"),
+        (["--config", TINY, "run_dir=/proc/none"], "cannot be written"),
+        (["--config", TINY, "sft.steps"], "write key=value"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_exit_code_2(tmp_path, capsys, arguments, message):
+    assert cli(["--config", TINY, f"run_dir={tmp_path}", *arguments[2:]] if arguments[1] == TINY else arguments) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.startswith("error: ") and error.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_finished_run_is_not_overwritten(finished, capsys):
+    path, _ = finished
+    before = digest(path)
+    again = ["--config", TINY, f"run_dir={path.parent}"]
+    assert cli(again) == 2
+    assert "already holds this run" in capsys.readouterr().err
+    assert cli([*again, "seed=1"]) == 2
+    assert "seed: 0 there, 1 here" in capsys.readouterr().err
+    assert digest(path) == before
+
+
+@pytest.fixture(scope="module")
+def command(tmp_path_factory):
+    """Starts `python -m jrlhf.train` on the tiny config; compiled programs are kept between its starts."""
+    environment = os.environ | {
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.mktemp("programs")),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
+
+    def start(directory, *more: str) -> subprocess.Popen:
+        arguments = [sys.executable, "-m", "jrlhf.train", "--config", TINY, f"run_dir={directory}", *more]
+        return subprocess.Popen(
+            arguments, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        )
+
+    return start
+
+
+@pytest.fixture(scope="module")
+def undisturbed(command, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("undisturbed")
+    process = command(directory)
+    assert process.wait(timeout=600) == 0, process.communicate()[1]
+    return directory / "tiny"
+
+
+@pytest.mark.slow
+def test_a_run_killed_at_random_moments_ends_in_the_same_bits(command, undisturbed, tmp_path):
+    moments, kills = random.Random(0), 0
+    process = command(tmp_path)
+    while True:
+        records = len((tmp_path / "tiny" / "metrics.jsonl").read_bytes().splitlines()) if kills else 0
+        try:
+            # Killed soon after it made progress, at any moment of an iteration or of a save.
+            progress(process, tmp_path / "tiny", records + 1 + moments.randrange(3))
+        except EOFError:
+            break
+        time.sleep(moments.random() * 0.5)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        kills += 1
+        process = command(tmp_path, "--resume")
+    assert process.wait(timeout=600) == 0, process.communicate()[1]
+    assert kills >= 5
+    assert timeless(read_metrics(tmp_path / "tiny")) == timeless(read_metrics(undisturbed))
+    assert digest(tmp_path / "tiny" / "model") == digest(undisturbed / "model")
+
+
+@pytest.mark.slow
+def test_a_run_that_is_asked_to_stop_saves_and_goes_on(command, undisturbed, tmp_path):
+    process = command(tmp_path)
+    progress(process, tmp_path / "tiny", 14)  # in the third stage
+    process.send_signal(signal.SIGTERM)
+    _, error = process.communicate(timeout=600)
+    assert process.returncode == 75 and "its state is saved" in error
+    process = command(tmp_path, "--resume")
+    assert process.wait(timeout=600) == 0, process.communicate()[1]
+    assert timeless(read_metrics(tmp_path / "tiny")) == timeless(read_metrics(undisturbed))
+    assert digest(tmp_path / "tiny" / "model") == digest(undisturbed / "model")
+
+
+def progress(process: subprocess.Popen, path, records: int) -> None:
+    """Waits until metrics.jsonl has so many records. Raises EOFError if the process ends before."""
+    deadline = time.monotonic() + 600
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            raise EOFError
+        file = path / "metrics.jsonl"
+        if file.exists() and len(file.read_bytes().splitlines()) >= records:
+            return
+        time.sleep(0.01)
+    process.kill()
+    raise TimeoutError(f"{path} did not reach {records} records")
+
+
+def timeless(records: list[dict]) -> list[dict]:
+    """Records without what depends on the clock or on what this process had compiled before."""
+    return [
+        {key: value for key, value in record.items() if not key.startswith(("timing_s/", "perf/"))}
+        for record in records
+    ]
+
+
+def digest(path) -> dict[str, str]:
+    files = sorted(each for each in path.rglob("*") if each.is_file())
+    return {str(each.relative_to(path)): hashlib.sha256(each.read_bytes()).hexdigest() for each in files}

@@ -1,0 +1,215 @@
+"""Values and gradients: the reference against float64 mathematics, every implementation against the reference."""
+
+from functools import lru_cache, partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jrlhf.kernels.logprob import pallas_gpu, pallas_tpu, token_logprobs
+from jrlhf.kernels.logprob.common import Head
+
+# The largest error allowed, relative to the largest entry. bfloat16 gradients are rounded twice to 8 bits.
+TOLERANCE = {jnp.float32: (1e-6, 1e-5), jnp.bfloat16: (1e-6, 1e-2)}
+
+# (N, V, D, vocab_size, temperature, softcap): no block, tile or lane divides N and V.
+CASES = {
+    "plain": (252, 1000, 64, 1000, 1.0, None),
+    "temperature": (507, 1531, 64, 1531, 0.5, None),
+    "padded": (252, 1531, 64, 1210, 1.0, 3.0),
+    "all": (507, 1000, 256, 900, 0.5, 3.0),
+}
+
+
+def problem(case, dtype):
+    n, v, embed, vocab_size, *_ = CASES[case]
+    rng = np.random.default_rng(n + v)
+    hidden = rng.normal(size=(n, embed)).astype(dtype)
+    unembedding = (2 / embed**0.5 * rng.normal(size=(v, embed))).astype(dtype)
+    targets = rng.integers(0, vocab_size, size=n, dtype=np.int32)
+    return hidden, unembedding, targets, tuple(rng.normal(size=(2, n)).astype(np.float32))
+
+
+def value_and_vjp(op, hidden, unembedding, targets, cotangents):
+    def run(hidden, unembedding, targets, cotangents):
+        outputs, vjp = jax.vjp(lambda h, w: op(h, w, targets), hidden, unembedding)
+        return *outputs, *vjp(cotangents)
+
+    return jax.block_until_ready(jax.jit(run)(hidden, unembedding, targets, cotangents))
+
+
+def options(case):
+    *_, vocab_size, temperature, softcap = CASES[case]
+    return {"temperature": temperature, "softcap": softcap, "vocab_size": vocab_size}
+
+
+def head(case):
+    return Head(**options(case), axis_name=None)
+
+
+@lru_cache
+def expected(case, dtype):
+    hidden, unembedding, targets, cotangents = problem(case, dtype)
+    op = partial(token_logprobs, **options(case), implementation="reference")
+    return value_and_vjp(op, hidden.astype(jnp.float32), unembedding.astype(jnp.float32), targets, cotangents)
+
+
+def check(op, case, dtype):
+    actual = value_and_vjp(op, *problem(case, dtype))
+    assert [x.dtype for x in actual] == [jnp.float32, jnp.float32, dtype, dtype]
+    names = ("logprobs", "entropy", "d_hidden", "d_unembedding")
+    tolerances = np.repeat(TOLERANCE[dtype], 2)
+    for name, a, e, tolerance in zip(names, actual, expected(case, dtype), tolerances, strict=True):
+        error = np.max(np.abs(np.asarray(a, np.float32) - e)) / np.max(np.abs(e))
+        assert error <= tolerance, f"{name}: relative error {error:.1e}"
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("tile", [100, 4096], ids=["tiled", "whole"])
+def test_xla(case, dtype, tile):
+    check(partial(token_logprobs, **options(case), tile=tile, implementation="xla"), case, dtype)
+
+
+@pytest.mark.parametrize("case, dtype", [*((case, jnp.float32) for case in CASES), ("all", jnp.bfloat16)])
+def test_pallas_tpu(case, dtype, tpu_params):
+    forward = pallas_tpu.Forward(tokens=128, vocabulary=512, embed=128, interpret=tpu_params)
+    check(partial(pallas_tpu.token_logprobs, head=head(case), tile=128, forward=forward), case, dtype)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_pallas_gpu(case, gpu_params):
+    forward = pallas_gpu.Forward(interpret=gpu_params)
+    check(partial(pallas_gpu.token_logprobs, head=head(case), tile=128, forward=forward), case, jnp.bfloat16)
+
+
+def numpy_logprobs(hidden, unembedding, targets, temperature, softcap, vocab_size):
+    """Float64, one token at a time, over the real vocabulary only."""
+    logprobs, entropies = [], []
+    for h, y in zip(hidden, targets, strict=True):
+        z = unembedding[:vocab_size] @ h
+        if softcap is not None:
+            z = softcap * np.tanh(z / softcap)
+        p = np.exp(z / temperature - np.max(z / temperature))
+        p /= np.sum(p)
+        logprobs.append(np.log(p[y]))
+        entropies.append(-np.sum(p * np.log(p)))
+    return np.array(logprobs), np.array(entropies)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_reference_is_the_log_softmax(case):
+    hidden, unembedding, targets, _ = problem(case, jnp.float32)
+    arguments = np.asarray(hidden, np.float64), np.asarray(unembedding, np.float64), np.asarray(targets)
+    for actual, exact in zip(expected(case, jnp.float32)[:2], numpy_logprobs(*arguments, **options(case)), strict=True):
+        np.testing.assert_allclose(actual, exact, rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("softcap", [None, 1.5])
+def test_reference_gradient_is_the_numerical_one(softcap):
+    rng = np.random.default_rng(0)
+    hidden, unembedding, weights = rng.normal(size=(3, 4)), rng.normal(size=(7, 4)), rng.normal(size=(2, 3))
+    targets = np.array([0, 5, 2])
+    settings = {"temperature": 0.7, "softcap": softcap, "vocab_size": 6}
+
+    def exact(hidden, unembedding):
+        logprobs, entropy = numpy_logprobs(hidden, unembedding, targets, **settings)
+        return np.sum(weights[0] * logprobs + weights[1] * entropy)
+
+    @jax.jit
+    @partial(jax.grad, argnums=(0, 1))
+    def gradient(hidden, unembedding):
+        outputs = token_logprobs(hidden, unembedding, jnp.array(targets), **settings, implementation="reference")
+        return jnp.sum(jnp.stack(outputs) * weights.astype(np.float32))
+
+    def numerical(f, x, step=1e-6):
+        slopes = np.zeros_like(x)
+        for index in np.ndindex(x.shape):
+            shift = np.zeros_like(x)
+            shift[index] = step
+            slopes[index] = (f(x + shift) - f(x - shift)) / (2 * step)
+        return slopes
+
+    d_hidden, d_unembedding = gradient(hidden.astype(np.float32), unembedding.astype(np.float32))
+    np.testing.assert_allclose(d_hidden, numerical(lambda x: exact(x, unembedding), hidden), atol=1e-5)
+    np.testing.assert_allclose(d_unembedding, numerical(lambda x: exact(hidden, x), unembedding), atol=1e-5)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "xla"])
+class TestEdges:
+    def test_equal_logits_are_uniform_over_the_real_vocabulary(self, implementation):
+        logprobs, entropy = token_logprobs(
+            jnp.zeros((5, 8)), jnp.ones((40, 8)), jnp.arange(5), vocab_size=33, implementation=implementation
+        )
+        np.testing.assert_allclose(logprobs, np.full(5, -np.log(33)), rtol=1e-6)
+        np.testing.assert_allclose(entropy, np.full(5, np.log(33)), rtol=1e-6)
+
+    def test_huge_logits_stay_finite(self, implementation):
+        op = partial(token_logprobs, implementation=implementation)
+        unembedding, cotangents = jnp.array([[3e4], [1e4], [-3e4]]), (jnp.ones(2), jnp.ones(2))
+        logprobs, entropy, d_hidden, d_unembedding = value_and_vjp(
+            op, jnp.ones((2, 1)), unembedding, jnp.array([0, 1]), cotangents
+        )
+        np.testing.assert_allclose(logprobs, [0.0, -2e4])
+        np.testing.assert_allclose(entropy, [0.0, 0.0], atol=1e-6)
+        # d log p_y / dh = w_y − Σ p_v w_v and d log p_y / dw_v = (1[v = y] − p_v) h; the entropy is flat.
+        np.testing.assert_allclose(d_hidden, [[0.0], [-2e4]], atol=1e-2)
+        np.testing.assert_allclose(d_unembedding, [[-1.0], [1.0], [0.0]], atol=1e-6)
+
+    def test_target_outside_the_vocabulary_has_probability_and_gradient_zero(self, implementation):
+        hidden, unembedding, _, _ = problem("plain", jnp.float32)
+
+        op = partial(token_logprobs, vocab_size=900, tile=2, implementation=implementation)
+        targets, cotangents = jnp.array([-1, 900, 1000, 5000, 7]), (jnp.array([1.0, 1.0, 1.0, 1.0, 0.0]), jnp.zeros(5))
+        logprobs, entropy, d_hidden, d_unembedding = value_and_vjp(op, hidden[:5], unembedding, targets, cotangents)
+        logprobs = np.asarray(logprobs)
+        assert np.all(np.isneginf(logprobs[:4])) and np.isfinite(logprobs[4]) and np.all(np.isfinite(entropy))
+        assert not np.any(d_hidden) and not np.any(d_unembedding)
+
+    def test_no_token_at_all(self, implementation):
+        logprobs, entropy = token_logprobs(
+            jnp.zeros((0, 8)), jnp.ones((40, 8)), jnp.zeros(0, jnp.int32), implementation=implementation
+        )
+        assert logprobs.shape == entropy.shape == (0,)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"hidden": jnp.zeros((2, 3, 8))}, r"expected hidden \[N, D\].*\(2, 3, 8\)"),
+        ({"hidden": jnp.zeros((4, 9))}, "N and D must agree"),
+        ({"targets": jnp.zeros(5, jnp.int32)}, "N and D must agree"),
+        ({"hidden": jnp.zeros((4, 8), jnp.bfloat16)}, "one floating dtype, got bfloat16 and float32"),
+        ({"targets": jnp.zeros(4)}, "targets must be integers, got float32"),
+        ({"temperature": 0.0}, "temperature must be positive, got 0.0"),
+        ({"temperature": float("nan")}, "temperature must be positive, got nan"),
+        ({"softcap": -1.0}, "softcap must be positive or None, got -1.0"),
+        ({"tile": 0}, "tile must be a positive number of tokens, got 0"),
+        ({"vocab_size": 17}, "vocab_size=17 must be between 1 and the unembedding's 16 rows"),
+        ({"vocab_size": 0}, "vocab_size=0 must be between 1"),
+        ({"implementation": "triton"}, "unknown implementation 'triton': known are reference, xla"),
+        ({"implementation": "pallas_tpu"}, "'pallas_tpu' needs a TPU, but this program is for cpu"),
+        (
+            {
+                "implementation": "pallas_gpu",
+                "hidden": jnp.zeros((4, 64), jnp.bfloat16),
+                "unembedding": jnp.zeros((16, 64), jnp.bfloat16),
+            },
+            "'pallas_gpu' needs a Hopper GPU .* but this program is for cpu",
+        ),
+        ({"implementation": "pallas_gpu"}, "'pallas_gpu' takes bfloat16 or float16 inputs, got float32"),
+        (
+            {
+                "implementation": "pallas_gpu",
+                "hidden": jnp.zeros((4, 8), jnp.bfloat16),
+                "unembedding": jnp.zeros((16, 8), jnp.bfloat16),
+            },
+            "'pallas_gpu' needs D to be a multiple of 64, got 8",
+        ),
+    ],
+)
+def test_bad_arguments_are_named(change, message):
+    arguments = {"hidden": jnp.zeros((4, 8)), "unembedding": jnp.zeros((16, 8)), "targets": jnp.zeros(4, jnp.int32)}
+    with pytest.raises(ValueError, match=message):
+        token_logprobs(**(arguments | change))

@@ -1,0 +1,133 @@
+"""Programs for accelerators lowered from a CPU, and the memory of compiled ones."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+from jax.sharding import PartitionSpec as P
+
+from jrlhf.kernels.logprob import pallas_gpu, pallas_tpu, token_logprobs
+from jrlhf.kernels.logprob.api import Implementation
+from jrlhf.kernels.logprob.common import Head
+
+DEVICES = {
+    "tpu": AbstractDevice("TPU v5p", num_cores=1, platform="tpu"),
+    "cuda": AbstractDevice("NVIDIA H200", num_cores=132, platform="gpu"),
+}
+CUSTOM_CALL = {"tpu": "tpu_custom_call", "cuda": "mosaic_gpu"}
+KERNEL: dict[str, Implementation] = {"tpu": "pallas_tpu", "cuda": "pallas_gpu"}
+
+
+def abstract_mesh(platform, tensor=1):
+    return AbstractMesh((tensor,), ("tensor",), (AxisType.Explicit,), abstract_device=DEVICES[platform])
+
+
+def shapes(n, v, d, dtype):
+    return (
+        jax.ShapeDtypeStruct((n, d), dtype),
+        jax.ShapeDtypeStruct((v, d), dtype),
+        jax.ShapeDtypeStruct((n,), jnp.int32),
+    )
+
+
+def loss(hidden, unembedding, targets, **options):
+    logprobs, entropy = token_logprobs(hidden, unembedding, targets, **options)
+    return jnp.mean(logprobs) + 0.1 * jnp.mean(entropy)
+
+
+def lowered(f, arguments, platform):
+    return jax.jit(f).trace(*arguments).lower(lowering_platforms=(platform,)).as_text()
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [(16384, 151936, 4096), (507, 1531, 128), (3, 100, 64), (252, 1000, 192)],
+    ids=lambda shape: "x".join(map(str, shape)),
+)
+@pytest.mark.parametrize("platform", CUSTOM_CALL)
+def test_kernels_lower(platform, shape):
+    n, v, d = shape
+    f = partial(loss, softcap=30.0, temperature=0.9, vocab_size=v - 7, implementation=KERNEL[platform])
+    with jax.sharding.use_abstract_mesh(abstract_mesh(platform)):
+        text = lowered(jax.grad(f, argnums=(0, 1)), shapes(n, v, d, jnp.bfloat16), platform)
+    assert CUSTOM_CALL[platform] in text
+
+
+def test_tpu_kernel_lowers_in_float32():
+    with jax.sharding.use_abstract_mesh(abstract_mesh("tpu")):
+        text = lowered(partial(loss, implementation="pallas_tpu"), shapes(252, 1000, 96, jnp.float32), "tpu")
+    assert CUSTOM_CALL["tpu"] in text
+
+
+@pytest.mark.parametrize("platform", CUSTOM_CALL)
+def test_kernels_lower_vocabulary_parallel(platform):
+    mesh = abstract_mesh(platform, tensor=4)
+    op = jax.shard_map(
+        partial(token_logprobs, axis_name="tensor", vocab_size=151936, implementation=KERNEL[platform]),
+        mesh=mesh,
+        in_specs=(P(), P("tensor"), P()),
+        out_specs=P(),
+    )
+    hidden, unembedding, targets = shapes(1024, 152064, 1024, jnp.bfloat16)
+    sharding = jax.sharding.NamedSharding(mesh, P("tensor"))
+    unembedding = jax.ShapeDtypeStruct(unembedding.shape, unembedding.dtype, sharding=sharding)
+    with jax.sharding.use_abstract_mesh(mesh):
+        text = lowered(
+            jax.grad(lambda h, w, y: jnp.sum(op(h, w, y)[0]), argnums=(0, 1)), (hidden, unembedding, targets), platform
+        )
+    assert CUSTOM_CALL[platform] in text
+
+
+@pytest.mark.parametrize("platform", CUSTOM_CALL)
+def test_default_is_xla_until_a_kernel_is_measured_to_win(platform):
+    with jax.sharding.use_abstract_mesh(abstract_mesh(platform)):
+        text = lowered(loss, shapes(256, 1024, 64, jnp.bfloat16), platform)
+    assert "custom_call" not in text
+
+
+@pytest.mark.parametrize("platform", CUSTOM_CALL)
+def test_a_kernel_is_refused_on_the_other_platform(platform):
+    implementation = KERNEL["cuda" if platform == "tpu" else "tpu"]
+    with jax.sharding.use_abstract_mesh(abstract_mesh(platform)), pytest.raises(ValueError, match=implementation):
+        lowered(partial(loss, implementation=implementation), shapes(256, 1024, 64, jnp.bfloat16), platform)
+
+
+def test_blocks_may_be_given_to_lower_where_no_device_is():
+    head = Head(1.0, None, 1024, None)
+    arguments = shapes(256, 1024, 64, jnp.bfloat16)
+    text = lowered(
+        partial(pallas_tpu.token_logprobs, head=head, tile=64, forward=pallas_tpu.Forward()), arguments, "tpu"
+    )
+    assert CUSTOM_CALL["tpu"] in text
+    with jax.sharding.use_abstract_mesh(abstract_mesh("cuda")):
+        text = lowered(
+            partial(pallas_gpu.token_logprobs, head=head, tile=64, forward=pallas_gpu.Forward()), arguments, "cuda"
+        )
+    assert CUSTOM_CALL["cuda"] in text
+
+
+def temp_bytes(n, v, d, dtype, *, tile, gradient=True):
+    f = partial(loss, tile=tile, implementation="xla")
+    f = jax.grad(f, argnums=(0, 1)) if gradient else f
+    memory = jax.jit(f).lower(*shapes(n, v, d, dtype)).compile().memory_analysis()
+    assert memory is not None
+    return memory.temp_size_in_bytes
+
+
+# XLA's CPU backend cannot add a matmul's result in place as a GPU's does, so it holds one float32 dW more. In float32
+# that is the only one, since the sum lies in the result's buffer; in bfloat16 only a narrow model fits the bound.
+@pytest.mark.parametrize("d, dtype", [(1024, jnp.float32), (1024, jnp.bfloat16), (4096, jnp.float32)])
+def test_temp_memory_is_a_few_tiles_beside_dw(d, dtype):
+    n, v, tile = 16384, 151936, 1024
+    tile_bytes, dw_bytes = 4 * tile * v, 4 * v * d
+    assert temp_bytes(n, v, d, dtype, tile=tile) <= 3 * tile_bytes + dw_bytes
+    # The forward pass has no dW, but XLA's CPU backend may hold a transposed or widened unembedding.
+    assert temp_bytes(n, v, d, dtype, tile=tile, gradient=False) <= 3 * tile_bytes + dw_bytes
+
+
+@pytest.mark.parametrize("gradient", [False, True])
+def test_temp_memory_does_not_grow_with_tokens(gradient):
+    few, many = (temp_bytes(n, 32000, 256, jnp.float32, tile=512, gradient=gradient) for n in (4096, 16384))
+    assert many - few <= 0.01 * few

@@ -1,0 +1,98 @@
+"""What the models' tests share: random weights, and a decoder written again without sharding, modules or scans."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jrlhf.models import ModelConfig, init_lm, init_scalar
+
+
+def random_params(config: ModelConfig, head: str = "lm", seed: int = 0) -> Any:
+    """Host weights in the model's tree; norm scales, biases and heads are far from their initial ones and zeros."""
+    init = init_lm if head == "lm" else init_scalar
+    shapes = jax.eval_shape(lambda key: init(config, key), jax.random.key(0))
+    generator = np.random.default_rng(seed)
+
+    def weight(path, leaf):
+        name = path[-1].key
+        values = generator.normal(size=leaf.shape).astype(np.float32)
+        if name == "scale":
+            return 1 + 0.3 * values
+        if name in ("embedding", "unembedding"):
+            values[config.vocab_size :] = 1e3  # padding rows: whatever uses them stands out
+            return values
+        return values * {"bias": 1.0}.get(name, 0.3)
+
+    return jax.tree_util.tree_map_with_path(weight, shapes)
+
+
+def hidden(params, config: ModelConfig, tokens):
+    """Final hidden states [B, T, D]."""
+    params = jax.tree.map(jnp.asarray, params)
+    N, K, H = config.heads, config.kv_heads, config.head_dim
+    B, T = tokens.shape
+
+    def norm(x, scale):
+        return (
+            x / jnp.sqrt((x**2).mean(-1, keepdims=True) + config.norm_eps) * scale.reshape((1,) * (x.ndim - 1) + (-1,))
+        )
+
+    def rope(x):  # the pair (x_i, x_{i+H/2}) as one complex number, turned by its position
+        turn = jnp.exp(1j * jnp.arange(T)[:, None] * config.rope_theta ** (-2 * jnp.arange(H // 2) / H)[None, :])
+        turned = (x[..., : H // 2] + 1j * x[..., H // 2 :]) * turn[None, :, None, :]
+        return jnp.concatenate([turned.real, turned.imag], -1)
+
+    x = params["embedding"][tokens]
+    for index in range(config.layers):
+        layer = jax.tree.map(lambda weight, index=index: weight[index], params["layers"])
+        weights = layer["attention"]
+        h = norm(x, layer["attention_norm"]["scale"])
+        q, k, v = (
+            (h.reshape(B * T, -1) @ weights[name].reshape(config.embed, -1)).reshape(B, T, -1, H)
+            for name in ("wq", "wk", "wv")
+        )
+        if config.qkv_bias:
+            q, k, v = (y + weights[name][None, None] for y, name in zip((q, k, v), ("bq", "bk", "bv"), strict=True))
+        if config.qk_norm:
+            q, k = norm(q, weights["query_norm"]["scale"]), norm(k, weights["key_norm"]["scale"])
+        q, k = rope(q), jnp.repeat(rope(k), N // K, axis=2)
+        v = jnp.repeat(v, N // K, axis=2)
+        scores = jnp.einsum("bqnh,bsnh->bnqs", q, k) / np.sqrt(H)
+        causal = jnp.tril(jnp.ones((T, T), bool))
+        probabilities = jax.nn.softmax(jnp.where(causal[None, None], scores, -jnp.inf), axis=-1)
+        out = jnp.einsum("bnqs,bsnh->bqnh", probabilities, v).reshape(B, T, N * H)
+        x = x + out @ weights["wo"].reshape(N * H, config.embed)
+        h = norm(x, layer["mlp_norm"]["scale"])
+        gate = h @ layer["mlp"]["gate"]
+        x = x + (gate / (1 + jnp.exp(-gate)) * (h @ layer["mlp"]["up"])) @ layer["mlp"]["down"]
+    return norm(x, params["final_norm"]["scale"])
+
+
+def logits(params, config: ModelConfig, tokens):
+    """Logits of the real vocabulary [B, T, V]: [:, t] predicts token t + 1."""
+    table = params["embedding" if config.tie_embeddings else "unembedding"][: config.vocab_size]
+    z = hidden(params, config, tokens) @ table.T
+    return z if config.softcap is None else config.softcap * jnp.tanh(z / config.softcap)
+
+
+def logprobs(params, config: ModelConfig, tokens, temperature=1.0):
+    """(log-probabilities, entropies), [B, T] each, 0 at t = 0."""
+    log_p = jax.nn.log_softmax(logits(params, config, tokens)[:, :-1] / temperature, axis=-1)
+    chosen = jnp.take_along_axis(log_p, tokens[:, 1:, None], axis=-1)[..., 0]
+    entropy = -(jnp.exp(log_p) * log_p).sum(-1)
+    return tuple(jnp.pad(x, ((0, 0), (1, 0))) for x in (chosen, entropy))
+
+
+def values(params, config: ModelConfig, tokens):
+    """[B, T + 1], 0 at t = 0."""
+    head = params["value_head"]
+    return jnp.pad(hidden(params, config, tokens) @ head["kernel"] + head["bias"], ((0, 0), (1, 0)))
+
+
+@pytest.fixture(scope="session")
+def reference():
+    return SimpleNamespace(random_params=random_params, hidden=hidden, logits=logits, logprobs=logprobs, values=values)

@@ -1,0 +1,311 @@
+"""Log-probabilities, values and scores against the plain decoder, on every mesh, and what their programs cost."""
+
+import re
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, AxisType
+
+from jrlhf.meshes import AXES, SCORE, TRAIN, TRAIN_TP, collectives, make_mesh
+from jrlhf.models import (
+    ModelConfig,
+    init_lm,
+    make_logprobs,
+    make_scores,
+    make_values,
+    param_shardings,
+)
+
+# Every switch; 2 key-value heads for up to 8 devices; a vocabulary that is no multiple of 128.
+EVERYTHING = ModelConfig(
+    vocab_size=300,
+    embed=32,
+    layers=2,
+    heads=8,
+    kv_heads=2,
+    head_dim=8,
+    mlp=48,
+    max_positions=64,
+    qk_norm=True,
+    qkv_bias=True,
+    softcap=20.0,
+)
+PLAIN = ModelConfig(
+    vocab_size=256,
+    embed=32,
+    layers=2,
+    heads=8,
+    kv_heads=8,
+    head_dim=4,
+    mlp=48,
+    max_positions=64,
+    tie_embeddings=False,
+)
+TEMPERATURE = 0.7
+CASES = (EVERYTHING, "values"), (EVERYTHING, "scores"), (PLAIN, "values")
+# Without LLVM's optimisations programs compile in half the time; their collectives and buffers are the same.
+QUICK: Any = {"xla_backend_optimization_level": 0}
+fast_jit = partial(jax.jit, compiler_options=QUICK)
+
+
+def batch(config, rows=16, length=9) -> Any:
+    generator = np.random.default_rng(7)
+    tokens = generator.integers(0, config.vocab_size, (rows, length)).astype(np.int32)
+    return tokens, generator.integers(1, length + 1, rows).astype(np.int32)
+
+
+def weighted_sum(outputs):
+    """A scalar whose gradient reaches every output with a weight of its own."""
+    generator = np.random.default_rng(3)
+    return sum((x * generator.normal(size=x.shape).astype(np.float32)).sum() for x in outputs)
+
+
+@pytest.fixture(scope="module")
+def expected(reference):
+    """Per config and kind of scalars: the weights, and the plain decoder's outputs and gradients."""
+
+    def compute(config, what):
+        params = reference.random_params(config), reference.random_params(config, "scalar", seed=1)
+        tokens, lengths = batch(config)
+
+        def loss(lm, scalar):
+            values = reference.values(scalar, config, tokens)
+            scores = values[np.arange(len(lengths)), lengths]
+            scalars = values if what == "values" else scores
+            outputs = *reference.logprobs(lm, config, tokens, TEMPERATURE), scalars
+            return weighted_sum(outputs), outputs
+
+        (_, outputs), gradients = fast_jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))(*params)
+        return params, jax.device_get((outputs, gradients))
+
+    return {(config, what): compute(config, what) for config, what in CASES}
+
+
+@pytest.mark.parametrize(
+    ("case", "sizes", "layout", "remat", "axis_type"),
+    [
+        (0, (1, 1, 1), TRAIN, "full", AxisType.Explicit),
+        (0, (1, 8, 1), TRAIN, "full", AxisType.Explicit),
+        (1, (1, 4, 2), TRAIN, "gather", AxisType.Explicit),
+        (0, (1, 2, 4), TRAIN, "full", AxisType.Auto),
+        (1, (1, 1, 8), TRAIN, "full", AxisType.Explicit),
+        (1, (2, 2, 2), TRAIN, "full", AxisType.Explicit),
+        (0, (1, 4, 2), TRAIN_TP, "full", AxisType.Explicit),
+        (1, (1, 1, 8), TRAIN_TP, "gather", AxisType.Explicit),
+        (2, (2, 2, 2), TRAIN_TP, "full", AxisType.Auto),
+        (2, (1, 2, 4), TRAIN, "gather", AxisType.Explicit),
+    ],
+    ids=lambda x: getattr(x, "name", None) or str(x),
+)
+def test_outputs_and_gradients_equal_the_plain_decoder(expected, case, sizes, layout, remat, axis_type):
+    mesh = make_mesh(*sizes, devices=jax.devices()[: np.prod(sizes)], axis_type=axis_type)
+    config, what = CASES[case]
+    params, (outputs, gradients) = expected[config, what]
+    tokens, lengths = batch(config)
+    logprobs = make_logprobs(config, mesh, layout, temperature=TEMPERATURE, remat=remat)
+    values = make_values(config, mesh, layout, remat=remat)
+    scores = make_scores(config, mesh, layout, remat=remat)
+
+    def loss(lm, scalar):
+        scalars = values(scalar, tokens) if what == "values" else scores(scalar, tokens, lengths)
+        outputs = *logprobs(lm, tokens), scalars
+        # Where the weighting is not the model's business: no sharding to agree on.
+        return weighted_sum([jax.device_put(x, replicated) for x in outputs]), outputs
+
+    replicated = jax.NamedSharding(mesh, jax.P())
+    stored = tuple(param_shardings(config, mesh, layout, head) for head in ("lm", "scalar"))
+    with jax.set_mesh(mesh):
+        step = fast_jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))
+        (_, actual), actual_gradients = step(*jax.device_put(params, stored))
+        assert all(
+            gradient.sharding.is_equivalent_to(sharding, gradient.ndim)
+            for gradient, sharding in zip(jax.tree.leaves(actual_gradients), jax.tree.leaves(stored), strict=True)
+        )
+    for x, y in zip(actual, outputs, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
+    jax.tree.map_with_path(same_gradient, jax.device_get(actual_gradients), gradients)
+
+
+def same_gradient(path, actual, expected):
+    error = np.abs(actual - expected).max() / np.abs(expected).max()
+    assert error < 1e-5, f"{jax.tree_util.keystr(path)}: {error}"
+
+
+def test_padding_changes_nothing_before_a_rows_end(expected):
+    mesh = make_mesh(fsdp=4, tensor=2)
+    tokens, lengths = batch(EVERYTHING)
+    real = np.arange(tokens.shape[1])[None, :] < lengths[:, None]
+    with jax.set_mesh(mesh):
+        params = jax.device_put(expected[CASES[0]][0][0], param_shardings(EVERYTHING, mesh, SCORE))
+        logprobs = fast_jit(make_logprobs(EVERYTHING, mesh, SCORE, temperature=TEMPERATURE))
+        padded = [jax.device_get(logprobs(params, np.where(real, tokens, pad))) for pad in (0, 299)]
+    for zeros, others in zip(*padded, strict=True):
+        np.testing.assert_array_equal(zeros[real], others[real])
+        assert not np.array_equal(zeros, others)
+
+
+def test_bfloat16_compute_stays_near_float32(expected):
+    mesh = make_mesh(fsdp=4, tensor=2)
+    config = PLAIN
+    params, ((logprobs, entropy, _), _) = expected[config, "values"]
+    with jax.set_mesh(mesh):
+        stored = jax.device_put(params[0], param_shardings(config, mesh, TRAIN))
+        rounded = fast_jit(make_logprobs(config, mesh, TRAIN, temperature=TEMPERATURE, dtype=jnp.bfloat16))
+        actual, actual_entropy = rounded(stored, batch(config)[0])
+    assert actual.dtype == actual_entropy.dtype == jnp.float32
+    error = np.abs(np.asarray(actual) - logprobs)
+    # Not float32's numbers, but as near as 8 bits of mantissa bring a two-layer model with logits of some tens.
+    assert 1e-4 < error.mean() < 0.15
+    assert np.abs(np.asarray(actual_entropy) - entropy).mean() < 0.15
+
+
+def test_traces_on_an_abstract_mesh():
+    mesh = AbstractMesh((2, 16, 8), AXES, axis_types=(AxisType.Explicit,) * 3)
+    config = ModelConfig.llama3_8b()
+    shapes = jax.eval_shape(partial(init_lm, config), jax.random.key(0))
+    params = jax.tree.map(
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+        shapes,
+        param_shardings(config, mesh, TRAIN),
+    )
+    with jax.sharding.use_abstract_mesh(mesh):
+        loss = make_logprobs(config, mesh, TRAIN, dtype=jnp.bfloat16, attention="xla")
+        gradients = jax.eval_shape(
+            jax.grad(lambda params, tokens: loss(params, tokens)[0].sum()),
+            params,
+            jax.ShapeDtypeStruct((256, 128), jnp.int32),
+        )
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), gradients) == jax.tree.map(lambda x: (x.shape, x.dtype), shapes)
+
+
+# ---- what the programs cost
+
+LONG = ModelConfig(vocab_size=256, embed=64, layers=4, heads=8, kv_heads=8, head_dim=8, mlp=256, max_positions=64)
+ROWS, LENGTH = 16, 16
+
+
+def gradient(config, mesh, layout, remat):
+    """The jitted gradient of a mean log-probability and the shapes of its arguments."""
+    shapes = jax.eval_shape(partial(init_lm, config), jax.random.key(0))
+    params = jax.tree.map(
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+        shapes,
+        param_shardings(config, mesh, layout),
+    )
+    logprobs = make_logprobs(config, mesh, layout, remat=remat)
+    function = jax.jit(jax.grad(lambda params, tokens: logprobs(params, tokens)[0].mean()))
+    return function, (params, jax.ShapeDtypeStruct((ROWS, LENGTH), jnp.int32))
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    """The gradient's compiled program on a mesh with all three axes, for 4 and for 8 layers."""
+    mesh = make_mesh(2, 2, 2)
+    programs = {}
+    with jax.set_mesh(mesh):
+        for layers in (4, 8):
+            config = ModelConfig(**{**vars(LONG), "layers": layers})
+            function, arguments = gradient(config, mesh, TRAIN, "full")
+            programs[layers] = function.lower(*arguments).compile(QUICK)
+    return programs
+
+
+def test_gradients_are_reduce_scattered(compiled):
+    text = compiled[4].as_text()
+    assert collectives(text)["reduce-scatter"] >= 7  # one a weight of the layer, at least
+    reduced = [
+        np.prod([int(size) for size in shape.split(",")])
+        for line in re.findall(r" = (.*?) all-reduce\(", text)
+        for shape in re.findall(r"\w+\[([\d,]+)\]", line)
+    ]
+    weights = [
+        weight.size // (LONG.layers if weight.ndim > 2 else 1)
+        for weight in jax.tree.leaves(jax.eval_shape(partial(init_lm, LONG), jax.random.key(0)))
+        if weight.size > LONG.layers * LONG.embed
+    ]
+    # Sums over `data` are of slices: a quarter of a weight on this mesh.
+    assert reduced and max(reduced) <= max(weights) // 4
+
+
+def test_one_more_layer_costs_one_activation(compiled):
+    more = {layers: program.memory_analysis().temp_size_in_bytes for layers, program in compiled.items()}
+    activation = ROWS // 8 * LENGTH * LONG.embed * 4
+    norms = 2 * LONG.embed * 4
+    a_layer = (more[8] - more[4]) / 4
+    assert activation <= a_layer <= activation + norms
+    gathered = 4 * (4 * LONG.embed**2 + 3 * LONG.embed * LONG.mlp)
+    assert gathered > 20 * (activation + norms)
+
+
+@pytest.mark.parametrize("remat", ["full", "gather"])
+def test_what_the_layer_scan_keeps(remat):
+    """Traced only: what the forward scan stacks for the backward one."""
+    mesh = make_mesh(2, 2, 2)
+    with jax.set_mesh(mesh):
+        function, arguments = gradient(LONG, mesh, TRAIN, remat)
+        jaxpr = function.trace(*arguments).jaxpr
+    (forward, _) = scans(jaxpr)
+    rows = ROWS // 8
+    assert rows != LONG.layers  # so that what is stacked is told from the carry by its first dimension
+    kept = [x.aval.shape[1:] for x in forward.outvars if x.aval.shape[:1] == (LONG.layers,)]
+    if remat == "full":
+        assert kept == [(rows, LENGTH, LONG.embed)]
+        return
+    weights = [leaf.shape[1:] for leaf in jax.tree.leaves(arguments[0]["layers"])]
+    assert (rows, LENGTH, LONG.mlp) in kept
+    assert not set(kept) & {shape for shape in weights if len(shape) > 1}
+
+
+def scans(jaxpr):
+    """All scans of a jaxpr, in order, however deep."""
+    found = []
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "scan":
+            found.append(equation)
+        for value in equation.params.values():
+            inner = getattr(value, "jaxpr", value)
+            if equation.primitive.name != "scan" and hasattr(inner, "eqns"):
+                found += scans(inner)
+    return found
+
+
+# ---- what is refused
+
+
+@pytest.mark.parametrize(
+    ("change", "sizes", "message"),
+    [
+        ({"heads": 6, "kv_heads": 2}, (1, 2, 4), "heads=6 cannot be divided over tensor=4"),
+        ({"heads": 12, "kv_heads": 6}, (1, 2, 4), "kv_heads=6 cannot be divided over tensor=4"),
+        ({"mlp": 42}, (1, 2, 4), "mlp=42 cannot be divided over tensor=4"),
+        ({"embed": 36}, (1, 8, 1), "embed=36 cannot be divided over fsdp=8"),
+    ],
+)
+def test_a_model_that_does_not_fit_the_mesh_is_refused(change, sizes, message):
+    config = ModelConfig(**{**vars(EVERYTHING), **change})
+    with pytest.raises(ValueError, match=message):
+        make_logprobs(config, make_mesh(*sizes), TRAIN)
+
+
+def test_a_vocabulary_that_does_not_fit_is_refused():
+    mesh = make_mesh(tensor=3, devices=jax.devices()[:3])
+    config = ModelConfig(**{**vars(EVERYTHING), "heads": 3, "kv_heads": 3, "vocab_size": 128})
+    with pytest.raises(ValueError, match="padded_vocab=128 cannot be divided over tensor=3"):
+        make_values(config, mesh, TRAIN)
+
+
+def test_bad_arguments_are_refused():
+    mesh = make_mesh(2, 2, 2)
+    shapes = jax.eval_shape(partial(init_lm, EVERYTHING), jax.random.key(0))
+    with pytest.raises(ValueError, match="remat 'none': known are full, gather"):
+        make_logprobs(EVERYTHING, mesh, TRAIN, remat="none")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="temperature=0 must be positive"):
+        make_logprobs(EVERYTHING, mesh, TRAIN, temperature=0)
+    with pytest.raises(ValueError, match=r"train layout: a batch of 12 rows .* over 8 devices .*data=2 \* fsdp=2"):
+        jax.eval_shape(make_logprobs(EVERYTHING, mesh, TRAIN), shapes, jax.ShapeDtypeStruct((12, 8), jnp.int32))
+    with pytest.raises(ValueError, match="65 tokens a row exceed the model's max_positions=64"):
+        jax.eval_shape(make_logprobs(EVERYTHING, mesh, TRAIN_TP), shapes, jax.ShapeDtypeStruct((12, 65), jnp.int32))

@@ -1,0 +1,156 @@
+"""Initial weights, logical axes, and where a mesh keeps what."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+
+from jrlhf.meshes import GENERATE, SCORE, TRAIN, TRAIN_TP, make_mesh
+from jrlhf.models import (
+    ModelConfig,
+    init_lm,
+    init_scalar,
+    init_sharded,
+    lm_axes,
+    param_shardings,
+    scalar_axes,
+    scalar_from,
+)
+
+CONFIG = ModelConfig(
+    vocab_size=200, embed=64, layers=3, heads=8, kv_heads=2, head_dim=16, mlp=96, max_positions=32, tie_embeddings=False
+)
+
+
+@pytest.fixture(scope="module")
+def initial():
+    return jax.device_get(jax.jit(partial(init_lm, CONFIG))(jax.random.key(0)))
+
+
+def is_axes(x):
+    return isinstance(x, tuple)
+
+
+@pytest.mark.parametrize("change", [{}, {"tie_embeddings": True}, {"qkv_bias": True}, {"qk_norm": True}])
+@pytest.mark.parametrize("tensor", [1, 2, 4, 8])
+def test_axes_have_the_tree_and_the_ranks_of_the_weights(change, tensor):
+    config = ModelConfig(**{**vars(CONFIG), **change})
+    for init, axes in (
+        (init_lm, lm_axes(config, tensor)),
+        (init_scalar, scalar_axes(config, tensor)),
+    ):
+        shapes = jax.eval_shape(partial(init, config), jax.random.key(0))
+        assert jax.tree.map(lambda x: x.ndim, shapes) == jax.tree.map(len, axes, is_leaf=is_axes)
+    kv_axis = axes["layers"]["attention"]["wk"][2]
+    assert kv_axis == ("kv_heads" if tensor <= 2 else None)
+
+
+def test_shards_have_the_promised_sizes():
+    mesh = make_mesh(fsdp=2, tensor=4)
+    shapes = jax.eval_shape(partial(init_lm, CONFIG), jax.random.key(0))
+
+    def shard(layout, *path):
+        leaf: Any = shapes
+        sharding: Any = param_shardings(CONFIG, mesh, layout)
+        for key in path:
+            leaf, sharding = leaf[key], sharding[key]
+        return sharding.shard_shape(leaf.shape)
+
+    for layout in (TRAIN, TRAIN_TP, SCORE):
+        assert shard(layout, "embedding") == shard(layout, "unembedding") == (256 // 4, 64 // 2)
+        assert shard(layout, "layers", "attention", "wq") == (3, 64 // 2, 8 // 4, 16)
+        assert shard(layout, "layers", "attention", "wk") == (3, 64 // 2, 2, 16)  # 2 heads for 4 devices: not sharded
+        assert shard(layout, "layers", "attention", "wo") == (3, 8 // 4, 16, 64 // 2)
+        assert shard(layout, "layers", "mlp", "down") == (3, 96 // 4, 64 // 2)
+        assert shard(layout, "layers", "mlp_norm", "scale") == (3, 64)
+    layers = param_shardings(CONFIG, mesh, GENERATE)["layers"]
+    assert len(layers) == CONFIG.layers
+    assert layers[1]["mlp"]["up"].shard_shape((64, 96)) == (64, 96 // 4)
+    assert layers[2]["attention"]["wo"].shard_shape((8, 16, 64)) == (8 // 4, 16, 64)
+    scalar = param_shardings(CONFIG, mesh, TRAIN, "scalar")
+    assert scalar["value_head"]["kernel"].shard_shape((64,)) == (64,)
+
+
+def test_the_generation_spec_is_the_training_spec_with_axes_dropped():
+    mesh = make_mesh(fsdp=4, tensor=2)
+    train, generate = (param_shardings(CONFIG, mesh, layout) for layout in (TRAIN, GENERATE))
+
+    def dropped(path, stored, used):
+        kept = [entry if entry != "fsdp" else None for entry in stored.spec]
+        assert list(used.spec) == kept, jax.tree_util.keystr(path)
+
+    stacked = generate | {"layers": jax.tree.map(lambda x: x.update(spec=jax.P(None, *x.spec)), generate["layers"][0])}
+    jax.tree.map_with_path(dropped, train, stacked)
+
+
+def test_initial_weights_have_their_distribution(initial):
+    layers = initial["layers"]
+    small = CONFIG.initializer_range / (2 * CONFIG.layers) ** 0.5
+    for weight, scale in (
+        (layers["attention"]["wq"], CONFIG.initializer_range),
+        (layers["mlp"]["up"], CONFIG.initializer_range),
+        (layers["attention"]["wo"], small),
+        (layers["mlp"]["down"], small),
+        (initial["embedding"][:200], CONFIG.initializer_range),
+    ):
+        # The standard deviation of n normal numbers is known to 1 / sqrt(2n).
+        assert weight.std() / scale == pytest.approx(1, abs=5 / (2 * weight.size) ** 0.5)
+        assert abs(weight.mean()) < 5 * scale / weight.size**0.5
+    assert not np.array_equal(layers["mlp"]["up"][0], layers["mlp"]["up"][1])
+    assert not np.array_equal(layers["mlp"]["up"], layers["mlp"]["gate"])
+    assert not np.array_equal(initial["embedding"], initial["unembedding"])
+    for table in (initial["embedding"], initial["unembedding"]):
+        assert (table[200:] == 0).all()
+    assert (layers["mlp_norm"]["scale"] == 1).all()
+    assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(initial))
+
+
+def test_sharded_initial_weights_do_not_depend_on_the_mesh(initial):
+    mesh = make_mesh(fsdp=4, tensor=2)
+    params = init_sharded(CONFIG, jax.random.key(0), mesh)
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(params), initial)
+    assert jax.tree.map(lambda x: x.sharding, params) == param_shardings(CONFIG, mesh, TRAIN)
+
+
+def test_scalar_models_start_from_other_models(initial):
+    reward = scalar_from(initial)
+    assert "unembedding" not in reward
+    assert (reward["value_head"]["kernel"] == np.zeros(64)).all() and reward["value_head"]["bias"] == 0
+    for name in ("embedding", "layers", "final_norm"):
+        jax.tree.map(np.testing.assert_array_equal, reward[name], initial[name])
+
+    trained = reward | {"value_head": {"kernel": jnp.arange(64.0), "bias": jnp.ones(())}}
+    critic = scalar_from(trained, keep_head=True)
+    jax.tree.map(np.testing.assert_array_equal, critic, trained)
+    shared = {id(leaf) for leaf in jax.tree.leaves(critic)} & {id(leaf) for leaf in jax.tree.leaves(trained)}
+    assert not shared  # donating one model must not delete the other
+    assert (scalar_from(trained)["value_head"]["kernel"] == np.zeros(64)).all()
+    with pytest.raises(ValueError, match="keep_head=True needs a model with a scalar head"):
+        scalar_from(initial, keep_head=True)
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Explicit, AxisType.Auto])
+def test_scalar_models_are_stored_as_their_shardings_say(axis_type):
+    mesh = make_mesh(fsdp=4, tensor=2, axis_type=axis_type)
+    shapes = jax.eval_shape(partial(init_lm, CONFIG), jax.random.key(0))
+    ones = jax.tree.map(lambda x: np.ones(x.shape, np.float32), shapes)
+    with jax.set_mesh(mesh):
+        reward = scalar_from(jax.device_put(ones, param_shardings(CONFIG, mesh, TRAIN)))
+        critic = scalar_from(reward, keep_head=True)
+    for model in (reward, critic):
+        assert jax.tree.map(lambda x: x.sharding, model) == param_shardings(CONFIG, mesh, TRAIN, "scalar")
+
+
+def test_scalar_heads_begin_at_zero_or_small():
+    config = ModelConfig(**{**vars(CONFIG), "embed": 512, "layers": 1, "mlp": 8, "heads": 1, "kv_heads": 1})
+    zero, drawn = (
+        jax.jit(lambda key, zero=zero: init_scalar(config, key, zero_head=zero)["value_head"])(jax.random.key(0))
+        for zero in (True, False)
+    )
+    assert (zero["kernel"] == jnp.zeros(512)).all()
+    assert float(drawn["kernel"].std()) == pytest.approx(513**-0.5, rel=5 / 1024**0.5)
+    assert drawn["bias"] == 0

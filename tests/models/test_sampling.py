@@ -1,0 +1,135 @@
+"""What is drawn, how often, and with what log-probability."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jrlhf.models import SamplingConfig
+from jrlhf.models.sampling import restrict, sample
+
+V = 12
+ROWS = 20_000
+
+
+def draw(logits, config, *, rows=ROWS, vocab_size=V, may_stop=True, seed=0):
+    """Many rows with the same logits."""
+    keys = jax.random.split(jax.random.key(seed), rows)
+    repeated = jnp.broadcast_to(jnp.asarray(logits, jnp.float32)[None, :], (rows, len(logits)))
+    tokens, logprobs = sample(repeated, keys, config, vocab_size=vocab_size, may_stop=jnp.array(may_stop))
+    return np.asarray(tokens), np.asarray(logprobs)
+
+
+def softmax(z):
+    weights = np.exp(z - z.max())
+    return weights / weights.sum()
+
+
+def nucleus(p, top_k, top_p):
+    """The allowed tokens, by a loop over tokens of falling probability."""
+    order = np.argsort(-p)[: len(p) if top_k is None else top_k]
+    kept = p[order] / p[order].sum()
+    allowed, mass = [], 0.0
+    for token, share in zip(order, kept, strict=True):
+        if top_p is not None and allowed and mass >= top_p:
+            break
+        allowed.append(token)
+        mass += share
+    return sorted(allowed)
+
+
+LOGITS = np.random.default_rng(0).normal(size=V) * 1.5
+
+
+@pytest.mark.parametrize(
+    ("top_k", "top_p"),
+    [
+        (None, None),
+        (1, None),
+        (4, None),
+        (V, None),
+        (100, None),
+        (None, 0.01),
+        (None, 0.6),
+        (None, 0.95),
+        (5, 0.8),
+        (5, 1.0),
+    ],
+)
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
+def test_draws_follow_the_restricted_softmax(top_k, top_p, temperature):
+    tokens, logprobs = draw(LOGITS, SamplingConfig(1, temperature=temperature, top_k=top_k, top_p=top_p))
+    p = softmax(LOGITS / temperature)
+    allowed = nucleus(p, top_k, top_p)
+    share = np.zeros(V)
+    share[allowed] = p[allowed] / p[allowed].sum()
+    count = np.bincount(tokens, minlength=V)
+    assert (count[share == 0] == 0).all()
+    error = np.abs(count / ROWS - share)
+    assert (error <= 5 * np.sqrt(share * (1 - share) / ROWS)).all()
+    # Whatever may be drawn, the log-probability is that of the whole softmax.
+    np.testing.assert_allclose(logprobs, np.log(p)[tokens], atol=1e-5)
+
+
+def test_temperature_zero_draws_the_most_likely_at_temperature_one():
+    tokens, logprobs = draw(LOGITS, SamplingConfig(1, temperature=0.0), rows=3)
+    assert (tokens == LOGITS.argmax()).all()
+    np.testing.assert_allclose(logprobs, np.log(softmax(LOGITS).max()), atol=1e-6)
+
+
+def test_stop_tokens_are_not_drawn_before_they_may_be():
+    likely = LOGITS.copy()
+    likely[[3, 7]] += 4
+    config = SamplingConfig(9, min_new_tokens=2, stop_ids=(3, 7))
+    p = softmax(likely)
+    assert np.isin(draw(likely, config)[0], (3, 7)).mean() == pytest.approx(p[[3, 7]].sum(), abs=0.02)
+    tokens, logprobs = draw(likely, config, may_stop=False)
+    assert not np.isin(tokens, (3, 7)).any()
+    np.testing.assert_allclose(logprobs, np.log(p)[tokens], atol=1e-5)
+    # The ban comes before the nucleus, which is then taken among what is left.
+    config = SamplingConfig(9, min_new_tokens=2, stop_ids=(3, 7), top_k=1, temperature=0.5)
+    tokens, _ = draw(likely, config, may_stop=False, rows=10)
+    assert (tokens == np.delete(likely, [3, 7]).argmax() + np.sum(np.array([3, 7]) <= LOGITS.argmax())).all()
+    greedy = SamplingConfig(9, min_new_tokens=2, stop_ids=(3, 7), temperature=0.0)
+    assert (draw(likely, greedy, may_stop=False, rows=2)[0] == tokens[:2]).all()
+
+
+def test_vocabulary_padding_is_never_drawn_and_has_no_probability():
+    padded = np.concatenate([LOGITS, np.full(4, 50.0)])
+    for config in (SamplingConfig(1), SamplingConfig(1, top_k=3), SamplingConfig(1, temperature=0.0)):
+        tokens, logprobs = draw(padded, config, rows=500)
+        assert tokens.max() < V
+        np.testing.assert_allclose(logprobs, np.log(softmax(LOGITS))[tokens], atol=1e-5)
+
+
+def test_a_rows_draw_depends_on_its_key_only():
+    keys = jax.random.split(jax.random.key(1), 64)
+    logits = jnp.asarray(np.random.default_rng(1).normal(size=(64, V)), jnp.float32)
+    config = SamplingConfig(1)
+    whole, _ = sample(logits, keys, config, vocab_size=V, may_stop=jnp.array(True))
+    some, _ = sample(logits[10:13], keys[10:13], config, vocab_size=V, may_stop=jnp.array(True))
+    np.testing.assert_array_equal(whole[10:13], some)
+    assert len(set(np.asarray(whole).tolist())) > 3
+
+
+def test_ties_with_the_last_kept_token_are_kept():
+    logits = jnp.array([[1.0, 0.0, 1.0, 1.0]])
+    np.testing.assert_array_equal(restrict(logits, 2, None), [[1.0, -np.inf, 1.0, 1.0]])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"max_new_tokens": 0}, "max_new_tokens=0 must be at least 1"),
+        ({"min_new_tokens": 5}, "min_new_tokens=5 must be between 0 and max_new_tokens=4"),
+        ({"min_new_tokens": -1}, "min_new_tokens=-1 must be between"),
+        ({"temperature": -0.1}, "temperature=-0.1 must be 0"),
+        ({"temperature": float("nan")}, "temperature=nan must be 0"),
+        ({"top_k": 0}, "top_k=0 must be at least 1"),
+        ({"top_p": 0.0}, "top_p=0.0 must be above 0"),
+        ({"top_p": 1.5}, "top_p=1.5 must be above 0 and at most 1"),
+    ],
+)
+def test_numbers_out_of_range_are_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        SamplingConfig(**{"max_new_tokens": 4, **change})
