@@ -28,7 +28,7 @@ def rates(config: OptimizerConfig, updates: int) -> list[float]:
     state, moved = optimizer.init(weight), []
     for _ in range(updates):
         update, state = optimizer.update(jnp.ones(()), state, weight)
-        moved.append(-float(update))
+        moved.append(-np.asarray(update).item())
     return moved
 
 
@@ -97,7 +97,7 @@ def test_a_compilation_is_counted_and_after_settling_explained(caplog):
         assert watch.take() == ([], [])
         double(three)
         names, causes = watch.take()
-        assert len(names) == 1 and "int32[3]" in causes[0] and "int32[2]" in causes[0]
+        assert len(names) == 1 and "i32[3]" in causes[0] and "i32[2]" in causes[0]
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert not jax.config.jax_explain_cache_misses  # pyright: ignore[reportAttributeAccessIssue]
     double(jnp.arange(4))
