@@ -65,6 +65,7 @@ def open_context(config: Config, *, resume: bool) -> Iterator[Context]:
         console.warn(warning)
     with console.status("reading the corpus"):
         task = load_task(config.data, config.model.vocab_size)
+    console.line(task.describe())
     devices = f"# {mesh.size} {mesh.devices.flat[0].device_kind} device(s), mesh {dict(mesh.shape)}"
     with open_run(config, resume=resume, notes=[devices]) as run, PreemptionGuard() as preemption:
         write_atomic(run.path / "tokenizer.json", task.tokenizer.to_json())

@@ -14,6 +14,7 @@ from jrlhf.meshes import GENERATE, SCORE, TRAIN, Layout, tree_reshard_cost
 from jrlhf.models import init_lm, init_scalar, param_shardings
 from jrlhf.optimizers import adamw
 from jrlhf.strict import to_yaml
+from jrlhf.task import load_task
 
 MIB = 2**20
 
@@ -36,7 +37,11 @@ def describe(config: Config) -> str:
         UserError: the config is wrong, or does not fit the devices.
     """
     mesh = select_mesh(config)
-    return "\n".join([to_yaml(config), *_memory(config, mesh), "", *_plan(config, mesh)])
+    task = load_task(config.data, config.model.vocab_size)
+    lines = [to_yaml(config), f"data: {task.describe()}", "", *_memory(config, mesh)]
+    if "ppo" in config.stages:
+        lines += ["", *_plan(config, mesh)]
+    return "\n".join(lines)
 
 
 def role_bytes(config: Config, mesh: Mesh) -> dict[str, dict[str, int]]:
@@ -49,12 +54,14 @@ def role_bytes(config: Config, mesh: Mesh) -> dict[str, dict[str, int]]:
     copy = jax.eval_shape(lambda tree: jax.tree.map(lambda x: x.astype(dtype), tree), lm)
     copy = _placed(_unstacked(copy, model.layers), param_shardings(model, mesh, GENERATE))
     actor = {"weights": _bytes(lm), "optimizer": _optimizer_bytes(config.ppo.actor, lm, mesh)}
-    return {
-        "actor": actor | {"generation copy": _bytes(copy), "KV cache": _cache_bytes(config, mesh)},
-        "critic": {"weights": _bytes(scalar), "optimizer": _optimizer_bytes(config.ppo.critic, scalar, mesh)},
-        "reference": {"weights": _bytes(lm)},
-        "reward": {"weights": _bytes(scalar)},
-    }
+    roles = {"actor": actor | {"generation copy": _bytes(copy), "KV cache": _cache_bytes(config, mesh)}}
+    if "ppo" in config.stages:
+        critic = _optimizer_bytes(config.ppo.critic, scalar, mesh)
+        roles["critic"] = {"weights": _bytes(scalar), "optimizer": critic}
+        roles["reference"] = {"weights": _bytes(lm)}
+    if "reward_model" in config.stages:
+        roles["reward"] = {"weights": _bytes(scalar)}
+    return roles
 
 
 def _memory(config: Config, mesh: Mesh) -> list[str]:

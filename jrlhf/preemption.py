@@ -1,5 +1,6 @@
 """Preemption: SIGTERM or Ctrl-C lets the current iteration finish, saves, and leaves with exit code 75 (requeue)."""
 
+import os
 import signal
 
 
@@ -25,4 +26,5 @@ class PreemptionGuard:
 
     def _request(self, number, frame) -> None:
         self.requested = True
+        os.write(2, b"\nstopping: the iteration is finished and saved first\n")  # print is not safe in a handler
         signal.signal(signal.SIGINT, signal.default_int_handler)

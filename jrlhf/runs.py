@@ -7,6 +7,7 @@ import fcntl
 import importlib.metadata
 import os
 import platform
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -78,10 +79,19 @@ def _open(path: Path, config: Config, resume: bool, notes: Sequence[str]) -> Run
             _compare(path, config, resume)
         else:
             write_atomic(path / CONFIG, to_yaml(config))
+        _sweep(path)
         with open(path / ENVIRONMENT, "a", encoding="utf-8") as file:
             file.write(environment(notes))
         undo.pop_all()
     return run
+
+
+def _sweep(path: Path) -> None:
+    """Removes what a killed process left half written beside the files that it was to become."""
+    for leftover in path.glob(".*.tmp"):
+        leftover.unlink()
+    for leftover in path.glob(".model-*"):
+        shutil.rmtree(leftover)
 
 
 def _compare(path: Path, config: Config, resume: bool) -> None:

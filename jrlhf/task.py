@@ -28,6 +28,14 @@ class Task:
     train: Split
     heldout: Split
 
+    def describe(self) -> str:
+        """How many examples there are, and how many were left out."""
+        dropped = self.train.dropped + self.heldout.dropped
+        return (
+            f"{len(self.train.examples)} examples to learn from, {len(self.heldout.examples)} held out "
+            f"({dropped} longer ones left out)"
+        )
+
     @property
     def fingerprint(self) -> str:
         """One word for all that models are trained on here: another Python may have other docstrings."""
