@@ -29,7 +29,7 @@ from jrlhf.optimizers import adamw
 from jrlhf.ppo import PPOState, TrainState
 from jrlhf.train import cli, main
 
-TINY = str(Path(__file__).with_name("tiny.yaml"))
+TINY, LOG = str(Path(__file__).with_name("tiny.yaml")), "log.txt"
 
 
 @pytest.fixture(scope="module")
@@ -169,9 +169,8 @@ def command(tmp_path_factory):
 
     def start(directory, *more: str) -> subprocess.Popen:
         arguments = [sys.executable, "-m", "jrlhf.train", "--config", TINY, f"run_dir={directory}", *more]
-        return subprocess.Popen(
-            arguments, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-        )
+        with open(directory / LOG, "w") as log:
+            return subprocess.Popen(arguments, env=environment, stdout=log, stderr=subprocess.STDOUT)
 
     return start
 
@@ -180,7 +179,7 @@ def command(tmp_path_factory):
 def undisturbed(command, tmp_path_factory):
     directory = tmp_path_factory.mktemp("undisturbed")
     process = command(directory)
-    assert process.wait(timeout=600) == 0, process.communicate()[1]
+    assert process.wait(timeout=600) == 0, (directory / LOG).read_text()
     return directory / "tiny"
 
 
@@ -200,7 +199,7 @@ def test_a_run_killed_at_random_moments_ends_in_the_same_bits(command, undisturb
         process.wait()
         kills += 1
         process = command(tmp_path, "--resume")
-    assert process.wait(timeout=600) == 0, process.communicate()[1]
+    assert process.wait(timeout=600) == 0, (tmp_path / LOG).read_text()
     assert kills >= 5
     assert timeless(read_metrics(tmp_path / "tiny")) == timeless(read_metrics(undisturbed))
     for name in ("samples.jsonl", "preferences.jsonl"):
@@ -213,10 +212,9 @@ def test_a_run_that_is_asked_to_stop_saves_and_goes_on(command, undisturbed, tmp
     process = command(tmp_path)
     progress(process, tmp_path / "tiny", 14)  # in the third stage
     process.send_signal(signal.SIGTERM)
-    _, error = process.communicate(timeout=600)
-    assert process.returncode == 75 and "its state is saved" in error
+    assert process.wait(timeout=600) == 75 and "its state is saved" in (tmp_path / LOG).read_text()
     process = command(tmp_path, "--resume")
-    assert process.wait(timeout=600) == 0, process.communicate()[1]
+    assert process.wait(timeout=600) == 0, (tmp_path / LOG).read_text()
     assert timeless(read_metrics(tmp_path / "tiny")) == timeless(read_metrics(undisturbed))
     assert digest(tmp_path / "tiny" / "model") == digest(undisturbed / "model")
 
