@@ -84,3 +84,11 @@ def test_fixed_controller_and_a_kl_that_is_not_finite():
     adaptive = PPOConfig(kl_target=1.0)
     for kl in (jnp.nan, jnp.inf):
         assert update_kl(state, jnp.float32(kl), 64, config=adaptive).coef == state.coef
+
+
+def test_a_horizon_that_could_turn_the_coefficient_negative_is_refused():
+    config = PPOConfig(kl_target=4.0, kl_horizon=20.0)
+    safe = update_kl(KLState(jnp.float32(1.0)), jnp.float32(0.0), 99, config=config)
+    assert safe.coef > 0
+    with pytest.raises(ValueError, match="kl_horizon=20 must exceed a fifth of the 100 episodes"):
+        update_kl(KLState(jnp.float32(1.0)), jnp.float32(0.0), 100, config=config)
