@@ -6,15 +6,17 @@ A new setting is one line in one of the dataclasses; `jrlhf.strict` reads it, ch
 import difflib
 import math
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from jrlhf.errors import UserError
+from jrlhf.models.config import ModelConfig
 from jrlhf.ppo.config import PPOConfig
+from jrlhf.ppo.shaping import ScoreConfig
 from jrlhf.strict import Section, between, build, checked, count, natural, non_negative, override, parse_yaml, positive
 
 
@@ -42,8 +44,9 @@ class MeshConfig(Section):
 
 @dataclass(frozen=True)
 class ModelSection(Section):
-    """The decoder of every role."""
+    """The actor: a model directory, or fresh weights of these sizes."""
 
+    path: str | None = None  # a Hugging Face directory, a run's directory or a hub name; null: fresh weights
     vocab_size: int = count(1024)
     embed: int = count(128)
     layers: int = count(4)
@@ -58,24 +61,91 @@ class ModelSection(Section):
 
 
 @dataclass(frozen=True)
+class RolesConfig(Section):
+    """Directories of the roles that do not start from the actor. Their tokenizer must be the actor's."""
+
+    critic: str | None = None  # null: the reward model that this run learnt, else the actor with a new head
+    reference: str | None = None  # null: the actor as it is before reinforcement learning
+
+
+LoRATarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+@dataclass(frozen=True)
+class LoRASection(Section):
+    """Low-rank adapters on one frozen base, which serves every role that is the actor's architecture."""
+
+    rank: int | None = count(None)  # null, with path null: all weights are trained
+    path: str | None = None  # a PEFT adapter of the actor to start from; it brings its own rank, alpha and targets
+    alpha: float = positive(32.0)  # the adapter's output is scaled by alpha / rank
+    rslora: bool = False  # by alpha / sqrt(rank) instead
+    targets: tuple[LoRATarget, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    base: Literal["auto", "int8"] = "auto"  # auto: compute.dtype; int8: the layers' matrices, by output channel
+    critic: bool = True  # the critic is an adapter and a head on the same base; false: a model of its own
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.rank is not None and self.path is not None:
+            raise ValueError(f"rank={self.rank}: it must be null with path={self.path}, whose adapter has its own rank")
+
+    @property
+    def on(self) -> bool:
+        """Whether adapters are trained rather than all weights."""
+        return self.rank is not None or self.path is not None
+
+
+@dataclass(frozen=True)
 class ComputeConfig(Section):
-    dtype: Literal["float32", "bfloat16"] = "float32"  # of activations and of the generation copy; weights are float32
+    # Of activations, of the generation copy and of frozen models; weights in training are float32.
+    dtype: Literal["float32", "bfloat16"] = "float32"
     remat: Literal["full", "gather"] = "full"  # what the backward pass recomputes: the layers, or only gathered weights
     logprob: Literal["reference", "xla", "pallas_tpu", "pallas_gpu"] | None = None  # null: the platform's default
 
 
 @dataclass(frozen=True)
+class ColumnsConfig(Section):
+    """What a dataset calls its columns, where it is not the name here."""
+
+    prompt: str | None = None
+    completion: str | None = None
+    chosen: str | None = None
+    rejected: str | None = None
+    messages: str | None = None
+    text: str | None = None
+    source: str | None = None  # which of several mixed datasets a row is from; measured separately
+
+
+@dataclass(frozen=True)
+class DatasetConfig(Section):
+    path: str | None = None  # a file (jsonl, csv, parquet), a directory, or a hub name
+    split: str = "train"  # of a directory or a hub dataset that has several
+    columns: ColumnsConfig = ColumnsConfig()
+
+
+@dataclass(frozen=True)
 class DataConfig(Section):
-    source: Literal["docstrings"] = "docstrings"
-    max_prompt: int = count(20)  # tokens; longer prompts are left out
+    """The built-in task, or datasets, one for each stage that the run has."""
+
+    source: Literal["docstrings", "datasets"] = "docstrings"
+    sft: DatasetConfig = DatasetConfig()  # prompts with completions, conversations or text
+    preferences: DatasetConfig = DatasetConfig()  # chosen and rejected answers
+    prompts: DatasetConfig = DatasetConfig()  # for reinforcement learning
+    heldout: DatasetConfig = DatasetConfig()  # prompts to validate on, in place of rows that are kept apart
+    heldout_rows: int = natural(64)  # kept apart from what a stage learns from, to measure with
+    chat: bool = False  # prompts that are plain text become a user's turn in the model's chat template
+    system: str | None = None  # a system message for conversations that have none
+    template: Mapping[str, Any] = field(default_factory=dict)  # what the chat template is told, e.g. enable_thinking
+    eos: tuple[str, ...] = ()  # tokens that end a response, in place of those that the model's files name
+    max_prompt: int = count(20)  # tokens
     max_response: int = count(24)  # tokens, end of text included
+    overlong: Literal["error", "filter", "truncate_left"] = "error"  # what is done with rows longer than that
 
 
 @dataclass(frozen=True)
 class OptimizerConfig(Section):
     """AdamW under a clipped global norm. One update is one step of the optimizer."""
 
-    learning_rate: float = non_negative(1e-3)  # after the warm-up
+    learning_rate: float = non_negative(1e-5)  # after the warm-up
     warmup: int = natural(20)  # updates over which it rises linearly from 0
     final: float = between(0.1, 0.0, 1.0)  # the part of it that is left at the end of its cosine
     weight_decay: float = non_negative(0.01)
@@ -86,34 +156,54 @@ class OptimizerConfig(Section):
 class SFTConfig(OptimizerConfig):
     """Supervised fine-tuning on prompts and their responses."""
 
-    learning_rate: float = non_negative(2e-3)
     steps: int = count(500)
     batch: int = count(64)  # rows
-    renaming: float = between(0.5, 0.0, 1.0)  # share of examples whose words are replaced, see jrlhf/renaming.py
+    micro_batches: int = count(1)  # parts in which a batch is computed: less memory, the same result
+    renaming: float = between(0.5, 0.0, 1.0)  # share of examples whose words are replaced: docstrings/renaming.py
     eval_every: int = count(100)  # steps
     save_every: int = count(100)  # steps between checkpoints
 
 
 @dataclass(frozen=True)
 class RewardModelConfig(OptimizerConfig):
-    """A Bradley-Terry model of an annotator's preferences between sampled responses."""
+    """A Bradley-Terry model of preferences: of a dataset's, or of the built-in task's annotator."""
 
-    learning_rate: float = non_negative(5e-4)
+    weight: float = 1.0  # in the sum of rewards
+    # The built-in task only: which responses its annotator compares.
     prompts: int = count(1500)  # for which responses are sampled
     samples_per_prompt: int = count(4)
     foreign_lines: int = natural(0)  # real lines of other functions among the candidates
     margin: float = non_negative(0.05)  # gold scores no further apart than this are a tie
     heldout_prompts: int = count(256)  # whose pairs measure the accuracy
     label_flip: float = between(0.05, 0.0, 0.5)  # share of preferences that the annotator gets wrong
+    # Every task.
     steps: int = count(250)
     batch: int = count(96)  # pairs
+    micro_batches: int = count(1)  # as in sft
     eval_every: int = count(50)  # steps
     save_every: int = count(100)  # steps between checkpoints
 
 
 @dataclass(frozen=True)
+class RewardConfig(Section):
+    """One reward of the weighted sum: a model directory, or a function that runs in processes of its own."""
+
+    name: str = checked("reward", lambda value: re.fullmatch(r"[\w.-]+", value) is not None, "a word: it names metrics")
+    model: str | None = None  # a directory with a sequence classifier of one label, such as a run's reward_model
+    adapter: str | None = None  # a PEFT directory of a reward model on the actor's base; it reads the actor's tokens
+    function: str | None = None  # package.module:function, file.py:function, or one of jrlhf/rewards/builtin.py
+    weight: float = 1.0  # 0: it is measured and logged, and nothing learns from it
+    workers: int = count(1)  # processes of a function
+    deadline: float = positive(30.0)  # seconds for a batch; a function that takes longer is stopped
+    on_failure: float | None = None  # the score in place of one that failed; null: a failure ends the run
+    options: Mapping[str, Any] = field(default_factory=dict)  # further arguments of the function, by name
+    columns: Mapping[str, Any] = field(default_factory=dict)  # its parameter: the dataset's column, where names differ
+    batch: int = count(16)  # rows that a model scores at a time
+
+
+@dataclass(frozen=True)
 class PPOStageConfig(Section):
-    """Reinforcement learning against the reward model, tied to the SFT model by a KL penalty."""
+    """Reinforcement learning against the rewards, tied to the reference by a KL penalty."""
 
     iterations: int = count(40)
     rollout_batch: int = count(128)  # rows
@@ -122,9 +212,10 @@ class PPOStageConfig(Section):
     top_p: float | None = checked(None, lambda value: 0 < value <= 1, "above 0 and at most 1")
     min_new_tokens: int = natural(0)
     save_every: int = count(10)  # iterations between checkpoints
-    actor: OptimizerConfig = OptimizerConfig(learning_rate=2e-4, warmup=2, final=1.0, weight_decay=0.0)
-    critic: OptimizerConfig = OptimizerConfig(learning_rate=4e-4, warmup=2, final=1.0, weight_decay=0.0)
-    algorithm: PPOConfig = PPOConfig(kl_target=4.0, kl_horizon=500.0)
+    actor: OptimizerConfig = OptimizerConfig(learning_rate=1e-6, warmup=10, final=1.0, weight_decay=0.0)
+    critic: OptimizerConfig = OptimizerConfig(learning_rate=1e-5, warmup=10, final=1.0, weight_decay=0.0)
+    algorithm: PPOConfig = PPOConfig()
+    scores: ScoreConfig = ScoreConfig()  # what is done with a score before PPO sees it
 
 
 @dataclass(frozen=True)
@@ -133,9 +224,19 @@ class CheckpointConfig(Section):
 
 
 @dataclass(frozen=True)
+class ExportConfig(Section):
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of model/; auto: as the weights came, float32 if fresh
+
+
+@dataclass(frozen=True)
 class EvaluationConfig(Section):
     prompts: int = count(256)  # held-out prompts
     samples: int = count(3)  # texts shown while it runs
+    every: int | None = count(
+        None
+    )  # iterations between validations on them, the first before any; null: at the end only
+    k: int = count(1)  # responses to each prompt in a validation
+    temperature: float | None = non_negative(None)  # of a validation; null: that of the rollouts, 0: greedy
 
 
 Stage = Literal["sft", "reward_model", "ppo"]
@@ -156,11 +257,15 @@ class Config(Section):
     mesh: MeshConfig = MeshConfig()
     model: ModelSection = ModelSection()
     compute: ComputeConfig = ComputeConfig()
+    roles: RolesConfig = RolesConfig()
+    lora: LoRASection = LoRASection()
     data: DataConfig = DataConfig()
+    rewards: tuple[RewardConfig, ...] = ()  # besides the reward model that the run learns
     sft: SFTConfig = SFTConfig()
     reward_model: RewardModelConfig = RewardModelConfig()
     ppo: PPOStageConfig = PPOStageConfig()
     checkpoints: CheckpointConfig = CheckpointConfig()
+    export: ExportConfig = ExportConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
 
 
@@ -233,17 +338,22 @@ def mesh_sizes(mesh: MeshConfig, device_count: int) -> tuple[int, int, int]:
     return data, fsdp, tensor
 
 
-def validate(config: Config, device_count: int) -> None:
+def validate(config: Config, device_count: int, models: Mapping[str, ModelConfig]) -> None:
     """Checks what no section can check alone, before anything is compiled or written.
+
+    models: role -> architecture, of the roles that the stages need.
 
     Raises:
         UserError: the first violation, with its remedy.
     """
     _check_stages(config)
+    _check_data(config)
+    _check_used(config)
     data, fsdp, tensor = mesh_sizes(config.mesh, device_count)
-    _check_model(config, fsdp, tensor, device_count)
+    for role, model in models.items():
+        _check_model(config, role, model, fsdp, tensor, device_count)
     _check_batches(config, data * fsdp * tensor)
-    _check_sampling(config)
+    _check_sampling(config, models["actor"])
 
 
 def _check_stages(config: Config) -> None:
@@ -253,69 +363,130 @@ def _check_stages(config: Config) -> None:
     repeated = [stage for stage in stages if stages.count(stage) > 1]
     if repeated:
         raise UserError(f"stages={_list(stages)}: {repeated[0]} is named more than once, keep one")
-    needs = {"sft": (), "reward_model": ("sft",), "ppo": ("sft", "reward_model")}
-    for index, stage in enumerate(stages):
-        for needed in needs[stage]:
-            if needed not in stages[:index]:
-                raise UserError(
-                    f"stages={_list(stages)}: {stage} starts from the result of {needed}, name {needed} before it"
-                )
-
-
-def _check_model(config: Config, fsdp: int, tensor: int, device_count: int) -> None:
-    model, data = config.model, config.data
-    if model.heads % model.kv_heads:
+    if list(stages) != sorted(stages, key=("sft", "reward_model", "ppo").index):
         raise UserError(
-            f"model.kv_heads={model.kv_heads} must divide model.heads={model.heads}: choose one of "
-            f"{', '.join(map(str, _divisors(model.heads)))}"
+            f"stages={_list(stages)}: each starts from the result of those before it, write them in the order sft, "
+            "reward_model, ppo"
         )
-    if data.max_prompt + data.max_response > model.max_positions:
+    if config.model.path is None and stages[0] != "sft":
+        raise UserError(
+            f"stages={_list(stages)}: {stages[0]} would start from random weights, name sft before it or give "
+            "model.path"
+        )
+    if "ppo" in stages and "reward_model" not in stages and not config.rewards:
+        raise UserError(
+            f"stages={_list(stages)}: ppo has nothing to optimise, name reward_model before it or give rewards"
+        )
+    names = [reward.name for reward in config.rewards]
+    for index, reward in enumerate(config.rewards):
+        if sum(each is not None for each in (reward.model, reward.adapter, reward.function)) != 1:
+            raise UserError(f"rewards[{index}] ({reward.name}) must be a model, an adapter or a function: give one")
+        if names.count(reward.name) > 1 or reward.name == "reward_model":
+            whose = "" if names.count(reward.name) > 1 else " by the stage"
+            raise UserError(f"rewards[{index}].name={reward.name} is taken{whose}: it names metrics, choose another")
+
+
+def _check_data(config: Config) -> None:
+    data = config.data
+    if data.source == "docstrings":
+        for key in ("sft", "preferences", "prompts", "heldout"):
+            path = getattr(data, key).path
+            if path is not None:
+                raise UserError(f"data.{key}.path={path} is not read by the built-in task: set data.source=datasets")
+        if config.model.path is not None:
+            raise UserError(
+                f"model.path={config.model.path}: the built-in task trains a tokenizer and a model of its own, set "
+                "data.source=datasets and name your data"
+            )
+    elif config.model.path is None:
+        raise UserError("data.source=datasets needs a tokenizer: give model.path, the directory of a model")
+
+
+def _check_used(config: Config) -> None:
+    """A setting that has no effect is a mistake, and is not taken in silence."""
+    data, lora, evaluation = config.data, config.lora, config.evaluation
+    cases: list[tuple[bool, str, Section, tuple[str, ...], str]] = [
+        (
+            data.source == "docstrings",
+            "data",
+            data,
+            ("chat", "system", "template", "eos", "overlong"),
+            "the built-in task",
+        ),
+        (
+            data.source == "datasets",
+            "reward_model",
+            config.reward_model,
+            ("prompts", "samples_per_prompt", "foreign_lines", "margin", "heldout_prompts", "label_flip"),
+            "data.source=datasets",
+        ),
+        (data.source == "datasets", "sft", config.sft, ("renaming",), "data.source=datasets"),
+        (not lora.on, "lora", lora, ("alpha", "rslora", "targets", "base", "critic"), "a run without lora.rank"),
+        (lora.path is not None, "lora", lora, ("alpha", "rslora", "targets"), "lora.path, whose adapter has its own"),
+        (evaluation.every is None, "evaluation", evaluation, ("k", "temperature"), "a run without evaluation.every"),
+    ]
+    for applies, where, section, names, reason in cases:
+        plain = type(section)()
+        for name in names if applies else ():
+            if getattr(section, name) != getattr(plain, name):
+                raise UserError(f"{where}.{name}={getattr(section, name)} has no effect with {reason}: leave it out")
+    if evaluation.every is not None and evaluation.k > 1 and evaluation.temperature == 0:
+        raise UserError(f"evaluation.k={evaluation.k} answers of temperature 0 are all the same: set one of them")
+    if evaluation.every is not None and data.source == "datasets" and not data.heldout_rows and not data.heldout.path:
+        raise UserError(
+            f"evaluation.every={evaluation.every} has no prompts to validate on: raise data.heldout_rows, or give "
+            "data.heldout.path"
+        )
+
+
+def _check_model(config: Config, role: str, model: ModelConfig, fsdp: int, tensor: int, device_count: int) -> None:
+    data = config.data
+    where = "model" if role == "actor" else f"the {role}"
+    if data.max_prompt + data.max_response > model.max_positions and not role.startswith("reward "):
         raise UserError(
             f"data.max_prompt={data.max_prompt} and data.max_response={data.max_response} need "
-            f"{data.max_prompt + data.max_response} positions: raise model.max_positions={model.max_positions}"
+            f"{data.max_prompt + data.max_response} positions, and {where} has max_positions={model.max_positions}: "
+            "lower them, or choose a model with more"
         )
-    padded_vocab = -(-model.vocab_size // 128) * 128
     kv_heads = tensor if model.kv_heads < tensor else model.kv_heads  # fewer kv-heads than slices are repeated
     for key, written, size, axis, parts in (
         ("embed", model.embed, model.embed, "fsdp", fsdp),
         ("heads", model.heads, model.heads, "tensor", tensor),
         ("kv_heads", model.kv_heads, kv_heads, "tensor", tensor),
         ("mlp", model.mlp, model.mlp, "tensor", tensor),
-        ("vocab_size", model.vocab_size, padded_vocab, "tensor", tensor),
+        ("vocab_size", model.vocab_size, model.padded_vocab, "tensor", tensor),
     ):
         if size % parts:
             choices = ", ".join(str(divisor) for divisor in _divisors(size) if divisor <= device_count)
             raise UserError(
-                f"model.{key}={written} does not divide over mesh.{axis}={parts}: "
-                f"choose another model.{key}, or mesh.{axis} from {choices}"
+                f"{where}.{key}={written} does not divide over mesh.{axis}={parts}: "
+                f"choose another model, or mesh.{axis} from {choices}"
             )
 
 
 def _check_batches(config: Config, devices: int) -> None:
-    algorithm = config.ppo.algorithm
-    parts = devices * algorithm.minibatches * algorithm.micro_batches
-    described = f"{devices} device(s)"
-    for key, rows, divisor, over in (
-        ("sft.batch", config.sft.batch, devices, described),
-        ("reward_model.batch", config.reward_model.batch, devices, described),
-        (
-            "ppo.rollout_batch",
-            config.ppo.rollout_batch,
-            parts,
-            f"{described} x {algorithm.minibatches} minibatches x {algorithm.micro_batches} micro-batches",
-        ),
+    sft, reward, ppo = config.sft, config.reward_model, config.ppo
+    for stage, key, rows, minibatches, micro_batches in (
+        ("sft", "sft.batch", sft.batch, 1, sft.micro_batches),
+        ("reward_model", "reward_model.batch", reward.batch, 1, reward.micro_batches),
+        # The last one whatever the stages: texts are also sampled and scored by so many.
+        (None, "ppo.rollout_batch", ppo.rollout_batch, ppo.algorithm.minibatches, ppo.algorithm.micro_batches),
     ):
-        if rows % divisor:
+        divisor = devices * minibatches * micro_batches
+        if (stage is None or stage in config.stages) and rows % divisor:
             below = rows // divisor * divisor
             choices = " or ".join(str(size) for size in (below, below + divisor) if size)
+            parts = f"{devices} device(s)"
+            parts += f" x {minibatches} minibatches" if stage is None else ""
+            parts += f" x {micro_batches} micro-batches" if stage is None or micro_batches > 1 else ""
             raise UserError(
-                f"{key}={rows} does not divide over {over}: choose a multiple of {divisor}, such as {choices}"
+                f"{key}={rows} does not divide over {parts}: choose a multiple of {divisor}, such as {choices}"
             )
 
 
-def _check_sampling(config: Config) -> None:
+def _check_sampling(config: Config, actor: ModelConfig) -> None:
     ppo = config.ppo  # whatever the stages: a policy is also looked at when PPO does not train it
-    if ppo.rollout_batch >= 5 * ppo.algorithm.kl_horizon:
+    if ppo.algorithm.kl_target is not None and ppo.rollout_batch >= 5 * ppo.algorithm.kl_horizon:
         raise UserError(
             f"ppo.algorithm.kl_horizon={ppo.algorithm.kl_horizon:g} must exceed a fifth of "
             f"ppo.rollout_batch={ppo.rollout_batch}: the KL coefficient could turn negative, raise the horizon"
@@ -324,8 +495,13 @@ def _check_sampling(config: Config) -> None:
         raise UserError(
             f"ppo.min_new_tokens={ppo.min_new_tokens} exceeds data.max_response={config.data.max_response}: lower it"
         )
-    if ppo.top_k is not None and ppo.top_k > config.model.vocab_size:
-        raise UserError(f"ppo.top_k={ppo.top_k} exceeds model.vocab_size={config.model.vocab_size}: lower it, or null")
+    if ppo.top_k is not None and ppo.top_k > actor.vocab_size:
+        raise UserError(f"ppo.top_k={ppo.top_k} exceeds the vocabulary of {actor.vocab_size}: lower it, or null")
+    buffer = ppo.scores.overlong_buffer
+    if buffer is not None and buffer > config.data.max_response:
+        raise UserError(
+            f"ppo.scores.overlong_buffer={buffer} exceeds data.max_response={config.data.max_response}: lower it"
+        )
 
 
 def _divisors(number: int) -> list[int]:

@@ -45,6 +45,10 @@ _SHOWN = (
 )
 
 
+_SHOWN_REWARDS = 3  # rewards of a run up to which an iteration's line shows each
+_VALIDATION = re.compile(r"val-(?:core|aux)/(?P<named>.+)/(?P<statistic>[a-z]+@\d+)(?:/mean)?", re.DOTALL)
+
+
 class Console:
     """Prints for people. `enabled=False` (every process but the first) prints nothing.
 
@@ -81,16 +85,32 @@ class Console:
         self.line(f"warning: {text}", style="yellow")
 
     @contextmanager
-    def status(self, text: str) -> Iterator[None]:
-        """Something that takes a while and cannot tell how long."""
+    def status(self, text: str) -> Iterator[Callable[[str], None]]:
+        """Something that takes a while and cannot tell how long. Yields a function that says more of how it goes."""
         began = self._now()
         if self._enabled and self.interactive:
-            with self._rich.status(Text(f"{clean(text)} ...")):
-                yield
+            with self._rich.status(Text(f"{clean(text)} ...")) as status:
+                yield lambda more: status.update(Text(f"{clean(text)} ... {clean(more)}"))
             self.line(f"{text}: {duration(self._now() - began)}", style="dim")
         else:
             self.line(f"{text} ...")
-            yield
+            yield lambda more: None
+
+    @contextmanager
+    def loading(self, what: str) -> Iterator[Callable[[int, int], None]]:
+        """Something large that is read. Yields a function to be told (bytes done, bytes in all)."""
+        with self.status(f"reading {what}") as say:
+            said = self._now()
+
+            def report(done: int, total: int) -> None:
+                nonlocal said
+                progress = f"{done / 1e9:.1f} of {total / 1e9:.1f} GB"
+                say(progress)
+                if not self.interactive and self._now() - said >= self._quiet:
+                    said = self._now()
+                    self.line(f"reading {what}: {progress}")
+
+            yield report
 
     @contextmanager
     def progress(self, name: str, *, total: int, start: int = 0) -> Iterator["Progress"]:
@@ -113,12 +133,27 @@ class Console:
 
     def samples(self, samples: Sequence[Mapping[str, object]]) -> None:
         """A small table of samples, unless the last one was shown just now. `stage` and `step` make its title."""
-        if not samples or (self._sampled is not None and self._now() - self._sampled < self._quiet):
-            return
+        if samples and (self._sampled is None or self._now() - self._sampled >= self._quiet):
+            title = f"samples of {samples[0].get('stage', 'the policy')}"
+            self._samples(f"{title} at {samples[0]['step']}" if "step" in samples[0] else title, samples)
+
+    def validation(self, step: int, metrics: Mapping[str, float], samples: Sequence[Mapping[str, object]] = ()) -> None:
+        """The `val-core/` figures of a validation before iteration `step` in one line, and the samples given."""
+        figures: dict[str, list[str]] = {}
+        for key, value in metrics.items():
+            found = validation_key(key)
+            if found and key.startswith("val-core/"):
+                source, measure, statistic = found
+                figures.setdefault(source, []).append(f"{measure} {statistic} {value:.3f}")
+        parts = [f"validation before iteration {step}", *figures.pop("all", [])]
+        parts += [f"{source}: {', '.join(found)}" for source, found in figures.items()]
+        self.line("  ".join(parts), style="bold")
+        if samples:
+            self._samples(f"validation samples before iteration {step}", samples)
+
+    def _samples(self, title: str, samples: Sequence[Mapping[str, object]]) -> None:
         self._sampled = self._now()
-        title = f"samples of {samples[0].get('stage', 'the policy')}"
-        title += f" at {samples[0]['step']}" if "step" in samples[0] else ""
-        columns = [name for name in samples[0] if name not in ("stage", "step")]
+        columns = [name for name in samples[0] if name not in ("stage", "step", "kind")]
         self.table(title, columns, [[sample.get(name, "") for name in columns] for sample in samples])
 
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
@@ -145,17 +180,7 @@ class Console:
     def summary(self, summary: Mapping[str, Any], run_dir: Path) -> None:
         """The figures of summary.json, as far as they are there, and where everything is."""
         self.line("")
-        heldout = summary.get("held_out", {})
-        before, after = heldout.get("sft"), heldout.get("ppo")
-        if before and after:
-            names = sorted({*before["items"], *after["items"]})
-            rows = [["gold", _measured(before), _measured(after)]]
-            rows += [[name, before["items"].get(name, ""), after["items"].get(name, "")] for name in names]
-            self.table(f"held-out prompts ({heldout['n']})", ["", "SFT", "PPO"], rows)
-        if "difference" in heldout:
-            difference, error = heldout["difference"], heldout["standard_error"]
-            times = f", {difference / error:.1f} standard errors" if error else ""
-            self.line(f"gold score, PPO minus SFT: {difference:+.3f} ± {error:.3f}{times}", style="bold")
+        self._held_out(summary.get("held_out") or {})
         if "reward_model_accuracy" in summary:
             self.line(f"reward model: right about {summary['reward_model_accuracy']:.1%} of the held-out pairs")
         if "kl_last_quarter" in summary:
@@ -165,6 +190,25 @@ class Console:
         for name, seconds in summary.get("phases", {}).items():
             self.line(f"{name}: {duration(seconds)}", style="dim")
         self.line(f"report: {run_dir / 'report.html'}")
+
+    def _held_out(self, heldout: Mapping[str, Any]) -> None:
+        """The measure, its items and its sources on held-out prompts, and their change if there is an `after`."""
+        measure = str(heldout.get("measure", "score"))
+        found = {name: heldout[name] for name in ("before", "after") if heldout.get(name)}
+        if not found:
+            return
+        rows = [[measure, *(_measured(each, measure) for each in found.values())]]
+        columns = [_parts(each) for each in found.values()]
+        rows += [
+            [name, *(each.get(name, "") for each in columns)]
+            for name in dict.fromkeys(name for each in columns for name in each)
+        ]
+        self.table(f"held-out prompts ({heldout.get('n', '?')})", ["", *found], rows)
+        if "difference" in heldout:
+            difference, error = heldout["difference"], heldout.get("standard_error") or 0.0
+            times = f", {difference / error:.1f} standard errors" if error else ""
+            name = "gold score" if measure == "gold" else measure
+            self.line(f"{name}, after minus before: {difference:+.3f} ± {error:.3f}{times}", style="bold")
 
 
 class Progress:
@@ -188,6 +232,7 @@ class Progress:
         if self._shown is None or slow or evaluated or done >= pace.total or now - self._shown >= self._quiet:
             self._shown = now
             shown = [(name, metrics[metric], form) for metric, name, form in _SHOWN if metric in metrics]
+            shown += _rewards(metrics)
             parts = [f"{self._name} {done:>{len(str(pace.total))}}/{pace.total}"]
             parts += [f"{name} {value:{form}}" for name, value, form in shown]
             if pace.described() and (self._update is None or done >= pace.total):
@@ -227,6 +272,21 @@ class Pace:
         return "" if rate is None else f"{speed}, {duration((self.total - self.done) / rate)} left"
 
 
+def validation_key(key: str, sources: Sequence[str] = ()) -> tuple[str, str, str] | None:
+    """(source, what is measured, statistic) of a validation's metric; None for any other metric.
+
+    `val-core/SOURCE/MEASURE/mean@K`, `val-core/SOURCE/MEASURE/best@K/mean`, `val-aux/SOURCE/NAME/mean@K`. A source may
+    have slashes; so may a name whose source is among `sources`.
+    """
+    found = _VALIDATION.fullmatch(key)
+    if found is None or "/" not in found["named"]:
+        return None
+    named = found["named"]
+    known = max((source for source in sources if named.startswith(f"{source}/")), key=len, default=None)
+    source, name = named.rsplit("/", 1) if known is None else (known, named[len(known) + 1 :])
+    return source, name, found["statistic"]
+
+
 def duration(seconds: float) -> str:
     """`4.2 s`, `31 s`, `3 min 12 s`, `2 h 05 min`."""
     if seconds < 9.95:
@@ -250,12 +310,27 @@ def clean(text: str, limit: int | None = None) -> str:
     return text if limit is None or len(text) <= limit else f"{text[: limit - 1]}…"
 
 
+def _rewards(metrics: Mapping[str, float]) -> list[tuple[str, float, str]]:
+    """What a line shows of the rewards by their names: their means where they are a few, and how often they failed."""
+    keys = [key.split("/") for key in metrics if key.startswith("rewards/")]
+    names = [key[1] for key in keys if len(key) == 3 and key[2] == "mean"]
+    shown = [(name, metrics[f"rewards/{name}/mean"], ".3f") for name in names if 1 < len(names) <= _SHOWN_REWARDS]
+    failed = sum(metrics["/".join(key)] for key in keys if len(key) == 3 and key[2] == "failures")
+    return [*shown, ("failures", failed, ".0f")] if failed else shown
+
+
 def _cell(value: object) -> str:
     if isinstance(value, float):
         return f"{value:.3g}" if abs(value) >= 100 else f"{value:.2f}"
     return clean(str(value), 160)
 
 
-def _measured(heldout: Mapping[str, Any]) -> str:
-    error = heldout.get("gold_standard_error")
-    return f"{heldout['gold']:.3f}" + ("" if error is None else f" ± {error:.3f}")
+def _measured(found: Mapping[str, Any], measure: str) -> str:
+    value, error = found.get(measure), found.get(f"{measure}_standard_error")
+    return "" if value is None else f"{value:.3f}" + ("" if error is None else f" ± {error:.3f}")
+
+
+def _parts(found: Mapping[str, Any]) -> dict[str, float]:
+    """What a measure is made of: its items by name, then its sources."""
+    sources = {f"of {name}": each["mean"] for name, each in (found.get("sources") or {}).items()}
+    return dict(sorted((found.get("items") or {}).items())) | sources

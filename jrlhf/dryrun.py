@@ -1,5 +1,6 @@
 """`--dry-run`: what a run would be. Model states exact by `eval_shape`; nothing is compiled, trained or written."""
 
+from collections.abc import Mapping
 from functools import partial
 from math import prod
 from typing import Any
@@ -9,14 +10,20 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jrlhf.config import Config, OptimizerConfig
-from jrlhf.context import model_config, select_mesh
+from jrlhf.errors import UserError
+from jrlhf.launch import load_task, select_mesh
 from jrlhf.meshes import GENERATE, SCORE, TRAIN, Layout, tree_reshard_cost
-from jrlhf.models import init_lm, init_scalar, param_shardings
+from jrlhf.models import LoRAConfig, ModelConfig, init_lm, init_lora, init_scalar, lora_shardings, param_shardings
+from jrlhf.models.hf import load_adapter
+from jrlhf.models.params import HeadKind
+from jrlhf.models.quantize import int8_shapes
 from jrlhf.optimizers import adamw
+from jrlhf.pretrained import cast_matrices, is_here
+from jrlhf.sources import check_sources
 from jrlhf.strict import to_yaml
-from jrlhf.task import load_task
 
 MIB = 2**20
+Shapes = Any  # a tree of jax.ShapeDtypeStruct with shardings
 
 # The calls of one PPO iteration in their order, and the layout in which each sees its model.
 PLAN: tuple[tuple[str, str, Layout], ...] = (
@@ -31,58 +38,97 @@ PLAN: tuple[tuple[str, str, Layout], ...] = (
 
 
 def describe(config: Config) -> str:
-    """The resolved config, the memory of each role on a device, and the plan, as text.
+    """The resolved config, the data, the memory of each role on a device, and the plan, as text.
+
+    Weights and data that a hub would have to send are not asked for: what is known of them by name is enough.
 
     Raises:
         UserError: the config is wrong, or does not fit the devices.
     """
-    mesh = select_mesh(config)
-    task = load_task(config.data, config.model.vocab_size)
-    lines = [to_yaml(config), f"data: {task.describe()}", "", *_memory(config, mesh)]
+    mesh, models = select_mesh(config)
+    lines = [to_yaml(config), *_sources(config, models["actor"], mesh), "", *_memory(config, mesh, models)]
     if "ppo" in config.stages:
-        lines += ["", *_plan(config, mesh)]
+        lines += ["", *_plan(config, mesh, models)]
     return "\n".join(lines)
 
 
-def role_bytes(config: Config, mesh: Mesh) -> dict[str, dict[str, int]]:
-    """Role -> part -> bytes that a device holds of it between calls (generation copy and cache: while generating)."""
-    model = model_config(config)
-    key = jax.eval_shape(lambda: jax.random.key(0))
-    lm = _placed(jax.eval_shape(partial(init_lm, model), key), param_shardings(model, mesh, TRAIN))
-    scalar = _placed(jax.eval_shape(partial(init_scalar, model), key), param_shardings(model, mesh, TRAIN, "scalar"))
-    dtype = jnp.dtype(config.compute.dtype)
-    copy = jax.eval_shape(lambda tree: jax.tree.map(lambda x: x.astype(dtype), tree), lm)
-    copy = _placed(_unstacked(copy, model.layers), param_shardings(model, mesh, GENERATE))
-    actor = {"weights": _bytes(lm), "optimizer": _optimizer_bytes(config.ppo.actor, lm, mesh)}
-    roles = {"actor": actor | {"generation copy": _bytes(copy), "KV cache": _cache_bytes(config, mesh)}}
+def _sources(config: Config, actor: ModelConfig, mesh: Mesh) -> list[str]:
+    """The data's description and what was looked at; or which models and datasets are not here."""
+    wanted = {"model.path": config.model.path, "roles.critic": config.roles.critic}
+    wanted |= {"roles.reference": config.roles.reference}
+    wanted |= {f"rewards[{index}].model": reward.model for index, reward in enumerate(config.rewards)}
+    if config.data.source == "datasets":
+        parts = ("sft", "preferences", "prompts", "heldout")
+        wanted |= {f"data.{part}.path": getattr(config.data, part).path for part in parts}
+    missing = {key: path for key, path in wanted.items() if path is not None and not is_here(path)}
+    if missing:
+        return [f"{key}={path} is not here: not looked at" for key, path in missing.items()]
+    task = load_task(config, actor)
+    check_sources(config, task, actor, mesh)
+    return task.description.splitlines()
+
+
+def role_bytes(config: Config, mesh: Mesh, models: Mapping[str, ModelConfig]) -> dict[str, dict[str, int]]:
+    """Role -> part -> bytes on a device. Generation copy and cache live while generating, gradients while updating."""
+    dtype, actor = jnp.dtype(config.compute.dtype), models["actor"]
+    lora = _lora(config, actor, mesh)
+    roles: dict[str, dict[str, int]] = {}
+    if lora is not None:
+        base = _generation_copy(actor, mesh, dtype)
+        roles["base"] = {"weights": _bytes(int8_shapes(base) if config.lora.base == "int8" else base)}
+    trained = _trained(actor, mesh, lora)
+    roles["actor"] = _state_bytes(config.ppo.actor, trained, mesh)
+    if lora is None:
+        roles["actor"]["generation copy"] = _bytes(_generation_copy(actor, mesh, dtype))
+    roles["actor"]["KV cache"] = _cache_bytes(config, mesh, actor)
     if "ppo" in config.stages:
-        critic = _optimizer_bytes(config.ppo.critic, scalar, mesh)
-        roles["critic"] = {"weights": _bytes(scalar), "optimizer": critic}
-        roles["reference"] = {"weights": _bytes(lm)}
+        shared = lora if config.lora.critic and config.roles.critic is None else None
+        critic = _trained(models["critic"], mesh, shared, "scalar")
+        roles["critic"] = _state_bytes(config.ppo.critic, critic, mesh)
+        if lora is not None and config.roles.reference is None:
+            own = _bytes(trained) if "sft" in config.stages or config.lora.path is not None else 0
+        else:
+            own = _bytes(_whole(models["reference"], mesh, dtype=dtype))
+        roles["reference"] = {"weights": own}
     if "reward_model" in config.stages:
-        roles["reward"] = {"weights": _bytes(scalar)}
+        roles["reward"] = {"weights": _bytes(_trained(models["reward"], mesh, lora, "scalar"))}
+    for role, model in models.items():
+        if role.startswith("reward "):
+            roles[role] = {"weights": _bytes(_whole(model, mesh, "scalar", dtype))}
     return roles
 
 
-def _memory(config: Config, mesh: Mesh) -> list[str]:
-    roles = role_bytes(config, mesh)
-    lines = [f"memory of one device ({mesh.devices.size} in the mesh), MiB, without activations:"]
+def _memory(config: Config, mesh: Mesh, models: Mapping[str, ModelConfig]) -> list[str]:
+    roles = role_bytes(config, mesh, models)
+    width = max(map(len, (*roles, "together")))
+    lines = [f"memory of one device ({mesh.devices.size} in the mesh), MiB, all at once, without activations:"]
     for role, parts in roles.items():
         described = ", ".join(f"{part} {size / MIB:.3f}" for part, size in parts.items())
-        lines.append(f"  {role:<10} {sum(parts.values()) / MIB:>12.3f}   {described}")
-    lines.append(f"  {'together':<10} {sum(sum(parts.values()) for parts in roles.values()) / MIB:>12.3f}")
+        lines.append(f"  {role:<{width}} {sum(parts.values()) / MIB:>12.3f}   {described}")
+    lines.append(f"  {'together':<{width}} {sum(sum(parts.values()) for parts in roles.values()) / MIB:>12.3f}")
     return lines
 
 
-def _plan(config: Config, mesh: Mesh) -> list[str]:
-    model = model_config(config)
+def _plan(config: Config, mesh: Mesh, models: Mapping[str, ModelConfig]) -> list[str]:
     sizes = " x ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
     lines = [f"plan of a PPO iteration on {sizes}:"]
+    shared = set() if not config.lora.on else {"actor", "reference", "critic", "reward"}
+    if config.lora.on:
+        shared -= {role for role in ("critic", "reference") if getattr(config.roles, role) is not None}
+        shared -= set() if config.lora.critic else {"critic"}
     for call, role, layout in PLAN:
-        lines.append(f"  {role + '.' + call:<20} layout {layout.name:<9} rows over {', '.join(layout.batch)}")
-    key = jax.eval_shape(lambda: jax.random.key(0))
-    lm = _placed(jax.eval_shape(partial(init_lm, model), key), param_shardings(model, mesh, TRAIN))
-    cost = tree_reshard_cost(lm, param_shardings(model, mesh, GENERATE), dtype=jnp.dtype(config.compute.dtype))
+        if role == "reward" and "reward_model" not in config.stages:
+            continue
+        seen = GENERATE if role in shared else layout
+        lines.append(f"  {role + '.' + call:<20} layout {seen.name:<9} rows over {', '.join(seen.batch)}")
+    for reward in config.rewards:
+        kinds = {"model": reward.model, "adapter": reward.adapter, "function": reward.function}
+        what = " ".join(f"{kind} {value}" for kind, value in kinds.items() if value is not None)
+        lines.append(f"  {'reward.' + reward.name:<20} {what}, weight {reward.weight:g}")
+    if config.lora.on:
+        return [*lines, f"  no switch: training and generation use one base, stored as {GENERATE.name} stores it"]
+    actor, dtype = models["actor"], jnp.dtype(config.compute.dtype)
+    cost = tree_reshard_cost(_trained(actor, mesh, None), param_shardings(actor, mesh, GENERATE), dtype=dtype)
     lines.append(
         f"  the switch to {GENERATE.name}: {max(cost.received.values()) / MIB:.3f} MiB received by a device, "
         f"{max(cost.redundant.values()) / MIB:.3f} MiB held that it does not use"
@@ -90,17 +136,50 @@ def _plan(config: Config, mesh: Mesh) -> list[str]:
     return lines
 
 
-def _placed(tree: Any, shardings: Any) -> Any:
+def _lora(config: Config, actor: ModelConfig, mesh: Mesh) -> LoRAConfig | None:
+    section = config.lora
+    if not section.on:
+        return None
+    if section.path is not None:
+        try:
+            return load_adapter(section.path, actor, mesh)[0]  # small, and it says whether it fits
+        except (ValueError, OSError) as error:
+            raise UserError(f"lora.path={section.path}: {error}") from error
+    assert section.rank is not None
+    return LoRAConfig(rank=section.rank, alpha=section.alpha, targets=section.targets, rslora=section.rslora)
+
+
+def _trained(model: ModelConfig, mesh: Mesh, lora: LoRAConfig | None, head: HeadKind = "lm") -> Shapes:
+    """What a role trains, float32: all weights, or an adapter."""
+    if lora is None:
+        return _whole(model, mesh, head)
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    shapes = jax.eval_shape(partial(init_lora, model, lora, head=head), key)
+    return _placed(shapes, lora_shardings(model, mesh, lora, head))
+
+
+def _whole(model: ModelConfig, mesh: Mesh, head: HeadKind = "lm", dtype: Any = jnp.float32) -> Shapes:
+    """All weights in TRAIN storage; matrices in `dtype`."""
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    shapes = jax.eval_shape(partial(init_lm if head == "lm" else init_scalar, model), key)
+    axes = param_shardings(model, mesh, TRAIN, head)
+    return _placed(jax.eval_shape(partial(cast_matrices, dtype=dtype), shapes), axes)
+
+
+def _generation_copy(model: ModelConfig, mesh: Mesh, dtype: Any) -> Shapes:
+    """The tree of GENERATE: "layers" as a list of one tree a layer."""
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    shapes = jax.eval_shape(partial(init_lm, model), key)
+    cast = jax.eval_shape(partial(cast_matrices, dtype=dtype), shapes)
+    layer = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), cast["layers"])
+    return _placed({**cast, "layers": [layer] * model.layers}, param_shardings(model, mesh, GENERATE))
+
+
+def _placed(tree: Any, shardings: Any) -> Shapes:
     return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, shardings)
 
 
-def _unstacked(tree: Any, layers: int) -> Any:
-    """The tree of GENERATE: "layers" as a list of one tree a layer."""
-    layer = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), tree["layers"])
-    return {**tree, "layers": [layer] * layers}
-
-
-def _bytes(tree: Any) -> int:
+def _bytes(tree: Shapes) -> int:
     """Bytes of one device's shards."""
     return sum(jnp.dtype(x.dtype).itemsize * prod(_shard_shape(x)) for x in jax.tree.leaves(tree))
 
@@ -109,16 +188,21 @@ def _shard_shape(x: jax.ShapeDtypeStruct) -> tuple[int, ...]:
     return x.shape if x.sharding is None else x.sharding.shard_shape(x.shape)
 
 
+def _state_bytes(config: OptimizerConfig, params: Shapes, mesh: Mesh) -> dict[str, int]:
+    """Of a role that is trained. The gradients are there during its update only."""
+    weights = _bytes(params)
+    return {"weights": weights, "optimizer": _optimizer_bytes(config, params, mesh), "gradients": weights}
+
+
 def _optimizer_bytes(config: OptimizerConfig, params: Any, mesh: Mesh) -> int:
     with jax.set_mesh(mesh):  # under Explicit axes the moments' types say where they lie
         return _bytes(jax.eval_shape(adamw(config, updates=1).init, params))
 
 
-def _cache_bytes(config: Config, mesh: Mesh) -> int:
+def _cache_bytes(config: Config, mesh: Mesh, model: ModelConfig) -> int:
     """Keys and values of a rollout: [rows, kv-heads, positions, head_dim] a layer, rows over data and fsdp."""
-    model, tensor = config.model, mesh.shape["tensor"]
     rows = config.ppo.rollout_batch // (mesh.shape["data"] * mesh.shape["fsdp"])
     positions = config.data.max_prompt + config.data.max_response
-    heads = max(model.kv_heads // tensor, 1)
+    heads = max(model.kv_heads // mesh.shape["tensor"], 1)
     itemsize = jnp.dtype(config.compute.dtype).itemsize
     return 2 * model.layers * rows * heads * positions * model.head_dim * itemsize

@@ -1,63 +1,112 @@
-"""Held-out evaluation: two actors answer the same prompts with the same keys; the rubric compares them in pairs."""
+"""Held-out evaluation: what a policy answers to prompts that it never learnt from, and how that is measured."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from jrlhf.batches import key_for
 from jrlhf.context import Context
-from jrlhf.sampling import Response, sample
+from jrlhf.data.encode import Prompts
+from jrlhf.model import Model
+from jrlhf.sampling import Response, sample, score_sequences
+from jrlhf.scoring import LEARNT, Rewards, to_samples
 
 
 @dataclass(frozen=True)
 class Graded:
-    """One model's answers to the held-out prompts, and what the rubric says of each."""
+    """One policy's answers to held-out prompts, and what is made of each.
 
+    measure: "gold", where the task has a measure that training never sees; else "score", the sum of the rewards.
+    items: what the measure is made of. learnt: what the reward model says that this run trained, if there is one.
+    """
+
+    measure: str
     responses: tuple[Response, ...]
-    gold: np.ndarray
+    sources: tuple[str, ...]
+    scores: np.ndarray
     items: dict[str, np.ndarray]
+    learnt: np.ndarray | None
+    failures: Mapping[str, int] = field(default_factory=dict)  # reward -> answers that it could not score
 
     def summary(self) -> dict:
         """Means with standard errors, and how varied the answers are."""
+        named = sorted(set(self.sources))
+        by_source = {} if len(named) < 2 else {name: self._of(name) for name in named}
         return {
-            "gold": float(self.gold.mean()),
-            "gold_standard_error": standard_error(self.gold),
-            "items": {name: float(values.mean()) for name, values in self.items.items()},
+            self.measure: float(self.scores.mean()),
+            f"{self.measure}_standard_error": standard_error(self.scores),
+            "items": {name: float(np.nanmean(values)) for name, values in self.items.items()},
+            **({"sources": by_source} if by_source else {}),
+            **({"failures": dict(self.failures)} if self.failures else {}),
             "distinct": len({response.text for response in self.responses}),
         }
 
-
-def grade(context: Context, signatures: Sequence[str], responses: Sequence[Response]) -> Graded:
-    """The rubric's verdict on each response."""
-    rubric = context.task.rubric
-    pairs = list(zip(signatures, responses, strict=True))
-    items = [rubric.items(signature, response.text) for signature, response in pairs]
-    return Graded(
-        responses=tuple(responses),
-        gold=np.array([rubric.score(signature, response.text) for signature, response in pairs]),
-        items={name: np.array([each[name] for each in items]) for name in items[0]},
-    )
+    def _of(self, source: str) -> dict:
+        chosen = np.array([each == source for each in self.sources])
+        return {"mean": float(self.scores[chosen].mean()), "n": int(chosen.sum())}
 
 
-def grade_heldout(context: Context, params) -> Graded:
-    """An actor's answers to the first `evaluation.prompts` held-out prompts. Equal keys for all: a paired test."""
-    heldout = context.task.heldout
-    count = min(context.config.evaluation.prompts, len(heldout.examples))
-    responses = sample(context, params, heldout.tokens.prompts[:count], key_for(context.config.seed, "evaluation"))
-    return grade(context, [example.signature for example in heldout.examples[:count]], responses)
+def grade_heldout(
+    context: Context,
+    policy: Model,
+    rewards: Rewards | None,
+    *,
+    purpose: str = "evaluation",
+    temperature: float | None = None,
+    step: int = 0,
+) -> Graded | None:
+    """A policy's answers to the first `evaluation.prompts` held-out prompts; None where nothing could measure them.
+
+    Equal purposes and steps draw with equal keys: two policies then make a paired test.
+
+    temperature: that of the rollouts if None.
+    """
+    task = context.task
+    if task.heldout is None or not task.heldout.ids or (task.gold is None and rewards is None):
+        return None
+    heldout = _first(task.heldout, context.config.evaluation.prompts)
+    sampling = context.sampling if temperature is None else replace(context.sampling, temperature=temperature)
+    responses = sample(context, policy, heldout.ids, key_for(context.config.seed, purpose, step), sampling)
+    return grade(context, heldout, responses, rewards, step)
+
+
+def grade(
+    context: Context, prompts: Prompts, responses: Sequence[Response], rewards: Rewards | None, step: int = 0
+) -> Graded:
+    """What the task's measure, or else the run's rewards, say of responses to `prompts`."""
+    task = context.task
+    read: dict[str, np.ndarray] = {}
+    total = np.zeros(len(responses))
+    failures: dict[str, int] = {}
+    if rewards is not None:
+        sequences = [prompt + each.ids for prompt, each in zip(prompts.ids, responses, strict=True)]
+        for name, part in rewards.token_parts.items():
+            read[name] = score_sequences(context, part.model, sequences)
+            total = total + part.weight * read[name]
+    if task.gold is not None:
+        measure, gold = "gold", task.gold(prompts.examples, [each.text for each in responses])
+        total, items = gold.scores, gold.items
+    else:
+        assert rewards is not None
+        measure, items = "score", read
+        if rewards.text_parts:
+            summed, parts = rewards.score_samples(to_samples(prompts.examples, prompts.texts, responses), step=step)
+            total, items = total + summed.scores, read | {name: part.scores for name, part in parts.items()}
+            failures = {name: count for name, part in parts.items() if (count := sum(part.failures.values()))}
+    sources = tuple(example.source for example in prompts.examples)
+    return Graded(measure, tuple(responses), sources, total, items, read.get(LEARNT), failures)
 
 
 def compare(before: Graded, after: Graded | None) -> dict:
-    """The paired difference of the gold scores, after minus before, with its standard error, if there is an `after`."""
+    """Both summaries, and the paired difference, after minus before, with its standard error."""
+    found = {"measure": before.measure, "n": len(before.scores), "before": before.summary()}
     if after is None:
-        return {"sft": before.summary(), "n": len(before.gold)}
-    difference = after.gold - before.gold
+        return found
+    difference = after.scores - before.scores
     error = standard_error(difference)
-    return {
-        "sft": before.summary(),
-        "ppo": after.summary(),
-        "n": len(difference),
+    return found | {
+        "after": after.summary(),
         "difference": float(difference.mean()),
         "standard_error": error,
         "standard_errors": float(difference.mean() / error) if error > 0 else 0.0,
@@ -67,3 +116,7 @@ def compare(before: Graded, after: Graded | None) -> dict:
 def standard_error(values: np.ndarray) -> float:
     """Of the mean."""
     return float(values.std(ddof=1) / np.sqrt(len(values))) if len(values) > 1 else 0.0
+
+
+def _first(prompts: Prompts, count: int) -> Prompts:
+    return replace(prompts, ids=prompts.ids[:count], texts=prompts.texts[:count], examples=prompts.examples[:count])

@@ -1,74 +1,125 @@
-"""The end of a run: held-out evaluation, the model in Hugging Face form, samples, the summary and the report."""
+"""The end of a run: held-out evaluation, the models in Hugging Face form, samples, the summary and the report."""
 
 import json
 from collections.abc import Mapping
 from typing import Any
 
-import jax
+import jax.numpy as jnp
 import numpy as np
 
+from jrlhf.config import Config
 from jrlhf.context import Context
 from jrlhf.evaluate import Graded, compare, grade_heldout
 from jrlhf.files import write_atomic
 from jrlhf.metrics import read_metrics, truncate_after
-from jrlhf.models.hf import export_hf
+from jrlhf.model import Model
+from jrlhf.models.hf import HFConfig, export_adapter, export_hf
+from jrlhf.models.params import HeadKind
+from jrlhf.pretrained import describe
 from jrlhf.report import write_report
-from jrlhf.sampling import score_sequences
+from jrlhf.scoring import Rewards
+from jrlhf.sources import ENDS
+from jrlhf.tokenizer import Tokenizer
 
 
-def finish(context: Context, sft_params, reward_params, actor_params, phases: Mapping[str, float]) -> dict[str, Any]:
-    """Measures the final actor against the SFT actor on held-out prompts, and writes what the run leaves behind.
+def finish(
+    context: Context,
+    before: Model,
+    after: Model | None,
+    reward: Model | None,
+    rewards: Rewards | None,
+    phases: Mapping[str, float],
+) -> dict[str, Any]:
+    """Measures the policy on held-out prompts, and writes what the run leaves behind.
 
+    before, after: the policy without and with reinforcement learning. reward: the reward model that the run trained.
     phases: seconds that this process spent in each.
     """
     with context.console.status("answering the held-out prompts"):
-        before = grade_heldout(context, sft_params)
-        after = None if actor_params is sft_params else grade_heldout(context, actor_params)
-        rewards = {} if reward_params is None else _rewards(context, reward_params, before, after)
-    _write_samples(context, before, after, rewards)
-    summary = {"held_out": compare(before, after), **_from_metrics(context), "phases": dict(phases)}
+        first = grade_heldout(context, before, rewards)
+        second = None if after is None else grade_heldout(context, after, rewards)
+    summary: dict[str, Any] = {}
+    if first is not None:
+        _write_samples(context, first, second)
+        summary["held_out"] = compare(first, second)
+    summary |= {**_from_metrics(context), "phases": dict(phases)}
     write_atomic(context.run.path / "summary.json", json.dumps(summary, indent=2, allow_nan=False) + "\n")
-    tokenizer = context.task.tokenizer
-    export_hf(
-        jax.tree.map(np.asarray, actor_params),
-        context.model,
-        context.run.path / "model",
-        tokenizer_json=tokenizer.to_json(),
-        eos_ids=[tokenizer.eos_id],
-        pad_id=tokenizer.pad_id,
-    )
+    with context.console.status("writing the model"):
+        export(context, before if after is None else after)
+        if reward is not None:
+            export(context, reward, head="scalar")
     write_report(context.run.path)
     context.console.summary(summary, context.run.path)
     return summary
 
 
-def _rewards(context: Context, params, before: Graded, after: Graded | None) -> dict[str, np.ndarray]:
-    """The learned reward of the held-out answers."""
-    prompts = context.task.heldout.tokens.prompts
-    return {
-        f"reward_{name}": score_sequences(
-            context, params, [prompt + each.ids for prompt, each in zip(prompts, graded.responses, strict=False)]
-        )
-        for name, graded in (("sft", before), ("ppo", after))
-        if graded is not None
-    }
+def export(context: Context, model: Model, head: HeadKind = "lm") -> None:
+    """Writes a model in Hugging Face form: model/ or reward_model/, whole; of an adapter also adapter/, PEFT's form.
+
+    What stands there from an earlier end of this run is replaced.
+    """
+    path, config, tokenizer = context.run.path, context.config, context.task.tokenizer
+    origin = _origin(config)
+    dtype = config.export.dtype
+    if dtype == "auto":
+        dtype = "float32" if origin is None else origin.dtype
+    name = "model" if head == "lm" else "reward_model"
+    params = model.params
+    if model.architecture.lora is not None:
+        adapter = path / ("adapter" if head == "lm" else "reward_adapter")
+        base = config.model.path
+        export_adapter(params, model.config, model.architecture.lora, adapter, base_name=base)
+    export_hf(
+        params if model.base is None else model.base,
+        model.config,
+        path / name,
+        adapter=None if model.base is None else params,
+        lora=model.architecture.lora,
+        dtype=jnp.dtype(dtype),
+        family=None if origin is None else origin.family,
+        eos_ids=tokenizer.eos_ids,
+        pad_id=tokenizer.pad_id,
+        bos_id=tokenizer.bos_id,
+        **_tokenizer_files(tokenizer),
+    )
+    if head == "scalar":
+        described = json.loads((path / name / "config.json").read_text(encoding="utf-8")) | {ENDS: "eos"}
+        write_atomic(path / name / "config.json", json.dumps(described, indent=2) + "\n")
 
 
-def _write_samples(context: Context, before: Graded, after: Graded | None, rewards: Mapping[str, np.ndarray]) -> None:
+def _tokenizer_files(tokenizer: Tokenizer) -> dict[str, Any]:
+    if tokenizer.directory is None:
+        return {"tokenizer_json": tokenizer.to_json()}
+    return {"tokenizer_dir": tokenizer.directory}
+
+
+def _origin(config: Config) -> HFConfig | None:
+    """What the directory says that the actor came from."""
+    return None if config.model.path is None else describe(config.model.path, "model.path")
+
+
+def _write_samples(context: Context, before: Graded, after: Graded | None) -> None:
     truncate_after(context.run.path, "evaluation", -1)  # what an earlier end of this run wrote
+    heldout, measure = context.task.heldout, before.measure
+    assert heldout is not None
+    several = len(set(before.sources)) > 1
     context.run.add_samples(
         {
             "stage": "evaluation",
             "step": 0,
-            "prompt": example.prompt,
-            "reference": example.summary,
-            "sft": before.responses[row].text,
-            "gold_sft": float(before.gold[row]),
-            **({} if after is None else {"ppo": after.responses[row].text, "gold_ppo": float(after.gold[row])}),
-            **{name: float(scores[row]) for name, scores in rewards.items()},
+            "prompt": heldout.texts[row],
+            **({"reference": example.completion} if isinstance(example.completion, str) else {}),
+            **({"source": example.source} if several else {}),
+            **_sample("before", measure, before, row),
+            **({} if after is None else _sample("after", measure, after, row)),
         }
-        for row, example in enumerate(context.task.heldout.examples[: len(before.responses)])
+        for row, example in enumerate(heldout.examples[: len(before.responses)])
     )
+
+
+def _sample(when: str, measure: str, graded: Graded, row: int) -> dict[str, object]:
+    learnt = {} if graded.learnt is None else {f"reward_{when}": float(graded.learnt[row])}
+    return {when: graded.responses[row].text, f"{measure}_{when}": float(graded.scores[row]), **learnt}
 
 
 def _from_metrics(context: Context) -> dict[str, Any]:

@@ -1,16 +1,18 @@
 """Metrics of a run: metrics.jsonl, the truth for plots and tests, and TensorBoard events beside it."""
 
+import html
 import json
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 
+from jrlhf.console import clean
 from jrlhf.files import jsonl_lines, read_jsonl, write_atomic
 from jrlhf.runs import SAMPLES
 
@@ -43,8 +45,12 @@ class MetricsLog:
     def __exit__(self, *_) -> None:
         self.close()
 
-    def log(self, stage: str, step: int, metrics: Mapping[str, Any]) -> Metrics:
+    def log(
+        self, stage: str, step: int, metrics: Mapping[str, Any], samples: Sequence[Mapping[str, object]] = ()
+    ) -> Metrics:
         """Logs scalars, on device or host. All device arrays are fetched at once; returns them as Python numbers.
+
+        samples: texts, for TensorBoard only.
 
         Raises:
             ValueError: a metric is not a number, or is named `stage`, `step` or `nonfinite`.
@@ -62,6 +68,9 @@ class MetricsLog:
         for name, number in numbers.items():
             if name not in nonfinite:
                 writer.add_scalar(name, number, step)
+        for kind in dict.fromkeys(sample.get("kind", "samples") for sample in samples):
+            rows = [sample for sample in samples if sample.get("kind", "samples") == kind]
+            writer.add_text(str(kind), markdown_table(rows), step)
         writer.flush()
         return numbers
 
@@ -114,6 +123,22 @@ def truncate_after(run_dir: Path | str, stage: str, step: int) -> None:
 def read_metrics(run_dir: Path | str) -> list[dict[str, Any]]:
     """The records of metrics.jsonl in order; none where there is no file."""
     return list(read_jsonl(Path(run_dir) / METRICS))
+
+
+def markdown_table(samples: Sequence[Mapping[str, object]]) -> str:
+    """Samples as a table that TensorBoard shows; nothing in a text can leave its cell."""
+    names = [name for name in samples[0] if name not in ("stage", "step", "kind")]
+
+    def row(cells: Iterable[object]) -> str:
+        return "|".join(("", *(_cell(cell) for cell in cells), ""))
+
+    lines = [row(names), row("-" * 3 for _ in names), *(row(each.get(name, "") for name in names) for each in samples)]
+    return "\n".join(lines)
+
+
+def _cell(value: object) -> str:
+    text = f"{value:.4g}" if isinstance(value, float) else html.escape(clean(str(value)), quote=False)
+    return " ".join(text.replace("|", "&#124;").replace("`", "&#96;").split())
 
 
 _KINDS = (np.bool_, np.integer, np.floating)

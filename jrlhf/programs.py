@@ -1,4 +1,7 @@
-"""The compiled functions of a model on a mesh. Cached: roles and stages of one shape share one program."""
+"""The compiled functions of a model on a mesh. Cached: roles and stages of one architecture share one program.
+
+Where the model is an adapter, each function takes the base as one more argument at the end.
+"""
 
 from dataclasses import dataclass
 from functools import cache
@@ -9,8 +12,8 @@ from jax.sharding import Mesh
 
 from jrlhf.kernels.logprob.api import Implementation
 from jrlhf.meshes import GENERATE, SCORE, TRAIN, Layout, reshard
+from jrlhf.model import Architecture, Model
 from jrlhf.models import (
-    ModelConfig,
     SamplingConfig,
     make_generate,
     make_logprobs,
@@ -31,22 +34,23 @@ class Compute:
     train_layout: Layout = TRAIN
 
 
-def train_logprobs(config: ModelConfig, mesh: Mesh, compute: Compute, *, temperature: float = 1.0):
+def train_logprobs(model: Architecture, mesh: Mesh, compute: Compute, *, temperature: float = 1.0):
     """(params, tokens) -> (logprobs, entropy), to be differentiated: not jitted, a training step is."""
-    return _logprobs(config, mesh, compute.train_layout, compute, temperature)
+    return _logprobs(model, mesh, compute.train_layout, compute, temperature)
 
 
 @cache
-def score_logprobs(config: ModelConfig, mesh: Mesh, compute: Compute, *, temperature: float):
+def score_logprobs(model: Architecture, mesh: Mesh, compute: Compute, *, temperature: float):
     """(params, tokens) -> (logprobs, entropy), jitted."""
-    return jax.jit(_logprobs(config, mesh, SCORE, compute, temperature))
+    return jax.jit(_logprobs(model, mesh, SCORE, compute, temperature))
 
 
-def _logprobs(config, mesh, layout, compute, temperature):
+def _logprobs(model, mesh, layout, compute, temperature):
     return make_logprobs(
-        config,
+        model.config,
         mesh,
-        layout,
+        model.layout(layout),
+        lora=model.lora,
         temperature=temperature,
         implementation=compute.logprob,
         remat=compute.remat,
@@ -54,41 +58,51 @@ def _logprobs(config, mesh, layout, compute, temperature):
     )
 
 
-def train_values(config: ModelConfig, mesh: Mesh, compute: Compute):
+def train_values(model: Architecture, mesh: Mesh, compute: Compute):
     """(params, tokens) -> values [B, T], V before each token, to be differentiated."""
-    values = make_values(config, mesh, compute.train_layout, remat=compute.remat, dtype=compute.dtype)
-    return lambda params, tokens: values(params, tokens)[:, :-1]
+    values = _scalar(make_values, model, mesh, compute.train_layout, compute)
+    return lambda params, tokens, *base: values(params, tokens, *base)[:, :-1]
 
 
 @cache
-def score_values(config: ModelConfig, mesh: Mesh, compute: Compute):
+def score_values(model: Architecture, mesh: Mesh, compute: Compute):
     """(params, tokens, lengths) -> (V before each token [B, T], V after each row's last token [B]), jitted."""
-    values = make_values(config, mesh, SCORE, remat=compute.remat, dtype=compute.dtype)
+    values = _scalar(make_values, model, mesh, SCORE, compute)
 
-    def split(params, tokens, lengths):
-        every = values(params, tokens)
+    def split(params, tokens, lengths, *base):
+        every = values(params, tokens, *base)
         return every[:, :-1], jax.vmap(lambda row, length: row[length])(every, lengths)
 
     return jax.jit(split)
 
 
-def train_scores(config: ModelConfig, mesh: Mesh, compute: Compute):
+def train_scores(model: Architecture, mesh: Mesh, compute: Compute):
     """(params, tokens, lengths) -> scores [B], to be differentiated."""
-    return make_scores(config, mesh, compute.train_layout, remat=compute.remat, dtype=compute.dtype)
+    return _scalar(make_scores, model, mesh, compute.train_layout, compute)
 
 
 @cache
-def score_sequences(config: ModelConfig, mesh: Mesh, compute: Compute):
+def score_sequences(model: Architecture, mesh: Mesh, compute: Compute):
     """(params, tokens, lengths) -> scores [B], jitted."""
-    return jax.jit(make_scores(config, mesh, SCORE, remat=compute.remat, dtype=compute.dtype))
+    return jax.jit(_scalar(make_scores, model, mesh, SCORE, compute))
+
+
+def _scalar(make, model, mesh, layout, compute):
+    layout = model.layout(layout)
+    return make(model.config, mesh, layout, lora=model.lora, remat=compute.remat, dtype=compute.dtype)
 
 
 @cache
-def generate(config: ModelConfig, mesh: Mesh, compute: Compute, sampling: SamplingConfig):
+def generate(model: Architecture, mesh: Mesh, compute: Compute, sampling: SamplingConfig):
     """(weights in GENERATE, prompts, lengths, row keys) -> Generation, jitted."""
-    return jax.jit(make_generate(config, mesh, sampling, dtype=compute.dtype))
+    return jax.jit(make_generate(model.config, mesh, sampling, lora=model.lora, dtype=compute.dtype))
 
 
-def generation_weights(params, config: ModelConfig, mesh: Mesh, compute: Compute):
-    """Training weights -> their copy in GENERATE: cast first, then one all-gather over `fsdp`."""
-    return reshard(params, param_shardings(config, mesh, GENERATE), dtype=compute.dtype)
+def generation_weights(model: Model, mesh: Mesh, compute: Compute):
+    """The weights as `generate` takes them: a copy in GENERATE, cast first, then one all-gather over `fsdp`.
+
+    Shared weights lie there already and are not copied.
+    """
+    if model.architecture.shared:
+        return model.params
+    return reshard(model.params, param_shardings(model.config, mesh, GENERATE), dtype=compute.dtype)

@@ -1,27 +1,44 @@
-"""Reinforcement learning: PPO against a learned reward, with four models on one mesh."""
+"""Reinforcement learning: PPO against the run's rewards, with its models on one mesh."""
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
-import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Float
 
 from jrlhf.batches import batch_indices, key_for, pad_rows, put_rows, row_keys
-from jrlhf.checkpoints import fingerprint_of
-from jrlhf.clock import Clock
 from jrlhf.context import Context
-from jrlhf.evaluate import grade
-from jrlhf.models import scalar_from
+from jrlhf.data.encode import Prompts
+from jrlhf.model import Model
 from jrlhf.optimizers import adamw
 from jrlhf.ppo import Experience, PPOState, TrainState, experience_metrics, make_experience, update_kl
-from jrlhf.roles import Actor, Critic, Reference, Reward
+from jrlhf.ppo.shaping import RunningMoments, align_scores
+from jrlhf.roles import Actor, Critic, Reference
 from jrlhf.sampling import read_responses
-from jrlhf.stage import run_stage
+from jrlhf.scoring import Batch, Rewards
+from jrlhf.stage import SAMPLES, run_stage
+from jrlhf.starts import frozen_policy, start_critic, start_reference
+from jrlhf.validation import validate
 
 
-def ppo_iteration(actor: Actor, critic: Critic, reference: Reference, reward: Reward, prompts, experience_of):
-    """One iteration of PPO as a dataflow: generate, score, train. `prompts` are (tokens, lengths, row keys)."""
-    rollout = actor.generate(*prompts)
-    scores = reward.score(rollout)
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class RLState:
+    """All that an iteration changes: a run that is resumed goes on from just this."""
+
+    ppo: PPOState
+    moments: RunningMoments  # of the scores so far
+
+
+def ppo_iteration(actor: Actor, critic: Critic, reference: Reference, rewards: Rewards, batch: Batch, experience_of):
+    """One iteration of PPO as a dataflow: generate, score, train."""
+    rollout = actor.generate(*batch.arrays)
+    scores = rewards.score(rollout, batch)
     old = actor.logprobs(rollout)
     ref = reference.logprobs(rollout)
     values, after = critic.values(rollout)
@@ -30,87 +47,95 @@ def ppo_iteration(actor: Actor, critic: Critic, reference: Reference, reward: Re
     return experience, metrics
 
 
-def train_ppo(context: Context, sft_params, reward_params):
-    """Runs the stage, or what of it is not done yet; returns the actor's parameters.
+def train_ppo(context: Context, policy: Model, rewards: Rewards) -> tuple[Model, Model]:
+    """Runs the stage, or what of it is not done yet; returns the policy as it was, frozen, and the trained actor.
 
-    The actor starts from the SFT model, which stays as the reference; the critic starts from the reward model.
+    The given policy is used up: its weights become the actor's.
     """
-    config, algorithm = context.config.ppo, context.config.ppo.algorithm
+    config, algorithm, task = context.config.ppo, context.config.ppo.algorithm, context.task
+    assert task.prompts is not None
+    prompts = task.prompts
     updates = config.iterations * algorithm.epochs * algorithm.minibatches
     actor_optimizer = adamw(config.actor, updates=updates)
     critic_optimizer = adamw(config.critic, updates=updates)
-    clock = Clock()
-    shared = (context.model, context.mesh, context.compute)
-    actor = Actor(*shared, sampling=context.sampling, optimizer=actor_optimizer, ppo=algorithm, clock=clock)
-    critic = Critic(*shared, optimizer=critic_optimizer, ppo=algorithm, clock=clock)
-    reference = Reference(*shared, sft_params, temperature=config.temperature, clock=clock)
-    reward = Reward(*shared, reward_params, clock=clock)
-    experience_of = jax.jit(partial(make_experience, config=algorithm))
+    clock = rewards.clock
+    before = frozen_policy(context, policy)
+    reference_model = start_reference(context, before)
+    critic_model = start_critic(context, policy, rewards.learnt)
+    on_mesh = (context.mesh, context.compute)
+    actor = Actor(policy, *on_mesh, sampling=context.sampling, optimizer=actor_optimizer, ppo=algorithm, clock=clock)
+    critic = Critic(critic_model, *on_mesh, optimizer=critic_optimizer, ppo=algorithm, clock=clock)
+    reference = Reference(reference_model, *on_mesh, temperature=config.temperature, clock=clock)
+    experience_of = jax.jit(partial(_experience, config=algorithm))
     measure = jax.jit(experience_metrics)
     next_kl = jax.jit(partial(update_kl, episodes=config.rollout_batch, config=algorithm))
 
-    def advance(state: PPOState, step: int):
-        clock.start()
-        rows = batch_indices(len(context.task.train.examples), config.rollout_batch, step, context.config.seed + 1)
-        actor.state, critic.state = state.actor, state.critic
-        kl_coef = state.kl.coef
-        experience, metrics = ppo_iteration(
-            actor,
-            critic,
-            reference,
-            reward,
-            put_prompts(context, rows, step),
-            partial(clock.run, "adv", experience_of, kl_coef=kl_coef),
-        )
-        metrics |= measure(experience) | {"objective/kl_coef": kl_coef}
-        kl = next_kl(state.kl, metrics["objective/kl"])
-        metrics = jax.device_get(metrics) | clock.take()
-        tokens = config.rollout_batch * (metrics["prompt_length/mean"] + metrics["response_length/mean"])
-        metrics |= {
-            "perf/total_num_tokens": tokens,
-            "perf/throughput": tokens / metrics["timing_s/step"] / context.mesh.size,
-        }
-        return PPOState(actor.state, critic.state, kl), metrics | watch(context, rows, step, jax.device_get(experience))
-
-    def init() -> PPOState:
-        return PPOState.create(
-            TrainState.create(jax.tree.map(jnp.copy, sft_params), actor_optimizer),
-            TrainState.create(scalar_from(reward_params, keep_head=True), critic_optimizer),
+    def init() -> RLState:
+        ppo = PPOState.create(
+            TrainState.create(policy.params, actor_optimizer),
+            TrainState.create(critic_model.params, critic_optimizer),
             kl_coef=algorithm.kl_coef,
         )
+        return RLState(ppo, jax.device_put(RunningMoments.create(), NamedSharding(context.mesh, P())))
 
-    meta = {
-        "corpus": context.task.fingerprint,
-        "reference": fingerprint_of(sft_params),
-        "reward": fingerprint_of(reward_params),
-    }
+    meta = {"corpus": task.fingerprint, "reference": reference_model.fingerprint()}
+    meta |= {f"reward {name}": word for name, word in rewards.identities.items()}
+
+    def advance(state: RLState, step: int):
+        clock.start()
+        actor.state, critic.state, rewards.moments = state.ppo.actor, state.ppo.critic, state.moments
+        validated, samples = validate(context, actor.model, rewards, step, clock)
+        batch, kl_coef = take_batch(context, prompts, step), state.ppo.kl.coef
+        timed_experience = partial(clock.run, "adv", experience_of, kl_coef=kl_coef)
+        experience, metrics = ppo_iteration(actor, critic, reference, rewards, batch, timed_experience)
+        metrics |= measure(experience) | {"objective/kl_coef": kl_coef} | rewards.metrics()
+        kl = next_kl(state.ppo.kl, metrics["objective/kl"])
+        metrics = jax.device_get(metrics) | clock.take() | validated
+        metrics |= throughput(metrics, len(batch.examples), context.mesh.size)
+        metrics |= watch(context, batch, *jax.device_get((experience, rewards.raw)))
+        metrics[SAMPLES] += samples
+        return RLState(PPOState(actor.state, critic.state, kl), rewards.moments), metrics
+
     state = run_stage(context, "ppo", config.iterations, init, advance, save_every=config.save_every, meta=meta)
-    return state.actor.params
+    return before, policy.holding(state.ppo.actor.params)
 
 
-def put_prompts(context: Context, rows, step: int):
-    """The prompts of an iteration on the mesh, each with its own random key: (tokens, lengths, keys)."""
-    prompts = [context.task.train.tokens.prompts[row] for row in rows]
-    tokens, lengths = put_rows(pad_rows(prompts, context.config.data.max_prompt), context.mesh)
-    return tokens, lengths, row_keys(key_for(context.config.seed, "rollout", step), len(rows), context.mesh)
+def _experience(rollout, scores, *others, **options) -> Experience:
+    """`make_experience`, to which scores of tokens come as `[B, R]`, from the first response token on."""
+    if scores.ndim == 2:
+        scores = align_scores(scores, rollout.prompt_lengths, rollout.tokens.shape[1])
+    return make_experience(rollout, scores, *others, **options)
 
 
-def watch(context: Context, rows, step: int, experience: Experience) -> dict[str, float]:
-    """What the rubric says of a rollout: it only measures, PPO never sees it. A few samples are kept and shown."""
-    examples = [context.task.train.examples[row] for row in rows]
-    graded = grade(context, [example.signature for example in examples], read_responses(context, experience))
+def take_batch(context: Context, prompts: Prompts, step: int) -> Batch:
+    """The prompts of an iteration, each with its own random key."""
+    config = context.config
+    rows = batch_indices(len(prompts.ids), config.ppo.rollout_batch, step, config.seed + 1)
+    tokens, lengths = put_rows(pad_rows([prompts.ids[row] for row in rows], config.data.max_prompt), context.mesh)
+    keys = row_keys(key_for(config.seed, "rollout", step), len(rows), context.mesh)
+    examples, texts = [prompts.examples[row] for row in rows], [prompts.texts[row] for row in rows]
+    return Batch((tokens, lengths, keys), examples, texts, step)
+
+
+def throughput(metrics: Mapping[str, float], rows: int, devices: int) -> dict[str, float]:
+    """Tokens of an iteration, and tokens a second and device."""
+    tokens = rows * (metrics["prompt_length/mean"] + metrics["response_length/mean"])
+    return {"perf/total_num_tokens": tokens, "perf/throughput": tokens / metrics["timing_s/step"] / devices}
+
+
+def watch(context: Context, batch: Batch, experience: Experience, scores: Float[np.ndarray, "B"]) -> dict[str, Any]:
+    """A few samples; and where the task has a measure that training never sees, what it says of all."""
+    responses = read_responses(context.task.tokenizer, experience)
+    count = min(context.config.evaluation.samples, len(responses))
     shown = [
-        {
-            "stage": "ppo",
-            "step": step + 1,
-            "prompt": examples[row].prompt,
-            "response": graded.responses[row].text,
-            "score": float(experience.scores[row]),
-            "gold": float(graded.gold[row]),
-        }
-        for row in range(min(context.config.evaluation.samples, len(examples)))
+        {"prompt": batch.texts[row], "response": responses[row].text, "score": float(scores[row])}
+        for row in range(count)
     ]
-    context.run.add_samples(shown)
-    context.console.samples(shown)
-    items = {f"gold/{name}": float(values.mean()) for name, values in graded.items.items()}
-    return {"gold/score": float(graded.gold.mean())} | items
+    if context.task.gold is None:
+        return {SAMPLES: shown}
+    gold = context.task.gold(batch.examples, [response.text for response in responses])
+    return {
+        SAMPLES: [sample | {"gold": float(gold.scores[row])} for row, sample in enumerate(shown)],
+        "gold/score": float(gold.scores.mean()),
+        **{f"gold/{name}": float(values.mean()) for name, values in gold.items.items()},
+    }

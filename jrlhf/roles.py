@@ -12,19 +12,23 @@ from jaxtyping import Array, Float, Int
 
 from jrlhf import programs
 from jrlhf.clock import Clock, timed
-from jrlhf.models import ModelConfig, SamplingConfig
+from jrlhf.model import Model
+from jrlhf.models import SamplingConfig
 from jrlhf.ppo import Experience, PPOConfig, Rollout, TrainState, make_actor_step, make_critic_step
 from jrlhf.programs import Compute
 
 
 class Actor:
-    """The policy: trained in FSDP layout, generating in TP layout. The generation copy lives as long as a rollout."""
+    """The policy: trained in FSDP layout, generating in TP layout. The generation copy lives as long as a rollout.
+
+    Where it is an adapter, training and generation use the same base, and there is no copy.
+    """
 
     state: TrainState  # assigned by whoever runs the iterations; `update` replaces it
 
     def __init__(
         self,
-        config: ModelConfig,
+        model: Model,
         mesh: Mesh,
         compute: Compute,
         *,
@@ -33,12 +37,19 @@ class Actor:
         ppo: PPOConfig,
         clock: Clock,
     ):
-        self.config, self.mesh, self.compute = config, mesh, compute
+        self._model = model.holding({})  # the weights are the state's: these would be kept for nothing
+        self._mesh, self._compute = mesh, compute
         self.clock = clock
-        self._generate = programs.generate(config, mesh, compute, sampling)
-        self._logprobs = programs.score_logprobs(config, mesh, compute, temperature=sampling.temperature)
-        trained = programs.train_logprobs(config, mesh, compute, temperature=sampling.temperature)
+        architecture = model.architecture
+        self._generate = programs.generate(architecture, mesh, compute, sampling)
+        self._logprobs = programs.score_logprobs(architecture, mesh, compute, temperature=sampling.temperature)
+        trained = programs.train_logprobs(architecture, mesh, compute, temperature=sampling.temperature)
         self._update = make_actor_step(trained, optimizer, ppo)
+
+    @property
+    def model(self) -> Model:
+        """The policy with its present weights."""
+        return self._model.holding(self.state.params)
 
     def generate(self, prompts: Int[Array, "B P"], lengths: Int[Array, "B"], keys: jax.Array) -> Rollout:
         """Samples a response to every prompt."""
@@ -46,11 +57,11 @@ class Actor:
 
     @timed("reshard")
     def _switch(self):
-        return programs.generation_weights(self.state.params, self.config, self.mesh, self.compute)
+        return programs.generation_weights(self.model, self._mesh, self._compute)
 
     @timed("gen")
     def _sample(self, weights, prompts, lengths, keys) -> Rollout:
-        generation = self._generate(weights, prompts, lengths, keys)
+        generation = self._generate(weights, prompts, lengths, keys, *self._model.frozen)
         return Rollout(
             tokens=generation.tokens,
             prompt_lengths=generation.prompt_lengths,
@@ -63,27 +74,27 @@ class Actor:
     @timed("old_log_prob")
     def logprobs(self, rollout: Rollout) -> Float[Array, "B T"]:
         """Log-probs of the rollout's tokens under the present weights."""
-        logprobs, _ = self._logprobs(self.state.params, rollout.tokens)
+        logprobs, _ = self._logprobs(self.state.params, rollout.tokens, *self._model.frozen)
         return logprobs
 
     @timed("update_actor")
     def update(self, experience: Experience) -> dict[str, Array]:
         """Trains on one batch of experience."""
-        self.state, metrics = self._update(self.state, experience)
+        self.state, metrics = self._update(self.state, experience, *self._model.frozen)
         return metrics
 
 
 class Reference:
     """The frozen policy to which the KL penalty ties the actor."""
 
-    def __init__(self, config: ModelConfig, mesh: Mesh, compute: Compute, params, *, temperature: float, clock: Clock):
-        self.params, self.clock = params, clock
-        self._logprobs = programs.score_logprobs(config, mesh, compute, temperature=temperature)
+    def __init__(self, model: Model, mesh: Mesh, compute: Compute, *, temperature: float, clock: Clock):
+        self.model, self.clock = model, clock
+        self._logprobs = programs.score_logprobs(model.architecture, mesh, compute, temperature=temperature)
 
     @timed("ref")
     def logprobs(self, rollout: Rollout) -> Float[Array, "B T"]:
         """Log-probs of the rollout's tokens."""
-        logprobs, _ = self._logprobs(self.params, rollout.tokens)
+        logprobs, _ = self._logprobs(self.model.params, rollout.tokens, *self.model.frozen)
         return logprobs
 
 
@@ -94,7 +105,7 @@ class Critic:
 
     def __init__(
         self,
-        config: ModelConfig,
+        model: Model,
         mesh: Mesh,
         compute: Compute,
         *,
@@ -102,30 +113,32 @@ class Critic:
         ppo: PPOConfig,
         clock: Clock,
     ):
-        self.clock = clock
-        self._values = programs.score_values(config, mesh, compute)
-        self._update = make_critic_step(programs.train_values(config, mesh, compute), optimizer, ppo)
+        self._model, self.clock = model.holding({}), clock
+        self._values = programs.score_values(model.architecture, mesh, compute)
+        self._update = make_critic_step(programs.train_values(model.architecture, mesh, compute), optimizer, ppo)
 
     @timed("values")
     def values(self, rollout: Rollout) -> tuple[Float[Array, "B T"], Float[Array, "B"]]:
         """V before every token, and V after each row's last one, for rows that the length limit cut off."""
-        return self._values(self.state.params, rollout.tokens, rollout.prompt_lengths + rollout.response_lengths)
+        ends = rollout.prompt_lengths + rollout.response_lengths
+        return self._values(self.state.params, rollout.tokens, ends, *self._model.frozen)
 
     @timed("update_critic")
     def update(self, experience: Experience) -> dict[str, Array]:
         """Trains on one batch of experience."""
-        self.state, metrics = self._update(self.state, experience)
+        self.state, metrics = self._update(self.state, experience, *self._model.frozen)
         return metrics
 
 
 class Reward:
-    """The frozen reward model."""
+    """A frozen reward model that reads the actor's tokens."""
 
-    def __init__(self, config: ModelConfig, mesh: Mesh, compute: Compute, params, *, clock: Clock):
-        self.params, self.clock = params, clock
-        self._scores = programs.score_sequences(config, mesh, compute)
+    def __init__(self, model: Model, mesh: Mesh, compute: Compute, *, clock: Clock):
+        self.model, self.clock = model, clock
+        self._scores = programs.score_sequences(model.architecture, mesh, compute)
 
     @timed("reward")
     def score(self, rollout: Rollout) -> Float[Array, "B"]:
         """The learned score of every row, read at its last token."""
-        return self._scores(self.params, rollout.tokens, rollout.prompt_lengths + rollout.response_lengths)
+        ends = rollout.prompt_lengths + rollout.response_lengths
+        return self._scores(self.model.params, rollout.tokens, ends, *self.model.frozen)

@@ -18,6 +18,7 @@ from jrlhf.preemption import Preempted
 
 State = TypeVar("State")
 
+SAMPLES = "samples"  # where `advance` puts texts to be kept and shown, beside its metrics
 SETTLED = 2  # iterations after which nothing may compile any more
 
 
@@ -32,6 +33,9 @@ def run_stage(
     meta: Mapping[str, str],
 ) -> State:
     """Takes `init()` through `steps` calls of `advance(state, step) -> (state, metrics)`; returns the last state.
+
+    Metrics are numbers; under `SAMPLES` there may be texts, one mapping a sample, for samples.jsonl, TensorBoard and
+    the console.
 
     A stage that was interrupted goes on from its newest good checkpoint, one that is done only restores its last.
     `meta` identifies what the stage builds on: a checkpoint made with another is refused.
@@ -53,16 +57,21 @@ def run_stage(
             console.progress(name, total=steps, start=start) as progress,
         ):
             for step in range(start, steps):
-                with deadline(context.config.deadline):
+                with deadline(context.config.deadline), _kept(checkpoints, state, step, dict(meta)):
                     compilations.take()  # saving compiles, too
                     state, metrics = advance(state, step)
                     compiled, causes = compilations.take()
-                metrics["perf/compilations"] = len(compiled)
+                samples = metrics.pop(SAMPLES, ())
+                metrics |= {"perf/compilations": len(compiled)} | memory(context.mesh)
                 if step - start >= SETTLED and compiled:
                     console.warn(f"{name} step {step + 1} compiled {', '.join(compiled)} again: {' '.join(causes)}")
                 elif step - start == SETTLED - 1:
                     compilations.explain()
-                numbers = log.log(name, step + 1, metrics)
+                if samples:
+                    samples = [{"stage": name, "step": step + 1, **sample} for sample in samples]
+                    run.add_samples(samples)
+                    console.samples([sample for sample in samples if "kind" not in sample])
+                numbers = log.log(name, step + 1, metrics, samples)
                 progress.advance(step + 1, numbers)
                 stop = context.preemption.requested
                 if (step + 1) % save_every == 0 or step + 1 == steps or stop:
@@ -74,6 +83,13 @@ def run_stage(
     return state
 
 
+def memory(mesh: Mesh) -> dict[str, float]:
+    """The most that a device of this process has held so far, where devices tell (a CPU does not)."""
+    told = [device.memory_stats() for device in mesh.local_devices]
+    peaks = [stats["peak_bytes_in_use"] for stats in told if stats and "peak_bytes_in_use" in stats]
+    return {"perf/max_memory_allocated_gb": max(peaks) / 1e9} if peaks else {}
+
+
 @contextmanager
 def deadline(seconds: float) -> Iterator[None]:
     """Ends the process, with a trace of all threads, if the block takes longer: no hang is waited for in silence."""
@@ -83,6 +99,19 @@ def deadline(seconds: float) -> Iterator[None]:
         yield
     finally:
         faulthandler.cancel_dump_traceback_later()
+
+
+@contextmanager
+def _kept(checkpoints: Checkpoints, state: Any, step: int, meta: dict[str, str]) -> Iterator[None]:
+    """Where the block ends with a UserError (a reward that failed, say) before it used the state up, saves that."""
+    try:
+        yield
+    except UserError:
+        whole = not any(leaf.is_deleted() for leaf in jax.tree.leaves(state))
+        if step > 0 and step not in checkpoints.steps and whole:
+            checkpoints.save(step, state, meta)
+            checkpoints.wait()
+        raise
 
 
 def _restore(

@@ -4,6 +4,7 @@ Every value in a file is text until its field's type says what it means, so YAML
 bool, `010` eight) do not exist. An unknown key, a wrong type or a number out of range is one sentence with a remedy.
 """
 
+import contextlib
 import dataclasses
 import difflib
 import math
@@ -165,8 +166,10 @@ def to_yaml(config: object) -> str:
 # --- Nested text -> dataclasses ---
 
 
-def build(cls: type[T], mapping: object, where: str = "") -> T:
+def build(cls: type[T], mapping: object, where: str = "", base: T | None = None) -> T:
     """A dataclass from nested dicts, each value converted by its field's type. Absent keys keep their defaults.
+
+    The default of a section's key is what the section's own default says: `base`, where it is given.
 
     Values may be text, as `parse_yaml` gives it, or Python values. `where` is the dotted path of `mapping`.
 
@@ -183,9 +186,9 @@ def build(cls: type[T], mapping: object, where: str = "") -> T:
         path = f"{where}.{key}" if where else str(key)
         if key not in known:
             raise UserError(f"{path} is not a known key: {_suggestion(cls, str(key), where)}")
-        values[key] = convert(hints[key], value, path)
+        values[key] = convert(hints[key], value, path, getattr(base or cls, key, None))
     try:
-        return cls(**values)
+        return cls(**values) if base is None else dataclasses.replace(base, **values)  # pyright: ignore
     except TypeError as error:
         missing = [each.name for each in fields(cls) if _required(each) and each.name not in values]  # pyright: ignore[reportArgumentType]
         if not missing:
@@ -196,8 +199,10 @@ def build(cls: type[T], mapping: object, where: str = "") -> T:
         raise UserError(f"{prefix}{error}") from error
 
 
-def convert(kind: Any, value: object, path: str) -> Any:
-    """`value` as a `kind`: bool, int, float, str, Literal, X | None, tuple[X, ...] or a dataclass.
+def convert(kind: Any, value: object, path: str, default: object = None) -> Any:
+    """`value` as a `kind`: bool, int, float, str, Literal, X | None, tuple[X, ...], Mapping or a dataclass.
+
+    default: of a dataclass, for the keys that `value` does not give.
 
     Raises:
         UserError: the value is none.
@@ -210,13 +215,17 @@ def convert(kind: Any, value: object, path: str) -> Any:
     if isinstance(value, _Override) and kind is not str:
         value = parse_yaml(value, path)
     if dataclasses.is_dataclass(kind):
-        return build(kind, value, path)  # pyright: ignore[reportArgumentType]
+        return build(kind, value, path, default if isinstance(default, kind) else None)  # pyright: ignore
     if value is None:
         raise UserError(f"{path} has no value: give it one, or leave the key out for its default")
     if origin is tuple:
         if not isinstance(value, list | tuple):
             raise UserError(f"{path}={_shown(value)}: it must be a list, write [{_shown(value)}]")
         return tuple(convert(inner[0], item, f"{path}[{index}]") for index, item in enumerate(value))
+    if origin is Mapping:
+        if not isinstance(value, Mapping):
+            raise UserError(f"{path}={_shown(value)}: it must be a mapping, write {{key: value}}")
+        return {str(key): _plain(item) for key, item in value.items()}
     if origin is Literal:
         if value not in inner:
             close = difflib.get_close_matches(str(value), inner, n=1)
@@ -247,6 +256,23 @@ def _scalar(kind: type, value: object, path: str) -> Any:
         hint = f", write {int(float(value))}" if kind is int and _whole(value) else ""
         raise UserError(f"{path}={_shown(value)}: it must be {_KINDS[kind]}{hint}")
     raise UserError(f"{path}={_shown(value)}: it must be {_KINDS[kind]}")
+
+
+def _plain(value: object) -> object:
+    """A value whose type nothing tells: text, but for what plainly is a number, true, false or null."""
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if not isinstance(value, str) or isinstance(value, _Quoted):
+        return str(value) if isinstance(value, str) else value
+    if value.lower() in ("true", "false"):
+        return value.lower() == "true"
+    for kind in (int, float):
+        if re.fullmatch(r"[-+]?(\d+|\d*\.?\d+([eE][-+]?\d+)?|\d+\.)", value):
+            with contextlib.suppress(ValueError):
+                return kind(value)
+    return str(value)
 
 
 _KINDS = {int: "a whole number", float: "a finite number", str: "text"}

@@ -1,71 +1,75 @@
-"""The quickstart's task: write a function's summary line from its signature. Texts as token ids, and the rubric."""
+"""What the stages of a run learn from and are measured by, whatever it was read from."""
 
-import hashlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from jrlhf.config import DataConfig
-from jrlhf.docstrings import Example, load_corpus
-from jrlhf.errors import UserError
-from jrlhf.rubric import Rubric
-from jrlhf.tokenizer import Tokenizer, TokenPairs, encode_pairs, train_tokenizer
+import numpy as np
+
+from jrlhf.data.encode import Prompts, Sequences
+from jrlhf.data.types import Example
+from jrlhf.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from jrlhf.context import Context
+    from jrlhf.model import Model
+
+Ids = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Split:
-    """Examples that fit, with their token ids row by row."""
+class SFTData:
+    """Texts to imitate.
 
-    examples: tuple[Example, ...]
-    tokens: TokenPairs
-    dropped: int  # examples too long for max_prompt or max_response
+    count: rows to learn from.
+    batch: (rows, step) -> their token ids and which of them are learnt. The step matters where rows change with time.
+    heldout: texts that are only measured; may be none.
+    """
+
+    count: int
+    batch: Callable[[np.ndarray, int], Sequences]
+    heldout: Sequences
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Answers of which an annotator preferred the first: whole sequences of token ids, prompt and answer together.
+
+    clear: in held-out pairs, whether the annotator could tell the two apart; None: in all of them.
+    """
+
+    chosen: Sequence[Ids]
+    rejected: Sequence[Ids]
+    clear: np.ndarray | None = None
+
+    def __len__(self) -> int:
+        return len(self.chosen)
+
+
+@dataclass(frozen=True)
+class Grades:
+    """What a measure that training never sees says of some answers: one number each, and what it is made of."""
+
+    scores: np.ndarray
+    items: dict[str, np.ndarray]
 
 
 @dataclass(frozen=True)
 class Task:
-    """What the stages learn from and are measured by."""
+    """What a run learns from and is measured by; None where no stage needs it.
+
+    fingerprint: one word for all of it; a checkpoint that was made with another is refused.
+    description: a line for the log.
+    pairs: (context, policy) -> pairs to learn from and held-out ones. The built-in task samples them from the policy.
+    prompts, heldout: to answer in reinforcement learning, and to validate on.
+    gold: a measure that only measures; None where the run's own rewards are all there is.
+    """
 
     tokenizer: Tokenizer
-    rubric: Rubric
-    train: Split
-    heldout: Split
-
-    def describe(self) -> str:
-        """How many examples there are, and how many were left out."""
-        dropped = self.train.dropped + self.heldout.dropped
-        return (
-            f"{len(self.train.examples)} examples to learn from, {len(self.heldout.examples)} held out "
-            f"({dropped} longer ones left out)"
-        )
-
-    @property
-    def fingerprint(self) -> str:
-        """One word for all that models are trained on here: another Python may have other docstrings."""
-        texts = [self.tokenizer.to_json()]
-        texts += [e.prompt + e.summary for split in (self.train, self.heldout) for e in split.examples]
-        return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
-
-
-def load_task(data: DataConfig, vocab_size: int) -> Task:
-    """Reads the corpus, trains the tokenizer on its train part, and encodes both parts.
-
-    Raises:
-        UserError: the corpus cannot be read, or the vocabulary does not suit it.
-    """
-    try:
-        corpus = load_corpus()
-        tokenizer = train_tokenizer((e.prompt + e.summary for e in corpus.train), vocab_size)
-    except ValueError as error:
-        raise UserError(str(error)) from error
-    train, heldout = _encode(tokenizer, corpus.train, data), _encode(tokenizer, corpus.heldout, data)
-    for name, split in (("train", train), ("held-out", heldout)):
-        if len(split.examples) < 2:
-            raise UserError(
-                f"data.max_prompt={data.max_prompt} and data.max_response={data.max_response} leave "
-                f"{len(split.examples)} {name} examples and drop {split.dropped}: raise them"
-            )
-    return Task(tokenizer, Rubric.from_corpus(corpus.train), train, heldout)
-
-
-def _encode(tokenizer: Tokenizer, examples: tuple[Example, ...], data: DataConfig) -> Split:
-    prompts, summaries = [e.prompt for e in examples], [e.summary for e in examples]
-    tokens = encode_pairs(tokenizer, prompts, summaries, data.max_prompt, data.max_response)
-    return Split(tuple(examples[row] for row in tokens.index), tokens, len(examples) - len(tokens.index))
+    fingerprint: str
+    description: str
+    sft: SFTData | None = None
+    pairs: Callable[["Context", "Model"], tuple[Pairs, Pairs]] | None = None
+    prompts: Prompts | None = None
+    heldout: Prompts | None = None
+    gold: Callable[[Sequence[Example], Sequence[str]], Grades] | None = None

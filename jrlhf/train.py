@@ -23,25 +23,30 @@ def main(config: Config, *, resume: bool = False) -> dict:
         UserError: bad input, found before anything is lost.
         Preempted: the process was asked to stop, and has saved its state.
     """
-    from jrlhf.context import open_context
     from jrlhf.finish import finish
+    from jrlhf.launch import open_context
     from jrlhf.reward_model import train_reward_model
     from jrlhf.rl import train_ppo
+    from jrlhf.scoring import open_rewards
     from jrlhf.sft import train_sft
+    from jrlhf.starts import start_policy
 
     phases = Stopwatch()
     with open_context(config, resume=resume) as context, jax.set_mesh(context.mesh):
+        policy, reward = start_policy(context), None
         phases.lap("start")
-        actor = sft = train_sft(context)
-        phases.lap("sft")
-        reward = None
+        if "sft" in config.stages:
+            policy = train_sft(context, policy)
+            phases.lap("sft")
         if "reward_model" in config.stages:
-            reward = train_reward_model(context, sft)
+            reward = train_reward_model(context, policy)
             phases.lap("reward_model")
-        if "ppo" in config.stages:
-            actor = train_ppo(context, sft, reward)
+        if "ppo" not in config.stages:
+            return finish(context, policy, None, reward, None, phases.seconds)
+        with open_rewards(context, policy, reward) as rewards:
+            before, actor = train_ppo(context, policy, rewards)
             phases.lap("ppo")
-        return finish(context, sft, reward, actor, phases.seconds)
+            return finish(context, before, actor, reward, rewards, phases.seconds)
 
 
 def cli(arguments: Sequence[str] | None = None) -> int:

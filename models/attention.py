@@ -1,25 +1,64 @@
 """Rotary positions and causal attention, for a whole sequence and for one token against a cache."""
 
+import math
+from functools import partial
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
 
 from jrlhf.models.cache import LayerCache
+from jrlhf.models.config import ModelConfig, RopeScaling
 
 AttentionImplementation = Literal["xla", "cudnn"]
 Rotation = tuple[Float[Array, "B T H//2"], Float[Array, "B T H//2"]]
 
 
-def rotation(positions: Int[Array, "B T"], head_dim: int, theta: float) -> Rotation:
+def rotation(positions: Int[Array, "B T"], head_dim: int, theta: float, scaling: RopeScaling | None = None) -> Rotation:
     """Cosines and sines of the angles p * theta^(-2i / H), float32 (Su et al. 2021, RoFormer, equation 15).
 
     Float32 whatever the model's dtype: bfloat16 rounds position 257 to 256, and an angle's error grows with position.
+
+    scaling: lowers the frequencies first; see `RopeScaling`.
     """
     frequencies = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
+    if scaling is not None:
+        frequencies = scaled(frequencies, scaling)
     angles = positions.astype(jnp.float32)[:, :, None] * frequencies[None, None, :]
     return jnp.cos(angles), jnp.sin(angles)
+
+
+def scaled(frequencies: Float[Array, "H//2"], scaling: RopeScaling) -> Float[Array, "H//2"]:
+    """Rotary frequencies lowered as `RopeScaling` says."""
+    lowered = frequencies / scaling.factor
+    low, high, known = scaling.low_freq_factor, scaling.high_freq_factor, scaling.original_max_positions
+    if low is None or high is None or known is None:
+        return lowered
+    # How often a pair turns within the positions of the first training: at most `low` times is lowered, at least `high`
+    # times is kept.
+    turns = known * frequencies / (2 * math.pi)
+    kept = jnp.clip((turns - low) / (high - low), 0, 1)
+    return (1 - kept) * lowered + kept * frequencies
+
+
+def layer_rotations(positions: Int[Array, "B T"], config: ModelConfig) -> tuple[Rotation | None, Rotation | None]:
+    """The rotations of (global layers, local layers); None where positions are learned."""
+    if config.positions == "learned":
+        return None, None
+    everywhere = rotation(positions, config.head_dim, config.rope_theta, config.rope_scaling)
+    if config.local_rope_theta is None:
+        return everywhere, everywhere
+    return everywhere, rotation(positions, config.head_dim, config.local_rope_theta)
+
+
+def of_layer(rotations: tuple[Rotation | None, Rotation | None], local: bool | Bool[Array, ""]) -> Rotation | None:
+    """One layer's rotation. `local` may be traced, where one program serves layers of both kinds."""
+    everywhere, near = rotations
+    if everywhere is near or isinstance(local, bool):
+        return near if local is True else everywhere
+    return jax.tree.map(lambda x, y: jnp.where(local, x, y), near, everywhere)
 
 
 def rotate(x: Float[Array, "B T N H"], positions: Rotation) -> Float[Array, "B T N H"]:
@@ -34,35 +73,107 @@ def attention(
     key: Float[Array, "B T K H"],
     value: Float[Array, "B T K H"],
     *,
+    scale: float | None = None,
+    softcap: float | None = None,
+    window: int | None = None,
+    local: bool | Bool[Array, ""] = True,
     implementation: AttentionImplementation | None = None,
 ) -> Float[Array, "B T N H"]:
-    """Causal attention scaled by 1 / sqrt(H); query head n reads key-value head n // (N / K).
+    """Causal attention; query head n reads key-value head n // (N / K). Scores and softmax are float32.
 
     Batches are right-padded, so causality alone keeps padding out of every real token and no length mask exists.
 
-    implementation: "xla"; "cudnn", which never stores [T, T] scores (16-bit floats, H <= 256 and a multiple of 8); None
-        for cuDNN where it can run and XLA elsewhere.
+    scale: scores are multiplied by it; None for 1 / sqrt(H).
+    softcap: bounds the scaled scores to softcap * tanh(scores / softcap).
+    window: position t sees only the last `window` positions up to and with t.
+    local: whether the window applies. It may be traced, where one program serves layers with a window and without.
+    implementation: "xla"; "cudnn", which never stores [T, T] scores (16-bit floats, H <= 256 and a multiple of 8, no
+        softcap); None for cuDNN where it can run and XLA elsewhere.
+
+    Raises:
+        ValueError: "cudnn" with a softcap.
     """
     if implementation is None:
-        implementation = default_attention(jax.default_backend(), query.dtype, query.shape[-1])
-    return jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation=implementation)
+        implementation = default_attention(jax.default_backend(), query.dtype, query.shape[-1], softcap)
+    length = query.shape[1]
+    if window is None or window >= length or local is False:
+        window = None
+    dense = partial(
+        jax.nn.dot_product_attention, query, key, value, is_causal=True, scale=scale, implementation=implementation
+    )
+    if implementation == "cudnn":
+        if softcap is not None:
+            raise ValueError(f"cuDNN's attention has no softcap={softcap:g}: use attention='xla'")
+        if window is None:
+            return dense()
+        size = (window - 1, 0)
+        if local is True:
+            return dense(local_window_size=size)
+        return lax.cond(local, lambda: dense(local_window_size=size), dense)
+
+    # XLA stores [T, T] scores anyway, so that a traced choice between two masks costs nothing, and a branch would.
+    near = None
+    if window is not None:
+        position = jnp.arange(length)
+        near = (position[:, None] - position[None, :] < window) | jnp.logical_not(local)
+    if softcap is None:
+        return dense() if near is None else dense(mask=near[None, None])
+    return _capped_attention(query, key, value, query.shape[-1] ** -0.5 if scale is None else scale, softcap, near)
 
 
-def default_attention(backend: str, dtype: jnp.dtype, head_dim: int) -> AttentionImplementation:
-    """cuDNN on a GPU where it supports the dtype and the head dimension, else XLA."""
-    supported = dtype in (jnp.bfloat16, jnp.float16) and head_dim % 8 == 0 and head_dim <= 256
+def _capped_attention(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B T K H"],
+    value: Float[Array, "B T K H"],
+    scale: float,
+    softcap: float,
+    near: Bool[Array, "T T"] | None,
+) -> Float[Array, "B T N H"]:
+    """Causal attention with bounded scores, which `jax.nn.dot_product_attention` does not offer."""
+    batch, length, heads, head_dim = query.shape
+    grouped = query.reshape(batch, length, key.shape[2], -1, head_dim)
+    # The named algorithm keeps the backward pass's products in bfloat16 too, whose cotangents are float32.
+    precision = lax.DotAlgorithmPreset.BF16_BF16_F32 if query.dtype == jnp.bfloat16 else None
+    scores = jnp.einsum("btkgh,bskh->bkgts", grouped, key, precision=precision, preferred_element_type=jnp.float32)
+    scores = softcap * jnp.tanh(scores * (scale / softcap))
+    seen = jnp.tril(jnp.ones((length, length), bool))
+    if near is not None:
+        seen = seen & near
+    weights = jax.nn.softmax(jnp.where(seen[None, None, None], scores, -jnp.inf), axis=-1).astype(query.dtype)
+    return jnp.einsum("bkgts,bskh->btkgh", weights, value).reshape(query.shape)
+
+
+def default_attention(
+    backend: str, dtype: jnp.dtype, head_dim: int, softcap: float | None = None
+) -> AttentionImplementation:
+    """cuDNN on a GPU where it supports the dtype, the head dimension and the scores as they are, else XLA."""
+    supported = dtype in (jnp.bfloat16, jnp.float16) and head_dim % 8 == 0 and head_dim <= 256 and softcap is None
     return "cudnn" if backend in ("gpu", "cuda") and supported else "xla"
 
 
 def cached_attention(
-    query: Float[Array, "B 1 N H"], cache: LayerCache, lengths: Int[Array, "B"]
+    query: Float[Array, "B 1 N H"],
+    cache: LayerCache,
+    lengths: Int[Array, "B"],
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+    window: int | None = None,
 ) -> Float[Array, "B 1 N H"]:
-    """One new token's attention over the first `lengths` positions of each row's cache; the softmax is in float32."""
+    """One new token's attention over the first `lengths` positions of each row's cache; the softmax is in float32.
+
+    scale, softcap: as in `attention`. window: only the last `window` of these positions are seen.
+    """
     batch, _, heads, head_dim = query.shape
     kv_heads, size = cache.key.shape[1:3]
     grouped = query.reshape(batch, kv_heads, heads // kv_heads, head_dim)
     scores = jnp.einsum("bkgh,bksh->bkgs", grouped, cache.key, preferred_element_type=jnp.float32)
-    seen = jnp.arange(size)[None, :] < lengths[:, None]
-    scores = jnp.where(seen[:, None, None, :], scores * head_dim**-0.5, -jnp.inf)
-    weights = jax.nn.softmax(scores, axis=-1).astype(query.dtype)
+    position = jnp.arange(size)[None, :]
+    seen = position < lengths[:, None]
+    if window is not None and window < size:
+        seen = seen & (position >= lengths[:, None] - window)
+    scores = scores * (head_dim**-0.5 if scale is None else scale)
+    if softcap is not None:
+        scores = softcap * jnp.tanh(scores / softcap)
+    weights = jax.nn.softmax(jnp.where(seen[:, None, None, :], scores, -jnp.inf), axis=-1).astype(query.dtype)
     return jnp.einsum("bkgs,bksh->bkgh", weights, cache.value).reshape(query.shape)

@@ -1,27 +1,94 @@
 """The numbers that define a decoder."""
 
+import sys
 from dataclasses import dataclass, fields
+from typing import Literal
 
 VOCAB_MULTIPLE = 128
+
+Activation = Literal["silu", "gelu_tanh"]
+NormKind = Literal["rms", "layer"]
+Positions = Literal["rotary", "learned"]
+_CHOICES = {"activation": ("silu", "gelu_tanh"), "norm": ("rms", "layer"), "positions": ("rotary", "learned")}
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """How rotary frequencies are lowered, so that positions beyond those of the first training stay in known angles.
+
+    kind: "linear" divides every frequency by `factor`. "llama3" divides by it those whose wavelength exceeds
+        original_max_positions / low_freq_factor, leaves those whose wavelength is below original_max_positions /
+        high_freq_factor, and goes smoothly from one to the other between (Llama 3.1). Linear scaling has no further
+        numbers: they are None.
+
+    Raises:
+        ValueError: a number out of its range, missing or superfluous.
+    """
+
+    kind: Literal["linear", "llama3"]
+    factor: float
+    low_freq_factor: float | None = None
+    high_freq_factor: float | None = None
+    original_max_positions: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("linear", "llama3"):
+            raise ValueError(f"rope_scaling kind={self.kind!r}: known are linear, llama3")
+        if not positive(self.factor):
+            raise ValueError(f"rope_scaling factor={self.factor!r} must be positive")
+        bands = {
+            name: getattr(self, name) for name in ("low_freq_factor", "high_freq_factor", "original_max_positions")
+        }
+        for name, value in bands.items():
+            if self.kind == "linear" and value is not None:
+                raise ValueError(f"rope_scaling {name}={value!r} must be null: linear scaling has no bands")
+            if self.kind == "llama3" and (value is None or not positive(value)):
+                raise ValueError(f"rope_scaling {name}={value!r} must be positive: llama3 scaling needs it")
+        original = self.original_max_positions
+        if original is not None and not is_count(original):
+            raise ValueError(f"rope_scaling original_max_positions={original!r} must be a positive integer")
+        if self.low_freq_factor is not None and self.high_freq_factor is not None:
+            if not self.low_freq_factor < self.high_freq_factor:
+                raise ValueError(
+                    f"rope_scaling low_freq_factor={self.low_freq_factor!r} must be below "
+                    f"high_freq_factor={self.high_freq_factor!r}"
+                )
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A pre-norm decoder with RMSNorm, rotary positions, grouped-query attention and SwiGLU: Llama, Qwen2, Qwen3.
+    """A pre-norm decoder with grouped-query attention: Llama, Mistral, Qwen2, Qwen3, Gemma 2 and 3, GPT-2.
+
+    The defaults of the switches are Llama's: RMSNorm, rotary positions, SwiGLU, no biases, attention over all that
+    came before.
 
     vocab_size: token ids run below it. The tables have `padded_vocab` rows; the further ones are never drawn or scored.
     embed, layers, heads, kv_heads, head_dim, mlp: the sizes D, L, N, K, H and F. D need not be N * H.
     max_positions: the longest sequence, prompt and response together.
     rope_theta: base of the rotary frequencies.
-    norm_eps: added to the mean square in every RMSNorm.
-    qk_norm: an RMSNorm over each query's and key's head dimension, before the rotation (Qwen3).
-    qkv_bias: biases on the query, key and value projections (Qwen2).
+    norm_eps: added to the mean square in every RMSNorm, to the variance in every LayerNorm.
+    qk_norm: an RMSNorm over each query's and key's head dimension, before the rotation (Qwen3, Gemma 3).
+    qkv_bias: biases on the query, key and value projections (Qwen2, GPT-2).
     tie_embeddings: one table embeds tokens and scores them.
     softcap: bounds the final logits to softcap * tanh(logits / softcap).
     initializer_range: standard deviation of the initial weights.
+    output_bias, mlp_bias: biases on attention's output projection, on the mlp's projections (GPT-2).
+    activation: of the mlp: x * sigmoid(x), or GELU in its tanh approximation (Gemma, GPT-2).
+    gated_mlp: down(activation(gate x) * up x); without, down(activation(up x)) (GPT-2).
+    norm: RMSNorm, or LayerNorm with scale and bias (GPT-2).
+    norm_offset: every RMSNorm multiplies by 1 + scale, and scales begin at 0 (Gemma).
+    post_norms: a norm after attention and one after the mlp too, before each is added to the residual stream (Gemma).
+    positions: rotary, or a learned table of max_positions rows that is added to the embeddings (GPT-2).
+    rope_scaling: of the rotary frequencies of global layers.
+    window: local layers see this many positions, their own and the ones before it. None: every layer is global.
+    local_layers: which layers are local, one flag a layer; empty: all of them, where `window` is set.
+    local_rope_theta: base of local layers' rotary frequencies, which are not scaled (Gemma 3). None: as global layers.
+    query_scale: attention scores are multiplied by it. None: 1 / sqrt(H).
+    attention_softcap: bounds attention scores as `softcap` does logits (Gemma 2).
+    embed_scale: embeddings are multiplied by it, rounded to the compute dtype (Gemma: sqrt(D)).
 
     Raises:
-        ValueError: a number out of its range.
+        ValueError: a number out of its range, or switches that contradict each other.
     """
 
     vocab_size: int
@@ -39,26 +106,68 @@ class ModelConfig:
     tie_embeddings: bool = True
     softcap: float | None = None
     initializer_range: float = 0.02
+    output_bias: bool = False
+    mlp_bias: bool = False
+    activation: Activation = "silu"
+    gated_mlp: bool = True
+    norm: NormKind = "rms"
+    norm_offset: bool = False
+    post_norms: bool = False
+    positions: Positions = "rotary"
+    rope_scaling: RopeScaling | None = None
+    window: int | None = None
+    local_layers: tuple[bool, ...] = ()
+    local_rope_theta: float | None = None
+    query_scale: float | None = None
+    attention_softcap: float | None = None
+    embed_scale: float | None = None
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.type in (int, "int") and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            if field.type in (int, "int") and not is_count(value):
                 raise ValueError(f"model {field.name}={value!r} must be a positive integer")
         for name in ("rope_theta", "norm_eps", "initializer_range"):
-            if not getattr(self, name) > 0:
+            if not positive(getattr(self, name)):
                 raise ValueError(f"model {name}={getattr(self, name)!r} must be positive")
+        for name in ("softcap", "attention_softcap", "local_rope_theta", "query_scale", "embed_scale"):
+            value = getattr(self, name)
+            if value is not None and not positive(value):
+                raise ValueError(f"model {name}={value!r} must be positive, or null for none")
+        for name, known in _CHOICES.items():
+            if getattr(self, name) not in known:
+                raise ValueError(f"model {name}={getattr(self, name)!r}: known are {', '.join(known)}")
         if self.heads % self.kv_heads:
             raise ValueError(f"model kv_heads={self.kv_heads} must divide heads={self.heads}")
-        if self.head_dim % 2:
+        if self.positions == "rotary" and self.head_dim % 2:
             raise ValueError(f"model head_dim={self.head_dim} must be even: rotary positions turn pairs")
-        if self.softcap is not None and not self.softcap > 0:
-            raise ValueError(f"model softcap={self.softcap!r} must be positive, or null for none")
+        if self.norm == "layer" and self.norm_offset:
+            raise ValueError("model norm_offset=True needs norm='rms': a LayerNorm multiplies by its scale alone")
+        self._check_local_layers()
+
+    def _check_local_layers(self) -> None:
+        if self.window is not None and not is_count(self.window):
+            raise ValueError(f"model window={self.window!r} must be a positive integer, or null for none")
+        if not isinstance(self.local_layers, tuple) or not all(isinstance(flag, bool) for flag in self.local_layers):
+            raise ValueError(f"model local_layers={self.local_layers!r} must be a tuple of booleans")
+        if self.local_layers and len(self.local_layers) != self.layers:
+            raise ValueError(
+                f"model local_layers has {len(self.local_layers)} flags for layers={self.layers}: it needs one a layer"
+            )
+        if self.window is None and (self.local_layers or self.local_rope_theta is not None):
+            raise ValueError("model local_layers and local_rope_theta need a window: without one no layer is local")
+        if self.positions == "learned" and (self.rope_scaling is not None or self.local_rope_theta is not None):
+            raise ValueError("model rope_scaling and local_rope_theta need positions='rotary'")
 
     @property
     def padded_vocab(self) -> int:
         """Rows of the embedding and unembedding tables: a multiple of 128, so that they divide over devices."""
         return -(-self.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+
+    @property
+    def locality(self) -> tuple[bool, ...]:
+        """Which layers are local, one flag a layer."""
+        return self.local_layers or (self.window is not None,) * self.layers
 
     @classmethod
     def tiny(cls, vocab_size: int, max_positions: int = 64) -> "ModelConfig":
@@ -67,68 +176,12 @@ class ModelConfig:
             vocab_size, embed=128, layers=4, heads=4, kv_heads=2, head_dim=32, mlp=384, max_positions=max_positions
         )
 
-    @classmethod
-    def llama3_8b(cls) -> "ModelConfig":
-        """meta-llama/Meta-Llama-3-8B."""
-        return cls(
-            vocab_size=128256,
-            embed=4096,
-            layers=32,
-            heads=32,
-            kv_heads=8,
-            head_dim=128,
-            mlp=14336,
-            max_positions=8192,
-            rope_theta=500000.0,
-            norm_eps=1e-5,
-            tie_embeddings=False,
-        )
 
-    @classmethod
-    def qwen2_5_0_5b(cls) -> "ModelConfig":
-        """Qwen/Qwen2.5-0.5B."""
-        return cls(
-            vocab_size=151936,
-            embed=896,
-            layers=24,
-            heads=14,
-            kv_heads=2,
-            head_dim=64,
-            mlp=4864,
-            max_positions=32768,
-            rope_theta=1000000.0,
-            qkv_bias=True,
-        )
+def positive(value: float) -> bool:
+    """Whether a number is positive and finite, as a float too."""
+    return 0 < value <= sys.float_info.max
 
-    @classmethod
-    def qwen3_0_6b(cls) -> "ModelConfig":
-        """Qwen/Qwen3-0.6B."""
-        return cls(
-            vocab_size=151936,
-            embed=1024,
-            layers=28,
-            heads=16,
-            kv_heads=8,
-            head_dim=128,
-            mlp=3072,
-            max_positions=40960,
-            rope_theta=1000000.0,
-            qk_norm=True,
-        )
 
-    @classmethod
-    def qwen3_8b(cls) -> "ModelConfig":
-        """Qwen/Qwen3-8B."""
-        return cls(
-            vocab_size=151936,
-            embed=4096,
-            layers=36,
-            heads=32,
-            kv_heads=8,
-            head_dim=128,
-            mlp=12288,
-            max_positions=40960,
-            rope_theta=1000000.0,
-            qk_norm=True,
-            tie_embeddings=False,
-        )
+def is_count(value: object) -> bool:
+    """Whether it is a positive integer, and not True."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1

@@ -5,24 +5,28 @@ it is used, inside the checkpointed body of the layer scan. So at most one layer
 the backward pass too, and the gather's transpose reduce-scatters the gradient back into slices.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jrlhf.kernels.logprob import token_logprobs
 from jrlhf.kernels.logprob.api import Implementation
-from jrlhf.meshes import Layout, gather
-from jrlhf.models.attention import AttentionImplementation, attention, rotation
+from jrlhf.meshes import AXES, GENERATE, Layout, gather
+from jrlhf.models.attention import AttentionImplementation, attention, layer_rotations, of_layer
 from jrlhf.models.collectives import TENSOR, check_rows, lookup, own_rows, place, total, vary
 from jrlhf.models.config import ModelConfig
-from jrlhf.models.modules import block, final_norm
-from jrlhf.models.params import HeadKind, Params, is_axes, layer_axes, model_axes
+from jrlhf.models.lora import LoRAConfig, lora_shardings, split_arguments, with_adapter
+from jrlhf.models.modules import NO_ADAPTERS, Adapters, block, final_norm, scaled_embeddings
+from jrlhf.models.params import HeadKind, Params, layer_axes, model_axes, param_shardings, spec_tree
+from jrlhf.models.quantize import dequantised, has_int8, int8_specs
 
 Remat = Literal["full", "gather"]
 REMATS: tuple[Remat, ...] = ("full", "gather")
@@ -42,11 +46,16 @@ class _Program:
     remat: Remat
     dtype: Any
     attention: AttentionImplementation | None
+    lora: LoRAConfig | None = None
 
     def __post_init__(self) -> None:
         if self.remat not in REMATS:
             raise ValueError(f"unknown remat {self.remat!r}: known are {', '.join(REMATS)}")
         model_axes(self.config, self.mesh, self.head)
+        if self.lora is not None:
+            if self.layout != GENERATE:
+                raise ValueError(f"lora needs its base in the generate layout, but this is {self.layout.name}")
+            lora_shardings(self.config, self.mesh, self.lora, self.head)
 
     @property
     def axes(self) -> Params:
@@ -57,20 +66,53 @@ class _Program:
         """The mesh axis over which layers are computed in slices, if any."""
         return TENSOR if self.layout.tensor_parallel else None
 
-    def shard(self, local: Callable[..., Any], batch_arguments: int) -> Callable[..., Any]:
-        """`local(params, *batch)` as a function of global arrays, whose batch and results are divided by rows."""
-        rows = self.layout.batch_spec()
-        stored = jax.tree.map(self.layout.storage.spec, self.axes, is_leaf=is_axes)
-        mapped = jax.shard_map(local, mesh=self.mesh, in_specs=(stored, *[rows] * batch_arguments), out_specs=rows)
+    def shard(self, local: Callable[..., Any]) -> Callable[..., Any]:
+        """`local(params, *batch)` as a function of global arrays, whose batch and results are divided by rows.
 
-        def call(params: Params, *batch: Array) -> Any:
+        With `lora` a function of (adapter, *batch, base), and `local` gets the two as one tree.
+        """
+        rows = self.layout.batch_spec()
+
+        def on_device(params: Params, adapter: Params, *batch: Array) -> Any:
+            return local(with_adapter(params, adapter, self.lora, self.dtype), *batch)
+
+        def call(*arguments: Any) -> Any:
+            params, adapter, batch = split_arguments(arguments, self.lora)
+            params, stored = self.stored(params)
             count, length = batch[0].shape
             check_rows(count, self.mesh, self.layout.batch, f"{self.layout.name} layout")
             if length > self.config.max_positions:
                 raise ValueError(f"{length} tokens a row exceed the model's max_positions={self.config.max_positions}")
-            return mapped(params, *(place(x, self.mesh, rows) for x in batch))
+            specs = stored, self.adapter_specs, *[rows] * len(batch)
+            mapped = jax.shard_map(on_device, mesh=self.mesh, in_specs=specs, out_specs=rows)
+            results = mapped(params, adapter, *(place(x, self.mesh, rows) for x in batch))
+            if self.layout.batch == AXES:
+                return results
+            # To meet those of other layouts and of generation, rows lie over all axes: a slice, nothing travels.
+            check_rows(count, self.mesh, AXES, f"{self.layout.name} layout")
+            return jax.tree.map(lambda x: place(x, self.mesh, jax.P(AXES)), results)
 
         return call
+
+    def stored(self, params: Params) -> tuple[Params, Params]:
+        """The weights that this program reads, and their specs."""
+        specs = spec_tree(param_shardings(self.config, self.mesh, self.layout, self.head))
+        if self.lora is not None:
+            # A base may have another head than the adapter's model, or none.
+            params = {name: weights for name, weights in params.items() if name in specs}
+            specs = {name: specs[name] for name in params}
+        if has_int8(params):
+            if self.layout != GENERATE or self.remat != "full":
+                raise ValueError(
+                    f"int8 weights need the generate layout and remat='full', but this is {self.layout.name} and "
+                    f"{self.remat!r}: elsewhere they would be kept or gathered as floats"
+                )
+            specs = int8_specs(specs)
+        return params, specs
+
+    @property
+    def adapter_specs(self) -> Params:
+        return {} if self.lora is None else spec_tree(lora_shardings(self.config, self.mesh, self.lora, self.head))
 
     def load(self, weight: Array, axes: tuple[str | None, ...]) -> Array:
         """A stored slice as the block needs it: cast, then gathered (so that the cast halves the bytes that travel)."""
@@ -88,33 +130,69 @@ class _Program:
     def hidden(self, params: Params, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
         """This device's rows -> their final hidden states, after the final norm."""
         axes = layer_axes(self.axes)
-        positions = rotation(jnp.arange(tokens.shape[1])[None, :], self.config.head_dim, self.config.rope_theta)
+        rotations = layer_rotations(jnp.arange(tokens.shape[1])[None, :], self.config)
+        locality = self.config.locality
+        # The scan's layers share one program: where they differ in locality, each gets its flag as an input.
+        flags = jnp.asarray(locality) if len(set(locality)) > 1 else None
 
-        def attend(query, key, value):
-            return attention(query, key, value, implementation=self.attention), None
+        policy = None if self.remat == "full" else _keep
 
-        def layer(x, weights):
-            loaded = jax.tree.map(self.load, weights, axes)
-            return block(self.config, loaded)(x, positions, attend, self.tensor)
+        def layer(local, x, weights, adapters: Adapters = NO_ADAPTERS):
+            loaded = jax.tree.map(self.load, dequantised(weights, self.dtype, after=x), axes)
+            attend = partial(self.attend, local)
+            return block(self.config, loaded)(x, of_layer(rotations, local), attend, self.tensor, adapters)
+
+        if self.layout == GENERATE:
+            x, layers = self.embed(params, tokens), params["layers"]
+            for local, *inputs in zip(locality, layers, params.get("adapters", [{}] * len(layers)), strict=True):
+                x, _ = jax.checkpoint(partial(layer, local), policy=policy)(x, *inputs)
+            return self.final_norm(params, x)
+
+        def scanned(x, inputs):
+            weights, flag = inputs
+            return layer(locality[0] if flag is None else flag, x, weights)
 
         # In a scan nothing can be merged across iterations, so the barrier against it is not needed.
-        layer = jax.checkpoint(layer, policy=None if self.remat == "full" else _keep, prevent_cse=False)
+        scanned = jax.checkpoint(scanned, policy=policy, prevent_cse=False)
         # Weights that are not gathered vary from here on: their gradients are summed once, for all layers together.
         layers = jax.tree.map(
             lambda weight, leaf: weight if self.gathered(leaf) else vary(weight, self.layout.batch),
             params["layers"],
             axes,
         )
-        x, _ = lax.scan(layer, self.embed(params, tokens), layers)
+        x, _ = lax.scan(scanned, self.embed(params, tokens), (layers, flags))
+        return self.final_norm(params, x)
+
+    def final_norm(self, params: Params, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         return final_norm(self.config, jax.tree.map(self.load, params["final_norm"], self.axes["final_norm"]))(x)
+
+    def attend(self, local: bool | Bool[Array, ""], query: Array, key: Array, value: Array) -> tuple[Array, None]:
+        """A layer's attention; nothing is kept of it."""
+        config = self.config
+        out = attention(
+            query,
+            key,
+            value,
+            scale=config.query_scale,
+            softcap=config.attention_softcap,
+            window=config.window,
+            local=local,
+            implementation=self.attention,
+        )
+        return out, None
 
     def embed(self, params: Params, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
         """Embeddings of this device's rows; each device looks up its slice of the vocabulary for all that share it."""
         table = self.load(params["embedding"], self.axes["embedding"])
         if self.layout.tensor_parallel:
-            return total(lookup(table, tokens), TENSOR)
-        parts = lookup(table, lax.all_gather(tokens, TENSOR, tiled=True))
-        return lax.psum_scatter(parts, TENSOR, tiled=True)
+            x = total(lookup(table, tokens), TENSOR)
+        else:
+            parts = lookup(table, lax.all_gather(tokens, TENSOR, tiled=True))
+            x = lax.psum_scatter(parts, TENSOR, tiled=True)
+        x = scaled_embeddings(x, self.config)
+        if self.config.positions == "learned":
+            x = x + self.load(params["positions"][: tokens.shape[1]], self.axes["positions"])[None]
+        return x
 
     def logprobs(
         self, params: Params, tokens: Int[Array, "B T"], temperature: float, implementation: Implementation | None
@@ -165,7 +243,8 @@ def make_logprobs(
     remat: Remat = "full",
     dtype: Any = jnp.float32,
     attention: AttentionImplementation | None = None,
-) -> Callable[[Params, Int[Array, "B T"]], tuple[Float[Array, "B T"], Float[Array, "B T"]]]:
+    lora: LoRAConfig | None = None,
+) -> Callable[..., tuple[Float[Array, "B T"], Float[Array, "B T"]]]:
     """Builds f(params, tokens [B, T]) -> (logprobs [B, T], entropy [B, T]), both float32, in nats.
 
     logprobs[:, t] = log pi(tokens[:, t] | tokens[:, :t]), of the softmax at `temperature`; entropy[:, t] is that of the
@@ -177,21 +256,26 @@ def make_logprobs(
     remat: "full" keeps only each layer's input and computes the layer again in the backward pass; "gather" keeps
         everything but gathered weights, which are gathered again.
     dtype: of weights and activations in compute. Norms, rotary angles, the logits and what follows are float32.
-    attention: None for cuDNN on a GPU where dtype and head_dim allow it, else XLA.
+    attention: None for cuDNN on a GPU where dtype, head_dim and the lack of an attention_softcap allow it, else XLA.
+    lora: builds f(adapter, tokens, base) instead, for `layout` GENERATE. adapter: as `init_lora`, float32, stored as
+        `lora_shardings` says. base: stored as `param_shardings(config, mesh, GENERATE)` says, in any dtype or as
+        `to_int8` makes it, with any head. Differentiate by the adapter.
 
+    In GENERATE the layers are not gathered but sliced over `tensor`, and they are unrolled.
     The function is not jitted: it composes with jit and grad.
 
     Raises:
-        ValueError: the model or, when called, the batch does not fit on the mesh.
+        ValueError: the model or, when called, the batch does not fit on the mesh; adapters or int8 weights where they
+            cannot be.
     """
-    program = _Program(config, mesh, layout, "lm", remat, dtype, attention)
-    if not temperature > 0:
-        raise ValueError(f"temperature={temperature} must be positive")
+    program = _Program(config, mesh, layout, "lm", remat, dtype, attention, lora)
+    if not 0 < temperature < math.inf:
+        raise ValueError(f"temperature={temperature} must be positive and finite")
 
     def local(params, tokens):
         return program.logprobs(params, tokens, temperature, implementation)
 
-    return program.shard(local, batch_arguments=1)
+    return program.shard(local)
 
 
 def make_values(
@@ -202,19 +286,20 @@ def make_values(
     remat: Remat = "full",
     dtype: Any = jnp.float32,
     attention: AttentionImplementation | None = None,
-) -> Callable[[Params, Int[Array, "B T"]], Float[Array, "B T+1"]]:
+    lora: LoRAConfig | None = None,
+) -> Callable[..., Float[Array, "B T+1"]]:
     """Builds f(params, tokens [B, T]) -> values [B, T + 1], float32.
 
     values[:, t] is V before token t: the head's output at t - 1. So values[:, T] is V after the last token, and
     values[:, 0] = 0, before any token.
     Parameters as `init_scalar`; the rest as in `make_logprobs`.
     """
-    program = _Program(config, mesh, layout, "scalar", remat, dtype, attention)
+    program = _Program(config, mesh, layout, "scalar", remat, dtype, attention, lora)
 
     def local(params, tokens):
         return jnp.pad(program.scalars(params, program.hidden(params, tokens)), ((0, 0), (1, 0)))
 
-    return program.shard(local, batch_arguments=1)
+    return program.shard(local)
 
 
 def make_scores(
@@ -225,15 +310,16 @@ def make_scores(
     remat: Remat = "full",
     dtype: Any = jnp.float32,
     attention: AttentionImplementation | None = None,
-) -> Callable[[Params, Int[Array, "B T"], Int[Array, "B"]], Float[Array, "B"]]:
+    lora: LoRAConfig | None = None,
+) -> Callable[..., Float[Array, "B"]]:
     """Builds f(params, tokens [B, T], lengths [B]) -> scores [B], float32: the head's output at position length - 1.
 
     lengths: each row's real tokens, at least 1. Parameters as `init_scalar`; the rest as in `make_logprobs`.
     """
-    program = _Program(config, mesh, layout, "scalar", remat, dtype, attention)
+    program = _Program(config, mesh, layout, "scalar", remat, dtype, attention, lora)
 
     def local(params, tokens, lengths):
         last = jax.vmap(lambda row, length: row[length - 1])(program.hidden(params, tokens), lengths)
         return program.scalars(params, last)
 
-    return program.shard(local, batch_arguments=2)
+    return program.shard(local)

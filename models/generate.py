@@ -1,7 +1,8 @@
 """Generation: prefill, then a decode loop until every row has stopped, in one tensor-parallel `jax.shard_map`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -11,12 +12,21 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from jrlhf.meshes import AXES, GENERATE
-from jrlhf.models.attention import AttentionImplementation, attention, cached_attention, rotation
+from jrlhf.models.attention import (
+    AttentionImplementation,
+    Rotation,
+    attention,
+    cached_attention,
+    layer_rotations,
+    of_layer,
+)
 from jrlhf.models.cache import LayerCache, append, prefill
 from jrlhf.models.collectives import TENSOR, check_rows, lookup, own_rows, place, total
 from jrlhf.models.config import ModelConfig
-from jrlhf.models.modules import block, final_norm
-from jrlhf.models.params import Params, param_shardings
+from jrlhf.models.lora import LoRAConfig, lora_shardings, split_arguments, with_adapter
+from jrlhf.models.modules import NO_ADAPTERS, Adapters, Attend, block, final_norm, scaled_embeddings
+from jrlhf.models.params import Params, param_shardings, spec_tree
+from jrlhf.models.quantize import Int8, dequantised, has_int8, int8_specs, is_int8
 from jrlhf.models.sampling import SamplingConfig, sample
 
 
@@ -58,7 +68,8 @@ def make_generate(
     *,
     dtype: Any = jnp.float32,
     attention: AttentionImplementation | None = None,
-) -> Callable[[Params, Int[Array, "B P"], Int[Array, "B"], PRNGKeyArray], Generation]:
+    lora: LoRAConfig | None = None,
+) -> Callable[..., Generation]:
     """Builds f(params, prompts [B, P], prompt_lengths [B], row_keys [B]) -> Generation.
 
     params: as `param_shardings(config, mesh, GENERATE)` says: layers are a list, one dict a layer.
@@ -66,7 +77,9 @@ def make_generate(
     row_keys: one PRNG key a row. Token t is drawn with fold_in(row_key, t), so that, given equal logits, a row's text
         does not depend on its neighbours, on the prompts' padding or on the mesh.
     dtype: of weights, activations and cache. Norms, rotary angles, softmaxes and log-probabilities are float32.
-    attention: of the prefill; None for cuDNN on a GPU where dtype and head_dim allow it, else XLA.
+    attention: of the prefill; as in `make_logprobs`.
+    lora: builds f(adapter, prompts, prompt_lengths, row_keys, base) instead, as in `make_logprobs`. Nothing is merged:
+        what is drawn is what that function scores.
 
     Rows come back divided over all mesh axes. The function is not jitted.
 
@@ -77,14 +90,13 @@ def make_generate(
     for stop in sampling.stop_ids:
         if not 0 <= stop < config.vocab_size:
             raise ValueError(f"stop id {stop} is outside the vocabulary of {config.vocab_size} tokens")
-    program = _Program(config, sampling, dtype, attention)
-    stored = jax.tree.map(lambda sharding: sharding.spec, param_shardings(config, mesh, GENERATE))
+    program = _Program(config, sampling, dtype, attention, lora)
+    stored = spec_tree(param_shardings(config, mesh, GENERATE))
+    adapted = {} if lora is None else spec_tree(lora_shardings(config, mesh, lora))
     rows, shared = jax.P(AXES), GENERATE.batch_spec()
-    mapped = jax.shard_map(program.run, mesh=mesh, in_specs=(stored, shared, shared, rows), out_specs=rows)
 
-    def generate(
-        params: Params, prompts: Int[Array, "B P"], prompt_lengths: Int[Array, "B"], row_keys: PRNGKeyArray
-    ) -> Generation:
+    def generate(*arguments: Any) -> Generation:
+        params, adapter, (prompts, prompt_lengths, row_keys) = split_arguments(arguments, lora)
         batch, length = prompts.shape
         check_rows(batch, mesh, AXES, "generation")
         if length + sampling.max_new_tokens > config.max_positions:
@@ -93,7 +105,9 @@ def make_generate(
                 f"max_positions={config.max_positions}"
             )
         prompts, prompt_lengths = (place(x, mesh, shared) for x in (prompts, prompt_lengths))
-        return mapped(params, prompts, prompt_lengths, place(row_keys, mesh, rows))
+        specs = int8_specs(stored) if has_int8(params) else stored
+        mapped = jax.shard_map(program.run, mesh=mesh, in_specs=(specs, adapted, shared, shared, rows), out_specs=rows)
+        return mapped(params, adapter, prompts, prompt_lengths, place(row_keys, mesh, rows))
 
     return generate
 
@@ -106,12 +120,18 @@ class _Program:
     sampling: SamplingConfig
     dtype: Any
     attention: AttentionImplementation | None
+    lora: LoRAConfig | None = None
 
     def run(
-        self, params: Params, prompts: Int[Array, "b P"], prompt_lengths: Int[Array, "b"], keys: PRNGKeyArray
+        self,
+        params: Params,
+        adapter: Params,
+        prompts: Int[Array, "b P"],
+        prompt_lengths: Int[Array, "b"],
+        keys: PRNGKeyArray,
     ) -> Generation:
         """One device's part: a slice of the weights, the rows of its `tensor` group, the keys of its share of them."""
-        params = jax.tree.map(lambda weight: weight.astype(self.dtype) if weight.ndim > 1 else weight, params)
+        params = with_adapter(jax.tree.map(self.cast, params, is_leaf=is_int8), adapter, self.lora, self.dtype)
         own_prompts, own_lengths = own_rows(prompts), own_rows(prompt_lengths)
         count, limit = own_prompts.shape[0], self.sampling.max_new_tokens
 
@@ -155,22 +175,51 @@ class _Program:
         )
         return assemble(own_prompts, own_lengths, end.tokens, end.logprobs, end.lengths, end.finished)
 
-    def embed(self, params: Params, tokens: Int[Array, "b T"]) -> Float[Array, "b T D"]:
-        return total(lookup(params["embedding"], tokens), TENSOR)
+    def cast(self, weight: Array | Int8) -> Array | Int8:
+        # Int8 stays: it is made wide layer by layer.
+        return weight if isinstance(weight, Int8) or weight.ndim < 2 else weight.astype(self.dtype)
 
-    def rotation(self, positions: Int[Array, "b T"]):
-        return rotation(positions, self.config.head_dim, self.config.rope_theta)
+    def embed(self, params: Params, tokens: Int[Array, "b T"], positions: Int[Array, "#b T"]) -> Float[Array, "b T D"]:
+        x = scaled_embeddings(total(lookup(params["embedding"], tokens), TENSOR), self.config)
+        return x + params["positions"][positions] if self.config.positions == "learned" else x
+
+    @property
+    def scores(self) -> dict[str, Any]:
+        """How attention's scores are scaled and bounded."""
+        return {"scale": self.config.query_scale, "softcap": self.config.attention_softcap}
+
+    def layers(self, params: Params, positions: Int[Array, "#b T"]) -> Iterator[tuple[Callable, Rotation | None, bool]]:
+        """Each layer, its rotation at these positions, and whether it is local."""
+        rotations = layer_rotations(positions, self.config)
+        adapters = params.get("adapters", [NO_ADAPTERS] * self.config.layers)
+        for weights, local, low in zip(params["layers"], self.config.locality, adapters, strict=True):
+            yield partial(self.layer, weights, low), of_layer(rotations, local), local
+
+    def layer(
+        self, weights: Params, adapters: Adapters, x: Float[Array, "b T D"], rotation: Rotation | None, attend: Attend
+    ) -> tuple[Float[Array, "b T D"], LayerCache]:
+        loaded = dequantised(weights, self.dtype, after=x)
+        return block(self.config, loaded)(x, rotation, attend, TENSOR, adapters)
 
     def prefill(self, params: Params, prompts: Int[Array, "b P"], size: int) -> list[LayerCache]:
         """Each layer's keys and values of the prompts, in caches of `size` positions."""
-        positions = self.rotation(jnp.arange(prompts.shape[1])[None, :])
+        positions = jnp.arange(prompts.shape[1])[None, :]
+        x, caches = self.embed(params, prompts, positions), []
+        for layer, rotation, local in self.layers(params, positions):
 
-        def attend(query, key, value):
-            return attention(query, key, value, implementation=self.attention), prefill(key, value, size)
+            def attend(query, key, value, local=local):
+                out = attention(
+                    query,
+                    key,
+                    value,
+                    window=self.config.window,
+                    local=local,
+                    implementation=self.attention,
+                    **self.scores,
+                )
+                return out, prefill(key, value, size)
 
-        x, caches = self.embed(params, prompts), []
-        for weights in params["layers"]:
-            x, cache = block(self.config, weights)(x, positions, attend, TENSOR)
+            x, cache = layer(x, rotation, attend)
             caches.append(cache)
         return caches
 
@@ -178,14 +227,15 @@ class _Program:
         self, params: Params, tokens: Int[Array, "b"], positions: Int[Array, "b"], caches: list[LayerCache]
     ) -> tuple[Float[Array, "b D"], list[LayerCache]]:
         """Feeds one token a row at its position -> its final hidden state, and the longer caches."""
-        x, rotated, longer = self.embed(params, tokens[:, None]), self.rotation(positions[:, None]), []
-        for weights, cache in zip(params["layers"], caches, strict=True):
+        tokens, at = tokens[:, None], positions[:, None]
+        x, longer = self.embed(params, tokens, at), []
+        for (layer, rotation, local), cache in zip(self.layers(params, at), caches, strict=True):
 
-            def attend(query, key, value, cache=cache):
+            def attend(query, key, value, cache=cache, window=self.config.window if local else None):
                 appended = append(cache, key, value, positions)
-                return cached_attention(query, appended, positions + 1), appended
+                return cached_attention(query, appended, positions + 1, window=window, **self.scores), appended
 
-            x, cache = block(self.config, weights)(x, rotated, attend, TENSOR)
+            x, cache = layer(x, rotation, attend)
             longer.append(cache)
         return final_norm(self.config, params["final_norm"])(x)[:, 0], longer
 

@@ -5,8 +5,9 @@ again with one layer's weights; nothing is ever mutated. The same block runs wit
 slice of the heads and the mlp: the sizes come from the weights.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -17,10 +18,13 @@ from jaxtyping import Array, Float
 
 from jrlhf.models.attention import Rotation, rotate
 from jrlhf.models.collectives import total, vary
-from jrlhf.models.config import ModelConfig
+from jrlhf.models.config import Activation, ModelConfig
 
 # (query [B, T, N, H], key and value [B, T, K, H]) -> (output [B, T, N, H], what the caller keeps, such as a cache)
 Attend = Callable[[Array, Array, Array], tuple[Array, Any]]
+# A layer's low-rank adapters: a projection's weight by name -> (a [*inputs, r], b [r, *outputs])
+Adapters = Mapping[str, tuple[Array, Array]]
+NO_ADAPTERS: Adapters = MappingProxyType({})
 
 
 def normal(rngs: nnx.Rngs, shape: tuple[int, ...], scale: float) -> nnx.Param:
@@ -28,19 +32,67 @@ def normal(rngs: nnx.Rngs, shape: tuple[int, ...], scale: float) -> nnx.Param:
     return nnx.Param(scale * jax.random.normal(rngs.params(), shape))
 
 
-class RMSNorm(nnx.Module):
-    """x / sqrt(mean(x^2) + eps) * scale over the last dimension (Zhang and Sennrich 2019, equation 4)."""
+def adapted(
+    y: Array, x: Array, adapter: tuple[Array, Array] | None, held: Callable[[Array, int], Array] | None = None
+) -> Array:
+    """A projection's output `y` for its input `x`, plus (x a) b where it has an adapter (`lora.py`).
 
-    def __init__(self, size: int, eps: float):
+    held: the part of b's heads, its dimension 1, that this device computes.
+    """
+    if adapter is None:
+        return y
+    a, b = adapter
+    return y + jnp.tensordot(jnp.tensordot(x, a, a.ndim - 1), b if held is None else held(b, 1), 1)
+
+
+class RMSNorm(nnx.Module):
+    """x / sqrt(mean(x^2) + eps) * scale over the last dimension (Zhang and Sennrich 2019, equation 4).
+
+    offset: the factor is 1 + scale, and scale begins at 0.
+    """
+
+    def __init__(self, size: int, eps: float, *, offset: bool = False):
         self.eps = eps
-        self.scale = nnx.Param(jnp.ones(size))
+        self.offset = offset
+        self.scale = nnx.Param(jnp.zeros(size) if offset else jnp.ones(size))
 
     def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
         # Float32 whatever the model's dtype: a mean of D bfloat16 squares has two or three digits.
         wide = x.astype(jnp.float32)
         inverse = lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.eps)
-        scale = jnp.expand_dims(self.scale[...], tuple(range(x.ndim - 1)))
+        # The scale too, however it is stored: most 1 + scale are no bfloat16.
+        scale = self.scale[...].astype(jnp.float32) + (1 if self.offset else 0)
+        scale = jnp.expand_dims(scale, tuple(range(x.ndim - 1)))
         return (wide * inverse * scale).astype(x.dtype)
+
+
+class LayerNorm(nnx.Module):
+    """(x - mean(x)) / sqrt(var(x) + eps) * scale + bias over the last dimension (Ba et al. 2016), in float32."""
+
+    def __init__(self, size: int, eps: float):
+        self.eps = eps
+        self.scale = nnx.Param(jnp.ones(size))
+        self.bias = nnx.Param(jnp.zeros(size))
+
+    def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
+        wide = x.astype(jnp.float32)
+        centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
+        inverse = lax.rsqrt(jnp.mean(jnp.square(centred), axis=-1, keepdims=True) + self.eps)
+        leading = tuple(range(x.ndim - 1))
+        scale, bias = (jnp.expand_dims(w[...].astype(jnp.float32), leading) for w in (self.scale, self.bias))
+        return (centred * inverse * scale + bias).astype(x.dtype)
+
+
+def residual_norm(config: ModelConfig) -> RMSNorm | LayerNorm:
+    """A norm of the residual stream, or of what is added to it."""
+    if config.norm == "layer":
+        return LayerNorm(config.embed, config.norm_eps)
+    return RMSNorm(config.embed, config.norm_eps, offset=config.norm_offset)
+
+
+def biased(x: Float[Array, "B T F"], bias: Float[Array, "F"]) -> Float[Array, "B T F"]:
+    """x + bias, added in float32 whatever the dtypes."""
+    return (x + bias[None, None].astype(jnp.float32)).astype(x.dtype)
 
 
 class Attention(nnx.Module):
@@ -59,27 +111,43 @@ class Attention(nnx.Module):
         self.bias = config.qkv_bias
         if self.bias:
             self.bq, self.bk, self.bv = (nnx.Param(jnp.zeros((heads, H))) for heads in (N, K, K))
+        self.output_bias = config.output_bias
+        if self.output_bias:
+            self.bo = nnx.Param(jnp.zeros(D))
         self.normalised = config.qk_norm
         if self.normalised:
-            self.query_norm = RMSNorm(H, config.norm_eps)
-            self.key_norm = RMSNorm(H, config.norm_eps)
+            self.query_norm = RMSNorm(H, config.norm_eps, offset=config.norm_offset)
+            self.key_norm = RMSNorm(H, config.norm_eps, offset=config.norm_offset)
 
-    def project(self, x: Float[Array, "B T D"], positions: Rotation) -> tuple[Array, Array, Array]:
-        """Rotated queries [B, T, N, H], rotated keys and values [B, T, K, H], of the heads that this device holds."""
+    def project(
+        self, x: Float[Array, "B T D"], positions: Rotation | None, adapters: Adapters = NO_ADAPTERS
+    ) -> tuple[Array, Array, Array]:
+        """Rotated queries [B, T, N, H], rotated keys and values [B, T, K, H], of the heads that this device holds.
+
+        positions: None where positions are learned, and nothing is rotated.
+        """
         query = jnp.einsum("btd,dnh->btnh", x, self.wq[...])
         key = jnp.einsum("btd,dkh->btkh", x, self._needed(self.wk[...], 1))
         value = jnp.einsum("btd,dkh->btkh", x, self._needed(self.wv[...], 1))
+        query = adapted(query, x, adapters.get("wq"))
+        key = adapted(key, x, adapters.get("wk"), self._needed)
+        value = adapted(value, x, adapters.get("wv"), self._needed)
         if self.bias:
             query = query + self.bq[...][None, None]
             key = key + self._needed(self.bk[...], 0)[None, None]
             value = value + self._needed(self.bv[...], 0)[None, None]
         if self.normalised:
             query, key = self.query_norm(query), self.key_norm(key)
-        return rotate(query, positions), rotate(key, positions), value
+        if positions is not None:
+            query, key = rotate(query, positions), rotate(key, positions)
+        return query, key, value
 
-    def output(self, x: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
-        """Back to the residual stream; a partial sum where this device holds some of the heads."""
-        return jnp.einsum("btnh,nhd->btd", x, self.wo[...])
+    def output(
+        self, x: Float[Array, "B T N H"], axis: str | None, adapters: Adapters = NO_ADAPTERS
+    ) -> Float[Array, "B T D"]:
+        """Back to the residual stream; where heads are sliced over `axis`, the sum of the devices' parts."""
+        out = total(adapted(jnp.einsum("btnh,nhd->btd", x, self.wo[...]), x, adapters.get("wo")), axis)
+        return biased(out, self.bo[...]) if self.output_bias else out
 
     def _needed(self, weight: Array, axis: int) -> Array:
         """The key-value heads that this device's query heads read.
@@ -94,42 +162,79 @@ class Attention(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """SwiGLU: (silu(x gate) * (x up)) down (Shazeer 2020, equation 6)."""
+    """(activation(x gate) * (x up)) down (Shazeer 2020, equation 6), or ungated: activation(x up) down."""
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         D, F, scale = config.embed, config.mlp, config.initializer_range
-        self.gate = normal(rngs, (D, F), scale)
+        self.activation: Activation = config.activation
+        self.gated = config.gated_mlp
+        if self.gated:
+            self.gate = normal(rngs, (D, F), scale)
         self.up = normal(rngs, (D, F), scale)
         self.down = normal(rngs, (F, D), scale / (2 * config.layers) ** 0.5)
+        self.bias = config.mlp_bias
+        if self.bias:
+            if self.gated:
+                self.gate_bias = nnx.Param(jnp.zeros(F))
+            self.up_bias = nnx.Param(jnp.zeros(F))
+            self.down_bias = nnx.Param(jnp.zeros(D))
 
-    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        gate = jnp.einsum("btd,df->btf", x, self.gate[...])
-        up = jnp.einsum("btd,df->btf", x, self.up[...])
-        return jnp.einsum("btf,fd->btd", jax.nn.silu(gate) * up, self.down[...])
+    def __call__(
+        self, x: Float[Array, "B T D"], axis: str | None, adapters: Adapters = NO_ADAPTERS
+    ) -> Float[Array, "B T D"]:
+        """Where F is sliced over `axis`, the sum of the devices' parts."""
+        if self.gated:
+            gate = adapted(jnp.einsum("btd,df->btf", x, self.gate[...]), x, adapters.get("gate"))
+            gate = biased(gate, self.gate_bias[...]) if self.bias else gate
+        up = adapted(jnp.einsum("btd,df->btf", x, self.up[...]), x, adapters.get("up"))
+        up = biased(up, self.up_bias[...]) if self.bias else up
+        inner = activate(gate, self.activation) * up if self.gated else activate(up, self.activation)
+        out = total(adapted(jnp.einsum("btf,fd->btd", inner, self.down[...]), inner, adapters.get("down")), axis)
+        return biased(out, self.down_bias[...]) if self.bias else out
+
+
+def activate(x: Float[Array, "B T F"], activation: Activation) -> Float[Array, "B T F"]:
+    """The mlp's nonlinearity."""
+    if activation == "silu":
+        return jax.nn.silu(x)
+    # Float32: where GELU is near 0, 1 + tanh cancels all of bfloat16's digits.
+    return jax.nn.gelu(x.astype(jnp.float32), approximate=True).astype(x.dtype)
 
 
 class Block(nnx.Module):
-    """One pre-norm layer."""
+    """One pre-norm layer, whose contributions may be normed again before they are added."""
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
-        self.attention_norm = RMSNorm(config.embed, config.norm_eps)
+        self.post_norms = config.post_norms
+        self.attention_norm = residual_norm(config)
         self.attention = Attention(config, rngs=rngs)
-        self.mlp_norm = RMSNorm(config.embed, config.norm_eps)
+        self.mlp_norm = residual_norm(config)
         self.mlp = MLP(config, rngs=rngs)
+        if self.post_norms:
+            self.post_attention_norm = residual_norm(config)
+            self.post_mlp_norm = residual_norm(config)
 
     def __call__(
-        self, x: Float[Array, "B T D"], positions: Rotation, attend: Attend, axis: str | None = None
+        self,
+        x: Float[Array, "B T D"],
+        positions: Rotation | None,
+        attend: Attend,
+        axis: str | None = None,
+        adapters: Adapters = NO_ADAPTERS,
     ) -> tuple[Float[Array, "B T D"], Any]:
         """The layer's output and what `attend` keeps.
 
+        positions: this layer's rotation; None where positions are learned.
         axis: the mesh axis over which heads and mlp are sliced (Shoeybi et al. 2019, section 3), None where weights are
             whole. `x` is the same on all its devices, and so is the result.
         """
         h = vary(self.attention_norm(x), axis)
-        attended, kept = attend(*self.attention.project(h, positions))
-        x = x + total(self.attention.output(attended), axis)
+        attended, kept = attend(*self.attention.project(h, positions, adapters))
+        out = self.attention.output(attended, axis, adapters)
+        x = x + (self.post_attention_norm(out) if self.post_norms else out)
         h = vary(self.mlp_norm(x), axis)
-        return x + total(self.mlp(h), axis), kept
+        out = self.mlp(h, axis, adapters)
+        return x + (self.post_mlp_norm(out) if self.post_norms else out), kept
 
 
 class Decoder(nnx.Module):
@@ -137,9 +242,11 @@ class Decoder(nnx.Module):
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         self.embedding = table(config, rngs)
+        if config.positions == "learned":
+            self.positions = normal(rngs, (config.max_positions, config.embed), config.initializer_range)
         build = nnx.vmap(lambda layer_rngs: Block(config, rngs=layer_rngs), in_axes=0, out_axes=0)
         self.layers = build(rngs.split(config.layers))
-        self.final_norm = RMSNorm(config.embed, config.norm_eps)
+        self.final_norm = residual_norm(config)
 
 
 class LanguageModel(Decoder):
@@ -175,6 +282,11 @@ def table(config: ModelConfig, rngs: nnx.Rngs) -> nnx.Param:
     return nnx.Param(jnp.pad(rows, ((0, config.padded_vocab - config.vocab_size), (0, 0))))
 
 
+def scaled_embeddings(x: Float[Array, "B T D"], config: ModelConfig) -> Float[Array, "B T D"]:
+    """Embeddings as they enter the first layer. The factor is rounded to their dtype, as Gemma's training did."""
+    return x if config.embed_scale is None else x * jnp.asarray(config.embed_scale, x.dtype)
+
+
 def pure(module: nnx.Module) -> dict[str, Any]:
     """A module's weights as a plain nested dict of arrays."""
     return nnx.to_pure_dict(nnx.split(module, nnx.Param)[1])
@@ -186,7 +298,7 @@ def _structures(config: ModelConfig) -> tuple[nnx.GraphDef, nnx.GraphDef]:
         return nnx.split(nnx.eval_shape(build), nnx.Param)[0]
 
     block = structure(lambda: Block(config, rngs=nnx.Rngs(0)))
-    return block, structure(lambda: RMSNorm(config.embed, config.norm_eps))
+    return block, structure(lambda: residual_norm(config))
 
 
 def block(config: ModelConfig, weights: dict[str, Any]) -> Block:
@@ -194,6 +306,6 @@ def block(config: ModelConfig, weights: dict[str, Any]) -> Block:
     return nnx.merge(_structures(config)[0], weights)
 
 
-def final_norm(config: ModelConfig, weights: dict[str, Any]) -> RMSNorm:
-    """The norm before the head around this weight."""
+def final_norm(config: ModelConfig, weights: dict[str, Any]) -> RMSNorm | LayerNorm:
+    """The norm before the head around these weights."""
     return nnx.merge(_structures(config)[1], weights)

@@ -19,7 +19,10 @@ HeadKind = Literal["lm", "scalar"]
 
 
 def init_lm(config: ModelConfig, key: PRNGKeyArray) -> Params:
-    """A language model's weights, float32: {embedding, layers (stacked along L), final_norm, unembedding if untied}."""
+    """A language model's weights, float32.
+
+    {embedding, positions if learned, layers (stacked along L), final_norm, unembedding if untied}
+    """
     return pure(LanguageModel(config, rngs=nnx.Rngs(key)))
 
 
@@ -43,7 +46,7 @@ def scalar_from(params: Params, *, keep_head: bool = False) -> Params:
     """
     if keep_head and "value_head" not in params:
         raise ValueError("keep_head=True needs a model with a scalar head, but these are a language model's parameters")
-    backbone = {name: params[name] for name in ("embedding", "layers", "final_norm")}
+    backbone = {name: params[name] for name in ("embedding", "positions", "layers", "final_norm") if name in params}
     if keep_head:
         head = params["value_head"]
     else:
@@ -55,7 +58,8 @@ def scalar_from(params: Params, *, keep_head: bool = False) -> Params:
 def decoder_axes(config: ModelConfig, tensor: int) -> Params:
     """The logical axes that both kinds of model share."""
     kv_heads = "kv_heads" if config.kv_heads >= tensor else None
-    norm = {"scale": ("layers", "norm")}
+    head_norm = {"scale": ("layers", "norm")}
+    norm = head_norm | ({"bias": ("layers", "norm")} if config.norm == "layer" else {})
     attention: dict[str, Any] = {
         "wq": ("layers", "embed", "heads", "head_dim"),
         "wk": ("layers", "embed", kv_heads, "head_dim"),
@@ -65,19 +69,25 @@ def decoder_axes(config: ModelConfig, tensor: int) -> Params:
     if config.qkv_bias:
         attention["bq"] = ("layers", "heads", "head_dim")
         attention["bk"] = attention["bv"] = ("layers", kv_heads, "head_dim")
+    if config.output_bias:
+        attention["bo"] = ("layers", "norm")
     if config.qk_norm:
-        attention["query_norm"] = attention["key_norm"] = norm
-    mlp = {name: ("layers", "embed", "mlp") for name in ("gate", "up")}
-    return {
+        attention["query_norm"] = attention["key_norm"] = head_norm
+    entrances = ("gate", "up") if config.gated_mlp else ("up",)
+    mlp: dict[str, Any] = {name: ("layers", "embed", "mlp") for name in entrances}
+    mlp["down"] = ("layers", "mlp", "embed")
+    if config.mlp_bias:
+        mlp |= {f"{name}_bias": ("layers", "mlp") for name in entrances}
+        mlp["down_bias"] = ("layers", "norm")
+    layers = {"attention_norm": norm, "attention": attention, "mlp_norm": norm, "mlp": mlp}
+    if config.post_norms:
+        layers |= {"post_attention_norm": norm, "post_mlp_norm": norm}
+    axes = {
         "embedding": ("vocab", "embed"),
-        "layers": {
-            "attention_norm": norm,
-            "attention": attention,
-            "mlp_norm": norm,
-            "mlp": mlp | {"down": ("layers", "mlp", "embed")},
-        },
-        "final_norm": {"scale": ("norm",)},
+        "layers": layers,
+        "final_norm": {name: leaf[1:] for name, leaf in norm.items()},
     }
+    return axes if config.positions == "rotary" else axes | {"positions": (None, "embed")}
 
 
 def lm_axes(config: ModelConfig, tensor: int) -> Params:
@@ -150,6 +160,11 @@ def param_shardings(
     if layout == GENERATE:
         return stored({**axes, "layers": [layer_axes(axes)] * config.layers})
     return stored(axes)
+
+
+def spec_tree(shardings: Params) -> Params:
+    """The PartitionSpecs of a tree of NamedShardings."""
+    return jax.tree.map(lambda sharding: sharding.spec, shardings)
 
 
 def init_sharded(

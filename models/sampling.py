@@ -7,6 +7,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
+from jrlhf.models.config import is_count, positive
+
 
 @dataclass(frozen=True)
 class SamplingConfig:
@@ -18,9 +20,10 @@ class SamplingConfig:
     top_p: only the most likely tokens that together have this probability are drawn; after `top_k`, renormalised.
     min_new_tokens: so many tokens come before a stop token may be drawn.
     stop_ids: a row is finished once it drew one of these, which is part of its response.
+    token_limit: ids from here on are never drawn: rows of the model's table that the tokenizer has no token for.
 
     Raises:
-        ValueError: a number out of its range.
+        ValueError: a number out of its range, or a stop id that can never be drawn.
     """
 
     max_new_tokens: int
@@ -29,20 +32,28 @@ class SamplingConfig:
     top_p: float | None = None
     min_new_tokens: int = 0
     stop_ids: tuple[int, ...] = ()
+    token_limit: int | None = None
 
     def __post_init__(self) -> None:
-        if self.max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens={self.max_new_tokens} must be at least 1")
-        if not 0 <= self.min_new_tokens <= self.max_new_tokens:
+        if not is_count(self.max_new_tokens):
+            raise ValueError(f"max_new_tokens={self.max_new_tokens!r} must be an integer of at least 1")
+        least = self.min_new_tokens
+        if not (is_count(least) or least == 0) or least > self.max_new_tokens:
             raise ValueError(
-                f"min_new_tokens={self.min_new_tokens} must be between 0 and max_new_tokens={self.max_new_tokens}"
+                f"min_new_tokens={least!r} must be an integer between 0 and max_new_tokens={self.max_new_tokens}"
             )
-        if not self.temperature >= 0:
-            raise ValueError(f"temperature={self.temperature} must be 0 (greedy) or positive")
-        if self.top_k is not None and self.top_k < 1:
-            raise ValueError(f"top_k={self.top_k} must be at least 1, or null for no limit")
+        if not (self.temperature == 0 or positive(self.temperature)):
+            raise ValueError(f"temperature={self.temperature} must be 0 (greedy) or positive and finite")
+        if self.top_k is not None and not is_count(self.top_k):
+            raise ValueError(f"top_k={self.top_k!r} must be an integer of at least 1, or null for no limit")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ValueError(f"top_p={self.top_p} must be above 0 and at most 1, or null for no limit")
+        if self.token_limit is not None:
+            if not is_count(self.token_limit):
+                raise ValueError(f"token_limit={self.token_limit!r} must be an integer of at least 1, or null for none")
+            for stop in self.stop_ids:
+                if stop >= self.token_limit:
+                    raise ValueError(f"stop id {stop} is never drawn: it must be below token_limit={self.token_limit}")
 
 
 def restrict(logits: Float[Array, "B V"], top_k: int | None, top_p: float | None) -> Float[Array, "B V"]:
@@ -74,8 +85,8 @@ def sample(
 ) -> tuple[Int[Array, "B"], Float[Array, "B"]]:
     """Draws one token a row -> (tokens, log-probabilities).
 
-    The log-probability is that of the whole softmax at `temperature`, in float32: `top_k`, `top_p` and `min_new_tokens`
-    only decide which token is drawn.
+    The log-probability is that of the whole softmax at `temperature`, in float32: `top_k`, `top_p`, `min_new_tokens`
+    and `token_limit` only decide which token is drawn.
 
     Args:
         logits: before temperature, float32; columns from vocab_size on are padding and are never drawn.
@@ -86,11 +97,13 @@ def sample(
     scaled = logits / config.temperature if config.temperature > 0 else logits
     scaled = jnp.where(token < vocab_size, scaled, -jnp.inf)
     allowed = scaled
+    if config.token_limit is not None and config.token_limit < vocab_size:
+        allowed = jnp.where(token < config.token_limit, allowed, -jnp.inf)
     if config.min_new_tokens > 0:
         stops = jnp.zeros_like(token, dtype=bool)
         for stop in config.stop_ids:
             stops = stops | (token == stop)
-        allowed = jnp.where(stops & ~may_stop, -jnp.inf, scaled)
+        allowed = jnp.where(stops & ~may_stop, -jnp.inf, allowed)
     if config.temperature > 0:
         drawn = jax.vmap(jax.random.categorical)(keys, restrict(allowed, config.top_k, config.top_p))
     else:

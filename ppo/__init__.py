@@ -7,6 +7,7 @@ from jrlhf.ppo.kl import kl_estimate, update_kl
 from jrlhf.ppo.losses import bradley_terry_loss, policy_loss, value_loss
 from jrlhf.ppo.masked import masked_mean, masked_variance, masked_whiten, response_mask
 from jrlhf.ppo.pretraining import make_preference_step, make_sft_step
+from jrlhf.ppo.shaping import RunningMoments, ScoreConfig, align_scores, shape_scores
 from jrlhf.ppo.steps import make_actor_step, make_critic_step, make_ppo_step
 from jrlhf.ppo.types import Experience, KLState, PPOState, PreferenceBatch, Rollout, SFTBatch, TrainState
 
@@ -17,8 +18,11 @@ __all__ = [
     "PPOState",
     "PreferenceBatch",
     "Rollout",
+    "RunningMoments",
     "SFTBatch",
+    "ScoreConfig",
     "TrainState",
+    "align_scores",
     "bradley_terry_loss",
     "experience_metrics",
     "gae",
@@ -35,6 +39,7 @@ __all__ = [
     "policy_loss",
     "response_mask",
     "sequence_kl",
+    "shape_scores",
     "update_kl",
     "value_loss",
 ]

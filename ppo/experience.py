@@ -15,7 +15,7 @@ from jrlhf.ppo.types import Experience, Rollout
 
 def make_experience(
     rollout: Rollout,
-    scores: Float[Array, "B"],
+    scores: Float[Array, "B"] | Float[Array, "B T"],
     old_logprobs: Float[Array, "B T"],
     ref_logprobs: Float[Array, "B T"],
     values: Float[Array, "B T"],
@@ -30,10 +30,11 @@ def make_experience(
 
     so that a row's rewards sum to score - kl_coef * sum_t kl_t (Ouyang et al. 2022, arXiv:2203.02155, eq. 2). The score
     lands on the last response token whether the row is finished or not; what follows a row that was cut off is
-    `config.truncation`'s matter. A row without any response token has no rewards.
+    `config.truncation`'s matter. A row without any response token has no rewards. Scores of tokens are added where
+    they stand instead, r_t += score_t, and the sum is the same with score = sum_t score_t.
 
     Args:
-        scores: of the whole sequences.
+        scores: of the whole sequences; or of their tokens, read at response tokens only.
         old_logprobs: the actor's, now (`[:, t]` of the token at t). Read at response tokens only, as are the next two.
         ref_logprobs: the reference's.
         values: the critic's (`[:, t]` before the token at t).
@@ -47,17 +48,22 @@ def make_experience(
         raise ValueError("truncation='bootstrap' needs bootstrap_values: pass them, or choose 'zero' or 'mask'")
     rows, time = rollout.tokens.shape
     _check_shapes((rows, time), old_logprobs=old_logprobs, ref_logprobs=ref_logprobs, values=values)
-    _check_shapes((rows,), scores=scores)
+    _check_shapes((rows,) if scores.ndim < 2 else (rows, time), scores=scores)
 
     mask = response_mask(rollout.prompt_lengths, rollout.response_lengths, time)
+    scores = scores.astype(jnp.float32)
+    if scores.ndim == 2:
+        placed = jnp.where(mask, scores, 0)
+        scores = jnp.sum(placed, axis=1)
+    else:
+        placed = jnp.where(last_token_mask(mask), scores[:, None], 0)
     if config.truncation == "mask":
         mask &= rollout.finished[:, None]
     old_logprobs, ref_logprobs, values = (
         jnp.where(mask, x.astype(jnp.float32), 0) for x in (old_logprobs, ref_logprobs, values)
     )
     kl = kl_estimate(old_logprobs, ref_logprobs, config.kl_estimator)
-    scores = scores.astype(jnp.float32)
-    rewards = jnp.where(mask, -kl_coef * kl, 0) + jnp.where(last_token_mask(mask), scores[:, None], 0)
+    rewards = jnp.where(mask, placed - kl_coef * kl, 0)
 
     after = jnp.zeros_like(scores)
     if config.truncation == "bootstrap":

@@ -59,7 +59,11 @@ def split_rows(rows: PyTree, parts: int) -> PyTree:
 
 def _groups(x: Array, size: int) -> Array:
     """[B, ...] -> [B / size, size, ...]: groups of consecutive rows, which stay on their devices."""
-    return x.reshape(x.shape[0] // size, size, *x.shape[1:])
+    shape, spec = (x.shape[0] // size, size, *x.shape[1:]), jax.typeof(x).sharding.spec
+    if not spec or spec[0] is None:
+        return x.reshape(shape)
+    # Said outright: of a single group, reshape would leave the mesh's axes with the rows in it.
+    return jnp.reshape(x, shape, out_sharding=jax.P(spec[0], None, *spec[1:]))
 
 
 def _row_shards(x: Array) -> int:

@@ -1,4 +1,7 @@
-"""The steps before RL: imitation (SFT) and the reward model's preference learning."""
+"""The steps before RL: imitation (SFT) and the reward model's preference learning.
+
+They are called as those of `steps.py`: (state, batch) or (state, batch, frozen).
+"""
 
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -19,14 +22,16 @@ PyTree = Any
 
 
 class ScoreFn(Protocol):
-    """(params, tokens, lengths) -> scores of the whole sequences."""
+    """(params, tokens, lengths) or (params, tokens, lengths, frozen) -> scores of the whole sequences."""
 
-    def __call__(self, params: PyTree, tokens: Int[Array, "B T"], lengths: Int[Array, "B"], /) -> Float[Array, "B"]: ...
+    def __call__(
+        self, params: PyTree, tokens: Int[Array, "B T"], lengths: Int[Array, "B"], /, *frozen: Any, **_: Any
+    ) -> Float[Array, "B"]: ...
 
 
 def make_sft_step(
     logprob_fn: LogprobFn, optimizer: optax.GradientTransformation, *, micro_batches: int = 1
-) -> Callable[[TrainState, SFTBatch], tuple[TrainState, Metrics]]:
+) -> Callable[..., tuple[TrainState, Metrics]]:
     """A jitted step of imitation: one update on the mean of -log pi over the tokens in `loss_mask`. Donates the state.
 
     The mean is over the tokens of the whole batch, whatever the micro-batches. Metrics: sft/loss (nats a token),
@@ -36,14 +41,14 @@ def make_sft_step(
         ValueError: the rows do not divide into micro_batches.
     """
 
-    def step(state: TrainState, batch: SFTBatch) -> tuple[TrainState, Metrics]:
+    def step(state: TrainState, batch: SFTBatch, *frozen: PyTree) -> tuple[TrainState, Metrics]:
         check_divisible(batch.tokens, 1, micro_batches)
         mask = batch.loss_mask & (jnp.arange(batch.tokens.shape[1]) > 0)[None, :]
         count = token_count(mask)
 
         def loss_fn(params: PyTree, rows: tuple[Array, Array]) -> tuple[Array, Metrics]:
             tokens, mask = rows
-            logprobs, entropy = logprob_fn(params, tokens)
+            logprobs, entropy = logprob_fn(params, tokens, *frozen)
             loss = -masked_sum(logprobs, mask) / count
             return loss, {"loss": loss, "entropy": masked_sum(entropy, mask) / count}
 
@@ -55,7 +60,7 @@ def make_sft_step(
 
 def make_preference_step(
     score_fn: ScoreFn, optimizer: optax.GradientTransformation, *, micro_batches: int = 1, centre: float = 0.0
-) -> Callable[[TrainState, PreferenceBatch], tuple[TrainState, Metrics]]:
+) -> Callable[..., tuple[TrainState, Metrics]]:
     """A jitted step of reward learning: one update on the mean `losses.bradley_terry_loss` of the pairs.
 
     Both sequences of a pair go through `score_fn` in one call of 2B rows, pair by pair, so that sharded weights are
@@ -66,7 +71,7 @@ def make_preference_step(
         ValueError: the pairs do not divide into micro_batches.
     """
 
-    def step(state: TrainState, batch: PreferenceBatch) -> tuple[TrainState, Metrics]:
+    def step(state: TrainState, batch: PreferenceBatch, *frozen: PyTree) -> tuple[TrainState, Metrics]:
         check_divisible(batch.chosen, 1, micro_batches)
         pairs = batch.chosen.shape[0]
 
@@ -74,7 +79,7 @@ def make_preference_step(
             size, time = rows.chosen.shape
             tokens = jnp.stack([rows.chosen, rows.rejected], axis=1).reshape(2 * size, time)
             lengths = jnp.stack([rows.chosen_lengths, rows.rejected_lengths], axis=1).reshape(2 * size)
-            scores = score_fn(params, tokens, lengths).reshape(size, 2)
+            scores = score_fn(params, tokens, lengths, *frozen).reshape(size, 2)
             chosen, rejected = scores[:, 0], scores[:, 1]
             loss = jnp.sum(bradley_terry_loss(chosen, rejected, centre=centre)) / pairs
             return loss, {

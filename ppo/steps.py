@@ -6,6 +6,10 @@ Explicit axes (run inside `with jax.set_mesh(mesh)`); parameters may be sharded 
 
 A step donates its state: the arrays in it are gone afterwards, so whoever starts from the same weights (the reference,
 a critic made from the reward model) needs a copy of them.
+
+A step is called as (state, experience) or as (state, experience, frozen). `frozen` goes on to the given functions as
+their last argument: weights that they read and nobody trains, such as the base under an adapter. It is never donated,
+so any number of roles may share it.
 """
 
 from collections.abc import Callable
@@ -30,17 +34,20 @@ PyTree = Any
 
 
 class LogprobFn(Protocol):
-    """(params, tokens) -> log-probabilities and entropies, `[:, t]` of token t given the tokens before it."""
+    """(params, tokens) -> log-probabilities and entropies, `[:, t]` of token t given the tokens before it.
+
+    (params, tokens, frozen) where the step is called with `frozen`; to a type checker any further argument is well.
+    """
 
     def __call__(
-        self, params: PyTree, tokens: Int[Array, "B T"], /
+        self, params: PyTree, tokens: Int[Array, "B T"], /, *frozen: Any, **_: Any
     ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]: ...
 
 
 class ValueFn(Protocol):
-    """(params, tokens) -> values, `[:, t]` *before* token t."""
+    """(params, tokens) or (params, tokens, frozen) -> values, `[:, t]` *before* token t."""
 
-    def __call__(self, params: PyTree, tokens: Int[Array, "B T"], /) -> Float[Array, "B T"]: ...
+    def __call__(self, params: PyTree, tokens: Int[Array, "B T"], /, *frozen: Any, **_: Any) -> Float[Array, "B T"]: ...
 
 
 class ActorRows(NamedTuple):
@@ -63,7 +70,7 @@ class CriticRows(NamedTuple):
 
 def make_actor_step(
     logprob_fn: LogprobFn, optimizer: optax.GradientTransformation, config: PPOConfig
-) -> Callable[[TrainState, Experience], tuple[TrainState, Metrics]]:
+) -> Callable[..., tuple[TrainState, Metrics]]:
     """A jitted step that trains the actor on one batch of experience: epochs x minibatches updates. Donates the state.
 
     An update's loss is the mean over the minibatch's response tokens of `losses.policy_loss`, minus `entropy_coef`
@@ -88,7 +95,7 @@ def make_actor_step(
 
 def make_critic_step(
     value_fn: ValueFn, optimizer: optax.GradientTransformation, config: PPOConfig
-) -> Callable[[TrainState, Experience], tuple[TrainState, Metrics]]:
+) -> Callable[..., tuple[TrainState, Metrics]]:
     """A jitted step that trains the critic on one batch of experience: epochs x minibatches updates. Donates the state.
 
     An update's loss is the mean over the minibatch's response tokens of `losses.value_loss`.
@@ -109,19 +116,20 @@ def make_ppo_step(
     actor_optimizer: optax.GradientTransformation,
     critic_optimizer: optax.GradientTransformation,
     config: PPOConfig,
-) -> Callable[[PPOState, Experience], tuple[PPOState, Metrics]]:
+) -> Callable[..., tuple[PPOState, Metrics]]:
     """One jitted step that trains actor and critic and moves the KL controller. Donates the state.
 
-    The two do not read each other's result, so their order is of no matter; `target_kl` stops the actor only.
+    Both functions read the same `frozen`, if there is any. The two do not read each other's result, so their order is
+    of no matter; `target_kl` stops the actor only.
     Metrics are those of `make_actor_step` and `make_critic_step`, objective/kl (the controller's input) and
     objective/kl_coef (the coefficient that penalised this experience, before the controller moves it).
     """
     update_actor = _actor_update(logprob_fn, actor_optimizer, config)
     update_critic = _critic_update(value_fn, critic_optimizer, config)
 
-    def step(state: PPOState, experience: Experience) -> tuple[PPOState, Metrics]:
-        actor, actor_metrics = update_actor(state.actor, experience)
-        critic, critic_metrics = update_critic(state.critic, experience)
+    def step(state: PPOState, experience: Experience, *frozen: PyTree) -> tuple[PPOState, Metrics]:
+        actor, actor_metrics = update_actor(state.actor, experience, *frozen)
+        critic, critic_metrics = update_critic(state.critic, experience, *frozen)
         kl = sequence_kl(experience)
         controller = update_kl(state.kl, kl, experience.tokens.shape[0], config=config)
         metrics = {**actor_metrics, **critic_metrics, "objective/kl": kl, "objective/kl_coef": state.kl.coef}
@@ -132,9 +140,9 @@ def make_ppo_step(
 
 def _actor_update(
     logprob_fn: LogprobFn, optimizer: optax.GradientTransformation, config: PPOConfig
-) -> Callable[[TrainState, Experience], tuple[TrainState, Metrics]]:
-    def loss_fn(params: PyTree, rows: ActorRows, count: Array) -> tuple[Array, Metrics]:
-        logprobs, entropy = logprob_fn(params, rows.tokens)
+) -> Callable[..., tuple[TrainState, Metrics]]:
+    def loss_fn(params: PyTree, rows: ActorRows, count: Array, *frozen: PyTree) -> tuple[Array, Metrics]:
+        logprobs, entropy = logprob_fn(params, rows.tokens, *frozen)
         _check_output("logprob_fn", rows.tokens, logprobs, entropy)
         # Selected before the mathematics, not after: a NaN in the padding would come back through the gradient.
         logprobs = jnp.where(rows.mask, logprobs, 0)
@@ -170,9 +178,9 @@ def _actor_update(
     target_kl = config.target_kl
     veto = None if target_kl is None else lambda metrics: metrics["approx_kl"] > target_kl
 
-    def update(state: TrainState, experience: Experience) -> tuple[TrainState, Metrics]:
+    def update(state: TrainState, experience: Experience, *frozen: PyTree) -> tuple[TrainState, Metrics]:
         rows = ActorRows(experience.tokens, experience.response_mask, experience.old_logprobs, experience.advantages)
-        state, run = _run_updates(loss_fn, optimizer, config, state, rows, names, veto)
+        state, run = _run_updates(loss_fn, optimizer, config, state, rows, frozen, names, veto)
         metrics = {f"actor/{name}": value for name, value in run.means.items() if name != "ratio_gap"}
         metrics["actor/initial_ratio_gap"] = run.first["ratio_gap"]
         metrics["actor/skipped_updates"] = run.skipped.astype(jnp.float32)
@@ -184,9 +192,9 @@ def _actor_update(
 
 def _critic_update(
     value_fn: ValueFn, optimizer: optax.GradientTransformation, config: PPOConfig
-) -> Callable[[TrainState, Experience], tuple[TrainState, Metrics]]:
-    def loss_fn(params: PyTree, rows: CriticRows, count: Array) -> tuple[Array, Metrics]:
-        values = value_fn(params, rows.tokens)
+) -> Callable[..., tuple[TrainState, Metrics]]:
+    def loss_fn(params: PyTree, rows: CriticRows, count: Array, *frozen: PyTree) -> tuple[Array, Metrics]:
+        values = value_fn(params, rows.tokens, *frozen)
         _check_output("value_fn", rows.tokens, values)
         values = jnp.where(rows.mask, values, 0)
         parts = value_loss(values, rows.old_values, rows.returns, clip=config.value_clip)
@@ -199,11 +207,11 @@ def _critic_update(
 
     names = ("vf_loss", "vf_clipfrac", "vpred_mean")
 
-    def update(state: TrainState, experience: Experience) -> tuple[TrainState, Metrics]:
+    def update(state: TrainState, experience: Experience, *frozen: PyTree) -> tuple[TrainState, Metrics]:
         mask, returns = experience.response_mask, experience.returns
         unexplained = masked_variance(returns - experience.values, mask)
         rows = CriticRows(experience.tokens, mask, experience.values, returns)
-        state, run = _run_updates(loss_fn, optimizer, config, state, rows, names)
+        state, run = _run_updates(loss_fn, optimizer, config, state, rows, frozen, names)
         metrics = {f"critic/{name}": value for name, value in run.means.items()}
         metrics["critic/vf_explained_var"] = 1 - unexplained / (masked_variance(returns, mask) + 1e-5)
         metrics["critic/skipped_updates"] = run.skipped.astype(jnp.float32)
@@ -232,15 +240,19 @@ class _Carry(NamedTuple):
 
 
 def _run_updates(
-    loss_fn: Callable[[PyTree, Any, Array], tuple[Array, Metrics]],
+    loss_fn: Callable[..., tuple[Array, Metrics]],
     optimizer: optax.GradientTransformation,
     config: PPOConfig,
     state: TrainState,
     rows: Any,
+    frozen: tuple[PyTree, ...],
     names: tuple[str, ...],
     veto: Callable[[Metrics], Bool[Array, ""]] | None = None,
 ) -> tuple[TrainState, _Run]:
-    """epochs x minibatches updates in one loop, which ends early once `veto` holds."""
+    """epochs x minibatches updates in one loop, which ends early once `veto` holds.
+
+    loss_fn: (params, rows, count, *frozen) -> (loss, metrics).
+    """
     check_divisible(rows.tokens, config.minibatches, config.micro_batches)
     total = config.epochs * config.minibatches
     key = jax.random.fold_in(jax.random.key(config.seed), state.step)
@@ -250,7 +262,7 @@ def _run_updates(
         batch = draw_minibatch(rows, jax.random.fold_in(key, epoch), minibatch, config.minibatches)
         count = token_count(batch.mask)
         update = apply_update(
-            lambda params, micro: loss_fn(params, micro, count),
+            lambda params, micro: loss_fn(params, micro, count, *frozen),
             optimizer,
             carry.params,
             carry.opt_state,

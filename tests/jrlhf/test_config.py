@@ -12,6 +12,7 @@ import yaml
 from jrlhf import config as config_module
 from jrlhf.config import Config, config_names, load_config, mesh_sizes, validate
 from jrlhf.errors import UserError
+from jrlhf.pretrained import fresh_model
 from jrlhf.strict import Section, build, checked, count, flatten, parse_yaml, to_yaml
 
 
@@ -255,7 +256,7 @@ def test_every_packaged_config_loads_and_fits_its_own_devices():
     for name in config_names():
         config = load_config(name)
         if config.device.simulated is not None:
-            validate(config, config.device.simulated)
+            validate(config, config.device.simulated, {"actor": fresh_model(config.model)})
 
 
 def test_the_resolved_config_reads_back_equal(tmp_path):
@@ -279,7 +280,8 @@ def test_flatten_gives_dotted_keys():
 
 def test_loading_a_config_starts_no_backend():
     program = (
-        "from jrlhf.config import Config, validate; validate(Config(), 4); from jax._src import xla_bridge; "
+        "from jrlhf.config import Config, validate; from jrlhf.pretrained import fresh_model; "
+        "validate(Config(), 4, {'actor': fresh_model(Config().model)}); from jax._src import xla_bridge; "
         "assert not xla_bridge.backends_are_initialized()"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
@@ -310,14 +312,14 @@ def test_mesh_sizes(tmp_path, mesh, devices, sizes):
         ),
         (["mesh.fsdp=8"], "mesh data=1, fsdp=8, tensor=1 does not fit 4 device(s)"),
         (["mesh.tensor=-1"], "mesh data=1, fsdp=-1, tensor=-1: only one axis may be -1"),
-        (["model.kv_heads=3"], "model.kv_heads=3 must divide model.heads=4: choose one of 1, 2, 4"),
+        (["model.kv_heads=3"], "model kv_heads=3 must divide heads=4"),
         (
             ["data.max_prompt=50", "data.max_response=50"],
-            "data.max_prompt=50 and data.max_response=50 need 100 positions: raise model.max_positions=64",
+            "data.max_prompt=50 and data.max_response=50 need 100 positions, and model has max_positions=64: lower",
         ),
         (
             ["model.embed=126"],
-            "model.embed=126 does not divide over mesh.fsdp=4: choose another model.embed, or mesh.fsdp from 1, 2, 3",
+            "model.embed=126 does not divide over mesh.fsdp=4: choose another model, or mesh.fsdp from 1, 2, 3",
         ),
         (["mesh.tensor=4", "model.heads=6"], "model.heads=6 does not divide over mesh.tensor=4"),
         (
@@ -339,7 +341,7 @@ def test_mesh_sizes(tmp_path, mesh, devices, sizes):
             "choose a multiple of 16, such as 16 or 32",
         ),
         (
-            ["ppo.algorithm.kl_horizon=25"],
+            ["ppo.algorithm.kl_horizon=25", "ppo.algorithm.kl_target=4"],
             "ppo.algorithm.kl_horizon=25 must exceed a fifth of ppo.rollout_batch=128: the KL coefficient could turn "
             "negative, raise the horizon",
         ),
@@ -347,22 +349,42 @@ def test_mesh_sizes(tmp_path, mesh, devices, sizes):
         (["stages=[sft, sft]"], "stages=[sft, sft]: sft is named more than once, keep one"),
         (
             ["stages=[sft, ppo]"],
-            "stages=[sft, ppo]: ppo starts from the result of reward_model, name reward_model before it",
+            "stages=[sft, ppo]: ppo has nothing to optimise, name reward_model before it or give rewards",
         ),
         (
             ["stages=[reward_model, sft]"],
-            "stages=[reward_model, sft]: reward_model starts from the result of sft, name sft before it",
+            "stages=[reward_model, sft]: each starts from the result of those before it, write them in the order sft, "
+            "reward_model, ppo",
         ),
         (["ppo.min_new_tokens=25"], "ppo.min_new_tokens=25 exceeds data.max_response=24: lower it"),
-        (["ppo.top_k=2000"], "ppo.top_k=2000 exceeds model.vocab_size=1024: lower it, or null"),
+        (["ppo.top_k=2000"], "ppo.top_k=2000 exceeds the vocabulary of 1024: lower it, or null"),
         (["ppo.top_k=20"], None),
+        (
+            ["stages=[reward_model, ppo]"],
+            "stages=[reward_model, ppo]: reward_model would start from random weights, name sft before it or give "
+            "model.path",
+        ),
+        (["stages=[sft, ppo]", "rewards=[{name: a, function: exact_match}]"], None),
+        (
+            ["rewards=[{name: a, function: exact_match}, {name: a, function: exact_match}]"],
+            "rewards[0].name=a is taken: it names metrics, choose another",
+        ),
+        (
+            ["rewards=[{name: reward_model, function: exact_match}]"],
+            "rewards[0].name=reward_model is taken by the stage: it names metrics, choose another",
+        ),
+        (["rewards=[{name: a}]"], "rewards[0] (a) must be a model, an adapter or a function: give one"),
+        (["data.sft.path=x.jsonl"], "data.sft.path=x.jsonl is not read by the built-in task: set data.source=datasets"),
+        (["data.source=datasets"], "data.source=datasets needs a tokenizer: give model.path"),
+        (["model.path=x"], "model.path=x: the built-in task trains a tokenizer and a model of its own"),
+        (["ppo.scores.overlong_buffer=25"], "ppo.scores.overlong_buffer=25 exceeds data.max_response=24: lower it"),
     ],
 )
 def test_what_the_sections_demand_of_each_other(tmp_path, overrides, message):
     config = load_config(write(tmp_path, ""), overrides)
     if message is None:
-        validate(config, 4)
+        validate(config, 4, {"actor": fresh_model(config.model)})
     else:
         with pytest.raises(UserError) as caught:
-            validate(config, 4)
+            validate(config, 4, {"actor": fresh_model(config.model)})
         assert sentence(caught.value).startswith(message)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from jrlhf.console import Console, Pace, clean, duration
+from jrlhf.console import Console, Pace, clean, duration, validation_key
 
 
 class Clock:
@@ -192,8 +192,9 @@ def test_the_summary_shows_what_there_is(plain):
     console.summary(
         {
             "held_out": {
-                "sft": graded,
-                "ppo": {**graded, "gold": 4.5, "items": {"capital": 0.99}},
+                "measure": "gold",
+                "before": graded,
+                "after": {**graded, "gold": 4.5, "items": {"capital": 0.99}},
                 "n": 256,
                 "difference": 1.25,
                 "standard_error": 0.05,
@@ -208,14 +209,115 @@ def test_the_summary_shows_what_there_is(plain):
     assert lines()[2:] == [
         "",
         "held-out prompts (256)",
-        "           SFT            PPO",
+        "           before         after",
         "  gold     3.250 ± 0.050  4.500 ± 0.050",
         "  capital  0.80           0.99",
-        "gold score, PPO minus SFT: +1.250 ± 0.050, 25.0 standard errors",
+        "gold score, after minus before: +1.250 ± 0.050, 25.0 standard errors",
         "reward model: right about 87.3% of the held-out pairs",
         "KL to the reference in the last quarter: 4.20 nats (target 4)",
         "sft: 1 min 15 s",
         "report: runs/x/report.html",
+    ]
+
+
+def test_the_summary_of_a_user_s_run_has_its_rewards_and_sources(plain):
+    console, lines = plain
+    before = {
+        "score": 0.25,
+        "items": {"length": -3.5, "exact": 0.25},
+        "sources": {"math": {"mean": 0.125, "n": 30}, "code": {"mean": 0.5, "n": 10}},
+    }
+    console.summary({"held_out": {"measure": "score", "n": 40, "before": before}}, Path("r"))
+    assert lines() == [
+        "",
+        "held-out prompts (40)",
+        "           before",
+        "  score    0.250",
+        "  exact    0.25",
+        "  length   -3.50",
+        "  of math  0.12",
+        "  of code  0.50",
+        "report: r/report.html",
+    ]
+    after = {**before, "sources": {"math": {"mean": 0.25, "n": 30}}}
+    held_out = {"measure": "score", "n": 40, "before": before, "after": after, "difference": 0.5, "standard_error": 0.0}
+    console.summary({"held_out": held_out}, Path("r"))
+    assert "           before  after" in lines() and "  of code  0.50" in lines()
+    assert "score, after minus before: +0.500 ± 0.000" in lines()
+
+
+@pytest.mark.parametrize(
+    "held_out",
+    [None, {}, {"before": None}, {"before": {}}, {"measure": "gold", "before": {"distinct": 3}, "after": {}}],
+)
+def test_a_summary_may_lack_any_figure(plain, held_out):
+    console, lines = plain
+    console.summary({"held_out": held_out}, Path("r"))
+    assert lines()[-1] == "report: r/report.html"
+
+
+def test_a_validation_is_one_line_and_a_table(plain, clock):
+    console, lines = plain
+    console.samples([{"stage": "ppo", "step": 4, "response": "just now"}])
+    metrics = {
+        "val-core/openai/gsm8k/score/mean@2": 0.5,
+        "val-core/all/score/mean@2": 0.375,
+        "val-core/all/score/best@2/mean": 0.625,
+        "val-core/openai/gsm8k/score/best@2/mean": float("nan"),
+        "val-aux/all/exact/mean@2": 0.25,
+        "objective/kl": 1.0,
+    }
+    sample = {"stage": "ppo", "step": 5, "kind": "validation", "prompt": "p", "response": "\x1b[2Jr", "score": 1.0}
+    console.validation(5, metrics, [sample])
+    assert lines()[3:] == [
+        "validation before iteration 5  score mean@2 0.375  score best@2 0.625  "
+        "openai/gsm8k: score mean@2 0.500, score best@2 nan",
+        "validation samples before iteration 5",
+        "  prompt  response  score",
+        "  p       r         1.00",
+    ]
+    console.validation(6, {})
+    assert lines()[7:] == ["validation before iteration 6"]
+    Console(enabled=False).validation(5, metrics, [sample])
+
+
+@pytest.mark.parametrize(
+    ("key", "read"),
+    [
+        ("val-core/all/score/mean@4", ("all", "score", "mean@4")),
+        ("val-core/all/gold/best@16/mean", ("all", "gold", "best@16")),
+        ("val-core/openai/gsm8k/score/mean@1", ("openai/gsm8k", "score", "mean@1")),
+        ("val-aux/openai/gsm8k/exact/digits/mean@1", ("openai/gsm8k", "exact/digits", "mean@1")),
+        ("val-aux/openai/exact/mean@1", ("openai", "exact", "mean@1")),
+        ("val-aux/unknown/exact/mean@1", ("unknown", "exact", "mean@1")),
+        ("val-core/two\nlines/score/mean@4", ("two\nlines", "score", "mean@4")),
+        ("val-core/score/mean@4", None),
+        ("val-core/all/score/mean", None),
+        ("critic/score/mean", None),
+    ],
+)
+def test_validation_metrics_are_read(key, read):
+    assert validation_key(key, ["all", "openai", "openai/gsm8k"]) == read
+
+
+def test_a_line_shows_few_rewards_by_name_and_that_functions_failed(plain):
+    console, lines = plain
+    two = {
+        "rewards/exact/mean": 0.5,
+        "rewards/exact/std": 1.0,
+        "rewards/exact/words": 9.0,
+        "rewards/exact/failures": 0.0,
+        "rewards/form/mean": 1.0,
+    }
+    failed = {"rewards/exact/failures": 2.0, "rewards/exact/failures/timeout": 2.0, "rewards/form/failures": 1.0}
+    for metrics in (two, two | failed, {"rewards/exact/mean": 0.5}, {f"rewards/r{n}/mean": 0.5 for n in range(4)}):
+        with console.progress("ppo", total=1) as progress:
+            progress.advance(1, {"critic/score/mean": 0.25} | metrics)
+    assert [line.removesuffix("  (took 0.0 s)") for line in lines()] == [
+        "ppo 1/1  reward +0.250  exact 0.500  form 1.000",
+        "ppo 1/1  reward +0.250  exact 0.500  form 1.000  failures 3",
+        "ppo 1/1  reward +0.250",
+        "ppo 1/1  reward +0.250",
     ]
 
 

@@ -1,5 +1,7 @@
 """The four roles on one mesh: the invariants of an iteration, and who holds which memory when."""
 
+from typing import Any, cast
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,17 +12,26 @@ from jrlhf.batches import key_for, put_rows, row_keys
 from jrlhf.checkpoints import fingerprint_of
 from jrlhf.clock import Clock
 from jrlhf.meshes import live_bytes, make_mesh
+from jrlhf.model import Architecture, Model
 from jrlhf.models import ModelConfig, SamplingConfig, init_sharded, scalar_from
 from jrlhf.ppo import PPOConfig, TrainState, experience_metrics, make_experience
 from jrlhf.programs import Compute, generation_weights
 from jrlhf.rl import ppo_iteration
 from jrlhf.roles import Actor, Critic, Reference, Reward
+from jrlhf.scoring import Batch
 
 MODEL = ModelConfig(
     vocab_size=100, embed=16, layers=2, heads=2, kv_heads=1, head_dim=8, mlp=32, max_positions=16, initializer_range=0.3
 )
 ROWS, PROMPT, RESPONSE = 16, 6, 8
 PPO = PPOConfig(epochs=2, minibatches=2, truncation="bootstrap")
+
+
+class Scored:
+    """Rewards that are one reward model, as it is."""
+
+    def __init__(self, reward: Reward):
+        self.score = lambda rollout, batch: reward.score(rollout)
 
 
 class Setup:
@@ -33,15 +44,17 @@ class Setup:
             params = init_sharded(MODEL, jax.random.key(0), self.mesh)
             scalar = init_sharded(MODEL, jax.random.key(1), self.mesh, "scalar", zero_head=False)
             optimizer = optax.adamw(1e-2)
-            shared = (MODEL, self.mesh, compute)
+            architecture, shared = Architecture(MODEL), (self.mesh, compute)
             state = TrainState.create(jax.tree.map(jnp.copy, params), optimizer)
             sampling = SamplingConfig(max_new_tokens=RESPONSE, temperature=temperature, stop_ids=(1,))
-            self.actor = Actor(*shared, sampling=sampling, optimizer=optimizer, ppo=PPO, clock=clock)
+            self.actor = Actor(
+                Model(architecture, params), *shared, sampling=sampling, optimizer=optimizer, ppo=PPO, clock=clock
+            )
             self.actor.state = state
-            self.critic = Critic(*shared, optimizer=optimizer, ppo=PPO, clock=clock)
+            self.critic = Critic(Model(architecture, scalar), *shared, optimizer=optimizer, ppo=PPO, clock=clock)
             self.critic.state = TrainState.create(scalar_from(scalar, keep_head=True), optimizer)
-            self.reference = Reference(*shared, params, temperature=temperature, clock=clock)
-            self.reward = Reward(*shared, scalar, clock=clock)
+            self.reference = Reference(Model(architecture, params), *shared, temperature=temperature, clock=clock)
+            self.reward = Reward(Model(architecture, scalar), *shared, clock=clock)
         self.clock = clock
 
     def iterate(self, step: int):
@@ -55,8 +68,8 @@ class Setup:
                 self.actor,
                 self.critic,
                 self.reference,
-                self.reward,
-                prompts,
+                cast(Any, Scored(self.reward)),
+                Batch(prompts, (), (), step),
                 lambda *inputs, **more: make_experience(*inputs, config=PPO, kl_coef=0.1, **more),
             )
 
@@ -67,8 +80,8 @@ def setup(request):
 
 
 def test_an_iteration_keeps_the_invariants(setup):
-    frozen = fingerprint_of(setup.reference.params), fingerprint_of(setup.reward.params)
-    before = fingerprint_of(setup.actor.state.params), fingerprint_of(setup.critic.state.params)
+    frozen = setup.reference.model.fingerprint(), setup.reward.model.fingerprint()
+    before = setup.actor.model.fingerprint(), fingerprint_of((setup.critic.state.params,))
     assert before[0] == frozen[0] and before[1] == frozen[1]
 
     experience, metrics = setup.iterate(0)
@@ -78,9 +91,9 @@ def test_an_iteration_keeps_the_invariants(setup):
     assert said["rollout/logprob_gap_max"] < 1e-4
     np.testing.assert_allclose(np.asarray(experience.rewards).sum(1), np.asarray(experience.scores), rtol=1e-5)
 
-    assert (fingerprint_of(setup.reference.params), fingerprint_of(setup.reward.params)) == frozen
-    assert fingerprint_of(setup.actor.state.params) != before[0]
-    assert fingerprint_of(setup.critic.state.params) != before[1]
+    assert (setup.reference.model.fingerprint(), setup.reward.model.fingerprint()) == frozen
+    assert setup.actor.model.fingerprint() != before[0]
+    assert fingerprint_of((setup.critic.state.params,)) != before[1]
     assert setup.actor.state.step == 1
 
     experience, _ = setup.iterate(1)
@@ -92,11 +105,11 @@ def test_an_iteration_keeps_the_invariants(setup):
 
 
 def test_the_generation_copy_lives_only_while_generating(setup):
-    params = setup.actor.state.params
+    policy = setup.actor.model
     with jax.set_mesh(setup.mesh):
-        generation_weights(params, MODEL, setup.mesh, Compute())  # compiled, so that constants are there
+        generation_weights(policy, setup.mesh, Compute())  # compiled, so that constants are there
         before = live_bytes()
-        copy = generation_weights(params, MODEL, setup.mesh, Compute())
+        copy = generation_weights(policy, setup.mesh, Compute())
         during = live_bytes()
         assert during - before == live_bytes(copy) and live_bytes(copy).total() > 0
         del copy

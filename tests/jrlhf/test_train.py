@@ -18,15 +18,17 @@ from safetensors.numpy import load_file
 
 from jrlhf.checkpoints import Checkpoints, like
 from jrlhf.config import load_config
-from jrlhf.context import model_config, select_mesh
 from jrlhf.dryrun import role_bytes
 from jrlhf.files import read_jsonl
+from jrlhf.launch import select_mesh
 from jrlhf.meshes import live_bytes
 from jrlhf.metrics import read_metrics
 from jrlhf.models import init_sharded
-from jrlhf.models.hf import hf_weights
+from jrlhf.models.hf.export import hf_weights
 from jrlhf.optimizers import adamw
 from jrlhf.ppo import PPOState, TrainState
+from jrlhf.ppo.shaping import RunningMoments
+from jrlhf.rl import RLState
 from jrlhf.train import cli, main
 
 TINY, LOG = str(Path(__file__).with_name("tiny.yaml")), "log.txt"
@@ -77,17 +79,18 @@ def test_a_score_is_conserved_on_its_way_into_rewards(finished):
 def test_the_exported_model_is_the_last_checkpoint(finished):
     path, _ = finished
     config = load_config(str(path / "config.yaml"))
-    mesh = select_mesh(config)
+    mesh, models = select_mesh(config)
     with jax.set_mesh(mesh):
         optimizer = adamw(config.ppo.actor, updates=1)
         actor, critic = (
-            TrainState.create(init_sharded(model_config(config), jax.random.key(9), mesh, head), optimizer)
+            TrainState.create(init_sharded(models["actor"], jax.random.key(9), mesh, head), optimizer)
             for head in ("lm", "scalar")
         )
         with Checkpoints(path / "checkpoints" / "ppo") as checkpoints:
-            restored = checkpoints.restore_latest(like(PPOState.create(actor, critic, kl_coef=1.0), mesh))
+            state = RLState(PPOState.create(actor, critic, kl_coef=1.0), RunningMoments.create())
+            restored = checkpoints.restore_latest(like(state, mesh))
     assert restored is not None and restored[0] == 6
-    saved = dict(hf_weights(jax.tree.map(np.asarray, restored[1].actor.params), model_config(config)))
+    saved = dict(hf_weights(jax.tree.map(np.asarray, restored[1].ppo.actor.params), models["actor"]))
     weights = load_file(path / "model" / "model.safetensors")
     assert weights.keys() == saved.keys() and all(np.array_equal(weights[name], saved[name]) for name in saved)
     assert not np.array_equal(weights["model.embed_tokens.weight"], np.asarray(actor.params["embedding"]))
@@ -112,11 +115,11 @@ def test_dry_run_prints_config_memory_and_plan_and_writes_nothing(tmp_path, caps
 
 def test_dry_run_counts_the_bytes_that_states_really_take(tmp_path):
     config = load_config(TINY)
-    mesh = select_mesh(config)
+    mesh, models = select_mesh(config)
     with jax.set_mesh(mesh):
-        params = init_sharded(model_config(config), jax.random.key(0), mesh)
+        params = init_sharded(models["actor"], jax.random.key(0), mesh)
         state = TrainState.create(params, adamw(config.ppo.actor, updates=1))
-    predicted = role_bytes(config, mesh)["actor"]
+    predicted = role_bytes(config, mesh, models)["actor"]
     on_device = {device for device, _ in live_bytes(state.params)}
     for device in on_device:
         assert live_bytes(state.params)[device, "device"] == predicted["weights"]
@@ -132,8 +135,8 @@ def test_dry_run_counts_the_bytes_that_states_really_take(tmp_path):
         (["--config", TINY, "mesh.fsdp=3"], "choose sizes whose product is 8"),
         (["--config", TINY, "model.heads=3", "model.kv_heads=3"], "model.heads=3 does not divide"),
         (["--config", TINY, "ppo.rollout_batch=24"], "ppo.rollout_batch=24 does not divide"),
-        (["--config", TINY, "data.max_response=100"], "raise model.max_positions"),
-        (["--config", TINY, "stages=[ppo]"], "name sft before it"),
+        (["--config", TINY, "data.max_response=100"], "choose a model with more"),
+        (["--config", TINY, "stages=[ppo]"], "name sft before it or give model.path"),
         (["--config", TINY, "device.simulated=5", "mesh.fsdp=5", "mesh.tensor=1"], "restart the process"),
         (["--config", TINY, "model.vocab_size=100"], "vocab_size=100 is too small"),
         (["--config", TINY, "--resume"], "leave out --resume"),

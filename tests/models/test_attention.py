@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jrlhf.models.attention import attention, cached_attention, default_attention, rotate, rotation
+from jrlhf.models import RopeScaling
+from jrlhf.models.attention import attention, cached_attention, default_attention, rotate, rotation, scaled
 from jrlhf.models.cache import LayerCache, append, prefill
 
 B, T, N, K, H = 3, 7, 4, 2, 8
@@ -63,6 +64,93 @@ def test_a_cache_is_written_at_each_rows_position_only():
         np.testing.assert_array_equal(actual, expected)
 
 
+def by_loops(query, key, value, *, scale, softcap, window):
+    """Attention position by position, in float64."""
+    out = np.zeros(query.shape)
+    for b, t, n in np.ndindex(query.shape[:3]):
+        first = max(0, t + 1 - window) if window else 0
+        head = n // (query.shape[2] // key.shape[2])
+        scores = key[b, first : t + 1, head].astype(np.float64) @ query[b, t, n] * scale
+        scores = softcap * np.tanh(scores / softcap) if softcap else scores
+        weights = np.exp(scores - scores.max())
+        out[b, t, n] = weights @ value[b, first : t + 1, head] / weights.sum()
+    return out
+
+
+SWITCHES = [(None, None, 3), (None, None, 1), (0.7, 1.5, None), (0.7, 1.5, 3), (None, 1.5, T), (0.2, None, None)]
+
+
+@pytest.mark.parametrize(("scale", "softcap", "window"), SWITCHES)
+@pytest.mark.parametrize("traced", [False, True])
+def test_scale_softcap_and_window(scale, softcap, window, traced):
+    """The window is the layer's own business: a traced flag turns it on and off."""
+    query, key, value = normal(B, T, N, H), normal(B, T, K, H), normal(B, T, K, H + 1)[..., :H]
+
+    def run(local):
+        return attention(query, key, value, scale=scale, softcap=softcap, window=window, local=local)
+
+    for local in (True, False):
+        expected = by_loops(
+            query, key, value, scale=scale or H**-0.5, softcap=softcap, window=window if local else None
+        )
+        actual = jax.jit(run)(local) if traced else run(local)
+        np.testing.assert_allclose(actual, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(("scale", "softcap", "window"), SWITCHES)
+def test_a_cache_is_seen_through_scale_softcap_and_window(scale, softcap, window):
+    query, key, value = normal(B, T, N, H), normal(B, T, K, H), normal(B, T, K, H + 1)[..., :H]
+    lengths: Any = np.array([1, 4, 7])
+    rows = np.arange(B)
+    cache = prefill(key, value, size=T + 2)
+    last = query[rows, lengths - 1][:, None]
+    actual = cached_attention(last, cache, lengths, scale=scale, softcap=softcap, window=window)
+    expected = by_loops(query, key, value, scale=scale or H**-0.5, softcap=softcap, window=window)
+    np.testing.assert_allclose(actual[:, 0], expected[rows, lengths - 1], atol=1e-5)
+
+
+def test_cudnn_windows_are_its_own_and_layers_choose_by_a_branch(monkeypatch):
+    """cuDNN takes no masks of [T, T]: what it is asked for, computed here by XLA."""
+    asked = []
+    dense = jax.nn.dot_product_attention
+
+    def cudnn(*arguments, implementation, **keywords):
+        assert implementation == "cudnn" and "mask" not in keywords
+        asked.append(keywords.get("local_window_size"))
+        return dense(*arguments, implementation="xla", **keywords)
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", cudnn)
+    query, key, value = normal(B, T, N, H), normal(B, T, K, H), normal(B, T, K, H + 1)[..., :H]
+
+    def run(local, window=3):
+        return attention(query, key, value, window=window, local=local, implementation="cudnn")
+
+    near, everywhere = (by_loops(query, key, value, scale=H**-0.5, softcap=None, window=size) for size in (3, None))
+    np.testing.assert_allclose(run(True), near, atol=1e-5)
+    np.testing.assert_allclose(run(False), everywhere, atol=1e-5)
+    np.testing.assert_allclose(run(True, window=T), everywhere, atol=1e-5)
+    assert asked == [(2, 0), None, None]
+    np.testing.assert_allclose(jax.jit(run)(True), near, atol=1e-5)
+    np.testing.assert_allclose(jax.jit(run)(False), everywhere, atol=1e-5)
+    with pytest.raises(ValueError, match="cuDNN's attention has no softcap=2: use attention='xla'"):
+        attention(query, key, value, softcap=2.0, implementation="cudnn")
+
+
+def test_rope_scaling_lowers_what_it_should():
+    """The bands of Llama 3.1: wavelengths are 2 pi / frequency."""
+    scaling = RopeScaling("llama3", 8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=8192)
+    wavelengths = np.array([100.0, 8192 / 4, 8192 / 2.5, 8192.0, 20000.0])
+    actual = np.asarray(scaled(jnp.asarray(2 * np.pi / wavelengths, jnp.float32), scaling)) * wavelengths / (2 * np.pi)
+    # Kept; kept at the border; half way between; lowered at the border; lowered.
+    np.testing.assert_allclose(actual, [1, 1, (1 + 1 / 8) / 2, 1 / 8, 1 / 8], rtol=1e-5)
+    np.testing.assert_allclose(scaled(jnp.ones(3), RopeScaling("linear", 4.0)), np.full(3, 0.25))
+    positions = jnp.arange(5)[None]
+    for slow, fast in zip(
+        rotation(4 * positions, H, 100.0, RopeScaling("linear", 4.0)), rotation(positions, H, 100.0), strict=True
+    ):
+        np.testing.assert_allclose(slow, fast, atol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("backend", "dtype", "head_dim", "expected"),
     [
@@ -77,6 +165,7 @@ def test_a_cache_is_written_at_each_rows_position_only():
 )
 def test_cudnn_is_chosen_where_it_can_run(backend, dtype, head_dim, expected):
     assert default_attention(backend, jnp.dtype(dtype), head_dim) == expected
+    assert default_attention(backend, jnp.dtype(dtype), head_dim, softcap=50.0) == "xla"
 
 
 def test_gradients_pass_through_rotation_unscaled():

@@ -24,6 +24,7 @@ from jrlhf.models import (
 CONFIG = ModelConfig(
     vocab_size=200, embed=64, layers=3, heads=8, kv_heads=2, head_dim=16, mlp=96, max_positions=32, tie_embeddings=False
 )
+fast_jit = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 
 @pytest.fixture(scope="module")
@@ -35,18 +36,31 @@ def is_axes(x):
     return isinstance(x, tuple)
 
 
-@pytest.mark.parametrize("change", [{}, {"tie_embeddings": True}, {"qkv_bias": True}, {"qk_norm": True}])
-@pytest.mark.parametrize("tensor", [1, 2, 4, 8])
-def test_axes_have_the_tree_and_the_ranks_of_the_weights(change, tensor):
+# Everything that adds weights or takes them away.
+GEMMA: Any = {"norm_offset": True, "post_norms": True, "qk_norm": True}
+GPT_2: Any = {
+    "norm": "layer",
+    "positions": "learned",
+    "gated_mlp": False,
+    "qkv_bias": True,
+    "output_bias": True,
+    "mlp_bias": True,
+}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{}, {"tie_embeddings": True}, {"qkv_bias": True}, {"qk_norm": True}, GEMMA, GPT_2, {"mlp_bias": True}],
+    ids=lambda change: "-".join(change),
+)
+def test_axes_have_the_tree_and_the_ranks_of_the_weights(change):
     config = ModelConfig(**{**vars(CONFIG), **change})
-    for init, axes in (
-        (init_lm, lm_axes(config, tensor)),
-        (init_scalar, scalar_axes(config, tensor)),
-    ):
+    for init, axes_of in ((init_lm, lm_axes), (init_scalar, scalar_axes)):
         shapes = jax.eval_shape(partial(init, config), jax.random.key(0))
-        assert jax.tree.map(lambda x: x.ndim, shapes) == jax.tree.map(len, axes, is_leaf=is_axes)
-    kv_axis = axes["layers"]["attention"]["wk"][2]
-    assert kv_axis == ("kv_heads" if tensor <= 2 else None)
+        for tensor in (1, 2, 4, 8):
+            axes = axes_of(config, tensor)
+            assert jax.tree.map(lambda x: x.ndim, shapes) == jax.tree.map(len, axes, is_leaf=is_axes)
+            assert axes["layers"]["attention"]["wk"][2] == ("kv_heads" if tensor <= 2 else None)
 
 
 def test_shards_have_the_promised_sizes():
@@ -75,9 +89,11 @@ def test_shards_have_the_promised_sizes():
     assert scalar["value_head"]["kernel"].shard_shape((64,)) == (64,)
 
 
-def test_the_generation_spec_is_the_training_spec_with_axes_dropped():
+@pytest.mark.parametrize("change", [{}, GEMMA, GPT_2], ids=["llama", "gemma", "gpt2"])
+def test_the_generation_spec_is_the_training_spec_with_axes_dropped(change):
     mesh = make_mesh(fsdp=4, tensor=2)
-    train, generate = (param_shardings(CONFIG, mesh, layout) for layout in (TRAIN, GENERATE))
+    config = ModelConfig(**{**vars(CONFIG), **change})
+    train, generate = (param_shardings(config, mesh, layout) for layout in (TRAIN, GENERATE))
 
     def dropped(path, stored, used):
         kept = [entry if entry != "fsdp" else None for entry in stored.spec]
@@ -109,6 +125,22 @@ def test_initial_weights_have_their_distribution(initial):
     assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(initial))
 
 
+def test_biases_begin_at_zero_and_offset_scales_too():
+    config = ModelConfig(**{**vars(CONFIG), **GPT_2, "mlp": 8})
+    gpt2 = fast_jit(partial(init_lm, config))(jax.random.key(0))
+    assert float(gpt2["positions"].std()) == pytest.approx(0.02, rel=0.1)
+    assert gpt2["positions"].shape == (32, 64)
+    assert "gate" not in gpt2["layers"]["mlp"]
+    biases = {"bq", "bk", "bv", "bo", "up_bias", "down_bias", "bias"}
+    leaves = [(path[-1].key, leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(gpt2)]
+    assert biases <= {name for name, _ in leaves}
+    assert all((leaf == 0).all() for name, leaf in leaves if name in biases)
+    assert all((leaf == 1).all() for name, leaf in leaves if name == "scale")
+    gemma = fast_jit(partial(init_lm, ModelConfig(**{**vars(CONFIG), **GEMMA})))(jax.random.key(0))
+    scales = [leaf for path, leaf in jax.tree_util.tree_leaves_with_path(gemma) if path[-1].key == "scale"]
+    assert len(scales) == 7 and all((leaf == 0).all() for leaf in scales)
+
+
 def test_sharded_initial_weights_do_not_depend_on_the_mesh(initial):
     mesh = make_mesh(fsdp=4, tensor=2)
     params = init_sharded(CONFIG, jax.random.key(0), mesh)
@@ -133,6 +165,17 @@ def test_scalar_models_start_from_other_models(initial):
         scalar_from(initial, keep_head=True)
 
 
+def test_scalar_models_keep_learned_positions():
+    config = ModelConfig(**{**vars(CONFIG), **GPT_2})
+    mesh = make_mesh(fsdp=4, tensor=2)
+    shapes = jax.eval_shape(partial(init_lm, config), jax.random.key(0))
+    ones = jax.tree.map(lambda x: np.ones(x.shape, np.float32), shapes)
+    with jax.set_mesh(mesh):
+        reward = scalar_from(jax.device_put(ones, param_shardings(config, mesh, TRAIN)))
+    assert jax.tree.map(lambda x: x.sharding, reward) == param_shardings(config, mesh, TRAIN, "scalar")
+    assert reward["positions"].shape == (32, 64)
+
+
 @pytest.mark.parametrize("axis_type", [AxisType.Explicit, AxisType.Auto])
 def test_scalar_models_are_stored_as_their_shardings_say(axis_type):
     mesh = make_mesh(fsdp=4, tensor=2, axis_type=axis_type)
@@ -148,7 +191,7 @@ def test_scalar_models_are_stored_as_their_shardings_say(axis_type):
 def test_scalar_heads_begin_at_zero_or_small():
     config = ModelConfig(**{**vars(CONFIG), "embed": 512, "layers": 1, "mlp": 8, "heads": 1, "kv_heads": 1})
     zero, drawn = (
-        jax.jit(lambda key, zero=zero: init_scalar(config, key, zero_head=zero)["value_head"])(jax.random.key(0))
+        fast_jit(lambda key, zero=zero: init_scalar(config, key, zero_head=zero)["value_head"])(jax.random.key(0))
         for zero in (True, False)
     )
     assert (zero["kernel"] == jnp.zeros(512)).all()

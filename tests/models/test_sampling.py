@@ -56,7 +56,7 @@ LOGITS = np.random.default_rng(0).normal(size=V) * 1.5
         (5, 1.0),
     ],
 )
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
+@pytest.mark.parametrize("temperature", [0.5, *(pytest.param(t, marks=pytest.mark.slow) for t in (1.0, 1.7))])
 def test_draws_follow_the_restricted_softmax(top_k, top_p, temperature):
     tokens, logprobs = draw(LOGITS, SamplingConfig(1, temperature=temperature, top_k=top_k, top_p=top_p))
     p = softmax(LOGITS / temperature)
@@ -102,6 +102,20 @@ def test_vocabulary_padding_is_never_drawn_and_has_no_probability():
         np.testing.assert_allclose(logprobs, np.log(softmax(LOGITS))[tokens], atol=1e-5)
 
 
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.0}, {"top_k": 2}, {"top_p": 0.5}, {"min_new_tokens": 1}])
+def test_ids_beyond_the_token_limit_are_never_drawn_and_keep_their_probability(options):
+    likely = LOGITS.copy()
+    likely[[9, 10]] += 6
+    config = SamplingConfig(2, token_limit=9, stop_ids=(3,), **options)
+    tokens, logprobs = draw(likely, config, rows=500, may_stop=False)
+    assert tokens.max() < 9
+    np.testing.assert_allclose(logprobs, np.log(softmax(likely))[tokens], atol=1e-5)
+    # A limit at the vocabulary's end is none.
+    same = draw(likely, SamplingConfig(2, token_limit=V, stop_ids=(3,), **options), rows=500)
+    free = draw(likely, SamplingConfig(2, stop_ids=(3,), **options), rows=500)
+    np.testing.assert_array_equal(same[0], free[0])
+
+
 def test_a_rows_draw_depends_on_its_key_only():
     keys = jax.random.split(jax.random.key(1), 64)
     logits = jnp.asarray(np.random.default_rng(1).normal(size=(64, V)), jnp.float32)
@@ -120,14 +134,21 @@ def test_ties_with_the_last_kept_token_are_kept():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"max_new_tokens": 0}, "max_new_tokens=0 must be at least 1"),
-        ({"min_new_tokens": 5}, "min_new_tokens=5 must be between 0 and max_new_tokens=4"),
-        ({"min_new_tokens": -1}, "min_new_tokens=-1 must be between"),
+        ({"max_new_tokens": 0}, "max_new_tokens=0 must be an integer of at least 1"),
+        ({"max_new_tokens": 2.5}, "max_new_tokens=2.5 must be an integer"),
+        ({"min_new_tokens": 5}, "min_new_tokens=5 must be an integer between 0 and max_new_tokens=4"),
+        ({"min_new_tokens": -1}, "min_new_tokens=-1 must be an integer between"),
+        ({"min_new_tokens": 1.5}, "min_new_tokens=1.5 must be an integer between"),
         ({"temperature": -0.1}, "temperature=-0.1 must be 0"),
         ({"temperature": float("nan")}, "temperature=nan must be 0"),
-        ({"top_k": 0}, "top_k=0 must be at least 1"),
+        ({"temperature": float("inf")}, "temperature=inf must be 0 .greedy. or positive and finite"),
+        ({"top_k": 0}, "top_k=0 must be an integer of at least 1"),
+        ({"top_k": True}, "top_k=True must be an integer"),
         ({"top_p": 0.0}, "top_p=0.0 must be above 0"),
         ({"top_p": 1.5}, "top_p=1.5 must be above 0 and at most 1"),
+        ({"token_limit": 0}, "token_limit=0 must be an integer of at least 1"),
+        ({"token_limit": 8.0}, "token_limit=8.0 must be an integer"),
+        ({"token_limit": 5, "stop_ids": (2, 5)}, "stop id 5 is never drawn: it must be below token_limit=5"),
     ],
 )
 def test_numbers_out_of_range_are_refused(change, message):

@@ -6,7 +6,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jrlhf.ppo import Experience, PPOConfig, Rollout, experience_metrics, gae, make_experience, sequence_kl
+from jrlhf.ppo import (
+    Experience,
+    PPOConfig,
+    Rollout,
+    experience_metrics,
+    gae,
+    make_experience,
+    response_mask,
+    sequence_kl,
+)
 
 pytestmark = pytest.mark.usefixtures("strict_dtypes")
 
@@ -58,6 +67,32 @@ def test_without_kl_the_score_stands_alone_on_the_last_response_token():
     rewards = np.asarray(experience.rewards)
     np.testing.assert_array_equal(np.argmax(rewards != 0, axis=1)[np.asarray(scores) != 0], [6, 3, 9, 5, 9])
     np.testing.assert_array_equal(rewards.sum(1), scores)
+
+
+@pytest.mark.parametrize("truncation", ["zero", "mask"])
+def test_scores_of_tokens_are_conserved_and_stand_at_their_tokens(truncation):
+    rollout, (_, old, ref, values), _ = inputs()
+    tokens = np.random.default_rng(3).normal(size=(ROWS, TIME)).astype(np.float32) / 3
+    inside = np.asarray(response_mask(rollout.prompt_lengths, rollout.response_lengths, TIME))
+    given = jnp.asarray(np.where(inside, tokens, np.nan))  # garbage elsewhere
+    build = partial(compiled, config=PPOConfig(truncation=truncation), kl_coef=jnp.float32(0.3))
+    experience = build(rollout, given, old, ref, values)
+    np.testing.assert_allclose(experience.scores, np.where(inside, tokens, 0).sum(1), rtol=1e-5)
+    kl = np.asarray(old, np.float64) - np.asarray(ref)
+    learned = inside & (truncation == "zero" or np.asarray(rollout.finished)[:, None])
+    np.testing.assert_allclose(experience.rewards, np.where(learned, tokens - 0.3 * kl, 0), rtol=1e-4, atol=1e-6)
+
+
+def test_a_score_on_the_last_token_alone_is_a_score_of_the_whole_response():
+    rollout, (scores, old, ref, values), after = inputs()
+    last = np.asarray(rollout.prompt_lengths + rollout.response_lengths) - 1
+    placed = jnp.zeros((ROWS, TIME)).at[np.arange(ROWS), last].set(scores)
+    build = partial(compiled, config=PPOConfig(), kl_coef=0.1, bootstrap_values=after)
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        build(rollout, placed, old, ref, values),
+        build(rollout, scores, old, ref, values),
+    )
 
 
 def test_masks_come_from_lengths_not_from_tokens():
@@ -115,6 +150,8 @@ def test_shapes_that_do_not_fit_are_named():
         build(rollout, scores, old, ref, jnp.pad(values, ((0, 0), (0, 1))))
     with pytest.raises(ValueError, match=r"scores has shape \(5,\)"):
         build(rollout, scores[:5], old, ref, values)
+    with pytest.raises(ValueError, match=r"scores has shape \(6, 9\), .* \(6, 10\)"):
+        build(rollout, jnp.zeros((ROWS, TIME - 1)), old, ref, values)
 
 
 def test_advantages_are_whitened_over_all_response_tokens_and_returns_are_not():

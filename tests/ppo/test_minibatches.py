@@ -45,6 +45,17 @@ def test_micro_batches_are_strided():
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_micro_batches_of_one_row(axis_type):
+    mesh = make_mesh(data=1, fsdp=1, tensor=1, devices=jax.devices()[:1], axis_type=axis_type)
+    with jax.set_mesh(mesh):
+        rows = jax.device_put(np.arange(8), NamedSharding(mesh, P(("data", "fsdp", "tensor"))))
+        scanned = jax.jit(lambda rows: jax.lax.scan(lambda sum, row: (sum + row.sum(), row), 0, split_rows(rows, 8)))
+        total, parts = scanned(rows)
+    assert total == 28
+    np.testing.assert_array_equal(parts, np.arange(8)[:, None])
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 def test_nothing_is_communicated_and_the_mesh_does_not_matter(axis_type):
     def split(rows, key, index):
         return split_rows(draw_minibatch(rows, key, index, PARTS), 2)

@@ -1,0 +1,1 @@
+"""Datasets: files and hub names -> examples -> token ids."""

@@ -1,0 +1,249 @@
+"""`python -m jrlhf.generate --model RUN-or-DIR`: answers to a prompt, to a file of prompts, or a conversation."""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from jrlhf import programs
+from jrlhf.batches import key_for, pad_rows, put_rows, row_keys
+from jrlhf.config import DataConfig, DeviceConfig, load_config
+from jrlhf.console import clean
+from jrlhf.data.encode import Prompts, encode_prompts
+from jrlhf.data.read import read_dataset
+from jrlhf.data.types import Example
+from jrlhf.devices import select
+from jrlhf.errors import UserError
+from jrlhf.files import write_atomic
+from jrlhf.meshes import GENERATE, make_mesh
+from jrlhf.model import Architecture, Model
+from jrlhf.models import ModelConfig, SamplingConfig
+from jrlhf.models.hf import load_adapter, read_config
+from jrlhf.models.params import check_tensor
+from jrlhf.pretrained import load_weights, locate
+from jrlhf.programs import Compute
+from jrlhf.runs import CONFIG
+from jrlhf.sampling import Response, read_responses
+from jrlhf.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
+
+
+@dataclass(frozen=True)
+class Generator:
+    """A loaded model that answers prompts."""
+
+    model: Model
+    tokenizer: Tokenizer
+    mesh: Mesh
+    compute: Compute
+    sampling: SamplingConfig
+    batch: int
+
+    def answer(self, prompts: Prompts, key: jax.Array) -> Iterator[Response]:
+        """One response to each prompt, in order. The same key draws the same texts."""
+        widest = max(len(ids) for ids in prompts.ids)
+        room = self.model.config.max_positions - self.sampling.max_new_tokens
+        if widest > room:
+            raise UserError(
+                f"a prompt of {widest} tokens and --max-new-tokens {self.sampling.max_new_tokens} exceed the model's "
+                f"{self.model.config.max_positions} positions: shorten one of them"
+            )
+        width = min(max(32, 1 << (widest - 1).bit_length()), room)  # few widths, so that few programs are compiled
+        run = programs.generate(self.model.architecture, self.mesh, self.compute, self.sampling)
+        for start in range(0, len(prompts.ids), self.batch):
+            chunk = list(prompts.ids[start : start + self.batch])
+            whole = chunk + [chunk[0]] * (self.batch - len(chunk))
+            tokens, lengths = put_rows(pad_rows(whole, width), self.mesh)
+            keys = row_keys(jax.random.fold_in(key, start), self.batch, self.mesh)
+            generation = run(self.model.params, tokens, lengths, keys, *self.model.frozen)
+            yield from read_responses(self.tokenizer, jax.device_get(generation))[: len(chunk)]
+
+
+def load(
+    path: str,
+    sampling: dict[str, Any],
+    *,
+    adapter: str | None = None,
+    batch: int = 8,
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto",
+    platform: Literal["auto", "cpu", "gpu", "tpu"] = "auto",
+    data: DataConfig | None = None,
+) -> Generator:
+    """A generator for a run, a model directory or a hub name.
+
+    sampling: the fields of `SamplingConfig`; the tokenizer says what stops a response.
+    adapter: a PEFT directory whose adapter is put on the model.
+    dtype: auto: bfloat16 on an accelerator, float32 on a CPU.
+    data: what the model was trained with: its `eos` and what its chat template is told.
+
+    Raises:
+        UserError: the model, its tokenizer or the adapter cannot be used.
+    """
+    devices = select(DeviceConfig(platform=platform))
+    directory = locate(path, "--model")
+    if dtype == "auto":
+        dtype = "float32" if devices[0].platform == "cpu" else "bfloat16"
+    compute = Compute(jnp.dtype(dtype))
+
+    try:
+        config = read_config(directory).model
+    except (ValueError, OSError) as error:
+        raise UserError(f"--model={path}: {error}") from error
+    mesh = make_mesh(*_sizes(config, len(devices)), devices=devices)
+    data = data or DataConfig()
+    tokenizer = check_vocabulary(load_tokenizer(directory, eos=data.eos), config.vocab_size)
+    tokenizer = replace(tokenizer, special_tokens={**tokenizer.special_tokens, **data.template})
+    with jax.set_mesh(mesh):
+        _, params = load_weights(path, "--model", mesh, layout=GENERATE, dtype=compute.dtype)
+        model = Model(Architecture(config, shared=True), params)
+        if adapter is not None:
+            try:
+                lora, weights = load_adapter(Path(adapter), config, mesh)
+            except (ValueError, OSError) as error:
+                raise UserError(f"--adapter={adapter}: {error}") from error
+            model = Model(Architecture(config, lora, shared=True), weights, params)
+    limit = tokenizer.vocab_size if tokenizer.vocab_size < config.vocab_size else None
+    drawn = SamplingConfig(**sampling, stop_ids=tokenizer.eos_ids, token_limit=limit)
+    return Generator(model, tokenizer, mesh, compute, drawn, -(-batch // mesh.size) * mesh.size)
+
+
+def _sizes(config: ModelConfig, devices: int) -> tuple[int, int, int]:
+    """As much tensor parallelism as the model allows; the other devices share the rows."""
+    for tensor in sorted((size for size in range(1, devices + 1) if devices % size == 0), reverse=True):
+        try:
+            check_tensor(config, tensor)
+        except ValueError:
+            continue
+        return devices // tensor, 1, tensor
+    raise AssertionError("every model fits on tensor=1")
+
+
+def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m jrlhf.generate", description="Answers prompts. Without --prompt or --file: a conversation."
+    )
+    parser.add_argument("--model", required=True, help="a run's directory, a Hugging Face directory, or a hub name")
+    parser.add_argument("--adapter", help="a PEFT directory, put on the model")
+    parser.add_argument("--prompt", action="append", help="a prompt; may be given several times")
+    parser.add_argument("--file", help="a dataset with prompts: jsonl, csv, parquet")
+    parser.add_argument("--out", help="a jsonl file for the answers to --file; without it they are printed")
+    parser.add_argument("--raw", action="store_true", help="prompts are plain text even if there is a chat template")
+    parser.add_argument("--system", help="a system message")
+    parser.add_argument("-n", type=int, default=1, help="answers to each prompt")
+    parser.add_argument("--max-new-tokens", type=int, default=256)
+    parser.add_argument("--temperature", type=float, default=1.0, help="0: always the most likely token")
+    parser.add_argument("--top-k", type=int)
+    parser.add_argument("--top-p", type=float)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--batch", type=int, default=8, help="prompts at a time")
+    parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto")
+    parser.add_argument("--platform", choices=("auto", "cpu", "gpu", "tpu"), default="auto")
+    return parser.parse_args(arguments)
+
+
+def cli(arguments: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit code: 0 done, 2 bad input."""
+    options = _arguments(arguments)
+    try:
+        _run(options)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except (KeyboardInterrupt, BrokenPipeError):
+        return 0
+    return 0
+
+
+def _run(options: argparse.Namespace) -> None:
+    if options.out is not None and options.file is None:
+        raise UserError("--out holds the answers to --file: give a file of prompts, or leave it out")
+    if options.n < 1 or options.batch < 1:
+        raise UserError(f"-n {options.n} and --batch {options.batch} must be at least 1")
+    interactive = not options.prompt and options.file is None
+    examples = _examples(options)  # before the model, which takes longer
+    sampling = {name: getattr(options, name) for name in ("max_new_tokens", "temperature", "top_k", "top_p")}
+    try:
+        SamplingConfig(**sampling)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    data = _trained_with(options.model)
+    options.system = data.system if options.system is None and not options.raw else options.system
+    generator = load(
+        options.model,
+        sampling,
+        adapter=options.adapter,
+        batch=1 if interactive else min(options.batch, len(examples) * options.n),
+        dtype=options.dtype,
+        platform=options.platform,
+        data=data,
+    )
+    chat = generator.tokenizer.chat_template is not None and not options.raw
+    with jax.set_mesh(generator.mesh):
+        if interactive:
+            _converse(generator, options, chat)
+            return
+        prompts = _encoded(generator, [each for each in examples for _ in range(options.n)], options, chat)
+        answers = generator.answer(prompts, key_for(options.seed, "generate"))
+        if options.out is None:
+            for example, text, response in zip(prompts.examples, prompts.texts, answers, strict=True):
+                prompt = example.prompt if isinstance(example.prompt, str) else text
+                print(f"> {clean(prompt).strip()}\n{clean(response.text)}\n", flush=True)
+            return
+        rows = []
+        for example, response in zip(prompts.examples, answers, strict=True):
+            rows.append({"prompt": example.prompt, "completion": response.text, "finished": response.finished})
+            if sys.stderr.isatty():
+                print(f"\r{len(rows)} of {len(prompts.ids)}", end="", file=sys.stderr, flush=True)
+        write_atomic(Path(options.out), "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+        print(f"{len(rows)} answers in {options.out}")
+
+
+def _trained_with(model: str) -> DataConfig:
+    """How the prompts of a run were made, where `model` is a run; otherwise the defaults."""
+    saved = Path(model).expanduser() / CONFIG
+    return load_config(str(saved)).data if saved.is_file() else DataConfig()
+
+
+def _examples(options: argparse.Namespace) -> list[Example]:
+    given = [Example(prompt=text) for text in options.prompt or ()]
+    return given + (list(read_dataset(options.file).examples) if options.file is not None else [])
+
+
+def _encoded(generator: Generator, examples: Sequence[Example], options: argparse.Namespace, chat: bool) -> Prompts:
+    room = generator.model.config.max_positions - generator.sampling.max_new_tokens
+    if room < 1:
+        raise UserError(
+            f"--max-new-tokens {generator.sampling.max_new_tokens} leaves no room for a prompt: the model has "
+            f"{generator.model.config.max_positions} positions"
+        )
+    return encode_prompts(examples, generator.tokenizer, max_prompt=room, chat=chat, system=options.system)
+
+
+def _converse(generator: Generator, options: argparse.Namespace, chat: bool) -> None:
+    """Line by line: what is typed, and the model's answer to all that was said. An empty line ends it."""
+    said: list[dict[str, str]] = [] if options.system is None else [{"role": "system", "content": options.system}]
+    turn = 0
+    while True:
+        try:
+            line = input("you> " if sys.stdin.isatty() else "").strip()
+        except EOFError:
+            return
+        if not line:
+            return
+        said.append({"role": "user", "content": line})
+        prompt = tuple(said) if chat else line
+        prompts = _encoded(generator, [Example(prompt=prompt)], options, chat)
+        response = next(generator.answer(prompts, key_for(options.seed, "generate", turn)))
+        said.append({"role": "assistant", "content": response.text})
+        print(clean(response.text), flush=True)
+        turn += 1
+
+
+if __name__ == "__main__":
+    sys.exit(cli())

@@ -1,0 +1,163 @@
+"""From a config to a context: devices, architectures, data and the run's directory, each checked before the next."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from jrlhf.config import Config, ModelSection, mesh_sizes, validate
+from jrlhf.console import Console
+from jrlhf.context import Context
+from jrlhf.devices import idle_accelerator, select
+from jrlhf.errors import UserError
+from jrlhf.files import write_atomic
+from jrlhf.meshes import make_mesh
+from jrlhf.models import ModelConfig
+from jrlhf.preemption import PreemptionGuard
+from jrlhf.pretrained import architecture, fresh_model, locate
+from jrlhf.programs import Compute
+from jrlhf.runs import open_run
+from jrlhf.sources import check_sources
+from jrlhf.task import Task
+from jrlhf.tokenizer import Tokenizer, check_vocabulary, load_tokenizer, same_tokens
+
+
+@contextmanager
+def open_context(config: Config, *, resume: bool) -> Iterator[Context]:
+    """Checks config and devices, reads the data, looks at models and functions, and opens the run's directory.
+
+    Raises:
+        UserError: bad input; nothing has been written.
+    """
+    mesh, models = select_mesh(config)
+    console = Console()
+    if config.device.platform == "auto" and (warning := idle_accelerator()):
+        console.warn(warning)
+    with console.status("reading the data"):
+        task = load_task(config, models["actor"])
+    for line in task.description.splitlines():
+        console.line(line)
+    check_sources(config, task, models["actor"], mesh)
+    devices = f"# {mesh.size} {mesh.devices.flat[0].device_kind} device(s), mesh {dict(mesh.shape)}"
+    with open_run(config, resume=resume, notes=[devices]) as run, PreemptionGuard() as preemption:
+        write_atomic(run.path / "tokenizer.json", task.tokenizer.to_json())
+        yield Context(
+            config=config,
+            mesh=mesh,
+            compute=Compute(jnp.dtype(config.compute.dtype), config.compute.remat, config.compute.logprob),
+            task=task,
+            vocab_size=models["actor"].vocab_size,
+            run=run,
+            console=console,
+            preemption=preemption,
+        )
+
+
+def load_task(config: Config, actor: ModelConfig) -> Task:
+    """The task that the config names.
+
+    Raises:
+        UserError: data or tokenizer cannot be read, or do not suit the actor.
+    """
+    if config.data.source == "docstrings":
+        from jrlhf.docstrings.task import load_task
+
+        return load_task(config)
+    from jrlhf.data.task import load_task
+
+    return load_task(config, actor_tokenizer(config, actor))
+
+
+def actor_tokenizer(config: Config, actor: ModelConfig) -> Tokenizer:
+    """The tokenizer in the actor's directory. The roles that read its tokens must have the same.
+
+    Raises:
+        UserError: there is none, it is larger than the model's vocabulary, or a role has another.
+    """
+    assert config.model.path is not None
+    directory = locate(config.model.path, "model.path")
+    tokenizer = check_vocabulary(load_tokenizer(directory, eos=config.data.eos), actor.vocab_size)
+    for role in ("critic", "reference"):
+        path = getattr(config.roles, role)
+        if path is not None:
+            other = load_tokenizer(locate(path, f"roles.{role}"))
+            if not same_tokens(other, tokenizer):
+                raise UserError(
+                    f"roles.{role}={path} has another tokenizer than model.path={config.model.path}: the {role} reads "
+                    "the actor's tokens, choose one of the same family"
+                )
+    return replace(tokenizer, special_tokens={**tokenizer.special_tokens, **config.data.template})
+
+
+def select_mesh(config: Config) -> tuple[Mesh, dict[str, ModelConfig]]:
+    """The mesh that the config asks for, on the devices that it asks for, and the architecture of every role.
+
+    Raises:
+        UserError: the config does not fit the devices.
+    """
+    devices = select(config.device)
+    if jax.process_count() > 1:
+        raise UserError(
+            f"this is process {jax.process_index()} of {jax.process_count()}: a run uses one process, which may have "
+            "many devices"
+        )
+    models = architectures(config)
+    validate(config, len(devices), models)
+    _check_kernel(config, models, devices[0].platform)
+    data, fsdp, tensor = mesh_sizes(config.mesh, len(devices))
+    return make_mesh(data, fsdp, tensor, devices=devices), models
+
+
+def architectures(config: Config) -> dict[str, ModelConfig]:
+    """Role -> architecture, for the roles that the stages need. Reads config.json files at most.
+
+    Raises:
+        UserError: a model directory that is not there or cannot be computed.
+    """
+    if config.model.path is None:
+        actor = fresh_model(config.model)
+    else:
+        _check_sizes_untouched(config.model)
+        actor = architecture(config.model.path, "model.path")
+    models = {"actor": actor}
+    if "reward_model" in config.stages:
+        models["reward"] = actor
+    if "ppo" in config.stages:
+        for role in ("critic", "reference"):
+            path = getattr(config.roles, role)
+            models[role] = actor if path is None else architecture(path, f"roles.{role}")
+            if models[role].vocab_size != actor.vocab_size:
+                raise UserError(
+                    f"roles.{role}={path} has a vocabulary of {models[role].vocab_size} and the actor one of "
+                    f"{actor.vocab_size}: the {role} reads the actor's tokens, choose one of the same family"
+                )
+        for index, reward in enumerate(config.rewards):
+            if reward.model is not None:
+                models[f"reward {reward.name}"] = architecture(reward.model, f"rewards[{index}].model")
+    return models
+
+
+def _check_sizes_untouched(model: ModelSection) -> None:
+    fresh = ModelSection(path=model.path)
+    for name in ModelSection.__dataclass_fields__:
+        if getattr(model, name) != getattr(fresh, name):
+            raise UserError(
+                f"model.{name}={getattr(model, name)} and model.path={model.path} are both given: a model directory "
+                "has its own sizes, leave one of the two out"
+            )
+
+
+def _check_kernel(config: Config, models: dict[str, ModelConfig], platform: str) -> None:
+    kernel = config.compute.logprob
+    needed = {"pallas_tpu": "tpu", "pallas_gpu": "gpu"}.get(str(kernel), platform)
+    if platform != needed:
+        raise UserError(f"compute.logprob={kernel} runs on a {needed} only, and this is a {platform}: set it to null")
+    embed = models["actor"].embed
+    if kernel == "pallas_gpu" and (config.compute.dtype != "bfloat16" or embed % 64):
+        raise UserError(
+            f"compute.logprob=pallas_gpu needs compute.dtype=bfloat16 and model.embed a multiple of 64 (they are "
+            f"{config.compute.dtype} and {embed}): set it to null"
+        )

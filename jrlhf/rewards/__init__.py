@@ -1,0 +1,1 @@
+"""Rewards: functions in worker processes, learned models, and their weighted sum."""

@@ -1,0 +1,182 @@
+"""Built-in reward functions, of one answer that is right or not. Pure; 1.0 and 0.0, or `right` and `wrong`.
+
+They are ordinary reward functions with options: `answer` is a column of the dataset (name another with
+`columns: {answer: ...}`; verl rows have `ground_truth`).
+"""
+
+import re
+import string
+import unicodedata
+from collections.abc import Mapping, Sequence
+from decimal import Decimal
+from fractions import Fraction
+from typing import Any
+
+NAMES = ("exact_match", "format_regex", "numeric_answer", "math_verify")
+
+NUMBER = r"[-+]?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?"
+NUMBERS = re.compile(rf"(?<![\w.])({NUMBER})(?:\s*/\s*({NUMBER}))?")
+LONGEST = 400  # characters and powers of ten beyond which a number is no answer: exact arithmetic would not end
+
+
+def exact_match(
+    completions: Sequence[Any],
+    answer: Sequence[Any],
+    *,
+    pattern: str | None = None,
+    ignore_case: bool = False,
+    ignore_punctuation: bool = False,
+    ignore_space: bool = False,
+    right: float = 1.0,
+    wrong: float = 0.0,
+) -> list[float | None]:
+    """Is the response the answer? White space around both is ignored, and Unicode compared in its composed form.
+
+    Args:
+        answer: the text; or a list of texts, each of which is right. A row without one fails ("none").
+        pattern: a regular expression. What its last match in the response says (its first group, if it has one) is
+            compared, instead of all of the response; without a match it is wrong.
+        ignore_case, ignore_punctuation: compare without. ignore_space: runs of white space count as one space.
+    """
+    search = None if pattern is None else re.compile(pattern, re.DOTALL)
+
+    def normal(text: str) -> str:
+        text = unicodedata.normalize("NFC", text)
+        if ignore_case:
+            text = text.casefold()
+        if ignore_punctuation:
+            text = "".join(c for c in text if c not in string.punctuation and unicodedata.category(c)[0] != "P")
+        return " ".join(text.split()) if ignore_space else text.strip()
+
+    def score(completion: Any, answers: Any) -> float | None:
+        if answers is None:
+            return None
+        said: str | None = _text(completion)
+        if search is not None:
+            said = _last_match(search, said)
+        accepted = answers if isinstance(answers, (list, tuple)) else [answers]
+        return right if said is not None and normal(said) in {normal(str(a)) for a in accepted} else wrong
+
+    return [score(*pair) for pair in zip(completions, answer, strict=True)]
+
+
+def format_regex(
+    completions: Sequence[Any], *, pattern: str, whole: bool = True, right: float = 1.0, wrong: float = 0.0
+) -> list[float]:
+    """Does the response have a form? `pattern` must match it from beginning to end, or (`whole=False`) somewhere.
+
+    A dot matches line breaks too. A pattern that backtracks without end is stopped by the reward's deadline.
+    """
+    compiled = re.compile(pattern, re.DOTALL)
+    match = compiled.fullmatch if whole else compiled.search
+    return [right if match(_text(completion)) else wrong for completion in completions]
+
+
+def numeric_answer(
+    completions: Sequence[Any],
+    answer: Sequence[Any],
+    *,
+    extract: str = "auto",
+    tolerance: float = 1e-6,
+    right: float = 1.0,
+    wrong: float = 0.0,
+) -> list[float | None]:
+    """Is the response's number the answer's? They may differ by `tolerance` (absolute).
+
+    Commas between digits, $ and % are dropped (50% is 50); 1/2 and \\frac{1}{2} are one half.
+
+    Args:
+        answer: a number, or a text from which one is read as from a response (GSM8K's "... #### 42"). A row whose
+            answer has no number fails ("none").
+        extract: where the response has its number. "boxed": in the last \\boxed{...}. "hash": behind the last ####, as
+            in GSM8K. "last": the last number. "auto": the first of these that the response has.
+    """
+    if extract not in ("auto", "boxed", "hash", "last"):
+        raise ValueError(f"extract={extract!r}: it must be auto, boxed, hash or last")
+
+    def score(completion: Any, truth: Any) -> float | None:
+        expected = read_number(str(truth), "auto")
+        if expected is None:
+            return None
+        found = read_number(_text(completion), extract)
+        return right if found is not None and abs(found - expected) <= tolerance else wrong
+
+    return [score(*pair) for pair in zip(completions, answer, strict=True)]
+
+
+def math_verify(
+    completions: Sequence[Any], answer: Sequence[Any], *, right: float = 1.0, wrong: float = 0.0
+) -> list[float | None]:
+    """Is the response's mathematical expression the answer's? Judged by the math-verify package, an extra.
+
+    Args:
+        answer: an expression, in LaTeX or plain; or a text with one between dollars or in \\boxed{...}. A row from
+            whose answer nothing can be read fails ("none").
+    """
+    from math_verify import parse, verify  # pyright: ignore[reportMissingImports]
+
+    def score(completion: Any, truth: Any) -> float | None:
+        text = str(truth)
+        marked = any(mark in text for mark in ("$", "\\boxed", "\\(", "\\["))
+        expected = parse(text if marked else f"${text}$")  # unmarked, only the last number of \{1, 2\} would be read
+        if not expected:
+            return None
+        return right if verify(expected, parse(_text(completion))) else wrong
+
+    return [score(*pair) for pair in zip(completions, answer, strict=True)]
+
+
+def read_number(text: str, extract: str) -> Fraction | None:
+    """The number that a text answers with; `extract` as in `numeric_answer`."""
+    boxed, hashed = _boxed(text), text.rpartition("####")
+    if extract == "boxed" or (extract == "auto" and boxed is not None):
+        return None if boxed is None else _number(boxed, first=False)
+    if extract == "hash" or (extract == "auto" and hashed[1]):
+        return _number(hashed[2], first=True) if hashed[1] else None
+    return _number(text, first=False)
+
+
+def _number(text: str, *, first: bool) -> Fraction | None:
+    """The first or the last number of a text."""
+    text = text.replace("\N{MINUS SIGN}", "-").replace("$", "").replace("\\!", "").replace("{,}", ",")
+    text = re.sub(r"(-?)\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}", r" \1\2/\3 ", text)
+    found = NUMBERS.findall(text)
+    if not found:
+        return None
+    above, below = map(_exact, found[0 if first else -1])
+    return None if above is None or below in (None, 0) else above / below
+
+
+def _exact(number: str) -> Fraction | None:
+    """A number's exact value; 1 where there is none, as below a number that is no fraction."""
+    if not number:
+        return Fraction(1)
+    power = re.search(r"[eE]([-+]?\d+)$", number)
+    if len(number) > LONGEST or (power and abs(int(power[1])) > LONGEST):
+        return None
+    return Fraction(Decimal(number.replace(",", "")))
+
+
+def _boxed(text: str) -> str | None:
+    """What stands in the last \\boxed{...}, whose braces may be nested; None where there is none, or no end to it."""
+    start = text.rfind("\\boxed{")
+    if start < 0:
+        return None
+    depth = 0
+    for position in range(start + len("\\boxed"), len(text)):
+        depth += {"{": 1, "}": -1}.get(text[position], 0)
+        if depth == 0:
+            return text[start + len("\\boxed{") : position]
+    return None
+
+
+def _last_match(pattern: re.Pattern[str], text: str) -> str | None:
+    matches = list(pattern.finditer(text))
+    return matches[-1][1 if pattern.groups else 0] if matches else None
+
+
+def _text(completion: Any) -> str:
+    """What was said: the text itself, or the contents of the messages."""
+    if isinstance(completion, str):
+        return completion
+    return "".join(str(message["content"]) for message in completion if isinstance(message, Mapping))

@@ -1,0 +1,240 @@
+"""Adapters in PEFT's format, in and out: adapter_config.json and adapter_model.safetensors.
+
+A projection's two matrices are stored transposed: lora_A.weight [r, in] and lora_B.weight [out, r]. A reward model's or
+a critic's scalar head is saved beside them as `score`, as PEFT does for task type SEQ_CLS.
+"""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh
+from safetensors.numpy import save_file
+
+from jrlhf.models.config import ModelConfig
+from jrlhf.models.hf.files import DTYPES, Tensor, on_host, previous_export, read_header, replacing
+from jrlhf.models.lora import PROJECTIONS, LoRAConfig, lora_shape, lora_shardings
+from jrlhf.models.params import HeadKind, Params
+
+_CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+_PARTS = {"attention": "self_attn", "mlp": "mlp"}
+_TASKS: dict[str, HeadKind] = {"CAUSAL_LM": "lm", "SEQ_CLS": "scalar"}
+
+# Settings of adapter_config.json that we compute, or that change nothing about a trained adapter's outputs: where it
+# came from, how it was initialised or regularised, and numbers that belong to settings which are refused when set.
+_SUPPORTED = {
+    "peft_type",
+    "task_type",
+    "r",
+    "lora_alpha",
+    "target_modules",
+    "use_rslora",
+    "modules_to_save",
+    "bias",
+    "init_lora_weights",
+    "auto_mapping",
+    "exclude_modules",
+    "eva_config",
+    "base_model_name_or_path",
+    "inference_mode",
+    "lora_dropout",
+    "megatron_core",
+    "peft_version",
+    "qalora_group_size",
+    "revision",
+    "runtime_config",
+}
+
+
+def export_adapter(
+    adapter: Params,
+    config: ModelConfig,
+    lora: LoRAConfig,
+    directory: str | os.PathLike[str],
+    *,
+    base_name: str | None = None,
+) -> Path:
+    """Writes an adapter as PEFT reads it; one with a scalar head for task type SEQ_CLS, else for CAUSAL_LM.
+
+    All or nothing: the files are written beside `directory` and then take its place, where `previous_export` allows it.
+    The bias of a scalar head, which PEFT has not, is written as `score.bias` where it is not zero; PEFT ignores it, and
+    `load_adapter` reads it.
+
+    Args:
+        adapter: as `init_lora`, on the host or on a mesh. Where several processes share it, all of them must call this,
+            and process 0 writes.
+        base_name: the hub name or the directory of the base, for PEFT to find it.
+
+    Raises:
+        FileExistsError: `directory` is a file, or holds something that no export of an adapter writes.
+    """
+    directory = Path(directory)
+    previous_export(directory, {_CONFIG, _WEIGHTS}.__contains__)
+    host = jax.tree.map(on_host, adapter)
+    if jax.process_index() != 0:
+        multihost_utils.sync_global_devices("adapter")
+        return directory
+    tensors = {}
+    for name in lora.targets:
+        part, weight = PROJECTIONS[name][:2]
+        stacked = host["layers"][part][weight]
+        for index in range(config.layers):
+            module = f"{_PREFIX}model.layers.{index}.{_PARTS[part]}.{name}"
+            a, b = stacked["a"][index], stacked["b"][index]
+            tensors[f"{module}.lora_A.weight"] = a.reshape(-1, lora.rank).T
+            tensors[f"{module}.lora_B.weight"] = b.reshape(lora.rank, -1).T
+    head: HeadKind = "scalar" if "value_head" in host else "lm"
+    if head == "scalar":
+        tensors[f"{_PREFIX}score.weight"] = host["value_head"]["kernel"][None]
+        if host["value_head"]["bias"] != 0:
+            tensors[f"{_PREFIX}score.bias"] = host["value_head"]["bias"].reshape(1)
+
+    with replacing(directory) as written:
+        settings = json.dumps(_settings(lora, head, base_name), indent=2) + "\n"
+        (written / _CONFIG).write_text(settings, encoding="utf-8")
+        # Contiguous: safetensors 0.8 writes a strided array's memory as it lies, which is a different matrix.
+        contiguous = {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
+        save_file(contiguous, written / _WEIGHTS, metadata={"format": "pt"})
+        (written / _WEIGHTS).chmod(0o644)  # safetensors makes it private
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices("adapter")
+    return directory
+
+
+def load_adapter(directory: str | os.PathLike[str], config: ModelConfig, mesh: Mesh) -> tuple[LoRAConfig, Params]:
+    """An adapter that PEFT or `export_adapter` wrote, float32, as `lora_shardings` stores it.
+
+    It has a scalar head where its task type is SEQ_CLS. Dropout, which only training has, is not taken over.
+
+    Raises:
+        FileNotFoundError: a file is missing.
+        ValueError: a file is not what it says it is; the adapter asks for something that `LoRAConfig` cannot say, or
+            does not fit the model.
+    """
+    directory = Path(directory)
+    settings = _read_settings(directory / _CONFIG)
+    head = _check(settings, directory / _CONFIG)
+    tensors = _read_tensors(directory / _WEIGHTS)
+    lora = _config(settings, tensors, directory)
+
+    def take(name: str, shape: tuple[int, ...]) -> np.ndarray:
+        if name not in tensors:
+            raise ValueError(f"{directory / _WEIGHTS}: tensor {name} is missing: the adapter is not whole")
+        tensor = tensors.pop(name)
+        if tensor.shape != shape:
+            raise ValueError(
+                f"{directory / _WEIGHTS}: {name} has shape {list(tensor.shape)} where this model needs {list(shape)}: "
+                "is it an adapter of another base?"
+            )
+        if tensor.dtype not in DTYPES:
+            raise ValueError(f"{directory / _WEIGHTS}: {name} is {tensor.dtype}: known are {', '.join(DTYPES)}")
+        return tensor.view().astype(np.float32)
+
+    adapter: Params = {"layers": {}}
+    for name in lora.targets:
+        projection = PROJECTIONS[name]
+        a, b = lora_shape(config, lora, projection)
+        modules = [f"{_PREFIX}model.layers.{index}.{_PARTS[projection.part]}.{name}" for index in range(config.layers)]
+        inputs, outputs = int(np.prod(a[:-1])), int(np.prod(b[1:]))
+        adapter["layers"].setdefault(projection.part, {})[projection.weight] = {
+            "a": np.stack([take(f"{m}.lora_A.weight", (lora.rank, inputs)).T.reshape(a) for m in modules]),
+            "b": np.stack([take(f"{m}.lora_B.weight", (outputs, lora.rank)).T.reshape(b) for m in modules]),
+        }
+    if head == "scalar":
+        kernel = take(f"{_PREFIX}score.weight", (1, config.embed))[0]
+        bias = take(f"{_PREFIX}score.bias", (1,))[0] if f"{_PREFIX}score.bias" in tensors else np.float32(0)
+        adapter["value_head"] = {"kernel": kernel, "bias": bias}
+    if tensors:
+        raise ValueError(f"{directory / _WEIGHTS}: {min(tensors)} is no part of an adapter that can be loaded here")
+    return lora, jax.device_put(adapter, lora_shardings(config, mesh, lora, head))
+
+
+def _settings(lora: LoRAConfig, head: HeadKind, base_name: str | None) -> dict[str, Any]:
+    scalar = head == "scalar"
+    return {
+        "peft_type": "LORA",
+        "task_type": "SEQ_CLS" if scalar else "CAUSAL_LM",
+        "base_model_name_or_path": base_name,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "target_modules": list(lora.targets),
+        "use_rslora": lora.rslora,
+        "modules_to_save": ["classifier", "score"] if scalar else None,  # as PEFT's own default for SEQ_CLS
+        "bias": "none",
+        "lora_dropout": 0.0,
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+    }
+
+
+def _read_settings(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        raise FileNotFoundError(f"{path} does not exist: an adapter is a directory with {_CONFIG} and {_WEIGHTS}")
+    try:
+        settings = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not JSON ({error}): fetch it again") from error
+    if not isinstance(settings, dict):
+        raise ValueError(f"{path} holds a {type(settings).__name__} where an adapter's settings should be")
+    return settings
+
+
+def _read_tensors(path: Path) -> dict[str, Tensor]:
+    if not path.exists():
+        other = path.with_suffix(".bin")
+        hint = f": {other.name} is a pickle, save the adapter as safetensors" if other.exists() else ""
+        raise FileNotFoundError(f"{path} does not exist{hint}")
+    return read_header(path)
+
+
+def _check(settings: dict[str, Any], path: Path) -> HeadKind:
+    """The kind of head, after everything was refused that we would not compute."""
+    if settings.get("peft_type") != "LORA":
+        raise ValueError(f"{path}: peft_type={settings.get('peft_type')!r} is not supported: only LORA is")
+    task = settings.get("task_type")
+    if task not in (None, *_TASKS):
+        raise ValueError(f"{path}: task_type={task!r} is not supported: known are {', '.join(_TASKS)}")
+    head = "lm" if task is None else _TASKS[task]
+    saved = settings.get("modules_to_save") or []
+    known = ("classifier", "score") if head == "scalar" else ()
+    if not isinstance(saved, list) or not all(module in known for module in saved):
+        raise ValueError(
+            f"{path}: modules_to_save={saved!r} is not supported: beside an adapter only `score` can be trained, for "
+            "task_type SEQ_CLS"
+        )
+    if settings.get("bias", "none") != "none":
+        raise ValueError(f"{path}: bias={settings['bias']!r} is not supported: biases belong to the frozen base")
+    # Other initialisations than these change the base when they begin, and an adapter means its own base only.
+    begun = settings.get("init_lora_weights", True)
+    if not (isinstance(begun, bool) or begun in ("gaussian", "eva", "orthogonal")):
+        raise ValueError(f"{path}: init_lora_weights={begun!r} is not supported: it changes the base's weights")
+    for name, value in settings.items():
+        if name not in _SUPPORTED and value not in (None, False, {}, []):
+            raise ValueError(f"{path}: {name}={value!r} is not supported: load it without, or merge it into its base")
+    return head
+
+
+def _config(settings: dict[str, Any], tensors: dict[str, Tensor], directory: Path) -> LoRAConfig:
+    """The targets are what the file has weights for: in the settings they may be a pattern."""
+    found = {name.partition(".lora_")[0].rpartition(".")[2] for name in tensors if ".lora_" in name}
+    named = settings.get("target_modules")
+    if isinstance(named, list):
+        found |= {str(module).rpartition(".")[2] for module in named}
+    unknown = found - set(PROJECTIONS)
+    if unknown or not found:
+        raise ValueError(
+            f"{directory}: an adapter of {', '.join(sorted(unknown)) or 'nothing'} cannot be loaded: "
+            f"known are {', '.join(PROJECTIONS)}"
+        )
+    rank, alpha = settings.get("r"), settings.get("lora_alpha")
+    if isinstance(alpha, bool) or not isinstance(rank, int) or not isinstance(alpha, int | float):
+        raise ValueError(f"{directory / _CONFIG}: r={rank!r} and lora_alpha={alpha!r} must be numbers")
+    rslora = settings.get("use_rslora") or False
+    if not isinstance(rslora, bool):
+        raise ValueError(f"{directory / _CONFIG}: use_rslora={rslora!r} must be true or false")
+    return LoRAConfig(rank, alpha, tuple(found), rslora=rslora)

@@ -1,0 +1,242 @@
+"""Export to a Hugging Face directory that `transformers` and inference engines load."""
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax.experimental import multihost_utils
+from jax.typing import DTypeLike
+
+from jrlhf.models.config import ModelConfig
+from jrlhf.models.hf.config import hf_config
+from jrlhf.models.hf.files import INDEX, SINGLE, Planned, on_host, previous_export, replacing, write_tensors
+from jrlhf.models.hf.names import Weight, weight_table
+from jrlhf.models.lora import LoRAConfig, headed, merge_layers
+from jrlhf.models.params import HeadKind, Params
+from jrlhf.models.quantize import has_int8, is_int8
+
+SHARD_BYTES = 5_000_000_000
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+)
+_NAMES = ("config.json", "generation_config.json", SINGLE, INDEX, *TOKENIZER_FILES)
+_WRITTEN = re.compile("|".join(map(re.escape, _NAMES)) + r"|model-\d{5}-of-\d{5}\.safetensors")
+
+
+def export_hf(
+    params: Params,
+    config: ModelConfig,
+    directory: str | os.PathLike[str],
+    *,
+    adapter: Params | None = None,
+    lora: LoRAConfig | None = None,
+    dtype: DTypeLike | None = None,
+    family: str | None = None,
+    tokenizer_json: str | None = None,
+    tokenizer_dir: str | os.PathLike[str] | None = None,
+    eos_ids: Sequence[int] = (),
+    pad_id: int | None = None,
+    bos_id: int | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> Path:
+    """Writes a model as config.json and safetensors, with its tokenizer if given.
+
+    A language model becomes a causal one with a generation_config.json; a scalar model a sequence classifier with one
+    label, whose `score` in transformers has no bias: ours, where it is not zero, is written as `score.bias`, which
+    `load_hf` reads and transformers leaves out (all scores are then lower by it).
+
+    All or nothing: the files are written beside `directory` and then take its place. A previous export is replaced.
+    One layer is fetched to the host at a time. Where several processes share the arrays, all of them must call this,
+    and process 0 writes.
+
+    Args:
+        params: as `init_lm` or `init_scalar`, on the host or on a mesh, in any layout's storage.
+        adapter, lora: `params` are the base of this adapter, on the same mesh, as floats or int8. Written is what
+            `merge` makes, merged a layer at a time; each sum is rounded once, to the dtype that is written.
+        dtype: float32, bfloat16 or float16, to which every number is rounded; None for the weights' own.
+        family: the `model_type` to prefer, as `HFConfig.family`; see `hf_config`.
+        tokenizer_json: the text of a `tokenizers` tokenizer.json.
+        tokenizer_dir: a directory whose tokenizer files are copied as they are.
+        eos_ids: the tokens that end a response.
+        shard_bytes: the largest weights file; a larger model is written as several, with an index.
+
+    Raises:
+        ValueError: no Hugging Face architecture computes what this config says; a special id not in the vocabulary;
+            both or neither kind of tokenizer is there where one is asked for; a dtype that is none of the three; an
+            int8 model without an adapter; an adapter without `lora`.
+        FileExistsError: `directory` is a file, or holds something that an export does not write.
+    """
+    directory = Path(directory)
+    if (adapter is None) != (lora is None):
+        raise ValueError("give both adapter and lora, or neither")
+    if lora is None and has_int8(params):
+        raise ValueError("int8 weights cannot be exported: give the adapter that they are the base of, or dequantise")
+    if adapter is not None:
+        params = headed(params, adapter)
+    head: HeadKind = "scalar" if "value_head" in params else "lm"
+    eos = list(eos_ids)
+    special = {"bos": bos_id, "eos": eos[0] if len(eos) == 1 else eos or None, "pad": pad_id}
+    for name, ids in special.items():
+        for token in ids if isinstance(ids, list) else [] if ids is None else [ids]:
+            if not 0 <= token < config.vocab_size:
+                raise ValueError(f"{name} id {token} is outside the vocabulary of {config.vocab_size} tokens")
+    if tokenizer_json is not None and tokenizer_dir is not None:
+        raise ValueError("give tokenizer_json or tokenizer_dir, not both: a model has one tokenizer")
+    copied = [] if tokenizer_dir is None else _tokenizer_files(Path(tokenizer_dir))
+    previous_export(directory, lambda name: _WRITTEN.fullmatch(name) is not None)
+
+    described = hf_config(config, head, family)
+    planned = plan_weights(params, config, dtype=dtype, family=described["model_type"])
+    merged = None if adapter is None or lora is None else partial(_merged, adapter, lora, _dtype(params, dtype))
+    found = hf_weights(params, config, dtype=dtype, family=described["model_type"], change=merged)
+    weights = (array for _, array in found)
+    if jax.process_index() != 0:
+        for _ in weights:  # this process's share of fetching them
+            pass
+        multihost_utils.sync_global_devices("export")
+        return directory
+
+    ids = {f"{name}_token_id": ids for name, ids in special.items()}
+    with replacing(directory) as written:
+        _write_json(written / "config.json", described | ids | {"torch_dtype": planned[0].dtype.name})
+        if head == "lm":
+            _write_json(written / "generation_config.json", {"do_sample": True, **ids})
+        if tokenizer_json is not None:
+            _write_tokenizer(written, tokenizer_json, special, config.max_positions)
+        for file in copied:
+            shutil.copyfile(file, written / file.name)
+        write_tensors(written, planned, weights, shard_bytes)
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices("export")
+    return directory
+
+
+def hf_weights(
+    params: Params,
+    config: ModelConfig,
+    *,
+    dtype: DTypeLike | None = None,
+    family: str | None = None,
+    change: Callable[[Params, int], Params] | None = None,
+) -> Iterator[tuple[str, np.ndarray]]:
+    """(name, array) of every weight in Hugging Face's names and order, one at a time.
+
+    change: (a layer, its index) -> the layer that is written.
+    The others as of `export_hf`.
+    """
+    at: dict[str, Any] = {}
+    for name, weights, layer in _tensors(params, config, family):
+        if layer is not None and at.get("layer") != layer:
+            taken = _take(params["layers"], layer)
+            at = {"layer": layer, "layers": taken if change is None else change(taken, layer)}
+        tree = params if layer is None else at
+        parts = [weight.to_file(on_host(_leaf(tree, weight.path), dtype)) for weight in weights]
+        yield name, parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)
+
+
+def plan_weights(
+    params: Params, config: ModelConfig, *, dtype: DTypeLike | None = None, family: str | None = None
+) -> list[Planned]:
+    """Name, shape and dtype of what `hf_weights` gives, without fetching it."""
+    layers = params["layers"]
+    tree = {**params, "layers": layers[0] if isinstance(layers, list) else layers}
+    planned = []
+    for name, weights, _ in _tensors(params, config, family):
+        held = _leaf(tree, weights[0].path)
+        own = _dtype(params, None) if is_int8(held) else held.dtype
+        planned.append(Planned(name, weights[0].file_shape, np.dtype(own if dtype is None else dtype)))
+    return planned
+
+
+def _tensors(
+    params: Params, config: ModelConfig, family: str | None
+) -> Iterator[tuple[str, tuple[Weight, ...], int | None]]:
+    """(name, the weights that it holds, their layer) of every tensor: tables, layers, final norm, head."""
+    head: HeadKind = "scalar" if "value_head" in params else "lm"
+    held: dict[str, tuple[Weight, ...]] = {}
+    for weight in weight_table(config, family or hf_config(config, head)["model_type"], head):
+        held[weight.name] = (*held.get(weight.name, ()), weight)
+    if head == "scalar" and not np.any(on_host(params["value_head"]["bias"])):
+        del held["score.bias"]
+    layered = [(name, weights) for name, weights in held.items() if weights[0].layered]
+    for name, weights in held.items():
+        if not weights[0].layered:
+            yield name, weights, None
+        elif name == layered[0][0]:  # the table has one layer, where all of them go
+            for index in range(config.layers):
+                yield from ((each.format(layer=index), parts, index) for each, parts in layered)
+
+
+def _take(layers: Any, index: int) -> Params:
+    """One layer, of a list or a stack; weights on a mesh stay there."""
+    if isinstance(layers, list):
+        return layers[index]
+    if all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(layers)):
+        return jax.tree.map(lambda stack: stack[index], layers)
+    return _take_on_devices(layers, np.int32(index))
+
+
+@jax.jit
+def _take_on_devices(layers: Params, index: jax.Array) -> Params:
+    return jax.tree.map(lambda stack: lax.dynamic_index_in_dim(stack, index, keepdims=False), layers)
+
+
+def _merged(adapter: Params, lora: LoRAConfig, dtype: DTypeLike, layer: Params, index: int) -> Params:
+    return merge_layers(layer, adapter, index, lora, dtype)
+
+
+def _dtype(params: Params, dtype: DTypeLike | None) -> DTypeLike:
+    """What merged matrices are rounded to."""
+    return params["embedding"].dtype if dtype is None else dtype
+
+
+def _leaf(tree: Any, path: tuple[str, ...]) -> Any:
+    for key in path:
+        tree = tree[key]
+    return tree
+
+
+def _tokenizer_files(directory: Path) -> list[Path]:
+    found = [directory / name for name in TOKENIZER_FILES if (directory / name).is_file()]
+    if not found:
+        raise ValueError(f"{directory} holds no tokenizer: none of {', '.join(TOKENIZER_FILES)}")
+    return found
+
+
+def _write_tokenizer(directory: Path, text: str, special: Mapping[str, Any], max_positions: int) -> None:
+    tokenizer = json.loads(text)
+    (directory / "tokenizer.json").write_text(text, encoding="utf-8")
+    vocabulary = tokenizer.get("model", {}).get("vocab", {})
+    # A unigram model's vocabulary is a list of (token, score); the others' are token -> id.
+    if isinstance(vocabulary, dict):
+        tokens = {index: token for token, index in vocabulary.items()}
+    else:
+        tokens = {index: entry[0] for index, entry in enumerate(vocabulary)}
+    tokens |= {entry["id"]: entry["content"] for entry in tokenizer.get("added_tokens", [])}
+    named = {}
+    for name, ids in special.items():
+        first = ids[0] if isinstance(ids, list) else ids
+        if first is not None and first in tokens:
+            named[f"{name}_token"] = tokens[first]
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": max_positions, **named}
+    _write_json(directory / "tokenizer_config.json", settings)
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

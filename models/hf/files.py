@@ -1,0 +1,314 @@
+"""safetensors files: headers read with suspicion, tensors as views of the file, files written a tensor at a time; and
+directories that are replaced whole.
+
+The format: eight bytes with the header's length (little endian), the header (a JSON object that gives each tensor's
+dtype, shape and bytes), the tensors' bytes one after another. https://github.com/huggingface/safetensors
+"""
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.typing import DTypeLike
+
+DTYPES: Mapping[str, np.dtype] = {
+    "F32": np.dtype(np.float32),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F16": np.dtype(np.float16),
+}
+# Bytes an element of all that a header may name, to check offsets; what is not in DTYPES is refused where it is needed.
+_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1}
+_BYTES |= {"U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1, "C64": 8}
+_BYTES |= {"F8_E5M2": 1, "F8_E4M3": 1, "F8_E8M0": 1, "F8_E5M2FNUZ": 1, "F8_E4M3FNUZ": 1}
+_HEADER_LIMIT = 100_000_000  # safetensors' own
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+_AGAIN = "fetch the file again"
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """Where a tensor lies.
+
+    start: its first byte in the file.
+    dtype: as the header names it.
+    """
+
+    file: Path
+    start: int
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * _BYTES[self.dtype]
+
+    def view(self) -> np.ndarray:
+        """The numbers as they lie in the file, which is read where they are touched. Its pages are given back as soon
+        as the view is dropped."""
+        flat = np.memmap(self.file, np.uint8, mode="r", offset=self.start, shape=(self.nbytes,))
+        return flat.view(DTYPES[self.dtype]).reshape(self.shape)
+
+
+# ---- reading
+
+
+def find_tensors(directory: Path) -> dict[str, Tensor]:
+    """Name -> place of every tensor of the model in `directory`, from one file or, by their index, from several.
+
+    Raises:
+        FileNotFoundError: no weights in safetensors, or one of the index's files is missing.
+        ValueError: a file is not what it says it is.
+    """
+    if (directory / SINGLE).is_file():
+        return read_header(directory / SINGLE)
+    if not (directory / INDEX).is_file():
+        raise FileNotFoundError(_no_weights(directory))
+    places = _read_index(directory / INDEX)
+    found: dict[str, Tensor] = {}
+    for file in sorted(set(places.values())):
+        if not (directory / file).is_file():
+            raise FileNotFoundError(f"{directory / INDEX} names {file}, which is not there: fetch it")
+        held = read_header(directory / file)
+        for name in held.keys() & found.keys():
+            raise ValueError(f"{directory / file} and {found[name].file.name} both hold {name!r}: {_AGAIN}")
+        found |= held
+    for name, file in places.items():
+        if name not in found or found[name].file.name != file:
+            raise ValueError(f"{directory / file} does not hold {name!r}, which {INDEX} places there: {_AGAIN}")
+    return found
+
+
+def _no_weights(directory: Path) -> str:
+    pickles = sorted(path.name for path in directory.glob("*.bin"))
+    others = sorted(path.name for path in directory.glob("*.safetensors"))
+    if pickles:
+        return (
+            f"{directory} holds weights only as {pickles[0]}, a pickle, which may run code as it is read: "
+            "load it with transformers and save it again with save_pretrained, which writes safetensors"
+        )
+    return f"{directory} holds neither {SINGLE} nor {INDEX} (found: {', '.join(others) or 'no safetensors'}): fetch it"
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    try:
+        places = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        files = dict(places.items())
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{path} is not an index with a weight_map ({error!r}): {_AGAIN}") from error
+    if not files:
+        raise ValueError(f"{path} names no tensor: {_AGAIN}")
+    for name, file in files.items():
+        # The index may have been written by anyone: it must not lead out of its directory.
+        if not isinstance(file, str) or not file or {"/", "\\", "\0"} & set(file) or file in (".", ".."):
+            raise ValueError(f"{path} places {name!r} in {file!r}, which is no name of a file beside it: {_AGAIN}")
+    return files
+
+
+def read_header(path: Path) -> dict[str, Tensor]:
+    """Name -> place of every tensor in one file, whose bytes are accounted for one by one.
+
+    Raises:
+        ValueError: the file is cut short, or its header contradicts itself or the file.
+    """
+
+    def wrong(what: str) -> ValueError:
+        return ValueError(f"{path} {what}: {_AGAIN}")
+
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or length > size - 8 or length > _HEADER_LIMIT:
+            raise wrong(f"is no whole safetensors file: its {size} bytes cannot hold the header of {length}")
+        text = file.read(length)
+    try:
+        header = json.loads(text, object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as error:
+        raise wrong(f"has a header that is not JSON ({error})") from error
+    if not isinstance(header, dict):
+        raise wrong("has a header that is not an object")
+    header.pop("__metadata__", None)
+    data = size - 8 - length
+    places: list[tuple[int, int, str]] = []
+    found = {}
+    for name, entry in header.items():
+        try:
+            dtype, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+        except (KeyError, TypeError, ValueError) as error:
+            raise wrong(f"has no dtype, shape and data_offsets for {name!r}") from error
+        if not isinstance(dtype, str) or dtype not in _BYTES:
+            raise wrong(f"holds {name!r} in dtype {dtype!r}, which is unknown")
+        if not all(type(number) is int and number >= 0 for number in (*shape, begin, end)):
+            raise wrong(f"gives {name!r} the shape {shape} and the bytes {begin} to {end}, which cannot be")
+        if end > data:
+            raise wrong(f"is cut short: {name!r} ends at byte {end} of its data, which has {data}")
+        if end - begin != prod(shape) * _BYTES[dtype]:
+            raise wrong(f"gives {name!r}, {dtype} of shape {shape}, {end - begin} bytes")
+        places.append((begin, end, name))
+        found[name] = Tensor(path, 8 + length + begin, dtype, shape)
+    last = 0
+    for begin, end, name in sorted(places):
+        if begin != last:
+            raise wrong(f"begins {name!r} at byte {begin} of its data, where the tensor before it ends at {last}")
+        last = end
+    if last != data:
+        raise wrong(f"has {data - last} bytes that belong to no tensor")
+    return found
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a name twice in one object")
+    return found
+
+
+# ---- writing
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A tensor that is to be written.
+
+    Raises:
+        ValueError: a dtype that is not in DTYPES.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES.values():
+            raise ValueError(f"{self.name} is {self.dtype.name}: export float32, bfloat16 or float16")
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+def plan_files(tensors: Sequence[Planned], file_bytes: int) -> list[list[Planned]]:
+    """The tensors of each file, in their order: as many as fit in `file_bytes`, at least one."""
+    files: list[list[Planned]] = []
+    size = 0
+    for tensor in tensors:
+        if not files or size + tensor.nbytes > file_bytes:
+            files.append([])
+            size = 0
+        files[-1].append(tensor)
+        size += tensor.nbytes
+    return files
+
+
+def write_tensors(directory: Path, tensors: Sequence[Planned], arrays: Iterable[np.ndarray], file_bytes: int) -> None:
+    """Writes model.safetensors, or several files and their index. `arrays` gives each tensor's numbers in turn, and
+    no more than one of them is held.
+    """
+    files = plan_files(tensors, file_bytes)
+    names = [SINGLE]
+    if len(files) > 1:
+        names = [f"model-{index + 1:05d}-of-{len(files):05d}.safetensors" for index in range(len(files))]
+    source = iter(arrays)
+    for name, held in zip(names, files, strict=True):
+        _write_file(directory / name, held, source.__next__)
+    if len(files) > 1:
+        index = {
+            "metadata": {"total_size": sum(tensor.nbytes for tensor in tensors)},
+            "weight_map": {tensor.name: name for name, held in zip(names, files, strict=True) for tensor in held},
+        }
+        (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _write_file(path: Path, tensors: Sequence[Planned], following: Callable[[], np.ndarray]) -> None:
+    codes = {dtype: code for code, dtype in DTYPES.items()}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    begins: dict[str, int] = {}
+    end = 0
+    # Wide elements first: torch reads no tensor whose first byte is not a multiple of its element's size.
+    for tensor in sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize):
+        begins[tensor.name], end = end, end + tensor.nbytes
+        offsets = [begins[tensor.name], end]
+        header[tensor.name] = {"dtype": codes[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # so that the tensors are aligned
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for tensor in tensors:
+            array = following()
+            assert array.shape == tensor.shape and array.dtype == tensor.dtype, (tensor, array.shape, array.dtype)
+            file.seek(8 + len(text) + begins[tensor.name])
+            # In the order of the shape, whatever order the numbers have in memory.
+            file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def on_host(array: Any, dtype: DTypeLike | None = None) -> np.ndarray:
+    """The whole array on this host, whichever processes hold it."""
+    if isinstance(array, jax.Array) and not array.is_fully_addressable:
+        array = multihost_utils.process_allgather(array, tiled=True)
+    array = np.asarray(array)
+    return array if dtype is None else array.astype(dtype, copy=False)
+
+
+# ---- directories
+
+
+def previous_export(directory: Path, ours: Callable[[str], bool]) -> None:
+    """Looks whether an export may take the place of `directory`: it is not there, empty, or holds only plain files that
+    the same kind of export writes.
+
+    ours: whether an export writes a file of this name.
+
+    Raises:
+        FileExistsError: it is a file, or holds something else, which would be lost.
+    """
+    if not directory.exists():
+        return
+    if not directory.is_dir():
+        raise FileExistsError(f"{directory} is a file: choose another directory for the export")
+    entries = sorted(directory.iterdir())
+    foreign = [path.name for path in entries if path.is_symlink() or not path.is_file() or not ours(path.name)]
+    if foreign:
+        more = f" and {len(foreign) - 1} more" if len(foreign) > 1 else ""
+        raise FileExistsError(
+            f"{directory} holds {foreign[0]!r}{more}, which an export does not write and would delete: choose another "
+            "directory for it"
+        )
+
+
+@contextmanager
+def replacing(directory: Path) -> Iterator[Path]:
+    """A new directory to write into, which takes the place of `directory` at the end; none if there is an error.
+
+    Where `directory` is a symbolic link, what it points to is replaced.
+    """
+    target = directory.resolve()
+    target.parent.mkdir(parents=True, exist_ok=True)
+    written = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    previous = written.with_name(f"{written.name}-previous")
+    try:
+        yield written
+        written.chmod(0o755)  # mkdtemp makes it private
+        if target.exists():
+            target.rename(previous)
+        try:
+            written.rename(target)
+        except BaseException:
+            if previous.exists():
+                previous.rename(target)
+            raise
+    except BaseException:
+        shutil.rmtree(written, ignore_errors=True)
+        raise
+    shutil.rmtree(previous, ignore_errors=True)

@@ -1,0 +1,337 @@
+"""A Hugging Face directory -> our weights on a mesh, without torch and without a second copy of the model.
+
+Files are mapped, and each process copies only what its own devices store, in the file's order; the devices reorder and
+cast it. From disk come the pages that it touches, which hold more where a slice is strided. One layer is on its way at
+a time, and is written into the stacked weights in place.
+"""
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial, reduce
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
+
+from jrlhf.meshes import GENERATE, TRAIN, Layout
+from jrlhf.models.hf.config import HFConfig, read_config
+from jrlhf.models.hf.files import DTYPES, Tensor, find_tensors
+from jrlhf.models.hf.names import HEAD_TENSORS, TreePath, Weight, is_buffer, weight_table, without_prefix
+from jrlhf.models.params import HeadKind, Params, param_shardings
+
+Progress = Callable[[int, int], None]
+Report = Callable[[Sequence[Weight], int | None], None]
+
+
+def load_hf(
+    directory: str | os.PathLike[str],
+    mesh: Mesh,
+    *,
+    layout: Layout = TRAIN,
+    head: HeadKind = "lm",
+    dtype: DTypeLike | None = jnp.float32,
+    keep_head: bool = True,
+    config: HFConfig | None = None,
+    progress: Progress | None = None,
+) -> tuple[HFConfig, Params]:
+    """Loads config.json and safetensors as `init_sharded` would make the weights, stored as `layout` stores them.
+
+    Args:
+        head: "lm" for an actor or a reference, "scalar" for a critic or a reward model. A scalar model takes its head
+            from a sequence classifier's `score`; from a language model it takes all but the head, which is then zero.
+        dtype: of the weights; vectors (norm scales, most biases, the scalar head) are float32 then, in which they are
+            applied. None: every weight keeps the file's.
+        keep_head: False for a zero head from a reward model too.
+        config: what `read_config(directory)` gave, if it is known already or has been changed.
+        progress: called with (bytes done, bytes in all) of the files' tensors, before the first one and after each
+            layer and table.
+
+    Returns:
+        What config.json says, and the weights. Padding rows of vocabulary tables are zero.
+
+    Raises:
+        FileNotFoundError: the directory, config.json or a weights file is missing, or the weights are not safetensors.
+        ValueError: a model that we do not compute, a file that is not what it says it is, tensors missing, left over
+            or of another shape or dtype than config.json tells; a reward model where `head` is "lm"; a mesh that the
+            model does not fit on.
+    """
+    config, source = _inspect(Path(directory), head, config, keep_head=keep_head)
+    shardings = param_shardings(config.model, mesh, layout, head)
+    done = 0
+
+    def report(weights: Sequence[Weight], layer: int | None) -> None:
+        nonlocal done
+        done += sum(source.bytes_of(weight, layer) for weight in weights)
+        if progress is not None:
+            progress(done, source.total)
+
+    def dtype_of(weight: Weight) -> np.dtype:
+        if dtype is None:
+            return source.dtype(weight)
+        return np.dtype(dtype if len(weight.split) > 1 else np.float32)
+
+    params: Params = {}
+    report((), None)
+    with jax.set_mesh(mesh):
+        for weight in source.single:
+            array = _read(weight, source.tensor(weight), _at(shardings, weight.path))
+            if array.dtype != dtype_of(weight):  # no table or vector has its axes in another order in the file
+                array = jax.jit(partial(_ours, weight, dtype_of(weight)))(array)
+            _put(params, weight.path, array)
+            report([weight], None)
+        absent = {weight.path: jax.ShapeDtypeStruct(weight.split, np.float32) for weight in source.absent}
+        for path, zero in _zeros(absent, {path: _at(shardings, path) for path in absent}, mesh).items():
+            _put(params, path, zero)
+        if layout == GENERATE:
+            params["layers"] = _listed(source, shardings["layers"], dtype_of, report)
+        else:
+            params["layers"] = _stacked(source, shardings["layers"], mesh, dtype_of, report)
+    return config, params
+
+
+def check_hf(directory: str | os.PathLike[str], *, head: HeadKind = "lm") -> HFConfig:
+    """Looks at config.json and at the headers of the weights, as `load_hf` does before it reads the numbers.
+
+    Raises:
+        FileNotFoundError, ValueError: as `load_hf`.
+    """
+    return _inspect(Path(directory), head, None, keep_head=True)[0]
+
+
+# ---- which tensors
+
+
+def _inspect(
+    directory: Path, head: HeadKind, config: HFConfig | None, *, keep_head: bool
+) -> tuple[HFConfig, "_Source"]:
+    config = read_config(directory) if config is None else config
+    if head == "lm" and config.head == "scalar":
+        raise ValueError(
+            f"{directory} holds a reward model, which scores no tokens: choose a language model for this role"
+        )
+    return config, _open(directory, config, head, keep_head=keep_head and config.head == "scalar")
+
+
+@dataclass(frozen=True)
+class _Source:
+    """The weights of one model and the tensors that hold them, all checked before the first is read.
+
+    absent: the parts of a scalar head that no file holds.
+    """
+
+    layers: int
+    single: tuple[Weight, ...]
+    layered: tuple[Weight, ...]
+    absent: tuple[Weight, ...]
+    tensors: Mapping[str, Tensor]
+
+    @property
+    def total(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    def tensor(self, weight: Weight, layer: int | None = None) -> Tensor:
+        return self.tensors[weight.name.format(layer=layer)]
+
+    def bytes_of(self, weight: Weight, layer: int | None) -> int:
+        return self.tensor(weight, layer).nbytes // weight.parts
+
+    def dtype(self, weight: Weight) -> np.dtype:
+        """The file's; where layers differ, one that holds the numbers of all."""
+        layers = range(self.layers) if weight.layered else (None,)
+        return np.dtype(reduce(jnp.promote_types, {DTYPES[self.tensor(weight, layer).dtype] for layer in layers}))
+
+
+def _open(directory: Path, config: HFConfig, head: HeadKind, *, keep_head: bool) -> _Source:
+    tensors = find_tensors(directory)
+    table = weight_table(config.model, config.family, head)
+    first = table[0].name
+    if first not in tensors and without_prefix(first) in tensors:  # the backbone, saved alone
+        prefix = first.removesuffix(without_prefix(first))
+        tensors = {name if name in HEAD_TENSORS else prefix + name: tensor for name, tensor in tensors.items()}
+    absent = [weight for weight in table if weight.path[0] == "value_head"]
+    if keep_head:  # the kernel must be there, the bias may
+        absent = [weight for weight in absent if weight.path[-1] == "bias" and weight.name not in tensors]
+    present = [weight for weight in table if weight not in absent]
+    return _Source(
+        config.model.layers,
+        single=tuple(weight for weight in present if not weight.layered),
+        layered=tuple(weight for weight in present if weight.layered),
+        absent=tuple(absent),
+        tensors=_checked(directory, config, head, present, tensors),
+    )
+
+
+def _checked(
+    directory: Path, config: HFConfig, head: HeadKind, weights: Sequence[Weight], tensors: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """The tensors that the weights need: all there, as they should be, and nothing left over."""
+    wanted = {
+        weight.name.format(layer=layer): weight
+        for weight in weights
+        for layer in (range(config.model.layers) if weight.layered else (None,))
+    }
+    missing = [name for name in wanted if name not in tensors]
+    if missing:
+        raise ValueError(
+            f"{directory} has no tensor {missing[0]!r}{_more(missing)}, which a {config.family} model of "
+            f"{config.model.layers} layers has: fetch the weights that belong to its config.json"
+        )
+    for name, weight in wanted.items():
+        tensor = tensors[name]
+        if tensor.shape != weight.file_shape:
+            raise ValueError(
+                f"{tensor.file} holds {name!r} of shape {tensor.shape}, where config.json asks for "
+                f"{weight.file_shape}: fetch the weights that belong to it"
+            )
+        if tensor.dtype not in DTYPES:
+            raise ValueError(
+                f"{tensor.file} holds {name!r} in dtype {tensor.dtype}: choose weights in {', '.join(DTYPES)}"
+            )
+    rest = [name for name in tensors if name not in wanted and not is_buffer(name)]
+    if head == "scalar":  # a language model's head is not wanted, nor perhaps a reward model's
+        others = HEAD_TENSORS if config.head == "scalar" else HEAD_TENSORS[:1]
+        rest = [name for name in rest if name not in others]
+    elif "lm_head.weight" in rest and config.model.tie_embeddings:
+        rest.remove("lm_head.weight")
+        if not _same(tensors["lm_head.weight"], tensors[weights[0].name]):
+            raise ValueError(
+                f"{tensors['lm_head.weight'].file} holds a 'lm_head.weight' of its own, but config.json says "
+                "tie_word_embeddings: set it to false, or remove the tensor"
+            )
+    if rest:
+        raise ValueError(
+            f"{tensors[rest[0]].file} holds {rest[0]!r}{_more(rest)}, which a {config.family} model has no use for: "
+            "its config.json is not all that computes it"
+        )
+    return {name: tensors[name] for name in wanted}
+
+
+def _more(names: Sequence[str]) -> str:
+    return f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    a, b = (tensor.view().reshape(-1).view(np.uint8) for tensor in (one, other))
+    step = 2**26
+    return all(np.array_equal(a[start : start + step], b[start : start + step]) for start in range(0, len(a), step))
+
+
+# ---- one tensor, one layer
+
+
+def _read(weight: Weight, tensor: Tensor, sharding: NamedSharding) -> jax.Array:
+    """The tensor's part on the mesh, in the file's order and dtype, divided as `sharding` divides our weight."""
+    entries = (*sharding.spec, *(None,) * (len(weight.split) - len(sharding.spec)))
+    divided = NamedSharding(sharding.mesh, P(*weight.split_order(entries)))
+    shape = weight.split if weight.rows is None else (weight.rows, *weight.split[1:])
+    view = weight.part_of(tensor.view())
+    slices: dict[Any, np.ndarray] = {}
+
+    def piece(index: Any) -> np.ndarray:  # a slice for each axis
+        key = tuple((part.start, part.stop) for part in index)
+        if key not in slices:  # devices that store the same share one copy on the host
+            slices[key] = _padded(view, index, shape)
+        return slices[key]
+
+    return jax.make_array_from_callback(shape, divided, piece, dtype=view.dtype)
+
+
+def _padded(view: np.ndarray, index: tuple[slice, ...], shape: tuple[int, ...]) -> np.ndarray:
+    """view[index], copied from the file, with zeros where `shape` goes beyond it."""
+    read = np.array(view[index], order="C")
+    wanted = tuple(len(range(size)[part]) for part, size in zip(index, shape, strict=True))
+    if read.shape == wanted:
+        return read
+    return np.pad(read, [(0, size - there) for size, there in zip(wanted, read.shape, strict=True)])
+
+
+def _ours(weight: Weight, dtype: np.dtype, array: jax.Array) -> jax.Array:
+    """Our weight of a tensor's part in the file's order."""
+    return array.transpose(weight.order).astype(dtype)
+
+
+def _stacked(
+    source: _Source, shardings: Any, mesh: Mesh, dtype_of: Callable[[Weight], np.dtype], report: Report
+) -> Params:
+    """All layers, each written into the stacked weights in place."""
+    weights = {weight.path[1:]: weight for weight in source.layered}
+    dtypes = {path: dtype_of(weight) for path, weight in weights.items()}
+    stored = {path: _at(shardings, path) for path in weights}
+    each = {path: NamedSharding(sharding.mesh, P(*sharding.spec[1:])) for path, sharding in stored.items()}
+
+    @partial(jax.jit, donate_argnums=0, out_shardings=stored)
+    def write(stacks: dict[TreePath, jax.Array], layer: dict[TreePath, jax.Array], index: jax.Array):
+        ours = {path: _ours(weights[path], dtypes[path], array) for path, array in layer.items()}
+        return {path: lax.dynamic_update_index_in_dim(stacks[path], ours[path], index, axis=0) for path in ours}
+
+    shapes = {path: tuple(weight.split[axis] for axis in weight.order) for path, weight in weights.items()}
+    whole = {path: jax.ShapeDtypeStruct((source.layers, *shapes[path]), dtypes[path]) for path in weights}
+    stacks = _zeros(whole, stored, mesh)
+    for index in range(source.layers):
+        layer = {path: _read(weight, source.tensor(weight, index), each[path]) for path, weight in weights.items()}
+        stacks = write(stacks, layer, np.int32(index))
+        jax.block_until_ready(stacks)  # otherwise layer after layer would be in flight
+        report(source.layered, index)
+    return _nested(stacks)
+
+
+def _listed(source: _Source, shardings: Any, dtype_of: Callable[[Weight], np.dtype], report: Report) -> list[Params]:
+    """All layers, each with arrays of its own."""
+    weights = {weight.path[1:]: weight for weight in source.layered}
+    stored = {path: _at(shardings[0], path) for path in weights}
+
+    @partial(jax.jit, out_shardings=stored)
+    def place(layer: dict[TreePath, jax.Array]) -> dict[TreePath, jax.Array]:
+        return {path: _ours(weights[path], dtype_of(weights[path]), array) for path, array in layer.items()}
+
+    found = []
+    for index in range(source.layers):
+        layer = {path: _read(weight, source.tensor(weight, index), stored[path]) for path, weight in weights.items()}
+        found.append(_nested(jax.block_until_ready(place(layer))))
+        report(source.layered, index)
+    return found
+
+
+def _zeros(shapes: dict[TreePath, Any], shardings: dict[TreePath, NamedSharding], mesh: Mesh) -> dict[TreePath, Any]:
+    """Zeros, made where they are stored."""
+
+    def make() -> dict[TreePath, jax.Array]:
+        return {path: jnp.zeros(leaf.shape, leaf.dtype) for path, leaf in shapes.items()}
+
+    specs = {path: sharding.spec for path, sharding in shardings.items()}
+    # Under Explicit axes new arrays are replicated: each device would make all of them.
+    explicit = AxisType.Explicit in mesh.axis_types
+    placed = jax.sharding.auto_axes(make, axes=mesh.axis_names, out_sharding=specs) if explicit else make
+    return jax.jit(placed, out_shardings=shardings)() if shapes else {}
+
+
+# ---- nested dicts by path
+
+
+def _at(tree: Any, path: TreePath) -> Any:
+    for key in path:
+        tree = tree[key]
+    return tree
+
+
+def _put(tree: Params, path: TreePath, leaf: Any) -> None:
+    for key in path[:-1]:
+        tree = tree.setdefault(key, {})
+    tree[path[-1]] = leaf
+
+
+def _nested(leaves: Mapping[TreePath, Any]) -> Params:
+    tree: Params = {}
+    for path, leaf in leaves.items():
+        _put(tree, path, leaf)
+    return tree

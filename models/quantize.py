@@ -1,0 +1,166 @@
+"""An int8 base: the matrices of the layers as 8-bit integers with one scale an output channel.
+
+Weights only, symmetric: w ~ q s with s = max |w| / 127 over a channel's inputs, so no entry is off by more than s / 2.
+Embeddings, unembedding, norms and biases stay as they are. A layer's weights become floats again where that layer is
+computed; see `dequantised` for how many layers' at a time. They cannot be trained: they are a base under an adapter.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.core import Tracer
+from jax.sharding import NamedSharding, PartitionSpec
+from jax.tree_util import keystr
+from jaxtyping import Array, Bool, Float
+from jaxtyping import Int8 as Integers
+
+from jrlhf.models.params import Params
+
+# How many dimensions of each matrix are summed over. They come first, after the stack's.
+_INPUTS = {"wq": 1, "wk": 1, "wv": 1, "wo": 2, "gate": 1, "up": 1, "down": 1}
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Int8:
+    """A matrix, values * scale. The scale has size 1 in the dimensions that are summed over."""
+
+    values: Integers[Array, "..."]
+    scale: Float[Array, "..."]
+
+
+def is_int8(x: Any) -> bool:
+    """Whether `x` is a quantised matrix: for `jax.tree.map`, one leaf."""
+    return isinstance(x, Int8)
+
+
+def has_int8(params: Params) -> bool:
+    """Whether `to_int8` made these weights."""
+    return any(is_int8(leaf) for leaf in jax.tree.leaves(params, is_leaf=is_int8))
+
+
+def to_int8(params: Params, *, donate: bool = False) -> Params:
+    """The same weights with the layers' matrices as `Int8`, stored as they were. Other arrays are shared.
+
+    params: arrays on devices; layers stacked or a list.
+    donate: delete each matrix once it is quantised, so that at no time there is more than `params` and one matrix. In a
+        stack that is one of all layers. Otherwise `params` and the result are whole together at the end.
+
+    Raises:
+        ValueError: a matrix holds NaN or an infinity.
+    """
+    return _map_matrices(partial(_quantized, donate=donate), params)
+
+
+def dequantised(weights: Any, dtype: Any, *, after: Array | None = None) -> Any:
+    """`weights` with every `Int8` as an array of `dtype`, rounded once. Other leaves are handed on.
+
+    after: the input of the layer whose weights these are. They become floats no sooner than it is there. Otherwise a
+        compiler sees the same floats made in every turn of a loop, makes those of all layers once, ahead of it, and
+        keeps them. Measured on an H200: the temporary memory of generation then grows no faster with the layers than
+        that of a float base. XLA for CPU drops such barriers, and keeps the floats of all layers.
+    """
+
+    def wide(leaf: Any) -> Any:
+        if not is_int8(leaf):
+            return leaf
+        if after is not None:
+            leaf, _ = lax.optimization_barrier((leaf, lax.stop_gradient(after)))
+        return (leaf.values.astype(jnp.float32) * leaf.scale).astype(dtype)
+
+    return jax.tree.map(wide, weights, is_leaf=is_int8)
+
+
+def int8_specs(specs: Params) -> Params:
+    """A tree of PartitionSpecs for weights that `to_int8` made of weights with these specs."""
+
+    return _map_matrices(lambda _, spec, inputs: Int8(spec, _scale_spec(spec, inputs)), specs)  # pyright: ignore
+
+
+def int8_shardings(shardings: Params) -> Params:
+    """A tree of NamedShardings, as `int8_specs`: where `to_int8` leaves weights that were stored so."""
+    return _map_matrices(lambda _, sharding, inputs: _stored(sharding, inputs), shardings)
+
+
+def int8_shapes(shapes: Params) -> Params:
+    """A tree of `jax.ShapeDtypeStruct` with shardings, as `to_int8` would leave such arrays."""
+
+    def both(_: str, shape: Any, inputs: tuple[int, ...]) -> Int8:
+        stored = _stored(shape.sharding, inputs)
+        scale = tuple(1 if dim in inputs else size for dim, size in enumerate(shape.shape))
+        return Int8(
+            jax.ShapeDtypeStruct(shape.shape, jnp.int8, sharding=stored.values),  # pyright: ignore
+            jax.ShapeDtypeStruct(scale, jnp.float32, sharding=stored.scale),  # pyright: ignore
+        )
+
+    return _map_matrices(both, shapes)
+
+
+def int8_error(params: Params, quantized: Params) -> dict[str, float]:
+    """Per matrix name the relative error |W - q s| / |W| (Frobenius, all layers together), such as attention/wq."""
+
+    def squares(weight: Array, rounded: Int8) -> Float[Array, "2"]:
+        wide = weight.astype(jnp.float32)
+        lost = wide - dequantised(rounded, jnp.float32)
+        return jnp.stack([jnp.sum(jnp.square(lost)), jnp.sum(jnp.square(wide))])
+
+    sums: dict[str, Any] = {}
+
+    def add(path: Any, rounded: Any, weight: Array) -> None:
+        if is_int8(rounded):
+            name = "/".join(path[-1 - back].key for back in (1, 0))
+            sums[name] = sums.get(name, 0) + jax.device_get(jax.jit(squares)(weight, rounded))
+
+    jax.tree_util.tree_map_with_path(add, quantized["layers"], params["layers"], is_leaf=is_int8)
+    return {name: float((lost / whole) ** 0.5) for name, (lost, whole) in sums.items()}
+
+
+def _map_matrices(function: Callable[[str, Any, tuple[int, ...]], Any], params: Params) -> Params:
+    """`function(name, leaf, the dimensions that are summed over)` of the layers' matrices; other leaves stay."""
+    first = 0 if isinstance(params["layers"], list) else 1
+
+    def each(path: Any, leaf: Any) -> Any:
+        inputs = _INPUTS.get(path[-1].key)
+        return leaf if inputs is None else function(keystr(path), leaf, tuple(range(first, first + inputs)))
+
+    return {**params, "layers": jax.tree_util.tree_map_with_path(each, params["layers"])}
+
+
+def _quantized(name: str, weight: Array, inputs: tuple[int, ...], *, donate: bool) -> Int8:
+    if isinstance(weight, Tracer):  # only its shape is asked, and it tells no place
+        return _quantizer(None, inputs)(weight)[0]
+    low, finite = _quantizer(weight.sharding, inputs)(weight)
+    if not finite:  # waits for the result, so that only one matrix is in the making
+        raise ValueError(f"layers{name} holds NaN or an infinity, which int8 has no number for: mend the weights")
+    if donate:
+        weight.delete()
+    return low
+
+
+@cache
+def _quantizer(sharding: Any, inputs: tuple[int, ...]) -> Callable[[Array], tuple[Int8, Bool[Array, ""]]]:
+    """A matrix -> its `Int8`, and whether all of it is finite. Cached, so that all layers share one program."""
+
+    def both(weight: Array) -> tuple[Int8, Array]:
+        wide = weight.astype(jnp.float32)
+        largest = jnp.max(jnp.abs(wide), axis=inputs, keepdims=True)
+        scale = jnp.maximum(largest, 1e-30) / 127  # of a channel of zeros any; NaN and infinity stay
+        return Int8(jnp.round(wide / scale).astype(jnp.int8), scale), jnp.all(jnp.isfinite(scale))
+
+    if not isinstance(sharding, NamedSharding):
+        return jax.jit(both)
+    return jax.jit(both, out_shardings=(_stored(sharding, inputs), NamedSharding(sharding.mesh, PartitionSpec())))
+
+
+def _stored(sharding: NamedSharding, inputs: tuple[int, ...]) -> Any:
+    """Where the values and the scale of a matrix are that was stored so."""
+    return Int8(sharding, NamedSharding(sharding.mesh, _scale_spec(sharding.spec, inputs)))  # pyright: ignore
+
+
+def _scale_spec(spec: PartitionSpec, inputs: tuple[int, ...]) -> PartitionSpec:
+    return PartitionSpec(*(None if dim in inputs else axes for dim, axes in enumerate(spec)))

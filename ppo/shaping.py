@@ -1,0 +1,166 @@
+"""From a reward's raw scores to those that PPO sees: running normalisation, clipping, penalties. Pure and jittable."""
+
+import math
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+
+@dataclass(frozen=True)
+class ScoreConfig:
+    """How scores are shaped. The default changes nothing.
+
+    Raises:
+        ValueError: a number out of its range, with its name, its value and the range.
+    """
+
+    normalise: bool = False  # (score - running mean) / running standard deviation
+    clip: float | None = None  # scores, normalised or not, are clipped to [-clip, clip]
+    missing_eos_penalty: float = 0.0  # subtracted where the length limit cut the response off
+    length_penalty: float = 0.0  # subtracted for each response token
+    overlong_buffer: int | None = None  # tokens before the length limit in which a penalty grows from 0 ...
+    overlong_penalty: float = 1.0  # ... to this, at the limit
+
+    def __post_init__(self) -> None:
+        for name in ("missing_eos_penalty", "length_penalty", "overlong_penalty"):
+            value = getattr(self, name)
+            if not (value >= 0 and math.isfinite(value)):
+                raise ValueError(f"{name}={value!r}: it must be at least 0 and finite")
+        if self.clip is not None and not (self.clip > 0 and math.isfinite(self.clip)):
+            raise ValueError(f"clip={self.clip!r}: it must be positive and finite, or null to switch it off")
+        buffer = self.overlong_buffer
+        if buffer is not None and (isinstance(buffer, bool) or not isinstance(buffer, int) or buffer < 1):
+            raise ValueError(f"overlong_buffer={buffer!r}: it must be a positive integer, or null to switch it off")
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class RunningMoments:
+    """Count, mean and sum of squared deviations of all scores so far; saved with the run."""
+
+    count: Float[Array, ""]
+    mean: Float[Array, ""]
+    m2: Float[Array, ""]
+
+    @classmethod
+    def create(cls) -> "RunningMoments":
+        """Of no score."""
+        return cls(*(jnp.zeros((), jnp.float32) for _ in range(3)))
+
+    def add(self, x: Float[Array, "B"]) -> "RunningMoments":
+        """With the finite elements of `x`, two-pass over them and merged as in Chan, Golub & LeVeque 1979 (eq. 2.1).
+
+        One NaN would otherwise stay for good.
+        """
+        finite = jnp.isfinite(x)
+        x = jnp.where(finite, x, 0).astype(jnp.float32)
+        n = jnp.sum(finite).astype(jnp.float32)
+        mean = jnp.sum(x) / jnp.maximum(n, 1)
+        m2 = jnp.sum(jnp.where(finite, jnp.square(x - mean), 0))
+        count = self.count + n
+        share = n / jnp.maximum(count, 1)
+        delta = mean - self.mean
+        return RunningMoments(count, self.mean + delta * share, self.m2 + m2 + jnp.square(delta) * self.count * share)
+
+    @property
+    def std(self) -> Float[Array, ""]:
+        """The unbiased standard deviation; 1 before there are two scores."""
+        return jnp.where(self.count >= 2, jnp.sqrt(self.m2 / jnp.maximum(self.count - 1, 1)), 1)
+
+
+def shape_scores(
+    scores: Float[Array, "B"] | Float[Array, "B R"],
+    response_lengths: Int[Array, "B"],
+    finished: Bool[Array, "B"],
+    moments: RunningMoments,
+    *,
+    config: ScoreConfig,
+    max_response: int,
+) -> tuple[Float[Array, "B"] | Float[Array, "B R"], RunningMoments, dict[str, Float[Array, ""]]]:
+    """Shaped scores, the moments with this batch in them, and what to log.
+
+        s <- (s - mean) / max(std, 1e-4 max(1, |mean|))                       normalise: moments of all batches, this
+                                                                              one included
+        s <- clip(s, -clip, clip)                                             clip
+        s <- s - missing_eos_penalty [not finished] - length_penalty n        n response tokens
+               - overlong_penalty min(max(n - (L - b), 0), b) / b             b the overlong_buffer, L max_response
+
+    The order. Scaling by running moments and then clipping is TRL's of its first PPO (0.11, use_score_scaling,
+    use_score_norm, score_clip). Penalties come last: TRL subtracts its missing_eos_penalty from, and verl adds its
+    overlong penalty to, the score that enters the advantages, so they are in units of that score. OpenRLHF and AReaL
+    clip after their penalties; here a clip guards against outliers of a learned score only, because a penalty that it
+    swallows at the lower bound would teach nothing. The soft overlong punishment is DAPO's (Yu et al. 2025,
+    arXiv:2503.14476, eq. 13) with a factor, as in verl and OpenRLHF.
+
+    The floor under the deviation keeps rounding of equal scores from being blown up to order 1.
+
+    Args:
+        scores: of whole responses; or of response tokens, the first response token at index 0 and what lies beyond a
+            response ignored. Then the sum of a row is what is normalised, clipped and penalised: its tokens are
+            scaled alike, and the rest of the change lands on the last token.
+        max_response: L, the limit on response tokens.
+
+    Raises:
+        ValueError: an overlong_buffer longer than the limit, or shapes that do not fit.
+    """
+    rows = response_lengths.shape[0]
+    if scores.ndim not in (1, 2) or scores.shape[0] != rows or finished.shape != (rows,):
+        raise ValueError(f"scores has shape {scores.shape} and finished {finished.shape}, but there are {rows} lengths")
+    if config.overlong_buffer is not None and config.overlong_buffer > max_response:
+        raise ValueError(f"overlong_buffer={config.overlong_buffer}: it must be at most max_response={max_response}")
+
+    scores = scores.astype(jnp.float32)
+    tokens = None
+    if scores.ndim == 2:
+        clock = jnp.arange(scores.shape[1])[None, :]
+        tokens = jnp.where(clock < response_lengths[:, None], scores, 0)
+        scores = jnp.sum(tokens, axis=1)
+    raw, lengths = scores, response_lengths.astype(jnp.float32)
+    metrics = {"score/raw/mean": jnp.mean(raw)}
+    factor = jnp.ones((), jnp.float32)
+    if config.normalise:
+        moments = moments.add(scores)
+        factor = 1 / jnp.maximum(moments.std, 1e-4 * jnp.maximum(1, jnp.abs(moments.mean)))
+        scores = (scores - moments.mean) * factor
+        metrics |= {"score/running_mean": moments.mean, "score/running_std": moments.std}
+    if config.clip is not None:
+        metrics["score/clip_fraction"] = jnp.mean(jnp.abs(scores) > config.clip, dtype=jnp.float32)
+        scores = jnp.clip(scores, -config.clip, config.clip)
+    for name, penalty in _penalties(lengths, finished, config, max_response).items():
+        metrics[f"score/{name}"] = jnp.mean(penalty)
+        scores = scores - penalty
+    if tokens is None:
+        return scores, moments, metrics
+    last = jnp.arange(tokens.shape[1])[None, :] == response_lengths[:, None] - 1
+    return tokens * factor + jnp.where(last, (scores - raw * factor)[:, None], 0), moments, metrics
+
+
+def align_scores(
+    scores: Float[Array, "B R"], prompt_lengths: Int[Array, "B"], length: int
+) -> Float[Array, "B {length}"]:
+    """Scores of response tokens moved to where the tokens stand in rows of prompt and response.
+
+    `scores[b, i]` goes to `[b, prompt_lengths[b] + i]` of a row of `length` (T) tokens; what falls beyond it is
+    dropped, and the prompt's tokens have 0. `make_experience` ignores all that is no response token.
+    """
+    source = jnp.arange(length)[None, :] - prompt_lengths[:, None]
+    inside = (0 <= source) & (source < scores.shape[1])
+    taken = jnp.take_along_axis(scores, jnp.clip(source, 0, scores.shape[1] - 1), axis=1)
+    return jnp.where(inside, taken, 0)
+
+
+def _penalties(
+    lengths: Float[Array, "B"], finished: Bool[Array, "B"], config: ScoreConfig, max_response: int
+) -> dict[str, Float[Array, "B"]]:
+    """What is subtracted from each score, by name; nothing for what is switched off."""
+    penalties = {}
+    if config.missing_eos_penalty:
+        penalties["missing_eos_penalty"] = jnp.where(finished, 0.0, config.missing_eos_penalty)
+    if config.length_penalty:
+        penalties["length_penalty"] = config.length_penalty * lengths
+    if (buffer := config.overlong_buffer) is not None:
+        exceeding = jnp.clip(lengths - (max_response - buffer), 0, buffer)
+        penalties["overlong_penalty"] = config.overlong_penalty * exceeding / buffer
+    return penalties

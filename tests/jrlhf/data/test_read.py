@@ -1,0 +1,389 @@
+"""Datasets from files, directories and `datasets`: what their rows become, and what is refused."""
+
+import csv
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jrlhf.data.read import Columns, Dataset, from_rows, read_dataset
+from jrlhf.data.types import Example
+from jrlhf.errors import UserError
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str) -> dict[str, Any]:
+    return {"role": "assistant", "content": text}
+
+
+def lines(path: Path, *rows: object) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+GSM8K = [
+    {"question": "2 + 2?", "answer": "It is four.\n#### 4"},
+    {"question": 'é\n日本 "3, 4"?', "answer": "#### 1,000"},
+    {"question": "And 3?", "answer": "#### 3"},
+]
+
+
+def write_jsonl(path: Path) -> Path:
+    return lines(path / "rows.jsonl", *GSM8K)
+
+
+def write_ndjson(path: Path) -> Path:
+    text = "\ufeff" + "\r\n\r\n".join(json.dumps(row, ensure_ascii=False) for row in GSM8K)
+    (path / "rows.ndjson").write_text(text, encoding="utf-8", newline="")
+    return path / "rows.ndjson"
+
+
+def write_json(path: Path) -> Path:
+    (path / "rows.json").write_text(json.dumps(GSM8K, indent=1), encoding="utf-8")
+    return path / "rows.json"
+
+
+def write_json_lines(path: Path) -> Path:
+    return lines(path / "rows.json", *GSM8K)
+
+
+def write_csv(path: Path) -> Path:
+    with open(path / "rows.csv", "w", encoding="utf-8-sig", newline="") as file:
+        writer = csv.DictWriter(file, ["question", "answer"])
+        writer.writeheader()
+        writer.writerows(GSM8K)
+    return path / "rows.csv"
+
+
+def write_parquet(path: Path) -> Path:
+    pyarrow = pytest.importorskip("pyarrow", reason="Parquet is read by the hf extra")
+    parquet = pytest.importorskip("pyarrow.parquet", reason="Parquet is read by the hf extra")
+    parquet.write_table(pyarrow.Table.from_pylist(GSM8K), path / "rows.parquet", row_group_size=2)
+    return path / "rows.parquet"
+
+
+def write_shards(path: Path) -> Path:
+    (path / "set" / "data").mkdir(parents=True)
+    (path / "set" / "README.md").write_text("not data")
+    lines(path / "set" / "data" / "train-00000-of-00002.jsonl", *GSM8K[:2])
+    lines(path / "set" / "data" / "train-00001-of-00002.jsonl", *GSM8K[2:])
+    lines(path / "set" / "data" / "test-00000-of-00001.jsonl", {"question": "held out", "answer": "0"})
+    return path / "set"
+
+
+def write_to_disk(path: Path) -> Path:
+    datasets = pytest.importorskip("datasets", reason="what save_to_disk wrote is read by the hf extra")
+    datasets.Dataset.from_list(GSM8K).save_to_disk(path / "disk")
+    return path / "disk"
+
+
+def write_splits_to_disk(path: Path) -> Path:
+    datasets = pytest.importorskip("datasets", reason="what save_to_disk wrote is read by the hf extra")
+    whole = {"train": datasets.Dataset.from_list(GSM8K), "test": datasets.Dataset.from_list(GSM8K[:1])}
+    datasets.DatasetDict(whole).save_to_disk(path / "disk")
+    return path / "disk"
+
+
+WRITERS = [
+    write_jsonl,
+    write_ndjson,
+    write_json,
+    write_json_lines,
+    write_csv,
+    write_parquet,
+    write_shards,
+    write_to_disk,
+    write_splits_to_disk,
+]
+
+
+@pytest.mark.parametrize("write", WRITERS)
+def test_every_kind_of_file_gives_the_same_dataset(write: Callable[[Path], Path], tmp_path: Path):
+    columns = Columns(prompt="question")
+    dataset = read_dataset(write(tmp_path), columns=columns)
+    assert dataset.shape == "prompt-only" and dataset.columns == ("question", "answer")
+    # The columns keep the names that they have in the file: a reward function asks for `answer`.
+    assert dataset.examples == tuple(Example(prompt=row["question"], columns=row) for row in GSM8K)
+    assert dataset.fingerprint == from_rows(GSM8K, columns=columns).fingerprint
+
+
+CONVERSATION = [user("2 + 2?"), assistant("4")]
+SHAPES: list[tuple[str, dict[str, Any], Example]] = [
+    ("prompt-only", {"prompt": "2 + 2?", "level": 1}, Example("2 + 2?", columns={"level": 1})),
+    ("prompt-only", {"prompt": [user("2 + 2?")]}, Example((user("2 + 2?"),))),
+    (
+        "prompt-completion",
+        {"prompt": "2 + 2?", "completion": " 4", "label": True},
+        Example("2 + 2?", completion=" 4", columns={"label": True}),
+    ),
+    (
+        "prompt-completion",
+        {"prompt": [user("2 + 2?")], "completion": [assistant("4")]},
+        Example((user("2 + 2?"),), completion=(assistant("4"),)),
+    ),
+    ("preference", {"prompt": "2?", "chosen": " 4", "rejected": " 5"}, Example("2?", chosen=" 4", rejected=" 5")),
+    (
+        "preference",  # an implicit prompt: what the two have in common
+        {"chosen": "The sky is blue.", "rejected": "The sky is green."},
+        Example("The sky is", chosen=" blue.", rejected=" green."),
+    ),
+    (
+        "preference",
+        {"chosen": [user("2?"), assistant("4")], "rejected": [user("2?"), assistant("5")]},
+        Example((user("2?"),), chosen=(assistant("4"),), rejected=(assistant("5"),)),
+    ),
+    (
+        "preference",  # the prompt is of another kind than the answers: it is read from them
+        {"prompt": "2?", "chosen": [user("2?"), assistant("4")], "rejected": [user("2?"), assistant("5")]},
+        Example((user("2?"),), chosen=(assistant("4"),), rejected=(assistant("5"),)),
+    ),
+    (
+        "preference",  # equal answers: the last message is still the answer
+        {"chosen": [user("2?"), assistant("4")], "rejected": [user("2?"), assistant("4")]},
+        Example((user("2?"),), chosen=(assistant("4"),), rejected=(assistant("4"),)),
+    ),
+    ("messages", {"messages": CONVERSATION}, Example(tuple(CONVERSATION))),
+    ("text", {"text": "Once upon a time", "url": None}, Example("", "Once upon a time", columns={"url": None})),
+    (
+        "verl",
+        {
+            "data_source": "gsm8k",
+            "prompt": [user("2 + 2?")],
+            "ability": "math",
+            "reward_model": {"style": "rule", "ground_truth": "4"},
+            "extra_info": {"index": 0, "split": "train"},
+        },
+        Example(
+            (user("2 + 2?"),),
+            source="gsm8k",
+            columns={
+                "data_source": "gsm8k",
+                "ability": "math",
+                "reward_model": {"style": "rule", "ground_truth": "4"},
+                "extra_info": {"index": 0, "split": "train"},
+            },
+        ),
+    ),
+]
+
+
+@pytest.mark.parametrize(("shape", "row", "example"), SHAPES)
+def test_shapes_are_detected(shape: str, row: dict, example: Example):
+    dataset = from_rows([row, row])
+    assert (dataset.shape, dataset.examples) == (shape, (example, example))
+    assert dataset.columns == tuple(row)
+
+
+def test_columns_that_are_named_decide_the_shape():
+    row = {"prompt": "p", "chosen": "c", "rejected": "r", "messages": CONVERSATION, "text": "t", "from": 3}
+
+    def read(**columns: str) -> Dataset:
+        return from_rows([row], columns=Columns(**columns))
+
+    assert read().shape == "preference"
+    assert read(messages="messages").examples[0].prompt == tuple(CONVERSATION)
+    assert read(text="chosen").examples[0].completion == "c"
+    dataset = read(prompt="chosen", completion="rejected", source="from")
+    assert dataset.shape == "prompt-completion" and dataset.examples[0].source == "3"
+    assert dataset.examples[0].columns == row  # none of them was read under its own name
+    assert dataset.describe() == (
+        "rows: 1 prompt-completion rows (plain text) from chosen as prompt, rejected as completion, from as source; "
+        "other columns: prompt, messages, text"
+    )
+    assert read(messages="messages").describe().startswith("rows: 1 messages rows (conversations) from messages;")
+
+
+def test_the_implicit_prompt_is_the_one_that_trl_extracts():
+    """TRL's documented example of an implicit prompt, and a text that is the other's beginning."""
+    pairs = [
+        ("The sky is blue.", "The sky is green.", "The sky is"),
+        ("Human: 2?\n\nAssistant: 4", "Human: 2?\n\nAssistant: 5", "Human: 2?\n\nAssistant:"),
+        ("abc", "abcd", "abc"),
+        ("x", "y", ""),
+    ]
+    for chosen, rejected, prompt in pairs:
+        (example,) = from_rows([{"chosen": chosen, "rejected": rejected}]).examples
+        assert example.prompt == prompt
+        assert (prompt + str(example.chosen), prompt + str(example.rejected)) == (chosen, rejected)
+
+
+def test_messages_in_parts_and_nulls_of_tables():
+    parts = [{"type": "text", "text": "2 +", "image": None}, {"type": "text", "text": " 2?"}]
+    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "add"}]}
+    (example,) = from_rows([{"messages": [{"role": "user", "content": parts, "name": None}, call]}]).examples
+    assert example.prompt == (user("2 + 2?"), {"role": "assistant", "tool_calls": [{"name": "add"}]})
+
+
+def test_rows_may_lack_columns_that_are_not_needed():
+    dataset = from_rows([{"prompt": "a", "level": 1}, {"prompt": "b", "score": float("nan")}])
+    assert [example.columns["level"] for example in dataset.examples] == [1, None]
+    assert str(dataset.examples[1].columns["score"]) == "nan"
+
+
+def test_a_fingerprint_tells_every_change():
+    row = {"prompt": "2 + 2?", "answer": 4, "meta": {"a": 1, "b": [b"\x00", None]}}
+    base = from_rows([row, row]).fingerprint
+    same = from_rows([{"meta": {"b": [b"\x00", None], "a": 1}, "answer": 4, "prompt": "2 + 2?"}, row])
+    assert same.fingerprint == base
+    changed = [
+        [row],
+        [row, row | {"answer": 5}],
+        [row, row | {"prompt": "2 + 2? "}],
+        [row, row | {"meta": {"a": 1, "b": [b"\x01", None]}}],
+    ]
+    assert len({base, *(from_rows(rows).fingerprint for rows in changed)}) == 5
+    assert from_rows([row], columns=Columns(text="prompt")).fingerprint != from_rows([row]).fingerprint
+
+
+def test_some_of_the_rows_keep_their_places(tmp_path: Path):
+    path = lines(tmp_path / "rows.jsonl", {"prompt": "a"}, {"prompt": "b"}, {"prompt": "c"})
+    dataset = read_dataset(path)
+    taken = dataset.take([2, 0])
+    assert [example.prompt for example in taken.examples] == ["c", "a"]
+    assert taken.places == (f"{path} line 3", f"{path} line 1")
+    assert taken.fingerprint == dataset.fingerprint
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        (
+            "a.jsonl",
+            '{"prompt": "a"}\n\n{"prompt": "b',
+            "a.jsonl line 3 is not a whole JSON object .* repair it or remove",
+        ),
+        ("a.jsonl", '{"prompt": "a"}\n["b"]\n', "a.jsonl line 2 holds a list, not an object"),
+        ("a.jsonl", b'{"prompt": "a"}\n{"prompt": "\xff"}\n', "a.jsonl line 2 is not a whole JSON object"),
+        ("a.jsonl", "\n \n", "a.jsonl has no rows"),
+        ("a.jsonl", "", "a.jsonl has no rows"),
+        ("a.jsonl", '{"prompt": "a"}\n{"prompt": null}\n', "line 2: prompt is null: repair it or remove it"),
+        ("a.jsonl", '{"prompt": "a"}\n{"prompt": " "}\n', "line 2: prompt is empty"),
+        ("a.jsonl", '{"prompt": "a"}\n{"Prompt": "b"}\n', "line 2 has no column 'prompt', only Prompt"),
+        ("a.jsonl", '{"prompt": "\\ud800"}\n', "line 1: prompt holds half of a surrogate pair"),
+        ("a.json", '[{"prompt": "a"}, {"pro', "a.json is not a whole JSON array"),
+        ("a.json", '[{"prompt": "a"}, 3]', "a.json row 2 holds a int"),
+        ("a.csv", "prompt,answer\na,1\nb\n", "a.csv line 3 has 1 cells for 2 columns"),
+        ("a.csv", 'prompt,answer\na,1\n"b,2\n', "a.csv is not CSV after line 2 .*repair it there"),
+        ("a.csv", "prompt,prompt\na,1\n", "a.csv has two columns of one name in its first line \\(prompt, prompt\\)"),
+        ("a.csv", b"prompt\n\xff\n", "a.csv is not UTF-8 text"),
+        ("a.csv", "prompt,answer\n", "a.csv has no rows"),
+        ("a.parquet", b"PAR1 no", "a.parquet cannot be read as Parquet"),
+        ("a.txt", "a", "a.txt is none of .jsonl, .ndjson, .json, .csv, .parquet"),
+    ],
+)
+def test_a_bad_file_is_one_sentence(tmp_path: Path, name: str, content: str | bytes, message: str):
+    path = tmp_path / name
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    if path.suffix == ".parquet":
+        pytest.importorskip("pyarrow", reason="Parquet is read by the hf extra")
+    with pytest.raises(UserError, match=message):
+        read_dataset(path)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt": []}, "row 1: prompt has no messages"),
+        ({"prompt": 3}, "row 1: prompt is a int, neither text nor a list of messages"),
+        ({"prompt": ["hi"]}, "message 1 of prompt is a str, not an object with role and content"),
+        (
+            {"prompt": [{"role": "human", "content": "hi"}]},
+            "message 1 of prompt has the role 'human', which is none of",
+        ),
+        ({"prompt": [{"from": "human", "value": "hi"}]}, "message 1 of prompt has the role None"),
+        ({"prompt": [user("hi"), {"role": "user"}]}, "message 2 of prompt has no content"),
+        ({"prompt": [{"role": "user", "content": 3}]}, "the content of message 1 of prompt is a int, not text"),
+        ({"prompt": [{"role": "user", "content": [{"type": "image"}]}]}, "a part of type 'image', and only text"),
+        ({"messages": "hi"}, "messages is text, not a list of messages"),
+        ({"text": [user("hi")]}, "text is a list of messages, not text"),
+        (
+            {"prompt": "a", "completion": [user("b")]},
+            "completion begins with a message of the user, not of the assistant",
+        ),
+        ({"chosen": [user("a"), assistant("b")], "rejected": "c"}, "must be both text or both lists of messages"),
+        ({"chosen": [user("a"), assistant("b")], "rejected": [user("c"), assistant("d")]}, "no message in common"),
+    ],
+)
+def test_a_bad_row_is_named(row: dict, message: str):
+    with pytest.raises(UserError, match=message):
+        from_rows([row])
+
+
+def test_wrong_columns_are_answered_with_those_that_are_there():
+    with pytest.raises(
+        UserError, match="the columns of rows are question, answer: say in data.columns which of them are chosen and"
+    ):
+        from_rows(GSM8K)
+    message = "prompt is to be read from a column 'qestion', but the columns of rows are .*did you mean question"
+    with pytest.raises(UserError, match=message):
+        from_rows(GSM8K, columns=Columns(prompt="qestion"))
+    with pytest.raises(UserError, match="columns of rows are question, answer: say in"):
+        from_rows(GSM8K, columns=Columns(completion="answer"))
+    with pytest.raises(UserError, match="columns of rows are prompt, chosen: .*rejected"):
+        from_rows([{"prompt": "a", "chosen": "b"}])
+
+
+def test_directories_without_the_data_are_refused(tmp_path: Path):
+    with pytest.raises(UserError, match="holds no dataset"):
+        read_dataset(tmp_path)
+    directory = write_shards(tmp_path)
+    with pytest.raises(UserError, match="set has no split 'dev': it has test, train"):
+        read_dataset(directory, split="dev")
+    columns = Columns(prompt="question")
+    assert read_dataset(directory, split="test", columns=columns).examples[0].prompt == "held out"
+    (directory / "data" / "train.csv").write_text("question,answer\na,b\n")
+    with pytest.raises(UserError, match="mixes train-00000-of-00002.jsonl, .*: name one of the files"):
+        read_dataset(directory)
+    with pytest.raises(UserError, match="split='train\\[:9\\]' slices, which only datasets on the hub can be"):
+        read_dataset(directory, split="train[:9]")
+    with pytest.raises(UserError, match="nowhere.jsonl does not exist: name a file, a directory or a dataset"):
+        read_dataset("nowhere.jsonl")
+    with pytest.raises(UserError, match="does not exist"):
+        read_dataset(tmp_path / "nowhere")
+
+
+def test_splits_of_a_saved_dataset(tmp_path: Path):
+    directory = write_splits_to_disk(tmp_path)
+    assert len(read_dataset(directory, columns=Columns(prompt="question"), split="test").examples) == 1
+    with pytest.raises(UserError, match="disk has no split 'dev': it has train, test"):
+        read_dataset(directory, split="dev")
+    next((directory / "train").glob("*.arrow")).write_bytes(b"no")
+    with pytest.raises(UserError, match="disk \\(split 'train'\\) cannot be loaded"):
+        read_dataset(directory)
+
+
+def test_a_hub_dataset_that_cannot_be_reached_is_one_sentence(monkeypatch: pytest.MonkeyPatch):
+    datasets = pytest.importorskip("datasets", reason="hub datasets are read by the hf extra")
+    asked = []
+
+    def load(name: str, configuration: str | None, *, split: str):
+        asked.append((name, configuration, split))
+        if name == "openai/gsm8k":
+            return datasets.Dataset.from_list(GSM8K)
+        raise ConnectionError("Couldn't reach the hub\n  because of many\n  things")
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    dataset = read_dataset("openai/gsm8k:main", columns=Columns(prompt="question"), split="test")
+    assert dataset.source == "openai/gsm8k:main" and len(dataset.examples) == 3
+    with pytest.raises(UserError) as caught:
+        read_dataset("someone/rows")
+    assert str(caught.value) == "the dataset someone/rows (split 'train') cannot be loaded: Couldn't reach the hub"
+    assert asked == [("openai/gsm8k", "main", "test"), ("someone/rows", None, "train")]
+
+
+def test_a_missing_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for module in ("pyarrow", "datasets"):
+        monkeypatch.setitem(__import__("sys").modules, module, None)
+    (tmp_path / "a.parquet").write_bytes(b"")
+    with pytest.raises(UserError, match="a.parquet needs pyarrow to be read: pip install 'jrlhf\\[hf\\]'"):
+        read_dataset(tmp_path / "a.parquet")
+    with pytest.raises(UserError, match="openai/gsm8k is no file: .* pip install 'jrlhf\\[hf\\]'"):
+        read_dataset("openai/gsm8k")

@@ -1,0 +1,457 @@
+"""Reward functions: how they are called, what they may return, and what their columns and options must be."""
+
+import json
+import math
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from jrlhf.errors import UserError
+from jrlhf.rewards.functions import FunctionReward, RewardFailure
+
+from .conftest import make_sample
+
+TRL = """
+def f(prompts, completions, completion_ids, answer, weight=10, **columns):
+    assert sorted(columns) == ["data_source", "extra_info", "log_extra", "log_metric"], columns
+    assert columns["data_source"] == ["here"] * len(prompts)
+    return [
+        ids[0] + len(ids) / weight + (completion == "response " + prompt.split()[1]) * float(a)
+        for prompt, completion, ids, a in zip(prompts, completions, completion_ids, answer, strict=True)
+    ]
+"""
+
+
+@pytest.mark.parametrize("workers", [1, 3, 8])
+def test_trl_functions_score_rows_in_order_whatever_the_number_of_workers(start, workers):
+    samples = [make_sample(row, tokens=row + 1, answer=str(row / 8)) for row in range(7)]
+    reward = start(TRL, workers=workers)
+    scored = reward.score(samples)
+    np.testing.assert_array_equal(scored.scores, [10 * row + (row + 1) / 10 + row / 8 for row in range(7)])
+    assert scored.scores.dtype == np.float64 and scored.token_scores is None
+    assert scored.extras == {} and not scored.failures
+    assert len(set(reward.pids)) == workers
+    assert reward.score([]).scores.shape == (0,)
+
+
+def test_conversations_are_lists_of_messages_as_trl_gives_them(start):
+    source = """
+    def f(prompts, completions):
+        assert type(prompts[0]) is list and type(completions[0]) is list and type(completions[0][0]) is dict
+        return [len(p) + len(c[0]["content"]) for p, c in zip(prompts, completions)]
+    """
+    talk = ({"role": "system", "content": "s"}, {"role": "user", "content": "u"})
+    sample = make_sample()
+    sample = type(sample)(**(vars(sample) | {"prompt": talk, "completion": ({"role": "assistant", "content": "abc"},)}))
+    assert start(source).score([sample]).scores == [5]
+
+
+def test_verl_functions_get_a_sample_at_a_time_and_report_extras(start):
+    source = """
+    def f(data_source, solution_str, ground_truth, extra_info=None, factor=1):
+        right = solution_str.endswith(ground_truth)
+        if extra_info.get("plain"):
+            return right * factor
+        return {"score": factor * right, "acc": right, "length": len(solution_str), "pred": "text",
+                "infinite": float("inf"), data_source: 1.0}
+    """
+    rows = [
+        make_sample(0, reward_model={"style": "rule", "ground_truth": "0"}, extra_info={"split": "test"}),
+        make_sample(1, reward_model={"style": "rule", "ground_truth": "2"}, extra_info=None),
+        make_sample(2, reward_model={"style": "rule", "ground_truth": "2"}, extra_info={"plain": True}),
+        make_sample(3, ground_truth="3"),
+    ]
+    scored = start(source, options={"factor": 2}, workers=2).score(rows)
+    np.testing.assert_array_equal(scored.scores, [2, 0, 2, 2])
+    assert set(scored.extras) == {"acc", "length", "here"}
+    np.testing.assert_array_equal(scored.extras["acc"], [1, 0, np.nan, 1])
+    metrics = scored.metrics("judge")
+    assert metrics == {
+        "rewards/judge/mean": 1.5,
+        "rewards/judge/std": pytest.approx(math.sqrt(0.75)),
+        "rewards/judge/acc": pytest.approx(2 / 3),
+        "rewards/judge/length": 10,
+        "rewards/judge/here": 1,
+        "rewards/judge/failures": 0,
+    }
+
+
+def test_coroutines_of_both_kinds_and_verl_ones_run_together(start):
+    trl = """
+    import asyncio
+    async def one(text):
+        await asyncio.sleep(0.01)
+        return len(text)
+    async def f(completions, **columns):
+        return await asyncio.gather(*map(one, completions))
+    """
+    np.testing.assert_array_equal(start(trl).score([make_sample(0), make_sample(10)]).scores, [10, 11])
+    verl = """
+    import asyncio
+    waiting = set()
+    async def f(solution_str, ground_truth):
+        waiting.add(ground_truth)
+        while len(waiting) < 20:  # ends only if all of them are under way together
+            await asyncio.sleep(0.001)
+        if ground_truth == 3:
+            raise ValueError("no three")
+        if ground_truth == 4:
+            await asyncio.sleep(1000)
+        if ground_truth == 5:
+            raise SystemExit
+        return ground_truth
+    """
+    reward = start(verl, deadline=1.5, on_failure=-1.0)
+    scored = reward.score([make_sample(row, ground_truth=row) for row in range(20)])
+    np.testing.assert_array_equal(scored.scores, [0, 1, 2, -1, -1, -1, *range(6, 20)])
+    assert scored.failures == {"exception": 2, "hang": 1}
+    assert len(reward.score([make_sample(row, ground_truth=row) for row in range(20)]).scores) == 20
+
+
+def test_trls_logging_hooks_become_extras(start):
+    source = """
+    def f(completions, log_extra, log_metric):
+        log_extra("words", (len(c.split()) for c in completions))
+        log_extra("text", completions)
+        log_metric("batch", len(completions))
+        return [0.5] * len(completions)
+    """
+    scored = start(source).score([make_sample(0, "a b"), make_sample(1, "a"), make_sample(2, "")])
+    assert set(scored.extras) == {"words", "batch"}
+    np.testing.assert_array_equal(scored.extras["words"], [2, 1, 0])
+    np.testing.assert_array_equal(scored.extras["batch"], [3, 3, 3])
+
+
+def test_scores_of_tokens(start):
+    source = """
+    import numpy as np
+    def f(completion_ids, completions, how):
+        table = {
+            "list": lambda ids: [0.25] * len(ids),
+            "array": lambda ids: np.arange(len(ids), dtype=np.float32),
+            "whole": lambda ids: 0.5,
+            "short": lambda ids: [1.0],
+            "hole": lambda ids: [1.0, None, 1.0],
+            "nan": lambda ids: [1.0, float("nan"), 1.0],
+            "empty": lambda ids: [],
+        }
+        return [table[h](ids) for h, ids in zip(how, completion_ids)]
+    """
+    hows = ["list", "array", "whole", "short", "hole", "nan"]
+    samples = [make_sample(row, how=how) for row, how in enumerate(hows)]
+    samples += [make_sample(6, tokens=0, how="empty"), make_sample(7, tokens=0, how="whole")]
+    scored = start(source, on_failure=-2.0).score(samples)
+    expected = [[0.25] * 3, [0, 1, 2], [0, 0, 0.5], [0, 0, -2], [0, 0, -2], [0, 0, -2], [], []]
+    assert scored.token_scores is not None
+    for found, wanted in zip(scored.token_scores, expected, strict=True):
+        np.testing.assert_array_equal(found, wanted)
+    np.testing.assert_array_equal(scored.scores, [0.75, 3, 0.5, -2, -2, -2, 0, 0.5])
+    assert scored.failures == {"length": 1, "none": 1, "nan": 1}
+
+
+VALUES = """
+import numpy as np
+from fractions import Fraction
+class Bad:
+    def __repr__(self):
+        raise RuntimeError
+GOOD = {
+    "int": (3, 3), "true": (True, 1), "float32": (np.float32(0.1), float(np.float32(0.1))), "int64": (np.int64(7), 7),
+    "bool_": (np.bool_(True), 1), "array0": (np.array(2.5), 2.5), "tiny": (5e-324, 5e-324), "third": (1 / 3, 1 / 3),
+    "dict": ({"score": np.float32(2), "x": "y"}, 2),
+}
+BAD = {
+    "none": None, "nan": float("nan"), "nan32": np.float32("nan"), "inf": float("inf"), "minus": -np.inf,
+    "huge": 10**400,
+    "beyond printing": -(10**5000), "string": "1.0", "bytes": b"1", "complex": 1j, "object": Bad(), "lambda": lambda: 1,
+    "set": {1.0}, "dict without": {"reward": 1.0}, "dict none": {"score": None}, "fraction": Fraction(1, 2),
+    "matrix": np.zeros((3, 2)), "pair": (1.0, 2.0), "generator": (x for x in [1.0, 1.0, 1.0]),
+}
+def f(completions, key):
+    return [{**BAD, **{k: v for k, (v, _) in GOOD.items()}}[k] for k in key]
+"""
+KINDS = {
+    "none": "none",
+    "nan": "nan",
+    "nan32": "nan",
+    "inf": "infinite",
+    "minus": "infinite",
+    "huge": "infinite",
+    "beyond printing": "infinite",
+    "string": "type",
+    "bytes": "type",
+    "complex": "type",
+    "object": "type",
+    "lambda": "type",
+    "set": "type",
+    "dict without": "type",
+    "dict none": "none",
+    "fraction": "type",
+    "matrix": "type",
+    "pair": "length",
+    "generator": "type",
+}
+
+
+def test_every_value_is_a_number_or_a_counted_failure(start):
+    table: dict = {}
+    exec(VALUES, table)
+    reward = start(VALUES, on_failure=-7.0)
+    good = reward.score([make_sample(key=key) for key in table["GOOD"]])
+    np.testing.assert_array_equal(good.scores, [value for _, value in table["GOOD"].values()])
+    assert not good.failures
+    assert KINDS.keys() == table["BAD"].keys()
+    for key, kind in KINDS.items():
+        scored = reward.score([make_sample(0, key="int"), make_sample(1, key=key), make_sample(2, key="true")])
+        assert (scored.failures, scored.scores[1]) == ({kind: 1}, -7), key
+        assert list(scored.scores[[0, 2]]) == [3, 1]
+
+
+@pytest.mark.parametrize(
+    ("returned", "kind"),
+    [
+        ("None", "type"),
+        ("'3.0'", "type"),
+        ("{'score': 1.0}", "type"),
+        ("{1.0, 2.0, 3.0}", "type"),
+        ("1.0", "type"),
+        ("[1.0, 2.0]", "length"),
+        ("[]", "length"),
+        ("itertools.count()", "length"),
+        ("(1 / (2 - row) for row in range(3))", "exception"),
+        ("(float(row) for row in range(3))", None),
+        ("np.arange(3, dtype=np.float32)", None),
+        ("(0, 1, 2)", None),
+        ("np.zeros((2, 2, 2))", "length"),
+    ],
+)
+def test_what_a_batch_may_return(start, returned, kind):
+    source = f"import itertools, numpy as np\ndef f(completions):\n    return {returned}\n"
+    scored = start(source, on_failure=-7.0).score([make_sample(row) for row in range(3)])
+    np.testing.assert_array_equal(scored.scores, [0, 1, 2] if kind is None else [-7] * 3)
+    assert scored.failures == ({} if kind is None else {kind: 3})
+
+
+@pytest.mark.parametrize("raised", ["ValueError('no \\n way')", "SystemExit(3)", "KeyboardInterrupt", "Odd()"])
+def test_whatever_a_function_raises_is_an_exception_of_its_own_samples(start, raised):
+    source = f"""
+    class Odd(Exception):
+        def __str__(self):
+            raise RuntimeError
+    def f(solution_str):
+        if solution_str == "bad":
+            raise {raised}
+        return 1.0
+    """
+    samples = [make_sample(0), make_sample(1, "bad"), make_sample(2)]
+    reward = start(source, on_failure=0.25)
+    pids = reward.pids
+    for _ in range(2):
+        scored = reward.score(samples)
+        np.testing.assert_array_equal(scored.scores, [1, 0.25, 1])
+        assert scored.failures == {"exception": 1}
+    assert reward.pids == pids
+
+
+def test_without_a_replacement_a_failure_stops_with_the_sample(start, tmp_path):
+    source = """
+    def f(completions, answer):
+        return [1.0 if a == "right" else None for a in answer]
+    """
+    reward = start(source)
+    long = "\x1b[31mred\n" + "x" * 5000
+    samples = [make_sample(0, answer="right"), make_sample(1, long, answer="wrong"), make_sample(2, answer="wrong")]
+    with pytest.raises(RewardFailure) as caught:
+        reward.score(samples)
+    text = str(caught.value)
+    assert isinstance(caught.value, UserError)
+    assert "'judge' failed (none: returned None) on the sample prompt='<user>prompt 1', response='\\x1b[31mred" in text
+    assert "answer='wrong'" in text and "set on_failure" in text
+    assert "\n" not in text and "\x1b" not in text and len(text) < 1500
+    np.testing.assert_array_equal(reward.score(samples[:1]).scores, [1])  # and it still works
+    assert "returned None" in (tmp_path / "log").read_text()
+
+
+def test_a_failed_call_names_its_place_and_how_many_samples_it_had(start):
+    source = "def f(completions):\n    return [1 / 0 for _ in completions]\n"
+    with pytest.raises(RewardFailure, match=r"exception: ZeroDivisionError.*function0.py:2\) on a call with 4 samples"):
+        start(source).score([make_sample(row) for row in range(4)])
+
+
+def test_a_users_error_in_a_function_stops_whatever_replaces_failures(start):
+    source = "from jrlhf.errors import UserError\ndef f(completions):\n    raise UserError('the key has expired')\n"
+    with pytest.raises(UserError, match="'judge': the key has expired"):
+        start(source, on_failure=0.0).score([make_sample()])
+
+
+def test_columns_are_compared_and_may_be_renamed(start):
+    source = "def f(completions, answer, hint='none', **others):\n    return [float(a) for a in answer]\n"
+    reward = start(source)
+    with pytest.raises(UserError, match="needs the column 'answer' for .*, and the dataset has final, question: name"):
+        reward.check_columns(["question", "final"])
+    with pytest.raises(UserError, match="the dataset has final"):
+        reward.score([make_sample(final="3")])
+    reward.check_columns(["answer"])
+    mapped = start(source, columns={"answer": "final"})
+    assert mapped.score([make_sample(final="3")]).scores == [3]
+    with pytest.raises(UserError, match="needs the column 'final'"):
+        start(source, columns={"answer": "final"}).check_columns(["answer"])
+    verl = "def f(solution_str, ground_truth):\n    return float(ground_truth)\n"
+    reward = start(verl)
+    with pytest.raises(UserError, match="'ground_truth'.* the dataset has none"):
+        reward.check_columns([])
+    reward.check_columns(["reward_model"])
+    assert start(verl, columns={"ground_truth": "answer"}).score([make_sample(answer="4")]).scores == [4]
+
+
+def test_a_row_without_a_column_that_others_have_gives_none(start):
+    source = (
+        "def f(completions, answer, hint):\n    return [(a is None) + 2 * (h is None) for a, h in zip(answer, hint)]\n"
+    )
+    rows = [make_sample(answer=1, hint=1), make_sample(answer=1), make_sample(hint=1), make_sample()]
+    np.testing.assert_array_equal(start(source).score(rows).scores, [0, 2, 1, 3])
+
+
+@pytest.mark.parametrize(
+    ("source", "arguments", "message"),
+    [
+        ("def f(completions, a): ...", {"options": {"b": 1}}, r"options.b: .*f' has the parameters completions, a$"),
+        ("def f(completions, **c): ...", {"options": {"prompts": 1}}, "options.prompts .* remove"),
+        ("def f(completions, a): ...", {"columns": {"b": "x"}}, "columns.b .* are a$"),
+        ("def f(completions, a): ...", {"columns": {"a": "x"}, "options": {"a": 1}}, "columns.a .* are none"),
+        ("def f(completions, **c): ...", {"columns": {"prompts": "x"}}, "columns.prompts"),
+        ("def f(texts): ...", {}, r"has the signature \(texts\): it must take"),
+        ("def f(completions, /): ...", {}, r"has the signature \(completions, /\)"),
+        ("f = 3", {}, "is a int: name a function"),
+        ("g = 3", {}, "there is no 'f' in .*, which has g"),
+        ("def f(:", {}, "cannot be imported: .*SyntaxError"),
+        ("import no_such_module", {}, "cannot be imported: ModuleNotFoundError.* at .*function0.py:1"),
+        ("raise SystemExit", {}, "cannot be imported: SystemExit"),
+        ("import os; os._exit(4)", {}, r"ended while importing .*\(left with exit code 4\)"),
+        ("print('going', flush=True)\nimport os; os.abort()", {}, r"ended while importing .*ended by SIGABRT, at .*:2"),
+        ("f = print", {}, "has the signature"),
+        ("def f(completions): ...", {"options": {"x": lambda: 1}}, "its options cannot be sent"),
+    ],
+)
+def test_what_is_wrong_with_a_function_is_said_when_it_starts(start, source, arguments, message):
+    with pytest.raises(UserError, match=f"'judge': .*{message}|{message}"):
+        start(source, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("spec", "arguments", "message"),
+    [
+        ("exact", {}, "'exact' is none of the built-in rewards .exact_match, "),
+        ("nowhere/file.py:f", {}, "there is no file .*nowhere/file.py"),
+        ("a b:f", {}, "neither a module's name nor a file that ends in .py"),
+        ("module:", {}, "must be package.module:function"),
+        (":f", {}, "must be package.module:function"),
+        ("os:path join", {}, "must be package.module:function"),
+        ("exact_match", {"workers": 0}, "workers=0"),
+        ("exact_match", {"deadline": 0}, "deadline=0"),
+        ("exact_match", {"start_deadline": math.nan}, "start_deadline=nan"),
+        ("exact_match", {"on_failure": math.nan}, "on_failure=nan"),
+    ],
+)
+def test_bad_arguments_are_refused_before_anything_runs(spec, arguments, message):
+    with pytest.raises(UserError, match=f"'judge'.*{message}|{message}.*'judge'"):
+        FunctionReward("judge", spec, **arguments)
+
+
+def test_a_log_that_cannot_be_opened_is_named(tmp_path):
+    with pytest.raises(UserError, match="log=.*no/log .*cannot be opened"):
+        FunctionReward("judge", "exact_match", log=tmp_path / "no" / "log").__enter__()
+
+
+def test_functions_of_modules_of_neighbours_and_of_objects(start, tmp_path, monkeypatch):
+    (tmp_path / "my_package").mkdir()
+    (tmp_path / "my_package" / "judges.py").write_text(
+        "class Judge:\n    def __call__(self, completions): return [4.0] * len(completions)\n"
+        "    async def later(self, completions): return [5.0] * len(completions)\njudge = Judge()\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    for function, score in (("judge", 4), ("judge.later", 5)):
+        with FunctionReward("judge", f"my_package.judges:{function}") as reward:
+            assert reward.score([make_sample()]).scores == [score]
+    (tmp_path / "neighbour.py").write_text("VALUE = 6\n")
+    source = """
+    from dataclasses import dataclass
+    import neighbour
+    @dataclass
+    class Late:
+        value: "int"
+    def f(completions): return [neighbour.VALUE] * len(completions)
+    """
+    reward = start(source)
+    assert reward.score([make_sample()]).scores == [6]
+    assert "function0.py, sha256 " in reward.describe() and "a failure stops the run" in reward.describe()
+
+
+def test_a_worker_has_no_jax_and_not_the_parents_main_module(start, tmp_path):
+    source = """
+    import sys, os, json
+    def f(completions):
+        loaded = [name for name in ("jax", "numpy", "flax", "pytest") if name in sys.modules]
+        print(json.dumps([loaded, os.environ["JAX_PLATFORMS"], hasattr(sys.modules["__main__"], "__file__"), sys.argv]))
+        return [1.0]
+    """
+    reward = start(source)
+    reward.score([make_sample()])
+    reward.close()
+    (line,) = (tmp_path / "log").read_text().splitlines()
+    assert json.loads(line) == [[], "cpu", False, ["-c"]]
+
+
+def test_randomness_depends_on_seed_step_and_row_alone(start):
+    source = """
+    import random, numpy as np
+    def f(solution_str, ground_truth):
+        random.random()
+        words = list({"a", "b", "c", "d"})
+        return random.random() + 10 * float(np.random.rand()) + 100 * words.index("a")
+    """
+    samples = [make_sample(row, ground_truth=1) for row in range(5)]
+    one, three = start(source), start(source, workers=3)
+    first = one.score(samples, step=1).scores
+    np.testing.assert_array_equal(three.score(samples, step=1).scores, first)
+    assert not np.any(one.score(samples, step=2).scores == first)
+    np.testing.assert_array_equal(one.score(samples, step=1).scores, first)
+    assert len(set(first)) == 5
+    assert not np.any(start(source, seed=1).score(samples, step=1).scores == first)
+
+
+def test_columns_that_cannot_be_sent_are_an_error_not_a_hang(start):
+    reward = start("def f(completions, answer): return [1.0]")
+    with pytest.raises(UserError, match="the dataset's columns cannot be sent"):
+        reward.score([make_sample(answer=lambda: 1)])
+    assert reward.score([make_sample(answer={"any": [np.arange(3), b"x", SimpleNamespace(a=1)]})]).scores == [1]
+
+
+def test_a_class_that_the_worker_cannot_read_is_a_failure(start, monkeypatch):
+    module = type(sys)("only_here")
+    exec("class Value: pass", module.__dict__)
+    monkeypatch.setitem(sys.modules, "only_here", module)
+    reward = start("def f(completions, answer): return [1.0]", on_failure=0.0)
+    assert reward.score([make_sample(answer=module.Value())]).failures == {"exception": 1}
+
+
+def test_large_batches_pass_both_ways(start):
+    source = "def f(completions, completion_ids): return [[0.5] * len(ids) for ids in completion_ids]"
+    samples = [make_sample(row, "x" * 200_000, tokens=20_000) for row in range(40)]  # 8 MB there, 4 MB back
+    scored = start(source, workers=2).score(samples)
+    np.testing.assert_array_equal(scored.scores, [10_000] * 40)
+
+
+def test_a_reward_outside_its_with_is_a_mistake_of_the_program():
+    reward = FunctionReward("judge", "exact_match")
+    with pytest.raises(RuntimeError, match="not started"):
+        reward.score([make_sample(answer="x")])
+    reward.close()
+    with reward:
+        assert reward.score([make_sample(0, "x", answer="x")]).scores == [1]
+        with pytest.raises(RuntimeError, match="started already"):
+            reward.__enter__()
+    with reward:  # and once more
+        assert reward.score([make_sample(0, "x", answer="x")]).scores == [1]

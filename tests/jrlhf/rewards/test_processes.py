@@ -1,0 +1,381 @@
+"""Hangs, crashes, floods and deaths: every one is counted, bounded in time, and leaves no process and no pipe.
+
+The `start` fixture looks for what is left after each test.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jrlhf.errors import UserError
+from jrlhf.rewards.functions import LOG_BYTES, RewardFailure
+from jrlhf.rewards.process import GRACE
+
+from .conftest import alive, gone, make_sample
+
+SLACK = 4.0  # seconds for starting processes on a busy machine
+HANGS = {
+    "sleep": "time.sleep(1000)",
+    "loop": "while True: pass",
+    "holding the interpreter lock": "re.match('(a*)*b', 'a' * 60)",
+    "deaf to SIGTERM": "signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(1000)",
+    "deaf to all it can be": "signal.pthread_sigmask(signal.SIG_BLOCK, range(1, 64)); time.sleep(1000)",
+    "stopped": "os.kill(os.getpid(), signal.SIGSTOP)",
+    "waiting for a program": "subprocess.run(['sleep', '1000'])",
+    "catching everything": "stubborn()",
+}
+
+
+@pytest.mark.parametrize("how", HANGS)
+def test_a_hang_costs_its_deadline_and_its_own_sample(start, how):
+    source = f"""
+    import os, re, signal, subprocess, time
+    def f(solution_str):
+        if solution_str == "hang":
+            {HANGS[how]}
+        return 1.0
+    def stubborn():
+        while True:
+            try:
+                time.sleep(1000)
+            except BaseException:
+                pass
+    """
+    samples = [make_sample(0), make_sample(1, "hang"), make_sample(2), make_sample(3)]
+    reward = start(source, deadline=0.5, on_failure=-1.0, workers=2)
+    pids = reward.pids
+    began = time.monotonic()
+    scored = reward.score(samples)
+    assert time.monotonic() - began < 0.5 + GRACE + SLACK
+    np.testing.assert_array_equal(scored.scores, [1, -1, 1, 1])
+    assert scored.failures == {"hang": 1}
+    assert not alive(pids[0]) and alive(pids[1]) and reward.pids[1] == pids[1]
+    np.testing.assert_array_equal(reward.score(samples[2:]).scores, [1, 1])
+
+
+def test_a_hang_of_a_batch_function_is_one_of_all_samples_of_the_call_and_says_where(start):
+    source = """
+    import time
+    def f(completions):
+        if "hang" in completions:
+            time.sleep(1000)
+        return [1.0] * len(completions)
+    """
+    samples = [make_sample(0), make_sample(1, "hang"), make_sample(2), make_sample(3)]
+    scored = start(source, deadline=0.5, on_failure=-1.0, workers=2).score(samples)
+    np.testing.assert_array_equal(scored.scores, [-1, -1, 1, 1])
+    assert scored.failures == {"hang": 2}
+    reward = start(source, deadline=0.5, workers=2)
+    with pytest.raises(RewardFailure, match=r"hang: no answer within 0.5 s, at .*function1.py:5\) on a call with 2"):
+        reward.score(samples)
+    np.testing.assert_array_equal(reward.score(samples[2:]).scores, [1, 1])
+
+
+def test_a_coroutine_that_cannot_be_cancelled_is_killed(start):
+    source = """
+    import time
+    async def f(solution_str):
+        time.sleep(1000)
+    """
+    scored = start(source, deadline=0.5, on_failure=-1.0).score([make_sample(0), make_sample(1)])
+    assert scored.failures == {"hang": 2}
+
+
+CRASHES = {
+    "os._exit(0)": "left with exit code 0",
+    "os._exit(3)": "left with exit code 3",
+    "faulthandler._sigsegv()": "ended by SIGSEGV, at .*function0.py:5",
+    "os.abort()": "ended by SIGABRT, at .*function0.py:5",
+    "os.kill(os.getpid(), signal.SIGKILL)": "ended by SIGKILL",
+    "print('last words'); os._exit(1)": "left with exit code 1, saying 'last words'",
+    "os.closerange(3, 200)": "left with exit code 1",
+    "[os.write(n, b'\\xff' * 99) for n in range(3, 30) if is_socket(n)]": "crash: answered with 4294967295 bytes",
+    "[os.write(n, b'\\0\\0\\0\\2no') for n in range(3, 30) if is_socket(n)]": "crash: wrote into the channel",
+    "os.fork() or os._exit(5); os._exit(5)": "left with exit code 5",
+    "multiprocessing.get_context('fork').Process(target=time.sleep, args=(1000,)).start(); os._exit(6)": "exit code 6",
+}
+
+
+@pytest.mark.parametrize("how", CRASHES)
+def test_a_crash_is_counted_told_and_outlived(start, how):
+    source = f"""
+    import faulthandler, multiprocessing, os, signal, stat, time
+    def f(solution_str):
+        if solution_str == "crash":
+            {how}
+        return 1.0
+    def is_socket(n):
+        try: return stat.S_ISSOCK(os.fstat(n).st_mode)
+        except OSError: return False
+    """
+    samples = [make_sample(0), make_sample(1, "crash"), make_sample(2)]
+    reward = start(source)
+    began = time.monotonic()
+    with pytest.raises(RewardFailure, match=f"crash: .*{CRASHES[how]}|{CRASHES[how]}"):
+        reward.score(samples)
+    reward.on_failure = -1.0
+    scored = reward.score(samples)
+    assert time.monotonic() - began < 2 * SLACK  # far from the deadline
+    np.testing.assert_array_equal(scored.scores, [1, -1, 1])
+    assert scored.failures == {"crash": 1}
+
+
+def test_a_child_that_the_function_forks_does_not_answer(start):
+    source = """
+    import os
+    def f(solution_str):
+        pid = os.fork()
+        if pid:
+            os.waitpid(pid, 0)
+        return float(pid != 0)
+    """
+    reward = start(source)
+    np.testing.assert_array_equal(reward.score([make_sample(row) for row in range(4)]).scores, [1] * 4)
+
+
+def test_programs_that_a_function_started_end_with_it(start, tmp_path):
+    source = f"""
+    import subprocess, time
+    def f(completions):
+        open({str(tmp_path / "pid")!r}, "w").write(str(subprocess.Popen(["sleep", "1000"]).pid))
+        if completions[0] == "hang":
+            time.sleep(1000)
+        return [1.0]
+    """
+    reward = start(source, deadline=0.5, on_failure=0.0)
+    assert reward.score([make_sample(0, "hang")]).failures == {"hang": 1}
+    assert gone(int((tmp_path / "pid").read_text()), 2)
+    assert reward.score([make_sample(0)]).scores == [1]
+    program = int((tmp_path / "pid").read_text())
+    assert alive(program)
+    reward.close()
+    assert gone(program, 2)
+
+
+@pytest.mark.parametrize("how", ["import time; time.sleep(1000)", "import re; re.match('(a*)*b', 'a' * 60)"])
+def test_an_import_that_hangs_is_ended(start, how):
+    began = time.monotonic()
+    with pytest.raises(UserError, match=r"did not finish importing .* \(no answer within 0.5 s, at .*\)"):
+        start(how, start_deadline=0.5, workers=2)
+    assert time.monotonic() - began < 0.5 + GRACE + SLACK
+
+
+def test_a_function_that_cannot_be_started_again_stops_the_run_whatever_replaces_failures(start, tmp_path):
+    source = f"""
+    import os
+    if os.path.exists({str(tmp_path / "once")!r}):
+        raise RuntimeError("only once")
+    open({str(tmp_path / "once")!r}, "w").close()
+    def f(solution_str):
+        os._exit(1)
+    """
+    with pytest.raises(UserError, match="cannot be imported: RuntimeError: only once"):
+        start(source, on_failure=0.0).score([make_sample(0), make_sample(1)])
+
+
+def test_a_flood_of_output_neither_blocks_nor_fills_the_disk(start, tmp_path, capfd):
+    source = f"""
+    import os, sys
+    print("imported")
+    def f(completions):
+        for _ in range({LOG_BYTES // (1 << 20) + 4}):
+            sys.stdout.write("o" * (1 << 20))
+            os.write(2, b"e" * 1000)
+        return [1.0]
+    """
+    reward = start(source)
+    for _ in range(2):
+        assert reward.score([make_sample()]).scores == [1]
+    text = (tmp_path / "log").read_text()
+    assert text.startswith("imported\n") and text.endswith("\n(further output is not kept)\n")
+    assert LOG_BYTES <= len(text) < LOG_BYTES + 100 and "e" * 1000 in text
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_flood_before_a_hang_does_not_delay_its_end(start):
+    source = """
+    def f(completions):
+        while True:
+            print("x" * 10000)
+    """
+    began = time.monotonic()
+    assert start(source, deadline=0.5, on_failure=0.0).score([make_sample()]).failures == {"hang": 1}
+    assert time.monotonic() - began < 0.5 + GRACE + SLACK
+
+
+def test_standard_streams_may_be_read_and_closed(start):
+    source = """
+    import os, sys
+    def f(completions):
+        assert sys.stdin.read() == ""
+        sys.stdout = None
+        os.close(1); os.close(2)
+        return [1.0]
+    """
+    reward = start(source)
+    assert reward.score([make_sample()]).scores == [1]
+    began = time.process_time()
+    reward.on_failure = 0.0
+    reward.score([make_sample()])
+    assert time.process_time() - began < 1  # a closed pipe is not polled in circles
+
+
+def test_signals_to_everyone_do_not_stop_workers_but_reach_their_programs(start):
+    source = """
+    import os, signal, subprocess
+    def f(solution_str):
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGINT)
+        program = subprocess.Popen(["sleep", "1000"])
+        program.terminate()
+        pid = os.fork()
+        if not pid:
+            os.kill(os.getpid(), signal.SIGTERM)
+            os._exit(0)
+        return float(program.wait() == os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGTERM)
+    """
+    reward = start(source, workers=2)
+    for pid in reward.pids:
+        os.kill(pid, signal.SIGTERM)
+        os.kill(pid, signal.SIGINT)
+        assert os.getsid(pid) == pid != os.getsid(0)  # the terminal's Ctrl-C passes them by
+    np.testing.assert_array_equal(reward.score([make_sample(row) for row in range(4)]).scores, [1] * 4)
+
+
+def test_a_worker_that_died_between_batches_is_replaced_without_blame(start):
+    reward = start("def f(completions): return [1.0] * len(completions)", workers=2)
+    os.kill(reward.pids[0], signal.SIGKILL)
+    assert gone(reward.pids[0], 2)
+    scored = reward.score([make_sample(0), make_sample(1)])
+    np.testing.assert_array_equal(scored.scores, [1, 1])
+    assert not scored.failures
+
+
+def test_an_interrupted_batch_leaves_no_answer_to_the_next(start):
+    source = """
+    import time
+    def f(completions, answer):
+        time.sleep(answer[0])
+        return [float(c) for c in completions]
+    """
+
+    class Interrupted(Exception):
+        pass
+
+    def interrupt(*_):
+        raise Interrupted
+
+    reward = start(source)
+    previous = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        with pytest.raises(Interrupted):
+            reward.score([make_sample(0, "1", answer=1.0)])
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+    time.sleep(1)
+    assert reward.score([make_sample(0, "2", answer=0)]).scores == [2]
+
+
+def test_a_failure_of_one_worker_stops_the_others_calls(start):
+    source = """
+    import time
+    def f(solution_str):
+        if solution_str == "bad":
+            raise ValueError
+        if solution_str == "slow":
+            time.sleep(15)
+        return 1.0
+    """
+    reward = start(source, workers=2)
+    began = time.monotonic()
+    with pytest.raises(RewardFailure, match="exception: ValueError"):
+        reward.score([make_sample(0, "bad"), make_sample(1, "slow")])
+    assert time.monotonic() - began < SLACK
+    np.testing.assert_array_equal(reward.score([make_sample(0), make_sample(1)]).scores, [1, 1])
+
+
+def test_closing_lets_exit_handlers_run_but_not_for_ever(start, tmp_path):
+    source = """
+    import atexit, sys, threading, time
+    def f(completions): return [1.0]
+    def leave():
+        print("left")
+        {wait}
+    atexit.register(leave)
+    """
+    for wait, most in (("pass", 2.0), ("time.sleep(1000)", 2.0 + SLACK), ("print('x' * 1000000)", 2.0)):
+        reward = start(source.format(wait=wait))
+        reward.score([make_sample()])
+        began = time.monotonic()
+        reward.close()
+        assert time.monotonic() - began < most
+        reward.close()
+    assert (tmp_path / "log").read_text().count("left\n") == 3
+
+
+PARENT = """
+import os, sys, threading, time
+from jrlhf.rewards.functions import FunctionReward
+from jrlhf.rewards.types import Sample
+sample = Sample("p", "p", sys.argv[2], sys.argv[2], [1], True)
+with FunctionReward("judge", sys.argv[1], workers=2, deadline=3.0, on_failure=0.0) as reward:
+    print(*reward.pids, flush=True)
+    if sys.argv[2] == "idle":
+        time.sleep(1000)
+    threading.Thread(target=lambda: (time.sleep(0.5), print("busy", flush=True)), daemon=True).start()
+    reward.score([sample, sample])
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "number", "within"),
+    [
+        ("idle", signal.SIGKILL, 2.0),
+        ("sleep", signal.SIGKILL, 2.0),
+        ("sleep", signal.SIGTERM, 2.0),
+        ("deaf", signal.SIGKILL, 2.0),
+        ("program", signal.SIGKILL, 2.0),
+        ("lock", signal.SIGKILL, 3.0 + SLACK),  # the deadline
+    ],
+)
+def test_workers_end_when_their_parent_is_killed(tmp_path, how, number, within):
+    (tmp_path / "function.py").write_text(
+        textwrap.dedent(f"""
+        import os, re, signal, subprocess, time
+        def f(solution_str):
+            if solution_str == "deaf":
+                signal.pthread_sigmask(signal.SIG_BLOCK, range(1, 64))
+            if solution_str == "lock":
+                re.match("(a*)*b", "a" * 60)
+            if solution_str == "program":
+                program = subprocess.Popen(["sleep", "1000"])
+                open({str(tmp_path)!r} + f"/{{os.getpid()}}", "w").write(str(program.pid))
+            time.sleep(1000)
+        """)
+    )
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT, f"{tmp_path / 'function.py'}:f", how],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parents[3],
+    )
+    with parent:
+        assert parent.stdout is not None
+        pids = [int(pid) for pid in parent.stdout.readline().split()]
+        assert len(pids) == 2 and all(map(alive, pids))
+        if how != "idle":
+            assert parent.stdout.readline() == "busy\n"
+        if how == "program":
+            pids += [int((tmp_path / str(pid)).read_text()) for pid in pids]
+        parent.send_signal(number)
+        assert parent.wait(10) == -number
+    assert all(gone(pid, within) for pid in pids)

@@ -1,0 +1,386 @@
+"""Bad input: one sentence that says what is wrong and what to do, exit code 2, and nothing written."""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from jrlhf.config import Config
+from jrlhf.metrics import read_metrics
+from jrlhf.models import LoRAConfig, ModelConfig, init_lora
+from jrlhf.models.hf import export_adapter, read_config
+from jrlhf.models.params import HeadKind
+from jrlhf.runs import open_run
+from jrlhf.strict import build
+from jrlhf.train import cli
+
+WEIGHTS = "model.safetensors"
+SFT = {"stages": ["sft"], "rewards": []}  # the stage that needs least
+
+
+@pytest.fixture
+def refused(tmp_path, settings, capsys) -> Callable[..., str]:
+    """Runs a config that must be refused; returns the sentence."""
+
+    def run(*arguments: str, **sections) -> str:
+        runs = tmp_path / "runs"
+        file = tmp_path / "config.yaml"
+        file.write_text(json.dumps(settings(name="bad", run_dir=str(runs), **sections)))
+        capsys.readouterr()
+        assert cli(["--config", str(file), *arguments]) == 2
+        error = capsys.readouterr().err
+        assert error.startswith("error: ") and error.count("\n") == 1, error
+        assert not runs.exists()
+        return error
+
+    return run
+
+
+@pytest.fixture
+def damaged(tmp_path, user) -> Callable[[Callable[[Path], object]], str]:
+    """A copy of the actor's directory with something done to it."""
+
+    def make(damage: Callable[[Path], object]) -> str:
+        directory = tmp_path / "actor"
+        shutil.copytree(user / "actor", directory)
+        damage(directory)
+        return str(directory)
+
+    return make
+
+
+def edit(name: str, **keys) -> Callable[[Path], object]:
+    """Sets keys of a JSON file; None removes one."""
+
+    def damage(directory: Path) -> None:
+        content = json.loads((directory / name).read_text()) | keys
+        (directory / name).write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
+
+    return damage
+
+
+def truncate(directory: Path) -> None:
+    content = (directory / WEIGHTS).read_bytes()
+    (directory / WEIGHTS).write_bytes(content[: len(content) // 2])
+
+
+def header(change: Callable[[dict], object]) -> Callable[[Path], object]:
+    """Rewrites the header of the weights."""
+
+    def damage(directory: Path) -> None:
+        content = (directory / WEIGHTS).read_bytes()
+        length = int.from_bytes(content[:8], "little")
+        told = json.loads(content[8 : 8 + length])
+        change(told)
+        text = json.dumps(told).encode()
+        (directory / WEIGHTS).write_bytes(len(text).to_bytes(8, "little") + text + content[8 + length :])
+
+    return damage
+
+
+def first(told: dict) -> dict:
+    return told["model.norm.weight"]
+
+
+def index(**places: str) -> Callable[[Path], object]:
+    """Weights by an index, which names each of `places` in place of a true file."""
+
+    def damage(directory: Path) -> None:
+        (directory / WEIGHTS).rename(directory / "part.safetensors")
+        names = dict.fromkeys(load_file(directory / "part.safetensors"), "part.safetensors")
+        written = json.dumps({"weight_map": names | {"model.norm.weight": next(iter(places.values()))}})
+        (directory / "model.safetensors.index.json").write_text(written)
+
+    return damage
+
+
+def without(*names: str) -> Callable[[Path], object]:
+    def damage(directory: Path) -> None:
+        for name in names:
+            (directory / name).unlink()
+
+    return damage
+
+
+def recast(dtype: type) -> Callable[[Path], object]:
+    def damage(directory: Path) -> None:
+        tensors = load_file(directory / WEIGHTS)
+        save_file({name: tensor.astype(dtype) for name, tensor in tensors.items()}, directory / WEIGHTS)
+
+    return damage
+
+
+def only_a_pickle(directory: Path) -> None:
+    (directory / WEIGHTS).rename(directory / "pytorch_model.bin")
+
+
+def endless(directory: Path) -> None:
+    edit("tokenizer_config.json", eos_token=None)(directory)
+    edit("config.json", eos_token_id=None)(directory)
+    (directory / "generation_config.json").unlink()
+
+
+def template(text: str | None) -> Callable[[Path], object]:
+    return edit("tokenizer_config.json", chat_template=text)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (truncate, "is cut short"),
+        (lambda directory: (directory / WEIGHTS).write_bytes(b""), "is no whole safetensors file"),
+        (lambda directory: (directory / WEIGHTS).write_bytes(b"\xff" * 64), "is no whole safetensors file"),
+        (lambda directory: (directory / WEIGHTS).write_bytes((9).to_bytes(8, "little") + b"{not json"), "not JSON"),
+        (header(lambda told: first(told).update(data_offsets=[0, 10**12])), "is cut short"),
+        (header(lambda told: first(told).update(data_offsets=[0, 4])), "model.norm.weight"),
+        (header(lambda told: first(told).update(shape=[-16])), "which cannot be"),
+        (header(lambda told: first(told).update(dtype="F99")), "which is unknown"),
+        (header(lambda told: first(told).pop("shape")), "no dtype, shape and data_offsets"),
+        (header(lambda told: told.update(__metadata__=None) or told.pop("model.norm.weight")), "belong to no tensor"),
+        (index(norm="../actor/part.safetensors"), "which is no name of a file beside it"),
+        (index(norm="gone.safetensors"), "gone.safetensors, which is not there"),
+        (recast(np.float64), "in dtype F64"),
+        (recast(np.int8), "in dtype I8"),
+        (edit("config.json", num_hidden_layers=3, layer_types=None), "has no tensor"),
+        (edit("config.json", num_hidden_layers=1, layer_types=None), "has no use for"),
+        (edit("config.json", intermediate_size=64), "where config.json asks for"),
+        (only_a_pickle, "which may run code"),
+        (without(WEIGHTS), "holds neither model.safetensors"),
+        (without("config.json"), "holds no model"),
+        (lambda directory: (directory / "config.json").write_text("{"), "config.json"),
+        (edit("config.json", model_type="mamba"), "model_type 'mamba' is not supported"),
+        (edit("config.json", quantization_config={"quant_method": "awq"}), "quantization_config (awq)"),
+        (edit("config.json", rope_scaling={"rope_type": "yarn", "factor": 2.0}), "yarn"),
+        (edit("config.json", hidden_act="relu2"), "relu2"),
+        (edit("config.json", hidden_size="16"), "hidden_size '16' must be an integer"),
+        (edit("config.json", architectures=["Qwen2ForTokenClassification"]), "Qwen2ForTokenClassification"),
+        (edit("config.json", max_position_embeddings=32), "has max_positions=32"),
+        (endless, "eos"),
+        (edit("config.json", vocab_size=320), "take the tokenizer that the model was trained with"),
+        (without("tokenizer.json"), "has no tokenizer.json"),
+        (lambda path: (path / "tokenizer.json").rename(path / "tokenizer.model"), "convert it once"),
+        (lambda path: (path / "tokenizer.json").write_text('{"model": 1}'), "cannot be read as a tokenizer.json"),
+        (template("{{ raise_exception('be polite') }}"), "be polite"),
+        (template("{% for message in %}"), "template"),
+        (template("{{ messages.__class__.__mro__ }}"), "template"),
+        (template(None), "has no chat template"),
+    ],
+)
+def test_a_model_directory_that_is_not_what_it_says(refused, damaged, damage, message):
+    assert message in refused(**SFT, model={"path": damaged(damage)})
+
+
+def test_a_path_that_holds_no_model(refused, tmp_path, user):
+    file = tmp_path / "model"
+    file.write_text("no model")
+    assert "holds no model" in refused(**SFT, model={"path": str(file)})
+    assert "does not exist" in refused(**SFT, model={"path": str(tmp_path / "nowhere")})
+    assert "holds a reward model" in refused(**SFT, model={"path": str(user / "reward")}, data={"max_prompt": 96})
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "has no rows"),
+        ('{"question": "a", "answer": "b"}\n{"question": "c", "ans', "line 2 is not a whole JSON object"),
+        ('{"question": "a", "answer": "b"}\n\n[1]\n', "line 3 holds a list"),
+        ('{"question": "a", "answer": "b"}\n{"question": null, "answer": "b"}\n', "line 2: question is null"),
+        ('{"question": "a", "answer": 3}\n', "line 1: answer is a int"),
+        ('{"question": "a", "answer": "b"}\n{"question": "c"}\n', "line 2 has no column 'answer'"),
+        ('{"query": "a", "answer": "b"}\n', "are query, answer"),
+        ('{"question": [], "answer": "b"}\n', "question has no messages"),
+        ('{"question": [{"role": "root", "content": "a"}], "answer": "b"}\n', "the role 'root'"),
+        ('{"question": "\\ud800", "answer": "b"}\n', "surrogate"),
+    ],
+)
+def test_a_dataset_that_cannot_be_read(refused, tmp_path, content, message):
+    file = tmp_path / "rows.jsonl"
+    file.write_text(content)
+    dataset = {"path": str(file), "columns": {"prompt": "question", "completion": "answer"}}
+    assert message in refused(**SFT, data={"sft": dataset, "heldout_rows": 0})
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"data": {"sft": {}}}, "data.sft.path, which is not given"),
+        ({"data": {"sft": {"path": "USER/gone.jsonl"}}}, "does not exist"),
+        ({"data": {"sft": {"path": "USER/rewards.py"}}}, "is none of .jsonl"),
+        ({"data": {"sft": {"path": "USER"}}}, "no column 'data_source'"),
+        ({"data": {"sft": {"path": "USER/qa.jsonl"}}}, "say in data.columns which"),
+        ({"data": {"sft": {"path": "USER/qa.jsonl", "columns": {"text": "anwser"}}}}, "did you mean answer"),
+        ({"data": {"heldout_rows": 48}}, "leaves nothing"),
+        ({"data": {"max_prompt": 8, "max_response": 8}}, "line 1: "),
+        ({"data": {"max_prompt": 8, "max_response": 8, "overlong": "filter"}}, "no row is left"),
+        ({"data": {"max_prompt": 100, "max_response": 100}}, "need 200 positions"),
+        ({"data": {"chat": False, "system": "Be brief."}}, "turn chat on"),
+        ({"data": {"source": "docstrings"}}, "is not read by the built-in task"),
+        ({"model": {"layers": 3}}, "are both given"),
+        ({"model": {"path": None}}, "give model.path"),
+        ({"mesh": {"data": 8, "fsdp": 1, "tensor": 2}}, "does not fit 8 device(s)"),
+        ({"mesh": {"data": 1, "fsdp": 1, "tensor": 8}}, "does not divide over mesh.tensor=8"),
+        ({"sft": {"batch": 9}}, "sft.batch=9 does not divide"),
+        ({"sft": {"batch": 8, "micro_batches": 3}}, "x 3 micro-batches: choose a multiple of 24"),
+        ({"lora": {"path": "USER/gone"}}, "does not exist"),
+        ({"lora": {"path": "USER/actor"}}, "adapter_config.json"),
+        ({"lora": {"rank": 4, "path": "USER/actor"}}, "it must be null with path"),
+        ({"lora": {"rank": 0}}, "lora.rank=0"),
+        ({"lora": {"rank": 4, "targets": ["lm_head"]}}, "lm_head"),
+        ({"lora": {"rank": 4, "targets": []}}, "must be some of"),
+    ],
+)
+def test_settings_that_do_not_go_together(refused, user, sections, message):
+    assert message in refused(**{**SFT, **json.loads(json.dumps(sections).replace("USER", str(user)))})
+
+
+def test_an_adapter_that_does_not_fit(refused, tmp_path, user, make_model):
+    gpt2 = {"norm": "layer", "positions": "learned", "activation": "gelu_tanh", "gated_mlp": False, "kv_heads": 2}
+    path = make_model(tmp_path / "gpt2", qkv_bias=True, output_bias=True, mlp_bias=True, **gpt2)
+    assert "GPT-2" in refused(**SFT, model={"path": str(path)}, lora={"rank": 4})
+    heads: dict[str, HeadKind] = {"critic": "lm", "actor": "scalar"}
+    for name, head in heads.items():
+        model: ModelConfig = read_config(user / name).model
+        lora = LoRAConfig(rank=2, alpha=4.0)
+        shapes = jax.eval_shape(partial(init_lora, model, lora, head=head), jax.random.key(0))
+        adapter = jax.tree.map(lambda leaf: np.zeros(leaf.shape, np.float32), shapes)
+        export_adapter(adapter, model, lora, tmp_path / f"adapter of {name}", base_name=name)
+    assert "another base" in refused(**SFT, lora={"path": str(tmp_path / "adapter of critic")})
+    assert "is a reward model's adapter" in refused(**SFT, lora={"path": str(tmp_path / "adapter of actor")})
+
+
+@pytest.mark.parametrize(
+    ("reward", "message"),
+    [
+        ({"model": "USER/critic"}, "is a language model, which has no head to score with"),
+        ({"model": "USER/gone"}, "does not exist"),
+        ({"model": "USER/reward", "function": "numeric_answer"}, "give one"),
+        ({}, "give one"),
+        ({"function": "numeric_anwser"}, "none of the built-in rewards"),
+        ({"function": "USER/gone.py:f"}, "there is no file"),
+        ({"function": "USER/rewards.py:gone"}, "gone"),
+        ({"function": "USER/rewards.py"}, "write others as"),
+        ({"function": "no_such_module_of_mine:f"}, "no_such_module_of_mine"),
+        ({"function": "HERE/broken.py:f"}, "broken.py"),
+        ({"function": "HERE/late.py:f"}, "no licence"),
+        ({"function": "HERE/number.py:f"}, "f"),
+        ({"function": "USER/rewards.py:compute_score"}, "ground_truth"),
+        ({"function": "USER/rewards.py:compute_score", "columns": {"ground_truth": "anwser"}}, "anwser"),
+        ({"function": "USER/rewards.py:short_text", "options": {"colour": 1}}, "colour"),
+        ({"function": "USER/rewards.py:short", "workers": 0}, "workers=0"),
+        ({"function": "USER/rewards.py:short", "on_failure": float("nan")}, "on_failure"),
+        ({"function": "USER/rewards.py:short", "name": "a b"}, "name"),
+    ],
+)
+def test_a_reward_that_cannot_be_used(refused, tmp_path, user, reward, message):
+    """Found before the first stage, not when it is needed."""
+    (tmp_path / "broken.py").write_text("def f(completions):\n    return [1.0 for _ in completions\n")
+    (tmp_path / "late.py").write_text("raise RuntimeError('no licence')\n")
+    (tmp_path / "number.py").write_text("f = 3\n")
+    text = json.dumps({"name": "mine", **reward}).replace("USER", str(user)).replace("HERE", str(tmp_path))
+    sections = {"stages": ["sft", "reward_model", "ppo"], "rewards": [json.loads(text)]}
+    assert message in refused(**sections)
+    assert message in refused("--dry-run", **sections)
+
+
+def test_roles_that_do_not_go_together(refused, tmp_path, user, make_model):
+    other = make_model(tmp_path / "other", "llama", spare=0)
+    rows = json.loads((user / "actor" / "config.json").read_text())["vocab_size"]
+    same_size = make_model(tmp_path / "same size", "llama", spare=0, vocab_size=rows)
+    for role in ("critic", "reference"):
+        assert "choose one of the same family" in refused(roles={role: str(other)})
+        assert "has another tokenizer" in refused(roles={role: str(same_size)})
+    assert "choose one of the same family" in refused(roles={"reference": str(user / "reward")})
+    assert "nothing to optimise" in refused(rewards=[])
+
+
+def test_a_resumed_run_stays_as_it_is_when_its_model_is_damaged(tmp_path, settings, capsys, damaged):
+    model = damaged(lambda directory: None)
+    runs = tmp_path / "kept"
+    config = settings(name="kept", run_dir=str(runs), model={"path": model}, **SFT)
+    open_run(build(Config, config)).close()
+    before = digest(runs)
+    truncate(Path(model))
+    (tmp_path / "config.yaml").write_text(json.dumps(config))
+    assert cli(["--config", str(tmp_path / "config.yaml"), "--resume"]) == 2
+    assert "is cut short" in capsys.readouterr().err
+    assert digest(runs) == before
+
+
+@pytest.mark.usefixtures("quick_programs")
+def test_a_run_is_not_resumed_on_other_data_or_another_model(tmp_path, settings, capsys, damaged, user):
+    model, file = damaged(lambda directory: None), tmp_path / "rows.jsonl"
+    rows = (user / "qa.jsonl").read_text().splitlines(keepends=True)
+    file.write_text("".join(rows))
+    config = settings(name="kept", run_dir=str(tmp_path / "runs"), model={"path": model}, **SFT)
+    config["data"]["sft"] = config["data"]["sft"] | {"path": str(file)}
+    (tmp_path / "config.yaml").write_text(json.dumps(config))
+    command = ["--config", str(tmp_path / "config.yaml")]
+    assert cli(command) == 0
+    kept = digest(tmp_path / "runs" / "kept" / "checkpoints")
+
+    def refusal() -> str:
+        capsys.readouterr()
+        assert cli([*command, "--resume"]) == 2
+        assert digest(tmp_path / "runs" / "kept" / "checkpoints") == kept
+        return capsys.readouterr().err
+
+    file.write_text("".join(rows[1:]))
+    assert "was made with another corpus" in refusal()
+    file.write_text("".join(rows))
+    tensors = load_file(Path(model) / WEIGHTS)
+    save_file(tensors | {"model.norm.weight": tensors["model.norm.weight"] + 1}, Path(model) / WEIGHTS)
+    assert "was made with another start" in refusal()
+
+
+FAULTY = """import os, time
+
+def judge(completions, kind, **columns):
+    if kind == "hang":
+        time.sleep(1000)
+    if kind == "crash":
+        os._exit(3)
+    if kind == "exception":
+        raise KeyError("judge")
+    given = {"none": None, "nan": float("nan"), "infinite": float("inf"), "type": "high"}
+    scores = [given.get(kind, 0.0) for _ in completions]
+    return scores[1:] if kind == "length" else scores
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("quick_programs")
+@pytest.mark.parametrize("kind", ["hang", "crash", "exception", "none", "nan", "infinite", "type", "length"])
+def test_a_reward_that_fails_while_the_run_goes_on(tmp_path, settings, capsys, kind):
+    """The sentence shows the sample; with on_failure the run ends well, and says how many failed."""
+    (tmp_path / "faulty.py").write_text(FAULTY)
+    reward = {"name": "mine", "function": f"{tmp_path / 'faulty.py'}:judge", "options": {"kind": kind}, "deadline": 3.0}
+    file = tmp_path / "config.yaml"
+    config = settings(name="faulty", run_dir=str(tmp_path / "runs"), rewards=[reward], ppo={"iterations": 2})
+    file.write_text(json.dumps(config))
+    assert cli(["--config", str(file)]) == 2
+    error = capsys.readouterr().err
+    assert f"failed ({kind}" in error and "What is" in error and "on_failure" in error and error.count("\n") == 1
+    config = settings(
+        name="replaced",
+        run_dir=str(tmp_path / "runs"),
+        rewards=[reward | {"on_failure": -1.0}],
+        ppo={"iterations": 1},
+        evaluation={"prompts": 8},
+    )
+    file.write_text(json.dumps(config))
+    assert cli(["--config", str(file)]) == 0
+    record = next(iter(read_metrics(tmp_path / "runs" / "replaced")))
+    assert record["rewards/mine/failures"] == record[f"rewards/mine/failures/{kind}"] == 8
+    assert record["rewards/mine/mean"] == -1.0
+
+
+def digest(path: Path) -> dict[str, str]:
+    files = sorted(each for each in path.rglob("*") if each.is_file())
+    return {str(each.relative_to(path)): hashlib.sha256(each.read_bytes()).hexdigest() for each in files}

@@ -1,0 +1,113 @@
+"""The packaged configs: each is sound as it is, without its weights and data, and its memory is what it must be."""
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Mapping
+
+import pytest
+
+from jrlhf.config import config_names, load_config
+
+# The number of devices that each is for.
+DEVICES = {"gsm8k-ppo": 1, "llama3-8b-ppo": 8, "llama3-70b-ppo": 256, "quickstart": 4, "qwen3-8b-lora": 1}
+GB = 1e9
+
+
+@pytest.fixture(scope="module")
+def plans() -> Mapping[str, str]:
+    """What `--dry-run` prints for each, on simulated devices; nothing may be fetched."""
+    started = {
+        name: subprocess.Popen(
+            [sys.executable, "-m", "jrlhf.train", "--config", name, "--dry-run"]
+            + ["device.platform=cpu", f"device.simulated={count}"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"HF_HUB_OFFLINE": "1"},
+        )
+        for name, count in DEVICES.items()
+    }
+    printed = {}
+    for name, process in started.items():
+        printed[name], error = process.communicate(timeout=300)
+        assert process.returncode == 0, (name, error)
+    return printed
+
+
+def test_every_packaged_config_is_known_here():
+    assert set(DEVICES) == set(config_names())
+
+
+@pytest.mark.parametrize("name", DEVICES)
+def test_a_dry_run_needs_neither_weights_nor_data(plans, name):
+    plan, config = plans[name], load_config(name)
+    assert "plan of a PPO iteration" in plan and f"({DEVICES[name]} in the mesh)" in plan
+    if config.model.path is not None:
+        assert f"model.path={config.model.path} is not here" in plan
+        assert f"data.prompts.path={config.data.prompts.path} is not here" in plan
+
+
+def held(plan: str, role: str) -> dict[str, float]:
+    """Part -> GB that one device holds of a role."""
+    line = re.search(rf"^  {role} +[\d.]+   (.*)$", plan, re.MULTILINE)
+    assert line is not None, role
+    return {part.rsplit(" ", 1)[0]: float(part.rsplit(" ", 1)[1]) * 2**20 / GB for part in line[1].split(", ")}
+
+
+def test_memory_of_qwen_2_5_0_5b_is_its_published_size(plans):
+    """494,032,768 parameters: float32 weights, two moments, a bfloat16 copy; the reference is another."""
+    actor = held(plans["gsm8k-ppo"], "actor")
+    assert actor["weights"] == pytest.approx(4 * 0.494032768, rel=1e-3)
+    assert actor["optimizer"] == pytest.approx(8 * 0.494032768, rel=1e-3)
+    assert actor["generation copy"] == pytest.approx(2 * 0.494032768, rel=1e-3)
+    config = load_config("gsm8k-ppo")
+    positions = config.data.max_prompt + config.data.max_response
+    cache = 2 * 24 * 2 * 64 * positions * config.ppo.rollout_batch * 2  # k and v, layers, heads, size, bfloat16
+    assert actor["KV cache"] == pytest.approx(cache / GB, rel=1e-3)
+    assert held(plans["gsm8k-ppo"], "reference")["weights"] == pytest.approx(actor["generation copy"], rel=1e-3)
+
+
+def test_memory_of_llama_3_1_8b_is_its_published_size_over_eight_devices(plans):
+    """8,030,261,248 parameters, of which an unembedding of 128256 x 4096 that a scalar model does not have."""
+    plan = plans["llama3-8b-ppo"]
+    whole, headless = 8.030261248, 8.030261248 - 128256 * 4096 / 1e9
+    assert held(plan, "actor")["weights"] == pytest.approx(4 * whole / 8, rel=1e-3)
+    assert held(plan, "actor")["generation copy"] == pytest.approx(2 * whole, rel=1e-3)
+    assert held(plan, "critic")["optimizer"] == pytest.approx(8 * headless / 8, rel=1e-3)
+    assert held(plan, "reference")["weights"] == pytest.approx(2 * whole / 8, rel=1e-3)
+    assert held(plan, "reward preference")["weights"] == pytest.approx(2 * headless / 8, rel=1e-3)
+
+
+def test_memory_of_qwen_3_8b_is_one_base_and_adapters(plans):
+    """8,190,735,360 parameters in bfloat16 are 16.4 GB; an adapter of rank 32 on all seven projections."""
+    plan = plans["qwen3-8b-lora"]
+    assert held(plan, "base")["weights"] == pytest.approx(16.38, abs=0.01)
+    embed, heads, kv_heads, mlp = 4096, 32 * 128, 8 * 128, 12288
+    sides = [(embed, heads), (embed, kv_heads), (embed, kv_heads), (heads, embed)]
+    sides += [(embed, mlp), (embed, mlp), (mlp, embed)]
+    adapter = 36 * 32 * sum(a + b for a, b in sides)
+    assert held(plan, "actor")["weights"] == pytest.approx(4 * adapter / GB, rel=1e-3)
+    assert held(plan, "critic")["optimizer"] == pytest.approx(8 * adapter / GB, rel=1e-3)
+    assert held(plan, "reference")["weights"] == 0
+    assert "no switch" in plan
+
+
+def test_memory_of_llama_3_1_70b_is_its_published_size_over_a_pod(plans):
+    """70,553,706,496 parameters; the generation copy is divided over tensor=8 alone."""
+    plan = plans["llama3-70b-ppo"]
+    assert held(plan, "actor")["weights"] == pytest.approx(4 * 70.553706496 / 256, rel=5e-3)
+    assert held(plan, "actor")["generation copy"] == pytest.approx(2 * 70.553706496 / 8, rel=5e-3)
+    # Gemma 2 27B: 27,227,128,320 parameters, embeddings tied; every device has all norms, four a layer, in float32.
+    norms = 46 * 4 * 4608
+    reward = 2 * (27_227_128_320 - norms) / 256 + 4 * norms
+    assert held(plan, "reward preference")["weights"] == pytest.approx(reward / GB, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", DEVICES)
+def test_everything_fits_the_device_that_the_config_is_for(plans, name):
+    together = re.search(r"^  together +([\d.]+)$", plans[name], re.MULTILINE)
+    assert together is not None
+    room = {"llama3-70b-ppo": 95, "quickstart": 16}.get(name, 80)
+    assert float(together[1]) * 2**20 / GB < 0.8 * room  # activations take what is left

@@ -1,0 +1,168 @@
+"""`python -m jrlhf.generate` as a user meets it, on a tiny model; what it draws is what the training engine draws."""
+
+import io
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jrlhf import programs
+from jrlhf.batches import pad_rows, put_rows, row_keys
+from jrlhf.console import clean
+from jrlhf.data.encode import encode_prompts
+from jrlhf.data.types import Example
+from jrlhf.files import read_jsonl
+from jrlhf.generate import cli, load
+from jrlhf.meshes import GENERATE, make_mesh
+from jrlhf.model import Architecture
+from jrlhf.models import LoRAConfig, SamplingConfig, init_lora, merge
+from jrlhf.models.hf import export_adapter, load_hf, read_config
+from jrlhf.sampling import read_responses
+from jrlhf.tokenizer import load_tokenizer
+
+QUESTION = "What is 1 plus 2?"
+NEW = 8
+
+pytestmark = pytest.mark.usefixtures("quick_programs")
+
+
+@pytest.fixture
+def ask(user, capsys, tmp_path):
+    """Runs the command; returns (exit code, stdout, stderr)."""
+
+    def run(*arguments: str, model: Path | None = None) -> tuple[int, str, str]:
+        capsys.readouterr()
+        own = ["--model", str(user / "actor" if model is None else model)]
+        code = cli([*own, "--max-new-tokens", str(NEW), "--platform", "cpu", *arguments])
+        return code, *capsys.readouterr()
+
+    return run
+
+
+def rows(ask, path: Path, *arguments: str, prompts: int = 2, **how) -> list[dict]:
+    """The answers to a file of prompts."""
+    questions = path / "questions.jsonl"
+    questions.write_text("".join(json.dumps({"prompt": f"What is 1 plus {n}?"}) + "\n" for n in range(prompts)))
+    out = path / "out.jsonl"
+    code, printed, error = ask("--file", str(questions), "--out", str(out), *arguments, **how)
+    assert (code, error) == (0, "")
+    found = list(read_jsonl(out))
+    assert f"{len(found)} answers in {out}" in printed
+    return found
+
+
+def trained_engine(directory: Path, prompts: list[str], *, adapter=None) -> list[str]:
+    """The greedy answers of the program that training generates with, on a mesh with another division."""
+    tokenizer, built = load_tokenizer(directory), make_mesh(2, 2, 2)
+    with jax.set_mesh(built):
+        found, params = load_hf(directory, built, layout=GENERATE)
+        if adapter is not None:
+            params = merge(params, *reversed(adapter))
+        sampling = SamplingConfig(
+            max_new_tokens=NEW, temperature=0.0, stop_ids=tokenizer.eos_ids, token_limit=tokenizer.vocab_size
+        )
+        run = programs.generate(Architecture(found.model, shared=True), built, programs.Compute(), sampling)
+        encoded = encode_prompts([Example(prompt=text) for text in prompts], tokenizer, max_prompt=64, chat=True)
+        whole = [*encoded.ids, *encoded.ids[:1] * (8 - len(prompts))]
+        tokens, lengths = put_rows(pad_rows(whole, 64), built)
+        generation = run(params, tokens, lengths, row_keys(jax.random.key(0), 8, built))
+        return [response.text for response in read_responses(tokenizer, jax.device_get(generation))][: len(prompts)]
+
+
+def test_greedy_answers_are_those_of_the_training_engine(ask, tmp_path, user):
+    found = rows(ask, tmp_path, "--temperature", "0")
+    assert [row["prompt"] for row in found] == [[{"role": "user", "content": f"What is 1 plus {n}?"}] for n in range(2)]
+    asked = [row["prompt"][0]["content"] for row in found]
+    assert [row["completion"] for row in found] == trained_engine(user / "actor", asked)
+    assert all(isinstance(row["finished"], bool) for row in found)
+
+
+def test_several_answers_to_a_prompt_differ_and_come_again(ask, tmp_path):
+    found = rows(ask, tmp_path, "-n", "3", "--seed", "1")
+    assert len(found) == 6 and len({row["completion"] for row in found}) > 3
+    assert [row["prompt"] for row in found[:3]] == [found[0]["prompt"]] * 3
+    assert rows(ask, tmp_path, "-n", "3", "--seed", "1") == found
+    assert rows(ask, tmp_path, "-n", "3", "--seed", "2") != found
+    assert rows(ask, tmp_path, prompts=11)[10]["prompt"][0]["content"] == "What is 1 plus 10?"  # more than a batch
+
+
+def test_prompts_on_the_command_line_are_answered_in_order(ask):
+    code, printed, error = ask("--prompt", QUESTION, "--prompt", "Why?", "--temperature", "0")
+    assert (code, error) == (0, "")
+    assert printed.index("What is 1 plus 2?") < printed.index("Why?")
+    assert "<|im_start|>user" in printed
+    code, raw, _ = ask("--prompt", QUESTION, "--temperature", "0", "--raw")
+    assert code == 0 and raw.startswith(f"> {QUESTION}\n") and "<|im_start|>" not in raw
+    code, other, _ = ask("--prompt", QUESTION, "--temperature", "0", "--system", "Be brief.")
+    assert code == 0 and "Be brief." in other
+
+
+def test_an_adapter_is_put_on_the_model(ask, tmp_path, user):
+    model = read_config(user / "actor").model
+    lora = LoRAConfig(rank=2, alpha=8.0)
+    shapes = jax.eval_shape(lambda key: init_lora(model, lora, key), jax.random.key(0))
+    draw = np.random.default_rng(0)
+    adapter = jax.tree.map(lambda leaf: draw.normal(0, 0.3, leaf.shape).astype(np.float32), shapes)
+    export_adapter(adapter, model, lora, tmp_path / "adapter", base_name="actor")
+    plain = rows(ask, tmp_path, "--temperature", "0")
+    found = rows(ask, tmp_path, "--temperature", "0", "--adapter", str(tmp_path / "adapter"))
+    assert [row["completion"] for row in found] != [row["completion"] for row in plain]
+    asked = [row["prompt"][0]["content"] for row in found]
+    merged = trained_engine(user / "actor", asked, adapter=(lora, jax.tree.map(jnp.asarray, adapter)))
+    assert [row["completion"] for row in found] == merged
+
+
+def test_a_conversation_remembers_what_was_said(ask, monkeypatch, user):
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"{QUESTION}\nAnd 3?\n\n"))
+    code, printed, error = ask("--temperature", "0")
+    assert (code, error) == (0, "")
+    one = trained_engine(user / "actor", [QUESTION])[0]
+    generator = load(str(user / "actor"), {"max_new_tokens": NEW, "temperature": 0.0}, batch=1, platform="cpu")
+    said = (("user", QUESTION), ("assistant", one), ("user", "And 3?"))
+    messages = tuple({"role": role, "content": content} for role, content in said)
+    prompts = encode_prompts([Example(prompt=messages)], generator.tokenizer, max_prompt=120)
+    with jax.set_mesh(generator.mesh):
+        two = next(generator.answer(prompts, jax.random.key(0))).text
+    assert printed == f"{clean(one)}\n{clean(two)}\n"
+
+
+def test_a_run_is_a_model(ask, tmp_path, user):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "model").symlink_to(user / "actor")
+    assert ask("--prompt", "Why?", "--temperature", "0", model=tmp_path / "run")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--out", "x.jsonl", "--prompt", "a"], "--out holds the answers to --file"),
+        (["--prompt", "a", "-n", "0"], "must be at least 1"),
+        (["--prompt", "a", "--temperature", "-1"], "temperature=-1.0"),
+        (["--prompt", "a", "--top-p", "2"], "top_p=2.0"),
+        (["--prompt", "a", "--max-new-tokens", "0"], "max_new_tokens=0"),
+        (["--prompt", "a", "--max-new-tokens", "128"], "leaves no room for a prompt"),
+        (["--prompt", "a " * 200], "too many for at most"),
+        (["--raw", "--prompt", ""], "the prompt is empty"),
+        (["--prompt", "a", "--raw", "--system", "b"], "turn chat on"),
+        (["--file", "gone.jsonl"], "gone.jsonl does not exist"),
+        (["--prompt", "a", "--adapter", "gone"], "gone/adapter_config.json does not exist"),
+        (["--prompt", "a", "--platform", "tpu"], "tpu"),
+        (["--prompt", "a", "--top-k", "0"], "top_k"),
+    ],
+)
+def test_bad_input_is_one_sentence(ask, arguments, message):
+    code, printed, error = ask(*arguments)
+    assert code == 2 and message in error and error.count("\n") == 1 and printed == ""
+
+
+def test_bad_models_are_one_sentence(ask, tmp_path, user):
+    for model, message in (
+        (tmp_path / "gone", "does not exist"),
+        (tmp_path, "holds no model"),
+        (user / "reward", "holds a reward model"),
+    ):
+        code, _, error = ask("--prompt", "a", model=model)
+        assert code == 2 and message in error and error.count("\n") == 1

@@ -1,0 +1,369 @@
+"""Runs as users have them: model directories, datasets, rewards of every kind, adapters; what they leave behind."""
+
+import hashlib
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from jrlhf.config import Config, load_config
+from jrlhf.errors import UserError
+from jrlhf.files import read_jsonl
+from jrlhf.launch import load_task, select_mesh
+from jrlhf.metrics import read_metrics
+from jrlhf.models.hf import load_adapter, load_hf, read_config
+from jrlhf.pretrained import check_weights
+from jrlhf.strict import build
+from jrlhf.tokenizer import load_tokenizer
+from jrlhf.train import main
+
+WEIGHTS = {"reward_model": 0.5, "preference": 0.7, "short": 2.0, "graded": 0.3, "watched": 0.0}
+
+pytestmark = pytest.mark.usefixtures("quick_programs")
+
+
+@pytest.fixture(scope="module")
+def everything(tmp_path_factory, settings, user):
+    """(run directory, summary): all stages, four roles of three families and sizes, four rewards, validation."""
+    functions = user / "rewards.py"
+    rewards = [
+        {"name": "preference", "model": str(user / "reward"), "batch": 8},
+        {"name": "short", "function": f"{functions}:short"},
+        {"name": "graded", "function": f"{functions}:compute_score", "columns": {"ground_truth": "answer"}},
+        {"name": "watched", "function": "numeric_answer", "columns": {"answer": "answer"}, "on_failure": 0.0},
+    ]
+    config = settings(
+        name="everything",
+        run_dir=str(tmp_path_factory.mktemp("runs")),
+        stages=["sft", "reward_model", "ppo"],
+        roles={"critic": str(user / "critic")},
+        reward_model={"weight": WEIGHTS["reward_model"]},
+        rewards=[each | {"weight": WEIGHTS[each["name"]]} for each in rewards],
+        evaluation={"every": 2, "k": 2},
+    )
+    return Path(config["run_dir"], "everything"), main(build(Config, config))
+
+
+def test_a_run_on_directories_and_datasets_leaves_what_is_promised(everything, user):
+    path, summary = everything
+    assert json.loads((path / "summary.json").read_text()) == summary
+    assert (path / "report.html").stat().st_size > 10_000 and list(path.glob("tensorboard/*/events.*"))
+    assert {record["stage"] for record in read_metrics(path)} == {"sft", "reward_model", "ppo"}
+    held_out = summary["held_out"]
+    assert held_out["measure"] == "score" and held_out["n"] == 8
+    for when in ("before", "after"):
+        assert set(held_out[when]["items"]) == set(WEIGHTS)
+        by_source = held_out[when]["sources"]
+        assert set(by_source) == {"a", "b"} and sum(each["n"] for each in by_source.values()) == 8
+        mean = sum(each["mean"] * each["n"] for each in by_source.values()) / 8
+        assert math.isclose(mean, held_out[when]["score"], abs_tol=1e-6)
+        total = sum(WEIGHTS[name] * value for name, value in held_out[when]["items"].items())
+        assert math.isclose(total, held_out[when]["score"], abs_tol=1e-5)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        for model in ("model", "reward_model"):
+            assert (path / model / name).read_bytes() == (user / "actor" / name).read_bytes()
+    assert json.loads((path / "model" / "config.json").read_text())["architectures"] == ["Qwen2ForCausalLM"]
+    classifier = json.loads((path / "reward_model" / "config.json").read_text())
+    assert classifier["architectures"] == ["Qwen2ForSequenceClassification"]
+
+
+def test_scores_are_the_weighted_sum_of_the_rewards_by_their_names(everything):
+    path, _ = everything
+    iterations = [record for record in read_metrics(path) if record["stage"] == "ppo"]
+    assert len(iterations) == 4
+    for record in iterations:
+        total = sum(weight * record[f"rewards/{name}/mean"] for name, weight in WEIGHTS.items())
+        assert math.isclose(record["critic/score/mean"], total, abs_tol=1e-5)
+        assert record["rewards/graded/of_a"] in np.arange(9) / 8
+        shaped = record["critic/score/mean"] - record["objective/kl_coef"] * record["objective/kl"]
+        assert math.isclose(record["critic/rewards/mean"], shaped, abs_tol=1e-4)
+        assert record["rewards/short/failures"] == 0
+    assert len({record["rewards/preference/mean"] for record in iterations}) == 4
+
+
+def test_invariants_hold_from_a_model_directory(everything):
+    first = next(record for record in read_metrics(everything[0]) if record["stage"] == "ppo")
+    assert first["objective/kl"] == 0.0 and first["actor/initial_ratio_gap"] < 1e-5
+    for record in read_metrics(everything[0]):
+        assert record.get("rollout/logprob_gap_max", 0.0) < 1e-4
+
+
+def test_a_run_settles_and_compiles_nothing_more(everything):
+    """But for a reward model with its own tokenizer: a width it has not met, always a power of two."""
+    for stage in ("sft", "reward_model", "ppo"):
+        compiled = [each["perf/compilations"] for each in read_metrics(everything[0]) if each["stage"] == stage]
+        assert compiled[0] > 0 and compiled[2:] == [0] * len(compiled[2:]), (stage, compiled)
+
+
+def test_validation_is_done_every_second_iteration_and_by_source(everything):
+    path, _ = everything
+    records = [record for record in read_metrics(path) if record["stage"] == "ppo"]
+    names = [f"val-core/{source}/score/{of}" for source in ("all", "a", "b") for of in ("mean@2", "best@2/mean")]
+    names += [f"val-aux/{source}/{name}/mean@2" for source in ("all", "a", "b") for name in WEIGHTS]
+    for record in records:
+        there = {name for name in record if name.startswith("val-")}
+        assert there == (set(names) if record["step"] % 2 else set()), record["step"]
+    for record in records[::2]:
+        aux = sum(weight * record[f"val-aux/all/{name}/mean@2"] for name, weight in WEIGHTS.items())
+        assert math.isclose(record["val-core/all/score/mean@2"], aux, abs_tol=1e-5)
+        assert record["val-core/all/score/best@2/mean"] >= record["val-core/all/score/mean@2"]
+    validated = [sample for sample in read_jsonl(path / "samples.jsonl") if sample.get("kind") == "validation"]
+    assert {sample["step"] for sample in validated} == {1, 3}
+    assert {sample["source"] for sample in validated} == {"a", "b"}
+    ends = [sample for sample in read_jsonl(path / "samples.jsonl") if sample["stage"] == "evaluation"]
+    assert len(ends) == 8 and all("<|im_start|>user\nWhat is" in sample["prompt"] for sample in ends)
+
+
+def test_the_exported_models_load_again(everything, user):
+    path, _ = everything
+    mesh = select_mesh(load_config(str(path / "config.yaml")))[0]
+    found, _ = load_hf(path / "model", mesh)
+    assert found.model == read_config(user / "actor").model and found.head == "lm"
+    start = load_file(user / "actor" / "model.safetensors")
+    weights = load_file(path / "model" / "model.safetensors")
+    assert weights.keys() == start.keys()
+    assert all(not np.array_equal(weights[name], start[name]) for name in weights)
+    assert load_hf(path / "reward_model", mesh, head="scalar")[0].head == "scalar"
+    assert load_tokenizer(path / "model").eos_ids == load_tokenizer(user / "actor").eos_ids
+
+
+# --- Adapters ---
+
+
+@pytest.fixture(scope="module")
+def adapted(tmp_path_factory, settings, user, make_model):
+    """(run directory, model directory): PPO by adapters, against scores of tokens that are normalised."""
+    root = tmp_path_factory.mktemp("runs")
+    actor = make_model(root / "actor", seed=3, layers=1)  # its layers are not in a scan: more take long to compile
+    config = settings(
+        name="adapted",
+        run_dir=str(root),
+        model={"path": str(actor)},
+        lora={"rank": 4},
+        rewards=[{"name": "even", "function": f"{user / 'rewards.py'}:tokens"}],
+        ppo={"scores": {"normalise": True, "clip": 2.0, "missing_eos_penalty": 0.5, "overlong_buffer": 4}},
+    )
+    main(build(Config, config))
+    return root / "adapted", actor
+
+
+def test_scores_of_tokens_are_normalised_and_penalised(adapted):
+    records = [record for record in read_metrics(adapted[0]) if record["stage"] == "ppo"]
+    for record in records:
+        assert math.isclose(record["score/raw/mean"], record["rewards/even/mean"], abs_tol=1e-5)
+        assert record["score/missing_eos_penalty"] > 0 and abs(record["critic/score/mean"]) < 12
+    seen = np.mean([record["rewards/even/mean"] for record in records])
+    assert math.isclose(records[-1]["score/running_mean"], seen, rel_tol=1e-4)
+
+
+def test_adapters_are_trained_on_a_base_that_stays(adapted):
+    path, actor = adapted
+    mesh = select_mesh(load_config(str(path / "config.yaml")))[0]
+    first, *_, last = [record for record in read_metrics(path) if record["stage"] == "ppo"]
+    assert first["objective/kl"] == 0.0 and first["actor/initial_ratio_gap"] < 1e-5
+    assert last["objective/kl"] != 0.0
+    assert first["rollout/logprob_gap_max"] < 1e-4
+    config = json.loads((path / "adapter" / "adapter_config.json").read_text())
+    assert (config["peft_type"], config["task_type"], config["r"]) == ("LORA", "CAUSAL_LM", 4)
+    assert config["base_model_name_or_path"] == str(actor)
+    start = load_file(actor / "model.safetensors")
+    merged = load_file(path / "model" / "model.safetensors")
+    tensors = load_file(path / "adapter" / "adapter_model.safetensors")
+    assert start.keys() == merged.keys()
+    for name, before in start.items():
+        stem = f"base_model.model.{name.removesuffix('.weight')}"
+        if f"{stem}.lora_A.weight" not in tensors:
+            assert np.array_equal(before, merged[name]), name
+            continue
+        product = tensors[f"{stem}.lora_B.weight"] @ tensors[f"{stem}.lora_A.weight"]
+        assert np.abs(product).max() > 0
+        np.testing.assert_allclose(merged[name], before + config["lora_alpha"] / 4 * product, atol=1e-5)
+    lora, _ = load_adapter(path / "adapter", read_config(actor).model, mesh)
+    assert lora.rank == 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("base", ["auto", "int8"])
+def test_all_stages_with_adapters_in_bfloat16(tmp_path, settings, user, base):
+    config = settings(
+        run_dir=str(tmp_path),
+        name="stages",
+        stages=["sft", "reward_model", "ppo"],
+        lora={"rank": 4, "base": base},
+        compute={"dtype": "bfloat16"},
+    )
+    main(build(Config, config))
+    path = tmp_path / "stages"
+    records = [record for record in read_metrics(path) if record["stage"] == "ppo"]
+    assert records[0]["objective/kl"] == 0.0 and records[0]["actor/initial_ratio_gap"] < 1e-5
+    assert all(record["perf/compilations"] == 0 for record in records[2:])
+    for name in ("adapter", "reward_adapter"):
+        tensors = load_file(path / name / "adapter_model.safetensors")
+        assert all(np.isfinite(tensor).all() for tensor in tensors.values())
+    assert json.loads((path / "reward_adapter" / "adapter_config.json").read_text())["task_type"] == "SEQ_CLS"
+    # The adapter can be gone on from, and a reward adapter's head lies with it.
+    again = settings(
+        run_dir=str(tmp_path), name="again", lora={"path": str(path / "adapter"), "base": base}, ppo={"iterations": 1}
+    )
+    main(build(Config, again))
+    record = next(iter(read_metrics(tmp_path / "again")))
+    assert record["objective/kl"] == 0.0
+
+
+# --- Failure and resume ---
+
+FLAKY = '''import os
+
+def flaky(completions, completion_ids):
+    """A score for each token, until the sign is there."""
+    if os.path.exists(SIGN):
+        raise RuntimeError("the judge is out")
+    return [[float(token % 2 == 0) for token in ids] for ids in completion_ids]
+'''
+
+
+@pytest.mark.slow
+def test_a_run_that_a_reward_stopped_goes_on_in_the_same_bits(tmp_path, settings, user):
+    """The reward fails in the third iteration; a resume later takes two more. Moments, validation, order: all alike."""
+    sign = tmp_path / "sign"
+    function = tmp_path / "flaky.py"
+    function.write_text(FLAKY.replace("SIGN", repr(str(sign))))
+
+    def config(name: str) -> Config:
+        return build(
+            Config,
+            settings(
+                name=name,
+                run_dir=str(tmp_path),
+                roles={"critic": str(user / "critic")},
+                rewards=[{"name": "even", "function": f"{function}:flaky"}],
+                ppo={"scores": {"normalise": True, "clip": 2.0, "missing_eos_penalty": 0.5}},
+                evaluation={"every": 2, "k": 2},
+            ),
+        )
+
+    main(config("undisturbed"))
+    interrupted = tmp_path / "stopped" / "metrics.jsonl"
+    watcher = _touch_after(interrupted, 2, sign)
+    with pytest.raises(UserError, match="the judge is out.*What is"):
+        main(config("stopped"))
+    watcher.wait(timeout=60)
+    sign.unlink()
+    main(config("stopped"), resume=True)
+    one, other = tmp_path / "undisturbed", tmp_path / "stopped"
+    assert timeless(read_metrics(one)) == timeless(read_metrics(other))
+    assert (one / "samples.jsonl").read_bytes() == (other / "samples.jsonl").read_bytes()
+    assert digest(one / "model") == digest(other / "model")
+    record = read_metrics(one)[-1]
+    assert record["score/running_mean"] != 0  # normalised by what all four iterations saw
+
+
+def _touch_after(metrics: Path, records: int, sign: Path) -> subprocess.Popen:
+    program = (
+        "import pathlib, sys, time\n"
+        "path, records, sign = pathlib.Path(sys.argv[1]), int(sys.argv[2]), pathlib.Path(sys.argv[3])\n"
+        "while not path.exists() or path.read_bytes().count(b'\\n') < records:\n"
+        "    time.sleep(0.001)\n"
+        "sign.touch()\n"
+    )
+    return subprocess.Popen([sys.executable, "-c", program, str(metrics), str(records), str(sign)])
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_goes_on_in_the_same_bits(tmp_path, settings, user, programs):
+    """In the third iteration of PPO, by the system: with own tokenizers, running moments, adapters and validation."""
+    config = settings(
+        stages=["sft", "ppo"],
+        lora={"rank": 4},
+        rewards=[{"name": "judge", "model": str(user / "reward")}, *settings()["rewards"]],
+        ppo={"scores": {"normalise": True}},
+        evaluation={"every": 2, "k": 2},
+    )
+    file = tmp_path / "config.yaml"
+    file.write_text(json.dumps(config))
+
+    def start(name: str, *more: str) -> subprocess.Popen:
+        command = [sys.executable, "-m", "jrlhf.train", "--config", str(file), f"run_dir={tmp_path}", f"name={name}"]
+        environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": str(programs)}
+        environment |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+        with open(tmp_path / f"{name}.log", "a") as log:
+            return subprocess.Popen([*command, *more], env=environment, stdout=log, stderr=subprocess.STDOUT)
+
+    def ended(name: str, process: subprocess.Popen) -> None:
+        assert process.wait(timeout=600) == 0, (tmp_path / f"{name}.log").read_text()
+
+    ended("undisturbed", start("undisturbed"))
+    process, metrics = start("killed"), tmp_path / "killed" / "metrics.jsonl"
+    while not metrics.exists() or metrics.read_bytes().count(b"\n") < 5:  # three of sft, two of ppo
+        assert process.poll() is None, (tmp_path / "killed.log").read_text()
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    ended("killed", start("killed", "--resume"))
+    one, other = tmp_path / "undisturbed", tmp_path / "killed"
+    assert timeless(read_metrics(one)) == timeless(read_metrics(other))
+    assert (one / "samples.jsonl").read_bytes() == (other / "samples.jsonl").read_bytes()
+    assert digest(one / "adapter") == digest(other / "adapter") and digest(one / "model") == digest(other / "model")
+
+
+# --- Parts of the whole ---
+
+
+def test_stages_by_themselves(everything, tmp_path, settings, user):
+    """Supervised learning alone is the same as in a whole run; a reward model alone learns from the actor as it is."""
+    config = settings(name="alone", run_dir=str(tmp_path), stages=["sft"], rewards=[])
+    summary = main(build(Config, config))
+    assert "held_out" not in summary  # nothing could measure the answers
+    whole = [record for record in read_metrics(everything[0]) if record["stage"] == "sft"]
+    assert timeless(read_metrics(tmp_path / "alone")) == timeless(whole)
+    assert not (tmp_path / "alone" / "reward_model").exists()
+    config = settings(name="judge", run_dir=str(tmp_path), stages=["reward_model"], rewards=[])
+    summary = main(build(Config, config))
+    assert summary["reward_model_accuracy"] >= 0.5
+    assert digest(tmp_path / "judge" / "model")["model.safetensors"] == digest(user / "actor")["model.safetensors"]
+    # What it leaves is a reward that the next run can name.
+    assert check_weights(str(tmp_path / "judge" / "reward_model"), "rewards[0].model", head="scalar").head == "scalar"
+
+
+@pytest.mark.parametrize(
+    ("overlong", "told"),
+    [
+        ("filter", ("39 prompts of 54 to 54 tokens", "1 too long and left out")),
+        ("truncate_left", ("40 prompts of 54 to 64 tokens", "1 too long and cut off at the beginning")),
+    ],
+)
+def test_prompts_that_are_too_long_are_counted(settings, tmp_path, overlong, told):
+    rows = [{"prompt": f"What is {n % 9} plus 1?"} for n in range(39)] + [{"prompt": "Why? " * 40}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    prompts = {"path": str(tmp_path / "rows.jsonl"), "columns": {}}
+    data = {"prompts": prompts, "heldout_rows": 0}
+
+    def described(overlong: str) -> str:
+        config = build(Config, settings(data=data | {"overlong": overlong}))
+        return load_task(config, select_mesh(config)[1]["actor"]).description
+
+    assert all(part in described(overlong) for part in told)
+    with pytest.raises(UserError, match="line 40: .* tokens are too many for at most 64"):
+        described("error")
+
+
+def timeless(records: list[dict]) -> list[dict]:
+    """Records without what depends on the clock, or on what this process had compiled before."""
+    dependent = ("perf/throughput", "perf/compilations")
+    return [
+        {key: value for key, value in record.items() if not key.startswith("timing_s/") and key not in dependent}
+        for record in records
+    ]
+
+
+def digest(path: Path) -> dict[str, str]:
+    files = sorted(each for each in path.rglob("*") if each.is_file())
+    return {str(each.relative_to(path)): hashlib.sha256(each.read_bytes()).hexdigest() for each in files}

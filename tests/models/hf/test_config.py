@@ -1,0 +1,246 @@
+"""config.json: published ones, both dialects, the inverse, and what is refused."""
+
+import json
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+
+from jrlhf.models.config import RopeScaling
+from jrlhf.models.hf import hf_config, read_config
+from jrlhf.models.presets import PRESETS
+
+# config.json and generation_config.json as their hub repositories have them.
+PUBLISHED = json.loads((Path(__file__).parent / "published.json").read_text())
+
+
+def write(directory, config, generation=None):
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(config))
+    if generation is not None:
+        (directory / "generation_config.json").write_text(json.dumps(generation))
+    return directory
+
+
+def differences(one, other):
+    return {f.name for f in fields(one) if getattr(one, f.name) != getattr(other, f.name)}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_configs(tmp_path, name):
+    found = read_config(write(tmp_path, PUBLISHED[name]["config"], PUBLISHED[name].get("generation_config")))
+    assert found.head == "lm" and found.family == PUBLISHED[name]["config"]["model_type"]
+    preset = PRESETS.get(name, PRESETS.get(name.split("/")[1]))
+    assert preset is not None and differences(found.model, preset) == set()
+
+
+def test_what_the_published_configs_say(tmp_path):
+    def read(name):
+        entry = PUBLISHED[name]
+        return read_config(write(tmp_path / name, entry["config"], entry.get("generation_config")))
+
+    llama = read("meta-llama/Llama-3.1-8B-Instruct")
+    assert llama.model.rope_scaling == RopeScaling("llama3", 8.0, 1.0, 4.0, 8192)
+    assert (llama.eos_ids, llama.bos_id, llama.pad_id) == ((128001, 128008, 128009), 128000, None)
+    assert llama.dtype == "bfloat16" and read("meta-llama/Llama-2-7b-hf").dtype == "float16"
+    qwen = read("Qwen/Qwen2.5-0.5B-Instruct")
+    assert (qwen.eos_ids, qwen.pad_id) == ((151645, 151643), 151643)  # of generation_config.json
+    assert qwen.model.window is None and qwen.model.head_dim == 64 and not qwen.model.output_bias
+    assert read("mistralai/Mistral-7B-v0.1").model.window == 4096
+    assert read("mistralai/Mistral-7B-v0.3").model.window is None
+    gemma = read("google/gemma-2-2b-it").model
+    assert (gemma.window, gemma.softcap, gemma.attention_softcap) == (4096, 30.0, 50.0)
+    assert gemma.local_layers[:3] == (True, False, True) and gemma.embed_scale == 2304**0.5
+    gemma = read("google/gemma-3-1b-it")
+    assert (gemma.model.rope_theta, gemma.model.local_rope_theta) == (1e6, 1e4)
+    assert [i for i, local in enumerate(gemma.model.local_layers) if not local] == [5, 11, 17, 23]
+    assert (gemma.eos_ids, gemma.pad_id) == ((1, 106), 0)
+    gpt2 = read("openai-community/gpt2")
+    assert (gpt2.eos_ids, gpt2.dtype, gpt2.model.mlp) == ((50256,), "float32", 3072)
+
+
+def test_version_5_keys(tmp_path):
+    def both(name, moved, **new):
+        old = PUBLISHED[name]["config"]
+        config = {key: value for key, value in old.items() if key not in ("torch_dtype", *moved)}
+        config |= {"dtype": old.get("torch_dtype", "float32"), **new}
+        return read_config(write(tmp_path / "4", old)), read_config(write(tmp_path / "5", config))
+
+    rope = {"rope_theta": 5e5, "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    four, five = both(
+        "meta-llama/Llama-3.1-8B-Instruct",
+        ("rope_theta", "rope_scaling"),
+        rope_parameters=rope | {"original_max_position_embeddings": 8192},
+    )
+    assert four == five
+    four, five = both(
+        "Qwen/Qwen2.5-0.5B-Instruct",
+        ("rope_theta",),
+        rope_parameters={"rope_theta": 1e6, "rope_type": "default"},
+        sliding_window=None,
+        layer_types=["full_attention"] * 24,
+    )
+    assert four == five
+    types = ["full_attention" if (i + 1) % 6 == 0 else "sliding_attention" for i in range(26)]
+    four, five = both(
+        "google/gemma-3-1b-it",
+        ("rope_theta", "rope_local_base_freq", "rope_scaling", "sliding_window_pattern"),
+        rope_parameters={
+            "full_attention": {"rope_type": "default", "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+        layer_types=types,
+    )
+    assert four == five
+
+
+@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "gpt2"])
+def test_omitted_keys_have_the_defaults_of_transformers(tmp_path, model_type):
+    transformers = pytest.importorskip("transformers", reason="transformers says what its defaults are")
+    bare = read_config(write(tmp_path / "bare", {"model_type": model_type}))
+    told = transformers.AutoConfig.for_model(model_type)
+    full = read_config(write(tmp_path / "full", told.to_dict() | {"architectures": None}))
+    assert differences(bare, full) == set()
+
+
+def test_our_numbers_survive_both_dialects(tmp_path, named_config):
+    name, config = named_config
+    written = hf_config(config)
+    assert written["model_type"] == name.split()[0]
+    assert read_config(write(tmp_path / "4", written)).model == config
+    scalar = read_config(write(tmp_path / "scalar", hf_config(config, "scalar")))
+    assert (scalar.head, scalar.model) == ("scalar", config)
+
+    transformers = pytest.importorskip("transformers", reason="transformers writes version 5's keys")
+    transformers.AutoConfig.from_pretrained(tmp_path / "4").save_pretrained(tmp_path / "5")
+    assert "rope_parameters" in (tmp_path / "5" / "config.json").read_text() or name == "gpt2"
+    assert read_config(tmp_path / "5").model == config
+
+
+def test_a_family_is_kept_where_it_can_be(configs):
+    plain = configs["llama"]
+    assert hf_config(plain)["model_type"] == "llama"
+    assert hf_config(plain, family="mistral")["model_type"] == "mistral"
+    assert hf_config(configs["qwen2"], family="mistral")["model_type"] == "qwen2"
+    odd = replace(plain, embed=30)  # transformers refuses a Llama whose heads do not divide its width
+    assert hf_config(odd)["model_type"] == "mistral"
+    # Ways of saying the same.
+    same = replace(configs["gemma2"], query_scale=1 / 24**0.5)
+    assert hf_config(same) == hf_config(configs["gemma2"])
+    window = replace(plain, window=8)
+    assert hf_config(replace(window, local_layers=(True,) * 3)) == hf_config(window)
+    assert hf_config(replace(window, local_layers=(False,) * 3)) == hf_config(plain)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("llama", {"softcap": 30.0}, "softcap=30.0 cannot be exported: no .* and llama is the nearest"),
+        ("qwen2", {"qk_norm": True}, "cannot be exported: .* qwen"),
+        ("llama", {"window": 8, "local_layers": (True, False, True)}, "qkv_bias=False cannot .* and qwen2 is the near"),
+        ("gemma2", {"query_scale": 0.3}, "query_scale=0.3 cannot be exported"),
+        ("gpt2", {"gated_mlp": True}, "gated_mlp=True cannot be exported: .* gpt2 is the nearest"),
+        ("gemma2", {"embed": 30, "embed_scale": 30**0.5}, "embed=30, heads=4 cannot be exported"),
+        ("mistral", {"mlp_bias": True}, "cannot be exported"),
+        ("gemma3_text", {"attention_softcap": 50.0}, "attention_softcap=50.0 cannot .* and gemma3_text is the nearest"),
+    ],
+)
+def test_no_family_computes_it(configs, name, changes, message):
+    with pytest.raises(ValueError, match=message):
+        hf_config(replace(configs[name], **changes))
+
+
+def test_an_unknown_family_is_refused(configs):
+    with pytest.raises(ValueError, match="family 'mixtral' is not supported: known are llama"):
+        hf_config(configs["llama"], family="mixtral")
+
+
+LLAMA = {"model_type": "llama", "vocab_size": 100, "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2}
+GEMMA3 = LLAMA | {"model_type": "gemma3_text"}
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"model_type": "mixtral"}, "model_type 'mixtral' is not supported: choose a model of gemma2,"),
+        ({}, "model_type None is not supported"),
+        (LLAMA | {"quantization_config": {"quant_method": "gptq"}}, r"quantization_config \(gptq\) is not supported"),
+        (LLAMA | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type 'yarn' is not supported"),
+        (LLAMA | {"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "rope_type 'dynamic' is not supported"),
+        (LLAMA | {"rope_parameters": {"rope_type": "longrope"}}, "rope_type 'longrope' is not supported"),
+        (LLAMA | {"rope_scaling": {"rope_type": "linear"}}, "rope_type linear needs a factor"),
+        (LLAMA | {"rope_scaling": "linear"}, "rope_parameters 'linear' must be an object"),
+        (LLAMA | {"rope_parameters": {"full_attention": {}}}, "for full_attention are not supported in a llama"),
+        (LLAMA | {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5 is not supported"),
+        (
+            GEMMA3 | {"rope_parameters": {"sliding_attention": {"rope_type": "yarn"}}},
+            "rope_type 'yarn' is not supported in the local layers",
+        ),
+        (LLAMA | {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported: known are silu"),
+        (LLAMA | {"hidden_act": None}, "hidden_act None is not supported"),
+        (LLAMA | {"hidden_size": "4096"}, "hidden_size '4096' must be an integer"),
+        (LLAMA | {"rms_norm_eps": "1e-6"}, "rms_norm_eps '1e-6' must be a number"),
+        (LLAMA | {"tie_word_embeddings": "yes"}, "tie_word_embeddings 'yes' must be true or false"),
+        (LLAMA | {"hidden_size": 30}, "hidden_size 30 cannot be divided by num_attention_heads 4"),
+        (LLAMA | {"num_key_value_heads": 3}, "kv_heads=3 must divide heads=4"),
+        (LLAMA | {"torch_dtype": "float8_e4m3fn"}, "dtype 'float8_e4m3fn' is unknown"),
+        (LLAMA | {"eos_token_id": "</s>"}, "eos_token_id '</s>' must be an integer"),
+        (
+            LLAMA | {"architectures": ["LlamaForTokenClassification"]},
+            "LlamaForTokenClassification'.* are not supported",
+        ),
+        (
+            LLAMA | {"architectures": [["x"]]},
+            r"architectures \[\['x'\]\] are not supported: known are Llama",
+        ),
+        (LLAMA | {"architectures": 5}, "architectures 5 are not supported"),
+        (LLAMA | {"id2label": 5}, "id2label 5 must be an object"),
+        (LLAMA | {"rms_norm_eps": 10**400}, r"rms_norm_eps 1000000000... \(401 digits\) is too large for a number"),
+        (LLAMA | {"hidden_size": 10**400}, r"hidden_size 1000000000... \(401 digits\) is no size of a model"),
+        (LLAMA | {"num_hidden_layers": 2**30}, "num_hidden_layers 1073741824 is no size of a model"),
+        (LLAMA | {"vocab_size": 2**31}, "vocab_size 2147483648 is no size of a model"),
+        (GEMMA3 | {"rope_parameters": {"sliding_attention": 5}}, "rope_parameters of sliding_attention and .* objects"),
+        (LLAMA | {"architectures": ["LlamaForSequenceClassification"]}, "num_labels 2 is not supported"),
+        (LLAMA | {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types are not supported in a llama"),
+        (GEMMA3 | {"layer_types": ["full_attention", "chunked_attention"]}, "layer_types chunked_attention are not"),
+        (GEMMA3 | {"layer_types": ["full_attention"]}, "must list one type for each of the 2 layers"),
+        (GEMMA3 | {"sliding_window": None}, "2 layers are local, but there is no sliding_window"),
+        (GEMMA3 | {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping 50.0 is not supported: set it to null"),
+        (GEMMA3 | {"use_bidirectional_attention": True}, "use_bidirectional_attention is not supported"),
+        (GEMMA3 | {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar 0.0 must be positive"),
+        ({"model_type": "gpt2", "scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is not"),
+        ({"model_type": "gpt2", "n_embd": 30}, "n_embd 30 cannot be divided by n_head 12"),
+    ],
+)
+def test_what_we_do_not_compute_is_refused_by_name(tmp_path, config, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        read_config(write(tmp_path, config))
+    assert str(caught.value).startswith(f"{tmp_path / 'config.json'}: ")
+
+
+def test_directories_without_a_config(tmp_path):
+    with pytest.raises(FileNotFoundError, match="there is no directory .*nowhere"):
+        read_config(tmp_path / "nowhere")
+    with pytest.raises(FileNotFoundError, match="holds no config.json"):
+        read_config(tmp_path)
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "org/base"}')
+    with pytest.raises(FileNotFoundError, match="only an adapter: load its base model, org/base,"):
+        read_config(tmp_path)
+    for text, message in (("{", "is not JSON"), ("[]", "holds a list where an object"), ("[" * 9999, "is not JSON")):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(ValueError, match=f"config.json {message}"):
+            read_config(tmp_path)
+
+
+def test_special_tokens(tmp_path):
+    def tokens(config, generation=None):
+        found = read_config(write(tmp_path, LLAMA | config, generation))
+        return found.eos_ids, found.bos_id, found.pad_id
+
+    assert tokens({}) == ((2,), 1, None)
+    assert tokens({"eos_token_id": None, "bos_token_id": None, "pad_token_id": -1}) == ((), None, None)
+    assert tokens({"eos_token_id": 5}, {"eos_token_id": [7, 6], "pad_token_id": 3}) == ((7, 6), 1, 3)
+    assert tokens({"eos_token_id": 5}, {"eos_token_id": None}) == ((5,), 1, None)
+    (tmp_path / "generation_config.json").unlink()
+    assert tokens({"vocab_size": 2}) == ((), 1, None)  # a default is of the family's usual vocabulary
+    assert tokens({"eos_token_id": [4, 100]}) == ((4,), 1, None)

@@ -1,0 +1,289 @@
+"""The exported directory: names, shapes and bits; all or nothing."""
+
+import gc
+import json
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from jrlhf.meshes import GENERATE, TRAIN, live_bytes, make_mesh, reshard
+from jrlhf.models import (
+    LoRAConfig,
+    ModelConfig,
+    export_hf,
+    init_lora,
+    lora_shardings,
+    merge,
+    param_shardings,
+    to_int8,
+)
+from jrlhf.models.hf import export, hf_config
+
+LLAMA = ModelConfig(
+    vocab_size=200, embed=32, layers=2, heads=4, kv_heads=2, head_dim=16, mlp=48, max_positions=64, tie_embeddings=False
+)
+QWEN3 = ModelConfig(**{**vars(LLAMA), "qk_norm": True, "tie_embeddings": True})
+QWEN2 = ModelConfig(**{**vars(LLAMA), "qkv_bias": True})
+TOKENIZER = json.dumps(
+    {
+        "added_tokens": [{"id": 0, "content": "<pad>"}, {"id": 1, "content": "<eos>"}],
+        "model": {"type": "BPE", "vocab": {"a": 2}, "merges": []},
+    }
+)
+
+
+def expected_shapes(config):
+    """Names and [out, in] shapes as `transformers` creates them."""
+    D, F, V = config.embed, config.mlp, config.vocab_size
+    Q, KV = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    shapes = {"model.embed_tokens.weight": (V, D), "model.norm.weight": (D,)}
+    if not config.tie_embeddings:
+        shapes["lm_head.weight"] = (V, D)
+    for i in range(config.layers):
+        layer = {
+            "input_layernorm.weight": (D,),
+            "self_attn.q_proj.weight": (Q, D),
+            "self_attn.k_proj.weight": (KV, D),
+            "self_attn.v_proj.weight": (KV, D),
+            "self_attn.o_proj.weight": (D, Q),
+            "post_attention_layernorm.weight": (D,),
+            "mlp.gate_proj.weight": (F, D),
+            "mlp.up_proj.weight": (F, D),
+            "mlp.down_proj.weight": (D, F),
+        }
+        if config.qk_norm:
+            layer |= {f"self_attn.{name}_norm.weight": (config.head_dim,) for name in "qk"}
+        if config.qkv_bias:
+            layer |= {"self_attn.q_proj.bias": (Q,), "self_attn.k_proj.bias": (KV,), "self_attn.v_proj.bias": (KV,)}
+        shapes |= {f"model.layers.{i}.{name}": shape for name, shape in layer.items()}
+    return shapes
+
+
+@pytest.mark.parametrize("config", [LLAMA, QWEN3, QWEN2], ids=["llama", "qwen3", "qwen2"])
+def test_names_shapes_and_bits(reference, tmp_path, config):
+    params = reference.random_params(config)
+    directory = export_hf(params, config, tmp_path / "model")
+    weights = load_file(directory / "model.safetensors")
+    assert {name: weight.shape for name, weight in weights.items()} == expected_shapes(config)
+
+    np.testing.assert_array_equal(weights["model.embed_tokens.weight"], params["embedding"][:200])
+    attention = params["layers"]["attention"]
+    for layer in range(config.layers):
+        prefix = f"model.layers.{layer}.self_attn."
+        for head in range(config.heads):
+            rows = slice(head * 16, head * 16 + 16)
+            np.testing.assert_array_equal(weights[f"{prefix}q_proj.weight"][rows], attention["wq"][layer, :, head].T)
+            np.testing.assert_array_equal(weights[f"{prefix}o_proj.weight"][:, rows], attention["wo"][layer, head].T)
+        for head in range(config.kv_heads):
+            rows = slice(head * 16, head * 16 + 16)
+            np.testing.assert_array_equal(weights[f"{prefix}k_proj.weight"][rows], attention["wk"][layer, :, head].T)
+            np.testing.assert_array_equal(weights[f"{prefix}v_proj.weight"][rows], attention["wv"][layer, :, head].T)
+            if config.qkv_bias:
+                np.testing.assert_array_equal(weights[f"{prefix}k_proj.bias"][rows], attention["bk"][layer, head])
+        if config.qk_norm:
+            np.testing.assert_array_equal(weights[f"{prefix}k_norm.weight"], attention["key_norm"]["scale"][layer])
+        for name in ("gate", "up", "down"):
+            np.testing.assert_array_equal(
+                weights[f"model.layers.{layer}.mlp.{name}_proj.weight"], params["layers"]["mlp"][name][layer].T
+            )
+    np.testing.assert_array_equal(weights["model.norm.weight"], params["final_norm"]["scale"])
+    if not config.tie_embeddings:
+        np.testing.assert_array_equal(weights["lm_head.weight"], params["unembedding"][:200])
+
+
+def test_configs_name_the_architecture(reference, tmp_path):
+    params = jax.tree.map(partial(jnp.asarray, dtype=jnp.bfloat16), reference.random_params(QWEN3))
+    directory = export_hf(params, QWEN3, tmp_path / "model", tokenizer_json=TOKENIZER, eos_ids=(1,), pad_id=0)
+    config = json.loads((directory / "config.json").read_text())
+    assert config["architectures"] == ["Qwen3ForCausalLM"] and config["model_type"] == "qwen3"
+    assert config["vocab_size"] == 200 and config["head_dim"] == 16 and config["tie_word_embeddings"] is True
+    assert config["torch_dtype"] == "bfloat16"
+    assert (config["eos_token_id"], config["pad_token_id"], config["bos_token_id"]) == (1, 0, None)
+    assert json.loads((directory / "generation_config.json").read_text())["eos_token_id"] == 1
+    assert (directory / "tokenizer.json").read_text() == TOKENIZER
+    tokenizer = json.loads((directory / "tokenizer_config.json").read_text())
+    assert (tokenizer["eos_token"], tokenizer["pad_token"], tokenizer["model_max_length"]) == ("<eos>", "<pad>", 64)
+    weights = load_file(directory / "model.safetensors")
+    np.testing.assert_array_equal(weights["model.norm.weight"], np.asarray(params["final_norm"]["scale"]))
+    assert hf_config(LLAMA)["architectures"] == ["LlamaForCausalLM"]
+    assert hf_config(QWEN2)["architectures"] == ["Qwen2ForCausalLM"]
+
+
+def test_a_large_model_is_written_in_several_files(reference, tmp_path):
+    params = reference.random_params(LLAMA)
+    whole = load_file(export_hf(params, LLAMA, tmp_path / "whole") / "model.safetensors")
+    directory = export_hf(params, LLAMA, tmp_path / "parts", shard_bytes=30_000)
+    index = json.loads((directory / "model.safetensors.index.json").read_text())
+    files = sorted(directory.glob("*.safetensors"))
+    assert len(files) > 3 and files[0].name == f"model-00001-of-{len(files):05d}.safetensors"
+    assert index["metadata"]["total_size"] == sum(weight.nbytes for weight in whole.values())
+    parts = {file.name: load_file(file) for file in files}
+    assert all(sum(w.nbytes for w in part.values()) <= 30_000 for part in parts.values())
+    assert set(index["weight_map"]) == set(whole)
+    for name, file in index["weight_map"].items():
+        np.testing.assert_array_equal(parts[file][name], whole[name])
+
+
+def test_weights_on_a_mesh_in_any_storage(reference, tmp_path):
+    mesh = make_mesh(data=2, fsdp=2, tensor=2)
+    stacked = jax.device_put(reference.random_params(QWEN2), param_shardings(QWEN2, mesh, TRAIN))
+    listed = reshard(stacked, param_shardings(QWEN2, mesh, GENERATE), dtype=jnp.bfloat16)
+    half = [
+        export_hf(stacked, QWEN2, tmp_path / "cast", dtype=jnp.bfloat16),
+        export_hf(jax.device_get(stacked), QWEN2, tmp_path / "host", dtype=jnp.bfloat16),
+        export_hf(listed, QWEN2, tmp_path / "listed", dtype=jnp.bfloat16),
+    ]
+    assert len({(directory / "model.safetensors").read_bytes() for directory in half}) == 1
+    assert json.loads((half[0] / "config.json").read_text())["torch_dtype"] == "bfloat16"
+
+    # As they are: generation's copy has norm scales in float32 beside matrices in bfloat16.
+    path = export_hf(listed, QWEN2, tmp_path / "mixed") / "model.safetensors"
+    weights = load_file(path)
+    np.testing.assert_array_equal(weights["model.norm.weight"], stacked["final_norm"]["scale"])
+    assert weights["model.norm.weight"].dtype == np.float32
+    up = listed["layers"][1]["mlp"]["up"]
+    np.testing.assert_array_equal(weights["model.layers.1.mlp.up_proj.weight"], np.asarray(up).T)
+    content = path.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    for name, entry in json.loads(content[8 : 8 + length]).items():
+        if name != "__metadata__":  # torch reads no tensor that is not aligned
+            assert (8 + length + entry["data_offsets"][0]) % weights[name].itemsize == 0
+
+
+def test_tokenizer_files_are_copied_as_they_are(reference, tmp_path):
+    source = tmp_path / "source"
+    source.mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "merges.txt", "model.safetensors"):
+        (source / name).write_bytes(name.encode() + b"\r\n\xff")
+    directory = export_hf(reference.random_params(LLAMA), LLAMA, tmp_path / "model", tokenizer_dir=source)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "merges.txt"):
+        assert (directory / name).read_bytes() == (source / name).read_bytes()
+    assert len(list(directory.iterdir())) == 7
+    # A model may be exported over the one that it came with.
+    again = export_hf(reference.random_params(QWEN2), QWEN2, directory, tokenizer_dir=directory)
+    assert len(list(again.iterdir())) == 7
+    assert (again / "merges.txt").read_bytes() == (source / "merges.txt").read_bytes()
+
+
+def test_a_reward_model_is_a_classifier_with_one_label(reference, tmp_path):
+    params = reference.random_params(LLAMA, "scalar")
+    directory = export_hf(params, LLAMA, tmp_path / "model", pad_id=0, eos_ids=(3,))
+    config = json.loads((directory / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForSequenceClassification"] and config["pad_token_id"] == 0
+    assert (config["num_labels"], config["id2label"]) == (1, {"0": "LABEL_0"})
+    assert not (directory / "generation_config.json").exists()
+    weights = load_file(directory / "model.safetensors")
+    assert "lm_head.weight" not in weights
+    np.testing.assert_array_equal(weights["score.weight"], params["value_head"]["kernel"][None])
+    np.testing.assert_array_equal(weights["score.bias"], params["value_head"]["bias"][None])
+
+
+def test_an_export_is_all_or_nothing(reference, tmp_path, monkeypatch):
+    params = reference.random_params(LLAMA)
+    directory = export_hf(params, LLAMA, tmp_path / "model", eos_ids=(3,))
+    before = (directory / "config.json").read_text()
+
+    def fail(*_):
+        raise OSError("disk full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(export, "write_tensors", fail)
+        with pytest.raises(OSError, match="disk full"):
+            export_hf(params, LLAMA, directory, eos_ids=(4,))
+    assert (directory / "config.json").read_text() == before
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+    export_hf(params, LLAMA, directory, eos_ids=(4, 5))
+    assert json.loads((directory / "config.json").read_text())["eos_token_id"] == [4, 5]
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_what_cannot_be_exported_is_refused(reference, tmp_path):
+    params = reference.random_params(LLAMA)
+    with pytest.raises(ValueError, match="softcap=30.0 cannot be exported"):
+        export_hf(params, ModelConfig(**{**vars(LLAMA), "softcap": 30.0}), tmp_path / "model")
+    with pytest.raises(ValueError, match="model.norm.weight is int32: export float32, bfloat16 or float16"):
+        export_hf({**params, "final_norm": {"scale": np.ones(32, np.int32)}}, LLAMA, tmp_path / "model")
+    with pytest.raises(ValueError, match="model.embed_tokens.weight is float64: export float32"):
+        export_hf(params, LLAMA, tmp_path / "model", dtype=np.float64)
+    with pytest.raises(ValueError, match="tokenizer_json or tokenizer_dir, not both"):
+        export_hf(params, LLAMA, tmp_path / "model", tokenizer_json=TOKENIZER, tokenizer_dir=tmp_path)
+    with pytest.raises(ValueError, match="holds no tokenizer: none of tokenizer.json,"):
+        export_hf(params, LLAMA, tmp_path / "model", tokenizer_dir=tmp_path)
+    with pytest.raises(ValueError, match="eos id 200 is outside the vocabulary of 200 tokens"):
+        export_hf(params, LLAMA, tmp_path / "model", eos_ids=(1, 200))
+    with pytest.raises(ValueError, match="both adapter and lora, or neither"):
+        export_hf(params, LLAMA, tmp_path / "model", lora=LoRAConfig(rank=2, alpha=2.0))
+    with pytest.raises(ValueError, match="int8 weights cannot be exported: give the adapter .* or dequantise"):
+        export_hf(to_int8(jax.tree.map(jnp.asarray, params)), LLAMA, tmp_path / "model")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_only_an_exports_own_files_are_replaced(reference, tmp_path):
+    params = reference.random_params(LLAMA)
+    write = partial(export_hf, params, LLAMA, tokenizer_json=TOKENIZER)
+    real, link = tmp_path / "real", tmp_path / "link"
+    link.symlink_to(real)
+    for shard_bytes in (30_000, 10**9, 30_000):  # of one kind over the other
+        assert write(link, shard_bytes=shard_bytes) == link
+        assert link.is_symlink() and (real / "tokenizer.json").exists()
+        assert (real / "model.safetensors.index.json").exists() == (shard_bytes < 10**9)
+    before = sorted(real.iterdir())
+
+    def refused(name):
+        with pytest.raises(FileExistsError, match=f"real holds '{name}', which .* delete: choose another directory"):
+            write(real)
+
+    (real / "mine.txt").write_text("dear diary")
+    refused("mine.txt")
+    assert (real / "mine.txt").read_text() == "dear diary"
+    (real / "mine.txt").unlink()
+    (real / "merges.txt").mkdir()
+    refused("merges.txt")
+    (real / "merges.txt").rmdir()
+    (real / "vocab.json").symlink_to(tmp_path / "elsewhere")
+    refused("vocab.json")
+    (real / "vocab.json").unlink()
+    with pytest.raises(FileExistsError, match="config.json is a file: choose another directory"):
+        write(real / "config.json")
+    assert sorted(real.iterdir()) == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "real"]
+
+
+@pytest.mark.parametrize("storage", ["stacked", "int8", pytest.param("listed", marks=pytest.mark.slow)])
+def test_an_adapter_is_merged_layer_by_layer(reference, tmp_path, storage):
+    """The files of `merge`'s weights, while no layer's merged weights outlive it."""
+    config, lora = ModelConfig(**{**vars(LLAMA), "layers": 5}), LoRAConfig(rank=2, alpha=6.0)
+    mesh = make_mesh(1, 1, 2, devices=jax.devices()[:2])
+    host = reference.random_params(config)
+    with jax.set_mesh(mesh):
+        base = jax.device_put(host, param_shardings(config, mesh, TRAIN))
+        if storage != "stacked":
+            base = reshard(base, param_shardings(config, mesh, GENERATE))
+        shapes = jax.eval_shape(lambda key: init_lora(config, lora, key, "scalar"), jax.random.key(0))
+        adapter = jax.tree.map(lambda x: np.linspace(0, 0.1, x.size, dtype=x.dtype).reshape(x.shape), shapes)
+        adapter = jax.device_put(adapter, lora_shardings(config, mesh, lora, "scalar"))
+        base = to_int8(base) if storage == "int8" else base
+        merged = merge(base, adapter, lora)
+        whole = export_hf(merged, config, tmp_path / "whole")
+        del merged
+        gc.collect()
+        before, most = sum(live_bytes().values()), 0
+        original = export.on_host
+
+        def watched(array, dtype=None):
+            nonlocal most
+            most = max(most, sum(live_bytes().values()))
+            return original(array, dtype)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(export, "on_host", watched)
+            parts = export_hf(base, config, tmp_path / "parts", adapter=adapter, lora=lora)
+    for file in whole.iterdir():
+        assert (parts / file.name).read_bytes() == file.read_bytes()
+    layer = sum(x.nbytes for x in jax.tree.leaves(host["layers"])) / config.layers
+    assert before + 0.9 * layer < most < before + 3.1 * layer  # taken from the stack, merged, and the last one's

@@ -1,0 +1,298 @@
+"""Adapters on one frozen base, against the plain decoder with dense weights W + a b: values, gradients, sharing."""
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+
+from jrlhf.meshes import GENERATE, TRAIN, make_mesh
+from jrlhf.models import (
+    LoRAConfig,
+    ModelConfig,
+    SamplingConfig,
+    init_lora,
+    lora_shardings,
+    make_generate,
+    make_logprobs,
+    make_scores,
+    make_values,
+    merge,
+    param_shardings,
+)
+
+# Biases, head norms, a softcap, 2 key-value heads for up to 8 devices, a vocabulary that is no multiple of 128.
+EVERYTHING = ModelConfig(
+    vocab_size=300,
+    embed=32,
+    layers=2,
+    heads=8,
+    kv_heads=2,
+    head_dim=8,
+    mlp=48,
+    max_positions=64,
+    qk_norm=True,
+    qkv_bias=True,
+    softcap=20.0,
+)
+# Gemma's switches: local and global layers, a norm after each contribution, scaled embeddings.
+LOCAL = replace(
+    EVERYTHING,
+    qk_norm=False,
+    qkv_bias=False,
+    tie_embeddings=False,
+    kv_heads=8,
+    window=3,
+    local_layers=(True, False),
+    post_norms=True,
+    norm_offset=True,
+    embed_scale=32**0.5,
+    activation="gelu_tanh",
+    attention_softcap=5.0,
+)
+FULL = LoRAConfig(rank=3, alpha=6.0)
+SOME = LoRAConfig(rank=2, alpha=3.0, targets=("v_proj", "o_proj", "down_proj"), rslora=True)
+# Without LLVM's optimisations programs compile in half the time; their collectives and buffers are the same.
+QUICK: Any = {"xla_backend_optimization_level": 0}
+fast_jit = partial(jax.jit, compiler_options=QUICK)
+
+
+def batch(config=EVERYTHING, rows=16, length=9) -> Any:
+    generator = np.random.default_rng(7)
+    tokens = generator.integers(0, config.vocab_size, (rows, length)).astype(np.int32)
+    return tokens, generator.integers(1, length + 1, rows).astype(np.int32)
+
+
+def random_adapter(config, lora, head: Any = "lm", seed=2) -> Any:
+    """An adapter whose b is far from zero."""
+    generator = np.random.default_rng(seed)
+    shapes = jax.eval_shape(lambda key: init_lora(config, lora, key, head), jax.random.key(0))
+    return jax.tree.map(lambda x: (0.3 * generator.normal(size=x.shape)).astype(np.float32), shapes)
+
+
+# The sums that make one dense matrix of a and b, spelled out by name.
+DENSE = {
+    "wq": "ldr,lrnh->ldnh",
+    "wk": "ldr,lrkh->ldkh",
+    "wv": "ldr,lrkh->ldkh",
+    "wo": "lnhr,lrd->lnhd",
+    "gate": "ldr,lrf->ldf",
+    "up": "ldr,lrf->ldf",
+    "down": "lfr,lrd->lfd",
+}
+
+
+def dense(base, adapter, scale):
+    """The full weights of stacked layers, and the adapter's scalar head."""
+    layers = {**base["layers"]}
+    for part, weights in adapter["layers"].items():
+        layers[part] = {**layers[part]}
+        for name, low in weights.items():
+            layers[part][name] = layers[part][name] + scale * jnp.einsum(DENSE[name], low["a"], low["b"])
+    return {**base, **adapter, "layers": layers}
+
+
+def unstacked(params, count):
+    return {**params, "layers": [jax.tree.map(lambda x, i=i: x[i], params["layers"]) for i in range(count)]}
+
+
+def on(mesh, config, base, dtype=None):
+    """A host tree as GENERATE stores it."""
+    base = unstacked(base, config.layers)
+    if dtype is not None:
+        base = jax.tree.map(lambda x: x.astype(dtype) if x.ndim > 1 else x, base)
+    return jax.device_put(base, param_shardings(config, mesh, GENERATE))
+
+
+def weighted_sum(outputs):
+    """A scalar whose gradient reaches every output with a weight of its own."""
+    generator = np.random.default_rng(3)
+    return sum((x * generator.normal(size=x.shape).astype(np.float32)).sum() for x in outputs)
+
+
+# ---- values and gradients
+
+
+@pytest.fixture(scope="module")
+def expected(reference):
+    """Per case: base and adapters on the host, and the plain decoder's outputs and gradients by the adapters."""
+
+    def compute(config, lora):
+        base = reference.random_params(config)
+        adapters = random_adapter(config, lora), random_adapter(config, lora, "scalar", seed=4)
+        tokens, _ = batch(config)
+
+        def loss(lm, scalar):
+            actor, critic = (dense(base, adapter, lora.scale) for adapter in (lm, scalar))
+            outputs = *reference.logprobs(actor, config, tokens, 0.7), reference.values(critic, config, tokens)
+            return weighted_sum(outputs), outputs
+
+        (_, outputs), gradients = fast_jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))(*adapters)
+        return base, adapters, jax.device_get((outputs, gradients))
+
+    return {case: compute(*case) for case in ((EVERYTHING, FULL), (LOCAL, SOME))}
+
+
+@pytest.mark.parametrize(
+    ("config", "lora", "sizes", "axis_type", "remat"),
+    [
+        (EVERYTHING, FULL, (2, 2, 2), AxisType.Explicit, "full"),
+        (LOCAL, SOME, (1, 2, 4), AxisType.Auto, "gather"),
+        pytest.param(EVERYTHING, FULL, (1, 1, 8), AxisType.Auto, "gather", marks=pytest.mark.slow),
+        pytest.param(LOCAL, SOME, (1, 8, 1), AxisType.Explicit, "full", marks=pytest.mark.slow),
+    ],
+    ids=["everything-2-2-2", "local-tensor=4", "everything-tensor=8", "local-fsdp=8"],
+)
+def test_outputs_and_gradients_are_those_of_the_dense_sum(expected, config, lora, sizes, axis_type, remat):
+    mesh = make_mesh(*sizes, devices=jax.devices()[: np.prod(sizes)], axis_type=axis_type)
+    base, adapters, (outputs, gradients) = expected[config, lora]
+    tokens, lengths = batch(config)
+    logprobs = make_logprobs(config, mesh, GENERATE, temperature=0.7, remat=remat, lora=lora)
+    values, scores = (make(config, mesh, GENERATE, remat=remat, lora=lora) for make in (make_values, make_scores))
+
+    def loss(lm, scalar, base):
+        outputs = *logprobs(lm, tokens, base), values(scalar, tokens, base)
+        return weighted_sum([jax.device_put(x, jax.NamedSharding(mesh, jax.P())) for x in outputs]), outputs
+
+    with jax.set_mesh(mesh):
+        stored = tuple(lora_shardings(config, mesh, lora, head) for head in ("lm", "scalar"))
+        placed, frozen = jax.device_put(adapters, stored), on(mesh, config, base)
+        step = fast_jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))
+        (_, actual), actual_gradients = step(*placed, frozen)
+        scored = fast_jit(scores)(placed[1], tokens, lengths, frozen)
+    assert all(
+        gradient.sharding.is_equivalent_to(sharding, gradient.ndim)
+        for gradient, sharding in zip(jax.tree.leaves(actual_gradients), jax.tree.leaves(stored), strict=True)
+    )
+    for x, y in zip(actual, outputs, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=2e-5)
+    np.testing.assert_allclose(scored, outputs[2][np.arange(len(lengths)), lengths], rtol=1e-5, atol=2e-5)
+    jax.tree.map_with_path(same_gradient, jax.device_get(actual_gradients), gradients)
+
+
+def same_gradient(path, actual, expected):
+    error = np.abs(actual - expected).max() / np.abs(expected).max()
+    assert error < 1e-5, f"{jax.tree_util.keystr(path)}: {error}"
+
+
+# ---- how an adapter begins, where it lies, and what it merges into
+
+
+def test_a_new_adapter_is_drawn_as_peft_draws_it_and_changes_nothing(expected):
+    config, lora = EVERYTHING, LoRAConfig(rank=64, alpha=1.0)
+    adapter = jax.device_get(fast_jit(partial(init_lora, config, lora))(jax.random.key(0)))
+    inputs = {"wo": config.heads * config.head_dim, "down": config.mlp}
+    seen = []
+    for part in adapter["layers"].values():
+        for name, low in part.items():
+            bound = inputs.get(name, config.embed) ** -0.5
+            assert low["a"].dtype == np.float32 and low["a"].shape[0] == config.layers
+            # Kaiming with slope sqrt(5): sqrt(6 / ((1 + 5) inputs)), uniform, of variance bound^2 / 3.
+            assert np.abs(low["a"]).max() <= bound
+            np.testing.assert_allclose(low["a"].var(), bound**2 / 3, rtol=0.05)
+            assert not low["b"].any()
+            seen.append(low["a"].ravel()[:8])
+    assert len(np.unique(seen)) == 7 * 8  # each from a key of its own
+
+    mesh = make_mesh(1, 2, 4)
+    tokens, _ = batch()
+    with jax.set_mesh(mesh):
+        base = on(mesh, config, expected[EVERYTHING, FULL][0])
+        placed = jax.device_put(adapter, lora_shardings(config, mesh, lora))
+        adapted = fast_jit(make_logprobs(config, mesh, GENERATE, lora=lora))(placed, tokens, base)
+        plain = fast_jit(make_logprobs(config, mesh, GENERATE))(base, tokens)
+    jax.tree.map(np.testing.assert_array_equal, adapted, plain)  # the KL to the reference is 0, not nearly
+
+
+def test_a_scalar_head_begins_as_that_of_init_scalar():
+    zero = fast_jit(lambda key: init_lora(EVERYTHING, SOME, key, "scalar")["value_head"])(jax.random.key(0))
+    assert not zero["kernel"].any() and zero["kernel"].shape == (32,) and zero["bias"] == 0
+    wide = replace(EVERYTHING, embed=4096)
+    init = fast_jit(lambda key: init_lora(wide, SOME, key, "scalar", zero_head=False)["value_head"])
+    drawn = jax.device_get(init(jax.random.key(0)))
+    np.testing.assert_allclose(drawn["kernel"].var(), 1 / 4097, rtol=0.1)
+    assert "value_head" not in jax.eval_shape(partial(init_lora, EVERYTHING, SOME), jax.random.key(0))
+
+
+def test_adapters_are_sliced_where_their_projection_is():
+    mesh = make_mesh(1, 2, 4)
+    specs = jax.tree.map(lambda x: tuple(x.spec), lora_shardings(EVERYTHING, mesh, FULL, "scalar"))
+    whole = (None,) * 4
+    assert (
+        specs["layers"]["attention"]
+        == {
+            "wq": {"a": whole[:3], "b": (None, None, "tensor", None)},
+            "wk": {"a": whole[:3], "b": whole},  # 2 heads for 4 devices: each has both
+            "wv": {"a": whole[:3], "b": whole},
+            "wo": {"a": (None, "tensor", None, None), "b": whole[:3]},
+        }
+    )
+    for name in ("gate", "up"):
+        assert specs["layers"]["mlp"][name] == {"a": whole[:3], "b": (None, None, "tensor")}
+    assert specs["layers"]["mlp"]["down"] == {"a": (None, "tensor", None), "b": whole[:3]}
+    assert specs["value_head"] == {"kernel": (None,), "bias": ()}
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_merged_weights_are_the_dense_sum_in_the_base_dtype(expected, stacked):
+    config, lora = EVERYTHING, FULL
+    base, (_, adapter), _ = expected[config, lora]
+    want = dense(base, adapter, lora.scale)
+    mesh = make_mesh(2, 2, 2)
+    with jax.set_mesh(mesh):
+        if stacked:
+            placed = jax.device_put(base, param_shardings(config, mesh, TRAIN))
+        else:
+            placed, want = on(mesh, config, base), unstacked(want, config.layers)
+        low = jax.device_put(adapter, lora_shardings(config, mesh, lora, "scalar"))
+        merged = merge(placed, low, lora)
+        rounded = merge(jax.tree.map(lambda x: x.astype(jnp.bfloat16), placed), low, lora)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-6), merged, want)
+    for x, y in zip(jax.tree.leaves(merged["layers"]), jax.tree.leaves(placed["layers"]), strict=True):
+        assert x.sharding.is_equivalent_to(y.sharding, x.ndim)
+    assert merged["embedding"] is placed["embedding"]
+    assert "value_head" in merged and "value_head" not in merge(merged, {"layers": low["layers"]}, lora)
+    gate = rounded["layers"]["mlp"]["gate"] if stacked else rounded["layers"][0]["mlp"]["gate"]
+    assert gate.dtype == jnp.bfloat16
+
+
+# ---- what is refused
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"rank": 0}, "lora rank=0 must be a positive integer"),
+        ({"rank": 2.0}, "lora rank=2.0 must be a positive integer"),
+        ({"alpha": 0}, "lora alpha=0 must be positive"),
+        ({"alpha": float("inf")}, "lora alpha=inf must be positive and finite"),
+        ({"targets": ("q_proj", "lm_head")}, r"lora targets=\['q_proj', 'lm_head'\] must be some of q_proj, k_proj"),
+        ({"targets": ()}, r"lora targets=\[\] must be some of"),
+    ],
+)
+def test_bad_settings_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        LoRAConfig(**({"rank": 2, "alpha": 4.0} | arguments))
+
+
+def test_what_cannot_be_adapted_is_refused():
+    mesh = make_mesh(1, 2, 4)
+    with pytest.raises(ValueError, match="lora needs its base in the generate layout, but this is train"):
+        make_logprobs(EVERYTHING, mesh, TRAIN, lora=FULL)
+    gpt2 = replace(EVERYTHING, gated_mlp=False, positions="learned", norm="layer", qk_norm=False)
+    with pytest.raises(ValueError, match="GPT-2's projections"):
+        make_generate(gpt2, mesh, SamplingConfig(4), lora=FULL)
+    with pytest.raises(ValueError, match="GPT-2's projections"):
+        init_lora(gpt2, FULL, jax.random.key(0))
+    with pytest.raises(ValueError, match="heads=8 cannot be divided over tensor=3"):
+        lora_shardings(EVERYTHING, make_mesh(tensor=3, devices=jax.devices()[:3]), FULL)
+
+
+def test_scale_follows_alpha_and_rank():
+    assert LoRAConfig(rank=4, alpha=8.0).scale == 2
+    assert LoRAConfig(rank=4, alpha=8.0, rslora=True).scale == 4
+    assert LoRAConfig(rank=4, alpha=8.0, targets=("down_proj", "q_proj")).targets == ("q_proj", "down_proj")

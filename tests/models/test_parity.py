@@ -1,0 +1,278 @@
+"""The families against transformers: logits, greedy generation and reward scores of the same small random directories.
+
+parity.json holds what transformers 5.23 and torch 2.13 computed on a CPU, so that the check needs neither. It is
+written anew, by an environment that has both, with
+
+    JRLHF_WRITE_PARITY=1 python -m pytest tests/models/test_parity.py
+
+Weights are drawn by numpy from each tensor's name; the directories are written here by hand, in the dialects that the
+hub holds: v4's keys and v5's, with and without what a family's defaults give.
+"""
+
+import json
+import os
+import zlib
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from jrlhf.meshes import GENERATE, SCORE, TRAIN, TRAIN_TP, make_mesh
+from jrlhf.models import SamplingConfig, make_generate, make_logprobs, make_scores
+from jrlhf.models.forward import _Program
+from jrlhf.models.hf.load import load_hf
+
+GOLDEN = Path(__file__).with_name("parity.json")
+B, T, R, V, LAYERS = 8, 14, 6, 97, 2
+SIZES = {"vocab_size": V, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": LAYERS}
+GROUPED = {"num_attention_heads": 4, "num_key_value_heads": 2}
+LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", **SIZES}
+GEMMA = {"hidden_activation": "gelu_pytorch_tanh", "head_dim": 16, "query_pre_attn_scalar": 24, **SIZES, **GROUPED}
+
+CONFIGS = {
+    # Old directories name a rope scaling by "type"; every key with a default is left out.
+    "llama_linear": LLAMA
+    | {"num_attention_heads": 4, "max_position_embeddings": 64, "tie_word_embeddings": True}
+    | {"rope_scaling": {"type": "linear", "factor": 4.0}, "torch_dtype": "float32"},
+    "llama3": LLAMA
+    | {**GROUPED, "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "rope_theta": 500.0}
+    | {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False, "torch_dtype": "float32"}
+    | {
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 48,
+        }
+    },
+    "mistral": {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "hidden_act": "silu"}
+    | {**SIZES, **GROUPED, "head_dim": 16, "max_position_embeddings": 64, "sliding_window": 5}
+    | {"rope_theta": 10000.0, "rms_norm_eps": 1e-5, "tie_word_embeddings": False, "torch_dtype": "float32"},
+    "qwen2": {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_act": "silu"}
+    | {**SIZES, **GROUPED, "max_position_embeddings": 64, "rope_theta": 1000000.0, "rms_norm_eps": 1e-6}
+    | {"use_sliding_window": False, "sliding_window": 4, "max_window_layers": 1, "tie_word_embeddings": True},
+    "qwen2_windows": {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_act": "silu"}
+    | {**SIZES, **GROUPED, "max_position_embeddings": 64, "rope_theta": 1000000.0, "rms_norm_eps": 1e-6}
+    | {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1, "tie_word_embeddings": False},
+    "qwen3": {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_act": "silu"}
+    | {**SIZES, **GROUPED, "head_dim": 16, "max_position_embeddings": 64, "dtype": "float32"}
+    | {"rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}, "tie_word_embeddings": False},
+    "gemma2": {"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", **GEMMA}
+    | {"max_position_embeddings": 64, "sliding_window": 4, "torch_dtype": "float32"}
+    | {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 9.0},
+    "gemma3": {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", **GEMMA}
+    | {"max_position_embeddings": 64, "sliding_window": 4, "sliding_window_pattern": 2, "torch_dtype": "float32"}
+    | {"rope_theta": 1000.0, "rope_local_base_freq": 100.0, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+    "gpt2": {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "activation_function": "gelu_new"}
+    | {"vocab_size": V, "n_embd": 32, "n_layer": LAYERS, "n_head": 4, "n_positions": 64, "n_ctx": 64},
+}
+# How each family is computed: (mesh of the forward passes, layout of the language model, mesh of generation).
+MESHES = {
+    "llama_linear": ((1, 1, 1), TRAIN, (1, 1, 1)),
+    "llama3": ((2, 2, 2), TRAIN_TP, (2, 1, 4)),
+    "gpt2": ((1, 4, 2), TRAIN_TP, (1, 2, 4)),
+}
+fast_jit = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+
+
+def tensor(name, shape, model_type):
+    """Random numbers that depend on the tensor's name only, of sizes that make every part of a model matter."""
+    values = np.random.default_rng(zlib.crc32(name.encode())).normal(size=shape).astype(np.float32)
+    if name.endswith("bias"):
+        return 0.3 * values
+    # What layers add to an embedding must outweigh it, or a model with a tied head repeats its last token.
+    if len(shape) == 1:  # a norm's scale, which Gemma stores less one
+        gemma = model_type.startswith("gemma")
+        return 0.2 * values + (1 if not gemma else 2 if "post_" in name else 0)
+    tables = {"model.embed_tokens.weight": 0.2, "transformer.wte.weight": 0.2, "lm_head.weight": 1.0}
+    return values * tables.get(name, 0.35)
+
+
+def write(directory, config, shapes):
+    """A directory as the hub holds it. `shapes`: by name, of the first layer's tensors and those outside layers."""
+    tensors = {}
+    for name, shape in shapes.items():
+        layered = ".layers.0." in name or ".h.0." in name
+        for layer in range(LAYERS if layered else 1):
+            full = name.replace(".0.", f".{layer}.") if layered else name
+            tensors[full] = tensor(full, shape, config["model_type"])
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(config))
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
+def write_both(directory, family, shapes):
+    """(language model, reward model), over the same decoder."""
+    config, head = CONFIGS[family], {"score.weight": [1, 32]}
+    kind = str(config["architectures"][0]).removesuffix("ForCausalLM").removesuffix("LMHeadModel")
+    classifier = [f"{'Gemma3Text' if kind == 'Gemma3' else kind}ForSequenceClassification"]
+    decoder = {name: shape for name, shape in shapes.items() if name != "lm_head.weight"}
+    reward = config | {"architectures": classifier, "num_labels": 1, "pad_token_id": 0}
+    return write(directory / "lm", config, shapes), write(directory / "reward", reward, decoder | head)
+
+
+def batch():
+    """Right-padded rows of unequal lengths; 0 pads, and is no token of theirs."""
+    generator = np.random.default_rng(1)
+    lengths = np.array([T, 3, 9, 12, 5, T, 7, 10], np.int32)
+    tokens = generator.integers(1, V, (B, T)).astype(np.int32)
+    return np.where(np.arange(T)[None, :] < lengths[:, None], tokens, 0), lengths
+
+
+def ours(family, lm, reward):
+    """Logits [B, T, V], log-probabilities [B, T], greedy responses [B, R] and scores [B]."""
+    sizes, layout, generation_sizes = MESHES.get(family, ((2, 2, 2), TRAIN, (2, 2, 2)))
+    tokens, lengths = batch()
+    mesh = make_mesh(*sizes, devices=jax.devices()[: np.prod(sizes)])
+    read, params = load_hf(lm, mesh, layout=layout)
+    program = _Program(read.model, mesh, layout, "lm", "full", jnp.float32, None)
+    hidden = program.shard(program.hidden)
+    logprobs = make_logprobs(read.model, mesh, layout)
+    with jax.set_mesh(mesh):
+        states, (chosen, _) = jax.device_get(
+            fast_jit(lambda params, tokens: (hidden(params, tokens), logprobs(params, tokens)))(params, tokens)
+        )
+        logits = states @ jax.device_get(params.get("unembedding", params["embedding"]))[:V].T
+        if read.model.softcap is not None:
+            logits = read.model.softcap * np.tanh(logits / read.model.softcap)
+        classifier, params = load_hf(reward, mesh, layout=SCORE, head="scalar")
+        assert (classifier.head, classifier.model) == ("scalar", read.model)
+        scores = jax.device_get(fast_jit(make_scores(read.model, mesh, SCORE))(params, tokens, lengths))
+
+    mesh = make_mesh(*generation_sizes, devices=jax.devices()[: np.prod(generation_sizes)])
+    _, params = load_hf(lm, mesh, layout=GENERATE)
+    with jax.set_mesh(mesh):
+        generate = fast_jit(make_generate(read.model, mesh, SamplingConfig(R, temperature=0.0)))
+        out = jax.device_get(generate(params, tokens, lengths, jax.random.split(jax.random.key(0), B)))
+    rows = np.arange(B)[:, None]
+    greedy = out.tokens[rows, lengths[:, None] + np.arange(R)[None, :]]
+    return SimpleNamespace(logits=logits, logprobs=chosen, scores=scores, greedy=greedy)
+
+
+def theirs(lm, reward):
+    """The same from transformers, float32, eager attention."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    def load(kind, directory):
+        model, info = kind.from_pretrained(
+            directory, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+        )
+        assert not any(info[what] for what in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
+        return model.eval()
+
+    tokens, lengths = batch()
+    ids = torch.tensor(tokens, dtype=torch.long)
+    mask = torch.arange(T)[None, :] < torch.tensor(lengths)[:, None]
+    model = load(AutoModelForCausalLM, lm)
+    with torch.no_grad():
+        logits = model(ids, attention_mask=mask.long()).logits.numpy()
+        scores = load(AutoModelForSequenceClassification, reward)(ids, attention_mask=mask.long()).logits[:, 0]
+        rows = [
+            model.generate(
+                row[None, :length],
+                attention_mask=mask[index, None, :length].long(),
+                do_sample=False,
+                min_new_tokens=R,
+                max_new_tokens=R,
+                eos_token_id=None,
+                pad_token_id=0,
+            )[0, length:]
+            for index, (row, length) in enumerate(zip(ids, lengths.tolist(), strict=True))
+        ]
+    return SimpleNamespace(logits=logits, logprobs=chosen(logits), scores=scores.numpy(), greedy=np.stack(rows))
+
+
+def chosen(logits):
+    """Log-probabilities of the batch's tokens [B, T], 0 at t = 0."""
+    wide = logits.astype(np.float64)[:, :-1]
+    top = wide.max(-1, keepdims=True)
+    log_p = wide - top - np.log(np.exp(wide - top).sum(-1, keepdims=True))
+    return np.pad(np.take_along_axis(log_p, batch()[0][:, 1:, None], axis=-1)[..., 0], ((0, 0), (1, 0)))
+
+
+def first_layer_shapes(family, directory):
+    """The shapes that `write` needs, of the directory that transformers would write."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**without_architectures(CONFIGS[family])))
+    model.save_pretrained(directory)
+    from safetensors.numpy import load_file
+
+    tensors = load_file(directory / "model.safetensors")
+    later = [f".{kind}.{layer}." for kind in ("layers", "h") for layer in range(1, LAYERS)]
+    return {name: list(x.shape) for name, x in tensors.items() if not any(part in name for part in later)}
+
+
+def without_architectures(config):
+    return {key: value for key, value in config.items() if key not in ("architectures", "torch_dtype", "dtype")}
+
+
+@pytest.fixture(scope="module")
+def goldens(tmp_path_factory):
+    if os.environ.get("JRLHF_WRITE_PARITY"):
+        written = {}
+        for family in CONFIGS:
+            directory = tmp_path_factory.mktemp(family)
+            shapes = first_layer_shapes(family, directory / "shapes")
+            result = theirs(*write_both(directory, family, shapes))
+            written[family] = {
+                "shapes": shapes,
+                "logprobs": np.round(result.logprobs, 5).tolist(),
+                "scores": np.round(result.scores.astype(np.float64), 5).tolist(),
+                "greedy": result.greedy.tolist(),
+            }
+        lines = ",\n".join(f' "{name}": {json.dumps(value)}' for name, value in written.items())
+        GOLDEN.write_text(f"{{\n{lines}\n}}\n")
+    return json.loads(GOLDEN.read_text())
+
+
+# What these compute, the other families compute too.
+REPEATED = ("llama_linear", "mistral", "qwen2", "qwen2_windows")
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=[pytest.mark.slow] if name in REPEATED else []) for name in CONFIGS],
+)
+def case(request, goldens, tmp_path_factory):
+    """One family: what is known of it, its directories, and what we compute from them."""
+    golden = goldens[request.param]
+    lm, reward = write_both(tmp_path_factory.mktemp(request.param), request.param, golden["shapes"])
+    return SimpleNamespace(golden=golden, lm=lm, reward=reward, ours=ours(request.param, lm, reward))
+
+
+def real():
+    tokens, lengths = batch()
+    return np.arange(T)[None, :] < lengths[:, None]
+
+
+def test_the_families_compute_what_transformers_computed(case):
+    """Against the numbers on file, to their five digits."""
+    np.testing.assert_allclose(
+        case.ours.logprobs[real()], np.array(case.golden["logprobs"])[real()], rtol=2e-5, atol=1e-4
+    )
+    np.testing.assert_allclose(case.ours.scores, case.golden["scores"], rtol=2e-5, atol=1e-4)
+    np.testing.assert_array_equal(case.ours.greedy, case.golden["greedy"])
+
+
+def test_the_families_compute_what_transformers_computes(case):
+    """Every logit of every real token within 2e-4 of the largest, reward scores, and greedy text token for token."""
+    pytest.importorskip("torch", reason="compares with transformers itself, which needs torch")
+    pytest.importorskip("transformers", reason="compares with transformers itself")
+    expected = theirs(case.lm, case.reward)
+    error = np.abs(case.ours.logits - expected.logits)[real()]
+    assert error.max() < 2e-4 * np.abs(expected.logits[real()]).max()
+    np.testing.assert_allclose(case.ours.logprobs[real()], expected.logprobs[real()], rtol=2e-4, atol=2e-4)
+    np.testing.assert_allclose(case.ours.scores, expected.scores, rtol=2e-4, atol=1e-4)
+    np.testing.assert_array_equal(case.ours.greedy, expected.greedy)
+    # A test only where the models say something: responses that change, and tokens of many probabilities.
+    assert (expected.greedy[:, 1:] != expected.greedy[:, :-1]).any(axis=1).sum() > B // 4
+    assert expected.logprobs[real()].std() > 0.5

@@ -1,0 +1,110 @@
+"""Weights that a step's functions read and nobody trains: the base under an adapter.
+
+The toy's tables are split into frozen ones and trained differences from them. Gradient descent on a difference is
+gradient descent on the table, so every step has to end where the step that trains the tables does.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jrlhf.ppo import (
+    PPOConfig,
+    PPOState,
+    PreferenceBatch,
+    SFTBatch,
+    TrainState,
+    make_actor_step,
+    make_critic_step,
+    make_ppo_step,
+    make_preference_step,
+    make_sft_step,
+)
+
+OPTIMIZER = optax.sgd(0.5)
+CONFIG = PPOConfig(epochs=2, minibatches=2, micro_batches=2, entropy_coef=0.05)
+
+
+def on(frozen_fn):
+    """`frozen_fn` of the sum of trained differences and frozen tables: the frozen tables come last."""
+
+    def function(params, *arguments):
+        *batch, frozen = arguments
+        return frozen_fn({name: frozen[name] + difference for name, difference in params.items()}, *batch)
+
+    return function
+
+
+def cases(toy):
+    """name -> (the step over tables, the step over differences, its batch)."""
+    experience = toy.experience()
+    tokens, lengths = experience.tokens, experience.prompt_lengths + experience.response_lengths
+    sft = SFTBatch(tokens, experience.response_mask)
+    pairs = PreferenceBatch(tokens[::2], lengths[::2], tokens[1::2], lengths[1::2])
+
+    def both(make, function, *arguments, **keywords):
+        return tuple(make(f, OPTIMIZER, *arguments, **keywords) for f in (function, on(function)))
+
+    return {
+        "actor": (*both(make_actor_step, toy.logprobs, CONFIG), experience),
+        "critic": (*both(make_critic_step, toy.values, CONFIG), experience),
+        "sft": (*both(make_sft_step, toy.logprobs, micro_batches=2), sft),
+        "preferences": (*both(make_preference_step, toy.scores, micro_batches=2), pairs),
+    }
+
+
+@pytest.mark.parametrize("name", ["actor", "critic", "sft", "preferences"])
+def test_differences_train_as_the_tables_do(toy, name):
+    plain, split, batch = cases(toy)[name]
+    tables = toy.params()[0 if name in ("actor", "sft") else 1]
+    frozen, before = jax.tree.map(jnp.copy, tables), jax.device_get(tables)
+    pointers = jax.tree.map(lambda x: x.unsafe_buffer_pointer(), frozen)
+    differences = jax.tree.map(jnp.zeros_like, tables)
+
+    expected, expected_metrics = plain(TrainState.create(tables, OPTIMIZER), batch)
+    state, metrics = split(TrainState.create(differences, OPTIMIZER), batch, frozen)
+    for table, value in before.items():
+        moved = np.asarray(expected.params[table]) - value
+        assert np.abs(moved).max() > 1e-2
+        np.testing.assert_allclose(state.params[table], moved, rtol=1e-4, atol=1e-5)
+    assert metrics.keys() == expected_metrics.keys()
+    for key, value in expected_metrics.items():
+        np.testing.assert_allclose(metrics[key], value, rtol=1e-4, atol=1e-5, err_msg=key)
+
+    # The state is gone, the frozen tables are where they were and what they were.
+    assert all(x.is_deleted() for x in jax.tree.leaves(differences))
+    assert jax.tree.map(lambda x: x.unsafe_buffer_pointer(), frozen) == pointers
+    jax.tree.map(np.testing.assert_array_equal, frozen, before)
+
+
+def test_actor_and_critic_share_what_is_frozen(toy):
+    """One tree under both, and the result of the two steps one by one."""
+    experience, frozen = toy.experience(), toy.params()[0] | toy.params()[1]
+    logprobs, values = on(toy.logprobs), on(toy.values)
+
+    def fresh():
+        actor, critic = (TrainState.create(jax.tree.map(jnp.zeros_like, x), OPTIMIZER) for x in toy.params())
+        return PPOState.create(actor, critic, kl_coef=CONFIG.kl_coef)
+
+    together, _ = make_ppo_step(logprobs, values, OPTIMIZER, OPTIMIZER, CONFIG)(fresh(), experience, frozen)
+    actor, _ = make_actor_step(logprobs, OPTIMIZER, CONFIG)(fresh().actor, experience, frozen)
+    critic, _ = make_critic_step(values, OPTIMIZER, CONFIG)(fresh().critic, experience, frozen)
+    assert np.abs(actor.params["logits"]).max() > 1e-2 and np.abs(critic.params["values"]).max() > 1e-2
+    jax.tree.map(np.testing.assert_array_equal, (together.actor, together.critic), (actor, critic))
+
+
+def test_a_step_makes_no_copy_of_what_is_frozen(toy):
+    """The loops over updates and micro-batches carry it along where it lies."""
+    big = {"logits": jax.ShapeDtypeStruct((1000, toy.vocab, toy.vocab), jnp.float32)}
+
+    def logprobs(params, tokens, frozen):
+        return toy.logprobs({"logits": params["logits"] + frozen["logits"][tokens[0, 0]]}, tokens)
+
+    state = jax.eval_shape(lambda: TrainState.create(toy.params()[0], OPTIMIZER))
+    step = jax.jit(make_actor_step(logprobs, OPTIMIZER, CONFIG), donate_argnums=0)
+    memory: Any = step.lower(state, toy.experience(), big).compile().memory_analysis()
+    assert memory.temp_size_in_bytes + memory.output_size_in_bytes < big["logits"].size * 4 / 2

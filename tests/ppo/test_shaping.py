@@ -1,0 +1,180 @@
+"""Shaping of scores, against NumPy loops over what the peers' formulas say, and invariants."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jrlhf.ppo.shaping import RunningMoments, ScoreConfig, align_scores, shape_scores
+
+ROWS, LIMIT = 7, 12
+shape = jax.jit(shape_scores, static_argnames=("config", "max_response"))
+
+
+def batch(seed=0, scale=1.0, offset=0.0):
+    rng = np.random.default_rng(seed)
+    scores = (rng.normal(size=ROWS) * scale + offset).astype(np.float32)
+    lengths = np.array([1, 5, 8, 9, 10, 11, 12], np.int32)
+    finished = np.array([True, True, False, True, True, True, False])
+    return jnp.asarray(scores), jnp.asarray(lengths), jnp.asarray(finished)
+
+
+def run(config, scores, lengths, finished, moments=None):
+    moments = RunningMoments.create() if moments is None else moments
+    return shape(scores, lengths, finished, moments, config=config, max_response=LIMIT)
+
+
+def test_the_default_changes_nothing():
+    scores, lengths, finished = batch()
+    shaped, moments, metrics = run(ScoreConfig(), scores, lengths, finished)
+    np.testing.assert_array_equal(shaped, scores)
+    jax.tree.map(np.testing.assert_array_equal, moments, RunningMoments.create())
+    assert metrics.keys() == {"score/raw/mean"}
+
+
+def test_penalties_match_the_peers_formulas():
+    """TRL: scores[~contain_eos] -= penalty. verl's DAPO manager and OpenRLHF: min(-exceed / buffer * factor, 0)."""
+    scores, lengths, finished = batch()
+    config = ScoreConfig(missing_eos_penalty=1.5, length_penalty=0.01, overlong_buffer=4, overlong_penalty=0.5)
+    shaped, _, metrics = run(config, scores, lengths, finished)
+    expected, overlong = [], []
+    for score, length, done in zip(np.asarray(scores, np.float64), lengths.tolist(), finished, strict=True):
+        overlong.append(min(-(length - (LIMIT - 4)) / 4 * 0.5, 0))
+        expected.append(score - (0 if done else 1.5) - 0.01 * length + overlong[-1])
+    np.testing.assert_allclose(shaped, expected, rtol=1e-6)
+    assert overlong == [0, 0, 0, -0.125, -0.25, -0.375, -0.5]
+    np.testing.assert_allclose(metrics["score/missing_eos_penalty"], 1.5 * 2 / 7, rtol=1e-6)
+    np.testing.assert_allclose(metrics["score/length_penalty"], 0.01 * np.mean(lengths), rtol=1e-6)
+    np.testing.assert_allclose(metrics["score/overlong_penalty"], -np.mean(overlong), rtol=1e-6)
+
+
+def test_normalisation_is_by_the_moments_of_all_scores_so_far():
+    config, moments, seen = ScoreConfig(normalise=True), RunningMoments.create(), []
+    for step in range(6):
+        scores, lengths, finished = batch(step, scale=1 + step, offset=1000.0)
+        shaped, moments, metrics = run(config, scores, lengths, finished, moments)
+        seen.extend(np.asarray(scores, np.float64))
+        mean, std = np.mean(seen), np.std(seen, ddof=1)
+        np.testing.assert_allclose(shaped, (np.asarray(scores) - mean) / std, rtol=2e-3, atol=2e-3)
+        np.testing.assert_allclose(metrics["score/running_mean"], mean, rtol=1e-6)
+        np.testing.assert_allclose(metrics["score/running_std"], std, rtol=1e-3)
+    assert moments.count == len(seen)
+
+
+def test_moments_do_not_depend_on_how_scores_are_divided():
+    x = np.random.default_rng(0).normal(3, 2, 60).astype(np.float32)
+    whole = RunningMoments.create().add(jnp.asarray(x))
+    parts = RunningMoments.create()
+    for part in np.split(x, [1, 2, 10, 10, 37]):
+        parts = parts.add(jnp.asarray(part))
+    for found in (whole, parts):
+        np.testing.assert_allclose([found.count, found.mean, found.std], [60, x.mean(), x.std(ddof=1)], rtol=1e-5)
+
+
+def test_scores_that_are_not_finite_do_not_stay_in_the_moments():
+    moments = RunningMoments.create().add(jnp.array([1.0, jnp.nan, 3.0, jnp.inf, -jnp.inf]))
+    np.testing.assert_allclose([moments.count, moments.mean, moments.std], [2, 2, np.sqrt(2)], rtol=1e-6)
+    empty = RunningMoments.create().add(jnp.array([jnp.nan]))
+    jax.tree.map(np.testing.assert_array_equal, empty, RunningMoments.create())
+
+
+@pytest.mark.parametrize("value", [0.0, 0.1, 1234.567, -3e6])
+def test_equal_scores_become_0_not_blown_up_rounding(value):
+    _, lengths, finished = batch()
+    moments = RunningMoments.create()
+    for _ in range(3):
+        shaped, moments, _ = run(ScoreConfig(normalise=True), jnp.full(ROWS, value), lengths, finished, moments)
+        assert np.max(np.abs(shaped)) < 0.01
+
+
+def test_a_single_score_becomes_0():
+    one = [jnp.array([5.0]), jnp.array([3]), jnp.array([True])]
+    np.testing.assert_array_equal(run(ScoreConfig(normalise=True), *one)[0], [0])
+
+
+def test_the_order_is_normalise_clip_penalise():
+    scores, lengths, finished = jnp.array([-50.0, 0, 50, 1, 2, 3, 4]), *batch()[1:]
+    config = ScoreConfig(normalise=True, clip=1.0, missing_eos_penalty=2.0)
+    shaped, _, metrics = run(config, scores, lengths, finished)
+    s = np.asarray(scores, np.float64)
+    normal = (s - s.mean()) / s.std(ddof=1)
+    np.testing.assert_allclose(shaped, np.clip(normal, -1, 1) - 2.0 * ~np.asarray(finished), rtol=1e-5)
+    np.testing.assert_allclose(metrics["score/clip_fraction"], np.mean(np.abs(normal) > 1))
+    assert np.min(shaped) < -1  # a penalty is not swallowed by the clip
+
+
+def test_where_the_clip_is_out_of_reach_all_peers_orders_agree():
+    scores, lengths, finished = batch()
+    config = ScoreConfig(clip=100.0, missing_eos_penalty=2.0, overlong_buffer=3)
+    shaped, *_ = run(config, scores, lengths, finished)
+    without, *_ = run(ScoreConfig(missing_eos_penalty=2.0, overlong_buffer=3), scores, lengths, finished)
+    np.testing.assert_array_equal(shaped, without)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        ScoreConfig(),
+        ScoreConfig(clip=0.7),
+        ScoreConfig(normalise=True, clip=0.9, missing_eos_penalty=1.0, length_penalty=0.1, overlong_buffer=6),
+    ],
+)
+def test_scores_of_tokens_add_up_to_the_shaped_sum_and_scale_alike(config):
+    rng = np.random.default_rng(1)
+    _, lengths, finished = batch()
+    tokens = rng.normal(size=(ROWS, LIMIT + 2)).astype(np.float32)
+    inside = np.arange(LIMIT + 2)[None] < np.asarray(lengths)[:, None]
+    given = jnp.asarray(np.where(inside, tokens, np.nan))  # what is beyond a response has no influence
+    shaped, moments, metrics = run(config, given, lengths, finished)
+    sums = jnp.asarray(np.where(inside, tokens, 0).sum(1))
+    expected, same, same_metrics = run(config, sums, lengths, finished)
+    np.testing.assert_allclose(shaped.sum(1), expected, rtol=1e-5, atol=1e-5)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5), (moments, metrics), (same, same_metrics))
+    assert not np.any(np.asarray(shaped)[~inside])
+    before_last = np.arange(LIMIT + 2)[None] < np.asarray(lengths)[:, None] - 1
+    factor = 1 / np.asarray(moments.std) if config.normalise else 1
+    np.testing.assert_allclose(np.asarray(shaped)[before_last], tokens[before_last] * factor, rtol=1e-5)
+
+
+def test_aligned_scores_stand_at_their_tokens():
+    scores = jnp.arange(1.0, 9.0).reshape(2, 4)
+    expected = [[0, 1, 2, 3, 4, 0], [0, 0, 0, 0, 5, 6]]
+    np.testing.assert_array_equal(jax.jit(align_scores, static_argnums=2)(scores, jnp.array([1, 4]), 6), expected)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"clip": 0.0}, "clip=0.0"),
+        ({"clip": float("nan")}, "clip=nan"),
+        ({"missing_eos_penalty": -1.0}, "missing_eos_penalty=-1.0"),
+        ({"length_penalty": float("inf")}, "length_penalty=inf"),
+        ({"overlong_penalty": float("nan")}, "overlong_penalty=nan"),
+        ({"overlong_buffer": 0}, "overlong_buffer=0"),
+        ({"overlong_buffer": 1.5}, "overlong_buffer=1.5"),
+        ({"overlong_buffer": True}, "overlong_buffer=True"),
+    ],
+)
+def test_numbers_out_of_range_are_named(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        ScoreConfig(**arguments)
+
+
+def test_what_does_not_fit_is_named():
+    scores, lengths, finished = batch()
+    with pytest.raises(ValueError, match="overlong_buffer=13.* at most max_response=12"):
+        run(ScoreConfig(overlong_buffer=13), scores, lengths, finished)
+    with pytest.raises(ValueError, match=r"scores has shape \(6,\)"):
+        run(ScoreConfig(), scores[:6], lengths, finished)
+
+
+@pytest.mark.usefixtures("strict_dtypes")
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_no_silent_promotion(dtype):
+    scores, lengths, finished = batch()
+    config = ScoreConfig(normalise=True, clip=1.0, missing_eos_penalty=1.0, length_penalty=0.1, overlong_buffer=6)
+    for given in (scores, jnp.ones((ROWS, LIMIT))):
+        shaped, moments, _ = run(config, given.astype(dtype), lengths, finished)
+        assert shaped.dtype == moments.mean.dtype == jnp.float32
