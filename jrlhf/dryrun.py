@@ -16,7 +16,7 @@ from jrlhf.meshes import GENERATE, SCORE, TRAIN, Layout, tree_reshard_cost
 from jrlhf.models import LoRAConfig, ModelConfig, init_lm, init_lora, init_scalar, lora_shardings, param_shardings
 from jrlhf.models.hf import load_adapter
 from jrlhf.models.params import HeadKind
-from jrlhf.models.quantize import int8_shapes
+from jrlhf.models.quantize import int8_shardings, to_int8
 from jrlhf.optimizers import adamw
 from jrlhf.pretrained import cast_matrices, is_here
 from jrlhf.sources import check_sources
@@ -75,7 +75,10 @@ def role_bytes(config: Config, mesh: Mesh, models: Mapping[str, ModelConfig]) ->
     roles: dict[str, dict[str, int]] = {}
     if lora is not None:
         base = _generation_copy(actor, mesh, dtype)
-        roles["base"] = {"weights": _bytes(int8_shapes(base) if config.lora.base == "int8" else base)}
+        if config.lora.base == "int8":
+            stored = int8_shardings(param_shardings(actor, mesh, GENERATE))
+            base = _placed(jax.eval_shape(to_int8, base), stored)
+        roles["base"] = {"weights": _bytes(base)}
     trained = _trained(actor, mesh, lora)
     roles["actor"] = _state_bytes(config.ppo.actor, trained, mesh)
     if lora is None:

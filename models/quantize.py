@@ -87,20 +87,6 @@ def int8_shardings(shardings: Params) -> Params:
     return _map_matrices(lambda _, sharding, inputs: _stored(sharding, inputs), shardings)
 
 
-def int8_shapes(shapes: Params) -> Params:
-    """A tree of `jax.ShapeDtypeStruct` with shardings, as `to_int8` would leave such arrays."""
-
-    def both(_: str, shape: Any, inputs: tuple[int, ...]) -> Int8:
-        stored = _stored(shape.sharding, inputs)
-        scale = tuple(1 if dim in inputs else size for dim, size in enumerate(shape.shape))
-        return Int8(
-            jax.ShapeDtypeStruct(shape.shape, jnp.int8, sharding=stored.values),  # pyright: ignore
-            jax.ShapeDtypeStruct(scale, jnp.float32, sharding=stored.scale),  # pyright: ignore
-        )
-
-    return _map_matrices(both, shapes)
-
-
 def int8_error(params: Params, quantized: Params) -> dict[str, float]:
     """Per matrix name the relative error |W - q s| / |W| (Frobenius, all layers together), such as attention/wq."""
 
