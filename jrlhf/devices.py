@@ -29,10 +29,11 @@ def select(config: DeviceConfig) -> list[Device]:
         pass  # JAX has started already, in a notebook say: what counts is what it started with
     try:
         devices = jax.devices()
-    except RuntimeError as error:
-        reason = str(error).splitlines()[0]
+    except (RuntimeError, AssertionError) as error:  # JAX asserts, without a word, where it has no such plugin
+        reason = (str(error) or "JAX has no plugin for it").splitlines()[0]
         raise UserError(
-            f"device.platform={config.platform} is not available here ({reason}); try auto or cpu"
+            f"device.platform={config.platform} is not available here ({reason}): set it to auto or cpu; for a dry run "
+            "add device.simulated=8, or as many as there will be"
         ) from error
     running = devices[0].platform
     if config.platform != "auto" and running != config.platform:

@@ -124,3 +124,14 @@ def test_devices_that_cannot_be_had_are_refused():
     jax.config.update("jax_platforms", "cpu")
     with pytest.raises(UserError, match="device.simulated=3 asks for that many CPU devices, but JAX already runs on 8"):
         select(DeviceConfig(simulated=3))
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no such thing\nand more"), AssertionError()])
+def test_a_platform_that_is_not_there_is_one_sentence(monkeypatch, error):
+    def absent():
+        raise error
+
+    monkeypatch.setattr(jax, "devices", absent)
+    with pytest.raises(UserError, match=r"not available here \((no such thing|JAX has no plugin for it)\)") as caught:
+        select(DeviceConfig())
+    assert "\n" not in str(caught.value)
