@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from jrlhf.errors import UserError
 from jrlhf.models.config import ModelConfig
+from jrlhf.models.schedule import Schedule
 from jrlhf.ppo.config import PPOConfig
 from jrlhf.ppo.shaping import ScoreConfig
 from jrlhf.strict import Section, between, build, checked, count, natural, non_negative, override, parse_yaml, positive
@@ -98,8 +99,17 @@ class LoRASection(Section):
 class ComputeConfig(Section):
     # Of activations, of the generation copy and of frozen models; weights in training are float32.
     dtype: Literal["float32", "bfloat16"] = "float32"
-    remat: Literal["full", "gather"] = "full"  # what the backward pass recomputes: the layers, or only gathered weights
+    # What the backward pass keeps of a layer: its input, on the host or here; attention's output; products; everything.
+    remat: Literal["offload", "full", "attention", "products", "gather"] = "full"
     logprob: Literal["reference", "xla", "pallas_tpu", "pallas_gpu"] | None = None  # null: the platform's default
+    fused_loss: bool = True  # the policy's loss and its gradient are computed together; false: logits are made twice
+    # With a single update a batch: its passes make the experience, too. What both trained models keep exists at once,
+    # and the loss is not fused, for the advantages are not known yet.
+    shared_passes: bool = False
+    attention: Literal["xla", "cudnn", "splash"] | None = None  # of whole sequences; null: the platform's default
+    # A device scores about so many tokens at a time, rows of similar length together; null: the whole batch with its
+    # padding. Compiles each model that scores up to four times over.
+    score_tokens: int | None = count(None)
 
 
 @dataclass(frozen=True)
@@ -159,9 +169,17 @@ class SFTConfig(OptimizerConfig):
     steps: int = count(500)
     batch: int = count(64)  # rows
     micro_batches: int = count(1)  # parts in which a batch is computed: less memory, the same result
+    micro_batch_tokens: int | None = count(None)  # parts of about so many tokens a device in its place, as in PPOConfig
     renaming: float = between(0.5, 0.0, 1.0)  # share of examples whose words are replaced: docstrings/renaming.py
     eval_every: int = count(100)  # steps
     save_every: int = count(100)  # steps between checkpoints
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.micro_batch_tokens is not None and self.micro_batches != 1:
+            raise ValueError(
+                f"micro_batches={self.micro_batches}: it must be 1 with micro_batch_tokens, which has its place"
+            )
 
 
 @dataclass(frozen=True)
@@ -243,6 +261,16 @@ Stage = Literal["sft", "reward_model", "ppo"]
 
 
 @dataclass(frozen=True)
+class ProfileConfig(Section):
+    """Iterations of a stage that jax.profiler records, each into a directory in the run's profile/."""
+
+    iterations: tuple[int, ...] = checked(
+        (), lambda value: all(each >= 1 for each in value), "iterations, the first of which is 1"
+    )
+    stage: Stage = "ppo"
+
+
+@dataclass(frozen=True)
 class Config(Section):
     name: str = checked(
         "quickstart",
@@ -264,9 +292,11 @@ class Config(Section):
     sft: SFTConfig = SFTConfig()
     reward_model: RewardModelConfig = RewardModelConfig()
     ppo: PPOStageConfig = PPOStageConfig()
+    rollout: Schedule = Schedule()  # how rows share the devices while they are generated
     checkpoints: CheckpointConfig = CheckpointConfig()
     export: ExportConfig = ExportConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
+    profile: ProfileConfig = ProfileConfig()
 
 
 def load_config(path_or_name: str, overrides: Sequence[str] = ()) -> Config:
@@ -349,10 +379,12 @@ def validate(config: Config, device_count: int, models: Mapping[str, ModelConfig
     _check_stages(config)
     _check_data(config)
     _check_used(config)
+    _check_profile(config)
     data, fsdp, tensor = mesh_sizes(config.mesh, device_count)
     for role, model in models.items():
         _check_model(config, role, model, fsdp, tensor, device_count)
     _check_batches(config, data * fsdp * tensor)
+    _check_shared_passes(config)
     _check_sampling(config, models["actor"])
 
 
@@ -439,6 +471,23 @@ def _check_used(config: Config) -> None:
         )
 
 
+def _check_profile(config: Config) -> None:
+    profile = config.profile
+    if not profile.iterations:
+        return
+    if profile.stage not in config.stages:
+        raise UserError(
+            f"profile.stage={profile.stage} is not among stages={_list(config.stages)}: name one that the run has"
+        )
+    steps = {"sft": config.sft.steps, "reward_model": config.reward_model.steps, "ppo": config.ppo.iterations}
+    beyond = [each for each in profile.iterations if each > steps[profile.stage]]
+    if beyond:
+        raise UserError(
+            f"profile.iterations has {beyond[0]}, but {profile.stage} ends after {steps[profile.stage]}: choose "
+            "earlier ones"
+        )
+
+
 def _check_model(config: Config, role: str, model: ModelConfig, fsdp: int, tensor: int, device_count: int) -> None:
     data = config.data
     where = "model" if role == "actor" else f"the {role}"
@@ -482,6 +531,30 @@ def _check_batches(config: Config, devices: int) -> None:
             raise UserError(
                 f"{key}={rows} does not divide over {parts}: choose a multiple of {divisor}, such as {choices}"
             )
+    if config.rollout.slots is not None and config.rollout.slots % devices:
+        raise UserError(
+            f"rollout.slots={config.rollout.slots} does not divide over {devices} device(s): choose a multiple of "
+            f"{devices}, or null for all rows at a time"
+        )
+
+
+def _check_shared_passes(config: Config) -> None:
+    if not config.compute.shared_passes:
+        return
+    algorithm = config.ppo.algorithm
+    for name, single in (("epochs", 1), ("minibatches", 1), ("micro_batches", 1), ("micro_batch_tokens", None)):
+        if getattr(algorithm, name) != single:
+            raise UserError(
+                f"compute.shared_passes needs a single update on the whole batch, and not ppo.algorithm.{name}="
+                f"{getattr(algorithm, name)}: set that to {'null' if single is None else single}, or this to false"
+            )
+    if config.compute.score_tokens is not None:
+        raise UserError(
+            f"compute.shared_passes reads a batch as a whole, which compute.score_tokens={config.compute.score_tokens} "
+            "would divide: leave one of them out"
+        )
+    if config.lora.on:
+        raise UserError("compute.shared_passes is for models that are trained whole, not lora: set it to false")
 
 
 def _check_sampling(config: Config, actor: ModelConfig) -> None:

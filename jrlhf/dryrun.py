@@ -1,9 +1,6 @@
 """`--dry-run`: what a run would be. Model states exact by `eval_shape`; nothing is compiled, trained or written."""
 
 from collections.abc import Mapping
-from functools import partial
-from math import prod
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,17 +10,24 @@ from jrlhf.config import Config, OptimizerConfig
 from jrlhf.errors import UserError
 from jrlhf.launch import load_task, select_mesh
 from jrlhf.meshes import GENERATE, SCORE, TRAIN, Layout, tree_reshard_cost
-from jrlhf.models import LoRAConfig, ModelConfig, init_lm, init_lora, init_scalar, lora_shardings, param_shardings
+from jrlhf.models import LoRAConfig, ModelConfig, param_shardings
 from jrlhf.models.hf import load_adapter
 from jrlhf.models.params import HeadKind
 from jrlhf.models.quantize import int8_shardings, to_int8
-from jrlhf.optimizers import adamw
-from jrlhf.pretrained import cast_matrices, is_here
+from jrlhf.pretrained import is_here
+from jrlhf.shapes import (
+    Shapes,
+    adapter_weights,
+    device_bytes,
+    generation_copy,
+    placed,
+    train_state,
+    whole_weights,
+)
 from jrlhf.sources import check_sources
 from jrlhf.strict import to_yaml
 
 MIB = 2**20
-Shapes = Any  # a tree of jax.ShapeDtypeStruct with shardings
 
 # The calls of one PPO iteration in their order, and the layout in which each sees its model.
 PLAN: tuple[tuple[str, str, Layout], ...] = (
@@ -74,30 +78,30 @@ def role_bytes(config: Config, mesh: Mesh, models: Mapping[str, ModelConfig]) ->
     lora = _lora(config, actor, mesh)
     roles: dict[str, dict[str, int]] = {}
     if lora is not None:
-        base = _generation_copy(actor, mesh, dtype)
+        base = generation_copy(actor, mesh, dtype)
         if config.lora.base == "int8":
             stored = int8_shardings(param_shardings(actor, mesh, GENERATE))
-            base = _placed(jax.eval_shape(to_int8, base), stored)
-        roles["base"] = {"weights": _bytes(base)}
+            base = placed(jax.eval_shape(to_int8, base), stored)
+        roles["base"] = {"weights": device_bytes(base)}
     trained = _trained(actor, mesh, lora)
     roles["actor"] = _state_bytes(config.ppo.actor, trained, mesh)
     if lora is None:
-        roles["actor"]["generation copy"] = _bytes(_generation_copy(actor, mesh, dtype))
+        roles["actor"]["generation copy"] = device_bytes(generation_copy(actor, mesh, dtype))
     roles["actor"]["KV cache"] = _cache_bytes(config, mesh, actor)
     if "ppo" in config.stages:
         shared = lora if config.lora.critic and config.roles.critic is None else None
         critic = _trained(models["critic"], mesh, shared, "scalar")
         roles["critic"] = _state_bytes(config.ppo.critic, critic, mesh)
         if lora is not None and config.roles.reference is None:
-            own = _bytes(trained) if "sft" in config.stages or config.lora.path is not None else 0
+            own = device_bytes(trained) if "sft" in config.stages or config.lora.path is not None else 0
         else:
-            own = _bytes(_whole(models["reference"], mesh, dtype=dtype))
+            own = device_bytes(whole_weights(models["reference"], mesh, dtype=dtype))
         roles["reference"] = {"weights": own}
     if "reward_model" in config.stages:
-        roles["reward"] = {"weights": _bytes(_trained(models["reward"], mesh, lora, "scalar"))}
+        roles["reward"] = {"weights": device_bytes(_trained(models["reward"], mesh, lora, "scalar"))}
     for role, model in models.items():
         if role.startswith("reward "):
-            roles[role] = {"weights": _bytes(_whole(model, mesh, "scalar", dtype))}
+            roles[role] = {"weights": device_bytes(whole_weights(model, mesh, "scalar", dtype))}
     return roles
 
 
@@ -122,6 +126,8 @@ def _plan(config: Config, mesh: Mesh, models: Mapping[str, ModelConfig]) -> list
     for call, role, layout in PLAN:
         if role == "reward" and "reward_model" not in config.stages:
             continue
+        if config.compute.shared_passes and call in ("logprobs", "values") and role != "reference":
+            continue  # a part of the update
         seen = GENERATE if role in shared else layout
         lines.append(f"  {role + '.' + call:<20} layout {seen.name:<9} rows over {', '.join(seen.batch)}")
     for reward in config.rewards:
@@ -155,56 +161,20 @@ def _lora(config: Config, actor: ModelConfig, mesh: Mesh) -> LoRAConfig | None:
 def _trained(model: ModelConfig, mesh: Mesh, lora: LoRAConfig | None, head: HeadKind = "lm") -> Shapes:
     """What a role trains, float32: all weights, or an adapter."""
     if lora is None:
-        return _whole(model, mesh, head)
-    key = jax.eval_shape(lambda: jax.random.key(0))
-    shapes = jax.eval_shape(partial(init_lora, model, lora, head=head), key)
-    return _placed(shapes, lora_shardings(model, mesh, lora, head))
-
-
-def _whole(model: ModelConfig, mesh: Mesh, head: HeadKind = "lm", dtype: Any = jnp.float32) -> Shapes:
-    """All weights in TRAIN storage; matrices in `dtype`."""
-    key = jax.eval_shape(lambda: jax.random.key(0))
-    shapes = jax.eval_shape(partial(init_lm if head == "lm" else init_scalar, model), key)
-    axes = param_shardings(model, mesh, TRAIN, head)
-    return _placed(jax.eval_shape(partial(cast_matrices, dtype=dtype), shapes), axes)
-
-
-def _generation_copy(model: ModelConfig, mesh: Mesh, dtype: Any) -> Shapes:
-    """The tree of GENERATE: "layers" as a list of one tree a layer."""
-    key = jax.eval_shape(lambda: jax.random.key(0))
-    shapes = jax.eval_shape(partial(init_lm, model), key)
-    cast = jax.eval_shape(partial(cast_matrices, dtype=dtype), shapes)
-    layer = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), cast["layers"])
-    return _placed({**cast, "layers": [layer] * model.layers}, param_shardings(model, mesh, GENERATE))
-
-
-def _placed(tree: Any, shardings: Any) -> Shapes:
-    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, shardings)
-
-
-def _bytes(tree: Shapes) -> int:
-    """Bytes of one device's shards."""
-    return sum(jnp.dtype(x.dtype).itemsize * prod(_shard_shape(x)) for x in jax.tree.leaves(tree))
-
-
-def _shard_shape(x: jax.ShapeDtypeStruct) -> tuple[int, ...]:
-    return x.shape if x.sharding is None else x.sharding.shard_shape(x.shape)
+        return whole_weights(model, mesh, head)
+    return adapter_weights(model, mesh, lora, head)
 
 
 def _state_bytes(config: OptimizerConfig, params: Shapes, mesh: Mesh) -> dict[str, int]:
     """Of a role that is trained. The gradients are there during its update only."""
-    weights = _bytes(params)
-    return {"weights": weights, "optimizer": _optimizer_bytes(config, params, mesh), "gradients": weights}
-
-
-def _optimizer_bytes(config: OptimizerConfig, params: Any, mesh: Mesh) -> int:
-    with jax.set_mesh(mesh):  # under Explicit axes the moments' types say where they lie
-        return _bytes(jax.eval_shape(adamw(config, updates=1).init, params))
+    weights, moments = device_bytes(params), device_bytes(train_state(config, params, mesh).opt_state)
+    return {"weights": weights, "optimizer": moments, "gradients": weights}
 
 
 def _cache_bytes(config: Config, mesh: Mesh, model: ModelConfig) -> int:
-    """Keys and values of a rollout: [rows, kv-heads, positions, head_dim] a layer, rows over data and fsdp."""
-    rows = config.ppo.rollout_batch // (mesh.shape["data"] * mesh.shape["fsdp"])
+    """Keys and values, [rows, kv-heads, positions, head_dim] a layer, of the rows that decode at a time."""
+    batch = config.ppo.rollout_batch
+    rows = min(config.rollout.slots or batch, batch) // (mesh.shape["data"] * mesh.shape["fsdp"])
     positions = config.data.max_prompt + config.data.max_response
     heads = max(model.kv_heads // mesh.shape["tensor"], 1)
     itemsize = jnp.dtype(config.compute.dtype).itemsize

@@ -24,7 +24,7 @@ from jrlhf.errors import UserError
 from jrlhf.files import write_atomic
 from jrlhf.meshes import GENERATE, make_mesh
 from jrlhf.model import Architecture, Model
-from jrlhf.models import ModelConfig, SamplingConfig
+from jrlhf.models import ModelConfig, SamplingConfig, Schedule
 from jrlhf.models.hf import load_adapter, read_config
 from jrlhf.models.params import check_tensor
 from jrlhf.pretrained import load_weights, locate
@@ -55,7 +55,8 @@ class Generator:
                 f"{self.model.config.max_positions} positions: shorten one of them"
             )
         width = min(max(32, 1 << (widest - 1).bit_length()), room)  # few widths, so that few programs are compiled
-        run = programs.generate(self.model.architecture, self.mesh, self.compute, self.sampling)
+        schedule = Schedule(chunk=self.sampling.max_new_tokens)  # one program: an answer need not wait for several
+        run = programs.generate(self.model.architecture, self.mesh, self.compute, self.sampling, schedule)
         for start in range(0, len(prompts.ids), self.batch):
             chunk = list(prompts.ids[start : start + self.batch])
             whole = chunk + [chunk[0]] * (self.batch - len(chunk))

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jrlhf.config import Config, ModelSection, mesh_sizes, validate
+from jrlhf.config import ComputeConfig, Config, ModelSection, mesh_sizes, validate
 from jrlhf.console import Console
 from jrlhf.context import Context
 from jrlhf.devices import idle_accelerator, select
@@ -16,6 +16,7 @@ from jrlhf.errors import UserError
 from jrlhf.files import write_atomic
 from jrlhf.meshes import make_mesh
 from jrlhf.models import ModelConfig
+from jrlhf.models.attention import computes
 from jrlhf.preemption import PreemptionGuard
 from jrlhf.pretrained import architecture, fresh_model, locate
 from jrlhf.programs import Compute
@@ -47,13 +48,25 @@ def open_context(config: Config, *, resume: bool) -> Iterator[Context]:
         yield Context(
             config=config,
             mesh=mesh,
-            compute=Compute(jnp.dtype(config.compute.dtype), config.compute.remat, config.compute.logprob),
+            compute=compute_of(config.compute),
             task=task,
             vocab_size=models["actor"].vocab_size,
             run=run,
             console=console,
             preemption=preemption,
         )
+
+
+def compute_of(section: ComputeConfig) -> Compute:
+    """How the run's models compute."""
+    return Compute(
+        dtype=jnp.dtype(section.dtype),
+        remat=section.remat,
+        logprob=section.logprob,
+        fused_loss=section.fused_loss,
+        attention=section.attention,
+        score_tokens=section.score_tokens,
+    )
 
 
 def load_task(config: Config, actor: ModelConfig) -> Task:
@@ -107,6 +120,7 @@ def select_mesh(config: Config) -> tuple[Mesh, dict[str, ModelConfig]]:
     models = architectures(config)
     validate(config, len(devices), models)
     _check_kernel(config, models, devices[0].platform)
+    _check_attention(config, models, devices[0].platform)
     data, fsdp, tensor = mesh_sizes(config.mesh, len(devices))
     return make_mesh(data, fsdp, tensor, devices=devices), models
 
@@ -161,3 +175,20 @@ def _check_kernel(config: Config, models: dict[str, ModelConfig], platform: str)
             f"compute.logprob=pallas_gpu needs compute.dtype=bfloat16 and model.embed a multiple of 64 (they are "
             f"{config.compute.dtype} and {embed}): set it to null"
         )
+
+
+def _check_attention(config: Config, models: dict[str, ModelConfig], platform: str) -> None:
+    chosen = config.compute.attention
+    needed = {"cudnn": "gpu", "splash": "tpu"}.get(str(chosen), platform)
+    if platform != needed:
+        raise UserError(f"compute.attention={chosen} runs on a {needed} only, and this is a {platform}: set it to null")
+    if chosen == "cudnn" and config.compute.dtype != "bfloat16":
+        raise UserError(
+            f"compute.attention=cudnn needs compute.dtype=bfloat16, not {config.compute.dtype}: set it to null"
+        )
+    for role, model in models.items():
+        if chosen is not None and not computes(chosen, model.head_dim, model.attention_softcap):
+            raise UserError(
+                f"compute.attention={chosen} cannot compute the {role}'s attention with head_dim={model.head_dim} and "
+                f"softcap={model.attention_softcap}: set it to null"
+            )

@@ -9,20 +9,21 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Float
+from jaxtyping import Array, Float
 
 from jrlhf.batches import batch_indices, key_for, pad_rows, put_rows, row_keys
 from jrlhf.context import Context
 from jrlhf.data.encode import Prompts
 from jrlhf.model import Model
 from jrlhf.optimizers import adamw
-from jrlhf.ppo import Experience, PPOState, TrainState, experience_metrics, make_experience, update_kl
+from jrlhf.ppo import Experience, PPOState, Rollout, TrainState, experience_metrics, make_experience, update_kl
 from jrlhf.ppo.shaping import RunningMoments, align_scores
-from jrlhf.roles import Actor, Critic, Reference
+from jrlhf.roles import Actor, Critic, Learner, Reference
 from jrlhf.sampling import read_responses
 from jrlhf.scoring import Batch, Rewards
 from jrlhf.stage import SAMPLES, run_stage
 from jrlhf.starts import frozen_policy, start_critic, start_reference
+from jrlhf.utilisation import workload_of
 from jrlhf.validation import validate
 
 
@@ -38,13 +39,29 @@ class RLState:
 def ppo_iteration(actor: Actor, critic: Critic, reference: Reference, rewards: Rewards, batch: Batch, experience_of):
     """One iteration of PPO as a dataflow: generate, score, train."""
     rollout = actor.generate(*batch.arrays)
-    scores = rewards.score(rollout, batch)
-    old = actor.logprobs(rollout)
-    ref = reference.logprobs(rollout)
+    scores = rewards.begin(rollout, batch)
+    old, ref = score_policies(actor, reference, rollout)
     values, after = critic.values(rollout)
-    experience = experience_of(rollout, scores, old, ref, values, bootstrap_values=after)
+    experience = experience_of(rollout, scores(), old, ref, values, bootstrap_values=after)
     metrics = critic.update(experience) | actor.update(experience)
     return experience, metrics
+
+
+def on_policy_iteration(
+    actor: Actor, learner: Learner, reference: Reference, rewards: Rewards, batch: Batch, kl_coef: float | Array
+):
+    """The same where a batch gets a single update: the passes that make the experience are those that are trained."""
+    rollout = actor.generate(*batch.arrays)
+    scores = rewards.begin(rollout, batch)
+    ref = reference.logprobs(rollout)
+    return learner.update(rollout, placed(rollout, scores()), ref, kl_coef)
+
+
+def score_policies(actor: Actor, reference: Reference, rollout: Rollout) -> tuple[Array, Array]:
+    """The rollout's log-probs [B, T] under the actor and under the reference: in one pass where they share weights."""
+    if reference.is_base_of(actor):
+        return actor.logprobs_with_base(rollout)
+    return actor.logprobs(rollout), reference.logprobs(rollout)
 
 
 def train_ppo(context: Context, policy: Model, rewards: Rewards) -> tuple[Model, Model]:
@@ -63,9 +80,22 @@ def train_ppo(context: Context, policy: Model, rewards: Rewards) -> tuple[Model,
     reference_model = start_reference(context, before)
     critic_model = start_critic(context, policy, rewards.learnt)
     on_mesh = (context.mesh, context.compute)
-    actor = Actor(policy, *on_mesh, sampling=context.sampling, optimizer=actor_optimizer, ppo=algorithm, clock=clock)
+    actor = Actor(
+        policy,
+        *on_mesh,
+        sampling=context.sampling,
+        schedule=context.config.rollout,
+        optimizer=actor_optimizer,
+        ppo=algorithm,
+        clock=clock,
+    )
     critic = Critic(critic_model, *on_mesh, optimizer=critic_optimizer, ppo=algorithm, clock=clock)
     reference = Reference(reference_model, *on_mesh, temperature=config.temperature, clock=clock)
+    learner = None
+    if context.config.compute.shared_passes:
+        optimizers = actor_optimizer, critic_optimizer
+        learner = Learner(actor, critic, *on_mesh, optimizers=optimizers, ppo=algorithm, temperature=config.temperature)
+    workload = workload_of(policy, critic_model, reference_model, algorithm, *on_mesh)
     experience_of = jax.jit(partial(_experience, config=algorithm))
     measure = jax.jit(experience_metrics)
     next_kl = jax.jit(partial(update_kl, episodes=config.rollout_batch, config=algorithm))
@@ -86,13 +116,18 @@ def train_ppo(context: Context, policy: Model, rewards: Rewards) -> tuple[Model,
         actor.state, critic.state, rewards.moments = state.ppo.actor, state.ppo.critic, state.moments
         validated, samples = validate(context, actor.model, rewards, step, clock)
         batch, kl_coef = take_batch(context, prompts, step), state.ppo.kl.coef
-        timed_experience = partial(clock.run, "adv", experience_of, kl_coef=kl_coef)
-        experience, metrics = ppo_iteration(actor, critic, reference, rewards, batch, timed_experience)
+        if learner is None:
+            timed_experience = partial(clock.run, "adv", experience_of, kl_coef=kl_coef)
+            experience, metrics = ppo_iteration(actor, critic, reference, rewards, batch, timed_experience)
+        else:
+            experience, metrics = on_policy_iteration(actor, learner, reference, rewards, batch, kl_coef)
         metrics |= measure(experience) | {"objective/kl_coef": kl_coef} | rewards.metrics()
         kl = next_kl(state.ppo.kl, metrics["objective/kl"])
         metrics = jax.device_get(metrics) | clock.take() | validated
         metrics |= throughput(metrics, len(batch.examples), context.mesh.size)
-        metrics |= watch(context, batch, *jax.device_get((experience, rewards.raw)))
+        experience, raw = jax.device_get((experience, rewards.raw))
+        metrics |= workload.metrics(metrics, experience.prompt_lengths, experience.response_lengths)
+        metrics |= watch(context, batch, experience, raw)
         metrics[SAMPLES] += samples
         return RLState(PPOState(actor.state, critic.state, kl), rewards.moments), metrics
 
@@ -101,10 +136,16 @@ def train_ppo(context: Context, policy: Model, rewards: Rewards) -> tuple[Model,
 
 
 def _experience(rollout, scores, *others, **options) -> Experience:
-    """`make_experience`, to which scores of tokens come as `[B, R]`, from the first response token on."""
-    if scores.ndim == 2:
-        scores = align_scores(scores, rollout.prompt_lengths, rollout.tokens.shape[1])
-    return make_experience(rollout, scores, *others, **options)
+    """`make_experience` of scores as the rewards give them."""
+    return make_experience(rollout, placed(rollout, scores), *others, **options)
+
+
+@jax.jit
+def placed(rollout: Rollout, scores: Array) -> Array:
+    """Scores of tokens, `[B, R]` from the first response token on, where they stand in `[B, T]`; of rows as is."""
+    if scores.ndim == 1:
+        return scores
+    return align_scores(scores, rollout.prompt_lengths, rollout.tokens.shape[1])
 
 
 def take_batch(context: Context, prompts: Prompts, step: int) -> Batch:

@@ -13,8 +13,8 @@ from jaxtyping import Array, Float, Int
 from jrlhf import programs
 from jrlhf.clock import Clock, timed
 from jrlhf.model import Model
-from jrlhf.models import SamplingConfig
-from jrlhf.ppo import Experience, PPOConfig, Rollout, TrainState, make_actor_step, make_critic_step
+from jrlhf.models import SamplingConfig, Schedule
+from jrlhf.ppo import Experience, PPOConfig, Rollout, TrainState
 from jrlhf.programs import Compute
 
 
@@ -33,18 +33,25 @@ class Actor:
         compute: Compute,
         *,
         sampling: SamplingConfig,
+        schedule: Schedule | None = None,
         optimizer: optax.GradientTransformation,
         ppo: PPOConfig,
         clock: Clock,
     ):
+        self.architecture = model.architecture
         self._model = model.holding({})  # the weights are the state's: these would be kept for nothing
         self._mesh, self._compute = mesh, compute
         self.clock = clock
         architecture = model.architecture
-        self._generate = programs.generate(architecture, mesh, compute, sampling)
+        self._generate = programs.generate(architecture, mesh, compute, sampling, schedule)
         self._logprobs = programs.score_logprobs(architecture, mesh, compute, temperature=sampling.temperature)
-        trained = programs.train_logprobs(architecture, mesh, compute, temperature=sampling.temperature)
-        self._update = make_actor_step(trained, optimizer, ppo)
+        if architecture.lora is not None:
+            self._logprobs_with_base = programs.score_logprobs_with_base(
+                architecture, mesh, compute, temperature=sampling.temperature
+            )
+        self._update = programs.actor_step(
+            architecture, mesh, compute, optimizer, ppo, temperature=sampling.temperature
+        )
 
     @property
     def model(self) -> Model:
@@ -74,8 +81,16 @@ class Actor:
     @timed("old_log_prob")
     def logprobs(self, rollout: Rollout) -> Float[Array, "B T"]:
         """Log-probs of the rollout's tokens under the present weights."""
-        logprobs, _ = self._logprobs(self.state.params, rollout.tokens, *self._model.frozen)
+        logprobs, _ = self._logprobs(self.state.params, rollout.tokens, rollout.lengths, *self._model.frozen)
         return logprobs
+
+    @timed("old_log_prob")
+    def logprobs_with_base(self, rollout: Rollout) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
+        """An adapter's `logprobs`, and those of the base under it, in one pass."""
+        logprobs, _, base = self._logprobs_with_base(
+            self.state.params, rollout.tokens, rollout.lengths, *self._model.frozen
+        )
+        return logprobs, base
 
     @timed("update_actor")
     def update(self, experience: Experience) -> dict[str, Array]:
@@ -94,8 +109,12 @@ class Reference:
     @timed("ref")
     def logprobs(self, rollout: Rollout) -> Float[Array, "B T"]:
         """Log-probs of the rollout's tokens."""
-        logprobs, _ = self._logprobs(self.model.params, rollout.tokens, *self.model.frozen)
+        logprobs, _ = self._logprobs(self.model.params, rollout.tokens, rollout.lengths, *self.model.frozen)
         return logprobs
+
+    def is_base_of(self, actor: Actor) -> bool:
+        """Whether the actor is an adapter on this very model, which then needs no pass of its own."""
+        return self.model.params is actor.model.base
 
 
 class Critic:
@@ -113,21 +132,49 @@ class Critic:
         ppo: PPOConfig,
         clock: Clock,
     ):
-        self._model, self.clock = model.holding({}), clock
+        self._model, self.clock, self.architecture = model.holding({}), clock, model.architecture
         self._values = programs.score_values(model.architecture, mesh, compute)
-        self._update = make_critic_step(programs.train_values(model.architecture, mesh, compute), optimizer, ppo)
+        self._update = programs.critic_step(model.architecture, mesh, compute, optimizer, ppo)
 
     @timed("values")
     def values(self, rollout: Rollout) -> tuple[Float[Array, "B T"], Float[Array, "B"]]:
         """V before every token, and V after each row's last one, for rows that the length limit cut off."""
-        ends = rollout.prompt_lengths + rollout.response_lengths
-        return self._values(self.state.params, rollout.tokens, ends, *self._model.frozen)
+        return self._values(self.state.params, rollout.tokens, rollout.lengths, *self._model.frozen)
 
     @timed("update_critic")
     def update(self, experience: Experience) -> dict[str, Array]:
         """Trains on one batch of experience."""
         self.state, metrics = self._update(self.state, experience, *self._model.frozen)
         return metrics
+
+
+class Learner:
+    """Actor and critic where a batch gets a single update: one program makes the experience and trains both."""
+
+    def __init__(
+        self,
+        actor: Actor,
+        critic: Critic,
+        mesh: Mesh,
+        compute: Compute,
+        *,
+        optimizers: tuple[optax.GradientTransformation, optax.GradientTransformation],
+        ppo: PPOConfig,
+        temperature: float,
+    ):
+        self._actor, self._critic, self.clock = actor, critic, actor.clock
+        models = actor.architecture, critic.architecture
+        self._update = programs.on_policy_step(*models, mesh, compute, optimizers, ppo, temperature=temperature)
+
+    @timed("update")
+    def update(
+        self, rollout: Rollout, scores: Array, ref: Array, kl_coef: float | Array
+    ) -> tuple[Experience, dict[str, Array]]:
+        """The experience of a rollout, and both models trained on it."""
+        states = self._actor.state, self._critic.state
+        actor, critic, experience, metrics = self._update(*states, rollout, scores, ref, kl_coef)
+        self._actor.state, self._critic.state = actor, critic
+        return experience, metrics
 
 
 class Reward:
@@ -140,5 +187,4 @@ class Reward:
     @timed("reward")
     def score(self, rollout: Rollout) -> Float[Array, "B"]:
         """The learned score of every row, read at its last token."""
-        ends = rollout.prompt_lengths + rollout.response_lengths
-        return self._scores(self.model.params, rollout.tokens, ends, *self.model.frozen)
+        return self._scores(self.model.params, rollout.tokens, rollout.lengths, *self.model.frozen)

@@ -10,7 +10,7 @@ from jrlhf import programs
 from jrlhf.batches import pad_rows, put_rows, row_keys
 from jrlhf.context import Context
 from jrlhf.model import Model
-from jrlhf.models import SamplingConfig
+from jrlhf.models import SamplingConfig, Schedule
 from jrlhf.tokenizer import Tokenizer
 
 
@@ -35,7 +35,8 @@ def sample(
     sampling: how they are drawn instead.
     """
     mesh, batch = context.mesh, context.config.ppo.rollout_batch
-    run = programs.generate(policy.architecture, mesh, context.compute, sampling or context.sampling)
+    drawn = sampling or context.sampling
+    run = programs.generate(policy.architecture, mesh, context.compute, drawn, _schedule(context, drawn))
     weights = programs.generation_weights(policy, mesh, context.compute)
     responses: list[Response] = []
     for start in range(0, len(prompts), batch):
@@ -46,6 +47,14 @@ def sample(
         generation = run(weights, tokens, lengths, keys, *policy.frozen)
         responses += read_responses(context.task.tokenizer, jax.device_get(generation))[: len(chunk)]
     return responses
+
+
+def _schedule(context: Context, sampling: SamplingConfig) -> Schedule:
+    """That of the rollouts; or one program, where several would be compiled for this alone and all rows have room."""
+    planned = context.config.rollout
+    if sampling == context.sampling or planned.slots is not None:
+        return planned
+    return Schedule(chunk=sampling.max_new_tokens)
 
 
 def score_sequences(context: Context, reward: Model, sequences: Sequence[Sequence[int]]) -> np.ndarray:

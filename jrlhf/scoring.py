@@ -1,7 +1,9 @@
 """The rewards of a run as one: learned models and functions, weighed, each logged by its name."""
 
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -38,6 +40,7 @@ class TextPart:
     weight: float
     score: Callable[[Sequence[Sample], int], Scored]
     identity: str  # one word for what it is: of a model's weights, of a function's file
+    on_device: bool = False  # a model on the mesh, rather than a function in its own processes
 
 
 @dataclass(frozen=True)
@@ -64,8 +67,8 @@ class Rewards:
     learnt: the reward model that this run trained, if it did.
     """
 
-    moments: RunningMoments  # of the scores so far; assigned by whoever runs the iterations, `score` replaces it
-    raw: Float[Array, "B"]  # the sums of the last call of `score`, before they were shaped
+    moments: RunningMoments  # of the scores so far; assigned by whoever runs the iterations, scoring replaces it
+    raw: Float[Array, "B"]  # the sums of the last scoring, before they were shaped
 
     def __init__(
         self,
@@ -74,7 +77,7 @@ class Rewards:
         token_parts: Mapping[str, TokenPart],
         text_parts: Mapping[str, TextPart],
     ):
-        self.clock = Clock()
+        self.clock = Clock(deadline=context.config.deadline)
         self.learnt, self.token_parts, self.text_parts = learnt, token_parts, text_parts
         self._roles = {
             name: Reward(part.model, context.mesh, context.compute, clock=self.clock)
@@ -85,32 +88,68 @@ class Rewards:
         config = context.config.ppo.scores
         self._shape = jax.jit(partial(shape_scores, config=config, max_response=self._max_response))
         self._metrics: dict[str, float | Array] = {}
+        self._models = {name: part for name, part in text_parts.items() if part.on_device}
+        self._functions = {name: part for name, part in text_parts.items() if not part.on_device}
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="rewards")
 
-    def score(self, rollout: Rollout, batch: Batch) -> Float[Array, "B"] | Float[Array, "B R"]:
-        """What PPO sees of every row: the sum of the rewards, normalised, clipped and penalised as the config says.
+    def begin(self, rollout: Rollout, batch: Batch) -> Callable[[], Float[Array, "B"] | Float[Array, "B R"]]:
+        """Begins to score a rollout: reward models of tokens are handed to the device, functions to their processes.
 
-        Of every response token, the first at index 0, where a reward scores tokens.
+        Returns what waits for the functions, asks reward models of text, and gives what PPO sees of every row: the sum
+        of the rewards, normalised, clipped and penalised as the config says. Of every response token, the first at
+        index 0, where a reward scores tokens. To be called before another `begin`, from the same thread.
         """
         self._metrics = {}
-        raw = self._sum(rollout, batch)
-        self.raw = raw if raw.ndim == 1 else jnp.sum(raw, axis=1)
-        scores, self.moments, shaping = self._shape(raw, rollout.response_lengths, rollout.finished, self.moments)
-        self._metrics |= _range(self.raw) | shaping
+        total = self._learned(rollout)
+        texts = self._thread.submit(self._read, rollout, batch) if self.text_parts else None
+
+        def scores() -> Float[Array, "B"] | Float[Array, "B R"]:
+            raw = total if texts is None else self._add_texts(rollout, batch, total, texts)
+            assert raw is not None
+            self.raw = raw if raw.ndim == 1 else jnp.sum(raw, axis=1)
+            shaped, self.moments, shaping = self._shape(raw, rollout.response_lengths, rollout.finished, self.moments)
+            self._metrics |= _range(self.raw) | shaping
+            return shaped
+
         return scores
 
-    def _sum(self, rollout: Rollout, batch: Batch) -> Float[Array, "B"] | Float[Array, "B R"]:
+    def close(self) -> None:
+        """Waits for functions that are still at work, whose processes may end then."""
+        self._thread.shutdown()
+
+    def _learned(self, rollout: Rollout) -> Float[Array, "B"] | None:
+        """The weighted sum of the reward models that read tokens."""
         total = None
         for name, role in self._roles.items():
             scores = role.score(rollout)
             self._metrics |= {f"rewards/{name}/{what}": number for what, number in _spread(scores).items()}
             total = _weighed(total, self.token_parts[name].weight, scores)
-        if not self.text_parts:
-            assert total is not None
-            return total
+        return total
+
+    def _read(self, rollout: Rollout, batch: Batch) -> tuple[list[Sample], dict[str, Scored]]:
+        """The rollout as text once it is there, and what the functions say of it. Runs in a thread of its own."""
         samples = to_samples(batch.examples, batch.texts, read_responses(self._tokenizer, jax.device_get(rollout)))
-        scored, parts = self.clock.run("reward_functions", self.score_samples, samples, step=batch.step)
-        for name, part in parts.items():
-            self._metrics |= part.metrics(name)
+        started = time.perf_counter()
+        with jax.profiler.TraceAnnotation("reward_functions"):
+            scored = _ask(self._functions, samples, batch.step)
+        if scored:
+            self.clock.beside("reward_functions", time.perf_counter() - started)
+        return samples, scored
+
+    def _add_texts(
+        self,
+        rollout: Rollout,
+        batch: Batch,
+        total: Float[Array, "B"] | None,
+        texts: Future[tuple[list[Sample], dict[str, Scored]]],
+    ) -> Float[Array, "B"] | Float[Array, "B R"]:
+        samples, parts = self.clock.run("reward_wait", texts.result)
+        if self._models:
+            # Here and not in the thread: programs must reach all devices in one order.
+            parts = parts | self.clock.run("reward", _ask, self._models, samples, batch.step)
+        scored = self._summed(samples, parts)
+        for name in self.text_parts:
+            self._metrics |= parts[name].metrics(name)
         scores = scored.scores.astype(np.float32)
         if scored.token_scores is not None:
             scores = np.zeros((len(samples), self._max_response), np.float32)
@@ -121,9 +160,12 @@ class Rewards:
 
     def score_samples(self, samples: Sequence[Sample], *, step: int = 0) -> tuple[Scored, dict[str, Scored]]:
         """The weighted sum of the rewards that read text, and each by its name."""
-        parts = {name: part.score(samples, step) for name, part in self.text_parts.items()}
+        parts = _ask(self.text_parts, samples, step)
+        return self._summed(samples, parts), parts
+
+    def _summed(self, samples: Sequence[Sample], parts: Mapping[str, Scored]) -> Scored:
         lengths = [len(sample.response_ids) for sample in samples]
-        return weighted_sum([(self.text_parts[name].weight, parts[name]) for name in parts], lengths), parts
+        return weighted_sum([(part.weight, parts[name]) for name, part in self.text_parts.items()], lengths)
 
     @property
     def identities(self) -> dict[str, str]:
@@ -132,7 +174,7 @@ class Rewards:
         return read | {name: part.identity for name, part in self.text_parts.items()}
 
     def metrics(self) -> dict[str, float | Array]:
-        """What the last call of `score` measured."""
+        """What the last scoring measured."""
         return dict(self._metrics)
 
 
@@ -156,7 +198,7 @@ def open_rewards(context: Context, policy: Model, learnt: Model | None) -> Itera
                 tokens[reward.name] = TokenPart(reward.weight, model)
             elif reward.model is not None:
                 model = TextReward(context, reward, f"{key}.model")
-                texts[reward.name] = TextPart(reward.weight, model.score, model.fingerprint())
+                texts[reward.name] = TextPart(reward.weight, model.score, model.fingerprint(), on_device=True)
             else:
                 function = stack.enter_context(
                     reward_function(reward, config.seed, context.run.path / f"reward-{reward.name}.log")
@@ -165,7 +207,9 @@ def open_rewards(context: Context, policy: Model, learnt: Model | None) -> Itera
                 if task.prompts is not None:
                     function.check_columns(task.prompts.examples[0].columns)
                 texts[reward.name] = TextPart(reward.weight, partial(_call, function), function.fingerprint)
-        yield Rewards(context, learnt, tokens, texts)
+        rewards = Rewards(context, learnt, tokens, texts)
+        stack.callback(rewards.close)
+        yield rewards
 
 
 def to_samples(examples: Sequence[Example], texts: Sequence[str], responses: Sequence[Response]) -> list[Sample]:
@@ -244,6 +288,10 @@ class TextReward:
                 f"has {len(ids)} for it: lower data.max_prompt or data.max_response"
             )
         return ids
+
+
+def _ask(parts: Mapping[str, TextPart], samples: Sequence[Sample], step: int) -> dict[str, Scored]:
+    return {name: part.score(samples, step) for name, part in parts.items()}
 
 
 def _call(function: FunctionReward, samples: Sequence[Sample], step: int) -> Scored:

@@ -18,7 +18,9 @@ def train_sft(context: Context, policy: Model) -> Model:
     assert data is not None
     optimizer = adamw(config, updates=config.steps)
     logprobs = programs.train_logprobs(policy.architecture, context.mesh, context.compute)
-    step_fn = make_sft_step(logprobs, optimizer, micro_batches=config.micro_batches)
+    step_fn = make_sft_step(
+        logprobs, optimizer, micro_batches=config.micro_batches, micro_batch_tokens=config.micro_batch_tokens
+    )
     score = programs.score_logprobs(policy.architecture, context.mesh, context.compute, temperature=1.0)
 
     def advance(state: TrainState, step: int):
@@ -48,12 +50,15 @@ def _mean_loss(context: Context, score, policy: Model) -> float:
     """Nats a learnt token over the held-out texts."""
     assert context.task.sft is not None
     batch = context.config.sft.batch
-    tokens, mask = sft_rows(context.task.sft.heldout, context.length)
+    heldout = context.task.sft.heldout
+    tokens, mask = sft_rows(heldout, context.length)
+    lengths = np.array([len(ids) for ids in heldout.ids], np.int32)
     mask[:, 0] = False  # predicted from nothing
     total = 0.0
     for start in range(0, len(tokens), batch):
         rows = np.arange(start, start + batch) % len(tokens)  # the last batch is filled up with rows that do not count
-        logprobs, _ = score(policy.params, put_rows(tokens[rows], context.mesh), *policy.frozen)
+        batch_rows = put_rows((tokens[rows], lengths[rows]), context.mesh)
+        logprobs, _ = score(policy.params, *batch_rows, *policy.frozen)
         counted = mask[rows] & (np.arange(start, start + batch) < len(tokens))[:, None]
         total -= np.asarray(logprobs)[counted].sum(dtype=np.float64)
     return float(total / mask.sum())

@@ -4,6 +4,7 @@ import faulthandler
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 import jax
@@ -15,6 +16,7 @@ from jrlhf.context import Context
 from jrlhf.errors import UserError
 from jrlhf.metrics import MetricsLog, truncate_after
 from jrlhf.preemption import Preempted
+from jrlhf.profile import traced
 
 State = TypeVar("State")
 
@@ -59,7 +61,9 @@ def run_stage(
             for step in range(start, steps):
                 with deadline(context.config.deadline), _kept(checkpoints, state, step, dict(meta)):
                     compilations.take()  # saving compiles, too
-                    state, metrics = advance(state, step)
+                    state, metrics = traced(
+                        context.config.profile, run.path, name, step + 1, partial(advance, state, step)
+                    )
                     compiled, causes = compilations.take()
                 samples = metrics.pop(SAMPLES, ())
                 metrics |= {"perf/compilations": len(compiled)} | memory(context.mesh)

@@ -1,7 +1,7 @@
 """Meshes, layouts and the moves between them."""
 
 from jrlhf.meshes.cost import ReshardCost, reshard_cost, tree_reshard_cost
-from jrlhf.meshes.hlo import collectives
+from jrlhf.meshes.hlo import collective_traffic, collectives, loops
 from jrlhf.meshes.layout import GENERATE, SCORE, TRAIN, TRAIN_TP, Layout, ShardingRules, gather
 from jrlhf.meshes.live import live_bytes
 from jrlhf.meshes.mesh import AXES, make_mesh
@@ -16,9 +16,11 @@ __all__ = [
     "Layout",
     "ReshardCost",
     "ShardingRules",
+    "collective_traffic",
     "collectives",
     "gather",
     "live_bytes",
+    "loops",
     "lower_reshard",
     "make_mesh",
     "reshard",

@@ -2,11 +2,32 @@
 
 import re
 from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
 
 from jax.stages import Compiled
 
 _KINDS = "all-gather|all-reduce|all-to-all|collective-broadcast|collective-permute|ragged-all-to-all|reduce-scatter"
 _OPERATION = re.compile(rf"^\s*(?:ROOT )?%?\S+ = .*?\s({_KINDS})(?:-start)?\(", re.MULTILINE)
+_COLLECTIVE = re.compile(rf"({_KINDS})(-start)?")
+_COMPUTATION = re.compile(r"(ENTRY )?%?([\w.-]+) \(.*\{$")
+_INSTRUCTION = re.compile(r"\s*(ROOT )?%?(\S+) = (.*?)\s([a-z][a-z0-9-]*)\((.*)$")
+_ARRAY = re.compile(r"\b(pred|[a-z]+(\d+)[a-z0-9]*)\[([\d,]*)\]")
+_NAME = re.compile(r"%([\w.-]+)")
+_CONDITION = re.compile(r"\bcondition=%?([\w.-]+)")
+_BODY = re.compile(r"\bbody=%?([\w.-]+)")
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
+_CALLED = re.compile(
+    r"\b(?:calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.-]+)"
+    r"|\b(?:branch_computations|called_computations)=\{([^}]*)\}"
+)
+# What no device spends time on: names for memory that is there, and the second halves of asynchronous pairs.
+_FREE = re.compile(
+    r"parameter|constant|tuple|get-tuple-element|bitcast|after-all|opt-barrier|while|call|.*-(done|update)"
+)
+_MOVES = ("copy", "copy-start", "transpose")
 
 
 def collectives(program: Compiled | str) -> Counter[str]:
@@ -14,6 +35,166 @@ def collectives(program: Compiled | str) -> Counter[str]:
 
     An asynchronous pair (`-start`, `-done`) counts once, and so does one in the body of a loop, however often it runs.
     """
+    return Counter(_OPERATION.findall(_text(program)))
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Collectives of one kind as they run on a device. bytes: of operands or of results, whichever are more."""
+
+    count: int = 0
+    bytes: int = 0
+
+    def __add__(self, other: "Traffic") -> "Traffic":
+        return Traffic(self.count + other.count, self.bytes + other.bytes)
+
+
+@dataclass(frozen=True)
+class Loop:
+    """The body of a loop.
+
+    trips: how often it runs, where the compiler knows.
+    kernels: what a device launches in one trip, loops inside not counted.
+    copied: bytes that one trip only copies or transposes.
+    """
+
+    trips: int | None
+    kernels: int
+    copied: int
+
+
+def collective_traffic(program: Compiled | str) -> dict[str, Traffic]:
+    """Collectives by kind, as often as they run: one in a loop of n trips counts n times.
+
+    In a loop whose trips the compiler does not know, it counts once; so does one in each branch of a conditional.
+    """
+    computations = _parse(_text(program))
+    total: dict[str, Traffic] = {}
+
+    def visit(computation: "_Computation", times: int) -> None:
+        for instruction in computation.instructions:
+            if kind := instruction.collective:
+                met = Traffic(times, times * computation.collective_bytes(instruction))
+                total[kind] = total.get(kind, Traffic()) + met
+            else:
+                for name in instruction.called:
+                    visit(computations[name], times * (_trips(instruction, computations) or 1))
+
+    visit(computations[""], 1)
+    return total
+
+
+def loops(program: Compiled | str) -> list[Loop]:
+    """The loops of a compiled program, those with most kernels first."""
+    computations = _parse(_text(program))
+
+    def copied(computation: "_Computation", instruction: "_Instruction") -> int:
+        if instruction.operation == "fusion":
+            root = computations[instruction.called[0]].instructions[-1]
+            return instruction.bytes if root.operation in _MOVES else 0
+        return computation.result_bytes(instruction) if instruction.operation in _MOVES else 0
+
+    found = []
+    for name, computation in computations.items():
+        for instruction in computation.instructions if name else ():
+            if (body := _BODY.search(instruction.rest)) and instruction.operation == "while":
+                inside = computations[body[1]]
+                launched = [each for each in inside.instructions if not _FREE.fullmatch(each.operation)]
+                trips = _trips(instruction, computations)
+                found.append(Loop(trips, len(launched), sum(copied(inside, each) for each in launched)))
+    return sorted(found, key=lambda loop: -loop.kernels)
+
+
+@dataclass(frozen=True)
+class _Instruction:
+    name: str
+    shape: str
+    operation: str
+    rest: str  # operands and attributes
+
+    @property
+    def bytes(self) -> int:
+        return _bytes(self.shape)
+
+    @property
+    def collective(self) -> str | None:
+        match = _COLLECTIVE.fullmatch(self.operation)
+        return match[1] if match else None
+
+    @property
+    def called(self) -> list[str]:
+        named = (one or several for one, several in _CALLED.findall(self.rest))
+        return [name.strip().removeprefix("%") for names in named for name in names.split(",")]
+
+    @property
+    def operands(self) -> Iterator[str]:
+        """Their names: those before the parenthesis that closes the list."""
+        return (match[1] for match in _NAME.finditer(self.rest.split("), ")[0]))
+
+
+@dataclass(frozen=True)
+class _Computation:
+    instructions: tuple[_Instruction, ...]
+
+    @cached_property
+    def sizes(self) -> Mapping[str, int]:
+        return {instruction.name: instruction.bytes for instruction in self.instructions}
+
+    def result_bytes(self, instruction: _Instruction) -> int:
+        """What it makes. A `-start` also returns its operands."""
+        started = instruction.operation.endswith("-start")
+        return instruction.bytes - (self.operand_bytes(instruction) if started else 0)
+
+    def operand_bytes(self, instruction: _Instruction) -> int:
+        return sum(self.sizes.get(name, 0) for name in instruction.operands)
+
+    def collective_bytes(self, instruction: _Instruction) -> int:
+        return max(self.operand_bytes(instruction), self.result_bytes(instruction))
+
+
+def _trips(instruction: _Instruction, computations: Mapping[str, _Computation]) -> int | None:
+    """How often a loop runs. Where XLA has not written it down (on TPUs), the bound of its counter, as of JAX's loops
+    of known length: they count from 0 by 1."""
+    if instruction.operation != "while":
+        return None
+    if written := _TRIPS.search(instruction.rest):
+        return int(written[1])
+    condition = _CONDITION.search(instruction.rest)
+    assert condition is not None, "every loop has one"
+    tests = {each.name: each for each in computations[condition[1]].instructions}
+    *_, root = tests.values()
+    if root.operation != "compare" or "direction=LT" not in root.rest:
+        return None
+    counter, bound = (tests.get(name) for name in root.operands)
+    known = counter and bound and counter.operation == "get-tuple-element" and bound.operation == "constant"
+    return int(bound.rest.split(")")[0]) if bound and known else None
+
+
+def _parse(text: str) -> dict[str, _Computation]:
+    """Name -> computation; the entry is also there as ""."""
+    computations: dict[str, _Computation] = {}
+    names: list[str] = []
+    lines: list[_Instruction] = []
+    for line in text.splitlines():
+        if header := _COMPUTATION.match(line):
+            names, lines = [header[2], *([""] if header[1] else [])], []
+        elif line.startswith("}"):
+            computations |= dict.fromkeys(names, _Computation(tuple(lines)))
+            names = []
+        elif names and (match := _INSTRUCTION.match(line)):
+            lines.append(_Instruction(match[2], match[3], match[4], match[5]))
+    return computations
+
+
+def _bytes(shape: str) -> int:
+    """Of a shape as HLO prints it, all parts of a tuple together."""
+    return sum(
+        (1 if kind == "pred" else max(int(bits) // 8, 1)) * prod(int(size) for size in sizes.split(",") if size)
+        for kind, bits, sizes in _ARRAY.findall(shape)
+    )
+
+
+def _text(program: Compiled | str) -> str:
     text = program if isinstance(program, str) else program.as_text()
     assert text is not None, "every backend that we know prints its HLO"
-    return Counter(_OPERATION.findall(text))
+    return text

@@ -1,7 +1,14 @@
 """The Flax decoder: its weights, its heads, generation, and Hugging Face export."""
 
 from jrlhf.models.config import ModelConfig, RopeScaling
-from jrlhf.models.forward import make_logprobs, make_scores, make_values
+from jrlhf.models.engine import Engine
+from jrlhf.models.forward import (
+    make_logprobs,
+    make_logprobs_with_base,
+    make_scores,
+    make_token_sums,
+    make_values,
+)
 from jrlhf.models.generate import Generation, make_generate
 from jrlhf.models.hf import HFConfig, export_adapter, export_hf, load_adapter, load_hf, read_config
 from jrlhf.models.lora import LoRAConfig, init_lora, lora_axes, lora_shardings, merge
@@ -17,8 +24,10 @@ from jrlhf.models.params import (
 from jrlhf.models.presets import PRESETS
 from jrlhf.models.quantize import Int8, int8_error, int8_shardings, to_int8
 from jrlhf.models.sampling import SamplingConfig
+from jrlhf.models.schedule import Schedule
 
 __all__ = [
+    "Engine",
     "Generation",
     "HFConfig",
     "Int8",
@@ -27,6 +36,7 @@ __all__ = [
     "PRESETS",
     "RopeScaling",
     "SamplingConfig",
+    "Schedule",
     "export_adapter",
     "export_hf",
     "init_lm",
@@ -42,7 +52,9 @@ __all__ = [
     "lora_shardings",
     "make_generate",
     "make_logprobs",
+    "make_logprobs_with_base",
     "make_scores",
+    "make_token_sums",
     "make_values",
     "merge",
     "param_shardings",

@@ -1,6 +1,7 @@
 """Rotary positions and causal attention, for a whole sequence and for one token against a cache."""
 
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Literal
 
@@ -9,10 +10,14 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from jrlhf.kernels.logprob.common import target_platform
 from jrlhf.models.cache import LayerCache
 from jrlhf.models.config import ModelConfig, RopeScaling
+from jrlhf.models.remat import named
+from jrlhf.models.splash import LANES, splash_attention
+from jrlhf.models.splash import supports as splash_supports
 
-AttentionImplementation = Literal["xla", "cudnn"]
+AttentionImplementation = Literal["xla", "cudnn", "splash"]
 Rotation = tuple[Float[Array, "B T H//2"], Float[Array, "B T H//2"]]
 
 
@@ -61,6 +66,7 @@ def of_layer(rotations: tuple[Rotation | None, Rotation | None], local: bool | B
     return jax.tree.map(lambda x, y: jnp.where(local, x, y), near, everywhere)
 
 
+@jax.named_scope("rotate")
 def rotate(x: Float[Array, "B T N H"], positions: Rotation) -> Float[Array, "B T N H"]:
     """Turns the pairs (x_i, x_{i + H/2}) by their angles, in float32. The paper's pairs are neighbours."""
     cos, sin = (part[:, :, None, :] for part in positions)
@@ -68,6 +74,7 @@ def rotate(x: Float[Array, "B T N H"], positions: Rotation) -> Float[Array, "B T
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
 
 
+@jax.named_scope("scores")
 def attention(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B T K H"],
@@ -87,17 +94,21 @@ def attention(
     softcap: bounds the scaled scores to softcap * tanh(scores / softcap).
     window: position t sees only the last `window` positions up to and with t.
     local: whether the window applies. It may be traced, where one program serves layers with a window and without.
-    implementation: "xla"; "cudnn", which never stores [T, T] scores (16-bit floats, H <= 256 and a multiple of 8, no
-        softcap); None for cuDNN where it can run and XLA elsewhere.
+    implementation: "xla"; or, without ever storing [T, T] scores, "cudnn" on GPUs (16-bit floats, H <= 256 and a
+        multiple of 8, no softcap) and "splash" on TPUs (H 64 or a multiple of 128); None as `default_attention` says.
 
     Raises:
-        ValueError: "cudnn" with a softcap.
+        ValueError: "cudnn" with a softcap, "splash" with another H.
     """
+    length, head_dim = query.shape[1], query.shape[3]
     if implementation is None:
-        implementation = default_attention(jax.default_backend(), query.dtype, query.shape[-1], softcap)
-    length = query.shape[1]
+        implementation = default_attention(target_platform(), query.dtype, head_dim, softcap, length)
     if window is None or window >= length or local is False:
         window = None
+    factor = head_dim**-0.5 if scale is None else scale
+    if implementation == "splash":
+        splash = partial(splash_attention, query, key, value, scale=factor, softcap=softcap)
+        return splash() if window is None else _windowed(local, partial(splash, window=window), splash)
     dense = partial(
         jax.nn.dot_product_attention, query, key, value, is_causal=True, scale=scale, implementation=implementation
     )
@@ -106,10 +117,7 @@ def attention(
             raise ValueError(f"cuDNN's attention has no softcap={softcap:g}: use attention='xla'")
         if window is None:
             return dense()
-        size = (window - 1, 0)
-        if local is True:
-            return dense(local_window_size=size)
-        return lax.cond(local, lambda: dense(local_window_size=size), dense)
+        return _windowed(local, partial(dense, local_window_size=(window - 1, 0)), dense)
 
     # XLA stores [T, T] scores anyway, so that a traced choice between two masks costs nothing, and a branch would.
     near = None
@@ -117,8 +125,12 @@ def attention(
         position = jnp.arange(length)
         near = (position[:, None] - position[None, :] < window) | jnp.logical_not(local)
     if softcap is None:
-        return dense() if near is None else dense(mask=near[None, None])
-    return _capped_attention(query, key, value, query.shape[-1] ** -0.5 if scale is None else scale, softcap, near)
+        return named(dense() if near is None else dense(mask=near[None, None]), "attended")
+    return named(_capped_attention(query, key, value, factor, softcap, near), "attended")
+
+
+def _windowed(local: bool | Bool[Array, ""], near: Callable[[], Array], everywhere: Callable[[], Array]) -> Array:
+    return near() if local is True else lax.cond(local, near, everywhere)
 
 
 def _capped_attention(
@@ -144,11 +156,24 @@ def _capped_attention(
 
 
 def default_attention(
-    backend: str, dtype: jnp.dtype, head_dim: int, softcap: float | None = None
+    platform: str, dtype: jnp.dtype, head_dim: int, softcap: float | None, length: int
 ) -> AttentionImplementation:
-    """cuDNN on a GPU where it supports the dtype, the head dimension and the scores as they are, else XLA."""
-    supported = dtype in (jnp.bfloat16, jnp.float16) and head_dim % 8 == 0 and head_dim <= 256 and softcap is None
-    return "cudnn" if backend in ("gpu", "cuda") and supported else "xla"
+    """cuDNN on a GPU and splash on a TPU where they support dtype, head dimension and softcap, else XLA.
+
+    Splash computes blocks of 128 tokens and more, so that shorter rows are XLA's.
+    """
+    if platform == "gpu" and dtype in (jnp.bfloat16, jnp.float16) and computes("cudnn", head_dim, softcap):
+        return "cudnn"
+    if platform == "tpu" and dtype == jnp.bfloat16 and computes("splash", head_dim, softcap) and length >= LANES:
+        return "splash"
+    return "xla"
+
+
+def computes(implementation: AttentionImplementation, head_dim: int, softcap: float | None) -> bool:
+    """Whether an implementation knows heads of this size and, where scores are bounded, such a bound."""
+    if implementation == "cudnn":
+        return head_dim % 8 == 0 and head_dim <= 256 and softcap is None
+    return implementation == "xla" or splash_supports(head_dim)
 
 
 def cached_attention(

@@ -1,6 +1,7 @@
 """What happens between devices inside one `jax.shard_map`, and at its border."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +40,11 @@ def own_rows(x: Array, axis: str = TENSOR) -> Array:
     """The rows that belong to this device, of rows that were gathered over `axis`."""
     rows = x.shape[0] // lax.axis_size(axis)
     return lax.dynamic_slice_in_dim(vary(x, axis), lax.axis_index(axis) * rows, rows)
+
+
+def all_rows(tree: Any, axis: str = TENSOR) -> Any:
+    """The rows of all devices along `axis`, of a tree of arrays that each hold a device's own."""
+    return jax.tree.map(lambda x: lax.all_gather(x, axis, tiled=True), tree)
 
 
 def lookup(table: Array, tokens: Int[Array, "B T"], axis: str = TENSOR) -> Array:

@@ -7,9 +7,9 @@ the backward pass too, and the gather's transpose reduce-scatters the gradient b
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from jax import lax
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Bool, Float, Int
 
-from jrlhf.kernels.logprob import token_logprobs
+from jrlhf.kernels.logprob import Terms, token_logprobs, token_sums
 from jrlhf.kernels.logprob.api import Implementation
 from jrlhf.meshes import AXES, GENERATE, Layout, gather
 from jrlhf.models.attention import AttentionImplementation, attention, layer_rotations, of_layer
@@ -27,12 +27,7 @@ from jrlhf.models.lora import LoRAConfig, lora_shardings, split_arguments, with_
 from jrlhf.models.modules import NO_ADAPTERS, Adapters, block, final_norm, scaled_embeddings
 from jrlhf.models.params import HeadKind, Params, layer_axes, model_axes, param_shardings, spec_tree
 from jrlhf.models.quantize import dequantised, has_int8, int8_specs
-
-Remat = Literal["full", "gather"]
-REMATS: tuple[Remat, ...] = ("full", "gather")
-
-# With remat="gather" the backward pass makes these anew: gathered weights, and what leads from a stored slice to one.
-_REMADE = frozenset({"all_gather", "convert_element_type", "pvary"})
+from jrlhf.models.remat import Remat, named, policy
 
 
 @dataclass(frozen=True)
@@ -49,8 +44,7 @@ class _Program:
     lora: LoRAConfig | None = None
 
     def __post_init__(self) -> None:
-        if self.remat not in REMATS:
-            raise ValueError(f"unknown remat {self.remat!r}: known are {', '.join(REMATS)}")
+        policy(self.remat)
         model_axes(self.config, self.mesh, self.head)
         if self.lora is not None:
             if self.layout != GENERATE:
@@ -66,10 +60,11 @@ class _Program:
         """The mesh axis over which layers are computed in slices, if any."""
         return TENSOR if self.layout.tensor_parallel else None
 
-    def shard(self, local: Callable[..., Any]) -> Callable[..., Any]:
+    def shard(self, local: Callable[..., Any], *, sums: bool = False) -> Callable[..., Any]:
         """`local(params, *batch)` as a function of global arrays, whose batch and results are divided by rows.
 
-        With `lora` a function of (adapter, *batch, base), and `local` gets the two as one tree.
+        With `lora` a function of (adapter, *batch, base), and `local` gets the two as one tree. With `sums` the results
+        are not divided: they are the same on all devices.
         """
         rows = self.layout.batch_spec()
 
@@ -84,9 +79,9 @@ class _Program:
             if length > self.config.max_positions:
                 raise ValueError(f"{length} tokens a row exceed the model's max_positions={self.config.max_positions}")
             specs = stored, self.adapter_specs, *[rows] * len(batch)
-            mapped = jax.shard_map(on_device, mesh=self.mesh, in_specs=specs, out_specs=rows)
-            results = mapped(params, adapter, *(place(x, self.mesh, rows) for x in batch))
-            if self.layout.batch == AXES:
+            mapped = jax.shard_map(on_device, mesh=self.mesh, in_specs=specs, out_specs=jax.P() if sums else rows)
+            results = mapped(params, adapter, *jax.tree.map(lambda x: place(x, self.mesh, rows), batch))
+            if sums or self.layout.batch == AXES:
                 return results
             # To meet those of other layouts and of generation, rows lie over all axes: a slice, nothing travels.
             check_rows(count, self.mesh, AXES, f"{self.layout.name} layout")
@@ -102,10 +97,10 @@ class _Program:
             params = {name: weights for name, weights in params.items() if name in specs}
             specs = {name: specs[name] for name in params}
         if has_int8(params):
-            if self.layout != GENERATE or self.remat != "full":
+            if self.layout != GENERATE or self.remat == "gather":
                 raise ValueError(
-                    f"int8 weights need the generate layout and remat='full', but this is {self.layout.name} and "
-                    f"{self.remat!r}: elsewhere they would be kept or gathered as floats"
+                    f"int8 weights need the generate layout and a remat other than 'gather', but this is "
+                    f"{self.layout.name} and {self.remat!r}: there they would be kept or gathered as floats"
                 )
             specs = int8_specs(specs)
         return params, specs
@@ -135,17 +130,19 @@ class _Program:
         # The scan's layers share one program: where they differ in locality, each gets its flag as an input.
         flags = jnp.asarray(locality) if len(set(locality)) > 1 else None
 
-        policy = None if self.remat == "full" else _keep
+        checkpoint = partial(jax.checkpoint, policy=policy(self.remat))
 
         def layer(local, x, weights, adapters: Adapters = NO_ADAPTERS):
+            x = named(x, "layer")
             loaded = jax.tree.map(self.load, dequantised(weights, self.dtype, after=x), axes)
             attend = partial(self.attend, local)
             return block(self.config, loaded)(x, of_layer(rotations, local), attend, self.tensor, adapters)
 
         if self.layout == GENERATE:
             x, layers = self.embed(params, tokens), params["layers"]
-            for local, *inputs in zip(locality, layers, params.get("adapters", [{}] * len(layers)), strict=True):
-                x, _ = jax.checkpoint(partial(layer, local), policy=policy)(x, *inputs)
+            adapters = params.get("adapters", [NO_ADAPTERS] * len(layers))
+            for local, *inputs in zip(locality, layers, adapters, strict=True):
+                x, _ = checkpoint(partial(layer, local))(x, *inputs)
             return self.final_norm(params, x)
 
         def scanned(x, inputs):
@@ -153,7 +150,7 @@ class _Program:
             return layer(locality[0] if flag is None else flag, x, weights)
 
         # In a scan nothing can be merged across iterations, so the barrier against it is not needed.
-        scanned = jax.checkpoint(scanned, policy=policy, prevent_cse=False)
+        scanned = checkpoint(scanned, prevent_cse=False)
         # Weights that are not gathered vary from here on: their gradients are summed once, for all layers together.
         layers = jax.tree.map(
             lambda weight, leaf: weight if self.gathered(leaf) else vary(weight, self.layout.batch),
@@ -181,6 +178,7 @@ class _Program:
         )
         return out, None
 
+    @jax.named_scope("embed")
     def embed(self, params: Params, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
         """Embeddings of this device's rows; each device looks up its slice of the vocabulary for all that share it."""
         table = self.load(params["embedding"], self.axes["embedding"])
@@ -198,11 +196,15 @@ class _Program:
         self, params: Params, tokens: Int[Array, "B T"], temperature: float, implementation: Implementation | None
     ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
         """Vocabulary-parallel: each device scores its slice of the vocabulary, for all rows that share it."""
-        hidden, targets = self.hidden(params, tokens)[:, :-1], tokens[:, 1:]
-        name = "embedding" if self.config.tie_embeddings else "unembedding"
-        unembedding = self.load(params[name], self.axes[name])
-        if not self.layout.tensor_parallel:
-            hidden, targets = (lax.all_gather(x, TENSOR, tiled=True) for x in (hidden, targets))
+        hidden = self.hidden(params, tokens)
+        with jax.named_scope("head"):
+            return self.head_logprobs(params, hidden, tokens, temperature, implementation)
+
+    def head_logprobs(
+        self, params: Params, hidden: Float[Array, "B T D"], tokens: Int[Array, "B T"], temperature, implementation
+    ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
+        """`logprobs`, from the final hidden states."""
+        hidden, unembedding, targets = self.predictions(params, hidden, tokens)
         scored = token_logprobs(
             hidden.reshape(-1, hidden.shape[-1]),
             unembedding,
@@ -222,15 +224,56 @@ class _Program:
         logprobs, entropy = scored
         return by_row(logprobs), by_row(entropy)
 
+    def token_sums(
+        self, params: Params, tokens: Int[Array, "B T"], data: Any, terms: Terms, **options: Any
+    ) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
+        """Vocabulary-parallel as `logprobs`; sums over the tokens of all devices."""
+        hidden = self.hidden(params, tokens)
+        with jax.named_scope("head"):
+            sums = self.head_sums(params, hidden, tokens, data, terms, **options)
+        return lax.psum(sums, tuple(axis for axis in self.layout.batch if axis != TENSOR))
+
+    def head_sums(
+        self, params: Params, hidden: Float[Array, "B T D"], tokens: Int[Array, "B T"], data: Any, terms, **options: Any
+    ) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
+        """`token_sums`, from the final hidden states, over the tokens that share a slice of the vocabulary."""
+        hidden, unembedding, targets = self.predictions(params, hidden, tokens)
+        data = jax.tree.map(lambda x: self.sharing(x[:, 1:]).reshape(-1), data)
+        return token_sums(
+            hidden.reshape(-1, hidden.shape[-1]),
+            unembedding,
+            targets.reshape(-1),
+            data,
+            terms,
+            softcap=self.config.softcap,
+            vocab_size=self.config.vocab_size,
+            axis_name=TENSOR,
+            **options,
+        )
+
+    def predictions(
+        self, params: Params, hidden: Float[Array, "B T D"], tokens: Int[Array, "B T"]
+    ) -> tuple[Float[Array, "R T-1 D"], Float[Array, "V D"], Int[Array, "R T-1"]]:
+        """(hidden states, this device's slice of the unembedding, the tokens to predict), of all rows that share it."""
+        hidden, targets = hidden[:, :-1], tokens[:, 1:]
+        name = "embedding" if self.config.tie_embeddings else "unembedding"
+        unembedding = self.load(params[name], self.axes[name])
+        return self.sharing(hidden), unembedding, self.sharing(targets)
+
+    def sharing(self, rows: Array) -> Array:
+        """This device's rows -> all rows that share its slice of the vocabulary."""
+        return rows if self.layout.tensor_parallel else lax.all_gather(rows, TENSOR, tiled=True)
+
+    @jax.named_scope("head")
     def scalars(self, params: Params, hidden: Float[Array, "B *T D"]) -> Float[Array, "B *T"]:
         """The scalar head, in float32."""
         head = jax.tree.map(self.load, params["value_head"], self.axes["value_head"])
         return jnp.einsum("...d,d->...", hidden.astype(jnp.float32), head["kernel"]) + head["bias"]
 
 
-def _keep(primitive: Any, *_: Any, **__: Any) -> bool:
-    """The checkpoint policy of remat="gather"."""
-    return primitive.name not in _REMADE
+def _check_temperature(temperature: float) -> None:
+    if not 0 < temperature < math.inf:
+        raise ValueError(f"temperature={temperature} must be positive and finite")
 
 
 def make_logprobs(
@@ -253,10 +296,11 @@ def make_logprobs(
 
     params: as `init_lm`, stored as `param_shardings(config, mesh, layout)` says.
     implementation: of the log-probability op; None for the platform's default.
-    remat: "full" keeps only each layer's input and computes the layer again in the backward pass; "gather" keeps
-        everything but gathered weights, which are gathered again.
+    remat: what the backward pass keeps of each layer, as `remat.py` lists: "full" only its input, "offload" that in the
+        host's pinned memory, "attention" what attention gave as well, "products" every product, "gather" everything but
+        gathered weights. What is not kept is computed again.
     dtype: of weights and activations in compute. Norms, rotary angles, the logits and what follows are float32.
-    attention: None for cuDNN on a GPU where dtype, head_dim and the lack of an attention_softcap allow it, else XLA.
+    attention: None for cuDNN on a GPU and splash on a TPU where dtype and shapes allow it, else XLA.
     lora: builds f(adapter, tokens, base) instead, for `layout` GENERATE. adapter: as `init_lora`, float32, stored as
         `lora_shardings` says. base: stored as `param_shardings(config, mesh, GENERATE)` says, in any dtype or as
         `to_int8` makes it, with any head. Differentiate by the adapter.
@@ -269,11 +313,77 @@ def make_logprobs(
             cannot be.
     """
     program = _Program(config, mesh, layout, "lm", remat, dtype, attention, lora)
-    if not 0 < temperature < math.inf:
-        raise ValueError(f"temperature={temperature} must be positive and finite")
+    _check_temperature(temperature)
 
     def local(params, tokens):
         return program.logprobs(params, tokens, temperature, implementation)
+
+    return program.shard(local)
+
+
+def make_token_sums(
+    config: ModelConfig,
+    mesh: Mesh | AbstractMesh,
+    layout: Layout,
+    *,
+    temperature: float = 1.0,
+    implementation: Implementation | None = None,
+    entropy_gradient: bool = True,
+    remat: Remat = "full",
+    dtype: Any = jnp.float32,
+    attention: AttentionImplementation | None = None,
+    lora: LoRAConfig | None = None,
+) -> Callable[..., tuple[Float[Array, ""], dict[str, Float[Array, ""]]]]:
+    """Builds f(params, tokens [B, T], data, terms) -> (loss, {name: metric}), float32: sums over all tokens but t = 0.
+
+    The same as summing `terms(logprobs, entropy, data)` over the results of `make_logprobs`, but where the platform's
+    implementation can (`kernels.logprob.token_sums`), the unembedding's gradient is made while a tile's logits exist
+    and nothing of it is computed again: three quarters of the head's operations.
+
+    data: a pytree of arrays [B, T], one entry a token.
+    terms: (logprobs [n], entropy [n], data [n]) -> (loss [n], {name: metric [n]}), elementwise over any n tokens. It
+        may close over no traced array.
+    entropy_gradient: False where the loss does not depend on the entropy.
+
+    Differentiable by the parameters, through the loss only. The rest, `lora` and what is raised as in `make_logprobs`;
+    with `lora` it builds f(adapter, tokens, data, terms, base).
+    """
+    program = _Program(config, mesh, layout, "lm", remat, dtype, attention, lora)
+    _check_temperature(temperature)
+    options = {"temperature": temperature, "implementation": implementation, "entropy_gradient": entropy_gradient}
+
+    def sums(params: Params, tokens: Array, data: Any, terms: Terms, *frozen: Params) -> Any:
+        def local(params, tokens, data):
+            return program.token_sums(params, tokens, data, terms, **options)
+
+        return program.shard(local, sums=True)(params, tokens, data, *frozen)
+
+    return sums
+
+
+def make_logprobs_with_base(
+    config: ModelConfig,
+    mesh: Mesh | AbstractMesh,
+    lora: LoRAConfig,
+    *,
+    temperature: float = 1.0,
+    implementation: Implementation | None = None,
+    dtype: Any = jnp.float32,
+    attention: AttentionImplementation | None = None,
+) -> Callable[..., tuple[Float[Array, "B T"], Float[Array, "B T"], Float[Array, "B T"]]]:
+    """Builds f(adapter, tokens [B, T], base) -> (logprobs, entropy, the bare base's logprobs), all [B, T] and float32.
+
+    One pass over 2 B rows, of which the first half is adapted: the base's weights are read, made wide from int8 and
+    compiled once. For scoring: a gradient would reach the base's half in vain. Parameters as in `make_logprobs`.
+    """
+    program = _Program(config, mesh, GENERATE, "lm", "full", dtype, attention, lora)
+    _check_temperature(temperature)
+
+    def local(params, tokens):
+        rows = len(tokens)
+        params = {**params, "adapters": [replace(layer, rows=rows) for layer in params["adapters"]]}
+        logprobs, entropy = program.logprobs(params, jnp.concatenate([tokens, tokens]), temperature, implementation)
+        return logprobs[:rows], entropy[:rows], logprobs[rows:]
 
     return program.shard(local)
 

@@ -22,6 +22,7 @@ from jaxtyping import Array, PRNGKeyArray
 from jrlhf.meshes import AXES, GENERATE
 from jrlhf.models.collectives import vary
 from jrlhf.models.config import ModelConfig, positive
+from jrlhf.models.modules import Adapters
 from jrlhf.models.params import Axes, HeadKind, Params, check_tensor, is_axes
 from jrlhf.models.quantize import Int8, dequantised
 
@@ -161,9 +162,9 @@ def split_arguments(arguments: tuple[Any, ...], lora: LoRAConfig | None) -> tupl
 
 
 def with_adapter(weights: Params, adapter: Params, lora: LoRAConfig | None, dtype: Any) -> Params:
-    """Inside `shard_map`: the base's weights with the adapter's scalar head, if any, and `adapters`, one dict a layer.
+    """Inside `shard_map`: the base's weights with the adapter's scalar head, if any, and `adapters`.
 
-    They are as a block applies them: weight name -> (a, b), b scaled and both cast.
+    These are one `Adapters` a layer, as a block applies them: b scaled and both cast.
     """
     if lora is None:
         return weights
@@ -174,7 +175,8 @@ def with_adapter(weights: Params, adapter: Params, lora: LoRAConfig | None, dtyp
         return a.astype(dtype), (b * lora.scale).astype(dtype)
 
     stacked = {name: ready(low) for part in adapter["layers"].values() for name, low in part.items()}
-    adapters = [jax.tree.map(lambda leaf, index=index: leaf[index], stacked) for index in range(len(weights["layers"]))]
+    count = len(weights["layers"])
+    adapters = [Adapters(jax.tree.map(lambda leaf, index=index: leaf[index], stacked)) for index in range(count)]
     return {**weights, **adapter, "layers": weights["layers"], "adapters": adapters}
 
 

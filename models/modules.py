@@ -5,9 +5,10 @@ again with one layer's weights; nothing is ever mutated. The same block runs wit
 slice of the heads and the mlp: the sizes come from the weights.
 """
 
+import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import cache
-from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -19,12 +20,10 @@ from jaxtyping import Array, Float
 from jrlhf.models.attention import Rotation, rotate
 from jrlhf.models.collectives import total, vary
 from jrlhf.models.config import Activation, ModelConfig
+from jrlhf.models.remat import named
 
 # (query [B, T, N, H], key and value [B, T, K, H]) -> (output [B, T, N, H], what the caller keeps, such as a cache)
 Attend = Callable[[Array, Array, Array], tuple[Array, Any]]
-# A layer's low-rank adapters: a projection's weight by name -> (a [*inputs, r], b [r, *outputs])
-Adapters = Mapping[str, tuple[Array, Array]]
-NO_ADAPTERS: Adapters = MappingProxyType({})
 
 
 def normal(rngs: nnx.Rngs, shape: tuple[int, ...], scale: float) -> nnx.Param:
@@ -32,17 +31,45 @@ def normal(rngs: nnx.Rngs, shape: tuple[int, ...], scale: float) -> nnx.Param:
     return nnx.Param(scale * jax.random.normal(rngs.params(), shape))
 
 
-def adapted(
-    y: Array, x: Array, adapter: tuple[Array, Array] | None, held: Callable[[Array, int], Array] | None = None
-) -> Array:
-    """A projection's output `y` for its input `x`, plus (x a) b where it has an adapter (`lora.py`).
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Adapters:
+    """A layer's low-rank adapters (`lora.py`).
 
-    held: the part of b's heads, its dimension 1, that this device computes.
+    weights: a projection's weight by name -> (a [*inputs, r], b [r, *outputs]).
+    rows: they apply to so many rows of a batch, the first ones, and the others are the base's; None: to all.
     """
-    if adapter is None:
-        return y
-    a, b = adapter
-    return y + jnp.tensordot(jnp.tensordot(x, a, a.ndim - 1), b if held is None else held(b, 1), 1)
+
+    weights: Mapping[str, tuple[Array, Array]] = field(default_factory=dict)
+    rows: int | None = field(default=None, metadata={"static": True})
+
+    def __call__(self, name: str, y: Array, x: Array, held: Callable[[Array, int], Array] | None = None) -> Array:
+        """The output `y` of this projection for its input `x`, plus (x a) b where it has an adapter.
+
+        held: the part of b's heads, its dimension 1, that this device computes.
+        """
+        if name not in self.weights:
+            return y
+        a, b = self.weights[name]
+        low = jnp.tensordot(x[: self.rows], a, a.ndim - 1)
+        if self.rows is not None:
+            low = jnp.pad(low, ((0, len(x) - self.rows), (0, 0), (0, 0)))
+        return y + jnp.tensordot(low, b if held is None else held(b, 1), 1)
+
+
+NO_ADAPTERS = Adapters()
+
+
+def project(x: Float[Array, "B T *in"], weight: Float[Array, "..."], inputs: int = 1) -> Float[Array, "B T *out"]:
+    """x times a weight, over the weight's first `inputs` dimensions.
+
+    As a product of two matrices, tokens by features: the gradient of a product with more dimensions is one that XLA for
+    CPUs transposes an operand of, element by element.
+    """
+    batch, length = x.shape[:2]
+    rows = math.prod(weight.shape[:inputs])
+    product = x.reshape(batch * length, rows) @ weight.reshape(rows, -1)
+    return product.reshape(batch, length, *weight.shape[inputs:])
 
 
 class RMSNorm(nnx.Module):
@@ -56,6 +83,7 @@ class RMSNorm(nnx.Module):
         self.offset = offset
         self.scale = nnx.Param(jnp.zeros(size) if offset else jnp.ones(size))
 
+    @jax.named_scope("norm")
     def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
         # Float32 whatever the model's dtype: a mean of D bfloat16 squares has two or three digits.
         wide = x.astype(jnp.float32)
@@ -74,6 +102,7 @@ class LayerNorm(nnx.Module):
         self.scale = nnx.Param(jnp.ones(size))
         self.bias = nnx.Param(jnp.zeros(size))
 
+    @jax.named_scope("norm")
     def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
         wide = x.astype(jnp.float32)
         centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
@@ -126,16 +155,18 @@ class Attention(nnx.Module):
 
         positions: None where positions are learned, and nothing is rotated.
         """
-        query = jnp.einsum("btd,dnh->btnh", x, self.wq[...])
-        key = jnp.einsum("btd,dkh->btkh", x, self._needed(self.wk[...], 1))
-        value = jnp.einsum("btd,dkh->btkh", x, self._needed(self.wv[...], 1))
-        query = adapted(query, x, adapters.get("wq"))
-        key = adapted(key, x, adapters.get("wk"), self._needed)
-        value = adapted(value, x, adapters.get("wv"), self._needed)
+        query = project(x, self.wq[...])
+        key = project(x, self._needed(self.wk[...], 1))
+        value = project(x, self._needed(self.wv[...], 1))
+        query = adapters("wq", query, x)
+        key = adapters("wk", key, x, self._needed)
+        value = adapters("wv", value, x, self._needed)
         if self.bias:
             query = query + self.bq[...][None, None]
             key = key + self._needed(self.bk[...], 0)[None, None]
             value = value + self._needed(self.bv[...], 0)[None, None]
+        # Before the norms, whose gradients need their inputs: from these what follows is made without a product.
+        query, key, value = named(query, "query"), named(key, "key"), named(value, "value")
         if self.normalised:
             query, key = self.query_norm(query), self.key_norm(key)
         if positions is not None:
@@ -146,7 +177,7 @@ class Attention(nnx.Module):
         self, x: Float[Array, "B T N H"], axis: str | None, adapters: Adapters = NO_ADAPTERS
     ) -> Float[Array, "B T D"]:
         """Back to the residual stream; where heads are sliced over `axis`, the sum of the devices' parts."""
-        out = total(adapted(jnp.einsum("btnh,nhd->btd", x, self.wo[...]), x, adapters.get("wo")), axis)
+        out = total(adapters("wo", project(x, self.wo[...], 2), x), axis)
         return biased(out, self.bo[...]) if self.output_bias else out
 
     def _needed(self, weight: Array, axis: int) -> Array:
@@ -184,12 +215,12 @@ class MLP(nnx.Module):
     ) -> Float[Array, "B T D"]:
         """Where F is sliced over `axis`, the sum of the devices' parts."""
         if self.gated:
-            gate = adapted(jnp.einsum("btd,df->btf", x, self.gate[...]), x, adapters.get("gate"))
-            gate = biased(gate, self.gate_bias[...]) if self.bias else gate
-        up = adapted(jnp.einsum("btd,df->btf", x, self.up[...]), x, adapters.get("up"))
-        up = biased(up, self.up_bias[...]) if self.bias else up
+            gate = adapters("gate", project(x, self.gate[...]), x)
+            gate = named(biased(gate, self.gate_bias[...]) if self.bias else gate, "gate")
+        up = adapters("up", project(x, self.up[...]), x)
+        up = named(biased(up, self.up_bias[...]) if self.bias else up, "up")
         inner = activate(gate, self.activation) * up if self.gated else activate(up, self.activation)
-        out = total(adapted(jnp.einsum("btf,fd->btd", inner, self.down[...]), inner, adapters.get("down")), axis)
+        out = total(adapters("down", project(inner, self.down[...]), inner), axis)
         return biased(out, self.down_bias[...]) if self.bias else out
 
 
@@ -228,13 +259,15 @@ class Block(nnx.Module):
         axis: the mesh axis over which heads and mlp are sliced (Shoeybi et al. 2019, section 3), None where weights are
             whole. `x` is the same on all its devices, and so is the result.
         """
-        h = vary(self.attention_norm(x), axis)
-        attended, kept = attend(*self.attention.project(h, positions, adapters))
-        out = self.attention.output(attended, axis, adapters)
-        x = x + (self.post_attention_norm(out) if self.post_norms else out)
-        h = vary(self.mlp_norm(x), axis)
-        out = self.mlp(h, axis, adapters)
-        return x + (self.post_mlp_norm(out) if self.post_norms else out), kept
+        with jax.named_scope("attention"):
+            h = vary(self.attention_norm(x), axis)
+            attended, kept = attend(*self.attention.project(h, positions, adapters))
+            out = named(self.attention.output(attended, axis, adapters), "projected")
+            x = x + (self.post_attention_norm(out) if self.post_norms else out)
+        with jax.named_scope("mlp"):
+            h = vary(self.mlp_norm(x), axis)
+            out = named(self.mlp(h, axis, adapters), "down")
+            return x + (self.post_mlp_norm(out) if self.post_norms else out), kept
 
 
 class Decoder(nnx.Module):

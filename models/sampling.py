@@ -8,6 +8,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from jrlhf.models.config import is_count, positive
+from jrlhf.models.noise import gumbel
 
 
 @dataclass(frozen=True)
@@ -75,13 +76,23 @@ def restrict(logits: Float[Array, "B V"], top_k: int | None, top_p: float | None
     return jnp.where(logits < least, -jnp.inf, logits)
 
 
+def largest(x: Float[Array, "B V"]) -> Int[Array, "B"]:
+    """The index of each row's largest number, the first of several; 0 where one is NaN.
+
+    Two plain reductions, which every compiler vectorises, unlike argmax's of pairs.
+    """
+    index = lax.broadcasted_iota(jnp.int32, x.shape, 1)
+    # "Not less" rather than "equal", so that a NaN, which compares to nothing, still gives an index.
+    return jnp.min(jnp.where(~(x < jnp.max(x, axis=-1, keepdims=True)), index, x.shape[-1]), axis=-1)
+
+
 def sample(
     logits: Float[Array, "B V"],
     keys: PRNGKeyArray,
     config: SamplingConfig,
     *,
     vocab_size: int,
-    may_stop: Bool[Array, ""],
+    may_stop: Bool[Array, "B"],
 ) -> tuple[Int[Array, "B"], Float[Array, "B"]]:
     """Draws one token a row -> (tokens, log-probabilities).
 
@@ -91,7 +102,7 @@ def sample(
     Args:
         logits: before temperature, float32; columns from vocab_size on are padding and are never drawn.
         keys: one key a row. A row's draw depends on its own key and logits only.
-        may_stop: whether stop ids may be drawn at this step.
+        may_stop: whether a row's stop ids may be drawn.
     """
     token = jnp.arange(logits.shape[-1])[None, :]
     scaled = logits / config.temperature if config.temperature > 0 else logits
@@ -103,10 +114,10 @@ def sample(
         stops = jnp.zeros_like(token, dtype=bool)
         for stop in config.stop_ids:
             stops = stops | (token == stop)
-        allowed = jnp.where(stops & ~may_stop, -jnp.inf, allowed)
+        allowed = jnp.where(stops & ~may_stop[:, None], -jnp.inf, allowed)
     if config.temperature > 0:
-        drawn = jax.vmap(jax.random.categorical)(keys, restrict(allowed, config.top_k, config.top_p))
-    else:
-        drawn = jnp.argmax(allowed, axis=-1)
+        # The largest of logits with Gumbel noise is a draw from their softmax; these are jax.random.categorical's.
+        allowed = restrict(allowed, config.top_k, config.top_p) + gumbel(keys, logits.shape[-1])
+    drawn = largest(allowed)
     chosen = jnp.take_along_axis(scaled, drawn[:, None], axis=-1)[:, 0]
-    return drawn.astype(jnp.int32), chosen - jax.nn.logsumexp(scaled, axis=-1)
+    return drawn, chosen - jax.nn.logsumexp(scaled, axis=-1)

@@ -26,7 +26,7 @@ def check_divisible(rows: Array, minibatches: int, micro_batches: int) -> None:
     described = f"minibatches={minibatches} x micro_batches={micro_batches}"
     if count % parts:
         raise ValueError(f"{count} rows do not divide into {described}: the batch must be a multiple of {parts} rows")
-    shards = _row_shards(rows)
+    shards = row_shards(rows)
     if count // parts % shards:
         raise ValueError(
             f"{count} rows in {described} make {count // parts} a micro-batch, which the mesh divides over {shards} "
@@ -43,34 +43,39 @@ def draw_minibatch(rows: PyTree, key: Key[Array, ""], index: int | Int[Array, ""
     if minibatches == 1:
         return rows
     first = jax.tree.leaves(rows)[0]
-    groups = first.shape[0] // minibatches
-    order = jnp.argsort(jax.random.bits(key, (groups, minibatches)), axis=1)
+    count = first.shape[0] // minibatches
+    order = jnp.argsort(jax.random.bits(key, (count, minibatches)), axis=1)
     # Adding zeros made from the rows gives the replicated choice the sharding of the rows.
-    group_of = _groups(first, minibatches)
-    zeros = jnp.zeros_like(group_of.reshape(groups, -1)[:, 0], order.dtype)
+    group_of = groups(first, minibatches)
+    zeros = jnp.zeros_like(group_of.reshape(count, -1)[:, 0], order.dtype)
     choice = order[:, index] + zeros
-    return jax.tree.map(lambda x: jax.vmap(lambda group, i: group[i])(_groups(x, minibatches), choice), rows)
+    return jax.tree.map(lambda x: jax.vmap(lambda group, i: group[i])(groups(x, minibatches), choice), rows)
 
 
 def split_rows(rows: PyTree, parts: int) -> PyTree:
     """Strided parts: [B, ...] -> [parts, B / parts, ...] in every leaf; part i has the rows i, i + parts, ..."""
-    return jax.tree.map(lambda x: jnp.swapaxes(_groups(x, parts), 0, 1), rows)
+    return jax.tree.map(lambda x: jnp.swapaxes(groups(x, parts), 0, 1), rows)
 
 
-def _groups(x: Array, size: int) -> Array:
+def groups(x: Array, size: int) -> Array:
     """[B, ...] -> [B / size, size, ...]: groups of consecutive rows, which stay on their devices."""
-    shape, spec = (x.shape[0] // size, size, *x.shape[1:]), jax.typeof(x).sharding.spec
-    if not spec or spec[0] is None:
+    shape, axes = (x.shape[0] // size, size, *x.shape[1:]), row_axes(x)
+    if axes is None:
         return x.reshape(shape)
     # Said outright: of a single group, reshape would leave the mesh's axes with the rows in it.
-    return jnp.reshape(x, shape, out_sharding=jax.P(spec[0], None, *spec[1:]))
+    return jnp.reshape(x, shape, out_sharding=jax.P(axes, None, *jax.typeof(x).sharding.spec[1:]))
 
 
-def _row_shards(x: Array) -> int:
+def row_axes(x: Any) -> str | tuple[str, ...] | None:
+    """The mesh axes over which axis 0 is divided, as far as the type of `x` tells: None where none is Explicit."""
+    spec = jax.typeof(x).sharding.spec
+    return spec[0] if spec else None
+
+
+def row_shards(x: Array) -> int:
     """Over how many devices axis 0 is divided, as far as the type of `x` tells: 1 where no axis is Explicit."""
-    sharding = jax.typeof(x).sharding
-    axes = sharding.spec[0] if sharding.spec else None
+    axes = row_axes(x)
     if axes is None:
         return 1
     names = axes if isinstance(axes, tuple) else (axes,)
-    return math.prod(sharding.mesh.shape[name] for name in names)
+    return math.prod(jax.typeof(x).sharding.mesh.shape[name] for name in names)

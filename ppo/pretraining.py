@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Int
 
+from jrlhf.ppo.budget import ByLength, row_ends
 from jrlhf.ppo.losses import bradley_terry_loss
 from jrlhf.ppo.masked import masked_sum, token_count
 from jrlhf.ppo.minibatches import check_divisible
@@ -30,16 +31,24 @@ class ScoreFn(Protocol):
 
 
 def make_sft_step(
-    logprob_fn: LogprobFn, optimizer: optax.GradientTransformation, *, micro_batches: int = 1
+    logprob_fn: LogprobFn,
+    optimizer: optax.GradientTransformation,
+    *,
+    micro_batches: int = 1,
+    micro_batch_tokens: int | None = None,
 ) -> Callable[..., tuple[TrainState, Metrics]]:
     """A jitted step of imitation: one update on the mean of -log pi over the tokens in `loss_mask`. Donates the state.
 
     The mean is over the tokens of the whole batch, whatever the micro-batches. Metrics: sft/loss (nats a token),
     sft/entropy, sft/grad_norm, sft/skipped_updates (1: something was not finite, nothing was applied).
 
-    Raises (when first called with a shape):
-        ValueError: the rows do not divide into micro_batches.
+    micro_batch_tokens: parts of so many tokens a device in place of `micro_batches`, as in `PPOConfig`.
+
+    Raises:
+        ValueError: both are given; or, when first called with a shape, the rows do not divide into micro_batches.
     """
+    if micro_batch_tokens is not None and micro_batches != 1:
+        raise ValueError(f"micro_batches={micro_batches}: it must be 1 with micro_batch_tokens={micro_batch_tokens}")
 
     def step(state: TrainState, batch: SFTBatch, *frozen: PyTree) -> tuple[TrainState, Metrics]:
         check_divisible(batch.tokens, 1, micro_batches)
@@ -53,7 +62,8 @@ def make_sft_step(
             return loss, {"loss": loss, "entropy": masked_sum(entropy, mask) / count}
 
         names = ("loss", "entropy")
-        return _update_once("sft", loss_fn, optimizer, state, (batch.tokens, mask), micro_batches, names)
+        parts = micro_batches if micro_batch_tokens is None else ByLength(row_ends(mask), micro_batch_tokens)
+        return _update_once("sft", loss_fn, optimizer, state, (batch.tokens, mask), parts, names)
 
     return jax.jit(step, donate_argnums=0)
 
@@ -100,7 +110,7 @@ def _update_once(
     optimizer: optax.GradientTransformation,
     state: TrainState,
     rows: PyTree,
-    micro_batches: int,
+    micro_batches: int | ByLength,
     names: tuple[str, ...],
 ) -> tuple[TrainState, Metrics]:
     update = apply_update(

@@ -13,6 +13,7 @@ so any number of roles may share it.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -21,6 +22,7 @@ import optax
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from jrlhf.ppo.budget import ByLength, row_ends
 from jrlhf.ppo.config import PPOConfig
 from jrlhf.ppo.experience import sequence_kl
 from jrlhf.ppo.kl import update_kl
@@ -31,6 +33,7 @@ from jrlhf.ppo.types import Experience, PPOState, TrainState
 from jrlhf.ppo.updates import Metrics, apply_update
 
 PyTree = Any
+Terms = Callable[[Array, Array, Any], tuple[Array, dict[str, Array]]]
 
 
 class LogprobFn(Protocol):
@@ -42,6 +45,19 @@ class LogprobFn(Protocol):
     def __call__(
         self, params: PyTree, tokens: Int[Array, "B T"], /, *frozen: Any, **_: Any
     ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]: ...
+
+
+class SumsFn(Protocol):
+    """(params, tokens, data, terms) or (params, tokens, data, terms, frozen) -> sums of `terms` over the tokens.
+
+    `data` is a pytree of [B, T] arrays, and terms(logprobs, entropy, data) -> (loss, {name: metric}) is elementwise: of
+    any tokens' log-probabilities and entropies, in any shape, with the same tokens' data. The sums are over all tokens,
+    of which those at t = 0 may be left out. Differentiated through the loss only.
+    """
+
+    def __call__(
+        self, params: PyTree, tokens: Int[Array, "B T"], data: PyTree, terms: Terms, /, *frozen: Any, **_: Any
+    ) -> tuple[Float[Array, ""], Metrics]: ...
 
 
 class ValueFn(Protocol):
@@ -69,16 +85,21 @@ class CriticRows(NamedTuple):
 
 
 def make_actor_step(
-    logprob_fn: LogprobFn, optimizer: optax.GradientTransformation, config: PPOConfig
+    logprob_fn: LogprobFn,
+    optimizer: optax.GradientTransformation,
+    config: PPOConfig,
+    *,
+    sums_fn: SumsFn | None = None,
 ) -> Callable[..., tuple[TrainState, Metrics]]:
     """A jitted step that trains the actor on one batch of experience: epochs x minibatches updates. Donates the state.
 
     An update's loss is the mean over the minibatch's response tokens of `losses.policy_loss`, minus `entropy_coef`
-    times the mean entropy.
+    times the mean entropy. `sums_fn` is for models that can sum a loss faster than they can return log-probabilities to
+    be differentiated: given, it computes the loss, to the same result, and `logprob_fn` is not called.
 
     With `config.target_kl`, an update is applied only while the minibatch's KL(old, new), measured in its own forward
-    pass by the k3 estimator mean(rho - 1 - log rho), does not exceed it. The first that does ends the call: neither it
-    nor any later one is computed or applied.
+    pass by the k3 estimator mean(rho - 1 - log rho), does not exceed it. The first that does ends the call: it is not
+    applied, and no later one is computed.
 
     Metrics are means over the updates that were computed and finite (NaN if there was none):
         actor/pg_loss, actor/entropy, actor/ppo_kl (k1: mean of -log rho), actor/approx_kl (k3), actor/ratio,
@@ -90,7 +111,7 @@ def make_actor_step(
     Raises (when first called with a shape):
         ValueError: the rows do not divide into minibatches x micro_batches.
     """
-    return jax.jit(_actor_update(logprob_fn, optimizer, config), donate_argnums=0)
+    return jax.jit(actor_update(logprob_fn, optimizer, config, sums_fn), donate_argnums=0)
 
 
 def make_critic_step(
@@ -107,7 +128,7 @@ def make_critic_step(
     Raises (when first called with a shape):
         ValueError: the rows do not divide into minibatches x micro_batches.
     """
-    return jax.jit(_critic_update(value_fn, optimizer, config), donate_argnums=0)
+    return jax.jit(critic_update(value_fn, optimizer, config), donate_argnums=0)
 
 
 def make_ppo_step(
@@ -116,16 +137,18 @@ def make_ppo_step(
     actor_optimizer: optax.GradientTransformation,
     critic_optimizer: optax.GradientTransformation,
     config: PPOConfig,
+    *,
+    sums_fn: SumsFn | None = None,
 ) -> Callable[..., tuple[PPOState, Metrics]]:
     """One jitted step that trains actor and critic and moves the KL controller. Donates the state.
 
     Both functions read the same `frozen`, if there is any. The two do not read each other's result, so their order is
-    of no matter; `target_kl` stops the actor only.
+    of no matter; `target_kl` stops the actor only. `sums_fn` is the actor's, as in `make_actor_step`.
     Metrics are those of `make_actor_step` and `make_critic_step`, objective/kl (the controller's input) and
     objective/kl_coef (the coefficient that penalised this experience, before the controller moves it).
     """
-    update_actor = _actor_update(logprob_fn, actor_optimizer, config)
-    update_critic = _critic_update(value_fn, critic_optimizer, config)
+    update_actor = actor_update(logprob_fn, actor_optimizer, config, sums_fn)
+    update_critic = critic_update(value_fn, critic_optimizer, config)
 
     def step(state: PPOState, experience: Experience, *frozen: PyTree) -> tuple[PPOState, Metrics]:
         actor, actor_metrics = update_actor(state.actor, experience, *frozen)
@@ -138,41 +161,20 @@ def make_ppo_step(
     return jax.jit(step, donate_argnums=0)
 
 
-def _actor_update(
-    logprob_fn: LogprobFn, optimizer: optax.GradientTransformation, config: PPOConfig
+def actor_update(
+    logprob_fn: LogprobFn, optimizer: optax.GradientTransformation, config: PPOConfig, sums_fn: SumsFn | None
 ) -> Callable[..., tuple[TrainState, Metrics]]:
+    terms = partial(_policy_terms, config)
+
+    def summed(params: PyTree, tokens: Array, data: ActorRows, terms: Terms, *frozen: PyTree) -> tuple[Array, Metrics]:
+        logprobs, entropy = logprob_fn(params, tokens, *frozen)
+        _check_output("logprob_fn", tokens, logprobs, entropy)
+        return jax.tree.map(jnp.sum, terms(logprobs, entropy, data))
+
+    sums = sums_fn or summed
+
     def loss_fn(params: PyTree, rows: ActorRows, count: Array, *frozen: PyTree) -> tuple[Array, Metrics]:
-        logprobs, entropy = logprob_fn(params, rows.tokens, *frozen)
-        _check_output("logprob_fn", rows.tokens, logprobs, entropy)
-        # Selected before the mathematics, not after: a NaN in the padding would come back through the gradient.
-        logprobs = jnp.where(rows.mask, logprobs, 0)
-        old_logprobs = jnp.where(rows.mask, rows.old_logprobs, 0)
-        parts = policy_loss(
-            logprobs,
-            old_logprobs,
-            rows.advantages,
-            clip_low=config.clip_low,
-            clip_high=config.clip_high,
-            dual_clip=config.dual_clip,
-        )
-
-        def mean(x: Array) -> Array:
-            return masked_sum(x, rows.mask) / count
-
-        metrics = {
-            "pg_loss": mean(parts.loss),
-            "entropy": mean(entropy),
-            "ppo_kl": mean(-parts.log_ratio),
-            "approx_kl": mean(parts.ratio - 1 - parts.log_ratio),
-            "ratio": mean(parts.ratio),
-            "ratio_gap": mean(jnp.abs(parts.ratio - 1)),
-            "pg_clipfrac": mean(parts.clipped.astype(jnp.float32)),
-            "pg_clipfrac_lower": mean(parts.clipped_lower.astype(jnp.float32)),
-        }
-        loss = metrics["pg_loss"]
-        if config.entropy_coef:  # else the entropy's gradient is not even asked for
-            loss -= config.entropy_coef * metrics["entropy"]
-        return loss, metrics
+        return jax.tree.map(lambda x: x / count, sums(params, rows.tokens, rows, terms, *frozen))
 
     names = ("pg_loss", "entropy", "ppo_kl", "approx_kl", "ratio", "ratio_gap", "pg_clipfrac", "pg_clipfrac_lower")
     target_kl = config.target_kl
@@ -190,7 +192,7 @@ def _actor_update(
     return update
 
 
-def _critic_update(
+def critic_update(
     value_fn: ValueFn, optimizer: optax.GradientTransformation, config: PPOConfig
 ) -> Callable[..., tuple[TrainState, Metrics]]:
     def loss_fn(params: PyTree, rows: CriticRows, count: Array, *frozen: PyTree) -> tuple[Array, Metrics]:
@@ -218,6 +220,38 @@ def _critic_update(
         return state, metrics
 
     return update
+
+
+def _policy_terms(
+    config: PPOConfig, logprobs: Array, entropy: Array, rows: ActorRows
+) -> tuple[Array, dict[str, Array]]:
+    """Every token's loss and metrics; 0 where the mask is False."""
+    # Selected before the mathematics, not after: a NaN in the padding would come back through the gradient.
+    logprobs = jnp.where(rows.mask, logprobs, 0)
+    old_logprobs = jnp.where(rows.mask, rows.old_logprobs, 0)
+    parts = policy_loss(
+        logprobs,
+        old_logprobs,
+        rows.advantages,
+        clip_low=config.clip_low,
+        clip_high=config.clip_high,
+        dual_clip=config.dual_clip,
+    )
+    metrics = {
+        "pg_loss": parts.loss,
+        "entropy": entropy,
+        "ppo_kl": -parts.log_ratio,
+        "approx_kl": parts.ratio - 1 - parts.log_ratio,
+        "ratio": parts.ratio,
+        "ratio_gap": jnp.abs(parts.ratio - 1),
+        "pg_clipfrac": parts.clipped.astype(jnp.float32),
+        "pg_clipfrac_lower": parts.clipped_lower.astype(jnp.float32),
+    }
+    metrics = {name: jnp.where(rows.mask, x, 0) for name, x in metrics.items()}
+    loss = metrics["pg_loss"]
+    if config.entropy_coef:  # else the entropy's gradient is not even asked for
+        loss -= config.entropy_coef * metrics["entropy"]
+    return loss, metrics
 
 
 class _Run(NamedTuple):
@@ -260,14 +294,14 @@ def _run_updates(
     def one(carry: _Carry) -> _Carry:
         epoch, minibatch = carry.index // config.minibatches, carry.index % config.minibatches
         batch = draw_minibatch(rows, jax.random.fold_in(key, epoch), minibatch, config.minibatches)
-        count = token_count(batch.mask)
+        count, tokens = token_count(batch.mask), config.micro_batch_tokens
         update = apply_update(
             lambda params, micro: loss_fn(params, micro, count, *frozen),
             optimizer,
             carry.params,
             carry.opt_state,
             batch,
-            micro_batches=config.micro_batches,
+            micro_batches=config.micro_batches if tokens is None else ByLength(row_ends(batch.mask), tokens),
             metric_names=names,
             veto=veto,
         )

@@ -32,6 +32,11 @@ class Rollout:
     finished: Bool[Array, "B"]  # False: cut off by the length limit
     version: Int[Array, ""]  # of the weights that sampled
 
+    @property
+    def lengths(self) -> Int[Array, "B"]:
+        """Tokens of each row, prompt and response together."""
+        return self.prompt_lengths + self.response_lengths
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ import optax
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
+from jrlhf.ppo.budget import ByLength, fold_by_length
 from jrlhf.ppo.minibatches import split_rows
 
 PyTree = Any
@@ -34,11 +35,11 @@ def apply_update(
     opt_state: PyTree,
     rows: PyTree,
     *,
-    micro_batches: int,
+    micro_batches: int | ByLength,
     metric_names: tuple[str, ...],
     veto: Callable[[Metrics], Bool[Array, ""]] | None = None,
 ) -> Update:
-    """Differentiate `loss_fn` over `rows`, in `micro_batches` parts, and step the optimizer once.
+    """Differentiate `loss_fn` over `rows`, in `micro_batches` parts or parts by length, and step the optimizer once.
 
     Weights and optimizer state stay as they were, bit for bit, when the loss or a gradient is not finite
     (optax.apply_if_finite lets the bad step through after a few; clip_by_global_norm turns one inf into NaN
@@ -62,7 +63,7 @@ def apply_update(
 
 
 def _accumulate(
-    loss_fn: LossFn, params: PyTree, rows: PyTree, micro_batches: int, metric_names: tuple[str, ...]
+    loss_fn: LossFn, params: PyTree, rows: PyTree, micro_batches: int | ByLength, metric_names: tuple[str, ...]
 ) -> tuple[Array, Metrics, PyTree]:
     """Loss, metrics and gradients of all rows. Gradients are summed in at least float32, returned as `params` are."""
     grad_fn = jax.value_and_grad(loss_fn, has_aux=True)
@@ -71,14 +72,21 @@ def _accumulate(
         assert set(metrics) == set(metric_names), (set(metrics), metric_names)
         return loss, metrics, grads
 
-    def add(total: PyTree, micro: PyTree) -> tuple[PyTree, None]:
+    def add(total: PyTree, micro: PyTree) -> PyTree:
         (loss, metrics), grads = grad_fn(params, micro)
-        return jax.tree.map(lambda t, x: t + x.astype(t.dtype), total, (loss, metrics, grads)), None
+        # XLA for TPUs would move the gradients' reductions behind the loop, which costs whole gradients on each device,
+        # and aborts over an unembedding's (libtpu 0.0.42 to 0.0.50).
+        grads = lax.optimization_barrier(grads)
+        return jax.tree.map(lambda t, x: t + x.astype(t.dtype), total, (loss, metrics, grads))
 
     zero = jnp.zeros((), jnp.float32)
     zeros = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.promote_types(p.dtype, jnp.float32)), params)
     start = (zero, dict.fromkeys(metric_names, zero), zeros)
-    (loss, metrics, grads), _ = lax.scan(add, start, split_rows(rows, micro_batches))
+    if isinstance(micro_batches, ByLength):
+        loss, metrics, grads = fold_by_length(add, start, rows, micro_batches)
+    else:
+        parts = split_rows(rows, micro_batches)
+        (loss, metrics, grads), _ = lax.scan(lambda total, micro: (add(total, micro), None), start, parts)
     return loss, metrics, jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
 
 

@@ -16,9 +16,11 @@ _CALLS = (
     ("old_log_prob", "actor log-probs"),
     ("ref", "reference log-probs"),
     ("values", "critic values"),
+    ("reward_wait", "wait for reward functions"),
     ("adv", "rewards and advantages"),
     ("update_critic", "train the critic"),
     ("update_actor", "train the actor"),
+    ("update", "experience, train both"),
 )
 _SETTLED = 2  # the first iterations compile
 
@@ -31,6 +33,7 @@ def timeline(run: Record) -> str:
     for key in dict.fromkeys(key for each in settled for key in each if key.startswith("timing_s/")):
         seconds[key.removeprefix("timing_s/")] = float(np.median([each.get(key) or 0.0 for each in settled]))
     step = seconds.pop("step", 0.0)
+    beside = seconds.pop("reward_functions", 0.0) if "reward_wait" in seconds else 0.0
     seconds = {name: length for name, length in seconds.items() if length > 0}
     if not seconds:
         return ""
@@ -51,10 +54,10 @@ def timeline(run: Record) -> str:
             f"<span class=num>{_milliseconds(length)}</span><span class=num>{_share(length / whole)}</span></div>"
         )
         start += length
-    return lead(_told(run, seconds, whole, len(settled))) + f"<div class='card gantt'>{''.join(rows)}</div>"
+    return lead(_told(run, seconds, whole, beside, len(settled))) + f"<div class='card gantt'>{''.join(rows)}</div>"
 
 
-def _told(run: Record, seconds: dict[str, float], whole: float, count: int) -> str:
+def _told(run: Record, seconds: dict[str, float], whole: float, beside: float, count: int) -> str:
     records = run.metrics["ppo"]
     first = records[0].get("timing_s/step")
     told = f"The median of {count} iterations takes {_milliseconds(whole)}"
@@ -62,6 +65,9 @@ def _told(run: Record, seconds: dict[str, float], whole: float, count: int) -> s
     switch, generate = seconds.get("reshard"), seconds.get("gen")
     if switch is not None and generate:
         told += f" Switching the actor to its generation layout costs {switch / whole:.1%} of it."
+    if beside > 0:
+        told += f" Reward functions take {_milliseconds(beside)} beside the other calls"
+        told += f", which wait {_milliseconds(seconds.get('reward_wait', 0.0))} for them."
     validations = [each for each in run.curve("ppo", "timing_s/validation")[1] if each > 0]
     if validations and "validation" not in seconds:
         told += f" Validation, {len(validations)} times in all, takes {_milliseconds(float(np.median(validations)))}."

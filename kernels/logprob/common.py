@@ -10,8 +10,9 @@ Slices merge exactly. With M the maximum of maxima, total and weighted of a slic
     lse = M + log Σ total     log p_y = Σ label − lse     entropy = log Σ total − Σ weighted / Σ total
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,10 @@ from jaxtyping import Array, Bool, Float, Int
 # Stands for −inf among logits: e^{MASKED − m} is exactly 0 in float32, and no inf − inf can arise where a whole slice
 # is padding. It lies far enough from the largest float32 that products with it stay finite.
 MASKED = -1e30
+
+
+Terms = Callable[[Array, Array, Any], tuple[Array, dict[str, Array]]]
+"""(logprobs [n], entropy [n], data of these tokens) -> (loss [n], {name: [n]}), elementwise: see `token_sums`."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +84,53 @@ def finish(statistics: Statistics) -> tuple[Float[Array, "N"], Float[Array, "N"]
     log_total = jnp.log(statistics.total)
     lse = statistics.maximum + log_total
     return statistics.label - lse, log_total - statistics.weighted / statistics.total, lse
+
+
+def gradient_of_products(
+    capped: Float[Array, "..."],
+    hit: Bool[Array, "..."],
+    exists: Bool[Array, "..."] | None,
+    lse: Float[Array, "..."],
+    entropy: Float[Array, "..."],
+    d_logprob: Float[Array, "..."],
+    d_entropy: Float[Array, "..."] | None,
+    head: Head,
+) -> Float[Array, "..."]:
+    """dL/d(h·w) of a block of tokens and vocabulary, in either orientation: what belongs to a token broadcasts.
+
+    With p = softmax(z), cotangents g of the log-probability and e of the entropy H:
+
+        dL/dz_v = g (1[v = y] − p_v) − e p_v (log p_v + H)
+
+    capped: the logits before temperature. hit: where the vocabulary's row is the token's target. exists: which rows are
+    not padding; None: all. d_entropy: None for e = 0.
+    """
+    log_p = capped / head.temperature - lse
+    p = jnp.exp(log_p)
+    if exists is not None:
+        p = jnp.where(exists, p, 0.0)
+    factor = d_logprob if d_entropy is None else d_logprob + d_entropy * (log_p + entropy)
+    d_products = (jnp.where(hit, d_logprob, 0.0) - p * factor) / head.temperature
+    if head.softcap is not None:
+        d_products = d_products * (1.0 - jnp.square(capped / head.softcap))
+    return d_products
+
+
+def evaluate(terms: Terms, logprobs: Array, entropy: Array, data: Any) -> tuple[Array, dict[str, Array]]:
+    """`terms` of some tokens, in float32; its metrics have no gradient."""
+    loss, metrics = terms(logprobs, entropy, data)
+    for name, x in [("the loss", loss), *metrics.items()]:
+        if x.shape != logprobs.shape:
+            raise ValueError(f"terms returned {name} of shape {x.shape} for log-probabilities of {logprobs.shape}")
+    metrics = {name: lax.stop_gradient(x.astype(jnp.float32)) for name, x in metrics.items()}
+    return loss.astype(jnp.float32), metrics
+
+
+def once(x: Array, axis_name: str | None) -> Array:
+    """What all devices of the axis have computed alike, typed as being the same on them."""
+    if axis_name is None or axis_name not in jax.typeof(x).manual_axis_type.varying:
+        return x
+    return lax.psum(jnp.where(lax.axis_index(axis_name) == 0, x, 0.0), axis_name)
 
 
 def in_vocabulary(targets: Int[Array, "N"], head: Head) -> Bool[Array, "N"]:

@@ -17,7 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from jrlhf.kernels.logprob.common import MASKED, Head, Statistics, cap, target_platform, varying
-from jrlhf.kernels.logprob.xla import differentiable
+from jrlhf.kernels.logprob.xla import differentiable, tiled_gradients
 
 # WGMMA tiles are 64 rows high; 64 elements of 16 bits fill the widest swizzle, 128 bytes; 64 x 128 float32 accumulators
 # and the temporaries made of them fit a warpgroup's registers.
@@ -90,7 +90,7 @@ def token_logprobs(
     if forward is None:
         _check_hopper()
         forward = Forward()
-    return differentiable(forward, head, tile, hidden, unembedding, targets)
+    return differentiable(forward, partial(tiled_gradients, tile=tile), head, hidden, unembedding, targets)
 
 
 def _check_hopper() -> None:
@@ -147,9 +147,10 @@ def _kernel(limit, hidden, unembedding, targets, *refs, head: Head, stages: int)
 
     initial = tuple(jnp.full((TOKENS,), value, jnp.float32) for value in (MASKED, 0.0, 0.0, 0.0))
     statistics = lax.fori_loop(0, pl.cdiv(vocabulary, VOCABULARY), block, initial)
-    for i, (value, output) in enumerate(zip(statistics, outputs, strict=True)):
+    for i, value in enumerate(statistics):
         statistics_smem[i] = value
-        plgpu.commit_smem()
+    plgpu.commit_smem()
+    for i, output in enumerate(outputs):
         plgpu.copy_smem_to_gmem(statistics_smem.at[i], output.at[rows])
     plgpu.wait_smem_to_gmem(0)
 

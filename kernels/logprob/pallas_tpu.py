@@ -1,8 +1,12 @@
-"""TPU: the forward pass as one Pallas kernel, online over vocabulary blocks; the backward pass in XLA's token tiles.
+"""TPU: forward and backward as Pallas kernels over blocks of tokens and vocabulary; logits never reach HBM.
 
-The grid is (tokens, vocabulary, embed). A product block of [tokens, vocabulary] is accumulated in VMEM over `embed` and
-reduced at once into the tokens' statistics, so logits never reach HBM. Published TPU measurements (tokamax's tuning
-tables, v5p and v6e) have Pallas ahead of XLA in the forward pass only; hence no backward kernel.
+*Forward*: the grid is (tokens, vocabulary, embed). A product block of [tokens, vocabulary] is accumulated in VMEM over
+`embed` and reduced at once into the tokens' statistics, online over the vocabulary.
+
+*Backward*: one kernel for dX, whose grid is (tokens, vocabulary), and one for dW, whose grid is (vocabulary, tokens). A
+step recomputes a block of products over the whole of `embed`, turns it into its gradient and multiplies that with the
+operand it still has in VMEM, into a float32 accumulator of the inner loop. Beside the results nothing is held in HBM;
+the price is that both recompute, 8·N·D·V operations where XLA's token tiles take 6.
 """
 
 from dataclasses import dataclass
@@ -15,15 +19,23 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-from jrlhf.kernels.logprob.common import MASKED, Head, Statistics, cap, target_platform, varying
-from jrlhf.kernels.logprob.xla import differentiable
+from jrlhf.kernels.logprob.common import (
+    MASKED,
+    Head,
+    Statistics,
+    cap,
+    gradient_of_products,
+    target_platform,
+    varying,
+)
+from jrlhf.kernels.logprob.xla import Residuals, differentiable
 
 Interpret = bool | pltpu.InterpretParams
 
 
 @dataclass(frozen=True)
 class Forward:
-    """The kernel's block sizes: upper limits, multiples of 128.
+    """The forward kernel's block sizes: upper limits, multiples of 128.
 
     Blocks of n tokens and v rows of the vocabulary do n·v/(n + v) FLOP a bfloat16 byte that they read: 680 by default,
     more than the 170 to 560 at which v5e, v5p, v6e and v7x are bound by arithmetic. The default compiles for these four
@@ -44,11 +56,8 @@ class Forward:
         block_d = _divisor(embed, self.embed)
         grid = (pl.cdiv(count, block_n), pl.cdiv(vocabulary, block_v), embed // block_d)
 
-        # Rows of the slice from `limit` on are padding; targets become indices into the slice.
-        offset = head.offset(unembedding)
-        limit = jnp.full((1,), jnp.minimum(head.vocab_size - offset, vocabulary), jnp.int32)
-        targets = (targets.astype(jnp.int32) - offset)[:, None]
-        hidden, unembedding, targets, limit = varying(hidden, unembedding, targets, limit)
+        limit, targets = _in_slice(unembedding, targets, head)
+        hidden, unembedding, targets, limit = varying(hidden, unembedding, targets[:, None], limit)
 
         column = pl.BlockSpec((block_n, 1), lambda n, v, d: (n, 0))
         out = jax.ShapeDtypeStruct((count, 1), jnp.float32, manual_axis_type=jax.typeof(hidden).manual_axis_type)
@@ -73,19 +82,50 @@ class Forward:
         return Statistics(*(x[:, 0] for x in statistics))
 
 
+@dataclass(frozen=True)
+class Backward:
+    """The backward kernels' block sizes, for both: upper limits, multiples of 128.
+
+    A step does 4·n·v·D FLOP and reads v·D (dX) or n·D (dW) new elements: at 512 that is 1024 FLOP a bfloat16 byte.
+    Whole rows of `embed` lie in VMEM, in bfloat16 about 8·D bytes for each token and row of the vocabulary in a block,
+    so blocks shrink where D exceeds 4096. The default compiles for v5e, v5p and v6e, also in float32.
+    """
+
+    tokens: int = 512
+    vocabulary: int = 512
+    interpret: Interpret = False
+
+    def __call__(
+        self, residuals: Residuals, d_logprobs: Float[Array, "N"], d_entropy: Float[Array, "N"], head: Head
+    ) -> tuple[Float[Array, "N D"], Float[Array, "V D"]]:
+        """This vocabulary slice's partial dX and its dW, in the dtype of the inputs."""
+        hidden, unembedding, targets, lse, entropy = residuals
+        (count, embed), vocabulary = hidden.shape, unembedding.shape[0]
+        largest = max(128, 2**21 // embed // 128 * 128)
+        block_n = _at_most(min(self.tokens, largest), count, 128)
+        block_v = _at_most(min(self.vocabulary, largest), vocabulary, 128)
+
+        limit, targets = _in_slice(unembedding, targets, head)
+        arrays = varying(limit, hidden, unembedding, targets, lse, entropy, d_logprobs, d_entropy)
+        limit, hidden, unembedding, *numbers = arrays
+        gradient = partial(_gradient, limit, numbers, head, self.interpret)
+        d_hidden = gradient(hidden, unembedding, (block_n, block_v), over_tokens=False)
+        return d_hidden, gradient(unembedding, hidden, (block_v, block_n), over_tokens=True)
+
+
 def token_logprobs(
     hidden: Float[Array, "N D"],
     unembedding: Float[Array, "V D"],
     targets: Int[Array, "N"],
     head: Head,
     *,
-    tile: int,
     forward: Forward | None = None,
+    backward: Backward | None = None,
 ) -> tuple[Float[Array, "N"], Float[Array, "N"]]:
-    """Log-probabilities of `targets` and entropies; `tile` is the token tile of the backward pass.
+    """Log-probabilities of `targets` and entropies.
 
-    `forward` overrides block sizes, or interprets the kernel on another platform; given, the platform is not checked,
-    so that the kernel can also be lowered for a TPU where there is none.
+    `forward` and `backward` override block sizes, or interpret the kernels on another platform; where `forward` is
+    given the platform is not checked, so that the kernels can also be lowered for a TPU where there is none.
 
     Raises:
         ValueError: the program is not for a TPU.
@@ -97,7 +137,7 @@ def token_logprobs(
                 f"use implementation=None for the platform's default"
             )
         forward = Forward()
-    return differentiable(forward, head, tile, hidden, unembedding, targets)
+    return differentiable(forward, backward or Backward(), head, hidden, unembedding, targets)
 
 
 def _kernel(limit, hidden, unembedding, targets, maximum, total, weighted, label, products, *, head: Head):
@@ -115,9 +155,7 @@ def _kernel(limit, hidden, unembedding, targets, maximum, total, weighted, label
     def _():
         products[...] = jnp.zeros_like(products)
 
-    products[...] += lax.dot_general(
-        hidden[...], unembedding[...], (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
-    )
+    products[...] += _dot(hidden[...], unembedding[...], 1)
 
     @pl.when(d == pl.num_programs(2) - 1)
     def _():
@@ -134,6 +172,82 @@ def _kernel(limit, hidden, unembedding, targets, maximum, total, weighted, label
         total[...] = total[...] * scale + jnp.sum(weights, axis=1, keepdims=True)
         label[...] += jnp.sum(jnp.where(token == targets[...], logits, 0.0), axis=1, keepdims=True)
         maximum[...] = current
+
+
+def _gradient(limit, numbers, head: Head, interpret, outer, inner, blocks: tuple[int, int], *, over_tokens: bool):
+    """The gradient of `outer`, one of hidden and unembedding, as a sum over the rows of `inner`, which is the other.
+
+    over_tokens: whether `inner` is hidden. Products are [outer, inner], so that no operand is transposed; the `numbers`
+    of a token are a row then, and else a column.
+    """
+    (block, inner_block), embed = blocks, outer.shape[1]
+    if over_tokens:
+        numbers, number = [x[None, :] for x in numbers], pl.BlockSpec((1, inner_block), lambda o, i: (0, i))
+    else:
+        numbers, number = [x[:, None] for x in numbers], pl.BlockSpec((block, 1), lambda o, i: (o, 0))
+    of_outer = pl.BlockSpec((block, embed), lambda o, i: (o, 0))
+    return pl.pallas_call(
+        partial(_gradient_kernel, head=head, inner_size=inner.shape[0], over_tokens=over_tokens),
+        grid=(pl.cdiv(outer.shape[0], block), pl.cdiv(inner.shape[0], inner_block)),
+        in_specs=[
+            pl.BlockSpec(memory_space=pltpu.SMEM),
+            of_outer,
+            pl.BlockSpec((inner_block, embed), lambda o, i: (i, 0)),
+            *[number] * len(numbers),
+        ],
+        out_specs=of_outer,
+        out_shape=jax.ShapeDtypeStruct(outer.shape, outer.dtype, manual_axis_type=jax.typeof(outer).manual_axis_type),
+        scratch_shapes=[pltpu.VMEM((block, embed), jnp.float32)],
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=64 * 2**20
+        ),
+        interpret=interpret,
+        name="token_logprobs_" + ("d_unembedding" if over_tokens else "d_hidden"),
+    )(limit, outer, inner, *numbers)
+
+
+def _gradient_kernel(limit, outer, inner, *refs, head: Head, inner_size: int, over_tokens: bool):
+    """One block of inner rows."""
+    *numbers, gradient, accumulated = refs
+    target, lse, entropy, d_logprob, d_entropy = (x[...] for x in numbers)
+    step = pl.program_id(1)
+
+    @pl.when(step == 0)
+    def _():
+        accumulated[...] = jnp.zeros_like(accumulated)
+
+    products = _dot(outer[...], inner[...], 1)
+    rows = [pl.program_id(axis) * ref.shape[0] for axis, ref in enumerate((outer, inner))]
+    index = [row + lax.broadcasted_iota(jnp.int32, products.shape, axis) for axis, row in enumerate(rows)]
+    token = index[0 if over_tokens else 1]
+    d_products = gradient_of_products(
+        cap(products, head), token == target, None, lse, entropy, d_logprob, d_entropy, head
+    )
+    # What lies beyond an array in its last block may be anything, NaN included: selected away on both sides of the sum.
+    # Beyond `outer` it stays in rows that are not written.
+    values, counts = inner[...], token < limit[0]
+    if inner_size % inner.shape[0]:
+        counts &= index[1] < inner_size
+        row = rows[1] + lax.broadcasted_iota(jnp.int32, values.shape, 0)
+        values = jnp.where(row < inner_size, values, jnp.zeros_like(values))
+    d_products = jnp.where(counts, d_products, 0.0).astype(values.dtype)
+    accumulated[...] += _dot(d_products, values, 0)
+
+    @pl.when(step == pl.num_programs(1) - 1)
+    def _():
+        gradient[...] = accumulated[...].astype(gradient.dtype)
+
+
+def _dot(a, b, b_axis: int):
+    """Contracts the columns of `a` with axis `b_axis` of `b`, in float32."""
+    return lax.dot_general(a, b, (((1,), (b_axis,)), ((), ())), preferred_element_type=jnp.float32)
+
+
+def _in_slice(unembedding, targets, head: Head):
+    """([1]: rows of the vocabulary slice from here on are padding, targets as indices into the slice)."""
+    offset = head.offset(unembedding)
+    limit = jnp.full((1,), jnp.minimum(head.vocab_size - offset, unembedding.shape[0]), jnp.int32)
+    return limit, targets.astype(jnp.int32) - offset
 
 
 def _at_most(block: int, size: int, multiple: int) -> int:

@@ -3,22 +3,49 @@
 On Hopper a full-vocabulary matmul per token tile runs at nearly the speed of one with stored logits, while a scan over
 vocabulary blocks halves it; hence tokens, not vocabulary, are tiled. Logits live one tile at a time, in float32.
 
-With p = softmax(z), cotangents g of the log-probability and e of the entropy H:
-
-    dL/dz_v = g (1[v = y] − p_v) − e p_v (log p_v + H)
+`token_sums` recomputes nothing: where the loss is elementwise in the log-probabilities, a tile's gradient is known as
+soon as its logits are, so the forward pass under differentiation makes both, and the backward pass only scales them.
 """
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
-from jrlhf.kernels.logprob.common import MASKED, Head, Statistics, cap, finish, in_vocabulary, merge, varying
+from jrlhf.kernels.logprob.common import (
+    MASKED,
+    Head,
+    Statistics,
+    Terms,
+    cap,
+    evaluate,
+    finish,
+    gradient_of_products,
+    in_vocabulary,
+    merge,
+    once,
+    varying,
+)
+
+
+class Residuals(NamedTuple):
+    """What the backward pass reads of the forward pass."""
+
+    hidden: Float[Array, "N D"]
+    unembedding: Float[Array, "V D"]
+    targets: Int[Array, "N"]
+    lse: Float[Array, "N"]
+    entropy: Float[Array, "N"]
+
 
 Forward = Callable[[Array, Array, Array, Head], Statistics]
+"""(hidden, unembedding, targets, head) -> the statistics of this vocabulary slice."""
+Backward = Callable[[Residuals, Array, Array, Head], tuple[Array, Array]]
+"""(residuals, d_logprobs, d_entropy, head) -> this vocabulary slice's *partial* dX and its dW, like the inputs."""
 
 
 def token_logprobs(
@@ -30,90 +57,201 @@ def token_logprobs(
     tile: int,
 ) -> tuple[Float[Array, "N"], Float[Array, "N"]]:
     """Log-probabilities of `targets` and entropies; at most `tile` tokens' logits exist at a time."""
-    return differentiable(partial(tiled_statistics, tile=tile), head, tile, hidden, unembedding, targets)
+    forward, backward = partial(tiled_statistics, tile=tile), partial(tiled_gradients, tile=tile)
+    return differentiable(forward, backward, head, hidden, unembedding, targets)
 
 
 def differentiable(
-    forward: Forward, head: Head, tile: int, hidden: Array, unembedding: Array, targets: Array
+    forward: Forward, backward: Backward, head: Head, hidden: Array, unembedding: Array, targets: Array
 ) -> tuple[Array, Array]:
-    """`forward`'s statistics as log-probabilities and entropies, whose vector-Jacobian product runs in token tiles."""
+    """`forward`'s statistics as log-probabilities and entropies, whose vector-Jacobian product is `backward`."""
     hidden, unembedding, targets = varying(hidden, unembedding, targets)
-    return _fused(forward, head, tile, hidden, unembedding, targets)
+    return _fused(forward, backward, head, hidden, unembedding, targets)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _fused(forward, head, tile, hidden, unembedding, targets):
-    outputs, _ = _fused_forward(forward, head, tile, hidden, unembedding, targets)
+def _fused(forward, backward, head, hidden, unembedding, targets):
+    outputs, _ = _fused_forward(forward, backward, head, hidden, unembedding, targets)
     return outputs
 
 
-def _fused_forward(forward, head, tile, hidden, unembedding, targets):
-    statistics = forward(hidden, unembedding, targets, head)
-    # Before merging, while everything still varies over the axis: a sum with −inf is −inf.
-    label = jnp.where(in_vocabulary(targets, head), statistics.label, -jnp.inf)
-    logprobs, entropy, lse = finish(merge(statistics._replace(label=label), head.axis_name))
-    return (logprobs, entropy), (hidden, unembedding, targets, lse, entropy)
+def _fused_forward(forward, backward, head, hidden, unembedding, targets):
+    logprobs, entropy, lse = _finish(forward(hidden, unembedding, targets, head), targets, head)
+    return (logprobs, entropy), Residuals(hidden, unembedding, targets, lse, entropy)
 
 
-def _fused_backward(forward, head, tile, residuals, cotangents):
+def _fused_backward(forward, backward, head, residuals, cotangents):
     d_logprobs, d_entropy = cotangents
-    d_logprobs = jnp.where(in_vocabulary(residuals[2], head), d_logprobs, 0.0)
-    d_hidden, d_unembedding = tiled_gradients(residuals, (d_logprobs, d_entropy), head, tile)
-    return d_hidden, d_unembedding, None
+    d_logprobs = jnp.where(in_vocabulary(residuals.targets, head), d_logprobs, 0.0)
+    return *backward(residuals, d_logprobs, d_entropy, head), None
 
 
 _fused.defvjp(_fused_forward, _fused_backward)
+
+
+def token_sums(
+    hidden: Float[Array, "N D"],
+    unembedding: Float[Array, "V D"],
+    targets: Int[Array, "N"],
+    data: Any,
+    terms: Terms,
+    head: Head,
+    *,
+    tile: int,
+    entropy_gradient: bool,
+) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
+    """Sums of `terms` over tokens, whose gradient is made tile by tile in the forward pass."""
+    leaves, tree = jax.tree.flatten(data)
+    hidden, unembedding, targets, *leaves = varying(hidden, unembedding, targets, *map(lax.stop_gradient, leaves))
+    data = jax.tree.unflatten(tree, leaves)
+    return _sums(terms, head, tile, entropy_gradient, hidden, unembedding, targets, data)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
+def _sums(terms, head, tile, entropy_gradient, hidden, unembedding, targets, data):
+    rows = _rows(hidden, targets, data)
+    tiles = _split(rows, tile)
+    if tiles is None:
+        sums, _ = _evaluated(terms, head, entropy_gradient, unembedding, rows)
+    else:
+        body = partial(_evaluated, terms, head, entropy_gradient, unembedding)
+        _, sums = lax.scan(lambda _, rows: (None, body(rows)[0]), None, tiles)
+    return _summed(sums, head)
+
+
+def _sums_forward(terms, head, tile, entropy_gradient, hidden, unembedding, targets, data):
+    body = partial(_evaluated, terms, head, entropy_gradient, unembedding)
+    sums, d_hidden, d_unembedding = _gradients(body, _rows(hidden, targets, data), unembedding, tile)
+    return _summed(sums, head), (d_hidden, d_unembedding)
+
+
+def _sums_backward(terms, head, tile, entropy_gradient, residuals, cotangents):
+    scale, _ = cotangents
+    dtype = residuals[0].dtype  # dW is float32 until it is scaled
+    d_hidden, d_unembedding = ((x.astype(jnp.float32) * scale).astype(dtype) for x in residuals)
+    return d_hidden, d_unembedding, None, None
+
+
+_sums.defvjp(_sums_forward, _sums_backward)
+
+
+class _Rows(NamedTuple):
+    """Tokens that are evaluated together."""
+
+    hidden: Float[Array, "n D"]
+    targets: Int[Array, "n"]
+    counts: Bool[Array, "n"]  # False: fills up a tile
+    data: Any
+
+
+def _rows(hidden, targets, data) -> _Rows:
+    return _Rows(hidden, targets, jnp.ones(hidden.shape[0], jnp.bool_), data)
+
+
+def _evaluated(terms: Terms, head: Head, entropy_gradient: bool, unembedding: Array, rows: _Rows):
+    """One tile's (sum of the loss, sums of the metrics), and dL/d(h·w)."""
+    logits = _logits(rows.hidden, unembedding, head)
+    merged = _finish(_statistics(logits, rows.targets, head), rows.targets, head)
+    # Merging made them the same on all devices of the axis. They must vary again before `terms` meets them with data
+    # that vary: the transpose of an implicit cast would sum one gradient over the axis.
+    logprobs, entropy, lse, _ = varying(*merged, rows.hidden)
+
+    def loss(logprobs, entropy):
+        return evaluate(terms, logprobs, entropy if entropy_gradient else lax.stop_gradient(entropy), rows.data)
+
+    losses, pull, metrics = jax.vjp(loss, logprobs, entropy, has_aux=True)
+    d_logprob, d_entropy = pull(jnp.ones_like(losses))
+    d_logprob = jnp.where(rows.counts & in_vocabulary(rows.targets, head), d_logprob, 0.0)
+    d_entropy = jnp.where(rows.counts, d_entropy, 0.0) if entropy_gradient else None
+    d_products = _d_products(logits, rows.targets, lse, entropy, d_logprob, d_entropy, head)
+    sums = jax.tree.map(lambda x: jnp.sum(jnp.where(rows.counts, x, 0.0)), (losses, metrics))
+    return sums, d_products.astype(rows.hidden.dtype)
+
+
+def _summed(sums, head: Head):
+    """The sums of all tiles, the same on all devices of the axis."""
+    return jax.tree.map(lambda x: once(jnp.sum(x), head.axis_name), sums)
 
 
 def tiled_statistics(
     hidden: Float[Array, "N D"], unembedding: Float[Array, "V D"], targets: Int[Array, "N"], head: Head, *, tile: int
 ) -> Statistics:
     """This vocabulary slice's statistics, tile by tile."""
+
+    def statistics(rows):
+        hidden, targets = rows
+        return _statistics(_logits(hidden, unembedding, head), targets, head)
+
     tiles = _split((hidden, targets), tile)
     if tiles is None:
-        return _statistics(hidden, targets, unembedding, head)
-    _, statistics = lax.scan(lambda _, rows: (None, _statistics(rows[0], rows[1], unembedding, head)), None, tiles)
-    return jax.tree.map(partial(_join, count=hidden.shape[0]), statistics)
+        return statistics((hidden, targets))
+    _, results = lax.scan(lambda _, rows: (None, statistics(rows)), None, tiles)
+    return jax.tree.map(partial(_join, count=hidden.shape[0]), results)
 
 
-def tiled_gradients(residuals, cotangents, head: Head, tile: int) -> tuple[Float[Array, "N D"], Float[Array, "V D"]]:
+def tiled_gradients(
+    residuals: Residuals, d_logprobs: Float[Array, "N"], d_entropy: Float[Array, "N"], head: Head, *, tile: int
+) -> tuple[Float[Array, "N D"], Float[Array, "V D"]]:
     """This vocabulary slice's *partial* dX and its dW, tile by tile; dW is accumulated in float32."""
     hidden, unembedding, targets, lse, entropy = residuals
-    rows = (hidden, targets, lse, entropy, *cotangents)
+
+    def recomputed(rows):
+        hidden, targets, *rest = rows
+        d_products = _d_products(_logits(hidden, unembedding, head), targets, *rest, head)
+        return None, d_products.astype(hidden.dtype)
+
+    rows = (hidden, targets, lse, entropy, d_logprobs, d_entropy)
+    _, d_hidden, d_unembedding = _gradients(recomputed, rows, unembedding, tile)
+    return d_hidden, d_unembedding.astype(unembedding.dtype)
+
+
+def _gradients(of_tile: Callable[[Any], tuple[Any, Array]], rows: Any, unembedding: Array, tile: int):
+    """(results of the tiles, stacked where there are several; dX; dW in float32), rows[0] being the hidden states.
+
+    of_tile: rows -> (anything, dL/d(h·w) in the matmul's dtype).
+    """
+    hidden = rows[0]
 
     def gradients(rows):
-        d_products = _d_products(rows, unembedding, head)
+        result, d_products = of_tile(rows)
         d_hidden = _matmul(d_products, unembedding, ((1,), (0,))).astype(hidden.dtype)
-        return d_hidden, _matmul(d_products, rows[0], ((0,), (0,)))
+        return (result, d_hidden), _matmul(d_products, rows[0], ((0,), (0,)))
 
     def body(accumulated, rows):
-        d_hidden, d_unembedding = gradients(rows)
-        return accumulated + d_unembedding, d_hidden
+        results, d_unembedding = gradients(rows)
+        return accumulated + d_unembedding, results
 
     tiles = _split(rows, tile)
     if tiles is None:
-        d_hidden, d_unembedding = gradients(rows)
-    else:
-        d_unembedding, d_hidden = lax.scan(body, jnp.zeros_like(unembedding, dtype=jnp.float32), tiles)
-        d_hidden = _join(d_hidden, count=hidden.shape[0])
-    return d_hidden, d_unembedding.astype(unembedding.dtype)
+        (result, d_hidden), d_unembedding = gradients(rows)
+        return result, d_hidden, d_unembedding
+    zeros = jnp.zeros_like(unembedding, dtype=jnp.float32)
+    d_unembedding, (results, d_hidden) = lax.scan(body, zeros, tiles)
+    return results, _join(d_hidden, count=hidden.shape[0]), d_unembedding
 
 
 def _matmul(a, b, contracting):
     return lax.dot_general(a, b, (contracting, ((), ())), preferred_element_type=jnp.float32)
 
 
-def _logits(hidden, unembedding, head: Head):
-    """One tile's capped logits before temperature [n, V], and which global token each column is [1, V]."""
+class _Logits(NamedTuple):
+    """One tile's logits over this device's slice of the vocabulary."""
+
+    capped: Float[Array, "n V"]  # before temperature
+    token: Int[Array, "1 V"]  # which global token a column is
+    exists: Bool[Array, "1 V"] | None  # which columns are not padding; None: all
+
+
+def _logits(hidden, unembedding, head: Head) -> _Logits:
     token = head.offset(unembedding) + lax.broadcasted_iota(jnp.int32, (1, unembedding.shape[0]), 1)
-    return cap(_matmul(hidden, unembedding, ((1,), (1,))), head), token
+    exists = token < head.vocab_size if head.padded(unembedding) else None
+    return _Logits(cap(_matmul(hidden, unembedding, ((1,), (1,))), head), token, exists)
 
 
-def _statistics(hidden, targets, unembedding, head: Head) -> Statistics:
-    capped, token = _logits(hidden, unembedding, head)
-    logits = capped / head.temperature
-    if head.padded(unembedding):
-        logits = jnp.where(token < head.vocab_size, logits, MASKED)
+def _statistics(tile: _Logits, targets, head: Head) -> Statistics:
+    logits = tile.capped / head.temperature
+    if tile.exists is not None:
+        logits = jnp.where(tile.exists, logits, MASKED)
     maximum = jnp.max(logits, axis=-1)
     shifted = logits - maximum[:, None]
     weights = jnp.exp(shifted)
@@ -121,25 +259,23 @@ def _statistics(hidden, targets, unembedding, head: Head) -> Statistics:
         maximum=maximum,
         total=jnp.sum(weights, axis=-1),
         weighted=jnp.sum(weights * shifted, axis=-1),
-        label=jnp.sum(jnp.where(token == targets[:, None], logits, 0.0), axis=-1),
+        label=jnp.sum(jnp.where(tile.token == targets[:, None], logits, 0.0), axis=-1),
     )
 
 
-def _d_products(rows, unembedding, head: Head):
-    """dL/d(h·w) of one tile [n, V], in the matmul's dtype."""
-    hidden, targets, lse, entropy, d_logprob, d_entropy = rows
-    capped, token = _logits(hidden, unembedding, head)
-    log_p = capped / head.temperature - lse[:, None]
-    p = jnp.exp(log_p)
-    if head.padded(unembedding):
-        p = jnp.where(token < head.vocab_size, p, 0.0)
-    d_logits = jnp.where(token == targets[:, None], d_logprob[:, None], 0.0) - p * (
-        d_logprob[:, None] + d_entropy[:, None] * (log_p + entropy[:, None])
-    )
-    d_products = d_logits / head.temperature
-    if head.softcap is not None:
-        d_products = d_products * (1.0 - jnp.square(capped / head.softcap))
-    return d_products.astype(hidden.dtype)
+def _finish(statistics: Statistics, targets, head: Head):
+    """A vocabulary slice's statistics -> (log-probabilities, entropies, lse) over the whole vocabulary."""
+    # Before merging, while everything still varies over the axis: a sum with −inf is −inf.
+    label = jnp.where(in_vocabulary(targets, head), statistics.label, -jnp.inf)
+    return finish(merge(statistics._replace(label=label), head.axis_name))
+
+
+def _d_products(tile: _Logits, targets, lse, entropy, d_logprob, d_entropy, head: Head):
+    """dL/d(h·w) of one tile [n, V], float32."""
+    lse, entropy, d_logprob = (x[:, None] for x in (lse, entropy, d_logprob))
+    d_entropy = None if d_entropy is None else d_entropy[:, None]
+    hit = tile.token == targets[:, None]
+    return gradient_of_products(tile.capped, hit, tile.exists, lse, entropy, d_logprob, d_entropy, head)
 
 
 def _split(rows, tile: int):

@@ -228,6 +228,13 @@ def test_a_dataset_that_cannot_be_read(refused, tmp_path, content, message):
         ({"mesh": {"data": 1, "fsdp": 1, "tensor": 8}}, "does not divide over mesh.tensor=8"),
         ({"sft": {"batch": 9}}, "sft.batch=9 does not divide"),
         ({"sft": {"batch": 8, "micro_batches": 3}}, "x 3 micro-batches: choose a multiple of 24"),
+        ({"rollout": {"slots": 12}}, "rollout.slots=12 does not divide over 8 device(s)"),
+        ({"rollout": {"chunk": 0}}, "rollout.chunk=0"),
+        (
+            {"compute": {"shared_passes": True}, "ppo": {"algorithm": {"epochs": 2}}},
+            "not ppo.algorithm.epochs=2: set that",
+        ),
+        ({"compute": {"shared_passes": True}, "lora": {"rank": 4}}, "trained whole, not lora"),
         ({"lora": {"path": "USER/gone"}}, "does not exist"),
         ({"lora": {"path": "USER/actor"}}, "adapter_config.json"),
         ({"lora": {"rank": 4, "path": "USER/actor"}}, "it must be null with path"),
@@ -384,3 +391,11 @@ def test_a_reward_that_fails_while_the_run_goes_on(tmp_path, settings, capsys, k
 def digest(path: Path) -> dict[str, str]:
     files = sorted(each for each in path.rglob("*") if each.is_file())
     return {str(each.relative_to(path)): hashlib.sha256(each.read_bytes()).hexdigest() for each in files}
+
+
+def test_an_attention_that_the_devices_or_the_model_cannot_compute_is_refused(refused):
+    for attention, platform in (("cudnn", "gpu"), ("splash", "tpu")):
+        error = refused(compute={"attention": attention}, **SFT)
+        assert f"compute.attention={attention} runs on a {platform} only, and this is a cpu: set it to null" in error
+    assert "compute.attention=flash" in refused(compute={"attention": "flash"}, **SFT)
+    assert "compute.remat=none" in refused(compute={"remat": "none"}, **SFT)

@@ -152,7 +152,8 @@ def chosen(directory: Path, tokens: np.ndarray) -> np.ndarray:
     with jax.set_mesh(mesh):
         found, params = load_hf(directory, mesh)
         score = programs.score_logprobs(Architecture(found.model), mesh, programs.Compute(), temperature=1.0)
-        logprobs, _ = score(params, put_rows(tokens.astype(np.int32), mesh))
+        lengths = np.full(len(tokens), tokens.shape[1], np.int32)
+        logprobs, _ = score(params, *put_rows((tokens.astype(np.int32), lengths), mesh))
         return np.asarray(logprobs)[:, 1:]
 
 

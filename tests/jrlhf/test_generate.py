@@ -64,7 +64,7 @@ def trained_engine(directory: Path, prompts: list[str], *, adapter=None) -> list
         sampling = SamplingConfig(
             max_new_tokens=NEW, temperature=0.0, stop_ids=tokenizer.eos_ids, token_limit=tokenizer.vocab_size
         )
-        run = programs.generate(Architecture(found.model, shared=True), built, programs.Compute(), sampling)
+        run = programs.generate(Architecture(found.model, shared=True), built, programs.Compute(), sampling, None)
         encoded = encode_prompts([Example(prompt=text) for text in prompts], tokenizer, max_prompt=64, chat=True)
         whole = [*encoded.ids, *encoded.ids[:1] * (8 - len(prompts))]
         tokens, lengths = put_rows(pad_rows(whole, 64), built)

@@ -7,17 +7,28 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import Mesh
 
 from jrlhf.batches import key_for, put_rows, row_keys
 from jrlhf.checkpoints import fingerprint_of
 from jrlhf.clock import Clock
-from jrlhf.meshes import live_bytes, make_mesh
+from jrlhf.meshes import GENERATE, live_bytes, make_mesh
 from jrlhf.model import Architecture, Model
-from jrlhf.models import ModelConfig, SamplingConfig, init_sharded, scalar_from
-from jrlhf.ppo import PPOConfig, TrainState, experience_metrics, make_experience
+from jrlhf.models import (
+    LoRAConfig,
+    ModelConfig,
+    SamplingConfig,
+    init_lm,
+    init_lora,
+    init_sharded,
+    lora_shardings,
+    param_shardings,
+    scalar_from,
+)
+from jrlhf.ppo import PPOConfig, Rollout, TrainState, experience_metrics, make_experience
 from jrlhf.programs import Compute, generation_weights
-from jrlhf.rl import ppo_iteration
-from jrlhf.roles import Actor, Critic, Reference, Reward
+from jrlhf.rl import on_policy_iteration, ppo_iteration, score_policies
+from jrlhf.roles import Actor, Critic, Learner, Reference, Reward
 from jrlhf.scoring import Batch
 
 MODEL = ModelConfig(
@@ -25,58 +36,68 @@ MODEL = ModelConfig(
 )
 ROWS, PROMPT, RESPONSE = 16, 6, 8
 PPO = PPOConfig(epochs=2, minibatches=2, truncation="bootstrap")
+SINGLE = PPOConfig(truncation="bootstrap")
+OPTIMIZER = optax.adamw(1e-2)
 
 
 class Scored:
     """Rewards that are one reward model, as it is."""
 
     def __init__(self, reward: Reward):
-        self.score = lambda rollout, batch: reward.score(rollout)
+        self.reward = reward
+
+    def begin(self, rollout, batch):
+        scores = self.reward.score(rollout)
+        return lambda: scores
 
 
 class Setup:
     """Four roles, of which actor and reference, critic and reward model begin equal."""
 
-    def __init__(self, temperature: float):
-        self.mesh = make_mesh(1, 4, 2)
-        compute, clock = Compute(), Clock()
+    def __init__(self, temperature: float, mesh: Mesh, clock: Clock, ppo: PPOConfig = PPO):
+        self.mesh, compute, self.ppo = mesh, Compute(), ppo
         with jax.set_mesh(self.mesh):
             params = init_sharded(MODEL, jax.random.key(0), self.mesh)
             scalar = init_sharded(MODEL, jax.random.key(1), self.mesh, "scalar", zero_head=False)
-            optimizer = optax.adamw(1e-2)
+            optimizer = OPTIMIZER
             architecture, shared = Architecture(MODEL), (self.mesh, compute)
             state = TrainState.create(jax.tree.map(jnp.copy, params), optimizer)
             sampling = SamplingConfig(max_new_tokens=RESPONSE, temperature=temperature, stop_ids=(1,))
             self.actor = Actor(
-                Model(architecture, params), *shared, sampling=sampling, optimizer=optimizer, ppo=PPO, clock=clock
+                Model(architecture, params), *shared, sampling=sampling, optimizer=optimizer, ppo=ppo, clock=clock
             )
             self.actor.state = state
-            self.critic = Critic(Model(architecture, scalar), *shared, optimizer=optimizer, ppo=PPO, clock=clock)
+            self.critic = Critic(Model(architecture, scalar), *shared, optimizer=optimizer, ppo=ppo, clock=clock)
             self.critic.state = TrainState.create(scalar_from(scalar, keep_head=True), optimizer)
             self.reference = Reference(Model(architecture, params), *shared, temperature=temperature, clock=clock)
             self.reward = Reward(Model(architecture, scalar), *shared, clock=clock)
+            roles = self.actor, self.critic, *shared
+            self.learner = Learner(*roles, optimizers=(optimizer, optimizer), ppo=SINGLE, temperature=temperature)
         self.clock = clock
 
-    def iterate(self, step: int):
+    def iterate(self, step: int, *, shared_passes: bool = False):
         rng = np.random.default_rng(step)
         tokens = rng.integers(2, MODEL.vocab_size, (ROWS, PROMPT)).astype(np.int32)
         lengths = rng.integers(1, PROMPT + 1, ROWS).astype(np.int32)
         tokens[np.arange(PROMPT)[None, :] >= lengths[:, None]] = 0
         with jax.set_mesh(self.mesh):
             prompts = (*put_rows((tokens, lengths), self.mesh), row_keys(key_for(0, "test", step), ROWS, self.mesh))
+            batch, rewards = Batch(prompts, (), (), step), cast(Any, Scored(self.reward))
+            if shared_passes:
+                return on_policy_iteration(self.actor, self.learner, self.reference, rewards, batch, 0.1)
             return ppo_iteration(
                 self.actor,
                 self.critic,
                 self.reference,
-                cast(Any, Scored(self.reward)),
-                Batch(prompts, (), (), step),
-                lambda *inputs, **more: make_experience(*inputs, config=PPO, kl_coef=0.1, **more),
+                rewards,
+                batch,
+                lambda *inputs, **more: make_experience(*inputs, config=self.ppo, kl_coef=0.1, **more),
             )
 
 
 @pytest.fixture(scope="module", params=[0.5, pytest.param(0.9, marks=pytest.mark.slow)])
 def setup(request):
-    return Setup(temperature=request.param)
+    return Setup(request.param, make_mesh(1, 4, 2), Clock())
 
 
 def test_an_iteration_keeps_the_invariants(setup):
@@ -104,6 +125,16 @@ def test_an_iteration_keeps_the_invariants(setup):
     }
 
 
+def test_a_single_update_may_share_the_passes_that_made_its_experience():
+    ends = []
+    for shared_passes in (False, True):
+        setup = Setup(0.9, make_mesh(1, 2, 2, devices=jax.devices()[:4]), Clock(), SINGLE)
+        experience, metrics = setup.iterate(0, shared_passes=shared_passes)
+        ends.append(jax.device_get((experience, metrics, setup.actor.state, setup.critic.state)))
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5), *ends)
+    assert "timing_s/update" in setup.clock.take()
+
+
 def test_the_generation_copy_lives_only_while_generating(setup):
     policy = setup.actor.model
     with jax.set_mesh(setup.mesh):
@@ -121,3 +152,57 @@ def test_the_generation_copy_lives_only_while_generating(setup):
     after = live_bytes()
     del experience, metrics
     assert after != before and live_bytes() == before
+
+
+@pytest.mark.slow
+def test_calls_that_are_not_waited_for_give_the_same_bits():
+    setup = Setup(1.0, make_mesh(1, 1, 1, devices=jax.devices()[:1]), Clock())
+    states = setup.actor.state, setup.critic.state
+    start, places = jax.device_get(states), jax.tree.map(lambda leaf: leaf.sharding, states)
+    ends = []
+    for blocking in (True, False):
+        clock = Clock(blocking=blocking)
+        for role in (setup.actor, setup.critic, setup.reference, setup.reward):
+            role.clock = clock
+        setup.actor.state, setup.critic.state = jax.device_put(start, places)
+        for step in range(2):
+            clock.start()
+            experience, metrics = setup.iterate(step)
+            taken = clock.take()
+            assert 0 < taken["timing_s/gen"] and sum(taken.values()) <= 2 * taken["timing_s/step"]
+        ends.append(fingerprint_of((setup.actor.state, setup.critic.state, experience, metrics)))
+    assert ends[0] == ends[1]
+
+
+def test_an_adapter_and_the_base_that_is_its_reference_are_scored_in_one_pass():
+    mesh, clock, lora = make_mesh(1, 2, 2, devices=jax.devices()[:4]), Clock(), LoRAConfig(rank=2, alpha=8.0)
+    with jax.set_mesh(mesh):
+        base = init_lm(MODEL, jax.random.key(0))
+        base["layers"] = [jax.tree.map(lambda x, i=i: x[i], base["layers"]) for i in range(MODEL.layers)]
+        base = jax.device_put(base, param_shardings(MODEL, mesh, GENERATE))
+        adapter = jax.device_put(init_lora(MODEL, lora, jax.random.key(1)), lora_shardings(MODEL, mesh, lora))
+        policy = Model(Architecture(MODEL, lora, shared=True), adapter, base)
+        shared, sampling = (mesh, Compute()), SamplingConfig(max_new_tokens=RESPONSE, temperature=0.7)
+        actor = Actor(policy, *shared, sampling=sampling, optimizer=optax.sgd(0.1), ppo=PPO, clock=clock)
+        bare = Model(Architecture(MODEL, shared=True), base)
+        reference = Reference(bare, *shared, temperature=0.7, clock=clock)
+        drawn = np.random.default_rng(0).integers(2, MODEL.vocab_size, (ROWS, PROMPT + RESPONSE)).astype(np.int32)
+        tokens, ends = put_rows((drawn, np.full(ROWS, PROMPT, np.int32)), mesh)
+        rollout = Rollout(tokens, ends, ends, tokens * 0.0, ends > 0, jnp.zeros((), jnp.int32))
+
+        actor.state = TrainState.create(adapter, optax.sgd(0.1))
+        old, ref = score_policies(actor, reference, rollout)
+        np.testing.assert_array_equal(old, ref)  # at step 0 the KL is 0, not nearly
+        assert set(clock.take()) == {"timing_s/old_log_prob", "timing_s/step"}
+
+        actor.state = TrainState.create(jax.tree.map(lambda x: x + 0.3, adapter), optax.sgd(0.1))
+        old, ref = score_policies(actor, reference, rollout)
+        np.testing.assert_allclose(old, actor.logprobs(rollout), rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(ref, reference.logprobs(rollout), rtol=1e-5, atol=1e-5)
+        assert np.abs(np.asarray(old) - ref).max() > 0.01
+
+        # A reference with weights of its own has a pass of its own.
+        other = Reference(bare.holding(jax.tree.map(jnp.copy, base)), *shared, temperature=0.7, clock=clock)
+        clock.start()
+        np.testing.assert_allclose(score_policies(actor, other, rollout)[1], ref, rtol=1e-5, atol=1e-5)
+        assert set(clock.take()) == {"timing_s/old_log_prob", "timing_s/ref", "timing_s/step"}

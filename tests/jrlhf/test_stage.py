@@ -12,6 +12,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jrlhf.config import ProfileConfig
 from jrlhf.errors import UserError
 from jrlhf.meshes import make_mesh
 from jrlhf.metrics import read_metrics
@@ -39,7 +40,7 @@ def context(path):
     return SimpleNamespace(
         run=SimpleNamespace(path=path),
         console=Told(),
-        config=SimpleNamespace(checkpoints=SimpleNamespace(keep=2), deadline=60.0),
+        config=SimpleNamespace(checkpoints=SimpleNamespace(keep=2), deadline=60.0, profile=ProfileConfig()),
         preemption=SimpleNamespace(requested=False),
         mesh=MESH,
     )

@@ -16,12 +16,14 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from jrlhf import utilisation
 from jrlhf.checkpoints import Checkpoints, like
 from jrlhf.config import load_config
 from jrlhf.dryrun import role_bytes
 from jrlhf.files import read_jsonl
 from jrlhf.launch import select_mesh
 from jrlhf.meshes import live_bytes
+from jrlhf.meshes.peaks import Peak
 from jrlhf.metrics import read_metrics
 from jrlhf.models import init_sharded
 from jrlhf.models.hf.export import hf_weights
@@ -38,7 +40,9 @@ TINY, LOG = str(Path(__file__).with_name("tiny.yaml")), "log.txt"
 def finished(tmp_path_factory):
     """(run directory, summary) of one tiny run."""
     directory = tmp_path_factory.mktemp("runs")
-    summary = main(load_config(TINY, [f"run_dir={directory}"]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(utilisation, "peak_of", lambda device: Peak(1e9, 1e10, 1e10))
+        summary = main(load_config(TINY, [f"run_dir={directory}", "profile.iterations=[3]"]))
     return directory / "tiny", summary
 
 
@@ -48,9 +52,23 @@ def test_a_run_leaves_what_is_promised(finished):
         assert (path / name).stat().st_size > 0, name
     assert list(path.glob("tensorboard/*/events.*"))
     assert json.loads((path / "summary.json").read_text()) == summary
-    assert load_config(str(path / "config.yaml")) == load_config(TINY, [f"run_dir={path.parent}"])
+    assert load_config(str(path / "config.yaml")) == load_config(
+        TINY, [f"run_dir={path.parent}", "profile.iterations=[3]"]
+    )
     assert {record["stage"] for record in read_metrics(path)} == {"sft", "reward_model", "ppo"}
     assert len([record for record in read_jsonl(path / "samples.jsonl") if record["stage"] == "evaluation"]) == 16
+
+
+def test_an_iteration_tells_how_well_it_used_its_devices(finished):
+    path, _ = finished
+    names = {f"perf/{name}" for name in ("mfu/actor", "mfu/critic", "mfu/actor_infer", "mfu/ref", "roofline/gen")}
+    for record in read_metrics(path):
+        found = {name: record[name] for name in record if name.startswith(("perf/mfu", "perf/roofline"))}
+        assert set(found) == (names if record["stage"] == "ppo" else set())
+        assert all(share > 0 for share in found.values())
+        calls = sum(each for name, each in record.items() if name.startswith("timing_s/") and name != "timing_s/step")
+        assert calls <= record.get("timing_s/step", math.inf)
+    assert [each.name for each in (path / "profile").iterdir()] == ["ppo-3"]
 
 
 def test_step_zero_has_no_kl_and_all_ratios_are_one(finished):
@@ -101,7 +119,7 @@ def test_the_exported_model_is_the_last_checkpoint(finished):
 @pytest.mark.slow
 def test_the_same_seed_gives_the_same_run(finished, tmp_path):
     path, _ = finished
-    main(load_config(TINY, [f"run_dir={tmp_path}", "name=again"]))
+    main(load_config(TINY, [f"run_dir={tmp_path}", "name=again", "profile.iterations=[3]"]))
     assert timeless(read_metrics(tmp_path / "again")) == timeless(read_metrics(path))
     assert digest(tmp_path / "again" / "model") == digest(path / "model")
 
@@ -154,7 +172,7 @@ def test_bad_input_is_one_sentence_and_exit_code_2(tmp_path, capsys, arguments, 
 def test_a_finished_run_is_not_overwritten(finished, capsys):
     path, _ = finished
     before = digest(path)
-    again = ["--config", TINY, f"run_dir={path.parent}"]
+    again = ["--config", TINY, f"run_dir={path.parent}", "profile.iterations=[3]"]
     assert cli(again) == 2
     assert "already holds this run" in capsys.readouterr().err
     assert cli([*again, "seed=1"]) == 2
@@ -238,11 +256,8 @@ def progress(process: subprocess.Popen, path, records: int) -> None:
 
 def timeless(records: list[dict]) -> list[dict]:
     """Records without what depends on the clock, or on what this process had compiled before."""
-    dependent = ("perf/throughput", "perf/compilations")
-    return [
-        {key: value for key, value in record.items() if not key.startswith("timing_s/") and key not in dependent}
-        for record in records
-    ]
+    dependent = ("timing_s/", "perf/mfu/", "perf/roofline/", "perf/throughput", "perf/compilations")
+    return [{key: value for key, value in record.items() if not key.startswith(dependent)} for record in records]
 
 
 def digest(path) -> dict[str, str]:

@@ -75,7 +75,9 @@ def test_xla(case, dtype, tile):
 @pytest.mark.parametrize("case, dtype", [*((case, jnp.float32) for case in CASES), ("all", jnp.bfloat16)])
 def test_pallas_tpu(case, dtype, tpu_params):
     forward = pallas_tpu.Forward(tokens=128, vocabulary=512, embed=128, interpret=tpu_params)
-    check(partial(pallas_tpu.token_logprobs, head=head(case), tile=128, forward=forward), case, dtype)
+    backward = pallas_tpu.Backward(tokens=128, vocabulary=256, interpret=tpu_params)
+    op = partial(pallas_tpu.token_logprobs, head=head(case), forward=forward, backward=backward)
+    check(op, case, dtype)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -95,10 +95,15 @@ def test_reference(gathered):
 # The interpreters answer one callback at a time for each device: with all 8 devices waiting, none is left to answer.
 def test_pallas_tpu(tpu_params):
     forward = pallas_tpu.Forward(tokens=32, vocabulary=256, interpret=tpu_params)
-    op = partial(pallas_tpu.token_logprobs, head=Head(**OPTIONS, axis_name="tensor"), tile=16, forward=forward)
+    backward = pallas_tpu.Backward(tokens=128, vocabulary=128, interpret=tpu_params)
+    head = Head(**OPTIONS, axis_name="tensor")
+    op = partial(pallas_tpu.token_logprobs, head=head, forward=forward, backward=backward)
     check(op, make_mesh(tensor=2, devices=jax.devices()[:2]), gathered=True)
 
 
+# With two devices the interpreter of jax 0.12 now and then aborts, or sees a race between a write and the commit that
+# follows it; that of 0.10, with which the slow proofs run, does not.
+@pytest.mark.slow
 def test_pallas_gpu(gpu_params):
     forward = pallas_gpu.Forward(interpret=gpu_params)
     op = partial(pallas_gpu.token_logprobs, head=Head(**OPTIONS, axis_name="tensor"), tile=16, forward=forward)

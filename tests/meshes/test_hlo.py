@@ -6,7 +6,8 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from jrlhf.meshes import collectives, make_mesh
+from jrlhf.meshes import collective_traffic, collectives, loops, make_mesh
+from jrlhf.meshes.hlo import Loop, Traffic
 
 # Lines as XLA prints them for CPU, GPU and TPU.
 LINES = """
@@ -46,3 +47,80 @@ def test_counts_what_xla_compiles(operation, kind: str | None):
     compiled = jax.jit(jax.shard_map(operation, mesh=mesh, in_specs=P("fsdp"), out_specs=out_specs)).lower(x).compile()
     expected = Counter() if kind is None else Counter({kind: 1})
     assert collectives(compiled) == collectives(str(compiled.as_text())) == expected
+
+
+# A loop of three trips on a GPU, one that a counter bounds by five as on TPUs, and one of unknown length.
+PROGRAM = """
+HloModule m
+
+%fused_transpose (p: bf16[8,2]) -> bf16[2,8] {
+  %p = bf16[8,2]{1,0} parameter(0)
+  ROOT %transpose.1 = bf16[2,8]{1,0} transpose(%p), dimensions={1,0}
+}
+
+%counted (arg.1: (s32[], f32[64])) -> (s32[], f32[64]) {
+  %arg.1 = (s32[], f32[64]{0}) parameter(0)
+  %x = f32[64]{0} get-tuple-element(%arg.1), index=1
+  %rs = f32[16]{0} reduce-scatter(%x), dimensions={0}, to_apply=%add
+  %ag-start = (f32[16]{0}, f32[64]{0:T(128)}) all-gather-start(%rs), dimensions={0}
+  %ag-done = f32[64]{0:T(128)} all-gather-done(%ag-start)
+  %turned = bf16[2,8]{1,0} fusion(%y), kind=kLoop, calls=%fused_transpose
+  %copy.1 = f32[64]{0} copy(%ag-done)
+  ROOT %out = (s32[], f32[64]{0}) tuple(%i, %copy.1)
+}
+
+%unknown (arg.2: (pred[], s32[4])) -> (pred[], s32[4]) {
+  %arg.2 = (pred[], s32[4]{0}) parameter(0)
+  ROOT %reduced = (pred[], s32[4]{0}) all-reduce(%a, %b), to_apply=%add
+}
+
+%bounded (arg.3: (s32[], f32[64])) -> pred[] {
+  %limit = s32[]{:T(128)} constant(5), metadata={op_name="cond/lt"}
+  %arg.3 = (s32[]{:T(128)}, f32[64]{0}) parameter(0)
+  %counter = s32[]{:T(128)} get-tuple-element(%arg.3), index=0
+  ROOT %lt = pred[]{:T(512)} compare(%counter, %limit), direction=LT
+}
+
+%either (arg.4: (pred[], s32[4])) -> pred[] {
+  %arg.4 = (pred[], s32[4]{0}) parameter(0)
+  ROOT %go = pred[] get-tuple-element(%arg.4), index=0
+}
+
+ENTRY %main (a: f32[64]) -> f32[64] {
+  %a = f32[64]{0} parameter(0)
+  %w.1 = (s32[], f32[64]{0}) while(%t), condition=%either, body=%counted, backend_config={"known_trip_count":{"n":"3"}}
+  %w.2 = (s32[], f32[64]{0}) while(%t), condition=%bounded, body=%counted
+  %w.3 = (pred[], s32[4]{0}) while(%u), condition=%either, body=%unknown
+  ROOT %r = f32[64]{0} get-tuple-element(%w.2), index=1
+}
+"""
+
+
+def test_traffic_counts_what_a_loop_repeats():
+    assert collective_traffic(PROGRAM) == {
+        "all-gather": Traffic(count=8, bytes=8 * 256),
+        "reduce-scatter": Traffic(count=8, bytes=8 * 256),
+        "all-reduce": Traffic(count=1, bytes=1 + 16),
+    }
+
+
+def test_loops_with_what_a_trip_launches_and_copies():
+    copied = 64 * 4 + 2 * 8 * 2
+    assert loops(PROGRAM) == [Loop(3, 4, copied), Loop(5, 4, copied), Loop(None, 1, 0)]
+
+
+def test_traffic_of_a_compiled_scan():
+    mesh = make_mesh(1, 8, 1)
+
+    def gathered(x):
+        def add(total, part):
+            return total + lax.all_gather(part, "fsdp", tiled=True), None
+
+        start = lax.pcast(jax.numpy.zeros(16), "fsdp", to="varying")
+        return lax.scan(add, start, x)[0][:2]
+
+    mapped = jax.shard_map(gathered, mesh=mesh, in_specs=P(None, "fsdp"), out_specs=P("fsdp"))
+    with jax.set_mesh(mesh):
+        x = jax.ShapeDtypeStruct((5, 16), "float32", sharding=jax.NamedSharding(mesh, P(None, "fsdp")))
+        compiled = jax.jit(mapped).lower(x).compile()
+    assert collective_traffic(compiled) == {"all-gather": Traffic(count=5, bytes=5 * 16 * 4)}

@@ -155,7 +155,10 @@ def test_rope_scaling_lowers_what_it_should():
     ("backend", "dtype", "head_dim", "expected"),
     [
         ("cpu", jnp.bfloat16, 128, "xla"),
-        ("tpu", jnp.bfloat16, 128, "xla"),
+        ("tpu", jnp.bfloat16, 128, "splash"),
+        ("tpu", jnp.bfloat16, 64, "splash"),
+        ("tpu", jnp.bfloat16, 96, "xla"),
+        ("tpu", jnp.float32, 128, "xla"),
         ("gpu", jnp.bfloat16, 128, "cudnn"),
         ("gpu", jnp.float16, 256, "cudnn"),
         ("gpu", jnp.float32, 128, "xla"),
@@ -163,9 +166,12 @@ def test_rope_scaling_lowers_what_it_should():
         ("gpu", jnp.bfloat16, 12, "xla"),
     ],
 )
-def test_cudnn_is_chosen_where_it_can_run(backend, dtype, head_dim, expected):
-    assert default_attention(backend, jnp.dtype(dtype), head_dim) == expected
-    assert default_attention(backend, jnp.dtype(dtype), head_dim, softcap=50.0) == "xla"
+def test_kernels_are_chosen_where_they_can_run(backend, dtype, head_dim, expected):
+    assert default_attention(backend, jnp.dtype(dtype), head_dim, None, 1024) == expected
+    capped = default_attention(backend, jnp.dtype(dtype), head_dim, 50.0, 1024)
+    assert capped == ("xla" if expected == "cudnn" else expected)
+    short = default_attention(backend, jnp.dtype(dtype), head_dim, None, 127)
+    assert short == ("xla" if expected == "splash" else expected)
 
 
 def test_gradients_pass_through_rotation_unscaled():

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import AxisType
 
 from jrlhf.meshes import GENERATE, make_mesh
-from jrlhf.models import ModelConfig, SamplingConfig, generate, init_lm, make_generate, param_shardings
+from jrlhf.models import ModelConfig, SamplingConfig, decoding, init_lm, make_generate, param_shardings
 
 # 2 key-value heads: each serves 2 devices at tensor=4. A vocabulary that is no multiple of 128.
 CONFIG = ModelConfig(
@@ -200,13 +200,13 @@ def test_bfloat16_logprobs_are_bounded(models):
 @pytest.mark.parametrize(("stop_ids", "steps"), [(tuple(range(150)), 1), ((), R)])
 def test_the_loop_ends_when_every_row_has_stopped(models, monkeypatch, stop_ids, steps):
     calls = []
-    sample = generate.sample
+    sample = decoding.sample
 
     def counting(*arguments, **keywords):
         jax.debug.callback(lambda: calls.append(1))
         return sample(*arguments, **keywords)
 
-    monkeypatch.setattr(generate, "sample", counting)
+    monkeypatch.setattr(decoding, "sample", counting)
     run = Generator(UNTIED, models[UNTIED][0], SamplingConfig(R, stop_ids=stop_ids), (1, 1, 1))
     out = run(prompts(), row_keys())
     jax.effects_barrier()

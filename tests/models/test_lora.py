@@ -19,10 +19,12 @@ from jrlhf.models import (
     lora_shardings,
     make_generate,
     make_logprobs,
+    make_logprobs_with_base,
     make_scores,
     make_values,
     merge,
     param_shardings,
+    to_int8,
 )
 
 # Biases, head norms, a softcap, 2 key-value heads for up to 8 devices, a vocabulary that is no multiple of 128.
@@ -177,6 +179,29 @@ def test_outputs_and_gradients_are_those_of_the_dense_sum(expected, config, lora
 def same_gradient(path, actual, expected):
     error = np.abs(actual - expected).max() / np.abs(expected).max()
     assert error < 1e-5, f"{jax.tree_util.keystr(path)}: {error}"
+
+
+@pytest.mark.parametrize(
+    ("config", "lora", "int8", "dtype"),
+    [(EVERYTHING, FULL, False, jnp.float32), (LOCAL, SOME, True, jnp.bfloat16)],
+    ids=["float32", "int8-bfloat16"],
+)
+def test_one_pass_scores_an_adapter_and_its_base_as_two_do(expected, config, lora, int8, dtype):
+    mesh = make_mesh(1, 2, 2, devices=jax.devices()[:4])
+    base, (adapter, _), _ = expected[config, lora]
+    tokens, _ = batch(config)
+    options: Any = {"temperature": 0.7, "dtype": dtype}
+    with jax.set_mesh(mesh):
+        frozen = on(mesh, config, base)
+        frozen = to_int8(frozen) if int8 else frozen
+        placed = jax.device_put(adapter, lora_shardings(config, mesh, lora))
+        together = fast_jit(make_logprobs_with_base(config, mesh, lora, **options))(placed, tokens, frozen)
+        own = fast_jit(make_logprobs(config, mesh, GENERATE, lora=lora, **options))(placed, tokens, frozen)
+        bare, _ = fast_jit(make_logprobs(config, mesh, GENERATE, **options))(frozen, tokens)
+    for actual, wanted in zip(together, (*own, bare), strict=True):
+        assert actual.sharding.is_equivalent_to(wanted.sharding, 2)
+        np.testing.assert_allclose(actual, wanted, rtol=1e-5, atol=1e-5 if dtype == jnp.float32 else 0.05)
+    assert np.abs(np.asarray(together[0]) - together[2]).max() > 0.1
 
 
 # ---- how an adapter begins, where it lies, and what it merges into

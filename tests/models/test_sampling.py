@@ -16,7 +16,7 @@ def draw(logits, config, *, rows=ROWS, vocab_size=V, may_stop=True, seed=0):
     """Many rows with the same logits."""
     keys = jax.random.split(jax.random.key(seed), rows)
     repeated = jnp.broadcast_to(jnp.asarray(logits, jnp.float32)[None, :], (rows, len(logits)))
-    tokens, logprobs = sample(repeated, keys, config, vocab_size=vocab_size, may_stop=jnp.array(may_stop))
+    tokens, logprobs = sample(repeated, keys, config, vocab_size=vocab_size, may_stop=jnp.full(rows, may_stop))
     return np.asarray(tokens), np.asarray(logprobs)
 
 
@@ -120,8 +120,8 @@ def test_a_rows_draw_depends_on_its_key_only():
     keys = jax.random.split(jax.random.key(1), 64)
     logits = jnp.asarray(np.random.default_rng(1).normal(size=(64, V)), jnp.float32)
     config = SamplingConfig(1)
-    whole, _ = sample(logits, keys, config, vocab_size=V, may_stop=jnp.array(True))
-    some, _ = sample(logits[10:13], keys[10:13], config, vocab_size=V, may_stop=jnp.array(True))
+    whole, _ = sample(logits, keys, config, vocab_size=V, may_stop=jnp.array([True]))
+    some, _ = sample(logits[10:13], keys[10:13], config, vocab_size=V, may_stop=jnp.array([True]))
     np.testing.assert_array_equal(whole[10:13], some)
     assert len(set(np.asarray(whole).tolist())) > 3
 

@@ -18,6 +18,8 @@ from jrlhf.files import append_jsonl
 from jrlhf.report import read_run, render, write_report
 from jrlhf.report.charts import COLORS, Chart, Series, number, running_mean
 from jrlhf.report.page import main
+from jrlhf.report.record import Record
+from jrlhf.report.timeline import timeline
 from jrlhf.strict import build, to_yaml
 
 EVIL = '<script>alert(1)</script><img src=x onerror="alert(2)">&amp;\x1b[31m'
@@ -159,6 +161,19 @@ def test_the_timeline_lays_the_calls_end_to_end(html):
     assert bars == [(0.0, 6.25), (6.25, 25.0), (31.25, 50.0), (81.25, 6.25), (87.5, 12.5)]
     names = re.findall(r"class=what><b>(\w+)</b>", html)
     assert names == ["reshard", "gen", "update_actor", "custom", "rest"]
+
+
+def test_what_runs_beside_the_calls_is_told_and_has_no_bar():
+    seconds = {"gen": 2.0, "reward_functions": 3.0, "reward_wait": 1.0, "values": 1.0, "step": 4.0}
+    records = [{"stage": "ppo", "step": 1, **{f"timing_s/{name}": each for name, each in seconds.items()}}]
+    html = timeline(Record("run", "", {}, "", {"ppo": records}, [], {}))
+    assert re.findall(r"class=what><b>(\w+)</b>", html) == ["gen", "values", "reward_wait"]
+    assert re.findall(r"left:([\d.]+)%;width:([\d.]+)%", html) == [
+        ("0.00", "50.00"),
+        ("50.00", "25.00"),
+        ("75.00", "25.00"),
+    ]
+    assert "Reward functions take 3.00 s beside the other calls, which wait 1.00 s for them." in html
 
 
 def test_the_page_needs_and_runs_nothing_else(html, page_of):

@@ -1,0 +1,536 @@
+"""The programs of a PPO iteration, compiled for hardware that is not there.
+
+    python -m benchmarks.aot --target h200x8
+    python -m benchmarks.aot --target v5p-512 --config llama3-70b-ppo --part train,reshard
+    python -m benchmarks.aot --target h200x1 --config gsm8k-ppo ppo.rollout_batch=64
+
+XLA itself compiles, for a described topology: TPUs by libtpu, NVIDIA GPUs by JAX's CUDA plugin, neither of which needs
+a device. Both are installed on first use, at the versions that the running JAX asks for, into a cache directory of
+their own. Every program is compiled in a process of its own, which a compiler may abort and a deadline may end.
+
+For each: bytes of a device that it reads, makes, reuses and needs in between; the most that the device holds while it
+runs, with the weights and optimizer states of all roles beside it, and whether that fits; its collectives with their
+bytes, as often as they run where the compiler knows how often; and what one trip of its largest loop launches. Merges
+them into `benchmarks/results/aot-TARGET.json`. A GPU's memory is all of it: JAX takes three quarters, unless
+XLA_PYTHON_CLIENT_MEM_FRACTION tells it otherwise.
+
+The mesh is the config's where it has as many devices as the target; else `tensor` stays as far as it divides them,
+`fsdp` takes the rest, and there are as many micro-batches as every device has rows for.
+
+For GPUs, attention is XLA's, for cuDNN cannot be compiled without one: `scores` is what one layer's take in float32,
+of which `temp` holds a few, and would hold none with an attention that does not store them. For TPUs it is the
+config's, or the default. Register spills and speed are not known.
+"""
+
+import argparse
+import json
+import math
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jax.stages import Lowered
+
+from benchmarks.records import RESULTS, provenance, write
+from jrlhf import programs
+from jrlhf.batches import row_sharding
+from jrlhf.config import Config, MeshConfig, load_config, mesh_sizes, validate
+from jrlhf.dryrun import role_bytes
+from jrlhf.errors import UserError
+from jrlhf.launch import architectures, compute_of
+from jrlhf.meshes import AXES, GENERATE, collective_traffic, loops, lower_reshard, make_mesh
+from jrlhf.meshes.hlo import Traffic
+from jrlhf.model import Architecture
+from jrlhf.models import ModelConfig, SamplingConfig, make_generate, param_shardings
+from jrlhf.optimizers import adamw
+from jrlhf.ppo import Experience
+from jrlhf.programs import Compute
+from jrlhf.shapes import Shapes, device_bytes, generation_copy, train_state, whole_weights
+
+CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "jrlhf" / "aot"
+GB = 1e9
+
+
+# ---- targets
+
+
+@dataclass(frozen=True)
+class Target:
+    """Hardware to compile for.
+
+    memory: bytes of a device. topology: as the platform's compiler writes it; on GPUs slices x hosts x GPUs of a host.
+    bandwidth: of a GPU's memory, bytes a second.
+    """
+
+    name: str
+    platform: Literal["tpu", "cuda"]
+    topology: str
+    memory: int
+    chip: str = ""
+    bandwidth: int = 0
+
+    @property
+    def devices(self) -> int:
+        return math.prod(int(size) for size in self.topology.split(":")[-1].split("x"))
+
+
+def _hopper(chip: str, hosts: int, gpus: int, memory: int, bandwidth: int) -> Target:
+    name = f"{chip.lower()}x{hosts * gpus}"
+    return Target(name, "cuda", f"1x{hosts}x{gpus}", memory, f"NVIDIA {chip}", bandwidth)
+
+
+def _h200(hosts: int, gpus: int = 8) -> Target:
+    return _hopper("H200", hosts, gpus, 151_397_597_184, 4_800_000_000_000)
+
+
+def _h100(hosts: int, gpus: int = 8) -> Target:
+    return _hopper("H100", hosts, gpus, 84_942_979_072, 3_352_320_000_000)
+
+
+# A v5p's name counts TensorCores, two a chip, and its two are one device; a v6e's counts chips.
+TARGETS = {
+    target.name: target
+    for target in (
+        _h200(1, 1),
+        _h200(1),
+        _h200(2),
+        _h200(8),
+        _h100(1, 1),
+        _h100(1),
+        _h100(8),
+        Target("v5p-8", "tpu", "v5p:2x2x1", int(95.74 * 2**30)),
+        Target("v5p-128", "tpu", "v5p:4x4x4", int(95.74 * 2**30)),
+        Target("v5p-512", "tpu", "v5p:4x8x8", int(95.74 * 2**30)),
+        Target("v6e-8", "tpu", "v6e:2x4", int(31.25 * 2**30)),
+    )
+}
+
+
+def devices_of(target: Target) -> Sequence[Any]:
+    """Devices that can be compiled for, and nothing else."""
+    if target.platform == "tpu":
+        return topologies.get_topology_desc(target.topology, platform="tpu").devices
+    described = {"target_config": hopper_description(target), "topology": target.topology}
+    return topologies.get_topology_desc(target.chip, platform="cuda", **described).devices
+
+
+def hopper_description(target: Target) -> str:
+    """What XLA asks a GPU of compute capability 9.0 about itself: a text-format `stream_executor.GpuTargetConfigProto`.
+
+    The numbers are those of the CUDA programming guide's table of technical specifications and of NVIDIA's datasheets.
+    """
+    return f"""
+        platform_name: "CUDA"
+        device_description_str: "{target.chip}"
+        dnn_version_info {{ major: 9 minor: 10 }}
+        gpu_device_info {{
+          name: "{target.chip}" device_vendor: "NVIDIA Corporation"
+          cuda_compute_capability {{ major: 9 feature_extension: ACCELERATED_FEATURES }}
+          core_count: 132 fpus_per_core: 128 clock_rate_ghz: 1.98 l2_cache_size: 52428800
+          device_memory_size: {target.memory} memory_bandwidth: {target.bandwidth} device_address_bits: 64
+          threads_per_warp: 32 threads_per_block_limit: 1024 threads_per_core_limit: 2048
+          thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
+          block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+          registers_per_core_limit: 65536 registers_per_block_limit: 65536
+          shared_memory_per_block: 49152 shared_memory_per_block_optin: 232448 shared_memory_per_core: 233472
+          pcie_bandwidth: 34359738368 device_interconnect_info {{ active_links: 18 }}
+          driver_version: "13.0.0" runtime_version: "12.8.0" compile_time_toolkit_version: "12.8.0"
+          dnn_version: "9.10.0"
+        }}
+    """
+
+
+# ---- compilers
+
+
+def compiler_environment(target: Target) -> dict[str, str]:
+    """What a process needs to compile for `target`; installs the compiler if it is not there yet.
+
+    Raises:
+        UserError: it cannot be installed.
+    """
+    package = {"tpu": "libtpu", "cuda": "jax-cuda12-plugin"}[target.platform]
+    packages = [requirement(package)]
+    if target.platform == "cuda":
+        packages.append(packages[0].replace("plugin", "pjrt"))
+    directory = CACHE / f"{package}-{metadata.version('jax')}"
+    if not directory.exists():
+        _install(packages, directory)
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3"}
+    if target.platform == "tpu":
+        library = str(directory / "libtpu" / "libtpu.so")
+        return environment | {
+            "TPU_LIBRARY_PATH": library,
+            "TPU_SKIP_MDS_QUERY": "1",
+            "TPU_WORKER_HOSTNAMES": "localhost",
+            "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # others on this machine may compile, too
+        }
+    paths = [str(directory), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return environment | {"PYTHONPATH": os.pathsep.join(paths)}
+
+
+def requirement(package: str) -> str:
+    """The package at the version that JAX asks for in one of its extras."""
+    for requirement in metadata.requires("jax") or ():
+        name, _, _ = requirement.partition(";")
+        bare = name.replace("[with-cuda]", "").strip()
+        if bare.startswith(package) and not bare[len(package)].isalnum():
+            return bare
+    raise UserError(f"jax {metadata.version('jax')} names no version of {package}: --target cannot be compiled for")
+
+
+def _install(packages: Sequence[str], directory: Path) -> None:
+    print(f"installing {' and '.join(packages)} into {directory} (0.5 GB, once)", flush=True)
+    unfinished = directory.with_suffix(".part")
+    command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--upgrade", "--target", str(unfinished)]
+    if subprocess.run([*command, *packages]).returncode != 0:
+        raise UserError(f"pip cannot install {' '.join(packages)} into {unfinished}: see above")
+    unfinished.rename(directory)
+
+
+# ---- what is compiled
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A config on a target's mesh."""
+
+    config: Config
+    mesh: Mesh
+    models: dict[str, ModelConfig]
+
+    @property
+    def compute(self) -> Compute:
+        section = self.config.compute
+        cuda = self.mesh.devices.flat[0].platform in ("cuda", "gpu")
+        return compute_of(replace(section, attention="xla") if cuda else section)
+
+    @property
+    def sampling(self) -> SamplingConfig:
+        """As in a run, but for stop tokens, which come with a tokenizer: which they are is of no matter here."""
+        ppo = self.config.ppo
+        return SamplingConfig(
+            max_new_tokens=self.config.data.max_response,
+            temperature=ppo.temperature,
+            top_k=ppo.top_k,
+            top_p=ppo.top_p,
+            min_new_tokens=ppo.min_new_tokens,
+            stop_ids=(0,),
+        )
+
+    def rows(self, *shape: int, dtype: Any = jnp.int32) -> Shapes:
+        """An array with a rollout's rows."""
+        shape = (self.config.ppo.rollout_batch, *shape)
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=row_sharding(self.mesh))
+
+    @property
+    def length(self) -> int:
+        return self.config.data.max_prompt + self.config.data.max_response
+
+    @property
+    def experience(self) -> Shapes:
+        version: Any = jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(self.mesh, P()))
+        flat, each = self.rows(), self.rows(self.length, dtype=jnp.float32)
+        return Experience(
+            tokens=self.rows(self.length),
+            prompt_lengths=flat,
+            response_lengths=flat,
+            logprobs=each,
+            finished=self.rows(dtype=jnp.bool_),
+            version=version,
+            scores=self.rows(dtype=jnp.float32),
+            response_mask=self.rows(self.length, dtype=jnp.bool_),
+            old_logprobs=each,
+            ref_logprobs=each,
+            values=each,
+            rewards=each,
+            advantages=each,
+            returns=each,
+        )
+
+
+@dataclass(frozen=True)
+class Program:
+    """A function of an iteration, lowered: one program, or the several that run one after the other.
+
+    resident: bytes of a device's arguments that are there whether it runs or not, as weights or optimizer states.
+    """
+
+    lowered: Sequence[Lowered]
+    resident: int
+
+
+def switch(setup: Setup) -> Program:
+    """The actor's weights from TRAIN to GENERATE, in groups."""
+    actor = setup.models["actor"]
+    weights = whole_weights(actor, setup.mesh)
+    lowered = lower_reshard(weights, param_shardings(actor, setup.mesh, GENERATE), dtype=setup.compute.dtype)
+    return Program(lowered, max(device_bytes(each.in_avals) for each in lowered))
+
+
+def generate(setup: Setup) -> Program:
+    """A rollout: prefill and decode loop."""
+    actor = setup.models["actor"]
+    key = jax.eval_shape(lambda: jax.random.key(0)).dtype
+    weights = generation_copy(actor, setup.mesh, setup.compute.dtype)
+    compute = setup.compute
+    drawn = make_generate(actor, setup.mesh, setup.sampling, dtype=compute.dtype, attention=compute.attention)
+    function = jax.jit(drawn)
+    prompts = setup.rows(setup.config.data.max_prompt), setup.rows(), setup.rows(dtype=key)
+    return Program([function.lower(weights, *prompts)], 0)
+
+
+def score_logprobs(setup: Setup) -> Program:
+    """Old log-probabilities, by the actor that is trained; the reference's program differs in its arguments' dtype."""
+    actor, temperature = setup.models["actor"], setup.config.ppo.temperature
+    function = programs.score_logprobs(Architecture(actor), setup.mesh, setup.compute, temperature=temperature)
+    weights = whole_weights(actor, setup.mesh)
+    return Program([function.lower(weights, setup.rows(setup.length), setup.rows())], device_bytes(weights))
+
+
+def score_values(setup: Setup) -> Program:
+    """The critic's values."""
+    critic = setup.models["critic"]
+    function = programs.score_values(Architecture(critic), setup.mesh, setup.compute)
+    weights = whole_weights(critic, setup.mesh, "scalar")
+    return Program([function.lower(weights, setup.rows(setup.length), setup.rows())], device_bytes(weights))
+
+
+def train_actor(setup: Setup) -> Program:
+    """All the actor's updates on a rollout."""
+    actor, section = setup.models["actor"], setup.config.ppo
+    optimizer = adamw(section.actor, updates=1)
+    where = Architecture(actor), setup.mesh, setup.compute
+    function = programs.actor_step(*where, optimizer, section.algorithm, temperature=section.temperature)
+    state = train_state(section.actor, whole_weights(actor, setup.mesh), setup.mesh)
+    return Program([function.lower(state, setup.experience)], device_bytes(state))
+
+
+def train_critic(setup: Setup) -> Program:
+    """All the critic's updates on a rollout."""
+    critic, section = setup.models["critic"], setup.config.ppo
+    optimizer = adamw(section.critic, updates=1)
+    function = programs.critic_step(Architecture(critic), setup.mesh, setup.compute, optimizer, section.algorithm)
+    state = train_state(section.critic, whole_weights(critic, setup.mesh, "scalar"), setup.mesh)
+    return Program([function.lower(state, setup.experience)], device_bytes(state))
+
+
+# In the order of an iteration. A part is all whose names begin with it.
+PROGRAMS: dict[str, Callable[[Setup], Program]] = {
+    "reshard": switch,
+    "generate": generate,
+    "score_logprobs": score_logprobs,
+    "score_values": score_values,
+    "train_critic": train_critic,
+    "train_actor": train_actor,
+}
+
+
+def fitted(config: Config, devices: int) -> Config:
+    """The config on so many devices: its mesh where that has as many, else as this module's docstring says.
+
+    Raises:
+        UserError: it trains adapters or no PPO, or fits no mesh.
+    """
+    if config.lora.on:
+        raise UserError(f"config {config.name} trains adapters, whose programs are not compiled here: name another")
+    if "ppo" not in config.stages:
+        raise UserError(f"config {config.name} has no stage ppo, whose programs these are: name another")
+    try:
+        mesh_sizes(config.mesh, devices)
+        return config
+    except UserError:
+        tensor = math.gcd(max(config.mesh.tensor, 1), devices)
+    ppo, algorithm = config.ppo, config.ppo.algorithm
+    parts = ppo.rollout_batch // (devices * algorithm.minibatches)  # rows of a device in a minibatch
+    micro_batches = max((n for n in range(1, algorithm.micro_batches + 1) if parts % n == 0), default=1)
+    algorithm = replace(algorithm, micro_batches=micro_batches)
+    mesh = MeshConfig(data=1, fsdp=devices // tensor, tensor=tensor)
+    return replace(config, mesh=mesh, ppo=replace(ppo, algorithm=algorithm))
+
+
+def setup_on(config: Config, devices: Sequence[Any]) -> Setup:
+    """Raises UserError where the config does not fit the devices."""
+    models = architectures(config)
+    validate(config, len(devices), models)
+    data, fsdp, tensor = mesh_sizes(config.mesh, len(devices))
+    return Setup(config, make_mesh(data, fsdp, tensor, devices=devices), models)
+
+
+# ---- compiling, and what a compiled program says
+
+
+def held(setup: Setup) -> int:
+    """Bytes of a device's weights and optimizer states of all roles, between calls."""
+    roles = role_bytes(setup.config, setup.mesh, setup.models)
+    return sum(parts.get(part, 0) for parts in roles.values() for part in ("weights", "optimizer"))
+
+
+def attention_scores(name: str, setup: Setup) -> int:
+    """Bytes of one layer's float32 attention scores on a device: [rows, heads, T, T]."""
+    sizes, algorithm = setup.mesh.shape, setup.config.ppo.algorithm
+    model = setup.models["critic" if name in ("score_values", "train_critic") else "actor"]
+    rows, heads, length = setup.config.ppo.rollout_batch // setup.mesh.size, model.heads, setup.length
+    if name == "reshard":
+        return 0
+    if name == "generate":
+        rows, heads, length = rows * sizes["tensor"], heads // sizes["tensor"], setup.config.data.max_prompt
+    if name.startswith("train"):
+        rows //= algorithm.minibatches * algorithm.micro_batches
+    return 4 * rows * heads * length**2
+
+
+def measured(name: str, setup: Setup, memory: int) -> dict[str, Any]:
+    """Compiles a program of the iteration; what it takes of a device."""
+    with jax.set_mesh(setup.mesh):
+        program = PROGRAMS[name](setup)
+    start = time.perf_counter()
+    compiled = [(each.compile(), count) for each, count in distinct(program.lowered)]
+    seconds = time.perf_counter() - start
+    stats: list[tuple[Any, int]] = [(each.memory_analysis(), count) for each, count in compiled]
+    arguments = max(stat.argument_size_in_bytes for stat, _ in stats)  # one after the other, what they make stays
+    outputs = sum(stat.output_size_in_bytes * count for stat, count in stats)
+    alias = sum(stat.alias_size_in_bytes * count for stat, count in stats)
+    temp = max(stat.temp_size_in_bytes for stat, _ in stats)
+    peak = held(setup) - program.resident + arguments + outputs - alias + temp
+    traffic: dict[str, Traffic] = {}
+    for each, count in compiled:
+        for kind, met in collective_traffic(each).items():
+            traffic[kind] = sum([met] * count, traffic.get(kind, Traffic()))
+    largest = loops(compiled[0][0])[:1]
+    return {
+        "program": name,
+        "programs": sum(count for _, count in compiled),
+        "arguments": arguments,
+        "outputs": outputs,
+        "alias": alias,
+        "temp": temp,
+        "scores": attention_scores(name, setup) if setup.compute.attention == "xla" else 0,
+        "peak": peak,
+        "fits": peak <= memory,
+        "collectives": {kind: asdict(met) for kind, met in sorted(traffic.items())},
+        "largest_loop": asdict(largest[0]) if largest else None,
+        "compile_seconds": round(seconds, 1),
+    }
+
+
+def distinct(lowered: Sequence[Lowered]) -> list[tuple[Lowered, int]]:
+    """One of each kind, and how many are alike: groups of layers that differ in nothing but their indices."""
+    kinds: dict[Any, list[Lowered]] = {}
+    for each in lowered:
+        shapes = [(x.shape, str(x.dtype)) for x in jax.tree.leaves((each.in_avals, each.out_info))]
+        kinds.setdefault(str(shapes), []).append(each)
+    return [(alike[0], len(alike)) for alike in kinds.values()]
+
+
+def in_process_of_its_own(name: str, target: Target, arguments: Sequence[str], deadline: float) -> dict[str, Any]:
+    """`measured` by another process, or in one sentence what became of it."""
+    command = [sys.executable, "-m", "benchmarks.aot", "--target", target.name, "--compile", name, *arguments]
+    try:
+        done = subprocess.run(
+            command, env=compiler_environment(target), capture_output=True, text=True, timeout=deadline
+        )
+    except subprocess.TimeoutExpired:
+        return {"program": name, "fits": None, "error": f"not compiled within {deadline:.0f} s"}
+    if done.returncode == 0:
+        return json.loads(done.stdout.strip().splitlines()[-1])
+    said = [line for line in done.stderr.splitlines() if "rror" in line or "RESOURCE_EXHAUSTED" in line]
+    reason = said[-1] if said else f"exit code {done.returncode}"
+    fits = False if "RESOURCE_EXHAUSTED" in reason else None  # TPU programs that are too large do not compile
+    return {"program": name, "fits": fits, "error": reason[:300]}
+
+
+# ---- output
+
+
+SIZES = {
+    "arguments": "reads",
+    "outputs": "makes",
+    "alias": "reuses",
+    "temp": "temp",
+    "scores": "scores",
+    "peak": "peak",
+}
+
+
+def table(results: Iterable[dict[str, Any]]) -> str:
+    """One line a program; sizes in GB of 1e9 bytes."""
+    head = " ".join(f"{name:>8}" for name in SIZES.values())
+    lines = [f"{'GB':15} {head}  fits  compiled  collectives"]
+    for each in results:
+        if "error" in each:
+            lines.append(f"{each['program']:15} {each['error']}")
+            continue
+        sizes = " ".join(f"{each[kind] / GB:8.2f}" for kind in SIZES)
+        verdict = "yes" if each["fits"] else "NO"
+        met = [f"{kind} {one['count']}x {one['bytes'] / GB:.2f}" for kind, one in each["collectives"].items()]
+        seconds = f"{each['compile_seconds']:.0f} s"
+        lines.append(f"{each['program']:15} {sizes}  {verdict:4}  {seconds:>8}  {', '.join(met) or 'none'}")
+    return "\n".join(lines)
+
+
+def merge(path: Path, record: dict[str, Any], key: dict[str, Any], results: Iterable[dict[str, Any]]) -> None:
+    """Puts the results into the file, each in the place of an earlier one of its config and program."""
+    new = [key | each for each in results]
+    replaced = {(each["config"], each["program"]) for each in new}
+    old = json.loads(path.read_text())["results"] if path.exists() else []
+    kept = [each for each in old if (each["config"], each["program"]) not in replaced]
+    write(path, {**record, "results": sorted(kept + new, key=lambda each: each["config"])})
+
+
+def main(options: argparse.Namespace) -> None:
+    target = TARGETS[options.target]
+    chosen = [name for name in PROGRAMS if any(name.startswith(part) for part in options.part.split(","))]
+    if not chosen:
+        raise UserError(f"--part {options.part} names no program: known are {', '.join(PROGRAMS)}")
+    given = ["--config", options.config, *options.overrides]
+    config = fitted(load_config(options.config, options.overrides), target.devices)
+    sizes = dict(zip(AXES, mesh_sizes(config.mesh, target.devices), strict=True))
+    described = " ".join(f"{axis}={size}" for axis, size in sizes.items())
+    attention = "xla" if target.platform == "cuda" else config.compute.attention or "default"
+    print(f"{config.name} on {target.name}: {described}, {target.memory / GB:.1f} GB a device; attention: {attention}")
+    path = RESULTS / f"aot-{target.name}.json"
+    hardware = {"target": asdict(target), "compiled_on": f"{platform.machine()}, {os.cpu_count()} cores"}
+    key = {"config": " ".join([options.config, *options.overrides]), "mesh": sizes, **provenance("jax", "jaxlib")}
+    key |= {"micro_batches": config.ppo.algorithm.micro_batches, "attention": attention}
+    results = []
+    for name in chosen:
+        results.append(in_process_of_its_own(name, target, given, options.deadline))
+        merge(path, {"benchmark": "aot", **hardware}, key, results[-1:])  # the next may take long
+        print(table(results[-1:]).splitlines()[-1], flush=True)
+    print(f"\n{table(results)}\nwrote {path}")
+
+
+def compile_one(options: argparse.Namespace) -> None:
+    """In the process of its own: prints one line of JSON."""
+    target = TARGETS[options.target]
+    devices = devices_of(target)
+    config = fitted(load_config(options.config, options.overrides), len(devices))
+    print(json.dumps(measured(options.compile, setup_on(config, devices), target.memory)))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="The programs of a PPO iteration, compiled for absent hardware.")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings in place of the config's")
+    parser.add_argument("--target", choices=TARGETS, required=True)
+    parser.add_argument("--config", default="llama3-8b-ppo", help="a shipped config or a YAML file")
+    parser.add_argument("--part", default=",".join(PROGRAMS), help="reshard, generate, score, train, or names of these")
+    parser.add_argument("--deadline", type=float, default=1800, help="seconds for one program")
+    parser.add_argument("--compile", help=argparse.SUPPRESS)
+    options = parser.parse_intermixed_args()
+    try:
+        compile_one(options) if options.compile else main(options)
+    except UserError as error:
+        raise SystemExit(f"benchmarks.aot: {error}") from error

@@ -1,0 +1,405 @@
+"""jrlhf against another library, on this machine's CPU: the same weights, prompts, lengths and sampling on both sides.
+
+    python -m benchmarks.compare --peer tunix|trl|hf
+    python -m benchmarks.compare --peer tunix --small    # tiny shapes, to try it out; writes nothing
+
+First an environment is made for the peer, with pinned versions, under ~/.cache/jrlhf/peers (or --venv names one), and
+both sides show that they compute the same numbers from the same files. Then processes alternate, ours and each of the
+peer's ways of doing it, a round after the other. A repeat during which other processes used the machine is dropped; a
+process that has too few left makes its round void. A ratio is the peer's median time over ours in the same round:
+above 1 we are faster. Writes benchmarks/results/compare-PEER.json with all repeats, also the dropped ones.
+"""
+
+import argparse
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import venv
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from benchmarks.peers.common import Job, Shape
+
+ROOT = Path(__file__).resolve().parents[1]
+SHAPE = Shape(layers=4, embed=256, heads=4, kv_heads=2, head_dim=64, mlp=512, vocab=4096)
+SMALL = Shape(layers=2, embed=32, heads=2, kv_heads=1, head_dim=16, mlp=64, vocab=128)
+PROMPT, RESPONSE = 16, 64
+PROCESS_SECONDS = 600.0  # no process may take longer
+SETTINGS = "compute.remat=products compute.shared_passes=true rollout.chunk=RESPONSE"  # ours, where not the defaults
+LEAST_EQUAL = 0.9  # of greedy responses: two tokens may be almost equally likely
+LEAST_KEPT = 0.5  # of a process's repeats; with fewer its round is void
+TOLERANCE = 1e-4  # between the sides' log-probabilities and values: float32 sums in another order
+
+
+class CompareError(Exception):
+    """A comparison cannot be made; the message says why, in a sentence."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One thing that both sides do. variants: the peer's ways of doing it, each in a process of its own."""
+
+    title: str
+    case: str
+    batch: int
+    variants: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Peer:
+    """Another library: what pip installs, and what it is compared in."""
+
+    requirements: tuple[str, ...]
+    comparisons: tuple[Comparison, ...]
+
+
+TORCH = ("torch==2.13.0", "transformers==5.23.0")
+CACHES = ("dynamic", "dynamic compiled", "static compiled")
+PEERS = {
+    "tunix": Peer(
+        ("google-tunix==0.1.7", "jax==0.10.2", "flax==0.12.8", "optax==0.2.8"),
+        (
+            Comparison("PPO iteration", "ppo", 8, ("reward function", "reward model")),
+            Comparison("generation", "generate", 8, ("sampler",)),
+            Comparison("generation", "generate", 64, ("sampler",)),
+        ),
+    ),
+    "trl": Peer(
+        (*TORCH, "trl==1.12.0", "accelerate==1.15.0", "datasets==5.2.0"),
+        (Comparison("PPO iteration", "ppo", 8, ("as shipped", "gc.freeze()")),),
+    ),
+    "hf": Peer(
+        TORCH,
+        (
+            Comparison("generation", "generate", 8, CACHES),
+            Comparison("generation", "generate", 64, CACHES),
+        ),
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Repeats:
+    """What one process measured: seconds of each repeat, and CPU seconds that others took of the machine meanwhile."""
+
+    seconds: tuple[float, ...]
+    others: tuple[float, ...]
+
+    @property
+    def kept(self) -> tuple[float, ...]:
+        """The seconds of the repeats that had the machine to themselves."""
+        return tuple(
+            taken for taken, by_others in zip(self.seconds, self.others, strict=True) if quiet(taken, by_others)
+        )
+
+    @property
+    def void(self) -> bool:
+        """Whether too few repeats are kept."""
+        return len(self.kept) < LEAST_KEPT * len(self.seconds)
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Smallest, median and largest of some numbers."""
+
+    least: float
+    median: float
+    most: float
+
+    @staticmethod
+    def of(numbers: Sequence[float]) -> "Spread":
+        return Spread(min(numbers), median(numbers), max(numbers))
+
+    def __str__(self) -> str:
+        return f"{self.least:.3g} – {self.median:.3g} – {self.most:.3g}"
+
+
+Round = Mapping[str, Repeats]  # of our process, and of each of the peer's, by variant
+OURS = "jrlhf"
+
+
+def quiet(seconds: float, others: float) -> bool:
+    """Whether others took so little of the machine that the time counts: clock ticks and the system's own work."""
+    return others <= 0.03 + 0.03 * seconds
+
+
+def valid(rounds: Sequence[Round]) -> list[Round]:
+    return [round_ for round_ in rounds if not any(each.void for each in round_.values())]
+
+
+def ratios(rounds: Sequence[Round], variant: str) -> list[float]:
+    """The peer's median time over ours, of each round that is not void: neighbours in time, so that drift cancels."""
+    return [median(round_[variant].kept) / median(round_[OURS].kept) for round_ in valid(rounds)]
+
+
+def fastest(rounds: Sequence[Round], variants: Sequence[str]) -> str:
+    return min(variants, key=lambda variant: median(ratios(rounds, variant)))
+
+
+def weights_of(shape: Shape) -> tuple[int, int]:
+    """Weights that every token is multiplied with: of all layers, and of the unembedding."""
+    attention = 2 * shape.embed * (shape.heads + shape.kv_heads) * shape.head_dim
+    return shape.layers * (attention + 3 * shape.embed * shape.mlp), shape.embed * shape.vocab
+
+
+def operations(case: str, shape: Shape, batch: int, prompt: int, response: int) -> float:
+    """Floating-point operations that the mathematics of a case needs in products with weights.
+
+    2 a weight and token forward, 4 more backward. Generation: all tokens but the last through the layers, response
+    tokens through the unembedding. PPO: then actor and reference, with unembedding, and critic and reward, without,
+    read all tokens; actor and critic are trained in the same passes, there being a single update. Attention's own
+    products, a few percent more at these lengths, and whatever an implementation computes twice are not counted.
+    """
+    layers, head = weights_of(shape)
+    tokens = batch * (prompt + response)
+    generation = 2 * layers * (tokens - batch) + 2 * head * batch * response
+    if case == "generate":
+        return generation
+    policy, scalar = 2 * (layers + head) * tokens, 2 * layers * tokens
+    return generation + (3 + 1) * policy + (3 + 1) * scalar
+
+
+def differences(ours: Mapping[str, np.ndarray], theirs: Mapping[str, np.ndarray]) -> dict[str, float]:
+    """The largest difference of log-probabilities and of values, and the part of greedy responses that are equal.
+
+    A greedy response may part from the other's where two tokens are almost equally likely.
+    """
+    largest = {name: float(np.max(np.abs(ours[name] - theirs[name]))) for name in ("logprobs", "values")}
+    return largest | {"greedy_equal": float(np.mean(np.all(ours["greedy"] == theirs["greedy"], axis=1)))}
+
+
+def environment(name: str, requirements: Sequence[str]) -> Path:
+    """The Python of an environment that has these requirements; made first if it is not there as they ask for.
+
+    Raises:
+        CompareError: pip fails.
+    """
+    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
+    directory = cache / "jrlhf" / "peers" / name
+    python, complete = directory / "bin" / "python", directory / "complete.txt"
+    wanted = "\n".join(requirements)
+    if complete.is_file() and complete.read_text() == wanted:
+        return python
+    print(f"making {directory} with {', '.join(requirements)}", flush=True)
+    venv.create(directory, with_pip=True, clear=True)
+    # There torch is built for CPUs; PyPI's brings CUDA along.
+    index = ["--extra-index-url", "https://download.pytorch.org/whl/cpu"] if "torch" in wanted else []
+    pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *index, *requirements]
+    if subprocess.run(pip, stdin=subprocess.DEVNULL).returncode != 0:
+        raise CompareError(f"pip could not install {' '.join(requirements)} into {directory}: its words are above")
+    complete.write_text(wanted)
+    return python
+
+
+@dataclass(frozen=True)
+class Side:
+    """A Python with a module of `benchmarks.peers`, run in a directory that has `benchmarks` in it."""
+
+    python: Path
+    module: str
+    directory: Path
+
+    def run(self, job: Job) -> dict[str, Any]:
+        """Does a job in a process of its own, and returns what it printed last.
+
+        Raises:
+            CompareError: it failed, or took longer than PROCESS_SECONDS.
+        """
+        command = [str(self.python), "-m", f"benchmarks.peers.{self.module}", job.to_json()]
+        pinned = {"JAX_PLATFORMS": "cpu", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+        pinned |= {"TRL_EXPERIMENTAL_SILENCE": "1"}
+        inherited = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "XLA_FLAGS")}
+        process = subprocess.Popen(
+            command,
+            cwd=self.directory,
+            env=inherited | pinned,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,  # compilers that it has started end with it
+        )
+        what = f"{self.module} {job.case} {job.variant}".strip()
+        try:
+            out, errors = process.communicate(timeout=PROCESS_SECONDS)
+        except subprocess.TimeoutExpired as error:
+            raise CompareError(f"{what} took longer than {PROCESS_SECONDS:.0f} seconds") from error
+        finally:
+            if process.returncode is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.communicate()
+        if process.returncode != 0:
+            last = (errors.strip() or "no message").splitlines()[-1]
+            raise CompareError(f"{what} failed with exit code {process.returncode}: {last}")
+        return json.loads(out.strip().splitlines()[-1])
+
+
+def show_same(ours: Side, theirs: Side, job: Job) -> dict[str, float]:
+    """Lets both sides compute the same numbers.
+
+    Raises:
+        CompareError: they differ by more than float32 does.
+    """
+    for side in (ours, theirs):
+        side.run(job)
+    found = differences(*(np.load(Path(job.directory) / f"{name}.npz") for name in ("ours", "peer")))
+    print(
+        f"same weights: log-probabilities differ by at most {found['logprobs']:.1e}, values by {found['values']:.1e}, "
+        f"{found['greedy_equal']:.0%} of greedy responses are equal"
+    )
+    if not max(found["logprobs"], found["values"]) <= TOLERANCE or found["greedy_equal"] < LEAST_EQUAL:
+        raise CompareError(
+            f"the sides do not compute the same: {found}; differences must be below {TOLERANCE}, and "
+            f"{LEAST_EQUAL:.0%} of greedy responses equal"
+        )
+    return found
+
+
+def alternate(
+    ours: Side, theirs: Side, job: Job, variants: Sequence[str], rounds: int, keep_all: bool, versions: dict[str, Any]
+) -> list[Round]:
+    """Rounds of one process of ours and one of each variant. keep_all: as if nobody else had used the machine."""
+    measured = []
+    for number in range(rounds):
+        found: dict[str, Repeats] = {}
+        sides = [(OURS, ours), *((variant, theirs) for variant in variants)]
+        for name, side in reversed(sides) if number % 2 else sides:  # no side always comes first
+            result = side.run(replace(job, variant="" if side is ours else name))
+            versions["ours" if side is ours else "peer"] = result["versions"]
+            others = [0.0] * len(result["others"]) if keep_all else result["others"]
+            found[name] = Repeats(tuple(result["seconds"]), tuple(others))
+            kept = found[name].kept
+            middle = f"median {median(kept):.4f} s" if kept else "none kept"
+            void = ", too few" if found[name].void else ""
+            print(
+                f"  round {number + 1}, {name}: {middle}, {len(kept)} of {len(others)} repeats kept{void}", flush=True
+            )
+        measured.append(found)
+    return measured
+
+
+def summary(comparison: Comparison, job: Job, rounds: Sequence[Round]) -> dict[str, Any]:
+    """Ratios and rates of the rounds that are not void, printed and as the file has them."""
+    kept = valid(rounds)
+    record: dict[str, Any] = {
+        **asdict(comparison),
+        "settings": SETTINGS,
+        "prompt": job.prompt,
+        "response": job.response,
+        "operations": operations(comparison.case, job.shape, job.batch, job.prompt, job.response),
+        "rounds": [{name: asdict(repeats) for name, repeats in round_.items()} for round_ in rounds],
+        "void_rounds": len(rounds) - len(kept),
+    }
+    if len(kept) < len(rounds):
+        print(f"  {len(rounds) - len(kept)} of {len(rounds)} rounds are void: other processes used the machine")
+    if not kept:
+        return record
+    work, seconds = record["operations"], Spread.of([each for round_ in kept for each in round_[OURS].kept])
+    best = fastest(rounds, comparison.variants)
+    spreads = {variant: Spread.of(ratios(rounds, variant)) for variant in comparison.variants}
+    print(f"  jrlhf: {work / 1e9:.3g} GFLOP, at {work / seconds.median / 1e9:.3g} GFLOP/s")
+    for variant, spread in spreads.items():
+        mark = "  <- its fastest" if variant == best and len(spreads) > 1 else ""
+        print(f"  ratio to {variant}: {spread} over {len(kept)} rounds{mark}")
+    return record | {
+        "operations_a_second": work / seconds.median,
+        "ratios": {variant: asdict(spread) for variant, spread in spreads.items()},
+        "fastest": best,
+    }
+
+
+def compare(name: str, python: Path, *, small: bool, rounds: int, repeats: int) -> dict[str, Any]:
+    """All comparisons with one peer, as the file has them.
+
+    Raises:
+        CompareError: a process failed, or the sides do not compute the same.
+    """
+    shape, response = (SMALL, 8) if small else (SHAPE, RESPONSE)
+    versions: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as directory:
+        # A peer sees `benchmarks` and nothing else of the checkout: our `kernels` is also a package's name.
+        (Path(directory) / "benchmarks").symlink_to(ROOT / "benchmarks")
+        ours = Side(Path(sys.executable), "ours", ROOT)
+        theirs = Side(python, name, Path(directory))
+        job = Job("export", directory, shape, 8, PROMPT, response, repeats=repeats)
+        ours.run(job)
+        same = show_same(ours, theirs, replace(job, case="check"))
+        results = []
+        for comparison in PEERS[name].comparisons:
+            task = replace(job, case=comparison.case, batch=comparison.batch)
+            print(f"{comparison.title}, {comparison.batch} rows of {task.prompt} + {task.response} tokens", flush=True)
+            measured = alternate(ours, theirs, task, comparison.variants, rounds, small, versions)
+            results.append(summary(comparison, task, measured))
+    return {"shape": asdict(shape), "versions": versions, "same": same, "results": results}
+
+
+def positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise ValueError
+    return number
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.compare", description="jrlhf against another library.")
+    parser.add_argument("--peer", choices=tuple(PEERS), required=True)
+    parser.add_argument("--venv", type=Path, help="the peer's environment; without it one is made")
+    parser.add_argument("--small", action="store_true", help="tiny shapes, every repeat kept; writes nothing")
+    parser.add_argument("--rounds", type=positive, default=3, help="of processes that alternate")
+    parser.add_argument("--repeats", type=positive, default=12, help="in a process, after it has warmed up")
+    options = parser.parse_args(arguments)
+    if options.venv is not None and not (options.venv / "bin" / "python").is_file():
+        parser.error(f"--venv {options.venv}: there is no bin/python in it")
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit code: 0 done, 1 a comparison failed or found no quiet machine."""
+    options = parse(arguments)
+    try:
+        python = (
+            environment(options.peer, PEERS[options.peer].requirements)
+            if options.venv is None
+            else (options.venv.absolute() / "bin" / "python")
+        )
+        found = compare(options.peer, python, small=options.small, rounds=options.rounds, repeats=options.repeats)
+    except CompareError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    if options.small:
+        print("tiny shapes, and no repeat was dropped: that it runs is all that this says")
+        return 0
+    unmeasured = [result for result in found["results"] if "ratios" not in result]
+    if unmeasured:
+        print("error: other processes used the machine in every round; nothing is written", file=sys.stderr)
+        return 1
+    write_record(options.peer, found, arguments)
+    return 0
+
+
+def write_record(peer: str, found: dict[str, Any], arguments: Sequence[str] | None) -> None:
+    import jax  # not before: the processes have the machine to themselves
+
+    from benchmarks.records import RESULTS, hardware, provenance, write
+
+    jax.config.update("jax_platforms", "cpu")
+    path = RESULTS / f"compare-{peer}.json"
+    given = provenance()
+    command = shlex.join(["python", "-m", "benchmarks.compare", *(sys.argv[1:] if arguments is None else arguments)])
+    versions = found.pop("versions") | {"python": given.pop("versions")}
+    record = {"benchmark": "compare", "peer": peer, "command": command, "hardware": hardware(jax.devices()[0])}
+    write(path, record | given | {"versions": versions} | found)
+    print(f"wrote {path}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,144 @@
+"""What both sides of a comparison share. Runs in the peer's environment, too: the standard library and NumPy only.
+
+A side is a module whose `main` gives its cases: functions from a `Job` to a JSON object, which is printed as the last
+line of the output.
+"""
+
+import importlib.metadata
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+LEARNING_RATE = 1e-5
+KL_COEF = 0.04
+FIRST_ID = 3  # the ids below are a tokenizer's pad, end and unknown: never in a prompt
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a Qwen3 model with tied embeddings, all float32. Every role has them."""
+
+    layers: int
+    embed: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    mlp: int
+    vocab: int
+    max_positions: int = 512
+    rope_theta: int = 1_000_000  # Tunix computes with this one whatever its config says
+    norm_eps: float = 1e-6
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one process does.
+
+    directory: holds the weights of every role as Hugging Face directories actor, critic and reward.
+    batch, prompt, response: rows, and tokens of each; all responses are as long as the limit, drawn at temperature 1
+        from the whole vocabulary.
+    variant: which of the side's ways of doing it.
+    warmup, repeats: repetitions that do not count, and that do.
+    """
+
+    case: str
+    directory: str
+    shape: Shape
+    batch: int
+    prompt: int
+    response: int
+    variant: str = ""
+    warmup: int = 4
+    repeats: int = 12
+
+    def model(self, role: str) -> Path:
+        return Path(self.directory) / role
+
+    @property
+    def steps(self) -> int:
+        return self.warmup + self.repeats
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_json(text: str) -> "Job":
+        fields = json.loads(text)
+        return Job(**fields | {"shape": Shape(**fields["shape"])})
+
+
+@dataclass(frozen=True)
+class Moment:
+    """When it was, and how much others had computed until then; both in seconds."""
+
+    time: float
+    others: float
+
+
+def prompts(job: Job) -> np.ndarray:
+    """The prompts of every step [steps, B, P]: the same on both sides."""
+    size = (job.steps, job.batch, job.prompt)
+    return np.random.default_rng(0).integers(FIRST_ID, job.shape.vocab, size, dtype=np.int32)
+
+
+def given_tokens(job: Job) -> np.ndarray:
+    """Tokens [B, P+R] on which both sides must compute the same numbers."""
+    size = (job.batch, job.prompt + job.response)
+    return np.random.default_rng(1).integers(FIRST_ID, job.shape.vocab, size, dtype=np.int32)
+
+
+def now() -> Moment:
+    return Moment(time.perf_counter(), others())
+
+
+def others() -> float:
+    """CPU seconds that other processes have taken on this machine since it started, what a hypervisor stole included.
+
+    0 where there is no /proc/stat: then no repeat is ever dropped.
+    """
+    try:
+        with open("/proc/stat") as file:
+            ticks = [int(field) for field in file.readline().split()[1:9]]
+    except FileNotFoundError:
+        return 0.0
+    busy = sum(ticks) - ticks[3] - ticks[4]  # less idle and waiting for input
+    return busy / os.sysconf("SC_CLK_TCK") - sum(os.times()[:4])
+
+
+def repeats(moments: Sequence[Moment], warmup: int) -> dict[str, list[float]]:
+    """The seconds between moments, and what others took of the machine meanwhile, after so many that do not count."""
+    pairs = list(zip(moments, moments[1:], strict=False))[warmup:]
+    return {
+        "seconds": [after.time - before.time for before, after in pairs],
+        "others": [after.others - before.others for before, after in pairs],
+    }
+
+
+def timed(job: Job, step: Callable[[np.ndarray], None]) -> dict[str, list[float]]:
+    """Repeats of a step, which is called with each step's prompts [B, P] and returns when all is done."""
+    moments = [now()]
+    for rows in prompts(job):
+        step(rows)
+        moments.append(now())
+    return repeats(moments, job.warmup)
+
+
+def save_numbers(job: Job, side: str, *, logprobs: Any, values: Any, greedy: Any) -> None:
+    """Of the case `check`: log-probabilities and values of `given_tokens` from the second token on [B, P+R-1], and the
+    greedy responses [B, R] to its first P tokens."""
+    np.savez(Path(job.directory) / f"{side}.npz", logprobs=logprobs, values=values, greedy=greedy)
+
+
+def main(cases: Mapping[str, Callable[[Job], Mapping[str, Any] | None]], packages: Sequence[str]) -> None:
+    """Does the job that the command line says, and prints its result with the versions of these packages."""
+    job = Job.from_json(sys.argv[1])
+    result = cases[job.case](job)
+    versions = {name: importlib.metadata.version(name) for name in packages}
+    print("\n" + json.dumps({**(result or {}), "versions": versions}))

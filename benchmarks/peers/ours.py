@@ -1,0 +1,147 @@
+"""Our side of the comparisons, and the weights that both sides load."""
+
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from jax.sharding import Mesh
+
+from benchmarks.peers.common import KL_COEF, LEARNING_RATE, Job, Shape, given_tokens, main, save_numbers, timed
+from jrlhf import programs
+from jrlhf.batches import key_for, put_rows, row_keys
+from jrlhf.clock import Clock
+from jrlhf.meshes import make_mesh
+from jrlhf.model import Architecture, Model
+from jrlhf.models import ModelConfig, SamplingConfig, Schedule, export_hf, init_sharded, load_hf
+from jrlhf.models.params import HeadKind
+from jrlhf.ppo import PPOConfig, TrainState, experience_metrics
+from jrlhf.programs import Compute
+from jrlhf.rl import on_policy_iteration
+from jrlhf.roles import Actor, Critic, Learner, Reference, Reward
+from jrlhf.scoring import Batch
+
+HEADS: dict[str, HeadKind] = {"actor": "lm", "critic": "scalar", "reward": "scalar"}
+COMPUTE = Compute(remat="products")
+
+
+def model_config(shape: Shape) -> ModelConfig:
+    return ModelConfig(
+        vocab_size=shape.vocab,
+        embed=shape.embed,
+        layers=shape.layers,
+        heads=shape.heads,
+        kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        mlp=shape.mlp,
+        max_positions=shape.max_positions,
+        rope_theta=shape.rope_theta,
+        norm_eps=shape.norm_eps,
+        qk_norm=True,
+    )
+
+
+def one_device() -> Mesh:
+    return make_mesh(1, 1, 1, devices=jax.devices()[:1])
+
+
+def one_chunk(response: int) -> Schedule:
+    """All rows are as long as the limit: there is nothing to look for before."""
+    return Schedule(chunk=response)
+
+
+def load(job: Job, role: str, mesh: Mesh) -> Model:
+    description, params = load_hf(job.model(role), mesh, head=HEADS[role])
+    return Model(Architecture(description.model), params)
+
+
+def put_prompts(job: Job, rows: np.ndarray, step: int, mesh: Mesh) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Prompts, their lengths and a key for each."""
+    tokens, lengths = put_rows((rows, np.full(job.batch, job.prompt, np.int32)), mesh)
+    return tokens, lengths, row_keys(key_for(0, "rollout", step), job.batch, mesh)
+
+
+def export(job: Job) -> None:
+    """Writes random weights of every role."""
+    config, mesh = model_config(job.shape), one_device()
+    for seed, (role, head) in enumerate(HEADS.items()):
+        params = init_sharded(config, jax.random.key(seed), mesh, head, zero_head=False)
+        export_hf(params, config, job.model(role), pad_id=0)
+
+
+def check(job: Job) -> None:
+    """The numbers by which the sides are known to compute the same."""
+    mesh, tokens = one_device(), given_tokens(job)
+    with jax.set_mesh(mesh):
+        actor, critic = load(job, "actor", mesh), load(job, "critic", mesh)
+        placed, ends = put_rows((tokens, np.full(job.batch, tokens.shape[1], np.int32)), mesh)
+        logprobs, _ = programs.score_logprobs(actor.architecture, mesh, COMPUTE, temperature=1.0)(
+            actor.params, placed, ends
+        )
+        values, _ = programs.score_values(critic.architecture, mesh, COMPUTE)(critic.params, placed, ends)
+        draw = generator(actor, mesh, SamplingConfig(job.response, temperature=0))
+        greedy = draw(*put_prompts(job, tokens[:, : job.prompt], 0, mesh))[:, job.prompt :]
+    save_numbers(job, "ours", logprobs=logprobs[:, 1:], values=values[:, 1:], greedy=greedy)
+
+
+def generator(model: Model, mesh: Mesh, sampling: SamplingConfig):
+    """(prompts, lengths, keys) -> tokens [B, P+R] on the host; the weights are moved to where it wants them once."""
+    weights = programs.generation_weights(model, mesh, COMPUTE)
+    schedule = one_chunk(sampling.max_new_tokens)
+    run = programs.generate(model.architecture, mesh, COMPUTE, sampling, schedule)
+    return lambda *arguments: np.asarray(run(weights, *arguments).tokens)
+
+
+def generate(job: Job) -> dict[str, Any]:
+    """Seconds of a generation."""
+    mesh = one_device()
+    with jax.set_mesh(mesh):
+        draw, count = generator(load(job, "actor", mesh), mesh, SamplingConfig(job.response)), iter(range(job.steps))
+
+        def step(rows: np.ndarray) -> None:
+            assert draw(*put_prompts(job, rows, next(count), mesh)).shape[1] == job.prompt + job.response
+
+        return timed(job, step)
+
+
+def ppo(job: Job) -> dict[str, Any]:
+    """Seconds of an iteration of PPO with four models, its metrics fetched."""
+    mesh = one_device()
+    with jax.set_mesh(mesh):
+        config, optimizer, clock = PPOConfig(kl_coef=KL_COEF), optax.adamw(LEARNING_RATE), Clock()
+        models = {role: load(job, role, mesh) for role in HEADS}
+        sampling = SamplingConfig(job.response)
+        actor = Actor(
+            models["actor"],
+            mesh,
+            COMPUTE,
+            sampling=sampling,
+            schedule=one_chunk(job.response),
+            optimizer=optimizer,
+            ppo=config,
+            clock=clock,
+        )
+        critic = Critic(models["critic"], mesh, COMPUTE, optimizer=optimizer, ppo=config, clock=clock)
+        reference = Reference(load(job, "actor", mesh), mesh, COMPUTE, temperature=sampling.temperature, clock=clock)
+        reward = Reward(models["reward"], mesh, COMPUTE, clock=clock)
+        actor.state = TrainState.create(models["actor"].params, optimizer)
+        critic.state = TrainState.create(models["critic"].params, optimizer)
+        rewards: Any = SimpleNamespace(begin=lambda rollout, batch: partial(reward.score, rollout))
+        optimizers = optimizer, optimizer
+        learner = Learner(actor, critic, mesh, COMPUTE, optimizers=optimizers, ppo=config, temperature=1.0)
+        measure, count = jax.jit(experience_metrics), iter(range(job.steps))
+
+        def step(rows: np.ndarray) -> None:
+            number = next(count)
+            batch = Batch(put_prompts(job, rows, number, mesh), [], [], number)
+            experience, metrics = on_policy_iteration(actor, learner, reference, rewards, batch, KL_COEF)
+            metrics = jax.device_get(metrics | measure(experience))
+            assert metrics["response_length/mean"] == job.response
+
+        return timed(job, step)
+
+
+if __name__ == "__main__":
+    main({"export": export, "check": check, "generate": generate, "ppo": ppo}, ("jax", "flax", "optax"))

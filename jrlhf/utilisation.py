@@ -1,0 +1,103 @@
+"""How much of what the devices can do an iteration's calls make use of."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from jax.sharding import Mesh
+
+from jrlhf.meshes.peaks import Peak, peak_of
+from jrlhf.model import Architecture, Model
+from jrlhf.models.flops import Lengths, forward_operations, generation_seconds, training_operations
+from jrlhf.models.quantize import has_int8
+from jrlhf.ppo import PPOConfig
+from jrlhf.programs import Compute
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What an iteration of PPO asks of its devices.
+
+    peak: of all devices together; None where it is not known, and then nothing is measured.
+    copies: of the generation weights. layer_itemsize: bytes of a number in their layers.
+    """
+
+    actor: Architecture
+    critic: Architecture
+    reference: Architecture
+    algorithm: PPOConfig
+    dtype: Any
+    peak: Peak | None
+    copies: int
+    layer_itemsize: int
+
+    def metrics(self, said: Mapping[str, float], prompts: Lengths, responses: Lengths) -> dict[str, float]:
+        """Model FLOP utilisation of training and scoring under verl's names, and generation against its roofline.
+
+            perf/mfu/actor, perf/mfu/critic     training: forward and backward of every epoch that was computed
+            perf/mfu/update                     both together, where they share the passes that make the experience
+            perf/mfu/actor_infer, perf/mfu/ref  log-probabilities of the rollout; both in the first if one pass
+            perf/roofline/gen                   the least seconds that generation could take, over those that it took
+
+        A utilisation is the operations that real tokens need (`models/flops.py`: no padding, nothing recomputed), over
+        what the devices could have done in the seconds of the call, which include its compilation in the first
+        iterations. A call that was not timed has none.
+
+        said: the iteration's metrics, with `timing_s/*`. prompts, responses: tokens of each row.
+        """
+        if self.peak is None:
+            return {}
+        lengths, peak = prompts + responses, self.peak.operations(self.dtype)
+        updates = self.algorithm.epochs * self.algorithm.minibatches
+        # The update that stopped the others was computed itself, and not applied.
+        computed = self.algorithm.epochs * (1 - max(said.get("actor/stopped_updates", 0.0) - 1, 0) / updates)
+        actor, critic, reference = self.actor, self.critic, self.reference
+        policy, base = (forward_operations(each.config, lengths, "lm", each.lora) for each in (actor, reference))
+        one_pass = "timing_s/ref" not in said and "timing_s/old_log_prob" in said  # the reference is the actor's base
+        operations = {
+            "actor": ("update_actor", computed * training_operations(actor.config, lengths, "lm", actor.lora)),
+            "critic": (
+                "update_critic",
+                self.algorithm.epochs * training_operations(critic.config, lengths, "scalar", critic.lora),
+            ),
+            "update": (
+                "update",
+                training_operations(actor.config, lengths, "lm", actor.lora)
+                + training_operations(critic.config, lengths, "scalar", critic.lora),
+            ),
+            "actor_infer": ("old_log_prob", policy + base if one_pass else policy),
+            "ref": ("ref", base),
+        }
+        least = {f"perf/mfu/{name}": (call, work / peak) for name, (call, work) in operations.items()}
+        least["perf/roofline/gen"] = "gen", self._generation(self.peak.memory, peak, prompts, responses)
+        seconds = {name: (said.get(f"timing_s/{call}", 0.0), best) for name, (call, best) in least.items()}
+        return {name: best / taken for name, (taken, best) in seconds.items() if taken > 0}
+
+    def _generation(self, memory: float, operations: float, prompts: Lengths, responses: Lengths) -> float:
+        return generation_seconds(
+            self.actor.config,
+            prompts,
+            responses,
+            memory=memory,
+            operations=operations,
+            itemsize=self.dtype.itemsize,
+            layer_itemsize=self.layer_itemsize,
+            copies=self.copies,
+        )
+
+
+def workload_of(
+    actor: Model, critic: Model, reference: Model, algorithm: PPOConfig, mesh: Mesh, compute: Compute
+) -> Workload:
+    """The workload of these models on this mesh."""
+    peak, size = peak_of(mesh.devices.flat[0]), mesh.size
+    return Workload(
+        actor=actor.architecture,
+        critic=critic.architecture,
+        reference=reference.architecture,
+        algorithm=algorithm,
+        dtype=compute.dtype,
+        peak=None if peak is None else Peak(peak.memory * size, peak.bfloat16 * size, peak.float32 * size),
+        copies=mesh.shape["data"] * mesh.shape["fsdp"],
+        layer_itemsize=1 if actor.base is not None and has_int8(actor.base) else compute.dtype.itemsize,
+    )

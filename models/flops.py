@@ -1,0 +1,131 @@
+"""Operations and bytes that a model's calls need, from its numbers alone: what a device's peak is compared with.
+
+An operation is one multiplication or addition of a matrix product: a weight costs 2 a token. Norms, softmaxes and other
+elementwise work are not counted, nor what a backward pass recomputes, nor padding: rows are given by their lengths.
+"""
+
+import math
+
+import numpy as np
+from jaxtyping import Int
+
+from jrlhf.models.config import ModelConfig
+from jrlhf.models.lora import PROJECTIONS, LoRAConfig, lora_shape
+from jrlhf.models.params import HeadKind
+
+Lengths = Int[np.ndarray, "B"]  # tokens of each row
+
+
+def layer_weights(config: ModelConfig) -> int:
+    """Numbers in the matrices of all layers."""
+    attention = 2 * config.embed * config.head_dim * (config.heads + config.kv_heads)
+    return config.layers * (attention + (3 if config.gated_mlp else 2) * config.embed * config.mlp)
+
+
+def head_weights(config: ModelConfig, head: HeadKind = "lm") -> int:
+    """Numbers in the head: the unembedding (of the table's padding too), or the scalar head."""
+    return config.embed * (config.padded_vocab if head == "lm" else 1)
+
+
+def lora_weights(config: ModelConfig, lora: LoRAConfig) -> int:
+    """Numbers in an adapter's matrices."""
+    shapes = (shape for name in lora.targets for shape in lora_shape(config, lora, PROJECTIONS[name]))
+    return config.layers * sum(math.prod(shape) for shape in shapes)
+
+
+def attention_operations(config: ModelConfig, lengths: Lengths) -> float:
+    """Of causal attention's two products, forward: 4 a head, its size and a pair of positions (one sees the other)."""
+    per_pair = 4.0 * config.heads * config.head_dim
+    return per_pair * sum(_pairs(lengths, config.window if local else None) for local in config.locality)
+
+
+def forward_operations(
+    config: ModelConfig, lengths: Lengths, head: HeadKind = "lm", lora: LoRAConfig | None = None
+) -> float:
+    """Of scoring every token of these rows: `make_logprobs` (head "lm"), `make_values` ("scalar").
+
+    2 (layers + adapters) a token, 2 head for each that is followed by another, and causal attention.
+    """
+    return _dense(config, lengths, head, lora, frozen=2.0, trained=2.0) + attention_operations(config, lengths)
+
+
+def training_operations(
+    config: ModelConfig, lengths: Lengths, head: HeadKind = "lm", lora: LoRAConfig | None = None
+) -> float:
+    """Of forward and backward once over these rows: three forwards.
+
+    With `lora` the base is passed backward but has no gradient of its own: 4 a weight and token instead of 6.
+    """
+    frozen = 6.0 if lora is None else 4.0
+    return _dense(config, lengths, head, lora, frozen=frozen, trained=6.0) + 3 * attention_operations(config, lengths)
+
+
+def weight_bytes(config: ModelConfig, itemsize: float, *, layer_itemsize: float | None = None) -> float:
+    """What a decode step reads of the weights: all matrices but an untied embedding, of which it reads single rows.
+
+    itemsize: bytes a number; layer_itemsize: of the layers' matrices, where it is another (1 for int8).
+    """
+    layers = itemsize if layer_itemsize is None else layer_itemsize
+    return layer_weights(config) * layers + head_weights(config) * itemsize
+
+
+def cache_bytes(config: ModelConfig, itemsize: float) -> float:
+    """Keys and values of one position, in all layers."""
+    return 2.0 * config.layers * config.kv_heads * config.head_dim * itemsize
+
+
+def generation_seconds(
+    config: ModelConfig,
+    prompts: Lengths,
+    responses: Lengths,
+    *,
+    memory: float,
+    operations: float,
+    itemsize: float,
+    layer_itemsize: float | None = None,
+    copies: int = 1,
+) -> float:
+    """The least time of a generation: of its prefill by operations, of each decode step by bytes or operations.
+
+    A local layer sees as many positions as its window has.
+
+    All rows are decoded together; step t reads the weights once, and keys and values of the positions so far of rows
+    whose response is longer than t. A step takes the longer of its bytes over `memory` and its operations over
+    `operations`.
+
+    memory, operations: bytes and operations a second of all devices together.
+    itemsize, layer_itemsize: of weights as in `weight_bytes`; of the cache `itemsize`.
+    copies: of the weights, each of which is read at every step: groups of devices that decode rows of their own.
+    """
+    steps = np.arange(int(responses.max(initial=0)))[:, None]
+    running = responses[None, :] > steps  # [T, B]
+    rows = running.sum(axis=1)
+    positions = prompts[None, :] + steps
+    near = positions if config.window is None else np.minimum(positions, config.window)
+    seen = np.zeros(len(steps))  # in the mean of the layers
+    for local in config.locality:
+        seen += (running * (near if local else positions)).sum(axis=1) / config.layers
+    read = copies * weight_bytes(config, itemsize, layer_itemsize=layer_itemsize) + seen * cache_bytes(config, itemsize)
+    attention = 4.0 * config.layers * config.heads * config.head_dim * seen
+    work = 2.0 * (layer_weights(config) + head_weights(config)) * rows + attention
+    decode = np.maximum(read / memory, work / operations).sum()
+    prefill = 2.0 * layer_weights(config) * float(prompts.sum()) + attention_operations(config, prompts)
+    return float(decode) + prefill / operations
+
+
+def _dense(
+    config: ModelConfig, lengths: Lengths, head: HeadKind, lora: LoRAConfig | None, *, frozen: float, trained: float
+) -> float:
+    """Products with weights: operations a number and token of the base and of what is trained beside it."""
+    tokens = float(np.sum(lengths, dtype=np.float64))
+    scored = float(np.sum(np.maximum(lengths - 1, 0), dtype=np.float64)) if head == "lm" else tokens
+    of_head = trained if head == "scalar" else frozen  # a scalar head is the adapter's own
+    adapter = 0.0 if lora is None else lora_weights(config, lora) * trained
+    return (frozen * layer_weights(config) + adapter) * tokens + of_head * head_weights(config, head) * scored
+
+
+def _pairs(lengths: Lengths, window: int | None) -> float:
+    """Pairs of positions of which one sees the other: all before it and itself, or as many as the window has."""
+    whole = lengths.astype(np.float64)
+    inside = whole if window is None else np.minimum(whole, window)
+    return float(np.sum(inside * (inside + 1) / 2 + (whole - inside) * inside))

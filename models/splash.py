@@ -1,0 +1,128 @@
+"""Splash attention, JAX's Pallas kernels for TPUs, made fit for a `jax.shard_map` that checks its types.
+
+The kernels do not say over which mesh axes their results vary, which a checking `shard_map` demands. So they run in an
+inner `shard_map` over no further axis, which does not check. There a derivative would be wrong if an operand were the
+same on several devices: nothing would sum its gradient over them. Hence all operands are cast, outside, to vary as
+their union does; the casts' transposes are those sums; and kernels and pullback meet only what differs everywhere.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float
+
+from jrlhf.kernels.logprob.common import varying
+from jrlhf.models.collectives import vary
+
+Interpret = bool | pltpu.InterpretParams
+LANES = 128
+_BLOCK = 512
+
+
+def splash_attention(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B T K H"],
+    value: Float[Array, "B T K H"],
+    *,
+    scale: float,
+    softcap: float | None = None,
+    window: int | None = None,
+    interpret: Interpret = False,
+) -> Float[Array, "B T N H"]:
+    """Causal attention as `attention` says, in blocks: scores [T, T] exist nowhere, and blocks without any are skipped.
+
+    interpret: runs the kernels on another platform.
+
+    Raises:
+        ValueError: the kernels do not know this head_dim.
+    """
+    length, head_dim = query.shape[1], query.shape[3]
+    if not supports(head_dim):
+        raise ValueError(
+            f"splash attention needs head_dim=64 or a multiple of 128, not {head_dim}: use attention='xla'"
+        )
+    # The kernels do not scale. Float32, for in bfloat16 128^-0.5 is off by 0.2 % and so would be all scores.
+    query = (query.astype(jnp.float32) * scale).astype(query.dtype)
+    # Keys behind the end are after every query that counts.
+    size = -(-length // LANES) * LANES
+    padding = (0, 0), (0, size - length), (0, 0), (0, 0)
+    operands = [jnp.pad(x, padding) for x in varying(query, key, value)]
+    return _attend(partial(_kernel, query.shape[2], size, softcap, window, interpret))(*operands)[:, :length]
+
+
+def supports(head_dim: int) -> bool:
+    return head_dim == 64 or head_dim % LANES == 0
+
+
+def _kernel(heads: int, size: int, softcap: float | None, window: int | None, interpret: Interpret) -> Callable:
+    """The kernels of `heads` query heads [B, N, T, H] and keys and values [B, K, T, H]."""
+    # Here, so that only a program that uses them imports them.
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+
+    mask = masks.CausalMask((size, size)) if window is None else masks.LocalMask((size, size), (window - 1, 0), 0)
+    block = next(block for block in (_BLOCK, _BLOCK // 2, LANES) if size % block == 0)
+    kernel = kernels.make_splash_mha(
+        masks.MultiHeadMask([mask] * heads),
+        head_shards=1,
+        q_seq_shards=1,
+        attn_logits_soft_cap=softcap,
+        block_sizes=kernels.BlockSizes(
+            block_q=block,
+            block_kv=block,
+            block_q_dkv=block,
+            block_kv_dkv=block,
+            block_q_dq=block,
+            block_kv_dq=block,
+        ),
+        residual_checkpoint_name="attended",
+        interpret=interpret,  # pyright: ignore[reportArgumentType]  # it takes parameters too
+    )
+    return jax.vmap(kernel)
+
+
+def _attend(kernel: Callable[[], Callable]) -> Callable[[Array, Array, Array], Array]:
+    """What `kernel` makes, with batch and time first and differentiable, for operands that vary alike."""
+
+    @jax.custom_vjp
+    def attend(query: Array, key: Array, value: Array) -> Array:
+        return forward(query, key, value)[0]
+
+    def forward(query: Array, key: Array, value: Array) -> tuple[Array, Any]:
+        axes = jax.typeof(query).manual_axis_type.varying
+        out, pullback = _unchecked(local_forward)(*_heads_first(query, key, value))
+        return vary(out.swapaxes(1, 2), sorted(axes)), (out, pullback)
+
+    def backward(kept: tuple[Array, Any], cotangent: Array) -> tuple[Array, ...]:
+        axes = jax.typeof(cotangent).manual_axis_type.varying
+        gradients = _unchecked(local_backward)(*kept, *_heads_first(cotangent))
+        return tuple(vary(x.swapaxes(1, 2), sorted(axes)) for x in gradients)
+
+    def local_forward(*heads: Array) -> tuple[Array, Any]:
+        # Made anew in each trace: a kernel holds arrays of its mask, which belong to the trace that made them.
+        out, pullback = jax.vjp(kernel(), *heads)
+        # The output is one of the arrays that the pullback holds; a checkpoint would keep both.
+        return out, jax.tree.map(lambda held: None if held is out else held, pullback)
+
+    def local_backward(out: Array, pullback: Any, cotangent: Array) -> tuple[Array, ...]:
+        whole = jax.tree.map(lambda held: out if held is None else held, pullback, is_leaf=lambda held: held is None)
+        return whole(cotangent)
+
+    attend.defvjp(forward, backward)
+    return attend
+
+
+def _heads_first(*arrays: Array) -> tuple[Array, ...]:
+    """[B, T, N, H] as [B, N, T, H], whose types no longer say how they vary: so `_unchecked` returns them."""
+    return _unchecked(lambda *arrays: tuple(x.swapaxes(1, 2) for x in arrays))(*arrays)
+
+
+def _unchecked(function: Callable) -> Callable:
+    """`function` of this device's arrays, without the check of types; outside `shard_map`, `function` itself."""
+    if not jax.sharding.get_abstract_mesh().manual_axes:
+        return function
+    return jax.shard_map(function, in_specs=jax.P(), out_specs=jax.P(), check_vma=False)

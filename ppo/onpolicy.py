@@ -1,0 +1,90 @@
+"""PPO where a batch gets a single update: the passes that make the experience are the ones that are differentiated.
+
+With one epoch of one minibatch, old log-probs and values come from the very weights that the update starts from, and
+its forward passes would be theirs again. Here each model is run once and pulled back once.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Float
+
+from jrlhf.ppo.config import PPOConfig
+from jrlhf.ppo.experience import make_experience
+from jrlhf.ppo.steps import LogprobFn, actor_update, critic_update
+from jrlhf.ppo.types import Experience, Rollout, TrainState
+from jrlhf.ppo.updates import Metrics
+
+PyTree = Any
+
+
+def make_on_policy_step(
+    logprob_fn: LogprobFn,
+    value_fn: Callable[..., Float[Array, "B T+1"]],
+    actor_optimizer: optax.GradientTransformation,
+    critic_optimizer: optax.GradientTransformation,
+    config: PPOConfig,
+) -> Callable[..., tuple[TrainState, TrainState, Experience, Metrics]]:
+    """Builds f(actor, critic, rollout, scores, ref_logprobs, kl_coef) -> (actor, critic, experience, metrics), jitted.
+
+    The same result as `make_experience` with recomputed log-probs and values, then `make_actor_step` and
+    `make_critic_step`; of their metrics the ratio's are trivial. Donates the states. What both models keep for their
+    backward passes exists at one time, for the whole batch.
+
+    value_fn: (params, tokens) -> V before each token, and after a row's last one at index T.
+    scores, ref_logprobs, kl_coef: as in `make_experience`.
+
+    Raises:
+        ValueError: `config` asks for several updates, or for a batch in parts.
+    """
+    if (config.epochs, config.minibatches, config.micro_batches, config.micro_batch_tokens) != (1, 1, 1, None):
+        raise ValueError(
+            f"epochs={config.epochs}, minibatches={config.minibatches}, micro_batches={config.micro_batches}, "
+            f"micro_batch_tokens={config.micro_batch_tokens}: a single update on a whole batch needs 1, 1, 1 and null"
+        )
+
+    def step(
+        actor: TrainState,
+        critic: TrainState,
+        rollout: Rollout,
+        scores: Float[Array, "B"] | Float[Array, "B T"],
+        ref_logprobs: Float[Array, "B T"],
+        kl_coef: float | Float[Array, ""],
+    ) -> tuple[TrainState, TrainState, Experience, Metrics]:
+        scored, pull_actor = jax.vjp(lambda params: logprob_fn(params, rollout.tokens), actor.params)
+        values, pull_critic = jax.vjp(lambda params: value_fn(params, rollout.tokens), critic.params)
+        experience = make_experience(
+            rollout,
+            scores,
+            scored[0],
+            ref_logprobs,
+            values[:, :-1],
+            config=config,
+            kl_coef=kl_coef,
+            bootstrap_values=jax.vmap(lambda row, length: row[length])(values, rollout.lengths),
+        )
+
+        def pull_values(cotangent: Float[Array, "B T"]) -> tuple[PyTree]:
+            return pull_critic(jnp.pad(cotangent, ((0, 0), (0, 1))))
+
+        update_actor = actor_update(_known(scored, pull_actor), actor_optimizer, config, None)
+        update_critic = critic_update(_known(values[:, :-1], pull_values), critic_optimizer, config)
+        actor, actor_metrics = update_actor(actor, experience)
+        critic, critic_metrics = update_critic(critic, experience)
+        return actor, critic, experience, actor_metrics | critic_metrics
+
+    return jax.jit(step, donate_argnums=(0, 1))
+
+
+def _known(outputs: PyTree, pull: Callable[[PyTree], tuple[PyTree]]) -> Callable[..., PyTree]:
+    """A model that has been run already, as a function of (params, tokens), with its vector-Jacobian product."""
+
+    @jax.custom_vjp
+    def run(params: PyTree) -> PyTree:
+        return outputs
+
+    run.defvjp(lambda params: (outputs, None), lambda _, cotangents: pull(cotangents))
+    return lambda params, tokens: run(params)

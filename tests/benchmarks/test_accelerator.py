@@ -1,0 +1,93 @@
+"""The accelerator benchmark: its rows, its order under a budget, and that it runs."""
+
+import json
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from benchmarks import accelerator, parts
+from benchmarks.accelerator import FULL, NO_TIME, PARTS, SMALL, Part, attempt, line, main, plan
+from benchmarks.parts import Ceilings
+from jrlhf.meshes import make_mesh
+from jrlhf.meshes.peaks import PEAKS
+
+H200 = PEAKS["NVIDIA H200"]
+TOP = Ceilings(copy=4e12, matmul=800e12, peak=H200)
+
+
+def full_plan() -> list[Part]:
+    device = jax.devices()[0]
+    return plan(FULL, make_mesh(1, 1, 1, devices=[device]), TOP, device)
+
+
+def test_everything_that_is_promised_is_planned_and_the_most_important_comes_first():
+    found = full_plan()
+    assert {part.name for part in found} == set(PARTS)
+    assert {part.shape for part in found if part.name == "decode"} == {
+        f"{name} x {batch} x 512 + 512" for name in ("1.7B", "8B") for batch in (64, 128, 256)
+    }
+    assert [part.name for part in found[:3]] == ["decode", "train", "iteration"]
+    shapes = {part.shape for part in found if part.name == "train"}
+    assert {"1.7B x 16 x 1024 full", "1.7B x 8 x 2048 full", "1.7B x 8 x 2048 gather"} <= shapes
+
+
+def test_a_part_that_fails_or_would_not_end_in_time_is_a_row():
+    def fails(message: str) -> Any:
+        raise RuntimeError(message)
+
+    part = partial(Part, "train", "tiny", 10.0)
+    assert attempt(part(lambda: {"seconds": 1 / 3}), 11.0) == {"part": "train", "shape": "tiny", "seconds": 0.33333}
+    assert attempt(part(lambda: fails("never")), 9.0)["error"] == NO_TIME
+    assert attempt(part(lambda: fails("RESOURCE_EXHAUSTED: 1 GB")), 11.0)["error"] == "out of memory"
+    row = attempt(part(lambda: fails("something\nelse")), 11.0)
+    assert row["error"] == "RuntimeError: something else" and row["error"] in line(row)
+
+
+def test_rates_are_shares_of_both_ceilings():
+    assert TOP.moving(2.4e12, 1.0) == {"tb_s": 2.4, "of_nominal": 0.5, "of_measured": 0.6}
+    assert TOP.computing(4e14, 1.0) == {"tflops": 400.0, "of_nominal": 400 / 989, "of_measured": 0.5}
+    unknown = Ceilings(copy=4e12, matmul=8e14, peak=None)
+    assert "of_nominal" not in unknown.moving(1.0, 1.0) | unknown.computing(1.0, 1.0)
+
+
+def test_the_roofline_of_an_iteration_is_that_of_its_calls():
+    config = FULL.models["1.7B"]
+    least = parts.least_seconds(config, TOP, np.full(256, 512), np.full(256, 512))
+    tokens, weights = 256 * 1024, 28 * (2 * 2048 * 128 * (16 + 8) + 3 * 2048 * 6144) + 2048 * 151936
+    forward = (2 * weights * tokens + 28 * 2 * 16 * 128 * 256 * 1024**2) / 989e12
+    assert least["old_log_prob"] == least["ref"] == pytest.approx(forward, rel=0.002)
+    assert least["update_actor"] == pytest.approx(3 * forward + 28 * weights / 4.8e12, rel=0.002)
+    assert least["values"] < 0.85 * forward  # without unembedding
+    prefill = forward / 2 - 2 * 2048 * 151936 * tokens / 2 / 989e12
+    decode = 512 * (2 * weights + 256 * 768 * 114688) / 4.8e12
+    assert least["gen"] == pytest.approx(prefill + decode, rel=0.01)
+
+
+def test_rows_are_written_one_after_the_other(tmp_path, monkeypatch):
+    monkeypatch.setattr(accelerator, "plan", lambda *_: [Part("switch", "a", 0, dict), Part("score", "b", 1e9, dict)])
+    monkeypatch.setattr(accelerator, "line", lambda row: json.dumps(json.loads(path.read_text())["results"][-1:]))
+    path = tmp_path / "found.json"
+    path.write_text('{"results": []}')
+    rows = main(SMALL, PARTS, 100.0, path)
+    assert (
+        json.loads(path.read_text())["results"]
+        == rows
+        == [
+            {"part": "switch", "shape": "a"},
+            {"part": "score", "shape": "b", "error": NO_TIME},
+        ]
+    )
+
+
+@pytest.mark.parametrize(
+    "chosen", [("logprob", "switch"), pytest.param(("decode", "train", "iteration", "score"), marks=pytest.mark.slow)]
+)
+def test_it_runs_at_tiny_shapes(capsys, chosen):
+    rows = main(SMALL, chosen, 1e9, None)
+    assert {row["part"] for row in rows} == set(chosen)
+    assert not [row for row in rows if "error" in row]
+    printed = capsys.readouterr().out
+    assert all(row["seconds"] > 0 and f"{row['part']:9} {row['shape']}" in printed for row in rows)

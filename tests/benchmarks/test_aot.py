@@ -1,0 +1,136 @@
+"""What is compiled for absent hardware, on the simulated devices that are there: no compiler is installed."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from benchmarks import aot
+from jrlhf.config import load_config
+from jrlhf.errors import UserError
+from jrlhf.models import init_sharded
+from jrlhf.optimizers import adamw
+from jrlhf.ppo import TrainState
+from jrlhf.shapes import device_bytes, train_state, whole_weights
+
+TINY = str(Path(__file__).parents[1] / "jrlhf" / "tiny.yaml")
+
+
+@pytest.fixture(scope="module")
+def setup() -> aot.Setup:
+    config = load_config(TINY, ["data.max_prompt=8", "data.max_response=8"])
+    return aot.setup_on(aot.fitted(config, 8), jax.devices())
+
+
+@pytest.mark.parametrize(("target", "devices"), [("h200x1", 1), ("h200x16", 16), ("v5p-8", 4), ("v5p-512", 256)])
+def test_a_target_has_as_many_devices_as_its_topology_says(target: str, devices: int):
+    assert aot.TARGETS[target].devices == devices
+
+
+def test_a_config_that_fits_stays_as_it_is():
+    config = load_config("llama3-8b-ppo")
+    assert aot.fitted(config, 8) is config
+
+
+@pytest.mark.parametrize(
+    ("devices", "fsdp", "tensor", "micro_batches"),
+    # 256 rows in 4 minibatches are 64: so many a device, of which every micro-batch has one at least.
+    [(1, 1, 1, 8), (4, 4, 1, 8), (16, 16, 1, 4), (64, 64, 1, 1)],
+)
+def test_another_number_of_devices(devices: int, fsdp: int, tensor: int, micro_batches: int):
+    config = aot.fitted(load_config("llama3-8b-ppo"), devices)
+    assert (config.mesh.data, config.mesh.fsdp, config.mesh.tensor) == (1, fsdp, tensor)
+    assert config.ppo.algorithm.micro_batches == micro_batches
+
+
+def test_tensor_parallelism_stays_as_far_as_it_divides_the_devices():
+    config = aot.fitted(load_config("llama3-70b-ppo"), 64)
+    assert (config.mesh.fsdp, config.mesh.tensor) == (8, 8)
+    assert aot.fitted(load_config("llama3-70b-ppo"), 4).mesh.tensor == 4
+
+
+def test_adapters_are_refused():
+    with pytest.raises(UserError, match="qwen3-8b-lora trains adapters"):
+        aot.fitted(load_config("qwen3-8b-lora"), 8)
+
+
+def test_the_version_of_a_compiler_is_the_one_jax_asks_for():
+    assert aot.requirement("libtpu").startswith("libtpu==")
+    assert aot.requirement("jax-cuda12-plugin").startswith("jax-cuda12-plugin")
+    assert "[" not in aot.requirement("jax-cuda12-plugin")
+    with pytest.raises(UserError, match="names no version of no-such-package"):
+        aot.requirement("no-such-package")
+
+
+def test_a_train_state_as_shapes_is_the_real_one(setup: aot.Setup):
+    model, section = setup.models["actor"], setup.config.ppo.actor
+    real = TrainState.create(init_sharded(model, jax.random.key(0), setup.mesh), adamw(section, updates=1))
+    shapes = train_state(section, whole_weights(model, setup.mesh), setup.mesh)
+    assert jax.tree.structure(real) == jax.tree.structure(shapes)
+    for array, shape in zip(jax.tree.leaves(real), jax.tree.leaves(shapes), strict=True):
+        assert (array.shape, array.dtype) == (shape.shape, shape.dtype)
+        assert array.sharding.is_equivalent_to(shape.sharding, array.ndim)
+
+
+def test_a_scoring_program_reads_its_weights_and_gathers_them(setup: aot.Setup):
+    found = aot.measured("score_logprobs", setup, memory=2**40)
+    weights = device_bytes(whole_weights(setup.models["actor"], setup.mesh))
+    tokens = setup.config.ppo.rollout_batch * setup.length * 4 // 8
+    assert found["arguments"] == weights + tokens
+    assert found["peak"] == aot.held(setup) + tokens + found["outputs"] - found["alias"] + found["temp"]
+    assert found["fits"] and not aot.measured("score_logprobs", setup, memory=found["peak"] - 1)["fits"]
+    assert found["collectives"]["all-gather"]["count"] > 0
+    json.dumps(found)
+
+
+def test_the_switch_makes_the_generation_copy_and_only_gathers(setup: aot.Setup):
+    found = aot.measured("reshard", setup, memory=2**40)
+    copy = aot.generation_copy(setup.models["actor"], setup.mesh, jnp.float32)
+    pointers = found["outputs"] - device_bytes(copy)  # a tuple is a table of them
+    assert 0 <= pointers <= 16 * len(jax.tree.leaves(copy))
+    assert found["collectives"].keys() == {"all-gather"}
+
+
+def test_scores_of_attention(setup: aot.Setup):
+    # 2 heads; 32 rows over 8 devices, of which each pair shares the heads while it generates; 2 minibatches.
+    assert aot.attention_scores("reshard", setup) == 0
+    assert aot.attention_scores("generate", setup) == 4 * 8 * 1 * 8 * 8
+    assert aot.attention_scores("score_values", setup) == 4 * 4 * 2 * 16 * 16
+    assert aot.attention_scores("train_actor", setup) == 4 * 2 * 2 * 16 * 16
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", aot.PROGRAMS)
+def test_every_program_compiles(setup: aot.Setup, name: str):
+    found = aot.measured(name, setup, memory=2**40)
+    assert found["program"] == name and found["fits"]
+
+
+def test_groups_that_differ_in_indices_alone_are_compiled_once():
+    def lowered(index: int, dtype: jnp.dtype) -> jax.stages.Lowered:
+        return jax.jit(lambda x: x[index]).lower(jax.ShapeDtypeStruct((4, 2), dtype))
+
+    each = [lowered(0, jnp.float32), lowered(1, jnp.float32), lowered(0, jnp.bfloat16)]
+    assert [(kind, count) for kind, count in aot.distinct(each)] == [(each[0], 2), (each[2], 1)]
+
+
+def test_results_take_the_place_of_earlier_ones(tmp_path: Path):
+    path = tmp_path / "aot-x.json"
+    for config, program, temp in (("a", "generate", 1), ("b", "generate", 2), ("a", "generate", 3)):
+        aot.merge(path, {"benchmark": "aot"}, {"config": config}, [{"program": program, "temp": temp}])
+    results = json.loads(path.read_text())["results"]
+    assert [(each["config"], each["temp"]) for each in results] == [("a", 3), ("b", 2)]
+
+
+def test_a_process_that_fails_or_hangs_is_one_sentence(monkeypatch: pytest.MonkeyPatch):
+    target = replace(aot.TARGETS["v5p-8"], name="no-such-target")
+    monkeypatch.setattr(aot, "compiler_environment", lambda _: None)
+    failed = aot.in_process_of_its_own("generate", target, [], deadline=60)
+    assert failed["fits"] is None and "no-such-target" in failed["error"]
+    hung = aot.in_process_of_its_own("generate", target, [], deadline=0.01)
+    assert hung["error"] == "not compiled within 0 s"
+    table = aot.table([failed, hung])
+    assert "not compiled" in table

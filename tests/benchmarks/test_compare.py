@@ -1,0 +1,305 @@
+"""Comparisons with other libraries: what counts, what is dropped, and that a process can neither hang nor fail unseen.
+
+No peer is needed: peers are played by modules of a few lines. One slow test lets transformers, where it is installed,
+show that both sides compute the same.
+"""
+
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from benchmarks import compare, records
+from benchmarks.compare import (
+    OURS,
+    PEERS,
+    SHAPE,
+    CompareError,
+    Comparison,
+    Repeats,
+    Side,
+    differences,
+    environment,
+    fastest,
+    operations,
+    quiet,
+    ratios,
+    summary,
+    valid,
+    weights_of,
+)
+from benchmarks.peers import common, ours
+from benchmarks.peers.common import Job, Moment, Shape, given_tokens, prompts, repeats
+from jrlhf.models import init_lm
+
+TINY = Shape(layers=2, embed=16, heads=2, kv_heads=1, head_dim=8, mlp=24, vocab=128)
+
+
+def job(directory: Path, **fields) -> Job:
+    return replace(Job("check", str(directory), TINY, batch=2, prompt=4, response=3, warmup=1, repeats=2), **fields)
+
+
+def alone(*seconds: float) -> Repeats:
+    """Repeats that nobody disturbed."""
+    return Repeats(seconds, (0.0,) * len(seconds))
+
+
+def test_what_others_take_is_what_is_busy_less_our_own(monkeypatch: pytest.MonkeyPatch):
+    # user nice system idle iowait irq softirq steal guest: idle and waiting are not busy, guest is in user already
+    monkeypatch.setattr("builtins.open", lambda path: io.StringIO("cpu 500 100 200 9000 700 10 20 70 55\ncpu0 1\n"))
+    monkeypatch.setattr(os, "sysconf", {"SC_CLK_TCK": 100}.__getitem__)
+    monkeypatch.setattr(os, "times", lambda: (2.0, 0.5, 0.25, 0.25, 99.0))
+    assert common.others() == pytest.approx((500 + 100 + 200 + 10 + 20 + 70) / 100 - 3.0)
+
+
+def test_without_proc_nothing_is_dropped(monkeypatch: pytest.MonkeyPatch):
+    def missing(path):
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr("builtins.open", missing)
+    assert common.others() == 0
+
+
+def test_repeats_are_the_differences_after_the_warm_up():
+    moments = [Moment(0, 0), Moment(9, 5), Moment(10, 5), Moment(12, 5.5)]
+    assert repeats(moments, warmup=1) == {"seconds": [1, 2], "others": [0, 0.5]}
+
+
+def test_a_repeat_counts_unless_others_took_more_than_ticks_and_three_percent():
+    assert quiet(1.0, 0.06) and not quiet(1.0, 0.061)
+    measured = Repeats((1.0, 2.0, 3.0, 4.0), (0.0, 1.0, 0.119, 0.0))
+    assert measured.kept == (1.0, 3.0, 4.0) and not measured.void
+    assert Repeats((1.0, 2.0, 3.0), (0.0, 1.0, 1.0)).void
+
+
+def test_ratios_pair_neighbours_and_leave_void_rounds_out():
+    steady = {OURS: alone(1.0, 2.0, 9.0), "slow": alone(8.0, 8.0), "fast": alone(5.0, 7.0)}
+    throttled = {name: alone(*(3 * each for each in measured.seconds)) for name, measured in steady.items()}
+    disturbed = {**steady, "fast": Repeats((60.0, 5.0, 60.0), (9.0, 0.0, 9.0))}
+    rounds = [steady, disturbed, throttled]
+    assert valid(rounds) == [steady, throttled]
+    assert ratios(rounds, "slow") == pytest.approx([4.0, 4.0])
+    assert ratios(rounds, "fast") == pytest.approx([3.0, 3.0])
+    assert fastest(rounds, ("slow", "fast")) == "fast"
+
+
+def test_a_summary_tells_the_void_rounds_and_keeps_all_repeats(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    steady, loud = alone(0.5, 0.5), Repeats((0.5, 0.5), (9.0, 9.0))
+    rounds = [{OURS: steady, "only": alone(1.0, 1.5)}, {OURS: loud, "only": steady}]
+    record = summary(Comparison("generation", "generate", 2, ("only",)), job(tmp_path), rounds)
+    assert record["ratios"] == {"only": {"least": 2.5, "median": 2.5, "most": 2.5}}
+    assert record["operations_a_second"] == pytest.approx(2 * record["operations"])
+    assert record["void_rounds"] == 1 and record["rounds"][1][OURS]["others"] == (9.0, 9.0)
+    printed = capsys.readouterr().out
+    assert "1 of 2 rounds are void" in printed and "ratio to only: 2.5 – 2.5 – 2.5 over 1 rounds" in printed
+    assert "ratios" not in summary(Comparison("generation", "generate", 2, ("only",)), job(tmp_path), rounds[1:])
+
+
+def test_the_work_counts_every_weight_once_a_token():
+    shapes = jax.eval_shape(lambda key: init_lm(ours.model_config(SHAPE), key), jax.random.key(0))
+    matrices = sum(leaf.size for leaf in jax.tree.leaves(shapes["layers"]) if leaf.ndim > 2)
+    assert weights_of(SHAPE) == (matrices, shapes["embedding"].size)
+
+    layers, head, decoded = matrices, shapes["embedding"].size, 8 * 64
+    generation = 2 * (8 * 16 + decoded - 8) * layers + 2 * decoded * head
+    forward, with_head = 2 * 8 * 80 * layers, 2 * 8 * 80 * (layers + head)
+    scoring = with_head + forward  # reference and reward
+    training = 3 * with_head + 3 * forward  # actor and critic
+    assert operations("generate", SHAPE, 8, 16, 64) == generation
+    assert operations("ppo", SHAPE, 8, 16, 64) == generation + scoring + training
+    assert operations("ppo", SHAPE, 8, 16, 64) == pytest.approx(33.6e9, rel=0.01)
+
+
+def test_differences_are_the_largest_and_rows_of_greedy_tokens_are_whole():
+    one = {"logprobs": np.zeros((2, 3)), "values": np.zeros((2, 3)), "greedy": np.array([[1, 2], [3, 4]])}
+    other = {"logprobs": np.eye(2, 3) * -0.5, "values": np.full((2, 3), 0.25), "greedy": np.array([[1, 2], [3, 5]])}
+    assert differences(one, other) == {"logprobs": 0.5, "values": 0.25, "greedy_equal": 0.5}
+
+
+def test_both_sides_get_the_same_prompts_without_special_ids(tmp_path: Path):
+    task = job(tmp_path, batch=64)
+    again = Job.from_json(task.to_json())
+    assert again == task
+    np.testing.assert_array_equal(prompts(again), prompts(task))
+    assert prompts(task).shape == (3, 64, 4) and given_tokens(task).shape == (64, 7)
+    assert 3 <= prompts(task).min() and prompts(task).max() < TINY.vocab
+
+
+@pytest.fixture
+def fake(tmp_path: Path):
+    """Makes a side whose module is this source."""
+
+    def make(source: str) -> Side:
+        package = tmp_path / "benchmarks" / "peers"
+        package.mkdir(parents=True, exist_ok=True)
+        (package / "fake.py").write_text(source)
+        return Side(Path(sys.executable), "fake", tmp_path)
+
+    return make
+
+
+def test_a_process_answers_with_its_last_line(fake, tmp_path: Path):
+    echo = "import json, sys\nprint('noise')\nprint(json.dumps({'job': json.loads(sys.argv[1])}))"
+    assert Job(**fake(echo).run(job(tmp_path))["job"] | {"shape": TINY}) == job(tmp_path)
+
+
+def test_a_process_that_fails_is_one_sentence(fake, tmp_path: Path):
+    with pytest.raises(CompareError, match="fake ppo gc failed with exit code 1: RuntimeError: no such cache"):
+        fake("raise RuntimeError('no such cache')").run(job(tmp_path, case="ppo", variant="gc"))
+
+
+def test_a_process_that_hangs_is_ended_with_all_that_it_started(fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    hang = f"""
+import pathlib, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+pathlib.Path({str(tmp_path / "child")!r}).write_text(str(child.pid))
+time.sleep(600)
+"""
+    monkeypatch.setattr(compare, "PROCESS_SECONDS", 5.0)
+    with pytest.raises(CompareError, match="fake check took longer than 5 seconds"):
+        fake(hang).run(job(tmp_path))
+    assert gone(int((tmp_path / "child").read_text()))
+
+
+def gone(pid: int) -> bool:
+    """Whether it ends within seconds; whoever inherits it may leave it as a zombie."""
+    for _ in range(100):
+        try:
+            if (Path("/proc") / str(pid) / "stat").read_text().rsplit(")", 1)[1].split()[0] == "Z":
+                return True
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def test_an_environment_is_made_once_and_again_for_other_versions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    made, codes = [], [0, 1, 0]
+
+    def pip(command, **options):
+        made.append(command)
+        return subprocess.CompletedProcess(command, codes[len(made) - 1])
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(compare.venv, "create", lambda path, **options: path.mkdir(parents=True, exist_ok=True))
+    monkeypatch.setattr(compare.subprocess, "run", pip)
+    python = tmp_path / "jrlhf" / "peers" / "some" / "bin" / "python"
+    assert environment("some", ("a==1", "b==2")) == python == environment("some", ("a==1", "b==2"))
+    assert [command[-2:] for command in made] == [["a==1", "b==2"]] and made[0][0] == str(python)
+    with pytest.raises(CompareError, match="pip could not install torch==2 into"):
+        environment("some", ("torch==2",))
+    assert "--extra-index-url" in made[1]
+    environment("some", ("torch==2",))  # what failed is not taken for complete
+    assert len(made) == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "--peer"),
+        (["--peer", "verl"], "invalid choice: 'verl'"),
+        (["--peer", "hf", "--rounds", "0"], "--rounds"),
+        (["--peer", "hf", "--repeats", "many"], "--repeats"),
+        (["--peer", "hf", "--venv", "/nowhere"], "--venv /nowhere: there is no bin/python in it"),
+    ],
+)
+def test_bad_arguments(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as stop:
+        compare.main(arguments)
+    assert stop.value.code == 2 and message in capsys.readouterr().err
+
+
+@pytest.fixture
+def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Arguments of a run whose results go to `tmp_path`, and whose measuring is left to the test."""
+    python = tmp_path / "venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.touch()
+    monkeypatch.setattr(records, "RESULTS", tmp_path)
+    return ["--peer", "trl", "--venv", str(tmp_path / "venv")]
+
+
+def test_the_record_says_how_it_was_made(command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    found = {"versions": {"ours": {"jax": "1"}, "peer": {"trl": "2"}}, "results": [{"ratios": {}}]}
+    monkeypatch.setattr(compare, "compare", lambda *_, **__: dict(found))
+    assert compare.main(command) == 0
+    record = json.loads((tmp_path / "compare-trl.json").read_text())
+    assert record["command"] == "python -m benchmarks.compare " + " ".join(command)
+    assert record["versions"]["ours"] == {"jax": "1"} and record["versions"]["peer"] == {"trl": "2"}
+    assert record["results"] == found["results"] and {"hardware", "date", "peer"} <= record.keys()
+
+
+@pytest.mark.parametrize(
+    ("results", "message"),
+    [([{"ratios": {}}, {}], "other processes used the machine"), (CompareError("it broke"), "error: it broke")],
+)
+def test_what_could_not_be_measured_is_not_written(results, message, command, tmp_path, monkeypatch, capsys):
+    def measure(*_, **__):
+        if isinstance(results, CompareError):
+            raise results
+        return {"versions": {}, "results": results}
+
+    monkeypatch.setattr(compare, "compare", measure)
+    assert compare.main(command) == 1
+    assert message in capsys.readouterr().err and not list(tmp_path.glob("*.json"))
+
+
+def test_every_comparison_is_one_that_our_side_can_do():
+    assert {each.case for peer in PEERS.values() for each in peer.comparisons} <= {"generate", "ppo"}
+    assert all(each.variants for peer in PEERS.values() for each in peer.comparisons)
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Job:
+    """A job whose weights are there."""
+    task = job(tmp_path_factory.mktemp("weights"))
+    ours.export(task)
+    return task
+
+
+def test_our_side_computes_numbers_that_tell_models_apart(exported: Job):
+    ours.check(exported)
+    numbers = np.load(exported.model("ours.npz"))
+    assert {name: numbers[name].shape for name in numbers} == {"logprobs": (2, 6), "values": (2, 6), "greedy": (2, 3)}
+    assert np.std(numbers["logprobs"]) > 0.01 and np.std(numbers["values"]) > 0.01  # else any two models would agree
+
+
+def test_our_side_times_generations(exported: Job):
+    assert [len(times) for times in ours.generate(exported).values()] == [2, 2]
+
+
+@pytest.mark.slow
+def test_our_side_times_iterations_of_ppo(exported: Job):
+    assert [len(times) for times in ours.ppo(exported).values()] == [2, 2]
+
+
+run = Side.run
+
+
+@pytest.mark.slow
+def test_transformers_computes_the_same_and_a_changed_weight_is_seen(exported: Job, tmp_path: Path, monkeypatch):
+    pytest.importorskip("transformers")
+    pytest.importorskip("torch")
+    directory = tmp_path / "copy"
+    shutil.copytree(exported.directory, directory)
+    (directory / "benchmarks").symlink_to(compare.ROOT / "benchmarks")
+    task = replace(exported, directory=str(directory))
+    sides = Side(Path(sys.executable), "ours", compare.ROOT), Side(Path(sys.executable), "hf", directory)
+    assert compare.show_same(*sides, task)["greedy_equal"] == 1
+    file = task.model("actor") / "model.safetensors"
+    weights = load_file(file)
+    weights["model.layers.1.mlp.up_proj.weight"] *= 1.5
+    save_file(weights, file, {"format": "pt"})
+    monkeypatch.setattr(Side, "run", lambda side, task: run(side, task) if side is sides[1] else {})  # ours as it was
+    with pytest.raises(CompareError, match="do not compute the same"):
+        compare.show_same(*sides, task)

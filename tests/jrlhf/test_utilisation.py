@@ -1,0 +1,66 @@
+"""Utilisation: the share of a peak that calls of known work took, by verl's names."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jrlhf import utilisation
+from jrlhf.meshes import make_mesh
+from jrlhf.meshes.peaks import PEAKS, Peak
+from jrlhf.model import Architecture, Model
+from jrlhf.models import LoRAConfig, ModelConfig
+from jrlhf.models.flops import forward_operations, generation_seconds, training_operations
+from jrlhf.ppo import PPOConfig
+from jrlhf.programs import Compute
+from jrlhf.utilisation import workload_of
+
+CONFIG = ModelConfig(vocab_size=100, embed=16, layers=2, heads=2, kv_heads=1, head_dim=8, mlp=32, max_positions=16)
+PROMPTS, RESPONSES = np.array([3, 4], np.int32), np.array([5, 2], np.int32)
+CALLS = ("update_actor", "update_critic", "old_log_prob", "ref", "gen")
+PPO = PPOConfig(epochs=2, minibatches=2)
+
+
+def workload(monkeypatch, peak: Peak | None, lora: LoRAConfig | None = None, dtype=jnp.bfloat16):
+    monkeypatch.setattr(utilisation, "peak_of", lambda device: peak)
+    model = Model(Architecture(CONFIG, lora), {})
+    return workload_of(model, model, model, PPO, make_mesh(2, 2, 2), Compute(jnp.dtype(dtype)))
+
+
+def test_shares_of_the_peak_of_all_devices(monkeypatch):
+    said = {f"timing_s/{call}": 2.0 for call in CALLS}
+    found = workload(monkeypatch, Peak(1e6, 1e8, 1e7)).metrics(said, PROMPTS, RESPONSES)
+    lengths, peak = PROMPTS + RESPONSES, 8 * 1e8
+    generation = generation_seconds(CONFIG, PROMPTS, RESPONSES, memory=8e6, operations=peak, itemsize=2, copies=4)
+    assert found == pytest.approx(
+        {
+            "perf/mfu/actor": 2 * training_operations(CONFIG, lengths) / peak / 2,
+            "perf/mfu/critic": 2 * training_operations(CONFIG, lengths, "scalar") / peak / 2,
+            "perf/mfu/actor_infer": forward_operations(CONFIG, lengths) / peak / 2,
+            "perf/mfu/ref": forward_operations(CONFIG, lengths) / peak / 2,
+            "perf/roofline/gen": generation / 2,
+        }
+    )
+    slower = workload(monkeypatch, Peak(1e6, 1e8, 1e7), dtype=jnp.float32).metrics(said, PROMPTS, RESPONSES)
+    assert slower["perf/mfu/ref"] == pytest.approx(10 * found["perf/mfu/ref"])
+
+
+def test_updates_that_were_stopped_and_calls_that_were_not_timed_do_not_count(monkeypatch):
+    load = workload(monkeypatch, Peak(1e6, 1e8, 1e7), LoRAConfig(rank=2, alpha=1.0))
+    timed = {"timing_s/update_actor": 1.0}
+    whole = load.metrics(timed, PROMPTS, RESPONSES)
+    half = load.metrics(timed | {"actor/stopped_updates": 3.0}, PROMPTS, RESPONSES)  # the first of them was computed
+    assert set(whole) == {"perf/mfu/actor"}
+    assert half["perf/mfu/actor"] == pytest.approx(whole["perf/mfu/actor"] / 2)
+
+
+def test_one_pass_over_actor_and_reference_counts_both(monkeypatch):
+    load = workload(monkeypatch, Peak(1e6, 1e8, 1e7))
+    found = load.metrics({"timing_s/old_log_prob": 1.0}, PROMPTS, RESPONSES)
+    expected = 2 * forward_operations(CONFIG, PROMPTS + RESPONSES) / 8e8
+    assert found == pytest.approx({"perf/mfu/actor_infer": expected})
+
+
+def test_an_unknown_device_has_no_utilisation(monkeypatch):
+    assert workload(monkeypatch, None).metrics({"timing_s/gen": 1.0}, PROMPTS, RESPONSES) == {}
+    assert jax.devices()[0].device_kind not in PEAKS

@@ -1,0 +1,129 @@
+"""Counted operations and bytes: against the compiler's count of the same functions, and against plain loops."""
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jrlhf.meshes import GENERATE, SCORE, make_mesh
+from jrlhf.models import (
+    LoRAConfig,
+    ModelConfig,
+    init_lm,
+    init_lora,
+    init_scalar,
+    make_logprobs,
+    make_values,
+)
+from jrlhf.models.flops import (
+    attention_operations,
+    cache_bytes,
+    forward_operations,
+    generation_seconds,
+    lora_weights,
+    training_operations,
+    weight_bytes,
+)
+
+# One layer: the compiler counts the body of a scan over layers once.
+ONE = ModelConfig(
+    vocab_size=1024, embed=256, layers=1, heads=4, kv_heads=2, head_dim=64, mlp=512, max_positions=64, qk_norm=True
+)
+LORA = LoRAConfig(rank=8, alpha=16.0)
+ROWS, LENGTH = 4, 32
+LENGTHS = np.full(ROWS, LENGTH)
+
+
+def compiled_operations(function, *arguments) -> float:
+    """The compiler's count. It has elementwise operations, too: few at these widths."""
+    analysis: Any = jax.jit(function).lower(*arguments).compile().cost_analysis()
+    return analysis["flops"]
+
+
+def whole_square(config: ModelConfig, factor: float) -> float:
+    """What XLA's attention computes beyond the causal half."""
+    full = 4.0 * config.layers * config.heads * config.head_dim * ROWS * LENGTH**2
+    return factor * (full - attention_operations(config, LENGTHS))
+
+
+def setting(head: str, lora: LoRAConfig | None):
+    """(function of (trained, tokens, *frozen), its arguments as shapes)."""
+    mesh = make_mesh(1, 1, 1, devices=jax.devices()[:1], axis_type=jax.sharding.AxisType.Auto)
+    make: Any = make_logprobs if head == "lm" else make_values
+    options: Any = {"implementation": "reference"} if head == "lm" else {}
+    key, tokens = jax.random.key(0), jax.ShapeDtypeStruct((ROWS, LENGTH), jnp.int32)
+    init: Any = init_lm if head == "lm" else init_scalar
+    params: Any = jax.eval_shape(lambda: init(ONE, key))
+    if lora is None:
+        return make(ONE, mesh, SCORE, remat="gather", **options), (params, tokens)
+    layer = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), params["layers"])
+    adapter = jax.eval_shape(lambda: init_lora(ONE, lora, key, head))  # pyright: ignore[reportArgumentType]
+    base = params | {"layers": [layer]}
+    return make(ONE, mesh, GENERATE, lora=lora, remat="gather", **options), (adapter, tokens, base)
+
+
+@pytest.mark.parametrize("lora", [None, LORA])
+@pytest.mark.parametrize("head", ["lm", "scalar"])
+def test_forward_and_training_are_what_the_compiler_counts(head, lora):
+    function, arguments = setting(head, lora)
+    expected = forward_operations(ONE, LENGTHS, head, lora) + whole_square(ONE, 1)
+    assert compiled_operations(function, *arguments) == pytest.approx(expected, rel=0.04)
+
+    def loss(*inputs):
+        return jnp.sum(jax.tree.leaves(function(*inputs))[0])
+
+    expected = training_operations(ONE, LENGTHS, head, lora) + whole_square(ONE, 3)
+    if lora is not None:  # nothing is trained before the first layer: its projections pass no gradient to their input
+        expected -= 2.0 * ONE.embed * ONE.head_dim * (ONE.heads + 2 * ONE.kv_heads) * LENGTHS.sum()
+    assert compiled_operations(jax.grad(loss), *arguments) == pytest.approx(expected, rel=0.06)
+
+
+def test_layers_add_up_and_a_table_that_is_only_looked_up_costs_nothing():
+    deep = replace(ONE, layers=3)
+    lengths = np.array([5, 1, 9])
+    one, three = (forward_operations(config, lengths, "scalar") for config in (ONE, deep))
+    head = 2 * ONE.embed * 15
+    assert three - head == 3 * (one - head)
+    untied = replace(ONE, tie_embeddings=False)
+    assert forward_operations(untied, lengths) == forward_operations(ONE, lengths)
+    assert weight_bytes(untied, 2) == weight_bytes(ONE, 2)
+
+
+def test_attention_counts_the_pairs_that_see_each_other():
+    lengths, window = np.array([1, 3, 10]), 4
+    mixed = replace(ONE, layers=2, window=window, local_layers=(True, False))
+    pairs = 0
+    for length in lengths:
+        for t in range(length):
+            pairs += min(t + 1, window) + (t + 1)
+    assert attention_operations(mixed, lengths) == 4 * ONE.heads * ONE.head_dim * pairs
+
+
+def test_bytes_are_those_of_the_arrays():
+    params = jax.eval_shape(lambda: init_lm(ONE, jax.random.key(0)))
+    matrices = sum(leaf.size for leaf in jax.tree.leaves(params) if min(leaf.shape[-2:]) > 1 and leaf.ndim > 2)
+    matrices += params["embedding"].size
+    assert weight_bytes(ONE, 2) == 2 * matrices
+    assert weight_bytes(ONE, 2, layer_itemsize=1) == matrices + params["embedding"].size
+    assert cache_bytes(ONE, 2) == 2 * 2 * ONE.kv_heads * ONE.head_dim
+    adapter = jax.eval_shape(lambda: init_lora(ONE, LORA, jax.random.key(0)))
+    assert lora_weights(ONE, LORA) == sum(leaf.size for leaf in jax.tree.leaves(adapter))
+
+
+@pytest.mark.parametrize("memory", [1e6, 1e12])  # bound by memory, bound by operations
+def test_a_generation_takes_its_steps_one_by_one(memory):
+    prompts, responses, operations, copies = np.array([4, 2, 7]), np.array([3, 1, 5]), 1e9, 2
+    deep = replace(ONE, layers=2)
+    kv, matrices = cache_bytes(deep, 4), weight_bytes(deep, 4) / 4
+    seconds = (forward_operations(deep, prompts, "scalar") - 2 * deep.embed * prompts.sum()) / operations
+    for t in range(5):
+        rows = [p + t for p, r in zip(prompts, responses, strict=True) if r > t]
+        work = 2 * matrices * len(rows) + 4 * deep.layers * deep.heads * deep.head_dim * sum(rows)
+        seconds += max((copies * 4 * matrices + kv * sum(rows)) / memory, work / operations)
+    found = generation_seconds(
+        deep, prompts, responses, memory=memory, operations=operations, itemsize=4, copies=copies
+    )
+    assert found == pytest.approx(seconds, rel=1e-12)

@@ -1,0 +1,103 @@
+"""Sums of a policy loss over all devices: values and gradients of summing the log-probabilities' terms."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+
+from jrlhf.meshes import AXES, GENERATE, TRAIN, TRAIN_TP, make_mesh
+from jrlhf.models import (
+    LoRAConfig,
+    ModelConfig,
+    init_lora,
+    lora_shardings,
+    make_logprobs,
+    make_token_sums,
+    param_shardings,
+)
+
+CONFIG = ModelConfig(
+    vocab_size=100,  # no multiple of 128: the last device's slice of the vocabulary is mostly padding
+    embed=16,
+    layers=1,
+    heads=4,
+    kv_heads=2,
+    head_dim=8,
+    mlp=32,
+    max_positions=16,
+    softcap=20.0,
+)
+LORA = LoRAConfig(rank=4, alpha=8.0)
+ROWS, LENGTH = 8, 6
+# Without LLVM's optimisations programs compile in half the time.
+fast_jit = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+
+
+def batch() -> Any:
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, CONFIG.vocab_size, (ROWS, LENGTH)).astype(np.int32)
+    mask = (rng.random((ROWS, LENGTH)) < 0.7) & (np.arange(LENGTH) > 0)
+    return tokens, {"old": rng.normal(size=(ROWS, LENGTH)).astype(np.float32) - 5, "mask": mask}
+
+
+def terms(logprobs, entropy, data):
+    ratio = jnp.exp(jnp.clip(logprobs - data["old"], -2, 2))
+    loss = jnp.where(data["mask"], jnp.minimum(ratio, 1.5) - 0.1 * entropy, 0)
+    return loss, {"ratio": jnp.where(data["mask"], ratio, 0)}
+
+
+def summed(logprobs, params, tokens, data, *frozen):
+    scored, entropy = logprobs(params, tokens, *frozen)
+    return jax.tree.map(jnp.sum, terms(scored, entropy, data))
+
+
+def gradients(function, *arguments):
+    return jax.device_get(fast_jit(jax.value_and_grad(function, has_aux=True))(*arguments))
+
+
+def same(path, actual, expected):
+    error = np.max(np.abs(actual - expected)) / np.max(np.abs(expected))
+    assert error < 1e-5, f"{jax.tree_util.keystr(path)}: {error}"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "layout", "axis_type"),
+    [
+        ((1, 4, 2), TRAIN, AxisType.Explicit),
+        ((1, 4, 2), TRAIN_TP, AxisType.Explicit),
+        pytest.param((1, 1, 1), TRAIN, AxisType.Explicit, marks=pytest.mark.slow),
+        pytest.param((2, 2, 2), TRAIN, AxisType.Auto, marks=pytest.mark.slow),
+    ],
+    ids=lambda x: getattr(x, "name", None) or str(x),
+)
+def test_sums_equal_the_summed_terms(reference, sizes, layout, axis_type):
+    mesh = make_mesh(*sizes, devices=jax.devices()[: np.prod(sizes)], axis_type=axis_type)
+    with jax.set_mesh(mesh):
+        params = jax.device_put(reference.random_params(CONFIG), param_shardings(CONFIG, mesh, layout))
+        arguments = params, *jax.device_put(batch(), jax.NamedSharding(mesh, jax.P(AXES)))
+        expected = gradients(partial(summed, make_logprobs(CONFIG, mesh, layout, temperature=0.7)), *arguments)
+        sums = partial(make_token_sums(CONFIG, mesh, layout, temperature=0.7), terms=terms)
+        jax.tree.map_with_path(same, gradients(sums, *arguments), expected)
+
+
+def test_sums_under_an_adapter(reference):
+    mesh = make_mesh(2, 2, 2)
+    with jax.set_mesh(mesh):
+        base = jax.device_put(_unstacked(reference.random_params(CONFIG)), param_shardings(CONFIG, mesh, GENERATE))
+        adapter = jax.tree.map(lambda x: x + 0.1, init_lora(CONFIG, LORA, jax.random.key(0)))
+        adapter = jax.device_put(adapter, lora_shardings(CONFIG, mesh, LORA))
+        arguments = adapter, *jax.device_put(batch(), jax.NamedSharding(mesh, jax.P(AXES)))
+        logprobs = make_logprobs(CONFIG, mesh, GENERATE, lora=LORA)
+        expected = gradients(lambda *x: summed(logprobs, *x, base), *arguments)
+        sums = make_token_sums(CONFIG, mesh, GENERATE, lora=LORA)
+        actual = gradients(lambda adapter, tokens, data: sums(adapter, tokens, data, terms, base), *arguments)
+        jax.tree.map_with_path(same, actual, expected)
+
+
+def _unstacked(params):
+    layers = params["layers"]
+    return params | {"layers": [jax.tree.map(lambda x, i=i: x[i], layers) for i in range(CONFIG.layers)]}

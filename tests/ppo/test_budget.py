@@ -1,0 +1,239 @@
+"""Micro-batches of a token budget: the same sums and results from fewer tokens, by one program, on any mesh."""
+
+import math
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jrlhf.meshes import make_mesh
+from jrlhf.ppo import PPOConfig, PPOState, SFTBatch, TrainState, make_ppo_step, make_sft_step
+from jrlhf.ppo.budget import ByLength, bucket_widths, fold_by_length, map_by_length, row_ends
+
+ROWS, TIME, BUDGET = 32, 64, 96
+WIDTHS = (16, 32, 48, 64)
+CONFIG = PPOConfig(epochs=2, minibatches=2, entropy_coef=0.05, dual_clip=1.5, seed=3)
+LENGTHS = {
+    "mixed": np.random.default_rng(0).integers(1, TIME + 1, ROWS),
+    "sorted": np.linspace(1, TIME, ROWS).astype(int),
+    "all equal": np.full(ROWS, 33),
+    "full": np.full(ROWS, TIME),
+    "one long": np.where(np.arange(ROWS) == 5, TIME, 3),
+    "some empty": np.where(np.arange(ROWS) % 3 == 0, 0, 20),
+    "empty": np.zeros(ROWS, int),
+}
+
+
+def placed(where):
+    """(over how many devices rows are divided, a function that puts a tree there, a context)"""
+    if where == "alone":
+        return 1, lambda tree: jax.tree.map(jnp.asarray, tree), nullcontext()
+    axes = ("data", "fsdp") if "some" in where else ("data", "fsdp", "tensor")
+    mesh = make_mesh(data=2, fsdp=2, tensor=2, axis_type=AxisType.Auto if "auto" in where else AxisType.Explicit)
+
+    def put(tree):
+        def spec(x):
+            return P(axes if np.ndim(x) and x.shape[0] == ROWS else None) if np.ndim(x) else P()
+
+        return jax.tree.map(lambda x: jax.device_put(x, NamedSharding(mesh, spec(x))), tree)
+
+    # A program of Auto axes does not know that rows lie over some of them only: its micro-batches suit all.
+    return 4 if where == "some axes" else 8, put, jax.set_mesh(mesh)
+
+
+PLACES = ("alone", "all axes", "some axes", "auto", "auto, some axes")
+
+
+def numbered(lengths):
+    """Tokens that tell each row and position apart, and what a row is called."""
+    clock = np.arange(TIME)[None]
+    return np.where(clock < lengths[:, None], 1 + clock + TIME * np.arange(ROWS)[:, None], 0), np.arange(ROWS)
+
+
+def predicted_tokens(lengths, devices):
+    """What is computed: the longest row is taken, and with it as many as fit at its width; then the longest left."""
+    left, tokens = sorted(lengths[lengths > 0].tolist(), reverse=True), 0
+    each = ROWS // devices
+    while left:
+        width = next(width for width in WIDTHS if width >= left[0])
+        fit = max(1, BUDGET // width)
+        rows = math.ceil(each / math.ceil(each / fit)) * devices
+        left, tokens = left[rows:], tokens + rows * width
+    return tokens
+
+
+@pytest.mark.parametrize("where", PLACES)
+def test_every_row_counts_once_whatever_the_lengths_and_the_program_is_one(where):
+    devices, put, context = placed(where)
+
+    def computed(rows, lengths):
+        def add(total, micro):
+            tokens, names = micro
+            row_sums = jnp.sum(tokens, 1)
+            return total[0] + jnp.sum(row_sums), total[1] + jnp.sum(row_sums * names), total[2] + tokens.size
+
+        return fold_by_length(add, (jnp.int32(0), jnp.int32(0), jnp.int32(0)), rows, ByLength(lengths, BUDGET))
+
+    compiled: Any = jax.jit(computed)
+    with context:
+        for lengths in LENGTHS.values():
+            tokens, names = numbered(lengths)
+            got = compiled(*put(((tokens.astype(np.int32), names.astype(np.int32)), lengths.astype(np.int32))))
+            expected = tokens.sum(), (tokens.sum(1) * names).sum(), predicted_tokens(lengths, devices)
+            assert tuple(map(int, got)) == expected
+        assert compiled._cache_size() == 1
+
+
+@pytest.mark.parametrize("where", PLACES)
+def test_a_mapped_function_gives_each_row_its_results_in_its_place(where):
+    devices, put, context = placed(where)
+    seen = []
+
+    def function(micro):
+        tokens, lengths = micro
+        jax.debug.inspect_array_sharding(tokens, callback=seen.append)
+        sums = jnp.cumsum(tokens, 1)
+        last = jax.vmap(lambda row, length: row[length - 1])(sums, lengths)
+        return {"sums": sums, "pairs": jnp.stack([sums, -sums], 2).astype(jnp.float32), "last": last}
+
+    def map_tokens(tokens, lengths):
+        return map_by_length(function, (tokens, lengths), ByLength(lengths, BUDGET))
+
+    mapped: Any = jax.jit(map_tokens)
+    with context:
+        for lengths in LENGTHS.values():
+            tokens, _ = numbered(lengths)
+            got = mapped(*put((tokens.astype(np.int32), lengths.astype(np.int32))))
+            sums, real = np.cumsum(tokens, 1), np.arange(TIME)[None] < lengths[:, None]
+            np.testing.assert_array_equal(np.where(real, got["sums"], 0), np.where(real, sums, 0))
+            np.testing.assert_array_equal(np.where(real, got["pairs"][..., 1], 0), np.where(real, -sums, 0))
+            np.testing.assert_array_equal(np.where(lengths > 0, got["last"], 0), np.where(lengths > 0, sums[:, -1], 0))
+            if devices > 1:
+                assert not any(x.is_fully_replicated for x in jax.tree.leaves(got))
+        assert mapped._cache_size() == 1
+    assert len(seen) >= len(WIDTHS)
+    assert devices == 1 or not any(sharding.is_fully_replicated for sharding in seen)
+
+
+def test_rows_travel_once_and_not_inside_the_loops():
+    _, put, context = placed("all axes")
+    tokens, names = numbered(LENGTHS["mixed"])
+    with context:
+        rows, lengths = put(((tokens.astype(np.float32), names.astype(np.int32)), LENGTHS["mixed"].astype(np.int32)))
+
+        def doubled(rows, lengths):
+            return map_by_length(lambda micro: micro[0] * 2, rows, ByLength(lengths, BUDGET))
+
+        compiled = jax.jit(doubled).lower(rows, lengths).compile().as_text()
+    assert compiled is not None
+
+    def counted(text):
+        names = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
+        return [text.count(f" {name}(") for name in names]
+
+    gathers, sums, *others = counted(compiled)
+    # Lengths, both leaves of the rows, and the results on their way back; one sum of counts a width.
+    assert gathers <= 4 and sums <= len(WIDTHS) and others == [0, 0, 0]
+    assert counted(compiled[compiled.index("\nENTRY ") :]) == [gathers, sums, *others]  # none in the body of a loop
+
+
+def test_what_is_computed_grows_with_the_tokens_and_not_with_the_longest_row():
+    """Of the prediction, which the loops were held to above."""
+    for width in WIDTHS:
+        assert 0 <= predicted_tokens(np.full(ROWS, width), 1) - ROWS * width < BUDGET
+    assert predicted_tokens(LENGTHS["one long"], 1) <= TIME + ROWS * 16 + BUDGET
+    lengths = np.minimum(np.random.default_rng(1).geometric(1 / 12, ROWS), TIME)
+    assert predicted_tokens(lengths, 1) < 0.45 * ROWS * TIME
+
+
+@pytest.mark.parametrize(
+    ("length", "widths"),
+    [
+        (8, (8,)),
+        (16, (16,)),
+        (44, (16, 32, 44)),
+        (64, WIDTHS),
+        (512, (128, 256, 384, 512)),
+        (600, (256, 384, 512, 600)),
+    ],
+)
+def test_widths(length, widths):
+    assert bucket_widths(length) == widths
+
+
+def test_the_end_of_a_row_is_past_its_last_token_that_counts():
+    mask = jnp.asarray([[False, True, False, True, False], [False] * 5, [True] * 5])
+    np.testing.assert_array_equal(row_ends(mask), [4, 0, 5])
+
+
+def state_of(toy, optimizer):
+    return PPOState.create(*(TrainState.create(params, optimizer) for params in toy.params()), kl_coef=0.1)
+
+
+@pytest.fixture(scope="module")
+def whole_minibatches(toy):
+    """What a step makes of whole minibatches, for some distributions of lengths."""
+    optimizer, results = optax.sgd(0.5), {}
+    step = make_ppo_step(toy.logprobs, toy.values, optimizer, optimizer, CONFIG)
+    for name in ("mixed", "one long", "some empty", "empty"):
+        lengths = LENGTHS[name]
+        results[name] = jax.device_get(step(state_of(toy, optimizer), experience_of(toy, lengths)))
+    return results
+
+
+def experience_of(toy, lengths):
+    """Made-up experience in which so many tokens of each row are there, the first two of them a prompt."""
+    experience = toy.experience(ROWS, TIME)
+    clock = jnp.arange(TIME)[None]
+    mask = (clock >= 2) & (clock < lengths[:, None])
+    # Numbers that are not zero also where nothing is to be learnt.
+    noise = jnp.asarray(np.random.default_rng(5).normal(size=(3, ROWS, TIME)), jnp.float32)
+    return replace(experience, response_mask=mask, advantages=noise[0], returns=noise[1], values=noise[2])
+
+
+@pytest.mark.parametrize("where", ("alone", "all axes", "auto, some axes"))
+def test_weights_and_metrics_are_those_of_whole_minibatches(toy, where, whole_minibatches):
+    _, put, context = placed(where)
+    optimizer = optax.sgd(0.5)
+    budget = replace(CONFIG, micro_batch_tokens=BUDGET)
+    step = make_ppo_step(toy.logprobs, toy.values, optimizer, optimizer, budget)
+    with context:
+        for name, (expected, expected_metrics) in whole_minibatches.items():
+            state, metrics = step(put(state_of(toy, optimizer)), put(experience_of(toy, LENGTHS[name])))
+            assert metrics.keys() == expected_metrics.keys()
+            for key in metrics:
+                np.testing.assert_allclose(
+                    metrics[key], expected_metrics[key], rtol=1e-5, atol=1e-6, err_msg=f"{name} {key}"
+                )
+            jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), state, expected)
+        assert step._cache_size() == 1
+
+
+def test_imitation_too(toy):
+    rng, (params, _), optimizer = np.random.default_rng(0), toy.params(), optax.sgd(0.5)
+    tokens = jnp.asarray(rng.integers(0, toy.vocab, (ROWS, TIME)), jnp.int32)
+    batch = SFTBatch(tokens, jnp.arange(TIME)[None] < LENGTHS["mixed"][:, None])
+    copy = jax.tree.map(jnp.copy, params)
+    whole = make_sft_step(toy.logprobs, optimizer)(TrainState.create(copy, optimizer), batch)
+    parts = make_sft_step(toy.logprobs, optimizer, micro_batch_tokens=BUDGET)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),
+        parts(TrainState.create(params, optimizer), batch),
+        whole,
+    )
+
+
+def test_two_ways_to_divide_are_one_clear_error(toy):
+    with pytest.raises(ValueError, match=r"^micro_batches=2: it must be 1 with micro_batch_tokens"):
+        PPOConfig(micro_batches=2, micro_batch_tokens=8192)
+    with pytest.raises(ValueError, match=r"^micro_batches=2: it must be 1 with micro_batch_tokens=8192$"):
+        make_sft_step(toy.logprobs, optax.sgd(0.5), micro_batches=2, micro_batch_tokens=8192)
+    with pytest.raises(ValueError, match=r"^micro_batch_tokens=0: it must be at least 1, or null$"):
+        PPOConfig(micro_batch_tokens=0)
