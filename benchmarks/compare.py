@@ -386,6 +386,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
+def without_venv(arguments: Sequence[str]) -> list[str]:
+    """The arguments as they would be elsewhere: where an environment lies is this machine's affair."""
+    kept = [each for each in arguments if not each.startswith("--venv=")]
+    if "--venv" in kept:
+        at = kept.index("--venv")
+        del kept[at : at + 2]
+    return kept
+
+
 def write_record(peer: str, found: dict[str, Any], arguments: Sequence[str] | None) -> None:
     import jax  # not before: the processes have the machine to themselves
 
@@ -394,7 +403,8 @@ def write_record(peer: str, found: dict[str, Any], arguments: Sequence[str] | No
     jax.config.update("jax_platforms", "cpu")
     path = RESULTS / f"compare-{peer}.json"
     given = provenance()
-    command = shlex.join(["python", "-m", "benchmarks.compare", *(sys.argv[1:] if arguments is None else arguments)])
+    given_arguments = sys.argv[1:] if arguments is None else arguments
+    command = shlex.join(["python", "-m", "benchmarks.compare", *without_venv(given_arguments)])
     versions = found.pop("versions") | {"python": given.pop("versions")}
     record = {"benchmark": "compare", "peer": peer, "command": command, "hardware": hardware(jax.devices()[0])}
     write(path, record | given | {"versions": versions} | found)

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jrlhf.config import ComputeConfig, Config, ModelSection, mesh_sizes, validate
+from jrlhf.config import ComputeConfig, Config, ModelSection
+from jrlhf.consistency import mesh_sizes, validate
 from jrlhf.console import Console
 from jrlhf.context import Context
 from jrlhf.devices import idle_accelerator, select

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks import aot
+from benchmarks import aot, targets
 from jrlhf.config import load_config
 from jrlhf.errors import UserError
 from jrlhf.models import init_sharded
@@ -27,7 +27,7 @@ def setup() -> aot.Setup:
 
 @pytest.mark.parametrize(("target", "devices"), [("h200x1", 1), ("h200x16", 16), ("v5p-8", 4), ("v5p-512", 256)])
 def test_a_target_has_as_many_devices_as_its_topology_says(target: str, devices: int):
-    assert aot.TARGETS[target].devices == devices
+    assert targets.TARGETS[target].devices == devices
 
 
 def test_a_config_that_fits_stays_as_it_is():
@@ -58,11 +58,11 @@ def test_adapters_are_refused():
 
 
 def test_the_version_of_a_compiler_is_the_one_jax_asks_for():
-    assert aot.requirement("libtpu").startswith("libtpu==")
-    assert aot.requirement("jax-cuda12-plugin").startswith("jax-cuda12-plugin")
-    assert "[" not in aot.requirement("jax-cuda12-plugin")
+    assert targets.requirement("libtpu").startswith("libtpu==")
+    assert targets.requirement("jax-cuda12-plugin").startswith("jax-cuda12-plugin")
+    assert "[" not in targets.requirement("jax-cuda12-plugin")
     with pytest.raises(UserError, match="names no version of no-such-package"):
-        aot.requirement("no-such-package")
+        targets.requirement("no-such-package")
 
 
 def test_a_train_state_as_shapes_is_the_real_one(setup: aot.Setup):
@@ -126,7 +126,7 @@ def test_results_take_the_place_of_earlier_ones(tmp_path: Path):
 
 
 def test_a_process_that_fails_or_hangs_is_one_sentence(monkeypatch: pytest.MonkeyPatch):
-    target = replace(aot.TARGETS["v5p-8"], name="no-such-target")
+    target = replace(targets.TARGETS["v5p-8"], name="no-such-target")
     monkeypatch.setattr(aot, "compiler_environment", lambda _: None)
     failed = aot.in_process_of_its_own("generate", target, [], deadline=60)
     assert failed["fits"] is None and "no-such-target" in failed["error"]

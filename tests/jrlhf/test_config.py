@@ -10,7 +10,8 @@ import pytest
 import yaml
 
 from jrlhf import config as config_module
-from jrlhf.config import Config, config_names, load_config, mesh_sizes, validate
+from jrlhf.config import Config, config_names, load_config
+from jrlhf.consistency import mesh_sizes, validate
 from jrlhf.errors import UserError
 from jrlhf.pretrained import fresh_model
 from jrlhf.strict import Section, build, checked, count, flatten, parse_yaml, to_yaml
@@ -280,7 +281,8 @@ def test_flatten_gives_dotted_keys():
 
 def test_loading_a_config_starts_no_backend():
     program = (
-        "from jrlhf.config import Config, validate; from jrlhf.pretrained import fresh_model; "
+        "from jrlhf.config import Config; from jrlhf.consistency import validate; "
+        "from jrlhf.pretrained import fresh_model; "
         "validate(Config(), 4, {'actor': fresh_model(Config().model)}); from jax._src import xla_bridge; "
         "assert not xla_bridge.backends_are_initialized()"
     )

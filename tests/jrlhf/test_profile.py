@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jrlhf.config import Config, ProfileConfig, load_config, validate
+from jrlhf.config import Config, ProfileConfig, load_config
+from jrlhf.consistency import validate
 from jrlhf.errors import UserError
 from jrlhf.models import ModelConfig
 from jrlhf.profile import traced
