@@ -1,6 +1,6 @@
 """jrlhf against another library, on this machine's CPU: the same weights, prompts, lengths and sampling on both sides.
 
-    python -m benchmarks.compare --peer tunix|trl|hf
+    python -m benchmarks.compare --peer tunix|trl|trl-grpo|hf
     python -m benchmarks.compare --peer tunix --small    # tiny shapes, to try it out; writes nothing
 
 First an environment is made for the peer, with pinned versions, under ~/.cache/jrlhf/peers (or --venv names one), and
@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.peers.common import Job, Shape
+from benchmarks.peers.common import SAMPLES, Job, Shape
 
 ROOT = Path(__file__).resolve().parents[1]
 SHAPE = Shape(layers=4, embed=256, heads=4, kv_heads=2, head_dim=64, mlp=512, vocab=4096)
@@ -69,6 +69,7 @@ PEERS = {
         ("google-tunix==0.1.7", "jax==0.10.2", "flax==0.12.8", "optax==0.2.8"),
         (
             Comparison("PPO iteration", "ppo", 8, ("reward function", "reward model")),
+            Comparison("GRPO iteration", "grpo", 8, ("reward function",)),
             Comparison("generation", "generate", 8, ("sampler",)),
             Comparison("generation", "generate", 64, ("sampler",)),
         ),
@@ -76,6 +77,10 @@ PEERS = {
     "trl": Peer(
         (*TORCH, "trl==1.12.0", "accelerate==1.15.0", "datasets==5.2.0"),
         (Comparison("PPO iteration", "ppo", 8, ("as shipped", "gc.freeze()")),),
+    ),
+    "trl-grpo": Peer(
+        (*TORCH, "trl==1.16.0", "accelerate==1.15.0", "datasets==5.2.0"),
+        (Comparison("GRPO iteration", "grpo", 8, ("as shipped",)),),
     ),
     "hf": Peer(
         TORCH,
@@ -156,8 +161,9 @@ def operations(case: str, shape: Shape, batch: int, prompt: int, response: int) 
 
     2 a weight and token forward, 4 more backward. Generation: all tokens but the last through the layers, response
     tokens through the unembedding. PPO: then actor and reference, with unembedding, and critic and reward, without,
-    read all tokens; actor and critic are trained in the same passes, there being a single update. Attention's own
-    products, a few percent more at these lengths, and whatever an implementation computes twice are not counted.
+    read all tokens; actor and critic are trained in the same passes, there being a single update. GRPO: the samples of
+    a prompt share its prefill; then the actor is trained and the reference reads all tokens. Attention's own products,
+    a few percent more at these lengths, and whatever an implementation computes twice are not counted.
     """
     layers, head = weights_of(shape)
     tokens = batch * (prompt + response)
@@ -165,6 +171,8 @@ def operations(case: str, shape: Shape, batch: int, prompt: int, response: int) 
     if case == "generate":
         return generation
     policy, scalar = 2 * (layers + head) * tokens, 2 * layers * tokens
+    if case == "grpo":
+        return generation - 2 * layers * batch * prompt // SAMPLES + (3 + 1) * policy
     return generation + (3 + 1) * policy + (3 + 1) * scalar
 
 
@@ -317,8 +325,8 @@ def summary(comparison: Comparison, job: Job, rounds: Sequence[Round]) -> dict[s
     }
 
 
-def compare(name: str, python: Path, *, small: bool, rounds: int, repeats: int) -> dict[str, Any]:
-    """All comparisons with one peer, as the file has them.
+def compare(name: str, python: Path, *, small: bool, case: str | None, rounds: int, repeats: int) -> dict[str, Any]:
+    """All comparisons with one peer, or those of one case, as the file has them.
 
     Raises:
         CompareError: a process failed, or the sides do not compute the same.
@@ -329,12 +337,14 @@ def compare(name: str, python: Path, *, small: bool, rounds: int, repeats: int) 
         # A peer sees `benchmarks` and nothing else of the checkout: our `kernels` is also a package's name.
         (Path(directory) / "benchmarks").symlink_to(ROOT / "benchmarks")
         ours = Side(Path(sys.executable), "ours", ROOT)
-        theirs = Side(python, name, Path(directory))
+        theirs = Side(python, name.replace("-", "_"), Path(directory))
         job = Job("export", directory, shape, 8, PROMPT, response, repeats=repeats)
         ours.run(job)
         same = show_same(ours, theirs, replace(job, case="check"))
         results = []
         for comparison in PEERS[name].comparisons:
+            if case not in (None, comparison.case):
+                continue
             task = replace(job, case=comparison.case, batch=comparison.batch)
             print(f"{comparison.title}, {comparison.batch} rows of {task.prompt} + {task.response} tokens", flush=True)
             measured = alternate(ours, theirs, task, comparison.variants, rounds, small, versions)
@@ -353,6 +363,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.compare", description="jrlhf against another library.")
     parser.add_argument("--peer", choices=tuple(PEERS), required=True)
     parser.add_argument("--venv", type=Path, help="the peer's environment; without it one is made")
+    parser.add_argument("--case", choices=("ppo", "grpo", "generate"), help="only these comparisons; writes nothing")
     parser.add_argument("--small", action="store_true", help="tiny shapes, every repeat kept; writes nothing")
     parser.add_argument("--rounds", type=positive, default=3, help="of processes that alternate")
     parser.add_argument("--repeats", type=positive, default=12, help="in a process, after it has warmed up")
@@ -371,12 +382,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if options.venv is None
             else (options.venv.absolute() / "bin" / "python")
         )
-        found = compare(options.peer, python, small=options.small, rounds=options.rounds, repeats=options.repeats)
+        counts = {"rounds": options.rounds, "repeats": options.repeats}
+        found = compare(options.peer, python, small=options.small, case=options.case, **counts)
     except CompareError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     if options.small:
         print("tiny shapes, and no repeat was dropped: that it runs is all that this says")
+        return 0
+    if options.case is not None and len({each.case for each in PEERS[options.peer].comparisons}) > 1:
         return 0
     unmeasured = [result for result in found["results"] if "ratios" not in result]
     if unmeasured:

@@ -16,7 +16,8 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from jrlhf.batches import key_for, put_rows, row_keys
+from jrlhf import algorithms
+from jrlhf.batches import Batch, key_for, put_rows, row_keys
 from jrlhf.clock import Clock
 from jrlhf.kernels.logprob import token_logprobs
 from jrlhf.kernels.logprob.api import Implementation
@@ -44,11 +45,9 @@ from jrlhf.models.flops import (
     weight_bytes,
 )
 from jrlhf.models.remat import Remat
-from jrlhf.ppo import PPOConfig, TrainState, make_experience
+from jrlhf.ppo import PPOConfig, TrainState
 from jrlhf.programs import Compute
-from jrlhf.rl import ppo_iteration
-from jrlhf.roles import Actor, Critic, Reference, Reward
-from jrlhf.scoring import Batch
+from jrlhf.roles import Actor, Critic, Estimator, Reference, Reward
 
 GB, TERA = 1e9, 1e12
 Row = dict[str, Any]
@@ -256,21 +255,21 @@ def iteration(
     scalar = scalar_from(params)
     frozen_scalar = scalar_from(frozen)
     model = partial(Model, architecture)
-    trained: Any = {"optimizer": optimizer, "ppo": ppo, "clock": clock}
+    trained: Any = {"optimizer": optimizer, "algorithm": ppo, "clock": clock}
     actor = Actor(model(params), *shared, sampling=sampling, **trained)
     critic = Critic(model(scalar), *shared, **trained)
     reference = Reference(model(frozen), *shared, temperature=1.0, clock=clock)
     reward = Reward(model(frozen_scalar), *shared, clock=clock)
     actor.state, critic.state = TrainState.create(params, optimizer), TrainState.create(scalar, optimizer)
     del params, scalar, frozen, frozen_scalar
-    experience_of = partial(clock.run, "adv", jax.jit(partial(make_experience, config=ppo, kl_coef=0.05)))
+    estimator = Estimator(ppo, clock)
     prompts = put_rows((np.ones((batch, prompt), np.int32), np.full(batch, prompt, np.int32)), mesh)
 
     def once(step: int) -> Mapping[str, float]:
         clock.start()
         rows: Any = Batch((*prompts, row_keys(key_for(0, "rollout", step), batch, mesh)), (), (), step)
         rewards: Any = _Learned(reward)
-        _, metrics = ppo_iteration(actor, critic, reference, rewards, rows, experience_of)
+        _, metrics = algorithms.ppo(actor, critic, reference, rewards, estimator, rows, 0.05)
         jax.device_get(metrics)
         return clock.take()
 
@@ -318,9 +317,8 @@ class _Learned:
     def __init__(self, reward: Reward):
         self._reward = reward
 
-    def begin(self, rollout, batch):
-        scores = self._reward.score(rollout)
-        return lambda: scores
+    def score(self, rollout, prompts):
+        return self._reward.score(rollout)
 
 
 def _pass(top: Ceilings, tokens: int, operations: float, run: Callable[[], Any]) -> Row:

@@ -1,6 +1,7 @@
 """`python -m benchmarks.quickstart`: the quickstart over several seeds; its figures and its curves for the README.
 
-Writes benchmarks/results/quickstart.json and quickstart.svg. Each seed takes the minutes of one quickstart.
+Writes benchmarks/results/quickstart.json and quickstart.svg; with `--config quickstart-safe` or `quickstart-dpo` those
+of that name. Each seed takes the minutes of one quickstart.
 """
 
 import argparse
@@ -9,24 +10,40 @@ import importlib.metadata
 import json
 import os
 import platform
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
+from jrlhf.config import load_config
 from jrlhf.metrics import read_metrics
 
 RESULTS = Path(__file__).parent / "results"
 PANELS = {
-    "reward-model score (what PPO sees)": "critic/score/mean",
-    "gold score (only measures)": "gold/score",
-    "KL to the SFT model, nats a response": "objective/kl",
-}
+    "quickstart": {
+        "reward-model score (what PPO sees)": "critic/score/mean",
+        "gold score (only measures)": "gold/score",
+        "KL to the SFT model, nats a response": "objective/kl",
+    },
+    "quickstart-safe": {
+        "reward-model score (maximised)": "critic/score/mean",
+        "cost: words a line (limit: 5)": "cost/mean",
+        "Lagrange multiplier": "safe/multiplier",
+    },
+    "quickstart-dpo": {
+        "loss": "dpo/loss",
+        "accuracy on a batch of pairs": "rewards/accuracies",
+        "margin of implicit rewards": "rewards/margins",
+    },
+}  # config -> title -> metric of its last stage
+LIMITS = {"cost/mean": 5.0}  # drawn dashed
 
 
-def main(seeds: list[int]) -> None:
+def main(config: str, seeds: list[int]) -> None:
     """Runs each seed in a process of its own, with an empty compilation cache."""
+    stage = load_config(config).stages[-1]
     runs = []
     with tempfile.TemporaryDirectory() as directory:
         for seed in seeds:
@@ -35,7 +52,7 @@ def main(seeds: list[int]) -> None:
                 "-m",
                 "jrlhf.train",
                 "--config",
-                "quickstart",
+                config,
                 f"seed={seed}",
                 f"name=seed-{seed}",
             ]
@@ -44,40 +61,48 @@ def main(seeds: list[int]) -> None:
             seconds = time.perf_counter() - began
             path = Path(directory) / f"seed-{seed}"
             summary = json.loads((path / "summary.json").read_text())
-            runs.append({"seed": seed, "seconds": seconds, **summary, "ppo": read_metrics(path)})
-    curves = {run["seed"]: [each for each in run.pop("ppo") if each["stage"] == "ppo"] for run in runs}
+            records = [each for each in read_metrics(path) if each["stage"] == stage]
+            step = statistics.median(record["timing_s/step"] for record in records[1:])
+            times = {"seconds": seconds, "seconds_per_iteration": step}
+            runs.append({"seed": seed, **times, **summary, "records": records})
+    curves = {run["seed"]: run.pop("records") for run in runs}
     versions = {name: importlib.metadata.version(name) for name in ("jax", "flax", "optax", "orbax-checkpoint")}
     result = {
-        "command": f"python -m benchmarks.quickstart --seeds {' '.join(map(str, seeds))}",
+        "command": f"python -m benchmarks.quickstart --config {config} --seeds {' '.join(map(str, seeds))}",
         "date": datetime.date.today().isoformat(),
         "hardware": f"{os.cpu_count()} CPU cores, {platform.machine()}",
         "versions": {"python": platform.python_version(), **versions},
         "runs": runs,
     }
     RESULTS.mkdir(exist_ok=True)
-    (RESULTS / "quickstart.json").write_text(json.dumps(result, indent=1) + "\n")
-    draw(curves)
+    (RESULTS / f"{config}.json").write_text(json.dumps(result, indent=1) + "\n")
+    draw(config, curves)
 
 
-def draw(curves: dict[int, list[dict]]) -> None:
+def draw(config: str, curves: dict[int, list[dict]]) -> None:
     import matplotlib
 
     matplotlib.use("svg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(1, len(PANELS), figsize=(12, 3), layout="constrained")
-    for axis, (title, metric) in zip(axes, PANELS.items(), strict=True):
+    panels = PANELS[config]
+    figure, axes = plt.subplots(1, len(panels), figsize=(12, 3), layout="constrained")
+    for axis, (title, metric) in zip(axes, panels.items(), strict=True):
         for seed, records in curves.items():
             axis.plot([each["step"] for each in records], [each[metric] for each in records], label=f"seed {seed}")
         axis.set_title(title, fontsize=10)
-        axis.set_xlabel("PPO iteration")
+        axis.set_xlabel("step" if config == "quickstart-dpo" else "iteration")
+        if metric in LIMITS:
+            axis.axhline(LIMITS[metric], color="grey", linestyle="--", linewidth=1)
         axis.grid(alpha=0.3)
         axis.spines[["top", "right"]].set_visible(False)
     axes[0].legend(frameon=False, fontsize=8)
-    figure.savefig(RESULTS / "quickstart.svg", facecolor="white", metadata={"Date": None})
+    figure.savefig(RESULTS / f"{config}.svg", facecolor="white", metadata={"Date": None})
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="The quickstart over several seeds.")
+    parser.add_argument("--config", choices=tuple(PANELS), default="quickstart")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    main(parser.parse_args().seeds)
+    options = parser.parse_args()
+    main(options.config, options.seeds)

@@ -2,14 +2,27 @@
 
 import zlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Int
+from jaxtyping import Array, Int
 
-from jrlhf.meshes import TRAIN
+from jrlhf.data.types import Example
+from jrlhf.meshes import GENERATE, TRAIN, to_devices
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The prompts of an iteration: on the mesh (tokens [U, P], lengths [U], row keys [B]), and as examples and rendered
+    texts, one of each a row: B = U * samples, rows of one prompt after one another."""
+
+    arrays: tuple[Array, Array, Array]
+    examples: Sequence[Example]
+    texts: Sequence[str]
+    step: int
 
 
 def batch_indices(count: int, batch: int, step: int, seed: int) -> Int[np.ndarray, "B"]:
@@ -42,7 +55,12 @@ def row_sharding(mesh: Mesh) -> NamedSharding:
 
 def put_rows(tree, mesh: Mesh):
     """Host arrays -> device arrays with their rows over every device of the mesh."""
-    return jax.device_put(tree, row_sharding(mesh))
+    return to_devices(tree, row_sharding(mesh))
+
+
+def put_prompts(tree, mesh: Mesh, samples: int):
+    """Prompts with so many responses each -> on the devices that will answer them."""
+    return put_rows(tree, mesh) if samples == 1 else to_devices(tree, NamedSharding(mesh, P(GENERATE.batch)))
 
 
 def key_for(seed: int, purpose: str, step: int = 0) -> jax.Array:
@@ -53,4 +71,4 @@ def key_for(seed: int, purpose: str, step: int = 0) -> jax.Array:
 
 def row_keys(key: jax.Array, rows: int, mesh: Mesh) -> jax.Array:
     """One key a row, so that a row's text does not depend on its neighbours."""
-    return jax.device_put(jax.vmap(lambda row: jax.random.fold_in(key, row))(np.arange(rows)), row_sharding(mesh))
+    return to_devices(jax.vmap(lambda row: jax.random.fold_in(key, row))(np.arange(rows)), row_sharding(mesh))

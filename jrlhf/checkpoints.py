@@ -13,7 +13,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,8 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Shaped, UInt32
 
 from jrlhf.errors import UserError
+from jrlhf.meshes.offload import groups, is_on_host, onload
+from jrlhf.processes import any_process, from_main, is_main
 
 T = TypeVar("T")
 Tree = TypeVar("Tree")
@@ -39,7 +41,7 @@ class Checkpoints:
     def __init__(self, directory: Path | str, keep: int = 2, *, tell: Callable[[str], None] = print):
         self._directory = Path(directory).absolute()
         self._tell = tell
-        if jax.process_index() == 0:
+        if is_main():
             # What a killed process left half written. Orbax would remove it in the background, perhaps too late.
             for leftover in self._directory.glob("*.orbax-checkpoint-tmp*"):
                 shutil.rmtree(leftover)
@@ -156,12 +158,15 @@ class Checkpoints:
         return json.loads(sealed["content"])
 
     def _set_aside(self, step: int) -> Path:
-        aside = self._directory / f"damaged-{step}"
-        attempt = 1
-        while aside.exists():
-            attempt += 1
-            aside = self._directory / f"damaged-{step}-{attempt}"
-        (self._directory / str(step)).rename(aside)
+        def move() -> Path:
+            aside = self._directory / f"damaged-{step}"
+            attempt = 1
+            while aside.exists():
+                attempt += 1
+                aside = self._directory / f"damaged-{step}-{attempt}"
+            return (self._directory / str(step)).rename(aside)
+
+        aside = from_main(move)
         self._manager.reload()
         return aside
 
@@ -181,8 +186,26 @@ def like(tree: Tree, mesh: Mesh) -> Tree:
 
 
 def fingerprints(leaves: dict[str, Array]) -> dict[str, int]:
-    """The fingerprint of every leaf, by one program for all of them."""
-    return {name: int(value) for name, value in jax.device_get(_fingerprints(leaves)).items()}
+    """The fingerprint of every leaf, by one program for all of a mesh. What sleeps on the host comes by in groups."""
+    asleep = {name: leaf for name, leaf in leaves.items() if is_on_host(leaf)}
+    found = _on_their_meshes({name: leaf for name, leaf in leaves.items() if name not in asleep})
+    names = list(asleep)
+    for group in groups(list(asleep.values())):
+        found |= _on_their_meshes(onload({names[i]: asleep[names[i]] for i in group}))
+    return {name: int(found[name]) for name in leaves}
+
+
+def _on_their_meshes(leaves: dict[str, Array]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for mesh in dict.fromkeys(map(_mesh, leaves.values())):
+        own = {name: leaf for name, leaf in leaves.items() if _mesh(leaf) == mesh}
+        with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
+            found |= jax.device_get(_fingerprints(own))
+    return found
+
+
+def _mesh(leaf: Array) -> Any:
+    return leaf.sharding.mesh if isinstance(leaf.sharding, NamedSharding) else None
 
 
 def fingerprint_of(tree: Any) -> str:
@@ -270,18 +293,26 @@ class _Damaged(Exception):
 
 
 def _read(read: Callable[[], T]) -> T:
-    """The result of `read`. All that a broken file makes Orbax and TensorStore raise and print becomes a clause."""
+    """The result of `read`. All that a broken file makes Orbax and TensorStore raise and print becomes a clause.
+
+    What one process cannot read is damaged for all of them.
+    """
+    result: T | None = None
+    damage = None
     with _muted():
         try:
-            return read()
-        except _Damaged:
-            raise
+            result = read()
+        except _Damaged as error:
+            damage = str(error)
         except Exception as error:
             text = " ".join(str(error).split()).partition(". See full")[0]
-            reason = text if len(text) <= 100 else f"{text[:97]}..."
-        gc.collect()  # reads that failed beside this one report when they are collected
-    _LateReports.ignore()
-    raise _Damaged(f"its files cannot be read: {reason}")
+            damage = f"its files cannot be read: {text if len(text) <= 100 else f'{text[:97]}...'}"
+        if damage is not None:
+            gc.collect()  # reads that failed beside this one report when they are collected
+    if any_process(damage is not None):
+        _LateReports.ignore()
+        raise _Damaged(damage or "another process cannot read its part")
+    return cast(T, result)
 
 
 @contextlib.contextmanager

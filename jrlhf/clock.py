@@ -4,6 +4,7 @@ import functools
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from threading import Lock
 from typing import Any
 
 import jax
@@ -29,6 +30,7 @@ class Clock:
     def __init__(self, *, deadline: float = 3600.0, blocking: bool | None = None):
         self._deadline, self._blocking = deadline, blocking
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="clock")  # ends with the clock
+        self._lock = Lock()  # of what other threads note
         self.start()
 
     def run(self, name: str, function: Callable, *args, **kwargs):
@@ -47,7 +49,8 @@ class Clock:
 
     def beside(self, name: str, seconds: float) -> None:
         """Notes what ran in another thread beside the calls: its time is its own, and part of none of theirs."""
-        self._beside[name] = self._beside.get(name, 0.0) + seconds
+        with self._lock:
+            self._beside[name] = self._beside.get(name, 0.0) + seconds
 
     def start(self) -> None:
         """Forgets what was collected: an iteration begins."""
@@ -93,7 +96,7 @@ def may_deadlock() -> bool:
     XLA's CPU client may run programs that do not need each other's results at once. With several simulated devices
     each of them holds threads that wait at its collectives for peers, which then find no thread to run in.
     """
-    return jax.default_backend() == "cpu" and jax.local_device_count() > 1
+    return jax.default_backend() == "cpu" and jax.device_count() > 1
 
 
 def _witnesses(result: Any) -> list[jax.Array]:

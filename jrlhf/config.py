@@ -15,15 +15,44 @@ from typing import Any, Literal
 
 from jrlhf.errors import UserError
 from jrlhf.models.schedule import Schedule
-from jrlhf.ppo.config import PPOConfig
-from jrlhf.ppo.shaping import ScoreConfig
-from jrlhf.strict import Section, between, build, checked, count, natural, non_negative, override, parse_yaml, positive
+from jrlhf.stage_config import (
+    ALGORITHMS,
+    DAPOStageConfig,
+    DPOStageConfig,
+    DrGRPOStageConfig,
+    GRPOStageConfig,
+    GSPOStageConfig,
+    PPOStageConfig,
+    ReinforcePPBaselineStageConfig,
+    ReinforcePPStageConfig,
+    ReMaxStageConfig,
+    RewardModelConfig,
+    RLOOStageConfig,
+    RLStageConfig,
+    SafeRLHFStageConfig,
+    SFTConfig,
+    Stage,
+)
+from jrlhf.strict import (
+    Section,
+    between,
+    build,
+    checked,
+    count,
+    natural,
+    non_negative,
+    override,
+    parse_yaml,
+    positive,
+    to_yaml,
+)
 
 
 @dataclass(frozen=True)
 class DeviceConfig(Section):
     platform: Literal["auto", "cpu", "gpu", "tpu"] = "auto"
-    simulated: int | None = count(None)  # split the CPU into so many devices
+    simulated: int | None = count(None)  # split the CPU into so many devices, in every process
+    memory: float | None = positive(None)  # GiB of a device, to be checked against; null: what an accelerator says
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -31,6 +60,26 @@ class DeviceConfig(Section):
             raise ValueError(
                 f"simulated={self.simulated}: it must be null on a {self.platform}: only CPU devices are simulated"
             )
+
+
+@dataclass(frozen=True)
+class DistributedConfig(Section):
+    """The processes of a run, all of which run the same program. Where nothing is said, a cluster may say it."""
+
+    # auto: as many as the keys below, JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, or the cluster
+    # that JAX finds say, else one; off: one.
+    mode: Literal["auto", "off"] = "auto"
+    coordinator: str | None = None  # HOST:PORT of process 0, the same in every process
+    processes: int | None = count(None)
+    process: int | None = natural(None)  # the number of this one, from 0 on
+    timeout: float = checked(300.0, lambda value: value >= 1, "at least 1")  # seconds in which all must have come
+    # Seconds after which a process that says nothing is given up, and the run with it.
+    heartbeat: float = checked(100.0, lambda value: value >= 1, "at least 1")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.coordinator is not None and re.fullmatch(r".+:\d+", self.coordinator) is None:
+            raise ValueError(f"coordinator={self.coordinator}: it must be HOST:PORT, for instance 10.0.0.1:8476")
 
 
 @dataclass(frozen=True)
@@ -81,7 +130,9 @@ class LoRASection(Section):
     rslora: bool = False  # by alpha / sqrt(rank) instead
     targets: tuple[LoRATarget, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     base: Literal["auto", "int8"] = "auto"  # auto: compute.dtype; int8: the layers' matrices, by output channel
-    critic: bool = True  # the critic is an adapter and a head on the same base; false: a model of its own
+    # The critic is an adapter and a head on the same base; false: a model of its own. Safe RLHF's critic of the costs
+    # is such an adapter in any case.
+    critic: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -102,13 +153,25 @@ class ComputeConfig(Section):
     remat: Literal["offload", "full", "attention", "products", "gather"] = "full"
     logprob: Literal["reference", "xla", "pallas_tpu", "pallas_gpu"] | None = None  # null: the platform's default
     fused_loss: bool = True  # the policy's loss and its gradient are computed together; false: logits are made twice
-    # With a single update a batch: its passes make the experience, too. What both trained models keep exists at once,
+    # With a single update a batch: its passes make the experience, too. What all trained models keep exists at once,
     # and the loss is not fused, for the advantages are not known yet.
     shared_passes: bool = False
     attention: Literal["xla", "cudnn", "splash"] | None = None  # of whole sequences; null: the platform's default
     # A device scores about so many tokens at a time, rows of similar length together; null: the whole batch with its
     # padding. Compiles each model that scores up to four times over.
     score_tokens: int | None = count(None)
+
+
+@dataclass(frozen=True)
+class SleepConfig(Section):
+    """What of an algorithm's models waits in pinned memory of the host while others compute. Results stay the same."""
+
+    optimizer: Literal["device", "host"] = "device"  # of every role that is trained: brought for its updates only
+    actor: Literal["device", "host"] = "device"  # its float32 weights, also while their copy generates
+    critic: Literal["device", "host"] = "device"  # of rewards, and of costs
+    reference: Literal["device", "host"] = "device"  # the policy as it was, also where only the evaluation needs it
+    reward: Literal["device", "host"] = "device"  # all reward models, and cost models
+    ahead: bool = False  # a call begins with bringing what the next one needs: less waiting, more memory
 
 
 @dataclass(frozen=True)
@@ -133,9 +196,9 @@ class DatasetConfig(Section):
 
 @dataclass(frozen=True)
 class DataConfig(Section):
-    """The built-in task, or datasets, one for each stage that the run has."""
+    """A built-in task, or datasets, one for each stage that the run has."""
 
-    source: Literal["docstrings", "datasets"] = "docstrings"
+    source: Literal["docstrings", "arithmetic", "datasets"] = "docstrings"
     sft: DatasetConfig = DatasetConfig()  # prompts with completions, conversations or text
     preferences: DatasetConfig = DatasetConfig()  # chosen and rejected answers
     prompts: DatasetConfig = DatasetConfig()  # for reinforcement learning
@@ -151,54 +214,22 @@ class DataConfig(Section):
 
 
 @dataclass(frozen=True)
-class OptimizerConfig(Section):
-    """AdamW under a clipped global norm. One update is one step of the optimizer."""
+class ArithmeticConfig(Section):
+    """Sums, worked out one addition at a time: data.source=arithmetic. data.heldout_rows of them are kept apart."""
 
-    learning_rate: float = non_negative(1e-5)  # after the warm-up
-    warmup: int = natural(20)  # updates over which it rises linearly from 0
-    final: float = between(0.1, 0.0, 1.0)  # the part of it that is left at the end of its cosine
-    weight_decay: float = non_negative(0.01)
-    max_grad_norm: float | None = positive(1.0)  # null: not clipped
-
-
-@dataclass(frozen=True)
-class SFTConfig(OptimizerConfig):
-    """Supervised fine-tuning on prompts and their responses."""
-
-    steps: int = count(500)
-    batch: int = count(64)  # rows
-    micro_batches: int = count(1)  # parts in which a batch is computed: less memory, the same result
-    micro_batch_tokens: int | None = count(None)  # parts of about so many tokens a device in its place, as in PPOConfig
-    renaming: float = between(0.5, 0.0, 1.0)  # share of examples whose words are replaced: docstrings/renaming.py
-    eval_every: int = count(100)  # steps
-    save_every: int = count(100)  # steps between checkpoints
+    terms: int = checked(2, lambda value: value >= 2, "at least 2")
+    digits: int = checked(2, lambda value: 1 <= value <= 9, "from 1 to 9")  # of each term
+    problems: int = count(3000)  # sums to learn from
+    demonstrations: int | None = count(None)  # so many of them have a worked answer, for sft; null: all
+    forgotten: float = between(0.0, 0.0, 1.0)  # share of the carries that worked answers leave out
+    units_first: bool = False  # numbers in answers are written from their units on, the order in which carries go
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.micro_batch_tokens is not None and self.micro_batches != 1:
+        if self.demonstrations is not None and self.demonstrations > self.problems:
             raise ValueError(
-                f"micro_batches={self.micro_batches}: it must be 1 with micro_batch_tokens, which has its place"
+                f"demonstrations={self.demonstrations}: it must be at most problems={self.problems}, or null for all"
             )
-
-
-@dataclass(frozen=True)
-class RewardModelConfig(OptimizerConfig):
-    """A Bradley-Terry model of preferences: of a dataset's, or of the built-in task's annotator."""
-
-    weight: float = 1.0  # in the sum of rewards
-    # The built-in task only: which responses its annotator compares.
-    prompts: int = count(1500)  # for which responses are sampled
-    samples_per_prompt: int = count(4)
-    foreign_lines: int = natural(0)  # real lines of other functions among the candidates
-    margin: float = non_negative(0.05)  # gold scores no further apart than this are a tie
-    heldout_prompts: int = count(256)  # whose pairs measure the accuracy
-    label_flip: float = between(0.05, 0.0, 0.5)  # share of preferences that the annotator gets wrong
-    # Every task.
-    steps: int = count(250)
-    batch: int = count(96)  # pairs
-    micro_batches: int = count(1)  # as in sft
-    eval_every: int = count(50)  # steps
-    save_every: int = count(100)  # steps between checkpoints
 
 
 @dataclass(frozen=True)
@@ -219,23 +250,6 @@ class RewardConfig(Section):
 
 
 @dataclass(frozen=True)
-class PPOStageConfig(Section):
-    """Reinforcement learning against the rewards, tied to the reference by a KL penalty."""
-
-    iterations: int = count(40)
-    rollout_batch: int = count(128)  # rows
-    temperature: float = positive(1.0)
-    top_k: int | None = count(None)
-    top_p: float | None = checked(None, lambda value: 0 < value <= 1, "above 0 and at most 1")
-    min_new_tokens: int = natural(0)
-    save_every: int = count(10)  # iterations between checkpoints
-    actor: OptimizerConfig = OptimizerConfig(learning_rate=1e-6, warmup=10, final=1.0, weight_decay=0.0)
-    critic: OptimizerConfig = OptimizerConfig(learning_rate=1e-5, warmup=10, final=1.0, weight_decay=0.0)
-    algorithm: PPOConfig = PPOConfig()
-    scores: ScoreConfig = ScoreConfig()  # what is done with a score before PPO sees it
-
-
-@dataclass(frozen=True)
 class CheckpointConfig(Section):
     keep: int = count(2)  # newest ones; with 1 there is nothing to fall back to
 
@@ -249,14 +263,10 @@ class ExportConfig(Section):
 class EvaluationConfig(Section):
     prompts: int = count(256)  # held-out prompts
     samples: int = count(3)  # texts shown while it runs
-    every: int | None = count(
-        None
-    )  # iterations between validations on them, the first before any; null: at the end only
+    # Iterations between validations on them, the first before any; null: at the end only.
+    every: int | None = count(None)
     k: int = count(1)  # responses to each prompt in a validation
     temperature: float | None = non_negative(None)  # of a validation; null: that of the rollouts, 0: greedy
-
-
-Stage = Literal["sft", "reward_model", "ppo"]
 
 
 @dataclass(frozen=True)
@@ -266,7 +276,7 @@ class ProfileConfig(Section):
     iterations: tuple[int, ...] = checked(
         (), lambda value: all(each >= 1 for each in value), "iterations, the first of which is 1"
     )
-    stage: Stage = "ppo"
+    stage: Stage | None = None  # null: the last one
 
 
 @dataclass(frozen=True)
@@ -281,21 +291,52 @@ class Config(Section):
     deadline: float = positive(3600.0)  # seconds for an iteration; a longer one ends the run and shows where it hung
     stages: tuple[Stage, ...] = ("sft", "reward_model", "ppo")
     device: DeviceConfig = DeviceConfig()
+    distributed: DistributedConfig = DistributedConfig()
     mesh: MeshConfig = MeshConfig()
+    # On which devices each call of reinforcement learning runs: colocate, split, standalone, auto, or a plan's file.
+    plan: str = "colocate"
     model: ModelSection = ModelSection()
     compute: ComputeConfig = ComputeConfig()
+    sleep: SleepConfig = SleepConfig()
     roles: RolesConfig = RolesConfig()
     lora: LoRASection = LoRASection()
     data: DataConfig = DataConfig()
+    arithmetic: ArithmeticConfig = ArithmeticConfig()
     rewards: tuple[RewardConfig, ...] = ()  # besides the reward model that the run learns
+    costs: tuple[RewardConfig, ...] = ()  # of safe_rlhf: their sum is kept below its limit
     sft: SFTConfig = SFTConfig()
     reward_model: RewardModelConfig = RewardModelConfig()
+    dpo: DPOStageConfig = DPOStageConfig()
     ppo: PPOStageConfig = PPOStageConfig()
+    grpo: GRPOStageConfig = GRPOStageConfig()
+    dr_grpo: DrGRPOStageConfig = DrGRPOStageConfig()
+    dapo: DAPOStageConfig = DAPOStageConfig()
+    gspo: GSPOStageConfig = GSPOStageConfig()
+    rloo: RLOOStageConfig = RLOOStageConfig()
+    reinforce_pp: ReinforcePPStageConfig = ReinforcePPStageConfig()
+    reinforce_pp_baseline: ReinforcePPBaselineStageConfig = ReinforcePPBaselineStageConfig()
+    remax: ReMaxStageConfig = ReMaxStageConfig()
+    safe_rlhf: SafeRLHFStageConfig = SafeRLHFStageConfig()
     rollout: Schedule = Schedule()  # how rows share the devices while they are generated
     checkpoints: CheckpointConfig = CheckpointConfig()
     export: ExportConfig = ExportConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     profile: ProfileConfig = ProfileConfig()
+
+    @property
+    def algorithm(self) -> str | None:
+        """The stage of reinforcement learning, if there is one."""
+        return next((stage for stage in self.stages if stage in ALGORITHMS), None)
+
+    @property
+    def rl(self) -> RLStageConfig:
+        """Its section; without such a stage ppo's, which also says how a policy is looked at."""
+        return getattr(self, self.algorithm or "ppo")
+
+
+def config_yaml(config: Config) -> str:
+    """The config as YAML that `load_config` reads back to an equal one; of the algorithms' sections only the run's."""
+    return to_yaml(config, without=set(ALGORITHMS) - {config.algorithm or "ppo"})
 
 
 def load_config(path_or_name: str, overrides: Sequence[str] = ()) -> Config:

@@ -34,10 +34,16 @@ _SHOWN = (
     ("reward_model/loss", "loss", ".3f"),
     ("reward_model/accuracy", "accuracy", ".2f"),
     ("reward_model/eval_accuracy", "held-out accuracy", ".3f"),
+    ("dpo/loss", "loss", ".3f"),
+    ("rewards/accuracies", "accuracy", ".2f"),
+    ("rewards/margins", "margin", "+.3f"),
+    ("dpo/eval_accuracy", "held-out accuracy", ".3f"),
     ("critic/score/mean", "reward", "+.3f"),
     ("gold/score", "gold", ".3f"),
     ("objective/kl", "kl", ".2f"),
     ("objective/kl_coef", "kl coef", ".3f"),
+    ("cost/mean", "cost", ".2f"),
+    ("safe/multiplier", "lambda", ".3f"),
     ("actor/entropy", "entropy", ".2f"),
     ("response_length/mean", "length", ".1f"),
     ("critic/vf_explained_var", "explained", ".2f"),
@@ -181,12 +187,17 @@ class Console:
         """The figures of summary.json, as far as they are there, and where everything is."""
         self.line("")
         self._held_out(summary.get("held_out") or {})
-        if "reward_model_accuracy" in summary:
+        if summary.get("reward_model_accuracy") is not None:
             self.line(f"reward model: right about {summary['reward_model_accuracy']:.1%} of the held-out pairs")
+        if summary.get("dpo_accuracy") is not None:
+            self.line(f"DPO: the policy prefers the better of {summary['dpo_accuracy']:.1%} of the held-out pairs")
         if "kl_last_quarter" in summary:
             target = summary.get("kl_target")
             aim = "" if target is None else f" (target {target:g})"
             self.line(f"KL to the reference in the last quarter: {summary['kl_last_quarter']:.2f} nats{aim}")
+        if "cost" in summary:
+            cost = summary["cost"]
+            self.line(f"cost in the last quarter: {cost['last_quarter']:.3f} (limit {cost['limit']:g})")
         for name, seconds in summary.get("phases", {}).items():
             self.line(f"{name}: {duration(seconds)}", style="dim")
         self.line(f"report: {run_dir / 'report.html'}")
@@ -197,7 +208,8 @@ class Console:
         found = {name: heldout[name] for name in ("before", "after") if heldout.get(name)}
         if not found:
             return
-        rows = [[measure, *(_measured(each, measure) for each in found.values())]]
+        measures = [measure, *(["cost"] if any(each.get("cost") is not None for each in found.values()) else [])]
+        rows = [[name, *(_measured(each, name) for each in found.values())] for name in measures]
         columns = [_parts(each) for each in found.values()]
         rows += [
             [name, *(each.get(name, "") for each in columns)]
@@ -311,11 +323,15 @@ def clean(text: str, limit: int | None = None) -> str:
 
 
 def _rewards(metrics: Mapping[str, float]) -> list[tuple[str, float, str]]:
-    """What a line shows of the rewards by their names: their means where they are a few, and how often they failed."""
-    keys = [key.split("/") for key in metrics if key.startswith("rewards/")]
-    names = [key[1] for key in keys if len(key) == 3 and key[2] == "mean"]
-    shown = [(name, metrics[f"rewards/{name}/mean"], ".3f") for name in names if 1 < len(names) <= _SHOWN_REWARDS]
-    failed = sum(metrics["/".join(key)] for key in keys if len(key) == 3 and key[2] == "failures")
+    """What a line shows of rewards and of costs by their names: their means where they are a few, and how often they
+    failed."""
+    shown, failed = [], 0.0
+    for kind in ("rewards", "costs"):
+        keys = [key.split("/") for key in metrics if key.startswith(f"{kind}/")]
+        names = [key[1] for key in keys if len(key) == 3 and key[2] == "mean"]
+        if 1 < len(names) <= _SHOWN_REWARDS:
+            shown += [(name, metrics[f"{kind}/{name}/mean"], ".3f") for name in names]
+        failed += sum(metrics["/".join(key)] for key in keys if len(key) == 3 and key[2] == "failures")
     return [*shown, ("failures", failed, ".0f")] if failed else shown
 
 

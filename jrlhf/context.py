@@ -1,12 +1,14 @@
 """What every stage of a run shares."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from jax.sharding import Mesh
 
 from jrlhf.config import Config
 from jrlhf.console import Console
 from jrlhf.models import SamplingConfig
+from jrlhf.places import Places
 from jrlhf.preemption import PreemptionGuard
 from jrlhf.programs import Compute
 from jrlhf.runs import Run
@@ -25,6 +27,11 @@ class Context:
     run: Run
     console: Console
     preemption: PreemptionGuard
+    places: Mapping[str, Places] = field(default_factory=dict)  # by role, in the stage of reinforcement learning
+
+    def where(self, role: str) -> Places:
+        """Where the calls of a role run in that stage: by default, and in all other stages, on the whole mesh."""
+        return self.places.get(role, Places.of(self.mesh))
 
     @property
     def length(self) -> int:
@@ -34,14 +41,14 @@ class Context:
     @property
     def sampling(self) -> SamplingConfig:
         """How responses are drawn: in rollouts, and wherever else a policy is looked at."""
-        ppo, tokenizer = self.config.ppo, self.task.tokenizer
+        rl, tokenizer = self.config.rl, self.task.tokenizer
         spare = tokenizer.vocab_size < self.vocab_size  # rows of the tables that stand for no token
         return SamplingConfig(
             max_new_tokens=self.config.data.max_response,
-            temperature=ppo.temperature,
-            top_k=ppo.top_k,
-            top_p=ppo.top_p,
-            min_new_tokens=ppo.min_new_tokens,
+            temperature=rl.temperature,
+            top_k=rl.top_k,
+            top_p=rl.top_p,
+            min_new_tokens=rl.min_new_tokens,
             stop_ids=tokenizer.eos_ids,
             token_limit=tokenizer.vocab_size if spare else None,
         )

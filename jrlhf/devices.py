@@ -6,15 +6,18 @@ from pathlib import Path
 
 import jax
 
-from jrlhf.config import DeviceConfig
+from jrlhf import processes
+from jrlhf.config import DeviceConfig, DistributedConfig
 from jrlhf.errors import UserError
 from jrlhf.meshes.mesh import Device
 
 _PLATFORMS = {"cpu": "cpu", "gpu": "cuda", "tpu": "tpu"}
 
 
-def select(config: DeviceConfig) -> list[Device]:
-    """Chooses the platform, and on CPU the number of simulated devices; returns the devices.
+def select(config: DeviceConfig, distributed: DistributedConfig | None = None) -> list[Device]:
+    """Chooses the platform, and on CPU the number of simulated devices; returns the devices, those of all processes.
+
+    distributed: how further processes are found; None: this one is alone.
 
     Raises:
         UserError: the platform is not there, or JAX already runs on other devices.
@@ -27,6 +30,8 @@ def select(config: DeviceConfig) -> list[Device]:
             jax.config.update("jax_num_cpu_devices", config.simulated)
     except RuntimeError:
         pass  # JAX has started already, in a notebook say: what counts is what it started with
+    if distributed is not None:
+        processes.start(distributed)
     try:
         devices = jax.devices()
     except (RuntimeError, AssertionError) as error:  # JAX asserts, without a word, where it has no such plugin
@@ -41,10 +46,10 @@ def select(config: DeviceConfig) -> list[Device]:
             f"device.platform={config.platform} comes too late: JAX already runs on {running}; restart the process, or "
             "set device.platform=auto"
         )
-    if config.simulated is not None and (devices[0].platform != "cpu" or len(devices) != config.simulated):
+    if config.simulated is not None and (running != "cpu" or jax.local_device_count() != config.simulated):
         raise UserError(
             f"device.simulated={config.simulated} asks for that many CPU devices, but JAX already runs on "
-            f"{len(devices)} {devices[0].platform} device(s): restart the process, or leave device.simulated out"
+            f"{jax.local_device_count()} {running} device(s): restart the process, or leave device.simulated out"
         )
     return devices
 
@@ -52,8 +57,8 @@ def select(config: DeviceConfig) -> list[Device]:
 def spare_threads(simulated: int) -> None:
     """Gives XLA's CPU client more threads than simulated devices.
 
-    By default it has as many as devices. Each device of a running program waits in one for its peers, so a single
-    thread that compiles meanwhile would keep one device from starting, and all others would wait for it in vain.
+    By default it has as many threads as devices. Each device of a running program waits in one for its peers, so a
+    single thread that compiles meanwhile would keep one device from starting, and all others would wait for it in vain.
     """
     os.environ.setdefault("NPROC", str(max(2 * simulated, os.cpu_count() or 1)))
 

@@ -19,6 +19,7 @@ class Graded:
 
     measure: "gold", where the task has a measure that training never sees; else "score", the sum of the rewards.
     items: what the measure is made of. learnt: what the reward model says that this run trained, if there is one.
+    costs: the sum of the run's costs, if it has any.
     """
 
     measure: str
@@ -27,15 +28,16 @@ class Graded:
     scores: np.ndarray
     items: dict[str, np.ndarray]
     learnt: np.ndarray | None
-    failures: Mapping[str, int] = field(default_factory=dict)  # reward -> answers that it could not score
+    failures: Mapping[str, int] = field(default_factory=dict)  # reward or cost -> answers that it could not score
+    costs: np.ndarray | None = None
 
     def summary(self) -> dict:
         """Means with standard errors, and how varied the answers are."""
         named = sorted(set(self.sources))
         by_source = {} if len(named) < 2 else {name: self._of(name) for name in named}
         return {
-            self.measure: float(self.scores.mean()),
-            f"{self.measure}_standard_error": standard_error(self.scores),
+            **_mean(self.measure, self.scores),
+            **({} if self.costs is None else _mean("cost", self.costs)),
             "items": {name: float(np.nanmean(values)) for name, values in self.items.items()},
             **({"sources": by_source} if by_source else {}),
             **({"failures": dict(self.failures)} if self.failures else {}),
@@ -51,6 +53,7 @@ def grade_heldout(
     context: Context,
     policy: Model,
     rewards: Rewards | None,
+    costs: Rewards | None = None,
     *,
     purpose: str = "evaluation",
     temperature: float | None = None,
@@ -68,34 +71,58 @@ def grade_heldout(
     heldout = _first(task.heldout, context.config.evaluation.prompts)
     sampling = context.sampling if temperature is None else replace(context.sampling, temperature=temperature)
     responses = sample(context, policy, heldout.ids, key_for(context.config.seed, purpose, step), sampling)
-    return grade(context, heldout, responses, rewards, step)
+    return grade(context, heldout, responses, rewards, costs, step=step)
 
 
 def grade(
-    context: Context, prompts: Prompts, responses: Sequence[Response], rewards: Rewards | None, step: int = 0
+    context: Context,
+    prompts: Prompts,
+    responses: Sequence[Response],
+    rewards: Rewards | None,
+    costs: Rewards | None = None,
+    *,
+    step: int = 0,
 ) -> Graded:
-    """What the task's measure, or else the run's rewards, say of responses to `prompts`."""
+    """What the task's measure, or else the run's rewards, say of responses to `prompts`; and what they cost."""
     task = context.task
-    read: dict[str, np.ndarray] = {}
-    total = np.zeros(len(responses))
+    read = {} if rewards is None else _read_tokens(context, prompts, responses, rewards)
     failures: dict[str, int] = {}
-    if rewards is not None:
-        sequences = [prompt + each.ids for prompt, each in zip(prompts.ids, responses, strict=True)]
-        for name, part in rewards.token_parts.items():
-            read[name] = score_sequences(context, part.model, sequences)
-            total = total + part.weight * read[name]
     if task.gold is not None:
         measure, gold = "gold", task.gold(prompts.examples, [each.text for each in responses])
         total, items = gold.scores, gold.items
     else:
         assert rewards is not None
-        measure, items = "score", read
-        if rewards.text_parts:
-            summed, parts = rewards.score_samples(to_samples(prompts.examples, prompts.texts, responses), step=step)
-            total, items = total + summed.scores, read | {name: part.scores for name, part in parts.items()}
-            failures = {name: count for name, part in parts.items() if (count := sum(part.failures.values()))}
+        measure = "score"
+        total, items, failures = _add_texts(rewards, read, prompts, responses, step)
+    spent = None
+    if costs is not None:
+        of_tokens = _read_tokens(context, prompts, responses, costs)
+        spent, _, failed = _add_texts(costs, of_tokens, prompts, responses, step)
+        failures |= failed
     sources = tuple(example.source for example in prompts.examples)
-    return Graded(measure, tuple(responses), sources, total, items, read.get(LEARNT), failures)
+    return Graded(measure, tuple(responses), sources, total, items, read.get(LEARNT), failures, spent)
+
+
+def _read_tokens(
+    context: Context, prompts: Prompts, responses: Sequence[Response], rewards: Rewards
+) -> dict[str, np.ndarray]:
+    """What the reward models that read tokens say, each by its name."""
+    sequences = [prompt + each.ids for prompt, each in zip(prompts.ids, responses, strict=True)]
+    return {name: score_sequences(context, part.model, sequences) for name, part in rewards.token_parts.items()}
+
+
+def _add_texts(
+    rewards: Rewards, read: Mapping[str, np.ndarray], prompts: Prompts, responses: Sequence[Response], step: int
+) -> tuple[np.ndarray, dict[str, np.ndarray], dict[str, int]]:
+    """The weighted sum of all rewards, given those that read tokens; each by its name; and how often each failed."""
+    total, items = np.zeros(len(responses)), dict(read)
+    for name, scores in read.items():
+        total = total + rewards.token_parts[name].weight * scores
+    if not rewards.text_parts:
+        return total, items, {}
+    summed, parts = rewards.score_samples(to_samples(prompts.examples, prompts.texts, responses), step=step)
+    failures = {name: count for name, part in parts.items() if (count := sum(part.failures.values()))}
+    return total + summed.scores, items | {name: part.scores for name, part in parts.items()}, failures
 
 
 def compare(before: Graded, after: Graded | None) -> dict:
@@ -111,6 +138,10 @@ def compare(before: Graded, after: Graded | None) -> dict:
         "standard_error": error,
         "standard_errors": float(difference.mean() / error) if error > 0 else 0.0,
     }
+
+
+def _mean(name: str, values: np.ndarray) -> dict[str, float]:
+    return {name: float(values.mean()), f"{name}_standard_error": standard_error(values)}
 
 
 def standard_error(values: np.ndarray) -> float:

@@ -1,7 +1,8 @@
 """The end of a run: held-out evaluation, the models in Hugging Face form, samples, the summary and the report."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
@@ -10,12 +11,13 @@ import numpy as np
 from jrlhf.config import Config
 from jrlhf.context import Context
 from jrlhf.evaluate import Graded, compare, grade_heldout
-from jrlhf.files import write_atomic
 from jrlhf.metrics import read_metrics, truncate_after
 from jrlhf.model import Model
 from jrlhf.models.hf import HFConfig, export_adapter, export_hf
 from jrlhf.models.params import HeadKind
+from jrlhf.ppo import SafeRLHFConfig
 from jrlhf.pretrained import describe
+from jrlhf.processes import from_main
 from jrlhf.report import write_report
 from jrlhf.scoring import Rewards
 from jrlhf.sources import ENDS
@@ -28,28 +30,37 @@ def finish(
     after: Model | None,
     reward: Model | None,
     rewards: Rewards | None,
+    costs: Rewards | None,
     phases: Mapping[str, float],
 ) -> dict[str, Any]:
     """Measures the policy on held-out prompts, and writes what the run leaves behind.
 
     before, after: the policy without and with reinforcement learning. reward: the reward model that the run trained.
-    phases: seconds that this process spent in each.
+    costs: what the answers are measured by besides. phases: seconds that this process spent in each.
     """
     with context.console.status("answering the held-out prompts"):
-        first = grade_heldout(context, before, rewards)
-        second = None if after is None else grade_heldout(context, after, rewards)
+        first = grade_heldout(context, before, rewards, costs)
+        second = None if after is None else grade_heldout(context, after, rewards, costs)
+    summary = from_main(partial(_summarise, context, first, second, phases))
+    with context.console.status("writing the model"):
+        export(context, before if after is None else after)
+        if reward is not None:
+            export(context, reward, head="scalar")
+    from_main(lambda: write_report(context.run.path))
+    context.console.summary(summary, context.run.path)
+    return summary
+
+
+def _summarise(
+    context: Context, first: Graded | None, second: Graded | None, phases: Mapping[str, float]
+) -> dict[str, Any]:
+    """Writes samples and summary.json."""
     summary: dict[str, Any] = {}
     if first is not None:
         _write_samples(context, first, second)
         summary["held_out"] = compare(first, second)
     summary |= {**_from_metrics(context), "phases": dict(phases)}
-    write_atomic(context.run.path / "summary.json", json.dumps(summary, indent=2, allow_nan=False) + "\n")
-    with context.console.status("writing the model"):
-        export(context, before if after is None else after)
-        if reward is not None:
-            export(context, reward, head="scalar")
-    write_report(context.run.path)
-    context.console.summary(summary, context.run.path)
+    context.run.write("summary.json", json.dumps(summary, indent=2, allow_nan=False) + "\n")
     return summary
 
 
@@ -64,7 +75,7 @@ def export(context: Context, model: Model, head: HeadKind = "lm") -> None:
     if dtype == "auto":
         dtype = "float32" if origin is None else origin.dtype
     name = "model" if head == "lm" else "reward_model"
-    params = model.params
+    params = model.awake().params
     if model.architecture.lora is not None:
         adapter = path / ("adapter" if head == "lm" else "reward_adapter")
         base = config.model.path
@@ -82,9 +93,9 @@ def export(context: Context, model: Model, head: HeadKind = "lm") -> None:
         bos_id=tokenizer.bos_id,
         **_tokenizer_files(tokenizer),
     )
-    if head == "scalar":
+    if head == "scalar" and context.run.writes:
         described = json.loads((path / name / "config.json").read_text(encoding="utf-8")) | {ENDS: "eos"}
-        write_atomic(path / name / "config.json", json.dumps(described, indent=2) + "\n")
+        context.run.write(f"{name}/config.json", json.dumps(described, indent=2) + "\n")
 
 
 def _tokenizer_files(tokenizer: Tokenizer) -> dict[str, Any]:
@@ -123,12 +134,25 @@ def _sample(when: str, measure: str, graded: Graded, row: int) -> dict[str, obje
 
 
 def _from_metrics(context: Context) -> dict[str, Any]:
-    """What the summary repeats of metrics.jsonl: the reward model's accuracy, and the KL that the run settled on."""
+    """What the summary repeats of metrics.jsonl: accuracies on held-out pairs, and the KL that the run settled on."""
     records = read_metrics(context.run.path)
-    accuracies = [each["reward_model/eval_accuracy"] for each in records if "reward_model/eval_accuracy" in each]
-    found: dict[str, Any] = {"reward_model_accuracy": accuracies[-1]} if accuracies else {}
+    found: dict[str, Any] = {}
+    for stage in ("reward_model", "dpo"):
+        accuracies = [
+            each[f"{stage}/eval_accuracy"] for each in records if each.get(f"{stage}/eval_accuracy") is not None
+        ]
+        found |= {f"{stage}_accuracy": accuracies[-1]} if accuracies else {}
+    costs = [each["cost/mean"] for each in records if each.get("cost/mean") is not None]
+    algorithm = context.config.rl.algorithm
+    if costs and isinstance(algorithm, SafeRLHFConfig):
+        found["cost"] = {"last_quarter": _last_quarter(costs), "limit": algorithm.cost_limit}
     kl = [each["objective/kl"] for each in records if each.get("objective/kl") is not None]
     if kl:
-        found["kl_last_quarter"] = float(np.mean(kl[-max(len(kl) // 4, 1) :]))
-        found["kl_target"] = context.config.ppo.algorithm.kl_target
+        found["kl_last_quarter"] = _last_quarter(kl)
+        found["kl_target"] = context.config.rl.algorithm.kl_target
     return found
+
+
+def _last_quarter(values: Sequence[float]) -> float:
+    """The mean over the last quarter of the iterations."""
+    return float(np.mean(values[-max(len(values) // 4, 1) :]))

@@ -1,30 +1,45 @@
 """From a config to a context: devices, architectures, data and the run's directory, each checked before the next."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from jrlhf.algorithms import graph_of
 from jrlhf.config import ComputeConfig, Config, ModelSection
 from jrlhf.consistency import mesh_sizes, validate
 from jrlhf.console import Console
 from jrlhf.context import Context
 from jrlhf.devices import idle_accelerator, select
 from jrlhf.errors import UserError
-from jrlhf.files import write_atomic
 from jrlhf.meshes import make_mesh
+from jrlhf.meshes.mesh import Device
+from jrlhf.meshes.plan import Plan
 from jrlhf.models import ModelConfig
 from jrlhf.models.attention import computes
+from jrlhf.places import places_of
+from jrlhf.planning.auto import searched
+from jrlhf.planning.choose import plan_of_config, plan_yaml, read_plan
+from jrlhf.planning.fits import check_memory
+from jrlhf.planning.processes import refuse_cross_process
+from jrlhf.planning.runnable import check_runs
 from jrlhf.preemption import PreemptionGuard
 from jrlhf.pretrained import architecture, fresh_model, locate
+from jrlhf.processes import from_main, is_main, several
 from jrlhf.programs import Compute
-from jrlhf.runs import open_run
+from jrlhf.runs import Run, open_run, share_run
+from jrlhf.sleep import check_sleep
 from jrlhf.sources import check_sources
+from jrlhf.stage_config import PPOStageConfig
 from jrlhf.task import Task
 from jrlhf.tokenizer import Tokenizer, check_vocabulary, load_tokenizer, same_tokens
+
+PLAN = "plan.yaml"  # of a run's directory
 
 
 @contextmanager
@@ -35,7 +50,10 @@ def open_context(config: Config, *, resume: bool) -> Iterator[Context]:
         UserError: bad input; nothing has been written.
     """
     mesh, models = select_mesh(config)
-    console = Console()
+    places = list(mesh.devices.flat)
+    plan = None if config.algorithm is None else select_plan(config, models, places, resume=resume)
+    check_memory(config, mesh, models, plan)
+    console = Console(enabled=is_main())
     if config.device.platform == "auto" and (warning := idle_accelerator()):
         console.warn(warning)
     with console.status("reading the data"):
@@ -44,8 +62,11 @@ def open_context(config: Config, *, resume: bool) -> Iterator[Context]:
         console.line(line)
     check_sources(config, task, models["actor"], mesh)
     devices = f"# {mesh.size} {mesh.devices.flat[0].device_kind} device(s), mesh {dict(mesh.shape)}"
-    with open_run(config, resume=resume, notes=[devices]) as run, PreemptionGuard() as preemption:
-        write_atomic(run.path / "tokenizer.json", task.tokenizer.to_json())
+    devices += f", {jax.process_count()} process(es)" if several() else ""
+    with _opened_run(config, resume, devices) as run, PreemptionGuard() as preemption:
+        run.write("tokenizer.json", task.tokenizer.to_json())
+        if plan is not None:
+            run.write(PLAN, plan_yaml(plan))
         yield Context(
             config=config,
             mesh=mesh,
@@ -55,7 +76,15 @@ def open_context(config: Config, *, resume: bool) -> Iterator[Context]:
             run=run,
             console=console,
             preemption=preemption,
+            places={} if plan is None else places_of(plan, graph_of(config), list(mesh.devices.flat)),
         )
+
+
+def _opened_run(config: Config, resume: bool, note: str) -> Run:
+    """The run's directory, which process 0 opens and writes; the others look into it."""
+    opened: list[Run] = []
+    from_main(lambda: opened.append(open_run(config, resume=resume, notes=[note])))
+    return opened[0] if opened else share_run(config)
 
 
 def compute_of(section: ComputeConfig) -> Compute:
@@ -78,6 +107,10 @@ def load_task(config: Config, actor: ModelConfig) -> Task:
     """
     if config.data.source == "docstrings":
         from jrlhf.docstrings.task import load_task
+
+        return load_task(config)
+    if config.data.source == "arithmetic":
+        from jrlhf.arithmetic.task import load_task
 
         return load_task(config)
     from jrlhf.data.task import load_task
@@ -112,18 +145,40 @@ def select_mesh(config: Config) -> tuple[Mesh, dict[str, ModelConfig]]:
     Raises:
         UserError: the config does not fit the devices.
     """
-    devices = select(config.device)
-    if jax.process_count() > 1:
-        raise UserError(
-            f"this is process {jax.process_index()} of {jax.process_count()}: a run uses one process, which may have "
-            "many devices"
-        )
+    devices = select(config.device, config.distributed)
     models = architectures(config)
     validate(config, len(devices), models)
     _check_kernel(config, models, devices[0].platform)
     _check_attention(config, models, devices[0].platform)
     data, fsdp, tensor = mesh_sizes(config.mesh, len(devices))
-    return make_mesh(data, fsdp, tensor, devices=devices), models
+    mesh = make_mesh(data, fsdp, tensor, devices=devices)
+    check_sleep(config.sleep, mesh)
+    return mesh, models
+
+
+def select_plan(
+    config: Config, models: dict[str, ModelConfig], devices: Sequence[Device], *, resume: bool = False
+) -> Plan:
+    """The plan of the stage of reinforcement learning. A run goes on with the plan that it began with.
+
+    Raises:
+        UserError: the plan cannot be made, does not suit models or batch, or is not that of the run.
+    """
+    graph, begun = graph_of(config), Path(config.run_dir).expanduser() / config.name / PLAN
+    saved = read_plan(begun) if resume and begun.exists() else None
+    if saved is not None and config.plan == "auto":
+        check_runs(saved, config, graph, models, len(devices))
+        refuse_cross_process(saved, devices)
+        return saved
+    search = partial(searched, config, models, devices)
+    plan = plan_of_config(config, graph, models, len(devices), search)
+    if saved is not None and saved.placements != plan.placements:
+        raise UserError(
+            f"plan={config.plan} is not the plan that the run in {begun.parent} began with, which is in {begun}: bring "
+            "that back, or give this run another name="
+        )
+    refuse_cross_process(plan, devices)
+    return plan
 
 
 def architectures(config: Config) -> dict[str, ModelConfig]:
@@ -140,8 +195,10 @@ def architectures(config: Config) -> dict[str, ModelConfig]:
     models = {"actor": actor}
     if "reward_model" in config.stages:
         models["reward"] = actor
-    if "ppo" in config.stages:
-        for role in ("critic", "reference"):
+    if "dpo" in config.stages or config.algorithm is not None:
+        critic = config.algorithm is not None and isinstance(config.rl, PPOStageConfig)
+        reference = config.algorithm is None or config.rl.algorithm.needs_reference
+        for role in (*(("critic",) if critic else ()), *(("reference",) if reference else ())):
             path = getattr(config.roles, role)
             models[role] = actor if path is None else architecture(path, f"roles.{role}")
             if models[role].vocab_size != actor.vocab_size:
@@ -149,9 +206,13 @@ def architectures(config: Config) -> dict[str, ModelConfig]:
                     f"roles.{role}={path} has a vocabulary of {models[role].vocab_size} and the actor one of "
                     f"{actor.vocab_size}: the {role} reads the actor's tokens, choose one of the same family"
                 )
-        for index, reward in enumerate(config.rewards):
-            if reward.model is not None:
-                models[f"reward {reward.name}"] = architecture(reward.model, f"rewards[{index}].model")
+    if config.algorithm is not None:
+        if config.algorithm == "safe_rlhf":
+            models["cost_critic"] = actor
+        for kind, parts in (("reward", config.rewards), ("cost", config.costs)):
+            for index, part in enumerate(parts):
+                if part.model is not None:
+                    models[f"{kind} {part.name}"] = architecture(part.model, f"{kind}s[{index}].model")
     return models
 
 

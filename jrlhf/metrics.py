@@ -31,11 +31,13 @@ class MetricsLog:
 
     A line is with the operating system when `log` returns, and on disk within a second or after `sync`; so a killed
     process loses no line, and a failing machine none that came before a `sync`.
+
+    enabled: False in every process of a run but the first: `log` then only returns the numbers.
     """
 
-    def __init__(self, run_dir: Path | str):
+    def __init__(self, run_dir: Path | str, *, enabled: bool = True):
         self._directory = Path(run_dir)
-        self._file = open(self._directory / METRICS, "ab")
+        self._file = open(self._directory / METRICS, "ab") if enabled else None
         self._synced = time.monotonic()
         self._writers: dict[str, SummaryWriter] = {}
 
@@ -56,6 +58,8 @@ class MetricsLog:
             ValueError: a metric is not a number, or is named `stage`, `step` or `nonfinite`.
         """
         numbers = {name: _number(name, value) for name, value in jax.device_get(dict(metrics)).items()}
+        if self._file is None:
+            return numbers
         nonfinite = {name: str(number) for name, number in numbers.items() if not math.isfinite(number)}
         record: dict[str, object] = {"stage": stage, "step": int(step), **numbers, **dict.fromkeys(nonfinite)}
         if nonfinite:
@@ -76,11 +80,12 @@ class MetricsLog:
 
     def sync(self) -> None:
         """Waits until every line is on disk. To be called before the checkpoint that a resume would cut back to."""
-        os.fsync(self._file.fileno())
+        if self._file is not None:
+            os.fsync(self._file.fileno())
         self._synced = time.monotonic()
 
     def close(self) -> None:
-        if not self._file.closed:
+        if self._file is not None and not self._file.closed:
             self.sync()
             self._file.close()
         for writer in self._writers.values():

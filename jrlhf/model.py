@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 
 from jrlhf.checkpoints import fingerprint_of
 from jrlhf.meshes import GENERATE, Layout
+from jrlhf.meshes.offload import offload, onload
 from jrlhf.models import LoRAConfig, ModelConfig
 from jrlhf.models.params import Params
 
@@ -50,6 +51,14 @@ class Model:
     def holding(self, params: Params) -> "Model":
         """The same model with other weights of the same kind."""
         return replace(self, params=params)
+
+    def asleep(self) -> "Model":
+        """The same model with its own weights in the host's memory. Those of this one are deleted."""
+        return self.holding(offload(self.params))
+
+    def awake(self) -> "Model":
+        """The same model to compute with: where it sleeps, a copy on its devices."""
+        return self.holding(onload(self.params))
 
     def fingerprint(self) -> str:
         """One word for all weights, the base's included."""

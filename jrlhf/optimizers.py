@@ -2,7 +2,7 @@
 
 import optax
 
-from jrlhf.config import OptimizerConfig
+from jrlhf.stage_config import OptimizerConfig
 
 
 def adamw(config: OptimizerConfig, *, updates: int) -> optax.GradientTransformation:

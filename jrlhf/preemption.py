@@ -1,7 +1,12 @@
-"""Preemption: SIGTERM or Ctrl-C lets the current iteration finish, saves, and leaves with exit code 75 (requeue)."""
+"""Preemption: SIGTERM or Ctrl-C lets the current iteration finish, saves, and leaves with exit code 75 (requeue).
+
+It is enough that one process of the run is asked.
+"""
 
 import os
 import signal
+
+from jrlhf.processes import any_process
 
 
 class Preempted(Exception):
@@ -14,6 +19,10 @@ class PreemptionGuard:
     def __init__(self):
         self.requested = False
         self._previous = {}
+
+    def agreed(self) -> bool:
+        """Whether any process of the run was asked to stop: all then do, at the same step. To be called by all."""
+        return any_process(self.requested)
 
     def __enter__(self) -> "PreemptionGuard":
         for number in (signal.SIGTERM, signal.SIGINT):

@@ -6,14 +6,15 @@ from typing import TypeVar
 
 import jax
 
-from jrlhf.config import ProfileConfig
+from jrlhf.config import Config
+from jrlhf.processes import is_main
 
 Result = TypeVar("Result")
 
 PROFILE = "profile"  # a run's directory of traces
 
 
-def traced(config: ProfileConfig, run_dir: Path, stage: str, step: int, iteration: Callable[[], Result]) -> Result:
+def traced(config: Config, run_dir: Path, stage: str, step: int, iteration: Callable[[], Result]) -> Result:
     """`iteration()`, whose work is recorded where the config names it: in run_dir/profile/STAGE-STEP.
 
     The trace holds the device's programs and, on the host, one annotation for the iteration and one for each timed
@@ -22,7 +23,8 @@ def traced(config: ProfileConfig, run_dir: Path, stage: str, step: int, iteratio
     step: counted from 1, as in metrics.jsonl.
     """
     with jax.profiler.StepTraceAnnotation(stage, step_num=step):
-        if stage != config.stage or step not in config.iterations:
+        wanted = config.profile
+        if not is_main() or stage != (wanted.stage or config.stages[-1]) or step not in wanted.iterations:
             return iteration()
         with jax.profiler.trace(run_dir / PROFILE / f"{stage}-{step}"):
             return jax.block_until_ready(iteration())

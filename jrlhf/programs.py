@@ -4,7 +4,7 @@ Where the model is an adapter, each function takes the base as one more argument
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -29,8 +29,23 @@ from jrlhf.models import (
     param_shardings,
 )
 from jrlhf.models.attention import AttentionImplementation
+from jrlhf.models.params import Params
 from jrlhf.models.remat import Remat
-from jrlhf.ppo import ByLength, PPOConfig, make_actor_step, make_critic_step, make_on_policy_step, map_by_length
+from jrlhf.ppo import (
+    ByLength,
+    GRPOConfig,
+    PolicyConfig,
+    PPOConfig,
+    make_actor_step,
+    make_critic_step,
+    make_group_experience,
+    make_on_policy_actor_step,
+    make_on_policy_step,
+    make_return_experience,
+    map_by_length,
+    map_parts,
+)
+from jrlhf.pretrained import cast_matrices
 
 
 @dataclass(frozen=True)
@@ -41,6 +56,8 @@ class Compute:
     remat: Remat = "full"
     logprob: Implementation | None = None  # implementation of the log-prob op; None: the platform's default
     train_layout: Layout = TRAIN
+    score_layout: Layout = SCORE
+    score_parts: int = 1  # a device scores its rows in so many equal parts, one after the other
     fused_loss: bool = True  # the policy's loss is computed, and differentiated, a tile of tokens at a time
     attention: AttentionImplementation | None = None  # of whole sequences; None: the platform's default
     score_tokens: int | None = None  # a device scores about so many tokens at a time; None: the whole batch as it is
@@ -74,15 +91,15 @@ def actor_step(
     mesh: Mesh,
     compute: Compute,
     optimizer: optax.GradientTransformation,
-    ppo: PPOConfig,
+    algorithm: PolicyConfig,
     *,
     temperature: float,
 ):
     """(state, experience) -> (state, metrics), jitted: all of the actor's updates on a batch."""
     logprobs = train_logprobs(model, mesh, compute, temperature=temperature)
-    entropy_gradient = ppo.entropy_coef != 0
+    entropy_gradient = algorithm.entropy_coef != 0
     sums = train_sums(model, mesh, compute, temperature=temperature, entropy_gradient=entropy_gradient)
-    return make_actor_step(logprobs, optimizer, ppo, sums_fn=sums if compute.fused_loss else None)
+    return make_actor_step(logprobs, optimizer, algorithm, sums_fn=sums if compute.fused_loss else None)
 
 
 def critic_step(
@@ -108,10 +125,25 @@ def on_policy_step(
     return make_on_policy_step(logprobs, values, *optimizers, ppo)
 
 
+def on_policy_actor_step(
+    actor: Architecture,
+    mesh: Mesh,
+    compute: Compute,
+    optimizer: optax.GradientTransformation,
+    algorithm: PolicyConfig,
+    *,
+    temperature: float,
+):
+    """`ppo.make_on_policy_actor_step` of an actor, jitted."""
+    logprobs = train_logprobs(actor, mesh, compute, temperature=temperature)
+    make = make_group_experience if isinstance(algorithm, GRPOConfig) else make_return_experience
+    return make_on_policy_actor_step(logprobs, optimizer, algorithm, make)
+
+
 @cache
 def score_logprobs(model: Architecture, mesh: Mesh, compute: Compute, *, temperature: float):
     """(params, tokens, lengths) -> (logprobs, entropy), jitted. Beyond a row's length they mean nothing."""
-    logprobs = _logprobs(model, mesh, SCORE, compute, temperature)
+    logprobs = _logprobs(model, mesh, compute.score_layout, compute, temperature)
 
     def score(params, tokens, lengths, *base):
         return _by_length(compute, lambda tokens: logprobs(params, tokens, *base), tokens, lengths)
@@ -162,7 +194,7 @@ def train_values(model: Architecture, mesh: Mesh, compute: Compute):
 @cache
 def score_values(model: Architecture, mesh: Mesh, compute: Compute):
     """(params, tokens, lengths) -> (V before each token [B, T], V after each row's last token [B]), jitted."""
-    values = _scalar(make_values, model, mesh, SCORE, compute)
+    values = _scalar(make_values, model, mesh, compute.score_layout, compute)
 
     def score(params, tokens, lengths, *base):
         def split(rows):
@@ -183,7 +215,7 @@ def train_scores(model: Architecture, mesh: Mesh, compute: Compute):
 @cache
 def score_sequences(model: Architecture, mesh: Mesh, compute: Compute):
     """(params, tokens, lengths) -> scores [B], jitted."""
-    scores = _scalar(make_scores, model, mesh, SCORE, compute)
+    scores = _scalar(make_scores, model, mesh, compute.score_layout, compute)
 
     def score(params, tokens, lengths, *base):
         return _by_length(compute, lambda rows: scores(params, *rows, *base), (tokens, lengths), lengths)
@@ -192,9 +224,10 @@ def score_sequences(model: Architecture, mesh: Mesh, compute: Compute):
 
 
 def _by_length(compute: Compute, function: Callable[[Any], Any], rows: Any, lengths: Int[Array, "B"]) -> Any:
-    """`function(rows)`, within the budget of tokens if there is one."""
-    tokens = compute.score_tokens
-    return function(rows) if tokens is None else map_by_length(function, rows, ByLength(lengths, tokens))
+    """`function(rows)`, within the budget of tokens if there is one, or in parts."""
+    if compute.score_tokens is not None:
+        return map_by_length(function, rows, ByLength(lengths, compute.score_tokens))
+    return function(rows) if compute.score_parts == 1 else map_parts(function, rows, compute.score_parts)
 
 
 def _scalar(make, model, mesh, layout, compute):
@@ -211,17 +244,69 @@ def _scalar(make, model, mesh, layout, compute):
 
 
 @cache
-def generate(model: Architecture, mesh: Mesh, compute: Compute, sampling: SamplingConfig, schedule: Schedule | None):
-    """(weights in GENERATE, prompts, lengths, row keys) -> Generation."""
+def generate(
+    model: Architecture,
+    mesh: Mesh,
+    compute: Compute,
+    sampling: SamplingConfig,
+    schedule: Schedule | None,
+    samples: int = 1,
+):
+    """(weights in GENERATE, prompts, lengths, row keys) -> Generation, of so many samples a prompt."""
     options = {"dtype": compute.dtype, "attention": compute.attention}
-    return Engine(model.config, mesh, sampling, schedule, lora=model.lora, **options)
+    return Engine(model.config, mesh, sampling, schedule, samples=samples, lora=model.lora, **options)
 
 
-def generation_weights(model: Model, mesh: Mesh, compute: Compute):
+def generation_weights(model: Model, mesh: Mesh, compute: Compute, *, donate: bool = False) -> Params:
     """The weights as `generate` takes them: a copy in GENERATE, cast first, then one all-gather over `fsdp`.
 
-    Shared weights lie there already and are not copied.
+    Shared weights that lie there already are not copied. donate: the others are freed as they are copied.
     """
-    if model.architecture.shared:
+    return weights_at(model, replace(model.architecture, shared=True), mesh, compute, donate=donate)
+
+
+def weights_at(
+    model: Model, architecture: Architecture, mesh: Mesh, compute: Compute, *, donate: bool = False
+) -> Params:
+    """The weights as the functions of `architecture`, which is the model's or the same as GENERATE stores it, take them
+    on `mesh`: the model's own where they lie so there; else a copy, cast before it travels, which is the caller's to
+    drop. donate: the model's own are freed as they are copied.
+    """
+    if lies_at(model, architecture, mesh):
         return model.params
-    return reshard(model.params, param_shardings(model.config, mesh, GENERATE), dtype=compute.dtype)
+    assert architecture.lora is None, "an adapter's roles are all in one place"
+    head = "scalar" if "value_head" in model.params else "lm"
+    stored = param_shardings(model.config, mesh, GENERATE if architecture.shared else SCORE, head)
+    if architecture.shared:
+        return reshard(model.params, stored, dtype=compute.dtype, donate=donate)
+    if compute.dtype == jnp.float32:
+        return reshard(model.params, stored, donate=donate)
+    with jax.set_mesh(mesh_of(model)):
+        cast = _cast(model.params, compute.dtype)
+    return reshard(cast, stored, donate=True)
+
+
+def relocated(model: Model, architecture: Architecture, mesh: Mesh, *, donate: bool) -> Model:
+    """The model with its weights moved, bit for bit, to where functions of `architecture` on `mesh` store them.
+
+    donate: whether they are gone from where they were.
+    """
+    if lies_at(model, architecture, mesh):
+        return model
+    assert architecture.lora is None, "an adapter's roles are all in one place"
+    head = "scalar" if "value_head" in model.params else "lm"
+    stored = param_shardings(model.config, mesh, GENERATE if architecture.shared else SCORE, head)
+    return Model(architecture, reshard(model.params, stored, donate=donate))
+
+
+def lies_at(model: Model, architecture: Architecture, mesh: Mesh) -> bool:
+    """Whether the weights are stored on `mesh` as functions of `architecture` take them."""
+    return model.architecture.shared == architecture.shared and mesh_of(model) == mesh
+
+
+def mesh_of(model: Model) -> Mesh:
+    """The mesh that the weights lie on."""
+    return jax.tree.leaves(model.params)[0].sharding.mesh
+
+
+_cast = jax.jit(cast_matrices, static_argnames="dtype")

@@ -3,18 +3,18 @@
 from dataclasses import replace
 from functools import cache
 
-import jax
 import numpy as np
 
 from jrlhf import programs
 from jrlhf.batches import batch_indices, pad_rows, put_rows
 from jrlhf.context import Context
+from jrlhf.meshes import to_devices, to_host
 from jrlhf.model import Model
 from jrlhf.optimizers import adamw
 from jrlhf.ppo import PreferenceBatch, TrainState, make_preference_step
 from jrlhf.sampling import score_sequences
 from jrlhf.stage import run_stage
-from jrlhf.starts import start_reward
+from jrlhf.starts import at_rest, start_reward
 from jrlhf.task import Pairs
 
 NORMALISED_BY = 32_768  # answers at most; a larger dataset is represented by every n-th of its answers
@@ -56,7 +56,7 @@ def train_reward_model(context: Context, policy: Model) -> Model:
 
     meta = {"corpus": context.task.fingerprint, "policy": policy.fingerprint()}
     state = run_stage(context, "reward_model", config.steps, init, advance, save_every=config.save_every, meta=meta)
-    return start.holding(state.params)
+    return at_rest(start.holding(state.params), context.config.sleep.reward)
 
 
 def normalised(params, mean: float, deviation: float):
@@ -65,8 +65,8 @@ def normalised(params, mean: float, deviation: float):
     scale = np.float32(1.0 / max(float(deviation), 1e-6))
     # On the host: the head is one small vector, and a loop that has settled compiles nothing.
     head = {
-        "kernel": jax.device_put(np.asarray(kernel) * scale, kernel.sharding),
-        "bias": jax.device_put((np.asarray(bias) - np.float32(mean)) * scale, bias.sharding),
+        "kernel": to_devices(to_host(kernel) * scale, kernel.sharding),
+        "bias": to_devices((to_host(bias) - np.float32(mean)) * scale, bias.sharding),
     }
     return params | {"value_head": head}
 

@@ -1,30 +1,54 @@
-"""Reinforcement learning: PPO against the run's rewards, with its models on one mesh."""
+"""The stage of reinforcement learning: an algorithm on roles that live where a plan has them, against the rewards."""
 
+import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
-from jrlhf.batches import batch_indices, key_for, pad_rows, put_rows, row_keys
+from jrlhf.algorithms import dataflow_of, graph_of
+from jrlhf.batches import Batch, batch_indices, key_for, pad_rows, put_prompts, put_rows, row_keys
+from jrlhf.config import Config
 from jrlhf.context import Context
 from jrlhf.data.encode import Prompts
+from jrlhf.meshes import Graph, to_devices, to_host, transfer
 from jrlhf.model import Model
 from jrlhf.optimizers import adamw
-from jrlhf.ppo import Experience, PPOState, Rollout, TrainState, experience_metrics, make_experience, update_kl
-from jrlhf.ppo.shaping import RunningMoments, align_scores
-from jrlhf.roles import Actor, Critic, Learner, Reference
+from jrlhf.places import Place
+from jrlhf.pool import Pool
+from jrlhf.ppo import (
+    DAPOConfig,
+    Experience,
+    KLState,
+    MultiplierState,
+    PolicyConfig,
+    SafeRLHFConfig,
+    SFTBatch,
+    TrainState,
+    experience_metrics,
+    update_kl,
+)
+from jrlhf.ppo.shaping import RunningMoments
+from jrlhf.programs import relocated
+from jrlhf.roles import Actor, Constraint, Critic, Estimator, Learner, Reference
 from jrlhf.sampling import read_responses
-from jrlhf.scoring import Batch, Rewards
+from jrlhf.scoring import Rewards
+from jrlhf.sft import sft_rows
+from jrlhf.sleep import fetch_ahead, rest_of
 from jrlhf.stage import SAMPLES, run_stage
-from jrlhf.starts import frozen_policy, start_critic, start_reference
+from jrlhf.stage_config import PPOStageConfig
+from jrlhf.starts import frozen_policy, start_cost_critic, start_critic, start_reference
 from jrlhf.utilisation import workload_of
 from jrlhf.validation import validate
+
+Algorithm = TypeVar("Algorithm", bound=PolicyConfig)
 
 
 @jax.tree_util.register_dataclass
@@ -32,134 +56,221 @@ from jrlhf.validation import validate
 class RLState:
     """All that an iteration changes: a run that is resumed goes on from just this."""
 
-    ppo: PPOState
+    trained: dict[str, TrainState]  # by role: the actor, and the critics that the algorithm has
+    kl: KLState
     moments: RunningMoments  # of the scores so far
+    draws: Int[Array, ""]  # batches of prompts drawn so far
+    multiplier: MultiplierState | None = None  # of Safe RLHF
 
 
-def ppo_iteration(actor: Actor, critic: Critic, reference: Reference, rewards: Rewards, batch: Batch, experience_of):
-    """One iteration of PPO as a dataflow: generate, score, train."""
-    rollout = actor.generate(*batch.arrays)
-    scores = rewards.begin(rollout, batch)
-    old, ref = score_policies(actor, reference, rollout)
-    values, after = critic.values(rollout)
-    experience = experience_of(rollout, scores(), old, ref, values, bootstrap_values=after)
-    metrics = critic.update(experience) | actor.update(experience)
-    return experience, metrics
-
-
-def on_policy_iteration(
-    actor: Actor, learner: Learner, reference: Reference, rewards: Rewards, batch: Batch, kl_coef: float | Array
-):
-    """The same where a batch gets a single update: the passes that make the experience are those that are trained."""
-    rollout = actor.generate(*batch.arrays)
-    scores = rewards.begin(rollout, batch)
-    ref = reference.logprobs(rollout)
-    return learner.update(rollout, placed(rollout, scores()), ref, kl_coef)
-
-
-def score_policies(actor: Actor, reference: Reference, rollout: Rollout) -> tuple[Array, Array]:
-    """The rollout's log-probs [B, T] under the actor and under the reference: in one pass where they share weights."""
-    if reference.is_base_of(actor):
-        return actor.logprobs_with_base(rollout)
-    return actor.logprobs(rollout), reference.logprobs(rollout)
-
-
-def train_ppo(context: Context, policy: Model, rewards: Rewards) -> tuple[Model, Model]:
+def train_rl(context: Context, policy: Model, rewards: Rewards, costs: Rewards | None = None) -> tuple[Model, Model]:
     """Runs the stage, or what of it is not done yet; returns the policy as it was, frozen, and the trained actor.
 
     The given policy is used up: its weights become the actor's.
     """
-    config, algorithm, task = context.config.ppo, context.config.ppo.algorithm, context.task
-    assert task.prompts is not None
-    prompts = task.prompts
-    updates = config.iterations * algorithm.epochs * algorithm.minibatches
-    actor_optimizer = adamw(config.actor, updates=updates)
-    critic_optimizer = adamw(config.critic, updates=updates)
-    clock = rewards.clock
-    before = frozen_policy(context, policy)
-    reference_model = start_reference(context, before)
-    critic_model = start_critic(context, policy, rewards.learnt)
-    on_mesh = (context.mesh, context.compute)
-    actor = Actor(
-        policy,
-        *on_mesh,
-        sampling=context.sampling,
-        schedule=context.config.rollout,
-        optimizer=actor_optimizer,
-        ppo=algorithm,
-        clock=clock,
-    )
-    critic = Critic(critic_model, *on_mesh, optimizer=critic_optimizer, ppo=algorithm, clock=clock)
-    reference = Reference(reference_model, *on_mesh, temperature=config.temperature, clock=clock)
-    learner = None
-    if context.config.compute.shared_passes:
-        optimizers = actor_optimizer, critic_optimizer
-        learner = Learner(actor, critic, *on_mesh, optimizers=optimizers, ppo=algorithm, temperature=config.temperature)
-    workload = workload_of(policy, critic_model, reference_model, algorithm, *on_mesh)
-    experience_of = jax.jit(partial(_experience, config=algorithm))
-    measure = jax.jit(experience_metrics)
-    next_kl = jax.jit(partial(update_kl, episodes=config.rollout_batch, config=algorithm))
+    config, section, task, clock = context.config, context.config.rl, context.task, rewards.clock
+    name, algorithm = config.algorithm, algorithm_of(config)
+    assert name is not None and task.prompts is not None
+    graph, dataflow = graph_of(config), dataflow_of(config)
+    roles = _Roles(context, policy, rewards, costs, graph)
+    prompts, actor, pool, constraint = task.prompts, roles.actor, roles.pool, roles.constraint
+    arithmetic = context.where("arithmetic").home.mesh
+    workload = workload_of(policy, roles.models, algorithm, context.mesh, context.compute)
+    measure = jax.jit(partial(experience_metrics, samples=section.samples if section.samples > 1 else None))
+    next_kl = jax.jit(partial(update_kl, episodes=section.rollout_batch, config=algorithm))
+    everywhere = NamedSharding(arithmetic, P())
 
     def init() -> RLState:
-        ppo = PPOState.create(
-            TrainState.create(policy.params, actor_optimizer),
-            TrainState.create(critic_model.params, critic_optimizer),
-            kl_coef=algorithm.kl_coef,
-        )
-        return RLState(ppo, jax.device_put(RunningMoments.create(), NamedSharding(context.mesh, P())))
+        start = KLState(jnp.asarray(algorithm.kl_coef, jnp.float32)), RunningMoments.create(), jnp.zeros((), jnp.int32)
+        multiplier = MultiplierState.create(algorithm) if isinstance(algorithm, SafeRLHFConfig) else None
+        state = RLState(roles.fresh_states(), *to_devices((*start, multiplier), everywhere))
+        return replace(state, moments=transfer(state.moments, rewards.places["score"].mesh))
 
-    meta = {"corpus": task.fingerprint, "reference": reference_model.fingerprint()}
-    meta |= {f"reward {name}": word for name, word in rewards.identities.items()}
+    meta = {"corpus": task.fingerprint}
+    if "reference" in roles.models:
+        meta["reference"] = roles.models["reference"].fingerprint()
+    meta |= {f"reward {reward}": word for reward, word in rewards.identities.items()}
+    meta |= {} if costs is None else {f"cost {cost}": word for cost, word in costs.identities.items()}
 
     def advance(state: RLState, step: int):
         clock.start()
-        actor.state, critic.state, rewards.moments = state.ppo.actor, state.ppo.critic, state.moments
+        roles.start(state, step)
         validated, samples = validate(context, actor.model, rewards, step, clock)
-        batch, kl_coef = take_batch(context, prompts, step), state.ppo.kl.coef
-        if learner is None:
-            timed_experience = partial(clock.run, "adv", experience_of, kl_coef=kl_coef)
-            experience, metrics = ppo_iteration(actor, critic, reference, rewards, batch, timed_experience)
+        draws, kl_coef = int(state.draws), state.kl.coef
+        values: dict[str, Any] = {"kl_coef": kl_coef}
+        if pool is None:
+            values["prompts"] = take_batch(context, prompts, draws, actor.places["generate"].mesh)
         else:
-            experience, metrics = on_policy_iteration(actor, learner, reference, rewards, batch, kl_coef)
-        metrics |= measure(experience) | {"objective/kl_coef": kl_coef} | rewards.metrics()
-        kl = next_kl(state.ppo.kl, metrics["objective/kl"])
+            pool.start(draws)
+        experience, metrics = dataflow(**roles.of(dataflow), **values)
+        batch, draws = (values["prompts"], draws + 1) if pool is None else (pool.taken, pool.draws)
+        with jax.set_mesh(arithmetic):
+            metrics |= measure(experience) | rewards.metrics()
+        metrics |= {"objective/kl_coef": kl_coef} if algorithm.needs_reference else {}
+        metrics |= {} if pool is None else pool.metrics()
+        metrics |= {} if costs is None else costs.metrics()
+        with jax.set_mesh(arithmetic):
+            metrics |= {} if constraint is None else {"safe/multiplier": constraint.state.value}
+            kl = next_kl(state.kl, metrics["objective/kl"]) if algorithm.needs_reference else state.kl
         metrics = jax.device_get(metrics) | clock.take() | validated
         metrics |= throughput(metrics, len(batch.examples), context.mesh.size)
-        experience, raw = jax.device_get((experience, rewards.raw))
+        experience, raw = to_host((experience, rewards.raw))
         metrics |= workload.metrics(metrics, experience.prompt_lengths, experience.response_lengths)
         metrics |= watch(context, batch, experience, raw)
         metrics[SAMPLES] += samples
-        return RLState(PPOState(actor.state, critic.state, kl), rewards.moments), metrics
+        counted = to_devices(np.int32(draws), everywhere)
+        multiplier = None if constraint is None else constraint.state
+        return RLState(roles.states(), kl, rewards.moments, counted, multiplier), metrics
 
-    state = run_stage(context, "ppo", config.iterations, init, advance, save_every=config.save_every, meta=meta)
-    return before, policy.holding(state.ppo.actor.params)
-
-
-def _experience(rollout, scores, *others, **options) -> Experience:
-    """`make_experience` of scores as the rewards give them."""
-    return make_experience(rollout, placed(rollout, scores), *others, **options)
+    state = run_stage(context, name, section.iterations, init, advance, save_every=section.save_every, meta=meta)
+    trained = roles.models["actor"].holding(state.trained["actor"].params)
+    return roles.before, relocated(trained, policy.architecture, context.mesh, donate=True)
 
 
-@jax.jit
-def placed(rollout: Rollout, scores: Array) -> Array:
-    """Scores of tokens, `[B, R]` from the first response token on, where they stand in `[B, T]`; of rows as is."""
-    if scores.ndim == 1:
-        return scores
-    return align_scores(scores, rollout.prompt_lengths, rollout.tokens.shape[1])
+def algorithm_of(config: Config) -> PolicyConfig:
+    """The algorithm's numbers, with those that the program knows."""
+    algorithm = config.rl.algorithm
+    if algorithm.aggregation == "constant" and algorithm.aggregation_divisor is None:
+        return replace(algorithm, aggregation_divisor=config.data.max_response)
+    return algorithm
 
 
-def take_batch(context: Context, prompts: Prompts, step: int) -> Batch:
-    """The prompts of an iteration, each with its own random key."""
-    config = context.config
-    rows = batch_indices(len(prompts.ids), config.ppo.rollout_batch, step, config.seed + 1)
-    tokens, lengths = put_rows(pad_rows([prompts.ids[row] for row in rows], config.data.max_prompt), context.mesh)
-    keys = row_keys(key_for(config.seed, "rollout", step), len(rows), context.mesh)
-    examples, texts = [prompts.examples[row] for row in rows], [prompts.texts[row] for row in rows]
-    return Batch((tokens, lengths, keys), examples, texts, step)
+class _Roles:
+    """The roles of the run's graph, each where the plan has it, and what they start from."""
+
+    def __init__(self, context: Context, policy: Model, rewards: Rewards, costs: Rewards | None, graph: Graph):
+        config, section, clock = context.config, context.config.rl, rewards.clock
+        self._context, self._rewards, self._algorithm = context, rewards, algorithm_of(config)
+        algorithm, where = self._algorithm, context.where
+        updates = section.iterations * algorithm.epochs * algorithm.minibatches
+        self.before, self.models = _starts(context, policy, rewards, graph)
+        self._optimizers = {"actor": adamw(section.actor, updates=updates)}
+        self.actor = Actor(
+            self.models["actor"],
+            where("actor"),
+            context.compute,
+            sampling=context.sampling,
+            samples=section.samples,
+            schedule=config.rollout,
+            optimizer=self._optimizers["actor"],
+            algorithm=_in_parts(algorithm, where("actor")["update"]),
+            clock=clock,
+        )
+        self._trained: dict[str, Actor | Critic] = {"actor": self.actor}
+        self._by_name: dict[str, Any] = {"reward": rewards, "cost": costs, "reference": None}
+        self._by_name["estimator"] = Estimator(algorithm, clock, where("estimator"))
+        if "reference" in self.models:
+            how = {"temperature": section.temperature, "clock": clock}
+            self._by_name["reference"] = Reference(self.models["reference"], where("reference"), context.compute, **how)
+        for name in ("critic", "cost_critic"):
+            if name in self.models:
+                assert isinstance(section, PPOStageConfig)
+                optimizer = adamw(section.critic, updates=updates)
+                trained = {"optimizer": optimizer, "algorithm": _in_parts(section.algorithm, where(name)["update"])}
+                self._optimizers[name] = optimizer
+                self._trained[name] = Critic(
+                    self.models[name], where(name), context.compute, **trained, clock=clock, name=name
+                )
+        self._by_name |= self._trained
+        if "learner" in graph.roles:
+            self._by_name["learner"] = Learner(
+                self.actor,
+                self._by_name.get("critic"),
+                where("learner"),
+                context.compute,
+                optimizers=tuple(self._optimizers.values()),
+                algorithm=algorithm,
+                temperature=section.temperature,
+            )
+        for name, role in self._trained.items():
+            role.rest = rest_of(name, config.sleep, clock)
+        self.constraint = None
+        if isinstance(algorithm, SafeRLHFConfig):
+            self.constraint = self._by_name["constraint"] = Constraint(algorithm, clock, where("constraint"))
+        if config.sleep.ahead:
+            fetch_ahead(graph, self._by_name)
+        self.pool = None
+        if isinstance(algorithm, DAPOConfig):
+            assert context.task.prompts is not None
+            draw = partial(take_batch, context, context.task.prompts, mesh=self.actor.places["generate"].mesh)
+            limits = {"samples": section.samples, "max_rounds": algorithm.max_rounds}
+            self.pool = self._by_name["pool"] = Pool(draw, rewards, where("pool"), **limits, clock=clock)
+
+    def of(self, dataflow) -> dict[str, Any]:
+        """The roles that are parameters of a dataflow."""
+        return {name: self._by_name[name] for name in inspect.signature(dataflow).parameters if name in self._by_name}
+
+    def fresh_states(self) -> dict[str, TrainState]:
+        """Those that training starts from."""
+        states = {}
+        for name, role in self._trained.items():
+            with jax.set_mesh(role.places.home.mesh):
+                states[name] = role.rest.lay(TrainState.create(self.models[name].params, self._optimizers[name]))
+        return states
+
+    def start(self, state: RLState, step: int) -> None:
+        """An iteration begins: hands every role its part of the state."""
+        for name, role in self._trained.items():
+            role.state = state.trained[name]
+        self._rewards.start(state.moments)
+        costs = self._by_name["cost"]
+        if costs is not None:
+            costs.start(RunningMoments.create())  # nothing shapes them
+        if self.constraint is not None:
+            assert state.multiplier is not None
+            self.constraint.state = state.multiplier
+        if self._algorithm.ptx_coef > 0:
+            self.actor.texts = take_texts(self._context, step, self.actor.places["update"].mesh)
+
+    def states(self) -> dict[str, TrainState]:
+        """Those that the iteration made."""
+        return {name: role.state for name, role in self._trained.items()}
+
+
+def _starts(context: Context, policy: Model, rewards: Rewards, graph: Graph) -> tuple[Model, dict[str, Model]]:
+    """The policy as it is now, frozen; and what each role that is no reward starts from, where it is to live."""
+    before, models = frozen_policy(context, policy), {}
+    if "reference" in graph.roles or "actor.logprobs_with_base" in (call.name for call in graph):
+        reference = start_reference(context, before)
+        models["reference"] = context.where("reference").settled(reference)
+        before = models["reference"] if reference is before else before
+    if isinstance(context.config.rl, PPOStageConfig):
+        models["critic"] = context.where("critic").settled(start_critic(context, policy, rewards.learnt))
+        if "cost_critic" in graph.roles:
+            models["cost_critic"] = context.where("cost_critic").settled(start_cost_critic(policy))
+    return before, {"actor": context.where("actor").settled(policy)} | models
+
+
+def _in_parts(algorithm: Algorithm, place: Place) -> Algorithm:
+    """The algorithm's numbers, with the micro-batches that the place of an update has."""
+    return algorithm if algorithm.micro_batch_tokens is not None else replace(algorithm, micro_batches=place.parts)
+
+
+def take_batch(context: Context, prompts: Prompts, number: int, mesh: Mesh) -> Batch:
+    """The prompts of batch `number`, and a random key for each of their responses."""
+    config, section = context.config, context.config.rl
+    samples = section.samples
+    rows = batch_indices(len(prompts.ids), section.rollout_batch // samples, number, config.seed + 1)
+    tokens, lengths = put_prompts(pad_rows([prompts.ids[row] for row in rows], config.data.max_prompt), mesh, samples)
+    keys = row_keys(key_for(config.seed, "rollout", number), section.rollout_batch, mesh)
+    every = np.repeat(rows, samples)
+    examples, texts = [prompts.examples[row] for row in every], [prompts.texts[row] for row in every]
+    return Batch((tokens, lengths, keys), examples, texts, number)
+
+
+def take_texts(context: Context, step: int, mesh: Mesh) -> SFTBatch:
+    """As many texts to imitate as an iteration has rows."""
+    data = context.task.sft
+    assert data is not None
+    rows = batch_indices(data.count, context.config.rl.rollout_batch, step, context.config.seed + 2)
+    return SFTBatch(*put_rows(sft_rows(data.batch(rows, step), context.length), mesh))
 
 
 def throughput(metrics: Mapping[str, float], rows: int, devices: int) -> dict[str, float]:
-    """Tokens of an iteration, and tokens a second and device."""
+    """Tokens of the batch that an iteration learns from, and these a second and device.
+
+    As verl counts: neither ReMax's greedy responses nor what DAPO drew and did not keep.
+    """
     tokens = rows * (metrics["prompt_length/mean"] + metrics["response_length/mean"])
     return {"perf/total_num_tokens": tokens, "perf/throughput": tokens / metrics["timing_s/step"] / devices}
 

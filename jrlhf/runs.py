@@ -13,21 +13,24 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from jrlhf.config import Config
+from jrlhf.config import Config, config_yaml
 from jrlhf.errors import UserError
 from jrlhf.files import append_jsonl, write_atomic
-from jrlhf.strict import flatten, parse_yaml, to_yaml
+from jrlhf.strict import flatten, parse_yaml
 
 CONFIG, ENVIRONMENT, SAMPLES = "config.yaml", "environment.txt", "samples.jsonl"
 _LOCK = ".lock"
-_WHERE = ("name", "run_dir")  # say where a run lives, not what it does: a run may be moved and then resumed
+_WHERE = ("name", "run_dir", "distributed")  # where a run lives, not what it does: it may be moved and then resumed
 
 
 class Run:
-    """A run directory, held by this process until `close`, or until the process ends in any way."""
+    """A run directory, held by this process until `close`, or until the process ends in any way.
 
-    def __init__(self, path: Path, lock: int):
-        self.path = path
+    writes: whether this process writes into it; of several processes that share a run only the first does.
+    """
+
+    def __init__(self, path: Path, lock: int, *, writes: bool = True):
+        self.path, self.writes = path, writes
         self._lock = lock
 
     def __enter__(self) -> "Run":
@@ -43,7 +46,22 @@ class Run:
 
     def add_samples(self, samples: Iterable[Mapping[str, object]]) -> None:
         """Appends sampled texts to samples.jsonl. Each names its `stage` and `step`."""
-        append_jsonl(self.path / SAMPLES, samples)
+        if self.writes:
+            append_jsonl(self.path / SAMPLES, samples)
+
+    def write(self, name: str, text: str) -> None:
+        """Replaces a file of the directory."""
+        if self.writes:
+            write_atomic(self.path / name, text)
+
+
+def share_run(config: Config) -> Run:
+    """The same directory in a process that only reads it, once `open_run` has returned in the first one."""
+    return Run(_path(config), -1, writes=False)
+
+
+def _path(config: Config) -> Path:
+    return Path(config.run_dir).expanduser() / config.name
 
 
 def open_run(config: Config, *, resume: bool = False, notes: Sequence[str] = ()) -> Run:
@@ -56,7 +74,7 @@ def open_run(config: Config, *, resume: bool = False, notes: Sequence[str] = ())
         UserError: there is a run already, none to resume, one with another config, one that another process is in, or
             the directory cannot be written.
     """
-    path = Path(config.run_dir).expanduser() / config.name
+    path = _path(config)
     try:
         return _open(path, config, resume, notes)
     except OSError as error:
@@ -78,7 +96,7 @@ def _open(path: Path, config: Config, resume: bool, notes: Sequence[str]) -> Run
         if (path / CONFIG).exists():  # asked again under the lock: another process may have made it meanwhile
             _compare(path, config, resume)
         else:
-            write_atomic(path / CONFIG, to_yaml(config))
+            write_atomic(path / CONFIG, config_yaml(config))
         _sweep(path)
         with open(path / ENVIRONMENT, "a", encoding="utf-8") as file:
             file.write(environment(notes))
@@ -96,8 +114,8 @@ def _sweep(path: Path) -> None:
 
 def _compare(path: Path, config: Config, resume: bool) -> None:
     old = flatten(parse_yaml((path / CONFIG).read_text(encoding="utf-8"), str(path / CONFIG)))
-    new = flatten(parse_yaml(to_yaml(config), "config"))
-    keys = [key for key in {**new, **old} if key not in _WHERE and old.get(key) != new.get(key)]
+    new = flatten(parse_yaml(config_yaml(config), "config"))
+    keys = [key for key in {**new, **old} if not _is_where(key) and old.get(key) != new.get(key)]
     if keys:
         shown = [f"{key}: {old.get(key, 'absent')} there, {new.get(key, 'absent')} here" for key in keys[:5]]
         more = f" and {len(keys) - 5} more" if len(keys) > 5 else ""
@@ -107,6 +125,10 @@ def _compare(path: Path, config: Config, resume: bool) -> None:
         raise UserError(
             f"{path} already holds this run: add --resume to go on with it, give another name=, or delete it"
         )
+
+
+def _is_where(key: str) -> bool:
+    return key.partition(".")[0] in _WHERE
 
 
 def _lock(path: Path) -> int:

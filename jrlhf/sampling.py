@@ -9,6 +9,7 @@ import numpy as np
 from jrlhf import programs
 from jrlhf.batches import pad_rows, put_rows, row_keys
 from jrlhf.context import Context
+from jrlhf.meshes import to_host
 from jrlhf.model import Model
 from jrlhf.models import SamplingConfig, Schedule
 from jrlhf.tokenizer import Tokenizer
@@ -34,10 +35,10 @@ def sample(
 
     sampling: how they are drawn instead.
     """
-    mesh, batch = context.mesh, context.config.ppo.rollout_batch
+    mesh, batch = context.mesh, context.config.rl.rollout_batch
     drawn = sampling or context.sampling
     run = programs.generate(policy.architecture, mesh, context.compute, drawn, _schedule(context, drawn))
-    weights = programs.generation_weights(policy, mesh, context.compute)
+    weights = programs.generation_weights(policy.awake(), mesh, context.compute)
     responses: list[Response] = []
     for start in range(0, len(prompts), batch):
         chunk = list(prompts[start : start + batch])
@@ -45,7 +46,7 @@ def sample(
         tokens, lengths = put_rows(pad_rows(whole, context.config.data.max_prompt), mesh)
         keys = row_keys(jax.random.fold_in(key, start), batch, mesh)
         generation = run(weights, tokens, lengths, keys, *policy.frozen)
-        responses += read_responses(context.task.tokenizer, jax.device_get(generation))[: len(chunk)]
+        responses += read_responses(context.task.tokenizer, to_host(generation))[: len(chunk)]
     return responses
 
 
@@ -59,14 +60,15 @@ def _schedule(context: Context, sampling: SamplingConfig) -> Schedule:
 
 def score_sequences(context: Context, reward: Model, sequences: Sequence[Sequence[int]]) -> np.ndarray:
     """The reward model's score of each sequence, prompt and response together."""
-    batch = context.config.ppo.rollout_batch
+    batch, reward = context.config.rl.rollout_batch, reward.awake()
     score = programs.score_sequences(reward.architecture, context.mesh, context.compute)
+    weights = programs.weights_at(reward, reward.architecture, context.mesh, context.compute)
     scores = []
     for start in range(0, len(sequences), batch):
         chunk = list(sequences[start : start + batch])
         whole = chunk + [chunk[0]] * (batch - len(chunk))
         tokens, lengths = put_rows(pad_rows(whole, context.length), context.mesh)
-        scores.append(jax.device_get(score(reward.params, tokens, lengths, *reward.frozen))[: len(chunk)])
+        scores.append(to_host(score(weights, tokens, lengths, *reward.frozen))[: len(chunk)])
     return np.concatenate(scores)
 
 

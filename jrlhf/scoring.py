@@ -7,22 +7,29 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from jrlhf import programs
-from jrlhf.batches import pad_rows, put_rows
+from jrlhf.batches import Batch, pad_rows, put_rows
 from jrlhf.clock import Clock
 from jrlhf.config import RewardConfig
 from jrlhf.context import Context
 from jrlhf.data.encode import Ids, encode_answered
 from jrlhf.data.types import Example, Text
+from jrlhf.dataflow import Pending, call
 from jrlhf.errors import UserError
+from jrlhf.meshes import gathered, to_host, transfer
+from jrlhf.meshes.graph import Kind
 from jrlhf.model import Model
-from jrlhf.ppo import Rollout, RunningMoments, shape_scores
+from jrlhf.places import Places
+from jrlhf.ppo import Rollout, RunningMoments, ScoreConfig, shape_scores
+from jrlhf.processes import from_main, is_main
 from jrlhf.rewards.functions import FunctionReward, RewardFailure
 from jrlhf.rewards.types import Sample, Scored, weighted_sum
 from jrlhf.roles import Reward
@@ -30,6 +37,8 @@ from jrlhf.sampling import Response, read_responses
 from jrlhf.sources import is_ours, reward_function, reward_tokenizer
 from jrlhf.starts import load_reward, load_reward_adapter
 
+Metrics = dict[str, float | Array]
+Scores = Float[Array, "B"] | Float[Array, "B R"]
 LEARNT = "reward_model"  # the name of the reward model that the run itself trains
 
 
@@ -51,20 +60,12 @@ class TokenPart:
     model: Model
 
 
-@dataclass(frozen=True)
-class Batch:
-    """The prompts of an iteration: on the mesh (tokens, lengths, row keys), and as examples and rendered texts."""
-
-    arrays: tuple[Array, Array, Array]
-    examples: Sequence[Example]
-    texts: Sequence[str]
-    step: int
-
-
 class Rewards:
-    """The weighted sum of a run's rewards, each of them measured by its name.
+    """The weighted sum of a run's rewards, each of them measured by its name; or of its costs.
 
     learnt: the reward model that this run trained, if it did.
+    where: its calls run, and its models live; by default on the run's mesh.
+    kind: names metrics: `rewards/NAME/mean` or `costs/NAME/mean`.
     """
 
     moments: RunningMoments  # of the scores so far; assigned by whoever runs the iterations, scoring replaces it
@@ -76,53 +77,115 @@ class Rewards:
         learnt: Model | None,
         token_parts: Mapping[str, TokenPart],
         text_parts: Mapping[str, TextPart],
+        *,
+        shaping: ScoreConfig,
+        clock: Clock,
+        kind: Literal["rewards", "costs"] = "rewards",
+        where: Places | None = None,
     ):
-        self.clock = Clock(deadline=context.config.deadline)
+        self.clock, self._kind = clock, kind
+        self.places = Places.of(context.mesh) if where is None else where
         self.learnt, self.token_parts, self.text_parts = learnt, token_parts, text_parts
         self._roles = {
-            name: Reward(part.model, context.mesh, context.compute, clock=self.clock)
+            name: Reward(part.model, self.places, context.compute, clock=self.clock)
             for name, part in token_parts.items()
         }
-        self._tokenizer, self._mesh = context.task.tokenizer, context.mesh
-        self._max_response = context.config.data.max_response
-        config = context.config.ppo.scores
-        self._shape = jax.jit(partial(shape_scores, config=config, max_response=self._max_response))
-        self._metrics: dict[str, float | Array] = {}
-        self._models = {name: part for name, part in text_parts.items() if part.on_device}
-        self._functions = {name: part for name, part in text_parts.items() if not part.on_device}
+        self._tokenizer = context.task.tokenizer
+        self._max_response, self._deadline = context.config.data.max_response, context.config.deadline
+        self._shape = jax.jit(partial(shape_scores, config=shaping, max_response=self._max_response))
+        self._metrics: Metrics = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rewards")
 
-    def begin(self, rollout: Rollout, batch: Batch) -> Callable[[], Float[Array, "B"] | Float[Array, "B R"]]:
+    @property
+    def _models(self) -> dict[str, TextPart]:
+        return {name: part for name, part in self.text_parts.items() if part.on_device}
+
+    @property
+    def _functions(self) -> dict[str, TextPart]:
+        return {name: part for name, part in self.text_parts.items() if not part.on_device}
+
+    def start(self, moments: RunningMoments) -> None:
+        """An iteration begins: what was measured is forgotten."""
+        self.moments, self._metrics = moments, {}
+
+    @call("infer", "scores")
+    def score(self, rollout: Rollout, prompts: Batch) -> Pending:
         """Begins to score a rollout: reward models of tokens are handed to the device, functions to their processes.
 
-        Returns what waits for the functions, asks reward models of text, and gives what PPO sees of every row: the sum
-        of the rewards, normalised, clipped and penalised as the config says. Of every response token, the first at
-        index 0, where a reward scores tokens. To be called before another `begin`, from the same thread.
+        Its result waits for the functions, asks reward models of text, and is what the algorithm sees of every row: the
+        sum of the rewards, normalised, clipped and penalised as the config says. Of every response token, the first at
+        index 0, where a reward scores tokens. All calls are to be made from the same thread.
         """
-        self._metrics = {}
-        total = self._learned(rollout)
-        texts = self._thread.submit(self._read, rollout, batch) if self.text_parts else None
+        measured: Metrics = {}
+        unshaped = self._begin("score", rollout, prompts, measured)
 
-        def scores() -> Float[Array, "B"] | Float[Array, "B R"]:
-            raw = total if texts is None else self._add_texts(rollout, batch, total, texts)
-            assert raw is not None
+        def scores() -> Scores:
+            raw = unshaped()
             self.raw = raw if raw.ndim == 1 else jnp.sum(raw, axis=1)
-            shaped, self.moments, shaping = self._shape(raw, rollout.response_lengths, rollout.finished, self.moments)
-            self._metrics |= _range(self.raw) | shaping
+            moments = transfer(self.moments, self.places["score"].mesh)
+            shaped, self.moments, shaping = self._shape(raw, rollout.response_lengths, rollout.finished, moments)
+            said = _range("critic/score", self.raw) | shaping if self._kind == "rewards" else _range("cost", self.raw)
+            self._note(measured | said)
             return shaped
 
-        return scores
+        return Pending(scores)
+
+    @call("infer", "baselines")
+    def score_baseline(self, rollout: Rollout, prompts: Batch) -> Pending:
+        """As `score`, of responses that nothing learns from: the baseline of others to the same prompts."""
+        measured: Metrics = {}
+        unshaped = self._begin("score_baseline", rollout, prompts, measured)
+
+        def scores() -> Scores:
+            raw = unshaped()
+            moments = transfer(self.moments, self.places["score_baseline"].mesh)
+            shaped, _, _ = self._shape(raw, rollout.response_lengths, rollout.finished, moments)
+            failures = {name: number for name, number in measured.items() if "/failures" in name}
+            self._note(failures | _range("critic/baseline", raw if raw.ndim == 1 else jnp.sum(raw, axis=1)))
+            return shaped
+
+        return Pending(scores)
+
+    def fetch(self, kind: Kind) -> None:
+        """Begins to bring the reward models of tokens that sleep."""
+        for role in self._roles.values():
+            role.fetch()
+
+    def restate(self, raw: Float[Array, "B"]) -> None:
+        """The batch is made of several scorings: these are its sums, before they were shaped.
+
+        Each reward's own mean stays that of the last scoring.
+        """
+        self.raw = raw
+        self._note(_range("critic/score", raw))
 
     def close(self) -> None:
         """Waits for functions that are still at work, whose processes may end then."""
         self._thread.shutdown()
 
-    def _learned(self, rollout: Rollout) -> Float[Array, "B"] | None:
+    def _begin(self, method: str, rollout: Rollout, prompts: Batch, measured: Metrics) -> Callable[[], Scores]:
+        """Begins to score; returns what gives the sum of the rewards. Notes in `measured` what each of them says."""
+        total = self._learned(method, rollout, measured)
+        if not self.text_parts:
+            assert total is not None
+            return lambda: total
+        # Gathered here and not in the thread: programs must reach all devices in one order.
+        texts = self._thread.submit(self._read, gathered(rollout), prompts)
+        mesh = self.places[method].mesh
+        return lambda: self._add_texts(rollout, prompts, total, texts, measured, mesh)
+
+    def _note(self, measured: Mapping[str, float | Array]) -> None:
+        """Adds what a scoring measured. Failures are counted over all scorings of an iteration."""
+        for name, number in measured.items():
+            counted = "/failures" in name and name in self._metrics
+            self._metrics[name] = self._metrics[name] + number if counted else number
+
+    def _learned(self, method: str, rollout: Rollout, measured: Metrics) -> Float[Array, "B"] | None:
         """The weighted sum of the reward models that read tokens."""
         total = None
         for name, role in self._roles.items():
-            scores = role.score(rollout)
-            self._metrics |= {f"rewards/{name}/{what}": number for what, number in _spread(scores).items()}
+            scores = role.score(rollout, method)
+            measured |= {f"{self._kind}/{name}/{what}": number for what, number in _spread(scores).items()}
             total = _weighed(total, self.token_parts[name].weight, scores)
         return total
 
@@ -131,9 +194,9 @@ class Rewards:
         samples = to_samples(batch.examples, batch.texts, read_responses(self._tokenizer, jax.device_get(rollout)))
         started = time.perf_counter()
         with jax.profiler.TraceAnnotation("reward_functions"):
-            scored = _ask(self._functions, samples, batch.step)
+            scored = _ask(self._functions, samples, batch.step) if is_main() else {}
         if scored:
-            self.clock.beside("reward_functions", time.perf_counter() - started)
+            self.clock.beside(f"{self._kind.removesuffix('s')}_functions", time.perf_counter() - started)
         return samples, scored
 
     def _add_texts(
@@ -142,25 +205,29 @@ class Rewards:
         batch: Batch,
         total: Float[Array, "B"] | None,
         texts: Future[tuple[list[Sample], dict[str, Scored]]],
-    ) -> Float[Array, "B"] | Float[Array, "B R"]:
-        samples, parts = self.clock.run("reward_wait", texts.result)
+        measured: Metrics,
+        mesh: Mesh,
+    ) -> Scores:
+        parts = self.clock.run("reward_wait", from_main, lambda: texts.result()[1], seconds=self._deadline)
+        samples, _ = texts.result()
         if self._models:
-            # Here and not in the thread: programs must reach all devices in one order.
             parts = parts | self.clock.run("reward", _ask, self._models, samples, batch.step)
         scored = self._summed(samples, parts)
         for name in self.text_parts:
-            self._metrics |= parts[name].metrics(name)
+            measured |= parts[name].metrics(name, self._kind)
         scores = scored.scores.astype(np.float32)
         if scored.token_scores is not None:
             scores = np.zeros((len(samples), self._max_response), np.float32)
             for row, tokens in zip(scores, scored.token_scores, strict=True):
                 row[: len(tokens)] = tokens
-        scores = put_rows(scores, self._mesh)
+        scores = put_rows(scores, mesh)
         return scores if total is None else _add(scores, total, rollout.response_lengths)
 
     def score_samples(self, samples: Sequence[Sample], *, step: int = 0) -> tuple[Scored, dict[str, Scored]]:
         """The weighted sum of the rewards that read text, and each by its name."""
-        parts = _ask(self.text_parts, samples, step)
+        said = from_main(lambda: _ask(self._functions, samples, step))
+        said |= _ask(self._models, samples, step)
+        parts = {name: said[name] for name in self.text_parts}
         return self._summed(samples, parts), parts
 
     def _summed(self, samples: Sequence[Sample], parts: Mapping[str, Scored]) -> Scored:
@@ -173,8 +240,8 @@ class Rewards:
         read = {name: part.model.fingerprint() for name, part in self.token_parts.items()}
         return read | {name: part.identity for name, part in self.text_parts.items()}
 
-    def metrics(self) -> dict[str, float | Array]:
-        """What the last scoring measured."""
+    def metrics(self) -> Metrics:
+        """What was measured since the iteration began."""
         return dict(self._metrics)
 
 
@@ -187,29 +254,67 @@ def open_rewards(context: Context, policy: Model, learnt: Model | None) -> Itera
     Raises:
         UserError: a model or a function that cannot be used.
     """
-    config, task = context.config, context.task
-    tokens = {} if learnt is None else {LEARNT: TokenPart(config.reward_model.weight, learnt)}
+    config, where = context.config, context.where("reward")
+    tokens: dict[str, TokenPart] = {}
+    if learnt is not None:  # whoever trained it keeps it where it is
+        tokens[LEARNT] = TokenPart(config.reward_model.weight, where.settled(learnt, donate=False))
+    clock = Clock(deadline=config.deadline)
+    with _opened(context, policy, "rewards", config.rewards, where) as (more, texts):
+        rewards = Rewards(context, learnt, tokens | more, texts, shaping=config.rl.scores, clock=clock, where=where)
+        try:
+            yield rewards
+        finally:
+            rewards.close()
+
+
+@contextmanager
+def open_costs(context: Context, policy: Model, clock: Clock) -> Iterator[Rewards | None]:
+    """The run's costs likewise, unshaped; None where it has none."""
+    if not context.config.costs:
+        yield None
+        return
+    where = context.where("cost")
+    with _opened(context, policy, "costs", context.config.costs, where) as (tokens, texts):
+        costs = Rewards(context, None, tokens, texts, shaping=ScoreConfig(), clock=clock, kind="costs", where=where)
+        try:
+            yield costs
+        finally:
+            costs.close()
+
+
+@contextmanager
+def _opened(
+    context: Context, policy: Model, section: str, wanted: Sequence[RewardConfig], where: Places
+) -> Iterator[tuple[dict[str, TokenPart], dict[str, TextPart]]]:
+    """The parts of a section of the config."""
+    config = context.config
+    tokens: dict[str, TokenPart] = {}
     texts: dict[str, TextPart] = {}
     with ExitStack() as stack:
-        for index, reward in enumerate(config.rewards):
-            key = f"rewards[{index}]"
+        for index, reward in enumerate(wanted):
+            key = f"{section}[{index}]"
             if reward.adapter is not None:
                 model = load_reward_adapter(context, policy, reward.adapter, f"{key}.adapter")
-                tokens[reward.name] = TokenPart(reward.weight, model)
+                tokens[reward.name] = TokenPart(reward.weight, where.settled(model))
             elif reward.model is not None:
-                model = TextReward(context, reward, f"{key}.model")
+                model = TextReward(context, reward, f"{key}.model", where)
                 texts[reward.name] = TextPart(reward.weight, model.score, model.fingerprint(), on_device=True)
             else:
-                function = stack.enter_context(
-                    reward_function(reward, config.seed, context.run.path / f"reward-{reward.name}.log")
-                )
-                context.console.line(function.describe())
-                if task.prompts is not None:
-                    function.check_columns(task.prompts.examples[0].columns)
-                texts[reward.name] = TextPart(reward.weight, partial(_call, function), function.fingerprint)
-        rewards = Rewards(context, learnt, tokens, texts)
-        stack.callback(rewards.close)
-        yield rewards
+                kind = "reward" if section == "rewards" else "cost"
+                log = context.run.path / f"{kind}-{reward.name}.log"
+                function = reward_function(reward, config.seed, log, kind=kind)
+                identity = from_main(partial(_begin, context, stack, function))
+                texts[reward.name] = TextPart(reward.weight, partial(_call, function), identity)
+        yield tokens, texts
+
+
+def _begin(context: Context, stack: ExitStack, function: FunctionReward) -> str:
+    """Starts a function's processes, which end with the stack; one word for what it is."""
+    stack.enter_context(function)
+    context.console.line(function.describe())
+    if context.task.prompts is not None:
+        function.check_columns(context.task.prompts.examples[0].columns)
+    return function.fingerprint
 
 
 def to_samples(examples: Sequence[Example], texts: Sequence[str], responses: Sequence[Response]) -> list[Sample]:
@@ -235,27 +340,29 @@ class TextReward:
     A score that is not finite is a failure, as a function's is.
     """
 
-    def __init__(self, context: Context, reward: RewardConfig, key: str):
+    def __init__(self, context: Context, reward: RewardConfig, key: str, where: Places | None = None):
         assert reward.model is not None
-        self._context, self._key = context, f"{key}={reward.model}"
-        self._model = load_reward(context, reward.model, key)
+        places = Places.of(context.mesh) if where is None else where
+        self._key, self._model = f"{key}={reward.model}", places.settled(load_reward(context, reward.model, key))
         self._tokenizer = reward_tokenizer(reward.model, key, self._model.config)
         self._cut = is_ours(reward.model, key)
-        self._name, self._on_failure = reward.name, reward.on_failure
-        devices = context.mesh.size
-        self._batch = -(-reward.batch // devices) * devices
-        self._score = programs.score_sequences(self._model.architecture, context.mesh, context.compute)
+        kind = key.partition("s[")[0]  # rewards[0].model, costs[0].model
+        self._called, self._on_failure = f"{kind} {reward.name}", reward.on_failure
+        _, self._mesh, compute = places.home.sees(self._model.architecture, context.compute)
+        self._batch = -(-reward.batch // self._mesh.size) * self._mesh.size
+        self._score = programs.score_sequences(self._model.architecture, self._mesh, compute)
 
     def score(self, samples: Sequence[Sample], step: int = 0) -> Scored:
         """The model's score of every sample, read at its last token."""
         sequences = [self._encode(sample) for sample in samples]
         width = _power_of_two(max(map(len, sequences)), self._model.config.max_positions)
-        scores = []
+        scores, params = [], self._model.awake().params
         for start in range(0, len(sequences), self._batch):
             chunk = sequences[start : start + self._batch]
             whole = chunk + [chunk[0]] * (self._batch - len(chunk))  # one shape a width
-            tokens, lengths = put_rows(pad_rows(whole, width), self._context.mesh)
-            scores.append(np.asarray(self._score(self._model.params, tokens, lengths))[: len(chunk)])
+            tokens, lengths = put_rows(pad_rows(whole, width), self._mesh)
+            with jax.set_mesh(self._mesh):
+                scores.append(to_host(self._score(params, tokens, lengths))[: len(chunk)])
         return self._checked(np.concatenate(scores).astype(np.float64), samples)
 
     def fingerprint(self) -> str:
@@ -269,7 +376,7 @@ class TextReward:
         if self._on_failure is None:
             sample = samples[bad[0]]
             raise RewardFailure(
-                f"reward {self._name} ({self._key}) gave {scores[bad[0]]} to {sample.response_text[:200]!r}: use "
+                f"{self._called} ({self._key}) gave {scores[bad[0]]} to {sample.response_text[:200]!r}: use "
                 "another model, or give on_failure a score to go on with"
             )
         scores[bad] = self._on_failure
@@ -312,10 +419,13 @@ def _spread(scores: Float[Array, "B"]) -> dict[str, Array]:
 
 
 @jax.jit
-def _range(scores: Float[Array, "B"]) -> dict[str, Array]:
+def _extremes(scores: Float[Array, "B"]) -> dict[str, Array]:
+    return {"mean": jnp.mean(scores), "max": jnp.max(scores), "min": jnp.min(scores)}
+
+
+def _range(name: str, scores: Float[Array, "B"]) -> dict[str, Array]:
     """verl's critic/score is what the rewards gave, whatever was made of it."""
-    found = {"mean": jnp.mean(scores), "max": jnp.max(scores), "min": jnp.min(scores)}
-    return {f"critic/score/{what}": number for what, number in found.items()}
+    return {f"{name}/{what}": number for what, number in _extremes(scores).items()}
 
 
 def _weighed(total: Array | None, weight: float, scores: Float[Array, "B"]) -> Array:

@@ -6,6 +6,7 @@ from jrlhf import programs
 from jrlhf.batches import batch_indices, pad_rows, put_rows
 from jrlhf.context import Context
 from jrlhf.data.encode import Sequences
+from jrlhf.meshes import to_host
 from jrlhf.model import Model
 from jrlhf.optimizers import adamw
 from jrlhf.ppo import SFTBatch, TrainState, make_sft_step
@@ -60,5 +61,5 @@ def _mean_loss(context: Context, score, policy: Model) -> float:
         batch_rows = put_rows((tokens[rows], lengths[rows]), context.mesh)
         logprobs, _ = score(policy.params, *batch_rows, *policy.frozen)
         counted = mask[rows] & (np.arange(start, start + batch) < len(tokens))[:, None]
-        total -= np.asarray(logprobs)[counted].sum(dtype=np.float64)
+        total -= to_host(logprobs)[counted].sum(dtype=np.float64)
     return float(total / mask.sum())

@@ -9,13 +9,13 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jrlhf.config import OptimizerConfig
 from jrlhf.meshes import GENERATE, TRAIN
 from jrlhf.models import LoRAConfig, ModelConfig, init_lm, init_lora, init_scalar, lora_shardings, param_shardings
 from jrlhf.models.params import HeadKind
 from jrlhf.optimizers import adamw
 from jrlhf.ppo import TrainState
 from jrlhf.pretrained import cast_matrices
+from jrlhf.stage_config import OptimizerConfig
 
 Shapes = Any  # a tree of jax.ShapeDtypeStruct with shardings
 

@@ -3,6 +3,7 @@
 import json
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 from jax.sharding import Mesh
 
@@ -12,6 +13,7 @@ from jrlhf.models import LoRAConfig, ModelConfig, lora_shardings
 from jrlhf.models.hf import load_adapter
 from jrlhf.models.params import Params
 from jrlhf.pretrained import check_weights, locate
+from jrlhf.processes import from_main
 from jrlhf.rewards.functions import FunctionReward
 from jrlhf.task import Task
 from jrlhf.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
@@ -26,21 +28,30 @@ def check_sources(config: Config, task: Task, actor: ModelConfig, mesh: Mesh) ->
     if config.model.path is not None:
         check_weights(config.model.path, "model.path")
     check_adapter(config, actor, mesh)
-    if "ppo" not in config.stages:
+    if config.roles.reference is not None and "dpo" in config.stages:
+        check_weights(config.roles.reference, "roles.reference")
+    if config.algorithm is None:
         return
     if config.roles.critic is not None:
         check_weights(config.roles.critic, "roles.critic", head="scalar")
     if config.roles.reference is not None:
         check_weights(config.roles.reference, "roles.reference")
-    for index, reward in enumerate(config.rewards):
+    keys = {f"rewards[{index}]": reward for index, reward in enumerate(config.rewards)}
+    keys |= {f"costs[{index}]": cost for index, cost in enumerate(config.costs)}
+    for key, reward in keys.items():
         if reward.model is not None:
-            _check_reward_model(reward.model, f"rewards[{index}].model")
+            _check_reward_model(reward.model, f"{key}.model")
         elif reward.adapter is not None:
-            check_reward_adapter(config, reward.adapter, f"rewards[{index}].adapter", actor, mesh)
+            check_reward_adapter(config, reward.adapter, f"{key}.adapter", actor, mesh)
         elif reward.function is not None:
-            with reward_function(reward, config.seed) as function:
-                if task.prompts is not None:
-                    function.check_columns(task.prompts.examples[0].columns)
+            kind = "cost" if key.startswith("costs") else "reward"
+            from_main(partial(_check_function, reward, config.seed, kind, task))
+
+
+def _check_function(reward: RewardConfig, seed: int, kind: Literal["reward", "cost"], task: Task) -> None:
+    with reward_function(reward, seed, kind=kind) as function:
+        if task.prompts is not None:
+            function.check_columns(task.prompts.examples[0].columns)
 
 
 def check_adapter(config: Config, actor: ModelConfig, mesh: Mesh) -> None:
@@ -107,8 +118,10 @@ def is_ours(path: str, key: str) -> bool:
     return json.loads((locate(path, key) / "config.json").read_text(encoding="utf-8")).get(ENDS) == "eos"
 
 
-def reward_function(reward: RewardConfig, seed: int, log: Path | None = None) -> FunctionReward:
-    """A reward that is a function, not started yet."""
+def reward_function(
+    reward: RewardConfig, seed: int, log: Path | None = None, *, kind: Literal["reward", "cost"] = "reward"
+) -> FunctionReward:
+    """A reward or cost that is a function, not started yet."""
     assert reward.function is not None
     make = partial(FunctionReward, name=reward.name, spec=reward.function, workers=1 if log is None else reward.workers)
     return make(
@@ -118,4 +131,5 @@ def reward_function(reward: RewardConfig, seed: int, log: Path | None = None) ->
         columns=reward.columns,
         seed=seed,
         log=log,
+        kind=kind,
     )

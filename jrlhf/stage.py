@@ -50,20 +50,19 @@ def run_stage(
     directory, keep = run.path / "checkpoints" / name, context.config.checkpoints.keep
     with Checkpoints(directory, keep=keep, tell=console.warn) as checkpoints:
         start, state = _restore(checkpoints, name, init, context.mesh, dict(meta))
-        truncate_after(run.path, name, start)
+        if run.writes:
+            truncate_after(run.path, name, start)
         if start == steps:
             return state
         with (
-            MetricsLog(run.path) as log,
+            MetricsLog(run.path, enabled=run.writes) as log,
             CompilationWatch() as compilations,
             console.progress(name, total=steps, start=start) as progress,
         ):
             for step in range(start, steps):
                 with deadline(context.config.deadline), _kept(checkpoints, state, step, dict(meta)):
                     compilations.take()  # saving compiles, too
-                    state, metrics = traced(
-                        context.config.profile, run.path, name, step + 1, partial(advance, state, step)
-                    )
+                    state, metrics = traced(context.config, run.path, name, step + 1, partial(advance, state, step))
                     compiled, causes = compilations.take()
                 samples = metrics.pop(SAMPLES, ())
                 metrics |= {"perf/compilations": len(compiled)} | memory(context.mesh)
@@ -77,7 +76,7 @@ def run_stage(
                     console.samples([sample for sample in samples if "kind" not in sample])
                 numbers = log.log(name, step + 1, metrics, samples)
                 progress.advance(step + 1, numbers)
-                stop = context.preemption.requested
+                stop = context.preemption.agreed()
                 if (step + 1) % save_every == 0 or step + 1 == steps or stop:
                     log.sync()
                     checkpoints.save(step + 1, state, dict(meta))

@@ -2,6 +2,7 @@
 
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -89,18 +90,19 @@ def frozen_policy(context: Context, policy: Model) -> Model:
 
     Where the policy is an adapter that nothing has trained yet, it is the base itself.
     """
+    where = context.config.sleep.reference
     if policy.architecture.lora is None:
-        return policy.holding(frozen_copy(policy.params, context.compute.dtype))
-    if "sft" in context.config.stages or context.config.lora.path is not None:
-        return policy.holding(copied(policy.params))
+        return at_rest(policy.holding(frozen_copy(policy.params, context.compute.dtype)), where)
+    if {"sft", "dpo"} & set(context.config.stages) or context.config.lora.path is not None:
+        return at_rest(policy.holding(copied(policy.params)), where)
     assert policy.base is not None
     return Model(Architecture(policy.config, shared=True), policy.base)
 
 
 def start_reference(context: Context, policy: Model) -> Model:
     """What the KL penalty ties the actor to: `roles.reference`, or the frozen policy itself."""
-    path = context.config.roles.reference
-    return policy if path is None else _load_frozen(context, path, "roles.reference")
+    path, where = context.config.roles.reference, context.config.sleep.reference
+    return policy if path is None else at_rest(_load_frozen(context, path, "roles.reference"), where)
 
 
 def start_critic(context: Context, policy: Model, reward: Model | None) -> Model:
@@ -113,19 +115,30 @@ def start_critic(context: Context, policy: Model, reward: Model | None) -> Model
         model, params = _load(context, path, "roles.critic", head="scalar", dtype=jnp.dtype(jnp.float32))
         return Model(Architecture(model), params)
     if reward is not None:
-        return reward.holding(copied(reward.params))
+        return reward.holding(copied(reward.awake().params))
+    return policy.holding(_with_head(policy))
+
+
+def start_cost_critic(policy: Model) -> Model:
+    """The critic of the costs: the policy with a new head, which says 0."""
     return policy.holding(_with_head(policy))
 
 
 def load_reward(context: Context, path: str, key: str) -> Model:
     """A frozen reward model from its directory."""
-    return _load_frozen(context, path, key, head="scalar")
+    return at_rest(_load_frozen(context, path, key, head="scalar"), context.config.sleep.reward)
 
 
 def load_reward_adapter(context: Context, policy: Model, path: str, key: str) -> Model:
     """A frozen reward model that is an adapter and a head on the policy's base."""
     lora, adapter = check_reward_adapter(context.config, path, key, policy.config, context.mesh)
-    return Model(Architecture(policy.config, lora, shared=True), adapter, policy.base)
+    model = Model(Architecture(policy.config, lora, shared=True), adapter, policy.base)
+    return at_rest(model, context.config.sleep.reward)
+
+
+def at_rest(model: Model, where: Literal["device", "host"]) -> Model:
+    """A frozen model where it is between its calls. The given one is used up if that is the host."""
+    return model.asleep() if where == "host" else model
 
 
 def _load_frozen(context: Context, path: str, key: str, head: HeadKind = "lm") -> Model:

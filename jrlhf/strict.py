@@ -11,7 +11,7 @@ import math
 import re
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import field, fields
 from typing import Any, Literal, TypeVar
 
@@ -152,15 +152,21 @@ def override(mapping: dict[str, Any], assignment: str) -> None:
     mapping[name] = _Override(value.strip())
 
 
-def to_yaml(config: object) -> str:
-    """A config dataclass as YAML that `load_config` reads back to an equal one."""
+def to_yaml(config: object, without: Collection[str] = ()) -> str:
+    """A config dataclass as YAML that `load_config` reads back to an equal one.
+
+    without: sections to leave out, which have their defaults.
+    """
 
     def plain(value: object) -> object:
         if dataclasses.is_dataclass(value):
             return {each.name: plain(getattr(value, each.name)) for each in fields(value)}
         return [plain(item) for item in value] if isinstance(value, tuple) else value
 
-    return yaml.safe_dump(plain(config), sort_keys=False, allow_unicode=True, width=1000)
+    mapping = plain(config)
+    assert isinstance(mapping, dict)
+    kept = {name: value for name, value in mapping.items() if name not in without}
+    return yaml.safe_dump(kept, sort_keys=False, allow_unicode=True, width=1000)
 
 
 # --- Nested text -> dataclasses ---

@@ -35,11 +35,13 @@ class SFTData:
 class Pairs:
     """Answers of which an annotator preferred the first: whole sequences of token ids, prompt and answer together.
 
+    prompt_lengths: tokens of each pair's prompt, with which both of its sequences begin.
     clear: in held-out pairs, whether the annotator could tell the two apart; None: in all of them.
     """
 
     chosen: Sequence[Ids]
     rejected: Sequence[Ids]
+    prompt_lengths: Sequence[int]
     clear: np.ndarray | None = None
 
     def __len__(self) -> int:

@@ -10,6 +10,7 @@ from jrlhf.clock import Stopwatch
 from jrlhf.config import Config, load_config
 from jrlhf.errors import UserError
 from jrlhf.preemption import Preempted
+from jrlhf.processes import is_main, together
 
 DONE, BAD_INPUT, PREEMPTED = 0, 2, 75  # a failure leaves with its traceback and 1
 
@@ -23,11 +24,12 @@ def main(config: Config, *, resume: bool = False) -> dict:
         UserError: bad input, found before anything is lost.
         Preempted: the process was asked to stop, and has saved its state.
     """
+    from jrlhf.dpo import train_dpo
     from jrlhf.finish import finish
     from jrlhf.launch import open_context
     from jrlhf.reward_model import train_reward_model
-    from jrlhf.rl import train_ppo
-    from jrlhf.scoring import open_rewards
+    from jrlhf.rl import train_rl
+    from jrlhf.scoring import open_costs, open_rewards
     from jrlhf.sft import train_sft
     from jrlhf.starts import start_policy
 
@@ -41,12 +43,19 @@ def main(config: Config, *, resume: bool = False) -> dict:
         if "reward_model" in config.stages:
             reward = train_reward_model(context, policy)
             phases.lap("reward_model")
-        if "ppo" not in config.stages:
-            return finish(context, policy, None, reward, None, phases.seconds)
-        with open_rewards(context, policy, reward) as rewards:
-            before, actor = train_ppo(context, policy, rewards)
-            phases.lap("ppo")
-            return finish(context, before, actor, reward, rewards, phases.seconds)
+        if "dpo" in config.stages:
+            before, actor = train_dpo(context, policy)
+            phases.lap("dpo")
+            return finish(context, before, actor, reward, None, None, phases.seconds)
+        if config.algorithm is None:
+            return finish(context, policy, None, reward, None, None, phases.seconds)
+        with (
+            open_rewards(context, policy, reward) as rewards,
+            open_costs(context, policy, rewards.clock) as costs,
+        ):
+            before, actor = train_rl(context, policy, rewards, costs)
+            phases.lap(config.algorithm)
+            return finish(context, before, actor, reward, rewards, costs, phases.seconds)
 
 
 def cli(arguments: Sequence[str] | None = None) -> int:
@@ -59,19 +68,31 @@ def cli(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_intermixed_args(arguments)
     try:
         config = load_config(options.config, options.overrides)
-        if options.dry_run:
-            from jrlhf.dryrun import describe
+        with together(_told):
+            if options.dry_run:
+                from jrlhf.dryrun import describe
 
-            print(describe(config))
-        else:
-            main(config, resume=options.resume)
-    except UserError as error:
+                described = describe(config)
+                if is_main():
+                    print(described)
+            else:
+                main(config, resume=options.resume)
+    except (UserError, Preempted) as error:
+        code = _told(error)
+        assert code is not None
+        return code
+    return DONE
+
+
+def _told(error: BaseException) -> int | None:
+    """Tells an error that has a sentence, and returns its exit code; None for any other."""
+    if isinstance(error, UserError):
         print(f"error: {error}", file=sys.stderr)
         return BAD_INPUT
-    except Preempted as stop:
-        print(f"{stop}; go on with --resume", file=sys.stderr)
+    if isinstance(error, Preempted):
+        print(f"{error}; go on with --resume", file=sys.stderr)
         return PREEMPTED
-    return DONE
+    return None
 
 
 if __name__ == "__main__":

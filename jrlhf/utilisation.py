@@ -10,22 +10,23 @@ from jrlhf.meshes.peaks import Peak, peak_of
 from jrlhf.model import Architecture, Model
 from jrlhf.models.flops import Lengths, forward_operations, generation_seconds, training_operations
 from jrlhf.models.quantize import has_int8
-from jrlhf.ppo import PPOConfig
+from jrlhf.ppo import PolicyConfig, ReMaxConfig
 from jrlhf.programs import Compute
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What an iteration of PPO asks of its devices.
+    """What an iteration asks of its devices. Roles that the algorithm does not have are None.
 
     peak: of all devices together; None where it is not known, and then nothing is measured.
     copies: of the generation weights. layer_itemsize: bytes of a number in their layers.
     """
 
     actor: Architecture
-    critic: Architecture
-    reference: Architecture
-    algorithm: PPOConfig
+    critic: Architecture | None
+    cost_critic: Architecture | None
+    reference: Architecture | None
+    algorithm: PolicyConfig
     dtype: Any
     peak: Peak | None
     copies: int
@@ -35,9 +36,12 @@ class Workload:
         """Model FLOP utilisation of training and scoring under verl's names, and generation against its roofline.
 
             perf/mfu/actor, perf/mfu/critic     training: forward and backward of every epoch that was computed
-            perf/mfu/update                     both together, where they share the passes that make the experience
+            perf/mfu/cost_critic                likewise, of the cost's
+            perf/mfu/update                     actor and critic, where they share the passes that make the experience
             perf/mfu/actor_infer, perf/mfu/ref  log-probabilities of the rollout; both in the first if one pass
-            perf/roofline/gen                   the least seconds that generation could take, over those that it took
+            perf/roofline/gen                   the least seconds that generation could take, over those that it took;
+                                                left out where these were of responses besides: ReMax's greedy ones,
+                                                DAPO's further rounds
 
         A utilisation is the operations that real tokens need (`models/flops.py`: no padding, nothing recomputed), over
         what the devices could have done in the seconds of the call, which include its compilation in the first
@@ -52,24 +56,24 @@ class Workload:
         # The update that stopped the others was computed itself, and not applied.
         computed = self.algorithm.epochs * (1 - max(said.get("actor/stopped_updates", 0.0) - 1, 0) / updates)
         actor, critic, reference = self.actor, self.critic, self.reference
-        policy, base = (forward_operations(each.config, lengths, "lm", each.lora) for each in (actor, reference))
+        policy = forward_operations(actor.config, lengths, "lm", actor.lora)
+        base = 0.0 if reference is None else forward_operations(reference.config, lengths, "lm", reference.lora)
+        values, cost_values = (
+            0.0 if each is None else training_operations(each.config, lengths, "scalar", each.lora)
+            for each in (critic, self.cost_critic)
+        )
         one_pass = "timing_s/ref" not in said and "timing_s/old_log_prob" in said  # the reference is the actor's base
         operations = {
             "actor": ("update_actor", computed * training_operations(actor.config, lengths, "lm", actor.lora)),
-            "critic": (
-                "update_critic",
-                self.algorithm.epochs * training_operations(critic.config, lengths, "scalar", critic.lora),
-            ),
-            "update": (
-                "update",
-                training_operations(actor.config, lengths, "lm", actor.lora)
-                + training_operations(critic.config, lengths, "scalar", critic.lora),
-            ),
+            "critic": ("update_critic", self.algorithm.epochs * values),
+            "cost_critic": ("update_cost_critic", self.algorithm.epochs * cost_values),
+            "update": ("update", training_operations(actor.config, lengths, "lm", actor.lora) + values),
             "actor_infer": ("old_log_prob", policy + base if one_pass else policy),
             "ref": ("ref", base),
         }
         least = {f"perf/mfu/{name}": (call, work / peak) for name, (call, work) in operations.items()}
-        least["perf/roofline/gen"] = "gen", self._generation(self.peak.memory, peak, prompts, responses)
+        if not isinstance(self.algorithm, ReMaxConfig) and said.get("dapo/rounds", 1) == 1:
+            least["perf/roofline/gen"] = "gen", self._generation(self.peak.memory, peak, prompts, responses)
         seconds = {name: (said.get(f"timing_s/{call}", 0.0), best) for name, (call, best) in least.items()}
         return {name: best / taken for name, (taken, best) in seconds.items() if taken > 0}
 
@@ -87,14 +91,14 @@ class Workload:
 
 
 def workload_of(
-    actor: Model, critic: Model, reference: Model, algorithm: PPOConfig, mesh: Mesh, compute: Compute
+    actor: Model, models: Mapping[str, Model], algorithm: PolicyConfig, mesh: Mesh, compute: Compute
 ) -> Workload:
-    """The workload of these models on this mesh."""
+    """The workload of an actor, and of the critics and the reference that may be in `models`, on this mesh."""
     peak, size = peak_of(mesh.devices.flat[0]), mesh.size
+    others = ("critic", "cost_critic", "reference")
     return Workload(
         actor=actor.architecture,
-        critic=critic.architecture,
-        reference=reference.architecture,
+        **{name: models[name].architecture if name in models else None for name in others},
         algorithm=algorithm,
         dtype=compute.dtype,
         peak=None if peak is None else Peak(peak.memory * size, peak.bfloat16 * size, peak.float32 * size),

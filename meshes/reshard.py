@@ -54,7 +54,7 @@ def reshard(
     """
     moves, treedef = pair(tree, shardings)
     results: list[jax.Array | None] = [None] * treedef.num_leaves
-    with _no_way_through_the_host():
+    with no_way_through_numpy():
         for group in _groups(moves, dtype, group_bytes):
             route = _within if _one_device_set(group) else _across
             for move, arrays in zip(group, route(group, dtype, donate), strict=True):
@@ -272,7 +272,7 @@ def _coarsen(sharding: NamedSharding, parts: Sequence[int]) -> NamedSharding:
 
 
 @contextmanager
-def _no_way_through_the_host() -> Iterator[None]:
+def no_way_through_numpy() -> Iterator[None]:
     with (
         jax.transfer_guard_host_to_device("disallow_explicit"),
         jax.transfer_guard_device_to_host("disallow_explicit"),

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from jrlhf.meshes import AXES, GENERATE
+from jrlhf.meshes import AXES, GENERATE, to_devices
 from jrlhf.models.cache import LayerCache
 from jrlhf.models.collectives import TENSOR, all_rows, own_rows
 from jrlhf.models.decoding import Decoder, Rows, first_rows
@@ -206,7 +206,7 @@ class Programs:
         return call
 
     def _put(self, tree: Any, spec: P) -> Any:
-        return jax.device_put(tree, NamedSharding(self._mesh, spec))
+        return to_devices(tree, NamedSharding(self._mesh, spec))
 
 
 def _take(x: Float[Array, "b K S H"], kept: Int[Array, "c"]) -> Float[Array, "c K S H"]:

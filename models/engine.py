@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Int
 
-from jrlhf.meshes import AXES, GENERATE
+from jrlhf.meshes import AXES, GENERATE, to_host
 from jrlhf.models.attention import AttentionImplementation
 from jrlhf.models.chunks import Admitted, Pool, Programs, Slots
 from jrlhf.models.collectives import check_rows
@@ -135,7 +135,7 @@ class _Rollout:
 
     def _look(self, rows: Rows) -> int:
         """Empties the slots of rows that are done; the longest of the others."""
-        prompts, lengths, finished = jax.device_get((rows.prompt_lengths, rows.lengths, rows.finished))
+        prompts, lengths, finished = to_host((rows.prompt_lengths, rows.lengths, rows.finished))
         done = np.split(finished | (lengths >= self._limit), len(self._tables))
         for table, done_of in zip(self._tables, done, strict=True):
             table.release(done_of)

@@ -1,9 +1,14 @@
-"""Advantage estimation."""
+"""Advantage estimation: of tokens by a critic or by what follows, of whole responses by their group."""
 
 import chex
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
+
+from jrlhf.ppo.config import Baseline
+from jrlhf.ppo.minibatches import whole
+
+GROUP_EPSILON = 1e-6
 
 
 def gae(
@@ -50,3 +55,89 @@ def gae(
     after = zero if bootstrap_value is None else bootstrap_value
     _, advantages = lax.scan(backward, (after, zero), (rewards, values, mask), reverse=True)
     return advantages, jnp.where(mask, advantages + values, 0)
+
+
+def returns_to_go(rewards: Float[Array, "T"], mask: Bool[Array, "T"], *, discount: float) -> Float[Array, "T"]:
+    """R_t = r_t + discount R_t' of one sequence, t' the next position after t where `mask` is True; zero elsewhere.
+
+    Positions in between are stepped over, neither summed nor discounted, as in `gae`, whose advantages these are with
+    lam 1 and no values. (verl's REINFORCE++ starts anew after a gap.) For a batch use `jax.vmap`.
+    """
+    return gae(rewards, jnp.zeros_like(rewards), mask, discount=discount, lam=1.0)[0]
+
+
+def group_advantages(
+    scores: Float[Array, "B"],
+    samples: int,
+    *,
+    baseline: Baseline = "mean",
+    divide_by_std: bool,
+    mask: Bool[Array, "B"] | None = None,
+) -> Float[Array, "B"]:
+    """Each response's score against those of the other responses to its prompt; row = prompt * samples + sample.
+
+        A_i = s_i - b_i        b_i = mean of the group ("mean"), or of its other members ("leave-one-out")
+        A_i / (std + 1e-6)     with divide_by_std
+
+    (Shao et al. 2024, arXiv:2402.03300, section 4.1.2; Ahmadian et al. 2024, arXiv:2402.14740, eq. 6.) The deviation is
+    the group's unbiased one and its epsilon verl's, where TRL has 1e-4 and OpenRLHF 1e-9. A group with a single member
+    has advantage 0 (verl's "grpo" and "rloo": the raw score).
+
+    Equal scores have advantage exactly 0, and a deviation of a few units in the last place of the scores is not
+    divided by: it is rounding, which would be blown up to order 1.
+
+    Args:
+        mask: rows that count; the others are in no mean and have advantage 0. None: all.
+
+    Raises:
+        ValueError: the rows are no multiple of `samples`.
+    """
+    grouped, counted = _groups(scores, samples, mask)
+    count = jnp.sum(counted, axis=1, keepdims=True).astype(scores.dtype)
+    # Differences to one member, which are exact where scores are nearly equal, centred again.
+    largest = jnp.max(jnp.where(counted, grouped, -jnp.inf), axis=1, keepdims=True)
+    differences = jnp.where(counted, grouped - largest, 0)
+    mean = jnp.sum(differences, axis=1, keepdims=True) / jnp.maximum(count, 1)
+    advantages = jnp.where(counted, differences - mean, 0)
+    if divide_by_std:
+        variance = jnp.sum(jnp.square(advantages), axis=1, keepdims=True) / jnp.maximum(count - 1, 1)
+        std = jnp.sqrt(variance)
+        scale = jnp.max(jnp.where(counted, jnp.abs(grouped), 0), axis=1, keepdims=True)
+        rounding = std <= 4 * float(jnp.finfo(scores.dtype).eps) * scale  # False for NaN, which must not become 0
+        advantages = jnp.where(rounding, 0, advantages / (std + GROUP_EPSILON))
+    if baseline == "leave-one-out":
+        advantages = advantages * (count / jnp.maximum(count - 1, 1))
+    # A single member is no group, whatever its score.
+    return _rows_like(jnp.where(count > 1, advantages, jnp.zeros_like(advantages)), scores)
+
+
+def group_spread(
+    scores: Float[Array, "B"], samples: int, mask: Bool[Array, "B"] | None = None
+) -> tuple[Float[Array, "G"], Bool[Array, "G"]]:
+    """Each group's unbiased standard deviation, and whether its scores are all equal, of the rows in `mask` or of all.
+
+    A group of which fewer than two rows count has deviation 0 and is equal: it teaches as little.
+    """
+    grouped, counted = _groups(scores, samples, mask)
+    count = jnp.sum(counted, axis=1)
+    largest = jnp.max(jnp.where(counted, grouped, -jnp.inf), axis=1)
+    equal = (count < 2) | (largest == jnp.min(jnp.where(counted, grouped, jnp.inf), axis=1))
+    number = count.astype(scores.dtype)[:, None]
+    mean = jnp.sum(jnp.where(counted, grouped, 0), axis=1, keepdims=True) / jnp.maximum(number, 1)
+    squares = jnp.where(counted, jnp.square(grouped - mean), 0)
+    std = jnp.sqrt(jnp.sum(squares, axis=1) / jnp.maximum(number[:, 0] - 1, 1))
+    return jnp.where(equal, 0, std), equal
+
+
+def _groups(scores: Array, samples: int, mask: Array | None) -> tuple[Array, Array]:
+    """Scores and who counts, [B] -> [B / samples, samples]. A group may lie on several devices, so all are gathered."""
+    chex.assert_rank(scores, 1)
+    if scores.shape[0] % samples:
+        raise ValueError(f"{scores.shape[0]} rows do not divide into groups of samples={samples}")
+    counted = jnp.ones(scores.shape, jnp.bool_) if mask is None else whole(mask)
+    return whole(scores).reshape(-1, samples), counted.reshape(-1, samples)
+
+
+def _rows_like(grouped: Array, rows: Array) -> Array:
+    """[G, samples] -> [B], divided over devices as `rows` are: adding zeros made from them says so to the compiler."""
+    return grouped.reshape(-1) + jnp.zeros_like(rows)

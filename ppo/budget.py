@@ -25,7 +25,7 @@ from jax import lax
 from jax.sharding import AxisType
 from jaxtyping import Array, Bool, Int
 
-from jrlhf.ppo.minibatches import groups, row_axes, row_shards
+from jrlhf.ppo.minibatches import groups, row_axes, row_shards, whole
 
 PyTree = Any
 Carry = TypeVar("Carry")
@@ -111,7 +111,7 @@ def _divide(rows: PyTree, by: ByLength) -> _Division:
     length = next(x.shape[1] for x in leaves if x.ndim > 1)
     widths = reversed(bucket_widths(length))
     buckets = tuple(_Bucket(width, _even(each, max(1, by.tokens // width))) for width in widths)
-    longest_first = jnp.argsort(_whole(by.lengths), descending=True)
+    longest_first = jnp.argsort(whole(by.lengths), descending=True)
     # Zeros of which the compiler does not know it: they give the order, which is the same everywhere, the sharding of
     # the rows, and with it what is taken in this order.
     zeros = jnp.minimum(by.lengths, 0)
@@ -136,25 +136,20 @@ def _even(rows: int, most: int) -> int:
 
 def _sorted(rows: PyTree, division: _Division) -> PyTree:
     """[B, ...] -> [D, N, ...], in the division's order."""
-    return jax.tree.map(lambda x: _taken(_whole(x), division.order, axes=row_axes(x)), rows)
+    return jax.tree.map(lambda x: _taken(whole(x), division.order, axes=row_axes(x)), rows)
 
 
 def _restored(results: PyTree, division: _Division) -> PyTree:
     """[D, N, ...] -> [B, ...], in the order of the rows as they came."""
     shards = division.order.shape[0]
     position, device = jnp.divmod(division.place, shards)
-    return jax.tree.map(lambda x: _taken(_whole(x), device, position, axes=row_axes(x)), results)
+    return jax.tree.map(lambda x: _taken(whole(x), device, position, axes=row_axes(x)), results)
 
 
 def _taken(x: Array, *index: Array, axes: Any) -> Array:
     """`x[index]`, zeros where an index is past the end; the first axis of the result divided over `axes`."""
     spec = None if axes is None else jax.P(axes, *[None] * (index[0].ndim + x.ndim - len(index) - 1))
     return x.at[index].get(mode="fill", fill_value=0, out_sharding=spec)
-
-
-def _whole(x: Array) -> Array:
-    """`x` on every device."""
-    return x if row_axes(x) is None else jax.reshard(x, jax.P())
 
 
 def _fold(step: Callable[[Carry, PyTree, Array], Carry], start: Carry, ordered: PyTree, division: _Division) -> Carry:

@@ -1,9 +1,10 @@
 """KL divergence between the actor and its reference: estimates from samples, and who sets the penalty's weight."""
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float
 
-from jrlhf.ppo.config import KLEstimator, PPOConfig
+from jrlhf.ppo.config import KLEstimator, PolicyConfig
 from jrlhf.ppo.types import KLState
 
 
@@ -16,9 +17,17 @@ def kl_estimate(
         k1 = d                   unbiased, high variance, may be negative
         k2 = d^2 / 2             biased, low variance
         k3 = exp(-d) + d - 1     unbiased, never negative
-    k3's exponent is clamped to +-20 and k3 itself to at most 10 (reached at d = -2.5), as in verl: one token that the
-    actor came to avoid must not outweigh the batch. That bound is a bias where it is reached. k1 and k2 are exact.
+    k3's exponent is clamped to +-20 and k3 itself to at most 10, as in verl: one token that the actor came to avoid
+    must not outweigh the batch. The bound is reached near d = -2.6 and d = 11; beyond it k3 has no gradient and is
+    biased. k1 and k2 are exact.
+
+    k1+ and k3+ have the values of k1 and k3 and the gradient of k2, as in verl: of the three it is k2 whose mean
+    gradient, over tokens that pi drew, is that of the KL; k1's is 0, and k3's is that of KL(pi_ref, pi).
     """
+    if estimator in ("k1+", "k3+"):
+        value = kl_estimate(logprobs, ref_logprobs, "k1" if estimator == "k1+" else "k3")
+        gradient = kl_estimate(logprobs, ref_logprobs, "k2")
+        return lax.stop_gradient(value) + (gradient - lax.stop_gradient(gradient))
     d = logprobs - ref_logprobs
     if estimator == "k1":
         return d
@@ -26,11 +35,11 @@ def kl_estimate(
         return jnp.square(d) / 2
     if estimator == "k3":
         d = jnp.clip(d, -20, 20)
-        return jnp.minimum(jnp.exp(-d) + d - 1, 10)
-    raise ValueError(f"KL estimator {estimator!r}: it must be one of k1, k2, k3")
+        return jnp.minimum(jnp.expm1(-d) + d, 10)
+    raise ValueError(f"KL estimator {estimator!r}: it must be one of k1, k2, k3, k1+, k3+")
 
 
-def update_kl(state: KLState, kl: Float[Array, ""], episodes: int, *, config: PPOConfig) -> KLState:
+def update_kl(state: KLState, kl: Float[Array, ""], episodes: int, *, config: PolicyConfig) -> KLState:
     """The KL controller after a batch of `episodes` sequences whose mean KL was `kl` (objective/kl, nats a sequence).
 
     Fixed without `config.kl_target`. Otherwise the proportional controller of Ziegler et al. 2019

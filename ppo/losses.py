@@ -6,6 +6,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from jrlhf.ppo.config import Aggregation, DPOConfig
+from jrlhf.ppo.masked import token_count
+
 LOG_RATIO_LIMIT = 20.0  # exp(20) = 5e8: beyond it a ratio says nothing more, and float32 would soon overflow
 
 
@@ -24,6 +27,14 @@ class ValueLoss(NamedTuple):
 
     loss: Float[Array, "*S"]
     clipped: Bool[Array, "*S"]
+
+
+class DPOLoss(NamedTuple):
+    """Elementwise parts of the loss of a pair."""
+
+    loss: Float[Array, "*S"]
+    chosen_rewards: Float[Array, "*S"]  # beta (log pi - log pi_ref): the reward that the policy stands for
+    rejected_rewards: Float[Array, "*S"]
 
 
 def policy_loss(
@@ -58,6 +69,31 @@ def policy_loss(
     return PolicyLoss(loss, log_ratio, ratio, clipped, clipped_lower)
 
 
+def loss_weights(
+    mask: Bool[Array, "B T"], aggregation: Aggregation, *, divisor: int | None = None
+) -> Float[Array, "B T"]:
+    """What each token's loss is multiplied by so that their sum is the minibatch's loss; zero outside `mask`.
+
+    With N tokens in the mask, S rows that have any, and n of them in a token's own row:
+
+        token-mean: 1 / N       seq-mean-token-sum: 1 / S       seq-mean-token-mean: 1 / (S n)
+        constant: 1 / (S divisor)
+
+    as verl's agg_loss, where the last is "seq-mean-token-sum-norm" with a loss_scale_factor. `mask` is of the whole
+    minibatch: the weights of its parts then add up, and a mean of means over micro-batches is nowhere taken.
+    """
+    if aggregation == "token-mean":
+        return mask.astype(jnp.float32) / token_count(mask)
+    rows = token_count(jnp.any(mask, axis=1))
+    if aggregation == "seq-mean-token-mean":
+        return mask.astype(jnp.float32) / (rows * token_count(mask, axis=1)[:, None])
+    if aggregation == "constant":
+        if divisor is None:
+            raise ValueError("divisor=None: aggregation='constant' needs it, usually the response limit")
+        rows = rows * divisor
+    return mask.astype(jnp.float32) / rows
+
+
 def value_loss(
     values: Float[Array, "*S"],
     old_values: Float[Array, "*S"],
@@ -89,3 +125,34 @@ def bradley_terry_loss(
     """
     loss = jax.nn.softplus(rejected - chosen)
     return loss + centre * jnp.square(chosen + rejected) if centre else loss
+
+
+def dpo_loss(
+    policy_chosen: Float[Array, "*S"],
+    policy_rejected: Float[Array, "*S"],
+    ref_chosen: Float[Array, "*S"],
+    ref_rejected: Float[Array, "*S"],
+    *,
+    config: DPOConfig,
+) -> DPOLoss:
+    """The loss of a policy on a pair, from the log-probabilities of its two responses under policy and reference.
+
+        h = beta [(log pi - log pi_ref)(chosen) - (log pi - log pi_ref)(rejected)]
+        sigmoid: -(1 - eps) log sigmoid(h) - eps log sigmoid(-h)         eps = label_smoothing
+        ipo:     (h / beta - 1 / (2 beta))^2
+
+    Log-probabilities are sums over a response's tokens for "sigmoid" (Rafailov et al. 2023, arXiv:2305.18290, eq. 7),
+    means over them for "ipo" (Azar et al. 2023, arXiv:2310.12036, eq. 17, whose tau is beta): the paper does not speak
+    of length, TRL (1.16) divides on its authors' advice. Rewards are of what is given. Label smoothing is that of
+    conservative DPO (Mitchell 2023, https://ericmitchell.ai/cdpo.pdf); TRL 1.16 ignores it in
+    "sigmoid", and its "robust" subtracts the second term and divides by 1 - 2 eps instead (arXiv:2403.00409).
+    """
+    chosen, rejected = policy_chosen - ref_chosen, policy_rejected - ref_rejected
+    margin = chosen - rejected
+    if config.loss == "ipo":
+        loss = jnp.square(margin - 1 / (2 * config.beta))
+    else:
+        h, smoothing = config.beta * margin, config.label_smoothing
+        loss = (1 - smoothing) * jax.nn.softplus(-h)
+        loss = loss + smoothing * jax.nn.softplus(h) if smoothing else loss
+    return DPOLoss(loss, config.beta * chosen, config.beta * rejected)

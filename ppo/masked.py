@@ -42,12 +42,23 @@ def masked_whiten(x: Float[Array, "*S"], mask: Bool[Array, "*S"], *, shift_mean:
 
     The variance is unbiased, as in verl and TRL, which both raise or divide by zero for fewer than two elements; here
     a single element becomes 0. `shift_mean=False` adds the mean back (used to whiten rewards).
+
+    A deviation of a few units in the last place of the elements is not divided by: it is rounding, which would be blown
+    up to order 1, and (x - mean) counts as 0.
     """
     mean = masked_mean(x, mask)
     whitened = (x - mean) * lax.rsqrt(masked_variance(x, mask) + 1e-8)
+    # About an element, from which nearly equal ones differ exactly. False for NaN, which must not become 0.
+    largest = jnp.max(jnp.where(mask, x, -jnp.inf))
+    deviation = jnp.sqrt(masked_variance(jnp.where(mask, x - largest, 0), mask))
+    scale = jnp.max(jnp.where(mask, jnp.abs(x), 0))
+    whitened = jnp.where(deviation <= 4 * float(jnp.finfo(x.dtype).eps) * scale, 0, whitened)
     return jnp.where(mask, whitened if shift_mean else whitened + mean, 0)
 
 
 def token_count(mask: Bool[Array, "*S"], axis: int | None = None) -> Float[Array, "..."]:
-    """How many elements of `mask` are True, at least 1: a denominator. Counted in integers, exact beyond 2^24."""
+    """How many elements of `mask` are True, at least 1: a denominator, in float32.
+
+    Counted in integers, so that the sum is exact; above 2^24 the result is the nearest float32.
+    """
     return jnp.maximum(jnp.sum(mask, axis), 1).astype(jnp.float32)

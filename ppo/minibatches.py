@@ -6,10 +6,12 @@ every device, where they already are. The result depends on the order of the row
 """
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Int, Key
 
 PyTree = Any
@@ -57,6 +59,34 @@ def split_rows(rows: PyTree, parts: int) -> PyTree:
     return jax.tree.map(lambda x: jnp.swapaxes(groups(x, parts), 0, 1), rows)
 
 
+def map_parts(function: Callable[[PyTree], PyTree], rows: PyTree, parts: int) -> PyTree:
+    """`function(rows)`, computed in so many strided parts, one after the other.
+
+    function: rows -> a tree of arrays [B, ...], divided over devices as the rows are, each row's of that row alone.
+    """
+    check_divisible(jax.tree.leaves(rows)[0], 1, parts)
+    results = lax.map(function, split_rows(rows, parts))
+    return jax.tree.map(join_rows, results)
+
+
+def join_rows(x: Array) -> Array:
+    """[parts, B / parts, ...] -> [B, ...]: undoes `split_rows`."""
+    x = jnp.swapaxes(x, 0, 1)
+    shape, axes = (x.shape[0] * x.shape[1], *x.shape[2:]), row_axes(x)
+    if axes is None:
+        return x.reshape(shape)
+    return jnp.reshape(x, shape, out_sharding=jax.P(axes, *jax.typeof(x).sharding.spec[2:]))
+
+
+def interleave(x: Array, y: Array) -> Array:
+    """[B, ...] and [B, ...] -> [2 B, ...]: the rows of both in turn, which stay on their devices."""
+    shape, axes = (2 * x.shape[0], *x.shape[1:]), row_axes(x)
+    pairs = jnp.stack([x, y], axis=1)
+    if axes is None:
+        return pairs.reshape(shape)
+    return jnp.reshape(pairs, shape, out_sharding=jax.P(axes, *jax.typeof(x).sharding.spec[1:]))
+
+
 def groups(x: Array, size: int) -> Array:
     """[B, ...] -> [B / size, size, ...]: groups of consecutive rows, which stay on their devices."""
     shape, axes = (x.shape[0] // size, size, *x.shape[1:]), row_axes(x)
@@ -64,6 +94,11 @@ def groups(x: Array, size: int) -> Array:
         return x.reshape(shape)
     # Said outright: of a single group, reshape would leave the mesh's axes with the rows in it.
     return jnp.reshape(x, shape, out_sharding=jax.P(axes, None, *jax.typeof(x).sharding.spec[1:]))
+
+
+def whole(x: Array) -> Array:
+    """`x` on every device: what a sum over rows of several devices, or a look at single rows, needs first."""
+    return x if row_axes(x) is None else jax.reshard(x, jax.P())
 
 
 def row_axes(x: Any) -> str | tuple[str, ...] | None:

@@ -1,4 +1,4 @@
-"""PPO where a batch gets a single update: the passes that make the experience are the ones that are differentiated.
+"""Algorithms where a batch gets a single update: the passes that make the experience are those that are differentiated.
 
 With one epoch of one minibatch, old log-probs and values come from the very weights that the update starts from, and
 its forward passes would be theirs again. Here each model is run once and pulled back once.
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float
 
-from jrlhf.ppo.config import PPOConfig
+from jrlhf.ppo.config import PolicyConfig, PPOConfig
 from jrlhf.ppo.experience import make_experience
 from jrlhf.ppo.steps import LogprobFn, actor_update, critic_update
 from jrlhf.ppo.types import Experience, Rollout, TrainState
@@ -31,30 +31,26 @@ def make_on_policy_step(
     """Builds f(actor, critic, rollout, scores, ref_logprobs, kl_coef) -> (actor, critic, experience, metrics), jitted.
 
     The same result as `make_experience` with recomputed log-probs and values, then `make_actor_step` and
-    `make_critic_step`; of their metrics the ratio's are trivial. Donates the states. What both models keep for their
-    backward passes exists at one time, for the whole batch.
+    `make_critic_step`; with recomputed log-probs the metrics of the ratio are trivial. Donates the states. What both
+    models keep for their backward passes exists at one time, for the whole batch.
 
     value_fn: (params, tokens) -> V before each token, and after a row's last one at index T.
     scores, ref_logprobs, kl_coef: as in `make_experience`.
 
     Raises:
-        ValueError: `config` asks for several updates, or for a batch in parts.
+        ValueError: `config` asks for several updates, for a batch in parts, or for texts beside it (`ptx_coef`).
     """
-    if (config.epochs, config.minibatches, config.micro_batches, config.micro_batch_tokens) != (1, 1, 1, None):
-        raise ValueError(
-            f"epochs={config.epochs}, minibatches={config.minibatches}, micro_batches={config.micro_batches}, "
-            f"micro_batch_tokens={config.micro_batch_tokens}: a single update on a whole batch needs 1, 1, 1 and null"
-        )
+    _check_single(config)
 
     def step(
         actor: TrainState,
         critic: TrainState,
         rollout: Rollout,
         scores: Float[Array, "B"] | Float[Array, "B T"],
-        ref_logprobs: Float[Array, "B T"],
+        ref_logprobs: Float[Array, "B T"] | None,
         kl_coef: float | Float[Array, ""],
     ) -> tuple[TrainState, TrainState, Experience, Metrics]:
-        scored, pull_actor = jax.vjp(lambda params: logprob_fn(params, rollout.tokens), actor.params)
+        scored, pull_actor = _scored(logprob_fn, actor.params, rollout.tokens, config)
         values, pull_critic = jax.vjp(lambda params: value_fn(params, rollout.tokens), critic.params)
         experience = make_experience(
             rollout,
@@ -77,6 +73,64 @@ def make_on_policy_step(
         return actor, critic, experience, actor_metrics | critic_metrics
 
     return jax.jit(step, donate_argnums=(0, 1))
+
+
+def make_on_policy_actor_step(
+    logprob_fn: LogprobFn,
+    optimizer: optax.GradientTransformation,
+    config: PolicyConfig,
+    make_experience: Callable[..., Experience],
+) -> Callable[..., tuple[TrainState, Experience, Metrics]]:
+    """Builds f(actor, rollout, scores, ref_logprobs, kl_coef) -> (actor, experience, metrics), jitted.
+
+    There is no critic. The same result as `make_experience` (`make_group_experience` or `make_return_experience`) with
+    recomputed log-probs, then `make_actor_step`. Donates the state.
+
+    Raises:
+        ValueError: as `make_on_policy_step`.
+    """
+    _check_single(config)
+
+    def step(
+        actor: TrainState,
+        rollout: Rollout,
+        scores: Float[Array, "B"] | Float[Array, "B T"],
+        ref_logprobs: Float[Array, "B T"] | None,
+        kl_coef: float | Float[Array, ""],
+    ) -> tuple[TrainState, Experience, Metrics]:
+        scored, pull = _scored(logprob_fn, actor.params, rollout.tokens, config)
+        experience = make_experience(rollout, scores, scored[0], ref_logprobs, config=config, kl_coef=kl_coef)
+        actor, metrics = actor_update(_known(scored, pull), optimizer, config, None)(actor, experience)
+        return actor, experience, metrics
+
+    return jax.jit(step, donate_argnums=0)
+
+
+def _check_single(config: PolicyConfig) -> None:
+    if config.ptx_coef:
+        raise ValueError(f"ptx_coef={config.ptx_coef:g}: texts need passes of their own, so make_actor_step it is")
+    if (config.epochs, config.minibatches, config.micro_batches, config.micro_batch_tokens) != (1, 1, 1, None):
+        raise ValueError(
+            f"epochs={config.epochs}, minibatches={config.minibatches}, micro_batches={config.micro_batches}, "
+            f"micro_batch_tokens={config.micro_batch_tokens}: a single update on a whole batch needs 1, 1, 1 and null"
+        )
+
+
+def _scored(
+    logprob_fn: LogprobFn, params: PyTree, tokens: Array, config: PolicyConfig
+) -> tuple[tuple[Array, Array], Callable[[PyTree], tuple[PyTree]]]:
+    """Log-probs and entropies, and their pullback: of the log-probs alone where the loss has no entropy in it.
+
+    (A derivative that is not finite times a cotangent of 0 is NaN.)
+    """
+
+    def outputs(params: PyTree) -> tuple[Array, Array]:
+        return logprob_fn(params, tokens)
+
+    if config.entropy_coef:
+        return jax.vjp(outputs, params)
+    logprobs, pull, entropy = jax.vjp(outputs, params, has_aux=True)
+    return (logprobs, entropy), lambda cotangents: pull(cotangents[0])
 
 
 def _known(outputs: PyTree, pull: Callable[[PyTree], tuple[PyTree]]) -> Callable[..., PyTree]:

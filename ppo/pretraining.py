@@ -14,10 +14,10 @@ from jaxtyping import Array, Float, Int
 from jrlhf.ppo.budget import ByLength, row_ends
 from jrlhf.ppo.losses import bradley_terry_loss
 from jrlhf.ppo.masked import masked_sum, token_count
-from jrlhf.ppo.minibatches import check_divisible
+from jrlhf.ppo.minibatches import check_divisible, interleave
 from jrlhf.ppo.steps import LogprobFn
 from jrlhf.ppo.types import PreferenceBatch, SFTBatch, TrainState
-from jrlhf.ppo.updates import LossFn, Metrics, apply_update
+from jrlhf.ppo.updates import Metrics, check_output, update_once
 
 PyTree = Any
 
@@ -40,7 +40,8 @@ def make_sft_step(
     """A jitted step of imitation: one update on the mean of -log pi over the tokens in `loss_mask`. Donates the state.
 
     The mean is over the tokens of the whole batch, whatever the micro-batches. Metrics: sft/loss (nats a token),
-    sft/entropy, sft/grad_norm, sft/skipped_updates (1: something was not finite, nothing was applied).
+    sft/entropy, sft/grad_norm, sft/skipped_updates (1: something was not finite or no token counted, nothing was
+    applied).
 
     micro_batch_tokens: parts of so many tokens a device in place of `micro_batches`, as in `PPOConfig`.
 
@@ -58,12 +59,13 @@ def make_sft_step(
         def loss_fn(params: PyTree, rows: tuple[Array, Array]) -> tuple[Array, Metrics]:
             tokens, mask = rows
             logprobs, entropy = logprob_fn(params, tokens, *frozen)
+            check_output("logprob_fn", tokens, logprobs, entropy)
             loss = -masked_sum(logprobs, mask) / count
             return loss, {"loss": loss, "entropy": masked_sum(entropy, mask) / count}
 
         names = ("loss", "entropy")
         parts = micro_batches if micro_batch_tokens is None else ByLength(row_ends(mask), micro_batch_tokens)
-        return _update_once("sft", loss_fn, optimizer, state, (batch.tokens, mask), parts, names)
+        return update_once("sft", loss_fn, optimizer, state, (batch.tokens, mask), parts, names, jnp.any(mask))
 
     return jax.jit(step, donate_argnums=0)
 
@@ -86,10 +88,9 @@ def make_preference_step(
         pairs = batch.chosen.shape[0]
 
         def loss_fn(params: PyTree, rows: PreferenceBatch) -> tuple[Array, Metrics]:
-            size, time = rows.chosen.shape
-            tokens = jnp.stack([rows.chosen, rows.rejected], axis=1).reshape(2 * size, time)
-            lengths = jnp.stack([rows.chosen_lengths, rows.rejected_lengths], axis=1).reshape(2 * size)
-            scores = score_fn(params, tokens, lengths, *frozen).reshape(size, 2)
+            tokens = interleave(rows.chosen, rows.rejected)
+            lengths = interleave(rows.chosen_lengths, rows.rejected_lengths)
+            scores = score_fn(params, tokens, lengths, *frozen).reshape(-1, 2)
             chosen, rejected = scores[:, 0], scores[:, 1]
             loss = jnp.sum(bradley_terry_loss(chosen, rejected, centre=centre)) / pairs
             return loss, {
@@ -99,23 +100,6 @@ def make_preference_step(
             }
 
         names = ("loss", "accuracy", "margin")
-        return _update_once("reward_model", loss_fn, optimizer, state, batch, micro_batches, names)
+        return update_once("reward_model", loss_fn, optimizer, state, batch, micro_batches, names)
 
     return jax.jit(step, donate_argnums=0)
-
-
-def _update_once(
-    prefix: str,
-    loss_fn: LossFn,
-    optimizer: optax.GradientTransformation,
-    state: TrainState,
-    rows: PyTree,
-    micro_batches: int | ByLength,
-    names: tuple[str, ...],
-) -> tuple[TrainState, Metrics]:
-    update = apply_update(
-        loss_fn, optimizer, state.params, state.opt_state, rows, micro_batches=micro_batches, metric_names=names
-    )
-    metrics = {f"{prefix}/{name}": value for name, value in update.metrics.items()}
-    metrics[f"{prefix}/skipped_updates"] = 1 - update.finite.astype(jnp.float32)
-    return TrainState(update.params, update.opt_state, state.step + 1), metrics

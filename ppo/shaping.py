@@ -20,7 +20,8 @@ class ScoreConfig:
     clip: float | None = None  # scores, normalised or not, are clipped to [-clip, clip]
     missing_eos_penalty: float = 0.0  # subtracted where the length limit cut the response off
     length_penalty: float = 0.0  # subtracted for each response token
-    overlong_buffer: int | None = None  # tokens before the length limit in which a penalty grows from 0 ...
+    # Tokens before the length limit, or their share of it (0 < x < 1), in which a penalty grows from 0 ...
+    overlong_buffer: float | None = None
     overlong_penalty: float = 1.0  # ... to this, at the limit
 
     def __post_init__(self) -> None:
@@ -31,8 +32,20 @@ class ScoreConfig:
         if self.clip is not None and not (self.clip > 0 and math.isfinite(self.clip)):
             raise ValueError(f"clip={self.clip!r}: it must be positive and finite, or null to switch it off")
         buffer = self.overlong_buffer
-        if buffer is not None and (isinstance(buffer, bool) or not isinstance(buffer, int) or buffer < 1):
-            raise ValueError(f"overlong_buffer={buffer!r}: it must be a positive integer, or null to switch it off")
+        if buffer is not None and (
+            isinstance(buffer, bool) or not (0 < buffer < 1 or (buffer >= 1 and buffer % 1 == 0))
+        ):
+            raise ValueError(
+                f"overlong_buffer={buffer!r}: it must be a positive number of tokens, a share of the length limit "
+                "in (0, 1), or null to switch it off"
+            )
+
+    def overlong_tokens(self, max_response: int) -> int | None:
+        """overlong_buffer in tokens, of a limit of `max_response`: a share is rounded, to at least one token."""
+        buffer = self.overlong_buffer
+        if buffer is None:
+            return None
+        return int(buffer) if buffer >= 1 else max(1, round(buffer * max_response))
 
 
 @jax.tree_util.register_dataclass
@@ -92,7 +105,8 @@ def shape_scores(
     overlong penalty to, the score that enters the advantages, so they are in units of that score. OpenRLHF and AReaL
     clip after their penalties; here a clip guards against outliers of a learned score only, because a penalty that it
     swallows at the lower bound would teach nothing. The soft overlong punishment is DAPO's (Yu et al. 2025,
-    arXiv:2503.14476, eq. 13) with a factor, as in verl and OpenRLHF.
+    arXiv:2503.14476, eq. 13) with a factor, as in verl and OpenRLHF; its 4096 of 20480 tokens are a
+    buffer of 0.2.
 
     The floor under the deviation keeps rounding of equal scores from being blown up to order 1.
 
@@ -108,8 +122,9 @@ def shape_scores(
     rows = response_lengths.shape[0]
     if scores.ndim not in (1, 2) or scores.shape[0] != rows or finished.shape != (rows,):
         raise ValueError(f"scores has shape {scores.shape} and finished {finished.shape}, but there are {rows} lengths")
-    if config.overlong_buffer is not None and config.overlong_buffer > max_response:
-        raise ValueError(f"overlong_buffer={config.overlong_buffer}: it must be at most max_response={max_response}")
+    buffer = config.overlong_tokens(max_response)
+    if buffer is not None and buffer > max_response:
+        raise ValueError(f"overlong_buffer={buffer}: it must be at most max_response={max_response}")
 
     scores = scores.astype(jnp.float32)
     tokens = None
@@ -160,7 +175,7 @@ def _penalties(
         penalties["missing_eos_penalty"] = jnp.where(finished, 0.0, config.missing_eos_penalty)
     if config.length_penalty:
         penalties["length_penalty"] = config.length_penalty * lengths
-    if (buffer := config.overlong_buffer) is not None:
+    if (buffer := config.overlong_tokens(max_response)) is not None:
         exceeding = jnp.clip(lengths - (max_response - buffer), 0, buffer)
         penalties["overlong_penalty"] = config.overlong_penalty * exceeding / buffer
     return penalties

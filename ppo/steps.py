@@ -12,6 +12,7 @@ their last argument: weights that they read and nobody trains, such as the base 
 so any number of roles may share it.
 """
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -23,14 +24,14 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jrlhf.ppo.budget import ByLength, row_ends
-from jrlhf.ppo.config import PPOConfig
+from jrlhf.ppo.config import PolicyConfig, PPOConfig, Ratio
 from jrlhf.ppo.experience import sequence_kl
-from jrlhf.ppo.kl import update_kl
-from jrlhf.ppo.losses import policy_loss, value_loss
+from jrlhf.ppo.kl import kl_estimate, update_kl
+from jrlhf.ppo.losses import LOG_RATIO_LIMIT, loss_weights, policy_loss, value_loss
 from jrlhf.ppo.masked import masked_sum, masked_variance, token_count
-from jrlhf.ppo.minibatches import check_divisible, draw_minibatch
-from jrlhf.ppo.types import Experience, PPOState, TrainState
-from jrlhf.ppo.updates import Metrics, apply_update
+from jrlhf.ppo.minibatches import check_divisible, draw_minibatch, interleave
+from jrlhf.ppo.types import Experience, PPOState, SFTBatch, TrainState
+from jrlhf.ppo.updates import Metrics, apply_update, check_output
 
 PyTree = Any
 Terms = Callable[[Array, Array, Any], tuple[Array, dict[str, Array]]]
@@ -67,12 +68,35 @@ class ValueFn(Protocol):
 
 
 class ActorRows(NamedTuple):
-    """What the policy loss reads of an experience."""
+    """What the policy loss reads of an experience, and of texts to imitate."""
 
     tokens: Int[Array, "B T"]
     mask: Bool[Array, "B T"]
     old_logprobs: Float[Array, "B T"]
     advantages: Float[Array, "B T"]
+    ref_logprobs: Float[Array, "B T"] | None  # None: no KL in the loss
+    importance: Float[Array, "B T"] | None
+    texts: Int[Array, "B T"] | None  # a text to imitate beside each row
+    text_mask: Bool[Array, "B T"] | None
+
+
+class TokenRows(NamedTuple):
+    """What the terms of each token's loss are made of. The weights have all denominators in them, so losses add up."""
+
+    tokens: Int[Array, "B T"]
+    mask: Bool[Array, "B T"]
+    old_logprobs: Float[Array, "B T"]
+    advantages: Float[Array, "B T"]
+    weights: Float[Array, "B T"]  # of a token's loss in the minibatch's
+    pg_weights: Float[Array, "B T"]  # times its importance
+    ref_logprobs: Float[Array, "B T"] | None = None
+    kl_weights: Float[Array, "B T"] | None = None  # kl_coef * weights
+    text_weights: Float[Array, "B T"] | None = None  # of tokens to imitate, on rows whose mask is empty
+
+    @property
+    def computed(self) -> Bool[Array, "B T"]:
+        """The tokens that the loss looks at."""
+        return self.mask if self.text_weights is None else self.mask | (self.text_weights > 0)
 
 
 class CriticRows(NamedTuple):
@@ -83,33 +107,57 @@ class CriticRows(NamedTuple):
     old_values: Float[Array, "B T"]
     returns: Float[Array, "B T"]
 
+    @property
+    def computed(self) -> Bool[Array, "B T"]:
+        """The tokens that the loss looks at."""
+        return self.mask
+
 
 def make_actor_step(
     logprob_fn: LogprobFn,
     optimizer: optax.GradientTransformation,
-    config: PPOConfig,
+    config: PolicyConfig,
     *,
     sums_fn: SumsFn | None = None,
 ) -> Callable[..., tuple[TrainState, Metrics]]:
     """A jitted step that trains the actor on one batch of experience: epochs x minibatches updates. Donates the state.
 
-    An update's loss is the mean over the minibatch's response tokens of `losses.policy_loss`, minus `entropy_coef`
-    times the mean entropy. `sums_fn` is for models that can sum a loss faster than they can return log-probabilities to
-    be differentiated: given, it computes the loss, to the same result, and `logprob_fn` is not called.
+    An update's loss is, of the minibatch's response tokens aggregated as `config.aggregation` says,
+
+        importance * losses.policy_loss - entropy_coef * entropy + kl_coef * kl.kl_estimate
+
+    with the KL where `config.kl_in` is "loss" and the importance where the config has it. The ratio rho of
+    `policy_loss` is a token's, or by `config.ratio` the whole response's: exp of the sum ("sequence") or the mean
+    ("sequence-mean") of log pi / pi_old over its tokens, differentiated as it stands. (verl's GSPO writes
+    sg[s] pi / sg[pi]: the same wherever the tokens of a response share one advantage.) With `old_logprobs="rollout"`
+    rho is min(rho, importance_cap), without a gradient beyond the cap.
+
+    `sums_fn` is for models that can sum a loss faster than they can return log-probabilities to be differentiated:
+    given, it computes the loss, to the same result, and `logprob_fn` is not called. It is for ratios of tokens; one of
+    responses is not elementwise, and `logprob_fn` is used.
+
+    With `config.ptx_coef` a step is called as (state, experience, texts) or (state, experience, texts, frozen), and
+    ptx_coef times the mean of -log pi over the minibatch's tokens of the texts' loss_mask is added. Of the texts, an
+    `SFTBatch` as large and wide as the experience, each minibatch has the rows that it has of the experience.
 
     With `config.target_kl`, an update is applied only while the minibatch's KL(old, new), measured in its own forward
-    pass by the k3 estimator mean(rho - 1 - log rho), does not exceed it. The first that does ends the call: it is not
-    applied, and no later one is computed.
+    pass by the k3 estimator mean(rho - 1 - log rho) over tokens, does not exceed it. The first that does ends the call:
+    it is not applied, and no later one is computed.
 
-    Metrics are means over the updates that were computed and finite (NaN if there was none):
-        actor/pg_loss, actor/entropy, actor/ppo_kl (k1: mean of -log rho), actor/approx_kl (k3), actor/ratio,
-        actor/pg_clipfrac, actor/pg_clipfrac_lower (dual clip), actor/grad_norm; and
+    Metrics are means over the updates that were not skipped (NaN if there was none). All but the first are
+    means over tokens, whatever the aggregation:
+        actor/pg_loss (as aggregated), actor/entropy, actor/ppo_kl (k1: mean of -log rho of tokens), actor/approx_kl
+        (k3), actor/ratio, actor/pg_clipfrac, actor/pg_clipfrac_lower (dual clip), actor/grad_norm;
+        actor/kl_loss: the KL's estimate, not yet weighed, where it is in the loss;
+        actor/ptx_loss: the mean over the texts' tokens, not yet weighed, with ptx_coef; and
         actor/initial_ratio_gap: mean |rho - 1| in the first minibatch, 0 up to rounding with recomputed log-probs;
-        actor/skipped_updates: not applied because something was not finite;
-        actor/stopped_updates: not applied because of `target_kl`.
+        actor/skipped_updates: not applied because something was not finite, or no token of the minibatch counted;
+        actor/stopped_updates: not applied because of `target_kl`, which a skipped one does not reach.
 
-    Raises (when first called with a shape):
-        ValueError: the rows do not divide into minibatches x micro_batches.
+    Raises:
+        ValueError: `aggregation="constant"` without `aggregation_divisor`. When first called with a shape: the rows do
+            not divide into minibatches x micro_batches, the texts do not have the experience's shape, or the experience
+            lacks what the config's loss needs, or has weights that it does not ask for.
     """
     return jax.jit(actor_update(logprob_fn, optimizer, config, sums_fn), donate_argnums=0)
 
@@ -121,9 +169,9 @@ def make_critic_step(
 
     An update's loss is the mean over the minibatch's response tokens of `losses.value_loss`.
 
-    Metrics: critic/vf_loss, critic/vf_clipfrac, critic/vpred_mean, critic/grad_norm as means over the finite updates;
-    critic/skipped_updates; and critic/vf_explained_var = 1 - Var(returns - values) / (Var(returns) + 1e-5) of the
-    values in the experience, i.e. before the update (verl's definition).
+    Metrics: critic/vf_loss, critic/vf_clipfrac, critic/vpred_mean, critic/grad_norm as means over the updates that were
+    not skipped; critic/skipped_updates as in `make_actor_step`; and critic/vf_explained_var = 1 - Var(returns - values)
+    / (Var(returns) + 1e-5) of the values in the experience, i.e. before the update (verl's definition).
 
     Raises (when first called with a shape):
         ValueError: the rows do not divide into minibatches x micro_batches.
@@ -143,46 +191,63 @@ def make_ppo_step(
     """One jitted step that trains actor and critic and moves the KL controller. Donates the state.
 
     Both functions read the same `frozen`, if there is any. The two do not read each other's result, so their order is
-    of no matter; `target_kl` stops the actor only. `sums_fn` is the actor's, as in `make_actor_step`.
-    Metrics are those of `make_actor_step` and `make_critic_step`, objective/kl (the controller's input) and
-    objective/kl_coef (the coefficient that penalised this experience, before the controller moves it).
+    of no matter; `target_kl` stops the actor only. `sums_fn` is the actor's, as in `make_actor_step`, and so are the
+    texts with `config.ptx_coef`. Metrics are those of `make_actor_step` and `make_critic_step`, and where the
+    experience has a reference objective/kl (the controller's input) and objective/kl_coef (the coefficient that
+    penalised this experience, before the controller moves it).
     """
     update_actor = actor_update(logprob_fn, actor_optimizer, config, sums_fn)
     update_critic = critic_update(value_fn, critic_optimizer, config)
 
-    def step(state: PPOState, experience: Experience, *frozen: PyTree) -> tuple[PPOState, Metrics]:
-        actor, actor_metrics = update_actor(state.actor, experience, *frozen)
+    def step(state: PPOState, experience: Experience, *others: PyTree) -> tuple[PPOState, Metrics]:
+        actor, actor_metrics = update_actor(state.actor, experience, *others)
+        frozen = others[1:] if config.ptx_coef else others
         critic, critic_metrics = update_critic(state.critic, experience, *frozen)
+        metrics = {**actor_metrics, **critic_metrics}
+        if experience.ref_logprobs is None:
+            return PPOState(actor, critic, state.kl), metrics
         kl = sequence_kl(experience)
         controller = update_kl(state.kl, kl, experience.tokens.shape[0], config=config)
-        metrics = {**actor_metrics, **critic_metrics, "objective/kl": kl, "objective/kl_coef": state.kl.coef}
-        return PPOState(actor, critic, controller), metrics
+        return PPOState(actor, critic, controller), metrics | {"objective/kl": kl, "objective/kl_coef": state.kl.coef}
 
     return jax.jit(step, donate_argnums=0)
 
 
 def actor_update(
-    logprob_fn: LogprobFn, optimizer: optax.GradientTransformation, config: PPOConfig, sums_fn: SumsFn | None
+    logprob_fn: LogprobFn, optimizer: optax.GradientTransformation, config: PolicyConfig, sums_fn: SumsFn | None
 ) -> Callable[..., tuple[TrainState, Metrics]]:
+    if config.aggregation == "constant" and config.aggregation_divisor is None:
+        raise ValueError("aggregation_divisor=None: aggregation='constant' needs it, usually the response limit")
     terms = partial(_policy_terms, config)
+    kl_in_loss = config.kl_in == "loss" and config.needs_reference
 
-    def summed(params: PyTree, tokens: Array, data: ActorRows, terms: Terms, *frozen: PyTree) -> tuple[Array, Metrics]:
+    def summed(params: PyTree, tokens: Array, data: TokenRows, terms: Terms, *frozen: PyTree) -> tuple[Array, Metrics]:
         logprobs, entropy = logprob_fn(params, tokens, *frozen)
-        _check_output("logprob_fn", tokens, logprobs, entropy)
+        check_output("logprob_fn", tokens, logprobs, entropy)
         return jax.tree.map(jnp.sum, terms(logprobs, entropy, data))
 
-    sums = sums_fn or summed
+    sums = sums_fn if sums_fn is not None and config.ratio == "token" else summed
 
-    def loss_fn(params: PyTree, rows: ActorRows, count: Array, *frozen: PyTree) -> tuple[Array, Metrics]:
-        return jax.tree.map(lambda x: x / count, sums(params, rows.tokens, rows, terms, *frozen))
+    def loss_fn(params: PyTree, rows: TokenRows, count: Array, *frozen: PyTree) -> tuple[Array, Metrics]:
+        loss, metrics = sums(params, rows.tokens, rows, terms, *frozen)
+        return loss, {name: x if name in _WEIGHED else x / count for name, x in metrics.items()}
 
     names = ("pg_loss", "entropy", "ppo_kl", "approx_kl", "ratio", "ratio_gap", "pg_clipfrac", "pg_clipfrac_lower")
+    names += ("kl_loss",) * kl_in_loss + ("ptx_loss",) * bool(config.ptx_coef)
     target_kl = config.target_kl
     veto = None if target_kl is None else lambda metrics: metrics["approx_kl"] > target_kl
 
-    def update(state: TrainState, experience: Experience, *frozen: PyTree) -> tuple[TrainState, Metrics]:
-        rows = ActorRows(experience.tokens, experience.response_mask, experience.old_logprobs, experience.advantages)
-        state, run = _run_updates(loss_fn, optimizer, config, state, rows, frozen, names, veto)
+    def update(state: TrainState, experience: Experience, *others: PyTree) -> tuple[TrainState, Metrics]:
+        texts, frozen = (others[0], others[1:]) if config.ptx_coef else (None, others)
+        if (experience.importance is None) != (config.importance is None):
+            held = "no weights" if experience.importance is None else "weights"
+            raise ValueError(
+                f"importance={config.importance!r}: the experience has {held}, make it with the same config"
+            )
+        rows = _actor_rows(experience, texts, kl_in_loss)
+        state, run = _run_updates(
+            loss_fn, optimizer, config, state, rows, frozen, names, veto, partial(_weighed, config, experience.kl_coef)
+        )
         metrics = {f"actor/{name}": value for name, value in run.means.items() if name != "ratio_gap"}
         metrics["actor/initial_ratio_gap"] = run.first["ratio_gap"]
         metrics["actor/skipped_updates"] = run.skipped.astype(jnp.float32)
@@ -197,7 +262,7 @@ def critic_update(
 ) -> Callable[..., tuple[TrainState, Metrics]]:
     def loss_fn(params: PyTree, rows: CriticRows, count: Array, *frozen: PyTree) -> tuple[Array, Metrics]:
         values = value_fn(params, rows.tokens, *frozen)
-        _check_output("value_fn", rows.tokens, values)
+        check_output("value_fn", rows.tokens, values)
         values = jnp.where(rows.mask, values, 0)
         parts = value_loss(values, rows.old_values, rows.returns, clip=config.value_clip)
         loss = masked_sum(parts.loss, rows.mask) / count
@@ -210,9 +275,11 @@ def critic_update(
     names = ("vf_loss", "vf_clipfrac", "vpred_mean")
 
     def update(state: TrainState, experience: Experience, *frozen: PyTree) -> tuple[TrainState, Metrics]:
-        mask, returns = experience.response_mask, experience.returns
-        unexplained = masked_variance(returns - experience.values, mask)
-        rows = CriticRows(experience.tokens, mask, experience.values, returns)
+        mask, values, returns = experience.response_mask, experience.values, experience.returns
+        if values is None or returns is None:
+            raise ValueError("values=None: a critic's step needs values and returns in the experience")
+        unexplained = masked_variance(returns - values, mask)
+        rows = CriticRows(experience.tokens, mask, values, returns)
         state, run = _run_updates(loss_fn, optimizer, config, state, rows, frozen, names)
         metrics = {f"critic/{name}": value for name, value in run.means.items()}
         metrics["critic/vf_explained_var"] = 1 - unexplained / (masked_variance(returns, mask) + 1e-5)
@@ -222,36 +289,102 @@ def critic_update(
     return update
 
 
+_WEIGHED = ("pg_loss", "ptx_loss")  # metrics whose denominators are in their weights already
+
+
+def _actor_rows(experience: Experience, texts: SFTBatch | None, kl_in_loss: bool) -> ActorRows:
+    if kl_in_loss and (experience.ref_logprobs is None or experience.kl_coef is None):
+        raise ValueError("kl_in='loss' needs ref_logprobs and kl_coef in the experience: make it with the same config")
+    if texts is not None and texts.tokens.shape != experience.tokens.shape:
+        raise ValueError(
+            f"texts have shape {texts.tokens.shape}: with ptx_coef they must be as many and as wide as the "
+            f"experience's rows, {experience.tokens.shape}"
+        )
+    return ActorRows(
+        experience.tokens,
+        experience.response_mask,
+        experience.old_logprobs,
+        experience.advantages,
+        experience.ref_logprobs if kl_in_loss else None,
+        experience.importance,
+        None if texts is None else texts.tokens,
+        None if texts is None else texts.loss_mask,
+    )
+
+
+def _weighed(config: PolicyConfig, kl_coef: Array | None, rows: ActorRows) -> TokenRows:
+    """A minibatch with the weights of its tokens, before anything divides it. Texts become rows of their own."""
+    weights = loss_weights(rows.mask, config.aggregation, divisor=config.aggregation_divisor)
+    tokens = TokenRows(
+        tokens=rows.tokens,
+        mask=rows.mask,
+        old_logprobs=rows.old_logprobs,
+        advantages=rows.advantages,
+        weights=weights,
+        pg_weights=weights if rows.importance is None else jnp.where(rows.mask, weights * rows.importance, 0),
+        ref_logprobs=rows.ref_logprobs,
+        kl_weights=None if rows.ref_logprobs is None or kl_coef is None else kl_coef * weights,
+    )
+    if rows.texts is None or rows.text_mask is None:
+        return tokens
+    learned = rows.text_mask & (jnp.arange(rows.texts.shape[1]) > 0)[None, :]
+    tokens = tokens._replace(text_weights=jnp.zeros_like(weights))
+    texts = jax.tree.map(jnp.zeros_like, tokens)._replace(
+        tokens=rows.texts, text_weights=loss_weights(learned, "token-mean")
+    )
+    return jax.tree.map(interleave, tokens, texts)
+
+
 def _policy_terms(
-    config: PPOConfig, logprobs: Array, entropy: Array, rows: ActorRows
+    config: PolicyConfig, logprobs: Array, entropy: Array, rows: TokenRows
 ) -> tuple[Array, dict[str, Array]]:
-    """Every token's loss and metrics; 0 where the mask is False."""
+    """Every token's loss and metrics; 0 where no mask is True. Elementwise where the ratio is a token's."""
     # Selected before the mathematics, not after: a NaN in the padding would come back through the gradient.
-    logprobs = jnp.where(rows.mask, logprobs, 0)
-    old_logprobs = jnp.where(rows.mask, rows.old_logprobs, 0)
+    given, logprobs = logprobs, jnp.where(rows.mask, logprobs, 0)
+    log_ratio = logprobs - jnp.where(rows.mask, rows.old_logprobs, 0)
+    action = log_ratio if config.ratio == "token" else _of_responses(log_ratio, rows.mask, config.ratio)
+    if config.old_logprobs == "rollout":
+        action = jnp.where(action > math.log(config.importance_cap), math.log(config.importance_cap), action)
     parts = policy_loss(
-        logprobs,
-        old_logprobs,
-        rows.advantages,
+        action,
+        jnp.zeros_like(action),
+        jnp.where(rows.mask, rows.advantages, 0),
         clip_low=config.clip_low,
         clip_high=config.clip_high,
         dual_clip=config.dual_clip,
     )
+    log_ratio = jnp.clip(log_ratio, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     metrics = {
-        "pg_loss": parts.loss,
+        "pg_loss": rows.pg_weights * parts.loss,
         "entropy": entropy,
-        "ppo_kl": -parts.log_ratio,
-        "approx_kl": parts.ratio - 1 - parts.log_ratio,
+        "ppo_kl": -log_ratio,
+        "approx_kl": jnp.expm1(log_ratio) - log_ratio,
         "ratio": parts.ratio,
         "ratio_gap": jnp.abs(parts.ratio - 1),
         "pg_clipfrac": parts.clipped.astype(jnp.float32),
         "pg_clipfrac_lower": parts.clipped_lower.astype(jnp.float32),
     }
+    if rows.ref_logprobs is not None:
+        ref_logprobs = jnp.where(rows.mask, rows.ref_logprobs, 0)
+        metrics["kl_loss"] = kl_estimate(logprobs, ref_logprobs, config.kl_estimator)
     metrics = {name: jnp.where(rows.mask, x, 0) for name, x in metrics.items()}
     loss = metrics["pg_loss"]
     if config.entropy_coef:  # else the entropy's gradient is not even asked for
-        loss -= config.entropy_coef * metrics["entropy"]
+        loss -= config.entropy_coef * (rows.weights * metrics["entropy"])
+    if rows.kl_weights is not None:
+        loss += rows.kl_weights * metrics["kl_loss"]
+    if rows.text_weights is not None:
+        metrics["ptx_loss"] = rows.text_weights * -jnp.where(rows.text_weights > 0, given, 0)
+        loss += config.ptx_coef * metrics["ptx_loss"]
     return loss, metrics
+
+
+def _of_responses(log_ratio: Array, mask: Array, ratio: Ratio) -> Array:
+    """Each response's log-ratio at all of its tokens: the sum over them or the mean."""
+    total = jnp.sum(log_ratio, axis=1, keepdims=True)
+    if ratio == "sequence-mean":
+        total /= token_count(mask, axis=1)[:, None]
+    return jnp.where(mask, total, 0)
 
 
 class _Run(NamedTuple):
@@ -268,7 +401,7 @@ class _Carry(NamedTuple):
     params: PyTree
     opt_state: PyTree
     stop: Bool[Array, ""]
-    finite: Int[Array, ""]  # how many of them had finite gradients
+    sound: Int[Array, ""]  # how many of them were not skipped
     sums: Metrics  # over those
     first: Metrics
 
@@ -276,16 +409,18 @@ class _Carry(NamedTuple):
 def _run_updates(
     loss_fn: Callable[..., tuple[Array, Metrics]],
     optimizer: optax.GradientTransformation,
-    config: PPOConfig,
+    config: PolicyConfig,
     state: TrainState,
     rows: Any,
     frozen: tuple[PyTree, ...],
     names: tuple[str, ...],
     veto: Callable[[Metrics], Bool[Array, ""]] | None = None,
+    prepare: Callable[[Any], Any] = lambda rows: rows,
 ) -> tuple[TrainState, _Run]:
     """epochs x minibatches updates in one loop, which ends early once `veto` holds.
 
-    loss_fn: (params, rows, count, *frozen) -> (loss, metrics).
+    loss_fn: (params, rows, count, *frozen) -> (loss, metrics); count is of the minibatch's tokens in `mask`.
+    prepare: of a whole minibatch, what the loss then sees parts of.
     """
     check_divisible(rows.tokens, config.minibatches, config.micro_batches)
     total = config.epochs * config.minibatches
@@ -293,7 +428,7 @@ def _run_updates(
 
     def one(carry: _Carry) -> _Carry:
         epoch, minibatch = carry.index // config.minibatches, carry.index % config.minibatches
-        batch = draw_minibatch(rows, jax.random.fold_in(key, epoch), minibatch, config.minibatches)
+        batch = prepare(draw_minibatch(rows, jax.random.fold_in(key, epoch), minibatch, config.minibatches))
         count, tokens = token_count(batch.mask), config.micro_batch_tokens
         update = apply_update(
             lambda params, micro: loss_fn(params, micro, count, *frozen),
@@ -301,17 +436,18 @@ def _run_updates(
             carry.params,
             carry.opt_state,
             batch,
-            micro_batches=config.micro_batches if tokens is None else ByLength(row_ends(batch.mask), tokens),
+            micro_batches=config.micro_batches if tokens is None else ByLength(row_ends(batch.computed), tokens),
             metric_names=names,
+            counted=jnp.any(batch.computed),
             veto=veto,
         )
         return _Carry(
             index=carry.index + 1,
             params=update.params,
             opt_state=update.opt_state,
-            stop=carry.stop if veto is None else veto(update.metrics),
-            finite=carry.finite + update.finite.astype(jnp.int32),
-            sums=jax.tree.map(lambda s, x: s + jnp.where(update.finite, x, 0), carry.sums, update.metrics),
+            stop=carry.stop if veto is None else update.sound & veto(update.metrics),
+            sound=carry.sound + update.sound.astype(jnp.int32),
+            sums=jax.tree.map(lambda s, x: s + jnp.where(update.sound, x, 0), carry.sums, update.metrics),
             first=jax.tree.map(lambda f, x: jnp.where(carry.index == 0, x, f), carry.first, update.metrics),
         )
 
@@ -320,15 +456,9 @@ def _run_updates(
     start = _Carry(none, state.params, state.opt_state, jnp.zeros((), jnp.bool_), none, zeros, zeros)
     end = lax.while_loop(lambda carry: (carry.index < total) & ~carry.stop, one, start)
     run = _Run(
-        means=jax.tree.map(lambda s: s / end.finite.astype(jnp.float32), end.sums),
+        means=jax.tree.map(lambda s: s / end.sound.astype(jnp.float32), end.sums),
         first=end.first,
-        skipped=end.index - end.finite,
+        skipped=end.index - end.sound,
         stopped=jnp.where(end.stop, total - end.index + 1, 0),
     )
     return TrainState(end.params, end.opt_state, state.step + 1), run
-
-
-def _check_output(name: str, tokens: Array, *outputs: Array) -> None:
-    for x in outputs:
-        if x.shape != tokens.shape:
-            raise ValueError(f"{name} returned an array of shape {x.shape} for tokens of shape {tokens.shape}")

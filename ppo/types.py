@@ -17,6 +17,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
+from jrlhf.ppo.minibatches import interleave
+
 PyTree = Any
 
 
@@ -41,16 +43,22 @@ class Rollout:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Experience(Rollout):
-    """A rollout with all that an update needs. The `[B, T]` arrays added here are zero outside `response_mask`."""
+    """A rollout with all that an update needs. The `[B, T]` arrays added here are zero outside `response_mask`.
+
+    None stands where an algorithm has no such thing: values and returns without a critic, ref_logprobs without a
+    reference, importance without a correction, kl_coef where the KL is no part of the loss.
+    """
 
     scores: Float[Array, "B"]  # of the reward model, one a sequence
-    response_mask: Bool[Array, "B T"]  # tokens to learn from; no token of a row that truncation="mask" excludes
+    response_mask: Bool[Array, "B T"]  # tokens to learn from; none of a row that is excluded (see `experience.py`)
     old_logprobs: Float[Array, "B T"]  # of the actor before its update: the denominator of the ratio
-    ref_logprobs: Float[Array, "B T"]  # of the frozen reference
-    values: Float[Array, "B T"]  # of the critic before its update
-    rewards: Float[Array, "B T"]  # score at the last response token, minus the KL penalty at each
+    ref_logprobs: Float[Array, "B T"] | None  # of the frozen reference
+    values: Float[Array, "B T"] | None  # of the critic before its update
+    rewards: Float[Array, "B T"]  # score at the last response token; minus the KL penalty at each where it is a reward
     advantages: Float[Array, "B T"]  # whitened where the config says so
-    returns: Float[Array, "B T"]  # the critic's targets: unwhitened advantages + values
+    returns: Float[Array, "B T"] | None  # the critic's targets: unwhitened advantages + values
+    importance: Float[Array, "B T"] | None = None  # weights of the policy loss: pi_old / pi_rollout, truncated
+    kl_coef: Float[Array, ""] | None = None  # beta of the KL in the loss
 
 
 @jax.tree_util.register_dataclass
@@ -114,6 +122,41 @@ class PreferenceBatch:
     chosen_lengths: Int[Array, "B"]
     rejected: Int[Array, "B T"]
     rejected_lengths: Int[Array, "B"]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class PairBatch:
+    """Pairs of answers to one prompt each, of which the first is preferred, as DPO learns from them.
+
+    ref_chosen, ref_rejected: sum of the reference's log-probs over each response; None: not computed yet
+        (`dpo.with_reference` puts them in).
+    """
+
+    chosen: Int[Array, "B T"]
+    chosen_lengths: Int[Array, "B"]
+    rejected: Int[Array, "B T"]
+    rejected_lengths: Int[Array, "B"]
+    prompt_lengths: Int[Array, "B"]  # the first tokens of both sequences
+    ref_chosen: Float[Array, "B"] | None = None
+    ref_rejected: Float[Array, "B"] | None = None
+
+    @property
+    def tokens(self) -> Int[Array, "2*B T"]:
+        """Both sequences of every pair, pair by pair, chosen first."""
+        return interleave(self.chosen, self.rejected)
+
+    @property
+    def lengths(self) -> Int[Array, "2*B"]:
+        """Of the rows of `tokens`, prompt and response together."""
+        return interleave(self.chosen_lengths, self.rejected_lengths)
+
+    @property
+    def response_mask(self) -> Bool[Array, "2*B T"]:
+        """The response tokens of `tokens`. Index 0 has no log-probability and never counts."""
+        start = jnp.maximum(interleave(self.prompt_lengths, self.prompt_lengths), 1)[:, None]
+        time = jnp.arange(self.chosen.shape[1])[None, :]
+        return (start <= time) & (time < self.lengths[:, None])
 
 
 def _beside(params: PyTree, tree: PyTree) -> PyTree:

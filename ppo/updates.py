@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float
 
 from jrlhf.ppo.budget import ByLength, fold_by_length
 from jrlhf.ppo.minibatches import split_rows
+from jrlhf.ppo.types import TrainState
 
 PyTree = Any
 Metrics = dict[str, Float[Array, ""]]
@@ -25,7 +26,7 @@ class Update(NamedTuple):
     params: PyTree
     opt_state: PyTree
     metrics: Metrics  # the loss's own, and "grad_norm"
-    finite: Bool[Array, ""]  # loss and gradients were; if not, nothing was applied
+    sound: Bool[Array, ""]  # loss and gradients were finite, and of something; if not, nothing was applied
 
 
 def apply_update(
@@ -37,29 +38,70 @@ def apply_update(
     *,
     micro_batches: int | ByLength,
     metric_names: tuple[str, ...],
+    counted: Bool[Array, ""] | None = None,
     veto: Callable[[Metrics], Bool[Array, ""]] | None = None,
 ) -> Update:
     """Differentiate `loss_fn` over `rows`, in `micro_batches` parts or parts by length, and step the optimizer once.
 
     Weights and optimizer state stay as they were, bit for bit, when the loss or a gradient is not finite
     (optax.apply_if_finite lets the bad step through after a few; clip_by_global_norm turns one inf into NaN
-    everywhere), or when `veto(metrics)` holds. `metric_names` are the keys of the loss's metrics.
+    everywhere), when `veto(metrics)` holds, or when `counted` does not: whether the rows have anything that counts in
+    the loss. (A gradient of nothing is 0, and an optimizer would apply momentum and weight decay.) `metric_names` are
+    the keys of the loss's metrics.
 
     The decision is made before the optimizer runs and by `cond`: a select between old and new leaves, or a look at the
     updates, keeps both alive together, which costs another copy of the weights (measured).
     """
     loss, metrics, grads = _accumulate(loss_fn, params, rows, micro_batches, metric_names)
     grad_norm = _global_norm(grads)
-    finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
+    sound = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
+    if counted is not None:
+        sound &= counted
     metrics = {**metrics, "grad_norm": grad_norm}
-    accepted = finite if veto is None else finite & ~veto(metrics)
+    accepted = sound if veto is None else sound & ~veto(metrics)
 
     def accept() -> tuple[PyTree, PyTree]:
         updates, new_opt_state = optimizer.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), new_opt_state
 
     params, opt_state = lax.cond(accepted, accept, lambda: (params, opt_state))
-    return Update(params, opt_state, metrics, finite)
+    return Update(params, opt_state, metrics, sound)
+
+
+def check_output(name: str, tokens: Array, *outputs: Array) -> None:
+    """Raise ValueError where a given function returned anything but a number for each of `tokens`."""
+    for x in outputs:
+        if x.shape != tokens.shape:
+            raise ValueError(f"{name} returned an array of shape {x.shape} for tokens of shape {tokens.shape}")
+
+
+def update_once(
+    prefix: str,
+    loss_fn: LossFn,
+    optimizer: optax.GradientTransformation,
+    state: TrainState,
+    rows: PyTree,
+    micro_batches: int | ByLength,
+    names: tuple[str, ...],
+    counted: Bool[Array, ""] | None = None,
+) -> tuple[TrainState, Metrics]:
+    """A step of one update: the next state, and its metrics with `prefix` before names that have no such of their own.
+
+    prefix/grad_norm and prefix/skipped_updates (1: something was not finite, nothing was applied) are among them.
+    """
+    update = apply_update(
+        loss_fn,
+        optimizer,
+        state.params,
+        state.opt_state,
+        rows,
+        micro_batches=micro_batches,
+        metric_names=names,
+        counted=counted,
+    )
+    metrics = {name if "/" in name else f"{prefix}/{name}": value for name, value in update.metrics.items()}
+    metrics[f"{prefix}/skipped_updates"] = 1 - update.sound.astype(jnp.float32)
+    return TrainState(update.params, update.opt_state, state.step + 1), metrics
 
 
 def _accumulate(

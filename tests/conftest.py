@@ -4,7 +4,10 @@ import os
 
 import jax
 
-os.environ.setdefault("NPROC", "16")  # more threads than devices: see jrlhf.devices.spare_threads
+from jrlhf.devices import spare_threads
+
+os.environ.setdefault("NPROC", "32")
+spare_threads(8)
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")

@@ -1,5 +1,7 @@
 """The README's example, run as it stands."""
 
+import ast
+import inspect
 import re
 from pathlib import Path
 
@@ -7,13 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jrlhf import algorithms
 from jrlhf.ppo import Rollout
 
 README = (Path(__file__).resolve().parents[1] / "README.md").read_text(encoding="utf-8")
 
 
 def test_the_example_with_a_foreign_model_trains_it():
-    (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    _, code = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     vocabulary, rows, time = 11, 8, 6
     keys = jax.random.split(jax.random.key(0), 5)
 
@@ -48,6 +51,14 @@ def test_the_example_with_a_foreign_model_trains_it():
     assert metrics["actor/skipped_updates"] == metrics["critic/skipped_updates"] == 0
     moved = jax.tree.map(lambda old, new: float(abs(old - new).max()), before, state.actor.params)
     assert all(0 < change < 0.1 for change in jax.tree.leaves(moved))
+
+
+def test_the_algorithm_shown_is_the_one_that_runs():
+    shown, _ = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    documented = ast.parse(inspect.getsource(algorithms.grpo)).body[0]
+    assert isinstance(documented, ast.FunctionDef) and ast.get_docstring(documented)
+    documented.body = documented.body[1:]
+    assert ast.unparse(ast.parse(shown)) == ast.unparse(documented)
 
 
 def test_every_path_that_the_readme_names_exists():

@@ -18,6 +18,7 @@ import numpy as np
 
 LEARNING_RATE = 1e-5
 KL_COEF = 0.04
+SAMPLES = 2  # of a prompt, in GRPO: half as many prompts as rows
 FIRST_ID = 3  # the ids below are a tokenizer's pad, end and unknown: never in a prompt
 
 

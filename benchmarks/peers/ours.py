@@ -5,23 +5,23 @@ from types import SimpleNamespace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from benchmarks.peers.common import KL_COEF, LEARNING_RATE, Job, Shape, given_tokens, main, save_numbers, timed
+from benchmarks.peers.common import KL_COEF, LEARNING_RATE, SAMPLES, Job, Shape, given_tokens, main, save_numbers, timed
 from jrlhf import programs
-from jrlhf.batches import key_for, put_rows, row_keys
+from jrlhf.algorithms import on_policy
+from jrlhf.batches import Batch, key_for, put_rows, row_keys
 from jrlhf.clock import Clock
 from jrlhf.meshes import make_mesh
 from jrlhf.model import Architecture, Model
 from jrlhf.models import ModelConfig, SamplingConfig, Schedule, export_hf, init_sharded, load_hf
 from jrlhf.models.params import HeadKind
-from jrlhf.ppo import PPOConfig, TrainState, experience_metrics
+from jrlhf.ppo import GRPOConfig, PPOConfig, Rollout, TrainState, experience_metrics
 from jrlhf.programs import Compute
-from jrlhf.rl import on_policy_iteration
 from jrlhf.roles import Actor, Critic, Learner, Reference, Reward
-from jrlhf.scoring import Batch
 
 HEADS: dict[str, HeadKind] = {"actor": "lm", "critic": "scalar", "reward": "scalar"}
 COMPUTE = Compute(remat="products")
@@ -120,28 +120,71 @@ def ppo(job: Job) -> dict[str, Any]:
             sampling=sampling,
             schedule=one_chunk(job.response),
             optimizer=optimizer,
-            ppo=config,
+            algorithm=config,
             clock=clock,
         )
-        critic = Critic(models["critic"], mesh, COMPUTE, optimizer=optimizer, ppo=config, clock=clock)
+        critic = Critic(models["critic"], mesh, COMPUTE, optimizer=optimizer, algorithm=config, clock=clock)
         reference = Reference(load(job, "actor", mesh), mesh, COMPUTE, temperature=sampling.temperature, clock=clock)
         reward = Reward(models["reward"], mesh, COMPUTE, clock=clock)
         actor.state = TrainState.create(models["actor"].params, optimizer)
         critic.state = TrainState.create(models["critic"].params, optimizer)
-        rewards: Any = SimpleNamespace(begin=lambda rollout, batch: partial(reward.score, rollout))
+        rewards: Any = SimpleNamespace(score=lambda rollout, batch: reward.score(rollout))
         optimizers = optimizer, optimizer
-        learner = Learner(actor, critic, mesh, COMPUTE, optimizers=optimizers, ppo=config, temperature=1.0)
+        learner = Learner(actor, critic, mesh, COMPUTE, optimizers=optimizers, algorithm=config, temperature=1.0)
         measure, count = jax.jit(experience_metrics), iter(range(job.steps))
 
         def step(rows: np.ndarray) -> None:
             number = next(count)
             batch = Batch(put_prompts(job, rows, number, mesh), [], [], number)
-            experience, metrics = on_policy_iteration(actor, learner, reference, rewards, batch, KL_COEF)
+            experience, metrics = on_policy(actor, learner, reference, rewards, batch, KL_COEF)
             metrics = jax.device_get(metrics | measure(experience))
             assert metrics["response_length/mean"] == job.response
 
         return timed(job, step)
 
 
+def grpo(job: Job) -> dict[str, Any]:
+    """Seconds of an iteration of GRPO with actor and reference, its metrics fetched: half as many prompts as rows."""
+    mesh = one_device()
+    with jax.set_mesh(mesh):
+        config, optimizer, clock = GRPOConfig(samples=SAMPLES, kl_coef=KL_COEF), optax.adamw(LEARNING_RATE), Clock()
+        model, sampling = load(job, "actor", mesh), SamplingConfig(job.response)
+        actor = Actor(
+            model,
+            mesh,
+            COMPUTE,
+            sampling=sampling,
+            samples=SAMPLES,
+            schedule=one_chunk(job.response),
+            optimizer=optimizer,
+            algorithm=config,
+            clock=clock,
+        )
+        reference = Reference(load(job, "actor", mesh), mesh, COMPUTE, temperature=sampling.temperature, clock=clock)
+        actor.state = TrainState.create(model.params, optimizer)
+        learner = Learner(actor, None, mesh, COMPUTE, optimizers=(optimizer,), algorithm=config, temperature=1.0)
+        scores: Any = SimpleNamespace(score=lambda rollout, _: first_token_scores(rollout))
+        measure, count = jax.jit(partial(experience_metrics, samples=SAMPLES)), iter(range(job.steps))
+
+        def step(rows: np.ndarray) -> None:
+            number, prompts = next(count), job.batch // SAMPLES
+            arrays = put_rows((rows[:prompts], np.full(prompts, job.prompt, np.int32)), mesh)
+            keys = row_keys(key_for(0, "rollout", number), job.batch, mesh)
+            batch = Batch((*arrays, keys), [], [], number)
+            experience, metrics = on_policy(actor, learner, reference, scores, batch, KL_COEF)
+            metrics = jax.device_get(metrics | measure(experience))
+            assert metrics["response_length/mean"] == job.response
+
+        return timed(job, step)
+
+
+@jax.jit
+def first_token_scores(rollout: Rollout) -> jax.Array:
+    """A reward that costs nothing and differs within groups."""
+    first = jnp.take_along_axis(rollout.tokens, rollout.prompt_lengths[:, None], axis=1)[:, 0]
+    return (first % 7).astype(jnp.float32)
+
+
 if __name__ == "__main__":
-    main({"export": export, "check": check, "generate": generate, "ppo": ppo}, ("jax", "flax", "optax"))
+    cases = {"export": export, "check": check, "generate": generate, "ppo": ppo, "grpo": grpo}
+    main(cases, ("jax", "flax", "optax"))

@@ -15,6 +15,7 @@ from tunix.generate.sampler import CacheConfig, Sampler
 from tunix.models.qwen3.model import ModelConfig, Qwen3
 from tunix.models.qwen3.params import create_model_from_safe_tensors
 from tunix.rl import common
+from tunix.rl.grpo.grpo_learner import GRPOConfig, GRPOLearner
 from tunix.rl.ppo.ppo_learner import PPOConfig, PPOLearner
 from tunix.rl.rl_cluster import ClusterConfig, RLCluster, RLTrainingConfig, Role
 from tunix.rl.rollout.base_rollout import RolloutConfig
@@ -22,7 +23,9 @@ from tunix.rl.rollout.base_rollout import RolloutConfig
 from benchmarks.peers.common import (
     KL_COEF,
     LEARNING_RATE,
+    SAMPLES,
     Job,
+    Moment,
     given_tokens,
     main,
     now,
@@ -132,6 +135,36 @@ def ppo(job: Job) -> dict[str, Any]:
     The variant "reward model" has four models; "reward function" only three, and scores that cost nothing.
     """
     mesh, learnt = one_device(), job.variant == "reward model"
+    roles = {"critic": load(job, "critic", mesh), "reward": load(job, "reward", mesh) if learnt else None}
+    cluster, moments = make_cluster(job, mesh, **roles)
+    constant = None if learnt else (lambda prompts, completions, **_: [0.5] * len(completions))
+    learner = PPOLearner(cluster, PPOConfig(beta=KL_COEF, num_iterations=1), reward_fns=constant)
+    batches = [{"prompts": np.array(text(rows))} for rows in prompts(job)]
+    with mesh:
+        learner.train([*batches, batches[0]])
+    assert len(moments) == job.steps + 1
+    return repeats(moments, job.warmup)
+
+
+def grpo(job: Job) -> dict[str, Any]:
+    """Seconds of a step of GRPO likewise, with actor and reference: the same rows in half the prompts."""
+    mesh = one_device()
+    cluster, moments = make_cluster(job, mesh)
+
+    def first_token(prompts, completions, **_) -> list[float]:
+        return [float(int(each.split()[0]) % 7) for each in completions]
+
+    config = GRPOConfig(num_generations=SAMPLES, num_iterations=1, beta=KL_COEF)
+    learner = GRPOLearner(cluster, algo_config=config, reward_fns=first_token)
+    batches = [{"prompts": np.array(text(rows[: job.batch // SAMPLES]))} for rows in prompts(job)]
+    with mesh:
+        learner.train([*batches, batches[0]])
+    assert len(moments) == job.steps + 1
+    return repeats(moments, job.warmup)
+
+
+def make_cluster(job: Job, mesh: Mesh, **roles: Any) -> tuple[RLCluster, list[Moment]]:
+    """Actor and reference, with these roles beside them; and the moments at which its generations began."""
     rollout = RolloutConfig(
         max_tokens_to_generate=job.response,
         max_prompt_length=job.prompt,
@@ -147,9 +180,7 @@ def ppo(job: Job) -> dict[str, Any]:
     )
     cluster = RLCluster(
         actor=load(job, "actor", mesh),
-        critic=load(job, "critic", mesh),
         reference=load(job, "actor", mesh),
-        reward=load(job, "reward", mesh) if learnt else None,
         tokenizer=Ids(),
         cluster_config=ClusterConfig(
             role_to_mesh=dict.fromkeys(Role, mesh),
@@ -157,6 +188,7 @@ def ppo(job: Job) -> dict[str, Any]:
             training_config=training,
             rollout_config=rollout,
         ),
+        **roles,
     )
     moments, generate = [], cluster.generate
 
@@ -167,14 +199,8 @@ def ppo(job: Job) -> dict[str, Any]:
         return drawn
 
     cluster.generate = stamped
-    constant = None if learnt else (lambda prompts, completions, **_: [0.5] * len(completions))
-    learner = PPOLearner(cluster, PPOConfig(beta=KL_COEF, num_iterations=1), reward_fns=constant)
-    batches = [{"prompts": np.array(text(rows))} for rows in prompts(job)]
-    with mesh:
-        learner.train([*batches, batches[0]])
-    assert len(moments) == job.steps + 1
-    return repeats(moments, job.warmup)
+    return cluster, moments
 
 
 if __name__ == "__main__":
-    main({"check": check, "generate": generate, "ppo": ppo}, ("google-tunix", "jax", "flax", "optax"))
+    main({"check": check, "generate": generate, "ppo": ppo, "grpo": grpo}, ("google-tunix", "jax", "flax", "optax"))

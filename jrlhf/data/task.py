@@ -10,12 +10,14 @@ from jrlhf.data.encode import PreferencePairs, Prompts, Sequences, encode_prefer
 from jrlhf.data.read import Columns, Dataset, read_dataset
 from jrlhf.data.types import Example
 from jrlhf.errors import UserError
+from jrlhf.stage_config import ALGORITHMS
 from jrlhf.task import Pairs, SFTData, Task
 from jrlhf.tokenizer import Tokenizer
 
 Encoded = TypeVar("Encoded", Prompts, Sequences, PreferencePairs)
 
-STAGES = {"sft": "sft", "preferences": "reward_model", "prompts": "ppo"}  # which stage learns from which data
+# Which stages learn from which data.
+STAGES = {"sft": ("sft",), "preferences": ("reward_model", "dpo"), "prompts": ALGORITHMS}
 
 
 def load_task(config: Config, tokenizer: Tokenizer) -> Task:
@@ -25,8 +27,10 @@ def load_task(config: Config, tokenizer: Tokenizer) -> Task:
         UserError: a dataset that is not there, cannot be read, or does not fit.
     """
     data = config.data
-    used = [key for key, stage in STAGES.items() if stage in config.stages]
-    used += ["heldout"] if data.heldout.path is not None and "ppo" in config.stages else []
+    used = [key for key, stages in STAGES.items() if set(stages) & set(config.stages)]
+    if config.rl.algorithm.ptx_coef > 0 and config.algorithm is not None:
+        used = list(dict.fromkeys(["sft", *used]))
+    used += ["heldout"] if data.heldout.path is not None and config.algorithm is not None else []
     datasets = {key: _read(key, getattr(data, key)) for key in used}
     lines = [f"data.{key}: {dataset.describe()}" for key, dataset in datasets.items()]
     splits = keep_apart(datasets, data.heldout_rows)
@@ -51,7 +55,7 @@ def load_task(config: Config, tokenizer: Tokenizer) -> Task:
     if "preferences" in datasets:
         compared, measured = parts("preferences", encode_preferences, max_length=length)
         assert compared is not None
-        both = _pairs(compared), Pairs((), ()) if measured is None else _pairs(measured)
+        both = _pairs(compared), Pairs((), (), ()) if measured is None else _pairs(measured)
         pairs = lambda context, policy: both  # noqa: E731
     if "prompts" in datasets:
         prompts, heldout = parts("prompts", encode_prompts, max_prompt=data.max_prompt)
@@ -117,14 +121,13 @@ def _hash(text: str) -> str:
 
 def _read(key: str, wanted: DatasetConfig) -> Dataset:
     if wanted.path is None:
-        raise UserError(
-            f"stage {STAGES[key]} learns from data.{key}.path, which is not given: name a file or a dataset"
-        )
+        stage = " or ".join(STAGES[key]) if key == "preferences" else STAGES[key][0]
+        raise UserError(f"stage {stage} learns from data.{key}.path, which is not given: name a file or a dataset")
     return read_dataset(wanted.path, columns=Columns(**vars(wanted.columns)), split=wanted.split)
 
 
 def _pairs(encoded: PreferencePairs) -> Pairs:
-    return Pairs(encoded.chosen, encoded.rejected)
+    return Pairs(encoded.chosen, encoded.rejected, encoded.prompt_lengths)
 
 
 def _rows(texts: Sequences, rows: Iterable[int]) -> Sequences:

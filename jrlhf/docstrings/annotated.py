@@ -6,7 +6,7 @@ import numpy as np
 
 from jrlhf.batches import batch_indices, key_for
 from jrlhf.context import Context
-from jrlhf.docstrings.preferences import Pair, build_pairs, with_real_lines, write_pairs
+from jrlhf.docstrings.preferences import Pair, build_pairs, pairs_jsonl, with_real_lines
 from jrlhf.docstrings.rubric import Rubric
 from jrlhf.errors import UserError
 from jrlhf.model import Model
@@ -25,7 +25,7 @@ def collect_pairs(
     config = context.config.reward_model
     # Held-out pairs keep all but exact ties, so that the accuracy can be told with and without the close ones.
     learnt, texts = _rank(rubric, train, context, policy, config.prompts, config.label_flip, config.margin)
-    write_pairs(context.run.path / "preferences.jsonl", texts)
+    context.run.write("preferences.jsonl", pairs_jsonl(texts))
     measured, _ = _rank(rubric, heldout, context, policy, config.heldout_prompts, 0.0, 0.0, "heldout preferences")
     assert measured.clear is not None
     if not len(learnt) or not measured.clear.any():
@@ -56,8 +56,8 @@ def _rank(
     samples: list[list[str]] = [[] for _ in rows]
     for number in range(config.samples_per_prompt):
         context.console.line(f"sampling {purpose}: {number * count} of {config.samples_per_prompt * count} responses")
-        if context.preemption.requested:
-            raise Preempted("the reward model stage stopped before its first step; earlier stages are saved")
+        if context.preemption.agreed():
+            raise Preempted("stopped while preferences were sampled; earlier stages are saved")
         responses = sample(context, policy, prompt_ids, key_for(seed, purpose, number))
         for example, prompt, texts, response in zip(examples, prompt_ids, samples, responses, strict=True):
             text = response.text.strip()
@@ -82,6 +82,10 @@ def _rank(
         return abs(rubric.score(signature, pair.chosen) - rubric.score(signature, pair.rejected))
 
     encoded = [(encode(pair, pair.chosen), encode(pair, pair.rejected), pair) for pair in pairs]
-    fitting = [(chosen, rejected, gap(pair)) for chosen, rejected, pair in encoded if chosen and rejected]
-    chosen, rejected, gaps = zip(*fitting, strict=True) if fitting else ((), (), ())
-    return Pairs(chosen, rejected, clear=np.array(gaps) > config.margin), pairs
+    fitting = [
+        (chosen, rejected, len(ids_of[pair.prompt]), gap(pair))
+        for chosen, rejected, pair in encoded
+        if chosen and rejected
+    ]
+    chosen, rejected, lengths, gaps = zip(*fitting, strict=True) if fitting else ((), (), (), ())
+    return Pairs(chosen, rejected, lengths, clear=np.array(gaps) > config.margin), pairs

@@ -7,13 +7,11 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import combinations
-from pathlib import Path
 
 import numpy as np
 
 from jrlhf.docstrings.corpus import Example
 from jrlhf.docstrings.rubric import Rubric
-from jrlhf.files import write_atomic
 
 
 @dataclass(frozen=True)
@@ -103,9 +101,9 @@ def with_real_lines(
     return candidates
 
 
-def write_pairs(path: Path, pairs: Iterable[Pair]) -> None:
-    """Write pairs as JSON lines, atomically: the columns are those that preference datasets have."""
-    write_atomic(path, "".join(json.dumps(asdict(pair), ensure_ascii=False) + "\n" for pair in pairs))
+def pairs_jsonl(pairs: Iterable[Pair]) -> str:
+    """Pairs as JSON lines: the columns are those that preference datasets have."""
+    return "".join(json.dumps(asdict(pair), ensure_ascii=False) + "\n" for pair in pairs)
 
 
 def _tied(first: tuple[float, str], second: tuple[float, str], margin: float) -> bool:

@@ -7,7 +7,7 @@ from jrlhf.console import duration
 from jrlhf.report.charts import number
 from jrlhf.report.parts import card, plain
 from jrlhf.report.record import Record
-from jrlhf.report.rewards import failure_counts
+from jrlhf.report.rewards import KINDS, failure_counts
 
 _NOTHING = ("", "0", "null")  # how a config says that there is none
 
@@ -26,12 +26,12 @@ def chips(run: Record) -> str:
 def _progress_chip(run: Record) -> list[str]:
     if run.summary:
         return ["finished"]
-    stages = [stage for stage in ("sft", "reward_model", "ppo") if run.metrics.get(stage)]
+    stages = [stage for stage in ("sft", "reward_model", run.algorithm) if run.metrics.get(stage)]
     if not stages:
         return []
     last = stages[-1]
     done = run.metrics[last][-1]["step"]
-    total = run.setting(f"{last}.iterations" if last == "ppo" else f"{last}.steps")
+    total = run.setting(f"{last}.iterations" if last == run.algorithm else f"{last}.steps")
     return [f"unfinished: {last} {done}" + (f" of {total:.0f}" if total else "")]
 
 
@@ -66,6 +66,8 @@ def outcome(run: Record) -> str:
         *_measure_card(run),
         *_loss_card(run),
         *_accuracy_card(run),
+        *_preference_card(run),
+        *_cost_card(run),
         *_kl_card(run),
         *_distinct_card(run),
         *_time_card(run),
@@ -79,17 +81,19 @@ def _warning(run: Record) -> str:
         return ""
     total = sum(count.total() for count in counts.values())
     rows = "".join(
-        f"<li><code>{plain(name)}</code> "
-        + ", ".join(f"{plain(kind)} <b>{count:,}</b>" for kind, count in kinds.most_common())
+        f"<li>{'' if kind == 'rewards' else 'cost '}<code>{plain(name)}</code> "
+        + ", ".join(f"{plain(way)} <b>{count:,}</b>" for way, count in ways.most_common())
         + "</li>"
-        for name, kinds in counts.items()
+        for (kind, name), ways in counts.items()
     )
-    iterations = len(run.metrics["ppo"])
+    failed = " and ".join(word for kind, word in KINDS.items() if any(kind == each for each, _ in counts))
+    iterations = len(run.metrics[run.algorithm])
     when = f"in {len(steps)} of {iterations} iterations, the last time in iteration {steps[-1]}"
-    printed = ", ".join(f"reward-{name}.log" for name in counts)
+    printed = ", ".join(f"{KINDS[kind]}-{name}.log" for kind, name in counts)
     return (
-        f"<div class='card warning'><h3>Reward functions failed on {total:,} sample{'s' * (total != 1)}</h3><ul>{rows}"
-        f"</ul><p class=note>{when}. Each of these samples was given the score that the config names for failures, "
+        f"<div class='card warning'><h3>{failed.capitalize()} functions failed on {total:,} "
+        f"sample{'s' * (total != 1)}</h3><ul>{rows}</ul><p class=note>{when}. Each of these samples was given "
+        "the score that the config names for failures, "
         f"which says nothing about the answer. What the functions printed is in {plain(printed)}.</p></div>"
     )
 
@@ -100,26 +104,37 @@ def _measure_card(run: Record) -> list[str]:
         return []
     measure, name = run.measure, run.measure_name.capitalize()
     own = "" if measure == "gold" else "; the run's own rewards"
-    own += ", which PPO optimises on other prompts" if own and "ppo" in run.metrics else ""
+    own += f", which {run.title} optimises on other prompts" if own and run.algorithm in run.metrics else ""
     held_out = run.held_out
     on = f" on {held_out['n']} held-out prompts" if "n" in held_out else ""
     if not after:
         error = before.get(f"{measure}_standard_error")
         note = f"{before[measure]:.3f}" + ("" if error is None else f" ± {error:.3f}") + f"{on}{own}"
         return [card(f"{name}, held out", number(before[measure]), note)]
-    note = f"{after[measure] - before[measure]:+.3f} through PPO{on}"
+    note = f"{after[measure] - before[measure]:+.3f} through {run.title}{on}"
     if "difference" in held_out:
         difference, error = held_out["difference"], held_out.get("standard_error") or 0.0
-        note = f"{difference:+.3f} ± {error:.3f} through PPO{on}"
+        note = f"{difference:+.3f} ± {error:.3f} through {run.title}{on}"
         note += f", {difference / error:.1f} standard errors" if error else ""
     value = f"{number(before[measure])}<i>→</i>{number(after[measure])}"
     return [card(f"{name}, held out", value, note + own)]
 
 
+def _cost_card(run: Record) -> list[str]:
+    before, after = (run.graded(name).get("cost") for name in ("before", "after"))
+    if before is None or after is None:
+        return []
+    error = run.graded("after").get("cost_standard_error")
+    note = f"{after:.3f}" + ("" if error is None else f" ± {error:.3f}") + f" after {run.title}"
+    limit = run.setting(f"{run.algorithm}.algorithm.cost_limit")
+    note += "" if limit is None else f"; the limit is {limit:g}"
+    return [card("Cost, held out", f"{number(before)}<i>→</i>{number(after)}", note)]
+
+
 def _loss_card(run: Record) -> list[str]:
     """The outcome of a run that ends with SFT."""
     values = [value for value in run.curve("sft", "sft/eval_loss")[1] if math.isfinite(value)]
-    if not values or "ppo" in run.metrics:
+    if not values or run.algorithm in run.metrics:
         return []
     best = min(values)
     note = f"nats a response token, {math.exp(min(values[-1], 700.0)):.3g} in perplexity"
@@ -128,25 +143,33 @@ def _loss_card(run: Record) -> list[str]:
 
 
 def _accuracy_card(run: Record) -> list[str]:
-    accuracy = run.summary.get("reward_model_accuracy")
+    return _pairs_card(run, "reward_model", "Reward model", "right about")
+
+
+def _preference_card(run: Record) -> list[str]:
+    return _pairs_card(run, "dpo", "Preferences", "the policy prefers the better of")
+
+
+def _pairs_card(run: Record, stage: str, title: str, verdict: str) -> list[str]:
+    accuracy = run.summary.get(f"{stage}_accuracy")
     if accuracy is None:
-        accuracy = (run.curve("reward_model", "reward_model/eval_accuracy")[1] or [math.nan])[-1]
+        accuracy = (run.curve(stage, f"{stage}/eval_accuracy")[1] or [math.nan])[-1]
     if not math.isfinite(accuracy):
         return []
-    pairs = (run.curve("reward_model", "reward_model/eval_pairs")[1] or [math.nan])[-1]
+    pairs = (run.curve(stage, f"{stage}/eval_pairs")[1] or [math.nan])[-1]
     known = pairs > 0
     error = f" ± {math.sqrt(accuracy * (1 - accuracy) / pairs):.1%}" if known else ""
     of = f"{pairs:,.0f} held-out pairs" if known else "held-out pairs"
-    return [card("Reward model", f"{accuracy:.1%}", f"right about {accuracy:.1%}{error} of {of}")]
+    return [card(title, f"{accuracy:.1%}", f"{verdict} {accuracy:.1%}{error} of {of}")]
 
 
 def _kl_card(run: Record) -> list[str]:
-    values = run.curve("ppo", "objective/kl")[1]
+    values = run.rl_curve("objective/kl")[1]
     if not values:
         return []
     quarter = [value for value in values[-max(len(values) // 4, 1) :] if math.isfinite(value)]
     mean = sum(quarter) / len(quarter) if quarter else math.nan
-    target = run.setting("ppo.algorithm.kl_target")
+    target = run.setting(f"{run.algorithm}.algorithm.kl_target")
     note = "nats a response, mean of the last quarter"
     if target:
         note += f"; the target is {target:g} ({mean / target - 1:+.0%})"
@@ -157,7 +180,7 @@ def _distinct_card(run: Record) -> list[str]:
     before, after = (run.graded(name).get("distinct") for name in ("before", "after"))
     if not before or not after:
         return []
-    note = f"{after} distinct held-out responses, {before} before PPO"
+    note = f"{after} distinct held-out responses, {before} before {run.title}"
     return [card("Variety kept", f"{after / before:.0%}", note)]
 
 

@@ -1,4 +1,4 @@
-"""The curves that tell how training went: of PPO, and of what came before it."""
+"""The curves that tell how training went: of reinforcement learning, and of what came before it."""
 
 import math
 from typing import Any
@@ -8,15 +8,17 @@ from jrlhf.report.parts import figure, grid
 from jrlhf.report.record import Record
 
 
-def ppo(run: Record) -> str:
+def reinforcement(run: Record) -> str:
     def chart(title: str, note: str, *curves: tuple[str, str], **how: Any) -> str:
         series = [
-            Series(label, *run.curve("ppo", metric), color=color, style="trend")
+            Series(label, *run.rl_curve(metric), color=color, style="trend")
             for color, (label, metric) in enumerate(curves, start=1)
         ]
         return figure(title, note, Chart(series, xlabel="iteration", **how))
 
-    explained = run.curve("ppo", "critic/vf_explained_var")[1]
+    explained = [value for name in ("critic", "cost_critic") for value in run.rl_curve(f"{name}/vf_explained_var")[1]]
+    baselines = [("sampled", "critic/score/mean"), ("greedy", "critic/baseline/mean")]
+    baselines = baselines if run.rl_curve("critic/baseline/mean")[1] else []
     figures = [
         chart("Entropy", "Nats a token. Towards 0 the policy says always the same.", ("entropy", "actor/entropy")),
         chart("Response length", "Tokens, the end included.", ("mean", "response_length/mean")),
@@ -28,19 +30,90 @@ def ppo(run: Record) -> str:
         ),
         chart(
             "Explained variance",
-            "How much of the returns the critic foresees; 1 is all.",
+            "How much of the returns a critic foresees; 1 is all.",
             ("critic", "critic/vf_explained_var"),
+            ("cost critic", "cost_critic/vf_explained_var"),
             limits=(-1.0 if min(explained, default=0.0) < -1 else None, 1.05),
         ),
+        chart("Score and baseline", "Means of the sampled and of the greedy responses.", *baselines),
         chart(
             "KL coefficient",
             "The controller raises it while the KL is above its target.",
             ("beta", "objective/kl_coef"),
         ),
+        chart(
+            "Groups that say nothing",
+            "Share of prompts whose responses all have the same score.",
+            ("share", "group/zero_std"),
+            limits=(0, None),
+        ),
+        chart(
+            "Rounds of sampling", "Batches of prompts until one was full.", ("rounds", "dapo/rounds"), limits=(0, None)
+        ),
+        chart("KL in the loss", "The estimate a token, before its coefficient.", ("KL", "actor/kl_loss")),
+        chart("Imitation loss", "Nats a token of the texts beside the rollouts.", ("loss", "actor/ptx_loss")),
         chart("KL to the old policy", "Nats a token, within an iteration's updates.", ("KL", "actor/ppo_kl")),
-        chart("Clipped ratios", "Share of tokens whose gradient PPO cuts.", ("share", "actor/pg_clipfrac")),
-        chart("Gradient norms", "Before clipping.", ("actor", "actor/grad_norm"), ("critic", "critic/grad_norm")),
-        chart("Throughput", "Tokens a second.", ("tokens/s", "perf/throughput"), limits=(0, None)),
+        chart("Clipped ratios", "Share of tokens whose gradient the clip cuts.", ("share", "actor/pg_clipfrac")),
+        chart(
+            "Gradient norms",
+            "Before clipping.",
+            ("actor", "actor/grad_norm"),
+            ("critic", "critic/grad_norm"),
+            ("cost critic", "cost_critic/grad_norm"),
+        ),
+        chart(
+            "Throughput",
+            "Tokens a second and device, of the batch that is learnt from.",
+            ("tokens/s", "perf/throughput"),
+            limits=(0, None),
+        ),
+    ]
+    return grid(figures)
+
+
+def dpo(run: Record) -> str:
+    def chart(title: str, note: str, *curves: tuple[str, str, str], **how: Any) -> str:
+        series = [
+            Series(label, *run.curve("dpo", metric), color, style)
+            for color, (label, metric, style) in enumerate(curves, start=1)
+        ]
+        return figure(title, note, Chart(series, xlabel="step", **how))
+
+    sigmoid = run.settings.get("dpo.algorithm.loss") == "sigmoid" and "dpo" in run.metrics
+    figures = [
+        chart(
+            "Loss",
+            "Of a pair" + ("; log 2 is chance (dashed)." if sigmoid else "."),
+            ("train", "dpo/loss", "trend"),
+            ("held out", "dpo/eval_loss", "dots"),
+            target=math.log(2) if sigmoid else None,
+        ),
+        chart(
+            "Accuracy",
+            "Share of pairs whose chosen answer the policy has moved towards more than the rejected one.",
+            ("train", "rewards/accuracies", "trend"),
+            ("held out", "dpo/eval_accuracy", "dots"),
+            limits=(None, 1.0),
+        ),
+        chart(
+            "Implicit rewards",
+            "Beta times the answers' log-ratio to the reference.",
+            ("chosen", "rewards/chosen", "trend"),
+            ("rejected", "rewards/rejected", "trend"),
+        ),
+        chart(
+            "Margin",
+            "Between the two implicit rewards.",
+            ("train", "rewards/margins", "trend"),
+            ("held out", "dpo/eval_margin", "dots"),
+        ),
+        chart(
+            "Log-probability",
+            "Of whole answers, nats. Both usually fall: only their distance is trained.",
+            ("chosen", "logps/chosen", "trend"),
+            ("rejected", "logps/rejected", "trend"),
+        ),
+        chart("Gradient norm", "Before clipping.", ("actor", "dpo/grad_norm", "trend")),
     ]
     return grid(figures)
 

@@ -21,29 +21,35 @@ def score_and_kl(run: Record) -> str:
     of = f": {names[0]}" if len(names) == 1 else f": the weighted sum of {', '.join(names)}" if names else ""
     figures = [
         figure(
-            "What PPO maximises: the score",
+            f"What {run.title} maximises: the score",
             f"Mean of an iteration's responses{of}.",
-            Chart([Series("score", *run.curve("ppo", _SCORE), 1, "trend")], xlabel="iteration"),
+            Chart([Series("score", *run.rl_curve(_SCORE), 1, "trend")], xlabel="iteration"),
         ),
         _kl_figure(run),
         _score_over_kl(run),
     ]
     if not any(figures):
         return ""
+    besides = "at held-out prompts, at the samples, and at how much KL a gain has cost"
     warning = (
         "Training optimises this very score. That it rises shows that training works, not that the answers are good: "
-        "look at held-out prompts, at the samples, and at how much KL a gain has cost."
+        f"look {besides if has_kl(run) else 'at held-out prompts and at the samples'}."
     )
     return lead(warning) + grid(figures)
 
 
+def has_kl(run: Record) -> bool:
+    """Whether the run knows its distance from a reference."""
+    return bool(run.rl_curve(_KL)[1])
+
+
 def _with_gold(run: Record) -> str:
-    gold = run.curve("ppo", _GOLD)
+    gold = run.rl_curve(_GOLD)
     figures = [
         figure(
-            "What PPO sees: the learned reward",
-            "The reward model's mean score; PPO maximises it.",
-            Chart([Series("reward model", *run.curve("ppo", _SCORE), 1, "trend")], xlabel="iteration"),
+            f"What {run.title} sees: the learned reward",
+            f"The reward model's mean score; {run.title} maximises it.",
+            Chart([Series("reward model", *run.rl_curve(_SCORE), 1, "trend")], xlabel="iteration"),
         ),
         figure(
             "What it does not see: the gold score",
@@ -54,12 +60,12 @@ def _with_gold(run: Record) -> str:
     ]
     if not any(figures):
         return ""
-    verdict = _verdict(run.curve("ppo", _SCORE)[1], gold[1])
+    verdict = _verdict(run.rl_curve(_SCORE)[1], gold[1], tied=has_kl(run))
     return lead(verdict) + grid(figures) + _both_over_kl(run)
 
 
 def _kl_figure(run: Record) -> str:
-    target, curve = run.setting("ppo.algorithm.kl_target"), run.curve("ppo", _KL)
+    target, curve = run.setting(f"{run.algorithm}.algorithm.kl_target"), run.rl_curve(_KL)
     lowest = 0 if min(curve[1], default=0) >= 0 else None  # an estimate may be below 0
     series = Series("KL", *curve, 3, "trend")
     return figure(
@@ -71,7 +77,7 @@ def _kl_figure(run: Record) -> str:
 
 def _rows(run: Record, keys: Sequence[str]) -> np.ndarray:
     """[iterations, keys], of the iterations that have them all."""
-    records = run.metrics.get("ppo", [])
+    records = run.metrics.get(run.algorithm, [])
     return np.array([[each[k] for k in keys] for each in records if all(each.get(k) is not None for k in keys)])
 
 
@@ -118,8 +124,11 @@ def _both_over_kl(run: Record) -> str:
     )
 
 
-def _verdict(reward: Sequence[float], gold: Sequence[float]) -> str:
-    """What the last quarter of the iterations says, compared with the first and with gold's best."""
+def _verdict(reward: Sequence[float], gold: Sequence[float], *, tied: bool) -> str:
+    """What the last quarter of the iterations says, compared with the first and with gold's best.
+
+    tied: to a reference.
+    """
     both = np.array([pair for pair in zip(reward, gold, strict=False) if np.isfinite(pair).all()])
     if len(both) < 8:
         return ""
@@ -132,9 +141,10 @@ def _verdict(reward: Sequence[float], gold: Sequence[float]) -> str:
         if rewards[3] < rewards[best]:
             return f"The gold score fell by {fallen:.3f} from its best quarter, and the reward model's score with it."
         when = ("first", "second", "third")[best]
+        tie = "raise the KL coefficient" if tied else "give the policy a KL coefficient"
         return (
             f"The reward is being gamed: after the {when} quarter the reward model's score still rose, while the gold "
-            f"score fell by {fallen:.3f}. Stop earlier, raise the KL coefficient, or train a better reward model."
+            f"score fell by {fallen:.3f}. Stop earlier, {tie}, or train a better reward model."
         )
     if risen > 0 and gain > 0:
         return (

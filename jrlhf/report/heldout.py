@@ -16,7 +16,7 @@ def validation(run: Record) -> str:
     A validation takes place before the iteration that it is recorded with.
     """
     core: dict[tuple[str, str], dict[str, str]] = {}  # (source, measure) -> statistic -> metric
-    for key in run.names("ppo", "val-core/"):
+    for key in run.rl_names("val-core/"):
         if found := validation_key(key):
             source, measure, statistic = found
             core.setdefault((source, measure), {})[statistic] = key
@@ -37,9 +37,7 @@ def _title(source: str, measure: str, *, several: bool) -> str:
 def _curves(run: Record, title: str, measure: str, curves: dict[str, str]) -> str:
     """Metrics of one source by their statistic."""
     known = sorted(curves.items(), key=lambda item: not item[0].startswith("mean@"))[:COLORS]
-    series = [
-        Series(statistic, *run.curve("ppo", key), color, "dots") for color, (statistic, key) in enumerate(known, 1)
-    ]
+    series = [Series(statistic, *run.rl_curve(key), color, "dots") for color, (statistic, key) in enumerate(known, 1)]
     single = f"{known[0][0]}." if len(known) == 1 else ""
     return figure(title, single, Chart(series, xlabel="before iteration"))
 
@@ -47,16 +45,14 @@ def _curves(run: Record, title: str, measure: str, curves: dict[str, str]) -> st
 def _others(run: Record, sources: list[str]) -> str:
     """What is measured beside: a small chart each, its sources in it."""
     found: dict[str, dict[str, str]] = {}
-    for key in run.names("ppo", "val-aux/"):
+    for key in run.rl_names("val-aux/"):
         if parsed := validation_key(key, sources):
             source, name, statistic = parsed
             found.setdefault(f"{name}, {statistic}", {})[source] = key
     figures = []
     for title, keys in found.items():
         ordered = sorted(keys.items(), key=lambda item: item[0] != _ALL)[:COLORS]
-        series = [
-            Series(source, *run.curve("ppo", key), color, "dots") for color, (source, key) in enumerate(ordered, 1)
-        ]
+        series = [Series(source, *run.rl_curve(key), color, "dots") for color, (source, key) in enumerate(ordered, 1)]
         figures.append(figure(title, "", Chart(series, size=(3.3, 1.75), xlabel="")))
     return grid(figures, "four")
 
@@ -67,7 +63,7 @@ def _told(run: Record, core: dict[tuple[str, str], dict[str, str]]) -> str:
         statistic = next((name for name in curves if name.startswith("mean@")), None)
         if source != _ALL or statistic is None:
             continue
-        steps, values = run.curve("ppo", curves[statistic])
+        steps, values = run.rl_curve(curves[statistic])
         finite = [(step, value) for step, value in zip(steps, values, strict=True) if math.isfinite(value)]
         count = statistic.removeprefix("mean@")
         told = "" if count == "1" else f"mean@{count}: the mean of {count} answers a prompt; best@{count}: the best. "
@@ -85,9 +81,9 @@ def _told(run: Record, core: dict[tuple[str, str], dict[str, str]]) -> str:
 
 def made_of(run: Record) -> str:
     """The section of the measure's items and sources on held-out prompts, and of the gold items' curves in training."""
-    names = [key for key in run.names("ppo", "gold/") if key != "gold/score"]
+    names = [key for key in run.rl_names("gold/") if key != "gold/score"]
     figures = [
-        figure(_words(run, title), "", Chart([Series(title, *run.curve("ppo", key), 2, "trend")], size=(3.3, 1.75)))
+        figure(_words(run, title), "", Chart([Series(title, *run.rl_curve(key), 2, "trend")], size=(3.3, 1.75)))
         for key in names
         if (title := key.removeprefix("gold/"))
     ]

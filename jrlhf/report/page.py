@@ -13,7 +13,7 @@ from pathlib import Path
 
 from jrlhf.errors import UserError
 from jrlhf.files import write_atomic
-from jrlhf.report import cards, curves, gaming, heldout, rewards, samples, timeline
+from jrlhf.report import cards, constraint, curves, gaming, heldout, rewards, samples, timeline
 from jrlhf.report.parts import lines, plain
 from jrlhf.report.record import Record, read_run
 from jrlhf.report.style import STYLE
@@ -36,16 +36,18 @@ def render(run: Record) -> str:
     """The whole page."""
     gold = run.measure == "gold"
     compared = bool(run.graded("after"))
+    score = "Score and KL" if gaming.has_kl(run) else "Score"
     sections = [
         ("outcome", "Outcome", cards.outcome(run)),
-        ("reward", "Is the reward being gamed?" if gold else "Score and KL", gaming.score_and_kl(run)),
+        ("reward", "Is the reward being gamed?" if gold else score, gaming.score_and_kl(run)),
+        ("constraint", "Reward under a limit on cost", constraint.constraint(run)),
         ("items", f"What the {run.measure_name} is made of", heldout.made_of(run)),
         ("validation", "Validation", heldout.validation(run)),
-        ("rewards", "Rewards by name", rewards.by_name(run)),
+        ("rewards", "Rewards by name", "" if run.algorithm == "dpo" else rewards.by_name(run)),
         ("samples", "Before and after" if compared else "Samples", samples.samples(run)),
-        ("timeline", "An iteration, call by call", timeline.timeline(run)),
-        ("training", "PPO", curves.ppo(run)),
-        ("pretraining", "Before PPO" if "ppo" in run.metrics else "Training", curves.pretraining(run)),
+        ("timeline", f"{'A step' if run.algorithm == 'dpo' else 'An iteration'}, call by call", timeline.timeline(run)),
+        ("training", run.title, curves.dpo(run) if run.algorithm == "dpo" else curves.reinforcement(run)),
+        ("pretraining", f"Before {run.title}" if run.algorithm in run.metrics else "Training", curves.pretraining(run)),
         ("files", "Config and environment", _files(run)),
     ]
     present = [(anchor, title, body) for anchor, title, body in sections if body]

@@ -15,6 +15,19 @@ from jrlhf.runs import CONFIG, ENVIRONMENT, SAMPLES
 from jrlhf.strict import flatten, parse_yaml
 
 SUMMARY = "summary.json"
+TITLES = {
+    "dpo": "DPO",
+    "ppo": "PPO",
+    "grpo": "GRPO",
+    "dr_grpo": "Dr. GRPO",
+    "dapo": "DAPO",
+    "gspo": "GSPO",
+    "rloo": "RLOO",
+    "reinforce_pp": "REINFORCE++",
+    "reinforce_pp_baseline": "REINFORCE++-baseline",
+    "remax": "ReMax",
+    "safe_rlhf": "Safe RLHF",
+}  # stage -> what people call it
 
 
 @dataclass(frozen=True)
@@ -35,6 +48,16 @@ class Record:
         return self.summary.get("held_out") or {}
 
     @property
+    def algorithm(self) -> str:
+        """The stage that trains the policy on rewards or preferences."""
+        return next((stage for stage in self.metrics if stage in TITLES), "ppo")
+
+    @property
+    def title(self) -> str:
+        """What people call it."""
+        return TITLES[self.algorithm]
+
+    @property
     def measure(self) -> str:
         """What the answers to held-out prompts are measured by.
 
@@ -43,7 +66,7 @@ class Record:
         """
         if "measure" in self.held_out:
             return str(self.held_out["measure"])
-        return "gold" if any("gold/score" in each for each in self.metrics.get("ppo", [])) else "score"
+        return "gold" if any("gold/score" in each for each in self.metrics.get(self.algorithm, [])) else "score"
 
     @property
     def measure_name(self) -> str:
@@ -56,6 +79,14 @@ class Record:
             return {str(name): float(seconds) for name, seconds in self.summary["phases"].items()}
         sums = {stage: float(np.nansum(self.curve(stage, "timing_s/step")[1])) for stage in self.metrics}
         return {stage: seconds for stage, seconds in sums.items() if seconds > 0}
+
+    def rl_curve(self, metric: str) -> tuple[list[float], list[float]]:
+        """`curve` of the stage of reinforcement learning."""
+        return self.curve(self.algorithm, metric)
+
+    def rl_names(self, prefix: str) -> list[str]:
+        """`names` of the stage of reinforcement learning."""
+        return self.names(self.algorithm, prefix)
 
     def curve(self, stage: str, metric: str) -> tuple[list[float], list[float]]:
         """Steps and values of the records that have the metric; what was not finite is NaN."""

@@ -35,7 +35,7 @@ def _before_and_after(run: Record, found: list[Sample]) -> str:
     order = sorted(range(len(found)), key=changes.__getitem__)
     better, worse = sum(change > 1e-9 for change in changes), sum(change < -1e-9 for change in changes)
     told = (
-        f"Of {len(found)} held-out prompts {better} are answered better after PPO than before by the {name}, "
+        f"Of {len(found)} held-out prompts {better} are answered better after {run.title} than before by the {name}, "
         f"{worse} worse and {len(found) - better - worse} alike."
     )
     groups = [("The first ones", list(range(min(10, len(found)))))]

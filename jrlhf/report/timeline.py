@@ -16,9 +16,12 @@ _CALLS = (
     ("old_log_prob", "actor log-probs"),
     ("ref", "reference log-probs"),
     ("values", "critic values"),
+    ("cost_values", "cost critic values"),
     ("reward_wait", "wait for reward functions"),
+    ("pool", "keep groups that differ"),
     ("adv", "rewards and advantages"),
     ("update_critic", "train the critic"),
+    ("update_cost_critic", "train the cost critic"),
     ("update_actor", "train the actor"),
     ("update", "experience, train both"),
 )
@@ -27,7 +30,7 @@ _SETTLED = 2  # the first iterations compile
 
 def timeline(run: Record) -> str:
     """The median iteration as bars laid end to end. Calls that most iterations do without are only told."""
-    records = run.metrics.get("ppo", [])
+    records = run.metrics.get(run.algorithm, [])
     settled = records[_SETTLED:] if len(records) > _SETTLED else records
     seconds: dict[str, float] = {}
     for key in dict.fromkeys(key for each in settled for key in each if key.startswith("timing_s/")):
@@ -58,9 +61,11 @@ def timeline(run: Record) -> str:
 
 
 def _told(run: Record, seconds: dict[str, float], whole: float, beside: float, count: int) -> str:
-    records = run.metrics["ppo"]
+    records = run.metrics[run.algorithm]
     first = records[0].get("timing_s/step")
-    told = f"The median of {count} iterations takes {_milliseconds(whole)}"
+    article, unit = ("A", "step") if run.algorithm == "dpo" else ("An", "iteration")
+    told = f"The median of {count} {unit}s takes" if count > 1 else f"{article} {unit} takes"
+    told += f" {_milliseconds(whole)}"
     told += f"; the first one, which compiles, took {duration(first)}." if first and len(records) > _SETTLED else "."
     switch, generate = seconds.get("reshard"), seconds.get("gen")
     if switch is not None and generate:
@@ -68,7 +73,7 @@ def _told(run: Record, seconds: dict[str, float], whole: float, beside: float, c
     if beside > 0:
         told += f" Reward functions take {_milliseconds(beside)} beside the other calls"
         told += f", which wait {_milliseconds(seconds.get('reward_wait', 0.0))} for them."
-    validations = [each for each in run.curve("ppo", "timing_s/validation")[1] if each > 0]
+    validations = [each for each in run.rl_curve("timing_s/validation")[1] if each > 0]
     if validations and "validation" not in seconds:
         told += f" Validation, {len(validations)} times in all, takes {_milliseconds(float(np.median(validations)))}."
     return told

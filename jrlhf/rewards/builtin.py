@@ -1,4 +1,4 @@
-"""Built-in reward functions, of one answer that is right or not. Pure; 1.0 and 0.0, or `right` and `wrong`.
+"""Built-in reward functions, of one answer that is right or not: 1.0 and 0.0, or `right` and `wrong`; and a length.
 
 They are ordinary reward functions with options: `answer` is a column of the dataset (name another with
 `columns: {answer: ...}`; verl rows have `ground_truth`).
@@ -12,7 +12,7 @@ from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
-NAMES = ("exact_match", "format_regex", "numeric_answer", "math_verify")
+NAMES = ("exact_match", "format_regex", "numeric_answer", "math_verify", "word_count")
 
 NUMBER = r"[-+]?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?"
 NUMBERS = re.compile(rf"(?<![\w.])({NUMBER})(?:\s*/\s*({NUMBER}))?")
@@ -124,6 +124,11 @@ def math_verify(
         return right if verify(expected, parse(_text(completion))) else wrong
 
     return [score(*pair) for pair in zip(completions, answer, strict=True)]
+
+
+def word_count(completions: Sequence[Any]) -> list[float]:
+    """How many words the response has: a cost, or with a negative weight a penalty."""
+    return [float(len(_text(completion).split())) for completion in completions]
 
 
 def read_number(text: str, extract: str) -> Fraction | None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 
@@ -78,6 +78,7 @@ class FunctionReward:
 
     Args:
         name: of this reward, for messages and metrics.
+        kind: what messages call it.
         spec: the function.
         workers: processes. The batch is divided among them in order, so that results do not depend on their speed.
         deadline: seconds a call may take. A stuck worker costs this long each time.
@@ -105,15 +106,17 @@ class FunctionReward:
         start_deadline: float = 120.0,
         seed: int = 0,
         log: Path | str | None = None,
+        kind: Literal["reward", "cost"] = "reward",
     ):
+        self._kind, self._called = kind, f"{kind} {name!r}"
         if not (isinstance(workers, int) and workers >= 1):
-            raise UserError(f"workers={workers!r} of reward {name!r}: it must be an integer of at least 1")
+            raise UserError(f"workers={workers!r} of {self._called}: it must be an integer of at least 1")
         for key, seconds in (("deadline", deadline), ("start_deadline", start_deadline)):
             if not 0 < seconds <= 1e6:
-                raise UserError(f"{key}={seconds!r} of reward {name!r}: it must be positive, in seconds, at most 1e6")
+                raise UserError(f"{key}={seconds!r} of {self._called}: it must be positive, in seconds, at most 1e6")
         if on_failure is not None and not math.isfinite(on_failure):
-            raise UserError(f"on_failure={on_failure!r} of reward {name!r}: it must be finite, or null to stop the run")
-        self.name, self.spec, self.workers = name, _resolve(name, spec), workers
+            raise UserError(f"on_failure={on_failure!r} of {self._called}: it must be finite, or null to stop the run")
+        self.name, self.spec, self.workers = name, _resolve(self._called, spec), workers
         self.deadline, self.on_failure = deadline, on_failure
         self.options, self.columns = dict(options), dict(columns)
         self._start_deadline, self._seed = start_deadline, seed
@@ -129,12 +132,12 @@ class FunctionReward:
             UserError: it cannot be imported, or its parameters do not fit.
         """
         if self._pool:
-            raise RuntimeError(f"reward {self.name!r} is started already")
+            raise RuntimeError(f"{self._called} is started already")
         if self._log_path is not None:
             try:
                 self._log = open(self._log_path, "ab", buffering=0)
             except OSError as error:
-                raise UserError(f"log={self._log_path} of reward {self.name!r} cannot be opened: {error}") from error
+                raise UserError(f"log={self._log_path} of {self._called} cannot be opened: {error}") from error
         try:
             for _ in range(self.workers):
                 self._pool.append(self._start())
@@ -149,7 +152,7 @@ class FunctionReward:
                 taken = parameter in GIVEN[facts["style"]] or parameter in self.options
                 if taken or not (parameter in facts["columns"] or facts["open_ended"]):
                     raise UserError(
-                        f"columns.{parameter} of reward {self.name!r}: the parameters of {self.spec} that take a "
+                        f"columns.{parameter} of {self._called}: the parameters of {self.spec} that take a "
                         f"column are {', '.join(facts['columns']) or 'none'}"
                     )
         except BaseException:
@@ -183,7 +186,7 @@ class FunctionReward:
         source = f" ({facts['file']}, sha256 {facts['sha256'][:16]})" if facts.get("sha256") else ""
         failing = "a failure stops the run" if self.on_failure is None else f"{self.on_failure:g} where it fails"
         processes = f"{self.workers} process" + ("es" if self.workers > 1 else "")
-        return f"reward {self.name}: {self.spec}{source} in {processes}, {self.deadline:g} s a call, {failing}"
+        return f"{self._kind} {self.name}: {self.spec}{source} in {processes}, {self.deadline:g} s a call, {failing}"
 
     @property
     def fingerprint(self) -> str:
@@ -203,7 +206,7 @@ class FunctionReward:
             column = self.columns.get(parameter, parameter)
             if column not in given:
                 raise UserError(
-                    f"reward {self.name!r} needs the column {column!r} for {self.spec}, and the dataset has "
+                    f"{self._called} needs the column {column!r} for {self.spec}, and the dataset has "
                     f"{', '.join(sorted(columns)) or 'none'}: name one of these in columns.{parameter}"
                 )
         self._checked = True
@@ -217,7 +220,7 @@ class FunctionReward:
             UserError: a column is missing, or the function itself says that its input is bad.
         """
         if not self._pool:
-            raise RuntimeError(f"reward {self.name!r} is not started: use it in a with statement")
+            raise RuntimeError(f"{self._called} is not started: use it in a with statement")
         if not self._checked and samples:
             self.check_columns(set().union(*(sample.columns for sample in samples)))
         results: list[Any] = [None] * len(samples)
@@ -260,9 +263,9 @@ class FunctionReward:
         answer = worker.answer()
         if isinstance(answer, Death):
             what = "did not finish importing" if answer.kind == "hang" else "ended while importing"
-            raise RewardFailure(f"reward {self.name!r}: the process {what} {self.spec} ({answer.detail})")
+            raise RewardFailure(f"{self._called}: the process {what} {self.spec} ({answer.detail})")
         if answer is not None and "bad" in answer:
-            raise UserError(f"reward {self.name!r}: {answer['bad']}")
+            raise UserError(f"{self._called}: {answer['bad']}")
         if answer is not None:
             worker.facts = dict(answer["ready"])
 
@@ -317,7 +320,7 @@ class FunctionReward:
         try:
             return pickle.dumps(message)
         except Exception as error:
-            raise UserError(f"reward {self.name!r}: {what} cannot be sent to its process ({error})") from error
+            raise UserError(f"{self._called}: {what} cannot be sent to its process ({error})") from error
 
     def _batch_arguments(self, samples: Sequence[Sample]) -> dict[str, list[Any]]:
         """TRL's call: lists, of every column that a row has and the function takes. None where a row lacks it."""
@@ -358,7 +361,7 @@ class FunctionReward:
         if isinstance(answer, Death):
             answer = {"failure": answer.kind, "detail": answer.detail}
         if "bad" in answer:
-            raise UserError(f"reward {self.name!r}: {answer['bad']}")
+            raise UserError(f"{self._called}: {answer['bad']}")
         whole = "failure" in answer
         for row, result in zip(call.rows, [answer] * len(call.rows) if whole else answer["results"], strict=True):
             results[row] = result
@@ -369,7 +372,7 @@ class FunctionReward:
         self._write(f"{story}\n".encode("utf-8", "backslashreplace"))
         if self.on_failure is None:
             raise RewardFailure(
-                f"{story}: mend the function, or set on_failure of reward {self.name!r} to a score for such samples"
+                f"{story}: mend the function, or set on_failure of {self._called} to a score for such samples"
             )
 
     def _story(self, sample: Sample, failure: Mapping[str, str], samples: int) -> str:
@@ -380,7 +383,7 @@ class FunctionReward:
         shown = {"prompt": sample.prompt_text, "response": sample.response_text}
         shown |= {column: row[column] for column in names if column in row}
         text = ", ".join(f"{key}={_short(value)}" for key, value in shown.items())
-        return f"reward {self.name!r} failed ({failure['failure']}: {failure['detail']}) on {among} {text}"
+        return f"{self._called} failed ({failure['failure']}: {failure['detail']}) on {among} {text}"
 
     def _scored(self, samples: Sequence[Sample], results: list[Any]) -> Scored:
         failures = Counter(result["failure"] for result in results if _failed(result))
@@ -403,27 +406,27 @@ class FunctionReward:
         )
 
 
-def _resolve(name: str, spec: str) -> str:
+def _resolve(called: str, spec: str) -> str:
     """The spec as a worker takes it, as far as it can be checked without running anything."""
     where, colon, function = spec.rpartition(":")
     if not colon:
         if spec not in builtin.NAMES:
             raise UserError(
-                f"reward {name!r}: {spec!r} is none of the built-in rewards ({', '.join(builtin.NAMES)}); write others "
+                f"{called}: {spec!r} is none of the built-in rewards ({', '.join(builtin.NAMES)}); write others "
                 "as package.module:function or path/file.py:function"
             )
         if spec == "math_verify" and find_spec("math_verify") is None:
-            raise UserError(f"reward {name!r}: math_verify needs its extra, pip install 'jrlhf[math]'")
+            raise UserError(f"{called}: math_verify needs its extra, pip install 'jrlhf[math]'")
         return f"{builtin.__name__}:{spec}"
     if not where or not all(part.isidentifier() for part in function.split(".")):
-        raise UserError(f"reward {name!r}: {spec!r} must be package.module:function or path/file.py:function")
+        raise UserError(f"{called}: {spec!r} must be package.module:function or path/file.py:function")
     if where.endswith(".py"):
         path = Path(where).expanduser().resolve()
         if not path.is_file():
-            raise UserError(f"reward {name!r}: there is no file {path}")
+            raise UserError(f"{called}: there is no file {path}")
         return f"{path}:{function}"
     if not all(part.isidentifier() for part in where.split(".")):
-        raise UserError(f"reward {name!r}: {where!r} is neither a module's name nor a file that ends in .py")
+        raise UserError(f"{called}: {where!r} is neither a module's name nor a file that ends in .py")
     return spec
 
 

@@ -48,12 +48,12 @@ class Scored:
     extras: Mapping[str, Float[np.ndarray, "B"]] = field(default_factory=dict)
     failures: Counter[str] = field(default_factory=Counter)
 
-    def metrics(self, name: str) -> dict[str, float]:
+    def metrics(self, name: str, kind: str = "rewards") -> dict[str, float]:
         """What to log about it: `rewards/NAME/{mean,std}` (TRL's names), `.../EXTRA`, `.../failures[/KIND]`.
 
         `failures` is a count, logged also where it is 0. An extra is averaged over the rows that have it.
         """
-        prefix = f"rewards/{name}"
+        prefix = f"{kind}/{name}"
         extras = {
             f"{prefix}/{extra}": float(np.mean(values[~np.isnan(values)]))
             for extra, values in self.extras.items()

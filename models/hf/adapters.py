@@ -15,6 +15,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 from safetensors.numpy import save_file
 
+from jrlhf.meshes import to_devices
 from jrlhf.models.config import ModelConfig
 from jrlhf.models.hf.files import DTYPES, Tensor, on_host, previous_export, read_header, replacing
 from jrlhf.models.lora import PROJECTIONS, LoRAConfig, lora_shape, lora_shardings
@@ -151,7 +152,19 @@ def load_adapter(directory: str | os.PathLike[str], config: ModelConfig, mesh: M
         adapter["value_head"] = {"kernel": kernel, "bias": bias}
     if tensors:
         raise ValueError(f"{directory / _WEIGHTS}: {min(tensors)} is no part of an adapter that can be loaded here")
-    return lora, jax.device_put(adapter, lora_shardings(config, mesh, lora, head))
+    return lora, to_devices(adapter, lora_shardings(config, mesh, lora, head))
+
+
+def read_adapter_config(directory: str | os.PathLike[str]) -> LoRAConfig:
+    """An adapter's rank, scale and targets; its weights are not read.
+
+    Raises:
+        FileNotFoundError, ValueError: as `load_adapter`.
+    """
+    directory = Path(directory)
+    settings = _read_settings(directory / _CONFIG)
+    _check(settings, directory / _CONFIG)
+    return _config(settings, _read_tensors(directory / _WEIGHTS), directory)
 
 
 def _settings(lora: LoRAConfig, head: HeadKind, base_name: str | None) -> dict[str, Any]:

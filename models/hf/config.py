@@ -1,14 +1,13 @@
-"""config.json: what transformers, version 4 or 5, says of a model, as our numbers; and our numbers as it reads them.
+"""config.json: what transformers, version 4 or 5, says of a model, as our numbers. `describe.py` is the way back.
 
 Hub configs omit keys, so every family has its table of defaults, transformers' own. What a model computes is never
 approximated: a value that we have no meaning for is refused by its name.
 """
 
 import json
-import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -19,7 +18,7 @@ from jrlhf.models.params import HeadKind
 Json = Mapping[str, Any]
 _DTYPES = ("float32", "bfloat16", "float16")
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
-_LOCAL, _GLOBAL = "sliding_attention", "full_attention"
+LOCAL, GLOBAL = "sliding_attention", "full_attention"
 _MOST_LAYERS = 10_000  # a config.json may say anything, and each layer has an entry in what is made of it
 
 
@@ -170,7 +169,7 @@ def read_config(directory: str | os.PathLike[str]) -> HFConfig:
     raw = _read_json(path)
     try:
         name = _known_family(raw)
-        model = _model(raw, name)
+        model = model_of(raw, name)
         head = _head(raw, FAMILIES[name])
         dtype = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
         if dtype not in _DTYPES:
@@ -238,7 +237,8 @@ def _head(raw: Json, family: Family) -> HeadKind:
     return head
 
 
-def _model(raw: Json, family: str) -> ModelConfig:
+def model_of(raw: Json, family: str) -> ModelConfig:
+    """The decoder that a config.json of this family describes."""
     values = _Values(raw, FAMILIES[family].defaults)
     return ModelConfig(**(_gpt2(values) if family == "gpt2" else _llama_like(values, family)))
 
@@ -351,19 +351,19 @@ def _windows(values: _Values, family: str, layers: int) -> dict[str, Any]:
     if types is not None:
         if not isinstance(types, list) or len(types) != layers:
             raise ValueError(f"layer_types must list one type for each of the {layers} layers")
-        unknown = sorted({str(each) for each in types} - {_LOCAL, _GLOBAL})
+        unknown = sorted({str(each) for each in types} - {LOCAL, GLOBAL})
         if unknown:
-            raise ValueError(f"layer_types {', '.join(unknown)} are not supported: known are {_LOCAL}, {_GLOBAL}")
+            raise ValueError(f"layer_types {', '.join(unknown)} are not supported: known are {LOCAL}, {GLOBAL}")
     if family == "llama":
         window = None
     if family in ("qwen2", "qwen3") and not values.flag("use_sliding_window"):
         window = None
     if family in ("llama", "mistral"):
-        if types is not None and set(types) != {_GLOBAL if window is None else _LOCAL}:
+        if types is not None and set(types) != {GLOBAL if window is None else LOCAL}:
             raise ValueError(f"layer_types are not supported in a {family} model, whose layers are all alike")
         return {"window": window}
     if types is not None:
-        local = [each == _LOCAL for each in types]
+        local = [each == LOCAL for each in types]
     elif family == "gemma2":
         local = [index % 2 == 0 for index in range(layers)]
     elif family == "gemma3_text":
@@ -392,13 +392,13 @@ def _positions(values: _Values, family: str, *, local: bool) -> dict[str, Any]:
     parameters = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     if not isinstance(parameters, dict):
         raise ValueError(f"rope_parameters {parameters!r} must be an object")
-    nested = sorted({_LOCAL, _GLOBAL} & parameters.keys())
+    nested = sorted({LOCAL, GLOBAL} & parameters.keys())
     if family == "gemma3_text":
         if nested:
-            inner = parameters.get(_LOCAL) or {}
-            parameters = parameters.get(_GLOBAL) or {}
+            inner = parameters.get(LOCAL) or {}
+            parameters = parameters.get(GLOBAL) or {}
             if not isinstance(inner, dict) or not isinstance(parameters, dict):
-                raise ValueError(f"rope_parameters of {_LOCAL} and {_GLOBAL} must be objects")
+                raise ValueError(f"rope_parameters of {LOCAL} and {GLOBAL} must be objects")
             if _rope_type(inner) != "default":
                 raise ValueError(f"rope_type {_rope_type(inner)!r} is not supported in the local layers")
             local_theta = _number("rope_theta", inner.get("rope_theta", local_theta))
@@ -481,144 +481,3 @@ def _token_id(key: str, token: Any, model: ModelConfig) -> int | None:
     if token is not None and (isinstance(token, bool) or not isinstance(token, int)):
         raise ValueError(f"{key} {token!r} must be an integer")
     return token if token is not None and 0 <= token < model.vocab_size else None
-
-
-# ---- writing
-
-
-def hf_config(config: ModelConfig, head: HeadKind = "lm", family: str | None = None) -> dict[str, Any]:
-    """config.json, but for the special tokens and the dtype, in version 4's keys, which version 5 reads as well.
-
-    family: the `model_type` to prefer, such as the one that the model was loaded as. It is taken if it computes what
-        `config` says; otherwise, and with None, the first family that does.
-
-    Raises:
-        ValueError: no family computes what this config says.
-    """
-    if family is not None and family not in FAMILIES:
-        raise ValueError(f"family {family!r} is not supported: known are {', '.join(FAMILIES)}")
-    faults: dict[str, list[str]] = {}
-    for name in FAMILIES if family is None else dict.fromkeys([family, *FAMILIES]):
-        written = _write(config, name, head)
-        faults[name] = _faults(config, written, name)
-        if not faults[name]:
-            return written
-    nearest = min(faults, key=lambda name: len(faults[name]))
-    named = ", ".join(f"{field}={getattr(config, field)!r}" for field in faults[nearest])
-    raise ValueError(
-        f"a model with {named} cannot be exported: no Hugging Face family computes it, and {nearest} is the nearest"
-    )
-
-
-def _faults(config: ModelConfig, written: Json, family: str) -> list[str]:
-    """The fields of `config` that `written` does not say."""
-    try:
-        understood = _canonical(_model(written, family))
-    except ValueError:  # a number that this family cannot have
-        return [field.name for field in fields(config)]
-    wanted = _canonical(config)
-    wrong = [f.name for f in fields(wanted) if not _equal(getattr(wanted, f.name), getattr(understood, f.name))]
-    return wrong + (["embed", "heads"] if family in _WHOLE_HEADS and config.embed % config.heads else [])
-
-
-def _equal(one: Any, other: Any) -> bool:
-    if isinstance(one, float) and isinstance(other, float):
-        return math.isclose(one, other, rel_tol=1e-12)  # 24 ** -0.5 and 1 / sqrt(24) are one number
-    return one == other
-
-
-# Whose configs transformers refuses where the heads do not divide the hidden size, head_dim or not.
-_WHOLE_HEADS = ("llama", "gemma2", "gemma3_text")
-
-
-def _canonical(config: ModelConfig) -> ModelConfig:
-    """The same computation said in one way."""
-    local = config.local_layers or (True,) * config.layers
-    window = config.window if any(local) else None
-    layers = () if window is None or all(local) else tuple(local)
-    scale = None if _equal(config.query_scale, config.head_dim**-0.5) else config.query_scale
-    theta = None if window is None else config.local_rope_theta
-    return replace(config, window=window, local_layers=layers, local_rope_theta=theta, query_scale=scale)
-
-
-def _write(config: ModelConfig, family: str, head: HeadKind) -> dict[str, Any]:
-    """`config` as this family says it; what the family has no key for is left out."""
-    written: dict[str, Any] = {"architectures": [FAMILIES[family].architecture(head)], "model_type": family}
-    if head == "scalar":
-        written |= {"num_labels": 1, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
-    written |= {
-        "vocab_size": config.vocab_size,
-        "tie_word_embeddings": config.tie_embeddings,
-        "initializer_range": config.initializer_range,
-    }
-    if family == "gpt2":
-        return written | {
-            "n_embd": config.embed,
-            "n_layer": config.layers,
-            "n_head": config.heads,
-            "n_inner": config.mlp,
-            "n_positions": config.max_positions,
-            "layer_norm_epsilon": config.norm_eps,
-            "activation_function": "gelu_new" if config.activation == "gelu_tanh" else config.activation,
-            "scale_attn_weights": config.query_scale != 1.0,
-            "attn_pdrop": 0.0,
-            "embd_pdrop": 0.0,
-            "resid_pdrop": 0.0,
-        }
-    written |= {
-        "hidden_size": config.embed,
-        "num_hidden_layers": config.layers,
-        "num_attention_heads": config.heads,
-        "num_key_value_heads": config.kv_heads,
-        "head_dim": config.head_dim,
-        "intermediate_size": config.mlp,
-        "max_position_embeddings": config.max_positions,
-        "rms_norm_eps": config.norm_eps,
-        "attention_dropout": 0.0,
-        "rope_theta": config.rope_theta,
-        "rope_scaling": _written_scaling(config.rope_scaling),
-    }
-    activation = "gelu_pytorch_tanh" if config.activation == "gelu_tanh" else config.activation
-    local = _canonical(config).local_layers or (config.window is not None,) * config.layers
-    types = [_LOCAL if each else _GLOBAL for each in local]
-    if family in ("gemma2", "gemma3_text"):
-        scalar = config.head_dim if config.query_scale is None else config.query_scale**-2
-        whole = round(scalar)  # version 5 takes no other; where it is not, the caller sees the difference
-        written |= {
-            "hidden_act": activation,
-            "hidden_activation": activation,
-            "attention_bias": config.qkv_bias,
-            "query_pre_attn_scalar": whole,
-            "final_logit_softcapping": config.softcap,
-            "attn_logit_softcapping": config.attention_softcap if family == "gemma2" else None,
-            "sliding_window": config.window,
-            "layer_types": types,
-        }
-        if family == "gemma3_text":
-            written["rope_local_base_freq"] = config.local_rope_theta or 10000.0
-            period = next((n + 1 for n, each in enumerate(local) if not each), config.layers + 1)
-            if list(local) == [(index + 1) % period != 0 for index in range(config.layers)]:
-                written["sliding_window_pattern"] = period  # all that versions before 4.53 read
-        return written
-    written["hidden_act"] = activation
-    if family == "mistral":
-        return written | {"sliding_window": config.window}
-    if family == "llama":
-        return written | {"attention_bias": config.qkv_bias, "mlp_bias": config.mlp_bias}
-    written |= {"use_sliding_window": config.window is not None, "sliding_window": config.window, "layer_types": types}
-    first = types.index(_LOCAL) if _LOCAL in types else config.layers
-    written["max_window_layers"] = first
-    return written | ({"attention_bias": config.qkv_bias} if family == "qwen3" else {})
-
-
-def _written_scaling(scaling: RopeScaling | None) -> dict[str, Any] | None:
-    if scaling is None:
-        return None
-    written: dict[str, Any] = {"rope_type": scaling.kind, "factor": scaling.factor}
-    if scaling.kind == "llama3":
-        written |= {
-            "low_freq_factor": scaling.low_freq_factor,
-            "high_freq_factor": scaling.high_freq_factor,
-            "original_max_position_embeddings": scaling.original_max_positions,
-        }
-    return written

@@ -16,11 +16,11 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-import jax
 import ml_dtypes
 import numpy as np
-from jax.experimental import multihost_utils
 from jax.typing import DTypeLike
+
+from jrlhf.meshes import to_host
 
 DTYPES: Mapping[str, np.dtype] = {
     "F32": np.dtype(np.float32),
@@ -255,9 +255,7 @@ def _write_file(path: Path, tensors: Sequence[Planned], following: Callable[[], 
 
 def on_host(array: Any, dtype: DTypeLike | None = None) -> np.ndarray:
     """The whole array on this host, whichever processes hold it."""
-    if isinstance(array, jax.Array) and not array.is_fully_addressable:
-        array = multihost_utils.process_allgather(array, tiled=True)
-    array = np.asarray(array)
+    array = np.asarray(to_host(array))
     return array if dtype is None else array.astype(dtype, copy=False)
 
 

@@ -255,7 +255,7 @@ def test_what_could_not_be_measured_is_not_written(results, message, command, tm
 
 
 def test_every_comparison_is_one_that_our_side_can_do():
-    assert {each.case for peer in PEERS.values() for each in peer.comparisons} <= {"generate", "ppo"}
+    assert {each.case for peer in PEERS.values() for each in peer.comparisons} <= {"generate", "ppo", "grpo"}
     assert all(each.variants for peer in PEERS.values() for each in peer.comparisons)
 
 
@@ -267,6 +267,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Job:
     return task
 
 
+@pytest.mark.slow
 def test_our_side_computes_numbers_that_tell_models_apart(exported: Job):
     ours.check(exported)
     numbers = np.load(exported.model("ours.npz"))

@@ -150,7 +150,8 @@ def write_jsonl(path: Path, rows: list[dict]) -> Path:
 
 @pytest.fixture(scope="session")
 def settings(user: Path) -> Callable[..., dict]:
-    """A config as a mapping: PPO of the actor against a function; sections given by name replace or add keys."""
+    """A config as a mapping: PPO of the actor against a function; sections given by name replace or add keys, and
+    those of stages that it lacks are left out."""
 
     def make(**sections) -> dict:
         qa = str(user / "qa.jsonl")
@@ -184,6 +185,10 @@ def settings(user: Path) -> Callable[..., dict]:
         }
         for name, value in sections.items():
             found[name] = found[name] | value if isinstance(value, dict) and name in found else value
-        return found
+        if found["stages"][-1] in ("sft", "reward_model", "dpo") and "ppo" not in sections:
+            found["ppo"] = {"rollout_batch": 8}  # which is how texts are sampled then
+            sections["ppo"] = found["ppo"]
+        unread = {"sft", "reward_model", "ppo"} - {*found["stages"], *sections}
+        return {name: value for name, value in found.items() if name not in unread}
 
     return make

@@ -23,6 +23,7 @@ from jrlhf.train import cli
 
 WEIGHTS = "model.safetensors"
 SFT = {"stages": ["sft"], "rewards": []}  # the stage that needs least
+SCORED = {"rewards": [{"name": "same", "function": "exact_match"}]}
 
 
 @pytest.fixture
@@ -231,10 +232,14 @@ def test_a_dataset_that_cannot_be_read(refused, tmp_path, content, message):
         ({"rollout": {"slots": 12}}, "rollout.slots=12 does not divide over 8 device(s)"),
         ({"rollout": {"chunk": 0}}, "rollout.chunk=0"),
         (
-            {"compute": {"shared_passes": True}, "ppo": {"algorithm": {"epochs": 2}}},
+            {"stages": ["sft", "ppo"], "compute": {"shared_passes": True}, "ppo": {"algorithm": {"epochs": 2}}}
+            | SCORED,
             "not ppo.algorithm.epochs=2: set that",
         ),
-        ({"compute": {"shared_passes": True}, "lora": {"rank": 4}}, "trained whole, not lora"),
+        (
+            {"stages": ["sft", "ppo"], "compute": {"shared_passes": True}, "lora": {"rank": 4}} | SCORED,
+            "whole, not lora",
+        ),
         ({"lora": {"path": "USER/gone"}}, "does not exist"),
         ({"lora": {"path": "USER/actor"}}, "adapter_config.json"),
         ({"lora": {"rank": 4, "path": "USER/actor"}}, "it must be null with path"),
@@ -294,6 +299,11 @@ def test_a_reward_that_cannot_be_used(refused, tmp_path, user, reward, message):
     sections = {"stages": ["sft", "reward_model", "ppo"], "rewards": [json.loads(text)]}
     assert message in refused(**sections)
     assert message in refused("--dry-run", **sections)
+
+
+def test_a_cost_is_called_one(refused):
+    gone = {"costs": [{"name": "mine", "function": "no_such_module_of_mine:f"}]}
+    assert refused(stages=["safe_rlhf"], **gone).startswith("error: cost 'mine': ")
 
 
 def test_roles_that_do_not_go_together(refused, tmp_path, user, make_model):

@@ -10,11 +10,11 @@ import pytest
 
 from jrlhf import programs
 from jrlhf.batches import put_rows
-from jrlhf.config import SFTConfig
 from jrlhf.meshes import GENERATE, make_mesh, reshard
 from jrlhf.model import Architecture
 from jrlhf.models import LoRAConfig, ModelConfig, init_lora, init_sharded, lora_shardings, param_shardings
 from jrlhf.ppo import Experience, PPOConfig, TrainState
+from jrlhf.stage_config import SFTConfig
 
 MODEL = ModelConfig(
     vocab_size=50, embed=16, layers=2, heads=2, kv_heads=1, head_dim=8, mlp=16, max_positions=20, initializer_range=0.3
@@ -80,7 +80,7 @@ def test_an_update_is_that_of_the_whole_minibatch(mesh, rows, lora):
     optimizer, rng = optax.sgd(1e-1), np.random.default_rng(1)
     mask = (np.arange(TIME)[None] >= 2) & (np.arange(TIME)[None] < np.asarray(lengths)[:, None])
     noise = put_rows(rng.normal(size=(ROWS, TIME)).astype(np.float32), mesh)
-    made_up: Any = dict.fromkeys(Experience.__dataclass_fields__, lengths)
+    made_up: Any = dict.fromkeys(Experience.__dataclass_fields__, lengths) | {"importance": None, "kl_coef": None}
     made_up |= {"tokens": tokens, "response_mask": put_rows(mask, mesh), "advantages": noise, "old_logprobs": noise}
     results = []
     for config in (PPOConfig(), PPOConfig(micro_batch_tokens=32)):

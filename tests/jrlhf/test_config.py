@@ -211,7 +211,7 @@ def test_overrides_take_the_same_path(tmp_path):
         ("name=../escape", "name='../escape': it must be letters"),
         ("name=", "name='': it must be letters"),
         ("device={platform: gpu, simulated: 2}", "device.simulated=2: it must be null on a gpu"),
-        ("stages=[stf]", "stages[0]=stf: it must be one of sft, reward_model, ppo, did you mean sft"),
+        ("stages=[stf]", "stages[0]=stf: it must be one of sft, reward_model, dpo, ppo, grpo, dr_grpo"),
     ],
 )
 def test_a_wrong_override_is_one_sentence(tmp_path, override, message):
@@ -301,6 +301,10 @@ def test_mesh_sizes(tmp_path, mesh, devices, sizes):
     assert mesh_sizes(load_config(write(tmp_path, ""), mesh).mesh, devices) == sizes
 
 
+GRPO = ["stages=[sft, grpo]", "rewards=[{name: a, function: exact_match}]"]
+SUMS = ["data.source=arithmetic"]
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -347,7 +351,7 @@ def test_mesh_sizes(tmp_path, mesh, devices, sizes):
             "ppo.algorithm.kl_horizon=25 must exceed a fifth of ppo.rollout_batch=128: the KL coefficient could turn "
             "negative, raise the horizon",
         ),
-        (["stages=[]"], "stages=[]: name at least one of sft, reward_model, ppo"),
+        (["stages=[]"], "stages=[]: name at least one of sft, reward_model, dpo, ppo"),
         (["stages=[sft, sft]"], "stages=[sft, sft]: sft is named more than once, keep one"),
         (
             ["stages=[sft, ppo]"],
@@ -380,6 +384,99 @@ def test_mesh_sizes(tmp_path, mesh, devices, sizes):
         (["data.source=datasets"], "data.source=datasets needs a tokenizer: give model.path"),
         (["model.path=x"], "model.path=x: the built-in task trains a tokenizer and a model of its own"),
         (["ppo.scores.overlong_buffer=25"], "ppo.scores.overlong_buffer=25 exceeds data.max_response=24: lower it"),
+        # Stages, and what only others read
+        (["stages=[sft, dpo]", "reward_model.prompts=9", "ppo.rollout_batch=64", "ppo.temperature=0.7"], None),
+        (
+            ["stages=[sft, reward_model, dpo]"],
+            "stages=[sft, reward_model, dpo]: dpo learns from the pairs themselves and uses no reward model, leave "
+            "reward_model out, or name another algorithm",
+        ),
+        (["dpo.steps=9"], "section dpo has no effect with stages=[sft, reward_model, ppo]: leave it out"),
+        ([*GRPO, "reward_model.prompts=9"], None),
+        (
+            ["stages=[sft, dpo]", "ppo.algorithm.epochs=2"],
+            "ppo.algorithm.epochs=2 has no effect with stages=[sft, dpo]: leave it out",
+        ),
+        (["stages=[sft]", "ppo.iterations=9", "rewards=[{name: a, function: exact_match}]"], None),
+        (
+            ["stages=[sft, dpo]", "rewards=[{name: a, function: exact_match}]"],
+            "rewards have no effect with stages=[sft, dpo]: leave them out, or name an algorithm, such as ppo",
+        ),
+        (
+            ["stages=[sft, reward_model]", "reward_model.weight=2"],
+            "reward_model.weight=2.0 has no effect with stages=[sft, reward_model]: leave it out",
+        ),
+        (["stages=[sft, dpo]", "evaluation.every=2"], "evaluation.every=2 has no effect with stages=[sft, dpo]: leave"),
+        (["stages=[sft]", "compute.shared_passes=true"], "compute.shared_passes=True has no effect with stages=[sft]"),
+        (["stages=[sft, dpo]", "roles.critic=x"], "roles.critic=x has no effect with stages=[sft, dpo]: leave it out"),
+        (["stages=[sft, dpo]", "roles.reference=x"], None),
+        (["stages=[sft]", "roles.reference=x"], "roles.reference=x has no effect with stages=[sft]: leave it out"),
+        ([*GRPO, "roles.critic=x"], "roles.critic=x has no effect with grpo, which has none: leave it out"),
+        (["lora={rank: 4, critic: false}"], "lora.critic=False has no effect with fresh weights, which have no"),
+        (
+            ["stages=[dpo]", "model.path=x", "data.source=datasets", "lora={rank: 4, critic: false}"],
+            "lora.critic=False has no effect with stages=[dpo]: leave it out",
+        ),
+        # The algorithm's numbers
+        (
+            ["ppo.algorithm.importance_cap=3"],
+            "ppo.algorithm.importance_cap=3.0 has no effect with ppo.algorithm.importance=null and "
+            "old_logprobs=recompute: leave it out",
+        ),
+        (["ppo.algorithm.importance_cap=3", "ppo.algorithm.importance=token"], None),
+        (["ppo.algorithm.importance_cap=3", "ppo.algorithm.old_logprobs=rollout"], None),
+        (
+            ["ppo.algorithm.kl_horizon=2000"],
+            "ppo.algorithm.kl_horizon=2000.0 has no effect with ppo.algorithm.kl_target=null: leave it out",
+        ),
+        (
+            ["ppo.scores.overlong_penalty=2"],
+            "ppo.scores.overlong_penalty=2.0 has no effect with ppo.scores.overlong_buffer=null: leave it out",
+        ),
+        (["ppo.scores={overlong_penalty: 2, overlong_buffer: 4}"], None),
+        (["ppo.algorithm.old_logprobs=rollout", "ppo.top_p=1.0"], None),
+        (
+            ["ppo.algorithm.old_logprobs=rollout", "ppo.top_p=0.9"],
+            "ppo.top_p=0.9 draws from another distribution than the log-probabilities are of, which "
+            "ppo.algorithm.old_logprobs=rollout would correct: leave one of them out",
+        ),
+        (["ppo.algorithm.ptx_coef=0.5", "sft.renaming=0.1"], None),
+        (
+            ["ppo.algorithm.ptx_coef=0.5", "ppo.temperature=0.7"],
+            "ppo.algorithm.ptx_coef=0.5 would imitate texts by the distribution that ppo.temperature=0.7 scales: set "
+            "the temperature to 1, or ptx_coef to 0",
+        ),
+        # Batches
+        (["ppo.rollout_batch=30", "ppo.algorithm.minibatches=2"], "ppo.rollout_batch=30 does not divide over 4 device"),
+        (
+            ["stages=[sft]", "ppo.rollout_batch=30"],
+            "ppo.rollout_batch=30 (so many answers are sampled at a time) does not divide over 4 device(s): choose a "
+            "multiple of 4, such as 28 or 32",
+        ),
+        (
+            [*GRPO, "grpo.algorithm={samples: 6, minibatches: 4}", "grpo.rollout_batch=64"],
+            "grpo.rollout_batch=64 does not divide over 4 device(s) x 4 minibatches and into 6 samples of each prompt "
+            "on 4 group(s) of devices: choose a multiple of 48, such as 48 or 96",
+        ),
+        ([*GRPO, "grpo.algorithm={samples: 6, minibatches: 4}", "grpo.rollout_batch=48"], None),
+        ([*GRPO, "grpo.algorithm={samples: 6, minibatches: 4}", "grpo.rollout_batch=96"], None),
+        (
+            [*GRPO, "grpo.algorithm.samples=3", "grpo.rollout_batch=48", "mesh.tensor=2", "rollout.slots=4"],
+            "rollout.slots=4 has no room for 3 samples of a prompt on each of 2 group(s) of devices: choose a multiple "
+            "of 4, 8 or more",
+        ),
+        # Data
+        (
+            [*SUMS, "stages=[sft, dpo]"],
+            "data.source=arithmetic has no preferences for stage dpo: leave it out, and give rewards to an algorithm "
+            "such as grpo",
+        ),
+        (
+            [*SUMS, *GRPO, "evaluation.every=2", "data.heldout_rows=0"],
+            "evaluation.every=2 has no prompts to validate on: raise data.heldout_rows, or set it to null",
+        ),
+        (["evaluation.every=2", "data.heldout_rows=0"], None),
+        (["arithmetic.units_first=true"], "arithmetic.units_first=True has no effect with data.source=docstrings"),
     ],
 )
 def test_what_the_sections_demand_of_each_other(tmp_path, overrides, message):

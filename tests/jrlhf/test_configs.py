@@ -11,7 +11,15 @@ import pytest
 from jrlhf.config import config_names, load_config
 
 # The number of devices that each is for.
-DEVICES = {"gsm8k-ppo": 1, "llama3-8b-ppo": 8, "llama3-70b-ppo": 256, "quickstart": 4, "qwen3-8b-lora": 1}
+DEVICES = {
+    "gsm8k-ppo": 1,
+    "llama3-8b-ppo": 8,
+    "llama3-70b-ppo": 256,
+    "quickstart": 4,
+    "quickstart-dpo": 4,
+    "quickstart-safe": 4,
+    "qwen3-8b-lora": 1,
+}
 GB = 1e9
 
 
@@ -37,13 +45,15 @@ def plans() -> Mapping[str, str]:
 
 
 def test_every_packaged_config_is_known_here():
-    assert set(DEVICES) == set(config_names())
+    """Those of the built-in sums differ in their algorithm alone: tests/jrlhf/arithmetic looks at all of them."""
+    assert set(DEVICES) == {name for name in config_names() if not name.startswith("arithmetic-")}
 
 
 @pytest.mark.parametrize("name", DEVICES)
 def test_a_dry_run_needs_neither_weights_nor_data(plans, name):
     plan, config = plans[name], load_config(name)
-    assert "plan of a PPO iteration" in plan and f"({DEVICES[name]} in the mesh)" in plan
+    planned = "a step of dpo" if "dpo" in config.stages else f"an iteration of {config.algorithm}"
+    assert f"plan of {planned}" in plan and f"({DEVICES[name]} in the mesh)" in plan
     if config.model.path is not None:
         assert f"model.path={config.model.path} is not here" in plan
         assert f"data.prompts.path={config.data.prompts.path} is not here" in plan
@@ -109,5 +119,18 @@ def test_memory_of_llama_3_1_70b_is_its_published_size_over_a_pod(plans):
 def test_everything_fits_the_device_that_the_config_is_for(plans, name):
     together = re.search(r"^  together +([\d.]+)$", plans[name], re.MULTILINE)
     assert together is not None
-    room = {"llama3-70b-ppo": 95, "quickstart": 16}.get(name, 80)
+    room = {"llama3-70b-ppo": 95, "quickstart": 16, "quickstart-dpo": 16, "quickstart-safe": 16}.get(name, 80)
     assert float(together[1]) * 2**20 / GB < 0.8 * room  # activations take what is left
+
+
+def test_the_plan_says_where_functions_score_and_its_columns_align(plans):
+    plan = plans["quickstart-safe"].split("plan of ")[1].splitlines()[1:-1]
+    rows = [re.split(r"  +", line.strip()) for line in plan]
+    how = {row[0]: " ".join(row[1:-1]) for row in rows}
+    assert how["cost.score"] == "functions, beside the rest"
+    everywhere = "devices 0-3: data=1 x fsdp=2 x tensor=2"
+    assert how["reward.score"] == how["critic.values"] == f"{everywhere} layout score rows over data, fsdp, tensor"
+    seconds = {line.index(next(c for c in row[1:] if "devices" not in c)) for line, row in zip(plan, rows, strict=True)}
+    thirds = {line.index(row[-1]) for line, row in zip(plan, rows, strict=True) if len(row) > 2}
+    assert len(seconds) == len(thirds) == 1 and len(plan) > 10
+    assert "reward.score" in plans["qwen3-8b-lora"] and "functions, beside the rest" in plans["qwen3-8b-lora"]

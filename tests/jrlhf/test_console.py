@@ -246,6 +246,19 @@ def test_the_summary_of_a_user_s_run_has_its_rewards_and_sources(plain):
     assert "score, after minus before: +0.500 ± 0.000" in lines()
 
 
+def test_costs_on_held_out_prompts_are_measured_with_their_errors(plain):
+    console, lines = plain
+    before = {"gold": 0.5, "gold_standard_error": 0.25, "cost": 4.0, "cost_standard_error": 0.125, "items": {}}
+    console.summary({"held_out": {"measure": "gold", "before": before, "after": before | {"cost": 3.0}}}, Path("r"))
+    assert lines()[3:5] == ["  gold  0.500 ± 0.250  0.500 ± 0.250", "  cost  4.000 ± 0.125  3.000 ± 0.125"]
+
+
+def test_accuracies_that_are_not_known_are_not_told(plain):
+    console, lines = plain
+    console.summary({"dpo_accuracy": None, "reward_model_accuracy": None}, Path("r"))
+    assert lines() == ["", "report: r/report.html"]
+
+
 @pytest.mark.parametrize(
     "held_out",
     [None, {}, {"before": None}, {"before": {}}, {"measure": "gold", "before": {"distinct": 3}, "after": {}}],
@@ -310,12 +323,20 @@ def test_a_line_shows_few_rewards_by_name_and_that_functions_failed(plain):
         "rewards/form/mean": 1.0,
     }
     failed = {"rewards/exact/failures": 2.0, "rewards/exact/failures/timeout": 2.0, "rewards/form/failures": 1.0}
-    for metrics in (two, two | failed, {"rewards/exact/mean": 0.5}, {f"rewards/r{n}/mean": 0.5 for n in range(4)}):
+    costs = {"costs/words/mean": 4.0, "costs/words/failures": 1.0, "costs/words/failures/nan": 1.0}
+    for metrics in (
+        two,
+        two | failed,
+        failed | costs,
+        {"rewards/exact/mean": 0.5},
+        {f"rewards/r{n}/mean": 0.5 for n in range(4)},
+    ):
         with console.progress("ppo", total=1) as progress:
             progress.advance(1, {"critic/score/mean": 0.25} | metrics)
     assert [line.removesuffix("  (took 0.0 s)") for line in lines()] == [
         "ppo 1/1  reward +0.250  exact 0.500  form 1.000",
         "ppo 1/1  reward +0.250  exact 0.500  form 1.000  failures 3",
+        "ppo 1/1  reward +0.250  failures 4",
         "ppo 1/1  reward +0.250",
         "ppo 1/1  reward +0.250",
     ]

@@ -12,13 +12,13 @@ from jrlhf.profile import traced
 
 
 def test_chosen_iterations_leave_a_trace(tmp_path):
-    profile = ProfileConfig(iterations=(2, 3), stage="sft")
+    config = Config(profile=ProfileConfig(iterations=(2, 3), stage="sft"))
     add = jax.jit(lambda x: x + 1)
     for step in (1, 2):
-        assert traced(profile, tmp_path, "sft", step, lambda step=step: (add(jnp.ones(())), {"x": "text"}))[0] == 2
-        traced(profile, tmp_path, "ppo", step, lambda: None)
+        assert traced(config, tmp_path, "sft", step, lambda step=step: (add(jnp.ones(())), {"x": "text"}))[0] == 2
+        traced(config, tmp_path, "ppo", step, lambda: None)
     with pytest.raises(ZeroDivisionError):
-        traced(profile, tmp_path, "sft", 3, lambda: 1 // 0)
+        traced(config, tmp_path, "sft", 3, lambda: 1 // 0)
     assert sorted(each.name for each in (tmp_path / "profile").iterdir()) == ["sft-2", "sft-3"]
     (tensorboard,) = (tmp_path / "profile" / "sft-2").glob("plugins/profile/*/*.xplane.pb")
     (perfetto,) = (tmp_path / "profile" / "sft-2").glob("plugins/profile/*/*.trace.json.gz")
@@ -30,7 +30,10 @@ def test_chosen_iterations_leave_a_trace(tmp_path):
     [
         (["profile.iterations=[0]"], r"iterations=.*it must be iterations, the first of which is 1"),
         (["profile.iterations=[3,41]"], "profile.iterations has 41, but ppo ends after 40"),
-        (["profile.iterations=[3]", "stages=[sft]"], r"profile.stage=ppo is not among stages=\[sft\]"),
+        (
+            ["profile.iterations=[3]", "stages=[sft]", "profile.stage=ppo"],
+            r"profile.stage=ppo is not among stages=\[sft\]",
+        ),
     ],
 )
 def test_iterations_that_will_not_come_are_refused(overrides, message):

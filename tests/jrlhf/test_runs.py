@@ -9,11 +9,10 @@ from pathlib import Path
 import pytest
 
 from jrlhf import runs
-from jrlhf.config import load_config
+from jrlhf.config import config_yaml, load_config
 from jrlhf.errors import UserError
 from jrlhf.files import append_jsonl, read_jsonl, write_atomic
 from jrlhf.runs import open_run
-from jrlhf.strict import to_yaml
 
 
 @pytest.fixture
@@ -73,7 +72,7 @@ def test_another_config_is_refused_with_its_differences_and_nothing_changes(make
 
 def test_a_config_of_another_version_is_compared_key_by_key(make):
     with open_run(make()) as run:
-        text = to_yaml(make()).replace("\nseed: 0\n", "\nsede: 0\n")
+        text = config_yaml(make()).replace("\nseed: 0\n", "\nsede: 0\n")
         write_atomic(run.path / "config.yaml", text)
     assert "(seed: absent there, 0 here; sede: 0 there, absent here)" in refused(make(), resume=True)
 
@@ -123,7 +122,7 @@ def test_two_openers_do_not_share_a_run(make):
 
 def test_a_killed_process_frees_its_run(make, tmp_path):
     config = tmp_path / "killed.yaml"
-    config.write_text(to_yaml(make()))
+    config.write_text(config_yaml(make()))
     program = (
         "import sys, time; from jrlhf.config import load_config; from jrlhf.runs import open_run; "
         "run = open_run(load_config(sys.argv[1])); print('open', flush=True); time.sleep(600)"

@@ -1,6 +1,7 @@
 """Rewards of an iteration: functions run beside the roles' calls, models of text in order with them."""
 
 import threading
+from collections import Counter
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, cast
@@ -10,7 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jrlhf.batches import put_rows
+from jrlhf.algorithms import ppo
+from jrlhf.batches import Batch, put_rows
+from jrlhf.clock import Clock
 from jrlhf.data.types import Example
 from jrlhf.meshes import make_mesh
 from jrlhf.ppo import Rollout, RunningMoments
@@ -18,11 +21,11 @@ from jrlhf.ppo.shaping import ScoreConfig
 from jrlhf.programs import Compute
 from jrlhf.rewards.functions import RewardFailure
 from jrlhf.rewards.types import Sample, Scored
-from jrlhf.rl import ppo_iteration
-from jrlhf.scoring import Batch, Rewards, TextPart
+from jrlhf.scoring import Rewards, TextPart
 
 MESH, ROWS = make_mesh(8, 1, 1), 8
 BATCH = Batch(cast(Any, ()), [Example(prompt="p")] * ROWS, ["p"] * ROWS, step=3)
+PLAIN = ScoreConfig()
 LENGTHS = np.arange(ROWS, dtype=np.int32) % 3 + 1
 
 
@@ -37,19 +40,17 @@ def rollout() -> Rollout:
 class Calls:
     """Roles that only note the order of their calls, and what the functions of text do meanwhile."""
 
-    def __init__(self, **parts: TextPart):
+    def __init__(self, shaping: ScoreConfig = PLAIN, kind: Any = "rewards", **parts: TextPart):
         self.names: list[str] = []
         self.dispatched = threading.Event()
         context = SimpleNamespace(
             mesh=MESH,
             compute=Compute(),
             task=SimpleNamespace(tokenizer=SimpleNamespace(decode=lambda ids: "x" * len(ids))),
-            config=SimpleNamespace(
-                deadline=10.0, data=SimpleNamespace(max_response=3), ppo=SimpleNamespace(scores=ScoreConfig())
-            ),
+            config=SimpleNamespace(deadline=10.0, data=SimpleNamespace(max_response=3)),
         )
-        self.rewards = Rewards(cast(Any, context), None, {}, parts)
-        self.rewards.moments = jax.device_put(RunningMoments.create())
+        self.rewards = Rewards(cast(Any, context), None, {}, parts, shaping=shaping, clock=Clock(), kind=kind)
+        self.rewards.start(jax.device_put(RunningMoments.create()))
 
     def iterate(self) -> Any:
         """The scores that an iteration makes experience of."""
@@ -59,12 +60,13 @@ class Calls:
             values=lambda _: (self.names.append("values"), self.dispatched.set()),
             update=lambda _: {},
             is_base_of=lambda _: False,
+            recomputes=lambda: True,
+            experience=lambda _, scores, *__: scores.result(),
         )
         any_role = cast(Any, roles)
         self.rewards.clock.start()
         with jax.set_mesh(MESH):
-            experience = lambda _, scores, *__, **___: scores  # noqa: E731
-            return ppo_iteration(any_role, any_role, any_role, self.rewards, BATCH, experience)[0]
+            return ppo(any_role, any_role, any_role, self.rewards, any_role, BATCH, 0.1)[0]
 
 
 def test_scoring_is_dispatched_while_functions_are_at_work():
@@ -98,4 +100,46 @@ def test_a_function_that_fails_stops_the_iteration_before_anything_is_trained():
     with pytest.raises(RewardFailure, match="the judge is out"):
         calls.iterate()
     assert calls.names == ["logprobs", "logprobs", "values"]
+    calls.rewards.close()
+
+
+def test_a_baseline_is_shaped_like_the_scores_and_counts_as_none_of_them():
+    def function(samples: Sequence[Sample], step: int) -> Scored:
+        return Scored(np.full(len(samples), 3.0), failures=Counter({"nan": 2}))
+
+    calls = Calls(shaping=ScoreConfig(normalise=True, clip=2.0), function=TextPart(2.0, function, "function"))
+    rewards = calls.rewards
+    with jax.set_mesh(MESH):
+        first, moments = rewards.score(rollout(), BATCH).result(), rewards.moments
+        baseline = rewards.score_baseline(rollout(), BATCH).result()
+        assert rewards.moments is moments and float(moments.mean) == 6.0
+        np.testing.assert_array_equal(first, np.zeros(ROWS))
+        np.testing.assert_array_equal(baseline, np.zeros(ROWS))
+        rewards.score(rollout(), BATCH).result()
+    said = rewards.metrics()
+    assert said["critic/baseline/mean"] == 6.0 and said["rewards/function/mean"] == 3.0
+    assert said["rewards/function/failures"] == 6.0 == said["rewards/function/failures/nan"]  # of all scorings
+    with jax.set_mesh(MESH):
+        rewards.restate(put_rows(np.arange(ROWS, dtype=np.float32), MESH))
+    assert rewards.metrics()["critic/score/max"] == ROWS - 1 and np.asarray(rewards.raw)[1] == 1.0
+    rewards.start(rewards.moments)
+    assert rewards.metrics() == {}
+    rewards.close()
+
+
+def test_costs_have_names_of_their_own():
+    def function(samples: Sequence[Sample], step: int) -> Scored:
+        return Scored(np.arange(len(samples), dtype=float))
+
+    calls = Calls(kind="costs", words=TextPart(0.5, function, "words"))
+    with jax.set_mesh(MESH):
+        np.testing.assert_allclose(calls.rewards.score(rollout(), BATCH).result(), np.arange(ROWS) / 2)
+    said = calls.rewards.metrics()
+    assert set(said) == {
+        "cost/mean",
+        "cost/max",
+        "cost/min",
+        *(f"costs/words/{x}" for x in ("mean", "std", "failures")),
+    }
+    assert said["cost/max"] == 3.5
     calls.rewards.close()

@@ -14,11 +14,12 @@ import pytest
 
 from jrlhf.clock import Clock, Stopwatch, timed
 from jrlhf.compilations import CompilationWatch
-from jrlhf.config import DeviceConfig, OptimizerConfig
+from jrlhf.config import DeviceConfig
 from jrlhf.devices import select
 from jrlhf.errors import UserError
 from jrlhf.optimizers import adamw
 from jrlhf.preemption import PreemptionGuard
+from jrlhf.stage_config import OptimizerConfig
 
 
 def rates(config: OptimizerConfig, updates: int) -> list[float]:

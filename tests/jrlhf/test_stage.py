@@ -16,7 +16,8 @@ from jrlhf.config import ProfileConfig
 from jrlhf.errors import UserError
 from jrlhf.meshes import make_mesh
 from jrlhf.metrics import read_metrics
-from jrlhf.preemption import Preempted
+from jrlhf.preemption import Preempted, PreemptionGuard
+from jrlhf.runs import Run
 from jrlhf.stage import run_stage
 
 MESH = make_mesh(1, 8, 1)
@@ -38,10 +39,12 @@ class Told:
 
 def context(path):
     return SimpleNamespace(
-        run=SimpleNamespace(path=path),
+        run=Run(path, -1),
         console=Told(),
-        config=SimpleNamespace(checkpoints=SimpleNamespace(keep=2), deadline=60.0, profile=ProfileConfig()),
-        preemption=SimpleNamespace(requested=False),
+        config=SimpleNamespace(
+            checkpoints=SimpleNamespace(keep=2), deadline=60.0, profile=ProfileConfig(), stages=("stage",)
+        ),
+        preemption=PreemptionGuard(),
         mesh=MESH,
     )
 

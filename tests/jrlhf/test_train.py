@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
@@ -28,7 +29,7 @@ from jrlhf.metrics import read_metrics
 from jrlhf.models import init_sharded
 from jrlhf.models.hf.export import hf_weights
 from jrlhf.optimizers import adamw
-from jrlhf.ppo import PPOState, TrainState
+from jrlhf.ppo import KLState, TrainState
 from jrlhf.ppo.shaping import RunningMoments
 from jrlhf.rl import RLState
 from jrlhf.train import cli, main
@@ -105,10 +106,11 @@ def test_the_exported_model_is_the_last_checkpoint(finished):
             for head in ("lm", "scalar")
         )
         with Checkpoints(path / "checkpoints" / "ppo") as checkpoints:
-            state = RLState(PPOState.create(actor, critic, kl_coef=1.0), RunningMoments.create())
+            trained, zero = {"actor": actor, "critic": critic}, jnp.zeros((), jnp.int32)
+            state = RLState(trained, KLState(jnp.ones(())), RunningMoments.create(), zero)
             restored = checkpoints.restore_latest(like(state, mesh))
     assert restored is not None and restored[0] == 6
-    saved = dict(hf_weights(jax.tree.map(np.asarray, restored[1].ppo.actor.params), models["actor"]))
+    saved = dict(hf_weights(jax.tree.map(np.asarray, restored[1].trained["actor"].params), models["actor"]))
     weights = load_file(path / "model" / "model.safetensors")
     assert weights.keys() == saved.keys() and all(np.array_equal(weights[name], saved[name]) for name in saved)
     assert not np.array_equal(weights["model.embed_tokens.weight"], np.asarray(actor.params["embedding"]))

@@ -155,6 +155,7 @@ def adapted(tmp_path_factory, settings, user, make_model):
     return root / "adapted", actor
 
 
+@pytest.mark.slow
 def test_scores_of_tokens_are_normalised_and_penalised(adapted):
     records = [record for record in read_metrics(adapted[0]) if record["stage"] == "ppo"]
     for record in records:

@@ -1,5 +1,7 @@
 """Utilisation: the share of a peak that calls of known work took, by verl's names."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,20 +13,24 @@ from jrlhf.meshes.peaks import PEAKS, Peak
 from jrlhf.model import Architecture, Model
 from jrlhf.models import LoRAConfig, ModelConfig
 from jrlhf.models.flops import forward_operations, generation_seconds, training_operations
-from jrlhf.ppo import PPOConfig
+from jrlhf.ppo import DAPOConfig, PolicyConfig, PPOConfig, ReMaxConfig
 from jrlhf.programs import Compute
 from jrlhf.utilisation import workload_of
 
 CONFIG = ModelConfig(vocab_size=100, embed=16, layers=2, heads=2, kv_heads=1, head_dim=8, mlp=32, max_positions=16)
 PROMPTS, RESPONSES = np.array([3, 4], np.int32), np.array([5, 2], np.int32)
-CALLS = ("update_actor", "update_critic", "old_log_prob", "ref", "gen")
+CALLS = ("update_actor", "update_critic", "update_cost_critic", "old_log_prob", "ref", "gen")
 PPO = PPOConfig(epochs=2, minibatches=2)
 
 
-def workload(monkeypatch, peak: Peak | None, lora: LoRAConfig | None = None, dtype=jnp.bfloat16):
+def workload(
+    monkeypatch, peak: Peak | None, lora: LoRAConfig | None = None, dtype=jnp.bfloat16, ppo: PolicyConfig = PPO
+):
     monkeypatch.setattr(utilisation, "peak_of", lambda device: peak)
     model = Model(Architecture(CONFIG, lora), {})
-    return workload_of(model, model, model, PPO, make_mesh(2, 2, 2), Compute(jnp.dtype(dtype)))
+    deeper = Model(Architecture(replace(CONFIG, layers=4), lora), {})
+    models = {"critic": model, "cost_critic": deeper, "reference": model}
+    return workload_of(model, models, ppo, make_mesh(2, 2, 2), Compute(jnp.dtype(dtype)))
 
 
 def test_shares_of_the_peak_of_all_devices(monkeypatch):
@@ -36,6 +42,7 @@ def test_shares_of_the_peak_of_all_devices(monkeypatch):
         {
             "perf/mfu/actor": 2 * training_operations(CONFIG, lengths) / peak / 2,
             "perf/mfu/critic": 2 * training_operations(CONFIG, lengths, "scalar") / peak / 2,
+            "perf/mfu/cost_critic": 2 * training_operations(replace(CONFIG, layers=4), lengths, "scalar") / peak / 2,
             "perf/mfu/actor_infer": forward_operations(CONFIG, lengths) / peak / 2,
             "perf/mfu/ref": forward_operations(CONFIG, lengths) / peak / 2,
             "perf/roofline/gen": generation / 2,
@@ -64,3 +71,13 @@ def test_one_pass_over_actor_and_reference_counts_both(monkeypatch):
 def test_an_unknown_device_has_no_utilisation(monkeypatch):
     assert workload(monkeypatch, None).metrics({"timing_s/gen": 1.0}, PROMPTS, RESPONSES) == {}
     assert jax.devices()[0].device_kind not in PEAKS
+
+
+def test_seconds_of_several_generations_are_held_against_no_roofline_of_one(monkeypatch):
+    def found(algorithm: PolicyConfig, **said: float) -> set[str]:
+        load = workload(monkeypatch, Peak(1e6, 1e8, 1e7), ppo=algorithm)
+        return set(load.metrics({"timing_s/gen": 1.0, "timing_s/update_actor": 1.0} | said, PROMPTS, RESPONSES))
+
+    both = {"perf/mfu/actor", "perf/roofline/gen"}
+    assert found(DAPOConfig(), **{"dapo/rounds": 1.0}) == both
+    assert found(DAPOConfig(), **{"dapo/rounds": 2.0}) == found(ReMaxConfig()) == {"perf/mfu/actor"}

@@ -2,7 +2,20 @@ import math
 
 import pytest
 
-from jrlhf.ppo import PPOConfig
+from jrlhf.ppo import (
+    DAPOConfig,
+    DPOConfig,
+    DrGRPOConfig,
+    GRPOConfig,
+    GSPOConfig,
+    PolicyConfig,
+    PPOConfig,
+    ReinforcePPBaselineConfig,
+    ReinforcePPConfig,
+    ReMaxConfig,
+    RLOOConfig,
+    SafeRLHFConfig,
+)
 
 
 @pytest.mark.parametrize(
@@ -40,3 +53,82 @@ def test_an_adaptive_controller_cannot_start_at_zero():
 
 def test_the_edges_of_the_ranges_are_allowed():
     PPOConfig(discount=0, gae_lambda=1, clip_low=1, kl_coef=0, dual_clip=None, value_clip=None, target_kl=None)
+
+
+ALGORITHMS = (
+    PPOConfig,
+    GRPOConfig,
+    DrGRPOConfig,
+    DAPOConfig,
+    GSPOConfig,
+    RLOOConfig,
+    ReinforcePPConfig,
+    ReinforcePPBaselineConfig,
+    ReMaxConfig,
+    SafeRLHFConfig,
+)
+
+
+@pytest.mark.parametrize(
+    ("config", "name", "options"),
+    [
+        (PolicyConfig, "kl_in", {"kl_in": "both"}),
+        (PolicyConfig, "kl_estimator", {"kl_estimator": "k3+"}),
+        (PolicyConfig, "kl_estimator", {"kl_in": "loss"}),
+        (PolicyConfig, "truncation", {"truncation": "bootstrap"}),
+        (PolicyConfig, "ratio", {"ratio": "row"}),
+        (PolicyConfig, "aggregation", {"aggregation": "sum"}),
+        (PolicyConfig, "aggregation", {"ratio": "sequence-mean", "aggregation": "constant"}),
+        (PolicyConfig, "aggregation_divisor", {"aggregation_divisor": 7}),
+        (PolicyConfig, "aggregation_divisor", {"aggregation": "constant", "aggregation_divisor": 0}),
+        (PolicyConfig, "old_logprobs", {"old_logprobs": "reference"}),
+        (PolicyConfig, "importance", {"importance": "row"}),
+        (PolicyConfig, "importance", {"importance": "token", "old_logprobs": "rollout"}),
+        (PolicyConfig, "importance_cap", {"importance_cap": 0.9}),
+        (PolicyConfig, "ptx_coef", {"ptx_coef": -1.0}),
+        (PolicyConfig, "micro_batch_tokens", {"micro_batch_tokens": 0}),
+        (PolicyConfig, "micro_batches", {"micro_batch_tokens": 64, "micro_batches": 2}),
+        (GRPOConfig, "samples", {"samples": 1}),
+        (GRPOConfig, "discount", {"discount": 0.99}),
+        (GRPOConfig, "whiten_rewards", {"whiten_rewards": True}),
+        (GRPOConfig, "baseline", {"baseline": "critic"}),
+        (DrGRPOConfig, "discount", {"discount": 0.99}),
+        (DAPOConfig, "max_rounds", {"max_rounds": 0}),
+        (GSPOConfig, "aggregation", {"aggregation": "token-mean"}),
+        (RLOOConfig, "samples", {"samples": 1}),
+        (ReinforcePPBaselineConfig, "whiten_rewards", {"whiten_rewards": True}),
+        (ReinforcePPConfig, "truncation", {"truncation": "bootstrap"}),
+        (ReMaxConfig, "whiten_rewards", {"whiten_rewards": True}),
+        (SafeRLHFConfig, "whiten_rewards", {"whiten_rewards": True}),
+        (SafeRLHFConfig, "cost_limit", {"cost_limit": math.nan}),
+        (SafeRLHFConfig, "multiplier_max", {"multiplier_max": 0.0}),
+        (SafeRLHFConfig, "multiplier", {"multiplier": 6.0}),
+        (SafeRLHFConfig, "multiplier_rate", {"multiplier_rate": 0.0}),
+        (SafeRLHFConfig, "window", {"window": 0}),
+        (DPOConfig, "loss", {"loss": "hinge"}),
+        (DPOConfig, "beta", {"beta": 0.0}),
+        (DPOConfig, "label_smoothing", {"label_smoothing": 0.5}),
+        (DPOConfig, "label_smoothing", {"label_smoothing": 0.1, "loss": "ipo"}),
+        (DPOConfig, "micro_batches", {"micro_batches": 0}),
+    ],
+)
+def test_what_an_algorithm_refuses_is_named(config, name, options):
+    with pytest.raises(ValueError, match=f"^{name}=.*: it must be ") as error:
+        config(**options)
+    held = options.get(name, getattr(config(), name))
+    assert str(error.value).startswith(f"{name}={held!r}: ")
+
+
+def test_only_algorithms_with_a_critic_bootstrap_and_none_does_unless_told():
+    for config in ALGORITHMS:
+        assert config().truncation == "zero"
+        if config.has_critic:
+            assert config(truncation="bootstrap").has_critic
+        else:
+            with pytest.raises(ValueError, match="truncation='bootstrap'"):
+                config(truncation="bootstrap")
+    assert {config for config in ALGORITHMS if config.has_critic} == {PPOConfig, SafeRLHFConfig}
+
+
+def test_rewards_are_whitened_where_one_deviation_fits_all_of_them():
+    assert PPOConfig(whiten_rewards=True).whiten_rewards and ReinforcePPConfig(whiten_rewards=True).whiten_rewards

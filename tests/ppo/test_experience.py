@@ -130,8 +130,12 @@ def test_truncation(truncation):
             for array in (experience.response_mask, experience.rewards, experience.advantages, experience.returns):
                 assert not np.any(array[row])
             continue
-        bootstrap = after[row] if truncation == "bootstrap" and not rollout.finished[row] else jnp.float32(0)
-        expected = one(whole.rewards[row], whole.values[row], whole.response_mask[row], bootstrap_value=bootstrap)
+        bootstrap, rewards = jnp.float32(0), whole.rewards[row]
+        if truncation == "bootstrap" and not rollout.finished[row]:
+            bootstrap, last = after[row], int(rollout.prompt_lengths[row] + rollout.response_lengths[row]) - 1
+            rewards = rewards.at[last].add(-scores[row])  # the value stands for it
+            assert experience.scores[row] == scores[row] != 0
+        expected = one(rewards, whole.values[row], whole.response_mask[row], bootstrap_value=bootstrap)
         np.testing.assert_allclose(experience.advantages[row], expected[0], rtol=1e-5, atol=1e-6)
         np.testing.assert_allclose(experience.returns[row], expected[1], rtol=1e-5, atol=1e-6)
         assert experience.response_mask[row].sum() == rollout.response_lengths[row]
@@ -140,7 +144,56 @@ def test_truncation(truncation):
 def test_bootstrapping_needs_the_values_to_bootstrap_from():
     rollout, arrays, _ = inputs()
     with pytest.raises(ValueError, match="bootstrap_values"):
-        make_experience(rollout, *arrays, config=PPOConfig(), kl_coef=0.1)
+        make_experience(rollout, *arrays, config=PPOConfig(truncation="bootstrap"), kl_coef=0.1)
+
+
+def test_a_bootstrapped_row_takes_its_outcome_once():
+    """Every score is 1, and a critic of one number is fitted to its own targets, again and again."""
+    rollout, (_, old, _, values), _ = inputs()
+    value, config = jnp.float32(0.0), PPOConfig(truncation="bootstrap", kl_coef=0.0, whiten_advantages=False)
+    returns = np.zeros((ROWS, TIME))
+    for _ in range(300):
+        experience = compiled(
+            rollout,
+            jnp.ones(ROWS),
+            old,
+            None,
+            jnp.full_like(values, value),
+            config=config,
+            kl_coef=0.0,
+            bootstrap_values=jnp.full(ROWS, value),
+        )
+        returns = np.asarray(experience.returns)
+        value = jnp.float32(returns[np.asarray(experience.response_mask)].mean())
+    np.testing.assert_allclose(value, 1.0, rtol=1e-4)
+    assert returns.max() < 1.0001
+    np.testing.assert_array_equal(experience.rewards.sum(1), np.asarray(rollout.finished))
+
+
+def test_scores_of_tokens_count_in_a_row_that_is_bootstrapped():
+    rollout, (_, old, ref, values), after = inputs()
+    tokens = jnp.ones((ROWS, TIME))
+    config = PPOConfig(truncation="bootstrap", kl_coef=0.0)
+    experience = compiled(rollout, tokens, old, None, values, config=config, kl_coef=0.0, bootstrap_values=after)
+    np.testing.assert_array_equal(experience.rewards.sum(1), rollout.response_lengths)
+
+
+@pytest.mark.parametrize("bad", [jnp.nan, jnp.inf])
+@pytest.mark.parametrize("per_token", [False, True])
+def test_a_row_whose_score_is_not_finite_is_left_out_and_the_others_stay(bad, per_token):
+    rollout, (scores, old, ref, values), _ = inputs()
+    build = partial(compiled, config=PPOConfig(whiten_rewards=True), kl_coef=0.1)
+    at = int(rollout.prompt_lengths[2])
+    given = jnp.zeros((ROWS, TIME)).at[:, at].set(scores) if per_token else scores
+    spoiled = build(rollout, given.at[(2, at) if per_token else 2].set(bad), old, ref, values)
+    alone = build(replace(rollout, response_lengths=rollout.response_lengths.at[2].set(0)), given, old, ref, values)
+    for name in ("response_mask", "rewards", "advantages", "returns", "values"):
+        np.testing.assert_array_equal(getattr(spoiled, name), getattr(alone, name), err_msg=name)
+    assert not np.isfinite(spoiled.scores[2]) and not spoiled.response_mask[2].any()
+    metrics = experience_metrics(spoiled)
+    assert metrics["critic/score/nonfinite"] == 1
+    assert all(np.isfinite(value) for value in metrics.values())
+    np.testing.assert_allclose(metrics["critic/score/mean"], np.delete(np.asarray(spoiled.scores), 2).mean(), rtol=1e-5)
 
 
 def test_shapes_that_do_not_fit_are_named():
@@ -152,6 +205,11 @@ def test_shapes_that_do_not_fit_are_named():
         build(rollout, scores[:5], old, ref, values)
     with pytest.raises(ValueError, match=r"scores has shape \(6, 9\), .* \(6, 10\)"):
         build(rollout, jnp.zeros((ROWS, TIME - 1)), old, ref, values)
+    with pytest.raises(ValueError, match=r"bootstrap_values has shape \(6, 1\), .* \(6,\)"):
+        bootstrapped = PPOConfig(truncation="bootstrap")
+        build(rollout, scores, old, ref, values, config=bootstrapped, bootstrap_values=after[:, None])
+    with pytest.raises(ValueError, match=r"rollout.logprobs has shape \(6, 9\), .* \(6, 10\)"):
+        build(replace(rollout, logprobs=rollout.logprobs[:, 1:]), scores, old, ref, values)
 
 
 def test_advantages_are_whitened_over_all_response_tokens_and_returns_are_not():
@@ -206,6 +264,7 @@ def numpy_metrics(experience: Experience):
 
     return {
         **spread("critic/score", e.scores),
+        "critic/score/nonfinite": 0,
         **spread("critic/rewards", [e.rewards[row].sum() for row in learned]),
         **spread("critic/advantages", over_tokens(e.advantages)),
         **spread("critic/returns", over_tokens(e.returns)),
@@ -233,9 +292,11 @@ def test_metrics_match_their_definitions(truncation):
         np.testing.assert_allclose(value, expected[name], rtol=1e-5, atol=1e-6, err_msg=name)
 
 
-def test_a_batch_of_nothing_but_masked_rows_has_finite_metrics():
+def test_a_batch_of_nothing_but_masked_rows_has_finite_metrics_but_no_kl():
     rollout, arrays, _ = inputs()
     cut_off = replace(rollout, finished=jnp.zeros(ROWS, bool))
     experience = compiled(cut_off, *arrays, config=PPOConfig(truncation="mask"), kl_coef=0.1)
     assert not experience.response_mask.any()
-    assert all(np.isfinite(value) for value in jax.jit(experience_metrics)(experience).values())
+    metrics = jax.jit(experience_metrics)(experience)
+    assert np.isnan(metrics.pop("objective/kl"))
+    assert all(np.isfinite(value) for value in metrics.values())

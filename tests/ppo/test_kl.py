@@ -60,6 +60,20 @@ def test_values_and_bounds():
         kl_estimate(d, zero, "k4")  # pyright: ignore[reportArgumentType]
 
 
+def test_k3_keeps_its_digits_where_policies_hardly_differ():
+    d = np.array([1e-2, -2e-3, 5e-4, -1e-5], np.float32)
+    exact = np.expm1(-d.astype(np.float64)) + d
+    np.testing.assert_allclose(jax.jit(kl_estimate, static_argnums=2)(d, jnp.zeros(4), "k3"), exact, rtol=2e-2)
+    np.testing.assert_allclose(kl_estimate(jnp.asarray(d[:3]), jnp.zeros(3), "k3"), exact[:3], rtol=1e-3)
+
+
+@pytest.mark.parametrize(("inside", "beyond"), [(-2.6, -2.7), (10.99, 11.01)])
+def test_k3_has_a_bound_and_beyond_it_no_gradient(inside, beyond):
+    slope = jax.grad(lambda d: kl_estimate(d, jnp.float32(0), "k3"))
+    assert slope(jnp.float32(inside)) != 0 and slope(jnp.float32(beyond)) == 0
+    assert kl_estimate(jnp.float32(inside), jnp.float32(0), "k3") < 10
+
+
 def test_adaptive_controller_follows_its_formula():
     config = PPOConfig(kl_coef=0.1, kl_target=6.0, kl_horizon=500)
     state, expected = KLState(jnp.float32(0.1)), 0.1

@@ -50,10 +50,23 @@ def test_fewer_than_two_elements_are_defined(kept):
     assert masked_mean(x, mask) == (5.0 if kept else 0.0)
 
 
-def test_equal_elements_do_not_blow_up():
-    # 0.1 is not a binary fraction: an uncentred variance leaves rounding noise that the division would amplify.
-    whitened = masked_whiten(jnp.full(1000, 0.1), jnp.ones(1000, bool))
-    assert np.abs(whitened).max() < 1e-3
+@pytest.mark.parametrize("value", [0.1, 123.456, 1000.3, -3e7])
+def test_equal_elements_are_nothing_whatever_their_scale(value):
+    """None is a binary fraction: their mean is off by rounding, which the division would blow up."""
+    mask = jnp.arange(1000) % 7 > 0
+    equal = jnp.where(mask, jnp.full(1000, value, jnp.float32), jnp.nan)
+    near = equal.at[500].set(jnp.nextafter(jnp.float32(value), jnp.float32(jnp.inf)))
+    for x in (equal, near):
+        assert not np.any(masked_whiten(x, mask))
+        unshifted = np.asarray(masked_whiten(x, mask, shift_mean=False))
+        np.testing.assert_allclose(unshifted[mask], np.float32(value), rtol=1e-5)
+    odd = (jnp.arange(1000) % 2).astype(jnp.float32)
+    spread = jnp.where(mask, equal * (1 + 1e-2 * odd), 0)  # not rounding any more
+    assert np.abs(np.asarray(masked_whiten(spread, mask))[mask]).mean() > 0.5
+
+
+def test_a_bad_element_is_not_hidden():
+    assert np.isnan(masked_whiten(jnp.array([1.0, jnp.nan, 1.0]), jnp.ones(3, bool))).all()
 
 
 def test_counts_are_exact_integers():

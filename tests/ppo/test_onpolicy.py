@@ -9,13 +9,19 @@ import optax
 import pytest
 
 from jrlhf.ppo import (
+    GRPOConfig,
     PPOConfig,
+    ReinforcePPConfig,
+    RLOOConfig,
     Rollout,
     TrainState,
     make_actor_step,
     make_critic_step,
     make_experience,
+    make_group_experience,
+    make_on_policy_actor_step,
     make_on_policy_step,
+    make_return_experience,
 )
 
 OPTIMIZER = optax.adamw(1e-2)
@@ -64,17 +70,22 @@ def separately(toy, config, rollout, scores, ref):
 @pytest.mark.parametrize(
     "config",
     [
-        PPOConfig(),
+        PPOConfig(truncation="bootstrap"),
         PPOConfig(truncation="mask", entropy_coef=0.1, kl_estimator="k2", value_clip=None, target_kl=0.1),
+        PPOConfig(kl_in="loss", kl_estimator="k3", aggregation="seq-mean-token-mean", importance="token"),
+        PPOConfig(kl_coef=0.0, ratio="sequence", aggregation="seq-mean-token-mean"),
+        PPOConfig(old_logprobs="rollout"),
     ],
-    ids=["defaults", "options"],
+    ids=["defaults", "options", "kl in the loss", "no reference", "rollout"],
 )
 def test_shared_passes_give_what_separate_calls_give(toy, batch, config):
     step = make_on_policy_step(toy.logprobs, every_value(toy), OPTIMIZER, OPTIMIZER, config)
+    if not config.needs_reference:
+        batch = (*batch[:2], None)
     found = step(*states(toy), *batch, KL_COEF)
     expected = separately(toy, config, *batch)
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6), found, expected)
-    assert float(found[3]["actor/ratio"]) == 1.0
+    assert (float(found[3]["actor/ratio"]) == 1.0) == (config.old_logprobs == "recompute")
     assert float(found[3]["actor/grad_norm"]) > 0 and float(found[3]["critic/grad_norm"]) > 0
 
 
@@ -96,13 +107,42 @@ def test_each_model_is_run_once(toy, batch):
     assert calls == {"actor": 1, "critic": 1}
 
 
-def test_a_bad_score_never_reaches_the_weights(toy, batch):
+def test_a_bad_score_costs_its_row_and_nothing_else(toy, batch):
     rollout, scores, ref = batch
     step = make_on_policy_step(toy.logprobs, every_value(toy), OPTIMIZER, OPTIMIZER, PPOConfig())
     actor, critic, _, metrics = step(*states(toy), rollout, scores.at[2].set(jnp.nan), ref, KL_COEF)
+    without = replace(rollout, response_lengths=rollout.response_lengths.at[2].set(0))
+    *expected, _, _ = step(*states(toy), without, scores, ref, KL_COEF)
+    for state, other, fresh in zip((actor, critic), expected, states(toy), strict=True):
+        jax.tree.map(np.testing.assert_array_equal, state.params, other.params)
+        assert all(np.any(x != y) for x, y in zip(*map(jax.tree.leaves, (state.params, fresh.params)), strict=True))
+    assert metrics["actor/skipped_updates"] == metrics["critic/skipped_updates"] == 0
+
+
+def test_bad_scores_alone_never_reach_the_weights(toy, batch):
+    rollout, scores, ref = batch
+    step = make_on_policy_step(toy.logprobs, every_value(toy), OPTIMIZER, OPTIMIZER, PPOConfig())
+    actor, critic, _, metrics = step(*states(toy), rollout, jnp.full_like(scores, jnp.nan), ref, KL_COEF)
     for state, fresh in zip((actor, critic), states(toy), strict=True):
         jax.tree.map(np.testing.assert_array_equal, state.params, fresh.params)
     assert metrics["actor/skipped_updates"] == metrics["critic/skipped_updates"] == 1
+
+
+def test_without_an_entropy_bonus_its_derivative_is_not_asked_for(toy, batch):
+    def spoiled(params, tokens):
+        logprobs, entropy = toy.logprobs(params, tokens)
+        return logprobs, entropy + jnp.sqrt(0 * entropy)  # of which the value is 0 and the derivative NaN
+
+    results = [
+        make_on_policy_step(model, every_value(toy), OPTIMIZER, OPTIMIZER, PPOConfig())(*states(toy), *batch, KL_COEF)
+        for model in (spoiled, toy.logprobs)
+    ]
+    assert results[0][3]["actor/skipped_updates"] == 0
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), *results)
+    config = GRPOConfig(samples=2)
+    actor, _ = states(toy)
+    step = make_on_policy_actor_step(spoiled, OPTIMIZER, config, make_group_experience)
+    assert step(actor, *batch, KL_COEF)[2]["actor/skipped_updates"] == 0
 
 
 @pytest.mark.parametrize(
@@ -111,3 +151,35 @@ def test_a_bad_score_never_reaches_the_weights(toy, batch):
 def test_several_updates_or_parts_are_refused(toy, change):
     with pytest.raises(ValueError, match="a single update on a whole batch needs 1, 1, 1 and null"):
         make_on_policy_step(toy.logprobs, toy.values, OPTIMIZER, OPTIMIZER, replace(PPOConfig(), **change))
+
+
+def test_texts_are_refused(toy):
+    with pytest.raises(ValueError, match="ptx_coef=0.5"):
+        make_on_policy_step(toy.logprobs, toy.values, OPTIMIZER, OPTIMIZER, PPOConfig(ptx_coef=0.5))
+
+
+@pytest.mark.parametrize(
+    ("make", "config"),
+    [
+        (make_group_experience, GRPOConfig(samples=2)),
+        (make_group_experience, RLOOConfig(samples=4)),
+        (make_return_experience, ReinforcePPConfig(entropy_coef=0.1)),
+    ],
+    ids=["kl in the loss", "kl in the reward, ratio of sequences", "returns"],
+)
+def test_without_a_critic(toy, batch, make, config):
+    rollout, scores, ref = batch
+    (actor, _), (alone, _) = states(toy), states(toy)
+    found = make_on_policy_actor_step(toy.logprobs, OPTIMIZER, config, make)(actor, *batch, KL_COEF)
+    old, _ = toy.logprobs(alone.params, rollout.tokens)
+    experience = make(rollout, scores, old, ref, config=config, kl_coef=KL_COEF)
+    alone, metrics = make_actor_step(toy.logprobs, OPTIMIZER, config)(alone, experience)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6), found, (alone, experience, metrics)
+    )
+    assert float(metrics["actor/grad_norm"]) > 0
+
+
+def test_an_actor_that_updates_twice_is_refused(toy):
+    with pytest.raises(ValueError, match="minibatches=2"):
+        make_on_policy_actor_step(toy.logprobs, OPTIMIZER, GRPOConfig(minibatches=2), make_group_experience)

@@ -116,3 +116,17 @@ def test_a_gradient_that_is_not_finite_never_reaches_the_weights_or_the_optimize
     state, metrics = make_sft_step(toy.logprobs, adam)(state, sft_batch())
     assert metrics["sft/skipped_updates"] == 0
     assert np.any(state.params["logits"] != before[0]["logits"])
+
+
+def test_a_text_without_a_token_to_learn_is_no_update_and_another_shape_is_named(toy):
+    batch, optimizer = sft_batch(), optax.adamw(1e-2, weight_decay=0.1)
+    only_first = SFTBatch(batch.tokens, jnp.zeros((ROWS, TIME), bool).at[:, 0].set(True))
+    state, metrics = make_sft_step(toy.logprobs, optimizer)(TrainState.create(toy.params()[0], optimizer), only_first)
+    np.testing.assert_array_equal(state.params["logits"], toy.params()[0]["logits"])
+    assert metrics["sft/skipped_updates"] == 1
+
+    def short(params, tokens):
+        return tuple(x[:, 1:] for x in toy.logprobs(params, tokens))
+
+    with pytest.raises(ValueError, match=r"logprob_fn returned an array of shape \(8, 6\)"):
+        make_sft_step(short, OPTIMIZER)(TrainState.create(toy.params()[0], OPTIMIZER), batch)

@@ -154,6 +154,7 @@ def test_aligned_scores_stand_at_their_tokens():
         ({"overlong_penalty": float("nan")}, "overlong_penalty=nan"),
         ({"overlong_buffer": 0}, "overlong_buffer=0"),
         ({"overlong_buffer": 1.5}, "overlong_buffer=1.5"),
+        ({"overlong_buffer": 0.0}, "overlong_buffer=0.0"),
         ({"overlong_buffer": True}, "overlong_buffer=True"),
     ],
 )
@@ -178,3 +179,11 @@ def test_no_silent_promotion(dtype):
     for given in (scores, jnp.ones((ROWS, LIMIT))):
         shaped, moments, _ = run(config, given.astype(dtype), lengths, finished)
         assert shaped.dtype == moments.mean.dtype == jnp.float32
+
+
+def test_a_share_of_the_limit_is_a_buffer_of_so_many_tokens():
+    assert ScoreConfig(overlong_buffer=0.2).overlong_tokens(20480) == 4096  # DAPO's
+    assert ScoreConfig(overlong_buffer=0.001).overlong_tokens(LIMIT) == 1
+    scores, lengths, finished = batch()
+    share, tokens = (run(ScoreConfig(overlong_buffer=x), scores, lengths, finished) for x in (0.25, LIMIT // 4))
+    jax.tree.map(np.testing.assert_array_equal, share, tokens)

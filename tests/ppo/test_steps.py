@@ -249,6 +249,46 @@ def test_early_stop_applies_nothing_from_the_update_that_goes_too_far(toy):
         np.testing.assert_allclose(metrics[f"actor/{name}"], value, rtol=1e-4, atol=1e-5, err_msg=name)
 
 
+def test_a_minibatch_without_a_token_that_counts_is_no_update(toy):
+    """Momentum and weight decay would move the weights though there is nothing to learn from."""
+    optimizer, config = optax.adamw(1e-2, weight_decay=0.1), PPOConfig(epochs=2, minibatches=ROWS)
+    experience = toy.experience(ROWS, TIME)
+    single = replace(experience, response_mask=experience.response_mask & (jnp.arange(ROWS) == 6)[:, None])
+    start = fresh_state(toy, optimizer)
+    many = make_ppo_step(toy.logprobs, toy.values, optimizer, optimizer, config)
+    state, metrics = many(start, single)
+    empty = 2 * (ROWS - 1)
+    assert metrics["actor/skipped_updates"] == metrics["critic/skipped_updates"] == empty
+    # The same as two epochs of the only row.
+    row = jax.tree.map(lambda x: x[6:7] if x.ndim else x, single)
+    two = make_ppo_step(toy.logprobs, toy.values, optimizer, optimizer, replace(config, minibatches=1))
+    expected, expected_metrics = two(fresh_state(toy, optimizer), row)
+    for found, other in ((state.actor, expected.actor), (state.critic, expected.critic)):
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), found, other)
+    for name in ("actor/pg_loss", "actor/ratio", "actor/approx_kl", "actor/grad_norm", "critic/vf_loss"):
+        np.testing.assert_allclose(metrics[name], expected_metrics[name], rtol=1e-5, atol=1e-7, err_msg=name)
+
+
+def test_a_batch_without_a_token_that_counts_leaves_the_controller_alone(toy, step):
+    experience = toy.experience(ROWS, TIME)
+    state, metrics = step(1)(fresh_state(toy), replace(experience, response_mask=jnp.zeros((ROWS, TIME), bool)))
+    assert metrics["actor/skipped_updates"] == 4 and np.isnan(metrics["objective/kl"])
+    assert np.isnan(metrics["actor/ratio"])
+    assert state.kl.coef == fresh_state(toy).kl.coef
+    jax.tree.map(np.testing.assert_array_equal, state.actor.params, fresh_state(toy).actor.params)
+
+
+def test_an_update_that_is_skipped_is_not_also_stopped(toy):
+    experience = toy.experience(ROWS, TIME)  # far beyond the target from the start
+    bad = replace(experience, advantages=jnp.full((ROWS, TIME), jnp.nan))
+    config = PPOConfig(epochs=2, minibatches=2, target_kl=1e-3)
+    counts = []
+    for given in (experience, bad):
+        _, metrics = make_actor_step(toy.logprobs, OPTIMIZER, config)(fresh_state(toy).actor, given)
+        counts.append((float(metrics["actor/skipped_updates"]), float(metrics["actor/stopped_updates"])))
+    assert counts == [(0, 4), (4, 0)]
+
+
 def test_shuffles_differ_between_epochs_calls_and_seeds():
     config = PPOConfig(epochs=2, minibatches=4, seed=1)
     draws = {

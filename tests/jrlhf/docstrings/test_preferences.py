@@ -1,12 +1,11 @@
 import json
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from jrlhf.docstrings.corpus import Example
-from jrlhf.docstrings.preferences import Pair, annotate, build_pairs, with_real_lines, write_pairs
+from jrlhf.docstrings.preferences import Pair, annotate, build_pairs, pairs_jsonl, with_real_lines
 from jrlhf.docstrings.rubric import Rubric
 
 SIGNATURE = "def Mailbox.remove_folder(folder):"
@@ -110,10 +109,9 @@ def test_candidates_hold_samples_the_real_line_and_those_of_others():
         with_real_lines(examples[:1], samples[:1], generator())
 
 
-def test_pairs_are_written_in_the_shape_of_preference_datasets(tmp_path: Path):
+def test_pairs_are_written_in_the_shape_of_preference_datasets():
     pairs = build_pairs([SIGNATURE] * 30, [RANKED] * 30, RUBRIC, generator())
-    write_pairs(tmp_path / "pairs.jsonl", pairs)
-    rows = [json.loads(line) for line in (tmp_path / "pairs.jsonl").read_text(encoding="utf-8").splitlines()]
+    rows = [json.loads(line) for line in pairs_jsonl(pairs).splitlines()]
     assert [Pair(**row) for row in rows] == pairs
     assert any(pair.flipped for pair in pairs)
     assert list(rows[0]) == ["prompt", "chosen", "rejected", "flipped"]

@@ -157,7 +157,7 @@ def test_rewards_are_read_by_their_names(tmp_path):
     run = read_run(write(tmp_path, metrics=ppo_records()))
     assert [name for name in reward_names(run) if name.isalpha()] == ["exact"]
     counts, steps = failure_counts(run)
-    assert (counts, steps) == ({"exact": {"timeout": 4, "nan": 1}}, [3, 6])
+    assert (counts, steps) == ({("rewards", "exact"): {"timeout": 4, "nan": 1}}, [3, 6])
     assert "exact: digits" in render(run) and "score: missing eos" in render(run)
 
 
@@ -281,3 +281,65 @@ def test_a_long_text_keeps_both_ends_and_its_lines(text_of):
 def test_cells_without_a_number_are_empty():
     assert number_cell(None) == "<td class=num></td>" and number_cell(0.5, 3) == "<td class=num>0.500</td>"
     assert "<th class=num>&lt;</th>" in table([("<", "num")], [])
+
+
+def safe_records(**more: float) -> list[dict]:
+    return [
+        {
+            "stage": "safe_rlhf",
+            "step": step,
+            "critic/score/mean": step / 10,
+            "cost/mean": 6.0 - step,
+            "safe/multiplier": 1.0,
+            "rewards/exact/mean": 0.5,
+            "costs/words/mean": 6.0 - step,
+            "costs/words/failures": 2.0,
+            "costs/words/failures/timeout": 2.0,
+            "cost_critic/vf_explained_var": 0.25,
+            "cost_critic/grad_norm": 7.0,
+            "timing_s/cost_values": 1.0,
+            "timing_s/update_cost_critic": 3.0,
+            "timing_s/step": 4.0,
+            **more,
+        }
+        for step in range(1, 5)
+    ]
+
+
+def test_costs_that_failed_and_a_cost_critic_are_seen(tmp_path, text_of):
+    config = CONFIG + "safe_rlhf: {iterations: 4, algorithm: {cost_limit: 3.0}}"
+    graded = SUMMARY["held_out"] | {
+        "before": {"score": 0.25, "cost": 5.5, "cost_standard_error": 0.25},
+        "after": {"score": 0.5, "cost": 2.5, "cost_standard_error": 0.125},
+    }
+    path = write(tmp_path, config=config, metrics=safe_records(), summary={"held_out": graded})
+    assert reward_names(read_run(path), "costs") == ["words"]
+    html = render(read_run(path))
+    text = text_of(html)
+    for expected in (
+        "Cost functions failed on 8 samples cost words timeout 8 in 4 of 4 iterations",
+        "What the functions printed is in cost-words.log.",
+        "cost words: failures so far",
+        "Cost, held out 5.50 → 2.50 2.500 ± 0.125 after Safe RLHF; the limit is 3",
+        "On held-out prompts it went from 5.5 to 2.5.",
+        "cost_values cost critic values 1.00 s 25% update_cost_critic train the cost critic 3.00 s 75%",
+        "Explained variance How much of the returns a critic foresees",
+        "Gradient norms Before clipping.",
+    ):
+        assert expected in text, expected
+    both = [each | {"rewards/exact/failures/nan": 1.0} for each in safe_records()]
+    both_text = text_of(render(read_run(write(tmp_path / "both", config=config, metrics=both))))
+    assert "Reward and cost functions failed on 12 samples exact nan 4 cost words timeout 8" in both_text
+    assert "is in reward-exact.log, cost-words.log." in both_text
+
+
+def test_a_run_without_a_reference_is_not_told_of_kl(tmp_path, text_of):
+    records = [{key: each for key, each in record.items() if "/kl" not in key} for record in ppo_records()]
+    text = text_of(render(read_run(write(tmp_path, metrics=records))))
+    assert "Score Training optimises this very score." in text and "at the samples." in text and "KL" not in text
+
+
+def test_greedy_baselines_have_a_curve_beside_the_scores(tmp_path, text_of):
+    greedy = [each | {"stage": "remax", "critic/baseline/mean": 0.5} for each in ppo_records()]
+    assert "greedy responses. sampled" in text_of(render(read_run(write(tmp_path, metrics=greedy))))
+    assert "greedy" not in text_of(render(read_run(write(tmp_path / "without", metrics=ppo_records()))))

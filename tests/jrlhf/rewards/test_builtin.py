@@ -9,7 +9,7 @@ import pytest
 
 from jrlhf.errors import UserError
 from jrlhf.rewards import builtin
-from jrlhf.rewards.builtin import exact_match, format_regex, numeric_answer, read_number
+from jrlhf.rewards.builtin import exact_match, format_regex, numeric_answer, read_number, word_count
 from jrlhf.rewards.functions import FunctionReward
 
 from .conftest import make_sample
@@ -179,3 +179,8 @@ def test_math_verify_itself():
     ]
     truth = ["\\frac{1}{2}", "4", 7, "5", "\\{1, 2\\}", "it is $2^{1/2}$", ""]
     assert builtin.math_verify(said, truth) == [1, 0, 1, 0, 1, 1, None]
+
+
+def test_word_count():
+    said = ["Return the  sum.\n", "", [{"role": "assistant", "content": "one two"}]]
+    assert word_count(said) == [3.0, 0.0, 2.0]

@@ -360,6 +360,14 @@ def test_bad_arguments_are_refused_before_anything_runs(spec, arguments, message
         FunctionReward("judge", spec, **arguments)
 
 
+def test_messages_say_cost_where_it_is_one():
+    with pytest.raises(UserError, match="^cost 'toxic': 'exact' is none of the built-in rewards"):
+        FunctionReward("toxic", "exact", kind="cost")
+    with pytest.raises(UserError, match="^workers=0 of cost 'toxic': "):
+        FunctionReward("toxic", "exact_match", workers=0, kind="cost")
+    assert FunctionReward("toxic", "exact_match", kind="cost").describe().startswith("cost toxic: ")
+
+
 def test_a_log_that_cannot_be_opened_is_named(tmp_path):
     with pytest.raises(UserError, match="log=.*no/log .*cannot be opened"):
         FunctionReward("judge", "exact_match", log=tmp_path / "no" / "log").__enter__()

@@ -1,0 +1,91 @@
+"""`python -m benchmarks.algorithms`: every algorithm on the built-in sums, accuracy before and after, and its pace.
+
+Writes benchmarks/results/algorithms-cpu.json. The runs differ in their algorithm alone: configs/arithmetic-NAME.yaml.
+"""
+
+import argparse
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from jrlhf.metrics import read_metrics
+
+RESULTS = Path(__file__).parent / "results"
+ALGORITHMS = ("grpo", "dr_grpo", "dapo", "gspo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "remax")
+
+
+def main(algorithms: list[str], seeds: list[int]) -> None:
+    """Runs each algorithm and seed in a process of its own, with an empty compilation cache."""
+    with tempfile.TemporaryDirectory() as directory:
+        runs = [measure(Path(directory), name, seed) for name in algorithms for seed in seeds]
+    versions = {name: importlib.metadata.version(name) for name in ("jax", "flax", "optax", "orbax-checkpoint")}
+    result = {
+        "command": f"python -m benchmarks.algorithms --seeds {' '.join(map(str, seeds))}",
+        "date": datetime.date.today().isoformat(),
+        "hardware": f"{os.cpu_count()} CPU cores, {platform.machine()}",
+        "versions": {"python": platform.python_version(), **versions},
+        "load": "1-minute load average when a run began, in `load`; cpu_seconds count this run's processes alone",
+        "runs": runs,
+    }
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / "algorithms-cpu.json").write_text(json.dumps(result, indent=1) + "\n")
+    print(table(runs))
+
+
+def measure(directory: Path, algorithm: str, seed: int) -> dict[str, Any]:
+    """One run from nothing: held-out accuracy around the algorithm, and its times."""
+    config, name = f"arithmetic-{algorithm}", f"{algorithm}-{seed}"
+    load, began, used = os.getloadavg()[0], time.perf_counter(), _cpu_seconds()
+    command = [sys.executable, "-m", "jrlhf.train", "--config", config, f"seed={seed}", f"name={name}"]
+    subprocess.run([*command, f"run_dir={directory}"], check=True)
+    seconds, cpu_seconds = time.perf_counter() - began, _cpu_seconds() - used
+    heldout = json.loads((directory / name / "summary.json").read_text())["held_out"]
+    records = [each for each in read_metrics(directory / name) if each["stage"] == algorithm]
+    return {
+        "algorithm": algorithm,
+        "seed": seed,
+        "before": heldout["before"]["score"],
+        "after": heldout["after"]["score"],
+        "difference": heldout["difference"],
+        "standard_error": heldout["standard_error"],
+        "n": heldout["n"],
+        "seconds": seconds,
+        "cpu_seconds": cpu_seconds,
+        "load": load,
+        "iterations": len(records),
+        "seconds_per_iteration": statistics.median(each["timing_s/step"] for each in records[1:]),
+        "training_accuracy": [each["critic/score/mean"] for each in records],
+    }
+
+
+def table(runs: list[dict[str, Any]]) -> str:
+    """Markdown: a line for each run."""
+    lines = ["| algorithm | seed | before | after | seconds an iteration |", "|---|---|---|---|---|"]
+    for run in runs:
+        accuracies = f"{run['before']:.1%} | {run['after']:.1%}"
+        lines.append(f"| {run['algorithm']} | {run['seed']} | {accuracies} | {run['seconds_per_iteration']:.2f} |")
+    return "\n".join(lines)
+
+
+def _cpu_seconds() -> float:
+    """Of all processes that this one has started and that have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Every algorithm on the built-in sums.")
+    parser.add_argument("--algorithms", nargs="+", choices=ALGORITHMS, default=list(ALGORITHMS))
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    options = parser.parse_args()
+    main(options.algorithms, options.seeds)

@@ -1,0 +1,295 @@
+"""What calls need of a device's memory: predicted by `jrlhf.planning.memory`, and as XLA compiles them.
+
+    python -m benchmarks.memory
+    python -m benchmarks.memory --target h200x8
+    python -m benchmarks.memory --target v5p-16
+
+Programs are compiled and never run: for 8 simulated CPU devices, or for hardware that is not there (`targets.py`). The
+shapes are others than those that the model's counts were read from. Merges into `benchmarks/results/memory.json`.
+"""
+
+import argparse
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import product
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from benchmarks.records import RESULTS, provenance, write
+from benchmarks.targets import TARGETS, Target, compiler_environment, devices_of
+from jrlhf import programs
+from jrlhf.algorithms import graph_of
+from jrlhf.batches import row_sharding
+from jrlhf.config import Config
+from jrlhf.meshes import TRAIN, make_mesh
+from jrlhf.meshes.layout import TRAIN_TP
+from jrlhf.meshes.plan import LayoutName, Placement, Slice
+from jrlhf.model import Architecture
+from jrlhf.models import ModelConfig, SamplingConfig, make_generate
+from jrlhf.models.remat import Remat
+from jrlhf.optimizers import adamw
+from jrlhf.planning.activations import Backend
+from jrlhf.planning.memory import call_bytes
+from jrlhf.planning.workload import RoleModel, Workload
+from jrlhf.ppo import Experience, PPOConfig
+from jrlhf.shapes import generation_copy, train_state, whole_weights
+from jrlhf.stage_config import OptimizerConfig
+
+MIB = 2**20
+PATH = RESULTS / "memory.json"
+V5P_16 = Target("v5p-16", "tpu", "v5p:2x2x2", int(95.74 * 2**30))
+MESHES = ((8, 1), (4, 2), (2, 4))
+LAYOUTS: dict[str, LayoutName] = {"generate": "generate", "infer": "score", "train": "train"}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call of PPO on 8 devices. call: its name in the graph. mesh: fsdp, tensor."""
+
+    call: str
+    model: ModelConfig
+    mesh: tuple[int, int]
+    rows: int
+    prompt: int
+    response: int
+    minibatches: int = 1
+    micro_batches: int = 1
+    remat: Remat = "full"
+    fused_loss: bool = True
+    tensor_parallel: bool = False
+    dtype: str = "float32"
+
+    @property
+    def workload(self) -> Workload:
+        """PPO with both of its trained models of this architecture."""
+        models = {"actor": (RoleModel(self.model, "lm", True),), "critic": (RoleModel(self.model, "scalar", True),)}
+        return Workload(
+            graph_of(Config(stages=("ppo",))),
+            models,
+            rows=self.rows,
+            prompt=self.prompt,
+            response=self.response,
+            mean_prompt=self.prompt,
+            mean_response=self.response,
+            minibatches=self.minibatches,
+            dtype=jnp.dtype(self.dtype),
+            remat=self.remat,
+            fused_loss=self.fused_loss,
+        )
+
+    @property
+    def placement(self) -> Placement:
+        kind = self.workload.graph[self.call].kind
+        layout = "train_tp" if self.tensor_parallel else LAYOUTS[kind]
+        fsdp, tensor = self.mesh
+        parts = self.micro_batches if kind == "train" else 1
+        return Placement(Slice(0, fsdp * tensor), layout, fsdp=fsdp, tensor=tensor, micro_batches=parts)
+
+
+@dataclass(frozen=True)
+class Found:
+    """Bytes of one device. held: arguments and outputs, without what is both. temp: in between."""
+
+    held: float
+    temp: float
+
+    @property
+    def total(self) -> float:
+        return self.held + self.temp
+
+
+def predicted(case: Case, backend: Backend) -> Found:
+    """By the model."""
+    workload = case.workload
+    call = workload.graph[case.call]
+    said = call_bytes(workload, call, case.placement, backend)
+    active = dict(said.active)
+    inputs, copy = active.pop("inputs"), active.pop("generation weights", 0.0)
+    states = {"train": sum(said.resident.values()), "infer": said.resident["weights"], "generate": copy}[call.kind]
+    return Found(states + inputs, sum(active.values()))
+
+
+def compiled(case: Case, devices: Sequence[Any], backend: Backend) -> Found:
+    """As XLA says."""
+    stats: Any = lowered(case, devices, backend).compile().memory_analysis()
+    both = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
+    return Found(both, stats.temp_size_in_bytes)
+
+
+def lowered(case: Case, devices: Sequence[Any], backend: Backend) -> jax.stages.Lowered:
+    """The call's program."""
+    mesh, model = make_mesh(1, *case.mesh, devices=devices[: case.placement.devices.count]), case.model
+    compute = programs.Compute(
+        dtype=jnp.dtype(case.dtype),
+        remat=case.remat,
+        fused_loss=case.fused_loss,
+        train_layout=TRAIN_TP if case.tensor_parallel else TRAIN,
+        attention=backend.attention,
+    )
+
+    def rows(*shape: int, dtype: Any = jnp.int32) -> Any:
+        return jax.ShapeDtypeStruct((case.rows, *shape), dtype, sharding=row_sharding(mesh))
+
+    head = "scalar" if case.call.startswith("critic") else "lm"
+    length, optimizer = case.prompt + case.response, OptimizerConfig()
+    where, adam = (Architecture(model), mesh, compute), adamw(optimizer, updates=1)
+    algorithm = PPOConfig(minibatches=case.minibatches, micro_batches=case.micro_batches)
+    with jax.set_mesh(mesh):
+        weights = whole_weights(model, mesh, head)
+        match case.call:
+            case "actor.generate":
+                sampling = SamplingConfig(max_new_tokens=case.response, stop_ids=(0,))
+                key = jax.eval_shape(lambda: jax.random.key(0)).dtype
+                options = {"dtype": compute.dtype, "attention": backend.attention}
+                generate = jax.jit(make_generate(model, mesh, sampling, **options))
+                copy = generation_copy(model, mesh, compute.dtype)
+                return generate.lower(copy, rows(case.prompt), rows(), rows(dtype=key))
+            case "actor.logprobs":
+                return programs.score_logprobs(*where, temperature=1.0).lower(weights, rows(length), rows())
+            case "critic.values":
+                return programs.score_values(*where).lower(weights, rows(length), rows())
+            case "actor.update":
+                step = programs.actor_step(*where, adam, algorithm, temperature=1.0)
+            case _:
+                step = programs.critic_step(*where, adam, algorithm)
+        each, flat = rows(length, dtype=jnp.float32), rows()
+        version: Any = jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(mesh, P()))
+        experience = Experience(
+            tokens=rows(length),
+            prompt_lengths=flat,
+            response_lengths=flat,
+            logprobs=each,
+            finished=rows(dtype=jnp.bool_),
+            version=version,
+            scores=rows(dtype=jnp.float32),
+            response_mask=rows(length, dtype=jnp.bool_),
+            old_logprobs=each,
+            ref_logprobs=each,
+            values=each,
+            rewards=each,
+            advantages=each,
+            returns=each,
+        )
+        return step.lower(train_state(optimizer, weights, mesh), experience)
+
+
+# ---- the grid
+
+
+WIDE = ModelConfig(12288, embed=320, layers=6, heads=10, kv_heads=2, head_dim=32, mlp=1024, max_positions=4096)
+DEEP = ModelConfig(
+    6016, 384, layers=10, heads=8, kv_heads=8, head_dim=48, mlp=1536, max_positions=4096, tie_embeddings=False
+)
+LEXICAL = ModelConfig(
+    24576, 256, layers=4, heads=4, kv_heads=4, head_dim=64, mlp=1024, max_positions=4096, tie_embeddings=False
+)
+QWEN_4B = ModelConfig(
+    151936, 2560, layers=36, heads=32, kv_heads=8, head_dim=128, mlp=9728, max_positions=4096, qk_norm=True
+)
+LLAMA_13B = ModelConfig(
+    32000, 5120, layers=40, heads=40, kv_heads=40, head_dim=128, mlp=13824, max_positions=4096, tie_embeddings=False
+)
+
+
+def cpu_cases() -> Iterator[Case]:
+    """Float32: every call on every mesh, and the ways to train."""
+    calls = ("actor.update", "critic.update", "actor.logprobs", "critic.values", "actor.generate")
+    for (model, rows, prompt, response), mesh in product(
+        ((WIDE, 64, 96, 96), (DEEP, 32, 48, 80), (LEXICAL, 64, 64, 192)), MESHES
+    ):
+        if model.heads % mesh[1] == 0 and (model.kv_heads % mesh[1] == 0 or mesh[1] % model.kv_heads == 0):
+            for call in calls:
+                yield Case(call, model, mesh, rows, prompt, response)
+    update = Case("actor.update", WIDE, (4, 2), 64, 96, 96)
+    for remat in ("offload", "attention", "products", "gather"):
+        yield replace(update, remat=remat)
+    for parts in (2, 4):
+        yield replace(update, micro_batches=parts)
+        yield replace(update, model=DEEP, call="critic.update", micro_batches=parts)
+    yield replace(update, fused_loss=False)
+    yield replace(update, tensor_parallel=True)
+    yield replace(update, minibatches=4)
+
+
+def accelerator_cases() -> Iterator[Case]:
+    """Bfloat16: models of 4 and 13 billion parameters."""
+    for model, rows, length in ((QWEN_4B, 128, 512), (LLAMA_13B, 64, 1024)):
+        sizes = {"rows": rows, "prompt": length, "response": length, "dtype": "bfloat16"}
+        for mesh in MESHES:
+            for call in ("actor.update", "critic.update"):
+                yield Case(call, model, mesh, minibatches=2, micro_batches=4, **sizes)
+            yield Case("actor.logprobs", model, mesh, **sizes)
+        yield Case("actor.update", model, (8, 1), **sizes)
+        yield Case("critic.values", model, (8, 1), **sizes)
+        yield Case("actor.generate", replace(model, layers=4), (4, 2), **sizes)
+
+
+def row(case: Case, said: Found, found: Found) -> dict[str, Any]:
+    """A result, as it is written."""
+    sizes = {name: getattr(case.model, name) for name in ("embed", "layers", "heads", "kv_heads", "mlp", "vocab_size")}
+    rest = {name: value for name, value in asdict(case).items() if name != "model"}
+    result = {**rest, "mesh": list(case.mesh), "model": sizes, "predicted": asdict(said), "compiled": asdict(found)}
+    errors = {"total_error": said.total / found.total - 1, "temp_error": said.temp / found.temp - 1}
+    return {**result, **{name: round(error, 4) for name, error in errors.items()}, "within": within(said, found)}
+
+
+def within(said: Found, found: Found) -> bool:
+    """Total within 10 %, and temp alone within 15 % where it is at least half of it."""
+    temp = abs(said.temp / found.temp - 1) <= 0.15 or found.temp < found.total / 2
+    return abs(said.total / found.total - 1) <= 0.1 and temp
+
+
+def measure(target: str) -> None:
+    """Compiles all cases of a target, prints a line each and writes them."""
+    known = {**TARGETS, V5P_16.name: V5P_16}
+    if target == "cpu":
+        backend, devices, cases = Backend("cpu"), jax.devices(), cpu_cases()
+    else:
+        platform = "gpu" if known[target].platform == "cuda" else "tpu"
+        # cuDNN's attention cannot be compiled without a GPU.
+        backend, devices = Backend(platform, "xla" if platform == "gpu" else None), devices_of(known[target])
+        cases = accelerator_cases()
+    results: list[dict[str, Any]] = []
+    for case in cases:
+        said, found = predicted(case, backend), compiled(case, devices, backend)
+        results.append(row(case, said, found))
+        sizes = f"{found.total / MIB:9.1f} MiB, temp {found.temp / MIB:9.1f}"
+        errors = f"{results[-1]['total_error']:+7.1%} {results[-1]['temp_error']:+7.1%}"
+        verdict = "" if results[-1]["within"] else "  OUT"
+        named = f"{case.call:15} D={case.model.embed:<5} {case.mesh} x{case.micro_batches} {case.remat}"
+        print(f"{named:50} {sizes}  predicted {errors}{verdict}", flush=True)
+        merge(target, results)  # the next may take long
+    share = sum(each["within"] for each in results) / len(results)
+    print(f"{share:.0%} of {len(results)} within 10 % in total, and 15 % in temp where it is half; wrote {PATH}")
+
+
+def merge(target: str, results: Sequence[dict[str, Any]]) -> None:
+    """Puts a target's results into the file, in the place of earlier ones."""
+    old = json.loads(PATH.read_text())["targets"] if PATH.exists() else {}
+    share = round(sum(each["within"] for each in results) / len(results), 4)
+    new = {**provenance("jax", "jaxlib"), "within": share, "results": results}
+    write(PATH, {"benchmark": "memory", "targets": {**old, target: new}})
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Predicted memory against that of compiled programs.")
+    parser.add_argument("--target", choices=["cpu", *TARGETS, V5P_16.name], default="cpu")
+    parser.add_argument("--compile", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.target == "cpu":
+        jax.config.update("jax_num_cpu_devices", 8)
+        measure("cpu")
+    elif options.compile:
+        measure(options.target)
+    else:
+        import subprocess
+        import sys
+
+        target = TARGETS.get(options.target, V5P_16)
+        command = [sys.executable, "-m", "benchmarks.memory", "--target", options.target, "--compile"]
+        raise SystemExit(subprocess.run(command, env=compiler_environment(target)).returncode)

@@ -1,0 +1,346 @@
+"""Predicted against measured seconds of calls, over plans of the quickstart's graph on simulated devices.
+
+    python -m benchmarks.plans [--repeats 15] [--profile FILE]
+
+Measures the hardware (`jrlhf.planning.profile`), which is kept in a file as `python -m jrlhf.plan --profile` keeps it;
+predicts each call of each plan from that; runs all calls of all plans in turns, so that what else the machine does
+meets all alike; and writes `results/plans-cpu.json` and a chart, beside which stands ReaL's published table.
+
+A plan's seconds are the sum of its calls', which follow each other here. What is compared is the least time, as in the
+profile: what else the machine does only adds to it. The spread is the distance between the quartiles.
+"""
+
+import argparse
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from benchmarks import published
+from benchmarks.records import RESULTS, hardware, provenance, write
+from jrlhf import programs
+from jrlhf.batches import row_sharding
+from jrlhf.meshes import GENERATE, TRAIN, Call, Graph, make_mesh
+from jrlhf.meshes.graph import Kind
+from jrlhf.meshes.plan import LayoutName, Placement, Plan, Slice
+from jrlhf.model import Architecture, Model
+from jrlhf.models import ModelConfig, SamplingConfig, init_lm, init_scalar, param_shardings
+from jrlhf.models.remat import Remat
+from jrlhf.optimizers import adamw
+from jrlhf.planning.measured import Measured
+from jrlhf.planning.profile import cluster_of, default_path, load, profile, save
+from jrlhf.planning.times import call_seconds
+from jrlhf.planning.workload import RoleModel, Workload
+from jrlhf.ppo import PPOConfig, TrainState
+from jrlhf.ppo.types import Experience
+from jrlhf.programs import Compute
+from jrlhf.stage_config import OptimizerConfig
+
+DEVICES, PROMPT, RESPONSE = 4, 20, 24
+MODEL = ModelConfig.tiny(1024)
+GRAPH = Graph(
+    "ppo",
+    ("prompts",),
+    (
+        Call("actor.generate", "actor", "generate", ("prompts",), ("rollout",)),
+        Call("reward.score", "reward", "infer", ("rollout",), ("scores",)),
+        Call("actor.logprobs", "actor", "infer", ("rollout",), ("old",)),
+        Call("reference.logprobs", "reference", "infer", ("rollout",), ("ref",)),
+        Call("critic.values", "critic", "infer", ("rollout",), ("values",)),
+        Call("critic.update", "critic", "train", ("scores", "old", "ref", "values"), ("critic_metrics",)),
+        Call("actor.update", "actor", "train", ("scores", "old", "ref", "values"), ("actor_metrics",)),
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One plan: all calls on all devices, on one mesh. batch: rows of a rollout."""
+
+    mesh: tuple[int, int, int]
+    batch: int = 128
+    micro_batches: int = 1
+    remat: Remat = "full"
+
+    @property
+    def name(self) -> str:
+        mesh = "x".join(map(str, self.mesh))
+        return f"{mesh} batch {self.batch} micro {self.micro_batches} {self.remat}"
+
+    @property
+    def plan(self) -> Plan:
+        data, fsdp, tensor = self.mesh
+        layouts: dict[Kind, LayoutName] = {"generate": "generate", "infer": "score", "train": "train"}
+        sizes = {"data": data, "fsdp": fsdp, "tensor": tensor}
+        return Plan(
+            self.name,
+            {
+                call.name: Placement(
+                    Slice(0, DEVICES),
+                    layouts[call.kind],
+                    **sizes,
+                    micro_batches=self.micro_batches if call.kind == "train" else 1,
+                )
+                for call in GRAPH
+            },
+        )
+
+    @property
+    def workload(self) -> Workload:
+        models = {
+            "actor": (RoleModel(MODEL, "lm", True),),
+            "critic": (RoleModel(MODEL, "scalar", True),),
+            "reference": (RoleModel(MODEL, "lm", False),),
+            "reward": (RoleModel(MODEL, "scalar", False),),
+        }
+        return Workload(GRAPH, models, self.batch, PROMPT, RESPONSE, float(PROMPT), float(RESPONSE), remat=self.remat)
+
+
+CASES = (
+    Case((1, 2, 2)),  # the quickstart's
+    Case((4, 1, 1)),
+    Case((1, 4, 1)),
+    Case((2, 2, 1)),
+    Case((1, 1, 4)),
+    Case((1, 2, 2), batch=64),
+    Case((1, 4, 1), batch=32),
+    Case((1, 4, 1), micro_batches=4),
+    Case((1, 2, 2), micro_batches=8),
+    Case((1, 4, 1), remat="products"),
+    Case((4, 1, 1), batch=256, micro_batches=2),
+)
+
+
+def calls_of(case: Case) -> dict[str, Callable[[], Any]]:
+    """Each call of a plan, as the roles make it, on random rows."""
+    mesh = make_mesh(*case.mesh)
+    compute, model = Compute(remat=case.remat), Architecture(MODEL)
+    ppo = PPOConfig(micro_batches=case.micro_batches)
+    optimizer = adamw(OptimizerConfig(learning_rate=1e-4), updates=1000)
+    language = jax.device_put(init_lm(MODEL, jax.random.key(0)), param_shardings(MODEL, mesh, TRAIN))
+    scalar = init_scalar(MODEL, jax.random.key(0), zero_head=False)
+    scalar = jax.device_put(scalar, param_shardings(MODEL, mesh, TRAIN, "scalar"))
+    batch = _batch(mesh, case.batch)
+    tokens, lengths = batch.tokens, batch.lengths
+    generate = programs.generate(model, mesh, compute, SamplingConfig(RESPONSE), None)
+    weights = jax.block_until_ready(_generation_weights(language, mesh))
+    by_group = NamedSharding(mesh, GENERATE.batch_spec())
+    prompts = jax.device_put((np.asarray(tokens)[:, :PROMPT], np.asarray(batch.prompt_lengths)), by_group)
+    keys = jax.device_put(jax.random.split(jax.random.key(1), case.batch), row_sharding(mesh))
+    logprobs = programs.score_logprobs(model, mesh, compute, temperature=1.0)
+    values, scores = programs.score_values(model, mesh, compute), programs.score_sequences(model, mesh, compute)
+    update_actor = programs.actor_step(model, mesh, compute, optimizer, ppo, temperature=1.0)
+    update_critic = programs.critic_step(model, mesh, compute, optimizer, ppo)
+    return {
+        "actor.generate": lambda: generate(weights, *prompts, keys),
+        "reward.score": lambda: scores(scalar, tokens, lengths),
+        "actor.logprobs": lambda: logprobs(language, tokens, lengths),
+        "reference.logprobs": lambda: logprobs(language, tokens, lengths),
+        "critic.values": lambda: values(scalar, tokens, lengths),
+        "critic.update": _updates(update_critic, scalar, optimizer, batch),
+        "actor.update": _updates(update_actor, language, optimizer, batch),
+    }
+
+
+def _updates(step: Callable, params: Any, optimizer: Any, batch: Experience) -> Callable[[], Any]:
+    mesh = jax.tree.leaves(params)[0].sharding.mesh
+    with jax.set_mesh(mesh):
+        held = [TrainState.create(jax.tree.map(jnp.copy, params), optimizer)]
+
+    def update() -> Any:
+        with jax.set_mesh(mesh):
+            held[0], metrics = step(held[0], batch)
+        return held[0].step, metrics
+
+    return update
+
+
+def _generation_weights(params: Any, mesh: Mesh) -> Any:
+    return programs.generation_weights(Model(Architecture(MODEL), params), mesh, Compute())
+
+
+def _batch(mesh: Mesh, rows: int) -> Experience:
+    rng, length = np.random.default_rng(0), PROMPT + RESPONSE
+    mask = np.broadcast_to(np.arange(length) >= PROMPT, (rows, length))
+    noise = rng.standard_normal((rows, length)).astype(np.float32) * mask
+    fields = {
+        "tokens": rng.integers(1, MODEL.vocab_size, (rows, length)).astype(np.int32),
+        "prompt_lengths": np.full(rows, PROMPT, np.int32),
+        "response_lengths": np.full(rows, RESPONSE, np.int32),
+        "logprobs": -np.abs(noise),
+        "finished": np.ones(rows, bool),
+        "scores": noise[:, -1],
+        "response_mask": mask,
+        **dict.fromkeys(("old_logprobs", "ref_logprobs"), -np.abs(noise)),
+        **dict.fromkeys(("values", "rewards", "advantages", "returns"), noise),
+    }
+    version = jax.device_put(np.int32(0), NamedSharding(mesh, jax.P()))
+    return Experience(**jax.device_put(fields, row_sharding(mesh)), version=version)
+
+
+# ---- predicted and measured
+
+
+def measure(cases: tuple[Case, ...], repeats: int) -> dict[str, dict[str, list[float]]]:
+    """Seconds of every call of every case, in turns."""
+    calls = {}
+    for case in cases:
+        started = time.perf_counter()
+        calls[case.name] = calls_of(case)
+        for call in calls[case.name].values():
+            jax.block_until_ready(call())
+        print(f"compiled {case.name} in {time.perf_counter() - started:.1f} s", flush=True)
+    taken = {name: {call: [] for call in each} for name, each in calls.items()}
+    for _ in range(repeats):
+        for name, each in calls.items():
+            for call, run in each.items():
+                started = time.perf_counter()
+                jax.block_until_ready(run())
+                taken[name][call].append(time.perf_counter() - started)
+    return taken
+
+
+def predict(case: Case, measured_by: Any) -> dict[str, Mapping[str, float]]:
+    """Each call's parts."""
+    units, local = Measured(measured_by, case.workload), cluster_of(measured_by, memory=4e9)
+    return {
+        call.name: call_seconds(case.workload, call, case.plan[call.name], local, units=units).parts for call in GRAPH
+    }
+
+
+def summary(times: list[float]) -> dict[str, float]:
+    low, middle, high = np.percentile(times, (25, 50, 75))
+    return {"median": float(middle), "least": float(min(times)), "spread": float(high - low)}
+
+
+def compare(cases: tuple[Case, ...], taken: dict[str, dict[str, list[float]]], measured_by: Any) -> dict[str, Any]:
+    """The record of a comparison."""
+    plans, errors = [], []
+    for case in cases:
+        predicted, calls = predict(case, measured_by), {}
+        for call, parts in predicted.items():
+            found = summary(taken[case.name][call])
+            seconds = sum(parts.values())
+            error = seconds / found["least"] - 1
+            errors.append(abs(error))
+            calls[call] = {**found, "predicted": seconds, "error": error, "parts": dict(parts)}
+        whole = summary([sum(times) for times in zip(*taken[case.name].values(), strict=True)])
+        whole["least"] = sum(call["least"] for call in calls.values())
+        seconds = sum(call["predicted"] for call in calls.values())
+        plans.append({"plan": case.name, **whole, "predicted": seconds, "calls": calls})
+    pairs = [
+        (a, b) for a, b in combinations(plans, 2) if abs(a["least"] - b["least"]) > 3 * max(a["spread"], b["spread"])
+    ]
+    wrong = [
+        f"{a['plan']} | {b['plan']}" for a, b in pairs if (a["least"] < b["least"]) != (a["predicted"] < b["predicted"])
+    ]
+    return {
+        "mean_error": float(np.mean(errors)),
+        "largest_error": float(max(errors)),
+        "plan_error": float(np.mean([abs(plan["predicted"] / plan["least"] - 1) for plan in plans])),
+        "pairs": {"all": len(plans) * (len(plans) - 1) // 2, "apart": len(pairs), "wrong": wrong},
+        "plans": plans,
+    }
+
+
+def published_rows() -> list[dict[str, Any]]:
+    """ReaL's table, measured and predicted."""
+    rows = []
+    for name, table in (("searched", published.SEARCHED), ("heuristic", published.HEURISTIC)):
+        for graphs, cluster in ((True, published.cluster()), (False, published.cluster(graphs=False))):
+            for row in table:
+                seconds = row.seconds if graphs else row.without_graphs
+                if seconds is not None:
+                    call, work = published.GRAPH[row.call], published.workload()
+                    predicted = call_seconds(work, call, row.placement, cluster).seconds
+                    rows.append({"plan": name, "call": row.call, "measured": seconds, "predicted": predicted})
+    return rows
+
+
+def chart(record: Mapping[str, Any], path: Path) -> None:
+    """Predicted over measured, of each call of each plan here, and of ReaL's table."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams |= {"svg.hashsalt": "plans", "svg.fonttype": "none"}
+    from matplotlib import pyplot as plt
+
+    figure, (here, there) = plt.subplots(1, 2, figsize=(10, 4.6), layout="constrained")
+    kinds = {call.name: call.kind for call in GRAPH}
+    colours = {"generate": "#1b6ca8", "infer": "#c8553d", "train": "#3a7d44"}
+    for kind, colour in colours.items():
+        points = [
+            (call["least"], call["predicted"])
+            for plan in record["plans"]
+            for name, call in plan["calls"].items()
+            if kinds[name] == kind
+        ]
+        here.scatter(*zip(*points, strict=True), s=18, color=colour, label=kind, alpha=0.8)
+        points = [
+            (r["measured"], r["predicted"]) for r in record["published"] if published.GRAPH[r["call"]].kind == kind
+        ]
+        there.scatter(*zip(*points, strict=True), s=18, color=colour, label=kind, alpha=0.8)
+    for axes, title in (
+        (here, f"{len(record['plans'])} plans of the quickstart, {DEVICES} simulated devices"),
+        (there, "ReaL's table: 7B + 7B on 16 H100"),
+    ):
+        low, high = min(axes.get_xlim()[0], axes.get_ylim()[0]), max(axes.get_xlim()[1], axes.get_ylim()[1])
+        ends = np.array([max(low, high / 3000), high])
+        axes.plot(ends, ends, color="0.4", linewidth=1)
+        axes.fill_between(ends, 0.8 * ends, 1.2 * ends, color="0.85", zorder=0, label="within 20 %")
+        axes.set(xscale="log", yscale="log", xlabel="measured, s", ylabel="predicted, s", title=title)
+    here.legend(frameon=False)
+    figure.savefig(path, metadata={"Date": None})
+    plt.close(figure)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--cases", type=int, default=len(CASES), help="only so many of the plans")
+    parser.add_argument("--profile", type=Path, help="file of the profile; it is measured where it is not there")
+    parser.add_argument("--out", type=Path, default=RESULTS / "plans-cpu.json")
+    options = parser.parse_args()
+    jax.config.update("jax_num_cpu_devices", DEVICES)
+    devices, cases = jax.devices(), CASES[: options.cases]
+    path = options.profile or default_path(devices)
+    started, load_before = time.perf_counter(), os.getloadavg()[0]
+    known = load(path)
+    largest = Case((1, 2, 2), batch=max(case.batch for case in CASES))
+    remats: list[Remat] = sorted({case.remat for case in CASES})
+    known = profile(largest.workload, devices, remats=remats, known=known, repeats=options.repeats, say=print)
+    save(known, path)
+    profiled = time.perf_counter() - started
+    print(f"profiled in {profiled:.0f} s: {path}")
+    record = {
+        "benchmark": "plans",
+        "hardware": hardware(devices[0]),
+        **provenance("jax", "flax"),
+        "devices": DEVICES,
+        "repeats": options.repeats,
+        "load_average": [load_before, os.getloadavg()[0]],
+        "profile_seconds": profiled,
+        **compare(cases, measure(cases, options.repeats), known),
+        "published": published_rows(),
+    }
+    write(options.out, record)
+    chart(record, options.out.with_suffix(".svg"))
+    for plan in record["plans"]:
+        print(f"{plan['plan']:36s} {plan['least'] * 1e3:8.1f} ms  predicted {plan['predicted'] * 1e3:8.1f}")
+        for name, call in plan["calls"].items():
+            print(f"    {name:20s} {call['least'] * 1e3:8.1f}  {call['predicted'] * 1e3:8.1f}  {call['error']:+.0%}")
+    apart, wrong = record["pairs"]["apart"], len(record["pairs"]["wrong"])
+    print(f"mean error a call {record['mean_error']:.0%}, a plan {record['plan_error']:.0%}")
+    print(f"of {apart} pairs apart {wrong} in the wrong order; {time.perf_counter() - started:.0f} s in all")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,153 @@
+"""The search of execution plans: what a plan costs to simulate, how near the optimum it comes, and how far it scales.
+
+    python -m benchmarks.search [--small]
+
+- A plan: microseconds of one core for the simulator's fast form, on plans along a random walk, as a search meets them.
+- Quality: 8B + 8B on 8 H100, 50,000 proposals, six seeds, against the best that is known: of all seeds, and of what
+  branch and bound finds among all plans on slices of 4 devices or more with single micro-batches.
+- Scale: 70B + 8B on 1024 H100, 100,000 proposals on one core, beside ReaL's symmetric heuristic.
+
+Times are of the process (CPU), beside which a loop of additions says how fast the core was. It writes
+`benchmarks/results/search.json`.
+"""
+
+import argparse
+import math
+import random
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from benchmarks.records import RESULTS, hardware, provenance, write
+from jrlhf.config import load_config
+from jrlhf.launch import architectures
+from jrlhf.meshes.hardware import cluster
+from jrlhf.planning.evaluator import Evaluator
+from jrlhf.planning.exact import optimum
+from jrlhf.planning.from_config import workload_of
+from jrlhf.planning.memory import call_bytes
+from jrlhf.planning.options import options_of
+from jrlhf.planning.search import Budget, Result, search
+from jrlhf.planning.simulator import ITERATIONS
+from jrlhf.planning.times import Estimator
+
+
+def problem(config: str, devices: str, *overrides: str):
+    """(workload, cluster, prices) of a shipped config."""
+    loaded = load_config(config, overrides)
+    workload = workload_of(loaded, architectures(loaded))
+    return workload, cluster(devices), Estimator(workload, cluster(devices), bytes_of=call_bytes)
+
+
+def cpu(work: Callable[[], Any]) -> tuple[float, Any]:
+    """Seconds of the process, and what the work returned."""
+    began = time.process_time()
+    result = work()
+    return time.process_time() - began, result
+
+
+def additions() -> float:
+    """Seconds of three million additions in Python: how fast this core is now."""
+
+    def add() -> int:
+        total = 0
+        for number in range(3_000_000):
+            total += number
+        return total
+
+    return min(cpu(add)[0] for _ in range(3))
+
+
+def per_plan(plans: int, repeats: int) -> dict[str, object]:
+    workload, devices, prices = problem("llama3-8b-ppo", "8xh100")
+    known = options_of(workload, devices, prices)
+    evaluator = Evaluator(workload.graph, prices, workload.models, lockstep=True)
+    choices = [
+        [evaluator.add(call, each.placement) for each in known[name]] for call, name in enumerate(evaluator.calls)
+    ]
+    draw = random.Random(0)
+    walk = [[draw.choice(options) for options in choices]]
+    for _ in range(plans - 1):
+        call = draw.randrange(len(choices))
+        walk.append([*walk[-1][:call], draw.choice(choices[call]), *walk[-1][call + 1 :]])
+    times = [cpu(lambda: [evaluator.evaluate(choice) for choice in walk])[0] / plans for _ in range(repeats)]
+    return {
+        "calls": len(choices),
+        "iterations": ITERATIONS,
+        "options": [len(each) for each in choices],
+        "microseconds": round(1e6 * min(times), 1),
+        "microseconds_of_repeats": [round(1e6 * each, 1) for each in times],
+    }
+
+
+def quality(proposals: int, seeds: int) -> dict[str, object]:
+    workload, devices, prices = problem("llama3-8b-ppo", "8xh100")
+    seconds, found = [], []
+    for seed in range(seeds):
+        spent, result = cpu(lambda seed=seed: search(workload, devices, prices, Budget(proposals), seed=seed))
+        seconds.append(round(spent, 2))
+        found.append(result.best.simulation.seconds)
+    known = options_of(workload, devices, prices)
+    evaluator = Evaluator(workload.graph, prices, workload.models, lockstep=True)
+    choices = [
+        [
+            evaluator.add(call, each.placement)
+            for each in known[name]
+            if each.placement.devices.count >= 4 and each.placement.micro_batches == 1
+        ]
+        for call, name in enumerate(evaluator.calls)
+    ]
+    spent, better = cpu(lambda: optimum(evaluator, choices, below=min(found)))
+    best = min(better.seconds, *found)
+    return {
+        "proposals": proposals,
+        "seconds_found": found,
+        "cpu_seconds": seconds,
+        "plans": math.prod(map(len, choices)),
+        "optimum": best,
+        "branch_and_bound_nodes": better.nodes,
+        "branch_and_bound_cpu_seconds": round(spent, 1),
+        "quality": [round(best / each, 4) for each in found],
+    }
+
+
+def scale(devices: str, proposals: int) -> dict[str, object]:
+    workload, known, prices = problem("llama3-70b-ppo", devices, "ppo.rollout_batch=8192")
+    spent, result = cpu(lambda: search(workload, known, prices, Budget(proposals), seed=0))
+    assert isinstance(result, Result)
+    rules = {name: found.simulation.seconds for name, found in result.rules.items()}
+    return {
+        "devices": devices,
+        "proposals": result.proposals,
+        "cpu_seconds": round(spent, 1),
+        "seconds_found": result.best.simulation.seconds,
+        "rules": rules,
+        "trace": result.trace,
+        "plan": result.best.plan.as_dict(),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--small", action="store_true", help="a tenth of everything, nothing is written")
+    small = parser.parse_args().small
+    before = additions()
+    record = {
+        "hardware": hardware(jax.devices("cpu")[0]),
+        **provenance("jax", "numpy"),
+        "plan": per_plan(200 if small else 2000, 3 if small else 7),
+        "quality": quality(5_000 if small else 50_000, 2 if small else 6),
+        "scale": scale("64xh100" if small else "1024xh100", 2_000 if small else 100_000),
+        "three_million_additions": [round(before, 3), round(additions(), 3)],
+    }
+    for name in ("plan", "quality", "scale"):
+        print(name, {key: value for key, value in record[name].items() if key not in ("plan", "trace")})
+    print("three million additions", record["three_million_additions"], "s")
+    if not small:
+        write(RESULTS / "search.json", record)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,33 @@
+#!/bin/bash
+# One process a GPU, on every node: sbatch configs/launch/slurm.sh CONFIG [key=value ...]
+#SBATCH --job-name=jrlhf
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=8
+#SBATCH --gpus-per-node=8
+#SBATCH --cpus-per-task=12
+#SBATCH --time=24:00:00
+#SBATCH --output=%x-%j.out
+#SBATCH --open-mode=append
+#SBATCH --requeue
+# Five minutes before the end the processes are asked to stop: they finish the iteration, save, and leave with 75.
+#SBATCH --signal=TERM@300
+set -uo pipefail
+
+config=${1:?usage: sbatch slurm.sh CONFIG [key=value ...]}
+shift
+# JAX finds the other processes, and each its GPU, by Slurm's own variables. run_dir must be on a shared file system.
+name="$(basename "$config" .yaml)-$SLURM_JOB_ID" # the same after a requeue
+run_dir=${RUN_DIR:-$SLURM_SUBMIT_DIR/runs}
+resume=()
+if [[ -e "$run_dir/$name/config.yaml" ]]; then
+    resume=(--resume)
+fi
+
+# A process that fails ends the others; srun must not, for a killed task would hide the code 75.
+srun --kill-on-bad-exit=0 --wait=300 \
+    python -u -m jrlhf.train --config "$config" "run_dir=$run_dir" "name=$name" "$@" "${resume[@]}"
+code=$?
+if [[ $code -eq 75 ]]; then
+    scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$code"

@@ -1,0 +1,33 @@
+#!/bin/bash
+# One process on every host of a TPU pod:
+#   TPU=my-tpu ZONE=us-east5-a BUCKET=gs://my-bucket configs/launch/tpu-pod.sh CONFIG [key=value ...]
+# The runs lie in the bucket, which every host mounts: process 0 writes, all of them save and restore checkpoints.
+set -euo pipefail
+
+: "${TPU:?name of the TPU VM}" "${ZONE:?its zone}" "${BUCKET:?gs://bucket for the runs}"
+config=${1:?usage: tpu-pod.sh CONFIG [key=value ...]}
+shift
+name=${NAME:-$(basename "$config" .yaml)}
+
+on_all() {
+    gcloud compute tpus tpu-vm ssh "$TPU" --zone="$ZONE" --worker=all --command="$1"
+}
+
+on_all "pip install --quiet 'jrlhf[tpu]' && mkdir -p ~/runs && (mountpoint -q ~/runs || gcsfuse --implicit-dirs '${BUCKET#gs://}' ~/runs)"
+if [[ -f "$config" ]]; then
+    gcloud compute tpus tpu-vm scp "$config" "$TPU:config.yaml" --zone="$ZONE" --worker=all
+    config=config.yaml
+fi
+
+# JAX finds the other hosts by the TPU's metadata. A run that was preempted leaves with 75 and goes on.
+printf -v overrides ' %q' "$@"
+on_all "
+    set -u
+    while true; do
+        resume=\$(test -e ~/runs/$name/config.yaml && echo --resume)
+        python3 -u -m jrlhf.train --config $config run_dir=\$HOME/runs name=$name device.platform=tpu$overrides \$resume
+        code=\$?
+        test \$code -eq 75 || exit \$code
+        sleep 30
+    done
+"

@@ -1,0 +1,1 @@
+"""The built-in task `arithmetic`: sums whose answers a function verifies."""

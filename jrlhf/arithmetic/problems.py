@@ -1,0 +1,86 @@
+"""Sums, and how they are worked out: one addition at a time, as a chain of equal sums."""
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+Terms = tuple[int, ...]
+
+_DRAWS = 32  # for each sum that is wanted; those that are there already are drawn in vain
+_BLOCK = 1024
+
+
+def draw_problems(learnt: int, heldout: int, *, terms: int, digits: int, seed: int) -> tuple[list[Terms], list[Terms]]:
+    """Different sums of `terms` numbers of `digits` digits: those to learn from, and those held out.
+
+    No held-out sum is among those to learn from, in any order of its numbers, and none is there twice in another order.
+    Equal arguments give equal sums in equal order; the held-out ones do not depend on how many are learnt from.
+
+    Raises:
+        ValueError: there are too few such sums.
+    """
+    rng = np.random.default_rng(seed)
+
+    def draws(wanted: int) -> Iterator[Terms]:
+        for _ in range(-(-_DRAWS * wanted // _BLOCK)):
+            yield from map(tuple, rng.integers(10 ** (digits - 1), 10**digits, (_BLOCK, terms)).tolist())
+
+    measured: dict[Terms, Terms] = {}
+    for drawn in draws(heldout):
+        if len(measured) == heldout:
+            break
+        measured.setdefault(tuple(sorted(drawn)), drawn)
+    found: dict[Terms, None] = {}
+    for drawn in draws(learnt):
+        if len(found) == learnt:
+            break
+        if tuple(sorted(drawn)) not in measured:
+            found[drawn] = None
+    if len(found) < learnt or len(measured) < heldout:
+        raise ValueError(
+            f"of sums of {terms} numbers of {digits} digit(s) there are only about {len(found)} to learn from beside "
+            f"{len(measured)} held-out ones"
+        )
+    return list(found), list(measured.values())
+
+
+def question(terms: Sequence[int]) -> str:
+    """`"37+48+25="`."""
+    return "+".join(map(str, terms)) + "="
+
+
+def written(number: int, units_first: bool) -> str:
+    """Its digits; the units first is the order in which carries go (Lee et al. 2023, arXiv:2307.03381)."""
+    return str(number)[::-1] if units_first else str(number)
+
+
+def worked_answer(
+    terms: Sequence[int],
+    forgotten: float = 0.0,
+    rng: np.random.Generator | None = None,
+    *,
+    units_first: bool = False,
+) -> str:
+    """`"85+25=110"`: the two leading numbers become one until one is left. What follows `question` in a true chain.
+
+    forgotten: share of the carries that are left out, drawn from `rng`; what follows goes on from the wrong number.
+    units_first: how its numbers are `written`.
+    """
+    sums = []
+    while len(terms) > 1:
+        terms = (add(terms[0], terms[1], forgotten, rng), *terms[2:])
+        sums.append("+".join(written(number, units_first) for number in terms))
+    return "=".join(sums)
+
+
+def add(a: int, b: int, forgotten: float = 0.0, rng: np.random.Generator | None = None) -> int:
+    """a + b column by column, as on paper; each carry is forgotten with a probability: 37 + 48 may become 75."""
+    total, carry, place = 0, 0, 1
+    while a or b or carry:
+        column = a % 10 + b % 10 + carry
+        carry = column // 10
+        if carry and rng is not None and rng.random() < forgotten:
+            carry = 0
+        total += column % 10 * place
+        a, b, place = a // 10, b // 10, place * 10
+    return total

@@ -1,0 +1,118 @@
+"""Whether a run fits into its devices' memory, before anything is loaded; and what to set where it does not."""
+
+from collections.abc import Mapping
+from itertools import pairwise, product
+from typing import Any
+
+from jax.sharding import Mesh
+
+from jrlhf.config import Config
+from jrlhf.errors import UserError
+from jrlhf.meshes import AXES
+from jrlhf.meshes.plan import Plan
+from jrlhf.models import ModelConfig
+from jrlhf.planning.activations import Backend
+from jrlhf.planning.from_config import colocated, workload_of
+from jrlhf.planning.memory import GIB, Away, PlanMemory, Where, plan_memory
+from jrlhf.planning.nearest import Setting, nearest
+from jrlhf.planning.workload import Workload
+from jrlhf.sleep import resting
+
+MOST_NAMED = 4  # settings in one sentence
+
+
+def check_memory(config: Config, mesh: Mesh, models: Mapping[str, ModelConfig], plan: Plan | None = None) -> None:
+    """Refuses what cannot fit, where the memory of a device is known. plan: of the algorithm, where there is one.
+
+    Raises:
+        UserError: one sentence: the call that needs most, what there is, and the nearest settings that fit.
+    """
+    limit = capacity(config, mesh)
+    if limit is None or not _has_calls(config):
+        return
+    workload, backend = workload_of(config, models), backend_of(config, mesh)
+    plan, away = _planned(config, workload, mesh, plan), _away(config, workload)
+    memory = plan_memory(workload, plan, backend, away=away)
+    if memory.peak <= limit:
+        return
+    worst, source = memory.largest, "device.memory" if config.device.memory is not None else "a device"
+    settings = nearest(workload, plan, limit, backend, away=away)
+    remedy = " or ".join(_keys(config, each) for each in settings[:MOST_NAMED])
+    raise UserError(
+        f"{worst.call} needs {worst.total / GIB:.4g} GiB of each device, of which roles keep "
+        f"{worst.resident / GIB:.4g}, and {source} has {limit / GIB:.4g}: "
+        + (f"choose {remedy}" if remedy else "no setting makes it fit, choose smaller models or more memory")
+    )
+
+
+def memory_of(config: Config, mesh: Mesh, models: Mapping[str, ModelConfig], plan: Plan | None = None) -> PlanMemory:
+    """Of the config's calls, by the algorithm's plan where there is one, else on the config's mesh.
+
+    Raises:
+        UserError: the config has no calls to plan.
+    """
+    workload = workload_of(config, models)
+    plan = _planned(config, workload, mesh, plan)
+    return plan_memory(workload, plan, backend_of(config, mesh), away=_away(config, workload))
+
+
+def capacity(config: Config, mesh: Mesh) -> float | None:
+    """Bytes of a device that a run may use: `device.memory`, or what an accelerator says; None where neither is."""
+    if config.device.memory is not None:
+        return config.device.memory * GIB
+    device = mesh.devices.flat[0]
+    said = None if device.platform == "cpu" else device.memory_stats()
+    return None if said is None else said.get("bytes_limit")
+
+
+def backend_of(config: Config, mesh: Mesh) -> Backend:
+    """What compiles the calls. Simulated devices whose memory is given stand for GPUs."""
+    platform = mesh.devices.flat[0].platform
+    if platform == "cpu":
+        return Backend("gpu" if config.device.memory is not None else "cpu", config.compute.attention)
+    return Backend("tpu" if platform == "tpu" else "gpu", config.compute.attention)
+
+
+def _has_calls(config: Config) -> bool:
+    return config.algorithm is not None or "dpo" in config.stages
+
+
+def _planned(config: Config, workload: Workload, mesh: Mesh, plan: Plan | None) -> Plan:
+    """The plan; of roles that share all devices, with the parts into which budgets of tokens divide rows."""
+    if plan is not None and config.plan != "colocate":
+        return plan
+    data, fsdp, tensor = (mesh.shape[axis] for axis in AXES)
+    return colocated(config, workload, (data, fsdp, tensor))
+
+
+def _away(config: Config, workload: Workload) -> Away:
+    """What sleeps while each call of the algorithm runs."""
+    if config.algorithm is None:
+        return {}
+    calls = [call for call in workload.graph if call.kind != "compute"]
+    roles = [role for role in workload.models if role != "learner"]
+    following = dict(pairwise(calls))
+    away: dict[tuple[str, str], dict[str, Where]] = {}
+    for role, call in product(roles, calls):
+        places = resting(config, role, call, following.get(call))
+        away[role, call.name] = {part: place for part, place in places.items() if part != "generation"}
+    return away
+
+
+def _keys(config: Config, setting: Setting) -> str:
+    """A setting's changes as a user would write them."""
+    stage = config.algorithm or "dpo"
+    written = {
+        "micro_batches": lambda parts: f"{stage}.algorithm.micro_batches={parts}",
+        "remat": lambda remat: f"compute.remat={remat}",
+        "slots": lambda slots: f"rollout.slots={slots}",
+        "fsdp": lambda fsdp: f"mesh.data=1 with mesh.fsdp={fsdp}",
+        "sleep": lambda part: f"sleep.{part}=host",
+        "lora": lambda rank: f"lora.rank={rank}",
+        "devices": lambda count: f"{count} devices",
+    }
+    return " with ".join(_written(written, name, value) for name, value in setting.changes.items())
+
+
+def _written(written: Mapping[str, Any], name: str, value: Any) -> str:
+    return written[name](value)

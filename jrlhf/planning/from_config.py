@@ -1,0 +1,151 @@
+"""What a config asks of its devices in one iteration, as a workload; and the plan by which it runs on its own mesh."""
+
+from collections.abc import Mapping
+
+import jax.numpy as jnp
+
+from jrlhf.algorithms import graph_of, reference_is_base
+from jrlhf.config import Config
+from jrlhf.dataflow import trace
+from jrlhf.dpo import PairActor, dpo
+from jrlhf.errors import UserError
+from jrlhf.meshes import Call, Graph
+from jrlhf.meshes.plan import LayoutName, Placement, Plan, Slice
+from jrlhf.models import LoRAConfig, ModelConfig
+from jrlhf.models.hf import read_adapter_config
+from jrlhf.models.params import HeadKind
+from jrlhf.planning.workload import RoleModel, Workload
+from jrlhf.roles import Reference
+
+
+def workload_of(config: Config, models: Mapping[str, ModelConfig]) -> Workload:
+    """One iteration of the config's reinforcement learning, or one step of its DPO.
+
+    Lengths are what arrays are as wide as, on average too: how long answers will be is not in a config.
+
+    models: role -> architecture, as `launch.architectures` finds them: "actor", "critic", "reward NAME", ...
+
+    Raises:
+        UserError: the config has neither stage, or names an adapter that cannot be read.
+    """
+    compute = {"dtype": jnp.dtype(config.compute.dtype), "remat": config.compute.remat}
+    prompt, response = config.data.max_prompt, config.data.max_response
+    widths = {"prompt": prompt, "response": response, "mean_prompt": float(prompt), "mean_response": float(response)}
+    if config.algorithm is None:
+        if "dpo" not in config.stages:
+            raise UserError(
+                f"stages=[{', '.join(config.stages)}] have no calls to plan: add an algorithm of reinforcement "
+                "learning, or dpo"
+            )
+        graph = trace(dpo, {"actor": PairActor, "reference": Reference})
+        held = _models(config, models, graph)
+        return Workload(graph, held, rows=2 * config.dpo.batch, fused_loss=False, **widths, **compute)
+    graph, section = graph_of(config), config.rl
+    return Workload(
+        graph,
+        _models(config, models, graph),
+        rows=section.rollout_batch,
+        samples=section.samples,
+        epochs=section.algorithm.epochs,
+        minibatches=section.algorithm.minibatches,
+        slots=config.rollout.slots,
+        fused_loss=config.compute.fused_loss and section.algorithm.ratio == "token",
+        **widths,
+        **compute,
+    )
+
+
+def _models(config: Config, models: Mapping[str, ModelConfig], graph: Graph) -> dict[str, tuple[RoleModel, ...]]:
+    """Role -> its models, of the roles that have calls with any."""
+    lora, int8 = _adapter(config), config.lora.on and config.lora.base == "int8"
+
+    def on_base(role: str, adapter: LoRAConfig | None, head: HeadKind, *, trained: bool = False) -> RoleModel:
+        return RoleModel(models[role], head, trained, adapter, is_base=adapter is None, int8=int8)
+
+    def policy_like(role: str, head: HeadKind, *, trained: bool, own: bool) -> RoleModel:
+        """A model that begins as the policy, or one of its own."""
+        if lora is None or own:
+            return RoleModel(models[role], head, trained)
+        return on_base(role, lora, head, trained=trained)
+
+    found: dict[str, tuple[RoleModel, ...]] = {}
+    found["actor"] = (policy_like("actor", "lm", trained=True, own=False),)
+    for role in ("critic", "cost_critic"):
+        if role in models:
+            own = role == "critic" and (config.roles.critic is not None or not config.lora.critic)
+            found[role] = (policy_like(role, "scalar", trained=True, own=own),)
+    if "reference" in models:
+        own = config.roles.reference is not None
+        reference = policy_like("reference", "lm", trained=False, own=own)
+        found["reference"] = (on_base("reference", None, "lm") if reference_is_base(config) else reference,)
+    for role, parts in (("reward", config.rewards), ("cost", config.costs)):
+        scoring = []
+        if role == "reward" and "reward_model" in config.stages:
+            learnt = RoleModel(models["reward"], "scalar", trained=False, wide=True)
+            scoring.append(learnt if lora is None else on_base("reward", lora, "scalar"))
+        for index, part in enumerate(parts):
+            if part.model is not None:
+                scoring.append(RoleModel(models[f"{role} {part.name}"], "scalar", trained=False))
+            if part.adapter is not None:
+                adapter = _read(part.adapter, f"{role}s[{index}].adapter")
+                scoring.append(RoleModel(models["actor"], "scalar", trained=False, lora=adapter, int8=int8))
+        found[role] = tuple(scoring)
+    if "learner" in graph.roles:
+        found["learner"] = found["actor"] + found.get("critic", ())
+    return {role: found[role] for role in graph.roles if found.get(role)}
+
+
+def _adapter(config: Config) -> LoRAConfig | None:
+    """What the policy trains, where that is an adapter."""
+    section = config.lora
+    if section.path is not None:
+        return _read(section.path, "lora.path")
+    if section.rank is None:
+        return None
+    return LoRAConfig(rank=section.rank, alpha=section.alpha, targets=section.targets, rslora=section.rslora)
+
+
+def _read(path: str, key: str) -> LoRAConfig:
+    try:
+        return read_adapter_config(path)
+    except (ValueError, OSError) as error:
+        raise UserError(f"{key}={path}: {error}") from error
+
+
+def colocated(config: Config, workload: Workload, sizes: tuple[int, int, int]) -> Plan:
+    """The plan of a run whose roles share all devices: each call in its kind's layout, on the config's mesh.
+
+    sizes: of the mesh axes data, fsdp, tensor.
+    """
+    data, fsdp, tensor = sizes
+    devices = data * fsdp * tensor
+    training = config.dpo.algorithm if config.algorithm is None else config.rl.algorithm
+    tokens = {"train": getattr(training, "micro_batch_tokens", None), "infer": config.compute.score_tokens}
+
+    def parts(call: Call) -> int:
+        """In how many a device computes its rows."""
+        if call.kind == "train" and tokens["train"] is None:
+            return training.micro_batches
+        if call.role in ("reward", "cost"):
+            return _scored_in(config, call.role, workload.rows)
+        if tokens.get(call.kind) is None:
+            return 1
+        rows = workload.rows // (devices * (workload.minibatches if call.kind == "train" else 1))
+        return max(1, -(-rows * workload.length // tokens[call.kind]))
+
+    def placed(call: Call) -> Placement:
+        layout = LAYOUTS[call.kind]
+        return Placement(Slice(0, devices), layout, data, fsdp, tensor, micro_batches=parts(call))
+
+    return Plan("colocate", {call.name: placed(call) for call in workload.graph if workload.models.get(call.role)})
+
+
+LAYOUTS: dict[str, LayoutName] = {"generate": "generate", "infer": "score", "train": "train"}  # of a kind of call
+
+
+def _scored_in(config: Config, role: str, rows: int) -> int:
+    """Models of their own read so many texts at a time; one that the run learnt reads all of them."""
+    parts = {"reward": config.rewards, "cost": config.costs}[role]
+    if "reward_model" in config.stages or any(part.adapter is not None for part in parts):
+        return 1
+    return max(1, rows // max((part.batch for part in parts if part.model is not None), default=rows))

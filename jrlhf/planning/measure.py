@@ -1,0 +1,267 @@
+"""The parts of a call, each as a small program on the devices at hand: what `profile` takes the times of.
+
+Every program runs on all devices at once, each with its own rows and its own copy of the weights, so that only the
+collectives' own programs have collectives in them; and devices that share cores, as simulated ones do, share them here.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jrlhf.kernels.logprob import token_logprobs, token_sums
+from jrlhf.meshes import GENERATE, TRAIN, make_mesh
+from jrlhf.meshes.mesh import Device
+from jrlhf.models import ModelConfig, SamplingConfig, init_lm, make_generate, param_shardings
+from jrlhf.models.attention import attention, layer_rotations, of_layer
+from jrlhf.models.collectives import TENSOR, lookup, total
+from jrlhf.models.modules import NO_ADAPTERS, block
+from jrlhf.models.params import HeadKind
+from jrlhf.models.remat import Remat, policy
+from jrlhf.ppo.updates import apply_update
+
+LAYERS = 4  # that a program has, so that what it costs to be called divides by as many
+CHAINED = 16  # collectives in a program
+BUSY_OPERATIONS = 16 * 2 * 256**3
+_ROWS = P("data")
+_TURN = 0.02  # seconds that a short program is repeated for
+
+Program = Callable[[], Any]
+
+
+def seconds(programs: Sequence[Program], repeats: int) -> list[float]:
+    """The least time of each: what else the machine does only adds to it.
+
+    They take turns, short ones several times in each turn.
+    """
+    least, turns = [], []
+    for program in programs:
+        jax.block_until_ready(program())  # compiles
+        least.append(_once(program))
+        turns.append(max(1, min(10, int(_TURN / least[-1]))))
+    for _ in range(repeats):
+        for index, program in enumerate(programs):
+            least[index] = min(least[index], *(_once(program) for _ in range(turns[index])))
+    return least
+
+
+def _once(program: Program) -> float:
+    started = time.perf_counter()
+    jax.block_until_ready(program())
+    return time.perf_counter() - started
+
+
+def sliced(config: ModelConfig, slices: int) -> ModelConfig:
+    """The model whose layers are one device's part of a tensor group's."""
+    return replace(
+        config,
+        heads=config.heads // slices,
+        kv_heads=max(1, config.kv_heads // slices),
+        mlp=config.mlp // slices,
+    )
+
+
+def nothing(devices: Sequence[Device]) -> Program:
+    """A program that does next to nothing."""
+    mesh = make_mesh(len(devices), 1, 1, devices=devices)
+    x = _each(mesh, np.zeros(1, np.float32))
+    return partial(_on_each(mesh, lambda x: x + 1), x)
+
+
+def layers(
+    config: ModelConfig,
+    devices: Sequence[Device],
+    rows: int,
+    length: int,
+    *,
+    train: bool,
+    dtype: Any,
+    remat: Remat,
+    implementation: Any = None,
+) -> Program:
+    """`LAYERS` layers over so many rows on each device; in training forward and backward, as in `models.forward`."""
+    mesh = make_mesh(len(devices), 1, 1, devices=devices)
+    shallow = replace(config, layers=LAYERS, local_layers=config.local_layers[:LAYERS])
+    weights = init_lm(shallow, jax.random.key(0))["layers"]
+    rotations = layer_rotations(jnp.arange(length)[None, :], shallow)
+    local = shallow.locality[0]
+
+    def layer(x, weights):
+        def attend(query, key, value):
+            return attention(
+                query,
+                key,
+                value,
+                scale=config.query_scale,
+                softcap=config.attention_softcap,
+                window=config.window,
+                local=local,
+                implementation=implementation,
+            ), None
+
+        loaded = jax.tree.map(lambda w: w.astype(dtype) if w.ndim > 1 else w, weights)
+        return block(shallow, loaded)(x, of_layer(rotations, local), attend, None, NO_ADAPTERS)
+
+    scanned = jax.checkpoint(layer, policy=policy(remat), prevent_cse=False)
+
+    def forward(x, weights):
+        return lax.scan(scanned, x, weights)[0]
+
+    def both(x, weights):
+        y, backward = jax.vjp(forward, x, weights)
+        return backward(y)
+
+    x = np.random.default_rng(0).standard_normal((rows, length, config.embed))
+    arguments = _each(mesh, x.astype(dtype)), jax.tree.map(partial(_each, mesh), weights)
+    return partial(_on_each(mesh, both if train else forward), *arguments)
+
+
+def ends(
+    config: ModelConfig, devices: Sequence[Device], rows: int, length: int, head: HeadKind, *, train: bool, fused: bool
+) -> Program:
+    """What a model has around its layers, over so many rows on each device: embeddings and head."""
+    mesh = make_mesh(len(devices), 1, 1, devices=devices)
+    rng = np.random.default_rng(0)
+    table = rng.standard_normal((config.padded_vocab, config.embed)).astype(np.float32)
+    tables = {"embedding": table} | ({} if config.tie_embeddings else {"unembedding": table})
+    tokens = rng.integers(0, config.vocab_size, (rows, length)).astype(np.int32)
+
+    def loss(weights, tokens):
+        x = total(lookup(weights["embedding"], tokens), TENSOR)
+        if head == "scalar":
+            return jnp.sum(jnp.einsum("btd,d->bt", x, weights["kernel"]))
+        unembedding = weights.get("unembedding", weights["embedding"])
+        hidden, targets = x[:, :-1].reshape(-1, config.embed), tokens[:, 1:].reshape(-1)
+        options = {"softcap": config.softcap, "vocab_size": config.vocab_size}
+        if train and fused:
+            terms = lambda logprobs, entropy, weight: (-logprobs * weight, {"entropy": entropy})  # noqa: E731
+            data = jnp.ones_like(targets, jnp.float32)
+            return token_sums(hidden, unembedding, targets, data, terms, entropy_gradient=False, **options)[0]
+        logprobs, entropy = token_logprobs(hidden, unembedding, targets, **options)
+        return jnp.sum(logprobs) + lax.stop_gradient(jnp.sum(entropy))
+
+    if head == "scalar":
+        tables = {"embedding": table, "kernel": table[0]}
+    function = jax.grad(loss) if train else loss
+    return partial(_on_each(mesh, function), jax.tree.map(partial(_each, mesh), tables), _each(mesh, tokens))
+
+
+def generation(
+    config: ModelConfig, devices: Sequence[Device], rows: int, prompt: int, response: int, dtype: Any
+) -> Program:
+    """A whole generation, of so many rows on each device, none of which ends before the limit."""
+    mesh = make_mesh(len(devices), 1, 1, devices=devices)
+    weights = jax.device_put(_unstacked(config), param_shardings(config, mesh, GENERATE))
+    count = rows * len(devices)
+    prompts = np.random.default_rng(0).integers(0, config.vocab_size, (count, prompt)).astype(np.int32)
+    by_row = NamedSharding(mesh, P(("data", "fsdp", "tensor")))
+    keys = jax.device_put(jax.random.split(jax.random.key(0), count), by_row)
+    arguments = jax.device_put((prompts, np.full(count, prompt, np.int32)), NamedSharding(mesh, P(("data", "fsdp"))))
+    generate = jax.jit(make_generate(config, mesh, SamplingConfig(response), dtype=dtype))
+    return partial(generate, weights, *arguments, keys)
+
+
+def update(config: ModelConfig, devices: Sequence[Device], fsdp: int) -> Program:
+    """An optimizer update of a model stored over so many devices, whose gradients are there."""
+    mesh = make_mesh(len(devices) // fsdp, fsdp, 1, devices=devices)
+    params = jax.device_put(init_lm(config, jax.random.key(0)), param_shardings(config, mesh, TRAIN))
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-4, b1=0.9, b2=0.95))
+
+    @partial(jax.jit, donate_argnums=(0, 1))
+    def step(params, state, scale):
+        def loss(params, scale):  # its gradient is the weights, read as a gradient would be
+            return scale * sum(jnp.sum(w * lax.stop_gradient(w)) for w in jax.tree.leaves(params)), {}
+
+        done = apply_update(loss, optimizer, params, state, scale, micro_batches=1, metric_names=())
+        return done.params, done.opt_state
+
+    with jax.set_mesh(mesh):
+        held = [params, jax.jit(optimizer.init)(params)]
+    scale = jax.device_put(np.float32(1), NamedSharding(mesh, P()))
+
+    def run():
+        held[:] = step(*held, scale)
+        return held
+
+    return run
+
+
+def collective(kind: str, devices: Sequence[Device], size: int, numbers: int) -> Program:
+    """`CHAINED` of one collective, one after the other, in all groups of `size` neighbours at once.
+
+    numbers: float32 that each device holds after an all-gather ("gather"), or puts into an all-reduce ("reduce").
+    """
+    mesh = make_mesh(len(devices) // size, size, 1, devices=devices)
+
+    def gather(x):
+        return lax.dynamic_slice_in_dim(lax.all_gather(x, "fsdp", tiled=True), 0, x.shape[0]) + 1
+
+    def reduce(x):
+        return lax.pcast(lax.psum(x, "fsdp"), "fsdp", to="varying") * 0.5
+
+    once = {"gather": gather, "reduce": reduce}[kind]
+    local = max(1, numbers // size if kind == "gather" else numbers)
+    rows = P(("data", "fsdp"))
+
+    def chained(x):
+        return lax.scan(lambda x, _: (once(x), None), x, length=CHAINED)[0]
+
+    mapped = jax.jit(jax.shard_map(chained, mesh=mesh, in_specs=rows, out_specs=rows))
+    return partial(mapped, jax.device_put(np.zeros(local * len(devices), np.float32), NamedSharding(mesh, rows)))
+
+
+def offload(device: Device, numbers: int) -> Program:
+    """Float32 to the host's memory."""
+    here = jax.device_put(np.zeros(numbers, np.float32), device)
+    there = jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")
+    return lambda: jax.device_put(here, there)
+
+
+def copy(devices: Sequence[Device], numbers: int) -> Program:
+    """Float32 read and written, on each device: 8 bytes a number."""
+    mesh = make_mesh(len(devices), 1, 1, devices=devices)
+    return partial(_on_each(mesh, lambda x: x + 1), _each(mesh, np.zeros(numbers, np.float32)))
+
+
+def busy(devices: Sequence[Device]) -> Program:
+    """The same products on each of these devices, of `BUSY_OPERATIONS`."""
+    mesh = make_mesh(len(devices), 1, 1, devices=devices)
+    x = _each(mesh, np.ones((256, 256), np.float32) / 256)
+    return partial(_on_each(mesh, lambda x: lax.scan(lambda y, _: (y @ x, None), x, length=16)[0]), x)
+
+
+def _each(mesh: Mesh, x: Any) -> jax.Array:
+    """A copy of `x` on each device, with a leading axis of one there."""
+    copies = np.broadcast_to(np.asarray(x)[None], (mesh.size, *x.shape))
+    return jax.device_put(copies, NamedSharding(mesh, _ROWS))
+
+
+def _on_each(mesh: Mesh, function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` of what each device has of `_each`, on all devices at once, jitted."""
+
+    def local(*arguments):
+        results = function(*jax.tree.map(lambda x: x[0], arguments))
+        return jax.tree.map(lambda x: lax.psum(x, ("fsdp", "tensor"))[None] if _varies(x) else x[None], results)
+
+    return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=_ROWS, out_specs=_ROWS))
+
+
+def _varies(x: jax.Array) -> bool:
+    """Whether its type says that it differs over axes of one device."""
+    return bool({"fsdp", "tensor"} & set(jax.typeof(x).manual_axis_type.varying))
+
+
+def _unstacked(config: ModelConfig) -> dict[str, Any]:
+    """A fresh model with its layers as a list, as GENERATE keeps them."""
+    params = init_lm(config, jax.random.key(0))
+    count = config.layers
+    return {**params, "layers": [jax.tree.map(lambda x, i=i: x[i], params["layers"]) for i in range(count)]}

@@ -1,0 +1,364 @@
+"""What a plan needs of each device: what roles keep there, and what each call needs while it runs.
+
+States are exact (`states.py`); what a call needs beside them follows XLA's peaks (`activations.py`). All of it is
+arithmetic: a call takes microseconds, and no device or compiler is asked.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache
+from math import ceil
+from typing import Any, Literal
+
+import jax.numpy as jnp
+
+from jrlhf.meshes import TRAIN, Call
+from jrlhf.meshes.graph import Kind
+from jrlhf.meshes.plan import Placement, Plan
+from jrlhf.models import ModelConfig
+from jrlhf.models.remat import Remat
+from jrlhf.planning.activations import (
+    DEFAULT,
+    WIDE,
+    Arrays,
+    Backend,
+    Gradients,
+    Phase,
+    arrays,
+    cache_bytes,
+    generate_phase,
+    infer_phase,
+    train_phase,
+)
+from jrlhf.planning.slices import segments
+from jrlhf.planning.states import base_bytes, resident, stored_bytes, trained_bytes, weights
+from jrlhf.planning.workload import RoleModel, Workload
+
+GIB = 2**30
+TRAINED = 13  # bytes a token that a step reads of an experience: token, mask, and three float32
+SCORED = 12  # that scoring reads and makes: token, log-probability, entropy
+GENERATED = 8  # token and log-probability
+
+Where = Literal["device", "pinned_host", "dropped"]
+Away = Mapping[tuple[str, str], Mapping[str, Where]]
+"""(role, name of a call, of whichever role) -> part of the role's state -> where that is while the call runs."""
+
+
+@dataclass(frozen=True)
+class CallBytes:
+    """Bytes of one device, by name.
+
+    resident: what the call's role keeps on each device of its home. active: what the call needs besides, while it runs.
+    """
+
+    resident: Mapping[str, float]
+    active: Mapping[str, float]
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return sum(self.resident.values()) + sum(self.active.values())
+
+
+def call_bytes(
+    workload: Workload, call: Call, placement: Placement, backend: Backend = DEFAULT, *, home: Placement | None = None
+) -> CallBytes:
+    """Of a call that has a model, in a placement.
+
+    resident: {"weights", "optimizer"}, as if this placement were the role's home; on a base that roles share also
+        "base", which is there once for all of them; {} where another role trains these weights, and keeps them.
+    home: where the role lives, if not here: its weights are then here while the call runs.
+
+    Raises:
+        ValueError: a model cannot be divided so.
+    """
+    models, asked = workload.models.get(call.role, ()), _Asked.of(workload)
+    kept: dict[str, float] = {}
+    active: dict[str, float] = {}
+    owned = not _trained_elsewhere(workload, call.role)
+    for model in models:
+        staged = _stage(model, placement.pipeline)
+        if owned:
+            for part, size in resident(staged, workload.dtype, placement.fsdp, placement.tensor).items():
+                kept[part] = size if part == "base" else kept.get(part, 0.0) + size
+        needs = dict(_active(asked, call.kind, staged, placement, backend))
+        needs |= _copy(asked, call.kind, staged, placement, home)
+        if call.kind == "train":  # of several models in one program, all keep what their backward passes need
+            active = {part: active.get(part, 0.0) + needs.get(part, 0.0) for part in {**active, **needs}}
+        else:
+            active = max(active, needs, key=lambda parts: sum(parts.values()))
+    return CallBytes(kept, {part: size for part, size in active.items() if size})
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """A workload's numbers: what a call's needs depend on beside its model and placement."""
+
+    rows: int
+    prompt: int
+    response: int
+    samples: int
+    minibatches: int
+    slots: int | None
+    dtype: Any
+    remat: Remat
+
+    @classmethod
+    def of(cls, workload: Workload) -> "_Asked":
+        return cls(*(getattr(workload, name) for name in cls.__dataclass_fields__))
+
+    @property
+    def length(self) -> int:
+        return self.prompt + self.response
+
+
+@cache
+def _active(asked: _Asked, kind: Kind, model: RoleModel, placement: Placement, backend: Backend) -> Phase:
+    match kind:
+        case "generate":
+            return _generating(asked, model, placement, backend)
+        case "train":
+            return _training(asked, model, placement, backend)
+        case "infer":
+            return _inferring(asked, model, placement, backend)
+    return {}
+
+
+def _copy(asked: _Asked, kind: Kind, model: RoleModel, placement: Placement, home: Placement | None) -> Phase:
+    """The weights, where the call does not compute with those that its role keeps there."""
+    size = jnp.dtype(asked.dtype).itemsize
+    if model.shared:
+        return {}
+    if kind == "generate":
+        return {"generation weights": base_bytes(model.config, placement.tensor, size, False)}
+    if home is None or (home.devices, home.sizes) == (placement.devices, placement.sizes):
+        return {}
+    wide = WIDE if kind == "train" or model.wide else size
+    stored = stored_bytes(model.config, model.head, TRAIN, placement.fsdp, placement.tensor, wide)
+    return {"moved weights": stored}
+
+
+def _training(asked: _Asked, model: RoleModel, placement: Placement, backend: Backend) -> Phase:
+    rows = asked.rows / asked.minibatches
+    each, layout = _arrays(asked, model, rows, placement, backend)
+    whole = trained_bytes(model, placement.fsdp, placement.tensor)
+    layers = _layered_bytes(model, placement) if model.lora is None else whole
+    parts, phase = placement.micro_batches, Gradients(layers, whole)
+    transposed = _transposed(model, placement, WIDE) if layout != "generate" else 0.0
+    needs = train_phase(model.config, model.head, each, asked.remat, phase, parts, backend, transposed)
+    if placement.pipeline > 1 and "kept activations" in needs:  # of the micro-batches that are on their way
+        needs["kept activations"] *= min(placement.pipeline, parts)
+    return needs | {"inputs": TRAINED * asked.rows * asked.length / placement.devices.count}
+
+
+def _inferring(asked: _Asked, model: RoleModel, placement: Placement, backend: Backend) -> Phase:
+    each, layout = _arrays(asked, model, asked.rows, placement, backend)
+    stored = WIDE if model.trained or model.wide else each.itemsize
+    transposed = _transposed(model, placement, stored) if layout != "generate" else 0.0
+    needs = infer_phase(model.config, model.head, each, backend, transposed)
+    return needs | {"inputs": SCORED * asked.rows * asked.length / placement.devices.count}
+
+
+def _generating(asked: _Asked, model: RoleModel, placement: Placement, backend: Backend) -> Phase:
+    config, groups, tensor = model.config, placement.data * placement.fsdp, placement.tensor
+    size = jnp.dtype(asked.dtype).itemsize
+    slots = min(asked.slots or asked.rows, asked.rows) / groups / placement.micro_batches
+    waiting = asked.slots is not None and asked.slots < asked.rows
+    together = slots / asked.samples
+    if waiting or asked.samples > 1:  # a wave at a time, of an eighth of the slots (`models.schedule`)
+        together = max(1.0, slots // (8 * asked.samples))
+    prompts = arrays(
+        config, model.head, together, asked.prompt, "generate", tensor, asked.dtype, backend
+    )  # all that prefill together
+    caches = cache_bytes(config, slots, asked.length, tensor, size)
+    logits = WIDE * slots / tensor * config.padded_vocab
+    needs = generate_phase(config, prompts, caches, logits, tensor, backend)
+    if waiting or asked.samples > 1:  # the slots' caches are there before a wave's
+        wave = cache_bytes(config, together, asked.prompt, tensor, size)
+        needs = {**needs, "KV cache": caches + wave}
+    return needs | {"inputs": GENERATED * asked.rows * asked.length / placement.devices.count}
+
+
+def _arrays(asked: _Asked, model: RoleModel, rows: float, placement: Placement, backend: Backend) -> tuple[Arrays, str]:
+    layout = "generate" if model.shared else placement.layout
+    sharing = placement.devices.count // placement.pipeline
+    if layout in ("generate", "train_tp"):
+        sharing //= placement.tensor
+    rows /= sharing * placement.micro_batches
+    made = arrays(model.config, model.head, rows, asked.length, layout, placement.tensor, asked.dtype, backend)
+    if model.shared:  # the base's tables lie as they are used, and have no gradients
+        made = replace(made, table=0.0)
+    return made, layout
+
+
+def _transposed(model: RoleModel, placement: Placement, itemsize: int) -> float:
+    if placement.tensor > 1 or placement.fsdp == 1:  # gathered over both axes, they are not
+        return 0.0
+    return _sum_of(model.config, model.head, placement.fsdp, placement.tensor, True) * itemsize
+
+
+def _layered_bytes(model: RoleModel, placement: Placement) -> float:
+    return _sum_of(model.config, model.head, placement.fsdp, placement.tensor, False) * WIDE
+
+
+@cache
+def _sum_of(config: ModelConfig, head: str, fsdp: int, tensor: int, last_gathered: bool) -> float:
+    """Numbers of a device's shards of the layers; of those alone whose last dimension lies over fsdp."""
+    total = 0
+    for each in weights(config, head, tensor):  # type: ignore[arg-type]
+        if each.layered and (each.axes[-1] == "embed" or not last_gathered):
+            shard = each.shard(TRAIN, fsdp, tensor)
+            count = 1
+            for size in shard:
+                count *= size
+            total += count
+    return float(total)
+
+
+@cache
+def _stage(model: RoleModel, pipeline: int) -> RoleModel:
+    """A stage's part of a model: a share of the layers. Embedding and head are counted on each."""
+    if pipeline == 1:
+        return model
+    return replace(model, config=replace(model.config, layers=ceil(model.config.layers / pipeline), local_layers=()))
+
+
+# ---- plans
+
+
+@dataclass(frozen=True)
+class Held:
+    """One device, or several that are alike.
+
+    start, count: which. resident: role -> bytes that it keeps there; "base" is what roles on adapters share.
+    active: of the call that needs most there. worst: its name.
+    """
+
+    start: int
+    count: int
+    resident: Mapping[str, float]
+    active: float
+    worst: str
+
+    @property
+    def total(self) -> float:
+        """What is kept, and the largest call."""
+        return sum(self.resident.values()) + self.active
+
+
+@dataclass(frozen=True)
+class CallPhase:
+    """A call while it runs, on the device of its slice that then holds most.
+
+    resident: of all roles there, without what is elsewhere meanwhile. active: its own needs, by name.
+    """
+
+    call: str
+    resident: float
+    active: Mapping[str, float]
+
+    @property
+    def total(self) -> float:
+        """Of that device."""
+        return self.resident + sum(self.active.values())
+
+
+@dataclass(frozen=True)
+class PlanMemory:
+    """Memory of a plan. roles: role -> part -> bytes on each device of its home; "base" is a role of its own."""
+
+    roles: Mapping[str, Mapping[str, float]]
+    phases: tuple[CallPhase, ...]
+    devices: tuple[Held, ...] = field(default=())
+
+    @property
+    def peak(self) -> float:
+        """Of the device that needs most, in the call that needs most."""
+        return max((phase.total for phase in self.phases), default=0.0)
+
+    @property
+    def largest(self) -> CallPhase:
+        """The call that sets it."""
+        return max(self.phases, key=lambda phase: phase.total)
+
+
+def home_of(workload: Workload, plan: Plan, role: str) -> Placement | None:
+    """Where a role lives: where it is trained, or else where its first call runs; None where it keeps nothing."""
+    if _trained_elsewhere(workload, role) or not workload.models.get(role):
+        return None
+    calls = [call for call in workload.graph if call.role == role and call.name in plan.placements]
+    training = [call for call in calls if call.kind == "train"]
+    return plan[(training or calls)[0].name] if calls else None
+
+
+def plan_memory(workload: Workload, plan: Plan, backend: Backend = DEFAULT, *, away: Away | None = None) -> PlanMemory:
+    """Of every device of a plan, and of every call.
+
+    away: what is not on the devices while a call runs: by default everything is, always.
+
+    Raises:
+        ValueError: a model cannot be divided as a placement asks.
+    """
+    away = away or {}
+    calls = [call for call in workload.graph if call.name in plan.placements and workload.models.get(call.role)]
+    homes = {role: home_of(workload, plan, role) for role in dict.fromkeys(call.role for call in calls)}
+    states: dict[str, dict[str, float]] = {}
+    bases: list[tuple[Placement, float]] = []
+    for role, home in homes.items():
+        if home is not None:
+            states[role] = _kept(workload, role, home)
+        for call in calls:
+            if call.role == role and any(model.shared for model in workload.models[role]):
+                model = next(model for model in workload.models[role] if model.shared)
+                size = jnp.dtype(workload.dtype).itemsize
+                bases.append((plan[call.name], base_bytes(model.config, plan[call.name].tensor, size, model.int8)))
+    needs = {
+        call.name: call_bytes(workload, call, plan[call.name], backend, home=homes[call.role]).active for call in calls
+    }
+    stretches, phases = [], {}
+    for group in segments(placement.devices for placement in plan.placements.values()):
+        start = group.start
+        here = {role: states[role] for role, home in homes.items() if home and _holds(home, start)}
+        base = max((size for placed, size in bases if _holds(placed, start)), default=0.0)
+        kept = {role: sum(parts.values()) for role, parts in here.items()} | ({"base": base} if base else {})
+        running = [call for call in calls if _holds(plan[call.name], start)]
+        for call in running:
+            gone = sum(
+                size
+                for role, parts in here.items()
+                for part, size in parts.items()
+                if away.get((role, call.name), {}).get(part, "device") != "device"
+            )
+            phase = CallPhase(call.name, sum(kept.values()) - gone, needs[call.name])
+            if call.name not in phases or phase.total > phases[call.name].total:
+                phases[call.name] = phase
+        worst = max(running, key=lambda call: sum(needs[call.name].values()), default=None)
+        active = 0.0 if worst is None else sum(needs[worst.name].values())
+        stretches.append(Held(start, group.count, kept, active, "" if worst is None else worst.name))
+    shown = {"base": {"weights": max(size for _, size in bases)}} if bases else {}
+    ordered = tuple(phases[call.name] for call in calls if call.name in phases)
+    return PlanMemory({**shown, **states}, ordered, tuple(stretches))
+
+
+def _kept(workload: Workload, role: str, home: Placement) -> dict[str, float]:
+    """What a role keeps of its own."""
+    kept: dict[str, float] = {}
+    for model in workload.models[role]:
+        staged = _stage(model, home.pipeline)
+        for part, size in resident(staged, workload.dtype, home.fsdp, home.tensor).items():
+            if part != "base":
+                kept[part] = kept.get(part, 0.0) + size
+    return kept
+
+
+def _trained_elsewhere(workload: Workload, role: str) -> bool:
+    """Whether a role's models are trained, but in another's calls: that one keeps them, as the learner the actor's."""
+    models = workload.models.get(role, ())
+    trains = {call.role for call in workload.graph if call.kind == "train"}
+    if role in trains or not any(model.trained for model in models):
+        return False
+    return any(model in workload.models.get(other, ()) for other in trains for model in models)
+
+
+def _holds(placement: Placement, device: int) -> bool:
+    return placement.devices.start <= device < placement.devices.stop

@@ -1,0 +1,84 @@
+"""Calls and what they hand to each other, as data: what a plan is made for. What a call computes is not its matter."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
+from typing import Literal
+
+Kind = Literal["generate", "infer", "train", "compute"]
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call: a role's model generates, infers or is trained; or arithmetic between the models ("compute").
+
+    name: unique in its graph. inputs, outputs: names of values.
+    """
+
+    name: str
+    role: str
+    kind: Kind
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Graph:
+    """The calls of one iteration of an algorithm.
+
+    inputs: values that it is given.
+
+    Raises:
+        ValueError: two calls of one name, a value that is produced twice or never, or calls that wait for each other.
+    """
+
+    name: str
+    inputs: tuple[str, ...]
+    calls: tuple[Call, ...]
+
+    def __post_init__(self) -> None:
+        names = [call.name for call in self.calls]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"graph {self.name}: two calls are named {name}")
+        produced = [*self.inputs, *(value for call in self.calls for value in call.outputs)]
+        for value in produced:
+            if produced.count(value) > 1:
+                raise ValueError(f"graph {self.name}: {value} is produced more than once")
+        for call in self.calls:
+            for value in call.inputs:
+                if value not in produced:
+                    raise ValueError(f"graph {self.name}: {call.name} reads {value}, which nothing produces")
+        try:
+            self._order()
+        except CycleError as error:
+            raise ValueError(f"graph {self.name}: {' and '.join(error.args[1])} wait for each other") from None
+
+    def __iter__(self) -> Iterator[Call]:
+        return iter(self.calls)
+
+    def __getitem__(self, name: str) -> Call:
+        return next(call for call in self.calls if call.name == name)
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """The roles that have calls, in the order of their first."""
+        return tuple(dict.fromkeys(call.role for call in self.calls))
+
+    def before(self, call: Call) -> tuple[Call, ...]:
+        """The calls whose outputs this one reads."""
+        return tuple(other for other in self.calls if set(other.outputs) & set(call.inputs))
+
+    def levels(self) -> tuple[tuple[Call, ...], ...]:
+        """The calls in groups, each of which needs only what earlier groups produce: calls of a group may overlap."""
+        order, levels = self._order(), []
+        while order.is_active():
+            ready = order.get_ready()
+            levels.append(tuple(call for call in self.calls if call.name in ready))
+            order.done(*ready)
+        return tuple(levels)
+
+    def _order(self) -> TopologicalSorter[str]:
+        order = TopologicalSorter({call.name: [other.name for other in self.before(call)] for call in self.calls})
+        order.prepare()
+        return order

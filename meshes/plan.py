@@ -1,0 +1,140 @@
+"""Plans, as data: on which devices, and divided how, each call of a graph runs."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any, Literal
+
+LayoutName = Literal["train", "train_tp", "generate", "score"]
+
+
+@dataclass(frozen=True, order=True)
+class Slice:
+    """Neighbouring devices of a run: `count` of them, from number `start` on."""
+
+    start: int
+    count: int
+
+    def __post_init__(self) -> None:
+        if self.start < 0 or self.count < 1:
+            raise ValueError(f"devices {self}: start must be at least 0 and count at least 1")
+
+    def __str__(self) -> str:
+        return str(self.start) if self.count == 1 else f"{self.start}-{self.stop - 1}"
+
+    @property
+    def stop(self) -> int:
+        """The number after the last device's."""
+        return self.start + self.count
+
+    def overlaps(self, other: "Slice") -> bool:
+        """Whether a device is in both."""
+        return self.start < other.stop and other.start < self.stop
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where one call runs, and how its model and rows are divided there.
+
+    devices: the slice; `data * fsdp * tensor * pipeline` is its count.
+    layout: a name of `meshes.layout`'s. data, fsdp, tensor: sizes of the mesh axes.
+    pipeline: stages. More than one is priced, and does not run.
+    micro_batches: parts in which a device computes its rows: of a minibatch, where the call trains.
+
+    Raises:
+        ValueError: the axes' product is not the number of devices.
+    """
+
+    devices: Slice
+    layout: LayoutName
+    data: int = 1
+    fsdp: int = 1
+    tensor: int = 1
+    pipeline: int = 1
+    micro_batches: int = 1
+
+    def __post_init__(self) -> None:
+        sizes = {"data": self.data, "fsdp": self.fsdp, "tensor": self.tensor, "pipeline": self.pipeline}
+        if min(*sizes.values(), self.micro_batches) < 1 or prod(sizes.values()) != self.devices.count:
+            described = " x ".join(f"{axis}={size}" for axis, size in sizes.items())
+            raise ValueError(
+                f"devices {self.devices} are {self.devices.count}, and {described} is {prod(sizes.values())}: choose "
+                f"sizes whose product is {self.devices.count}"
+            )
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """Of the mesh axes data, fsdp, tensor."""
+        return self.data, self.fsdp, self.tensor
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A placement for every call of a graph that has a model; arithmetic between them runs where the actor trains.
+
+    name: "colocate", "split", "standalone", or whatever made it.
+    """
+
+    name: str
+    placements: Mapping[str, Placement] = field(default_factory=dict)  # by the call's name
+
+    def __getitem__(self, call: str) -> Placement:
+        return self.placements[call]
+
+    @property
+    def devices(self) -> int:
+        """How many devices it needs: one more than the last one's number."""
+        return max(placement.devices.stop for placement in self.placements.values())
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data: what `plan_of` reads back to an equal plan."""
+        calls = {}
+        for name, placed in self.placements.items():
+            sizes = {axis: getattr(placed, axis) for axis in ("data", "fsdp", "tensor", "pipeline", "micro_batches")}
+            small = {axis: size for axis, size in sizes.items() if size != 1}
+            calls[name] = {"devices": str(placed.devices), "layout": placed.layout, **small}
+        return {"name": self.name, "calls": calls}
+
+
+def plan_of(mapping: Any) -> Plan:
+    """The plan that `as_dict` wrote, or that a user did by hand.
+
+    Raises:
+        ValueError: one sentence: what is unknown, missing or impossible.
+    """
+    if not isinstance(mapping, Mapping) or not isinstance(mapping.get("calls"), Mapping) or not mapping["calls"]:
+        raise ValueError("a plan must hold `name` and `calls`, the calls' placements by name")
+    unknown = sorted(mapping.keys() - {"name", "calls"})
+    if unknown:
+        raise ValueError(f"a plan holds `name` and `calls`, not {', '.join(unknown)}")
+    return Plan(str(mapping.get("name", "file")), {str(k): _placement(str(k), v) for k, v in mapping["calls"].items()})
+
+
+def _placement(call: str, mapping: Any) -> Placement:
+    axes = ("data", "fsdp", "tensor", "pipeline", "micro_batches")
+    if not isinstance(mapping, Mapping) or not {"devices", "layout"} <= mapping.keys():
+        raise ValueError(f"call {call} of the plan must hold `devices` (0-7) and `layout`")
+    unknown = sorted(mapping.keys() - {"devices", "layout", *axes})
+    if unknown:
+        raise ValueError(f"call {call} of the plan holds devices, layout, {', '.join(axes)}, not {', '.join(unknown)}")
+    if mapping["layout"] not in LayoutName.__args__:
+        raise ValueError(
+            f"call {call} of the plan has layout={mapping['layout']}: it must be {', '.join(LayoutName.__args__)}"
+        )
+    sizes = {axis: mapping.get(axis, 1) for axis in axes}
+    for axis, size in sizes.items():
+        if not isinstance(size, int) or isinstance(size, bool):
+            raise ValueError(f"call {call} of the plan has {axis}={size}: it must be a whole number")
+    try:
+        return Placement(_slice(mapping["devices"]), mapping["layout"], **sizes)
+    except ValueError as error:
+        raise ValueError(f"call {call} of the plan: {error}") from None
+
+
+def _slice(text: Any) -> Slice:
+    first, _, last = str(text).partition("-")
+    try:
+        start, stop = int(first), int(last or first) + 1
+    except ValueError:
+        raise ValueError(f"devices={text} must be a number or a range such as 0-7") from None
+    return Slice(start, stop - start)

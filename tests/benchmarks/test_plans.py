@@ -1,0 +1,35 @@
+from benchmarks import plans
+
+
+def test_pairs_whose_order_counts(monkeypatch):
+    # Three plans of 7 calls: one of 7 s a call, one of 9, and one between that differs by less than three spreads.
+    cases = plans.CASES[:3]
+    measured = {cases[0]: (7.0, 7.1, 7.2), cases[1]: (7.02, 7.1, 7.3), cases[2]: (9.0, 9.1, 9.2)}
+    taken = {case.name: {call.name: list(times) for call in plans.GRAPH} for case, times in measured.items()}
+    predicted = {cases[0]: 7.7, cases[1]: 6.0, cases[2]: 6.5}
+
+    def predict(case, measured_by):
+        return {call.name: {"layers": predicted[case] - 1, "ends": 1.0} for call in plans.GRAPH}
+
+    monkeypatch.setattr(plans, "predict", predict)
+    record = plans.compare(cases, taken, None)
+    assert record["pairs"] == {"all": 3, "apart": 2, "wrong": [f"{cases[0].name} | {cases[2].name}"]}
+    errors = (7.7 / 7 - 1, 1 - 6 / 7.02, 1 - 6.5 / 9)
+    assert abs(record["mean_error"] - sum(errors) / 3) < 1e-12
+    assert abs(record["plans"][0]["least"] - 49.0) < 1e-9 and abs(record["plans"][0]["predicted"] - 53.9) < 1e-9
+
+
+def test_plans_differ_in_mesh_batch_micro_batches_and_remat():
+    assert len({case.name for case in plans.CASES}) == len(plans.CASES) >= 8
+    for what in ("mesh", "batch", "micro_batches", "remat"):
+        assert len({getattr(case, what) for case in plans.CASES}) > 1
+    for case in plans.CASES:
+        assert set(case.plan.placements) == {call.name for call in plans.GRAPH}
+
+
+def test_chart(tmp_path):
+    call = {"least": 0.1, "predicted": 0.11}
+    plan = {"plan": "a", "calls": {each.name: call for each in plans.GRAPH}}
+    plans.chart({"plans": [plan], "published": plans.published_rows()}, tmp_path / "chart.svg")
+    drawn = (tmp_path / "chart.svg").read_text()
+    assert "within 20 %" in drawn and "ReaL" in drawn and "generate" in drawn

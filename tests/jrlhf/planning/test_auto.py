@@ -1,0 +1,61 @@
+"""plan=auto: what it finds runs, on devices that are known and on devices that were measured."""
+
+from dataclasses import dataclass
+
+import pytest
+
+from jrlhf.algorithms import graph_of
+from jrlhf.config import Config, load_config
+from jrlhf.errors import UserError
+from jrlhf.launch import architectures
+from jrlhf.planning.auto import prices_here, searched
+from jrlhf.planning.from_config import workload_of
+from jrlhf.planning.runnable import check_runs
+
+
+@dataclass(frozen=True)
+class Device:
+    """One that is not there."""
+
+    device_kind: str = "NVIDIA H100 80GB HBM3"
+    platform: str = "gpu"
+
+
+@pytest.fixture(autouse=True)
+def no_profiles(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("jrlhf.planning.auto.PROPOSALS", 2000)
+
+
+def config_of(*overrides: str) -> Config:
+    return load_config("llama3-8b-ppo", overrides)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (),
+        ("compute.score_tokens=8192",),
+        ("ppo.rollout_batch=64", "ppo.algorithm.minibatches=1", "compute.shared_passes=true"),
+    ],
+)
+def test_what_is_found_runs(overrides):
+    config, devices = config_of(*overrides), [Device()] * 8
+    models = architectures(config)
+    plan = searched(config, models, devices)
+    check_runs(plan, config, graph_of(config), models, 8)
+    assert plan == searched(config, models, devices), "a function of the seed"
+
+
+def test_adapters_stay_in_the_mesh_of_the_config():
+    config = config_of("lora.rank=16", "mesh.fsdp=2", "mesh.tensor=4")
+    models = architectures(config)
+    plan = searched(config, models, [Device()] * 8)
+    check_runs(plan, config, graph_of(config), models, 8)
+    assert plan["actor.generate"].sizes == (1, 2, 4)
+
+
+def test_unknown_devices_are_to_be_measured_first():
+    config = config_of()
+    with pytest.raises(UserError, match="nothing is known of what calls cost on abacus devices: measure"):
+        prices_here(config, workload_of(config, architectures(config)), [Device("abacus", "cpu")])

@@ -1,0 +1,80 @@
+"""A result as text and as a picture, and the command line's refusals."""
+
+import re
+
+import pytest
+
+from jrlhf.errors import UserError
+from jrlhf.meshes.plan import Placement, Plan, Slice
+from jrlhf.planning.describe import bottleneck, critical_path, describe, timeline
+from jrlhf.planning.plot import plot
+from jrlhf.planning.search import Budget, search
+from jrlhf.planning.simulator import simulate
+from tests.jrlhf.planning.synthetic import PPO, Table, problem
+
+CALLS = [call.name for call in PPO if call.kind != "compute"]
+TABLE = Table(dict(zip(CALLS, (16.0, 6.0, 8.0, 5.0, 28.0, 9.0), strict=True)))
+ALL, ONE, TWO = Slice(0, 4), Slice(0, 2), Slice(2, 2)
+PLAN = Plan(
+    "drawn",
+    {
+        name: Placement(devices, "score", fsdp=devices.count)
+        for name, devices in zip(CALLS, (ALL, ONE, TWO, ALL, TWO, ONE), strict=True)
+    },
+)
+
+
+def test_the_critical_path_is_what_the_end_waits_for():
+    simulation = simulate(PPO, PLAN, TABLE)
+    path = critical_path(simulation)
+    names = ["actor.generate", "reference.logprobs", "critic.values", "critic.update"]
+    assert [span.call for span in path] == names
+    assert sum(span.seconds for span in path) == simulation.seconds == 57
+    assert bottleneck(simulation).startswith(
+        "critic.update; of the critical path: critic.update 49 %, actor.generate 28"
+    )
+
+
+def test_the_timeline_shows_who_works_when():
+    simulation = simulate(PPO, PLAN, TABLE)
+    legend, one, two, scale = timeline(simulation)
+    for letter, name in zip(
+        "ABCDEF", ("actor.g", "reward", "reference", "critic.v", "actor.u", "critic.u"), strict=True
+    ):
+        assert f"{letter} {name}" in legend or name in ("actor.u", "critic.u")
+    drawn = {line.split("|")[0].strip(): line.split("|")[1] for line in (one, two)}
+    assert drawn.keys() == {"devices 0-1", "devices 2-3"}
+    columns = 72 / 57
+    for row, letter, seconds in (("devices 0-1", "A", 16), ("devices 0-1", "B", 6), ("devices 2-3", "C", 8)):
+        assert drawn[row].count(letter) == pytest.approx(seconds * columns, abs=1)
+    assert drawn["devices 0-1"].count(" ") == pytest.approx((2 + 19) * columns, abs=2)
+    assert " " not in drawn["devices 2-3"]
+    assert scale.endswith("57.0 s")
+
+
+def test_a_result_is_told_with_all_that_a_user_asks_for():
+    workload, cluster, prices = problem(16, rows=128)
+    result = search(workload, cluster, prices, Budget(proposals=1_000))
+    text = describe(workload, cluster, prices, result)
+    for name, placement in result.best.plan.placements.items():
+        assert re.search(rf"{re.escape(name)} +{placement.devices} +{placement.layout} ", text)
+    for name in ("heuristic", "colocate", "split", "standalone", "next 1", "next 3"):
+        assert re.search(rf"\n  {name} +[\d.]+ m?s +\+[\d.]+ %", text)
+    assert "bottleneck: " in text and "timeline of an iteration" in text
+    assert f"plan for ppo on 16 x synthetic: {result.best.simulation.seconds:.1f} s an iteration" in text
+    assert max(len(line) for line in text.splitlines() if line.startswith("  devices")) < 100
+
+
+@pytest.mark.parametrize(("ending", "begins"), [(".svg", b"<?xml"), (".png", b"\x89PNG")])
+def test_the_timeline_is_drawn(ending, begins, tmp_path):
+    path = tmp_path / "deep" / f"plan{ending}"
+    plot(simulate(PPO, PLAN, TABLE), "PPO", path)
+    assert path.read_bytes().startswith(begins)
+    if ending == ".svg":
+        # One box a call, iteration and group of devices: 2 groups, 3 iterations, 4 calls each.
+        assert path.read_text().count('id="patch_') >= 2 * 3 * 4
+
+
+def test_a_picture_needs_an_ending(tmp_path):
+    with pytest.raises(UserError, match="must end in .svg"):
+        plot(simulate(PPO, PLAN, TABLE), "PPO", tmp_path / "plan.txt")

@@ -1,0 +1,61 @@
+"""What a config asks for, as a workload; and runs that cannot fit, refused before anything is loaded."""
+
+import pytest
+
+from jrlhf.config import load_config
+from jrlhf.errors import UserError
+from jrlhf.launch import architectures
+from jrlhf.meshes import make_mesh
+from jrlhf.planning.fits import capacity, check_memory, memory_of
+from jrlhf.planning.from_config import colocated, workload_of
+
+EIGHT = ["device.platform=cpu", "device.simulated=8"]
+
+
+def loaded(name: str, *overrides: str):
+    config = load_config(name, [*EIGHT, *overrides])
+    return config, make_mesh(1, 8, 1), architectures(config)
+
+
+def test_a_run_that_cannot_fit_is_refused_with_settings_that_do():
+    with pytest.raises(UserError) as found:
+        check_memory(*loaded("llama3-8b-ppo", "device.memory=46"))
+    said = str(found.value)
+    assert "actor.generate needs 50.0" in said and "device.memory has 46" in said and "\n" not in said
+    assert "rollout.slots=128" in said and "lora.rank=16" in said
+    check_memory(*loaded("llama3-8b-ppo", "device.memory=46", "rollout.slots=128"))
+    check_memory(*loaded("llama3-8b-ppo", "device.memory=80"))
+
+
+def test_where_memory_is_not_known_nothing_is_refused():
+    config, mesh, models = loaded("llama3-8b-ppo")
+    assert capacity(config, mesh) is None
+    check_memory(config, mesh, models)
+    assert memory_of(config, mesh, models).peak > 40 * 2**30
+
+
+def test_a_config_s_workload_has_its_roles_rows_and_parts():
+    config, _, models = loaded("llama3-8b-ppo")
+    workload = workload_of(config, models)
+    assert set(workload.models) == {"actor", "critic", "reference", "reward"}
+    assert {role for role, (model,) in workload.models.items() if model.trained} == {"actor", "critic"}
+    assert (workload.rows, workload.minibatches, workload.length) == (256, 4, 2048)
+    plan = colocated(config, workload, (1, 8, 1))
+    assert plan["actor.update"].micro_batches == 8 and plan["reward.score"].micro_batches == 256 // 32
+    assert plan["actor.generate"].layout == "generate" and plan.devices == 8
+
+
+def test_adapters_are_on_one_base_and_the_reference_is_that_base():
+    config, _, models = loaded("qwen3-8b-lora", "lora.base=int8")
+    workload = workload_of(config, models)
+    assert all(model.shared and model.int8 for each in workload.models.values() for model in each)
+    assert "reference" not in workload.models  # the actor's pass scores it, too
+    config, _, models = loaded("quickstart", "lora.rank=4")
+    (reference,) = workload_of(config, models).models.get("reference", (None,))
+    assert reference is None or reference.shared
+
+
+def test_a_config_without_calls_has_no_workload():
+    config, _, models = loaded("quickstart", "stages=[sft]")
+    with pytest.raises(UserError, match="have no calls to plan"):
+        workload_of(config, models)

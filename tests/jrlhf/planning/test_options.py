@@ -1,0 +1,193 @@
+"""What a call may choose from, and what a plan must be."""
+
+from dataclasses import replace
+
+import pytest
+
+from jrlhf.errors import UserError
+from jrlhf.meshes.hardware import Cluster
+from jrlhf.meshes.plan import Placement, Plan, Slice
+from jrlhf.models import LoRAConfig
+from jrlhf.planning.check import check
+from jrlhf.planning.options import options, options_of, shapes, slices
+from jrlhf.planning.slices import nested
+from tests.jrlhf.planning.synthetic import GIB, PPO, problem
+
+WORKLOAD, CLUSTER, PRICES = problem(16)
+
+
+def test_slices_are_powers_of_two_in_a_node_and_ranges_of_nodes():
+    found = slices(CLUSTER)
+    assert len(found) == len(set(found)) == 2 * (8 + 4 + 2) + 3
+    assert {each for each in found if each.count >= 8} == {Slice(0, 8), Slice(8, 8), Slice(0, 16)}
+    assert all(each.start % each.count == 0 for each in found)
+    assert set(slices(replace(CLUSTER, devices=4))) == {
+        *(Slice(start, 1) for start in range(4)),
+        *(Slice(start, 2) for start in (0, 2)),
+        Slice(0, 4),
+    }
+    ranges = [each for each in slices(replace(CLUSTER, devices=32)) if each.count >= 8]
+    assert len(ranges) == 4 + 3 + 2 + 1  # every range of four nodes
+
+
+def test_slices_of_many_nodes_are_few_and_cover_every_split_in_two():
+    found = slices(replace(CLUSTER, devices=1024))
+    nodes = [each for each in found if each.count >= 8]
+    assert len(nodes) < 1000 and Slice(0, 1024) in nodes
+    for power in (1, 2, 4, 8, 16, 32, 64):
+        assert {Slice(0, power * 8), Slice(1024 - power * 8, power * 8)} <= set(nodes)
+    assert all(each.stop <= 1024 for each in found)
+
+
+@pytest.mark.parametrize("name", [call.name for call in PPO if call.kind != "compute"])
+def test_shapes_divide_devices_models_and_rows(name):
+    call = PPO[name]
+    found = list(shapes(WORKLOAD, call, 16, 8))
+    assert len(found) == len(set(found)) > 5
+    for each in found:
+        assert each.devices == Slice(0, 16) and each.pipeline == 1 and each.tensor <= 8
+        parts = 16 * each.micro_batches * (8 if call.kind == "train" else 1)
+        assert 512 % parts == 0
+    layouts = {"generate": {"generate"}, "infer": {"score", "train_tp"}, "train": {"train", "train_tp"}}
+    assert {each.layout for each in found} == layouts[call.kind]
+    # 512 rows in 8 minibatches are 64: on 16 devices up to 4 micro-batches.
+    assert {each.micro_batches for each in found} == {
+        "generate": {1},
+        "infer": {1, 2, 4, 8, 16, 32},
+        "train": {1, 2, 4},
+    }[call.kind]
+
+
+def test_pipelines_are_hypothetical():
+    call = PPO["actor.update"]
+    found = list(shapes(WORKLOAD, call, 16, 8, hypothetical=True))
+    assert {each.pipeline for each in found} == {1, 2, 4, 8}  # ReaL: at most 8, and twice as many rows a minibatch
+    assert [each for each in found if each.pipeline == 1] == list(shapes(WORKLOAD, call, 16, 8))
+
+
+def test_samples_of_a_prompt_stay_with_their_group():
+    grouped = replace(WORKLOAD, samples=64)
+    groups = {each.data * each.fsdp for each in shapes(grouped, PPO["actor.generate"], 16, 16)}
+    assert groups == {2, 4, 8}  # of 16 devices, 512 / 64 prompts; tensor is at most 8
+
+
+def test_options_fit_and_begin_with_the_fastest():
+    found = options(WORKLOAD, PPO["actor.update"], CLUSTER, PRICES)
+    seconds = [each.price.seconds for each in found]
+    assert seconds == sorted(seconds) and seconds[0] < seconds[-1]
+    assert all(each.price.resident + each.price.active <= PRICES.capacity for each in found)
+    everything = [
+        PRICES.call(PPO["actor.update"], each)
+        for count in (1, 2, 4, 8, 16)
+        for each in shapes(WORKLOAD, PPO["actor.update"], count, 8)
+    ]
+    assert seconds[0] == min(each.seconds for each in everything if each.resident + each.active <= PRICES.capacity)
+    # 16 bytes a weight are 120 GiB, which a single device has not.
+    assert {each.placement.devices for each in found} == {each for each in slices(CLUSTER) if each.count > 1}
+
+
+def test_a_shared_base_is_everywhere_in_one_mesh():
+    lora = LoRAConfig(rank=8, alpha=16.0)
+    adapted = {role: (replace(models[0], lora=lora),) for role, models in WORKLOAD.models.items() if role != "reward"}
+    found = options_of(replace(WORKLOAD, models={**WORKLOAD.models, **adapted}), CLUSTER, PRICES)
+    shared = [each.placement for name, known in found.items() if name != "reward.score" for each in known]
+    assert {each.layout for each in shared} == {"generate"}
+    assert {each.devices for each in shared} == {Slice(0, 16)}
+    assert len({each.sizes for each in shared}) == 1
+    assert len({each.placement.devices for each in found["reward.score"]}) > 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"rows": 509}, "509 rows of actor.update do not divide into 8 minibatches: choose 504 or 512"),
+        ({"rows": 4}, "4 rows of actor.update do not divide into 8 minibatches: choose 8"),
+        (
+            {"rows": 24, "samples": 16},
+            "24 rows of actor.generate do not divide into 16 samples of a prompt: choose 16 ",
+        ),
+    ],
+)
+def test_rows_that_no_placement_divides_are_one_sentence(changes, sentence):
+    call = PPO["actor.generate" if "samples" in changes else "actor.update"]
+    with pytest.raises(UserError) as error:
+        options(replace(WORKLOAD, **changes), call, CLUSTER, PRICES)
+    assert str(error.value).startswith(sentence)
+
+
+def test_a_model_that_fits_nowhere_is_one_sentence_with_enough_devices():
+    workload, cluster, prices = problem(8, "70b", "70b")
+    with pytest.raises(
+        UserError, match="fits nowhere on 8 devices of 80 GiB: it needs .* GiB of each, take 32 devices"
+    ):
+        options(workload, PPO["actor.update"], cluster, prices)
+    workload, cluster, prices = problem(32, "70b", "70b")
+    assert options(workload, PPO["actor.update"], cluster, prices)
+
+
+def placements(**changes: Placement) -> Plan:
+    whole = Slice(0, 16)
+    usual = {
+        "generate": Placement(whole, "generate", data=2, tensor=8),
+        "infer": Placement(whole, "score", fsdp=16),
+        "train": Placement(whole, "train", fsdp=16),
+    }
+    plan = {call.name: usual[call.kind] for call in PPO if call.kind != "compute"}
+    return Plan("mine", plan | {name.replace("_", ".", 1): each for name, each in changes.items()})
+
+
+def test_a_plan_that_runs_passes():
+    check(WORKLOAD, placements(), CLUSTER, PRICES)
+    check(WORKLOAD, placements(reward_score=Placement(Slice(8, 4), "score", tensor=4)), CLUSTER, PRICES)
+
+
+@pytest.mark.parametrize(
+    ("plan", "sentence"),
+    [
+        (Plan("mine", {}), "plan mine has no place for actor.generate: give it devices"),
+        (
+            placements(actor_sleep=Placement(Slice(0, 1), "score")),
+            "actor.sleep, which is not among actor.gen",
+        ),
+        (placements(reward_score=Placement(Slice(8, 16), "score", fsdp=16)), "devices 8-23, and there are 16"),
+        (placements(reward_score=Placement(Slice(0, 1), "generate")), "layout=generate of reward.score does not suit"),
+        (placements(actor_update=Placement(Slice(0, 8), "train", pipeline=8)), "pipeline=8 of actor.update is priced"),
+        (
+            placements(actor_generate=Placement(Slice(0, 12), "generate", fsdp=12)),
+            "embed 4096 does not divide over",
+        ),
+        (
+            placements(actor_update=Placement(Slice(0, 16), "train", fsdp=16, micro_batches=8)),
+            "512 rows do not divide over the 16 device.s. of actor.update .* multiple of 1024, such as 1024",
+        ),
+        (
+            placements(
+                reward_score=Placement(Slice(0, 8), "score", fsdp=8),
+                critic_values=Placement(Slice(4, 8), "score", fsdp=8),
+            ),
+            "devices 0-7 of reward.score and 4-11 of critic.values overlap in part: .* such as 0-11 and 4-11",
+        ),
+        (
+            placements(
+                actor_update=Placement(Slice(0, 2), "train", fsdp=2),
+                critic_update=Placement(Slice(0, 2), "train", fsdp=2),
+            ),
+            "plan mine needs .* GiB on devices 0-1, which have 80.0, .* for what stays and the rest for",
+        ),
+    ],
+)
+def test_a_plan_that_cannot_run_is_one_sentence(plan, sentence):
+    with pytest.raises(UserError, match=sentence) as error:
+        check(WORKLOAD, plan, CLUSTER, PRICES)
+    assert "\n" not in str(error.value)
+
+
+def test_nested_slices():
+    assert nested([Slice(0, 8), Slice(4, 4), Slice(4, 1), Slice(8, 2)])
+    assert not nested([Slice(0, 8), Slice(4, 8)])
+    assert not nested([Slice(4, 8), Slice(0, 5)])
+
+
+def test_a_cluster_of_a_part_of_a_node_has_one_node():
+    assert {each.count for each in slices(Cluster(CLUSTER.hardware, 6))} == {1, 2, 4, 6}
+    assert PRICES.memory == 80 * GIB

@@ -1,0 +1,166 @@
+"""Profiles: what is measured once, how it is interpolated, and that calls add up from it."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from benchmarks import plans
+from jrlhf.errors import UserError
+from jrlhf.meshes import collectives
+from jrlhf.meshes.hardware import HARDWARE, Cluster
+from jrlhf.planning import measure
+from jrlhf.planning import profile as profiles
+from jrlhf.planning.collectives import Group
+from jrlhf.planning.measured import Measured, Profile, interpolate
+from jrlhf.planning.profile import load, save
+from jrlhf.planning.times import call_seconds
+
+LOCAL = Cluster(HARDWARE["h100"], 4)
+WORK = plans.Case((1, 2, 2), batch=32).workload
+
+
+def test_between_sizes_a_power_law_holds():
+    curve = ((1.0, 2.0), (4.0, 4.0), (16.0, 16.0))  # sizes ** 0.5 * 2, then in proportion
+    assert interpolate(curve, 2.0) == pytest.approx(2 * 2**0.5)
+    assert interpolate(curve, 8.0) == pytest.approx(8.0)
+    assert [interpolate(curve, size) for size, _ in curve] == [2.0, 4.0, 16.0]
+    assert interpolate(curve, 64.0) == pytest.approx(64.0)  # beyond the last in proportion
+    assert interpolate(curve, 0.1) == 2.0  # nothing is below what the least size costs
+
+
+def test_the_least_time_of_programs_that_take_turns(monkeypatch: pytest.MonkeyPatch):
+    clock, order = [0.0], []
+
+    def program(name, *taken):
+        left = list(taken)
+
+        def run():
+            order.append(name)
+            clock[0] += left.pop(0)
+            return 0
+
+        return run
+
+    monkeypatch.setattr(measure.time, "perf_counter", lambda: clock[0])
+    found = measure.seconds([program("a", 9.0, 3.0, 2.0, 4.0), program("b", 0.5, 7.0, 8.0, 6.0)], repeats=2)
+    assert found == [2.0, 6.0]  # the first run compiles, and does not count
+    assert order == ["a", "a", "b", "b", "a", "b", "a", "b"]
+
+
+def invented(count: int = 4, of: float = 1e-3) -> Profile:
+    """A profile of a machine on which everything takes its size times `of`."""
+    questions = profiles._questions(WORK, jax.devices()[:count], ("full",), ("train", "score", "generate"))
+    curves = {
+        name: tuple((size, size * of) for size in sorted(size for size, _ in points)) for name, points in questions
+    }
+    return Profile("cpu", count, "0", {1: 1.0, 2: 2.0, 4: 4.0}, curves)
+
+
+def test_everything_that_calls_ask_for_is_measured():
+    units = Measured(invented(), WORK)
+    for mesh in ((1, 2, 2), (4, 1, 1), (1, 4, 1), (1, 1, 4)):
+        plan = plans.Case(mesh, batch=32).plan
+        for call in plans.GRAPH:
+            time = call_seconds(WORK, call, plan[call.name], LOCAL, units=units)
+            assert time.seconds > 0
+            assert ("steps" in time.parts) == (call.kind == "generate")
+            assert ("optimizer" in time.parts) == (call.kind == "train")
+
+
+def test_a_call_adds_up_from_its_parts():
+    units, rows, length = Measured(invented(), WORK), 32 // 4, plans.PROMPT + plans.RESPONSE
+    case = replace(plans.Case((4, 1, 1), batch=32), micro_batches=2)
+    time = call_seconds(WORK, plans.GRAPH["actor.update"], case.plan["actor.update"], LOCAL, units=units)
+    tokens = rows * length  # both micro-batches together, in proportion
+    assert time.parts["layers"] == pytest.approx(plans.MODEL.layers * tokens * 1e-3 / measure.LAYERS)
+    assert time.parts["ends"] == pytest.approx(tokens * 1e-3)
+    assert time.parts["optimizer"] == pytest.approx(1e-3 * (1 + 2 / 3))  # all numbers on each device, two gradients
+
+
+def test_fewer_devices_have_the_cores_to_themselves():
+    units = Measured(invented(), WORK)
+    model = WORK.models["actor"][0]
+    whole, half = (units.on(devices).layer(model, 88, 44, 1, True)["layers"] for devices in (4, 2))
+    assert half == pytest.approx(whole / 2)
+
+
+def test_collectives_go_array_by_array():
+    units = Measured(invented(), WORK)
+    assert units.gather(Group(1, 1), 1e6) == 0
+    assert units.gather(Group(2, 2), 4096 * 7, 7) == pytest.approx(7 * 4096e-3 / measure.CHAINED)
+
+
+def test_what_was_not_measured_is_named():
+    bare = Measured(Profile("cpu", 4, "0", {4: 1.0}), WORK)
+    with pytest.raises(UserError, match="the profile has no layer .*--profile"):
+        bare.layer(WORK.models["actor"][0], 44, 44, 1, False)
+
+
+def test_files(tmp_path: Path):
+    path = tmp_path / "deep" / "profile.json"
+    assert load(path) is None
+    save(invented(), path)
+    assert load(path) == invented()
+    path.write_text('{"device": "cpu"}')
+    with pytest.raises(UserError, match="is not a profile"):
+        load(path)
+
+
+def test_what_is_known_is_not_measured_again(monkeypatch: pytest.MonkeyPatch):
+    devices, said = jax.devices()[:4], []
+    known = replace(invented(), device=devices[0].device_kind, version=jax.__version__)
+    assert profiles.profile(WORK, devices, known=known, say=said.append) == known
+    assert said == []
+    taken = []
+
+    def seconds(programs, repeats):
+        taken.append(len(programs))
+        return [1.0, *([3.0] * (len(programs) - 1))]
+
+    monkeypatch.setattr(measure, "seconds", seconds)
+    monkeypatch.setattr(measure, "layers", lambda *_, **__: None)
+    fewer = {name: curve for name, curve in known.curves.items() if "train full" not in name}
+    found = profiles.profile(WORK, devices, known=replace(known, curves=fewer), say=said.append)
+    assert len(said) == 1 and "train full" in said[0]
+    assert set(dict(found.curves[said[0]]).values()) == {2.0}  # less what an empty program takes
+    assert taken == [1 + len(found.curves[said[0]])]
+    assert {name: found.curves[name] for name in fewer} == fewer
+
+
+def test_devices_at_hand_as_hardware():
+    profile = replace(invented(), busy={1: 0.5, 4: 2.0})
+    found = profiles.cluster_of(profile, memory=1e9)
+    assert (found.devices, found.hardware.node, found.hardware.memory) == (4, 4, 1e9)
+    assert found.hardware.float32 == measure.BUSY_OPERATIONS / 2.0  # what each reaches while all are at work
+    assert found.hardware.bandwidth == found.hardware.host == pytest.approx(1e3)  # a second for each thousand bytes
+    assert found.hardware.latency == pytest.approx(64e-3 / measure.CHAINED)
+    assert found.hardware.link == pytest.approx(1e3 * measure.CHAINED / 2, rel=1e-3)
+
+
+# ---- the programs that are measured are what they are called
+
+
+def test_layers_are_those_of_the_model():
+    devices = jax.devices()[:2]
+    model = plans.MODEL
+    y = measure.layers(model, devices, 1, 8, train=False, dtype=np.float32, remat="full")()
+    assert y.shape == (2, 1, 8, model.embed)
+    x_gradient, gradients = measure.layers(model, devices, 1, 8, train=True, dtype=np.float32, remat="full")()
+    assert x_gradient.shape == y.shape
+    assert gradients["mlp"]["up"].shape == (2, measure.LAYERS, model.embed, model.mlp)
+    assert all(np.abs(gradient).max() > 0 for gradient in jax.tree.leaves(gradients))
+
+
+@pytest.mark.parametrize("kind", ["gather", "reduce"])
+def test_collectives_are_in_the_programs(kind: str):
+    program = measure.collective(kind, jax.devices()[:4], 2, 64)
+    compiled = program.func.lower(*program.args).compile()
+    assert set(collectives(compiled)) == {{"gather": "all-gather", "reduce": "all-reduce"}[kind]}
+
+
+def test_sliced_models_keep_their_head_size():
+    part = measure.sliced(plans.MODEL, 4)
+    assert (part.heads, part.kv_heads, part.head_dim, part.mlp, part.embed) == (1, 1, 32, 96, 128)

@@ -1,0 +1,116 @@
+"""Trees on their way between devices and host: what moves, what is freed, what does not change."""
+
+import gc
+from types import SimpleNamespace
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jrlhf.meshes import live_bytes, make_mesh
+from jrlhf.meshes.offload import check_host_memory, free_host, groups, is_on_host, offload, onload
+
+
+def tree_on(mesh, seed=0):
+    """Float32, bfloat16 and integers; sharded over two axes, over one, replicated; a scalar."""
+    draw = np.random.default_rng(seed)
+
+    def place(x, *spec):
+        return jax.device_put(x, NamedSharding(mesh, P(*spec)))
+
+    return {
+        "matrix": place(draw.normal(size=(16, 6)).astype(np.float32), "fsdp", "tensor"),
+        "stack": [place(jnp.asarray(draw.normal(size=(3, 8, 4)), jnp.bfloat16), None, "fsdp", None)],
+        "rows": place(np.arange(8, dtype=np.int32), "fsdp"),
+        "count": place(np.float32(3)),
+    }
+
+
+def bits(tree):
+    return jax.tree.map(lambda leaf: (leaf.dtype, leaf.shape, np.asarray(leaf).tobytes()), tree)
+
+
+def total(kind):
+    return sum(size for (_, of), size in live_bytes().items() if of == kind)
+
+
+@pytest.mark.parametrize("group_bytes", [1, 60, 2**20], ids=["each alone", "some together", "all together"])
+def test_there_and_back_is_the_same_tree_and_every_byte_is_in_one_place(group_bytes):
+    mesh = make_mesh(fsdp=4, tensor=2)
+    tree = tree_on(mesh)
+    before, shardings, size = bits(tree), jax.tree.map(lambda x: x.sharding, tree), live_bytes(tree)
+    gc.collect()
+    start = live_bytes()
+
+    asleep = offload(tree, group_bytes=group_bytes)
+    moved = live_bytes()
+    for (device, kind), held in size.items():
+        assert kind == "device" and held > 0
+        assert start[device, "device"] - moved[device, "device"] == held
+        assert moved[device, "pinned_host"] - start[device, "pinned_host"] == held
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(tree)) and bits(asleep) == before
+    assert jax.tree.map(lambda x: x.sharding.with_memory_kind("device"), asleep) == shardings
+
+    awake = onload(asleep)
+    assert bits(awake) == before and jax.tree.map(lambda x: x.sharding, awake) == shardings
+    assert live_bytes(awake) == size and live_bytes(asleep) == {
+        (d, "pinned_host"): held for (d, _), held in size.items()
+    }
+    free_host(asleep)
+    free_host(awake)  # nothing of it is there
+    assert live_bytes() == start and bits(awake) == before
+
+
+def test_what_is_there_already_is_not_moved():
+    mesh = make_mesh(fsdp=4, tensor=2)
+    tree = tree_on(mesh)
+    assert onload(tree) is tree and not is_on_host(tree)
+    mixed = {"asleep": offload(tree_on(mesh, 1)), "awake": tree}
+    assert is_on_host(mixed)
+    again = offload(mixed["asleep"])
+    assert all(x is y for x, y in zip(*map(jax.tree.leaves, (again, mixed["asleep"])), strict=True))
+    awake = onload(mixed)
+    assert all(x is y for x, y in zip(*map(jax.tree.leaves, (awake["awake"], tree)), strict=True))
+    assert not is_on_host(awake) and not is_on_host({"numpy": np.zeros(3), "none": None})
+
+
+def test_an_array_that_stands_twice_in_a_tree_moves_once():
+    mesh = make_mesh(fsdp=4, tensor=2)
+    x = jax.device_put(np.arange(32.0, dtype=np.float32), NamedSharding(mesh, P("fsdp")))
+    aliased = jax.make_array_from_single_device_arrays(x.shape, x.sharding, [s.data for s in x.addressable_shards])
+    assert aliased is not x
+    start = total("pinned_host")
+    asleep = offload({"a": x, "b": [x, aliased]})
+    assert asleep["a"] is asleep["b"][0] is asleep["b"][1]
+    assert total("pinned_host") - start == 8 * x.nbytes // 4  # tensor replicates
+
+
+def test_groups_are_neighbours_within_the_limit_of_a_device():
+    mesh = make_mesh(fsdp=8)
+    arrays = [jax.device_put(np.zeros(8 * n, np.float32), NamedSharding(mesh, P("fsdp"))) for n in (1, 2, 9, 1, 1, 1)]
+    assert list(groups(arrays, 12)) == [[0, 1], [2], [3, 4, 5]]
+    assert list(groups(arrays, 4)) == [[i] for i in range(6)] and list(groups([])) == []
+
+
+def test_a_device_without_pinned_memory_is_named():
+    check_host_memory(make_mesh(fsdp=8))
+    device = SimpleNamespace(addressable_memories=lambda: [SimpleNamespace(kind="device")])
+    with pytest.raises(ValueError, match="has no pinned_host memory, only device"):
+        check_host_memory(cast(Any, SimpleNamespace(local_devices=[device])))
+
+
+def test_a_program_takes_what_came_back_for_what_had_stayed():
+    mesh = make_mesh(fsdp=4, tensor=2)
+    traced = []
+
+    @jax.jit
+    def double(tree):
+        traced.append(True)
+        return jax.tree.map(lambda x: x + x, tree)
+
+    stayed = bits(double(tree_on(mesh)))
+    assert bits(double(onload(offload(tree_on(mesh))))) == stayed and len(traced) == 1
