@@ -1,19 +1,19 @@
 """Predicted against measured seconds of calls, over plans of the quickstart's graph on simulated devices.
 
-    python -m benchmarks.plans [--repeats 15] [--profile FILE]
+    python -m benchmarks.plans [--repeats 20] [--profile FILE]
 
 Measures the hardware (`jrlhf.planning.profile`), which is kept in a file as `python -m jrlhf.plan --profile` keeps it;
 predicts each call of each plan from that; runs all calls of all plans in turns, so that what else the machine does
 meets all alike; and writes `results/plans-cpu.json` and a chart, beside which stands ReaL's published table.
 
 A plan's seconds are the sum of its calls', which follow each other here. What is compared is the least time, as in the
-profile: what else the machine does only adds to it. The spread is the distance between the quartiles.
+profile: what else the machine does only adds to it. The spread is that of the least times of the runs' thirds.
 """
 
 import argparse
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
@@ -45,6 +45,7 @@ from jrlhf.programs import Compute
 from jrlhf.stage_config import OptimizerConfig
 
 DEVICES, PROMPT, RESPONSE = 4, 20, 24
+THIRDS = 3
 MODEL = ModelConfig.tiny(1024)
 GRAPH = Graph(
     "ppo",
@@ -216,9 +217,14 @@ def predict(case: Case, measured_by: Any) -> dict[str, Mapping[str, float]]:
     }
 
 
-def summary(times: list[float]) -> dict[str, float]:
-    low, middle, high = np.percentile(times, (25, 50, 75))
-    return {"median": float(middle), "least": float(min(times)), "spread": float(high - low)}
+def summary(calls: Sequence[list[float]]) -> dict[str, float]:
+    """Of calls that follow each other, each with its times."""
+    thirds = [sum(least) for least in zip(*(map(min, np.array_split(times, THIRDS)) for times in calls), strict=True)]
+    return {
+        "median": float(sum(map(np.median, calls))),
+        "least": float(sum(map(min, calls))),
+        "spread": float(max(thirds) - min(thirds)),
+    }
 
 
 def compare(cases: tuple[Case, ...], taken: dict[str, dict[str, list[float]]], measured_by: Any) -> dict[str, Any]:
@@ -227,13 +233,12 @@ def compare(cases: tuple[Case, ...], taken: dict[str, dict[str, list[float]]], m
     for case in cases:
         predicted, calls = predict(case, measured_by), {}
         for call, parts in predicted.items():
-            found = summary(taken[case.name][call])
+            found = summary([taken[case.name][call]])
             seconds = sum(parts.values())
             error = seconds / found["least"] - 1
             errors.append(abs(error))
             calls[call] = {**found, "predicted": seconds, "error": error, "parts": dict(parts)}
-        whole = summary([sum(times) for times in zip(*taken[case.name].values(), strict=True)])
-        whole["least"] = sum(call["least"] for call in calls.values())
+        whole = summary(list(taken[case.name].values()))
         seconds = sum(call["predicted"] for call in calls.values())
         plans.append({"plan": case.name, **whole, "predicted": seconds, "calls": calls})
     pairs = [
@@ -273,38 +278,35 @@ def chart(record: Mapping[str, Any], path: Path) -> None:
     matplotlib.rcParams |= {"svg.hashsalt": "plans", "svg.fonttype": "none"}
     from matplotlib import pyplot as plt
 
-    figure, (here, there) = plt.subplots(1, 2, figsize=(10, 4.6), layout="constrained")
-    kinds = {call.name: call.kind for call in GRAPH}
-    colours = {"generate": "#1b6ca8", "infer": "#c8553d", "train": "#3a7d44"}
-    for kind, colour in colours.items():
-        points = [
-            (call["least"], call["predicted"])
-            for plan in record["plans"]
-            for name, call in plan["calls"].items()
-            if kinds[name] == kind
-        ]
-        here.scatter(*zip(*points, strict=True), s=18, color=colour, label=kind, alpha=0.8)
-        points = [
-            (r["measured"], r["predicted"]) for r in record["published"] if published.GRAPH[r["call"]].kind == kind
-        ]
-        there.scatter(*zip(*points, strict=True), s=18, color=colour, label=kind, alpha=0.8)
-    for axes, title in (
-        (here, f"{len(record['plans'])} plans of the quickstart, {DEVICES} simulated devices"),
-        (there, "ReaL's table: 7B + 7B on 16 H100"),
-    ):
-        low, high = min(axes.get_xlim()[0], axes.get_ylim()[0]), max(axes.get_xlim()[1], axes.get_ylim()[1])
-        ends = np.array([max(low, high / 3000), high])
+    figure, panels = plt.subplots(1, 2, figsize=(10, 4.6), layout="constrained")
+    here = [
+        (GRAPH[name].kind, call["least"], call["predicted"])
+        for plan in record["plans"]
+        for name, call in plan["calls"].items()
+    ]
+    there = [(published.GRAPH[row["call"]].kind, row["measured"], row["predicted"]) for row in record["published"]]
+    titles = (
+        f"{len(record['plans'])} plans of the quickstart, {DEVICES} simulated devices",
+        "ReaL's table: 7B + 7B on 16 H100",
+    )
+    for axes, points, title in zip(panels, (here, there), titles, strict=True):
+        for kind, colour in {"generate": "#1b6ca8", "infer": "#c8553d", "train": "#3a7d44"}.items():
+            pairs = [pair for named, *pair in points if named == kind]
+            axes.scatter(*zip(*pairs, strict=True), s=18, color=colour, label=kind, alpha=0.8)
+        seconds = [each for _, *pair in points for each in pair]
+        ends = np.array([0.7 * min(seconds), 1.4 * max(seconds)])
         axes.plot(ends, ends, color="0.4", linewidth=1)
         axes.fill_between(ends, 0.8 * ends, 1.2 * ends, color="0.85", zorder=0, label="within 20 %")
-        axes.set(xscale="log", yscale="log", xlabel="measured, s", ylabel="predicted, s", title=title)
-    here.legend(frameon=False)
+        axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends, title=title)
+        axes.set(xlabel="measured, s a call", ylabel="predicted, s a call", aspect="equal")
+    panels[0].legend(frameon=False)
     figure.savefig(path, metadata={"Date": None})
     plt.close(figure)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--cases", type=int, default=len(CASES), help="only so many of the plans")
     parser.add_argument("--profile", type=Path, help="file of the profile; it is measured where it is not there")
     parser.add_argument("--out", type=Path, default=RESULTS / "plans-cpu.json")

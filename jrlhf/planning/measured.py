@@ -14,7 +14,7 @@ from jrlhf.planning.workload import RoleModel, Workload
 
 Curve = tuple[tuple[float, float], ...]  # (size, seconds), sizes rising
 
-DEPTHS = 1, 3  # layers of generations whose difference is what layers add
+DEPTHS = 1, 4  # layers of generations whose difference is what layers add
 _ACCUMULATE = 1 / 3  # of an update's bytes, those of adding a micro-batch's gradient (`units`)
 
 
@@ -61,16 +61,21 @@ class Measured:
         return {"ends": self._at(name, tokens)}
 
     def step(self, model: RoleModel, rows: float, positions: float, slices: int) -> Parts:
-        """One layer of a decode step, at the workload's lengths: what two layers more add to a generation."""
-        shallow, deep = (self._at(generation_curve(model.config, slices, depth), rows) for depth in DEPTHS)
+        """One layer of a decode step, at the workload's lengths: what layers more add to a generation."""
+        _, layer = self._generation(model, rows, slices)
         prefill = self.layer(model, rows * self._workload.prompt, self._workload.prompt, slices, False)["layers"]
-        return {"steps": max(0.0, (deep - shallow) / 2 - prefill) / self._workload.response}
+        return {"steps": max(0.0, layer - prefill) / self._workload.response}
 
     def draw(self, model: RoleModel, rows: float, slices: int) -> Parts:
         """What a decode step has beside its layers."""
-        rows = rows / slices
-        shallow, deep = (self._at(generation_curve(model.config, 1, depth), rows) for depth in DEPTHS)
-        return {"draws": max(0.0, shallow - (deep - shallow) / 2) / self._workload.response}
+        beside, _ = self._generation(model, rows / slices, 1)
+        return {"draws": max(0.0, beside) / self._workload.response}
+
+    def _generation(self, model: RoleModel, rows: float, slices: int) -> tuple[float, float]:
+        """Seconds of a whole generation: what it has beside its layers, and each layer."""
+        shallow, deep = (self._at(generation_curve(model.config, slices, depth), rows) for depth in DEPTHS)
+        layer = (deep - shallow) / (DEPTHS[1] - DEPTHS[0])
+        return shallow - DEPTHS[0] * layer, layer
 
     def update(self, model: RoleModel, share: float, micro_batches: int) -> Parts:
         """One optimizer update, and the sums of micro-batches' gradients."""
