@@ -12,11 +12,11 @@ def plan(run: Record) -> str:
     if found is None or found.devices == 1:
         return ""
     told = (
-        f"{found.name}: a call and its layout, the mesh of its devices, and which of the {found.devices} these are. "
-        "What is one colour is one model's."
+        f"The plan is {found.name}. A bar spans the devices, of {found.devices}, that a call runs on, "
+        "in its layout and mesh; one colour is one role."
     )
     if any(placement.micro_batches > 1 for placement in found.placements.values()):
-        told += " × n: each of them computes its rows in n parts, one after the other."
+        told += " × n: a device computes its rows in n parts."
     return lead(told) + f"<div class='card gantt'>{''.join(_rows(found))}</div>"
 
 

@@ -53,7 +53,7 @@ figure .note { margin-top: 2px; }
 svg * { stroke-linejoin: round; }
 svg text { font-family: var(--sans); }
 .wide { overflow-x: auto; }
-.wide svg { min-width: 680px; }
+.wide svg { min-width: 1000px; }
 .legend { display: flex; flex-wrap: wrap; gap: 2px 14px; margin-top: 4px; font-size: 12.5px; color: var(--muted); }
 .key::before { content: ""; display: inline-block; width: 9px; height: 9px; margin-right: 6px; border-radius: 50%;
   background: var(--color); }
@@ -98,6 +98,7 @@ pre { margin: 0; overflow-x: auto; font: 12.5px/1.5 var(--mono); max-height: 480
   .call { grid-template-columns: 1fr 60px 38px; gap: 2px 8px; }
   .call .lane { grid-column: 1 / -1; order: 1; height: 10px; }
   .big { font-size: 26px; }
+  .range { display: none; }
   header, main { padding-left: 14px; padding-right: 14px; }
 }
 @media print { body { background: none; } .card { break-inside: avoid; } nav { display: none; } }

@@ -24,7 +24,7 @@ _CALLS = (
     ("update_cost_critic", "train the cost critic"),
     ("update_actor", "train the actor"),
     ("update", "experience, train both"),
-    ("transfer", "what calls hand to each other, between devices"),
+    ("transfer", "arrays to the devices of a call"),
     ("sleep", "weights and states from the host and back"),
 )
 _BESIDE = {"reward_functions": "reward functions", "cost_functions": "cost functions"}  # in processes of their own

@@ -205,7 +205,7 @@ def test_a_bar_spans_the_devices_of_a_call(tmp_path, text_of):
     ]
     text = text_of(section)
     for expected in (
-        "mine: a call and its layout, the mesh of its devices, and which of the 8 these are.",
+        "The plan is mine. A bar spans the devices, of 8, that a call runs on, in its layout and mesh;",
         "actor.generate generate · fsdp 2 × tensor 4 0-7",
         "actor.update train · fsdp 6 0-5 × 4",
         "critic.update train · data 2 6-7",

@@ -143,6 +143,13 @@ def test_validations_are_curves_for_all_and_for_each_source(html, text_of):
     assert "exact/digits, mean@4 all 0.75 openai/gsm8k 0.75 <script>" in text  # one chart of three sources
 
 
+def test_the_best_of_one_answer_is_no_curve_of_its_own(tmp_path, text_of):
+    names = ("val-core/all/gold/mean@1", "val-core/all/gold/best@1/mean", "val-aux/all/full_stop/mean@1")
+    records = [{"stage": "ppo", "step": step, "gold/score": 0.5, **dict.fromkeys(names, step / 10)} for step in (1, 5)]
+    text = text_of(render(read_run(write(tmp_path, metrics=records))))
+    assert "Held-out prompts: gold mean@1." in text and "full stop, mean@1" in text and "best@1" not in text
+
+
 def test_failures_of_reward_functions_are_a_warning_with_their_counts(html, text_of, tmp_path):
     assert (
         "Reward functions failed on 5 samples exact timeout 4 , nan 1 in 2 of 8 iterations, the last time in "
