@@ -65,7 +65,7 @@ def validate(config: Config, device_count: int, models: Mapping[str, ModelConfig
 def _check_stages(config: Config) -> None:
     stages = config.stages
     if not stages:
-        raise UserError("stages=[]: name at least one of sft, reward_model, dpo, ppo")
+        raise UserError("stages=[]: name at least one of sft, reward_model, dpo or an algorithm, such as ppo")
     repeated = [stage for stage in stages if stages.count(stage) > 1]
     if repeated:
         raise UserError(f"stages={_list(stages)}: {repeated[0]} is named more than once, keep one")

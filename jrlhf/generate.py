@@ -33,6 +33,8 @@ from jrlhf.runs import CONFIG
 from jrlhf.sampling import Response, read_responses
 from jrlhf.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 
+TOKENS = 256  # of an answer at most, where nobody says
+
 
 @dataclass(frozen=True)
 class Generator:
@@ -137,7 +139,7 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--raw", action="store_true", help="prompts are plain text even if there is a chat template")
     parser.add_argument("--system", help="a system message")
     parser.add_argument("-n", type=int, default=1, help="answers to each prompt")
-    parser.add_argument("--max-new-tokens", type=int, default=256)
+    parser.add_argument("--max-new-tokens", type=int, help=f"{TOKENS} by default, of a run its data.max_response")
     parser.add_argument("--temperature", type=float, default=1.0, help="0: always the most likely token")
     parser.add_argument("--top-k", type=int)
     parser.add_argument("--top-p", type=float)
@@ -168,12 +170,14 @@ def _run(options: argparse.Namespace) -> None:
         raise UserError(f"-n {options.n} and --batch {options.batch} must be at least 1")
     interactive = not options.prompt and options.file is None
     examples = _examples(options)  # before the model, which takes longer
+    data = _trained_with(options.model)
+    if options.max_new_tokens is None:
+        options.max_new_tokens = data.max_response
     sampling = {name: getattr(options, name) for name in ("max_new_tokens", "temperature", "top_k", "top_p")}
     try:
         SamplingConfig(**sampling)
     except ValueError as error:
         raise UserError(str(error)) from error
-    data = _trained_with(options.model)
     options.system = data.system if options.system is None and not options.raw else options.system
     generator = load(
         options.model,
@@ -208,7 +212,7 @@ def _run(options: argparse.Namespace) -> None:
 def _trained_with(model: str) -> DataConfig:
     """How the prompts of a run were made, where `model` is a run; otherwise the defaults."""
     saved = Path(model).expanduser() / CONFIG
-    return load_config(str(saved)).data if saved.is_file() else DataConfig()
+    return load_config(str(saved)).data if saved.is_file() else DataConfig(max_response=TOKENS)
 
 
 def _examples(options: argparse.Namespace) -> list[Example]:

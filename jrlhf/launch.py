@@ -32,14 +32,12 @@ from jrlhf.preemption import PreemptionGuard
 from jrlhf.pretrained import architecture, fresh_model, locate
 from jrlhf.processes import from_main, is_main, several
 from jrlhf.programs import Compute
-from jrlhf.runs import Run, open_run, share_run
+from jrlhf.runs import PLAN, Run, open_run, share_run
 from jrlhf.sleep import check_sleep
 from jrlhf.sources import check_sources
 from jrlhf.stage_config import PPOStageConfig
 from jrlhf.task import Task
 from jrlhf.tokenizer import Tokenizer, check_vocabulary, load_tokenizer, same_tokens
-
-PLAN = "plan.yaml"  # of a run's directory
 
 
 @contextmanager

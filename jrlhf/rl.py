@@ -45,7 +45,7 @@ from jrlhf.sleep import fetch_ahead, rest_of
 from jrlhf.stage import SAMPLES, run_stage
 from jrlhf.stage_config import PPOStageConfig
 from jrlhf.starts import frozen_policy, start_cost_critic, start_critic, start_reference
-from jrlhf.utilisation import workload_of
+from jrlhf.utilisation import utilisation_of
 from jrlhf.validation import validate
 
 Algorithm = TypeVar("Algorithm", bound=PolicyConfig)
@@ -75,7 +75,7 @@ def train_rl(context: Context, policy: Model, rewards: Rewards, costs: Rewards |
     roles = _Roles(context, policy, rewards, costs, graph)
     prompts, actor, pool, constraint = task.prompts, roles.actor, roles.pool, roles.constraint
     arithmetic = context.where("arithmetic").home.mesh
-    workload = workload_of(policy, roles.models, algorithm, context.mesh, context.compute)
+    utilisation = utilisation_of(policy, roles.models, algorithm, context.mesh, context.compute)
     measure = jax.jit(partial(experience_metrics, samples=section.samples if section.samples > 1 else None))
     next_kl = jax.jit(partial(update_kl, episodes=section.rollout_batch, config=algorithm))
     everywhere = NamedSharding(arithmetic, P())
@@ -115,7 +115,7 @@ def train_rl(context: Context, policy: Model, rewards: Rewards, costs: Rewards |
         metrics = jax.device_get(metrics) | clock.take() | validated
         metrics |= throughput(metrics, len(batch.examples), context.mesh.size)
         experience, raw = to_host((experience, rewards.raw))
-        metrics |= workload.metrics(metrics, experience.prompt_lengths, experience.response_lengths)
+        metrics |= utilisation.metrics(metrics, experience.prompt_lengths, experience.response_lengths)
         metrics |= watch(context, batch, experience, raw)
         metrics[SAMPLES] += samples
         counted = to_devices(np.int32(draws), everywhere)

@@ -18,7 +18,7 @@ from jrlhf.errors import UserError
 from jrlhf.files import append_jsonl, write_atomic
 from jrlhf.strict import flatten, parse_yaml
 
-CONFIG, ENVIRONMENT, SAMPLES = "config.yaml", "environment.txt", "samples.jsonl"
+CONFIG, PLAN, ENVIRONMENT, SAMPLES = "config.yaml", "plan.yaml", "environment.txt", "samples.jsonl"
 _LOCK = ".lock"
 _WHERE = ("name", "run_dir", "distributed")  # where a run lives, not what it does: it may be moved and then resumed
 

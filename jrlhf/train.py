@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import jax
 
 from jrlhf.clock import Stopwatch
-from jrlhf.config import Config, load_config
+from jrlhf.config import Config, config_names, load_config
 from jrlhf.errors import UserError
 from jrlhf.preemption import Preempted
 from jrlhf.processes import is_main, together
@@ -61,7 +61,8 @@ def main(config: Config, *, resume: bool = False) -> dict:
 def cli(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code: 0 done, 2 bad input, 75 preempted after saving, 1 a failure."""
     parser = argparse.ArgumentParser(prog="python -m jrlhf.train", description="RLHF in JAX.")
-    parser.add_argument("--config", required=True, help="a YAML file, or the name of a shipped config: quickstart")
+    shipped = ", ".join(config_names())
+    parser.add_argument("--config", required=True, help=f"a YAML file, or the name of a shipped config: {shipped}")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings in place of the file's: seed=1")
     parser.add_argument("--dry-run", action="store_true", help="check everything, print config, memory and plan, exit")
     parser.add_argument("--resume", action="store_true", help="go on with the run of this name")

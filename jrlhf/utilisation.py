@@ -15,8 +15,8 @@ from jrlhf.programs import Compute
 
 
 @dataclass(frozen=True)
-class Workload:
-    """What an iteration asks of its devices. Roles that the algorithm does not have are None.
+class Utilisation:
+    """What an iteration computes, against what its devices could. Roles that the algorithm does not have are None.
 
     peak: of all devices together; None where it is not known, and then nothing is measured.
     copies: of the generation weights. layer_itemsize: bytes of a number in their layers.
@@ -90,13 +90,13 @@ class Workload:
         )
 
 
-def workload_of(
+def utilisation_of(
     actor: Model, models: Mapping[str, Model], algorithm: PolicyConfig, mesh: Mesh, compute: Compute
-) -> Workload:
-    """The workload of an actor, and of the critics and the reference that may be in `models`, on this mesh."""
+) -> Utilisation:
+    """That of an actor, and of the critics and the reference that may be in `models`, on this mesh."""
     peak, size = peak_of(mesh.devices.flat[0]), mesh.size
     others = ("critic", "cost_critic", "reference")
-    return Workload(
+    return Utilisation(
         actor=actor.architecture,
         **{name: models[name].architecture if name in models else None for name in others},
         algorithm=algorithm,

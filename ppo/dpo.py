@@ -75,7 +75,7 @@ def pair_terms(logprobs: Float[Array, "2*B T"], batch: PairBatch, *, config: DPO
     ref = jnp.stack([batch.ref_chosen, batch.ref_rejected], axis=1)
     count = token_count(batch.response_mask, 1).reshape(sums.shape) if config.loss == "ipo" else jnp.ones_like(sums)
     policy, reference = sums / count, ref / count
-    loss = dpo_loss(policy[:, 0], policy[:, 1], reference[:, 0], reference[:, 1], config=config).loss
+    loss = dpo_loss(policy[:, 0], policy[:, 1], reference[:, 0], reference[:, 1], config=config)
     rewards = config.beta * (sums - ref)
     chosen, rejected = rewards[:, 0], rewards[:, 1]
     accuracies = (chosen > rejected).astype(jnp.float32)

@@ -29,14 +29,6 @@ class ValueLoss(NamedTuple):
     clipped: Bool[Array, "*S"]
 
 
-class DPOLoss(NamedTuple):
-    """Elementwise parts of the loss of a pair."""
-
-    loss: Float[Array, "*S"]
-    chosen_rewards: Float[Array, "*S"]  # beta (log pi - log pi_ref): the reward that the policy stands for
-    rejected_rewards: Float[Array, "*S"]
-
-
 def policy_loss(
     logprobs: Float[Array, "*S"],
     old_logprobs: Float[Array, "*S"],
@@ -134,7 +126,7 @@ def dpo_loss(
     ref_rejected: Float[Array, "*S"],
     *,
     config: DPOConfig,
-) -> DPOLoss:
+) -> Float[Array, "*S"]:
     """The loss of a policy on a pair, from the log-probabilities of its two responses under policy and reference.
 
         h = beta [(log pi - log pi_ref)(chosen) - (log pi - log pi_ref)(rejected)]
@@ -143,16 +135,13 @@ def dpo_loss(
 
     Log-probabilities are sums over a response's tokens for "sigmoid" (Rafailov et al. 2023, arXiv:2305.18290, eq. 7),
     means over them for "ipo" (Azar et al. 2023, arXiv:2310.12036, eq. 17, whose tau is beta): the paper does not speak
-    of length, TRL (1.16) divides on its authors' advice. Rewards are of what is given. Label smoothing is that of
-    conservative DPO (Mitchell 2023, https://ericmitchell.ai/cdpo.pdf); TRL 1.16 ignores it in
-    "sigmoid", and its "robust" subtracts the second term and divides by 1 - 2 eps instead (arXiv:2403.00409).
+    of length, TRL (1.16) divides on its authors' advice. Label smoothing is that of conservative DPO (Mitchell 2023,
+    https://ericmitchell.ai/cdpo.pdf); TRL 1.16 ignores it in "sigmoid", and its "robust" subtracts the second term and
+    divides by 1 - 2 eps instead (arXiv:2403.00409).
     """
-    chosen, rejected = policy_chosen - ref_chosen, policy_rejected - ref_rejected
-    margin = chosen - rejected
+    margin = (policy_chosen - ref_chosen) - (policy_rejected - ref_rejected)
     if config.loss == "ipo":
-        loss = jnp.square(margin - 1 / (2 * config.beta))
-    else:
-        h, smoothing = config.beta * margin, config.label_smoothing
-        loss = (1 - smoothing) * jax.nn.softplus(-h)
-        loss = loss + smoothing * jax.nn.softplus(h) if smoothing else loss
-    return DPOLoss(loss, config.beta * chosen, config.beta * rejected)
+        return jnp.square(margin - 1 / (2 * config.beta))
+    h, smoothing = config.beta * margin, config.label_smoothing
+    loss = (1 - smoothing) * jax.nn.softplus(-h)
+    return loss + smoothing * jax.nn.softplus(h) if smoothing else loss

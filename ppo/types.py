@@ -1,4 +1,4 @@
-"""The values that flow through PPO: frozen dataclasses registered as pytrees.
+"""The values that flow through the algorithms: frozen dataclasses registered as pytrees.
 
 Shapes: B batch, T time = prompt + response. Rows are right-padded with no gap between prompt and response.
 
@@ -49,7 +49,7 @@ class Experience(Rollout):
     reference, importance without a correction, kl_coef where the KL is no part of the loss.
     """
 
-    scores: Float[Array, "B"]  # of the reward model, one a sequence
+    scores: Float[Array, "B"]  # of the rewards, one a sequence
     response_mask: Bool[Array, "B T"]  # tokens to learn from; none of a row that is excluded (see `experience.py`)
     old_logprobs: Float[Array, "B T"]  # of the actor before its update: the denominator of the ratio
     ref_logprobs: Float[Array, "B T"] | None  # of the frozen reference

@@ -1,10 +1,12 @@
 #!/bin/bash
 # One process on every host of a TPU pod:
-#   TPU=my-tpu ZONE=us-east5-a BUCKET=gs://my-bucket configs/launch/tpu-pod.sh CONFIG [key=value ...]
+#   TPU=my-tpu ZONE=us-east5-a BUCKET=gs://my-bucket SOURCE=git+https://HOST/jrlhf.git@COMMIT \
+#       configs/launch/tpu-pod.sh CONFIG [key=value ...]
 # The runs lie in the bucket, which every host mounts: process 0 writes, all of them save and restore checkpoints.
 set -euo pipefail
 
 : "${TPU:?name of the TPU VM}" "${ZONE:?its zone}" "${BUCKET:?gs://bucket for the runs}"
+: "${SOURCE:?where pip finds jrlhf: git+https://..., or the URL of a wheel}"
 config=${1:?usage: tpu-pod.sh CONFIG [key=value ...]}
 shift
 name=${NAME:-$(basename "$config" .yaml)}
@@ -13,14 +15,15 @@ on_all() {
     gcloud compute tpus tpu-vm ssh "$TPU" --zone="$ZONE" --worker=all --command="$1"
 }
 
-on_all "pip install --quiet 'jrlhf[tpu]' && mkdir -p ~/runs && (mountpoint -q ~/runs || gcsfuse --implicit-dirs '${BUCKET#gs://}' ~/runs)"
+on_all "pip install --quiet 'jrlhf[tpu] @ $SOURCE'"
+on_all "mkdir -p ~/runs && (mountpoint -q ~/runs || gcsfuse --implicit-dirs '${BUCKET#gs://}' ~/runs)"
 if [[ -f "$config" ]]; then
     gcloud compute tpus tpu-vm scp "$config" "$TPU:config.yaml" --zone="$ZONE" --worker=all
     config=config.yaml
 fi
 
 # JAX finds the other hosts by the TPU's metadata. A run that was preempted leaves with 75 and goes on.
-printf -v overrides ' %q' "$@"
+overrides=${*:+$(printf ' %q' "$@")}
 on_all "
     set -u
     while true; do

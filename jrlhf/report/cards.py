@@ -6,7 +6,7 @@ from pathlib import PurePosixPath
 from jrlhf.console import duration
 from jrlhf.report.charts import number
 from jrlhf.report.parts import card, plain
-from jrlhf.report.record import Record
+from jrlhf.report.record import TITLES, Record
 from jrlhf.report.rewards import KINDS, failure_counts
 
 _NOTHING = ("", "0", "null")  # how a config says that there is none
@@ -14,7 +14,7 @@ _NOTHING = ("", "0", "null")  # how a config says that there is none
 
 def chips(run: Record) -> str:
     """What the run is, in a few words each."""
-    found = [*_progress_chip(run), *_model_chips(run), *_mesh_chip(run)]
+    found = [*_progress_chip(run), *_stages_chip(run), *_model_chips(run), *_mesh_chip(run), *_plan_chip(run)]
     for key, name in (("compute.dtype", ""), ("seed", "seed ")):
         if key in run.settings:
             found.append(f"{name}{run.settings[key]}")
@@ -33,6 +33,11 @@ def _progress_chip(run: Record) -> list[str]:
     done = run.metrics[last][-1]["step"]
     total = run.setting(f"{last}.iterations" if last == run.algorithm else f"{last}.steps")
     return [f"unfinished: {last} {done}" + (f" of {total:.0f}" if total else "")]
+
+
+def _stages_chip(run: Record) -> list[str]:
+    names = {"sft": "SFT", "reward_model": "reward model", **TITLES}
+    return [" → ".join(names.get(stage, stage) for stage in run.metrics)] if run.metrics else []
 
 
 def _model_chips(run: Record) -> list[str]:
@@ -58,6 +63,10 @@ def _mesh_chip(run: Record) -> list[str]:
     simulated = run.settings.get("device.simulated", "null")
     on = "" if simulated in _NOTHING else f" on {simulated} simulated devices"
     return [f"mesh {split}{on}"] if split else []
+
+
+def _plan_chip(run: Record) -> list[str]:
+    return [] if run.plan is None or run.plan.name == "colocate" else [f"plan {run.plan.name}"]
 
 
 def outcome(run: Record) -> str:
@@ -116,7 +125,7 @@ def _measure_card(run: Record) -> list[str]:
         difference, error = held_out["difference"], held_out.get("standard_error") or 0.0
         note = f"{difference:+.3f} ± {error:.3f} through {run.title}{on}"
         note += f", {difference / error:.1f} standard errors" if error else ""
-    value = f"{number(before[measure])}<i>→</i>{number(after[measure])}"
+    value = f"{number(before[measure])}<i>→</i><wbr>{number(after[measure])}"
     return [card(f"{name}, held out", value, note + own)]
 
 
@@ -128,7 +137,7 @@ def _cost_card(run: Record) -> list[str]:
     note = f"{after:.3f}" + ("" if error is None else f" ± {error:.3f}") + f" after {run.title}"
     limit = run.setting(f"{run.algorithm}.algorithm.cost_limit")
     note += "" if limit is None else f"; the limit is {limit:g}"
-    return [card("Cost, held out", f"{number(before)}<i>→</i>{number(after)}", note)]
+    return [card("Cost, held out", f"{number(before)}<i>→</i><wbr>{number(after)}", note)]
 
 
 def _loss_card(run: Record) -> list[str]:

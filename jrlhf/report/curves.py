@@ -19,6 +19,8 @@ def reinforcement(run: Record) -> str:
     explained = [value for name in ("critic", "cost_critic") for value in run.rl_curve(f"{name}/vf_explained_var")[1]]
     baselines = [("sampled", "critic/score/mean"), ("greedy", "critic/baseline/mean")]
     baselines = baselines if run.rl_curve("critic/baseline/mean")[1] else []
+    target = run.setting(f"{run.algorithm}.algorithm.kl_target")
+    controlled = [] if target is None else [("beta", "objective/kl_coef")]
     figures = [
         chart("Entropy", "Nats a token. Towards 0 the policy says always the same.", ("entropy", "actor/entropy")),
         chart("Response length", "Tokens, the end included.", ("mean", "response_length/mean")),
@@ -36,11 +38,7 @@ def reinforcement(run: Record) -> str:
             limits=(-1.0 if min(explained, default=0.0) < -1 else None, 1.05),
         ),
         chart("Score and baseline", "Means of the sampled and of the greedy responses.", *baselines),
-        chart(
-            "KL coefficient",
-            "The controller raises it while the KL is above its target.",
-            ("beta", "objective/kl_coef"),
-        ),
+        chart("KL coefficient", "The controller raises it while the KL is above its target.", *controlled),
         chart(
             "Groups that say nothing",
             "Share of prompts whose responses all have the same score.",

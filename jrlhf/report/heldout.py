@@ -19,6 +19,8 @@ def validation(run: Record) -> str:
     for key in run.rl_names("val-core/"):
         if found := validation_key(key):
             source, measure, statistic = found
+            if statistic == "best@1":  # of a single answer, which is its mean
+                continue
             core.setdefault((source, measure), {})[statistic] = key
     sources = sorted(dict.fromkeys(source for source, _ in core), key=lambda source: source != _ALL)
     ordered = sorted(core.items(), key=lambda item: sources.index(item[0][0]))
@@ -48,7 +50,7 @@ def _others(run: Record, sources: list[str]) -> str:
     for key in run.rl_names("val-aux/"):
         if parsed := validation_key(key, sources):
             source, name, statistic = parsed
-            found.setdefault(f"{name}, {statistic}", {})[source] = key
+            found.setdefault(f"{_words(run, name)}, {statistic}", {})[source] = key
     figures = []
     for title, keys in found.items():
         ordered = sorted(keys.items(), key=lambda item: item[0] != _ALL)[:COLORS]
@@ -114,7 +116,7 @@ def _compared(what: str, rows: list[tuple[str, float | None, float | None]]) -> 
     if all(new is None for _, _, new in rows):
         return table([title, ("mean", "num")], [(name, number_cell(old, 3)) for name, old, _ in rows])
     return table(
-        [title, ("", ""), ("before", "num"), ("after", "num"), ("change", "num")],
+        [title, ("", "range"), ("before", "num"), ("after", "num"), ("change", "num")],
         [
             (
                 name,

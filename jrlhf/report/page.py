@@ -13,7 +13,7 @@ from pathlib import Path
 
 from jrlhf.errors import UserError
 from jrlhf.files import write_atomic
-from jrlhf.report import cards, constraint, curves, gaming, heldout, rewards, samples, timeline
+from jrlhf.report import cards, constraint, curves, gaming, heldout, plan, rewards, samples, timeline
 from jrlhf.report.parts import lines, plain
 from jrlhf.report.record import Record, read_run
 from jrlhf.report.style import STYLE
@@ -46,6 +46,7 @@ def render(run: Record) -> str:
         ("rewards", "Rewards by name", "" if run.algorithm == "dpo" else rewards.by_name(run)),
         ("samples", "Before and after" if compared else "Samples", samples.samples(run)),
         ("timeline", f"{'A step' if run.algorithm == 'dpo' else 'An iteration'}, call by call", timeline.timeline(run)),
+        ("plan", "Where the calls run", plan.plan(run)),
         ("training", run.title, curves.dpo(run) if run.algorithm == "dpo" else curves.reinforcement(run)),
         ("pretraining", f"Before {run.title}" if run.algorithm in run.metrics else "Training", curves.pretraining(run)),
         ("files", "Config and environment", _files(run)),

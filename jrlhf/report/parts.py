@@ -74,6 +74,19 @@ def range_bar(old: float, new: float) -> str:
     )
 
 
+def lane(name: str, what: str, start: float, width: float, color: int, *figures: str) -> str:
+    """A row of bars one below the other: its name, what it is, the bar, and two figures.
+
+    start, width: of the bar, as shares of the lane.
+    """
+    place = f"left:{start:.2%};width:{width:.2%}"
+    return (
+        f"<div class=call><span class=what><b>{plain(name)}</b> {plain(what)}</span>"
+        f"<span class=lane><span class='bar b{color}' style='{place}'></span></span>"
+        f"{''.join(f'<span class=num>{figure}</span>' for figure in figures)}</div>"
+    )
+
+
 def text_cell(value: object, kind: str = "") -> str:
     """Text of a model or a file, safe to show, with its line breaks; the middle of a very long one is left out.
 

@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import yaml
 
 from jrlhf.errors import UserError
 from jrlhf.files import read_jsonl
+from jrlhf.meshes.plan import Plan, plan_of
 from jrlhf.metrics import METRICS, read_metrics
-from jrlhf.runs import CONFIG, ENVIRONMENT, SAMPLES
+from jrlhf.runs import CONFIG, ENVIRONMENT, PLAN, SAMPLES
 from jrlhf.strict import flatten, parse_yaml
 
 SUMMARY = "summary.json"
@@ -41,6 +43,7 @@ class Record:
     metrics: dict[str, list[dict[str, Any]]]  # by stage
     samples: list[dict[str, Any]]
     summary: dict[str, Any]
+    plan: Plan | None = None  # on which devices each call of the algorithm runs
 
     @property
     def held_out(self) -> dict[str, Any]:
@@ -128,6 +131,11 @@ def read_run(run_dir: Path | str) -> Record:
         summary = json.loads(text(SUMMARY) or "{}")
     except ValueError as error:
         raise UserError(f"{directory / SUMMARY} is not JSON ({error}): delete it and resume the run") from error
+    try:
+        plan = plan_of(yaml.safe_load(text(PLAN))) if text(PLAN) else None
+    except (ValueError, yaml.YAMLError) as error:
+        reason = str(error).split("\n")[0]
+        raise UserError(f"{directory / PLAN} holds no plan ({reason}): delete it and resume the run") from error
     metrics: dict[str, list[dict[str, Any]]] = {}
     for record in read_metrics(directory):
         metrics.setdefault(record["stage"], []).append(record)
@@ -139,4 +147,5 @@ def read_run(run_dir: Path | str) -> Record:
         metrics=metrics,
         samples=list(read_jsonl(directory / SAMPLES)),
         summary=summary,
+        plan=plan,
     )

@@ -38,10 +38,10 @@ nav a:hover { color: var(--c1); }
 .lead { max-width: 105ch; margin-bottom: 16px; color: var(--muted); }
 .card { background: var(--card); border: 1px solid var(--line); border-radius: 12px; padding: 16px 18px; }
 .note { color: var(--muted); font-size: 12.5px; line-height: 1.4; }
-.cards { display: grid; gap: 14px; grid-template-columns: repeat(auto-fill, minmax(205px, 1fr)); }
+.cards { display: grid; gap: 14px; grid-template-columns: repeat(auto-fill, minmax(245px, 1fr)); }
 .cards h3 { color: var(--muted); font-weight: 500; font-size: 13px; }
 .big { margin: 4px 0 6px; font-size: 28px; font-weight: 650; line-height: 1.15; letter-spacing: -.02em;
-  font-variant-numeric: tabular-nums; white-space: nowrap; }
+  font-variant-numeric: tabular-nums; }
 .big i { padding: 0 .25em; font-style: normal; font-weight: 400; color: var(--muted); }
 .three, .four { display: grid; gap: 14px; }
 .three { grid-template-columns: repeat(auto-fill, minmax(330px, 1fr)); }
@@ -53,7 +53,7 @@ figure .note { margin-top: 2px; }
 svg * { stroke-linejoin: round; }
 svg text { font-family: var(--sans); }
 .wide { overflow-x: auto; }
-.wide svg { min-width: 680px; }
+.wide svg { min-width: 1000px; }
 .legend { display: flex; flex-wrap: wrap; gap: 2px 14px; margin-top: 4px; font-size: 12.5px; color: var(--muted); }
 .key::before { content: ""; display: inline-block; width: 9px; height: 9px; margin-right: 6px; border-radius: 50%;
   background: var(--color); }
@@ -95,8 +95,10 @@ summary { padding: 6px 0; cursor: pointer; font-weight: 600; font-size: 14px; }
 summary:hover { color: var(--c1); }
 pre { margin: 0; overflow-x: auto; font: 12.5px/1.5 var(--mono); max-height: 480px; }
 @media (max-width: 700px) {
-  .call { grid-template-columns: 110px 1fr 60px 38px; gap: 8px; }
+  .call { grid-template-columns: 1fr 60px 38px; gap: 2px 8px; }
+  .call .lane { grid-column: 1 / -1; order: 1; height: 10px; }
   .big { font-size: 26px; }
+  .range { display: none; }
   header, main { padding-left: 14px; padding-right: 14px; }
 }
 @media print { body { background: none; } .card { break-inside: avoid; } nav { display: none; } }

@@ -3,28 +3,31 @@
 import numpy as np
 
 from jrlhf.console import duration
-from jrlhf.report.parts import lead, plain
+from jrlhf.report.charts import COLORS
+from jrlhf.report.parts import lane, lead
 from jrlhf.report.record import Record
 
 # The calls of an iteration in the order in which they run, with what each does.
 _CALLS = (
     ("validation", "answer and score held-out prompts"),
-    ("reshard", "actor weights to the generation layout"),
+    ("reshard", "switch weights to the layout of a call"),
     ("gen", "generate responses"),
-    ("reward", "reward model scores"),
-    ("reward_functions", "reward functions' scores"),
+    ("reward", "scores of reward models"),
     ("old_log_prob", "actor log-probs"),
     ("ref", "reference log-probs"),
     ("values", "critic values"),
     ("cost_values", "cost critic values"),
-    ("reward_wait", "wait for reward functions"),
+    ("reward_wait", "wait for functions' scores"),
     ("pool", "keep groups that differ"),
     ("adv", "rewards and advantages"),
     ("update_critic", "train the critic"),
     ("update_cost_critic", "train the cost critic"),
     ("update_actor", "train the actor"),
     ("update", "experience, train both"),
+    ("transfer", "arrays to the devices of a call"),
+    ("sleep", "weights and states from the host and back"),
 )
+_BESIDE = {"reward_functions": "reward functions", "cost_functions": "cost functions"}  # in processes of their own
 _SETTLED = 2  # the first iterations compile
 
 
@@ -36,7 +39,7 @@ def timeline(run: Record) -> str:
     for key in dict.fromkeys(key for each in settled for key in each if key.startswith("timing_s/")):
         seconds[key.removeprefix("timing_s/")] = float(np.median([each.get(key) or 0.0 for each in settled]))
     step = seconds.pop("step", 0.0)
-    beside = seconds.pop("reward_functions", 0.0) if "reward_wait" in seconds else 0.0
+    beside = {what: seconds.pop(name) for name, what in _BESIDE.items() if seconds.get(name)}
     seconds = {name: length for name, length in seconds.items() if length > 0}
     if not seconds:
         return ""
@@ -50,29 +53,24 @@ def timeline(run: Record) -> str:
     rows, start = [], 0.0
     for index, name in enumerate(names):
         length = seconds[name]
-        place = f"left:{start / whole:.2%};width:{length / whole:.2%}"
-        rows.append(
-            f"<div class=call><span class=what><b>{plain(name)}</b> {plain(known.get(name, ''))}</span>"
-            f"<span class=lane><span class='bar b{index % 6 + 1}' style='{place}'></span></span>"
-            f"<span class=num>{_milliseconds(length)}</span><span class=num>{_share(length / whole)}</span></div>"
-        )
+        figures = _milliseconds(length), _share(length / whole)
+        rows.append(lane(name, known.get(name, ""), start / whole, length / whole, index % COLORS + 1, *figures))
         start += length
     return lead(_told(run, seconds, whole, beside, len(settled))) + f"<div class='card gantt'>{''.join(rows)}</div>"
 
 
-def _told(run: Record, seconds: dict[str, float], whole: float, beside: float, count: int) -> str:
+def _told(run: Record, seconds: dict[str, float], whole: float, beside: dict[str, float], count: int) -> str:
     records = run.metrics[run.algorithm]
     first = records[0].get("timing_s/step")
     article, unit = ("A", "step") if run.algorithm == "dpo" else ("An", "iteration")
     told = f"The median of {count} {unit}s takes" if count > 1 else f"{article} {unit} takes"
     told += f" {_milliseconds(whole)}"
     told += f"; the first one, which compiles, took {duration(first)}." if first and len(records) > _SETTLED else "."
-    switch, generate = seconds.get("reshard"), seconds.get("gen")
-    if switch is not None and generate:
-        told += f" Switching the actor to its generation layout costs {switch / whole:.1%} of it."
-    if beside > 0:
-        told += f" Reward functions take {_milliseconds(beside)} beside the other calls"
-        told += f", which wait {_milliseconds(seconds.get('reward_wait', 0.0))} for them."
+    if "reshard" in seconds:
+        told += f" Switching weights from layout to layout costs {seconds['reshard'] / whole:.1%} of it."
+    if beside:
+        spent = " and ".join(f"{what} ({_milliseconds(length)})" for what, length in beside.items())
+        told += f" Beside the calls work {spent}, for which they wait {_milliseconds(seconds.get('reward_wait', 0.0))}."
     validations = [each for each in run.rl_curve("timing_s/validation")[1] if each > 0]
     if validations and "validation" not in seconds:
         told += f" Validation, {len(validations)} times in all, takes {_milliseconds(float(np.median(validations)))}."

@@ -9,11 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jrlhf import programs
+from jrlhf import generate, programs
 from jrlhf.batches import pad_rows, put_rows, row_keys
 from jrlhf.console import clean
 from jrlhf.data.encode import encode_prompts
 from jrlhf.data.types import Example
+from jrlhf.errors import UserError
 from jrlhf.files import read_jsonl
 from jrlhf.generate import cli, load
 from jrlhf.meshes import GENERATE, make_mesh
@@ -133,6 +134,20 @@ def test_a_run_is_a_model(ask, tmp_path, user):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "model").symlink_to(user / "actor")
     assert ask("--prompt", "Why?", "--temperature", "0", model=tmp_path / "run")[0] == 0
+
+
+def test_answers_of_a_run_are_as_long_as_in_its_training(tmp_path, user, monkeypatch):
+    asked = []
+
+    def stop(path, sampling, **_):
+        asked.append(sampling["max_new_tokens"])
+        raise UserError("far enough")
+
+    monkeypatch.setattr(generate, "load", stop)
+    (tmp_path / "config.yaml").write_text("data: {max_response: 3}\n")
+    for model in (tmp_path, user / "actor"):
+        assert cli(["--model", str(model), "--prompt", "Why?"]) == 2
+    assert asked == [3, 256]
 
 
 @pytest.mark.parametrize(

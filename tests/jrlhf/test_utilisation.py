@@ -15,7 +15,7 @@ from jrlhf.models import LoRAConfig, ModelConfig
 from jrlhf.models.flops import forward_operations, generation_seconds, training_operations
 from jrlhf.ppo import DAPOConfig, PolicyConfig, PPOConfig, ReMaxConfig
 from jrlhf.programs import Compute
-from jrlhf.utilisation import workload_of
+from jrlhf.utilisation import utilisation_of
 
 CONFIG = ModelConfig(vocab_size=100, embed=16, layers=2, heads=2, kv_heads=1, head_dim=8, mlp=32, max_positions=16)
 PROMPTS, RESPONSES = np.array([3, 4], np.int32), np.array([5, 2], np.int32)
@@ -30,7 +30,7 @@ def workload(
     model = Model(Architecture(CONFIG, lora), {})
     deeper = Model(Architecture(replace(CONFIG, layers=4), lora), {})
     models = {"critic": model, "cost_critic": deeper, "reference": model}
-    return workload_of(model, models, ppo, make_mesh(2, 2, 2), Compute(jnp.dtype(dtype)))
+    return utilisation_of(model, models, ppo, make_mesh(2, 2, 2), Compute(jnp.dtype(dtype)))
 
 
 def test_shares_of_the_peak_of_all_devices(monkeypatch):

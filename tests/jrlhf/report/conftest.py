@@ -10,7 +10,7 @@ from jrlhf.report.charts import Chart
 class Page(HTMLParser):
     """Collects tags and text, and checks that every element is closed where it belongs."""
 
-    VOID = ("meta", "br", "img", "link", "input")
+    VOID = ("meta", "br", "img", "link", "input", "wbr")
 
     def __init__(self, html: str):
         super().__init__(convert_charrefs=True)

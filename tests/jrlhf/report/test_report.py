@@ -12,14 +12,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import jrlhf
 from jrlhf.config import Config
 from jrlhf.errors import UserError
 from jrlhf.files import append_jsonl
+from jrlhf.meshes.plan import Placement, Plan, Slice
+from jrlhf.planning.choose import plan_yaml
 from jrlhf.report import read_run, render, write_report
 from jrlhf.report.charts import COLORS, Chart, Series, number, running_mean
 from jrlhf.report.page import main
 from jrlhf.report.record import Record
-from jrlhf.report.timeline import timeline
+from jrlhf.report.timeline import _CALLS, timeline
 from jrlhf.strict import build, to_yaml
 
 EVIL = '<script>alert(1)</script><img src=x onerror="alert(2)">&amp;\x1b[31m'
@@ -137,7 +140,7 @@ def html(whole) -> str:
 def test_the_figures_are_those_of_the_run(html, text_of):
     text = text_of(html)
     for expected in (
-        "quickstart finished mesh fsdp auto float32 seed 0 2 min 47 s",
+        "quickstart finished SFT → reward model → PPO mesh fsdp auto float32 seed 0 2 min 47 s",
         "Gold score, held out 0.70 → 0.87 +0.165 ± 0.010 through PPO on 256 held-out prompts, 16.2 standard errors",
         f"Reward model 87.1% right about 87.1% ± {math.sqrt(0.871 * 0.129 / 300):.1%} of 300 held-out pairs",
         "KL to the reference 5.50 nats a response, mean of the last quarter; the target is 4 (+38%)",
@@ -147,8 +150,9 @@ def test_the_figures_are_those_of_the_run(html, text_of):
         "specific 0.460 0.440 -0.020",
         "Of 12 held-out prompts 8 are answered better after PPO than before by the gold score, 3 worse and 1 alike.",
         "def f1(x): before 1 after 1 Return x. 0.50 → 0.40 -0.10",
+        "KL coefficient The controller raises it",
         "The median of 10 iterations takes 4.00 s; the first one, which compiles, took 33 s. "
-        "Switching the actor to its generation layout costs 6.2% of it.",
+        "Switching weights from layout to layout costs 6.2% of it.",
     ):
         assert expected in text, expected
 
@@ -164,7 +168,7 @@ def test_the_timeline_lays_the_calls_end_to_end(html):
 
 
 def test_what_runs_beside_the_calls_is_told_and_has_no_bar():
-    seconds = {"gen": 2.0, "reward_functions": 3.0, "reward_wait": 1.0, "values": 1.0, "step": 4.0}
+    seconds = {"gen": 2.0, "reward_functions": 3.0, "cost_functions": 0.5, "reward_wait": 1.0, "values": 1.0, "step": 4}
     records = [{"stage": "ppo", "step": 1, **{f"timing_s/{name}": each for name, each in seconds.items()}}]
     html = timeline(Record("run", "", {}, "", {"ppo": records}, [], {}))
     assert re.findall(r"class=what><b>(\w+)</b>", html) == ["gen", "values", "reward_wait"]
@@ -173,7 +177,45 @@ def test_what_runs_beside_the_calls_is_told_and_has_no_bar():
         ("50.00", "25.00"),
         ("75.00", "25.00"),
     ]
-    assert "Reward functions take 3.00 s beside the other calls, which wait 1.00 s for them." in html
+    beside = "reward functions (3.00 s) and cost functions (500 ms)"
+    assert f"Beside the calls work {beside}, for which they wait 1.00 s." in html
+
+
+def test_every_time_that_a_role_takes_is_explained():
+    """The names that calls are timed under are those that the timeline knows."""
+    sources = "".join(path.read_text(encoding="utf-8") for path in Path(jrlhf.__file__).parent.glob("*.py"))
+    timed = set(re.findall(r"""(?:timed|clock\.run)\(\s*"(\w+)\"""", sources))
+    assert {"gen", "sleep", "transfer"} <= timed <= dict(_CALLS).keys()
+
+
+def test_a_bar_spans_the_devices_of_a_call(tmp_path, text_of):
+    calls = {
+        "actor.generate": Placement(Slice(0, 8), "generate", fsdp=2, tensor=4),
+        "actor.update": Placement(Slice(0, 6), "train", fsdp=6, micro_batches=4),
+        "critic.update": Placement(Slice(6, 2), "train", data=2),
+    }
+    append_jsonl(tmp_path / "metrics.jsonl", ppo_records(3))
+    (tmp_path / "plan.yaml").write_text(plan_yaml(Plan("mine", calls)))
+    html = render(read_run(tmp_path))
+    section = html[html.index('<section id="plan"') : html.index('<section id="training"')]
+    assert re.findall(r"class='bar (b\d)' style='left:([\d.]+)%;width:([\d.]+)%'", section) == [
+        ("b1", "0.00", "100.00"),
+        ("b1", "0.00", "75.00"),
+        ("b2", "75.00", "25.00"),
+    ]
+    text = text_of(section)
+    for expected in (
+        "The plan is mine. A bar spans the devices, of 8, that a call runs on, in its layout and mesh;",
+        "actor.generate generate · fsdp 2 × tensor 4 0-7",
+        "actor.update train · fsdp 6 0-5 × 4",
+        "critic.update train · data 2 6-7",
+    ):
+        assert expected in text, expected
+    (tmp_path / "plan.yaml").write_text("calls: {actor.generate: {devices: 0, layout: generate}}")
+    assert 'id="plan"' not in render(read_run(tmp_path))  # one device
+    (tmp_path / "plan.yaml").write_text("calls: 3")
+    with pytest.raises(UserError, match="plan.yaml holds no plan .*: delete it and resume the run"):
+        read_run(tmp_path)
 
 
 def test_the_page_needs_and_runs_nothing_else(html, page_of):

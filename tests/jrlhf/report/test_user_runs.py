@@ -31,6 +31,7 @@ def ppo_records(steps: int = 8) -> list[dict]:
             "step": step,
             "critic/score/mean": step / 10,
             "objective/kl": step / 4,
+            "objective/kl_coef": 0.1,
             "rewards/exact/mean": 0.25 + step / 100,
             "rewards/exact/std": 0.5,
             "rewards/exact/digits": 3.0,
@@ -40,7 +41,8 @@ def ppo_records(steps: int = 8) -> list[dict]:
             "score/raw/mean": step / 9,
             "score/missing_eos": 0.125,
             "timing_s/gen": 3.0,
-            "timing_s/reward_functions": 1.0,
+            "timing_s/reward_functions": 2.0,
+            "timing_s/reward_wait": 1.0,
             "timing_s/step": 4.0,
         }
         if step in (3, 6):  # a kind is recorded where it occurred
@@ -112,7 +114,7 @@ def html(tmp_path_factory) -> str:
 def test_the_figures_are_those_of_the_run(html, text_of):
     text = text_of(html)
     for expected in (
-        "mine finished Qwen2.5-0.5B LoRA rank 16, alpha 32 mesh fsdp 4 seed 3 1 min 32 s",
+        "mine finished PPO Qwen2.5-0.5B LoRA rank 16, alpha 32 mesh fsdp 4 seed 3 1 min 32 s",
         "Score, held out 0.25 → 0.50 +0.250 ± 0.025 through PPO on 300 held-out prompts, 10.0 standard errors; the "
         "run's own rewards, which PPO optimises on other prompts",
         "Variety kept 90%",
@@ -123,11 +125,11 @@ def test_the_figures_are_those_of_the_run(html, text_of):
         "Of 12 held-out prompts 6 are answered better after PPO than before by the score, 5 worse and 1 alike.",
         "step prompt response source score 7 p validated <script>",
         "The latest of training step prompt response score 7 p trained on 0.50",
-        "gen generate responses 3.00 s 75% reward_functions reward functions' scores 1.00 s 25%",
+        "gen generate responses 3.00 s 75% reward_wait wait for functions' scores 1.00 s 25%",
         "Validation, 2 times in all, takes 8.00 s.",
     ):
         assert expected in text, expected
-    assert "gold" not in text.lower()
+    assert "gold" not in text.lower() and "KL coefficient" not in text  # which nothing moves
 
 
 def test_validations_are_curves_for_all_and_for_each_source(html, text_of):
@@ -139,6 +141,13 @@ def test_validations_are_curves_for_all_and_for_each_source(html, text_of):
     ) in text
     assert "openai/gsm8k: score mean@4 0.30 best@4 0.55" in text
     assert "exact/digits, mean@4 all 0.75 openai/gsm8k 0.75 <script>" in text  # one chart of three sources
+
+
+def test_the_best_of_one_answer_is_no_curve_of_its_own(tmp_path, text_of):
+    names = ("val-core/all/gold/mean@1", "val-core/all/gold/best@1/mean", "val-aux/all/full_stop/mean@1")
+    records = [{"stage": "ppo", "step": step, "gold/score": 0.5, **dict.fromkeys(names, step / 10)} for step in (1, 5)]
+    text = text_of(render(read_run(write(tmp_path, metrics=records))))
+    assert "Held-out prompts: gold mean@1." in text and "full stop, mean@1" in text and "best@1" not in text
 
 
 def test_failures_of_reward_functions_are_a_warning_with_their_counts(html, text_of, tmp_path):
@@ -219,7 +228,7 @@ def test_a_run_of_a_reward_model_alone(tmp_path, text_of):
     records[-1] |= {"reward_model/eval_accuracy": 0.8, "reward_model/eval_pairs": 400}
     config = "model: {path: null}\nlora: {rank: null}\nreward_model: {steps: 9}\n"
     text = text_of(render(read_run(write(tmp_path, config=config, metrics=records))))
-    assert "unfinished: reward_model 4 of 9 Outcome Training" in text
+    assert "unfinished: reward_model 4 of 9 reward model Outcome Training" in text
     assert "Reward model 80.0% right about 80.0% ± 2.0% of 400 held-out pairs" in text
     assert "LoRA" not in text and "PPO" not in text and "gold" not in text.lower()
 
