@@ -326,22 +326,25 @@ def cache_bytes(model: ModelConfig, rows: float, positions: int, tensor: int, it
 
 
 def generate_phase(
-    model: ModelConfig, prompts: Arrays, cache: float, logits: float, tensor: int, backend: Backend
+    model: ModelConfig, prompts: Arrays, cache: float, wave: float, logits: float, tensor: int, backend: Backend
 ) -> Phase:
     """The largest phase of prefill and decoding.
 
-    prompts: of the rows that are prefilled together. logits: of a step's own rows, over the whole vocabulary.
+    prompts: of the rows that are prefilled together. wave: their cache, where that of all slots is there already; 0
+        where theirs is all there is. logits: of a step's own rows, over the whole vocabulary.
     """
     counts, layers = backend.counts, model.layers
     scores = (counts.scores[0] + counts.weights[0] * prompts.itemsize / WIDE) * prompts.scores
     # A product and its sum over devices; a TPU has every device's part at once.
     hidden = prompts.hidden * (tensor if backend.platform == "tpu" else min(tensor, 2))
     # The last layer's output is not asked for while prompts are read, nor is its cache there before.
-    attention = {"attention scores": scores, "activations": hidden, "KV cache": cache * max(layers - 2, 0) / layers}
+    made = wave or cache
+    first, second = (cache * bool(wave) + made * max(layers - back, 0) / layers for back in (2, 1))
+    attention = {"attention scores": scores, "activations": hidden, "KV cache": first}
     mlp = {
         "mlp": counts.mlp[2] * prompts.mlp,
         "activations": hidden if backend.platform == "tpu" else prompts.hidden,
-        "KV cache": cache * (layers - 1) / layers,
+        "KV cache": second,
     }
     decode = {"KV cache": cache, "logits": counts.logits * logits}
     return _largest({}, attention, mlp, decode)
