@@ -276,17 +276,18 @@ def train_phase(
     remat: Remat,
     gradients: Gradients,
     micro_batches: int,
+    running: int,
     backend: Backend,
     transposed: float,
 ) -> Phase:
     """The largest phase of a step: forward and backward of a micro-batch, or the optimizer after the last.
 
-    transposed: as in `infer_phase`.
+    running: micro-batches that are on their way through a pipeline. transposed: as in `infer_phase`.
     """
     counts, low = backend.counts, each.itemsize / WIDE
     sums = gradients.whole if micro_batches > 1 else 0.0
     through = {
-        "kept activations": kept_bytes(model, each, remat, counts),
+        "kept activations": running * kept_bytes(model, each, remat, counts),
         "gradients": gradients.layers + sums,
         "transposed weights": transposed if counts.transposed else counts.copied * gradients.layers,
     }

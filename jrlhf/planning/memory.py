@@ -149,9 +149,8 @@ def _training(asked: _Asked, model: RoleModel, placement: Placement, backend: Ba
     layers = _layered_bytes(model, placement) if model.lora is None else whole
     parts, phase = placement.micro_batches, Gradients(layers, whole)
     transposed = _transposed(model, placement, WIDE) if layout != "generate" else 0.0
-    needs = train_phase(model.config, model.head, each, asked.remat, phase, parts, backend, transposed)
-    if placement.pipeline > 1 and "kept activations" in needs:  # of the micro-batches that are on their way
-        needs["kept activations"] *= min(placement.pipeline, parts)
+    running = min(placement.pipeline, parts)
+    needs = train_phase(model.config, model.head, each, asked.remat, phase, parts, running, backend, transposed)
     return needs | {"inputs": TRAINED * asked.rows * asked.length / placement.devices.count}
 
 

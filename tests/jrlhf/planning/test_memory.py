@@ -199,6 +199,13 @@ def test_prompts_are_read_in_waves_beside_the_cache_of_all_slots():
     assert told > 2 * 8.03e9 + position * (rows * 2048 + 16 * 1024 * 31 / 32)
 
 
+def test_a_pipeline_keeps_the_activations_of_all_micro_batches_on_their_way():
+    """Where one alone would need less than the optimizer's step: of 8 layers of a stage, 4 x 14 rows."""
+    workload, placed = ppo(rows=448), Placement(Slice(0, 8), "train", fsdp=2, pipeline=4, micro_batches=4)
+    active = call_bytes(workload, workload.graph["actor.update"], placed).active
+    assert active["kept activations"] == 8 * 4 * 14 * 2048 * 4096 * 2
+
+
 PREFILLS = (None, None), (None, 64), (16, 64)
 
 
