@@ -235,7 +235,7 @@ def setup_on(config: Config, devices: Sequence[Any]) -> Setup:
 # ---- compiling, and what a compiled program says
 
 
-def held(setup: Setup) -> int:
+def held(setup: Setup) -> float:
     """Bytes of a device's weights and optimizer states of all roles, between calls."""
     roles = role_bytes(setup.config, setup.mesh, setup.models)
     return sum(parts.get(part, 0) for parts in roles.values() for part in ("weights", "optimizer"))

@@ -2,38 +2,27 @@
 
 from collections.abc import Mapping, Sequence
 
-import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jrlhf.algorithms import graph_of, reference_is_base
+from jrlhf.algorithms import graph_of
 from jrlhf.config import Config, config_yaml
 from jrlhf.dataflow import trace
 from jrlhf.dpo import PairActor, dpo
-from jrlhf.errors import UserError
 from jrlhf.launch import load_task, select_mesh, select_plan
-from jrlhf.meshes import GENERATE, SCORE, TRAIN, Call, Layout, tree_reshard_cost
+from jrlhf.meshes import AXES, GENERATE, SCORE, TRAIN, Call, Layout, tree_reshard_cost
 from jrlhf.meshes.plan import Plan
-from jrlhf.models import LoRAConfig, ModelConfig, param_shardings
-from jrlhf.models.hf import load_adapter
-from jrlhf.models.params import HeadKind
-from jrlhf.models.quantize import int8_shardings, to_int8
+from jrlhf.models import ModelConfig, param_shardings
 from jrlhf.places import LAYOUTS, places_of
+from jrlhf.planning.activations import cache_bytes
 from jrlhf.planning.fits import backend_of, capacity, check_memory, memory_of
+from jrlhf.planning.from_config import role_models
 from jrlhf.planning.runnable import on_base, only_functions
+from jrlhf.planning.states import base_bytes, resident
 from jrlhf.pretrained import is_here
 from jrlhf.roles import Reference
-from jrlhf.shapes import (
-    Shapes,
-    adapter_weights,
-    device_bytes,
-    generation_copy,
-    placed,
-    train_state,
-    whole_weights,
-)
-from jrlhf.sources import check_reward_adapter, check_sources
-from jrlhf.stage_config import OptimizerConfig, PPOStageConfig
+from jrlhf.shapes import whole_weights
+from jrlhf.sources import check_sources
 
 MIB = 2**20
 
@@ -76,46 +65,25 @@ def _sources(config: Config, actor: ModelConfig, mesh: Mesh) -> list[str]:
     return task.description.splitlines()
 
 
-def role_bytes(config: Config, mesh: Mesh, models: Mapping[str, ModelConfig]) -> dict[str, dict[str, int]]:
+def role_bytes(config: Config, mesh: Mesh, models: Mapping[str, ModelConfig]) -> dict[str, dict[str, float]]:
     """Role -> part -> bytes on a device. Generation copy and cache live while generating, gradients while updating."""
-    dtype, actor = jnp.dtype(config.compute.dtype), models["actor"]
-    lora = _lora(config, actor, mesh)
-    roles: dict[str, dict[str, int]] = {}
-    if lora is not None:
-        base = generation_copy(actor, mesh, dtype)
-        if config.lora.base == "int8":
-            stored = int8_shardings(param_shardings(actor, mesh, GENERATE))
-            base = placed(jax.eval_shape(to_int8, base), stored)
-        roles["base"] = {"weights": device_bytes(base)}
-    trained = _trained(actor, mesh, lora)
-    roles["actor"] = _state_bytes(config.dpo if "dpo" in config.stages else config.rl.actor, trained, mesh)
-    if lora is None:
-        roles["actor"]["generation copy"] = device_bytes(generation_copy(actor, mesh, dtype))
-    roles["actor"]["KV cache"] = _cache_bytes(config, mesh, actor)
-    for name in ("critic", "cost_critic"):
-        if name in models:
-            assert isinstance(config.rl, PPOStageConfig)
-            own = name == "critic" and (config.roles.critic is not None or not config.lora.critic)
-            critic = _trained(models[name], mesh, None if own else lora, "scalar")
-            roles[name] = _state_bytes(config.rl.critic, critic, mesh)
-    if "reference" in models:
-        if lora is not None and config.roles.reference is None:
-            own = 0 if reference_is_base(config) else device_bytes(trained)
-        else:
-            own = device_bytes(whole_weights(models["reference"], mesh, dtype=dtype))
-        roles["reference"] = {"weights": own}
-    if "reward_model" in config.stages:
-        roles["reward"] = {"weights": device_bytes(_trained(models["reward"], mesh, lora, "scalar"))}
-    for role, model in models.items():
-        if role.startswith(("reward ", "cost ")):
-            roles[role] = {"weights": device_bytes(whole_weights(model, mesh, "scalar", dtype))}
-    for kind, parts in (("reward", config.rewards), ("cost", config.costs)):
-        for index, part in enumerate(parts):
-            if part.adapter is not None:  # small, as the policy's own
-                key = f"{kind}s[{index}].adapter"
-                _, adapter = check_reward_adapter(config, part.adapter, key, actor, mesh)
-                roles[f"{kind} {part.name}"] = {"weights": device_bytes(adapter)}
-    return roles
+    size, (data, fsdp, tensor) = jnp.dtype(config.compute.dtype).itemsize, (mesh.shape[axis] for axis in AXES)
+    base: dict[str, dict[str, float]] = {}
+    roles: dict[str, dict[str, float]] = {}
+    for role, model in role_models(config, models).items():
+        kept = {"weights": 0.0, **resident(model, config.compute.dtype, fsdp, tensor)}
+        if "base" in kept:
+            base["base"] = {"weights": kept.pop("base")}
+        if model.trained:
+            kept["gradients"] = kept["weights"]
+        if role == "actor":
+            if not model.shared:
+                kept["generation copy"] = base_bytes(model.config, tensor, size, False)
+            rows = min(config.rollout.slots or config.rl.rollout_batch, config.rl.rollout_batch) // (data * fsdp)
+            positions = config.data.max_prompt + config.data.max_response
+            kept["KV cache"] = cache_bytes(model.config, rows, positions, tensor, size)
+        roles[role] = kept
+    return base | roles
 
 
 def _memory(config: Config, mesh: Mesh, models: Mapping[str, ModelConfig], plan: Plan | None) -> list[str]:
@@ -139,14 +107,14 @@ def _parts(parts: Mapping[str, float]) -> str:
 
 def _calls(config: Config, mesh: Mesh, models: Mapping[str, ModelConfig], plan: Plan | None) -> list[str]:
     """Of each call: all that a device then holds, and of it what the call alone needs."""
-    memory, backend = memory_of(config, mesh, models, plan), backend_of(config, mesh)
+    memory, device = memory_of(config, mesh, models, plan), mesh.devices.flat[0]
     rows = [("call", "in all", "roles", "the call's own")]
     for phase in memory.phases:
         own = _parts(dict(sorted(phase.active.items(), key=lambda part: -part[1])))
         rows.append((phase.call, f"{phase.total / MIB:.3f}", f"{phase.resident / MIB:.3f}", own))
-    limit = capacity(config, mesh)
+    limit = capacity(config, device)
     room = "" if limit is None else f", which has {limit / MIB:.0f}"
-    compiled = {"cpu": "CPUs", "gpu": "GPUs", "tpu": "TPUs"}[backend.platform]
+    compiled = {"cpu": "CPUs", "gpu": "GPUs", "tpu": "TPUs"}[backend_of(config, device).platform]
     head = f"memory of one device while a call runs, MiB{room}; predicted, as XLA compiles for {compiled}:"
     return [head, *_in_columns(rows)]
 
@@ -165,7 +133,7 @@ def _plan(config: Config, mesh: Mesh, models: Mapping[str, ModelConfig], plan: P
     actor, dtype = models["actor"], jnp.dtype(config.compute.dtype)
     places = places_of(plan, graph, list(mesh.devices.flat))["actor"]
     generation = param_shardings(actor, places["generate"].mesh, GENERATE)
-    cost = tree_reshard_cost(_trained(actor, places.home.mesh, None), generation, dtype=dtype)
+    cost = tree_reshard_cost(whole_weights(actor, places.home.mesh), generation, dtype=dtype)
     lines.append(
         f"  the switch to {GENERATE.name}: {max(cost.received.values()) / MIB:.3f} MiB received by a device, "
         f"{max(cost.redundant.values()) / MIB:.3f} MiB held that it does not use"
@@ -217,39 +185,3 @@ def _how(call: Call, config: Config) -> str:
 
 def _layout(layout: Layout) -> str:
     return f"layout {layout.name:<9} rows over {', '.join(layout.batch)}"
-
-
-def _lora(config: Config, actor: ModelConfig, mesh: Mesh) -> LoRAConfig | None:
-    section = config.lora
-    if not section.on:
-        return None
-    if section.path is not None:
-        try:
-            return load_adapter(section.path, actor, mesh)[0]  # small, and it says whether it fits
-        except (ValueError, OSError) as error:
-            raise UserError(f"lora.path={section.path}: {error}") from error
-    assert section.rank is not None
-    return LoRAConfig(rank=section.rank, alpha=section.alpha, targets=section.targets, rslora=section.rslora)
-
-
-def _trained(model: ModelConfig, mesh: Mesh, lora: LoRAConfig | None, head: HeadKind = "lm") -> Shapes:
-    """What a role trains, float32: all weights, or an adapter."""
-    if lora is None:
-        return whole_weights(model, mesh, head)
-    return adapter_weights(model, mesh, lora, head)
-
-
-def _state_bytes(config: OptimizerConfig, params: Shapes, mesh: Mesh) -> dict[str, int]:
-    """Of a role that is trained. The gradients are there during its update only."""
-    weights, moments = device_bytes(params), device_bytes(train_state(config, params, mesh).opt_state)
-    return {"weights": weights, "optimizer": moments, "gradients": weights}
-
-
-def _cache_bytes(config: Config, mesh: Mesh, model: ModelConfig) -> int:
-    """Keys and values, [rows, kv-heads, positions, head_dim] a layer, of the rows that decode at a time."""
-    batch = config.rl.rollout_batch
-    rows = min(config.rollout.slots or batch, batch) // (mesh.shape["data"] * mesh.shape["fsdp"])
-    positions = config.data.max_prompt + config.data.max_response
-    heads = max(model.kv_heads // mesh.shape["tensor"], 1)
-    itemsize = jnp.dtype(config.compute.dtype).itemsize
-    return 2 * model.layers * rows * heads * positions * model.head_dim * itemsize

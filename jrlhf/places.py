@@ -19,6 +19,7 @@ from jrlhf.meshes.offload import is_on_host
 from jrlhf.meshes.plan import Placement, Plan
 from jrlhf.model import Architecture, Model
 from jrlhf.models.params import Params
+from jrlhf.planning.topology import home_of
 from jrlhf.programs import Compute, lies_at, relocated, weights_at
 
 LAYOUTS: dict[str, Layout] = {layout.name: layout for layout in (TRAIN, TRAIN_TP, GENERATE, SCORE)}
@@ -103,19 +104,19 @@ def places_of(plan: Plan, graph: Graph, devices: Sequence[Device]) -> dict[str, 
     """The places of every role of a graph, and as "arithmetic" those of calls that have no model: where the actor
     trains."""
     found = {name: _place(placement, devices) for name, placement in plan.placements.items()}
-    trained = home_call(graph, "actor", plan)
+    trained = home_of(graph, "actor", plan)
     assert trained is not None, "every algorithm trains an actor"
-    arithmetic, courier = Place(found[trained].mesh), Courier()
+    arithmetic, courier = Place(found[trained.name].mesh), Courier()
 
     def readers(call: Call) -> tuple[Mesh, ...]:
         reading = (other for other in graph if set(call.outputs) & set(other.inputs))
         return tuple(dict.fromkeys(found.get(other.name, arithmetic).mesh for other in reading))
 
     def places(role: str) -> Places:
-        home, own = home_call(graph, role, plan), [call for call in graph if call.role == role]
+        home, own = home_of(graph, role, plan), [call for call in graph if call.role == role]
         calls = {_method(call): found[call.name] for call in own if call.name in found}
         sent = {_method(call): readers(call) for call in own}
-        return Places(arithmetic if home is None else found[home], calls, sent, courier)
+        return Places(arithmetic if home is None else found[home.name], calls, sent, courier)
 
     # A learner trains the actor and, where there is one, the critic, which then has no call of its own.
     return {role: places(role) for role in dict.fromkeys(("actor", "critic", "arithmetic", *graph.roles))}
@@ -123,18 +124,6 @@ def places_of(plan: Plan, graph: Graph, devices: Sequence[Device]) -> dict[str, 
 
 def _method(call: Call) -> str:
     return call.name.partition(".")[2]
-
-
-def home_call(graph: Graph, role: str, plan: Plan) -> str | None:
-    """The call where a role's weights live: that which trains it, or else its first; None for a role without a model.
-
-    Of several calls that do not train, one that sees the layers stacked goes first: from there they come apart.
-    """
-    if role in ("actor", "critic") and "learner" in graph.roles:
-        role = "learner"
-    own = [call for call in graph if call.role == role and call.name in plan.placements]
-    own.sort(key=lambda call: (call.kind != "train", plan[call.name].layout == GENERATE.name))
-    return own[0].name if own else None
 
 
 def _place(placement: Placement, devices: Sequence[Device]) -> Place:

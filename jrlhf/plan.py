@@ -6,6 +6,7 @@ With --profile, on the devices at hand: what calls consist of is measured there 
 import argparse
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import yaml
@@ -53,9 +54,11 @@ def _run(options: argparse.Namespace) -> None:
     from jrlhf.devices import select
     from jrlhf.launch import architectures
     from jrlhf.meshes.hardware import cluster
-    from jrlhf.planning.auto import bytes_on, measure_here, prices_here
+    from jrlhf.planning.activations import Backend
+    from jrlhf.planning.auto import measure_here, prices_here
     from jrlhf.planning.describe import describe
     from jrlhf.planning.from_config import workload_of
+    from jrlhf.planning.memory import call_bytes
     from jrlhf.planning.plot import check_ending, plot
     from jrlhf.planning.search import Budget, search
     from jrlhf.planning.times import Estimator
@@ -78,7 +81,8 @@ def _run(options: argparse.Namespace) -> None:
         except ValueError as error:
             raise UserError(f"--cluster {options.cluster}: {error}") from error
         platform = "tpu" if devices.hardware.name.startswith("v") else "gpu"
-        prices = Estimator(workload, devices, bytes_of=bytes_on(platform, config))
+        backend = Backend(platform, config.compute.attention)
+        prices = Estimator(workload, devices, bytes_of=partial(call_bytes, backend=backend))
     seconds = SECONDS if options.seconds is None and options.proposals is None else options.seconds
     result = search(
         workload,

@@ -276,17 +276,18 @@ def train_phase(
     remat: Remat,
     gradients: Gradients,
     micro_batches: int,
+    running: int,
     backend: Backend,
     transposed: float,
 ) -> Phase:
     """The largest phase of a step: forward and backward of a micro-batch, or the optimizer after the last.
 
-    transposed: as in `infer_phase`.
+    running: micro-batches that are on their way through a pipeline. transposed: as in `infer_phase`.
     """
     counts, low = backend.counts, each.itemsize / WIDE
     sums = gradients.whole if micro_batches > 1 else 0.0
     through = {
-        "kept activations": kept_bytes(model, each, remat, counts),
+        "kept activations": running * kept_bytes(model, each, remat, counts),
         "gradients": gradients.layers + sums,
         "transposed weights": transposed if counts.transposed else counts.copied * gradients.layers,
     }
@@ -326,22 +327,25 @@ def cache_bytes(model: ModelConfig, rows: float, positions: int, tensor: int, it
 
 
 def generate_phase(
-    model: ModelConfig, prompts: Arrays, cache: float, logits: float, tensor: int, backend: Backend
+    model: ModelConfig, prompts: Arrays, cache: float, wave: float, logits: float, tensor: int, backend: Backend
 ) -> Phase:
     """The largest phase of prefill and decoding.
 
-    prompts: of the rows that are prefilled together. logits: of a step's own rows, over the whole vocabulary.
+    prompts: of the rows that are prefilled together. wave: their cache, where that of all slots is there already; 0
+        where theirs is all there is. logits: of a step's own rows, over the whole vocabulary.
     """
     counts, layers = backend.counts, model.layers
     scores = (counts.scores[0] + counts.weights[0] * prompts.itemsize / WIDE) * prompts.scores
     # A product and its sum over devices; a TPU has every device's part at once.
     hidden = prompts.hidden * (tensor if backend.platform == "tpu" else min(tensor, 2))
     # The last layer's output is not asked for while prompts are read, nor is its cache there before.
-    attention = {"attention scores": scores, "activations": hidden, "KV cache": cache * max(layers - 2, 0) / layers}
+    made = wave or cache
+    first, second = (cache * bool(wave) + made * max(layers - back, 0) / layers for back in (2, 1))
+    attention = {"attention scores": scores, "activations": hidden, "KV cache": first}
     mlp = {
         "mlp": counts.mlp[2] * prompts.mlp,
         "activations": hidden if backend.platform == "tpu" else prompts.hidden,
-        "KV cache": cache * (layers - 1) / layers,
+        "KV cache": second,
     }
     decode = {"KV cache": cache, "logits": counts.logits * logits}
     return _largest({}, attention, mlp, decode)

@@ -14,10 +14,10 @@ from jrlhf.meshes.hardware import Cluster, hardware_of
 from jrlhf.meshes.mesh import Device
 from jrlhf.meshes.plan import LayoutName, Placement, Plan
 from jrlhf.models import ModelConfig
-from jrlhf.planning.activations import Backend, Platform
+from jrlhf.planning.fits import backend_of, capacity
 from jrlhf.planning.from_config import workload_of
 from jrlhf.planning.measured import Measured
-from jrlhf.planning.memory import GIB, CallBytes, call_bytes
+from jrlhf.planning.memory import GIB, call_bytes
 from jrlhf.planning.profile import cluster_of, default_path, load, profile, save
 from jrlhf.planning.runnable import on_base
 from jrlhf.planning.search import Budget, search
@@ -25,7 +25,6 @@ from jrlhf.planning.times import Estimator
 from jrlhf.planning.workload import Workload
 
 PROPOSALS = 50_000  # a search of so many is a function of its seed, and takes seconds
-_BACKENDS: dict[str, Platform] = {"cpu": "cpu", "gpu": "gpu", "tpu": "tpu"}
 HOST_MEMORY = 4.0  # GiB that a simulated device is taken to have where `device.memory` does not say
 
 
@@ -52,11 +51,6 @@ def _as_configured(config: Config, call: Call, placement: Placement) -> Placemen
     return placement if budgets.get(call.kind) is None else replace(placement, micro_batches=1)
 
 
-def bytes_on(platform: str, config: Config) -> Callable[..., CallBytes]:
-    """`memory.call_bytes`, as XLA compiles for this platform: "cpu", "gpu" or "tpu"."""
-    return partial(call_bytes, backend=Backend(_BACKENDS[platform], config.compute.attention))
-
-
 def measure_here(workload: Workload, devices: Sequence[Device], say: Callable[[str], None]) -> Path:
     """Measures the devices for a workload, but for what their profile has already; returns the profile's file.
 
@@ -74,16 +68,15 @@ def prices_here(config: Config, workload: Workload, devices: Sequence[Device]) -
         UserError: there is neither a profile nor a data sheet.
     """
     measured, hardware = load(default_path(devices)), hardware_of(devices[0])
+    memory = capacity(config, devices[0]) or (HOST_MEMORY * GIB if hardware is None else hardware.memory)
+    bytes_of = partial(call_bytes, backend=backend_of(config, devices[0]))
     if measured is not None:
-        known = HOST_MEMORY if hardware is None else hardware.memory / GIB
-        cluster = cluster_of(measured, (config.device.memory or known) * GIB)
-        return cluster, Estimator(
-            workload, cluster, bytes_of=bytes_on(devices[0].platform, config), units=Measured(measured, workload)
-        )
+        cluster = cluster_of(measured, memory)
+        return cluster, Estimator(workload, cluster, bytes_of=bytes_of, units=Measured(measured, workload))
     if hardware is None:
         raise UserError(
             f"nothing is known of what calls cost on {devices[0].device_kind} devices: measure them with "
             "`python -m jrlhf.plan --config C --profile`, or set plan=colocate"
         )
-    cluster = Cluster(hardware, len(devices))
-    return cluster, Estimator(workload, cluster, bytes_of=bytes_on(devices[0].platform, config))
+    cluster = Cluster(replace(hardware, memory=memory), len(devices))
+    return cluster, Estimator(workload, cluster, bytes_of=bytes_of)

@@ -58,12 +58,11 @@ def reallocation_seconds(size: float, home: Placement, placement: Placement, clu
     """To bring weights of `size` bytes from where training or scoring stores them to where, and as, a call needs them.
 
     A device receives its new shard less what of it the old one was; where one device sends to several, its port is the
-    bottleneck. A move of nothing costs nothing.
+    bottleneck. Where they lie so already nothing is done.
     """
-    new, kept = stored(placement), _kept(home, placement)
-    received = size * (new - kept)
-    if received <= 0:
+    if alike(home, placement):
         return 0.0
+    received = size * max(0.0, stored(placement) - _kept(home, placement))
     fanout = max(1.0, placement.devices.count / home.devices.count)
     first, last = min(home.devices.start, placement.devices.start), max(home.devices.stop, placement.devices.stop)
     return _spread(received * fanout, Slice(first, last - first), cluster)
@@ -86,6 +85,12 @@ def stored(placement: Placement) -> float:
     """The share of a model's matrices that each device keeps in this placement's layout."""
     divided = placement.tensor * placement.pipeline
     return 1 / (divided if placement.layout == "generate" else divided * placement.fsdp)
+
+
+def alike(home: Placement, placement: Placement) -> bool:
+    """Whether weights lie in both as the same shards: the layouts of training and scoring store them alike."""
+    generating = (home.layout == "generate") == (placement.layout == "generate")
+    return generating and (home.devices, home.sizes) == (placement.devices, placement.sizes)
 
 
 def _kept(home: Placement, placement: Placement) -> float:

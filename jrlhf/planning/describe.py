@@ -55,7 +55,7 @@ def calls(workload: Workload, found: Found, prices: Prices) -> list[str]:
                 _time(price.seconds),
                 moved,
                 f"{price.resident / GIB:.2f} GiB" if price.resident else "-",
-                f"{price.active / GIB:.2f} GiB",
+                f"{(price.active + price.moved * (name in moves)) / GIB:.2f} GiB",
             )
         )
     return _columns(rows)

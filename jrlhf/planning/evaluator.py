@@ -21,7 +21,8 @@ REMEMBERED = 100_000  # of combinations of slices
 class Evaluator:
     """Evaluates plans, given as one number a placed call: which of the options that were added for it.
 
-    calls: the placed calls' names. options: of each, its placements by number. seconds, resident, active: their prices.
+    calls: the placed calls' names. options: of each, its placements by number. seconds, resident, active, moved: their
+        prices.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class Evaluator:
         self.seconds: list[list[float]] = [[] for _ in numbers]
         self.resident: list[list[float]] = [[] for _ in numbers]
         self.active: list[list[float]] = [[] for _ in numbers]
+        self.moved: list[list[float]] = [[] for _ in numbers]
         self.capacity = prices.capacity
         self._known: list[dict[Placement, int]] = [{} for _ in numbers]
         self._slice: list[list[int]] = [[] for _ in numbers]
@@ -75,6 +77,7 @@ class Evaluator:
             self.seconds[call].append(price.seconds)
             self.resident[call].append(price.resident)
             self.active[call].append(price.active)
+            self.moved[call].append(price.moved)
             self._slice[call].append(self._number(placement.devices))
             self._place[call].append(self._places.setdefault(place(placement), len(self._places)))
         return known[placement]
@@ -101,6 +104,7 @@ class Evaluator:
         places = [known[option] for known, option in zip(self._place, choice, strict=True)]
         count, where, transfers = len(self._readers), self._where, self._transfers
         seconds, device, fetch, work = [0.0] * count, [-1] * count, [(0.0, 0)] * count, []
+        active = [known[option] for known, option in zip(self.active, choice, strict=True)]
         for call, number in enumerate(self._numbers):
             seconds[number] = self.seconds[call][choice[call]]
             device[number] = own = group[call]
@@ -113,6 +117,7 @@ class Evaluator:
                     fetching = self._reallocation(call, home, choice)
                 if fetching:
                     fetch[number] = fetching, group[home]
+                    active[call] += self.moved[call][choice[call]]
                     work.append((fetching, group[home], own))
         direct, moved = [], []
         for maker, readers in enumerate(self._readers):
@@ -136,7 +141,6 @@ class Evaluator:
         slowest = max([(ends[turns * count + number] - ends[number]) / turns for number in self.order.last])
         busiest = max([sum([each for each, a, b in work if a in used or b in used]) for used in shape.used])
         resident = [known[option] for known, option in zip(self.resident, choice, strict=True)]
-        active = [known[option] for known, option in zip(self.active, choice, strict=True)]
         peak = max(
             [sum([resident[call] for call in calls]) + max([active[call] for call in calls]) for calls in shape.calls]
         )

@@ -9,11 +9,12 @@ from jax.sharding import Mesh
 from jrlhf.config import Config
 from jrlhf.errors import UserError
 from jrlhf.meshes import AXES
+from jrlhf.meshes.mesh import Device
 from jrlhf.meshes.plan import Plan
 from jrlhf.models import ModelConfig
 from jrlhf.planning.activations import Backend
-from jrlhf.planning.from_config import colocated, workload_of
-from jrlhf.planning.memory import GIB, Away, PlanMemory, Where, plan_memory
+from jrlhf.planning.from_config import colocated, divided, token_budgets, workload_of
+from jrlhf.planning.memory import GIB, Away, PlanMemory, Where, keepers, plan_memory
 from jrlhf.planning.nearest import Setting, nearest
 from jrlhf.planning.workload import Workload
 from jrlhf.sleep import resting
@@ -27,17 +28,17 @@ def check_memory(config: Config, mesh: Mesh, models: Mapping[str, ModelConfig], 
     Raises:
         UserError: one sentence: the call that needs most, what there is, and the nearest settings that fit.
     """
-    limit = capacity(config, mesh)
+    limit = capacity(config, mesh.devices.flat[0])
     if limit is None or not _has_calls(config):
         return
-    workload, backend = workload_of(config, models), backend_of(config, mesh)
+    workload, backend = workload_of(config, models), backend_of(config, mesh.devices.flat[0])
     plan, away = _planned(config, workload, mesh, plan), _away(config, workload)
     memory = plan_memory(workload, plan, backend, away=away)
     if memory.peak <= limit:
         return
     worst, source = memory.largest, "device.memory" if config.device.memory is not None else "a device"
     settings = nearest(workload, plan, limit, backend, away=away)
-    remedy = " or ".join(_keys(config, each) for each in settings[:MOST_NAMED])
+    remedy = " or ".join(_keys(config, each, workload, plan) for each in settings[:MOST_NAMED])
     raise UserError(
         f"{worst.call} needs {worst.total / GIB:.4g} GiB of each device, of which roles keep "
         f"{worst.resident / GIB:.4g}, and {source} has {limit / GIB:.4g}: "
@@ -53,24 +54,21 @@ def memory_of(config: Config, mesh: Mesh, models: Mapping[str, ModelConfig], pla
     """
     workload = workload_of(config, models)
     plan = _planned(config, workload, mesh, plan)
-    return plan_memory(workload, plan, backend_of(config, mesh), away=_away(config, workload))
+    return plan_memory(workload, plan, backend_of(config, mesh.devices.flat[0]), away=_away(config, workload))
 
 
-def capacity(config: Config, mesh: Mesh) -> float | None:
+def capacity(config: Config, device: Device) -> float | None:
     """Bytes of a device that a run may use: `device.memory`, or what an accelerator says; None where neither is."""
     if config.device.memory is not None:
         return config.device.memory * GIB
-    device = mesh.devices.flat[0]
     said = None if device.platform == "cpu" else device.memory_stats()
     return None if said is None else said.get("bytes_limit")
 
 
-def backend_of(config: Config, mesh: Mesh) -> Backend:
+def backend_of(config: Config, device: Device) -> Backend:
     """What compiles the calls. Simulated devices whose memory is given stand for GPUs."""
-    platform = mesh.devices.flat[0].platform
-    if platform == "cpu":
-        return Backend("gpu" if config.device.memory is not None else "cpu", config.compute.attention)
-    return Backend("tpu" if platform == "tpu" else "gpu", config.compute.attention)
+    simulated = device.platform == "cpu" and config.device.memory is None
+    return Backend("tpu" if device.platform == "tpu" else "cpu" if simulated else "gpu", config.compute.attention)
 
 
 def _has_calls(config: Config) -> bool:
@@ -78,9 +76,9 @@ def _has_calls(config: Config) -> bool:
 
 
 def _planned(config: Config, workload: Workload, mesh: Mesh, plan: Plan | None) -> Plan:
-    """The plan; of roles that share all devices, with the parts into which budgets of tokens divide rows."""
+    """The plan, with the parts into which budgets of tokens divide rows."""
     if plan is not None and config.plan != "colocate":
-        return plan
+        return divided(config, workload, plan)
     data, fsdp, tensor = (mesh.shape[axis] for axis in AXES)
     return colocated(config, workload, (data, fsdp, tensor))
 
@@ -90,20 +88,22 @@ def _away(config: Config, workload: Workload) -> Away:
     if config.algorithm is None:
         return {}
     calls = [call for call in workload.graph if call.kind != "compute"]
-    roles = [role for role in workload.models if role != "learner"]
     following = dict(pairwise(calls))
     away: dict[tuple[str, str], dict[str, Where]] = {}
-    for role, call in product(roles, calls):
+    for role, call in product(keepers(workload), calls):
         places = resting(config, role, call, following.get(call))
         away[role, call.name] = {part: place for part, place in places.items() if part != "generation"}
     return away
 
 
-def _keys(config: Config, setting: Setting) -> str:
+def _keys(config: Config, setting: Setting, workload: Workload, plan: Plan) -> str:
     """A setting's changes as a user would write them."""
-    stage = config.algorithm or "dpo"
+    key, budget = f"{config.algorithm or 'dpo'}.algorithm.micro_batch", token_budgets(config)["train"]
+    training = [plan[call.name].devices.count for call in workload.graph if call.kind == "train"]
+    count = max(training) * setting.changes.get("devices", plan.devices) // plan.devices
+    tokens = workload.rows // workload.minibatches * workload.length // count  # of a minibatch on a device
     written = {
-        "micro_batches": lambda parts: f"{stage}.algorithm.micro_batches={parts}",
+        "micro_batches": lambda parts: f"{key}es={parts}" if budget is None else f"{key}_tokens={tokens // parts}",
         "remat": lambda remat: f"compute.remat={remat}",
         "slots": lambda slots: f"rollout.slots={slots}",
         "fsdp": lambda fsdp: f"mesh.data=1 with mesh.fsdp={fsdp}",

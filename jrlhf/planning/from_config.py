@@ -1,6 +1,8 @@
 """What a config asks of its devices in one iteration, as a workload; and the plan by which it runs on its own mesh."""
 
 from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
 
 import jax.numpy as jnp
 
@@ -49,14 +51,20 @@ def workload_of(config: Config, models: Mapping[str, ModelConfig]) -> Workload:
         epochs=section.algorithm.epochs,
         minibatches=section.algorithm.minibatches,
         slots=config.rollout.slots,
+        chunk=config.rollout.chunk,
+        prefill=config.rollout.prefill,
         fused_loss=config.compute.fused_loss and section.algorithm.ratio == "token",
         **widths,
         **compute,
     )
 
 
-def _models(config: Config, models: Mapping[str, ModelConfig], graph: Graph) -> dict[str, tuple[RoleModel, ...]]:
-    """Role -> its models, of the roles that have calls with any."""
+def role_models(config: Config, models: Mapping[str, ModelConfig]) -> dict[str, RoleModel]:
+    """Every model that a run has, by name: as in `models`, and rewards and costs that are adapters likewise.
+
+    Raises:
+        UserError: an adapter cannot be read.
+    """
     lora, int8 = _adapter(config), config.lora.on and config.lora.base == "int8"
 
     def on_base(role: str, adapter: LoRAConfig | None, head: HeadKind, *, trained: bool = False) -> RoleModel:
@@ -68,31 +76,37 @@ def _models(config: Config, models: Mapping[str, ModelConfig], graph: Graph) -> 
             return RoleModel(models[role], head, trained)
         return on_base(role, lora, head, trained=trained)
 
-    found: dict[str, tuple[RoleModel, ...]] = {}
-    found["actor"] = (policy_like("actor", "lm", trained=True, own=False),)
+    found = {"actor": policy_like("actor", "lm", trained=True, own=False)}
     for role in ("critic", "cost_critic"):
         if role in models:
             own = role == "critic" and (config.roles.critic is not None or not config.lora.critic)
-            found[role] = (policy_like(role, "scalar", trained=True, own=own),)
+            found[role] = policy_like(role, "scalar", trained=True, own=own)
     if "reference" in models:
         own = config.roles.reference is not None
         reference = policy_like("reference", "lm", trained=False, own=own)
-        found["reference"] = (on_base("reference", None, "lm") if reference_is_base(config) else reference,)
+        found["reference"] = on_base("reference", None, "lm") if reference_is_base(config) else reference
+    if "reward_model" in config.stages:
+        learnt = RoleModel(models["reward"], "scalar", trained=False, wide=True)
+        found["reward"] = learnt if lora is None else on_base("reward", lora, "scalar")
     for role, parts in (("reward", config.rewards), ("cost", config.costs)):
-        scoring = []
-        if role == "reward" and "reward_model" in config.stages:
-            learnt = RoleModel(models["reward"], "scalar", trained=False, wide=True)
-            scoring.append(learnt if lora is None else on_base("reward", lora, "scalar"))
         for index, part in enumerate(parts):
             if part.model is not None:
-                scoring.append(RoleModel(models[f"{role} {part.name}"], "scalar", trained=False))
+                found[f"{role} {part.name}"] = RoleModel(models[f"{role} {part.name}"], "scalar", trained=False)
             if part.adapter is not None:
                 adapter = _read(part.adapter, f"{role}s[{index}].adapter")
-                scoring.append(RoleModel(models["actor"], "scalar", trained=False, lora=adapter, int8=int8))
-        found[role] = tuple(scoring)
+                found[f"{role} {part.name}"] = on_base("actor", adapter, "scalar")
+    return found
+
+
+def _models(config: Config, models: Mapping[str, ModelConfig], graph: Graph) -> dict[str, tuple[RoleModel, ...]]:
+    """Role -> its models, of the roles that have calls with any."""
+    found: dict[str, tuple[RoleModel, ...]] = {}
+    for name, model in role_models(config, models).items():
+        role = name.partition(" ")[0]
+        found[role] = (*found.get(role, ()), model)
     if "learner" in graph.roles:
         found["learner"] = found["actor"] + found.get("critic", ())
-    return {role: found[role] for role in graph.roles if found.get(role)}
+    return {role: found[role] for role in graph.roles if role in found}
 
 
 def _adapter(config: Config) -> LoRAConfig | None:
@@ -119,25 +133,43 @@ def colocated(config: Config, workload: Workload, sizes: tuple[int, int, int]) -
     """
     data, fsdp, tensor = sizes
     devices = data * fsdp * tensor
-    training = config.dpo.algorithm if config.algorithm is None else config.rl.algorithm
-    tokens = {"train": getattr(training, "micro_batch_tokens", None), "infer": config.compute.score_tokens}
-
-    def parts(call: Call) -> int:
-        """In how many a device computes its rows."""
-        if call.kind == "train" and tokens["train"] is None:
-            return training.micro_batches
-        if call.role in ("reward", "cost"):
-            return _scored_in(config, call.role, workload.rows)
-        if tokens.get(call.kind) is None:
-            return 1
-        rows = workload.rows // (devices * (workload.minibatches if call.kind == "train" else 1))
-        return max(1, -(-rows * workload.length // tokens[call.kind]))
+    parts = _training(config).micro_batches
 
     def placed(call: Call) -> Placement:
-        layout = LAYOUTS[call.kind]
-        return Placement(Slice(0, devices), layout, data, fsdp, tensor, micro_batches=parts(call))
+        micro_batches = parts if call.kind == "train" else 1
+        return Placement(Slice(0, devices), LAYOUTS[call.kind], data, fsdp, tensor, micro_batches=micro_batches)
 
-    return Plan("colocate", {call.name: placed(call) for call in workload.graph if workload.models.get(call.role)})
+    plan = Plan("colocate", {call.name: placed(call) for call in workload.graph if workload.models.get(call.role)})
+    return divided(config, workload, plan)
+
+
+def divided(config: Config, workload: Workload, plan: Plan) -> Plan:
+    """A plan with the parts into which budgets of tokens, and batches of reward models, divide a device's rows."""
+    tokens = token_budgets(config)
+
+    def parts(call: Call, placed: Placement) -> int:
+        if call.role in ("reward", "cost"):
+            return max(placed.micro_batches, _scored_in(config, call.role, workload.rows))
+        budget = tokens.get(call.kind)
+        if budget is None:
+            return placed.micro_batches
+        rows = workload.rows // (placed.devices.count * (workload.minibatches if call.kind == "train" else 1))
+        return max(1, -(-rows * workload.length // budget))
+
+    placements = {
+        name: replace(placed, micro_batches=parts(workload.graph[name], placed))
+        for name, placed in plan.placements.items()
+    }
+    return replace(plan, placements=placements)
+
+
+def token_budgets(config: Config) -> dict[str, int | None]:
+    """Kind of call -> the tokens that a device computes at a time, where a budget says so."""
+    return {"train": getattr(_training(config), "micro_batch_tokens", None), "infer": config.compute.score_tokens}
+
+
+def _training(config: Config) -> Any:
+    return config.dpo.algorithm if config.algorithm is None else config.rl.algorithm
 
 
 LAYOUTS: dict[str, LayoutName] = {"generate": "generate", "infer": "score", "train": "train"}  # of a kind of call

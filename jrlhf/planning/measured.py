@@ -9,7 +9,7 @@ from jrlhf.errors import UserError
 from jrlhf.models import ModelConfig
 from jrlhf.planning import measure
 from jrlhf.planning.collectives import Group
-from jrlhf.planning.units import Parts
+from jrlhf.planning.units import Parts, numbers
 from jrlhf.planning.workload import RoleModel, Workload
 
 Curve = tuple[tuple[float, float], ...]  # (size, seconds), sizes rising
@@ -80,6 +80,7 @@ class Measured:
     def update(self, model: RoleModel, share: float, micro_batches: int) -> Parts:
         """One optimizer update, and the sums of micro-batches' gradients."""
         added = _ACCUMULATE * micro_batches if micro_batches > 1 else 0
+        share *= numbers(model).trained / numbers(model).total  # an adapter's are few
         return {"optimizer": self._at(f"update {shape_key(model.config)}", share) * (1 + added)}
 
     def gather(self, group: Group, size: float, pieces: int = 1) -> float:

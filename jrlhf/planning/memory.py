@@ -4,7 +4,7 @@ States are exact (`states.py`); what a call needs beside them follows XLA's peak
 arithmetic: a call takes microseconds, and no device or compiler is asked.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from math import ceil
@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import jax.numpy as jnp
 
-from jrlhf.meshes import TRAIN, Call
+from jrlhf.meshes import GENERATE, TRAIN, Call, Layout
 from jrlhf.meshes.graph import Kind
 from jrlhf.meshes.plan import Placement, Plan
 from jrlhf.models import ModelConfig
@@ -30,8 +30,10 @@ from jrlhf.planning.activations import (
     infer_phase,
     train_phase,
 )
+from jrlhf.planning.collectives import alike
 from jrlhf.planning.slices import segments
-from jrlhf.planning.states import base_bytes, resident, stored_bytes, trained_bytes, weights
+from jrlhf.planning.states import resident, stored_bytes, trained_bytes, weights
+from jrlhf.planning.topology import LEARNER, LEARNT, home_of
 from jrlhf.planning.workload import RoleModel, Workload
 
 GIB = 2**30
@@ -49,10 +51,12 @@ class CallBytes:
     """Bytes of one device, by name.
 
     resident: what the call's role keeps on each device of its home. active: what the call needs besides, while it runs.
+    moved: a copy of the weights, which is there besides where the role lives elsewhere.
     """
 
     resident: Mapping[str, float]
     active: Mapping[str, float]
+    moved: float = 0.0
 
     @property
     def total(self) -> float:
@@ -60,39 +64,37 @@ class CallBytes:
         return sum(self.resident.values()) + sum(self.active.values())
 
 
-def call_bytes(
-    workload: Workload, call: Call, placement: Placement, backend: Backend = DEFAULT, *, home: Placement | None = None
-) -> CallBytes:
+def call_bytes(workload: Workload, call: Call, placement: Placement, backend: Backend = DEFAULT) -> CallBytes:
     """Of a call that has a model, in a placement.
 
     resident: {"weights", "optimizer"}, as if this placement were the role's home; on a base that roles share also
-        "base", which is there once for all of them; {} where another role trains these weights, and keeps them.
-    home: where the role lives, if not here: its weights are then here while the call runs.
+        "base", which is there once for all of them; {} where a learner trains these weights, and keeps them.
 
     Raises:
         ValueError: a model cannot be divided so.
     """
-    models, asked = workload.models.get(call.role, ()), _Asked.of(workload)
-    kept: dict[str, float] = {}
+    models, asked = workload.models.get(call.role, ()), _Asked.of(workload, call)
+    home, moved = home_of(workload.graph, call.role), 0.0
+    kept = _kept(models if home is not None and home.role == call.role else (), workload.dtype, placement)
     active: dict[str, float] = {}
-    owned = not _trained_elsewhere(workload, call.role)
     for model in models:
         staged = _stage(model, placement.pipeline)
-        if owned:
-            for part, size in resident(staged, workload.dtype, placement.fsdp, placement.tensor).items():
-                kept[part] = size if part == "base" else kept.get(part, 0.0) + size
         needs = dict(_active(asked, call.kind, staged, placement, backend))
-        needs |= _copy(asked, call.kind, staged, placement, home)
+        copied = _copied(staged, workload.dtype, placement)
+        if call.kind == "generate":
+            needs["generation weights"] = copied
+        else:
+            moved = max(moved, copied)
         if call.kind == "train":  # of several models in one program, all keep what their backward passes need
             active = {part: active.get(part, 0.0) + needs.get(part, 0.0) for part in {**active, **needs}}
         else:
             active = max(active, needs, key=lambda parts: sum(parts.values()))
-    return CallBytes(kept, {part: size for part, size in active.items() if size})
+    return CallBytes(kept, {part: size for part, size in active.items() if size}, moved)
 
 
 @dataclass(frozen=True)
 class _Asked:
-    """A workload's numbers: what a call's needs depend on beside its model and placement."""
+    """What a call's needs depend on beside its model and placement: fields of `Workload`, rows those of the call."""
 
     rows: int
     prompt: int
@@ -100,12 +102,15 @@ class _Asked:
     samples: int
     minibatches: int
     slots: int | None
+    chunk: int | None
+    prefill: int | None
     dtype: Any
     remat: Remat
 
     @classmethod
-    def of(cls, workload: Workload) -> "_Asked":
-        return cls(*(getattr(workload, name) for name in cls.__dataclass_fields__))
+    def of(cls, workload: Workload, call: Call) -> "_Asked":
+        same = cls(*(getattr(workload, name) for name in cls.__dataclass_fields__))
+        return replace(same, rows=workload.rows_of(call))
 
     @property
     def length(self) -> int:
@@ -124,18 +129,17 @@ def _active(asked: _Asked, kind: Kind, model: RoleModel, placement: Placement, b
     return {}
 
 
-def _copy(asked: _Asked, kind: Kind, model: RoleModel, placement: Placement, home: Placement | None) -> Phase:
-    """The weights, where the call does not compute with those that its role keeps there."""
-    size = jnp.dtype(asked.dtype).itemsize
+def _copied(model: RoleModel, dtype: Any, placement: Placement) -> float:
+    """The weights, cast, where the call does not compute with those that its role keeps."""
     if model.shared:
-        return {}
-    if kind == "generate":
-        return {"generation weights": base_bytes(model.config, placement.tensor, size, False)}
-    if home is None or (home.devices, home.sizes) == (placement.devices, placement.sizes):
-        return {}
-    wide = WIDE if kind == "train" or model.wide else size
-    stored = stored_bytes(model.config, model.head, TRAIN, placement.fsdp, placement.tensor, wide)
-    return {"moved weights": stored}
+        return 0.0
+    size = jnp.dtype(dtype).itemsize
+    return stored_bytes(model.config, model.head, _storage(placement), placement.fsdp, placement.tensor, size)
+
+
+def _storage(placement: Placement) -> Layout:
+    """By which a call stores the weights that are its own."""
+    return GENERATE if placement.layout == "generate" else TRAIN
 
 
 def _training(asked: _Asked, model: RoleModel, placement: Placement, backend: Backend) -> Phase:
@@ -145,9 +149,8 @@ def _training(asked: _Asked, model: RoleModel, placement: Placement, backend: Ba
     layers = _layered_bytes(model, placement) if model.lora is None else whole
     parts, phase = placement.micro_batches, Gradients(layers, whole)
     transposed = _transposed(model, placement, WIDE) if layout != "generate" else 0.0
-    needs = train_phase(model.config, model.head, each, asked.remat, phase, parts, backend, transposed)
-    if placement.pipeline > 1 and "kept activations" in needs:  # of the micro-batches that are on their way
-        needs["kept activations"] *= min(placement.pipeline, parts)
+    running = min(placement.pipeline, parts)
+    needs = train_phase(model.config, model.head, each, asked.remat, phase, parts, running, backend, transposed)
     return needs | {"inputs": TRAINED * asked.rows * asked.length / placement.devices.count}
 
 
@@ -162,20 +165,18 @@ def _inferring(asked: _Asked, model: RoleModel, placement: Placement, backend: B
 def _generating(asked: _Asked, model: RoleModel, placement: Placement, backend: Backend) -> Phase:
     config, groups, tensor = model.config, placement.data * placement.fsdp, placement.tensor
     size = jnp.dtype(asked.dtype).itemsize
-    slots = min(asked.slots or asked.rows, asked.rows) / groups / placement.micro_batches
-    waiting = asked.slots is not None and asked.slots < asked.rows
-    together = slots / asked.samples
-    if waiting or asked.samples > 1:  # a wave at a time, of an eighth of the slots (`models.schedule`)
-        together = max(1.0, slots // (8 * asked.samples))
-    prompts = arrays(
-        config, model.head, together, asked.prompt, "generate", tensor, asked.dtype, backend
-    )  # all that prefill together
-    caches = cache_bytes(config, slots, asked.length, tensor, size)
-    logits = WIDE * slots / tensor * config.padded_vocab
-    needs = generate_phase(config, prompts, caches, logits, tensor, backend)
-    if waiting or asked.samples > 1:  # the slots' caches are there before a wave's
+    rows = asked.rows / placement.micro_batches
+    slots = min(asked.slots or rows, rows) / groups
+    together, wave = slots, 0.0  # prompts that are read together, and where they wait for their slots
+    one_chunk = asked.chunk is None or asked.response <= asked.chunk
+    if not (one_chunk and asked.samples == 1 and slots == rows / groups):  # as `models.engine` divides them
+        most = slots // asked.samples
+        together = max(1.0, min(asked.prefill or most // 8, most))
         wave = cache_bytes(config, together, asked.prompt, tensor, size)
-        needs = {**needs, "KV cache": caches + wave}
+    prompts = arrays(config, model.head, together, asked.prompt, "generate", tensor, asked.dtype, backend)
+    cache = cache_bytes(config, slots, asked.length, tensor, size)
+    logits = WIDE * slots / tensor * config.padded_vocab
+    needs = generate_phase(config, prompts, cache, wave, logits, tensor, backend)
     return needs | {"inputs": GENERATED * asked.rows * asked.length / placement.devices.count}
 
 
@@ -282,13 +283,10 @@ class PlanMemory:
         return max(self.phases, key=lambda phase: phase.total)
 
 
-def home_of(workload: Workload, plan: Plan, role: str) -> Placement | None:
-    """Where a role lives: where it is trained, or else where its first call runs; None where it keeps nothing."""
-    if _trained_elsewhere(workload, role) or not workload.models.get(role):
-        return None
-    calls = [call for call in workload.graph if call.role == role and call.name in plan.placements]
-    training = [call for call in calls if call.kind == "train"]
-    return plan[(training or calls)[0].name] if calls else None
+def keepers(workload: Workload) -> dict[str, tuple[RoleModel, ...]]:
+    """Role -> the models that it keeps: a learner's are those of the roles that it trains."""
+    models = dict(workload.models)
+    return models | {role: (model,) for role, model in zip(LEARNT, models.pop(LEARNER, ()), strict=False)}
 
 
 def plan_memory(workload: Workload, plan: Plan, backend: Backend = DEFAULT, *, away: Away | None = None) -> PlanMemory:
@@ -301,24 +299,20 @@ def plan_memory(workload: Workload, plan: Plan, backend: Backend = DEFAULT, *, a
     """
     away = away or {}
     calls = [call for call in workload.graph if call.name in plan.placements and workload.models.get(call.role)]
-    homes = {role: home_of(workload, plan, role) for role in dict.fromkeys(call.role for call in calls)}
-    states: dict[str, dict[str, float]] = {}
-    bases: list[tuple[Placement, float]] = []
-    for role, home in homes.items():
-        if home is not None:
-            states[role] = _kept(workload, role, home)
-        for call in calls:
-            if call.role == role and any(model.shared for model in workload.models[role]):
-                model = next(model for model in workload.models[role] if model.shared)
-                size = jnp.dtype(workload.dtype).itemsize
-                bases.append((plan[call.name], base_bytes(model.config, plan[call.name].tensor, size, model.int8)))
-    needs = {
-        call.name: call_bytes(workload, call, plan[call.name], backend, home=homes[call.role]).active for call in calls
-    }
+    keeping = keepers(workload)
+    living = {role: home_of(workload.graph, role, plan) for role in keeping}
+    homes = {role: plan[call.name] for role, call in living.items() if call is not None}
+    states = {role: _kept(keeping[role], workload.dtype, home) for role, home in homes.items()}
+    bases = [(homes[role], kept.pop("base")) for role, kept in states.items() if "base" in kept]
+    needs = {}
+    for call in calls:
+        said, placement = call_bytes(workload, call, plan[call.name], backend), plan[call.name]
+        elsewhere = said.moved and not alike(homes.get(call.role, placement), placement)
+        needs[call.name] = {**said.active, "moved weights": said.moved} if elsewhere else said.active
     stretches, phases = [], {}
     for group in segments(placement.devices for placement in plan.placements.values()):
         start = group.start
-        here = {role: states[role] for role, home in homes.items() if home and _holds(home, start)}
+        here = {role: states[role] for role, home in homes.items() if _holds(home, start)}
         base = max((size for placed, size in bases if _holds(placed, start)), default=0.0)
         kept = {role: sum(parts.values()) for role, parts in here.items()} | ({"base": base} if base else {})
         running = [call for call in calls if _holds(plan[call.name], start)]
@@ -340,24 +334,14 @@ def plan_memory(workload: Workload, plan: Plan, backend: Backend = DEFAULT, *, a
     return PlanMemory({**shown, **states}, ordered, tuple(stretches))
 
 
-def _kept(workload: Workload, role: str, home: Placement) -> dict[str, float]:
-    """What a role keeps of its own."""
+def _kept(models: Sequence[RoleModel], dtype: Any, home: Placement) -> dict[str, float]:
+    """What a role keeps of its models; "base" is there once."""
     kept: dict[str, float] = {}
-    for model in workload.models[role]:
+    for model in models:
         staged = _stage(model, home.pipeline)
-        for part, size in resident(staged, workload.dtype, home.fsdp, home.tensor).items():
-            if part != "base":
-                kept[part] = kept.get(part, 0.0) + size
+        for part, size in resident(staged, dtype, home.fsdp, home.tensor, _storage(home)).items():
+            kept[part] = size if part == "base" else kept.get(part, 0.0) + size
     return kept
-
-
-def _trained_elsewhere(workload: Workload, role: str) -> bool:
-    """Whether a role's models are trained, but in another's calls: that one keeps them, as the learner the actor's."""
-    models = workload.models.get(role, ())
-    trains = {call.role for call in workload.graph if call.kind == "train"}
-    if role in trains or not any(model.trained for model in models):
-        return False
-    return any(model in workload.models.get(other, ()) for other in trains for model in models)
 
 
 def _holds(placement: Placement, device: int) -> bool:

@@ -3,13 +3,14 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, product
+from math import inf
 from typing import Any
 
 from jrlhf.meshes.plan import Placement, Plan, Slice
 from jrlhf.models import LoRAConfig
 from jrlhf.models.remat import REMATS
 from jrlhf.planning.activations import DEFAULT, Backend
-from jrlhf.planning.memory import Away, Where, plan_memory
+from jrlhf.planning.memory import Away, Where, keepers, plan_memory
 from jrlhf.planning.workload import RoleModel, Workload
 
 STRONGER = tuple(reversed(REMATS))  # from the one that keeps most to the one that keeps least
@@ -32,7 +33,8 @@ class Setting:
     """Changes that together fit. peak: bytes of the device that then needs most.
 
     changes: "micro_batches", of every call that trains; "remat"; "slots"; "fsdp", with data=1; "sleep", what is in the
-        host's memory while nothing trains; "lora", a rank; "devices", all of them for fsdp.
+        host's memory while nothing trains; "lora", a rank; "devices", all of them for fsdp, with the micro-batches that
+        they leave.
     """
 
     changes: Mapping[str, Any]
@@ -51,7 +53,10 @@ def nearest(
     """
 
     def peak(case: Case) -> float:
-        return plan_memory(case.workload, case.plan, backend, away=case.away).peak
+        try:
+            return plan_memory(case.workload, case.plan, backend, away=case.away).peak
+        except ValueError:  # a model cannot be divided so
+            return inf
 
     case = Case(workload, plan, away or {})
     if peak(case) <= capacity:
@@ -69,9 +74,14 @@ def nearest(
     if instead:
         return instead
     for devices in _doubled(plan.devices):
-        more = replace(case, plan=_on(plan, devices // plan.devices))
-        if peak(more) <= capacity:
-            return [Setting({"devices": devices}, peak(more))]
+        if workload.rows // workload.minibatches % devices:
+            break
+        more = _on(plan, devices // plan.devices)
+        size = peak(replace(case, plan=more))
+        if size <= capacity:
+            parts = _parts(case.workload, more)
+            changed = {} if parts == _parts(case.workload, plan) else {"micro_batches": parts}
+            return [Setting({"devices": devices, **changed}, size)]
     return []
 
 
@@ -104,9 +114,8 @@ def _micro_batches(case: Case) -> Iterator[Change]:
     if not placed:
         return
     rows = case.workload.rows // case.workload.minibatches
-    present = max(each.micro_batches for each in placed)
     most = min(rows // each.devices.count for each in placed)
-    for parts in _doubled(present):
+    for parts in _doubled(_parts(case.workload, case.plan)):
         if parts > most or any(rows % (each.devices.count * parts) for each in placed):
             return
         yield parts, lambda case, parts=parts: _placed(case, lambda at: replace(at, micro_batches=parts), training)
@@ -138,7 +147,7 @@ def _fsdp(case: Case) -> Iterator[Change]:
 
 
 def _sleep(case: Case) -> Iterator[Change]:
-    trained = [role for role, models in case.workload.models.items() if any(model.trained for model in models)]
+    trained = [role for role, models in keepers(case.workload).items() if any(model.trained for model in models)]
     calls = [call for call in case.workload.graph if call.kind in ("generate", "infer")]
     gone: Mapping[str, Where] = {"optimizer": "pinned_host"}
     asleep = {(role, call.name): {**case.away.get((role, call.name), {}), **gone} for role in trained for call in calls}
@@ -180,11 +189,18 @@ def _placed(case: Case, change: Callable[[Placement], Placement], calls: Sequenc
     return replace(case, plan=replace(case.plan, placements=placements))
 
 
+def _parts(workload: Workload, plan: Plan) -> int:
+    """Micro-batches of an update: the most of any."""
+    training = (call.name for call in workload.graph if call.kind == "train" and call.name in plan.placements)
+    return max((plan[name].micro_batches for name in training), default=1)
+
+
 def _on(plan: Plan, times: int) -> Plan:
-    """The plan on so many times the devices, all of them for fsdp."""
+    """The plan on so many times the devices, all of them for fsdp, with parts of as many rows, or one of all."""
 
     def more(at: Placement) -> Placement:
-        return replace(at, devices=Slice(at.devices.start * times, at.devices.count * times), fsdp=at.fsdp * times)
+        devices = Slice(at.devices.start * times, at.devices.count * times)
+        return replace(at, devices=devices, fsdp=at.fsdp * times, micro_batches=max(1, at.micro_batches // times))
 
     return replace(plan, placements={name: more(each) for name, each in plan.placements.items()})
 

@@ -126,7 +126,11 @@ def row_parts(workload: Workload, call: Call, placement: Placement) -> int:
 
 
 def divides(workload: Workload, call: Call, placement: Placement) -> bool:
-    """Whether the rows of the workload divide as the placement would have them."""
+    """Whether the rows of the workload divide as the placement would have them, and where they are drawn, the slots."""
+    groups, slots = placement.data * placement.fsdp, workload.slots
+    if call.kind == "generate" and slots is not None:
+        if slots % (groups * placement.tensor) or slots < groups * workload.samples:
+            return False
     return workload.rows % row_parts(workload, call, placement) == 0
 
 
@@ -137,7 +141,7 @@ def layouts(workload: Workload, call: Call) -> tuple[LayoutName, ...]:
 
 def on_base(workload: Workload, role: str) -> bool:
     """Whether a role is an adapter on the base that such roles share, or the base itself."""
-    return any(each.lora is not None or getattr(each, "is_base", False) for each in workload.models[role])
+    return any(each.shared for each in workload.models[role])
 
 
 def options(

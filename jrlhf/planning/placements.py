@@ -174,8 +174,8 @@ def _fit(
     """
     if not all(choices.values()):
         return None
-    homes = {home_of(graph, call.role).name for call in graph if call.name in choices}
-    kept = {name: min(choices[name], key=first).price.resident for name in choices if name in homes}
+    homes = [home_of(graph, call.role) for call in graph if call.name in choices]
+    kept = {name: min(choices[name], key=first).price.resident for name in choices if graph[name] in homes}
     left, found = capacity - sum(kept.values()), {}
     for name, known in choices.items():
         fitting = [each for each in known if each.price.active <= left and each.price.resident <= kept.get(name, 0.0)]

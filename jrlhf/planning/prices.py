@@ -13,16 +13,19 @@ class Price:
 
     seconds: from its inputs being there to its outputs.
     resident: bytes that its role keeps there from call to call: weights, optimizer state.
-    active: bytes besides, while it runs: copies of weights, activations, cache.
+    active: bytes besides, while it runs: activations, cache, weights as generation needs them.
+    moved: bytes of a copy of the weights, while it runs where its role does not live.
     """
 
     seconds: float
     resident: float
     active: float
+    moved: float = 0.0
 
 
 class Prices(Protocol):
-    """A role lives where it is trained, or else where its first call runs; `resident` is 0 in its other calls."""
+    """A role lives where it is trained, or else where its first call runs; `resident` is 0 in its other calls, and what
+    roles share is in one call's."""
 
     def call(self, call: Call, placement: Placement) -> Price:
         """Of a call that has a model."""

@@ -6,9 +6,9 @@ from jrlhf.config import Config
 from jrlhf.consistency import indivisible, mesh_sizes
 from jrlhf.errors import UserError
 from jrlhf.meshes import Call, Graph
-from jrlhf.meshes.plan import Placement, Plan
+from jrlhf.meshes.plan import Placement, Plan, Slice
 from jrlhf.models import ModelConfig
-from jrlhf.planning.check import check_nested
+from jrlhf.planning.slices import nested
 
 SUITED = {"generate": ("generate",), "infer": ("score", "train_tp", "generate"), "train": ("train", "train_tp")}
 
@@ -35,6 +35,24 @@ def check_runs(plan: Plan, config: Config, graph: Graph, models: Mapping[str, Mo
         _check_rows(config, call, plan[name])
     _check_base(config, wanted.values(), plan, devices)
     check_nested(plan)
+
+
+def check_nested(plan: Plan) -> None:
+    """Refuses devices that overlap in part: between those neither weights nor values move without a host.
+
+    Raises:
+        UserError: which two calls, and the nearest devices that do not.
+    """
+    placed = list(plan.placements.items())
+    for index, (name, placement) in enumerate(placed):
+        for other, others in placed[:index]:
+            one, two = others.devices, placement.devices
+            if not nested([one, two]):
+                union = Slice(min(one.start, two.start), max(one.stop, two.stop) - min(one.start, two.start))
+                raise UserError(
+                    f"devices {one} of {other} and {two} of {name} overlap in part: let them be the same, apart, or "
+                    f"one within the other, such as {union} and {two}"
+                )
 
 
 def has_model(call: Call, config: Config) -> bool:

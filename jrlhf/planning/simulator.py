@@ -14,7 +14,7 @@ from typing import Literal
 
 from jrlhf.meshes import Graph
 from jrlhf.meshes.plan import Placement, Plan, Slice
-from jrlhf.planning.prices import Price, Prices
+from jrlhf.planning.prices import Prices
 from jrlhf.planning.slices import segments
 from jrlhf.planning.topology import Topology, topology
 
@@ -103,7 +103,7 @@ def simulate(
     steady = max((ends[name, iterations - 1] - ends[name, 0]) / (iterations - 1) for name in names)
     groups = segments([placement.devices for placement in plan.placements.values()])
     busiest = max(_busy(group, spans) for group in groups) / iterations
-    memory = tuple(_memory(group, plan, schedule.prices, spans) for group in groups)
+    memory = tuple(_memory(group, plan, schedule, spans) for group in groups)
     return Simulation(max(steady, busiest), max(ends.values()), tuple(spans), memory)
 
 
@@ -122,6 +122,8 @@ class _Schedule:
         self.prices = {
             call.name: prices.call(call, self.places[index]) for index, call in enumerate(calls) if order.placed[index]
         }
+        self.fetching = [self._fetching(index) if order.placed[index] else 0.0 for index in range(len(calls))]
+        self.brought = {calls[index].name for index, seconds in enumerate(self.fetching) if seconds}
         self.ready: list[tuple[float, int, int, int, int]] = []  # when, what goes first, iteration, call, read by
         self.waits = {(at, each): self._waits(at, each) for at in range(iterations) for each in range(len(calls))}
         self.arrived = dict.fromkeys(self.waits, 0.0)
@@ -158,13 +160,15 @@ class _Schedule:
         self.spans.append(Span(kind, name, iteration, start, end, tuple(dict.fromkeys(places)), source))
         return end
 
+    def _fetching(self, call: int) -> float:
+        """Seconds that a call's weights take from where its role lives."""
+        here, home = place(self.places[call]), place(self.places[self.order.home[call]])
+        return 0.0 if here == home else self.source.reallocation(self.order.graph.calls[call].role, home, here)
+
     def _call(self, iteration: int, call: int, ready: float) -> float:
         here, home = self.places[call], self.places[self.order.home[call]]
-        if place(here) != place(home):
-            role = self.order.graph.calls[call].role
-            seconds = self.source.reallocation(role, place(home), place(here))
-            if seconds:
-                ready = self._occupy("reallocation", iteration, call, ready, seconds, [home.devices, here.devices])
+        if seconds := self.fetching[call]:
+            ready = self._occupy("reallocation", iteration, call, ready, seconds, [home.devices, here.devices])
         seconds = self.prices[self.order.graph.calls[call].name].seconds
         return self._occupy("call", iteration, call, ready, seconds, [here.devices])
 
@@ -197,11 +201,13 @@ def _busy(group: Slice, spans: Sequence[Span]) -> float:
     return sum(span.seconds for span in spans if any(each.overlaps(group) for each in span.devices))
 
 
-def _memory(group: Slice, plan: Plan, prices: dict[str, Price], spans: Sequence[Span]) -> Memory:
+def _memory(group: Slice, plan: Plan, schedule: _Schedule, spans: Sequence[Span]) -> Memory:
     here = [name for name, placement in plan.placements.items() if placement.devices.overlaps(group)]
     starts = {(span.call, span.iteration): span.start for span in reversed(spans) if span.kind != "transfer"}
+    prices = schedule.prices
+    needs = {name: prices[name].active + prices[name].moved * (name in schedule.brought) for name in here}
     active = [
-        (starts[span.call, span.iteration], span.end, prices[span.call].active)
+        (starts[span.call, span.iteration], span.end, needs[span.call])
         for span in spans
         if span.kind == "call" and span.call in here
     ]

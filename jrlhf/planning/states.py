@@ -104,8 +104,10 @@ def trained_bytes(model: RoleModel, fsdp: int, tensor: int) -> float:
     return stored_bytes(model.config, model.head, TRAIN, fsdp, tensor, WIDE)
 
 
-def resident(model: RoleModel, dtype: Any, fsdp: int, tensor: int) -> dict[str, float]:
+def resident(model: RoleModel, dtype: Any, fsdp: int, tensor: int, layout: Layout = TRAIN) -> dict[str, float]:
     """What a role keeps of one model on each device of its home. "base" is there once for all roles that share it.
+
+    layout: by which a frozen model of its own is stored.
 
     Raises:
         ValueError: the model cannot be divided so.
@@ -121,7 +123,7 @@ def resident(model: RoleModel, dtype: Any, fsdp: int, tensor: int) -> dict[str, 
         kept["weights"] = trained_bytes(model, fsdp, tensor)
     elif not model.is_base:
         size = WIDE if model.wide else itemsize
-        kept["weights"] = stored_bytes(model.config, model.head, TRAIN, fsdp, tensor, size)
+        kept["weights"] = stored_bytes(model.config, model.head, layout, fsdp, tensor, size)
     return kept
 
 

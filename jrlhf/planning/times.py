@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jrlhf.meshes import Call
 from jrlhf.meshes.hardware import Cluster
 from jrlhf.meshes.plan import Placement
-from jrlhf.planning.collectives import Group, group, reallocation_seconds, transfer_seconds
+from jrlhf.planning.collectives import Group, group, reallocation_seconds, stored, transfer_seconds
 from jrlhf.planning.prices import Price
 from jrlhf.planning.topology import home_of
 from jrlhf.planning.units import Parts, Physical, numbers
@@ -80,7 +80,7 @@ class _Mesh:
         self.slices = 1 if whole_layers else placement.tensor
         self.ways = placement.data * placement.fsdp * (placement.tensor if whole_layers else 1)
         self.sharers = placement.tensor if whole_layers else 1  # devices whose tokens meet at a slice of the vocabulary
-        self.share = 1 / (placement.tensor * placement.pipeline * placement.fsdp)
+        self.share = stored(placement)
         node = cluster.node
         self.tensor, self.fsdp = group(placement, node, "tensor"), group(placement, node, "fsdp")
         self.data, self.pipeline = group(placement, node, "data"), group(placement, node, "pipeline")
@@ -135,8 +135,7 @@ class _Mesh:
 
 def _infer(mesh: _Mesh, call: Call) -> Parts:
     workload = mesh.workload
-    rows = workload.rows * (2 if "logprobs_with_base" in call.name else 1)
-    tokens = mesh.tokens(rows, mesh.parts, workload.length)
+    tokens = mesh.tokens(workload.rows_of(call), mesh.parts, workload.length)
     one = mesh.stage(tokens, workload.length, False)
     return _piped(mesh, one, mesh.parts, mesh.parts) | mesh.units.call()
 
@@ -162,7 +161,7 @@ def _piped(mesh: _Mesh, one: Parts, parts: int, turns: int) -> Parts:
 
 
 def _generate(mesh: _Mesh, call: Call) -> Parts:
-    """Prefill and decoding, `micro_batches` times over a part of the rows.
+    """Prefill and decoding, `micro_batches` times over a part of the rows. A prompt's samples share its prefill.
 
     Without slots, rows that are done are fed on until the last one is. With slots, a row takes the place of one that is
     done: all but the last row of a slot are as long as the mean.
@@ -186,7 +185,7 @@ def _generate(mesh: _Mesh, call: Call) -> Parts:
         hop = here * mesh.model.config.embed * mesh.size
         step["stages"] = units.gather(Group(2, min(2, mesh.pipeline.local)), 2 * hop)
     prefill = {}
-    filled = mesh.tokens(rows, stages, workload.prompt)
+    filled = mesh.tokens(rows / workload.samples, stages, workload.prompt)
     for name, each in units.layer(mesh.model, filled, workload.prompt, mesh.slices, False).items():
         prefill[name] = mesh.layers * each
     if mesh.slices > 1:
@@ -206,7 +205,7 @@ def _add(total: Parts, parts: Mapping[str, float], times: float = 1.0) -> None:
 class Estimator:
     """The prices of a workload's calls on a cluster: `prices.Prices`. Every question is answered once.
 
-    bytes_of: (workload, call, placement) -> what has `resident` and `active`, mappings to bytes of a device.
+    bytes_of: (workload, call, placement) -> bytes of a device, as `memory.call_bytes` has them.
     units: of time; None for those of the hardware's figures.
     """
 
@@ -220,6 +219,8 @@ class Estimator:
     ):
         self._workload, self._cluster, self._bytes = workload, cluster, bytes_of
         self._units = units or physical(workload, cluster)
+        on_base = [role for role, models in workload.models.items() if any(model.shared for model in models)]
+        self._base = home_of(workload.graph, on_base[0]) if on_base else None  # the base is there once for all of them
         self._calls: dict[Any, Price] = {}
         self._moves: dict[Any, float] = {}
 
@@ -234,9 +235,9 @@ class Estimator:
         if key not in self._calls:
             seconds = self.time(call, placement).seconds
             held = self._bytes(self._workload, call, placement)
-            at_home = home_of(self._workload.graph, call.role) == call
-            resident = sum(held.resident.values()) if at_home else 0.0
-            self._calls[key] = Price(seconds, resident, sum(held.active.values()))
+            kept = held.resident if home_of(self._workload.graph, call.role) == call else {}
+            resident = sum(size for part, size in kept.items() if part != "base" or call == self._base)
+            self._calls[key] = Price(seconds, resident, sum(held.active.values()), held.moved)
         return self._calls[key]
 
     def time(self, call: Call, placement: Placement) -> CallTime:
@@ -259,6 +260,4 @@ class Estimator:
 
 def _weight_bytes(model: RoleModel, dtype: Any) -> float:
     """What travels of a model: its matrices in the compute dtype; of an adapter the adapter, in float32."""
-    if model.lora is not None:
-        return 4.0 * numbers(model).adapters * model.config.layers
-    return numbers(model).total * jnp.dtype(dtype).itemsize
+    return numbers(model).trained * (4.0 if model.lora is not None else jnp.dtype(dtype).itemsize)

@@ -4,8 +4,10 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from jrlhf.meshes import Call, Graph
+from jrlhf.meshes.plan import Plan
 
 LEARNER = "learner"  # the role that trains actor and critic in one program: they live where it is
+LEARNT = ("actor", "critic")
 
 
 @dataclass(frozen=True)
@@ -36,8 +38,8 @@ def topology(graph: Graph, roles: Collection[str] | None = None, *, lockstep: bo
     number = {call.name: index for index, call in enumerate(calls)}
     placed = tuple(has_model(call, roles) for call in calls)
     before = tuple(tuple(number[other.name] for other in graph.before(call)) for call in calls)
-    homes = {call.role: number[home_of(graph, call.role).name] for call in calls}
-    home = tuple(homes[call.role] if placed[index] else index for index, call in enumerate(calls))
+    homes = (home_of(graph, call.role) or call for call in calls)
+    home = tuple(number[at.name] if placed[index] else index for index, at in enumerate(homes))
     updated = tuple(
         (home[index],) if placed[index] and calls[home[index]].kind == "train" else () for index in range(len(calls))
     )
@@ -58,11 +60,17 @@ def has_model(call: Call, roles: Collection[str] | None) -> bool:
     return call.kind != "compute" and (roles is None or call.role in roles)
 
 
-def home_of(graph: Graph, role: str) -> Call:
-    """The call in whose placement a role's weights live: the one that trains it, or else its first."""
-    own = [call for call in graph if call.role == role]
-    learner = [call for call in graph if call.role == LEARNER] if role in ("actor", "critic") else []
-    return next((call for call in [*own, *learner] if call.kind == "train"), own[0])
+def home_of(graph: Graph, role: str, plan: Plan | None = None) -> Call | None:
+    """The call in whose placement a role's weights live: that which trains it, or else its first; None: it has none.
+
+    plan: only calls that it places count, and of several that do not train, one that sees the layers stacked goes
+        first: from there they come apart.
+    """
+    if role in LEARNT and LEARNER in graph.roles:
+        role = LEARNER
+    own = [call for call in graph if call.role == role and (plan is None or call.name in plan.placements)]
+    own.sort(key=lambda call: (call.kind != "train", plan is not None and plan[call.name].layout == "generate"))
+    return own[0] if own else None
 
 
 def _is_awaited(index: int, before: tuple[tuple[int, ...], ...], placed: tuple[bool, ...]) -> bool:

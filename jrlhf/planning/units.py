@@ -112,10 +112,8 @@ class Physical:
 
     def update(self, model: RoleModel, share: float, micro_batches: int) -> Parts:
         """One optimizer update of this share of a model's numbers, whose gradient was summed over micro-batches."""
-        counted = numbers(model)
-        trained = counted.adapters * model.config.layers if model.lora is not None else counted.total
         size = _UPDATE + (_ACCUMULATE * micro_batches if micro_batches > 1 else 0)
-        return {"optimizer": trained * share * size / self._stream}
+        return {"optimizer": numbers(model).trained * share * size / self._stream}
 
     def gather(self, group: Group, size: float, pieces: int = 1) -> float:
         """An all-gather to `size` bytes, or a reduce-scatter of them. Compilers join the pieces of a layer."""
@@ -152,7 +150,11 @@ class Physical:
 
 
 class Numbers:
-    """What is counted of a model, once. layer, head, adapters: numbers in matrices; per layer, whole, per layer."""
+    """What is counted of a model, once.
+
+    layer, head, adapters: numbers in matrices; per layer, whole, per layer. total: of all matrices; trained: of those
+        that an update changes.
+    """
 
     def __init__(self, model: RoleModel):
         config = model.config
@@ -163,6 +165,7 @@ class Numbers:
         self.total = layer_weights(config) + embeddings
         if model.head == "lm" and not config.tie_embeddings:
             self.total += embeddings
+        self.trained = self.total if model.lora is None else self.adapters * config.layers
         self.cache = 2.0 * config.kv_heads * config.head_dim
         self.per_pair = 4.0 * config.heads * config.head_dim
         self._local, self._window = sum(config.locality) / config.layers, config.window

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jrlhf.meshes import Graph
+from jrlhf.meshes import Call, Graph
 from jrlhf.models import LoRAConfig, ModelConfig
 from jrlhf.models.params import HeadKind
 from jrlhf.models.remat import Remat
@@ -45,7 +45,8 @@ class Workload:
         actor and critic in one program; a weighted sum of reward models scores with each).
     rows: responses of an iteration. samples: of them for each prompt.
     prompt, response: tokens that arrays are as wide as. mean_prompt, mean_response: what rows have on average.
-    epochs, minibatches: of an update. slots: rows that decode at a time, None for all.
+    epochs, minibatches: of an update. slots: rows that decode at a time, None for all. chunk: steps of one program that
+        decodes, None for all. prefill: as in `models.schedule`.
     dtype: of compute. remat: as in `models.remat`. fused_loss: as in `programs.Compute`.
     """
 
@@ -60,6 +61,8 @@ class Workload:
     epochs: int = 1
     minibatches: int = 1
     slots: int | None = None
+    chunk: int | None = None
+    prefill: int | None = None
     dtype: Any = jnp.dtype(jnp.float32)
     remat: Remat = "full"
     fused_loss: bool = True
@@ -68,3 +71,7 @@ class Workload:
     def length(self) -> int:
         """T: the width of every batch of tokens."""
         return self.prompt + self.response
+
+    def rows_of(self, call: Call) -> int:
+        """That a call computes: each twice where an adapter and its bare base are scored in one pass."""
+        return self.rows * (2 if call.name.endswith(".logprobs_with_base") else 1)

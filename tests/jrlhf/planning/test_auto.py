@@ -20,6 +20,9 @@ class Device:
     device_kind: str = "NVIDIA H100 80GB HBM3"
     platform: str = "gpu"
 
+    def memory_stats(self) -> None:
+        """It does not say."""
+
 
 @pytest.fixture(autouse=True)
 def no_profiles(monkeypatch, tmp_path):
@@ -53,6 +56,12 @@ def test_adapters_stay_in_the_mesh_of_the_config():
     plan = searched(config, models, [Device()] * 8)
     check_runs(plan, config, graph_of(config), models, 8)
     assert plan["actor.generate"].sizes == (1, 2, 4)
+
+
+def test_a_plan_fits_the_memory_that_a_run_may_use():
+    config = config_of("device.memory=50")
+    _, prices = prices_here(config, workload_of(config, architectures(config)), [Device()] * 8)
+    assert prices.capacity == 50 * 2**30
 
 
 def test_unknown_devices_are_to_be_measured_first():

@@ -149,6 +149,14 @@ def test_every_call_of_a_model_has_a_place_and_no_other(tmp_path):
         chosen(write(tmp_path, mapping))
 
 
+def test_devices_that_overlap_in_part_are_refused(tmp_path):
+    mapping = chosen(config_of(rewards=FUNCTION)).as_dict()
+    mapping["calls"]["actor.update"] = {"layout": "train", "devices": "0-3", "fsdp": 4}
+    mapping["calls"]["critic.update"] = {"layout": "train", "devices": "2-5", "fsdp": 4}
+    with pytest.raises(UserError, match="overlap in part: .* such as 0-5 and "):
+        chosen(write(tmp_path, mapping, rewards=FUNCTION))
+
+
 def test_generation_is_divided_by_slots_and_groups_by_prompts(tmp_path):
     section = {"rollout_batch": 32, "algorithm": {"samples": 8}}
     mapping = chosen(config_of("grpo", grpo=section)).as_dict()

@@ -1,10 +1,12 @@
 """What a config asks for, as a workload; and runs that cannot fit, refused before anything is loaded."""
 
+import re
+
 import pytest
 
 from jrlhf.config import load_config
 from jrlhf.errors import UserError
-from jrlhf.launch import architectures
+from jrlhf.launch import architectures, select_plan
 from jrlhf.meshes import make_mesh
 from jrlhf.planning.fits import capacity, check_memory, memory_of
 from jrlhf.planning.from_config import colocated, workload_of
@@ -21,7 +23,7 @@ def test_a_run_that_cannot_fit_is_refused_with_settings_that_do():
     with pytest.raises(UserError) as found:
         check_memory(*loaded("llama3-8b-ppo", "device.memory=46"))
     said = str(found.value)
-    assert "actor.generate needs 50.0" in said and "device.memory has 46" in said and "\n" not in said
+    assert "actor.generate needs 49.0" in said and "device.memory has 46" in said and "\n" not in said
     assert "rollout.slots=128" in said and "lora.rank=16" in said
     check_memory(*loaded("llama3-8b-ppo", "device.memory=46", "rollout.slots=128"))
     check_memory(*loaded("llama3-8b-ppo", "device.memory=80"))
@@ -29,9 +31,37 @@ def test_a_run_that_cannot_fit_is_refused_with_settings_that_do():
 
 def test_where_memory_is_not_known_nothing_is_refused():
     config, mesh, models = loaded("llama3-8b-ppo")
-    assert capacity(config, mesh) is None
+    assert capacity(config, mesh.devices.flat[0]) is None
     check_memory(config, mesh, models)
     assert memory_of(config, mesh, models).peak > 40 * 2**30
+
+
+def test_what_sleeps_of_shared_passes_needs_no_room():
+    single = ("ppo.algorithm.minibatches=1", "ppo.algorithm.micro_batches=1", "compute.shared_passes=true")
+    awake, asleep = (memory_of(*loaded("llama3-8b-ppo", *single, *more)) for more in ((), ("sleep.optimizer=host",)))
+    moments = sum(asleep.roles[role]["optimizer"] for role in ("actor", "critic"))
+    first, same = awake.phases[0], asleep.phases[0]
+    assert first.call == same.call == "actor.generate" and first.total - same.total == moments > 8 * 2**30
+
+
+@pytest.mark.parametrize("plan", ["colocate", "split"])
+def test_budgets_of_tokens_divide_rows_whatever_the_plan(plan):
+    config, mesh, models = loaded("llama3-8b-ppo", f"plan={plan}", "compute.score_tokens=4096")
+    found = memory_of(config, mesh, models, select_plan(config, models, list(mesh.devices.flat)))
+    active = {phase.call: phase.active for phase in found.phases}
+    assert active["critic.values"]["activations"] == 4096 * 4096 * 2  # tokens of a part, of 4096 bfloat16
+
+
+def test_settings_are_named_as_the_config_has_them():
+    budget = ("ppo.algorithm.micro_batches=1", "ppo.algorithm.micro_batch_tokens=65536", "device.memory=46")
+    budget += ("rollout.slots=64", "compute.remat=products")
+    config, mesh, models = loaded("llama3-8b-ppo", *budget)
+    with pytest.raises(UserError, match=r"ppo.algorithm.micro_batch_tokens=\d+") as found:
+        check_memory(config, mesh, models)
+    assert "micro_batches" not in str(found.value)
+    key = re.search(r"ppo.algorithm.micro_batch_tokens=\d+", str(found.value))
+    assert key is not None
+    check_memory(*loaded("llama3-8b-ppo", *budget, key.group()))
 
 
 def test_a_config_s_workload_has_its_roles_rows_and_parts():

@@ -11,6 +11,7 @@ from benchmarks import plans
 from jrlhf.errors import UserError
 from jrlhf.meshes import collectives
 from jrlhf.meshes.hardware import HARDWARE, Cluster
+from jrlhf.models import LoRAConfig
 from jrlhf.planning import measure
 from jrlhf.planning import profile as profiles
 from jrlhf.planning.collectives import Group
@@ -78,6 +79,13 @@ def test_a_call_adds_up_from_its_parts():
     assert time.parts["layers"] == pytest.approx(plans.MODEL.layers * tokens * 1e-3 / measure.LAYERS)
     assert time.parts["ends"] == pytest.approx(tokens * 1e-3)
     assert time.parts["optimizer"] == pytest.approx(1e-3 * (1 + 2 / 3))  # all numbers on each device, two gradients
+
+
+def test_an_adapter_s_update_is_that_of_its_numbers():
+    units, whole = Measured(invented(), WORK), WORK.models["actor"][0]
+    adapter = replace(whole, lora=LoRAConfig(rank=4, alpha=4.0))
+    assert units.update(whole, 1.0, 1)["optimizer"] == pytest.approx(1e-3)
+    assert units.update(adapter, 1.0, 1)["optimizer"] == pytest.approx(0.25e-3)  # the least size that was measured
 
 
 def test_fewer_devices_have_the_cores_to_themselves():

@@ -10,14 +10,14 @@ import pytest
 from jrlhf.errors import UserError
 from jrlhf.meshes import Call
 from jrlhf.meshes.plan import Placement, Slice
-from jrlhf.planning.check import check
 from jrlhf.planning.evaluator import Evaluator
 from jrlhf.planning.exact import optimum
-from jrlhf.planning.options import options_of
+from jrlhf.planning.options import divides, impossible, layouts, options_of, placed_calls
 from jrlhf.planning.placements import divisions, heuristic, named, partitions
 from jrlhf.planning.prices import Price
 from jrlhf.planning.search import Budget, search
 from jrlhf.planning.simulator import simulate
+from jrlhf.planning.slices import nested
 from tests.jrlhf.planning.synthetic import PPO, problem
 
 
@@ -29,6 +29,18 @@ def space(workload, cluster, prices, keep=lambda placement: True, *, lockstep=Fa
         for call, name in enumerate(evaluator.calls)
     ]
     return evaluator, choices
+
+
+def assert_runs(workload, plan, cluster, prices):
+    """Every call has a place that suits it, devices are nested, and all fits."""
+    assert set(plan.placements) == {call.name for call in placed_calls(workload)}
+    for name, placement in plan.placements.items():
+        call = workload.graph[name]
+        assert placement.devices.stop <= cluster.devices and placement.pipeline == 1
+        assert placement.layout in layouts(workload, call) and divides(workload, call, placement)
+        assert not impossible(workload, call.role, placement.fsdp, placement.tensor)
+    assert nested([placement.devices for placement in plan.placements.values()])
+    assert simulate(workload.graph, plan, prices, iterations=2).peak <= prices.capacity
 
 
 @dataclass(frozen=True)
@@ -115,9 +127,9 @@ def test_the_best_beats_every_rule_and_runs():
     result = search(workload, cluster, prices, Budget(proposals=3_000), progress=lambda *each: told.append(each))
     assert result.rules.keys() == {"heuristic", "colocate", "split", "standalone"}
     for found in [*result.rules.values(), *result.runners_up]:
-        check(workload, found.plan, cluster, prices)
+        assert_runs(workload, found.plan, cluster, prices)
         assert found.loss == found.simulation.seconds - result.best.simulation.seconds >= -1e-9
-    check(workload, result.best.plan, cluster, prices)
+    assert_runs(workload, result.best.plan, cluster, prices)
     assert told[-1] == (result.proposals, pytest.approx(result.best.simulation.seconds, rel=1e-12))
     losses = [found.loss for found in result.runners_up]
     assert len(losses) == 3 and losses == sorted(losses)
@@ -149,7 +161,7 @@ def test_no_best_plan_exceeds_the_memory():
         result = search(workload, cluster, prices, Budget(proposals=1_500), seed=0)
         for found in [result.best, *result.runners_up, *result.rules.values()]:
             assert found.simulation.peak <= memory
-        check(workload, result.best.plan, cluster, prices)
+        assert_runs(workload, result.best.plan, cluster, prices)
     workload, cluster, prices = problem(8, rows=64, memory=36e9)
     with pytest.raises(UserError, match="no plan was found in which all models fit 34 GiB a device: the leanest of"):
         search(workload, cluster, prices, Budget(proposals=1_000), seed=0)
@@ -187,7 +199,7 @@ def test_hybridflow_divides_sets_and_devices_by_its_stages():
     assert [each.seconds for each in found] == sorted(each.seconds for each in found)
     for each in found:
         assert sum(each.counts) == 16
-        check(workload, each.plan, cluster, prices)
+        assert_runs(workload, each.plan, cluster, prices)
         where = {role: index for index, members in enumerate(each.sets) for role in members}
         stages = (
             ("actor.generate",),
@@ -234,6 +246,6 @@ def test_colocation_is_best_on_few_devices_and_loses_its_lead_on_many(model):
 def test_a_thousand_devices_are_planned_for():
     workload, cluster, prices = problem(1024, "70b", "70b", rows=8192)
     result = search(workload, cluster, prices, Budget(proposals=50_000), seed=0)
-    check(workload, result.best.plan, cluster, prices)
+    assert_runs(workload, result.best.plan, cluster, prices)
     assert result.best.simulation.seconds < 0.98 * result.rules["heuristic"].simulation.seconds
     assert result.best.simulation.seconds <= min(each.simulation.seconds for each in result.rules.values())

@@ -246,6 +246,13 @@ def test_slots_let_rows_follow_each_other():
     assert refilled.parts["weights"] == pytest.approx(waiting.parts["weights"] * steps / 1024, rel=0.02)
 
 
+def test_samples_of_a_prompt_share_its_prefill():
+    placed = place("generate", data=16)
+    one, eight = (priced(placed, "actor.generate", samples=samples).parts for samples in (1, 8))
+    assert eight["activations"] == pytest.approx(one["activations"] / 8)
+    assert {name: eight[name] for name in ("cache", "sampling")} == {name: one[name] for name in ("cache", "sampling")}
+
+
 def test_key_value_heads_that_slices_share_are_read_by_each():
     model = replace(SMALL, kv_heads=2)
     four, eight = (
@@ -263,6 +270,9 @@ def test_an_adapter_trains_without_its_bases_gradient():
     whole, small = call_seconds(work, call, placed, H100), call_seconds(adapted, call, placed, H100)
     assert 0.70 < small.parts["operations"] / whole.parts["operations"] < 0.78  # three of four forwards
     assert small.parts["optimizer"] < 0.05 * whole.parts["optimizer"]
+    # It lies as generation stores it, whole on the devices of an fsdp axis, and each updates all of it.
+    divided = call_seconds(adapted, call, place("generate", data=2, fsdp=8), H100)
+    assert divided.parts["optimizer"] == small.parts["optimizer"]
 
 
 def test_faster_hardware_is_faster():
@@ -319,7 +329,7 @@ def test_transfers_and_offload():
 
 def test_prices():
     class Bytes:
-        resident, active = {"weights": 3.0, "moments": 4.0}, {"cache": 5.0}
+        resident, active, moved = {"weights": 3.0, "moments": 4.0}, {"cache": 5.0}, 6.0
 
     work, asked = published.workload(), []
 
@@ -331,7 +341,7 @@ def test_prices():
     update, score = published.GRAPH["actor.update"], published.GRAPH["actor.generate"]
     placed = place("train", fsdp=16)
     price = prices.call(update, placed)
-    assert (price.resident, price.active) == (7.0, 5.0)
+    assert (price.resident, price.active, price.moved) == (7.0, 5.0, 6.0)
     assert price.seconds == call_seconds(work, update, placed, H100).seconds
     assert prices.call(score, place("generate", data=16)).resident == 0  # the actor lives where it is trained
     assert prices.call(update, placed) is price and len(asked) == 2
