@@ -12,6 +12,7 @@ from jrlhf.errors import UserError
 from jrlhf.meshes import Call
 from jrlhf.meshes.hardware import Cluster
 from jrlhf.meshes.plan import LayoutName, Placement, Slice
+from jrlhf.planning.memory import GIB
 from jrlhf.planning.prices import Price, Prices
 from jrlhf.planning.topology import LEARNER, has_model
 from jrlhf.planning.workload import Workload
@@ -25,7 +26,6 @@ TENSOR = 8  # slices of a layer, at most; as in ReaL
 ALL_RANGES = 8  # nodes, up to which every range of them is a slice
 MOST = 1000  # options of a call, as in ReaL
 OF_A_SIZE = 16  # of them on slices of one size, before further memory is saved
-GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,11 @@ def row_parts(workload: Workload, call: Call, placement: Placement) -> int:
 
 
 def divides(workload: Workload, call: Call, placement: Placement) -> bool:
-    """Whether the rows of the workload divide as the placement would have them."""
+    """Whether the rows of the workload divide as the placement would have them, and those that decode at a time."""
+    if call.kind == "generate" and workload.slots is not None:
+        prompts = placement.data * placement.fsdp * workload.samples
+        if workload.slots % placement.devices.count or workload.slots < prompts:
+            return False
     return workload.rows % row_parts(workload, call, placement) == 0
 
 
@@ -168,12 +172,12 @@ def options(
     if not kept:
         raise UserError(_no_room(workload, call, cluster, prices, smallest, widest))
     by_size = {count: [each for each in known if each.count == count] for count in sizes}
-    spread = [
-        Option(replace(each.placement, devices=devices), each.price)
-        for each in sorted(kept, key=lambda each: each.price.seconds)
-        for devices in by_size[each.placement.devices.count]
-    ]
-    return spread[:MOST] + [each for each in spread[MOST:] if each.placement.devices.count == cluster.devices]
+    spread: list[Option] = []
+    for each in sorted(kept, key=lambda each: each.price.seconds):
+        for devices in by_size[each.placement.devices.count]:
+            if len(spread) < MOST or devices.count == cluster.devices:
+                spread.append(Option(replace(each.placement, devices=devices), each.price))
+    return spread
 
 
 def options_of(

@@ -220,6 +220,9 @@ class Estimator:
     ):
         self._workload, self._cluster, self._bytes = workload, cluster, bytes_of
         self._units = units or physical(workload, cluster)
+        shared = [role for role, models in workload.models.items() if any(model.shared for model in models)]
+        # Roles on a shared base are all in one place, where it is kept once.
+        self._base = home_of(workload.graph, shared[0]).name if shared else ""
         self._calls: dict[Any, Price] = {}
         self._moves: dict[Any, float] = {}
 
@@ -235,7 +238,8 @@ class Estimator:
             seconds = self.time(call, placement).seconds
             held = self._bytes(self._workload, call, placement)
             at_home = home_of(self._workload.graph, call.role) == call
-            resident = sum(held.resident.values()) if at_home else 0.0
+            kept = held.resident.items() if at_home else ()
+            resident = sum(size for part, size in kept if part != "base" or call.name == self._base)
             self._calls[key] = Price(seconds, resident, sum(held.active.values()))
         return self._calls[key]
 

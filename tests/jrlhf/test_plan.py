@@ -27,11 +27,35 @@ def test_a_plan_is_printed_saved_and_drawn(tmp_path, capsys):
     ]
 
 
+def test_a_plan_by_hand_is_priced_and_told_if_it_does_not_fit(tmp_path, capsys):
+    """What a search saves is priced as the search did, with the micro-batches that the config's budgets leave."""
+    saved = tmp_path / "plan.yaml"
+    arguments = ["--config", "llama3-8b-ppo", "--cluster", "8xh100"]
+    assert cli([*arguments, "--proposals", "300", "--save", str(saved)]) == 0
+    found = capsys.readouterr().out
+    assert cli([*arguments, "--plan", str(saved)]) == 0
+    assert found.startswith(capsys.readouterr().out)
+    assert cli([*arguments, "--proposals", "300", "--save", str(saved), "compute.score_tokens=8192"]) == 0
+    capsys.readouterr()
+    assert cli([*arguments, "--plan", str(saved), "compute.score_tokens=8192"]) in (0, 2)
+    assert "leave one out" not in capsys.readouterr().err
+    assert cli([*arguments, "--plan", "colocate", "ppo.rollout_batch=8192"]) == 2
+    told = capsys.readouterr()
+    assert "bottleneck: " in told.out
+    assert told.err.startswith("error: plan colocate needs ") and "fewer rollout.slots" in told.err
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--cluster", "16xh101"], "16xh101"),
-        (["--cluster", "12xh100"], "12xh100"),
+        (["--cluster", "16xh101"], "--cluster=16xh101 is of no known hardware"),
+        (["--cluster", "12xh100"], "the nearest is 16xh100"),
+        (["--cluster", "8xh100", "--seconds", "nan"], "--seconds nan must be more than 0 and finite"),
+        (["--cluster", "8xh100", "--save", "."], "--save . is a directory: name a file in it"),
+        (["--cluster", "8xh100", "--save", f"{__file__}/plan.yaml"], "choose another place"),
+        (["--cluster", "8xh100", "--plan", "mine.yaml"], "plan=mine.yaml is neither colocate,"),
+        (["--cluster", "8xh100", "--plan", "split", "--seconds", "1"], "--seconds 1.0 has no effect with --plan"),
+        (["--cluster", "8xh100", "--plan", "split", "stages=[sft]"], "--plan split has no effect with stages=[sft]"),
         (["--cluster", "8xh100", "--seconds", "0"], "--seconds 0.0 must be more than 0"),
         (["--cluster", "8xh100", "--proposals", "-1"], "--proposals -1 must be more than 0"),
         (["--cluster", "8xh100", "--plot", "plan.txt"], "must end in .svg, .png, .pdf"),

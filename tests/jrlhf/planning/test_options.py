@@ -8,7 +8,7 @@ from jrlhf.errors import UserError
 from jrlhf.meshes.hardware import Cluster
 from jrlhf.meshes.plan import Placement, Plan, Slice
 from jrlhf.models import LoRAConfig
-from jrlhf.planning.check import check
+from jrlhf.planning.check import check_fits, check_nested
 from jrlhf.planning.options import options, options_of, shapes, slices
 from jrlhf.planning.slices import nested
 from tests.jrlhf.planning.synthetic import GIB, PPO, problem
@@ -136,50 +136,20 @@ def placements(**changes: Placement) -> Plan:
     return Plan("mine", plan | {name.replace("_", ".", 1): each for name, each in changes.items()})
 
 
-def test_a_plan_that_runs_passes():
-    check(WORKLOAD, placements(), CLUSTER, PRICES)
-    check(WORKLOAD, placements(reward_score=Placement(Slice(8, 4), "score", tensor=4)), CLUSTER, PRICES)
-
-
-@pytest.mark.parametrize(
-    ("plan", "sentence"),
-    [
-        (Plan("mine", {}), "plan mine has no place for actor.generate: give it devices"),
-        (
-            placements(actor_sleep=Placement(Slice(0, 1), "score")),
-            "actor.sleep, which is not among actor.gen",
-        ),
-        (placements(reward_score=Placement(Slice(8, 16), "score", fsdp=16)), "devices 8-23, and there are 16"),
-        (placements(reward_score=Placement(Slice(0, 1), "generate")), "layout=generate of reward.score does not suit"),
-        (placements(actor_update=Placement(Slice(0, 8), "train", pipeline=8)), "pipeline=8 of actor.update is priced"),
-        (
-            placements(actor_generate=Placement(Slice(0, 12), "generate", fsdp=12)),
-            "embed 4096 does not divide over",
-        ),
-        (
-            placements(actor_update=Placement(Slice(0, 16), "train", fsdp=16, micro_batches=8)),
-            "512 rows do not divide over the 16 device.s. of actor.update .* multiple of 1024, such as 1024",
-        ),
-        (
-            placements(
-                reward_score=Placement(Slice(0, 8), "score", fsdp=8),
-                critic_values=Placement(Slice(4, 8), "score", fsdp=8),
-            ),
-            "devices 0-7 of reward.score and 4-11 of critic.values overlap in part: .* such as 0-11 and 4-11",
-        ),
-        (
-            placements(
-                actor_update=Placement(Slice(0, 2), "train", fsdp=2),
-                critic_update=Placement(Slice(0, 2), "train", fsdp=2),
-            ),
-            "plan mine needs .* GiB on devices 0-1, which have 80.0, .* for what stays and the rest for",
-        ),
-    ],
-)
-def test_a_plan_that_cannot_run_is_one_sentence(plan, sentence):
-    with pytest.raises(UserError, match=sentence) as error:
-        check(WORKLOAD, plan, CLUSTER, PRICES)
-    assert "\n" not in str(error.value)
+def test_what_overlaps_in_part_or_does_not_fit_is_one_sentence():
+    check_nested(placements())
+    check_nested(placements(reward_score=Placement(Slice(8, 4), "score", tensor=4)))
+    check_fits(WORKLOAD, placements(), PRICES)
+    first, second = Placement(Slice(0, 8), "score", fsdp=8), Placement(Slice(4, 8), "score", fsdp=8)
+    told = "^devices 0-7 of reward.score and 4-11 of critic.values overlap in part: .* such as 0-11 and 4-11$"
+    with pytest.raises(UserError, match=told):
+        check_nested(placements(reward_score=first, critic_values=second))
+    two = Placement(Slice(0, 2), "train", fsdp=2)
+    told = (
+        "^plan mine needs .* GiB on each of devices 0-1, which have 80.0, .* for what stays and the rest for .*: give"
+    )
+    with pytest.raises(UserError, match=told):
+        check_fits(WORKLOAD, placements(actor_update=two, critic_update=two), PRICES)
 
 
 def test_nested_slices():

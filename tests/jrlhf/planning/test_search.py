@@ -10,15 +10,14 @@ import pytest
 from jrlhf.errors import UserError
 from jrlhf.meshes import Call
 from jrlhf.meshes.plan import Placement, Slice
-from jrlhf.planning.check import check
 from jrlhf.planning.evaluator import Evaluator
 from jrlhf.planning.exact import optimum
 from jrlhf.planning.options import options_of
-from jrlhf.planning.placements import divisions, heuristic, named, partitions
+from jrlhf.planning.placements import allocations, divisions, heuristic, named, partitions
 from jrlhf.planning.prices import Price
 from jrlhf.planning.search import Budget, search
 from jrlhf.planning.simulator import simulate
-from tests.jrlhf.planning.synthetic import PPO, problem
+from tests.jrlhf.planning.synthetic import PPO, assert_runs, problem
 
 
 def space(workload, cluster, prices, keep=lambda placement: True, *, lockstep=False):
@@ -115,9 +114,9 @@ def test_the_best_beats_every_rule_and_runs():
     result = search(workload, cluster, prices, Budget(proposals=3_000), progress=lambda *each: told.append(each))
     assert result.rules.keys() == {"heuristic", "colocate", "split", "standalone"}
     for found in [*result.rules.values(), *result.runners_up]:
-        check(workload, found.plan, cluster, prices)
+        assert_runs(workload, found.plan, cluster, prices)
         assert found.loss == found.simulation.seconds - result.best.simulation.seconds >= -1e-9
-    check(workload, result.best.plan, cluster, prices)
+    assert_runs(workload, result.best.plan, cluster, prices)
     assert told[-1] == (result.proposals, pytest.approx(result.best.simulation.seconds, rel=1e-12))
     losses = [found.loss for found in result.runners_up]
     assert len(losses) == 3 and losses == sorted(losses)
@@ -149,7 +148,7 @@ def test_no_best_plan_exceeds_the_memory():
         result = search(workload, cluster, prices, Budget(proposals=1_500), seed=0)
         for found in [result.best, *result.runners_up, *result.rules.values()]:
             assert found.simulation.peak <= memory
-        check(workload, result.best.plan, cluster, prices)
+        assert_runs(workload, result.best.plan, cluster, prices)
     workload, cluster, prices = problem(8, rows=64, memory=36e9)
     with pytest.raises(UserError, match="no plan was found in which all models fit 34 GiB a device: the leanest of"):
         search(workload, cluster, prices, Budget(proposals=1_000), seed=0)
@@ -166,7 +165,7 @@ def test_pipelines_are_proposed_only_when_asked_for():
 
 def test_the_heuristic_is_symmetric():
     workload, cluster, prices = problem(16)
-    plan = heuristic(workload, cluster, prices)
+    plan = heuristic(workload, cluster, prices, {})
     assert plan is not None
     for name, placement in plan.placements.items():
         assert (placement.devices, placement.tensor, placement.fsdp) == (Slice(0, 16), 8, 1), name
@@ -180,6 +179,13 @@ def test_there_are_as_many_partitions_as_bell_says():
         assert len(found) == len(set(found)) == bell
 
 
+def test_allocations_are_what_a_product_would_filter():
+    counts = (1, 2, 4, 8, 16, 24)
+    for sets in (1, 2, 3, 4):
+        wanted = [each for each in product(counts, repeat=sets) if sum(each) == 24]
+        assert sorted(allocations(counts, sets, 24)) == sorted(wanted) and wanted
+
+
 def test_hybridflow_divides_sets_and_devices_by_its_stages():
     workload, cluster, prices = problem(16)
     known = options_of(workload, cluster, prices)
@@ -187,7 +193,7 @@ def test_hybridflow_divides_sets_and_devices_by_its_stages():
     assert [each.seconds for each in found] == sorted(each.seconds for each in found)
     for each in found:
         assert sum(each.counts) == 16
-        check(workload, each.plan, cluster, prices)
+        assert_runs(workload, each.plan, cluster, prices)
         where = {role: index for index, members in enumerate(each.sets) for role in members}
         stages = (
             ("actor.generate",),
@@ -203,7 +209,7 @@ def test_hybridflow_divides_sets_and_devices_by_its_stages():
         assert each.seconds == pytest.approx(expected)
         # The stages are a simulation without moves, in which no stage begins before the last has ended.
         assert simulate(PPO, each.plan, prices, lockstep=True).seconds <= 1.05 * each.seconds
-    kinds = named(found, cluster)
+    kinds = named(found)
     assert {name: len(each.sets) for name, each in kinds.items()} == {"colocate": 1, "split": 2, "standalone": 4}
     assert kinds["split"].plan["actor.update"].devices.count == kinds["split"].plan["critic.update"].devices.count == 8
 
@@ -221,7 +227,7 @@ def test_colocation_is_best_on_few_devices_and_loses_its_lead_on_many(model):
     for devices in (32, 64, 128):
         workload, cluster, prices = a100(devices, model)
         found = divisions(PPO, options_of(workload, cluster, prices), cluster, prices.capacity)
-        kinds = named(found, cluster)
+        kinds = named(found)
         if devices <= 64:
             assert found[0].sets == kinds["colocate"].sets
         leads.append(kinds["split"].seconds / kinds["colocate"].seconds)
@@ -234,6 +240,6 @@ def test_colocation_is_best_on_few_devices_and_loses_its_lead_on_many(model):
 def test_a_thousand_devices_are_planned_for():
     workload, cluster, prices = problem(1024, "70b", "70b", rows=8192)
     result = search(workload, cluster, prices, Budget(proposals=50_000), seed=0)
-    check(workload, result.best.plan, cluster, prices)
+    assert_runs(workload, result.best.plan, cluster, prices)
     assert result.best.simulation.seconds < 0.98 * result.rules["heuristic"].simulation.seconds
     assert result.best.simulation.seconds <= min(each.simulation.seconds for each in result.rules.values())
