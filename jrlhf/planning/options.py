@@ -247,7 +247,8 @@ def _no_rows(workload: Workload, call: Call) -> str:
     what = "minibatches" if call.kind == "train" else "samples of a prompt"
     below = workload.rows // parts * parts
     choices = " or ".join(str(size) for size in (below, below + parts) if size)
-    return f"{workload.rows} rows of {call.name} do not divide into {parts} {what}: choose {choices}"
+    remedy = f"choose {workload.rows_key} of {choices}"
+    return f"{workload.rows} rows of {call.name} do not divide into {parts} {what}: {remedy}"
 
 
 def _no_room(workload: Workload, call: Call, cluster: Cluster, prices: Prices, smallest: float, widest: int) -> str:
@@ -258,7 +259,7 @@ def _no_room(workload: Workload, call: Call, cluster: Cluster, prices: Prices, s
         choices = " or ".join(str(size) for size in (below, below + parts) if size)
         return (
             f"{workload.rows} rows of {call.name} divide over at most {widest} of {cluster.devices} devices, where it "
-            f"needs {smallest / GIB:.1f} GiB of {prices.capacity / GIB:.0f}: choose {choices} rows"
+            f"needs {smallest / GIB:.1f} GiB of {prices.capacity / GIB:.0f}: choose {workload.rows_key} of {choices}"
         )
     told = (
         f"{call.name} fits nowhere on {cluster.devices} devices of {prices.capacity / GIB:.0f} GiB: it needs "

@@ -48,7 +48,10 @@ def test_a_plan_that_does_not_fit_is_printed_and_refused(capsys):
         (["--cluster", "8xh100", "--seconds", "0"], "--seconds 0.0 must be more than 0"),
         (["--cluster", "8xh100", "--proposals", "-1"], "--proposals -1 must be more than 0"),
         (["--cluster", "8xh100", "--plot", "plan.txt"], "must end in .svg, .png, .pdf"),
-        (["--cluster", "8xh100", "--proposals", "10", "ppo.rollout_batch=510"], "choose 504 or 512 rows"),
+        (
+            ["--cluster", "8xh100", "--proposals", "10", "ppo.rollout_batch=510"],
+            "choose ppo.rollout_batch of 504 or 512",
+        ),
         (["--cluster", "8xh100", "--proposals", "10", "ppo.rolout_batch=512"], "ppo.rolout_batch"),
     ],
 )

@@ -100,11 +100,11 @@ def test_a_shared_base_is_everywhere_in_one_mesh():
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"rows": 509}, "509 rows of actor.update do not divide into 8 minibatches: choose 504 or 512"),
-        ({"rows": 4}, "4 rows of actor.update do not divide into 8 minibatches: choose 8"),
+        ({"rows": 509}, "509 rows of actor.update do not divide into 8 minibatches: choose rows of 504 or 512"),
+        ({"rows": 4}, "4 rows of actor.update do not divide into 8 minibatches: choose rows of 8"),
         (
             {"rows": 24, "samples": 16},
-            "24 rows of actor.generate do not divide into 16 samples of a prompt: choose 16 ",
+            "24 rows of actor.generate do not divide into 16 samples of a prompt: choose rows of 16 ",
         ),
     ],
 )
