@@ -71,6 +71,12 @@ def test_samples_of_a_prompt_stay_with_their_group():
     assert groups == {2, 4, 8}  # of 16 devices, 512 / 64 prompts; tensor is at most 8
 
 
+def test_slots_divide_over_the_devices_that_generate():
+    slotted, call = replace(WORKLOAD, slots=8, samples=4), PPO["actor.generate"]
+    assert not list(shapes(slotted, call, 16, 8))
+    assert {each.tensor for each in shapes(slotted, call, 8, 8)} == {4, 8}  # two groups have 8 of a prompt's samples
+
+
 def test_options_fit_and_begin_with_the_fastest():
     found = options(WORKLOAD, PPO["actor.update"], CLUSTER, PRICES)
     seconds = [each.price.seconds for each in found]
