@@ -5,33 +5,49 @@
 - A plan: microseconds of one core for the simulator's fast form, on plans along a random walk, as a search meets them.
 - Quality: 8B + 8B on 8 H100, 50,000 proposals, six seeds, against the best that is known: of all seeds, and of what
   branch and bound finds among all plans on slices of 4 devices or more with single micro-batches.
-- Scale: 70B + 8B on 1024 H100, 100,000 proposals on one core, beside ReaL's symmetric heuristic.
+- Scale: a 70B actor and critic on 1024 H100, 100,000 proposals on one core, beside ReaL's symmetric heuristic.
+- Placements: HybridFlow's experiment (arXiv 2409.19256), PPO of 1024 rows of 1024 + 1024 tokens on nodes of eight A100:
+  its Algorithm 1 with the engine of `benchmarks.published`, whose parameters were chosen on another system's table.
 
-Times are of the process (CPU), beside which a loop of additions says how fast the core was. It writes
-`benchmarks/results/search.json`.
+Times are of the process (CPU), beside which a loop of additions says how fast the core was, and the load average how
+many others wanted it. It writes `benchmarks/results/search.json`.
 """
 
 import argparse
 import math
+import os
 import random
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
 
+from benchmarks import published
 from benchmarks.records import RESULTS, hardware, provenance, write
 from jrlhf.config import load_config
+from jrlhf.errors import UserError
 from jrlhf.launch import architectures
-from jrlhf.meshes.hardware import cluster
+from jrlhf.meshes.hardware import HARDWARE, Cluster, cluster
+from jrlhf.models.presets import PRESETS
 from jrlhf.planning.evaluator import Evaluator
 from jrlhf.planning.exact import optimum
 from jrlhf.planning.from_config import workload_of
 from jrlhf.planning.memory import call_bytes
 from jrlhf.planning.options import options_of
+from jrlhf.planning.placements import divisions, named
 from jrlhf.planning.search import Budget, Result, search
 from jrlhf.planning.simulator import ITERATIONS
 from jrlhf.planning.times import Estimator
+
+LLAMA = {size: PRESETS[f"meta-llama/Llama-2-{size}-hf"] for size in ("13b", "70b")}
+LLAMA["34b"] = replace(LLAMA["70b"], layers=48, mlp=22016)  # Code Llama's
+A100 = replace(
+    HARDWARE["a100"],
+    name="a100 under ReaL",
+    **{key: getattr(published.REAL, key) for key in ("infer", "train", "stream", "collective", "launch")},
+)
 
 
 def problem(config: str, devices: str, *overrides: str):
@@ -129,21 +145,44 @@ def scale(devices: str, proposals: int) -> dict[str, object]:
     }
 
 
+def placements(actor: str, critic: str, devices: int) -> dict[str, object]:
+    """The cheapest division of the models, and seconds of the named ones, of those that fit."""
+    workload, known = published.workload(LLAMA[actor], LLAMA[critic], rows=1024), Cluster(A100, devices)
+    prices = Estimator(workload, known, bytes_of=call_bytes)
+    setting: dict[str, object] = {"actor": actor, "critic": critic, "devices": devices}
+    try:
+        found = divisions(workload.graph, options_of(workload, known, prices), known, prices.capacity)
+    except UserError as error:
+        return setting | {"refused": str(error)}
+    if not found:
+        return setting | {"refused": "no division of the models fits"}
+    best = {" ".join(roles): count for roles, count in zip(found[0].sets, found[0].counts, strict=True)}
+    seconds = {"best": found[0].seconds, **{name: each.seconds for name, each in named(found).items()}}
+    return setting | {"best": best, "seconds": {name: round(each, 1) for name, each in seconds.items()}}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--small", action="store_true", help="a tenth of everything, nothing is written")
     small = parser.parse_args().small
-    before = additions()
+    before, load = additions(), os.getloadavg()[0]
     record = {
         "hardware": hardware(jax.devices("cpu")[0]),
         **provenance("jax", "numpy"),
         "plan": per_plan(200 if small else 2000, 3 if small else 7),
         "quality": quality(5_000 if small else 50_000, 2 if small else 6),
         "scale": scale("64xh100" if small else "1024xh100", 2_000 if small else 100_000),
+        "placements": [
+            placements(actor, critic, devices)
+            for actor, critic in (("13b", "13b"), ("34b", "34b"), ("13b", "70b"))
+            for devices in ((16,) if small else (16, 32, 64, 96, 128))
+        ],
         "three_million_additions": [round(before, 3), round(additions(), 3)],
+        "load_average": [round(load, 2), round(os.getloadavg()[0], 2)],
     }
     for name in ("plan", "quality", "scale"):
         print(name, {key: value for key, value in record[name].items() if key not in ("plan", "trace")})
+    print(*record["placements"], sep="\n")
     print("three million additions", record["three_million_additions"], "s")
     if not small:
         write(RESULTS / "search.json", record)

@@ -1,18 +1,26 @@
 """`python -m jrlhf.plan --config C --cluster 16xh100`: the fastest plan on a cluster that need not be there.
 
 With --profile, on the devices at hand: what calls consist of is measured there first, and kept for plan=auto.
+With --plan FILE, or the name of a usual one, what that plan takes; nothing is searched for.
 """
 
 import argparse
+import math
+import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import yaml
-
-from jrlhf.config import load_config
+from jrlhf.config import Config, load_config
 from jrlhf.errors import UserError
+
+if TYPE_CHECKING:
+    from jrlhf.meshes.hardware import Cluster
+    from jrlhf.planning.times import Estimator
+    from jrlhf.planning.workload import Workload
 
 DONE, BAD_INPUT = 0, 2
 SECONDS = 20.0
@@ -25,6 +33,7 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--cluster", help="its devices: 16xh100, v5p-512")
     where.add_argument("--profile", action="store_true", help="the devices at hand, measured: minutes, the first time")
+    parser.add_argument("--plan", metavar="FILE", help="price this one: a file, colocate, split or standalone")
     parser.add_argument("--seconds", type=float, help=f"to search, {SECONDS:g} by default")
     parser.add_argument("--proposals", type=int, help="plans to look at, which makes a result a function of the seed")
     parser.add_argument("--seed", type=int, default=0)
@@ -51,58 +60,105 @@ def cli(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace) -> None:
-    from jrlhf.devices import select
     from jrlhf.launch import architectures
-    from jrlhf.meshes.hardware import cluster
-    from jrlhf.planning.activations import Backend
-    from jrlhf.planning.auto import measure_here, prices_here
-    from jrlhf.planning.describe import describe
+    from jrlhf.planning.auto import without_budgeted
+    from jrlhf.planning.choose import plan_of_config, plan_yaml
+    from jrlhf.planning.describe import describe, describe_plan
+    from jrlhf.planning.fits import check_fits
     from jrlhf.planning.from_config import workload_of
-    from jrlhf.planning.memory import call_bytes
     from jrlhf.planning.plot import check_ending, plot
-    from jrlhf.planning.search import Budget, search
-    from jrlhf.planning.times import Estimator
+    from jrlhf.planning.runnable import on_base
+    from jrlhf.planning.search import Budget, Found, search
+    from jrlhf.planning.simulator import simulate
 
-    for name in ("seconds", "proposals"):
-        value = getattr(options, name)
-        if value is not None and value <= 0:
-            raise UserError(f"--{name} {value} must be more than 0")
+    _check_options(options)
     if options.plot is not None:
         check_ending(options.plot)
     config = load_config(options.config, options.overrides)
-    workload = workload_of(config, architectures(config))
+    for name in ("plan", "save") if config.algorithm is None else ():
+        if (value := getattr(options, name)) is not None:
+            stages = ", ".join(config.stages)
+            raise UserError(
+                f"--{name} {value} has no effect with stages=[{stages}], which run by no plan: leave it out"
+            )
+    models = architectures(config)
+    workload = workload_of(config, models)
+    devices, prices = _prices(options, config, workload)
+    if options.plan is not None:
+        plan = plan_of_config(replace(config, plan=options.plan), workload.graph, models, devices.devices)
+        found = Found(plan, simulate(workload.graph, plan, prices, lockstep=not options.overlap))
+        print(describe_plan(workload, devices, prices, found))
+    else:
+        seconds = SECONDS if options.seconds is None and options.proposals is None else options.seconds
+        result = search(
+            workload,
+            devices,
+            prices,
+            Budget(options.proposals, seconds),
+            seed=options.seed,
+            hypothetical=options.hypothetical,
+            lockstep=not options.overlap,
+            progress=_progress if sys.stderr.isatty() else None,
+        )
+        if sys.stderr.isatty():
+            print(file=sys.stderr)
+        found = result.best
+        print(describe(workload, devices, prices, result))
+        for name in [name for name in found.plan.placements if workload.graph[name].role in on_base(config)][:1]:
+            data, fsdp, tensor = found.plan[name].sizes
+            print(f"a base under adapters is in the mesh: mesh.data={data} mesh.fsdp={fsdp} mesh.tensor={tensor}")
+    if options.plot is not None:
+        title = f"{workload.graph.name} on {devices.devices} x {devices.hardware.name}"
+        plot(found.simulation, title, options.plot)
+    if options.save is not None:
+        options.save.parent.mkdir(parents=True, exist_ok=True)
+        plan = without_budgeted(config, workload.graph, found.plan)
+        options.save.write_text(plan_yaml(plan), encoding="utf-8")
+    check_fits(workload, found.plan, prices)
+
+
+def _prices(options: argparse.Namespace, config: Config, workload: "Workload") -> "tuple[Cluster, Estimator]":
+    """The devices at hand, measured, or those of a name; and what calls cost there."""
+    from jrlhf.devices import select
+    from jrlhf.meshes.hardware import cluster
+    from jrlhf.planning.activations import Backend
+    from jrlhf.planning.auto import measure_here, prices_here
+    from jrlhf.planning.memory import call_bytes
+    from jrlhf.planning.times import Estimator
+
     if options.profile:
         here = select(config.device)
         print(f"measured: {measure_here(workload, here, say=_say)}", file=sys.stderr)
-        devices, prices = prices_here(config, workload, here)
-    else:
-        try:
-            devices = cluster(options.cluster)
-        except ValueError as error:
-            raise UserError(f"--cluster {options.cluster}: {error}") from error
-        platform = "tpu" if devices.hardware.name.startswith("v") else "gpu"
-        backend = Backend(platform, config.compute.attention)
-        prices = Estimator(workload, devices, bytes_of=partial(call_bytes, backend=backend))
-    seconds = SECONDS if options.seconds is None and options.proposals is None else options.seconds
-    result = search(
-        workload,
-        devices,
-        prices,
-        Budget(options.proposals, seconds),
-        seed=options.seed,
-        hypothetical=options.hypothetical,
-        lockstep=not options.overlap,
-        progress=_progress if sys.stderr.isatty() else None,
-    )
-    if sys.stderr.isatty():
-        print(file=sys.stderr)
-    print(describe(workload, devices, prices, result))
-    if options.plot is not None:
-        title = f"{workload.graph.name} on {devices.devices} x {devices.hardware.name}"
-        plot(result.best.simulation, title, options.plot)
-    if options.save is not None:
-        options.save.parent.mkdir(parents=True, exist_ok=True)
-        options.save.write_text(yaml.safe_dump(result.best.plan.as_dict(), sort_keys=False), encoding="utf-8")
+        return prices_here(config, workload, here)
+    try:
+        devices = cluster(options.cluster)
+    except ValueError as error:
+        raise UserError(f"--{error}") from error
+    platform = "tpu" if devices.hardware.name.startswith("v") else "gpu"
+    backend = Backend(platform, config.compute.attention)
+    return devices, Estimator(workload, devices, bytes_of=partial(call_bytes, backend=backend))
+
+
+def _check_options(options: argparse.Namespace) -> None:
+    for name in ("seconds", "proposals"):
+        value = getattr(options, name)
+        if value is not None and not 0 < value < math.inf:
+            raise UserError(f"--{name} {value} must be more than 0 and finite")
+        if value is not None and options.plan is not None:
+            raise UserError(f"--{name} {value} has no effect with --plan, which searches for nothing: leave one out")
+    for name in ("plot", "save"):
+        path = getattr(options, name)
+        if path is not None:
+            _check_writable(f"--{name} {path}", path)
+
+
+def _check_writable(written: str, path: Path) -> None:
+    """Before a search, rather than after it."""
+    if path.is_dir():
+        raise UserError(f"{written} is a directory: name a file in it")
+    parent = next(each for each in path.absolute().parents if each.exists())
+    if not parent.is_dir() or not os.access(path if path.exists() else parent, os.W_OK):
+        raise UserError(f"{written} cannot be written in {parent}: choose another place")
 
 
 def _say(curve: str) -> None:

@@ -102,6 +102,7 @@ HARDWARE: dict[str, Hardware] = {
 
 # A v5p's name counts TensorCores, two of which are one device.
 _CORES = {"v5p": 2}
+_MOST = 2**14  # GPUs of a cluster
 _KINDS = {"NVIDIA A100-SXM4-80GB": "a100", "NVIDIA H100 80GB HBM3": "h100", "NVIDIA H200": "h200"} | {
     "NVIDIA B200": "b200",
     **{f"TPU {name}": "v5e" for name in ("v5e", "v5 lite")},
@@ -141,7 +142,9 @@ def cluster(text: str) -> Cluster:
         near = min(sizes, key=lambda size: (abs(size - count), -size))
         written = f"{name}-{near}" if sliced else f"{near}x{name}"
         parts = (
-            "a power of two" if sliced else f"a power of two up to {hardware.node}, or whole nodes of {hardware.node}"
+            "a power of two"
+            if sliced
+            else f"a power of two up to {hardware.node}, or whole nodes of {hardware.node} up to {_MOST}"
         )
         raise ValueError(f"cluster={text} does not exist: {name} come as {parts}, the nearest is {written}")
     return Cluster(hardware, count // cores)
@@ -149,7 +152,7 @@ def cluster(text: str) -> Cluster:
 
 def _whole_nodes(hardware: Hardware, count: int) -> list[int]:
     """Numbers of devices near `count` that are whole nodes, or a part of one."""
-    whole = count // hardware.node * hardware.node
+    whole = min(count, _MOST - hardware.node) // hardware.node * hardware.node
     return [1, 2, 4, hardware.node, *(size for size in (whole, whole + hardware.node) if size > 0)]
 
 

@@ -42,7 +42,7 @@ class Placement:
     micro_batches: parts in which a device computes its rows: of a minibatch, where the call trains.
 
     Raises:
-        ValueError: the axes' product is not the number of devices.
+        ValueError: a size is below 1, or the axes' product is not the number of devices.
     """
 
     devices: Slice
@@ -55,7 +55,10 @@ class Placement:
 
     def __post_init__(self) -> None:
         sizes = {"data": self.data, "fsdp": self.fsdp, "tensor": self.tensor, "pipeline": self.pipeline}
-        if min(*sizes.values(), self.micro_batches) < 1 or prod(sizes.values()) != self.devices.count:
+        for name, size in (sizes | {"micro_batches": self.micro_batches}).items():
+            if size < 1:
+                raise ValueError(f"{name}={size} must be at least 1")
+        if prod(sizes.values()) != self.devices.count:
             described = " x ".join(f"{axis}={size}" for axis, size in sizes.items())
             raise ValueError(
                 f"devices {self.devices} are {self.devices.count}, and {described} is {prod(sizes.values())}: choose "

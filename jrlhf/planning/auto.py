@@ -9,10 +9,10 @@ from typing import get_args
 from jrlhf.config import Config
 from jrlhf.consistency import mesh_sizes
 from jrlhf.errors import UserError
-from jrlhf.meshes import Call
+from jrlhf.meshes import Graph
 from jrlhf.meshes.hardware import Cluster, hardware_of
 from jrlhf.meshes.mesh import Device
-from jrlhf.meshes.plan import LayoutName, Placement, Plan
+from jrlhf.meshes.plan import LayoutName, Plan
 from jrlhf.models import ModelConfig
 from jrlhf.planning.fits import backend_of, capacity
 from jrlhf.planning.from_config import workload_of
@@ -39,16 +39,25 @@ def searched(config: Config, models: Mapping[str, ModelConfig], devices: Sequenc
     workload = workload_of(config, models)
     cluster, prices = prices_here(config, workload, devices)
     found = search(workload, cluster, prices, Budget(proposals=PROPOSALS), seed=config.seed)
-    calls = found.best.plan.placements
-    return Plan("auto", {name: _as_configured(config, workload.graph[name], calls[name]) for name in calls})
+    plan = without_budgeted(config, workload.graph, found.best.plan)
+    data, fsdp, tensor = mesh_sizes(config.mesh, len(devices))
+    shared = {
+        name: replace(placement, data=data, fsdp=fsdp, tensor=tensor)
+        for name, placement in plan.placements.items()
+        if workload.graph[name].role in on_base(config)
+    }
+    return Plan("auto", {**plan.placements, **shared})
 
 
-def _as_configured(config: Config, call: Call, placement: Placement) -> Placement:
-    if call.role in on_base(config):
-        data, fsdp, tensor = mesh_sizes(config.mesh, placement.devices.count)
-        return replace(placement, data=data, fsdp=fsdp, tensor=tensor)
-    budgets = {"infer": config.compute.score_tokens, "train": config.rl.algorithm.micro_batch_tokens}
-    return placement if budgets.get(call.kind) is None else replace(placement, micro_batches=1)
+def without_budgeted(config: Config, graph: Graph, plan: Plan) -> Plan:
+    """The plan without the micro-batches of calls whose rows a budget of tokens divides."""
+    tokens = {"infer": config.compute.score_tokens, "train": config.rl.algorithm.micro_batch_tokens}
+    whole = {
+        name: replace(placement, micro_batches=1)
+        for name, placement in plan.placements.items()
+        if tokens.get(graph[name].kind) is not None
+    }
+    return Plan(plan.name, {**plan.placements, **whole})
 
 
 def measure_here(workload: Workload, devices: Sequence[Device], say: Callable[[str], None]) -> Path:

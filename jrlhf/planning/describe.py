@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 from jrlhf.meshes.hardware import Cluster
 from jrlhf.meshes.plan import Placement, Plan
-from jrlhf.planning.options import GIB
+from jrlhf.planning.memory import GIB
+from jrlhf.planning.placements import RULES
 from jrlhf.planning.prices import Prices
 from jrlhf.planning.search import Found, Result
 from jrlhf.planning.simulator import Simulation, Span
@@ -15,28 +16,31 @@ STEADY = 2  # the iteration that is shown and explained: what comes before it ha
 
 
 def describe(workload: Workload, cluster: Cluster, prices: Prices, result: Result) -> str:
-    """The best plan's calls and timeline, what bounds it, and what other plans lose."""
-    best = result.best
+    """The best plan of a search, and what other plans lose."""
+    return "\n".join([describe_plan(workload, cluster, prices, result.best), "", *_others(result)])
+
+
+def describe_plan(workload: Workload, cluster: Cluster, prices: Prices, found: Found) -> str:
+    """A plan's calls and timeline, and what bounds it."""
     lines = [
         f"plan for {workload.graph.name} on {cluster.devices} x {cluster.hardware.name}: "
-        f"{_time(best.simulation.seconds)} an iteration, {best.simulation.peak / GIB:.1f} of "
+        f"{_time(found.simulation.seconds)} an iteration, {found.simulation.peak / GIB:.1f} of "
         f"{prices.capacity / GIB:.1f} GiB on the fullest device",
-        f"  the best of {result.proposals} plans, looked at in {result.seconds:.1f} s",
         "",
-        *calls(workload, best, prices),
+        *calls(workload, found, prices),
         "",
-        *timeline(best.simulation),
+        *timeline(found.simulation),
         "",
-        f"bottleneck: {bottleneck(best.simulation)}",
-        "",
-        *_others(result),
+        f"bottleneck: {bottleneck(found.simulation)}",
     ]
     return "\n".join(lines)
 
 
 def calls(workload: Workload, found: Found, prices: Prices) -> list[str]:
     """A table: of each call its devices, layout, mesh, micro-batches, seconds and GiB of each device."""
-    rows = [("call", "devices", "layout", "mesh", "micro-batches", "seconds", "weights from home", "stays", "needs")]
+    rows = [
+        ("call", "devices", "layout", "mesh", "micro-batches", "seconds", "weights from home", "stays", "while it runs")
+    ]
     moves = {
         span.call: span.seconds
         for span in found.simulation.spans
@@ -111,7 +115,7 @@ def critical_path(simulation: Simulation) -> list[Span]:
         earlier = [
             span
             for span in spans
-            if abs(span.end - path[0].start) <= 1e-9 * max(path[0].start, 1.0) and span.seconds > 0
+            if span.start < path[0].start and abs(span.end - path[0].start) <= 1e-9 * max(path[0].start, 1.0)
         ]
         if not earlier or path[0].start <= begin + 1e-9 * max(begin, 1.0):
             return path
@@ -156,7 +160,10 @@ def _others(result: Result) -> list[str]:
                 differences(found.plan, result.best.plan),
             )
         )
-    return ["other plans, and what they lose:", *_columns(rows)] if rows else []
+    missing = [name for name in RULES if name not in result.rules]
+    absent = [f"  none that runs and fits: {', '.join(missing)}"] if missing else []
+    looked_at = f"of {result.proposals} plans, looked at in {result.seconds:.1f} s, what the others lose:"
+    return [looked_at, *(_columns(rows) if rows else ()), *absent]
 
 
 def _group(plan: Plan) -> str:

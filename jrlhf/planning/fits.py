@@ -16,6 +16,8 @@ from jrlhf.planning.activations import Backend
 from jrlhf.planning.from_config import colocated, divided, token_budgets, workload_of
 from jrlhf.planning.memory import GIB, Away, PlanMemory, Where, keepers, plan_memory
 from jrlhf.planning.nearest import Setting, nearest
+from jrlhf.planning.prices import Prices
+from jrlhf.planning.simulator import simulate
 from jrlhf.planning.workload import Workload
 from jrlhf.sleep import resting
 
@@ -43,6 +45,26 @@ def check_memory(config: Config, mesh: Mesh, models: Mapping[str, ModelConfig], 
         f"{worst.call} needs {worst.total / GIB:.4g} GiB of each device, of which roles keep "
         f"{worst.resident / GIB:.4g}, and {source} has {limit / GIB:.4g}: "
         + (f"choose {remedy}" if remedy else "no setting makes it fit, choose smaller models or more memory")
+    )
+
+
+def check_fits(workload: Workload, plan: Plan, prices: Prices) -> None:
+    """Refuses a plan whose calls do not fit a device's memory together, at any time of an iteration.
+
+    Raises:
+        UserError: the fullest devices, what they lack, and the nearest settings of the plan.
+    """
+    result = simulate(workload.graph, plan, prices, iterations=2)
+    if result.peak <= prices.capacity:
+        return
+    fullest = max(result.memory, key=lambda each: each.peak)
+    here = [name for name, placement in plan.placements.items() if placement.devices.overlaps(fullest.devices)]
+    largest = max(here, key=lambda name: prices.call(workload.graph[name], plan[name]).active)
+    parts = "fewer rollout.slots" if workload.graph[largest].kind == "generate" else "more micro_batches"
+    raise UserError(
+        f"plan {plan.name} needs {result.peak / GIB:.1f} GiB on each of devices {fullest.devices}, which have "
+        f"{prices.capacity / GIB:.1f}, {fullest.resident / GIB:.1f} of it for what stays and the rest for {largest}: "
+        f"give {largest} {parts}, or its role more devices or fsdp"
     )
 
 

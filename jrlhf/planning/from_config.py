@@ -41,12 +41,15 @@ def workload_of(config: Config, models: Mapping[str, ModelConfig]) -> Workload:
             )
         graph = trace(dpo, {"actor": PairActor, "reference": Reference})
         held = _models(config, models, graph)
-        return Workload(graph, held, rows=2 * config.dpo.batch, fused_loss=False, **widths, **compute)
+        return Workload(
+            graph, held, rows=2 * config.dpo.batch, rows_key="2 x dpo.batch", fused_loss=False, **widths, **compute
+        )
     graph, section = graph_of(config), config.rl
     return Workload(
         graph,
         _models(config, models, graph),
         rows=section.rollout_batch,
+        rows_key=f"{config.algorithm}.rollout_batch",
         samples=section.samples,
         epochs=section.algorithm.epochs,
         minibatches=section.algorithm.minibatches,

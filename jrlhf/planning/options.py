@@ -12,6 +12,7 @@ from jrlhf.errors import UserError
 from jrlhf.meshes import Call
 from jrlhf.meshes.hardware import Cluster
 from jrlhf.meshes.plan import LayoutName, Placement, Slice
+from jrlhf.planning.memory import GIB
 from jrlhf.planning.prices import Price, Prices
 from jrlhf.planning.topology import LEARNER, has_model
 from jrlhf.planning.workload import Workload
@@ -25,7 +26,6 @@ TENSOR = 8  # slices of a layer, at most; as in ReaL
 ALL_RANGES = 8  # nodes, up to which every range of them is a slice
 MOST = 1000  # options of a call, as in ReaL
 OF_A_SIZE = 16  # of them on slices of one size, before further memory is saved
-GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -126,10 +126,10 @@ def row_parts(workload: Workload, call: Call, placement: Placement) -> int:
 
 
 def divides(workload: Workload, call: Call, placement: Placement) -> bool:
-    """Whether the rows of the workload divide as the placement would have them, and where they are drawn, the slots."""
-    groups, slots = placement.data * placement.fsdp, workload.slots
-    if call.kind == "generate" and slots is not None:
-        if slots % (groups * placement.tensor) or slots < groups * workload.samples:
+    """Whether the rows of the workload divide as the placement would have them, and those that decode at a time."""
+    if call.kind == "generate" and workload.slots is not None:
+        prompts = placement.data * placement.fsdp * workload.samples
+        if workload.slots % placement.devices.count or workload.slots < prompts:
             return False
     return workload.rows % row_parts(workload, call, placement) == 0
 
@@ -172,12 +172,12 @@ def options(
     if not kept:
         raise UserError(_no_room(workload, call, cluster, prices, smallest, widest))
     by_size = {count: [each for each in known if each.count == count] for count in sizes}
-    spread = [
-        Option(replace(each.placement, devices=devices), each.price)
-        for each in sorted(kept, key=lambda each: each.price.seconds)
-        for devices in by_size[each.placement.devices.count]
-    ]
-    return spread[:MOST] + [each for each in spread[MOST:] if each.placement.devices.count == cluster.devices]
+    spread: list[Option] = []
+    for each in sorted(kept, key=lambda each: each.price.seconds):
+        for devices in by_size[each.placement.devices.count]:
+            if len(spread) < MOST or devices.count == cluster.devices:
+                spread.append(Option(replace(each.placement, devices=devices), each.price))
+    return spread
 
 
 def options_of(
@@ -247,7 +247,8 @@ def _no_rows(workload: Workload, call: Call) -> str:
     what = "minibatches" if call.kind == "train" else "samples of a prompt"
     below = workload.rows // parts * parts
     choices = " or ".join(str(size) for size in (below, below + parts) if size)
-    return f"{workload.rows} rows of {call.name} do not divide into {parts} {what}: choose {choices}"
+    remedy = f"choose {workload.rows_key} of {choices}"
+    return f"{workload.rows} rows of {call.name} do not divide into {parts} {what}: {remedy}"
 
 
 def _no_room(workload: Workload, call: Call, cluster: Cluster, prices: Prices, smallest: float, widest: int) -> str:
@@ -258,7 +259,7 @@ def _no_room(workload: Workload, call: Call, cluster: Cluster, prices: Prices, s
         choices = " or ".join(str(size) for size in (below, below + parts) if size)
         return (
             f"{workload.rows} rows of {call.name} divide over at most {widest} of {cluster.devices} devices, where it "
-            f"needs {smallest / GIB:.1f} GiB of {prices.capacity / GIB:.0f}: choose {choices} rows"
+            f"needs {smallest / GIB:.1f} GiB of {prices.capacity / GIB:.0f}: choose {workload.rows_key} of {choices}"
         )
     told = (
         f"{call.name} fits nowhere on {cluster.devices} devices of {prices.capacity / GIB:.0f} GiB: it needs "

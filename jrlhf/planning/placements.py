@@ -5,19 +5,19 @@ model has all of the set's devices, and each of its calls the fastest layout the
 iteration, the slowest set's calls one after the other. The graph's levels are the stages.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
 from typing import Any
 
 from jrlhf.meshes import Graph
 from jrlhf.meshes.hardware import Cluster
 from jrlhf.meshes.plan import Placement, Plan, Slice
-from jrlhf.planning.options import Option, placed_calls, shapes, slices
+from jrlhf.planning.options import Option, on_base, placed_calls, shapes, slices
 from jrlhf.planning.prices import Prices
 from jrlhf.planning.topology import LEARNER, has_model, home_of
 from jrlhf.planning.workload import Workload
 
+RULES = ("heuristic", "colocate", "split", "standalone")
 Options = Mapping[str, Sequence[Option]]
 
 
@@ -31,18 +31,19 @@ class Division:
     seconds: float
 
 
-def heuristic(workload: Workload, cluster: Cluster, prices: Prices) -> Plan | None:
+def heuristic(workload: Workload, cluster: Cluster, prices: Prices, known: Options) -> Plan | None:
     """ReaL's symmetric heuristic: every call on all devices, tensor-parallel within a node and data-parallel beyond.
 
     Of each call the widest tensor axis that divides its model, weights whole in every replica or, where that does not
-    fit, divided over all, and as few micro-batches as fit. None where nothing does.
+    fit, divided over all, and as few micro-batches as fit. None where nothing does. Roles on a shared base are in the
+    one mesh that they have among the `known` options.
     """
     choices = {}
     for call in placed_calls(workload):
-        found = [
-            Option(placement, prices.call(call, placement))
-            for placement in shapes(workload, call, cluster.devices, cluster.node)
-        ]
+        placements = shapes(workload, call, cluster.devices, cluster.node)
+        if on_base(workload, call.role):
+            placements = [each.placement for each in known[call.name]]
+        found = [Option(placement, prices.call(call, placement)) for placement in placements]
         widest = max((each.placement.tensor for each in found), default=0)
         choices[call.name] = [
             each
@@ -77,9 +78,7 @@ def divisions(graph: Graph, options: Options, cluster: Cluster, capacity: float)
     for sets in partitions(roles):
         if any(0 < len(set(each) & set(together)) < len(set(roles) & set(together)) for each in sets):
             continue
-        for sizes in product(counts, repeat=len(sets)):
-            if sum(sizes) != cluster.devices:
-                continue
+        for sizes in allocations(counts, len(sets), cluster.devices):
             parts = []
             for members, count in zip(sets, sizes, strict=True):
                 key = tuple(members), count
@@ -99,14 +98,14 @@ def divisions(graph: Graph, options: Options, cluster: Cluster, capacity: float)
     return sorted(found, key=lambda each: each.seconds)
 
 
-def named(found: Sequence[Division], cluster: Cluster) -> dict[str, Division]:
+def named(found: Sequence[Division]) -> dict[str, Division]:
     """The best division of each of HybridFlow's kinds.
 
     colocate: one set. standalone: every role its own. split: actor and reference in one half, all others in the other.
     """
     roles = {role for each in found for members in each.sets for role in members}
     policy = frozenset(roles & {"actor", "reference"})
-    halves = {policy, frozenset(roles - policy)} - {frozenset()}
+    halves = {policy, frozenset(roles - policy)}
     kinds = {
         "colocate": lambda each: len(each.sets) == 1,
         "split": lambda each: set(map(frozenset, each.sets)) == halves and len(set(each.counts)) == 1,
@@ -130,6 +129,16 @@ def partitions(items: Sequence[str]) -> Iterator[list[list[str]]]:
         yield [[first], *smaller]
         for index, members in enumerate(smaller):
             yield [*smaller[:index], [first, *members], *smaller[index + 1 :]]
+
+
+def allocations(counts: Collection[int], sets: int, devices: int) -> Iterator[tuple[int, ...]]:
+    """Every way to give each of so many sets one of these counts of devices, and all devices to the sets."""
+    if sets == 1:
+        yield from [(devices,)] if devices in counts else []
+        return
+    for count in counts:
+        if count < devices:
+            yield from ((count, *others) for others in allocations(counts, sets - 1, devices - count))
 
 
 def _fastest(options: Options) -> dict[tuple[str, int], list[Option]]:

@@ -11,7 +11,7 @@ FORMATS = (".svg", ".png", ".pdf")
 
 def check_ending(path: Path) -> None:
     """Refuses a file whose ending names no picture, with a UserError."""
-    if path.suffix not in FORMATS:
+    if path.suffix.lower() not in FORMATS:
         raise UserError(f"--plot {path} must end in {', '.join(FORMATS)}")
 
 

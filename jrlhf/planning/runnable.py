@@ -154,10 +154,11 @@ def _check_divides(named: str, key: str, number: int, divisor: int, over: str) -
 
 def _check_base(config: Config, calls: Iterable[Call], plan: Plan, devices: int) -> None:
     """Adapters of one base, and all that is trained of them, are where the base is: everywhere."""
-    whole = mesh_sizes(config.mesh, devices)
     for call in calls:
         placed = plan[call.name]
-        if call.role in on_base(config) and (placed.devices.count, placed.sizes) != (devices, whole):
+        if call.role not in on_base(config):
+            continue
+        if (placed.devices.count, placed.sizes) != (devices, mesh_sizes(config.mesh, devices)):
             raise UserError(
                 f"{_named(config)} has {call.name} on devices {placed.devices}, and what lora adapts is one base on "
                 f"all {devices} in the config's mesh, which its roles share: put it there, or set plan=colocate"

@@ -16,8 +16,9 @@ from jrlhf.errors import UserError
 from jrlhf.meshes.hardware import Cluster
 from jrlhf.meshes.plan import Plan
 from jrlhf.planning.evaluator import Evaluator
-from jrlhf.planning.options import GIB, Option, options_of
-from jrlhf.planning.placements import divisions, heuristic, named
+from jrlhf.planning.memory import GIB
+from jrlhf.planning.options import Option, options_of
+from jrlhf.planning.placements import Division, divisions, heuristic, named
 from jrlhf.planning.prices import Prices
 from jrlhf.planning.simulator import Simulation, simulate
 from jrlhf.planning.workload import Workload
@@ -98,8 +99,9 @@ def search(
     choices = [
         [evaluator.add(call, each.placement) for each in known[name]] for call, name in enumerate(evaluator.calls)
     ]
-    rules = _rules(workload, cluster, prices, known)
-    starts = _starts(workload, cluster, prices, known, evaluator, rules)
+    divided = divisions(workload.graph, known, cluster, prices.capacity)
+    rules = _rules(workload, cluster, prices, known, divided)
+    starts = _starts(known, evaluator, rules, divided)
     chains = Chains(evaluator, choices, starts, seed)
     for proposals in chains:
         spent = time.monotonic() - began
@@ -168,8 +170,8 @@ class Chains:
         """Seconds; of a plan that does not fit or run, at least twice as many, and more the more memory it lacks."""
         self.proposals += 1
         seconds, peak, runs = self.evaluator.evaluate(choice)
+        self.least = min(self.least, peak) if runs else self.least
         if peak > self.evaluator.capacity or not runs:
-            self.least = min(self.least, peak)
             return seconds * 2 * max(peak / self.evaluator.capacity, 1.0)
         if seconds < self.best_seconds:
             self.best, self.best_seconds = choice, seconds
@@ -189,26 +191,26 @@ def _by_size(evaluator: Evaluator, call: int, known: Sequence[int]) -> list[list
 
 
 def _rules(
-    workload: Workload, cluster: Cluster, prices: Prices, known: Mapping[str, Sequence[Option]]
-) -> dict[str, Plan]:
-    symmetric = heuristic(workload, cluster, prices)
-    rules = {} if symmetric is None else {"heuristic": symmetric}
-    divided = named(divisions(workload.graph, known, cluster, prices.capacity), cluster)
-    return rules | {name: each.plan for name, each in divided.items()}
-
-
-def _starts(
     workload: Workload,
     cluster: Cluster,
     prices: Prices,
     known: Mapping[str, Sequence[Option]],
+    divided: Sequence[Division],
+) -> dict[str, Plan]:
+    symmetric = heuristic(workload, cluster, prices, known)
+    rules = {} if symmetric is None else {"heuristic": symmetric}
+    return rules | {name: each.plan for name, each in named(divided).items()}
+
+
+def _starts(
+    known: Mapping[str, Sequence[Option]],
     evaluator: Evaluator,
     rules: Mapping[str, Plan],
+    divided: Sequence[Division],
 ) -> list[tuple[int, ...]]:
     """Where chains begin: each call's fastest option, as in ReaL; rules; the best of HybridFlow's placements."""
     fastest = Plan("fastest", {name: each[0].placement for name, each in known.items()})
-    divided = divisions(workload.graph, known, cluster, prices.capacity)[:STARTS]
-    plans = [fastest, *rules.values(), *(each.plan for each in divided)]
+    plans = [fastest, *rules.values(), *(each.plan for each in divided[:STARTS])]
     return list(dict.fromkeys(evaluator.choice(plan) for plan in plans))
 
 

@@ -43,7 +43,8 @@ class Workload:
 
     graph: its calls. models: of the roles that have calls with a model; a role may have several (the learner trains
         actor and critic in one program; a weighted sum of reward models scores with each).
-    rows: responses of an iteration. samples: of them for each prompt.
+    rows: responses of an iteration; rows_key: the setting that says how many, for messages. samples: of them for each
+        prompt.
     prompt, response: tokens that arrays are as wide as. mean_prompt, mean_response: what rows have on average.
     epochs, minibatches: of an update. slots: rows that decode at a time, None for all. chunk: steps of one program that
         decodes, None for all. prefill: as in `models.schedule`.
@@ -66,6 +67,7 @@ class Workload:
     dtype: Any = jnp.dtype(jnp.float32)
     remat: Remat = "full"
     fused_loss: bool = True
+    rows_key: str = "rows"
 
     @property
     def length(self) -> int:

@@ -6,36 +6,52 @@ import yaml
 from jrlhf.meshes.plan import plan_of
 from jrlhf.plan import cli
 
+ARGUMENTS = ["--config", "llama3-8b-ppo", "--cluster", "8xh100"]
 
-def test_a_plan_is_printed_saved_and_drawn(tmp_path, capsys):
+
+def test_a_plan_is_printed_saved_drawn_and_priced_again(tmp_path, capsys):
     saved, drawn = tmp_path / "plans" / "plan.yaml", tmp_path / "plan.svg"
-    arguments = ["--config", "llama3-8b-ppo", "--cluster", "16xh100", "--proposals", "300", "--seed", "1"]
-    assert cli([*arguments, "--save", str(saved), "--plot", str(drawn)]) == 0
+    search = [*ARGUMENTS, "--proposals", "300", "--save", str(saved)]
+    assert cli([*search, "--plot", str(drawn)]) == 0
     told = capsys.readouterr().out
-    assert "plan for ppo on 16 x h100: " in told and "bottleneck: " in told and "heuristic" in told
+    assert "plan for ppo on 8 x h100: " in told and "bottleneck: " in told and "heuristic" in told
     plan = plan_of(yaml.safe_load(saved.read_text()))
     calls = {"actor.generate", "reward.score", "actor.logprobs", "reference.logprobs", "critic.values"}
     assert plan.placements.keys() == calls | {"critic.update", "actor.update"}
-    assert plan.devices <= 16 and drawn.read_text().startswith("<?xml")
-    assert cli(arguments) == 0
-    table = [
-        line.split()[:3] for line in told.splitlines() if line.startswith("  actor.") or line.startswith("  critic.")
-    ]
-    again = capsys.readouterr().out
-    assert table == [
-        line.split()[:3] for line in again.splitlines() if line.startswith("  actor.") or line.startswith("  critic.")
-    ]
+    assert plan.devices <= 8 and drawn.read_text().startswith("<?xml")
+    assert cli([*ARGUMENTS, "--plan", str(saved)]) == 0
+    assert told.startswith(capsys.readouterr().out)
+    # Where a budget of tokens divides the rows, a run would refuse micro-batches, and none are saved.
+    assert cli([*search, "compute.score_tokens=8192"]) == 0
+    budgeted = plan_of(yaml.safe_load(saved.read_text()))
+    assert {budgeted[name].micro_batches for name in calls} == {1}
+
+
+def test_a_plan_that_does_not_fit_is_printed_and_refused(capsys):
+    assert cli([*ARGUMENTS, "--plan", "colocate", "ppo.rollout_batch=8192"]) == 2
+    told = capsys.readouterr()
+    assert "bottleneck: " in told.out
+    assert told.err.startswith("error: plan colocate needs ") and "fewer rollout.slots" in told.err
 
 
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--cluster", "16xh101"], "16xh101"),
-        (["--cluster", "12xh100"], "12xh100"),
+        (["--cluster", "16xh101"], "--cluster=16xh101 is of no known hardware"),
+        (["--cluster", "12xh100"], "the nearest is 16xh100"),
+        (["--cluster", "8xh100", "--seconds", "nan"], "--seconds nan must be more than 0 and finite"),
+        (["--cluster", "8xh100", "--save", "."], "--save . is a directory: name a file in it"),
+        (["--cluster", "8xh100", "--save", f"{__file__}/plan.yaml"], "choose another place"),
+        (["--cluster", "8xh100", "--plan", "mine.yaml"], "plan=mine.yaml is neither colocate,"),
+        (["--cluster", "8xh100", "--plan", "split", "--seconds", "1"], "--seconds 1.0 has no effect with --plan"),
+        (["--cluster", "8xh100", "--plan", "split", "stages=[sft]"], "--plan split has no effect with stages=[sft]"),
         (["--cluster", "8xh100", "--seconds", "0"], "--seconds 0.0 must be more than 0"),
         (["--cluster", "8xh100", "--proposals", "-1"], "--proposals -1 must be more than 0"),
         (["--cluster", "8xh100", "--plot", "plan.txt"], "must end in .svg, .png, .pdf"),
-        (["--cluster", "8xh100", "--proposals", "10", "ppo.rollout_batch=510"], "choose 504 or 512 rows"),
+        (
+            ["--cluster", "8xh100", "--proposals", "10", "ppo.rollout_batch=510"],
+            "choose ppo.rollout_batch of 504 or 512",
+        ),
         (["--cluster", "8xh100", "--proposals", "10", "ppo.rolout_batch=512"], "ppo.rolout_batch"),
     ],
 )

@@ -18,6 +18,7 @@ def test_names_of_clusters():
         ("12xh100", "the nearest is 16xh100"),
         ("3xh200", "the nearest is 4xh200"),
         ("0xb200", "the nearest is 1xb200"),
+        ("1000000000xh100", "nodes of 8 up to 16384, the nearest is 16384xh100"),
         ("8xh300", "the nearest is 8xh200"),
         ("v5p-500", "the nearest is v5p-512"),
         ("v5p-8192000", "the nearest is v5p-16384"),

@@ -36,6 +36,7 @@ def test_slices_know_what_they_share():
         ({"calls": {"a": {"devices": "0-3", "layout": "train", "fsdp": 2}}}, "choose sizes whose product is 4"),
         ({"calls": {"a": {"devices": "0-3", "layout": "train", "fsdp": 4.0}}}, "fsdp=4.0: it must be a whole number"),
         ({"calls": {"a": {"devices": "3-0", "layout": "train"}}}, "count at least 1"),
+        ({"calls": {"a": {"devices": "0-3", "layout": "train", "data": -2, "fsdp": -2}}}, "data=-2 must be at least 1"),
         ({"calls": {"a": {"devices": "all", "layout": "train"}}}, "must be a number or a range"),
     ],
 )

@@ -10,9 +10,10 @@ from typing import Any
 
 from jrlhf.meshes import Call, Graph
 from jrlhf.meshes.hardware import Cluster, Hardware
-from jrlhf.meshes.plan import Placement
+from jrlhf.meshes.plan import Placement, Plan
 from jrlhf.models import ModelConfig
 from jrlhf.planning.prices import Price
+from jrlhf.planning.simulator import simulate
 from jrlhf.planning.topology import home_of
 from jrlhf.planning.workload import RoleModel, Workload
 
@@ -226,3 +227,28 @@ def problem(
         prices.latency,
     )
     return workload, Cluster(hardware, devices), prices
+
+
+LAYOUTS = {"generate": ("generate",), "infer": ("score", "train_tp"), "train": ("train", "train_tp")}
+
+
+def assert_runs(workload: Workload, plan: Plan, cluster: Cluster, prices: Physical) -> None:
+    """Every call with a model has a place among the devices, in a layout of its kind, without pipelines; axes divide
+    models and rows; the devices of two calls are the same, apart, or within each other; and all fits."""
+    calls = {call.name: call for call in workload.graph if call.kind != "compute"}
+    assert plan.placements.keys() == calls.keys()
+    used = []
+    for name, placed in plan.placements.items():
+        call, fsdp, tensor = calls[name], placed.fsdp, placed.tensor
+        devices = set(range(placed.devices.start, placed.devices.stop))
+        assert devices <= set(range(cluster.devices)) and placed.pipeline == 1, name
+        assert placed.layout in LAYOUTS[call.kind], name
+        assert all(not devices & other or devices <= other or other <= devices for other in used), name
+        used.append(devices)
+        for model in workload.models[call.role]:
+            config = model.config
+            sizes = (config.heads, config.mlp, config.padded_vocab, max(config.kv_heads, tensor))
+            assert not config.embed % fsdp and not any(size % tensor for size in sizes), name
+        parts = placed.micro_batches * (workload.minibatches if call.kind == "train" else 1)
+        assert workload.rows % (len(devices) * parts) == 0, name
+    assert simulate(workload.graph, plan, prices).peak <= prices.capacity

@@ -9,8 +9,11 @@ from jrlhf.config import Config, load_config
 from jrlhf.errors import UserError
 from jrlhf.launch import architectures
 from jrlhf.planning.auto import prices_here, searched
+from jrlhf.planning.choose import plan_of_config
 from jrlhf.planning.from_config import workload_of
+from jrlhf.planning.memory import plan_memory
 from jrlhf.planning.runnable import check_runs
+from jrlhf.planning.simulator import simulate
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,17 @@ def test_a_plan_fits_the_memory_that_a_run_may_use():
     config = config_of("device.memory=50")
     _, prices = prices_here(config, workload_of(config, architectures(config)), [Device()] * 8)
     assert prices.capacity == 50 * 2**30
+
+
+def test_a_base_is_counted_once_for_all_its_adapters():
+    config = config_of("lora.rank=16", "mesh.fsdp=2", "mesh.tensor=4")
+    models, devices = architectures(config), [Device()] * 8
+    workload = workload_of(config, models)
+    plan = plan_of_config(config, workload.graph, models, 8)
+    _, prices = prices_here(config, workload, devices)
+    (group,) = simulate(workload.graph, plan, prices).memory
+    (held,) = plan_memory(workload, plan).devices
+    assert group.resident == pytest.approx(sum(held.resident.values()), rel=1e-9)
 
 
 def test_unknown_devices_are_to_be_measured_first():

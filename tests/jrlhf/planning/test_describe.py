@@ -35,6 +35,12 @@ def test_the_critical_path_is_what_the_end_waits_for():
     )
 
 
+def test_work_of_no_length_beside_an_iteration_ends_the_critical_path_too():
+    seconds = {"actor.generate": 1e6, "reward.score": 1e-7, "critic.update": 1e-7, "actor.update": 1e-7}
+    simulation = simulate(PPO, PLAN, Table({name: seconds.get(name, 1.0) for name in CALLS}))
+    assert bottleneck(simulation).startswith("actor.generate; of the critical path: actor.generate 100 %")
+
+
 def test_the_timeline_shows_who_works_when():
     simulation = simulate(PPO, PLAN, TABLE)
     legend, one, two, scale = timeline(simulation)

@@ -8,7 +8,9 @@ from jrlhf.errors import UserError
 from jrlhf.meshes.hardware import Cluster
 from jrlhf.meshes.plan import Slice
 from jrlhf.models import LoRAConfig
+from jrlhf.planning.fits import check_fits
 from jrlhf.planning.options import options, options_of, shapes, slices
+from jrlhf.planning.runnable import check_nested
 from jrlhf.planning.slices import nested
 from tests.jrlhf.planning.synthetic import GIB, PPO, problem
 
@@ -74,6 +76,12 @@ def test_samples_of_a_prompt_stay_with_their_group():
     assert not list(shapes(replace(WORKLOAD, slots=24), PPO["actor.generate"], 16, 16))
 
 
+def test_slots_divide_over_the_devices_that_generate():
+    slotted, call = replace(WORKLOAD, slots=8, samples=4), PPO["actor.generate"]
+    assert not list(shapes(slotted, call, 16, 8))
+    assert {each.tensor for each in shapes(slotted, call, 8, 8)} == {4, 8}  # two groups have 8 of a prompt's samples
+
+
 def test_options_fit_and_begin_with_the_fastest():
     found = options(WORKLOAD, PPO["actor.update"], CLUSTER, PRICES)
     seconds = [each.price.seconds for each in found]
@@ -103,11 +111,11 @@ def test_a_shared_base_is_everywhere_in_one_mesh():
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"rows": 509}, "509 rows of actor.update do not divide into 8 minibatches: choose 504 or 512"),
-        ({"rows": 4}, "4 rows of actor.update do not divide into 8 minibatches: choose 8"),
+        ({"rows": 509}, "509 rows of actor.update do not divide into 8 minibatches: choose rows of 504 or 512"),
+        ({"rows": 4}, "4 rows of actor.update do not divide into 8 minibatches: choose rows of 8"),
         (
             {"rows": 24, "samples": 16},
-            "24 rows of actor.generate do not divide into 16 samples of a prompt: choose 16 ",
+            "24 rows of actor.generate do not divide into 16 samples of a prompt: choose rows of 16 ",
         ),
     ],
 )
@@ -126,6 +134,33 @@ def test_a_model_that_fits_nowhere_is_one_sentence_with_enough_devices():
         options(workload, PPO["actor.update"], cluster, prices)
     workload, cluster, prices = problem(32, "70b", "70b")
     assert options(workload, PPO["actor.update"], cluster, prices)
+
+
+def placements(**changes: Placement) -> Plan:
+    whole = Slice(0, 16)
+    usual = {
+        "generate": Placement(whole, "generate", data=2, tensor=8),
+        "infer": Placement(whole, "score", fsdp=16),
+        "train": Placement(whole, "train", fsdp=16),
+    }
+    plan = {call.name: usual[call.kind] for call in PPO if call.kind != "compute"}
+    return Plan("mine", plan | {name.replace("_", ".", 1): each for name, each in changes.items()})
+
+
+def test_what_overlaps_in_part_or_does_not_fit_is_one_sentence():
+    check_nested(placements())
+    check_nested(placements(reward_score=Placement(Slice(8, 4), "score", tensor=4)))
+    check_fits(WORKLOAD, placements(), PRICES)
+    first, second = Placement(Slice(0, 8), "score", fsdp=8), Placement(Slice(4, 8), "score", fsdp=8)
+    told = "^devices 0-7 of reward.score and 4-11 of critic.values overlap in part: .* such as 0-11 and 4-11$"
+    with pytest.raises(UserError, match=told):
+        check_nested(placements(reward_score=first, critic_values=second))
+    two = Placement(Slice(0, 2), "train", fsdp=2)
+    told = (
+        "^plan mine needs .* GiB on each of devices 0-1, which have 80.0, .* for what stays and the rest for .*: give"
+    )
+    with pytest.raises(UserError, match=told):
+        check_fits(WORKLOAD, placements(actor_update=two, critic_update=two), PRICES)
 
 
 def test_nested_slices():

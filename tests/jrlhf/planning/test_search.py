@@ -12,13 +12,12 @@ from jrlhf.meshes import Call
 from jrlhf.meshes.plan import Placement, Slice
 from jrlhf.planning.evaluator import Evaluator
 from jrlhf.planning.exact import optimum
-from jrlhf.planning.options import divides, impossible, layouts, options_of, placed_calls
-from jrlhf.planning.placements import divisions, heuristic, named, partitions
+from jrlhf.planning.options import options_of
+from jrlhf.planning.placements import allocations, divisions, heuristic, named, partitions
 from jrlhf.planning.prices import Price
 from jrlhf.planning.search import Budget, search
 from jrlhf.planning.simulator import simulate
-from jrlhf.planning.slices import nested
-from tests.jrlhf.planning.synthetic import PPO, problem
+from tests.jrlhf.planning.synthetic import PPO, assert_runs, problem
 
 
 def space(workload, cluster, prices, keep=lambda placement: True, *, lockstep=False):
@@ -29,18 +28,6 @@ def space(workload, cluster, prices, keep=lambda placement: True, *, lockstep=Fa
         for call, name in enumerate(evaluator.calls)
     ]
     return evaluator, choices
-
-
-def assert_runs(workload, plan, cluster, prices):
-    """Every call has a place that suits it, devices are nested, and all fits."""
-    assert set(plan.placements) == {call.name for call in placed_calls(workload)}
-    for name, placement in plan.placements.items():
-        call = workload.graph[name]
-        assert placement.devices.stop <= cluster.devices and placement.pipeline == 1
-        assert placement.layout in layouts(workload, call) and divides(workload, call, placement)
-        assert not impossible(workload, call.role, placement.fsdp, placement.tensor)
-    assert nested([placement.devices for placement in plan.placements.values()])
-    assert simulate(workload.graph, plan, prices, iterations=2).peak <= prices.capacity
 
 
 @dataclass(frozen=True)
@@ -178,7 +165,7 @@ def test_pipelines_are_proposed_only_when_asked_for():
 
 def test_the_heuristic_is_symmetric():
     workload, cluster, prices = problem(16)
-    plan = heuristic(workload, cluster, prices)
+    plan = heuristic(workload, cluster, prices, {})
     assert plan is not None
     for name, placement in plan.placements.items():
         assert (placement.devices, placement.tensor, placement.fsdp) == (Slice(0, 16), 8, 1), name
@@ -190,6 +177,13 @@ def test_there_are_as_many_partitions_as_bell_says():
     for count, bell in enumerate((1, 1, 2, 5, 15, 52)):
         found = [frozenset(map(frozenset, each)) for each in partitions("abcde"[:count])]
         assert len(found) == len(set(found)) == bell
+
+
+def test_allocations_are_what_a_product_would_filter():
+    counts = (1, 2, 4, 8, 16, 24)
+    for sets in (1, 2, 3, 4):
+        wanted = [each for each in product(counts, repeat=sets) if sum(each) == 24]
+        assert sorted(allocations(counts, sets, 24)) == sorted(wanted) and wanted
 
 
 def test_hybridflow_divides_sets_and_devices_by_its_stages():
@@ -215,7 +209,7 @@ def test_hybridflow_divides_sets_and_devices_by_its_stages():
         assert each.seconds == pytest.approx(expected)
         # The stages are a simulation without moves, in which no stage begins before the last has ended.
         assert simulate(PPO, each.plan, prices, lockstep=True).seconds <= 1.05 * each.seconds
-    kinds = named(found, cluster)
+    kinds = named(found)
     assert {name: len(each.sets) for name, each in kinds.items()} == {"colocate": 1, "split": 2, "standalone": 4}
     assert kinds["split"].plan["actor.update"].devices.count == kinds["split"].plan["critic.update"].devices.count == 8
 
@@ -233,7 +227,7 @@ def test_colocation_is_best_on_few_devices_and_loses_its_lead_on_many(model):
     for devices in (32, 64, 128):
         workload, cluster, prices = a100(devices, model)
         found = divisions(PPO, options_of(workload, cluster, prices), cluster, prices.capacity)
-        kinds = named(found, cluster)
+        kinds = named(found)
         if devices <= 64:
             assert found[0].sets == kinds["colocate"].sets
         leads.append(kinds["split"].seconds / kinds["colocate"].seconds)
