@@ -168,7 +168,7 @@ def options(
                 fitting.append(Option(placement, price))
         kept += _worth_keeping(fitting)
     if not widest:
-        raise UserError(_no_rows(workload, call))
+        raise UserError(_no_rows(workload, call, cluster.devices))
     if not kept:
         raise UserError(_no_room(workload, call, cluster, prices, smallest, widest))
     by_size = {count: [each for each in known if each.count == count] for count in sizes}
@@ -242,24 +242,28 @@ def _worth_keeping(found: list[Option]) -> list[Option]:
     return kept
 
 
-def _no_rows(workload: Workload, call: Call) -> str:
+def _no_rows(workload: Workload, call: Call, devices: int) -> str:
     parts = workload.minibatches if call.kind == "train" else workload.samples
     what = "minibatches" if call.kind == "train" else "samples of a prompt"
+    remedy = _rows_for(workload, call, devices)
+    return f"{workload.rows} rows of {call.name} do not divide into {parts} {what}: {remedy}"
+
+
+def _rows_for(workload: Workload, call: Call, devices: int) -> str:
+    """The nearest rows that divide over all devices."""
+    parts = devices * workload.minibatches if call.kind == "train" else lcm(devices, workload.samples)
     below = workload.rows // parts * parts
     choices = " or ".join(str(size) for size in (below, below + parts) if size)
-    remedy = f"choose {workload.rows_key} of {choices}"
-    return f"{workload.rows} rows of {call.name} do not divide into {parts} {what}: {remedy}"
+    return f"choose {workload.rows_key} of {choices}"
 
 
 def _no_room(workload: Workload, call: Call, cluster: Cluster, prices: Prices, smallest: float, widest: int) -> str:
     """The sentence with the nearest remedy: rows that divide over more devices, or how many devices would do."""
     if widest < cluster.devices:
-        parts = cluster.devices * (workload.minibatches if call.kind == "train" else 1)
-        below = workload.rows // parts * parts
-        choices = " or ".join(str(size) for size in (below, below + parts) if size)
+        remedy = _rows_for(workload, call, cluster.devices)
         return (
             f"{workload.rows} rows of {call.name} divide over at most {widest} of {cluster.devices} devices, where it "
-            f"needs {smallest / GIB:.1f} GiB of {prices.capacity / GIB:.0f}: choose {workload.rows_key} of {choices}"
+            f"needs {smallest / GIB:.1f} GiB of {prices.capacity / GIB:.0f}: {remedy}"
         )
     told = (
         f"{call.name} fits nowhere on {cluster.devices} devices of {prices.capacity / GIB:.0f} GiB: it needs "

@@ -50,7 +50,7 @@ def test_a_plan_that_does_not_fit_is_printed_and_refused(capsys):
         (["--cluster", "8xh100", "--plot", "plan.txt"], "must end in .svg, .png, .pdf"),
         (
             ["--cluster", "8xh100", "--proposals", "10", "ppo.rollout_batch=510"],
-            "choose ppo.rollout_batch of 504 or 512",
+            "choose ppo.rollout_batch of 480 or 512",
         ),
         (["--cluster", "8xh100", "--proposals", "10", "ppo.rolout_batch=512"], "ppo.rolout_batch"),
     ],

@@ -6,7 +6,7 @@ import pytest
 
 from jrlhf.errors import UserError
 from jrlhf.meshes.hardware import Cluster
-from jrlhf.meshes.plan import Slice
+from jrlhf.meshes.plan import Placement, Plan, Slice
 from jrlhf.models import LoRAConfig
 from jrlhf.planning.fits import check_fits
 from jrlhf.planning.options import options, options_of, shapes, slices
@@ -111,11 +111,11 @@ def test_a_shared_base_is_everywhere_in_one_mesh():
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"rows": 509}, "509 rows of actor.update do not divide into 8 minibatches: choose rows of 504 or 512"),
-        ({"rows": 4}, "4 rows of actor.update do not divide into 8 minibatches: choose rows of 8"),
+        ({"rows": 509}, "509 rows of actor.update do not divide into 8 minibatches: choose rows of 384 or 512"),
+        ({"rows": 4}, "4 rows of actor.update do not divide into 8 minibatches: choose rows of 128"),
         (
             {"rows": 24, "samples": 16},
-            "24 rows of actor.generate do not divide into 16 samples of a prompt: choose rows of 16 ",
+            "24 rows of actor.generate do not divide into 16 samples of a prompt: choose rows of 16 or 32",
         ),
     ],
 )
