@@ -60,7 +60,7 @@ def capacity(config: Config, mesh: Mesh) -> float | None:
     """Bytes of a device that a run may use: `device.memory`, or what an accelerator says; None where neither is."""
     if config.device.memory is not None:
         return config.device.memory * GIB
-    device = mesh.devices.flat[0]
+    device = mesh.local_devices[0]  # one of another process says nothing
     said = None if device.platform == "cpu" else device.memory_stats()
     return None if said is None else said.get("bytes_limit")
 

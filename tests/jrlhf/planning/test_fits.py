@@ -1,5 +1,9 @@
 """What a config asks for, as a workload; and runs that cannot fit, refused before anything is loaded."""
 
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
 import pytest
 
 from jrlhf.config import load_config
@@ -32,6 +36,13 @@ def test_where_memory_is_not_known_nothing_is_refused():
     assert capacity(config, mesh) is None
     check_memory(config, mesh, models)
     assert memory_of(config, mesh, models).peak > 40 * 2**30
+
+
+def test_the_memory_is_that_of_a_device_of_this_process():
+    """JAX raises where a device of another process is asked."""
+    ours = SimpleNamespace(platform="gpu", memory_stats=lambda: {"bytes_limit": 7})
+    mesh = SimpleNamespace(devices=np.array([SimpleNamespace(platform="gpu"), ours]), local_devices=[ours])
+    assert capacity(loaded("llama3-8b-ppo")[0], cast(Any, mesh)) == 7
 
 
 def test_a_config_s_workload_has_its_roles_rows_and_parts():
