@@ -17,6 +17,7 @@ from jrlhf.config import Config
 from jrlhf.metrics import read_metrics
 from jrlhf.planning.choose import read_plan
 from jrlhf.planning.runnable import has_model
+from jrlhf.scoring import LEARNT
 from jrlhf.stage import run_stage
 from jrlhf.strict import build
 from jrlhf.train import main
@@ -36,13 +37,13 @@ STEPPED = {"rel": 2e-3, "abs": 2e-4}  # Adam makes a step of a gradient's roundi
 @pytest.fixture
 def make(tmp_path, settings, user):
     """A config of a run in `tmp_path`; its rewards are a model of text and a function."""
-    judge = {"name": "judge", "model": str(user / "reward")}
+    judge = {"name": "judge", "model": str(user / "reward"), "batch": 4}
     short = {"name": "short", "function": f"{user / 'rewards.py'}:short"}
 
-    def config(name: str, stage: str, plan: str = "colocate", **sections) -> Config:
+    def config(name: str, stage: str, plan: str = "colocate", before: tuple[str, ...] = (), **sections) -> Config:
         critic = {"critic": RATES} if stage in ("ppo", "safe_rlhf") else {}
         found = settings(
-            stages=[stage], rewards=[judge, short], run_dir=str(tmp_path), name=name, plan=plan, **sections
+            stages=[*before, stage], rewards=[judge, short], run_dir=str(tmp_path), name=name, plan=plan, **sections
         )
         section = SECTION | critic | sections.get(stage, {})
         return build(Config, {key: value for key, value in found.items() if key != "ppo"} | {stage: section})
@@ -118,6 +119,7 @@ def test_any_plan_trains_as_the_colocated_run_does_and_is_resumed(make, tmp_path
         "actor_update": {"devices": "2-3", "fsdp": 2, "micro_batches": 2},
         "actor_logprobs": SECOND | {"layout": "train_tp"},
         "reference_logprobs": SECOND | {"micro_batches": 2},
+        "reward_score": SECOND | {"micro_batches": 2},
         "critic_values": {"devices": "4-5", "tensor": 2, "layout": "generate"},
         "critic_update": SECOND | {"layout": "train_tp"},
     }
@@ -179,3 +181,25 @@ def test_a_run_goes_on_under_another_plan_from_the_same_bits(make, monkeypatch):
     assert fresh != saved and begun[1:] == [(1, saved, set(range(8))), (1, saved, {4, 5, 6, 7})]
     assert_close(numbers(path), whole, **STEPPED)
     assert read_plan(path / "plan.yaml").name == "split"
+
+
+def test_a_split_run_asleep_is_the_one_awake_and_keeps_its_own_reward_model_once(make, monkeypatch):
+    starts = rl._starts
+    kept = []
+
+    def watched(context, policy, rewards, graph):
+        trained = rewards.learnt
+        found = starts(context, policy, rewards, graph)
+        assert rewards.learnt is rewards.token_parts[LEARNT].model
+        assert all(leaf.is_deleted() for leaf in jax.tree.leaves(trained.params))
+        kept.append({device.id for leaf in jax.tree.leaves(rewards.learnt.params) for device in leaf.devices()})
+        return found
+
+    monkeypatch.setattr(rl, "_starts", watched)
+    asleep = dict.fromkeys(("optimizer", "actor", "critic", "reference", "reward"), "host") | {"ahead": True}
+    awake = run(make("awake", "ppo", "split", before=("reward_model",)))
+    resting = run(make("asleep", "ppo", "split", before=("reward_model",), sleep=asleep))
+    assert kept == [{4, 5, 6, 7}] * 2
+    assert_same_bits(awake, resting)
+    models = [(path / "reward_model" / "model.safetensors").read_bytes() for path in (awake, resting)]
+    assert models[0] == models[1]
