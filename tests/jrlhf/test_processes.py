@@ -211,10 +211,16 @@ def test_two_processes_do_what_one_does(runs: Path):
 
 
 @pytest.mark.slow
-def test_pairs_in_two_processes(settings, tmp_path: Path):
-    stage = {"steps": 3, "batch": 8, "eval_every": 2, "learning_rate": 1e-3, "warmup": 0}
+@pytest.mark.parametrize("stage", ["dpo", "grpo"])
+def test_pairs_and_a_reward_model_of_text_in_two_processes(stage: str, user: Path, settings, tmp_path: Path):
+    rates = {"learning_rate": 1e-3, "warmup": 0}
+    grpo = {"iterations": 2, "rollout_batch": 16, "algorithm": {"samples": 4}, "actor": rates}
+    sections = {
+        "dpo": {"rewards": [], "dpo": {"steps": 3, "batch": 8, "eval_every": 2, **rates}},
+        "grpo": {"rewards": [{"name": "judge", "model": str(user / "reward")}], "grpo": grpo},
+    }
     path = tmp_path / "config.yaml"
-    path.write_text(yaml.safe_dump(settings(stages=["dpo"], rewards=[], dpo=stage)))
+    path.write_text(yaml.safe_dump(settings(stages=[stage], **sections[stage])))
     for count, name in ((1, "one"), (2, "two")):
         launched = train(count, tmp_path, name, config=str(path))
         assert launched.codes(300) == [0] * count, launched.text(0)[-3000:]
