@@ -112,7 +112,7 @@ def _calls(config: Config, mesh: Mesh, models: Mapping[str, ModelConfig], plan: 
     for phase in memory.phases:
         own = _parts(dict(sorted(phase.active.items(), key=lambda part: -part[1])))
         rows.append((phase.call, f"{phase.total / MIB:.3f}", f"{phase.resident / MIB:.3f}", own))
-    limit = capacity(config, device)
+    limit = capacity(config, mesh.devices.flat)
     room = "" if limit is None else f", which has {limit / MIB:.0f}"
     compiled = {"cpu": "CPUs", "gpu": "GPUs", "tpu": "TPUs"}[backend_of(config, device).platform]
     head = f"memory of one device while a call runs, MiB{room}; predicted, as XLA compiles for {compiled}:"

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -18,6 +19,7 @@ from jrlhf.models.params import HeadKind
 from jrlhf.ppo import SafeRLHFConfig
 from jrlhf.pretrained import describe
 from jrlhf.processes import from_main
+from jrlhf.programs import mesh_of
 from jrlhf.report import write_report
 from jrlhf.scoring import Rewards
 from jrlhf.sources import ENDS
@@ -45,7 +47,8 @@ def finish(
     with context.console.status("writing the model"):
         export(context, before if after is None else after)
         if reward is not None:
-            export(context, reward, head="scalar")
+            with jax.set_mesh(mesh_of(reward)):
+                export(context, reward, head="scalar")
     from_main(lambda: write_report(context.run.path))
     context.console.summary(summary, context.run.path)
     return summary

@@ -27,7 +27,6 @@ from jrlhf.planning.auto import searched
 from jrlhf.planning.choose import plan_of_config, plan_yaml, read_plan
 from jrlhf.planning.fits import check_memory
 from jrlhf.planning.processes import refuse_cross_process
-from jrlhf.planning.runnable import check_runs
 from jrlhf.preemption import PreemptionGuard
 from jrlhf.pretrained import architecture, fresh_model, locate
 from jrlhf.processes import from_main, is_main, several
@@ -50,7 +49,7 @@ def open_context(config: Config, *, resume: bool) -> Iterator[Context]:
     mesh, models = select_mesh(config)
     places = list(mesh.devices.flat)
     plan = None if config.algorithm is None else select_plan(config, models, places, resume=resume)
-    check_memory(config, mesh, models, plan)
+    from_main(partial(check_memory, config, mesh, models, plan))
     console = Console(enabled=is_main())
     if config.device.platform == "auto" and (warning := idle_accelerator()):
         console.warn(warning)
@@ -61,6 +60,7 @@ def open_context(config: Config, *, resume: bool) -> Iterator[Context]:
     check_sources(config, task, models["actor"], mesh)
     devices = f"# {mesh.size} {mesh.devices.flat[0].device_kind} device(s), mesh {dict(mesh.shape)}"
     devices += f", {jax.process_count()} process(es)" if several() else ""
+    devices += "" if plan is None else f", plan {plan.name}"
     with _opened_run(config, resume, devices) as run, PreemptionGuard() as preemption:
         run.write("tokenizer.json", task.tokenizer.to_json())
         if plan is not None:
@@ -157,24 +157,20 @@ def select_mesh(config: Config) -> tuple[Mesh, dict[str, ModelConfig]]:
 def select_plan(
     config: Config, models: dict[str, ModelConfig], devices: Sequence[Device], *, resume: bool = False
 ) -> Plan:
-    """The plan of the stage of reinforcement learning. A run goes on with the plan that it began with.
+    """The plan of the stage of reinforcement learning: that of process 0, whose files and measurements are its own.
+
+    resume: plan=auto is the plan that the run's first search found.
 
     Raises:
-        UserError: the plan cannot be made, does not suit models or batch, or is not that of the run.
+        UserError: the plan cannot be made, or does not suit models, batch or processes.
     """
-    graph, begun = graph_of(config), Path(config.run_dir).expanduser() / config.name / PLAN
-    saved = read_plan(begun) if resume and begun.exists() else None
-    if saved is not None and config.plan == "auto":
-        check_runs(saved, config, graph, models, len(devices))
-        refuse_cross_process(saved, devices)
-        return saved
-    search = partial(searched, config, models, devices)
-    plan = plan_of_config(config, graph, models, len(devices), search)
-    if saved is not None and saved.placements != plan.placements:
-        raise UserError(
-            f"plan={config.plan} is not the plan that the run in {begun.parent} began with, which is in {begun}: bring "
-            "that back, or give this run another name="
-        )
+
+    def search() -> Plan:
+        path = Path(config.run_dir).expanduser() / config.name / PLAN
+        last = read_plan(path) if resume and path.exists() else None
+        return last if last is not None and last.name == "auto" else searched(config, models, devices)
+
+    plan = from_main(partial(plan_of_config, config, graph_of(config), models, len(devices), search))
     refuse_cross_process(plan, devices)
     return plan
 

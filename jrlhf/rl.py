@@ -21,7 +21,7 @@ from jrlhf.data.encode import Prompts
 from jrlhf.meshes import Graph, to_devices, to_host, transfer
 from jrlhf.model import Model
 from jrlhf.optimizers import adamw
-from jrlhf.places import Place
+from jrlhf.places import Place, Places
 from jrlhf.pool import Pool
 from jrlhf.ppo import (
     DAPOConfig,
@@ -36,7 +36,6 @@ from jrlhf.ppo import (
     update_kl,
 )
 from jrlhf.ppo.shaping import RunningMoments
-from jrlhf.programs import relocated
 from jrlhf.roles import Actor, Constraint, Critic, Estimator, Learner, Reference
 from jrlhf.sampling import read_responses
 from jrlhf.scoring import Rewards
@@ -86,9 +85,7 @@ def train_rl(context: Context, policy: Model, rewards: Rewards, costs: Rewards |
         state = RLState(roles.fresh_states(), *to_devices((*start, multiplier), everywhere))
         return replace(state, moments=transfer(state.moments, rewards.places["score"].mesh))
 
-    meta = {"corpus": task.fingerprint}
-    if "reference" in roles.models:
-        meta["reference"] = roles.models["reference"].fingerprint()
+    meta = {"corpus": task.fingerprint} | roles.identities
     meta |= {f"reward {reward}": word for reward, word in rewards.identities.items()}
     meta |= {} if costs is None else {f"cost {cost}": word for cost, word in costs.identities.items()}
 
@@ -124,7 +121,7 @@ def train_rl(context: Context, policy: Model, rewards: Rewards, costs: Rewards |
 
     state = run_stage(context, name, section.iterations, init, advance, save_every=section.save_every, meta=meta)
     trained = roles.models["actor"].holding(state.trained["actor"].params)
-    return roles.before, relocated(trained, policy.architecture, context.mesh, donate=True)
+    return roles.before, Places.of(context.mesh).settled(trained)
 
 
 def algorithm_of(config: Config) -> PolicyConfig:
@@ -143,7 +140,7 @@ class _Roles:
         self._context, self._rewards, self._algorithm = context, rewards, algorithm_of(config)
         algorithm, where = self._algorithm, context.where
         updates = section.iterations * algorithm.epochs * algorithm.minibatches
-        self.before, self.models = _starts(context, policy, rewards, graph)
+        self.before, self.models, self.identities = _starts(context, policy, rewards, graph)
         self._optimizers = {"actor": adamw(section.actor, updates=updates)}
         self.actor = Actor(
             self.models["actor"],
@@ -227,18 +224,23 @@ class _Roles:
         return {name: role.state for name, role in self._trained.items()}
 
 
-def _starts(context: Context, policy: Model, rewards: Rewards, graph: Graph) -> tuple[Model, dict[str, Model]]:
-    """The policy as it is now, frozen; and what each role that is no reward starts from, where it is to live."""
-    before, models = frozen_policy(context, policy), {}
+def _starts(
+    context: Context, policy: Model, rewards: Rewards, graph: Graph
+) -> tuple[Model, dict[str, Model], dict[str, str]]:
+    """The policy as it is now, frozen; what each role that is no reward starts from, where it is to live; and one word
+    for each of these that nobody trains."""
+    before, models, identities = frozen_policy(context, policy), {}, {}
     if "reference" in graph.roles or "actor.logprobs_with_base" in (call.name for call in graph):
         reference = start_reference(context, before)
+        identities["reference"] = reference.fingerprint()
         models["reference"] = context.where("reference").settled(reference)
         before = models["reference"] if reference is before else before
     if isinstance(context.config.rl, PPOStageConfig):
         models["critic"] = context.where("critic").settled(start_critic(context, policy, rewards.learnt))
         if "cost_critic" in graph.roles:
             models["cost_critic"] = context.where("cost_critic").settled(start_cost_critic(policy))
-    return before, {"actor": context.where("actor").settled(policy)} | models
+    rewards.settle()
+    return before, {"actor": context.where("actor").settled(policy)} | models, identities
 
 
 def _in_parts(algorithm: Algorithm, place: Place) -> Algorithm:

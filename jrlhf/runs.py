@@ -20,7 +20,7 @@ from jrlhf.strict import flatten, parse_yaml
 
 CONFIG, PLAN, ENVIRONMENT, SAMPLES = "config.yaml", "plan.yaml", "environment.txt", "samples.jsonl"
 _LOCK = ".lock"
-_WHERE = ("name", "run_dir", "distributed")  # where a run lives, not what it does: it may be moved and then resumed
+_WHERE = ("name", "run_dir", "distributed", "plan")  # where a run is, not what it does: it may move and go on there
 
 
 class Run:

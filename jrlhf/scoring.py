@@ -58,12 +58,13 @@ class TokenPart:
 
     weight: float
     model: Model
+    identity: str  # one word for its weights, wherever they lie
 
 
 class Rewards:
     """The weighted sum of a run's rewards, each of them measured by its name; or of its costs.
 
-    learnt: the reward model that this run trained, if it did.
+    learnt: the reward model that this run trained, if it did, where it was trained until `settle`.
     where: its calls run, and its models live; by default on the run's mesh.
     kind: names metrics: `rewards/NAME/mean` or `costs/NAME/mean`.
     """
@@ -103,6 +104,13 @@ class Rewards:
     @property
     def _functions(self) -> dict[str, TextPart]:
         return {name: part for name, part in self.text_parts.items() if not part.on_device}
+
+    def settle(self) -> None:
+        """Nothing is to be made of the learnt model any more: from now on it is only where its calls run."""
+        if self.learnt is not None and self.learnt is not (kept := self.token_parts[LEARNT].model):
+            for leaf in jax.tree.leaves(self.learnt.params):
+                leaf.delete()
+            self.learnt = kept
 
     def start(self, moments: RunningMoments) -> None:
         """An iteration begins: what was measured is forgotten."""
@@ -237,8 +245,7 @@ class Rewards:
     @property
     def identities(self) -> dict[str, str]:
         """One word for each reward: a run that goes on with another one would not be the same run."""
-        read = {name: part.model.fingerprint() for name, part in self.token_parts.items()}
-        return read | {name: part.identity for name, part in self.text_parts.items()}
+        return {name: part.identity for parts in (self.token_parts, self.text_parts) for name, part in parts.items()}
 
     def metrics(self) -> Metrics:
         """What was measured since the iteration began."""
@@ -256,8 +263,9 @@ def open_rewards(context: Context, policy: Model, learnt: Model | None) -> Itera
     """
     config, where = context.config, context.where("reward")
     tokens: dict[str, TokenPart] = {}
-    if learnt is not None:  # whoever trained it keeps it where it is
-        tokens[LEARNT] = TokenPart(config.reward_model.weight, where.settled(learnt, donate=False))
+    if learnt is not None:
+        kept = where.settled(learnt, donate=False)
+        tokens[LEARNT] = TokenPart(config.reward_model.weight, kept, learnt.fingerprint())
     clock = Clock(deadline=config.deadline)
     with _opened(context, policy, "rewards", config.rewards, where) as (more, texts):
         rewards = Rewards(context, learnt, tokens | more, texts, shaping=config.rl.scores, clock=clock, where=where)
@@ -295,10 +303,10 @@ def _opened(
             key = f"{section}[{index}]"
             if reward.adapter is not None:
                 model = load_reward_adapter(context, policy, reward.adapter, f"{key}.adapter")
-                tokens[reward.name] = TokenPart(reward.weight, where.settled(model))
+                tokens[reward.name] = TokenPart(reward.weight, where.settled(model), model.fingerprint())
             elif reward.model is not None:
                 model = TextReward(context, reward, f"{key}.model", where)
-                texts[reward.name] = TextPart(reward.weight, model.score, model.fingerprint(), on_device=True)
+                texts[reward.name] = TextPart(reward.weight, model.score, model.identity, on_device=True)
             else:
                 kind = "reward" if section == "rewards" else "cost"
                 log = context.run.path / f"{kind}-{reward.name}.log"
@@ -338,18 +346,22 @@ class TextReward:
     """A frozen reward model with a tokenizer of its own: text is tokenised anew for it, as `encode_answered` says.
 
     A score that is not finite is a failure, as a function's is.
+
+    identity: one word for its weights.
     """
 
     def __init__(self, context: Context, reward: RewardConfig, key: str, where: Places | None = None):
         assert reward.model is not None
         places = Places.of(context.mesh) if where is None else where
-        self._key, self._model = f"{key}={reward.model}", places.settled(load_reward(context, reward.model, key))
+        model = load_reward(context, reward.model, key)
+        self._key, self.identity, self._model = f"{key}={reward.model}", model.fingerprint(), places.settled(model)
         self._tokenizer = reward_tokenizer(reward.model, key, self._model.config)
         self._cut = is_ours(reward.model, key)
         kind = key.partition("s[")[0]  # rewards[0].model, costs[0].model
         self._called, self._on_failure = f"{kind} {reward.name}", reward.on_failure
         _, self._mesh, compute = places.home.sees(self._model.architecture, context.compute)
-        self._batch = -(-reward.batch // self._mesh.size) * self._mesh.size
+        divisor = self._mesh.size * places.home.parts
+        self._batch = -(-reward.batch // divisor) * divisor
         self._score = programs.score_sequences(self._model.architecture, self._mesh, compute)
 
     def score(self, samples: Sequence[Sample], step: int = 0) -> Scored:
@@ -364,10 +376,6 @@ class TextReward:
             with jax.set_mesh(self._mesh):
                 scores.append(to_host(self._score(params, tokens, lengths))[: len(chunk)])
         return self._checked(np.concatenate(scores).astype(np.float64), samples)
-
-    def fingerprint(self) -> str:
-        """One word for its weights."""
-        return self._model.fingerprint()
 
     def _checked(self, scores: np.ndarray, samples: Sequence[Sample]) -> Scored:
         bad = np.flatnonzero(~np.isfinite(scores))

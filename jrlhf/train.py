@@ -55,7 +55,7 @@ def main(config: Config, *, resume: bool = False) -> dict:
         ):
             before, actor = train_rl(context, policy, rewards, costs)
             phases.lap(config.algorithm)
-            return finish(context, before, actor, reward, rewards, costs, phases.seconds)
+            return finish(context, before, actor, rewards.learnt, rewards, costs, phases.seconds)
 
 
 def cli(arguments: Sequence[str] | None = None) -> int:

@@ -77,7 +77,7 @@ def prices_here(config: Config, workload: Workload, devices: Sequence[Device]) -
         UserError: there is neither a profile nor a data sheet.
     """
     measured, hardware = load(default_path(devices)), hardware_of(devices[0])
-    memory = capacity(config, devices[0]) or (HOST_MEMORY * GIB if hardware is None else hardware.memory)
+    memory = capacity(config, devices) or (HOST_MEMORY * GIB if hardware is None else hardware.memory)
     bytes_of = partial(call_bytes, backend=backend_of(config, devices[0]))
     if measured is not None:
         cluster = cluster_of(measured, memory)

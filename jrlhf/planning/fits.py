@@ -1,9 +1,10 @@
 """Whether a run fits into its devices' memory, before anything is loaded; and what to set where it does not."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from itertools import pairwise, product
 from typing import Any
 
+import jax
 from jax.sharding import Mesh
 
 from jrlhf.config import Config
@@ -30,7 +31,7 @@ def check_memory(config: Config, mesh: Mesh, models: Mapping[str, ModelConfig], 
     Raises:
         UserError: one sentence: the call that needs most, what there is, and the nearest settings that fit.
     """
-    limit = capacity(config, mesh.devices.flat[0])
+    limit = capacity(config, mesh.devices.flat)
     if limit is None or not _has_calls(config):
         return
     workload, backend = workload_of(config, models), backend_of(config, mesh.devices.flat[0])
@@ -79,10 +80,11 @@ def memory_of(config: Config, mesh: Mesh, models: Mapping[str, ModelConfig], pla
     return plan_memory(workload, plan, backend_of(config, mesh.devices.flat[0]), away=_away(config, workload))
 
 
-def capacity(config: Config, device: Device) -> float | None:
+def capacity(config: Config, devices: Iterable[Device]) -> float | None:
     """Bytes of a device that a run may use: `device.memory`, or what an accelerator says; None where neither is."""
     if config.device.memory is not None:
         return config.device.memory * GIB
+    device = next(each for each in devices if each.process_index == jax.process_index())  # others cannot be asked
     said = None if device.platform == "cpu" else device.memory_stats()
     return None if said is None else said.get("bytes_limit")
 

@@ -15,8 +15,8 @@ class HasProcess(Protocol):
 
 
 def refuse_cross_process(plan: Plan, devices: Sequence[HasProcess]) -> None:
-    """Lets pass a plan that the processes of these devices can run: all of it in one process, or every call on one
-    slice that has devices of each of them.
+    """Lets pass a plan that the processes of these devices can run: any where they are one, and of several processes
+    a plan that has every call on one slice, with devices of each of them.
 
     JAX moves arrays between the devices of different processes only inside a program that all of those run. From one
     set of devices to another an array is copied outside of any program, for which JAX needs a transfer server beside

@@ -17,7 +17,8 @@ import pytest
 import yaml
 from safetensors.numpy import load_file
 
-from jrlhf.config import DistributedConfig, load_config
+from jrlhf.algorithms import graph_of
+from jrlhf.config import Config, DistributedConfig, load_config
 from jrlhf.errors import UserError
 from jrlhf.files import read_jsonl
 from jrlhf.meshes.plan import Placement, Plan, Slice
@@ -38,9 +39,10 @@ AGREE = """
 import json, sys, threading
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
-from jrlhf.config import DeviceConfig, DistributedConfig
+from jrlhf.config import DeviceConfig, DistributedConfig, load_config
 from jrlhf.devices import select
 from jrlhf.errors import UserError
+from jrlhf.launch import architectures, select_plan
 from jrlhf.meshes import gathered, make_mesh, to_devices, to_host
 from jrlhf.processes import any_process, from_main, is_main
 
@@ -78,6 +80,9 @@ said["drawn"] = to_host(draw(spread)).tolist()
 moved = to_devices(spread, NamedSharding(mesh, P("fsdp")))  # from devices to devices
 said["moved"] = to_host(draw(jax.jit(lambda k: k, out_shardings=spread.sharding)(moved))).tolist()
 said["expected"] = np.asarray(jax.vmap(jax.random.bits)(keys)).tolist()
+tiny, directory = sys.argv[1:]
+config = load_config(tiny, [f"plan={directory}/{number}.yaml", "mesh.fsdp=2"])
+said["plan"] = select_plan(config, architectures(config), devices).as_dict()
 print(json.dumps(said))
 """
 
@@ -148,8 +153,28 @@ def texts(run: Path) -> list[dict]:
     ]
 
 
+def assert_same_run(one: Path, two: Path, *models: str) -> None:
+    """Numbers but for rounding, texts to the letter."""
+    for alone, together in zip(records(one), records(two), strict=True):
+        assert alone.keys() == together.keys()
+        for name, value in alone.items():
+            # Differences of nearly equal numbers (a KL, an advantage's mean) are as exact as these are.
+            close = pytest.approx(value, rel=1e-5, abs=2e-6) if isinstance(value, float) else value
+            assert together[name] == close, (alone["stage"], alone["step"], name)
+    assert texts(one) == texts(two)
+    for model in models:
+        weights, same = (load_file(run / model / "model.safetensors") for run in (one, two))
+        assert weights.keys() == same.keys()
+        for name in weights:
+            np.testing.assert_allclose(same[name], weights[name], atol=1e-5, rtol=1e-4, err_msg=name)
+
+
 def test_processes_agree_and_share_arrays(tmp_path: Path):
-    launched = launch(2, tmp_path, "-c", AGREE)
+    layouts = {"generate": "generate", "infer": "score", "train": "train"}
+    calls = [call for call in graph_of(Config()) if call.kind in layouts]
+    placed = {call.name: {"layout": layouts[call.kind], "devices": "0-3", "fsdp": 4} for call in calls}
+    (tmp_path / "0.yaml").write_text(yaml.safe_dump({"calls": placed}))  # process 1 has none
+    launched = launch(2, tmp_path, "-c", AGREE, TINY, str(tmp_path))
     first, second = (json.loads(process.communicate(timeout=120)[0].splitlines()[-1]) for process in launched.processes)
     assert launched.codes(20) == [0, 0]
     assert first.pop("called") == [0] and second.pop("called") == []
@@ -165,6 +190,7 @@ def test_processes_agree_and_share_arrays(tmp_path: Path):
     assert first["any"] == [False, True, True]
     assert first["doubled"] == [(2 * expected).tolist()] * 2 + [14]
     assert first["drawn"] == first["moved"] == first["expected"]
+    assert first["plan"]["calls"] == placed
 
 
 @pytest.fixture(scope="module")
@@ -179,24 +205,26 @@ def runs(tmp_path_factory) -> Path:
 
 @pytest.mark.slow
 def test_two_processes_do_what_one_does(runs: Path):
-    one, two = records(runs / "one"), records(runs / "two")
-    assert [(record["stage"], record["step"]) for record in one] == [(r["stage"], r["step"]) for r in two]
-    for alone, together in zip(one, two, strict=True):
-        assert alone.keys() == together.keys()
-        for name, value in alone.items():
-            if isinstance(value, float):
-                # Differences of nearly equal numbers (a KL, an advantage's mean) are as exact as these are.
-                assert together[name] == pytest.approx(value, rel=1e-5, abs=2e-6), (alone["stage"], name)
-            else:
-                assert together[name] == value, name
-    assert texts(runs / "one") == texts(runs / "two")
+    assert_same_run(runs / "one", runs / "two", "model", "reward_model")
     for name in ("preferences.jsonl", "tokenizer.json"):
         assert (runs / "one" / name).read_bytes() == (runs / "two" / name).read_bytes()
-    for model in ("model", "reward_model"):
-        weights, same = (load_file(runs / name / model / "model.safetensors") for name in ("one", "two"))
-        assert weights.keys() == same.keys()
-        for name in weights:
-            np.testing.assert_allclose(same[name], weights[name], atol=1e-5, rtol=1e-4, err_msg=name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", ["dpo", "grpo"])
+def test_pairs_and_a_reward_model_of_text_in_two_processes(stage: str, user: Path, settings, tmp_path: Path):
+    rates = {"learning_rate": 1e-3, "warmup": 0}
+    grpo = {"iterations": 2, "rollout_batch": 16, "algorithm": {"samples": 4}, "actor": rates}
+    sections = {
+        "dpo": {"rewards": [], "dpo": {"steps": 3, "batch": 8, "eval_every": 2, **rates}},
+        "grpo": {"rewards": [{"name": "judge", "model": str(user / "reward")}], "grpo": grpo},
+    }
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(settings(stages=[stage], **sections[stage])))
+    for count, name in ((1, "one"), (2, "two")):
+        launched = train(count, tmp_path, name, config=str(path))
+        assert launched.codes(300) == [0] * count, launched.text(0)[-3000:]
+    assert_same_run(tmp_path / "one", tmp_path / "two", "model")
 
 
 @pytest.mark.slow

@@ -81,7 +81,7 @@ def test_a_moved_run_resumes(make, tmp_path):
     open_run(make()).close()
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "runs" / "first").rename(tmp_path / "elsewhere" / "second")
-    open_run(make("name=second", f"run_dir={tmp_path / 'elsewhere'}"), resume=True).close()
+    open_run(make("name=second", f"run_dir={tmp_path / 'elsewhere'}", "plan=split"), resume=True).close()
 
 
 def test_a_directory_that_is_no_run_is_left_alone(make, tmp_path):

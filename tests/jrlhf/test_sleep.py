@@ -23,7 +23,7 @@ from jrlhf.errors import UserError
 from jrlhf.launch import select_mesh
 from jrlhf.meshes import Call, live_bytes, make_mesh
 from jrlhf.meshes.offload import free_host, is_on_host, offload
-from jrlhf.sleep import PARTS, check_sleep, fetch_ahead, rest_of, resting
+from jrlhf.sleep import PARTS, Rest, check_sleep, fetch_ahead, rest_of, resting
 from jrlhf.strict import build
 from tests.jrlhf.test_roles import Setup
 
@@ -224,6 +224,16 @@ def test_what_the_next_call_needs_is_on_its_way_while_one_runs(sleepers, awake):
     for (name, before, _), (_, now, _) in zip(usual.calls(), watch.calls(), strict=False):
         if name in here:
             assert before["device"] - now["device"] == sum(size.values()) - here[name], name
+
+
+def test_what_was_brought_ahead_never_stands_for_newer_weights():
+    rest, sharding = Rest(Clock()), NamedSharding(make_mesh(1, 8, 1), P("fsdp"))
+    older, newer = (offload({"w": jax.device_put(np.full((8, 4), value), sharding)}) for value in (1.0, 2.0))
+    held = by_kind()["device"]
+    rest.fetch(older)
+    assert by_kind()["device"] > held
+    np.testing.assert_array_equal(rest.awake(newer)["w"], np.full((8, 4), 2.0))
+    assert by_kind()["device"] == held  # both copies are gone
 
 
 @pytest.mark.slow

@@ -165,6 +165,7 @@ def test_scores_of_tokens_are_normalised_and_penalised(adapted):
     assert math.isclose(records[-1]["score/running_mean"], seen, rel_tol=1e-4)
 
 
+@pytest.mark.slow
 def test_adapters_are_trained_on_a_base_that_stays(adapted):
     path, actor = adapted
     mesh = select_mesh(load_config(str(path / "config.yaml")))[0]

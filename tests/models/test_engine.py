@@ -126,7 +126,8 @@ def test_samples_share_a_prefill_and_a_prompt():
     assert found.tokens.shape == (3 * U, P + R)
 
 
-@pytest.mark.parametrize("int8", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("int8", [False, True])
 def test_adapters_and_int8_bases_decode_alike(int8):
     setting = Setting((1, 1, 1), lora=LORA, int8=int8)
     assert_same(setting.scheduled(Schedule(slots=8, chunk=8, buckets=1, lengths=1)), setting.plain())

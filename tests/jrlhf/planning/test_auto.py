@@ -1,15 +1,15 @@
 """plan=auto: what it finds runs, on devices that are known and on devices that were measured."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
 from jrlhf.algorithms import graph_of
 from jrlhf.config import Config, load_config
 from jrlhf.errors import UserError
-from jrlhf.launch import architectures
+from jrlhf.launch import PLAN, architectures, select_plan
 from jrlhf.planning.auto import prices_here, searched
-from jrlhf.planning.choose import plan_of_config
+from jrlhf.planning.choose import plan_of_config, plan_yaml
 from jrlhf.planning.from_config import workload_of
 from jrlhf.planning.memory import plan_memory
 from jrlhf.planning.runnable import check_runs
@@ -22,6 +22,7 @@ class Device:
 
     device_kind: str = "NVIDIA H100 80GB HBM3"
     platform: str = "gpu"
+    process_index: int = 0
 
     def memory_stats(self) -> None:
         """It does not say."""
@@ -82,3 +83,16 @@ def test_unknown_devices_are_to_be_measured_first():
     config = config_of()
     with pytest.raises(UserError, match="nothing is known of what calls cost on abacus devices: measure"):
         prices_here(config, workload_of(config, architectures(config)), [Device("abacus", "cpu")])
+
+
+def test_a_run_goes_on_with_the_plan_that_its_search_found(monkeypatch, tmp_path):
+    config, devices = config_of("plan=auto", f"run_dir={tmp_path}", "name=run"), [Device()] * 8
+    models, graph = architectures(config), graph_of(config)
+    colocated, split = (plan_of_config(config_of(f"plan={name}"), graph, models, 8) for name in ("colocate", "split"))
+    (tmp_path / "run").mkdir()
+    monkeypatch.setattr("jrlhf.launch.searched", lambda *_: colocated)
+    found = replace(split, name="auto")
+    for saved, expected in ((found, found), (split, colocated)):  # one that was asked for by name was not searched for
+        (tmp_path / "run" / PLAN).write_text(plan_yaml(saved))
+        assert select_plan(config, models, devices, resume=True) == expected
+        assert select_plan(config, models, devices) == colocated

@@ -1,6 +1,8 @@
 """What a config asks for, as a workload; and runs that cannot fit, refused before anything is loaded."""
 
 import re
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -31,7 +33,7 @@ def test_a_run_that_cannot_fit_is_refused_with_settings_that_do():
 
 def test_where_memory_is_not_known_nothing_is_refused():
     config, mesh, models = loaded("llama3-8b-ppo")
-    assert capacity(config, mesh.devices.flat[0]) is None
+    assert capacity(config, mesh.devices.flat) is None
     check_memory(config, mesh, models)
     assert memory_of(config, mesh, models).peak > 40 * 2**30
 
@@ -62,6 +64,13 @@ def test_settings_are_named_as_the_config_has_them():
     key = re.search(r"ppo.algorithm.micro_batch_tokens=\d+", str(found.value))
     assert key is not None
     check_memory(*loaded("llama3-8b-ppo", *budget, key.group()))
+
+
+def test_the_memory_is_that_of_a_device_of_this_process():
+    """JAX raises where a device of another process is asked."""
+    ours = SimpleNamespace(platform="gpu", process_index=0, memory_stats=lambda: {"bytes_limit": 7})
+    devices = SimpleNamespace(platform="gpu", process_index=1), ours
+    assert capacity(loaded("llama3-8b-ppo")[0], cast(Any, devices)) == 7
 
 
 def test_a_config_s_workload_has_its_roles_rows_and_parts():
