@@ -73,7 +73,8 @@ def test_scores_are_those_of_the_whole_batch(mesh, rows, program, head, options,
     assert jax.tree.map(lambda x: x.sharding, got) == jax.tree.map(lambda x: x.sharding, expected)
 
 
-@pytest.mark.parametrize("lora", [None, pytest.param(LoRAConfig(rank=2, alpha=4.0), marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("lora", [None, LoRAConfig(rank=2, alpha=4.0)])
 def test_an_update_is_that_of_the_whole_minibatch(mesh, rows, lora):
     tokens, lengths = rows
     architecture, params, base = model_of(mesh, "lm", lora)

@@ -351,7 +351,7 @@ SUMS = ["data.source=arithmetic"]
             "ppo.algorithm.kl_horizon=25 must exceed a fifth of ppo.rollout_batch=128: the KL coefficient could turn "
             "negative, raise the horizon",
         ),
-        (["stages=[]"], "stages=[]: name at least one of sft, reward_model, dpo, ppo"),
+        (["stages=[]"], "stages=[]: name at least one of sft, reward_model, dpo or an algorithm, such as ppo"),
         (["stages=[sft, sft]"], "stages=[sft, sft]: sft is named more than once, keep one"),
         (
             ["stages=[sft, ppo]"],

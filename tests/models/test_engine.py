@@ -113,7 +113,8 @@ def test_tokens_do_not_depend_on_the_schedule(alone, schedule, monkeypatch):
     assert (done["take"] > 0) == (schedule.buckets > 1) and (done["grow"] > 0) == (schedule.lengths > 1)
 
 
-@pytest.mark.parametrize("sizes", [(1, 2, 2), pytest.param((2, 2, 2), marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [(1, 2, 2), (2, 2, 2)])
 def test_groups_of_devices_refill_and_compact_together(sizes):
     setting = Setting(sizes)
     assert_same(setting.scheduled(Schedule(slots=8, chunk=6, buckets=2, lengths=1)), setting.plain())

@@ -84,6 +84,7 @@ def test_sums_equal_the_summed_terms(reference, sizes, layout, axis_type):
         jax.tree.map_with_path(same, gradients(sums, *arguments), expected)
 
 
+@pytest.mark.slow
 def test_sums_under_an_adapter(reference):
     mesh = make_mesh(2, 2, 2)
     with jax.set_mesh(mesh):

@@ -128,6 +128,7 @@ def test_bad_scores_alone_never_reach_the_weights(toy, batch):
     assert metrics["actor/skipped_updates"] == metrics["critic/skipped_updates"] == 1
 
 
+@pytest.mark.slow
 def test_without_an_entropy_bonus_its_derivative_is_not_asked_for(toy, batch):
     def spoiled(params, tokens):
         logprobs, entropy = toy.logprobs(params, tokens)
