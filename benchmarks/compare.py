@@ -7,7 +7,8 @@ First an environment is made for the peer, with pinned versions, under ~/.cache/
 both sides show that they compute the same numbers from the same files. Then processes alternate, ours and each of the
 peer's ways of doing it, a round after the other. A repeat during which other processes used the machine is dropped; a
 process that has too few left makes its round void. A ratio is the peer's median time over ours in the same round:
-above 1 we are faster. Writes benchmarks/results/compare-PEER.json with all repeats, also the dropped ones.
+above 1 we are faster. Writes benchmarks/results/compare-PEER.json, or compare-PEER-CASE.json, with all repeats, also
+the dropped ones.
 """
 
 import argparse
@@ -363,7 +364,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.compare", description="jrlhf against another library.")
     parser.add_argument("--peer", choices=tuple(PEERS), required=True)
     parser.add_argument("--venv", type=Path, help="the peer's environment; without it one is made")
-    parser.add_argument("--case", choices=("ppo", "grpo", "generate"), help="only these comparisons; writes nothing")
+    parser.add_argument("--case", choices=("ppo", "grpo", "generate"), help="only these comparisons")
     parser.add_argument("--small", action="store_true", help="tiny shapes, every repeat kept; writes nothing")
     parser.add_argument("--rounds", type=positive, default=3, help="of processes that alternate")
     parser.add_argument("--repeats", type=positive, default=12, help="in a process, after it has warmed up")
@@ -390,13 +391,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.small:
         print("tiny shapes, and no repeat was dropped: that it runs is all that this says")
         return 0
-    if options.case is not None and len({each.case for each in PEERS[options.peer].comparisons}) > 1:
-        return 0
     unmeasured = [result for result in found["results"] if "ratios" not in result]
     if unmeasured:
         print("error: other processes used the machine in every round; nothing is written", file=sys.stderr)
         return 1
-    write_record(options.peer, found, arguments)
+    several = len({each.case for each in PEERS[options.peer].comparisons}) > 1
+    name = f"{options.peer}-{options.case}" if options.case is not None and several else options.peer
+    write_record(options.peer, name, found, arguments)
     return 0
 
 
@@ -409,13 +410,13 @@ def without_venv(arguments: Sequence[str]) -> list[str]:
     return kept
 
 
-def write_record(peer: str, found: dict[str, Any], arguments: Sequence[str] | None) -> None:
+def write_record(peer: str, name: str, found: dict[str, Any], arguments: Sequence[str] | None) -> None:
     import jax  # not before: the processes have the machine to themselves
 
     from benchmarks.records import RESULTS, hardware, provenance, write
 
     jax.config.update("jax_platforms", "cpu")
-    path = RESULTS / f"compare-{peer}.json"
+    path = RESULTS / f"compare-{name}.json"
     given = provenance()
     given_arguments = sys.argv[1:] if arguments is None else arguments
     command = shlex.join(["python", "-m", "benchmarks.compare", *without_venv(given_arguments)])
