@@ -210,6 +210,20 @@ def test_two_processes_do_what_one_does(runs: Path):
         assert (runs / "one" / name).read_bytes() == (runs / "two" / name).read_bytes()
 
 
+QUICKSTART = (
+    "mesh.data=2 sft.steps=4 sft.eval_every=4 reward_model.prompts=32 reward_model.heldout_prompts=16 "
+    "reward_model.steps=2 ppo.iterations=2 evaluation.prompts=32"
+).split()
+
+
+@pytest.mark.slow
+def test_two_processes_run_the_quickstart_as_one_does(tmp_path: Path):
+    for count, name in ((1, "one"), (2, "two")):
+        launched = train(count, tmp_path, name, *QUICKSTART, config="quickstart")
+        assert launched.codes(900) == [0] * count, launched.text(0)[-3000:]
+    assert_same_run(tmp_path / "one", tmp_path / "two", "model", "reward_model")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", ["dpo", "grpo"])
 def test_pairs_and_a_reward_model_of_text_in_two_processes(stage: str, user: Path, settings, tmp_path: Path):
