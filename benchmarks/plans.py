@@ -27,8 +27,10 @@ from jax.sharding import Mesh, NamedSharding
 from benchmarks import published
 from benchmarks.records import RESULTS, hardware, provenance, write
 from jrlhf import programs
+from jrlhf.algorithms import graph_of
 from jrlhf.batches import row_sharding
-from jrlhf.meshes import GENERATE, TRAIN, Call, Graph, make_mesh
+from jrlhf.config import Config
+from jrlhf.meshes import GENERATE, TRAIN, make_mesh
 from jrlhf.meshes.graph import Kind
 from jrlhf.meshes.plan import LayoutName, Placement, Plan, Slice
 from jrlhf.model import Architecture, Model
@@ -47,19 +49,8 @@ from jrlhf.stage_config import OptimizerConfig
 DEVICES, PROMPT, RESPONSE = 4, 20, 24
 THIRDS = 3
 MODEL = ModelConfig.tiny(1024)
-GRAPH = Graph(
-    "ppo",
-    ("prompts",),
-    (
-        Call("actor.generate", "actor", "generate", ("prompts",), ("rollout",)),
-        Call("reward.score", "reward", "infer", ("rollout",), ("scores",)),
-        Call("actor.logprobs", "actor", "infer", ("rollout",), ("old",)),
-        Call("reference.logprobs", "reference", "infer", ("rollout",), ("ref",)),
-        Call("critic.values", "critic", "infer", ("rollout",), ("values",)),
-        Call("critic.update", "critic", "train", ("scores", "old", "ref", "values"), ("critic_metrics",)),
-        Call("actor.update", "actor", "train", ("scores", "old", "ref", "values"), ("actor_metrics",)),
-    ),
-)
+GRAPH = graph_of(Config(stages=("ppo",)))
+CALLS = tuple(call for call in GRAPH if call.kind != "compute")  # those with a model
 
 
 @dataclass(frozen=True)
@@ -90,7 +81,7 @@ class Case:
                     **sizes,
                     micro_batches=self.micro_batches if call.kind == "train" else 1,
                 )
-                for call in GRAPH
+                for call in CALLS
             },
         )
 
@@ -213,7 +204,7 @@ def predict(case: Case, measured_by: Any) -> dict[str, Mapping[str, float]]:
     """Each call's parts."""
     units, local = Measured(measured_by, case.workload), cluster_of(measured_by, memory=4e9)
     return {
-        call.name: call_seconds(case.workload, call, case.plan[call.name], local, units=units).parts for call in GRAPH
+        call.name: call_seconds(case.workload, call, case.plan[call.name], local, units=units).parts for call in CALLS
     }
 
 

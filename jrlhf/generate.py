@@ -5,6 +5,7 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,7 +21,7 @@ from jrlhf.data.encode import Prompts, encode_prompts
 from jrlhf.data.read import read_dataset
 from jrlhf.data.types import Example
 from jrlhf.devices import select
-from jrlhf.errors import UserError
+from jrlhf.errors import UserError, exit_code
 from jrlhf.files import write_atomic
 from jrlhf.meshes import GENERATE, make_mesh
 from jrlhf.model import Architecture, Model
@@ -151,16 +152,8 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def cli(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit code: 0 done, 2 bad input."""
-    options = _arguments(arguments)
-    try:
-        _run(options)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except (KeyboardInterrupt, BrokenPipeError):
-        return 0
-    return 0
+    """The command line; returns the exit code: 0 done, 2 bad input, 130 interrupted."""
+    return exit_code(partial(_run, _arguments(arguments)))
 
 
 def _run(options: argparse.Namespace) -> None:

@@ -15,14 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jrlhf.config import Config, load_config
-from jrlhf.errors import UserError
+from jrlhf.errors import UserError, exit_code
 
 if TYPE_CHECKING:
     from jrlhf.meshes.hardware import Cluster
     from jrlhf.planning.times import Estimator
     from jrlhf.planning.workload import Workload
 
-DONE, BAD_INPUT = 0, 2
 SECONDS = 20.0
 
 
@@ -47,16 +46,8 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def cli(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit code: 0 done, 2 bad input."""
-    options = _arguments(arguments)
-    try:
-        _run(options)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return BAD_INPUT
-    except (KeyboardInterrupt, BrokenPipeError):
-        return DONE
-    return DONE
+    """The command line; returns the exit code: 0 done, 2 bad input, 130 interrupted."""
+    return exit_code(partial(_run, _arguments(arguments)))
 
 
 def _run(options: argparse.Namespace) -> None:

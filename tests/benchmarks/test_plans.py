@@ -5,11 +5,11 @@ def test_pairs_whose_order_counts(monkeypatch):
     # Three plans of 7 calls: one of 7 s a call, one of 9, and one between that differs by less than three spreads.
     cases = plans.CASES[:3]
     measured = {cases[0]: (7.0, 7.1, 7.2), cases[1]: (7.02, 7.1, 7.3), cases[2]: (9.0, 9.1, 9.2)}  # a third each
-    taken = {case.name: {call.name: list(times) for call in plans.GRAPH} for case, times in measured.items()}
+    taken = {case.name: {call.name: list(times) for call in plans.CALLS} for case, times in measured.items()}
     predicted = {cases[0]: 7.7, cases[1]: 6.0, cases[2]: 6.5}
 
     def predict(case, measured_by):
-        return {call.name: {"layers": predicted[case] - 1, "ends": 1.0} for call in plans.GRAPH}
+        return {call.name: {"layers": predicted[case] - 1, "ends": 1.0} for call in plans.CALLS}
 
     monkeypatch.setattr(plans, "predict", predict)
     record = plans.compare(cases, taken, None)
@@ -24,12 +24,12 @@ def test_plans_differ_in_mesh_batch_micro_batches_and_remat():
     for what in ("mesh", "batch", "micro_batches", "remat"):
         assert len({getattr(case, what) for case in plans.CASES}) > 1
     for case in plans.CASES:
-        assert set(case.plan.placements) == {call.name for call in plans.GRAPH}
+        assert set(case.plan.placements) == {call.name for call in plans.CALLS}
 
 
 def test_chart(tmp_path):
     call = {"least": 0.1, "predicted": 0.11}
-    plan = {"plan": "a", "calls": {each.name: call for each in plans.GRAPH}}
+    plan = {"plan": "a", "calls": {each.name: call for each in plans.CALLS}}
     plans.chart({"plans": [plan], "published": plans.published_rows()}, tmp_path / "chart.svg")
     drawn = (tmp_path / "chart.svg").read_text()
     assert "within 20 %" in drawn and "ReaL" in drawn and "generate" in drawn

@@ -65,3 +65,15 @@ def test_a_model_that_fits_nowhere_is_refused(capsys):
     assert cli(["--config", "llama3-70b-ppo", "--cluster", "8xh100", "--proposals", "10"]) == 2
     told = capsys.readouterr().err
     assert "fits nowhere on 8 devices" in told and "GiB" in told and told.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("raised", "code", "told"), [(KeyboardInterrupt, 130, "interrupted\n"), (BrokenPipeError, 0, "")]
+)
+def test_a_search_that_is_broken_off(raised, code, told, monkeypatch, capsys):
+    def stopped(options):
+        raise raised
+
+    monkeypatch.setattr("jrlhf.plan._run", stopped)
+    assert cli(["--config", "llama3-8b-ppo", "--cluster", "8xh100"]) == code
+    assert capsys.readouterr().err == told
