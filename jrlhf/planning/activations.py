@@ -38,7 +38,8 @@ class Counts:
     logits: [tile, V] in float32.
     gathered: one layer's weights: beside its mlp forward alone, forward under differentiation, where one layer's meet
         the next one's.
-    copied: all layers' stored weights, again, in the layout that the loop over layers reads.
+    copied: all layers' stored weights, again, in the layout that the loop over layers of a training step reads.
+    cast: all layers' stored weights in the compute dtype, ahead of the loop over them that scores.
     optimizer: copies of all trained numbers (weights, two moments, gradients) while the optimizer steps.
     kept: what remat="gather" keeps of a layer, in scores, [B, T, F] and [B, T, D].
     offloads: whether host memory is another one.
@@ -58,6 +59,7 @@ class Counts:
     logits: float
     gathered: tuple[float, float]
     copied: float
+    cast: float
     optimizer: float
     kept: tuple[float, float, float]
     offloads: bool
@@ -80,6 +82,7 @@ COUNTS: dict[Platform, Counts] = {
         logits=3,
         gathered=(1 / 3, 1.6),
         copied=0,
+        cast=0,
         optimizer=0,
         kept=(2, 6.8, 7.6),
         offloads=False,
@@ -100,6 +103,7 @@ COUNTS: dict[Platform, Counts] = {
         logits=1,
         gathered=(1, 1),
         copied=0,
+        cast=0,
         optimizer=4,
         kept=(2.25, 7, 25),
         offloads=True,
@@ -109,16 +113,17 @@ COUNTS: dict[Platform, Counts] = {
     "tpu": Counts(
         scores=(1, 2, 2),
         weights=(1, 2),
-        mlp=(3, 3, 1),
-        beside=2,
+        mlp=(2, 3, 2),
+        beside=1,
         backward=10,
         norms=(0, 0),
         forward_tables=1,
         backward_tables=(4.2, 2.56),
         head_tables=4.2,
         logits=3,
-        gathered=(2, 1),
+        gathered=(1, 1),
         copied=1.15,
+        cast=1,
         optimizer=4,
         kept=(2.25, 7, 21),
         offloads=True,
@@ -227,10 +232,13 @@ def kept_bytes(model: ModelConfig, each: Arrays, remat: Remat, counts: Counts) -
 Phase = dict[str, float]  # what a device holds at one time, by name
 
 
-def infer_phase(model: ModelConfig, head: HeadKind, each: Arrays, backend: Backend, transposed: float) -> Phase:
+def infer_phase(
+    model: ModelConfig, head: HeadKind, each: Arrays, backend: Backend, transposed: float, cast: float
+) -> Phase:
     """The largest phase of a forward pass.
 
     transposed: stored bytes of the matrices whose last dimension is gathered, the layers' `down` and `wo`.
+    cast: of the layers' stored weights in the compute dtype, where that is another one.
     """
     counts, low = backend.counts, each.itemsize / WIDE
     table = each.table * low if head == "lm" else 0.0
@@ -246,9 +254,10 @@ def infer_phase(model: ModelConfig, head: HeadKind, each: Arrays, backend: Backe
         "mlp": counts.mlp[0] * each.mlp + counts.beside * each.hidden,
         "gathered layers": counts.gathered[0] * each.gathered,
     }
+    looped = {"cast layers": counts.cast * cast}
     logits = {"log-prob tiles": counts.logits * each.logits, "gathered head": table} if head == "lm" else {}
     logits |= {"gathered hidden states": max(each.head - each.hidden, 0.0)} if head == "lm" else {}
-    return _largest(through, attention, mlp, logits)
+    return _largest(through, attention | looped, mlp | looped, logits)
 
 
 def _matrices(model: ModelConfig) -> int:
@@ -263,10 +272,16 @@ def _largest(through: Phase, *phases: Phase) -> Phase:
 
 @dataclass(frozen=True)
 class Gradients:
-    """Float32 bytes of a device's gradients: of the stack of layers, of all that is trained."""
+    """Float32 bytes of a device's gradients.
+
+    layers: of the stack of layers. whole: of all that is trained. tiled: the same as the compiler lays them out.
+    relaid: the weights and both moments that a loop over minibatches copies first, into a layout of its own.
+    """
 
     layers: float
     whole: float
+    tiled: float
+    relaid: float = 0.0
 
 
 def train_phase(
@@ -317,7 +332,7 @@ def train_phase(
         "gradients of tables": counts.head_tables * each.table,
         "activations": 2 * each.head + each.hidden,
     }
-    step = {"optimizer step": counts.optimizer * gradients.whole}
+    step = {"optimizer step": counts.optimizer * gradients.tiled, "relaid states": gradients.relaid}
     return max(_largest(through, forward, backward, logits if lm else {}), step, key=lambda phase: sum(phase.values()))
 
 

@@ -7,7 +7,7 @@ arithmetic: a call takes microseconds, and no device or compiler is asked.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from math import ceil
+from math import ceil, prod
 from typing import Any, Literal
 
 import jax.numpy as jnp
@@ -32,7 +32,7 @@ from jrlhf.planning.activations import (
 )
 from jrlhf.planning.collectives import alike
 from jrlhf.planning.slices import segments
-from jrlhf.planning.states import resident, stored_bytes, trained_bytes, weights
+from jrlhf.planning.states import resident, stored_bytes, tiled, trained_bytes, weights
 from jrlhf.planning.topology import LEARNER, LEARNT, home_of
 from jrlhf.planning.workload import RoleModel, Workload
 
@@ -145,12 +145,10 @@ def _storage(placement: Placement) -> Layout:
 def _training(asked: _Asked, model: RoleModel, placement: Placement, backend: Backend) -> Phase:
     rows = asked.rows / asked.minibatches
     each, layout = _arrays(asked, model, rows, placement, backend)
-    whole = trained_bytes(model, placement.fsdp, placement.tensor)
-    layers = _layered_bytes(model, placement) if model.lora is None else whole
-    parts, phase = placement.micro_batches, Gradients(layers, whole)
+    parts, gradients = placement.micro_batches, _gradients(model, placement, backend, asked.minibatches > 1)
     transposed = _transposed(model, placement, WIDE) if layout != "generate" else 0.0
     running = min(placement.pipeline, parts)
-    needs = train_phase(model.config, model.head, each, asked.remat, phase, parts, running, backend, transposed)
+    needs = train_phase(model.config, model.head, each, asked.remat, gradients, parts, running, backend, transposed)
     return needs | {"inputs": TRAINED * asked.rows * asked.length / placement.devices.count}
 
 
@@ -158,7 +156,8 @@ def _inferring(asked: _Asked, model: RoleModel, placement: Placement, backend: B
     each, layout = _arrays(asked, model, asked.rows, placement, backend)
     stored = WIDE if model.trained or model.wide else each.itemsize
     transposed = _transposed(model, placement, stored) if layout != "generate" else 0.0
-    needs = infer_phase(model.config, model.head, each, backend, transposed)
+    cast = 0.0 if stored == each.itemsize or layout == "generate" else _layered(model, placement) * each.itemsize
+    needs = infer_phase(model.config, model.head, each, backend, transposed, cast)
     return needs | {"inputs": SCORED * asked.rows * asked.length / placement.devices.count}
 
 
@@ -198,8 +197,30 @@ def _transposed(model: RoleModel, placement: Placement, itemsize: int) -> float:
     return _sum_of(model.config, model.head, placement.fsdp, placement.tensor, True) * itemsize
 
 
-def _layered_bytes(model: RoleModel, placement: Placement) -> float:
-    return _sum_of(model.config, model.head, placement.fsdp, placement.tensor, False) * WIDE
+def _gradients(model: RoleModel, placement: Placement, backend: Backend, several: bool) -> Gradients:
+    """several: whether there are several updates, in a loop."""
+    fsdp, tensor = placement.fsdp, placement.tensor
+    whole = trained_bytes(model, fsdp, tensor)
+    if model.lora is not None:
+        return Gradients(whole, whole, whole)
+    layers = _layered(model, placement) * WIDE
+    if backend.platform != "tpu":
+        return Gradients(layers, whole, whole)
+    # What does not fill a TPU's row-major tiles arrives in another order; a loop keeps it by rows, in padded tiles.
+    numbers, padded = _in_tiles(model.config, model.head, fsdp, tensor)
+    return Gradients(layers, whole, numbers * WIDE, 3 * padded * WIDE if several else 0.0)
+
+
+@cache
+def _in_tiles(config: ModelConfig, head: str, fsdp: int, tensor: int) -> tuple[float, float]:
+    """Numbers of a device's shards in tiles: of all, of those alone that do not fill them."""
+    shards = [weight.shard(TRAIN, fsdp, tensor) for weight in weights(config, head, tensor) if weight.matrix]  # type: ignore[arg-type]
+    sizes = [(tiled(shard), prod(shard)) for shard in shards]
+    return float(sum(size for size, _ in sizes)), float(sum(size for size, real in sizes if size != real))
+
+
+def _layered(model: RoleModel, placement: Placement) -> float:
+    return _sum_of(model.config, model.head, placement.fsdp, placement.tensor, False)
 
 
 @cache

@@ -5,7 +5,7 @@ and over data, or where an axis is not sharded, as whole copies. Nothing is comp
 """
 
 from functools import cache, partial
-from math import prod
+from math import ceil, prod
 from typing import Any, NamedTuple
 
 import jax
@@ -51,6 +51,15 @@ class Weight(NamedTuple):
             if size % part:
                 raise ValueError(f"{'.'.join(self.path)} of shape {self.shape} does not divide over {fsdp} x {tensor}")
         return tuple(size // part for size, part in zip(self.shape, parts, strict=True))
+
+
+def tiled(shape: tuple[int, ...]) -> int:
+    """Numbers of a float32 array in a TPU's row-major tiles: 8 x 128, or fewer rows where the array has 1, 2 or 4."""
+    if len(shape) < 2:
+        return prod(shape)
+    rows, columns = shape[-2:]
+    height = rows if rows in (1, 2, 4) else 8 * ceil(rows / 8)
+    return prod(shape[:-2]) * height * 128 * ceil(columns / 128)
 
 
 @cache

@@ -1,5 +1,6 @@
 """Predicted memory against what XLA's programs take, against the shapes of states, and against itself."""
 
+import json
 import random
 from dataclasses import replace
 
@@ -7,7 +8,18 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks.memory import LAYOUTS, Case, compiled, cpu_cases, predicted, within
+from benchmarks.memory import (
+    LAYOUTS,
+    PATH,
+    Case,
+    Found,
+    accelerator_cases,
+    compiled,
+    cpu_cases,
+    predicted,
+    row,
+    within,
+)
 from jrlhf.algorithms import graph_of
 from jrlhf.config import Config
 from jrlhf.meshes import GENERATE, Graph, make_mesh
@@ -20,7 +32,7 @@ from jrlhf.planning.memory import Away, call_bytes, plan_memory
 from jrlhf.planning.nearest import nearest
 from jrlhf.planning.options import placed_calls, shapes
 from jrlhf.planning.simulator import simulate
-from jrlhf.planning.states import resident
+from jrlhf.planning.states import resident, tiled
 from jrlhf.planning.times import Estimator
 from jrlhf.planning.topology import home_of
 from jrlhf.planning.workload import RoleModel, Workload
@@ -79,6 +91,35 @@ def test_memory_of_a_compiled_call_is_as_predicted(case):
 def test_memory_of_every_compiled_call_is_as_predicted(case):
     said, found = predicted(case, CPU), compiled(case, jax.devices(), CPU)
     assert within(said, found), (said, found)
+
+
+@pytest.mark.parametrize(("target", "backend"), [("cpu", CPU), ("h200x8", Backend("gpu", "xla")), ("v5p-16", TPU)])
+def test_memory_of_programs_for_other_hardware_is_as_predicted(target, backend):
+    record = json.loads(PATH.read_text())["targets"][target]
+    cases = {id_of(row(case, NOTHING, NOTHING)): case for case in (*cpu_cases(), *accelerator_cases())}
+    assert len(record["results"]) >= 20
+    for each in record["results"]:
+        case = cases[id_of(each)]
+        said, found = predicted(case, backend), Found(**each["compiled"])
+        assert within(said, found), (case, said, found)
+        assert said.total == pytest.approx(Found(**each["predicted"]).total, rel=1e-3), f"measure {target} again"
+
+
+NOTHING = Found(1, 1)
+
+
+def id_of(result):
+    """A result's case, without what was found."""
+    given = {name: value for name, value in result.items() if not name.endswith("error")}
+    return json.dumps({**given, "predicted": None, "compiled": None, "within": None}, sort_keys=True)
+
+
+def test_tiles_of_a_tpu():
+    assert tiled((36, 320, 9728)) == 36 * 320 * 9728  # full
+    assert tiled((36, 9728, 320)) == 36 * 9728 * 384  # columns by 128
+    assert tiled((40, 1280, 20, 128)) == 40 * 1280 * 24 * 128  # rows by 8,
+    assert tiled((36, 640, 4, 128)) == 36 * 640 * 4 * 128  # where there are more than 4
+    assert tiled((5120,)) == 5120
 
 
 # ---- states
