@@ -113,7 +113,7 @@ COUNTS: dict[Platform, Counts] = {
     "tpu": Counts(
         scores=(1, 2, 2),
         weights=(1, 2),
-        mlp=(2, 3, 2),
+        mlp=(2, 3, 1),
         beside=1,
         backward=10,
         norms=(0, 0),
@@ -353,9 +353,9 @@ def generate_phase(
     scores = (counts.scores[0] + counts.weights[0] * prompts.itemsize / WIDE) * prompts.scores
     # A product and its sum over devices; a TPU has every device's part at once.
     hidden = prompts.hidden * (tensor if backend.platform == "tpu" else min(tensor, 2))
-    # The last layer's output is not asked for while prompts are read, nor is its cache there before.
-    made = wave or cache
-    first, second = (cache * bool(wave) + made * max(layers - back, 0) / layers for back in (2, 1))
+    # The last layer's output is not asked for while prompts are read, nor is its cache there before, but on a TPU.
+    made, missing = wave or cache, (0, 0) if backend.platform == "tpu" else (2, 1)
+    first, second = (cache * bool(wave) + made * max(layers - back, 0) / layers for back in missing)
     attention = {"attention scores": scores, "activations": hidden, "KV cache": first}
     mlp = {
         "mlp": counts.mlp[2] * prompts.mlp,
