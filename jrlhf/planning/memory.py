@@ -168,12 +168,11 @@ def _generating(asked: _Asked, model: RoleModel, placement: Placement, backend: 
     rows = asked.rows / placement.micro_batches
     slots = min(asked.slots or rows, rows) / groups
     schedule = Schedule(asked.slots, asked.chunk or asked.response, prefill=asked.prefill)
-    together, one = rows / groups / asked.samples, schedule.is_one_program(ceil(rows), asked.response)
-    if not one:
+    together, wave = rows / groups / asked.samples, 0.0  # prompts that are read together; where they wait for slots
+    if not schedule.is_one_program(ceil(rows), asked.response):
         room = max(1, int(slots) // asked.samples)
         together = max(schedule.waves(ceil(together), room, asked.prompt))
-    # Of prompts that are read together, while they wait for their slots.
-    wave = 0.0 if one and asked.samples == 1 else cache_bytes(config, together, asked.prompt, tensor, size)
+        wave = cache_bytes(config, together, asked.prompt, tensor, size)
     prompts = arrays(config, model.head, together, asked.prompt, "generate", tensor, asked.dtype, backend)
     cache = cache_bytes(config, slots, asked.length, tensor, size)
     logits = WIDE * slots / tensor * config.padded_vocab
