@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 from jrlhf import algorithms
 from jrlhf.batches import Batch, key_for, put_rows, row_keys
 from jrlhf.clock import Clock
-from jrlhf.kernels.logprob import token_logprobs
+from jrlhf.kernels.logprob import token_logprobs, token_sums
 from jrlhf.kernels.logprob.api import Implementation
 from jrlhf.meshes import GENERATE, SCORE, TRAIN, reshard
 from jrlhf.meshes.peaks import Peak
@@ -32,6 +32,7 @@ from jrlhf.models import (
     init_sharded,
     make_generate,
     make_logprobs,
+    make_token_sums,
     param_shardings,
     scalar_from,
 )
@@ -165,13 +166,16 @@ def decode(config: ModelConfig, mesh: Mesh, top: Ceilings, batch: int, prompt: i
 
 
 def train(config: ModelConfig, mesh: Mesh, top: Ceilings, batch: int, length: int, remat: Remat) -> Row:
-    """Forward, backward and AdamW on float32 weights, computed in bfloat16."""
+    """Forward, backward and AdamW on float32 weights, computed in bfloat16: the loss beside the logits, as in a run."""
     optimizer, params = optax.adamw(1e-6), init_sharded(config, jax.random.key(0), mesh)
     tokens = jax.random.randint(jax.random.key(2), (batch, length), 0, config.vocab_size)
-    logprobs = make_logprobs(config, mesh, TRAIN, dtype=jnp.bfloat16, remat=remat)
+    sums = make_token_sums(config, mesh, TRAIN, dtype=jnp.bfloat16, remat=remat, entropy_gradient=False)
+
+    def loss(params, tokens):
+        return sums(params, tokens, {}, lambda logprobs, entropy, data: (-logprobs, {}))[0] / tokens.size
 
     def update(params, state, tokens):
-        gradients = jax.grad(lambda params: -jnp.mean(logprobs(params, tokens)[0]))(params)
+        gradients = jax.grad(loss)(params, tokens)
         updates, state = optimizer.update(gradients, state, params)
         return optax.apply_updates(params, updates), state
 
@@ -209,22 +213,30 @@ def logprob(top: Ceilings, implementation: Implementation, tokens: int, embed: i
     """The log-probability op, forward and with its backward pass. It needs 2 N D V operations forward and 4 backward.
 
     backward_of_measured counts 6 N D V over the time that backward adds, as others publish it: with the logits, which
-    every implementation that does not keep them computes again.
+    every implementation that does not keep them computes again. sums: seconds of `token_sums` with its backward pass,
+    which a policy's update takes where it can.
     """
     keys = jax.random.split(jax.random.key(0), 3)
     hidden = jax.random.normal(keys[0], (tokens, embed), jnp.bfloat16)
     table = (jax.random.normal(keys[1], (vocab, embed), jnp.bfloat16) / embed**0.5).astype(jnp.bfloat16)
     targets = jax.random.randint(keys[2], (tokens,), 0, vocab)
+    op = partial(token_logprobs, implementation=implementation)
+
+    def terms(logprobs, entropy, data):
+        return logprobs + 0.01 * entropy, {}
 
     def loss(hidden, table, targets):
-        found, entropy = token_logprobs(hidden, table, targets, implementation=implementation)
-        return jnp.mean(found) + 0.01 * jnp.mean(entropy)
+        return jnp.sum(terms(*op(hidden, table, targets), {})[0])
 
-    op = partial(token_logprobs, implementation=implementation)
+    def fused(hidden, table, targets):
+        return token_sums(hidden, table, targets, {}, terms, implementation=implementation)[0]
+
     forward, first = compiled(op, hidden, table, targets)
     both, costs = compiled(jax.grad(loss, argnums=(0, 1)), hidden, table, targets)
-    fast = warm_seconds_of(lambda: forward(hidden, table, targets), 5)
-    whole = warm_seconds_of(lambda: both(hidden, table, targets), 5)
+    sums, last = compiled(jax.grad(fused, argnums=(0, 1)), hidden, table, targets)
+    fast, whole, together = (
+        warm_seconds_of(lambda program=program: program(hidden, table, targets), 5) for program in (forward, both, sums)
+    )
     work = 2.0 * tokens * embed * vocab
     return {
         "seconds": whole,
@@ -233,6 +245,9 @@ def logprob(top: Ceilings, implementation: Implementation, tokens: int, embed: i
         "forward_of_measured": work / fast / top.matmul,
         "backward_of_measured": 3 * work / max(whole - fast, 1e-9) / top.matmul,
         "forward_temp": first["temp"],
+        "sums": together,
+        "sums_of_measured": 3 * work / together / top.matmul,
+        "sums_temp": last["temp"],
         **costs,
     }
 

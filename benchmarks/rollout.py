@@ -3,7 +3,8 @@
     python -m benchmarks.rollout [--small]
 
 Stop tokens are so common that random weights draw one after 48 tokens in the mean, of 256 that a response may have.
-Schedules alternate, and every one must draw the same tokens. Ratios go to `benchmarks/results/rollout-DEVICE.json`.
+Schedules alternate, and every one must draw the same tokens. Ratios of times that were taken one after the other go to
+`benchmarks/results/rollout-DEVICE.json`.
 """
 
 import argparse
@@ -44,6 +45,7 @@ CONFIG = ModelConfig(
 ROWS, PROMPT, RESPONSE, MEAN = 64, 16, 256, 48
 WHOLE = "one program"
 SCHEDULES = {
+    "default": Schedule(),
     "compaction": Schedule(chunk=16, buckets=6, lengths=1),
     "growing caches": Schedule(chunk=16, buckets=1, lengths=4),
     "both": Schedule(chunk=16, buckets=6, lengths=4),
@@ -77,10 +79,9 @@ def main(small: bool, repeats: int) -> None:
 
     lengths = drawn[WHOLE].response_lengths
     print(f"{rows} rows of {PROMPT} + at most {response}: {lengths.mean():.0f} in the mean, {lengths.max()} at most")
-    whole = statistics.median(seconds[WHOLE])
     results: list[dict[str, Any]] = []
     for name, schedule in schedules.items():
-        ratios = sorted(whole / each for each in seconds[name])
+        ratios = sorted(whole / each for whole, each in zip(seconds[WHOLE], seconds[name], strict=True))
         spread = {"min": ratios[0], "median": statistics.median(ratios), "max": ratios[-1]}
         spread = {key: float(f"{value:.3g}") for key, value in spread.items()}
         results.append({"schedule": name, **asdict(schedule), "speed": spread})

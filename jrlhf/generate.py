@@ -66,7 +66,7 @@ class Generator:
             tokens, lengths = put_rows(pad_rows(whole, width), self.mesh)
             keys = row_keys(jax.random.fold_in(key, start), self.batch, self.mesh)
             generation = run(self.model.params, tokens, lengths, keys, *self.model.frozen)
-            yield from read_responses(self.tokenizer, jax.device_get(generation))[: len(chunk)]
+            yield from read_responses(self.tokenizer, jax.device_get(generation), len(chunk))
 
 
 def load(

@@ -48,6 +48,7 @@ from jrlhf.utilisation import utilisation_of
 from jrlhf.validation import validate
 
 Algorithm = TypeVar("Algorithm", bound=PolicyConfig)
+READ = "tokens", "prompt_lengths", "response_lengths", "finished"  # of an experience, on the host
 
 
 @jax.tree_util.register_dataclass
@@ -111,9 +112,9 @@ def train_rl(context: Context, policy: Model, rewards: Rewards, costs: Rewards |
             kl = next_kl(state.kl, metrics["objective/kl"]) if algorithm.needs_reference else state.kl
         metrics = jax.device_get(metrics) | clock.take() | validated
         metrics |= throughput(metrics, len(batch.examples), context.mesh.size)
-        experience, raw = to_host((experience, rewards.raw))
-        metrics |= utilisation.metrics(metrics, experience.prompt_lengths, experience.response_lengths)
-        metrics |= watch(context, batch, experience, raw)
+        read, raw = to_host(({name: getattr(experience, name) for name in READ}, rewards.raw))
+        metrics |= utilisation.metrics(metrics, read["prompt_lengths"], read["response_lengths"])
+        metrics |= watch(context, batch, replace(experience, **read), raw)
         metrics[SAMPLES] += samples
         counted = to_devices(np.int32(draws), everywhere)
         multiplier = None if constraint is None else constraint.state
@@ -279,15 +280,15 @@ def throughput(metrics: Mapping[str, float], rows: int, devices: int) -> dict[st
 
 def watch(context: Context, batch: Batch, experience: Experience, scores: Float[np.ndarray, "B"]) -> dict[str, Any]:
     """A few samples; and where the task has a measure that training never sees, what it says of all."""
-    responses = read_responses(context.task.tokenizer, experience)
-    count = min(context.config.evaluation.samples, len(responses))
+    count, task = min(context.config.evaluation.samples, len(batch.examples)), context.task
+    responses = read_responses(task.tokenizer, experience, count if task.gold is None else None)
     shown = [
         {"prompt": batch.texts[row], "response": responses[row].text, "score": float(scores[row])}
         for row in range(count)
     ]
-    if context.task.gold is None:
+    if task.gold is None:
         return {SAMPLES: shown}
-    gold = context.task.gold(batch.examples, [response.text for response in responses])
+    gold = task.gold(batch.examples, [response.text for response in responses])
     return {
         SAMPLES: [sample | {"gold": float(gold.scores[row])} for row, sample in enumerate(shown)],
         "gold/score": float(gold.scores.mean()),

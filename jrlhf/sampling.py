@@ -46,7 +46,7 @@ def sample(
         tokens, lengths = put_rows(pad_rows(whole, context.config.data.max_prompt), mesh)
         keys = row_keys(jax.random.fold_in(key, start), batch, mesh)
         generation = run(weights, tokens, lengths, keys, *policy.frozen)
-        responses += read_responses(context.task.tokenizer, to_host(generation))[: len(chunk)]
+        responses += read_responses(context.task.tokenizer, to_host(generation), len(chunk))
     return responses
 
 
@@ -72,12 +72,11 @@ def score_sequences(context: Context, reward: Model, sequences: Sequence[Sequenc
     return np.concatenate(scores)
 
 
-def read_responses(tokenizer: Tokenizer, rollout) -> list[Response]:
-    """The responses of a rollout that is on the host."""
+def read_responses(tokenizer: Tokenizer, rollout, count: int | None = None) -> list[Response]:
+    """The responses of a rollout that is on the host, or the first so many."""
+    fields = rollout.tokens, rollout.prompt_lengths, rollout.response_lengths, rollout.finished
     responses = []
-    for tokens, start, length, finished in zip(
-        rollout.tokens, rollout.prompt_lengths, rollout.response_lengths, rollout.finished, strict=True
-    ):
+    for tokens, start, length, finished in zip(*(field[:count] for field in fields), strict=True):
         ids = tuple(int(token) for token in tokens[start : start + length])
         responses.append(Response(ids, tokenizer.decode(ids), bool(finished)))
     return responses

@@ -15,13 +15,13 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Int
 
-from jrlhf.meshes import AXES, GENERATE, to_host
+from jrlhf.meshes import AXES, to_host
 from jrlhf.models.attention import AttentionImplementation
 from jrlhf.models.chunks import Admitted, Pool, Programs, Slots
 from jrlhf.models.collectives import check_rows
 from jrlhf.models.config import ModelConfig
 from jrlhf.models.decoding import Decoder, Rows
-from jrlhf.models.generate import Generation, check_length, make_generate
+from jrlhf.models.generate import Generation, check_length, check_prompts, make_generate
 from jrlhf.models.lora import LoRAConfig, split_arguments
 from jrlhf.models.params import Params
 from jrlhf.models.sampling import SamplingConfig
@@ -60,7 +60,8 @@ class Engine:
     ):
         self._config, self._mesh, self._sampling = config, mesh, sampling
         self._schedule, self._samples, self._lora = schedule or Schedule(), samples, lora
-        self._whole = jax.jit(make_generate(config, mesh, sampling, dtype=dtype, attention=attention, lora=lora))
+        options: Any = {"samples": samples, "dtype": dtype, "attention": attention, "lora": lora}
+        self._whole = jax.jit(make_generate(config, mesh, sampling, **options))
         decoder = Decoder(config, sampling, dtype, attention, lora)
         steps = min(self._schedule.chunk, sampling.max_new_tokens)
         self._programs = Programs(decoder, mesh, samples=samples, steps=steps)
@@ -71,13 +72,10 @@ class Engine:
         (count, width), limit = prompts.shape, self._sampling.max_new_tokens
         rows = count * self._samples
         slots = min(self._schedule.slots or rows, rows)
-        if slots == rows and self._samples == 1 and limit <= self._schedule.chunk:
-            return self._whole(*arguments)  # one chunk of all rows: one program does
-        if len(row_keys) != rows:
-            raise ValueError(f"{count} prompts with {self._samples} samples each need {rows} keys, not {len(row_keys)}")
-        check_rows(rows, self._mesh, AXES, "generation")
+        if self._schedule.is_one_program(rows, limit):
+            return self._whole(*arguments)
+        check_prompts(count, len(row_keys), self._samples, self._mesh)
         check_rows(slots, self._mesh, AXES, "decode slots")
-        check_rows(count, self._mesh, GENERATE.batch, "prompts")
         check_length(self._config, self._sampling, width)
         slots //= self._programs.groups
         if slots < self._samples:
@@ -112,8 +110,8 @@ class _Rollout:
         self._rows = count * samples
         self._counts = schedule.slot_counts(slots, programs.tensor)
         self._lengths = schedule.cache_lengths(width, limit)
-        self._wave = min(schedule.prefill or max(1, slots // (8 * samples)), slots // samples)  # prompts
         self._tables = [Table(count // programs.groups, samples, slots) for _ in range(programs.groups)]
+        self._waves = schedule.waves(count // programs.groups, slots // samples, width)
 
     def generate(self) -> Generation:
         """All rows, in the order of their prompts."""
@@ -144,25 +142,26 @@ class _Rollout:
 
     def _may_admit(self, table: Table) -> bool:
         """Whether a wave fits, or all that waits, or, where nothing would decode, anything."""
-        possible = min(table.room, len(table.waiting))
-        return possible > 0 and (possible >= min(self._wave, len(table.waiting)) or table.running == 0)
+        return table.room > 0 and (table.room >= min(self._waves[0], len(table.waiting)) or table.running == 0)
 
     def _admit(self, slots: Slots) -> Slots:
-        """One wave of every group."""
-        admissions = [table.admit(self._wave if self._may_admit(table) else 0) for table in self._tables]
-        return self._programs.admit(*self._weights, slots, self._pool, self._admitted(admissions))
+        """One wave of every group, the largest that one of them fills."""
+        most = max(table.room for table in self._tables)
+        wave = max((each for each in self._waves if each <= most), default=self._waves[0])
+        admissions = [table.admit(wave if self._may_admit(table) else 0) for table in self._tables]
+        return self._programs.admit(*self._weights, slots, self._pool, self._admitted(admissions, wave))
 
-    def _admitted(self, admissions: Sequence[Admission]) -> Admitted:
+    def _admitted(self, admissions: Sequence[Admission], wave: int) -> Admitted:
         """As arrays of the size of a whole wave."""
-        waves = [self._wave_of(admission) for admission in admissions]
-        return Admitted(*(self._programs.per_group(parts) for parts in zip(*waves, strict=True)))
+        parts = [self._part_of(admission, wave) for admission in admissions]
+        return Admitted(*(self._programs.per_group(each) for each in zip(*parts, strict=True)))
 
-    def _wave_of(self, admission: Admission) -> tuple[Int[np.ndarray, "_"], ...]:
+    def _part_of(self, admission: Admission, wave: int) -> tuple[Int[np.ndarray, "_"], ...]:
         """A group's part of `Admitted`."""
-        prompts = np.zeros(self._wave, np.int32)
+        prompts = np.zeros(wave, np.int32)
         prompts[: len(admission.prompts)] = admission.prompts
-        source = np.repeat(np.arange(self._wave, dtype=np.int32), self._samples)
-        number = np.tile(np.arange(self._samples, dtype=np.int32), self._wave)
+        source = np.repeat(np.arange(wave, dtype=np.int32), self._samples)
+        number = np.tile(np.arange(self._samples, dtype=np.int32), wave)
         slot = np.full(len(source), self._counts[0], np.int32)  # past the end: none
         slot[: len(admission.slots)] = admission.slots
         return prompts, source, prompts[source] * self._samples + number, slot
@@ -184,8 +183,8 @@ class _Rollout:
         for count, fewer in zip(self._counts, (*self._counts[1:], None), strict=True):
             for length, longer in zip(self._lengths, (*self._lengths[1:], None), strict=True):
                 slots = programs.empty(self._pool, count, length)
-                if count == self._counts[0]:
-                    slots = programs.admit(*self._weights, slots, self._pool, self._admitted(nothing))
+                for wave in self._waves if count == self._counts[0] else ():
+                    slots = programs.admit(*self._weights, slots, self._pool, self._admitted(nothing, wave))
                 row_of = programs.per_group([np.full(count, EMPTY, np.int32)] * programs.groups)
                 slots, results = programs.chunk(*self._weights, slots, results, row_of)
                 if longer is not None:

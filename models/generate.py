@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -41,16 +42,18 @@ def make_generate(
     mesh: Mesh | AbstractMesh,
     sampling: SamplingConfig,
     *,
+    samples: int = 1,
     dtype: Any = jnp.float32,
     attention: AttentionImplementation | None = None,
     lora: LoRAConfig | None = None,
 ) -> Callable[..., Generation]:
-    """Builds f(params, prompts [B, P], prompt_lengths [B], row_keys [B]) -> Generation.
+    """Builds f(params, prompts [U, P], prompt_lengths [U], row_keys [B]) -> Generation of B = U * samples rows.
 
     params: as `param_shardings(config, mesh, GENERATE)` says: layers are a list, one dict a layer.
     prompts: right-padded; prompt_lengths at least 1.
     row_keys: one PRNG key a row. Token t is drawn with fold_in(row_key, t), so that, given equal logits, a row's text
         does not depend on its neighbours, on the prompts' padding or on the mesh.
+    samples: responses to each prompt, which share its prefill and are rows after one another.
     dtype: of weights, activations and cache. Norms, rotary angles, softmaxes and log-probabilities are float32.
     attention: of the prefill; as in `make_logprobs`.
     lora: builds f(adapter, prompts, prompt_lengths, row_keys, base) instead, as in `make_logprobs`. Nothing is merged:
@@ -60,7 +63,8 @@ def make_generate(
 
     Raises:
         ValueError: a stop id is not in the vocabulary; the model or, when called, the batch does not fit on the mesh;
-            prompt and response together are longer than the model's max_positions.
+            another number of keys than of rows; prompt and response together are longer than the model's
+            max_positions.
     """
     check_stops(config, sampling)
     decoder = Decoder(config, sampling, dtype, attention, lora)
@@ -71,21 +75,22 @@ def make_generate(
     def on_device(
         params: Params,
         adapter: Params,
-        prompts: Int[Array, "b P"],
-        prompt_lengths: Int[Array, "b"],
+        prompts: Int[Array, "u P"],
+        prompt_lengths: Int[Array, "u"],
         keys: PRNGKeyArray,
     ) -> Generation:
         weights, limit = decoder.weights(params, adapter), sampling.max_new_tokens
-        own_prompts = own_rows(prompts)
-        start = first_rows(own_prompts, own_rows(prompt_lengths), keys)
-        caches = decoder.prefill(weights, prompts, prompts.shape[1] + limit)
+        repeat = partial(jnp.repeat, repeats=samples, axis=0)
+        own_prompts, own_lengths = own_rows(repeat(prompts)), own_rows(repeat(prompt_lengths))
+        start = first_rows(own_prompts, own_lengths, keys)
+        caches = jax.tree.map(repeat, decoder.prefill(weights, prompts, prompts.shape[1] + limit))
         end, _, tokens, logprobs = decoder.run(weights, start, caches, limit)
         return assemble(own_prompts, end.prompt_lengths, tokens, logprobs, end.lengths, end.finished)
 
     def generate(*arguments: Any) -> Generation:
         params, adapter, (prompts, prompt_lengths, row_keys) = split_arguments(arguments, lora)
-        batch, length = prompts.shape
-        check_rows(batch, mesh, AXES, "generation")
+        count, length = prompts.shape
+        check_prompts(count, len(row_keys), samples, mesh)
         check_length(config, sampling, length)
         prompts, prompt_lengths = (place(x, mesh, shared) for x in (prompts, prompt_lengths))
         specs = int8_specs(stored) if has_int8(params) else stored
@@ -113,6 +118,14 @@ def assemble(
 
     prompt = jnp.where(index < 0, jnp.pad(prompts, ((0, 0), (0, limit))), 0)
     return Generation(prompt + shift(response), prompt_lengths, lengths, shift(logprobs), finished)
+
+
+def check_prompts(prompts: int, keys: int, samples: int, mesh: Mesh | AbstractMesh) -> None:
+    """Raises a ValueError where so many prompts do not divide over the mesh, or have another number of keys."""
+    if keys != prompts * samples:
+        raise ValueError(f"{prompts} prompts with {samples} samples each need {prompts * samples} keys, not {keys}")
+    check_rows(keys, mesh, AXES, "generation")
+    check_rows(prompts, mesh, GENERATE.batch, "prompts")
 
 
 def check_stops(config: ModelConfig, sampling: SamplingConfig) -> None:

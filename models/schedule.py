@@ -8,6 +8,7 @@ import numpy as np
 from jaxtyping import Bool, Int
 
 EMPTY = -1  # a slot without a row
+FILLING = 2048  # tokens: a prefill of fewer would leave an accelerator's arithmetic idle
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,9 @@ class Schedule:
     buckets: once nothing waits, the slots are halved as rows finish; so many sizes exist, the first included.
     lengths: the caches grow with the longest row; so many sizes exist, evenly spaced, the last being the longest row's.
         Attention reads a whole cache, however much of it is filled.
-    prefill: prompts that a group of devices prefills at a time. None: an eighth of its slots.
+    prefill: prompts that a group of devices prefills at a time. None: all of them, in one program with the decoding,
+        where every row has a slot and responses fit a chunk; else an eighth of what the slots hold, or, while so many
+        wait and have room, 2048 tokens.
 
     Every pair of a bucket and a length is a compiled program.
 
@@ -40,6 +43,16 @@ class Schedule:
             optional = value is None and name in ("slots", "prefill")
             if not optional and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise ValueError(f"{name}={value!r} must be an integer of at least 1")
+
+    def is_one_program(self, rows: int, response: int) -> bool:
+        """Whether all rows go together, through one prefill and one chunk."""
+        return (self.slots is None or self.slots >= rows) and response <= self.chunk and self.prefill is None
+
+    def waves(self, prompts: int, room: int, width: int) -> tuple[int, ...]:
+        """How many of its prompts, of `width` tokens, a group with room for some of them prefills at a time, rising."""
+        few = min(self.prefill or max(1, room // 8), room)
+        many = few if self.prefill else min(max(few, FILLING // width), room)
+        return (many,) if many == prompts else tuple(sorted({few, many}))
 
     def slot_counts(self, slots: int, multiple: int) -> tuple[int, ...]:
         """The sizes of a group's slots, falling: halves, as long as they are whole multiples of `multiple`."""
@@ -84,13 +97,13 @@ class Table:
 
     @property
     def room(self) -> int:
-        """Prompts for all of whose samples there are free slots."""
-        return (len(self.row) - self.running) // self.samples
+        """Waiting prompts for all of whose samples there are free slots."""
+        return min((len(self.row) - self.running) // self.samples, len(self.waiting))
 
     def admit(self, most: int) -> Admission:
         """Gives free slots to at most so many waiting prompts, all samples of a prompt together."""
         free = np.flatnonzero(~self.occupied)
-        count = min(most, len(self.waiting), self.room)
+        count = min(most, self.room)
         prompts = tuple(self.waiting.popleft() for _ in range(count))
         slots = free[: count * self.samples]
         self.row[slots] = [prompt * self.samples + number for prompt in prompts for number in range(self.samples)]

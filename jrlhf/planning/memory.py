@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jrlhf.meshes import GENERATE, TRAIN, Call, Layout
 from jrlhf.meshes.graph import Kind
 from jrlhf.meshes.plan import Placement, Plan
-from jrlhf.models import ModelConfig
+from jrlhf.models import ModelConfig, Schedule
 from jrlhf.models.remat import Remat
 from jrlhf.planning.activations import (
     DEFAULT,
@@ -166,11 +166,11 @@ def _generating(asked: _Asked, model: RoleModel, placement: Placement, backend: 
     size = jnp.dtype(asked.dtype).itemsize
     rows = asked.rows / placement.micro_batches
     slots = min(asked.slots or rows, rows) / groups
-    together, wave = slots, 0.0  # prompts that are read together, and where they wait for their slots
-    one_chunk = asked.chunk is None or asked.response <= asked.chunk
-    if not (one_chunk and asked.samples == 1 and slots == rows / groups):  # as `models.engine` divides them
-        most = slots // asked.samples
-        together = max(1.0, min(asked.prefill or most // 8, most))
+    schedule = Schedule(asked.slots, asked.chunk or asked.response, prefill=asked.prefill)
+    together, wave = rows / groups / asked.samples, 0.0  # prompts that are read together; where they wait for slots
+    if not schedule.is_one_program(ceil(rows), asked.response):
+        room = max(1, int(slots) // asked.samples)
+        together = max(schedule.waves(ceil(together), room, asked.prompt))
         wave = cache_bytes(config, together, asked.prompt, tensor, size)
     prompts = arrays(config, model.head, together, asked.prompt, "generate", tensor, asked.dtype, backend)
     cache = cache_bytes(config, slots, asked.length, tensor, size)

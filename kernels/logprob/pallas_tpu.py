@@ -160,8 +160,9 @@ def _kernel(limit, hidden, unembedding, targets, maximum, total, weighted, label
     @pl.when(d == pl.num_programs(2) - 1)
     def _():
         token = v * products.shape[1] + lax.broadcasted_iota(jnp.int32, products.shape, 1)
-        # The mask also covers what lies beyond the array in its last block, which may be anything, NaN included.
-        logits = jnp.where(token < limit[0], cap(products[...], head) / head.temperature, MASKED)
+        # What lies beyond the array in its last block may be anything, NaN and the next slice's targets included.
+        counts = token < limit[0]
+        logits = jnp.where(counts, cap(products[...], head) / head.temperature, MASKED)
         previous = maximum[...]
         current = jnp.maximum(previous, jnp.max(logits, axis=1, keepdims=True))
         shift = previous - current
@@ -170,7 +171,7 @@ def _kernel(limit, hidden, unembedding, targets, maximum, total, weighted, label
         weights = jnp.exp(shifted)
         weighted[...] = (weighted[...] + total[...] * shift) * scale + jnp.sum(weights * shifted, axis=1, keepdims=True)
         total[...] = total[...] * scale + jnp.sum(weights, axis=1, keepdims=True)
-        label[...] += jnp.sum(jnp.where(token == targets[...], logits, 0.0), axis=1, keepdims=True)
+        label[...] += jnp.sum(jnp.where(counts & (token == targets[...]), logits, 0.0), axis=1, keepdims=True)
         maximum[...] = current
 
 

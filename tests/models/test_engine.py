@@ -23,6 +23,7 @@ from jrlhf.models import (
     to_int8,
 )
 from jrlhf.models.chunks import Programs
+from jrlhf.models.decoding import Decoder
 from jrlhf.models.engine import _Rollout
 
 CONFIG = ModelConfig(
@@ -108,8 +109,8 @@ def test_tokens_do_not_depend_on_the_schedule(alone, schedule, monkeypatch):
         monkeypatch.setattr(Programs, name, counted(name, getattr(Programs, name)))
     monkeypatch.setattr(_Rollout, "warm", lambda self: None)
     assert_same(setting.scheduled(schedule), expected)
-    waves = U // (schedule.prefill or max(1, U // 8))
-    assert done["chunk"] >= R // schedule.chunk and done["admit"] >= waves
+    waves = schedule.waves(U, schedule.slots or U, P)
+    assert done["chunk"] >= R // schedule.chunk and done["admit"] >= U / waves[-1]
     assert (done["take"] > 0) == (schedule.buckets > 1) and (done["grow"] > 0) == (schedule.lengths > 1)
 
 
@@ -120,11 +121,20 @@ def test_groups_of_devices_refill_and_compact_together(sizes):
     assert_same(setting.scheduled(Schedule(slots=8, chunk=6, buckets=2, lengths=1)), setting.plain())
 
 
-def test_samples_share_a_prefill_and_a_prompt():
+def test_samples_share_a_prefill_and_a_prompt(monkeypatch):
     setting = Setting((1, 1, 1), samples=3)
-    found = setting.scheduled(Schedule(slots=7, chunk=6, lengths=1))
-    assert_same(found, setting.plain())
-    assert found.tokens.shape == (3 * U, P + R)
+    expected, prefill = setting.plain(), Decoder.prefill
+
+    def counting(decoder, params, prompts, size):
+        seen.add(len(prompts))
+        return prefill(decoder, params, prompts, size)
+
+    monkeypatch.setattr(Decoder, "prefill", counting)
+    monkeypatch.setattr(_Rollout, "warm", lambda self: None)
+    for schedule, prefilled in (Schedule(slots=7, chunk=6, lengths=1), {1, 2}), (Schedule(chunk=R), {U}):
+        seen = set()
+        assert_same(setting.scheduled(schedule), expected)
+        assert seen == prefilled
 
 
 @pytest.mark.slow

@@ -53,11 +53,11 @@ def unstacked(params):
 class Generator:
     """A compiled generation on one mesh, from host to host."""
 
-    def __init__(self, config, params, sampling, sizes, axis_type=AxisType.Explicit, dtype=jnp.float32):
+    def __init__(self, config, params, sampling, sizes, axis_type=AxisType.Explicit, dtype=jnp.float32, samples=1):
         self.mesh = make_mesh(*sizes, devices=jax.devices()[: np.prod(sizes)], axis_type=axis_type)
         with jax.set_mesh(self.mesh):
             self.params = jax.device_put(unstacked(params), param_shardings(config, self.mesh, GENERATE))
-            self.function = fast_jit(make_generate(config, self.mesh, sampling, dtype=dtype))
+            self.function = fast_jit(make_generate(config, self.mesh, sampling, dtype=dtype, samples=samples))
 
     def __call__(self, prompts, keys):
         with jax.set_mesh(self.mesh):
@@ -168,6 +168,15 @@ def test_rows_do_not_depend_on_their_neighbours(stopped):
     np.testing.assert_array_equal(others.tokens[half], out.tokens[half])
     np.testing.assert_array_equal(rubbish.tokens, out.tokens)
     assert (others.tokens[~half] != out.tokens[~half]).any()
+
+
+def test_samples_of_a_prompt_are_rows_after_one_another(models, stopped):
+    sampling = SamplingConfig(R, temperature=0.9, min_new_tokens=2, stop_ids=STOPS)
+    two = Generator(CONFIG, models[CONFIG][0], sampling, (2, 2, 2), samples=2)
+    few = jax.tree.map(lambda x: x[: B // 2], prompts())
+    out, apart = two(few, row_keys()), stopped[0](jax.tree.map(lambda x: np.repeat(x, 2, axis=0), few), row_keys())
+    jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5), out, apart)
+    assert (out.tokens[::2] != out.tokens[1::2]).any(axis=1).all()
 
 
 def test_greedy_generation_is_the_argmax_of_full_forward_passes(models, reference):

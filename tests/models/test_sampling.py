@@ -131,6 +131,19 @@ def test_ties_with_the_last_kept_token_are_kept():
     np.testing.assert_array_equal(restrict(logits, 2, None), [[1.0, -np.inf, 1.0, 1.0]])
 
 
+@pytest.mark.parametrize("top_k", [None, 37])
+@pytest.mark.parametrize("top_p", [0.05, 0.9, 0.9999999])
+def test_a_nucleus_ends_where_more_likely_tokens_have_its_mass(top_k, top_p):
+    """Of many tokens, some of them alike and some impossible; both signs of logits, and zeros."""
+    logits = np.round(np.random.default_rng(1).normal(size=(6, 400)) * np.geomspace(0.1, 1.5, 6)[:, None], 1)
+    logits[:, 390:] = -np.inf
+    found = np.asarray(restrict(jnp.asarray(logits, jnp.float32), top_k, top_p))
+    for row, kept in zip(logits, found, strict=True):
+        best = np.sort(row)[::-1][:top_k]
+        least = min(x for x in best if softmax(best)[best > x].sum() < top_p)
+        np.testing.assert_array_equal(kept, np.where(row < least, -np.inf, row).astype(np.float32))
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -21,6 +21,18 @@ def test_caches_grow_to_the_longest_row_and_always_hold_a_chunk():
     assert fitting((17, 28, 38), 18) == 28
 
 
+def test_prompts_are_prefilled_in_waves():
+    assert Schedule().waves(prompts=64, room=64, width=16) == (64,)  # 1024 tokens
+    assert Schedule().waves(prompts=64, room=64, width=64) == (8, 32)  # 2048 tokens
+    assert Schedule().waves(prompts=64, room=64, width=512) == (8,)
+    assert Schedule().waves(prompts=64, room=16, width=16) == (2, 16)
+    assert Schedule(prefill=3).waves(prompts=64, room=64, width=16) == (3,)
+    assert Schedule(prefill=9).waves(prompts=4, room=4, width=16) == (4,)
+    assert Schedule(chunk=8).is_one_program(rows=64, response=8) and Schedule(64, 8).is_one_program(64, 8)
+    for schedule in (Schedule(chunk=7), Schedule(slots=32, chunk=8), Schedule(chunk=8, prefill=64)):
+        assert not schedule.is_one_program(rows=64, response=8)
+
+
 @pytest.mark.parametrize(("samples", "slots"), [(1, 4), (1, 7), (3, 7)])
 def test_every_row_has_a_slot_exactly_once(samples, slots):
     prompts, generator = 11, np.random.default_rng(0)

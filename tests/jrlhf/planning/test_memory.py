@@ -233,10 +233,11 @@ def test_the_cache_is_that_of_all_slots():
 
 
 def test_prompts_are_read_in_waves_beside_the_cache_of_all_slots():
-    """As the engine divides them: an eighth of the slots at a time, or as many as it is told."""
+    """As the engine divides them: an eighth of the slots at a time, or as many as told; samples share a prompt."""
     whole, waves, told = (needs(ppo(prefill=each, chunk=chunk), "actor.generate", CPU) for each, chunk in PREFILLS)
     rows, position = 256 // 8, 2 * 32 * 8 * 128 * 2
     assert whole > waves and told > waves
+    assert whole > needs(ppo(samples=8), "actor.generate", CPU) > position * rows * 2048
     assert told > 2 * 8.03e9 + position * (rows * 2048 + 16 * 1024 * 31 / 32)
 
 
