@@ -71,7 +71,7 @@ def train_rl(context: Context, policy: Model, rewards: Rewards, costs: Rewards |
     roles = _Roles(context, policy, rewards, costs, graph)
     prompts, actor, pool, constraint = task.prompts, roles.actor, roles.pool, roles.constraint
     arithmetic = context.where("arithmetic").home.mesh
-    utilisation = utilisation_of(policy, roles.models, algorithm, context.mesh, context.compute)
+    utilisation = utilisation_of(policy, roles.models, algorithm, context.where, context.compute)
     measure = jax.jit(partial(experience_metrics, samples=section.samples if section.samples > 1 else None))
     next_kl = jax.jit(partial(update_kl, episodes=section.rollout_batch, config=algorithm))
     everywhere = NamedSharding(arithmetic, P())
