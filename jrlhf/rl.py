@@ -228,7 +228,7 @@ def _starts(context: Context, policy: Model, rewards: Rewards, graph: Graph) -> 
         reference = start_reference(context, policy)
         identities["reference"] = reference.fingerprint()
         models["reference"] = context.where("reference").settled(reference)
-    if isinstance(context.config.rl, PPOStageConfig):
+    if context.config.rl.algorithm.has_critic:
         models["critic"] = context.where("critic").settled(start_critic(context, policy, rewards.learnt))
         if "cost_critic" in graph.roles:
             models["cost_critic"] = context.where("cost_critic").settled(start_cost_critic(policy))
