@@ -20,7 +20,6 @@ from safetensors.numpy import load_file
 from jrlhf import utilisation
 from jrlhf.checkpoints import Checkpoints, like
 from jrlhf.config import load_config
-from jrlhf.dryrun import role_bytes
 from jrlhf.files import read_jsonl
 from jrlhf.launch import select_mesh
 from jrlhf.meshes import live_bytes
@@ -29,6 +28,7 @@ from jrlhf.metrics import read_metrics
 from jrlhf.models import init_sharded
 from jrlhf.models.hf.export import hf_weights
 from jrlhf.optimizers import adamw
+from jrlhf.planning.fits import memory_of
 from jrlhf.ppo import KLState, TrainState
 from jrlhf.ppo.shaping import RunningMoments
 from jrlhf.rl import RLState
@@ -139,7 +139,7 @@ def test_dry_run_counts_the_bytes_that_states_really_take(tmp_path):
     with jax.set_mesh(mesh):
         params = init_sharded(models["actor"], jax.random.key(0), mesh)
         state = TrainState.create(params, adamw(config.ppo.actor, updates=1))
-    predicted = role_bytes(config, mesh, models)["actor"]
+    predicted = memory_of(config, mesh, models).roles["actor"]
     on_device = {device for device, _ in live_bytes(state.params)}
     for device in on_device:
         assert live_bytes(state.params)[device, "device"] == predicted["weights"]
