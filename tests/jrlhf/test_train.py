@@ -49,7 +49,8 @@ def finished(tmp_path_factory):
 
 def test_a_run_leaves_what_is_promised(finished):
     path, summary = finished
-    for name in ("config.yaml", "metrics.jsonl", "samples.jsonl", "preferences.jsonl", "report.html", "tokenizer.json"):
+    kept = ("config.yaml", "before.json", "metrics.jsonl", "samples.jsonl", "preferences.jsonl")
+    for name in (*kept, "report.html", "tokenizer.json"):
         assert (path / name).stat().st_size > 0, name
     assert list(path.glob("tensorboard/*/events.*"))
     assert json.loads((path / "summary.json").read_text()) == summary
