@@ -53,7 +53,6 @@ from jrlhf import programs
 from jrlhf.batches import row_sharding
 from jrlhf.config import Config, MeshConfig, load_config
 from jrlhf.consistency import mesh_sizes, validate
-from jrlhf.dryrun import role_bytes
 from jrlhf.errors import UserError
 from jrlhf.launch import architectures, compute_of
 from jrlhf.meshes import AXES, GENERATE, collective_traffic, loops, lower_reshard, make_mesh
@@ -61,6 +60,7 @@ from jrlhf.meshes.hlo import Traffic
 from jrlhf.model import Architecture
 from jrlhf.models import ModelConfig, SamplingConfig, make_generate, param_shardings
 from jrlhf.optimizers import adamw
+from jrlhf.planning.fits import memory_of
 from jrlhf.ppo import Experience
 from jrlhf.programs import Compute
 from jrlhf.shapes import Shapes, device_bytes, generation_copy, train_state, whole_weights
@@ -237,7 +237,7 @@ def setup_on(config: Config, devices: Sequence[Any]) -> Setup:
 
 def held(setup: Setup) -> float:
     """Bytes of a device's weights and optimizer states of all roles, between calls."""
-    roles = role_bytes(setup.config, setup.mesh, setup.models)
+    roles = memory_of(setup.config, setup.mesh, setup.models).roles
     return sum(parts.get(part, 0) for parts in roles.values() for part in ("weights", "optimizer"))
 
 

@@ -10,7 +10,7 @@ from jrlhf.config import Config, MeshConfig
 from jrlhf.errors import UserError
 from jrlhf.models.config import ModelConfig
 from jrlhf.sleep import PARTS
-from jrlhf.stage_config import ALGORITHMS, PPOStageConfig
+from jrlhf.stage_config import ALGORITHMS
 
 # What stage dpo reads of section reward_model, and every run of section ppo where no algorithm trains the policy.
 ANNOTATOR = ("prompts", "samples_per_prompt", "foreign_lines", "margin", "heldout_prompts", "label_flip")
@@ -160,7 +160,7 @@ def _check_used(config: Config) -> None:
     sleep = config.sleep
     name, algorithm, scores = config.algorithm, config.rl.algorithm, config.rl.scores
     stages, policy = f"stages={_list(config.stages)}", f"{name or 'ppo'}.algorithm"
-    critic, trained = isinstance(config.rl, PPOStageConfig), f"{name}, which has none"
+    critic, trained = algorithm.has_critic, f"{name}, which has none"
     weighed = algorithm.importance is not None or algorithm.old_logprobs == "rollout"
     unweighed = f"{policy}.importance=null and old_logprobs=recompute"
     cases: list[tuple[bool, str, object, tuple[str, ...], str]] = [

@@ -21,7 +21,7 @@ from jrlhf.ppo import DPOConfig, PairBatch, TrainState, make_dpo_step, pair_term
 from jrlhf.programs import Compute
 from jrlhf.roles import Reference
 from jrlhf.stage import run_stage
-from jrlhf.starts import frozen_policy, start_reference
+from jrlhf.starts import start_reference
 from jrlhf.task import Pairs
 
 
@@ -65,24 +65,21 @@ def dpo(actor: PairActor, reference: Reference, pairs: PairBatch) -> dict[str, A
     return metrics
 
 
-def train_dpo(context: Context, policy: Model) -> tuple[Model, Model]:
-    """Runs the stage, or what of it is not done yet; returns the policy as it was, frozen, and the trained actor.
-
-    The given policy is used up: its weights become the actor's.
-    """
+def train_dpo(context: Context, policy: Model) -> Model:
+    """Runs the stage, or what of it is not done yet; returns the trained actor. The given policy is used up."""
     config, collect = context.config.dpo, context.task.pairs
     assert collect is not None
     optimizer, clock = adamw(config, updates=config.steps), Clock(deadline=context.config.deadline)
-    before = frozen_policy(context, policy)
-    reference_model = start_reference(context, before)
+    reference_model = start_reference(context, policy)
     on_mesh = (context.mesh, context.compute)
     actor = PairActor(policy, *on_mesh, optimizer=optimizer, algorithm=config.algorithm, clock=clock)
     reference = Reference(reference_model, *on_mesh, temperature=1.0, clock=clock)
     measure = jax.jit(partial(pair_terms, config=config.algorithm))
+    apart = context.config.roles.reference is not None
 
     @cache
     def pairs() -> tuple[Pairs, Pairs]:
-        return collect(context, before)
+        return collect(context, policy if apart else reference_model)
 
     @cache
     def heldout() -> list[tuple[PairBatch, int]]:
@@ -112,9 +109,11 @@ def train_dpo(context: Context, policy: Model) -> tuple[Model, Model]:
     def init() -> TrainState:
         return TrainState.create(policy.params, optimizer)
 
+    if apart:
+        pairs()  # while the policy is there, from which they may be sampled
     meta = {"corpus": context.task.fingerprint, "reference": reference_model.fingerprint()}
     state = run_stage(context, "dpo", config.steps, init, advance, save_every=config.save_every, meta=meta)
-    return before, policy.holding(state.params)
+    return policy.holding(state.params)
 
 
 def measured_of(terms: Mapping[str, np.ndarray], clear: np.ndarray | None) -> dict[str, float]:

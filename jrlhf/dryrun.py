@@ -10,15 +10,12 @@ from jrlhf.config import Config, config_yaml
 from jrlhf.dataflow import trace
 from jrlhf.dpo import PairActor, dpo
 from jrlhf.launch import load_task, select_mesh, select_plan
-from jrlhf.meshes import AXES, GENERATE, SCORE, TRAIN, Call, Layout, tree_reshard_cost
+from jrlhf.meshes import GENERATE, SCORE, TRAIN, Call, Layout, tree_reshard_cost
 from jrlhf.meshes.plan import Plan
 from jrlhf.models import ModelConfig, param_shardings
 from jrlhf.places import LAYOUTS, places_of
-from jrlhf.planning.activations import cache_bytes
 from jrlhf.planning.fits import backend_of, capacity, check_memory, memory_of
-from jrlhf.planning.from_config import role_models
 from jrlhf.planning.runnable import on_base, only_functions
-from jrlhf.planning.states import base_bytes, resident
 from jrlhf.pretrained import is_here
 from jrlhf.roles import Reference
 from jrlhf.shapes import whole_weights
@@ -39,8 +36,7 @@ def describe(config: Config) -> str:
     plan = None if config.algorithm is None else select_plan(config, models, list(mesh.devices.flat))
     check_memory(config, mesh, models, plan)
     lines = [config_yaml(config), *_sources(config, models["actor"], mesh), "", *_memory(config, mesh, models, plan)]
-    if config.algorithm is not None or "dpo" in config.stages:
-        lines += ["", *_calls(config, mesh, models, plan)]
+    lines += ["", *_calls(config, mesh, models, plan)]
     if plan is not None:
         lines += ["", *_plan(config, mesh, models, plan)]
     if "dpo" in config.stages:
@@ -65,40 +61,11 @@ def _sources(config: Config, actor: ModelConfig, mesh: Mesh) -> list[str]:
     return task.description.splitlines()
 
 
-def role_bytes(config: Config, mesh: Mesh, models: Mapping[str, ModelConfig]) -> dict[str, dict[str, float]]:
-    """Role -> part -> bytes on a device. Generation copy and cache live while generating, gradients while updating."""
-    size, (data, fsdp, tensor) = jnp.dtype(config.compute.dtype).itemsize, (mesh.shape[axis] for axis in AXES)
-    base: dict[str, dict[str, float]] = {}
-    roles: dict[str, dict[str, float]] = {}
-    for role, model in role_models(config, models).items():
-        kept = {"weights": 0.0, **resident(model, config.compute.dtype, fsdp, tensor)}
-        if "base" in kept:
-            base["base"] = {"weights": kept.pop("base")}
-        if model.trained:
-            kept["gradients"] = kept["weights"]
-        if role == "actor":
-            if not model.shared:
-                kept["generation copy"] = base_bytes(model.config, tensor, size, False)
-            rows = min(config.rollout.slots or config.rl.rollout_batch, config.rl.rollout_batch) // (data * fsdp)
-            positions = config.data.max_prompt + config.data.max_response
-            kept["KV cache"] = cache_bytes(model.config, rows, positions, tensor, size)
-        roles[role] = kept
-    return base | roles
-
-
 def _memory(config: Config, mesh: Mesh, models: Mapping[str, ModelConfig], plan: Plan | None) -> list[str]:
-    if plan is not None and config.plan != "colocate":
-        kept = memory_of(config, mesh, models, plan).roles
-        head = "memory of a device where a role lives, MiB, of what it keeps there:"
-        rows = [(role, f"{sum(parts.values()) / MIB:.3f}", _parts(parts)) for role, parts in kept.items()]
-        return [head, *_in_columns(rows)]
-    roles = role_bytes(config, mesh, models)
-    width = max(map(len, (*roles, "together")))
-    lines = [f"memory of one device ({mesh.devices.size} in the mesh), MiB, all at once, without activations:"]
-    for role, parts in roles.items():
-        lines.append(f"  {role:<{width}} {sum(parts.values()) / MIB:>12.3f}   {_parts(parts)}")
-    lines.append(f"  {'together':<{width}} {sum(sum(parts.values()) for parts in roles.values()) / MIB:>12.3f}")
-    return lines
+    """What each role keeps in the last stage."""
+    kept = memory_of(config, mesh, models, plan).roles
+    rows = [(role, f"{sum(parts.values()) / MIB:.3f}", _parts(parts)) for role, parts in kept.items()]
+    return ["memory of a device where a role lives, MiB, of what it keeps there:", *_in_columns(rows)]
 
 
 def _parts(parts: Mapping[str, float]) -> str:
@@ -107,11 +74,12 @@ def _parts(parts: Mapping[str, float]) -> str:
 
 def _calls(config: Config, mesh: Mesh, models: Mapping[str, ModelConfig], plan: Plan | None) -> list[str]:
     """Of each call: all that a device then holds, and of it what the call alone needs."""
-    memory, device = memory_of(config, mesh, models, plan), mesh.devices.flat[0]
-    rows = [("call", "in all", "roles", "the call's own")]
-    for phase in memory.phases:
-        own = _parts(dict(sorted(phase.active.items(), key=lambda part: -part[1])))
-        rows.append((phase.call, f"{phase.total / MIB:.3f}", f"{phase.resident / MIB:.3f}", own))
+    rows, device = [("call", "in all", "roles", "the call's own")], mesh.devices.flat[0]
+    phases = [phase for stage in config.stages for phase in memory_of(config, mesh, models, plan, stage).phases]
+    for phase in phases:
+        if phase.active:
+            own = _parts(dict(sorted(phase.active.items(), key=lambda part: -part[1])))
+            rows.append((phase.call, f"{phase.total / MIB:.3f}", f"{phase.resident / MIB:.3f}", own))
     limit = capacity(config, mesh.devices.flat)
     room = "" if limit is None else f", which has {limit / MIB:.0f}"
     compiled = {"cpu": "CPUs", "gpu": "GPUs", "tpu": "TPUs"}[backend_of(config, device).platform]

@@ -1,7 +1,11 @@
 """Held-out evaluation: what a policy answers to prompts that it never learnt from, and how that is measured."""
 
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -9,8 +13,11 @@ from jrlhf.batches import key_for
 from jrlhf.context import Context
 from jrlhf.data.encode import Prompts
 from jrlhf.model import Model
+from jrlhf.processes import from_main
 from jrlhf.sampling import Response, sample, score_sequences
 from jrlhf.scoring import LEARNT, Rewards, to_samples
+
+BEFORE = "before.json"  # a run's file: how it graded the policy that its algorithm began with
 
 
 @dataclass(frozen=True)
@@ -72,6 +79,51 @@ def grade_heldout(
     sampling = context.sampling if temperature is None else replace(context.sampling, temperature=temperature)
     responses = sample(context, policy, heldout.ids, key_for(context.config.seed, purpose, step), sampling)
     return grade(context, heldout, responses, rewards, costs, step=step)
+
+
+def grade_before(
+    context: Context, policy: Model, rewards: Rewards | None = None, costs: Rewards | None = None
+) -> Graded | None:
+    """`grade_heldout` of the policy that an algorithm is about to use up.
+
+    The run keeps it in before.json. When it is resumed it is read from there, unless what is graded has become another.
+    """
+    graded_as = {
+        "corpus": context.task.fingerprint,
+        "policy": policy.fingerprint(),
+        "prompts": context.config.evaluation.prompts,
+        "rewards": None if rewards is None else rewards.identities,
+        "costs": None if costs is None else costs.identities,
+    }
+    kept = from_main(partial(_read, context.run.path / BEFORE, graded_as))
+    if kept is not None:
+        return kept
+    with context.console.status("answering the held-out prompts"):
+        graded = grade_heldout(context, policy, rewards, costs)
+    if graded is not None:
+        text = json.dumps({"graded_as": graded_as, "graded": asdict(graded)}, default=_plain)
+        context.run.write(BEFORE, text + "\n")
+    return graded
+
+
+def _read(path: Path, graded_as: Mapping[str, Any]) -> Graded | None:
+    """What `grade_before` has written, bit for bit; None where there is nothing, or of something else."""
+    if not path.exists():
+        return None
+    found = json.loads(path.read_text(encoding="utf-8"), object_hook=_array)
+    if found["graded_as"] != graded_as:
+        return None
+    graded = found["graded"]
+    responses = tuple(replace(Response(**each), ids=tuple(each["ids"])) for each in graded["responses"])
+    return Graded(**graded | {"responses": responses, "sources": tuple(graded["sources"])})
+
+
+def _plain(array: np.ndarray) -> dict[str, Any]:
+    return {"ndarray": array.dtype.name, "values": array.tolist()}
+
+
+def _array(found: dict[str, Any]) -> Any:
+    return np.array(found["values"], found["ndarray"]) if found.keys() == {"ndarray", "values"} else found
 
 
 def grade(

@@ -28,8 +28,8 @@ from jrlhf.tokenizer import Tokenizer
 
 def finish(
     context: Context,
-    before: Model,
-    after: Model | None,
+    policy: Model,
+    before: Graded | None,
     reward: Model | None,
     rewards: Rewards | None,
     costs: Rewards | None,
@@ -37,15 +37,15 @@ def finish(
 ) -> dict[str, Any]:
     """Measures the policy on held-out prompts, and writes what the run leaves behind.
 
-    before, after: the policy without and with reinforcement learning. reward: the reward model that the run trained.
-    costs: what the answers are measured by besides. phases: seconds that this process spent in each.
+    before: how the policy did that the algorithm began with, if the run has one. reward: the reward model that it
+    trained. costs: what the answers are measured by besides. phases: seconds that this process spent in each.
     """
     with context.console.status("answering the held-out prompts"):
-        first = grade_heldout(context, before, rewards, costs)
-        second = None if after is None else grade_heldout(context, after, rewards, costs)
+        graded = grade_heldout(context, policy, rewards, costs)
+    first, second = (graded, None) if before is None else (before, graded)
     summary = from_main(partial(_summarise, context, first, second, phases))
     with context.console.status("writing the model"):
-        export(context, before if after is None else after)
+        export(context, policy)
         if reward is not None:
             with jax.set_mesh(mesh_of(reward)):
                 export(context, reward, head="scalar")

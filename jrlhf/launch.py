@@ -34,7 +34,6 @@ from jrlhf.programs import Compute
 from jrlhf.runs import PLAN, Run, open_run, share_run
 from jrlhf.sleep import check_sleep
 from jrlhf.sources import check_sources
-from jrlhf.stage_config import PPOStageConfig
 from jrlhf.task import Task
 from jrlhf.tokenizer import Tokenizer, check_vocabulary, load_tokenizer, same_tokens
 
@@ -190,7 +189,7 @@ def architectures(config: Config) -> dict[str, ModelConfig]:
     if "reward_model" in config.stages:
         models["reward"] = actor
     if "dpo" in config.stages or config.algorithm is not None:
-        critic = config.algorithm is not None and isinstance(config.rl, PPOStageConfig)
+        critic = config.algorithm is not None and config.rl.algorithm.has_critic
         reference = config.algorithm is None or config.rl.algorithm.needs_reference
         for role in (*(("critic",) if critic else ()), *(("reference",) if reference else ())):
             path = getattr(config.roles, role)

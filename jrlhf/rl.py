@@ -43,7 +43,7 @@ from jrlhf.sft import sft_rows
 from jrlhf.sleep import fetch_ahead, rest_of
 from jrlhf.stage import SAMPLES, run_stage
 from jrlhf.stage_config import PPOStageConfig
-from jrlhf.starts import frozen_policy, start_cost_critic, start_critic, start_reference
+from jrlhf.starts import start_cost_critic, start_critic, start_reference
 from jrlhf.utilisation import utilisation_of
 from jrlhf.validation import validate
 
@@ -63,11 +63,8 @@ class RLState:
     multiplier: MultiplierState | None = None  # of Safe RLHF
 
 
-def train_rl(context: Context, policy: Model, rewards: Rewards, costs: Rewards | None = None) -> tuple[Model, Model]:
-    """Runs the stage, or what of it is not done yet; returns the policy as it was, frozen, and the trained actor.
-
-    The given policy is used up: its weights become the actor's.
-    """
+def train_rl(context: Context, policy: Model, rewards: Rewards, costs: Rewards | None = None) -> Model:
+    """Runs the stage, or what of it is not done yet; returns the trained actor. The given policy is used up."""
     config, section, task, clock = context.config, context.config.rl, context.task, rewards.clock
     name, algorithm = config.algorithm, algorithm_of(config)
     assert name is not None and task.prompts is not None
@@ -75,7 +72,7 @@ def train_rl(context: Context, policy: Model, rewards: Rewards, costs: Rewards |
     roles = _Roles(context, policy, rewards, costs, graph)
     prompts, actor, pool, constraint = task.prompts, roles.actor, roles.pool, roles.constraint
     arithmetic = context.where("arithmetic").home.mesh
-    utilisation = utilisation_of(policy, roles.models, algorithm, context.mesh, context.compute)
+    utilisation = utilisation_of(policy, roles.models, algorithm, context.where, context.compute)
     measure = jax.jit(partial(experience_metrics, samples=section.samples if section.samples > 1 else None))
     next_kl = jax.jit(partial(update_kl, episodes=section.rollout_batch, config=algorithm))
     everywhere = NamedSharding(arithmetic, P())
@@ -122,7 +119,7 @@ def train_rl(context: Context, policy: Model, rewards: Rewards, costs: Rewards |
 
     state = run_stage(context, name, section.iterations, init, advance, save_every=section.save_every, meta=meta)
     trained = roles.models["actor"].holding(state.trained["actor"].params)
-    return roles.before, Places.of(context.mesh).settled(trained)
+    return Places.of(context.mesh).settled(trained)
 
 
 def algorithm_of(config: Config) -> PolicyConfig:
@@ -141,7 +138,7 @@ class _Roles:
         self._context, self._rewards, self._algorithm = context, rewards, algorithm_of(config)
         algorithm, where = self._algorithm, context.where
         updates = section.iterations * algorithm.epochs * algorithm.minibatches
-        self.before, self.models, self.identities = _starts(context, policy, rewards, graph)
+        self.models, self.identities = _starts(context, policy, rewards, graph)
         self._optimizers = {"actor": adamw(section.actor, updates=updates)}
         self.actor = Actor(
             self.models["actor"],
@@ -225,23 +222,19 @@ class _Roles:
         return {name: role.state for name, role in self._trained.items()}
 
 
-def _starts(
-    context: Context, policy: Model, rewards: Rewards, graph: Graph
-) -> tuple[Model, dict[str, Model], dict[str, str]]:
-    """The policy as it is now, frozen; what each role that is no reward starts from, where it is to live; and one word
-    for each of these that nobody trains."""
-    before, models, identities = frozen_policy(context, policy), {}, {}
+def _starts(context: Context, policy: Model, rewards: Rewards, graph: Graph) -> tuple[dict[str, Model], dict[str, str]]:
+    """What each role that is no reward starts from, where it is to live; and one word for each that nobody trains."""
+    models, identities = {}, {}
     if "reference" in graph.roles or "actor.logprobs_with_base" in (call.name for call in graph):
-        reference = start_reference(context, before)
+        reference = start_reference(context, policy)
         identities["reference"] = reference.fingerprint()
         models["reference"] = context.where("reference").settled(reference)
-        before = models["reference"] if reference is before else before
-    if isinstance(context.config.rl, PPOStageConfig):
+    if context.config.rl.algorithm.has_critic:
         models["critic"] = context.where("critic").settled(start_critic(context, policy, rewards.learnt))
         if "cost_critic" in graph.roles:
             models["cost_critic"] = context.where("cost_critic").settled(start_cost_critic(policy))
     rewards.settle()
-    return before, {"actor": context.where("actor").settled(policy)} | models, identities
+    return {"actor": context.where("actor").settled(policy)} | models, identities
 
 
 def _in_parts(algorithm: Algorithm, place: Place) -> Algorithm:

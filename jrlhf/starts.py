@@ -85,7 +85,7 @@ def _with_head(policy: Model) -> Params:
     return {**copied(policy.params), "value_head": {"kernel": kernel, "bias": kernel.sum()}}
 
 
-def frozen_policy(context: Context, policy: Model) -> Model:
+def _frozen(context: Context, policy: Model) -> Model:
     """The policy as it is now, in arrays that nobody trains.
 
     Where the policy is an adapter that nothing has trained yet, it is the base itself.
@@ -100,9 +100,11 @@ def frozen_policy(context: Context, policy: Model) -> Model:
 
 
 def start_reference(context: Context, policy: Model) -> Model:
-    """What the KL penalty ties the actor to: `roles.reference`, or the frozen policy itself."""
+    """What the actor is tied to: `roles.reference`, or the policy as it is now. The policy stays as it is."""
     path, where = context.config.roles.reference, context.config.sleep.reference
-    return policy if path is None else at_rest(_load_frozen(context, path, "roles.reference"), where)
+    if path is None:
+        return _frozen(context, policy)
+    return at_rest(_load_frozen(context, path, "roles.reference"), where)
 
 
 def start_critic(context: Context, policy: Model, reward: Model | None) -> Model:

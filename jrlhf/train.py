@@ -25,6 +25,7 @@ def main(config: Config, *, resume: bool = False) -> dict:
         Preempted: the process was asked to stop, and has saved its state.
     """
     from jrlhf.dpo import train_dpo
+    from jrlhf.evaluate import grade_before
     from jrlhf.finish import finish
     from jrlhf.launch import open_context
     from jrlhf.reward_model import train_reward_model
@@ -44,18 +45,22 @@ def main(config: Config, *, resume: bool = False) -> dict:
             reward = train_reward_model(context, policy)
             phases.lap("reward_model")
         if "dpo" in config.stages:
-            before, actor = train_dpo(context, policy)
+            before = grade_before(context, policy)
+            phases.lap("evaluation")
+            actor = train_dpo(context, policy)
             phases.lap("dpo")
-            return finish(context, before, actor, reward, None, None, phases.seconds)
+            return finish(context, actor, before, reward, None, None, phases.seconds)
         if config.algorithm is None:
             return finish(context, policy, None, reward, None, None, phases.seconds)
         with (
             open_rewards(context, policy, reward) as rewards,
             open_costs(context, policy, rewards.clock) as costs,
         ):
-            before, actor = train_rl(context, policy, rewards, costs)
+            before = grade_before(context, policy, rewards, costs)
+            phases.lap("evaluation")
+            actor = train_rl(context, policy, rewards, costs)
             phases.lap(config.algorithm)
-            return finish(context, before, actor, rewards.learnt, rewards, costs, phases.seconds)
+            return finish(context, actor, before, rewards.learnt, rewards, costs, phases.seconds)
 
 
 def cli(arguments: Sequence[str] | None = None) -> int:

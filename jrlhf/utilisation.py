@@ -1,24 +1,33 @@
 """How much of what the devices can do an iteration's calls make use of."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
-
-from jax.sharding import Mesh
 
 from jrlhf.meshes.peaks import Peak, peak_of
 from jrlhf.model import Architecture, Model
 from jrlhf.models.flops import Lengths, forward_operations, generation_seconds, training_operations
 from jrlhf.models.quantize import has_int8
+from jrlhf.places import Places
 from jrlhf.ppo import PolicyConfig, ReMaxConfig
 from jrlhf.programs import Compute
+
+CALLS = {
+    "actor": ("actor", "update"),
+    "critic": ("critic", "update"),
+    "cost_critic": ("cost_critic", "update"),
+    "update": ("learner", "update"),
+    "actor_infer": ("actor", "logprobs"),
+    "ref": ("reference", "logprobs"),
+    "gen": ("actor", "generate"),
+}  # what is measured -> role and method
 
 
 @dataclass(frozen=True)
 class Utilisation:
     """What an iteration computes, against what its devices could. Roles that the algorithm does not have are None.
 
-    peak: of all devices together; None where it is not known, and then nothing is measured.
+    peak: of a device; None where it is not known, and then nothing is measured. devices: that each of `CALLS` has.
     copies: of the generation weights. layer_itemsize: bytes of a number in their layers.
     """
 
@@ -29,6 +38,7 @@ class Utilisation:
     algorithm: PolicyConfig
     dtype: Any
     peak: Peak | None
+    devices: Mapping[str, int]
     copies: int
     layer_itemsize: int
 
@@ -44,14 +54,14 @@ class Utilisation:
                                                 DAPO's further rounds
 
         A utilisation is the operations that real tokens need (`models/flops.py`: no padding, nothing recomputed), over
-        what the devices could have done in the seconds of the call, which include its compilation in the first
+        what the devices of the call could have done in its seconds, which include its compilation in the first
         iterations. A call that was not timed has none.
 
         said: the iteration's metrics, with `timing_s/*`. prompts, responses: tokens of each row.
         """
         if self.peak is None:
             return {}
-        lengths, peak = prompts + responses, self.peak.operations(self.dtype)
+        lengths, peak = prompts + responses, self.peak.operations(self.dtype)  # of a device
         updates = self.algorithm.epochs * self.algorithm.minibatches
         # The update that stopped the others was computed itself, and not applied.
         computed = self.algorithm.epochs * (1 - max(said.get("actor/stopped_updates", 0.0) - 1, 0) / updates)
@@ -71,7 +81,9 @@ class Utilisation:
             "actor_infer": ("old_log_prob", policy + base if one_pass else policy),
             "ref": ("ref", base),
         }
-        least = {f"perf/mfu/{name}": (call, work / peak) for name, (call, work) in operations.items()}
+        least = {
+            f"perf/mfu/{name}": (call, work / peak / self.devices[name]) for name, (call, work) in operations.items()
+        }
         if not isinstance(self.algorithm, ReMaxConfig) and said.get("dapo/rounds", 1) == 1:
             least["perf/roofline/gen"] = "gen", self._generation(self.peak.memory, peak, prompts, responses)
         seconds = {name: (said.get(f"timing_s/{call}", 0.0), best) for name, (call, best) in least.items()}
@@ -82,8 +94,8 @@ class Utilisation:
             self.actor.config,
             prompts,
             responses,
-            memory=memory,
-            operations=operations,
+            memory=memory * self.devices["gen"],
+            operations=operations * self.devices["gen"],
             itemsize=self.dtype.itemsize,
             layer_itemsize=self.layer_itemsize,
             copies=self.copies,
@@ -91,17 +103,19 @@ class Utilisation:
 
 
 def utilisation_of(
-    actor: Model, models: Mapping[str, Model], algorithm: PolicyConfig, mesh: Mesh, compute: Compute
+    actor: Model, models: Mapping[str, Model], algorithm: PolicyConfig, where: Callable[[str], Places], compute: Compute
 ) -> Utilisation:
-    """That of an actor, and of the critics and the reference that may be in `models`, on this mesh."""
-    peak, size = peak_of(mesh.devices.flat[0]), mesh.size
+    """That of an actor, and of the critics and the reference that may be in `models`. where: role -> its places."""
+    meshes = {name: where(role)[method].mesh for name, (role, method) in CALLS.items()}
+    generating = meshes["gen"]
     others = ("critic", "cost_critic", "reference")
     return Utilisation(
         actor=actor.architecture,
         **{name: models[name].architecture if name in models else None for name in others},
         algorithm=algorithm,
         dtype=compute.dtype,
-        peak=None if peak is None else Peak(peak.memory * size, peak.bfloat16 * size, peak.float32 * size),
-        copies=mesh.shape["data"] * mesh.shape["fsdp"],
+        peak=peak_of(generating.devices.flat[0]),
+        devices={name: mesh.size for name, mesh in meshes.items()},
+        copies=generating.shape["data"] * generating.shape["fsdp"],
         layer_itemsize=1 if actor.base is not None and has_int8(actor.base) else compute.dtype.itemsize,
     )

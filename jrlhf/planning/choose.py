@@ -14,8 +14,9 @@ from jrlhf.meshes import Call, Graph
 from jrlhf.meshes.plan import Placement, Plan, Slice, plan_of
 from jrlhf.models import ModelConfig
 from jrlhf.models.flops import forward_operations
-from jrlhf.planning.from_config import LAYOUTS
+from jrlhf.planning.from_config import LAYOUTS, updates_of
 from jrlhf.planning.runnable import check_runs, has_model, models_of, on_base
+from jrlhf.planning.workload import Workload
 
 USUAL = ("colocate", "split", "standalone", "auto")
 PASSES = {"generate": 3.0, "infer": 1.0, "train": 4.0}  # forward passes that a call is worth; decoding waits for memory
@@ -56,9 +57,17 @@ def plan_of_config(
             raise UserError("plan=auto has no search to ask here: set plan to colocate, split, standalone or a file")
         check_runs(plan, config, graph, models, devices)
         return plan
-    plan = Plan(config.plan, {call.name: _placement(config, call, slices[call.role], devices) for call in calls})
+    placed = {call.name: _placement(config, graph.name, call, slices[call.role], devices) for call in calls}
+    plan = Plan(config.plan, placed)
     check_runs(plan, config, graph, models, devices)
     return plan
+
+
+def colocated(config: Config, workload: Workload, devices: int) -> Plan:
+    """Every call of a workload's models on all devices, as `mesh` divides them: how a stage without a plan runs."""
+    calls, whole = [call for call in workload.graph if workload.models.get(call.role)], Slice(0, devices)
+    placed = {call.name: _placement(config, workload.graph.name, call, whole, devices) for call in calls}
+    return Plan("colocate", placed)
 
 
 def read_plan(path: Path) -> Plan:
@@ -83,9 +92,10 @@ def plan_yaml(plan: Plan) -> str:
     return yaml.safe_dump(plan.as_dict(), sort_keys=False)
 
 
-def _placement(config: Config, call: Call, devices: Slice, count: int) -> Placement:
+def _placement(config: Config, stage: str, call: Call, devices: Slice, count: int) -> Placement:
     layout = "generate" if call.role in on_base(config) else LAYOUTS[call.kind]
-    micro_batches = config.rl.algorithm.micro_batches if call.kind == "train" else 1
+    _, updates = updates_of(config, stage)
+    micro_batches = updates.micro_batches if call.kind == "train" else 1
     data, fsdp, tensor = _sizes(config, devices.count, count)
     return Placement(devices, layout, data, fsdp, tensor, micro_batches=micro_batches)
 

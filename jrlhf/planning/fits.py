@@ -9,12 +9,12 @@ from jax.sharding import Mesh
 
 from jrlhf.config import Config
 from jrlhf.errors import UserError
-from jrlhf.meshes import AXES
 from jrlhf.meshes.mesh import Device
 from jrlhf.meshes.plan import Plan
 from jrlhf.models import ModelConfig
 from jrlhf.planning.activations import Backend
-from jrlhf.planning.from_config import colocated, divided, token_budgets, workload_of
+from jrlhf.planning.choose import colocated
+from jrlhf.planning.from_config import divided, token_budgets, updates_of, workload_of
 from jrlhf.planning.memory import GIB, Away, PlanMemory, Where, keepers, plan_memory
 from jrlhf.planning.nearest import Setting, nearest
 from jrlhf.planning.prices import Prices
@@ -32,9 +32,15 @@ def check_memory(config: Config, mesh: Mesh, models: Mapping[str, ModelConfig], 
         UserError: one sentence: the call that needs most, what there is, and the nearest settings that fit.
     """
     limit = capacity(config, mesh.devices.flat)
-    if limit is None or not _has_calls(config):
-        return
-    workload, backend = workload_of(config, models), backend_of(config, mesh.devices.flat[0])
+    if limit is not None:
+        for stage in config.stages:
+            _check_stage(config, mesh, models, plan, stage, limit)
+
+
+def _check_stage(
+    config: Config, mesh: Mesh, models: Mapping[str, ModelConfig], plan: Plan | None, stage: str, limit: float
+) -> None:
+    workload, backend = workload_of(config, models, stage), backend_of(config, mesh.devices.flat[0])
     plan, away = _planned(config, workload, mesh, plan), _away(config, workload)
     memory = plan_memory(workload, plan, backend, away=away)
     if memory.peak <= limit:
@@ -69,13 +75,18 @@ def check_fits(workload: Workload, plan: Plan, prices: Prices) -> None:
     )
 
 
-def memory_of(config: Config, mesh: Mesh, models: Mapping[str, ModelConfig], plan: Plan | None = None) -> PlanMemory:
-    """Of the config's calls, by the algorithm's plan where there is one, else on the config's mesh.
+def memory_of(
+    config: Config,
+    mesh: Mesh,
+    models: Mapping[str, ModelConfig],
+    plan: Plan | None = None,
+    stage: str | None = None,
+) -> PlanMemory:
+    """Of a stage's calls: the algorithm's by its plan where there is one, others' on the config's mesh.
 
-    Raises:
-        UserError: the config has no calls to plan.
+    stage: by default the last.
     """
-    workload = workload_of(config, models)
+    workload = workload_of(config, models, stage or config.stages[-1])
     plan = _planned(config, workload, mesh, plan)
     return plan_memory(workload, plan, backend_of(config, mesh.devices.flat[0]), away=_away(config, workload))
 
@@ -95,21 +106,16 @@ def backend_of(config: Config, device: Device) -> Backend:
     return Backend("tpu" if device.platform == "tpu" else "cpu" if simulated else "gpu", config.compute.attention)
 
 
-def _has_calls(config: Config) -> bool:
-    return config.algorithm is not None or "dpo" in config.stages
-
-
 def _planned(config: Config, workload: Workload, mesh: Mesh, plan: Plan | None) -> Plan:
-    """The plan, with the parts into which budgets of tokens divide rows."""
-    if plan is not None and config.plan != "colocate":
-        return divided(config, workload, plan)
-    data, fsdp, tensor = (mesh.shape[axis] for axis in AXES)
-    return colocated(config, workload, (data, fsdp, tensor))
+    """The plan, if the stage has it, with the parts into which budgets of tokens divide rows."""
+    if plan is None or workload.graph.name != config.algorithm:
+        plan = colocated(config, workload, mesh.size)
+    return divided(config, workload, plan)
 
 
 def _away(config: Config, workload: Workload) -> Away:
     """What sleeps while each call of the algorithm runs."""
-    if config.algorithm is None:
+    if workload.graph.name != config.algorithm:
         return {}
     calls = [call for call in workload.graph if call.kind != "compute"]
     following = dict(pairwise(calls))
@@ -122,7 +128,8 @@ def _away(config: Config, workload: Workload) -> Away:
 
 def _keys(config: Config, setting: Setting, workload: Workload, plan: Plan) -> str:
     """A setting's changes as a user would write them."""
-    key, budget = f"{config.algorithm or 'dpo'}.algorithm.micro_batch", token_budgets(config)["train"]
+    stage = workload.graph.name
+    key, budget = f"{updates_of(config, stage)[0]}.micro_batch", token_budgets(config, stage)["train"]
     training = [plan[call.name].devices.count for call in workload.graph if call.kind == "train"]
     count = max(training) * setting.changes.get("devices", plan.devices) // plan.devices
     tokens = workload.rows // workload.minibatches * workload.length // count  # of a minibatch on a device

@@ -1,4 +1,4 @@
-"""What a config asks of its devices in one iteration, as a workload; and the plan by which it runs on its own mesh."""
+"""What a config asks of its devices in one iteration or step, as a workload."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -12,38 +12,53 @@ from jrlhf.dataflow import trace
 from jrlhf.dpo import PairActor, dpo
 from jrlhf.errors import UserError
 from jrlhf.meshes import Call, Graph
-from jrlhf.meshes.plan import LayoutName, Placement, Plan, Slice
+from jrlhf.meshes.plan import LayoutName, Placement, Plan
 from jrlhf.models import LoRAConfig, ModelConfig
 from jrlhf.models.hf import read_adapter_config
 from jrlhf.models.params import HeadKind
 from jrlhf.planning.workload import RoleModel, Workload
 from jrlhf.roles import Reference
 
+SFT = Graph("sft", ("texts",), (Call("sft.update", "actor", "train", ("texts",), ("metrics",)),))
+REWARD_MODEL = Graph(
+    "reward_model",
+    ("pairs",),
+    (
+        Call("reward_model.update", "reward", "train", ("pairs",), ("metrics",)),
+        Call("policy", "actor", "compute", (), ("policy",)),  # it is there meanwhile
+    ),
+)
 
-def workload_of(config: Config, models: Mapping[str, ModelConfig]) -> Workload:
-    """One iteration of the config's reinforcement learning, or one step of its DPO.
+
+def workload_of(config: Config, models: Mapping[str, ModelConfig], stage: str | None = None) -> Workload:
+    """One iteration of a stage of reinforcement learning, or one step of another stage: its graph has the stage's name.
 
     Lengths are what arrays are as wide as, on average too: how long answers will be is not in a config.
 
     models: role -> architecture, as `launch.architectures` finds them: "actor", "critic", "reward NAME", ...
+    stage: by default the one that `plan` is for, or dpo.
 
     Raises:
-        UserError: the config has neither stage, or names an adapter that cannot be read.
+        UserError: the config has neither of these, or names an adapter that cannot be read.
     """
+    stage = stage or config.algorithm or ("dpo" if "dpo" in config.stages else None)
+    if stage is None:
+        raise UserError(
+            f"stages=[{', '.join(config.stages)}] have no calls to plan: add an algorithm of reinforcement "
+            "learning, or dpo"
+        )
     compute = {"dtype": jnp.dtype(config.compute.dtype), "remat": config.compute.remat}
     prompt, response = config.data.max_prompt, config.data.max_response
     widths = {"prompt": prompt, "response": response, "mean_prompt": float(prompt), "mean_response": float(response)}
-    if config.algorithm is None:
-        if "dpo" not in config.stages:
-            raise UserError(
-                f"stages=[{', '.join(config.stages)}] have no calls to plan: add an algorithm of reinforcement "
-                "learning, or dpo"
-            )
-        graph = trace(dpo, {"actor": PairActor, "reference": Reference})
-        held = _models(config, models, graph)
-        return Workload(
-            graph, held, rows=2 * config.dpo.batch, rows_key="2 x dpo.batch", fused_loss=False, **widths, **compute
-        )
+    if stage != config.algorithm:
+        graph = _stepwise(stage)
+        held, rows, key = _models(config, models, graph), getattr(config, stage).batch, f"{stage}.batch"
+        if stage == "reward_model":
+            policy, reward = held["actor"][0], held["reward"][0]
+            held = {"actor": (replace(policy, trained=False, wide=True),), "reward": (replace(reward, trained=True),)}
+        if stage != "sft":
+            rows, key = 2 * rows, f"2 x {key}"
+        return Workload(graph, held, rows=rows, rows_key=key, fused_loss=False, **widths, **compute)
     graph, section = graph_of(config), config.rl
     return Workload(
         graph,
@@ -101,6 +116,13 @@ def role_models(config: Config, models: Mapping[str, ModelConfig]) -> dict[str, 
     return found
 
 
+def _stepwise(stage: str) -> Graph:
+    """The calls of a step of a stage that has no iterations."""
+    if stage == "dpo":
+        return trace(dpo, {"actor": PairActor, "reference": Reference})
+    return {"sft": SFT, "reward_model": REWARD_MODEL}[stage]
+
+
 def _models(config: Config, models: Mapping[str, ModelConfig], graph: Graph) -> dict[str, tuple[RoleModel, ...]]:
     """Role -> its models, of the roles that have calls with any."""
     found: dict[str, tuple[RoleModel, ...]] = {}
@@ -129,26 +151,9 @@ def _read(path: str, key: str) -> LoRAConfig:
         raise UserError(f"{key}={path}: {error}") from error
 
 
-def colocated(config: Config, workload: Workload, sizes: tuple[int, int, int]) -> Plan:
-    """The plan of a run whose roles share all devices: each call in its kind's layout, on the config's mesh.
-
-    sizes: of the mesh axes data, fsdp, tensor.
-    """
-    data, fsdp, tensor = sizes
-    devices = data * fsdp * tensor
-    parts = _training(config).micro_batches
-
-    def placed(call: Call) -> Placement:
-        micro_batches = parts if call.kind == "train" else 1
-        return Placement(Slice(0, devices), LAYOUTS[call.kind], data, fsdp, tensor, micro_batches=micro_batches)
-
-    plan = Plan("colocate", {call.name: placed(call) for call in workload.graph if workload.models.get(call.role)})
-    return divided(config, workload, plan)
-
-
 def divided(config: Config, workload: Workload, plan: Plan) -> Plan:
     """A plan with the parts into which budgets of tokens, and batches of reward models, divide a device's rows."""
-    tokens = token_budgets(config)
+    tokens = token_budgets(config, workload.graph.name)
 
     def parts(call: Call, placed: Placement) -> int:
         if call.role in ("reward", "cost"):
@@ -166,16 +171,20 @@ def divided(config: Config, workload: Workload, plan: Plan) -> Plan:
     return replace(plan, placements=placements)
 
 
-def token_budgets(config: Config) -> dict[str, int | None]:
+def token_budgets(config: Config, stage: str) -> dict[str, int | None]:
     """Kind of call -> the tokens that a device computes at a time, where a budget says so."""
-    return {"train": getattr(_training(config), "micro_batch_tokens", None), "infer": config.compute.score_tokens}
+    _, updates = updates_of(config, stage)
+    return {"train": getattr(updates, "micro_batch_tokens", None), "infer": config.compute.score_tokens}
 
 
-def _training(config: Config) -> Any:
-    return config.dpo.algorithm if config.algorithm is None else config.rl.algorithm
+def updates_of(config: Config, stage: str) -> tuple[str, Any]:
+    """The section that says in how many parts a stage's updates are computed, and its key."""
+    section = getattr(config, stage)
+    return (f"{stage}.algorithm", section.algorithm) if hasattr(section, "algorithm") else (stage, section)
 
 
-LAYOUTS: dict[str, LayoutName] = {"generate": "generate", "infer": "score", "train": "train"}  # of a kind of call
+# Of a kind of call: a model that does not compute lies as it is trained.
+LAYOUTS: dict[str, LayoutName] = {"generate": "generate", "infer": "score", "train": "train", "compute": "train"}
 
 
 def _scored_in(config: Config, role: str, rows: int) -> int:

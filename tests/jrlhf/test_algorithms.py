@@ -1,12 +1,19 @@
 """Every algorithm as a graph: the calls that it states are the calls that an iteration makes."""
 
 import inspect
+from types import SimpleNamespace
+from typing import Any, cast
 
+import jax.numpy as jnp
 import pytest
 
 from jrlhf.algorithms import DATAFLOWS, ROLES, dataflow_of, graph_of
 from jrlhf.config import Config
 from jrlhf.dataflow import Pending, call, trace
+from jrlhf.model import Architecture, Model
+from jrlhf.models import ModelConfig
+from jrlhf.programs import Compute
+from jrlhf.rl import _starts
 from jrlhf.stage_config import ALGORITHMS
 from jrlhf.strict import build
 
@@ -50,6 +57,20 @@ def test_every_algorithm_has_a_dataflow():
     assert set(DATAFLOWS) == set(ALGORITHMS)
     for name in ALGORITHMS:
         assert graph_of(config_of(name)).name == name
+
+
+@pytest.mark.parametrize(("name", "options"), [("dr_grpo", {}), ("gspo", {}), ("grpo", {}), ("grpo", {"kl_coef": 0.0})])
+def test_the_policy_is_held_twice_only_where_it_is_a_reference(name, options):
+    config = config_of(name, **options)
+    sizes = ModelConfig(vocab_size=8, embed=4, layers=1, heads=1, kv_heads=1, head_dim=4, mlp=4, max_positions=4)
+    policy = Model(Architecture(sizes), {"matrix": jnp.ones((2, 2))})
+    here = SimpleNamespace(settled=lambda model: model)
+    context = SimpleNamespace(config=config, where=lambda role: here, compute=Compute(jnp.dtype(jnp.float32)))
+    rewards = SimpleNamespace(settle=lambda: None, learnt=None)
+    models, identities = _starts(cast(Any, context), policy, cast(Any, rewards), graph_of(config))
+    referenced = config.rl.algorithm.needs_reference
+    assert models.keys() == {"actor", *(["reference"] if referenced else [])} and models["actor"] is policy
+    assert set(identities) == ({"reference"} if referenced else set())
 
 
 def test_options_change_the_graph():

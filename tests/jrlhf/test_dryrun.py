@@ -8,10 +8,11 @@ from safetensors.numpy import load_file
 
 from jrlhf.algorithms import graph_of
 from jrlhf.config import Config
-from jrlhf.dryrun import describe, role_bytes
+from jrlhf.dryrun import describe
 from jrlhf.launch import select_mesh
 from jrlhf.models import LoRAConfig, init_lora
 from jrlhf.models.hf import export_adapter, read_config
+from jrlhf.planning.fits import memory_of
 from jrlhf.strict import build
 
 
@@ -31,9 +32,9 @@ def test_adapters_of_rewards_and_costs_are_counted_and_lie_on_the_base(tmp_path,
         "costs": [{"name": "harmful", "adapter": str(tmp_path / "harmful")}],
     }
     config: Config = build(Config, without_ppo(settings(**sections)))
-    found = role_bytes(config, *select_mesh(config))
-    for role in ("reward helpful", "cost harmful"):
-        stored = load_file(tmp_path / role.split()[1] / "adapter_model.safetensors")
+    found = memory_of(config, *select_mesh(config)).roles
+    for role, name in (("reward", "helpful"), ("cost", "harmful")):
+        stored = load_file(tmp_path / name / "adapter_model.safetensors")
         bias = 4  # of the head, which is not written where it is 0
         assert found[role] == {"weights": sum(tensor.nbytes for tensor in stored.values()) + bias}
     assert {"reward.score", "cost.score"} <= {call.name for call in graph_of(config)}

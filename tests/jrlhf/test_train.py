@@ -20,7 +20,6 @@ from safetensors.numpy import load_file
 from jrlhf import utilisation
 from jrlhf.checkpoints import Checkpoints, like
 from jrlhf.config import load_config
-from jrlhf.dryrun import role_bytes
 from jrlhf.files import read_jsonl
 from jrlhf.launch import select_mesh
 from jrlhf.meshes import live_bytes
@@ -29,6 +28,7 @@ from jrlhf.metrics import read_metrics
 from jrlhf.models import init_sharded
 from jrlhf.models.hf.export import hf_weights
 from jrlhf.optimizers import adamw
+from jrlhf.planning.fits import memory_of
 from jrlhf.ppo import KLState, TrainState
 from jrlhf.ppo.shaping import RunningMoments
 from jrlhf.rl import RLState
@@ -49,7 +49,8 @@ def finished(tmp_path_factory):
 
 def test_a_run_leaves_what_is_promised(finished):
     path, summary = finished
-    for name in ("config.yaml", "metrics.jsonl", "samples.jsonl", "preferences.jsonl", "report.html", "tokenizer.json"):
+    kept = ("config.yaml", "before.json", "metrics.jsonl", "samples.jsonl", "preferences.jsonl")
+    for name in (*kept, "report.html", "tokenizer.json"):
         assert (path / name).stat().st_size > 0, name
     assert list(path.glob("tensorboard/*/events.*"))
     assert json.loads((path / "summary.json").read_text()) == summary
@@ -139,7 +140,7 @@ def test_dry_run_counts_the_bytes_that_states_really_take(tmp_path):
     with jax.set_mesh(mesh):
         params = init_sharded(models["actor"], jax.random.key(0), mesh)
         state = TrainState.create(params, adamw(config.ppo.actor, updates=1))
-    predicted = role_bytes(config, mesh, models)["actor"]
+    predicted = memory_of(config, mesh, models).roles["actor"]
     on_device = {device for device, _ in live_bytes(state.params)}
     for device in on_device:
         assert live_bytes(state.params)[device, "device"] == predicted["weights"]

@@ -1,5 +1,6 @@
 """Utilisation: the share of a peak that calls of known work took, by verl's names."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import jax
@@ -13,6 +14,7 @@ from jrlhf.meshes.peaks import PEAKS, Peak
 from jrlhf.model import Architecture, Model
 from jrlhf.models import LoRAConfig, ModelConfig
 from jrlhf.models.flops import forward_operations, generation_seconds, training_operations
+from jrlhf.places import Place, Places
 from jrlhf.ppo import DAPOConfig, PolicyConfig, PPOConfig, ReMaxConfig
 from jrlhf.programs import Compute
 from jrlhf.utilisation import utilisation_of
@@ -24,13 +26,18 @@ PPO = PPOConfig(epochs=2, minibatches=2)
 
 
 def workload(
-    monkeypatch, peak: Peak | None, lora: LoRAConfig | None = None, dtype=jnp.bfloat16, ppo: PolicyConfig = PPO
+    monkeypatch,
+    peak: Peak | None,
+    lora: LoRAConfig | None = None,
+    dtype=jnp.bfloat16,
+    ppo: PolicyConfig = PPO,
+    where: Callable[[str], Places] = lambda role: Places.of(make_mesh(2, 2, 2)),
 ):
     monkeypatch.setattr(utilisation, "peak_of", lambda device: peak)
     model = Model(Architecture(CONFIG, lora), {})
     deeper = Model(Architecture(replace(CONFIG, layers=4), lora), {})
     models = {"critic": model, "cost_critic": deeper, "reference": model}
-    return utilisation_of(model, models, ppo, make_mesh(2, 2, 2), Compute(jnp.dtype(dtype)))
+    return utilisation_of(model, models, ppo, where, Compute(jnp.dtype(dtype)))
 
 
 def test_shares_of_the_peak_of_all_devices(monkeypatch):
@@ -50,6 +57,27 @@ def test_shares_of_the_peak_of_all_devices(monkeypatch):
     )
     slower = workload(monkeypatch, Peak(1e6, 1e8, 1e7), dtype=jnp.float32).metrics(said, PROMPTS, RESPONSES)
     assert slower["perf/mfu/ref"] == pytest.approx(10 * found["perf/mfu/ref"])
+
+
+def test_a_call_is_held_against_the_devices_that_it_has(monkeypatch):
+    """Half as many for the actor, of which all are for tensors where it generates; a quarter for the critic."""
+    devices = jax.devices()
+    half, apart = make_mesh(1, 4, 1, devices=devices[:4]), make_mesh(1, 1, 4, devices=devices[:4])
+    places = {
+        "actor": Places(Place(half), {"generate": Place(apart)}),
+        "critic": Places(Place(make_mesh(1, 2, 1, devices=devices[4:6]))),
+    }
+    said = {f"timing_s/{call}": 2.0 for call in CALLS}
+    peak, whole = Peak(1e6, 1e8, 1e7), Places.of(make_mesh(2, 2, 2))
+    found = workload(monkeypatch, peak, where=lambda role: places.get(role, whole)).metrics(said, PROMPTS, RESPONSES)
+    everywhere = workload(monkeypatch, peak).metrics(said, PROMPTS, RESPONSES)
+    shares = {name: found[name] / everywhere[name] for name in found if name.startswith("perf/mfu/")}
+    assert shares == pytest.approx(
+        {f"perf/mfu/{name}": 2 for name in ("actor", "actor_infer")}
+        | {"perf/mfu/critic": 4, "perf/mfu/cost_critic": 1, "perf/mfu/ref": 1}
+    )
+    once = generation_seconds(CONFIG, PROMPTS, RESPONSES, memory=4e6, operations=4e8, itemsize=2, copies=1)
+    assert found["perf/roofline/gen"] == pytest.approx(once / 2)
 
 
 def test_updates_that_were_stopped_and_calls_that_were_not_timed_do_not_count(monkeypatch):

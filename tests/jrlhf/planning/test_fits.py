@@ -10,8 +10,11 @@ from jrlhf.config import load_config
 from jrlhf.errors import UserError
 from jrlhf.launch import architectures, select_plan
 from jrlhf.meshes import make_mesh
+from jrlhf.models import ModelConfig
+from jrlhf.planning.choose import colocated
 from jrlhf.planning.fits import capacity, check_memory, memory_of
-from jrlhf.planning.from_config import colocated, workload_of
+from jrlhf.planning.from_config import divided, workload_of
+from jrlhf.planning.memory import GIB
 
 EIGHT = ["device.platform=cpu", "device.simulated=8"]
 
@@ -29,6 +32,42 @@ def test_a_run_that_cannot_fit_is_refused_with_settings_that_do():
     assert "rollout.slots=128" in said and "lora.rank=16" in said
     check_memory(*loaded("llama3-8b-ppo", "device.memory=46", "rollout.slots=128"))
     check_memory(*loaded("llama3-8b-ppo", "device.memory=80"))
+
+
+LEARNING = ("stages=[sft, reward_model, ppo]", "rewards=[]")
+
+
+def shard(model: ModelConfig, scalar: bool = False) -> float:
+    """Weights of a Llama on each of 8 devices: an eighth of every matrix, and every norm. With a scalar head, which is
+    on each, no unembedding."""
+    matrices = 2 * (model.heads + model.kv_heads) * model.head_dim + 3 * model.mlp
+    wide = (model.layers * matrices + (1 if scalar else 2) * model.vocab_size) / 8 + 2 * model.layers + 1
+    return model.embed * wide + (model.embed + 1 if scalar else 0)
+
+
+def test_stages_before_the_algorithm_keep_what_they_train_and_the_policy():
+    """Weights and two moments in float32; beside the reward model that learns lie the policy's weights."""
+    config, mesh, models = loaded("llama3-8b-ppo", *LEARNING)
+    actor = models["actor"]
+    (sft,) = memory_of(config, mesh, models, stage="sft").phases
+    learning = memory_of(config, mesh, models, stage="reward_model").phases[0]
+    assert (sft.call, learning.call) == ("sft.update", "reward_model.update")
+    assert sft.resident == 12 * shard(actor) + 8  # AdamW counts its updates twice
+    assert learning.resident == 12 * shard(actor, scalar=True) + 8 + 4 * shard(actor)
+    adapted = memory_of(*loaded("llama3-8b-ppo", *LEARNING, "lora.rank=8"), stage="reward_model")
+    assert set(adapted.roles) == {"base", "actor", "reward"} and "optimizer" not in adapted.roles["actor"]
+
+
+@pytest.mark.parametrize("stage", ["sft", "reward_model"])
+def test_a_stage_before_the_algorithm_that_cannot_fit_is_refused(stage):
+    alone = ("llama3-8b-ppo", f"stages=[{stage}]", "rewards=[]", f"{stage}.batch=1024")
+    need = memory_of(*loaded(*alone, "device.memory=1000")).peak / GIB
+    check_memory(*loaded(*alone, f"device.memory={need + 0.001}"))
+    small = f"device.memory={need - 0.001}"
+    with pytest.raises(UserError, match=rf"^{stage}.update needs .* choose .*{stage}.micro_batches=2 or ") as found:
+        check_memory(*loaded(*alone, small))
+    assert "\n" not in str(found.value)
+    check_memory(*loaded(*alone, small, f"{stage}.micro_batches=2"))
 
 
 def test_where_memory_is_not_known_nothing_is_refused():
@@ -79,7 +118,7 @@ def test_a_config_s_workload_has_its_roles_rows_and_parts():
     assert set(workload.models) == {"actor", "critic", "reference", "reward"}
     assert {role for role, (model,) in workload.models.items() if model.trained} == {"actor", "critic"}
     assert (workload.rows, workload.minibatches, workload.length) == (256, 4, 2048)
-    plan = colocated(config, workload, (1, 8, 1))
+    plan = divided(config, workload, colocated(config, workload, 8))
     assert plan["actor.update"].micro_batches == 8 and plan["reward.score"].micro_batches == 256 // 32
     assert plan["actor.generate"].layout == "generate" and plan.devices == 8
 
