@@ -38,6 +38,8 @@ from jrlhf.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 def export_checkpoint(run: Path, step: int | None = None, out: Path | None = None) -> str:
     """Writes out/model, and out/adapter of one that is trained, as the end of the run does; returns a line on it.
 
+    Weights are those of the checkpoint to the bit; where an adapter is merged into its base, up to the sum's rounding.
+
     step: of the run's newest stage that trains its policy; None: its newest checkpoint.
     out: the run itself where it is None.
 

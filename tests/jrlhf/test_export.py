@@ -65,16 +65,27 @@ def test_a_run_without_its_end_gives_its_model_and_goes_on(own, tmp_path, monkey
 
     main(settings(path, *own, "sft.steps=2"), resume=True)
     written = {name: data for name, data in contents(path).items() if name.startswith(("model/", "adapter/"))}
-    assert contents(out) == written and ("adapter/adapter_model.safetensors" in written) == bool(own)
+    exported = contents(out)
+    assert ("adapter/adapter_model.safetensors" in written) == bool(own)
+    if own:  # sums of base and adapter, made on another mesh
+        assert_close(out, path, atol=1e-7)
+        del exported["model/model.safetensors"], written["model/model.safetensors"]
+    assert exported == written
 
     main(settings(whole, *own, "sft.steps=4"))
     main(settings(path, *own, "sft.steps=4"), resume=True)
     assert contents(path / "model") == contents(whole / "model") != contents(out / "model")
     main(settings(moved, *own, "sft.steps=4", "mesh.fsdp=8", "mesh.tensor=1", "sft.micro_batches=2"), resume=True)
-    expected, found = (load_file(each / "model" / "model.safetensors") for each in (whole, moved))
-    for name, weight in expected.items():
-        np.testing.assert_allclose(found[name], weight, rtol=0, atol=2e-4, err_msg=name)
+    assert_close(moved, whole, atol=2e-4)
     assert "goes on with name=moved (was run), mesh.fsdp=8 (was 4)" in (moved / "environment.txt").read_text()
+
+
+def assert_close(found: Path, expected: Path, atol: float) -> None:
+    """The models of two directories have the same weights, but for rounding."""
+    weights, others = (load_file(each / "model" / "model.safetensors") for each in (expected, found))
+    assert weights.keys() == others.keys()
+    for name, weight in weights.items():
+        np.testing.assert_allclose(others[name], weight, rtol=0, atol=atol, err_msg=name)
 
 
 def assert_holds(model: Path, checkpoint: Path) -> None:
