@@ -33,11 +33,11 @@ import jax.numpy as jnp
 
 from benchmarks.records import hardware, path_for, provenance, write
 from jrlhf.config import load_config
+from jrlhf.errors import DONE, PREEMPTED
 from jrlhf.meshes import make_mesh
 from jrlhf.metrics import read_metrics
 from jrlhf.models import PRESETS, ModelConfig, export_hf, init_sharded
 from jrlhf.tokenizer import load_tokenizer
-from jrlhf.train import DONE, PREEMPTED
 
 TOKENIZER = Path(__file__).parents[1] / "tests" / "jrlhf" / "tokenizers" / "qwen"
 SETTLING = 2  # iterations after which nothing compiles

@@ -143,19 +143,12 @@ class Checkpoints:
         abstract = {name: _abstract(leaf, leaves) for name, leaf in leaves.items()}
         args = ocp.args.Composite(**{_STATE: ocp.args.StandardRestore(abstract)})
         restored = _read(lambda: self._manager.restore(step, args=args)[_STATE])
-        found = fingerprints(restored)
-        wrong = [name for name, value in description["fingerprints"].items() if found[name] != value]
-        if wrong:
-            others = f" and {len(wrong) - 1} other arrays are" if len(wrong) > 1 else " is"
-            raise _Damaged(f"{wrong[0]}{others} not what was saved")
+        _check_fingerprints(restored, description)
         return description["meta"], jax.tree.unflatten(jax.tree.structure(tree), [restored[name] for name in leaves])
 
     def _unseal(self, step: int) -> dict[str, Any]:
         args = ocp.args.Composite(**{_META: ocp.args.JsonRestore()})
-        sealed = self._manager.restore(step, args=args)[_META]
-        if _sha256(sealed["content"]) != sealed["sha256"]:
-            raise _Damaged("its description is not what was saved")
-        return json.loads(sealed["content"])
+        return _opened(self._manager.restore(step, args=args)[_META])
 
     def _set_aside(self, step: int) -> Path:
         def move() -> Path:
@@ -169,6 +162,41 @@ class Checkpoints:
         aside = from_main(move)
         self._manager.reload()
         return aside
+
+
+def saved_steps(directory: Path) -> list[int]:
+    """The steps that have a complete checkpoint, ascending. Touches nothing: another process may be writing."""
+    return sorted(int(each.name) for each in directory.glob("*") if each.name.isdecimal())
+
+
+def restore_part(directory: Path, step: int, prefix: str, target: Tree) -> Tree:
+    """Of a checkpoint the leaves whose names begin with `prefix`, all of them: the others are not read. Writes nothing.
+
+    target: `jax.ShapeDtypeStruct`s whose shardings say where the leaves go, in a tree that names them behind `prefix`.
+
+    Raises:
+        UserError: the checkpoint is damaged, or holds other leaves than `target`.
+    """
+    path = directory.absolute() / str(step)
+    leaves = {prefix + name: leaf for name, leaf in _leaves(target).items()}
+    args = ocp.args.PyTreeRestore(
+        leaves, restore_args=ocp.checkpoint_utils.construct_restore_args(leaves), partial_restore=True
+    )
+    with (
+        ocp.Checkpointer(ocp.JsonCheckpointHandler()) as descriptions,
+        ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as states,
+    ):
+        try:
+            description = _read(lambda: _opened(descriptions.restore(path / _META)))
+            saved = {name: kind for name, kind in description["leaves"].items() if name.startswith(prefix)}
+            _compare(step, saved, {name: _kind(leaf) for name, leaf in leaves.items()})
+            restored = _read(lambda: states.restore(path / _STATE, args=args))
+            _check_fingerprints({name: restored[name] for name in leaves}, description)
+        except _Damaged as error:
+            raise UserError(
+                f"the checkpoint of step {step} in {directory} is damaged ({error}): choose another"
+            ) from error
+    return jax.tree.unflatten(jax.tree.structure(target), [restored[name] for name in leaves])
 
 
 def like(tree: Tree, mesh: Mesh) -> Tree:
@@ -283,6 +311,21 @@ def _compare(step: int, saved: dict[str, str], wanted: dict[str, str]) -> None:
                 f"the checkpoint of step {step} does not fit this run: {name} is {saved.get(name, 'absent')} there and "
                 f"{wanted.get(name, 'absent')} here; resume with the version of the program that wrote it"
             )
+
+
+def _opened(sealed: dict[str, Any]) -> dict[str, Any]:
+    """The description of a checkpoint."""
+    if _sha256(sealed["content"]) != sealed["sha256"]:
+        raise _Damaged("its description is not what was saved")
+    return json.loads(sealed["content"])
+
+
+def _check_fingerprints(restored: dict[str, Array], description: dict[str, Any]) -> None:
+    found = fingerprints(restored)
+    wrong = [name for name, value in found.items() if description["fingerprints"][name] != value]
+    if wrong:
+        others = f" and {len(wrong) - 1} other arrays are" if len(wrong) > 1 else " is"
+        raise _Damaged(f"{wrong[0]}{others} not what was saved")
 
 
 # --- Damage ---

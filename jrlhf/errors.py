@@ -1,25 +1,48 @@
-"""The one exception that users are meant to see, and what a command line makes of it."""
+"""The exceptions that users are meant to see, and what a command line makes of them."""
 
 import sys
 from collections.abc import Callable
 
-DONE, BAD_INPUT, INTERRUPTED = 0, 2, 130
+DONE, BAD_INPUT, PREEMPTED, INTERRUPTED = 0, 2, 75, 130  # 75: to be queued again; 130: as shells have it
 
 
 class UserError(Exception):
     """Bad input, in one sentence: what is wrong, its value, the remedy. The program prints it and exits with 2."""
 
 
-def exit_code(run: Callable[[], None]) -> int:
-    """Of a command: 0 done, 2 bad input, 130 interrupted, as shells have it."""
+class Preempted(Exception):
+    """The run was asked to stop and has saved its state."""
+
+
+def told(error: BaseException) -> int | None:
+    """Says in a sentence what ended a command, and returns its exit code; None for a failure, which has a traceback."""
+    if isinstance(error, UserError):
+        sentence, code = f"error: {error}", BAD_INPUT
+    elif isinstance(error, Preempted):
+        sentence, code = f"{error}; go on with --resume", PREEMPTED
+    elif isinstance(error, KeyboardInterrupt):
+        sentence, code = "interrupted", INTERRUPTED
+    else:
+        return None
+    print(sentence, file=sys.stderr)
+    return code
+
+
+def exit_code(run: Callable[[], object]) -> int:
+    """Of a command: 0 done, 2 bad input, 75 preempted after saving, 130 interrupted. A failure is raised."""
     try:
         run()
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return BAD_INPUT
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return INTERRUPTED
-    except BrokenPipeError:  # whoever read has enough
-        pass
+    except BaseException as error:
+        code = told(error)
+        if code is None:
+            raise
+        return code
     return DONE
+
+
+def exit_code_of_printing(run: Callable[[], object]) -> int:
+    """`exit_code` of a command that only prints: it is done, too, when whoever reads has enough."""
+    try:
+        return exit_code(run)
+    except BrokenPipeError:
+        return DONE

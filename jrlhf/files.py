@@ -32,6 +32,21 @@ def write_atomic(path: Path | str, data: str | bytes) -> None:
         os.close(directory)
 
 
+def check_writable(written: str, path: Path) -> None:
+    """Whether a file may be written, or made with the directories above it: before its content is, which takes a while.
+
+    written: the setting that names it, for the error.
+
+    Raises:
+        UserError: it cannot.
+    """
+    if path.is_dir():
+        raise UserError(f"{written} is a directory: name a file in it")
+    parent = next(each for each in path.absolute().parents if each.exists())
+    if not parent.is_dir() or not all(os.access(each, os.W_OK) for each in (parent, path) if each.exists()):
+        raise UserError(f"{written} cannot be written in {parent}: choose another place")
+
+
 def append_jsonl(path: Path | str, records: Iterable[Mapping[str, object]]) -> None:
     """Appends one line of JSON a record and waits until they are on disk.
 

@@ -21,8 +21,8 @@ from jrlhf.data.encode import Prompts, encode_prompts
 from jrlhf.data.read import read_dataset
 from jrlhf.data.types import Example
 from jrlhf.devices import select
-from jrlhf.errors import UserError, exit_code
-from jrlhf.files import write_atomic
+from jrlhf.errors import UserError, exit_code_of_printing
+from jrlhf.files import check_writable, write_atomic
 from jrlhf.meshes import GENERATE, make_mesh
 from jrlhf.model import Architecture, Model
 from jrlhf.models import ModelConfig, SamplingConfig, Schedule
@@ -153,7 +153,7 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def cli(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code: 0 done, 2 bad input, 130 interrupted."""
-    return exit_code(partial(_run, _arguments(arguments)))
+    return exit_code_of_printing(partial(_run, _arguments(arguments)))
 
 
 def _run(options: argparse.Namespace) -> None:
@@ -161,6 +161,8 @@ def _run(options: argparse.Namespace) -> None:
         raise UserError("--out holds the answers to --file: give a file of prompts, or leave it out")
     if options.n < 1 or options.batch < 1:
         raise UserError(f"-n {options.n} and --batch {options.batch} must be at least 1")
+    if options.out is not None:
+        check_writable(f"--out {options.out}", Path(options.out))
     interactive = not options.prompt and options.file is None
     examples = _examples(options)  # before the model, which takes longer
     data = _trained_with(options.model)
@@ -198,7 +200,8 @@ def _run(options: argparse.Namespace) -> None:
             rows.append({"prompt": example.prompt, "completion": response.text, "finished": response.finished})
             if sys.stderr.isatty():
                 print(f"\r{len(rows)} of {len(prompts.ids)}", end="", file=sys.stderr, flush=True)
-        write_atomic(Path(options.out), "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+        Path(options.out).parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(options.out, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
         print(f"{len(rows)} answers in {options.out}")
 
 

@@ -31,7 +31,7 @@ from jrlhf.preemption import PreemptionGuard
 from jrlhf.pretrained import architecture, fresh_model, locate
 from jrlhf.processes import from_main, is_main, several
 from jrlhf.programs import Compute
-from jrlhf.runs import PLAN, Run, open_run, share_run
+from jrlhf.runs import PLAN, TOKENIZER, Run, open_run, share_run
 from jrlhf.sleep import check_sleep
 from jrlhf.sources import check_sources
 from jrlhf.task import Task
@@ -61,7 +61,9 @@ def open_context(config: Config, *, resume: bool) -> Iterator[Context]:
     devices += f", {jax.process_count()} process(es)" if several() else ""
     devices += "" if plan is None else f", plan {plan.name}"
     with _opened_run(config, resume, devices) as run, PreemptionGuard() as preemption:
-        run.write("tokenizer.json", task.tokenizer.to_json())
+        if run.changed:
+            console.line(f"going on {run.changed}")
+        run.write(TOKENIZER, task.tokenizer.to_json())
         if plan is not None:
             run.write(PLAN, plan_yaml(plan))
         yield Context(

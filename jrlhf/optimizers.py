@@ -10,9 +10,17 @@ def adamw(config: OptimizerConfig, *, updates: int) -> optax.GradientTransformat
 
     The rate rises linearly over `config.warmup` updates, then falls by a cosine to `config.final` of itself.
     """
-    warmup = min(config.warmup, updates)
+    warmup, fall_updates = duration(config, updates)
     rise = optax.linear_schedule(config.learning_rate / max(warmup, 1), config.learning_rate, max(warmup - 1, 1))
-    fall = optax.cosine_decay_schedule(config.learning_rate, max(updates - warmup, 1), alpha=config.final)
+    fall = optax.constant_schedule(config.learning_rate)
+    if fall_updates is not None:
+        fall = optax.cosine_decay_schedule(config.learning_rate, fall_updates, alpha=config.final)
     schedule = optax.join_schedules([rise, fall], [warmup])
     clip = optax.identity() if config.max_grad_norm is None else optax.clip_by_global_norm(config.max_grad_norm)
     return optax.chain(clip, optax.adamw(schedule, b1=0.9, b2=0.95, weight_decay=config.weight_decay))
+
+
+def duration(config: OptimizerConfig, updates: int) -> tuple[int, int | None]:
+    """What of a schedule depends on the number of updates: over how many the rate rises, and falls (None: never)."""
+    warmup = min(config.warmup, updates)
+    return warmup, None if config.final == 1.0 else max(updates - warmup, 1)

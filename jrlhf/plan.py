@@ -6,7 +6,6 @@ With --plan FILE, or the name of a usual one, what that plan takes; nothing is s
 
 import argparse
 import math
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,7 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jrlhf.config import Config, load_config
-from jrlhf.errors import UserError, exit_code
+from jrlhf.errors import UserError, exit_code_of_printing
+from jrlhf.files import check_writable
 
 if TYPE_CHECKING:
     from jrlhf.meshes.hardware import Cluster
@@ -47,7 +47,7 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def cli(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code: 0 done, 2 bad input, 130 interrupted."""
-    return exit_code(partial(_run, _arguments(arguments)))
+    return exit_code_of_printing(partial(_run, _arguments(arguments)))
 
 
 def _run(options: argparse.Namespace) -> None:
@@ -140,16 +140,7 @@ def _check_options(options: argparse.Namespace) -> None:
     for name in ("plot", "save"):
         path = getattr(options, name)
         if path is not None:
-            _check_writable(f"--{name} {path}", path)
-
-
-def _check_writable(written: str, path: Path) -> None:
-    """Before a search, rather than after it."""
-    if path.is_dir():
-        raise UserError(f"{written} is a directory: name a file in it")
-    parent = next(each for each in path.absolute().parents if each.exists())
-    if not parent.is_dir() or not os.access(path if path.exists() else parent, os.W_OK):
-        raise UserError(f"{written} cannot be written in {parent}: choose another place")
+            check_writable(f"--{name} {path}", path)
 
 
 def _say(curve: str) -> None:

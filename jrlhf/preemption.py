@@ -1,28 +1,36 @@
 """Preemption: SIGTERM or Ctrl-C lets the current iteration finish, saves, and leaves with exit code 75 (requeue).
 
-It is enough that one process of the run is asked.
+It is enough that one process of the run is asked. Outside of iterations all is saved already: Ctrl-C ends it at once.
 """
 
 import os
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from jrlhf.processes import any_process
 
 
-class Preempted(Exception):
-    """The run was asked to stop and has saved its state."""
-
-
 class PreemptionGuard:
-    """While entered, a first SIGTERM or SIGINT only sets `requested`; a second SIGINT interrupts at once."""
+    """While entered, SIGTERM only sets `requested`, and so does a first SIGINT in a block of `iterating`."""
 
     def __init__(self):
         self.requested = False
+        self._iterating = False
         self._previous = {}
 
     def agreed(self) -> bool:
         """Whether any process of the run was asked to stop: all then do, at the same step. To be called by all."""
         return any_process(self.requested)
+
+    @contextmanager
+    def iterating(self) -> Iterator[None]:
+        """A block that looks at `agreed` after every iteration, and saves."""
+        self._iterating = True
+        try:
+            yield
+        finally:
+            self._iterating = False
 
     def __enter__(self) -> "PreemptionGuard":
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -34,6 +42,7 @@ class PreemptionGuard:
             signal.signal(number, handler)
 
     def _request(self, number, frame) -> None:
+        if number == signal.SIGINT and (self.requested or not self._iterating):
+            raise KeyboardInterrupt
         self.requested = True
         os.write(2, b"\nstopping: the iteration is finished and saved first\n")  # print is not safe in a handler
-        signal.signal(signal.SIGINT, signal.default_int_handler)

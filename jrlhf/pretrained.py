@@ -34,6 +34,11 @@ def locate(path: str, key: str, *, weights: bool = False) -> Path:
         return directory
     if (directory / "model" / "config.json").is_file():
         return directory / "model"
+    if (directory / "config.yaml").is_file():
+        raise UserError(
+            f"{key}={path} is a run that has not finished: python -m jrlhf.export {path} writes that of its newest "
+            "checkpoint"
+        )
     if directory.exists():
         raise UserError(f"{key}={path} holds no model: there is neither a config.json nor a model/config.json in it")
     if not _hub_name(path):

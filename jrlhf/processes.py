@@ -189,7 +189,7 @@ def together(code_of: Callable[[BaseException], int | None]) -> Iterator[None]:
                 "is that a connection was closed, another process failed first, and its output says why",
                 file=sys.stderr,
             )
-        else:
+        elif not isinstance(error, KeyboardInterrupt):
             # All processes were told the same, a bad config say: who leaves first must not end the others' sentences.
             with suppress(Exception):
                 jax.distributed.shutdown()

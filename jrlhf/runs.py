@@ -16,21 +16,22 @@ from pathlib import Path
 from jrlhf.config import Config, config_yaml
 from jrlhf.errors import UserError
 from jrlhf.files import append_jsonl, write_atomic
-from jrlhf.strict import flatten, parse_yaml
+from jrlhf.resuming import changes
 
 CONFIG, PLAN, ENVIRONMENT, SAMPLES = "config.yaml", "plan.yaml", "environment.txt", "samples.jsonl"
+TOKENIZER = "tokenizer.json"
 _LOCK = ".lock"
-_WHERE = ("name", "run_dir", "distributed", "plan")  # where a run is, not what it does: it may move and go on there
 
 
 class Run:
     """A run directory, held by this process until `close`, or until the process ends in any way.
 
     writes: whether this process writes into it; of several processes that share a run only the first does.
+    changed: what a resumed run does not do as it did before, for the log; mostly nothing.
     """
 
-    def __init__(self, path: Path, lock: int, *, writes: bool = True):
-        self.path, self.writes = path, writes
+    def __init__(self, path: Path, lock: int, *, writes: bool = True, changed: str = ""):
+        self.path, self.writes, self.changed = path, writes, changed
         self._lock = lock
 
     def __enter__(self) -> "Run":
@@ -67,8 +68,8 @@ def _path(config: Config) -> Path:
 def open_run(config: Config, *, resume: bool = False, notes: Sequence[str] = ()) -> Run:
     """Makes the directory `config.run_dir/config.name`, or with `resume` takes up the run that is in it.
 
-    A fresh run gets config.yaml; each start adds to environment.txt, with the lines of `notes`, on the devices say.
-    Nothing of an existing run is overwritten.
+    A fresh run gets config.yaml, and so does one that goes on with settings that it may be told anew; each start adds
+    to environment.txt, with the lines of `notes`, on the devices say. Nothing else of an existing run is overwritten.
 
     Raises:
         UserError: there is a run already, none to resume, one with another config, one that another process is in, or
@@ -94,8 +95,9 @@ def _open(path: Path, config: Config, resume: bool, notes: Sequence[str]) -> Run
         run = Run(path, _lock(path))
         undo.callback(run.close)
         if (path / CONFIG).exists():  # asked again under the lock: another process may have made it meanwhile
-            _compare(path, config, resume)
-        else:
+            run.changed = _compare(path, config, resume)
+            notes = [*notes, f"goes on {run.changed}"] if run.changed else notes
+        if run.changed or not (path / CONFIG).exists():
             write_atomic(path / CONFIG, config_yaml(config))
         _sweep(path)
         with open(path / ENVIRONMENT, "a", encoding="utf-8") as file:
@@ -112,23 +114,20 @@ def _sweep(path: Path) -> None:
         shutil.rmtree(leftover)
 
 
-def _compare(path: Path, config: Config, resume: bool) -> None:
-    old = flatten(parse_yaml((path / CONFIG).read_text(encoding="utf-8"), str(path / CONFIG)))
-    new = flatten(parse_yaml(config_yaml(config), "config"))
-    keys = [key for key in {**new, **old} if not _is_where(key) and old.get(key) != new.get(key)]
-    if keys:
-        shown = [f"{key}: {old.get(key, 'absent')} there, {new.get(key, 'absent')} here" for key in keys[:5]]
-        more = f" and {len(keys) - 5} more" if len(keys) > 5 else ""
+def _compare(path: Path, config: Config, resume: bool) -> str:
+    """A line on what the config changes of the run that is there, if it may."""
+    refused, line = changes(path, (path / CONFIG).read_text(encoding="utf-8"), config)
+    if refused:
+        more = f" and {len(refused) - 5} more" if len(refused) > 5 else ""
         remedy = "resume it with its own config" if resume else "give this run another name="
-        raise UserError(f"{path} holds a run with another config ({'; '.join(shown)}{more}): {remedy}, or delete it")
+        raise UserError(
+            f"{path} holds a run with another config ({'; '.join(refused[:5])}{more}): {remedy}, or delete it"
+        )
     if not resume:
         raise UserError(
             f"{path} already holds this run: add --resume to go on with it, give another name=, or delete it"
         )
-
-
-def _is_where(key: str) -> bool:
-    return key.partition(".")[0] in _WHERE
+    return line
 
 
 def _lock(path: Path) -> int:

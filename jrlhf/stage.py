@@ -13,9 +13,8 @@ from jax.sharding import Mesh
 from jrlhf.checkpoints import Checkpoints, like
 from jrlhf.compilations import CompilationWatch
 from jrlhf.context import Context
-from jrlhf.errors import UserError
+from jrlhf.errors import Preempted, UserError
 from jrlhf.metrics import MetricsLog, truncate_after
-from jrlhf.preemption import Preempted
 from jrlhf.profile import traced
 
 State = TypeVar("State")
@@ -58,6 +57,7 @@ def run_stage(
             MetricsLog(run.path, enabled=run.writes) as log,
             CompilationWatch() as compilations,
             console.progress(name, total=steps, start=start) as progress,
+            context.preemption.iterating(),
         ):
             for step in range(start, steps):
                 with deadline(context.config.deadline), _kept(checkpoints, state, step, dict(meta)):
@@ -83,6 +83,7 @@ def run_stage(
                 if stop:
                     checkpoints.wait()
                     raise Preempted(f"{name} stopped at step {step + 1} of {steps}; its state is saved")
+            checkpoints.wait()
     return state
 
 

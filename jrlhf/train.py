@@ -3,16 +3,14 @@
 import argparse
 import sys
 from collections.abc import Sequence
+from functools import partial
 
 import jax
 
 from jrlhf.clock import Stopwatch
 from jrlhf.config import Config, config_names, load_config
-from jrlhf.errors import UserError
-from jrlhf.preemption import Preempted
+from jrlhf.errors import exit_code, told
 from jrlhf.processes import is_main, together
-
-DONE, BAD_INPUT, PREEMPTED = 0, 2, 75  # a failure leaves with its traceback and 1
 
 
 def main(config: Config, *, resume: bool = False) -> dict:
@@ -23,6 +21,7 @@ def main(config: Config, *, resume: bool = False) -> dict:
     Raises:
         UserError: bad input, found before anything is lost.
         Preempted: the process was asked to stop, and has saved its state.
+        KeyboardInterrupt: Ctrl-C, outside of iterations or a second time; what was saved is whole.
     """
     from jrlhf.dpo import train_dpo
     from jrlhf.evaluate import grade_before
@@ -64,41 +63,27 @@ def main(config: Config, *, resume: bool = False) -> dict:
 
 
 def cli(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit code: 0 done, 2 bad input, 75 preempted after saving, 1 a failure."""
+    """The command line; returns the exit code: 0 done, 2 bad input, 75 preempted after saving, 130 interrupted."""
     parser = argparse.ArgumentParser(prog="python -m jrlhf.train", description="RLHF in JAX.")
     shipped = ", ".join(config_names())
     parser.add_argument("--config", required=True, help=f"a YAML file, or the name of a shipped config: {shipped}")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings in place of the file's: seed=1")
     parser.add_argument("--dry-run", action="store_true", help="check everything, print config, memory and plan, exit")
     parser.add_argument("--resume", action="store_true", help="go on with the run of this name")
-    options = parser.parse_intermixed_args(arguments)
-    try:
-        config = load_config(options.config, options.overrides)
-        with together(_told):
-            if options.dry_run:
-                from jrlhf.dryrun import describe
-
-                described = describe(config)
-                if is_main():
-                    print(described)
-            else:
-                main(config, resume=options.resume)
-    except (UserError, Preempted) as error:
-        code = _told(error)
-        assert code is not None
-        return code
-    return DONE
+    return exit_code(partial(_run, parser.parse_intermixed_args(arguments)))
 
 
-def _told(error: BaseException) -> int | None:
-    """Tells an error that has a sentence, and returns its exit code; None for any other."""
-    if isinstance(error, UserError):
-        print(f"error: {error}", file=sys.stderr)
-        return BAD_INPUT
-    if isinstance(error, Preempted):
-        print(f"{error}; go on with --resume", file=sys.stderr)
-        return PREEMPTED
-    return None
+def _run(options: argparse.Namespace) -> None:
+    config = load_config(options.config, options.overrides)
+    with together(told):
+        if not options.dry_run:
+            main(config, resume=options.resume)
+            return
+        from jrlhf.dryrun import describe
+
+        described = describe(config)
+        if is_main():
+            print(described)
 
 
 if __name__ == "__main__":

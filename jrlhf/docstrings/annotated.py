@@ -8,9 +8,8 @@ from jrlhf.batches import batch_indices, key_for
 from jrlhf.context import Context
 from jrlhf.docstrings.preferences import Pair, build_pairs, pairs_jsonl, with_real_lines
 from jrlhf.docstrings.rubric import Rubric
-from jrlhf.errors import UserError
+from jrlhf.errors import Preempted, UserError
 from jrlhf.model import Model
-from jrlhf.preemption import Preempted
 from jrlhf.sampling import sample
 from jrlhf.task import Ids, Pairs
 

@@ -7,11 +7,11 @@ a report of that. Everything that comes from files, model outputs above all, is 
 """
 
 import argparse
-import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
-from jrlhf.errors import UserError
+from jrlhf.errors import UserError, exit_code
 from jrlhf.files import write_atomic
 from jrlhf.report import cards, constraint, curves, gaming, heldout, plan, rewards, samples, timeline
 from jrlhf.report.parts import lines, plain
@@ -26,6 +26,7 @@ def write_report(run_dir: Path | str) -> Path:
 
     Raises:
         UserError: the directory holds no run, or one of its files cannot be read.
+        OSError: it cannot be written.
     """
     path = Path(run_dir) / REPORT
     write_atomic(path, render(read_run(run_dir)))
@@ -75,13 +76,15 @@ def _files(run: Record) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit code."""
+    """The command line; returns the exit code: 0 done, 2 bad input, 130 interrupted."""
     parser = argparse.ArgumentParser(prog="python -m jrlhf.report", description="Writes a run's report.html anew.")
     parser.add_argument("run_dir", help="the directory of a run, such as runs/quickstart")
-    options = parser.parse_args(arguments)
+    return exit_code(partial(_run, parser.parse_args(arguments).run_dir))
+
+
+def _run(run_dir: str) -> None:
     try:
-        print(write_report(options.run_dir))
-    except (UserError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+        print(write_report(run_dir))
+    except OSError as error:
+        reason = error.strerror or error
+        raise UserError(f"the report of {run_dir} cannot be made ({reason}): see that it may be written") from error

@@ -154,6 +154,8 @@ def test_answers_of_a_run_are_as_long_as_in_its_training(tmp_path, user, monkeyp
     ("arguments", "message"),
     [
         (["--out", "x.jsonl", "--prompt", "a"], "--out holds the answers to --file"),
+        (["--out", ".", "--file", "gone.jsonl"], "--out . is a directory"),
+        (["--out", "/dev/null/x", "--file", "gone.jsonl"], "--out /dev/null/x cannot be written in /dev/null"),
         (["--prompt", "a", "-n", "0"], "must be at least 1"),
         (["--prompt", "a", "--temperature", "-1"], "temperature=-1.0"),
         (["--prompt", "a", "--top-p", "2"], "top_p=2.0"),

@@ -63,9 +63,7 @@ def test_another_config_is_refused_with_its_differences_and_nothing_changes(make
         "give this run another name=, or delete it"
     )
     assert refused(make("seed=7"), resume=True).endswith("resume it with its own config, or delete it")
-    many = [
-        f"{key}=3" for key in ("seed", "sft.steps", "sft.batch", "model.layers", "ppo.iterations", "data.max_prompt")
-    ]
+    many = [f"{key}=3" for key in ("seed", "sft.steps", "sft.batch", "model.layers", "ppo.top_k", "data.max_prompt")]
     assert "; " in refused(make(*many)) and "and 1 more" in refused(make(*many))
     assert contents(tmp_path / "runs") == before
 
@@ -82,6 +80,41 @@ def test_a_moved_run_resumes(make, tmp_path):
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "runs" / "first").rename(tmp_path / "elsewhere" / "second")
     open_run(make("name=second", f"run_dir={tmp_path / 'elsewhere'}", "plan=split"), resume=True).close()
+
+
+def test_a_run_goes_on_with_settings_that_do_not_define_its_results(make):
+    open_run(make()).close()
+    with open_run(make("sleep.actor=host", "ppo.save_every=3", "ppo.iterations=50"), resume=True) as run:
+        told = "with sleep.actor=host (was device), ppo.iterations=50 (was 40), ppo.save_every=3 (was 10)"
+        assert run.changed == told
+        assert f"\n# goes on {run.changed}\n" in (run.path / "environment.txt").read_text()
+        assert load_config(str(run.path / "config.yaml")).ppo.iterations == 50
+    changed = ("ppo.iterations=50", "mesh.tensor=2", "ppo.algorithm.micro_batches=2", "evaluation.every=5")
+    with open_run(make(*changed), resume=True) as run:
+        assert "mesh.tensor=2 (was 1)" in run.changed and run.changed.endswith("; results are the same up to rounding")
+    with open_run(make(*changed), resume=True) as run:
+        assert run.changed == ""
+    assert "already holds this run" in refused(make(*changed, "deadline=5"))
+    changed += ("deadline=5", "ppo.scores.clip=3")
+    assert "(ppo.scores.clip: null there, 3.0 here)" in refused(make(*changed), resume=True)
+
+
+@pytest.mark.parametrize(
+    ("stages", "key", "there", "here", "message"),
+    [
+        ("[sft,ppo]", "ppo.iterations", 40, 2, "a run of 40 (ppo.actor.final=1, ppo.actor.warmup=10): resume it with"),
+        ("[sft,ppo]", "ppo.iterations", 40, 19, "ppo.iterations=19: {path} has done 20 already, set it to 20 or more"),
+        ("[sft]", "sft.steps", 500, 600, "those of a run of 500 (sft.final=0.1, sft.warmup=20): resume it"),
+        ("[sft,ppo]", "sft.steps", 500, 600, "(sft.steps: 500 there, 600 here)"),
+        ("[sft,reward_model]", "reward_model.steps", 250, 300, "(reward_model.steps: 250 there, 300 here)"),
+    ],
+)
+def test_a_run_that_cannot_become_so_long_says_why(make, stages, key, there, here, message):
+    with open_run(make(f"stages={stages}", f"{key}={there}")) as run:
+        (run.path / "checkpoints" / "ppo" / ("20" if here > 2 else "1")).mkdir(parents=True)
+    before = (run.path / "config.yaml").read_bytes()
+    assert message.format(path=run.path) in refused(make(f"stages={stages}", f"{key}={here}"), resume=True)
+    assert (run.path / "config.yaml").read_bytes() == before
 
 
 def test_a_directory_that_is_no_run_is_left_alone(make, tmp_path):

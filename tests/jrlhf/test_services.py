@@ -117,6 +117,20 @@ def test_the_first_signal_asks_and_a_second_interrupt_interrupts():
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
 
 
+def test_an_interrupt_waits_for_an_iteration_and_for_nothing_else():
+    with PreemptionGuard() as guard, guard.iterating():
+        os.kill(os.getpid(), signal.SIGINT)
+        assert guard.requested
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(1)
+    with PreemptionGuard() as guard:
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(1)
+        assert not guard.requested
+
+
 def test_devices_that_cannot_be_had_are_refused():
     assert len(select(DeviceConfig(platform="cpu", simulated=8))) == 8
     assert len(select(DeviceConfig())) == 8

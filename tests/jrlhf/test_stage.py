@@ -13,10 +13,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jrlhf.config import ProfileConfig
-from jrlhf.errors import UserError
+from jrlhf.errors import Preempted, UserError
 from jrlhf.meshes import make_mesh
 from jrlhf.metrics import read_metrics
-from jrlhf.preemption import Preempted, PreemptionGuard
+from jrlhf.preemption import PreemptionGuard
 from jrlhf.runs import Run
 from jrlhf.stage import run_stage
 

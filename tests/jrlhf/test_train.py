@@ -17,9 +17,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from jrlhf import utilisation
+from jrlhf import launch, utilisation
 from jrlhf.checkpoints import Checkpoints, like
 from jrlhf.config import load_config
+from jrlhf.export import cli as export
 from jrlhf.files import read_jsonl
 from jrlhf.launch import select_mesh
 from jrlhf.meshes import live_bytes
@@ -117,6 +118,23 @@ def test_the_exported_model_is_the_last_checkpoint(finished):
     assert not np.array_equal(weights["model.embed_tokens.weight"], np.asarray(actor.params["embedding"]))
     config = json.loads((path / "model" / "config.json").read_text())
     assert config["architectures"] == ["LlamaForCausalLM"] and config["num_hidden_layers"] == 2
+
+
+def test_the_export_of_the_last_checkpoint_is_the_model_that_the_run_left(finished, tmp_path, capsys):
+    path, _ = finished
+    assert export([str(path), "--out", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == f"{tmp_path}/model is the policy of ppo after step 6 of 6\n"
+    assert digest(tmp_path / "model") == digest(path / "model")
+    assert [each.name for each in tmp_path.iterdir()] == ["model"]
+
+
+def test_an_interrupt_before_the_run_begins_is_one_sentence(tmp_path, capsys, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(launch, "load_task", interrupted)
+    assert cli(["--config", TINY, f"run_dir={tmp_path}"]) == 130
+    assert capsys.readouterr().err == "interrupted\n" and not list(tmp_path.iterdir())
 
 
 @pytest.mark.slow

@@ -340,6 +340,10 @@ def test_what_is_not_a_run_is_one_sentence(tmp_path, capsys):
     assert main([str(tmp_path)]) == 2
     assert "summary.json is not JSON" in capsys.readouterr().err
     assert not (tmp_path / "report.html").exists()
+    (tmp_path / "summary.json").unlink()
+    (tmp_path / "report.html").mkdir()
+    assert main([str(tmp_path)]) == 2
+    assert f"the report of {tmp_path} cannot be made (Is a directory)" in capsys.readouterr().err
 
 
 def test_the_command_writes_the_report_anew(whole, html):

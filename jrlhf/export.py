@@ -1,0 +1,151 @@
+"""`python -m jrlhf.export RUN [--step N] [--out DIR]`: the policy of a checkpoint, of a run that has not finished say.
+
+Computes on the CPU, and only reads the run: accelerators may be at work on it meanwhile.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import jax
+import tokenizers
+from jax.sharding import Mesh
+
+from jrlhf.checkpoints import like, restore_part, saved_steps
+from jrlhf.config import Config, DeviceConfig, load_config
+from jrlhf.console import Console
+from jrlhf.context import Context
+from jrlhf.devices import select
+from jrlhf.docstrings.vocabulary import wrap
+from jrlhf.errors import UserError, exit_code
+from jrlhf.files import check_writable
+from jrlhf.finish import export
+from jrlhf.launch import compute_of
+from jrlhf.meshes import TRAIN, make_mesh
+from jrlhf.model import Architecture, Model
+from jrlhf.models import ModelConfig, init_lm, param_shardings
+from jrlhf.preemption import PreemptionGuard
+from jrlhf.pretrained import architecture, fresh_model, locate
+from jrlhf.runs import CONFIG, TOKENIZER, Run
+from jrlhf.stage_config import ALGORITHMS
+from jrlhf.starts import start_policy
+from jrlhf.task import Task
+from jrlhf.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
+
+
+def export_checkpoint(run: Path, step: int | None = None, out: Path | None = None) -> str:
+    """Writes out/model, and out/adapter of one that is trained, as the end of the run does; returns a line on it.
+
+    Weights are those of the checkpoint to the bit; where an adapter is merged into its base, up to the sum's rounding.
+
+    step: of the run's newest stage that trains its policy; None: its newest checkpoint.
+    out: the run itself where it is None.
+
+    Raises:
+        UserError: no such run or checkpoint, a damaged one, or `out` cannot be written.
+    """
+    if not (run / CONFIG).is_file():
+        raise UserError(
+            f"there is no run in {run} (it has no {CONFIG}): name a run's directory, such as runs/quickstart"
+        )
+    config = load_config(str(run / CONFIG))
+    stage, steps = _newest_stage(run, config)
+    chosen = steps[-1] if step is None else step
+    if chosen not in steps:
+        kept = ", ".join(map(str, steps))
+        raise UserError(f"--step {chosen}: {run} keeps no such checkpoint of stage {stage}, choose among {kept}")
+    if out is None and chosen != steps[-1]:
+        raise UserError(
+            f"--step {chosen}: in {run}/model is the place of step {steps[-1]}, name another with --out DIR"
+        )
+    out = run if out is None else out
+    check_writable(f"--out {out}", out / "model" / "config.json")
+
+    mesh = make_mesh(1, 1, 1, devices=select(DeviceConfig(platform="cpu"))[:1])
+    actor = fresh_model(config.model) if config.model.path is None else architecture(config.model.path, "model.path")
+    context = _context(run, config, actor, mesh, out)
+    with jax.set_mesh(mesh):
+        policy = _policy(context, actor)
+        weights = "trained.actor.params." if stage in ALGORITHMS else "params."
+        params = restore_part(run / "checkpoints" / stage, chosen, weights, policy.params)
+        try:
+            export(context, policy.holding(params))
+        except OSError as error:
+            raise UserError(f"--out {out}: {error}") from error
+    section = getattr(config, stage)
+    length = section.iterations if stage in ALGORITHMS else section.steps
+    return f"{out / 'model'} is the policy of {stage} after step {chosen} of {length}"
+
+
+def _newest_stage(run: Path, config: Config) -> tuple[str, list[int]]:
+    """The last stage that trains the policy and has checkpoints, and their steps."""
+    stages = [stage for stage in config.stages if stage != "reward_model"]
+    for stage in reversed(stages):
+        if steps := saved_steps(run / "checkpoints" / stage):
+            return stage, steps
+    raise UserError(
+        f"{run} has no checkpoint of {' or '.join(stages)} yet: wait for the first, or lower {stages[0]}.save_every"
+    )
+
+
+def _context(run: Path, config: Config, actor: ModelConfig, mesh: Mesh, out: Path) -> Context:
+    """What an export looks at: of the task it is the tokenizer, of the run where it writes."""
+    tokenizer = _tokenizer(run, config, actor)
+    return Context(
+        config=config,
+        mesh=mesh,
+        compute=compute_of(config.compute),
+        task=Task(tokenizer, fingerprint="", description=""),
+        vocab_size=actor.vocab_size,
+        run=Run(out, -1),
+        console=Console(enabled=False),
+        preemption=PreemptionGuard(),
+    )
+
+
+def _tokenizer(run: Path, config: Config, actor: ModelConfig) -> Tokenizer:
+    """The run's, without reading its data."""
+    if config.data.source != "datasets":
+        try:
+            return wrap(tokenizers.Tokenizer.from_file(str(run / TOKENIZER)))
+        except Exception as error:  # the library raises bare `Exception`
+            raise UserError(f"{run / TOKENIZER} cannot be read ({error}): bring it back from a backup") from error
+    assert config.model.path is not None
+    return check_vocabulary(
+        load_tokenizer(locate(config.model.path, "model.path"), eos=config.data.eos), actor.vocab_size
+    )
+
+
+def _policy(context: Context, actor: ModelConfig) -> Model:
+    """The policy, with shapes in place of what checkpoints hold: of all weights, or of an adapter on its base."""
+    if context.config.lora.on:
+        policy = start_policy(context)
+        return policy.holding(like(policy.params, context.mesh))
+    shapes = jax.eval_shape(partial(init_lm, actor), jax.random.key(0))
+    shardings = param_shardings(actor, context.mesh, TRAIN)
+    placed = jax.tree.map(
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes, shardings
+    )
+    return Model(Architecture(actor), placed)
+
+
+def cli(arguments: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit code: 0 done, 2 bad input, 130 interrupted."""
+    parser = argparse.ArgumentParser(
+        prog="python -m jrlhf.export", description="Writes the policy of a run's checkpoint in Hugging Face form."
+    )
+    parser.add_argument("run", type=Path, help="the directory of a run, such as runs/quickstart")
+    parser.add_argument("--step", type=int, help="of the checkpoint; without it the newest one")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="where model/ is written; without it in the run")
+    return exit_code(partial(_run, parser.parse_args(arguments)))
+
+
+def _run(options: argparse.Namespace) -> None:
+    out = None if options.out is None else options.out.expanduser()
+    print(export_checkpoint(options.run.expanduser(), options.step, out))
+
+
+if __name__ == "__main__":
+    sys.exit(cli())

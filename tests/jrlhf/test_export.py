@@ -1,0 +1,128 @@
+"""What can be done with a run that has not finished, or goes on: an export of its model, more steps, another mesh."""
+
+import json
+import shutil
+from pathlib import Path
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from safetensors.numpy import load_file
+
+from jrlhf import finish
+from jrlhf.config import load_config
+from jrlhf.export import cli
+from jrlhf.generate import cli as generate
+from jrlhf.meshes import make_mesh
+from jrlhf.models.hf import load_hf
+from jrlhf.runs import open_run
+from jrlhf.train import main
+
+SIZES = [
+    "device.simulated=8",
+    "mesh.fsdp=4",
+    "mesh.tensor=2",
+    "stages=[sft]",
+    "sft={batch: 16, save_every: 2, warmup: 2, final: 1.0}",
+    "arithmetic.problems=64",
+    "model.embed=32",
+    "model.layers=2",
+    "data.heldout_rows=16",
+]
+
+
+def settings(path: Path, *own: str):
+    return load_config("arithmetic-grpo", [*SIZES, f"run_dir={path.parent}", f"name={path.name}", *own])
+
+
+def contents(path: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(path)): file.read_bytes() for file in sorted(path.rglob("*")) if file.is_file()}
+
+
+def interrupt(*_, **__):
+    raise KeyboardInterrupt
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("quick_programs")
+@pytest.mark.parametrize("own", [[], ["lora.rank=2"]], ids=["weights", "adapter"])
+def test_a_run_without_its_end_gives_its_model_and_goes_on(own, tmp_path, monkeypatch, capsys):
+    path, moved, whole = tmp_path / "run", tmp_path / "moved", tmp_path / "whole"
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(finish, "export", interrupt)
+        main(settings(path, *own, "sft.steps=2"))
+    shutil.copytree(path, moved)
+    assert generate(["--model", str(path), "--prompt", "1+1=", "--platform", "cpu"]) == 2
+    assert f"python -m jrlhf.export {path} writes" in capsys.readouterr().err
+    before = contents(path)
+    out = tmp_path / "made" / "here"
+    assert cli([str(path), "--out", str(out)]) == 0
+    assert capsys.readouterr().out == f"{out}/model is the policy of sft after step 2 of 2\n"
+    assert contents(path) == before
+    if not own:
+        assert_holds(out / "model", path / "checkpoints" / "sft" / "2")
+
+    main(settings(path, *own, "sft.steps=2"), resume=True)
+    written = {name: data for name, data in contents(path).items() if name.startswith(("model/", "adapter/"))}
+    exported = contents(out)
+    assert ("adapter/adapter_model.safetensors" in written) == bool(own)
+    if own:  # sums of base and adapter, made on another mesh
+        assert_close(out, path, atol=1e-7)
+        del exported["model/model.safetensors"], written["model/model.safetensors"]
+    assert exported == written
+
+    main(settings(whole, *own, "sft.steps=4"))
+    main(settings(path, *own, "sft.steps=4"), resume=True)
+    assert contents(path / "model") == contents(whole / "model") != contents(out / "model")
+    main(settings(moved, *own, "sft.steps=4", "mesh.fsdp=8", "mesh.tensor=1", "sft.micro_batches=2"), resume=True)
+    assert_close(moved, whole, atol=2e-4)
+    assert "goes on with name=moved (was run), mesh.fsdp=8 (was 4)" in (moved / "environment.txt").read_text()
+
+
+def assert_close(found: Path, expected: Path, atol: float) -> None:
+    """The models of two directories have the same weights, but for rounding."""
+    weights, others = (load_file(each / "model" / "model.safetensors") for each in (expected, found))
+    assert weights.keys() == others.keys()
+    for name, weight in weights.items():
+        np.testing.assert_allclose(others[name], weight, rtol=0, atol=atol, err_msg=name)
+
+
+def assert_holds(model: Path, checkpoint: Path) -> None:
+    """The weights of a Hugging Face directory are those of a stage's checkpoint."""
+    mesh = make_mesh(1, 2, 1, devices=jax.devices()[:2])
+    with jax.set_mesh(mesh):
+        _, loaded = load_hf(model, mesh)
+    with ocp.Checkpointer(ocp.JsonCheckpointHandler()) as checkpointer:
+        names = json.loads(checkpointer.restore(checkpoint / "meta")["content"])["leaves"]
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        on_host = {name: ocp.RestoreArgs(restore_type=np.ndarray) for name in names}
+        saved = checkpointer.restore(checkpoint / "state", args=ocp.args.PyTreeRestore(restore_args=on_host))
+    leaves = jax.tree_util.tree_leaves_with_path({"params": loaded})
+    assert len(leaves) == sum(name.startswith("params.") for name in names)
+    for where, leaf in leaves:
+        name = jax.tree_util.keystr(where, simple=True, separator=".")
+        np.testing.assert_array_equal(np.asarray(leaf), saved[name], err_msg=name)
+
+
+def test_what_cannot_be_exported_is_one_sentence(tmp_path, capsys):
+    path = tmp_path / "run"
+    open_run(settings(path, "stages=[sft,grpo]")).close()
+
+    def refused(*arguments: str) -> str:
+        assert cli([str(path), *arguments]) == 2
+        told = capsys.readouterr().err
+        assert told.startswith("error: ") and told.count("\n") == 1
+        return told
+
+    assert "has no checkpoint of sft or grpo yet: wait for the first, or lower sft.save_every" in refused()
+    for step in (10, 20):
+        (path / "checkpoints" / "grpo" / str(step)).mkdir(parents=True)
+    assert "--step 15: " in refused("--step", "15") and "of stage grpo, choose among 10, 20" in refused("--step", "15")
+    assert "is the place of step 20, name another with --out DIR" in refused("--step", "10")
+    (tmp_path / "file").touch()
+    assert "cannot be written in" in refused("--out", str(tmp_path / "file"))
+    (path / "tokenizer.json").write_bytes(b"")
+    assert "tokenizer.json" in refused()
+    path = tmp_path / "gone"
+    assert f"there is no run in {path} (it has no config.yaml)" in refused()
