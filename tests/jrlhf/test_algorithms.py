@@ -1,12 +1,14 @@
 """Every algorithm as a graph: the calls that it states are the calls that an iteration makes."""
 
 import inspect
+from dataclasses import replace
 
 import pytest
 
 from jrlhf.algorithms import DATAFLOWS, ROLES, dataflow_of, graph_of
 from jrlhf.config import Config
 from jrlhf.dataflow import Pending, call, trace
+from jrlhf.rl import algorithm_of
 from jrlhf.stage_config import ALGORITHMS
 from jrlhf.strict import build
 
@@ -50,6 +52,12 @@ def test_every_algorithm_has_a_dataflow():
     assert set(DATAFLOWS) == set(ALGORITHMS)
     for name in ALGORITHMS:
         assert graph_of(config_of(name)).name == name
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_minibatches_are_shuffled_by_the_runs_seed(name):
+    config = build(Config, {"stages": [name], "seed": 3})
+    assert algorithm_of(config) == replace(algorithm_of(build(Config, {"stages": [name]})), seed=3)
 
 
 def test_options_change_the_graph():

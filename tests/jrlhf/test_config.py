@@ -22,6 +22,7 @@ class Inner(Section):
     rate: float = 0.5
     steps: int = count(3)
     limit: float | None = None
+    key: int = field(default=7, metadata={"from": "seed"})
 
 
 @dataclass(frozen=True)
@@ -106,6 +107,7 @@ def test_null_is_none_only_where_the_type_allows_it_and_only_unquoted():
         ("{needed: a, even: 1e999}", "even=1e999: it must be a whole number"),
         ("{needed: a, even: [2]}", "even=[2]: it must be a whole number"),
         ("{needed: a, inner: {steps: 0}}", "inner.steps=0: it must be at least 1"),
+        ("{needed: a, inner: {key: 1}}", "inner.key is not a known key: the run's seed is used, set that"),
         ("{needed: a, inner: {rate: abc}}", "inner.rate=abc: it must be a finite number"),
         ("{needed: a, inner: {rate: nan}}", "inner.rate=nan: it must be a finite number"),
         ("{needed: a, inner: {rate: .inf}}", "inner.rate=.inf: it must be a finite number"),
