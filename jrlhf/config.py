@@ -243,7 +243,8 @@ class RewardConfig(Section):
     weight: float = 1.0  # 0: it is measured and logged, and nothing learns from it
     workers: int = count(1)  # processes of a function
     deadline: float = positive(30.0)  # seconds for a batch; a function that takes longer is stopped
-    on_failure: float | None = None  # the score in place of one that failed; null: a failure ends the run
+    # The score in place of one that a function or a model failed to give; null: a failure ends the run.
+    on_failure: float | None = None
     options: Mapping[str, Any] = field(default_factory=dict)  # further arguments of the function, by name
     columns: Mapping[str, Any] = field(default_factory=dict)  # its parameter: the dataset's column, where names differ
     batch: int = count(16)  # rows that a model scores at a time

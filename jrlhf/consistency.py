@@ -157,12 +157,14 @@ def _check_stages_read(config: Config) -> None:
 def _check_used(config: Config) -> None:
     """A setting that has no effect is a mistake, and is not taken in silence."""
     data, lora, evaluation, roles = config.data, config.lora, config.evaluation, config.roles
-    sleep = config.sleep
+    compute, sleep = config.compute, config.sleep
     name, algorithm, scores = config.algorithm, config.rl.algorithm, config.rl.scores
     stages, policy = f"stages={_list(config.stages)}", f"{name or 'ppo'}.algorithm"
     critic, trained = algorithm.has_critic, f"{name}, which has none"
     weighed = algorithm.importance is not None or algorithm.old_logprobs == "rollout"
     unweighed = f"{policy}.importance=null and old_logprobs=recompute"
+    complete = name is not None or "dpo" in config.stages  # others may keep the data of stages after theirs
+    pairs = {"reward_model", "dpo"} & set(config.stages)
     cases: list[tuple[bool, str, object, tuple[str, ...], str]] = [
         (
             data.source != "datasets",
@@ -171,6 +173,10 @@ def _check_used(config: Config) -> None:
             ("chat", "system", "template", "eos", "overlong"),
             "the built-in task",
         ),
+        (data.source == "docstrings", "data", data, ("heldout_rows",), "data.source=docstrings"),
+        (complete and "sft" not in config.stages and not algorithm.ptx_coef, "data", data, ("sft.path",), stages),
+        (complete and not pairs, "data", data, ("preferences.path",), stages),
+        (complete and name is None, "data", data, ("prompts.path", "heldout.path"), stages),
         (data.source != "docstrings", "reward_model", config.reward_model, ANNOTATOR, f"data.source={data.source}"),
         (data.source != "docstrings", "sft", config.sft, ("renaming",), f"data.source={data.source}"),
         (
@@ -192,7 +198,17 @@ def _check_used(config: Config) -> None:
         (evaluation.every is None, "evaluation", evaluation, ("k", "temperature"), "a run without evaluation.every"),
         (name is None, "reward_model", config.reward_model, ("weight",), stages),
         (name is None, "evaluation", evaluation, ("every",), stages),
-        (name is None, "compute", config.compute, ("shared_passes",), stages),
+        (name is None, "compute", compute, ("shared_passes", "fused_loss"), stages),
+        (algorithm.ratio != "token", "compute", compute, ("fused_loss",), f"{policy}.ratio={algorithm.ratio}"),
+        (compute.shared_passes, "compute", compute, ("fused_loss",), "compute.shared_passes"),
+        (
+            name is None and data.source == "datasets",
+            "rollout",
+            config.rollout,
+            tuple(each.name for each in fields(config.rollout)),
+            f"{stages}, which sample nothing",
+        ),
+        (not config.profile.iterations, "profile", config.profile, ("stage",), "profile.iterations=[]"),
         (name is None, "roles", roles, ("critic",), stages),
         (name is None, "lora", lora, ("critic",), stages),
         (name is None and "dpo" not in config.stages, "roles", roles, ("reference",), stages),
@@ -216,6 +232,7 @@ def _check_used(config: Config) -> None:
         ),
         (not _has_reward_models(config), "sleep", sleep, ("reward",), "rewards that are all functions"),
         (all(getattr(sleep, key) == "device" for key in PARTS), "sleep", sleep, ("ahead",), "nothing asleep"),
+        (not algorithm.needs_reference, policy, algorithm, ("kl_in", "kl_estimator"), f"{policy}.kl_coef=0"),
         (algorithm.kl_target is None, policy, algorithm, ("kl_horizon",), f"{policy}.kl_target=null"),
         (not weighed, policy, algorithm, ("importance_cap",), unweighed),
         (
@@ -225,6 +242,7 @@ def _check_used(config: Config) -> None:
             ("overlong_penalty",),
             f"{name or 'ppo'}.scores.overlong_buffer=null",
         ),
+        *_unused_by_rewards(config),
     ]
     if name is None and config.plan != Config.plan:
         raise UserError(f"plan={config.plan} has no effect with {stages}: leave it out")
@@ -232,6 +250,17 @@ def _check_used(config: Config) -> None:
         for key, value in _changed(section, type(section)()) if applies else ():
             if key in names:
                 raise UserError(f"{where}.{key}={value} has no effect with {reason}: leave it out")
+
+
+def _unused_by_rewards(config: Config) -> Iterator[tuple[bool, str, object, tuple[str, ...], str]]:
+    """What a model, an adapter or a function does not read of its section."""
+    functions = ("workers", "deadline", "options", "columns")
+    unread = {"model": functions, "adapter": (*functions, "batch", "on_failure"), "function": ("batch",)}
+    for section in ("rewards", "costs"):
+        for index, part in enumerate(getattr(config, section)):
+            where = f"{section}[{index}]"
+            for kind, names in unread.items():
+                yield getattr(part, kind) is not None, where, part, names, f"{where}.{kind}"
 
 
 def _has_reward_models(config: Config) -> bool:

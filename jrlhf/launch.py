@@ -172,7 +172,7 @@ def select_plan(
         return last if last is not None and last.name == "auto" else searched(config, models, devices)
 
     plan = from_main(partial(plan_of_config, config, graph_of(config), models, len(devices), search))
-    refuse_cross_process(plan, devices)
+    refuse_cross_process(plan, [device.process_index for device in devices])
     return plan
 
 

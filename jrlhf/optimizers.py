@@ -17,7 +17,8 @@ def adamw(config: OptimizerConfig, *, updates: int) -> optax.GradientTransformat
         fall = optax.cosine_decay_schedule(config.learning_rate, fall_updates, alpha=config.final)
     schedule = optax.join_schedules([rise, fall], [warmup])
     clip = optax.identity() if config.max_grad_norm is None else optax.clip_by_global_norm(config.max_grad_norm)
-    return optax.chain(clip, optax.adamw(schedule, b1=0.9, b2=0.95, weight_decay=config.weight_decay))
+    adam = optax.adamw(schedule, b1=config.b1, b2=config.b2, eps=config.eps, weight_decay=config.weight_decay)
+    return optax.chain(clip, adam)
 
 
 def duration(config: OptimizerConfig, updates: int) -> tuple[int, int | None]:

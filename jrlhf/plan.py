@@ -32,6 +32,7 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--cluster", help="its devices: 16xh100, v5p-512")
     where.add_argument("--profile", action="store_true", help="the devices at hand, measured: minutes, the first time")
+    parser.add_argument("--processes", type=int, help="of the run; by default one a host of the cluster")
     parser.add_argument("--plan", metavar="FILE", help="price this one: a file, colocate, split or standalone")
     parser.add_argument("--seconds", type=float, help=f"to search, {SECONDS:g} by default")
     parser.add_argument("--proposals", type=int, help="plans to look at, which makes a result a function of the seed")
@@ -58,6 +59,7 @@ def _run(options: argparse.Namespace) -> None:
     from jrlhf.planning.fits import check_fits
     from jrlhf.planning.from_config import workload_of
     from jrlhf.planning.plot import check_ending, plot
+    from jrlhf.planning.processes import refuse_cross_process
     from jrlhf.planning.runnable import on_base
     from jrlhf.planning.search import Budget, Found, search
     from jrlhf.planning.simulator import simulate
@@ -75,6 +77,9 @@ def _run(options: argparse.Namespace) -> None:
     models = architectures(config)
     workload = workload_of(config, models)
     devices, prices = _prices(options, config, workload)
+    processes = (1 if options.profile else devices.hosts) if options.processes is None else options.processes
+    if not 1 <= processes <= devices.devices:
+        raise UserError(f"--processes {processes} must be from 1 to {devices.devices}, the number of devices")
     if options.plan is not None:
         plan = plan_of_config(replace(config, plan=options.plan), workload.graph, models, devices.devices)
         found = Found(plan, simulate(workload.graph, plan, prices, lockstep=not options.overlap))
@@ -89,12 +94,15 @@ def _run(options: argparse.Namespace) -> None:
             seed=options.seed,
             hypothetical=options.hypothetical,
             lockstep=not options.overlap,
+            processes=processes,
             progress=_progress if sys.stderr.isatty() else None,
         )
         if sys.stderr.isatty():
             print(file=sys.stderr)
         found = result.best
         print(describe(workload, devices, prices, result))
+        if processes > 1:
+            print(f"{processes} processes run every call on all devices; --processes 1 shows what slices would gain")
         for name in [name for name in found.plan.placements if workload.graph[name].role in on_base(config)][:1]:
             data, fsdp, tensor = found.plan[name].sizes
             print(f"a base under adapters is in the mesh: mesh.data={data} mesh.fsdp={fsdp} mesh.tensor={tensor}")
@@ -105,6 +113,7 @@ def _run(options: argparse.Namespace) -> None:
         options.save.parent.mkdir(parents=True, exist_ok=True)
         plan = without_budgeted(config, workload.graph, found.plan)
         options.save.write_text(plan_yaml(plan), encoding="utf-8")
+    refuse_cross_process(found.plan, [number * processes // devices.devices for number in range(devices.devices)])
     check_fits(workload, found.plan, prices)
 
 

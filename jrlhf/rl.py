@@ -29,6 +29,7 @@ from jrlhf.ppo import (
     KLState,
     MultiplierState,
     PolicyConfig,
+    PPOConfig,
     SafeRLHFConfig,
     SFTBatch,
     TrainState,
@@ -124,7 +125,7 @@ def train_rl(context: Context, policy: Model, rewards: Rewards, costs: Rewards |
 
 def algorithm_of(config: Config) -> PolicyConfig:
     """The algorithm's numbers, with those that the program knows."""
-    algorithm = config.rl.algorithm
+    algorithm = replace(config.rl.algorithm, seed=config.seed)
     if algorithm.aggregation == "constant" and algorithm.aggregation_divisor is None:
         return replace(algorithm, aggregation_divisor=config.data.max_response)
     return algorithm
@@ -159,9 +160,9 @@ class _Roles:
             self._by_name["reference"] = Reference(self.models["reference"], where("reference"), context.compute, **how)
         for name in ("critic", "cost_critic"):
             if name in self.models:
-                assert isinstance(section, PPOStageConfig)
+                assert isinstance(section, PPOStageConfig) and isinstance(algorithm, PPOConfig)
                 optimizer = adamw(section.critic, updates=updates)
-                trained = {"optimizer": optimizer, "algorithm": _in_parts(section.algorithm, where(name)["update"])}
+                trained = {"optimizer": optimizer, "algorithm": _in_parts(algorithm, where(name)["update"])}
                 self._optimizers[name] = optimizer
                 self._trained[name] = Critic(
                     self.models[name], where(name), context.compute, **trained, clock=clock, name=name

@@ -20,7 +20,7 @@ from jrlhf.batches import Batch, pad_rows, put_rows
 from jrlhf.clock import Clock
 from jrlhf.config import RewardConfig
 from jrlhf.context import Context
-from jrlhf.data.encode import Ids, encode_answered
+from jrlhf.data.encode import Ids, encode_answered, tools_of
 from jrlhf.data.types import Example, Text
 from jrlhf.dataflow import Pending, call
 from jrlhf.errors import UserError
@@ -392,9 +392,8 @@ class TextReward:
 
     def _encode(self, sample: Sample) -> Ids:
         try:
-            ids = encode_answered(
-                self._tokenizer, sample.prompt, sample.completion, finished=sample.finished, cut=self._cut
-            )
+            how = {"tools": tools_of(sample.columns), "finished": sample.finished, "cut": self._cut}
+            ids = encode_answered(self._tokenizer, sample.prompt, sample.completion, **how)
         except UserError as error:
             raise UserError(f"{self._key}: {error}") from error
         if len(ids) > self._model.config.max_positions:

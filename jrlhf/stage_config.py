@@ -35,6 +35,9 @@ class OptimizerConfig(Section):
     warmup: int = natural(20)  # updates over which it rises linearly from 0
     final: float = between(0.1, 0.0, 1.0)  # the part of it that is left at the end of its cosine
     weight_decay: float = non_negative(0.01)
+    b1: float = checked(0.9, lambda value: 0 <= value < 1, "at least 0 and below 1")  # decay of the mean of gradients
+    b2: float = checked(0.95, lambda value: 0 <= value < 1, "at least 0 and below 1")  # of the mean of their squares
+    eps: float = positive(1e-8)  # added to the root of that mean
     max_grad_norm: float | None = positive(1.0)  # null: not clipped
 
 

@@ -160,7 +160,7 @@ def to_yaml(config: object, without: Collection[str] = ()) -> str:
 
     def plain(value: object) -> object:
         if dataclasses.is_dataclass(value):
-            return {each.name: plain(getattr(value, each.name)) for each in fields(value)}
+            return {name: plain(getattr(value, name)) for name in _keys(type(value))}
         return [plain(item) for item in value] if isinstance(value, tuple) else value
 
     mapping = plain(config)
@@ -186,7 +186,7 @@ def build(cls: type[T], mapping: object, where: str = "", base: T | None = None)
     if not isinstance(mapping, Mapping):
         raise UserError(f"{where}={_shown(mapping)}: it is a section, write {where}.KEY=VALUE for one of {_names(cls)}")
     hints = typing.get_type_hints(cls)
-    known = [each.name for each in fields(cls) if each.init]  # pyright: ignore[reportArgumentType]
+    known = _keys(cls)
     values = {}
     for key, value in mapping.items():
         path = f"{where}.{key}" if where else str(key)
@@ -295,17 +295,25 @@ def _required(each: dataclasses.Field) -> bool:
     return each.default is dataclasses.MISSING and each.default_factory is dataclasses.MISSING
 
 
+def _keys(cls: type) -> list[str]:
+    """The fields that a config may give: not those that the program fills in `from` another key."""
+    return [each.name for each in fields(cls) if each.init and "from" not in each.metadata]  # pyright: ignore[reportArgumentType]
+
+
 def _names(cls: type) -> str:
-    return ", ".join(each.name for each in fields(cls))  # pyright: ignore[reportArgumentType]
+    return ", ".join(_keys(cls))
 
 
 def _suggestion(cls: type, key: str, where: str) -> str:
     """Where below this section the key is at home, or the nearest key, or all keys."""
+    filled = {each.name: each.metadata["from"] for each in fields(cls) if "from" in each.metadata}  # pyright: ignore[reportArgumentType]
+    if key in filled:
+        return f"the run's {filled[key]} is used, set that"
     prefix = f"{where}." if where else ""
     below = {path: path.rsplit(".", 1)[-1] for path in _paths(cls)}
     meant = [path for path, name in below.items() if name == key]
     if not meant:
-        meant = difflib.get_close_matches(key, [each.name for each in fields(cls)], n=1)  # pyright: ignore[reportArgumentType]
+        meant = difflib.get_close_matches(key, _keys(cls), n=1)
     if not meant:
         near = difflib.get_close_matches(key, below.values(), n=1)
         meant = [path for path, name in below.items() if name in near]
@@ -315,8 +323,9 @@ def _suggestion(cls: type, key: str, where: str) -> str:
 
 
 def _paths(cls: type, prefix: str = "") -> list[str]:
-    found = []
-    for name, kind in typing.get_type_hints(cls).items():
+    found, hints = [], typing.get_type_hints(cls)
+    for name in _keys(cls):
+        kind = hints[name]
         found += _paths(kind, f"{prefix}{name}.") if dataclasses.is_dataclass(kind) else [f"{prefix}{name}"]  # pyright: ignore[reportArgumentType]
     return found
 

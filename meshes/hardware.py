@@ -20,6 +20,7 @@ class Hardware:
     infer, train: of the operations, what matrix products of whole sequences reach, forward and in training. decode: of
         the bandwidth, what decoding does.
     launch: seconds of a layer beyond its bytes and operations. latency: of a collective beyond its bytes.
+    per_host: devices of a host, which one process has.
     collective: of links and network, what collectives reach. stream: of the bandwidth, what elementwise work does.
     """
 
@@ -37,6 +38,7 @@ class Hardware:
     decode: float
     launch: float
     latency: float
+    per_host: int = 8
     collective: float = 0.75
     stream: float = 0.85
 
@@ -52,6 +54,11 @@ class Cluster:
     def node(self) -> int:
         """Devices of a node, as far as there are."""
         return min(self.hardware.node, self.devices)
+
+    @property
+    def hosts(self) -> int:
+        """Their number."""
+        return -(-self.devices // self.hardware.per_host)
 
 
 def _gpu(kind: str, name: str, memory: float, link: float, network: float, host: float) -> Hardware:
@@ -69,7 +76,7 @@ def _gpu(kind: str, name: str, memory: float, link: float, network: float, host:
     )
 
 
-def _tpu(kind: str, memory: float, node: int, link: float, network: float, host: float) -> Hardware:
+def _tpu(kind: str, memory: float, node: int, link: float, network: float, host: float, per_host: int = 8) -> Hardware:
     """A TPU slice. Its program is one queue of compiled operations: nothing is launched from the host in between.
 
     The fractions are not measured here: GPUs', but for products, of which public training runs (MaxText) reach 0.6 to
@@ -77,8 +84,9 @@ def _tpu(kind: str, memory: float, node: int, link: float, network: float, host:
     """
     peak = PEAKS[f"TPU {kind}"]
     rates = peak.memory, peak.bfloat16, peak.float32
+    fractions = {"infer": 0.8, "train": 0.8, "decode": 0.6}
     return Hardware(
-        kind, memory, *rates, node, link, network, host, infer=0.8, train=0.8, decode=0.6, launch=4e-6, latency=4e-6
+        kind, memory, *rates, node, link, network, host, **fractions, launch=4e-6, latency=4e-6, per_host=per_host
     )
 
 
@@ -95,7 +103,7 @@ HARDWARE: dict[str, Hardware] = {
         _gpu("NVIDIA H200", "h200", 151_397_597_184, 450e9, 50e9, 64e9),
         _gpu("NVIDIA B200", "b200", 191_500_000_000, 900e9, 50e9, 64e9),
         _tpu("v5e", 15.75 * 2**30, 256, 90e9, 3.125e9, 16e9),
-        _tpu("v5p", 95.74 * 2**30, 8960, 180e9, 6.25e9, 16e9),
+        _tpu("v5p", 95.74 * 2**30, 8960, 180e9, 6.25e9, 16e9, per_host=4),
         _tpu("v6e", 31.25 * 2**30, 256, 180e9, 12.5e9, 32e9),
     )
 }

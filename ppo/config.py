@@ -4,7 +4,7 @@ A class's docstring is the algorithm's: paper, objective, what differs from the 
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Literal, get_args
 
 KLEstimator = Literal["k1", "k2", "k3", "k1+", "k3+"]
@@ -82,7 +82,7 @@ class PolicyConfig:
     Changes time and memory, not the result; compiles the model up to four times over. Where layers are computed in
     slices (adapters with mesh.tensor > 1) a device computes its slice for `tensor` times as many.
     """
-    seed: int = 0  # of the shuffles
+    seed: int = field(default=0, metadata={"from": "seed"})  # of the shuffles; of a run, whose config has one seed
 
     has_critic: ClassVar[bool] = False
 

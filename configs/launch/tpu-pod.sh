@@ -2,6 +2,7 @@
 # One process on every host of a TPU pod:
 #   TPU=my-tpu ZONE=us-east5-a BUCKET=gs://my-bucket SOURCE=git+https://HOST/jrlhf.git@COMMIT \
 #       configs/launch/tpu-pod.sh CONFIG [key=value ...]
+# On a v5p-512, for instance: llama3-70b-ppo
 # The runs lie in the bucket, which every host mounts: process 0 writes, all of them save and restore checkpoints.
 set -euo pipefail
 

@@ -2,7 +2,7 @@
 
 import json
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from statistics import median
@@ -119,7 +119,7 @@ def encode_prompts(
             ids = _prompt_ids(tokenizer, example.prompt, text)
             if not ids:
                 raise UserError("the prompt is empty: remove the row")
-            fitting = _fit(tokenizer, ids, 0, max_prompt, max_prompt, overlong)
+            fitting = _fit(tokenizer, ids, 0, max_prompt, overlong)
         if fitting is None:
             filtered += 1
             continue
@@ -135,7 +135,6 @@ def encode_sft(
     tokenizer: Tokenizer,
     *,
     max_length: int,
-    max_prompt: int | None = None,
     overlong: Overlong = "error",
     chat: bool = False,
     system: str | None = None,
@@ -147,7 +146,6 @@ def encode_sft(
     template's, behind which nothing is kept, or else the tokenizer's.
 
     max_length: most tokens of a sequence.
-    max_prompt: most tokens of a prompt that a completion follows; None: only `max_length` counts.
     overlong: as in `encode_prompts`. "truncate_left" cuts the beginning of a prompt, or of a whole conversation or
         text; never a completion.
 
@@ -160,11 +158,11 @@ def encode_sft(
         with _naming(place):
             if example.completion is None or example.prompt == "":
                 ids, learn = _turns(tokenizer, example) if example.completion is None else _text(tokenizer, example)
-                begin, end = _fit(tokenizer, ids, 0, None, max_length, overlong), ()
+                begin, end = _fit(tokenizer, ids, 0, max_length, overlong), ()
             else:
                 begin, (end,) = _with_answers(tokenizer, example, example.completion)
                 ids, learn = begin + end, (False,) * len(begin) + (True,) * len(end)
-                begin = _fit(tokenizer, begin, len(end), max_prompt, max_length, overlong)
+                begin = _fit(tokenizer, begin, len(end), max_length, overlong)
             if begin is not None:
                 row = begin + end
                 learn = (False, *learn[len(learn) - len(row) + 1 :])  # cut where the row was
@@ -185,7 +183,6 @@ def encode_preferences(
     tokenizer: Tokenizer,
     *,
     max_length: int,
-    max_prompt: int | None = None,
     overlong: Overlong = "error",
     chat: bool = False,
     system: str | None = None,
@@ -207,7 +204,7 @@ def encode_preferences(
             if chosen == rejected:
                 same += 1
                 continue
-            begin = _fit(tokenizer, prompt, max(len(chosen), len(rejected)), max_prompt, max_length, overlong)
+            begin = _fit(tokenizer, prompt, max(len(chosen), len(rejected)), max_length, overlong)
         if begin is None:
             filtered += 1
             continue
@@ -219,13 +216,20 @@ def encode_preferences(
 
 
 def encode_answered(
-    tokenizer: Tokenizer, prompt: Text, answer: Text, *, finished: bool = True, cut: bool = False
+    tokenizer: Tokenizer,
+    prompt: Text,
+    answer: Text,
+    *,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    finished: bool = True,
+    cut: bool = False,
 ) -> Ids:
     """A prompt and an answer to it as one sequence, as a reward model reads it.
 
     With a chat template: the whole conversation as `apply_chat_template` gives it, a plain text being the user's turn.
     Without one: the two texts one after the other, and an end of text.
 
+    tools: what the prompt's row offers (`tools_of`), which a template is told.
     finished: whether the answer came to its end; else the sequence ends with the answer's own last token.
     cut: the sequence ends with its last end-of-text token, not with what a template writes behind it, such as a line
         break. `encode_preferences` ends so, and what was sampled does.
@@ -237,7 +241,7 @@ def encode_answered(
         ids = tokenizer.encode_prompt(prompt + answer)
         return _ended(tokenizer, ids) if finished else tuple(ids)
     messages = (*_conversation(prompt, "user"), *_conversation(answer, "assistant"))
-    ids = encode_chat(tokenizer, messages, continue_final=not finished)
+    ids = encode_chat(tokenizer, messages, continue_final=not finished, tools=tools)
     if finished and cut:
         last = max((place for place, token in enumerate(ids) if token in tokenizer.eos_ids), default=len(ids) - 1)
         ids = ids[: last + 1]
@@ -291,13 +295,22 @@ def _conversation(text: Text, role: str) -> Conversation:
 
 
 def _rendered(tokenizer: Tokenizer, example: Example, messages: Conversation, **options: bool) -> str:
-    tools: Any = example.columns.get("tools")
-    if isinstance(tools, str):  # a table's cell
-        try:
-            tools = json.loads(tools)
-        except ValueError as error:
-            raise UserError(f"the tools are not a list in JSON ({error}): repair the row") from None
-    return render_chat(tokenizer, messages, tools=tools, **options)
+    return render_chat(tokenizer, messages, tools=tools_of(example.columns), **options)
+
+
+def tools_of(columns: Mapping[str, Any]) -> Any:
+    """The JSON schemas in a row's column `tools`, written out or as JSON; None where it has none.
+
+    Raises:
+        UserError: text that is not JSON.
+    """
+    tools = columns.get("tools")
+    if not isinstance(tools, str):
+        return tools
+    try:
+        return json.loads(tools)  # a table's cell
+    except ValueError as error:
+        raise UserError(f"the tools are not a list in JSON ({error}): repair the row") from None
 
 
 def _prompt_text(tokenizer: Tokenizer, example: Example) -> str:
@@ -380,25 +393,23 @@ def _turns(tokenizer: Tokenizer, example: Example) -> tuple[Ids, tuple[bool, ...
 # Lengths.
 
 
-def _fit(
-    tokenizer: Tokenizer, prompt: Ids, answer: int, max_prompt: int | None, max_length: int, overlong: Overlong
-) -> Ids | None:
+def _fit(tokenizer: Tokenizer, prompt: Ids, answer: int, max_length: int, overlong: Overlong) -> Ids | None:
     """The prompt, shortened if need be so that it and `answer` more tokens fit; None: the row is left out."""
     room = max_length - answer
-    room = room if max_prompt is None else min(room, max_prompt)
     if len(prompt) <= room:
         return prompt
     if overlong == "filter":
         return None
     parts = f"{len(prompt)} tokens" + (f" of prompt and {answer} of answer" if answer else "")
-    limits = f"at most {max_length}" + (f", {max_prompt} of them prompt" if answer and max_prompt is not None else "")
     if overlong == "error":
         raise UserError(
-            f"{parts} are too many for {limits}: raise the limit, or set overlong to filter (leave such rows out) or "
-            "truncate_left (cut their beginnings off)"
+            f"{parts} are too many for at most {max_length}: raise the limit, or set overlong to filter (leave such "
+            "rows out) or truncate_left (cut their beginnings off)"
         )
     if room < 1:
-        raise UserError(f"{parts} are too many for {limits}, even without the prompt: raise the limit, or use filter")
+        raise UserError(
+            f"{parts} are too many for at most {max_length}, even without the prompt: raise the limit, or use filter"
+        )
     begin = prompt[:1] if prompt[0] == tokenizer.bos_id and room > 1 else ()
     return begin + prompt[len(prompt) - room + len(begin) :]
 

@@ -22,6 +22,7 @@ Numbered = tuple[str, Any]  # where a row stands, for messages; and the row
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?(:[\w.-]+)?")
+SPLIT = "train"  # where none is named
 _SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval")
 
 
@@ -94,16 +95,17 @@ class Dataset:
         return f"{self.source}: {len(self.examples)} {self.shape} rows ({kind}) from {used}{rest}"
 
 
-def read_dataset(source: Path | str, *, columns: Columns = Columns(), split: str = "train") -> Dataset:
+def read_dataset(source: Path | str, *, columns: Columns = Columns(), split: str = SPLIT) -> Dataset:
     """Read a dataset and check every row of it.
 
     source: a .jsonl, .ndjson, .json, .csv or .parquet file; a directory that `datasets.save_to_disk` wrote or that
         holds such files; or a name on the hub, with its configuration behind a colon ("openai/gsm8k:main").
     columns: names that differ from the usual ones.
-    split: which part of a directory or of a hub dataset. A file is read whole.
+    split: which part of a directory or of a hub dataset. Where there are no parts, as in a file, all is read.
 
     Raises:
-        UserError: nothing there, no rows, columns that make no known shape, or a bad row, with its number.
+        UserError: nothing there, no such split, no rows, columns that make no known shape, or a bad row, with its
+            number.
     """
     path = Path(source).expanduser()
     if "[" in split and path.exists():
@@ -111,6 +113,7 @@ def read_dataset(source: Path | str, *, columns: Columns = Columns(), split: str
     if path.is_dir():
         numbered = _from_directory(path, split)
     elif path.exists():
+        _check_whole(path, split)
         numbered = _from_file(path)
     elif _HUB_NAME.fullmatch(str(source)) and path.suffix not in _READERS:
         numbered = _from_hub(str(source), split)
@@ -126,6 +129,11 @@ def from_rows(rows: Iterable[Row], *, columns: Columns = Columns(), source: str 
         UserError: no rows, columns that make no known shape, or a bad row, with its number.
     """
     return _dataset(((f"row {number}", row) for number, row in enumerate(rows, start=1)), columns, source)
+
+
+def _check_whole(path: Path, split: str) -> None:
+    if split != SPLIT:
+        raise UserError(f"{path} has no splits and is read whole, not split={split!r}: leave split out, or name a part")
 
 
 # Rows of files, each with its place.
@@ -221,6 +229,8 @@ _READERS: dict[str, Callable[[Path], Iterator[Numbered]]] = {
 
 def _from_directory(path: Path, split: str) -> Iterator[Numbered]:
     if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
+        if not (path / "dataset_dict.json").exists():
+            _check_whole(path, split)
         yield from _from_arrow(str(path), _datasets(str(path)).load_from_disk, split)
         return
     for folder in (path, path / "data"):
@@ -237,6 +247,8 @@ def _from_directory(path: Path, split: str) -> Iterator[Numbered]:
         if not files:
             there = sorted({name for name in splits.values() if name})
             raise UserError(f"{path} has no split {split!r}: it has {', '.join(there)}")
+    else:
+        _check_whole(path, split)
     if len({file.suffix.lower() for file in files}) > 1:
         raise UserError(f"{path} mixes {', '.join(file.name for file in files[:5])}: name one of the files")
     for file in files:

@@ -38,7 +38,8 @@ def searched(config: Config, models: Mapping[str, ModelConfig], devices: Sequenc
     """
     workload = workload_of(config, models)
     cluster, prices = prices_here(config, workload, devices)
-    found = search(workload, cluster, prices, Budget(proposals=PROPOSALS), seed=config.seed)
+    processes = len({device.process_index for device in devices})
+    found = search(workload, cluster, prices, Budget(proposals=PROPOSALS), seed=config.seed, processes=processes)
     plan = without_budgeted(config, workload.graph, found.best.plan)
     data, fsdp, tensor = mesh_sizes(config.mesh, len(devices))
     shared = {

@@ -145,17 +145,25 @@ def on_base(workload: Workload, role: str) -> bool:
 
 
 def options(
-    workload: Workload, call: Call, cluster: Cluster, prices: Prices, *, hypothetical: bool = False
+    workload: Workload,
+    call: Call,
+    cluster: Cluster,
+    prices: Prices,
+    *,
+    hypothetical: bool = False,
+    processes: int = 1,
 ) -> list[Option]:
     """A call's placements on the cluster that fit alone, the fastest first: at most `MOST`.
 
     On slices of each size the fastest are kept, and of the slower ones those that need less memory than all that are
     faster.
 
+    processes: of the run. Several can run calls on all devices only (`planning.processes`).
+
     Raises:
         UserError: rows that no placement can divide, or a model that fits nowhere.
     """
-    known = slices(cluster)
+    known = slices(cluster) if processes == 1 else [Slice(0, cluster.devices)]
     sizes = sorted({each.count for each in known})
     kept: list[Option] = []
     smallest, widest = float("inf"), 0
@@ -181,14 +189,14 @@ def options(
 
 
 def options_of(
-    workload: Workload, cluster: Cluster, prices: Prices, *, hypothetical: bool = False
+    workload: Workload, cluster: Cluster, prices: Prices, *, hypothetical: bool = False, processes: int = 1
 ) -> dict[str, list[Option]]:
-    """Of every call that has a model. Raises as `options` does.
+    """Of every call that has a model. Arguments as of `options`, which says what it raises.
 
     Roles on a shared base run on all devices, in one mesh: that in which their calls, one after the other, are fastest.
     """
     found = {
-        call.name: options(workload, call, cluster, prices, hypothetical=hypothetical)
+        call.name: options(workload, call, cluster, prices, hypothetical=hypothetical, processes=processes)
         for call in placed_calls(workload)
     }
     shared = [call.name for call in placed_calls(workload) if on_base(workload, call.role)]

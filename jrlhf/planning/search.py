@@ -81,12 +81,14 @@ def search(
     seed: int = 0,
     hypothetical: bool = False,
     lockstep: bool = True,
+    processes: int = 1,
     progress: Callable[[int, float], None] | None = None,
 ) -> Result:
     """The fastest plan that was found within the budget, and what to compare it with.
 
     hypothetical: also plans that no program runs today, with pipelines.
     lockstep: iterations do not overlap, as in a run, which reads the metrics of one before it begins the next.
+    processes: of the run: several can run calls on all devices only.
     progress: told the proposals so far and the best plan's seconds, after each chain's turn; what it raises ends the
         search, but for StopIteration, which ends it with what was found.
 
@@ -94,7 +96,7 @@ def search(
         UserError: rows that no placement divides, a model that fits nowhere, or no plan in which all fit together.
     """
     began = time.monotonic()
-    known = options_of(workload, cluster, prices, hypothetical=hypothetical)
+    known = options_of(workload, cluster, prices, hypothetical=hypothetical, processes=processes)
     evaluator = Evaluator(workload.graph, prices, workload.models, lockstep=lockstep)
     choices = [
         [evaluator.add(call, each.placement) for each in known[name]] for call, name in enumerate(evaluator.calls)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
+from jrlhf.data.task import STAGES
 from jrlhf.models import ModelConfig, init_lm, init_scalar
 from jrlhf.models.hf import export_hf
 from jrlhf.tokenizer import load_tokenizer
@@ -188,6 +189,8 @@ def settings(user: Path) -> Callable[..., dict]:
         if found["stages"][-1] in ("sft", "reward_model", "dpo") and "ppo" not in sections:
             found["ppo"] = {"rollout_batch": 8}  # which is how texts are sampled then
             sections["ppo"] = found["ppo"]
+        learnt = {key for key, stages in STAGES.items() if set(stages) & set(found["stages"])}
+        found["data"] = {key: each for key, each in found["data"].items() if key not in STAGES or key in learnt}
         unread = {"sft", "reward_model", "ppo"} - {*found["stages"], *sections}
         return {name: value for name, value in found.items() if name not in unread}
 

@@ -1,6 +1,7 @@
 """Every algorithm as a graph: the calls that it states are the calls that an iteration makes."""
 
 import inspect
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -13,7 +14,7 @@ from jrlhf.dataflow import Pending, call, trace
 from jrlhf.model import Architecture, Model
 from jrlhf.models import ModelConfig
 from jrlhf.programs import Compute
-from jrlhf.rl import _starts
+from jrlhf.rl import _starts, algorithm_of
 from jrlhf.stage_config import ALGORITHMS
 from jrlhf.strict import build
 
@@ -71,6 +72,12 @@ def test_the_policy_is_held_twice_only_where_it_is_a_reference(name, options):
     referenced = config.rl.algorithm.needs_reference
     assert models.keys() == {"actor", *(["reference"] if referenced else [])} and models["actor"] is policy
     assert set(identities) == ({"reference"} if referenced else set())
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_minibatches_are_shuffled_by_the_runs_seed(name):
+    config = build(Config, {"stages": [name], "seed": 3})
+    assert algorithm_of(config) == replace(algorithm_of(build(Config, {"stages": [name]})), seed=3)
 
 
 def test_options_change_the_graph():

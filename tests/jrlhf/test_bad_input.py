@@ -229,7 +229,10 @@ def test_a_dataset_that_cannot_be_read(refused, tmp_path, content, message):
         ({"mesh": {"data": 1, "fsdp": 1, "tensor": 8}}, "does not divide over mesh.tensor=8"),
         ({"sft": {"batch": 9}}, "sft.batch=9 does not divide"),
         ({"sft": {"batch": 8, "micro_batches": 3}}, "x 3 micro-batches: choose a multiple of 24"),
-        ({"rollout": {"slots": 12}}, "rollout.slots=12 does not divide over 8 device(s)"),
+        (
+            {"stages": ["sft", "ppo"], "rollout": {"slots": 12}} | SCORED,
+            "rollout.slots=12 does not divide over 8 device(s)",
+        ),
         ({"rollout": {"chunk": 0}}, "rollout.chunk=0"),
         (
             {"stages": ["sft", "ppo"], "compute": {"shared_passes": True}, "ppo": {"algorithm": {"epochs": 2}}}

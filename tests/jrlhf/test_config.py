@@ -22,6 +22,7 @@ class Inner(Section):
     rate: float = 0.5
     steps: int = count(3)
     limit: float | None = None
+    key: int = field(default=7, metadata={"from": "seed"})
 
 
 @dataclass(frozen=True)
@@ -106,6 +107,7 @@ def test_null_is_none_only_where_the_type_allows_it_and_only_unquoted():
         ("{needed: a, even: 1e999}", "even=1e999: it must be a whole number"),
         ("{needed: a, even: [2]}", "even=[2]: it must be a whole number"),
         ("{needed: a, inner: {steps: 0}}", "inner.steps=0: it must be at least 1"),
+        ("{needed: a, inner: {key: 1}}", "inner.key is not a known key: the run's seed is used, set that"),
         ("{needed: a, inner: {rate: abc}}", "inner.rate=abc: it must be a finite number"),
         ("{needed: a, inner: {rate: nan}}", "inner.rate=nan: it must be a finite number"),
         ("{needed: a, inner: {rate: .inf}}", "inner.rate=.inf: it must be a finite number"),
@@ -303,6 +305,8 @@ def test_mesh_sizes(tmp_path, mesh, devices, sizes):
 
 GRPO = ["stages=[sft, grpo]", "rewards=[{name: a, function: exact_match}]"]
 SUMS = ["data.source=arithmetic"]
+SETS = ["data.source=datasets", "model.path=m"]
+GIVEN = ["stages=[grpo]", "rewards=[{name: a, function: f}]"]
 
 
 @pytest.mark.parametrize(
@@ -446,6 +450,50 @@ SUMS = ["data.source=arithmetic"]
             "ppo.algorithm.ptx_coef=0.5 would imitate texts by the distribution that ppo.temperature=0.7 scales: set "
             "the temperature to 1, or ptx_coef to 0",
         ),
+        (
+            ["ppo.algorithm={kl_coef: 0, kl_in: loss, kl_estimator: k3}"],
+            "ppo.algorithm.kl_in=loss has no effect with ppo.algorithm.kl_coef=0: leave it out",
+        ),
+        (["ppo.algorithm={kl_coef: 0, kl_estimator: k2}"], "ppo.algorithm.kl_estimator=k2 has no effect with ppo.algo"),
+        (["stages=[sft, reward_model, dr_grpo]"], None),  # whose own estimator waits for a kl_coef
+        # What computes, and what is recorded
+        (["compute.fused_loss=false"], None),
+        (
+            ["compute.fused_loss=false", "stages=[sft]"],
+            "compute.fused_loss=False has no effect with stages=[sft]: leave",
+        ),
+        (
+            ["compute.fused_loss=false", "stages=[sft, reward_model, gspo]"],
+            "compute.fused_loss=False has no effect with gspo.algorithm.ratio=sequence-mean: leave it out",
+        ),
+        (
+            ["compute={fused_loss: false, shared_passes: true}"],
+            "compute.fused_loss=False has no effect with compute.shared_passes: leave it out",
+        ),
+        (["stages=[sft]", "compute.score_tokens=64", "rollout.slots=16"], None),  # the held-out rows' loss, and answers
+        (["profile.stage=ppo"], "profile.stage=ppo has no effect with profile.iterations=[]: leave it out"),
+        # Rewards
+        *(
+            (
+                [f"rewards=[{{name: a, {part}}}]"],
+                f"rewards[0].{key} has no effect with rewards[0].{part.split(':')[0]}: ",
+            )
+            for part, key in (
+                ("model: m, workers: 2", "workers=2"),
+                ("model: m, deadline: 2", "deadline=2.0"),
+                ("model: m, options: {k: 1}", "options={'k': 1}"),
+                ("adapter: m, columns: {k: l}", "columns={'k': 'l'}"),
+                ("adapter: m, batch: 2", "batch=2"),
+                ("adapter: m, on_failure: 0", "on_failure=0.0"),
+                ("function: f, batch: 2", "batch=2"),
+            )
+        ),
+        (["rewards=[{name: a, model: m, batch: 2, on_failure: 0}]"], None),
+        (["rewards=[{name: a, function: f, workers: 2, deadline: 2, on_failure: 0, options: {k: 1}}]"], None),
+        (
+            ["stages=[sft, reward_model, safe_rlhf]", "costs=[{name: a, function: f, batch: 2}]"],
+            "costs[0].batch=2 has no effect with costs[0].function: leave it out",
+        ),
         # Batches
         (["ppo.rollout_batch=30", "ppo.algorithm.minibatches=2"], "ppo.rollout_batch=30 does not divide over 4 device"),
         (
@@ -466,6 +514,15 @@ SUMS = ["data.source=arithmetic"]
             "of 4, 8 or more",
         ),
         # Data
+        ([*SETS, "stages=[sft]", "data.preferences.path=p", "data.prompts.path=q"], None),  # of stages still to come
+        ([*SETS, *GIVEN, "data.sft.path=s"], "data.sft.path=s has no effect with stages=[grpo]: leave it out"),
+        ([*SETS, *GIVEN, "data.preferences.path=p"], "data.preferences.path=p has no effect with stages=[grpo]: leave"),
+        ([*SETS, *GIVEN, "data.sft.path=s", "grpo.algorithm.ptx_coef=0.1"], None),
+        ([*SETS, "stages=[dpo]", "data.prompts.path=p"], "data.prompts.path=p has no effect with stages=[dpo]: leave"),
+        (
+            [*SETS, "stages=[sft]", "rollout.slots=16"],
+            "rollout.slots=16 has no effect with stages=[sft], which sample nothing: leave it out",
+        ),
         (
             [*SUMS, "stages=[sft, dpo]"],
             "data.source=arithmetic has no preferences for stage dpo: leave it out, and give rewards to an algorithm "
@@ -475,7 +532,7 @@ SUMS = ["data.source=arithmetic"]
             [*SUMS, *GRPO, "evaluation.every=2", "data.heldout_rows=0"],
             "evaluation.every=2 has no prompts to validate on: raise data.heldout_rows, or set it to null",
         ),
-        (["evaluation.every=2", "data.heldout_rows=0"], None),
+        (["data.heldout_rows=0"], "data.heldout_rows=0 has no effect with data.source=docstrings: leave it out"),
         (["arithmetic.units_first=true"], "arithmetic.units_first=True has no effect with data.source=docstrings"),
     ],
 )

@@ -27,6 +27,23 @@ def test_a_plan_is_printed_saved_drawn_and_priced_again(tmp_path, capsys):
     assert {budgeted[name].micro_batches for name in calls} == {1}
 
 
+def test_what_is_proposed_for_several_hosts_runs_in_their_processes(tmp_path, capsys):
+    """Slices would be faster on two nodes; but from one to another no two processes bring arrays."""
+    saved = tmp_path / "plan.yaml"
+    cluster = ["--config", "llama3-8b-ppo", "--cluster", "16xh100", "ppo.algorithm.micro_batches=4"]
+    search = [*cluster, "--proposals", "2000", "--save", str(saved)]
+    assert cli(search) == 0
+    assert "2 processes run every call on all devices; --processes 1 shows" in capsys.readouterr().out
+    proposed = plan_of(yaml.safe_load(saved.read_text()))
+    assert {(each.devices.start, each.devices.stop) for each in proposed.placements.values()} == {(0, 16)}
+    assert cli([*search, "--processes", "1"]) == 0
+    assert "processes" not in capsys.readouterr().out
+    assert len({str(each.devices) for each in plan_of(yaml.safe_load(saved.read_text())).placements.values()}) > 1
+    assert cli([*cluster, "--plan", str(saved)]) == 2
+    told = capsys.readouterr()
+    assert "bottleneck: " in told.out and "use plan=colocate, or run in one process" in told.err
+
+
 def test_a_plan_that_does_not_fit_is_printed_and_refused(capsys):
     assert cli([*ARGUMENTS, "--plan", "colocate", "ppo.rollout_batch=8192"]) == 2
     told = capsys.readouterr()
@@ -47,6 +64,7 @@ def test_a_plan_that_does_not_fit_is_printed_and_refused(capsys):
         (["--cluster", "8xh100", "--plan", "split", "stages=[sft]"], "--plan split has no effect with stages=[sft]"),
         (["--cluster", "8xh100", "--seconds", "0"], "--seconds 0.0 must be more than 0"),
         (["--cluster", "8xh100", "--proposals", "-1"], "--proposals -1 must be more than 0"),
+        (["--cluster", "8xh100", "--processes", "0"], "--processes 0 must be from 1 to 8, the number of devices"),
         (["--cluster", "8xh100", "--plot", "plan.txt"], "must end in .svg, .png, .pdf"),
         (
             ["--cluster", "8xh100", "--proposals", "10", "ppo.rollout_batch=510"],

@@ -1,8 +1,10 @@
 """Several processes on one machine: they agree, run what one process runs, and end together."""
 
 import json
+import math
 import os
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -19,8 +21,11 @@ from safetensors.numpy import load_file
 
 from jrlhf.algorithms import graph_of
 from jrlhf.config import Config, DistributedConfig, load_config
+from jrlhf.consistency import validate
 from jrlhf.errors import UserError
 from jrlhf.files import read_jsonl
+from jrlhf.launch import architectures
+from jrlhf.meshes.hardware import cluster
 from jrlhf.meshes.plan import Placement, Plan, Slice
 from jrlhf.metrics import read_metrics
 from jrlhf.planning.processes import refuse_cross_process
@@ -295,6 +300,7 @@ def test_a_process_that_dies_ends_the_others(tmp_path: Path, killed: int):
 
 FUNCTION = """
 import os
+from dataclasses import dataclass
 from pathlib import Path
 
 def shorter(completions, prompts):
@@ -399,11 +405,6 @@ def test_a_coordinator_that_does_not_answer_is_named(tmp_path: Path, said: str):
     assert not (tmp_path / "tiny").exists()
 
 
-@dataclass(frozen=True)
-class Device:
-    process_index: int
-
-
 def plan(**calls: str) -> Plan:
     placements = {}
     for call, devices in calls.items():
@@ -413,7 +414,7 @@ def plan(**calls: str) -> Plan:
 
 
 def test_plans_that_processes_cannot_run_are_refused():
-    one, two = [Device(0)] * 8, [Device(number // 4) for number in range(8)]
+    one, two = [0] * 8, [number // 4 for number in range(8)]
     apart = plan(generate="0-3", update="4-7")
     refuse_cross_process(apart, one)
     refuse_cross_process(plan(generate="0-7", update="0-7"), two)
@@ -422,6 +423,42 @@ def test_plans_that_processes_cannot_run_are_refused():
         refuse_cross_process(apart, two)
     with pytest.raises(UserError, match=r"runs generate on devices 0-7 and update on 2-5, and JAX cannot bring arrays"):
         refuse_cross_process(plan(generate="0-7", update="2-5"), two)
+
+
+def slurm() -> tuple[int, list[str]]:
+    text = (LAUNCH / "slurm.sh").read_text()
+    nodes, of_node = (re.search(rf"^#SBATCH --{key}=(\d+)$", text, re.MULTILINE) for key in ("nodes", "gpus-per-node"))
+    said = re.search(r"^# On the (\d+) GPUs below, for instance: (.*)$", text, re.MULTILINE)
+    assert nodes and of_node and said and int(said[1]) == int(nodes[1]) * int(of_node[1])
+    return int(said[1]), said[2].split()
+
+
+def tpu_pod() -> tuple[int, list[str]]:
+    said = re.search(r"^# On a (\S+), for instance: (.*)$", (LAUNCH / "tpu-pod.sh").read_text(), re.MULTILINE)
+    assert said
+    return cluster(said[1]).devices, said[2].split()
+
+
+def gke() -> tuple[int, list[str]]:
+    manifest = yaml.safe_load((LAUNCH / "gke.yaml").read_text())
+    job = manifest["spec"]["replicatedJobs"][0]["template"]["spec"]
+    pod = job["template"]["spec"]
+    (container,) = pod["containers"]
+    chips = job["parallelism"] * container["resources"]["limits"]["google.com/tpu"]
+    topology = pod["nodeSelector"]["cloud.google.com/gke-tpu-topology"]
+    assert chips == math.prod(int(side) for side in topology.split("x"))
+    words = shlex.split(container["args"][0].replace("\\\n", " "))
+    return chips, words[words.index("--config") + 1 : words.index("${resume[@]}")]
+
+
+@pytest.mark.parametrize("template", [slurm, tpu_pod, gke])
+def test_the_command_of_a_launch_template_suits_its_devices(template, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    devices, (name, *overrides) = template()
+    config = load_config(name, overrides)
+    validate(config, devices, architectures(config))
+    with pytest.raises(UserError, match=f"does not fit {2 * devices} device"):
+        validate(config, 2 * devices, architectures(config))
 
 
 def test_launch_templates_are_well_formed():

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from jrlhf.chat import encode_chat, render_chat
-from jrlhf.data.encode import encode_answered, encode_preferences, encode_prompts, encode_sft
+from jrlhf.data.encode import encode_answered, encode_preferences, encode_prompts, encode_sft, tools_of
 from jrlhf.data.read import Columns, Dataset, from_rows
 from jrlhf.data.types import Example
 from jrlhf.errors import UserError
@@ -131,6 +131,11 @@ def test_tools_of_a_row_reach_the_template(qwen: Tokenizer):
     texts = encode_prompts(from_rows(rows), qwen, max_prompt=300).texts
     assert texts[0] == texts[1] == render_chat(qwen, [user("2?")], add_generation_prompt=True, tools=[tool])
     assert '"name": "add"' in texts[0] and "add" not in texts[2]
+    pair = [row | {"chosen": [assistant("4")], "rejected": [assistant("5")]} for row in rows]
+    learnt = encode_preferences(from_rows(pair), qwen, max_length=300).chosen
+    for row, ids in zip(rows, learnt, strict=True):  # what a reward model learns from is what it scores
+        assert encode_answered(qwen, (user("2?"),), (assistant("4"),), tools=tools_of(row), cut=True) == ids
+    assert learnt[0] == learnt[1] != learnt[2]
     with pytest.raises(UserError, match="row 1: the tools are not a list in JSON"):
         encode_prompts(from_rows([{"prompt": [user("2?")], "tools": "[{"}]), qwen, max_prompt=300)
 
@@ -256,8 +261,6 @@ def test_overlong_sequences(qwen: Tokenizer):
     cut = encode_sft(data, qwen, max_length=size - 2, overlong="truncate_left")
     assert (cut.ids[0], cut.learn[0]) == (whole.ids[0][2:], whole.learn[0][2:])
     assert (cut.prompt_lengths, cut.truncated) == ((prompt - 2, whole.prompt_lengths[1]), 1)
-    short = encode_sft(data, qwen, max_length=99, max_prompt=prompt - 1, overlong="truncate_left")
-    assert short.ids[0] == whole.ids[0][1:]
     with pytest.raises(UserError, match="even without the prompt"):
         encode_sft(data, qwen, max_length=size - prompt, overlong="truncate_left")
     # Whole conversations and texts lose their own beginning.
@@ -336,9 +339,10 @@ def test_pairs_that_say_nothing_or_do_not_fit_are_counted(qwen: Tokenizer):
     assert (fewer.chosen, fewer.same, fewer.filtered) == (pairs.chosen[:1], 1, 1)
     with pytest.raises(UserError, match="row 3: .* of prompt and .* of answer are too many for at most"):
         encode_preferences(from_rows(rows), qwen, max_length=longest - 1)
-    cut = encode_preferences(from_rows(rows), qwen, max_length=99, max_prompt=3, overlong="truncate_left")
-    assert cut.prompt_lengths[0] == 3 and cut.truncated == 1
-    lost = pairs.prompt_lengths[0] - 3
+    lost = 2
+    limit = max(len(pairs.chosen[0]), len(pairs.rejected[0])) - lost
+    cut = encode_preferences(from_rows(rows[:1]), qwen, max_length=limit, overlong="truncate_left")
+    assert cut.prompt_lengths[0] == pairs.prompt_lengths[0] - lost and cut.truncated == 1
     assert (cut.chosen[0], cut.rejected[0]) == (pairs.chosen[0][lost:], pairs.rejected[0][lost:])
     with pytest.raises(UserError, match="no row is left: 0 are longer"):
         encode_preferences(from_rows(rows[1:2]), qwen, max_length=99)

@@ -350,6 +350,19 @@ def test_directories_without_the_data_are_refused(tmp_path: Path):
         read_dataset(tmp_path / "nowhere")
 
 
+@pytest.mark.parametrize("write", [write_jsonl, write_to_disk])
+def test_what_has_no_splits_is_not_read_as_one(write: Callable[[Path], Path], tmp_path: Path):
+    path = write(tmp_path)
+    sentence = f"{path} has no splits and is read whole, not split='test': leave split out, or name a part"
+    with pytest.raises(UserError) as caught:
+        read_dataset(path, split="test")
+    assert str(caught.value) == sentence
+    (tmp_path / "rows").mkdir()
+    lines(tmp_path / "rows" / "sums.jsonl", *GSM8K)
+    with pytest.raises(UserError, match="rows has no splits and is read whole, not split='test'"):
+        read_dataset(tmp_path / "rows", split="test")
+
+
 def test_splits_of_a_saved_dataset(tmp_path: Path):
     directory = write_splits_to_disk(tmp_path)
     assert len(read_dataset(directory, columns=Columns(prompt="question"), split="test").examples) == 1
