@@ -360,6 +360,11 @@ def _check_shared_passes(config: Config) -> None:
     if not config.compute.shared_passes:
         return
     stage, algorithm = config.algorithm or "ppo", config.rl.algorithm
+    if config.rl.dataflow is not None:
+        raise UserError(
+            f"compute.shared_passes has a dataflow of its own in place of {stage}.dataflow={config.rl.dataflow}: leave "
+            "one of them out"
+        )
     if stage in ("dapo", "remax", "safe_rlhf"):
         raise UserError(f"compute.shared_passes cannot compute stage {stage}: set it to false")
     for name, single in (("epochs", 1), ("minibatches", 1), ("micro_batches", 1), ("micro_batch_tokens", None)):
