@@ -190,6 +190,7 @@ def _check_used(config: Config) -> None:
             "fresh weights, which have no model.path for a critic of its own",
         ),
         (evaluation.every is None, "evaluation", evaluation, ("k", "temperature"), "a run without evaluation.every"),
+        (config.wandb.project is None, "wandb", config.wandb, ("entity", "group", "mode"), "wandb.project=null"),
         (name is None, "reward_model", config.reward_model, ("weight",), stages),
         (name is None, "evaluation", evaluation, ("every",), stages),
         (name is None, "compute", config.compute, ("shared_passes",), stages),

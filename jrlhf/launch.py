@@ -37,6 +37,7 @@ from jrlhf.sources import check_sources
 from jrlhf.stage_config import PPOStageConfig
 from jrlhf.task import Task
 from jrlhf.tokenizer import Tokenizer, check_vocabulary, load_tokenizer, same_tokens
+from jrlhf.tracking import tracking
 
 
 @contextmanager
@@ -61,7 +62,11 @@ def open_context(config: Config, *, resume: bool) -> Iterator[Context]:
     devices = f"# {mesh.size} {mesh.devices.flat[0].device_kind} device(s), mesh {dict(mesh.shape)}"
     devices += f", {jax.process_count()} process(es)" if several() else ""
     devices += "" if plan is None else f", plan {plan.name}"
-    with _opened_run(config, resume, devices) as run, PreemptionGuard() as preemption:
+    with (
+        _opened_run(config, resume, devices) as run,
+        PreemptionGuard() as preemption,
+        tracking(config, run, console.warn) as wandb,
+    ):
         run.write("tokenizer.json", task.tokenizer.to_json())
         if plan is not None:
             run.write(PLAN, plan_yaml(plan))
@@ -74,6 +79,7 @@ def open_context(config: Config, *, resume: bool) -> Iterator[Context]:
             run=run,
             console=console,
             preemption=preemption,
+            wandb=wandb,
             places={} if plan is None else places_of(plan, graph_of(config), list(mesh.devices.flat)),
         )
 

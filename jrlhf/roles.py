@@ -1,8 +1,8 @@
 """The roles of RLHF: parameters, where they live, and the compiled functions that use them.
 
-A role is the only stateful object of the program. What `call` decorates is a call of an algorithm's graph: it takes and
-returns arrays whose rows lie over all devices of the mesh that the role's `places` name for it. In which layout a call
-sees the model is decided there and in `programs.py`, and nowhere else.
+A role keeps its model's state from one call to the next. What `call` decorates is a call of an algorithm's graph: it
+takes and returns arrays whose rows lie over all devices of the mesh that the role's `places` name for it. In which
+layout a call sees the model is decided there and in `programs.py`, and nowhere else.
 """
 
 from collections.abc import Callable, Sequence

@@ -20,7 +20,8 @@ from jrlhf.strict import flatten, parse_yaml
 
 CONFIG, PLAN, ENVIRONMENT, SAMPLES = "config.yaml", "plan.yaml", "environment.txt", "samples.jsonl"
 _LOCK = ".lock"
-_WHERE = ("name", "run_dir", "distributed", "plan")  # where a run is, not what it does: it may move and go on there
+# Where a run is and is watched, not what it does: it may move and go on there.
+_WHERE = ("name", "run_dir", "distributed", "plan", "wandb")
 
 
 class Run:
