@@ -271,6 +271,16 @@ class EvaluationConfig(Section):
 
 
 @dataclass(frozen=True)
+class WandbConfig(Section):
+    """Weights & Biases, beside metrics.jsonl and TensorBoard. What fails there neither stops nor slows the run."""
+
+    project: str | None = None  # null: off
+    entity: str | None = None  # null: the user's default
+    group: str | None = None
+    mode: Literal["online", "offline"] = "online"  # offline: into the run's wandb/, for `wandb sync`
+
+
+@dataclass(frozen=True)
 class ProfileConfig(Section):
     """Iterations of a stage that jax.profiler records, each into a directory in the run's profile/."""
 
@@ -322,6 +332,7 @@ class Config(Section):
     checkpoints: CheckpointConfig = CheckpointConfig()
     export: ExportConfig = ExportConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
+    wandb: WandbConfig = WandbConfig()
     profile: ProfileConfig = ProfileConfig()
 
     @property

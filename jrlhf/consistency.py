@@ -196,6 +196,7 @@ def _check_used(config: Config) -> None:
             "fresh weights, which have no model.path for a critic of its own",
         ),
         (evaluation.every is None, "evaluation", evaluation, ("k", "temperature"), "a run without evaluation.every"),
+        (config.wandb.project is None, "wandb", config.wandb, ("entity", "group", "mode"), "wandb.project=null"),
         (name is None, "reward_model", config.reward_model, ("weight",), stages),
         (name is None, "evaluation", evaluation, ("every",), stages),
         (name is None, "compute", compute, ("shared_passes", "fused_loss"), stages),
@@ -389,6 +390,11 @@ def _check_shared_passes(config: Config) -> None:
     if not config.compute.shared_passes:
         return
     stage, algorithm = config.algorithm or "ppo", config.rl.algorithm
+    if config.rl.dataflow is not None:
+        raise UserError(
+            f"compute.shared_passes has a dataflow of its own in place of {stage}.dataflow={config.rl.dataflow}: leave "
+            "one of them out"
+        )
     if stage in ("dapo", "remax", "safe_rlhf"):
         raise UserError(f"compute.shared_passes cannot compute stage {stage}: set it to false")
     for name, single in (("epochs", 1), ("minibatches", 1), ("micro_batches", 1), ("micro_batch_tokens", None)):

@@ -13,6 +13,7 @@ from jrlhf.preemption import PreemptionGuard
 from jrlhf.programs import Compute
 from jrlhf.runs import Run
 from jrlhf.task import Task
+from jrlhf.tracking import Wandb
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class Context:
     run: Run
     console: Console
     preemption: PreemptionGuard
+    wandb: Wandb | None = None
     places: Mapping[str, Places] = field(default_factory=dict)  # by role, in the stage of reinforcement learning
 
     def where(self, role: str) -> Places:

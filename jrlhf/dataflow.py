@@ -102,11 +102,14 @@ class Value:
     def __init__(self, name: str):
         self.name = name
 
-    def __or__(self, other: "Value") -> "Value":
+    def __or__(self, other: Any) -> "Value":
         return self  # metrics of two calls as one mapping
 
     def __bool__(self) -> bool:
         raise TypeError(f"{self.name} has no value while the algorithm is traced: its calls may not depend on values")
+
+    def __getattr__(self, attribute: str) -> Any:
+        raise AttributeError(f"{self.name} has no {attribute} while the algorithm is traced: only calls read values")
 
 
 class _Recorder:
@@ -136,10 +139,13 @@ class _StandIn:
     def __getattr__(self, method: str) -> Any:
         if f"{self._name}.{method}" in self._facts:
             return lambda *_: self._facts[f"{self._name}.{method}"]
-        found = getattr(self._role, method)
+        found = getattr(self._role, method, None)
         if hasattr(found, _CONDITION):
             self._asked[method] += 1
             return lambda *_: self._asked[method] == 1
+        if not hasattr(found, _CALL):
+            calls = [name for name, each in vars(self._role).items() if hasattr(each, _CALL)]
+            raise AttributeError(f"{self._name} has no call {method}: its calls are {', '.join(calls)}")
         kind, outputs = getattr(found, _CALL)
         outputs = tuple(output.format(role=self._name) for output in outputs)
         return lambda *arguments, **named: self._recorder.record(

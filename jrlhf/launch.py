@@ -36,6 +36,7 @@ from jrlhf.sleep import check_sleep
 from jrlhf.sources import check_sources
 from jrlhf.task import Task
 from jrlhf.tokenizer import Tokenizer, check_vocabulary, load_tokenizer, same_tokens
+from jrlhf.tracking import tracking
 
 
 @contextmanager
@@ -60,7 +61,11 @@ def open_context(config: Config, *, resume: bool) -> Iterator[Context]:
     devices = f"# {mesh.size} {mesh.devices.flat[0].device_kind} device(s), mesh {dict(mesh.shape)}"
     devices += f", {jax.process_count()} process(es)" if several() else ""
     devices += "" if plan is None else f", plan {plan.name}"
-    with _opened_run(config, resume, devices) as run, PreemptionGuard() as preemption:
+    with (
+        _opened_run(config, resume, devices) as run,
+        PreemptionGuard() as preemption,
+        tracking(config, run, console.warn) as wandb,
+    ):
         if run.changed:
             console.line(f"going on {run.changed}")
         run.write(TOKENIZER, task.tokenizer.to_json())
@@ -75,6 +80,7 @@ def open_context(config: Config, *, resume: bool) -> Iterator[Context]:
             run=run,
             console=console,
             preemption=preemption,
+            wandb=wandb,
             places={} if plan is None else places_of(plan, graph_of(config), list(mesh.devices.flat)),
         )
 

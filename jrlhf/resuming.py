@@ -13,7 +13,7 @@ from jrlhf.strict import flatten, parse_yaml
 
 # Patterns of keys. With others than it began with, a run goes on to the same results,
 _SAME = ("name", "run_dir", "distributed.*", "deadline", "sleep.*", "profile.*", "checkpoints.*", "export.*")
-_SAME += ("evaluation.*", "*.eval_every", "*.save_every")  # they only look
+_SAME += ("wandb.*", "evaluation.*", "*.eval_every", "*.save_every")  # they only look
 # or to the same but for the rounding of sums in another order.
 _ROUNDED = ("plan", "device.*", "mesh.*", "rollout.*", "*.micro_batches", "*.micro_batch_tokens")
 _ROUNDED += ("compute.remat", "compute.logprob", "compute.fused_loss", "compute.attention", "compute.score_tokens")

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from jrlhf.algorithms import dataflow_of, graph_of
+from jrlhf.algorithms import dataflow_identity, dataflow_of, graph_of
 from jrlhf.batches import Batch, batch_indices, key_for, pad_rows, put_prompts, put_rows, row_keys
 from jrlhf.config import Config
 from jrlhf.context import Context
@@ -85,6 +85,7 @@ def train_rl(context: Context, policy: Model, rewards: Rewards, costs: Rewards |
         return replace(state, moments=transfer(state.moments, rewards.places["score"].mesh))
 
     meta = {"corpus": task.fingerprint} | roles.identities
+    meta |= {} if (identity := dataflow_identity(config)) is None else {"dataflow": identity}
     meta |= {f"reward {reward}": word for reward, word in rewards.identities.items()}
     meta |= {} if costs is None else {f"cost {cost}": word for cost, word in costs.identities.items()}
 

@@ -1,8 +1,8 @@
 """The roles of RLHF: parameters, where they live, and the compiled functions that use them.
 
-A role is the only stateful object of the program. What `call` decorates is a call of an algorithm's graph: it takes and
-returns arrays whose rows lie over all devices of the mesh that the role's `places` name for it. In which layout a call
-sees the model is decided there and in `programs.py`, and nowhere else.
+A role keeps its model's state from one call to the next. What `call` decorates is a call of an algorithm's graph: it
+takes and returns arrays whose rows lie over all devices of the mesh that the role's `places` name for it. In which
+layout a call sees the model is decided there and in `programs.py`, and nowhere else.
 """
 
 from collections.abc import Callable, Sequence
@@ -37,6 +37,7 @@ from jrlhf.ppo import (
     SFTBatch,
     TrainState,
     align_scores,
+    make_custom_experience,
     make_experience,
     make_group_experience,
     make_return_experience,
@@ -326,6 +327,8 @@ class Estimator:
             make: jax.jit(partial(_of_placed, make, config=algorithm))
             for make in (make_experience, make_group_experience, make_return_experience, make_safe_experience)
         }
+        custom = partial(_of_placed, make_custom_experience, config=algorithm)
+        self._custom = jax.jit(custom, static_argnames="advantages")
 
     @call("compute", "experience")
     @timed("adv")
@@ -346,6 +349,17 @@ class Estimator:
         """Returns of tokens, minus a baseline of the prompt."""
         baselines = None if baselines is None else _of_rows(baselines)
         return self._jitted[make_return_experience](rollout, scores, old, ref, baselines, kl_coef=kl_coef)
+
+    @call("compute", "experience")
+    @timed("adv")
+    def custom_experience(
+        self, advantages: Callable[..., Any], rollout: Rollout, scores, old, ref, kl_coef, *others
+    ) -> Experience:
+        """Advantages by a function of the experience so far, the algorithm's numbers and `others`, which is jitted.
+
+        advantages: as in `make_custom_experience`; the same object in every iteration, or it is compiled anew.
+        """
+        return self._custom(rollout, scores, old, ref, *others, advantages=advantages, kl_coef=kl_coef)
 
     @call("compute", "experience", "cost_experience")
     @timed("adv")

@@ -17,6 +17,7 @@ from jrlhf.processes import from_main
 from jrlhf.rewards.functions import FunctionReward
 from jrlhf.task import Task
 from jrlhf.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
+from jrlhf.tracking import check_wandb
 
 
 def check_sources(config: Config, task: Task, actor: ModelConfig, mesh: Mesh) -> None:
@@ -25,6 +26,7 @@ def check_sources(config: Config, task: Task, actor: ModelConfig, mesh: Mesh) ->
     Raises:
         UserError: one of them cannot be used.
     """
+    from_main(partial(check_wandb, config))
     if config.model.path is not None:
         check_weights(config.model.path, "model.path")
     check_adapter(config, actor, mesh)

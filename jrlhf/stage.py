@@ -75,6 +75,8 @@ def run_stage(
                     run.add_samples(samples)
                     console.samples([sample for sample in samples if "kind" not in sample])
                 numbers = log.log(name, step + 1, metrics, samples)
+                if context.wandb is not None:
+                    context.wandb.log(name, step + 1, numbers)
                 progress.advance(step + 1, numbers)
                 stop = context.preemption.agreed()
                 if (step + 1) % save_every == 0 or step + 1 == steps or stop:

@@ -101,6 +101,8 @@ class DPOStageConfig(OptimizerConfig):
 class RLStageConfig(Section):
     """Reinforcement learning against the rewards. Each algorithm's section has these keys and its own `algorithm`."""
 
+    # A function in place of the algorithm's iteration, package.module:function or file.py:function: algorithms.py.
+    dataflow: str | None = None
     iterations: int = count(40)
     rollout_batch: int = count(128)  # rows: prompts, times the samples of each where an algorithm has groups
     temperature: float = positive(1.0)

@@ -19,6 +19,7 @@ from jrlhf.ppo.config import (
 from jrlhf.ppo.dpo import make_dpo_step, pair_terms, response_logprobs, with_reference
 from jrlhf.ppo.experience import (
     experience_metrics,
+    make_custom_experience,
     make_experience,
     make_group_experience,
     make_return_experience,
@@ -72,6 +73,7 @@ __all__ = [
     "loss_weights",
     "make_actor_step",
     "make_critic_step",
+    "make_custom_experience",
     "make_dpo_step",
     "make_experience",
     "make_group_experience",

@@ -27,8 +27,10 @@ group's. (verl and TRL leave such rows out of the loss, and their scores in the 
 score, cost or baseline is not finite: it cannot teach, and whitening would carry its NaN to every other row.
 """
 
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +41,7 @@ from jrlhf.ppo.config import GRPOConfig, PolicyConfig, PPOConfig, ReinforcePPCon
 from jrlhf.ppo.kl import kl_estimate
 from jrlhf.ppo.losses import LOG_RATIO_LIMIT
 from jrlhf.ppo.masked import last_token_mask, masked_mean, masked_sum, masked_variance, masked_whiten, response_mask
+from jrlhf.ppo.minibatches import row_axes
 from jrlhf.ppo.types import Experience, Rollout
 
 
@@ -131,6 +134,47 @@ def make_return_experience(
     if baselines is not None:
         advantages = jnp.where(mask, advantages - baselines.astype(jnp.float32)[:, None], 0)
     return replace(experience, advantages=_whitened(advantages, mask, config))
+
+
+def make_custom_experience(
+    rollout: Rollout,
+    scores: Float[Array, "B"] | Float[Array, "B T"],
+    old_logprobs: Float[Array, "B T"] | None,
+    ref_logprobs: Float[Array, "B T"] | None,
+    *others: Any,
+    advantages: Callable[..., Array | Mapping[str, Array]],
+    config: PolicyConfig,
+    kl_coef: float | Float[Array, ""],
+) -> Experience:
+    """That of an algorithm that is not here: A = `advantages(experience, config, *others)`. Arguments as above, and
+
+    Args:
+        advantages: a function of the experience so far, whose advantages are 0 and which has no values or returns. It
+            gives the advantages of rows [B] or of tokens [B, T], or several of an experience's fields by their names,
+            such as a critic's `values` and `returns`. Where the mesh's axes are Explicit, they are Auto within.
+        others: further arrays for it, with a row each.
+
+    What it gives is read at response tokens only; its advantages are whitened where the config says so.
+
+    Raises:
+        ValueError: it gives arrays of another shape, arrays whose shapes do not fit, or None for log-probabilities that
+            the config needs.
+    """
+    experience = _rewarded(rollout, scores, old_logprobs, ref_logprobs, config=config, kl_coef=kl_coef)
+    mask, rows = experience.response_mask, row_axes(rollout.tokens)
+
+    def fields(experience: Experience, *others: Any) -> dict[str, Array]:
+        made = advantages(experience, config, *others)
+        named = dict(made) if isinstance(made, Mapping) else {"advantages": made}
+        for name, x in named.items():
+            if x.shape not in (mask.shape, mask.shape[:1]):
+                raise ValueError(f"{name} has shape {x.shape}: it must be {mask.shape[:1]} or {mask.shape}")
+        return {name: _within(experience.response_mask, x.reshape(len(x), -1)) for name, x in named.items()}
+
+    if rows is not None:
+        fields = jax.sharding.auto_axes(fields, out_sharding=jax.P(rows))
+    made = replace(experience, **fields(experience, *others))
+    return replace(made, advantages=_whitened(made.advantages, mask, config))
 
 
 def make_safe_experience(

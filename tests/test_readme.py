@@ -24,7 +24,7 @@ README = (ROOT / DOCUMENTS[0]).read_text(encoding="utf-8")
 
 
 def test_the_example_with_a_foreign_model_trains_it():
-    _, code = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    *_, code = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     vocabulary, rows, time = 11, 8, 6
     keys = jax.random.split(jax.random.key(0), 5)
 
@@ -62,11 +62,18 @@ def test_the_example_with_a_foreign_model_trains_it():
 
 
 def test_the_algorithm_shown_is_the_one_that_runs():
-    shown, _ = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    shown, *_ = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     documented = ast.parse(inspect.getsource(algorithms.grpo)).body[0]
     assert isinstance(documented, ast.FunctionDef) and ast.get_docstring(documented)
     documented.body = documented.body[1:]
     assert ast.unparse(ast.parse(shown)) == ast.unparse(documented)
+
+
+def test_the_algorithm_of_ones_own_is_a_graph_of_its_calls(tmp_path):
+    _, own, _ = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    (tmp_path / "median.py").write_text(own)
+    graph = algorithms.graph_of(load_config("arithmetic-grpo", [f"grpo.dataflow={tmp_path}/median.py:median"]))
+    assert "estimator.custom_experience" in [call.name for call in graph]
 
 
 def test_every_path_that_the_documents_name_exists():

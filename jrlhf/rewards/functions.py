@@ -15,6 +15,7 @@ from typing import Any, Literal, Self
 import numpy as np
 
 from jrlhf.errors import UserError
+from jrlhf.functions import resolve
 from jrlhf.rewards import builtin
 from jrlhf.rewards.process import Death, Worker, dismiss, wait
 from jrlhf.rewards.types import Sample, Scored
@@ -408,26 +409,16 @@ class FunctionReward:
 
 def _resolve(called: str, spec: str) -> str:
     """The spec as a worker takes it, as far as it can be checked without running anything."""
-    where, colon, function = spec.rpartition(":")
-    if not colon:
-        if spec not in builtin.NAMES:
-            raise UserError(
-                f"{called}: {spec!r} is none of the built-in rewards ({', '.join(builtin.NAMES)}); write others "
-                "as package.module:function or path/file.py:function"
-            )
-        if spec == "math_verify" and find_spec("math_verify") is None:
-            raise UserError(f"{called}: math_verify needs its extra, pip install 'jrlhf[math]'")
-        return f"{builtin.__name__}:{spec}"
-    if not where or not all(part.isidentifier() for part in function.split(".")):
-        raise UserError(f"{called}: {spec!r} must be package.module:function or path/file.py:function")
-    if where.endswith(".py"):
-        path = Path(where).expanduser().resolve()
-        if not path.is_file():
-            raise UserError(f"{called}: there is no file {path}")
-        return f"{path}:{function}"
-    if not all(part.isidentifier() for part in where.split(".")):
-        raise UserError(f"{called}: {where!r} is neither a module's name nor a file that ends in .py")
-    return spec
+    if ":" in spec:
+        return resolve(spec, called)
+    if spec not in builtin.NAMES:
+        raise UserError(
+            f"{called}: {spec!r} is none of the built-in rewards ({', '.join(builtin.NAMES)}); write others "
+            "as package.module:function or path/file.py:function"
+        )
+    if spec == "math_verify" and find_spec("math_verify") is None:
+        raise UserError(f"{called}: math_verify needs its extra, pip install 'jrlhf[math]'")
+    return f"{builtin.__name__}:{spec}"
 
 
 def _given(sample: Sample) -> dict[str, Any]:

@@ -17,8 +17,6 @@ import asyncio
 import contextlib
 import faulthandler
 import hashlib
-import importlib
-import importlib.util
 import inspect
 import itertools
 import json
@@ -32,17 +30,15 @@ import socket
 import struct
 import sys
 import threading
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from jrlhf.errors import UserError
+from jrlhf.functions import explain, load
 
 LENGTH = struct.Struct(">I")
-DETAIL = 500  # characters of an explanation
 GIVEN = {  # what we pass by ourselves, by the call's style; all else is a column
     "trl": ("prompts", "completions", "completion_ids", "log_extra", "log_metric"),
     "verl": ("solution_str",),
@@ -83,7 +79,7 @@ def _serve(function: "Function", loop: asyncio.Runner, body: bytes, deadline: fl
     except UserError as error:
         return {"bad": str(error)}
     except BaseException as error:
-        return _failure("exception", _explain(error))
+        return _failure("exception", explain(error))
 
 
 def _keep_to_parent(channel: socket.socket) -> None:
@@ -140,14 +136,8 @@ class Function:
 
 
 def _prepare(spec: str, options: Mapping[str, Any]) -> Function:
-    try:
-        function, module = _load(spec)
-    except UserError:
-        raise
-    except BaseException as error:
-        raise UserError(f"reward function {spec!r} cannot be imported: {_explain(error)}") from error
-    if not callable(function):
-        raise UserError(f"reward function {spec!r} is a {type(function).__name__}: name a function")
+    found = load(spec, f"reward function {spec!r}")
+    function = found.function
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError) as error:
@@ -167,8 +157,6 @@ def _prepare(spec: str, options: Mapping[str, Any]) -> Function:
         if option not in named and not open_ended:
             raise UserError(f"options.{option}: reward function {spec!r} has the parameters {', '.join(named)}")
     columns = [p for p in named.values() if p.name not in GIVEN[style] and p.name not in options]
-    file = getattr(module, "__file__", None)
-    readable = file is not None and os.path.isfile(file)
     facts = {
         "style": style,
         "async": any(map(inspect.iscoroutinefunction, (function, getattr(function, "__call__", None)))),  # noqa: B004
@@ -176,33 +164,11 @@ def _prepare(spec: str, options: Mapping[str, Any]) -> Function:
         "open_ended": open_ended,
         "columns": [p.name for p in columns],
         "required": [p.name for p in columns if p.default is p.empty],
-        "file": file,
-        "sha256": hashlib.sha256(Path(file).read_bytes()).hexdigest() if file and readable else None,
+        "file": found.file,
+        "sha256": found.sha256,
     }
     hooks = tuple(h for h in HOOKS if style == "trl" and h not in options and (open_ended or h in named))
     return Function(partial(function, **options), hooks, facts)
-
-
-def _load(spec: str) -> tuple[Any, Any]:
-    """What `package.module:function` or `path/file.py:function` names, and its module."""
-    where, _, name = spec.rpartition(":")
-    if where.endswith(".py"):
-        path = Path(where).resolve()
-        sys.path.append(str(path.parent))  # for its neighbours; last, so that none of them hides an installed module
-        location = importlib.util.spec_from_file_location(f"reward_{path.stem}", path)
-        assert location is not None and location.loader is not None, where
-        module = importlib.util.module_from_spec(location)
-        sys.modules[module.__name__] = module  # dataclasses and pickle look there
-        location.loader.exec_module(module)
-    else:
-        module = importlib.import_module(where)
-    found: Any = module
-    for part in name.split("."):
-        if not hasattr(found, part):
-            public = ", ".join(n for n in vars(module) if not n.startswith("_")) or "nothing"
-            raise UserError(f"reward function {spec!r}: there is no {part!r} in {where}, which has {public}")
-        found = getattr(found, part)
-    return found, module
 
 
 def _answer(function: Function, loop: asyncio.Runner, call: Mapping[str, Any], deadline: float) -> dict[str, Any]:
@@ -242,7 +208,7 @@ async def _together(call: Callable, arguments: list[Mapping], lengths: Sequence[
         except BaseException as error:
             if timeout.expired():
                 return _failure("hang", f"no answer within {seconds:g} s")
-            return _failure("exception", _explain(error))
+            return _failure("exception", explain(error))
 
     return await asyncio.gather(*(one(*pair) for pair in zip(arguments, lengths, strict=True)))
 
@@ -334,17 +300,6 @@ def _with_extras(result: Any, extras: Mapping[str, float]) -> Any:
 
 def _failure(kind: str, detail: str) -> dict[str, str]:
     return {"failure": kind, "detail": detail}
-
-
-def _explain(error: BaseException) -> str:
-    """The last frame and the message of an exception."""
-    try:
-        text = "".join(traceback.format_exception_only(error)).strip()
-    except Exception:  # its __str__ is the function's own
-        text = type(error).__name__
-    frames = traceback.extract_tb(error.__traceback__)
-    place = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
-    return " ".join(text.split())[:DETAIL] + place
 
 
 def _show(value: Any) -> str:

@@ -46,7 +46,18 @@ def context(path):
         ),
         preemption=PreemptionGuard(),
         mesh=MESH,
+        wandb=Followed(),
     )
+
+
+class Followed:
+    """Notes what wandb would be told."""
+
+    def __init__(self):
+        self.said = []
+
+    def log(self, *said):
+        self.said.append(said)
 
 
 def init():
@@ -73,8 +84,11 @@ def test_a_stage_goes_on_from_its_newest_checkpoint(tmp_path):
             raise RuntimeError("lost")
         return advance(state, step)
 
+    here = context(tmp_path)
     with pytest.raises(RuntimeError, match="lost"):
-        run(context(tmp_path), step=broken)
+        run(here, step=broken)
+    losses = [(stage, step, numbers["loss"]) for stage, step, numbers in here.wandb.said]
+    assert losses == [("sft", step + 1, float(step)) for step in range(5)]
     assert [each["step"] for each in read_metrics(tmp_path)] == [1, 2, 3, 4, 5]
     taken = []
 
