@@ -239,9 +239,7 @@ def _from_directory(path: Path, split: str) -> Iterator[Numbered]:
             break
     else:
         raise UserError(f"{path} holds no dataset: no {', '.join(_READERS)} file, and not what save_to_disk writes")
-    splits = {
-        file: next((name for name in _SPLITS if re.match(rf"{name}(?![a-z])", file.name)), None) for file in files
-    }
+    splits = {file: _split_of(file.name) for file in files}
     if any(splits.values()):
         files = [file for file, name in splits.items() if name == split]
         if not files:
@@ -253,6 +251,13 @@ def _from_directory(path: Path, split: str) -> Iterator[Numbered]:
         raise UserError(f"{path} mixes {', '.join(file.name for file in files[:5])}: name one of the files")
     for file in files:
         yield from _from_file(file)
+
+
+def _split_of(file: str) -> str | None:
+    """The split that a file's name tells: any name that the hub's shards have, or one of the usual beginnings."""
+    if shard := re.match(r"(\w+(?:\.\w+)*)-\d{5}-of-\d{5}\b", file):
+        return shard[1]
+    return next((name for name in _SPLITS if re.match(rf"{name}(?![a-z])", file)), None)
 
 
 def _from_hub(source: str, split: str) -> Iterator[Numbered]:

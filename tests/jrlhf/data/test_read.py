@@ -363,6 +363,15 @@ def test_what_has_no_splits_is_not_read_as_one(write: Callable[[Path], Path], tm
         read_dataset(tmp_path / "rows", split="test")
 
 
+def test_splits_of_shards_are_what_their_names_say(tmp_path: Path):
+    for number, name in enumerate(("train_sft-00000-of-00002", "train_sft-00001-of-00002", "train_gen-00000-of-00001")):
+        lines(tmp_path / f"{name}.jsonl", {"prompt": f"{number}?", "completion": "yes"})
+    assert [each.prompt for each in read_dataset(tmp_path, split="train_sft").examples] == ["0?", "1?"]
+    assert [each.prompt for each in read_dataset(tmp_path, split="train_gen").examples] == ["2?"]
+    with pytest.raises(UserError, match="has no split 'train': it has train_gen, train_sft"):
+        read_dataset(tmp_path)
+
+
 def test_splits_of_a_saved_dataset(tmp_path: Path):
     directory = write_splits_to_disk(tmp_path)
     assert len(read_dataset(directory, columns=Columns(prompt="question"), split="test").examples) == 1
