@@ -6,7 +6,7 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 from jrlhf.algorithms import reference_is_base
-from jrlhf.config import Config, MeshConfig
+from jrlhf.config import ColumnsConfig, Config, MeshConfig
 from jrlhf.errors import UserError
 from jrlhf.models.config import ModelConfig
 from jrlhf.sleep import PARTS
@@ -14,6 +14,8 @@ from jrlhf.stage_config import ALGORITHMS
 
 # What stage dpo reads of section reward_model, and every run of section ppo where no algorithm trains the policy.
 ANNOTATOR = ("prompts", "samples_per_prompt", "foreign_lines", "margin", "heldout_prompts", "label_flip")
+DATASETS = ("sft", "preferences", "prompts", "heldout")
+OF_DATASETS = ("split", *(f"columns.{each.name}" for each in fields(ColumnsConfig)))
 SAMPLING = ("rollout_batch", "temperature", "top_k", "top_p", "min_new_tokens")
 
 
@@ -117,7 +119,7 @@ def _check_stages(config: Config) -> None:
 def _check_data(config: Config) -> None:
     data = config.data
     if data.source != "datasets":
-        for key in ("sft", "preferences", "prompts", "heldout"):
+        for key in DATASETS:
             path = getattr(data, key).path
             if path is not None:
                 raise UserError(f"data.{key}.path={path} is not read by the built-in task: set data.source=datasets")
@@ -244,6 +246,10 @@ def _check_used(config: Config) -> None:
             f"{name or 'ppo'}.scores.overlong_buffer=null",
         ),
         *_unused_by_rewards(config),
+        *(
+            (each.path is None, f"data.{part}", each, OF_DATASETS, f"data.{part}.path=null")
+            for part, each in ((part, getattr(data, part)) for part in DATASETS)
+        ),
     ]
     if name is None and config.plan != Config.plan:
         raise UserError(f"plan={config.plan} has no effect with {stages}: leave it out")

@@ -411,6 +411,8 @@ GIVEN = ["stages=[grpo]", "rewards=[{name: a, function: f}]"]
             "reward_model.weight=2.0 has no effect with stages=[sft, reward_model]: leave it out",
         ),
         (["stages=[sft, dpo]", "evaluation.every=2"], "evaluation.every=2 has no effect with stages=[sft, dpo]: leave"),
+        (["data.prompts.split=test"], "data.prompts.split=test has no effect with data.prompts.path=null: leave it"),
+        (["data.sft.columns.prompt=q"], "data.sft.columns.prompt=q has no effect with data.sft.path=null: leave it"),
         (["stages=[sft]", "compute.shared_passes=true"], "compute.shared_passes=True has no effect with stages=[sft]"),
         (["stages=[sft, dpo]", "roles.critic=x"], "roles.critic=x has no effect with stages=[sft, dpo]: leave it out"),
         (["stages=[sft, dpo]", "roles.reference=x"], None),
