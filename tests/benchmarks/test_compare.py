@@ -275,6 +275,7 @@ def test_our_side_computes_numbers_that_tell_models_apart(exported: Job):
     assert np.std(numbers["logprobs"]) > 0.01 and np.std(numbers["values"]) > 0.01  # else any two models would agree
 
 
+@pytest.mark.slow
 def test_our_side_times_generations(exported: Job):
     assert [len(times) for times in ours.generate(exported).values()] == [2, 2]
 
