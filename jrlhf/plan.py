@@ -78,8 +78,8 @@ def _run(options: argparse.Namespace) -> None:
     workload = workload_of(config, models)
     devices, prices = _prices(options, config, workload)
     processes = (1 if options.profile else devices.hosts) if options.processes is None else options.processes
-    if not 1 <= processes <= devices.devices:
-        raise UserError(f"--processes {processes} must be from 1 to {devices.devices}, the number of devices")
+    if processes < 1 or devices.devices % processes:
+        raise UserError(f"--processes {processes} must divide the {devices.devices} devices: each has equally many")
     if options.plan is not None:
         plan = plan_of_config(replace(config, plan=options.plan), workload.graph, models, devices.devices)
         found = Found(plan, simulate(workload.graph, plan, prices, lockstep=not options.overlap))

@@ -64,7 +64,8 @@ def test_a_plan_that_does_not_fit_is_printed_and_refused(capsys):
         (["--cluster", "8xh100", "--plan", "split", "stages=[sft]"], "--plan split has no effect with stages=[sft]"),
         (["--cluster", "8xh100", "--seconds", "0"], "--seconds 0.0 must be more than 0"),
         (["--cluster", "8xh100", "--proposals", "-1"], "--proposals -1 must be more than 0"),
-        (["--cluster", "8xh100", "--processes", "0"], "--processes 0 must be from 1 to 8, the number of devices"),
+        (["--cluster", "8xh100", "--processes", "0"], "--processes 0 must divide the 8 devices: each has equally many"),
+        (["--cluster", "8xh100", "--processes", "3"], "--processes 3 must divide the 8 devices: each has equally many"),
         (["--cluster", "8xh100", "--plot", "plan.txt"], "must end in .svg, .png, .pdf"),
         (
             ["--cluster", "8xh100", "--proposals", "10", "ppo.rollout_batch=510"],
