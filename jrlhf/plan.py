@@ -78,7 +78,7 @@ def _run(options: argparse.Namespace) -> None:
     workload = workload_of(config, models)
     devices, prices = _prices(options, config, workload)
     processes = (1 if options.profile else devices.hosts) if options.processes is None else options.processes
-    if processes < 1 or devices.devices % processes:
+    if options.processes is not None and (processes < 1 or devices.devices % processes):
         raise UserError(f"--processes {processes} must divide the {devices.devices} devices: each has equally many")
     if options.plan is not None:
         plan = plan_of_config(replace(config, plan=options.plan), workload.graph, models, devices.devices)
