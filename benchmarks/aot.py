@@ -158,9 +158,11 @@ def generate(setup: Setup) -> Program:
 def score_logprobs(setup: Setup) -> Program:
     """Old log-probabilities, by the actor that is trained; the reference's program differs in its arguments' dtype."""
     actor, temperature = setup.models["actor"], setup.config.ppo.temperature
-    function = programs.score_logprobs(Architecture(actor), setup.mesh, setup.compute, temperature=temperature)
+    function = programs.score_logprobs(
+        Architecture(actor), setup.mesh, setup.compute, temperature=temperature, span=setup.sampling.max_new_tokens
+    )
     weights = whole_weights(actor, setup.mesh)
-    return Program([function.lower(weights, setup.rows(setup.length), setup.rows())], device_bytes(weights))
+    return Program([function.lower(weights, setup.rows(setup.length), *[setup.rows()] * 2)], device_bytes(weights))
 
 
 def score_values(setup: Setup) -> Program:
@@ -176,7 +178,8 @@ def train_actor(setup: Setup) -> Program:
     actor, section = setup.models["actor"], setup.config.ppo
     optimizer = adamw(section.actor, updates=1)
     where = Architecture(actor), setup.mesh, setup.compute
-    function = programs.actor_step(*where, optimizer, section.algorithm, temperature=section.temperature)
+    how = {"temperature": section.temperature, "responses": setup.sampling.max_new_tokens}
+    function = programs.actor_step(*where, optimizer, section.algorithm, **how)
     state = train_state(section.actor, whole_weights(actor, setup.mesh), setup.mesh)
     return Program([function.lower(state, setup.experience)], device_bytes(state))
 

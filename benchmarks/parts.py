@@ -273,7 +273,7 @@ def iteration(
     trained: Any = {"optimizer": optimizer, "algorithm": ppo, "clock": clock}
     actor = Actor(model(params), *shared, sampling=sampling, **trained)
     critic = Critic(model(scalar), *shared, **trained)
-    reference = Reference(model(frozen), *shared, temperature=1.0, clock=clock)
+    reference = Reference(model(frozen), *shared, temperature=1.0, responses=response, clock=clock)
     reward = Reward(model(frozen_scalar), *shared, clock=clock)
     actor.state, critic.state = TrainState.create(params, optimizer), TrainState.create(scalar, optimizer)
     del params, scalar, frozen, frozen_scalar

@@ -127,15 +127,15 @@ def calls_of(case: Case) -> dict[str, Callable[[], Any]]:
     by_group = NamedSharding(mesh, GENERATE.batch_spec())
     prompts = jax.device_put((np.asarray(tokens)[:, :PROMPT], np.asarray(batch.prompt_lengths)), by_group)
     keys = jax.device_put(jax.random.split(jax.random.key(1), case.batch), row_sharding(mesh))
-    logprobs = programs.score_logprobs(model, mesh, compute, temperature=1.0)
+    logprobs = programs.score_logprobs(model, mesh, compute, temperature=1.0, span=RESPONSE)
     values, scores = programs.score_values(model, mesh, compute), programs.score_sequences(model, mesh, compute)
-    update_actor = programs.actor_step(model, mesh, compute, optimizer, ppo, temperature=1.0)
+    update_actor = programs.actor_step(model, mesh, compute, optimizer, ppo, temperature=1.0, responses=RESPONSE)
     update_critic = programs.critic_step(model, mesh, compute, optimizer, ppo)
     return {
         "actor.generate": lambda: generate(weights, *prompts, keys),
         "reward.score": lambda: scores(scalar, tokens, lengths),
-        "actor.logprobs": lambda: logprobs(language, tokens, lengths),
-        "reference.logprobs": lambda: logprobs(language, tokens, lengths),
+        "actor.logprobs": lambda: logprobs(language, tokens, lengths, batch.prompt_lengths),
+        "reference.logprobs": lambda: logprobs(language, tokens, lengths, batch.prompt_lengths),
         "critic.values": lambda: values(scalar, tokens, lengths),
         "critic.update": _updates(update_critic, scalar, optimizer, batch),
         "actor.update": _updates(update_actor, language, optimizer, batch),

@@ -73,7 +73,7 @@ def train_dpo(context: Context, policy: Model) -> Model:
     reference_model = start_reference(context, policy)
     on_mesh = (context.mesh, context.compute)
     actor = PairActor(policy, *on_mesh, optimizer=optimizer, algorithm=config.algorithm, clock=clock)
-    reference = Reference(reference_model, *on_mesh, temperature=1.0, clock=clock)
+    reference = Reference(reference_model, *on_mesh, temperature=1.0, responses=None, clock=clock)
     measure = jax.jit(partial(pair_terms, config=config.algorithm))
     apart = context.config.roles.reference is not None
 

@@ -63,16 +63,30 @@ class Compute:
     score_tokens: int | None = None  # a device scores about so many tokens at a time; None: the whole batch as it is
 
 
-def train_logprobs(model: Architecture, mesh: Mesh, compute: Compute, *, temperature: float = 1.0):
-    """(params, tokens) -> (logprobs, entropy), to be differentiated: not jitted, a training step is."""
-    return _logprobs(model, mesh, compute.train_layout, compute, temperature)
+def train_logprobs(
+    model: Architecture, mesh: Mesh, compute: Compute, *, temperature: float = 1.0, span: int | None = None
+):
+    """(params, tokens) -> (logprobs, entropy), to be differentiated: not jitted, a training step is.
+
+    With `span` (params, tokens, starts), as in `make_logprobs`.
+    """
+    return _logprobs(model, mesh, compute.train_layout, compute, temperature, span)
 
 
 def train_sums(
-    model: Architecture, mesh: Mesh, compute: Compute, *, temperature: float = 1.0, entropy_gradient: bool = True
+    model: Architecture,
+    mesh: Mesh,
+    compute: Compute,
+    *,
+    temperature: float = 1.0,
+    entropy_gradient: bool = True,
+    span: int | None = None,
 ):
-    """(params, tokens, data, terms) -> sums of a loss and of metrics over all tokens, to be differentiated."""
-    return make_token_sums(
+    """(params, tokens, data, terms) -> sums of a loss and of metrics over all tokens, to be differentiated.
+
+    With `span` over so many of a row at most, from the first in `data.mask` on: of responses of at most so many tokens.
+    """
+    sums = make_token_sums(
         model.config,
         mesh,
         model.layout(compute.train_layout),
@@ -83,7 +97,11 @@ def train_sums(
         remat=compute.remat,
         dtype=compute.dtype,
         attention=compute.attention,
+        span=span,
     )
+    if span is None:
+        return sums
+    return lambda params, tokens, data, *others: sums(params, tokens, jnp.argmax(data.mask, axis=1), data, *others)
 
 
 def actor_step(
@@ -94,11 +112,21 @@ def actor_step(
     algorithm: PolicyConfig,
     *,
     temperature: float,
+    responses: int | None = None,
 ):
-    """(state, experience) -> (state, metrics), jitted: all of the actor's updates on a batch."""
+    """(state, experience) -> (state, metrics), jitted: all of the actor's updates on a batch.
+
+    responses: no response has more tokens; None: each may have all.
+    """
     logprobs = train_logprobs(model, mesh, compute, temperature=temperature)
-    entropy_gradient = algorithm.entropy_coef != 0
-    sums = train_sums(model, mesh, compute, temperature=temperature, entropy_gradient=entropy_gradient)
+    sums = train_sums(
+        model,
+        mesh,
+        compute,
+        temperature=temperature,
+        entropy_gradient=algorithm.entropy_coef != 0,
+        span=None if algorithm.ptx_coef else responses,  # texts beside them are learned from their first token on
+    )
     return make_actor_step(logprobs, optimizer, algorithm, sums_fn=sums if compute.fused_loss else None)
 
 
@@ -118,9 +146,10 @@ def on_policy_step(
     ppo: PPOConfig,
     *,
     temperature: float,
+    responses: int,
 ):
-    """`ppo.make_on_policy_step` of an actor and a critic, jitted."""
-    logprobs = train_logprobs(actor, mesh, compute, temperature=temperature)
+    """`ppo.make_on_policy_step` of an actor and a critic, jitted. responses: no response has more tokens."""
+    logprobs = train_logprobs(actor, mesh, compute, temperature=temperature, span=responses)
     values = _scalar(make_values, critic, mesh, compute.train_layout, compute)
     return make_on_policy_step(logprobs, values, *optimizers, ppo)
 
@@ -133,27 +162,33 @@ def on_policy_actor_step(
     algorithm: PolicyConfig,
     *,
     temperature: float,
+    responses: int,
 ):
-    """`ppo.make_on_policy_actor_step` of an actor, jitted."""
-    logprobs = train_logprobs(actor, mesh, compute, temperature=temperature)
+    """`ppo.make_on_policy_actor_step` of an actor, jitted. responses: no response has more tokens."""
+    logprobs = train_logprobs(actor, mesh, compute, temperature=temperature, span=responses)
     make = make_group_experience if isinstance(algorithm, GRPOConfig) else make_return_experience
     return make_on_policy_actor_step(logprobs, optimizer, algorithm, make)
 
 
 @cache
-def score_logprobs(model: Architecture, mesh: Mesh, compute: Compute, *, temperature: float):
-    """(params, tokens, lengths) -> (logprobs, entropy), jitted. Beyond a row's length they mean nothing."""
-    logprobs = _logprobs(model, mesh, compute.score_layout, compute, temperature)
+def score_logprobs(model: Architecture, mesh: Mesh, compute: Compute, *, temperature: float, span: int | None = None):
+    """(params, tokens, lengths) -> (logprobs, entropy), jitted. Beyond a row's length they mean nothing.
 
-    def score(params, tokens, lengths, *base):
-        return _by_length(compute, lambda tokens: logprobs(params, tokens, *base), tokens, lengths)
+    With `span` (params, tokens, lengths, starts), as in `make_logprobs`.
+    """
+    logprobs = _logprobs(model, mesh, compute.score_layout, compute, temperature, span)
+
+    def score(params, tokens, lengths, *others):
+        starts, base = _parted(others, span)
+        return _by_length(compute, lambda rows: logprobs(params, *rows, *base), (tokens, *starts), lengths)
 
     return jax.jit(score)
 
 
 @cache
-def score_logprobs_with_base(model: Architecture, mesh: Mesh, compute: Compute, *, temperature: float):
-    """(adapter, tokens, lengths, base) -> (logprobs, entropy, the bare base's logprobs), jitted: one pass for both."""
+def score_logprobs_with_base(model: Architecture, mesh: Mesh, compute: Compute, *, temperature: float, span: int):
+    """(adapter, tokens, lengths, starts, base) -> (logprobs, entropy, the bare base's logprobs), jitted: one pass for
+    both, with `span` as in `make_logprobs`."""
     assert model.lora is not None
     logprobs = make_logprobs_with_base(
         model.config,
@@ -163,15 +198,22 @@ def score_logprobs_with_base(model: Architecture, mesh: Mesh, compute: Compute, 
         implementation=compute.logprob,
         dtype=compute.dtype,
         attention=compute.attention,
+        span=span,
     )
 
-    def score(adapter, tokens, lengths, base):
-        return _by_length(compute, lambda tokens: logprobs(adapter, tokens, base), tokens, lengths)
+    def score(adapter, tokens, lengths, starts, base):
+        return _by_length(compute, lambda rows: logprobs(adapter, *rows, base), (tokens, starts), lengths)
 
     return jax.jit(score)
 
 
-def _logprobs(model, mesh, layout, compute, temperature):
+def _parted(arguments: tuple[Any, ...], span: int | None) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """([starts], [base])."""
+    count = 0 if span is None else 1
+    return arguments[:count], arguments[count:]
+
+
+def _logprobs(model, mesh, layout, compute, temperature, span):
     return make_logprobs(
         model.config,
         mesh,
@@ -182,6 +224,7 @@ def _logprobs(model, mesh, layout, compute, temperature):
         remat=compute.remat,
         dtype=compute.dtype,
         attention=compute.attention,
+        span=span,
     )
 
 

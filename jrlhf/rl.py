@@ -157,7 +157,8 @@ class _Roles:
         self._by_name: dict[str, Any] = {"reward": rewards, "cost": costs, "reference": None}
         self._by_name["estimator"] = Estimator(algorithm, clock, where("estimator"))
         if "reference" in self.models:
-            how = {"temperature": section.temperature, "clock": clock}
+            limit = context.sampling.max_new_tokens
+            how: Any = {"temperature": section.temperature, "responses": limit, "clock": clock}
             self._by_name["reference"] = Reference(self.models["reference"], where("reference"), context.compute, **how)
         for name in ("critic", "cost_critic"):
             if name in self.models:
@@ -178,6 +179,7 @@ class _Roles:
                 optimizers=tuple(self._optimizers.values()),
                 algorithm=algorithm,
                 temperature=section.temperature,
+                responses=context.sampling.max_new_tokens,
             )
         for name, role in self._trained.items():
             role.rest = rest_of(name, config.sleep, clock)

@@ -80,12 +80,13 @@ class Actor:
         greedy = replace(sampling, temperature=0.0, top_k=None, top_p=None)
         self._generate_greedy = programs.generate(architecture, apart, compute, greedy, schedule)
         seen = partial(self.places.sees, architecture=architecture, compute=compute)
-        self._logprobs = programs.score_logprobs(*seen("logprobs"), temperature=temperature)
+        spanned: Any = {"temperature": temperature, "span": sampling.max_new_tokens}
+        self._logprobs = programs.score_logprobs(*seen("logprobs"), **spanned)
         if architecture.lora is not None:
-            self._logprobs_with_base = programs.score_logprobs_with_base(
-                *seen("logprobs_with_base"), temperature=temperature
-            )
-        self._update = programs.actor_step(*seen("update"), optimizer, algorithm, temperature=temperature)
+            self._logprobs_with_base = programs.score_logprobs_with_base(*seen("logprobs_with_base"), **spanned)
+        self._update = programs.actor_step(
+            *seen("update"), optimizer, algorithm, temperature=temperature, responses=sampling.max_new_tokens
+        )
 
     @property
     def model(self) -> Model:
@@ -129,10 +130,10 @@ class Actor:
     @call("infer", "old")
     @timed("old_log_prob")
     def logprobs(self, rollout: Rollout) -> Float[Array, "B T"]:
-        """Log-probs of the rollout's tokens under the present weights."""
+        """Log-probs of the responses' tokens under the present weights, 0 elsewhere."""
         model = self._model.holding(self.rest.awake(self.state.params))
         weights = self.places.weights("logprobs", model, self._compute, self.clock)
-        logprobs, _ = self._logprobs(weights, rollout.tokens, rollout.lengths, *model.frozen)
+        logprobs, _ = self._logprobs(weights, *_responses(rollout), *model.frozen)
         return logprobs
 
     @call("infer", "old", "ref")
@@ -140,7 +141,7 @@ class Actor:
     def logprobs_with_base(self, rollout: Rollout) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
         """An adapter's `logprobs`, and those of the base under it, in one pass."""
         params = self.rest.awake(self.state.params)
-        logprobs, _, base = self._logprobs_with_base(params, rollout.tokens, rollout.lengths, *self._model.frozen)
+        logprobs, _, base = self._logprobs_with_base(params, *_responses(rollout), *self._model.frozen)
         return logprobs, base
 
     @call("train", "actor_metrics")
@@ -163,21 +164,34 @@ class Actor:
 
 
 class Reference:
-    """The frozen policy to which the actor is tied."""
+    """The frozen policy to which the actor is tied.
 
-    def __init__(self, model: Model, where: Mesh | Places, compute: Compute, *, temperature: float, clock: Clock):
+    responses: it is asked for those of rollouts only, none of which has more tokens. None: for all tokens of pairs.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        where: Mesh | Places,
+        compute: Compute,
+        *,
+        temperature: float,
+        responses: int | None,
+        clock: Clock,
+    ):
         self.model, self.places, self._compute = model, Places.of(where), compute
         self.clock, self.rest = clock, Rest(clock)
         seen = self.places.sees("logprobs", model.architecture, compute)
-        self._logprobs = programs.score_logprobs(*seen, temperature=temperature)
+        self._logprobs = programs.score_logprobs(*seen, temperature=temperature, span=responses)
 
     @call("infer", "ref")
     @timed("ref")
     def logprobs(self, rows: Rollout | PairBatch) -> Float[Array, "B T"]:
-        """Log-probs of the rows' tokens."""
+        """Log-probs of the pairs' tokens, or of the responses', then 0 elsewhere."""
         model = self.model.holding(self.rest.awake(self.model.params))
         weights = self.places.weights("logprobs", model, self._compute, self.clock)
-        logprobs, _ = self._logprobs(weights, rows.tokens, rows.lengths, *model.frozen)
+        read = _responses(rows) if isinstance(rows, Rollout) else (rows.tokens, rows.lengths)
+        logprobs, _ = self._logprobs(weights, *read, *model.frozen)
         return logprobs
 
     def is_base_of(self, actor: Actor) -> bool:
@@ -257,11 +271,12 @@ class Learner:
         optimizers: Sequence[optax.GradientTransformation],
         algorithm: PolicyConfig,
         temperature: float,
+        responses: int,
     ):
         self.clock, self.places = actor.clock, Places.of(where)
         _, mesh, compute = self.places.sees("update", actor.architecture, compute)
         self._trained: tuple[Actor | Critic, ...] = (actor,) if critic is None else (actor, critic)
-        how: Any = {"temperature": temperature}
+        how: Any = {"temperature": temperature, "responses": responses}
         if critic is None:
             model, optimizer = actor.architecture, optimizers[0]
             self._update = programs.on_policy_actor_step(model, mesh, compute, optimizer, algorithm, **how)
@@ -296,6 +311,11 @@ class Learner:
         """As the actor's."""
         for each in self._trained:
             each.fetch(kind)
+
+
+def _responses(rollout: Rollout) -> tuple[Array, Array, Array]:
+    """What a model needs to score a rollout's responses: tokens, lengths and where the responses begin."""
+    return rollout.tokens, rollout.lengths, rollout.prompt_lengths
 
 
 class Reward:

@@ -53,9 +53,9 @@ class Utilisation:
                                                 left out where these were of responses besides: ReMax's greedy ones,
                                                 DAPO's further rounds
 
-        A utilisation is the operations that real tokens need (`models/flops.py`: no padding, nothing recomputed), over
-        what the devices of the call could have done in its seconds, which include its compilation in the first
-        iterations. A call that was not timed has none.
+        A utilisation is the operations that real tokens need (`models/flops.py`: no padding, no head for prompts,
+        nothing recomputed), over what the devices of the call could have done in its seconds, which include its
+        compilation in the first iterations. A call that was not timed has none.
 
         said: the iteration's metrics, with `timing_s/*`. prompts, responses: tokens of each row.
         """
@@ -66,18 +66,21 @@ class Utilisation:
         # The update that stopped the others was computed itself, and not applied.
         computed = self.algorithm.epochs * (1 - max(said.get("actor/stopped_updates", 0.0) - 1, 0) / updates)
         actor, critic, reference = self.actor, self.critic, self.reference
-        policy = forward_operations(actor.config, lengths, "lm", actor.lora)
-        base = 0.0 if reference is None else forward_operations(reference.config, lengths, "lm", reference.lora)
+        policy = forward_operations(actor.config, lengths, "lm", actor.lora, responses)
+        base = 0.0
+        if reference is not None:
+            base = forward_operations(reference.config, lengths, "lm", reference.lora, responses)
+        trained = training_operations(actor.config, lengths, "lm", actor.lora, responses)
         values, cost_values = (
             0.0 if each is None else training_operations(each.config, lengths, "scalar", each.lora)
             for each in (critic, self.cost_critic)
         )
         one_pass = "timing_s/ref" not in said and "timing_s/old_log_prob" in said  # the reference is the actor's base
         operations = {
-            "actor": ("update_actor", computed * training_operations(actor.config, lengths, "lm", actor.lora)),
+            "actor": ("update_actor", computed * trained),
             "critic": ("update_critic", self.algorithm.epochs * values),
             "cost_critic": ("update_cost_critic", self.algorithm.epochs * cost_values),
-            "update": ("update", training_operations(actor.config, lengths, "lm", actor.lora) + values),
+            "update": ("update", trained + values),
             "actor_infer": ("old_log_prob", policy + base if one_pass else policy),
             "ref": ("ref", base),
         }

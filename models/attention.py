@@ -190,9 +190,10 @@ def cached_attention(
     scale, softcap: as in `attention`. window: only the last `window` of these positions are seen.
     """
     batch, _, heads, head_dim = query.shape
-    kv_heads, size = cache.key.shape[1:3]
+    kv_heads, size = cache.value.shape[1:3]
     grouped = query.reshape(batch, kv_heads, heads // kv_heads, head_dim)
-    scores = jnp.einsum("bkgh,bksh->bkgs", grouped, cache.key, preferred_element_type=jnp.float32)
+    product = "bkgh,bkhs->bkgs" if cache.transposed else "bkgh,bksh->bkgs"
+    scores = jnp.einsum(product, grouped, cache.key, preferred_element_type=jnp.float32)
     position = jnp.arange(size)[None, :]
     seen = position < lengths[:, None]
     if window is not None and window < size:

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from jrlhf.meshes import AXES, GENERATE, to_devices
-from jrlhf.models.cache import LayerCache
+from jrlhf.models.cache import LayerCache, empty, filled, grown
 from jrlhf.models.collectives import TENSOR, all_rows, own_rows
 from jrlhf.models.decoding import Decoder, Rows, first_rows
 from jrlhf.models.generate import Generation, assemble
@@ -87,12 +87,15 @@ class Programs:
             self._with_weights(self._run_chunk, (slots, OWN, SHARED), (slots, OWN)), donate_argnums=(2, 3)
         )
         self._admit = jax.jit(self._with_weights(self._run_admit, (slots, SHARED, SHARED), slots), donate_argnums=2)
-        self._take_cache = jax.jit(self._mapped(_take, (CACHE, SHARED), CACHE))
+        self._take_cache = jax.jit(self._mapped(_taken, (CACHE, SHARED), CACHE))
         self._take_rows = jax.jit(self._mapped(self._taken_rows, (OWN, SHARED), OWN))
-        self._zeros = jax.jit(
-            partial(jnp.zeros, dtype=decoder.dtype), static_argnums=0, out_shardings=NamedSharding(mesh, CACHE)
+        stored = NamedSharding(mesh, CACHE)
+        self._empty = jax.jit(
+            partial(empty, dtype=decoder.dtype, transposed=decoder.transposed),
+            static_argnums=range(4),
+            out_shardings=stored,
         )
-        self._grow = jax.jit(_grown, static_argnums=1, out_shardings=NamedSharding(mesh, CACHE))
+        self._grow = jax.jit(grown, static_argnums=1, out_shardings=stored)
         self._assemble = jax.jit(self._mapped(self._assembled, (SHARED, SHARED, OWN), OWN))
         self._done_rows = jax.jit(
             lambda pool, count: self._mapped(lambda pool: _done(pool, count), SHARED, OWN)(pool), static_argnums=1
@@ -109,8 +112,8 @@ class Programs:
     def empty(self, pool: Pool, slots: int, length: int) -> Slots:
         """So many slots a group, whose rows are done, with caches of `length` positions."""
         config = self._decoder.config
-        shape = (slots * self.groups, max(config.kv_heads, self.tensor), length, config.head_dim)
-        caches = [LayerCache(self._zeros(shape), self._zeros(shape)) for _ in range(config.layers)]
+        shape = slots * self.groups, max(config.kv_heads, self.tensor), length, config.head_dim
+        caches = [self._empty(*shape) for _ in range(config.layers)]
         return Slots(caches, self._done_rows(pool, slots // self.tensor))
 
     def no_results(self, rows: int) -> Results:
@@ -133,13 +136,13 @@ class Programs:
     def take(self, slots: Slots, kept: Int[Array, "b"]) -> Slots:
         """Fewer slots: which of the old ones. Layer by layer, in the same list: one layer's cache exists twice."""
         for layer, cache in enumerate(slots.caches):
-            slots.caches[layer] = LayerCache(*(self._take_cache(x, kept) for x in cache))
+            slots.caches[layer] = self._take_cache(cache, kept)
         return Slots(slots.caches, self._take_rows(slots.rows, kept))
 
     def grow(self, slots: Slots, length: int) -> Slots:
         """Caches of more positions, layer by layer in the same list, as in `take`."""
         for layer, cache in enumerate(slots.caches):
-            slots.caches[layer] = LayerCache(*(self._grow(x, length) for x in cache))
+            slots.caches[layer] = self._grow(cache, length)
         return slots
 
     def assemble(self, pool: Pool, results: Results) -> Generation:
@@ -168,15 +171,9 @@ class Programs:
 
     def _run_admit(self, weights: Params, slots: Slots, pool: Pool, admitted: Admitted) -> Slots:
         prompts, lengths = pool.prompts[admitted.prompts], pool.lengths[admitted.prompts]
-        source, slot, width = admitted.source, admitted.slot, prompts.shape[1]
-
-        def fill(old: LayerCache, new: LayerCache) -> LayerCache:
-            return LayerCache(
-                *(x.at[slot, :, :width].set(y[source], mode="drop") for x, y in zip(old, new, strict=True))
-            )
-
-        prefilled = self._decoder.prefill(weights, prompts, width)
-        caches = [fill(*pair) for pair in zip(slots.caches, prefilled, strict=True)]
+        source, slot = admitted.source, admitted.slot
+        prefilled = self._decoder.prefill(weights, prompts, prompts.shape[1])
+        caches = [filled(old, slot, new, source) for old, new in zip(slots.caches, prefilled, strict=True)]
         fresh = first_rows(prompts[source], lengths[source], pool.keys[admitted.row])
         rows = jax.tree.map(lambda x, y: x.at[slot].set(y, mode="drop"), all_rows(slots.rows), fresh)
         return Slots(caches, jax.tree.map(own_rows, rows))
@@ -209,12 +206,8 @@ class Programs:
         return to_devices(tree, NamedSharding(self._mesh, spec))
 
 
-def _take(x: Float[Array, "b K S H"], kept: Int[Array, "c"]) -> Float[Array, "c K S H"]:
-    return x[kept]
-
-
-def _grown(x: Float[Array, "b K S H"], length: int) -> Float[Array, "b K L H"]:
-    return jnp.pad(x, ((0, 0), (0, 0), (0, length - x.shape[2]), (0, 0)))
+def _taken(cache: LayerCache, kept: Int[Array, "c"]) -> LayerCache:
+    return jax.tree.map(lambda x: x[kept], cache)
 
 
 def _done(pool: Pool, count: int) -> Rows:

@@ -74,6 +74,7 @@ class Decoder:
     dtype: Any
     attention: AttentionImplementation | None = None
     lora: LoRAConfig | None = None
+    transposed: bool = False  # caches, as `cache.transposes_keys` says
 
     def weights(self, params: Params, adapter: Params) -> Params:
         """Stored slices as the layers read them."""
@@ -177,7 +178,7 @@ class Decoder:
                     implementation=self.attention,
                     **self.scores,
                 )
-                return out, prefill(key, value, size)
+                return out, prefill(key, value, size, transposed=self.transposed)
 
             x, cache = layer(x, rotation, attend)
             caches.append(cache)

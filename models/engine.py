@@ -17,6 +17,7 @@ from jaxtyping import Int
 
 from jrlhf.meshes import AXES, to_host
 from jrlhf.models.attention import AttentionImplementation
+from jrlhf.models.cache import transposes_keys
 from jrlhf.models.chunks import Admitted, Pool, Programs, Slots
 from jrlhf.models.collectives import check_rows
 from jrlhf.models.config import ModelConfig
@@ -62,7 +63,7 @@ class Engine:
         self._schedule, self._samples, self._lora = schedule or Schedule(), samples, lora
         options: Any = {"samples": samples, "dtype": dtype, "attention": attention, "lora": lora}
         self._whole = jax.jit(make_generate(config, mesh, sampling, **options))
-        decoder = Decoder(config, sampling, dtype, attention, lora)
+        decoder = Decoder(config, sampling, dtype, attention, lora, transposes_keys(mesh))
         steps = min(self._schedule.chunk, sampling.max_new_tokens)
         self._programs = Programs(decoder, mesh, samples=samples, steps=steps)
         self._warm: set[tuple[int, ...]] = set()

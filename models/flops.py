@@ -40,24 +40,36 @@ def attention_operations(config: ModelConfig, lengths: Lengths) -> float:
 
 
 def forward_operations(
-    config: ModelConfig, lengths: Lengths, head: HeadKind = "lm", lora: LoRAConfig | None = None
+    config: ModelConfig,
+    lengths: Lengths,
+    head: HeadKind = "lm",
+    lora: LoRAConfig | None = None,
+    predicted: Lengths | None = None,
 ) -> float:
-    """Of scoring every token of these rows: `make_logprobs` (head "lm"), `make_values` ("scalar").
+    """Of scoring these rows: `make_logprobs` (head "lm"), `make_values` ("scalar").
 
-    2 (layers + adapters) a token, 2 head for each that is followed by another, and causal attention.
+    2 (layers + adapters) a token, 2 head for each that is predicted, and causal attention.
+
+    predicted: of each row, with the head "lm"; None: all tokens but the first.
     """
-    return _dense(config, lengths, head, lora, frozen=2.0, trained=2.0) + attention_operations(config, lengths)
+    dense = _dense(config, lengths, predicted, head, lora, frozen=2.0, trained=2.0)
+    return dense + attention_operations(config, lengths)
 
 
 def training_operations(
-    config: ModelConfig, lengths: Lengths, head: HeadKind = "lm", lora: LoRAConfig | None = None
+    config: ModelConfig,
+    lengths: Lengths,
+    head: HeadKind = "lm",
+    lora: LoRAConfig | None = None,
+    predicted: Lengths | None = None,
 ) -> float:
     """Of forward and backward once over these rows: three forwards.
 
     With `lora` the base is passed backward but has no gradient of its own: 4 a weight and token instead of 6.
     """
     frozen = 6.0 if lora is None else 4.0
-    return _dense(config, lengths, head, lora, frozen=frozen, trained=6.0) + 3 * attention_operations(config, lengths)
+    dense = _dense(config, lengths, predicted, head, lora, frozen=frozen, trained=6.0)
+    return dense + 3 * attention_operations(config, lengths)
 
 
 def weight_bytes(config: ModelConfig, itemsize: float, *, layer_itemsize: float | None = None) -> float:
@@ -114,11 +126,19 @@ def generation_seconds(
 
 
 def _dense(
-    config: ModelConfig, lengths: Lengths, head: HeadKind, lora: LoRAConfig | None, *, frozen: float, trained: float
+    config: ModelConfig,
+    lengths: Lengths,
+    predicted: Lengths | None,
+    head: HeadKind,
+    lora: LoRAConfig | None,
+    *,
+    frozen: float,
+    trained: float,
 ) -> float:
     """Products with weights: operations a number and token of the base and of what is trained beside it."""
     tokens = float(np.sum(lengths, dtype=np.float64))
-    scored = float(np.sum(np.maximum(lengths - 1, 0), dtype=np.float64)) if head == "lm" else tokens
+    predicted = np.maximum(lengths - 1, 0) if predicted is None else predicted
+    scored = float(np.sum(predicted, dtype=np.float64)) if head == "lm" else tokens
     of_head = trained if head == "scalar" else frozen  # a scalar head is the adapter's own
     adapter = 0.0 if lora is None else lora_weights(config, lora) * trained
     return (frozen * layer_weights(config) + adapter) * tokens + of_head * head_weights(config, head) * scored

@@ -42,9 +42,12 @@ class _Program:
     dtype: Any
     attention: AttentionImplementation | None
     lora: LoRAConfig | None = None
+    span: int | None = None  # so many tokens of a row are predicted at most, from its start on; None: all but the first
 
     def __post_init__(self) -> None:
         policy(self.remat)
+        if self.span is not None and self.span < 1:
+            raise ValueError(f"span={self.span} must be a positive number of tokens, or None")
         model_axes(self.config, self.mesh, self.head)
         if self.lora is not None:
             if self.layout != GENERATE:
@@ -193,18 +196,29 @@ class _Program:
         return x
 
     def logprobs(
-        self, params: Params, tokens: Int[Array, "B T"], temperature: float, implementation: Implementation | None
+        self,
+        params: Params,
+        tokens: Int[Array, "B T"],
+        starts: Int[Array, "B"] | None,
+        temperature: float,
+        implementation: Implementation | None,
     ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
         """Vocabulary-parallel: each device scores its slice of the vocabulary, for all rows that share it."""
         hidden = self.hidden(params, tokens)
         with jax.named_scope("head"):
-            return self.head_logprobs(params, hidden, tokens, temperature, implementation)
+            return self.head_logprobs(params, hidden, tokens, starts, temperature, implementation)
 
     def head_logprobs(
-        self, params: Params, hidden: Float[Array, "B T D"], tokens: Int[Array, "B T"], temperature, implementation
+        self,
+        params: Params,
+        hidden: Float[Array, "B T D"],
+        tokens: Int[Array, "B T"],
+        starts,
+        temperature,
+        implementation,
     ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
         """`logprobs`, from the final hidden states."""
-        hidden, unembedding, targets = self.predictions(params, hidden, tokens)
+        hidden, unembedding, targets = self.predictions(params, hidden, tokens, starts)
         scored = token_logprobs(
             hidden.reshape(-1, hidden.shape[-1]),
             unembedding,
@@ -218,27 +232,42 @@ class _Program:
 
         def by_row(x):
             x = x.reshape(targets.shape)
-            # Index 0 is predicted from nothing.
-            return jnp.pad(x if self.layout.tensor_parallel else own_rows(x), ((0, 0), (1, 0)))
+            x = x if self.layout.tensor_parallel else own_rows(x)
+            if starts is None:
+                return jnp.pad(x, ((0, 0), (1, 0)))  # index 0 is predicted from nothing
+            return _at(x, _since(starts, tokens.shape[1]))
 
         logprobs, entropy = scored
         return by_row(logprobs), by_row(entropy)
 
     def token_sums(
-        self, params: Params, tokens: Int[Array, "B T"], data: Any, terms: Terms, **options: Any
+        self,
+        params: Params,
+        tokens: Int[Array, "B T"],
+        starts: Int[Array, "B"] | None,
+        data: Any,
+        terms: Terms,
+        **options,
     ) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
         """Vocabulary-parallel as `logprobs`; sums over the tokens of all devices."""
         hidden = self.hidden(params, tokens)
         with jax.named_scope("head"):
-            sums = self.head_sums(params, hidden, tokens, data, terms, **options)
+            sums = self.head_sums(params, hidden, tokens, starts, data, terms, **options)
         return lax.psum(sums, tuple(axis for axis in self.layout.batch if axis != TENSOR))
 
     def head_sums(
-        self, params: Params, hidden: Float[Array, "B T D"], tokens: Int[Array, "B T"], data: Any, terms, **options: Any
+        self,
+        params: Params,
+        hidden: Float[Array, "B T D"],
+        tokens: Int[Array, "B T"],
+        starts,
+        data: Any,
+        terms,
+        **options,
     ) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
         """`token_sums`, from the final hidden states, over the tokens that share a slice of the vocabulary."""
-        hidden, unembedding, targets = self.predictions(params, hidden, tokens)
-        data = jax.tree.map(lambda x: self.sharing(x[:, 1:]).reshape(-1), data)
+        hidden, unembedding, targets = self.predictions(params, hidden, tokens, starts)
+        data = jax.tree.map(lambda x: self.sharing(self.predicted(x, starts)).reshape(-1), data)
         return token_sums(
             hidden.reshape(-1, hidden.shape[-1]),
             unembedding,
@@ -252,13 +281,20 @@ class _Program:
         )
 
     def predictions(
-        self, params: Params, hidden: Float[Array, "B T D"], tokens: Int[Array, "B T"]
-    ) -> tuple[Float[Array, "R T-1 D"], Float[Array, "V D"], Int[Array, "R T-1"]]:
+        self, params: Params, hidden: Float[Array, "B T D"], tokens: Int[Array, "B T"], starts: Int[Array, "B"] | None
+    ) -> tuple[Float[Array, "R S D"], Float[Array, "V D"], Int[Array, "R S"]]:
         """(hidden states, this device's slice of the unembedding, the tokens to predict), of all rows that share it."""
-        hidden, targets = hidden[:, :-1], tokens[:, 1:]
+        hidden, targets = self.predicted(hidden, starts, ahead=1), self.predicted(tokens, starts)
         name = "embedding" if self.config.tie_embeddings else "unembedding"
         unembedding = self.load(params[name], self.axes[name])
         return self.sharing(hidden), unembedding, self.sharing(targets)
+
+    def predicted(self, x: Array, starts: Int[Array, "B"] | None, *, ahead: int = 0) -> Array:
+        """`x` [B, T, ...] at the tokens that are predicted, or so many positions ahead of them; 0 past a row's end."""
+        length = x.shape[1]
+        if starts is None or self.span is None:
+            return x[:, 1 - ahead : length - ahead]
+        return _at(x, jnp.maximum(starts, 1)[:, None] - ahead + jnp.arange(min(self.span, length - 1))[None, :])
 
     def sharing(self, rows: Array) -> Array:
         """This device's rows -> all rows that share its slice of the vocabulary."""
@@ -269,6 +305,18 @@ class _Program:
         """The scalar head, in float32."""
         head = jax.tree.map(self.load, params["value_head"], self.axes["value_head"])
         return jnp.einsum("...d,d->...", hidden.astype(jnp.float32), head["kernel"]) + head["bias"]
+
+
+def _at(x: Float[Array, "B T *D"], index: Int[Array, "B S"]) -> Float[Array, "B S *D"]:
+    """Each row at its own positions, none of them twice; 0 where there is no such position."""
+    rows = jnp.arange(x.shape[0])[:, None]
+    outside = jnp.where(index < 0, x.shape[1], index)  # a negative one would count from the end
+    return x.at[rows, outside].get(mode="fill", fill_value=0, unique_indices=True)
+
+
+def _since(starts: Int[Array, "B"], length: int) -> Int[Array, "B T"]:
+    """How many positions after its row's start each position stands."""
+    return jnp.arange(length)[None, :] - jnp.maximum(starts, 1)[:, None]
 
 
 def _check_temperature(temperature: float) -> None:
@@ -287,6 +335,7 @@ def make_logprobs(
     dtype: Any = jnp.float32,
     attention: AttentionImplementation | None = None,
     lora: LoRAConfig | None = None,
+    span: int | None = None,
 ) -> Callable[..., tuple[Float[Array, "B T"], Float[Array, "B T"]]]:
     """Builds f(params, tokens [B, T]) -> (logprobs [B, T], entropy [B, T]), both float32, in nats.
 
@@ -301,6 +350,9 @@ def make_logprobs(
         gathered weights. What is not kept is computed again.
     dtype: of weights and activations in compute. Norms, rotary angles, the logits and what follows are float32.
     attention: None for cuDNN on a GPU and splash on a TPU where dtype and shapes allow it, else XLA.
+    span: builds f(params, tokens, starts [B]) instead, which predicts so many tokens of a row at most: those from
+        starts[b], at least 1, on. All other results are 0, and the head is not computed there: for prompts, of which
+        nobody asks.
     lora: builds f(adapter, tokens, base) instead, for `layout` GENERATE. adapter: as `init_lora`, float32, stored as
         `lora_shardings` says. base: stored as `param_shardings(config, mesh, GENERATE)` says, in any dtype or as
         `to_int8` makes it, with any head. Differentiate by the adapter.
@@ -312,11 +364,11 @@ def make_logprobs(
         ValueError: the model or, when called, the batch does not fit on the mesh; adapters or int8 weights where they
             cannot be.
     """
-    program = _Program(config, mesh, layout, "lm", remat, dtype, attention, lora)
+    program = _Program(config, mesh, layout, "lm", remat, dtype, attention, lora, span)
     _check_temperature(temperature)
 
-    def local(params, tokens):
-        return program.logprobs(params, tokens, temperature, implementation)
+    def local(params, tokens, starts=None):
+        return program.logprobs(params, tokens, starts, temperature, implementation)
 
     return program.shard(local)
 
@@ -333,8 +385,11 @@ def make_token_sums(
     dtype: Any = jnp.float32,
     attention: AttentionImplementation | None = None,
     lora: LoRAConfig | None = None,
+    span: int | None = None,
 ) -> Callable[..., tuple[Float[Array, ""], dict[str, Float[Array, ""]]]]:
     """Builds f(params, tokens [B, T], data, terms) -> (loss, {name: metric}), float32: sums over all tokens but t = 0.
+
+    With `span` f(params, tokens, starts [B], data, terms): over so many tokens of a row at most, from starts[b] on.
 
     The same as summing `terms(logprobs, entropy, data)` over the results of `make_logprobs`, but where the platform's
     implementation can (`kernels.logprob.token_sums`), the unembedding's gradient is made while a tile's logits exist
@@ -348,17 +403,23 @@ def make_token_sums(
     Differentiable by the parameters, through the loss only. The rest, `lora` and what is raised as in `make_logprobs`;
     with `lora` it builds f(adapter, tokens, data, terms, base).
     """
-    program = _Program(config, mesh, layout, "lm", remat, dtype, attention, lora)
+    program = _Program(config, mesh, layout, "lm", remat, dtype, attention, lora, span)
     _check_temperature(temperature)
     options = {"temperature": temperature, "implementation": implementation, "entropy_gradient": entropy_gradient}
 
     def sums(params: Params, tokens: Array, data: Any, terms: Terms, *frozen: Params) -> Any:
         def local(params, tokens, data):
-            return program.token_sums(params, tokens, data, terms, **options)
+            return program.token_sums(params, tokens, None, data, terms, **options)
 
         return program.shard(local, sums=True)(params, tokens, data, *frozen)
 
-    return sums
+    def of_spans(params: Params, tokens: Array, starts: Array, data: Any, terms: Terms, *frozen: Params) -> Any:
+        def local(params, tokens, starts, data):
+            return program.token_sums(params, tokens, starts, data, terms, **options)
+
+        return program.shard(local, sums=True)(params, tokens, starts, data, *frozen)
+
+    return sums if span is None else of_spans
 
 
 def make_logprobs_with_base(
@@ -370,20 +431,22 @@ def make_logprobs_with_base(
     implementation: Implementation | None = None,
     dtype: Any = jnp.float32,
     attention: AttentionImplementation | None = None,
+    span: int | None = None,
 ) -> Callable[..., tuple[Float[Array, "B T"], Float[Array, "B T"], Float[Array, "B T"]]]:
     """Builds f(adapter, tokens [B, T], base) -> (logprobs, entropy, the bare base's logprobs), all [B, T] and float32.
 
     One pass over 2 B rows, of which the first half is adapted: the base's weights are read, made wide from int8 and
     compiled once. For scoring: a gradient would reach the base's half in vain. Parameters as in `make_logprobs`.
     """
-    program = _Program(config, mesh, GENERATE, "lm", "full", dtype, attention, lora)
+    program = _Program(config, mesh, GENERATE, "lm", "full", dtype, attention, lora, span)
     _check_temperature(temperature)
 
-    def local(params, tokens):
-        rows = len(tokens)
-        params = {**params, "adapters": [replace(layer, rows=rows) for layer in params["adapters"]]}
-        logprobs, entropy = program.logprobs(params, jnp.concatenate([tokens, tokens]), temperature, implementation)
-        return logprobs[:rows], entropy[:rows], logprobs[rows:]
+    def local(params, *rows):
+        count = len(rows[0])
+        params = {**params, "adapters": [replace(layer, rows=count) for layer in params["adapters"]]}
+        tokens, *starts = (jnp.concatenate([x, x]) for x in rows)
+        logprobs, entropy = program.logprobs(params, tokens, *(starts or (None,)), temperature, implementation)
+        return logprobs[:count], entropy[:count], logprobs[count:]
 
     return program.shard(local)
 

@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from jrlhf.meshes import AXES, GENERATE
 from jrlhf.models.attention import AttentionImplementation
+from jrlhf.models.cache import transposes_keys
 from jrlhf.models.collectives import check_rows, own_rows, place
 from jrlhf.models.config import ModelConfig
 from jrlhf.models.decoding import Decoder, first_rows
@@ -67,7 +68,7 @@ def make_generate(
             max_positions.
     """
     check_stops(config, sampling)
-    decoder = Decoder(config, sampling, dtype, attention, lora)
+    decoder = Decoder(config, sampling, dtype, attention, lora, transposes_keys(mesh))
     stored = spec_tree(param_shardings(config, mesh, GENERATE))
     adapted = {} if lora is None else spec_tree(lora_shardings(config, mesh, lora))
     rows, shared = jax.P(AXES), GENERATE.batch_spec()

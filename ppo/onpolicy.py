@@ -14,15 +14,16 @@ from jaxtyping import Array, Float
 
 from jrlhf.ppo.config import PolicyConfig, PPOConfig
 from jrlhf.ppo.experience import make_experience
-from jrlhf.ppo.steps import LogprobFn, actor_update, critic_update
+from jrlhf.ppo.steps import actor_update, critic_update
 from jrlhf.ppo.types import Experience, Rollout, TrainState
 from jrlhf.ppo.updates import Metrics
 
 PyTree = Any
+ResponseLogprobFn = Callable[[PyTree, Array, Array], tuple[Float[Array, "B T"], Float[Array, "B T"]]]
 
 
 def make_on_policy_step(
-    logprob_fn: LogprobFn,
+    logprob_fn: ResponseLogprobFn,
     value_fn: Callable[..., Float[Array, "B T+1"]],
     actor_optimizer: optax.GradientTransformation,
     critic_optimizer: optax.GradientTransformation,
@@ -34,6 +35,7 @@ def make_on_policy_step(
     `make_critic_step`; with recomputed log-probs the metrics of the ratio are trivial. Donates the states. What both
     models keep for their backward passes exists at one time, for the whole batch.
 
+    logprob_fn: (params, tokens, starts [B]) -> as a `LogprobFn`'s, read at responses only, which begin at `starts`.
     value_fn: (params, tokens) -> V before each token, and after a row's last one at index T.
     scores, ref_logprobs, kl_coef: as in `make_experience`.
 
@@ -50,7 +52,7 @@ def make_on_policy_step(
         ref_logprobs: Float[Array, "B T"] | None,
         kl_coef: float | Float[Array, ""],
     ) -> tuple[TrainState, TrainState, Experience, Metrics]:
-        scored, pull_actor = _scored(logprob_fn, actor.params, rollout.tokens, config)
+        scored, pull_actor = _scored(logprob_fn, actor.params, rollout, config)
         values, pull_critic = jax.vjp(lambda params: value_fn(params, rollout.tokens), critic.params)
         experience = make_experience(
             rollout,
@@ -76,7 +78,7 @@ def make_on_policy_step(
 
 
 def make_on_policy_actor_step(
-    logprob_fn: LogprobFn,
+    logprob_fn: ResponseLogprobFn,
     optimizer: optax.GradientTransformation,
     config: PolicyConfig,
     make_experience: Callable[..., Experience],
@@ -84,7 +86,7 @@ def make_on_policy_actor_step(
     """Builds f(actor, rollout, scores, ref_logprobs, kl_coef) -> (actor, experience, metrics), jitted.
 
     There is no critic. The same result as `make_experience` (`make_group_experience` or `make_return_experience`) with
-    recomputed log-probs, then `make_actor_step`. Donates the state.
+    recomputed log-probs, then `make_actor_step`. Donates the state. logprob_fn: as in `make_on_policy_step`.
 
     Raises:
         ValueError: as `make_on_policy_step`.
@@ -98,7 +100,7 @@ def make_on_policy_actor_step(
         ref_logprobs: Float[Array, "B T"] | None,
         kl_coef: float | Float[Array, ""],
     ) -> tuple[TrainState, Experience, Metrics]:
-        scored, pull = _scored(logprob_fn, actor.params, rollout.tokens, config)
+        scored, pull = _scored(logprob_fn, actor.params, rollout, config)
         experience = make_experience(rollout, scores, scored[0], ref_logprobs, config=config, kl_coef=kl_coef)
         actor, metrics = actor_update(_known(scored, pull), optimizer, config, None)(actor, experience)
         return actor, experience, metrics
@@ -117,7 +119,7 @@ def _check_single(config: PolicyConfig) -> None:
 
 
 def _scored(
-    logprob_fn: LogprobFn, params: PyTree, tokens: Array, config: PolicyConfig
+    logprob_fn: ResponseLogprobFn, params: PyTree, rollout: Rollout, config: PolicyConfig
 ) -> tuple[tuple[Array, Array], Callable[[PyTree], tuple[PyTree]]]:
     """Log-probs and entropies, and their pullback: of the log-probs alone where the loss has no entropy in it.
 
@@ -125,7 +127,7 @@ def _scored(
     """
 
     def outputs(params: PyTree) -> tuple[Array, Array]:
-        return logprob_fn(params, tokens)
+        return logprob_fn(params, rollout.tokens, rollout.prompt_lengths)
 
     if config.entropy_coef:
         return jax.vjp(outputs, params)

@@ -51,9 +51,10 @@ class LogprobFn(Protocol):
 class SumsFn(Protocol):
     """(params, tokens, data, terms) or (params, tokens, data, terms, frozen) -> sums of `terms` over the tokens.
 
-    `data` is a pytree of [B, T] arrays, and terms(logprobs, entropy, data) -> (loss, {name: metric}) is elementwise: of
-    any tokens' log-probabilities and entropies, in any shape, with the same tokens' data. The sums are over all tokens,
-    of which those at t = 0 may be left out. Differentiated through the loss only.
+    `data` is a `TokenRows` of [B, T] arrays, and terms(logprobs, entropy, data) -> (loss, {name: metric}) is
+    elementwise: of any tokens' log-probabilities and entropies, in any shape, with the same tokens' data. The sums are
+    over all tokens; those at which no mask of `data` is True add nothing and may be left out. Differentiated through
+    the loss only.
     """
 
     def __call__(

@@ -124,13 +124,14 @@ def ppo(job: Job) -> dict[str, Any]:
             clock=clock,
         )
         critic = Critic(models["critic"], mesh, COMPUTE, optimizer=optimizer, algorithm=config, clock=clock)
-        reference = Reference(load(job, "actor", mesh), mesh, COMPUTE, temperature=sampling.temperature, clock=clock)
+        scored = {"temperature": sampling.temperature, "responses": job.response}
+        reference = Reference(load(job, "actor", mesh), mesh, COMPUTE, **scored, clock=clock)
         reward = Reward(models["reward"], mesh, COMPUTE, clock=clock)
         actor.state = TrainState.create(models["actor"].params, optimizer)
         critic.state = TrainState.create(models["critic"].params, optimizer)
         rewards: Any = SimpleNamespace(score=lambda rollout, batch: reward.score(rollout))
         optimizers = optimizer, optimizer
-        learner = Learner(actor, critic, mesh, COMPUTE, optimizers=optimizers, algorithm=config, temperature=1.0)
+        learner = Learner(actor, critic, mesh, COMPUTE, optimizers=optimizers, algorithm=config, **scored)
         measure, count = jax.jit(experience_metrics), iter(range(job.steps))
 
         def step(rows: np.ndarray) -> None:
@@ -160,9 +161,10 @@ def grpo(job: Job) -> dict[str, Any]:
             algorithm=config,
             clock=clock,
         )
-        reference = Reference(load(job, "actor", mesh), mesh, COMPUTE, temperature=sampling.temperature, clock=clock)
+        scored = {"temperature": sampling.temperature, "responses": job.response}
+        reference = Reference(load(job, "actor", mesh), mesh, COMPUTE, **scored, clock=clock)
         actor.state = TrainState.create(model.params, optimizer)
-        learner = Learner(actor, None, mesh, COMPUTE, optimizers=(optimizer,), algorithm=config, temperature=1.0)
+        learner = Learner(actor, None, mesh, COMPUTE, optimizers=(optimizer,), algorithm=config, **scored)
         scores: Any = SimpleNamespace(score=lambda rollout, _: first_token_scores(rollout))
         measure, count = jax.jit(partial(experience_metrics, samples=SAMPLES)), iter(range(job.steps))
 

@@ -194,7 +194,7 @@ def arrays(
     matrices = model.embed * model.head_dim * (2 * heads + 2 * kv_heads)
     matrices += (3 if model.gated_mlp else 2) * model.embed * model.mlp / width
     vocab = model.padded_vocab / tensor
-    tile = max(256, 2**20 // int(vocab)) if backend.platform == "cpu" else 1024
+    tile = max(256, 2**21 // int(vocab)) if backend.platform == "cpu" else 1024
     tile = sharing if sharing <= tile else 16 * ceil(ceil(sharing / ceil(sharing / tile)) / 16)
     return Arrays(
         hidden=tokens * model.embed * size,

@@ -126,7 +126,9 @@ class Setup:
         self.critic = Critic(value, self.places["critic"], compute, **trained)
         self.actor.state, self.critic.state = state("actor", policy.params), state("critic", value.params)
         where = self.places["reference"]
-        self.reference = Reference(model("reference", LM, 0), where, compute, temperature=1.0, clock=self.clock)
+        self.reference = Reference(
+            model("reference", LM, 0), where, compute, temperature=1.0, responses=RESPONSE, clock=self.clock
+        )
         self.reward = Scored(Reward(model("reward", SCALAR, 1), self.places["reward"], compute, clock=self.clock))
         self.estimator = Estimator(PPO, self.clock, self.places["arithmetic"])
 

@@ -71,10 +71,11 @@ class Setup:
             self.actor.state = state
             self.critic = Critic(Model(architecture, scalar), *shared, optimizer=optimizer, algorithm=ppo, clock=clock)
             self.critic.state = TrainState.create(scalar_from(scalar, keep_head=True), optimizer)
-            self.reference = Reference(Model(architecture, params), *shared, temperature=temperature, clock=clock)
+            asked = {"temperature": temperature, "responses": RESPONSE}
+            self.reference = Reference(Model(architecture, params), *shared, **asked, clock=clock)
             self.reward = Reward(Model(architecture, scalar), *shared, clock=clock)
             roles = self.actor, self.critic, *shared
-            self.learner = Learner(*roles, optimizers=(optimizer, optimizer), algorithm=SINGLE, temperature=temperature)
+            self.learner = Learner(*roles, optimizers=(optimizer, optimizer), algorithm=SINGLE, **asked)
         self.estimator = Estimator(ppo, Clock())
         self.clock = clock
 
@@ -202,7 +203,7 @@ def test_an_adapter_and_the_base_that_is_its_reference_are_scored_in_one_pass():
         shared, sampling = (mesh, Compute()), SamplingConfig(max_new_tokens=RESPONSE, temperature=0.7)
         actor = Actor(policy, *shared, sampling=sampling, optimizer=optax.sgd(0.1), algorithm=PPO, clock=clock)
         bare = Model(Architecture(MODEL, shared=True), base)
-        reference = Reference(bare, *shared, temperature=0.7, clock=clock)
+        reference = Reference(bare, *shared, temperature=0.7, responses=RESPONSE, clock=clock)
         drawn = np.random.default_rng(0).integers(2, MODEL.vocab_size, (ROWS, PROMPT + RESPONSE)).astype(np.int32)
         tokens, ends = put_rows((drawn, np.full(ROWS, PROMPT, np.int32)), mesh)
         rollout = Rollout(tokens, ends, ends, tokens * 0.0, ends > 0, jnp.zeros((), jnp.int32))
@@ -220,7 +221,9 @@ def test_an_adapter_and_the_base_that_is_its_reference_are_scored_in_one_pass():
         assert np.abs(np.asarray(old) - ref).max() > 0.01
 
         # A reference with weights of its own has a pass of its own.
-        other = Reference(bare.holding(jax.tree.map(jnp.copy, base)), *shared, temperature=0.7, clock=clock)
+        other = Reference(
+            bare.holding(jax.tree.map(jnp.copy, base)), *shared, temperature=0.7, responses=RESPONSE, clock=clock
+        )
         clock.start()
         np.testing.assert_allclose(np.asarray(policy_logprobs(actor, other, rollout)[1]), ref, rtol=1e-5, atol=1e-5)
         assert set(clock.take()) == {"timing_s/old_log_prob", "timing_s/ref", "timing_s/step"}

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -44,14 +45,15 @@ def test_shares_of_the_peak_of_all_devices(monkeypatch):
     said = {f"timing_s/{call}": 2.0 for call in CALLS}
     found = workload(monkeypatch, Peak(1e6, 1e8, 1e7)).metrics(said, PROMPTS, RESPONSES)
     lengths, peak = PROMPTS + RESPONSES, 8 * 1e8
+    policy: Any = {"predicted": RESPONSES}  # prompts have no head
     generation = generation_seconds(CONFIG, PROMPTS, RESPONSES, memory=8e6, operations=peak, itemsize=2, copies=4)
     assert found == pytest.approx(
         {
-            "perf/mfu/actor": 2 * training_operations(CONFIG, lengths) / peak / 2,
+            "perf/mfu/actor": 2 * training_operations(CONFIG, lengths, **policy) / peak / 2,
             "perf/mfu/critic": 2 * training_operations(CONFIG, lengths, "scalar") / peak / 2,
             "perf/mfu/cost_critic": 2 * training_operations(replace(CONFIG, layers=4), lengths, "scalar") / peak / 2,
-            "perf/mfu/actor_infer": forward_operations(CONFIG, lengths) / peak / 2,
-            "perf/mfu/ref": forward_operations(CONFIG, lengths) / peak / 2,
+            "perf/mfu/actor_infer": forward_operations(CONFIG, lengths, **policy) / peak / 2,
+            "perf/mfu/ref": forward_operations(CONFIG, lengths, **policy) / peak / 2,
             "perf/roofline/gen": generation / 2,
         }
     )
@@ -92,7 +94,7 @@ def test_updates_that_were_stopped_and_calls_that_were_not_timed_do_not_count(mo
 def test_one_pass_over_actor_and_reference_counts_both(monkeypatch):
     load = workload(monkeypatch, Peak(1e6, 1e8, 1e7))
     found = load.metrics({"timing_s/old_log_prob": 1.0}, PROMPTS, RESPONSES)
-    expected = 2 * forward_operations(CONFIG, PROMPTS + RESPONSES) / 8e8
+    expected = 2 * forward_operations(CONFIG, PROMPTS + RESPONSES, predicted=RESPONSES) / 8e8
     assert found == pytest.approx({"perf/mfu/actor_infer": expected})
 
 

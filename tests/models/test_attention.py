@@ -9,7 +9,7 @@ import pytest
 
 from jrlhf.models import RopeScaling
 from jrlhf.models.attention import attention, cached_attention, default_attention, rotate, rotation, scaled
-from jrlhf.models.cache import LayerCache, append, prefill
+from jrlhf.models.cache import append, empty, filled, grown, prefill
 
 B, T, N, K, H = 3, 7, 4, 2, 8
 
@@ -39,7 +39,8 @@ def test_bfloat16_activations_are_turned_by_exact_angles():
     np.testing.assert_allclose(turned[0, :, 0].astype(np.float32), expected, atol=0.01)
 
 
-def test_attention_against_a_cache_is_the_last_row_of_causal_attention():
+@pytest.mark.parametrize("transposed", [False, True])
+def test_attention_against_a_cache_is_the_last_row_of_causal_attention(transposed):
     query, key, value = normal(B, T, N, H), normal(B, T, K, H), normal(B, T, K, H + 1)[..., :H]
     whole = attention(query, key, value)
     lengths: Any = np.array([1, 4, 7])  # tokens before and with the new one
@@ -47,21 +48,41 @@ def test_attention_against_a_cache_is_the_last_row_of_causal_attention():
     rows = np.arange(B)
     # The cache holds the rows up to their lengths, and rubbish behind.
     garbage = np.where(np.arange(T)[None, :] < last[:, None], 0, 1e3)[:, :, None, None].astype(np.float32)
-    cache = prefill(key + garbage, value + garbage, size=T + 2)
+    cache = prefill(key + garbage, value + garbage, size=T + 2, transposed=transposed)
     cache = append(cache, key[rows, last][:, None], value[rows, last][:, None], last)
     actual = cached_attention(query[rows, last][:, None], cache, lengths)
     np.testing.assert_allclose(actual[:, 0], whole[rows, last], atol=1e-6)
 
 
-def test_a_cache_is_written_at_each_rows_position_only():
-    cache = LayerCache(jnp.zeros((B, K, T, H)), jnp.zeros((B, K, T, H)))
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_cache_is_written_at_each_rows_position_only(transposed):
+    cache = empty(B, K, T, H, jnp.float32, transposed=transposed)
     positions: Any = np.array([0, 3, 6])
     key, value = normal(B, 1, K, H), normal(B, 1, K, H + 1)[..., :H]
     written = append(cache, key, value, positions)
-    for actual, new in zip(written, (key, value), strict=True):
+    keys = written.key.swapaxes(2, 3) if transposed else written.key
+    for actual, new in ((keys, key), (written.value, value)):
         expected = np.zeros((B, K, T, H), np.float32)
         expected[np.arange(B), :, positions] = new[:, 0]
         np.testing.assert_array_equal(actual, expected)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_rows_enter_a_grown_cache(transposed):
+    prompts = prefill(normal(B, T, K, H), normal(B, T, K, H + 1)[..., :H], T, transposed=transposed)
+    decoding = grown(prefill(normal(B, 1, K, H), normal(B, 1, K, H), 1, transposed=transposed), T + 3)
+    slots, rows = jnp.array([2, B, 0]), jnp.array([1, 0, 0])  # the second row enters nowhere
+    found = filled(decoding, slots, prompts, rows)
+    for name in ("key", "value"):
+
+        def by_position(cache, last=transposed and name == "key", name=name):
+            x = np.asarray(getattr(cache, name))
+            return x.swapaxes(2, 3) if last else x
+
+        expected = np.zeros((B, K, T + 3, H), np.float32)
+        expected[:, :, :1] = by_position(decoding)[:, :, :1]
+        expected[[2, 0], :, :T] = by_position(prompts)[[1, 0]]
+        np.testing.assert_array_equal(by_position(found), expected)
 
 
 def by_loops(query, key, value, *, scale, softcap, window):

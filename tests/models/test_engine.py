@@ -15,6 +15,8 @@ from jrlhf.models import (
     ModelConfig,
     SamplingConfig,
     Schedule,
+    engine,
+    generate,
     init_lm,
     init_lora,
     lora_shardings,
@@ -22,6 +24,7 @@ from jrlhf.models import (
     param_shardings,
     to_int8,
 )
+from jrlhf.models.cache import transposes_keys
 from jrlhf.models.chunks import Programs
 from jrlhf.models.decoding import Decoder
 from jrlhf.models.engine import _Rollout
@@ -112,6 +115,16 @@ def test_tokens_do_not_depend_on_the_schedule(alone, schedule, monkeypatch):
     waves = schedule.waves(U, schedule.slots or U, P)
     assert done["chunk"] >= R // schedule.chunk and done["admit"] >= U / waves[-1]
     assert (done["take"] > 0) == (schedule.buckets > 1) and (done["grow"] > 0) == (schedule.lengths > 1)
+
+
+def test_tokens_do_not_depend_on_how_keys_are_stored(alone, monkeypatch):
+    setting, expected = alone
+    assert transposes_keys(setting.mesh)  # on accelerators they are stored as values are
+    for module in (engine, generate):
+        monkeypatch.setattr(module, "transposes_keys", lambda mesh: False)
+    schedule = Schedule(slots=4, chunk=5, buckets=2, lengths=2, prefill=2)
+    assert_same(setting.scheduled(schedule), expected)
+    assert_same(setting.plain(), expected)
 
 
 @pytest.mark.slow

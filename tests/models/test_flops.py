@@ -81,6 +81,18 @@ def test_forward_and_training_are_what_the_compiler_counts(head, lora):
     assert compiled_operations(jax.grad(loss), *arguments) == pytest.approx(expected, rel=0.06)
 
 
+def test_a_head_is_counted_for_what_is_predicted():
+    span, mesh = 8, make_mesh(1, 1, 1, devices=jax.devices()[:1], axis_type=jax.sharding.AxisType.Auto)
+    function = make_logprobs(ONE, mesh, SCORE, remat="gather", implementation="reference", span=span)
+    _, (params, tokens, *_) = setting("lm", None)
+    starts, predicted = jax.ShapeDtypeStruct((ROWS,), jnp.int32), np.full(ROWS, span)
+    expected = forward_operations(ONE, LENGTHS, predicted=predicted) + whole_square(ONE, 1)
+    assert compiled_operations(function, params, tokens, starts) == pytest.approx(expected, rel=0.04)
+    gradient = jax.grad(lambda *inputs: jnp.sum(function(*inputs)[0]))
+    expected = training_operations(ONE, LENGTHS, predicted=predicted) + whole_square(ONE, 3)
+    assert compiled_operations(gradient, params, tokens, starts) == pytest.approx(expected, rel=0.06)
+
+
 def test_layers_add_up_and_a_table_that_is_only_looked_up_costs_nothing():
     deep = replace(ONE, layers=3)
     lengths = np.array([5, 1, 9])

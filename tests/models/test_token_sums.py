@@ -16,6 +16,7 @@ from jrlhf.models import (
     init_lora,
     lora_shardings,
     make_logprobs,
+    make_logprobs_with_base,
     make_token_sums,
     param_shardings,
 )
@@ -84,6 +85,39 @@ def test_sums_equal_the_summed_terms(reference, sizes, layout, axis_type):
         jax.tree.map_with_path(same, gradients(sums, *arguments), expected)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "layout", "axis_type", "span"),
+    [
+        ((1, 4, 2), TRAIN, AxisType.Explicit, 2),
+        ((1, 4, 2), TRAIN_TP, AxisType.Explicit, 4),
+        ((1, 1, 1), TRAIN, AxisType.Auto, LENGTH),
+        pytest.param((2, 2, 2), TRAIN, AxisType.Auto, 3, marks=pytest.mark.slow),
+    ],
+    ids=lambda x: getattr(x, "name", None) or str(x),
+)
+def test_only_a_span_of_each_row_is_predicted(reference, sizes, layout, axis_type, span):
+    mesh = make_mesh(*sizes, devices=jax.devices()[: np.prod(sizes)], axis_type=axis_type)
+    tokens, data = batch()
+    starts: Any = np.array([1, 2, 3, 5, 4, 1, 2, 0], np.int32)  # a start of 0 is one of 1
+    after = np.arange(LENGTH)[None, :] - np.maximum(starts, 1)[:, None]
+    data["mask"] &= (after >= 0) & (after < span)
+    with jax.set_mesh(mesh):
+        params = jax.device_put(reference.random_params(CONFIG), param_shardings(CONFIG, mesh, layout))
+        tokens, data, starts = jax.device_put((tokens, data, starts), jax.NamedSharding(mesh, jax.P(AXES)))
+        options = {"temperature": 0.7, "implementation": "xla"}
+        everywhere = make_logprobs(CONFIG, mesh, layout, **options)
+        expected = gradients(partial(summed, everywhere), params, tokens, data)
+        spanned = make_logprobs(CONFIG, mesh, layout, **options, span=span)
+        by_span = lambda params, tokens: spanned(params, tokens, starts)  # noqa: E731
+        jax.tree.map_with_path(same, gradients(partial(summed, by_span), params, tokens, data), expected)
+        sums = make_token_sums(CONFIG, mesh, layout, **options, span=span)
+        actual = gradients(lambda *x: sums(x[0], x[1], starts, x[2], terms), params, tokens, data)
+        jax.tree.map_with_path(same, actual, expected)
+        for found, whole in zip(by_span(params, tokens), everywhere(params, tokens), strict=True):
+            inside = (after >= 0) & (after < span)
+            np.testing.assert_allclose(found, np.where(inside, whole, 0), rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.slow
 def test_sums_under_an_adapter(reference):
     mesh = make_mesh(2, 2, 2)
@@ -97,6 +131,13 @@ def test_sums_under_an_adapter(reference):
         sums = make_token_sums(CONFIG, mesh, GENERATE, lora=LORA)
         actual = gradients(lambda adapter, tokens, data: sums(adapter, tokens, data, terms, base), *arguments)
         jax.tree.map_with_path(same, actual, expected)
+
+        starts = jax.device_put(np.full(ROWS, 2, np.int32), jax.NamedSharding(mesh, jax.P(AXES)))
+        both = make_logprobs_with_base(CONFIG, mesh, LORA, span=3)(adapter, arguments[1], starts, base)
+        alone = *logprobs(adapter, arguments[1], base), make_logprobs(CONFIG, mesh, GENERATE)(base, arguments[1])[0]
+        inside = (np.arange(LENGTH) >= 2) & (np.arange(LENGTH) < 5)
+        for found, whole in zip(both, alone, strict=True):
+            np.testing.assert_allclose(found, np.where(inside, whole, 0), rtol=1e-5, atol=1e-6)
 
 
 def _unstacked(params):

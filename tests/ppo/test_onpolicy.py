@@ -36,6 +36,17 @@ def every_value(toy):
     return values
 
 
+def at_responses(logprobs):
+    """A model's log-probabilities and entropies, and NaN before each row's response, where nobody may look."""
+
+    def read(params, tokens, starts):
+        inside = jnp.arange(tokens.shape[1])[None, :] >= starts[:, None]
+        scored, entropy = logprobs(params, tokens)
+        return jnp.where(inside, scored, jnp.nan), jnp.where(inside, entropy, jnp.nan)
+
+    return read
+
+
 @pytest.fixture
 def batch(toy):
     experience = toy.experience()
@@ -79,7 +90,7 @@ def separately(toy, config, rollout, scores, ref):
     ids=["defaults", "options", "kl in the loss", "no reference", "rollout"],
 )
 def test_shared_passes_give_what_separate_calls_give(toy, batch, config):
-    step = make_on_policy_step(toy.logprobs, every_value(toy), OPTIMIZER, OPTIMIZER, config)
+    step = make_on_policy_step(at_responses(toy.logprobs), every_value(toy), OPTIMIZER, OPTIMIZER, config)
     if not config.needs_reference:
         batch = (*batch[:2], None)
     found = step(*states(toy), *batch, KL_COEF)
@@ -99,7 +110,7 @@ def test_each_model_is_run_once(toy, batch):
 
         return run
 
-    models = counted("actor", toy.logprobs), counted("critic", every_value(toy))
+    models = at_responses(counted("actor", toy.logprobs)), counted("critic", every_value(toy))
     jax.block_until_ready(
         make_on_policy_step(*models, OPTIMIZER, OPTIMIZER, PPOConfig())(*states(toy), *batch, KL_COEF)
     )
@@ -109,7 +120,7 @@ def test_each_model_is_run_once(toy, batch):
 
 def test_a_bad_score_costs_its_row_and_nothing_else(toy, batch):
     rollout, scores, ref = batch
-    step = make_on_policy_step(toy.logprobs, every_value(toy), OPTIMIZER, OPTIMIZER, PPOConfig())
+    step = make_on_policy_step(at_responses(toy.logprobs), every_value(toy), OPTIMIZER, OPTIMIZER, PPOConfig())
     actor, critic, _, metrics = step(*states(toy), rollout, scores.at[2].set(jnp.nan), ref, KL_COEF)
     without = replace(rollout, response_lengths=rollout.response_lengths.at[2].set(0))
     *expected, _, _ = step(*states(toy), without, scores, ref, KL_COEF)
@@ -121,7 +132,7 @@ def test_a_bad_score_costs_its_row_and_nothing_else(toy, batch):
 
 def test_bad_scores_alone_never_reach_the_weights(toy, batch):
     rollout, scores, ref = batch
-    step = make_on_policy_step(toy.logprobs, every_value(toy), OPTIMIZER, OPTIMIZER, PPOConfig())
+    step = make_on_policy_step(at_responses(toy.logprobs), every_value(toy), OPTIMIZER, OPTIMIZER, PPOConfig())
     actor, critic, _, metrics = step(*states(toy), rollout, jnp.full_like(scores, jnp.nan), ref, KL_COEF)
     for state, fresh in zip((actor, critic), states(toy), strict=True):
         jax.tree.map(np.testing.assert_array_equal, state.params, fresh.params)
@@ -135,14 +146,16 @@ def test_without_an_entropy_bonus_its_derivative_is_not_asked_for(toy, batch):
         return logprobs, entropy + jnp.sqrt(0 * entropy)  # of which the value is 0 and the derivative NaN
 
     results = [
-        make_on_policy_step(model, every_value(toy), OPTIMIZER, OPTIMIZER, PPOConfig())(*states(toy), *batch, KL_COEF)
+        make_on_policy_step(at_responses(model), every_value(toy), OPTIMIZER, OPTIMIZER, PPOConfig())(
+            *states(toy), *batch, KL_COEF
+        )
         for model in (spoiled, toy.logprobs)
     ]
     assert results[0][3]["actor/skipped_updates"] == 0
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), *results)
     config = GRPOConfig(samples=2)
     actor, _ = states(toy)
-    step = make_on_policy_actor_step(spoiled, OPTIMIZER, config, make_group_experience)
+    step = make_on_policy_actor_step(at_responses(spoiled), OPTIMIZER, config, make_group_experience)
     assert step(actor, *batch, KL_COEF)[2]["actor/skipped_updates"] == 0
 
 
@@ -151,12 +164,14 @@ def test_without_an_entropy_bonus_its_derivative_is_not_asked_for(toy, batch):
 )
 def test_several_updates_or_parts_are_refused(toy, change):
     with pytest.raises(ValueError, match="a single update on a whole batch needs 1, 1, 1 and null"):
-        make_on_policy_step(toy.logprobs, toy.values, OPTIMIZER, OPTIMIZER, replace(PPOConfig(), **change))
+        make_on_policy_step(
+            at_responses(toy.logprobs), toy.values, OPTIMIZER, OPTIMIZER, replace(PPOConfig(), **change)
+        )
 
 
 def test_texts_are_refused(toy):
     with pytest.raises(ValueError, match="ptx_coef=0.5"):
-        make_on_policy_step(toy.logprobs, toy.values, OPTIMIZER, OPTIMIZER, PPOConfig(ptx_coef=0.5))
+        make_on_policy_step(at_responses(toy.logprobs), toy.values, OPTIMIZER, OPTIMIZER, PPOConfig(ptx_coef=0.5))
 
 
 @pytest.mark.parametrize(
@@ -171,7 +186,7 @@ def test_texts_are_refused(toy):
 def test_without_a_critic(toy, batch, make, config):
     rollout, scores, ref = batch
     (actor, _), (alone, _) = states(toy), states(toy)
-    found = make_on_policy_actor_step(toy.logprobs, OPTIMIZER, config, make)(actor, *batch, KL_COEF)
+    found = make_on_policy_actor_step(at_responses(toy.logprobs), OPTIMIZER, config, make)(actor, *batch, KL_COEF)
     old, _ = toy.logprobs(alone.params, rollout.tokens)
     experience = make(rollout, scores, old, ref, config=config, kl_coef=KL_COEF)
     alone, metrics = make_actor_step(toy.logprobs, OPTIMIZER, config)(alone, experience)
@@ -183,4 +198,6 @@ def test_without_a_critic(toy, batch, make, config):
 
 def test_an_actor_that_updates_twice_is_refused(toy):
     with pytest.raises(ValueError, match="minibatches=2"):
-        make_on_policy_actor_step(toy.logprobs, OPTIMIZER, GRPOConfig(minibatches=2), make_group_experience)
+        make_on_policy_actor_step(
+            at_responses(toy.logprobs), OPTIMIZER, GRPOConfig(minibatches=2), make_group_experience
+        )

@@ -77,7 +77,7 @@ def test_a_call_adds_up_from_its_parts():
     time = call_seconds(WORK, plans.GRAPH["actor.update"], case.plan["actor.update"], LOCAL, units=units)
     tokens = rows * length  # both micro-batches together, in proportion
     assert time.parts["layers"] == pytest.approx(plans.MODEL.layers * tokens * 1e-3 / measure.LAYERS)
-    assert time.parts["ends"] == pytest.approx(tokens * 1e-3)
+    assert time.parts["ends"] == pytest.approx(rows * plans.RESPONSE * 1e-3)  # prompts are not predicted
     assert time.parts["optimizer"] == pytest.approx(1e-3 * (1 + 2 / 3))  # all numbers on each device, two gradients
 
 

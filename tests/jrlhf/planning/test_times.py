@@ -86,8 +86,9 @@ def test_one_h200_as_measured():
     models = {"1.7B": PRESETS["Qwen/Qwen3-1.7B"], "8B": PRESETS["Qwen/Qwen3-8B"]}
     errors = []
     for found in record["results"]:
-        model, half = models[found["model"]], found.get("length", 0) // 2
-        settings = {"rows": found["batch"], "prompt": half, "response": half, "minibatches": 1, "fused_loss": False}
+        model, length = models[found["model"]], found.get("length", 0)
+        # These steps predicted every token.
+        settings = {"rows": found["batch"], "prompt": 0, "response": length, "minibatches": 1, "fused_loss": False}
         if found["part"] == "decode":
             prompt, response = found["prompt"], found["response"]
             settings |= {"prompt": prompt, "response": response, "mean_prompt": prompt, "mean_response": response}
@@ -133,7 +134,8 @@ def test_generation_at_the_roofline(rows: int, bound: str):
 def test_training_operations_are_three_forwards_and_what_is_computed_again():
     rows, length = 64, 32
     settings = {"rows": rows, "prompt": 16, "response": 16, "minibatches": 1, "fused_loss": True}
-    needed = training_operations(SMALL, np.full(rows, length)) / IDEAL.hardware.bfloat16 / 8
+    needed = training_operations(SMALL, np.full(rows, length), predicted=np.full(rows, 16))
+    needed /= IDEAL.hardware.bfloat16 * 8
     found = {
         remat: priced(place("train", fsdp=8), on=IDEAL, remat=remat, **settings).parts["operations"]
         for remat in ("gather", "products", "attention", "full")
