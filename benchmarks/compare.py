@@ -161,17 +161,18 @@ def operations(case: str, shape: Shape, batch: int, prompt: int, response: int) 
     """Floating-point operations that the mathematics of a case needs in products with weights.
 
     2 a weight and token forward, 4 more backward. Generation: all tokens but the last through the layers, response
-    tokens through the unembedding. PPO: then actor and reference, with unembedding, and critic and reward, without,
-    read all tokens; actor and critic are trained in the same passes, there being a single update. GRPO: the samples of
-    a prompt share its prefill; then the actor is trained and the reference reads all tokens. Attention's own products,
-    a few percent more at these lengths, and whatever an implementation computes twice are not counted.
+    tokens through the unembedding. PPO: then actor and reference, with unembedding for responses, and critic and
+    reward, without, read all tokens; actor and critic are trained in the same passes, there being a single update.
+    GRPO: the samples of a prompt share its prefill; then the actor is trained and the reference reads all tokens.
+    Attention's own products, a few percent more at these lengths, and whatever an implementation computes twice are
+    not counted.
     """
     layers, head = weights_of(shape)
     tokens = batch * (prompt + response)
     generation = 2 * layers * (tokens - batch) + 2 * head * batch * response
     if case == "generate":
         return generation
-    policy, scalar = 2 * (layers + head) * tokens, 2 * layers * tokens
+    policy, scalar = 2 * (layers * tokens + head * batch * response), 2 * layers * tokens
     if case == "grpo":
         return generation - 2 * layers * batch * prompt // SAMPLES + (3 + 1) * policy
     return generation + (3 + 1) * policy + (3 + 1) * scalar

@@ -112,12 +112,12 @@ def test_the_work_counts_every_weight_once_a_token():
 
     layers, head, decoded = matrices, shapes["embedding"].size, 8 * 64
     generation = 2 * (8 * 16 + decoded - 8) * layers + 2 * decoded * head
-    forward, with_head = 2 * 8 * 80 * layers, 2 * 8 * 80 * (layers + head)
+    forward, with_head = 2 * 8 * 80 * layers, 2 * (8 * 80 * layers + decoded * head)
     scoring = with_head + forward  # reference and reward
     training = 3 * with_head + 3 * forward  # actor and critic
     assert operations("generate", SHAPE, 8, 16, 64) == generation
     assert operations("ppo", SHAPE, 8, 16, 64) == generation + scoring + training
-    assert operations("ppo", SHAPE, 8, 16, 64) == pytest.approx(33.6e9, rel=0.01)
+    assert operations("ppo", SHAPE, 8, 16, 64) == pytest.approx(32.5e9, rel=0.01)
 
 
 def test_differences_are_the_largest_and_rows_of_greedy_tokens_are_whole():
