@@ -4,8 +4,9 @@
     python -m benchmarks.memory --target h200x8
     python -m benchmarks.memory --target v5p-16
 
-Programs are compiled and never run: for 8 simulated CPU devices, or for hardware that is not there (`targets.py`). The
-shapes are others than those that the model's counts were read from. Merges into `benchmarks/results/memory.json`.
+Programs are compiled and never run: for 8 simulated CPU devices, or for hardware that is not there (`targets.py`). They
+have a head for every token, as is predicted; a run's have one for responses. The shapes are others than those that the
+model's counts were read from. Merges into `benchmarks/results/memory.json`.
 """
 
 import argparse

@@ -313,7 +313,7 @@ def least_seconds(config: ModelConfig, top: Ceilings, prompts: np.ndarray, respo
     operations = top.matmul if top.peak is None else top.peak.bfloat16
     lengths, weights = prompts + responses, weight_bytes(config, 1)
     scalar = forward_operations(config, lengths, "scalar") / operations
-    score = forward_operations(config, lengths) / operations
+    score = forward_operations(config, lengths, predicted=responses) / operations
     return {
         "reshard": weights * (4 + 2) / memory,
         "gen": generation_seconds(config, prompts, responses, memory=memory, operations=operations, itemsize=2),
@@ -322,7 +322,7 @@ def least_seconds(config: ModelConfig, top: Ceilings, prompts: np.ndarray, respo
         "ref": score,
         "values": scalar,
         "update_critic": training_operations(config, lengths, "scalar") / operations + 28 * weights / memory,
-        "update_actor": training_operations(config, lengths) / operations + 28 * weights / memory,
+        "update_actor": training_operations(config, lengths, predicted=responses) / operations + 28 * weights / memory,
     }
 
 

@@ -102,7 +102,9 @@ def safe_rlhf(actor, critic, cost_critic, reference, reward, cost, constraint, e
 
 
 def policy_logprobs(actor, reference, rollout):
-    """The rollout's log-probs [B, T] under the actor and under the reference: in one pass where they share weights.
+    """Log-probs [B, T] of a rollout's responses under actor and reference: in one pass where they share weights.
+
+    They mean nothing elsewhere, nor beyond data.max_response tokens of a response.
 
     None for the actor's where those of the rollout serve, and for the reference's where there is none.
     """

@@ -292,8 +292,9 @@ class _Program:
     def predicted(self, x: Array, starts: Int[Array, "B"] | None, *, ahead: int = 0) -> Array:
         """`x` [B, T, ...] at the tokens that are predicted, or so many positions ahead of them; 0 past a row's end."""
         length = x.shape[1]
-        if starts is None or self.span is None:
+        if starts is None:
             return x[:, 1 - ahead : length - ahead]
+        assert self.span is not None
         return _at(x, jnp.maximum(starts, 1)[:, None] - ahead + jnp.arange(min(self.span, length - 1))[None, :])
 
     def sharing(self, rows: Array) -> Array:
@@ -308,7 +309,7 @@ class _Program:
 
 
 def _at(x: Float[Array, "B T *D"], index: Int[Array, "B S"]) -> Float[Array, "B S *D"]:
-    """Each row at its own positions, none of them twice; 0 where there is no such position."""
+    """Each row at its own positions, of which none that exists comes twice; 0 where there is no such position."""
     rows = jnp.arange(x.shape[0])[:, None]
     outside = jnp.where(index < 0, x.shape[1], index)  # a negative one would count from the end
     return x.at[rows, outside].get(mode="fill", fill_value=0, unique_indices=True)
@@ -351,8 +352,8 @@ def make_logprobs(
     dtype: of weights and activations in compute. Norms, rotary angles, the logits and what follows are float32.
     attention: None for cuDNN on a GPU and splash on a TPU where dtype and shapes allow it, else XLA.
     span: builds f(params, tokens, starts [B]) instead, which predicts so many tokens of a row at most: those from
-        starts[b], at least 1, on. All other results are 0, and the head is not computed there: for prompts, of which
-        nobody asks.
+        starts[b] on (0 counts as 1). All other results are 0, and the head is not computed there: for prompts, of which
+        nobody asks. With `lora` f(adapter, tokens, starts, base).
     lora: builds f(adapter, tokens, base) instead, for `layout` GENERATE. adapter: as `init_lora`, float32, stored as
         `lora_shardings` says. base: stored as `param_shardings(config, mesh, GENERATE)` says, in any dtype or as
         `to_int8` makes it, with any head. Differentiate by the adapter.
@@ -362,15 +363,18 @@ def make_logprobs(
 
     Raises:
         ValueError: the model or, when called, the batch does not fit on the mesh; adapters or int8 weights where they
-            cannot be.
+            cannot be; a span below 1.
     """
     program = _Program(config, mesh, layout, "lm", remat, dtype, attention, lora, span)
     _check_temperature(temperature)
 
-    def local(params, tokens, starts=None):
+    def everywhere(params, tokens):
+        return program.logprobs(params, tokens, None, temperature, implementation)
+
+    def of_spans(params, tokens, starts):
         return program.logprobs(params, tokens, starts, temperature, implementation)
 
-    return program.shard(local)
+    return program.shard(everywhere if span is None else of_spans)
 
 
 def make_token_sums(
@@ -389,7 +393,8 @@ def make_token_sums(
 ) -> Callable[..., tuple[Float[Array, ""], dict[str, Float[Array, ""]]]]:
     """Builds f(params, tokens [B, T], data, terms) -> (loss, {name: metric}), float32: sums over all tokens but t = 0.
 
-    With `span` f(params, tokens, starts [B], data, terms): over so many tokens of a row at most, from starts[b] on.
+    With `span` it builds f(params, tokens, starts [B], data, terms), which sums over so many tokens of a row at most,
+    from starts[b] on; with `lora`, too, the base is the last argument.
 
     The same as summing `terms(logprobs, entropy, data)` over the results of `make_logprobs`, but where the platform's
     implementation can (`kernels.logprob.token_sums`), the unembedding's gradient is made while a tile's logits exist
@@ -434,6 +439,8 @@ def make_logprobs_with_base(
     span: int | None = None,
 ) -> Callable[..., tuple[Float[Array, "B T"], Float[Array, "B T"], Float[Array, "B T"]]]:
     """Builds f(adapter, tokens [B, T], base) -> (logprobs, entropy, the bare base's logprobs), all [B, T] and float32.
+
+    With `span` f(adapter, tokens, starts [B], base), as in `make_logprobs`.
 
     One pass over 2 B rows, of which the first half is adapted: the base's weights are read, made wide from int8 and
     compiled once. For scoring: a gradient would reach the base's half in vain. Parameters as in `make_logprobs`.

@@ -53,8 +53,8 @@ class SumsFn(Protocol):
 
     `data` is a `TokenRows` of [B, T] arrays, and terms(logprobs, entropy, data) -> (loss, {name: metric}) is
     elementwise: of any tokens' log-probabilities and entropies, in any shape, with the same tokens' data. The sums are
-    over all tokens; those at which no mask of `data` is True add nothing and may be left out. Differentiated through
-    the loss only.
+    over all tokens; those where `data.computed` is False add nothing and may be left out. Differentiated through the
+    loss only.
     """
 
     def __call__(

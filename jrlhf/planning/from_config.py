@@ -58,8 +58,10 @@ def workload_of(config: Config, models: Mapping[str, ModelConfig], stage: str | 
             held = {"actor": (replace(policy, trained=False, wide=True),), "reward": (replace(reward, trained=True),)}
         if stage != "sft":
             rows, key = 2 * rows, f"2 x {key}"
-        return Workload(graph, held, rows=rows, rows_key=key, fused_loss=False, **widths, **compute)
+        return Workload(graph, held, rows=rows, rows_key=key, fused_loss=False, spanned=(), **widths, **compute)
     graph, section = graph_of(config), config.rl
+    fused = config.compute.fused_loss and section.algorithm.ratio == "token"
+    spanned = "learner" in graph.roles or (fused and not section.algorithm.ptx_coef)  # as `programs.actor_step`
     return Workload(
         graph,
         _models(config, models, graph),
@@ -71,7 +73,8 @@ def workload_of(config: Config, models: Mapping[str, ModelConfig], stage: str | 
         slots=config.rollout.slots,
         chunk=config.rollout.chunk,
         prefill=config.rollout.prefill,
-        fused_loss=config.compute.fused_loss and section.algorithm.ratio == "token",
+        fused_loss=fused,
+        spanned=("infer", "train") if spanned else ("infer",),
         **widths,
         **compute,
     )

@@ -92,7 +92,7 @@ class _Mesh:
         self.layer_bytes = numbers(model).layer * self.size / self.slices
         self.table_bytes = config.padded_vocab * config.embed * self.size / placement.tensor
         self.tables = 2 if model.head == "lm" else 1  # the embedding, and the unembedding, which may be the same
-        self.predicted = workload.response / (workload.prompt + workload.response)  # of the tokens: the head's
+        self.responses = workload.response / (workload.prompt + workload.response)  # of the tokens
         self.gathers_tables = placement.fsdp > 1 and placement.layout != "generate"
 
     def tokens(self, rows: float, parts: int, width: float) -> float:
@@ -104,18 +104,23 @@ class _Mesh:
         units, parts = self.units, dict(self.units.layer(self.model, tokens, length, self.slices, train))
         for name in parts:
             parts[name] *= self.layers
-        _add(parts, units.head(self.model, self.predicted * tokens / self.slices, train))
+        predicted = self.responses if self.model.head == "lm" and self.spans(train) else 1.0
+        _add(parts, units.head(self.model, predicted * tokens / self.slices, train))
         width = self.model.config.embed * self.size
         reduced = units.reduce(self.tensor, tokens * width) if self.slices > 1 else 0.0
         passed = units.gather(self.tensor, self.sharers * tokens * width) if self.sharers > 1 else 0.0
         turns = 2 if train else 1
         sums = 2 * turns + (1 if train and self.workload.remat in ("full", "offload", "attention") else 0)
-        met = 1 + (self.predicted if self.model.head == "lm" else 0)  # at the embedding, and at the unembedding
-        parts["tensor"] = sums * self.layers * reduced + met * turns * passed
+        tables = self.tables - 1 + predicted  # an embedding meets all tokens, an unembedding those that are predicted
+        parts["tensor"] = sums * self.layers * reduced + tables * turns * passed
         parts["gathers"] = self.weights(train)
         if self.stages > 1:
             parts["stages"] = turns * units.gather(Group(2, min(2, self.pipeline.local)), 2 * tokens * width)
         return parts
+
+    def spans(self, train: bool) -> bool:
+        """Whether such a call has a head for responses only."""
+        return ("train" if train else "infer") in self.workload.spanned
 
     def weights(self, train: bool) -> float:
         """Weights gathered where they are used, twice in training, and gradients scattered back."""

@@ -7,6 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from jrlhf.meshes import Call, Graph
+from jrlhf.meshes.graph import Kind
 from jrlhf.models import LoRAConfig, ModelConfig
 from jrlhf.models.params import HeadKind
 from jrlhf.models.remat import Remat
@@ -49,6 +50,7 @@ class Workload:
     epochs, minibatches: of an update. slots: rows that decode at a time, None for all. chunk: steps of one program that
         decodes, None for all. prefill: as in `models.schedule`.
     dtype: of compute. remat: as in `models.remat`. fused_loss: as in `programs.Compute`.
+    spanned: the kinds of calls whose policies have a head for responses only, and not for prompts.
     """
 
     graph: Graph
@@ -67,6 +69,7 @@ class Workload:
     dtype: Any = jnp.dtype(jnp.float32)
     remat: Remat = "full"
     fused_loss: bool = True
+    spanned: tuple[Kind, ...] = ("infer", "train")
     rows_key: str = "rows"
 
     @property

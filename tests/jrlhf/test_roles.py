@@ -220,6 +220,9 @@ def test_an_adapter_and_the_base_that_is_its_reference_are_scored_in_one_pass():
         np.testing.assert_allclose(ref, reference.logprobs(rollout), rtol=1e-5, atol=1e-5)
         assert np.abs(np.asarray(old) - ref).max() > 0.01
 
+        with pytest.raises(TypeError, match="a reference of pairs cannot read a Rollout"):
+            Reference(bare, *shared, temperature=0.7, responses=None, clock=clock).logprobs(rollout)
+
         # A reference with weights of its own has a pass of its own.
         other = Reference(
             bare.holding(jax.tree.map(jnp.copy, base)), *shared, temperature=0.7, responses=RESPONSE, clock=clock

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -86,9 +87,9 @@ def test_one_h200_as_measured():
     models = {"1.7B": PRESETS["Qwen/Qwen3-1.7B"], "8B": PRESETS["Qwen/Qwen3-8B"]}
     errors = []
     for found in record["results"]:
-        model, length = models[found["model"]], found.get("length", 0)
-        # These steps predicted every token.
-        settings = {"rows": found["batch"], "prompt": 0, "response": length, "minibatches": 1, "fused_loss": False}
+        model, half = models[found["model"]], found.get("length", 0) // 2
+        settings: Any = {"rows": found["batch"], "prompt": half, "response": half, "minibatches": 1}
+        settings |= {"fused_loss": False, "spanned": ()}  # these steps predicted every token
         if found["part"] == "decode":
             prompt, response = found["prompt"], found["response"]
             settings |= {"prompt": prompt, "response": response, "mean_prompt": prompt, "mean_response": response}
@@ -147,6 +148,17 @@ def test_training_operations_are_three_forwards_and_what_is_computed_again():
     again = layers / IDEAL.hardware.bfloat16 / 8
     assert found["attention"] - found["products"] == pytest.approx(again, rel=1e-6)
     assert 0 < found["full"] - found["attention"] < 0.01 * needed
+
+
+def test_prompts_have_a_head_where_a_call_does_not_span_responses_only():
+    settings: Any = {"rows": 64, "prompt": 48, "response": 16, "minibatches": 1, "fused_loss": True}
+    head = 2 * SMALL.embed * SMALL.padded_vocab * 64 * 48 / IDEAL.hardware.bfloat16 / 8  # of the prompts
+    for layout, call, products in (("score", "reference.logprobs", 1), ("train", "actor.update", 3)):
+        spanned, whole = (
+            priced(place(layout, fsdp=8), call, IDEAL, **settings, spanned=kinds).parts["operations"]
+            for kinds in (("infer", "train"), ())
+        )
+        assert whole - spanned == pytest.approx(products * head, rel=1e-6)
 
 
 def test_gathers_of_fsdp():
