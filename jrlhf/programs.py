@@ -63,12 +63,6 @@ class Compute:
     score_tokens: int | None = None  # a device scores about so many tokens at a time; None: the whole batch as it is
 
 
-def _spans(mesh: Mesh) -> bool:
-    """Whether responses alone get a head. Not on simulated devices: with it XLA's CPU client, which starts collectives
-    that do not need each other in no fixed order, ends the process far more often."""
-    return mesh.size == 1 or mesh.devices.flat[0].platform != "cpu"
-
-
 def train_logprobs(
     model: Architecture, mesh: Mesh, compute: Compute, *, temperature: float = 1.0, span: int | None = None
 ):
@@ -76,10 +70,7 @@ def train_logprobs(
 
     With `span` (params, tokens, starts), as in `make_logprobs`.
     """
-    if span is None or _spans(mesh):
-        return _logprobs(model, mesh, compute.train_layout, compute, temperature, span)
-    logprobs = _logprobs(model, mesh, compute.train_layout, compute, temperature, None)
-    return lambda params, tokens, starts, *base: logprobs(params, tokens, *base)
+    return _logprobs(model, mesh, compute.train_layout, compute, temperature, span)
 
 
 def train_sums(
@@ -110,7 +101,11 @@ def train_sums(
     )
     if span is None:
         return sums
-    return lambda params, tokens, data, *others: sums(params, tokens, jnp.argmax(data.computed, axis=1), data, *others)
+
+    def of_responses(params, tokens, data, *others):
+        return sums(params, tokens, data, *others, starts=jnp.argmax(data.computed, axis=1))
+
+    return of_responses
 
 
 def actor_step(
@@ -134,9 +129,7 @@ def actor_step(
         compute,
         temperature=temperature,
         entropy_gradient=algorithm.entropy_coef != 0,
-        span=None
-        if algorithm.ptx_coef or not _spans(mesh)
-        else responses,  # texts beside them are learned from their first token on
+        span=None if algorithm.ptx_coef else responses,  # texts beside them are learned from their first token on
     )
     return make_actor_step(logprobs, optimizer, algorithm, sums_fn=sums if compute.fused_loss else None)
 
@@ -187,12 +180,10 @@ def score_logprobs(model: Architecture, mesh: Mesh, compute: Compute, *, tempera
 
     With `span` (params, tokens, lengths, starts), as in `make_logprobs`.
     """
-    spans = _spans(mesh)
-    logprobs = _logprobs(model, mesh, compute.score_layout, compute, temperature, span if spans else None)
+    logprobs = _logprobs(model, mesh, compute.score_layout, compute, temperature, span)
 
     def score(params, tokens, lengths, *others):
         starts, base = ((), others) if span is None else (others[:1], others[1:])
-        starts = starts if spans else ()
         return _by_length(compute, lambda rows: logprobs(params, *rows, *base), (tokens, *starts), lengths)
 
     return jax.jit(score)
@@ -211,12 +202,11 @@ def score_logprobs_with_base(model: Architecture, mesh: Mesh, compute: Compute, 
         implementation=compute.logprob,
         dtype=compute.dtype,
         attention=compute.attention,
-        span=span if _spans(mesh) else None,
+        span=span,
     )
 
     def score(adapter, tokens, lengths, starts, base):
-        rows = (tokens, starts) if _spans(mesh) else (tokens,)
-        return _by_length(compute, lambda rows: logprobs(adapter, *rows, base), rows, lengths)
+        return _by_length(compute, lambda rows: logprobs(adapter, *rows, base), (tokens, starts), lengths)
 
     return jax.jit(score)
 

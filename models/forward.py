@@ -1,323 +1,27 @@
 """Training and scoring: log-probabilities, values and scores of given tokens.
 
-Each function is one `jax.shard_map` over all mesh axes. A weight is stored in slices and gathered layer by layer where
-it is used, inside the checkpointed body of the layer scan. So at most one layer's whole weights exist at any time, in
-the backward pass too, and the gather's transpose reduce-scatters the gradient back into slices.
+Each function is one `jax.shard_map` over all mesh axes, of a `ShardedForward`.
 """
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.sharding import AbstractMesh, Mesh
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float
 
-from jrlhf.kernels.logprob import Terms, token_logprobs, token_sums
+from jrlhf.kernels.logprob import Terms
 from jrlhf.kernels.logprob.api import Implementation
-from jrlhf.meshes import AXES, GENERATE, Layout, gather
-from jrlhf.models.attention import AttentionImplementation, attention, layer_rotations, of_layer
-from jrlhf.models.collectives import TENSOR, check_rows, lookup, own_rows, place, total, vary
+from jrlhf.meshes import GENERATE, Layout
+from jrlhf.models.attention import AttentionImplementation
 from jrlhf.models.config import ModelConfig
-from jrlhf.models.lora import LoRAConfig, lora_shardings, split_arguments, with_adapter
-from jrlhf.models.modules import NO_ADAPTERS, Adapters, block, final_norm, scaled_embeddings
-from jrlhf.models.params import HeadKind, Params, layer_axes, model_axes, param_shardings, spec_tree
-from jrlhf.models.quantize import dequantised, has_int8, int8_specs
-from jrlhf.models.remat import Remat, named, policy
-
-
-@dataclass(frozen=True)
-class _Program:
-    """What the functions of this module share: the model, where it lives, and how it computes. Static."""
-
-    config: ModelConfig
-    mesh: Mesh | AbstractMesh
-    layout: Layout
-    head: HeadKind
-    remat: Remat
-    dtype: Any
-    attention: AttentionImplementation | None
-    lora: LoRAConfig | None = None
-    span: int | None = None  # so many tokens of a row are predicted at most, from its start on; None: all but the first
-
-    def __post_init__(self) -> None:
-        policy(self.remat)
-        if self.span is not None and self.span < 1:
-            raise ValueError(f"span={self.span} must be a positive number of tokens, or None")
-        model_axes(self.config, self.mesh, self.head)
-        if self.lora is not None:
-            if self.layout != GENERATE:
-                raise ValueError(f"lora needs its base in the generate layout, but this is {self.layout.name}")
-            lora_shardings(self.config, self.mesh, self.lora, self.head)
-
-    @property
-    def axes(self) -> Params:
-        return model_axes(self.config, self.mesh, self.head)
-
-    @property
-    def tensor(self) -> str | None:
-        """The mesh axis over which layers are computed in slices, if any."""
-        return TENSOR if self.layout.tensor_parallel else None
-
-    def shard(self, local: Callable[..., Any], *, sums: bool = False) -> Callable[..., Any]:
-        """`local(params, *batch)` as a function of global arrays, whose batch and results are divided by rows.
-
-        With `lora` a function of (adapter, *batch, base), and `local` gets the two as one tree. With `sums` the results
-        are not divided: they are the same on all devices.
-        """
-        rows = self.layout.batch_spec()
-
-        def on_device(params: Params, adapter: Params, *batch: Array) -> Any:
-            return local(with_adapter(params, adapter, self.lora, self.dtype), *batch)
-
-        def call(*arguments: Any) -> Any:
-            params, adapter, batch = split_arguments(arguments, self.lora)
-            params, stored = self.stored(params)
-            count, length = batch[0].shape
-            check_rows(count, self.mesh, self.layout.batch, f"{self.layout.name} layout")
-            if length > self.config.max_positions:
-                raise ValueError(f"{length} tokens a row exceed the model's max_positions={self.config.max_positions}")
-            specs = stored, self.adapter_specs, *[rows] * len(batch)
-            mapped = jax.shard_map(on_device, mesh=self.mesh, in_specs=specs, out_specs=jax.P() if sums else rows)
-            results = mapped(params, adapter, *jax.tree.map(lambda x: place(x, self.mesh, rows), batch))
-            if sums or self.layout.batch == AXES:
-                return results
-            # To meet those of other layouts and of generation, rows lie over all axes: a slice, nothing travels.
-            check_rows(count, self.mesh, AXES, f"{self.layout.name} layout")
-            return jax.tree.map(lambda x: place(x, self.mesh, jax.P(AXES)), results)
-
-        return call
-
-    def stored(self, params: Params) -> tuple[Params, Params]:
-        """The weights that this program reads, and their specs."""
-        specs = spec_tree(param_shardings(self.config, self.mesh, self.layout, self.head))
-        if self.lora is not None:
-            # A base may have another head than the adapter's model, or none.
-            params = {name: weights for name, weights in params.items() if name in specs}
-            specs = {name: specs[name] for name in params}
-        if has_int8(params):
-            if self.layout != GENERATE or self.remat == "gather":
-                raise ValueError(
-                    f"int8 weights need the generate layout and a remat other than 'gather', but this is "
-                    f"{self.layout.name} and {self.remat!r}: there they would be kept or gathered as floats"
-                )
-            specs = int8_specs(specs)
-        return params, specs
-
-    @property
-    def adapter_specs(self) -> Params:
-        return {} if self.lora is None else spec_tree(lora_shardings(self.config, self.mesh, self.lora, self.head))
-
-    def load(self, weight: Array, axes: tuple[str | None, ...]) -> Array:
-        """A stored slice as the block needs it: cast, then gathered (so that the cast halves the bytes that travel)."""
-        # Norm scales and the scalar head stay float32, in which they are applied; they weigh nothing.
-        if weight.ndim > 1:
-            weight = weight.astype(self.dtype)
-        # Varying before the gather: its transpose then sums over `data` what is already scattered, not whole weights.
-        weight = vary(weight, self.layout.batch)
-        return gather(weight, self.layout.storage.spec(axes), self.layout.compute.spec(axes))
-
-    def gathered(self, axes: tuple[str | None, ...]) -> bool:
-        """Whether a weight with these axes is stored in smaller slices than it is computed with."""
-        return self.layout.storage.spec(axes) != self.layout.compute.spec(axes)
-
-    def hidden(self, params: Params, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-        """This device's rows -> their final hidden states, after the final norm."""
-        axes = layer_axes(self.axes)
-        rotations = layer_rotations(jnp.arange(tokens.shape[1])[None, :], self.config)
-        locality = self.config.locality
-        # The scan's layers share one program: where they differ in locality, each gets its flag as an input.
-        flags = jnp.asarray(locality) if len(set(locality)) > 1 else None
-
-        checkpoint = partial(jax.checkpoint, policy=policy(self.remat))
-
-        def layer(local, x, weights, adapters: Adapters = NO_ADAPTERS):
-            x = named(x, "layer")
-            loaded = jax.tree.map(self.load, dequantised(weights, self.dtype, after=x), axes)
-            attend = partial(self.attend, local)
-            return block(self.config, loaded)(x, of_layer(rotations, local), attend, self.tensor, adapters)
-
-        if self.layout == GENERATE:
-            x, layers = self.embed(params, tokens), params["layers"]
-            adapters = params.get("adapters", [NO_ADAPTERS] * len(layers))
-            for local, *inputs in zip(locality, layers, adapters, strict=True):
-                x, _ = checkpoint(partial(layer, local))(x, *inputs)
-            return self.final_norm(params, x)
-
-        def scanned(x, inputs):
-            weights, flag = inputs
-            return layer(locality[0] if flag is None else flag, x, weights)
-
-        # In a scan nothing can be merged across iterations, so the barrier against it is not needed.
-        scanned = checkpoint(scanned, prevent_cse=False)
-        # Weights that are not gathered vary from here on: their gradients are summed once, for all layers together.
-        layers = jax.tree.map(
-            lambda weight, leaf: weight if self.gathered(leaf) else vary(weight, self.layout.batch),
-            params["layers"],
-            axes,
-        )
-        x, _ = lax.scan(scanned, self.embed(params, tokens), (layers, flags))
-        return self.final_norm(params, x)
-
-    def final_norm(self, params: Params, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        return final_norm(self.config, jax.tree.map(self.load, params["final_norm"], self.axes["final_norm"]))(x)
-
-    def attend(self, local: bool | Bool[Array, ""], query: Array, key: Array, value: Array) -> tuple[Array, None]:
-        """A layer's attention; nothing is kept of it."""
-        config = self.config
-        out = attention(
-            query,
-            key,
-            value,
-            scale=config.query_scale,
-            softcap=config.attention_softcap,
-            window=config.window,
-            local=local,
-            implementation=self.attention,
-        )
-        return out, None
-
-    @jax.named_scope("embed")
-    def embed(self, params: Params, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-        """Embeddings of this device's rows; each device looks up its slice of the vocabulary for all that share it."""
-        table = self.load(params["embedding"], self.axes["embedding"])
-        if self.layout.tensor_parallel:
-            x = total(lookup(table, tokens), TENSOR)
-        else:
-            parts = lookup(table, lax.all_gather(tokens, TENSOR, tiled=True))
-            x = lax.psum_scatter(parts, TENSOR, tiled=True)
-        x = scaled_embeddings(x, self.config)
-        if self.config.positions == "learned":
-            x = x + self.load(params["positions"][: tokens.shape[1]], self.axes["positions"])[None]
-        return x
-
-    def logprobs(
-        self,
-        params: Params,
-        tokens: Int[Array, "B T"],
-        starts: Int[Array, "B"] | None,
-        temperature: float,
-        implementation: Implementation | None,
-    ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
-        """Vocabulary-parallel: each device scores its slice of the vocabulary, for all rows that share it."""
-        hidden = self.hidden(params, tokens)
-        with jax.named_scope("head"):
-            return self.head_logprobs(params, hidden, tokens, starts, temperature, implementation)
-
-    def head_logprobs(
-        self,
-        params: Params,
-        hidden: Float[Array, "B T D"],
-        tokens: Int[Array, "B T"],
-        starts,
-        temperature,
-        implementation,
-    ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
-        """`logprobs`, from the final hidden states."""
-        hidden, unembedding, targets = self.predictions(params, hidden, tokens, starts)
-        scored = token_logprobs(
-            hidden.reshape(-1, hidden.shape[-1]),
-            unembedding,
-            targets.reshape(-1),
-            temperature=temperature,
-            softcap=self.config.softcap,
-            vocab_size=self.config.vocab_size,
-            axis_name=TENSOR,
-            implementation=implementation,
-        )
-
-        def by_row(x):
-            x = x.reshape(targets.shape)
-            x = x if self.layout.tensor_parallel else own_rows(x)
-            if starts is None:
-                return jnp.pad(x, ((0, 0), (1, 0)))  # index 0 is predicted from nothing
-            return _at(x, _since(starts, tokens.shape[1]))
-
-        logprobs, entropy = scored
-        return by_row(logprobs), by_row(entropy)
-
-    def token_sums(
-        self,
-        params: Params,
-        tokens: Int[Array, "B T"],
-        starts: Int[Array, "B"] | None,
-        data: Any,
-        terms: Terms,
-        **options,
-    ) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
-        """Vocabulary-parallel as `logprobs`; sums over the tokens of all devices."""
-        hidden = self.hidden(params, tokens)
-        with jax.named_scope("head"):
-            sums = self.head_sums(params, hidden, tokens, starts, data, terms, **options)
-        return lax.psum(sums, tuple(axis for axis in self.layout.batch if axis != TENSOR))
-
-    def head_sums(
-        self,
-        params: Params,
-        hidden: Float[Array, "B T D"],
-        tokens: Int[Array, "B T"],
-        starts,
-        data: Any,
-        terms,
-        **options,
-    ) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
-        """`token_sums`, from the final hidden states, over the tokens that share a slice of the vocabulary."""
-        hidden, unembedding, targets = self.predictions(params, hidden, tokens, starts)
-        data = jax.tree.map(lambda x: self.sharing(self.predicted(x, starts)).reshape(-1), data)
-        return token_sums(
-            hidden.reshape(-1, hidden.shape[-1]),
-            unembedding,
-            targets.reshape(-1),
-            data,
-            terms,
-            softcap=self.config.softcap,
-            vocab_size=self.config.vocab_size,
-            axis_name=TENSOR,
-            **options,
-        )
-
-    def predictions(
-        self, params: Params, hidden: Float[Array, "B T D"], tokens: Int[Array, "B T"], starts: Int[Array, "B"] | None
-    ) -> tuple[Float[Array, "R S D"], Float[Array, "V D"], Int[Array, "R S"]]:
-        """(hidden states, this device's slice of the unembedding, the tokens to predict), of all rows that share it."""
-        hidden, targets = self.predicted(hidden, starts, ahead=1), self.predicted(tokens, starts)
-        name = "embedding" if self.config.tie_embeddings else "unembedding"
-        unembedding = self.load(params[name], self.axes[name])
-        return self.sharing(hidden), unembedding, self.sharing(targets)
-
-    def predicted(self, x: Array, starts: Int[Array, "B"] | None, *, ahead: int = 0) -> Array:
-        """`x` [B, T, ...] at the tokens that are predicted, or so many positions ahead of them; 0 past a row's end."""
-        length = x.shape[1]
-        if starts is None:
-            return x[:, 1 - ahead : length - ahead]
-        assert self.span is not None
-        return _at(x, jnp.maximum(starts, 1)[:, None] - ahead + jnp.arange(min(self.span, length - 1))[None, :])
-
-    def sharing(self, rows: Array) -> Array:
-        """This device's rows -> all rows that share its slice of the vocabulary."""
-        return rows if self.layout.tensor_parallel else lax.all_gather(rows, TENSOR, tiled=True)
-
-    @jax.named_scope("head")
-    def scalars(self, params: Params, hidden: Float[Array, "B *T D"]) -> Float[Array, "B *T"]:
-        """The scalar head, in float32."""
-        head = jax.tree.map(self.load, params["value_head"], self.axes["value_head"])
-        return jnp.einsum("...d,d->...", hidden.astype(jnp.float32), head["kernel"]) + head["bias"]
-
-
-def _at(x: Float[Array, "B T *D"], index: Int[Array, "B S"]) -> Float[Array, "B S *D"]:
-    """Each row at its own positions, of which none that exists comes twice; 0 where there is no such position."""
-    rows = jnp.arange(x.shape[0])[:, None]
-    outside = jnp.where(index < 0, x.shape[1], index)  # a negative one would count from the end
-    return x.at[rows, outside].get(mode="fill", fill_value=0, unique_indices=True)
-
-
-def _since(starts: Int[Array, "B"], length: int) -> Int[Array, "B T"]:
-    """How many positions after its row's start each position stands."""
-    return jnp.arange(length)[None, :] - jnp.maximum(starts, 1)[:, None]
+from jrlhf.models.lora import LoRAConfig
+from jrlhf.models.params import Params
+from jrlhf.models.remat import Remat
+from jrlhf.models.sharded import ShardedForward
 
 
 def _check_temperature(temperature: float) -> None:
@@ -365,16 +69,13 @@ def make_logprobs(
         ValueError: the model or, when called, the batch does not fit on the mesh; adapters or int8 weights where they
             cannot be; a span below 1.
     """
-    program = _Program(config, mesh, layout, "lm", remat, dtype, attention, lora, span)
+    forward = ShardedForward(config, mesh, layout, "lm", remat, dtype, attention, lora, span)
     _check_temperature(temperature)
 
-    def everywhere(params, tokens):
-        return program.logprobs(params, tokens, None, temperature, implementation)
+    def local(params, tokens, starts=None):
+        return forward.logprobs(params, tokens, starts, temperature, implementation)
 
-    def of_spans(params, tokens, starts):
-        return program.logprobs(params, tokens, starts, temperature, implementation)
-
-    return program.shard(everywhere if span is None else of_spans)
+    return forward.shard(local)
 
 
 def make_token_sums(
@@ -393,8 +94,7 @@ def make_token_sums(
 ) -> Callable[..., tuple[Float[Array, ""], dict[str, Float[Array, ""]]]]:
     """Builds f(params, tokens [B, T], data, terms) -> (loss, {name: metric}), float32: sums over all tokens but t = 0.
 
-    With `span` it builds f(params, tokens, starts [B], data, terms), which sums over so many tokens of a row at most,
-    from starts[b] on; with `lora`, too, the base is the last argument.
+    With `span` f takes `starts=` [B] besides, and sums over so many tokens of a row at most, from starts[b] on.
 
     The same as summing `terms(logprobs, entropy, data)` over the results of `make_logprobs`, but where the platform's
     implementation can (`kernels.logprob.token_sums`), the unembedding's gradient is made while a tile's logits exist
@@ -408,23 +108,19 @@ def make_token_sums(
     Differentiable by the parameters, through the loss only. The rest, `lora` and what is raised as in `make_logprobs`;
     with `lora` it builds f(adapter, tokens, data, terms, base).
     """
-    program = _Program(config, mesh, layout, "lm", remat, dtype, attention, lora, span)
+    forward = ShardedForward(config, mesh, layout, "lm", remat, dtype, attention, lora, span)
     _check_temperature(temperature)
     options = {"temperature": temperature, "implementation": implementation, "entropy_gradient": entropy_gradient}
 
-    def sums(params: Params, tokens: Array, data: Any, terms: Terms, *frozen: Params) -> Any:
-        def local(params, tokens, data):
-            return program.token_sums(params, tokens, None, data, terms, **options)
+    def sums(
+        params: Params, tokens: Array, data: Any, terms: Terms, *frozen: Params, starts: Array | None = None
+    ) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
+        def local(params, tokens, data, starts):
+            return forward.token_sums(params, tokens, starts, data, terms, **options)
 
-        return program.shard(local, sums=True)(params, tokens, data, *frozen)
+        return forward.shard(local, sums=True)(params, tokens, data, starts, *frozen)
 
-    def of_spans(params: Params, tokens: Array, starts: Array, data: Any, terms: Terms, *frozen: Params) -> Any:
-        def local(params, tokens, starts, data):
-            return program.token_sums(params, tokens, starts, data, terms, **options)
-
-        return program.shard(local, sums=True)(params, tokens, starts, data, *frozen)
-
-    return sums if span is None else of_spans
+    return sums
 
 
 def make_logprobs_with_base(
@@ -445,17 +141,17 @@ def make_logprobs_with_base(
     One pass over 2 B rows, of which the first half is adapted: the base's weights are read, made wide from int8 and
     compiled once. For scoring: a gradient would reach the base's half in vain. Parameters as in `make_logprobs`.
     """
-    program = _Program(config, mesh, GENERATE, "lm", "full", dtype, attention, lora, span)
+    forward = ShardedForward(config, mesh, GENERATE, "lm", "full", dtype, attention, lora, span)
     _check_temperature(temperature)
 
-    def local(params, *rows):
-        count = len(rows[0])
+    def local(params, tokens, starts=None):
+        count = len(tokens)
         params = {**params, "adapters": [replace(layer, rows=count) for layer in params["adapters"]]}
-        tokens, *starts = (jnp.concatenate([x, x]) for x in rows)
-        logprobs, entropy = program.logprobs(params, tokens, *(starts or (None,)), temperature, implementation)
+        tokens, starts = jax.tree.map(lambda x: jnp.concatenate([x, x]), (tokens, starts))
+        logprobs, entropy = forward.logprobs(params, tokens, starts, temperature, implementation)
         return logprobs[:count], entropy[:count], logprobs[count:]
 
-    return program.shard(local)
+    return forward.shard(local)
 
 
 def make_values(
@@ -474,12 +170,12 @@ def make_values(
     values[:, 0] = 0, before any token.
     Parameters as `init_scalar`; the rest as in `make_logprobs`.
     """
-    program = _Program(config, mesh, layout, "scalar", remat, dtype, attention, lora)
+    forward = ShardedForward(config, mesh, layout, "scalar", remat, dtype, attention, lora)
 
     def local(params, tokens):
-        return jnp.pad(program.scalars(params, program.hidden(params, tokens)), ((0, 0), (1, 0)))
+        return jnp.pad(forward.scalars(params, forward.hidden(params, tokens)), ((0, 0), (1, 0)))
 
-    return program.shard(local)
+    return forward.shard(local)
 
 
 def make_scores(
@@ -496,10 +192,10 @@ def make_scores(
 
     lengths: each row's real tokens, at least 1. Parameters as `init_scalar`; the rest as in `make_logprobs`.
     """
-    program = _Program(config, mesh, layout, "scalar", remat, dtype, attention, lora)
+    forward = ShardedForward(config, mesh, layout, "scalar", remat, dtype, attention, lora)
 
     def local(params, tokens, lengths):
-        last = jax.vmap(lambda row, length: row[length - 1])(program.hidden(params, tokens), lengths)
-        return program.scalars(params, last)
+        last = jax.vmap(lambda row, length: row[length - 1])(forward.hidden(params, tokens), lengths)
+        return forward.scalars(params, last)
 
-    return program.shard(local)
+    return forward.shard(local)

@@ -1,6 +1,6 @@
 """The decoder as Flax NNX modules: a thin shell that names and initialises weights and says how a block computes.
 
-Modules are split into plain arrays once, right after they are made. `forward.py` and `generate.py` merge a `Block`
+Modules are split into plain arrays once, right after they are made. `sharded.py` and `decoding.py` merge a `Block`
 again with one layer's weights; nothing is ever mutated. The same block runs with whole weights and with one device's
 slice of the heads and the mlp: the sizes come from the weights.
 """

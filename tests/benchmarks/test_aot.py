@@ -78,7 +78,7 @@ def test_a_train_state_as_shapes_is_the_real_one(setup: aot.Setup):
 def test_a_scoring_program_reads_its_weights_and_gathers_them(setup: aot.Setup):
     found = aot.measured("score_logprobs", setup, memory=2**40)
     weights = device_bytes(whole_weights(setup.models["actor"], setup.mesh))
-    tokens = setup.config.ppo.rollout_batch * setup.length * 4 // 8
+    tokens = setup.config.ppo.rollout_batch * (setup.length + 1) * 4 // 8  # and where each response begins
     assert found["arguments"] == weights + tokens
     assert found["peak"] == aot.held(setup) + tokens + found["outputs"] - found["alias"] + found["temp"]
     assert found["fits"] and not aot.measured("score_logprobs", setup, memory=found["peak"] - 1)["fits"]

@@ -24,8 +24,8 @@ from safetensors.numpy import save_file
 
 from jrlhf.meshes import GENERATE, SCORE, TRAIN, TRAIN_TP, make_mesh
 from jrlhf.models import SamplingConfig, make_generate, make_logprobs, make_scores
-from jrlhf.models.forward import _Program
 from jrlhf.models.hf.load import load_hf
+from jrlhf.models.sharded import ShardedForward
 
 GOLDEN = Path(__file__).with_name("parity.json")
 B, T, R, V, LAYERS = 8, 14, 6, 97, 2
@@ -132,8 +132,8 @@ def ours(family, lm, reward):
     tokens, lengths = batch()
     mesh = make_mesh(*sizes, devices=jax.devices()[: np.prod(sizes)])
     read, params = load_hf(lm, mesh, layout=layout)
-    program = _Program(read.model, mesh, layout, "lm", "full", jnp.float32, None)
-    hidden = program.shard(program.hidden)
+    forward = ShardedForward(read.model, mesh, layout, "lm", "full", jnp.float32, None)
+    hidden = forward.shard(forward.hidden)
     logprobs = make_logprobs(read.model, mesh, layout)
     with jax.set_mesh(mesh):
         states, (chosen, _) = jax.device_get(

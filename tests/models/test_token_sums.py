@@ -111,11 +111,20 @@ def test_only_a_span_of_each_row_is_predicted(reference, sizes, layout, axis_typ
         by_span = lambda params, tokens: spanned(params, tokens, starts)  # noqa: E731
         jax.tree.map_with_path(same, gradients(partial(summed, by_span), params, tokens, data), expected)
         sums = make_token_sums(CONFIG, mesh, layout, **options, span=span)
-        actual = gradients(lambda *x: sums(x[0], x[1], starts, x[2], terms), params, tokens, data)
+        actual = gradients(lambda *x: sums(*x, terms, starts=starts), params, tokens, data)
         jax.tree.map_with_path(same, actual, expected)
         for found, whole in zip(by_span(params, tokens), everywhere(params, tokens), strict=True):
             inside = (after >= 0) & (after < span)
             np.testing.assert_allclose(found, np.where(inside, whole, 0), rtol=1e-5, atol=1e-6)
+
+
+def test_starts_come_with_a_span(reference):
+    mesh = make_mesh(1, 1, 1, devices=jax.devices()[:1], axis_type=AxisType.Auto)
+    params, (tokens, data), starts = reference.random_params(CONFIG), batch(), np.ones(ROWS, np.int32)
+    with pytest.raises(TypeError, match="`starts`"):
+        make_logprobs(CONFIG, mesh, TRAIN, span=2)(params, tokens)
+    with pytest.raises(TypeError, match="`starts`"):
+        make_token_sums(CONFIG, mesh, TRAIN)(params, tokens, data, terms, starts=starts)
 
 
 @pytest.mark.slow
