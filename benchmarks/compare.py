@@ -47,12 +47,17 @@ class CompareError(Exception):
 
 @dataclass(frozen=True)
 class Comparison:
-    """One thing that both sides do. variants: the peer's ways of doing it, each in a process of its own."""
+    """One thing that both sides do.
+
+    variants: the peer's ways of doing it, each in a process of its own.
+    devices: JAX's, of ours; they share the machine's cores. One where the peer's is one.
+    """
 
     title: str
     case: str
     batch: int
     variants: tuple[str, ...]
+    devices: int = 1
 
 
 @dataclass(frozen=True)
@@ -87,7 +92,7 @@ PEERS = {
         TORCH,
         (
             Comparison("generation", "generate", 8, CACHES),
-            Comparison("generation", "generate", 64, CACHES),
+            Comparison("generation", "generate", 64, CACHES, devices=2),
         ),
     ),
 }
@@ -347,7 +352,7 @@ def compare(name: str, python: Path, *, small: bool, case: str | None, rounds: i
         for comparison in PEERS[name].comparisons:
             if case not in (None, comparison.case):
                 continue
-            task = replace(job, case=comparison.case, batch=comparison.batch)
+            task = replace(job, case=comparison.case, batch=comparison.batch, devices=comparison.devices)
             print(f"{comparison.title}, {comparison.batch} rows of {task.prompt} + {task.response} tokens", flush=True)
             measured = alternate(ours, theirs, task, comparison.variants, rounds, small, versions)
             results.append(summary(comparison, task, measured))

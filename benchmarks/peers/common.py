@@ -46,6 +46,7 @@ class Job:
     batch, prompt, response: rows, and tokens of each; all responses are as long as the limit, drawn at temperature 1
         from the whole vocabulary.
     variant: which of the side's ways of doing it.
+    devices: of ours, over which its rows are divided; they share the machine's cores.
     warmup, repeats: repetitions that do not count, and that do.
     """
 
@@ -56,6 +57,7 @@ class Job:
     prompt: int
     response: int
     variant: str = ""
+    devices: int = 1
     warmup: int = 4
     repeats: int = 12
 

@@ -1,5 +1,6 @@
 """Our side of the comparisons, and the weights that both sides load."""
 
+import sys
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -43,8 +44,9 @@ def model_config(shape: Shape) -> ModelConfig:
     )
 
 
-def one_device() -> Mesh:
-    return make_mesh(1, 1, 1, devices=jax.devices()[:1])
+def mesh_of(job: Job) -> Mesh:
+    """Each device has the whole model and its share of the rows."""
+    return make_mesh(job.devices, 1, 1, devices=jax.devices()[: job.devices])
 
 
 def one_chunk(response: int) -> Schedule:
@@ -65,7 +67,7 @@ def put_prompts(job: Job, rows: np.ndarray, step: int, mesh: Mesh) -> tuple[jax.
 
 def export(job: Job) -> None:
     """Writes random weights of every role."""
-    config, mesh = model_config(job.shape), one_device()
+    config, mesh = model_config(job.shape), mesh_of(job)
     for seed, (role, head) in enumerate(HEADS.items()):
         params = init_sharded(config, jax.random.key(seed), mesh, head, zero_head=False)
         export_hf(params, config, job.model(role), pad_id=0)
@@ -73,7 +75,7 @@ def export(job: Job) -> None:
 
 def check(job: Job) -> None:
     """The numbers by which the sides are known to compute the same."""
-    mesh, tokens = one_device(), given_tokens(job)
+    mesh, tokens = mesh_of(job), given_tokens(job)
     with jax.set_mesh(mesh):
         actor, critic = load(job, "actor", mesh), load(job, "critic", mesh)
         placed, ends = put_rows((tokens, np.full(job.batch, tokens.shape[1], np.int32)), mesh)
@@ -96,7 +98,7 @@ def generator(model: Model, mesh: Mesh, sampling: SamplingConfig):
 
 def generate(job: Job) -> dict[str, Any]:
     """Seconds of a generation."""
-    mesh = one_device()
+    mesh = mesh_of(job)
     with jax.set_mesh(mesh):
         draw, count = generator(load(job, "actor", mesh), mesh, SamplingConfig(job.response)), iter(range(job.steps))
 
@@ -108,7 +110,7 @@ def generate(job: Job) -> dict[str, Any]:
 
 def ppo(job: Job) -> dict[str, Any]:
     """Seconds of an iteration of PPO with four models, its metrics fetched."""
-    mesh = one_device()
+    mesh = mesh_of(job)
     with jax.set_mesh(mesh):
         config, optimizer, clock = PPOConfig(kl_coef=KL_COEF), optax.adamw(LEARNING_RATE), Clock()
         models = {role: load(job, role, mesh) for role in HEADS}
@@ -146,7 +148,7 @@ def ppo(job: Job) -> dict[str, Any]:
 
 def grpo(job: Job) -> dict[str, Any]:
     """Seconds of an iteration of GRPO with actor and reference, its metrics fetched: half as many prompts as rows."""
-    mesh = one_device()
+    mesh = mesh_of(job)
     with jax.set_mesh(mesh):
         config, optimizer, clock = GRPOConfig(samples=SAMPLES, kl_coef=KL_COEF), optax.adamw(LEARNING_RATE), Clock()
         model, sampling = load(job, "actor", mesh), SamplingConfig(job.response)
@@ -188,5 +190,6 @@ def first_token_scores(rollout: Rollout) -> jax.Array:
 
 
 if __name__ == "__main__":
+    jax.config.update("jax_num_cpu_devices", Job.from_json(sys.argv[-1]).devices)
     cases = {"export": export, "check": check, "generate": generate, "ppo": ppo, "grpo": grpo}
     main(cases, ("jax", "flax", "optax"))
