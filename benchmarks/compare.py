@@ -50,7 +50,7 @@ class Comparison:
     """One thing that both sides do.
 
     variants: the peer's ways of doing it, each in a process of its own.
-    devices: JAX's, of ours; they share the machine's cores. One where the peer's is one.
+    devices: JAX's, of ours, which share the machine's cores: one where one was the fastest.
     """
 
     title: str
@@ -347,11 +347,10 @@ def compare(name: str, python: Path, *, small: bool, case: str | None, rounds: i
         theirs = Side(python, name.replace("-", "_"), Path(directory))
         job = Job("export", directory, shape, 8, PROMPT, response, repeats=repeats)
         ours.run(job)
-        same = show_same(ours, theirs, replace(job, case="check"))
+        comparisons = [each for each in PEERS[name].comparisons if case in (None, each.case)]
+        same = show_same(ours, theirs, replace(job, case="check", devices=max(each.devices for each in comparisons)))
         results = []
-        for comparison in PEERS[name].comparisons:
-            if case not in (None, comparison.case):
-                continue
+        for comparison in comparisons:
             task = replace(job, case=comparison.case, batch=comparison.batch, devices=comparison.devices)
             print(f"{comparison.title}, {comparison.batch} rows of {task.prompt} + {task.response} tokens", flush=True)
             measured = alternate(ours, theirs, task, comparison.variants, rounds, small, versions)
@@ -377,6 +376,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.venv is not None and not (options.venv / "bin" / "python").is_file():
         parser.error(f"--venv {options.venv}: there is no bin/python in it")
+    cases = sorted({each.case for each in PEERS[options.peer].comparisons})
+    if options.case not in (None, *cases):
+        parser.error(f"--case {options.case}: with {options.peer} only {' and '.join(cases)} can be compared")
     return options
 
 

@@ -182,17 +182,18 @@ class Reference:
         self.model, self.places, self._compute = model, Places.of(where), compute
         self.clock, self.rest = clock, Rest(clock)
         seen = self.places.sees("logprobs", model.architecture, compute)
-        self._of = "pairs" if responses is None else "responses"
+        self._of_responses = responses is not None
         self._logprobs = programs.score_logprobs(*seen, temperature=temperature, span=responses)
 
     @call("infer", "ref")
     @timed("ref")
     def logprobs(self, rows: Rollout | PairBatch) -> Float[Array, "B T"]:
         """Log-probs of the pairs' tokens, or of the responses'; then they mean nothing elsewhere."""
+        if self._of_responses != isinstance(rows, Rollout):
+            of = "responses" if self._of_responses else "pairs"
+            raise TypeError(f"a reference of {of} cannot read a {type(rows).__name__}")
         model = self.model.holding(self.rest.awake(self.model.params))
         weights = self.places.weights("logprobs", model, self._compute, self.clock)
-        if (self._of == "responses") != isinstance(rows, Rollout):
-            raise TypeError(f"a reference of {self._of} cannot read a {type(rows).__name__}")
         read = _responses(rows) if isinstance(rows, Rollout) else (rows.tokens, rows.lengths)
         logprobs, _ = self._logprobs(weights, *read, *model.frozen)
         return logprobs

@@ -39,9 +39,8 @@ class LayerCache:
 
 def transposes_keys(mesh: Mesh | AbstractMesh) -> bool:
     """Whether caches on this mesh are `transposed`."""
-    if isinstance(mesh, Mesh):
-        return mesh.devices.flat[0].platform == "cpu"
-    return (mesh.abstract_device.platform if mesh.abstract_device else jax.default_backend()) == "cpu"
+    device = mesh.abstract_mesh.abstract_device
+    return (jax.default_backend() if device is None else device.platform) == "cpu"
 
 
 def empty(rows: int, kv_heads: int, size: int, head_dim: int, dtype: Any, *, transposed: bool = False) -> LayerCache:

@@ -265,13 +265,12 @@ class ShardedForward:
         **options,
     ) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
         """`token_sums`, from the final hidden states, over the tokens that share a slice of the vocabulary."""
-        hidden, unembedding, targets = self.predictions(params, hidden, tokens, starts)
-        data = jax.tree.map(lambda x: self.shared(x, starts).reshape(-1), data)
+        hidden, unembedding, (targets, data) = self.predictions(params, hidden, (tokens, data), starts)
         return token_sums(
             hidden.reshape(-1, hidden.shape[-1]),
             unembedding,
             targets.reshape(-1),
-            data,
+            jax.tree.map(lambda x: x.reshape(-1), data),
             terms,
             softcap=self.config.softcap,
             vocab_size=self.config.vocab_size,
@@ -280,20 +279,19 @@ class ShardedForward:
         )
 
     def predictions(
-        self, params: Params, hidden: Float[Array, "B T D"], tokens: Int[Array, "B T"], starts: Int[Array, "B"] | None
-    ) -> tuple[Float[Array, "R S D"], Float[Array, "V D"], Int[Array, "R S"]]:
-        """(hidden states, this device's slice of the unembedding, the tokens to predict), of all rows that share it."""
+        self, params: Params, hidden: Float[Array, "B T D"], of_tokens: Any, starts: Int[Array, "B"] | None
+    ) -> tuple[Float[Array, "R S D"], Float[Array, "V D"], Any]:
+        """(hidden states, this device's slice of the unembedding, `of_tokens`' arrays [B, T]), at the tokens that are
+        predicted, of all rows that share that slice.
+
+        What a call is given travels as it came: it need not wait for anything. Cut first, it would be ready amid the
+        layers' collectives, and simulated devices then may wait for each other.
+        """
         name = "embedding" if self.config.tie_embeddings else "unembedding"
         unembedding = self.load(params[name], self.axes[name])
-        return self.sharing(self.predicted(hidden, starts, ahead=1)), unembedding, self.shared(tokens, starts)
-
-    def shared(self, x: Array, starts: Int[Array, "B"] | None) -> Array:
-        """`x` [B, T] at the tokens that are predicted, of all rows that share this device's slice of the vocabulary.
-
-        What a call is given travels as it came, before the layers begin. Cut first, it would travel whenever it was
-        ready, amid their collectives: on simulated devices the two may then wait for each other.
-        """
-        return self.predicted(self.sharing(x), None if starts is None else self.sharing(starts))
+        hidden = self.sharing(self.predicted(hidden, starts, ahead=1))
+        of_tokens, starts = jax.tree.map(self.sharing, (of_tokens, starts))
+        return hidden, unembedding, jax.tree.map(lambda x: self.predicted(x, starts), of_tokens)
 
     def predicted(self, x: Array, starts: Int[Array, "B"] | None, *, ahead: int = 0) -> Array:
         """`x` [B, T, ...] at the tokens that are predicted, or so many positions ahead of them; 0 past a row's end."""

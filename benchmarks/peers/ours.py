@@ -190,6 +190,6 @@ def first_token_scores(rollout: Rollout) -> jax.Array:
 
 
 if __name__ == "__main__":
-    jax.config.update("jax_num_cpu_devices", Job.from_json(sys.argv[-1]).devices)
+    jax.config.update("jax_num_cpu_devices", Job.from_json(sys.argv[1]).devices)
     cases = {"export": export, "check": check, "generate": generate, "ppo": ppo, "grpo": grpo}
     main(cases, ("jax", "flax", "optax"))

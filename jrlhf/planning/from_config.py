@@ -60,8 +60,9 @@ def workload_of(config: Config, models: Mapping[str, ModelConfig], stage: str | 
             rows, key = 2 * rows, f"2 x {key}"
         return Workload(graph, held, rows=rows, rows_key=key, fused_loss=False, spanned=(), **widths, **compute)
     graph, section = graph_of(config), config.rl
-    fused = config.compute.fused_loss and section.algorithm.ratio == "token"
-    spanned = "learner" in graph.roles or (fused and not section.algorithm.ptx_coef)  # as `programs.actor_step`
+    shared = "learner" in graph.roles  # its passes are those of the experience: the head of a plain forward
+    fused = config.compute.fused_loss and section.algorithm.ratio == "token" and not shared
+    spanned = shared or (fused and not section.algorithm.ptx_coef)  # as `programs.on_policy_step`, `actor_step`
     return Workload(
         graph,
         _models(config, models, graph),

@@ -56,7 +56,7 @@ class Measured:
         return {"layers": self._at(name, tokens) / measure.LAYERS}
 
     def head(self, model: RoleModel, tokens: float, train: bool) -> Parts:
-        """Embeddings and head."""
+        """Embeddings and head, of the tokens that have a head: the others' embeddings are left out."""
         name = ends_curve(model.config, model.head, train, self._workload.fused_loss)
         return {"ends": self._at(name, tokens)}
 

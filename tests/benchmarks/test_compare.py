@@ -210,6 +210,7 @@ def test_an_environment_is_made_once_and_again_for_other_versions(tmp_path: Path
         (["--peer", "verl"], "invalid choice: 'verl'"),
         (["--peer", "hf", "--rounds", "0"], "--rounds"),
         (["--peer", "hf", "--repeats", "many"], "--repeats"),
+        (["--peer", "hf", "--case", "ppo"], "--case ppo: with hf only generate can be compared"),
         (["--peer", "hf", "--venv", "/nowhere"], "--venv /nowhere: there is no bin/python in it"),
     ],
 )

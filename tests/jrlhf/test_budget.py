@@ -20,6 +20,7 @@ MODEL = ModelConfig(
     vocab_size=50, embed=16, layers=2, heads=2, kv_heads=1, head_dim=8, mlp=16, max_positions=20, initializer_range=0.3
 )
 ROWS, TIME = 12, 20  # widths 16 and 20
+RESPONSE = 7  # tokens at most, where only responses are predicted
 WHOLE, BUDGET = programs.Compute(), programs.Compute(score_tokens=32)
 
 
@@ -73,19 +74,44 @@ def test_scores_are_those_of_the_whole_batch(mesh, rows, program, head, options,
     assert jax.tree.map(lambda x: x.sharding, got) == jax.tree.map(lambda x: x.sharding, expected)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("lora", [None, LoRAConfig(rank=2, alpha=4.0)])
-def test_an_update_is_that_of_the_whole_minibatch(mesh, rows, lora):
+@pytest.mark.parametrize("compute", [BUDGET, pytest.param(programs.Compute(score_parts=3), marks=pytest.mark.slow)])
+def test_scores_of_responses_are_those_of_all_tokens(mesh, rows, compute):
+    architecture, params, _ = model_of(mesh, "lm", None)
+    starts, mask = responses_in(rows[1])
+    whole = programs.score_logprobs(architecture, mesh, WHOLE, temperature=0.7)(params, *rows)
+    spanned = programs.score_logprobs(architecture, mesh, compute, temperature=0.7, span=RESPONSE)
+    for expected, got in zip(whole, spanned(params, *rows, put_rows(starts, mesh)), strict=True):
+        np.testing.assert_allclose(np.where(mask, got, 0), np.where(mask, expected, 0), rtol=1e-4, atol=1e-5)
+
+
+def responses_in(lengths):
+    """Where each row's response begins, and a mask of its tokens: at most RESPONSE, the last ones of the row."""
+    lengths = np.asarray(lengths)
+    starts = np.maximum(lengths - np.random.default_rng(2).integers(1, RESPONSE + 1, ROWS), 1).astype(np.int32)
+    return starts, (np.arange(TIME)[None] >= starts[:, None]) & (np.arange(TIME)[None] < lengths[:, None])
+
+
+@pytest.mark.parametrize(
+    ("lora", "config", "responses"),
+    [
+        (None, PPOConfig(), RESPONSE),
+        pytest.param(None, PPOConfig(micro_batch_tokens=32), RESPONSE, marks=pytest.mark.slow),
+        pytest.param(None, PPOConfig(micro_batch_tokens=32), None, marks=pytest.mark.slow),
+        pytest.param(LoRAConfig(rank=2, alpha=4.0), PPOConfig(micro_batch_tokens=32), RESPONSE, marks=pytest.mark.slow),
+    ],
+)
+def test_an_update_is_that_of_the_whole_minibatch(mesh, rows, lora, config, responses):
     tokens, lengths = rows
     architecture, params, base = model_of(mesh, "lm", lora)
     optimizer, rng = optax.sgd(1e-1), np.random.default_rng(1)
-    mask = (np.arange(TIME)[None] >= 2) & (np.arange(TIME)[None] < np.asarray(lengths)[:, None])
+    _, mask = responses_in(lengths)
     noise = put_rows(rng.normal(size=(ROWS, TIME)).astype(np.float32), mesh)
     made_up: Any = dict.fromkeys(Experience.__dataclass_fields__, lengths) | {"importance": None, "kl_coef": None}
     made_up |= {"tokens": tokens, "response_mask": put_rows(mask, mesh), "advantages": noise, "old_logprobs": noise}
     results = []
-    for config in (PPOConfig(), PPOConfig(micro_batch_tokens=32)):
-        step = programs.actor_step(architecture, mesh, WHOLE, optimizer, config, temperature=1.0)  # its loss is fused
+    for each, longest in ((PPOConfig(), None), (config, responses)):
+        how = {"temperature": 1.0, "responses": longest}
+        step = programs.actor_step(architecture, mesh, WHOLE, optimizer, each, **how)  # its loss is fused
         state = TrainState.create(jax.tree.map(jnp.copy, params), optimizer)
         results.append(jax.device_get(step(state, Experience(**made_up), *base)))
     (expected, expected_metrics), (got, metrics) = results

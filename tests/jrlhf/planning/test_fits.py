@@ -123,6 +123,23 @@ def test_a_config_s_workload_has_its_roles_rows_and_parts():
     assert plan["actor.generate"].layout == "generate" and plan.devices == 8
 
 
+@pytest.mark.parametrize(
+    ("overrides", "fused", "spanned"),
+    [
+        ([], True, ("infer", "train")),
+        (["compute.fused_loss=false"], False, ("infer",)),
+        (["ppo.algorithm.ptx_coef=0.1", "stages=[sft, reward_model, ppo]"], True, ("infer",)),
+        (["compute.shared_passes=true", "ppo.algorithm.minibatches=1"], False, ("infer", "train")),
+        (["stages=[sft, dpo]"], False, ()),
+    ],
+    ids=["fused", "not fused", "with texts", "shared passes", "pairs"],
+)
+def test_a_workload_knows_which_heads_are_for_responses_only(overrides, fused, spanned):
+    config, _, models = loaded("quickstart", *overrides)
+    workload = workload_of(config, models)
+    assert (workload.fused_loss, workload.spanned) == (fused, spanned)
+
+
 def test_adapters_are_on_one_base_and_the_reference_is_that_base():
     config, _, models = loaded("qwen3-8b-lora", "lora.base=int8")
     workload = workload_of(config, models)
