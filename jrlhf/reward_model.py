@@ -31,7 +31,9 @@ def train_reward_model(context: Context, policy: Model) -> Model:
     start = start_reward(policy)
     optimizer = adamw(config, updates=config.steps)
     scores = programs.train_scores(start.architecture, context.mesh, context.compute)
-    step_fn = make_preference_step(scores, optimizer, micro_batches=config.micro_batches)
+    step_fn = make_preference_step(
+        scores, optimizer, micro_batches=config.micro_batches, micro_batch_tokens=config.micro_batch_tokens
+    )
 
     @cache
     def pairs() -> tuple[Pairs, Pairs]:

@@ -55,10 +55,7 @@ class SFTConfig(OptimizerConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.micro_batch_tokens is not None and self.micro_batches != 1:
-            raise ValueError(
-                f"micro_batches={self.micro_batches}: it must be 1 with micro_batch_tokens, which has its place"
-            )
+        _check_one_division(self)
 
 
 @dataclass(frozen=True)
@@ -77,8 +74,20 @@ class RewardModelConfig(OptimizerConfig):
     steps: int = count(250)
     batch: int = count(96)  # pairs
     micro_batches: int = count(1)  # as in sft
+    micro_batch_tokens: int | None = count(None)  # as in sft, of both sequences of pairs
     eval_every: int = count(50)  # steps
     save_every: int = count(100)  # steps between checkpoints
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_one_division(self)
+
+
+def _check_one_division(config: SFTConfig | RewardModelConfig) -> None:
+    if config.micro_batch_tokens is not None and config.micro_batches != 1:
+        raise ValueError(
+            f"micro_batches={config.micro_batches}: it must be 1 with micro_batch_tokens, which has its place"
+        )
 
 
 @dataclass(frozen=True)

@@ -63,6 +63,11 @@ def row_ends(mask: Bool[Array, "B T"]) -> Int[Array, "B"]:
     return jnp.max(jnp.where(mask, 1 + jnp.arange(mask.shape[1])[None, :], 0), axis=1)
 
 
+def pairs_by_length(chosen: Int[Array, "B"], rejected: Int[Array, "B"], tokens: int) -> ByLength:
+    """How pairs of sequences of these lengths are divided; `tokens` are of both sequences of a micro-batch's pairs."""
+    return ByLength(jnp.maximum(chosen, rejected), max(1, tokens // 2))
+
+
 def fold_by_length(step: Callable[[Carry, PyTree], Carry], start: Carry, rows: PyTree, by: ByLength) -> Carry:
     """`step(... step(start, micro-batch) ..., micro-batch)` over micro-batches that hold every row of a length above 0.
 

@@ -132,10 +132,7 @@ class PolicyConfig:
         if self.aggregation_divisor is not None:
             divisor = self.aggregation_divisor
             _require("aggregation_divisor", divisor, isinstance(divisor, int) and divisor >= 1, "at least 1, or null")
-        if self.micro_batch_tokens is not None:
-            tokens, whole = self.micro_batch_tokens, self.micro_batches == 1
-            _require("micro_batch_tokens", tokens, isinstance(tokens, int) and tokens >= 1, "at least 1, or null")
-            _require("micro_batches", self.micro_batches, whole, "1 with micro_batch_tokens, which has its place")
+        _require_one_division(self.micro_batches, self.micro_batch_tokens)
         if self.kl_target is not None:
             _require("kl_coef", self.kl_coef, self.kl_coef > 0, "above 0 with kl_target: the controller multiplies it")
 
@@ -359,6 +356,7 @@ class DPOConfig:
     beta: float = 0.1
     label_smoothing: float = 0.0
     micro_batches: int = 1  # parts in which a batch is computed; changes memory, not the result
+    micro_batch_tokens: int | None = None  # parts of about so many tokens a device in its place, as in PolicyConfig
 
     def __post_init__(self) -> None:
         _require("loss", self.loss, self.loss in get_args(PreferenceLoss), _one_of(PreferenceLoss))
@@ -368,6 +366,7 @@ class DPOConfig:
         _require("label_smoothing", self.label_smoothing, smooth, f"0 with loss={self.loss}")
         whole = isinstance(self.micro_batches, int) and self.micro_batches >= 1
         _require("micro_batches", self.micro_batches, whole, "an integer of at least 1")
+        _require_one_division(self.micro_batches, self.micro_batch_tokens)
 
 
 def _positive(value: float) -> bool:
@@ -376,6 +375,12 @@ def _positive(value: float) -> bool:
 
 def _one_of(literal: object) -> str:
     return "one of " + ", ".join(get_args(literal))
+
+
+def _require_one_division(parts: int, tokens: int | None) -> None:
+    if tokens is not None:
+        _require("micro_batch_tokens", tokens, isinstance(tokens, int) and tokens >= 1, "at least 1, or null")
+        _require("micro_batches", parts, parts == 1, "1 with micro_batch_tokens, which has its place")
 
 
 def _require_plain_rewards(config: PolicyConfig, why: str) -> None:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float
 
+from jrlhf.ppo.budget import pairs_by_length
 from jrlhf.ppo.config import DPOConfig
 from jrlhf.ppo.losses import dpo_loss
 from jrlhf.ppo.masked import masked_sum, token_count
@@ -51,10 +52,14 @@ def make_dpo_step(
         def loss_fn(params: PyTree, rows: PairBatch) -> tuple[Array, Metrics]:
             logprobs, _ = logprob_fn(params, rows.tokens, *frozen)
             check_output("logprob_fn", rows.tokens, logprobs)
-            shares = {name: jnp.sum(each) / pairs for name, each in pair_terms(logprobs, rows, config=config).items()}
+            terms, there = pair_terms(logprobs, rows, config=config), rows.chosen_lengths > 0  # others fill it up
+            shares = {name: masked_sum(each, there) / pairs for name, each in terms.items()}
             return shares["dpo/loss"], shares
 
-        return update_once("dpo", loss_fn, optimizer, state, batch, config.micro_batches, _MEANS)
+        parts, tokens = config.micro_batches, config.micro_batch_tokens
+        if tokens is not None:
+            parts = pairs_by_length(batch.chosen_lengths, batch.rejected_lengths, tokens)
+        return update_once("dpo", loss_fn, optimizer, state, batch, parts, _MEANS)
 
     return jax.jit(step, donate_argnums=0)
 

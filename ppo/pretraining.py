@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Int
 
-from jrlhf.ppo.budget import ByLength, row_ends
+from jrlhf.ppo.budget import ByLength, pairs_by_length, row_ends
 from jrlhf.ppo.losses import bradley_terry_loss
 from jrlhf.ppo.masked import masked_sum, token_count
 from jrlhf.ppo.minibatches import check_divisible, interleave
@@ -48,8 +48,7 @@ def make_sft_step(
     Raises:
         ValueError: both are given; or, when first called with a shape, the rows do not divide into micro_batches.
     """
-    if micro_batch_tokens is not None and micro_batches != 1:
-        raise ValueError(f"micro_batches={micro_batches}: it must be 1 with micro_batch_tokens={micro_batch_tokens}")
+    _check_division(micro_batches, micro_batch_tokens)
 
     def step(state: TrainState, batch: SFTBatch, *frozen: PyTree) -> tuple[TrainState, Metrics]:
         check_divisible(batch.tokens, 1, micro_batches)
@@ -71,7 +70,12 @@ def make_sft_step(
 
 
 def make_preference_step(
-    score_fn: ScoreFn, optimizer: optax.GradientTransformation, *, micro_batches: int = 1, centre: float = 0.0
+    score_fn: ScoreFn,
+    optimizer: optax.GradientTransformation,
+    *,
+    micro_batches: int = 1,
+    micro_batch_tokens: int | None = None,
+    centre: float = 0.0,
 ) -> Callable[..., tuple[TrainState, Metrics]]:
     """A jitted step of reward learning: one update on the mean `losses.bradley_terry_loss` of the pairs.
 
@@ -79,9 +83,12 @@ def make_preference_step(
     gathered once. Donates the state. Metrics: reward_model/loss, reward_model/accuracy (ties count as wrong),
     reward_model/margin (mean of r_chosen - r_rejected), reward_model/grad_norm, reward_model/skipped_updates.
 
-    Raises (when first called with a shape):
-        ValueError: the pairs do not divide into micro_batches.
+    micro_batch_tokens: parts of so many tokens of pairs a device in place of `micro_batches`, as in `PPOConfig`.
+
+    Raises:
+        ValueError: both are given; or, when first called with a shape, the pairs do not divide into micro_batches.
     """
+    _check_division(micro_batches, micro_batch_tokens)
 
     def step(state: TrainState, batch: PreferenceBatch, *frozen: PyTree) -> tuple[TrainState, Metrics]:
         check_divisible(batch.chosen, 1, micro_batches)
@@ -92,14 +99,23 @@ def make_preference_step(
             lengths = interleave(rows.chosen_lengths, rows.rejected_lengths)
             scores = score_fn(params, tokens, lengths, *frozen).reshape(-1, 2)
             chosen, rejected = scores[:, 0], scores[:, 1]
-            loss = jnp.sum(bradley_terry_loss(chosen, rejected, centre=centre)) / pairs
-            return loss, {
-                "loss": loss,
-                "accuracy": jnp.sum(chosen > rejected, dtype=jnp.float32) / pairs,
-                "margin": jnp.sum(chosen - rejected) / pairs,
+            terms = {
+                "loss": bradley_terry_loss(chosen, rejected, centre=centre),
+                "accuracy": (chosen > rejected).astype(jnp.float32),
+                "margin": chosen - rejected,
             }
+            there = rows.chosen_lengths > 0  # others fill a micro-batch up
+            shares = {name: masked_sum(each, there) / pairs for name, each in terms.items()}
+            return shares["loss"], shares
 
-        names = ("loss", "accuracy", "margin")
-        return update_once("reward_model", loss_fn, optimizer, state, batch, micro_batches, names)
+        parts = micro_batches
+        if micro_batch_tokens is not None:
+            parts = pairs_by_length(batch.chosen_lengths, batch.rejected_lengths, micro_batch_tokens)
+        return update_once("reward_model", loss_fn, optimizer, state, batch, parts, ("loss", "accuracy", "margin"))
 
     return jax.jit(step, donate_argnums=0)
+
+
+def _check_division(micro_batches: int, micro_batch_tokens: int | None) -> None:
+    if micro_batch_tokens is not None and micro_batches != 1:
+        raise ValueError(f"micro_batches={micro_batches}: it must be 1 with micro_batch_tokens={micro_batch_tokens}")

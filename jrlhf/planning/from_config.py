@@ -160,7 +160,7 @@ def divided(config: Config, workload: Workload, plan: Plan) -> Plan:
     tokens = token_budgets(config, workload.graph.name)
 
     def parts(call: Call, placed: Placement) -> int:
-        if call.role in ("reward", "cost"):
+        if call.role in ("reward", "cost") and call.kind == "infer":
             return max(placed.micro_batches, _scored_in(config, call.role, workload.rows))
         budget = tokens.get(call.kind)
         if budget is None:

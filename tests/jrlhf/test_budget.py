@@ -13,8 +13,8 @@ from jrlhf.batches import put_rows
 from jrlhf.meshes import GENERATE, make_mesh, reshard
 from jrlhf.model import Architecture
 from jrlhf.models import LoRAConfig, ModelConfig, init_lora, init_sharded, lora_shardings, param_shardings
-from jrlhf.ppo import Experience, PPOConfig, TrainState
-from jrlhf.stage_config import SFTConfig
+from jrlhf.ppo import Experience, PPOConfig, PreferenceBatch, TrainState, make_preference_step
+from jrlhf.stage_config import RewardModelConfig, SFTConfig
 
 MODEL = ModelConfig(
     vocab_size=50, embed=16, layers=2, heads=2, kv_heads=1, head_dim=8, mlp=16, max_positions=20, initializer_range=0.3
@@ -119,6 +119,25 @@ def test_an_update_is_that_of_the_whole_minibatch(mesh, rows, lora, config, resp
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), metrics, expected_metrics)
 
 
+@pytest.mark.slow
+def test_reward_learning_is_that_of_all_pairs(mesh, rows):
+    tokens, lengths = rows
+    batch = PreferenceBatch(tokens, lengths, *put_rows((np.asarray(tokens)[::-1], np.asarray(lengths)[::-1]), mesh))
+    architecture, params, _ = model_of(mesh, "scalar", None)
+    scores, optimizer = programs.train_scores(architecture, mesh, WHOLE), optax.sgd(1e-1)
+    expected, got = (
+        jax.device_get(
+            make_preference_step(scores, optimizer, micro_batch_tokens=tokens)(
+                TrainState.create(jax.tree.map(jnp.copy, params), optimizer), batch
+            )
+        )
+        for tokens in (None, 64)
+    )
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, expected)
+
+
 def test_two_ways_to_divide_a_batch_are_refused():
     with pytest.raises(ValueError, match="^micro_batches=4: it must be 1 with micro_batch_tokens"):
         SFTConfig(micro_batches=4, micro_batch_tokens=4096)
+    with pytest.raises(ValueError, match="^micro_batches=4: it must be 1 with micro_batch_tokens"):
+        RewardModelConfig(micro_batches=4, micro_batch_tokens=4096)

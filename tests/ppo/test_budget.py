@@ -3,6 +3,7 @@
 import math
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -14,7 +15,19 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jrlhf.meshes import make_mesh
-from jrlhf.ppo import PPOConfig, PPOState, SFTBatch, TrainState, make_ppo_step, make_sft_step
+from jrlhf.ppo import (
+    DPOConfig,
+    PairBatch,
+    PPOConfig,
+    PPOState,
+    PreferenceBatch,
+    SFTBatch,
+    TrainState,
+    make_dpo_step,
+    make_ppo_step,
+    make_preference_step,
+    make_sft_step,
+)
 from jrlhf.ppo.budget import ByLength, bucket_widths, fold_by_length, map_by_length, row_ends
 
 ROWS, TIME, BUDGET = 32, 64, 96
@@ -230,10 +243,39 @@ def test_imitation_too(toy):
     )
 
 
+@pytest.mark.parametrize("where", ("alone", "all axes"))
+@pytest.mark.parametrize("kind", ("preferences", "sigmoid", "ipo"))
+def test_pairs_too(toy, where, kind):
+    _, put, context = placed(where)
+    rng, optimizer = np.random.default_rng(0), optax.sgd(0.5)
+    chosen, rejected = rng.integers(0, toy.vocab, (2, ROWS, TIME)).astype(np.int32)
+    lengths, others = (np.maximum(each, 2).astype(np.int32) for each in (LENGTHS["mixed"], LENGTHS["sorted"]))
+    if kind == "preferences":
+        batch = PreferenceBatch(*map(jnp.asarray, (chosen, lengths, rejected, others)))
+        params, makes = toy.params()[1], partial(make_preference_step, toy.scores, optimizer, centre=0.1)
+        steps = makes(), makes(micro_batch_tokens=2 * BUDGET)
+    else:
+        refs = rng.normal(-9, 1, (2, ROWS)).astype(np.float32)
+        batch: Any = PairBatch(*map(jnp.asarray, (chosen, lengths, rejected, others, np.ones(ROWS, np.int32), *refs)))
+        params, config = toy.params()[0], DPOConfig(loss=kind)
+        configs = config, replace(config, micro_batch_tokens=2 * BUDGET)
+        steps = [make_dpo_step(toy.logprobs, optimizer, each) for each in configs]
+    with context:
+        expected, got = (
+            jax.device_get(step(put(TrainState.create(jax.tree.map(jnp.copy, params), optimizer)), put(batch)))
+            for step in steps
+        )
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, expected)
+
+
 def test_two_ways_to_divide_are_one_clear_error(toy):
     with pytest.raises(ValueError, match=r"^micro_batches=2: it must be 1 with micro_batch_tokens"):
         PPOConfig(micro_batches=2, micro_batch_tokens=8192)
     with pytest.raises(ValueError, match=r"^micro_batches=2: it must be 1 with micro_batch_tokens=8192$"):
         make_sft_step(toy.logprobs, optax.sgd(0.5), micro_batches=2, micro_batch_tokens=8192)
+    with pytest.raises(ValueError, match=r"^micro_batches=2: it must be 1 with micro_batch_tokens=8192$"):
+        make_preference_step(toy.scores, optax.sgd(0.5), micro_batches=2, micro_batch_tokens=8192)
+    with pytest.raises(ValueError, match=r"^micro_batches=2: it must be 1 with micro_batch_tokens"):
+        DPOConfig(micro_batches=2, micro_batch_tokens=8192)
     with pytest.raises(ValueError, match=r"^micro_batch_tokens=0: it must be at least 1, or null$"):
         PPOConfig(micro_batch_tokens=0)

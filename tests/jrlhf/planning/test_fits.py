@@ -68,6 +68,7 @@ def test_a_stage_before_the_algorithm_that_cannot_fit_is_refused(stage):
         check_memory(*loaded(*alone, small))
     assert "\n" not in str(found.value)
     check_memory(*loaded(*alone, small, f"{stage}.micro_batches=2"))
+    check_memory(*loaded(*alone, small, f"{stage}.micro_batch_tokens=65536"))
 
 
 def test_where_memory_is_not_known_nothing_is_refused():
