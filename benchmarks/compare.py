@@ -231,7 +231,7 @@ class Side:
         """
         command = [str(self.python), "-m", f"benchmarks.peers.{self.module}", job.to_json()]
         pinned = {"JAX_PLATFORMS": "cpu", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-        pinned |= {"TRL_EXPERIMENTAL_SILENCE": "1"}
+        pinned |= {"TRL_EXPERIMENTAL_SILENCE": "1", "JAX_NUM_CPU_DEVICES": str(job.devices)}
         inherited = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "XLA_FLAGS")}
         process = subprocess.Popen(
             command,

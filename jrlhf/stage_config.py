@@ -16,6 +16,7 @@ from jrlhf.ppo.config import (
     ReMaxConfig,
     RLOOConfig,
     SafeRLHFConfig,
+    check_one_division,
 )
 from jrlhf.ppo.shaping import ScoreConfig
 from jrlhf.strict import Section, between, checked, count, natural, non_negative, positive
@@ -55,7 +56,7 @@ class SFTConfig(OptimizerConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_one_division(self)
+        check_one_division(self.micro_batches, self.micro_batch_tokens)
 
 
 @dataclass(frozen=True)
@@ -80,14 +81,7 @@ class RewardModelConfig(OptimizerConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_one_division(self)
-
-
-def _check_one_division(config: SFTConfig | RewardModelConfig) -> None:
-    if config.micro_batch_tokens is not None and config.micro_batches != 1:
-        raise ValueError(
-            f"micro_batches={config.micro_batches}: it must be 1 with micro_batch_tokens, which has its place"
-        )
+        check_one_division(self.micro_batches, self.micro_batch_tokens)
 
 
 @dataclass(frozen=True)

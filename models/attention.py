@@ -129,6 +129,28 @@ def attention(
     return named(_capped_attention(query, key, value, factor, softcap, near), "attended")
 
 
+def layer_attention(
+    config: ModelConfig,
+    local: bool | Bool[Array, ""],
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B T K H"],
+    value: Float[Array, "B T K H"],
+    *,
+    implementation: AttentionImplementation | None,
+) -> Float[Array, "B T N H"]:
+    """`attention` as a layer of this model has it."""
+    return attention(
+        query,
+        key,
+        value,
+        scale=config.query_scale,
+        softcap=config.attention_softcap,
+        window=config.window,
+        local=local,
+        implementation=implementation,
+    )
+
+
 def _windowed(local: bool | Bool[Array, ""], near: Callable[[], Array], everywhere: Callable[[], Array]) -> Array:
     return near() if local is True else lax.cond(local, near, everywhere)
 

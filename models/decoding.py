@@ -19,8 +19,8 @@ from jrlhf.meshes import AXES
 from jrlhf.models.attention import (
     AttentionImplementation,
     Rotation,
-    attention,
     cached_attention,
+    layer_attention,
     layer_rotations,
     of_layer,
 )
@@ -144,11 +144,6 @@ class Decoder:
         x = scaled_embeddings(total(lookup(params["embedding"], tokens), TENSOR), self.config)
         return x + params["positions"][positions] if self.config.positions == "learned" else x
 
-    @property
-    def scores(self) -> dict[str, Any]:
-        """How attention's scores are scaled and bounded."""
-        return {"scale": self.config.query_scale, "softcap": self.config.attention_softcap}
-
     def layers(self, params: Params, positions: Int[Array, "#b T"]) -> Iterator[tuple[Callable, Rotation | None, bool]]:
         """Each layer, its rotation at these positions, and whether it is local."""
         rotations = layer_rotations(positions, self.config)
@@ -169,15 +164,7 @@ class Decoder:
         for layer, rotation, local in self.layers(params, positions):
 
             def attend(query, key, value, local=local):
-                out = attention(
-                    query,
-                    key,
-                    value,
-                    window=self.config.window,
-                    local=local,
-                    implementation=self.attention,
-                    **self.scores,
-                )
+                out = layer_attention(self.config, local, query, key, value, implementation=self.attention)
                 return out, prefill(key, value, size, transposed=self.transposed)
 
             x, cache = layer(x, rotation, attend)
@@ -189,12 +176,13 @@ class Decoder:
     ) -> tuple[Float[Array, "b D"], list[LayerCache]]:
         """Feeds one token a row at its position -> its final hidden state, and the longer caches."""
         tokens, at = tokens[:, None], positions[:, None]
+        scores = {"scale": self.config.query_scale, "softcap": self.config.attention_softcap}
         x, longer = self.embed(params, tokens, at), []
         for (layer, rotation, local), cache in zip(self.layers(params, at), caches, strict=True):
 
             def attend(query, key, value, cache=cache, window=self.config.window if local else None):
                 appended = append(cache, key, value, positions)
-                return cached_attention(query, appended, positions + 1, window=window, **self.scores), appended
+                return cached_attention(query, appended, positions + 1, window=window, **scores), appended
 
             x, cache = layer(x, rotation, attend)
             longer.append(cache)

@@ -73,7 +73,7 @@ def make_logprobs(
     _check_temperature(temperature)
 
     def local(params, tokens, starts=None):
-        return forward.logprobs(params, tokens, starts, temperature, implementation)
+        return forward.logprobs(params, tokens, starts, temperature=temperature, implementation=implementation)
 
     return forward.shard(local)
 
@@ -143,12 +143,13 @@ def make_logprobs_with_base(
     """
     forward = ShardedForward(config, mesh, GENERATE, "lm", "full", dtype, attention, lora, span)
     _check_temperature(temperature)
+    options = {"temperature": temperature, "implementation": implementation}
 
     def local(params, tokens, starts=None):
         count = len(tokens)
         params = {**params, "adapters": [replace(layer, rows=count) for layer in params["adapters"]]}
         tokens, starts = jax.tree.map(lambda x: jnp.concatenate([x, x]), (tokens, starts))
-        logprobs, entropy = forward.logprobs(params, tokens, starts, temperature, implementation)
+        logprobs, entropy = forward.logprobs(params, tokens, starts, **options)
         return logprobs[:count], entropy[:count], logprobs[count:]
 
     return forward.shard(local)

@@ -14,12 +14,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from jrlhf.kernels.logprob import Terms, token_logprobs, token_sums
-from jrlhf.kernels.logprob.api import Implementation
 from jrlhf.meshes import AXES, GENERATE, Layout, gather
-from jrlhf.models.attention import AttentionImplementation, attention, layer_rotations, of_layer
+from jrlhf.models.attention import AttentionImplementation, layer_attention, layer_rotations, of_layer
 from jrlhf.models.collectives import TENSOR, check_rows, lookup, own_rows, place, total, vary
 from jrlhf.models.config import ModelConfig
 from jrlhf.models.lora import LoRAConfig, lora_shardings, split_arguments, with_adapter
@@ -137,7 +136,10 @@ class ShardedForward:
         def layer(local, x, weights, adapters: Adapters = NO_ADAPTERS):
             x = named(x, "layer")
             loaded = jax.tree.map(self.load, dequantised(weights, self.dtype, after=x), axes)
-            attend = partial(self.attend, local)
+
+            def attend(*heads):  # nothing is kept of it
+                return layer_attention(self.config, local, *heads, implementation=self.attention), None
+
             return block(self.config, loaded)(x, of_layer(rotations, local), attend, self.tensor, adapters)
 
         if self.layout == GENERATE:
@@ -165,21 +167,6 @@ class ShardedForward:
     def final_norm(self, params: Params, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         return final_norm(self.config, jax.tree.map(self.load, params["final_norm"], self.axes["final_norm"]))(x)
 
-    def attend(self, local: bool | Bool[Array, ""], query: Array, key: Array, value: Array) -> tuple[Array, None]:
-        """A layer's attention; nothing is kept of it."""
-        config = self.config
-        out = attention(
-            query,
-            key,
-            value,
-            scale=config.query_scale,
-            softcap=config.attention_softcap,
-            window=config.window,
-            local=local,
-            implementation=self.attention,
-        )
-        return out, None
-
     @jax.named_scope("embed")
     def embed(self, params: Params, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
         """Embeddings of this device's rows; each device looks up its slice of the vocabulary for all that share it."""
@@ -199,45 +186,15 @@ class ShardedForward:
         params: Params,
         tokens: Int[Array, "B T"],
         starts: Int[Array, "B"] | None,
-        temperature: float,
-        implementation: Implementation | None,
+        **options,
     ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
         """Vocabulary-parallel: each device scores its slice of the vocabulary, for all rows that share it."""
         hidden = self.hidden(params, tokens)
         with jax.named_scope("head"):
-            return self.head_logprobs(params, hidden, tokens, starts, temperature, implementation)
-
-    def head_logprobs(
-        self,
-        params: Params,
-        hidden: Float[Array, "B T D"],
-        tokens: Int[Array, "B T"],
-        starts,
-        temperature,
-        implementation,
-    ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
-        """`logprobs`, from the final hidden states."""
-        hidden, unembedding, targets = self.predictions(params, hidden, tokens, starts)
-        scored = token_logprobs(
-            hidden.reshape(-1, hidden.shape[-1]),
-            unembedding,
-            targets.reshape(-1),
-            temperature=temperature,
-            softcap=self.config.softcap,
-            vocab_size=self.config.vocab_size,
-            axis_name=TENSOR,
-            implementation=implementation,
-        )
-
-        def by_row(x):
-            x = x.reshape(targets.shape)
-            x = x if self.layout.tensor_parallel else own_rows(x)
-            if starts is None:
-                return jnp.pad(x, ((0, 0), (1, 0)))  # index 0 is predicted from nothing
-            return _at(x, _since(starts, tokens.shape[1]))
-
-        logprobs, entropy = scored
-        return by_row(logprobs), by_row(entropy)
+            hidden, unembedding, targets = self.predictions(params, hidden, tokens, starts)
+            scored = token_logprobs(hidden, unembedding, targets, **self.vocabulary, **options)
+            logprobs, entropy = (self.by_row(x, tokens, starts) for x in scored)
+        return logprobs, entropy
 
     def token_sums(
         self,
@@ -251,38 +208,20 @@ class ShardedForward:
         """Vocabulary-parallel as `logprobs`; sums over the tokens of all devices."""
         hidden = self.hidden(params, tokens)
         with jax.named_scope("head"):
-            sums = self.head_sums(params, hidden, tokens, starts, data, terms, **options)
+            hidden, unembedding, (targets, data) = self.predictions(params, hidden, (tokens, data), starts)
+            sums = token_sums(hidden, unembedding, targets, data, terms, **self.vocabulary, **options)
         return lax.psum(sums, tuple(axis for axis in self.layout.batch if axis != TENSOR))
 
-    def head_sums(
-        self,
-        params: Params,
-        hidden: Float[Array, "B T D"],
-        tokens: Int[Array, "B T"],
-        starts,
-        data: Any,
-        terms,
-        **options,
-    ) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
-        """`token_sums`, from the final hidden states, over the tokens that share a slice of the vocabulary."""
-        hidden, unembedding, (targets, data) = self.predictions(params, hidden, (tokens, data), starts)
-        return token_sums(
-            hidden.reshape(-1, hidden.shape[-1]),
-            unembedding,
-            targets.reshape(-1),
-            jax.tree.map(lambda x: x.reshape(-1), data),
-            terms,
-            softcap=self.config.softcap,
-            vocab_size=self.config.vocab_size,
-            axis_name=TENSOR,
-            **options,
-        )
+    @property
+    def vocabulary(self) -> dict[str, Any]:
+        """What the log-probability op must know of the model and the mesh."""
+        return {"softcap": self.config.softcap, "vocab_size": self.config.vocab_size, "axis_name": TENSOR}
 
     def predictions(
         self, params: Params, hidden: Float[Array, "B T D"], of_tokens: Any, starts: Int[Array, "B"] | None
-    ) -> tuple[Float[Array, "R S D"], Float[Array, "V D"], Any]:
-        """(hidden states, this device's slice of the unembedding, `of_tokens`' arrays [B, T]), at the tokens that are
-        predicted, of all rows that share that slice.
+    ) -> tuple[Float[Array, "n D"], Float[Array, "V D"], Any]:
+        """(hidden states, this device's slice of the unembedding, `of_tokens`' arrays [B, T] as [n]), at the n tokens
+        that are predicted, of all rows that share that slice.
 
         What a call is given travels as it came: it need not wait for anything. Cut first, it would be ready amid the
         layers' collectives, and simulated devices then may wait for each other.
@@ -291,7 +230,16 @@ class ShardedForward:
         unembedding = self.load(params[name], self.axes[name])
         hidden = self.sharing(self.predicted(hidden, starts, ahead=1))
         of_tokens, starts = jax.tree.map(self.sharing, (of_tokens, starts))
-        return hidden, unembedding, jax.tree.map(lambda x: self.predicted(x, starts), of_tokens)
+        of_tokens = jax.tree.map(lambda x: self.predicted(x, starts).reshape(-1), of_tokens)
+        return hidden.reshape(-1, hidden.shape[-1]), unembedding, of_tokens
+
+    def by_row(self, x: Array, tokens: Int[Array, "B T"], starts: Int[Array, "B"] | None) -> Array:
+        """What was computed at the predicted tokens of all rows that share a slice: this device's, as `tokens` lie."""
+        x = x if self.layout.tensor_parallel else own_rows(x)
+        x = x.reshape(tokens.shape[0], -1)
+        if starts is None:
+            return jnp.pad(x, ((0, 0), (1, 0)))  # index 0 is predicted from nothing
+        return _at(x, _since(starts, tokens.shape[1]))
 
     def predicted(self, x: Array, starts: Int[Array, "B"] | None, *, ahead: int = 0) -> Array:
         """`x` [B, T, ...] at the tokens that are predicted, or so many positions ahead of them; 0 past a row's end."""

@@ -26,6 +26,7 @@ from jax.sharding import AxisType
 from jaxtyping import Array, Bool, Int
 
 from jrlhf.ppo.minibatches import groups, row_axes, row_shards, whole
+from jrlhf.ppo.types import PairBatch, PreferenceBatch
 
 PyTree = Any
 Carry = TypeVar("Carry")
@@ -63,9 +64,11 @@ def row_ends(mask: Bool[Array, "B T"]) -> Int[Array, "B"]:
     return jnp.max(jnp.where(mask, 1 + jnp.arange(mask.shape[1])[None, :], 0), axis=1)
 
 
-def pairs_by_length(chosen: Int[Array, "B"], rejected: Int[Array, "B"], tokens: int) -> ByLength:
-    """How pairs of sequences of these lengths are divided; `tokens` are of both sequences of a micro-batch's pairs."""
-    return ByLength(jnp.maximum(chosen, rejected), max(1, tokens // 2))
+def pair_parts(pairs: PreferenceBatch | PairBatch, micro_batches: int, tokens: int | None) -> int | ByLength:
+    """How pairs are divided: into `micro_batches`, or by a budget of `tokens`, which are of both sequences."""
+    if tokens is None:
+        return micro_batches
+    return ByLength(jnp.maximum(pairs.chosen_lengths, pairs.rejected_lengths), max(1, tokens // 2))
 
 
 def fold_by_length(step: Callable[[Carry, PyTree], Carry], start: Carry, rows: PyTree, by: ByLength) -> Carry:

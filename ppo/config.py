@@ -132,7 +132,7 @@ class PolicyConfig:
         if self.aggregation_divisor is not None:
             divisor = self.aggregation_divisor
             _require("aggregation_divisor", divisor, isinstance(divisor, int) and divisor >= 1, "at least 1, or null")
-        _require_one_division(self.micro_batches, self.micro_batch_tokens)
+        check_one_division(self.micro_batches, self.micro_batch_tokens)
         if self.kl_target is not None:
             _require("kl_coef", self.kl_coef, self.kl_coef > 0, "above 0 with kl_target: the controller multiplies it")
 
@@ -366,7 +366,7 @@ class DPOConfig:
         _require("label_smoothing", self.label_smoothing, smooth, f"0 with loss={self.loss}")
         whole = isinstance(self.micro_batches, int) and self.micro_batches >= 1
         _require("micro_batches", self.micro_batches, whole, "an integer of at least 1")
-        _require_one_division(self.micro_batches, self.micro_batch_tokens)
+        check_one_division(self.micro_batches, self.micro_batch_tokens)
 
 
 def _positive(value: float) -> bool:
@@ -377,10 +377,12 @@ def _one_of(literal: object) -> str:
     return "one of " + ", ".join(get_args(literal))
 
 
-def _require_one_division(parts: int, tokens: int | None) -> None:
+def check_one_division(micro_batches: int, micro_batch_tokens: int | None) -> None:
+    """Raise ValueError where a batch would be divided by a budget of tokens that is none, or by both."""
+    tokens, whole = micro_batch_tokens, isinstance(micro_batch_tokens, int) and micro_batch_tokens >= 1
     if tokens is not None:
-        _require("micro_batch_tokens", tokens, isinstance(tokens, int) and tokens >= 1, "at least 1, or null")
-        _require("micro_batches", parts, parts == 1, "1 with micro_batch_tokens, which has its place")
+        _require("micro_batch_tokens", tokens, whole, "at least 1, or null")
+        _require("micro_batches", micro_batches, micro_batches == 1, "1 with micro_batch_tokens, which has its place")
 
 
 def _require_plain_rewards(config: PolicyConfig, why: str) -> None:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float
 
-from jrlhf.ppo.budget import pairs_by_length
+from jrlhf.ppo.budget import pair_parts
 from jrlhf.ppo.config import DPOConfig
 from jrlhf.ppo.losses import dpo_loss
 from jrlhf.ppo.masked import masked_sum, token_count
@@ -56,9 +56,7 @@ def make_dpo_step(
             shares = {name: masked_sum(each, there) / pairs for name, each in terms.items()}
             return shares["dpo/loss"], shares
 
-        parts, tokens = config.micro_batches, config.micro_batch_tokens
-        if tokens is not None:
-            parts = pairs_by_length(batch.chosen_lengths, batch.rejected_lengths, tokens)
+        parts = pair_parts(batch, config.micro_batches, config.micro_batch_tokens)
         return update_once("dpo", loss_fn, optimizer, state, batch, parts, _MEANS)
 
     return jax.jit(step, donate_argnums=0)

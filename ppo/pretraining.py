@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Int
 
-from jrlhf.ppo.budget import ByLength, pairs_by_length, row_ends
+from jrlhf.ppo.budget import ByLength, pair_parts, row_ends
+from jrlhf.ppo.config import check_one_division
 from jrlhf.ppo.losses import bradley_terry_loss
 from jrlhf.ppo.masked import masked_sum, token_count
 from jrlhf.ppo.minibatches import check_divisible, interleave
@@ -48,7 +49,7 @@ def make_sft_step(
     Raises:
         ValueError: both are given; or, when first called with a shape, the rows do not divide into micro_batches.
     """
-    _check_division(micro_batches, micro_batch_tokens)
+    check_one_division(micro_batches, micro_batch_tokens)
 
     def step(state: TrainState, batch: SFTBatch, *frozen: PyTree) -> tuple[TrainState, Metrics]:
         check_divisible(batch.tokens, 1, micro_batches)
@@ -88,7 +89,7 @@ def make_preference_step(
     Raises:
         ValueError: both are given; or, when first called with a shape, the pairs do not divide into micro_batches.
     """
-    _check_division(micro_batches, micro_batch_tokens)
+    check_one_division(micro_batches, micro_batch_tokens)
 
     def step(state: TrainState, batch: PreferenceBatch, *frozen: PyTree) -> tuple[TrainState, Metrics]:
         check_divisible(batch.chosen, 1, micro_batches)
@@ -108,14 +109,7 @@ def make_preference_step(
             shares = {name: masked_sum(each, there) / pairs for name, each in terms.items()}
             return shares["loss"], shares
 
-        parts = micro_batches
-        if micro_batch_tokens is not None:
-            parts = pairs_by_length(batch.chosen_lengths, batch.rejected_lengths, micro_batch_tokens)
+        parts = pair_parts(batch, micro_batches, micro_batch_tokens)
         return update_once("reward_model", loss_fn, optimizer, state, batch, parts, ("loss", "accuracy", "margin"))
 
     return jax.jit(step, donate_argnums=0)
-
-
-def _check_division(micro_batches: int, micro_batch_tokens: int | None) -> None:
-    if micro_batch_tokens is not None and micro_batches != 1:
-        raise ValueError(f"micro_batches={micro_batches}: it must be 1 with micro_batch_tokens={micro_batch_tokens}")

@@ -1,6 +1,5 @@
 """Our side of the comparisons, and the weights that both sides load."""
 
-import sys
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -190,6 +189,5 @@ def first_token_scores(rollout: Rollout) -> jax.Array:
 
 
 if __name__ == "__main__":
-    jax.config.update("jax_num_cpu_devices", Job.from_json(sys.argv[1]).devices)
     cases = {"export": export, "check": check, "generate": generate, "ppo": ppo, "grpo": grpo}
     main(cases, ("jax", "flax", "optax"))

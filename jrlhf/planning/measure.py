@@ -22,7 +22,7 @@ from jrlhf.kernels.logprob import token_logprobs, token_sums
 from jrlhf.meshes import GENERATE, TRAIN, make_mesh
 from jrlhf.meshes.mesh import Device
 from jrlhf.models import ModelConfig, SamplingConfig, init_lm, make_generate, param_shardings
-from jrlhf.models.attention import attention, layer_rotations, of_layer
+from jrlhf.models.attention import layer_attention, layer_rotations, of_layer
 from jrlhf.models.collectives import TENSOR, lookup, total
 from jrlhf.models.modules import NO_ADAPTERS, block
 from jrlhf.models.params import HeadKind
@@ -88,7 +88,7 @@ def layers(
     remat: Remat,
     implementation: Any = None,
 ) -> Program:
-    """`LAYERS` layers over so many rows on each device; in training forward and backward, as in `models.forward`."""
+    """`LAYERS` layers over so many rows on each device; in training forward and backward, as in `models.sharded`."""
     mesh = make_mesh(len(devices), 1, 1, devices=devices)
     shallow = replace(config, layers=LAYERS, local_layers=config.local_layers[:LAYERS])
     weights = init_lm(shallow, jax.random.key(0))["layers"]
@@ -96,17 +96,8 @@ def layers(
     local = shallow.locality[0]
 
     def layer(x, weights):
-        def attend(query, key, value):
-            return attention(
-                query,
-                key,
-                value,
-                scale=config.query_scale,
-                softcap=config.attention_softcap,
-                window=config.window,
-                local=local,
-                implementation=implementation,
-            ), None
+        def attend(*heads):
+            return layer_attention(shallow, local, *heads, implementation=implementation), None
 
         loaded = jax.tree.map(lambda w: w.astype(dtype) if w.ndim > 1 else w, weights)
         return block(shallow, loaded)(x, of_layer(rotations, local), attend, None, NO_ADAPTERS)

@@ -271,9 +271,9 @@ def test_pairs_too(toy, where, kind):
 def test_two_ways_to_divide_are_one_clear_error(toy):
     with pytest.raises(ValueError, match=r"^micro_batches=2: it must be 1 with micro_batch_tokens"):
         PPOConfig(micro_batches=2, micro_batch_tokens=8192)
-    with pytest.raises(ValueError, match=r"^micro_batches=2: it must be 1 with micro_batch_tokens=8192$"):
+    with pytest.raises(ValueError, match=r"^micro_batches=2: it must be 1 with micro_batch_tokens"):
         make_sft_step(toy.logprobs, optax.sgd(0.5), micro_batches=2, micro_batch_tokens=8192)
-    with pytest.raises(ValueError, match=r"^micro_batches=2: it must be 1 with micro_batch_tokens=8192$"):
+    with pytest.raises(ValueError, match=r"^micro_batches=2: it must be 1 with micro_batch_tokens"):
         make_preference_step(toy.scores, optax.sgd(0.5), micro_batches=2, micro_batch_tokens=8192)
     with pytest.raises(ValueError, match=r"^micro_batches=2: it must be 1 with micro_batch_tokens"):
         DPOConfig(micro_batches=2, micro_batch_tokens=8192)
