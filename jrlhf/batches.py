@@ -71,4 +71,7 @@ def key_for(seed: int, purpose: str, step: int = 0) -> jax.Array:
 
 def row_keys(key: jax.Array, rows: int, mesh: Mesh) -> jax.Array:
     """One key a row, so that a row's text does not depend on its neighbours."""
-    return to_devices(jax.vmap(lambda row: jax.random.fold_in(key, row))(np.arange(rows)), row_sharding(mesh))
+    return to_devices(_folded_in(key, np.arange(rows, dtype=np.int32)), row_sharding(mesh))
+
+
+_folded_in = jax.jit(jax.vmap(jax.random.fold_in, in_axes=(None, 0)))

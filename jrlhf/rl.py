@@ -74,8 +74,7 @@ def train_rl(context: Context, policy: Model, rewards: Rewards, costs: Rewards |
     prompts, actor, pool, constraint = task.prompts, roles.actor, roles.pool, roles.constraint
     arithmetic = context.where("arithmetic").home.mesh
     utilisation = utilisation_of(policy, roles.models, algorithm, context.where, context.compute)
-    measure = jax.jit(partial(experience_metrics, samples=section.samples if section.samples > 1 else None))
-    next_kl = jax.jit(partial(update_kl, episodes=section.rollout_batch, config=algorithm))
+    measure = jax.jit(partial(_measure, algorithm, section.rollout_batch, section.samples))
     everywhere = NamedSharding(arithmetic, P())
 
     def init() -> RLState:
@@ -102,13 +101,12 @@ def train_rl(context: Context, policy: Model, rewards: Rewards, costs: Rewards |
         experience, metrics = dataflow(**roles.of(dataflow), **values)
         batch, draws = (values["prompts"], draws + 1) if pool is None else (pool.taken, pool.draws)
         with jax.set_mesh(arithmetic):
-            metrics |= measure(experience) | rewards.metrics()
+            measured, kl = measure(experience, state.kl)
+        metrics |= measured | rewards.metrics()
         metrics |= {"objective/kl_coef": kl_coef} if algorithm.needs_reference else {}
         metrics |= {} if pool is None else pool.metrics()
         metrics |= {} if costs is None else costs.metrics()
-        with jax.set_mesh(arithmetic):
-            metrics |= {} if constraint is None else {"safe/multiplier": constraint.state.value}
-            kl = next_kl(state.kl, metrics["objective/kl"]) if algorithm.needs_reference else state.kl
+        metrics |= {} if constraint is None else {"safe/multiplier": constraint.state.value}
         metrics = jax.device_get(metrics) | clock.take() | validated
         metrics |= throughput(metrics, len(batch.examples), context.mesh.size)
         read, raw = to_host(({name: getattr(experience, name) for name in READ}, rewards.raw))
@@ -264,6 +262,16 @@ def take_texts(context: Context, step: int, mesh: Mesh) -> SFTBatch:
     assert data is not None
     rows = batch_indices(data.count, context.config.rl.rollout_batch, step, context.config.seed + 2)
     return SFTBatch(*put_rows(sft_rows(data.batch(rows, step), context.length), mesh))
+
+
+def _measure(
+    algorithm: PolicyConfig, episodes: int, samples: int, experience: Experience, kl: KLState
+) -> tuple[dict[str, Array], KLState]:
+    """What an experience says of itself, and the KL controller moved by it."""
+    metrics = experience_metrics(experience, samples=samples if samples > 1 else None)
+    if not algorithm.needs_reference:
+        return metrics, kl
+    return metrics, update_kl(kl, metrics["objective/kl"], episodes, config=algorithm)
 
 
 def throughput(metrics: Mapping[str, float], rows: int, devices: int) -> dict[str, float]:

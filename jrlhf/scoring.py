@@ -7,13 +7,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jrlhf import programs
 from jrlhf.batches import Batch, pad_rows, put_rows
@@ -61,6 +61,17 @@ class TokenPart:
     identity: str  # one word for its weights, wherever they lie
 
 
+class _Scored(NamedTuple):
+    """What a scoring computes on the devices."""
+
+    shaped: Scores
+    moments: RunningMoments  # with these scores in them
+    raw: Float[Array, "B"]  # the sums of rows before they were shaped
+    learned: dict[str, Array]  # what each reward model says
+    extremes: dict[str, Array]  # of the sums
+    shaping: dict[str, Array]
+
+
 class Rewards:
     """The weighted sum of a run's rewards, each of them measured by its name; or of its costs.
 
@@ -93,7 +104,9 @@ class Rewards:
         }
         self._tokenizer = context.task.tokenizer
         self._max_response, self._deadline = context.config.data.max_response, context.config.deadline
-        self._shape = jax.jit(partial(shape_scores, config=shaping, max_response=self._max_response))
+        weights = {name: part.weight for name, part in token_parts.items()}
+        shape = partial(shape_scores, config=shaping, max_response=self._max_response)
+        self._shape = jax.jit(partial(_score, shape, kind, weights))
         self._metrics: Metrics = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rewards")
 
@@ -124,33 +137,27 @@ class Rewards:
         sum of the rewards, normalised, clipped and penalised as the config says. Of every response token, the first at
         index 0, where a reward scores tokens. All calls are to be made from the same thread.
         """
-        measured: Metrics = {}
-        unshaped = self._begin("score", rollout, prompts, measured)
+        begun = self._begin("score", rollout, prompts)
 
         def scores() -> Scores:
-            raw = unshaped()
-            self.raw = raw if raw.ndim == 1 else jnp.sum(raw, axis=1)
-            moments = transfer(self.moments, self.places["score"].mesh)
-            shaped, self.moments, shaping = self._shape(raw, rollout.response_lengths, rollout.finished, moments)
-            said = _range("critic/score", self.raw) | shaping if self._kind == "rewards" else _range("cost", self.raw)
-            self._note(measured | said)
-            return shaped
+            scored, texts = begun()
+            self.moments, self.raw = scored.moments, scored.raw
+            said = _named("critic/score", scored.extremes) | scored.shaping
+            self._note(texts | scored.learned | (said if self._kind == "rewards" else _named("cost", scored.extremes)))
+            return scored.shaped
 
         return Pending(scores)
 
     @call("infer", "baselines")
     def score_baseline(self, rollout: Rollout, prompts: Batch) -> Pending:
         """As `score`, of responses that nothing learns from: the baseline of others to the same prompts."""
-        measured: Metrics = {}
-        unshaped = self._begin("score_baseline", rollout, prompts, measured)
+        begun = self._begin("score_baseline", rollout, prompts)
 
         def scores() -> Scores:
-            raw = unshaped()
-            moments = transfer(self.moments, self.places["score_baseline"].mesh)
-            shaped, _, _ = self._shape(raw, rollout.response_lengths, rollout.finished, moments)
-            failures = {name: number for name, number in measured.items() if "/failures" in name}
-            self._note(failures | _range("critic/baseline", raw if raw.ndim == 1 else jnp.sum(raw, axis=1)))
-            return shaped
+            scored, texts = begun()
+            failures = {name: number for name, number in texts.items() if "/failures" in name}
+            self._note(failures | _named("critic/baseline", scored.extremes))
+            return scored.shaped
 
         return Pending(scores)
 
@@ -165,37 +172,32 @@ class Rewards:
         Each reward's own mean stays that of the last scoring.
         """
         self.raw = raw
-        self._note(_range("critic/score", raw))
+        self._note(_named("critic/score", _extremes(raw)))
 
     def close(self) -> None:
         """Waits for functions that are still at work, whose processes may end then."""
         self._thread.shutdown()
 
-    def _begin(self, method: str, rollout: Rollout, prompts: Batch, measured: Metrics) -> Callable[[], Scores]:
-        """Begins to score; returns what gives the sum of the rewards. Notes in `measured` what each of them says."""
-        total = self._learned(method, rollout, measured)
-        if not self.text_parts:
-            assert total is not None
-            return lambda: total
-        # Gathered here and not in the thread: programs must reach all devices in one order.
-        texts = self._thread.submit(self._read, gathered(rollout), prompts)
-        mesh = self.places[method].mesh
-        return lambda: self._add_texts(rollout, prompts, total, texts, measured, mesh)
+    def _begin(self, method: str, rollout: Rollout, prompts: Batch) -> Callable[[], tuple[_Scored, Metrics]]:
+        """Begins to score; returns what gives the scores, and what the rewards that read text say of them."""
+        learned = {name: role.score(rollout, method) for name, role in self._roles.items()}
+        mesh, read = self.places[method].mesh, None
+        if self.text_parts:
+            # Gathered here and not in the thread: programs must reach all devices in one order.
+            read = self._thread.submit(self._read, gathered(rollout), prompts)
+
+        def scored() -> tuple[_Scored, Metrics]:
+            texts, said = (None, {}) if read is None else self._of_texts(read, prompts, mesh)
+            moments = transfer(self.moments, mesh)
+            return self._shape(learned, texts, rollout.response_lengths, rollout.finished, moments), said
+
+        return scored
 
     def _note(self, measured: Mapping[str, float | Array]) -> None:
         """Adds what a scoring measured. Failures are counted over all scorings of an iteration."""
         for name, number in measured.items():
             counted = "/failures" in name and name in self._metrics
             self._metrics[name] = self._metrics[name] + number if counted else number
-
-    def _learned(self, method: str, rollout: Rollout, measured: Metrics) -> Float[Array, "B"] | None:
-        """The weighted sum of the reward models that read tokens."""
-        total = None
-        for name, role in self._roles.items():
-            scores = role.score(rollout, method)
-            measured |= {f"{self._kind}/{name}/{what}": number for what, number in _spread(scores).items()}
-            total = _weighed(total, self.token_parts[name].weight, scores)
-        return total
 
     def _read(self, rollout: Rollout, batch: Batch) -> tuple[list[Sample], dict[str, Scored]]:
         """The rollout as text once it is there, and what the functions say of it. Runs in a thread of its own."""
@@ -207,20 +209,16 @@ class Rewards:
             self.clock.beside(f"{self._kind.removesuffix('s')}_functions", time.perf_counter() - started)
         return samples, scored
 
-    def _add_texts(
-        self,
-        rollout: Rollout,
-        batch: Batch,
-        total: Float[Array, "B"] | None,
-        texts: Future[tuple[list[Sample], dict[str, Scored]]],
-        measured: Metrics,
-        mesh: Mesh,
-    ) -> Scores:
-        parts = self.clock.run("reward_wait", from_main, lambda: texts.result()[1], seconds=self._deadline)
-        samples, _ = texts.result()
+    def _of_texts(
+        self, read: Future[tuple[list[Sample], dict[str, Scored]]], batch: Batch, mesh: Mesh
+    ) -> tuple[Scores, Metrics]:
+        """The weighted sum of the rewards that read text, once they are there, and what each of them says."""
+        parts = self.clock.run("reward_wait", from_main, lambda: read.result()[1], seconds=self._deadline)
+        samples, _ = read.result()
         if self._models:
             parts = parts | self.clock.run("reward", _ask, self._models, samples, batch.step)
         scored = self._summed(samples, parts)
+        measured: Metrics = {}
         for name in self.text_parts:
             measured |= parts[name].metrics(name, self._kind)
         scores = scored.scores.astype(np.float32)
@@ -228,8 +226,7 @@ class Rewards:
             scores = np.zeros((len(samples), self._max_response), np.float32)
             for row, tokens in zip(scores, scored.token_scores, strict=True):
                 row[: len(tokens)] = tokens
-        scores = put_rows(scores, mesh)
-        return scores if total is None else _add(scores, total, rollout.response_lengths)
+        return put_rows(scores, mesh), measured
 
     def score_samples(self, samples: Sequence[Sample], *, step: int = 0) -> tuple[Scored, dict[str, Scored]]:
         """The weighted sum of the rewards that read text, and each by its name."""
@@ -420,9 +417,30 @@ def _power_of_two(length: int, most: int) -> int:
     return min(max(64, 1 << (length - 1).bit_length()), most)
 
 
-@jax.jit
-def _spread(scores: Float[Array, "B"]) -> dict[str, Array]:
-    return {"mean": jnp.mean(scores), "std": jnp.std(scores)}
+def _score(
+    shape: Callable[..., tuple[Scores, RunningMoments, dict[str, Array]]],
+    kind: str,
+    weights: Mapping[str, float],
+    learned: Mapping[str, Float[Array, "B"]],
+    texts: Scores | None,
+    response_lengths: Int[Array, "B"],
+    finished: Bool[Array, "B"],
+    moments: RunningMoments,
+) -> _Scored:
+    """What reward models say of rows, weighed and added to what is said of the texts, and shaped."""
+    rows = sum((weights[name] * scores for name, scores in learned.items()), jnp.zeros_like(finished, jnp.float32))
+    if texts is None:
+        scores = rows
+    elif texts.ndim == 1:
+        scores = texts + rows
+    else:
+        last = jnp.arange(texts.shape[1])[None, :] == response_lengths[:, None] - 1
+        scores = texts + jnp.where(last, rows[:, None], 0)
+    raw = scores if scores.ndim == 1 else jnp.sum(scores, axis=1)
+    shaped, moments, shaping = shape(scores, response_lengths, finished, moments)
+    said = {name: {"mean": jnp.mean(scores), "std": jnp.std(scores)} for name, scores in learned.items()}
+    measured = {f"{kind}/{name}/{what}": number for name, each in said.items() for what, number in each.items()}
+    return _Scored(shaped, moments, raw, measured, _extremes(raw), shaping)
 
 
 @jax.jit
@@ -430,26 +448,6 @@ def _extremes(scores: Float[Array, "B"]) -> dict[str, Array]:
     return {"mean": jnp.mean(scores), "max": jnp.max(scores), "min": jnp.min(scores)}
 
 
-def _range(name: str, scores: Float[Array, "B"]) -> dict[str, Array]:
+def _named(name: str, numbers: Mapping[str, Array]) -> Metrics:
     """verl's critic/score is what the rewards gave, whatever was made of it."""
-    return {f"{name}/{what}": number for what, number in _extremes(scores).items()}
-
-
-def _weighed(total: Array | None, weight: float, scores: Float[Array, "B"]) -> Array:
-    if total is None and weight == 1:
-        return scores
-    return _scaled(weight, scores) if total is None else _scaled(weight, scores, total)
-
-
-@jax.jit
-def _scaled(weight: float, scores: Array, total: Array | float = 0.0) -> Array:
-    return total + weight * scores
-
-
-@jax.jit
-def _add(scores: Array, total: Float[Array, "B"], response_lengths: Int[Array, "B"]) -> Array:
-    """`scores` of rows or of response tokens, with those of whole rows, which are the last token's."""
-    if scores.ndim == 1:
-        return scores + total
-    last = jnp.arange(scores.shape[1])[None, :] == response_lengths[:, None] - 1
-    return scores + jnp.where(last, total[:, None], 0)
+    return {f"{name}/{what}": number for what, number in numbers.items()}
