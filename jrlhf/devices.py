@@ -1,7 +1,9 @@
 """Devices: which backend JAX runs on. `select` must run before JAX has started one."""
 
+import ctypes
 import os
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 import jax
@@ -11,11 +13,14 @@ from jrlhf.config import DeviceConfig, DistributedConfig
 from jrlhf.errors import UserError
 from jrlhf.meshes.mesh import Device
 
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 _PLATFORMS = {"cpu": "cpu", "gpu": "cuda", "tpu": "tpu"}
 
 
 def select(config: DeviceConfig, distributed: DistributedConfig | None = None) -> list[Device]:
     """Chooses the platform, and on CPU the number of simulated devices; returns the devices, those of all processes.
+
+    On CPU malloc then keeps freed memory, see `keep_freed_memory`.
 
     distributed: how further processes are found; None: this one is alone.
 
@@ -51,6 +56,8 @@ def select(config: DeviceConfig, distributed: DistributedConfig | None = None) -
             f"device.simulated={config.simulated} asks for that many CPU devices, but JAX already runs on "
             f"{jax.local_device_count()} {running} device(s): restart the process, or leave device.simulated out"
         )
+    if running == "cpu":
+        keep_freed_memory()
     return devices
 
 
@@ -61,6 +68,18 @@ def spare_threads(simulated: int) -> None:
     single thread that compiles meanwhile would keep one device from starting, and all others would wait for it in vain.
     """
     os.environ.setdefault("NPROC", str(max(2 * simulated, os.cpu_count() or 1)))
+
+
+def keep_freed_memory() -> None:
+    """Has glibc's malloc keep what is freed, in blocks of at most 1 GiB, for the next who asks; others are as they were.
+
+    XLA's CPU client allocates a program's temporary memory anew in every call. Larger blocks would go back to the
+    system at once, and come from it page by page, zeroed.
+    """
+    with suppress(AttributeError):  # another libc
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(_M_MMAP_THRESHOLD, 1 << 30)
+        mallopt(_M_TRIM_THRESHOLD, (1 << 31) - 1)
 
 
 def idle_accelerator() -> str | None:

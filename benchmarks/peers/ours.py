@@ -15,6 +15,7 @@ from jrlhf import programs
 from jrlhf.algorithms import on_policy
 from jrlhf.batches import Batch, key_for, put_rows, row_keys
 from jrlhf.clock import Clock
+from jrlhf.devices import keep_freed_memory
 from jrlhf.meshes import make_mesh
 from jrlhf.model import Architecture, Model
 from jrlhf.models import ModelConfig, SamplingConfig, Schedule, export_hf, init_sharded, load_hf
@@ -189,5 +190,6 @@ def first_token_scores(rollout: Rollout) -> jax.Array:
 
 
 if __name__ == "__main__":
+    keep_freed_memory()  # as `jrlhf.train` does on CPUs
     cases = {"export": export, "check": check, "generate": generate, "ppo": ppo, "grpo": grpo}
     main(cases, ("jax", "flax", "optax"))

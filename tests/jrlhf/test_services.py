@@ -2,7 +2,10 @@
 
 import logging
 import os
+import platform
 import signal
+import subprocess
+import sys
 import time
 from dataclasses import dataclass, field, replace
 
@@ -152,6 +155,33 @@ def test_devices_that_cannot_be_had_are_refused():
     jax.config.update("jax_platforms", "cpu")
     with pytest.raises(UserError, match="device.simulated=3 asks for that many CPU devices, but JAX already runs on 8"):
         select(DeviceConfig(simulated=3))
+
+
+_TWICE = """
+import ctypes, resource
+from jrlhf.devices import keep_freed_memory
+
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
+
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    block = libc.malloc(64 << 20)
+    ctypes.memset(block, 1, 64 << 20)
+    libc.free(block)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+print(faults(), faults())
+keep_freed_memory()
+print(faults(), faults())
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another libc's malloc is left as it is")
+def test_freed_memory_is_kept_and_comes_without_page_faults():
+    said = subprocess.run([sys.executable, "-c", _TWICE], capture_output=True, text=True, check=True).stdout
+    _, again, _, kept = map(int, said.split())
+    assert 10 * kept < again
 
 
 @pytest.mark.parametrize("error", [RuntimeError("no such thing\nand more"), AssertionError()])
