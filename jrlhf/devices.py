@@ -71,7 +71,7 @@ def spare_threads(simulated: int) -> None:
 
 
 def keep_freed_memory() -> None:
-    """Has glibc's malloc keep what is freed, in blocks of at most 1 GiB, for the next who asks; others are as they were.
+    """Has glibc's malloc keep what is freed, in blocks of at most 1 GiB, for the next who asks; another libc is left.
 
     XLA's CPU client allocates a program's temporary memory anew in every call. Larger blocks would go back to the
     system at once, and come from it page by page, zeroed.

@@ -28,6 +28,7 @@ from jrlhf.kernels.logprob.common import (
     in_vocabulary,
     merge,
     once,
+    target_platform,
     varying,
 )
 
@@ -259,8 +260,18 @@ def _statistics(tile: _Logits, targets, head: Head) -> Statistics:
         maximum=maximum,
         total=jnp.sum(weights, axis=-1),
         weighted=jnp.sum(weights * shifted, axis=-1),
-        label=jnp.sum(jnp.where(tile.token == targets[:, None], logits, 0.0), axis=-1),
+        label=_label(tile, logits, targets),
     )
+
+
+def _label(tile: _Logits, logits, targets):
+    """The target's logit where this slice of the vocabulary has it, else 0."""
+    if target_platform() != "cpu":  # there the sum is one of a loop's that are there anyway
+        return jnp.sum(jnp.where(tile.token == targets[:, None], logits, 0.0), axis=-1)
+    column = targets - tile.token[0, 0]
+    inside = (column >= 0) & (column < logits.shape[1])
+    chosen = jnp.take_along_axis(logits, jnp.where(inside, column, 0)[:, None], axis=1)
+    return jnp.where(inside, chosen[:, 0], 0.0)
 
 
 def _finish(statistics: Statistics, targets, head: Head):
