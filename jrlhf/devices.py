@@ -70,16 +70,17 @@ def spare_threads(simulated: int) -> None:
     os.environ.setdefault("NPROC", str(max(2 * simulated, os.cpu_count() or 1)))
 
 
-def keep_freed_memory() -> None:
-    """Has glibc's malloc keep what is freed, in blocks of at most 1 GiB, for the next who asks; another libc is left.
+def keep_freed_memory() -> bool:
+    """Has glibc's malloc keep freed blocks of up to 1 GiB for the next who asks; returns whether it does.
 
-    XLA's CPU client allocates a program's temporary memory anew in every call. Larger blocks would go back to the
-    system at once, and come from it page by page, zeroed.
+    XLA's CPU client allocates a program's temporary memory anew in every call. Left alone, malloc gives blocks beyond
+    32 MiB back to the system at once, and they come from it again page by page, zeroed.
     """
-    with suppress(AttributeError):  # another libc
+    with suppress(AttributeError, TypeError):  # another libc, or none
         mallopt = ctypes.CDLL(None).mallopt
-        mallopt(_M_MMAP_THRESHOLD, 1 << 30)
-        mallopt(_M_TRIM_THRESHOLD, (1 << 31) - 1)
+        # An older glibc refuses so high a threshold; the other one alone would have it map even small blocks.
+        return bool(mallopt(_M_MMAP_THRESHOLD, 1 << 30) and mallopt(_M_TRIM_THRESHOLD, (1 << 31) - 1))
+    return False
 
 
 def idle_accelerator() -> str | None:

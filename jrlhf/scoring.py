@@ -61,12 +61,12 @@ class TokenPart:
     identity: str  # one word for its weights, wherever they lie
 
 
-class _Scored(NamedTuple):
+class Combined(NamedTuple):
     """What a scoring computes on the devices."""
 
     shaped: Scores
     moments: RunningMoments  # with these scores in them
-    raw: Float[Array, "B"]  # the sums of rows before they were shaped
+    raw: Float[Array, "B"]  # what the rewards gave each row, before it was shaped: verl's critic/score
     learned: dict[str, Array]  # what each reward model says
     extremes: dict[str, Array]  # of the sums
     shaping: dict[str, Array]
@@ -95,6 +95,7 @@ class Rewards:
         kind: Literal["rewards", "costs"] = "rewards",
         where: Places | None = None,
     ):
+        assert token_parts or text_parts, "nothing would score"
         self.clock, self._kind = clock, kind
         self.places = Places.of(context.mesh) if where is None else where
         self.learnt, self.token_parts, self.text_parts = learnt, token_parts, text_parts
@@ -106,7 +107,7 @@ class Rewards:
         self._max_response, self._deadline = context.config.data.max_response, context.config.deadline
         weights = {name: part.weight for name, part in token_parts.items()}
         shape = partial(shape_scores, config=shaping, max_response=self._max_response)
-        self._shape = jax.jit(partial(_score, shape, kind, weights))
+        self._combine = jax.jit(partial(combine, shape, kind, weights))
         self._metrics: Metrics = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rewards")
 
@@ -140,11 +141,12 @@ class Rewards:
         begun = self._begin("score", rollout, prompts)
 
         def scores() -> Scores:
-            scored, texts = begun()
-            self.moments, self.raw = scored.moments, scored.raw
-            said = _named("critic/score", scored.extremes) | scored.shaping
-            self._note(texts | scored.learned | (said if self._kind == "rewards" else _named("cost", scored.extremes)))
-            return scored.shaped
+            combined, texts = begun()
+            self.moments, self.raw = combined.moments, combined.raw
+            said = _named("critic/score", combined.extremes) | combined.shaping
+            said = said if self._kind == "rewards" else _named("cost", combined.extremes)
+            self._note(texts | combined.learned | said)
+            return combined.shaped
 
         return Pending(scores)
 
@@ -154,10 +156,10 @@ class Rewards:
         begun = self._begin("score_baseline", rollout, prompts)
 
         def scores() -> Scores:
-            scored, texts = begun()
+            combined, texts = begun()
             failures = {name: number for name, number in texts.items() if "/failures" in name}
-            self._note(failures | _named("critic/baseline", scored.extremes))
-            return scored.shaped
+            self._note(failures | _named("critic/baseline", combined.extremes))
+            return combined.shaped
 
         return Pending(scores)
 
@@ -178,7 +180,7 @@ class Rewards:
         """Waits for functions that are still at work, whose processes may end then."""
         self._thread.shutdown()
 
-    def _begin(self, method: str, rollout: Rollout, prompts: Batch) -> Callable[[], tuple[_Scored, Metrics]]:
+    def _begin(self, method: str, rollout: Rollout, prompts: Batch) -> Callable[[], tuple[Combined, Metrics]]:
         """Begins to score; returns what gives the scores, and what the rewards that read text say of them."""
         learned = {name: role.score(rollout, method) for name, role in self._roles.items()}
         mesh, read = self.places[method].mesh, None
@@ -186,12 +188,12 @@ class Rewards:
             # Gathered here and not in the thread: programs must reach all devices in one order.
             read = self._thread.submit(self._read, gathered(rollout), prompts)
 
-        def scored() -> tuple[_Scored, Metrics]:
+        def combined() -> tuple[Combined, Metrics]:
             texts, said = (None, {}) if read is None else self._of_texts(read, prompts, mesh)
             moments = transfer(self.moments, mesh)
-            return self._shape(learned, texts, rollout.response_lengths, rollout.finished, moments), said
+            return self._combine(learned, texts, rollout.response_lengths, rollout.finished, moments), said
 
-        return scored
+        return combined
 
     def _note(self, measured: Mapping[str, float | Array]) -> None:
         """Adds what a scoring measured. Failures are counted over all scorings of an iteration."""
@@ -417,7 +419,7 @@ def _power_of_two(length: int, most: int) -> int:
     return min(max(64, 1 << (length - 1).bit_length()), most)
 
 
-def _score(
+def combine(
     shape: Callable[..., tuple[Scores, RunningMoments, dict[str, Array]]],
     kind: str,
     weights: Mapping[str, float],
@@ -426,7 +428,7 @@ def _score(
     response_lengths: Int[Array, "B"],
     finished: Bool[Array, "B"],
     moments: RunningMoments,
-) -> _Scored:
+) -> Combined:
     """What reward models say of rows, weighed and added to what is said of the texts, and shaped."""
     rows = sum((weights[name] * scores for name, scores in learned.items()), jnp.zeros_like(finished, jnp.float32))
     if texts is None:
@@ -440,7 +442,7 @@ def _score(
     shaped, moments, shaping = shape(scores, response_lengths, finished, moments)
     said = {name: {"mean": jnp.mean(scores), "std": jnp.std(scores)} for name, scores in learned.items()}
     measured = {f"{kind}/{name}/{what}": number for name, each in said.items() for what, number in each.items()}
-    return _Scored(shaped, moments, raw, measured, _extremes(raw), shaping)
+    return Combined(shaped, moments, raw, measured, _extremes(raw), shaping)
 
 
 @jax.jit
@@ -449,5 +451,4 @@ def _extremes(scores: Float[Array, "B"]) -> dict[str, Array]:
 
 
 def _named(name: str, numbers: Mapping[str, Array]) -> Metrics:
-    """verl's critic/score is what the rewards gave, whatever was made of it."""
     return {f"{name}/{what}": number for what, number in numbers.items()}

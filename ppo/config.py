@@ -378,7 +378,7 @@ def _one_of(literal: object) -> str:
 
 
 def check_one_division(micro_batches: int, micro_batch_tokens: int | None) -> None:
-    """Raise ValueError where a batch would be divided by a budget of tokens that is none, or by both."""
+    """Raise ValueError where a budget of tokens is no positive integer, or micro-batches are counted, too."""
     tokens, whole = micro_batch_tokens, isinstance(micro_batch_tokens, int) and micro_batch_tokens >= 1
     if tokens is not None:
         _require("micro_batch_tokens", tokens, whole, "at least 1, or null")

@@ -266,7 +266,7 @@ def _statistics(tile: _Logits, targets, head: Head) -> Statistics:
 
 def _label(tile: _Logits, logits, targets):
     """The target's logit where this slice of the vocabulary has it, else 0."""
-    if target_platform() != "cpu":  # there the sum is one of a loop's that are there anyway
+    if target_platform() != "cpu":  # accelerators have it from the loop that makes the other sums
         return jnp.sum(jnp.where(tile.token == targets[:, None], logits, 0.0), axis=-1)
     column = targets - tile.token[0, 0]
     inside = (column >= 0) & (column < logits.shape[1])

@@ -3,6 +3,7 @@
 import threading
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -17,11 +18,11 @@ from jrlhf.clock import Clock
 from jrlhf.data.types import Example
 from jrlhf.meshes import make_mesh
 from jrlhf.ppo import Rollout, RunningMoments
-from jrlhf.ppo.shaping import ScoreConfig
+from jrlhf.ppo.shaping import ScoreConfig, shape_scores
 from jrlhf.programs import Compute
 from jrlhf.rewards.functions import RewardFailure
 from jrlhf.rewards.types import Sample, Scored
-from jrlhf.scoring import Rewards, TextPart
+from jrlhf.scoring import Rewards, TextPart, combine
 
 MESH, ROWS = make_mesh(8, 1, 1), 8
 BATCH = Batch(cast(Any, ()), [Example(prompt="p")] * ROWS, ["p"] * ROWS, step=3)
@@ -125,6 +126,30 @@ def test_a_baseline_is_shaped_like_the_scores_and_counts_as_none_of_them():
     rewards.start(rewards.moments)
     assert rewards.metrics() == {}
     rewards.close()
+
+
+@pytest.mark.parametrize("of_tokens", [False, True], ids=["of rows", "of tokens"])
+def test_what_models_say_of_rows_is_added_to_what_is_said_of_texts(of_tokens):
+    rng = np.random.default_rng(0)
+    first, second = rng.normal(size=(2, ROWS)).astype(np.float32)
+    texts = rng.normal(size=(ROWS, 3)).astype(np.float32)
+    texts = np.where(np.arange(3) < LENGTHS[:, None], texts, 0)
+    given = texts if of_tokens else texts.sum(1)
+    shape = partial(shape_scores, config=PLAIN, max_response=3)
+    context = np.asarray(LENGTHS), np.ones(ROWS, bool), RunningMoments.create()
+    weights, learned = {"a": 2.0, "b": -0.5}, {"a": first, "b": second}
+    found = jax.jit(partial(combine, shape, "rewards", weights))(learned, given, *context)
+    rows = 2 * first - second / 2
+    np.testing.assert_allclose(found.raw, texts.sum(1) + rows, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(found.extremes["max"], np.max(texts.sum(1) + rows), rtol=1e-5)
+    np.testing.assert_allclose(found.learned["rewards/b/mean"], second.mean(), rtol=1e-5)
+    np.testing.assert_allclose(found.learned["rewards/a/std"], first.std(), rtol=1e-5)
+    if of_tokens:
+        at_end = np.zeros((ROWS, 3), np.float32)
+        at_end[np.arange(ROWS), LENGTHS - 1] = rows
+        np.testing.assert_allclose(found.shaped, texts + at_end, rtol=1e-5, atol=1e-6)
+    else:
+        np.testing.assert_allclose(found.shaped, texts.sum(1) + rows, rtol=1e-5, atol=1e-6)
 
 
 def test_costs_have_names_of_their_own():

@@ -275,6 +275,8 @@ def test_two_ways_to_divide_are_one_clear_error(toy):
         make_sft_step(toy.logprobs, optax.sgd(0.5), micro_batches=2, micro_batch_tokens=8192)
     with pytest.raises(ValueError, match=r"^micro_batches=2: it must be 1 with micro_batch_tokens"):
         make_preference_step(toy.scores, optax.sgd(0.5), micro_batches=2, micro_batch_tokens=8192)
+    with pytest.raises(ValueError, match=r"^micro_batch_tokens=0: it must be at least 1, or null$"):
+        make_sft_step(toy.logprobs, optax.sgd(0.5), micro_batch_tokens=0)
     with pytest.raises(ValueError, match=r"^micro_batches=2: it must be 1 with micro_batch_tokens"):
         DPOConfig(micro_batches=2, micro_batch_tokens=8192)
     with pytest.raises(ValueError, match=r"^micro_batch_tokens=0: it must be at least 1, or null$"):
