@@ -47,7 +47,8 @@ def make_sft_step(
     micro_batch_tokens: parts of so many tokens a device in place of `micro_batches`, as in `PPOConfig`.
 
     Raises:
-        ValueError: both are given, or a budget that is no positive integer; or, when first called with a shape, the rows do not divide into micro_batches.
+        ValueError: both are given, or a budget that is no positive integer; or, when first called with a shape, the
+            rows do not divide into micro_batches.
     """
     check_one_division(micro_batches, micro_batch_tokens)
 
@@ -87,7 +88,8 @@ def make_preference_step(
     micro_batch_tokens: parts of so many tokens of pairs a device in place of `micro_batches`, as in `PPOConfig`.
 
     Raises:
-        ValueError: both are given, or a budget that is no positive integer; or, when first called with a shape, the pairs do not divide into micro_batches.
+        ValueError: both are given, or a budget that is no positive integer; or, when first called with a shape, the
+            pairs do not divide into micro_batches.
     """
     check_one_division(micro_batches, micro_batch_tokens)
 
