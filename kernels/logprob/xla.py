@@ -28,7 +28,6 @@ from jrlhf.kernels.logprob.common import (
     in_vocabulary,
     merge,
     once,
-    target_platform,
     varying,
 )
 
@@ -260,18 +259,8 @@ def _statistics(tile: _Logits, targets, head: Head) -> Statistics:
         maximum=maximum,
         total=jnp.sum(weights, axis=-1),
         weighted=jnp.sum(weights * shifted, axis=-1),
-        label=_label(tile, logits, targets),
+        label=jnp.sum(jnp.where(tile.token == targets[:, None], logits, 0.0), axis=-1),
     )
-
-
-def _label(tile: _Logits, logits, targets):
-    """The target's logit where this slice of the vocabulary has it, else 0."""
-    if target_platform() != "cpu":  # accelerators have it from the loop that makes the other sums
-        return jnp.sum(jnp.where(tile.token == targets[:, None], logits, 0.0), axis=-1)
-    column = targets - tile.token[0, 0]
-    inside = (column >= 0) & (column < logits.shape[1])
-    chosen = jnp.take_along_axis(logits, jnp.where(inside, column, 0)[:, None], axis=1)
-    return jnp.where(inside, chosen[:, 0], 0.0)
 
 
 def _finish(statistics: Statistics, targets, head: Head):
