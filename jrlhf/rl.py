@@ -102,11 +102,11 @@ def train_rl(context: Context, policy: Model, rewards: Rewards, costs: Rewards |
         batch, draws = (values["prompts"], draws + 1) if pool is None else (pool.taken, pool.draws)
         with jax.set_mesh(arithmetic):
             measured, kl = measure(experience, state.kl)
+            measured |= {} if constraint is None else {"safe/multiplier": constraint.state.value}
         metrics |= measured | rewards.metrics()
         metrics |= {"objective/kl_coef": kl_coef} if algorithm.needs_reference else {}
         metrics |= {} if pool is None else pool.metrics()
         metrics |= {} if costs is None else costs.metrics()
-        metrics |= {} if constraint is None else {"safe/multiplier": constraint.state.value}
         metrics = jax.device_get(metrics) | clock.take() | validated
         metrics |= throughput(metrics, len(batch.examples), context.mesh.size)
         read, raw = to_host(({name: getattr(experience, name) for name in READ}, rewards.raw))

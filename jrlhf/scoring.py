@@ -185,8 +185,12 @@ class Rewards:
         learned = {name: role.score(rollout, method) for name, role in self._roles.items()}
         mesh, read = self.places[method].mesh, None
         if self.text_parts:
-            # Gathered here and not in the thread: programs must reach all devices in one order.
-            read = self._thread.submit(self._read, gathered(rollout), prompts)
+            # Gathered here and not in the thread: programs must reach all devices in one order. The copy begins here,
+            # too: JAX lists an array's shards when they are first asked for, and rewards and costs must not both ask.
+            whole = gathered(rollout)
+            for array in jax.tree.leaves(whole):
+                array.copy_to_host_async()
+            read = self._thread.submit(self._read, whole, prompts)
 
         def combined() -> tuple[Combined, Metrics]:
             texts, said = (None, {}) if read is None else self._of_texts(read, prompts, mesh)
