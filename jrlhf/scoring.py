@@ -29,6 +29,7 @@ from jrlhf.meshes.graph import Kind
 from jrlhf.model import Model
 from jrlhf.places import Places
 from jrlhf.ppo import Rollout, RunningMoments, ScoreConfig, shape_scores
+from jrlhf.ppo.shaping import on_last_token
 from jrlhf.processes import from_main, is_main
 from jrlhf.rewards.functions import FunctionReward, RewardFailure
 from jrlhf.rewards.types import Sample, Scored, weighted_sum
@@ -185,12 +186,8 @@ class Rewards:
         learned = {name: role.score(rollout, method) for name, role in self._roles.items()}
         mesh, read = self.places[method].mesh, None
         if self.text_parts:
-            # Gathered here and not in the thread: programs must reach all devices in one order. The copy begins here,
-            # too: JAX lists an array's shards when they are first asked for, and rewards and costs must not both ask.
-            whole = gathered(rollout)
-            for array in jax.tree.leaves(whole):
-                array.copy_to_host_async()
-            read = self._thread.submit(self._read, whole, prompts)
+            # Gathered here and not in the thread: programs must reach all devices in one order.
+            read = self._thread.submit(self._read, gathered(rollout), prompts)
 
         def combined() -> tuple[Combined, Metrics]:
             texts, said = (None, {}) if read is None else self._of_texts(read, prompts, mesh)
@@ -440,12 +437,12 @@ def combine(
     elif texts.ndim == 1:
         scores = texts + rows
     else:
-        last = jnp.arange(texts.shape[1])[None, :] == response_lengths[:, None] - 1
-        scores = texts + jnp.where(last, rows[:, None], 0)
+        scores = texts + on_last_token(rows, response_lengths, texts.shape[1])
     raw = scores if scores.ndim == 1 else jnp.sum(scores, axis=1)
     shaped, moments, shaping = shape(scores, response_lengths, finished, moments)
-    said = {name: {"mean": jnp.mean(scores), "std": jnp.std(scores)} for name, scores in learned.items()}
-    measured = {f"{kind}/{name}/{what}": number for name, each in said.items() for what, number in each.items()}
+    measured = {}
+    for name, each in learned.items():
+        measured |= _named(f"{kind}/{name}", {"mean": jnp.mean(each), "std": jnp.std(each)})
     return Combined(shaped, moments, raw, measured, _extremes(raw), shaping)
 
 
@@ -454,5 +451,5 @@ def _extremes(scores: Float[Array, "B"]) -> dict[str, Array]:
     return {"mean": jnp.mean(scores), "max": jnp.max(scores), "min": jnp.min(scores)}
 
 
-def _named(name: str, numbers: Mapping[str, Array]) -> Metrics:
+def _named(name: str, numbers: Mapping[str, Array]) -> dict[str, Array]:
     return {f"{name}/{what}": number for what, number in numbers.items()}

@@ -33,18 +33,22 @@ def to_host(tree: Any) -> Any:
 
 def gathered(tree: Any) -> Any:
     """`tree`, so that `jax.device_get` finds the whole of every array in this process: those whose shards lie with
-    several processes are replicated by a compiled all-gather, which is handed over and not waited for.
+    several processes are replicated by a compiled all-gather, which is handed over and not waited for. The copies to
+    the host begin.
 
     All processes must call this, in one order; what it returns may be fetched whenever and in any thread.
     """
     leaves, treedef = jax.tree.flatten(tree)
     spread = [index for index, leaf in enumerate(leaves) if isinstance(leaf, jax.Array) and not _here(leaf)]
-    if not spread:
-        return tree
-    arrays = [leaves[index] for index in spread]
-    whole = reshard(arrays, [NamedSharding(array.sharding.mesh, P()) for array in arrays])
-    for index, array in zip(spread, whole, strict=True):
-        leaves[index] = array
+    if spread:
+        arrays = [leaves[index] for index in spread]
+        whole = reshard(arrays, [NamedSharding(array.sharding.mesh, P()) for array in arrays])
+        for index, array in zip(spread, whole, strict=True):
+            leaves[index] = array
+    # JAX lists an array's shards when they are first asked for, and stumbles where two threads ask at once.
+    for leaf in leaves:
+        if isinstance(leaf, jax.Array):
+            leaf.copy_to_host_async()
     return treedef.unflatten(leaves)
 
 

@@ -148,8 +148,15 @@ def shape_scores(
         scores = scores - penalty
     if tokens is None:
         return scores, moments, metrics
-    last = jnp.arange(tokens.shape[1])[None, :] == response_lengths[:, None] - 1
-    return tokens * factor + jnp.where(last, (scores - raw * factor)[:, None], 0), moments, metrics
+    return tokens * factor + on_last_token(scores - raw * factor, response_lengths, tokens.shape[1]), moments, metrics
+
+
+def on_last_token(
+    scores: Float[Array, "B"], response_lengths: Int[Array, "B"], length: int
+) -> Float[Array, "B {length}"]:
+    """Scores of rows as scores of response tokens: at each response's last token, 0 elsewhere."""
+    last = jnp.arange(length)[None, :] == response_lengths[:, None] - 1
+    return jnp.where(last, scores[:, None], 0)
 
 
 def align_scores(

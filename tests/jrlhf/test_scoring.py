@@ -1,6 +1,5 @@
 """Rewards of an iteration: functions run beside the roles' calls, models of text in order with them."""
 
-import sys
 import threading
 from collections import Counter
 from collections.abc import Sequence
@@ -151,26 +150,6 @@ def test_what_models_say_of_rows_is_added_to_what_is_said_of_texts(of_tokens):
         np.testing.assert_allclose(found.shaped, texts + at_end, rtol=1e-5, atol=1e-6)
     else:
         np.testing.assert_allclose(found.shaped, texts.sum(1) + rows, rtol=1e-5, atol=1e-6)
-
-
-def test_rewards_and_costs_read_a_rollout_at_once():
-    def function(samples: Sequence[Sample], step: int) -> Scored:
-        return Scored(np.zeros(ROWS, np.float32))
-
-    rewards, costs = Calls(a=TextPart(1.0, function, "")), Calls(kind="costs", b=TextPart(1.0, function, ""))
-    made = jax.jit(lambda x: jax.tree.map(jnp.copy, x))  # JAX lists the shards of what a program made when asked
-    given, interval = rollout(), sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        with jax.set_mesh(MESH):
-            for _ in range(20):
-                fresh = made(given)
-                for pending in [each.rewards.score(fresh, BATCH) for each in (rewards, costs)]:
-                    assert not np.any(pending.result())
-    finally:
-        sys.setswitchinterval(interval)
-    rewards.rewards.close()
-    costs.rewards.close()
 
 
 def test_costs_have_names_of_their_own():
