@@ -5,6 +5,7 @@ signature, written on one line, and the first line of its docstring.
 """
 
 import ast
+import functools
 import hashlib
 import os
 import sysconfig
@@ -65,8 +66,9 @@ class Corpus:
     heldout: tuple[Example, ...]
 
 
+@functools.cache
 def load_corpus(root: Path | None = None) -> Corpus:
-    """Read every documented function below `root` and split the examples by module.
+    """Read every documented function below `root`, once a process, and split the examples by module.
 
     The split goes by top-level module, because a random split leaks: two in five names of a random held-out part recur
     in the other. A held-out signature that also occurs in the train part is left out, and so is a repeated one. The
