@@ -135,7 +135,7 @@ def test_figures_are_those_of_the_results():
         assert f"| {' | '.join(cells)} |" in README
     measured = {
         tuple(f"{ratio[name]:.2f}" for name in ("least", "median", "most"))
-        for peer in ("tunix", "tunix-grpo", "trl", "trl-grpo", "hf")
+        for peer in ("tunix", "trl", "trl-grpo", "hf")
         for each in result(f"compare-{peer}")["results"]
         for ratio in each["ratios"].values()
     }
