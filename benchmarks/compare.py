@@ -4,14 +4,16 @@
     python -m benchmarks.compare --peer tunix --small    # tiny shapes, to try it out; writes nothing
 
 First an environment is made for the peer, with pinned versions, under ~/.cache/jrlhf/peers (or --venv names one), and
-both sides show that they compute the same numbers from the same files. Then processes alternate, ours and each of the
-peer's ways of doing it, a round after the other. A repeat during which other processes used the machine is dropped; a
-process that has too few left makes its round void. A ratio is the peer's median time over ours in the same round:
-above 1 we are faster. Writes benchmarks/results/compare-PEER.json, or compare-PEER-CASE.json, with all repeats, also
-the dropped ones.
+both sides show that they compute the same numbers from the same files. Then processes, one of ours and one of each of
+the peer's ways of doing it, take turns: a repeat each, while the others wait. So a repeat of the peer's and the one of
+ours beside it are a second or two apart, and a machine whose speed drifts is as fast for both. A pair in which other
+processes used the machine is dropped. A ratio is the median of a round's pairs, the peer's time over ours: above 1 we
+are faster. Every round has processes of its own; one that keeps too few pairs is void. Writes
+benchmarks/results/compare-PEER.json, or compare-PEER-CASE.json, with all repeats, also the dropped ones.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import shlex
@@ -19,25 +21,27 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import venv
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import compress
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import numpy as np
 
-from benchmarks.peers.common import SAMPLES, Job, Shape
+from benchmarks.peers.common import SAMPLES, TURN, Job, Shape
 
 ROOT = Path(__file__).resolve().parents[1]
 SHAPE = Shape(layers=4, embed=256, heads=4, kv_heads=2, head_dim=64, mlp=512, vocab=4096)
 SMALL = Shape(layers=2, embed=32, heads=2, kv_heads=1, head_dim=16, mlp=64, vocab=128)
 PROMPT, RESPONSE = 16, 64
-PROCESS_SECONDS = 600.0  # no process may take longer
+TURN_SECONDS = 600.0  # no process may compute longer before it waits or ends
 SETTINGS = "compute.remat=products compute.shared_passes=true rollout.chunk=RESPONSE"  # ours, where not the defaults
 LEAST_EQUAL = 0.9  # of greedy responses: two tokens may be almost equally likely
-LEAST_KEPT = 0.5  # of a process's repeats; with fewer its round is void
+LEAST_KEPT = 0.5  # of the pairs of repeats; with fewer a round is void
 TOLERANCE = 1e-4  # between the sides' log-probabilities and values: float32 sums in another order
 
 
@@ -106,16 +110,14 @@ class Repeats:
     others: tuple[float, ...]
 
     @property
-    def kept(self) -> tuple[float, ...]:
-        """The seconds of the repeats that had the machine to themselves."""
-        return tuple(
-            taken for taken, by_others in zip(self.seconds, self.others, strict=True) if quiet(taken, by_others)
-        )
+    def quiet(self) -> tuple[bool, ...]:
+        """Which of them had the machine to themselves."""
+        return tuple(map(is_quiet, self.seconds, self.others))
 
     @property
-    def void(self) -> bool:
-        """Whether too few repeats are kept."""
-        return len(self.kept) < LEAST_KEPT * len(self.seconds)
+    def kept(self) -> tuple[float, ...]:
+        """The seconds of those."""
+        return tuple(compress(self.seconds, self.quiet))
 
 
 @dataclass(frozen=True)
@@ -138,18 +140,34 @@ Round = Mapping[str, Repeats]  # of our process, and of each of the peer's, by v
 OURS = "jrlhf"
 
 
-def quiet(seconds: float, others: float) -> bool:
+def is_quiet(seconds: float, others: float) -> bool:
     """Whether others took so little of the machine that the time counts: clock ticks and the system's own work."""
     return others <= 0.03 + 0.03 * seconds
 
 
+def pairs(round_: Round, variant: str) -> list[float]:
+    """The peer's time over ours, of the repeats beside each other that both had the machine to themselves."""
+    ours, theirs = round_[OURS], round_[variant]
+    kept = map(all, zip(ours.quiet, theirs.quiet, strict=True))
+    return list(compress((b / a for a, b in zip(ours.seconds, theirs.seconds, strict=True)), kept))
+
+
 def valid(rounds: Sequence[Round]) -> list[Round]:
-    return [round_ for round_ in rounds if not any(each.void for each in round_.values())]
+    """Those in which enough pairs are kept, whatever the variant."""
+    return [
+        round_
+        for round_ in rounds
+        if all(
+            len(pairs(round_, variant)) >= LEAST_KEPT * len(each.seconds)
+            for variant, each in round_.items()
+            if variant != OURS
+        )
+    ]
 
 
 def ratios(rounds: Sequence[Round], variant: str) -> list[float]:
-    """The peer's median time over ours, of each round that is not void: neighbours in time, so that drift cancels."""
-    return [median(round_[variant].kept) / median(round_[OURS].kept) for round_ in valid(rounds)]
+    """The median of the pairs of each round that is not void."""
+    return [median(pairs(round_, variant)) for round_ in valid(rounds)]
 
 
 def fastest(rounds: Sequence[Round], variants: Sequence[str]) -> str:
@@ -227,35 +245,89 @@ class Side:
         """Does a job in a process of its own, and returns what it printed last.
 
         Raises:
-            CompareError: it failed, or took longer than PROCESS_SECONDS.
+            CompareError: as `Running.turn`.
         """
-        command = [str(self.python), "-m", f"benchmarks.peers.{self.module}", job.to_json()]
+        with Running(self, job) as running:
+            while (result := running.turn()) is None:
+                pass
+        return result
+
+
+class Running:
+    """A side that does a job in a process of its own, turn by turn. Left, it is ended with all that it started."""
+
+    def __init__(self, side: Side, job: Job):
+        command = [str(side.python), "-m", f"benchmarks.peers.{side.module}", job.to_json()]
         pinned = {"JAX_PLATFORMS": "cpu", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
         pinned |= {"TRL_EXPERIMENTAL_SILENCE": "1", "JAX_NUM_CPU_DEVICES": str(job.devices)}
         inherited = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "XLA_FLAGS")}
-        process = subprocess.Popen(
+        self._what = f"{side.module} {job.case} {job.variant}".strip()
+        self._waits, self._late, self._last = False, False, ""
+        self._errors = tempfile.TemporaryFile("w+")
+        self._process = subprocess.Popen(
             command,
-            cwd=self.directory,
+            cwd=side.directory,
             env=inherited | pinned,
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stderr=self._errors,
             text=True,
             start_new_session=True,  # compilers that it has started end with it
         )
-        what = f"{self.module} {job.case} {job.variant}".strip()
+
+    def turn(self) -> dict[str, Any] | None:
+        """Lets it compute until it waits for its turn: None; or to its end: what it printed last.
+
+        Raises:
+            CompareError: it failed, or computed longer than TURN_SECONDS.
+        """
+        deadline = threading.Timer(TURN_SECONDS, self._end_late)
+        deadline.start()
         try:
-            out, errors = process.communicate(timeout=PROCESS_SECONDS)
-        except subprocess.TimeoutExpired as error:
-            raise CompareError(f"{what} took longer than {PROCESS_SECONDS:.0f} seconds") from error
+            if self._go_on():
+                return None
+            code = self._process.wait()
         finally:
-            if process.returncode is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.communicate()
-        if process.returncode != 0:
-            last = (errors.strip() or "no message").splitlines()[-1]
-            raise CompareError(f"{what} failed with exit code {process.returncode}: {last}")
-        return json.loads(out.strip().splitlines()[-1])
+            deadline.cancel()
+        if self._late:
+            raise CompareError(f"{self._what} took longer than {TURN_SECONDS:.0f} seconds")
+        if code != 0:
+            self._errors.seek(0)
+            message = (self._errors.read().strip() or "no message").splitlines()[-1]
+            raise CompareError(f"{self._what} failed with exit code {code}: {message}")
+        return json.loads(self._last)
+
+    def _go_on(self) -> bool:
+        """Until it waits, or its output ends; whether it waits."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        if self._waits:
+            with contextlib.suppress(BrokenPipeError):  # it has ended while it waited
+                self._process.stdin.write("\n")
+                self._process.stdin.flush()
+        for line in self._process.stdout:
+            if line.rstrip("\n") == TURN:
+                self._waits = True
+                return True
+            self._last = line.strip() or self._last
+        return False
+
+    def _end_late(self) -> None:
+        self._late = True
+        self._end()
+
+    def _end(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+    def __enter__(self) -> "Running":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._process.poll() is None:
+            self._end()
+        self._errors.close()
+        with contextlib.suppress(BrokenPipeError):
+            self._process.communicate()
 
 
 def show_same(ours: Side, theirs: Side, job: Job) -> dict[str, float]:
@@ -285,21 +357,35 @@ def alternate(
     """Rounds of one process of ours and one of each variant. keep_all: as if nobody else had used the machine."""
     measured = []
     for number in range(rounds):
-        found: dict[str, Repeats] = {}
         sides = [(OURS, ours), *((variant, theirs) for variant in variants)]
-        for name, side in reversed(sides) if number % 2 else sides:  # no side always comes first
-            result = side.run(replace(job, variant="" if side is ours else name))
-            versions["ours" if side is ours else "peer"] = result["versions"]
-            others = [0.0] * len(result["others"]) if keep_all else result["others"]
-            found[name] = Repeats(tuple(result["seconds"]), tuple(others))
+        results = take_turns(dict(reversed(sides) if number % 2 else sides), replace(job, in_turn=True))
+        versions |= {"ours": results[OURS]["versions"], "peer": results[variants[0]]["versions"]}
+        found: dict[str, Repeats] = {}
+        for name, _ in sides:
+            seconds, others = tuple(results[name]["seconds"]), tuple(results[name]["others"])
+            found[name] = Repeats(seconds, (0.0,) * len(others) if keep_all else others)
             kept = found[name].kept
             middle = f"median {median(kept):.4f} s" if kept else "none kept"
-            void = ", too few" if found[name].void else ""
-            print(
-                f"  round {number + 1}, {name}: {middle}, {len(kept)} of {len(others)} repeats kept{void}", flush=True
-            )
+            print(f"  round {number + 1}, {name}: {middle}, {len(kept)} of {len(others)} repeats kept", flush=True)
         measured.append(found)
     return measured
+
+
+def take_turns(sides: Mapping[str, Side], job: Job) -> dict[str, dict[str, Any]]:
+    """What a process of each side printed last; they compute in turn, in this order. The key is the peer's variant.
+
+    Raises:
+        CompareError: one of them failed.
+    """
+    with contextlib.ExitStack() as stack:
+        running, results = {}, {}
+        for name, side in sides.items():
+            running[name] = stack.enter_context(Running(side, replace(job, variant="" if name == OURS else name)))
+            results[name] = running[name].turn()
+        while None in results.values():
+            for name, process in running.items():
+                results[name] = results[name] or process.turn()
+        return results
 
 
 def summary(comparison: Comparison, job: Job, rounds: Sequence[Round]) -> dict[str, Any]:

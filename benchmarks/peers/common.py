@@ -19,6 +19,7 @@ import numpy as np
 LEARNING_RATE = 1e-5
 KL_COEF = 0.04
 SAMPLES = 2  # of a prompt, in GRPO: half as many prompts as rows
+TURN = "waits for its turn"  # a line of the output by which a process says so
 FIRST_ID = 3  # the ids below are a tokenizer's pad, end and unknown: never in a prompt
 
 
@@ -48,6 +49,7 @@ class Job:
     variant: which of the side's ways of doing it.
     devices: of ours, over which its rows are divided; they share the machine's cores.
     warmup, repeats: repetitions that do not count, and that do.
+    in_turn: whether the other side's processes compute meanwhile, so that every repetition waits for its turn.
     """
 
     case: str
@@ -60,6 +62,7 @@ class Job:
     devices: int = 1
     warmup: int = 4
     repeats: int = 12
+    in_turn: bool = False
 
     def model(self, role: str) -> Path:
         return Path(self.directory) / role
@@ -77,14 +80,6 @@ class Job:
         return Job(**fields | {"shape": Shape(**fields["shape"])})
 
 
-@dataclass(frozen=True)
-class Moment:
-    """When it was, and how much others had computed until then; both in seconds."""
-
-    time: float
-    others: float
-
-
 def prompts(job: Job) -> np.ndarray:
     """The prompts of every step [steps, B, P]: the same on both sides."""
     size = (job.steps, job.batch, job.prompt)
@@ -95,10 +90,6 @@ def given_tokens(job: Job) -> np.ndarray:
     """Tokens [B, P+R] on which both sides must compute the same numbers."""
     size = (job.batch, job.prompt + job.response)
     return np.random.default_rng(1).integers(FIRST_ID, job.shape.vocab, size, dtype=np.int32)
-
-
-def now() -> Moment:
-    return Moment(time.perf_counter(), others())
 
 
 def others() -> float:
@@ -115,22 +106,49 @@ def others() -> float:
     return busy / os.sysconf("SC_CLK_TCK") - sum(os.times()[:4])
 
 
-def repeats(moments: Sequence[Moment], warmup: int) -> dict[str, list[float]]:
-    """The seconds between moments, and what others took of the machine meanwhile, after so many that do not count."""
-    pairs = list(zip(moments, moments[1:], strict=False))[warmup:]
-    return {
-        "seconds": [after.time - before.time for before, after in pairs],
-        "others": [after.others - before.others for before, after in pairs],
-    }
+class Repetitions:
+    """The repetitions of a job: how long each took, and what others took of the machine meanwhile, in seconds."""
+
+    def __init__(self, job: Job):
+        self._job = job
+        self._measured: list[tuple[float, float]] = []
+        self._began: tuple[float, float] | None = None
+
+    def next(self) -> None:
+        """Ends the repetition under way, if there is one; begins another, in its turn."""
+        if self._began is not None:
+            began, busy = self._began
+            self._measured.append((time.perf_counter() - began, others() - busy))
+        if self._job.in_turn:
+            wait_for_turn()
+        self._began = time.perf_counter(), others()
+
+    def result(self) -> dict[str, list[float]]:
+        """Those that count. Every repetition must have ended."""
+        assert len(self._measured) == self._job.steps
+        seconds, busy = zip(*self._measured[self._job.warmup :], strict=True)
+        return {"seconds": list(seconds), "others": list(busy)}
+
+
+def wait_for_turn() -> None:
+    """Says that it waits, and returns once it is told to go on.
+
+    Raises:
+        EOFError: nobody is left who would tell.
+    """
+    os.write(1, f"\n{TURN}\n".encode())  # also where Python's own output is turned elsewhere
+    if not sys.stdin.readline():
+        raise EOFError("nobody tells whose turn it is")
 
 
 def timed(job: Job, step: Callable[[np.ndarray], None]) -> dict[str, list[float]]:
-    """Repeats of a step, which is called with each step's prompts [B, P] and returns when all is done."""
-    moments = [now()]
+    """Repetitions of a step, which is called with each step's prompts [B, P] and returns when all is done."""
+    repetitions = Repetitions(job)
+    repetitions.next()
     for rows in prompts(job):
         step(rows)
-        moments.append(now())
-    return repeats(moments, job.warmup)
+        repetitions.next()
+    return repetitions.result()
 
 
 def save_numbers(job: Job, side: str, *, logprobs: Any, values: Any, greedy: Any) -> None:

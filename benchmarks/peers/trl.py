@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast, TrainerCallback
 from trl.experimental.ppo import PPOConfig, PPOTrainer
 
-from benchmarks.peers.common import KL_COEF, LEARNING_RATE, Job, Moment, main, now, prompts, repeats
+from benchmarks.peers.common import KL_COEF, LEARNING_RATE, Job, Repetitions, main, prompts
 from benchmarks.peers.hf import PACKAGES, check, load
 
 
@@ -30,13 +30,13 @@ def tokenizer(job: Job) -> PreTrainedTokenizerFast:
 
 
 class Steps(TrainerCallback):
-    """The moments at which steps ended."""
+    """Measures from the end of a step to that of the next."""
 
-    def __init__(self) -> None:
-        self.moments: list[Moment] = []
+    def __init__(self, job: Job) -> None:
+        self.repetitions = Repetitions(job)
 
     def on_step_end(self, args, state, control, **kwargs) -> None:
-        self.moments.append(now())
+        self.repetitions.next()
 
 
 def ppo(job: Job) -> dict[str, Any]:
@@ -45,7 +45,7 @@ def ppo(job: Job) -> dict[str, Any]:
     The variant "gc.freeze()" takes what the imports made out of the garbage collector's sight: the trainer collects
     twice a step, which otherwise is much of its time.
     """
-    policy, steps = load(job, "actor"), Steps()
+    policy, steps = load(job, "actor"), Steps(job)
     before = [parameter.detach().clone() for parameter in policy.parameters()]
     with tempfile.TemporaryDirectory() as directory:
         options = PPOConfig(
@@ -83,9 +83,8 @@ def ppo(job: Job) -> dict[str, Any]:
             gc.freeze()
         with contextlib.redirect_stdout(io.StringIO()):  # it prints every step
             trainer.train()
-    assert len(steps.moments) == job.steps + 1
     assert not all(torch.equal(*pair) for pair in zip(before, policy.parameters(), strict=True))
-    return repeats(steps.moments, job.warmup)
+    return steps.repetitions.result()
 
 
 if __name__ == "__main__":

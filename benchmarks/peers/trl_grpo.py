@@ -10,18 +10,18 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from benchmarks.peers.common import KL_COEF, LEARNING_RATE, SAMPLES, Job, Moment, main, now, prompts, repeats
+from benchmarks.peers.common import KL_COEF, LEARNING_RATE, SAMPLES, Job, Repetitions, main, prompts
 from benchmarks.peers.hf import PACKAGES, check, load
 
 
 class Steps(TrainerCallback):
-    """The moments at which steps ended."""
+    """Measures from the end of a step to that of the next."""
 
-    def __init__(self) -> None:
-        self.moments: list[Moment] = []
+    def __init__(self, job: Job) -> None:
+        self.repetitions = Repetitions(job)
 
     def on_step_end(self, args, state, control, **kwargs) -> None:
-        self.moments.append(now())
+        self.repetitions.next()
 
 
 def tokenizer(job: Job) -> PreTrainedTokenizerFast:
@@ -35,7 +35,7 @@ def tokenizer(job: Job) -> PreTrainedTokenizerFast:
 
 def grpo(job: Job) -> dict[str, Any]:
     """Seconds of a step of GRPO with actor and reference: half as many prompts as rows."""
-    policy, steps, words = load(job, "actor"), Steps(), tokenizer(job)
+    policy, steps, words = load(job, "actor"), Steps(job), tokenizer(job)
     before = [parameter.detach().clone() for parameter in policy.parameters()]
     with tempfile.TemporaryDirectory() as directory:
         policy.save_pretrained(directory + "/model")  # the reference is read from the policy's path
@@ -81,9 +81,9 @@ def grpo(job: Job) -> dict[str, Any]:
         )
         assert trainer.ref_model is not None
         trainer.train()
-    assert len(steps.moments) == job.steps + 1 and set(lengths) == {job.response}
+    assert set(lengths) == {job.response}
     assert not all(torch.equal(*pair) for pair in zip(before, policy.parameters(), strict=True))
-    return repeats(steps.moments, job.warmup)
+    return steps.repetitions.result()
 
 
 if __name__ == "__main__":

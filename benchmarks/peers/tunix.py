@@ -25,12 +25,10 @@ from benchmarks.peers.common import (
     LEARNING_RATE,
     SAMPLES,
     Job,
-    Moment,
+    Repetitions,
     given_tokens,
     main,
-    now,
     prompts,
-    repeats,
     save_numbers,
     timed,
 )
@@ -136,20 +134,19 @@ def ppo(job: Job) -> dict[str, Any]:
     """
     mesh, learnt = one_device(), job.variant == "reward model"
     roles = {"critic": load(job, "critic", mesh), "reward": load(job, "reward", mesh) if learnt else None}
-    cluster, moments = make_cluster(job, mesh, **roles)
+    cluster, repetitions = make_cluster(job, mesh, **roles)
     constant = None if learnt else (lambda prompts, completions, **_: [0.5] * len(completions))
     learner = PPOLearner(cluster, PPOConfig(beta=KL_COEF, num_iterations=1), reward_fns=constant)
     batches = [{"prompts": np.array(text(rows))} for rows in prompts(job)]
     with mesh:
         learner.train([*batches, batches[0]])
-    assert len(moments) == job.steps + 1
-    return repeats(moments, job.warmup)
+    return repetitions.result()
 
 
 def grpo(job: Job) -> dict[str, Any]:
     """Seconds of a step of GRPO likewise, with actor and reference: the same rows in half the prompts."""
     mesh = one_device()
-    cluster, moments = make_cluster(job, mesh)
+    cluster, repetitions = make_cluster(job, mesh)
 
     def first_token(prompts, completions, **_) -> list[float]:
         return [float(int(each.split()[0]) % 7) for each in completions]
@@ -159,12 +156,11 @@ def grpo(job: Job) -> dict[str, Any]:
     batches = [{"prompts": np.array(text(rows[: job.batch // SAMPLES]))} for rows in prompts(job)]
     with mesh:
         learner.train([*batches, batches[0]])
-    assert len(moments) == job.steps + 1
-    return repeats(moments, job.warmup)
+    return repetitions.result()
 
 
-def make_cluster(job: Job, mesh: Mesh, **roles: Any) -> tuple[RLCluster, list[Moment]]:
-    """Actor and reference, with these roles beside them; and the moments at which its generations began."""
+def make_cluster(job: Job, mesh: Mesh, **roles: Any) -> tuple[RLCluster, Repetitions]:
+    """Actor and reference, with these roles beside them; and what is measured from generation to generation."""
     rollout = RolloutConfig(
         max_tokens_to_generate=job.response,
         max_prompt_length=job.prompt,
@@ -190,16 +186,17 @@ def make_cluster(job: Job, mesh: Mesh, **roles: Any) -> tuple[RLCluster, list[Mo
         ),
         **roles,
     )
-    moments, generate = [], cluster.generate
+    repetitions, generate = Repetitions(job), cluster.generate
 
     def stamped(*args: Any, **kwargs: Any) -> Any:
-        moments.append(now())
+        jax.block_until_ready(jax.live_arrays())  # an update may be under way
+        repetitions.next()
         drawn = generate(*args, **kwargs)
         assert np.stack(drawn.tokens).shape == (job.batch, job.response)
         return drawn
 
     cluster.generate = stamped
-    return cluster, moments
+    return cluster, repetitions
 
 
 if __name__ == "__main__":

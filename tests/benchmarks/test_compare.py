@@ -13,6 +13,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -31,15 +32,17 @@ from benchmarks.compare import (
     differences,
     environment,
     fastest,
+    is_quiet,
     operations,
-    quiet,
+    pairs,
     ratios,
     summary,
+    take_turns,
     valid,
     weights_of,
 )
 from benchmarks.peers import common, ours
-from benchmarks.peers.common import Job, Moment, Shape, given_tokens, prompts, repeats
+from benchmarks.peers.common import Job, Repetitions, Shape, given_tokens, prompts
 from jrlhf.models import init_lm
 
 TINY = Shape(layers=2, embed=16, heads=2, kv_heads=1, head_dim=8, mlp=24, vocab=128)
@@ -70,24 +73,40 @@ def test_without_proc_nothing_is_dropped(monkeypatch: pytest.MonkeyPatch):
     assert common.others() == 0
 
 
-def test_repeats_are_the_differences_after_the_warm_up():
-    moments = [Moment(0, 0), Moment(9, 5), Moment(10, 5), Moment(12, 5.5)]
-    assert repeats(moments, warmup=1) == {"seconds": [1, 2], "others": [0, 0.5]}
+def test_repetitions_are_what_lies_between_turns_after_the_warm_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    clock = [0.0, 0.0]  # time, and what others computed until then
+    monkeypatch.setattr(common, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    monkeypatch.setattr(common, "others", lambda: clock[1])
+
+    def others_compute():
+        clock[:] = clock[0] + 100, clock[1] + 200
+
+    monkeypatch.setattr(common, "wait_for_turn", others_compute)
+    repetitions = Repetitions(job(tmp_path, in_turn=True))  # one does not count, two do
+    for seconds, disturbed in ((9, 5), (1, 0), (2, 0.5)):
+        repetitions.next()
+        clock[:] = clock[0] + seconds, clock[1] + disturbed
+    repetitions.next()
+    assert repetitions.result() == {"seconds": [1, 2], "others": [0, 0.5]}
+    assert clock == [412.0, 805.5]  # four turns were waited for
 
 
 def test_a_repeat_counts_unless_others_took_more_than_ticks_and_three_percent():
-    assert quiet(1.0, 0.06) and not quiet(1.0, 0.061)
-    measured = Repeats((1.0, 2.0, 3.0, 4.0), (0.0, 1.0, 0.119, 0.0))
-    assert measured.kept == (1.0, 3.0, 4.0) and not measured.void
-    assert Repeats((1.0, 2.0, 3.0), (0.0, 1.0, 1.0)).void
+    assert is_quiet(1.0, 0.06) and not is_quiet(1.0, 0.061)
+    assert Repeats((1.0, 2.0, 3.0, 4.0), (0.0, 1.0, 0.119, 0.0)).kept == (1.0, 3.0, 4.0)
 
 
-def test_ratios_pair_neighbours_and_leave_void_rounds_out():
-    steady = {OURS: alone(1.0, 2.0, 9.0), "slow": alone(8.0, 8.0), "fast": alone(5.0, 7.0)}
-    throttled = {name: alone(*(3 * each for each in measured.seconds)) for name, measured in steady.items()}
+def test_pairs_are_neighbours_that_were_both_alone():
+    ours, theirs = Repeats((1.0, 2.0, 4.0, 1.0), (0.0, 0.0, 9.0, 0.0)), Repeats((3.0, 4.0, 4.0, 9.0), (0, 0, 0, 9.0))
+    assert pairs({OURS: ours, "only": theirs}, "only") == [3.0, 2.0]
+
+
+def test_ratios_are_medians_of_pairs_and_leave_void_rounds_out():
+    steady = {OURS: alone(1.0, 4.0, 2.0), "slow": alone(4.0, 16.0, 6.0), "fast": alone(3.0, 8.0, 6.0)}
+    drifting = {name: alone(*(3 * each for each in measured.seconds)) for name, measured in steady.items()}
     disturbed = {**steady, "fast": Repeats((60.0, 5.0, 60.0), (9.0, 0.0, 9.0))}
-    rounds = [steady, disturbed, throttled]
-    assert valid(rounds) == [steady, throttled]
+    rounds = [steady, disturbed, drifting]
+    assert valid(rounds) == [steady, drifting]
     assert ratios(rounds, "slow") == pytest.approx([4.0, 4.0])
     assert ratios(rounds, "fast") == pytest.approx([3.0, 3.0])
     assert fastest(rounds, ("slow", "fast")) == "fast"
@@ -165,10 +184,55 @@ child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 pathlib.Path({str(tmp_path / "child")!r}).write_text(str(child.pid))
 time.sleep(600)
 """
-    monkeypatch.setattr(compare, "PROCESS_SECONDS", 5.0)
+    monkeypatch.setattr(compare, "TURN_SECONDS", 5.0)
     with pytest.raises(CompareError, match="fake check took longer than 5 seconds"):
         fake(hang).run(job(tmp_path))
     assert gone(int((tmp_path / "child").read_text()))
+
+
+TAKES_TURNS = """
+import json, os, sys, time
+from pathlib import Path
+from benchmarks.peers.common import Job, timed
+
+job = Job.from_json(sys.argv[1])
+
+def step(rows):
+    with open(Path(job.directory) / "log", "a") as log:
+        print(job.variant, "begins", os.getpid(), file=log, flush=True)
+        time.sleep(0.02)
+        print(job.variant, "ends", os.getpid(), file=log)
+    if job.variant == "failing":
+        raise RuntimeError("no more")
+
+print("no newline", end="")
+print("\\n" + json.dumps(timed(job, step) | {"variant": job.variant}))
+"""
+
+
+@pytest.fixture
+def takes_turns(fake, tmp_path: Path) -> Side:
+    """A side that writes down when it computes."""
+    side = fake(TAKES_TURNS)
+    (tmp_path / "benchmarks" / "peers" / "common.py").symlink_to(common.__file__)
+    return side
+
+
+def test_processes_compute_one_after_the_other(takes_turns: Side, tmp_path: Path):
+    task = job(tmp_path, in_turn=True)
+    results = take_turns(dict.fromkeys((OURS, "one", "two"), takes_turns), task)
+    assert {name: result["variant"] for name, result in results.items()} == {OURS: "", "one": "one", "two": "two"}
+    assert all(0.02 <= each < 10 for result in results.values() for each in result["seconds"])
+    found = [line.rpartition(" ")[0] for line in (tmp_path / "log").read_text().splitlines()]
+    assert found == [f"{name} {what}" for name in ("", "one", "two") for what in ("begins", "ends")] * task.steps
+
+
+def test_one_that_fails_ends_the_others(takes_turns: Side, tmp_path: Path):
+    with pytest.raises(CompareError, match="fake check failing failed with exit code 1: RuntimeError: no more"):
+        take_turns(dict.fromkeys((OURS, "failing", "last"), takes_turns), job(tmp_path, in_turn=True))
+    found = (tmp_path / "log").read_text().splitlines()
+    assert [line.split()[0] for line in found] == ["begins", "ends", "failing", "failing"]
+    assert all(gone(int(line.split()[-1])) for line in found)
 
 
 def gone(pid: int) -> bool:
