@@ -6,10 +6,11 @@
 First an environment is made for the peer, with pinned versions, under ~/.cache/jrlhf/peers (or --venv names one), and
 both sides show that they compute the same numbers from the same files. Then processes, one of ours and one of each of
 the peer's ways of doing it, take turns: a repeat each, while the others wait. So a repeat of the peer's and the one of
-ours beside it are a second or two apart, and a machine whose speed drifts is as fast for both. A pair in which other
-processes used the machine is dropped. A ratio is the median of a round's pairs, the peer's time over ours: above 1 we
-are faster. Every round has processes of its own; one that keeps too few pairs is void. Writes
-benchmarks/results/compare-PEER.json, or compare-PEER-CASE.json, with all repeats, also the dropped ones.
+ours beside it are seconds apart, and a machine whose speed drifts is as fast for both; each finds the processor's
+caches as the others left them. A pair in which other processes used the machine is dropped. A ratio is the median of a
+round's pairs, the peer's time over ours: above 1 we are faster. Every round has processes of its own; one that keeps
+too few pairs is void. Writes benchmarks/results/compare-PEER.json, or compare-PEER-CASE.json, with all repeats, also
+the dropped ones.
 """
 
 import argparse
@@ -248,8 +249,8 @@ class Side:
             CompareError: as `Running.turn`.
         """
         with Running(self, job) as running:
-            while (result := running.turn()) is None:
-                pass
+            result = running.turn()
+        assert result is not None, "nobody else computes"
         return result
 
 
@@ -268,7 +269,7 @@ class Running:
             command,
             cwd=side.directory,
             env=inherited | pinned,
-            stdin=subprocess.PIPE,
+            stdin=subprocess.PIPE if job.in_turn else subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=self._errors,
             text=True,
@@ -289,7 +290,7 @@ class Running:
             code = self._process.wait()
         finally:
             deadline.cancel()
-        if self._late:
+        if self._late and code == -signal.SIGKILL:
             raise CompareError(f"{self._what} took longer than {TURN_SECONDS:.0f} seconds")
         if code != 0:
             self._errors.seek(0)
@@ -299,8 +300,9 @@ class Running:
 
     def _go_on(self) -> bool:
         """Until it waits, or its output ends; whether it waits."""
-        assert self._process.stdin is not None and self._process.stdout is not None
+        assert self._process.stdout is not None
         if self._waits:
+            assert self._process.stdin is not None
             with contextlib.suppress(BrokenPipeError):  # it has ended while it waited
                 self._process.stdin.write("\n")
                 self._process.stdin.flush()
@@ -323,11 +325,9 @@ class Running:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._process.poll() is None:
-            self._end()
+        self._end()
+        self._process.communicate()
         self._errors.close()
-        with contextlib.suppress(BrokenPipeError):
-            self._process.communicate()
 
 
 def show_same(ours: Side, theirs: Side, job: Job) -> dict[str, float]:
@@ -358,11 +358,11 @@ def alternate(
     measured = []
     for number in range(rounds):
         sides = [(OURS, ours), *((variant, theirs) for variant in variants)]
-        results = take_turns(dict(reversed(sides) if number % 2 else sides), replace(job, in_turn=True))
+        results = take_turns(dict(reversed(sides) if number % 2 else sides), job)  # no side always comes first
         versions |= {"ours": results[OURS]["versions"], "peer": results[variants[0]]["versions"]}
         found: dict[str, Repeats] = {}
-        for name, _ in sides:
-            seconds, others = tuple(results[name]["seconds"]), tuple(results[name]["others"])
+        for name, result in results.items():
+            seconds, others = tuple(result["seconds"]), tuple(result["others"])
             found[name] = Repeats(seconds, (0.0,) * len(others) if keep_all else others)
             kept = found[name].kept
             middle = f"median {median(kept):.4f} s" if kept else "none kept"
@@ -380,7 +380,8 @@ def take_turns(sides: Mapping[str, Side], job: Job) -> dict[str, dict[str, Any]]
     with contextlib.ExitStack() as stack:
         running, results = {}, {}
         for name, side in sides.items():
-            running[name] = stack.enter_context(Running(side, replace(job, variant="" if name == OURS else name)))
+            task = replace(job, variant="" if name == OURS else name, in_turn=True)
+            running[name] = stack.enter_context(Running(side, task))
             results[name] = running[name].turn()
         while None in results.values():
             for name, process in running.items():
@@ -457,8 +458,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--venv", type=Path, help="the peer's environment; without it one is made")
     parser.add_argument("--case", choices=("ppo", "grpo", "generate"), help="only these comparisons")
     parser.add_argument("--small", action="store_true", help="tiny shapes, every repeat kept; writes nothing")
-    parser.add_argument("--rounds", type=positive, default=3, help="of processes that alternate")
-    parser.add_argument("--repeats", type=positive, default=12, help="in a process, after it has warmed up")
+    parser.add_argument("--rounds", type=positive, default=3, help="of new processes")
+    parser.add_argument("--repeats", type=positive, default=12, help="of each process, after it has warmed up")
     options = parser.parse_args(arguments)
     if options.venv is not None and not (options.venv / "bin" / "python").is_file():
         parser.error(f"--venv {options.venv}: there is no bin/python in it")

@@ -20,6 +20,7 @@ LEARNING_RATE = 1e-5
 KL_COEF = 0.04
 SAMPLES = 2  # of a prompt, in GRPO: half as many prompts as rows
 TURN = "waits for its turn"  # a line of the output by which a process says so
+SETTLING = 0.05  # seconds until a process's idle threads sleep: OpenMP's first spin, on a core that the next would use
 FIRST_ID = 3  # the ids below are a tokenizer's pad, end and unknown: never in a prompt
 
 
@@ -49,7 +50,7 @@ class Job:
     variant: which of the side's ways of doing it.
     devices: of ours, over which its rows are divided; they share the machine's cores.
     warmup, repeats: repetitions that do not count, and that do.
-    in_turn: whether the other side's processes compute meanwhile, so that every repetition waits for its turn.
+    in_turn: whether other processes are alive beside it, so that every repetition waits for its turn.
     """
 
     case: str
@@ -136,6 +137,7 @@ def wait_for_turn() -> None:
     Raises:
         EOFError: nobody is left who would tell.
     """
+    time.sleep(SETTLING)
     os.write(1, f"\n{TURN}\n".encode())  # also where Python's own output is turned elsewhere
     if not sys.stdin.readline():
         raise EOFError("nobody tells whose turn it is")

@@ -5,9 +5,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, CompileConfig
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, CompileConfig, TrainerCallback
 
-from benchmarks.peers.common import Job, given_tokens, main, save_numbers, timed
+from benchmarks.peers.common import Job, Repetitions, given_tokens, main, save_numbers, timed
 
 PACKAGES = ("torch", "transformers")
 
@@ -64,6 +64,16 @@ def generate(job: Job) -> dict[str, Any]:
         assert draw(rows).shape[1] == job.prompt + job.response
 
     return timed(job, step)
+
+
+class Steps(TrainerCallback):
+    """For a trainer: measures from the end of a step to that of the next."""
+
+    def __init__(self, job: Job) -> None:
+        self.repetitions = Repetitions(job)
+
+    def on_step_end(self, args, state, control, **kwargs) -> None:
+        self.repetitions.next()
 
 
 if __name__ == "__main__":

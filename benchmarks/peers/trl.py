@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from datasets import Dataset
 from tokenizers import Tokenizer, models
-from transformers import PreTrainedTokenizerFast, TrainerCallback
+from transformers import PreTrainedTokenizerFast
 from trl.experimental.ppo import PPOConfig, PPOTrainer
 
-from benchmarks.peers.common import KL_COEF, LEARNING_RATE, Job, Repetitions, main, prompts
-from benchmarks.peers.hf import PACKAGES, check, load
+from benchmarks.peers.common import KL_COEF, LEARNING_RATE, Job, main, prompts
+from benchmarks.peers.hf import PACKAGES, Steps, check, load
 
 
 def tokenizer(job: Job) -> PreTrainedTokenizerFast:
@@ -27,16 +27,6 @@ def tokenizer(job: Job) -> PreTrainedTokenizerFast:
         unk_token="<unk>",
         padding_side="left",
     )
-
-
-class Steps(TrainerCallback):
-    """Measures from the end of a step to that of the next."""
-
-    def __init__(self, job: Job) -> None:
-        self.repetitions = Repetitions(job)
-
-    def on_step_end(self, args, state, control, **kwargs) -> None:
-        self.repetitions.next()
 
 
 def ppo(job: Job) -> dict[str, Any]:

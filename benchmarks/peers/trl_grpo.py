@@ -7,21 +7,11 @@ from typing import Any
 import torch
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, TrainerCallback
+from transformers import PreTrainedTokenizerFast
 from trl import GRPOConfig, GRPOTrainer
 
-from benchmarks.peers.common import KL_COEF, LEARNING_RATE, SAMPLES, Job, Repetitions, main, prompts
-from benchmarks.peers.hf import PACKAGES, check, load
-
-
-class Steps(TrainerCallback):
-    """Measures from the end of a step to that of the next."""
-
-    def __init__(self, job: Job) -> None:
-        self.repetitions = Repetitions(job)
-
-    def on_step_end(self, args, state, control, **kwargs) -> None:
-        self.repetitions.next()
+from benchmarks.peers.common import KL_COEF, LEARNING_RATE, SAMPLES, Job, main, prompts
+from benchmarks.peers.hf import PACKAGES, Steps, check, load
 
 
 def tokenizer(job: Job) -> PreTrainedTokenizerFast:

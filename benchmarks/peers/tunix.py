@@ -188,14 +188,14 @@ def make_cluster(job: Job, mesh: Mesh, **roles: Any) -> tuple[RLCluster, Repetit
     )
     repetitions, generate = Repetitions(job), cluster.generate
 
-    def stamped(*args: Any, **kwargs: Any) -> Any:
-        jax.block_until_ready(jax.live_arrays())  # an update may be under way
+    def measured(*args: Any, **kwargs: Any) -> Any:
+        jax.block_until_ready(jax.live_arrays())  # should an update be under way, it is part of what ends here
         repetitions.next()
         drawn = generate(*args, **kwargs)
         assert np.stack(drawn.tokens).shape == (job.batch, job.response)
         return drawn
 
-    cluster.generate = stamped
+    cluster.generate = measured
     return cluster, repetitions
 
 

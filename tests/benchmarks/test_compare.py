@@ -29,6 +29,7 @@ from benchmarks.compare import (
     Comparison,
     Repeats,
     Side,
+    alternate,
     differences,
     environment,
     fastest,
@@ -191,7 +192,7 @@ time.sleep(600)
 
 
 TAKES_TURNS = """
-import json, os, sys, time
+import contextlib, io, json, os, sys, time
 from pathlib import Path
 from benchmarks.peers.common import Job, timed
 
@@ -205,8 +206,10 @@ def step(rows):
     if job.variant == "failing":
         raise RuntimeError("no more")
 
-print("no newline", end="")
-print("\\n" + json.dumps(timed(job, step) | {"variant": job.variant}))
+print("no newline", end="", flush=True)
+with contextlib.redirect_stdout(io.StringIO()):
+    result = timed(job, step)
+print("\\n" + json.dumps(result | {"variant": job.variant, "versions": {"pid": os.getpid()}}))
 """
 
 
@@ -219,7 +222,7 @@ def takes_turns(fake, tmp_path: Path) -> Side:
 
 
 def test_processes_compute_one_after_the_other(takes_turns: Side, tmp_path: Path):
-    task = job(tmp_path, in_turn=True)
+    task = job(tmp_path)
     results = take_turns(dict.fromkeys((OURS, "one", "two"), takes_turns), task)
     assert {name: result["variant"] for name, result in results.items()} == {OURS: "", "one": "one", "two": "two"}
     assert all(0.02 <= each < 10 for result in results.values() for each in result["seconds"])
@@ -227,9 +230,19 @@ def test_processes_compute_one_after_the_other(takes_turns: Side, tmp_path: Path
     assert found == [f"{name} {what}" for name in ("", "one", "two") for what in ("begins", "ends")] * task.steps
 
 
+def test_rounds_begin_with_one_side_and_the_other(takes_turns: Side, tmp_path: Path):
+    task, versions = job(tmp_path), {}
+    rounds = alternate(takes_turns, takes_turns, task, ("one",), 2, True, versions)
+    assert [list(round_) for round_ in rounds] == [[OURS, "one"], ["one", OURS]]
+    assert all(len(each.kept) == task.repeats for round_ in rounds for each in round_.values())
+    began = [line.split()[0] for line in (tmp_path / "log").read_text().splitlines()[::2]]
+    assert began == ["begins", "one"] * task.steps + ["one", "begins"] * task.steps
+    assert versions["ours"]["pid"] != versions["peer"]["pid"]
+
+
 def test_one_that_fails_ends_the_others(takes_turns: Side, tmp_path: Path):
     with pytest.raises(CompareError, match="fake check failing failed with exit code 1: RuntimeError: no more"):
-        take_turns(dict.fromkeys((OURS, "failing", "last"), takes_turns), job(tmp_path, in_turn=True))
+        take_turns(dict.fromkeys((OURS, "failing", "last"), takes_turns), job(tmp_path))
     found = (tmp_path / "log").read_text().splitlines()
     assert [line.split()[0] for line in found] == ["begins", "ends", "failing", "failing"]
     assert all(gone(int(line.split()[-1])) for line in found)
