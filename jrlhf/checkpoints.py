@@ -379,13 +379,15 @@ def _nothing(record: logging.LogRecord) -> bool:
 
 
 class _LateReports:
-    """What ran beside a failed read or write ends on its own time, finds its event loop closed, and reports that."""
+    """What ran beside a failed read or write ends on its own time, and reports that nobody waits for it any more."""
+
+    WORDS = "Event loop is closed", "Encountered error while reading array index"
 
     def __init__(self, report: Callable[..., object]):
         self._report = report
 
     def __call__(self, unraisable: Any) -> None:
-        if str(unraisable.exc_value) != "Event loop is closed":
+        if not str(unraisable.exc_value).startswith(self.WORDS):
             self._report(unraisable)
 
     @classmethod
