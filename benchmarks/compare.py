@@ -14,16 +14,9 @@ the dropped ones.
 """
 
 import argparse
-import contextlib
-import json
-import os
 import shlex
-import signal
-import subprocess
 import sys
 import tempfile
-import threading
-import venv
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import compress
@@ -33,21 +26,17 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.peers.common import SAMPLES, TURN, Job, Shape
+from benchmarks.peers.common import SAMPLES, Job, Shape
+from benchmarks.sides import CompareError, Side, environment, take_turns
 
 ROOT = Path(__file__).resolve().parents[1]
 SHAPE = Shape(layers=4, embed=256, heads=4, kv_heads=2, head_dim=64, mlp=512, vocab=4096)
 SMALL = Shape(layers=2, embed=32, heads=2, kv_heads=1, head_dim=16, mlp=64, vocab=128)
 PROMPT, RESPONSE = 16, 64
-TURN_SECONDS = 600.0  # no process may compute longer before it waits or ends
 SETTINGS = "compute.remat=products compute.shared_passes=true rollout.chunk=RESPONSE"  # ours, where not the defaults
 LEAST_EQUAL = 0.9  # of greedy responses: two tokens may be almost equally likely
 LEAST_KEPT = 0.5  # of the pairs of repeats; with fewer a round is void
 TOLERANCE = 1e-4  # between the sides' log-probabilities and values: float32 sums in another order
-
-
-class CompareError(Exception):
-    """A comparison cannot be made; the message says why, in a sentence."""
 
 
 @dataclass(frozen=True)
@@ -155,15 +144,12 @@ def pairs(round_: Round, variant: str) -> list[float]:
 
 def valid(rounds: Sequence[Round]) -> list[Round]:
     """Those in which enough pairs are kept, whatever the variant."""
-    return [
-        round_
-        for round_ in rounds
-        if all(
-            len(pairs(round_, variant)) >= LEAST_KEPT * len(each.seconds)
-            for variant, each in round_.items()
-            if variant != OURS
-        )
-    ]
+
+    def enough(round_: Round) -> bool:
+        least = LEAST_KEPT * len(round_[OURS].seconds)
+        return all(len(pairs(round_, variant)) >= least for variant in round_ if variant != OURS)
+
+    return [round_ for round_ in rounds if enough(round_)]
 
 
 def ratios(rounds: Sequence[Round], variant: str) -> list[float]:
@@ -211,125 +197,6 @@ def differences(ours: Mapping[str, np.ndarray], theirs: Mapping[str, np.ndarray]
     return largest | {"greedy_equal": float(np.mean(np.all(ours["greedy"] == theirs["greedy"], axis=1)))}
 
 
-def environment(name: str, requirements: Sequence[str]) -> Path:
-    """The Python of an environment that has these requirements; made first if it is not there as they ask for.
-
-    Raises:
-        CompareError: pip fails.
-    """
-    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
-    directory = cache / "jrlhf" / "peers" / name
-    python, complete = directory / "bin" / "python", directory / "complete.txt"
-    wanted = "\n".join(requirements)
-    if complete.is_file() and complete.read_text() == wanted:
-        return python
-    print(f"making {directory} with {', '.join(requirements)}", flush=True)
-    venv.create(directory, with_pip=True, clear=True)
-    # There torch is built for CPUs; PyPI's brings CUDA along.
-    index = ["--extra-index-url", "https://download.pytorch.org/whl/cpu"] if "torch" in wanted else []
-    pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *index, *requirements]
-    if subprocess.run(pip, stdin=subprocess.DEVNULL).returncode != 0:
-        raise CompareError(f"pip could not install {' '.join(requirements)} into {directory}: its words are above")
-    complete.write_text(wanted)
-    return python
-
-
-@dataclass(frozen=True)
-class Side:
-    """A Python with a module of `benchmarks.peers`, run in a directory that has `benchmarks` in it."""
-
-    python: Path
-    module: str
-    directory: Path
-
-    def run(self, job: Job) -> dict[str, Any]:
-        """Does a job in a process of its own, and returns what it printed last.
-
-        Raises:
-            CompareError: as `Running.turn`.
-        """
-        with Running(self, job) as running:
-            result = running.turn()
-        assert result is not None, "nobody else computes"
-        return result
-
-
-class Running:
-    """A side that does a job in a process of its own, turn by turn. Left, it is ended with all that it started."""
-
-    def __init__(self, side: Side, job: Job):
-        command = [str(side.python), "-m", f"benchmarks.peers.{side.module}", job.to_json()]
-        pinned = {"JAX_PLATFORMS": "cpu", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-        pinned |= {"TRL_EXPERIMENTAL_SILENCE": "1", "JAX_NUM_CPU_DEVICES": str(job.devices)}
-        inherited = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "XLA_FLAGS")}
-        self._what = f"{side.module} {job.case} {job.variant}".strip()
-        self._waits, self._late, self._last = False, False, ""
-        self._errors = tempfile.TemporaryFile("w+")
-        self._process = subprocess.Popen(
-            command,
-            cwd=side.directory,
-            env=inherited | pinned,
-            stdin=subprocess.PIPE if job.in_turn else subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            text=True,
-            start_new_session=True,  # compilers that it has started end with it
-        )
-
-    def turn(self) -> dict[str, Any] | None:
-        """Lets it compute until it waits for its turn: None; or to its end: what it printed last.
-
-        Raises:
-            CompareError: it failed, or computed longer than TURN_SECONDS.
-        """
-        deadline = threading.Timer(TURN_SECONDS, self._end_late)
-        deadline.start()
-        try:
-            if self._go_on():
-                return None
-            code = self._process.wait()
-        finally:
-            deadline.cancel()
-        if self._late and code == -signal.SIGKILL:
-            raise CompareError(f"{self._what} took longer than {TURN_SECONDS:.0f} seconds")
-        if code != 0:
-            self._errors.seek(0)
-            message = (self._errors.read().strip() or "no message").splitlines()[-1]
-            raise CompareError(f"{self._what} failed with exit code {code}: {message}")
-        return json.loads(self._last)
-
-    def _go_on(self) -> bool:
-        """Until it waits, or its output ends; whether it waits."""
-        assert self._process.stdout is not None
-        if self._waits:
-            assert self._process.stdin is not None
-            with contextlib.suppress(BrokenPipeError):  # it has ended while it waited
-                self._process.stdin.write("\n")
-                self._process.stdin.flush()
-        for line in self._process.stdout:
-            if line.rstrip("\n") == TURN:
-                self._waits = True
-                return True
-            self._last = line.strip() or self._last
-        return False
-
-    def _end_late(self) -> None:
-        self._late = True
-        self._end()
-
-    def _end(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-
-    def __enter__(self) -> "Running":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._end()
-        self._process.communicate()
-        self._errors.close()
-
-
 def show_same(ours: Side, theirs: Side, job: Job) -> dict[str, float]:
     """Lets both sides compute the same numbers.
 
@@ -355,10 +222,10 @@ def alternate(
     ours: Side, theirs: Side, job: Job, variants: Sequence[str], rounds: int, keep_all: bool, versions: dict[str, Any]
 ) -> list[Round]:
     """Rounds of one process of ours and one of each variant. keep_all: as if nobody else had used the machine."""
+    jobs = [(OURS, (ours, job)), *((variant, (theirs, replace(job, variant=variant))) for variant in variants)]
     measured = []
     for number in range(rounds):
-        sides = [(OURS, ours), *((variant, theirs) for variant in variants)]
-        results = take_turns(dict(reversed(sides) if number % 2 else sides), job)  # no side always comes first
+        results = take_turns(dict(reversed(jobs) if number % 2 else jobs))  # no side always comes first
         versions |= {"ours": results[OURS]["versions"], "peer": results[variants[0]]["versions"]}
         found: dict[str, Repeats] = {}
         for name, result in results.items():
@@ -369,24 +236,6 @@ def alternate(
             print(f"  round {number + 1}, {name}: {middle}, {len(kept)} of {len(others)} repeats kept", flush=True)
         measured.append(found)
     return measured
-
-
-def take_turns(sides: Mapping[str, Side], job: Job) -> dict[str, dict[str, Any]]:
-    """What a process of each side printed last; they compute in turn, in this order. The key is the peer's variant.
-
-    Raises:
-        CompareError: one of them failed.
-    """
-    with contextlib.ExitStack() as stack:
-        running, results = {}, {}
-        for name, side in sides.items():
-            task = replace(job, variant="" if name == OURS else name, in_turn=True)
-            running[name] = stack.enter_context(Running(side, task))
-            results[name] = running[name].turn()
-        while None in results.values():
-            for name, process in running.items():
-                results[name] = results[name] or process.turn()
-        return results
 
 
 def summary(comparison: Comparison, job: Job, rounds: Sequence[Round]) -> dict[str, Any]:

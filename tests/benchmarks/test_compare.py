@@ -1,19 +1,13 @@
-"""Comparisons with other libraries: what counts, what is dropped, and that a process can neither hang nor fail unseen.
+"""Comparisons with other libraries: what counts and what is dropped.
 
-No peer is needed: peers are played by modules of a few lines. One slow test lets transformers, where it is installed,
-show that both sides compute the same.
+No peer is needed. One slow test lets transformers, where it is installed, show that both sides compute the same.
 """
 
-import io
 import json
-import os
 import shutil
-import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -25,25 +19,21 @@ from benchmarks.compare import (
     OURS,
     PEERS,
     SHAPE,
-    CompareError,
     Comparison,
     Repeats,
-    Side,
-    alternate,
     differences,
-    environment,
     fastest,
     is_quiet,
     operations,
     pairs,
     ratios,
     summary,
-    take_turns,
     valid,
     weights_of,
 )
-from benchmarks.peers import common, ours
-from benchmarks.peers.common import Job, Repetitions, Shape, given_tokens, prompts
+from benchmarks.peers import ours
+from benchmarks.peers.common import Job, Shape, given_tokens, prompts
+from benchmarks.sides import CompareError, Side
 from jrlhf.models import init_lm
 
 TINY = Shape(layers=2, embed=16, heads=2, kv_heads=1, head_dim=8, mlp=24, vocab=128)
@@ -56,40 +46,6 @@ def job(directory: Path, **fields) -> Job:
 def alone(*seconds: float) -> Repeats:
     """Repeats that nobody disturbed."""
     return Repeats(seconds, (0.0,) * len(seconds))
-
-
-def test_what_others_take_is_what_is_busy_less_our_own(monkeypatch: pytest.MonkeyPatch):
-    # user nice system idle iowait irq softirq steal guest: idle and waiting are not busy, guest is in user already
-    monkeypatch.setattr("builtins.open", lambda path: io.StringIO("cpu 500 100 200 9000 700 10 20 70 55\ncpu0 1\n"))
-    monkeypatch.setattr(os, "sysconf", {"SC_CLK_TCK": 100}.__getitem__)
-    monkeypatch.setattr(os, "times", lambda: (2.0, 0.5, 0.25, 0.25, 99.0))
-    assert common.others() == pytest.approx((500 + 100 + 200 + 10 + 20 + 70) / 100 - 3.0)
-
-
-def test_without_proc_nothing_is_dropped(monkeypatch: pytest.MonkeyPatch):
-    def missing(path):
-        raise FileNotFoundError(path)
-
-    monkeypatch.setattr("builtins.open", missing)
-    assert common.others() == 0
-
-
-def test_repetitions_are_what_lies_between_turns_after_the_warm_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    clock = [0.0, 0.0]  # time, and what others computed until then
-    monkeypatch.setattr(common, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
-    monkeypatch.setattr(common, "others", lambda: clock[1])
-
-    def others_compute():
-        clock[:] = clock[0] + 100, clock[1] + 200
-
-    monkeypatch.setattr(common, "wait_for_turn", others_compute)
-    repetitions = Repetitions(job(tmp_path, in_turn=True))  # one does not count, two do
-    for seconds, disturbed in ((9, 5), (1, 0), (2, 0.5)):
-        repetitions.next()
-        clock[:] = clock[0] + seconds, clock[1] + disturbed
-    repetitions.next()
-    assert repetitions.result() == {"seconds": [1, 2], "others": [0, 0.5]}
-    assert clock == [412.0, 805.5]  # four turns were waited for
 
 
 def test_a_repeat_counts_unless_others_took_more_than_ticks_and_three_percent():
@@ -153,131 +109,6 @@ def test_both_sides_get_the_same_prompts_without_special_ids(tmp_path: Path):
     np.testing.assert_array_equal(prompts(again), prompts(task))
     assert prompts(task).shape == (3, 64, 4) and given_tokens(task).shape == (64, 7)
     assert 3 <= prompts(task).min() and prompts(task).max() < TINY.vocab
-
-
-@pytest.fixture
-def fake(tmp_path: Path):
-    """Makes a side whose module is this source."""
-
-    def make(source: str) -> Side:
-        package = tmp_path / "benchmarks" / "peers"
-        package.mkdir(parents=True, exist_ok=True)
-        (package / "fake.py").write_text(source)
-        return Side(Path(sys.executable), "fake", tmp_path)
-
-    return make
-
-
-def test_a_process_answers_with_its_last_line(fake, tmp_path: Path):
-    echo = "import json, sys\nprint('noise')\nprint(json.dumps({'job': json.loads(sys.argv[1])}))"
-    assert Job(**fake(echo).run(job(tmp_path))["job"] | {"shape": TINY}) == job(tmp_path)
-
-
-def test_a_process_that_fails_is_one_sentence(fake, tmp_path: Path):
-    with pytest.raises(CompareError, match="fake ppo gc failed with exit code 1: RuntimeError: no such cache"):
-        fake("raise RuntimeError('no such cache')").run(job(tmp_path, case="ppo", variant="gc"))
-
-
-def test_a_process_that_hangs_is_ended_with_all_that_it_started(fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    hang = f"""
-import pathlib, subprocess, sys, time
-child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-pathlib.Path({str(tmp_path / "child")!r}).write_text(str(child.pid))
-time.sleep(600)
-"""
-    monkeypatch.setattr(compare, "TURN_SECONDS", 5.0)
-    with pytest.raises(CompareError, match="fake check took longer than 5 seconds"):
-        fake(hang).run(job(tmp_path))
-    assert gone(int((tmp_path / "child").read_text()))
-
-
-TAKES_TURNS = """
-import contextlib, io, json, os, sys, time
-from pathlib import Path
-from benchmarks.peers.common import Job, timed
-
-job = Job.from_json(sys.argv[1])
-
-def step(rows):
-    with open(Path(job.directory) / "log", "a") as log:
-        print(job.variant, "begins", os.getpid(), file=log, flush=True)
-        time.sleep(0.02)
-        print(job.variant, "ends", os.getpid(), file=log)
-    if job.variant == "failing":
-        raise RuntimeError("no more")
-
-print("no newline", end="", flush=True)
-with contextlib.redirect_stdout(io.StringIO()):
-    result = timed(job, step)
-print("\\n" + json.dumps(result | {"variant": job.variant, "versions": {"pid": os.getpid()}}))
-"""
-
-
-@pytest.fixture
-def takes_turns(fake, tmp_path: Path) -> Side:
-    """A side that writes down when it computes."""
-    side = fake(TAKES_TURNS)
-    (tmp_path / "benchmarks" / "peers" / "common.py").symlink_to(common.__file__)
-    return side
-
-
-def test_processes_compute_one_after_the_other(takes_turns: Side, tmp_path: Path):
-    task = job(tmp_path)
-    results = take_turns(dict.fromkeys((OURS, "one", "two"), takes_turns), task)
-    assert {name: result["variant"] for name, result in results.items()} == {OURS: "", "one": "one", "two": "two"}
-    assert all(0.02 <= each < 10 for result in results.values() for each in result["seconds"])
-    found = [line.rpartition(" ")[0] for line in (tmp_path / "log").read_text().splitlines()]
-    assert found == [f"{name} {what}" for name in ("", "one", "two") for what in ("begins", "ends")] * task.steps
-
-
-def test_rounds_begin_with_one_side_and_the_other(takes_turns: Side, tmp_path: Path):
-    task, versions = job(tmp_path), {}
-    rounds = alternate(takes_turns, takes_turns, task, ("one",), 2, True, versions)
-    assert [list(round_) for round_ in rounds] == [[OURS, "one"], ["one", OURS]]
-    assert all(len(each.kept) == task.repeats for round_ in rounds for each in round_.values())
-    began = [line.split()[0] for line in (tmp_path / "log").read_text().splitlines()[::2]]
-    assert began == ["begins", "one"] * task.steps + ["one", "begins"] * task.steps
-    assert versions["ours"]["pid"] != versions["peer"]["pid"]
-
-
-def test_one_that_fails_ends_the_others(takes_turns: Side, tmp_path: Path):
-    with pytest.raises(CompareError, match="fake check failing failed with exit code 1: RuntimeError: no more"):
-        take_turns(dict.fromkeys((OURS, "failing", "last"), takes_turns), job(tmp_path))
-    found = (tmp_path / "log").read_text().splitlines()
-    assert [line.split()[0] for line in found] == ["begins", "ends", "failing", "failing"]
-    assert all(gone(int(line.split()[-1])) for line in found)
-
-
-def gone(pid: int) -> bool:
-    """Whether it ends within seconds; whoever inherits it may leave it as a zombie."""
-    for _ in range(100):
-        try:
-            if (Path("/proc") / str(pid) / "stat").read_text().rsplit(")", 1)[1].split()[0] == "Z":
-                return True
-        except (FileNotFoundError, ProcessLookupError):
-            return True
-        time.sleep(0.05)
-    return False
-
-
-def test_an_environment_is_made_once_and_again_for_other_versions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    made, codes = [], [0, 1, 0]
-
-    def pip(command, **options):
-        made.append(command)
-        return subprocess.CompletedProcess(command, codes[len(made) - 1])
-
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(compare.venv, "create", lambda path, **options: path.mkdir(parents=True, exist_ok=True))
-    monkeypatch.setattr(compare.subprocess, "run", pip)
-    python = tmp_path / "jrlhf" / "peers" / "some" / "bin" / "python"
-    assert environment("some", ("a==1", "b==2")) == python == environment("some", ("a==1", "b==2"))
-    assert [command[-2:] for command in made] == [["a==1", "b==2"]] and made[0][0] == str(python)
-    with pytest.raises(CompareError, match="pip could not install torch==2 into"):
-        environment("some", ("torch==2",))
-    assert "--extra-index-url" in made[1]
-    environment("some", ("torch==2",))  # what failed is not taken for complete
-    assert len(made) == 3
 
 
 @pytest.mark.parametrize(
