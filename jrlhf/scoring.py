@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jrlhf import programs
 from jrlhf.batches import Batch, pad_rows, put_rows
-from jrlhf.clock import Clock
+from jrlhf.clock import Clock, may_deadlock
 from jrlhf.config import RewardConfig
 from jrlhf.context import Context
 from jrlhf.data.encode import Ids, encode_answered, tools_of
@@ -27,6 +27,7 @@ from jrlhf.errors import UserError
 from jrlhf.meshes import gathered, to_host, transfer
 from jrlhf.meshes.graph import Kind
 from jrlhf.model import Model
+from jrlhf.models.params import Params
 from jrlhf.places import Places
 from jrlhf.ppo import Rollout, RunningMoments, ScoreConfig, shape_scores
 from jrlhf.ppo.shaping import on_last_token
@@ -362,20 +363,31 @@ class TextReward:
         _, self._mesh, compute = places.home.sees(self._model.architecture, context.compute)
         divisor = self._mesh.size * places.home.parts
         self._batch = -(-reward.batch // divisor) * divisor
+        usual = context.config.data.max_prompt + context.config.data.max_response
+        self._widths = _widths(usual, self._model.config.max_positions)
+        self._warm = False
         self._score = programs.score_sequences(self._model.architecture, self._mesh, compute)
 
     def score(self, samples: Sequence[Sample], step: int = 0) -> Scored:
         """The model's score of every sample, read at its last token."""
         sequences = [self._encode(sample) for sample in samples]
-        width = _power_of_two(max(map(len, sequences)), self._model.config.max_positions)
-        scores, params = [], self._model.awake().params
-        for start in range(0, len(sequences), self._batch):
-            chunk = sequences[start : start + self._batch]
-            whole = chunk + [chunk[0]] * (self._batch - len(chunk))  # one shape a width
-            tokens, lengths = put_rows(pad_rows(whole, width), self._mesh)
-            with jax.set_mesh(self._mesh):
-                scores.append(to_host(self._score(params, tokens, lengths))[: len(chunk)])
-        return self._checked(np.concatenate(scores).astype(np.float64), samples)
+        params = self._model.awake().params
+        if not self._warm:  # compiles what later texts may need, too
+            for each in self._widths:
+                self._scores(params, [sequences[0][:1]], each)
+            self._warm = True
+        longest = _power_of_two(max(map(len, sequences)), self._model.config.max_positions)
+        width = max(longest, self._widths[0])
+        starts = range(0, len(sequences), self._batch)
+        scores = [self._scores(params, sequences[start : start + self._batch], width) for start in starts]
+        return self._checked(np.concatenate(to_host(scores))[: len(samples)].astype(np.float64), samples)
+
+    def _scores(self, params: Params, sequences: Sequence[Ids], width: int) -> Float[Array, "batch"]:
+        """Those of a batch, and more behind it where it is not full: one shape a width."""
+        whole = [*sequences, *[sequences[0]] * (self._batch - len(sequences))]
+        with jax.set_mesh(self._mesh):
+            scores = self._score(params, *put_rows(pad_rows(whole, width), self._mesh))
+        return jax.block_until_ready(scores) if may_deadlock() else scores
 
     def _checked(self, scores: np.ndarray, samples: Sequence[Sample]) -> Scored:
         bad = np.flatnonzero(~np.isfinite(scores))
@@ -414,6 +426,11 @@ def _call(function: FunctionReward, samples: Sequence[Sample], step: int) -> Sco
 
 def _completion(prompt: Text, response: str) -> Text:
     return response if isinstance(prompt, str) else ({"role": "assistant", "content": response},)
+
+
+def _widths(usual: int, most: int) -> tuple[int, ...]:
+    """To so many tokens texts are padded, which other tokenizers may make longer or shorter than is usual."""
+    return tuple(sorted({_power_of_two(length, most) for length in (usual // 4, usual // 2, usual, 2 * usual)}))
 
 
 def _power_of_two(length: int, most: int) -> int:

@@ -9,7 +9,7 @@ from jrlhf.model import Architecture, Model
 from jrlhf.models.flops import Lengths, forward_operations, generation_seconds, training_operations
 from jrlhf.models.quantize import has_int8
 from jrlhf.places import Places
-from jrlhf.ppo import PolicyConfig, ReMaxConfig
+from jrlhf.ppo import GRPOConfig, PolicyConfig, ReMaxConfig
 from jrlhf.programs import Compute
 
 CALLS = {
@@ -28,7 +28,7 @@ class Utilisation:
     """What an iteration computes, against what its devices could. Roles that the algorithm does not have are None.
 
     peak: of a device; None where it is not known, and then nothing is measured. devices: that each of `CALLS` has.
-    copies: of the generation weights. layer_itemsize: bytes of a number in their layers.
+    copies: of the generation weights. layer_itemsize: bytes of a number in their layers. samples: of each prompt.
     """
 
     actor: Architecture
@@ -41,6 +41,7 @@ class Utilisation:
     devices: Mapping[str, int]
     copies: int
     layer_itemsize: int
+    samples: int
 
     def metrics(self, said: Mapping[str, float], prompts: Lengths, responses: Lengths) -> dict[str, float]:
         """Model FLOP utilisation of training and scoring under verl's names, and generation against its roofline.
@@ -102,6 +103,7 @@ class Utilisation:
             itemsize=self.dtype.itemsize,
             layer_itemsize=self.layer_itemsize,
             copies=self.copies,
+            samples=self.samples,
         )
 
 
@@ -121,4 +123,5 @@ def utilisation_of(
         devices={name: mesh.size for name, mesh in meshes.items()},
         copies=generating.shape["data"] * generating.shape["fsdp"],
         layer_itemsize=1 if actor.base is not None and has_int8(actor.base) else compute.dtype.itemsize,
+        samples=algorithm.samples if isinstance(algorithm, GRPOConfig) else 1,
     )

@@ -96,6 +96,7 @@ def generation_seconds(
     itemsize: float,
     layer_itemsize: float | None = None,
     copies: int = 1,
+    samples: int = 1,
 ) -> float:
     """The least time of a generation: of its prefill by operations, of each decode step by bytes or operations.
 
@@ -108,6 +109,7 @@ def generation_seconds(
     memory, operations: bytes and operations a second of all devices together.
     itemsize, layer_itemsize: of weights as in `weight_bytes`; of the cache `itemsize`.
     copies: of the weights, each of which is read at every step: groups of devices that decode rows of their own.
+    samples: of each prompt, rows after one another, which share its prefill.
     """
     steps = np.arange(int(responses.max(initial=0)))[:, None]
     running = responses[None, :] > steps  # [T, B]
@@ -121,7 +123,8 @@ def generation_seconds(
     attention = 4.0 * config.layers * config.heads * config.head_dim * seen
     work = 2.0 * (layer_weights(config) + head_weights(config)) * rows + attention
     decode = np.maximum(read / memory, work / operations).sum()
-    prefill = 2.0 * layer_weights(config) * float(prompts.sum()) + attention_operations(config, prompts)
+    read_once = prompts[::samples]
+    prefill = 2.0 * layer_weights(config) * float(read_once.sum()) + attention_operations(config, read_once)
     return float(decode) + prefill / operations
 
 

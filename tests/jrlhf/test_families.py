@@ -14,6 +14,7 @@ import pytest
 
 from jrlhf import programs
 from jrlhf.batches import put_rows
+from jrlhf.compilations import CompilationWatch
 from jrlhf.config import Config, RewardConfig
 from jrlhf.console import Console
 from jrlhf.data.encode import encode_prompts
@@ -125,7 +126,7 @@ def test_a_sequence_classifier_of_transformers_scores_alike(family, tmp_path, to
     path = write(tmp_path, family, tokenizers, "AutoModelForSequenceClassification", num_labels=1)
     theirs = transformers.AutoModelForSequenceClassification.from_pretrained(path, attn_implementation="eager")
     tokenizer = transformers.AutoTokenizer.from_pretrained(path)
-    answers = ["3", "It is 3, because 1 and 2 are 3.", "I do not know", "é 日本"]
+    answers = ["3", "It is 3, because 1 and 2 are 3.", "I do not know", "é 日本", "It is 3, " * 9]
     samples, expected = [], []
     for answer in answers:
         prompt, said = ({"role": "user", "content": "What is 1 plus 2?"},), ({"role": "assistant", "content": answer},)
@@ -139,8 +140,12 @@ def test_a_sequence_classifier_of_transformers_scores_alike(family, tmp_path, to
     )
     with jax.set_mesh(mesh):
         reward = TextReward(context, RewardConfig(name="judge", model=str(path)), "rewards[0].model")
-        scored = reward.score(samples)
-    np.testing.assert_allclose(scored.scores, expected, atol=1e-4)
+        scores = list(reward.score(samples[:-1]).scores)
+        with CompilationWatch() as compilations:
+            scores += list(reward.score(samples[-1:]).scores)
+            assert compilations.take()[0] == [], "a longer text is no new shape"
+    assert 64 < ids.shape[1] <= 128, "and its shape is another"
+    np.testing.assert_allclose(scores, expected, atol=1e-4)
     assert np.ptp(expected) > 0.01
 
 

@@ -16,7 +16,7 @@ from jrlhf.model import Architecture, Model
 from jrlhf.models import LoRAConfig, ModelConfig
 from jrlhf.models.flops import forward_operations, generation_seconds, training_operations
 from jrlhf.places import Place, Places
-from jrlhf.ppo import DAPOConfig, PolicyConfig, PPOConfig, ReMaxConfig
+from jrlhf.ppo import DAPOConfig, GRPOConfig, PolicyConfig, PPOConfig, ReMaxConfig
 from jrlhf.programs import Compute
 from jrlhf.utilisation import utilisation_of
 
@@ -96,6 +96,22 @@ def test_one_pass_over_actor_and_reference_counts_both(monkeypatch):
     found = load.metrics({"timing_s/old_log_prob": 1.0}, PROMPTS, RESPONSES)
     expected = 2 * forward_operations(CONFIG, PROMPTS + RESPONSES, predicted=RESPONSES) / 8e8
     assert found == pytest.approx({"perf/mfu/actor_infer": expected})
+
+
+def test_samples_of_a_prompt_share_its_prefill(monkeypatch):
+    """Memory so fast that only operations count: twice as many samples are twice the decoding, and the same prefill."""
+    peak, prompts, responses = Peak(1e30, 1e8, 1e7), np.array([7, 7, 4, 4], np.int32), np.array([5, 5, 2, 2], np.int32)
+
+    def found(algorithm: PolicyConfig, **rows: Any) -> float:
+        return workload(monkeypatch, peak, ppo=algorithm).metrics({"timing_s/gen": 1.0}, **rows)["perf/roofline/gen"]
+
+    each = {"prompts": prompts[::2], "responses": responses[::2]}
+    twice = found(GRPOConfig(samples=2), prompts=prompts, responses=responses)
+    once, apart = found(PPO, **each), found(PPO, prompts=prompts, responses=responses)
+    assert apart == pytest.approx(2 * once)
+    # What one sample lacks to two is decoding alone: the forward pass of its responses after prompts that were read.
+    prefill = forward_operations(CONFIG, prompts[::2], predicted=np.zeros(2, np.int32)) / 8e8
+    assert apart - twice == pytest.approx(prefill)
 
 
 def test_an_unknown_device_has_no_utilisation(monkeypatch):
