@@ -140,6 +140,7 @@ class Decoder:
         # Int8 stays: it is made wide layer by layer.
         return weight if isinstance(weight, Int8) or weight.ndim < 2 else weight.astype(self.dtype)
 
+    @jax.named_scope("embed")
     def embed(self, params: Params, tokens: Int[Array, "b T"], positions: Int[Array, "#b T"]) -> Float[Array, "b T D"]:
         x = scaled_embeddings(total(lookup(params["embedding"], tokens), TENSOR), self.config)
         return x + params["positions"][positions] if self.config.positions == "learned" else x
@@ -157,6 +158,7 @@ class Decoder:
         loaded = dequantised(weights, self.dtype, after=x)
         return block(self.config, loaded)(x, rotation, attend, TENSOR, adapters)
 
+    @jax.named_scope("prefill")
     def prefill(self, params: Params, prompts: Int[Array, "b P"], size: int) -> list[LayerCache]:
         """Each layer's keys and values of the prompts, in caches of `size` positions."""
         positions = jnp.arange(prompts.shape[1])[None, :]
@@ -171,6 +173,7 @@ class Decoder:
             caches.append(cache)
         return caches
 
+    @jax.named_scope("decode")
     def decode(
         self, params: Params, tokens: Int[Array, "b"], positions: Int[Array, "b"], caches: list[LayerCache]
     ) -> tuple[Float[Array, "b D"], list[LayerCache]]:
@@ -193,18 +196,20 @@ class Decoder:
     ) -> tuple[Int[Array, "B"], Float[Array, "B"]]:
         """Each own row's next token and its log-probability, over the whole vocabulary."""
         unembedding = params["embedding" if self.config.tie_embeddings else "unembedding"]
-        logits = jnp.einsum("bd,vd->bv", hidden, unembedding, preferred_element_type=jnp.float32)
-        if self.config.softcap is not None:
-            logits = self.config.softcap * jnp.tanh(logits / self.config.softcap)
-        # From all rows and a slice of the vocabulary to a share of the rows and the whole vocabulary.
-        logits = lax.all_to_all(logits, TENSOR, split_axis=0, concat_axis=1, tiled=True)
-        return sample(
-            logits,
-            jax.vmap(jax.random.fold_in)(rows.keys, rows.prompt_lengths + rows.lengths),
-            self.sampling,
-            vocab_size=self.config.vocab_size,
-            may_stop=rows.lengths >= self.sampling.min_new_tokens,
-        )
+        with jax.named_scope("head"):
+            logits = jnp.einsum("bd,vd->bv", hidden, unembedding, preferred_element_type=jnp.float32)
+            if self.config.softcap is not None:
+                logits = self.config.softcap * jnp.tanh(logits / self.config.softcap)
+            # From all rows and a slice of the vocabulary to a share of the rows and the whole vocabulary.
+            logits = lax.all_to_all(logits, TENSOR, split_axis=0, concat_axis=1, tiled=True)
+        with jax.named_scope("sample"):
+            return sample(
+                logits,
+                jax.vmap(jax.random.fold_in)(rows.keys, rows.prompt_lengths + rows.lengths),
+                self.sampling,
+                vocab_size=self.config.vocab_size,
+                may_stop=rows.lengths >= self.sampling.min_new_tokens,
+            )
 
     def stops(self, token: Int[Array, "B"]) -> Bool[Array, "B"]:
         found = jnp.zeros_like(token, dtype=bool)

@@ -1,6 +1,7 @@
 """Advantage estimation: of tokens by a critic or by what follows, of whole responses by their group."""
 
 import chex
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
@@ -11,6 +12,7 @@ from jrlhf.ppo.minibatches import whole
 GROUP_EPSILON = 1e-6
 
 
+@jax.named_scope("advantages")
 def gae(
     rewards: Float[Array, "T"],
     values: Float[Array, "T"],
@@ -57,6 +59,7 @@ def gae(
     return advantages, jnp.where(mask, advantages + values, 0)
 
 
+@jax.named_scope("advantages")
 def returns_to_go(rewards: Float[Array, "T"], mask: Bool[Array, "T"], *, discount: float) -> Float[Array, "T"]:
     """R_t = r_t + discount R_t' of one sequence, t' the next position after t where `mask` is True; zero elsewhere.
 
@@ -66,6 +69,7 @@ def returns_to_go(rewards: Float[Array, "T"], mask: Bool[Array, "T"], *, discoun
     return gae(rewards, jnp.zeros_like(rewards), mask, discount=discount, lam=1.0)[0]
 
 
+@jax.named_scope("advantages")
 def group_advantages(
     scores: Float[Array, "B"],
     samples: int,

@@ -265,7 +265,8 @@ def critic_update(
         values = value_fn(params, rows.tokens, *frozen)
         check_output("value_fn", rows.tokens, values)
         values = jnp.where(rows.mask, values, 0)
-        parts = value_loss(values, rows.old_values, rows.returns, clip=config.value_clip)
+        with jax.named_scope("value_loss"):
+            parts = value_loss(values, rows.old_values, rows.returns, clip=config.value_clip)
         loss = masked_sum(parts.loss, rows.mask) / count
         return loss, {
             "vf_loss": loss,
@@ -336,6 +337,7 @@ def _weighed(config: PolicyConfig, kl_coef: Array | None, rows: ActorRows) -> To
     return jax.tree.map(interleave, tokens, texts)
 
 
+@jax.named_scope("policy_loss")
 def _policy_terms(
     config: PolicyConfig, logprobs: Array, entropy: Array, rows: TokenRows
 ) -> tuple[Array, dict[str, Array]]:

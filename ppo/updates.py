@@ -60,6 +60,7 @@ def apply_update(
     metrics = {**metrics, "grad_norm": grad_norm}
     accepted = sound if veto is None else sound & ~veto(metrics)
 
+    @jax.named_scope("optimizer")
     def accept() -> tuple[PyTree, PyTree]:
         updates, new_opt_state = optimizer.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), new_opt_state

@@ -1,5 +1,6 @@
 """Generation against the plain decoder: tokens, log-probabilities, where rows end, and what they depend on."""
 
+import re
 from functools import partial
 from typing import Any
 
@@ -74,6 +75,14 @@ def models(reference):
         return params, fast_jit(lambda tokens, t: reference.logprobs(params, config, tokens, t)[0])
 
     return {config: build(config) for config in (CONFIG, UNTIED)}
+
+
+def test_operations_say_in_a_trace_to_which_part_they_belong(models):
+    generator = Generator(CONFIG, models[CONFIG][0], SamplingConfig(R), (1, 1, 1))
+    with jax.set_mesh(generator.mesh):
+        text = generator.function.lower(generator.params, *prompts(), row_keys()).as_text(debug_info=True)
+    found = {name for path in re.findall(r'loc\("([^".]+/[^".]+)"', text) for name in re.findall(r"\w+", path)}
+    assert {"prefill", "decode", "embed", "attention", "mlp", "norm", "head", "sample"} <= found
 
 
 def in_response(out):

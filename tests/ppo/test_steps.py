@@ -1,7 +1,8 @@
 """The steps against an independent NumPy implementation: every loop, every case and every gradient spelled out."""
 
+import re
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ import optax
 import pytest
 
 from jrlhf.ppo import PPOConfig, PPOState, TrainState, make_actor_step, make_critic_step, make_ppo_step
+from jrlhf.ppo.advantages import gae
 from jrlhf.ppo.minibatches import draw_minibatch
 
 ROWS, TIME, RATE = 16, 9, 0.5
@@ -326,3 +328,17 @@ def test_bfloat16_weights_keep_their_type_and_gradients_are_summed_in_float32(to
     assert state.params["values"].dtype == jnp.bfloat16
     assert metrics["critic/skipped_updates"] == 0
     assert np.all(np.asarray(state.params["values"]) != before)
+
+
+def test_operations_say_in_a_trace_to_which_part_they_belong(toy, step):
+    experience = toy.experience()
+    found = scopes(step(2), fresh_state(toy), experience)
+    assert {"policy_loss", "value_loss", "optimizer"} <= found
+    advantages = partial(gae, discount=1.0, lam=0.95)
+    assert "advantages" in scopes(jax.jit(jax.vmap(advantages)), *[experience.values] * 2, experience.response_mask)
+
+
+def scopes(function, *arguments) -> set[str]:
+    """All names on the paths of a jitted function's operations."""
+    text = function.lower(*arguments).as_text(debug_info=True)
+    return {name for path in re.findall(r'loc\("([^".]+/[^".]+)"', text) for name in re.findall(r"\w+", path)}
