@@ -5,6 +5,7 @@ notice a flipped bit in an array file, so every leaf has a fingerprint, made on 
 """
 
 import contextlib
+import errno
 import gc
 import hashlib
 import json
@@ -339,23 +340,50 @@ def _read(read: Callable[[], T]) -> T:
     """The result of `read`. All that a broken file makes Orbax and TensorStore raise and print becomes a clause.
 
     What one process cannot read is damaged for all of them.
+
+    Raises:
+        _Damaged: the files are not what was saved.
+        UserError: they may be, but this machine cannot read them now.
     """
     result: T | None = None
-    damage = None
+    damage = hindrance = None
     with _muted():
         try:
             result = read()
         except _Damaged as error:
             damage = str(error)
         except Exception as error:
-            text = " ".join(str(error).split()).partition(". See full")[0]
-            damage = f"its files cannot be read: {text if len(text) <= 100 else f'{text[:97]}...'}"
-        if damage is not None:
+            text = " ".join(str(error).split()).partition(". See full")[0] or type(error).__name__
+            text = text if len(text) <= 100 else f"{text[:97]}..."
+            if _hinders(error):
+                hindrance = text
+            else:
+                damage = f"its files cannot be read: {text}"
+        if damage is not None or hindrance is not None:
             gc.collect()  # reads that failed beside this one report when they are collected
+    if any_process(hindrance is not None):
+        _LateReports.ignore()
+        raise UserError(
+            f"a checkpoint cannot be read now ({hindrance or 'in another process'}), but may be good: "
+            "it stays where it is, to be resumed from once that is mended"
+        )
     if any_process(damage is not None):
         _LateReports.ignore()
         raise _Damaged(damage or "another process cannot read its part")
     return cast(T, result)
+
+
+def _hinders(error: Exception) -> bool:
+    """Whether it tells of this machine, of its memory, rights, limits or network, rather than of a file's content."""
+    said = str(error)
+    numbers = {errno.ENOMEM, errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ESTALE, errno.ETIMEDOUT}
+    words = "RESOURCE_EXHAUSTED", "PERMISSION_DENIED", "UNAVAILABLE", "DEADLINE_EXCEEDED", "UNAUTHENTICATED"
+    return (
+        isinstance(error, MemoryError)
+        or (isinstance(error, OSError) and error.errno in numbers)
+        or any(f"[os_error_code='{number}']" in said for number in numbers)  # TensorStore's
+        or any(word in said for word in words)
+    )
 
 
 @contextlib.contextmanager

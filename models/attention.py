@@ -194,8 +194,21 @@ def default_attention(
 def computes(implementation: AttentionImplementation, head_dim: int, softcap: float | None) -> bool:
     """Whether an implementation knows heads of this size and, where scores are bounded, such a bound."""
     if implementation == "cudnn":
-        return head_dim % 8 == 0 and head_dim <= 256 and softcap is None
+        return head_dim % 8 == 0 and head_dim <= largest_cudnn_head() and softcap is None
     return implementation == "xla" or splash_supports(head_dim)
+
+
+def largest_cudnn_head() -> int:
+    """The largest head dimension of cuDNN's flash attention on the GPUs of this process: 256 from Hopper on, 128 on
+    Ampere and Ada, 0 where there is none, as on AMD's. A program for GPUs that are not here is one for Hopper's.
+    """
+    if jax.default_backend() != "gpu":
+        return 256
+    device = jax.local_devices()[0]
+    if "cuda" not in device.client.platform_version:
+        return 0
+    generation = int(device.compute_capability.partition(".")[0])
+    return 256 if generation >= 9 else 128 if generation >= 8 else 0
 
 
 def cached_attention(

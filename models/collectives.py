@@ -55,7 +55,27 @@ def lookup(table: Array, tokens: Int[Array, "B T"], axis: str = TENSOR) -> Array
     local = tokens - lax.axis_index(axis) * table.shape[0]
     inside = (local >= 0) & (local < table.shape[0])
     # An index past the end is filled with zeros and has no gradient; a negative one would count from the end.
-    return table.at[jnp.where(inside, local, table.shape[0])].get(mode="fill", fill_value=0)
+    return _rows_of(table, jnp.where(inside, local, table.shape[0]))
+
+
+@jax.custom_vjp
+def _rows_of(table: Array, index: Int[Array, "B T"]) -> Array:
+    """Rows of a table, 0 where there is none. Gradients of a row that comes often are added up in float32: in bfloat16
+    the sum would stand still as soon as it is 256 times what is added."""
+    return table.at[index].get(mode="fill", fill_value=0)
+
+
+def _rows_forward(table: Array, index: Array) -> tuple[Array, tuple[Array, Array]]:
+    return _rows_of(table, index), (table, index)
+
+
+def _rows_backward(kept: tuple[Array, Array], cotangent: Array) -> tuple[Array, None]:
+    table, index = kept
+    total = jnp.zeros_like(table, jnp.float32).at[index].add(cotangent.astype(jnp.float32), mode="drop")
+    return total.astype(table.dtype), None
+
+
+_rows_of.defvjp(_rows_forward, _rows_backward)
 
 
 def check_rows(rows: int, mesh: Mesh | AbstractMesh, axes: Sequence[str], what: str) -> None:

@@ -258,7 +258,8 @@ class ShardedForward:
     def scalars(self, params: Params, hidden: Float[Array, "B *T D"]) -> Float[Array, "B *T"]:
         """The scalar head, in float32."""
         head = jax.tree.map(self.load, params["value_head"], self.axes["value_head"])
-        return jnp.einsum("...d,d->...", hidden.astype(jnp.float32), head["kernel"]) + head["bias"]
+        exact: Any = {"precision": lax.Precision.HIGHEST}  # else TPUs round to bfloat16 and GPUs to TF32
+        return jnp.einsum("...d,d->...", hidden.astype(jnp.float32), head["kernel"], **exact) + head["bias"]
 
 
 def _at(x: Float[Array, "B T *D"], index: Int[Array, "B S"]) -> Float[Array, "B S *D"]:

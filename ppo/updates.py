@@ -108,7 +108,8 @@ def update_once(
 def _accumulate(
     loss_fn: LossFn, params: PyTree, rows: PyTree, micro_batches: int | ByLength, metric_names: tuple[str, ...]
 ) -> tuple[Array, Metrics, PyTree]:
-    """Loss, metrics and gradients of all rows. Gradients are summed in at least float32, returned as `params` are."""
+    """Loss, metrics and gradients of all rows. Those of micro-batches are summed in at least float32, returned as
+    `params` are. (Within one, devices add up in bfloat16 what a model that computes in it gives them.)"""
     grad_fn = jax.value_and_grad(loss_fn, has_aux=True)
     if micro_batches == 1:  # without the second set of gradients that a sum needs
         (loss, metrics), grads = grad_fn(params, rows)

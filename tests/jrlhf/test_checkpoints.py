@@ -1,6 +1,8 @@
 """Checkpoints: what comes back is what was saved, to the bit; or it is refused, and the one before it comes back."""
 
+import errno
 import gc
+import os
 import random
 import re
 import resource
@@ -280,6 +282,49 @@ def test_a_run_never_starts_over_silently(two_steps, tmp_path):
     with Checkpoints(tmp_path / "copy") as checkpoints:
         with pytest.raises(UserError, match=r"^no checkpoint in .* is good \(step 2: .*; step 1: .*\): bring one back"):
             checkpoints.restore_latest(like(trees[1], mesh))
+        assert checkpoints.steps == [1, 2]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        OSError(errno.ESTALE, "Stale file handle"),
+        jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 8 bytes."),
+        ValueError('FAILED_PRECONDITION: Error opening "x": Permission denied [os_error_code=\'13\']'),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_what_hinders_this_machine_is_no_damage(two_steps, tmp_path, monkeypatch, error):
+    directory, trees, mesh = two_steps
+    shutil.copytree(directory, tmp_path / "copy")
+    with Checkpoints(tmp_path / "copy") as checkpoints:
+
+        def fail(*_, **__):
+            raise error
+
+        with (
+            monkeypatch.context() as patched,
+            pytest.raises(UserError, match="cannot be read now .* stays where it is"),
+        ):
+            patched.setattr(checkpoints._manager, "restore", fail)
+            checkpoints.restore_latest(like(trees[1], mesh))
+        found = checkpoints.restore_latest(like(trees[1], mesh))
+    assert found is not None and found[0] == 2 and same_bits(found[1], trees[2])
+
+
+def test_too_many_open_files_are_no_damage(two_steps, tmp_path):
+    directory, trees, mesh = two_steps
+    shutil.copytree(directory, tmp_path / "copy")
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with Checkpoints(tmp_path / "copy") as checkpoints:
+        target = like(trees[1], mesh)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 1, limits[1]))
+        try:
+            with pytest.raises(UserError, match="cannot be read now"):
+                checkpoints.restore_latest(target)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
         assert checkpoints.steps == [1, 2]
 
 

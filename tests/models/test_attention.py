@@ -1,5 +1,6 @@
 """Rotary positions, attention against a cache, and the choice of an implementation."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -193,6 +194,25 @@ def test_kernels_are_chosen_where_they_can_run(backend, dtype, head_dim, expecte
     assert capped == ("xla" if expected == "cudnn" else expected)
     short = default_attention(backend, jnp.dtype(dtype), head_dim, None, 127)
     assert short == ("xla" if expected == "splash" else expected)
+
+
+@pytest.mark.parametrize(
+    ("platform_version", "capability", "largest"),
+    [
+        ("PJRT C API\ncuda 12090", "9.0", 256),
+        ("PJRT C API\ncuda 12090", "10.3", 256),
+        ("PJRT C API\ncuda 12090", "8.0", 128),
+        ("PJRT C API\ncuda 12090", "7.5", 0),
+        ("rocm 60300", "gfx942", 0),
+    ],
+)
+def test_cudnn_is_not_chosen_where_it_lacks_the_head(monkeypatch, platform_version, capability, largest):
+    device = SimpleNamespace(client=SimpleNamespace(platform_version=platform_version), compute_capability=capability)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "local_devices", lambda: [device])
+    for head_dim in (64, 128, 256):
+        chosen = default_attention("gpu", jnp.dtype(jnp.bfloat16), head_dim, None, 1024)
+        assert chosen == ("cudnn" if head_dim <= largest else "xla")
 
 
 def test_gradients_pass_through_rotation_unscaled():
