@@ -291,7 +291,7 @@ def test_a_run_never_starts_over_silently(two_steps, tmp_path):
         MemoryError(),
         OSError(errno.ESTALE, "Stale file handle"),
         jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 8 bytes."),
-        ValueError('FAILED_PRECONDITION: Error opening "x": Permission denied [os_error_code=\'13\']'),
+        ValueError("FAILED_PRECONDITION: Error opening \"x\": Permission denied [os_error_code='13']"),
     ],
     ids=lambda error: type(error).__name__,
 )
