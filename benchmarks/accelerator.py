@@ -10,10 +10,12 @@ a run uses (`benchmarks/parts.py`), on random weights of Qwen3's shapes on the f
 of four models. Prints one table and writes `benchmarks/results/accelerator-DEVICE.json`, anew after every row.
 
 The parts come in the order of their importance. One that would not end within `--seconds`, by what it takes on an H200,
-is a row that says so; so is one that the device's memory does not suffice for.
+is a row that says so; so is one that the device's memory does not suffice for. Rows of parts that were not chosen, or had
+no time, stay in the file as an earlier run wrote them, with its date: so a second run with `--parts` adds to the first.
 """
 
 import argparse
+import json
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -149,6 +151,19 @@ def attempt(part: Part, seconds_left: float) -> Row:
         return said | {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"}
 
 
+def merged(rows: Sequence[Row], path: Path, date: object) -> list[Row]:
+    """The file's rows, each with its date, and these in their places; one for which there was no time replaces none."""
+    earlier: list[Row] = []
+    if path.exists():
+        record = json.loads(path.read_text())
+        earlier = [{"date": record["date"], **row} for row in record["results"] if "shape" in row]
+    found = {(row["part"], row["shape"]): row for row in earlier}
+    for row in rows:
+        if (row["part"], row["shape"]) not in found or row.get("error") != NO_TIME:
+            found[row["part"], row["shape"]] = {**row, "date": date}
+    return list(found.values())
+
+
 def digits(value: Any) -> Any:
     """Floats to five digits: what differs from run to run is not written down."""
     if isinstance(value, dict):
@@ -197,13 +212,13 @@ def main(sizes: Sizes, chosen: Sequence[str], seconds: float, path: Path | None)
         record["ceilings"] = found
         if peak is not None:
             record["nominal"] = {"memory_tb_s": peak.memory / TERA, "bfloat16_tflops": peak.bfloat16 / TERA}
-        record["results"] = rows
         for part in plan(sizes, mesh, top, device):
             if part.name not in chosen:
                 continue
             rows.append(attempt(part, seconds - (time.perf_counter() - started)))
             print(line(rows[-1]), flush=True)
             if path is not None:
+                record["results"] = merged(rows, path, record["date"])
                 write(path, {**record, "seconds": round(time.perf_counter() - started)})
     print("nothing is written" if path is None else f"wrote {path}")
     return rows

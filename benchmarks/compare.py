@@ -68,19 +68,19 @@ PEERS = {
     "tunix": Peer(
         ("google-tunix==0.1.7", "jax==0.10.2", "flax==0.12.8", "optax==0.2.8"),
         (
-            Comparison("PPO iteration", "ppo", 8, ("reward function", "reward model")),
-            Comparison("GRPO iteration", "grpo", 8, ("reward function",)),
+            Comparison("PPO iteration", "ppo", 8, ("reward function", "reward model", "reward function, memory kept")),
+            Comparison("GRPO iteration", "grpo", 8, ("reward function", "reward function, memory kept")),
             Comparison("generation", "generate", 8, ("sampler",)),
             Comparison("generation", "generate", 64, ("sampler",)),
         ),
     ),
     "trl": Peer(
         (*TORCH, "trl==1.12.0", "accelerate==1.15.0", "datasets==5.2.0"),
-        (Comparison("PPO iteration", "ppo", 8, ("as shipped", "gc.freeze()")),),
+        (Comparison("PPO iteration", "ppo", 8, ("as shipped", "gc.freeze()", "gc.freeze(), memory kept")),),
     ),
     "trl-grpo": Peer(
         (*TORCH, "trl==1.16.0", "accelerate==1.15.0", "datasets==5.2.0"),
-        (Comparison("GRPO iteration", "grpo", 8, ("as shipped",)),),
+        (Comparison("GRPO iteration", "grpo", 8, ("as shipped", "as shipped, memory kept")),),
     ),
     "hf": Peer(
         TORCH,

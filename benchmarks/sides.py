@@ -16,6 +16,11 @@ from typing import Any
 from benchmarks.peers.common import TURN, Job
 
 TURN_SECONDS = 600.0  # no process may compute longer before it waits or ends
+MEMORY_KEPT = ", memory kept"  # behind any variant: glibc keeps freed memory, as `jrlhf.train` has it do
+KEEPING = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str((1 << 31) - 1)}
+# What would tune one side and not the other, or both otherwise than the record says: by the beginning of its name.
+TUNING = ("PYTHONPATH", "XLA_", "JAX_", "PJRT_", "NPROC", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "MALLOC_")
+TUNING += ("GLIBC_TUNABLES", "LD_PRELOAD")
 
 
 class CompareError(Exception):
@@ -69,10 +74,12 @@ class Running:
     """A side that does a job in a process of its own, turn by turn. Left, it is ended with all that it started."""
 
     def __init__(self, side: Side, job: Job):
-        command = [str(side.python), "-m", f"benchmarks.peers.{side.module}", job.to_json()]
+        plain = replace(job, variant=job.variant.removesuffix(MEMORY_KEPT))
+        command = [str(side.python), "-m", f"benchmarks.peers.{side.module}", plain.to_json()]
         pinned = {"JAX_PLATFORMS": "cpu", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
         pinned |= {"TRL_EXPERIMENTAL_SILENCE": "1", "JAX_NUM_CPU_DEVICES": str(job.devices)}
-        inherited = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "XLA_FLAGS")}
+        pinned |= KEEPING if job.variant.endswith(MEMORY_KEPT) else {}
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith(TUNING)}
         self._what = f"{side.module} {job.case} {job.variant}".strip()
         self._waits, self._late, self._last = False, False, ""
         self._errors = tempfile.TemporaryFile("w+")

@@ -20,9 +20,11 @@ from jrlhf.meshes import make_mesh
 from jrlhf.model import Architecture, Model
 from jrlhf.models import ModelConfig, SamplingConfig, Schedule, export_hf, init_sharded, load_hf
 from jrlhf.models.params import HeadKind
+from jrlhf.optimizers import adamw
 from jrlhf.ppo import GRPOConfig, PPOConfig, Rollout, TrainState, experience_metrics
 from jrlhf.programs import Compute
 from jrlhf.roles import Actor, Critic, Learner, Reference, Reward
+from jrlhf.stage_config import OptimizerConfig
 
 HEADS: dict[str, HeadKind] = {"actor": "lm", "critic": "scalar", "reward": "scalar"}
 COMPUTE = Compute(remat="products")
@@ -63,6 +65,11 @@ def put_prompts(job: Job, rows: np.ndarray, step: int, mesh: Mesh) -> tuple[jax.
     """Prompts, their lengths and a key for each."""
     tokens, lengths = put_rows((rows, np.full(job.batch, job.prompt, np.int32)), mesh)
     return tokens, lengths, row_keys(key_for(0, "rollout", step), job.batch, mesh)
+
+
+def make_optimizer(job: Job) -> optax.GradientTransformation:
+    """As a run has it: gradients are clipped by their norm."""
+    return adamw(OptimizerConfig(learning_rate=LEARNING_RATE, warmup=0, final=1.0), updates=job.steps)
 
 
 def export(job: Job) -> None:
@@ -112,7 +119,7 @@ def ppo(job: Job) -> dict[str, Any]:
     """Seconds of an iteration of PPO with four models, its metrics fetched."""
     mesh = mesh_of(job)
     with jax.set_mesh(mesh):
-        config, optimizer, clock = PPOConfig(kl_coef=KL_COEF), optax.adamw(LEARNING_RATE), Clock()
+        config, optimizer, clock = PPOConfig(kl_coef=KL_COEF), make_optimizer(job), Clock()
         models = {role: load(job, role, mesh) for role in HEADS}
         sampling = SamplingConfig(job.response)
         actor = Actor(
@@ -142,15 +149,19 @@ def ppo(job: Job) -> dict[str, Any]:
             experience, metrics = on_policy(actor, learner, reference, rewards, batch, KL_COEF)
             metrics = jax.device_get(metrics | measure(experience))
             assert metrics["response_length/mean"] == job.response
+            assert metrics["actor/skipped_updates"] == metrics["critic/skipped_updates"] == 0
 
-        return timed(job, step)
+        before = jax.device_get((actor.state.params, critic.state.params))
+        measured = timed(job, step)
+        assert not any(jax.tree.leaves(jax.tree.map(np.array_equal, before, (actor.state.params, critic.state.params))))
+        return measured
 
 
 def grpo(job: Job) -> dict[str, Any]:
     """Seconds of an iteration of GRPO with actor and reference, its metrics fetched: half as many prompts as rows."""
     mesh = mesh_of(job)
     with jax.set_mesh(mesh):
-        config, optimizer, clock = GRPOConfig(samples=SAMPLES, kl_coef=KL_COEF), optax.adamw(LEARNING_RATE), Clock()
+        config, optimizer, clock = GRPOConfig(samples=SAMPLES, kl_coef=KL_COEF), make_optimizer(job), Clock()
         model, sampling = load(job, "actor", mesh), SamplingConfig(job.response)
         actor = Actor(
             model,
@@ -177,9 +188,12 @@ def grpo(job: Job) -> dict[str, Any]:
             batch = Batch((*arrays, keys), [], [], number)
             experience, metrics = on_policy(actor, learner, reference, scores, batch, KL_COEF)
             metrics = jax.device_get(metrics | measure(experience))
-            assert metrics["response_length/mean"] == job.response
+            assert metrics["response_length/mean"] == job.response and metrics["actor/skipped_updates"] == 0
 
-        return timed(job, step)
+        before = jax.device_get(actor.state.params)
+        measured = timed(job, step)
+        assert not any(jax.tree.leaves(jax.tree.map(np.array_equal, before, actor.state.params)))
+        return measured
 
 
 @jax.jit

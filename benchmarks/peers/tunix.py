@@ -140,6 +140,7 @@ def ppo(job: Job) -> dict[str, Any]:
     batches = [{"prompts": np.array(text(rows))} for rows in prompts(job)]
     with mesh:
         learner.train([*batches, batches[0]])
+    assert_trained(cluster, load(job, "actor", mesh))
     return repetitions.result()
 
 
@@ -156,6 +157,7 @@ def grpo(job: Job) -> dict[str, Any]:
     batches = [{"prompts": np.array(text(rows[: job.batch // SAMPLES]))} for rows in prompts(job)]
     with mesh:
         learner.train([*batches, batches[0]])
+    assert_trained(cluster, load(job, "actor", mesh))
     return repetitions.result()
 
 
@@ -197,6 +199,11 @@ def make_cluster(job: Job, mesh: Mesh, **roles: Any) -> tuple[RLCluster, Repetit
 
     cluster.generate = measured
     return cluster, repetitions
+
+
+def assert_trained(cluster: RLCluster, before: Qwen3) -> None:
+    pairs = zip(*(jax.tree.leaves(nnx.state(model)) for model in (before, cluster.actor_trainer.model)), strict=True)
+    assert not all(np.array_equal(*pair) for pair in pairs)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """The accelerator benchmark: its rows, its order under a budget, and that it runs."""
 
 import json
+from datetime import date
 from functools import partial
 from typing import Any
 
@@ -68,20 +69,29 @@ def test_the_roofline_of_an_iteration_is_that_of_its_calls():
     assert least["gen"] == pytest.approx(prefill + decode, rel=0.01)
 
 
-def test_rows_are_written_one_after_the_other(tmp_path, monkeypatch):
-    monkeypatch.setattr(accelerator, "plan", lambda *_: [Part("switch", "a", 0, dict), Part("score", "b", 1e9, dict)])
-    monkeypatch.setattr(accelerator, "line", lambda row: json.dumps(json.loads(path.read_text())["results"][-1:]))
-    path = tmp_path / "found.json"
-    path.write_text('{"results": []}')
+def test_rows_are_written_one_after_the_other_and_join_those_of_an_earlier_run(tmp_path, monkeypatch):
+    path, today, earlier = tmp_path / "found.json", date.today().isoformat(), "2026-01-02"
+    once: list[Any] = [
+        {"part": "score", "shape": "b", "seconds": 1.0},
+        {"part": "switch", "shape": "a", "seconds": 9.0},
+    ]
+    path.write_text(json.dumps({"date": earlier, "results": once}))
+
+    def measure() -> dict[str, float]:
+        written.append(json.loads(path.read_text())["results"])
+        return {"seconds": 2.0}
+
+    written: list[Any] = []
+    found = [Part("switch", "a", 0, measure), Part("train", "c", 0, measure), Part("score", "b", 1e9, measure)]
+    monkeypatch.setattr(accelerator, "plan", lambda *_: [*found, Part("score", "d", 1e9, measure)])
+    monkeypatch.setattr(accelerator, "line", str)
     rows = main(SMALL, PARTS, 100.0, path)
-    assert (
-        json.loads(path.read_text())["results"]
-        == rows
-        == [
-            {"part": "switch", "shape": "a"},
-            {"part": "score", "shape": "b", "error": NO_TIME},
-        ]
-    )
+    assert [row.get("error") for row in rows] == [None, None, NO_TIME, NO_TIME]
+    kept, replaced = {**once[0], "date": earlier}, {"part": "switch", "shape": "a", "seconds": 2.0, "date": today}
+    added = {"part": "train", "shape": "c", "seconds": 2.0, "date": today}
+    assert written == [once, [kept, replaced]]
+    late = {"part": "score", "shape": "d", "error": NO_TIME, "date": today}
+    assert json.loads(path.read_text())["results"] == [kept, replaced, added, late]
 
 
 @pytest.mark.parametrize(

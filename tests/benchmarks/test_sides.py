@@ -74,6 +74,26 @@ def test_a_process_answers_with_its_last_line(fake, tmp_path: Path):
     assert Job(**fake(echo).run(job(tmp_path))["job"] | {"shape": SMALL}) == job(tmp_path)
 
 
+def test_what_would_tune_a_process_is_not_inherited(fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "XLA_FLAGS", "NPROC", "MALLOC_ARENA_MAX", "JAX_ENABLE_X64"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("UNRELATED", "1")
+    tell = fake("import json, os\nprint(json.dumps(dict(os.environ)))")
+    given = tell.run(job(tmp_path, variant="gc"))
+    assert given["UNRELATED"] == "1"
+    assert not [name for name in given if name.startswith(("OMP_", "MKL_", "XLA_", "NPROC", "MALLOC_", "JAX_ENABLE"))]
+
+
+def test_a_variant_may_keep_freed_memory(fake, tmp_path: Path):
+    source = "import json, os, sys\nprint(json.dumps([json.loads(sys.argv[1])['variant'], dict(os.environ)]))"
+    (plain, bare), (kept, tuned) = (fake(source).run(job(tmp_path, variant=name)) for name in ("gc", "gc, memory kept"))
+    assert plain == kept == "gc"
+    assert {name: tuned[name] for name in tuned if name not in bare} == {
+        "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
+        "MALLOC_TRIM_THRESHOLD_": str((1 << 31) - 1),
+    }
+
+
 def test_a_process_that_fails_is_one_sentence(fake, tmp_path: Path):
     with pytest.raises(CompareError, match="fake ppo gc failed with exit code 1: RuntimeError: no such cache"):
         fake("raise RuntimeError('no such cache')").run(job(tmp_path, case="ppo", variant="gc"))
