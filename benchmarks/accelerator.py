@@ -11,7 +11,7 @@ of four models. Prints one table and writes `benchmarks/results/accelerator-DEVI
 
 The parts come in the order of their importance. One that would not end within `--seconds`, by what it takes on an H200,
 is a row that says so; so is one that the device's memory does not suffice for. Rows of parts that were not chosen, or
-had no time, stay in the file as an earlier run wrote them, with its date: a second run with `--parts` adds to the first.
+had no time, stay in the file as an earlier run wrote them, with its date: a run with `--parts` adds to those before.
 """
 
 import argparse
