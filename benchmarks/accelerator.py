@@ -11,11 +11,10 @@ of four models. Prints one table and writes `benchmarks/results/accelerator-DEVI
 
 The parts come in the order of their importance. One that would not end within `--seconds`, by what it takes on an H200,
 is a row that says so; so is one that the device's memory does not suffice for. Rows of parts that were not chosen, or
-had no time, stay in the file as an earlier run wrote them, with its date: a run with `--parts` adds to those before.
+had no time, stay in the file as an earlier run wrote them, with its date and versions: so `--parts` adds to it.
 """
 
 import argparse
-import json
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -29,7 +28,7 @@ from jax.sharding import Mesh
 
 from benchmarks import parts
 from benchmarks.parts import TERA, Ceilings, Row
-from benchmarks.records import hardware, path_for, provenance, write
+from benchmarks.records import hardware, joined, path_for, provenance, write
 from jrlhf.kernels.logprob.api import Implementation
 from jrlhf.meshes import make_mesh
 from jrlhf.meshes.mesh import Device
@@ -39,6 +38,7 @@ from jrlhf.models.remat import REMATS, Remat
 
 MODELS = {name: PRESETS[f"Qwen/Qwen3-{name}"] for name in ("1.7B", "8B")}
 NO_TIME = "not measured: no time"
+ROW = "part", "shape"  # by which a row is known
 PARTS = ("decode", "train", "iteration", "logprob", "score", "switch")
 
 
@@ -151,17 +151,11 @@ def attempt(part: Part, seconds_left: float) -> Row:
         return said | {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"}
 
 
-def merged(rows: Sequence[Row], path: Path, date: object) -> list[Row]:
-    """The file's rows, each with its date, and these in their places; one for which there was no time replaces none."""
-    earlier: list[Row] = []
-    if path.exists():
-        record = json.loads(path.read_text())
-        earlier = [{"date": record["date"], **row} for row in record["results"] if "shape" in row]
-    found = {(row["part"], row["shape"]): row for row in earlier}
-    for row in rows:
-        if (row["part"], row["shape"]) not in found or row.get("error") != NO_TIME:
-            found[row["part"], row["shape"]] = {**row, "date": date}
-    return list(found.values())
+def merged(rows: Sequence[Row], path: Path) -> list[Row]:
+    """The file's rows and these in their places; one for which there was no time replaces none."""
+    found = joined(path, [row for row in rows if row.get("error") != NO_TIME], ROW)
+    there = [[row[name] for name in ROW] for row in found]
+    return found + [row for row in rows if [row[name] for name in ROW] not in there]
 
 
 def digits(value: Any) -> Any:
@@ -204,21 +198,16 @@ def main(sizes: Sizes, chosen: Sequence[str], seconds: float, path: Path | None)
         top = parts.ceilings(peak, **sizes.ceilings)
         print(f"ceilings: copy {top.copy / TERA:.3g} TB/s, matmul {top.matmul / TERA:.4g} TFLOP/s", flush=True)
         found = digits({"copy_tb_s": top.copy / TERA, "matmul_tflops": top.matmul / TERA})
-        record: dict[str, object] = {
-            "benchmark": "accelerator",
-            "hardware": hardware(device),
-            **provenance("jax", "flax"),
-        }
-        record["ceilings"] = found
+        record: dict[str, object] = {"benchmark": "accelerator", "hardware": hardware(device), "ceilings": found}
         if peak is not None:
             record["nominal"] = {"memory_tb_s": peak.memory / TERA, "bfloat16_tflops": peak.bfloat16 / TERA}
         for part in plan(sizes, mesh, top, device):
             if part.name not in chosen:
                 continue
-            rows.append(attempt(part, seconds - (time.perf_counter() - started)))
+            rows.append(attempt(part, seconds - (time.perf_counter() - started)) | provenance("jax", "flax"))
             print(line(rows[-1]), flush=True)
             if path is not None:
-                record["results"] = merged(rows, path, record["date"])
+                record["results"] = merged(rows, path)
                 write(path, {**record, "seconds": round(time.perf_counter() - started)})
     print("nothing is written" if path is None else f"wrote {path}")
     return rows

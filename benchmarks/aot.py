@@ -41,7 +41,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.stages import Lowered
 
-from benchmarks.records import RESULTS, provenance, write
+from benchmarks.records import RESULTS, joined, provenance, write
 from benchmarks.targets import (
     GB,
     TARGETS,
@@ -349,11 +349,8 @@ def table(results: Iterable[dict[str, Any]]) -> str:
 
 def merge(path: Path, record: dict[str, Any], key: dict[str, Any], results: Iterable[dict[str, Any]]) -> None:
     """Puts the results into the file, each in the place of an earlier one of its config and program."""
-    new = [key | each for each in results]
-    replaced = {(each["config"], each["program"]) for each in new}
-    old = json.loads(path.read_text())["results"] if path.exists() else []
-    kept = [each for each in old if (each["config"], each["program"]) not in replaced]
-    write(path, {**record, "results": sorted(kept + new, key=lambda each: each["config"])})
+    found = joined(path, [key | each for each in results], ("config", "program"))
+    write(path, {**record, "results": sorted(found, key=lambda each: each["config"])})
 
 
 def main(options: argparse.Namespace) -> None:

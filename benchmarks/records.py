@@ -5,8 +5,10 @@ import json
 import os
 import platform
 import re
+from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 from jrlhf.meshes.mesh import Device
 
@@ -26,6 +28,17 @@ def provenance(*packages: str) -> dict[str, object]:
 def path_for(benchmark: str, device: Device) -> Path:
     slug = re.sub(r"[^a-z0-9]+", "-", device.device_kind.lower()).strip("-")
     return RESULTS / f"{benchmark}-{slug}.json"
+
+
+def joined(path: Path, rows: Sequence[dict[str, Any]], names: Sequence[str]) -> list[dict[str, Any]]:
+    """The file's results and these, each in the place of an earlier one that says the same under all of `names`.
+
+    Of the file's, those that lack one of the names are of another form and are left out.
+    """
+    old = json.loads(path.read_text())["results"] if path.exists() else []
+    new = {tuple(row[name] for name in names) for row in rows}
+    kept = [row for row in old if all(name in row for name in names)]
+    return [row for row in kept if tuple(row[name] for name in names) not in new] + list(rows)
 
 
 def write(path: Path, record: dict[str, object]) -> None:

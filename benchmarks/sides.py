@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.peers.common import TURN, Job
+from jrlhf.devices import KEPT_BLOCK, KEPT_MEMORY
 
 TURN_SECONDS = 600.0  # no process may compute longer before it waits or ends
 MEMORY_KEPT = ", memory kept"  # behind any variant: glibc keeps freed memory, as `jrlhf.train` has it do
-KEEPING = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str((1 << 31) - 1)}
+KEEPING = {"MALLOC_MMAP_THRESHOLD_": str(KEPT_BLOCK), "MALLOC_TRIM_THRESHOLD_": str(KEPT_MEMORY)}
 # What would tune one side and not the other, or both otherwise than the record says: by the beginning of its name.
 TUNING = ("PYTHONPATH", "XLA_", "JAX_", "PJRT_", "NPROC", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "MALLOC_")
 TUNING += ("GLIBC_TUNABLES", "LD_PRELOAD")

@@ -14,6 +14,7 @@ from jrlhf.errors import UserError
 from jrlhf.meshes.mesh import Device
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
+KEPT_BLOCK, KEPT_MEMORY = 1 << 30, (1 << 31) - 1  # bytes: the largest block that malloc keeps, and all that it keeps
 _PLATFORMS = {"cpu": "cpu", "gpu": "cuda", "tpu": "tpu"}
 
 
@@ -79,7 +80,7 @@ def keep_freed_memory() -> bool:
     with suppress(AttributeError, TypeError):  # another libc, or none
         mallopt = ctypes.CDLL(None).mallopt
         # An older glibc refuses so high a threshold; the other one alone would have it map even small blocks.
-        return bool(mallopt(_M_MMAP_THRESHOLD, 1 << 30) and mallopt(_M_TRIM_THRESHOLD, (1 << 31) - 1))
+        return bool(mallopt(_M_MMAP_THRESHOLD, KEPT_BLOCK) and mallopt(_M_TRIM_THRESHOLD, KEPT_MEMORY))
     return False
 
 

@@ -429,8 +429,8 @@ def _completion(prompt: Text, response: str) -> Text:
 
 
 def _widths(usual: int, most: int) -> tuple[int, ...]:
-    """To so many tokens texts are padded, which other tokenizers may make longer or shorter than is usual."""
-    return tuple(sorted({_power_of_two(length, most) for length in (usual // 4, usual // 2, usual, 2 * usual)}))
+    """To so many tokens texts are padded that are no longer than is usual. (Another tokenizer may make one longer.)"""
+    return tuple(sorted({_power_of_two(length, most) for length in (usual // 4, usual // 2, usual)}))
 
 
 def _power_of_two(length: int, most: int) -> int:

@@ -1,6 +1,8 @@
 """Every test runs on 8 simulated devices: sharding is tested on any machine, never skipped."""
 
 import os
+import re
+from collections.abc import Callable
 
 import jax
 import pytest
@@ -19,3 +21,14 @@ def pytest_configure(config: pytest.Config) -> None:
     they gain. The slow proofs are compiled as users' programs are."""
     if config.option.markexpr == "not slow":
         os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+
+
+@pytest.fixture(scope="session")
+def scopes() -> Callable[..., set[str]]:
+    """Of a jitted function and its arguments: all names on the paths of its operations, as a trace shows them."""
+
+    def find(function, *arguments) -> set[str]:
+        text = function.lower(*arguments).as_text(debug_info=True)
+        return {name for path in re.findall(r'loc\("([^".]+/[^".]+)"', text) for name in re.findall(r"\w+", path)}
+
+    return find

@@ -153,7 +153,7 @@ def ppo(job: Job) -> dict[str, Any]:
 
         before = jax.device_get((actor.state.params, critic.state.params))
         measured = timed(job, step)
-        assert not any(jax.tree.leaves(jax.tree.map(np.array_equal, before, (actor.state.params, critic.state.params))))
+        assert_trained(before, (actor.state.params, critic.state.params))
         return measured
 
 
@@ -192,8 +192,12 @@ def grpo(job: Job) -> dict[str, Any]:
 
         before = jax.device_get(actor.state.params)
         measured = timed(job, step)
-        assert not any(jax.tree.leaves(jax.tree.map(np.array_equal, before, actor.state.params)))
+        assert_trained(before, actor.state.params)
         return measured
+
+
+def assert_trained(before: Any, after: Any) -> None:
+    assert not any(jax.tree.leaves(jax.tree.map(np.array_equal, before, after)))
 
 
 @jax.jit

@@ -1,7 +1,6 @@
 """The accelerator benchmark: its rows, its order under a budget, and that it runs."""
 
 import json
-from datetime import date
 from functools import partial
 from typing import Any
 
@@ -12,6 +11,7 @@ import pytest
 from benchmarks import accelerator, parts
 from benchmarks.accelerator import FULL, NO_TIME, PARTS, SMALL, Part, attempt, line, main, plan
 from benchmarks.parts import Ceilings
+from benchmarks.records import provenance
 from jrlhf.meshes import make_mesh
 from jrlhf.meshes.peaks import PEAKS
 
@@ -70,12 +70,10 @@ def test_the_roofline_of_an_iteration_is_that_of_its_calls():
 
 
 def test_rows_are_written_one_after_the_other_and_join_those_of_an_earlier_run(tmp_path, monkeypatch):
-    path, today, earlier = tmp_path / "found.json", date.today().isoformat(), "2026-01-02"
-    once: list[Any] = [
-        {"part": "score", "shape": "b", "seconds": 1.0},
-        {"part": "switch", "shape": "a", "seconds": 9.0},
-    ]
-    path.write_text(json.dumps({"date": earlier, "results": once}))
+    path, now = tmp_path / "found.json", provenance("jax", "flax")
+    kept = {"part": "score", "shape": "b", "seconds": 1.0, "date": "2026-01-02"}
+    once: list[Any] = [kept, {"part": "switch", "shape": "a", "seconds": 9.0}, {"part": "train", "model": "old form"}]
+    path.write_text(json.dumps({"results": once}))
 
     def measure() -> dict[str, float]:
         written.append(json.loads(path.read_text())["results"])
@@ -87,10 +85,10 @@ def test_rows_are_written_one_after_the_other_and_join_those_of_an_earlier_run(t
     monkeypatch.setattr(accelerator, "line", str)
     rows = main(SMALL, PARTS, 100.0, path)
     assert [row.get("error") for row in rows] == [None, None, NO_TIME, NO_TIME]
-    kept, replaced = {**once[0], "date": earlier}, {"part": "switch", "shape": "a", "seconds": 2.0, "date": today}
-    added = {"part": "train", "shape": "c", "seconds": 2.0, "date": today}
+    replaced = {"part": "switch", "shape": "a", "seconds": 2.0, **now}
+    added = {"part": "train", "shape": "c", "seconds": 2.0, **now}
+    late = {"part": "score", "shape": "d", "error": NO_TIME, **now}
     assert written == [once, [kept, replaced]]
-    late = {"part": "score", "shape": "d", "error": NO_TIME, "date": today}
     assert json.loads(path.read_text())["results"] == [kept, replaced, added, late]
 
 

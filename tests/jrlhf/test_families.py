@@ -136,7 +136,10 @@ def test_a_sequence_classifier_of_transformers_scores_alike(family, tmp_path, to
             expected.append(theirs(ids).logits.item())
     mesh = make_mesh(1, 4, 2)
     context: Any = SimpleNamespace(
-        mesh=mesh, compute=programs.Compute(), console=Console(enabled=False), config=build(Config, {})
+        mesh=mesh,
+        compute=programs.Compute(),
+        console=Console(enabled=False),
+        config=build(Config, {"data": {"max_response": 100}}),
     )
     with jax.set_mesh(mesh):
         reward = TextReward(context, RewardConfig(name="judge", model=str(path)), "rewards[0].model")

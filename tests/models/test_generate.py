@@ -1,6 +1,5 @@
 """Generation against the plain decoder: tokens, log-probabilities, where rows end, and what they depend on."""
 
-import re
 from functools import partial
 from typing import Any
 
@@ -77,11 +76,10 @@ def models(reference):
     return {config: build(config) for config in (CONFIG, UNTIED)}
 
 
-def test_operations_say_in_a_trace_to_which_part_they_belong(models):
+def test_operations_say_in_a_trace_to_which_part_they_belong(models, scopes):
     generator = Generator(CONFIG, models[CONFIG][0], SamplingConfig(R), (1, 1, 1))
     with jax.set_mesh(generator.mesh):
-        text = generator.function.lower(generator.params, *prompts(), row_keys()).as_text(debug_info=True)
-    found = {name for path in re.findall(r'loc\("([^".]+/[^".]+)"', text) for name in re.findall(r"\w+", path)}
+        found = scopes(generator.function, generator.params, *prompts(), row_keys())
     assert {"prefill", "decode", "embed", "attention", "mlp", "norm", "head", "sample"} <= found
 
 

@@ -1,6 +1,5 @@
 """The steps against an independent NumPy implementation: every loop, every case and every gradient spelled out."""
 
-import re
 from dataclasses import replace
 from functools import lru_cache, partial
 
@@ -330,15 +329,9 @@ def test_bfloat16_weights_keep_their_type_and_gradients_are_summed_in_float32(to
     assert np.all(np.asarray(state.params["values"]) != before)
 
 
-def test_operations_say_in_a_trace_to_which_part_they_belong(toy, step):
+def test_operations_say_in_a_trace_to_which_part_they_belong(toy, step, scopes):
     experience = toy.experience()
     found = scopes(step(2), fresh_state(toy), experience)
     assert {"policy_loss", "value_loss", "optimizer"} <= found
     advantages = partial(gae, discount=1.0, lam=0.95)
     assert "advantages" in scopes(jax.jit(jax.vmap(advantages)), *[experience.values] * 2, experience.response_mask)
-
-
-def scopes(function, *arguments) -> set[str]:
-    """All names on the paths of a jitted function's operations."""
-    text = function.lower(*arguments).as_text(debug_info=True)
-    return {name for path in re.findall(r'loc\("([^".]+/[^".]+)"', text) for name in re.findall(r"\w+", path)}
