@@ -69,9 +69,9 @@ def key_for(seed: int, purpose: str, step: int = 0) -> jax.Array:
     return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), zlib.crc32(purpose.encode())), step)
 
 
-def row_keys(key: jax.Array, rows: int, mesh: Mesh) -> jax.Array:
-    """One key a row, so that a row's text does not depend on its neighbours."""
-    return to_devices(_folded_in(key, np.arange(rows, dtype=np.int32)), row_sharding(mesh))
+def row_keys(key: jax.Array, rows: int, mesh: Mesh, *, first: int = 0) -> jax.Array:
+    """One key a row, so that a row's text does not depend on its neighbours. first: the number of the first row."""
+    return to_devices(_folded_in(key, np.arange(first, first + rows, dtype=np.int32)), row_sharding(mesh))
 
 
 _folded_in = jax.jit(jax.vmap(jax.random.fold_in, in_axes=(None, 0)))

@@ -245,6 +245,13 @@ def _check_used(config: Config) -> None:
             ("overlong_penalty",),
             f"{name or 'ppo'}.scores.overlong_buffer=null",
         ),
+        (
+            algorithm.truncation == "mask",
+            f"{name or 'ppo'}.scores",
+            scores,
+            ("missing_eos_penalty",),
+            f"{policy}.truncation=mask, which leaves such responses out",
+        ),
         *_unused_by_rewards(config),
         *(
             (each.path is None, f"data.{part}", each, OF_DATASETS, f"data.{part}.path=null")

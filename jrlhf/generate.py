@@ -49,7 +49,7 @@ class Generator:
     batch: int
 
     def answer(self, prompts: Prompts, key: jax.Array) -> Iterator[Response]:
-        """One response to each prompt, in order. The same key draws the same texts."""
+        """One response to each prompt, in order. The same key draws the same texts, in batches of any size."""
         widest = max(len(ids) for ids in prompts.ids)
         room = self.model.config.max_positions - self.sampling.max_new_tokens
         if widest > room:
@@ -64,7 +64,7 @@ class Generator:
             chunk = list(prompts.ids[start : start + self.batch])
             whole = chunk + [chunk[0]] * (self.batch - len(chunk))
             tokens, lengths = put_rows(pad_rows(whole, width), self.mesh)
-            keys = row_keys(jax.random.fold_in(key, start), self.batch, self.mesh)
+            keys = row_keys(key, self.batch, self.mesh, first=start)
             generation = run(self.model.params, tokens, lengths, keys, *self.model.frozen)
             yield from read_responses(self.tokenizer, jax.device_get(generation), len(chunk))
 
@@ -164,6 +164,8 @@ def _run(options: argparse.Namespace) -> None:
     if options.out is not None:
         check_writable(f"--out {options.out}", Path(options.out))
     interactive = not options.prompt and options.file is None
+    if interactive and options.n > 1:
+        raise UserError(f"-n {options.n} answers need a --prompt or a --file: in a conversation each turn has one")
     examples = _examples(options)  # before the model, which takes longer
     data = _trained_with(options.model)
     if options.max_new_tokens is None:
@@ -227,7 +229,10 @@ def _encoded(generator: Generator, examples: Sequence[Example], options: argpars
 
 
 def _converse(generator: Generator, options: argparse.Namespace, chat: bool) -> None:
-    """Line by line: what is typed, and the model's answer to all that was said. An empty line ends it."""
+    """Line by line: what is typed, and the model's answer: to all that was said, or, to plain text, to that line alone.
+
+    An empty line ends it.
+    """
     said: list[dict[str, str]] = [] if options.system is None else [{"role": "system", "content": options.system}]
     turn = 0
     while True:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jrlhf.algorithms import dataflow_identity, dataflow_of, graph_of
 from jrlhf.batches import Batch, batch_indices, key_for, pad_rows, put_prompts, put_rows, row_keys
@@ -101,7 +101,7 @@ def train_rl(context: Context, policy: Model, rewards: Rewards, costs: Rewards |
         experience, metrics = dataflow(**roles.of(dataflow), **values)
         batch, draws = (values["prompts"], draws + 1) if pool is None else (pool.taken, pool.draws)
         with jax.set_mesh(arithmetic):
-            measured, kl = measure(experience, state.kl)
+            measured, kl, learned = measure(experience, state.kl)
             measured |= {} if constraint is None else {"safe/multiplier": constraint.state.value}
         metrics |= measured | rewards.metrics()
         metrics |= {"objective/kl_coef": kl_coef} if algorithm.needs_reference else {}
@@ -109,8 +109,11 @@ def train_rl(context: Context, policy: Model, rewards: Rewards, costs: Rewards |
         metrics |= {} if costs is None else costs.metrics()
         metrics = jax.device_get(metrics) | clock.take() | validated
         metrics |= throughput(metrics, len(batch.examples), context.mesh.size)
-        read, raw = to_host(({name: getattr(experience, name) for name in READ}, rewards.raw))
-        metrics |= utilisation.metrics(metrics, read["prompt_lengths"], read["response_lengths"])
+        texts = None if actor.texts is None else actor.texts.loss_mask
+        read, raw, rows = to_host(
+            ({name: getattr(experience, name) for name in READ}, rewards.raw, {"learned": learned, "texts": texts})
+        )
+        metrics |= utilisation.metrics(metrics, read["prompt_lengths"], read["response_lengths"], **rows)
         metrics |= watch(context, batch, replace(experience, **read), raw)
         metrics[SAMPLES] += samples
         counted = to_devices(np.int32(draws), everywhere)
@@ -266,18 +269,20 @@ def take_texts(context: Context, step: int, mesh: Mesh) -> SFTBatch:
 
 def _measure(
     algorithm: PolicyConfig, episodes: int, samples: int, experience: Experience, kl: KLState
-) -> tuple[dict[str, Array], KLState]:
-    """What an experience says of itself, and the KL controller moved by it."""
+) -> tuple[dict[str, Array], KLState, Bool[Array, "B"]]:
+    """What an experience says of itself, the KL controller moved by it, and which rows are learnt from."""
+    learned = jnp.any(experience.response_mask, axis=1)
     metrics = experience_metrics(experience, samples=samples if samples > 1 else None)
     if not algorithm.needs_reference:
-        return metrics, kl
-    return metrics, update_kl(kl, metrics["objective/kl"], episodes, config=algorithm)
+        return metrics, kl, learned
+    return metrics, update_kl(kl, metrics["objective/kl"], episodes, config=algorithm), learned
 
 
 def throughput(metrics: Mapping[str, float], rows: int, devices: int) -> dict[str, float]:
     """Tokens of the batch that an iteration learns from, and these a second and device.
 
-    As verl counts: neither ReMax's greedy responses nor what DAPO drew and did not keep.
+    As verl counts: neither ReMax's greedy responses nor what DAPO drew and did not keep; and a step's seconds are those
+    of validation, too, where it validates.
     """
     tokens = rows * (metrics["prompt_length/mean"] + metrics["response_length/mean"])
     return {"perf/total_num_tokens": tokens, "perf/throughput": tokens / metrics["timing_s/step"] / devices}

@@ -52,8 +52,8 @@ def sample(
 
 def _schedule(context: Context, sampling: SamplingConfig) -> Schedule:
     """That of the rollouts; or one program, where several would be compiled for this alone and all rows have room."""
-    planned = context.config.rollout
-    if sampling == context.sampling or planned.slots is not None:
+    planned, shared = context.config.rollout, sampling == context.sampling and context.config.rl.samples == 1
+    if shared or planned.slots is not None:
         return planned
     return Schedule(chunk=sampling.max_new_tokens)
 

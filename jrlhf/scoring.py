@@ -30,6 +30,7 @@ from jrlhf.model import Model
 from jrlhf.models.params import Params
 from jrlhf.places import Places
 from jrlhf.ppo import Rollout, RunningMoments, ScoreConfig, shape_scores
+from jrlhf.ppo.masked import masked_extremes
 from jrlhf.ppo.shaping import on_last_token
 from jrlhf.processes import from_main, is_main
 from jrlhf.rewards.functions import FunctionReward, RewardFailure
@@ -465,7 +466,8 @@ def combine(
 
 @jax.jit
 def _extremes(scores: Float[Array, "B"]) -> dict[str, Array]:
-    return {"mean": jnp.mean(scores), "max": jnp.max(scores), "min": jnp.min(scores)}
+    """Of the finite ones: critic/score/nonfinite counts the others."""
+    return masked_extremes(scores, jnp.isfinite(scores))
 
 
 def _named(name: str, numbers: Mapping[str, Array]) -> dict[str, Array]:

@@ -4,6 +4,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+from jaxtyping import Bool
+
 from jrlhf.meshes.peaks import Peak, peak_of
 from jrlhf.model import Architecture, Model
 from jrlhf.models.flops import Lengths, forward_operations, generation_seconds, training_operations
@@ -43,7 +46,15 @@ class Utilisation:
     layer_itemsize: int
     samples: int
 
-    def metrics(self, said: Mapping[str, float], prompts: Lengths, responses: Lengths) -> dict[str, float]:
+    def metrics(
+        self,
+        said: Mapping[str, float],
+        prompts: Lengths,
+        responses: Lengths,
+        *,
+        learned: Bool[np.ndarray, "B"] | None = None,
+        texts: Bool[np.ndarray, "B T"] | None = None,
+    ) -> dict[str, float]:
         """Model FLOP utilisation of training and scoring under verl's names, and generation against its roofline.
 
             perf/mfu/actor, perf/mfu/critic     training: forward and backward of every epoch that was computed
@@ -59,6 +70,8 @@ class Utilisation:
         compilation in the first iterations. A call that was not timed has none.
 
         said: the iteration's metrics, with `timing_s/*`. prompts, responses: tokens of each row.
+        learned: rows with tokens to learn from; None: all. Under a token budget an update computes no others.
+        texts: tokens that the actor imitates besides.
         """
         if self.peak is None:
             return {}
@@ -71,9 +84,14 @@ class Utilisation:
         base = 0.0
         if reference is not None:
             base = forward_operations(reference.config, lengths, "lm", reference.lora, responses)
-        trained = training_operations(actor.config, lengths, "lm", actor.lora, responses)
+        if learned is None or self.algorithm.micro_batch_tokens is None:
+            learned = np.ones_like(lengths, bool)
+        trained = training_operations(actor.config, lengths[learned], "lm", actor.lora, responses[learned])
+        if texts is not None:
+            ends = np.where(texts, np.arange(1, texts.shape[1] + 1), 0).max(axis=1)
+            trained += training_operations(actor.config, ends, "lm", actor.lora, texts.sum(axis=1))
         values, cost_values = (
-            0.0 if each is None else training_operations(each.config, lengths, "scalar", each.lora)
+            0.0 if each is None else training_operations(each.config, lengths[learned], "scalar", each.lora)
             for each in (critic, self.cost_critic)
         )
         one_pass = "timing_s/ref" not in said and "timing_s/old_log_prob" in said  # the reference is the actor's base

@@ -70,11 +70,14 @@ def grown(cache: LayerCache, size: int) -> LayerCache:
 
 
 def filled(cache: LayerCache, slots: Int[Array, "m"], other: LayerCache, rows: Int[Array, "m"]) -> LayerCache:
-    """The same cache with the first positions of these slots from so many rows of another, a slot past the end none."""
+    """The same cache with these slots' positions from so many rows of another, then zeros; a slot past the end none.
+
+    Later positions would weigh nothing, but nothing times a NaN that a slot's former row left there is NaN.
+    """
 
     def fill(x, axis, y):
-        at = (slots, *[slice(None)] * (axis - 1), slice(y.shape[axis]))
-        return x.at[at].set(y[rows], mode="drop")
+        rest = [(0, x.shape[axis] - y.shape[axis] if at == axis else 0) for at in range(x.ndim)]
+        return x.at[slots].set(jnp.pad(y[rows], rest), mode="drop")
 
     return cache.map(fill, other)
 

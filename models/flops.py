@@ -36,7 +36,9 @@ def lora_weights(config: ModelConfig, lora: LoRAConfig) -> int:
 def attention_operations(config: ModelConfig, lengths: Lengths) -> float:
     """Of causal attention's two products, forward: 4 a head, its size and a pair of positions (one sees the other)."""
     per_pair = 4.0 * config.heads * config.head_dim
-    return per_pair * sum(_pairs(lengths, config.window if local else None) for local in config.locality)
+    local = sum(config.locality)
+    pairs = local * _pairs(lengths, config.window) if local else 0.0
+    return per_pair * (pairs + (config.layers - local) * _pairs(lengths, None))
 
 
 def forward_operations(
@@ -116,9 +118,9 @@ def generation_seconds(
     rows = running.sum(axis=1)
     positions = prompts[None, :] + steps
     near = positions if config.window is None else np.minimum(positions, config.window)
-    seen = np.zeros(len(steps))  # in the mean of the layers
-    for local in config.locality:
-        seen += (running * (near if local else positions)).sum(axis=1) / config.layers
+    nearby = sum(config.locality) / config.layers  # of the layers
+    whole, local = ((running * each).sum(axis=1) for each in (positions, near))
+    seen = whole + nearby * (local - whole)  # in the mean of the layers
     read = copies * weight_bytes(config, itemsize, layer_itemsize=layer_itemsize) + seen * cache_bytes(config, itemsize)
     attention = 4.0 * config.layers * config.heads * config.head_dim * seen
     work = 2.0 * (layer_weights(config) + head_weights(config)) * rows + attention

@@ -40,7 +40,15 @@ from jrlhf.ppo.advantages import gae, group_advantages, group_spread, returns_to
 from jrlhf.ppo.config import GRPOConfig, PolicyConfig, PPOConfig, ReinforcePPConfig, ReMaxConfig, SafeRLHFConfig
 from jrlhf.ppo.kl import kl_estimate
 from jrlhf.ppo.losses import LOG_RATIO_LIMIT
-from jrlhf.ppo.masked import last_token_mask, masked_mean, masked_sum, masked_variance, masked_whiten, response_mask
+from jrlhf.ppo.masked import (
+    last_token_mask,
+    masked_extremes,
+    masked_mean,
+    masked_sum,
+    masked_variance,
+    masked_whiten,
+    response_mask,
+)
 from jrlhf.ppo.minibatches import row_axes
 from jrlhf.ppo.types import Experience, Rollout
 
@@ -426,13 +434,7 @@ def _within(mask: Array, x: Array) -> Array:
 
 
 def _spread(name: str, x: Array, mask: Array) -> dict[str, Array]:
-    """Mean, maximum and minimum where `mask`; 0 where it is empty."""
-    some = jnp.any(mask)
-    return {
-        f"{name}/mean": masked_mean(x, mask),
-        f"{name}/max": jnp.where(some, jnp.max(jnp.where(mask, x, -jnp.inf)), 0),
-        f"{name}/min": jnp.where(some, jnp.min(jnp.where(mask, x, jnp.inf)), 0),
-    }
+    return {f"{name}/{what}": number for what, number in masked_extremes(x, mask).items()}
 
 
 def _check_shapes(shape: tuple[int, ...], **arrays: Array | None) -> None:

@@ -30,6 +30,16 @@ def masked_mean(x: Float[Array, "*S"], mask: Bool[Array, "*S"], axis: int | None
     return masked_sum(x, mask, axis) / token_count(mask, axis)
 
 
+def masked_extremes(x: Float[Array, "*S"], mask: Bool[Array, "*S"]) -> dict[str, Float[Array, ""]]:
+    """Mean, maximum ("max") and minimum ("min") of `x` where `mask`; 0 where the mask is empty."""
+    some = jnp.any(mask)
+    return {
+        "mean": masked_mean(x, mask),
+        "max": jnp.where(some, jnp.max(jnp.where(mask, x, -jnp.inf)), 0),
+        "min": jnp.where(some, jnp.min(jnp.where(mask, x, jnp.inf)), 0),
+    }
+
+
 def masked_variance(x: Float[Array, "*S"], mask: Bool[Array, "*S"]) -> Float[Array, ""]:
     """Unbiased variance of `x` where `mask`, centred before it is squared; 0 for fewer than two elements."""
     count = jnp.sum(mask)

@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from jrlhf.ppo.masked import masked_mean
+
 
 @dataclass(frozen=True)
 class ScoreConfig:
@@ -133,7 +135,7 @@ def shape_scores(
         tokens = jnp.where(clock < response_lengths[:, None], scores, 0)
         scores = jnp.sum(tokens, axis=1)
     raw, lengths = scores, response_lengths.astype(jnp.float32)
-    metrics = {"score/raw/mean": jnp.mean(raw)}
+    metrics = {"score/raw/mean": masked_mean(raw, jnp.isfinite(raw))}
     factor = jnp.ones((), jnp.float32)
     if config.normalise:
         moments = moments.add(scores)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jrlhf.meshes import Call
 from jrlhf.meshes.hardware import Cluster
 from jrlhf.meshes.plan import Placement
+from jrlhf.planning.activations import WIDE
 from jrlhf.planning.collectives import Group, group, reallocation_seconds, stored, transfer_seconds
 from jrlhf.planning.prices import Price
 from jrlhf.planning.topology import home_of
@@ -131,12 +132,14 @@ class _Mesh:
         return self.layers * layer + self.tables * tables
 
     def sums(self) -> float:
-        """Gradients summed over `data`: scattered ones layer by layer, whole ones once for all layers."""
+        """Gradients summed over `data`: scattered ones layer by layer, whole ones in float32, once for all layers."""
         if self.data.size == 1 or self.model.lora is not None:
             return 0.0
         divided = self.stored.size * self.regathered.size
-        times, joined = (1, self.layers) if divided == 1 else (self.layers, 1)
-        layers = times * self.units.reduce(self.data, joined * self.layer_bytes / divided, self.matrices)
+        if divided == 1:
+            layers = self.units.reduce(self.data, self.layers * self.layer_bytes * WIDE / self.size, self.matrices)
+        else:
+            layers = self.layers * self.units.reduce(self.data, self.layer_bytes / divided, self.matrices)
         return layers + self.tables * self.units.reduce(self.data, self.table_bytes / self.fsdp.size)
 
 

@@ -166,6 +166,11 @@ GIVEN = ["stages=[grpo]", "rewards=[{name: a, function: f}]"]
             "ppo.scores.overlong_penalty=2.0 has no effect with ppo.scores.overlong_buffer=null: leave it out",
         ),
         (["ppo.scores={overlong_penalty: 2, overlong_buffer: 4}"], None),
+        (
+            ["ppo.scores.missing_eos_penalty=2", "ppo.algorithm.truncation=mask"],
+            "ppo.scores.missing_eos_penalty=2.0 has no effect with ppo.algorithm.truncation=mask, which leaves such "
+            "responses out: leave it out",
+        ),
         (["ppo.algorithm.old_logprobs=rollout", "ppo.top_p=1.0"], None),
         (
             ["ppo.algorithm.old_logprobs=rollout", "ppo.top_p=0.9"],

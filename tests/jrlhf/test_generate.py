@@ -87,6 +87,9 @@ def test_several_answers_to_a_prompt_differ_and_come_again(ask, tmp_path):
     assert [row["prompt"] for row in found[:3]] == [found[0]["prompt"]] * 3
     assert rows(ask, tmp_path, "-n", "3", "--seed", "1") == found
     assert rows(ask, tmp_path, "-n", "3", "--seed", "2") != found
+    assert (
+        rows(ask, tmp_path, "-n", "3", "--seed", "1", "--batch", "4") == found
+    )  # two batches, or three of two devices
     assert rows(ask, tmp_path, prompts=11)[10]["prompt"][0]["content"] == "What is 1 plus 10?"  # more than a batch
 
 
@@ -157,6 +160,7 @@ def test_answers_of_a_run_are_as_long_as_in_its_training(tmp_path, user, monkeyp
         (["--out", ".", "--file", "gone.jsonl"], "--out . is a directory"),
         (["--out", "/dev/null/x", "--file", "gone.jsonl"], "--out /dev/null/x cannot be written in /dev/null"),
         (["--prompt", "a", "-n", "0"], "must be at least 1"),
+        (["-n", "2"], "in a conversation each turn has one"),
         (["--prompt", "a", "--temperature", "-1"], "temperature=-1.0"),
         (["--prompt", "a", "--top-p", "2"], "top_p=2.0"),
         (["--prompt", "a", "--max-new-tokens", "0"], "max_new_tokens=0"),

@@ -152,6 +152,18 @@ def test_what_models_say_of_rows_is_added_to_what_is_said_of_texts(of_tokens):
         np.testing.assert_allclose(found.shaped, texts.sum(1) + rows, rtol=1e-5, atol=1e-6)
 
 
+def test_a_score_that_is_not_finite_leaves_the_others_in_the_metrics():
+    texts: Any = np.arange(ROWS, dtype=np.float32)
+    texts[[0, 2]] = np.nan, np.inf
+    context: Any = np.asarray(LENGTHS), np.ones(ROWS, bool), RunningMoments.create()
+    found = combine(partial(shape_scores, config=PLAIN, max_response=3), "rewards", {}, {}, texts, *context)
+    finite = texts[np.isfinite(texts)]
+    expected = {"mean": finite.mean(), "max": finite.max(), "min": finite.min()}
+    assert {name: float(x) for name, x in found.extremes.items()} == pytest.approx(expected)
+    assert float(found.shaping["score/raw/mean"]) == pytest.approx(finite.mean())
+    np.testing.assert_array_equal(found.raw, texts)
+
+
 def test_costs_have_names_of_their_own():
     def function(samples: Sequence[Sample], step: int) -> Scored:
         return Scored(np.arange(len(samples), dtype=float))

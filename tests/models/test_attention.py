@@ -86,6 +86,15 @@ def test_rows_enter_a_grown_cache(transposed):
         np.testing.assert_array_equal(by_position(found), expected)
 
 
+def test_what_a_slots_former_row_left_is_gone():
+    """Its NaN would spoil the next row even where their weight is 0."""
+    spoilt = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), empty(B, K, T + 3, H, jnp.float32))
+    prompts = prefill(normal(B, T, K, H), normal(B, T, K, H), T)
+    found = filled(spoilt, jnp.array([1]), prompts, jnp.array([0]))
+    assert np.isfinite(found.key[1]).all() and np.isfinite(found.value[1]).all()
+    assert np.isnan(found.key[jnp.array([0, 2])]).all()
+
+
 def by_loops(query, key, value, *, scale, softcap, window):
     """Attention position by position, in float64."""
     out = np.zeros(query.shape)

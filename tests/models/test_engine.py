@@ -28,6 +28,7 @@ from jrlhf.models.cache import transposes_keys
 from jrlhf.models.chunks import Programs
 from jrlhf.models.decoding import Decoder
 from jrlhf.models.engine import _Rollout
+from tests.models.test_families import CONFIGS
 
 CONFIG = ModelConfig(
     vocab_size=150, embed=32, layers=2, heads=4, kv_heads=2, head_dim=8, mlp=48, max_positions=64, qk_norm=True
@@ -41,24 +42,24 @@ SAMPLING = SamplingConfig(R, temperature=0.9, min_new_tokens=2, stop_ids=tuple(r
 class Setting:
     """Weights and prompts on a mesh, and what the plain program draws."""
 
-    def __init__(self, sizes, *, samples=1, lora=None, int8=False):
+    def __init__(self, sizes, *, config=CONFIG, samples=1, lora=None, int8=False):
         self.mesh = make_mesh(*sizes, devices=jax.devices()[: np.prod(sizes)])
-        self.samples, self.lora = samples, lora
+        self.config, self.samples, self.lora = config, samples, lora
         generator = np.random.default_rng(3)
         lengths = generator.integers(1, P + 1, U).astype(np.int32)
-        tokens = generator.integers(0, CONFIG.vocab_size, (U, P)).astype(np.int32)
+        tokens = generator.integers(0, config.vocab_size, (U, P)).astype(np.int32)
         with jax.set_mesh(self.mesh):
             rows = jax.NamedSharding(self.mesh, jax.P(AXES))
             self.prompts = jax.device_put((tokens, lengths), rows)
             self.keys = jax.device_put(jax.random.split(jax.random.key(7), U * samples), rows)
-            stacked = init_lm(CONFIG, jax.random.key(0))
-            layers = [jax.tree.map(lambda x, i=i: 4 * x[i], stacked["layers"]) for i in range(CONFIG.layers)]
-            base = jax.device_put({**stacked, "layers": layers}, param_shardings(CONFIG, self.mesh, GENERATE))
+            stacked = init_lm(config, jax.random.key(0))
+            layers = [jax.tree.map(lambda x, i=i: 4 * x[i], stacked["layers"]) for i in range(config.layers)]
+            base = jax.device_put({**stacked, "layers": layers}, param_shardings(config, self.mesh, GENERATE))
             base = to_int8(base) if int8 else base
             self.weights: Any = (base,)
             if lora is not None:
-                adapter = jax.tree.map(lambda x: x + 0.1, init_lora(CONFIG, lora, jax.random.key(1)))
-                self.weights = jax.device_put(adapter, lora_shardings(CONFIG, self.mesh, lora)), base
+                adapter = jax.tree.map(lambda x: x + 0.1, init_lora(config, lora, jax.random.key(1)))
+                self.weights = jax.device_put(adapter, lora_shardings(config, self.mesh, lora)), base
 
     def call(self, function, prompts, keys):
         first, *base = self.weights
@@ -66,12 +67,12 @@ class Setting:
             return jax.device_get(function(first, *prompts, keys, *base))
 
     def plain(self):
-        program = jax.jit(make_generate(CONFIG, self.mesh, SAMPLING, lora=self.lora))
+        program = jax.jit(make_generate(self.config, self.mesh, SAMPLING, lora=self.lora))
         repeated = jax.tree.map(lambda x: np.repeat(jax.device_get(x), self.samples, axis=0), self.prompts)
         return self.call(program, jax.device_put(repeated, self.keys.sharding), self.keys)
 
     def scheduled(self, schedule):
-        engine = Engine(CONFIG, self.mesh, SAMPLING, schedule, samples=self.samples, lora=self.lora)
+        engine = Engine(self.config, self.mesh, SAMPLING, schedule, samples=self.samples, lora=self.lora)
         return self.call(engine, self.prompts, self.keys)
 
 
@@ -117,6 +118,14 @@ def test_tokens_do_not_depend_on_the_schedule(alone, schedule, monkeypatch):
     assert (done["take"] > 0) == (schedule.buckets > 1) and (done["grow"] > 0) == (schedule.lengths > 1)
 
 
+@pytest.mark.parametrize("family", ["gemma", pytest.param("gpt2", marks=pytest.mark.slow)])
+def test_windows_and_learned_positions_count_from_a_rows_own_start(family, monkeypatch):
+    """In slots that others had before, and in caches that are longer or shorter than those of one program."""
+    monkeypatch.setattr(_Rollout, "warm", lambda self: None)
+    setting = Setting((1, 1, 1), config=CONFIGS[family])
+    assert_same(setting.scheduled(Schedule(slots=4, chunk=6, buckets=2, lengths=2, prefill=2)), setting.plain())
+
+
 def test_tokens_do_not_depend_on_how_keys_are_stored(alone, monkeypatch):
     setting, expected = alone
     assert transposes_keys(setting.mesh)  # on accelerators they are stored as values are
@@ -128,7 +137,7 @@ def test_tokens_do_not_depend_on_how_keys_are_stored(alone, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sizes", [(1, 2, 2), (2, 2, 2)])
+@pytest.mark.parametrize("sizes", [(1, 2, 2), (2, 2, 2), (1, 2, 4)])
 def test_groups_of_devices_refill_and_compact_together(sizes):
     setting = Setting(sizes)
     assert_same(setting.scheduled(Schedule(slots=8, chunk=6, buckets=2, lengths=1)), setting.plain())

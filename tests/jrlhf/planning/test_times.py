@@ -171,6 +171,16 @@ def test_gathers_of_fsdp():
     assert priced(place("generate", tensor=8), "reference.logprobs").parts["gathers"] == 0
 
 
+def test_gradients_of_whole_layers_are_summed_in_float32():
+    """Of tables, and of layers that are gathered, in the compute dtype: as their weights travel."""
+    time = priced(place("train", data=8), on=replace_link(450e9), rows=64, minibatches=1)
+    layers, tables = SMALL.layers * 218_103_808, 2 * 128256 * 4096
+    assert time.parts["gathers"] == pytest.approx(2 * 7 / 8 * (4 * layers + 2 * tables) / 450e9)
+    divided = priced(place("train", data=4, fsdp=2), on=replace_link(450e9), rows=64, minibatches=1)
+    travels = 3 * 1 / 2 * 2 * (layers + tables) + 2 * 3 / 4 * 2 * (layers + tables) / 2
+    assert divided.parts["gathers"] == pytest.approx(travels / 450e9)
+
+
 def replace_link(rate: float) -> Cluster:
     return replace(IDEAL, hardware=replace(IDEAL.hardware, link=rate))
 
