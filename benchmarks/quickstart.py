@@ -64,8 +64,8 @@ def main(config: str, seeds: list[int]) -> None:
             records = [each for each in read_metrics(path) if each["stage"] == stage]
             step = statistics.median(record["timing_s/step"] for record in records[1:])
             times = {"seconds": seconds, "seconds_per_iteration": step}
-            runs.append({"seed": seed, **times, **summary, "records": records})
-    curves = {run["seed"]: run.pop("records") for run in runs}
+            curves = {name: [each[name] for each in records] for name in ("step", *PANELS[config].values())}
+            runs.append({"seed": seed, **times, **summary, "curves": curves})
     versions = {name: importlib.metadata.version(name) for name in ("jax", "flax", "optax", "orbax-checkpoint")}
     result = {
         "command": f"python -m benchmarks.quickstart --config {config} --seeds {' '.join(map(str, seeds))}",
@@ -76,10 +76,10 @@ def main(config: str, seeds: list[int]) -> None:
     }
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / f"{config}.json").write_text(json.dumps(result, indent=1) + "\n")
-    draw(config, curves)
+    draw(config, runs)
 
 
-def draw(config: str, curves: dict[int, list[dict]]) -> None:
+def draw(config: str, runs: list[dict]) -> None:
     import matplotlib
 
     matplotlib.use("svg")
@@ -88,8 +88,8 @@ def draw(config: str, curves: dict[int, list[dict]]) -> None:
     panels = PANELS[config]
     figure, axes = plt.subplots(1, len(panels), figsize=(12, 3), layout="constrained")
     for axis, (title, metric) in zip(axes, panels.items(), strict=True):
-        for seed, records in curves.items():
-            axis.plot([each["step"] for each in records], [each[metric] for each in records], label=f"seed {seed}")
+        for run in runs:
+            axis.plot(run["curves"]["step"], run["curves"][metric], label=f"seed {run['seed']}")
         axis.set_title(title, fontsize=10)
         axis.set_xlabel("step" if config == "quickstart-dpo" else "iteration")
         if metric in LIMITS:

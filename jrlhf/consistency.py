@@ -246,7 +246,8 @@ def _check_used(config: Config) -> None:
             f"{name or 'ppo'}.scores.overlong_buffer=null",
         ),
         (
-            algorithm.truncation == "mask",
+            # ReMax's baselines are scores of such responses, too; a dataflow of one's own may read them.
+            algorithm.truncation == "mask" and name != "remax" and config.rl.dataflow is None,
             f"{name or 'ppo'}.scores",
             scores,
             ("missing_eos_penalty",),

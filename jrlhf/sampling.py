@@ -37,7 +37,7 @@ def sample(
     """
     mesh, batch = context.mesh, context.config.rl.rollout_batch
     drawn = sampling or context.sampling
-    run = programs.generate(policy.architecture, mesh, context.compute, drawn, _schedule(context, drawn))
+    run = programs.generate(policy.architecture, mesh, context.compute, drawn, schedule_for(context, drawn))
     weights = programs.generation_weights(policy.awake(), mesh, context.compute)
     responses: list[Response] = []
     for start in range(0, len(prompts), batch):
@@ -50,12 +50,17 @@ def sample(
     return responses
 
 
-def _schedule(context: Context, sampling: SamplingConfig) -> Schedule:
-    """That of the rollouts; or one program, where several would be compiled for this alone and all rows have room."""
-    planned, shared = context.config.rollout, sampling == context.sampling and context.config.rl.samples == 1
-    if shared or planned.slots is not None:
+def schedule_for(context: Context, sampling: SamplingConfig) -> Schedule:
+    """That of the rollouts; or few programs, where many would be compiled for this alone and all rows have room.
+
+    Then prompts are read in waves, as rollouts read them: all at once they may not fit.
+    """
+    planned, section, limit = context.config.rollout, context.config.rl, sampling.max_new_tokens
+    shared = sampling == context.sampling and section.samples == 1
+    if shared or planned.slots is not None or planned.is_one_program(section.rollout_batch, limit):
         return planned
-    return Schedule(chunk=sampling.max_new_tokens)
+    rows = section.rollout_batch * context.mesh.shape["tensor"] // context.mesh.size  # of a group of devices
+    return Schedule(chunk=limit, buckets=1, lengths=1, prefill=planned.prefill or max(1, rows // 8))
 
 
 def score_sequences(context: Context, reward: Model, sequences: Sequence[Sequence[int]]) -> np.ndarray:

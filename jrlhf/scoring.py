@@ -466,8 +466,9 @@ def combine(
 
 @jax.jit
 def _extremes(scores: Float[Array, "B"]) -> dict[str, Array]:
-    """Of the finite ones: critic/score/nonfinite counts the others."""
-    return masked_extremes(scores, jnp.isfinite(scores))
+    """Of the finite ones; and how many others there are."""
+    finite = jnp.isfinite(scores)
+    return masked_extremes(scores, finite) | {"nonfinite": jnp.sum(~finite, dtype=jnp.float32)}
 
 
 def _named(name: str, numbers: Mapping[str, Array]) -> dict[str, Array]:

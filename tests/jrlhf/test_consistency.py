@@ -171,6 +171,14 @@ GIVEN = ["stages=[grpo]", "rewards=[{name: a, function: f}]"]
             "ppo.scores.missing_eos_penalty=2.0 has no effect with ppo.algorithm.truncation=mask, which leaves such "
             "responses out: leave it out",
         ),
+        (
+            [
+                "stages=[sft, reward_model, remax]",
+                "remax.scores.missing_eos_penalty=2",
+                "remax.algorithm.truncation=mask",
+            ],
+            None,
+        ),
         (["ppo.algorithm.old_logprobs=rollout", "ppo.top_p=1.0"], None),
         (
             ["ppo.algorithm.old_logprobs=rollout", "ppo.top_p=0.9"],

@@ -4,8 +4,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 
-from jrlhf.sampling import Response, read_responses
+from jrlhf.meshes import make_mesh
+from jrlhf.models import SamplingConfig, Schedule
+from jrlhf.sampling import Response, read_responses, schedule_for
 
 
 def test_no_more_responses_are_decoded_than_are_asked_for():
@@ -26,3 +29,22 @@ def test_no_more_responses_are_decoded_than_are_asked_for():
     assert read_responses(tokenizer, rollout, 2) == expected[:2]
     assert decoded == [(1, 2), (6, 7)]
     assert read_responses(tokenizer, rollout) == expected
+
+
+@pytest.mark.parametrize(
+    ("planned", "samples", "greedy", "expected"),
+    [
+        (Schedule(), 1, False, Schedule()),  # the rollouts' programs serve
+        (Schedule(), 8, False, Schedule(chunk=256, buckets=1, lengths=1, prefill=4)),
+        (Schedule(), 1, True, Schedule(chunk=256, buckets=1, lengths=1, prefill=4)),
+        (Schedule(prefill=2), 8, False, Schedule(chunk=256, buckets=1, lengths=1, prefill=2)),
+        (Schedule(chunk=256), 8, False, Schedule(chunk=256)),  # one program already
+        (Schedule(slots=64), 8, False, Schedule(slots=64)),  # others have no room
+    ],
+)
+def test_few_programs_are_compiled_for_what_is_sampled_beside_rollouts(planned, samples, greedy, expected):
+    rollouts = SamplingConfig(256)
+    section = SimpleNamespace(samples=samples, rollout_batch=128)
+    config = SimpleNamespace(rollout=planned, rl=section)
+    context: Any = SimpleNamespace(config=config, sampling=rollouts, mesh=make_mesh(2, 2, 2))
+    assert schedule_for(context, SamplingConfig(256, temperature=0.0) if greedy else rollouts) == expected

@@ -158,7 +158,7 @@ def test_a_score_that_is_not_finite_leaves_the_others_in_the_metrics():
     context: Any = np.asarray(LENGTHS), np.ones(ROWS, bool), RunningMoments.create()
     found = combine(partial(shape_scores, config=PLAIN, max_response=3), "rewards", {}, {}, texts, *context)
     finite = texts[np.isfinite(texts)]
-    expected = {"mean": finite.mean(), "max": finite.max(), "min": finite.min()}
+    expected = {"mean": finite.mean(), "max": finite.max(), "min": finite.min(), "nonfinite": 2.0}
     assert {name: float(x) for name, x in found.extremes.items()} == pytest.approx(expected)
     assert float(found.shaping["score/raw/mean"]) == pytest.approx(finite.mean())
     np.testing.assert_array_equal(found.raw, texts)
@@ -176,6 +176,7 @@ def test_costs_have_names_of_their_own():
         "cost/mean",
         "cost/max",
         "cost/min",
+        "cost/nonfinite",
         *(f"costs/words/{x}" for x in ("mean", "std", "failures")),
     }
     assert said["cost/max"] == 3.5
