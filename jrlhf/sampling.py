@@ -60,7 +60,8 @@ def schedule_for(context: Context, sampling: SamplingConfig) -> Schedule:
     if shared or planned.slots is not None or planned.is_one_program(section.rollout_batch, limit):
         return planned
     rows = section.rollout_batch * context.mesh.shape["tensor"] // context.mesh.size  # of a group of devices
-    return Schedule(chunk=limit, buckets=1, lengths=1, prefill=planned.prefill or max(1, rows // 8))
+    wave = planned.waves(rows, rows, context.config.data.max_prompt)[-1]
+    return Schedule(chunk=limit, buckets=1, lengths=1, prefill=wave)
 
 
 def score_sequences(context: Context, reward: Model, sequences: Sequence[Sequence[int]]) -> np.ndarray:

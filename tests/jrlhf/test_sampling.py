@@ -38,6 +38,7 @@ def test_no_more_responses_are_decoded_than_are_asked_for():
         (Schedule(), 8, False, Schedule(chunk=256, buckets=1, lengths=1, prefill=4)),
         (Schedule(), 1, True, Schedule(chunk=256, buckets=1, lengths=1, prefill=4)),
         (Schedule(prefill=2), 8, False, Schedule(chunk=256, buckets=1, lengths=1, prefill=2)),
+        (Schedule(prefill=99), 8, False, Schedule(chunk=256, buckets=1, lengths=1, prefill=32)),  # all of a group
         (Schedule(chunk=256), 8, False, Schedule(chunk=256)),  # one program already
         (Schedule(slots=64), 8, False, Schedule(slots=64)),  # others have no room
     ],
@@ -45,6 +46,6 @@ def test_no_more_responses_are_decoded_than_are_asked_for():
 def test_few_programs_are_compiled_for_what_is_sampled_beside_rollouts(planned, samples, greedy, expected):
     rollouts = SamplingConfig(256)
     section = SimpleNamespace(samples=samples, rollout_batch=128)
-    config = SimpleNamespace(rollout=planned, rl=section)
+    config = SimpleNamespace(rollout=planned, rl=section, data=SimpleNamespace(max_prompt=512))
     context: Any = SimpleNamespace(config=config, sampling=rollouts, mesh=make_mesh(2, 2, 2))
     assert schedule_for(context, SamplingConfig(256, temperature=0.0) if greedy else rollouts) == expected
