@@ -21,6 +21,7 @@ from jrlhf.pretrained import describe
 from jrlhf.processes import from_main
 from jrlhf.programs import mesh_of
 from jrlhf.report import write_report
+from jrlhf.runs import SUMMARY
 from jrlhf.scoring import Rewards
 from jrlhf.sources import ENDS
 from jrlhf.tokenizer import Tokenizer
@@ -62,8 +63,8 @@ def _summarise(
     if first is not None:
         _write_samples(context, first, second)
         summary["held_out"] = compare(first, second)
-    summary |= {**_from_metrics(context), "phases": dict(phases)}
-    context.run.write("summary.json", json.dumps(summary, indent=2, allow_nan=False) + "\n")
+    summary |= {**_from_metrics(context), "chat": context.task.chat, "phases": dict(phases)}
+    context.run.write(SUMMARY, json.dumps(summary, indent=2, allow_nan=False) + "\n")
     return summary
 
 

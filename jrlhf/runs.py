@@ -19,6 +19,7 @@ from jrlhf.files import append_jsonl, write_atomic
 from jrlhf.resuming import changes
 
 CONFIG, PLAN, ENVIRONMENT, SAMPLES = "config.yaml", "plan.yaml", "environment.txt", "samples.jsonl"
+SUMMARY = "summary.json"
 TOKENIZER = "tokenizer.json"
 _LOCK = ".lock"
 

@@ -65,6 +65,7 @@ class Task:
     pairs: (context, policy) -> pairs to learn from and held-out ones. The built-in task samples them from the policy.
     prompts, heldout: to answer in reinforcement learning, and to validate on.
     gold: a measure that only measures; None where the run's own rewards are all there is.
+    chat: whether the model is given conversations, or plain text.
     """
 
     tokenizer: Tokenizer
@@ -75,3 +76,4 @@ class Task:
     prompts: Prompts | None = None
     heldout: Prompts | None = None
     gold: Callable[[Sequence[Example], Sequence[str]], Grades] | None = None
+    chat: bool = False

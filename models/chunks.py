@@ -86,7 +86,8 @@ class Programs:
         self._chunk = jax.jit(
             self._with_weights(self._run_chunk, (slots, OWN, SHARED), (slots, OWN)), donate_argnums=(2, 3)
         )
-        self._admit = jax.jit(self._with_weights(self._run_admit, (slots, SHARED, SHARED), slots), donate_argnums=2)
+        self._prefill = jax.jit(self._with_weights(self._prefilled, (SHARED, SHARED), CACHE))
+        self._fill = jax.jit(self._mapped(_filled, (slots, CACHE, SHARED, SHARED), slots), donate_argnums=0)
         self._take_cache = jax.jit(self._mapped(_taken, (CACHE, SHARED), CACHE))
         self._take_rows = jax.jit(self._mapped(self._taken_rows, (OWN, SHARED), OWN))
         stored = NamedSharding(mesh, CACHE)
@@ -125,7 +126,8 @@ class Programs:
 
     def admit(self, params: Params, adapter: Params, slots: Slots, pool: Pool, admitted: Admitted) -> Slots:
         """Prefills prompts, all samples of one from one pass, into their slots. Donates the slots."""
-        return self._admit(params, adapter, slots, pool, admitted)
+        prefilled = self._prefill(params, adapter, pool, admitted.prompts)
+        return self._fill(slots, prefilled, pool, admitted)
 
     def chunk(
         self, params: Params, adapter: Params, slots: Slots, results: Results, row_of: Int[Array, "b"]
@@ -169,14 +171,8 @@ class Programs:
         )
         return Slots(caches, rows), results
 
-    def _run_admit(self, weights: Params, slots: Slots, pool: Pool, admitted: Admitted) -> Slots:
-        prompts, lengths = pool.prompts[admitted.prompts], pool.lengths[admitted.prompts]
-        source, slot = admitted.source, admitted.slot
-        prefilled = self._decoder.prefill(weights, prompts, prompts.shape[1])
-        caches = [filled(old, slot, new, source) for old, new in zip(slots.caches, prefilled, strict=True)]
-        fresh = first_rows(prompts[source], lengths[source], pool.keys[admitted.row])
-        rows = jax.tree.map(lambda x, y: x.at[slot].set(y, mode="drop"), all_rows(slots.rows), fresh)
-        return Slots(caches, jax.tree.map(own_rows, rows))
+    def _prefilled(self, weights: Params, pool: Pool, prompts: Int[Array, "g"]) -> list[LayerCache]:
+        return self._decoder.prefill(weights, pool.prompts[prompts], pool.prompts.shape[1])
 
     def _taken_rows(self, rows: Rows, kept: Int[Array, "b"]) -> Rows:
         return jax.tree.map(lambda x: own_rows(x[kept]), all_rows(rows))
@@ -204,6 +200,15 @@ class Programs:
 
     def _put(self, tree: Any, spec: P) -> Any:
         return to_devices(tree, NamedSharding(self._mesh, spec))
+
+
+def _filled(slots: Slots, prefilled: list[LayerCache], pool: Pool, admitted: Admitted) -> Slots:
+    source, slot = admitted.source, admitted.slot
+    caches = [filled(old, slot, new, source) for old, new in zip(slots.caches, prefilled, strict=True)]
+    prompts = admitted.prompts[source]
+    fresh = first_rows(pool.prompts[prompts], pool.lengths[prompts], pool.keys[admitted.row])
+    rows = jax.tree.map(lambda x, y: x.at[slot].set(y, mode="drop"), all_rows(slots.rows), fresh)
+    return Slots(caches, jax.tree.map(own_rows, rows))
 
 
 def _taken(cache: LayerCache, kept: Int[Array, "c"]) -> LayerCache:

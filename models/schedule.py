@@ -25,8 +25,8 @@ class Schedule:
         where every row has a slot and responses fit a chunk; else an eighth of what the slots hold, or, while so many
         wait and have room, 2048 tokens.
 
-    Every pair of a bucket and a length is a compiled program, and so is every pair of a length and a number of prompts
-    prefilled together, of which there are at most two.
+    Every pair of a bucket and a length is a compiled program, and so is every number of prompts prefilled together, of
+    which there are at most two. What moves rows between caches is compiled for each pair, too, but is small.
 
     Raises:
         ValueError: a number below 1.

@@ -33,12 +33,13 @@ def load_task(config: Config, tokenizer: Tokenizer) -> Task:
     used += ["heldout"] if data.heldout.path is not None and config.algorithm is not None else []
     datasets = {key: _read(key, getattr(data, key)) for key in used}
     lines = [f"data.{key}: {dataset.describe()}" for key, dataset in datasets.items()]
-    splits = keep_apart(datasets, data.heldout_rows)
+    splits, met = keep_apart(datasets, data.heldout_rows), list[Example]()
 
     def encoded(key: str, part: str, dataset: Dataset, encode: Callable[..., Encoded], **limits: int) -> Encoded | None:
         if not dataset.examples:
             return None
         found = encode(dataset, tokenizer, overlong=data.overlong, chat=data.chat, system=data.system, **limits)
+        met.extend(found.examples)
         lines.append(f"data.{key}, {part}: {found.describe()}")
         return found
 
@@ -69,6 +70,7 @@ def load_task(config: Config, tokenizer: Tokenizer) -> Task:
         pairs=pairs,
         prompts=prompts,
         heldout=heldout,
+        chat=any(isinstance(example.prompt, tuple) for example in met),
     )
 
 

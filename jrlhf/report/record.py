@@ -13,10 +13,9 @@ from jrlhf.errors import UserError
 from jrlhf.files import read_jsonl
 from jrlhf.meshes.plan import Plan, plan_of
 from jrlhf.metrics import METRICS, read_metrics
-from jrlhf.runs import CONFIG, ENVIRONMENT, PLAN, SAMPLES
+from jrlhf.runs import CONFIG, ENVIRONMENT, PLAN, SAMPLES, SUMMARY
 from jrlhf.strict import flatten, parse_yaml
 
-SUMMARY = "summary.json"
 TITLES = {
     "dpo": "DPO",
     "ppo": "PPO",

@@ -138,6 +138,14 @@ def test_a_run_is_a_model(ask, tmp_path, user):
     assert ask("--prompt", "Why?", "--temperature", "0", model=tmp_path / "run")[0] == 0
 
 
+@pytest.mark.parametrize(("summary", "chat"), [({"chat": False}, False), ({"chat": True}, True), ({}, True)])
+def test_a_run_that_learnt_from_plain_text_is_asked_in_plain_text(ask, tmp_path, user, summary, chat):
+    (tmp_path / "model").symlink_to(user / "actor")
+    (tmp_path / "summary.json").write_text(json.dumps(summary))
+    code, printed, _ = ask("--prompt", "Why?", "--temperature", "0", model=tmp_path)
+    assert code == 0 and ("<|im_start|>user" in printed) is chat
+
+
 def test_answers_of_a_run_are_as_long_as_in_its_training(tmp_path, user, monkeypatch):
     asked = []
 

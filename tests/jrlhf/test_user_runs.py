@@ -364,6 +364,21 @@ def test_prompts_that_are_too_long_are_counted(settings, tmp_path, overlong, tol
         described("error")
 
 
+@pytest.mark.parametrize(
+    ("prompt", "chat", "met"),
+    [
+        ("Why?", False, False),
+        ("Why?", True, True),
+        ([{"role": "user", "content": "Why?"}], False, True),
+    ],
+)
+def test_a_task_says_whether_the_model_is_given_conversations(settings, tmp_path, prompt, chat, met):
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": prompt}) + "\n")
+    prompts = {"path": str(tmp_path / "rows.jsonl"), "columns": {}}
+    config = build(Config, settings(data={"prompts": prompts, "heldout_rows": 0, "chat": chat}))
+    assert load_task(config, select_mesh(config)[1]["actor"]).chat is met
+
+
 def timeless(records: list[dict]) -> list[dict]:
     """Records without what depends on the clock, or on what this process had compiled before."""
     dependent = ("perf/throughput", "perf/compilations")
