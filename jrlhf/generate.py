@@ -30,7 +30,7 @@ from jrlhf.models.hf import load_adapter, read_config
 from jrlhf.models.params import check_tensor
 from jrlhf.pretrained import load_weights, locate
 from jrlhf.programs import Compute
-from jrlhf.runs import CONFIG, SUMMARY
+from jrlhf.runs import CONFIG, read_summary
 from jrlhf.sampling import Response, read_responses
 from jrlhf.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 
@@ -168,6 +168,7 @@ def _run(options: argparse.Namespace) -> None:
         raise UserError(f"-n {options.n} answers need a --prompt or a --file: in a conversation each turn has one")
     examples = _examples(options)  # before the model, which takes longer
     data = _trained_with(options.model)
+    plain = options.raw or not read_summary(Path(options.model).expanduser()).get("chat", True)  # as a run was trained
     if options.max_new_tokens is None:
         options.max_new_tokens = data.max_response
     sampling = {name: getattr(options, name) for name in ("max_new_tokens", "temperature", "top_k", "top_p")}
@@ -185,7 +186,7 @@ def _run(options: argparse.Namespace) -> None:
         platform=options.platform,
         data=data,
     )
-    chat = generator.tokenizer.chat_template is not None and not options.raw and _converses(options.model)
+    chat = generator.tokenizer.chat_template is not None and not plain
     with jax.set_mesh(generator.mesh):
         if interactive:
             _converse(generator, options, chat)
@@ -211,12 +212,6 @@ def _trained_with(model: str) -> DataConfig:
     """How the prompts of a run were made, where `model` is a run; otherwise the defaults."""
     saved = Path(model).expanduser() / CONFIG
     return load_config(str(saved)).data if saved.is_file() else DataConfig(max_response=TOKENS)
-
-
-def _converses(model: str) -> bool:
-    """False where `model` is a run that was trained on plain text."""
-    saved = Path(model).expanduser() / SUMMARY
-    return not saved.is_file() or json.loads(saved.read_text(encoding="utf-8")).get("chat", True)
 
 
 def _examples(options: argparse.Namespace) -> list[Example]:

@@ -5,6 +5,7 @@ import datetime
 import errno
 import fcntl
 import importlib.metadata
+import json
 import os
 import platform
 import shutil
@@ -12,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from jrlhf.config import Config, config_yaml
 from jrlhf.errors import UserError
@@ -19,8 +21,7 @@ from jrlhf.files import append_jsonl, write_atomic
 from jrlhf.resuming import changes
 
 CONFIG, PLAN, ENVIRONMENT, SAMPLES = "config.yaml", "plan.yaml", "environment.txt", "samples.jsonl"
-SUMMARY = "summary.json"
-TOKENIZER = "tokenizer.json"
+SUMMARY, TOKENIZER = "summary.json", "tokenizer.json"
 _LOCK = ".lock"
 
 
@@ -55,6 +56,22 @@ class Run:
         """Replaces a file of the directory."""
         if self.writes:
             write_atomic(self.path / name, text)
+
+
+def read_summary(directory: Path) -> dict[str, Any]:
+    """What a run's summary.json says; nothing where the run has not ended.
+
+    Raises:
+        UserError: it is damaged.
+    """
+    path = directory / SUMMARY
+    try:
+        summary = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    except ValueError as error:
+        raise UserError(f"{path} is not JSON ({error}): delete it and resume the run") from error
+    if not isinstance(summary, dict):
+        raise UserError(f"{path} is not a JSON object: delete it and resume the run")
+    return summary
 
 
 def share_run(config: Config) -> Run:

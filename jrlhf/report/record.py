@@ -1,6 +1,5 @@
 """What a run has written, as the report reads it. Files, stages and figures that are not there are empty."""
 
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,7 @@ from jrlhf.errors import UserError
 from jrlhf.files import read_jsonl
 from jrlhf.meshes.plan import Plan, plan_of
 from jrlhf.metrics import METRICS, read_metrics
-from jrlhf.runs import CONFIG, ENVIRONMENT, PLAN, SAMPLES, SUMMARY
+from jrlhf.runs import CONFIG, ENVIRONMENT, PLAN, SAMPLES, read_summary
 from jrlhf.strict import flatten, parse_yaml
 
 TITLES = {
@@ -127,10 +126,6 @@ def read_run(run_dir: Path | str) -> Record:
         return (directory / name).read_text(encoding="utf-8") if (directory / name).exists() else ""
 
     try:
-        summary = json.loads(text(SUMMARY) or "{}")
-    except ValueError as error:
-        raise UserError(f"{directory / SUMMARY} is not JSON ({error}): delete it and resume the run") from error
-    try:
         plan = plan_of(yaml.safe_load(text(PLAN))) if text(PLAN) else None
     except (ValueError, yaml.YAMLError) as error:
         reason = str(error).split("\n")[0]
@@ -145,6 +140,6 @@ def read_run(run_dir: Path | str) -> Record:
         environment=text(ENVIRONMENT),
         metrics=metrics,
         samples=list(read_jsonl(directory / SAMPLES)),
-        summary=summary,
+        summary=read_summary(directory),
         plan=plan,
     )

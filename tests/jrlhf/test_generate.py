@@ -144,6 +144,10 @@ def test_a_run_that_learnt_from_plain_text_is_asked_in_plain_text(ask, tmp_path,
     (tmp_path / "summary.json").write_text(json.dumps(summary))
     code, printed, _ = ask("--prompt", "Why?", "--temperature", "0", model=tmp_path)
     assert code == 0 and ("<|im_start|>user" in printed) is chat
+    for damaged in ("{", "[]"):
+        (tmp_path / "summary.json").write_text(damaged)
+        code, printed, error = ask("--prompt", "Why?", model=tmp_path)
+        assert code == 2 and "summary.json is not" in error and error.count("\n") == 1 and printed == ""
 
 
 def test_answers_of_a_run_are_as_long_as_in_its_training(tmp_path, user, monkeypatch):
