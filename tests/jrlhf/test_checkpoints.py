@@ -230,7 +230,7 @@ def test_a_flipped_bit_anywhere_is_seen_or_has_no_effect(two_steps, tmp_path, ca
     assert "Traceback" not in capfd.readouterr().err and not reports
 
 
-@pytest.mark.parametrize("how", ["truncated", "deleted"])
+@pytest.mark.parametrize("how", [pytest.param("truncated", marks=pytest.mark.slow), "deleted"])
 def test_a_file_that_is_cut_or_gone_is_seen_or_has_no_effect(two_steps, tmp_path, capfd, reports, how):
     steps = []
     for name in files_of(two_steps[0] / "2"):

@@ -190,7 +190,9 @@ def test_three_iterations_asleep_are_those_awake_and_every_byte_is_in_its_place(
     assert {f"timing_s/{name}" for name in (*CALLS, "sleep", "step")} == set(watch.take())
 
 
-@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize(
+    "part", [pytest.param(part, marks=pytest.mark.slow if part in ("critic", "reward") else []) for part in PARTS]
+)
 def test_each_part_sleeps_by_itself(part, sleepers, awake):
     words, usual = awake
     watch, size = sleepers.begin(replace(SleepConfig(), **{part: "host"}))

@@ -72,7 +72,13 @@ def test_xla(case, dtype, tile):
     check(partial(token_logprobs, **options(case), tile=tile, implementation="xla"), case, dtype)
 
 
-@pytest.mark.parametrize("case, dtype", [*((case, jnp.float32) for case in CASES), ("all", jnp.bfloat16)])
+@pytest.mark.parametrize(
+    "case, dtype",
+    [
+        *(pytest.param(case, jnp.float32, marks=[] if case == "all" else pytest.mark.slow) for case in CASES),
+        ("all", jnp.bfloat16),
+    ],
+)
 def test_pallas_tpu(case, dtype, tpu_params):
     forward = pallas_tpu.Forward(tokens=128, vocabulary=512, embed=128, interpret=tpu_params)
     backward = pallas_tpu.Backward(tokens=128, vocabulary=256, interpret=tpu_params)

@@ -118,7 +118,8 @@ def test_tokens_do_not_depend_on_the_schedule(alone, schedule, monkeypatch):
     assert (done["take"] > 0) == (schedule.buckets > 1) and (done["grow"] > 0) == (schedule.lengths > 1)
 
 
-@pytest.mark.parametrize("family", ["gemma", pytest.param("gpt2", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gemma", "gpt2"])
 def test_windows_and_learned_positions_count_from_a_rows_own_start(family, monkeypatch):
     """In slots that others had before, and in caches that are longer or shorter than those of one program."""
     monkeypatch.setattr(_Rollout, "warm", lambda self: None)

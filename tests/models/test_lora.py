@@ -1,7 +1,7 @@
 """Adapters on one frozen base, against the plain decoder with dense weights W + a b: values, gradients, sharing."""
 
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -121,8 +121,9 @@ def weighted_sum(outputs):
 
 @pytest.fixture(scope="module")
 def expected(reference):
-    """Per case: base and adapters on the host, and the plain decoder's outputs and gradients by the adapters."""
+    """Of a case: base and adapters on the host, and the plain decoder's outputs and gradients by the adapters."""
 
+    @cache
     def compute(config, lora):
         base = reference.random_params(config)
         adapters = random_adapter(config, lora), random_adapter(config, lora, "scalar", seed=4)
@@ -136,14 +137,14 @@ def expected(reference):
         (_, outputs), gradients = fast_jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))(*adapters)
         return base, adapters, jax.device_get((outputs, gradients))
 
-    return {case: compute(*case) for case in ((EVERYTHING, FULL), (LOCAL, SOME))}
+    return compute
 
 
 @pytest.mark.parametrize(
     ("config", "lora", "sizes", "axis_type", "remat"),
     [
         (EVERYTHING, FULL, (2, 2, 2), AxisType.Explicit, "full"),
-        (LOCAL, SOME, (1, 2, 4), AxisType.Auto, "gather"),
+        pytest.param(LOCAL, SOME, (1, 2, 4), AxisType.Auto, "gather", marks=pytest.mark.slow),
         pytest.param(EVERYTHING, FULL, (1, 1, 8), AxisType.Auto, "gather", marks=pytest.mark.slow),
         pytest.param(LOCAL, SOME, (1, 8, 1), AxisType.Explicit, "full", marks=pytest.mark.slow),
     ],
@@ -151,7 +152,7 @@ def expected(reference):
 )
 def test_outputs_and_gradients_are_those_of_the_dense_sum(expected, config, lora, sizes, axis_type, remat):
     mesh = make_mesh(*sizes, devices=jax.devices()[: np.prod(sizes)], axis_type=axis_type)
-    base, adapters, (outputs, gradients) = expected[config, lora]
+    base, adapters, (outputs, gradients) = expected(config, lora)
     tokens, lengths = batch(config)
     logprobs = make_logprobs(config, mesh, GENERATE, temperature=0.7, remat=remat, lora=lora)
     values, scores = (make(config, mesh, GENERATE, remat=remat, lora=lora) for make in (make_values, make_scores))
@@ -183,12 +184,15 @@ def same_gradient(path, actual, expected):
 
 @pytest.mark.parametrize(
     ("config", "lora", "int8", "dtype"),
-    [(EVERYTHING, FULL, False, jnp.float32), (LOCAL, SOME, True, jnp.bfloat16)],
+    [
+        (EVERYTHING, FULL, False, jnp.float32),
+        pytest.param(LOCAL, SOME, True, jnp.bfloat16, marks=pytest.mark.slow),
+    ],
     ids=["float32", "int8-bfloat16"],
 )
 def test_one_pass_scores_an_adapter_and_its_base_as_two_do(expected, config, lora, int8, dtype):
     mesh = make_mesh(1, 2, 2, devices=jax.devices()[:4])
-    base, (adapter, _), _ = expected[config, lora]
+    base, (adapter, _), _ = expected(config, lora)
     tokens, _ = batch(config)
     options: Any = {"temperature": 0.7, "dtype": dtype}
     with jax.set_mesh(mesh):
@@ -226,7 +230,7 @@ def test_a_new_adapter_is_drawn_as_peft_draws_it_and_changes_nothing(expected):
     mesh = make_mesh(1, 2, 4)
     tokens, _ = batch()
     with jax.set_mesh(mesh):
-        base = on(mesh, config, expected[EVERYTHING, FULL][0])
+        base = on(mesh, config, expected(EVERYTHING, FULL)[0])
         placed = jax.device_put(adapter, lora_shardings(config, mesh, lora))
         adapted = fast_jit(make_logprobs(config, mesh, GENERATE, lora=lora))(placed, tokens, base)
         plain = fast_jit(make_logprobs(config, mesh, GENERATE))(base, tokens)
@@ -265,7 +269,7 @@ def test_adapters_are_sliced_where_their_projection_is():
 @pytest.mark.parametrize("stacked", [False, True])
 def test_merged_weights_are_the_dense_sum_in_the_base_dtype(expected, stacked):
     config, lora = EVERYTHING, FULL
-    base, (_, adapter), _ = expected[config, lora]
+    base, (_, adapter), _ = expected(config, lora)
     want = dense(base, adapter, lora.scale)
     mesh = make_mesh(2, 2, 2)
     with jax.set_mesh(mesh):

@@ -69,7 +69,7 @@ def same(path, actual, expected):
     ("sizes", "layout", "axis_type"),
     [
         ((1, 4, 2), TRAIN, AxisType.Explicit),
-        ((1, 4, 2), TRAIN_TP, AxisType.Explicit),
+        pytest.param((1, 4, 2), TRAIN_TP, AxisType.Explicit, marks=pytest.mark.slow),
         pytest.param((1, 1, 1), TRAIN, AxisType.Explicit, marks=pytest.mark.slow),
         pytest.param((2, 2, 2), TRAIN, AxisType.Auto, marks=pytest.mark.slow),
     ],
@@ -89,8 +89,8 @@ def test_sums_equal_the_summed_terms(reference, sizes, layout, axis_type):
     ("sizes", "layout", "axis_type", "span"),
     [
         ((1, 4, 2), TRAIN, AxisType.Explicit, 2),
-        ((1, 4, 2), TRAIN_TP, AxisType.Explicit, 4),
-        ((1, 1, 1), TRAIN, AxisType.Auto, LENGTH),
+        pytest.param((1, 4, 2), TRAIN_TP, AxisType.Explicit, 4, marks=pytest.mark.slow),
+        pytest.param((1, 1, 1), TRAIN, AxisType.Auto, LENGTH, marks=pytest.mark.slow),
         pytest.param((2, 2, 2), TRAIN, AxisType.Auto, 3, marks=pytest.mark.slow),
     ],
     ids=lambda x: getattr(x, "name", None) or str(x),

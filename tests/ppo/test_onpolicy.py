@@ -82,9 +82,14 @@ def separately(toy, config, rollout, scores, ref):
     "config",
     [
         PPOConfig(truncation="bootstrap"),
-        PPOConfig(truncation="mask", entropy_coef=0.1, kl_estimator="k2", value_clip=None, target_kl=0.1),
+        pytest.param(
+            PPOConfig(truncation="mask", entropy_coef=0.1, kl_estimator="k2", value_clip=None, target_kl=0.1),
+            marks=pytest.mark.slow,
+        ),
         PPOConfig(kl_in="loss", kl_estimator="k3", aggregation="seq-mean-token-mean", importance="token"),
-        PPOConfig(kl_coef=0.0, ratio="sequence", aggregation="seq-mean-token-mean"),
+        pytest.param(
+            PPOConfig(kl_coef=0.0, ratio="sequence", aggregation="seq-mean-token-mean"), marks=pytest.mark.slow
+        ),
         PPOConfig(old_logprobs="rollout"),
     ],
     ids=["defaults", "options", "kl in the loss", "no reference", "rollout"],
