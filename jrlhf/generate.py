@@ -49,7 +49,10 @@ class Generator:
     batch: int
 
     def answer(self, prompts: Prompts, key: jax.Array) -> Iterator[Response]:
-        """One response to each prompt, in order. The same key draws the same texts, in batches of any size."""
+        """One response to each prompt, in order.
+
+        The key and its place decide a text, not the size of batches; but for rounding, which decides near ties in bfloat16.
+        """
         widest = max(len(ids) for ids in prompts.ids)
         room = self.model.config.max_positions - self.sampling.max_new_tokens
         if widest > room:
@@ -187,6 +190,11 @@ def _run(options: argparse.Namespace) -> None:
         data=data,
     )
     chat = generator.tokenizer.chat_template is not None and not plain
+    if options.system is not None and not chat and options.file is None:
+        raise UserError(
+            "--system is for conversations, and this is plain text (--raw, a model without a chat template, or a run "
+            "that learnt from plain text): leave it out"
+        )
     with jax.set_mesh(generator.mesh):
         if interactive:
             _converse(generator, options, chat)

@@ -24,7 +24,6 @@ from jrlhf.models.generate import Generation, assemble
 from jrlhf.models.lora import lora_shardings
 from jrlhf.models.params import Params, param_shardings, spec_tree
 from jrlhf.models.quantize import has_int8, int8_specs
-from jrlhf.models.schedule import EMPTY
 
 OWN = P(AXES)  # rows over all devices
 SHARED = GENERATE.batch_spec()  # rows over the groups: the same on the devices of one
@@ -87,7 +86,8 @@ class Programs:
             self._with_weights(self._run_chunk, (slots, OWN, SHARED), (slots, OWN)), donate_argnums=(2, 3)
         )
         self._prefill = jax.jit(self._with_weights(self._prefilled, (SHARED, SHARED), CACHE))
-        self._fill = jax.jit(self._mapped(_filled, (slots, CACHE, SHARED, SHARED), slots), donate_argnums=0)
+        self._fill_cache = jax.jit(self._mapped(_filled_cache, (CACHE, CACHE, SHARED), CACHE), donate_argnums=0)
+        self._fill_rows = jax.jit(self._mapped(_filled_rows, (OWN, SHARED, SHARED), OWN), donate_argnums=0)
         self._take_cache = jax.jit(self._mapped(_taken, (CACHE, SHARED), CACHE))
         self._take_rows = jax.jit(self._mapped(self._taken_rows, (OWN, SHARED), OWN))
         stored = NamedSharding(mesh, CACHE)
@@ -98,9 +98,7 @@ class Programs:
         )
         self._grow = jax.jit(grown, static_argnums=1, out_shardings=stored)
         self._assemble = jax.jit(self._mapped(self._assembled, (SHARED, SHARED, OWN), OWN))
-        self._done_rows = jax.jit(
-            lambda pool, count: self._mapped(lambda pool: _done(pool, count), SHARED, OWN)(pool), static_argnums=1
-        )
+        self._done_rows = jax.jit(self._all_done, static_argnums=1)
 
     def pool(self, prompts: Array, lengths: Array, keys: Array) -> Pool:
         """Prompts on the mesh, each group's on its devices."""
@@ -124,10 +122,15 @@ class Programs:
         results = Results(tokens, tokens.astype(np.float32), lengths, lengths > 0)  # type: ignore[arg-type]
         return self._put(results, OWN)
 
-    def admit(self, params: Params, adapter: Params, slots: Slots, pool: Pool, admitted: Admitted) -> Slots:
-        """Prefills prompts, all samples of one from one pass, into their slots. Donates the slots."""
-        prefilled = self._prefill(params, adapter, pool, admitted.prompts)
-        return self._fill(slots, prefilled, pool, admitted)
+    def prefill(self, params: Params, adapter: Params, pool: Pool, admitted: Admitted) -> list[LayerCache]:
+        """The caches of prompts that are to be admitted."""
+        return self._prefill(params, adapter, pool, admitted.prompts)
+
+    def admit(self, slots: Slots, prefilled: list[LayerCache], pool: Pool, admitted: Admitted) -> Slots:
+        """Gives slots to all samples of prefilled prompts: layer by layer in the same list, as in `take`."""
+        for layer, cache in enumerate(slots.caches):
+            slots.caches[layer] = self._fill_cache(cache, prefilled[layer], admitted)
+        return Slots(slots.caches, self._fill_rows(slots.rows, pool, admitted))
 
     def chunk(
         self, params: Params, adapter: Params, slots: Slots, results: Results, row_of: Int[Array, "b"]
@@ -159,9 +162,7 @@ class Programs:
         before = slots.rows.lengths
         rows, caches, tokens, logprobs = self._decoder.run(weights, slots.rows, slots.caches, self.steps)
         starts, lengths, finished, tokens, logprobs = all_rows((before, rows.lengths, rows.finished, tokens, logprobs))
-        own = results.lengths.shape[0]
-        mine = row_of - lax.axis_index(TENSOR) * own
-        at = jnp.where((row_of != EMPTY) & (mine >= 0), mine, own)  # past the end: another device's row, or none
+        at = _own(row_of, results.lengths.shape[0])
         cells = at[:, None], starts[:, None] + jnp.arange(self.steps)[None, :]
         results = Results(
             tokens=results.tokens.at[cells].set(tokens, mode="drop"),
@@ -186,6 +187,9 @@ class Programs:
     def _mapped(self, local: Callable, in_specs: Any, out_specs: Any) -> Callable:
         return jax.shard_map(local, mesh=self._mesh, in_specs=in_specs, out_specs=out_specs)
 
+    def _all_done(self, pool: Pool, count: int) -> Rows:
+        return self._mapped(partial(_done, count=count), SHARED, OWN)(pool)
+
     def _with_weights(self, local: Callable, in_specs: tuple, out_specs: Any) -> Callable:
         """`local(weights, *arrays)` as a function of (params, adapter, *arrays)."""
 
@@ -196,19 +200,28 @@ class Programs:
             stored = int8_specs(self._stored) if has_int8(params) else self._stored
             return self._mapped(on_device, (stored, self._adapted, *in_specs), out_specs)(params, adapter, *arrays)
 
+        call.__name__ = local.__name__  # for those who look at what is compiled
         return call
 
     def _put(self, tree: Any, spec: P) -> Any:
         return to_devices(tree, NamedSharding(self._mesh, spec))
 
 
-def _filled(slots: Slots, prefilled: list[LayerCache], pool: Pool, admitted: Admitted) -> Slots:
-    source, slot = admitted.source, admitted.slot
-    caches = [filled(old, slot, new, source) for old, new in zip(slots.caches, prefilled, strict=True)]
-    prompts = admitted.prompts[source]
+def _filled_cache(cache: LayerCache, prefilled: LayerCache, admitted: Admitted) -> LayerCache:
+    return filled(cache, admitted.slot, prefilled, admitted.source)
+
+
+def _filled_rows(rows: Rows, pool: Pool, admitted: Admitted) -> Rows:
+    prompts = admitted.prompts[admitted.source]
     fresh = first_rows(pool.prompts[prompts], pool.lengths[prompts], pool.keys[admitted.row])
-    rows = jax.tree.map(lambda x, y: x.at[slot].set(y, mode="drop"), all_rows(slots.rows), fresh)
-    return Slots(caches, jax.tree.map(own_rows, rows))
+    at = _own(admitted.slot, rows.lengths.shape[0])
+    return jax.tree.map(lambda x, y: x.at[at].set(y, mode="drop"), rows, fresh)
+
+
+def _own(rows: Int[Array, "m"], count: int) -> Int[Array, "m"]:
+    """Where rows of a group are among a device's `count`; past the end for another device's row, or none."""
+    mine = rows - lax.axis_index(TENSOR) * count
+    return jnp.where((rows >= 0) & (mine >= 0), mine, count)
 
 
 def _taken(cache: LayerCache, kept: Int[Array, "c"]) -> LayerCache:

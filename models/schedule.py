@@ -26,7 +26,7 @@ class Schedule:
         wait and have room, 2048 tokens.
 
     Every pair of a bucket and a length is a compiled program, and so is every number of prompts prefilled together, of
-    which there are at most two. What moves rows between caches is compiled for each pair, too, but is small.
+    which there are at most two. Small ones move a layer's rows between caches of these shapes.
 
     Raises:
         ValueError: a number below 1.

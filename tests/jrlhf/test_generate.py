@@ -178,7 +178,7 @@ def test_answers_of_a_run_are_as_long_as_in_its_training(tmp_path, user, monkeyp
         (["--prompt", "a", "--max-new-tokens", "128"], "leaves no room for a prompt"),
         (["--prompt", "a " * 200], "too many for at most"),
         (["--raw", "--prompt", ""], "the prompt is empty"),
-        (["--prompt", "a", "--raw", "--system", "b"], "turn chat on"),
+        (["--prompt", "a", "--raw", "--system", "b"], "--system is for conversations"),
         (["--file", "gone.jsonl"], "gone.jsonl does not exist"),
         (["--prompt", "a", "--adapter", "gone"], "gone/adapter_config.json does not exist"),
         (["--prompt", "a", "--platform", "tpu"], "tpu"),

@@ -1,5 +1,6 @@
 """The engine against one program for the whole rollout: the same tokens, however the rows were scheduled."""
 
+from collections import Counter
 from functools import partial
 from typing import Any
 
@@ -167,23 +168,36 @@ def test_adapters_and_int8_bases_decode_alike(int8):
     assert_same(setting.scheduled(Schedule(slots=8, chunk=8, buckets=1, lengths=1)), setting.plain())
 
 
-def test_nothing_compiles_after_the_first_call(alone):
-    setting, _ = alone
-    engine = Engine(CONFIG, setting.mesh, SAMPLING, Schedule(slots=8, chunk=6, buckets=2, lengths=2))
-    setting.call(engine, setting.prompts, setting.keys)
-    others = [jax.device_put(jax.random.split(jax.random.key(seed), U), setting.keys.sharding) for seed in range(3)]
-    compiled = []
+@pytest.fixture
+def compiled():
+    """How often XLA has compiled a program of each name."""
+    names: Counter[str] = Counter()
 
     def listen(event: str, duration_secs: float, **details: object) -> None:
         if event == "/jax/core/compile/backend_compile_duration":
-            compiled.append(details.get("fun_name"))
+            names[str(details["fun_name"]).removeprefix("jit(").removesuffix(")")] += 1
 
     jax.monitoring.register_event_duration_secs_listener(listen)
-    try:
-        for keys in others:  # other lengths, so other moments at which rows come and go
-            setting.call(engine, setting.prompts, keys)
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listen)
+    yield names
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def test_nothing_compiles_after_the_first_call(alone, compiled):
+    setting, expected = alone
+    schedule = Schedule(slots=8, chunk=6, buckets=2, lengths=2)
+    engine = Engine(CONFIG, setting.mesh, SAMPLING, schedule)
+    assert len(schedule.waves(U, 8, P)) == 2
+    others = [jax.device_put(jax.random.split(jax.random.key(seed), U), setting.keys.sharding) for seed in range(3)]
+    compiled.clear()
+    assert_same(setting.call(engine, setting.prompts, setting.keys), expected)
+    holding_the_model = {"_run_chunk": 2 * 2, "_prefilled": 2}
+    rows = {"_filled_rows": 2, "_taken_rows": 1, "_all_done": 2, "_assembled": 1}
+    caches = {"_filled_cache": 2 * 2, "_taken": 2, "empty": 2}
+    compiled.pop("grown", None)  # one that the engines of a process share
+    assert compiled == holding_the_model | rows | caches
+    compiled.clear()
+    for keys in others:  # other lengths, so other moments at which rows come and go
+        setting.call(engine, setting.prompts, keys)
     assert not compiled
 
 
@@ -198,5 +212,8 @@ def test_what_does_not_fit_is_refused():
     arguments = *arguments[:2], jax.random.split(jax.random.key(0), 4 * U)
     with pytest.raises(ValueError, match="4 samples .* each of 2 groups of devices has 2: raise slots to 8"):
         engine(Schedule(slots=4), samples=4)({}, *arguments)
+    arguments = *arguments[:2], jax.random.split(jax.random.key(0), 5 * U)
+    with pytest.raises(ValueError, match="raise slots to 16"):  # 10 would not divide
+        Engine(CONFIG, make_mesh(2, 1, 4), SAMPLING, Schedule(slots=8), samples=5)({}, *arguments)
     with pytest.raises(ValueError, match="stop id 150"):
         Engine(CONFIG, mesh, SamplingConfig(4, stop_ids=(150,)))
