@@ -51,7 +51,7 @@ class Generator:
     def answer(self, prompts: Prompts, key: jax.Array) -> Iterator[Response]:
         """One response to each prompt, in order.
 
-        The key and its place decide a text, not the size of batches; but for rounding, which decides near ties in bfloat16.
+        The key and its place decide a text, not the size of batches; in bfloat16 rounding decides near ties.
         """
         widest = max(len(ids) for ids in prompts.ids)
         room = self.model.config.max_positions - self.sampling.max_new_tokens
