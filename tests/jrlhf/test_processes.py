@@ -388,7 +388,7 @@ def test_an_address_without_a_port_is_refused():
         load_config(TINY, ["distributed.coordinator=host"])
 
 
-@pytest.mark.parametrize("said", ["config", "slurm"])
+@pytest.mark.parametrize("said", ["config", pytest.param("slurm", marks=pytest.mark.slow)])
 def test_a_coordinator_that_does_not_answer_is_named(tmp_path: Path, said: str):
     address = f"127.0.0.1:{free_port()}"
     keys = [f"distributed.coordinator={address}", "distributed.processes=2", "distributed.process=1"]

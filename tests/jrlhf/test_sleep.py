@@ -191,7 +191,7 @@ def test_three_iterations_asleep_are_those_awake_and_every_byte_is_in_its_place(
 
 
 @pytest.mark.parametrize(
-    "part", [pytest.param(part, marks=pytest.mark.slow if part in ("critic", "reward") else []) for part in PARTS]
+    "part", [pytest.param(part, marks=[] if part in ("optimizer", "actor") else pytest.mark.slow) for part in PARTS]
 )
 def test_each_part_sleeps_by_itself(part, sleepers, awake):
     words, usual = awake

@@ -100,7 +100,13 @@ def stopped(models):
     ("config", "sizes", "axis_type", "sampling"),
     [
         (CONFIG, (1, 2, 4), AxisType.Explicit, SamplingConfig(R, temperature=0.9, min_new_tokens=2, stop_ids=STOPS)),
-        (UNTIED, (1, 8, 1), AxisType.Auto, SamplingConfig(R, temperature=0.5, top_k=20, top_p=0.9)),
+        pytest.param(
+            UNTIED,
+            (1, 8, 1),
+            AxisType.Auto,
+            SamplingConfig(R, temperature=0.5, top_k=20, top_p=0.9),
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             UNTIED,
             (1, 1, 8),

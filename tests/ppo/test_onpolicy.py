@@ -183,7 +183,7 @@ def test_texts_are_refused(toy):
     ("make", "config"),
     [
         (make_group_experience, GRPOConfig(samples=2)),
-        (make_group_experience, RLOOConfig(samples=4)),
+        pytest.param(make_group_experience, RLOOConfig(samples=4), marks=pytest.mark.slow),
         (make_return_experience, ReinforcePPConfig(entropy_coef=0.1)),
     ],
     ids=["kl in the loss", "kl in the reward, ratio of sequences", "returns"],
