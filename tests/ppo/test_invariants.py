@@ -53,9 +53,9 @@ CONFIGS = {
     "remax": ReMaxConfig(**SHARED, truncation="mask"),
     "safe_rlhf": SafeRLHFConfig(**SHARED),
 }
-FIRST = ("grpo", "remax")  # of groups and of returns; PPO's functions have such tests of their own
+# PPO's functions have such tests of their own.
 every_algorithm = pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in FIRST else pytest.mark.slow) for name in CONFIGS]
+    "name", [pytest.param(name, marks=[] if name == "grpo" else pytest.mark.slow) for name in CONFIGS]
 )
 
 

@@ -90,7 +90,7 @@ def separately(toy, config, rollout, scores, ref):
         pytest.param(
             PPOConfig(kl_coef=0.0, ratio="sequence", aggregation="seq-mean-token-mean"), marks=pytest.mark.slow
         ),
-        PPOConfig(old_logprobs="rollout"),
+        pytest.param(PPOConfig(old_logprobs="rollout"), marks=pytest.mark.slow),
     ],
     ids=["defaults", "options", "kl in the loss", "no reference", "rollout"],
 )
