@@ -18,7 +18,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from jrlhf.metrics import read_metrics
+from jrlhf.run.directory import read_summary
+from jrlhf.run.metrics import read_metrics
 
 RESULTS = Path(__file__).parent / "results"
 ALGORITHMS = ("grpo", "dr_grpo", "dapo", "gspo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "remax")
@@ -49,7 +50,7 @@ def measure(directory: Path, algorithm: str, seed: int) -> dict[str, Any]:
     command = [sys.executable, "-m", "jrlhf.train", "--config", config, f"seed={seed}", f"name={name}"]
     subprocess.run([*command, f"run_dir={directory}"], check=True)
     seconds, cpu_seconds = time.perf_counter() - began, _cpu_seconds() - used
-    heldout = json.loads((directory / name / "summary.json").read_text())["held_out"]
+    heldout = read_summary(directory / name)["held_out"]
     records = [each for each in read_metrics(directory / name) if each["stage"] == algorithm]
     return {
         "algorithm": algorithm,

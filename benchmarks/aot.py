@@ -49,21 +49,21 @@ from benchmarks.targets import (
     compiler_environment,
     devices_of,
 )
-from jrlhf import programs
-from jrlhf.batches import row_sharding
-from jrlhf.config import Config, MeshConfig, load_config
-from jrlhf.consistency import mesh_sizes, validate
+from jrlhf.config.check import mesh_sizes, validate
+from jrlhf.config.schema import Config, MeshConfig, load_config
+from jrlhf.data.batches import row_sharding
 from jrlhf.errors import UserError
-from jrlhf.launch import architectures, compute_of
 from jrlhf.meshes import AXES, GENERATE, collective_traffic, loops, lower_reshard, make_mesh
 from jrlhf.meshes.hlo import Traffic
-from jrlhf.model import Architecture
 from jrlhf.models import ModelConfig, SamplingConfig, make_generate, param_shardings
-from jrlhf.optimizers import adamw
 from jrlhf.planning.fits import memory_of
 from jrlhf.ppo import Experience
-from jrlhf.programs import Compute
-from jrlhf.shapes import Shapes, device_bytes, generation_copy, train_state, whole_weights
+from jrlhf.roles import compiled
+from jrlhf.roles.compiled import Compute
+from jrlhf.roles.model import Architecture
+from jrlhf.roles.optimizers import adamw
+from jrlhf.stages.setup import architectures, compute_of
+from jrlhf.stages.shapes import Shapes, device_bytes, generation_copy, train_state, whole_weights
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ def generate(setup: Setup) -> Program:
 def score_logprobs(setup: Setup) -> Program:
     """Old log-probabilities, by the actor that is trained; the reference's program differs in its arguments' dtype."""
     actor, temperature = setup.models["actor"], setup.config.ppo.temperature
-    function = programs.score_logprobs(
+    function = compiled.score_logprobs(
         Architecture(actor), setup.mesh, setup.compute, temperature=temperature, span=setup.sampling.max_new_tokens
     )
     weights = whole_weights(actor, setup.mesh)
@@ -168,7 +168,7 @@ def score_logprobs(setup: Setup) -> Program:
 def score_values(setup: Setup) -> Program:
     """The critic's values."""
     critic = setup.models["critic"]
-    function = programs.score_values(Architecture(critic), setup.mesh, setup.compute)
+    function = compiled.score_values(Architecture(critic), setup.mesh, setup.compute)
     weights = whole_weights(critic, setup.mesh, "scalar")
     return Program([function.lower(weights, setup.rows(setup.length), setup.rows())], device_bytes(weights))
 
@@ -179,7 +179,7 @@ def train_actor(setup: Setup) -> Program:
     optimizer = adamw(section.actor, updates=1)
     where = Architecture(actor), setup.mesh, setup.compute
     how = {"temperature": section.temperature, "responses": setup.sampling.max_new_tokens}
-    function = programs.actor_step(*where, optimizer, section.algorithm, **how)
+    function = compiled.actor_step(*where, optimizer, section.algorithm, **how)
     state = train_state(section.actor, whole_weights(actor, setup.mesh), setup.mesh)
     return Program([function.lower(state, setup.experience)], device_bytes(state))
 
@@ -188,7 +188,7 @@ def train_critic(setup: Setup) -> Program:
     """All the critic's updates on a rollout."""
     critic, section = setup.models["critic"], setup.config.ppo
     optimizer = adamw(section.critic, updates=1)
-    function = programs.critic_step(Architecture(critic), setup.mesh, setup.compute, optimizer, section.algorithm)
+    function = compiled.critic_step(Architecture(critic), setup.mesh, setup.compute, optimizer, section.algorithm)
     state = train_state(section.critic, whole_weights(critic, setup.mesh, "scalar"), setup.mesh)
     return Program([function.lower(state, setup.experience)], device_bytes(state))
 

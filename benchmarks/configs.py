@@ -32,12 +32,12 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.records import hardware, path_for, provenance, write
-from jrlhf.config import load_config
+from jrlhf.config.schema import load_config
+from jrlhf.data.tokenizer import load_tokenizer
 from jrlhf.errors import DONE, PREEMPTED
 from jrlhf.meshes import make_mesh
-from jrlhf.metrics import read_metrics
 from jrlhf.models import PRESETS, ModelConfig, export_hf, init_sharded
-from jrlhf.tokenizer import load_tokenizer
+from jrlhf.run.metrics import read_metrics
 
 TOKENIZER = Path(__file__).parents[1] / "tests" / "jrlhf" / "tokenizers" / "qwen"
 SETTLING = 2  # iterations after which nothing compiles

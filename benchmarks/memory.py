@@ -23,23 +23,23 @@ from jax.sharding import PartitionSpec as P
 
 from benchmarks.records import RESULTS, provenance, write
 from benchmarks.targets import TARGETS, Target, compiler_environment, devices_of
-from jrlhf import programs
-from jrlhf.algorithms import graph_of
-from jrlhf.batches import row_sharding
-from jrlhf.config import Config
+from jrlhf.algorithms.registry import graph_of
+from jrlhf.config.schema import Config
+from jrlhf.config.stages import OptimizerConfig
+from jrlhf.data.batches import row_sharding
 from jrlhf.meshes import TRAIN, make_mesh
 from jrlhf.meshes.layout import TRAIN_TP
 from jrlhf.meshes.plan import LayoutName, Placement, Slice
-from jrlhf.model import Architecture
 from jrlhf.models import ModelConfig, SamplingConfig, make_generate
 from jrlhf.models.remat import Remat
-from jrlhf.optimizers import adamw
 from jrlhf.planning.activations import Backend
 from jrlhf.planning.memory import call_bytes
 from jrlhf.planning.workload import RoleModel, Workload
 from jrlhf.ppo import Experience, PPOConfig
-from jrlhf.shapes import generation_copy, train_state, whole_weights
-from jrlhf.stage_config import OptimizerConfig
+from jrlhf.roles import compiled as programs
+from jrlhf.roles.model import Architecture
+from jrlhf.roles.optimizers import adamw
+from jrlhf.stages.shapes import generation_copy, train_state, whole_weights
 
 MIB = 2**20
 PATH = RESULTS / "memory.json"

@@ -16,14 +16,12 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from jrlhf import algorithms
-from jrlhf.batches import Batch, key_for, put_rows, row_keys
-from jrlhf.clock import Clock
+from jrlhf.algorithms import registry as algorithms
+from jrlhf.data.batches import Batch, key_for, put_rows, row_keys
 from jrlhf.kernels.logprob import token_logprobs, token_sums
 from jrlhf.kernels.logprob.api import Implementation
 from jrlhf.meshes import GENERATE, SCORE, TRAIN, reshard
 from jrlhf.meshes.peaks import Peak
-from jrlhf.model import Architecture, Model
 from jrlhf.models import (
     Generation,
     ModelConfig,
@@ -47,8 +45,10 @@ from jrlhf.models.flops import (
 )
 from jrlhf.models.remat import Remat
 from jrlhf.ppo import PPOConfig, TrainState
-from jrlhf.programs import Compute
-from jrlhf.roles import Actor, Critic, Estimator, Reference, Reward
+from jrlhf.roles.compiled import Compute
+from jrlhf.roles.model import Architecture, Model
+from jrlhf.roles.roles import Actor, Critic, Estimator, Reference, Reward
+from jrlhf.run.clock import Clock
 
 GB, TERA = 1e9, 1e12
 Row = dict[str, Any]

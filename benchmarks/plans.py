@@ -26,25 +26,25 @@ from jax.sharding import Mesh, NamedSharding
 
 from benchmarks import published
 from benchmarks.records import RESULTS, hardware, provenance, write
-from jrlhf import programs
-from jrlhf.algorithms import graph_of
-from jrlhf.batches import row_sharding
-from jrlhf.config import Config
+from jrlhf.algorithms.registry import graph_of
+from jrlhf.config.schema import Config
+from jrlhf.config.stages import OptimizerConfig
+from jrlhf.data.batches import row_sharding
 from jrlhf.meshes import GENERATE, TRAIN, make_mesh
 from jrlhf.meshes.graph import Kind
 from jrlhf.meshes.plan import LayoutName, Placement, Plan, Slice
-from jrlhf.model import Architecture, Model
 from jrlhf.models import ModelConfig, SamplingConfig, init_lm, init_scalar, param_shardings
 from jrlhf.models.remat import Remat
-from jrlhf.optimizers import adamw
 from jrlhf.planning.measured import Measured
 from jrlhf.planning.profile import cluster_of, default_path, load, profile, save
 from jrlhf.planning.times import call_seconds
 from jrlhf.planning.workload import RoleModel, Workload
 from jrlhf.ppo import PPOConfig, TrainState
 from jrlhf.ppo.types import Experience
-from jrlhf.programs import Compute
-from jrlhf.stage_config import OptimizerConfig
+from jrlhf.roles import compiled
+from jrlhf.roles.compiled import Compute
+from jrlhf.roles.model import Architecture, Model
+from jrlhf.roles.optimizers import adamw
 
 DEVICES, PROMPT, RESPONSE = 4, 20, 24
 THIRDS = 3
@@ -122,15 +122,15 @@ def calls_of(case: Case) -> dict[str, Callable[[], Any]]:
     scalar = jax.device_put(scalar, param_shardings(MODEL, mesh, TRAIN, "scalar"))
     batch = _batch(mesh, case.batch)
     tokens, lengths = batch.tokens, batch.lengths
-    generate = programs.generate(model, mesh, compute, SamplingConfig(RESPONSE), None)
+    generate = compiled.generate(model, mesh, compute, SamplingConfig(RESPONSE), None)
     weights = jax.block_until_ready(_generation_weights(language, mesh))
     by_group = NamedSharding(mesh, GENERATE.batch_spec())
     prompts = jax.device_put((np.asarray(tokens)[:, :PROMPT], np.asarray(batch.prompt_lengths)), by_group)
     keys = jax.device_put(jax.random.split(jax.random.key(1), case.batch), row_sharding(mesh))
-    logprobs = programs.score_logprobs(model, mesh, compute, temperature=1.0, span=RESPONSE)
-    values, scores = programs.score_values(model, mesh, compute), programs.score_sequences(model, mesh, compute)
-    update_actor = programs.actor_step(model, mesh, compute, optimizer, ppo, temperature=1.0, responses=RESPONSE)
-    update_critic = programs.critic_step(model, mesh, compute, optimizer, ppo)
+    logprobs = compiled.score_logprobs(model, mesh, compute, temperature=1.0, span=RESPONSE)
+    values, scores = compiled.score_values(model, mesh, compute), compiled.score_sequences(model, mesh, compute)
+    update_actor = compiled.actor_step(model, mesh, compute, optimizer, ppo, temperature=1.0, responses=RESPONSE)
+    update_critic = compiled.critic_step(model, mesh, compute, optimizer, ppo)
     return {
         "actor.generate": lambda: generate(weights, *prompts, keys),
         "reward.score": lambda: scores(scalar, tokens, lengths),
@@ -156,7 +156,7 @@ def _updates(step: Callable, params: Any, optimizer: Any, batch: Experience) -> 
 
 
 def _generation_weights(params: Any, mesh: Mesh) -> Any:
-    return programs.generation_weights(Model(Architecture(MODEL), params), mesh, Compute())
+    return compiled.generation_weights(Model(Architecture(MODEL), params), mesh, Compute())
 
 
 def _batch(mesh: Mesh, rows: int) -> Experience:

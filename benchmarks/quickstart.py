@@ -17,8 +17,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from jrlhf.config import load_config
-from jrlhf.metrics import read_metrics
+from jrlhf.config.schema import load_config
+from jrlhf.run.directory import read_summary
+from jrlhf.run.metrics import read_metrics
 
 RESULTS = Path(__file__).parent / "results"
 PANELS = {
@@ -60,7 +61,7 @@ def main(config: str, seeds: list[int]) -> None:
             subprocess.run([*command, f"run_dir={directory}"], check=True)
             seconds = time.perf_counter() - began
             path = Path(directory) / f"seed-{seed}"
-            summary = json.loads((path / "summary.json").read_text())
+            summary = read_summary(path)
             records = [each for each in read_metrics(path) if each["stage"] == stage]
             step = statistics.median(record["timing_s/step"] for record in records[1:])
             times = {"seconds": seconds, "seconds_per_iteration": step}

@@ -26,9 +26,8 @@ import jax
 
 from benchmarks import published
 from benchmarks.records import RESULTS, hardware, provenance, write
-from jrlhf.config import load_config
+from jrlhf.config.schema import load_config
 from jrlhf.errors import UserError
-from jrlhf.launch import architectures
 from jrlhf.meshes.hardware import HARDWARE, Cluster, cluster
 from jrlhf.models.presets import PRESETS
 from jrlhf.planning.evaluator import Evaluator
@@ -40,6 +39,7 @@ from jrlhf.planning.placements import divisions, named
 from jrlhf.planning.search import Budget, Result, search
 from jrlhf.planning.simulator import ITERATIONS
 from jrlhf.planning.times import Estimator
+from jrlhf.stages.setup import architectures
 
 LLAMA = {size: PRESETS[f"meta-llama/Llama-2-{size}-hf"] for size in ("13b", "70b")}
 LLAMA["34b"] = replace(LLAMA["70b"], layers=48, mlp=22016)  # Code Llama's

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.peers.common import TURN, Job
-from jrlhf.devices import KEPT_BLOCK, KEPT_MEMORY
+from jrlhf.run.devices import KEPT_BLOCK, KEPT_MEMORY
 
 TURN_SECONDS = 600.0  # no process may compute longer before it waits or ends
 MEMORY_KEPT = ", memory kept"  # behind any variant: glibc keeps freed memory, as `jrlhf.train` has it do

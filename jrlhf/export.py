@@ -13,26 +13,26 @@ import jax
 import tokenizers
 from jax.sharding import Mesh
 
-from jrlhf.checkpoints import like, restore_part, saved_steps
-from jrlhf.config import Config, DeviceConfig, load_config
-from jrlhf.console import Console
-from jrlhf.context import Context
-from jrlhf.devices import select
-from jrlhf.docstrings.vocabulary import wrap
+from jrlhf.config.schema import Config, DeviceConfig, load_config
+from jrlhf.config.stages import ALGORITHMS
+from jrlhf.data.task import Task
+from jrlhf.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from jrlhf.errors import UserError, exit_code
-from jrlhf.files import check_writable
-from jrlhf.finish import export
-from jrlhf.launch import compute_of
 from jrlhf.meshes import TRAIN, make_mesh
-from jrlhf.model import Architecture, Model
 from jrlhf.models import ModelConfig, init_lm, param_shardings
-from jrlhf.preemption import PreemptionGuard
-from jrlhf.pretrained import architecture, fresh_model, locate
-from jrlhf.runs import CONFIG, TOKENIZER, Run
-from jrlhf.stage_config import ALGORITHMS
-from jrlhf.starts import start_policy
-from jrlhf.task import Task
-from jrlhf.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
+from jrlhf.roles.initial import start_policy
+from jrlhf.roles.model import Architecture, Model
+from jrlhf.roles.pretrained import architecture, fresh_model, locate
+from jrlhf.run.checkpoints import like, restore_part, saved_steps
+from jrlhf.run.console import Console
+from jrlhf.run.devices import select
+from jrlhf.run.directory import CONFIG, TOKENIZER, Run
+from jrlhf.run.files import check_writable
+from jrlhf.run.preemption import PreemptionGuard
+from jrlhf.stages.context import Context
+from jrlhf.stages.finalize import export
+from jrlhf.stages.setup import compute_of
+from jrlhf.tasks.docstrings.vocabulary import wrap
 
 
 def export_checkpoint(run: Path, step: int | None = None, out: Path | None = None) -> str:

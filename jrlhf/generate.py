@@ -13,26 +13,26 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jrlhf import programs
-from jrlhf.batches import key_for, pad_rows, put_rows, row_keys
-from jrlhf.config import DataConfig, DeviceConfig, load_config
-from jrlhf.console import clean
+from jrlhf.config.schema import DataConfig, DeviceConfig, load_config
+from jrlhf.data.batches import key_for, pad_rows, put_rows, row_keys
 from jrlhf.data.encode import Prompts, encode_prompts
 from jrlhf.data.read import read_dataset
+from jrlhf.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from jrlhf.data.types import Example
-from jrlhf.devices import select
 from jrlhf.errors import UserError, exit_code_of_printing
-from jrlhf.files import check_writable, write_atomic
 from jrlhf.meshes import GENERATE, make_mesh
-from jrlhf.model import Architecture, Model
 from jrlhf.models import ModelConfig, SamplingConfig, Schedule
 from jrlhf.models.hf import load_adapter, read_config
 from jrlhf.models.params import check_tensor
-from jrlhf.pretrained import load_weights, locate
-from jrlhf.programs import Compute
-from jrlhf.runs import CONFIG, read_summary
-from jrlhf.sampling import Response, read_responses
-from jrlhf.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
+from jrlhf.roles import compiled
+from jrlhf.roles.compiled import Compute
+from jrlhf.roles.model import Architecture, Model
+from jrlhf.roles.pretrained import load_weights, locate
+from jrlhf.roles.sampling import Response, read_responses
+from jrlhf.run.console import clean
+from jrlhf.run.devices import select
+from jrlhf.run.directory import CONFIG, read_summary
+from jrlhf.run.files import check_writable, write_atomic
 
 TOKENS = 256  # of an answer at most, where nobody says
 
@@ -62,7 +62,7 @@ class Generator:
             )
         width = min(max(32, 1 << (widest - 1).bit_length()), room)  # few widths, so that few programs are compiled
         schedule = Schedule(chunk=self.sampling.max_new_tokens)  # one program: an answer need not wait for several
-        run = programs.generate(self.model.architecture, self.mesh, self.compute, self.sampling, schedule)
+        run = compiled.generate(self.model.architecture, self.mesh, self.compute, self.sampling, schedule)
         for start in range(0, len(prompts.ids), self.batch):
             chunk = list(prompts.ids[start : start + self.batch])
             whole = chunk + [chunk[0]] * (self.batch - len(chunk))
@@ -190,11 +190,6 @@ def _run(options: argparse.Namespace) -> None:
         data=data,
     )
     chat = generator.tokenizer.chat_template is not None and not plain
-    if options.system is not None and not chat and options.file is None:
-        raise UserError(
-            "--system is for conversations, and this is plain text (--raw, a model without a chat template, or a run "
-            "that learnt from plain text): leave it out"
-        )
     with jax.set_mesh(generator.mesh):
         if interactive:
             _converse(generator, options, chat)

@@ -13,9 +13,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jrlhf.config import Config, load_config
+from jrlhf.config.schema import Config, load_config
 from jrlhf.errors import UserError, exit_code_of_printing
-from jrlhf.files import check_writable
+from jrlhf.run.files import check_writable
 
 if TYPE_CHECKING:
     from jrlhf.meshes.hardware import Cluster
@@ -52,7 +52,6 @@ def cli(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace) -> None:
-    from jrlhf.launch import architectures
     from jrlhf.planning.auto import without_budgeted
     from jrlhf.planning.choose import plan_of_config, plan_yaml
     from jrlhf.planning.describe import describe, describe_plan
@@ -63,6 +62,7 @@ def _run(options: argparse.Namespace) -> None:
     from jrlhf.planning.runnable import on_base
     from jrlhf.planning.search import Budget, Found, search
     from jrlhf.planning.simulator import simulate
+    from jrlhf.stages.setup import architectures
 
     _check_options(options)
     if options.plot is not None:
@@ -119,12 +119,12 @@ def _run(options: argparse.Namespace) -> None:
 
 def _prices(options: argparse.Namespace, config: Config, workload: "Workload") -> "tuple[Cluster, Estimator]":
     """The devices at hand, measured, or those of a name; and what calls cost there."""
-    from jrlhf.devices import select
     from jrlhf.meshes.hardware import cluster
     from jrlhf.planning.activations import Backend
     from jrlhf.planning.auto import measure_here, prices_here
     from jrlhf.planning.memory import call_bytes
     from jrlhf.planning.times import Estimator
+    from jrlhf.run.devices import select
 
     if options.profile:
         here = select(config.device)

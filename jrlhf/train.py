@@ -7,10 +7,10 @@ from functools import partial
 
 import jax
 
-from jrlhf.clock import Stopwatch
-from jrlhf.config import Config, config_names, load_config
+from jrlhf.config.schema import Config, config_names, load_config
 from jrlhf.errors import exit_code, told
-from jrlhf.processes import is_main, together
+from jrlhf.run.clock import Stopwatch
+from jrlhf.run.processes import is_main, together
 
 
 def main(config: Config, *, resume: bool = False) -> dict:
@@ -23,15 +23,15 @@ def main(config: Config, *, resume: bool = False) -> dict:
         Preempted: the process was asked to stop, and has saved its state.
         KeyboardInterrupt: Ctrl-C, outside of iterations or a second time; what was saved is whole.
     """
-    from jrlhf.dpo import train_dpo
-    from jrlhf.evaluate import grade_before
-    from jrlhf.finish import finish
-    from jrlhf.launch import open_context
-    from jrlhf.reward_model import train_reward_model
-    from jrlhf.rl import train_rl
-    from jrlhf.scoring import open_costs, open_rewards
-    from jrlhf.sft import train_sft
-    from jrlhf.starts import start_policy
+    from jrlhf.rewards.mixture import open_costs, open_rewards
+    from jrlhf.roles.initial import start_policy
+    from jrlhf.stages.dpo import train_dpo
+    from jrlhf.stages.evaluate import grade_before
+    from jrlhf.stages.finalize import finish
+    from jrlhf.stages.reward_model import train_reward_model
+    from jrlhf.stages.rl import train_rl
+    from jrlhf.stages.setup import open_context
+    from jrlhf.stages.sft import train_sft
 
     phases = Stopwatch()
     with open_context(config, resume=resume) as context, jax.set_mesh(context.mesh):
@@ -79,7 +79,7 @@ def _run(options: argparse.Namespace) -> None:
         if not options.dry_run:
             main(config, resume=options.resume)
             return
-        from jrlhf.dryrun import describe
+        from jrlhf.stages.dryrun import describe
 
         described = describe(config)
         if is_main():

@@ -1,7 +1,6 @@
 """The Flax decoder: its weights, its heads, generation, and Hugging Face export."""
 
 from jrlhf.models.config import ModelConfig, RopeScaling
-from jrlhf.models.engine import Engine
 from jrlhf.models.forward import (
     make_logprobs,
     make_logprobs_with_base,
@@ -9,7 +8,10 @@ from jrlhf.models.forward import (
     make_token_sums,
     make_values,
 )
-from jrlhf.models.generate import Generation, make_generate
+from jrlhf.models.generation.engine import Engine
+from jrlhf.models.generation.generate import Generation, make_generate
+from jrlhf.models.generation.sampling import SamplingConfig
+from jrlhf.models.generation.schedule import Schedule
 from jrlhf.models.hf import HFConfig, export_adapter, export_hf, load_adapter, load_hf, read_config
 from jrlhf.models.lora import LoRAConfig, init_lora, lora_axes, lora_shardings, merge
 from jrlhf.models.params import (
@@ -23,8 +25,6 @@ from jrlhf.models.params import (
 )
 from jrlhf.models.presets import PRESETS
 from jrlhf.models.quantize import Int8, int8_error, int8_shardings, to_int8
-from jrlhf.models.sampling import SamplingConfig
-from jrlhf.models.schedule import Schedule
 
 __all__ = [
     "Engine",

@@ -11,8 +11,8 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jrlhf.kernels.logprob.common import target_platform
-from jrlhf.models.cache import LayerCache
 from jrlhf.models.config import ModelConfig, RopeScaling
+from jrlhf.models.generation.cache import LayerCache
 from jrlhf.models.remat import named
 from jrlhf.models.splash import LANES, splash_attention
 from jrlhf.models.splash import supports as splash_supports

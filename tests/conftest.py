@@ -7,7 +7,7 @@ from collections.abc import Callable
 import jax
 import pytest
 
-from jrlhf.devices import spare_threads
+from jrlhf.run.devices import spare_threads
 
 os.environ.setdefault("NPROC", "32")
 spare_threads(8)

@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jrlhf import algorithms
-from jrlhf.config import load_config
-from jrlhf.consistency import validate
+from jrlhf.algorithms import registry as algorithms
+from jrlhf.config.check import validate
+from jrlhf.config.schema import load_config
 from jrlhf.models.presets import PRESETS
 from jrlhf.ppo import Rollout
 from jrlhf.report.record import TITLES

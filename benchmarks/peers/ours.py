@@ -11,20 +11,20 @@ import optax
 from jax.sharding import Mesh
 
 from benchmarks.peers.common import KL_COEF, LEARNING_RATE, SAMPLES, Job, Shape, given_tokens, main, save_numbers, timed
-from jrlhf import programs
-from jrlhf.algorithms import on_policy
-from jrlhf.batches import Batch, key_for, put_rows, row_keys
-from jrlhf.clock import Clock
-from jrlhf.devices import keep_freed_memory
+from jrlhf.algorithms.registry import on_policy
+from jrlhf.config.stages import OptimizerConfig
+from jrlhf.data.batches import Batch, key_for, put_rows, row_keys
 from jrlhf.meshes import make_mesh
-from jrlhf.model import Architecture, Model
 from jrlhf.models import ModelConfig, SamplingConfig, Schedule, export_hf, init_sharded, load_hf
 from jrlhf.models.params import HeadKind
-from jrlhf.optimizers import adamw
 from jrlhf.ppo import GRPOConfig, PPOConfig, Rollout, TrainState, experience_metrics
-from jrlhf.programs import Compute
-from jrlhf.roles import Actor, Critic, Learner, Reference, Reward
-from jrlhf.stage_config import OptimizerConfig
+from jrlhf.roles import compiled
+from jrlhf.roles.compiled import Compute
+from jrlhf.roles.model import Architecture, Model
+from jrlhf.roles.optimizers import adamw
+from jrlhf.roles.roles import Actor, Critic, Learner, Reference, Reward
+from jrlhf.run.clock import Clock
+from jrlhf.run.devices import keep_freed_memory
 
 HEADS: dict[str, HeadKind] = {"actor": "lm", "critic": "scalar", "reward": "scalar"}
 COMPUTE = Compute(remat="products")
@@ -86,10 +86,10 @@ def check(job: Job) -> None:
     with jax.set_mesh(mesh):
         actor, critic = load(job, "actor", mesh), load(job, "critic", mesh)
         placed, ends = put_rows((tokens, np.full(job.batch, tokens.shape[1], np.int32)), mesh)
-        logprobs, _ = programs.score_logprobs(actor.architecture, mesh, COMPUTE, temperature=1.0)(
+        logprobs, _ = compiled.score_logprobs(actor.architecture, mesh, COMPUTE, temperature=1.0)(
             actor.params, placed, ends
         )
-        values, _ = programs.score_values(critic.architecture, mesh, COMPUTE)(critic.params, placed, ends)
+        values, _ = compiled.score_values(critic.architecture, mesh, COMPUTE)(critic.params, placed, ends)
         draw = generator(actor, mesh, SamplingConfig(job.response, temperature=0))
         greedy = draw(*put_prompts(job, tokens[:, : job.prompt], 0, mesh))[:, job.prompt :]
     save_numbers(job, "ours", logprobs=logprobs[:, 1:], values=values[:, 1:], greedy=greedy)
@@ -97,9 +97,9 @@ def check(job: Job) -> None:
 
 def generator(model: Model, mesh: Mesh, sampling: SamplingConfig):
     """(prompts, lengths, keys) -> tokens [B, P+R] on the host; the weights are moved to where it wants them once."""
-    weights = programs.generation_weights(model, mesh, COMPUTE)
+    weights = compiled.generation_weights(model, mesh, COMPUTE)
     schedule = one_chunk(sampling.max_new_tokens)
-    run = programs.generate(model.architecture, mesh, COMPUTE, sampling, schedule)
+    run = compiled.generate(model.architecture, mesh, COMPUTE, sampling, schedule)
     return lambda *arguments: np.asarray(run(weights, *arguments).tokens)
 
 

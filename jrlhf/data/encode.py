@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any, Literal
 
-from jrlhf.chat import encode_chat, render_chat
+from jrlhf.data.chat import encode_chat, render_chat
 from jrlhf.data.read import Dataset
+from jrlhf.data.tokenizer import Tokenizer
 from jrlhf.data.types import Conversation, Example, Text
 from jrlhf.errors import UserError
-from jrlhf.tokenizer import Tokenizer
 
 Ids = tuple[int, ...]
 Overlong = Literal["error", "filter", "truncate_left"]
@@ -278,7 +278,10 @@ def _as_met(example: Example, chat: bool, system: str | None) -> Example:
     answers = {name: getattr(example, name) for name in ("completion", "chosen", "rejected")}
     if not chat and not any(isinstance(text, tuple) for text in (example.prompt, *answers.values())):
         if system is not None:
-            raise UserError("a system message is given for plain text: turn chat on too, or leave the message out")
+            raise UserError(
+                "a system message is given for plain text: make that a conversation (data.chat), or leave the "
+                "message out"
+            )
         return example
     prompt = _conversation(example.prompt, "user")
     if system is not None and prompt[0]["role"] not in ("system", "developer"):

@@ -6,8 +6,8 @@ from functools import partial
 from pathlib import Path
 from typing import get_args
 
-from jrlhf.config import Config
-from jrlhf.consistency import mesh_sizes
+from jrlhf.config.check import mesh_sizes
+from jrlhf.config.schema import Config
 from jrlhf.errors import UserError
 from jrlhf.meshes import Graph
 from jrlhf.meshes.hardware import Cluster, hardware_of

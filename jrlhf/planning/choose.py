@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import yaml
 
-from jrlhf.config import Config
-from jrlhf.consistency import mesh_sizes
+from jrlhf.config.check import mesh_sizes
+from jrlhf.config.schema import Config
 from jrlhf.errors import UserError
 from jrlhf.meshes import Call, Graph
 from jrlhf.meshes.plan import Placement, Plan, Slice, plan_of

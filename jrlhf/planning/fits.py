@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from jrlhf.config import Config
+from jrlhf.config.schema import Config
 from jrlhf.errors import UserError
 from jrlhf.meshes.mesh import Device
 from jrlhf.meshes.plan import Plan
@@ -20,7 +20,7 @@ from jrlhf.planning.nearest import Setting, nearest
 from jrlhf.planning.prices import Prices
 from jrlhf.planning.simulator import simulate
 from jrlhf.planning.workload import Workload
-from jrlhf.sleep import resting
+from jrlhf.roles.offloading import resting
 
 MOST_NAMED = 4  # settings in one sentence
 

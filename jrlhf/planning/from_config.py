@@ -6,10 +6,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jrlhf.algorithms import graph_of, reference_is_base
-from jrlhf.config import Config
-from jrlhf.dataflow import trace
-from jrlhf.dpo import PairActor, dpo
+from jrlhf.algorithms.registry import graph_of, reference_is_base
+from jrlhf.config.schema import Config
 from jrlhf.errors import UserError
 from jrlhf.meshes import Call, Graph
 from jrlhf.meshes.plan import LayoutName, Placement, Plan
@@ -17,7 +15,9 @@ from jrlhf.models import LoRAConfig, ModelConfig
 from jrlhf.models.hf import read_adapter_config
 from jrlhf.models.params import HeadKind
 from jrlhf.planning.workload import RoleModel, Workload
-from jrlhf.roles import Reference
+from jrlhf.roles.graph import trace
+from jrlhf.roles.roles import Reference
+from jrlhf.stages.dpo import PairActor, dpo
 
 SFT = Graph("sft", ("texts",), (Call("sft.update", "actor", "train", ("texts",), ("metrics",)),))
 REWARD_MODEL = Graph(

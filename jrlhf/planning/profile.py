@@ -16,7 +16,6 @@ from pathlib import Path
 import jax
 
 from jrlhf.errors import UserError
-from jrlhf.files import write_atomic
 from jrlhf.meshes.hardware import Cluster, Hardware
 from jrlhf.meshes.mesh import Device
 from jrlhf.meshes.plan import LayoutName
@@ -26,6 +25,7 @@ from jrlhf.models.remat import Remat
 from jrlhf.planning import measure
 from jrlhf.planning.measured import DEPTHS, Profile, ends_curve, generation_curve, layer_curve, shape_key
 from jrlhf.planning.workload import Workload
+from jrlhf.run.files import write_atomic
 
 _MIB = 2**20
 _BYTES = tuple(4.0**power for power in range(3, 12))  # of collectives: 64 B to 4 MiB

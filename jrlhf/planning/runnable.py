@@ -2,8 +2,8 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from jrlhf.config import Config
-from jrlhf.consistency import indivisible, mesh_sizes
+from jrlhf.config.check import indivisible, mesh_sizes
+from jrlhf.config.schema import Config
 from jrlhf.errors import UserError
 from jrlhf.meshes import Call, Graph
 from jrlhf.meshes.plan import Placement, Plan, Slice

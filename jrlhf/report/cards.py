@@ -3,11 +3,11 @@
 import math
 from pathlib import PurePosixPath
 
-from jrlhf.console import duration
 from jrlhf.report.charts import number
 from jrlhf.report.parts import card, plain
 from jrlhf.report.record import TITLES, Record
 from jrlhf.report.rewards import KINDS, failure_counts
+from jrlhf.run.console import duration
 
 _NOTHING = ("", "0", "null")  # how a config says that there is none
 

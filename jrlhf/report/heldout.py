@@ -2,10 +2,10 @@
 
 import math
 
-from jrlhf.console import validation_key
 from jrlhf.report.charts import COLORS, Chart, Series, number
 from jrlhf.report.parts import change_cell, figure, grid, lead, number_cell, plain, range_bar, table
 from jrlhf.report.record import Record
+from jrlhf.run.console import validation_key
 
 _ALL = "all"  # the source that stands for every prompt
 

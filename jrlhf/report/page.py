@@ -12,11 +12,11 @@ from functools import partial
 from pathlib import Path
 
 from jrlhf.errors import UserError, exit_code
-from jrlhf.files import write_atomic
 from jrlhf.report import cards, constraint, curves, gaming, heldout, plan, rewards, samples, timeline
 from jrlhf.report.parts import lines, plain
 from jrlhf.report.record import Record, read_run
 from jrlhf.report.style import STYLE
+from jrlhf.run.files import write_atomic
 
 REPORT = "report.html"
 

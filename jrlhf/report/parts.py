@@ -4,8 +4,8 @@ import re
 from collections.abc import Sequence
 from html import escape
 
-from jrlhf.console import clean
 from jrlhf.report.charts import Chart, number
+from jrlhf.run.console import clean
 
 _SHOWN = 1500  # characters of a text; of a longer one both ends, for what answers end with is often what counts
 

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import yaml
 
+from jrlhf.config.parse import flatten, parse_yaml
 from jrlhf.errors import UserError
-from jrlhf.files import read_jsonl
 from jrlhf.meshes.plan import Plan, plan_of
-from jrlhf.metrics import METRICS, read_metrics
-from jrlhf.runs import CONFIG, ENVIRONMENT, PLAN, SAMPLES, read_summary
-from jrlhf.strict import flatten, parse_yaml
+from jrlhf.run.directory import CONFIG, ENVIRONMENT, PLAN, SAMPLES, read_summary
+from jrlhf.run.files import read_jsonl
+from jrlhf.run.metrics import METRICS, read_metrics
 
 TITLES = {
     "dpo": "DPO",

@@ -2,10 +2,10 @@
 
 import numpy as np
 
-from jrlhf.console import duration
 from jrlhf.report.charts import COLORS
 from jrlhf.report.parts import lane, lead
 from jrlhf.report.record import Record
+from jrlhf.run.console import duration
 
 # The calls of an iteration in the order in which they run, with what each does.
 _CALLS = (

@@ -15,10 +15,10 @@ from typing import Any, Literal, Self
 import numpy as np
 
 from jrlhf.errors import UserError
-from jrlhf.functions import resolve
 from jrlhf.rewards import builtin
 from jrlhf.rewards.process import Death, Worker, dismiss, wait
 from jrlhf.rewards.types import Sample, Scored
+from jrlhf.rewards.user_code import resolve
 from jrlhf.rewards.worker import GIVEN
 
 GOODBYE = pickle.dumps(None)

@@ -36,7 +36,7 @@ from functools import partial
 from typing import Any
 
 from jrlhf.errors import UserError
-from jrlhf.functions import explain, load
+from jrlhf.rewards.user_code import explain, load
 
 LENGTH = struct.Struct(">I")
 GIVEN = {  # what we pass by ourselves, by the call's style; all else is a column

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
-from jrlhf.data.task import STAGES
+from jrlhf.data.datasets import STAGES
+from jrlhf.data.tokenizer import load_tokenizer
 from jrlhf.models import ModelConfig, init_lm, init_scalar
 from jrlhf.models.hf import export_hf
-from jrlhf.tokenizer import load_tokenizer
 
 TOKENIZERS = Path(__file__).with_name("tokenizers")
 

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from jrlhf.config import Config
-from jrlhf.metrics import read_metrics
+from jrlhf.config.parse import build
+from jrlhf.config.schema import Config
 from jrlhf.models import LoRAConfig, ModelConfig, init_lora
 from jrlhf.models.hf import export_adapter, read_config
 from jrlhf.models.params import HeadKind
-from jrlhf.runs import open_run
-from jrlhf.strict import build
+from jrlhf.run.directory import open_run
+from jrlhf.run.metrics import read_metrics
 from jrlhf.train import cli
 
 WEIGHTS = "model.safetensors"
@@ -221,7 +221,7 @@ def test_a_dataset_that_cannot_be_read(refused, tmp_path, content, message):
         ({"data": {"max_prompt": 8, "max_response": 8}}, "line 1: "),
         ({"data": {"max_prompt": 8, "max_response": 8, "overlong": "filter"}}, "no row is left"),
         ({"data": {"max_prompt": 100, "max_response": 100}}, "need 200 positions"),
-        ({"data": {"chat": False, "system": "Be brief."}}, "turn chat on"),
+        ({"data": {"chat": False, "system": "Be brief."}}, "make that a conversation"),
         ({"data": {"source": "docstrings"}}, "is not read by the built-in task"),
         ({"model": {"layers": 3}}, "are both given"),
         ({"model": {"path": None}}, "give model.path"),

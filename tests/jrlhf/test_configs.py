@@ -9,7 +9,7 @@ from math import prod
 
 import pytest
 
-from jrlhf.config import config_names, load_config
+from jrlhf.config.schema import config_names, load_config
 
 # The number of devices that each is for, and what such a device has, in GiB.
 DEVICES = {

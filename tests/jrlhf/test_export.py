@@ -10,13 +10,13 @@ import orbax.checkpoint as ocp
 import pytest
 from safetensors.numpy import load_file
 
-from jrlhf import finish
-from jrlhf.config import load_config
+from jrlhf.config.schema import load_config
 from jrlhf.export import cli
 from jrlhf.generate import cli as generate
 from jrlhf.meshes import make_mesh
 from jrlhf.models.hf import load_hf
-from jrlhf.runs import open_run
+from jrlhf.run.directory import open_run
+from jrlhf.stages import finalize
 from jrlhf.train import main
 
 SIZES = [
@@ -50,7 +50,7 @@ def interrupt(*_, **__):
 def test_a_run_without_its_end_gives_its_model_and_goes_on(own, tmp_path, monkeypatch, capsys):
     path, moved, whole = tmp_path / "run", tmp_path / "moved", tmp_path / "whole"
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(finish, "export", interrupt)
+        patch.setattr(finalize, "export", interrupt)
         main(settings(path, *own, "sft.steps=2"))
     shutil.copytree(path, moved)
     assert generate(["--model", str(path), "--prompt", "1+1=", "--platform", "cpu"]) == 2

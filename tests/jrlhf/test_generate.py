@@ -9,20 +9,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jrlhf import generate, programs
-from jrlhf.batches import pad_rows, put_rows, row_keys
-from jrlhf.console import clean
+from jrlhf import generate
+from jrlhf.data.batches import pad_rows, put_rows, row_keys
 from jrlhf.data.encode import encode_prompts
+from jrlhf.data.tokenizer import load_tokenizer
 from jrlhf.data.types import Example
 from jrlhf.errors import UserError
-from jrlhf.files import read_jsonl
 from jrlhf.generate import cli, load
 from jrlhf.meshes import GENERATE, make_mesh
-from jrlhf.model import Architecture
 from jrlhf.models import LoRAConfig, SamplingConfig, init_lora, merge
 from jrlhf.models.hf import export_adapter, load_hf, read_config
-from jrlhf.sampling import read_responses
-from jrlhf.tokenizer import load_tokenizer
+from jrlhf.roles import compiled
+from jrlhf.roles.model import Architecture
+from jrlhf.roles.sampling import read_responses
+from jrlhf.run.console import clean
+from jrlhf.run.files import read_jsonl
 
 QUESTION = "What is 1 plus 2?"
 NEW = 8
@@ -65,7 +66,7 @@ def trained_engine(directory: Path, prompts: list[str], *, adapter=None) -> list
         sampling = SamplingConfig(
             max_new_tokens=NEW, temperature=0.0, stop_ids=tokenizer.eos_ids, token_limit=tokenizer.vocab_size
         )
-        run = programs.generate(Architecture(found.model, shared=True), built, programs.Compute(), sampling, None)
+        run = compiled.generate(Architecture(found.model, shared=True), built, compiled.Compute(), sampling, None)
         encoded = encode_prompts([Example(prompt=text) for text in prompts], tokenizer, max_prompt=64, chat=True)
         whole = [*encoded.ids, *encoded.ids[:1] * (8 - len(prompts))]
         tokens, lengths = put_rows(pad_rows(whole, 64), built)
@@ -178,7 +179,7 @@ def test_answers_of_a_run_are_as_long_as_in_its_training(tmp_path, user, monkeyp
         (["--prompt", "a", "--max-new-tokens", "128"], "leaves no room for a prompt"),
         (["--prompt", "a " * 200], "too many for at most"),
         (["--raw", "--prompt", ""], "the prompt is empty"),
-        (["--prompt", "a", "--raw", "--system", "b"], "--system is for conversations"),
+        (["--prompt", "a", "--raw", "--system", "b"], "leave the message out"),
         (["--file", "gone.jsonl"], "gone.jsonl does not exist"),
         (["--prompt", "a", "--adapter", "gone"], "gone/adapter_config.json does not exist"),
         (["--prompt", "a", "--platform", "tpu"], "tpu"),

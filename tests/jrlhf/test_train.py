@@ -17,22 +17,22 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from jrlhf import launch, utilisation
-from jrlhf.checkpoints import Checkpoints, like
-from jrlhf.config import load_config
+from jrlhf.config.schema import load_config
 from jrlhf.export import cli as export
-from jrlhf.files import read_jsonl
-from jrlhf.launch import select_mesh
 from jrlhf.meshes import live_bytes
 from jrlhf.meshes.peaks import Peak
-from jrlhf.metrics import read_metrics
 from jrlhf.models import init_sharded
 from jrlhf.models.hf.export import hf_weights
-from jrlhf.optimizers import adamw
 from jrlhf.planning.fits import memory_of
 from jrlhf.ppo import KLState, TrainState
 from jrlhf.ppo.shaping import RunningMoments
-from jrlhf.rl import RLState
+from jrlhf.roles.optimizers import adamw
+from jrlhf.run.checkpoints import Checkpoints, like
+from jrlhf.run.files import read_jsonl
+from jrlhf.run.metrics import read_metrics
+from jrlhf.stages import mfu, setup
+from jrlhf.stages.rl import RLState
+from jrlhf.stages.setup import select_mesh
 from jrlhf.train import cli, main
 
 TINY, LOG = str(Path(__file__).with_name("tiny.yaml")), "log.txt"
@@ -43,7 +43,7 @@ def finished(tmp_path_factory):
     """(run directory, summary) of one tiny run."""
     directory = tmp_path_factory.mktemp("runs")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(utilisation, "peak_of", lambda device: Peak(1e9, 1e10, 1e10))
+        patch.setattr(mfu, "peak_of", lambda device: Peak(1e9, 1e10, 1e10))
         summary = main(load_config(TINY, [f"run_dir={directory}", "profile.iterations=[3]"]))
     return directory / "tiny", summary
 
@@ -132,7 +132,7 @@ def test_an_interrupt_before_the_run_begins_is_one_sentence(tmp_path, capsys, mo
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(launch, "load_task", interrupted)
+    monkeypatch.setattr(setup, "load_task", interrupted)
     assert cli(["--config", TINY, f"run_dir={tmp_path}"]) == 130
     assert capsys.readouterr().err == "interrupted\n" and not list(tmp_path.iterdir())
 

@@ -14,15 +14,15 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from jrlhf.config import Config, load_config
+from jrlhf.config.parse import build
+from jrlhf.config.schema import Config, load_config
+from jrlhf.data.tokenizer import load_tokenizer
 from jrlhf.errors import UserError
-from jrlhf.files import read_jsonl
-from jrlhf.launch import load_task, select_mesh
-from jrlhf.metrics import read_metrics
 from jrlhf.models.hf import load_adapter, load_hf, read_config
-from jrlhf.pretrained import check_weights
-from jrlhf.strict import build
-from jrlhf.tokenizer import load_tokenizer
+from jrlhf.roles.pretrained import check_weights
+from jrlhf.run.files import read_jsonl
+from jrlhf.run.metrics import read_metrics
+from jrlhf.stages.setup import load_task, select_mesh
 from jrlhf.train import main
 
 WEIGHTS = {"reward_model": 0.5, "preference": 0.7, "short": 2.0, "graded": 0.3, "watched": 0.0}

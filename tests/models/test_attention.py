@@ -10,7 +10,7 @@ import pytest
 
 from jrlhf.models import RopeScaling
 from jrlhf.models.attention import attention, cached_attention, default_attention, rotate, rotation, scaled
-from jrlhf.models.cache import append, empty, filled, grown, prefill
+from jrlhf.models.generation.cache import append, empty, filled, grown, prefill
 
 B, T, N, K, H = 3, 7, 4, 2, 8
 

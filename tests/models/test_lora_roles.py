@@ -101,7 +101,7 @@ class Roles:
         return Rollout(**vars(drawn), version=jnp.zeros((), jnp.int32))
 
     def iteration(self, base, actor, critic, reward):
-        """What happens in one iteration, as in `jrlhf/rl.py`; all of it reads one `base`."""
+        """What happens in one iteration, as in `jrlhf/stages/rl.py`; all of it reads one `base`."""
         rollout = self.rollout(actor.params, base)
         lengths = rollout.prompt_lengths + rollout.response_lengths
         old, _ = self.score_actor(actor.params, rollout.tokens, base)

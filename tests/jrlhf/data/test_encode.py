@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from jrlhf.chat import encode_chat, render_chat
+from jrlhf.data.chat import encode_chat, render_chat
 from jrlhf.data.encode import encode_answered, encode_preferences, encode_prompts, encode_sft, tools_of
 from jrlhf.data.read import Columns, Dataset, from_rows
+from jrlhf.data.tokenizer import Tokenizer, load_tokenizer
 from jrlhf.data.types import Example
 from jrlhf.errors import UserError
-from jrlhf.tokenizer import Tokenizer, load_tokenizer
 
 FAMILIES = Path(__file__).parents[1] / "tokenizers"
 GOLDEN = json.loads((FAMILIES / "golden.json").read_text(encoding="utf-8"))
@@ -77,7 +77,7 @@ def test_plain_prompts_become_the_users_turn_where_chat_is_on(qwen: Tokenizer):
     own = ({"role": "system", "content": "Be wordy."}, user("2 + 2?"))
     kept = encode_prompts([Example(own)], qwen, max_prompt=300, system="Be brief.")
     assert kept.examples[0].prompt == own
-    with pytest.raises(UserError, match="row 1: a system message is given for plain text: turn chat on"):
+    with pytest.raises(UserError, match="row 1: a system message is given for plain text: make that a conversation"):
         encode_prompts(data, qwen, max_prompt=300, system="Be brief.")
 
 

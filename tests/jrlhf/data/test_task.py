@@ -2,8 +2,8 @@
 
 import pytest
 
+from jrlhf.data.datasets import keep_apart, prompt_text
 from jrlhf.data.read import from_rows
-from jrlhf.data.task import keep_apart, prompt_text
 from jrlhf.errors import UserError
 
 

@@ -4,16 +4,16 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from jrlhf.algorithms import graph_of
-from jrlhf.config import Config, load_config
+from jrlhf.algorithms.registry import graph_of
+from jrlhf.config.schema import Config, load_config
 from jrlhf.errors import UserError
-from jrlhf.launch import PLAN, architectures, select_plan
 from jrlhf.planning.auto import prices_here, searched
 from jrlhf.planning.choose import plan_of_config, plan_yaml
 from jrlhf.planning.from_config import workload_of
 from jrlhf.planning.memory import plan_memory
 from jrlhf.planning.runnable import check_runs
 from jrlhf.planning.simulator import simulate
+from jrlhf.stages.setup import PLAN, architectures, select_plan
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def test_a_run_goes_on_with_the_plan_that_its_search_found(monkeypatch, tmp_path
     models, graph = architectures(config), graph_of(config)
     colocated, split = (plan_of_config(config_of(f"plan={name}"), graph, models, 8) for name in ("colocate", "split"))
     (tmp_path / "run").mkdir()
-    monkeypatch.setattr("jrlhf.launch.searched", lambda *_: colocated)
+    monkeypatch.setattr("jrlhf.stages.setup.searched", lambda *_: colocated)
     found = replace(split, name="auto")
     for saved, expected in ((found, found), (split, colocated)):  # one that was asked for by name was not searched for
         (tmp_path / "run" / PLAN).write_text(plan_yaml(saved))

@@ -6,14 +6,14 @@ from typing import Any
 import pytest
 import yaml
 
-from jrlhf.algorithms import graph_of
-from jrlhf.config import Config
+from jrlhf.algorithms.registry import graph_of
+from jrlhf.config.parse import build
+from jrlhf.config.schema import Config
 from jrlhf.errors import UserError
-from jrlhf.launch import architectures
 from jrlhf.meshes.plan import Placement, Plan, Slice
 from jrlhf.planning.choose import plan_of_config, plan_yaml, read_plan
 from jrlhf.planning.runnable import has_model
-from jrlhf.strict import build
+from jrlhf.stages.setup import architectures
 
 MODEL = {"embed": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 16, "mlp": 64}
 FUNCTION = [{"name": "words", "function": "word_count"}]

@@ -6,15 +6,15 @@ from typing import Any, cast
 
 import pytest
 
-from jrlhf.config import load_config
+from jrlhf.config.schema import load_config
 from jrlhf.errors import UserError
-from jrlhf.launch import architectures, select_plan
 from jrlhf.meshes import make_mesh
 from jrlhf.models import ModelConfig
 from jrlhf.planning.choose import colocated
 from jrlhf.planning.fits import capacity, check_memory, memory_of
 from jrlhf.planning.from_config import divided, workload_of
 from jrlhf.planning.memory import GIB
+from jrlhf.stages.setup import architectures, select_plan
 
 EIGHT = ["device.platform=cpu", "device.simulated=8"]
 

@@ -20,8 +20,9 @@ from benchmarks.memory import (
     row,
     within,
 )
-from jrlhf.algorithms import graph_of
-from jrlhf.config import Config
+from jrlhf.algorithms.registry import graph_of
+from jrlhf.config.schema import Config
+from jrlhf.config.stages import OptimizerConfig
 from jrlhf.meshes import GENERATE, Graph, make_mesh
 from jrlhf.meshes.hardware import cluster
 from jrlhf.meshes.plan import Placement, Plan, Slice
@@ -36,8 +37,7 @@ from jrlhf.planning.states import resident, tiled
 from jrlhf.planning.times import Estimator
 from jrlhf.planning.topology import home_of
 from jrlhf.planning.workload import RoleModel, Workload
-from jrlhf.shapes import adapter_weights, device_bytes, generation_copy, placed, train_state, whole_weights
-from jrlhf.stage_config import OptimizerConfig
+from jrlhf.stages.shapes import adapter_weights, device_bytes, generation_copy, placed, train_state, whole_weights
 
 CPU, GPU, TPU = Backend("cpu"), Backend("gpu"), Backend("tpu")
 MESHES = ((8, 1), (4, 2), (2, 4), (1, 8))

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 import jrlhf
-from jrlhf.config import Config
+from jrlhf.config.parse import build, to_yaml
+from jrlhf.config.schema import Config
 from jrlhf.errors import UserError
-from jrlhf.files import append_jsonl
 from jrlhf.meshes.plan import Placement, Plan, Slice
 from jrlhf.planning.choose import plan_yaml
 from jrlhf.report import read_run, render, write_report
@@ -23,7 +23,7 @@ from jrlhf.report.charts import COLORS, Chart, Series, number, running_mean
 from jrlhf.report.page import main
 from jrlhf.report.record import Record
 from jrlhf.report.timeline import _CALLS, timeline
-from jrlhf.strict import build, to_yaml
+from jrlhf.run.files import append_jsonl
 
 EVIL = '<script>alert(1)</script><img src=x onerror="alert(2)">&amp;\x1b[31m'
 
@@ -183,7 +183,7 @@ def test_what_runs_beside_the_calls_is_told_and_has_no_bar():
 
 def test_every_time_that_a_role_takes_is_explained():
     """The names that calls are timed under are those that the timeline knows."""
-    sources = "".join(path.read_text(encoding="utf-8") for path in Path(jrlhf.__file__).parent.glob("*.py"))
+    sources = "".join(path.read_text(encoding="utf-8") for path in Path(jrlhf.__file__).parent.rglob("*.py"))
     timed = set(re.findall(r"""(?:timed|clock\.run)\(\s*"(\w+)\"""", sources))
     assert {"gen", "sleep", "transfer"} <= timed <= dict(_CALLS).keys()
 

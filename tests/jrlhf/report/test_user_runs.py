@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from jrlhf.files import append_jsonl
 from jrlhf.report import read_run, render
 from jrlhf.report.parts import number_cell, range_bar, table, text_cell
 from jrlhf.report.rewards import failure_counts, reward_names
+from jrlhf.run.files import append_jsonl
 
 EVIL = '<script>alert(1)</script><img src=x onerror="alert(2)">&amp;\x1b[31m'
 SOURCES = ("openai/gsm8k", EVIL)

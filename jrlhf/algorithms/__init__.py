@@ -1,0 +1,1 @@
+"""Algorithms: the dataflow of one iteration each."""

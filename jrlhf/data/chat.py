@@ -1,0 +1,138 @@
+"""Conversations to text: a model's own chat template, rendered in a sandbox."""
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from functools import lru_cache
+from typing import Any
+
+import jinja2
+import jinja2.ext
+from jinja2 import nodes
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from jrlhf.data.tokenizer import Tokenizer
+from jrlhf.data.types import Message
+from jrlhf.errors import UserError
+
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+# Written behind a message that is to be continued, to find its end in the rendered text. The blank tells whether the
+# template strips what it is given.
+_MARK = "\ue000\ue001\ue000"
+
+
+def render_chat(
+    tokenizer: Tokenizer,
+    messages: Sequence[Message],
+    *,
+    add_generation_prompt: bool = False,
+    continue_final: bool = False,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+) -> str:
+    """The text of a conversation, as the model's chat template writes it.
+
+    add_generation_prompt: ends with what comes before an answer.
+    continue_final: ends inside the last message, which the model is to continue.
+    tools: JSON schemas of functions that the template may offer to the model.
+
+    Raises:
+        UserError: no template, no messages, or a template that is wrong, refuses the messages or tries to leave its
+            sandbox.
+    """
+    if tokenizer.chat_template is None:
+        raise UserError(
+            f"the tokenizer{'' if tokenizer.directory is None else f' in {tokenizer.directory}'} has no chat template, "
+            "but the data are conversations: add chat_template.jinja to it, or give plain-text prompts"
+        )
+    if not messages:
+        raise UserError("a conversation without messages cannot be rendered: remove it")
+    if add_generation_prompt and continue_final:
+        raise ValueError("add_generation_prompt begins an answer and continue_final goes on with one: choose one")
+    plain = [_plain(message) for message in messages]
+    if continue_final:
+        if not isinstance(plain[-1].get("content"), str):
+            raise UserError("the last message has no text that could be continued: end with one that has")
+        plain[-1] |= {"content": f"{plain[-1]['content']}{_MARK} "}
+    variables = {**tokenizer.special_tokens, "tools": None if tools is None else [dict(tool) for tool in tools]}
+    text = _render(tokenizer.chat_template, plain, variables | {"add_generation_prompt": add_generation_prompt})
+    if not continue_final:
+        return text
+    head, mark, tail = text.rpartition(_MARK)
+    if not mark:
+        raise UserError("the chat template does not show the last message, so it cannot be continued")
+    return head if tail.startswith(" ") else head.rstrip()
+
+
+def encode_chat(
+    tokenizer: Tokenizer,
+    messages: Sequence[Message],
+    *,
+    add_generation_prompt: bool = False,
+    continue_final: bool = False,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+) -> list[int]:
+    """The token ids of `render_chat`'s text. The template writes its special tokens itself; none are added."""
+    return tokenizer.encode(
+        render_chat(
+            tokenizer,
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            continue_final=continue_final,
+            tools=tools,
+        )
+    )
+
+
+def _plain(message: Message) -> dict[str, Any]:
+    """What the template sees of a message: the keys that have a value, and its reasoning under every usual name."""
+    kept = {key: value for key, value in message.items() if value is not None}
+    reasoning = next((kept[name] for name in _REASONING if name in kept), None)
+    return kept if reasoning is None else {"thinking": reasoning, **kept, "reasoning_content": reasoning}
+
+
+def _render(source: str, messages: list[dict[str, Any]], variables: Mapping[str, Any]) -> str:
+    try:
+        return _compiled(source).render(messages=messages, **variables)
+    except jinja2.TemplateSyntaxError as error:
+        raise UserError(f"the chat template is not valid Jinja: {error.message} (line {error.lineno})") from None
+    except jinja2.exceptions.SecurityError as error:
+        raise UserError(f"the chat template tries to do what templates must not: {error}") from None
+    except jinja2.TemplateError as error:
+        raise UserError(f"the chat template refuses the messages: {error.message}") from None
+    except Exception as error:  # whatever an expression in a template may raise
+        raise UserError(f"the chat template fails on the messages: {type(error).__name__}: {error}") from None
+
+
+class _Generation(jinja2.ext.Extension):
+    """`{% generation %}` ... `{% endgeneration %}`: some templates mark the words of the assistant so."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body).set_lineno(line)
+
+
+def _refuse(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _to_json(value: Any, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
+    """Jinja's own filter writes `<` as `\\u003c`, for web pages."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _now(form: str) -> str:
+    return datetime.now().strftime(form)
+
+
+@lru_cache(maxsize=32)
+def _compiled(source: str) -> jinja2.Template:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals |= {"raise_exception": _refuse, "strftime_now": _now}
+    return environment.from_string(source)

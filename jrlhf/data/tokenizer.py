@@ -1,0 +1,314 @@
+"""Text to token ids and back: a thin frozen wrapper around `tokenizers`, and how a model directory's is read."""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from jrlhf.errors import UserError
+
+# The names under which chat templates meet special tokens.
+_NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """Text to token ids and back.
+
+    backend: the `tokenizers` object, which neither pads nor cuts off.
+    eos_ids: each of them ends a response; the first is the one that is written behind a text to end it.
+    pad_id: None where the model has none. Rows are then filled up with 0: masks come from lengths, never from ids.
+    bos_id: the beginning of a text, where the model has one.
+    prefix_ids: what a plain text begins with: the beginning of text, for models that were trained so.
+    chat_template: Jinja source, rendered by `jrlhf.data.chat`.
+    special_tokens: what the template sees beside the messages: bos_token, eos_token, ...; a template's own switches
+        (`enable_thinking`) may be added with `dataclasses.replace`.
+    directory: where the files lie, for an export that copies them.
+    limit: None, or the number of ids that the model's embedding holds. A text with a token beyond it is refused.
+    """
+
+    backend: tokenizers.Tokenizer
+    eos_ids: tuple[int, ...]
+    pad_id: int | None = None
+    bos_id: int | None = None
+    prefix_ids: tuple[int, ...] = ()
+    chat_template: str | None = None
+    special_tokens: Mapping[str, Any] = field(default_factory=dict)
+    directory: Path | None = None
+    limit: int | None = None
+
+    def __post_init__(self) -> None:
+        if not self.eos_ids:
+            raise ValueError("a tokenizer needs an end-of-text id: without one no response ever ends")
+
+    @property
+    def eos_id(self) -> int:
+        """The id that ends a text."""
+        return self.eos_ids[0]
+
+    @cached_property
+    def vocab_size(self) -> int:
+        """The highest id + 1, special ones included: ids from here on mean nothing and must never be drawn."""
+        highest = max(self.backend.get_vocab(with_added_tokens=True).values()) + 1
+        return highest if self.limit is None else min(highest, self.limit)
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of one text; nothing is added to it.
+
+        Raises:
+            UserError: a token of it has no row in the model's embedding.
+        """
+        return self._checked(self.backend.encode(text, add_special_tokens=False).ids)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids of many texts, as `encode` gives them."""
+        encodings = self.backend.encode_batch(list(texts), add_special_tokens=False)
+        return [self._checked(encoding.ids) for encoding in encodings]
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """Token ids of a plain text that begins a sequence: `prefix_ids`, then the text. An end of text that the
+        tokenizer would add is left out, as an answer is to follow."""
+        return [*self.prefix_ids, *self.encode(text)]
+
+    def encode_with_ends(self, text: str) -> tuple[list[int], list[int]]:
+        """Token ids of one text, and how many of its characters come before the end of each."""
+        encoding = self.backend.encode(text, add_special_tokens=False)
+        return self._checked(encoding.ids), [end for _, end in encoding.offsets]
+
+    def encode_continuation(self, before: str, begun: Sequence[int], text: str) -> list[int]:
+        """Token ids of a text that follows `before`, whose tokens `begun` stay as they are: those that both texts
+        together have behind them. Where a token would reach over from one to the other, those of the text alone,
+        without the blank with which SentencePiece-like vocabularies begin."""
+        for first, ids in ((before, list(begun)), *((first, self.encode(first)) for first in self._stand_ins)):
+            both = self.encode(first + text)
+            if both[: len(ids)] == ids:
+                return both[len(ids) :]
+        return self.encode(text)
+
+    @cached_property
+    def _stand_ins(self) -> tuple[str, ...]:
+        """Texts to put before a continuation while it is encoded; none where a text is encoded alike everywhere."""
+        line, both = self.encode("\n"), self.encode("\na")
+        return () if both == [*line, *self.encode("a")] else ("\n", "a", ".")
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of token ids; special tokens are left out, and bytes that are no UTF-8 become U+FFFD."""
+        return self.backend.decode([int(token) for token in ids], skip_special_tokens=True)
+
+    def to_json(self) -> str:
+        """The text of a `tokenizer.json`; equal tokenizers give equal texts."""
+        return self.backend.to_str(pretty=True)
+
+    def _checked(self, ids: list[int]) -> list[int]:
+        if self.limit is not None and ids and max(ids) >= self.limit:
+            raise UserError(
+                f"the text holds the token {self.backend.id_to_token(max(ids))!r} (id {max(ids)}), but the model's "
+                f"embedding has {self.limit} rows: remove it from the text"
+            )
+        return ids
+
+
+def load_tokenizer(directory: Path | str, *, eos: Sequence[str] = ()) -> Tokenizer:
+    """Read the tokenizer of a Hugging Face model directory.
+
+    From tokenizer.json; tokenizer_config.json and special_tokens_map.json (special tokens); generation_config.json, or
+    else config.json (further ids that end a response); chat_template.jinja, tokenizer_config.json or
+    chat_template.json.
+
+    eos: names of the tokens that end a response, in place of those that the files name; the first one is written. For
+        a base model, say, whose chat template closes a turn with a token other than its end of text.
+
+    Raises:
+        UserError: no such directory, a file that cannot be read, only files that need conversion, no end of text, or
+            a named token that the vocabulary lacks.
+    """
+    directory = Path(directory)
+    backend = _read_backend(directory)
+    settings = _special_settings(directory)
+    _add_missing(backend, settings, directory)
+    special_tokens = {name: text for name in _NAMED if (text := _content(settings.get(name))) is not None}
+    eos_ids = _named_ids(backend, eos, directory) if eos else _eos_ids(backend, special_tokens, directory)
+    return Tokenizer(
+        backend=backend,
+        eos_ids=eos_ids,
+        pad_id=_id_of(backend, special_tokens.get("pad_token")),
+        bos_id=_id_of(backend, special_tokens.get("bos_token")),
+        prefix_ids=_prefix_ids(backend),
+        chat_template=_chat_template(directory, settings),
+        special_tokens=special_tokens,
+        directory=directory,
+    )
+
+
+def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> Tokenizer:
+    """The tokenizer for a model whose embedding has `vocab_size` rows: the one to use with it.
+
+    Ordinary tokens must all have a row. Added ones beyond it (the image token of a text-only checkpoint, a padding
+    token that was never trained) are tolerated as long as no text holds them: `Tokenizer.limit`.
+
+    Raises:
+        UserError: the vocabulary is larger than the model's, or a token that ends or begins a text has no row.
+    """
+    added = set(tokenizer.backend.get_added_tokens_decoder())
+    ordinary = max(
+        (i for i in tokenizer.backend.get_vocab(with_added_tokens=True).values() if i not in added), default=0
+    )
+    highest = max((ordinary, *tokenizer.eos_ids, *tokenizer.prefix_ids))
+    if highest >= vocab_size:
+        raise UserError(
+            f"the tokenizer{_of(tokenizer.directory)} has ids up to {highest}, but the model's embedding has "
+            f"{vocab_size} rows: take the tokenizer that the model was trained with"
+        )
+    if tokenizer.vocab_size <= vocab_size:
+        return tokenizer
+    pad_id = tokenizer.pad_id if tokenizer.pad_id is None or tokenizer.pad_id < vocab_size else None
+    return replace(tokenizer, pad_id=pad_id, limit=vocab_size)
+
+
+def same_tokens(one: Tokenizer, other: Tokenizer) -> bool:
+    """Whether two tokenizers write a text with the same ids. Added tokens that only one has do not count: a reward
+    model's padding, say."""
+    first, second = (json.loads(each.to_json()) for each in (one, other))
+    if any(first.get(part) != second.get(part) for part in ("model", "normalizer", "pre_tokenizer")):
+        return False
+    added = [{entry["id"]: entry["content"] for entry in each.get("added_tokens", [])} for each in (first, second)]
+    return all(added[0][index] == added[1][index] for index in added[0].keys() & added[1].keys())
+
+
+def _of(directory: Path | None) -> str:
+    return "" if directory is None else f" in {directory}"
+
+
+def _read_backend(directory: Path) -> tokenizers.Tokenizer:
+    path = directory / "tokenizer.json"
+    if not directory.is_dir():
+        raise UserError(f"{directory} is not a directory: name the directory that holds tokenizer.json")
+    if not path.exists():
+        others = [n for n in ("tokenizer.model", "tekken.json", "vocab.json", "merges.txt") if (directory / n).exists()]
+        if others:
+            raise UserError(
+                f"{directory} has {' and '.join(others)} but no tokenizer.json: convert it once with transformers, "
+                f"AutoTokenizer.from_pretrained({str(directory)!r}).save_pretrained({str(directory)!r})"
+            )
+        raise UserError(f"{directory} has no tokenizer.json: name a directory that holds the model's tokenizer")
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises bare `Exception`
+        raise UserError(f"{path} cannot be read as a tokenizer.json ({error}): fetch the file again") from None
+    backend.no_truncation()  # a file may have been saved while they were on
+    backend.no_padding()
+    return backend
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """The object in a file; empty where there is no file."""
+    if not path.exists():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8-sig"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read as JSON ({error}): fetch the file again") from None
+    if not isinstance(content, dict):
+        raise UserError(f"{path} holds a {type(content).__name__}, not a JSON object: fetch the file again")
+    return content
+
+
+def _special_settings(directory: Path) -> dict[str, Any]:
+    settings = _read_json(directory / "tokenizer_config.json")
+    # The older of the two files counts only where the newer one does not list the added tokens itself.
+    if "added_tokens_decoder" not in settings:
+        settings |= _read_json(directory / "special_tokens_map.json")
+    return settings
+
+
+def _content(token: Any) -> str | None:
+    """A token's text: files write it as a string or as an object with `content`."""
+    token = token.get("content") if isinstance(token, dict) else token
+    return token if isinstance(token, str) else None
+
+
+def _add_missing(backend: tokenizers.Tokenizer, settings: Mapping[str, Any], directory: Path) -> None:
+    """Makes special what tokenizer_config.json calls so and tokenizer.json does not."""
+    listed = settings.get("added_tokens_decoder", {})
+    known = {token.content for token in backend.get_added_tokens_decoder().values()}
+    for index, entry in sorted(((int(index), entry) for index, entry in listed.items())):
+        if entry["content"] not in known:
+            backend.add_tokens([tokenizers.AddedToken(**entry)])
+            if (here := backend.token_to_id(entry["content"])) != index:
+                raise UserError(
+                    f"{directory / 'tokenizer_config.json'} gives {entry['content']!r} the id {index}, but by "
+                    f"tokenizer.json it is {here}: the two files are of different models, fetch them again"
+                )
+    known = {token.content for token in backend.get_added_tokens_decoder().values()}
+    named = [text for name in _NAMED if (text := _content(settings.get(name))) is not None and text not in known]
+    backend.add_special_tokens([text for text in named if backend.token_to_id(text) is not None])
+
+
+def _id_of(backend: tokenizers.Tokenizer, token: str | None) -> int | None:
+    return None if token is None else backend.token_to_id(token)
+
+
+def _named_ids(backend: tokenizers.Tokenizer, names: Iterable[str], directory: Path) -> tuple[int, ...]:
+    ids = []
+    for name in names:
+        index = backend.token_to_id(name)
+        if index is None:
+            raise UserError(f"the vocabulary in {directory} has no token {name!r} to end a text with: name one it has")
+        ids.append(index)
+    return tuple(ids)
+
+
+def _eos_ids(backend: tokenizers.Tokenizer, special_tokens: Mapping[str, str], directory: Path) -> tuple[int, ...]:
+    """The tokenizer's own end of text first, then those that generation stops at."""
+    name = special_tokens.get("eos_token")
+    own = () if name is None else _named_ids(backend, [name], directory)
+    found: Any = None
+    for file in ("generation_config.json", "config.json"):
+        settings = _read_json(directory / file)
+        found = settings.get("eos_token_id", (settings.get("text_config") or {}).get("eos_token_id"))
+        if found is not None:
+            break
+    listed = found if isinstance(found, list) else [] if found is None else [found]
+    if not all(isinstance(index, int) and not isinstance(index, bool) for index in listed):
+        raise UserError(f"eos_token_id in {directory / file} is {found!r}, not an id or a list of ids: correct it")
+    ids = tuple(dict.fromkeys((*own, *(index for index in listed))))
+    if not ids:
+        raise UserError(
+            f"nothing in {directory} says which token ends a text: set eos_token in tokenizer_config.json, or "
+            "eos_token_id in generation_config.json"
+        )
+    unknown = [index for index in ids if backend.id_to_token(index) is None]
+    if unknown:
+        raise UserError(
+            f"{directory / file} ends a response at id {unknown[0]}, which the tokenizer does not have: "
+            "correct eos_token_id there"
+        )
+    return ids
+
+
+def _prefix_ids(backend: tokenizers.Tokenizer) -> tuple[int, ...]:
+    """What the tokenizer puts before a text of its own accord."""
+    encoding = backend.encode("a", add_special_tokens=True)
+    own = [added == 0 for added in encoding.special_tokens_mask]
+    return tuple(encoding.ids[: own.index(True)]) if True in own else ()
+
+
+def _chat_template(directory: Path, settings: Mapping[str, Any]) -> str | None:
+    path = directory / "chat_template.jinja"
+    if path.exists():
+        try:
+            return path.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise UserError(f"{path} cannot be read ({error}): fetch the file again") from None
+    template = settings.get("chat_template")
+    if template is None:
+        template = _read_json(directory / "chat_template.json").get("chat_template")
+    if isinstance(template, list):  # named ones: [{"name": "default", "template": "..."}, ...]
+        template = {each.get("name"): each.get("template") for each in template if isinstance(each, dict)}.get(
+            "default"
+        )
+    return template if isinstance(template, str) else None

@@ -1,0 +1,1 @@
+"""Roles: what an algorithm calls, where they run, and their compiled functions."""

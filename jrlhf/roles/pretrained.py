@@ -1,0 +1,166 @@
+"""Model directories: where a path leads, what architecture lies there, and its weights on the mesh."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from jrlhf.config.schema import ModelSection
+from jrlhf.errors import UserError
+from jrlhf.meshes import GENERATE, TRAIN, Layout, reshard
+from jrlhf.models import PRESETS, ModelConfig, param_shardings
+from jrlhf.models.hf import HFConfig, check_hf, load_hf, read_config
+from jrlhf.models.params import HeadKind, Params
+
+# What a model directory may hold that is of use here. Never code, and no weights but safetensors.
+_DESCRIPTIONS = ["*.json", "*.jinja", "tokenizer.model", "merges.txt"]
+_WEIGHTS = ["*.safetensors"]
+_IGNORED = ["*/*", "consolidated*"]  # other formats of the same weights
+
+
+def locate(path: str, key: str, *, weights: bool = False) -> Path:
+    """The directory of a model: a Hugging Face directory, a run's (its model/), or a hub name's local copy.
+
+    key: the setting that names it, for the error. weights: asked of the hub too; otherwise only what describes them.
+
+    Raises:
+        UserError: nothing there, or the hub cannot be reached.
+    """
+    directory = Path(path).expanduser()
+    if (directory / "config.json").is_file():
+        return directory
+    if (directory / "model" / "config.json").is_file():
+        return directory / "model"
+    if (directory / "config.yaml").is_file():
+        raise UserError(
+            f"{key}={path} is a run that has not finished: python -m jrlhf.export {path} writes that of its newest "
+            "checkpoint"
+        )
+    if directory.exists():
+        raise UserError(f"{key}={path} holds no model: there is neither a config.json nor a model/config.json in it")
+    if not _hub_name(path):
+        raise UserError(f"{key}={path} does not exist: name a model directory, a run, or a hub name such as org/model")
+    import huggingface_hub
+
+    wanted = _DESCRIPTIONS + (_WEIGHTS if weights else [])
+    try:
+        return Path(huggingface_hub.snapshot_download(path, allow_patterns=wanted, ignore_patterns=_IGNORED))
+    except Exception as error:  # the library's own, the network's, the file system's
+        reason = str(error).strip().split("\n")[0]
+        raise UserError(
+            f"{key}={path} is no directory here, and the hub does not give it ({type(error).__name__}: {reason}): "
+            "download it and name its directory"
+        ) from error
+
+
+def describe(path: str, key: str) -> HFConfig:
+    """What the config.json of a model directory says.
+
+    Raises:
+        UserError: no model there, or one that cannot be computed here.
+    """
+    return _explained(key, path, partial(read_config, locate(path, key)))
+
+
+def architecture(path: str, key: str) -> ModelConfig:
+    """The architecture of a model directory, or of a hub name that is known without asking the hub.
+
+    Raises:
+        UserError: neither a model directory nor a name that the hub knows.
+    """
+    if not is_here(path) and path in PRESETS:
+        return PRESETS[path]
+    return describe(path, key).model
+
+
+def fresh_model(model: ModelSection) -> ModelConfig:
+    """The architecture of the sizes in a config.
+
+    Raises:
+        UserError: they do not go together.
+    """
+    sizes = {name: getattr(model, name) for name in ModelSection.__dataclass_fields__ if name != "path"}
+    try:
+        return ModelConfig(**sizes)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+
+
+def is_here(path: str) -> bool:
+    """Whether a path to a model or to data is on this machine; else it may be a hub's name for it."""
+    return Path(path).expanduser().exists()
+
+
+def load_weights(
+    path: str,
+    key: str,
+    mesh: Mesh,
+    *,
+    head: HeadKind = "lm",
+    layout: Layout = TRAIN,
+    dtype: jnp.dtype | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> tuple[HFConfig, Params]:
+    """A model directory's weights, stored on the mesh as `layout` says, in `dtype`.
+
+    Raises:
+        UserError: whatever is wrong with the directory.
+    """
+    load = partial(
+        load_hf, locate(path, key, weights=True), mesh, layout=layout, head=head, dtype=dtype, progress=progress
+    )
+    return _explained(key, path, load)
+
+
+def check_weights(path: str, key: str, *, head: HeadKind = "lm") -> HFConfig:
+    """Whether `load_weights` will find what it needs; reads headers, no weights.
+
+    Raises:
+        UserError: whatever is wrong with the directory.
+    """
+    return _explained(key, path, partial(check_hf, locate(path, key, weights=True), head=head))
+
+
+def frozen_copy(params: Params, dtype: jnp.dtype) -> Params:
+    """A copy for nobody to train: matrices in the dtype in which they are computed with, where they lie.
+
+    Results are those of the float32 weights, which are cast to that dtype where they are used.
+    """
+    shardings = jax.tree.map(lambda x: x.sharding, params)
+    return jax.jit(partial(cast_matrices, dtype=dtype), out_shardings=shardings)(params)
+
+
+def cast_matrices(params: Params, dtype: jnp.dtype) -> Params:
+    """Weights, layers stacked, with their matrices in `dtype`. Vectors (norm scales, a scalar head) keep theirs."""
+
+    def cast(x: jax.Array, vector: int) -> jax.Array:
+        return x.astype(dtype) if x.ndim > vector else x
+
+    return {
+        name: jax.tree.map(partial(cast, vector=2 if name == "layers" else 1), tree) for name, tree in params.items()
+    }
+
+
+def share(params: Params, config: ModelConfig, mesh: Mesh, dtype: jnp.dtype) -> Params:
+    """Weights as a base that several roles use: stored in GENERATE."""
+    return reshard(params, param_shardings(config, mesh, GENERATE), dtype=dtype)
+
+
+def copied(params: Params) -> Params:
+    """Arrays of their own, for a state that a training step will donate."""
+    return jax.tree.map(jnp.copy, params)
+
+
+def _hub_name(path: str) -> bool:
+    parts = path.split("/")
+    return len(parts) == 2 and all(part and not part.startswith(".") for part in parts) and not path.endswith("/")
+
+
+def _explained(key: str, path: str, read: Callable):
+    try:
+        return read()
+    except (ValueError, OSError) as error:
+        raise UserError(f"{key}={path}: {error}") from error

@@ -1,0 +1,1 @@
+"""A run directory and what keeps a run alive: files, checkpoints, metrics, console, processes."""

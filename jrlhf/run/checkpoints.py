@@ -1,0 +1,428 @@
+"""Checkpoints that are either exactly what was saved or refused.
+
+Orbax writes them: asynchronously, atomically, every process its own shards, restorable onto any mesh. It does not
+notice a flipped bit in an array file, so every leaf has a fingerprint, made on the devices and checked after a restore.
+"""
+
+import contextlib
+import errno
+import gc
+import hashlib
+import json
+import logging
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import jax
+import jax.numpy as jnp
+import orbax.checkpoint as ocp
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Shaped, UInt32
+
+from jrlhf.errors import UserError
+from jrlhf.meshes.offload import groups, is_on_host, onload
+from jrlhf.run.processes import any_process, from_main, is_main
+
+T = TypeVar("T")
+Tree = TypeVar("Tree")
+_STATE, _META = "state", "meta"
+
+
+class Checkpoints:
+    """The checkpoints of a run, at most `keep` of them, each a tree of arrays and a JSON-like dict.
+
+    `tell` gets a sentence whenever a damaged checkpoint is passed over.
+    """
+
+    def __init__(self, directory: Path | str, keep: int = 2, *, tell: Callable[[str], None] = print):
+        self._directory = Path(directory).absolute()
+        self._tell = tell
+        if is_main():
+            # What a killed process left half written. Orbax would remove it in the background, perhaps too late.
+            for leftover in self._directory.glob("*.orbax-checkpoint-tmp*"):
+                shutil.rmtree(leftover)
+        self._manager = ocp.CheckpointManager(
+            self._directory,
+            options=ocp.CheckpointManagerOptions(max_to_keep=keep, enable_async_checkpointing=True),
+        )
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+    @property
+    def steps(self) -> list[int]:
+        """The steps that have a complete checkpoint, ascending."""
+        return sorted(self._manager.all_steps())
+
+    def save(self, step: int, tree: Any, meta: dict[str, Any]) -> None:
+        """Starts to save; the arrays may be donated or deleted as soon as this returns.
+
+        Steps must ascend; a step that is saved already is not saved again.
+
+        Raises:
+            ValueError: the step comes before the newest one.
+            RuntimeError: the previous save failed. (`wait` and `close` raise it, too.)
+        """
+        steps = self.steps
+        if step in steps:
+            return
+        if steps and step < steps[-1]:
+            raise ValueError(f"step {step} comes before the newest checkpoint, that of step {steps[-1]}")
+        leaves = _leaves(tree)
+        kinds = {name: _kind(leaf) for name, leaf in leaves.items()}
+        content = json.dumps({"meta": meta, "leaves": kinds, "fingerprints": fingerprints(leaves)}, allow_nan=False)
+        sealed = {"content": content, "sha256": _sha256(content)}
+        items = {_STATE: ocp.args.StandardSave(leaves), _META: ocp.args.JsonSave(sealed)}
+        self._saving(lambda: self._manager.save(step, args=ocp.args.Composite(**items)))
+
+    def restore_latest(
+        self, target: Tree | Callable[[dict[str, Any]], Tree]
+    ) -> tuple[int, Tree, dict[str, Any]] | None:
+        """(step, tree, meta) of the newest good checkpoint; None where there is no checkpoint.
+
+        `target` is the tree to fill, or a function of the meta that gives it: `jax.ShapeDtypeStruct`s whose shardings
+        say where the leaves go (`like` makes one), or arrays. Damaged checkpoints are told about, moved aside to
+        `damaged-STEP`, and passed over.
+
+        Raises:
+            UserError: every checkpoint is damaged, or a good one holds other leaves than `target`.
+        """
+        self.wait()
+        damaged: dict[int, str] = {}
+        for step in reversed(self.steps):
+            try:
+                meta, tree = self._restore(step, target)
+            except _Damaged as error:
+                damaged[step] = str(error)
+                continue
+            for bad, reason in damaged.items():
+                aside = self._set_aside(bad)
+                self._tell(
+                    f"The checkpoint of step {bad} is damaged ({reason}): going on from that of step {step}; "
+                    f"the damaged one is kept in {aside}."
+                )
+            return step, tree, meta
+        if damaged:
+            reasons = "; ".join(f"step {step}: {reason}" for step, reason in damaged.items())
+            raise UserError(
+                f"no checkpoint in {self._directory} is good ({reasons}): bring one back from a backup, "
+                "or delete the run to start over"
+            )
+        return None
+
+    def wait(self) -> None:
+        """Waits until everything is on disk."""
+        self._saving(self._manager.wait_until_finished)
+
+    def close(self) -> None:
+        try:
+            self.wait()
+        finally:
+            self._manager.close()
+
+    def _saving(self, save: Callable[[], object]) -> None:
+        try:
+            save()
+        except Exception as error:
+            _LateReports.ignore()
+            first = str(error).strip().partition("\n")[0]
+            raise RuntimeError(f"a checkpoint could not be saved into {self._directory}: {first}") from error
+
+    def _restore(self, step: int, target: Any) -> tuple[dict[str, Any], Any]:
+        description = _read(lambda: self._unseal(step))
+        tree = target(description["meta"]) if callable(target) else target
+        leaves = _leaves(tree)
+        _compare(step, description["leaves"], {name: _kind(leaf) for name, leaf in leaves.items()})
+        abstract = {name: _abstract(leaf, leaves) for name, leaf in leaves.items()}
+        args = ocp.args.Composite(**{_STATE: ocp.args.StandardRestore(abstract)})
+        restored = _read(lambda: self._manager.restore(step, args=args)[_STATE])
+        _check_fingerprints(restored, description)
+        return description["meta"], jax.tree.unflatten(jax.tree.structure(tree), [restored[name] for name in leaves])
+
+    def _unseal(self, step: int) -> dict[str, Any]:
+        args = ocp.args.Composite(**{_META: ocp.args.JsonRestore()})
+        return _opened(self._manager.restore(step, args=args)[_META])
+
+    def _set_aside(self, step: int) -> Path:
+        def move() -> Path:
+            aside = self._directory / f"damaged-{step}"
+            attempt = 1
+            while aside.exists():
+                attempt += 1
+                aside = self._directory / f"damaged-{step}-{attempt}"
+            return (self._directory / str(step)).rename(aside)
+
+        aside = from_main(move)
+        self._manager.reload()
+        return aside
+
+
+def saved_steps(directory: Path) -> list[int]:
+    """The steps that have a complete checkpoint, ascending. Touches nothing: another process may be writing."""
+    return sorted(int(each.name) for each in directory.glob("*") if each.name.isdecimal())
+
+
+def restore_part(directory: Path, step: int, prefix: str, target: Tree) -> Tree:
+    """Of a checkpoint the leaves whose names begin with `prefix`, all of them: the others are not read. Writes nothing.
+
+    target: `jax.ShapeDtypeStruct`s whose shardings say where the leaves go, in a tree that names them behind `prefix`.
+
+    Raises:
+        UserError: the checkpoint is damaged, or holds other leaves than `target`.
+    """
+    path = directory.absolute() / str(step)
+    leaves = {prefix + name: leaf for name, leaf in _leaves(target).items()}
+    args = ocp.args.PyTreeRestore(
+        leaves, restore_args=ocp.checkpoint_utils.construct_restore_args(leaves), partial_restore=True
+    )
+    with (
+        ocp.Checkpointer(ocp.JsonCheckpointHandler()) as descriptions,
+        ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as states,
+    ):
+        try:
+            description = _read(lambda: _opened(descriptions.restore(path / _META)))
+            saved = {name: kind for name, kind in description["leaves"].items() if name.startswith(prefix)}
+            _compare(step, saved, {name: _kind(leaf) for name, leaf in leaves.items()})
+            restored = _read(lambda: states.restore(path / _STATE, args=args))
+            _check_fingerprints({name: restored[name] for name in leaves}, description)
+        except _Damaged as error:
+            raise UserError(
+                f"the checkpoint of step {step} in {directory} is damaged ({error}): choose another"
+            ) from error
+    return jax.tree.unflatten(jax.tree.structure(target), [restored[name] for name in leaves])
+
+
+def like(tree: Tree, mesh: Mesh) -> Tree:
+    """The `ShapeDtypeStruct`s of a tree. A leaf that is on no mesh, a fresh counter say, will be on all of `mesh`."""
+
+    def abstract(leaf):
+        sharding = getattr(leaf, "sharding", None)
+        sharding = sharding if isinstance(sharding, NamedSharding) else NamedSharding(mesh, P())
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    return jax.tree.map(abstract, tree)
+
+
+# --- Fingerprints ---
+
+
+def fingerprints(leaves: dict[str, Array]) -> dict[str, int]:
+    """The fingerprint of every leaf, by one program for all of a mesh. What sleeps on the host comes by in groups."""
+    asleep = {name: leaf for name, leaf in leaves.items() if is_on_host(leaf)}
+    found = _on_their_meshes({name: leaf for name, leaf in leaves.items() if name not in asleep})
+    names = list(asleep)
+    for group in groups(list(asleep.values())):
+        found |= _on_their_meshes(onload({names[i]: asleep[names[i]] for i in group}))
+    return {name: int(found[name]) for name in leaves}
+
+
+def _on_their_meshes(leaves: dict[str, Array]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for mesh in dict.fromkeys(map(_mesh, leaves.values())):
+        own = {name: leaf for name, leaf in leaves.items() if _mesh(leaf) == mesh}
+        with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
+            found |= jax.device_get(_fingerprints(own))
+    return found
+
+
+def _mesh(leaf: Array) -> Any:
+    return leaf.sharding.mesh if isinstance(leaf.sharding, NamedSharding) else None
+
+
+def fingerprint_of(tree: Any) -> str:
+    """One word for a whole tree of arrays: equal trees have equal words, on any mesh."""
+    return _sha256(json.dumps(fingerprints(_leaves(tree)), sort_keys=True))[:16]
+
+
+@jax.jit
+def _fingerprints(leaves: dict[str, Array]) -> dict[str, Array]:
+    return {name: fingerprint(leaf) for name, leaf in leaves.items()}
+
+
+def fingerprint(x: Shaped[Array, "..."]) -> UInt32[Array, ""]:
+    """A 32-bit sum over the bits of an array, each word mixed with its position.
+
+    At every position the mix is a bijection of the word, so a change within one word always changes the sum; other
+    changes, two words exchanged say, stay unseen once in 2^32. The sum wraps and has no order, so its value is the same
+    on every mesh. Only fingerprints of equal shapes and dtypes compare.
+    """
+    words = _words(x)
+    position = jnp.zeros(words.shape, jnp.uint32)
+    stride = 1
+    for dim in reversed(range(words.ndim)):
+        position += lax.broadcasted_iota(jnp.uint32, words.shape, dim) * jnp.uint32(stride % 2**32)
+        stride *= words.shape[dim]
+    return jnp.sum(_mix(words ^ _mix(position)), dtype=jnp.uint32)
+
+
+def _words(x: jax.Array) -> jax.Array:
+    """The bits of an array as uint32: one word an element, two for 64 bits."""
+    if jnp.issubdtype(x.dtype, jnp.floating):
+        x = lax.bitcast_convert_type(x, jnp.dtype(f"uint{jnp.finfo(x.dtype).bits}"))
+    if x.dtype.itemsize == 8:
+        return lax.bitcast_convert_type(x, jnp.uint32)
+    return x.astype(jnp.uint32)
+
+
+def _mix(h: jax.Array) -> jax.Array:
+    """The finaliser of MurmurHash3 (Austin Appleby, public domain): a bijection, every bit moves about half of them."""
+    h ^= h >> 16
+    h *= jnp.uint32(0x85EBCA6B)
+    h ^= h >> 13
+    h *= jnp.uint32(0xC2B2AE35)
+    return h ^ (h >> 16)
+
+
+# --- Leaves ---
+
+
+def _leaves(tree: Any) -> dict[str, Any]:
+    """Leaves by name: flat, so that a checkpoint does not depend on the classes that held the leaves."""
+    paths = jax.tree_util.tree_flatten_with_path(tree)[0]
+    named = {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in paths}
+    if len(named) != len(paths):
+        raise ValueError("two leaves of the tree have the same name")
+    return named
+
+
+def _kind(leaf: Any) -> str:
+    return f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
+
+
+def _abstract(leaf: Any, leaves: dict[str, Any]) -> jax.ShapeDtypeStruct:
+    sharding = leaf.sharding
+    if not isinstance(sharding, NamedSharding):
+        meshes = [other.sharding.mesh for other in leaves.values() if isinstance(other.sharding, NamedSharding)]
+        sharding = NamedSharding(meshes[0], P()) if meshes else sharding
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+
+def _compare(step: int, saved: dict[str, str], wanted: dict[str, str]) -> None:
+    for name in {**wanted, **saved}:
+        if saved.get(name) != wanted.get(name):
+            raise UserError(
+                f"the checkpoint of step {step} does not fit this run: {name} is {saved.get(name, 'absent')} there and "
+                f"{wanted.get(name, 'absent')} here; resume with the version of the program that wrote it"
+            )
+
+
+def _opened(sealed: dict[str, Any]) -> dict[str, Any]:
+    """The description of a checkpoint."""
+    if _sha256(sealed["content"]) != sealed["sha256"]:
+        raise _Damaged("its description is not what was saved")
+    return json.loads(sealed["content"])
+
+
+def _check_fingerprints(restored: dict[str, Array], description: dict[str, Any]) -> None:
+    found = fingerprints(restored)
+    wrong = [name for name, value in found.items() if description["fingerprints"][name] != value]
+    if wrong:
+        others = f" and {len(wrong) - 1} other arrays are" if len(wrong) > 1 else " is"
+        raise _Damaged(f"{wrong[0]}{others} not what was saved")
+
+
+# --- Damage ---
+
+
+class _Damaged(Exception):
+    """What is wrong with a checkpoint, as a clause."""
+
+
+def _read(read: Callable[[], T]) -> T:
+    """The result of `read`. All that a broken file makes Orbax and TensorStore raise and print becomes a clause.
+
+    What one process cannot read is damaged for all of them.
+
+    Raises:
+        _Damaged: the files are not what was saved.
+        UserError: they may be, but this machine cannot read them now.
+    """
+    result: T | None = None
+    damage = hindrance = None
+    with _muted():
+        try:
+            result = read()
+        except _Damaged as error:
+            damage = str(error)
+        except Exception as error:
+            text = " ".join(str(error).split()).partition(". See full")[0] or type(error).__name__
+            text = text if len(text) <= 100 else f"{text[:97]}..."
+            if _hinders(error):
+                hindrance = text
+            else:
+                damage = f"its files cannot be read: {text}"
+        if damage is not None or hindrance is not None:
+            gc.collect()  # reads that failed beside this one report when they are collected
+    if any_process(hindrance is not None):
+        _LateReports.ignore()
+        raise UserError(
+            f"a checkpoint cannot be read now ({hindrance or 'in another process'}), but may be good: "
+            "it stays where it is, to be resumed from once that is mended"
+        )
+    if any_process(damage is not None):
+        _LateReports.ignore()
+        raise _Damaged(damage or "another process cannot read its part")
+    return cast(T, result)
+
+
+def _hinders(error: Exception) -> bool:
+    """Whether it tells of this machine, of its memory, rights, limits or network, rather than of a file's content."""
+    said = str(error)
+    numbers = {errno.ENOMEM, errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ESTALE, errno.ETIMEDOUT}
+    words = "RESOURCE_EXHAUSTED", "PERMISSION_DENIED", "UNAVAILABLE", "DEADLINE_EXCEEDED", "UNAUTHENTICATED"
+    return (
+        isinstance(error, MemoryError)
+        or (isinstance(error, OSError) and error.errno in numbers)
+        or any(f"[os_error_code='{number}']" in said for number in numbers)  # TensorStore's
+        or any(word in said for word in words)
+    )
+
+
+@contextlib.contextmanager
+def _muted() -> Iterator[None]:
+    """Nothing reaches the loggers and hooks through which Orbax, TensorStore and asyncio report."""
+    loggers = [logging.getLogger(name) for name in ("absl", "asyncio")]
+    report = sys.unraisablehook
+    for logger in loggers:
+        logger.addFilter(_nothing)
+    sys.unraisablehook = lambda _: None
+    try:
+        yield
+    finally:
+        sys.unraisablehook = report
+        for logger in loggers:
+            logger.removeFilter(_nothing)
+
+
+def _nothing(record: logging.LogRecord) -> bool:
+    return False
+
+
+class _LateReports:
+    """What ran beside a failed read or write ends on its own time, and reports that nobody waits for it any more."""
+
+    WORDS = "Event loop is closed", "Encountered error while reading array index"
+
+    def __init__(self, report: Callable[..., object]):
+        self._report = report
+
+    def __call__(self, unraisable: Any) -> None:
+        if not str(unraisable.exc_value).startswith(self.WORDS):
+            self._report(unraisable)
+
+    @classmethod
+    def ignore(cls) -> None:
+        if not isinstance(sys.unraisablehook, cls):
+            sys.unraisablehook = cls(sys.unraisablehook)
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -1,0 +1,95 @@
+"""Devices: which backend JAX runs on. `select` must run before JAX has started one."""
+
+import ctypes
+import os
+import shutil
+from contextlib import suppress
+from pathlib import Path
+
+import jax
+
+from jrlhf.config.schema import DeviceConfig, DistributedConfig
+from jrlhf.errors import UserError
+from jrlhf.meshes.mesh import Device
+from jrlhf.run import processes
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
+KEPT_BLOCK, KEPT_MEMORY = 1 << 30, (1 << 31) - 1  # bytes: the largest block that malloc keeps, and all that it keeps
+_PLATFORMS = {"cpu": "cpu", "gpu": "cuda", "tpu": "tpu"}
+
+
+def select(config: DeviceConfig, distributed: DistributedConfig | None = None) -> list[Device]:
+    """Chooses the platform, and on CPU the number of simulated devices; returns the devices, those of all processes.
+
+    On CPU malloc then keeps freed memory, see `keep_freed_memory`.
+
+    distributed: how further processes are found; None: this one is alone.
+
+    Raises:
+        UserError: the platform is not there, or JAX already runs on other devices.
+    """
+    try:
+        if config.platform != "auto":
+            jax.config.update("jax_platforms", _PLATFORMS[config.platform])
+        if config.simulated is not None:
+            spare_threads(config.simulated)
+            jax.config.update("jax_num_cpu_devices", config.simulated)
+    except RuntimeError:
+        pass  # JAX has started already, in a notebook say: what counts is what it started with
+    if distributed is not None:
+        processes.start(distributed)
+    try:
+        devices = jax.devices()
+    except (RuntimeError, AssertionError) as error:  # JAX asserts, without a word, where it has no such plugin
+        reason = (str(error) or "JAX has no plugin for it").splitlines()[0]
+        raise UserError(
+            f"device.platform={config.platform} is not available here ({reason}): set it to auto or cpu; for a dry run "
+            "add device.simulated=8, or as many as there will be"
+        ) from error
+    running = devices[0].platform
+    if config.platform != "auto" and running != config.platform:
+        raise UserError(
+            f"device.platform={config.platform} comes too late: JAX already runs on {running}; restart the process, or "
+            "set device.platform=auto"
+        )
+    if config.simulated is not None and (running != "cpu" or jax.local_device_count() != config.simulated):
+        raise UserError(
+            f"device.simulated={config.simulated} asks for that many CPU devices, but JAX already runs on "
+            f"{jax.local_device_count()} {running} device(s): restart the process, or leave device.simulated out"
+        )
+    if running == "cpu":
+        keep_freed_memory()
+    return devices
+
+
+def spare_threads(simulated: int) -> None:
+    """Gives XLA's CPU client more threads than simulated devices.
+
+    By default it has as many threads as devices. Each device of a running program waits in one for its peers, so a
+    single thread that compiles meanwhile would keep one device from starting, and all others would wait for it in vain.
+    """
+    os.environ.setdefault("NPROC", str(max(2 * simulated, os.cpu_count() or 1)))
+
+
+def keep_freed_memory() -> bool:
+    """Has glibc's malloc keep freed blocks of up to 1 GiB for the next who asks; returns whether it does.
+
+    XLA's CPU client allocates a program's temporary memory anew in every call. Left alone, malloc gives blocks beyond
+    32 MiB back to the system at once, and they come from it again page by page, zeroed.
+    """
+    with suppress(AttributeError, TypeError):  # another libc, or none
+        mallopt = ctypes.CDLL(None).mallopt
+        # An older glibc refuses so high a threshold; the other one alone would have it map even small blocks.
+        return bool(mallopt(_M_MMAP_THRESHOLD, KEPT_BLOCK) and mallopt(_M_TRIM_THRESHOLD, KEPT_MEMORY))
+    return False
+
+
+def idle_accelerator() -> str | None:
+    """What to tell a user whose machine has an accelerator that JAX does not use, or None."""
+    if jax.default_backend() != "cpu":
+        return None
+    if shutil.which("nvidia-smi") is not None or Path("/proc/driver/nvidia/version").exists():
+        return "an NVIDIA GPU is present but JAX runs on the CPU: install jrlhf[cuda12] or jrlhf[cuda13], then restart"
+    if any(Path("/dev").glob("accel*")) or any(Path("/dev/vfio").glob("[0-9]*")):
+        return "a TPU seems to be present but JAX runs on the CPU: install jrlhf[tpu], then restart"
+    return None

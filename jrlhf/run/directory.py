@@ -1,0 +1,197 @@
+"""The directory of a run: who may write into it, with which config it was made, and writes that cannot tear a file."""
+
+import contextlib
+import datetime
+import errno
+import fcntl
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jrlhf.config.schema import Config, config_yaml
+from jrlhf.errors import UserError
+from jrlhf.run.files import append_jsonl, write_atomic
+from jrlhf.run.resume import changes
+
+CONFIG, PLAN, ENVIRONMENT, SAMPLES = "config.yaml", "plan.yaml", "environment.txt", "samples.jsonl"
+SUMMARY, TOKENIZER = "summary.json", "tokenizer.json"
+_LOCK = ".lock"
+
+
+class Run:
+    """A run directory, held by this process until `close`, or until the process ends in any way.
+
+    writes: whether this process writes into it; of several processes that share a run only the first does.
+    changed: what a resumed run does not do as it did before, for the log; mostly nothing.
+    """
+
+    def __init__(self, path: Path, lock: int, *, writes: bool = True, changed: str = ""):
+        self.path, self.writes, self.changed = path, writes, changed
+        self._lock = lock
+
+    def __enter__(self) -> "Run":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+    def close(self) -> None:
+        if self._lock >= 0:
+            os.close(self._lock)  # the kernel drops the lock with it
+            self._lock = -1
+
+    def add_samples(self, samples: Iterable[Mapping[str, object]]) -> None:
+        """Appends sampled texts to samples.jsonl. Each names its `stage` and `step`."""
+        if self.writes:
+            append_jsonl(self.path / SAMPLES, samples)
+
+    def write(self, name: str, text: str) -> None:
+        """Replaces a file of the directory."""
+        if self.writes:
+            write_atomic(self.path / name, text)
+
+
+def read_summary(directory: Path) -> dict[str, Any]:
+    """What a run's summary.json says; nothing where the run has not ended.
+
+    Raises:
+        UserError: it is damaged.
+    """
+    path = directory / SUMMARY
+    try:
+        summary = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    except ValueError as error:
+        raise UserError(f"{path} is not JSON ({error}): delete it and resume the run") from error
+    if not isinstance(summary, dict):
+        raise UserError(f"{path} is not a JSON object: delete it and resume the run")
+    return summary
+
+
+def share_run(config: Config) -> Run:
+    """The same directory in a process that only reads it, once `open_run` has returned in the first one."""
+    return Run(_path(config), -1, writes=False)
+
+
+def _path(config: Config) -> Path:
+    return Path(config.run_dir).expanduser() / config.name
+
+
+def open_run(config: Config, *, resume: bool = False, notes: Sequence[str] = ()) -> Run:
+    """Makes the directory `config.run_dir/config.name`, or with `resume` takes up the run that is in it.
+
+    A fresh run gets config.yaml, and so does one that goes on with settings that it may be told anew; each start adds
+    to environment.txt, with the lines of `notes`, on the devices say. Nothing else of an existing run is overwritten.
+
+    Raises:
+        UserError: there is a run already, none to resume, one with another config, one that another process is in, or
+            the directory cannot be written.
+    """
+    path = _path(config)
+    try:
+        return _open(path, config, resume, notes)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise UserError(f"run directory {path} cannot be written ({reason}): choose another run_dir=") from error
+
+
+def _open(path: Path, config: Config, resume: bool, notes: Sequence[str]) -> Run:
+    names = [entry.name for entry in path.iterdir()] if path.exists() else []
+    if CONFIG not in names:
+        if resume:
+            raise UserError(f"there is no run in {path} to resume: leave out --resume, or check name= and run_dir=")
+        if any(name != _LOCK and not name.endswith(".tmp") for name in names):
+            raise UserError(f"{path} exists and is not a run (it has no {CONFIG}): choose another name= or run_dir=")
+    path.mkdir(parents=True, exist_ok=True)
+    with contextlib.ExitStack() as undo:
+        run = Run(path, _lock(path))
+        undo.callback(run.close)
+        if (path / CONFIG).exists():  # asked again under the lock: another process may have made it meanwhile
+            run.changed = _compare(path, config, resume)
+            notes = [*notes, f"goes on {run.changed}"] if run.changed else notes
+        if run.changed or not (path / CONFIG).exists():
+            write_atomic(path / CONFIG, config_yaml(config))
+        _sweep(path)
+        with open(path / ENVIRONMENT, "a", encoding="utf-8") as file:
+            file.write(environment(notes))
+        undo.pop_all()
+    return run
+
+
+def _sweep(path: Path) -> None:
+    """Removes what a killed process left half written beside the files that it was to become."""
+    for leftover in path.glob(".*.tmp"):
+        leftover.unlink()
+    for leftover in path.glob(".model-*"):
+        shutil.rmtree(leftover)
+
+
+def _compare(path: Path, config: Config, resume: bool) -> str:
+    """A line on what the config changes of the run that is there, if it may."""
+    refused, line = changes(path, (path / CONFIG).read_text(encoding="utf-8"), config)
+    if refused:
+        more = f" and {len(refused) - 5} more" if len(refused) > 5 else ""
+        remedy = "resume it with its own config" if resume else "give this run another name="
+        raise UserError(
+            f"{path} holds a run with another config ({'; '.join(refused[:5])}{more}): {remedy}, or delete it"
+        )
+    if not resume:
+        raise UserError(
+            f"{path} already holds this run: add --resume to go on with it, give another name=, or delete it"
+        )
+    return line
+
+
+def _lock(path: Path) -> int:
+    """An open, locked file descriptor. The lock lives as long as it is open in this process."""
+    lock = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = os.read(lock, 100).decode(errors="replace").strip()
+        os.close(lock)
+        who = f"process {holder}" if holder else "another process"
+        raise UserError(f"{path} is in use by {who}: wait until it ends, or give this run another name=") from None
+    except OSError as error:
+        # Some network and FUSE file systems have no locks; a run there is as safe as its user is careful.
+        if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP, errno.EINVAL):
+            os.close(lock)
+            raise
+    os.ftruncate(lock, 0)
+    os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
+    return lock
+
+
+def environment(notes: Sequence[str] = ()) -> str:
+    """What this process runs on: time, command, Python, source, `notes`, every installed distribution."""
+    versions = sorted({f"{found.name}=={found.version}" for found in importlib.metadata.distributions() if found.name})
+    flags = [f"{name}={os.environ[name]}" for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS") if name in os.environ]
+    lines = [
+        f"# {datetime.datetime.now(datetime.UTC).isoformat(timespec='seconds')}",
+        f"# command: {' '.join(sys.argv)}",
+        f"# python {platform.python_version()} on {platform.platform()}, {os.cpu_count()} cores",
+        *(f"# {flag}" for flag in flags),
+        *_commit(),
+        *(f"# {note}" for note in notes),
+        *versions,
+    ]
+    return "\n".join(lines) + "\n\n"
+
+
+def _commit() -> list[str]:
+    """The commit of a source checkout, if the program runs from one."""
+    root = Path(__file__).resolve().parent.parent
+    if not (root / ".git").exists() or not (root / "pyproject.toml").exists():
+        return []
+    try:
+        describe = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40"]
+        found = subprocess.run(describe, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return [f"# source {found.stdout.strip()}"]

@@ -1,0 +1,48 @@
+"""Preemption: SIGTERM or Ctrl-C lets the current iteration finish, saves, and leaves with exit code 75 (requeue).
+
+It is enough that one process of the run is asked. Outside of iterations all is saved already: Ctrl-C ends it at once.
+"""
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from jrlhf.run.processes import any_process
+
+
+class PreemptionGuard:
+    """While entered, SIGTERM only sets `requested`, and so does a first SIGINT in a block of `iterating`."""
+
+    def __init__(self):
+        self.requested = False
+        self._iterating = False
+        self._previous = {}
+
+    def agreed(self) -> bool:
+        """Whether any process of the run was asked to stop: all then do, at the same step. To be called by all."""
+        return any_process(self.requested)
+
+    @contextmanager
+    def iterating(self) -> Iterator[None]:
+        """A block that looks at `agreed` after every iteration, and saves."""
+        self._iterating = True
+        try:
+            yield
+        finally:
+            self._iterating = False
+
+    def __enter__(self) -> "PreemptionGuard":
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._previous[number] = signal.signal(number, self._request)
+        return self
+
+    def __exit__(self, *_):
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _request(self, number, frame) -> None:
+        if number == signal.SIGINT and (self.requested or not self._iterating):
+            raise KeyboardInterrupt
+        self.requested = True
+        os.write(2, b"\nstopping: the iteration is finished and saved first\n")  # print is not safe in a handler

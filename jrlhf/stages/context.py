@@ -1,0 +1,56 @@
+"""What every stage of a run shares."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from jax.sharding import Mesh
+
+from jrlhf.config.schema import Config
+from jrlhf.data.task import Task
+from jrlhf.models import SamplingConfig
+from jrlhf.roles.compiled import Compute
+from jrlhf.roles.placement import Places
+from jrlhf.run.console import Console
+from jrlhf.run.directory import Run
+from jrlhf.run.preemption import PreemptionGuard
+from jrlhf.run.tracking import Wandb
+
+
+@dataclass(frozen=True)
+class Context:
+    """A run's settings and services. Nothing in it changes while the run goes on."""
+
+    config: Config
+    mesh: Mesh
+    compute: Compute
+    task: Task
+    vocab_size: int  # the actor's
+    run: Run
+    console: Console
+    preemption: PreemptionGuard
+    wandb: Wandb | None = None
+    places: Mapping[str, Places] = field(default_factory=dict)  # by role, in the stage of reinforcement learning
+
+    def where(self, role: str) -> Places:
+        """Where the calls of a role run in that stage: by default, and in all other stages, on the whole mesh."""
+        return self.places.get(role, Places.of(self.mesh))
+
+    @property
+    def length(self) -> int:
+        """T: the width of every batch of tokens."""
+        return self.config.data.max_prompt + self.config.data.max_response
+
+    @property
+    def sampling(self) -> SamplingConfig:
+        """How responses are drawn: in rollouts, and wherever else a policy is looked at."""
+        rl, tokenizer = self.config.rl, self.task.tokenizer
+        spare = tokenizer.vocab_size < self.vocab_size  # rows of the tables that stand for no token
+        return SamplingConfig(
+            max_new_tokens=self.config.data.max_response,
+            temperature=rl.temperature,
+            top_k=rl.top_k,
+            top_p=rl.top_p,
+            min_new_tokens=rl.min_new_tokens,
+            stop_ids=tokenizer.eos_ids,
+            token_limit=tokenizer.vocab_size if spare else None,
+        )

@@ -1,0 +1,146 @@
+"""The loop that every stage runs: restore, advance, log, save, until it is done or asked to stop."""
+
+import faulthandler
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, TypeVar
+
+import jax
+from jax.sharding import Mesh
+
+from jrlhf.errors import Preempted, UserError
+from jrlhf.run.checkpoints import Checkpoints, like
+from jrlhf.run.compilations import CompilationWatch
+from jrlhf.run.metrics import MetricsLog, truncate_after
+from jrlhf.run.profiler import traced
+from jrlhf.stages.context import Context
+
+State = TypeVar("State")
+
+SAMPLES = "samples"  # where `advance` puts texts to be kept and shown, beside its metrics
+SETTLED = 2  # iterations after which nothing may compile any more
+
+
+def run_stage(
+    context: Context,
+    name: str,
+    steps: int,
+    init: Callable[[], State],
+    advance: Callable[[State, int], tuple[State, dict[str, Any]]],
+    *,
+    save_every: int,
+    meta: Mapping[str, str],
+) -> State:
+    """Takes `init()` through `steps` calls of `advance(state, step) -> (state, metrics)`; returns the last state.
+
+    Metrics are numbers; under `SAMPLES` there may be texts, one mapping a sample, for samples.jsonl, TensorBoard and
+    the console.
+
+    A stage that was interrupted goes on from its newest good checkpoint, one that is done only restores its last.
+    `meta` identifies what the stage builds on: a checkpoint made with another is refused.
+
+    Raises:
+        Preempted: the process was asked to stop; the state is saved.
+        UserError: the checkpoints do not belong to this stage as it is now.
+    """
+    run, console = context.run, context.console
+    directory, keep = run.path / "checkpoints" / name, context.config.checkpoints.keep
+    with Checkpoints(directory, keep=keep, tell=console.warn) as checkpoints:
+        start, state = _restore(checkpoints, name, init, context.mesh, dict(meta))
+        if run.writes:
+            truncate_after(run.path, name, start)
+        if start == steps:
+            return state
+        with (
+            MetricsLog(run.path, enabled=run.writes) as log,
+            CompilationWatch() as compilations,
+            console.progress(name, total=steps, start=start) as progress,
+            context.preemption.iterating(),
+        ):
+            for step in range(start, steps):
+                with deadline(context.config.deadline), _kept(checkpoints, state, step, dict(meta)):
+                    compilations.take()  # saving compiles, too
+                    state, metrics = traced(context.config, run.path, name, step + 1, partial(advance, state, step))
+                    compiled, causes = compilations.take()
+                samples = metrics.pop(SAMPLES, ())
+                metrics |= {"perf/compilations": len(compiled)} | memory(context.mesh)
+                if step - start >= SETTLED and compiled:
+                    console.warn(f"{name} step {step + 1} compiled {', '.join(compiled)} again: {' '.join(causes)}")
+                elif step - start == SETTLED - 1:
+                    compilations.explain()
+                if samples:
+                    samples = [{"stage": name, "step": step + 1, **sample} for sample in samples]
+                    run.add_samples(samples)
+                    console.samples([sample for sample in samples if "kind" not in sample])
+                numbers = log.log(name, step + 1, metrics, samples)
+                if context.wandb is not None:
+                    context.wandb.log(name, step + 1, numbers)
+                progress.advance(step + 1, numbers)
+                stop = context.preemption.agreed()
+                if (step + 1) % save_every == 0 or step + 1 == steps or stop:
+                    log.sync()
+                    checkpoints.save(step + 1, state, dict(meta))
+                if stop:
+                    checkpoints.wait()
+                    raise Preempted(f"{name} stopped at step {step + 1} of {steps}; its state is saved")
+            checkpoints.wait()
+    return state
+
+
+def memory(mesh: Mesh) -> dict[str, float]:
+    """The most that a device of this process has held so far, where devices tell (a CPU does not)."""
+    told = [device.memory_stats() for device in mesh.local_devices]
+    peaks = [stats["peak_bytes_in_use"] for stats in told if stats and "peak_bytes_in_use" in stats]
+    return {"perf/max_memory_allocated_gb": max(peaks) / 1e9} if peaks else {}
+
+
+@contextmanager
+def deadline(seconds: float) -> Iterator[None]:
+    """Ends the process, with a trace of all threads, if the block takes longer: no hang is waited for in silence."""
+    assert sys.__stderr__ is not None
+    faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__)  # a notebook's stderr has no descriptor
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+@contextmanager
+def _kept(checkpoints: Checkpoints, state: Any, step: int, meta: dict[str, str]) -> Iterator[None]:
+    """Where the block ends with a UserError (a reward that failed, say) before it used the state up, saves that."""
+    try:
+        yield
+    except UserError:
+        whole = not any(leaf.is_deleted() for leaf in jax.tree.leaves(state))
+        if step > 0 and step not in checkpoints.steps and whole:
+            checkpoints.save(step, state, meta)
+            checkpoints.wait()
+        raise
+
+
+def _restore(
+    checkpoints: Checkpoints, name: str, init: Callable[[], State], mesh: Mesh, meta: dict[str, str]
+) -> tuple[int, State]:
+    """(steps done, state): of the newest good checkpoint, or 0 and a fresh state."""
+    state = init()
+    if not checkpoints.steps:
+        return 0, state
+    target = like(state, mesh)
+    for leaf in jax.tree.leaves(state):  # only its shapes are needed: two states at a time may be one too many
+        leaf.delete()
+    restored = checkpoints.restore_latest(target)
+    assert restored is not None, "there are steps, and a damaged last one raises"
+    start, state, built_on = restored
+    _check_meta(name, built_on, meta)
+    return start, state
+
+
+def _check_meta(name: str, found: dict[str, Any], expected: dict[str, Any]) -> None:
+    for key in {**expected, **found}:
+        if found.get(key) != expected.get(key):
+            raise UserError(
+                f"the checkpoint of stage {name} was made with another {key} ({found.get(key)} there, "
+                f"{expected.get(key)} here): restore the earlier stages' checkpoints, or delete the run to start over"
+            )

@@ -1,0 +1,137 @@
+"""What a run will need only later, looked at before it begins: an hour of training must not end at a typing error."""
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+from jax.sharding import Mesh
+
+from jrlhf.config.schema import Config, RewardConfig
+from jrlhf.data.task import Task
+from jrlhf.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
+from jrlhf.errors import UserError
+from jrlhf.models import LoRAConfig, ModelConfig, lora_shardings
+from jrlhf.models.hf import load_adapter
+from jrlhf.models.params import Params
+from jrlhf.rewards.functions import FunctionReward
+from jrlhf.roles.pretrained import check_weights, locate
+from jrlhf.run.processes import from_main
+from jrlhf.run.tracking import check_wandb
+
+
+def check_sources(config: Config, task: Task, actor: ModelConfig, mesh: Mesh) -> None:
+    """Looks at every model's headers, at adapters, and imports every reward function once. Loads no weights.
+
+    Raises:
+        UserError: one of them cannot be used.
+    """
+    from_main(partial(check_wandb, config))
+    if config.model.path is not None:
+        check_weights(config.model.path, "model.path")
+    check_adapter(config, actor, mesh)
+    if config.roles.reference is not None and "dpo" in config.stages:
+        check_weights(config.roles.reference, "roles.reference")
+    if config.algorithm is None:
+        return
+    if config.roles.critic is not None:
+        check_weights(config.roles.critic, "roles.critic", head="scalar")
+    if config.roles.reference is not None:
+        check_weights(config.roles.reference, "roles.reference")
+    keys = {f"rewards[{index}]": reward for index, reward in enumerate(config.rewards)}
+    keys |= {f"costs[{index}]": cost for index, cost in enumerate(config.costs)}
+    for key, reward in keys.items():
+        if reward.model is not None:
+            _check_reward_model(reward.model, f"{key}.model")
+        elif reward.adapter is not None:
+            check_reward_adapter(config, reward.adapter, f"{key}.adapter", actor, mesh)
+        elif reward.function is not None:
+            kind = "cost" if key.startswith("costs") else "reward"
+            from_main(partial(_check_function, reward, config.seed, kind, task))
+
+
+def _check_function(reward: RewardConfig, seed: int, kind: Literal["reward", "cost"], task: Task) -> None:
+    with reward_function(reward, seed, kind=kind) as function:
+        if task.prompts is not None:
+            function.check_columns(task.prompts.examples[0].columns)
+
+
+def check_adapter(config: Config, actor: ModelConfig, mesh: Mesh) -> None:
+    """The adapter that a run trains.
+
+    Raises:
+        UserError: it does not fit the actor, or is not there.
+    """
+    section = config.lora
+    try:
+        if section.path is not None:
+            if "value_head" in load_adapter(Path(section.path), actor, mesh)[1]:
+                raise ValueError(f"path={section.path} is a reward model's adapter: name one of a language model")
+        elif section.rank is not None:
+            lora = LoRAConfig(rank=section.rank, alpha=section.alpha, targets=section.targets, rslora=section.rslora)
+            lora_shardings(actor, mesh, lora)
+    except (ValueError, OSError) as error:
+        raise UserError(f"lora: {error}") from error
+
+
+def check_reward_adapter(
+    config: Config, path: str, key: str, actor: ModelConfig, mesh: Mesh
+) -> tuple[LoRAConfig, Params]:
+    """A reward model that is an adapter and a head on the actor's base.
+
+    Raises:
+        UserError: there is no such base, or the adapter is none of a reward model or does not fit.
+    """
+    if not config.lora.on:
+        raise UserError(f"{key}={path} is put on the actor's frozen base, which only lora has: set lora.rank")
+    try:
+        lora, adapter = load_adapter(Path(path), actor, mesh)
+        if "value_head" not in adapter:
+            raise ValueError("it has no scalar head (task type SEQ_CLS): name a reward model's adapter")
+    except (ValueError, OSError) as error:
+        raise UserError(f"{key}={path}: {error}") from error
+    return lora, adapter
+
+
+def _check_reward_model(path: str, key: str) -> None:
+    found = check_weights(path, key, head="scalar")
+    if found.head != "scalar":
+        raise UserError(
+            f"{key}={path} is a language model, which has no head to score with: name a sequence classifier with one "
+            "label, such as the reward_model/ of a run"
+        )
+    reward_tokenizer(path, key, found.model)
+
+
+def reward_tokenizer(path: str, key: str, model: ModelConfig) -> Tokenizer:
+    """A reward model's own tokenizer.
+
+    Raises:
+        UserError: there is none, or it is larger than the model.
+    """
+    return check_vocabulary(load_tokenizer(locate(path, key)), model.vocab_size)
+
+
+ENDS = "answers_end_with"  # in an exported reward model's config.json: "eos", where template text behind it was cut
+
+
+def is_ours(path: str, key: str) -> bool:
+    """Whether a reward model was trained by a run, which cuts an answer where its end-of-text token is."""
+    return json.loads((locate(path, key) / "config.json").read_text(encoding="utf-8")).get(ENDS) == "eos"
+
+
+def reward_function(
+    reward: RewardConfig, seed: int, log: Path | None = None, *, kind: Literal["reward", "cost"] = "reward"
+) -> FunctionReward:
+    """A reward or cost that is a function, not started yet."""
+    assert reward.function is not None
+    make = partial(FunctionReward, name=reward.name, spec=reward.function, workers=1 if log is None else reward.workers)
+    return make(
+        deadline=reward.deadline,
+        on_failure=reward.on_failure,
+        options=reward.options,
+        columns=reward.columns,
+        seed=seed,
+        log=log,
+        kind=kind,
+    )

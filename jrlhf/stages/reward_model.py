@@ -1,0 +1,92 @@
+"""The reward model: a scalar head on the policy's decoder, learnt from pairs that an annotator ranked."""
+
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+
+from jrlhf.data.batches import batch_indices, pad_rows, put_rows
+from jrlhf.data.task import Pairs
+from jrlhf.meshes import to_devices, to_host
+from jrlhf.ppo import PreferenceBatch, TrainState, make_preference_step
+from jrlhf.roles import compiled
+from jrlhf.roles.initial import at_rest, start_reward
+from jrlhf.roles.model import Model
+from jrlhf.roles.optimizers import adamw
+from jrlhf.roles.sampling import score_sequences
+from jrlhf.stages.context import Context
+from jrlhf.stages.loop import run_stage
+
+NORMALISED_BY = 32_768  # answers at most; a larger dataset is represented by every n-th of its answers
+
+
+def train_reward_model(context: Context, policy: Model) -> Model:
+    """Runs the stage, or what of it is not done yet; returns the reward model. The policy stays as it is.
+
+    Its scores are shifted and scaled at the end so that they have mean 0 and deviation 1 over the pairs it learnt from:
+    what PPO's KL coefficient is to be weighed against does not depend on the reward model's own scale.
+    """
+    config, collect = context.config.reward_model, context.task.pairs
+    assert collect is not None
+    start = start_reward(policy)
+    optimizer = adamw(config, updates=config.steps)
+    scores = compiled.train_scores(start.architecture, context.mesh, context.compute)
+    step_fn = make_preference_step(
+        scores, optimizer, micro_batches=config.micro_batches, micro_batch_tokens=config.micro_batch_tokens
+    )
+
+    @cache
+    def pairs() -> tuple[Pairs, Pairs]:
+        return collect(context, policy)
+
+    def advance(state: TrainState, step: int):
+        train, heldout = pairs()
+        rows = batch_indices(len(train), config.batch, step, context.config.seed)
+        state, metrics = step_fn(state, _batch(train, rows, context), *start.frozen)
+        last = step + 1 == config.steps
+        if len(heldout) and (step == 0 or (step + 1) % config.eval_every == 0 or last):
+            metrics = metrics | _accuracy(context, start.holding(state.params), heldout)
+        if last:
+            sequences = [*train.chosen, *train.rejected]
+            sequences = sequences[:: -(-len(sequences) // NORMALISED_BY)]
+            every = score_sequences(context, start.holding(state.params), sequences)
+            state = replace(state, params=normalised(state.params, every.mean(), every.std()))
+        return state, metrics
+
+    def init() -> TrainState:
+        return TrainState.create(start.params, optimizer)
+
+    meta = {"corpus": context.task.fingerprint, "policy": policy.fingerprint()}
+    state = run_stage(context, "reward_model", config.steps, init, advance, save_every=config.save_every, meta=meta)
+    return at_rest(start.holding(state.params), context.config.sleep.reward)
+
+
+def normalised(params, mean: float, deviation: float):
+    """A scalar model whose outputs have this mean and deviation -> one whose outputs have 0 and 1."""
+    kernel, bias = params["value_head"]["kernel"], params["value_head"]["bias"]
+    scale = np.float32(1.0 / max(float(deviation), 1e-6))
+    # On the host: the head is one small vector, and a loop that has settled compiles nothing.
+    head = {
+        "kernel": to_devices(to_host(kernel) * scale, kernel.sharding),
+        "bias": to_devices((to_host(bias) - np.float32(mean)) * scale, bias.sharding),
+    }
+    return params | {"value_head": head}
+
+
+def _accuracy(context: Context, reward: Model, pairs: Pairs) -> dict[str, float]:
+    """How often the order is the annotator's: over pairs that it could tell apart, and over all."""
+    chosen, rejected = (score_sequences(context, reward, ids) for ids in (pairs.chosen, pairs.rejected))
+    right = chosen > rejected
+    if pairs.clear is None:
+        return {"reward_model/eval_accuracy": float(right.mean()), "reward_model/eval_pairs": len(right)}
+    return {
+        "reward_model/eval_accuracy": float(right[pairs.clear].mean()),
+        "reward_model/eval_pairs": int(pairs.clear.sum()),
+        "reward_model/eval_accuracy_with_close_pairs": float(right.mean()),
+    }
+
+
+def _batch(pairs: Pairs, rows, context: Context) -> PreferenceBatch:
+    chosen = put_rows(pad_rows([pairs.chosen[row] for row in rows], context.length), context.mesh)
+    rejected = put_rows(pad_rows([pairs.rejected[row] for row in rows], context.length), context.mesh)
+    return PreferenceBatch(*chosen, *rejected)

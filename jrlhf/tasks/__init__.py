@@ -1,0 +1,1 @@
+"""Built-in tasks, written as a user would write a task."""

@@ -1,0 +1,1 @@
+"""Generation: decoding, sampling, the KV cache, rollouts in chunks."""

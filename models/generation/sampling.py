@@ -1,0 +1,149 @@
+"""Which token is drawn, and with what log-probability."""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+
+from jrlhf.models.config import is_count, positive
+from jrlhf.models.generation.noise import gumbel
+
+
+@dataclass(frozen=True)
+class SamplingConfig:
+    """How responses are drawn.
+
+    max_new_tokens: the length limit R of a response, a stop token included.
+    temperature: divides the logits; 0 draws the most likely token, with the log-probabilities of temperature 1.
+    top_k: only the k most likely tokens are drawn.
+    top_p: only the most likely tokens that together have this probability are drawn; after `top_k`, renormalised.
+    min_new_tokens: so many tokens come before a stop token may be drawn.
+    stop_ids: a row is finished once it drew one of these, which is part of its response.
+    token_limit: ids from here on are never drawn: rows of the model's table that the tokenizer has no token for.
+
+    Raises:
+        ValueError: a number out of its range, or a stop id that can never be drawn.
+    """
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+    min_new_tokens: int = 0
+    stop_ids: tuple[int, ...] = ()
+    token_limit: int | None = None
+
+    def __post_init__(self) -> None:
+        if not is_count(self.max_new_tokens):
+            raise ValueError(f"max_new_tokens={self.max_new_tokens!r} must be an integer of at least 1")
+        least = self.min_new_tokens
+        if not (is_count(least) or least == 0) or least > self.max_new_tokens:
+            raise ValueError(
+                f"min_new_tokens={least!r} must be an integer between 0 and max_new_tokens={self.max_new_tokens}"
+            )
+        if not (self.temperature == 0 or positive(self.temperature)):
+            raise ValueError(f"temperature={self.temperature} must be 0 (greedy) or positive and finite")
+        if self.top_k is not None and not is_count(self.top_k):
+            raise ValueError(f"top_k={self.top_k!r} must be an integer of at least 1, or null for no limit")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p={self.top_p} must be above 0 and at most 1, or null for no limit")
+        if self.token_limit is not None:
+            if not is_count(self.token_limit):
+                raise ValueError(f"token_limit={self.token_limit!r} must be an integer of at least 1, or null for none")
+            for stop in self.stop_ids:
+                if stop >= self.token_limit:
+                    raise ValueError(f"stop id {stop} is never drawn: it must be below token_limit={self.token_limit}")
+
+
+def restrict(logits: Float[Array, "B V"], top_k: int | None, top_p: float | None) -> Float[Array, "B V"]:
+    """Sets the logits of tokens that must not be drawn to -inf.
+
+    Keeps the `top_k` largest; of these, by falling probability, the fewest that together reach `top_p` (Holtzman et al.
+    2020, section 3.1). The most likely token always stays, and so do tokens that tie with the least likely one kept.
+    """
+    size = logits.shape[-1]
+    kept = size if top_k is None else min(top_k, size)
+    if kept == size and (top_p is None or top_p == 1):
+        return logits
+    best = lax.top_k(logits, kept)[0] if kept < size else logits
+    least = jnp.min(best, axis=-1, keepdims=True)
+    if top_p is not None and top_p < 1:
+        least = jnp.maximum(least, _nucleus(best, top_p))
+    return jnp.where(logits < least, -jnp.inf, logits)
+
+
+def _nucleus(logits: Float[Array, "B V"], top_p: float) -> Float[Array, "B 1"]:
+    """The least number above which a row's tokens have less than `top_p` together.
+
+    By bisection of all floats: 32 sums over the vocabulary, where a sort takes more than ten times as long.
+    """
+    probabilities = jax.nn.softmax(logits, axis=-1)
+
+    def halve(_, bounds):
+        low, high = bounds
+        middle = (low & high) + ((low ^ high) >> 1)  # the mean; low + high could overflow
+        above = jnp.sum(jnp.where(logits > _float_of(middle), probabilities, 0.0), axis=-1, keepdims=True)
+        return jnp.where(above < top_p, low, middle), jnp.where(above < top_p, middle, high)
+
+    high = _order_of(jnp.max(logits, axis=-1, keepdims=True))
+    _, high = lax.fori_loop(0, 32, halve, (jnp.full_like(high, _order_of(jnp.float32(-jnp.inf))), high))
+    return _float_of(high)
+
+
+def _order_of(x: Float[Array, "..."]) -> Int[Array, "..."]:
+    """Integers that are ordered as the float32 numbers are. The negative ones' bits are, but for the sign, reversed."""
+    bits = lax.bitcast_convert_type(x, jnp.int32)
+    return jnp.where(bits < 0, bits ^ jnp.int32(2**31 - 1), bits)
+
+
+def _float_of(order: Int[Array, "..."]) -> Float[Array, "..."]:
+    return lax.bitcast_convert_type(jnp.where(order < 0, order ^ jnp.int32(2**31 - 1), order), jnp.float32)
+
+
+def largest(x: Float[Array, "B V"]) -> Int[Array, "B"]:
+    """The index of each row's largest number, the first of several; 0 where one is NaN.
+
+    Two plain reductions, which every compiler vectorises, unlike argmax's of pairs.
+    """
+    index = lax.broadcasted_iota(jnp.int32, x.shape, 1)
+    # "Not less" rather than "equal", so that a NaN, which compares to nothing, still gives an index.
+    return jnp.min(jnp.where(~(x < jnp.max(x, axis=-1, keepdims=True)), index, x.shape[-1]), axis=-1)
+
+
+def sample(
+    logits: Float[Array, "B V"],
+    keys: PRNGKeyArray,
+    config: SamplingConfig,
+    *,
+    vocab_size: int,
+    may_stop: Bool[Array, "B"],
+) -> tuple[Int[Array, "B"], Float[Array, "B"]]:
+    """Draws one token a row -> (tokens, log-probabilities).
+
+    The log-probability is that of the whole softmax at `temperature`, in float32: `top_k`, `top_p`, `min_new_tokens`
+    and `token_limit` only decide which token is drawn.
+
+    Args:
+        logits: before temperature, float32; columns from vocab_size on are padding and are never drawn.
+        keys: one key a row. A row's draw depends on its own key and logits only.
+        may_stop: whether a row's stop ids may be drawn.
+    """
+    token = jnp.arange(logits.shape[-1])[None, :]
+    scaled = logits / config.temperature if config.temperature > 0 else logits
+    scaled = jnp.where(token < vocab_size, scaled, -jnp.inf)
+    allowed = scaled
+    if config.token_limit is not None and config.token_limit < vocab_size:
+        allowed = jnp.where(token < config.token_limit, allowed, -jnp.inf)
+    if config.min_new_tokens > 0:
+        stops = jnp.zeros_like(token, dtype=bool)
+        for stop in config.stop_ids:
+            stops = stops | (token == stop)
+        allowed = jnp.where(stops & ~may_stop[:, None], -jnp.inf, allowed)
+    if config.temperature > 0:
+        # The largest of logits with Gumbel noise is a draw from their softmax; these are jax.random.categorical's.
+        allowed = restrict(allowed, config.top_k, config.top_p) + gumbel(keys, logits.shape[-1])
+    drawn = largest(allowed)
+    chosen = jnp.take_along_axis(scaled, drawn[:, None], axis=-1)[:, 0]
+    return drawn, chosen - jax.nn.logsumexp(scaled, axis=-1)

@@ -1,0 +1,197 @@
+"""Every algorithm as a graph: the calls that it states are the calls that an iteration makes."""
+
+import inspect
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
+
+import jax.numpy as jnp
+import pytest
+
+from jrlhf.algorithms.registry import DATAFLOWS, ROLES, dataflow_of, graph_of
+from jrlhf.config.parse import build
+from jrlhf.config.schema import Config
+from jrlhf.config.stages import ALGORITHMS
+from jrlhf.models import ModelConfig
+from jrlhf.roles.compiled import Compute
+from jrlhf.roles.graph import Pending, call, trace
+from jrlhf.roles.model import Architecture, Model
+from jrlhf.stages.rl import _starts, algorithm_of
+
+EXPECTED = {
+    "ppo": [{"actor.generate"}, {"reward.score", "actor.logprobs", "reference.logprobs", "critic.values"}],
+    "grpo": [{"actor.generate"}, {"reward.score", "actor.logprobs", "reference.logprobs"}],
+    "dapo": [{"pool.draw"}, {"actor.generate"}, {"reward.score"}, {"pool.keep"}, {"pool.batch"}, {"actor.logprobs"}],
+    "reinforce_pp": [{"actor.generate"}, {"reward.score", "actor.logprobs", "reference.logprobs"}],
+    "remax": [
+        {"actor.generate", "actor.generate_greedy"},
+        {"reward.score", "reward.score_baseline", "actor.logprobs", "reference.logprobs"},
+    ],
+    "safe_rlhf": [
+        {"actor.generate"},
+        {
+            "reward.score",
+            "cost.score",
+            "actor.logprobs",
+            "reference.logprobs",
+            "critic.values",
+            "cost_critic.values",
+        },
+        {"constraint.update"},
+    ],
+}
+
+
+def config_of(name: str, **algorithm) -> Config:
+    settings = {"algorithm": algorithm} if algorithm else {}
+    return build(Config, {"stages": ["sft", name], name: settings})
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_levels(name):
+    levels = [{each.name for each in level} for level in graph_of(config_of(name)).levels()]
+    assert levels[: len(EXPECTED[name])] == EXPECTED[name]
+    assert "actor.update" in levels[-1]
+
+
+def test_every_algorithm_has_a_dataflow():
+    assert set(DATAFLOWS) == set(ALGORITHMS)
+    for name in ALGORITHMS:
+        assert graph_of(config_of(name)).name == name
+
+
+@pytest.mark.parametrize(("name", "options"), [("dr_grpo", {}), ("gspo", {}), ("grpo", {}), ("grpo", {"kl_coef": 0.0})])
+def test_the_policy_is_held_twice_only_where_it_is_a_reference(name, options):
+    config = config_of(name, **options)
+    sizes = ModelConfig(vocab_size=8, embed=4, layers=1, heads=1, kv_heads=1, head_dim=4, mlp=4, max_positions=4)
+    policy = Model(Architecture(sizes), {"matrix": jnp.ones((2, 2))})
+    here = SimpleNamespace(settled=lambda model: model)
+    context = SimpleNamespace(config=config, where=lambda role: here, compute=Compute(jnp.dtype(jnp.float32)))
+    rewards = SimpleNamespace(settle=lambda: None, learnt=None)
+    models, identities = _starts(cast(Any, context), policy, cast(Any, rewards), graph_of(config))
+    referenced = config.rl.algorithm.needs_reference
+    assert models.keys() == {"actor", *(["reference"] if referenced else [])} and models["actor"] is policy
+    assert set(identities) == ({"reference"} if referenced else set())
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_minibatches_are_shuffled_by_the_runs_seed(name):
+    config = build(Config, {"stages": [name], "seed": 3})
+    assert algorithm_of(config) == replace(algorithm_of(build(Config, {"stages": [name]})), seed=3)
+
+
+def test_options_change_the_graph():
+    without = graph_of(config_of("ppo", kl_coef=0.0))
+    assert "reference" not in without.roles
+    recorded = graph_of(config_of("grpo", old_logprobs="rollout"))
+    assert "actor.logprobs" not in {each.name for each in recorded}
+    shared = build(Config, {"stages": ["sft", "ppo"], "compute": {"shared_passes": True}})
+    assert {each.name for each in graph_of(shared)} == {
+        "actor.generate",
+        "reward.score",
+        "reference.logprobs",
+        "learner.update",
+    }
+    adapted = build(Config, {"stages": ["grpo"], "lora": {"rank": 4}, "model": {"path": "somewhere"}})
+    one_pass = graph_of(adapted)["actor.logprobs_with_base"]
+    assert one_pass.outputs == ("old", "ref")
+
+
+class Noted:
+    """Stands for a role: notes the calls that are made, and answers with as many values as the real one."""
+
+    def __init__(self, name: str, made: list[str], *, is_base: bool = False):
+        self._name, self._made, self._is_base, self._rounds = name, made, is_base, 0
+
+    def wants_more(self) -> bool:
+        self._rounds += 1
+        return self._rounds <= 3
+
+    def recomputes(self) -> bool:
+        return True
+
+    def is_base_of(self, actor) -> bool:
+        return self._is_base
+
+    def __getattr__(self, method):
+        def make(*_, **__):
+            self._made.append(f"{self._name}.{method}")
+            if self._name == "learner":
+                return object(), {}
+            if method == "update":
+                return {}
+            pairs = ("values", "safe_experience", "batch", "logprobs_with_base")
+            return (object(), object()) if method in pairs else object()
+
+        return make
+
+
+ADAPTED = {"lora": {"rank": 4}, "model": {"path": "somewhere"}}  # on the base that is the reference
+SHARED = [name for name in ALGORITHMS if name not in ("dapo", "remax", "safe_rlhf")]
+
+
+@pytest.mark.parametrize(
+    "name, besides",
+    [
+        *((name, {}) for name in ALGORITHMS),
+        *((name, {"compute": {"shared_passes": True}}) for name in SHARED),
+        *((name, ADAPTED) for name in ALGORITHMS),
+    ],
+    ids=str,
+)
+def test_an_iteration_makes_the_calls_of_its_graph(name, besides):
+    stages = [name] if besides is ADAPTED else ["sft", name]
+    config: Config = build(Config, {"stages": stages, **besides})
+    made: list[str] = []
+    graph, dataflow = graph_of(config), dataflow_of(config)
+    arguments = {}
+    for parameter in inspect.signature(dataflow).parameters:
+        there = parameter in ROLES and (parameter != "reference" or config.rl.algorithm.needs_reference)
+        arguments[parameter] = Noted(parameter, made, is_base=besides is ADAPTED) if there else None
+    dataflow(**arguments)
+    stated = [each.name for each in graph]
+    assert list(dict.fromkeys(made)) == stated
+    assert ("learner.update" in stated) == ("compute" in besides)
+    one_pass = besides is ADAPTED and config.rl.algorithm.needs_reference
+    assert ("actor.logprobs_with_base" in stated) == one_pass
+    rounds = {"pool.draw", "actor.generate", "reward.score", "pool.keep"} if name == "dapo" else set()
+    assert all(made.count(each) == (3 if each in rounds else 1) for each in stated)
+
+
+class Thing:
+    @call("infer", "{role}_number")
+    def double(self, number):
+        return 2 * number
+
+    @call("infer", "later")
+    def later(self, number):
+        return Pending(lambda: number)
+
+
+def test_pending_values_are_waited_for_where_they_are_read():
+    thing = Thing()
+    assert thing.double(thing.later(3)) == 6
+    asked = []
+    pending = Pending(lambda: asked.append(0) or 5)
+    assert thing.double(pending) + thing.double(number=pending) == 20
+    assert len(asked) == 1
+
+
+def test_an_algorithm_that_looks_at_values_cannot_be_traced():
+    def looks(thing, number):
+        if thing.double(number):
+            return thing.later(number)
+
+    with pytest.raises(TypeError, match="thing_number has no value while"):
+        trace(looks, {"thing": Thing})
+
+
+def test_values_of_one_name_are_told_apart():
+    def twice(thing, number):
+        return thing.double(thing.double(number))
+
+    graph = trace(twice, {"thing": Thing})
+    first, second = graph
+    assert (first.name, second.name) == ("thing.double", "thing.double_2")
+    assert second.inputs == first.outputs == ("thing_number",)
+    assert second.outputs == ("thing_number_2",)

@@ -1,0 +1,147 @@
+"""A dataflow of the user's own in place of an algorithm's: its graph, what it learns from, and what is refused."""
+
+import shutil
+import sys
+
+import numpy as np
+import pytest
+
+from jrlhf.algorithms.registry import graph_of
+from jrlhf.config.check import validate
+from jrlhf.config.parse import build
+from jrlhf.config.schema import Config, load_config
+from jrlhf.errors import UserError
+from jrlhf.models import ModelConfig
+from jrlhf.run.metrics import read_metrics
+from jrlhf.train import main
+
+HEAD = "import jax.numpy as jnp\nfrom jrlhf.algorithms.registry import policy_logprobs\n"
+ADVANTAGES = """
+def above_the_others(experience, config):
+    scores = experience.scores.reshape(-1, config.samples)
+    others = [jnp.median(jnp.delete(scores, sample, axis=1), axis=1) for sample in range(config.samples)]
+    return (scores - jnp.stack(others, axis=1)).reshape(-1)
+"""
+SIGNATURE = "def own(actor, reference, reward, estimator, prompts, kl_coef):"
+BODY = """
+    rollout = actor.generate(prompts)
+    scores = reward.score(rollout, prompts)
+    old, ref = policy_logprobs(actor, reference, rollout)
+    experience = estimator.custom_experience(above_the_others, rollout, scores, old, ref, kl_coef)
+    return experience, actor.update(experience)
+"""
+OWN = HEAD + ADVANTAGES + SIGNATURE + BODY
+CALLS = "actor.generate reward.score actor.logprobs reference.logprobs estimator.custom_experience actor.update".split()
+
+
+@pytest.fixture
+def config_of(tmp_path):
+    """A config whose dataflow is `own` of a file with this source."""
+
+    def make(source: str, stage: str = "grpo", spec: str | None = None, **sections) -> Config:
+        (tmp_path / "mine.py").write_text(source)
+        section = sections.pop(stage, {}) | {"dataflow": spec or f"{tmp_path}/mine.py:own"}
+        return build(Config, {"stages": ["sft", stage], stage: section, **sections})
+
+    return make
+
+
+def test_its_graph_is_that_of_its_calls(config_of):
+    graph = graph_of(config_of(OWN))
+    assert [call.name for call in graph] == CALLS and graph.name == "grpo"
+    made = graph["estimator.custom_experience"]
+    assert (made.kind, made.inputs) == ("compute", ("rollout", "scores", "old", "ref", "kl_coef"))
+    without = graph_of(config_of(OWN, grpo={"algorithm": {"kl_coef": 0.0}}))
+    assert [call.name for call in without] == [name for name in CALLS if name != "reference.logprobs"]
+    changed = OWN.replace("kl_coef)\n    return", "kl_coef, actor.generate_greedy(prompts))\n    return")
+    assert "actor.generate_greedy" in [call.name for call in graph_of(config_of(changed))]
+
+
+@pytest.mark.parametrize(
+    ("source", "settings", "message"),
+    [
+        (OWN, {"spec": "nowhere.py:own"}, r"grpo.dataflow=nowhere.py:own: there is no file .*nowhere.py$"),
+        (OWN, {"spec": "median"}, "grpo.dataflow=median: 'median' must be package.module:function or path/file.py"),
+        (OWN.replace("def own", "def other"), {}, "there is no 'own' in .*mine.py, which has jnp, .*other$"),
+        ("own = 3", {}, "mine.py:own is a int: name a function"),
+        (HEAD + "def own(:", {}, "cannot be imported: .*SyntaxError"),
+        (
+            OWN.replace("actor, ref", "critic, ref"),
+            {},
+            "has the parameter critic, and stage grpo gives actor, reference",
+        ),
+        (OWN.replace("kl_coef):", "**roles):"), {}, r"has the parameter \*\*roles, and stage grpo gives"),
+        (OWN.replace("reward.score(", "reward.scores("), {}, "reward has no call scores: its calls are score, score_"),
+        (OWN.replace("scores, old", "scores / 2, old"), {}, r"cannot be traced \(TypeError: .* at .*mine.py:12\): let"),
+        (OWN.replace("(rollout, p", "(rollout.tokens, p"), {}, "AttributeError: rollout has no tokens while the algor"),
+        (OWN.replace("return experience, ", "return "), {}, "it must return the experience and the metrics"),
+        (
+            OWN.replace(", actor.update(experience)", ", scores"),
+            {},
+            "does not call actor.update, which stage grpo needs",
+        ),
+        (
+            OWN.replace("(experience)", "(experience) | actor.update(experience)"),
+            {},
+            "calls actor.update more than once",
+        ),
+        (OWN.replace("old, ref = policy_logprobs(actor, reference, rollout)", "old = ref = actor.logprobs(rollout)"),)
+        + ({}, "does not call reference.logprobs, and grpo.algorithm.kl_coef=0.04: call it, or set that to 0"),
+        (OWN, {"stage": "ppo"}, "does not call critic.update, which stage ppo needs"),
+        (OWN, {"stage": "dapo"}, "has the parameter prompts, and stage dapo gives actor, reference, reward, pool"),
+    ],
+)
+def test_what_the_section_cannot_serve_is_refused(config_of, source, settings, message):
+    with pytest.raises(UserError, match=message):
+        graph_of(config_of(source, **settings))
+
+
+def test_shared_passes_have_no_place_for_it(config_of):
+    rewards = [{"name": "right", "function": "exact_match"}]
+    config = config_of(OWN, compute={"shared_passes": True}, rewards=rewards)
+    with pytest.raises(
+        UserError, match="compute.shared_passes has a dataflow of its own in place of grpo.dataflow=.*own"
+    ):
+        validate(config, 1, dict.fromkeys(("actor", "reference"), ModelConfig(1024, 128, 4, 4, 2, 32, 384, 64)))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("quick_programs")
+def test_a_run_learns_from_its_advantages_and_is_resumed_with_it_alone(tmp_path):
+    """The experience is looked at as the run made it; every text has a score of its own, so groups differ."""
+    (tmp_path / "mine.py").write_text(
+        OWN.replace("    return experience, ", "    KEPT.append(experience)\n    return experience, ") + "KEPT = []\n"
+    )
+    (tmp_path / "judge.py").write_text(
+        "def judge(completions):\n    return [sum(map(ord, text)) % 7 for text in completions]\n"
+    )
+    sizes = ["device.simulated=8", "mesh.fsdp=2", "mesh.tensor=4", "model.layers=1", "data.heldout_rows=16"]
+    sizes += ["sft.steps=5", "sft.batch=32", "sft.save_every=5", "sft.eval_every=5", "evaluation.prompts=16"]
+    sizes += ["grpo.iterations=2", "grpo.rollout_batch=32", "grpo.save_every=1", "grpo.algorithm.samples=4"]
+    sizes += [
+        f"rewards=[{{name: judge, function: {tmp_path}/judge.py:judge}}]",
+        f"grpo.dataflow={tmp_path}/mine.py:own",
+    ]
+    config = load_config("arithmetic-grpo", [*sizes, f"run_dir={tmp_path}", "name=own"])
+    main(config)
+    kept, largest = sys.modules["user_mine"].KEPT[-2:], []
+    for made in kept:
+        scores = np.asarray(made.scores, np.float64).reshape(-1, 4)
+        others = np.stack([np.median(np.delete(scores, index, axis=1), axis=1) for index in range(4)], axis=1)
+        expected = np.where(made.response_mask, (scores - others).reshape(-1, 1), 0)
+        np.testing.assert_allclose(made.advantages, expected, atol=1e-6)
+        assert len(np.unique(expected)) > 3
+        largest.append(expected[np.asarray(made.response_mask)].max())
+    records = [record for record in read_metrics(tmp_path / "own") if record["stage"] == "grpo"]
+    assert [record["critic/advantages/max"] for record in records] == pytest.approx(largest)
+
+    model = (tmp_path / "own" / "model" / "model.safetensors").read_bytes()
+    shutil.rmtree(tmp_path / "own" / "checkpoints" / "grpo" / "2")
+    shutil.rmtree(tmp_path / "own" / "model")
+    source = (tmp_path / "mine.py").read_text()
+    (tmp_path / "mine.py").write_text(source.replace("jnp.median", "jnp.mean"))
+    with pytest.raises(UserError, match="the checkpoint of stage grpo was made with another dataflow"):
+        main(config, resume=True)
+    (tmp_path / "mine.py").write_text(source)
+    main(config, resume=True)
+    assert (tmp_path / "own" / "model" / "model.safetensors").read_bytes() == model

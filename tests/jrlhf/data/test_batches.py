@@ -1,0 +1,47 @@
+"""Which rows a step takes, how they are padded, and where the randomness comes from."""
+
+import jax
+import numpy as np
+import pytest
+
+from jrlhf.data.batches import batch_indices, key_for, pad_rows, put_rows, row_keys
+from jrlhf.meshes import make_mesh
+
+
+def test_every_epoch_takes_each_row_once_in_an_order_of_its_own():
+    count, batch = 12, 8
+    stream = np.concatenate([batch_indices(count, batch, step, seed=3) for step in range(6)])
+    epochs = stream.reshape(4, count)
+    assert all(sorted(epoch) == list(range(count)) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 4
+
+
+def test_a_batch_depends_on_its_step_alone():
+    first = [batch_indices(10, 4, step, seed=1) for step in range(5)]
+    again = [batch_indices(10, 4, step, seed=1) for step in reversed(range(5))][::-1]
+    np.testing.assert_array_equal(first, again)
+    assert not np.array_equal(first[0], batch_indices(10, 4, 0, seed=2))
+
+
+def test_rows_are_padded_on_the_right_and_too_long_ones_refused():
+    tokens, lengths = pad_rows([(5, 6), (7,), ()], 3)
+    np.testing.assert_array_equal(tokens, [[5, 6, 0], [7, 0, 0], [0, 0, 0]])
+    np.testing.assert_array_equal(lengths, [2, 1, 0])
+    with pytest.raises(ValueError, match="a row of 4 tokens does not fit into 3"):
+        pad_rows([(1, 2, 3, 4)], 3)
+
+
+def test_rows_lie_over_all_devices():
+    mesh = make_mesh(2, 2, 2)
+    rows = put_rows(np.arange(16).reshape(8, 2), mesh)
+    assert [shard.data.shape for shard in rows.addressable_shards] == [(1, 2)] * 8
+    np.testing.assert_array_equal(rows, np.arange(16).reshape(8, 2))
+
+
+def test_each_purpose_step_and_row_has_a_key_of_its_own():
+    mesh = make_mesh(1, 8, 1)
+    keys = [key_for(0, "rollout", 0), key_for(0, "rollout", 1), key_for(0, "evaluation", 0), key_for(1, "rollout", 0)]
+    assert len({tuple(np.asarray(jax.random.key_data(key))) for key in keys}) == 4
+    rows = np.asarray(jax.random.key_data(row_keys(keys[0], 8, mesh)))
+    assert len({tuple(row) for row in rows}) == 8
+    np.testing.assert_array_equal(rows[:4], np.asarray(jax.random.key_data(row_keys(keys[0], 16, mesh)))[:4])

@@ -1,0 +1,138 @@
+"""Chat templates: the ids that transformers gives, and templates that misbehave."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from jrlhf.data.chat import encode_chat, render_chat
+from jrlhf.data.tokenizer import Tokenizer, load_tokenizer
+from jrlhf.errors import UserError
+
+FAMILIES = Path(__file__).parents[1] / "tokenizers"
+GOLDEN = json.loads((FAMILIES / "golden.json").read_text(encoding="utf-8"))
+NAMES = ("qwen", "llama", "gemma", "mistral")
+USER = ({"role": "user", "content": "How many eggs?"},)
+
+
+@pytest.fixture(scope="module")
+def qwen() -> Tokenizer:
+    return load_tokenizer(FAMILIES / "qwen")
+
+
+def with_template(tokenizer: Tokenizer, template: str) -> Tokenizer:
+    return replace(tokenizer, chat_template=template)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_same_ids_as_transformers(name: str):
+    """Against the committed ids of transformers (tokenizers/make.py). A row that the template refuses is null there."""
+    tokenizer = load_tokenizer(FAMILIES / name)
+    refused = 0
+    for messages, expected in zip(GOLDEN["conversations"], GOLDEN[name]["conversations"], strict=True):
+        if expected is None:
+            refused += 1
+            with pytest.raises(UserError, match="refuses the messages"):
+                encode_chat(tokenizer, messages)
+            continue
+        own = messages[-1]["role"] == "assistant"
+        assert encode_chat(tokenizer, messages) == expected["ids"]
+        prompt = encode_chat(tokenizer, messages, add_generation_prompt=not own, continue_final=own)
+        assert prompt == expected["prompt_ids"]
+    assert refused == (name == "gemma")  # it has no system role
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_committed_ids_are_what_transformers_gives_today(name: str):
+    transformers = pytest.importorskip("transformers", reason="the peer that the golden ids are of")
+    theirs = transformers.AutoTokenizer.from_pretrained(FAMILIES / name)
+    for messages, expected in zip(GOLDEN["conversations"], GOLDEN[name]["conversations"], strict=True):
+        if expected is not None:
+            assert theirs.apply_chat_template(messages, return_dict=False) == expected["ids"]
+    for each in GOLDEN[name]["texts"]:
+        assert theirs(each["text"])["input_ids"] == each["ids"]
+
+
+TOOLS = [{"type": "function", "function": {"name": "add", "description": "a < b & 'é'"}}]
+TRICKY = [
+    "{{ messages | tojson }}|{{ {'b': '<&>', 'a': 'é'} | tojson(indent=2) }}",
+    "{%- for m in messages %}{% if loop.first %}{% continue %}{% endif %}{{ m.content }}{% break %}{% endfor %}",
+    "{% set ns = namespace(n=0) %}\n  {% for m in messages %}\n    {% set ns.n = ns.n + 1 %}\n{% endfor %}\n{{ ns.n }}",
+    "{% generation %}{{ messages[-1].content }}{% endgeneration %} {{ eos_token }}{{ bos_token is defined }}",
+    "{{ messages[-1].reasoning_content }}|{{ messages[-1].thinking }}|{{ messages[0].missing }}|{{ tools | tojson }}",
+    "{% macro say(m) %}{{ m['role'] | upper }}: {{ m.content.strip()[:3] }}{% endmacro %}{{ say(messages[0]) }}",
+    "{{ strftime_now('%Y') | length }}{{ messages[0].tool_calls is defined }}",
+]
+
+
+@pytest.mark.parametrize("template", TRICKY)
+def test_same_text_as_transformers(qwen: Tokenizer, template: str):
+    """What templates use of Jinja and beyond it, rendered by the peer."""
+    transformers = pytest.importorskip("transformers", reason="the peer that renders the same templates")
+    messages = [
+        {"role": "user", "content": " <b>How</b>  many? ", "tool_calls": None},
+        {"role": "assistant", "content": "13", "reasoning": "16 - 3"},
+    ]
+    theirs = transformers.AutoTokenizer.from_pretrained(FAMILIES / "qwen")
+    expected = theirs.apply_chat_template(messages, chat_template=template, tools=TOOLS, tokenize=False)
+    assert render_chat(with_template(qwen, template), messages, tools=TOOLS) == expected
+
+
+def test_a_continued_message_ends_where_its_text_does(qwen: Tokenizer):
+    messages = (*USER, {"role": "assistant", "content": "It is "})
+    assert render_chat(qwen, messages, continue_final=True).endswith("assistant\nIt is ")
+    llama = load_tokenizer(FAMILIES / "llama")  # its template strips
+    assert render_chat(llama, messages, continue_final=True).endswith("\n\nIt is")
+    with pytest.raises(UserError, match="does not show the last message"):
+        render_chat(with_template(qwen, "{{ messages[0].content }}"), messages, continue_final=True)
+    with pytest.raises(UserError, match="no text that could be continued"):
+        render_chat(qwen, ({"role": "assistant", "tool_calls": [{}]},), continue_final=True)
+    with pytest.raises(ValueError, match="choose one"):
+        render_chat(qwen, messages, continue_final=True, add_generation_prompt=True)
+
+
+def test_switches_of_a_template_reach_it(qwen: Tokenizer):
+    template = "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}{{ eos_token }}"
+    tokenizer = with_template(qwen, template)
+    assert render_chat(tokenizer, USER) == "<|im_end|>"
+    tokenizer = replace(tokenizer, special_tokens={**tokenizer.special_tokens, "enable_thinking": False})
+    assert render_chat(tokenizer, USER) == "<think></think><|im_end|>"
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (
+            "{{ raise_exception('roles must alternate') }}",
+            "the chat template refuses the messages: roles must alternate",
+        ),
+        ("{% for m in messages %}", "not valid Jinja: .* \\(line 1\\)"),
+        ("{{ messages[0].content + 1 }}", "fails on the messages: TypeError"),
+        ("{{ messages[7].content }}", "refuses the messages: .* has no element 7"),
+        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "must not: access to attribute '__class__'"),
+        ("{{ messages.append({}) }}", "must not"),
+        ("{{ cycler.__init__.__globals__.os.system('true') }}", "must not"),
+        ("{{ raise_exception.__globals__.json }}", "must not"),
+        ("{{ (messages | attr('__class__')).mro() }}", "must not"),
+        ("{{ '{0.__class__.__mro__}'.format(messages) | length + none }}", "must not"),
+        ("{% for i in range(10**9) %}x{% endfor %}", "fails on the messages: OverflowError: Range too big"),
+        ("{% include '/etc/passwd' %}", "fails on the messages: TypeError: no loader"),
+    ],
+)
+def test_a_template_that_misbehaves_is_one_sentence(qwen: Tokenizer, template: str, message: str):
+    with pytest.raises(UserError, match=message):
+        render_chat(with_template(qwen, template), USER)
+
+
+def test_what_cannot_be_rendered_is_refused(qwen: Tokenizer):
+    with pytest.raises(UserError, match="has no chat template, but the data are conversations"):
+        render_chat(replace(qwen, chat_template=None), USER)
+    with pytest.raises(UserError, match="without messages"):
+        render_chat(qwen, ())
+
+
+def test_messages_are_not_changed(qwen: Tokenizer):
+    message = {"role": "assistant", "content": "13", "name": None}
+    render_chat(qwen, (message,), continue_final=True)
+    assert message == {"role": "assistant", "content": "13", "name": None}

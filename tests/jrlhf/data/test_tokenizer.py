@@ -1,0 +1,289 @@
+import json
+import shutil
+import sysconfig
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import tokenizers
+
+from jrlhf.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
+from jrlhf.errors import UserError
+from jrlhf.tasks.docstrings.corpus import read_examples
+from jrlhf.tasks.docstrings.vocabulary import encode_pairs, train_tokenizer, wrap
+
+FAMILIES = Path(__file__).parents[1] / "tokenizers"
+GOLDEN = json.loads((FAMILIES / "golden.json").read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module")
+def texts() -> list[str]:
+    examples = read_examples(Path(sysconfig.get_path("stdlib")) / "asyncio")
+    return [text for example in examples for text in (example.prompt, example.summary)]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(texts: list[str]) -> Tokenizer:
+    return train_tokenizer(texts, 512)
+
+
+@pytest.fixture
+def qwen(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(FAMILIES / "qwen", tmp_path / "qwen"))
+
+
+def write(path: Path, content: object) -> None:
+    path.write_text(json.dumps(content), encoding="utf-8")
+
+
+def change(path: Path, **settings: object) -> None:
+    write(path, json.loads(path.read_text()) | settings)
+
+
+# The built-in vocabulary.
+
+
+def test_vocabulary_and_special_tokens(tokenizer: Tokenizer):
+    assert (tokenizer.vocab_size, tokenizer.pad_id, tokenizer.eos_id, tokenizer.eos_ids) == (512, 0, 1, (1,))
+    assert tokenizer.decode([0, 1]) == ""
+    assert tokenizer.prefix_ids == () and tokenizer.encode_prompt("a b") == tokenizer.encode("a b")
+
+
+def test_every_text_comes_back(tokenizer: Tokenizer, texts: list[str]):
+    strange = [
+        "def HTTPServer.handle_IMAP4(x=None, *a):\n",
+        "don't  (e.g.) 'x'\t\n",
+        "é — 日本語 🎈 \x00",
+        " ",
+        "",
+        "a_bC.d",
+    ]
+    for text in texts + strange:
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    ids = tokenizer.encode("def f():\n") + tokenizer.encode("Return it.") + [tokenizer.eos_id, tokenizer.pad_id or 0]
+    assert tokenizer.decode(ids) == "def f():\nReturn it."
+
+
+def test_a_word_has_the_same_tokens_in_an_identifier_and_in_prose(tokenizer: Tokenizer):
+    for word in ("future", "timeout", "zebra"):
+        prose = tokenizer.encode(f" {word}")
+        for identifier in (f"x_{word}", f"x.{word}", f"x({word}", f"*{word}"):
+            assert tokenizer.encode(identifier)[-len(prose) :] == prose
+    assert tokenizer.encode("getFuture")[-len(tokenizer.encode(" Future")) :] == tokenizer.encode(" Future")
+
+
+def test_names_of_special_tokens_in_a_text_are_plain_text(tokenizer: Tokenizer):
+    ids = tokenizer.encode("Stop at <eos> and <pad>.")
+    assert tokenizer.eos_id not in ids and tokenizer.pad_id not in ids
+    assert tokenizer.decode(ids) == "Stop at <eos> and <pad>."
+
+
+def test_batch_equals_single(tokenizer: Tokenizer, texts: list[str]):
+    assert tokenizer.encode_batch(texts[:50]) == [tokenizer.encode(text) for text in texts[:50]]
+    assert tokenizer.encode_batch([]) == []
+
+
+def test_same_texts_give_the_same_vocabulary(tokenizer: Tokenizer, texts: list[str]):
+    assert train_tokenizer(iter(texts), 512).to_json() == tokenizer.to_json()
+    again = wrap(tokenizers.Tokenizer.from_str(tokenizer.to_json()))
+    assert again.to_json() == tokenizer.to_json()
+    assert again.encode_batch(texts) == tokenizer.encode_batch(texts)
+
+
+def test_a_vocabulary_that_cannot_be_is_refused(texts: list[str]):
+    with pytest.raises(ValueError, match="vocab_size=257 is too small: .* 258"):
+        train_tokenizer(texts, 257)
+    with pytest.raises(ValueError, match="vocab_size=1024 is too large for these texts: they give 2"):
+        train_tokenizer(["a", "b"], 1024)
+    with pytest.raises(ValueError, match="lacks <pad> or <eos>"):
+        wrap(tokenizers.Tokenizer(tokenizers.models.BPE()))
+    with pytest.raises(ValueError, match="needs an end-of-text id"):
+        Tokenizer(tokenizers.Tokenizer(tokenizers.models.BPE()), ())
+
+
+def test_pairs_that_do_not_fit_are_left_out(tokenizer: Tokenizer):
+    prompts = ["a", "a a a", "a a", "a"]
+    responses = ["b b", "b", "b b b", "b"]
+    lengths = [
+        (len(tokenizer.encode(p)), len(tokenizer.encode(r)) + 1) for p, r in zip(prompts, responses, strict=True)
+    ]
+    assert lengths == [(1, 3), (3, 2), (2, 4), (1, 2)]
+    fitting = encode_pairs(tokenizer, prompts, responses, max_prompt=2, max_response=3)
+    assert fitting.index == (0, 3)
+    for row, prompt, response in zip(fitting.index, fitting.prompts, fitting.responses, strict=True):
+        assert list(prompt) == tokenizer.encode(prompts[row])
+        assert list(response) == [*tokenizer.encode(responses[row]), tokenizer.eos_id]
+    assert encode_pairs(tokenizer, prompts, responses, 3, 4).index == (0, 1, 2, 3)
+    with pytest.raises(ValueError, match="4 prompts for 1 responses"):
+        encode_pairs(tokenizer, prompts, ["b"], 2, 3)
+
+
+# A model directory's.
+
+
+@pytest.mark.parametrize("name", ["qwen", "llama", "gemma", "mistral"])
+def test_plain_text_has_the_ids_of_transformers(name: str):
+    """Against the committed ids of transformers (tokenizers/make.py), the beginning of text included."""
+    tokenizer = load_tokenizer(FAMILIES / name)
+    assert tokenizer.special_tokens == GOLDEN[name]["special_tokens"]
+    for each in GOLDEN[name]["texts"]:
+        assert tokenizer.encode_prompt(each["text"]) == each["ids"]
+        assert tokenizer.decode(each["ids"]) == each["text"]
+
+
+def test_what_the_files_say_of_special_tokens():
+    def names(tokenizer: Tokenizer, ids) -> list[str | None]:
+        return [None if index is None else tokenizer.backend.id_to_token(index) for index in ids]
+
+    qwen, llama, gemma, mistral = (load_tokenizer(FAMILIES / name) for name in ("qwen", "llama", "gemma", "mistral"))
+    assert names(qwen, (qwen.bos_id, qwen.pad_id, *qwen.eos_ids)) == [
+        None,
+        "<|endoftext|>",
+        "<|im_end|>",
+        "<|endoftext|>",
+    ]
+    # The tokenizer's own end is written, whatever the order in generation_config.json.
+    assert names(llama, (*llama.eos_ids, llama.bos_id)) == ["<|eot_id|>", "<|end_of_text|>", "<|begin_of_text|>"]
+    assert llama.pad_id is None
+    assert names(gemma, gemma.eos_ids) == ["<eos>", "<end_of_turn>"]
+    assert gemma.chat_template is not None and "start_of_turn" in gemma.chat_template  # "default" of two
+    assert names(mistral, (*mistral.eos_ids, *mistral.prefix_ids)) == ["</s>", "<s>"]
+    assert qwen.vocab_size == 333 and qwen.directory == FAMILIES / "qwen"
+
+
+def test_a_continuation_has_no_blank_of_its_own():
+    mistral = load_tokenizer(FAMILIES / "mistral")
+    assert mistral.decode(mistral.encode("How") + mistral.encode("ever")) == "How ever"
+    for name in ("qwen", "llama", "gemma", "mistral"):
+        tokenizer = load_tokenizer(FAMILIES / name)
+        for first in ("How", "16 -", "a ", "b\n", "", "[INST] x [/INST]"):
+            for second in ("ever", " many", "\n3", "", "\n\nb", " 3", "é"):
+                begun, joined = tokenizer.encode(first), tokenizer.encode(first + second)
+                ids = [*begun, *tokenizer.encode_continuation(first, begun, second)]
+                assert ids == joined if joined[: len(begun)] == begun else tokenizer.decode(ids) == first + second
+
+
+def test_tokens_end_where_their_characters_do():
+    for name in ("qwen", "llama", "gemma", "mistral"):
+        tokenizer = load_tokenizer(FAMILIES / name)
+        for text in ("How many eggs?", "é 日本 🎈", "a<|im_end|>\n <eos>b", " 16 -  3"):
+            ids, ends = tokenizer.encode_with_ends(text)
+            assert ids == tokenizer.encode(text) and ends == sorted(ends) and ends[-1] == len(text)
+            for place in range(1, len(text)):
+                before = sum(end <= place for end in ends)
+                begun = tokenizer.encode(text[:place])
+                if ids[: len(begun)] == begun:
+                    assert before == len(begun)
+
+
+def test_padding_and_truncation_that_a_file_was_saved_with_are_off(qwen: Path):
+    expected = load_tokenizer(qwen).encode("How many eggs?")
+    backend = tokenizers.Tokenizer.from_file(str(qwen / "tokenizer.json"))
+    backend.enable_truncation(3)
+    backend.enable_padding(length=64)
+    backend.save(str(qwen / "tokenizer.json"))
+    assert load_tokenizer(qwen).encode("How many eggs?") == expected
+
+
+def test_an_end_of_text_that_the_tokenizer_adds_is_left_out_of_a_prompt(qwen: Path):
+    backend = tokenizers.Tokenizer.from_file(str(qwen / "tokenizer.json"))
+    end = backend.token_to_id("<|endoftext|>")
+    backend.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<|endoftext|> $A <|endoftext|>", special_tokens=[("<|endoftext|>", end)]
+    )
+    backend.save(str(qwen / "tokenizer.json"))
+    tokenizer = load_tokenizer(qwen)
+    assert tokenizer.encode_prompt("eggs") == [end, *tokenizer.encode("eggs")]
+
+
+def test_where_the_ends_of_a_response_come_from(qwen: Path):
+    end, text = 332, 330
+    assert load_tokenizer(qwen).eos_ids == (end, text)
+    assert load_tokenizer(qwen, eos=["<|endoftext|>"]).eos_ids == (text,)
+    (qwen / "generation_config.json").unlink()
+    assert load_tokenizer(qwen).eos_ids == (end,)
+    write(qwen / "config.json", {"eos_token_id": text})
+    assert load_tokenizer(qwen).eos_ids == (end, text)
+    write(qwen / "config.json", {"text_config": {"eos_token_id": [text]}})
+    change(qwen / "tokenizer_config.json", eos_token=None)
+    assert load_tokenizer(qwen).eos_ids == (text,)
+    write(qwen / "generation_config.json", {"eos_token_id": 5000})
+    with pytest.raises(UserError, match="generation_config.json ends a response at id 5000, which the tokenizer"):
+        load_tokenizer(qwen)
+    write(qwen / "generation_config.json", {"eos_token_id": "<|im_end|>"})
+    with pytest.raises(UserError, match="is '<|im_end|>', not an id or a list of ids"):
+        load_tokenizer(qwen)
+    (qwen / "generation_config.json").unlink()
+    (qwen / "config.json").unlink()
+    with pytest.raises(UserError, match="nothing in .* says which token ends a text: set eos_token"):
+        load_tokenizer(qwen)
+    change(qwen / "tokenizer_config.json", eos_token="<|finis|>")
+    with pytest.raises(UserError, match="has no token '<|finis|>' to end a text with"):
+        load_tokenizer(qwen)
+
+
+def test_a_template_file_goes_before_the_settings(qwen: Path):
+    assert "im_start" in (load_tokenizer(qwen).chat_template or "")
+    (qwen / "chat_template.jinja").write_text("é {{ messages }}", encoding="utf-8")
+    assert load_tokenizer(qwen).chat_template == "é {{ messages }}"
+    (qwen / "chat_template.jinja").unlink()
+    change(qwen / "tokenizer_config.json", chat_template=None)
+    assert load_tokenizer(qwen).chat_template is None
+    write(qwen / "chat_template.json", {"chat_template": "{{ tools }}"})
+    assert load_tokenizer(qwen).chat_template == "{{ tools }}"
+
+
+def test_tokens_that_only_the_settings_list_are_added(qwen: Path):
+    listed = {"333": {"content": "<tool>", "special": False}, "330": {"content": "<|endoftext|>", "special": True}}
+    change(qwen / "tokenizer_config.json", added_tokens_decoder=listed)
+    tokenizer = load_tokenizer(qwen)
+    assert tokenizer.encode("a<tool>")[-1] == 333 and tokenizer.vocab_size == 334
+    change(qwen / "tokenizer_config.json", added_tokens_decoder={"500": {"content": "<tool>"}})
+    with pytest.raises(UserError, match="gives '<tool>' the id 500, but by tokenizer.json it is 333"):
+        load_tokenizer(qwen)
+
+
+def test_a_directory_without_a_tokenizer_is_refused(qwen: Path):
+    with pytest.raises(UserError, match="nowhere is not a directory"):
+        load_tokenizer(qwen / "nowhere")
+    with pytest.raises(UserError, match="is not a directory: name the directory that holds tokenizer.json"):
+        load_tokenizer(qwen / "tokenizer.json")
+    text = (qwen / "tokenizer.json").read_text()
+    (qwen / "tokenizer.json").write_text(text[:-20])
+    with pytest.raises(UserError, match="cannot be read as a tokenizer.json"):
+        load_tokenizer(qwen)
+    (qwen / "tokenizer.json").unlink()
+    with pytest.raises(UserError, match="has no tokenizer.json"):
+        load_tokenizer(qwen)
+    (qwen / "tokenizer.model").write_bytes(b"\n\x0e")
+    with pytest.raises(UserError, match="has tokenizer.model but no tokenizer.json: convert it once with transformers"):
+        load_tokenizer(qwen)
+    (qwen / "tokenizer.json").write_text(text)
+    for content in ("{", "[]", "\udcff"):
+        (qwen / "tokenizer_config.json").write_text(content, errors="surrogateescape")
+        with pytest.raises(UserError, match="tokenizer_config.json (cannot be read as JSON|holds a list)"):
+            load_tokenizer(qwen)
+
+
+def test_a_vocabulary_larger_than_the_model_is_refused():
+    qwen = load_tokenizer(FAMILIES / "qwen")
+    assert check_vocabulary(qwen, 333) is qwen and check_vocabulary(qwen, 400) is qwen
+    with pytest.raises(UserError, match="qwen has ids up to 332, but the model's embedding has 332 rows"):
+        check_vocabulary(qwen, 332)
+    with pytest.raises(UserError, match="has ids up to 332, but the model's embedding has 256 rows"):
+        check_vocabulary(replace(qwen, directory=None), 256)
+
+
+def test_added_tokens_beyond_the_model_are_refused_where_a_text_has_them(qwen: Path):
+    backend = tokenizers.Tokenizer.from_file(str(qwen / "tokenizer.json"))
+    backend.add_special_tokens(["<image>"])
+    backend.save(str(qwen / "tokenizer.json"))
+    change(qwen / "tokenizer_config.json", pad_token="<image>")
+    tokenizer = load_tokenizer(qwen)
+    assert (tokenizer.vocab_size, tokenizer.pad_id) == (334, 333)
+    narrowed = check_vocabulary(tokenizer, 333)
+    assert (narrowed.vocab_size, narrowed.pad_id) == (333, None)
+    assert narrowed.encode("eggs") == tokenizer.encode("eggs")
+    for encode in (narrowed.encode, narrowed.encode_prompt, lambda text: narrowed.encode_batch([text])):
+        with pytest.raises(UserError, match="the text holds the token '<image>' \\(id 333\\)"):
+            encode("an <image>")

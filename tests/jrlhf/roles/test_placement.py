@@ -1,0 +1,281 @@
+"""Roles on slices of the devices: weights and rows get to their calls, and nothing else depends on where those are."""
+
+import threading
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh
+
+from jrlhf.algorithms import registry as algorithms
+from jrlhf.data.batches import Batch, key_for, put_rows, row_keys
+from jrlhf.meshes import AXES, GENERATE, SCORE, live_bytes, make_mesh
+from jrlhf.meshes.plan import Placement, Plan, Slice
+from jrlhf.models import ModelConfig, SamplingConfig, init_sharded, param_shardings
+from jrlhf.ppo import PPOConfig, TrainState
+from jrlhf.roles.compiled import Compute, relocated, weights_at
+from jrlhf.roles.courier import Courier
+from jrlhf.roles.graph import Pending, call
+from jrlhf.roles.model import Architecture, Model
+from jrlhf.roles.placement import Place, Places, places_of
+from jrlhf.roles.roles import Actor, Critic, Estimator, Reference, Reward
+from jrlhf.run.clock import Clock
+
+pytestmark = pytest.mark.usefixtures("quick_programs")
+
+MODEL = ModelConfig(
+    vocab_size=64, embed=16, layers=1, heads=2, kv_heads=1, head_dim=8, mlp=32, max_positions=16, initializer_range=0.3
+)
+ROWS, PROMPT, RESPONSE = 16, 5, 6
+PPO = PPOConfig(epochs=1, minibatches=2, truncation="bootstrap")
+OPTIMIZER = optax.sgd(0.1, momentum=0.9)  # steps are as exact as gradients: Adam would make a step of their rounding
+SCALAR, LM = ("scalar", "lm")
+
+
+def mesh_on(start: int, *sizes: int) -> Mesh:
+    count = int(np.prod(sizes))
+    return make_mesh(*sizes, devices=jax.devices()[start : start + count])
+
+
+# ---- weights
+
+PAIRS = {
+    "same devices": ((0, 1, 4, 2), (0, 2, 2, 2)),
+    "subset": ((0, 1, 4, 2), (2, 1, 2, 1)),
+    "superset": ((2, 1, 2, 1), (0, 1, 4, 2)),
+    "disjoint": ((0, 1, 2, 2), (4, 1, 4, 1)),
+    "more": ((0, 1, 2, 1), (2, 1, 2, 2)),
+    "fewer": ((0, 1, 2, 2), (6, 1, 1, 2)),
+}
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize("head", [LM, pytest.param(SCALAR, marks=pytest.mark.slow)])
+def test_weights_are_brought_to_a_call_bit_for_bit(pair, head):
+    source, target = (mesh_on(*each) for each in PAIRS[pair])
+    params = init_sharded(MODEL, jax.random.key(0), source, head, zero_head=False)
+    model, host = Model(Architecture(MODEL), params), jax.device_get(params)
+    layers = {name: jax.tree.map(lambda x: x[0], x) for name, x in host["layers"].items()}
+    before = live_bytes()
+    for shared, layout, expected in ((False, SCORE, host), (True, GENERATE, {**host, "layers": [layers]})):
+        with (
+            jax.transfer_guard_host_to_device("disallow_explicit"),
+            jax.transfer_guard_device_to_host("disallow_explicit"),
+        ):
+            copy = jax.block_until_ready(weights_at(model, Architecture(MODEL, shared=shared), target, Compute()))
+        jax.tree.map(np.testing.assert_array_equal, jax.device_get(copy), expected)
+        assert jax.tree.map(lambda x: x.sharding, copy) == param_shardings(MODEL, target, layout, head)
+        assert live_bytes() - before == live_bytes(copy)
+        del copy
+        assert live_bytes() == before
+    moved = relocated(model, model.architecture, target, donate=True)
+    jax.block_until_ready(moved.params)
+    assert all(x.is_deleted() for x in jax.tree.leaves(params))
+    assert live_bytes() - before == live_bytes(moved.params) - live_bytes_of(host, source, head)
+    back = relocated(moved, model.architecture, source, donate=False)
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(back.params), host)
+    assert relocated(back, model.architecture, source, donate=True) is back
+
+
+def live_bytes_of(host: Any, mesh: Mesh, head: Any):
+    return live_bytes(jax.device_put(host, param_shardings(MODEL, mesh, SCORE, head)))
+
+
+def test_a_copy_in_bfloat16_is_what_a_frozen_model_holds():
+    """Matrices are rounded once, before they travel; the norms' scales, though stacked, are not."""
+    source, target = mesh_on(0, 1, 2, 2), mesh_on(4, 1, 4, 1)
+    params = init_sharded(MODEL, jax.random.key(0), source)
+    params["layers"] = jax.tree.map(lambda x: x + 1e-3, params["layers"])
+    compute = Compute(dtype=jnp.dtype(jnp.bfloat16))
+    copy = weights_at(Model(Architecture(MODEL), params), Architecture(MODEL), target, compute)
+    host, moved = jax.device_get((params, copy))
+    for (path, x), y in zip(jax.tree.leaves_with_path(host), jax.tree.leaves(moved), strict=True):
+        vector = path[-1].key == "scale"
+        assert y.dtype == (jnp.float32 if vector else jnp.bfloat16), path
+        np.testing.assert_array_equal(x if vector else x.astype(jnp.bfloat16), y)
+
+
+# ---- iterations
+
+
+class Setup:
+    """PPO's roles as a plan has them, from the same weights whatever the plan."""
+
+    def __init__(self, **placements: Placement):
+        calls = {name.replace("__", "."): placement for name, placement in placements.items()}
+        graph = algorithms.graph_of(algorithms.Config())
+        self.places = places_of(Plan("by hand", calls), graph, jax.devices())
+        compute, self.clock, architecture = Compute(), Clock(), Architecture(MODEL)
+        whole = make_mesh(1, 4, 2)
+
+        def model(role: str, head: Any, seed: int) -> Model:
+            params = init_sharded(MODEL, jax.random.key(seed), whole, head, zero_head=False)
+            return self.places[role].settled(Model(architecture, params))
+
+        def state(role: str, params: Any) -> TrainState:
+            with jax.set_mesh(self.places[role].home.mesh):
+                return TrainState.create(jax.tree.map(jnp.copy, params), OPTIMIZER)
+
+        sampling = SamplingConfig(max_new_tokens=RESPONSE, stop_ids=(1,))
+        trained: Any = {"optimizer": OPTIMIZER, "algorithm": PPO, "clock": self.clock}
+        policy, value = model("actor", LM, 0), model("critic", SCALAR, 1)
+        self.actor = Actor(policy, self.places["actor"], compute, sampling=sampling, **trained)
+        self.critic = Critic(value, self.places["critic"], compute, **trained)
+        self.actor.state, self.critic.state = state("actor", policy.params), state("critic", value.params)
+        where = self.places["reference"]
+        self.reference = Reference(
+            model("reference", LM, 0), where, compute, temperature=1.0, responses=RESPONSE, clock=self.clock
+        )
+        self.reward = Scored(Reward(model("reward", SCALAR, 1), self.places["reward"], compute, clock=self.clock))
+        self.estimator = Estimator(PPO, self.clock, self.places["arithmetic"])
+
+    def iterate(self, step: int):
+        rng = np.random.default_rng(step)
+        tokens = rng.integers(2, MODEL.vocab_size, (ROWS, PROMPT)).astype(np.int32)
+        mesh = self.actor.places["generate"].mesh
+        prompts = put_rows((tokens, np.full(ROWS, PROMPT, np.int32)), mesh)
+        batch = Batch((*prompts, row_keys(key_for(0, "test", step), ROWS, mesh)), (), (), step)
+        self.clock.start()
+        return algorithms.ppo(self.actor, self.critic, self.reference, self.reward, self.estimator, batch, 0.1)
+
+    def end(self, iterations: int = 2) -> Any:
+        """On the host: the last experience and its metrics, and both models."""
+        experience, metrics = [self.iterate(step) for step in range(iterations)][-1]
+        return jax.device_get((experience, metrics, self.actor.state.params, self.critic.state.params))
+
+
+class Scored:
+    """Rewards that are one reward model, as it is."""
+
+    def __init__(self, reward: Reward):
+        self.reward, self.clock, self.places = reward, reward.clock, reward.places
+
+    @call("infer", "scores")
+    def score(self, rollout, prompts):
+        return Pending(lambda: self.reward.score(rollout))
+
+
+def plan_on(generate: Placement, score: Placement, critic: Placement, train: Placement) -> dict[str, Placement]:
+    def seen(placement: Placement, layout: Any) -> Placement:
+        return Placement(placement.devices, layout, *placement.sizes)
+
+    return {
+        "actor__generate": seen(generate, "generate"),
+        "reward__score": seen(score, "score"),
+        "actor__logprobs": seen(score, "score"),
+        "reference__logprobs": seen(score, "score"),
+        "critic__values": seen(critic, "score"),
+        "critic__update": seen(critic, "train"),
+        "actor__update": seen(train, "train"),
+    }
+
+
+FIRST, SECOND = (Placement(Slice(start, 4), "score", 1, 2, 2) for start in (0, 4))
+ALL, PART = Placement(Slice(0, 8), "score", 1, 4, 2), Placement(Slice(2, 2), "score", 1, 2, 1)
+
+
+@pytest.fixture(scope="module")
+def half():
+    """Colocated on four devices."""
+    return Setup(**plan_on(FIRST, FIRST, FIRST, FIRST)).end()
+
+
+def test_equal_meshes_on_other_devices_give_the_same_bits(half):
+    setup = Setup(**plan_on(FIRST, FIRST, SECOND, FIRST))
+    jax.tree.map(np.testing.assert_array_equal, setup.end(), half)
+    assert {x.sharding.mesh for x in jax.tree.leaves(setup.critic.state)} == {mesh_on(4, 1, 2, 2)}
+    timed = {name.removeprefix("timing_s/") for name in setup.clock.take()}
+    assert timed == set(
+        "transfer reshard gen reward old_log_prob ref values adv update_critic update_actor step".split()
+    )
+
+
+def test_any_placement_gives_the_same_training(half):
+    """Generation on all devices, scoring on one half, the critic on the other, the actor trained on two."""
+    setup = Setup(**plan_on(ALL, FIRST, SECOND, PART))
+    experience, *others = setup.end()
+    expected, *of_half = half
+    np.testing.assert_array_equal(experience.tokens, expected.tokens)
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5), (experience, others), (expected, of_half)
+    )
+    # No copy outlives its call: an iteration leaves the states as large as they were, and its own results.
+    before = live_bytes()
+    experience, metrics = setup.iterate(2)
+    during = live_bytes()
+    # A rollout has the version of the weights that drew it, wherever those were trained; the next ones say otherwise.
+    assert int(experience.version) == int(setup.actor.state.step) - 1 == 2
+    said = experience.logprobs, experience.old_logprobs, setup.actor.logprobs(experience), experience.response_mask
+    drawn, own, newer, mask = jax.device_get(said)
+    assert np.abs(drawn - own)[mask].max() < 1e-5 < 1e-3 < np.abs(drawn - newer)[mask].max()
+    del experience, metrics, said
+    assert during != before and live_bytes() == before
+
+
+# ---- at the same time
+
+
+class Meeting:
+    """Stands for a role: a call ends only once a call of another role has begun, too."""
+
+    def __init__(self, places: Places, clock: Clock, met: threading.Barrier):
+        self.places, self.clock, self._met = places, clock, met
+
+    @call("infer", "{role}_values")
+    def values(self, rows: jax.Array) -> jax.Array:
+        return self.clock.run("values", self._program, rows)
+
+    @call("train", "{role}_metrics")
+    def update(self, rows: jax.Array) -> jax.Array:
+        return self.clock.run("update", self._program, rows)
+
+    def _program(self, rows: jax.Array) -> jax.Array:
+        def meet(index: Any) -> Any:
+            if np.asarray(index) == 0:
+                self._met.wait(10)
+            return np.float32(0)
+
+        def on_device(x: jax.Array) -> jax.Array:
+            index = sum(jax.lax.axis_index(axis) for axis in AXES)
+            return x + jax.pure_callback(meet, jax.ShapeDtypeStruct((), jnp.float32), index)
+
+        spec = jax.P(AXES)
+        return jax.jit(jax.shard_map(on_device, in_specs=spec, out_specs=spec, check_vma=False))(rows)
+
+
+def meeting(critic, actor, rows):
+    values = critic.values(rows)
+    old = actor.values(rows)
+    return critic.update(old), actor.update(values)
+
+
+@pytest.mark.parametrize("rows_on", ["critic", "actor"])
+def test_calls_on_disjoint_slices_run_at_the_same_time(rows_on):
+    """A slice of several devices and one of a single one: of larger ones a simulated CPU runs one at a time. Every call
+    waits for the other role's: were they not handed over before, or what they read not sent on before, none would end.
+    """
+    several, one = mesh_on(0, 1, 2, 2), mesh_on(4, 1, 1, 1)
+    met, clock, courier = threading.Barrier(2), Clock(blocking=False), Courier()
+    both = several, one
+    roles = {
+        name: Meeting(Places(Place(mesh), {}, {"values": both}, courier), clock, met)
+        for name, mesh in (("critic", several), ("actor", one))
+    }
+    rows = put_rows(np.zeros((8, 2), np.float32), roles[rows_on].places.home.mesh)
+    for mesh in both:
+        courier.bring(rows, mesh, Clock(blocking=True))
+    results = meeting(**roles, rows=rows)
+    assert [x.sharding.mesh for x in results] == [several, one]
+    jax.tree.map(lambda x: np.testing.assert_array_equal(x, np.zeros((8, 2))), results)
+    clock.take()
+
+
+def test_places_default_to_the_home():
+    mesh, other = mesh_on(0, 1, 2, 2), mesh_on(4, 1, 2, 2)
+    places = Places(Place(mesh), {"values": Place(other)})
+    assert places["values"].mesh == other and places["update"].mesh == mesh
+    assert Places.of(places) is places and Places.of(mesh)["anything"] == Place(mesh)
+    assert cast(Any, places["update"]).sees(Architecture(MODEL), Compute()) == (Architecture(MODEL), mesh, Compute())

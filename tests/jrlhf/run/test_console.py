@@ -1,0 +1,401 @@
+"""The console: progress that can be trusted, and model output that cannot command a terminal."""
+
+import io
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from jrlhf.run.console import Console, Pace, clean, duration, validation_key
+
+
+class Clock:
+    """A clock that only moves when told."""
+
+    def __init__(self):
+        self.time = 100.0
+
+    def __call__(self) -> float:
+        return self.time
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def plain(clock):
+    """A console on a file, and what it wrote so far, line by line."""
+    file = io.StringIO()
+    return Console(file=file, now=clock), lambda: file.getvalue().splitlines()
+
+
+@pytest.fixture
+def terminal(clock, monkeypatch):
+    """A console on a pseudo-terminal of 120 columns, and all that it wrote."""
+    for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "JUPYTER_COLUMNS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "120")
+    ours, theirs = os.openpty()
+    os.set_blocking(ours, False)
+    with open(theirs, "w", encoding="utf-8") as file:
+
+        def written() -> str:
+            file.flush()
+            data = b""
+            try:
+                while chunk := os.read(ours, 65536):
+                    data += chunk
+            except BlockingIOError:
+                pass
+            return data.decode()
+
+        yield Console(file=file, now=clock), written
+    os.close(ours)
+
+
+@pytest.mark.parametrize(
+    ("text", "cleaned"),
+    [
+        ("Return x.", "Return x."),
+        ("ünï \u4e2d\u6587 \U0001f600", "ünï \u4e2d\u6587 \U0001f600"),
+        ("\x1b[31mred\x1b[0m", "red"),
+        ("\x1b[2J\x1b[1;1Hgone", "gone"),
+        ("\x1b]0;title\x07text", "text"),
+        ("\x1b]8;;http://x\x1b\\link\x1b]8;;\x1b\\", "link"),
+        ("\x1b]52;c;c3RlYWw=", ""),
+        ("\x1bcreset", "reset"),
+        ("\x1b(0lqk", "lqk"),
+        ("\x9b31mred", "31mred"),
+        ("a\nb\r\nc\td", "a b  c d"),
+        ("a\x00\x07\x08\x7fb", "ab"),
+        ("\u202eevil\u2066\u200b", "evil"),
+        ("a\ud800b", "ab"),
+        ("a\u2028b", "a b"),
+        ("\x1b", ""),
+        ("[red]not markup[/red]", "[red]not markup[/red]"),
+    ],
+)
+def test_clean_text_cannot_command_a_terminal(text, cleaned):
+    assert clean(text) == cleaned
+    assert not re.search(r"[\x00-\x1f\x7f-\x9f]", clean(text))
+
+
+def test_clean_keeps_to_a_limit():
+    assert clean("abcdef", 6) == "abcdef" and clean("abcdefg", 6) == "abcde…"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.04, "0.0 s"),
+        (4.24, "4.2 s"),
+        (9.97, "10 s"),
+        (59.4, "59 s"),
+        (59.6, "1 min 00 s"),
+        (192, "3 min 12 s"),
+        (7500, "2 h 05 min"),
+    ],
+)
+def test_duration(seconds, text):
+    assert duration(seconds) == text
+
+
+def test_pace_leaves_out_the_first_unit_and_what_was_done_before(clock):
+    pace = Pace(total=110, start=10, now=clock)
+    assert pace.rate is None and pace.described() == ""
+    clock.time += 60  # compilation
+    pace.advance(11)
+    assert pace.rate is None and pace.described() == ""
+    clock.time += 5
+    pace.advance(31)
+    assert pace.rate == pytest.approx(4.0)
+    assert pace.described() == "4/s, 20 s left"
+    clock.time += 20
+    pace.advance(110)
+    assert pace.described() == "3.96/s, took 1 min 25 s"
+
+
+def test_a_slow_pace_is_told_in_seconds(clock):
+    pace = Pace(total=40, now=clock)
+    for done in (1, 2, 3):
+        clock.time += 2.5
+        pace.advance(done)
+    assert pace.described() == "2.5 s each, 1 min 32 s left"
+
+
+def test_a_fast_phase_gets_few_plain_lines(plain, clock):
+    console, lines = plain
+    with console.progress("sft", total=500) as progress:
+        for step in range(1, 501):
+            clock.time += 0.125
+            progress.advance(step, {"sft/loss": 1 / step, "sft/grad_norm": 1.0})
+    assert lines()[0] == "sft   1/500  loss 1.000"
+    assert lines()[1] == "sft  81/500  loss 0.012  (8/s, 52 s left)"
+    assert lines()[-1] == "sft 500/500  loss 0.002  (8/s, took 1 min 02 s)"
+    assert len(lines()) == 8
+
+
+def test_a_slow_phase_gets_a_line_a_unit_and_evaluations_are_always_shown(plain, clock):
+    console, lines = plain
+    with console.progress("ppo", total=12, start=9) as progress:
+        for step in (10, 11, 12):
+            clock.time += 2.0
+            progress.advance(step, {"objective/kl": 2.0, "critic/score/mean": -0.5})
+    assert lines() == [
+        "ppo 10/12  reward -0.500  kl 2.00",
+        "ppo 11/12  reward -0.500  kl 2.00  (2.0 s each, 2.0 s left)",
+        "ppo 12/12  reward -0.500  kl 2.00  (2.0 s each, took 6.0 s)",
+    ]
+    with console.progress("sft", total=100) as progress:
+        for step in range(1, 11):
+            clock.time += 0.0625
+            progress.advance(step, {"sft/eval_loss": 2.0} if step == 5 else {})
+    assert lines()[3:] == ["sft   1/100", "sft   5/100  held-out loss 2.000  (16/s, 5.9 s left)"]
+
+
+def test_a_metric_that_is_not_finite_is_shown(plain):
+    console, lines = plain
+    with console.progress("sft", total=1) as progress:
+        progress.advance(1, {"sft/loss": float("nan")})
+    assert lines()[0].startswith("sft 1/1  loss nan")
+
+
+def test_samples_are_cleaned_aligned_and_not_shown_too_often(plain, clock):
+    console, lines = plain
+    sample = {"stage": "ppo", "step": 3, "prompt": "def f(x):\n", "response": "\x1b[31mReturn [x].", "score": 0.5}
+    console.samples([sample, {**sample, "prompt": "g:", "score": 123.4}])
+    shown = lines()
+    assert shown == [
+        "samples of ppo at 3",
+        "  prompt      response     score",
+        "  def f(x):   Return [x].  0.50",
+        "  g:          Return [x].  123",
+    ]
+    clock.time += 9
+    console.samples([sample])
+    assert lines() == shown
+    clock.time += 2
+    console.samples([sample])
+    assert len(lines()) == len(shown) + 3
+    console.samples([])
+
+
+def test_the_summary_shows_what_there_is(plain):
+    console, lines = plain
+    console.summary({}, Path("runs/x"))
+    assert lines() == ["", "report: runs/x/report.html"]
+    graded = {"gold": 3.25, "gold_standard_error": 0.05, "items": {"capital": 0.8}}
+    console.summary(
+        {
+            "held_out": {
+                "measure": "gold",
+                "before": graded,
+                "after": {**graded, "gold": 4.5, "items": {"capital": 0.99}},
+                "n": 256,
+                "difference": 1.25,
+                "standard_error": 0.05,
+            },
+            "reward_model_accuracy": 0.873,
+            "kl_last_quarter": 4.2,
+            "kl_target": 4.0,
+            "phases": {"sft": 75.2},
+        },
+        Path("runs/x"),
+    )
+    assert lines()[2:] == [
+        "",
+        "held-out prompts (256)",
+        "           before         after",
+        "  gold     3.250 ± 0.050  4.500 ± 0.050",
+        "  capital  0.80           0.99",
+        "gold score, after minus before: +1.250 ± 0.050, 25.0 standard errors",
+        "reward model: right about 87.3% of the held-out pairs",
+        "KL to the reference in the last quarter: 4.20 nats (target 4)",
+        "sft: 1 min 15 s",
+        "report: runs/x/report.html",
+    ]
+
+
+def test_the_summary_of_a_user_s_run_has_its_rewards_and_sources(plain):
+    console, lines = plain
+    before = {
+        "score": 0.25,
+        "items": {"length": -3.5, "exact": 0.25},
+        "sources": {"math": {"mean": 0.125, "n": 30}, "code": {"mean": 0.5, "n": 10}},
+    }
+    console.summary({"held_out": {"measure": "score", "n": 40, "before": before}}, Path("r"))
+    assert lines() == [
+        "",
+        "held-out prompts (40)",
+        "           before",
+        "  score    0.250",
+        "  exact    0.25",
+        "  length   -3.50",
+        "  of math  0.12",
+        "  of code  0.50",
+        "report: r/report.html",
+    ]
+    after = {**before, "sources": {"math": {"mean": 0.25, "n": 30}}}
+    held_out = {"measure": "score", "n": 40, "before": before, "after": after, "difference": 0.5, "standard_error": 0.0}
+    console.summary({"held_out": held_out}, Path("r"))
+    assert "           before  after" in lines() and "  of code  0.50" in lines()
+    assert "score, after minus before: +0.500 ± 0.000" in lines()
+
+
+def test_costs_on_held_out_prompts_are_measured_with_their_errors(plain):
+    console, lines = plain
+    before = {"gold": 0.5, "gold_standard_error": 0.25, "cost": 4.0, "cost_standard_error": 0.125, "items": {}}
+    console.summary({"held_out": {"measure": "gold", "before": before, "after": before | {"cost": 3.0}}}, Path("r"))
+    assert lines()[3:5] == ["  gold  0.500 ± 0.250  0.500 ± 0.250", "  cost  4.000 ± 0.125  3.000 ± 0.125"]
+
+
+def test_accuracies_that_are_not_known_are_not_told(plain):
+    console, lines = plain
+    console.summary({"dpo_accuracy": None, "reward_model_accuracy": None}, Path("r"))
+    assert lines() == ["", "report: r/report.html"]
+
+
+@pytest.mark.parametrize(
+    "held_out",
+    [None, {}, {"before": None}, {"before": {}}, {"measure": "gold", "before": {"distinct": 3}, "after": {}}],
+)
+def test_a_summary_may_lack_any_figure(plain, held_out):
+    console, lines = plain
+    console.summary({"held_out": held_out}, Path("r"))
+    assert lines()[-1] == "report: r/report.html"
+
+
+def test_a_validation_is_one_line_and_a_table(plain, clock):
+    console, lines = plain
+    console.samples([{"stage": "ppo", "step": 4, "response": "just now"}])
+    metrics = {
+        "val-core/openai/gsm8k/score/mean@2": 0.5,
+        "val-core/all/score/mean@2": 0.375,
+        "val-core/all/score/best@2/mean": 0.625,
+        "val-core/openai/gsm8k/score/best@2/mean": float("nan"),
+        "val-aux/all/exact/mean@2": 0.25,
+        "objective/kl": 1.0,
+    }
+    sample = {"stage": "ppo", "step": 5, "kind": "validation", "prompt": "p", "response": "\x1b[2Jr", "score": 1.0}
+    console.validation(5, metrics, [sample])
+    assert lines()[3:] == [
+        "validation before iteration 5  score mean@2 0.375  score best@2 0.625  "
+        "openai/gsm8k: score mean@2 0.500, score best@2 nan",
+        "validation samples before iteration 5",
+        "  prompt  response  score",
+        "  p       r         1.00",
+    ]
+    console.validation(6, {})
+    assert lines()[7:] == ["validation before iteration 6"]
+    Console(enabled=False).validation(5, metrics, [sample])
+
+
+@pytest.mark.parametrize(
+    ("key", "read"),
+    [
+        ("val-core/all/score/mean@4", ("all", "score", "mean@4")),
+        ("val-core/all/gold/best@16/mean", ("all", "gold", "best@16")),
+        ("val-core/openai/gsm8k/score/mean@1", ("openai/gsm8k", "score", "mean@1")),
+        ("val-aux/openai/gsm8k/exact/digits/mean@1", ("openai/gsm8k", "exact/digits", "mean@1")),
+        ("val-aux/openai/exact/mean@1", ("openai", "exact", "mean@1")),
+        ("val-aux/unknown/exact/mean@1", ("unknown", "exact", "mean@1")),
+        ("val-core/two\nlines/score/mean@4", ("two\nlines", "score", "mean@4")),
+        ("val-core/score/mean@4", None),
+        ("val-core/all/score/mean", None),
+        ("critic/score/mean", None),
+    ],
+)
+def test_validation_metrics_are_read(key, read):
+    assert validation_key(key, ["all", "openai", "openai/gsm8k"]) == read
+
+
+def test_a_line_shows_few_rewards_by_name_and_that_functions_failed(plain):
+    console, lines = plain
+    two = {
+        "rewards/exact/mean": 0.5,
+        "rewards/exact/std": 1.0,
+        "rewards/exact/words": 9.0,
+        "rewards/exact/failures": 0.0,
+        "rewards/form/mean": 1.0,
+    }
+    failed = {"rewards/exact/failures": 2.0, "rewards/exact/failures/timeout": 2.0, "rewards/form/failures": 1.0}
+    costs = {"costs/words/mean": 4.0, "costs/words/failures": 1.0, "costs/words/failures/nan": 1.0}
+    for metrics in (
+        two,
+        two | failed,
+        failed | costs,
+        {"rewards/exact/mean": 0.5},
+        {f"rewards/r{n}/mean": 0.5 for n in range(4)},
+    ):
+        with console.progress("ppo", total=1) as progress:
+            progress.advance(1, {"critic/score/mean": 0.25} | metrics)
+    assert [line.removesuffix("  (took 0.0 s)") for line in lines()] == [
+        "ppo 1/1  reward +0.250  exact 0.500  form 1.000",
+        "ppo 1/1  reward +0.250  exact 0.500  form 1.000  failures 3",
+        "ppo 1/1  reward +0.250  failures 4",
+        "ppo 1/1  reward +0.250",
+        "ppo 1/1  reward +0.250",
+    ]
+
+
+def use_everything(console: Console, clock: Clock) -> None:
+    with console.status("reading"):
+        clock.time += 1
+    console.warn("be\x1b]0;title\x07ware")
+    with console.progress("sft", total=2) as progress:
+        progress.advance(1, {"sft/loss": 1.0})
+        console.samples([{"stage": "ppo", "step": 1, "response": "\x1b[2JReturn [bold]x."}])
+        progress.advance(2, {"sft/loss": 0.5})
+    console.summary({}, Path("runs/x"))
+
+
+def test_a_terminal_shows_a_bar_and_nothing_that_a_model_commands(terminal, clock):
+    console, written = terminal
+    assert console.interactive
+    use_everything(console, clock)
+    output = written()
+    assert "━" in output and "2/2" in output
+    assert "\x1b]0;title" not in output and "\x1b[2J" not in output
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", output)
+    for expected in ("reading: 1.0 s", "warning: beware", "sft 1/2  loss 1.000", "Return [bold]x.", "report: runs/x"):
+        assert expected in text
+
+
+def test_a_file_gets_plain_lines_only(plain, clock):
+    console, lines = plain
+    use_everything(console, clock)
+    text = "\n".join(lines())
+    assert "\x1b" not in text and "\r" not in text and "reading ..." in text and "Return [bold]x." in text
+
+
+def test_a_dumb_terminal_gets_plain_lines(terminal, clock, monkeypatch):
+    monkeypatch.setenv("TERM", "dumb")
+    ours, theirs = os.openpty()
+    with open(theirs, "w", encoding="utf-8") as file:
+        assert not Console(file=file).interactive
+    os.close(ours)
+
+
+def test_other_processes_are_silent(clock):
+    file = io.StringIO()
+    use_everything(Console(enabled=False, file=file, now=clock), clock)
+    assert file.getvalue() == ""
+
+
+def test_an_encoding_without_the_characters_does_not_stop_a_run():
+    buffer = io.BytesIO()
+    with io.TextIOWrapper(buffer, encoding="ascii") as file:
+        Console(file=file).line("naïve ± 中")
+        assert buffer.getvalue() == b"na?ve ? ?\n"
+
+
+def test_an_exception_leaves_the_progress(terminal):
+    console, written = terminal
+    with pytest.raises(KeyboardInterrupt), console.progress("sft", total=2) as progress:
+        progress.advance(1)
+        raise KeyboardInterrupt
+    assert "\x1b[?25h" in written()  # the cursor is back

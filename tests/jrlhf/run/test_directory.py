@@ -1,0 +1,200 @@
+"""Run directories: nothing of a run is ever overwritten, and no file is ever half written."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jrlhf.config.schema import config_yaml, load_config
+from jrlhf.errors import UserError
+from jrlhf.run import directory
+from jrlhf.run.directory import open_run
+from jrlhf.run.files import append_jsonl, read_jsonl, write_atomic
+
+
+@pytest.fixture
+def make(tmp_path):
+    source = tmp_path / "given.yaml"
+    source.write_text("name: first\n")
+    return lambda *overrides: load_config(str(source), [f"run_dir={tmp_path / 'runs'}", *overrides])
+
+
+def contents(path: Path) -> dict[str, bytes]:
+    return {str(found): found.read_bytes() for found in path.rglob("*") if found.is_file()}
+
+
+def refused(config, **how) -> str:
+    with pytest.raises(UserError) as caught:
+        open_run(config, **how)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_a_fresh_run_holds_its_config_and_its_environment(make, tmp_path):
+    with open_run(make(), notes=["4 cpu devices"]) as run:
+        assert run.path == tmp_path / "runs" / "first"
+        assert load_config(str(run.path / "config.yaml")) == make()
+        environment = (run.path / "environment.txt").read_text()
+    assert f"python {sys.version.split()[0]}" in environment and "\njax==" in environment
+    assert "\n# 4 cpu devices\n" in environment
+
+
+def test_the_same_run_needs_resume_and_resume_needs_a_run(make, tmp_path):
+    assert refused(make(), resume=True) == (
+        f"there is no run in {tmp_path}/runs/first to resume: leave out --resume, or check name= and run_dir="
+    )
+    assert not (tmp_path / "runs").exists()
+    open_run(make()).close()
+    assert refused(make()) == (
+        f"{tmp_path}/runs/first already holds this run: add --resume to go on with it, give another name=, or delete it"
+    )
+    open_run(make(), resume=True).close()
+
+
+def test_another_config_is_refused_with_its_differences_and_nothing_changes(make, tmp_path):
+    with open_run(make()) as run:
+        run.add_samples([{"stage": "sft", "step": 1, "response": "x"}])
+    before = contents(tmp_path / "runs")
+    assert refused(make("seed=7", "sft.steps=9")) == (
+        f"{tmp_path}/runs/first holds a run with another config (seed: 0 there, 7 here; sft.steps: 500 there, 9 here): "
+        "give this run another name=, or delete it"
+    )
+    assert refused(make("seed=7"), resume=True).endswith("resume it with its own config, or delete it")
+    many = [f"{key}=3" for key in ("seed", "sft.steps", "sft.batch", "model.layers", "ppo.top_k", "data.max_prompt")]
+    assert "; " in refused(make(*many)) and "and 1 more" in refused(make(*many))
+    assert contents(tmp_path / "runs") == before
+
+
+def test_a_config_of_another_version_is_compared_key_by_key(make):
+    with open_run(make()) as run:
+        text = config_yaml(make()).replace("\nseed: 0\n", "\nsede: 0\n")
+        write_atomic(run.path / "config.yaml", text)
+    assert "(seed: absent there, 0 here; sede: 0 there, absent here)" in refused(make(), resume=True)
+
+
+def test_a_moved_run_resumes(make, tmp_path):
+    open_run(make()).close()
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "runs" / "first").rename(tmp_path / "elsewhere" / "second")
+    open_run(make("name=second", f"run_dir={tmp_path / 'elsewhere'}", "plan=split"), resume=True).close()
+
+
+def test_a_run_goes_on_with_settings_that_do_not_define_its_results(make):
+    open_run(make()).close()
+    with open_run(make("sleep.actor=host", "ppo.save_every=3", "ppo.iterations=50"), resume=True) as run:
+        told = "with sleep.actor=host (was device), ppo.iterations=50 (was 40), ppo.save_every=3 (was 10)"
+        assert run.changed == told
+        assert f"\n# goes on {run.changed}\n" in (run.path / "environment.txt").read_text()
+        assert load_config(str(run.path / "config.yaml")).ppo.iterations == 50
+    changed = ("ppo.iterations=50", "mesh.tensor=2", "ppo.algorithm.micro_batches=2", "evaluation.every=5")
+    with open_run(make(*changed), resume=True) as run:
+        assert "mesh.tensor=2 (was 1)" in run.changed and run.changed.endswith("; results are the same up to rounding")
+    with open_run(make(*changed), resume=True) as run:
+        assert run.changed == ""
+    assert "already holds this run" in refused(make(*changed, "deadline=5"))
+    changed += ("deadline=5", "ppo.scores.clip=3")
+    assert "(ppo.scores.clip: null there, 3.0 here)" in refused(make(*changed), resume=True)
+
+
+@pytest.mark.parametrize(
+    ("stages", "key", "there", "here", "message"),
+    [
+        ("[sft,ppo]", "ppo.iterations", 40, 2, "a run of 40 (ppo.actor.final=1, ppo.actor.warmup=10): resume it with"),
+        ("[sft,ppo]", "ppo.iterations", 40, 19, "ppo.iterations=19: {path} has done 20 already, set it to 20 or more"),
+        ("[sft]", "sft.steps", 500, 600, "those of a run of 500 (sft.final=0.1, sft.warmup=20): resume it"),
+        ("[sft,ppo]", "sft.steps", 500, 600, "(sft.steps: 500 there, 600 here)"),
+        ("[sft,reward_model]", "reward_model.steps", 250, 300, "(reward_model.steps: 250 there, 300 here)"),
+    ],
+)
+def test_a_run_that_cannot_become_so_long_says_why(make, stages, key, there, here, message):
+    with open_run(make(f"stages={stages}", f"{key}={there}")) as run:
+        (run.path / "checkpoints" / "ppo" / ("20" if here > 2 else "1")).mkdir(parents=True)
+    before = (run.path / "config.yaml").read_bytes()
+    assert message.format(path=run.path) in refused(make(f"stages={stages}", f"{key}={here}"), resume=True)
+    assert (run.path / "config.yaml").read_bytes() == before
+
+
+def test_a_directory_that_is_no_run_is_left_alone(make, tmp_path):
+    path = tmp_path / "runs" / "first"
+    path.mkdir(parents=True)
+    (path / "thesis.tex").write_text("years of work")
+    before = contents(path)
+    assert refused(make()) == (
+        f"{path} exists and is not a run (it has no config.yaml): choose another name= or run_dir="
+    )
+    assert contents(path) == before
+
+
+def test_what_a_crash_left_before_the_config_was_written_is_no_obstacle(make, tmp_path):
+    path = tmp_path / "runs" / "first"
+    path.mkdir(parents=True)
+    (path / ".lock").touch()
+    (path / ".config.yaml.123.tmp").write_text("name: fi")
+    open_run(make()).close()
+    assert load_config(str(path / "config.yaml")) == make()
+
+
+def test_a_directory_that_cannot_be_written_is_named(make, tmp_path):
+    (tmp_path / "file").touch()
+    message = refused(make(f"run_dir={tmp_path / 'file'}"))
+    assert message == (
+        f"run directory {tmp_path}/file/first cannot be written (Not a directory): choose another run_dir="
+    )
+    assert refused(make("run_dir=/proc/nowhere")).startswith("run directory /proc/nowhere/first cannot be written (")
+
+
+def test_two_openers_do_not_share_a_run(make):
+    with open_run(make()):
+        assert f"is in use by process {os.getpid()}: wait until it ends" in refused(make(), resume=True)
+        assert "is in use by" in refused(make())
+    open_run(make(), resume=True).close()
+
+
+def test_a_killed_process_frees_its_run(make, tmp_path):
+    config = tmp_path / "killed.yaml"
+    config.write_text(config_yaml(make()))
+    program = (
+        "import sys, time; from jrlhf.config.schema import load_config; from jrlhf.run.directory import open_run; "
+        "run = open_run(load_config(sys.argv[1])); print('open', flush=True); time.sleep(600)"
+    )
+    with subprocess.Popen([sys.executable, "-c", program, str(config)], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdout.readline() == b"open\n"
+        assert f"in use by process {process.pid}" in refused(make(), resume=True)
+        process.kill()
+    open_run(make(), resume=True).close()
+
+
+def test_write_atomic_replaces_whole_files_or_nothing(tmp_path, monkeypatch):
+    path = tmp_path / "file"
+    write_atomic(path, "old")
+    write_atomic(path, b"\x00new")
+    assert path.read_bytes() == b"\x00new"
+
+    def fail(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(directory.os, "fsync", fail)
+    with pytest.raises(OSError, match="No space left"):
+        write_atomic(path, "newer")
+    assert path.read_bytes() == b"\x00new" and os.listdir(tmp_path) == ["file"]
+
+
+def test_json_lines_survive_a_torn_end_and_any_text(tmp_path):
+    path = tmp_path / "lines.jsonl"
+    assert list(read_jsonl(path)) == []
+    records = [{"a": 1.5, "text": "\x1b[31m\n\u2028ü\ud800"}, {"b": [None, True]}]
+    append_jsonl(path, records[:1])
+    append_jsonl(path, records[1:])
+    assert list(read_jsonl(path)) == records and path.read_bytes().count(b"\n") == 2
+    with open(path, "ab") as file:
+        file.write(b'{"a": 1')
+    assert list(read_jsonl(path)) == records
+    with open(path, "ab") as file:
+        file.write(b"\n" + json.dumps({"c": 3}).encode() + b"\n")
+    with pytest.raises(UserError, match=r"lines.jsonl line 3 is not a JSON object"):
+        list(read_jsonl(path))
+    with pytest.raises(ValueError, match="JSON"):
+        append_jsonl(path, [{"a": float("nan")}])

@@ -1,0 +1,173 @@
+"""Metrics: what is logged is what is read back, bit for bit, and a resume cuts exactly what comes after it."""
+
+import json
+import struct
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tensorboardX.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
+
+from jrlhf.errors import UserError
+from jrlhf.run.files import append_jsonl, read_jsonl
+from jrlhf.run.metrics import MetricsLog, read_metrics, truncate_after
+
+STAGES = ("sft", "reward_model", "ppo")
+
+
+def events(directory) -> list[Event]:
+    """Every event of every file below a directory, in the order of writing."""
+    found = []
+    for path in sorted(directory.rglob("events.*"), key=lambda path: path.stat().st_mtime_ns):
+        data = path.read_bytes()
+        while data:
+            (length,) = struct.unpack("<Q", data[:8])
+            event = Event()
+            event.ParseFromString(data[12 : 12 + length])
+            found.append(event)
+            data = data[12 + length + 4 :]
+    return found
+
+
+def test_numbers_are_written_exactly_and_returned_as_python_numbers(tmp_path):
+    third = jnp.float32(1) / 3
+    with MetricsLog(tmp_path) as log:
+        returned = log.log(
+            "ppo",
+            3,
+            {
+                "a": third,
+                "b": jnp.bfloat16(1.0078125),
+                "c": jnp.int32(7),
+                "d": True,
+                "e": 1e-300,
+                "f": np.float64(0.1),
+                "g": jnp.uint32(2**32 - 1),
+            },
+        )
+    assert returned == {"a": float(third), "b": 1.0078125, "c": 7, "d": True, "e": 1e-300, "f": 0.1, "g": 2**32 - 1}
+    assert [type(value) for value in returned.values()] == [float, float, int, bool, float, float, int]
+    (record,) = read_metrics(tmp_path)
+    assert record == {"stage": "ppo", "step": 3, **returned}
+    assert np.float32(record["a"]) == np.float32(third)
+    assert list(record)[:2] == ["stage", "step"]
+
+
+def test_a_line_is_readable_before_the_log_is_closed(tmp_path):
+    log = MetricsLog(tmp_path)
+    log.log("sft", 1, {"sft/loss": 2.5})
+    assert read_metrics(tmp_path) == [{"stage": "sft", "step": 1, "sft/loss": 2.5}]
+    log.close()
+    log.close()
+
+
+def test_what_is_not_finite_is_null_and_named(tmp_path):
+    with MetricsLog(tmp_path) as log:
+        returned = log.log("sft", 1, {"a": jnp.nan, "b": -jnp.inf, "c": 1.0})
+    text = (tmp_path / "metrics.jsonl").read_text()
+
+    def refuse(word):
+        raise AssertionError(f"{word} is not JSON")
+
+    assert json.loads(text, parse_constant=refuse) == {
+        "stage": "sft",
+        "step": 1,
+        "a": None,
+        "b": None,
+        "c": 1.0,
+        "nonfinite": {"a": "nan", "b": "-inf"},
+    }
+    assert np.isnan(returned["a"]) and returned["b"] == -np.inf
+
+
+@pytest.mark.parametrize("name", ["stage", "step", "nonfinite"])
+def test_reserved_names_are_refused(tmp_path, name):
+    with MetricsLog(tmp_path) as log, pytest.raises(ValueError, match=name):
+        log.log("sft", 1, {name: 1.0})
+    assert read_metrics(tmp_path) == []
+
+
+@pytest.mark.parametrize("value", [np.zeros(2), "text", None, 1j])
+def test_only_single_numbers_are_metrics(tmp_path, value):
+    with MetricsLog(tmp_path) as log, pytest.raises(ValueError, match="metric a must be one number"):
+        log.log("sft", 1, {"a": value})
+
+
+def test_device_arrays_are_fetched_in_one_transfer(tmp_path, monkeypatch):
+    calls = []
+    fetch = jax.device_get
+    monkeypatch.setattr(jax, "device_get", lambda tree: calls.append(len(tree)) or fetch(tree))
+    with MetricsLog(tmp_path) as log, jax.transfer_guard_device_to_host("disallow"):
+        log.log("sft", 1, {f"m{index}": jnp.float32(index) for index in range(20)})
+    assert calls == [20]
+
+
+def test_tensorboard_gets_the_same_numbers_and_purges_what_a_resume_repeats(tmp_path):
+    with MetricsLog(tmp_path) as log:
+        for step in (1, 2, 3):
+            log.log("sft", step, {"sft/loss": 1.0 / step, "bad": float("nan")})
+        log.log("ppo", 1, {"actor/entropy": 2.0})
+    with MetricsLog(tmp_path) as log:
+        log.log("sft", 3, {"sft/loss": 0.25})
+    written = events(tmp_path / "tensorboard" / "sft")
+    scalars = [(event.step, value.tag, value.simple_value) for event in written for value in event.summary.value]
+    assert scalars == [
+        (1, "sft/loss", 1.0),
+        (2, "sft/loss", 0.5),
+        (3, "sft/loss", pytest.approx(1 / 3)),
+        (3, "sft/loss", 0.25),
+    ]
+    purges = [event.step for event in written if event.HasField("session_log")]
+    assert purges == [1, 3]  # TensorBoard drops what was written before at these steps or later
+    (value,) = [value for event in events(tmp_path / "tensorboard" / "ppo") for value in event.summary.value]
+    assert (value.tag, value.simple_value) == ("actor/entropy", 2.0)
+
+
+def test_a_resume_cuts_back_both_files_and_a_torn_line(tmp_path):
+    with MetricsLog(tmp_path) as log:
+        for stage in STAGES:
+            for step in (1, 2, 3, 4):
+                log.log(stage, step, {"loss": step / 3})
+    append_jsonl(
+        tmp_path / "samples.jsonl",
+        [{"stage": stage, "step": step, "response": "ü\n"} for stage in ("sft", "ppo") for step in (2, 4)],
+    )
+    before = (tmp_path / "metrics.jsonl").read_bytes().split(b"\n")
+    with open(tmp_path / "metrics.jsonl", "ab") as file:
+        file.write(b'{"stage": "ppo", "step": 5, "lo')
+
+    truncate_after(tmp_path, "ppo", 4)
+    assert (tmp_path / "metrics.jsonl").read_bytes().split(b"\n") == before
+    truncate_after(tmp_path, "ppo", 3)
+    truncate_after(tmp_path, "sft", 2)
+    kept = before[:2] + before[4:11]
+    assert (tmp_path / "metrics.jsonl").read_bytes() == b"\n".join(kept) + b"\n"
+    assert [(each["stage"], each["step"]) for each in read_jsonl(tmp_path / "samples.jsonl")] == [
+        ("sft", 2),
+        ("ppo", 2),
+    ]
+    with MetricsLog(tmp_path) as log:
+        log.log("sft", 3, {"loss": 1.0})
+    assert (tmp_path / "metrics.jsonl").read_bytes() == b"\n".join(kept) + (
+        b'\n{"stage": "sft", "step": 3, "loss": 1.0}\n'
+    )
+    for stage in STAGES:
+        truncate_after(tmp_path, stage, 0)
+    assert read_metrics(tmp_path) == [] and (tmp_path / "samples.jsonl").read_bytes() == b""
+
+
+def test_files_that_need_no_cut_are_not_touched(tmp_path):
+    truncate_after(tmp_path, "sft", 1)
+    assert list(tmp_path.iterdir()) == []
+    with MetricsLog(tmp_path) as log:
+        log.log("sft", 1, {"loss": 1.0})
+    before = (tmp_path / "metrics.jsonl").stat()
+    truncate_after(tmp_path, "sft", 1)
+    assert (tmp_path / "metrics.jsonl").stat() == before
+
+
+def test_an_unreadable_line_within_a_file_stops_a_cut(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"stage"\n{"stage": "sft", "step": 1}\n')
+    with pytest.raises(UserError, match="line 1 is not a JSON object"):
+        truncate_after(tmp_path, "sft", 1)

@@ -1,0 +1,480 @@
+"""Several processes on one machine: they agree, run what one process runs, and end together."""
+
+import json
+import math
+import os
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+import yaml
+from safetensors.numpy import load_file
+
+from jrlhf.algorithms.registry import graph_of
+from jrlhf.config.check import validate
+from jrlhf.config.schema import Config, DistributedConfig, load_config
+from jrlhf.errors import UserError
+from jrlhf.meshes.hardware import cluster
+from jrlhf.meshes.plan import Placement, Plan, Slice
+from jrlhf.planning.processes import refuse_cross_process
+from jrlhf.run.files import read_jsonl
+from jrlhf.run.metrics import read_metrics
+from jrlhf.run.processes import start
+from jrlhf.stages.setup import architectures
+
+ROOT = Path(__file__).parents[3]
+LAUNCH = ROOT / "configs" / "launch"
+TINY = str(Path(__file__).parents[1] / "tiny.yaml")
+SMALL = (
+    "sft.steps=3 sft.batch=8 sft.eval_every=2 reward_model.steps=2 reward_model.prompts=8 "
+    "reward_model.heldout_prompts=8 ppo.iterations=3 ppo.rollout_batch=16 ppo.save_every=1 ppo.algorithm.epochs=1 "
+    "evaluation.prompts=8 rollout.chunk=12 rollout.slots=8 rollout.buckets=1 rollout.lengths=1"
+).split()
+
+AGREE = """
+import json, sys, threading
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import NamedSharding, PartitionSpec as P
+from jrlhf.config.schema import DeviceConfig, DistributedConfig, load_config
+from jrlhf.run.devices import select
+from jrlhf.errors import UserError
+from jrlhf.stages.setup import architectures, select_plan
+from jrlhf.meshes import gathered, make_mesh, to_devices, to_host
+from jrlhf.run.processes import any_process, from_main, is_main
+
+devices = select(DeviceConfig(platform="cpu", simulated=2), DistributedConfig(timeout=60))
+number, said = jax.process_index(), {}
+called = []
+said["told"] = from_main(lambda: called.append(number) or {"process": number, "size": len(b"x" * 9_000_000)})
+said["called"] = called
+
+def fail():
+    raise UserError("rewards[0] is not there")
+
+try:
+    from_main(fail)
+except UserError as error:
+    said["error"] = str(error)
+said["any"] = [any_process(False), any_process(number == 1), any_process(True)]
+
+mesh = make_mesh(1, 2, 2, devices=devices)
+rows = NamedSharding(mesh, P("fsdp", "tensor"))
+host = {"x": np.arange(24.0, dtype=np.float32).reshape(4, 6).T[:, ::-1], "n": np.int32(7)}
+placed = to_devices(host, {"x": rows, "n": NamedSharding(mesh, P())})
+said["shards"] = {str(s.index): s.data.tolist() for s in placed["x"].addressable_shards}
+doubled = jax.jit(lambda tree: jax.tree.map(lambda x: 2 * x, tree))(placed)
+whole = gathered(doubled)
+found = []
+thread = threading.Thread(target=lambda: found.append(jax.device_get(whole)))
+thread.start(); thread.join()
+said["doubled"] = [found[0]["x"].tolist(), to_host(doubled)["x"].tolist(), int(found[0]["n"])]
+keys = jax.vmap(lambda i: jax.random.fold_in(jax.random.key(3), i))(np.arange(4))
+spread = to_devices(keys, NamedSharding(mesh, P(("fsdp", "tensor"))))
+own = P(("fsdp", "tensor"))
+draw = jax.jit(jax.shard_map(jax.vmap(jax.random.bits), mesh=mesh, in_specs=own, out_specs=own))
+said["drawn"] = to_host(draw(spread)).tolist()
+moved = to_devices(spread, NamedSharding(mesh, P("fsdp")))  # from devices to devices
+said["moved"] = to_host(draw(jax.jit(lambda k: k, out_shardings=spread.sharding)(moved))).tolist()
+said["expected"] = np.asarray(jax.vmap(jax.random.bits)(keys)).tolist()
+tiny, directory = sys.argv[1:]
+config = load_config(tiny, [f"plan={directory}/{number}.yaml", "mesh.fsdp=2"])
+said["plan"] = select_plan(config, architectures(config), devices).as_dict()
+print(json.dumps(said))
+"""
+
+
+@dataclass
+class Launched:
+    """Processes of one run, and where their output goes."""
+
+    processes: list[subprocess.Popen]
+    logs: list[Path]
+
+    def codes(self, seconds: float) -> list[int]:
+        """Exit codes; a process that has not ended by then is killed, and the test fails."""
+        until = time.monotonic() + seconds
+        try:
+            return [process.wait(max(0.1, until - time.monotonic())) for process in self.processes]
+        except subprocess.TimeoutExpired:
+            pytest.fail(f"a process hangs: {[log.read_text()[-2000:] for log in self.logs]}")
+        finally:
+            for process in self.processes:
+                process.kill()
+
+    def text(self, number: int) -> str:
+        return self.logs[number].read_text(errors="replace")
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+def launch(count: int, directory: Path, *arguments: str, **more: str) -> Launched:
+    """The same command in so many processes that find each other by the environment."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"} | more
+    address = f"127.0.0.1:{free_port()}"
+    processes, logs = [], []
+    for number in range(count):
+        told = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": str(count), "JAX_PROCESS_ID": str(number)}
+        logs.append(directory / f"{arguments[-1].replace('/', '-')[-40:]}.{number}.log")
+        with open(logs[-1], "w") as log:
+            command = [sys.executable, *arguments]
+            kwargs = {"env": environment | (told if count > 1 else {}), "cwd": ROOT, "stderr": log}
+            output = log if arguments[0] == "-m" else subprocess.PIPE
+            processes.append(subprocess.Popen(command, stdout=output, text=True, **kwargs))
+    return Launched(processes, logs)
+
+
+def train(count: int, runs: Path, name: str, *overrides: str, config: str = TINY) -> Launched:
+    devices = f"device.simulated={8 // count}"
+    return launch(
+        count, runs, "-m", "jrlhf.train", "--config", config, f"run_dir={runs}", devices, *overrides, f"name={name}"
+    )
+
+
+def records(run: Path) -> list[dict]:
+    """The metrics that do not depend on time or machine."""
+    return [
+        {name: value for name, value in record.items() if not name.startswith(("timing_s/", "perf/"))}
+        for record in read_metrics(run)
+    ]
+
+
+def texts(run: Path) -> list[dict]:
+    return [
+        {name: value for name, value in sample.items() if isinstance(value, str)}
+        for sample in read_jsonl(run / "samples.jsonl")
+    ]
+
+
+def assert_same_run(one: Path, two: Path, *models: str) -> None:
+    """Numbers but for rounding, texts to the letter."""
+    for alone, together in zip(records(one), records(two), strict=True):
+        assert alone.keys() == together.keys()
+        for name, value in alone.items():
+            # Differences of nearly equal numbers (a KL, an advantage's mean) are as exact as these are.
+            close = pytest.approx(value, rel=1e-5, abs=2e-6) if isinstance(value, float) else value
+            assert together[name] == close, (alone["stage"], alone["step"], name)
+    assert texts(one) == texts(two)
+    for model in models:
+        weights, same = (load_file(run / model / "model.safetensors") for run in (one, two))
+        assert weights.keys() == same.keys()
+        for name in weights:
+            np.testing.assert_allclose(same[name], weights[name], atol=1e-5, rtol=1e-4, err_msg=name)
+
+
+def test_processes_agree_and_share_arrays(tmp_path: Path):
+    layouts = {"generate": "generate", "infer": "score", "train": "train"}
+    calls = [call for call in graph_of(Config()) if call.kind in layouts]
+    placed = {call.name: {"layout": layouts[call.kind], "devices": "0-3", "fsdp": 4} for call in calls}
+    (tmp_path / "0.yaml").write_text(yaml.safe_dump({"calls": placed}))  # process 1 has none
+    launched = launch(2, tmp_path, "-c", AGREE, TINY, str(tmp_path))
+    first, second = (json.loads(process.communicate(timeout=120)[0].splitlines()[-1]) for process in launched.processes)
+    assert launched.codes(20) == [0, 0]
+    assert first.pop("called") == [0] and second.pop("called") == []
+    expected = np.arange(24.0, dtype=np.float32).reshape(4, 6).T[:, ::-1]
+    shards = first.pop("shards") | second.pop("shards")
+    assert len(shards) == 4  # each process has only its own
+    for index, values in shards.items():
+        rows, columns = (slice(*map(int, part)) for part in re.findall(r"slice\((\d+), (\d+), None\)", index))
+        np.testing.assert_array_equal(values, expected[rows, columns])
+    assert first == second
+    assert first["told"] == {"process": 0, "size": 9_000_000}
+    assert first["error"] == "rewards[0] is not there"
+    assert first["any"] == [False, True, True]
+    assert first["doubled"] == [(2 * expected).tolist()] * 2 + [14]
+    assert first["drawn"] == first["moved"] == first["expected"]
+    assert first["plan"]["calls"] == placed
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> Path:
+    """one: SFT, a reward model and PPO in a process with 8 devices. two: in two with 4 each."""
+    runs = tmp_path_factory.mktemp("runs")
+    for count, name in ((1, "one"), (2, "two")):
+        launched = train(count, runs, name, *SMALL)
+        assert launched.codes(900) == [0] * count, launched.text(0)[-3000:]
+    return runs
+
+
+@pytest.mark.slow
+def test_two_processes_do_what_one_does(runs: Path):
+    assert_same_run(runs / "one", runs / "two", "model", "reward_model")
+    for name in ("preferences.jsonl", "tokenizer.json"):
+        assert (runs / "one" / name).read_bytes() == (runs / "two" / name).read_bytes()
+
+
+QUICKSTART = (
+    "mesh.data=2 sft.steps=4 sft.eval_every=4 reward_model.prompts=32 reward_model.heldout_prompts=16 "
+    "reward_model.steps=2 ppo.iterations=2 evaluation.prompts=32"
+).split()
+
+
+@pytest.mark.slow
+def test_two_processes_run_the_quickstart_as_one_does(tmp_path: Path):
+    for count, name in ((1, "one"), (2, "two")):
+        launched = train(count, tmp_path, name, *QUICKSTART, config="quickstart")
+        assert launched.codes(900) == [0] * count, launched.text(0)[-3000:]
+    assert_same_run(tmp_path / "one", tmp_path / "two", "model", "reward_model")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", ["dpo", "grpo"])
+def test_pairs_and_a_reward_model_of_text_in_two_processes(stage: str, user: Path, settings, tmp_path: Path):
+    rates = {"learning_rate": 1e-3, "warmup": 0}
+    grpo = {"iterations": 2, "rollout_batch": 16, "algorithm": {"samples": 4}, "actor": rates}
+    sections = {
+        "dpo": {"rewards": [], "dpo": {"steps": 3, "batch": 8, "eval_every": 2, **rates}},
+        "grpo": {"rewards": [{"name": "judge", "model": str(user / "reward")}], "grpo": grpo},
+    }
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(settings(stages=[stage], **sections[stage])))
+    for count, name in ((1, "one"), (2, "two")):
+        launched = train(count, tmp_path, name, config=str(path))
+        assert launched.codes(300) == [0] * count, launched.text(0)[-3000:]
+    assert_same_run(tmp_path / "one", tmp_path / "two", "model")
+
+
+@pytest.mark.slow
+def test_files_are_written_once(runs: Path):
+    def files(run: Path) -> set[str]:
+        found = {
+            str(path.relative_to(run)) for path in run.rglob("*") if path.is_file() and "checkpoints" not in str(path)
+        }
+        return {re.sub(r"events\..*", "events", name) for name in found}
+
+    assert files(runs / "one") == files(runs / "two")
+    assert (runs / "two" / "environment.txt").read_text().count("# command:") == 1
+    assert len(list((runs / "two" / "tensorboard" / "ppo").iterdir())) == 1
+    said = (runs / "name=two.1.log").read_text()
+    assert "ppo" not in said and "ppo 3/3" in (runs / "name=two.0.log").read_text()
+
+
+@pytest.mark.slow
+def test_a_run_that_one_process_is_asked_to_stop_goes_on_to_the_same_bits(runs: Path):
+    launched = train(2, runs, "stopped", *SMALL)
+    until = time.monotonic() + 400
+    metrics = runs / "stopped" / "metrics.jsonl"
+    while not (metrics.exists() and '"stage": "ppo"' in metrics.read_text()):
+        assert time.monotonic() < until and all(process.poll() is None for process in launched.processes)
+        time.sleep(0.05)
+    launched.processes[1].send_signal(signal.SIGTERM)
+    assert launched.codes(100) == [75, 75], launched.text(0)[-3000:]
+    assert "its state is saved; go on with --resume" in launched.text(0)
+    assert records(runs / "stopped")[-1]["step"] < 3
+    launched = train(2, runs, "stopped", *SMALL, "--resume")
+    assert launched.codes(400) == [0, 0], launched.text(0)[-3000:]
+    assert records(runs / "stopped") == records(runs / "two")
+    same = (load_file(runs / name / "model" / "model.safetensors") for name in ("stopped", "two"))
+    weights, expected = same
+    assert all(np.array_equal(weights[name], expected[name]) for name in expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_process_that_dies_ends_the_others(tmp_path: Path, killed: int):
+    endless = ("stages=[sft]", "sft.steps=1000000", "sft.save_every=1000000", "distributed.heartbeat=10")
+    launched = train(2, tmp_path, f"killed{killed}", *SMALL, *endless)
+    metrics = tmp_path / f"killed{killed}" / "metrics.jsonl"
+    until = time.monotonic() + 200
+    while not (metrics.exists() and metrics.read_text().count("\n") >= 5):
+        assert time.monotonic() < until and all(process.poll() is None for process in launched.processes)
+        time.sleep(0.05)
+    launched.processes[killed].kill()
+    codes = launched.codes(60)
+    assert codes[killed] == -signal.SIGKILL and codes[1 - killed] not in (0, 75)
+    said = launched.text(1 - killed)
+    assert "another process failed first" in said or "another task died" in said
+
+
+FUNCTION = """
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+def shorter(completions, prompts):
+    with Path(os.environ["WHO"]).open("a") as file:
+        file.write(f"{os.getppid()}\\n")
+    if Path(os.environ["WHO"]).read_text().count("\\n") > int(os.environ["GOOD"]):
+        raise ValueError("no more")
+    return [-len(completion) / 10 for completion in completions]
+"""
+
+GRPO = (
+    "stages=[sft,grpo] sft.steps=2 sft.batch=8 sft.eval_every=2 grpo.iterations=2 grpo.rollout_batch=16 "
+    "grpo.algorithm.samples=4 evaluation.prompts=8 evaluation.samples=1"
+).split()
+
+
+@pytest.mark.slow
+def test_a_reward_function_runs_in_the_first_process_and_all_learn_from_it(tmp_path: Path, monkeypatch):
+    (tmp_path / "rewards.py").write_text(FUNCTION)
+    config = {
+        "data": {"source": "arithmetic", "heldout_rows": 8, "max_prompt": 8, "max_response": 16},
+        "arithmetic": {"problems": 64, "terms": 2, "digits": 1},
+        "device": {"platform": "cpu"},
+        "mesh": {"data": 2, "fsdp": 2, "tensor": 2},
+        "model": {"vocab_size": 16, "embed": 32, "layers": 1, "heads": 2, "kv_heads": 2, "head_dim": 16, "mlp": 64},
+        "rewards": [{"name": "short", "function": f"{tmp_path / 'rewards.py'}:shorter"}],
+    }
+    path = tmp_path / "grpo.yaml"
+    path.write_text(yaml.safe_dump(config))
+    monkeypatch.setenv("GOOD", "1000")
+    for count, name in ((1, "one"), (2, "two")):
+        monkeypatch.setenv("WHO", str(tmp_path / name) + ".txt")
+        launched = train(count, tmp_path, name, *GRPO, config=str(path))
+        assert launched.codes(300) == [0] * count, launched.text(0)[-3000:]
+        callers = {int(line) for line in (tmp_path / f"{name}.txt").read_text().split()}
+        assert len(callers) == 1 and callers <= {launched.processes[0].pid}
+    alone, together = records(tmp_path / "one"), records(tmp_path / "two")
+    rewards = [record["rewards/short/mean"] for record in alone if record["stage"] == "grpo"]
+    assert len(rewards) == 2 and all(reward < 0 for reward in rewards)
+    assert [record["rewards/short/mean"] for record in together if record["stage"] == "grpo"] == rewards
+    for name in ("actor/pg_loss", "critic/score/mean", "response_length/mean"):
+        for one, two in zip(alone[2:], together[2:], strict=True):
+            assert two[name] == pytest.approx(one[name], rel=1e-5, abs=2e-6)
+    # One that fails ends both with its one sentence, and what was learnt is kept.
+    monkeypatch.setenv("GOOD", "1")
+    monkeypatch.setenv("WHO", str(tmp_path / "failing.txt"))
+    launched = train(2, tmp_path, "failing", *GRPO, config=str(path))
+    assert launched.codes(300) == [2, 2], launched.text(0)[-3000:]
+    for number in (0, 1):
+        assert len(re.findall("error: .*no more", launched.text(number))) == 1, launched.text(number)[-2000:]
+
+
+@pytest.fixture
+def no_cluster(monkeypatch):
+    for name in list(os.environ):
+        if name.startswith(("JAX_COORDINATOR", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID", "SLURM_", "OMPI_", "KUBERNETES")):
+            monkeypatch.delenv(name)
+
+
+def test_one_process_where_nothing_says_otherwise(no_cluster):
+    start(DistributedConfig())
+    assert not jax.distributed.is_initialized() and jax.process_count() == 1
+
+
+@pytest.mark.parametrize(
+    "config, environment, named",
+    [
+        ({"process": 1}, {}, "distributed.process=1 without distributed.coordinator"),
+        ({"processes": 2}, {}, "distributed.processes=2 without distributed.coordinator"),
+        ({}, {"JAX_PROCESS_ID": "one"}, "JAX_PROCESS_ID=one must be a whole number"),
+        ({"coordinator": "a:1", "processes": 2, "process": 2}, {}, "numbered from 0, set it to 1 at most"),
+        ({}, {"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "0"}, "comes too late"),
+    ],
+)
+def test_what_is_half_said_is_refused(no_cluster, monkeypatch, config, environment, named):
+    jax.devices()
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=re.escape(named)):
+        start(DistributedConfig(**config))
+
+
+def test_an_address_without_a_port_is_refused():
+    with pytest.raises(UserError, match="distributed.coordinator=host: it must be HOST:PORT"):
+        load_config(TINY, ["distributed.coordinator=host"])
+
+
+@pytest.mark.parametrize("said", ["config", pytest.param("slurm", marks=pytest.mark.slow)])
+def test_a_coordinator_that_does_not_answer_is_named(tmp_path: Path, said: str):
+    address = f"127.0.0.1:{free_port()}"
+    keys = [f"distributed.coordinator={address}", "distributed.processes=2", "distributed.process=1"]
+    slurm = {"SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "localhost", "SLURM_NTASKS": "2"}
+    slurm |= {"SLURM_PROCID": "1", "SLURM_LOCALID": "1"}
+    overrides, more = (keys, {}) if said == "config" else ([], slurm)
+    arguments = ["--config", TINY, f"run_dir={tmp_path}", "distributed.timeout=1", *overrides]
+    launched = launch(1, tmp_path, "-m", "jrlhf.train", *arguments, **more)
+    assert launched.codes(60) == [2]
+    sentence = launched.text(0).strip()
+    where = address if said == "config" else "of the cluster that JAX found"
+    assert sentence.count("\n") == 0 and sentence.startswith("error: ") and where in sentence
+    assert "distributed.timeout=1 seconds" in sentence
+    assert not (tmp_path / "tiny").exists()
+
+
+def plan(**calls: str) -> Plan:
+    placements = {}
+    for call, devices in calls.items():
+        start, stop = (int(part) for part in devices.split("-"))
+        placements[call] = Placement(Slice(start, stop - start + 1), "train", fsdp=stop - start + 1)
+    return Plan("split", placements)
+
+
+def test_plans_that_processes_cannot_run_are_refused():
+    one, two = [0] * 8, [number // 4 for number in range(8)]
+    apart = plan(generate="0-3", update="4-7")
+    refuse_cross_process(apart, one)
+    refuse_cross_process(plan(generate="0-7", update="0-7"), two)
+    refuse_cross_process(plan(generate="2-5", update="2-5"), two)  # both processes are in it
+    with pytest.raises(UserError, match=r"plan split runs generate on devices 0-3, of which process 1 of 2 has none"):
+        refuse_cross_process(apart, two)
+    with pytest.raises(UserError, match=r"runs generate on devices 0-7 and update on 2-5, and JAX cannot bring arrays"):
+        refuse_cross_process(plan(generate="0-7", update="2-5"), two)
+
+
+def slurm() -> tuple[int, list[str]]:
+    text = (LAUNCH / "slurm.sh").read_text()
+    nodes, of_node = (re.search(rf"^#SBATCH --{key}=(\d+)$", text, re.MULTILINE) for key in ("nodes", "gpus-per-node"))
+    said = re.search(r"^# On the (\d+) GPUs below, for instance: (.*)$", text, re.MULTILINE)
+    assert nodes and of_node and said and int(said[1]) == int(nodes[1]) * int(of_node[1])
+    return int(said[1]), said[2].split()
+
+
+def tpu_pod() -> tuple[int, list[str]]:
+    said = re.search(r"^# On a (\S+), for instance: (.*)$", (LAUNCH / "tpu-pod.sh").read_text(), re.MULTILINE)
+    assert said
+    return cluster(said[1]).devices, said[2].split()
+
+
+def gke() -> tuple[int, list[str]]:
+    manifest = yaml.safe_load((LAUNCH / "gke.yaml").read_text())
+    job = manifest["spec"]["replicatedJobs"][0]["template"]["spec"]
+    pod = job["template"]["spec"]
+    (container,) = pod["containers"]
+    chips = job["parallelism"] * container["resources"]["limits"]["google.com/tpu"]
+    topology = pod["nodeSelector"]["cloud.google.com/gke-tpu-topology"]
+    assert chips == math.prod(int(side) for side in topology.split("x"))
+    words = shlex.split(container["args"][0].replace("\\\n", " "))
+    return chips, words[words.index("--config") + 1 : words.index("${resume[@]}")]
+
+
+@pytest.mark.parametrize("template", [slurm, tpu_pod, gke])
+def test_the_command_of_a_launch_template_suits_its_devices(template, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    devices, (name, *overrides) = template()
+    config = load_config(name, overrides)
+    validate(config, devices, architectures(config))
+    with pytest.raises(UserError, match=f"does not fit {2 * devices} device"):
+        validate(config, 2 * devices, architectures(config))
+
+
+def test_launch_templates_are_well_formed():
+    for script in ("slurm.sh", "tpu-pod.sh"):
+        subprocess.run(["bash", "-n", LAUNCH / script], check=True)
+        assert os.access(LAUNCH / script, os.X_OK), script
+    slurm = (LAUNCH / "slurm.sh").read_text()
+    assert "scontrol requeue" in slurm and "-eq 75" in slurm and "#SBATCH --signal=TERM@" in slurm
+    manifest = yaml.safe_load((LAUNCH / "gke.yaml").read_text())
+    assert manifest["kind"] == "JobSet"
+    job = manifest["spec"]["replicatedJobs"][0]["template"]["spec"]
+    container = job["template"]["spec"]["containers"][0]
+    said = {each["name"]: each.get("value") for each in container["env"]}
+    assert job["completionMode"] == "Indexed"
+    assert said["JAX_NUM_PROCESSES"] == str(job["parallelism"]) == str(job["completions"])
+    first = f"{manifest['metadata']['name']}-{manifest['spec']['replicatedJobs'][0]['name']}-0-0"
+    assert said["JAX_COORDINATOR_ADDRESS"] == f"{first}.{manifest['metadata']['name']}:8476"
+    assert "JAX_PROCESS_ID" in said
+    subprocess.run(["bash", "-n", "-c", container["args"][0]], check=True)

@@ -1,0 +1,123 @@
+"""Metrics to Weights & Biases, of which a stand-in plays the part: what it is told, and that it can stop nothing."""
+
+import json
+import time
+
+import pytest
+
+from jrlhf.config.check import validate
+from jrlhf.config.parse import build
+from jrlhf.config.schema import Config
+from jrlhf.errors import UserError
+from jrlhf.models import ModelConfig
+from jrlhf.run import tracking
+from jrlhf.run.directory import open_run
+from jrlhf.run.tracking import Wandb, check_wandb
+
+STAND_IN = """
+import json, os, time
+
+def init(**settings):
+    MODE
+    say("init", settings)
+    return Run()
+
+def say(*what):
+    with open(os.path.join(os.path.dirname(__file__), "said.jsonl"), "a") as file:
+        file.write(json.dumps(what) + "\\n")
+
+class Run:
+    def define_metric(self, name, step_metric=None):
+        say("axis", name, step_metric)
+
+    def log(self, numbers):
+        say("log", numbers)
+
+    def finish(self):
+        say("finish")
+"""
+
+
+@pytest.fixture
+def stand_in(tmp_path, monkeypatch):
+    """Puts a `wandb` in the way of the real one, whose `init` begins with a line of code; returns what it is told."""
+
+    def make(mode: str = "pass"):
+        package = tmp_path / "packages" / "wandb"
+        package.mkdir(parents=True)
+        (package / "__init__.py").write_text(STAND_IN.replace("MODE", mode))
+        monkeypatch.syspath_prepend(str(package.parent))
+        return lambda: [json.loads(line) for line in (package / "said.jsonl").read_text().splitlines()]
+
+    return make
+
+
+def config_of(tmp_path, **wandb) -> Config:
+    return build(Config, {"name": "followed", "run_dir": str(tmp_path), "wandb": {"project": "sums", **wandb}})
+
+
+def test_every_number_arrives_under_its_stage_and_a_resumed_run_keeps_its_id(tmp_path, stand_in):
+    said, told = stand_in(), []
+    for resume, mode in ((False, "offline"), (True, "online")):
+        config = config_of(tmp_path, mode=mode)
+        with open_run(config, resume=resume) as run, tracking.tracking(config, run, told.append) as wandb:
+            assert wandb is not None
+            wandb.log("sft", 1, {"sft/loss": 2.5, "timing_s/step": 0.25})
+            wandb.log("ppo", 1, {"critic/score/mean": float("nan")})
+    lines = said()
+    first, second = [line[1] for line in lines if line[0] == "init"]
+    assert first["id"] == second["id"] and len(first["id"]) == 8
+    assert (first["mode"], second["mode"], first["resume"]) == ("offline", "online", "allow")
+    assert (first["project"], first["entity"], first["name"]) == ("sums", None, "followed")
+    assert first["dir"] == str(tmp_path / "followed") and first["config"]["ppo"]["rollout_batch"] == 128
+    assert lines[1:5] == [
+        ["axis", "sft/step", None],
+        ["axis", "sft/*", "sft/step"],
+        ["log", {"sft/step": 1, "sft/loss": 2.5, "sft/timing_s/step": 0.25}],
+        ["axis", "ppo/step", None],
+    ]
+    assert str(lines[6]) == "['log', {'ppo/step': 1, 'ppo/critic/score/mean': nan}]"
+    assert lines[7] == ["finish"] and told == []
+
+
+@pytest.mark.parametrize(
+    ("mode", "reason"),
+    [
+        ("raise OSError('no network')", "OSError: no network"),
+        ("os._exit(3)", "exit code 3"),
+        ("time.sleep(60)", "it was not done 1 s after the run"),
+    ],
+)
+def test_what_fails_is_told_once_and_the_run_goes_on(tmp_path, stand_in, mode, reason):
+    stand_in(mode)
+    told = []
+    wandb = Wandb({"project": "sums"}, tmp_path / "log", told.append, patience=1.0 if "sleep" in mode else 60.0)
+    started = time.monotonic()
+    for step in range(3):
+        wandb.log("sft", step, {"sft/loss": 1.0})
+    assert time.monotonic() - started < 10
+    wandb.close()
+    wandb.log("sft", 4, {"sft/loss": 1.0})
+    wandb.close()
+    assert told == [f"nothing more is sent to wandb, and the run goes on ({reason}): see {tmp_path}/log"]
+
+
+def test_a_process_that_reads_nothing_is_given_up_at_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(tracking, "LAUNCH", "import time; time.sleep(60)")
+    told = []
+    wandb = Wandb({"project": "sums"}, tmp_path / "log", told.append)
+    for step in range(100):
+        wandb.log("sft", step, {"x" * 5000: 1.0})
+    assert len(told) == 1 and "(it does not read what it is sent)" in told[0]
+
+
+def test_what_is_missing_is_said_before_anything_runs(tmp_path, monkeypatch):
+    monkeypatch.setattr(tracking, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"wandb.project=sums needs its extra, pip install 'jrlhf\[wandb\]'"):
+        check_wandb(config_of(tmp_path))
+    check_wandb(Config())
+    off = Config(run_dir=str(tmp_path))
+    with open_run(off) as run, tracking.tracking(off, run, print) as wandb:
+        assert wandb is None
+    with pytest.raises(UserError, match="wandb.mode=offline has no effect with wandb.project=null: leave it out"):
+        validate(build(Config, {"wandb": {"mode": "offline"}}), 1, {"actor": ModelConfig(8, 8, 1, 1, 1, 8, 8, 64)})

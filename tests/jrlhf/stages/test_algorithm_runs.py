@@ -1,0 +1,74 @@
+"""Whole runs of the algorithms that keep more than PPO does: what is resumed ends in the bits of what never stopped."""
+
+import shutil
+
+import pytest
+
+from jrlhf.config.schema import load_config
+from jrlhf.run.metrics import read_metrics
+from jrlhf.train import main
+
+SIZES = [
+    "device.simulated=8",
+    "mesh.fsdp=2",
+    "mesh.tensor=4",
+    "sft.steps=30",
+    "sft.batch=32",
+    "sft.save_every=30",
+    "model.layers=1",
+    "data.heldout_rows=16",
+    "evaluation.prompts=16",
+    "checkpoints.keep=4",
+]
+# (config, stage, what is set besides): draws of DAPO, greedy baselines, texts beside rollouts, costs and multiplier.
+RUNS = {
+    "dapo": ("arithmetic-dapo", "dapo", ["dapo.algorithm.max_rounds=3"]),
+    "remax": ("arithmetic-remax", "remax", ["remax.algorithm.old_logprobs=rollout"]),
+    "ptx": ("arithmetic-rloo", "rloo", ["rloo.algorithm.ptx_coef=0.1", "rloo.algorithm.importance=sequence"]),
+    "safe_rlhf": (
+        "arithmetic-grpo",
+        "safe_rlhf",
+        [
+            "stages=[sft, safe_rlhf]",
+            "grpo={}",
+            "costs=[{name: words, function: word_count}]",
+            "safe_rlhf.algorithm={cost_limit: 0.5, multiplier: 0.5, window: 48}",
+        ],
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RUNS)
+def test_a_resumed_run_ends_in_the_same_bits(name, tmp_path):
+    config, stage, own = RUNS[name]
+    sizes = [f"{stage}.iterations=4", f"{stage}.rollout_batch=32", f"{stage}.save_every=1"]
+    settings = load_config(config, [*SIZES, *own, *sizes, f"run_dir={tmp_path}", f"name={name}"])
+    main(settings)
+    path = tmp_path / name
+    model, records = (path / "model" / "model.safetensors").read_bytes(), timeless(path)
+    compiled = [each["perf/compilations"] for each in read_metrics(path) if each["stage"] == stage]
+    assert compiled[2:] == [0, 0]
+
+    for step in (3, 4):
+        shutil.rmtree(path / "checkpoints" / stage / str(step))
+    shutil.rmtree(path / "model")
+    main(settings, resume=True)
+    assert (path / "model" / "model.safetensors").read_bytes() == model
+    assert timeless(path) == records
+    last = [each for each in records if each["stage"] == stage][-1]
+    if name == "dapo":
+        assert any(each["dapo/rounds"] > 1 for each in records if each["stage"] == stage)
+    if name == "ptx":
+        assert last["actor/ptx_loss"] > 0 and "rollout_corr/rollout_is_mean" in last
+    if name == "safe_rlhf":
+        values = {each["safe/multiplier"] for each in records if each["stage"] == stage}
+        assert len(values) == 4 and last["cost_critic/grad_norm"] > 0
+
+
+def timeless(path) -> list[dict]:
+    """The metrics but for times, rates and compilations."""
+    return [
+        {key: value for key, value in record.items() if not key.startswith(("timing_s/", "perf/"))}
+        for record in read_metrics(path)
+    ]

@@ -1,0 +1,222 @@
+"""DPO as a stage: what a run leaves, against an independent computation from its exported weights; adapters; resume."""
+
+import hashlib
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from jrlhf.config.parse import build
+from jrlhf.config.schema import Config, load_config
+from jrlhf.data.batches import pad_rows, put_rows
+from jrlhf.errors import UserError
+from jrlhf.models.hf import load_hf
+from jrlhf.roles import compiled
+from jrlhf.roles.graph import trace
+from jrlhf.roles.model import Architecture
+from jrlhf.roles.roles import Reference
+from jrlhf.run.metrics import read_metrics
+from jrlhf.stages.dpo import PairActor, dpo, measured_of
+from jrlhf.stages.setup import compute_of, load_task, select_mesh
+from jrlhf.train import cli, main
+
+pytestmark = pytest.mark.usefixtures("quick_programs")
+
+TINY = str(Path(__file__).parents[1] / "tiny.yaml")
+TINY_DPO = [
+    "stages=[sft,dpo]",
+    "reward_model={prompts: 24, heldout_prompts: 16, samples_per_prompt: 2}",
+    "ppo={rollout_batch: 32}",
+]
+STAGE = {"steps": 4, "batch": 8, "learning_rate": 0.01, "warmup": 0, "eval_every": 2, "save_every": 2}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, settings):
+    """(run directory, summary) of DPO on a dataset's pairs."""
+    directory = tmp_path_factory.mktemp("runs")
+    config = settings(name="pairs", run_dir=str(directory), stages=["dpo"], dpo=STAGE, rewards=[])
+    return directory / "pairs", main(build(Config, config))
+
+
+def test_a_run_leaves_what_is_promised(finished, user):
+    path, summary = finished
+    records = read_metrics(path)
+    assert {record["stage"] for record in records} == {"dpo"} and len(records) == 4
+    assert json.loads((path / "summary.json").read_text()) == summary
+    assert summary["dpo_accuracy"] == records[-1]["dpo/eval_accuracy"]
+    assert [("dpo/eval_loss" in record) for record in records] == [True, True, False, True]
+    assert all(record["perf/compilations"] == 0 for record in records[2:])
+    start, end = (load_file(each / "model.safetensors") for each in (user / "actor", path / "model"))
+    assert start.keys() == end.keys() and all(not np.array_equal(start[name], end[name]) for name in start)
+    shown = (path / "report.html").read_text()
+    assert "Implicit rewards" in shown and "Log-probability" in shown and "the policy prefers the better of" in shown
+
+
+def test_the_first_step_finds_the_policy_at_the_reference(finished):
+    first, *_, last = read_metrics(finished[0])
+    assert math.isclose(first["dpo/loss"], math.log(2), rel_tol=1e-6)
+    # Score and training layouts sum in another order, so rewards are 0 but for rounding.
+    assert abs(first["rewards/chosen"]) < 1e-4 and abs(first["rewards/rejected"]) < 1e-4
+    assert last["rewards/margins"] > 0.1 and last["dpo/loss"] < first["dpo/loss"]
+
+
+def test_held_out_figures_are_those_of_the_exported_weights(finished, user):
+    """Loss, margin and accuracy once more, from the directories, in float64."""
+    path, _ = finished
+    config = load_config(str(path / "config.yaml"))
+    mesh, models = select_mesh(config)
+    task = load_task(config, models["actor"])
+    assert task.pairs is not None
+    _, pairs = task.pairs(None, None)  # type: ignore[arg-type]
+    assert len(pairs) == 8
+    score = compiled.score_logprobs(Architecture(models["actor"]), mesh, compute_of(config.compute), temperature=1.0)
+
+    def sums(directory, sequences):
+        with jax.set_mesh(mesh):
+            params = load_hf(directory, mesh)[1]
+            tokens, lengths = pad_rows(sequences, config.data.max_prompt + config.data.max_response)
+            logprobs = np.asarray(score(params, *put_rows((tokens, lengths), mesh))[0], np.float64)
+        return [row[start:end].sum() for row, start, end in zip(logprobs, pairs.prompt_lengths, lengths, strict=True)]
+
+    chosen, rejected = (
+        np.subtract(sums(path / "model", each), sums(user / "actor", each)) for each in (pairs.chosen, pairs.rejected)
+    )
+    margin = config.dpo.algorithm.beta * (chosen - rejected)
+    last = read_metrics(path)[-1]
+    assert math.isclose(last["dpo/eval_margin"], margin.mean(), rel_tol=1e-3)
+    assert math.isclose(last["dpo/eval_loss"], np.log1p(np.exp(-margin)).mean(), rel_tol=1e-3)
+    assert last["dpo/eval_accuracy"] == np.mean(margin > 0) and last["dpo/eval_pairs"] == 8
+
+
+def test_a_prompt_ends_where_both_answers_begin(settings):
+    config = build(Config, settings(stages=["dpo"], rewards=[]))
+    task = load_task(config, select_mesh(config)[1]["actor"])
+    assert task.pairs is not None
+    pairs, _ = task.pairs(None, None)  # type: ignore[arg-type]
+    for chosen, rejected, length in zip(pairs.chosen, pairs.rejected, pairs.prompt_lengths, strict=True):
+        assert chosen[:length] == rejected[:length]
+        assert task.tokenizer.decode(chosen[:length]).endswith("assistant\n")
+        assert task.tokenizer.decode(rejected[length:]).startswith("I do not know")
+
+
+@pytest.mark.slow
+def test_adapters_learn_and_the_base_is_the_reference(tmp_path, settings, make_model):
+    actor = make_model(tmp_path / "actor", seed=3, layers=1)
+    sections = {"model": {"path": str(actor)}, "lora": {"rank": 4}, "rewards": [], "stages": ["dpo"]}
+    algorithm = {"loss": "ipo", "beta": 0.5, "micro_batches": 1}
+    stage = STAGE | {"steps": 3, "algorithm": algorithm}
+    main(build(Config, settings(name="adapted", run_dir=str(tmp_path), dpo=stage, **sections)))
+    first, *_, last = read_metrics(tmp_path / "adapted")
+    assert math.isclose(first["dpo/loss"], 1 / (2 * 0.5) ** 2, rel_tol=1e-4)  # (0 - 1 / (2 beta))^2
+    assert abs(first["rewards/margins"]) < 1e-4 and last["rewards/margins"] > 0.1
+    start, merged = (load_file(each / "model.safetensors") for each in (actor, tmp_path / "adapted" / "model"))
+    assert np.array_equal(start["model.embed_tokens.weight"], merged["model.embed_tokens.weight"])
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert not np.array_equal(start[name], merged[name])
+
+
+def test_a_step_is_a_dataflow_of_two_calls():
+    graph = trace(dpo, {"actor": PairActor, "reference": Reference})
+    calls = [(call.name, call.inputs, call.outputs) for call in graph]
+    assert calls == [("reference.logprobs", ("pairs",), ("ref",)), ("actor.update", ("pairs", "ref"), ("metrics",))]
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"stages": ["dpo", "ppo"]}, "keep dpo or ppo"),
+        ({"stages": ["dpo", "sft"]}, "in the order sft, dpo"),
+        ({"stages": ["dpo"], "dpo": {"batch": 12}}, "dpo.batch=12 does not divide"),
+        ({"stages": ["dpo"], "dpo": {"algorithm": {"beta": 0}}}, "beta=0"),
+        ({"stages": ["dpo"], "data": {"preferences": {}}}, "stage reward_model or dpo learns from data.preferences"),
+        ({"stages": ["dpo"], "profile": {"stage": "dpo", "iterations": [251]}}, "dpo ends after 250"),
+    ],
+)
+def test_bad_input_is_one_sentence(settings, sections, message):
+    with pytest.raises(UserError, match=message) as found:
+        config = build(Config, settings(rewards=[], **sections))
+        load_task(config, select_mesh(config)[1]["actor"])
+    assert "\n" not in str(found.value)
+
+
+def test_dry_run_counts_the_reference_and_prints_the_plan(tmp_path, capsys):
+    arguments = ["--config", TINY, f"run_dir={tmp_path}", *TINY_DPO, "dpo.batch=8", "--dry-run"]
+    assert cli(arguments) == 0
+    out = capsys.readouterr().out
+    assert "plan of a step of dpo" in out and "reference.logprobs" in out and "critic " not in out.split("memory of")[1]
+
+
+# --- Resume ---
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_goes_on_in_the_same_bits(tmp_path, programs):
+    """On the built-in task: the annotator's pairs are sampled again from the same frozen policy."""
+    stage = ["dpo.steps=6", "dpo.batch=8", "dpo.eval_every=3", "dpo.save_every=2", "dpo.learning_rate=1e-3"]
+
+    def start(name: str, *more: str) -> subprocess.Popen:
+        command = [sys.executable, "-m", "jrlhf.train", "--config", TINY, f"run_dir={tmp_path}", f"name={name}"]
+        environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": str(programs)}
+        environment |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+        with open(tmp_path / f"{name}.log", "a") as log:
+            arguments = [*command, *TINY_DPO, *stage, *more]
+            return subprocess.Popen(arguments, env=environment, stdout=log, stderr=subprocess.STDOUT)
+
+    def ended(name: str, process: subprocess.Popen) -> Path:
+        assert process.wait(timeout=600) == 0, (tmp_path / f"{name}.log").read_text()
+        return tmp_path / name
+
+    one = ended("undisturbed", start("undisturbed"))
+    process = start("killed")
+    metrics = tmp_path / "killed" / "metrics.jsonl"
+    while not metrics.exists() or metrics.read_bytes().count(b"\n") < 6 + 3:  # in the third step of dpo or later
+        assert process.poll() is None, (tmp_path / "killed.log").read_text()
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    other = ended("killed", start("killed", "--resume"))
+    assert timeless(read_metrics(one)) == timeless(read_metrics(other))
+    for name in ("samples.jsonl", "preferences.jsonl"):
+        assert (one / name).read_bytes() == (other / name).read_bytes()
+    assert digest(one / "model") == digest(other / "model")
+    summary = json.loads((one / "summary.json").read_text())
+    assert summary["held_out"]["measure"] == "gold" and "after" in summary["held_out"]
+    assert summary["dpo_accuracy"] == read_metrics(one)[-1]["dpo/eval_accuracy"]
+
+
+def timeless(records: list[dict]) -> list[dict]:
+    dependent = ("timing_s/", "perf/")
+    return [{key: value for key, value in record.items() if not key.startswith(dependent)} for record in records]
+
+
+def digest(path: Path) -> dict[str, str]:
+    files = sorted(each for each in path.rglob("*") if each.is_file())
+    return {str(each.relative_to(path)): hashlib.sha256(each.read_bytes()).hexdigest() for each in files}
+
+
+def test_accuracy_is_of_the_pairs_that_can_be_told_apart():
+    terms = {
+        "rewards/accuracies": np.array([1.0, 0.0, 1.0, 1.0]),
+        "rewards/margins": np.array([1.0, -1.0, 3.0, 1.0]),
+        "dpo/loss": np.array([0.25, 1.25, 0.0, 0.5]),
+    }
+    every = measured_of(terms, None)
+    assert every == {"dpo/eval_loss": 0.5, "dpo/eval_margin": 1.0, "dpo/eval_accuracy": 0.75, "dpo/eval_pairs": 4}
+    some = measured_of(terms, np.array([True, True, False, False]))
+    assert (some["dpo/eval_accuracy"], some["dpo/eval_accuracy_with_close_pairs"], some["dpo/eval_pairs"]) == (
+        0.5,
+        0.75,
+        2,
+    )
+    none = measured_of(terms, np.zeros(4, bool))
+    assert "dpo/eval_accuracy" not in none and none["dpo/eval_pairs"] == 0 and np.isfinite(list(none.values())).all()

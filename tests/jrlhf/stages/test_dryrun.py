@@ -1,0 +1,50 @@
+"""What a dry run says of rewards and costs that are adapters."""
+
+from functools import partial
+
+import jax
+import numpy as np
+from safetensors.numpy import load_file
+
+from jrlhf.algorithms.registry import graph_of
+from jrlhf.config.parse import build
+from jrlhf.config.schema import Config
+from jrlhf.models import LoRAConfig, init_lora
+from jrlhf.models.hf import export_adapter, read_config
+from jrlhf.planning.fits import memory_of
+from jrlhf.stages.dryrun import describe
+from jrlhf.stages.setup import select_mesh
+
+
+def test_adapters_of_rewards_and_costs_are_counted_and_lie_on_the_base(tmp_path, user, settings):
+    model = read_config(user / "actor").model
+    for name, rank in (("helpful", 2), ("harmful", 4)):
+        lora = LoRAConfig(rank=rank, alpha=4.0)
+        shapes = jax.eval_shape(partial(init_lora, model, lora, head="scalar"), jax.random.key(0))
+        zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, np.float32), shapes)
+        export_adapter(zeros, model, lora, tmp_path / name)
+    sections = {
+        "stages": ["safe_rlhf"],
+        "safe_rlhf": {"rollout_batch": 8},
+        "mesh": {"data": 8, "fsdp": 1, "tensor": 1},  # every device has all of an adapter
+        "lora": {"rank": 4},
+        "rewards": [{"name": "helpful", "adapter": str(tmp_path / "helpful")}],
+        "costs": [{"name": "harmful", "adapter": str(tmp_path / "harmful")}],
+    }
+    config: Config = build(Config, without_ppo(settings(**sections)))
+    found = memory_of(config, *select_mesh(config)).roles
+    for role, name in (("reward", "helpful"), ("cost", "harmful")):
+        stored = load_file(tmp_path / name / "adapter_model.safetensors")
+        bias = 4  # of the head, which is not written where it is 0
+        assert found[role] == {"weights": sum(tensor.nbytes for tensor in stored.values()) + bias}
+    assert {"reward.score", "cost.score"} <= {call.name for call in graph_of(config)}
+    plan = {line.split()[0]: line for line in describe(config).split("plan of ")[1].splitlines() if line}
+    assert all("layout generate" in plan[name] for name in ("reward.score", "cost.score", "cost_critic.values"))
+
+    functions = sections | {"costs": [{"name": "words", "function": "word_count"}]}
+    said = describe(build(Config, without_ppo(settings(**functions))))
+    assert "cost.score" in said and said.count("functions, beside the rest") == 1 and "cost words" not in said
+
+
+def without_ppo(sections: dict) -> dict:
+    return {name: section for name, section in sections.items() if name != "ppo"}

@@ -1,0 +1,96 @@
+"""What answers are graded by: the task's measure or the rewards, and the costs besides."""
+
+from collections import Counter
+from dataclasses import asdict
+from types import SimpleNamespace
+from typing import Any, cast
+
+import jax
+import numpy as np
+import pytest
+
+from jrlhf.data.encode import Prompts
+from jrlhf.data.types import Example
+from jrlhf.rewards.mixture import Rewards, TextPart
+from jrlhf.rewards.types import Scored
+from jrlhf.roles.sampling import Response
+from jrlhf.run.console import Console
+from jrlhf.run.directory import Run
+from jrlhf.stages.evaluate import Graded, compare, grade, grade_before
+
+TEXTS = ("a", "a b c", "a b")
+RESPONSES = tuple(Response((1, 2), text, True) for text in TEXTS)
+PROMPTS = Prompts(((3,),) * 3, ("p",) * 3, (Example("p"),) * 3)
+
+
+def words(samples, step) -> Scored:
+    return Scored(np.array([len(each.response_text.split()) for each in samples], float))
+
+
+def failing(samples, step) -> Scored:
+    return Scored(np.zeros(len(samples)), failures=Counter({"nan": 2}))
+
+
+def sum_of(**parts: tuple[float, Any]) -> Rewards:
+    """Rewards of text alone, which need no devices."""
+    rewards = object.__new__(Rewards)
+    rewards.token_parts = {}
+    rewards.text_parts = {name: TextPart(weight, score, name) for name, (weight, score) in parts.items()}
+    return rewards
+
+
+def context(gold=None) -> Any:
+    return cast(Any, SimpleNamespace(task=SimpleNamespace(gold=gold)))
+
+
+def test_costs_are_measured_beside_the_score_and_are_no_part_of_it():
+    rewards, costs = sum_of(exact=(2.0, words)), sum_of(words=(0.5, words), other=(1.0, failing))
+    found = grade(context(), PROMPTS, RESPONSES, rewards, costs)
+    np.testing.assert_array_equal(found.scores, [2.0, 6.0, 4.0])
+    assert found.costs is not None
+    np.testing.assert_array_equal(found.costs, [0.5, 1.5, 1.0])
+    said = compare(found, found)["after"]
+    assert said["score"] == 4.0 and said["items"] == {"exact": 2.0} and said["failures"] == {"other": 2}
+    assert said["cost"] == 1.0 and said["cost_standard_error"] == pytest.approx(0.5 / 3**0.5)
+    assert "cost" not in grade(context(), PROMPTS, RESPONSES, rewards).summary()
+
+
+def test_a_measure_of_the_task_has_costs_besides():
+    gold = SimpleNamespace(scores=np.array([1.0, 0.0, 1.0]), items={"short": np.ones(3)})
+    found = grade(context(lambda examples, texts: gold), PROMPTS, RESPONSES, None, sum_of(words=(1.0, words)))
+    assert found.measure == "gold" and found.summary()["cost"] == 2.0 and set(found.items) == {"short"}
+
+
+def test_the_policy_before_is_graded_once_and_read_back_bit_for_bit(tmp_path, monkeypatch):
+    items = {"odd": np.array([0.1, np.nan, 0.3], np.float32), "words": np.array([1, 3, 2])}
+    scores, learnt = np.array([0.1, 0.2, 1 / 3]), np.array([0.1, -2.5, 1e-8], np.float32)
+    made = Graded("gold", RESPONSES, ("a", "b", "a"), scores, items, learnt, {"x": 2})
+    graded: list[str] = []
+    monkeypatch.setattr(
+        "jrlhf.stages.evaluate.grade_heldout", lambda context, policy, *_: graded.append(policy.word) or made
+    )
+    services = {"run": Run(tmp_path, -1), "console": Console(enabled=False), "task": SimpleNamespace(fingerprint="t")}
+    run = cast(Any, SimpleNamespace(**services, config=SimpleNamespace(evaluation=SimpleNamespace(prompts=3))))
+
+    def before(word: str, **rewards: tuple[float, Any]) -> Graded:
+        policy = SimpleNamespace(word=word, fingerprint=lambda: word)
+        found = grade_before(run, cast(Any, policy), sum_of(**rewards))
+        assert found is not None
+        return found
+
+    assert before("one", exact=(1.0, words)) is made
+    again = before("one", exact=(1.0, words))
+    assert again is not made and graded == ["one"]
+    said, expected = asdict(again), asdict(made)
+    assert flat(said) == flat(expected) and said.keys() == expected.keys()
+    assert all(isinstance(each, Response) and isinstance(each.ids, tuple) for each in again.responses)
+    before("one", other=(1.0, words))
+    before("two", other=(1.0, words))
+    before("two", other=(1.0, words))
+    assert graded == ["one", "one", "two"]
+
+
+def flat(tree: Any) -> list[Any]:
+    """Leaves by their paths; of arrays the dtype and the bytes."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda each: each is None)
+    return [(path, (x.dtype, x.tobytes()) if isinstance(x, np.ndarray) else x) for path, x in leaves]

@@ -1,0 +1,145 @@
+"""The loop of a stage: what it restores, refuses, warns of, and how it stops."""
+
+import contextlib
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jrlhf.config.schema import ProfileConfig
+from jrlhf.errors import Preempted, UserError
+from jrlhf.meshes import make_mesh
+from jrlhf.run.directory import Run
+from jrlhf.run.metrics import read_metrics
+from jrlhf.run.preemption import PreemptionGuard
+from jrlhf.stages.loop import run_stage
+
+MESH = make_mesh(1, 8, 1)
+
+
+class Told:
+    """A console that remembers warnings."""
+
+    def __init__(self):
+        self.warnings: list[str] = []
+
+    def warn(self, text: str) -> None:
+        self.warnings.append(text)
+
+    @contextlib.contextmanager
+    def progress(self, *_, **__):
+        yield SimpleNamespace(advance=lambda *_: None)
+
+
+def context(path):
+    return SimpleNamespace(
+        run=Run(path, -1),
+        console=Told(),
+        config=SimpleNamespace(
+            checkpoints=SimpleNamespace(keep=2), deadline=60.0, profile=ProfileConfig(), stages=("stage",)
+        ),
+        preemption=PreemptionGuard(),
+        mesh=MESH,
+        wandb=Followed(),
+    )
+
+
+class Followed:
+    """Notes what wandb would be told."""
+
+    def __init__(self):
+        self.said = []
+
+    def log(self, *said):
+        self.said.append(said)
+
+
+def init():
+    return {"x": jax.device_put(jnp.zeros(8), NamedSharding(MESH, P("fsdp")))}
+
+
+@jax.jit
+def add(state, amount):
+    return {"x": state["x"] + amount}
+
+
+def advance(state, step):
+    return add(state, float(step)), {"loss": float(step)}
+
+
+def run(here, steps=6, step=advance, meta=None, **options):
+    with jax.set_mesh(MESH):
+        return run_stage(here, "sft", steps, init, step, save_every=2, meta={} if meta is None else meta, **options)
+
+
+def test_a_stage_goes_on_from_its_newest_checkpoint(tmp_path):
+    def broken(state, step):
+        if step == 5:
+            raise RuntimeError("lost")
+        return advance(state, step)
+
+    here = context(tmp_path)
+    with pytest.raises(RuntimeError, match="lost"):
+        run(here, step=broken)
+    losses = [(stage, step, numbers["loss"]) for stage, step, numbers in here.wandb.said]
+    assert losses == [("sft", step + 1, float(step)) for step in range(5)]
+    assert [each["step"] for each in read_metrics(tmp_path)] == [1, 2, 3, 4, 5]
+    taken = []
+
+    def counted(state, step):
+        taken.append(step)
+        return advance(state, step)
+
+    state = run(context(tmp_path), step=counted)
+    assert taken == [4, 5]
+    np.testing.assert_array_equal(state["x"], np.full(8, 15.0))
+    assert [(each["step"], each["loss"]) for each in read_metrics(tmp_path)] == [(n + 1, float(n)) for n in range(6)]
+    assert (
+        run(context(tmp_path), step=lambda *_: pytest.fail("done stages do nothing"))["x"].sharding
+        == state["x"].sharding
+    )
+
+
+def test_a_checkpoint_built_on_something_else_is_refused(tmp_path):
+    run(context(tmp_path), meta={"reference": "a"})
+    with pytest.raises(UserError, match=r"stage sft was made with another reference \(a there, b here\)"):
+        run(context(tmp_path), meta={"reference": "b"})
+
+
+def test_a_stage_that_is_asked_to_stop_saves_first(tmp_path):
+    here = context(tmp_path)
+
+    def asked(state, step):
+        here.preemption.requested = step == 2
+        return advance(state, step)
+
+    with pytest.raises(Preempted, match="sft stopped at step 3 of 6"):
+        run(here, step=asked)
+    np.testing.assert_array_equal(run(context(tmp_path))["x"], np.full(8, 15.0))
+
+
+def test_a_compilation_after_the_first_iterations_is_told_with_its_cause(tmp_path):
+    here = context(tmp_path)
+    double = jax.jit(lambda x: 2 * x)
+
+    def grows(state, step):
+        double(jnp.ones(4 if step < 4 else 5, jnp.float16))
+        return advance(state, step)
+
+    run(here, step=grows)
+    (warning,) = [text for text in here.console.warnings if "float16" in text or "f16[5]" in text]
+    assert warning.startswith("sft step 5 compiled") and "f16[4]" in warning
+    counts = [each["perf/compilations"] for each in read_metrics(tmp_path)]
+    assert counts[2:4] == [0, 0] and counts[4] >= 1
+
+
+def test_a_hang_ends_the_process_and_shows_where_it_was():
+    code = "import time\nfrom jrlhf.stages.loop import deadline\nwith deadline(1.0):\n    time.sleep(60)"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50)
+    assert ended.returncode == 1 and "Timeout" in ended.stderr and "line 4" in ended.stderr

@@ -1,0 +1,110 @@
+"""Whole runs whose roles sleep leave what runs leave whose roles do not, also when they are killed and resumed."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jrlhf.config.parse import build
+from jrlhf.config.schema import Config
+from jrlhf.meshes.offload import is_on_host
+from jrlhf.roles import compiled
+from jrlhf.run.metrics import read_metrics
+from jrlhf.stages import finalize
+from jrlhf.train import main
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_programs")]
+
+ASLEEP = dict.fromkeys(("optimizer", "actor", "critic", "reference", "reward"), "host")
+GRPO: Any = {"iterations": 3, "rollout_batch": 32, "save_every": 1, "algorithm": {"samples": 4}}
+GRPO |= {"actor": {"learning_rate": 0.01, "warmup": 0}}
+
+
+def cases(user: Path) -> dict[str, dict]:
+    """Sections of configs, with what sleeps in each."""
+    text = {"name": "preference", "model": str(user / "reward"), "batch": 8}
+    every = {"stages": ["sft", "reward_model", "ppo"], "evaluation": {"every": 2}, "ppo": {"iterations": 3}}
+    plain = {name: where for name, where in ASLEEP.items() if name != "critic"}
+    return {
+        "ppo": every | {"roles": {"critic": str(user / "critic")}, "rewards": [text], "sleep": ASLEEP},
+        "ahead": every | {"rewards": [text], "sleep": ASLEEP | {"ahead": True}},
+        "lora": every | {"lora": {"rank": 2}, "sleep": ASLEEP},
+        "shared_passes": every | {"compute": {"shared_passes": True}, "sleep": ASLEEP | {"ahead": True}},
+        "grpo": {"stages": ["grpo"], "rewards": [text], "grpo": GRPO, "sleep": plain | {"ahead": True}},
+    }
+
+
+@pytest.mark.parametrize("name", ["ppo", "ahead", "lora", "shared_passes", "grpo"])
+def test_a_run_asleep_is_a_run_awake_also_when_it_is_resumed(name, user, settings, tmp_path, monkeypatch):
+    sections = cases(user)[name]
+    if name == "grpo":
+        sections = {"ppo": {}, **sections}
+    paths = []
+    for asleep in (False, True):
+        config = settings(**sections, name="asleep" if asleep else "awake", run_dir=str(tmp_path))
+        config = {key: value for key, value in config.items() if key != ("ppo" if name == "grpo" else None)}
+        if not asleep:
+            del config["sleep"]
+        paths.append(tmp_path / config["name"])
+        with monkeypatch.context() as patch:
+            if asleep:
+                awake_only(patch)
+            main(build(Config, config | {"checkpoints": {"keep": 4}}))
+    awake, resting = paths
+    expected = left(awake)
+    assert left(resting) == expected
+    stage = config["stages"][-1]
+    records = [record for record in read_metrics(resting) if record["stage"] == stage]
+    assert all(record["timing_s/sleep"] > 0 for record in records)
+    assert [record["perf/compilations"] for record in records][2:] == [0]
+
+    for step in (2, 3):
+        shutil.rmtree(resting / "checkpoints" / stage / str(step))
+    shutil.rmtree(resting / "model")
+    main(build(Config, config | {"checkpoints": {"keep": 4}}), resume=True)
+    assert left(resting) == expected
+
+
+def awake_only(patch: pytest.MonkeyPatch) -> None:
+    """Nothing that sleeps is computed with: a CPU would not mind, an accelerator does."""
+
+    def checked(make):
+        def build_checked(*how, **options):
+            program = make(*how, **options)
+
+            def run(*arguments, **named):
+                assert not is_on_host((arguments, named))
+                return program(*arguments, **named)
+
+            return run
+
+        return build_checked
+
+    for name in ("score_logprobs", "score_logprobs_with_base", "score_values", "score_sequences", "generate"):
+        patch.setattr(compiled, name, checked(getattr(compiled, name)))
+    for name in ("actor_step", "critic_step", "on_policy_step", "on_policy_actor_step"):
+        patch.setattr(compiled, name, checked(getattr(compiled, name)))
+    switch, export = compiled.generation_weights, finalize.export_hf
+
+    def switched(model, *others, **options):
+        assert not is_on_host((model.params, model.frozen))
+        return switch(model, *others, **options)
+
+    def exported(params, *others, **options):
+        assert not is_on_host((params, options.get("adapter")))
+        return export(params, *others, **options)
+
+    patch.setattr(compiled, "generation_weights", switched)
+    patch.setattr(finalize, "export_hf", exported)
+
+
+def left(path: Path) -> tuple:
+    """Metrics but for times and compilations, and the bytes of every model."""
+    records = [
+        {key: value for key, value in record.items() if not key.startswith(("timing_s/", "perf/"))}
+        for record in read_metrics(path)
+    ]
+    models = {str(file.relative_to(path)): file.read_bytes() for file in sorted(path.glob("*model/*.safetensors"))}
+    assert records and models
+    return records, models

@@ -1,0 +1,205 @@
+"""Whole runs under plans: what is trained does not depend on where."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import yaml
+from safetensors.numpy import load_file
+
+from jrlhf.algorithms.registry import graph_of
+from jrlhf.config.parse import build
+from jrlhf.config.schema import Config
+from jrlhf.planning.choose import read_plan
+from jrlhf.planning.runnable import has_model
+from jrlhf.rewards.mixture import LEARNT
+from jrlhf.run.checkpoints import fingerprint_of
+from jrlhf.run.metrics import read_metrics
+from jrlhf.stages import rl
+from jrlhf.stages.loop import run_stage
+from jrlhf.train import main
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_programs")]
+
+FIRST = {"devices": "0-3", "fsdp": 2, "tensor": 2}
+SECOND = {"devices": "4-7", "fsdp": 2, "tensor": 2}
+ALL = {"devices": "0-7", "fsdp": 4, "tensor": 2}
+LAYOUTS = {"generate": "generate", "infer": "score", "train": "train"}
+RATES = {"learning_rate": 1e-3, "warmup": 0}
+SECTION = {"iterations": 2, "rollout_batch": 16, "save_every": 1, "actor": RATES}
+ROUNDED = {"rel": 1e-5, "abs": 2e-6}
+STEPPED = {"rel": 2e-3, "abs": 2e-4}  # Adam makes a step of a gradient's rounding
+
+
+@pytest.fixture
+def make(tmp_path, settings, user):
+    """A config of a run in `tmp_path`; its rewards are a model of text and a function."""
+    judge = {"name": "judge", "model": str(user / "reward"), "batch": 4}
+    short = {"name": "short", "function": f"{user / 'rewards.py'}:short"}
+
+    def config(name: str, stage: str, plan: str = "colocate", before: tuple[str, ...] = (), **sections) -> Config:
+        critic = {"critic": RATES} if stage in ("ppo", "safe_rlhf") else {}
+        found = settings(
+            stages=[*before, stage], rewards=[judge, short], run_dir=str(tmp_path), name=name, plan=plan, **sections
+        )
+        section = SECTION | critic | sections.get(stage, {})
+        return build(Config, {key: value for key, value in found.items() if key != "ppo"} | {stage: section})
+
+    return config
+
+
+def by_hand(path: Path, config: Config, **placed: dict[str, Any]) -> str:
+    """A plan's file, with everything on four of the eight devices but for the calls in `placed`."""
+    calls = {
+        call.name: {"layout": LAYOUTS[call.kind], **placed.get(call.name.replace(".", "_"), FIRST)}
+        for call in graph_of(config)
+        if has_model(call, config)
+    }
+    path.write_text(yaml.safe_dump({"name": "by hand", "calls": calls}))
+    return str(path)
+
+
+def run(config: Config, *, resume: bool = False) -> Path:
+    main(config, resume=resume)
+    return Path(config.run_dir) / config.name
+
+
+def numbers(path: Path) -> list[dict[str, float]]:
+    """The metrics but for times, rates and compilations."""
+    return [
+        {key: value for key, value in record.items() if not key.startswith(("timing_s/", "perf/"))}
+        for record in read_metrics(path)
+    ]
+
+
+def assert_close(records: list[dict[str, float]], expected: list[dict[str, float]], **tolerance: Any) -> None:
+    for record, other in zip(records, expected, strict=True):
+        assert record.keys() == other.keys()
+        for name, number in record.items():
+            close = number if isinstance(number, str) else pytest.approx(number, **tolerance)
+            assert other[name] == close, name
+
+
+def assert_same_bits(path: Path, other: Path) -> None:
+    assert numbers(path) == numbers(other)
+    names = "model/model.safetensors", "samples.jsonl"
+    assert all((path / name).read_bytes() == (other / name).read_bytes() for name in names)
+
+
+STAGES: dict[str, dict[str, Any]] = {
+    "ppo": {"ppo": {"algorithm": {"minibatches": 2}}},
+    "dapo": {"dapo": {"algorithm": {"samples": 2, "max_rounds": 2}}},
+    "remax": {},
+    "safe_rlhf": {"costs": [{"name": "words", "function": "word_count"}]},
+}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_split_run_is_the_run_of_half_the_devices(stage, make, tmp_path):
+    half = run(
+        make("half", stage, by_hand(tmp_path / "half.yaml", make("half", stage, **STAGES[stage])), **STAGES[stage])
+    )
+    split = run(make("split", stage, "split", **STAGES[stage]))
+    assert_same_bits(half, split)
+    plan = read_plan(split / "plan.yaml")
+    assert plan.name == "split" and {str(each.devices) for each in plan.placements.values()} == {"0-3", "4-7"}
+    records = read_metrics(split)
+    assert [each["perf/compilations"] for each in records][1:] == [0]
+    assert all("timing_s/transfer" in each for each in records)
+    assert not any("timing_s/transfer" in each for each in read_metrics(half))
+
+
+def test_any_plan_trains_as_the_colocated_run_does_and_is_resumed(make, tmp_path):
+    """Generation on all devices, the actor trained on two of them, the critic on the other half, in several layouts."""
+    placed = {
+        "actor_generate": ALL,
+        "actor_update": {"devices": "2-3", "fsdp": 2, "micro_batches": 2},
+        "actor_logprobs": SECOND | {"layout": "train_tp"},
+        "reference_logprobs": SECOND | {"micro_batches": 2},
+        "reward_score": SECOND | {"micro_batches": 2},
+        "critic_values": {"devices": "4-5", "tensor": 2, "layout": "generate"},
+        "critic_update": SECOND | {"layout": "train_tp"},
+    }
+    colocated = run(make("colocated", "ppo"))
+    file = tmp_path / "hand.yaml"
+    config = make("hand", "ppo", by_hand(file, make("hand", "ppo"), **placed))
+    path = run(config)
+    assert_close(numbers(path), numbers(colocated), **STEPPED)
+    ours, theirs = (load_file(each / "model" / "model.safetensors") for each in (path, colocated))
+    for name, weight in ours.items():
+        assert np.abs(weight - theirs[name]).max() < 0.2 * RATES["learning_rate"], name
+
+    whole = (path / "model" / "model.safetensors").read_bytes(), numbers(path)
+    shutil.rmtree(path / "checkpoints" / "ppo" / "2")
+    shutil.rmtree(path / "model")
+    run(config, resume=True)
+    assert ((path / "model" / "model.safetensors").read_bytes(), numbers(path)) == whole
+
+
+UNLIKE: dict[str, tuple[str, dict[str, Any]]] = {
+    "ppo": ("standalone", {"epochs": 1, "minibatches": 1}),
+    "grpo": ("split", {"epochs": 1, "minibatches": 1, "samples": 4}),
+}
+
+
+@pytest.mark.parametrize("stage", UNLIKE)
+def test_the_first_update_under_a_plan_is_the_colocated_one(stage, make):
+    """Its metrics, the gradients' norms among them, are those before any optimizer has made a step."""
+    plan, algorithm = UNLIKE[stage]
+    colocated, planned = (
+        run(make(each, stage, each, **{stage: {"algorithm": algorithm}})) for each in ("colocate", plan)
+    )
+    records, expected = numbers(planned), numbers(colocated)
+    assert {"actor/grad_norm", "actor/pg_loss"} <= records[0].keys()
+    assert_close(records[:1], expected[:1], **ROUNDED)
+    assert_close(records[1:], expected[1:], **STEPPED)
+    used = {str(each.devices) for each in read_plan(planned / "plan.yaml").placements.values()}
+    assert len(used) == (4 if plan == "standalone" else 2)
+
+
+def test_a_run_goes_on_under_another_plan_from_the_same_bits(make, monkeypatch):
+    begun = []  # of each iteration: its number, all bits that it starts from, where the critic is
+
+    def watched(context, name, steps, init, advance, **options):
+        def noted(state, step):
+            critic = {device.id for leaf in jax.tree.leaves(state.trained["critic"]) for device in leaf.devices()}
+            begun.append((step, fingerprint_of(state), critic))
+            return advance(state, step)
+
+        return run_stage(context, name, steps, init, noted, **options)
+
+    monkeypatch.setattr(rl, "run_stage", watched)
+    path = run(make("moved", "ppo"))
+    whole = numbers(path)
+    shutil.rmtree(path / "checkpoints" / "ppo" / "2")
+    shutil.rmtree(path / "model")
+    run(make("moved", "ppo", "split"), resume=True)
+    (_, fresh, _), (_, saved, _), _ = begun
+    assert fresh != saved and begun[1:] == [(1, saved, set(range(8))), (1, saved, {4, 5, 6, 7})]
+    assert_close(numbers(path), whole, **STEPPED)
+    assert read_plan(path / "plan.yaml").name == "split"
+
+
+def test_a_split_run_asleep_is_the_one_awake_and_keeps_its_own_reward_model_once(make, monkeypatch):
+    starts = rl._starts
+    kept = []
+
+    def watched(context, policy, rewards, graph):
+        trained = rewards.learnt
+        found = starts(context, policy, rewards, graph)
+        assert rewards.learnt is rewards.token_parts[LEARNT].model
+        assert all(leaf.is_deleted() for leaf in jax.tree.leaves(trained.params))
+        kept.append({device.id for leaf in jax.tree.leaves(rewards.learnt.params) for device in leaf.devices()})
+        return found
+
+    monkeypatch.setattr(rl, "_starts", watched)
+    asleep = dict.fromkeys(("optimizer", "actor", "critic", "reference", "reward"), "host") | {"ahead": True}
+    awake = run(make("awake", "ppo", "split", before=("reward_model",)))
+    resting = run(make("asleep", "ppo", "split", before=("reward_model",), sleep=asleep))
+    assert kept == [{4, 5, 6, 7}] * 2
+    assert_same_bits(awake, resting)
+    models = [(path / "reward_model" / "model.safetensors").read_bytes() for path in (awake, resting)]
+    assert models[0] == models[1]

@@ -1,0 +1,194 @@
+"""The built-in sums: true, told apart from those held out, and learnt from in a run of two iterations."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from jrlhf.config.schema import Config, config_names, load_config
+from jrlhf.errors import UserError
+from jrlhf.rewards.builtin import exact_match, numeric_answer
+from jrlhf.run.files import read_jsonl
+from jrlhf.run.metrics import read_metrics
+from jrlhf.stages.dryrun import describe
+from jrlhf.tasks.arithmetic.problems import add, draw_problems, question, worked_answer
+from jrlhf.tasks.arithmetic.task import CHARACTERS, load_task, make_tokenizer
+from jrlhf.train import main
+
+CONFIGS = [name for name in config_names() if name.startswith("arithmetic-")]
+SIZES = [(2, 2), (3, 2), (5, 1), (2, 4)]
+
+
+MESH = ["device.simulated=8", "mesh.fsdp=2", "mesh.tensor=4"]  # of the tests' devices
+
+
+def config(*overrides: str) -> Config:
+    return load_config("arithmetic-grpo", [*MESH, *overrides])
+
+
+@pytest.mark.parametrize(("terms", "digits"), SIZES)
+def test_every_link_of_a_worked_answer_is_the_sum_by_pythons_own_arithmetic(terms, digits):
+    learnt, heldout = draw_problems(60, 20, terms=terms, digits=digits, seed=3)
+    for numbers in learnt + heldout:
+        assert all(len(str(number)) == digits for number in numbers)
+        links = (question(numbers) + worked_answer(numbers)).split("=")
+        assert len(links) == terms
+        assert {eval(link) for link in links} == {sum(numbers)}
+        assert links[0] == "+".join(map(str, numbers)) and links[-1] == str(sum(numbers))
+
+
+def test_answers_may_be_written_from_the_units_on():
+    assert worked_answer((37, 48, 25), units_first=True) == "58+52=011"
+    one, other = (load_task(config(f"arithmetic.units_first={each}")) for each in ("true", "false"))
+    assert one.prompts is not None and other.prompts is not None
+    assert one.prompts.texts == other.prompts.texts
+    for reversed_, plain in zip(one.prompts.examples, other.prompts.examples, strict=True):
+        assert reversed_.completion == reversed_.columns["answer"] == plain.columns["answer"][::-1]
+
+
+def test_who_forgets_every_carry_adds_each_column_by_itself():
+    rng = np.random.default_rng(0)
+    for a, b in rng.integers(0, 10_000, (100, 2)).tolist():
+        columns = [(int(x) + int(y)) % 10 for x, y in zip(f"{a:05}", f"{b:05}", strict=True)]
+        assert add(a, b, 1.0, rng) == int("".join(map(str, columns)))
+        assert add(a, b, 0.0, rng) == add(a, b) == a + b
+    assert worked_answer((58, 67, 99), 1.0, rng) == "15+99=4"
+
+
+def test_carries_are_forgotten_as_often_as_is_said():
+    """A column has one carry to forget, and none without one: 4.5 standard deviations of 4,000 sums."""
+    rng = np.random.default_rng(0)
+    assert {add(3, 6, 0.3, rng) for _ in range(50)} == {9}
+    said = [add(7, 8, 0.3, rng) for _ in range(4000)]
+    assert set(said) == {5, 15}
+    assert said.count(5) / 4000 == pytest.approx(0.3, abs=4.5 * np.sqrt(0.3 * 0.7 / 4000))
+
+
+def test_no_heldout_sum_is_learnt_from_in_any_order():
+    learnt, heldout = draw_problems(3500, 512, terms=2, digits=2, seed=0)
+    assert len(set(learnt)) == 3500 and len({tuple(sorted(each)) for each in heldout}) == 512
+    assert not {tuple(sorted(each)) for each in learnt} & {tuple(sorted(each)) for each in heldout}
+
+
+def test_sums_depend_on_the_seed_alone():
+    sizes = {"terms": 2, "digits": 3}
+    learnt, heldout = draw_problems(200, 50, **sizes, seed=1)
+    assert (learnt, heldout) == draw_problems(200, 50, **sizes, seed=1)
+    more = draw_problems(300, 50, **sizes, seed=1)
+    assert more[0][:200] == learnt and more[1] == heldout
+    others = draw_problems(200, 50, **sizes, seed=2)
+    assert others[0] != learnt and others[1] != heldout
+
+
+def test_first_terms_are_spread_evenly():
+    """Each of the nine digits in a ninth of the places: 4.5 standard deviations of 3,000 draws."""
+    learnt, _ = draw_problems(3000, 1, terms=2, digits=2, seed=0)
+    counts = np.bincount([number // 10 for numbers in learnt for number in numbers], minlength=10)[1:]
+    np.testing.assert_allclose(counts / 6000, 1 / 9, atol=4.5 * np.sqrt(1 / 9 * 8 / 9 / 6000))
+
+
+@pytest.mark.parametrize("sizes", [{"learnt": 81, "heldout": 1}, {"learnt": 1, "heldout": 46}])
+def test_more_sums_than_there_are(sizes):
+    with pytest.raises(ValueError, match="of sums of 2 numbers of 1 digit"):
+        draw_problems(**sizes, terms=2, digits=1, seed=0)
+
+
+def test_a_character_is_a_token_and_every_text_comes_back():
+    tokenizer = make_tokenizer()
+    assert (tokenizer.pad_id, tokenizer.eos_ids, tokenizer.vocab_size) == (0, (1,), 14)
+    for text in (CHARACTERS, "37+48=85", "007", ""):
+        ids = tokenizer.encode(text)
+        assert ids == [CHARACTERS.index(character) + 2 for character in text]
+        assert tokenizer.decode([*ids, tokenizer.eos_id, 0]) == text
+
+
+def test_the_tasks_own_answers_are_right_and_others_wrong():
+    task = load_task(config("arithmetic.problems=100", "data.heldout_rows=30"))
+    assert task.prompts is not None and task.heldout is not None
+    assert (len(task.prompts.ids), len(task.heldout.ids)) == (100, 30)
+    for prompts in (task.prompts, task.heldout):
+        assert [task.tokenizer.decode(row) for row in prompts.ids] == list(prompts.texts)
+        answers = [each.columns["answer"] for each in prompts.examples]
+        said = [each.completion for each in prompts.examples]
+        assert set(exact_match(said, answers)) == set(numeric_answer(said, answers)) == {1.0}
+        assert set(exact_match([f"{each}1" for each in said], answers)) == {0.0}
+        assert set(numeric_answer([str(int(answer) + 1) for answer in answers], answers)) == {0.0}
+
+
+def test_demonstrations_are_the_first_sums_with_their_answers_learnt():
+    task = load_task(config("arithmetic.demonstrations=7", "arithmetic.forgotten=0"))
+    assert task.sft is not None and task.prompts is not None and task.sft.count == 7
+    rows = task.sft.batch(np.array([6, 0]), 0)
+    first = task.prompts.examples[0]
+    assert task.tokenizer.decode(rows.ids[1]) == f"{first.prompt}{first.completion}"
+    learnt = [token for token, learn in zip(rows.ids[1], rows.learn[1], strict=True) if learn]
+    assert learnt == [*task.tokenizer.encode(str(first.completion)), task.tokenizer.eos_id]
+
+
+def test_demonstrations_forget_anew_at_every_step_and_rewards_do_not():
+    task = load_task(config("arithmetic.forgotten=0.5"))
+    assert task.sft is not None and task.prompts is not None
+    rows = np.arange(200)
+    one, again, next_step = (task.sft.batch(rows, step).ids for step in (0, 0, 1))
+    assert one == again and one != next_step
+    texts = [task.tokenizer.decode(row) for row in one]
+    right = [text == f"{e.prompt}{e.completion}" for text, e in zip(texts, task.prompts.examples, strict=False)]
+    assert 0.3 < np.mean(right) < 0.8
+    assert all(str(eval(str(e.prompt)[:-1]))[::-1] == e.columns["answer"] for e in task.prompts.examples)
+
+
+def test_fingerprints_tell_what_is_learnt_from_apart():
+    changes = ["seed=0", "seed=1", "arithmetic.problems=3000", "arithmetic.demonstrations=9", "data.heldout_rows=500"]
+    changes += ["arithmetic.forgotten=0.1", "arithmetic.units_first=false"]
+    words = [load_task(config(change)).fingerprint for change in changes]
+    assert len(set(words)) == len(words) and load_task(config()).fingerprint == words[0]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["arithmetic.digits=3"], "are too short for sums of 8 tokens and answers of 5: raise them"),
+        (["arithmetic.problems=9000"], "arithmetic.problems=9000 with data.heldout_rows=512: of sums"),
+        (["model.vocab_size=13"], "model.vocab_size=13 is too small: data.source=arithmetic has 14 tokens"),
+        (["arithmetic.demonstrations=3501"], "arithmetic.demonstrations=3501: it must be at most problems=3500, or"),
+        (["arithmetic.terms=1"], "arithmetic.terms=1: it must be at least 2"),
+        (["data.chat=true"], "data.chat=True has no effect with the built-in task"),
+        (["sft.renaming=0.1"], "sft.renaming=0.1 has no effect with data.source=arithmetic"),
+        (["stages=[sft, reward_model, grpo]"], "data.source=arithmetic has no preferences for stage reward_model"),
+        (["data={source: docstrings}"], "arithmetic.problems="),
+    ],
+)
+def test_settings_that_do_not_go_together(overrides, message):
+    with pytest.raises(UserError, match=".*".join(message.split())):
+        describe(config(*overrides))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_configs_differ_in_their_algorithm_alone(name):
+    """What `--dry-run` prints tells of the sums and of the algorithm; up to its section they are one config."""
+    settings, algorithm = load_config(name, MESH), name.removeprefix("arithmetic-")
+    plan = describe(settings)
+    assert "3500 sums to learn from, 3500 of them with worked answers, 512 held out" in plan
+    assert f"iteration of {algorithm}, colocate, on" in plan and settings.stages == ("sft", algorithm)
+    section, first = getattr(settings, algorithm), config()
+    pace = ("iterations", "rollout_batch", "temperature", "actor")
+    assert [getattr(section, key) for key in pace] == [getattr(first.grpo, key) for key in pace]
+    own = {"name": first.name, "stages": first.stages, algorithm: getattr(first, algorithm), "grpo": first.grpo}
+    assert replace(settings, **own) == first
+
+
+@pytest.mark.slow
+def test_two_iterations_leave_a_model_with_its_tokenizer(tmp_path, quick_programs):
+    transformers = pytest.importorskip("transformers")
+    sizes = ["sft.steps=2", "grpo.iterations=2", "grpo.rollout_batch=32", "evaluation.prompts=16", "sft.batch=16"]
+    summary = main(config(*sizes, f"run_dir={tmp_path}", "model.layers=1", "data.heldout_rows=16"))
+    path = tmp_path / "arithmetic-grpo"
+    assert summary["held_out"]["n"] == 16 and json.loads((path / "summary.json").read_text()) == summary
+    assert len([record for record in read_metrics(path) if record["stage"] == "grpo"]) == 2
+    shown = [each for each in read_jsonl(path / "samples.jsonl") if each["stage"] == "evaluation"]
+    assert all(eval(each["prompt"].rstrip("=")) == int(each["reference"][::-1]) for each in shown)
+    theirs = transformers.AutoTokenizer.from_pretrained(path / "model")
+    assert theirs("37+48=", add_special_tokens=False).input_ids == make_tokenizer().encode("37+48=")
+    assert theirs.decode(make_tokenizer().encode("37+48=85"), skip_special_tokens=True) == "37+48=85"
+    assert (theirs.eos_token_id, theirs.pad_token_id) == (1, 0)

@@ -1,0 +1,246 @@
+import random
+
+import numpy as np
+import pytest
+
+from jrlhf.tasks.docstrings.corpus import Corpus, Example, load_corpus
+from jrlhf.tasks.docstrings.rubric import WEIGHTS, Rubric, is_imperative, related, stem, words
+
+SIGNATURE = "def Mailbox.remove_folder(folder, force=False):"
+LINES = [
+    "Remove the empty folder.",
+    "Return the value.",
+    "Set the value of the given list.",
+    "Open a file for reading.",
+]
+# "value" is in more than one summary of a hundred, "folder" in fewer.
+RUBRIC = Rubric.from_corpus(
+    [Example("m", "f", "def f(x):", f"Return the value {'abc'[i % 3]}.") for i in range(150)]
+    + [Example("m", "f", "def f(x):", line) for line in LINES]
+)
+
+
+def mark(item: str, summary: str, signature: str = SIGNATURE) -> float:
+    return RUBRIC.items(signature, summary)[item]
+
+
+@pytest.fixture(scope="module")
+def corpus() -> Corpus:
+    return load_corpus()
+
+
+@pytest.mark.parametrize(
+    ("item", "summary", "expected"),
+    [
+        ("one_line", "Remove the folder.", 1),
+        ("one_line", "Remove\nthe folder.", 0),
+        ("one_line", "", 0),
+        ("one_line", "  ", 0),
+        ("capital", "Remove it.", 1),
+        ("capital", "remove it.", 0),
+        ("capital", "'x' is removed.", 0),
+        ("capital", "", 0),
+        ("full_stop", "Remove it.", 1),
+        ("full_stop", "Remove it", 0),
+        ("full_stop", "Remove it...", 0),
+        ("full_stop", "Remove it!", 0),
+        ("full_stop", "", 0),
+        ("length", "Remove the folder.", 1),
+        ("length", "one " * 15, 1),
+        ("length", "Remove it.", 2 / 3),
+        ("length", "Remove.", 1 / 3),
+        ("length", "", 0),
+        ("length", "one " * 17, 1 / 3),
+        ("length", "one " * 30, 0),
+        ("own_words", "Remove the named folder.", 1),
+        ("own_words", "Remove the folder(s).", 1),
+        ("own_words", "Call close() on the folder.", 1),
+        ("own_words", "remove_folder(folder) deletes it.", 0),
+        ("own_words", "Delete it as remove_folder() does.", 0),
+        ("own_words", "folder, force -> None", 0),
+        ("own_words", "remove_folder: delete it.", 0),
+        ("own_words", "remove_folder deletes it.", 0),
+        ("own_words", "Mailbox remove folder now.", 0),
+        ("own_words", "", 0),
+        ("known_words", "Remove the value.", 1),
+        ("known_words", "Removing values, opened lists.", 1),
+        ("known_words", "Remove the mailbox.", 1),
+        ("known_words", "Remove the qzx.", 0.5),
+        ("known_words", "Remove qzx wvb.", 0),
+        ("known_words", "Remove qzx wvb tgh rfv.", 0),
+        ("known_words", "Remove the val\ufffd.", 0.0),
+        ("known_words", "12 34.", 0),
+        ("known_words", "", 0),
+        ("specific", "Return the value.", 0),
+        ("specific", "Open a file.", 0),
+        ("specific", "Return the true value.", 0),
+        ("specific", "Delete an empty folder.", 1),
+        ("specific", "Close the mailbox.", 1),
+        ("specific", "Folder of mailbox removed by force.", 1),
+        ("specific", "Folderish things.", 0),
+        ("specific", "", 0),
+    ],
+)
+def test_every_item_rewards_what_it_names(item: str, summary: str, expected: float):
+    assert mark(item, summary) == pytest.approx(expected)
+
+
+def test_common_words_tell_less_of_a_function():
+    signature = "def set_value(value, folder):"
+    assert RUBRIC.common == {stem(word) for word in ("return", "the", "value", "a", "b", "c")}
+    assert mark("specific", "Return the value.", signature) == 0.5
+    assert mark("specific", "Return the value as a value.", signature) == 0.5
+    assert mark("specific", "Return the value in the folder.", signature) == 1
+    assert mark("specific", "Return the folder.", signature) == 1
+
+
+def test_a_name_of_verbs_may_begin_the_line():
+    assert mark("own_words", "remove the entry", "def remove(entry):") == 1
+    assert mark("own_words", "folder removes", "def folder(entry):") == 0
+
+
+def test_defaults_and_helper_words_are_not_what_a_function_is_about():
+    assert mark("specific", "Use force.", "def f(mode='force', self=None):") == 0
+    assert mark("specific", "Return the args of self.", "def Box.__init__(self, *args, **kwargs):") == 0
+    assert mark("specific", "Make a box.", "def Box.__init__(self, *args, **kwargs):") == 1
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "Return the value.",
+        "return True if so",
+        "Recursively remove the tree.",
+        "Re-open the file.",
+        "Reopen the file.",
+        "Unregister a handler.",
+        "Decode, then parse.",
+        "List the names.",
+        "Check for errors.",
+        "Close.",
+    ],
+)
+def test_commands_are_imperative(line: str):
+    assert is_imperative(line)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "Returns the value.",
+        "Returning the value.",
+        "Returned by the parser.",
+        "The value.",
+        "List of names.",
+        "Name of the file.",
+        "Called when done.",
+        "Helper for close.",
+        "Deprecated.",
+        "Recursively removes the tree.",
+        "Reblah the file.",
+        "If set, return it.",
+        "get_name(x)",
+        "",
+    ],
+)
+def test_descriptions_are_not_imperative(line: str):
+    assert not is_imperative(line)
+
+
+def test_words_come_apart_where_identifiers_join_them():
+    assert words("HTTPServer.handle_request2(IMAP4)") == ["http", "server", "handle", "request", "imap"]
+    assert words("Don't re-use X's file.") == ["don", "t", "re", "use", "x", "s", "file"]
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        ["file", "files", "filing", "filed"],
+        ["parse", "parses", "parsed", "parser", "parsing"],
+        ["class", "classes"],
+        ["address", "addresses", "addressed"],
+        ["entry", "entries"],
+        ["set", "sets", "setting", "setter"],
+        ["delete", "deletion", "deleting"],
+        ["represent", "represents", "representation"],
+        ["add", "adds", "added", "adding"],
+    ],
+)
+def test_inflections_share_a_stem(family: list[str]):
+    assert len({stem(word) for word in family}) == 1
+
+
+def test_different_words_keep_different_stems():
+    different = ["file", "filter", "name", "number", "mode", "module", "key", "keep", "list", "listen", "set", "send"]
+    assert len({stem(word) for word in different}) == len(different)
+
+
+@pytest.mark.parametrize(
+    ("part", "word", "expected"),
+    [
+        ("folder", "folders", True),
+        ("parser", "parsing", True),
+        ("dir", "directory", True),
+        ("msg", "message", True),
+        ("cmd", "command", True),
+        ("readline", "line", True),
+        ("file", "filter", False),
+        ("msg", "command", False),
+        ("fd", "folder", False),
+        ("readline", "in", False),
+        ("folder", "value", False),
+    ],
+)
+def test_words_speak_of_parts_of_names(part: str, word: str, expected: bool):
+    assert related(part, word) is expected
+
+
+def test_score_is_the_weighted_mean_of_the_items():
+    items = RUBRIC.items(SIGNATURE, "removes the folder")
+    assert list(items) == list(WEIGHTS)
+    expected = sum(WEIGHTS[name] * items[name] for name in items) / sum(WEIGHTS.values())
+    assert RUBRIC.score(SIGNATURE, "removes the folder") == pytest.approx(expected)
+    assert RUBRIC.score(SIGNATURE, "Remove the empty folder.") == pytest.approx(1.0)
+    assert RUBRIC.score(SIGNATURE, "") == 0.0
+
+
+def test_fixing_one_fault_always_raises_the_score():
+    faulty = ["removes the folder", "remove the folder", "Remove the folder", "Remove the folder."]
+    scores = [RUBRIC.score(SIGNATURE, line) for line in faulty]
+    assert scores == sorted(scores) and len(set(scores)) == 4
+
+
+def test_real_lines_beat_generic_foreign_bad_and_senseless_ones(corpus: Corpus):
+    """The order that the rubric is for, on functions whose modules it has never seen."""
+    rubric = Rubric.from_corpus(corpus.train)
+    style = ("one_line", "imperative", "capital", "full_stop")
+    marks = [rubric.items(example.signature, example.summary) for example in corpus.heldout]
+    good = [all(items[name] == 1 for name in style) for items in marks]
+    follow = [example for example, is_good in zip(corpus.heldout, good, strict=True) if is_good]
+    rest = [example for example, is_good in zip(corpus.heldout, good, strict=True) if not is_good]
+    assert 0.4 < np.mean(good) < 0.75
+
+    rng = random.Random(0)
+    letters = "abcdefghijklmnopqrstuvwxyz    "
+
+    def mean(pairs: list[tuple[str, str]]) -> float:
+        return float(np.mean([rubric.score(signature, line) for signature, line in pairs]))
+
+    specific = mean([(e.signature, e.summary) for e in follow])
+    generic = max(
+        mean([(e.signature, line) for e in corpus.heldout])
+        for line in ("Return a value.", "Return the given object.", "Set the value of the given name.")
+    )
+    foreign = mean([(e.signature, rng.choice(follow).summary) for e in corpus.heldout])
+    bad = mean([(e.signature, e.summary) for e in rest])
+    senseless = mean([(e.signature, "".join(rng.choice(letters) for _ in range(40))) for e in corpus.heldout])
+    assert specific > generic + 0.1
+    assert generic > foreign - 0.01
+    assert foreign > bad > senseless + 0.3
+    named = np.mean([items["specific"] for items, is_good in zip(marks, good, strict=True) if is_good])
+    misnamed = np.mean([rubric.items(e.signature, rng.choice(follow).summary)["specific"] for e in corpus.heldout])
+    assert named > 0.7 and misnamed < 0.1
+
+
+def test_equal_corpora_give_equal_rubrics(corpus: Corpus):
+    assert Rubric.from_corpus(corpus.train) == Rubric.from_corpus(tuple(reversed(corpus.train)))

@@ -1,0 +1,218 @@
+"""The engine against one program for the whole rollout: the same tokens, however the rows were scheduled."""
+
+from collections import Counter
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jrlhf.meshes import AXES, GENERATE, make_mesh
+from jrlhf.models import (
+    Engine,
+    LoRAConfig,
+    ModelConfig,
+    SamplingConfig,
+    Schedule,
+    init_lm,
+    init_lora,
+    lora_shardings,
+    make_generate,
+    param_shardings,
+    to_int8,
+)
+from jrlhf.models.generation import engine, generate
+from jrlhf.models.generation.cache import transposes_keys
+from jrlhf.models.generation.chunks import Programs
+from jrlhf.models.generation.decoding import Decoder
+from jrlhf.models.generation.engine import _Rollout
+from tests.models.test_families import CONFIGS
+
+CONFIG = ModelConfig(
+    vocab_size=150, embed=32, layers=2, heads=4, kv_heads=2, head_dim=8, mlp=48, max_positions=64, qk_norm=True
+)
+LORA = LoRAConfig(rank=2, alpha=8.0)
+U, P, R = 16, 6, 24
+# Stop tokens are common, so that lengths differ: from 2, by min_new_tokens, to the limit.
+SAMPLING = SamplingConfig(R, temperature=0.9, min_new_tokens=2, stop_ids=tuple(range(0, 150, 12)))
+
+
+class Setting:
+    """Weights and prompts on a mesh, and what the plain program draws."""
+
+    def __init__(self, sizes, *, config=CONFIG, samples=1, lora=None, int8=False):
+        self.mesh = make_mesh(*sizes, devices=jax.devices()[: np.prod(sizes)])
+        self.config, self.samples, self.lora = config, samples, lora
+        generator = np.random.default_rng(3)
+        lengths = generator.integers(1, P + 1, U).astype(np.int32)
+        tokens = generator.integers(0, config.vocab_size, (U, P)).astype(np.int32)
+        with jax.set_mesh(self.mesh):
+            rows = jax.NamedSharding(self.mesh, jax.P(AXES))
+            self.prompts = jax.device_put((tokens, lengths), rows)
+            self.keys = jax.device_put(jax.random.split(jax.random.key(7), U * samples), rows)
+            stacked = init_lm(config, jax.random.key(0))
+            layers = [jax.tree.map(lambda x, i=i: 4 * x[i], stacked["layers"]) for i in range(config.layers)]
+            base = jax.device_put({**stacked, "layers": layers}, param_shardings(config, self.mesh, GENERATE))
+            base = to_int8(base) if int8 else base
+            self.weights: Any = (base,)
+            if lora is not None:
+                adapter = jax.tree.map(lambda x: x + 0.1, init_lora(config, lora, jax.random.key(1)))
+                self.weights = jax.device_put(adapter, lora_shardings(config, self.mesh, lora)), base
+
+    def call(self, function, prompts, keys):
+        first, *base = self.weights
+        with jax.set_mesh(self.mesh):
+            return jax.device_get(function(first, *prompts, keys, *base))
+
+    def plain(self):
+        program = jax.jit(make_generate(self.config, self.mesh, SAMPLING, lora=self.lora))
+        repeated = jax.tree.map(lambda x: np.repeat(jax.device_get(x), self.samples, axis=0), self.prompts)
+        return self.call(program, jax.device_put(repeated, self.keys.sharding), self.keys)
+
+    def scheduled(self, schedule):
+        engine = Engine(self.config, self.mesh, SAMPLING, schedule, samples=self.samples, lora=self.lora)
+        return self.call(engine, self.prompts, self.keys)
+
+
+def assert_same(found, expected):
+    for name in ("tokens", "prompt_lengths", "response_lengths", "finished"):
+        np.testing.assert_array_equal(getattr(found, name), getattr(expected, name), err_msg=name)
+    np.testing.assert_allclose(found.logprobs, expected.logprobs, atol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def alone():
+    setting = Setting((1, 1, 1))
+    return setting, setting.plain()
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        Schedule(chunk=5, buckets=3, lengths=1),
+        Schedule(chunk=5, buckets=1, lengths=3, prefill=3),
+        Schedule(slots=4, chunk=3, buckets=2, lengths=2, prefill=2),
+    ],
+    ids=["compaction", "growing caches", "refill"],
+)
+def test_tokens_do_not_depend_on_the_schedule(alone, schedule, monkeypatch):
+    setting, expected = alone
+    assert len(set(expected.response_lengths.tolist())) > 5 and expected.response_lengths.max() == R
+    done = {name: 0 for name in ("admit", "chunk", "take", "grow")}
+
+    def counted(name, call):
+        def counting(*arguments):
+            done[name] += 1
+            return call(*arguments)
+
+        return counting
+
+    for name in done:
+        monkeypatch.setattr(Programs, name, counted(name, getattr(Programs, name)))
+    monkeypatch.setattr(_Rollout, "warm", lambda self: None)
+    assert_same(setting.scheduled(schedule), expected)
+    waves = schedule.waves(U, schedule.slots or U, P)
+    assert done["chunk"] >= R // schedule.chunk and done["admit"] >= U / waves[-1]
+    assert (done["take"] > 0) == (schedule.buckets > 1) and (done["grow"] > 0) == (schedule.lengths > 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gemma", "gpt2"])
+def test_windows_and_learned_positions_count_from_a_rows_own_start(family, monkeypatch):
+    """In slots that others had before, and in caches that are longer or shorter than those of one program."""
+    monkeypatch.setattr(_Rollout, "warm", lambda self: None)
+    setting = Setting((1, 1, 1), config=CONFIGS[family])
+    assert_same(setting.scheduled(Schedule(slots=4, chunk=6, buckets=2, lengths=2, prefill=2)), setting.plain())
+
+
+def test_tokens_do_not_depend_on_how_keys_are_stored(alone, monkeypatch):
+    setting, expected = alone
+    assert transposes_keys(setting.mesh)  # on accelerators they are stored as values are
+    for module in (engine, generate):
+        monkeypatch.setattr(module, "transposes_keys", lambda mesh: False)
+    schedule = Schedule(slots=4, chunk=5, buckets=2, lengths=2, prefill=2)
+    assert_same(setting.scheduled(schedule), expected)
+    assert_same(setting.plain(), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [(1, 2, 2), (2, 2, 2), (1, 2, 4)])
+def test_groups_of_devices_refill_and_compact_together(sizes):
+    setting = Setting(sizes)
+    assert_same(setting.scheduled(Schedule(slots=8, chunk=6, buckets=2, lengths=1)), setting.plain())
+
+
+def test_samples_share_a_prefill_and_a_prompt(monkeypatch):
+    setting = Setting((1, 1, 1), samples=3)
+    expected, prefill = setting.plain(), Decoder.prefill
+
+    def counting(decoder, params, prompts, size):
+        seen.add(len(prompts))
+        return prefill(decoder, params, prompts, size)
+
+    monkeypatch.setattr(Decoder, "prefill", counting)
+    monkeypatch.setattr(_Rollout, "warm", lambda self: None)
+    for schedule, prefilled in (Schedule(slots=7, chunk=6, lengths=1), {1, 2}), (Schedule(chunk=R), {U}):
+        seen = set()
+        assert_same(setting.scheduled(schedule), expected)
+        assert seen == prefilled
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("int8", [False, True])
+def test_adapters_and_int8_bases_decode_alike(int8):
+    setting = Setting((1, 1, 1), lora=LORA, int8=int8)
+    assert_same(setting.scheduled(Schedule(slots=8, chunk=8, buckets=1, lengths=1)), setting.plain())
+
+
+@pytest.fixture
+def compiled():
+    """How often XLA has compiled a program of each name."""
+    names: Counter[str] = Counter()
+
+    def listen(event: str, duration_secs: float, **details: object) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            names[str(details["fun_name"]).removeprefix("jit(").removesuffix(")")] += 1
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield names
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def test_nothing_compiles_after_the_first_call(alone, compiled):
+    setting, expected = alone
+    schedule = Schedule(slots=8, chunk=6, buckets=2, lengths=2)
+    engine = Engine(CONFIG, setting.mesh, SAMPLING, schedule)
+    assert len(schedule.waves(U, 8, P)) == 2
+    others = [jax.device_put(jax.random.split(jax.random.key(seed), U), setting.keys.sharding) for seed in range(3)]
+    compiled.clear()
+    assert_same(setting.call(engine, setting.prompts, setting.keys), expected)
+    holding_the_model = {"_run_chunk": 2 * 2, "_prefilled": 2}
+    rows = {"_filled_rows": 2, "_taken_rows": 1, "_all_done": 2, "_assembled": 1}
+    caches = {"_filled_cache": 2 * 2, "_taken": 2, "empty": 2}
+    compiled.pop("grown", None)  # one that the engines of a process share
+    assert compiled == holding_the_model | rows | caches
+    compiled.clear()
+    for keys in others:  # other lengths, so other moments at which rows come and go
+        setting.call(engine, setting.prompts, keys)
+    assert not compiled
+
+
+def test_what_does_not_fit_is_refused():
+    mesh = make_mesh(1, 2, 1, devices=jax.devices()[:2])
+    engine = partial(Engine, CONFIG, mesh, SAMPLING)
+    arguments = jnp.zeros((U, P), jnp.int32), jnp.ones(U, jnp.int32), jax.random.split(jax.random.key(0), U)
+    with pytest.raises(ValueError, match="decode slots: a batch of 3 rows cannot be divided over 2 devices"):
+        engine(Schedule(slots=3))({}, *arguments)
+    with pytest.raises(ValueError, match="16 prompts with 2 samples each need 32 keys, not 16"):
+        engine(samples=2)({}, *arguments)
+    arguments = *arguments[:2], jax.random.split(jax.random.key(0), 4 * U)
+    with pytest.raises(ValueError, match="4 samples .* each of 2 groups of devices has 2: raise slots to 8"):
+        engine(Schedule(slots=4), samples=4)({}, *arguments)
+    arguments = *arguments[:2], jax.random.split(jax.random.key(0), 5 * U)
+    with pytest.raises(ValueError, match="raise slots to 16"):  # 10 would not divide
+        Engine(CONFIG, make_mesh(2, 1, 4), SAMPLING, Schedule(slots=8), samples=5)({}, *arguments)
+    with pytest.raises(ValueError, match="stop id 150"):
+        Engine(CONFIG, mesh, SamplingConfig(4, stop_ids=(150,)))

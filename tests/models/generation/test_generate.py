@@ -1,0 +1,262 @@
+"""Generation against the plain decoder: tokens, log-probabilities, where rows end, and what they depend on."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+
+from jrlhf.meshes import GENERATE, make_mesh
+from jrlhf.models import ModelConfig, SamplingConfig, init_lm, make_generate, param_shardings
+from jrlhf.models.generation import decoding
+
+# 2 key-value heads: each serves 2 devices at tensor=4. A vocabulary that is no multiple of 128.
+CONFIG = ModelConfig(
+    vocab_size=150,
+    embed=32,
+    layers=2,
+    heads=8,
+    kv_heads=2,
+    head_dim=8,
+    mlp=48,
+    max_positions=32,
+    qk_norm=True,
+    qkv_bias=True,
+    softcap=8.0,
+)
+UNTIED = ModelConfig(**{**vars(CONFIG), "kv_heads": 8, "softcap": None, "tie_embeddings": False})
+B, P, R = 16, 6, 8
+STOPS = tuple(range(0, 150, 7))
+fast_jit = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+
+
+def prompts(rows=B, width=P) -> Any:
+    generator = np.random.default_rng(5)
+    lengths = generator.integers(1, P + 1, rows).astype(np.int32)
+    tokens = generator.integers(0, CONFIG.vocab_size, (rows, P)).astype(np.int32)
+    tokens = np.where(np.arange(P)[None, :] < lengths[:, None], tokens, 0)
+    return np.pad(tokens, ((0, 0), (0, width - P))), lengths
+
+
+def row_keys(rows=B):
+    return jax.random.split(jax.random.key(11), rows)
+
+
+def unstacked(params):
+    count = jax.tree.leaves(params["layers"])[0].shape[0]
+    layers = [jax.tree.map(lambda x, i=i: x[i], params["layers"]) for i in range(count)]
+    return {**params, "layers": layers}
+
+
+class Generator:
+    """A compiled generation on one mesh, from host to host."""
+
+    def __init__(self, config, params, sampling, sizes, axis_type=AxisType.Explicit, dtype=jnp.float32, samples=1):
+        self.mesh = make_mesh(*sizes, devices=jax.devices()[: np.prod(sizes)], axis_type=axis_type)
+        with jax.set_mesh(self.mesh):
+            self.params = jax.device_put(unstacked(params), param_shardings(config, self.mesh, GENERATE))
+            self.function = fast_jit(make_generate(config, self.mesh, sampling, dtype=dtype, samples=samples))
+
+    def __call__(self, prompts, keys):
+        with jax.set_mesh(self.mesh):
+            return jax.device_get(self.function(self.params, *prompts, keys))
+
+
+@pytest.fixture(scope="module")
+def models(reference):
+    """Per config: its weights, sharpened so that logits differ clearly, and the plain decoder's jitted functions."""
+
+    def build(config):
+        params = reference.random_params(config)
+        params["embedding"] = params["embedding"] * np.float32(0.5)
+        return params, fast_jit(lambda tokens, t: reference.logprobs(params, config, tokens, t)[0])
+
+    return {config: build(config) for config in (CONFIG, UNTIED)}
+
+
+def test_operations_say_in_a_trace_to_which_part_they_belong(models, scopes):
+    generator = Generator(CONFIG, models[CONFIG][0], SamplingConfig(R), (1, 1, 1))
+    with jax.set_mesh(generator.mesh):
+        found = scopes(generator.function, generator.params, *prompts(), row_keys())
+    assert {"prefill", "decode", "embed", "attention", "mlp", "norm", "head", "sample"} <= found
+
+
+def in_response(out):
+    position = np.arange(out.tokens.shape[1])[None, :]
+    return (position >= out.prompt_lengths[:, None]) & (position < (out.prompt_lengths + out.response_lengths)[:, None])
+
+
+@pytest.fixture(scope="module")
+def stopped(models):
+    """A run with a minimal length and many stop tokens, and its generator."""
+    sampling = SamplingConfig(R, temperature=0.9, min_new_tokens=2, stop_ids=STOPS)
+    run = Generator(CONFIG, models[CONFIG][0], sampling, (2, 2, 2))
+    return run, run(prompts(), row_keys())
+
+
+@pytest.mark.parametrize(
+    ("config", "sizes", "axis_type", "sampling"),
+    [
+        (CONFIG, (1, 2, 4), AxisType.Explicit, SamplingConfig(R, temperature=0.9, min_new_tokens=2, stop_ids=STOPS)),
+        pytest.param(
+            UNTIED,
+            (1, 8, 1),
+            AxisType.Auto,
+            SamplingConfig(R, temperature=0.5, top_k=20, top_p=0.9),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            UNTIED,
+            (1, 1, 8),
+            AxisType.Explicit,
+            SamplingConfig(R, temperature=1.0, top_p=0.7),
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["tensor=4", "fsdp=8", "tensor=8"],
+)
+def test_logprobs_equal_recomputed_ones_and_rows_do_not_depend_on_the_mesh(
+    models, stopped, config, sizes, axis_type, sampling
+):
+    params, recompute = models[config]
+    out = Generator(config, params, sampling, sizes, axis_type)(prompts(), row_keys())
+    inside = in_response(out)
+    np.testing.assert_allclose(
+        out.logprobs[inside], np.asarray(recompute(out.tokens, sampling.temperature))[inside], atol=1e-4
+    )
+    assert (out.logprobs[~inside] == 0).all()
+    if config == CONFIG:
+        jax.tree.map(partial(np.testing.assert_allclose, atol=1e-4), out, stopped[1])
+        np.testing.assert_array_equal(out.tokens, stopped[1].tokens)
+    else:
+        assert (out.response_lengths == R).all() and not out.finished.any()
+
+
+def test_rows_end_at_their_stop_token(stopped):
+    tokens, lengths = prompts()
+    out = stopped[1]
+    np.testing.assert_array_equal(out.prompt_lengths, lengths)
+    for row in range(B):
+        start, count = lengths[row], out.response_lengths[row]
+        response = out.tokens[row, start : start + count]
+        stops = np.isin(response, STOPS)
+        np.testing.assert_array_equal(out.tokens[row, :start], tokens[row, :start])
+        assert (out.tokens[row, start + count :] == 0).all()
+        assert not stops[:-1].any()
+        assert stops[-1] == out.finished[row]
+        assert count == R or out.finished[row]
+        assert count > 2 or not out.finished[row]
+    # The run is a test only where rows ended early, at their limit, and with a stop at the first step that allows one.
+    assert 0 < out.finished.sum() < B
+    assert out.response_lengths.min() == 3
+    assert (out.response_lengths == R).any()
+
+
+def test_each_token_is_drawn_with_its_rows_key_and_its_position(models, reference, stopped):
+    out = stopped[1]
+    every = fast_jit(lambda tokens: reference.logits(models[CONFIG][0], CONFIG, tokens))
+    logits = np.asarray(every(out.tokens)) / 0.9
+    rows, positions = np.nonzero(in_response(out))
+    drawable = np.pad(logits[rows, positions - 1], ((0, 0), (0, 256 - 150)), constant_values=-np.inf)
+    banned = (positions - out.prompt_lengths[rows] < 2)[:, None] & np.isin(np.arange(256), STOPS)[None, :]
+    keys = jax.vmap(jax.random.fold_in)(row_keys()[rows], positions)
+    drawn = jax.vmap(jax.random.categorical)(keys, np.where(banned, -np.inf, drawable))
+    np.testing.assert_array_equal(drawn, out.tokens[rows, positions])
+
+
+def test_rows_do_not_depend_on_their_neighbours(stopped):
+    run, out = stopped
+    tokens, lengths = prompts()
+    order = np.random.default_rng(0).permutation(B)
+    shuffled = run((tokens[order], lengths[order]), row_keys()[order])
+    np.testing.assert_array_equal(shuffled.tokens, out.tokens[order])
+    # Other neighbours, other tokens behind the prompts' ends.
+    half = np.arange(B) % 2 == 0
+    different = np.where(half[:, None], tokens, 140), np.where(half, lengths, P).astype(np.int32)
+    others = run(different, row_keys())
+    behind = np.arange(P)[None, :] >= lengths[:, None]
+    rubbish = run((np.where(behind, 99, tokens), lengths), row_keys())
+    np.testing.assert_array_equal(others.tokens[half], out.tokens[half])
+    np.testing.assert_array_equal(rubbish.tokens, out.tokens)
+    assert (others.tokens[~half] != out.tokens[~half]).any()
+
+
+def test_samples_of_a_prompt_are_rows_after_one_another(models, stopped):
+    sampling = SamplingConfig(R, temperature=0.9, min_new_tokens=2, stop_ids=STOPS)
+    two = Generator(CONFIG, models[CONFIG][0], sampling, (2, 2, 2), samples=2)
+    few = jax.tree.map(lambda x: x[: B // 2], prompts())
+    out, apart = two(few, row_keys()), stopped[0](jax.tree.map(lambda x: np.repeat(x, 2, axis=0), few), row_keys())
+    jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5), out, apart)
+    assert (out.tokens[::2] != out.tokens[1::2]).any(axis=1).all()
+
+
+def test_greedy_generation_is_the_argmax_of_full_forward_passes(models, reference):
+    """On one device, with a wider prompt bucket; log-probabilities are those of temperature 1."""
+    params, recompute = models[CONFIG]
+    tokens, lengths = prompts(width=P + 2)
+    greedy = Generator(CONFIG, params, SamplingConfig(R, temperature=0.0), (1, 1, 1))
+    out = greedy((tokens, lengths), row_keys())
+
+    next_logits = fast_jit(lambda tokens: reference.logits(params, CONFIG, tokens))
+    expected = np.pad(tokens, ((0, 0), (0, R)))
+    rows = np.arange(B)
+    for step in range(R):
+        at = lengths + step
+        expected[rows, at] = np.asarray(next_logits(expected))[rows, at - 1].argmax(-1)
+    np.testing.assert_array_equal(out.tokens, expected)
+    inside = in_response(out)
+    np.testing.assert_allclose(out.logprobs[inside], np.asarray(recompute(out.tokens, 1.0))[inside], atol=1e-4)
+
+
+def test_bfloat16_logprobs_are_bounded(models):
+    params, recompute = models[UNTIED]
+    sampling = SamplingConfig(R, temperature=1.0)
+    out = Generator(UNTIED, params, sampling, (1, 4, 2), dtype=jnp.bfloat16)(prompts(), row_keys())
+    assert out.logprobs.dtype == np.float32
+    gap = np.abs(out.logprobs - np.asarray(recompute(out.tokens, 1.0)))[in_response(out)]
+    assert 1e-4 < gap.mean() < 0.15
+
+
+@pytest.mark.parametrize(("stop_ids", "steps"), [(tuple(range(150)), 1), ((), R)])
+def test_the_loop_ends_when_every_row_has_stopped(models, monkeypatch, stop_ids, steps):
+    calls = []
+    sample = decoding.sample
+
+    def counting(*arguments, **keywords):
+        jax.debug.callback(lambda: calls.append(1))
+        return sample(*arguments, **keywords)
+
+    monkeypatch.setattr(decoding, "sample", counting)
+    run = Generator(UNTIED, models[UNTIED][0], SamplingConfig(R, stop_ids=stop_ids), (1, 1, 1))
+    out = run(prompts(), row_keys())
+    jax.effects_barrier()
+    assert len(calls) == steps
+    assert (out.response_lengths == steps).all()
+    assert (out.finished == bool(stop_ids)).all()
+
+
+def test_what_does_not_fit_is_refused():
+    mesh = make_mesh(2, 2, 2)
+    shapes = jax.eval_shape(partial(init_lm, CONFIG), jax.random.key(0))
+    shapes = jax.eval_shape(unstacked, shapes)
+
+    def trace(sampling, rows, width):
+        run = make_generate(CONFIG, mesh, sampling)
+        tokens = jax.ShapeDtypeStruct((rows, width), jnp.int32)
+        keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), rows))
+        jax.eval_shape(run, shapes, tokens, jax.ShapeDtypeStruct((rows,), jnp.int32), keys)
+
+    with pytest.raises(ValueError, match="stop id 150 is outside the vocabulary of 150 tokens"):
+        make_generate(CONFIG, mesh, SamplingConfig(4, stop_ids=(150,)))
+    with pytest.raises(ValueError, match=r"generation: a batch of 12 rows .* 8 devices .*: use a multiple of 8"):
+        trace(SamplingConfig(4), 12, 6)
+    with pytest.raises(
+        ValueError, match="prompts of 29 tokens and max_new_tokens=4 together exceed .*max_positions=32"
+    ):
+        trace(SamplingConfig(4), 16, 29)
+    with pytest.raises(ValueError, match="kv_heads=2 cannot be divided over tensor=3"):
+        config = ModelConfig(**{**vars(CONFIG), "heads": 6, "vocab_size": 384})
+        make_generate(config, make_mesh(tensor=3, devices=jax.devices()[:3]), SamplingConfig(4))

@@ -1,0 +1,169 @@
+"""What is drawn, how often, and with what log-probability."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jrlhf.models import SamplingConfig
+from jrlhf.models.generation.sampling import restrict, sample
+
+V = 12
+ROWS = 20_000
+
+
+def draw(logits, config, *, rows=ROWS, vocab_size=V, may_stop=True, seed=0):
+    """Many rows with the same logits."""
+    keys = jax.random.split(jax.random.key(seed), rows)
+    repeated = jnp.broadcast_to(jnp.asarray(logits, jnp.float32)[None, :], (rows, len(logits)))
+    tokens, logprobs = sample(repeated, keys, config, vocab_size=vocab_size, may_stop=jnp.full(rows, may_stop))
+    return np.asarray(tokens), np.asarray(logprobs)
+
+
+def softmax(z):
+    weights = np.exp(z - z.max())
+    return weights / weights.sum()
+
+
+def nucleus(p, top_k, top_p):
+    """The allowed tokens, by a loop over tokens of falling probability."""
+    order = np.argsort(-p)[: len(p) if top_k is None else top_k]
+    kept = p[order] / p[order].sum()
+    allowed, mass = [], 0.0
+    for token, share in zip(order, kept, strict=True):
+        if top_p is not None and allowed and mass >= top_p:
+            break
+        allowed.append(token)
+        mass += share
+    return sorted(allowed)
+
+
+LOGITS = np.random.default_rng(0).normal(size=V) * 1.5
+
+
+@pytest.mark.parametrize(
+    ("top_k", "top_p"),
+    [
+        (None, None),
+        (1, None),
+        (4, None),
+        (V, None),
+        (100, None),
+        (None, 0.01),
+        (None, 0.6),
+        (None, 0.95),
+        (5, 0.8),
+        (5, 1.0),
+    ],
+)
+@pytest.mark.parametrize("temperature", [0.5, *(pytest.param(t, marks=pytest.mark.slow) for t in (1.0, 1.7))])
+def test_draws_follow_the_restricted_softmax(top_k, top_p, temperature):
+    tokens, logprobs = draw(LOGITS, SamplingConfig(1, temperature=temperature, top_k=top_k, top_p=top_p))
+    p = softmax(LOGITS / temperature)
+    allowed = nucleus(p, top_k, top_p)
+    share = np.zeros(V)
+    share[allowed] = p[allowed] / p[allowed].sum()
+    count = np.bincount(tokens, minlength=V)
+    assert (count[share == 0] == 0).all()
+    error = np.abs(count / ROWS - share)
+    assert (error <= 5 * np.sqrt(share * (1 - share) / ROWS)).all()
+    # Whatever may be drawn, the log-probability is that of the whole softmax.
+    np.testing.assert_allclose(logprobs, np.log(p)[tokens], atol=1e-5)
+
+
+def test_temperature_zero_draws_the_most_likely_at_temperature_one():
+    tokens, logprobs = draw(LOGITS, SamplingConfig(1, temperature=0.0), rows=3)
+    assert (tokens == LOGITS.argmax()).all()
+    np.testing.assert_allclose(logprobs, np.log(softmax(LOGITS).max()), atol=1e-6)
+
+
+def test_stop_tokens_are_not_drawn_before_they_may_be():
+    likely = LOGITS.copy()
+    likely[[3, 7]] += 4
+    config = SamplingConfig(9, min_new_tokens=2, stop_ids=(3, 7))
+    p = softmax(likely)
+    assert np.isin(draw(likely, config)[0], (3, 7)).mean() == pytest.approx(p[[3, 7]].sum(), abs=0.02)
+    tokens, logprobs = draw(likely, config, may_stop=False)
+    assert not np.isin(tokens, (3, 7)).any()
+    np.testing.assert_allclose(logprobs, np.log(p)[tokens], atol=1e-5)
+    # The ban comes before the nucleus, which is then taken among what is left.
+    config = SamplingConfig(9, min_new_tokens=2, stop_ids=(3, 7), top_k=1, temperature=0.5)
+    tokens, _ = draw(likely, config, may_stop=False, rows=10)
+    assert (tokens == np.delete(likely, [3, 7]).argmax() + np.sum(np.array([3, 7]) <= LOGITS.argmax())).all()
+    greedy = SamplingConfig(9, min_new_tokens=2, stop_ids=(3, 7), temperature=0.0)
+    assert (draw(likely, greedy, may_stop=False, rows=2)[0] == tokens[:2]).all()
+
+
+def test_vocabulary_padding_is_never_drawn_and_has_no_probability():
+    padded = np.concatenate([LOGITS, np.full(4, 50.0)])
+    for config in (SamplingConfig(1), SamplingConfig(1, top_k=3), SamplingConfig(1, temperature=0.0)):
+        tokens, logprobs = draw(padded, config, rows=500)
+        assert tokens.max() < V
+        np.testing.assert_allclose(logprobs, np.log(softmax(LOGITS))[tokens], atol=1e-5)
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.0}, {"top_k": 2}, {"top_p": 0.5}, {"min_new_tokens": 1}])
+def test_ids_beyond_the_token_limit_are_never_drawn_and_keep_their_probability(options):
+    likely = LOGITS.copy()
+    likely[[9, 10]] += 6
+    config = SamplingConfig(2, token_limit=9, stop_ids=(3,), **options)
+    tokens, logprobs = draw(likely, config, rows=500, may_stop=False)
+    assert tokens.max() < 9
+    np.testing.assert_allclose(logprobs, np.log(softmax(likely))[tokens], atol=1e-5)
+    # A limit at the vocabulary's end is none.
+    same = draw(likely, SamplingConfig(2, token_limit=V, stop_ids=(3,), **options), rows=500)
+    free = draw(likely, SamplingConfig(2, stop_ids=(3,), **options), rows=500)
+    np.testing.assert_array_equal(same[0], free[0])
+
+
+def test_a_rows_draw_depends_on_its_key_only():
+    keys = jax.random.split(jax.random.key(1), 64)
+    logits = jnp.asarray(np.random.default_rng(1).normal(size=(64, V)), jnp.float32)
+    config = SamplingConfig(1)
+    whole, _ = sample(logits, keys, config, vocab_size=V, may_stop=jnp.array([True]))
+    some, _ = sample(logits[10:13], keys[10:13], config, vocab_size=V, may_stop=jnp.array([True]))
+    np.testing.assert_array_equal(whole[10:13], some)
+    assert len(set(np.asarray(whole).tolist())) > 3
+
+
+def test_ties_with_the_last_kept_token_are_kept():
+    logits = jnp.array([[1.0, 0.0, 1.0, 1.0]])
+    np.testing.assert_array_equal(restrict(logits, 2, None), [[1.0, -np.inf, 1.0, 1.0]])
+
+
+@pytest.mark.parametrize("top_k", [None, 37])
+@pytest.mark.parametrize("top_p", [0.05, 0.9, 0.9999999])
+def test_a_nucleus_ends_where_more_likely_tokens_have_its_mass(top_k, top_p):
+    """Of many tokens, some of them alike and some impossible; both signs of logits, and zeros."""
+    logits = np.round(np.random.default_rng(1).normal(size=(6, 400)) * np.geomspace(0.1, 1.5, 6)[:, None], 1)
+    logits[:, 390:] = -np.inf
+    found = np.asarray(restrict(jnp.asarray(logits, jnp.float32), top_k, top_p))
+    for row, kept in zip(logits, found, strict=True):
+        best = np.sort(row)[::-1][:top_k]
+        least = min(x for x in best if softmax(best)[best > x].sum() < top_p)
+        np.testing.assert_array_equal(kept, np.where(row < least, -np.inf, row).astype(np.float32))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"max_new_tokens": 0}, "max_new_tokens=0 must be an integer of at least 1"),
+        ({"max_new_tokens": 2.5}, "max_new_tokens=2.5 must be an integer"),
+        ({"min_new_tokens": 5}, "min_new_tokens=5 must be an integer between 0 and max_new_tokens=4"),
+        ({"min_new_tokens": -1}, "min_new_tokens=-1 must be an integer between"),
+        ({"min_new_tokens": 1.5}, "min_new_tokens=1.5 must be an integer between"),
+        ({"temperature": -0.1}, "temperature=-0.1 must be 0"),
+        ({"temperature": float("nan")}, "temperature=nan must be 0"),
+        ({"temperature": float("inf")}, "temperature=inf must be 0 .greedy. or positive and finite"),
+        ({"top_k": 0}, "top_k=0 must be an integer of at least 1"),
+        ({"top_k": True}, "top_k=True must be an integer"),
+        ({"top_p": 0.0}, "top_p=0.0 must be above 0"),
+        ({"top_p": 1.5}, "top_p=1.5 must be above 0 and at most 1"),
+        ({"token_limit": 0}, "token_limit=0 must be an integer of at least 1"),
+        ({"token_limit": 8.0}, "token_limit=8.0 must be an integer"),
+        ({"token_limit": 5, "stop_ids": (2, 5)}, "stop id 5 is never drawn: it must be below token_limit=5"),
+    ],
+)
+def test_numbers_out_of_range_are_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        SamplingConfig(**{"max_new_tokens": 4, **change})

@@ -1,0 +1,68 @@
+"""The bookkeeping of decode slots: every row gets one slot once, in an order that does not depend on luck."""
+
+import numpy as np
+import pytest
+
+from jrlhf.models.generation.schedule import EMPTY, Schedule, Table, fitting
+
+
+def test_slots_are_halved_as_long_as_every_device_keeps_a_share():
+    assert Schedule(buckets=4).slot_counts(64, 1) == (64, 32, 16, 8)
+    assert Schedule(buckets=9).slot_counts(24, 2) == (24, 12, 6)
+    assert Schedule(buckets=3).slot_counts(4, 4) == (4,)
+    assert Schedule(buckets=1).slot_counts(64, 1) == (64,)
+
+
+def test_caches_grow_to_the_longest_row_and_always_hold_a_chunk():
+    assert Schedule(chunk=64, lengths=4).cache_lengths(512, 512) == (640, 768, 896, 1024)
+    assert Schedule(chunk=200, lengths=4).cache_lengths(512, 512) == (768, 896, 1024)
+    assert Schedule(chunk=900, lengths=4).cache_lengths(512, 512) == (1024,)
+    assert Schedule(chunk=4, lengths=3).cache_lengths(6, 32) == (17, 28, 38)
+    assert fitting((17, 28, 38), 18) == 28
+
+
+def test_prompts_are_prefilled_in_waves():
+    assert Schedule().waves(prompts=64, room=64, width=16) == (64,)  # 1024 tokens
+    assert Schedule().waves(prompts=64, room=64, width=64) == (8, 32)  # 2048 tokens
+    assert Schedule().waves(prompts=64, room=64, width=512) == (8,)
+    assert Schedule().waves(prompts=64, room=16, width=16) == (2, 16)
+    assert Schedule(prefill=3).waves(prompts=64, room=64, width=16) == (3,)
+    assert Schedule(prefill=9).waves(prompts=4, room=4, width=16) == (4,)
+    assert Schedule(chunk=8).is_one_program(rows=64, response=8) and Schedule(64, 8).is_one_program(64, 8)
+    for schedule in (Schedule(chunk=7), Schedule(slots=32, chunk=8), Schedule(chunk=8, prefill=64)):
+        assert not schedule.is_one_program(rows=64, response=8)
+
+
+@pytest.mark.parametrize(("samples", "slots"), [(1, 4), (1, 7), (3, 7)])
+def test_every_row_has_a_slot_exactly_once(samples, slots):
+    prompts, generator = 11, np.random.default_rng(0)
+    table = Table(prompts, samples, slots)
+    seen = []
+    for _ in range(1000):
+        if not table.waiting and not table.running:
+            break
+        admission = table.admit(most=2)
+        assert len(admission.slots) == samples * len(admission.prompts) <= slots
+        rows = table.row[list(admission.slots)]
+        np.testing.assert_array_equal(rows // samples, np.repeat(admission.prompts, samples))
+        seen += rows.tolist()
+        table.release(generator.random(slots) < 0.3)
+    assert sorted(seen) == list(range(prompts * samples))
+
+
+def test_shrinking_keeps_the_rows_that_run():
+    table = Table(6, 1, 6)
+    table.admit(most=6)
+    table.release(np.array([True, False, True, True, False, True]))
+    kept = table.shrink(3)
+    assert kept.tolist() == [1, 4, 0]
+    assert table.row.tolist() == [1, 4, EMPTY]
+    with pytest.raises(AssertionError, match="lost"):
+        table.shrink(1)
+
+
+@pytest.mark.parametrize("name", ["slots", "chunk", "buckets", "lengths", "prefill"])
+@pytest.mark.parametrize("value", [0, -1, 2.5, True])
+def test_numbers_out_of_range_are_refused(name, value):
+    with pytest.raises(ValueError, match=f"{name}={value!r} must be an integer of at least 1"):
+        Schedule(**{name: value})
