@@ -13,22 +13,34 @@ import sys
 import tempfile
 from collections import Counter
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 SMALL = 40  # lines: shorter programs move or convert arrays, outside of any role's function
 
-TINY = "tests/jrlhf/tiny.yaml"
-RL = ["rollout_batch=16", "iterations=3", "save_every=3"]
-RUNS = {  # name -> overrides of the tiny training
-    "ppo": [f"ppo.{setting}" for setting in RL],
-    "grpo": ["stages=[sft,grpo]", "rewards=[{name: short, function: word_count}]", "grpo.algorithm.samples=4"]
-    + [f"grpo.{setting}" for setting in RL],
-    "one-device": ["device.simulated=1", "mesh.fsdp=1", "mesh.tensor=1"] + [f"ppo.{setting}" for setting in RL],
-    "lora": ["lora.rank=4", "stages=[sft,reward_model,grpo]", "grpo.algorithm.samples=4"]
-    + [f"grpo.{setting}" for setting in RL],
-    "chunks": ["stages=[sft,grpo]", "rewards=[{name: short, function: word_count}]", "rollout.chunk=4"]
-    + ["grpo.algorithm.samples=4", "rollout.slots=8"]
-    + [f"grpo.{setting}" for setting in RL],
-    "dpo": ["stages=[sft,dpo]", "dpo.steps=3", "dpo.batch=8", "dpo.save_every=3"],
+TINY: dict[str, Any] = {  # what both checkouts can read
+    "name": "tiny",
+    "device": {"platform": "cpu", "simulated": 8},
+    "mesh": {"data": 1, "fsdp": 4, "tensor": 2},
+    "model": {"embed": 32, "layers": 2, "heads": 2, "kv_heads": 1, "head_dim": 16, "mlp": 64},
+    "sft": {"steps": 2, "batch": 16},
+    "evaluation": {"prompts": 16, "samples": 2},
+}
+LOOP = {"rollout_batch": 16, "iterations": 3, "save_every": 3}
+PAIRS = {"prompts": 24, "heldout_prompts": 16, "samples_per_prompt": 2, "steps": 2, "batch": 8}
+PPO = {**LOOP, "algorithm": {"epochs": 2, "minibatches": 2, "kl_target": 4.0}}
+GRPO = {**LOOP, "algorithm": {"samples": 4, "kl_coef": 0.02}}
+SHORT = [{"name": "short", "function": "word_count"}]
+ONE = {"device": {"platform": "cpu", "simulated": 1}, "mesh": {"data": 1, "fsdp": 1, "tensor": 1}}
+RUNS: dict[str, dict[str, Any]] = {
+    "ppo": {"stages": ["sft", "reward_model", "ppo"], "reward_model": PAIRS, "ppo": PPO},
+    "ppo-one-device": {"stages": ["sft", "reward_model", "ppo"], "reward_model": PAIRS, "ppo": PPO, **ONE},
+    "grpo": {"stages": ["sft", "grpo"], "rewards": SHORT, "grpo": GRPO},
+    "grpo-one-device": {"stages": ["sft", "grpo"], "rewards": SHORT, "grpo": GRPO, **ONE},
+    "lora": {"stages": ["sft", "grpo"], "rewards": SHORT, "grpo": GRPO, "lora": {"rank": 4}},
+    "chunks": {"stages": ["sft", "grpo"], "rewards": SHORT, "grpo": {**GRPO, "rollout": {"chunk": 4, "slots": 8}}},
+    "dpo": {"stages": ["sft", "dpo"], "dpo": {"steps": 3, "batch": 8, "save_every": 3}},
 }
 
 
@@ -48,14 +60,17 @@ def stripped(text: str) -> str:
     return re.sub(r"@(\w+)", number, text)
 
 
-def programs(checkout: Path, overrides: list[str], directory: Path) -> dict[str, list[str]]:
+def programs(checkout: Path, settings: dict[str, Any], directory: Path) -> dict[str, list[str]]:
     """Stripped text -> names of the programs with that text, of one training in `checkout`."""
-    dumps = directory / "dumps"
+    dumps, config = directory / "dumps", directory / "config.yaml"
+    config.write_text(yaml.safe_dump({**TINY, **settings, "run_dir": str(directory)}))
     environment = {**os.environ, "JAX_DUMP_IR_TO": str(dumps), "PYTHONPATH": str(checkout)}
-    command = [sys.executable, "-m", "jrlhf.train", "--config", TINY, f"run_dir={directory}", *overrides]
+    command = [sys.executable, "-m", "jrlhf.train", "--config", str(config)]
     run = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True)
     if run.returncode:
-        raise SystemExit(f"{' '.join(command)} in {checkout} ended with {run.returncode}:\n{run.stderr[-2000:]}")
+        raise SystemExit(
+            f"{' '.join(command)} in {checkout} ended with {run.returncode}:\n{run.stdout[-500:]}{run.stderr[-1500:]}"
+        )
     texts: dict[str, list[str]] = {}
     for path in sorted(dumps.glob("*compile.mlir")):
         text = stripped(path.read_text())

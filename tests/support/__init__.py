@@ -1,0 +1,1 @@
+"""Helpers of the tests: nothing here is installed with the package."""
