@@ -83,7 +83,9 @@ def record(checkout: Path) -> dict[str, int]:
             threading.setprofile(None)  # type: ignore[arg-type]
         assert code == 0, f"the training ended with {code}"
     files = {os.path.realpath(name) for name in ran}
-    core = {path for folder in ("jrlhf", "models", "ppo", "kernels", "meshes") for path in (checkout / folder).rglob("*.py")}
+    core = {
+        path for folder in ("jrlhf", "models", "ppo", "kernels", "meshes") for path in (checkout / folder).rglob("*.py")
+    }
     lines = {}
     for path in sorted({Path(os.path.realpath(path)) for path in core}):
         name = str(path.relative_to(checkout))

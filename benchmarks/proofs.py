@@ -1,0 +1,105 @@
+"""Runs and checks the longest proofs, which take too long for every change.
+
+    python -m benchmarks.proofs list          prints the names of the parts
+    python -m benchmarks.proofs run PART      runs a part and writes results/proofs/PART.json
+    python -m benchmarks.proofs check         exit code 1 if a part was not run or failed; prints the age of each
+
+A part is the tests marked `proof("PART")`, or a folder of tests beside them (`oracle`).
+"""
+
+import datetime
+import json
+import os
+import platform
+import secrets
+import subprocess
+import sys
+import tempfile
+import xml.etree.ElementTree as ElementTree
+from importlib.metadata import version
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results" / "proofs"
+PARTS = {
+    "oracle": "values and gradients against verl and TRL",
+    "memory": "predicted against compiled memory, all programs of the matrix",
+    "kills": "runs killed at random moments and resumed to the same bits",
+    "families": "all families against transformers and PEFT",
+}
+PACKAGES = ("jax", "flax", "optax", "numpy", "orbax-checkpoint")
+
+
+def run(part: str) -> int:
+    """Runs the tests of a part and records the outcome; returns pytest's exit code."""
+    seed = secrets.randbelow(2**31)
+    selection = ["benchmarks/oracle"] if part == "oracle" else ["tests", "--proof", part]
+    with tempfile.TemporaryDirectory() as directory:
+        report = Path(directory) / "junit.xml"
+        command = [sys.executable, "-m", "pytest", "-m", "", "--dist", "load", f"--junitxml={report}", *selection]
+        code = subprocess.run(command, cwd=ROOT, env={**os.environ, "PROOF_SEED": str(seed)}).returncode
+        suite = ElementTree.parse(report).getroot().find("testsuite")
+        assert suite is not None
+    counts = {name: int(suite.get(name, "0")) for name in ("tests", "failures", "errors", "skipped")}
+    failed = [
+        f"{case.get('classname')}::{case.get('name')}" for case in suite if len(case) and case[0].tag != "skipped"
+    ]
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    result = {
+        "part": part,
+        "subject": PARTS[part],
+        "commit": commit,
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "seed": seed,
+        "seconds": round(float(suite.get("time", "0"))),
+        "exit_code": code,
+        **counts,
+        "failed": failed,
+        "python": platform.python_version(),
+        "versions": {name: version(name) for name in PACKAGES},
+    }
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    (RESULTS / f"{part}.json").write_text(json.dumps(result, indent=2) + "\n")
+    return code
+
+
+def problems() -> list[str]:
+    """One sentence for every part that is missing, failed or ran no test; prints the age of each good one."""
+    today, faults = datetime.datetime.now(datetime.UTC), []
+    for part in PARTS:
+        path = RESULTS / f"{part}.json"
+        if not path.is_file():
+            faults.append(f"the proofs of part {part} were never run: .ci/full {part}")
+            continue
+        result = json.loads(path.read_text())
+        passed = result["tests"] - result["skipped"]
+        if result["exit_code"] != 0 or result["failed"] or passed < 1:
+            faults.append(f"the proofs of part {part} failed at {result['commit'][:9]}: {result['failed']}")
+            continue
+        age = today - datetime.datetime.fromisoformat(result["date"])
+        print(f"{part}: {passed} passed at {result['commit'][:9]}, {age.days} days ago")
+    return faults
+
+
+def main(arguments: list[str]) -> int:
+    match arguments:
+        case ["list"]:
+            print("\n".join(PARTS))
+        case ["known", part]:
+            if part not in PARTS:
+                print(f"{part} is no part: choose from {', '.join(PARTS)}", file=sys.stderr)
+                return 2
+        case ["run", part] if part in PARTS:
+            return run(part)
+        case ["check"]:
+            faults = problems()
+            print("\n".join(faults), file=sys.stderr)
+            return int(bool(faults))
+        case _:
+            print(__doc__, file=sys.stderr)
+            return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,38 @@
+"""A run that the version of 2026-11-20 (commit 97cd242) left resumes, and continues as that version did."""
+
+import json
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from jrlhf import train
+
+STORED = Path(__file__).with_name(
+    "stored_run.tar.gz"
+)  # 4 of 6 iterations of PPO are in the checkpoint; metrics.jsonl has 6
+
+
+def records(run: Path) -> dict[tuple[str, int], dict[str, float]]:
+    """(stage, step) -> metrics, without times and rates."""
+    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    timed = ("timing_s/", "perf/")
+    return {
+        (line.pop("stage"), line.pop("step")): {name: x for name, x in line.items() if not name.startswith(timed)}
+        for line in lines
+    }
+
+
+def test_a_run_of_an_older_version_resumes(tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with tarfile.open(STORED) as archive:
+        archive.extractall(filter="data")
+    run = tmp_path / "runs" / "stored"
+    expected = records(run)
+    assert len(expected) == 6
+    assert train.cli(["--config", "config.yaml", "--resume"]) == 0
+    continued = records(run)
+    assert continued.keys() == expected.keys()
+    for key, metrics in expected.items():
+        assert continued[key] == pytest.approx(metrics, rel=1e-3, abs=1e-5), key  # machines round differently
+    assert (run / "model" / "model.safetensors").is_file()

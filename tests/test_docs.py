@@ -1,0 +1,210 @@
+"""README and docs: examples run, commands are understood, paths and links exist, figures are those of the results."""
+
+import ast
+import inspect
+import json
+import re
+import shlex
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jrlhf import plan, train
+from jrlhf.algorithms import registry as algorithms
+from jrlhf.config.check import validate
+from jrlhf.config.schema import load_config
+from jrlhf.models.presets import PRESETS
+from jrlhf.ppo import Rollout
+from jrlhf.report.record import TITLES
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCUMENTS = {
+    path: path.read_text(encoding="utf-8")
+    for path in (
+        *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "configs/launch/README.md")),
+        *sorted((ROOT / "docs").glob("*.md")),
+    )
+}
+FOLDERS = (".ci", "benchmarks", "colab", "configs", "docs", "jrlhf", "kernels", "meshes", "models", "ppo", "tests")
+README, ALGORITHMS, METRICS, RESULTS = (
+    DOCUMENTS[ROOT / name] for name in ("README.md", "docs/algorithms.md", "docs/metrics.md", "docs/results.md")
+)
+COMMANDS = sorted(
+    {
+        command
+        for text in DOCUMENTS.values()
+        for command in re.findall(r"^    (?:.*&& )?(python -m .*?)(?:  +#.*)?$", text, re.M)
+    }
+    | {command for text in DOCUMENTS.values() for command in re.findall(r"`(python -m [^`]+)`", text)}
+)
+
+
+def test_the_readme_is_short():
+    assert len(README.splitlines()) <= 200
+    assert len(README.encode()) <= 12_000
+
+
+def test_the_example_with_a_foreign_model_trains_it():
+    _, code = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    vocabulary, rows, time = 11, 8, 6
+    keys = jax.random.split(jax.random.key(0), 5)
+
+    def weights(key, outputs):
+        embed, head = jax.random.split(key)
+        return {"embed": jax.random.normal(embed, (vocabulary, 4)), "head": jax.random.normal(head, (4, outputs))}
+
+    tokens = jax.random.randint(keys[0], (rows, time), 0, vocabulary)
+    logprobs = -jnp.ones((rows, time))
+    names = {
+        "VOCAB": vocabulary,
+        "actor": weights(keys[1], vocabulary),
+        "critic": weights(keys[2], 1),
+        "scores": jax.random.normal(keys[3], (rows,)),
+        "old": logprobs,
+        "ref": logprobs,
+        "values": jax.random.normal(keys[4], (rows, time)),
+        "rollout": Rollout(
+            tokens=tokens,
+            prompt_lengths=jnp.full(rows, 2),
+            response_lengths=jnp.full(rows, 4),
+            logprobs=logprobs,
+            finished=jnp.ones(rows, bool),
+            version=jnp.array(0),
+        ),
+    }
+    before = jax.tree.map(np.asarray, names["actor"])
+    exec(code, names)
+    state, metrics = names["state"], jax.device_get(names["metrics"])
+    assert state.actor.step == state.critic.step == 1
+    assert all(np.isfinite(value) for value in metrics.values())
+    assert metrics["actor/skipped_updates"] == metrics["critic/skipped_updates"] == 0
+    moved = jax.tree.map(lambda old, new: float(abs(old - new).max()), before, state.actor.params)
+    assert all(0 < change < 0.1 for change in jax.tree.leaves(moved))
+
+
+def test_the_algorithm_shown_is_the_one_that_runs():
+    shown, *_ = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    documented = ast.parse(inspect.getsource(algorithms.grpo)).body[0]
+    assert isinstance(documented, ast.FunctionDef) and ast.get_docstring(documented)
+    documented.body = documented.body[1:]
+    assert ast.unparse(ast.parse(shown)) == ast.unparse(documented)
+
+
+def test_the_algorithm_of_ones_own_is_a_graph_of_its_calls(tmp_path):
+    (own,) = re.findall(r"```python\n(.*?)```", ALGORITHMS, re.DOTALL)
+    (tmp_path / "median.py").write_text(own)
+    graph = algorithms.graph_of(load_config("arithmetic-grpo", [f"grpo.dataflow={tmp_path}/median.py:median"]))
+    assert "estimator.custom_experience" in [call.name for call in graph]
+
+
+def test_every_path_and_link_in_the_documents_exists():
+    for path, text in DOCUMENTS.items():
+        links = [link for link in re.findall(r"\]\(([^)#:]+)\)", text) if not (path.parent / link).exists()]
+        assert links == [], path
+    named = [name for text in DOCUMENTS.values() for name in re.findall(r"`([\w./{},*-]+)`", text)]
+    inside = [path for name in named if name.partition("/")[0] in FOLDERS and "/" in name for path in expanded(name)]
+    assert len(inside) > 50
+    assert [path for path in inside if not list(ROOT.glob(path.rstrip("/")))] == []
+    modules = {module for command in COMMANDS for module in re.findall(r"python -m ([a-z_.]+)", command)}
+    ours = {name for name in modules if name.startswith(("jrlhf", "benchmarks"))}
+    assert {"jrlhf.train", "jrlhf.plan", "benchmarks.memory"} <= ours
+    files = {name: ROOT / name.replace(".", "/") for name in ours}
+    assert [name for name, path in files.items() if not (path.with_suffix(".py").is_file() or path.is_dir())] == []
+
+
+def expanded(path: str) -> list[str]:
+    """`a{b,c}` as `ab` and `ac`."""
+    braces = re.search(r"\{([^}]*)\}", path)
+    if braces is None:
+        return [path]
+    return [name for choice in braces[1].split(",") for name in expanded(path.replace(braces[0], choice, 1))]
+
+
+def test_settings_are_understood(tmp_path):
+    (shown,) = re.findall(r"```yaml\n(.*?)```", README, re.DOTALL)
+    (tmp_path / "shown.yaml").write_text(shown)
+    config = load_config(str(tmp_path / "shown.yaml"))
+    assert config.model.path is not None
+    validate(config, 1, dict.fromkeys(("actor", "reference"), PRESETS[config.model.path]))
+    commands = [shlex.split(command.partition("#")[0]) for command in COMMANDS if "jrlhf.train --config" in command]
+    understood = 0
+    for words in commands:
+        name, *rest = words[words.index("--config") + 1 :]
+        if name not in ("FILE-or-NAME", "mine.yaml"):
+            load_config(name, [word for word in rest if not word.startswith("--") and "dataflow" not in word])
+            understood += 1
+    assert understood >= 6
+
+
+@pytest.mark.full
+def test_commands_run(capsys, tmp_path, monkeypatch):
+    """Trainings of configs that need no download are validated by their own --dry-run, plans are made as shown."""
+    monkeypatch.chdir(tmp_path)
+    (own,) = re.findall(r"```python\n(.*?)```", ALGORITHMS, re.DOTALL)
+    (tmp_path / "median.py").write_text(own)
+    for command in COMMANDS:
+        _, _, module, *arguments = shlex.split(command.partition("#")[0])
+        if module == "jrlhf.train" and arguments[1].startswith(("quickstart", "arithmetic")):
+            code = train.cli([word for word in arguments if word != "--resume"] + ["--dry-run"])
+        elif module == "jrlhf.plan":
+            code = plan.cli(arguments)
+        else:
+            continue
+        assert code == 0, (command, capsys.readouterr().err)
+
+
+def test_every_metric_has_a_meaning():
+    """Each metric that the sources name in full is in docs/metrics.md."""
+    documented = set(re.findall(r"`([\w@/-]+)`", METRICS))
+    first = [line.split("|")[1] for line in METRICS.splitlines() if line.startswith("| `")]
+    for cell in first:  # `a/b_mean`, `_std`, `c`: the last words of the name before
+        names = re.findall(r"`([^`]+)`", cell)
+        for name in names[1:]:
+            documented |= {names[0].rpartition(mark)[0] + mark * (mark == "/") + name for mark in ("/", "_")}
+    prefixes = (
+        "actor|critic|cost|cost_critic|objective|rollout|rollout_corr|perf|group|dapo|safe|sft|dpo|reward_model|logps"
+    )
+    sources = [path for folder in ("jrlhf", "ppo") for path in (ROOT / folder).rglob("*.py")]
+    text = "\n".join(path.read_text(encoding="utf-8") for path in sources)
+    named = set(re.findall(rf'"((?:{prefixes})/[a-z_0-9/]+[a-z0-9])"', text))
+    assert len(named) > 25
+    spread = {name for name in named if {f"{name}/mean", f"{name}_mean"} & documented}
+    as_critic = {name for name in named if name.replace("cost_critic/", "critic/") in documented}
+    assert sorted(named - documented - spread - as_critic) == []
+
+
+def test_figures_are_those_of_the_results():
+    for run in result("algorithms-cpu")["runs"]:
+        title, seconds = TITLES[run["algorithm"]], run["seconds_per_iteration"]
+        right = f"{run['before']:.1%} → {run['after']:.1%}"
+        assert re.search(rf"^\| {re.escape(title)} \|.*\| {right} \| {seconds:.2f} \|$", RESULTS, re.MULTILINE), title
+    for run in result("quickstart")["runs"]:
+        phases, heldout = run["phases"], run["held_out"]
+        before, after = heldout["before"], heldout["after"]
+        cells = (
+            f"{run['seed']}",
+            f"{run['seconds']:.0f} s",
+            f"{phases['sft']:.0f} / {phases['reward_model']:.0f} / {phases['ppo']:.0f} s",
+            f"{100 * run['reward_model_accuracy']:.1f} %",
+            f"{before['gold']:.3f} → {after['gold']:.3f}",
+            f"{heldout['difference']:+.3f} ± {heldout['standard_error']:.3f} ({heldout['standard_errors']:.1f})",
+            f"{before['items']['specific']:.3f} → {after['items']['specific']:.3f}",
+            f"{before['distinct']} → {after['distinct']}",
+            f"{run['kl_last_quarter']:.2f}",
+        )
+        assert f"| {' | '.join(cells)} |" in RESULTS
+    measured = {
+        tuple(f"{ratio[name]:.2f}" for name in ("least", "median", "most"))
+        for peer in ("tunix", "trl", "trl-grpo", "hf")
+        for comparison in result(f"compare-{peer}")["results"]
+        for ratio in comparison["ratios"].values()
+    }
+    stated = set(re.findall(r"\| ([\d.]+) – ([\d.]+) – ([\d.]+) \|$", RESULTS, re.MULTILINE))
+    assert len(stated) >= 9 and stated <= measured
+
+
+def result(name: str) -> dict:
+    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
