@@ -23,9 +23,8 @@ from jrlhf.models import (
 from jrlhf.models.hf import load_adapter
 from jrlhf.models.params import HeadKind, Params
 from jrlhf.roles.model import Architecture, Model
-from jrlhf.roles.pretrained import copied, fresh_model, frozen_copy, load_weights, share
+from jrlhf.roles.pretrained import check_reward_adapter, copied, fresh_model, frozen_copy, load_weights, share
 from jrlhf.stages.context import Context
-from jrlhf.stages.preflight import check_reward_adapter
 
 
 def start_policy(context: Context) -> Model:
