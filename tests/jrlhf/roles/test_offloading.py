@@ -144,7 +144,7 @@ def awake_only(patch: pytest.MonkeyPatch, setup: Setup) -> Counter[str]:
     return computed
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_three_iterations_asleep_are_those_awake_and_every_byte_is_in_its_place(sleepers, awake, monkeypatch):
     words, usual = awake
     watch, size = sleepers.begin(ALL)
@@ -192,7 +192,7 @@ def test_three_iterations_asleep_are_those_awake_and_every_byte_is_in_its_place(
 
 @pytest.mark.parametrize(
     "part",
-    [pytest.param(part, marks=[] if part in ("optimizer", "actor") else pytest.mark.slow) for part in SLEEP_PARTS],
+    [pytest.param(part, marks=[] if part in ("optimizer", "actor") else pytest.mark.full) for part in SLEEP_PARTS],
 )
 def test_each_part_sleeps_by_itself(part, sleepers, awake):
     words, usual = awake
@@ -239,7 +239,7 @@ def test_what_was_brought_ahead_never_stands_for_newer_weights():
     assert by_kind()["device"] == held  # both copies are gone
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_shared_passes_asleep_are_those_awake(sleepers):
     found = []
     for config in (SleepConfig(), ALL):
