@@ -6,7 +6,7 @@ from jrlhf.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from jrlhf.models import ModelConfig
 from jrlhf.roles.pretrained import locate
 
-# A key of an exported reward model's config.json. "eos": answers end at the end-of-text token, before the template's end.
+# A key of an exported reward model's config.json; "eos": an answer ends at its end-of-text token.
 ENDS = "answers_end_with"
 
 
