@@ -1,27 +1,18 @@
 """Any number of rows through programs of one batch size: responses from a policy, scores from a reward model."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import jax
 import numpy as np
 
 from jrlhf.data.batches import pad_rows, put_rows, row_keys
 from jrlhf.data.tokenizer import Tokenizer
+from jrlhf.data.types import Response
 from jrlhf.meshes import to_host
 from jrlhf.models import SamplingConfig, Schedule
 from jrlhf.roles import compiled
 from jrlhf.roles.model import Model
 from jrlhf.stages.context import Context
-
-
-@dataclass(frozen=True)
-class Response:
-    """One response as it was sampled; its ids are never tokenised again."""
-
-    ids: tuple[int, ...]
-    text: str
-    finished: bool
 
 
 def sample(
