@@ -13,9 +13,8 @@ from jrlhf.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from jrlhf.errors import UserError
 from jrlhf.models import LoRAConfig, ModelConfig, lora_shardings
 from jrlhf.models.hf import load_adapter
-from jrlhf.models.params import Params
 from jrlhf.rewards.functions import FunctionReward
-from jrlhf.roles.pretrained import check_weights, locate
+from jrlhf.roles.pretrained import check_reward_adapter, check_weights, locate
 from jrlhf.run.processes import from_main
 from jrlhf.run.tracking import check_wandb
 
@@ -72,25 +71,6 @@ def check_adapter(config: Config, actor: ModelConfig, mesh: Mesh) -> None:
             lora_shardings(actor, mesh, lora)
     except (ValueError, OSError) as error:
         raise UserError(f"lora: {error}") from error
-
-
-def check_reward_adapter(
-    config: Config, path: str, key: str, actor: ModelConfig, mesh: Mesh
-) -> tuple[LoRAConfig, Params]:
-    """A reward model that is an adapter and a head on the actor's base.
-
-    Raises:
-        UserError: there is no such base, or the adapter is none of a reward model or does not fit.
-    """
-    if not config.lora.on:
-        raise UserError(f"{key}={path} is put on the actor's frozen base, which only lora has: set lora.rank")
-    try:
-        lora, adapter = load_adapter(Path(path), actor, mesh)
-        if "value_head" not in adapter:
-            raise ValueError("it has no scalar head (task type SEQ_CLS): name a reward model's adapter")
-    except (ValueError, OSError) as error:
-        raise UserError(f"{key}={path}: {error}") from error
-    return lora, adapter
 
 
 def _check_reward_model(path: str, key: str) -> None:
