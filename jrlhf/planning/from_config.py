@@ -6,7 +6,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jrlhf.algorithms.registry import graph_of, reference_is_base
+from jrlhf.algorithms.registry import graph_of
 from jrlhf.config.schema import Config
 from jrlhf.errors import UserError
 from jrlhf.meshes import Call, Graph
@@ -106,7 +106,7 @@ def role_models(config: Config, models: Mapping[str, ModelConfig]) -> dict[str, 
     if "reference" in models:
         own = config.roles.reference is not None
         reference = policy_like("reference", "lm", trained=False, own=own)
-        found["reference"] = on_base("reference", None, "lm") if reference_is_base(config) else reference
+        found["reference"] = on_base("reference", None, "lm") if config.reference_is_base else reference
     if "reward_model" in config.stages:
         learnt = RoleModel(models["reward"], "scalar", trained=False, wide=True)
         found["reward"] = learnt if lora is None else on_base("reward", lora, "scalar")

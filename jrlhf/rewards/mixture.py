@@ -26,7 +26,8 @@ from jrlhf.models.params import Params
 from jrlhf.ppo import Rollout, RunningMoments, ScoreConfig, shape_scores
 from jrlhf.ppo.masked import masked_extremes
 from jrlhf.ppo.shaping import on_last_token
-from jrlhf.rewards.functions import FunctionReward, RewardFailure
+from jrlhf.rewards.functions import FunctionReward, RewardFailure, reward_function
+from jrlhf.rewards.text_model import is_ours, reward_tokenizer
 from jrlhf.rewards.types import Sample, Scored, weighted_sum
 from jrlhf.roles import compiled
 from jrlhf.roles.graph import Pending, call
@@ -37,7 +38,6 @@ from jrlhf.roles.sampling import Response, read_responses
 from jrlhf.run.clock import Clock, may_deadlock
 from jrlhf.run.processes import from_main, is_main
 from jrlhf.stages.context import Context
-from jrlhf.stages.preflight import is_ours, reward_function, reward_tokenizer
 
 Metrics = dict[str, float | Array]
 Scores = Float[Array, "B"] | Float[Array, "B R"]

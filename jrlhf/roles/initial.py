@@ -110,17 +110,13 @@ class InitialModels:
             raise UserError(f"lora: {error}") from error
 
     def _frozen(self, policy: Model) -> Model:
-        """The policy as it is now, in arrays that nobody trains.
-
-        An adapter that nothing has trained yet changes nothing: then the frozen policy is the base itself.
-        """
-        device = self.config.sleep.reference
-        if policy.architecture.lora is None:
-            return stored(policy.holding(frozen_copy(policy.params, self.compute.dtype)), device)
-        if {"sft", "dpo"} & set(self.config.stages) or self.config.lora.path is not None:
-            return stored(policy.holding(copied(policy.params)), device)
-        assert policy.base is not None
-        return Model(Architecture(policy.config, shared=True), policy.base)
+        """The policy as it is now, in arrays that nobody trains."""
+        if self.config.reference_is_base:
+            assert policy.base is not None
+            return Model(Architecture(policy.config, shared=True), policy.base)
+        is_adapter = policy.architecture.lora is not None
+        params = copied(policy.params) if is_adapter else frozen_copy(policy.params, self.compute.dtype)
+        return stored(policy.holding(params), self.config.sleep.reference)
 
     def _load_frozen(self, path: str, key: str, head: HeadKind = "lm") -> Model:
         model, params = self._load(path, key, head=head, dtype=self.compute.dtype)

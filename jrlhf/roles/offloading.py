@@ -14,7 +14,7 @@ from typing import Any, Literal
 import jax
 from jax.sharding import Mesh
 
-from jrlhf.config.schema import Config, SleepConfig
+from jrlhf.config.schema import SLEEP_PARTS, Config, SleepConfig
 from jrlhf.errors import UserError
 from jrlhf.meshes import Call, Graph
 from jrlhf.meshes.offload import check_host_memory, free_host, is_on_host, offload, onload
@@ -22,7 +22,6 @@ from jrlhf.ppo import TrainState
 from jrlhf.run.clock import Clock
 
 TRAINED = ("actor", "critic", "cost_critic")
-PARTS = ("optimizer", "actor", "critic", "reference", "reward")  # the config's keys
 
 Part = Literal["weights", "optimizer", "generation"]
 Place = Literal["device", "pinned_host", "dropped"]
@@ -96,7 +95,7 @@ def check_sleep(config: SleepConfig, mesh: Mesh) -> None:
     Raises:
         UserError: a device has no memory of its host.
     """
-    asleep = [key for key in PARTS if getattr(config, key) == "host"]
+    asleep = [key for key in SLEEP_PARTS if getattr(config, key) == "host"]
     try:
         if asleep:
             check_host_memory(mesh)

@@ -127,7 +127,11 @@ def check_weights(path: str, key: str, *, head: HeadKind = "lm") -> HFConfig:
 def check_reward_adapter(
     config: Config, path: str, key: str, actor: ModelConfig, mesh: Mesh
 ) -> tuple[LoRAConfig, Params]:
-    """Loads a reward model that is an adapter and a head on the actor's base, for the preflight and for the run."""
+    """A reward model that is an adapter and a head on the actor's base.
+
+    Raises:
+        UserError: there is no such base, or the adapter is none of a reward model or does not fit.
+    """
     if not config.lora.on:
         raise UserError(f"{key}={path} is put on the actor's frozen base, which only lora has: set lora.rank")
     try:

@@ -137,7 +137,7 @@ def test_an_interrupt_before_the_run_begins_is_one_sentence(tmp_path, capsys, mo
     assert capsys.readouterr().err == "interrupted\n" and not list(tmp_path.iterdir())
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_same_seed_gives_the_same_run(finished, tmp_path):
     path, _ = finished
     main(load_config(TINY, [f"run_dir={tmp_path}", "name=again", "profile.iterations=[3]"]))
@@ -225,7 +225,7 @@ def undisturbed(command, tmp_path_factory):
     return directory / "tiny"
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_run_killed_at_random_moments_ends_in_the_same_bits(command, undisturbed, tmp_path):
     moments, kills = random.Random(0), 0
     process = command(tmp_path)
@@ -249,7 +249,7 @@ def test_a_run_killed_at_random_moments_ends_in_the_same_bits(command, undisturb
     assert digest(tmp_path / "tiny" / "model") == digest(undisturbed / "model")
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_run_that_is_asked_to_stop_saves_and_goes_on(command, undisturbed, tmp_path):
     process = command(tmp_path)
     progress(process, tmp_path / "tiny", 14)  # in the third stage

@@ -84,7 +84,7 @@ def test_memory_of_a_compiled_call_is_as_predicted(case):
     assert said.held == pytest.approx(found.held, rel=0.01)  # states are exact, inputs all but
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize(
     "case", list(cpu_cases()), ids=lambda case: f"{case.call}-{case.model.embed}-{case.mesh}-{case.remat}"
 )

@@ -14,13 +14,13 @@ from jax.sharding import PartitionSpec as P
 
 from jrlhf.algorithms.registry import ROLES, graph_of, ppo
 from jrlhf.config.parse import build
-from jrlhf.config.schema import Config, SleepConfig, load_config
+from jrlhf.config.schema import SLEEP_PARTS, Config, SleepConfig, load_config
 from jrlhf.errors import UserError
 from jrlhf.meshes import Call, live_bytes, make_mesh
 from jrlhf.meshes.offload import free_host, is_on_host, offload
 from jrlhf.roles import compiled
 from jrlhf.roles.graph import trace
-from jrlhf.roles.offloading import PARTS, Rest, check_sleep, fetch_ahead, rest_of, resting
+from jrlhf.roles.offloading import Rest, check_sleep, fetch_ahead, rest_of, resting
 from jrlhf.run.checkpoints import Checkpoints, fingerprint_of, like
 from jrlhf.run.clock import Clock
 from jrlhf.run.compilations import CompilationWatch
@@ -144,7 +144,7 @@ def awake_only(patch: pytest.MonkeyPatch, setup: Setup) -> Counter[str]:
     return computed
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_three_iterations_asleep_are_those_awake_and_every_byte_is_in_its_place(sleepers, awake, monkeypatch):
     words, usual = awake
     watch, size = sleepers.begin(ALL)
@@ -191,7 +191,8 @@ def test_three_iterations_asleep_are_those_awake_and_every_byte_is_in_its_place(
 
 
 @pytest.mark.parametrize(
-    "part", [pytest.param(part, marks=[] if part in ("optimizer", "actor") else pytest.mark.slow) for part in PARTS]
+    "part",
+    [pytest.param(part, marks=[] if part in ("optimizer", "actor") else pytest.mark.full) for part in SLEEP_PARTS],
 )
 def test_each_part_sleeps_by_itself(part, sleepers, awake):
     words, usual = awake
@@ -238,7 +239,7 @@ def test_what_was_brought_ahead_never_stands_for_newer_weights():
     assert by_kind()["device"] == held  # both copies are gone
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_shared_passes_asleep_are_those_awake(sleepers):
     found = []
     for config in (SleepConfig(), ALL):
