@@ -11,7 +11,7 @@ from jrlhf.data.tokenizer import Tokenizer
 from jrlhf.data.types import Example, Response
 
 
-class Sampler(Protocol):
+class PairSampler(Protocol):
     """What a task may use to make preference pairs: answers of the run's policy, and random numbers."""
 
     def responses(self, prompts: Sequence[Ids], count: int, purpose: str) -> list[list[Response]]:
@@ -80,7 +80,7 @@ class Task:
     fingerprint: str
     description: str
     sft: SFTData | None = None
-    pairs: Callable[[Sampler], tuple[Pairs, Pairs]] | None = None
+    pairs: Callable[[PairSampler], tuple[Pairs, Pairs]] | None = None
     prompts: Prompts | None = None
     heldout: Prompts | None = None
     gold: Callable[[Sequence[Example], Sequence[str]], Grades] | None = None

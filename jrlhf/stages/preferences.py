@@ -13,7 +13,6 @@ from jrlhf.data.task import Pairs
 from jrlhf.data.types import Response
 from jrlhf.errors import Preempted
 from jrlhf.roles.model import Model
-from jrlhf.roles.sampling import sample
 from jrlhf.run.processes import from_main
 from jrlhf.stages.context import Context
 
@@ -21,7 +20,7 @@ from jrlhf.stages.context import Context
 def collect_pairs(context: Context, policy: Model) -> tuple[Pairs, Pairs]:
     """The task's pairs to learn from and its held-out pairs. Those that were sampled are saved as preferences.jsonl."""
     assert context.task.pairs is not None
-    train, heldout = context.task.pairs(PolicySampler(context, policy, from_main(context.run.seeds)))
+    train, heldout = context.task.pairs(_PolicySampler(context, policy, from_main(context.run.seeds)))
     if train.rows:
         lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in train.rows]
         context.run.write("preferences.jsonl", "".join(lines))
@@ -29,7 +28,7 @@ def collect_pairs(context: Context, policy: Model) -> tuple[Pairs, Pairs]:
 
 
 @dataclass(frozen=True)
-class PolicySampler:
+class _PolicySampler:
     """Answers a task's prompts with a policy, as rollouts do.
 
     seeds: how generators are seeded, as the run's record says: 2: by the purpose; 1: by the length of its name.
@@ -37,7 +36,7 @@ class PolicySampler:
 
     context: Context
     policy: Model
-    seeds: int = 2
+    seeds: int
 
     def responses(self, prompts: Sequence[Ids], count: int, purpose: str) -> list[list[Response]]:
         """`count` rounds; each has one response to each prompt."""
@@ -46,7 +45,7 @@ class PolicySampler:
             context.console.line(f"sampling {purpose}: {number * rows} of {count * rows} responses")
             if context.preemption.agreed():
                 raise Preempted("stopped while preferences were sampled; earlier stages are saved")
-            rounds.append(sample(context, self.policy, prompts, key_for(context.config.seed, purpose, number)))
+            rounds.append(context.sampler.sample(self.policy, prompts, key_for(context.config.seed, purpose, number)))
         return rounds
 
     def rng(self, purpose: str) -> np.random.Generator:

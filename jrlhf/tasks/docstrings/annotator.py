@@ -12,7 +12,7 @@ import numpy as np
 from jrlhf.config.schema import Config
 from jrlhf.data.batches import batch_indices
 from jrlhf.data.encode import Ids
-from jrlhf.data.task import Pairs, Sampler
+from jrlhf.data.task import Pairs, PairSampler
 from jrlhf.data.tokenizer import Tokenizer
 from jrlhf.errors import UserError
 from jrlhf.tasks.docstrings.corpus import Example
@@ -41,7 +41,7 @@ class Pair:
 
 
 def collect_pairs(
-    config: Config, tokenizer: Tokenizer, rubric: Rubric, train: Split, heldout: Split, sampler: Sampler
+    config: Config, tokenizer: Tokenizer, rubric: Rubric, train: Split, heldout: Split, sampler: PairSampler
 ) -> tuple[Pairs, Pairs]:
     """Ranked pairs to train on, some with the wrong label, and held-out pairs in the rubric's own order."""
     section, annotator = config.reward_model, _Annotator(config, tokenizer, rubric, sampler)
@@ -64,7 +64,7 @@ class _Annotator:
     config: Config
     tokenizer: Tokenizer
     rubric: Rubric
-    sampler: Sampler
+    sampler: PairSampler
 
     def pairs(self, split: Split, prompts: int, purpose: str, *, flip: float, margin: float) -> Pairs:
         """Pairs for `prompts` shuffled prompts of a split."""
