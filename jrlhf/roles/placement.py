@@ -13,11 +13,11 @@ import jax
 from jax.sharding import Mesh
 
 from jrlhf.meshes import GENERATE, SCORE, TRAIN, TRAIN_TP, Call, Graph, Layout, lies_elsewhere, make_mesh, transfer
+from jrlhf.meshes.graph import home_of
 from jrlhf.meshes.mesh import Device
 from jrlhf.meshes.offload import is_on_host
 from jrlhf.meshes.plan import Placement, Plan
 from jrlhf.models.params import Params
-from jrlhf.planning.topology import home_of
 from jrlhf.roles.compiled import Compute, is_stored_at, relocate, weights_at
 from jrlhf.roles.model import Architecture, Model
 from jrlhf.run.clock import Clock
