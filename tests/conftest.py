@@ -16,11 +16,29 @@ jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--proof", metavar="NAME", help="run only the tests of this part of .ci/full")
+
+
 def pytest_configure(config: pytest.Config) -> None:
-    """Without the slow proofs the suite compiles without LLVM's optimiser, in which tiny programs spend more time than
-    they gain. The slow proofs are compiled as users' programs are."""
-    if config.option.markexpr == "not slow":
+    """The default suite compiles without LLVM's optimiser, which costs more time than it saves in tiny programs.
+
+    Tests marked `full` and the parts of .ci/full are compiled as users' programs are.
+    """
+    if config.option.markexpr == "not full" and config.option.proof is None:
         os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests marked `proof(name)` run with `--proof name` only, and then alone."""
+    selected, deselected = [], []
+    for item in items:
+        mark = item.get_closest_marker("proof")
+        part = None if mark is None else mark.args[0]
+        (selected if part == config.option.proof else deselected).append(item)
+    items[:] = selected
+    config.hook.pytest_deselected(items=deselected)
 
 
 @pytest.fixture(scope="session")

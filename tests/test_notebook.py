@@ -15,7 +15,7 @@ def test_the_notebook_is_stored_without_outputs():
     )
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore")  # those of Jupyter's own libraries
 def test_the_notebook_runs(tmp_path, monkeypatch):
     import nbformat

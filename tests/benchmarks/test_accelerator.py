@@ -93,7 +93,7 @@ def test_rows_are_written_one_after_the_other_and_join_those_of_an_earlier_run(t
 
 
 @pytest.mark.parametrize(
-    "chosen", [("logprob", "switch"), pytest.param(("decode", "train", "iteration", "score"), marks=pytest.mark.slow)]
+    "chosen", [("logprob", "switch"), pytest.param(("decode", "train", "iteration", "score"), marks=pytest.mark.full)]
 )
 def test_it_runs_at_tiny_shapes(capsys, chosen):
     rows = main(SMALL, chosen, 1e9, None)

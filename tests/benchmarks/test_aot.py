@@ -102,7 +102,7 @@ def test_scores_of_attention(setup: aot.Setup):
     assert aot.attention_scores("train_actor", setup) == 4 * 2 * 2 * 16 * 16
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("name", aot.PROGRAMS)
 def test_every_program_compiles(setup: aot.Setup, name: str):
     found = aot.measured(name, setup, memory=2**40)

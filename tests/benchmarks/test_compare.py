@@ -176,7 +176,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Job:
     return task
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_our_side_computes_numbers_that_tell_models_apart(exported: Job):
     ours.check(exported)
     numbers = np.load(exported.model("ours.npz"))
@@ -184,12 +184,12 @@ def test_our_side_computes_numbers_that_tell_models_apart(exported: Job):
     assert np.std(numbers["logprobs"]) > 0.01 and np.std(numbers["values"]) > 0.01  # else any two models would agree
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_our_side_times_generations(exported: Job):
     assert [len(times) for times in ours.generate(exported).values()] == [2, 2]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_our_side_times_iterations_of_ppo(exported: Job):
     assert [len(times) for times in ours.ppo(exported).values()] == [2, 2]
 
@@ -197,7 +197,7 @@ def test_our_side_times_iterations_of_ppo(exported: Job):
 run = Side.run
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_transformers_computes_the_same_and_a_changed_weight_is_seen(exported: Job, tmp_path: Path, monkeypatch):
     pytest.importorskip("transformers")
     pytest.importorskip("torch")

@@ -374,7 +374,7 @@ def judge(completions, kind, **columns):
 """
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.usefixtures("quick_programs")
 @pytest.mark.parametrize("kind", ["hang", "crash", "exception", "none", "nan", "infinite", "type", "length"])
 def test_a_reward_that_fails_while_the_run_goes_on(tmp_path, settings, capsys, kind):

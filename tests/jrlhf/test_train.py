@@ -31,6 +31,7 @@ from jrlhf.run.checkpoints import Checkpoints, like
 from jrlhf.run.files import read_jsonl
 from jrlhf.run.metrics import read_metrics
 from jrlhf.stages import mfu, setup
+from jrlhf.stages.graphs import stage_graph
 from jrlhf.stages.rl import RLState
 from jrlhf.stages.setup import select_mesh
 from jrlhf.train import cli, main
@@ -137,7 +138,7 @@ def test_an_interrupt_before_the_run_begins_is_one_sentence(tmp_path, capsys, mo
     assert capsys.readouterr().err == "interrupted\n" and not list(tmp_path.iterdir())
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_same_seed_gives_the_same_run(finished, tmp_path):
     path, _ = finished
     main(load_config(TINY, [f"run_dir={tmp_path}", "name=again", "profile.iterations=[3]"]))
@@ -158,7 +159,7 @@ def test_dry_run_counts_the_bytes_that_states_really_take(tmp_path):
     with jax.set_mesh(mesh):
         params = init_sharded(models["actor"], jax.random.key(0), mesh)
         state = TrainState.create(params, adamw(config.ppo.actor, updates=1))
-    predicted = memory_of(config, mesh, models).roles["actor"]
+    predicted = memory_of(config, stage_graph(config, config.stages[-1]), mesh, models).roles["actor"]
     on_device = {device for device, _ in live_bytes(state.params)}
     for device in on_device:
         assert live_bytes(state.params)[device, "device"] == predicted["weights"]
@@ -225,7 +226,7 @@ def undisturbed(command, tmp_path_factory):
     return directory / "tiny"
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_run_killed_at_random_moments_ends_in_the_same_bits(command, undisturbed, tmp_path):
     moments, kills = random.Random(0), 0
     process = command(tmp_path)
@@ -249,7 +250,7 @@ def test_a_run_killed_at_random_moments_ends_in_the_same_bits(command, undisturb
     assert digest(tmp_path / "tiny" / "model") == digest(undisturbed / "model")
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_run_that_is_asked_to_stop_saves_and_goes_on(command, undisturbed, tmp_path):
     process = command(tmp_path)
     progress(process, tmp_path / "tiny", 14)  # in the third stage

@@ -52,7 +52,7 @@ def everything(tmp_path_factory, settings, user):
     return Path(config["run_dir"], "everything"), main(build(Config, config))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_run_on_directories_and_datasets_leaves_what_is_promised(everything, user):
     path, summary = everything
     assert json.loads((path / "summary.json").read_text()) == summary
@@ -76,7 +76,7 @@ def test_a_run_on_directories_and_datasets_leaves_what_is_promised(everything, u
     assert classifier["architectures"] == ["Qwen2ForSequenceClassification"]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_scores_are_the_weighted_sum_of_the_rewards_by_their_names(everything):
     path, _ = everything
     iterations = [record for record in read_metrics(path) if record["stage"] == "ppo"]
@@ -91,7 +91,7 @@ def test_scores_are_the_weighted_sum_of_the_rewards_by_their_names(everything):
     assert len({record["rewards/preference/mean"] for record in iterations}) == 4
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_invariants_hold_from_a_model_directory(everything):
     first = next(record for record in read_metrics(everything[0]) if record["stage"] == "ppo")
     assert first["objective/kl"] == 0.0 and first["actor/initial_ratio_gap"] < 1e-5
@@ -99,7 +99,7 @@ def test_invariants_hold_from_a_model_directory(everything):
         assert record.get("rollout/logprob_gap_max", 0.0) < 1e-4
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_run_settles_and_compiles_nothing_more(everything):
     """But for a reward model with its own tokenizer: a width it has not met, always a power of two."""
     for stage in ("sft", "reward_model", "ppo"):
@@ -107,7 +107,7 @@ def test_a_run_settles_and_compiles_nothing_more(everything):
         assert compiled[0] > 0 and compiled[2:] == [0] * len(compiled[2:]), (stage, compiled)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_validation_is_done_every_second_iteration_and_by_source(everything):
     path, _ = everything
     records = [record for record in read_metrics(path) if record["stage"] == "ppo"]
@@ -127,7 +127,7 @@ def test_validation_is_done_every_second_iteration_and_by_source(everything):
     assert len(ends) == 8 and all("<|im_start|>user\nWhat is" in sample["prompt"] for sample in ends)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_exported_models_load_again(everything, user):
     path, _ = everything
     mesh = select_mesh(load_config(str(path / "config.yaml")))[0]
@@ -161,7 +161,7 @@ def adapted(tmp_path_factory, settings, user, make_model):
     return root / "adapted", actor
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_scores_of_tokens_are_normalised_and_penalised(adapted):
     records = [record for record in read_metrics(adapted[0]) if record["stage"] == "ppo"]
     for record in records:
@@ -171,7 +171,7 @@ def test_scores_of_tokens_are_normalised_and_penalised(adapted):
     assert math.isclose(records[-1]["score/running_mean"], seen, rel_tol=1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_adapters_are_trained_on_a_base_that_stays(adapted):
     path, actor = adapted
     mesh = select_mesh(load_config(str(path / "config.yaml")))[0]
@@ -198,7 +198,7 @@ def test_adapters_are_trained_on_a_base_that_stays(adapted):
     assert lora.rank == 4
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("base", ["auto", "int8"])
 def test_all_stages_with_adapters_in_bfloat16(tmp_path, settings, user, base):
     config = settings(
@@ -238,7 +238,7 @@ def flaky(completions, completion_ids):
 '''
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_run_that_a_reward_stopped_goes_on_in_the_same_bits(tmp_path, settings, user):
     """The reward fails in the third iteration; a resume later takes two more. Moments, validation, order: all alike."""
     sign = tmp_path / "sign"
@@ -285,7 +285,7 @@ def _touch_after(metrics: Path, records: int, sign: Path) -> subprocess.Popen:
     return subprocess.Popen([sys.executable, "-c", program, str(metrics), str(records), str(sign)])
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_run_that_is_killed_goes_on_in_the_same_bits(tmp_path, settings, user, programs):
     """In the third iteration of PPO, by the system: with own tokenizers, running moments, adapters and validation."""
     config = settings(
@@ -325,7 +325,7 @@ def test_a_run_that_is_killed_goes_on_in_the_same_bits(tmp_path, settings, user,
 # --- Parts of the whole ---
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_stages_by_themselves(everything, tmp_path, settings, user):
     """Supervised learning alone is the same as in a whole run; a reward model alone learns from the actor as it is."""
     config = settings(name="alone", run_dir=str(tmp_path), stages=["sft"], rewards=[])

@@ -104,7 +104,7 @@ def test_pallas_tpu(tpu_params):
 
 # With two devices the interpreter of jax 0.12 now and then aborts, or sees a race between a write and the commit that
 # follows it; that of 0.10, with which the slow proofs run, does not.
-@pytest.mark.slow
+@pytest.mark.full
 def test_pallas_gpu(gpu_params):
     forward = pallas_gpu.Forward(interpret=gpu_params)
     op = partial(pallas_gpu.token_logprobs, head=Head(**OPTIONS, axis_name="tensor"), tile=16, forward=forward)

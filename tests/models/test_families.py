@@ -98,10 +98,10 @@ def expected(reference):
     [
         ("gemma", (2, 2, 2), TRAIN, "full"),
         ("gpt2", (1, 2, 4), TRAIN_TP, "full"),
-        pytest.param("llama", (2, 1, 4), TRAIN_TP, "gather", marks=pytest.mark.slow),
-        pytest.param("gemma", (1, 2, 4), TRAIN_TP, "gather", marks=pytest.mark.slow),
-        pytest.param("gpt2", (2, 2, 2), TRAIN, "gather", marks=pytest.mark.slow),
-        pytest.param("llama", (1, 4, 2), TRAIN, "full", marks=pytest.mark.slow),
+        pytest.param("llama", (2, 1, 4), TRAIN_TP, "gather", marks=pytest.mark.full),
+        pytest.param("gemma", (1, 2, 4), TRAIN_TP, "gather", marks=pytest.mark.full),
+        pytest.param("gpt2", (2, 2, 2), TRAIN, "gather", marks=pytest.mark.full),
+        pytest.param("llama", (1, 4, 2), TRAIN, "full", marks=pytest.mark.full),
     ],
     ids=lambda x: getattr(x, "name", None) or str(x),
 )
@@ -136,7 +136,7 @@ def test_outputs_and_gradients_equal_the_plain_decoder(expected, family, sizes, 
 
 
 @pytest.mark.parametrize(
-    "family", ["gemma", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt2", "llama"))]
+    "family", ["gemma", *(pytest.param(name, marks=pytest.mark.full) for name in ("gpt2", "llama"))]
 )
 def test_generation_draws_with_the_log_probabilities_of_the_plain_decoder(expected, reference, family):
     """Rows of unequal lengths that outgrow the windows, one device's cache holding a share of the heads."""

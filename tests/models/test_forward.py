@@ -100,7 +100,7 @@ def expected(reference):
         (2, (1, 2, 4), TRAIN, "gather", AxisType.Auto),
         (0, (1, 2, 4), TRAIN_TP, "full", AxisType.Explicit),
         *(
-            pytest.param(*case, marks=pytest.mark.slow)
+            pytest.param(*case, marks=pytest.mark.full)
             for case in (
                 (1, (2, 2, 2), TRAIN, "full", AxisType.Explicit),
                 (0, (1, 8, 1), TRAIN, "full", AxisType.Explicit),

@@ -144,9 +144,9 @@ def expected(reference):
     ("config", "lora", "sizes", "axis_type", "remat"),
     [
         (EVERYTHING, FULL, (2, 2, 2), AxisType.Explicit, "full"),
-        pytest.param(LOCAL, SOME, (1, 2, 4), AxisType.Auto, "gather", marks=pytest.mark.slow),
-        pytest.param(EVERYTHING, FULL, (1, 1, 8), AxisType.Auto, "gather", marks=pytest.mark.slow),
-        pytest.param(LOCAL, SOME, (1, 8, 1), AxisType.Explicit, "full", marks=pytest.mark.slow),
+        pytest.param(LOCAL, SOME, (1, 2, 4), AxisType.Auto, "gather", marks=pytest.mark.full),
+        pytest.param(EVERYTHING, FULL, (1, 1, 8), AxisType.Auto, "gather", marks=pytest.mark.full),
+        pytest.param(LOCAL, SOME, (1, 8, 1), AxisType.Explicit, "full", marks=pytest.mark.full),
     ],
     ids=["everything-2-2-2", "local-tensor=4", "everything-tensor=8", "local-fsdp=8"],
 )
@@ -186,7 +186,7 @@ def same_gradient(path, actual, expected):
     ("config", "lora", "int8", "dtype"),
     [
         (EVERYTHING, FULL, False, jnp.float32),
-        pytest.param(LOCAL, SOME, True, jnp.bfloat16, marks=pytest.mark.slow),
+        pytest.param(LOCAL, SOME, True, jnp.bfloat16, marks=pytest.mark.full),
     ],
     ids=["float32", "int8-bfloat16"],
 )

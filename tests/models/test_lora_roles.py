@@ -149,7 +149,7 @@ def iterated(weights):
     return before, *run(make_mesh(2, 2, 2), weights)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_one_base_serves_every_role_and_nothing_else_is_kept(iterated, weights):
     before, base, reward, _, out = iterated
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(base), weights[0])  # bit for bit
@@ -170,14 +170,14 @@ def test_one_base_serves_every_role_and_nothing_else_is_kept(iterated, weights):
         assert held[device] < 1.5 * own  # three bases would be 3 * own, before any state
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_at_the_first_step_the_ratio_is_1_and_the_kl_is_0(iterated):
     *_, out = iterated
     np.testing.assert_array_equal(out.old, out.ref)
     assert out.metrics["actor/initial_ratio_gap"] < 1e-6
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_an_iteration_does_not_depend_on_the_mesh(iterated, weights):
     *_, out = iterated
     *_, other = run(make_mesh(1, 1, 1, devices=jax.devices()[:1]), weights)
@@ -189,7 +189,7 @@ def test_an_iteration_does_not_depend_on_the_mesh(iterated, weights):
             assert np.abs(x - y).max() <= 1e-5 * np.abs(x).max()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("temperature", [0.9, 0.5, 1.0])
 def test_rollout_logprobs_are_the_recomputed_ones(iterated, weights, temperature):
     """Also where the adapter is not new: generation and scoring apply it unmerged."""

@@ -239,7 +239,7 @@ REPEATED = ("llama_linear", "mistral", "qwen2", "qwen2_windows")
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(name, marks=[pytest.mark.slow] if name in REPEATED else []) for name in CONFIGS],
+    params=[pytest.param(name, marks=[pytest.mark.full] if name in REPEATED else []) for name in CONFIGS],
 )
 def case(request, goldens, tmp_path_factory):
     """One family: what is known of it, its directories, and what we compute from them."""

@@ -57,7 +57,7 @@ def matrices(layer):
     return {name: layer[part][name] for part in ("attention", "mlp") for name in layer[part] if name in INPUTS}
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, pytest.param(jnp.bfloat16, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dtype", [jnp.float32, pytest.param(jnp.bfloat16, marks=pytest.mark.full)])
 def test_no_entry_is_off_by_more_than_half_a_step_of_its_channel(base, dtype):
     params = jax.tree.map(lambda x: jnp.asarray(x, dtype), base)
     for stacked in (True, False):

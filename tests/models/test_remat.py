@@ -95,7 +95,7 @@ def test_more_kept_is_less_computed(programs):
     assert full - attention == pytest.approx(2 * tokens * N * H * LENGTH, rel=0.05)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_layers_that_are_not_scanned_follow_the_policy(mesh):
     lora = LoRAConfig(rank=2, alpha=4.0)
     base = init_lm(CONFIG, jax.random.key(0))

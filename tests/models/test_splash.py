@@ -25,7 +25,7 @@ def drawn(seed, *shape) -> Any:
     ("kv_heads", "length", "options"),
     [
         (2, 150, {"softcap": 1.5, "window": 20, "scale": 0.3}),
-        pytest.param(4, 128, {}, marks=pytest.mark.slow),
+        pytest.param(4, 128, {}, marks=pytest.mark.full),
     ],
     ids=["every switch", "plain"],
 )

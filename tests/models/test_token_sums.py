@@ -69,9 +69,9 @@ def same(path, actual, expected):
     ("sizes", "layout", "axis_type"),
     [
         ((1, 4, 2), TRAIN, AxisType.Explicit),
-        pytest.param((1, 4, 2), TRAIN_TP, AxisType.Explicit, marks=pytest.mark.slow),
-        pytest.param((1, 1, 1), TRAIN, AxisType.Explicit, marks=pytest.mark.slow),
-        pytest.param((2, 2, 2), TRAIN, AxisType.Auto, marks=pytest.mark.slow),
+        pytest.param((1, 4, 2), TRAIN_TP, AxisType.Explicit, marks=pytest.mark.full),
+        pytest.param((1, 1, 1), TRAIN, AxisType.Explicit, marks=pytest.mark.full),
+        pytest.param((2, 2, 2), TRAIN, AxisType.Auto, marks=pytest.mark.full),
     ],
     ids=lambda x: getattr(x, "name", None) or str(x),
 )
@@ -89,9 +89,9 @@ def test_sums_equal_the_summed_terms(reference, sizes, layout, axis_type):
     ("sizes", "layout", "axis_type", "span"),
     [
         ((1, 4, 2), TRAIN, AxisType.Explicit, 2),
-        pytest.param((1, 4, 2), TRAIN_TP, AxisType.Explicit, 4, marks=pytest.mark.slow),
-        pytest.param((1, 1, 1), TRAIN, AxisType.Auto, LENGTH, marks=pytest.mark.slow),
-        pytest.param((2, 2, 2), TRAIN, AxisType.Auto, 3, marks=pytest.mark.slow),
+        pytest.param((1, 4, 2), TRAIN_TP, AxisType.Explicit, 4, marks=pytest.mark.full),
+        pytest.param((1, 1, 1), TRAIN, AxisType.Auto, LENGTH, marks=pytest.mark.full),
+        pytest.param((2, 2, 2), TRAIN, AxisType.Auto, 3, marks=pytest.mark.full),
     ],
     ids=lambda x: getattr(x, "name", None) or str(x),
 )
@@ -128,7 +128,7 @@ def test_starts_come_with_a_span(reference):
         jax.eval_shape(lambda *x: sums(*x, terms, starts=starts), params, tokens, data)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_sums_under_an_adapter(reference):
     mesh = make_mesh(2, 2, 2)
     with jax.set_mesh(mesh):

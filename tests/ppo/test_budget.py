@@ -211,7 +211,7 @@ def experience_of(toy, lengths):
     return replace(experience, response_mask=mask, advantages=noise[0], returns=noise[1], values=noise[2])
 
 
-@pytest.mark.parametrize("where", ("alone", pytest.param("all axes", marks=pytest.mark.slow), "auto, some axes"))
+@pytest.mark.parametrize("where", ("alone", pytest.param("all axes", marks=pytest.mark.full), "auto, some axes"))
 def test_weights_and_metrics_are_those_of_whole_minibatches(toy, where, whole_minibatches):
     _, put, context = placed(where)
     optimizer = optax.sgd(0.5)

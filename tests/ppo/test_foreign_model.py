@@ -88,7 +88,7 @@ def alone():
     return train(jnp.asarray, jnp.asarray, jnp.asarray)
 
 
-@pytest.mark.parametrize("axis_type", [pytest.param(AxisType.Auto, marks=pytest.mark.slow), AxisType.Explicit])
+@pytest.mark.parametrize("axis_type", [pytest.param(AxisType.Auto, marks=pytest.mark.full), AxisType.Explicit])
 def test_same_result_on_a_mesh(axis_type, alone):
     mesh = make_mesh(data=2, fsdp=2, tensor=2, axis_type=axis_type)
 

@@ -55,7 +55,7 @@ CONFIGS = {
 }
 # PPO's functions have such tests of their own.
 every_algorithm = pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name == "grpo" else pytest.mark.slow) for name in CONFIGS]
+    "name", [pytest.param(name, marks=[] if name == "grpo" else pytest.mark.full) for name in CONFIGS]
 )
 
 
@@ -201,7 +201,7 @@ def test_micro_batches_padding_and_the_mesh_change_nothing(toy, plain, name):
     assert_same(plain, name, divided(toy, name, AxisType.Explicit, micro_batches=2, padding=3))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize(("axis_type", "micro_batches"), [(AxisType.Auto, 1), (None, 8)], ids=["auto", "one device"])
 @every_algorithm
 def test_nor_do_other_divisions(toy, plain, name, axis_type, micro_batches):

@@ -84,13 +84,13 @@ def separately(toy, config, rollout, scores, ref):
         PPOConfig(truncation="bootstrap"),
         pytest.param(
             PPOConfig(truncation="mask", entropy_coef=0.1, kl_estimator="k2", value_clip=None, target_kl=0.1),
-            marks=pytest.mark.slow,
+            marks=pytest.mark.full,
         ),
         PPOConfig(kl_in="loss", kl_estimator="k3", aggregation="seq-mean-token-mean", importance="token"),
         pytest.param(
-            PPOConfig(kl_coef=0.0, ratio="sequence", aggregation="seq-mean-token-mean"), marks=pytest.mark.slow
+            PPOConfig(kl_coef=0.0, ratio="sequence", aggregation="seq-mean-token-mean"), marks=pytest.mark.full
         ),
-        pytest.param(PPOConfig(old_logprobs="rollout"), marks=pytest.mark.slow),
+        pytest.param(PPOConfig(old_logprobs="rollout"), marks=pytest.mark.full),
     ],
     ids=["defaults", "options", "kl in the loss", "no reference", "rollout"],
 )
@@ -144,7 +144,7 @@ def test_bad_scores_alone_never_reach_the_weights(toy, batch):
     assert metrics["actor/skipped_updates"] == metrics["critic/skipped_updates"] == 1
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_without_an_entropy_bonus_its_derivative_is_not_asked_for(toy, batch):
     def spoiled(params, tokens):
         logprobs, entropy = toy.logprobs(params, tokens)
@@ -183,7 +183,7 @@ def test_texts_are_refused(toy):
     ("make", "config"),
     [
         (make_group_experience, GRPOConfig(samples=2)),
-        pytest.param(make_group_experience, RLOOConfig(samples=4), marks=pytest.mark.slow),
+        pytest.param(make_group_experience, RLOOConfig(samples=4), marks=pytest.mark.full),
         (make_return_experience, ReinforcePPConfig(entropy_coef=0.1)),
     ],
     ids=["kl in the loss", "kl in the reward, ratio of sequences", "returns"],

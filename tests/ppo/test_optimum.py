@@ -27,7 +27,7 @@ TOKENS = Problem.random(prompts=3, vocab=5, limit=1, ends=False, seed=1)
 TREES = Problem.random(prompts=2, vocab=3, limit=3, ends=True, seed=3)
 ROWS = {id(TOKENS): 1536, id(TREES): 2048}  # every prompt's share is the same
 BETA = 0.5
-slow = pytest.mark.slow
+slow = pytest.mark.full
 
 
 def trained(problem, config, iterations=200):

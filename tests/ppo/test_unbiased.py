@@ -36,7 +36,7 @@ from tests.ppo.enumeration import Estimator, Problem, numerical_gradient, object
 from tests.ppo.tabular import Tables, compiled
 
 BETA = 0.3
-slow = pytest.mark.slow
+slow = pytest.mark.full
 TOKENS = Problem.random(prompts=1, vocab=3, limit=1, ends=False, seed=8)
 TREES = Problem.random(prompts=1, vocab=2, limit=2, ends=True, seed=8)  # 3 responses, of one token and of two
 PAIRS = Problem.random(prompts=1, vocab=3, limit=2, ends=False, seed=9)  # 9 responses, all of two tokens

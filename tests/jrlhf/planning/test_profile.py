@@ -151,7 +151,7 @@ def test_devices_at_hand_as_hardware():
 # ---- the programs that are measured are what they are called
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_layers_are_those_of_the_model():
     devices = jax.devices()[:2]
     model = plans.MODEL

@@ -69,7 +69,7 @@ def test_branch_and_bound_finds_what_trying_everything_finds(seed, lockstep):
     assert optimum(evaluator, choices, below=best[0] * 1.001).choice == best[1]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("rows", [512, 64])
 def test_7b_and_7b_on_8_devices_come_within_a_hundredth_of_the_optimum(rows):
     """At least 99 % for each of 6 seeds in 50,000 proposals, proven by branch and bound on slices of 4 devices or more
@@ -236,7 +236,7 @@ def test_colocation_is_best_on_few_devices_and_loses_its_lead_on_many(model):
     assert len(divisions(PPO, options_of(workload, cluster, prices), cluster, prices.capacity)[0].sets) == 2
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_thousand_devices_are_planned_for():
     workload, cluster, prices = problem(1024, "70b", "70b", rows=8192)
     result = search(workload, cluster, prices, Budget(proposals=50_000), seed=0)

@@ -53,7 +53,7 @@ PAIRS = {
 
 
 @pytest.mark.parametrize("pair", PAIRS)
-@pytest.mark.parametrize("head", [LM, pytest.param(SCALAR, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("head", [LM, pytest.param(SCALAR, marks=pytest.mark.full)])
 def test_weights_are_brought_to_a_call_bit_for_bit(pair, head):
     source, target = (mesh_on(*each) for each in PAIRS[pair])
     params = init_sharded(MODEL, jax.random.key(0), source, head, zero_head=False)

@@ -92,7 +92,7 @@ class Setup:
             return algorithms.ppo(self.actor, self.critic, self.reference, rewards, self.estimator, batch, 0.1)
 
 
-@pytest.fixture(scope="module", params=[0.5, pytest.param(0.9, marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=[0.5, pytest.param(0.9, marks=pytest.mark.full)])
 def setup(request):
     return Setup(request.param, make_mesh(1, 2, 2, devices=jax.devices()[:4]), Clock())
 
@@ -138,7 +138,7 @@ def test_two_critics_are_timed_apart(name, timed):
     assert set(critic.clock.take()) == {f"timing_s/{timed}", f"timing_s/update_{name}", "timing_s/step"}
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_single_update_may_share_the_passes_that_made_its_experience():
     ends = []
     for shared_passes in (False, True):
@@ -171,7 +171,7 @@ def test_the_generation_copy_lives_only_while_generating(setup):
     assert after != before and live_bytes() == before
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_calls_that_are_not_waited_for_give_the_same_bits():
     setup = Setup(1.0, make_mesh(1, 1, 1, devices=jax.devices()[:1]), Clock())
     states = setup.actor.state, setup.critic.state
@@ -191,7 +191,7 @@ def test_calls_that_are_not_waited_for_give_the_same_bits():
     assert ends[0] == ends[1]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_an_adapter_and_the_base_that_is_its_reference_are_scored_in_one_pass():
     mesh, clock, lora = make_mesh(1, 2, 2, devices=jax.devices()[:4]), Clock(), LoRAConfig(rank=2, alpha=8.0)
     with jax.set_mesh(mesh):

@@ -230,7 +230,7 @@ def test_a_flipped_bit_anywhere_is_seen_or_has_no_effect(two_steps, tmp_path, ca
     assert "Traceback" not in capfd.readouterr().err and not reports
 
 
-@pytest.mark.parametrize("how", [pytest.param("truncated", marks=pytest.mark.slow), "deleted"])
+@pytest.mark.parametrize("how", [pytest.param("truncated", marks=pytest.mark.full), "deleted"])
 def test_a_file_that_is_cut_or_gone_is_seen_or_has_no_effect(two_steps, tmp_path, capfd, reports, how):
     steps = []
     for name in files_of(two_steps[0] / "2"):
@@ -441,7 +441,7 @@ def test_a_process_killed_while_it_saves_leaves_a_good_checkpoint(tmp_path):
     kill_while_saving(tmp_path, random.Random(0).uniform(0.0, 0.5))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("seed", range(8))
 def test_a_process_killed_at_any_moment_leaves_a_good_checkpoint(tmp_path, seed):
     kill_while_saving(tmp_path, random.Random(seed).uniform(0.0, 1.0))

@@ -208,7 +208,7 @@ def runs(tmp_path_factory) -> Path:
     return runs
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_two_processes_do_what_one_does(runs: Path):
     assert_same_run(runs / "one", runs / "two", "model", "reward_model")
     for name in ("preferences.jsonl", "tokenizer.json"):
@@ -221,7 +221,7 @@ QUICKSTART = (
 ).split()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_two_processes_run_the_quickstart_as_one_does(tmp_path: Path):
     for count, name in ((1, "one"), (2, "two")):
         launched = train(count, tmp_path, name, *QUICKSTART, config="quickstart")
@@ -229,7 +229,7 @@ def test_two_processes_run_the_quickstart_as_one_does(tmp_path: Path):
     assert_same_run(tmp_path / "one", tmp_path / "two", "model", "reward_model")
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("stage", ["dpo", "grpo"])
 def test_pairs_and_a_reward_model_of_text_in_two_processes(stage: str, user: Path, settings, tmp_path: Path):
     rates = {"learning_rate": 1e-3, "warmup": 0}
@@ -246,7 +246,7 @@ def test_pairs_and_a_reward_model_of_text_in_two_processes(stage: str, user: Pat
     assert_same_run(tmp_path / "one", tmp_path / "two", "model")
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_files_are_written_once(runs: Path):
     def files(run: Path) -> set[str]:
         found = {
@@ -261,7 +261,7 @@ def test_files_are_written_once(runs: Path):
     assert "ppo" not in said and "ppo 3/3" in (runs / "name=two.0.log").read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_run_that_one_process_is_asked_to_stop_goes_on_to_the_same_bits(runs: Path):
     launched = train(2, runs, "stopped", *SMALL)
     until = time.monotonic() + 400
@@ -281,7 +281,7 @@ def test_a_run_that_one_process_is_asked_to_stop_goes_on_to_the_same_bits(runs: 
     assert all(np.array_equal(weights[name], expected[name]) for name in expected)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("killed", [0, 1])
 def test_a_process_that_dies_ends_the_others(tmp_path: Path, killed: int):
     endless = ("stages=[sft]", "sft.steps=1000000", "sft.save_every=1000000", "distributed.heartbeat=10")
@@ -317,7 +317,7 @@ GRPO = (
 ).split()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_reward_function_runs_in_the_first_process_and_all_learn_from_it(tmp_path: Path, monkeypatch):
     (tmp_path / "rewards.py").write_text(FUNCTION)
     config = {
@@ -388,7 +388,7 @@ def test_an_address_without_a_port_is_refused():
         load_config(TINY, ["distributed.coordinator=host"])
 
 
-@pytest.mark.parametrize("said", ["config", pytest.param("slurm", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("said", ["config", pytest.param("slurm", marks=pytest.mark.full)])
 def test_a_coordinator_that_does_not_answer_is_named(tmp_path: Path, said: str):
     address = f"127.0.0.1:{free_port()}"
     keys = [f"distributed.coordinator={address}", "distributed.processes=2", "distributed.process=1"]

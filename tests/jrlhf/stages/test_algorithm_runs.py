@@ -38,7 +38,7 @@ RUNS = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("name", RUNS)
 def test_a_resumed_run_ends_in_the_same_bits(name, tmp_path):
     config, stage, own = RUNS[name]

@@ -54,13 +54,13 @@ def real(x, lengths):
     return np.where(np.arange(x.shape[1])[None] < np.asarray(lengths)[:, None], x, 0) if x.ndim > 1 else x
 
 
-@pytest.mark.parametrize("lora", [None, pytest.param(LoRAConfig(rank=2, alpha=4.0), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("lora", [None, pytest.param(LoRAConfig(rank=2, alpha=4.0), marks=pytest.mark.full)])
 @pytest.mark.parametrize(
     ("program", "head", "options"),
     [
         (compiled.score_logprobs, "lm", {"temperature": 0.7}),
-        pytest.param(compiled.score_values, "scalar", {}, marks=pytest.mark.slow),
-        pytest.param(compiled.score_sequences, "scalar", {}, marks=pytest.mark.slow),
+        pytest.param(compiled.score_values, "scalar", {}, marks=pytest.mark.full),
+        pytest.param(compiled.score_sequences, "scalar", {}, marks=pytest.mark.full),
     ],
 )
 def test_scores_are_those_of_the_whole_batch(mesh, rows, program, head, options, lora):
@@ -74,7 +74,7 @@ def test_scores_are_those_of_the_whole_batch(mesh, rows, program, head, options,
     assert jax.tree.map(lambda x: x.sharding, got) == jax.tree.map(lambda x: x.sharding, expected)
 
 
-@pytest.mark.parametrize("compute", [BUDGET, pytest.param(compiled.Compute(score_parts=3), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("compute", [BUDGET, pytest.param(compiled.Compute(score_parts=3), marks=pytest.mark.full)])
 def test_scores_of_responses_are_those_of_all_tokens(mesh, rows, compute):
     architecture, params, _ = model_of(mesh, "lm", None)
     starts, mask = responses_in(rows[1])
@@ -95,9 +95,9 @@ def responses_in(lengths):
     ("lora", "config", "responses"),
     [
         (None, PPOConfig(), RESPONSE),
-        pytest.param(None, PPOConfig(micro_batch_tokens=32), RESPONSE, marks=pytest.mark.slow),
-        pytest.param(None, PPOConfig(micro_batch_tokens=32), None, marks=pytest.mark.slow),
-        pytest.param(LoRAConfig(rank=2, alpha=4.0), PPOConfig(micro_batch_tokens=32), RESPONSE, marks=pytest.mark.slow),
+        pytest.param(None, PPOConfig(micro_batch_tokens=32), RESPONSE, marks=pytest.mark.full),
+        pytest.param(None, PPOConfig(micro_batch_tokens=32), None, marks=pytest.mark.full),
+        pytest.param(LoRAConfig(rank=2, alpha=4.0), PPOConfig(micro_batch_tokens=32), RESPONSE, marks=pytest.mark.full),
     ],
 )
 def test_an_update_is_that_of_the_whole_minibatch(mesh, rows, lora, config, responses):
@@ -119,7 +119,7 @@ def test_an_update_is_that_of_the_whole_minibatch(mesh, rows, lora, config, resp
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), metrics, expected_metrics)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_reward_learning_is_that_of_all_pairs(mesh, rows):
     tokens, lengths = rows
     batch = PreferenceBatch(tokens, lengths, *put_rows((np.asarray(tokens)[::-1], np.asarray(lengths)[::-1]), mesh))

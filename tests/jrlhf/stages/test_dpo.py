@@ -109,7 +109,7 @@ def test_a_prompt_ends_where_both_answers_begin(settings):
         assert task.tokenizer.decode(rejected[length:]).startswith("I do not know")
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_adapters_learn_and_the_base_is_the_reference(tmp_path, settings, make_model):
     actor = make_model(tmp_path / "actor", seed=3, layers=1)
     sections = {"model": {"path": str(actor)}, "lora": {"rank": 4}, "rewards": [], "stages": ["dpo"]}
@@ -159,7 +159,7 @@ def test_dry_run_counts_the_reference_and_prints_the_plan(tmp_path, capsys):
 # --- Resume ---
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_run_that_is_killed_goes_on_in_the_same_bits(tmp_path, programs):
     """On the built-in task: the annotator's pairs are sampled again from the same frozen policy."""
     stage = ["dpo.steps=6", "dpo.batch=8", "dpo.eval_every=3", "dpo.save_every=2", "dpo.learning_rate=1e-3"]

@@ -14,7 +14,7 @@ from jrlhf.run.metrics import read_metrics
 from jrlhf.stages import finalize
 from jrlhf.train import main
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_programs")]
+pytestmark = [pytest.mark.full, pytest.mark.usefixtures("quick_programs")]
 
 ASLEEP = dict.fromkeys(("optimizer", "actor", "critic", "reference", "reward"), "host")
 GRPO: Any = {"iterations": 3, "rollout_batch": 32, "save_every": 1, "algorithm": {"samples": 4}}

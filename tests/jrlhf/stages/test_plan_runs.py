@@ -22,7 +22,7 @@ from jrlhf.stages import rl
 from jrlhf.stages.loop import run_stage
 from jrlhf.train import main
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_programs")]
+pytestmark = [pytest.mark.full, pytest.mark.usefixtures("quick_programs")]
 
 FIRST = {"devices": "0-3", "fsdp": 2, "tensor": 2}
 SECOND = {"devices": "4-7", "fsdp": 2, "tensor": 2}

@@ -118,7 +118,7 @@ def test_tokens_do_not_depend_on_the_schedule(alone, schedule, monkeypatch):
     assert (done["take"] > 0) == (schedule.buckets > 1) and (done["grow"] > 0) == (schedule.lengths > 1)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("family", ["gemma", "gpt2"])
 def test_windows_and_learned_positions_count_from_a_rows_own_start(family, monkeypatch):
     """In slots that others had before, and in caches that are longer or shorter than those of one program."""
@@ -137,7 +137,7 @@ def test_tokens_do_not_depend_on_how_keys_are_stored(alone, monkeypatch):
     assert_same(setting.plain(), expected)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("sizes", [(1, 2, 2), (2, 2, 2), (1, 2, 4)])
 def test_groups_of_devices_refill_and_compact_together(sizes):
     setting = Setting(sizes)
@@ -160,7 +160,7 @@ def test_samples_share_a_prefill_and_a_prompt(monkeypatch):
         assert seen == prefilled
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("int8", [False, True])
 def test_adapters_and_int8_bases_decode_alike(int8):
     setting = Setting((1, 1, 1), lora=LORA, int8=int8)

@@ -56,7 +56,7 @@ LOGITS = np.random.default_rng(0).normal(size=V) * 1.5
         (5, 1.0),
     ],
 )
-@pytest.mark.parametrize("temperature", [0.5, *(pytest.param(t, marks=pytest.mark.slow) for t in (1.0, 1.7))])
+@pytest.mark.parametrize("temperature", [0.5, *(pytest.param(t, marks=pytest.mark.full) for t in (1.0, 1.7))])
 def test_draws_follow_the_restricted_softmax(top_k, top_p, temperature):
     tokens, logprobs = draw(LOGITS, SamplingConfig(1, temperature=temperature, top_k=top_k, top_p=top_p))
     p = softmax(LOGITS / temperature)

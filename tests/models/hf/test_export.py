@@ -255,7 +255,7 @@ def test_only_an_exports_own_files_are_replaced(reference, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "storage", ["stacked", *(pytest.param(name, marks=pytest.mark.slow) for name in ("int8", "listed"))]
+    "storage", ["stacked", *(pytest.param(name, marks=pytest.mark.full) for name in ("int8", "listed"))]
 )
 def test_an_adapter_is_merged_layer_by_layer(reference, tmp_path, storage):
     """The files of `merge`'s weights, while no layer's merged weights outlive it."""

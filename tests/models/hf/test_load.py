@@ -62,7 +62,7 @@ OFTEN = ("llama biased", "gemma3_text", "gpt2")
 SELDOM = ("llama", "llama bands", "mistral", "qwen2", "qwen3", "gemma2")
 
 
-@pytest.mark.parametrize("name", [*OFTEN, *(pytest.param(name, marks=pytest.mark.slow) for name in SELDOM)])
+@pytest.mark.parametrize("name", [*OFTEN, *(pytest.param(name, marks=pytest.mark.full) for name in SELDOM)])
 def test_every_bit_of_every_family_in_every_storage(reference, tmp_path, mesh, configs, name):
     assert {*OFTEN, *SELDOM} == configs.keys()
     config = configs[name]
@@ -380,7 +380,7 @@ print((kilobytes("VmHWM") - before) * 1024 - arrays, arrays)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_the_host_never_holds_a_second_copy(tmp_path):
     def run(what):
@@ -430,7 +430,7 @@ for name, layout, mesh in (("train", TRAIN, make_mesh(fsdp=4)), ("generate", GEN
 """
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_two_processes_copy_their_own_slices_and_write_one_model(reference, tmp_path, configs, free_port):
     params = random_model(reference, configs["qwen2"])
     directory = export_hf(params, configs["qwen2"], tmp_path / "model", eos_ids=(3,))

@@ -178,7 +178,7 @@ def test_configs_differ_in_their_algorithm_alone(name):
     assert replace(settings, **own) == first
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_two_iterations_leave_a_model_with_its_tokenizer(tmp_path, quick_programs):
     transformers = pytest.importorskip("transformers")
     sizes = ["sft.steps=2", "grpo.iterations=2", "grpo.rollout_batch=32", "evaluation.prompts=16", "sft.batch=16"]
