@@ -18,6 +18,7 @@ from jrlhf.kernels.logprob.api import Implementation
 from jrlhf.meshes import GENERATE, SCORE, TRAIN, Layout, reshard
 from jrlhf.models import (
     Engine,
+    ForwardOptions,
     SamplingConfig,
     Schedule,
     make_logprobs,
@@ -62,6 +63,12 @@ class Compute:
     attention: AttentionImplementation | None = None  # of whole sequences; None: the platform's default
     score_tokens: int | None = None  # a device scores about so many tokens at a time; None: the whole batch as it is
 
+    def forward(self, model: Architecture) -> ForwardOptions:
+        """How the functions of this model compute."""
+        return ForwardOptions(
+            implementation=self.logprob, remat=self.remat, dtype=self.dtype, attention=self.attention, lora=model.lora
+        )
+
 
 def train_logprobs(
     model: Architecture, mesh: Mesh, compute: Compute, *, temperature: float = 1.0, span: int | None = None
@@ -90,13 +97,9 @@ def train_sums(
         model.config,
         mesh,
         model.layout(compute.train_layout),
-        lora=model.lora,
-        temperature=temperature,
-        implementation=compute.logprob,
+        compute.forward(model),
         entropy_gradient=entropy_gradient,
-        remat=compute.remat,
-        dtype=compute.dtype,
-        attention=compute.attention,
+        temperature=temperature,
         span=span,
     )
     if span is None:
@@ -194,16 +197,8 @@ def score_logprobs_with_base(model: Architecture, mesh: Mesh, compute: Compute, 
     """(adapter, tokens, lengths, starts, base) -> (logprobs, entropy, the bare base's logprobs), jitted: one pass for
     both, with `span` as in `make_logprobs`."""
     assert model.lora is not None
-    logprobs = make_logprobs_with_base(
-        model.config,
-        mesh,
-        model.lora,
-        temperature=temperature,
-        implementation=compute.logprob,
-        dtype=compute.dtype,
-        attention=compute.attention,
-        span=span,
-    )
+    options = replace(compute.forward(model), temperature=temperature, span=span)
+    logprobs = make_logprobs_with_base(model.config, mesh, model.lora, options)
 
     def score(adapter, tokens, lengths, starts, base):
         return _by_length(compute, lambda rows: logprobs(adapter, *rows, base), (tokens, starts), lengths)
@@ -212,18 +207,8 @@ def score_logprobs_with_base(model: Architecture, mesh: Mesh, compute: Compute, 
 
 
 def _logprobs(model, mesh, layout, compute, temperature, span):
-    return make_logprobs(
-        model.config,
-        mesh,
-        model.layout(layout),
-        lora=model.lora,
-        temperature=temperature,
-        implementation=compute.logprob,
-        remat=compute.remat,
-        dtype=compute.dtype,
-        attention=compute.attention,
-        span=span,
-    )
+    options = replace(compute.forward(model), temperature=temperature, span=span)
+    return make_logprobs(model.config, mesh, model.layout(layout), options)
 
 
 def train_values(model: Architecture, mesh: Mesh, compute: Compute):
@@ -272,16 +257,7 @@ def _by_length(compute: Compute, function: Callable[[Any], Any], rows: Any, leng
 
 
 def _scalar(make, model, mesh, layout, compute):
-    layout = model.layout(layout)
-    return make(
-        model.config,
-        mesh,
-        layout,
-        lora=model.lora,
-        remat=compute.remat,
-        dtype=compute.dtype,
-        attention=compute.attention,
-    )
+    return make(model.config, mesh, model.layout(layout), compute.forward(model))
 
 
 @cache
