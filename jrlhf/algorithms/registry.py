@@ -19,7 +19,7 @@ from jrlhf.meshes import Graph
 from jrlhf.rewards.mixture import Rewards
 from jrlhf.rewards.user_code import Found, explain, load, resolve
 from jrlhf.roles.graph import Value, trace
-from jrlhf.roles.roles import Actor, Constraint, Critic, Estimator, Learner, Reference
+from jrlhf.roles.roles import Actor, Constraint, Critic, ExperienceMaker, FusedUpdate, Reference
 
 
 def ppo(actor, critic, reference, reward, estimator, prompts, kl_coef):
@@ -137,8 +137,8 @@ ROLES: dict[str, type] = {
     "reference": Reference,
     "reward": Rewards,
     "cost": Rewards,
-    "learner": Learner,
-    "estimator": Estimator,
+    "learner": FusedUpdate,
+    "estimator": ExperienceMaker,
     "pool": Pool,
     "constraint": Constraint,
 }
@@ -170,7 +170,7 @@ def graph_of(config: Config) -> Graph:
     algorithm = config.rl.algorithm
     facts = {
         "actor.recomputes": algorithm.old_logprobs == "recompute",
-        "reference.is_base_of": reference_is_base(config),
+        "reference.is_base_of": config.reference_is_base,
         **({} if algorithm.needs_reference else {"reference": None}),
     }
     dataflow = dataflow_of(config)
@@ -185,12 +185,6 @@ def graph_of(config: Config) -> Graph:
         ) from error
     _check_calls(config, graph, DATAFLOWS[graph.name])
     return graph
-
-
-def reference_is_base(config: Config) -> bool:
-    """Whether the reference is the very base under the actor's adapter: what the actor is before anything trains it."""
-    fresh = config.lora.path is None and not {"sft", "dpo"} & set(config.stages)
-    return config.lora.on and config.roles.reference is None and fresh
 
 
 # A dataflow of the user's own

@@ -5,12 +5,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from jrlhf.algorithms.registry import reference_is_base
-from jrlhf.config.schema import ColumnsConfig, Config, MeshConfig
+from jrlhf.config.schema import SLEEP_PARTS, ColumnsConfig, Config, MeshConfig
 from jrlhf.config.stages import ALGORITHMS
 from jrlhf.errors import UserError
 from jrlhf.models.config import ModelConfig
-from jrlhf.roles.offloading import PARTS
 
 # What stage dpo reads of section reward_model, and every run of section ppo where no algorithm trains the policy.
 ANNOTATOR = ("prompts", "samples_per_prompt", "foreign_lines", "margin", "heldout_prompts", "label_flip")
@@ -224,17 +222,17 @@ def _check_used(config: Config) -> None:
             ("reference",),
             f"{policy}.kl_coef=0",
         ),
-        (name is None, "sleep", sleep, PARTS, stages),
+        (name is None, "sleep", sleep, SLEEP_PARTS, stages),
         (name is not None and not critic, "sleep", sleep, ("critic",), trained),
         (
-            reference_is_base(config),
+            config.reference_is_base,
             "sleep",
             sleep,
             ("reference",),
             "lora, whose base is the reference",
         ),
         (not _has_reward_models(config), "sleep", sleep, ("reward",), "rewards that are all functions"),
-        (all(getattr(sleep, key) == "device" for key in PARTS), "sleep", sleep, ("ahead",), "nothing asleep"),
+        (all(getattr(sleep, key) == "device" for key in SLEEP_PARTS), "sleep", sleep, ("ahead",), "nothing asleep"),
         (not algorithm.needs_reference, policy, algorithm, ("kl_in", "kl_estimator"), f"{policy}.kl_coef=0"),
         (algorithm.kl_target is None, policy, algorithm, ("kl_horizon",), f"{policy}.kl_target=null"),
         (not weighed, policy, algorithm, ("importance_cap",), unweighed),

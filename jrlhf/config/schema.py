@@ -162,6 +162,9 @@ class ComputeConfig(Section):
     score_tokens: int | None = count(None)
 
 
+SLEEP_PARTS = ("optimizer", "actor", "critic", "reference", "reward")  # the keys of what can wait on the host
+
+
 @dataclass(frozen=True)
 class SleepConfig(Section):
     """What of an algorithm's models waits in pinned memory of the host while others compute. Results stay the same."""
@@ -344,6 +347,12 @@ class Config(Section):
     def rl(self) -> RLStageConfig:
         """Its section; without such a stage ppo's, which also says how a policy is looked at."""
         return getattr(self, self.algorithm or "ppo")
+
+    @property
+    def reference_is_base(self) -> bool:
+        """The reference is the frozen base under the actor's adapter: no stage before RL has trained the adapter."""
+        untrained = self.lora.path is None and not {"sft", "dpo"} & set(self.stages)
+        return self.lora.on and self.roles.reference is None and untrained
 
 
 def config_yaml(config: Config) -> str:

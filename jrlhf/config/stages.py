@@ -41,6 +41,11 @@ class OptimizerConfig(Section):
     eps: float = positive(1e-8)  # added to the root of that mean
     max_grad_norm: float | None = positive(1.0)  # null: not clipped
 
+    def duration(self, updates: int) -> tuple[int, int | None]:
+        """The numbers of updates over which the learning rate rises, and then falls (None: it stays)."""
+        warmup = min(self.warmup, updates)
+        return warmup, None if self.final == 1.0 else max(updates - warmup, 1)
+
 
 @dataclass(frozen=True)
 class SFTConfig(OptimizerConfig):

@@ -10,7 +10,7 @@ def adamw(config: OptimizerConfig, *, updates: int) -> optax.GradientTransformat
 
     The rate rises linearly over `config.warmup` updates, then falls by a cosine to `config.final` of itself.
     """
-    warmup, fall_updates = duration(config, updates)
+    warmup, fall_updates = config.duration(updates)
     rise = optax.linear_schedule(config.learning_rate / max(warmup, 1), config.learning_rate, max(warmup - 1, 1))
     fall = optax.constant_schedule(config.learning_rate)
     if fall_updates is not None:
@@ -19,9 +19,3 @@ def adamw(config: OptimizerConfig, *, updates: int) -> optax.GradientTransformat
     clip = optax.identity() if config.max_grad_norm is None else optax.clip_by_global_norm(config.max_grad_norm)
     adam = optax.adamw(schedule, b1=config.b1, b2=config.b2, eps=config.eps, weight_decay=config.weight_decay)
     return optax.chain(clip, adam)
-
-
-def duration(config: OptimizerConfig, updates: int) -> tuple[int, int | None]:
-    """What of a schedule depends on the number of updates: over how many the rate rises, and falls (None: never)."""
-    warmup = min(config.warmup, updates)
-    return warmup, None if config.final == 1.0 else max(updates - warmup, 1)

@@ -8,7 +8,6 @@ from jrlhf.config.parse import flatten, parse_yaml
 from jrlhf.config.schema import Config, config_yaml
 from jrlhf.config.stages import OptimizerConfig, PPOStageConfig
 from jrlhf.errors import UserError
-from jrlhf.roles.optimizers import duration
 from jrlhf.run.checkpoints import saved_steps
 
 # Patterns of keys. With others than it began with, a run goes on to the same results,
@@ -63,7 +62,7 @@ def _check_length(path: Path, config: Config, key: str, old: Mapping[str, str]) 
     if length < done:
         raise UserError(f"{key}={length}: {path} has done {done} already, set it to {done} or more")
     for name, optimizer, updates in _optimizers(config):
-        if duration(optimizer, updates * before) != duration(optimizer, updates * length):
+        if optimizer.duration(updates * before) != optimizer.duration(updates * length):
             raise UserError(
                 f"{key}={length}: the learning rates of {path} are those of a run of {before} "
                 f"({name}.final={optimizer.final:g}, {name}.warmup={optimizer.warmup}): resume it with {key}={before}, "
