@@ -1,4 +1,7 @@
-"""The floors: which folder may import which. Read from the sources, so that it holds for code no test runs."""
+"""The order of the folders: a module imports only from folders below its own.
+
+Read from the sources, so that it holds for code that no test runs, and for imports inside functions.
+"""
 
 import ast
 import subprocess
@@ -9,18 +12,30 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-MAY_IMPORT = {
-    "kernels": {"kernels"},
-    "meshes": {"meshes"},
-    "models": {"models", "kernels", "meshes"},
-    "ppo": {"ppo", "kernels", "meshes"},
-    "configs": {"configs"},
-    "jrlhf": {"jrlhf", "kernels", "meshes", "models", "ppo", "configs"},
-}
+# From the top down. Folders of one line do not know each other.
+ORDER = (
+    ("train", "generate", "export", "plan"),
+    ("stages",),
+    ("report",),
+    ("tasks",),
+    ("algorithms",),
+    ("rewards",),
+    ("roles",),
+    ("planning",),
+    ("data",),
+    ("run",),
+    ("config",),
+    ("ppo", "models"),
+    ("kernels", "meshes"),
+    ("errors", "configs", "__init__"),
+)
+LEVEL = {name: level for level, names in enumerate(ORDER) for name in names}
+AT_THE_TOP = ("kernels", "meshes", "models", "ppo", "configs")
+MOST_FILES, MOST_LINES = 15, 500  # of a folder, of a file
 
 
-def imported_folders(source: str, package: str) -> Iterator[tuple[int, str]]:
-    """(line, folder of ours) for every import in `source`, a module of the package `package`, wherever it stands."""
+def imported(source: str, package: str) -> Iterator[tuple[int, str]]:
+    """(line, folder or module below jrlhf) for every import in `source`, a module of the package `package`."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -36,18 +51,26 @@ def imported_folders(source: str, package: str) -> Iterator[tuple[int, str]]:
         for name in names:
             top, *rest = name.split(".")
             if top == "jrlhf":
-                yield node.lineno, rest[0] if rest and rest[0] in MAY_IMPORT else "jrlhf"
-            elif top in MAY_IMPORT:
+                yield node.lineno, rest[0] if rest and rest[0] in LEVEL else "__init__"
+            elif top in AT_THE_TOP:
                 yield node.lineno, f"bare {top}"
 
 
-def modules(folder: str) -> list[Path]:
-    return sorted((ROOT / folder).rglob("*.py"))
+def modules() -> list[Path]:
+    files = (ROOT / "jrlhf").rglob("*.py")  # does not follow links
+    inside = [path for path in files if not any(parent.is_symlink() for parent in path.parents)]
+    return sorted([*inside, *(path for folder in AT_THE_TOP for path in (ROOT / folder).rglob("*.py"))])
 
 
 def package_of(file: Path) -> str:
     parts = file.parent.relative_to(ROOT).parts
     return ".".join(parts if parts[0] == "jrlhf" else ("jrlhf", *parts))
+
+
+def home_of(file: Path) -> str:
+    """The folder, or the command, that a file belongs to."""
+    parts = [*package_of(file).split("."), file.stem]
+    return parts[1]
 
 
 @pytest.mark.parametrize(
@@ -56,8 +79,8 @@ def package_of(file: Path) -> str:
         ("import jrlhf.models.config", ["models"]),
         ("from jrlhf.ppo import gae", ["ppo"]),
         ("from jrlhf import meshes, models", ["meshes", "models"]),
-        ("def f():\n    from jrlhf.train import cli", ["jrlhf"]),
-        ("import jrlhf", ["jrlhf"]),
+        ("def f():\n    from jrlhf.train import cli", ["train"]),
+        ("import jrlhf", ["__init__"]),
         ("from . import xla", ["kernels"]),
         ("from .. import logprob", ["kernels"]),
         ("from ...ppo import steps", ["ppo"]),
@@ -66,19 +89,44 @@ def package_of(file: Path) -> str:
     ],
 )
 def test_the_reader_sees_every_form_of_import(statement: str, folders: list[str]):
-    assert [folder for _, folder in imported_folders(statement, "jrlhf.kernels.logprob")] == folders
+    assert [folder for _, folder in imported(statement, "jrlhf.kernels.logprob")] == folders
 
 
-@pytest.mark.parametrize("folder", MAY_IMPORT)
-def test_a_floor_imports_only_floors_below(folder: str):
-    assert modules(folder)
+def test_modules_import_only_folders_below_their_own():
+    files = modules()
+    assert {home_of(file) for file in files} == LEVEL.keys()
     wrong = [
-        f"{file.relative_to(ROOT)}:{line} imports {imported}"
-        for file in modules(folder)
-        for line, imported in imported_folders(file.read_text(), package_of(file))
-        if imported not in MAY_IMPORT[folder]
+        f"{file.relative_to(ROOT)}:{line} imports {name}"
+        for file in files
+        for line, name in imported(file.read_text(), package_of(file))
+        if name != home_of(file) and (name not in LEVEL or LEVEL[name] <= LEVEL[home_of(file)])
     ]
     assert wrong == []
+
+
+def test_files_of_a_folder_form_no_cycle():
+    """Imports between the modules of one folder have an order, too."""
+    names = {file: f"{package_of(file)}.{file.stem}".removesuffix(".__init__") for file in modules()}
+    graph: dict[str, set[str]] = {name: set() for name in names.values()}
+    for file, name in names.items():
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                targets = {f"{node.module}.{alias.name}" for alias in node.names}
+                graph[name] |= {target if target in graph else node.module for target in targets} - {name}
+        graph[name] &= graph.keys()
+    while removable := [name for name, others in graph.items() if not others & graph.keys()]:
+        for name in removable:
+            del graph[name]
+    assert graph == {}
+
+
+def test_folders_and_files_stay_small():
+    files = modules()
+    folders = {file.parent for file in files}
+    counts = {str(folder.relative_to(ROOT)): sum(file.parent == folder for file in files) for folder in folders}
+    assert {folder: count for folder, count in counts.items() if count > MOST_FILES} == {}
+    lengths = {str(file.relative_to(ROOT)): len(file.read_text().splitlines()) for file in files}
+    assert {file: length for file, length in lengths.items() if length > MOST_LINES} == {}
 
 
 IMPORT_ALL = """
@@ -95,7 +143,7 @@ assert jax.device_count() == 3
 def test_imports_do_nothing():
     """No import prints, warns, or starts a JAX backend: after all of them the devices can still be chosen."""
     names = []
-    for file in (file for folder in MAY_IMPORT for file in modules(folder)):
+    for file in modules():
         package = package_of(file)
         if file.stem != "__main__":
             names.append(package if file.stem == "__init__" else f"{package}.{file.stem}")
