@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from jrlhf.data.batches import batch_indices, key_for
-from jrlhf.data.task import Ids, Pairs
+from jrlhf.data.encode import Pairs
+from jrlhf.data.types import Ids
 from jrlhf.errors import Preempted, UserError
 from jrlhf.roles.model import Model
 from jrlhf.stages.context import Context
