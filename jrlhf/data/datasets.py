@@ -52,7 +52,7 @@ def load_task(config: Config, tokenizer: Tokenizer) -> Task:
         trained, measured = parts("preferences", encoding.pairs, length)
         assert trained is not None
         both = trained, measured or Pairs((), (), ())
-        pairs = lambda context, policy: both  # noqa: E731
+        pairs = lambda sampler: both  # noqa: E731
     if "prompts" in datasets:
         prompts, heldout = parts("prompts", encoding.prompts, data.max_prompt)
     if "heldout" in datasets:

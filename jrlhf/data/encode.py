@@ -68,6 +68,7 @@ class Pairs:
     chosen, rejected: token ids, prompt included; the first `prompt_lengths` tokens of a row's two are the prompt.
     clear: mask of the pairs that count in the accuracy: the annotator could tell the two apart. None: all.
     filtered, truncated: as in `Prompts`. same: number of rows left out because their answers have the same tokens.
+    rows: the pairs as rows of a dataset, where they were sampled from the policy: a run keeps them.
     """
 
     chosen: Sequence[Ids]
@@ -78,6 +79,7 @@ class Pairs:
     filtered: int = 0
     truncated: int = 0
     same: int = 0
+    rows: Sequence[Mapping[str, Any]] = ()
 
     def __len__(self) -> int:
         return len(self.chosen)

@@ -2,17 +2,25 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 
 from jrlhf.data.encode import Pairs, Prompts, Sequences
 from jrlhf.data.tokenizer import Tokenizer
-from jrlhf.data.types import Example
+from jrlhf.data.types import Example, Ids, Response
 
-if TYPE_CHECKING:
-    from jrlhf.roles.model import Model
-    from jrlhf.stages.context import Context
+
+class PairSampler(Protocol):
+    """Gives a task what it needs to make preference pairs: answers of the run's policy, and random numbers."""
+
+    def responses(self, prompts: Sequence[Ids], count: int, purpose: str) -> list[list[Response]]:
+        """`count` rounds; each has one response to each prompt. Equal purposes give equal responses."""
+        ...
+
+    def rng(self, purpose: str) -> np.random.Generator:
+        """A generator that depends on the run's seed and the purpose alone."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -41,8 +49,8 @@ class Task:
     fingerprint: str  # one word for all data; a checkpoint that was made with another is refused
     description: str  # for the log
     sft: SFTData | None = None
-    # (context, policy) -> pairs to learn from and held-out ones. The built-in task samples them from the policy.
-    pairs: Callable[["Context", "Model"], tuple[Pairs, Pairs]] | None = None
+    # Makes pairs to learn from and held-out pairs. The built-in task samples their answers from the policy.
+    pairs: Callable[[PairSampler], tuple[Pairs, Pairs]] | None = None
     prompts: Prompts | None = None  # to answer in reinforcement learning
     heldout: Prompts | None = None  # to validate on
     gold: Callable[[Sequence[Example], Sequence[str]], Grades] | None = None  # a measure that only measures

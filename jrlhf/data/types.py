@@ -20,3 +20,12 @@ class Example:
     rejected: Text | None = None
     source: str = ""  # which of several mixed datasets the row is from (verl's `data_source`); measured separately
     columns: Mapping[str, Any] = field(default_factory=dict)  # all other columns: reward functions get them by name
+
+
+@dataclass(frozen=True)
+class Response:
+    """One response as it was sampled; its ids are never tokenized again."""
+
+    ids: Ids
+    text: str
+    finished: bool
