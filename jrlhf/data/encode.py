@@ -74,12 +74,12 @@ class Pairs:
     chosen: Sequence[Ids]
     rejected: Sequence[Ids]
     prompt_lengths: Sequence[int]
-    examples: Sequence[Example] = ()
     clear: np.ndarray | None = None
+    rows: Sequence[Mapping[str, Any]] = ()
+    examples: Sequence[Example] = ()
     filtered: int = 0
     truncated: int = 0
     same: int = 0
-    rows: Sequence[Mapping[str, Any]] = ()
 
     def __len__(self) -> int:
         return len(self.chosen)
@@ -175,7 +175,8 @@ class Encoding:
 
         rows, counts = self._rows(data, encode, max_length)
         chosen, rejected, lengths, examples = zip(*rows, strict=True)
-        return Pairs(chosen, rejected, lengths, examples, None, **counts)
+        numbers = {name: counts[name] for name in ("filtered", "truncated", "same")}
+        return Pairs(chosen, rejected, lengths, None, (), examples, **numbers)
 
     def _rows(
         self,
