@@ -23,7 +23,7 @@ def main(config: Config, *, resume: bool = False) -> dict:
         Preempted: the process was asked to stop, and has saved its state.
         KeyboardInterrupt: Ctrl-C, outside of iterations or a second time; what was saved is whole.
     """
-    from jrlhf.rewards.mixture import open_costs, open_rewards
+    from jrlhf.rewards.mixture import open_rewards
     from jrlhf.stages.dpo import train_dpo
     from jrlhf.stages.evaluate import grade_before
     from jrlhf.stages.finalize import finish
@@ -50,15 +50,13 @@ def main(config: Config, *, resume: bool = False) -> dict:
             return finish(context, actor, before, reward, None, None, phases.seconds)
         if config.algorithm is None:
             return finish(context, policy, None, reward, None, None, phases.seconds)
-        with (
-            open_rewards(context, policy, reward) as rewards,
-            open_costs(context, policy, rewards.clock) as costs,
-        ):
+        sources = context.initial, context.task, context.run.path, context.placement
+        with open_rewards(*sources, policy, reward) as (rewards, costs):
             before = grade_before(context, policy, rewards, costs)
             phases.lap("evaluation")
             actor = train_rl(context, policy, rewards, costs)
             phases.lap(config.algorithm)
-            return finish(context, actor, before, rewards.learnt, rewards, costs, phases.seconds)
+            return finish(context, actor, before, rewards.trained, rewards, costs, phases.seconds)
 
 
 def cli(arguments: Sequence[str] | None = None) -> int:

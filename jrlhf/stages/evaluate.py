@@ -11,7 +11,8 @@ import numpy as np
 
 from jrlhf.data.batches import key_for
 from jrlhf.data.encode import Prompts
-from jrlhf.rewards.mixture import LEARNT, Rewards, to_samples
+from jrlhf.rewards.mixture import TRAINED, Rewards
+from jrlhf.rewards.types import to_samples
 from jrlhf.roles.model import Model
 from jrlhf.roles.sampling import Response
 from jrlhf.run.processes import from_main
@@ -152,7 +153,7 @@ def grade(
         spent, _, failed = _add_texts(costs, of_tokens, prompts, responses, step)
         failures |= failed
     sources = tuple(example.source for example in prompts.examples)
-    return Graded(measure, tuple(responses), sources, total, items, read.get(LEARNT), failures, spent)
+    return Graded(measure, tuple(responses), sources, total, items, read.get(TRAINED), failures, spent)
 
 
 def _read_tokens(
@@ -170,9 +171,9 @@ def _add_texts(
     total, items = np.zeros(len(responses)), dict(read)
     for name, scores in read.items():
         total = total + rewards.token_parts[name].weight * scores
-    if not rewards.text_parts:
+    if not rewards.texts.parts:
         return total, items, {}
-    summed, parts = rewards.score_samples(to_samples(prompts.examples, prompts.texts, responses), step=step)
+    summed, parts = rewards.texts.score(to_samples(prompts.examples, prompts.texts, responses), step=step)
     failures = {name: count for name, part in parts.items() if (count := sum(part.failures.values()))}
     return total + summed.scores, items | {name: part.scores for name, part in parts.items()}, failures
 
