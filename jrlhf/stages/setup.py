@@ -27,7 +27,7 @@ from jrlhf.planning.fits import check_memory
 from jrlhf.planning.processes import refuse_cross_process
 from jrlhf.roles.compiled import Compute
 from jrlhf.roles.offloading import check_sleep
-from jrlhf.roles.placement import places_of
+from jrlhf.roles.placement import place_roles
 from jrlhf.roles.pretrained import architecture, fresh_model, locate
 from jrlhf.run.console import Console
 from jrlhf.run.devices import idle_accelerator, select
@@ -36,6 +36,7 @@ from jrlhf.run.preemption import PreemptionGuard
 from jrlhf.run.processes import from_main, is_main, several
 from jrlhf.run.tracking import tracking
 from jrlhf.stages.context import Context
+from jrlhf.stages.graphs import stage_graph
 from jrlhf.stages.preflight import check_sources
 
 
@@ -49,7 +50,8 @@ def open_context(config: Config, *, resume: bool) -> Iterator[Context]:
     mesh, models = select_mesh(config)
     places = list(mesh.devices.flat)
     plan = None if config.algorithm is None else select_plan(config, models, places, resume=resume)
-    from_main(partial(check_memory, config, mesh, models, plan))
+    graphs = [stage_graph(config, stage) for stage in config.stages]
+    from_main(partial(check_memory, config, graphs, mesh, models, plan))
     console = Console(enabled=is_main())
     if config.device.platform == "auto" and (warning := idle_accelerator()):
         console.warn(warning)
@@ -81,7 +83,7 @@ def open_context(config: Config, *, resume: bool) -> Iterator[Context]:
             console=console,
             preemption=preemption,
             wandb=wandb,
-            places={} if plan is None else places_of(plan, graph_of(config), list(mesh.devices.flat)),
+            placements={} if plan is None else place_roles(plan, graph_of(config), list(mesh.devices.flat)),
         )
 
 
@@ -172,12 +174,14 @@ def select_plan(
         UserError: the plan cannot be made, or does not suit models, batch or processes.
     """
 
+    graph = graph_of(config)
+
     def search() -> Plan:
         path = Path(config.run_dir).expanduser() / config.name / PLAN
         last = read_plan(path) if resume and path.exists() else None
-        return last if last is not None and last.name == "auto" else searched(config, models, devices)
+        return last if last is not None and last.name == "auto" else searched(config, graph, models, devices)
 
-    plan = from_main(partial(plan_of_config, config, graph_of(config), models, len(devices), search))
+    plan = from_main(partial(plan_of_config, config, graph, models, len(devices), search))
     refuse_cross_process(plan, [device.process_index for device in devices])
     return plan
 
