@@ -30,10 +30,10 @@ def plotter(run: Record) -> Callable[..., Chart]:
 
     def plot(title: str, note: str, *curves: Sequence[Any], stage: str | None = None, **options: Any) -> Chart:
         """curves: (label, metric, color, style); by default the color of their position, and a trend."""
-        series = [
-            Series(label, *run.curve(metric, stage), *(rest or (position,)), **({} if rest[1:] else {"style": "trend"}))
-            for position, (label, metric, *rest) in enumerate(curves, start=1)
-        ]
+        series = []
+        for position, (label, metric, *rest) in enumerate(curves, start=1):
+            color, style = (*rest, *(position, "trend")[len(rest) :])
+            series.append(Series(label, *run.curve(metric, stage), color, style))
         return Chart(title, series, note, **{"xlabel": "iteration" if stage is None else "step", **options})
 
     return plot

@@ -69,12 +69,11 @@ def timeline(run: Record) -> tuple[str, list[Lane]]:
 
 
 def _summary(run: Record, seconds: dict[str, float], total: float, parallel: dict[str, float], count: int) -> str:
-    first = run.iterations[0].get("timing_s/step")
+    first, settled = run.iterations[0].get("timing_s/step"), len(run.iterations) > _COMPILING
     article, unit = ("A", "step") if run.algorithm == "dpo" else ("An", "iteration")
     text = f"The median of {count} {unit}s takes" if count > 1 else f"{article} {unit} takes"
     text += f" {_milliseconds(total)}"
-    compiled = first and len(run.iterations) > _COMPILING
-    text += f"; the first one, which compiles, took {duration(first)}." if compiled else "."
+    text += f"; the first one, which compiles, took {duration(first)}." if first and settled else "."
     if "reshard" in seconds:
         text += f" Switching weights from layout to layout costs {seconds['reshard'] / total:.1%} of it."
     if parallel:
