@@ -32,7 +32,7 @@ def plotter(run: Record) -> Callable[..., Chart]:
         """curves: (label, metric, color, style); by default the color of their position, and a trend."""
         series = []
         for position, (label, metric, *rest) in enumerate(curves, start=1):
-            color, style = (*rest, *(position, "trend")[len(rest) :])
+            color, style = rest[0] if rest else position, rest[1] if len(rest) > 1 else "trend"
             series.append(Series(label, *run.curve(metric, stage), color, style))
         return Chart(title, series, note, **{"xlabel": "iteration" if stage is None else "step", **options})
 
