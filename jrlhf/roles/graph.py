@@ -53,11 +53,11 @@ def call(kind: Kind, *outputs: str) -> Callable:
                 begin()
             arguments = [_ready(each) for each in arguments]
             named = {name: _ready(value) for name, value in named.items()}
-            places: RolePlacement | None = getattr(self, "places", None)
-            if places is None:
+            placement: RolePlacement | None = getattr(self, "placement", None)
+            if placement is None:
                 return method(self, *arguments, **named)
-            result = places.run(method, self, arguments, named)
-            return result.on(places[method.__name__].mesh) if isinstance(result, Pending) else result
+            result = placement.run(method, self, arguments, named)
+            return result.on(placement[method.__name__].mesh) if isinstance(result, Pending) else result
 
         setattr(run, _CALL, (kind, outputs))
         return run
