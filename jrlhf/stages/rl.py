@@ -43,10 +43,10 @@ from jrlhf.roles.placement import CallPlacement, RolePlacement
 from jrlhf.roles.roles import Actor, Constraint, Critic, ExperienceMaker, FusedUpdate, Reference
 from jrlhf.roles.sampling import read_responses
 from jrlhf.stages.context import Context
+from jrlhf.stages.evaluate import validate
 from jrlhf.stages.loop import SAMPLES, run_stage
 from jrlhf.stages.mfu import utilisation_of
 from jrlhf.stages.sft import sft_rows
-from jrlhf.stages.validation import validate
 
 Algorithm = TypeVar("Algorithm", bound=PolicyConfig)
 READ = "tokens", "prompt_lengths", "response_lengths", "finished"  # of an experience, on the host
