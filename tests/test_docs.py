@@ -14,11 +14,11 @@ import pytest
 
 from jrlhf import plan, train
 from jrlhf.algorithms import registry as algorithms
+from jrlhf.algorithms.registry import TITLES
 from jrlhf.config.check import validate
 from jrlhf.config.schema import load_config
 from jrlhf.models.presets import PRESETS
 from jrlhf.ppo import Rollout
-from jrlhf.report.record import TITLES
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = {
