@@ -20,7 +20,6 @@ from jrlhf.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from jrlhf.errors import UserError, exit_code
 from jrlhf.meshes import TRAIN, make_mesh
 from jrlhf.models import ModelConfig, init_lm, param_shardings
-from jrlhf.roles.initial import start_policy
 from jrlhf.roles.model import Architecture, Model
 from jrlhf.roles.pretrained import architecture, fresh_model, locate
 from jrlhf.run.checkpoints import like, restore_part, saved_steps
@@ -121,7 +120,7 @@ def _tokenizer(run: Path, config: Config, actor: ModelConfig) -> Tokenizer:
 def _policy(context: Context, actor: ModelConfig) -> Model:
     """The policy, with shapes in place of what checkpoints hold: of all weights, or of an adapter on its base."""
     if context.config.lora.on:
-        policy = start_policy(context)
+        policy = context.initial.policy()
         return policy.holding(like(policy.params, context.mesh))
     shapes = jax.eval_shape(partial(init_lm, actor), jax.random.key(0))
     shardings = param_shardings(actor, context.mesh, TRAIN)

@@ -24,7 +24,6 @@ def main(config: Config, *, resume: bool = False) -> dict:
         KeyboardInterrupt: Ctrl-C, outside of iterations or a second time; what was saved is whole.
     """
     from jrlhf.rewards.mixture import open_costs, open_rewards
-    from jrlhf.roles.initial import start_policy
     from jrlhf.stages.dpo import train_dpo
     from jrlhf.stages.evaluate import grade_before
     from jrlhf.stages.finalize import finish
@@ -35,7 +34,7 @@ def main(config: Config, *, resume: bool = False) -> dict:
 
     phases = Stopwatch()
     with open_context(config, resume=resume) as context, jax.set_mesh(context.mesh):
-        policy, reward = start_policy(context), None
+        policy, reward = context.initial.policy(), None
         phases.lap("start")
         if "sft" in config.stages:
             policy = train_sft(context, policy)

@@ -14,6 +14,7 @@ from typing import Any, Literal, Self
 
 import numpy as np
 
+from jrlhf.config.schema import RewardConfig
 from jrlhf.errors import UserError
 from jrlhf.rewards import builtin
 from jrlhf.rewards.process import Death, Worker, dismiss, wait
@@ -452,3 +453,22 @@ def _per_token(value: float | list[float], length: int) -> np.ndarray:
 def _short(value: Any) -> str:
     text = repr(value if not isinstance(value, str) or len(value) <= SHOWN else f"{value[:SHOWN]}...")
     return text if len(text) <= 2 * SHOWN else f"{text[: 2 * SHOWN]}..."
+
+
+def reward_function(
+    reward: RewardConfig, seed: int, log: Path | None = None, *, kind: Literal["reward", "cost"] = "reward"
+) -> FunctionReward:
+    """A reward or cost that is a function, not started yet. log: None for one that is only checked, by one worker."""
+    assert reward.function is not None
+    return FunctionReward(
+        name=reward.name,
+        spec=reward.function,
+        workers=1 if log is None else reward.workers,
+        deadline=reward.deadline,
+        on_failure=reward.on_failure,
+        options=reward.options,
+        columns=reward.columns,
+        seed=seed,
+        log=log,
+        kind=kind,
+    )

@@ -26,11 +26,11 @@ from jrlhf.models.params import Params
 from jrlhf.ppo import Rollout, RunningMoments, ScoreConfig, shape_scores
 from jrlhf.ppo.masked import masked_extremes
 from jrlhf.ppo.shaping import on_last_token
-from jrlhf.rewards.functions import FunctionReward, RewardFailure
+from jrlhf.rewards.functions import FunctionReward, RewardFailure, reward_function
+from jrlhf.rewards.text_model import is_ours, reward_tokenizer
 from jrlhf.rewards.types import Sample, Scored, weighted_sum
 from jrlhf.roles import compiled
 from jrlhf.roles.graph import Pending, call
-from jrlhf.roles.initial import load_reward, load_reward_adapter
 from jrlhf.roles.model import Model
 from jrlhf.roles.placement import Places
 from jrlhf.roles.roles import Reward
@@ -38,7 +38,6 @@ from jrlhf.roles.sampling import Response, read_responses
 from jrlhf.run.clock import Clock, may_deadlock
 from jrlhf.run.processes import from_main, is_main
 from jrlhf.stages.context import Context
-from jrlhf.stages.preflight import is_ours, reward_function, reward_tokenizer
 
 Metrics = dict[str, float | Array]
 Scores = Float[Array, "B"] | Float[Array, "B R"]
@@ -304,7 +303,7 @@ def _opened(
         for index, reward in enumerate(wanted):
             key = f"{section}[{index}]"
             if reward.adapter is not None:
-                model = load_reward_adapter(context, policy, reward.adapter, f"{key}.adapter")
+                model = context.initial.reward_adapter(policy, reward.adapter, f"{key}.adapter")
                 tokens[reward.name] = TokenPart(reward.weight, where.settled(model), model.fingerprint())
             elif reward.model is not None:
                 model = TextReward(context, reward, f"{key}.model", where)
@@ -355,7 +354,7 @@ class TextReward:
     def __init__(self, context: Context, reward: RewardConfig, key: str, where: Places | None = None):
         assert reward.model is not None
         places = Places.of(context.mesh) if where is None else where
-        model = load_reward(context, reward.model, key)
+        model = context.initial.reward(reward.model, key)
         self._key, self.identity, self._model = f"{key}={reward.model}", model.fingerprint(), places.settled(model)
         self._tokenizer = reward_tokenizer(reward.model, key, self._model.config)
         self._cut = is_ours(reward.model, key)

@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jrlhf.config.schema import ModelSection
+from jrlhf.config.schema import Config, ModelSection
 from jrlhf.errors import UserError
 from jrlhf.meshes import GENERATE, TRAIN, Layout, reshard
-from jrlhf.models import PRESETS, ModelConfig, param_shardings
-from jrlhf.models.hf import HFConfig, check_hf, load_hf, read_config
+from jrlhf.models import PRESETS, LoRAConfig, ModelConfig, param_shardings
+from jrlhf.models.hf import HFConfig, check_hf, load_adapter, load_hf, read_config
 from jrlhf.models.params import HeadKind, Params
 
 # What a model directory may hold that is of use here. Never code, and no weights but safetensors.
@@ -122,6 +122,25 @@ def check_weights(path: str, key: str, *, head: HeadKind = "lm") -> HFConfig:
         UserError: whatever is wrong with the directory.
     """
     return _explained(key, path, partial(check_hf, locate(path, key, weights=True), head=head))
+
+
+def check_reward_adapter(
+    config: Config, path: str, key: str, actor: ModelConfig, mesh: Mesh
+) -> tuple[LoRAConfig, Params]:
+    """A reward model that is an adapter and a head on the actor's base.
+
+    Raises:
+        UserError: there is no such base, or the adapter is none of a reward model or does not fit.
+    """
+    if not config.lora.on:
+        raise UserError(f"{key}={path} is put on the actor's frozen base, which only lora has: set lora.rank")
+    try:
+        lora, adapter = load_adapter(Path(path), actor, mesh)
+        if "value_head" not in adapter:
+            raise ValueError("it has no scalar head (task type SEQ_CLS): name a reward model's adapter")
+    except (ValueError, OSError) as error:
+        raise UserError(f"{key}={path}: {error}") from error
+    return lora, adapter
 
 
 def frozen_copy(params: Params, dtype: jnp.dtype) -> Params:

@@ -1,85 +1,97 @@
-"""Any number of rows through programs of one batch size: responses from a policy, scores from a reward model."""
+"""Runs any number of rows through programs of one batch size: responses of a policy, scores of a reward model."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from jrlhf.data.batches import pad_rows, put_rows, row_keys
 from jrlhf.data.tokenizer import Tokenizer
 from jrlhf.meshes import to_host
 from jrlhf.models import SamplingConfig, Schedule
 from jrlhf.roles import compiled
+from jrlhf.roles.compiled import Compute
 from jrlhf.roles.model import Model
-from jrlhf.stages.context import Context
 
 
 @dataclass(frozen=True)
 class Response:
-    """One response as it was sampled; its ids are never tokenised again."""
+    """One response as it was sampled. Its ids are never tokenized again."""
 
     ids: tuple[int, ...]
     text: str
     finished: bool
 
 
-def sample(
-    context: Context,
-    policy: Model,
-    prompts: Sequence[Sequence[int]],
-    key: jax.Array,
-    sampling: SamplingConfig | None = None,
-) -> list[Response]:
-    """One response to each prompt, drawn as PPO's rollouts are. The same key draws the same texts.
+@dataclass(frozen=True)
+class Sampler:
+    """Answers prompts and scores sequences outside of iterations, with the programs of rollouts where they serve.
 
-    sampling: how they are drawn instead.
+    sampling, schedule, batch, samples: those of the rollouts (batch: rows; samples: responses per prompt).
     """
-    mesh, batch = context.mesh, context.config.rl.rollout_batch
-    drawn = sampling or context.sampling
-    run = compiled.generate(policy.architecture, mesh, context.compute, drawn, schedule_for(context, drawn))
-    weights = compiled.generation_weights(policy.awake(), mesh, context.compute)
-    responses: list[Response] = []
-    for start in range(0, len(prompts), batch):
-        chunk = list(prompts[start : start + batch])
-        whole = chunk + [prompts[0]] * (batch - len(chunk))  # one shape, so that one program serves
-        tokens, lengths = put_rows(pad_rows(whole, context.config.data.max_prompt), mesh)
-        keys = row_keys(jax.random.fold_in(key, start), batch, mesh)
-        generation = run(weights, tokens, lengths, keys, *policy.frozen)
-        responses += read_responses(context.task.tokenizer, to_host(generation), len(chunk))
-    return responses
 
+    mesh: Mesh
+    compute: Compute
+    tokenizer: Tokenizer
+    sampling: SamplingConfig
+    schedule: Schedule
+    batch: int
+    samples: int
+    max_prompt: int
 
-def schedule_for(context: Context, sampling: SamplingConfig) -> Schedule:
-    """That of the rollouts; or few programs, where many would be compiled for this alone and all rows have room.
+    def sample(
+        self,
+        policy: Model,
+        prompts: Sequence[Sequence[int]],
+        key: jax.Array,
+        sampling: SamplingConfig | None = None,
+    ) -> list[Response]:
+        """One response to each prompt. The same key gives the same texts. sampling: by default that of rollouts."""
+        sampling = sampling or self.sampling
+        schedule = self.schedule_for(sampling)
+        generate = compiled.generate(policy.architecture, self.mesh, self.compute, sampling, schedule)
+        weights = compiled.generation_weights(policy.awake(), self.mesh, self.compute)
+        responses: list[Response] = []
+        for start in range(0, len(prompts), self.batch):
+            chunk = list(prompts[start : start + self.batch])
+            full = chunk + [prompts[0]] * (self.batch - len(chunk))  # one shape, so that one program serves
+            tokens, lengths = put_rows(pad_rows(full, self.max_prompt), self.mesh)
+            keys = row_keys(jax.random.fold_in(key, start), self.batch, self.mesh)
+            generation = generate(weights, tokens, lengths, keys, *policy.frozen)
+            responses += read_responses(self.tokenizer, to_host(generation), len(chunk))
+        return responses
 
-    Then prompts are read in waves, as rollouts read them: all at once they may not fit.
-    """
-    planned, section, limit = context.config.rollout, context.config.rl, sampling.max_new_tokens
-    shared = sampling == context.sampling and section.samples == 1
-    if shared or planned.slots is not None or planned.is_one_program(section.rollout_batch, limit):
-        return planned
-    rows = section.rollout_batch * context.mesh.shape["tensor"] // context.mesh.size  # of a group of devices
-    wave = planned.waves(rows, rows, context.config.data.max_prompt)[-1]
-    return Schedule(chunk=limit, buckets=1, lengths=1, prefill=wave)
+    def schedule_for(self, sampling: SamplingConfig) -> Schedule:
+        """The rollouts' schedule; or one of few programs, if many would be compiled only for this and memory suffices.
 
+        The second reads prompts in waves, as rollouts do: all at once they may not fit.
+        """
+        planned, limit = self.schedule, sampling.max_new_tokens
+        shared = sampling == self.sampling and self.samples == 1
+        if shared or planned.slots is not None or planned.is_one_program(self.batch, limit):
+            return planned
+        rows = self.batch * self.mesh.shape["tensor"] // self.mesh.size  # of one group of devices
+        wave = planned.waves(rows, rows, self.max_prompt)[-1]
+        return Schedule(chunk=limit, buckets=1, lengths=1, prefill=wave)
 
-def score_sequences(context: Context, reward: Model, sequences: Sequence[Sequence[int]]) -> np.ndarray:
-    """The reward model's score of each sequence, prompt and response together."""
-    batch, reward = context.config.rl.rollout_batch, reward.awake()
-    score = compiled.score_sequences(reward.architecture, context.mesh, context.compute)
-    weights = compiled.weights_at(reward, reward.architecture, context.mesh, context.compute)
-    scores = []
-    for start in range(0, len(sequences), batch):
-        chunk = list(sequences[start : start + batch])
-        whole = chunk + [chunk[0]] * (batch - len(chunk))
-        tokens, lengths = put_rows(pad_rows(whole, context.length), context.mesh)
-        scores.append(to_host(score(weights, tokens, lengths, *reward.frozen))[: len(chunk)])
-    return np.concatenate(scores)
+    def scores(self, reward: Model, sequences: Sequence[Sequence[int]]) -> np.ndarray:
+        """The reward model's score of each sequence, prompt and response together."""
+        reward, length = reward.awake(), self.max_prompt + self.sampling.max_new_tokens
+        score = compiled.score_sequences(reward.architecture, self.mesh, self.compute)
+        weights = compiled.weights_at(reward, reward.architecture, self.mesh, self.compute)
+        scores = []
+        for start in range(0, len(sequences), self.batch):
+            chunk = list(sequences[start : start + self.batch])
+            full = chunk + [chunk[0]] * (self.batch - len(chunk))
+            tokens, lengths = put_rows(pad_rows(full, length), self.mesh)
+            scores.append(to_host(score(weights, tokens, lengths, *reward.frozen))[: len(chunk)])
+        return np.concatenate(scores)
 
 
 def read_responses(tokenizer: Tokenizer, rollout, count: int | None = None) -> list[Response]:
-    """The responses of a rollout that is on the host, or the first so many."""
+    """The responses of a rollout on the host, or the first `count` of them."""
     fields = rollout.tokens, rollout.prompt_lengths, rollout.response_lengths, rollout.finished
     responses = []
     for tokens, start, length, finished in zip(*(field[:count] for field in fields), strict=True):

@@ -9,7 +9,9 @@ from jrlhf.config.schema import Config
 from jrlhf.data.task import Task
 from jrlhf.models import SamplingConfig
 from jrlhf.roles.compiled import Compute
+from jrlhf.roles.initial import InitialModels
 from jrlhf.roles.placement import Places
+from jrlhf.roles.sampling import Sampler
 from jrlhf.run.console import Console
 from jrlhf.run.directory import Run
 from jrlhf.run.preemption import PreemptionGuard
@@ -53,4 +55,24 @@ class Context:
             min_new_tokens=rl.min_new_tokens,
             stop_ids=tokenizer.eos_ids,
             token_limit=tokenizer.vocab_size if spare else None,
+        )
+
+    @property
+    def initial(self) -> InitialModels:
+        """Makes the models that the run starts from."""
+        return InitialModels(self.config, self.mesh, self.compute, self.console)
+
+    @property
+    def sampler(self) -> Sampler:
+        """Answers prompts outside of iterations."""
+        rl = self.config.rl
+        return Sampler(
+            self.mesh,
+            self.compute,
+            self.task.tokenizer,
+            self.sampling,
+            self.config.rollout,
+            batch=rl.rollout_batch,
+            samples=rl.samples,
+            max_prompt=self.config.data.max_prompt,
         )

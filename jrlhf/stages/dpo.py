@@ -16,7 +16,6 @@ from jrlhf.ppo import DPOConfig, PairBatch, TrainState, make_dpo_step, pair_term
 from jrlhf.roles import compiled
 from jrlhf.roles.compiled import Compute
 from jrlhf.roles.graph import call
-from jrlhf.roles.initial import start_reference
 from jrlhf.roles.model import Model
 from jrlhf.roles.optimizers import adamw
 from jrlhf.roles.roles import Reference
@@ -70,7 +69,7 @@ def train_dpo(context: Context, policy: Model) -> Model:
     config, collect = context.config.dpo, context.task.pairs
     assert collect is not None
     optimizer, clock = adamw(config, updates=config.steps), Clock(deadline=context.config.deadline)
-    reference_model = start_reference(context, policy)
+    reference_model = context.initial.reference(policy)
     on_mesh = (context.mesh, context.compute)
     actor = PairActor(policy, *on_mesh, optimizer=optimizer, algorithm=config.algorithm, clock=clock)
     reference = Reference(reference_model, *on_mesh, temperature=1.0, responses=None, clock=clock)

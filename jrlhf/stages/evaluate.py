@@ -13,7 +13,7 @@ from jrlhf.data.batches import key_for
 from jrlhf.data.encode import Prompts
 from jrlhf.rewards.mixture import LEARNT, Rewards, to_samples
 from jrlhf.roles.model import Model
-from jrlhf.roles.sampling import Response, sample, score_sequences
+from jrlhf.roles.sampling import Response
 from jrlhf.run.processes import from_main
 from jrlhf.stages.context import Context
 
@@ -77,7 +77,7 @@ def grade_heldout(
         return None
     heldout = _first(task.heldout, context.config.evaluation.prompts)
     sampling = context.sampling if temperature is None else replace(context.sampling, temperature=temperature)
-    responses = sample(context, policy, heldout.ids, key_for(context.config.seed, purpose, step), sampling)
+    responses = context.sampler.sample(policy, heldout.ids, key_for(context.config.seed, purpose, step), sampling)
     return grade(context, heldout, responses, rewards, costs, step=step)
 
 
@@ -160,7 +160,7 @@ def _read_tokens(
 ) -> dict[str, np.ndarray]:
     """What the reward models that read tokens say, each by its name."""
     sequences = [prompt + each.ids for prompt, each in zip(prompts.ids, responses, strict=True)]
-    return {name: score_sequences(context, part.model, sequences) for name, part in rewards.token_parts.items()}
+    return {name: context.sampler.scores(part.model, sequences) for name, part in rewards.token_parts.items()}
 
 
 def _add_texts(

@@ -16,6 +16,7 @@ from jrlhf.models.params import HeadKind
 from jrlhf.ppo import SafeRLHFConfig
 from jrlhf.report import write_report
 from jrlhf.rewards.mixture import Rewards
+from jrlhf.rewards.text_model import ENDS
 from jrlhf.roles.compiled import mesh_of
 from jrlhf.roles.model import Model
 from jrlhf.roles.pretrained import describe
@@ -24,7 +25,6 @@ from jrlhf.run.metrics import read_metrics, truncate_after
 from jrlhf.run.processes import from_main
 from jrlhf.stages.context import Context
 from jrlhf.stages.evaluate import Graded, compare, grade_heldout
-from jrlhf.stages.preflight import ENDS
 
 
 def finish(

@@ -1,6 +1,5 @@
 """What a run will need only later, looked at before it begins: an hour of training must not end at a typing error."""
 
-import json
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -9,13 +8,12 @@ from jax.sharding import Mesh
 
 from jrlhf.config.schema import Config, RewardConfig
 from jrlhf.data.task import Task
-from jrlhf.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from jrlhf.errors import UserError
 from jrlhf.models import LoRAConfig, ModelConfig, lora_shardings
 from jrlhf.models.hf import load_adapter
-from jrlhf.models.params import Params
-from jrlhf.rewards.functions import FunctionReward
-from jrlhf.roles.pretrained import check_weights, locate
+from jrlhf.rewards.functions import reward_function
+from jrlhf.rewards.text_model import reward_tokenizer
+from jrlhf.roles.pretrained import check_reward_adapter, check_weights
 from jrlhf.run.processes import from_main
 from jrlhf.run.tracking import check_wandb
 
@@ -74,25 +72,6 @@ def check_adapter(config: Config, actor: ModelConfig, mesh: Mesh) -> None:
         raise UserError(f"lora: {error}") from error
 
 
-def check_reward_adapter(
-    config: Config, path: str, key: str, actor: ModelConfig, mesh: Mesh
-) -> tuple[LoRAConfig, Params]:
-    """A reward model that is an adapter and a head on the actor's base.
-
-    Raises:
-        UserError: there is no such base, or the adapter is none of a reward model or does not fit.
-    """
-    if not config.lora.on:
-        raise UserError(f"{key}={path} is put on the actor's frozen base, which only lora has: set lora.rank")
-    try:
-        lora, adapter = load_adapter(Path(path), actor, mesh)
-        if "value_head" not in adapter:
-            raise ValueError("it has no scalar head (task type SEQ_CLS): name a reward model's adapter")
-    except (ValueError, OSError) as error:
-        raise UserError(f"{key}={path}: {error}") from error
-    return lora, adapter
-
-
 def _check_reward_model(path: str, key: str) -> None:
     found = check_weights(path, key, head="scalar")
     if found.head != "scalar":
@@ -101,37 +80,3 @@ def _check_reward_model(path: str, key: str) -> None:
             "label, such as the reward_model/ of a run"
         )
     reward_tokenizer(path, key, found.model)
-
-
-def reward_tokenizer(path: str, key: str, model: ModelConfig) -> Tokenizer:
-    """A reward model's own tokenizer.
-
-    Raises:
-        UserError: there is none, or it is larger than the model.
-    """
-    return check_vocabulary(load_tokenizer(locate(path, key)), model.vocab_size)
-
-
-ENDS = "answers_end_with"  # in an exported reward model's config.json: "eos", where template text behind it was cut
-
-
-def is_ours(path: str, key: str) -> bool:
-    """Whether a reward model was trained by a run, which cuts an answer where its end-of-text token is."""
-    return json.loads((locate(path, key) / "config.json").read_text(encoding="utf-8")).get(ENDS) == "eos"
-
-
-def reward_function(
-    reward: RewardConfig, seed: int, log: Path | None = None, *, kind: Literal["reward", "cost"] = "reward"
-) -> FunctionReward:
-    """A reward or cost that is a function, not started yet."""
-    assert reward.function is not None
-    make = partial(FunctionReward, name=reward.name, spec=reward.function, workers=1 if log is None else reward.workers)
-    return make(
-        deadline=reward.deadline,
-        on_failure=reward.on_failure,
-        options=reward.options,
-        columns=reward.columns,
-        seed=seed,
-        log=log,
-        kind=kind,
-    )

@@ -10,10 +10,9 @@ from jrlhf.data.task import Pairs
 from jrlhf.meshes import to_devices, to_host
 from jrlhf.ppo import PreferenceBatch, TrainState, make_preference_step
 from jrlhf.roles import compiled
-from jrlhf.roles.initial import at_rest, start_reward
+from jrlhf.roles.initial import scalar_model, stored
 from jrlhf.roles.model import Model
 from jrlhf.roles.optimizers import adamw
-from jrlhf.roles.sampling import score_sequences
 from jrlhf.stages.context import Context
 from jrlhf.stages.loop import run_stage
 
@@ -28,7 +27,7 @@ def train_reward_model(context: Context, policy: Model) -> Model:
     """
     config, collect = context.config.reward_model, context.task.pairs
     assert collect is not None
-    start = start_reward(policy)
+    start = scalar_model(policy)
     optimizer = adamw(config, updates=config.steps)
     scores = compiled.train_scores(start.architecture, context.mesh, context.compute)
     step_fn = make_preference_step(
@@ -49,7 +48,7 @@ def train_reward_model(context: Context, policy: Model) -> Model:
         if last:
             sequences = [*train.chosen, *train.rejected]
             sequences = sequences[:: -(-len(sequences) // NORMALISED_BY)]
-            every = score_sequences(context, start.holding(state.params), sequences)
+            every = context.sampler.scores(start.holding(state.params), sequences)
             state = replace(state, params=normalised(state.params, every.mean(), every.std()))
         return state, metrics
 
@@ -58,7 +57,7 @@ def train_reward_model(context: Context, policy: Model) -> Model:
 
     meta = {"corpus": context.task.fingerprint, "policy": policy.fingerprint()}
     state = run_stage(context, "reward_model", config.steps, init, advance, save_every=config.save_every, meta=meta)
-    return at_rest(start.holding(state.params), context.config.sleep.reward)
+    return stored(start.holding(state.params), context.config.sleep.reward)
 
 
 def normalised(params, mean: float, deviation: float):
@@ -75,7 +74,7 @@ def normalised(params, mean: float, deviation: float):
 
 def _accuracy(context: Context, reward: Model, pairs: Pairs) -> dict[str, float]:
     """How often the order is the annotator's: over pairs that it could tell apart, and over all."""
-    chosen, rejected = (score_sequences(context, reward, ids) for ids in (pairs.chosen, pairs.rejected))
+    chosen, rejected = (context.sampler.scores(reward, ids) for ids in (pairs.chosen, pairs.rejected))
     right = chosen > rejected
     if pairs.clear is None:
         return {"reward_model/eval_accuracy": float(right.mean()), "reward_model/eval_pairs": len(right)}

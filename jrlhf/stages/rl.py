@@ -35,7 +35,7 @@ from jrlhf.ppo import (
 )
 from jrlhf.ppo.shaping import RunningMoments
 from jrlhf.rewards.mixture import Rewards
-from jrlhf.roles.initial import start_cost_critic, start_critic, start_reference
+from jrlhf.roles.initial import scalar_model
 from jrlhf.roles.model import Model
 from jrlhf.roles.offloading import fetch_ahead, rest_of
 from jrlhf.roles.optimizers import adamw
@@ -231,13 +231,13 @@ def _starts(context: Context, policy: Model, rewards: Rewards, graph: Graph) -> 
     """What each role that is no reward starts from, where it is to live; and one word for each that nobody trains."""
     models, identities = {}, {}
     if "reference" in graph.roles or "actor.logprobs_with_base" in (call.name for call in graph):
-        reference = start_reference(context, policy)
+        reference = context.initial.reference(policy)
         identities["reference"] = reference.fingerprint()
         models["reference"] = context.where("reference").settled(reference)
     if context.config.rl.algorithm.has_critic:
-        models["critic"] = context.where("critic").settled(start_critic(context, policy, rewards.learnt))
+        models["critic"] = context.where("critic").settled(context.initial.critic(policy, rewards.learnt))
         if "cost_critic" in graph.roles:
-            models["cost_critic"] = context.where("cost_critic").settled(start_cost_critic(policy))
+            models["cost_critic"] = context.where("cost_critic").settled(scalar_model(policy))
     rewards.settle()
     return {"actor": context.where("actor").settled(policy)} | models, identities
 

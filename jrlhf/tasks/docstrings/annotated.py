@@ -8,7 +8,6 @@ from jrlhf.data.batches import batch_indices, key_for
 from jrlhf.data.task import Ids, Pairs
 from jrlhf.errors import Preempted, UserError
 from jrlhf.roles.model import Model
-from jrlhf.roles.sampling import sample
 from jrlhf.stages.context import Context
 from jrlhf.tasks.docstrings.preferences import Pair, build_pairs, pairs_jsonl, with_real_lines
 from jrlhf.tasks.docstrings.rubric import Rubric
@@ -57,7 +56,7 @@ def _rank(
         context.console.line(f"sampling {purpose}: {number * count} of {config.samples_per_prompt * count} responses")
         if context.preemption.agreed():
             raise Preempted("stopped while preferences were sampled; earlier stages are saved")
-        responses = sample(context, policy, prompt_ids, key_for(seed, purpose, number))
+        responses = context.sampler.sample(policy, prompt_ids, key_for(seed, purpose, number))
         for example, prompt, texts, response in zip(examples, prompt_ids, samples, responses, strict=True):
             text = response.text.strip()
             texts.append(text)

@@ -8,7 +8,8 @@ import pytest
 
 from jrlhf.meshes import make_mesh
 from jrlhf.models import SamplingConfig, Schedule
-from jrlhf.roles.sampling import Response, read_responses, schedule_for
+from jrlhf.roles.compiled import Compute
+from jrlhf.roles.sampling import Response, Sampler, read_responses
 
 
 def test_no_more_responses_are_decoded_than_are_asked_for():
@@ -45,7 +46,8 @@ def test_no_more_responses_are_decoded_than_are_asked_for():
 )
 def test_few_programs_are_compiled_for_what_is_sampled_beside_rollouts(planned, samples, greedy, expected):
     rollouts = SamplingConfig(256)
-    section = SimpleNamespace(samples=samples, rollout_batch=128)
-    config = SimpleNamespace(rollout=planned, rl=section, data=SimpleNamespace(max_prompt=512))
-    context: Any = SimpleNamespace(config=config, sampling=rollouts, mesh=make_mesh(2, 2, 2))
-    assert schedule_for(context, SamplingConfig(256, temperature=0.0) if greedy else rollouts) == expected
+    tokenizer: Any = None
+    sampler = Sampler(
+        make_mesh(2, 2, 2), Compute(), tokenizer, rollouts, planned, batch=128, samples=samples, max_prompt=512
+    )
+    assert sampler.schedule_for(SamplingConfig(256, temperature=0.0) if greedy else rollouts) == expected
