@@ -34,7 +34,9 @@ class PolicyConfig(Section):
     """Settings shared by all algorithms that train a policy on its own samples."""
 
     # KL to the reference
-    kl_in: KLPlace = field(default="reward", metadata=_KL)  # reward: a penalty on each token's reward; loss: a loss term
+    kl_in: KLPlace = field(
+        default="reward", metadata=_KL
+    )  # reward: a penalty on each token's reward; loss: a loss term
     # How the KL is estimated from samples. With + (in the loss only): this value, with the gradient of k2.
     kl_estimator: KLEstimator = field(default="k1", metadata=_KL)
     # Weight of the KL (beta); the start value if it adapts. 0 with kl_target null: no reference model is needed.

@@ -87,9 +87,9 @@ def _rules(cls: type[Section]) -> dict[str, dict[str, Any]]:
     return rules
 
 
-def default_of(section: Any, name: str) -> Any:
+def default_of(cls: Any, name: str) -> Any:
     """The value of a field that is not given."""
-    item = type(section).__dataclass_fields__[name]
+    item = cls.__dataclass_fields__[name]
     return item.default if item.default_factory is MISSING else item.default_factory()
 
 
@@ -98,7 +98,7 @@ def without_effect(section: Any, path: str = "") -> Iterator[tuple[str, object, 
     rules = _rules(type(section))
     for item in fields(section):
         value, key = getattr(section, item.name), f"{path}.{item.name}".lstrip(".")
-        if "only_if" in rules[item.name] and value != default_of(section, item.name):
+        if "only_if" in rules[item.name] and value != default_of(type(section), item.name):
             holds, reason = rules[item.name]["only_if"]
             if not holds(section):
                 yield key, value, reason.format(path=path, section=section)
