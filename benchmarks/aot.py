@@ -62,6 +62,7 @@ from jrlhf.roles import compiled
 from jrlhf.roles.compiled import Compute
 from jrlhf.roles.model import Architecture
 from jrlhf.roles.optimizers import adamw
+from jrlhf.stages.graphs import stage_graph
 from jrlhf.stages.setup import architectures, compute_of
 from jrlhf.stages.shapes import Shapes, device_bytes, generation_copy, train_state, whole_weights
 
@@ -240,7 +241,7 @@ def setup_on(config: Config, devices: Sequence[Any]) -> Setup:
 
 def held(setup: Setup) -> float:
     """Bytes of a device's weights and optimizer states of all roles, between calls."""
-    roles = memory_of(setup.config, setup.mesh, setup.models).roles
+    roles = memory_of(setup.config, stage_graph(setup.config, setup.config.stages[-1]), setup.mesh, setup.models).roles
     return sum(parts.get(part, 0) for parts in roles.values() for part in ("weights", "optimizer"))
 
 

@@ -39,6 +39,7 @@ from jrlhf.planning.placements import divisions, named
 from jrlhf.planning.search import Budget, Result, search
 from jrlhf.planning.simulator import ITERATIONS
 from jrlhf.planning.times import Estimator
+from jrlhf.stages.graphs import planned_graph
 from jrlhf.stages.setup import architectures
 
 LLAMA = {size: PRESETS[f"meta-llama/Llama-2-{size}-hf"] for size in ("13b", "70b")}
@@ -53,7 +54,7 @@ A100 = replace(
 def problem(config: str, devices: str, *overrides: str):
     """(workload, cluster, prices) of a shipped config."""
     loaded = load_config(config, overrides)
-    workload = workload_of(loaded, architectures(loaded))
+    workload = workload_of(loaded, planned_graph(loaded), architectures(loaded))
     return workload, cluster(devices), Estimator(workload, cluster(devices), bytes_of=call_bytes)
 
 

@@ -62,6 +62,7 @@ def _run(options: argparse.Namespace) -> None:
     from jrlhf.planning.runnable import on_base
     from jrlhf.planning.search import Budget, Found, search
     from jrlhf.planning.simulator import simulate
+    from jrlhf.stages.graphs import planned_graph
     from jrlhf.stages.setup import architectures
 
     _check_options(options)
@@ -75,7 +76,7 @@ def _run(options: argparse.Namespace) -> None:
                 f"--{name} {value} has no effect with stages=[{stages}], which run by no plan: leave it out"
             )
     models = architectures(config)
-    workload = workload_of(config, models)
+    workload = workload_of(config, planned_graph(config), models)
     devices, prices = _prices(options, config, workload)
     processes = (1 if options.profile else devices.hosts) if options.processes is None else options.processes
     if options.processes is not None and (processes < 1 or devices.devices % processes):

@@ -5,7 +5,11 @@ from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
 from typing import Literal
 
+from jrlhf.meshes.plan import Plan
+
 Kind = Literal["generate", "infer", "train", "compute"]
+LEARNER = "learner"  # the role that trains actor and critic in one program; their weights are stored where it runs
+LEARNED = ("actor", "critic")
 
 
 @dataclass(frozen=True)
@@ -82,3 +86,17 @@ class Graph:
         order = TopologicalSorter({call.name: [other.name for other in self.before(call)] for call in self.calls})
         order.prepare()
         return order
+
+
+def home_of(graph: Graph, role: str, plan: Plan | None = None) -> Call | None:
+    """Returns the call in whose placement a role's weights are stored: the one that trains them, or else the role's
+    first call. None: the role has no call.
+
+    plan: ignore calls that it does not place. Among calls that do not train, prefer one that stores the layers stacked:
+        from there they can be unstacked for generation.
+    """
+    if role in LEARNED and LEARNER in graph.roles:
+        role = LEARNER
+    own = [call for call in graph if call.role == role and (plan is None or call.name in plan.placements)]
+    own.sort(key=lambda call: (call.kind != "train", plan is not None and plan[call.name].layout == "generate"))
+    return own[0] if own else None

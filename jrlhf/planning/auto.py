@@ -28,7 +28,7 @@ PROPOSALS = 50_000  # a search of so many is a function of its seed, and takes s
 HOST_MEMORY = 4.0  # GiB that a simulated device is taken to have where `device.memory` does not say
 
 
-def searched(config: Config, models: Mapping[str, ModelConfig], devices: Sequence[Device]) -> Plan:
+def searched(config: Config, graph: Graph, models: Mapping[str, ModelConfig], devices: Sequence[Device]) -> Plan:
     """The fastest plan that a search finds for a config's algorithm on these devices.
 
     Roles that share a base are all in the config's mesh; rows that a budget of tokens divides have no micro-batches.
@@ -36,7 +36,7 @@ def searched(config: Config, models: Mapping[str, ModelConfig], devices: Sequenc
     Raises:
         UserError: the devices are not known and have no profile, or no plan fits.
     """
-    workload = workload_of(config, models)
+    workload = workload_of(config, graph, models)
     cluster, prices = prices_here(config, workload, devices)
     processes = len({device.process_index for device in devices})
     found = search(workload, cluster, prices, Budget(proposals=PROPOSALS), seed=config.seed, processes=processes)

@@ -1,7 +1,6 @@
 """Whether a run fits into its devices' memory, before anything is loaded; and what to set where it does not."""
 
 from collections.abc import Iterable, Mapping
-from itertools import pairwise, product
 from typing import Any
 
 import jax
@@ -9,23 +8,26 @@ from jax.sharding import Mesh
 
 from jrlhf.config.schema import Config
 from jrlhf.errors import UserError
+from jrlhf.meshes import Graph
 from jrlhf.meshes.mesh import Device
 from jrlhf.meshes.plan import Plan
 from jrlhf.models import ModelConfig
 from jrlhf.planning.activations import Backend
 from jrlhf.planning.choose import colocated
 from jrlhf.planning.from_config import divided, token_budgets, updates_of, workload_of
-from jrlhf.planning.memory import GIB, Away, PlanMemory, Where, keepers, plan_memory
+from jrlhf.planning.memory import GIB, PlanMemory, keepers, plan_memory
 from jrlhf.planning.nearest import Setting, nearest
 from jrlhf.planning.prices import Prices
+from jrlhf.planning.residency import away_parts
 from jrlhf.planning.simulator import simulate
 from jrlhf.planning.workload import Workload
-from jrlhf.roles.offloading import resting
 
 MOST_NAMED = 4  # settings in one sentence
 
 
-def check_memory(config: Config, mesh: Mesh, models: Mapping[str, ModelConfig], plan: Plan | None = None) -> None:
+def check_memory(
+    config: Config, graphs: Iterable[Graph], mesh: Mesh, models: Mapping[str, ModelConfig], plan: Plan | None = None
+) -> None:
     """Refuses what cannot fit, where the memory of a device is known. plan: of the algorithm, where there is one.
 
     Raises:
@@ -33,15 +35,13 @@ def check_memory(config: Config, mesh: Mesh, models: Mapping[str, ModelConfig], 
     """
     limit = capacity(config, mesh.devices.flat)
     if limit is not None:
-        for stage in config.stages:
-            _check_stage(config, mesh, models, plan, stage, limit)
+        for graph in graphs:
+            _check_stage(config, workload_of(config, graph, models), mesh, plan, limit)
 
 
-def _check_stage(
-    config: Config, mesh: Mesh, models: Mapping[str, ModelConfig], plan: Plan | None, stage: str, limit: float
-) -> None:
-    workload, backend = workload_of(config, models, stage), backend_of(config, mesh.devices.flat[0])
-    plan, away = _planned(config, workload, mesh, plan), _away(config, workload)
+def _check_stage(config: Config, workload: Workload, mesh: Mesh, plan: Plan | None, limit: float) -> None:
+    backend = backend_of(config, mesh.devices.flat[0])
+    plan, away = _planned(config, workload, mesh, plan), away_parts(config, workload.graph, keepers(workload))
     memory = plan_memory(workload, plan, backend, away=away)
     if memory.peak <= limit:
         return
@@ -76,19 +76,13 @@ def check_fits(workload: Workload, plan: Plan, prices: Prices) -> None:
 
 
 def memory_of(
-    config: Config,
-    mesh: Mesh,
-    models: Mapping[str, ModelConfig],
-    plan: Plan | None = None,
-    stage: str | None = None,
+    config: Config, graph: Graph, mesh: Mesh, models: Mapping[str, ModelConfig], plan: Plan | None = None
 ) -> PlanMemory:
-    """Of a stage's calls: the algorithm's by its plan where there is one, others' on the config's mesh.
-
-    stage: by default the last.
-    """
-    workload = workload_of(config, models, stage or config.stages[-1])
+    """Predicts the memory of a stage's calls: the algorithm's by `plan` if given, others' on the config's mesh."""
+    workload = workload_of(config, graph, models)
     plan = _planned(config, workload, mesh, plan)
-    return plan_memory(workload, plan, backend_of(config, mesh.devices.flat[0]), away=_away(config, workload))
+    away = away_parts(config, graph, keepers(workload))
+    return plan_memory(workload, plan, backend_of(config, mesh.devices.flat[0]), away=away)
 
 
 def capacity(config: Config, devices: Iterable[Device]) -> float | None:
@@ -111,19 +105,6 @@ def _planned(config: Config, workload: Workload, mesh: Mesh, plan: Plan | None) 
     if plan is None or workload.graph.name != config.algorithm:
         plan = colocated(config, workload, mesh.size)
     return divided(config, workload, plan)
-
-
-def _away(config: Config, workload: Workload) -> Away:
-    """What sleeps while each call of the algorithm runs."""
-    if workload.graph.name != config.algorithm:
-        return {}
-    calls = [call for call in workload.graph if call.kind != "compute"]
-    following = dict(pairwise(calls))
-    away: dict[tuple[str, str], dict[str, Where]] = {}
-    for role, call in product(keepers(workload), calls):
-        places = resting(config, role, call, following.get(call))
-        away[role, call.name] = {part: place for part, place in places.items() if part != "generation"}
-    return away
 
 
 def _keys(config: Config, setting: Setting, workload: Workload, plan: Plan) -> str:

@@ -6,7 +6,6 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jrlhf.algorithms.registry import graph_of
 from jrlhf.config.schema import Config
 from jrlhf.errors import UserError
 from jrlhf.meshes import Call, Graph
@@ -15,43 +14,21 @@ from jrlhf.models import LoRAConfig, ModelConfig
 from jrlhf.models.hf import read_adapter_config
 from jrlhf.models.params import HeadKind
 from jrlhf.planning.workload import RoleModel, Workload
-from jrlhf.roles.graph import trace
-from jrlhf.roles.roles import Reference
-from jrlhf.stages.dpo import PairActor, dpo
-
-SFT = Graph("sft", ("texts",), (Call("sft.update", "actor", "train", ("texts",), ("metrics",)),))
-REWARD_MODEL = Graph(
-    "reward_model",
-    ("pairs",),
-    (
-        Call("reward_model.update", "reward", "train", ("pairs",), ("metrics",)),
-        Call("policy", "actor", "compute", (), ("policy",)),  # it is there meanwhile
-    ),
-)
 
 
-def workload_of(config: Config, models: Mapping[str, ModelConfig], stage: str | None = None) -> Workload:
-    """One iteration of a stage of reinforcement learning, or one step of another stage: its graph has the stage's name.
+def workload_of(config: Config, graph: Graph, models: Mapping[str, ModelConfig]) -> Workload:
+    """Returns the workload of one iteration of an RL algorithm, or of one step of another stage.
 
     Lengths are what arrays are as wide as, on average too: how long answers will be is not in a config.
 
     models: role -> architecture, as `launch.architectures` finds them: "actor", "critic", "reward NAME", ...
-    stage: by default the one that `plan` is for, or dpo.
-
-    Raises:
-        UserError: the config has neither of these, or names an adapter that cannot be read.
+    graph: its name is the stage's.
     """
-    stage = stage or config.algorithm or ("dpo" if "dpo" in config.stages else None)
-    if stage is None:
-        raise UserError(
-            f"stages=[{', '.join(config.stages)}] have no calls to plan: add an algorithm of reinforcement "
-            "learning, or dpo"
-        )
+    stage = graph.name
     compute = {"dtype": jnp.dtype(config.compute.dtype), "remat": config.compute.remat}
     prompt, response = config.data.max_prompt, config.data.max_response
     widths = {"prompt": prompt, "response": response, "mean_prompt": float(prompt), "mean_response": float(response)}
     if stage != config.algorithm:
-        graph = _stepwise(stage)
         held, rows, key = _models(config, models, graph), getattr(config, stage).batch, f"{stage}.batch"
         if stage == "reward_model":
             policy, reward = held["actor"][0], held["reward"][0]
@@ -59,7 +36,7 @@ def workload_of(config: Config, models: Mapping[str, ModelConfig], stage: str | 
         if stage != "sft":
             rows, key = 2 * rows, f"2 x {key}"
         return Workload(graph, held, rows=rows, rows_key=key, fused_loss=False, spanned=(), **widths, **compute)
-    graph, section = graph_of(config), config.rl
+    section = config.rl
     shared = "learner" in graph.roles  # its passes are those of the experience: the head of a plain forward
     fused = config.compute.fused_loss and section.algorithm.ratio == "token" and not shared
     spanned = shared or (fused and not section.algorithm.ptx_coef)  # as `programs.on_policy_step`, `actor_step`
@@ -118,13 +95,6 @@ def role_models(config: Config, models: Mapping[str, ModelConfig]) -> dict[str, 
                 adapter = _read(part.adapter, f"{role}s[{index}].adapter")
                 found[f"{role} {part.name}"] = on_base("actor", adapter, "scalar")
     return found
-
-
-def _stepwise(stage: str) -> Graph:
-    """The calls of a step of a stage that has no iterations."""
-    if stage == "dpo":
-        return trace(dpo, {"actor": PairActor, "reference": Reference})
-    return {"sft": SFT, "reward_model": REWARD_MODEL}[stage]
 
 
 def _models(config: Config, models: Mapping[str, ModelConfig], graph: Graph) -> dict[str, tuple[RoleModel, ...]]:

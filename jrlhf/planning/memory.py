@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from math import ceil, prod
-from typing import Any, Literal
+from typing import Any
 
 import jax.numpy as jnp
 
 from jrlhf.meshes import GENERATE, TRAIN, Call, Layout
-from jrlhf.meshes.graph import Kind
+from jrlhf.meshes.graph import LEARNED, LEARNER, Kind, home_of
 from jrlhf.meshes.plan import Placement, Plan
 from jrlhf.models import ModelConfig, Schedule
 from jrlhf.models.remat import Remat
@@ -31,19 +31,15 @@ from jrlhf.planning.activations import (
     train_phase,
 )
 from jrlhf.planning.collectives import alike
+from jrlhf.planning.residency import Away
 from jrlhf.planning.slices import segments
 from jrlhf.planning.states import resident, stored_bytes, tiled, trained_bytes, weights
-from jrlhf.planning.topology import LEARNER, LEARNT, home_of
 from jrlhf.planning.workload import RoleModel, Workload
 
 GIB = 2**30
 TRAINED = 13  # bytes a token that a step reads of an experience: token, mask, and three float32
 SCORED = 12  # that scoring reads and makes: token, log-probability, entropy
 GENERATED = 8  # token and log-probability
-
-Where = Literal["device", "pinned_host", "dropped"]
-Away = Mapping[tuple[str, str], Mapping[str, Where]]
-"""(role, name of a call, of whichever role) -> part of the role's state -> where that is while the call runs."""
 
 
 @dataclass(frozen=True)
@@ -307,7 +303,7 @@ class PlanMemory:
 def keepers(workload: Workload) -> dict[str, tuple[RoleModel, ...]]:
     """Role -> the models that it keeps: a learner's are those of the roles that it trains."""
     models = dict(workload.models)
-    return models | {role: (model,) for role, model in zip(LEARNT, models.pop(LEARNER, ()), strict=False)}
+    return models | {role: (model,) for role, model in zip(LEARNED, models.pop(LEARNER, ()), strict=False)}
 
 
 def plan_memory(workload: Workload, plan: Plan, backend: Backend = DEFAULT, *, away: Away | None = None) -> PlanMemory:

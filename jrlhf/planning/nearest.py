@@ -10,7 +10,8 @@ from jrlhf.meshes.plan import Placement, Plan, Slice
 from jrlhf.models import LoRAConfig
 from jrlhf.models.remat import REMATS
 from jrlhf.planning.activations import DEFAULT, Backend
-from jrlhf.planning.memory import Away, Where, keepers, plan_memory
+from jrlhf.planning.memory import keepers, plan_memory
+from jrlhf.planning.residency import Away, Place
 from jrlhf.planning.workload import RoleModel, Workload
 
 STRONGER = tuple(reversed(REMATS))  # from the one that keeps most to the one that keeps least
@@ -149,7 +150,7 @@ def _fsdp(case: Case) -> Iterator[Change]:
 def _sleep(case: Case) -> Iterator[Change]:
     trained = [role for role, models in keepers(case.workload).items() if any(model.trained for model in models)]
     calls = [call for call in case.workload.graph if call.kind in ("generate", "infer")]
-    gone: Mapping[str, Where] = {"optimizer": "pinned_host"}
+    gone: Mapping[str, Place] = {"optimizer": "pinned_host"}
     asleep = {(role, call.name): {**case.away.get((role, call.name), {}), **gone} for role in trained for call in calls}
     yield "optimizer", lambda case: replace(case, away={**case.away, **asleep})
 

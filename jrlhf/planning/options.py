@@ -10,11 +10,12 @@ from math import lcm
 
 from jrlhf.errors import UserError
 from jrlhf.meshes import Call
+from jrlhf.meshes.graph import LEARNER
 from jrlhf.meshes.hardware import Cluster
 from jrlhf.meshes.plan import LayoutName, Placement, Slice
 from jrlhf.planning.memory import GIB
 from jrlhf.planning.prices import Price, Prices
-from jrlhf.planning.topology import LEARNER, has_model
+from jrlhf.planning.topology import has_model
 from jrlhf.planning.workload import Workload
 
 LAYOUTS: dict[str, tuple[LayoutName, ...]] = {  # in which a kind of call can see its model

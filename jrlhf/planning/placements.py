@@ -10,11 +10,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from jrlhf.meshes import Graph
+from jrlhf.meshes.graph import LEARNER, home_of
 from jrlhf.meshes.hardware import Cluster
 from jrlhf.meshes.plan import Placement, Plan, Slice
 from jrlhf.planning.options import Option, on_base, placed_calls, shapes, slices
 from jrlhf.planning.prices import Prices
-from jrlhf.planning.topology import LEARNER, has_model, home_of
+from jrlhf.planning.topology import has_model
 from jrlhf.planning.workload import Workload
 
 RULES = ("heuristic", "colocate", "split", "standalone")

@@ -11,12 +11,12 @@ from typing import Any, Protocol
 import jax.numpy as jnp
 
 from jrlhf.meshes import Call
+from jrlhf.meshes.graph import home_of
 from jrlhf.meshes.hardware import Cluster
 from jrlhf.meshes.plan import Placement
 from jrlhf.planning.activations import WIDE
 from jrlhf.planning.collectives import Group, group, reallocation_seconds, stored, transfer_seconds
 from jrlhf.planning.prices import Price
-from jrlhf.planning.topology import home_of
 from jrlhf.planning.units import Parts, Physical, numbers
 from jrlhf.planning.workload import RoleModel, Workload
 

@@ -4,10 +4,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from jrlhf.meshes import Call, Graph
-from jrlhf.meshes.plan import Plan
-
-LEARNER = "learner"  # the role that trains actor and critic in one program: they live where it is
-LEARNT = ("actor", "critic")
+from jrlhf.meshes.graph import LEARNER, home_of
 
 
 @dataclass(frozen=True)
@@ -58,19 +55,6 @@ def topology(graph: Graph, roles: Collection[str] | None = None, *, lockstep: bo
 def has_model(call: Call, roles: Collection[str] | None) -> bool:
     """Whether a plan has to say where the call runs."""
     return call.kind != "compute" and (roles is None or call.role in roles)
-
-
-def home_of(graph: Graph, role: str, plan: Plan | None = None) -> Call | None:
-    """The call in whose placement a role's weights live: that which trains it, or else its first; None: it has none.
-
-    plan: only calls that it places count, and of several that do not train, one that sees the layers stacked goes
-        first: from there they come apart.
-    """
-    if role in LEARNT and LEARNER in graph.roles:
-        role = LEARNER
-    own = [call for call in graph if call.role == role and (plan is None or call.name in plan.placements)]
-    own.sort(key=lambda call: (call.kind != "train", plan is not None and plan[call.name].layout == "generate"))
-    return own[0] if own else None
 
 
 def _is_awaited(index: int, before: tuple[tuple[int, ...], ...], placed: tuple[bool, ...]) -> bool:

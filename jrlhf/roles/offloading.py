@@ -9,22 +9,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
-from jrlhf.config.schema import SLEEP_PARTS, Config, SleepConfig
+from jrlhf.config.schema import SLEEP_PARTS, SleepConfig
 from jrlhf.errors import UserError
-from jrlhf.meshes import Call, Graph
+from jrlhf.meshes import Graph
 from jrlhf.meshes.offload import check_host_memory, free_host, is_on_host, offload, onload
+from jrlhf.planning.residency import weights_sleep
 from jrlhf.ppo import TrainState
 from jrlhf.run.clock import Clock
-
-TRAINED = ("actor", "critic", "cost_critic")
-
-Part = Literal["weights", "optimizer", "generation"]
-Place = Literal["device", "pinned_host", "dropped"]
 
 
 class Rest:
@@ -72,7 +68,7 @@ class Rest:
 
 def rest_of(role: str, config: SleepConfig, clock: Clock) -> Rest:
     """Of a role that is trained."""
-    return Rest(clock, weights=_sleeps(role, config), optimizer=config.optimizer == "host")
+    return Rest(clock, weights=weights_sleep(role, config), optimizer=config.optimizer == "host")
 
 
 def fetch_ahead(graph: Graph, roles: Mapping[str, Any]) -> None:
@@ -101,38 +97,3 @@ def check_sleep(config: SleepConfig, mesh: Mesh) -> None:
             check_host_memory(mesh)
     except ValueError as error:
         raise UserError(f"sleep.{asleep[0]}=host: {error}: set it to device") from error
-
-
-def resting(config: Config, role: str, call: Call, following: Call | None = None) -> dict[Part, Place]:
-    """Where each part of a role's model is while a call of the algorithm runs.
-
-    role: one that has weights: the learner's are the actor's and the critic's. following: the next call that has a
-        model, whose needs may be there already (`sleep.ahead`).
-
-    Returns:
-        "weights", and of a trained role its "optimizer"; of the actor also "generation": the copy that it generates
-        with, and the cache. Weights that sleep are there while that copy is made, and freed as they are copied. With
-        LoRA there is no copy, and the weights are the adapter's: the base never sleeps.
-    """
-    sleep = config.sleep
-    ahead = [following] if sleep.ahead and following is not None and following.role != call.role else []
-    calls = [each for each in (call, *ahead) if _uses(each, role)]
-    copied = role == "actor" and not config.lora.on
-    read = any(each is following or each.kind != "generate" or not copied for each in calls)
-    places: dict[Part, Place] = {"weights": "device" if read or not _sleeps(role, sleep) else "pinned_host"}
-    if role in TRAINED:
-        trained = any(each.kind == "train" for each in calls)
-        places["optimizer"] = "device" if trained or sleep.optimizer == "device" else "pinned_host"
-    if role == "actor":
-        places["generation"] = "device" if call.role == role and call.kind == "generate" else "dropped"
-    return places
-
-
-def _uses(call: Call, role: str) -> bool:
-    return call.role == role or (call.role == "learner" and role in ("actor", "critic"))
-
-
-def _sleeps(role: str, config: SleepConfig) -> bool:
-    """Whether the weights of a role do."""
-    section = {"cost_critic": "critic", "cost": "reward"}.get(role, role)
-    return getattr(config, section) == "host"

@@ -12,11 +12,11 @@ import jax
 from jax.sharding import Mesh
 
 from jrlhf.meshes import GENERATE, SCORE, TRAIN, TRAIN_TP, Call, Graph, Layout, make_mesh
+from jrlhf.meshes.graph import home_of
 from jrlhf.meshes.mesh import Device
 from jrlhf.meshes.offload import is_on_host
 from jrlhf.meshes.plan import Placement, Plan
 from jrlhf.models.params import Params
-from jrlhf.planning.topology import home_of
 from jrlhf.roles.compiled import Compute, lies_at, relocated, weights_at
 from jrlhf.roles.courier import Courier
 from jrlhf.roles.model import Architecture, Model

@@ -12,11 +12,9 @@ from jrlhf.meshes.plan import Plan
 from jrlhf.models import ModelConfig, param_shardings
 from jrlhf.planning.fits import backend_of, capacity, check_memory, memory_of
 from jrlhf.planning.runnable import on_base, only_functions
-from jrlhf.roles.graph import trace
 from jrlhf.roles.placement import LAYOUTS, places_of
 from jrlhf.roles.pretrained import is_here
-from jrlhf.roles.roles import Reference
-from jrlhf.stages.dpo import PairActor, dpo
+from jrlhf.stages.graphs import stage_graph
 from jrlhf.stages.preflight import check_sources
 from jrlhf.stages.setup import load_task, select_mesh, select_plan
 from jrlhf.stages.shapes import whole_weights
@@ -34,7 +32,7 @@ def describe(config: Config) -> str:
     """
     mesh, models = select_mesh(config)
     plan = None if config.algorithm is None else select_plan(config, models, list(mesh.devices.flat))
-    check_memory(config, mesh, models, plan)
+    check_memory(config, [stage_graph(config, stage) for stage in config.stages], mesh, models, plan)
     lines = [config_yaml(config), *_sources(config, models["actor"], mesh), "", *_memory(config, mesh, models, plan)]
     lines += ["", *_calls(config, mesh, models, plan)]
     if plan is not None:
@@ -63,7 +61,7 @@ def _sources(config: Config, actor: ModelConfig, mesh: Mesh) -> list[str]:
 
 def _memory(config: Config, mesh: Mesh, models: Mapping[str, ModelConfig], plan: Plan | None) -> list[str]:
     """What each role keeps in the last stage."""
-    kept = memory_of(config, mesh, models, plan).roles
+    kept = memory_of(config, stage_graph(config, config.stages[-1]), mesh, models, plan).roles
     rows = [(role, f"{sum(parts.values()) / MIB:.3f}", _parts(parts)) for role, parts in kept.items()]
     return ["memory of a device where a role lives, MiB, of what it keeps there:", *_in_columns(rows)]
 
@@ -75,7 +73,8 @@ def _parts(parts: Mapping[str, float]) -> str:
 def _calls(config: Config, mesh: Mesh, models: Mapping[str, ModelConfig], plan: Plan | None) -> list[str]:
     """Of each call: all that a device then holds, and of it what the call alone needs."""
     rows, device = [("call", "in all", "roles", "the call's own")], mesh.devices.flat[0]
-    phases = [phase for stage in config.stages for phase in memory_of(config, mesh, models, plan, stage).phases]
+    graphs = [stage_graph(config, stage) for stage in config.stages]
+    phases = [phase for graph in graphs for phase in memory_of(config, graph, mesh, models, plan).phases]
     for phase in phases:
         if phase.active:
             own = _parts(dict(sorted(phase.active.items(), key=lambda part: -part[1])))
@@ -110,7 +109,7 @@ def _plan(config: Config, mesh: Mesh, models: Mapping[str, ModelConfig], plan: P
 
 
 def _dpo_plan(config: Config, mesh: Mesh) -> list[str]:
-    graph = trace(dpo, {"actor": PairActor, "reference": Reference})
+    graph = stage_graph(config, "dpo")
     return [f"plan of a step of dpo on {_sizes(mesh)}:", *_in_columns([_row(call, config) for call in graph])]
 
 

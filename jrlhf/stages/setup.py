@@ -36,6 +36,7 @@ from jrlhf.run.preemption import PreemptionGuard
 from jrlhf.run.processes import from_main, is_main, several
 from jrlhf.run.tracking import tracking
 from jrlhf.stages.context import Context
+from jrlhf.stages.graphs import stage_graph
 from jrlhf.stages.preflight import check_sources
 
 
@@ -49,7 +50,8 @@ def open_context(config: Config, *, resume: bool) -> Iterator[Context]:
     mesh, models = select_mesh(config)
     places = list(mesh.devices.flat)
     plan = None if config.algorithm is None else select_plan(config, models, places, resume=resume)
-    from_main(partial(check_memory, config, mesh, models, plan))
+    graphs = [stage_graph(config, stage) for stage in config.stages]
+    from_main(partial(check_memory, config, graphs, mesh, models, plan))
     console = Console(enabled=is_main())
     if config.device.platform == "auto" and (warning := idle_accelerator()):
         console.warn(warning)
@@ -172,12 +174,14 @@ def select_plan(
         UserError: the plan cannot be made, or does not suit models, batch or processes.
     """
 
+    graph = graph_of(config)
+
     def search() -> Plan:
         path = Path(config.run_dir).expanduser() / config.name / PLAN
         last = read_plan(path) if resume and path.exists() else None
-        return last if last is not None and last.name == "auto" else searched(config, models, devices)
+        return last if last is not None and last.name == "auto" else searched(config, graph, models, devices)
 
-    plan = from_main(partial(plan_of_config, config, graph_of(config), models, len(devices), search))
+    plan = from_main(partial(plan_of_config, config, graph, models, len(devices), search))
     refuse_cross_process(plan, [device.process_index for device in devices])
     return plan
 

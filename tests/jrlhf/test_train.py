@@ -31,6 +31,7 @@ from jrlhf.run.checkpoints import Checkpoints, like
 from jrlhf.run.files import read_jsonl
 from jrlhf.run.metrics import read_metrics
 from jrlhf.stages import mfu, setup
+from jrlhf.stages.graphs import stage_graph
 from jrlhf.stages.rl import RLState
 from jrlhf.stages.setup import select_mesh
 from jrlhf.train import cli, main
@@ -158,7 +159,7 @@ def test_dry_run_counts_the_bytes_that_states_really_take(tmp_path):
     with jax.set_mesh(mesh):
         params = init_sharded(models["actor"], jax.random.key(0), mesh)
         state = TrainState.create(params, adamw(config.ppo.actor, updates=1))
-    predicted = memory_of(config, mesh, models).roles["actor"]
+    predicted = memory_of(config, stage_graph(config, config.stages[-1]), mesh, models).roles["actor"]
     on_device = {device for device, _ in live_bytes(state.params)}
     for device in on_device:
         assert live_bytes(state.params)[device, "device"] == predicted["weights"]

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from jrlhf.meshes import Call, Graph
+from jrlhf.meshes.graph import home_of
 from jrlhf.meshes.hardware import Cluster, Hardware
 from jrlhf.meshes.plan import Placement, Plan
 from jrlhf.models import ModelConfig
 from jrlhf.planning.prices import Price
 from jrlhf.planning.simulator import simulate
-from jrlhf.planning.topology import home_of
 from jrlhf.planning.workload import RoleModel, Workload
 
 GIB = 2**30

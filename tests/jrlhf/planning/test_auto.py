@@ -49,29 +49,29 @@ def config_of(*overrides: str) -> Config:
 def test_what_is_found_runs(overrides):
     config, devices = config_of(*overrides), [Device()] * 8
     models = architectures(config)
-    plan = searched(config, models, devices)
+    plan = searched(config, graph_of(config), models, devices)
     check_runs(plan, config, graph_of(config), models, 8)
-    assert plan == searched(config, models, devices), "a function of the seed"
+    assert plan == searched(config, graph_of(config), models, devices), "a function of the seed"
 
 
 def test_adapters_stay_in_the_mesh_of_the_config():
     config = config_of("lora.rank=16", "mesh.fsdp=2", "mesh.tensor=4")
     models = architectures(config)
-    plan = searched(config, models, [Device()] * 8)
+    plan = searched(config, graph_of(config), models, [Device()] * 8)
     check_runs(plan, config, graph_of(config), models, 8)
     assert plan["actor.generate"].sizes == (1, 2, 4)
 
 
 def test_a_plan_fits_the_memory_that_a_run_may_use():
     config = config_of("device.memory=50")
-    _, prices = prices_here(config, workload_of(config, architectures(config)), [Device()] * 8)
+    _, prices = prices_here(config, workload_of(config, graph_of(config), architectures(config)), [Device()] * 8)
     assert prices.capacity == 50 * 2**30
 
 
 def test_a_base_is_counted_once_for_all_its_adapters():
     config = config_of("lora.rank=16", "mesh.fsdp=2", "mesh.tensor=4")
     models, devices = architectures(config), [Device()] * 8
-    workload = workload_of(config, models)
+    workload = workload_of(config, graph_of(config), models)
     plan = plan_of_config(config, workload.graph, models, 8)
     _, prices = prices_here(config, workload, devices)
     (group,) = simulate(workload.graph, plan, prices).memory
@@ -82,7 +82,7 @@ def test_a_base_is_counted_once_for_all_its_adapters():
 def test_unknown_devices_are_to_be_measured_first():
     config = config_of()
     with pytest.raises(UserError, match="nothing is known of what calls cost on abacus devices: measure"):
-        prices_here(config, workload_of(config, architectures(config)), [Device("abacus", "cpu")])
+        prices_here(config, workload_of(config, graph_of(config), architectures(config)), [Device("abacus", "cpu")])
 
 
 def test_a_run_goes_on_with_the_plan_that_its_search_found(monkeypatch, tmp_path):

@@ -14,6 +14,7 @@ from jrlhf.planning.choose import colocated
 from jrlhf.planning.fits import capacity, check_memory, memory_of
 from jrlhf.planning.from_config import divided, workload_of
 from jrlhf.planning.memory import GIB
+from jrlhf.stages.graphs import planned_graph, stage_graph
 from jrlhf.stages.setup import architectures, select_plan
 
 EIGHT = ["device.platform=cpu", "device.simulated=8"]
@@ -26,12 +27,20 @@ def loaded(name: str, *overrides: str):
 
 def test_a_run_that_cannot_fit_is_refused_with_settings_that_do():
     with pytest.raises(UserError) as found:
-        check_memory(*loaded("llama3-8b-ppo", "device.memory=46"))
+        check(*loaded("llama3-8b-ppo", "device.memory=46"))
     said = str(found.value)
     assert "actor.generate needs 49.0" in said and "device.memory has 46" in said and "\n" not in said
     assert "rollout.slots=128" in said and "lora.rank=16" in said
-    check_memory(*loaded("llama3-8b-ppo", "device.memory=46", "rollout.slots=128"))
-    check_memory(*loaded("llama3-8b-ppo", "device.memory=80"))
+    check(*loaded("llama3-8b-ppo", "device.memory=46", "rollout.slots=128"))
+    check(*loaded("llama3-8b-ppo", "device.memory=80"))
+
+
+def check(config, mesh, models):
+    check_memory(config, [stage_graph(config, stage) for stage in config.stages], mesh, models)
+
+
+def memory(config, mesh, models, plan=None, stage=None):
+    return memory_of(config, stage_graph(config, stage or config.stages[-1]), mesh, models, plan)
 
 
 LEARNING = ("stages=[sft, reward_model, ppo]", "rewards=[]")
@@ -49,38 +58,38 @@ def test_stages_before_the_algorithm_keep_what_they_train_and_the_policy():
     """Weights and two moments in float32; beside the reward model that learns lie the policy's weights."""
     config, mesh, models = loaded("llama3-8b-ppo", *LEARNING)
     actor = models["actor"]
-    (sft,) = memory_of(config, mesh, models, stage="sft").phases
-    learning = memory_of(config, mesh, models, stage="reward_model").phases[0]
+    (sft,) = memory(config, mesh, models, stage="sft").phases
+    learning = memory(config, mesh, models, stage="reward_model").phases[0]
     assert (sft.call, learning.call) == ("sft.update", "reward_model.update")
     assert sft.resident == 12 * shard(actor) + 8  # AdamW counts its updates twice
     assert learning.resident == 12 * shard(actor, scalar=True) + 8 + 4 * shard(actor)
-    adapted = memory_of(*loaded("llama3-8b-ppo", *LEARNING, "lora.rank=8"), stage="reward_model")
+    adapted = memory(*loaded("llama3-8b-ppo", *LEARNING, "lora.rank=8"), stage="reward_model")
     assert set(adapted.roles) == {"base", "actor", "reward"} and "optimizer" not in adapted.roles["actor"]
 
 
 @pytest.mark.parametrize("stage", ["sft", "reward_model"])
 def test_a_stage_before_the_algorithm_that_cannot_fit_is_refused(stage):
     alone = ("llama3-8b-ppo", f"stages=[{stage}]", "rewards=[]", f"{stage}.batch=1024")
-    need = memory_of(*loaded(*alone, "device.memory=1000")).peak / GIB
-    check_memory(*loaded(*alone, f"device.memory={need + 0.001}"))
+    need = memory(*loaded(*alone, "device.memory=1000")).peak / GIB
+    check(*loaded(*alone, f"device.memory={need + 0.001}"))
     small = f"device.memory={need - 0.001}"
     with pytest.raises(UserError, match=rf"^{stage}.update needs .* choose .*{stage}.micro_batches=2 or ") as found:
-        check_memory(*loaded(*alone, small))
+        check(*loaded(*alone, small))
     assert "\n" not in str(found.value)
-    check_memory(*loaded(*alone, small, f"{stage}.micro_batches=2"))
-    check_memory(*loaded(*alone, small, f"{stage}.micro_batch_tokens=65536"))
+    check(*loaded(*alone, small, f"{stage}.micro_batches=2"))
+    check(*loaded(*alone, small, f"{stage}.micro_batch_tokens=65536"))
 
 
 def test_where_memory_is_not_known_nothing_is_refused():
     config, mesh, models = loaded("llama3-8b-ppo")
     assert capacity(config, mesh.devices.flat) is None
-    check_memory(config, mesh, models)
-    assert memory_of(config, mesh, models).peak > 40 * 2**30
+    check(config, mesh, models)
+    assert memory(config, mesh, models).peak > 40 * 2**30
 
 
 def test_what_sleeps_of_shared_passes_needs_no_room():
     single = ("ppo.algorithm.minibatches=1", "ppo.algorithm.micro_batches=1", "compute.shared_passes=true")
-    awake, asleep = (memory_of(*loaded("llama3-8b-ppo", *single, *more)) for more in ((), ("sleep.optimizer=host",)))
+    awake, asleep = (memory(*loaded("llama3-8b-ppo", *single, *more)) for more in ((), ("sleep.optimizer=host",)))
     moments = sum(asleep.roles[role]["optimizer"] for role in ("actor", "critic"))
     first, same = awake.phases[0], asleep.phases[0]
     assert first.call == same.call == "actor.generate" and first.total - same.total == moments > 8 * 2**30
@@ -89,7 +98,7 @@ def test_what_sleeps_of_shared_passes_needs_no_room():
 @pytest.mark.parametrize("plan", ["colocate", "split"])
 def test_budgets_of_tokens_divide_rows_whatever_the_plan(plan):
     config, mesh, models = loaded("llama3-8b-ppo", f"plan={plan}", "compute.score_tokens=4096")
-    found = memory_of(config, mesh, models, select_plan(config, models, list(mesh.devices.flat)))
+    found = memory(config, mesh, models, select_plan(config, models, list(mesh.devices.flat)))
     active = {phase.call: phase.active for phase in found.phases}
     assert active["critic.values"]["activations"] == 4096 * 4096 * 2  # tokens of a part, of 4096 bfloat16
 
@@ -99,11 +108,11 @@ def test_settings_are_named_as_the_config_has_them():
     budget += ("rollout.slots=64", "compute.remat=products")
     config, mesh, models = loaded("llama3-8b-ppo", *budget)
     with pytest.raises(UserError, match=r"ppo.algorithm.micro_batch_tokens=\d+") as found:
-        check_memory(config, mesh, models)
+        check(config, mesh, models)
     assert "micro_batches" not in str(found.value)
     key = re.search(r"ppo.algorithm.micro_batch_tokens=\d+", str(found.value))
     assert key is not None
-    check_memory(*loaded("llama3-8b-ppo", *budget, key.group()))
+    check(*loaded("llama3-8b-ppo", *budget, key.group()))
 
 
 def test_the_memory_is_that_of_a_device_of_this_process():
@@ -115,7 +124,7 @@ def test_the_memory_is_that_of_a_device_of_this_process():
 
 def test_a_config_s_workload_has_its_roles_rows_and_parts():
     config, _, models = loaded("llama3-8b-ppo")
-    workload = workload_of(config, models)
+    workload = workload_of(config, planned_graph(config), models)
     assert set(workload.models) == {"actor", "critic", "reference", "reward"}
     assert {role for role, (model,) in workload.models.items() if model.trained} == {"actor", "critic"}
     assert (workload.rows, workload.minibatches, workload.length) == (256, 4, 2048)
@@ -137,21 +146,21 @@ def test_a_config_s_workload_has_its_roles_rows_and_parts():
 )
 def test_a_workload_knows_which_heads_are_for_responses_only(overrides, fused, spanned):
     config, _, models = loaded("quickstart", *overrides)
-    workload = workload_of(config, models)
+    workload = workload_of(config, planned_graph(config), models)
     assert (workload.fused_loss, workload.spanned) == (fused, spanned)
 
 
 def test_adapters_are_on_one_base_and_the_reference_is_that_base():
     config, _, models = loaded("qwen3-8b-lora", "lora.base=int8")
-    workload = workload_of(config, models)
+    workload = workload_of(config, planned_graph(config), models)
     assert all(model.shared and model.int8 for each in workload.models.values() for model in each)
     assert "reference" not in workload.models  # the actor's pass scores it, too
     config, _, models = loaded("quickstart", "lora.rank=4")
-    (reference,) = workload_of(config, models).models.get("reference", (None,))
+    (reference,) = workload_of(config, planned_graph(config), models).models.get("reference", (None,))
     assert reference is None or reference.shared
 
 
 def test_a_config_without_calls_has_no_workload():
     config, _, models = loaded("quickstart", "stages=[sft]")
     with pytest.raises(UserError, match="have no calls to plan"):
-        workload_of(config, models)
+        workload_of(config, planned_graph(config), models)

@@ -24,6 +24,7 @@ from jrlhf.algorithms.registry import graph_of
 from jrlhf.config.schema import Config
 from jrlhf.config.stages import OptimizerConfig
 from jrlhf.meshes import GENERATE, Graph, make_mesh
+from jrlhf.meshes.graph import home_of
 from jrlhf.meshes.hardware import cluster
 from jrlhf.meshes.plan import Placement, Plan, Slice
 from jrlhf.models import LoRAConfig, ModelConfig, param_shardings
@@ -35,7 +36,6 @@ from jrlhf.planning.options import placed_calls, shapes
 from jrlhf.planning.simulator import simulate
 from jrlhf.planning.states import resident, tiled
 from jrlhf.planning.times import Estimator
-from jrlhf.planning.topology import home_of
 from jrlhf.planning.workload import RoleModel, Workload
 from jrlhf.stages.shapes import adapter_weights, device_bytes, generation_copy, placed, train_state, whole_weights
 

@@ -18,9 +18,10 @@ from jrlhf.config.schema import SLEEP_PARTS, Config, SleepConfig, load_config
 from jrlhf.errors import UserError
 from jrlhf.meshes import Call, live_bytes, make_mesh
 from jrlhf.meshes.offload import free_host, is_on_host, offload
+from jrlhf.planning.residency import residency
 from jrlhf.roles import compiled
 from jrlhf.roles.graph import trace
-from jrlhf.roles.offloading import Rest, check_sleep, fetch_ahead, rest_of, resting
+from jrlhf.roles.offloading import Rest, check_sleep, fetch_ahead, rest_of
 from jrlhf.run.checkpoints import Checkpoints, fingerprint_of, like
 from jrlhf.run.clock import Clock
 from jrlhf.run.compilations import CompilationWatch
@@ -174,7 +175,7 @@ def test_three_iterations_asleep_are_those_awake_and_every_byte_is_in_its_place(
         loans["" if name == "sleep" else name] = pending + gained if name == "sleep" else pending
     for call in graph_of(Config(sleep=ALL)):
         if call.kind != "compute":
-            here = {role: resting(Config(sleep=ALL), role, call) for role in (*sleepers.trained, *sleepers.frozen)}
+            here = {role: residency(Config(sleep=ALL), role, call) for role in (*sleepers.trained, *sleepers.frozen)}
             said = sum(size[role] for role, places in here.items() if places["weights"] == "device")
             said += sum(size[f"{role} optimizer"] for role in sleepers.trained if here[role]["optimizer"] == "device")
             assert said == loans[EVENTS[call.name]], call.name
@@ -257,28 +258,28 @@ def test_where_parts_rest_follows_the_config_and_the_call():
     )
     values, learn = Call("critic.values", "critic", "infer", (), ()), Call("learner.update", "learner", "train", (), ())
     usual = Config()
-    assert resting(usual, "actor", values) == {"weights": "device", "optimizer": "device", "generation": "dropped"}
-    assert resting(usual, "actor", generate)["generation"] == "device"
-    assert resting(usual, "reward", values) == {"weights": "device"}
+    assert residency(usual, "actor", values) == {"weights": "device", "optimizer": "device", "generation": "dropped"}
+    assert residency(usual, "actor", generate)["generation"] == "device"
+    assert residency(usual, "reward", values) == {"weights": "device"}
 
     config = Config(sleep=ALL)
     for role in ("actor", "critic"):
-        there = {part: place for part, place in resting(config, role, learn).items() if part != "generation"}
+        there = {part: place for part, place in residency(config, role, learn).items() if part != "generation"}
         assert there == {"weights": "device", "optimizer": "device"}
-        assert resting(config, role, score)["weights"] == resting(config, role, score)["optimizer"] == "pinned_host"
-    assert resting(config, "critic", values) == {"weights": "device", "optimizer": "pinned_host"}
-    assert resting(config, "cost_critic", values) == {"weights": "pinned_host", "optimizer": "pinned_host"}
-    assert resting(config, "cost", score) == {"weights": "pinned_host"}
+        assert residency(config, role, score)["weights"] == residency(config, role, score)["optimizer"] == "pinned_host"
+    assert residency(config, "critic", values) == {"weights": "device", "optimizer": "pinned_host"}
+    assert residency(config, "cost_critic", values) == {"weights": "pinned_host", "optimizer": "pinned_host"}
+    assert residency(config, "cost", score) == {"weights": "pinned_host"}
     # The copy is made of weights that go back at once; an adapter is generated with as it is.
-    assert resting(config, "actor", generate)["weights"] == "pinned_host"
-    assert resting(replace(config, lora=replace(config.lora, rank=2)), "actor", generate)["weights"] == "device"
+    assert residency(config, "actor", generate)["weights"] == "pinned_host"
+    assert residency(replace(config, lora=replace(config.lora, rank=2)), "actor", generate)["weights"] == "device"
 
-    assert resting(config, "critic", score, values)["weights"] == "pinned_host"
+    assert residency(config, "critic", score, values)["weights"] == "pinned_host"
     ahead = replace(config, sleep=replace(ALL, ahead=True))
-    assert resting(ahead, "critic", score, values) == {"weights": "device", "optimizer": "pinned_host"}
-    assert resting(ahead, "critic", score, learn) == {"weights": "device", "optimizer": "device"}
+    assert residency(ahead, "critic", score, values) == {"weights": "device", "optimizer": "pinned_host"}
+    assert residency(ahead, "critic", score, learn) == {"weights": "device", "optimizer": "device"}
     train = Call("critic.update", "critic", "train", (), ())
-    assert resting(ahead, "critic", values, train)["optimizer"] == "pinned_host"
+    assert residency(ahead, "critic", values, train)["optimizer"] == "pinned_host"
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from jrlhf.models import LoRAConfig, init_lora
 from jrlhf.models.hf import export_adapter, read_config
 from jrlhf.planning.fits import memory_of
 from jrlhf.stages.dryrun import describe
+from jrlhf.stages.graphs import stage_graph
 from jrlhf.stages.setup import select_mesh
 
 
@@ -32,7 +33,7 @@ def test_adapters_of_rewards_and_costs_are_counted_and_lie_on_the_base(tmp_path,
         "costs": [{"name": "harmful", "adapter": str(tmp_path / "harmful")}],
     }
     config: Config = build(Config, without_ppo(settings(**sections)))
-    found = memory_of(config, *select_mesh(config)).roles
+    found = memory_of(config, stage_graph(config, config.stages[-1]), *select_mesh(config)).roles
     for role, name in (("reward", "helpful"), ("cost", "harmful")):
         stored = load_file(tmp_path / name / "adapter_model.safetensors")
         bias = 4  # of the head, which is not written where it is 0
