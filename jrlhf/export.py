@@ -13,7 +13,8 @@ import jax
 import tokenizers
 from jax.sharding import Mesh
 
-from jrlhf.config.schema import Config, DeviceConfig, load_config
+from jrlhf.config import Config, load_config
+from jrlhf.config.schema import DatasetsData, DeviceConfig
 from jrlhf.config.stages import ALGORITHMS
 from jrlhf.data.task import Task
 from jrlhf.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
@@ -73,7 +74,7 @@ def export_checkpoint(run: Path, step: int | None = None, out: Path | None = Non
             export(context, policy.holding(params))
         except OSError as error:
             raise UserError(f"--out {out}: {error}") from error
-    section = getattr(config, stage)
+    section = config.sections[stage]
     length = section.iterations if stage in ALGORITHMS else section.steps
     return f"{out / 'model'} is the policy of {stage} after step {chosen} of {length}"
 
@@ -106,7 +107,7 @@ def _context(run: Path, config: Config, actor: ModelConfig, mesh: Mesh, out: Pat
 
 def _tokenizer(run: Path, config: Config, actor: ModelConfig) -> Tokenizer:
     """The run's, without reading its data."""
-    if config.data.source != "datasets":
+    if not isinstance(config.data, DatasetsData):
         try:
             return wrap(tokenizers.Tokenizer.from_file(str(run / TOKENIZER)))
         except Exception as error:  # the library raises bare `Exception`
@@ -119,7 +120,7 @@ def _tokenizer(run: Path, config: Config, actor: ModelConfig) -> Tokenizer:
 
 def _policy(context: Context, actor: ModelConfig) -> Model:
     """The policy, with shapes in place of what checkpoints hold: of all weights, or of an adapter on its base."""
-    if context.config.lora.on:
+    if context.config.lora is not None:
         policy = context.initial.policy()
         return policy.holding(like(policy.params, context.mesh))
     shapes = jax.eval_shape(partial(init_lm, actor), jax.random.key(0))

@@ -7,7 +7,7 @@ from functools import partial
 
 import jax
 
-from jrlhf.config.schema import Config, config_names, load_config
+from jrlhf.config import Config, config_names, load_config
 from jrlhf.errors import exit_code, told
 from jrlhf.run.clock import Stopwatch
 from jrlhf.run.processes import is_main, together

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jrlhf.algorithms import registry as algorithms
+from jrlhf.config import load_config
 from jrlhf.config.check import validate
-from jrlhf.config.schema import load_config
 from jrlhf.models.presets import PRESETS
 from jrlhf.ppo import Rollout
 from jrlhf.report.record import TITLES

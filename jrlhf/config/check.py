@@ -226,7 +226,7 @@ def _check_model(config: Config, role: str, model: ModelConfig, fsdp: int, tenso
 
 
 def indivisible(model: ModelConfig, fsdp: int, tensor: int) -> Iterator[tuple[str, int, int, str, int]]:
-    """Yields (key, value, size that is divided, mesh axis, size of the axis) where a size of a model does not divide."""
+    """Yields (key, value, divided size, mesh axis, size of the axis) where a size of a model does not divide."""
     kv_heads = tensor if model.kv_heads < tensor else model.kv_heads  # fewer kv-heads than slices are repeated
     for key, written, size, axis, parts in (
         ("embed", model.embed, model.embed, "fsdp", fsdp),
@@ -260,7 +260,7 @@ def _check_batches(config: Config, devices: int, groups: int) -> None:
     if samples > 1:
         divisor = math.lcm(divisor, samples * groups)
         parts += f" and into {samples} samples of each prompt on {groups} group(s) of devices"
-    _check_rows(key, config.batch, divisor, parts, sampled)
+    _check_rows(key, config.sampled_rows, divisor, parts, sampled)
     slots = config.rollout.slots
     if slots is not None and slots % devices:
         raise UserError(

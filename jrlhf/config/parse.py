@@ -184,7 +184,7 @@ def convert(kind: Any, value: object, path: str) -> Any:
     number = _number(value) if kind in (int, float) else math.nan
     if math.isfinite(number) and (kind is float or number.is_integer()):
         with contextlib.suppress(ValueError):  # of int("1e3")
-            return kind(value)
+            return kind(value)  # pyright: ignore[reportArgumentType]  # a number, or text that float() reads
     if origin is tuple:
         expected = f"a list, write [{_shown(value)}]"
     elif origin is Mapping:
@@ -230,7 +230,7 @@ def _convert_tagged(kinds: list[Any], value: object, path: str) -> Any:
 
 
 def changed(section: Any) -> Iterator[tuple[str, object]]:
-    """Yields (key, value) of the settings of a section that are not their defaults, those of inner sections included."""
+    """Yields (key, value) of settings that are not the defaults of a section and of the sections in it."""
     for item in fields(section):
         value, default = getattr(section, item.name), default_of(type(section), item.name)
         if is_dataclass(value) and type(value) is type(default):
@@ -261,7 +261,7 @@ def _untyped(value: object) -> object:
     return float(value) if re.fullmatch(r"[-+]?(\d*\.?\d+([eE][-+]?\d+)?|\d+\.)", value) else str(value)
 
 
-def _classes(kind: Any) -> list[type]:
+def _classes(kind: Any) -> list[Any]:
     """Returns the sections that a value of this type may be."""
     return [each for each in (kind, *get_args(kind)) if is_dataclass(each) and get_origin(kind) is not tuple]
 

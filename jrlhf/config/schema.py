@@ -305,7 +305,7 @@ class SamplingSection(Section):
     # Draw from the most likely tokens that have this probability together; null: from all.
     top_p: float | None = checked(None, lambda value: 0 < value <= 1, "above 0 and at most 1")
     min_new_tokens: int = natural(0)  # tokens before a response may end
-    batch: int | None = count(None)  # responses sampled at a time if no RL stage says so by rollout_batch; null: 128
+    batch: int = count(128)  # responses sampled at a time in a run without reinforcement learning
 
 
 @dataclass(frozen=True)
@@ -442,9 +442,14 @@ class Config(Section):
         return self.sections["dpo"]
 
     @property
-    def batch(self) -> int:
+    def sampled_rows(self) -> int:
         """The number of rows that are sampled or scored at a time."""
-        return self.rl.rollout_batch if self.algorithm else self.sampling.batch or 128
+        return self.rl.rollout_batch if self.algorithm else self.sampling.batch
+
+    @property
+    def samples(self) -> int:
+        """The number of responses to each prompt in an iteration; 1 without reinforcement learning."""
+        return self.rl.samples if self.algorithm else 1
 
     @property
     def offloading(self) -> SleepConfig:

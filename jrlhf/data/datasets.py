@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
-from jrlhf.config.schema import Config, DatasetConfig
+from jrlhf.config.schema import Config, DatasetConfig, DatasetsData
 from jrlhf.config.stages import ALGORITHMS
 from jrlhf.data.encode import PreferencePairs, Prompts, Sequences, encode_preferences, encode_prompts, encode_sft
 from jrlhf.data.read import Columns, Dataset, read_dataset
@@ -27,10 +27,11 @@ def load_task(config: Config, tokenizer: Tokenizer) -> Task:
         UserError: a dataset that is not there, cannot be read, or does not fit.
     """
     data = config.data
+    assert isinstance(data, DatasetsData)
     used = [key for key, stages in STAGES.items() if set(stages) & set(config.stages)]
-    if config.rl.algorithm.ptx_coef > 0 and config.algorithm is not None:
+    if config.algorithm is not None and config.rl.algorithm.ptx_coef > 0:
         used = list(dict.fromkeys(["sft", *used]))
-    used += ["heldout"] if data.heldout.path is not None and config.algorithm is not None else []
+    used += ["heldout"] if data.heldout is not None and config.algorithm is not None else []
     datasets = {key: _read(key, getattr(data, key)) for key in used}
     lines = [f"data.{key}: {dataset.describe()}" for key, dataset in datasets.items()]
     splits, met = keep_apart(datasets, data.heldout_rows), list[Example]()
@@ -121,8 +122,8 @@ def _hash(text: str) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 
-def _read(key: str, wanted: DatasetConfig) -> Dataset:
-    if wanted.path is None:
+def _read(key: str, wanted: DatasetConfig | None) -> Dataset:
+    if wanted is None or wanted.path is None:
         stage = " or ".join(STAGES[key]) if key == "preferences" else STAGES[key][0]
         raise UserError(f"stage {stage} learns from data.{key}.path, which is not given: name a file or a dataset")
     return read_dataset(wanted.path, columns=Columns(**vars(wanted.columns)), split=wanted.split)

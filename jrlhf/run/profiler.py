@@ -24,7 +24,9 @@ def traced(config: Config, run_dir: Path, stage: str, step: int, iteration: Call
     """
     with jax.profiler.StepTraceAnnotation(stage, step_num=step):
         wanted = config.profile
-        if not is_main() or stage != (wanted.stage or config.stages[-1]) or step not in wanted.iterations:
+        if wanted is None or not is_main() or step not in wanted.iterations:
+            return iteration()
+        if stage != (wanted.stage or config.stages[-1]):
             return iteration()
         with jax.profiler.trace(run_dir / PROFILE / f"{stage}-{step}"):
             return jax.block_until_ready(iteration())

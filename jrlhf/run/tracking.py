@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from jrlhf.config.schema import Config, config_yaml
+from jrlhf.config import Config, config_yaml
 from jrlhf.errors import UserError
 from jrlhf.run.directory import Run
 
@@ -36,7 +36,7 @@ def check_wandb(config: Config) -> None:
     """
     found = find_spec("wandb")
     missing = found is None or found.origin is None  # a mere folder, such as wandb itself makes, has no origin
-    if config.wandb.project is not None and missing:
+    if config.wandb is not None and missing:
         raise UserError(f"wandb.project={config.wandb.project} needs its extra, pip install 'jrlhf[wandb]'")
 
 
@@ -108,7 +108,7 @@ class Wandb:
 def tracking(config: Config, run: Run, tell: Callable[[str], None]) -> Iterator[Wandb | None]:
     """The run's metrics in Weights & Biases, under one id however often it is resumed; None where nobody wants them."""
     section = config.wandb
-    if section.project is None or not run.writes:
+    if section is None or not run.writes:
         yield None
         return
     path = run.path / IDENTITY

@@ -147,13 +147,13 @@ def _from_metrics(context: Context) -> dict[str, Any]:
         ]
         found |= {f"{stage}_accuracy": accuracies[-1]} if accuracies else {}
     costs = [each["cost/mean"] for each in records if each.get("cost/mean") is not None]
-    algorithm = context.config.rl.algorithm
+    algorithm = context.config.rl.algorithm if context.config.algorithm else None
     if costs and isinstance(algorithm, SafeRLHFConfig):
         found["cost"] = {"last_quarter": _last_quarter(costs), "limit": algorithm.cost_limit}
     kl = [each["objective/kl"] for each in records if each.get("objective/kl") is not None]
-    if kl:
+    if kl and algorithm:
         found["kl_last_quarter"] = _last_quarter(kl)
-        found["kl_target"] = context.config.rl.algorithm.kl_target
+        found["kl_target"] = algorithm.kl_target
     return found
 
 

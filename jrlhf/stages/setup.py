@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from jrlhf.algorithms.registry import graph_of
 from jrlhf.config.check import mesh_sizes, validate
-from jrlhf.config.schema import ComputeConfig, Config, ModelSection
+from jrlhf.config.schema import ComputeConfig, Config, DatasetsData, ModelSection
 from jrlhf.data.task import Task
 from jrlhf.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer, same_tokens
 from jrlhf.errors import UserError
@@ -53,6 +53,8 @@ def open_context(config: Config, *, resume: bool) -> Iterator[Context]:
     graphs = [stage_graph(config, stage) for stage in config.stages]
     from_main(partial(check_memory, config, graphs, mesh, models, plan))
     console = Console(enabled=is_main())
+    for notice in config.notices:
+        console.line(notice)
     if config.device.platform == "auto" and (warning := idle_accelerator()):
         console.warn(warning)
     with console.status("reading the data"):
@@ -131,7 +133,7 @@ def actor_tokenizer(config: Config, actor: ModelConfig) -> Tokenizer:
     Raises:
         UserError: there is none, it is larger than the model's vocabulary, or a role has another.
     """
-    assert config.model.path is not None
+    assert config.model.path is not None and isinstance(config.data, DatasetsData)
     directory = locate(config.model.path, "model.path")
     tokenizer = check_vocabulary(load_tokenizer(directory, eos=config.data.eos), actor.vocab_size)
     for role in ("critic", "reference"):
@@ -159,7 +161,7 @@ def select_mesh(config: Config) -> tuple[Mesh, dict[str, ModelConfig]]:
     _check_attention(config, models, devices[0].platform)
     data, fsdp, tensor = mesh_sizes(config.mesh, len(devices))
     mesh = make_mesh(data, fsdp, tensor, devices=devices)
-    check_sleep(config.sleep, mesh)
+    check_sleep(config.offloading, mesh)
     return mesh, models
 
 

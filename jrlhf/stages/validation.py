@@ -23,14 +23,14 @@ def validate(
 
     SOURCE is `all`, and each source's name where the held-out prompts have several.
     """
-    config = context.config.evaluation
-    if config.every is None or step % config.every:
+    config = context.config.validation
+    if config is None or config.every is None or step % config.every:
         return {}, []
     rounds = clock.run("validation", _rounds, context, policy, rewards, step)
     if not rounds:
         return {}, []
     metrics, samples = statistics(rounds), _samples(context, rounds[0])
-    context.console.validation(step + 1, metrics, samples[: config.samples])
+    context.console.validation(step + 1, metrics, samples[: context.config.evaluation.samples])
     return metrics, samples
 
 
@@ -57,7 +57,8 @@ def statistics(rounds: Sequence[Graded]) -> dict[str, float]:
 
 
 def _rounds(context: Context, policy: Model, rewards: Rewards, step: int) -> list[Graded]:
-    config = context.config.evaluation
+    config = context.config.validation
+    assert config is not None
     rounds = [
         grade_heldout(
             context,

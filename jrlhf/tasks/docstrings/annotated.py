@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from jrlhf.config.schema import DocstringsData
 from jrlhf.data.batches import batch_indices, key_for
 from jrlhf.data.task import Ids, Pairs
 from jrlhf.errors import Preempted, UserError
@@ -20,7 +21,8 @@ def collect_pairs(
     rubric: Rubric, train: "Split", heldout: "Split", context: Context, policy: Model
 ) -> tuple[Pairs, Pairs]:
     """Ranked pairs to train on, some with the wrong label, and held-out ones in the rubric's own order."""
-    config = context.config.reward_model
+    assert isinstance(context.config.data, DocstringsData)
+    config = context.config.data.annotator
     # Held-out pairs keep all but exact ties, so that the accuracy can be told with and without the close ones.
     learnt, texts = _rank(rubric, train, context, policy, config.prompts, config.label_flip, config.margin)
     context.run.write("preferences.jsonl", pairs_jsonl(texts))
@@ -28,8 +30,8 @@ def collect_pairs(
     assert measured.clear is not None
     if not len(learnt) or not measured.clear.any():
         raise UserError(
-            f"reward_model.margin={config.margin:g} leaves {len(learnt)} pairs to learn from and {len(measured)} to "
-            "measure with: lower it, or raise reward_model.prompts and reward_model.heldout_prompts"
+            f"data.annotator.margin={config.margin:g} leaves {len(learnt)} pairs to learn from and {len(measured)} to "
+            "measure with: lower it, or raise data.annotator.prompts and data.annotator.heldout_prompts"
         )
     return learnt, measured
 
@@ -45,7 +47,8 @@ def _rank(
     purpose: str = "preferences",
 ) -> tuple[Pairs, list[Pair]]:
     """Samples for the first so many shuffled prompts, ranked against each other and real lines."""
-    config, tokenizer, seed = context.config.reward_model, context.task.tokenizer, context.config.seed
+    assert isinstance(context.config.data, DocstringsData)
+    config, tokenizer, seed = context.config.data.annotator, context.task.tokenizer, context.config.seed
     count = min(prompts, len(split.examples))
     rows = batch_indices(len(split.examples), count, 0, seed)
     examples = [split.examples[row] for row in rows]

@@ -7,7 +7,7 @@ from functools import partial
 
 import numpy as np
 
-from jrlhf.config.schema import Config, DataConfig
+from jrlhf.config.schema import Config, DataConfig, DocstringsData
 from jrlhf.data.encode import Prompts, Sequences
 from jrlhf.data.task import Grades, SFTData, Task
 from jrlhf.data.tokenizer import Tokenizer
@@ -115,10 +115,9 @@ def _renamed(
     An example that would no longer fit keeps its own words.
     """
     data, examples = config.data, [every[row] for row in rows]
+    assert isinstance(data, DocstringsData)
     rng = np.random.default_rng((config.seed, step))
-    changed = [
-        rename(example, vocabulary, rng) if rng.random() < config.sft.renaming else example for example in examples
-    ]
+    changed = [rename(example, vocabulary, rng) if rng.random() < data.renaming else example for example in examples]
     both = [*changed, *examples]
     pairs = encode_pairs(
         tokenizer, [e.prompt for e in both], [e.summary for e in both], data.max_prompt, data.max_response

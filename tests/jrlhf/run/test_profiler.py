@@ -4,8 +4,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jrlhf.config import Config, load_config
 from jrlhf.config.check import validate
-from jrlhf.config.schema import Config, ProfileConfig, load_config
+from jrlhf.config.schema import ProfileConfig
 from jrlhf.errors import UserError
 from jrlhf.models import ModelConfig
 from jrlhf.run.profiler import traced
@@ -43,4 +44,4 @@ def test_iterations_that_will_not_come_are_refused(overrides, message):
 
 
 def test_nothing_is_traced_by_default():
-    assert Config().profile.iterations == ()
+    assert Config().profile is None

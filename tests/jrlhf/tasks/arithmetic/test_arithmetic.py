@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from jrlhf.config.schema import Config, config_names, load_config
+from jrlhf.config import Config, config_names, load_config
 from jrlhf.errors import UserError
 from jrlhf.rewards.builtin import exact_match, numeric_answer
 from jrlhf.run.files import read_jsonl
@@ -171,11 +171,11 @@ def test_configs_differ_in_their_algorithm_alone(name):
     plan = describe(settings)
     assert "3500 sums to learn from, 3500 of them with worked answers, 512 held out" in plan
     assert f"iteration of {algorithm}, colocate, on" in plan and settings.stages == ("sft", algorithm)
-    section, first = getattr(settings, algorithm), config()
-    pace = ("iterations", "rollout_batch", "temperature", "actor")
-    assert [getattr(section, key) for key in pace] == [getattr(first.grpo, key) for key in pace]
-    own = {"name": first.name, "stages": first.stages, algorithm: getattr(first, algorithm), "grpo": first.grpo}
-    assert replace(settings, **own) == first
+    first = config()
+    pace = ("iterations", "rollout_batch", "actor")
+    assert [getattr(settings.rl, key) for key in pace] == [getattr(first.rl, key) for key in pace]
+    sections = {"sft": settings.sft, "grpo": first.rl}
+    assert replace(settings, name=first.name, stages=first.stages, sections=sections) == first
 
 
 @pytest.mark.full
