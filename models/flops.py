@@ -10,16 +10,15 @@ import numpy as np
 from jaxtyping import Int
 
 from jrlhf.models.config import ModelConfig
-from jrlhf.models.lora import PROJECTIONS, LoRAConfig, lora_shape
-from jrlhf.models.params import HeadKind
+from jrlhf.models.lora import LoRAConfig, adapter_weights
+from jrlhf.models.weights import HeadKind, weights
 
 Lengths = Int[np.ndarray, "B"]  # tokens of each row
 
 
 def layer_weights(config: ModelConfig) -> int:
     """Numbers in the matrices of all layers."""
-    attention = 2 * config.embed * config.head_dim * (config.heads + config.kv_heads)
-    return config.layers * (attention + (3 if config.gated_mlp else 2) * config.embed * config.mlp)
+    return sum(math.prod(weight.shape) for weight in weights(config) if weight.inputs)
 
 
 def head_weights(config: ModelConfig, head: HeadKind = "lm") -> int:
@@ -29,8 +28,7 @@ def head_weights(config: ModelConfig, head: HeadKind = "lm") -> int:
 
 def lora_weights(config: ModelConfig, lora: LoRAConfig) -> int:
     """Numbers in an adapter's matrices."""
-    shapes = (shape for name in lora.targets for shape in lora_shape(config, lora, PROJECTIONS[name]))
-    return config.layers * sum(math.prod(shape) for shape in shapes)
+    return sum(math.prod(weight.shape) for weight in adapter_weights(config, lora))
 
 
 def attention_operations(config: ModelConfig, lengths: Lengths) -> float:

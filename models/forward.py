@@ -1,9 +1,9 @@
 """Training and scoring: log-probabilities, values and scores of given tokens.
 
-Each function is one `jax.shard_map` over all mesh axes, of a `ShardedForward`.
+Each function is one `jax.shard_map` over all mesh axes, of a `ShardedForward`. It is not jitted: it composes with jit
+and grad. Every factory takes `ForwardOptions`, or their fields as keywords, or both.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -14,33 +14,22 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Float
 
 from jrlhf.kernels.logprob import Terms
-from jrlhf.kernels.logprob.api import Implementation
 from jrlhf.meshes import GENERATE, Layout
-from jrlhf.models.attention import AttentionImplementation
 from jrlhf.models.config import ModelConfig
 from jrlhf.models.lora import LoRAConfig
-from jrlhf.models.params import Params
-from jrlhf.models.remat import Remat
-from jrlhf.models.sharded import ShardedForward
+from jrlhf.models.sharded import ForwardOptions, ShardedForward
+from jrlhf.models.weights import Params
 
-
-def _check_temperature(temperature: float) -> None:
-    if not 0 < temperature < math.inf:
-        raise ValueError(f"temperature={temperature} must be positive and finite")
+DEFAULTS = ForwardOptions()
+_OF_TOKENS = ("temperature", "implementation", "span")
 
 
 def make_logprobs(
     config: ModelConfig,
     mesh: Mesh | AbstractMesh,
     layout: Layout,
-    *,
-    temperature: float = 1.0,
-    implementation: Implementation | None = None,
-    remat: Remat = "full",
-    dtype: Any = jnp.float32,
-    attention: AttentionImplementation | None = None,
-    lora: LoRAConfig | None = None,
-    span: int | None = None,
+    options: ForwardOptions = DEFAULTS,
+    **keywords: Any,
 ) -> Callable[..., tuple[Float[Array, "B T"], Float[Array, "B T"]]]:
     """Builds f(params, tokens [B, T]) -> (logprobs [B, T], entropy [B, T]), both float32, in nats.
 
@@ -49,74 +38,55 @@ def make_logprobs(
     vocab_size: no result before a row's end depends on them.
 
     params: as `init_lm`, stored as `param_shardings(config, mesh, layout)` says.
-    implementation: of the log-probability op; None for the platform's default.
-    remat: what the backward pass keeps of each layer, as `remat.py` lists: "full" only its input, "offload" that in the
-        host's pinned memory, "attention" what attention gave as well, "products" every product, "gather" everything but
-        gathered weights. What is not kept is computed again.
-    dtype: of weights and activations in compute. Norms, rotary angles, the logits and what follows are float32.
-    attention: None for cuDNN on a GPU and splash on a TPU where dtype and shapes allow it, else XLA.
-    span: builds f(params, tokens, starts [B]) instead, which predicts so many tokens of a row at most: those from
-        starts[b] on (0 counts as 1). All other results are 0, and the head is not computed there: for prompts, of which
-        nobody asks. With `lora` f(adapter, tokens, starts, base).
+    span: builds f(params, tokens, starts [B]) instead, which predicts at most this number of tokens of a row: those
+        from starts[b] on (0 counts as 1). All other results are 0, and the head is not computed there: for prompts,
+        whose log-probabilities nobody needs. With `lora` f(adapter, tokens, starts, base).
     lora: builds f(adapter, tokens, base) instead, for `layout` GENERATE. adapter: as `init_lora`, float32, stored as
         `lora_shardings` says. base: stored as `param_shardings(config, mesh, GENERATE)` says, in any dtype or as
         `to_int8` makes it, with any head. Differentiate by the adapter.
 
     In GENERATE the layers are not gathered but sliced over `tensor`, and they are unrolled.
-    The function is not jitted: it composes with jit and grad.
 
     Raises:
         ValueError: the model or, when called, the batch does not fit on the mesh; adapters or int8 weights where they
-            cannot be; a span below 1.
+            cannot be.
     """
-    forward = ShardedForward(config, mesh, layout, "lm", remat, dtype, attention, lora, span)
-    _check_temperature(temperature)
-
-    def local(params, tokens, starts=None):
-        return forward.logprobs(params, tokens, starts, temperature=temperature, implementation=implementation)
-
-    return forward.shard(local)
+    forward = ShardedForward(config, mesh, layout, "lm", replace(options, **keywords))
+    return forward.shard(lambda params, tokens, starts=None: forward.logprobs(params, tokens, starts))
 
 
 def make_token_sums(
     config: ModelConfig,
     mesh: Mesh | AbstractMesh,
     layout: Layout,
+    options: ForwardOptions = DEFAULTS,
     *,
-    temperature: float = 1.0,
-    implementation: Implementation | None = None,
     entropy_gradient: bool = True,
-    remat: Remat = "full",
-    dtype: Any = jnp.float32,
-    attention: AttentionImplementation | None = None,
-    lora: LoRAConfig | None = None,
-    span: int | None = None,
+    **keywords: Any,
 ) -> Callable[..., tuple[Float[Array, ""], dict[str, Float[Array, ""]]]]:
     """Builds f(params, tokens [B, T], data, terms) -> (loss, {name: metric}), float32: sums over all tokens but t = 0.
 
-    With `span` f takes `starts=` [B] besides, and sums over so many tokens of a row at most, from starts[b] on.
+    With `span` f takes `starts=` [B] as well, and sums over at most this number of tokens of a row, from starts[b] on.
 
     The same as summing `terms(logprobs, entropy, data)` over the results of `make_logprobs`, but where the platform's
     implementation can (`kernels.logprob.token_sums`), the unembedding's gradient is made while a tile's logits exist
     and nothing of it is computed again: three quarters of the head's operations.
 
-    data: a pytree of arrays [B, T], one entry a token.
+    data: a pytree of arrays [B, T], one entry for each token.
     terms: (logprobs [n], entropy [n], data [n]) -> (loss [n], {name: metric [n]}), elementwise over any n tokens. It
         may close over no traced array.
     entropy_gradient: False where the loss does not depend on the entropy.
 
-    Differentiable by the parameters, through the loss only. The rest, `lora` and what is raised as in `make_logprobs`;
-    with `lora` it builds f(adapter, tokens, data, terms, base).
+    Differentiable by the parameters, through the loss only. The rest is as in `make_logprobs`; with `lora` it builds
+    f(adapter, tokens, data, terms, base).
     """
-    forward = ShardedForward(config, mesh, layout, "lm", remat, dtype, attention, lora, span)
-    _check_temperature(temperature)
-    options = {"temperature": temperature, "implementation": implementation, "entropy_gradient": entropy_gradient}
+    forward = ShardedForward(config, mesh, layout, "lm", replace(options, **keywords))
 
     def sums(
         params: Params, tokens: Array, data: Any, terms: Terms, *frozen: Params, starts: Array | None = None
     ) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
         def local(params, tokens, data, starts):
-            return forward.token_sums(params, tokens, starts, data, terms, **options)
+            return forward.token_sums(params, tokens, starts, data, terms, entropy_gradient=entropy_gradient)
 
         return forward.shard(local, sums=True)(params, tokens, data, starts, *frozen)
 
@@ -127,29 +97,24 @@ def make_logprobs_with_base(
     config: ModelConfig,
     mesh: Mesh | AbstractMesh,
     lora: LoRAConfig,
-    *,
-    temperature: float = 1.0,
-    implementation: Implementation | None = None,
-    dtype: Any = jnp.float32,
-    attention: AttentionImplementation | None = None,
-    span: int | None = None,
+    options: ForwardOptions = DEFAULTS,
+    **keywords: Any,
 ) -> Callable[..., tuple[Float[Array, "B T"], Float[Array, "B T"], Float[Array, "B T"]]]:
     """Builds f(adapter, tokens [B, T], base) -> (logprobs, entropy, the bare base's logprobs), all [B, T] and float32.
 
     With `span` f(adapter, tokens, starts [B], base), as in `make_logprobs`.
 
-    One pass over 2 B rows, of which the first half is adapted: the base's weights are read, made wide from int8 and
-    compiled once. For scoring: a gradient would reach the base's half in vain. Parameters as in `make_logprobs`.
+    One pass over 2 B rows, of which the first half is adapted: the base's weights are read, dequantized from int8 and
+    compiled once. For scoring only: a gradient would reach the base's half in vain, so `remat` is not used.
     """
-    forward = ShardedForward(config, mesh, GENERATE, "lm", "full", dtype, attention, lora, span)
-    _check_temperature(temperature)
-    options = {"temperature": temperature, "implementation": implementation}
+    options = replace(_accepted(options, keywords, "remat"), lora=lora, remat="full")
+    forward = ShardedForward(config, mesh, GENERATE, "lm", options)
 
     def local(params, tokens, starts=None):
         count = len(tokens)
         params = {**params, "adapters": [replace(layer, rows=count) for layer in params["adapters"]]}
         tokens, starts = jax.tree.map(lambda x: jnp.concatenate([x, x]), (tokens, starts))
-        logprobs, entropy = forward.logprobs(params, tokens, starts, **options)
+        logprobs, entropy = forward.logprobs(params, tokens, starts)
         return logprobs[:count], entropy[:count], logprobs[count:]
 
     return forward.shard(local)
@@ -159,11 +124,8 @@ def make_values(
     config: ModelConfig,
     mesh: Mesh | AbstractMesh,
     layout: Layout,
-    *,
-    remat: Remat = "full",
-    dtype: Any = jnp.float32,
-    attention: AttentionImplementation | None = None,
-    lora: LoRAConfig | None = None,
+    options: ForwardOptions = DEFAULTS,
+    **keywords: Any,
 ) -> Callable[..., Float[Array, "B T+1"]]:
     """Builds f(params, tokens [B, T]) -> values [B, T + 1], float32.
 
@@ -171,7 +133,7 @@ def make_values(
     values[:, 0] = 0, before any token.
     Parameters as `init_scalar`; the rest as in `make_logprobs`.
     """
-    forward = ShardedForward(config, mesh, layout, "scalar", remat, dtype, attention, lora)
+    forward = ShardedForward(config, mesh, layout, "scalar", _accepted(options, keywords, *_OF_TOKENS))
 
     def local(params, tokens):
         return jnp.pad(forward.scalars(params, forward.hidden(params, tokens)), ((0, 0), (1, 0)))
@@ -183,20 +145,25 @@ def make_scores(
     config: ModelConfig,
     mesh: Mesh | AbstractMesh,
     layout: Layout,
-    *,
-    remat: Remat = "full",
-    dtype: Any = jnp.float32,
-    attention: AttentionImplementation | None = None,
-    lora: LoRAConfig | None = None,
+    options: ForwardOptions = DEFAULTS,
+    **keywords: Any,
 ) -> Callable[..., Float[Array, "B"]]:
     """Builds f(params, tokens [B, T], lengths [B]) -> scores [B], float32: the head's output at position length - 1.
 
     lengths: each row's real tokens, at least 1. Parameters as `init_scalar`; the rest as in `make_logprobs`.
     """
-    forward = ShardedForward(config, mesh, layout, "scalar", remat, dtype, attention, lora)
+    forward = ShardedForward(config, mesh, layout, "scalar", _accepted(options, keywords, *_OF_TOKENS))
 
     def local(params, tokens, lengths):
         last = jax.vmap(lambda row, length: row[length - 1])(forward.hidden(params, tokens), lengths)
         return forward.scalars(params, last)
 
     return forward.shard(local)
+
+
+def _accepted(options: ForwardOptions, keywords: dict[str, Any], *unused: str) -> ForwardOptions:
+    """The options with these keywords, none of which may be one that the function does not use."""
+    for name in unused:
+        if name in keywords:
+            raise TypeError(f"unexpected keyword argument {name!r}: it would have no effect here")
+    return replace(options, **keywords)

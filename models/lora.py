@@ -10,41 +10,22 @@ W + a b would round away most of a small a b.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, PRNGKeyArray
 
 from jrlhf.meshes import AXES, GENERATE
 from jrlhf.models.collectives import vary
 from jrlhf.models.config import ModelConfig, positive
 from jrlhf.models.modules import Adapters
-from jrlhf.models.params import Axes, HeadKind, Params, check_tensor, is_axes
+from jrlhf.models.params import draw, stored
 from jrlhf.models.quantize import Int8, dequantised
-
-
-class Projection(NamedTuple):
-    """Where a projection's weight is, and the logical axes of its input and output. A ModelConfig has their sizes."""
-
-    part: str
-    weight: str
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
-
-
-PROJECTIONS = {
-    "q_proj": Projection("attention", "wq", ("embed",), ("heads", "head_dim")),
-    "k_proj": Projection("attention", "wk", ("embed",), ("kv_heads", "head_dim")),
-    "v_proj": Projection("attention", "wv", ("embed",), ("kv_heads", "head_dim")),
-    "o_proj": Projection("attention", "wo", ("heads", "head_dim"), ("embed",)),
-    "gate_proj": Projection("mlp", "gate", ("embed",), ("mlp",)),
-    "up_proj": Projection("mlp", "up", ("embed",), ("mlp",)),
-    "down_proj": Projection("mlp", "down", ("mlp",), ("embed",)),
-}
+from jrlhf.models.weights import PROJECTIONS, HeadKind, Init, Params, WeightInfo, nested, weights
 
 
 @dataclass(frozen=True)
@@ -81,63 +62,62 @@ class LoRAConfig:
         return self.alpha / (self.rank**0.5 if self.rslora else self.rank)
 
 
+def adapted(config: ModelConfig, lora: LoRAConfig, tensor: int = 1) -> list[WeightInfo]:
+    """The weights that an adapter changes, in the order of `PROJECTIONS`."""
+    table = weights(config, "lm", tensor)
+    if not config.gated_mlp or config.positions == "learned":
+        raise ValueError("lora does not know GPT-2's projections: PEFT adapts its fused c_attn, which we keep apart")
+    return [weight for weight in table if weight.lora in lora.targets]
+
+
+@cache
+def adapter_weights(
+    config: ModelConfig, lora: LoRAConfig, head: HeadKind = "lm", tensor: int = 1
+) -> tuple[WeightInfo, ...]:
+    """All weights of an adapter, described as `weights` describes a model's; with head="scalar" its own scalar head.
+
+    Raises:
+        ValueError: the model cannot be divided over `tensor`, or has projections that adapters do not know.
+    """
+    table = []
+    for weight in adapted(config, lora, tensor):
+        cut = 1 + weight.inputs
+        fan_in = float(math.prod(weight.shape[1:cut]))
+        shapes = (*weight.shape[:cut], lora.rank), (config.layers, lora.rank, *weight.shape[cut:])
+        axes = (*weight.axes[:cut], None), (weight.axes[0], None, *weight.axes[cut:])
+        # As PEFT draws them: Kaiming's uniform with slope sqrt(5), and zero.
+        inits: tuple[Init, Init] = ("uniform", fan_in**-0.5), ("constant", 0.0)
+        for name, shape, axis, init in zip("ab", shapes, axes, inits, strict=True):
+            table.append(WeightInfo((*weight.path, name), shape, axis, init, lora=weight.lora))
+    return (*table, *(weight for weight in weights(config, head) if weight.path[0] == "value_head"))
+
+
 def init_lora(
     config: ModelConfig, lora: LoRAConfig, key: PRNGKeyArray, head: HeadKind = "lm", *, zero_head: bool = True
 ) -> Params:
-    """An adapter that changes nothing yet, float32, with a scalar head of its own for head="scalar".
+    """The first weights of an adapter, which changes nothing yet, float32; with a scalar head of its own for
+    head="scalar".
 
     {"layers": {part: {weight: {"a": [L, *inputs, r], "b": [L, r, *outputs]}}}} and, scalar, value_head as `init_scalar`
-    has it. The numbers in `a` are uniform within 1 / sqrt(inputs), as PEFT draws them (Kaiming with slope sqrt(5));
-    `b` is zero.
-
-    Raises:
-        ValueError: the model has projections that adapters do not know.
+    has it.
     """
-    _check_family(config)
-    keys = jax.random.split(key, len(PROJECTIONS) + 1)
+    # One key for each projection that there is, so that its numbers do not depend on which others are adapted.
+    keys = dict(zip((*PROJECTIONS, None), jax.random.split(key, len(PROJECTIONS) + 1), strict=True))
 
-    def draw(key: PRNGKeyArray, projection: Projection) -> Params:
-        a, b = lora_shape(config, lora, projection)
-        bound = math.prod(a[:-1]) ** -0.5
-        drawn = jax.random.uniform(key, (config.layers, *a), minval=-bound, maxval=bound)
-        return {"a": drawn, "b": jnp.zeros((config.layers, *b))}
+    def fresh(weight: WeightInfo) -> Array:
+        kind, number = weight.init
+        if kind == "uniform":
+            return jax.random.uniform(keys[weight.lora], weight.shape, minval=-number, maxval=number)
+        if kind == "normal":
+            return draw(replace(weight, init=("normal", 0.0 if zero_head else number)), keys[None])
+        return jnp.full(weight.shape, number, jnp.float32)
 
-    own = dict(zip(PROJECTIONS, keys, strict=False))  # the same for a projection whichever others are adapted
-    adapter = {"layers": _tree(lora, lambda name, projection: draw(own[name], projection))}
-    if head == "lm":
-        return adapter
-    deviation = 0.0 if zero_head else (config.embed + 1) ** -0.5
-    kernel = deviation * jax.random.normal(keys[-1], (config.embed,))
-    return adapter | {"value_head": {"kernel": kernel, "bias": jnp.zeros(())}}
-
-
-def lora_shape(
-    config: ModelConfig, lora: LoRAConfig, projection: Projection
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The shapes of one layer's a [*inputs, r] and b [r, *outputs]."""
-    inputs, outputs = (
-        tuple(getattr(config, axis) for axis in axes) for axes in (projection.inputs, projection.outputs)
-    )
-    return (*inputs, lora.rank), (lora.rank, *outputs)
+    return nested((weight.path, fresh(weight)) for weight in adapter_weights(config, lora, head))
 
 
 def lora_axes(config: ModelConfig, lora: LoRAConfig, tensor: int, head: HeadKind = "lm") -> Params:
     """The tree of `init_lora` with each leaf's logical axes, for a mesh whose `tensor` axis has this size."""
-    check_tensor(config, tensor)
-    _check_family(config)
-
-    def known(names: tuple[str, ...]) -> Axes:
-        whole = ("kv_heads",) if config.kv_heads < tensor else ()
-        return tuple(None if name in whole else name for name in names)
-
-    def axes(_: str, projection: Projection) -> Params:
-        return {
-            "a": ("layers", *known(projection.inputs), None),
-            "b": ("layers", None, *known(projection.outputs)),
-        }
-
-    adapter = {"layers": _tree(lora, axes)}
-    return adapter if head == "lm" else adapter | {"value_head": {"kernel": ("norm",), "bias": ()}}
+    return nested((weight.path, weight.axes) for weight in adapter_weights(config, lora, head, tensor))
 
 
 def lora_shardings(
@@ -148,26 +128,25 @@ def lora_shardings(
     Raises:
         ValueError: the model does not fit on the mesh.
     """
-    axes = lora_axes(config, lora, mesh.shape["tensor"], head)
-    return jax.tree.map(lambda leaf: NamedSharding(mesh, GENERATE.storage.spec(leaf)), axes, is_leaf=is_axes)
+    return stored(lora_axes(config, lora, mesh.shape["tensor"], head), mesh, GENERATE)
 
 
 def split_arguments(arguments: tuple[Any, ...], lora: LoRAConfig | None) -> tuple[Params, Params, tuple[Any, ...]]:
     """(weights, adapter, batch) of a call as (weights, *batch), or with `lora` as (adapter, *batch, weights)."""
     if lora is None:
-        weights, *batch = arguments
-        return weights, {}, tuple(batch)
-    adapter, *batch, weights = arguments
-    return weights, adapter, tuple(batch)
+        params, *batch = arguments
+        return params, {}, tuple(batch)
+    adapter, *batch, params = arguments
+    return params, adapter, tuple(batch)
 
 
-def with_adapter(weights: Params, adapter: Params, lora: LoRAConfig | None, dtype: Any) -> Params:
+def with_adapter(params: Params, adapter: Params, lora: LoRAConfig | None, dtype: Any) -> Params:
     """Inside `shard_map`: the base's weights with the adapter's scalar head, if any, and `adapters`.
 
     These are one `Adapters` a layer, as a block applies them: b scaled and both cast.
     """
     if lora is None:
-        return weights
+        return params
 
     def ready(low: Params) -> tuple[Array, Array]:
         # Made varying in one piece, so that the gradient is summed over devices once, for all layers together.
@@ -175,9 +154,9 @@ def with_adapter(weights: Params, adapter: Params, lora: LoRAConfig | None, dtyp
         return a.astype(dtype), (b * lora.scale).astype(dtype)
 
     stacked = {name: ready(low) for part in adapter["layers"].values() for name, low in part.items()}
-    count = len(weights["layers"])
+    count = len(params["layers"])
     adapters = [Adapters(jax.tree.map(lambda leaf, index=index: leaf[index], stacked)) for index in range(count)]
-    return {**weights, **adapter, "layers": weights["layers"], "adapters": adapters}
+    return {**params, **adapter, "layers": params["layers"], "adapters": adapters}
 
 
 def merge(base: Params, adapter: Params, lora: LoRAConfig) -> Params:
@@ -190,23 +169,22 @@ def merge(base: Params, adapter: Params, lora: LoRAConfig) -> Params:
     """
     dtype, layers = base["embedding"].dtype, base["layers"]
     if isinstance(layers, list):
-        layers = [merge_layers(weights, adapter, index, lora, dtype) for index, weights in enumerate(layers)]
+        layers = [merge_layers(layer, adapter, index, lora, dtype) for index, layer in enumerate(layers)]
     else:
         layers = merge_layers(layers, adapter, slice(None), lora, dtype)
     return {**headed(base, adapter), "layers": layers}
 
 
-def merge_layers(weights: Params, adapter: Params, index: int | slice, lora: LoRAConfig, dtype: Any) -> Params:
+def merge_layers(layers: Params, adapter: Params, index: int | slice, lora: LoRAConfig, dtype: Any) -> Params:
     """`merge` for the one layer with this index, or for a slice of stacked ones; matrices that change become `dtype`.
 
-    weights: those layers' only.
+    layers: those layers' weights only.
     """
-    weights = {part: dict(tree) for part, tree in weights.items()}
-    for name in lora.targets:
-        part, weight = PROJECTIONS[name][:2]
-        low = adapter["layers"][part][weight]
-        weights[part][weight] = _sum(weights[part][weight], low["a"][index], low["b"][index], lora.scale, dtype)
-    return dequantised(weights, dtype)
+    merged = {part: dict(tree) for part, tree in layers.items()}
+    for part, tree in adapter["layers"].items():
+        for name, low in tree.items():
+            merged[part][name] = _sum(merged[part][name], low["a"][index], low["b"][index], lora.scale, dtype)
+    return dequantised(merged, dtype)
 
 
 def headed(base: Params, adapter: Params) -> Params:
@@ -215,8 +193,8 @@ def headed(base: Params, adapter: Params) -> Params:
     A base may come with the other kind's head, which nothing would read.
     """
     other = "unembedding" if "value_head" in adapter else "value_head"
-    own = {name: weights for name, weights in adapter.items() if name != "layers"}
-    return {name: weights for name, weights in base.items() if name != other} | own
+    own = {name: leaf for name, leaf in adapter.items() if name != "layers"}
+    return {name: leaf for name, leaf in base.items() if name != other} | own
 
 
 def _sum(weight: Array | Int8, a: Array, b: Array, scale: float, dtype: Any) -> Array:
@@ -236,17 +214,3 @@ def _adder(sharding: Any, stacked: bool, scale: float, dtype: Any) -> Callable[[
         return (dequantised(weight, jnp.float32).astype(jnp.float32) + added).astype(dtype)
 
     return jax.jit(add, out_shardings=sharding)
-
-
-def _check_family(config: ModelConfig) -> None:
-    if not config.gated_mlp or config.positions == "learned":
-        raise ValueError("lora does not know GPT-2's projections: PEFT adapts its fused c_attn, which we keep apart")
-
-
-def _tree(lora: LoRAConfig, leaf: Any) -> Params:
-    """{part: {weight: leaf(name, projection)}} of the targets."""
-    tree: Params = {}
-    for name in lora.targets:
-        projection = PROJECTIONS[name]
-        tree.setdefault(projection.part, {})[projection.weight] = leaf(name, projection)
-    return tree

@@ -1,48 +1,75 @@
-"""A model's weights as plain nested dicts: how they begin, their logical axes, and where a mesh keeps them."""
+"""A model's weights as plain nested dicts: how they are initialized, and where a mesh stores them."""
 
+from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from itertools import count
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
-from jaxtyping import PRNGKeyArray
+from jaxtyping import Array, PRNGKeyArray
 
 from jrlhf.meshes import GENERATE, TRAIN, Layout
 from jrlhf.models.config import ModelConfig
-from jrlhf.models.modules import LanguageModel, ScalarModel, pure
-
-Params = dict[str, Any]
-Axes = tuple[str | None, ...]
-HeadKind = Literal["lm", "scalar"]
+from jrlhf.models.weights import Axes as Axes
+from jrlhf.models.weights import HeadKind, Params, WeightInfo, nested, weights
+from jrlhf.models.weights import check_tensor as check_tensor
 
 
 def init_lm(config: ModelConfig, key: PRNGKeyArray) -> Params:
-    """A language model's weights, float32.
+    """The first weights of a language model, float32.
 
     {embedding, positions if learned, layers (stacked along L), final_norm, unembedding if untied}
     """
-    return pure(LanguageModel(config, rngs=nnx.Rngs(key)))
+    return _initial(config, "lm", key)
 
 
 def init_scalar(config: ModelConfig, key: PRNGKeyArray, *, zero_head: bool = True) -> Params:
-    """A decoder with a scalar head, float32: as `init_lm` without unembedding, with value_head = {kernel [D], bias []}.
+    """The first weights of a decoder with a scalar head, float32: `init_lm` without unembedding, and value_head =
+    {kernel [D], bias []}.
 
-    zero_head: every output begins at 0; otherwise the kernel is drawn with variance 1 / (D + 1).
+    zero_head: every output starts at 0; otherwise the kernel is drawn with variance 1 / (D + 1).
     """
-    return pure(ScalarModel(config, rngs=nnx.Rngs(key), zero_head=zero_head))
+    return _initial(config, "scalar", key, zero_head=zero_head)
+
+
+def _initial(config: ModelConfig, head: HeadKind, key: PRNGKeyArray, *, zero_head: bool = False) -> Params:
+    """Draws every weight with a key of its own: number n of its stream, the model's or its layer's."""
+    numbers, layer_numbers = count(), count()
+    layer_keys = None
+
+    def fresh(weight: WeightInfo) -> Array:
+        nonlocal layer_keys
+        if weight.layered and layer_keys is None:  # the layers take the number of the first of them
+            layer_keys = jax.random.split(jax.random.fold_in(key, next(numbers)), config.layers)
+        if weight.init[0] == "constant":
+            return jnp.full(weight.shape, weight.init[1], jnp.float32)
+        if weight.path == ("value_head", "kernel") and zero_head:
+            weight = replace(weight, init=("normal", 0.0))
+        if layer_keys is None or not weight.layered:
+            return draw(weight, jax.random.fold_in(key, next(numbers)))
+        number = next(layer_numbers)
+        return jax.vmap(lambda layer_key: draw(weight, jax.random.fold_in(layer_key, number)))(layer_keys)
+
+    return nested((weight.path, fresh(weight)) for weight in weights(config, head))
+
+
+def draw(weight: WeightInfo, key: PRNGKeyArray) -> Array:
+    """A normal weight's first numbers, one layer's where layers have it. Padding rows are zero: nothing ever gives
+    them a gradient."""
+    rows, *others = weight.layer_shape
+    drawn = weight.init[1] * jax.random.normal(key, (rows - weight.padding, *others))
+    return jnp.pad(drawn, ((0, weight.padding), *((0, 0) for _ in others))) if weight.padding else drawn
 
 
 def scalar_from(params: Params, *, keep_head: bool = False) -> Params:
     """A scalar model that starts from another model's decoder; all arrays are copies.
 
-    From a language model (the reward model from the SFT actor) or a scalar one (the critic from the reward model).
+    The other is a language model (the reward model starts from the SFT actor) or a scalar model (the critic starts from
+    the reward model).
 
-    keep_head: take over the other's scalar head; otherwise the head is zero.
-
-    Raises:
-        ValueError: `keep_head`, and there is no scalar head.
+    keep_head: copy the other's scalar head, too; otherwise the head is zero.
     """
     if keep_head and "value_head" not in params:
         raise ValueError("keep_head=True needs a model with a scalar head, but these are a language model's parameters")
@@ -50,63 +77,23 @@ def scalar_from(params: Params, *, keep_head: bool = False) -> Params:
     if keep_head:
         head = params["value_head"]
     else:
-        kernel = jnp.zeros_like(params["final_norm"]["scale"])  # has the kernel's shape, and lives where it does
+        kernel = jnp.zeros_like(params["final_norm"]["scale"])  # has the kernel's shape and devices
         head = {"kernel": kernel, "bias": kernel.sum()}
     return jax.tree.map(jnp.copy, {**backbone, "value_head": head})
-
-
-def decoder_axes(config: ModelConfig, tensor: int) -> Params:
-    """The logical axes that both kinds of model share."""
-    kv_heads = "kv_heads" if config.kv_heads >= tensor else None
-    head_norm = {"scale": ("layers", "norm")}
-    norm = head_norm | ({"bias": ("layers", "norm")} if config.norm == "layer" else {})
-    attention: dict[str, Any] = {
-        "wq": ("layers", "embed", "heads", "head_dim"),
-        "wk": ("layers", "embed", kv_heads, "head_dim"),
-        "wv": ("layers", "embed", kv_heads, "head_dim"),
-        "wo": ("layers", "heads", "head_dim", "embed"),
-    }
-    if config.qkv_bias:
-        attention["bq"] = ("layers", "heads", "head_dim")
-        attention["bk"] = attention["bv"] = ("layers", kv_heads, "head_dim")
-    if config.output_bias:
-        attention["bo"] = ("layers", "norm")
-    if config.qk_norm:
-        attention["query_norm"] = attention["key_norm"] = head_norm
-    entrances = ("gate", "up") if config.gated_mlp else ("up",)
-    mlp: dict[str, Any] = {name: ("layers", "embed", "mlp") for name in entrances}
-    mlp["down"] = ("layers", "mlp", "embed")
-    if config.mlp_bias:
-        mlp |= {f"{name}_bias": ("layers", "mlp") for name in entrances}
-        mlp["down_bias"] = ("layers", "norm")
-    layers = {"attention_norm": norm, "attention": attention, "mlp_norm": norm, "mlp": mlp}
-    if config.post_norms:
-        layers |= {"post_attention_norm": norm, "post_mlp_norm": norm}
-    axes = {
-        "embedding": ("vocab", "embed"),
-        "layers": layers,
-        "final_norm": {name: leaf[1:] for name, leaf in norm.items()},
-    }
-    return axes if config.positions == "rotary" else axes | {"positions": (None, "embed")}
 
 
 def lm_axes(config: ModelConfig, tensor: int) -> Params:
     """The tree of `init_lm` with each weight's logical axes, for a mesh whose `tensor` axis has this size.
 
-    Key-value heads fewer than `tensor` are not sharded over it: every device keeps all and uses the one that it needs.
-
     Raises:
         ValueError: heads, key-value heads, mlp or vocabulary do not fit on `tensor`.
     """
-    check_tensor(config, tensor)
-    axes = decoder_axes(config, tensor)
-    return axes if config.tie_embeddings else axes | {"unembedding": ("vocab", "embed")}
+    return nested((weight.path, weight.axes) for weight in weights(config, "lm", tensor))
 
 
 def scalar_axes(config: ModelConfig, tensor: int) -> Params:
     """The tree of `init_scalar` with each weight's logical axes; otherwise as `lm_axes`."""
-    check_tensor(config, tensor)
-    return decoder_axes(config, tensor) | {"value_head": {"kernel": ("norm",), "bias": ()}}
+    return nested((weight.path, weight.axes) for weight in weights(config, "scalar", tensor))
 
 
 def model_axes(config: ModelConfig, mesh: Mesh | AbstractMesh, head: HeadKind) -> Params:
@@ -118,17 +105,6 @@ def model_axes(config: ModelConfig, mesh: Mesh | AbstractMesh, head: HeadKind) -
     if config.embed % mesh.shape["fsdp"]:
         raise ValueError(f"model embed={config.embed} cannot be divided over fsdp={mesh.shape['fsdp']}")
     return (lm_axes if head == "lm" else scalar_axes)(config, mesh.shape["tensor"])
-
-
-def check_tensor(config: ModelConfig, tensor: int) -> None:
-    """Raises a ValueError where the model cannot be divided over a `tensor` axis of this size."""
-    for name in ("heads", "mlp", "padded_vocab"):
-        if getattr(config, name) % tensor:
-            raise ValueError(f"model {name}={getattr(config, name)} cannot be divided over tensor={tensor}")
-    if config.kv_heads % tensor and tensor % config.kv_heads:
-        raise ValueError(
-            f"model kv_heads={config.kv_heads} cannot be divided over tensor={tensor}, nor shared evenly by its devices"
-        )
 
 
 def is_axes(x: Any) -> bool:
@@ -153,13 +129,14 @@ def param_shardings(
         ValueError: the model does not fit on the mesh.
     """
     axes = model_axes(config, mesh, head)
-
-    def stored(tree: Params) -> Params:
-        return jax.tree.map(lambda leaf: NamedSharding(mesh, layout.storage.spec(leaf)), tree, is_leaf=is_axes)
-
     if layout == GENERATE:
-        return stored({**axes, "layers": [layer_axes(axes)] * config.layers})
-    return stored(axes)
+        axes = {**axes, "layers": [layer_axes(axes)] * config.layers}
+    return stored(axes, mesh, layout)
+
+
+def stored(axes: Params, mesh: Mesh | AbstractMesh, layout: Layout) -> Params:
+    """Where `layout` stores weights with these axes: a tree of NamedShardings."""
+    return jax.tree.map(lambda leaf: NamedSharding(mesh, layout.storage.spec(leaf)), axes, is_leaf=is_axes)
 
 
 def spec_tree(shardings: Params) -> Params:
@@ -173,15 +150,11 @@ def init_sharded(
     """`init_lm` or `init_scalar` stored as TRAIN and SCORE store it; no device makes whole weights.
 
     The numbers do not depend on the mesh.
-
-    Raises:
-        ValueError: the model does not fit on the mesh.
     """
     shardings = param_shardings(config, mesh, TRAIN, head)
     init = partial(init_lm, config) if head == "lm" else partial(init_scalar, config, zero_head=zero_head)
     with jax.set_mesh(mesh):
         if AxisType.Explicit in mesh.axis_types:
             # Under Explicit axes fresh random numbers are replicated: each device would make whole weights.
-            specs = jax.tree.map(lambda sharding: sharding.spec, shardings)
-            init = jax.sharding.auto_axes(init, axes=mesh.axis_names, out_sharding=specs)
+            init = jax.sharding.auto_axes(init, axes=mesh.axis_names, out_sharding=spec_tree(shardings))
         return jax.jit(init, out_shardings=shardings)(key)

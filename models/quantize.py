@@ -19,10 +19,7 @@ from jax.tree_util import keystr
 from jaxtyping import Array, Bool, Float
 from jaxtyping import Int8 as Integers
 
-from jrlhf.models.params import Params
-
-# How many dimensions of each matrix are summed over. They come first, after the stack's.
-_INPUTS = {"wq": 1, "wk": 1, "wv": 1, "wo": 2, "gate": 1, "up": 1, "down": 1}
+from jrlhf.models.weights import INPUTS, Params
 
 
 @jax.tree_util.register_dataclass
@@ -111,7 +108,7 @@ def _map_matrices(function: Callable[[str, Any, tuple[int, ...]], Any], params: 
     first = 0 if isinstance(params["layers"], list) else 1
 
     def each(path: Any, leaf: Any) -> Any:
-        inputs = _INPUTS.get(path[-1].key)
+        inputs = INPUTS.get(path[-1].key)
         return leaf if inputs is None else function(keystr(path), leaf, tuple(range(first, first + inputs)))
 
     return {**params, "layers": jax.tree_util.tree_map_with_path(each, params["layers"])}

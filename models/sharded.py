@@ -5,6 +5,7 @@ scan. So at most one layer's whole weights exist at any time, in the backward pa
 reduce-scatters the gradient back into slices.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -17,40 +18,71 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Float, Int
 
 from jrlhf.kernels.logprob import Terms, token_logprobs, token_sums
+from jrlhf.kernels.logprob.api import Implementation
 from jrlhf.meshes import AXES, GENERATE, Layout, gather
 from jrlhf.models.attention import AttentionImplementation, layer_attention, layer_rotations, of_layer
 from jrlhf.models.collectives import TENSOR, check_rows, lookup, own_rows, place, total, vary
 from jrlhf.models.config import ModelConfig
 from jrlhf.models.lora import LoRAConfig, lora_shardings, split_arguments, with_adapter
-from jrlhf.models.modules import NO_ADAPTERS, Adapters, block, final_norm, scaled_embeddings
-from jrlhf.models.params import HeadKind, Params, layer_axes, model_axes, param_shardings, spec_tree
+from jrlhf.models.modules import NO_ADAPTERS, Adapters, Block, Norm, scaled_embeddings
+from jrlhf.models.params import layer_axes, model_axes, param_shardings, spec_tree
 from jrlhf.models.quantize import dequantised, has_int8, int8_specs
 from jrlhf.models.remat import Remat, named, policy
+from jrlhf.models.weights import HeadKind, Params
 
 
 @dataclass(frozen=True)
-class ShardedForward:
-    """A model, where it lives, and how it computes: all static. Methods but `shard` and `stored` run on each device."""
+class ForwardOptions:
+    """How a model computes over whole sequences. One object serves all functions of a model.
 
-    config: ModelConfig
-    mesh: Mesh | AbstractMesh
-    layout: Layout
-    head: HeadKind
-    remat: Remat
-    dtype: Any
-    attention: AttentionImplementation | None
+    remat: what the backward pass keeps of each layer, as `remat.py` lists: "full" only its input, "offload" that in the
+        host's pinned memory, "attention" what attention gave as well, "products" every product, "gather" everything but
+        gathered weights. What is not kept is computed again.
+    dtype: of weights and activations in compute. Norms, rotary angles, the logits and what follows are float32.
+    attention: None for cuDNN on a GPU and splash on a TPU where they support dtype and shapes, else XLA.
+    lora: what is trained is an adapter on a frozen base, in the layout GENERATE.
+
+    Of token log-probabilities only, unused by scalar heads:
+    temperature: divides the logits.
+    implementation: of the log-probability op; None for the platform's default.
+    span: the largest number of tokens of a row that are predicted, from its start on; None: all but the first.
+
+    Raises:
+        ValueError: an unknown remat, or a temperature or span out of its range.
+    """
+
+    temperature: float = 1.0
+    implementation: Implementation | None = None
+    remat: Remat = "full"
+    dtype: Any = jnp.float32
+    attention: AttentionImplementation | None = None
     lora: LoRAConfig | None = None
-    span: int | None = None  # so many tokens of a row are predicted at most, from its start on; None: all but the first
+    span: int | None = None
 
     def __post_init__(self) -> None:
         policy(self.remat)
         if self.span is not None and self.span < 1:
             raise ValueError(f"span={self.span} must be a positive number of tokens, or None")
+        if not 0 < self.temperature < math.inf:
+            raise ValueError(f"temperature={self.temperature} must be positive and finite")
+
+
+@dataclass(frozen=True)
+class ShardedForward:
+    """A model, its storage and its options: all static. The methods but `shard` and `stored` run on each device."""
+
+    config: ModelConfig
+    mesh: Mesh | AbstractMesh
+    layout: Layout
+    head: HeadKind
+    options: ForwardOptions
+
+    def __post_init__(self) -> None:
         model_axes(self.config, self.mesh, self.head)
-        if self.lora is not None:
+        if self.options.lora is not None:
             if self.layout != GENERATE:
                 raise ValueError(f"lora needs its base in the generate layout, but this is {self.layout.name}")
-            lora_shardings(self.config, self.mesh, self.lora, self.head)
+            lora_shardings(self.config, self.mesh, self.options.lora, self.head)
 
     @property
     def axes(self) -> Params:
@@ -70,10 +102,10 @@ class ShardedForward:
         rows = self.layout.batch_spec()
 
         def on_device(params: Params, adapter: Params, *batch: Array) -> Any:
-            return local(with_adapter(params, adapter, self.lora, self.dtype), *batch)
+            return local(with_adapter(params, adapter, self.options.lora, self.options.dtype), *batch)
 
         def call(*arguments: Any) -> Any:
-            params, adapter, batch = split_arguments(arguments, self.lora)
+            params, adapter, batch = split_arguments(arguments, self.options.lora)
             params, stored = self.stored(params)
             count, length = batch[0].shape
             check_rows(count, self.mesh, self.layout.batch, f"{self.layout.name} layout")
@@ -93,28 +125,29 @@ class ShardedForward:
     def stored(self, params: Params) -> tuple[Params, Params]:
         """The weights that this program reads, and their specs."""
         specs = spec_tree(param_shardings(self.config, self.mesh, self.layout, self.head))
-        if self.lora is not None:
+        if self.options.lora is not None:
             # A base may have another head than the adapter's model, or none.
             params = {name: weights for name, weights in params.items() if name in specs}
             specs = {name: specs[name] for name in params}
         if has_int8(params):
-            if self.layout != GENERATE or self.remat == "gather":
+            if self.layout != GENERATE or self.options.remat == "gather":
                 raise ValueError(
                     f"int8 weights need the generate layout and a remat other than 'gather', but this is "
-                    f"{self.layout.name} and {self.remat!r}: there they would be kept or gathered as floats"
+                    f"{self.layout.name} and {self.options.remat!r}: there they would be kept or gathered as floats"
                 )
             specs = int8_specs(specs)
         return params, specs
 
     @property
     def adapter_specs(self) -> Params:
-        return {} if self.lora is None else spec_tree(lora_shardings(self.config, self.mesh, self.lora, self.head))
+        lora = self.options.lora
+        return {} if lora is None else spec_tree(lora_shardings(self.config, self.mesh, lora, self.head))
 
     def load(self, weight: Array, axes: tuple[str | None, ...]) -> Array:
         """A stored slice as the block needs it: cast, then gathered (so that the cast halves the bytes that travel)."""
         # Norm scales and the scalar head stay float32, in which they are applied; they weigh nothing.
         if weight.ndim > 1:
-            weight = weight.astype(self.dtype)
+            weight = weight.astype(self.options.dtype)
         # Varying before the gather: its transpose then sums over `data` what is already scattered, not whole weights.
         weight = vary(weight, self.layout.batch)
         return gather(weight, self.layout.storage.spec(axes), self.layout.compute.spec(axes))
@@ -131,16 +164,16 @@ class ShardedForward:
         # The scan's layers share one program: where they differ in locality, each gets its flag as an input.
         flags = jnp.asarray(locality) if len(set(locality)) > 1 else None
 
-        checkpoint = partial(jax.checkpoint, policy=policy(self.remat))
+        checkpoint = partial(jax.checkpoint, policy=policy(self.options.remat))
 
         def layer(local, x, weights, adapters: Adapters = NO_ADAPTERS):
             x = named(x, "layer")
-            loaded = jax.tree.map(self.load, dequantised(weights, self.dtype, after=x), axes)
+            loaded = jax.tree.map(self.load, dequantised(weights, self.options.dtype, after=x), axes)
 
             def attend(*heads):  # nothing is kept of it
-                return layer_attention(self.config, local, *heads, implementation=self.attention), None
+                return layer_attention(self.config, local, *heads, implementation=self.options.attention), None
 
-            return block(self.config, loaded)(x, of_layer(rotations, local), attend, self.tensor, adapters)
+            return Block(self.config, loaded)(x, of_layer(rotations, local), attend, self.tensor, adapters)
 
         if self.layout == GENERATE:
             x, layers = self.embed(params, tokens), params["layers"]
@@ -165,7 +198,7 @@ class ShardedForward:
         return self.final_norm(params, x)
 
     def final_norm(self, params: Params, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        return final_norm(self.config, jax.tree.map(self.load, params["final_norm"], self.axes["final_norm"]))(x)
+        return Norm(self.config, jax.tree.map(self.load, params["final_norm"], self.axes["final_norm"]))(x)
 
     @jax.named_scope("embed")
     def embed(self, params: Params, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
@@ -186,13 +219,12 @@ class ShardedForward:
         params: Params,
         tokens: Int[Array, "B T"],
         starts: Int[Array, "B"] | None,
-        **options,
     ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
         """Vocabulary-parallel: each device scores its slice of the vocabulary, for all rows that share it."""
         hidden = self.hidden(params, tokens)
         with jax.named_scope("head"):
             hidden, unembedding, targets = self.predictions(params, hidden, tokens, starts)
-            scored = token_logprobs(hidden, unembedding, targets, **self.vocabulary, **options)
+            scored = token_logprobs(hidden, unembedding, targets, **self.logits)
             logprobs, entropy = (self.by_row(x, tokens, starts) for x in scored)
         return logprobs, entropy
 
@@ -203,19 +235,24 @@ class ShardedForward:
         starts: Int[Array, "B"] | None,
         data: Any,
         terms: Terms,
-        **options,
+        *,
+        entropy_gradient: bool,
     ) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
         """Vocabulary-parallel as `logprobs`; sums over the tokens of all devices."""
         hidden = self.hidden(params, tokens)
         with jax.named_scope("head"):
             hidden, unembedding, (targets, data) = self.predictions(params, hidden, (tokens, data), starts)
-            sums = token_sums(hidden, unembedding, targets, data, terms, **self.vocabulary, **options)
+            sums = token_sums(
+                hidden, unembedding, targets, data, terms, entropy_gradient=entropy_gradient, **self.logits
+            )
         return lax.psum(sums, tuple(axis for axis in self.layout.batch if axis != TENSOR))
 
     @property
-    def vocabulary(self) -> dict[str, Any]:
-        """What the log-probability op must know of the model and the mesh."""
-        return {"softcap": self.config.softcap, "vocab_size": self.config.vocab_size, "axis_name": TENSOR}
+    def logits(self) -> dict[str, Any]:
+        """What the log-probability op must know of the model, the mesh and the options."""
+        options = {"temperature": self.options.temperature, "implementation": self.options.implementation}
+        model = {"softcap": self.config.softcap, "vocab_size": self.config.vocab_size}
+        return {**options, **model, "axis_name": TENSOR}
 
     def predictions(
         self, params: Params, hidden: Float[Array, "B T D"], of_tokens: Any, starts: Int[Array, "B"] | None
@@ -244,11 +281,11 @@ class ShardedForward:
     def predicted(self, x: Array, starts: Int[Array, "B"] | None, *, ahead: int = 0) -> Array:
         """`x` [B, T, ...] at the tokens that are predicted, or so many positions ahead of them; 0 past a row's end."""
         length = x.shape[1]
-        if (starts is None) != (self.span is None):
+        if (starts is None) != (self.options.span is None):
             raise TypeError("where responses begin (`starts`) must be given with a span, and only then")
-        if starts is None or self.span is None:
+        if starts is None or self.options.span is None:
             return x[:, 1 - ahead : length - ahead]
-        return _at(x, jnp.maximum(starts, 1)[:, None] - ahead + jnp.arange(min(self.span, length - 1))[None, :])
+        return _at(x, jnp.maximum(starts, 1)[:, None] - ahead + jnp.arange(min(self.options.span, length - 1))[None, :])
 
     def sharing(self, rows: Array) -> Array:
         """This device's rows -> all rows that share its slice of the vocabulary."""

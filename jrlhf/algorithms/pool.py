@@ -13,7 +13,7 @@ from jrlhf.meshes import to_host, transfer
 from jrlhf.ppo import Rollout
 from jrlhf.rewards.mixture import Rewards
 from jrlhf.roles.graph import call, loop_condition
-from jrlhf.roles.placement import Places
+from jrlhf.roles.placement import RolePlacement
 from jrlhf.run.clock import Clock, timed
 
 
@@ -33,13 +33,13 @@ class Pool:
         self,
         draw_batch: Callable[[int], Batch],
         rewards: Rewards,
-        where: Mesh | Places,
+        where: Mesh | RolePlacement,
         *,
         samples: int,
         max_rounds: int,
         clock: Clock,
     ):
-        self._draw_batch, self._rewards, self.places = draw_batch, rewards, Places.of(where)
+        self._draw_batch, self._rewards, self.placement = draw_batch, rewards, RolePlacement.of(where)
         self._samples, self._max_rounds, self.clock = samples, max_rounds, clock
         self.start(0)
 
@@ -66,7 +66,7 @@ class Pool:
     def keep(self, rollout: Rollout, scores: Array, prompts: Batch) -> tuple[Rollout, Array, Array]:
         """Takes a round's informative groups into the batch, while there is room. Returns the batch so far: rollout,
         scores and, before they were shaped, their sums."""
-        mesh = self.places["keep"].mesh
+        mesh = self.placement["keep"].mesh
         raw = transfer(self._rewards.raw, mesh)
         fresh = informative(to_host(raw), self._samples)
         if self._kept is None:  # the first round; merged with itself, so that the program is compiled in any case

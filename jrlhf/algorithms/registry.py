@@ -19,7 +19,7 @@ from jrlhf.meshes import Graph
 from jrlhf.rewards.mixture import Rewards
 from jrlhf.rewards.user_code import Found, explain, load, resolve
 from jrlhf.roles.graph import Value, trace
-from jrlhf.roles.roles import Actor, Constraint, Critic, Estimator, Learner, Reference
+from jrlhf.roles.roles import Actor, Constraint, Critic, ExperienceMaker, FusedUpdate, Reference
 
 
 def ppo(actor, critic, reference, reward, estimator, prompts, kl_coef):
@@ -137,8 +137,8 @@ ROLES: dict[str, type] = {
     "reference": Reference,
     "reward": Rewards,
     "cost": Rewards,
-    "learner": Learner,
-    "estimator": Estimator,
+    "learner": FusedUpdate,
+    "estimator": ExperienceMaker,
     "pool": Pool,
     "constraint": Constraint,
 }

@@ -116,8 +116,11 @@ def parsed(value: object, path: str) -> object:
     return parse_yaml(value, path) if isinstance(value, Override) else value
 
 
-def to_yaml(config: object) -> str:
-    """Returns a config dataclass as YAML that `build` reads back to an equal one. Features that are off are absent."""
+def to_yaml(config: object, *, off: bool = False) -> str:
+    """Returns a config dataclass as YAML that `build` reads back to an equal one.
+
+    off: also write sections of features that are off, with their defaults.
+    """
 
     def plain(value: Any) -> Any:
         if not is_dataclass(value):
@@ -125,9 +128,12 @@ def to_yaml(config: object) -> str:
         values = {item.name: getattr(value, item.name) for item in fields(value)}
         for item in fields(value):
             values |= values.pop(item.name) if "table" in item.metadata else {}
-        kinds = _kinds(type(value))
-        shown = [name for name in kinds if name in values and (values[name] is not None or not _classes(kinds[name]))]
-        return {name: plain(values[name]) for name in shown}
+        mapping = {}
+        for name, kind in _kinds(type(value)).items():
+            absent = _classes(kind) and values.get(name) is None
+            if name in values and (off or not absent):
+                mapping[name] = plain(_classes(kind)[0]() if absent else values[name])
+        return mapping
 
     return yaml.safe_dump(plain(config), sort_keys=False, allow_unicode=True, width=1000)
 

@@ -58,7 +58,7 @@ def load_task(config: Config, tokenizer: Tokenizer) -> Task:
         compared, measured = parts("preferences", encode_preferences, max_length=length)
         assert compared is not None
         both = _pairs(compared), Pairs((), (), ()) if measured is None else _pairs(measured)
-        pairs = lambda context, policy: both  # noqa: E731
+        pairs = lambda sampler: both  # noqa: E731
     if "prompts" in datasets:
         prompts, heldout = parts("prompts", encode_prompts, max_prompt=data.max_prompt)
     if "heldout" in datasets:

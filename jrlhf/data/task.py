@@ -1,20 +1,26 @@
 """What the stages of a run learn from and are measured by, whatever it was read from."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import numpy as np
 
-from jrlhf.data.encode import Prompts, Sequences
+from jrlhf.data.encode import Ids, Prompts, Sequences
 from jrlhf.data.tokenizer import Tokenizer
-from jrlhf.data.types import Example
+from jrlhf.data.types import Example, Response
 
-if TYPE_CHECKING:
-    from jrlhf.roles.model import Model
-    from jrlhf.stages.context import Context
 
-Ids = tuple[int, ...]
+class PairSampler(Protocol):
+    """What a task may use to make preference pairs: answers of the run's policy, and random numbers."""
+
+    def responses(self, prompts: Sequence[Ids], count: int, purpose: str) -> list[list[Response]]:
+        """`count` rounds; each has one response to each prompt. Equal purposes give equal responses."""
+        ...
+
+    def rng(self, purpose: str) -> np.random.Generator:
+        """A generator that depends on the run's seed and the purpose alone."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -37,12 +43,14 @@ class Pairs:
 
     prompt_lengths: tokens of each pair's prompt, with which both of its sequences begin.
     clear: in held-out pairs, whether the annotator could tell the two apart; None: in all of them.
+    rows: the pairs as rows of a dataset, where they were sampled from the policy: a run keeps them.
     """
 
     chosen: Sequence[Ids]
     rejected: Sequence[Ids]
     prompt_lengths: Sequence[int]
     clear: np.ndarray | None = None
+    rows: Sequence[Mapping[str, Any]] = ()
 
     def __len__(self) -> int:
         return len(self.chosen)
@@ -62,7 +70,7 @@ class Task:
 
     fingerprint: one word for all of it; a checkpoint that was made with another is refused.
     description: a line for the log.
-    pairs: (context, policy) -> pairs to learn from and held-out ones. The built-in task samples them from the policy.
+    pairs: makes pairs to learn from and held-out pairs. The built-in task samples their answers from the policy.
     prompts, heldout: to answer in reinforcement learning, and to validate on.
     gold: a measure that only measures; None where the run's own rewards are all there is.
     chat: whether the model is given conversations, or plain text.
@@ -72,7 +80,7 @@ class Task:
     fingerprint: str
     description: str
     sft: SFTData | None = None
-    pairs: Callable[["Context", "Model"], tuple[Pairs, Pairs]] | None = None
+    pairs: Callable[[PairSampler], tuple[Pairs, Pairs]] | None = None
     prompts: Prompts | None = None
     heldout: Prompts | None = None
     gold: Callable[[Sequence[Example], Sequence[str]], Grades] | None = None

@@ -24,3 +24,12 @@ class Example:
     rejected: Text | None = None
     source: str = ""
     columns: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Response:
+    """One response as it was sampled; its ids are never tokenized again."""
+
+    ids: tuple[int, ...]
+    text: str
+    finished: bool

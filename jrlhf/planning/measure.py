@@ -24,7 +24,7 @@ from jrlhf.meshes.mesh import Device
 from jrlhf.models import ModelConfig, SamplingConfig, init_lm, make_generate, param_shardings
 from jrlhf.models.attention import layer_attention, layer_rotations, of_layer
 from jrlhf.models.collectives import TENSOR, lookup, total
-from jrlhf.models.modules import NO_ADAPTERS, block
+from jrlhf.models.modules import NO_ADAPTERS, Block
 from jrlhf.models.params import HeadKind
 from jrlhf.models.remat import Remat, policy
 from jrlhf.ppo.updates import apply_update
@@ -100,7 +100,7 @@ def layers(
             return layer_attention(shallow, local, *heads, implementation=implementation), None
 
         loaded = jax.tree.map(lambda w: w.astype(dtype) if w.ndim > 1 else w, weights)
-        return block(shallow, loaded)(x, of_layer(rotations, local), attend, None, NO_ADAPTERS)
+        return Block(shallow, loaded)(x, of_layer(rotations, local), attend, None, NO_ADAPTERS)
 
     scanned = jax.checkpoint(layer, policy=policy(remat), prevent_cse=False)
 

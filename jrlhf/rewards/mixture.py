@@ -32,7 +32,7 @@ from jrlhf.rewards.types import Sample, Scored, weighted_sum
 from jrlhf.roles import compiled
 from jrlhf.roles.graph import Pending, call
 from jrlhf.roles.model import Model
-from jrlhf.roles.placement import Places
+from jrlhf.roles.placement import RolePlacement
 from jrlhf.roles.roles import Reward
 from jrlhf.roles.sampling import Response, read_responses
 from jrlhf.run.clock import Clock, may_deadlock
@@ -95,14 +95,14 @@ class Rewards:
         shaping: ScoreConfig,
         clock: Clock,
         kind: Literal["rewards", "costs"] = "rewards",
-        where: Places | None = None,
+        where: RolePlacement | None = None,
     ):
         assert token_parts or text_parts, "nothing would score"
         self.clock, self._kind = clock, kind
-        self.places = Places.of(context.mesh) if where is None else where
+        self.placement = RolePlacement.of(context.mesh) if where is None else where
         self.learnt, self.token_parts, self.text_parts = learnt, token_parts, text_parts
         self._roles = {
-            name: Reward(part.model, self.places, context.compute, clock=self.clock)
+            name: Reward(part.model, self.placement, context.compute, clock=self.clock)
             for name, part in token_parts.items()
         }
         self._tokenizer = context.task.tokenizer
@@ -165,10 +165,10 @@ class Rewards:
 
         return Pending(scores)
 
-    def fetch(self, kind: Kind) -> None:
+    def prefetch(self, kind: Kind) -> None:
         """Begins to bring the reward models of tokens that sleep."""
         for role in self._roles.values():
-            role.fetch()
+            role.prefetch()
 
     def restate(self, raw: Float[Array, "B"]) -> None:
         """The batch is made of several scorings: these are its sums, before they were shaped.
@@ -185,7 +185,7 @@ class Rewards:
     def _begin(self, method: str, rollout: Rollout, prompts: Batch) -> Callable[[], tuple[Combined, Metrics]]:
         """Begins to score; returns what gives the scores, and what the rewards that read text say of them."""
         learned = {name: role.score(rollout, method) for name, role in self._roles.items()}
-        mesh, read = self.places[method].mesh, None
+        mesh, read = self.placement[method].mesh, None
         if self.text_parts:
             # Gathered here and not in the thread: programs must reach all devices in one order.
             read = self._thread.submit(self._read, gathered(rollout), prompts)
@@ -262,10 +262,10 @@ def open_rewards(context: Context, policy: Model, learnt: Model | None) -> Itera
     Raises:
         UserError: a model or a function that cannot be used.
     """
-    config, where = context.config, context.where("reward")
+    config, where = context.config, context.placement("reward")
     tokens: dict[str, TokenPart] = {}
     if learnt is not None:
-        kept = where.settled(learnt, donate=False)
+        kept = where.store(learnt, donate=False)
         tokens[LEARNT] = TokenPart(config.reward_model.weight, kept, learnt.fingerprint())
     clock = Clock(deadline=config.deadline)
     with _opened(context, policy, "rewards", config.rewards, where) as (more, texts):
@@ -282,7 +282,7 @@ def open_costs(context: Context, policy: Model, clock: Clock) -> Iterator[Reward
     if not context.config.costs:
         yield None
         return
-    where = context.where("cost")
+    where = context.placement("cost")
     with _opened(context, policy, "costs", context.config.costs, where) as (tokens, texts):
         costs = Rewards(context, None, tokens, texts, shaping=ScoreConfig(), clock=clock, kind="costs", where=where)
         try:
@@ -293,7 +293,7 @@ def open_costs(context: Context, policy: Model, clock: Clock) -> Iterator[Reward
 
 @contextmanager
 def _opened(
-    context: Context, policy: Model, section: str, wanted: Sequence[RewardConfig], where: Places
+    context: Context, policy: Model, section: str, wanted: Sequence[RewardConfig], where: RolePlacement
 ) -> Iterator[tuple[dict[str, TokenPart], dict[str, TextPart]]]:
     """The parts of a section of the config."""
     config = context.config
@@ -304,7 +304,7 @@ def _opened(
             key = f"{section}[{index}]"
             if reward.adapter is not None:
                 model = context.initial.reward_adapter(policy, reward.adapter, f"{key}.adapter")
-                tokens[reward.name] = TokenPart(reward.weight, where.settled(model), model.fingerprint())
+                tokens[reward.name] = TokenPart(reward.weight, where.store(model), model.fingerprint())
             elif reward.model is not None:
                 model = TextReward(context, reward, f"{key}.model", where)
                 texts[reward.name] = TextPart(reward.weight, model.score, model.identity, on_device=True)
@@ -351,16 +351,16 @@ class TextReward:
     identity: one word for its weights.
     """
 
-    def __init__(self, context: Context, reward: RewardConfig, key: str, where: Places | None = None):
+    def __init__(self, context: Context, reward: RewardConfig, key: str, where: RolePlacement | None = None):
         assert reward.model is not None
-        places = Places.of(context.mesh) if where is None else where
+        places = RolePlacement.of(context.mesh) if where is None else where
         model = context.initial.reward(reward.model, key)
-        self._key, self.identity, self._model = f"{key}={reward.model}", model.fingerprint(), places.settled(model)
+        self._key, self.identity, self._model = f"{key}={reward.model}", model.fingerprint(), places.store(model)
         self._tokenizer = reward_tokenizer(reward.model, key, self._model.config)
         self._cut = is_ours(reward.model, key)
         kind = key.partition("s[")[0]  # rewards[0].model, costs[0].model
         self._called, self._on_failure = f"{kind} {reward.name}", reward.on_failure
-        _, self._mesh, compute = places.home.sees(self._model.architecture, context.compute)
+        _, self._mesh, compute = places.home.resolve(self._model.architecture, context.compute)
         divisor = self._mesh.size * places.home.parts
         self._batch = -(-reward.batch // divisor) * divisor
         usual = context.config.data.max_prompt + context.config.data.max_response
@@ -371,7 +371,7 @@ class TextReward:
     def score(self, samples: Sequence[Sample], step: int = 0) -> Scored:
         """The model's score of every sample, read at its last token."""
         sequences = [self._encode(sample) for sample in samples]
-        params = self._model.awake().params
+        params = self._model.onloaded().params
         if not self._warm:  # compiles what later texts may need, too
             for each in self._widths:
                 self._scores(params, [sequences[0][:1]], each)

@@ -18,6 +18,7 @@ from jrlhf.kernels.logprob.api import Implementation
 from jrlhf.meshes import GENERATE, SCORE, TRAIN, Layout, reshard
 from jrlhf.models import (
     Engine,
+    ForwardOptions,
     SamplingConfig,
     Schedule,
     make_logprobs,
@@ -62,6 +63,12 @@ class Compute:
     attention: AttentionImplementation | None = None  # of whole sequences; None: the platform's default
     score_tokens: int | None = None  # a device scores about so many tokens at a time; None: the whole batch as it is
 
+    def forward(self, model: Architecture) -> ForwardOptions:
+        """How the functions of this model compute."""
+        return ForwardOptions(
+            implementation=self.logprob, remat=self.remat, dtype=self.dtype, attention=self.attention, lora=model.lora
+        )
+
 
 def train_logprobs(
     model: Architecture, mesh: Mesh, compute: Compute, *, temperature: float = 1.0, span: int | None = None
@@ -90,13 +97,9 @@ def train_sums(
         model.config,
         mesh,
         model.layout(compute.train_layout),
-        lora=model.lora,
-        temperature=temperature,
-        implementation=compute.logprob,
+        compute.forward(model),
         entropy_gradient=entropy_gradient,
-        remat=compute.remat,
-        dtype=compute.dtype,
-        attention=compute.attention,
+        temperature=temperature,
         span=span,
     )
     if span is None:
@@ -194,16 +197,8 @@ def score_logprobs_with_base(model: Architecture, mesh: Mesh, compute: Compute, 
     """(adapter, tokens, lengths, starts, base) -> (logprobs, entropy, the bare base's logprobs), jitted: one pass for
     both, with `span` as in `make_logprobs`."""
     assert model.lora is not None
-    logprobs = make_logprobs_with_base(
-        model.config,
-        mesh,
-        model.lora,
-        temperature=temperature,
-        implementation=compute.logprob,
-        dtype=compute.dtype,
-        attention=compute.attention,
-        span=span,
-    )
+    options = replace(compute.forward(model), temperature=temperature, span=span)
+    logprobs = make_logprobs_with_base(model.config, mesh, model.lora, options)
 
     def score(adapter, tokens, lengths, starts, base):
         return _by_length(compute, lambda rows: logprobs(adapter, *rows, base), (tokens, starts), lengths)
@@ -212,18 +207,8 @@ def score_logprobs_with_base(model: Architecture, mesh: Mesh, compute: Compute, 
 
 
 def _logprobs(model, mesh, layout, compute, temperature, span):
-    return make_logprobs(
-        model.config,
-        mesh,
-        model.layout(layout),
-        lora=model.lora,
-        temperature=temperature,
-        implementation=compute.logprob,
-        remat=compute.remat,
-        dtype=compute.dtype,
-        attention=compute.attention,
-        span=span,
-    )
+    options = replace(compute.forward(model), temperature=temperature, span=span)
+    return make_logprobs(model.config, mesh, model.layout(layout), options)
 
 
 def train_values(model: Architecture, mesh: Mesh, compute: Compute):
@@ -272,16 +257,7 @@ def _by_length(compute: Compute, function: Callable[[Any], Any], rows: Any, leng
 
 
 def _scalar(make, model, mesh, layout, compute):
-    layout = model.layout(layout)
-    return make(
-        model.config,
-        mesh,
-        layout,
-        lora=model.lora,
-        remat=compute.remat,
-        dtype=compute.dtype,
-        attention=compute.attention,
-    )
+    return make(model.config, mesh, model.layout(layout), compute.forward(model))
 
 
 @cache
@@ -313,7 +289,7 @@ def weights_at(
     on `mesh`: the model's own where they lie so there; else a copy, cast before it travels, which is the caller's to
     drop. donate: the model's own are freed as they are copied.
     """
-    if lies_at(model, architecture, mesh):
+    if is_stored_at(model, architecture, mesh):
         return model.params
     assert architecture.lora is None, "an adapter's roles are all in one place"
     head = "scalar" if "value_head" in model.params else "lm"
@@ -327,12 +303,12 @@ def weights_at(
     return reshard(cast, stored, donate=True)
 
 
-def relocated(model: Model, architecture: Architecture, mesh: Mesh, *, donate: bool) -> Model:
+def relocate(model: Model, architecture: Architecture, mesh: Mesh, *, donate: bool) -> Model:
     """The model with its weights moved, bit for bit, to where functions of `architecture` on `mesh` store them.
 
     donate: whether they are gone from where they were.
     """
-    if lies_at(model, architecture, mesh):
+    if is_stored_at(model, architecture, mesh):
         return model
     assert architecture.lora is None, "an adapter's roles are all in one place"
     head = "scalar" if "value_head" in model.params else "lm"
@@ -340,7 +316,7 @@ def relocated(model: Model, architecture: Architecture, mesh: Mesh, *, donate: b
     return Model(architecture, reshard(model.params, stored, donate=donate))
 
 
-def lies_at(model: Model, architecture: Architecture, mesh: Mesh) -> bool:
+def is_stored_at(model: Model, architecture: Architecture, mesh: Mesh) -> bool:
     """Whether the weights are stored on `mesh` as functions of `architecture` take them."""
     return model.architecture.shared == architecture.shared and mesh_of(model) == mesh
 

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from jrlhf.meshes import Call, Graph
 from jrlhf.meshes.graph import Kind
-from jrlhf.roles.placement import Places
+from jrlhf.roles.placement import RolePlacement
 
 _CALL, _CONDITION = "algorithm_call", "algorithm_loop_condition"  # what decorators note on methods
 
@@ -53,11 +53,11 @@ def call(kind: Kind, *outputs: str) -> Callable:
                 begin()
             arguments = [_ready(each) for each in arguments]
             named = {name: _ready(value) for name, value in named.items()}
-            places: Places | None = getattr(self, "places", None)
-            if places is None:
+            placement: RolePlacement | None = getattr(self, "placement", None)
+            if placement is None:
                 return method(self, *arguments, **named)
-            result = places.run(method, self, arguments, named)
-            return result.on(places[method.__name__].mesh) if isinstance(result, Pending) else result
+            result = placement.run(method, self, arguments, named)
+            return result.on(placement[method.__name__].mesh) if isinstance(result, Pending) else result
 
         setattr(run, _CALL, (kind, outputs))
         return run

@@ -26,8 +26,7 @@ def changes(path: Path, saved: str, config: Config) -> tuple[list[str], str]:
     Raises:
         UserError: the run cannot become as long as the config says.
     """
-    began = build(Config, parse_yaml(saved, str(path)))  # which also reads the keys of older versions
-    old, new = (flatten(parse_yaml(config_yaml(each), "config")) for each in (began, config))
+    old, new = _settings(parse_yaml(saved, str(path)), config)
     differing = [key for key in {**new, **old} if old.get(key) != new.get(key)]
     length = _length_key(config)
     longer = [key for key in differing if key == length and key in old]
@@ -41,6 +40,16 @@ def changes(path: Path, saved: str, config: Config) -> tuple[list[str], str]:
     if any(_matches(key, _ROUNDED) for key in free):
         line += "; results are the same up to rounding"
     return refused, line if free else ""
+
+
+def _settings(saved: object, config: Config) -> tuple[dict[str, str], dict[str, str]]:
+    """Returns the settings of a saved config and of `config`, key -> value."""
+    try:
+        began = build(Config, saved)  # reads keys of older versions, too
+    except UserError:  # keys of a newer version: compared as they are written
+        return flatten(saved), flatten(parse_yaml(config_yaml(config), "config"))
+    old, new = (flatten(parse_yaml(config_yaml(each, off=True), "config")) for each in (began, config))
+    return old, new
 
 
 def _matches(key: str, patterns: tuple[str, ...]) -> bool:

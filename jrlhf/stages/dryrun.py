@@ -13,7 +13,7 @@ from jrlhf.meshes.plan import Plan
 from jrlhf.models import ModelConfig, param_shardings
 from jrlhf.planning.fits import backend_of, capacity, check_memory, memory_of
 from jrlhf.planning.runnable import on_base, only_functions
-from jrlhf.roles.placement import LAYOUTS, places_of
+from jrlhf.roles.placement import LAYOUTS, place_roles
 from jrlhf.roles.pretrained import is_here
 from jrlhf.stages.graphs import stage_graph
 from jrlhf.stages.preflight import check_sources
@@ -100,7 +100,7 @@ def _plan(config: Config, mesh: Mesh, models: Mapping[str, ModelConfig], plan: P
     if config.lora is not None:
         return [*lines, f"  no switch: training and generation use one base, stored as {GENERATE.name} stores it"]
     actor, dtype = models["actor"], jnp.dtype(config.compute.dtype)
-    places = places_of(plan, graph, list(mesh.devices.flat))["actor"]
+    places = place_roles(plan, graph, list(mesh.devices.flat))["actor"]
     generation = param_shardings(actor, places["generate"].mesh, GENERATE)
     cost = tree_reshard_cost(whole_weights(actor, places.home.mesh), generation, dtype=dtype)
     lines.append(

@@ -79,7 +79,7 @@ def export(context: Context, model: Model, head: HeadKind = "lm") -> None:
     if dtype == "auto":
         dtype = "float32" if origin is None else origin.dtype
     name = "model" if head == "lm" else "reward_model"
-    params = model.awake().params
+    params = model.onloaded().params
     if model.architecture.lora is not None:
         adapter = path / ("adapter" if head == "lm" else "reward_adapter")
         base = config.model.path

@@ -37,10 +37,10 @@ from jrlhf.ppo.shaping import RunningMoments
 from jrlhf.rewards.mixture import Rewards
 from jrlhf.roles.initial import scalar_model
 from jrlhf.roles.model import Model
-from jrlhf.roles.offloading import fetch_ahead, rest_of
+from jrlhf.roles.offloading import fetch_ahead, offloader_of
 from jrlhf.roles.optimizers import adamw
-from jrlhf.roles.placement import Place, Places
-from jrlhf.roles.roles import Actor, Constraint, Critic, Estimator, Learner, Reference
+from jrlhf.roles.placement import CallPlacement, RolePlacement
+from jrlhf.roles.roles import Actor, Constraint, Critic, ExperienceMaker, FusedUpdate, Reference
 from jrlhf.roles.sampling import read_responses
 from jrlhf.stages.context import Context
 from jrlhf.stages.loop import SAMPLES, run_stage
@@ -72,8 +72,8 @@ def train_rl(context: Context, policy: Model, rewards: Rewards, costs: Rewards |
     graph, dataflow = graph_of(config), dataflow_of(config)
     roles = _Roles(context, policy, rewards, costs, graph)
     prompts, actor, pool, constraint = task.prompts, roles.actor, roles.pool, roles.constraint
-    arithmetic = context.where("arithmetic").home.mesh
-    utilisation = utilisation_of(policy, roles.models, algorithm, context.where, context.compute)
+    arithmetic = context.placement("arithmetic").home.mesh
+    utilisation = utilisation_of(policy, roles.models, algorithm, context.placement, context.compute)
     measure = jax.jit(partial(_measure, algorithm, section.rollout_batch, section.samples))
     everywhere = NamedSharding(arithmetic, P())
 
@@ -81,7 +81,7 @@ def train_rl(context: Context, policy: Model, rewards: Rewards, costs: Rewards |
         start = KLState(jnp.asarray(algorithm.kl_coef, jnp.float32)), RunningMoments.create(), jnp.zeros((), jnp.int32)
         multiplier = MultiplierState.create(algorithm) if isinstance(algorithm, SafeRLHFConfig) else None
         state = RLState(roles.fresh_states(), *to_devices((*start, multiplier), everywhere))
-        return replace(state, moments=transfer(state.moments, rewards.places["score"].mesh))
+        return replace(state, moments=transfer(state.moments, rewards.placement["score"].mesh))
 
     meta = {"corpus": task.fingerprint} | roles.identities
     meta |= {} if (identity := dataflow_identity(config)) is None else {"dataflow": identity}
@@ -95,7 +95,7 @@ def train_rl(context: Context, policy: Model, rewards: Rewards, costs: Rewards |
         draws, kl_coef = int(state.draws), state.kl.coef
         values: dict[str, Any] = {"kl_coef": kl_coef}
         if pool is None:
-            values["prompts"] = take_batch(context, prompts, draws, actor.places["generate"].mesh)
+            values["prompts"] = take_batch(context, prompts, draws, actor.placement["generate"].mesh)
         else:
             pool.start(draws)
         experience, metrics = dataflow(**roles.of(dataflow), **values)
@@ -122,7 +122,7 @@ def train_rl(context: Context, policy: Model, rewards: Rewards, costs: Rewards |
 
     state = run_stage(context, name, section.iterations, init, advance, save_every=section.save_every, meta=meta)
     trained = roles.models["actor"].holding(state.trained["actor"].params)
-    return Places.of(context.mesh).settled(trained)
+    return RolePlacement.of(context.mesh).store(trained)
 
 
 def algorithm_of(config: Config) -> PolicyConfig:
@@ -139,7 +139,7 @@ class _Roles:
     def __init__(self, context: Context, policy: Model, rewards: Rewards, costs: Rewards | None, graph: Graph):
         config, section, clock = context.config, context.config.rl, rewards.clock
         self._context, self._rewards, self._algorithm = context, rewards, algorithm_of(config)
-        algorithm, where = self._algorithm, context.where
+        algorithm, where = self._algorithm, context.placement
         updates = section.iterations * algorithm.epochs * algorithm.minibatches
         self.models, self.identities = _starts(context, policy, rewards, graph)
         self._optimizers = {"actor": adamw(section.actor, updates=updates)}
@@ -156,7 +156,7 @@ class _Roles:
         )
         self._trained: dict[str, Actor | Critic] = {"actor": self.actor}
         self._by_name: dict[str, Any] = {"reward": rewards, "cost": costs, "reference": None}
-        self._by_name["estimator"] = Estimator(algorithm, clock, where("estimator"))
+        self._by_name["estimator"] = ExperienceMaker(algorithm, clock, where("estimator"))
         if "reference" in self.models:
             limit = context.sampling.max_new_tokens
             how: Any = {"temperature": config.sampling.temperature, "responses": limit, "clock": clock}
@@ -172,7 +172,7 @@ class _Roles:
                 )
         self._by_name |= self._trained
         if "learner" in graph.roles:
-            self._by_name["learner"] = Learner(
+            self._by_name["learner"] = FusedUpdate(
                 self.actor,
                 self._by_name.get("critic"),
                 where("learner"),
@@ -183,7 +183,7 @@ class _Roles:
                 responses=context.sampling.max_new_tokens,
             )
         for name, role in self._trained.items():
-            role.rest = rest_of(name, config.offloading, clock)
+            role.offloader = offloader_of(name, config.offloading, clock)
         self.constraint = None
         if isinstance(algorithm, SafeRLHFConfig):
             self.constraint = self._by_name["constraint"] = Constraint(algorithm, clock, where("constraint"))
@@ -192,7 +192,7 @@ class _Roles:
         self.pool = None
         if isinstance(algorithm, DAPOConfig):
             assert context.task.prompts is not None
-            draw = partial(take_batch, context, context.task.prompts, mesh=self.actor.places["generate"].mesh)
+            draw = partial(take_batch, context, context.task.prompts, mesh=self.actor.placement["generate"].mesh)
             limits = {"samples": section.samples, "max_rounds": algorithm.max_rounds}
             self.pool = self._by_name["pool"] = Pool(draw, rewards, where("pool"), **limits, clock=clock)
 
@@ -204,8 +204,10 @@ class _Roles:
         """Those that training starts from."""
         states = {}
         for name, role in self._trained.items():
-            with jax.set_mesh(role.places.home.mesh):
-                states[name] = role.rest.lay(TrainState.create(self.models[name].params, self._optimizers[name]))
+            with jax.set_mesh(role.placement.home.mesh):
+                states[name] = role.offloader.offload(
+                    TrainState.create(self.models[name].params, self._optimizers[name])
+                )
         return states
 
     def start(self, state: RLState, step: int) -> None:
@@ -220,7 +222,7 @@ class _Roles:
             assert state.multiplier is not None
             self.constraint.state = state.multiplier
         if self._algorithm.ptx_coef > 0:
-            self.actor.texts = take_texts(self._context, step, self.actor.places["update"].mesh)
+            self.actor.texts = take_texts(self._context, step, self.actor.placement["update"].mesh)
 
     def states(self) -> dict[str, TrainState]:
         """Those that the iteration made."""
@@ -233,16 +235,16 @@ def _starts(context: Context, policy: Model, rewards: Rewards, graph: Graph) -> 
     if "reference" in graph.roles or "actor.logprobs_with_base" in (call.name for call in graph):
         reference = context.initial.reference(policy)
         identities["reference"] = reference.fingerprint()
-        models["reference"] = context.where("reference").settled(reference)
+        models["reference"] = context.placement("reference").store(reference)
     if context.config.rl.algorithm.has_critic:
-        models["critic"] = context.where("critic").settled(context.initial.critic(policy, rewards.learnt))
+        models["critic"] = context.placement("critic").store(context.initial.critic(policy, rewards.learnt))
         if "cost_critic" in graph.roles:
-            models["cost_critic"] = context.where("cost_critic").settled(scalar_model(policy))
+            models["cost_critic"] = context.placement("cost_critic").store(scalar_model(policy))
     rewards.settle()
-    return {"actor": context.where("actor").settled(policy)} | models, identities
+    return {"actor": context.placement("actor").store(policy)} | models, identities
 
 
-def _in_parts(algorithm: Algorithm, place: Place) -> Algorithm:
+def _in_parts(algorithm: Algorithm, place: CallPlacement) -> Algorithm:
     """The algorithm's numbers, with the micro-batches that the place of an update has."""
     return algorithm if algorithm.micro_batch_tokens is not None else replace(algorithm, micro_batches=place.parts)
 

@@ -27,7 +27,7 @@ from jrlhf.planning.fits import check_memory
 from jrlhf.planning.processes import refuse_cross_process
 from jrlhf.roles.compiled import Compute
 from jrlhf.roles.offloading import check_sleep
-from jrlhf.roles.placement import places_of
+from jrlhf.roles.placement import place_roles
 from jrlhf.roles.pretrained import architecture, fresh_model, locate
 from jrlhf.run.console import Console
 from jrlhf.run.devices import idle_accelerator, select
@@ -85,7 +85,7 @@ def open_context(config: Config, *, resume: bool) -> Iterator[Context]:
             console=console,
             preemption=preemption,
             wandb=wandb,
-            places={} if plan is None else places_of(plan, graph_of(config), list(mesh.devices.flat)),
+            placements={} if plan is None else place_roles(plan, graph_of(config), list(mesh.devices.flat)),
         )
 
 

@@ -29,7 +29,7 @@ from jrlhf.models.config import ModelConfig
 from jrlhf.models.generation.cache import LayerCache, append, prefill
 from jrlhf.models.generation.sampling import SamplingConfig, sample
 from jrlhf.models.lora import LoRAConfig, with_adapter
-from jrlhf.models.modules import NO_ADAPTERS, Adapters, Attend, block, final_norm, scaled_embeddings
+from jrlhf.models.modules import NO_ADAPTERS, Adapters, Attend, Block, Norm, scaled_embeddings
 from jrlhf.models.params import Params
 from jrlhf.models.quantize import Int8, dequantised, is_int8
 
@@ -156,7 +156,7 @@ class Decoder:
         self, weights: Params, adapters: Adapters, x: Float[Array, "b T D"], rotation: Rotation | None, attend: Attend
     ) -> tuple[Float[Array, "b T D"], LayerCache]:
         loaded = dequantised(weights, self.dtype, after=x)
-        return block(self.config, loaded)(x, rotation, attend, TENSOR, adapters)
+        return Block(self.config, loaded)(x, rotation, attend, TENSOR, adapters)
 
     @jax.named_scope("prefill")
     def prefill(self, params: Params, prompts: Int[Array, "b P"], size: int) -> list[LayerCache]:
@@ -189,7 +189,7 @@ class Decoder:
 
             x, cache = layer(x, rotation, attend)
             longer.append(cache)
-        return final_norm(self.config, params["final_norm"])(x)[:, 0], longer
+        return Norm(self.config, params["final_norm"])(x)[:, 0], longer
 
     def draw(
         self, params: Params, hidden: Float[Array, "b D"], rows: Rows

@@ -6,6 +6,7 @@ a critic's scalar head is saved beside them as `score`, as PEFT does for task ty
 
 import json
 import os
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,11 @@ from safetensors.numpy import save_file
 from jrlhf.meshes import to_devices
 from jrlhf.models.config import ModelConfig
 from jrlhf.models.hf.files import DTYPES, Tensor, on_host, previous_export, read_header, replacing
-from jrlhf.models.lora import PROJECTIONS, LoRAConfig, lora_shape, lora_shardings
-from jrlhf.models.params import HeadKind, Params
+from jrlhf.models.lora import LoRAConfig, adapted, lora_shardings
+from jrlhf.models.weights import PROJECTIONS, HeadKind, Params, WeightInfo, leaf_at, nested
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
-_PARTS = {"attention": "self_attn", "mlp": "mlp"}
 _TASKS: dict[str, HeadKind] = {"CAUSAL_LM": "lm", "SEQ_CLS": "scalar"}
 
 # Settings of adapter_config.json that we compute, or that change nothing about a trained adapter's outputs: where it
@@ -81,11 +81,10 @@ def export_adapter(
         multihost_utils.sync_global_devices("adapter")
         return directory
     tensors = {}
-    for name in lora.targets:
-        part, weight = PROJECTIONS[name][:2]
-        stacked = host["layers"][part][weight]
+    for weight in adapted(config, lora):
+        stacked = leaf_at(host, weight.path)
         for index in range(config.layers):
-            module = f"{_PREFIX}model.layers.{index}.{_PARTS[part]}.{name}"
+            module = _module(weight, index)
             a, b = stacked["a"][index], stacked["b"][index]
             tensors[f"{module}.lora_A.weight"] = a.reshape(-1, lora.rank).T
             tensors[f"{module}.lora_B.weight"] = b.reshape(lora.rank, -1).T
@@ -136,16 +135,16 @@ def load_adapter(directory: str | os.PathLike[str], config: ModelConfig, mesh: M
             raise ValueError(f"{directory / _WEIGHTS}: {name} is {tensor.dtype}: known are {', '.join(DTYPES)}")
         return tensor.view().astype(np.float32)
 
-    adapter: Params = {"layers": {}}
-    for name in lora.targets:
-        projection = PROJECTIONS[name]
-        a, b = lora_shape(config, lora, projection)
-        modules = [f"{_PREFIX}model.layers.{index}.{_PARTS[projection.part]}.{name}" for index in range(config.layers)]
-        inputs, outputs = int(np.prod(a[:-1])), int(np.prod(b[1:]))
-        adapter["layers"].setdefault(projection.part, {})[projection.weight] = {
-            "a": np.stack([take(f"{m}.lora_A.weight", (lora.rank, inputs)).T.reshape(a) for m in modules]),
-            "b": np.stack([take(f"{m}.lora_B.weight", (outputs, lora.rank)).T.reshape(b) for m in modules]),
-        }
+    leaves: list[tuple[tuple[str, ...], np.ndarray]] = []
+    for weight in adapted(config, lora):
+        modules = [_module(weight, index) for index in range(config.layers)]
+        inputs, outputs = weight.layer_shape[: weight.inputs], weight.layer_shape[weight.inputs :]
+        rows, columns = (lora.rank, prod(inputs)), (prod(outputs), lora.rank)
+        a = np.stack([take(f"{module}.lora_A.weight", rows).T for module in modules])
+        b = np.stack([take(f"{module}.lora_B.weight", columns).T for module in modules])
+        a, b = a.reshape(config.layers, *inputs, lora.rank), b.reshape(config.layers, lora.rank, *outputs)
+        leaves += [((*weight.path, "a"), a), ((*weight.path, "b"), b)]
+    adapter = nested(leaves)
     if head == "scalar":
         kernel = take(f"{_PREFIX}score.weight", (1, config.embed))[0]
         bias = take(f"{_PREFIX}score.bias", (1,))[0] if f"{_PREFIX}score.bias" in tensors else np.float32(0)
@@ -153,6 +152,10 @@ def load_adapter(directory: str | os.PathLike[str], config: ModelConfig, mesh: M
     if tensors:
         raise ValueError(f"{directory / _WEIGHTS}: {min(tensors)} is no part of an adapter that can be loaded here")
     return lora, to_devices(adapter, lora_shardings(config, mesh, lora, head))
+
+
+def _module(weight: WeightInfo, layer: int) -> str:
+    return _PREFIX + weight.names["llama"].format(layer=layer).removesuffix(".weight")
 
 
 def read_adapter_config(directory: str | os.PathLike[str]) -> LoRAConfig:

@@ -5,59 +5,15 @@ Loading and exporting read the same table, in opposite directions.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from math import prod
 
-import jax
 import numpy as np
 
 from jrlhf.models.config import ModelConfig
-from jrlhf.models.params import HeadKind, init_lm, init_scalar
-
-TreePath = tuple[str, ...]
-
-_LLAMA: Mapping[TreePath, str] = {
-    ("embedding",): "model.embed_tokens.weight",
-    ("final_norm", "scale"): "model.norm.weight",
-    ("unembedding",): "lm_head.weight",
-    ("layers", "attention_norm", "scale"): "model.layers.{layer}.input_layernorm.weight",
-    ("layers", "attention", "query_norm", "scale"): "model.layers.{layer}.self_attn.q_norm.weight",
-    ("layers", "attention", "key_norm", "scale"): "model.layers.{layer}.self_attn.k_norm.weight",
-    ("layers", "mlp_norm", "scale"): "model.layers.{layer}.post_attention_layernorm.weight",
-    **{("layers", "attention", f"w{x}"): f"model.layers.{{layer}}.self_attn.{x}_proj.weight" for x in "qkvo"},
-    **{("layers", "attention", f"b{x}"): f"model.layers.{{layer}}.self_attn.{x}_proj.bias" for x in "qkvo"},
-    **{("layers", "mlp", x): f"model.layers.{{layer}}.mlp.{x}_proj.weight" for x in ("gate", "up", "down")},
-    **{("layers", "mlp", f"{x}_bias"): f"model.layers.{{layer}}.mlp.{x}_proj.bias" for x in ("gate", "up", "down")},
-}
-_GEMMA = {
-    **_LLAMA,
-    ("layers", "post_attention_norm", "scale"): "model.layers.{layer}.post_attention_layernorm.weight",
-    ("layers", "mlp_norm", "scale"): "model.layers.{layer}.pre_feedforward_layernorm.weight",
-    ("layers", "post_mlp_norm", "scale"): "model.layers.{layer}.post_feedforward_layernorm.weight",
-}
-_GPT2: Mapping[TreePath, str] = {
-    ("embedding",): "transformer.wte.weight",
-    ("positions",): "transformer.wpe.weight",
-    ("final_norm", "scale"): "transformer.ln_f.weight",
-    ("final_norm", "bias"): "transformer.ln_f.bias",
-    ("unembedding",): "lm_head.weight",
-    ("layers", "attention_norm", "scale"): "transformer.h.{layer}.ln_1.weight",
-    ("layers", "attention_norm", "bias"): "transformer.h.{layer}.ln_1.bias",
-    **{("layers", "attention", f"w{x}"): "transformer.h.{layer}.attn.c_attn.weight" for x in "qkv"},
-    **{("layers", "attention", f"b{x}"): "transformer.h.{layer}.attn.c_attn.bias" for x in "qkv"},
-    ("layers", "attention", "wo"): "transformer.h.{layer}.attn.c_proj.weight",
-    ("layers", "attention", "bo"): "transformer.h.{layer}.attn.c_proj.bias",
-    ("layers", "mlp_norm", "scale"): "transformer.h.{layer}.ln_2.weight",
-    ("layers", "mlp_norm", "bias"): "transformer.h.{layer}.ln_2.bias",
-    ("layers", "mlp", "up"): "transformer.h.{layer}.mlp.c_fc.weight",
-    ("layers", "mlp", "up_bias"): "transformer.h.{layer}.mlp.c_fc.bias",
-    ("layers", "mlp", "down"): "transformer.h.{layer}.mlp.c_proj.weight",
-    ("layers", "mlp", "down_bias"): "transformer.h.{layer}.mlp.c_proj.bias",
-}
-# `score` has no bias in transformers; ours, where it is not zero, goes beside it.
-_SCORE: Mapping[TreePath, str] = {("value_head", "kernel"): "score.weight", ("value_head", "bias"): "score.bias"}
+from jrlhf.models.weights import HeadKind, WeightInfo, weights
+from jrlhf.models.weights import Path as TreePath
 
 # What files carry beside weights: rotary frequencies and causal masks, which older versions saved.
 _BUFFERS = re.compile(r"(.*\.)?rotary_emb\.inv_freq|(transformer\.)?h\.\d+\.attn\.(masked_)?bias")
@@ -114,48 +70,30 @@ class Weight:
 
 
 def weight_table(config: ModelConfig, family: str, head: HeadKind) -> list[Weight]:
-    """Every weight of this model, in the order of a file: tables, layers, final norm, head.
-
-    Raises:
-        ValueError: a weight that the family has no name for.
-    """
-    names = _names(family)
-    init = init_lm if head == "lm" else init_scalar
-    tree = jax.eval_shape(partial(init, config), jax.random.key(0))
-    found = {}
-    for keys, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
-        path = tuple(key.key for key in keys)
-        if path not in names:
-            raise ValueError(f"a {family} model has no weight {'.'.join(path)}")
-        shape = leaf.shape[1:] if path[0] == "layers" else leaf.shape
-        found[path] = _weight(config, family, path, names[path], shape)
-    return [found[path] for path in names if path in found]
+    """Every weight of this model, in the order of a file: tables, layers, final norm, head."""
+    dialect = {"gpt2": "gpt2", "gemma2": "gemma", "gemma3_text": "gemma"}.get(family, "llama")
+    table = weights(config, head)
+    for weight in table:
+        if dialect not in weight.names:
+            raise ValueError(f"a {family} model has no weight {'.'.join(weight.path)}")
+    return [_weight(weight, dialect) for weight in table]
 
 
-def _names(family: str) -> Mapping[TreePath, str]:
-    body = _GPT2 if family == "gpt2" else _GEMMA if family in ("gemma2", "gemma3_text") else _LLAMA
-    ends = [path for path in body if path[0] in ("final_norm", "unembedding")]
-    starts = [path for path in body if path not in ends]
-    starts.sort(key=lambda path: path[0] == "layers")
-    return {path: body[path] for path in (*starts, *ends)} | dict(_SCORE)
-
-
-def _weight(config: ModelConfig, family: str, path: TreePath, name: str, shape: tuple[int, ...]) -> Weight:
-    if path[-1] in ("embedding", "unembedding"):
-        table = (config.vocab_size, *shape[1:])
-        return Weight(path, name, table, table, (0, 1), rows=shape[0])
+def _weight(weight: WeightInfo, dialect: str) -> Weight:
+    path, name, shape = weight.path, weight.names[dialect], weight.layer_shape
+    order = tuple(range(len(shape)))
+    if weight.axes[:1] == ("vocab",):
+        table = (shape[0] - weight.padding, *shape[1:])
+        return Weight(path, name, table, table, order, rows=shape[0])
     if path == ("value_head", "kernel"):
-        return Weight(path, name, (1, *shape), shape, (0,))
-    fused = family == "gpt2" and path[1:-1] == ("attention",) and path[-1][1] in "qkv"
+        return Weight(path, name, (1, *shape), shape, order)
+    fused = "attn.c_attn" in name  # GPT-2 has queries, keys and values in one tensor
     part, parts = ("qkv".index(path[-1][1]), 3) if fused else (0, 1)
-    matrix = path[1:2] in (("attention",), ("mlp",)) and path[-1] in ("wq", "wk", "wv", "wo", "gate", "up", "down")
-    if not matrix:
-        flat = (prod(shape),) if path[0] in ("layers", "final_norm", "value_head") else shape
-        return Weight(path, name, flat, shape, tuple(range(len(shape))), part, parts)
-    inputs = 2 if path[-1] == "wo" else 1
-    ins, outs = shape[:inputs], shape[inputs:]
-    if family == "gpt2":  # its Conv1D holds [in, out]
-        return Weight(path, name, (prod(ins), prod(outs)), shape, tuple(range(len(shape))), part, parts)
+    ins, outs = shape[: weight.inputs], shape[weight.inputs :]
+    if not weight.inputs:
+        return Weight(path, name, shape if path == ("positions",) else (prod(shape),), shape, order, part, parts)
+    if dialect == "gpt2":  # its Conv1D holds [in, out]
+        return Weight(path, name, (prod(ins), prod(outs)), shape, order, part, parts)
     order = (*range(len(outs), len(shape)), *range(len(outs)))  # Linear holds [out, in]
     return Weight(path, name, (prod(outs), prod(ins)), (*outs, *ins), order)
 

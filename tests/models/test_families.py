@@ -19,7 +19,7 @@ from jrlhf.models import (
     make_values,
     param_shardings,
 )
-from jrlhf.models.modules import final_norm
+from jrlhf.models.modules import Norm
 
 # 2 key-value heads for up to 4 devices of `tensor`; sequences longer than the windows; layers of both kinds.
 SIZES: Any = dict(
@@ -221,7 +221,7 @@ def test_norms_are_applied_in_float32_whatever_their_dtype(dtype):
     x = jnp.asarray(np.random.default_rng(0).normal(size=(3, 32)), jnp.float32)
     for name in ("gemma", "gpt2"):
         weights = {"scale": jnp.full(32, 2.0**-9, dtype), "bias": jnp.full(32, 3.0, dtype)}
-        norm = final_norm(CONFIGS[name], weights if name == "gpt2" else {"scale": weights["scale"]})
+        norm = Norm(CONFIGS[name], weights if name == "gpt2" else {"scale": weights["scale"]})
         centred = x - (x.mean(-1, keepdims=True) if name == "gpt2" else 0)
         unit = centred / jnp.sqrt((centred**2).mean(-1, keepdims=True) + CONFIGS[name].norm_eps)
         np.testing.assert_allclose(norm(x), unit * 2.0**-9 + 3 if name == "gpt2" else unit * (1 + 2.0**-9), rtol=1e-5)

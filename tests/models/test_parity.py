@@ -17,7 +17,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
@@ -25,7 +24,7 @@ from safetensors.numpy import save_file
 from jrlhf.meshes import GENERATE, SCORE, TRAIN, TRAIN_TP, make_mesh
 from jrlhf.models import SamplingConfig, make_generate, make_logprobs, make_scores
 from jrlhf.models.hf.load import load_hf
-from jrlhf.models.sharded import ShardedForward
+from jrlhf.models.sharded import ForwardOptions, ShardedForward
 
 GOLDEN = Path(__file__).with_name("parity.json")
 B, T, R, V, LAYERS = 8, 14, 6, 97, 2
@@ -132,7 +131,7 @@ def ours(family, lm, reward):
     tokens, lengths = batch()
     mesh = make_mesh(*sizes, devices=jax.devices()[: np.prod(sizes)])
     read, params = load_hf(lm, mesh, layout=layout)
-    forward = ShardedForward(read.model, mesh, layout, "lm", "full", jnp.float32, None)
+    forward = ShardedForward(read.model, mesh, layout, "lm", ForwardOptions())
     hidden = forward.shard(forward.hidden)
     logprobs = make_logprobs(read.model, mesh, layout)
     with jax.set_mesh(mesh):

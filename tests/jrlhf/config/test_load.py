@@ -220,7 +220,7 @@ OVERRIDES = {
     "data.sft.path=x": "data.sft.path=x is not read by the built-in task: set data.source=datasets",
     "data.sft.split=x": "data.sft.split=x has no effect with data.sft.path=null: leave it out",
     "data.heldout_rows=0": "data.heldout_rows=0 has no effect with data.source=docstrings: leave it out",
-    "data={source: datasets, prompts: {columns: {prompt: q}}}": "data.prompts.columns.prompt=q has no effect with data.",
+    "data={source: datasets, prompts: {columns: {prompt: q}}}": "data.prompts.columns.prompt=q has no effect with",
     "data.units_first=true": "data.units_first=True has no effect with data.source=docstrings: leave it out",
     "dpo.steps=9": "section dpo has no effect with stages=[sft, reward_model, ppo]: leave it out",
 }

@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 import tokenizers
 
+from jrlhf.config.schema import DataConfig
 from jrlhf.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from jrlhf.errors import UserError
-from jrlhf.tasks.docstrings.corpus import read_examples
-from jrlhf.tasks.docstrings.vocabulary import encode_pairs, train_tokenizer, wrap
+from jrlhf.tasks.docstrings.corpus import Example, read_examples
+from jrlhf.tasks.docstrings.vocabulary import encode_examples, encode_split, train_tokenizer, wrap
 
 FAMILIES = Path(__file__).parents[1] / "tokenizers"
 GOLDEN = json.loads((FAMILIES / "golden.json").read_text(encoding="utf-8"))
@@ -101,21 +102,18 @@ def test_a_vocabulary_that_cannot_be_is_refused(texts: list[str]):
         Tokenizer(tokenizers.Tokenizer(tokenizers.models.BPE()), ())
 
 
-def test_pairs_that_do_not_fit_are_left_out(tokenizer: Tokenizer):
-    prompts = ["a", "a a a", "a a", "a"]
-    responses = ["b b", "b", "b b b", "b"]
-    lengths = [
-        (len(tokenizer.encode(p)), len(tokenizer.encode(r)) + 1) for p, r in zip(prompts, responses, strict=True)
-    ]
-    assert lengths == [(1, 3), (3, 2), (2, 4), (1, 2)]
-    fitting = encode_pairs(tokenizer, prompts, responses, max_prompt=2, max_response=3)
-    assert fitting.index == (0, 3)
-    for row, prompt, response in zip(fitting.index, fitting.prompts, fitting.responses, strict=True):
-        assert list(prompt) == tokenizer.encode(prompts[row])
-        assert list(response) == [*tokenizer.encode(responses[row]), tokenizer.eos_id]
-    assert encode_pairs(tokenizer, prompts, responses, 3, 4).index == (0, 1, 2, 3)
-    with pytest.raises(ValueError, match="4 prompts for 1 responses"):
-        encode_pairs(tokenizer, prompts, ["b"], 2, 3)
+def test_examples_that_do_not_fit_are_left_out(tokenizer: Tokenizer):
+    # A prompt is its signature and a line break; a response ends with <eos>.
+    texts = [("a", "b b"), ("a a a", "b"), ("a a", "b b b"), ("a", "b")]
+    examples = [Example("m", "f", signature, summary) for signature, summary in texts]
+    ids = encode_examples(tokenizer, examples)
+    assert [(len(prompt), len(response)) for prompt, response in ids] == [(2, 3), (4, 2), (3, 4), (2, 2)]
+    split = encode_split(tokenizer, examples, DataConfig(max_prompt=3, max_response=3))
+    assert split.examples == (examples[0], examples[3]) and split.dropped == 2
+    assert list(zip(split.prompts, split.responses, strict=True)) == [ids[0], ids[3]]
+    assert list(split.prompts[0]) == tokenizer.encode("a\n")
+    assert list(split.responses[0]) == [*tokenizer.encode("b b"), tokenizer.eos_id]
+    assert encode_split(tokenizer, examples, DataConfig(max_prompt=4, max_response=4)).examples == tuple(examples)
 
 
 # A model directory's.
