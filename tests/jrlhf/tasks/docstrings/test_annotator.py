@@ -106,7 +106,7 @@ def test_collected_pairs_are_sampled_ids_and_real_lines_that_fit():
         settings = [
             f"data.annotator.{key}" for key in ("prompts=4", "heldout_prompts=9", "label_flip=0.3", "margin=0.2")
         ]
-        given = load_config("quickstart", [*settings, "data.max_prompt=64", *overrides]).data
+        given = load_config("quickstart", [f"data.annotator={annotator}", "data.max_prompt=64", *overrides]).data
         assert isinstance(given, DocstringsData)
         data = DataConfig(max_prompt=64)
         train, heldout = encode_split(tokenizer, examples[:4], data), encode_split(tokenizer, examples, data)
