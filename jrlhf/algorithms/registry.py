@@ -130,6 +130,20 @@ DATAFLOWS: dict[str, Callable] = {
     "safe_rlhf": safe_rlhf,
 }  # stage -> dataflow
 
+TITLES = {
+    "dpo": "DPO",
+    "ppo": "PPO",
+    "grpo": "GRPO",
+    "dr_grpo": "Dr. GRPO",
+    "dapo": "DAPO",
+    "gspo": "GSPO",
+    "rloo": "RLOO",
+    "reinforce_pp": "REINFORCE++",
+    "reinforce_pp_baseline": "REINFORCE++-baseline",
+    "remax": "ReMax",
+    "safe_rlhf": "Safe RLHF",
+}  # stage -> the usual name of its algorithm
+
 ROLES: dict[str, type] = {
     "actor": Actor,
     "critic": Critic,

@@ -6,12 +6,15 @@ from pathlib import Path
 
 import pytest
 
+from jrlhf.config.schema import ColumnsConfig as Columns
 from jrlhf.data.chat import encode_chat, render_chat
-from jrlhf.data.encode import encode_answered, encode_preferences, encode_prompts, encode_sft, tools_of
-from jrlhf.data.read import Columns, Dataset, from_rows
+from jrlhf.data.encode import encode_answered, tools_of
+from jrlhf.data.read import Dataset
 from jrlhf.data.tokenizer import Tokenizer, load_tokenizer
 from jrlhf.data.types import Example
 from jrlhf.errors import UserError
+
+from .conftest import encode_preferences, encode_prompts, encode_sft, from_rows
 
 FAMILIES = Path(__file__).parents[1] / "tokenizers"
 GOLDEN = json.loads((FAMILIES / "golden.json").read_text(encoding="utf-8"))

@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 
-from jrlhf.data.read import Columns, Dataset, from_rows, read_dataset
+from jrlhf.config.schema import ColumnsConfig as Columns
+from jrlhf.data.read import Dataset, read_dataset
 from jrlhf.data.types import Example
 from jrlhf.errors import UserError
+
+from .conftest import from_rows
 
 
 def user(text: str) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from jrlhf.errors import UserError
 from jrlhf.rewards.functions import FunctionReward, RewardFailure
 
 from .conftest import make_sample
+from .conftest import pids as pids_of
 
 TRL = """
 def f(prompts, completions, completion_ids, answer, weight=10, **columns):
@@ -32,7 +33,7 @@ def test_trl_functions_score_rows_in_order_whatever_the_number_of_workers(start,
     np.testing.assert_array_equal(scored.scores, [10 * row + (row + 1) / 10 + row / 8 for row in range(7)])
     assert scored.scores.dtype == np.float64 and scored.token_scores is None
     assert scored.extras == {} and not scored.failures
-    assert len(set(reward.pids)) == workers
+    assert len(set(pids_of(reward))) == workers
     assert reward.score([]).scores.shape == (0,)
 
 
@@ -247,12 +248,12 @@ def test_whatever_a_function_raises_is_an_exception_of_its_own_samples(start, ra
     """
     samples = [make_sample(0), make_sample(1, "bad"), make_sample(2)]
     reward = start(source, on_failure=0.25)
-    pids = reward.pids
+    pids = pids_of(reward)
     for _ in range(2):
         scored = reward.score(samples)
         np.testing.assert_array_equal(scored.scores, [1, 0.25, 1])
         assert scored.failures == {"exception": 1}
-    assert reward.pids == pids
+    assert pids_of(reward) == pids
 
 
 def test_without_a_replacement_a_failure_stops_with_the_sample(start, tmp_path):

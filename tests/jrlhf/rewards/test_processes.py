@@ -19,6 +19,7 @@ from jrlhf.rewards.functions import LOG_BYTES, RewardFailure
 from jrlhf.rewards.process import GRACE
 
 from .conftest import alive, gone, make_sample
+from .conftest import pids as pids_of
 
 SLACK = 4.0  # seconds for starting processes on a busy machine
 HANGS = {
@@ -50,13 +51,13 @@ def test_a_hang_costs_its_deadline_and_its_own_sample(start, how):
     """
     samples = [make_sample(0), make_sample(1, "hang"), make_sample(2), make_sample(3)]
     reward = start(source, deadline=0.5, on_failure=-1.0, workers=2)
-    pids = reward.pids
+    pids = pids_of(reward)
     began = time.monotonic()
     scored = reward.score(samples)
     assert time.monotonic() - began < 0.5 + GRACE + SLACK
     np.testing.assert_array_equal(scored.scores, [1, -1, 1, 1])
     assert scored.failures == {"hang": 1}
-    assert not alive(pids[0]) and alive(pids[1]) and reward.pids[1] == pids[1]
+    assert not alive(pids[0]) and alive(pids[1]) and pids_of(reward)[1] == pids[1]
     np.testing.assert_array_equal(reward.score(samples[2:]).scores, [1, 1])
 
 
@@ -242,7 +243,7 @@ def test_signals_to_everyone_do_not_stop_workers_but_reach_their_programs(start)
         return float(program.wait() == os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGTERM)
     """
     reward = start(source, workers=2)
-    for pid in reward.pids:
+    for pid in pids_of(reward):
         os.kill(pid, signal.SIGTERM)
         os.kill(pid, signal.SIGINT)
         assert os.getsid(pid) == pid != os.getsid(0)  # the terminal's Ctrl-C passes them by
@@ -251,8 +252,8 @@ def test_signals_to_everyone_do_not_stop_workers_but_reach_their_programs(start)
 
 def test_a_worker_that_died_between_batches_is_replaced_without_blame(start):
     reward = start("def f(completions): return [1.0] * len(completions)", workers=2)
-    os.kill(reward.pids[0], signal.SIGKILL)
-    assert gone(reward.pids[0], 2)
+    os.kill(pids_of(reward)[0], signal.SIGKILL)
+    assert gone(pids_of(reward)[0], 2)
     scored = reward.score([make_sample(0), make_sample(1)])
     np.testing.assert_array_equal(scored.scores, [1, 1])
     assert not scored.failures
@@ -328,7 +329,7 @@ from jrlhf.rewards.functions import FunctionReward
 from jrlhf.rewards.types import Sample
 sample = Sample("p", "p", sys.argv[2], sys.argv[2], [1], True)
 with FunctionReward("judge", sys.argv[1], workers=2, deadline=3.0, on_failure=0.0) as reward:
-    print(*reward.pids, flush=True)
+    print(*[w.pid for w in reward._pool.values()], flush=True)
     if sys.argv[2] == "idle":
         time.sleep(1000)
     threading.Thread(target=lambda: (time.sleep(0.5), print("busy", flush=True)), daemon=True).start()

@@ -15,7 +15,7 @@ import pytest
 from jrlhf.config.parse import build
 from jrlhf.config.schema import Config, RewardConfig
 from jrlhf.data.batches import put_rows
-from jrlhf.data.encode import encode_prompts
+from jrlhf.data.encode import Encoding
 from jrlhf.data.tokenizer import load_tokenizer
 from jrlhf.data.types import Example
 from jrlhf.meshes import make_mesh
@@ -117,7 +117,7 @@ def test_a_directory_of_transformers_goes_through_a_run_and_out_again(family, tm
     theirs = transformers.AutoTokenizer.from_pretrained(end)
     question = [{"role": "user", "content": "What is 1 plus 2?"}]
     ids = theirs.apply_chat_template(question, add_generation_prompt=True, return_dict=False)
-    encoded = encode_prompts([Example(prompt=tuple(question))], load_tokenizer(start), max_prompt=96)
+    encoded = Encoding(load_tokenizer(start)).prompts([Example(prompt=tuple(question))], 96)
     assert encoded.ids == (tuple(ids),)
 
 

@@ -103,9 +103,7 @@ def test_collected_pairs_are_sampled_ids_and_real_lines_that_fit():
     longest = len(tokenizer.encode(real)) + 1
 
     def collect(*overrides: str):
-        settings = [
-            f"data.annotator.{key}" for key in ("prompts=4", "heldout_prompts=9", "label_flip=0.3", "margin=0.2")
-        ]
+        annotator = "{prompts: 4, samples_per_prompt: 4, heldout_prompts: 9, label_flip: 0.3, margin: 0.2}"
         given = load_config("quickstart", [f"data.annotator={annotator}", "data.max_prompt=64", *overrides]).data
         assert isinstance(given, DocstringsData)
         data = DataConfig(max_prompt=64)
