@@ -1,8 +1,8 @@
 """YAML and `key=value` overrides -> frozen dataclasses. Every mistake is one sentence with key, value and remedy.
 
 Every value in a file is text until the type of its field says what it means, so YAML's surprises (`1e-5` a string, `on`
-a bool, `010` eight) do not exist. This is also why no library converts the values: msgspec refuses unions of dataclasses,
-and with cattrs the hooks for these rules and sentences are longer than this module.
+a bool, `010` eight) do not exist. This is also why no library converts the values: msgspec refuses unions of
+dataclasses, and with cattrs the hooks for these rules and sentences are longer than this module.
 """
 
 import contextlib
