@@ -231,8 +231,10 @@ def verdict(run: Record) -> str:
 def costs(run: Record) -> str:
     """Compares the cost at the end with its limit, and on held-out prompts before and after."""
     cost, (old, new) = run.summary.get("cost"), run.both("cost")
-    text = "In the last quarter of the iterations the mean cost of a response was {last_quarter:.3g}; the limit is {limit:g}. "
-    text = text.format(**cost) if cost else ""
+    text = ""
+    if cost:
+        text = f"In the last quarter of the iterations the mean cost of a response was {cost['last_quarter']:.3g}; "
+        text += f"the limit is {cost['limit']:g}. "
     return text if old is None or new is None else f"{text}On held-out prompts it went from {old:.3g} to {new:.3g}."
 
 
