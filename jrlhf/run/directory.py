@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jrlhf.config.schema import Config, config_yaml
+from jrlhf.config import Config, config_yaml
 from jrlhf.errors import UserError
 from jrlhf.run.files import append_jsonl, write_atomic
 from jrlhf.run.resume import changes

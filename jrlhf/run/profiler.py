@@ -27,7 +27,9 @@ def traced(config: Config, run_dir: Path, stage: str, step: int, iteration: Call
     """
     with jax.profiler.StepTraceAnnotation(stage, step_num=step):
         profile = config.profile
-        if not is_main() or stage != (profile.stage or config.stages[-1]) or step not in profile.iterations:
+        if profile is None or not is_main() or step not in profile.iterations:
+            return iteration()
+        if stage != (profile.stage or config.stages[-1]):
             return iteration()
         with jax.profiler.trace(run_dir / PROFILE / f"{stage}-{step}"):
             return jax.block_until_ready(iteration())

@@ -4,15 +4,15 @@ from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+from jrlhf.config import Config, build, config_yaml
 from jrlhf.config.parse import flatten, parse_yaml
-from jrlhf.config.schema import Config, config_yaml
 from jrlhf.config.stages import OptimizerConfig, PPOStageConfig
 from jrlhf.errors import UserError
 from jrlhf.run.checkpoints import saved_steps
 
 # Patterns of keys that may change. The results stay the same,
 _SAME = ("name", "run_dir", "distributed.*", "deadline", "sleep.*", "profile.*", "checkpoints.*", "export.*")
-_SAME += ("wandb.*", "evaluation.*", "*.eval_every", "*.save_every")  # these only observe
+_SAME += ("wandb.*", "evaluation.*", "validation.*", "*.eval_every", "*.save_every")  # these only observe
 # or the same up to rounding, as sums are computed in another order.
 _ROUNDED = ("plan", "device.*", "mesh.*", "rollout.*", "*.micro_batches", "*.micro_batch_tokens")
 _ROUNDED += ("compute.remat", "compute.logprob", "compute.fused_loss", "compute.attention", "compute.score_tokens")
@@ -23,7 +23,7 @@ def changes(path: Path, saved: str, config: Config) -> tuple[list[str], str]:
 
     path: the run's directory. saved: its config.yaml. The line is empty if there are no other changes.
     """
-    old, new = flatten(parse_yaml(saved, str(path))), flatten(parse_yaml(config_yaml(config), "config"))
+    old, new = _settings(parse_yaml(saved, str(path)), config)
     differing = [key for key in {**new, **old} if old.get(key) != new.get(key)]
     length = _length_key(config)
     longer = [key for key in differing if key == length and key in old]
@@ -38,6 +38,16 @@ def changes(path: Path, saved: str, config: Config) -> tuple[list[str], str]:
     return refused, line if free else ""
 
 
+def _settings(saved: object, config: Config) -> tuple[dict[str, str], dict[str, str]]:
+    """Returns the settings of a saved config and of `config`, key -> value."""
+    try:
+        began = build(Config, saved)  # reads keys of older versions, too
+    except UserError:  # keys of a newer version: compared as they are written
+        return flatten(saved), flatten(parse_yaml(config_yaml(config), "config"))
+    old, new = (flatten(parse_yaml(config_yaml(each, off=True), "config")) for each in (began, config))
+    return old, new
+
+
 def _matches(key: str, patterns: tuple[str, ...]) -> bool:
     return any(fnmatchcase(key, pattern) for pattern in patterns)
 
@@ -47,12 +57,12 @@ def _length_key(config: Config) -> str | None:
     stage = config.stages[-1]
     if stage == "reward_model":
         return None
-    return f"{stage}.steps" if isinstance(getattr(config, stage), OptimizerConfig) else f"{stage}.iterations"
+    return f"{stage}.steps" if isinstance(config.sections[stage], OptimizerConfig) else f"{stage}.iterations"
 
 
 def _check_length(path: Path, config: Config, key: str, old: Mapping[str, str]) -> None:
     stage, _, name = key.rpartition(".")
-    before, length = int(old[key]), getattr(getattr(config, stage), name)
+    before, length = int(old[key]), getattr(config.sections[stage], name)
     done = max(saved_steps(path / "checkpoints" / stage), default=0)
     if length < done:
         raise UserError(f"{key}={length}: {path} has done {done} already, set it to {done} or more")
@@ -68,7 +78,7 @@ def _check_length(path: Path, config: Config, key: str, old: Mapping[str, str]) 
 def _optimizers(config: Config) -> Iterator[tuple[str, OptimizerConfig, int]]:
     """Yields (key, settings, updates per step) of the last stage's optimizers."""
     stage = config.stages[-1]
-    section = getattr(config, stage)
+    section = config.sections[stage]
     if isinstance(section, OptimizerConfig):
         yield stage, section, 1
         return

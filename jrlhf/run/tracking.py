@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from jrlhf.config.schema import Config, config_yaml
+from jrlhf.config import Config, config_yaml
 from jrlhf.errors import UserError
 from jrlhf.run.directory import Run
 
@@ -27,7 +27,7 @@ def check_wandb(config: Config) -> None:
     """Checks that wandb is installed if the config uses it."""
     spec = find_spec("wandb")
     missing = spec is None or spec.origin is None  # a mere folder, such as wandb itself makes, has no origin
-    if config.wandb.project is not None and missing:
+    if config.wandb is not None and missing:
         raise UserError(f"wandb.project={config.wandb.project} needs its extra, pip install 'jrlhf[wandb]'")
 
 
@@ -96,9 +96,9 @@ class Wandb:
 
 @contextmanager
 def tracking(config: Config, run: Run, warn: Callable[[str], None]) -> Iterator[Wandb | None]:
-    """Yields the connection to wandb, under one id for all resumes of the run; None without `wandb.project`."""
+    """Yields the connection to wandb, under one id for all resumes of the run; None without the section `wandb`."""
     section = config.wandb
-    if section.project is None or not run.writes:
+    if section is None or not run.writes:
         yield None
         return
     path = run.path / IDENTITY

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from jrlhf.config.schema import config_yaml, load_config
+from jrlhf.config import config_yaml, load_config
 from jrlhf.errors import UserError
 from jrlhf.run import directory
 from jrlhf.run.directory import open_run
@@ -91,7 +91,7 @@ def test_a_run_goes_on_with_settings_that_do_not_define_its_results(make):
         told = "with sleep.actor=host (was device), ppo.iterations=50 (was 40), ppo.save_every=3 (was 10)"
         assert run.changed == told
         assert f"\n# goes on {run.changed}\n" in (run.path / "environment.txt").read_text()
-        assert load_config(str(run.path / "config.yaml")).ppo.iterations == 50
+        assert load_config(str(run.path / "config.yaml")).rl.iterations == 50
     changed = ("ppo.iterations=50", "mesh.tensor=2", "ppo.algorithm.micro_batches=2", "evaluation.every=5")
     with open_run(make(*changed), resume=True) as run:
         assert "mesh.tensor=2 (was 1)" in run.changed and run.changed.endswith("; results are the same up to rounding")
@@ -172,7 +172,7 @@ def test_a_killed_process_frees_its_run(make, tmp_path):
     config = tmp_path / "killed.yaml"
     config.write_text(config_yaml(make()))
     program = (
-        "import sys, time; from jrlhf.config.schema import load_config; from jrlhf.run.directory import open_run; "
+        "import sys, time; from jrlhf.config import load_config; from jrlhf.run.directory import open_run; "
         "run = open_run(load_config(sys.argv[1])); print('open', flush=True); time.sleep(600)"
     )
     with subprocess.Popen([sys.executable, "-c", program, str(config)], stdout=subprocess.PIPE) as process:

@@ -20,8 +20,9 @@ import yaml
 from safetensors.numpy import load_file
 
 from jrlhf.algorithms.registry import graph_of
+from jrlhf.config import Config, load_config
 from jrlhf.config.check import validate
-from jrlhf.config.schema import Config, DistributedConfig, load_config
+from jrlhf.config.schema import DistributedConfig
 from jrlhf.errors import UserError
 from jrlhf.meshes.hardware import cluster
 from jrlhf.meshes.plan import Placement, Plan, Slice
@@ -44,7 +45,8 @@ AGREE = """
 import json, sys, threading
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
-from jrlhf.config.schema import DeviceConfig, DistributedConfig, load_config
+from jrlhf.config import load_config
+from jrlhf.config.schema import DeviceConfig, DistributedConfig
 from jrlhf.run.devices import select
 from jrlhf.errors import UserError
 from jrlhf.stages.setup import architectures, select_plan

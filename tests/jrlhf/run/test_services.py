@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jrlhf.config import Config, load_config
 from jrlhf.config.check import validate
-from jrlhf.config.schema import Config, DeviceConfig, ProfileConfig, load_config
+from jrlhf.config.schema import DeviceConfig, ProfileConfig
 from jrlhf.errors import UserError
 from jrlhf.models import ModelConfig
 from jrlhf.run import devices
@@ -181,4 +182,4 @@ def test_iterations_that_will_not_come_are_refused():
         with pytest.raises(UserError, match=message):
             config = load_config("quickstart", ["ppo.iterations=40", "device.platform=cpu", *overrides])
             validate(config, 4, {"actor": ModelConfig.tiny(config.model.vocab_size)})
-    assert Config().profile.iterations == ()
+    assert Config().profile is None
