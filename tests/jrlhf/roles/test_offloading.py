@@ -25,7 +25,7 @@ from jrlhf.roles.graph import trace
 from jrlhf.roles.offloading import Offloader, check_sleep, fetch_ahead, offloader_of
 from jrlhf.run.checkpoints import Checkpoints, fingerprint_of, like
 from jrlhf.run.clock import Clock
-from jrlhf.run.compilations import CompilationWatch
+from jrlhf.run.profiler import CompilationWatch
 from jrlhf.stages.setup import select_mesh
 from tests.jrlhf.roles.test_roles import Setup
 

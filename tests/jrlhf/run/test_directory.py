@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -40,6 +41,8 @@ def test_a_fresh_run_holds_its_config_and_its_environment(make, tmp_path):
         environment = (run.path / "environment.txt").read_text()
     assert f"python {sys.version.split()[0]}" in environment and "\njax==" in environment
     assert "\n# 4 cpu devices\n" in environment
+    if (Path(__file__).parents[3] / ".git").exists():
+        assert re.search(r"\n# source [0-9a-f]{7}", environment)
 
 
 def test_the_same_run_needs_resume_and_resume_needs_a_run(make, tmp_path):
@@ -99,22 +102,34 @@ def test_a_run_goes_on_with_settings_that_do_not_define_its_results(make):
     assert "(ppo.scores.clip: null there, 3.0 here)" in refused(make(*changed), resume=True)
 
 
-@pytest.mark.parametrize(
-    ("stages", "key", "there", "here", "message"),
-    [
-        ("[sft,ppo]", "ppo.iterations", 40, 2, "a run of 40 (ppo.actor.final=1, ppo.actor.warmup=10): resume it with"),
-        ("[sft,ppo]", "ppo.iterations", 40, 19, "ppo.iterations=19: {path} has done 20 already, set it to 20 or more"),
-        ("[sft]", "sft.steps", 500, 600, "those of a run of 500 (sft.final=0.1, sft.warmup=20): resume it"),
-        ("[sft,ppo]", "sft.steps", 500, 600, "(sft.steps: 500 there, 600 here)"),
-        ("[sft,reward_model]", "reward_model.steps", 250, 300, "(reward_model.steps: 250 there, 300 here)"),
-    ],
-)
-def test_a_run_that_cannot_become_so_long_says_why(make, stages, key, there, here, message):
-    with open_run(make(f"stages={stages}", f"{key}={there}")) as run:
-        (run.path / "checkpoints" / "ppo" / ("20" if here > 2 else "1")).mkdir(parents=True)
-    before = (run.path / "config.yaml").read_bytes()
-    assert message.format(path=run.path) in refused(make(f"stages={stages}", f"{key}={here}"), resume=True)
-    assert (run.path / "config.yaml").read_bytes() == before
+def test_a_run_that_cannot_become_so_long_says_why(make):
+    for number, (stages, key, there, here, message) in enumerate(
+        (
+            (
+                "[sft,ppo]",
+                "ppo.iterations",
+                40,
+                2,
+                "a run of 40 (ppo.actor.final=1, ppo.actor.warmup=10): resume it with",
+            ),
+            (
+                "[sft,ppo]",
+                "ppo.iterations",
+                40,
+                19,
+                "ppo.iterations=19: {path} has done 20 already, set it to 20 or more",
+            ),
+            ("[sft]", "sft.steps", 500, 600, "those of a run of 500 (sft.final=0.1, sft.warmup=20): resume it"),
+            ("[sft,ppo]", "sft.steps", 500, 600, "(sft.steps: 500 there, 600 here)"),
+            ("[sft,reward_model]", "reward_model.steps", 250, 300, "(reward_model.steps: 250 there, 300 here)"),
+        )
+    ):
+        overrides = [f"name=run{number}", f"stages={stages}"]
+        with open_run(make(*overrides, f"{key}={there}")) as run:
+            (run.path / "checkpoints" / "ppo" / ("20" if here > 2 else "1")).mkdir(parents=True)
+        before = (run.path / "config.yaml").read_bytes()
+        assert message.format(path=run.path) in refused(make(*overrides, f"{key}={here}"), resume=True)
+        assert (run.path / "config.yaml").read_bytes() == before
 
 
 def test_a_directory_that_is_no_run_is_left_alone(make, tmp_path):
