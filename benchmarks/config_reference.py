@@ -19,6 +19,18 @@ from jrlhf.config.stages import ALGORITHMS, STAGES
 from jrlhf.ppo.fields import default_of
 
 
+HEADING = """\
+# Configuration
+
+A config is a YAML file. `python -m jrlhf.train --config FILE key=value` overrides single keys, with dots between the names of
+sections: `ppo.algorithm.kl_target=2`. A stage has a section if and only if it is in `stages`. Unknown keys are refused with the nearest
+known one. `--dry-run` prints all settings of a run. Old names of keys still work and print a notice.
+
+This page is made from the classes by `python -m benchmarks.config_reference > docs/configuration.md`.
+
+"""
+
+
 def reference_table() -> str:
     """Returns a heading, a description and a table for every section.
 
@@ -30,7 +42,7 @@ def reference_table() -> str:
         tables += _tables(stage, STAGES[stage])
     for stage in others:
         tables += _tables(stage, STAGES[stage], STAGES[first])
-    return "\n".join(tables)
+    return HEADING + "\n".join(tables)
 
 
 def _tables(path: str, cls: Any, known: Any = None) -> Iterator[str]:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from benchmarks.config_reference import reference_table
 from jrlhf import plan, train
 from jrlhf.algorithms import registry as algorithms
 from jrlhf.algorithms.registry import TITLES
@@ -174,6 +175,10 @@ def test_every_metric_has_a_meaning():
     spread = {name for name in named if {f"{name}/mean", f"{name}_mean"} & documented}
     as_critic = {name for name in named if name.replace("cost_critic/", "critic/") in documented}
     assert sorted(named - documented - spread - as_critic) == []
+
+
+def test_the_page_of_settings_is_made_from_the_classes():
+    assert reference_table() == DOCUMENTS[ROOT / "docs/configuration.md"].rstrip("\n")
 
 
 def test_figures_are_those_of_the_results():
