@@ -16,7 +16,7 @@ from jax.experimental import multihost_utils
 from jax.typing import DTypeLike
 
 from jrlhf.models.config import ModelConfig
-from jrlhf.models.hf.describe import hf_config
+from jrlhf.models.hf.config import hf_config
 from jrlhf.models.hf.files import INDEX, SINGLE, Planned, on_host, previous_export, replacing, write_tensors
 from jrlhf.models.hf.names import Weight, weight_table
 from jrlhf.models.lora import LoRAConfig, headed, merge_layers
