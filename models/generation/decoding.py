@@ -18,15 +18,17 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 from jrlhf.meshes import AXES
 from jrlhf.models.attention import (
     AttentionImplementation,
+    LayerCache,
     Rotation,
+    append,
     cached_attention,
     layer_attention,
     layer_rotations,
     of_layer,
+    prefilled_cache,
 )
 from jrlhf.models.collectives import TENSOR, lookup, total
 from jrlhf.models.config import ModelConfig
-from jrlhf.models.generation.cache import LayerCache, append, prefill
 from jrlhf.models.generation.sampling import SamplingConfig, sample
 from jrlhf.models.lora import LoRAConfig, with_adapter
 from jrlhf.models.modules import NO_ADAPTERS, Adapters, Attend, Block, Norm, scaled_embeddings
@@ -74,7 +76,7 @@ class Decoder:
     dtype: Any
     attention: AttentionImplementation | None = None
     lora: LoRAConfig | None = None
-    transposed: bool = False  # caches, as `cache.transposes_keys` says
+    transposed: bool = False  # caches, as `attention.transposes_keys` says
 
     def weights(self, params: Params, adapter: Params) -> Params:
         """Stored slices as the layers read them."""
@@ -167,7 +169,7 @@ class Decoder:
 
             def attend(query, key, value, local=local):
                 out = layer_attention(self.config, local, query, key, value, implementation=self.attention)
-                return out, prefill(key, value, size, transposed=self.transposed)
+                return out, prefilled_cache(key, value, size, transposed=self.transposed)
 
             x, cache = layer(x, rotation, attend)
             caches.append(cache)

@@ -9,8 +9,19 @@ import numpy as np
 import pytest
 
 from jrlhf.models import RopeScaling
-from jrlhf.models.attention import attention, cached_attention, default_attention, rotate, rotation, scaled
-from jrlhf.models.generation.cache import append, empty, filled, grown, prefill
+from jrlhf.models.attention import (
+    append,
+    attention,
+    cached_attention,
+    default_attention,
+    empty_cache,
+    filled_cache,
+    grown_cache,
+    prefilled_cache,
+    rotate,
+    rotation,
+    scaled,
+)
 
 B, T, N, K, H = 3, 7, 4, 2, 8
 
@@ -49,7 +60,7 @@ def test_attention_against_a_cache_is_the_last_row_of_causal_attention(transpose
     rows = np.arange(B)
     # The cache holds the rows up to their lengths, and rubbish behind.
     garbage = np.where(np.arange(T)[None, :] < last[:, None], 0, 1e3)[:, :, None, None].astype(np.float32)
-    cache = prefill(key + garbage, value + garbage, size=T + 2, transposed=transposed)
+    cache = prefilled_cache(key + garbage, value + garbage, size=T + 2, transposed=transposed)
     cache = append(cache, key[rows, last][:, None], value[rows, last][:, None], last)
     actual = cached_attention(query[rows, last][:, None], cache, lengths)
     np.testing.assert_allclose(actual[:, 0], whole[rows, last], atol=1e-6)
@@ -57,7 +68,7 @@ def test_attention_against_a_cache_is_the_last_row_of_causal_attention(transpose
 
 @pytest.mark.parametrize("transposed", [False, True])
 def test_a_cache_is_written_at_each_rows_position_only(transposed):
-    cache = empty(B, K, T, H, jnp.float32, transposed=transposed)
+    cache = empty_cache(B, K, T, H, jnp.float32, transposed=transposed)
     positions: Any = np.array([0, 3, 6])
     key, value = normal(B, 1, K, H), normal(B, 1, K, H + 1)[..., :H]
     written = append(cache, key, value, positions)
@@ -70,10 +81,10 @@ def test_a_cache_is_written_at_each_rows_position_only(transposed):
 
 @pytest.mark.parametrize("transposed", [False, True])
 def test_rows_enter_a_grown_cache(transposed):
-    prompts = prefill(normal(B, T, K, H), normal(B, T, K, H + 1)[..., :H], T, transposed=transposed)
-    decoding = grown(prefill(normal(B, 1, K, H), normal(B, 1, K, H), 1, transposed=transposed), T + 3)
+    prompts = prefilled_cache(normal(B, T, K, H), normal(B, T, K, H + 1)[..., :H], T, transposed=transposed)
+    decoding = grown_cache(prefilled_cache(normal(B, 1, K, H), normal(B, 1, K, H), 1, transposed=transposed), T + 3)
     slots, rows = jnp.array([2, B, 0]), jnp.array([1, 0, 0])  # the second row enters nowhere
-    found = filled(decoding, slots, prompts, rows)
+    found = filled_cache(decoding, slots, prompts, rows)
     for name in ("key", "value"):
 
         def by_position(cache, last=transposed and name == "key", name=name):
@@ -88,9 +99,9 @@ def test_rows_enter_a_grown_cache(transposed):
 
 def test_what_a_slots_former_row_left_is_gone():
     """Its NaN would spoil the next row even where their weight is 0."""
-    spoilt = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), empty(B, K, T + 3, H, jnp.float32))
-    prompts = prefill(normal(B, T, K, H), normal(B, T, K, H), T)
-    found = filled(spoilt, jnp.array([1]), prompts, jnp.array([0]))
+    spoilt = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), empty_cache(B, K, T + 3, H, jnp.float32))
+    prompts = prefilled_cache(normal(B, T, K, H), normal(B, T, K, H), T)
+    found = filled_cache(spoilt, jnp.array([1]), prompts, jnp.array([0]))
     assert np.isfinite(found.key[1]).all() and np.isfinite(found.value[1]).all()
     assert np.isnan(found.key[jnp.array([0, 2])]).all()
 
@@ -133,7 +144,7 @@ def test_a_cache_is_seen_through_scale_softcap_and_window(scale, softcap, window
     query, key, value = normal(B, T, N, H), normal(B, T, K, H), normal(B, T, K, H + 1)[..., :H]
     lengths: Any = np.array([1, 4, 7])
     rows = np.arange(B)
-    cache = prefill(key, value, size=T + 2)
+    cache = prefilled_cache(key, value, size=T + 2)
     last = query[rows, lengths - 1][:, None]
     actual = cached_attention(last, cache, lengths, scale=scale, softcap=softcap, window=window)
     expected = by_loops(query, key, value, scale=scale or H**-0.5, softcap=softcap, window=window)

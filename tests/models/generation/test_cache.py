@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jrlhf.models.generation.cache import LayerCache, filled
+from jrlhf.models.attention import LayerCache, filled_cache
 
 
 @pytest.mark.parametrize("transposed", [False, True])
@@ -21,7 +21,7 @@ def test_a_slots_former_row_leaves_nothing_behind(transposed):
         return [np.asarray(x) for x in (cache.key.swapaxes(2, 3) if transposed else cache.key, cache.value)]
 
     prompts = cache(2, prompt)
-    after = filled(cache(slots, size, jnp.nan), jnp.array([2, 0, slots]), prompts, jnp.array([1, 0, 1]))
+    after = filled_cache(cache(slots, size, jnp.nan), jnp.array([2, 0, slots]), prompts, jnp.array([1, 0, 1]))
     for found, entered in zip(by_position(after), by_position(prompts), strict=True):
         np.testing.assert_array_equal(found[[2, 0], :, :prompt], entered[[1, 0]])
         assert (found[[2, 0], :, prompt:] == 0).all()

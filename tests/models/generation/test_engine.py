@@ -23,11 +23,11 @@ from jrlhf.models import (
     param_shardings,
     to_int8,
 )
-from jrlhf.models.generation import engine, generate
-from jrlhf.models.generation.cache import transposes_keys
-from jrlhf.models.generation.chunks import Programs
+from jrlhf.models.attention import transposes_keys
+from jrlhf.models.generation import programs
 from jrlhf.models.generation.decoding import Decoder
 from jrlhf.models.generation.engine import _Rollout
+from jrlhf.models.generation.programs import Programs
 from tests.models.test_families import CONFIGS
 
 CONFIG = ModelConfig(
@@ -130,8 +130,7 @@ def test_windows_and_learned_positions_count_from_a_rows_own_start(family, monke
 def test_tokens_do_not_depend_on_how_keys_are_stored(alone, monkeypatch):
     setting, expected = alone
     assert transposes_keys(setting.mesh)  # on accelerators they are stored as values are
-    for module in (engine, generate):
-        monkeypatch.setattr(module, "transposes_keys", lambda mesh: False)
+    monkeypatch.setattr(programs, "transposes_keys", lambda mesh: False)
     schedule = Schedule(slots=4, chunk=5, buckets=2, lengths=2, prefill=2)
     assert_same(setting.scheduled(schedule), expected)
     assert_same(setting.plain(), expected)

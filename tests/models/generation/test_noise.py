@@ -5,8 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jrlhf.models.generation.noise import gumbel, threefry2x32
-from jrlhf.models.generation.sampling import largest
+from jrlhf.models.generation.sampling import gumbel, largest, threefry2x32
 
 
 @pytest.mark.parametrize("size", [1, 7, 4096])
