@@ -37,16 +37,16 @@ def rotation(positions: Int[Array, "B T"], head_dim: int, theta: float, scaling:
 
 
 def scaled(frequencies: Float[Array, "H//2"], scaling: RopeScaling) -> Float[Array, "H//2"]:
-    """Rotary frequencies lowered as `RopeScaling` says."""
+    """Rotary frequencies, lowered as `RopeScaling` describes."""
     lowered = frequencies / scaling.factor
-    low, high, known = scaling.low_freq_factor, scaling.high_freq_factor, scaling.original_max_positions
-    if low is None or high is None or known is None:
+    low, high, original = scaling.low_freq_factor, scaling.high_freq_factor, scaling.original_max_positions
+    if low is None or high is None or original is None:
         return lowered
-    # How often a pair turns within the positions of the first training: at most `low` times is lowered, at least `high`
-    # times is kept.
-    turns = known * frequencies / (2 * math.pi)
-    kept = jnp.clip((turns - low) / (high - low), 0, 1)
-    return (1 - kept) * lowered + kept * frequencies
+    # The number of turns of a pair within the positions of pretraining: pairs with at most `low` are lowered, those
+    # with at least `high` are not.
+    turns = original * frequencies / (2 * math.pi)
+    share = jnp.clip((turns - low) / (high - low), 0, 1)
+    return (1 - share) * lowered + share * frequencies
 
 
 def layer_rotations(positions: Int[Array, "B T"], config: ModelConfig) -> tuple[Rotation | None, Rotation | None]:
@@ -97,9 +97,6 @@ def attention(
     local: whether the window applies. It may be traced, where one program serves layers with a window and without.
     implementation: "xla"; or, without ever storing [T, T] scores, "cudnn" on GPUs (16-bit floats, H <= 256 and a
         multiple of 8, no softcap) and "splash" on TPUs (H 64 or a multiple of 128); None as `default_attention` says.
-
-    Raises:
-        ValueError: "cudnn" with a softcap, "splash" with another H.
     """
     length, head_dim = query.shape[1], query.shape[3]
     if implementation is None:
@@ -193,7 +190,7 @@ def default_attention(
 
 
 def computes(implementation: AttentionImplementation, head_dim: int, softcap: float | None) -> bool:
-    """Whether an implementation knows heads of this size and, where scores are bounded, such a bound."""
+    """Whether an implementation supports heads of this size and, if there is one, the softcap."""
     if implementation == "cudnn":
         return head_dim % 8 == 0 and head_dim <= largest_cudnn_head() and softcap is None
     return implementation == "xla" or splash_supports(head_dim)

@@ -148,7 +148,7 @@ class _Rollout:
         return int((prompts + lengths)[occupied].max(initial=0))
 
     def _may_admit(self, table: Table) -> bool:
-        """Whether a wave fits, or all that waits, or, where nothing would decode, anything."""
+        """Whether there is room for a wave, or for all that waits, or for anything where nothing would decode."""
         return table.room > 0 and (table.room >= min(self._waves[0], len(table.waiting)) or table.running == 0)
 
     def _admit(self, slots: Slots) -> None:

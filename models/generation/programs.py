@@ -281,7 +281,7 @@ class Programs:
     def chunk(
         self, params: Params, adapter: Params, slots: Slots, results: Results, row_of: Int[Array, "b"]
     ) -> tuple[Slots, Results]:
-        """A chunk of steps for all slots, whose draws join the results of each slot's row. Donates both."""
+        """A chunk of steps for all slots, which adds the drawn tokens to the results of each slot's row. Donates both."""
         return self._chunk(params, adapter, slots, results, row_of)
 
     def admit(self, slots: Slots, prefilled: list[LayerCache], prompts: Prompts, admitted: Admitted) -> None:
@@ -290,11 +290,11 @@ class Programs:
             slots.caches[layer] = self._fill_cache(cache, prefilled[layer], admitted)
         slots.rows = self._fill_rows(slots.rows, prompts, admitted)
 
-    def take(self, slots: Slots, kept: Int[Array, "b"]) -> None:
+    def take(self, slots: Slots, chosen: Int[Array, "b"]) -> None:
         """Leaves only these slots, in this order."""
         for layer, cache in enumerate(slots.caches):
-            slots.caches[layer] = self._take_cache(cache, kept)
-        slots.rows = self._take_rows(slots.rows, kept)
+            slots.caches[layer] = self._take_cache(cache, chosen)
+        slots.rows = self._take_rows(slots.rows, chosen)
 
     def grow(self, slots: Slots, length: int) -> None:
         """Gives the caches more positions."""
@@ -326,8 +326,8 @@ class Programs:
     def _prefilled(self, weights: Params, prompts: Prompts, chosen: Int[Array, "g"]) -> list[LayerCache]:
         return self._decoder.prefill(weights, prompts.prompts[chosen], prompts.prompts.shape[1])
 
-    def _taken_rows(self, rows: Rows, kept: Int[Array, "b"]) -> Rows:
-        return jax.tree.map(lambda x: own_rows(x[kept]), all_rows(rows))
+    def _taken_rows(self, rows: Rows, chosen: Int[Array, "b"]) -> Rows:
+        return jax.tree.map(lambda x: own_rows(x[chosen]), all_rows(rows))
 
     def _assembled(self, prompts: Int[Array, "u P"], lengths: Int[Array, "u"], results: Results) -> Generation:
         prompts, lengths = (own_rows(jnp.repeat(x, self.samples, axis=0)) for x in (prompts, lengths))
@@ -360,8 +360,8 @@ def _own(rows: Int[Array, "m"], count: int) -> Int[Array, "m"]:
     return jnp.where((rows >= 0) & (mine >= 0), mine, count)
 
 
-def _taken(cache: LayerCache, kept: Int[Array, "c"]) -> LayerCache:
-    return jax.tree.map(lambda x: x[kept], cache)
+def _taken(cache: LayerCache, chosen: Int[Array, "c"]) -> LayerCache:
+    return jax.tree.map(lambda x: x[chosen], cache)
 
 
 def _done(prompts: Prompts, count: int) -> Rows:

@@ -25,7 +25,7 @@ _MOST_LAYERS = 10_000  # a config.json may say anything, and each layer has an e
 
 @dataclass(frozen=True)
 class HFConfig:
-    """What a Hugging Face directory says of its model.
+    """A Hugging Face directory's description of its model.
 
     model: the decoder.
     family: its `model_type`.
@@ -417,8 +417,8 @@ def _faults(config: ModelConfig, written: Json, family: str) -> list[str]:
         understood = _canonical(model_of(written, family))
     except ValueError:  # a number that this family cannot have
         return [field.name for field in fields(config)]
-    wanted = _canonical(config)
-    wrong = [f.name for f in fields(wanted) if not _equal(getattr(wanted, f.name), getattr(understood, f.name))]
+    own = _canonical(config)
+    wrong = [f.name for f in fields(own) if not _equal(getattr(own, f.name), getattr(understood, f.name))]
     return wrong + (["embed", "heads"] if family in _WHOLE_HEADS and config.embed % config.heads else [])
 
 

@@ -1,4 +1,4 @@
-"""Which tensor of a Hugging Face file is which of our weights, and in what order it holds the numbers.
+"""Maps our weights to the tensors of Hugging Face files, and the order of their numbers.
 
 Every weight of ours is a view of one tensor: a part of it where several are fused, reshaped, its axes reordered.
 Loading and exporting read the same table, in opposite directions.
@@ -15,7 +15,7 @@ from jrlhf.models.config import ModelConfig
 from jrlhf.models.weights import HeadKind, WeightInfo, weights
 from jrlhf.models.weights import Path as TreePath
 
-# What files carry beside weights: rotary frequencies and causal masks, which older versions saved.
+# Tensors of files that are no weights: rotary frequencies and causal masks, which older versions saved.
 _BUFFERS = re.compile(r"(.*\.)?rotary_emb\.inv_freq|(transformer\.)?h\.\d+\.attn\.(masked_)?bias")
 
 HEAD_TENSORS = ("lm_head.weight", "score.weight", "score.bias")
@@ -59,7 +59,7 @@ class Weight:
         return tensor.reshape(self.split)
 
     def split_order(self, ours: Sequence) -> tuple:
-        """What belongs to our axes, such as a PartitionSpec's entries, in the order of the axes of `split`."""
+        """Entries of our axes, such as those of a PartitionSpec, in the order of the axes of `split`."""
         return tuple(ours[self.order.index(axis)] for axis in range(len(self.split)))
 
     def to_file(self, ours: np.ndarray) -> np.ndarray:

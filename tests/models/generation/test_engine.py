@@ -190,8 +190,8 @@ def test_nothing_compiles_after_the_first_call(alone, compiled):
     assert_same(setting.call(engine, setting.prompts, setting.keys), expected)
     holding_the_model = {"_run_chunk": 2 * 2, "_prefilled": 2}
     rows = {"_filled_rows": 2, "_taken_rows": 1, "_all_done": 2, "_assembled": 1}
-    caches = {"_filled_cache": 2 * 2, "_taken": 2, "empty": 2}
-    compiled.pop("grown", None)  # one that the engines of a process share
+    caches = {"_filled_cache": 2 * 2, "_taken": 2, "empty_cache": 2}
+    compiled.pop("grown_cache", None)  # one that the engines of a process share
     assert compiled == holding_the_model | rows | caches
     compiled.clear()
     for keys in others:  # other lengths, so other moments at which rows come and go
