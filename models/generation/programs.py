@@ -281,7 +281,7 @@ class Programs:
     def chunk(
         self, params: Params, adapter: Params, slots: Slots, results: Results, row_of: Int[Array, "b"]
     ) -> tuple[Slots, Results]:
-        """A chunk of steps for all slots, which adds the drawn tokens to the results of each slot's row. Donates both."""
+        """Runs a chunk of steps for all slots; the drawn tokens join the results of their rows. Donates both."""
         return self._chunk(params, adapter, slots, results, row_of)
 
     def admit(self, slots: Slots, prefilled: list[LayerCache], prompts: Prompts, admitted: Admitted) -> None:
