@@ -20,11 +20,11 @@ from jrlhf.models import (
     scalar_axes,
     scalar_from,
 )
+from tests.models.shared import GEMMA, GPT_2, fast_jit
 
 CONFIG = ModelConfig(
     vocab_size=200, embed=64, layers=3, heads=8, kv_heads=2, head_dim=16, mlp=96, max_positions=32, tie_embeddings=False
 )
-fast_jit = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 
 @pytest.fixture(scope="module")
@@ -34,18 +34,6 @@ def initial():
 
 def is_axes(x):
     return isinstance(x, tuple)
-
-
-# Everything that adds weights or takes them away.
-GEMMA: Any = {"norm_offset": True, "post_norms": True, "qk_norm": True}
-GPT_2: Any = {
-    "norm": "layer",
-    "positions": "learned",
-    "gated_mlp": False,
-    "qkv_bias": True,
-    "output_bias": True,
-    "mlp_bias": True,
-}
 
 
 @pytest.mark.parametrize(

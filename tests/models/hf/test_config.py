@@ -3,6 +3,7 @@
 import json
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -132,9 +133,8 @@ def test_a_family_is_kept_where_it_can_be(configs):
     assert hf_config(replace(window, local_layers=(False,) * 3)) == hf_config(plain)
 
 
-@pytest.mark.parametrize(
-    ("name", "changes", "message"),
-    [
+def test_no_family_computes_it(configs):
+    cases: Any = (
         ("llama", {"softcap": 30.0}, "softcap=30.0 cannot be exported: no .* and llama is the nearest"),
         ("qwen2", {"qk_norm": True}, "cannot be exported: .* qwen"),
         ("llama", {"window": 8, "local_layers": (True, False, True)}, "qkv_bias=False cannot .* and qwen2 is the near"),
@@ -143,11 +143,10 @@ def test_a_family_is_kept_where_it_can_be(configs):
         ("gemma2", {"embed": 30, "embed_scale": 30**0.5}, "embed=30, heads=4 cannot be exported"),
         ("mistral", {"mlp_bias": True}, "cannot be exported"),
         ("gemma3_text", {"attention_softcap": 50.0}, "attention_softcap=50.0 cannot .* and gemma3_text is the nearest"),
-    ],
-)
-def test_no_family_computes_it(configs, name, changes, message):
-    with pytest.raises(ValueError, match=message):
-        hf_config(replace(configs[name], **changes))
+    )
+    for name, changes, message in cases:
+        with pytest.raises(ValueError, match=message):
+            hf_config(replace(configs[name], **changes))
 
 
 def test_an_unknown_family_is_refused(configs):
@@ -159,9 +158,8 @@ LLAMA = {"model_type": "llama", "vocab_size": 100, "hidden_size": 32, "num_atten
 GEMMA3 = LLAMA | {"model_type": "gemma3_text"}
 
 
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
+def test_what_we_do_not_compute_is_refused_by_name(tmp_path):
+    cases: Any = (
         ({"model_type": "mixtral"}, "model_type 'mixtral' is not supported: choose a model of gemma2,"),
         ({}, "model_type None is not supported"),
         (LLAMA | {"quantization_config": {"quant_method": "gptq"}}, r"quantization_config \(gptq\) is not supported"),
@@ -210,12 +208,11 @@ GEMMA3 = LLAMA | {"model_type": "gemma3_text"}
         (GEMMA3 | {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar 0.0 must be positive"),
         ({"model_type": "gpt2", "scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is not"),
         ({"model_type": "gpt2", "n_embd": 30}, "n_embd 30 cannot be divided by n_head 12"),
-    ],
-)
-def test_what_we_do_not_compute_is_refused_by_name(tmp_path, config, message):
-    with pytest.raises(ValueError, match=message) as caught:
-        read_config(write(tmp_path, config))
-    assert str(caught.value).startswith(f"{tmp_path / 'config.json'}: ")
+    )
+    for config, message in cases:
+        with pytest.raises(ValueError, match=message) as caught:
+            read_config(write(tmp_path, config))
+        assert str(caught.value).startswith(f"{tmp_path / 'config.json'}: ")
 
 
 def test_directories_without_a_config(tmp_path):
