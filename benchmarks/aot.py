@@ -42,6 +42,7 @@ from jax.sharding import PartitionSpec as P
 from jax.stages import Lowered
 
 from benchmarks.records import RESULTS, joined, provenance, write
+from benchmarks.shapes import Shapes, device_bytes, generation_copy, train_state, whole_weights
 from benchmarks.targets import (
     GB,
     TARGETS,
@@ -64,7 +65,6 @@ from jrlhf.roles.model import Architecture
 from jrlhf.roles.optimizers import adamw
 from jrlhf.stages.graphs import stage_graph
 from jrlhf.stages.setup import architectures, compute_of
-from jrlhf.stages.shapes import Shapes, device_bytes, generation_copy, train_state, whole_weights
 
 
 @dataclass(frozen=True)

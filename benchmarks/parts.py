@@ -47,7 +47,7 @@ from jrlhf.models.remat import Remat
 from jrlhf.ppo import PPOConfig, TrainState
 from jrlhf.roles.compiled import Compute
 from jrlhf.roles.model import Architecture, Model
-from jrlhf.roles.roles import Actor, Critic, Estimator, Reference, Reward
+from jrlhf.roles.roles import Actor, Critic, ExperienceMaker, Reference, Reward
 from jrlhf.run.clock import Clock
 
 GB, TERA = 1e9, 1e12
@@ -277,7 +277,7 @@ def iteration(
     reward = Reward(model(frozen_scalar), *shared, clock=clock)
     actor.state, critic.state = TrainState.create(params, optimizer), TrainState.create(scalar, optimizer)
     del params, scalar, frozen, frozen_scalar
-    estimator = Estimator(ppo, clock)
+    estimator = ExperienceMaker(ppo, clock)
     prompts = put_rows((np.ones((batch, prompt), np.int32), np.full(batch, prompt, np.int32)), mesh)
 
     def once(step: int) -> Mapping[str, float]:

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from jrlhf.config.schema import DataConfig, DeviceConfig, load_config
 from jrlhf.data.batches import key_for, pad_rows, put_rows, row_keys
-from jrlhf.data.encode import Prompts, encode_prompts
+from jrlhf.data.encode import Encoding, Prompts
 from jrlhf.data.read import read_dataset
 from jrlhf.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from jrlhf.data.types import Example
@@ -229,7 +229,7 @@ def _encoded(generator: Generator, examples: Sequence[Example], options: argpars
             f"--max-new-tokens {generator.sampling.max_new_tokens} leaves no room for a prompt: the model has "
             f"{generator.model.config.max_positions} positions"
         )
-    return encode_prompts(examples, generator.tokenizer, max_prompt=room, chat=chat, system=options.system)
+    return Encoding(generator.tokenizer, chat=chat, system=options.system).prompts(examples, room)
 
 
 def _converse(generator: Generator, options: argparse.Namespace, chat: bool) -> None:

@@ -22,7 +22,7 @@ from jrlhf.roles import compiled
 from jrlhf.roles.compiled import Compute
 from jrlhf.roles.model import Architecture, Model
 from jrlhf.roles.optimizers import adamw
-from jrlhf.roles.roles import Actor, Critic, Learner, Reference, Reward
+from jrlhf.roles.roles import Actor, Critic, FusedUpdate, Reference, Reward
 from jrlhf.run.clock import Clock
 from jrlhf.run.devices import keep_freed_memory
 
@@ -140,7 +140,7 @@ def ppo(job: Job) -> dict[str, Any]:
         critic.state = TrainState.create(models["critic"].params, optimizer)
         rewards: Any = SimpleNamespace(score=lambda rollout, batch: reward.score(rollout))
         optimizers = optimizer, optimizer
-        learner = Learner(actor, critic, mesh, COMPUTE, optimizers=optimizers, algorithm=config, **scored)
+        learner = FusedUpdate(actor, critic, mesh, COMPUTE, optimizers=optimizers, algorithm=config, **scored)
         measure, count = jax.jit(experience_metrics), iter(range(job.steps))
 
         def step(rows: np.ndarray) -> None:
@@ -177,7 +177,7 @@ def grpo(job: Job) -> dict[str, Any]:
         scored = {"temperature": sampling.temperature, "responses": job.response}
         reference = Reference(load(job, "actor", mesh), mesh, COMPUTE, **scored, clock=clock)
         actor.state = TrainState.create(model.params, optimizer)
-        learner = Learner(actor, None, mesh, COMPUTE, optimizers=(optimizer,), algorithm=config, **scored)
+        learner = FusedUpdate(actor, None, mesh, COMPUTE, optimizers=(optimizer,), algorithm=config, **scored)
         scores: Any = SimpleNamespace(score=lambda rollout, _: first_token_scores(rollout))
         measure, count = jax.jit(partial(experience_metrics, samples=SAMPLES)), iter(range(job.steps))
 

@@ -1,4 +1,4 @@
-"""Batches: which rows a step takes, padded, and put on the mesh. All of it is a function of (seed, step)."""
+"""Batches: the rows of a step, padded, and put on the mesh. All of it is a function of (seed, step)."""
 
 import zlib
 from collections.abc import Sequence
@@ -16,10 +16,12 @@ from jrlhf.meshes import GENERATE, TRAIN, to_devices
 
 @dataclass(frozen=True)
 class Batch:
-    """The prompts of an iteration: on the mesh (tokens [U, P], lengths [U], row keys [B]), and as examples and rendered
-    texts, one of each a row: B = U * samples, rows of one prompt after one another."""
+    """The prompts of an iteration: U prompts with `samples` rows each, B = U * samples; a prompt's rows are neighbours.
 
-    arrays: tuple[Array, Array, Array]
+    examples, texts: the examples and their rendered texts, one for each row.
+    """
+
+    arrays: tuple[Array, Array, Array]  # on the mesh: tokens [U, P], lengths [U], row keys [B]
     examples: Sequence[Example]
     texts: Sequence[str]
     step: int
@@ -34,11 +36,7 @@ def batch_indices(count: int, batch: int, step: int, seed: int) -> Int[np.ndarra
 
 
 def pad_rows(rows: Sequence[Sequence[int]], width: int) -> tuple[Int[np.ndarray, "B T"], Int[np.ndarray, "B"]]:
-    """Right-padded tokens and the rows' lengths.
-
-    Raises:
-        ValueError: a row is longer than `width`.
-    """
+    """Right-padded tokens and the rows' lengths."""
     lengths = np.array([len(row) for row in rows], np.int32)
     if lengths.max(initial=0) > width:
         raise ValueError(f"a row of {lengths.max()} tokens does not fit into {width}")
@@ -49,28 +47,28 @@ def pad_rows(rows: Sequence[Sequence[int]], width: int) -> tuple[Int[np.ndarray,
 
 
 def row_sharding(mesh: Mesh) -> NamedSharding:
-    """Rows over every device: the placement of a batch between two calls."""
+    """The sharding of a batch between two calls: rows over every device."""
     return NamedSharding(mesh, P(TRAIN.batch))
 
 
 def put_rows(tree, mesh: Mesh):
-    """Host arrays -> device arrays with their rows over every device of the mesh."""
+    """Device arrays of host arrays, with their rows over every device of the mesh."""
     return to_devices(tree, row_sharding(mesh))
 
 
 def put_prompts(tree, mesh: Mesh, samples: int):
-    """Prompts with so many responses each -> on the devices that will answer them."""
+    """Prompts with `samples` responses each, put on the devices that will answer them."""
     return put_rows(tree, mesh) if samples == 1 else to_devices(tree, NamedSharding(mesh, P(GENERATE.batch)))
 
 
 def key_for(seed: int, purpose: str, step: int = 0) -> jax.Array:
-    """The PRNG key of one purpose at one step. Whatever else is drawn, on the host, comes from a NumPy generator that
-    is seeded with `seed` and the step or epoch, too: a resumed run draws what an undisturbed one does."""
+    """The PRNG key of one purpose at one step. Random numbers on the host come from NumPy generators that are seeded
+    with `seed` and the step or epoch, too: a resumed run draws the same as an undisturbed one."""
     return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), zlib.crc32(purpose.encode())), step)
 
 
 def row_keys(key: jax.Array, rows: int, mesh: Mesh, *, first: int = 0) -> jax.Array:
-    """One key a row, so that a row's text does not depend on its neighbours. first: the number of the first row."""
+    """One key per row, so that a row's text does not depend on its neighbours. first: the number of the first row."""
     return to_devices(_folded_in(key, np.arange(first, first + rows, dtype=np.int32)), row_sharding(mesh))
 
 

@@ -1,4 +1,4 @@
-"""Conversations to text: a model's own chat template, rendered in a sandbox."""
+"""Renders conversations as text by a model's own chat template, in a sandbox."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -17,8 +17,8 @@ from jrlhf.data.types import Message
 from jrlhf.errors import UserError
 
 _REASONING = ("reasoning_content", "thinking", "reasoning")
-# Written behind a message that is to be continued, to find its end in the rendered text. The blank tells whether the
-# template strips what it is given.
+# Written behind a message that is to be continued, to find its end in the rendered text. The blank behind it shows
+# whether the template strips its messages.
 _MARK = "\ue000\ue001\ue000"
 
 
@@ -35,10 +35,6 @@ def render_chat(
     add_generation_prompt: ends with what comes before an answer.
     continue_final: ends inside the last message, which the model is to continue.
     tools: JSON schemas of functions that the template may offer to the model.
-
-    Raises:
-        UserError: no template, no messages, or a template that is wrong, refuses the messages or tries to leave its
-            sandbox.
     """
     if tokenizer.chat_template is None:
         raise UserError(
@@ -54,8 +50,9 @@ def render_chat(
         if not isinstance(plain[-1].get("content"), str):
             raise UserError("the last message has no text that could be continued: end with one that has")
         plain[-1] |= {"content": f"{plain[-1]['content']}{_MARK} "}
-    variables = {**tokenizer.special_tokens, "tools": None if tools is None else [dict(tool) for tool in tools]}
-    text = _render(tokenizer.chat_template, plain, variables | {"add_generation_prompt": add_generation_prompt})
+    own = {"messages": plain, "tools": None if tools is None else [dict(tool) for tool in tools]}
+    own |= {"add_generation_prompt": add_generation_prompt}
+    text = _render(tokenizer.chat_template, {**tokenizer.special_tokens, **own})
     if not continue_final:
         return text
     head, mark, tail = text.rpartition(_MARK)
@@ -64,44 +61,29 @@ def render_chat(
     return head if tail.startswith(" ") else head.rstrip()
 
 
-def encode_chat(
-    tokenizer: Tokenizer,
-    messages: Sequence[Message],
-    *,
-    add_generation_prompt: bool = False,
-    continue_final: bool = False,
-    tools: Sequence[Mapping[str, Any]] | None = None,
-) -> list[int]:
+def encode_chat(tokenizer: Tokenizer, messages: Sequence[Message], **options: Any) -> list[int]:
     """The token ids of `render_chat`'s text. The template writes its special tokens itself; none are added."""
-    return tokenizer.encode(
-        render_chat(
-            tokenizer,
-            messages,
-            add_generation_prompt=add_generation_prompt,
-            continue_final=continue_final,
-            tools=tools,
-        )
-    )
+    return tokenizer.encode(render_chat(tokenizer, messages, **options))
 
 
 def _plain(message: Message) -> dict[str, Any]:
-    """What the template sees of a message: the keys that have a value, and its reasoning under every usual name."""
-    kept = {key: value for key, value in message.items() if value is not None}
-    reasoning = next((kept[name] for name in _REASONING if name in kept), None)
-    return kept if reasoning is None else {"thinking": reasoning, **kept, "reasoning_content": reasoning}
+    """The message for a template: the keys that have a value, and its reasoning under every usual name."""
+    message = {key: value for key, value in message.items() if value is not None}
+    reasoning = next((message[name] for name in _REASONING if name in message), None)
+    return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 
-def _render(source: str, messages: list[dict[str, Any]], variables: Mapping[str, Any]) -> str:
+def _render(source: str, variables: Mapping[str, Any]) -> str:
     try:
-        return _compiled(source).render(messages=messages, **variables)
+        return _compiled(source).render(variables)
     except jinja2.TemplateSyntaxError as error:
-        raise UserError(f"the chat template is not valid Jinja: {error.message} (line {error.lineno})") from None
+        raise UserError(f"the chat template is not valid Jinja: {error.message} (line {error.lineno})") from error
     except jinja2.exceptions.SecurityError as error:
-        raise UserError(f"the chat template tries to do what templates must not: {error}") from None
+        raise UserError(f"the chat template tries to do what templates must not: {error}") from error
     except jinja2.TemplateError as error:
-        raise UserError(f"the chat template refuses the messages: {error.message}") from None
+        raise UserError(f"the chat template refuses the messages: {error.message}") from error
     except Exception as error:  # whatever an expression in a template may raise
-        raise UserError(f"the chat template fails on the messages: {type(error).__name__}: {error}") from None
+        raise UserError(f"the chat template fails on the messages: {type(error).__name__}: {error}") from error
 
 
 class _Generation(jinja2.ext.Extension):

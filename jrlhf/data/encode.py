@@ -1,31 +1,31 @@
-"""Examples to token ids: what generation begins with, what is learnt, which answers are compared."""
+"""Examples to token ids: prompts to answer, sequences to learn, answers to compare."""
 
 import json
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any, Literal
 
+import numpy as np
+
 from jrlhf.data.chat import encode_chat, render_chat
 from jrlhf.data.read import Dataset
 from jrlhf.data.tokenizer import Tokenizer
-from jrlhf.data.types import Conversation, Example, Text
+from jrlhf.data.types import Conversation, Example, Ids, Text
 from jrlhf.errors import UserError
 
-Ids = tuple[int, ...]
 Overlong = Literal["error", "filter", "truncate_left"]
 
 
 @dataclass(frozen=True)
 class Prompts:
-    """What generation begins with, row by row.
+    """Prompts to answer, row by row.
 
-    ids, texts: token ids, and the text that they are of, as the chat template wrote it. A prompt that was cut off
-        keeps its whole text here.
+    ids, texts: token ids, and their text as the chat template wrote it. A prompt that was cut off keeps its whole text.
     examples: the rows' examples; their prompts are conversations where the model is given conversations.
-    filtered, truncated: how many rows were left out, or lost their beginning, because they were too long.
+    filtered, truncated: numbers of rows that were too long, and left out or cut off at the beginning.
     """
 
     ids: tuple[Ids, ...]
@@ -41,11 +41,10 @@ class Prompts:
 
 @dataclass(frozen=True)
 class Sequences:
-    """What supervised learning sees, row by row.
+    """Whole sequences for supervised learning, row by row.
 
-    ids: token ids of whole sequences.
-    learn: whether each token is learnt from those before it. Never the first one, which has none.
-    prompt_lengths: tokens before the first that is learnt.
+    learn: whether each token is learned from those before it. Never the first one, which has none.
+    prompt_lengths: tokens before the first that is learned.
     filtered, truncated: as in `Prompts`.
     """
 
@@ -63,20 +62,27 @@ class Sequences:
 
 
 @dataclass(frozen=True)
-class PreferencePairs:
-    """Two answers to each prompt, the first of them preferred, as whole sequences.
+class Pairs:
+    """Two answers to each prompt as whole sequences; an annotator preferred the first.
 
     chosen, rejected: token ids, prompt included; the first `prompt_lengths` tokens of a row's two are the prompt.
-    filtered, truncated: as in `Prompts`. same: rows left out because their two answers have the same tokens.
+    clear: mask of the pairs that count in the accuracy: the annotator could tell the two apart. None: all.
+    filtered, truncated: as in `Prompts`. same: number of rows left out because their answers have the same tokens.
+    rows: the pairs as rows of a dataset, where they were sampled from the policy: a run keeps them.
     """
 
-    chosen: tuple[Ids, ...]
-    rejected: tuple[Ids, ...]
-    prompt_lengths: tuple[int, ...]
-    examples: tuple[Example, ...]
+    chosen: Sequence[Ids]
+    rejected: Sequence[Ids]
+    prompt_lengths: Sequence[int]
+    clear: np.ndarray | None = None
+    rows: Sequence[Mapping[str, Any]] = ()
+    examples: Sequence[Example] = ()
     filtered: int = 0
     truncated: int = 0
     same: int = 0
+
+    def __len__(self) -> int:
+        return len(self.chosen)
 
     def describe(self) -> str:
         """One line for the log."""
@@ -85,134 +91,216 @@ class PreferencePairs:
         return line + (f"; {self.same} with two equal answers left out" if self.same else "")
 
 
-def encode_prompts(
-    data: Dataset | Sequence[Example],
-    tokenizer: Tokenizer,
-    *,
-    max_prompt: int,
-    overlong: Overlong = "error",
-    chat: bool = False,
-    system: str | None = None,
-) -> Prompts:
-    """What generation begins with: the rendered conversation up to the answer, or the plain text.
+@dataclass(frozen=True)
+class Encoding:
+    """How examples become token ids.
 
-    A conversation that ends with the assistant's words is continued there; of a dataset of whole conversations
-    ("messages") the last answer is left out.
-
-    max_prompt: most tokens of a prompt.
-    overlong: "error": a longer one is refused; "filter": left out; "truncate_left": its beginning is cut off, all but
-        the token that begins every text.
+    overlong: "error": a row that is too long is refused; "filter": it is left out; "truncate_left": the beginning of
+        its prompt, or of a whole conversation or text, is cut off, except the token that begins every text.
     chat: plain text becomes the user's turn of a conversation.
     system: a system message for every conversation that has none.
-
-    Raises:
-        UserError: a row that cannot be rendered, is empty or too long, or none that is left.
     """
-    whole = isinstance(data, Dataset) and data.shape == "messages"
-    kept: list[tuple[Ids, str, Example]] = []
-    filtered = truncated = 0
-    for place, example in _examples(data, chat, system):
-        with _naming(place):
+
+    tokenizer: Tokenizer
+    overlong: Overlong = "error"
+    chat: bool = False
+    system: str | None = None
+
+    def prompts(self, data: Dataset | Sequence[Example], max_prompt: int) -> Prompts:
+        """Prompts of at most `max_prompt` tokens: the rendered conversation up to the answer, or the plain text.
+
+        A conversation that ends with the assistant's words is continued there. Of a dataset of whole conversations
+        ("messages") the last answer is left out.
+        """
+        whole = isinstance(data, Dataset) and data.shape == "messages"
+
+        def encode(example: Example, counts: Counter[str]) -> tuple[Ids, str, Example] | None:
             if whole and isinstance(example.prompt, tuple) and example.prompt[-1]["role"] == "assistant":
                 example = replace(example, prompt=example.prompt[:-1])
-            text = _prompt_text(tokenizer, example)
-            ids = _prompt_ids(tokenizer, example.prompt, text)
+            text, ids = self._prompt(example)
             if not ids:
                 raise UserError("the prompt is empty: remove the row")
-            fitting = _fit(tokenizer, ids, 0, max_prompt, overlong)
-        if fitting is None:
-            filtered += 1
-            continue
-        truncated += len(fitting) < len(ids)
-        kept.append((fitting, text, example))
-    _some_left(kept, filtered, max_prompt)
-    ids, texts, examples = zip(*kept, strict=True)
-    return Prompts(ids, texts, examples, filtered, truncated)
+            fitting = self._fit(ids, 0, max_prompt, counts)
+            return None if fitting is None else (fitting, text, example)
 
+        rows, counts = self._rows(data, encode, max_prompt)
+        ids, texts, examples = zip(*rows, strict=True)
+        return Prompts(ids, texts, examples, **counts)
 
-def encode_sft(
-    data: Dataset | Sequence[Example],
-    tokenizer: Tokenizer,
-    *,
-    max_length: int,
-    overlong: Overlong = "error",
-    chat: bool = False,
-    system: str | None = None,
-) -> Sequences:
-    """Whole sequences to imitate. Learnt are: of a prompt and its completion, the completion and what ends it; of a
-    conversation without a completion, every assistant turn and what ends it; of a text, everything and its end.
+    def sequences(self, data: Dataset | Sequence[Example], max_length: int) -> Sequences:
+        """Sequences of at most `max_length` tokens to imitate.
 
-    A prompt has the very tokens that `encode_prompts` gives it. An answer ends with an end-of-text token: the
-    template's, behind which nothing is kept, or else the tokenizer's.
+        Of a prompt and its completion, the completion and its end are learned; of a conversation without a completion,
+        every assistant turn and its end; of a text, everything and its end.
 
-    max_length: most tokens of a sequence.
-    overlong: as in `encode_prompts`. "truncate_left" cuts the beginning of a prompt, or of a whole conversation or
-        text; never a completion.
+        A prompt has the very tokens that `prompts` gives it. An answer ends with an end-of-text token: the template's,
+        behind which nothing is kept, or else the tokenizer's. "truncate_left" never cuts a completion.
+        """
 
-    Raises:
-        UserError: a row that cannot be rendered, has nothing to learn or is too long, or none that is left.
-    """
-    kept: list[tuple[Ids, tuple[bool, ...], Example]] = []
-    filtered = truncated = 0
-    for place, example in _examples(data, chat, system):
-        with _naming(place):
+        def encode(example: Example, counts: Counter[str]) -> tuple[Ids, tuple[bool, ...], int, Example] | None:
             if example.completion is None or example.prompt == "":
-                ids, learn = _turns(tokenizer, example) if example.completion is None else _text(tokenizer, example)
-                begin, end = _fit(tokenizer, ids, 0, max_length, overlong), ()
+                ids, learn = self._turns(example) if example.completion is None else self._whole_text(example)
+                begin, end = self._fit(ids, 0, max_length, counts), ()
             else:
-                begin, (end,) = _with_answers(tokenizer, example, example.completion)
-                ids, learn = begin + end, (False,) * len(begin) + (True,) * len(end)
-                begin = _fit(tokenizer, begin, len(end), max_length, overlong)
-            if begin is not None:
-                row = begin + end
-                learn = (False, *learn[len(learn) - len(row) + 1 :])  # cut where the row was
-                if not any(learn):
-                    raise UserError("there is nothing to learn: remove the row, or add the assistant's answer")
-        if begin is None:
-            filtered += 1
-            continue
-        truncated += len(row) < len(ids)
-        kept.append((row, learn, example))
-    _some_left(kept, filtered, max_length)
-    rows, learnt, examples = zip(*kept, strict=True)
-    return Sequences(rows, learnt, tuple(learn.index(True) for learn in learnt), examples, filtered, truncated)
+                begin, (end,) = self._with_answers(example, example.completion)
+                learn = (False,) * len(begin) + (True,) * len(end)
+                begin = self._fit(begin, len(end), max_length, counts)
+            if begin is None:
+                return None
+            row = begin + end
+            learn = (False, *learn[len(learn) - len(row) + 1 :])  # cut where the row was
+            if not any(learn):
+                raise UserError("there is nothing to learn: remove the row, or add the assistant's answer")
+            return row, learn, learn.index(True), example
 
+        rows, counts = self._rows(data, encode, max_length)
+        ids, learn, lengths, examples = zip(*rows, strict=True)
+        return Sequences(ids, learn, lengths, examples, **counts)
 
-def encode_preferences(
-    data: Dataset | Sequence[Example],
-    tokenizer: Tokenizer,
-    *,
-    max_length: int,
-    overlong: Overlong = "error",
-    chat: bool = False,
-    system: str | None = None,
-) -> PreferencePairs:
-    """Pairs of whole sequences, prompt and answer, of which the first is preferred. Arguments as in `encode_sft`.
+    def pairs(self, data: Dataset | Sequence[Example], max_length: int) -> Pairs:
+        """Pairs of whole sequences, each of at most `max_length` tokens, of which the first is preferred.
 
-    Rows whose two answers have the same tokens say nothing and are left out, counted in `same`.
+        Rows whose two answers have the same tokens are left out: nothing can be learned from them.
+        """
 
-    Raises:
-        UserError: a row that cannot be rendered, has no two answers or is too long, or none that is left.
-    """
-    kept: list[tuple[Ids, Ids, int, Example]] = []
-    filtered = truncated = same = 0
-    for place, example in _examples(data, chat, system):
-        with _naming(place):
+        def encode(example: Example, counts: Counter[str]) -> tuple[Ids, Ids, int, Example] | None:
             if example.chosen is None or example.rejected is None:
                 raise UserError("there are no two answers to compare: add chosen and rejected, or remove the row")
-            prompt, (chosen, rejected) = _with_answers(tokenizer, example, example.chosen, example.rejected)
+            prompt, (chosen, rejected) = self._with_answers(example, example.chosen, example.rejected)
             if chosen == rejected:
-                same += 1
-                continue
-            begin = _fit(tokenizer, prompt, max(len(chosen), len(rejected)), max_length, overlong)
-        if begin is None:
-            filtered += 1
-            continue
-        truncated += len(begin) < len(prompt)
-        kept.append((begin + chosen, begin + rejected, len(begin), example))
-    _some_left(kept, filtered, max_length)
-    better, worse, lengths, examples = zip(*kept, strict=True)
-    return PreferencePairs(better, worse, lengths, examples, filtered, truncated, same)
+                counts["same"] += 1
+                return None
+            begin = self._fit(prompt, max(len(chosen), len(rejected)), max_length, counts)
+            return None if begin is None else (begin + chosen, begin + rejected, len(begin), example)
+
+        rows, counts = self._rows(data, encode, max_length)
+        chosen, rejected, lengths, examples = zip(*rows, strict=True)
+        numbers = {name: counts[name] for name in ("filtered", "truncated", "same")}
+        return Pairs(chosen, rejected, lengths, None, (), examples, **numbers)
+
+    def _rows(
+        self,
+        data: Dataset | Sequence[Example],
+        encode: Callable[[Example, Counter[str]], tuple | None],
+        limit: int,
+    ) -> tuple[list[Any], Counter[str]]:
+        """The encoded rows, and numbers of rows that were left out or cut off, by reason. An error names its row."""
+        if isinstance(data, Dataset):
+            places, examples = data.places, data.examples
+        else:
+            places, examples = [f"row {row}" for row in range(1, len(data) + 1)], data
+        rows, counts = [], Counter()
+        for place, example in zip(places, examples, strict=True):
+            try:
+                row = encode(self._as_conversation(example), counts)
+            except UserError as error:
+                raise UserError(f"{place}: {error}") from error
+            if row is not None:
+                rows.append(row)
+        if not rows:
+            raise UserError(f"no row is left: {counts['filtered']} are longer than {limit} tokens; raise the limit")
+        return rows, counts
+
+    def _as_conversation(self, example: Example) -> Example:
+        """The example as a conversation, with its system message, if one of its texts is a conversation or `chat` is
+        set; else as it is."""
+        answers = {name: getattr(example, name) for name in ("completion", "chosen", "rejected")}
+        if not self.chat and not any(isinstance(text, tuple) for text in (example.prompt, *answers.values())):
+            if self.system is not None:
+                raise UserError(
+                    "a system message is given for plain text: make that a conversation (data.chat), or leave the "
+                    "message out"
+                )
+            return example
+        prompt = _conversation(example.prompt, "user")
+        if self.system is not None and prompt[0]["role"] not in ("system", "developer"):
+            prompt = ({"role": "system", "content": self.system}, *prompt)
+        turns = {name: None if text is None else _conversation(text, "assistant") for name, text in answers.items()}
+        return replace(example, prompt=prompt, **turns)
+
+    def _fit(self, prompt: Ids, answer: int, max_length: int, counts: Counter[str]) -> Ids | None:
+        """The prompt, cut off at its beginning if it and `answer` more tokens do not fit; None: leave the row out."""
+        room = max_length - answer
+        if len(prompt) <= room:
+            return prompt
+        if self.overlong == "filter":
+            counts["filtered"] += 1
+            return None
+        parts = f"{len(prompt)} tokens" + (f" of prompt and {answer} of answer" if answer else "")
+        if self.overlong == "error":
+            raise UserError(
+                f"{parts} are too many for at most {max_length}: raise the limit, or set overlong to filter (leave "
+                "such rows out) or truncate_left (cut their beginnings off)"
+            )
+        if room < 1:
+            raise UserError(
+                f"{parts} are too many for at most {max_length}, even without the prompt: raise the limit, or use "
+                "filter"
+            )
+        counts["truncated"] += 1
+        begin = prompt[:1] if prompt[0] == self.tokenizer.bos_id and room > 1 else ()
+        return begin + prompt[len(prompt) - room + len(begin) :]
+
+    # One example -> token ids.
+
+    def _rendered(self, example: Example, messages: Conversation, **options: bool) -> str:
+        return render_chat(self.tokenizer, messages, tools=tools_of(example.columns), **options)
+
+    def _prompt(self, example: Example) -> tuple[str, Ids]:
+        """The text and the token ids of a prompt. A template writes the beginning of text itself."""
+        if isinstance(example.prompt, str):
+            return example.prompt, tuple(self.tokenizer.encode_prompt(example.prompt))
+        own = example.prompt[-1]["role"] == "assistant"
+        text = self._rendered(example, example.prompt, continue_final=own, add_generation_prompt=not own)
+        return text, tuple(self.tokenizer.encode(text))
+
+    def _with_answers(self, example: Example, *answers: Text) -> tuple[Ids, list[Ids]]:
+        """The token ids of the prompt, as generation gets it, and of the answers that follow it, with their ends."""
+        text, ids = self._prompt(example)
+        return ids, [_ended(self.tokenizer, self._answer(example, text, ids, answer)) for answer in answers]
+
+    def _answer(self, example: Example, prompt: str, begun: Ids, answer: Text) -> Sequence[int]:
+        tokenizer = self.tokenizer
+        if isinstance(answer, str):
+            return tokenizer.encode_continuation(prompt, begun[len(tokenizer.prefix_ids) :], answer)
+        whole = self._rendered(example, (*_conversation(example.prompt, "user"), *answer))
+        # What a template writes behind the end, like a line break, no model gets to write.
+        return _up_to_end(tokenizer, tokenizer.encode_continuation(prompt, begun, _rest(whole, prompt)))
+
+    def _whole_text(self, example: Example) -> tuple[Ids, tuple[bool, ...]]:
+        """(ids, learn) of a text without a prompt."""
+        assert isinstance(example.completion, str)
+        ids = _ended(self.tokenizer, self.tokenizer.encode_prompt(example.completion))
+        return ids, (False,) + (True,) * (len(ids) - 1)
+
+    def _turns(self, example: Example) -> tuple[Ids, tuple[bool, ...]]:
+        """(ids, learn) of a whole conversation, up to the end of its last assistant turn.
+
+        A turn begins where the messages before it, rendered up to an answer, end. It ends with its first end-of-text
+        token, or where a template without one ends it.
+        """
+        messages, eos_ids = example.prompt, self.tokenizer.eos_ids
+        if isinstance(messages, str):
+            raise UserError("there is nothing to learn: a prompt without an answer")
+        whole = self._rendered(example, messages)
+        ids, ends = self.tokenizer.encode_with_ends(whole)
+        learn = [False] * len(ids)
+        stop = 0
+        for turn in (turn for turn, message in enumerate(messages) if message["role"] == "assistant"):
+            before = self._rendered(example, messages[:turn], add_generation_prompt=True) if turn else ""
+            _rest(whole, before)
+            start = bisect_right(ends, len(before))
+            until = self._rendered(example, messages[: turn + 1])
+            # Some templates write a turn differently when others follow; then only its end-of-text token marks its end.
+            limit = bisect_right(ends, len(until)) if whole.startswith(until) else None
+            stop = next((n + 1 for n in range(start, limit or len(ids)) if ids[n] in eos_ids), limit)
+            if stop is None:
+                raise UserError(
+                    "the chat template ends an assistant turn with no end-of-text token: name its end in eos"
+                )
+            learn[start:stop] = [True] * (stop - start)
+        ended = _ended(self.tokenizer, ids[:stop]) if stop else ()
+        return ended, tuple(learn[:stop]) + (True,) * (len(ended) - stop)
 
 
 def encode_answered(
@@ -224,124 +312,37 @@ def encode_answered(
     finished: bool = True,
     cut: bool = False,
 ) -> Ids:
-    """A prompt and an answer to it as one sequence, as a reward model reads it.
+    """The token ids of a prompt with an answer, as a reward model reads them.
 
     With a chat template: the whole conversation as `apply_chat_template` gives it, a plain text being the user's turn.
     Without one: the two texts one after the other, and an end of text.
 
-    tools: what the prompt's row offers (`tools_of`), which a template is told.
+    tools: what the prompt's row offers (`tools_of`), for the template.
     finished: whether the answer came to its end; else the sequence ends with the answer's own last token.
     cut: the sequence ends with its last end-of-text token, not with what a template writes behind it, such as a line
-        break. `encode_preferences` ends so, and what was sampled does.
-
-    Raises:
-        UserError: the template refuses the messages, or there is none and the prompt is a conversation.
+        break. So end the sequences of `Encoding.pairs`, and samples.
     """
     if tokenizer.chat_template is None and isinstance(prompt, str) and isinstance(answer, str):
         ids = tokenizer.encode_prompt(prompt + answer)
         return _ended(tokenizer, ids) if finished else tuple(ids)
     messages = (*_conversation(prompt, "user"), *_conversation(answer, "assistant"))
     ids = encode_chat(tokenizer, messages, continue_final=not finished, tools=tools)
-    if finished and cut:
-        last = max((place for place, token in enumerate(ids) if token in tokenizer.eos_ids), default=len(ids) - 1)
-        ids = ids[: last + 1]
-    return tuple(ids)
-
-
-# Examples as the model is to meet them.
-
-
-def _examples(data: Dataset | Sequence[Example], chat: bool, system: str | None) -> Iterator[tuple[str, Example]]:
-    """The examples, each with where it stands."""
-    if isinstance(data, Dataset):
-        numbered = zip(data.places, data.examples, strict=True)
-    else:
-        numbered = ((f"row {row}", example) for row, example in enumerate(data, start=1))
-    for place, example in numbered:
-        with _naming(place):
-            met = _as_met(example, chat, system)
-        yield place, met
-
-
-@contextmanager
-def _naming(place: str) -> Iterator[None]:
-    """Says of an error where it is."""
-    try:
-        yield
-    except UserError as error:
-        raise UserError(f"{place}: {error}") from None
-
-
-def _as_met(example: Example, chat: bool, system: str | None) -> Example:
-    """The example as a conversation, with its system message, where one of its texts is a conversation or `chat` asks
-    for it; else as it is."""
-    answers = {name: getattr(example, name) for name in ("completion", "chosen", "rejected")}
-    if not chat and not any(isinstance(text, tuple) for text in (example.prompt, *answers.values())):
-        if system is not None:
-            raise UserError(
-                "a system message is given for plain text: make that a conversation (data.chat), or leave the "
-                "message out"
-            )
-        return example
-    prompt = _conversation(example.prompt, "user")
-    if system is not None and prompt[0]["role"] not in ("system", "developer"):
-        prompt = ({"role": "system", "content": system}, *prompt)
-    turns = {name: None if text is None else _conversation(text, "assistant") for name, text in answers.items()}
-    return replace(example, prompt=prompt, **turns)
-
-
-def _conversation(text: Text, role: str) -> Conversation:
-    return ({"role": role, "content": text},) if isinstance(text, str) else text
-
-
-# Examples -> token ids.
-
-
-def _rendered(tokenizer: Tokenizer, example: Example, messages: Conversation, **options: bool) -> str:
-    return render_chat(tokenizer, messages, tools=tools_of(example.columns), **options)
+    return tuple(_up_to_end(tokenizer, ids) if finished and cut else ids)
 
 
 def tools_of(columns: Mapping[str, Any]) -> Any:
-    """The JSON schemas in a row's column `tools`, written out or as JSON; None where it has none.
-
-    Raises:
-        UserError: text that is not JSON.
-    """
+    """The JSON schemas in a row's column `tools`, written out or as JSON; None where it has none."""
     tools = columns.get("tools")
     if not isinstance(tools, str):
         return tools
     try:
         return json.loads(tools)  # a table's cell
     except ValueError as error:
-        raise UserError(f"the tools are not a list in JSON ({error}): repair the row") from None
+        raise UserError(f"the tools are not a list in JSON ({error}): repair the row") from error
 
 
-def _prompt_text(tokenizer: Tokenizer, example: Example) -> str:
-    if isinstance(example.prompt, str):
-        return example.prompt
-    own = example.prompt[-1]["role"] == "assistant"
-    return _rendered(tokenizer, example, example.prompt, continue_final=own, add_generation_prompt=not own)
-
-
-def _prompt_ids(tokenizer: Tokenizer, prompt: Text, text: str) -> Ids:
-    """A template writes the beginning of text itself."""
-    return tuple(tokenizer.encode_prompt(text) if isinstance(prompt, str) else tokenizer.encode(text))
-
-
-def _with_answers(tokenizer: Tokenizer, example: Example, *answers: Text) -> tuple[Ids, list[Ids]]:
-    """The token ids of the prompt, as generation meets it, and of the answers that follow it, with their ends."""
-    text = _prompt_text(tokenizer, example)
-    ids = _prompt_ids(tokenizer, example.prompt, text)
-    return ids, [_ended(tokenizer, _answer(tokenizer, example, text, ids, answer)) for answer in answers]
-
-
-def _answer(tokenizer: Tokenizer, example: Example, prompt: str, begun: Ids, answer: Text) -> list[int]:
-    if isinstance(answer, str):
-        return tokenizer.encode_continuation(prompt, begun[len(tokenizer.prefix_ids) :], answer)
-    whole = _rendered(tokenizer, example, (*_conversation(example.prompt, "user"), *answer))
-    ids = tokenizer.encode_continuation(prompt, begun, _rest(whole, prompt))
-    last = max((place for place, token in enumerate(ids) if token in tokenizer.eos_ids), default=len(ids) - 1)
-    return ids[: last + 1]  # what a template writes behind the end, like a line break, no model gets to write
+def _conversation(text: Text, role: str) -> Conversation:
+    return ({"role": role, "content": text},) if isinstance(text, str) else text
 
 
 def _rest(whole: str, prompt: str) -> str:
@@ -357,72 +358,13 @@ def _ended(tokenizer: Tokenizer, ids: Sequence[int]) -> Ids:
     return tuple(ids) if ids and ids[-1] in tokenizer.eos_ids else (*ids, tokenizer.eos_id)
 
 
-def _text(tokenizer: Tokenizer, example: Example) -> tuple[Ids, tuple[bool, ...]]:
-    """(ids, learn) of a text without a prompt."""
-    assert isinstance(example.completion, str)
-    ids = _ended(tokenizer, tokenizer.encode_prompt(example.completion))
-    return ids, (False,) + (True,) * (len(ids) - 1)
+def _up_to_end(tokenizer: Tokenizer, ids: Sequence[int]) -> Sequence[int]:
+    """The ids up to the last end-of-text token; all of them where there is none."""
+    last = max((place for place, token in enumerate(ids) if token in tokenizer.eos_ids), default=len(ids) - 1)
+    return ids[: last + 1]
 
 
-def _turns(tokenizer: Tokenizer, example: Example) -> tuple[Ids, tuple[bool, ...]]:
-    """(ids, learn) of a whole conversation, up to the end of its last assistant turn.
-
-    A turn begins where the messages before it, rendered up to an answer, end. It ends with its first end-of-text token,
-    or where a template without one ends it.
-    """
-    messages = example.prompt
-    if isinstance(messages, str):
-        raise UserError("there is nothing to learn: a prompt without an answer")
-    whole = _rendered(tokenizer, example, messages)
-    ids, ends = tokenizer.encode_with_ends(whole)
-    learn = [False] * len(ids)
-    stop = 0
-    for turn in (turn for turn, message in enumerate(messages) if message["role"] == "assistant"):
-        before = _rendered(tokenizer, example, messages[:turn], add_generation_prompt=True) if turn else ""
-        _rest(whole, before)
-        start = bisect_right(ends, len(before))
-        until = _rendered(tokenizer, example, messages[: turn + 1])
-        # Some templates write a turn differently when others follow it; then only its end-of-text token tells its end.
-        limit = bisect_right(ends, len(until)) if whole.startswith(until) else None
-        end = next((n + 1 for n in range(start, limit or len(ids)) if ids[n] in tokenizer.eos_ids), limit)
-        if end is None:
-            raise UserError("the chat template ends an assistant turn with no end-of-text token: name its end in eos")
-        learn[start:end] = [True] * (end - start)
-        stop = end
-    ended = _ended(tokenizer, ids[:stop]) if stop else ()
-    return ended, tuple(learn[:stop]) + (True,) * (len(ended) - stop)
-
-
-# Lengths.
-
-
-def _fit(tokenizer: Tokenizer, prompt: Ids, answer: int, max_length: int, overlong: Overlong) -> Ids | None:
-    """The prompt, shortened if need be so that it and `answer` more tokens fit; None: the row is left out."""
-    room = max_length - answer
-    if len(prompt) <= room:
-        return prompt
-    if overlong == "filter":
-        return None
-    parts = f"{len(prompt)} tokens" + (f" of prompt and {answer} of answer" if answer else "")
-    if overlong == "error":
-        raise UserError(
-            f"{parts} are too many for at most {max_length}: raise the limit, or set overlong to filter (leave such "
-            "rows out) or truncate_left (cut their beginnings off)"
-        )
-    if room < 1:
-        raise UserError(
-            f"{parts} are too many for at most {max_length}, even without the prompt: raise the limit, or use filter"
-        )
-    begin = prompt[:1] if prompt[0] == tokenizer.bos_id and room > 1 else ()
-    return begin + prompt[len(prompt) - room + len(begin) :]
-
-
-def _some_left(kept: Sequence[Any], filtered: int, limit: int) -> None:
-    if not kept:
-        raise UserError(f"no row is left: {filtered} are longer than {limit} tokens; raise the limit")
-
-
-def _describe(what: str, lengths: Sequence[int], filtered: int, truncated: int) -> str:
-    line = f"{len(lengths)} {what} of {min(lengths)} to {max(lengths)} tokens (median {median(lengths):g})"
+def _describe(unit: str, lengths: Sequence[int], filtered: int, truncated: int) -> str:
+    line = f"{len(lengths)} {unit} of {min(lengths)} to {max(lengths)} tokens (median {median(lengths):g})"
     line += f"; {filtered} too long and left out" if filtered else ""
     return line + (f"; {truncated} too long and cut off at the beginning" if truncated else "")

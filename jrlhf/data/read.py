@@ -1,4 +1,4 @@
-"""Datasets from files and from the hub: rows of the shapes that people have, as examples."""
+"""Reads datasets from files and from the hub: rows of the usual shapes, as examples."""
 
 import csv
 import difflib
@@ -13,38 +13,22 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 
+from jrlhf.config.schema import ColumnsConfig
 from jrlhf.data.types import Example, Message, Text
 from jrlhf.errors import UserError
 
 Shape = Literal["preference", "prompt-completion", "verl", "prompt-only", "messages", "text"]
-Row = Mapping[str, Any]
 Numbered = tuple[str, Any]  # where a row stands, for messages; and the row
 
+SPLIT = "train"  # where none is named
+_SPLITS = (SPLIT, "test", "validation", "valid", "val", "dev", "eval")
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?(:[\w.-]+)?")
-SPLIT = "train"  # where none is named
-_SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval")
+USUAL = ColumnsConfig()
+_BOM = b"\xef\xbb\xbf"
 
-
-@dataclass(frozen=True)
-class Columns:
-    """What a dataset's columns are called; None: by their usual names, `source` being verl's `data_source`.
-
-    Columns that are named here decide how the rows are read: with `prompt="question"` a GSM8K row is a prompt, with
-    `completion="answer"` too it is a prompt and its completion.
-    """
-
-    prompt: str | None = None
-    completion: str | None = None
-    chosen: str | None = None
-    rejected: str | None = None
-    messages: str | None = None
-    text: str | None = None
-    source: str | None = None
-
-
-_USUAL = {field.name: field.name for field in fields(Columns)} | {"source": "data_source"}
-# What each shape needs, the most telling first.
+_USUAL = {field.name: field.name for field in fields(ColumnsConfig)} | {"source": "data_source"}
+# The fields that each shape needs, the most telling shape first.
 _NEEDS: dict[Shape, tuple[str, ...]] = {
     "preference": ("chosen", "rejected"),
     "prompt-completion": ("prompt", "completion"),
@@ -52,39 +36,33 @@ _NEEDS: dict[Shape, tuple[str, ...]] = {
     "messages": ("messages",),
     "text": ("text",),
 }
-_MAY_HAVE: dict[Shape, tuple[str, ...]] = {"preference": ("prompt",)}
 
 
 @dataclass(frozen=True)
 class Dataset:
     """A dataset, read and checked.
 
-    source: the file, directory or hub name.
     shape: how the rows were read. "preference": a prompt and two answers, the prompt possibly implicit in what the two
         have in common. "prompt-completion"; "prompt-only"; "verl": prompts with `data_source` and `reward_model`.
-        "messages": each example's prompt is the whole conversation, whose assistant turns are to be learnt. "text":
-        the prompt is empty and the completion is the text.
-    columns: every column that is there, in order.
-    fingerprint: a hash of the examples and their shape; equal rows have an equal one, whatever file they are from.
-    names: which column each field of the examples was read from.
-    places: where each example stands, for messages.
+        "messages": each example's prompt is the whole conversation, whose assistant turns are learned. "text": the
+        prompt is empty and the completion is the text.
     """
 
-    source: str
+    source: str  # the file, directory or hub name
     shape: Shape
     examples: tuple[Example, ...]
-    columns: tuple[str, ...]
-    fingerprint: str
-    names: Mapping[str, str]
-    places: tuple[str, ...]
+    columns: tuple[str, ...]  # all columns, in their order
+    fingerprint: str  # a hash of examples and shape: equal rows have an equal one, whatever file they are from
+    names: Mapping[str, str]  # field of the examples -> the column that it was read from
+    places: tuple[str, ...]  # where each example stands, for messages
 
     def take(self, rows: Sequence[int]) -> "Dataset":
-        """The same dataset with some of its examples, in the order given. The fingerprint stays that of the whole."""
-        examples, places = (tuple(each[row] for row in rows) for each in (self.examples, self.places))
+        """The dataset with only these examples, in this order. The fingerprint stays that of the whole."""
+        examples, places = (tuple(column[row] for row in rows) for column in (self.examples, self.places))
         return replace(self, examples=examples, places=places)
 
     def describe(self) -> str:
-        """One line for the log: rows, shape, and which columns are what."""
+        """One line for the log: rows, shape, and which columns were read as what."""
         chats = sum(not isinstance(example.prompt, str) for example in self.examples)
         kind = (
             "conversations" if chats == len(self.examples) else "plain text" if not chats else f"{chats} conversations"
@@ -95,40 +73,28 @@ class Dataset:
         return f"{self.source}: {len(self.examples)} {self.shape} rows ({kind}) from {used}{rest}"
 
 
-def read_dataset(source: Path | str, *, columns: Columns = Columns(), split: str = SPLIT) -> Dataset:
-    """Read a dataset and check every row of it.
+def read_dataset(source: Path | str, *, columns: ColumnsConfig = USUAL, split: str = SPLIT) -> Dataset:
+    """Reads a dataset and checks every row of it.
 
     source: a .jsonl, .ndjson, .json, .csv or .parquet file; a directory that `datasets.save_to_disk` wrote or that
         holds such files; or a name on the hub, with its configuration behind a colon ("openai/gsm8k:main").
-    columns: names that differ from the usual ones.
+    columns: names that differ from the usual ones. Columns that are named here decide how the rows are read: with
+        `prompt="question"` a GSM8K row is a prompt, with `completion="answer"` too it is a prompt and its completion.
     split: which part of a directory or of a hub dataset. Where there are no parts, as in a file, all is read.
-
-    Raises:
-        UserError: nothing there, no such split, no rows, columns that make no known shape, or a bad row, with its
-            number.
     """
     path = Path(source).expanduser()
     if "[" in split and path.exists():
         raise UserError(f"split={split!r} slices, which only datasets on the hub can be: name the split alone")
     if path.is_dir():
-        numbered = _from_directory(path, split)
+        rows = _from_directory(path, split)
     elif path.exists():
         _check_whole(path, split)
-        numbered = _from_file(path)
+        rows = _from_file(path)
     elif _HUB_NAME.fullmatch(str(source)) and path.suffix not in _READERS:
-        numbered = _from_hub(str(source), split)
+        rows = _from_hub(str(source), split)
     else:
         raise UserError(f"{source} does not exist: name a file, a directory or a dataset on the hub")
-    return _dataset(numbered, columns, str(source))
-
-
-def from_rows(rows: Iterable[Row], *, columns: Columns = Columns(), source: str = "rows") -> Dataset:
-    """The dataset of rows that are in memory: mappings from a column to its value.
-
-    Raises:
-        UserError: no rows, columns that make no known shape, or a bad row, with its number.
-    """
-    return _dataset(((f"row {number}", row) for number, row in enumerate(rows, start=1)), columns, source)
+    return make_dataset(rows, columns, str(source))
 
 
 def _check_whole(path: Path, split: str) -> None:
@@ -146,55 +112,49 @@ def _from_file(path: Path) -> Iterator[Numbered]:
     try:
         yield from reader(path)
     except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror or error}") from None
+        raise UserError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
 def _json_lines(path: Path) -> Iterator[Numbered]:
-    for number, line in enumerate(path.read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
-        if not line.strip():
-            continue
+    for number, line in enumerate(path.read_bytes().removeprefix(_BOM).split(b"\n"), start=1):
         place = f"{path} line {number}"
         try:
-            row = json.loads(line)
+            if line.strip():
+                yield place, json.loads(line)
         except ValueError as error:
-            raise UserError(f"{place} is not a whole JSON object ({error}): repair it or remove the line") from None
-        yield place, row
+            raise UserError(f"{place} is not a whole JSON object ({error}): repair it or remove the line") from error
 
 
 def _json(path: Path) -> Iterator[Numbered]:
-    """An array of objects; many files of that name hold JSON lines."""
-    content = path.read_bytes().removeprefix(b"\xef\xbb\xbf")
+    """Rows of an array of objects; many files of that name hold JSON lines."""
+    content = path.read_bytes().removeprefix(_BOM)
     if not content.lstrip().startswith(b"["):
         yield from _json_lines(path)
         return
     try:
         rows = json.loads(content)
     except ValueError as error:
-        raise UserError(f"{path} is not a whole JSON array ({error}): repair the file") from None
-    for number, row in enumerate(rows, start=1):
-        yield f"{path} row {number}", row
+        raise UserError(f"{path} is not a whole JSON array ({error}): repair the file") from error
+    yield from _numbered(path, rows)
 
 
 def _csv(path: Path) -> Iterator[Numbered]:
     longest = csv.field_size_limit(sys.maxsize)  # by default a cell of 128 KiB is an error
-    line = 0
+    lines: list[tuple[int, list[str]]] = [(0, [])]
     try:
         with open(path, encoding="utf-8-sig", newline="") as file:
             reader = csv.reader(file, strict=True)
-            rows = []
-            for cells in reader:
-                line = reader.line_num
-                rows.append((line, cells))
+            lines += ((reader.line_num, cells) for cells in reader)
     except csv.Error as error:
-        raise UserError(f"{path} is not CSV after line {line} ({error}): repair it there") from None
+        raise UserError(f"{path} is not CSV after line {lines[-1][0]} ({error}): repair it there") from error
     except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not UTF-8 text after line {line} ({error.reason}): convert it") from None
+        raise UserError(f"{path} is not UTF-8 text after line {lines[-1][0]} ({error.reason}): convert it") from error
     finally:
         csv.field_size_limit(longest)
-    _, header = rows[0] if rows else (0, [])
+    header = lines[1][1] if len(lines) > 1 else []
     if len(set(header)) < len(header):
         raise UserError(f"{path} has two columns of one name in its first line ({', '.join(header)}): rename one")
-    for line, cells in rows[1:]:
+    for line, cells in lines[2:]:
         if len(cells) not in (0, len(header)):
             raise UserError(f"{path} line {line} has {len(cells)} cells for {len(header)} columns: repair or remove it")
         if cells:
@@ -205,17 +165,13 @@ def _parquet(path: Path) -> Iterator[Numbered]:
     try:
         import pyarrow
         from pyarrow import parquet
-    except ModuleNotFoundError:
-        raise UserError(f"{path} needs pyarrow to be read: pip install 'jrlhf[hf]'") from None
-    number = 0
+    except ModuleNotFoundError as error:
+        raise UserError(f"{path} needs pyarrow to be read: pip install 'jrlhf[hf]'") from error
     try:
         with parquet.ParquetFile(path) as file:
-            for batch in file.iter_batches():
-                for row in batch.to_pylist():
-                    number += 1
-                    yield f"{path} row {number}", row
+            yield from _numbered(path, (row for batch in file.iter_batches() for row in batch.to_pylist()))
     except (pyarrow.ArrowException, OSError) as error:
-        raise UserError(f"{path} cannot be read as Parquet ({_first_line(error)}): fetch the file again") from None
+        raise UserError(f"{path} cannot be read as Parquet ({_first_line(error)}): fetch the file again") from error
 
 
 _READERS: dict[str, Callable[[Path], Iterator[Numbered]]] = {
@@ -227,12 +183,16 @@ _READERS: dict[str, Callable[[Path], Iterator[Numbered]]] = {
 }
 
 
+def _numbered(source: Path | str, rows: Iterable[Any]) -> Iterator[Numbered]:
+    return ((f"{source} row {number}", row) for number, row in enumerate(rows, start=1))
+
+
 def _from_directory(path: Path, split: str) -> Iterator[Numbered]:
-    if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
-        if not (path / "dataset_dict.json").exists():
+    several = (path / "dataset_dict.json").exists()
+    if several or (path / "state.json").exists():
+        if not several:
             _check_whole(path, split)
-        yield from _from_arrow(str(path), _datasets(str(path)).load_from_disk, split)
-        return
+        return _from_arrow(str(path), _datasets(str(path)).load_from_disk, split)
     for folder in (path, path / "data"):
         files = sorted(file for file in folder.glob("*") if file.suffix.lower() in _READERS)
         if files:
@@ -249,8 +209,7 @@ def _from_directory(path: Path, split: str) -> Iterator[Numbered]:
         _check_whole(path, split)
     if len({file.suffix.lower() for file in files}) > 1:
         raise UserError(f"{path} mixes {', '.join(file.name for file in files[:5])}: name one of the files")
-    for file in files:
-        yield from _from_file(file)
+    return (row for file in files for row in _from_file(file))
 
 
 def _split_of(file: str) -> str | None:
@@ -263,32 +222,29 @@ def _split_of(file: str) -> str | None:
 def _from_hub(source: str, split: str) -> Iterator[Numbered]:
     name, _, configuration = source.partition(":")
     load = _datasets(source).load_dataset
-    yield from _from_arrow(source, lambda _: load(name, configuration or None, split=split), split)
+    return _from_arrow(source, lambda _: load(name, configuration or None, split=split), split)
 
 
 def _from_arrow(source: str, load: Callable[[str], Any], split: str) -> Iterator[Numbered]:
     try:
         dataset = load(source)
     except Exception as error:  # of the library, of the network, of the file system
-        raise UserError(f"the dataset {source} (split {split!r}) cannot be loaded: {_first_line(error)}") from None
+        raise UserError(f"the dataset {source} (split {split!r}) cannot be loaded: {_first_line(error)}") from error
     if isinstance(dataset, dict):
         if split not in dataset:
             raise UserError(f"{source} has no split {split!r}: it has {', '.join(dataset)}")
         dataset = dataset[split]
-    number = 0
-    for table in dataset.with_format("arrow").iter(batch_size=1000):
-        for row in table.to_pylist():
-            number += 1
-            yield f"{source} row {number}", row
+    tables = dataset.with_format("arrow").iter(batch_size=1000)
+    return _numbered(source, (row for table in tables for row in table.to_pylist()))
 
 
 def _datasets(source: str) -> ModuleType:
     try:
         import datasets
-    except ModuleNotFoundError:
+    except ModuleNotFoundError as error:
         raise UserError(
             f"{source} is no file: to load it from disk or the hub, pip install 'jrlhf[hf]', which brings datasets"
-        ) from None
+        ) from error
     return datasets
 
 
@@ -300,7 +256,8 @@ def _first_line(error: Exception) -> str:
 # Rows -> examples.
 
 
-def _dataset(numbered: Iterable[Numbered], columns: Columns, source: str) -> Dataset:
+def make_dataset(numbered: Iterable[Numbered], columns: ColumnsConfig, source: str) -> Dataset:
+    """The dataset of rows, each a mapping from a column to its value."""
     rows = list(numbered)
     if not rows:
         raise UserError(f"{source} has no rows: name a dataset that has some")
@@ -317,14 +274,14 @@ def _dataset(numbered: Iterable[Numbered], columns: Columns, source: str) -> Dat
         try:
             examples.append(_example(shape, names, row, there))
         except ValueError as error:
-            raise UserError(f"{place}: {error}: repair it or remove it") from None
+            raise UserError(f"{place}: {error}: repair it or remove it") from error
     if shape == "prompt-only" and {"data_source", "reward_model"} <= set(there):
         shape = "verl"
     places = tuple(place for place, _ in rows)
     return Dataset(source, shape, tuple(examples), there, _fingerprint(shape, examples), names, places)
 
 
-def _detect(columns: Columns, there: Sequence[str], source: str) -> tuple[Shape, dict[str, str]]:
+def _detect(columns: ColumnsConfig, there: Sequence[str], source: str) -> tuple[Shape, dict[str, str]]:
     """The shape, and which column each field of it is read from."""
     given = {name: column for name, column in asdict(columns).items() if column is not None}
     listed = f"the columns of {source} are {', '.join(there)}"
@@ -338,26 +295,25 @@ def _detect(columns: Columns, there: Sequence[str], source: str) -> tuple[Shape,
     for shape, needed in _NEEDS.items():
         if len(half) == 1:
             break  # a pair without its other half is a mistake, not a prompt with a column more
-        known = {*needed, *_MAY_HAVE.get(shape, ()), "source"}
+        known = {*needed, "source", *(["prompt"] if shape == "preference" else [])}
         if set(needed) <= set(names) and set(given) <= known:
             return shape, {name: column for name, column in names.items() if name in known}
     shapes = ", or ".join(" and ".join(needed) for needed in _NEEDS.values())
     raise UserError(f"{listed}: say in data.columns which of them are {shapes}")
 
 
-def _example(shape: Shape, names: Mapping[str, str], row: Row, there: Sequence[str]) -> Example:
-    """Raises ValueError: what is wrong with the row."""
-    found = {name: _text(row[column], column) for name, column in names.items() if name != "source"}
+def _example(shape: Shape, names: Mapping[str, str], row: Mapping[str, Any], there: Sequence[str]) -> Example:
+    """The example of a row. A ValueError says what is wrong with the row."""
+    texts = {name: _text(row[column], column) for name, column in names.items() if name != "source"}
     own = {column for name, column in names.items() if name == column}
-    rest = {column: row.get(column) for column in there if column not in own}
-    origin = row[names["source"]] if "source" in names else None
+    source = row[names["source"]] if "source" in names else None
     example = Example(
-        prompt=found.get("prompt", found.get("messages", "")),
-        completion=found.get("completion", found.get("text")),
-        chosen=found.get("chosen"),
-        rejected=found.get("rejected"),
-        source="" if origin is None else str(origin),
-        columns=rest,
+        prompt=texts.get("prompt", texts.get("messages", "")),
+        completion=texts.get("completion", texts.get("text")),
+        chosen=texts.get("chosen"),
+        rejected=texts.get("rejected"),
+        source="" if source is None else str(source),
+        columns={column: row.get(column) for column in there if column not in own},
     )
     if shape == "messages" and isinstance(example.prompt, str):
         raise ValueError(f"{names['messages']} is text, not a list of messages")
@@ -375,23 +331,22 @@ def _example(shape: Shape, names: Mapping[str, str], row: Row, there: Sequence[s
 
 
 def _with_prompt(example: Example) -> Example:
-    """A pair's prompt. Where there is none of the answers' kind, it is what the two have in common: whole messages, or
-    of two texts the characters, less a blank at their end (as TRL's `extract_prompt` does)."""
+    """The pair with its prompt. Where it has none of the answers' kind, the prompt is what the two have in common:
+    whole messages, or the characters of two texts, less a blank at their end (as TRL's `extract_prompt` does)."""
     chosen, rejected = example.chosen, example.rejected
+    assert chosen is not None and rejected is not None
+    if isinstance(chosen, str) != isinstance(rejected, str):
+        raise ValueError("chosen and rejected must be both text or both lists of messages")
+    if example.prompt and isinstance(example.prompt, str) == isinstance(chosen, str):
+        return example
     if isinstance(chosen, str) and isinstance(rejected, str):
-        if example.prompt and isinstance(example.prompt, str):
-            return example
         common = len(os.path.commonprefix([chosen, rejected]))
         common -= common > 0 and chosen[common - 1] == " "
-    elif isinstance(chosen, tuple) and isinstance(rejected, tuple):
-        if example.prompt and isinstance(example.prompt, tuple):
-            return example
+    else:
         pairs = zip(chosen[:-1], rejected[:-1], strict=False)  # each keeps a message of its own
         common = next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(chosen), len(rejected)) - 1)
         if not common:
             raise ValueError("chosen and rejected have no message in common, and there is no prompt of their kind")
-    else:
-        raise ValueError("chosen and rejected must be both text or both lists of messages")
     return replace(example, prompt=chosen[:common], chosen=chosen[common:], rejected=rejected[common:])
 
 
@@ -411,14 +366,14 @@ def _text(value: Any, column: str) -> Text:
 def _message(message: Any, place: str) -> Message:
     if not isinstance(message, Mapping):
         raise ValueError(f"{place} is a {type(message).__name__}, not an object with role and content")
-    kept = {key: value for key, value in message.items() if value is not None}  # tables fill up with nulls
-    if kept.get("role") not in _ROLES:
-        raise ValueError(f"{place} has the role {kept.get('role')!r}, which is none of {', '.join(_ROLES)}")
-    if "content" not in kept:
-        if kept["role"] == "assistant" and kept.get("tool_calls"):
-            return kept
+    message = {key: value for key, value in message.items() if value is not None}  # tables fill up with nulls
+    if message.get("role") not in _ROLES:
+        raise ValueError(f"{place} has the role {message.get('role')!r}, which is none of {', '.join(_ROLES)}")
+    if "content" not in message:
+        if message["role"] == "assistant" and message.get("tool_calls"):
+            return message
         raise ValueError(f"{place} has no content")
-    return kept | {"content": _content(kept["content"], place)}
+    return message | {"content": _content(message["content"], place)}
 
 
 def _content(content: Any, place: str) -> str:
@@ -437,8 +392,8 @@ def _content(content: Any, place: str) -> str:
 def _well_formed(text: str, place: str) -> str:
     try:
         text.encode()
-    except UnicodeEncodeError:
-        raise ValueError(f"{place} holds half of a surrogate pair, which is no character") from None
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{place} holds half of a surrogate pair, which is no character") from error
     return text
 
 
@@ -450,13 +405,12 @@ def _fingerprint(shape: Shape, examples: Iterable[Example]) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """What JSON has no word for. Never an address: equal rows must have an equal fingerprint in every process."""
+    """A JSON form of other values. Never an address: equal rows must have an equal fingerprint in every process."""
     if isinstance(value, (bytes, bytearray)):
         return value.hex()
     if isinstance(value, Mapping):
         return dict(value)
-    if callable(tolist := getattr(value, "tolist", None)):
-        return tolist()
-    if callable(isoformat := getattr(value, "isoformat", None)):
-        return isoformat()
+    for method in ("tolist", "isoformat"):
+        if callable(convert := getattr(value, method, None)):
+            return convert()
     return f"{type(value).__name__}"

@@ -1,4 +1,4 @@
-"""Text to token ids and back: a thin frozen wrapper around `tokenizers`, and how a model directory's is read."""
+"""Text to token ids and back: a thin frozen wrapper around `tokenizers`, and its loading from a model directory."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,35 +11,24 @@ import tokenizers
 
 from jrlhf.errors import UserError
 
-# The names under which chat templates meet special tokens.
+# The names that chat templates have for special tokens.
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """Text to token ids and back.
+    """Text to token ids and back."""
 
-    backend: the `tokenizers` object, which neither pads nor cuts off.
-    eos_ids: each of them ends a response; the first is the one that is written behind a text to end it.
-    pad_id: None where the model has none. Rows are then filled up with 0: masks come from lengths, never from ids.
-    bos_id: the beginning of a text, where the model has one.
-    prefix_ids: what a plain text begins with: the beginning of text, for models that were trained so.
-    chat_template: Jinja source, rendered by `jrlhf.data.chat`.
-    special_tokens: what the template sees beside the messages: bos_token, eos_token, ...; a template's own switches
-        (`enable_thinking`) may be added with `dataclasses.replace`.
-    directory: where the files lie, for an export that copies them.
-    limit: None, or the number of ids that the model's embedding holds. A text with a token beyond it is refused.
-    """
-
-    backend: tokenizers.Tokenizer
-    eos_ids: tuple[int, ...]
-    pad_id: int | None = None
-    bos_id: int | None = None
-    prefix_ids: tuple[int, ...] = ()
-    chat_template: str | None = None
+    backend: tokenizers.Tokenizer  # it neither pads nor cuts off
+    eos_ids: tuple[int, ...]  # each of them ends a response; the first is the one that is written to end a text
+    pad_id: int | None = None  # None: rows are filled up with 0. Masks come from lengths, never from ids
+    bos_id: int | None = None  # the beginning of a text, where the model has one
+    prefix_ids: tuple[int, ...] = ()  # what a plain text begins with, for models that were trained so
+    chat_template: str | None = None  # Jinja source, rendered by `jrlhf.data.chat`
+    # The template's variables in addition to the messages: bos_token, eos_token, ..., and a template's own switches.
     special_tokens: Mapping[str, Any] = field(default_factory=dict)
-    directory: Path | None = None
-    limit: int | None = None
+    directory: Path | None = None  # of the files, for an export that copies them
+    limit: int | None = None  # the number of ids in the model's embedding; a text with a token beyond it is refused
 
     def __post_init__(self) -> None:
         if not self.eos_ids:
@@ -47,7 +36,7 @@ class Tokenizer:
 
     @property
     def eos_id(self) -> int:
-        """The id that ends a text."""
+        """The id that is written to end a text."""
         return self.eos_ids[0]
 
     @cached_property
@@ -57,11 +46,7 @@ class Tokenizer:
         return highest if self.limit is None else min(highest, self.limit)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of one text; nothing is added to it.
-
-        Raises:
-            UserError: a token of it has no row in the model's embedding.
-        """
+        """Token ids of one text; nothing is added to it."""
         return self._checked(self.backend.encode(text, add_special_tokens=False).ids)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
@@ -71,18 +56,20 @@ class Tokenizer:
 
     def encode_prompt(self, text: str) -> list[int]:
         """Token ids of a plain text that begins a sequence: `prefix_ids`, then the text. An end of text that the
-        tokenizer would add is left out, as an answer is to follow."""
+        tokenizer would add is left out, because an answer follows."""
         return [*self.prefix_ids, *self.encode(text)]
 
     def encode_with_ends(self, text: str) -> tuple[list[int], list[int]]:
-        """Token ids of one text, and how many of its characters come before the end of each."""
+        """Token ids of one text, and for each the number of characters that come before its end."""
         encoding = self.backend.encode(text, add_special_tokens=False)
         return self._checked(encoding.ids), [end for _, end in encoding.offsets]
 
     def encode_continuation(self, before: str, begun: Sequence[int], text: str) -> list[int]:
-        """Token ids of a text that follows `before`, whose tokens `begun` stay as they are: those that both texts
-        together have behind them. Where a token would reach over from one to the other, those of the text alone,
-        without the blank with which SentencePiece-like vocabularies begin."""
+        """Token ids of a text that follows `before`, whose tokens `begun` stay as they are.
+
+        They are the tokens behind `begun` in the two texts together. Where a token would reach over from one text to
+        the other, they are those of the text alone, without the blank with which SentencePiece-like vocabularies begin.
+        """
         for first, ids in ((before, list(begun)), *((first, self.encode(first)) for first in self._stand_ins)):
             both = self.encode(first + text)
             if both[: len(ids)] == ids:
@@ -113,7 +100,7 @@ class Tokenizer:
 
 
 def load_tokenizer(directory: Path | str, *, eos: Sequence[str] = ()) -> Tokenizer:
-    """Read the tokenizer of a Hugging Face model directory.
+    """Reads the tokenizer of a Hugging Face model directory.
 
     From tokenizer.json; tokenizer_config.json and special_tokens_map.json (special tokens); generation_config.json, or
     else config.json (further ids that end a response); chat_template.jinja, tokenizer_config.json or
@@ -121,22 +108,20 @@ def load_tokenizer(directory: Path | str, *, eos: Sequence[str] = ()) -> Tokeniz
 
     eos: names of the tokens that end a response, in place of those that the files name; the first one is written. For
         a base model, say, whose chat template closes a turn with a token other than its end of text.
-
-    Raises:
-        UserError: no such directory, a file that cannot be read, only files that need conversion, no end of text, or
-            a named token that the vocabulary lacks.
     """
     directory = Path(directory)
     backend = _read_backend(directory)
-    settings = _special_settings(directory)
+    settings = _read_json(directory / "tokenizer_config.json")
+    # The older of the two files counts only where the newer one does not list the added tokens itself.
+    if "added_tokens_decoder" not in settings:
+        settings |= _read_json(directory / "special_tokens_map.json")
     _add_missing(backend, settings, directory)
     special_tokens = {name: text for name in _NAMED if (text := _content(settings.get(name))) is not None}
-    eos_ids = _named_ids(backend, eos, directory) if eos else _eos_ids(backend, special_tokens, directory)
     return Tokenizer(
         backend=backend,
-        eos_ids=eos_ids,
-        pad_id=_id_of(backend, special_tokens.get("pad_token")),
-        bos_id=_id_of(backend, special_tokens.get("bos_token")),
+        eos_ids=_named_ids(backend, eos, directory) if eos else _eos_ids(backend, special_tokens, directory),
+        pad_id=backend.token_to_id(special_tokens.get("pad_token", "")),
+        bos_id=backend.token_to_id(special_tokens.get("bos_token", "")),
         prefix_ids=_prefix_ids(backend),
         chat_template=_chat_template(directory, settings),
         special_tokens=special_tokens,
@@ -145,23 +130,20 @@ def load_tokenizer(directory: Path | str, *, eos: Sequence[str] = ()) -> Tokeniz
 
 
 def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> Tokenizer:
-    """The tokenizer for a model whose embedding has `vocab_size` rows: the one to use with it.
+    """The tokenizer to use with a model whose embedding has `vocab_size` rows.
 
     Ordinary tokens must all have a row. Added ones beyond it (the image token of a text-only checkpoint, a padding
     token that was never trained) are tolerated as long as no text holds them: `Tokenizer.limit`.
-
-    Raises:
-        UserError: the vocabulary is larger than the model's, or a token that ends or begins a text has no row.
     """
     added = set(tokenizer.backend.get_added_tokens_decoder())
-    ordinary = max(
-        (i for i in tokenizer.backend.get_vocab(with_added_tokens=True).values() if i not in added), default=0
-    )
+    vocabulary = tokenizer.backend.get_vocab(with_added_tokens=True)
+    ordinary = max((index for index in vocabulary.values() if index not in added), default=0)
     highest = max((ordinary, *tokenizer.eos_ids, *tokenizer.prefix_ids))
     if highest >= vocab_size:
         raise UserError(
-            f"the tokenizer{_of(tokenizer.directory)} has ids up to {highest}, but the model's embedding has "
-            f"{vocab_size} rows: take the tokenizer that the model was trained with"
+            f"the tokenizer{'' if tokenizer.directory is None else f' in {tokenizer.directory}'} has ids up to "
+            f"{highest}, but the model's embedding has {vocab_size} rows: take the tokenizer that the model was "
+            "trained with"
         )
     if tokenizer.vocab_size <= vocab_size:
         return tokenizer
@@ -170,17 +152,13 @@ def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> Tokenizer:
 
 
 def same_tokens(one: Tokenizer, other: Tokenizer) -> bool:
-    """Whether two tokenizers write a text with the same ids. Added tokens that only one has do not count: a reward
+    """True if two tokenizers write a text with the same ids. Added tokens that only one has do not count: a reward
     model's padding, say."""
-    first, second = (json.loads(each.to_json()) for each in (one, other))
+    first, second = (json.loads(tokenizer.to_json()) for tokenizer in (one, other))
     if any(first.get(part) != second.get(part) for part in ("model", "normalizer", "pre_tokenizer")):
         return False
-    added = [{entry["id"]: entry["content"] for entry in each.get("added_tokens", [])} for each in (first, second)]
-    return all(added[0][index] == added[1][index] for index in added[0].keys() & added[1].keys())
-
-
-def _of(directory: Path | None) -> str:
-    return "" if directory is None else f" in {directory}"
+    ours, theirs = ({token["id"]: token["content"] for token in x.get("added_tokens", [])} for x in (first, second))
+    return all(ours[index] == theirs[index] for index in ours.keys() & theirs.keys())
 
 
 def _read_backend(directory: Path) -> tokenizers.Tokenizer:
@@ -198,31 +176,23 @@ def _read_backend(directory: Path) -> tokenizers.Tokenizer:
     try:
         backend = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises bare `Exception`
-        raise UserError(f"{path} cannot be read as a tokenizer.json ({error}): fetch the file again") from None
+        raise UserError(f"{path} cannot be read as a tokenizer.json ({error}): fetch the file again") from error
     backend.no_truncation()  # a file may have been saved while they were on
     backend.no_padding()
     return backend
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """The object in a file; empty where there is no file."""
+    """The JSON object in a file; empty where there is no file."""
     if not path.exists():
         return {}
     try:
         content = json.loads(path.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read as JSON ({error}): fetch the file again") from None
+        raise UserError(f"{path} cannot be read as JSON ({error}): fetch the file again") from error
     if not isinstance(content, dict):
         raise UserError(f"{path} holds a {type(content).__name__}, not a JSON object: fetch the file again")
     return content
-
-
-def _special_settings(directory: Path) -> dict[str, Any]:
-    settings = _read_json(directory / "tokenizer_config.json")
-    # The older of the two files counts only where the newer one does not list the added tokens itself.
-    if "added_tokens_decoder" not in settings:
-        settings |= _read_json(directory / "special_tokens_map.json")
-    return settings
 
 
 def _content(token: Any) -> str | None:
@@ -232,7 +202,7 @@ def _content(token: Any) -> str | None:
 
 
 def _add_missing(backend: tokenizers.Tokenizer, settings: Mapping[str, Any], directory: Path) -> None:
-    """Makes special what tokenizer_config.json calls so and tokenizer.json does not."""
+    """Adds the special tokens that only tokenizer_config.json lists."""
     listed = settings.get("added_tokens_decoder", {})
     known = {token.content for token in backend.get_added_tokens_decoder().values()}
     for index, entry in sorted(((int(index), entry) for index, entry in listed.items())):
@@ -246,10 +216,6 @@ def _add_missing(backend: tokenizers.Tokenizer, settings: Mapping[str, Any], dir
     known = {token.content for token in backend.get_added_tokens_decoder().values()}
     named = [text for name in _NAMED if (text := _content(settings.get(name))) is not None and text not in known]
     backend.add_special_tokens([text for text in named if backend.token_to_id(text) is not None])
-
-
-def _id_of(backend: tokenizers.Tokenizer, token: str | None) -> int | None:
-    return None if token is None else backend.token_to_id(token)
 
 
 def _named_ids(backend: tokenizers.Tokenizer, names: Iterable[str], directory: Path) -> tuple[int, ...]:
@@ -266,16 +232,16 @@ def _eos_ids(backend: tokenizers.Tokenizer, special_tokens: Mapping[str, str], d
     """The tokenizer's own end of text first, then those that generation stops at."""
     name = special_tokens.get("eos_token")
     own = () if name is None else _named_ids(backend, [name], directory)
-    found: Any = None
+    stops: Any = None
     for file in ("generation_config.json", "config.json"):
         settings = _read_json(directory / file)
-        found = settings.get("eos_token_id", (settings.get("text_config") or {}).get("eos_token_id"))
-        if found is not None:
+        stops = settings.get("eos_token_id", (settings.get("text_config") or {}).get("eos_token_id"))
+        if stops is not None:
             break
-    listed = found if isinstance(found, list) else [] if found is None else [found]
+    listed = stops if isinstance(stops, list) else [] if stops is None else [stops]
     if not all(isinstance(index, int) and not isinstance(index, bool) for index in listed):
-        raise UserError(f"eos_token_id in {directory / file} is {found!r}, not an id or a list of ids: correct it")
-    ids = tuple(dict.fromkeys((*own, *(index for index in listed))))
+        raise UserError(f"eos_token_id in {directory / file} is {stops!r}, not an id or a list of ids: correct it")
+    ids = tuple(dict.fromkeys((*own, *listed)))
     if not ids:
         raise UserError(
             f"nothing in {directory} says which token ends a text: set eos_token in tokenizer_config.json, or "
@@ -291,7 +257,7 @@ def _eos_ids(backend: tokenizers.Tokenizer, special_tokens: Mapping[str, str], d
 
 
 def _prefix_ids(backend: tokenizers.Tokenizer) -> tuple[int, ...]:
-    """What the tokenizer puts before a text of its own accord."""
+    """The ids that the tokenizer by itself puts before a text."""
     encoding = backend.encode("a", add_special_tokens=True)
     own = [added == 0 for added in encoding.special_tokens_mask]
     return tuple(encoding.ids[: own.index(True)]) if True in own else ()
@@ -303,12 +269,11 @@ def _chat_template(directory: Path, settings: Mapping[str, Any]) -> str | None:
         try:
             return path.read_text(encoding="utf-8")
         except (OSError, ValueError) as error:
-            raise UserError(f"{path} cannot be read ({error}): fetch the file again") from None
+            raise UserError(f"{path} cannot be read ({error}): fetch the file again") from error
     template = settings.get("chat_template")
     if template is None:
         template = _read_json(directory / "chat_template.json").get("chat_template")
     if isinstance(template, list):  # named ones: [{"name": "default", "template": "..."}, ...]
-        template = {each.get("name"): each.get("template") for each in template if isinstance(each, dict)}.get(
-            "default"
-        )
+        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+        template = named.get("default")
     return template if isinstance(template, str) else None

@@ -1,9 +1,10 @@
-"""What a dataset's rows become: prompts, conversations, examples."""
+"""Prompts, conversations and examples: what a dataset's rows become."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+Ids = tuple[int, ...]  # of tokens
 Message = Mapping[str, Any]  # {"role": "user", "content": "..."}
 Conversation = tuple[Message, ...]
 Text = str | Conversation  # a prompt or a completion: plain text, or the messages of a conversation
@@ -11,16 +12,20 @@ Text = str | Conversation  # a prompt or a completion: plain text, or the messag
 
 @dataclass(frozen=True)
 class Example:
-    """One row of a dataset.
-
-    completion: what to learn to answer. chosen, rejected: answers of which an annotator preferred the first.
-    source: which of several mixed datasets the row is from (verl's `data_source`); measured separately.
-    columns: every other column, as read: reward functions get them by name.
-    """
+    """One row of a dataset."""
 
     prompt: Text
-    completion: Text | None = None
-    chosen: Text | None = None
+    completion: Text | None = None  # the answer to learn
+    chosen: Text | None = None  # of two answers, the one that an annotator preferred
     rejected: Text | None = None
-    source: str = ""
-    columns: Mapping[str, Any] = field(default_factory=dict)
+    source: str = ""  # which of several mixed datasets the row is from (verl's `data_source`); measured separately
+    columns: Mapping[str, Any] = field(default_factory=dict)  # all other columns: reward functions get them by name
+
+
+@dataclass(frozen=True)
+class Response:
+    """One response as it was sampled; its ids are never tokenized again."""
+
+    ids: Ids
+    text: str
+    finished: bool

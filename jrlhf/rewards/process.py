@@ -1,15 +1,20 @@
-"""A worker process seen from its parent: bytes in and out without ever blocking, and a death that leaves nothing."""
+"""A worker process seen from its parent: requests with a deadline, and a death that leaves nothing behind.
+
+Libraries were tried against tests/jrlhf/rewards. pebble notices an exit with code 0 only at the deadline, leaves what
+a function started running, leaves its workers running when the parent is killed, and lets SIGTERM end them. loky has no
+deadline per task, and one crash fails all tasks.
+"""
 
 import json
 import os
 import re
-import select
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,12 +30,12 @@ main(descriptor)
 """
 LONGEST = 1 << 28  # bytes of an answer
 TAIL = 1 << 14  # bytes of a worker's output that are kept to explain its death
-GRACE = 1.0  # seconds beyond its deadline in which a worker may end itself, showing where it hung
+GRACE = 1.0  # seconds beyond its deadline in which a worker may end itself, printing where it hung
 
 
 @dataclass(frozen=True)
 class Death:
-    """How a worker ended while it was asked something. kind: "hang" (beyond its deadline) or "crash"."""
+    """How a worker ended during a request. kind: "hang" (beyond its deadline) or "crash"."""
 
     kind: str
     detail: str
@@ -39,31 +44,19 @@ class Death:
 class Worker:
     """A process that answers one request at a time.
 
-    It has a session of its own, so that a signal to the terminal's process group passes it by, and so that whatever
-    programs it starts can be killed with it. It is started by exec, not by fork (this process has threads), and does
-    not import the parent's main module.
+    It has a session of its own: a signal to the terminal's process group passes it by, and the programs that it starts
+    can be killed with it. It is started by exec, not by fork (this process has threads), and does not import the
+    parent's main module. `log` gets its output, from a thread that reads until the process closes it.
     """
 
-    def __init__(self, environment: Mapping[str, str], output: Callable[[bytes], None]):
-        self._output = output
-        self._tail = b""
-        self._incoming, self._outgoing = bytearray(), bytearray()
-        self._began = self._seconds = 0.0
-        self._ended = False
-        self.busy = False
-        self.facts: dict[str, Any] | None = None  # what the worker said when it was ready
-        ours, theirs = socket.socketpair()
+    def __init__(self, environment: Mapping[str, str], log: Callable[[bytes], None]):
+        self._log, self._tail = log, b""
+        self._lock = threading.RLock()  # of ending the process
+        self._channel, theirs = socket.socketpair()
+        paths = json.dumps([str(path) for path in sys.path])
         with theirs:
             self._process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-P",
-                    "-u",
-                    "-c",
-                    LAUNCH,
-                    json.dumps([str(path) for path in sys.path]),
-                    str(theirs.fileno()),
-                ],
+                [sys.executable, "-P", "-u", "-c", LAUNCH, paths, str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
@@ -72,11 +65,8 @@ class Worker:
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
             )
-        self._channel = ours
-        assert self._process.stdout is not None
-        self._stdout = self._process.stdout
-        ours.setblocking(False)
-        os.set_blocking(self._stdout.fileno(), False)
+        self._reader = threading.Thread(target=self._read_output, daemon=True)
+        self._reader.start()
 
     @property
     def pid(self) -> int:
@@ -84,140 +74,108 @@ class Worker:
 
     @property
     def ended(self) -> bool:
-        """It closed its end: it is dead or dying."""
-        return self._ended
+        """True once the process has closed its end of the channel: it is dead or dying."""
+        try:
+            self._channel.settimeout(0)
+            return not self._channel.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
 
-    @property
-    def seconds_left(self) -> float:
-        """Until its request is overdue."""
-        return self._began + self._seconds + GRACE - time.monotonic()
-
-    def ask(self, request: bytes, seconds: float) -> None:
-        """Sends a request that must be answered within so many seconds."""
-        assert not self.busy
-        self._outgoing += LENGTH.pack(len(request)) + request
-        self._began, self._seconds, self.busy = time.monotonic(), seconds, True
-
-    def answer(self) -> Mapping[str, Any] | Death | None:
-        """What came of the request; None while it is still open. After a `Death` the worker has been killed."""
-        if len(self._incoming) >= LENGTH.size:
-            (length,) = LENGTH.unpack_from(self._incoming)
-            if length > LONGEST:
-                self.kill()
-                return Death("crash", f"answered with {length} bytes")
-            if len(self._incoming) >= LENGTH.size + length:
-                body = bytes(self._incoming[LENGTH.size : LENGTH.size + length])
-                del self._incoming[: LENGTH.size + length]
-                self.busy = False
-                try:
-                    answer = json.loads(body)
-                    assert isinstance(answer, dict)
-                    return answer
-                except (ValueError, AssertionError):
-                    self.kill()
-                    return Death("crash", "wrote into the channel of its answers")
-        late = time.monotonic() - self._began >= self._seconds
-        if self._ended or self.seconds_left <= 0:
+    def request(self, body: bytes, seconds: float) -> Mapping[str, Any] | Death:
+        """The answer to a request that must be given within `seconds`. After a `Death` the worker has been killed."""
+        began = time.monotonic()
+        try:
+            return self._exchange(body, began + seconds + GRACE)
+        except ValueError as error:
+            self.kill()
+            return Death("crash", str(error))
+        except OSError:  # a timeout, or the channel's end
+            late = time.monotonic() - began >= seconds
             code = self.kill()
-            if late:
-                place = _place(self._tail, rb"Thread 0x[0-9a-f]+[^\n]*\(most recent call first\):\n")
-                return Death("hang", f"no answer within {self._seconds:g} s{place}")
-            how = f"ended by {signal.Signals(-code).name}" if code < 0 else f"left with exit code {code}"
-            place = _place(self._tail, rb"Current thread 0x[^\n]*:\n")
-            return Death("crash", how + (place or _last_words(self._tail)))
-        return None
+        if late:
+            place = _place(self._tail, rb"Thread 0x[0-9a-f]+[^\n]*\(most recent call first\):\n")
+            return Death("hang", f"no answer within {seconds:g} s{place}")
+        ending = f"ended by {signal.Signals(-code).name}" if code < 0 else f"left with exit code {code}"
+        return Death("crash", ending + (_place(self._tail, rb"Current thread 0x[^\n]*:\n") or _last_words(self._tail)))
 
-    def register(self, poll: select.poll) -> None:
-        """Has `poll` wake up for this worker."""
-        if not self._stdout.closed:
-            poll.register(self._stdout, select.POLLIN)
-        if not self._ended:
-            poll.register(self._channel, select.POLLIN | (select.POLLOUT if self._outgoing else 0))
+    def dismiss(self, goodbye: bytes) -> None:
+        """Asks an idle worker to exit by itself, which runs its exit handlers."""
+        try:
+            self._channel.settimeout(0)
+            self._channel.send(LENGTH.pack(len(goodbye)) + goodbye)
+        except OSError:
+            pass  # it is gone, or busy
 
-    def pump(self) -> None:
-        """Moves what can be moved now."""
-        self._drain()
-        if self._ended:
-            return
+    def wait(self, seconds: float) -> None:
+        """Waits until the process exits, at most for `seconds`."""
         try:
-            if self._outgoing:
-                del self._outgoing[: self._channel.send(bytes(self._outgoing[: 1 << 20]))]
-        except BlockingIOError:
-            pass
+            while self._receive(1, time.monotonic() + seconds):
+                pass
         except OSError:
-            pass  # it is gone; what it said before is still read below
-        try:
-            part = self._channel.recv(1 << 20)
-            self._incoming += part
-            self._ended = not part
-        except BlockingIOError:
             pass
-        except OSError:
-            self._ended = True
+
+    def interrupt(self) -> None:
+        """Kills the process and the programs that it started; a request that waits for it ends at once."""
+        with self._lock:
+            if self._process.returncode is None:  # nobody has waited for it: its number is still its own
+                try:
+                    os.killpg(self._process.pid, signal.SIGKILL)
+                except (ProcessLookupError, PermissionError):
+                    pass  # nobody left (PermissionError: on macOS, only the dead)
 
     def kill(self) -> int:
-        """Ends the worker and the programs that it started, at once; returns its exit code. May be called again."""
-        if self._process.returncode is None:
-            # Before the process is waited for: its number still is its own, even if it is dead.
+        """`interrupt`, then frees what the process used; returns its exit code. May be called again."""
+        with self._lock:
+            self.interrupt()
             try:
-                os.killpg(self._process.pid, signal.SIGKILL)
-            except (ProcessLookupError, PermissionError):
-                pass  # nobody left (PermissionError: on macOS, only the dead)
-            try:
-                self._process.wait(5)
+                code = self._process.wait(5)
             except subprocess.TimeoutExpired:
                 return -signal.SIGKILL  # stuck in the kernel, on a dead file server: it dies when that lets go
-        self._drain(16)
-        self._ended, self.busy = True, False
-        self._channel.close()
-        self._stdout.close()
-        code = self._process.returncode
-        assert code is not None
-        return code
+            self._reader.join(1)  # longer only if a detached program holds the pipe open
+            self._channel.close()
+            return code
 
-    def _drain(self, most: int = 1) -> None:
-        for _ in range(most):
-            if self._stdout.closed:
-                return
-            part = self._stdout.read(1 << 16)
-            if part is None:
-                return  # nothing now
+    def _exchange(self, body: bytes, until: float) -> Mapping[str, Any]:
+        try:
+            self._channel.settimeout(max(0.001, until - time.monotonic()))
+            self._channel.sendall(LENGTH.pack(len(body)) + body)
+        except BrokenPipeError:
+            pass  # what it answered before it ended is still read below
+        (length,) = LENGTH.unpack(self._receive(LENGTH.size, until))
+        if length > LONGEST:
+            raise ValueError(f"answered with {length} bytes")
+        try:
+            answer = json.loads(self._receive(length, until))
+            assert isinstance(answer, dict)
+            return answer
+        except (ValueError, AssertionError) as error:
+            raise ValueError("wrote into the channel of its answers") from error
+
+    def _receive(self, count: int, until: float) -> bytes:
+        body = bytearray()
+        while len(body) < count:
+            self._channel.settimeout(max(0.001, until - time.monotonic()))
+            part = self._channel.recv(min(count - len(body), 1 << 20))
             if not part:
-                self._stdout.close()
-                return
-            self._output(part)
-            self._tail = (self._tail + part)[-TAIL:]
+                raise ConnectionError("the worker closed the channel")
+            body += part
+        return bytes(body)
 
-
-def wait(workers: Iterable[Worker], seconds: float) -> None:
-    """Waits until a worker says something or can be told something, or for so long; then moves the bytes."""
-    workers = list(workers)
-    poll = select.poll()
-    for worker in workers:
-        worker.register(poll)
-    poll.poll(max(0.0, seconds) * 1000)
-    for worker in workers:
-        worker.pump()
-
-
-def dismiss(workers: Iterable[Worker], goodbye: bytes, seconds: float = 2.0) -> None:
-    """Lets idle workers leave by themselves, running their exit handlers, and ends those that do not."""
-    workers = list(workers)
-    leaving = [worker for worker in workers if not worker.busy and not worker.ended]
-    until = time.monotonic() + seconds
-    for worker in leaving:
-        worker.ask(goodbye, seconds)
-    while (staying := [worker for worker in leaving if not worker.ended]) and time.monotonic() < until:
-        wait(staying, until - time.monotonic())
-    for worker in workers:
-        worker.kill()
+    def _read_output(self) -> None:
+        assert self._process.stdout is not None
+        with self._process.stdout as output:
+            while part := output.read(1 << 16):
+                self._log(part)
+                self._tail = (self._tail + part)[-TAIL:]
 
 
 def _place(output: bytes, header: bytes) -> str:
-    """Where the main thread was, from faulthandler's report; threads are listed youngest first."""
+    """Where the main thread was, from faulthandler's report; it lists the youngest thread first."""
     blocks = re.split(header, output)
-    found = re.match(rb'\s*File "([^"]*)", line (\d+)', blocks[-1]) if len(blocks) > 1 else None
-    return f", at {found[1].decode(errors='replace')}:{found[2].decode()}" if found else ""
+    frame = re.match(rb'\s*File "([^"]*)", line (\d+)', blocks[-1]) if len(blocks) > 1 else None
+    return f", at {frame[1].decode(errors='replace')}:{frame[2].decode()}" if frame else ""
 
 
 def _last_words(output: bytes) -> str:

@@ -1,16 +1,16 @@
 """The worker process of a reward function: receives calls, answers in plain numbers. Standard library only.
 
-The wire is a socket whose other end only the parent holds: frames of 4 bytes of length and a body. Calls come as
-pickles (a dataset's columns may hold anything, and the parent is trusted); answers go as JSON, so that the parent never
+The channel is a socket whose other end only the parent holds. A frame is 4 bytes of length and a body. Calls come as
+pickles (a dataset's columns may hold anything, and the parent is trusted). Answers go as JSON, so that the parent never
 unpickles anything that the function made.
 
-    parent: {spec, options, start_deadline, deadline}   worker: {"ready": what the parent must know} | {"bad": text}
+    parent: {spec, options, start_deadline, deadline}   worker: {"ready": facts about the function} | {"bad": text}
     parent: {arguments, lengths, seed}                  worker: {"results"} | {"failure", "detail"} | {"bad": text}
-    parent: None                                        worker: leaves, running its exit handlers
+    parent: None                                        worker: exits, running its exit handlers
 
-`arguments` are those of one call, or a list of them for a function of single samples. A result is a number, a list of
-numbers (a score a token), {"score", "extras"}, or {"failure": kind, "detail": text}; a failure in place of the results
-is one of all samples. "bad" is a UserError that the function raised: bad input, which stops the run.
+`arguments` are those of one call, or a list of them for a coroutine function of single samples. A result is {"score",
+"extras"}, with one number or one number per token, or {"failure": kind, "detail": text}. A failure in place of the
+results concerns all samples. "bad" is a UserError that the function raised: bad input, which stops the run.
 """
 
 import asyncio
@@ -31,15 +31,14 @@ import struct
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from jrlhf.errors import UserError
 from jrlhf.rewards.user_code import explain, load
 
 LENGTH = struct.Struct(">I")
-GIVEN = {  # what we pass by ourselves, by the call's style; all else is a column
+GIVEN = {  # what the program passes by itself, by the call's style; all other parameters are columns
     "trl": ("prompts", "completions", "completion_ids", "log_extra", "log_metric"),
     "verl": ("solution_str",),
 }
@@ -71,25 +70,14 @@ def main(descriptor: int) -> None:
             _send(channel, answer)
 
 
-def _serve(function: "Function", loop: asyncio.Runner, body: bytes, deadline: float) -> dict[str, Any] | None:
-    """The answer to a call; None to a goodbye. Whatever the function raises, sys.exit included, is an answer."""
-    try:
-        call = pickle.loads(body)
-        return None if call is None else _answer(function, loop, call, deadline)
-    except UserError as error:
-        return {"bad": str(error)}
-    except BaseException as error:
-        return _failure("exception", explain(error))
-
-
 def _keep_to_parent(channel: socket.socket) -> None:
-    """Lives exactly as long as the parent wants.
+    """Makes this process live exactly as long as the parent wants.
 
     Ctrl-C and a scheduler's SIGTERM reach many processes at once, but only the parent knows when to stop: they do
-    nothing here. (Handlers, not SIG_IGN, so that programs that the function starts are not deaf to them.) The parent
-    stops this process by SIGKILL, and should it be killed itself, then a thread here sees its end of the socket close
-    and ends the process group. A call that holds the interpreter lock keeps that thread from running; `_limit` ends
-    such a call at its deadline.
+    nothing here. (Handlers, not SIG_IGN, because programs that the function starts would inherit SIG_IGN.) The parent
+    stops this process by SIGKILL. If the parent itself is killed, a thread here sees the socket close and ends the
+    process group. A call that holds the interpreter lock keeps that thread from running; `_limit` ends such a call at
+    its deadline.
     """
     numbers = (signal.SIGINT, signal.SIGTERM)
 
@@ -112,7 +100,7 @@ def _keep_to_parent(channel: socket.socket) -> None:
 
 @contextlib.contextmanager
 def _limit(seconds: float, stderr: int) -> Iterator[None]:
-    """Prints the stack and leaves after so many seconds. A thread of C's: it needs no interpreter lock."""
+    """Prints the stack and exits after `seconds`. faulthandler's C thread does it: it needs no interpreter lock."""
     owner = os.getpid()
     faulthandler.dump_traceback_later(seconds, exit=True, file=stderr)
     try:
@@ -126,9 +114,8 @@ def _limit(seconds: float, stderr: int) -> Iterator[None]:
 # The function
 
 
-@dataclass(frozen=True)
-class Function:
-    """The function with its options, and what the parent must know to call it."""
+class Function(NamedTuple):
+    """The function with its options, the logging hooks that it takes, and what the parent must know to call it."""
 
     call: Callable[..., Any]
     hooks: tuple[str, ...]
@@ -136,8 +123,8 @@ class Function:
 
 
 def _prepare(spec: str, options: Mapping[str, Any]) -> Function:
-    found = load(spec, f"reward function {spec!r}")
-    function = found.function
+    source = load(spec, f"reward function {spec!r}")
+    function = source.function
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError) as error:
@@ -164,18 +151,29 @@ def _prepare(spec: str, options: Mapping[str, Any]) -> Function:
         "open_ended": open_ended,
         "columns": [p.name for p in columns],
         "required": [p.name for p in columns if p.default is p.empty],
-        "file": found.file,
-        "sha256": found.sha256,
+        "file": source.file,
+        "sha256": source.sha256,
     }
     hooks = tuple(h for h in HOOKS if style == "trl" and h not in options and (open_ended or h in named))
     return Function(partial(function, **options), hooks, facts)
 
 
-def _answer(function: Function, loop: asyncio.Runner, call: Mapping[str, Any], deadline: float) -> dict[str, Any]:
+def _serve(function: Function, loop: asyncio.Runner, body: bytes, deadline: float) -> dict[str, Any] | None:
+    """The answer to a call; None to a goodbye. Whatever the function raises, sys.exit included, is an answer."""
+    try:
+        call = pickle.loads(body)
+        return None if call is None else {"results": _results(function, loop, call, deadline)}
+    except UserError as error:
+        return {"bad": str(error)}
+    except BaseException as error:
+        return _failure(error)
+
+
+def _results(function: Function, loop: asyncio.Runner, call: Mapping[str, Any], deadline: float) -> list[Any]:
     _seed(call["seed"])
     arguments, lengths = call["arguments"], call["lengths"]
     if isinstance(arguments, list):
-        return {"results": loop.run(_together(function.call, arguments, lengths, deadline))}
+        return loop.run(_together(function.call, arguments, lengths, deadline))
     logged: dict[str, list[Any]] = {}
     hooks = {
         "log_extra": lambda column, values: logged.update({str(column): list(values)}),
@@ -185,17 +183,14 @@ def _answer(function: Function, loop: asyncio.Runner, call: Mapping[str, Any], d
     if inspect.isawaitable(values):
         values = loop.run(_finish(values))
     if function.facts["style"] == "verl":
-        return {"results": [_result(values, lengths[0])]}
+        return [_result(values, lengths[0])]
     values = _listed(values, len(lengths))
-    if isinstance(values, dict):
-        return values
-    results = [_result(value, length) for value, length in zip(values, lengths, strict=True)]
     extras = [{name: x[row] for name, x in logged.items() if row < len(x)} for row in range(len(lengths))]
-    return {"results": [_with_extras(*pair) for pair in zip(results, map(_extras, extras), strict=True)]}
+    return [_result(*row) for row in zip(values, lengths, extras, strict=True)]
 
 
 async def _together(call: Callable, arguments: list[Mapping], lengths: Sequence[int], deadline: float) -> list[Any]:
-    """The results of a coroutine function of single samples: all run at once, each one's failure is its own."""
+    """The results of a coroutine function of single samples. All run at once; a failure concerns one sample."""
     seconds = 0.9 * deadline  # before the process's deadline, which would take all of them
 
     async def one(arguments: Mapping[str, Any], length: int) -> Any:
@@ -206,9 +201,7 @@ async def _together(call: Callable, arguments: list[Mapping], lengths: Sequence[
         except UserError:
             raise
         except BaseException as error:
-            if timeout.expired():
-                return _failure("hang", f"no answer within {seconds:g} s")
-            return _failure("exception", explain(error))
+            return _failure(Failure("hang", f"no answer within {seconds:g} s") if timeout.expired() else error)
 
     return await asyncio.gather(*(one(*pair) for pair in zip(arguments, lengths, strict=True)))
 
@@ -218,7 +211,7 @@ async def _finish(awaitable: Any) -> Any:
 
 
 def _seed(seed: str) -> None:
-    """The random state that a call starts from: a function of the run's seed, the step and the sample alone."""
+    """Sets the random state of a call: a function of the run's seed, the step and the sample alone."""
     random.seed(seed)
     number = int.from_bytes(hashlib.sha256(seed.encode()).digest()[:4], "big")
     if (numpy := sys.modules.get("numpy")) is not None:
@@ -227,53 +220,66 @@ def _seed(seed: str) -> None:
         torch.manual_seed(number)
 
 
-# From what it returned to plain numbers
+# From what the function returned to plain numbers
 
 
-def _listed(values: Any, count: int) -> list[Any] | dict[str, str]:
-    """The values as a list of `count`, or the failure of all of them."""
+class Failure(Exception):
+    """What the function returned is no score. Arguments: kind, detail."""
+
+
+def _failure(error: BaseException) -> dict[str, str]:
+    kind, detail = error.args if isinstance(error, Failure) else ("exception", explain(error))
+    return {"failure": kind, "detail": detail}
+
+
+def _listed(values: Any, count: int) -> list[Any]:
+    """The values of a batch as a list of `count`."""
     if hasattr(values, "tolist"):
         values = values.tolist()  # arrays and tensors
     if isinstance(values, (str, bytes, Mapping, set, frozenset)) or not hasattr(values, "__iter__"):
-        return _failure("type", f"returned {_show(values)}, not a list of {count} scores")
+        raise Failure("type", f"returned {_show(values)}, not a list of {count} scores")
     listed = list(itertools.islice(values, count + 1))
     if len(listed) != count:
-        found = f"more than {count}" if len(listed) > count else str(len(listed))
-        return _failure("length", f"returned {found} scores for {count} samples")
+        number = f"more than {count}" if len(listed) > count else str(len(listed))
+        raise Failure("length", f"returned {number} scores for {count} samples")
     return listed
 
 
-def _result(value: Any, length: int) -> Any:
-    """A sample's score, or its scores token by token, or why there is none."""
-    if isinstance(value, Mapping):
-        if "score" not in value:
-            return _failure("type", f"returned {_show(value)}, which has no 'score'")
-        return _with_extras(_result(value["score"], length), _extras({k: v for k, v in value.items() if k != "score"}))
-    if hasattr(value, "tolist"):
-        value = value.tolist()
-    if isinstance(value, (list, tuple)):
+def _result(value: Any, length: int, extras: Mapping[Any, Any] | None = None) -> dict[str, Any]:
+    """A sample's score, or its scores token by token, with extra numbers; or why there is none."""
+    numbers = _numbers(extras or {})
+    try:
+        while isinstance(value, Mapping):
+            if "score" not in value:
+                raise Failure("type", f"returned {_show(value)}, which has no 'score'")
+            numbers = _numbers({k: v for k, v in value.items() if k != "score"}) | numbers
+            value = value["score"]
+        if hasattr(value, "tolist"):
+            value = value.tolist()
+        if not isinstance(value, (list, tuple)):
+            return {"score": _score(value), "extras": numbers}
         if len(value) != length:
-            return _failure("length", f"returned {len(value)} scores for a response of {length} tokens")
-        scores = [_score(x) for x in value]
-        return next((score for score in scores if isinstance(score, dict)), scores)
-    return _score(value)
+            raise Failure("length", f"returned {len(value)} scores for a response of {length} tokens")
+        return {"score": [_score(x) for x in value], "extras": numbers}
+    except Failure as failure:
+        return _failure(failure)
 
 
-def _score(value: Any) -> float | dict[str, str]:
+def _score(value: Any) -> float:
     if value is None:
-        return _failure("none", "returned None")
+        raise Failure("none", "returned None")
     number = _number(value)
     if number is None:
-        return _failure("type", f"returned {_show(value)}, not a number")
+        raise Failure("type", f"returned {_show(value)}, not a number")
     if math.isnan(number):
-        return _failure("nan", "returned NaN")
+        raise Failure("nan", "returned NaN")
     if math.isinf(number):
-        return _failure("infinite", f"returned {_show(value)}")
+        raise Failure("infinite", f"returned {_show(value)}")
     return number
 
 
 def _number(value: Any) -> float | None:
-    """A number of Python's, NumPy's or a tensor's; booleans are 0 and 1. None for all else."""
+    """A number of Python's, NumPy's or a tensor's; booleans are 0 and 1. None for everything else."""
     if not isinstance(value, (bool, int, float)) and hasattr(value, "tolist"):
         value = value.tolist()
     if not isinstance(value, (bool, int, float)):
@@ -284,22 +290,10 @@ def _number(value: Any) -> float | None:
         return -math.inf if value < 0 else math.inf
 
 
-def _extras(values: Mapping[Any, Any]) -> dict[str, float]:
-    """Those of the values that are finite numbers."""
+def _numbers(values: Mapping[Any, Any]) -> dict[str, float]:
+    """The finite numbers among the values."""
     numbers = {str(name): _number(value) for name, value in values.items()}
     return {name: number for name, number in numbers.items() if number is not None and math.isfinite(number)}
-
-
-def _with_extras(result: Any, extras: Mapping[str, float]) -> Any:
-    if not extras or (isinstance(result, dict) and "failure" in result):
-        return result
-    if isinstance(result, dict):
-        return {"score": result["score"], "extras": result["extras"] | extras}
-    return {"score": result, "extras": extras}
-
-
-def _failure(kind: str, detail: str) -> dict[str, str]:
-    return {"failure": kind, "detail": detail}
 
 
 def _show(value: Any) -> str:
@@ -311,7 +305,7 @@ def _show(value: Any) -> str:
     return f"{type(value).__name__} {text[:100]}"
 
 
-# The wire
+# The channel
 
 
 def _send(channel: socket.socket, message: Any) -> None:
@@ -325,11 +319,10 @@ def _receive(channel: socket.socket) -> bytes:
 
 
 def _exactly(channel: socket.socket, count: int) -> bytes:
-    parts = []
-    while count:
-        part = channel.recv(min(count, 1 << 20))
+    body = bytearray()
+    while len(body) < count:
+        part = channel.recv(min(count - len(body), 1 << 20))
         if not part:
             os.killpg(0, signal.SIGKILL)  # the parent is gone
-        parts.append(part)
-        count -= len(part)
-    return b"".join(parts)
+        body += part
+    return bytes(body)

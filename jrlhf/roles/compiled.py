@@ -289,7 +289,7 @@ def weights_at(
     on `mesh`: the model's own where they lie so there; else a copy, cast before it travels, which is the caller's to
     drop. donate: the model's own are freed as they are copied.
     """
-    if lies_at(model, architecture, mesh):
+    if is_stored_at(model, architecture, mesh):
         return model.params
     assert architecture.lora is None, "an adapter's roles are all in one place"
     head = "scalar" if "value_head" in model.params else "lm"
@@ -303,12 +303,12 @@ def weights_at(
     return reshard(cast, stored, donate=True)
 
 
-def relocated(model: Model, architecture: Architecture, mesh: Mesh, *, donate: bool) -> Model:
+def relocate(model: Model, architecture: Architecture, mesh: Mesh, *, donate: bool) -> Model:
     """The model with its weights moved, bit for bit, to where functions of `architecture` on `mesh` store them.
 
     donate: whether they are gone from where they were.
     """
-    if lies_at(model, architecture, mesh):
+    if is_stored_at(model, architecture, mesh):
         return model
     assert architecture.lora is None, "an adapter's roles are all in one place"
     head = "scalar" if "value_head" in model.params else "lm"
@@ -316,7 +316,7 @@ def relocated(model: Model, architecture: Architecture, mesh: Mesh, *, donate: b
     return Model(architecture, reshard(model.params, stored, donate=donate))
 
 
-def lies_at(model: Model, architecture: Architecture, mesh: Mesh) -> bool:
+def is_stored_at(model: Model, architecture: Architecture, mesh: Mesh) -> bool:
     """Whether the weights are stored on `mesh` as functions of `architecture` take them."""
     return model.architecture.shared == architecture.shared and mesh_of(model) == mesh
 

@@ -71,7 +71,7 @@ class InitialModels:
             model, params = self._load(path, "roles.critic", head="scalar", dtype=jnp.dtype(jnp.float32))
             return Model(Architecture(model), params)
         if reward is not None:
-            return reward.holding(copied(reward.awake().params))
+            return reward.holding(copied(reward.onloaded().params))
         return scalar_model(policy)
 
     def reward(self, path: str, key: str) -> Model:
@@ -138,4 +138,4 @@ def scalar_model(policy: Model) -> Model:
 
 def stored(model: Model, device: Literal["device", "host"]) -> Model:
     """A frozen model where it is stored between its calls. "host" uses the given model up."""
-    return model.asleep() if device == "host" else model
+    return model.offloaded() if device == "host" else model

@@ -52,11 +52,11 @@ class Model:
         """The same model with other weights of the same kind."""
         return replace(self, params=params)
 
-    def asleep(self) -> "Model":
+    def offloaded(self) -> "Model":
         """The same model with its own weights in the host's memory. Those of this one are deleted."""
         return self.holding(offload(self.params))
 
-    def awake(self) -> "Model":
+    def onloaded(self) -> "Model":
         """The same model to compute with: where it sleeps, a copy on its devices."""
         return self.holding(onload(self.params))
 

@@ -23,7 +23,7 @@ from jrlhf.ppo import TrainState
 from jrlhf.run.clock import Clock
 
 
-class Rest:
+class Offloader:
     """Brings a role's arrays to the devices for its calls, and puts them to sleep. Its time is `timing_s/sleep`.
 
     weights, optimizer: what of a trained role's state sleeps between its calls.
@@ -33,20 +33,20 @@ class Rest:
         self._clock, self._weights, self._optimizer = clock, weights, optimizer
         self._fetched: tuple[Any, Any] | None = None  # a tree that sleeps, and its copy on the devices
 
-    def fetch(self, tree: Any) -> None:
+    def prefetch(self, tree: Any) -> None:
         """Begins to bring a tree that the role's next call will ask for. Without waiting, and without a time."""
         if is_on_host(tree):
             self._fetched = tree, onload(tree)
 
-    def awake(self, tree: Any) -> Any:
+    def onload(self, tree: Any) -> Any:
         """What to compute with in place of `tree`: itself, or a copy, whose memory is free once nobody holds it."""
         return self._clock.run("sleep", self._brought, tree) if is_on_host(tree) else tree
 
-    def take(self, state: TrainState) -> TrainState:
+    def consume(self, state: TrainState) -> TrainState:
         """`awake`, for an update that uses the state up: what lay on the host is freed."""
         return self._clock.run("sleep", self._taken, state) if is_on_host(state) else state
 
-    def lay(self, state: TrainState) -> TrainState:
+    def offload(self, state: TrainState) -> TrainState:
         """The state as it is kept until the role's next call: what sleeps is on the devices no more."""
         sleeps = self._weights or self._optimizer
         return self._clock.run("sleep", self._laid, state) if sleeps else state
@@ -66,9 +66,9 @@ class Rest:
         return replace(state, params=offload(state.params)) if self._weights else state
 
 
-def rest_of(role: str, config: SleepConfig, clock: Clock) -> Rest:
+def offloader_of(role: str, config: SleepConfig, clock: Clock) -> Offloader:
     """Of a role that is trained."""
-    return Rest(clock, weights=weights_sleep(role, config), optimizer=config.optimizer == "host")
+    return Offloader(clock, weights=weights_sleep(role, config), optimizer=config.optimizer == "host")
 
 
 def fetch_ahead(graph: Graph, roles: Mapping[str, Any]) -> None:
@@ -80,7 +80,7 @@ def fetch_ahead(graph: Graph, roles: Mapping[str, Any]) -> None:
     for earlier, later in pairwise(call for call in graph if call.kind != "compute"):
         if earlier.role != later.role:
             _, _, method = earlier.name.partition(".")
-            ahead.setdefault(earlier.role, {})[method] = partial(roles[later.role].fetch, later.kind)
+            ahead.setdefault(earlier.role, {})[method] = partial(roles[later.role].prefetch, later.kind)
     for role, begins in ahead.items():
         roles[role].ahead = begins
 

@@ -43,8 +43,8 @@ from jrlhf.roles import compiled
 from jrlhf.roles.compiled import Compute
 from jrlhf.roles.graph import call
 from jrlhf.roles.model import Model
-from jrlhf.roles.offloading import Rest
-from jrlhf.roles.placement import Places
+from jrlhf.roles.offloading import Offloader
+from jrlhf.roles.placement import RolePlacement
 from jrlhf.run.clock import Clock, timed
 
 
@@ -60,7 +60,7 @@ class Actor:
     def __init__(
         self,
         model: Model,
-        where: Mesh | Places,
+        where: Mesh | RolePlacement,
         compute: Compute,
         *,
         sampling: SamplingConfig,
@@ -72,14 +72,14 @@ class Actor:
     ):
         architecture = self.architecture = model.architecture
         self._model = model.holding({})  # the weights are the state's: these would be kept for nothing
-        self.places, self._compute = Places.of(where), compute
-        self.clock, self.rest = clock, Rest(clock)
+        self.placement, self._compute = RolePlacement.of(where), compute
+        self.clock, self.offloader = clock, Offloader(clock)
         self._algorithm, temperature = algorithm, sampling.temperature
-        mesh, apart = self.places["generate"].mesh, self.places["generate_greedy"].mesh
+        mesh, apart = self.placement["generate"].mesh, self.placement["generate_greedy"].mesh
         self._generate = compiled.generate(architecture, mesh, compute, sampling, schedule, samples)
         greedy = replace(sampling, temperature=0.0, top_k=None, top_p=None)
         self._generate_greedy = compiled.generate(architecture, apart, compute, greedy, schedule)
-        seen = partial(self.places.sees, architecture=architecture, compute=compute)
+        seen = partial(self.placement.resolve, architecture=architecture, compute=compute)
         spanned: Any = {"temperature": temperature, "span": sampling.max_new_tokens}
         self._logprobs = compiled.score_logprobs(*seen("logprobs"), **spanned)
         if architecture.lora is not None:
@@ -96,19 +96,19 @@ class Actor:
     @call("generate", "rollout")
     def generate(self, prompts: Batch) -> Rollout:
         """Samples responses to every prompt: rows of one prompt after one another."""
-        return self._sample(self._generate, self._switch("generate"), prompts, self.places["generate"].mesh)
+        return self._sample(self._generate, self._switch("generate"), prompts, self.placement["generate"].mesh)
 
     @call("generate", "greedy")
     def generate_greedy(self, prompts: Batch) -> Rollout:
         """The most likely response to every prompt, token by token."""
-        mesh = self.places["generate_greedy"].mesh
+        mesh = self.placement["generate_greedy"].mesh
         return self._sample(self._generate_greedy, self._switch("generate_greedy"), prompts, mesh)
 
     @timed("reshard")
     def _switch(self, method: str) -> Params:
-        awake = self.rest.awake(self.state.params)
+        awake = self.offloader.onload(self.state.params)
         model, lent = self._model.holding(awake), awake is not self.state.params
-        return compiled.generation_weights(model, self.places[method].mesh, self._compute, donate=lent)
+        return compiled.generation_weights(model, self.placement[method].mesh, self._compute, donate=lent)
 
     @timed("gen")
     def _sample(self, generate: Callable, weights: Params, prompts: Batch, mesh: Mesh) -> Rollout:
@@ -131,8 +131,8 @@ class Actor:
     @timed("old_log_prob")
     def logprobs(self, rollout: Rollout) -> Float[Array, "B T"]:
         """Log-probs of the responses' tokens under the present weights; elsewhere they mean nothing."""
-        model = self._model.holding(self.rest.awake(self.state.params))
-        weights = self.places.weights("logprobs", model, self._compute, self.clock)
+        model = self._model.holding(self.offloader.onload(self.state.params))
+        weights = self.placement.weights("logprobs", model, self._compute, self.clock)
         logprobs, _ = self._logprobs(weights, *_responses(rollout), *model.frozen)
         return logprobs
 
@@ -140,16 +140,16 @@ class Actor:
     @timed("old_log_prob")
     def logprobs_with_base(self, rollout: Rollout) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
         """An adapter's `logprobs`, and those of the base under it, in one pass."""
-        params = self.rest.awake(self.state.params)
+        params = self.offloader.onload(self.state.params)
         logprobs, _, base = self._logprobs_with_base(params, *_responses(rollout), *self._model.frozen)
         return logprobs, base
 
     @call("train", "actor_metrics")
     def update(self, experience: Experience) -> dict[str, Array]:
         """Trains on one batch of experience."""
-        self.state = self.rest.take(self.state)
+        self.state = self.offloader.consume(self.state)
         metrics = self._train(experience)
-        self.state = self.rest.lay(self.state)
+        self.state = self.offloader.offload(self.state)
         return metrics
 
     @timed("update_actor")
@@ -158,9 +158,9 @@ class Actor:
         self.state, metrics = self._update(self.state, experience, *texts, *self._model.frozen)
         return metrics
 
-    def fetch(self, kind: Kind) -> None:
+    def prefetch(self, kind: Kind) -> None:
         """Begins to bring what the next call, of this kind, needs of a state that sleeps."""
-        self.rest.fetch(self.state if kind == "train" else self.state.params)
+        self.offloader.prefetch(self.state if kind == "train" else self.state.params)
 
 
 class Reference:
@@ -172,16 +172,16 @@ class Reference:
     def __init__(
         self,
         model: Model,
-        where: Mesh | Places,
+        where: Mesh | RolePlacement,
         compute: Compute,
         *,
         temperature: float,
         responses: int | None,
         clock: Clock,
     ):
-        self.model, self.places, self._compute = model, Places.of(where), compute
-        self.clock, self.rest = clock, Rest(clock)
-        seen = self.places.sees("logprobs", model.architecture, compute)
+        self.model, self.placement, self._compute = model, RolePlacement.of(where), compute
+        self.clock, self.offloader = clock, Offloader(clock)
+        seen = self.placement.resolve("logprobs", model.architecture, compute)
         self._of_responses = responses is not None
         self._logprobs = compiled.score_logprobs(*seen, temperature=temperature, span=responses)
 
@@ -192,8 +192,8 @@ class Reference:
         if self._of_responses != isinstance(rows, Rollout):
             of = "responses" if self._of_responses else "pairs"
             raise TypeError(f"a reference of {of} cannot read a {type(rows).__name__}")
-        model = self.model.holding(self.rest.awake(self.model.params))
-        weights = self.places.weights("logprobs", model, self._compute, self.clock)
+        model = self.model.holding(self.offloader.onload(self.model.params))
+        weights = self.placement.weights("logprobs", model, self._compute, self.clock)
         read = _responses(rows) if isinstance(rows, Rollout) else (rows.tokens, rows.lengths)
         logprobs, _ = self._logprobs(weights, *read, *model.frozen)
         return logprobs
@@ -202,9 +202,9 @@ class Reference:
         """Whether the actor is an adapter on this very model, which then needs no pass of its own."""
         return self.model.params is actor.model.base
 
-    def fetch(self, kind: Kind) -> None:
+    def prefetch(self, kind: Kind) -> None:
         """As the actor's."""
-        self.rest.fetch(self.model.params)
+        self.offloader.prefetch(self.model.params)
 
 
 class Critic:
@@ -219,7 +219,7 @@ class Critic:
     def __init__(
         self,
         model: Model,
-        where: Mesh | Places,
+        where: Mesh | RolePlacement,
         compute: Compute,
         *,
         optimizer: optax.GradientTransformation,
@@ -228,9 +228,9 @@ class Critic:
         name: str = "critic",
     ):
         self._model, self.clock, self.architecture = model.holding({}), clock, model.architecture
-        self._name, self.places, self._compute = name, Places.of(where), compute
-        self.rest = Rest(clock)
-        seen = partial(self.places.sees, architecture=model.architecture, compute=compute)
+        self._name, self.placement, self._compute = name, RolePlacement.of(where), compute
+        self.offloader = Offloader(clock)
+        seen = partial(self.placement.resolve, architecture=model.architecture, compute=compute)
         self._values = compiled.score_values(*seen("values"))
         self._update = compiled.critic_step(*seen("update"), optimizer, algorithm)
 
@@ -240,28 +240,28 @@ class Critic:
         return self.clock.run(self._name.removesuffix("critic") + "values", self._valued, rollout)
 
     def _valued(self, rollout: Rollout) -> tuple[Float[Array, "B T"], Float[Array, "B"]]:
-        model = self._model.holding(self.rest.awake(self.state.params))
-        weights = self.places.weights("values", model, self._compute, self.clock)
+        model = self._model.holding(self.offloader.onload(self.state.params))
+        weights = self.placement.weights("values", model, self._compute, self.clock)
         return self._values(weights, rollout.tokens, rollout.lengths, *model.frozen)
 
     @call("train", "{role}_metrics")
     def update(self, experience: Experience) -> dict[str, Array]:
         """Trains on one batch of experience."""
-        self.state = self.rest.take(self.state)
+        self.state = self.offloader.consume(self.state)
         metrics = self.clock.run(f"update_{self._name}", self._train, experience)
-        self.state = self.rest.lay(self.state)
+        self.state = self.offloader.offload(self.state)
         return metrics
 
-    def fetch(self, kind: Kind) -> None:
+    def prefetch(self, kind: Kind) -> None:
         """As the actor's."""
-        self.rest.fetch(self.state if kind == "train" else self.state.params)
+        self.offloader.prefetch(self.state if kind == "train" else self.state.params)
 
     def _train(self, experience: Experience) -> dict[str, Array]:
         self.state, metrics = self._update(self.state, experience, *self._model.frozen)
         return {key.replace("critic/", f"{self._name}/"): value for key, value in metrics.items()}
 
 
-class Learner:
+class FusedUpdate:
     """Actor and critic, if there is one, where a batch gets a single update: one program makes the experience and
     trains."""
 
@@ -269,7 +269,7 @@ class Learner:
         self,
         actor: Actor,
         critic: Critic | None,
-        where: Mesh | Places,
+        where: Mesh | RolePlacement,
         compute: Compute,
         *,
         optimizers: Sequence[optax.GradientTransformation],
@@ -277,8 +277,8 @@ class Learner:
         temperature: float,
         responses: int,
     ):
-        self.clock, self.places = actor.clock, Places.of(where)
-        _, mesh, compute = self.places.sees("update", actor.architecture, compute)
+        self.clock, self.placement = actor.clock, RolePlacement.of(where)
+        _, mesh, compute = self.placement.resolve("update", actor.architecture, compute)
         self._trained: tuple[Actor | Critic, ...] = (actor,) if critic is None else (actor, critic)
         how: Any = {"temperature": temperature, "responses": responses}
         if critic is None:
@@ -295,10 +295,10 @@ class Learner:
     ) -> tuple[Experience, dict[str, Array]]:
         """The experience of a rollout, and the models trained on it."""
         for each in self._trained:
-            each.state = each.rest.take(each.state)
+            each.state = each.offloader.consume(each.state)
         made = self._train(rollout, scores, ref, kl_coef)
         for each in self._trained:
-            each.state = each.rest.lay(each.state)
+            each.state = each.offloader.offload(each.state)
         return made
 
     @timed("update")
@@ -311,10 +311,10 @@ class Learner:
             each.state = state
         return experience, metrics
 
-    def fetch(self, kind: Kind) -> None:
+    def prefetch(self, kind: Kind) -> None:
         """As the actor's."""
         for each in self._trained:
-            each.fetch(kind)
+            each.prefetch(kind)
 
 
 def _responses(rollout: Rollout) -> tuple[Array, Array, Array]:
@@ -325,28 +325,28 @@ def _responses(rollout: Rollout) -> tuple[Array, Array, Array]:
 class Reward:
     """A frozen reward model that reads the actor's tokens."""
 
-    def __init__(self, model: Model, where: Mesh | Places, compute: Compute, *, clock: Clock):
-        self.model, self.places, self._compute = model, Places.of(where), compute
-        self.clock, self.rest = clock, Rest(clock)
+    def __init__(self, model: Model, where: Mesh | RolePlacement, compute: Compute, *, clock: Clock):
+        self.model, self.placement, self._compute = model, RolePlacement.of(where), compute
+        self.clock, self.offloader = clock, Offloader(clock)
 
     @timed("reward")
     def score(self, rollout: Rollout, method: str = "score") -> Float[Array, "B"]:
         """The learned score of every row, read at its last token. method: which call of the rewards this is."""
-        model = self.model.holding(self.rest.awake(self.model.params))
-        weights = self.places.weights(method, model, self._compute, self.clock)
-        scores = compiled.score_sequences(*self.places.sees(method, model.architecture, self._compute))
+        model = self.model.holding(self.offloader.onload(self.model.params))
+        weights = self.placement.weights(method, model, self._compute, self.clock)
+        scores = compiled.score_sequences(*self.placement.resolve(method, model.architecture, self._compute))
         return scores(weights, rollout.tokens, rollout.lengths, *model.frozen)
 
-    def fetch(self) -> None:
+    def prefetch(self) -> None:
         """Begins to bring weights that sleep."""
-        self.rest.fetch(self.model.params)
+        self.offloader.prefetch(self.model.params)
 
 
-class Estimator:
+class ExperienceMaker:
     """The arithmetic between the models: from a rollout and what they say about it to experience."""
 
-    def __init__(self, algorithm: PolicyConfig, clock: Clock, places: Places | None = None):
-        self.clock, self.places = clock, places
+    def __init__(self, algorithm: PolicyConfig, clock: Clock, places: RolePlacement | None = None):
+        self.clock, self.placement = clock, places
         self._jitted = {
             make: jax.jit(partial(_of_placed, make, config=algorithm))
             for make in (make_experience, make_group_experience, make_return_experience, make_safe_experience)
@@ -411,8 +411,8 @@ class Constraint:
 
     state: MultiplierState  # as the actor's
 
-    def __init__(self, algorithm: SafeRLHFConfig, clock: Clock, places: Places | None = None):
-        self.clock, self.places = clock, places
+    def __init__(self, algorithm: SafeRLHFConfig, clock: Clock, places: RolePlacement | None = None):
+        self.clock, self.placement = clock, places
         self._update = jax.jit(partial(update_multiplier, config=algorithm))
 
     @call("compute", "multiplier")

@@ -9,20 +9,12 @@ from jax.sharding import Mesh
 
 from jrlhf.data.batches import pad_rows, put_rows, row_keys
 from jrlhf.data.tokenizer import Tokenizer
+from jrlhf.data.types import Response
 from jrlhf.meshes import to_host
 from jrlhf.models import SamplingConfig, Schedule
 from jrlhf.roles import compiled
 from jrlhf.roles.compiled import Compute
 from jrlhf.roles.model import Model
-
-
-@dataclass(frozen=True)
-class Response:
-    """One response as it was sampled. Its ids are never tokenized again."""
-
-    ids: tuple[int, ...]
-    text: str
-    finished: bool
 
 
 @dataclass(frozen=True)
@@ -52,7 +44,7 @@ class Sampler:
         sampling = sampling or self.sampling
         schedule = self.schedule_for(sampling)
         generate = compiled.generate(policy.architecture, self.mesh, self.compute, sampling, schedule)
-        weights = compiled.generation_weights(policy.awake(), self.mesh, self.compute)
+        weights = compiled.generation_weights(policy.onloaded(), self.mesh, self.compute)
         responses: list[Response] = []
         for start in range(0, len(prompts), self.batch):
             chunk = list(prompts[start : start + self.batch])
@@ -78,7 +70,7 @@ class Sampler:
 
     def scores(self, reward: Model, sequences: Sequence[Sequence[int]]) -> np.ndarray:
         """The reward model's score of each sequence, prompt and response together."""
-        reward, length = reward.awake(), self.max_prompt + self.sampling.max_new_tokens
+        reward, length = reward.onloaded(), self.max_prompt + self.sampling.max_new_tokens
         score = compiled.score_sequences(reward.architecture, self.mesh, self.compute)
         weights = compiled.weights_at(reward, reward.architecture, self.mesh, self.compute)
         scores = []

@@ -21,7 +21,7 @@ from jrlhf.run.files import append_jsonl, write_atomic
 from jrlhf.run.resume import changes
 
 CONFIG, PLAN, ENVIRONMENT, SAMPLES = "config.yaml", "plan.yaml", "environment.txt", "samples.jsonl"
-SUMMARY, TOKENIZER = "summary.json", "tokenizer.json"
+SUMMARY, TOKENIZER, SEEDS = "summary.json", "tokenizer.json", "seeds"
 _LOCK = ".lock"
 
 
@@ -46,6 +46,11 @@ class Run:
         if self._lock >= 0:
             os.close(self._lock)  # the kernel drops the lock with it
             self._lock = -1
+
+    def seeds(self) -> int:
+        """Version of how the run derives seeds: 2; 1 for a run from before versions were recorded."""
+        path = self.path / SEEDS
+        return int(path.read_text(encoding="utf-8")) if path.exists() else 1
 
     def add_samples(self, samples: Iterable[Mapping[str, object]]) -> None:
         """Appends sampled texts to samples.jsonl. Each names its `stage` and `step`."""
@@ -115,8 +120,11 @@ def _open(path: Path, config: Config, resume: bool, notes: Sequence[str]) -> Run
         if (path / CONFIG).exists():  # asked again under the lock: another process may have made it meanwhile
             run.changed = _compare(path, config, resume)
             notes = [*notes, f"goes on {run.changed}"] if run.changed else notes
-        if run.changed or not (path / CONFIG).exists():
+        fresh = not (path / CONFIG).exists()
+        if run.changed or fresh:
             write_atomic(path / CONFIG, config_yaml(config))
+        if fresh:  # after the config: until that is there, a directory with other files is no run
+            write_atomic(path / SEEDS, "2\n")
         _sweep(path)
         with open(path / ENVIRONMENT, "a", encoding="utf-8") as file:
             file.write(environment(notes))

@@ -10,7 +10,7 @@ from jrlhf.data.task import Task
 from jrlhf.models import SamplingConfig
 from jrlhf.roles.compiled import Compute
 from jrlhf.roles.initial import InitialModels
-from jrlhf.roles.placement import Places
+from jrlhf.roles.placement import RolePlacement
 from jrlhf.roles.sampling import Sampler
 from jrlhf.run.console import Console
 from jrlhf.run.directory import Run
@@ -31,11 +31,11 @@ class Context:
     console: Console
     preemption: PreemptionGuard
     wandb: Wandb | None = None
-    places: Mapping[str, Places] = field(default_factory=dict)  # by role, in the stage of reinforcement learning
+    placements: Mapping[str, RolePlacement] = field(default_factory=dict)  # by role, in the stage of RL
 
-    def where(self, role: str) -> Places:
-        """Where the calls of a role run in that stage: by default, and in all other stages, on the whole mesh."""
-        return self.places.get(role, Places.of(self.mesh))
+    def placement(self, role: str) -> RolePlacement:
+        """Where the calls of a role run in the stage of RL: by default, and in all other stages, on the whole mesh."""
+        return self.placements.get(role, RolePlacement.of(self.mesh))
 
     @property
     def length(self) -> int:

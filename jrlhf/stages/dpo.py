@@ -22,6 +22,7 @@ from jrlhf.roles.roles import Reference
 from jrlhf.run.clock import Clock, timed
 from jrlhf.stages.context import Context
 from jrlhf.stages.loop import run_stage
+from jrlhf.stages.preferences import collect_pairs
 
 
 class PairActor:
@@ -66,8 +67,7 @@ def dpo(actor: PairActor, reference: Reference, pairs: PairBatch) -> dict[str, A
 
 def train_dpo(context: Context, policy: Model) -> Model:
     """Runs the stage, or what of it is not done yet; returns the trained actor. The given policy is used up."""
-    config, collect = context.config.dpo, context.task.pairs
-    assert collect is not None
+    config = context.config.dpo
     optimizer, clock = adamw(config, updates=config.steps), Clock(deadline=context.config.deadline)
     reference_model = context.initial.reference(policy)
     on_mesh = (context.mesh, context.compute)
@@ -78,7 +78,7 @@ def train_dpo(context: Context, policy: Model) -> Model:
 
     @cache
     def pairs() -> tuple[Pairs, Pairs]:
-        return collect(context, policy if apart else reference_model)
+        return collect_pairs(context, policy if apart else reference_model)
 
     @cache
     def heldout() -> list[tuple[PairBatch, int]]:

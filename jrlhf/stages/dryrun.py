@@ -12,12 +12,11 @@ from jrlhf.meshes.plan import Plan
 from jrlhf.models import ModelConfig, param_shardings
 from jrlhf.planning.fits import backend_of, capacity, check_memory, memory_of
 from jrlhf.planning.runnable import on_base, only_functions
-from jrlhf.roles.placement import LAYOUTS, places_of
-from jrlhf.roles.pretrained import is_here
+from jrlhf.roles.placement import LAYOUTS, place_roles
+from jrlhf.roles.pretrained import abstract_weights, is_here
 from jrlhf.stages.graphs import stage_graph
 from jrlhf.stages.preflight import check_sources
 from jrlhf.stages.setup import load_task, select_mesh, select_plan
-from jrlhf.stages.shapes import whole_weights
 
 MIB = 2**20
 
@@ -98,9 +97,9 @@ def _plan(config: Config, mesh: Mesh, models: Mapping[str, ModelConfig], plan: P
     if config.lora.on:
         return [*lines, f"  no switch: training and generation use one base, stored as {GENERATE.name} stores it"]
     actor, dtype = models["actor"], jnp.dtype(config.compute.dtype)
-    places = places_of(plan, graph, list(mesh.devices.flat))["actor"]
+    places = place_roles(plan, graph, list(mesh.devices.flat))["actor"]
     generation = param_shardings(actor, places["generate"].mesh, GENERATE)
-    cost = tree_reshard_cost(whole_weights(actor, places.home.mesh), generation, dtype=dtype)
+    cost = tree_reshard_cost(abstract_weights(actor, places.home.mesh), generation, dtype=dtype)
     lines.append(
         f"  the switch to {GENERATE.name}: {max(cost.received.values()) / MIB:.3f} MiB received by a device, "
         f"{max(cost.redundant.values()) / MIB:.3f} MiB held that it does not use"

@@ -13,7 +13,7 @@ from jrlhf.models.quantize import has_int8
 from jrlhf.ppo import GRPOConfig, PolicyConfig, ReMaxConfig
 from jrlhf.roles.compiled import Compute
 from jrlhf.roles.model import Architecture, Model
-from jrlhf.roles.placement import Places
+from jrlhf.roles.placement import RolePlacement
 
 CALLS = {
     "actor": ("actor", "update"),
@@ -126,7 +126,11 @@ class Utilisation:
 
 
 def utilisation_of(
-    actor: Model, models: Mapping[str, Model], algorithm: PolicyConfig, where: Callable[[str], Places], compute: Compute
+    actor: Model,
+    models: Mapping[str, Model],
+    algorithm: PolicyConfig,
+    where: Callable[[str], RolePlacement],
+    compute: Compute,
 ) -> Utilisation:
     """That of an actor, and of the critics and the reference that may be in `models`. where: role -> its places."""
     meshes = {name: where(role)[method].mesh for name, (role, method) in CALLS.items()}

@@ -15,6 +15,7 @@ from jrlhf.roles.model import Model
 from jrlhf.roles.optimizers import adamw
 from jrlhf.stages.context import Context
 from jrlhf.stages.loop import run_stage
+from jrlhf.stages.preferences import collect_pairs
 
 NORMALISED_BY = 32_768  # answers at most; a larger dataset is represented by every n-th of its answers
 
@@ -25,8 +26,7 @@ def train_reward_model(context: Context, policy: Model) -> Model:
     Its scores are shifted and scaled at the end so that they have mean 0 and deviation 1 over the pairs it learnt from:
     what PPO's KL coefficient is to be weighed against does not depend on the reward model's own scale.
     """
-    config, collect = context.config.reward_model, context.task.pairs
-    assert collect is not None
+    config = context.config.reward_model
     start = scalar_model(policy)
     optimizer = adamw(config, updates=config.steps)
     scores = compiled.train_scores(start.architecture, context.mesh, context.compute)
@@ -36,7 +36,7 @@ def train_reward_model(context: Context, policy: Model) -> Model:
 
     @cache
     def pairs() -> tuple[Pairs, Pairs]:
-        return collect(context, policy)
+        return collect_pairs(context, policy)
 
     def advance(state: TrainState, step: int):
         train, heldout = pairs()

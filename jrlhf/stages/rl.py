@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
-from jrlhf.algorithms.pool import Pool
+from jrlhf.algorithms.dynamic_sampling import DynamicSampler
 from jrlhf.algorithms.registry import dataflow_identity, dataflow_of, graph_of
 from jrlhf.config.schema import Config
 from jrlhf.config.stages import PPOStageConfig
@@ -37,16 +37,16 @@ from jrlhf.ppo.shaping import RunningMoments
 from jrlhf.rewards.mixture import Rewards
 from jrlhf.roles.initial import scalar_model
 from jrlhf.roles.model import Model
-from jrlhf.roles.offloading import fetch_ahead, rest_of
+from jrlhf.roles.offloading import fetch_ahead, offloader_of
 from jrlhf.roles.optimizers import adamw
-from jrlhf.roles.placement import Place, Places
-from jrlhf.roles.roles import Actor, Constraint, Critic, Estimator, Learner, Reference
+from jrlhf.roles.placement import CallPlacement, RolePlacement
+from jrlhf.roles.roles import Actor, Constraint, Critic, ExperienceMaker, FusedUpdate, Reference
 from jrlhf.roles.sampling import read_responses
 from jrlhf.stages.context import Context
+from jrlhf.stages.evaluate import validate
 from jrlhf.stages.loop import SAMPLES, run_stage
 from jrlhf.stages.mfu import utilisation_of
 from jrlhf.stages.sft import sft_rows
-from jrlhf.stages.validation import validate
 
 Algorithm = TypeVar("Algorithm", bound=PolicyConfig)
 READ = "tokens", "prompt_lengths", "response_lengths", "finished"  # of an experience, on the host
@@ -72,8 +72,8 @@ def train_rl(context: Context, policy: Model, rewards: Rewards, costs: Rewards |
     graph, dataflow = graph_of(config), dataflow_of(config)
     roles = _Roles(context, policy, rewards, costs, graph)
     prompts, actor, pool, constraint = task.prompts, roles.actor, roles.pool, roles.constraint
-    arithmetic = context.where("arithmetic").home.mesh
-    utilisation = utilisation_of(policy, roles.models, algorithm, context.where, context.compute)
+    arithmetic = context.placement("arithmetic").home.mesh
+    utilisation = utilisation_of(policy, roles.models, algorithm, context.placement, context.compute)
     measure = jax.jit(partial(_measure, algorithm, section.rollout_batch, section.samples))
     everywhere = NamedSharding(arithmetic, P())
 
@@ -81,7 +81,7 @@ def train_rl(context: Context, policy: Model, rewards: Rewards, costs: Rewards |
         start = KLState(jnp.asarray(algorithm.kl_coef, jnp.float32)), RunningMoments.create(), jnp.zeros((), jnp.int32)
         multiplier = MultiplierState.create(algorithm) if isinstance(algorithm, SafeRLHFConfig) else None
         state = RLState(roles.fresh_states(), *to_devices((*start, multiplier), everywhere))
-        return replace(state, moments=transfer(state.moments, rewards.places["score"].mesh))
+        return replace(state, moments=transfer(state.moments, rewards.placement["score"].mesh))
 
     meta = {"corpus": task.fingerprint} | roles.identities
     meta |= {} if (identity := dataflow_identity(config)) is None else {"dataflow": identity}
@@ -95,11 +95,14 @@ def train_rl(context: Context, policy: Model, rewards: Rewards, costs: Rewards |
         draws, kl_coef = int(state.draws), state.kl.coef
         values: dict[str, Any] = {"kl_coef": kl_coef}
         if pool is None:
-            values["prompts"] = take_batch(context, prompts, draws, actor.places["generate"].mesh)
+            values["prompts"] = take_batch(context, prompts, draws, actor.placement["generate"].mesh)
         else:
             pool.start(draws)
         experience, metrics = dataflow(**roles.of(dataflow), **values)
-        batch, draws = (values["prompts"], draws + 1) if pool is None else (pool.taken, pool.draws)
+        if pool is None:
+            batch, raw, draws = values["prompts"], rewards.raw, draws + 1
+        else:
+            batch, raw, draws = pool.prompts, pool.raw, pool.draws
         with jax.set_mesh(arithmetic):
             measured, kl, learned = measure(experience, state.kl)
             measured |= {} if constraint is None else {"safe/multiplier": constraint.state.value}
@@ -111,7 +114,7 @@ def train_rl(context: Context, policy: Model, rewards: Rewards, costs: Rewards |
         metrics |= throughput(metrics, len(batch.examples), context.mesh.size)
         texts = None if actor.texts is None else actor.texts.loss_mask
         read, raw, rows = to_host(
-            ({name: getattr(experience, name) for name in READ}, rewards.raw, {"learned": learned, "texts": texts})
+            ({name: getattr(experience, name) for name in READ}, raw, {"learned": learned, "texts": texts})
         )
         metrics |= utilisation.metrics(metrics, read["prompt_lengths"], read["response_lengths"], **rows)
         metrics |= watch(context, batch, replace(experience, **read), raw)
@@ -122,7 +125,7 @@ def train_rl(context: Context, policy: Model, rewards: Rewards, costs: Rewards |
 
     state = run_stage(context, name, section.iterations, init, advance, save_every=section.save_every, meta=meta)
     trained = roles.models["actor"].holding(state.trained["actor"].params)
-    return Places.of(context.mesh).settled(trained)
+    return RolePlacement.of(context.mesh).store(trained)
 
 
 def algorithm_of(config: Config) -> PolicyConfig:
@@ -139,7 +142,7 @@ class _Roles:
     def __init__(self, context: Context, policy: Model, rewards: Rewards, costs: Rewards | None, graph: Graph):
         config, section, clock = context.config, context.config.rl, rewards.clock
         self._context, self._rewards, self._algorithm = context, rewards, algorithm_of(config)
-        algorithm, where = self._algorithm, context.where
+        algorithm, where = self._algorithm, context.placement
         updates = section.iterations * algorithm.epochs * algorithm.minibatches
         self.models, self.identities = _starts(context, policy, rewards, graph)
         self._optimizers = {"actor": adamw(section.actor, updates=updates)}
@@ -156,7 +159,7 @@ class _Roles:
         )
         self._trained: dict[str, Actor | Critic] = {"actor": self.actor}
         self._by_name: dict[str, Any] = {"reward": rewards, "cost": costs, "reference": None}
-        self._by_name["estimator"] = Estimator(algorithm, clock, where("estimator"))
+        self._by_name["estimator"] = ExperienceMaker(algorithm, clock, where("estimator"))
         if "reference" in self.models:
             limit = context.sampling.max_new_tokens
             how: Any = {"temperature": section.temperature, "responses": limit, "clock": clock}
@@ -172,7 +175,7 @@ class _Roles:
                 )
         self._by_name |= self._trained
         if "learner" in graph.roles:
-            self._by_name["learner"] = Learner(
+            self._by_name["learner"] = FusedUpdate(
                 self.actor,
                 self._by_name.get("critic"),
                 where("learner"),
@@ -183,7 +186,7 @@ class _Roles:
                 responses=context.sampling.max_new_tokens,
             )
         for name, role in self._trained.items():
-            role.rest = rest_of(name, config.sleep, clock)
+            role.offloader = offloader_of(name, config.sleep, clock)
         self.constraint = None
         if isinstance(algorithm, SafeRLHFConfig):
             self.constraint = self._by_name["constraint"] = Constraint(algorithm, clock, where("constraint"))
@@ -192,9 +195,9 @@ class _Roles:
         self.pool = None
         if isinstance(algorithm, DAPOConfig):
             assert context.task.prompts is not None
-            draw = partial(take_batch, context, context.task.prompts, mesh=self.actor.places["generate"].mesh)
+            draw = partial(take_batch, context, context.task.prompts, mesh=self.actor.placement["generate"].mesh)
             limits = {"samples": section.samples, "max_rounds": algorithm.max_rounds}
-            self.pool = self._by_name["pool"] = Pool(draw, rewards, where("pool"), **limits, clock=clock)
+            self.pool = self._by_name["pool"] = DynamicSampler(draw, where("pool"), **limits, clock=clock)
 
     def of(self, dataflow) -> dict[str, Any]:
         """The roles that are parameters of a dataflow."""
@@ -204,8 +207,10 @@ class _Roles:
         """Those that training starts from."""
         states = {}
         for name, role in self._trained.items():
-            with jax.set_mesh(role.places.home.mesh):
-                states[name] = role.rest.lay(TrainState.create(self.models[name].params, self._optimizers[name]))
+            with jax.set_mesh(role.placement.home.mesh):
+                states[name] = role.offloader.offload(
+                    TrainState.create(self.models[name].params, self._optimizers[name])
+                )
         return states
 
     def start(self, state: RLState, step: int) -> None:
@@ -220,7 +225,7 @@ class _Roles:
             assert state.multiplier is not None
             self.constraint.state = state.multiplier
         if self._algorithm.ptx_coef > 0:
-            self.actor.texts = take_texts(self._context, step, self.actor.places["update"].mesh)
+            self.actor.texts = take_texts(self._context, step, self.actor.placement["update"].mesh)
 
     def states(self) -> dict[str, TrainState]:
         """Those that the iteration made."""
@@ -233,16 +238,16 @@ def _starts(context: Context, policy: Model, rewards: Rewards, graph: Graph) -> 
     if "reference" in graph.roles or "actor.logprobs_with_base" in (call.name for call in graph):
         reference = context.initial.reference(policy)
         identities["reference"] = reference.fingerprint()
-        models["reference"] = context.where("reference").settled(reference)
+        models["reference"] = context.placement("reference").store(reference)
     if context.config.rl.algorithm.has_critic:
-        models["critic"] = context.where("critic").settled(context.initial.critic(policy, rewards.learnt))
+        models["critic"] = context.placement("critic").store(context.initial.critic(policy, rewards.trained))
         if "cost_critic" in graph.roles:
-            models["cost_critic"] = context.where("cost_critic").settled(scalar_model(policy))
-    rewards.settle()
-    return {"actor": context.where("actor").settled(policy)} | models, identities
+            models["cost_critic"] = context.placement("cost_critic").store(scalar_model(policy))
+    rewards.free_original()
+    return {"actor": context.placement("actor").store(policy)} | models, identities
 
 
-def _in_parts(algorithm: Algorithm, place: Place) -> Algorithm:
+def _in_parts(algorithm: Algorithm, place: CallPlacement) -> Algorithm:
     """The algorithm's numbers, with the micro-batches that the place of an update has."""
     return algorithm if algorithm.micro_batch_tokens is not None else replace(algorithm, micro_batches=place.parts)
 

@@ -11,7 +11,7 @@ import pytest
 
 from jrlhf import generate
 from jrlhf.data.batches import pad_rows, put_rows, row_keys
-from jrlhf.data.encode import encode_prompts
+from jrlhf.data.encode import Encoding
 from jrlhf.data.tokenizer import load_tokenizer
 from jrlhf.data.types import Example
 from jrlhf.errors import UserError
@@ -67,7 +67,7 @@ def trained_engine(directory: Path, prompts: list[str], *, adapter=None) -> list
             max_new_tokens=NEW, temperature=0.0, stop_ids=tokenizer.eos_ids, token_limit=tokenizer.vocab_size
         )
         run = compiled.generate(Architecture(found.model, shared=True), built, compiled.Compute(), sampling, None)
-        encoded = encode_prompts([Example(prompt=text) for text in prompts], tokenizer, max_prompt=64, chat=True)
+        encoded = Encoding(tokenizer, chat=True).prompts([Example(prompt=text) for text in prompts], 64)
         whole = [*encoded.ids, *encoded.ids[:1] * (8 - len(prompts))]
         tokens, lengths = put_rows(pad_rows(whole, 64), built)
         generation = run(params, tokens, lengths, row_keys(jax.random.key(0), 8, built))
@@ -127,7 +127,7 @@ def test_a_conversation_remembers_what_was_said(ask, monkeypatch, user):
     generator = load(str(user / "actor"), {"max_new_tokens": NEW, "temperature": 0.0}, batch=1, platform="cpu")
     said = (("user", QUESTION), ("assistant", one), ("user", "And 3?"))
     messages = tuple({"role": role, "content": content} for role, content in said)
-    prompts = encode_prompts([Example(prompt=messages)], generator.tokenizer, max_prompt=120)
+    prompts = Encoding(generator.tokenizer).prompts([Example(prompt=messages)], 120)
     with jax.set_mesh(generator.mesh):
         two = next(generator.answer(prompts, jax.random.key(0))).text
     assert printed == f"{clean(one)}\n{clean(two)}\n"

@@ -1,33 +1,22 @@
 """The built-in task: write a function's summary line from its signature. Texts as token ids, and the rubric."""
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from functools import partial
 
 import numpy as np
 
-from jrlhf.config.schema import Config, DataConfig
-from jrlhf.data.encode import Prompts, Sequences
+from jrlhf.config.schema import Config
+from jrlhf.data.encode import Ids, Prompts, Sequences
 from jrlhf.data.task import Grades, SFTData, Task
 from jrlhf.data.tokenizer import Tokenizer
 from jrlhf.data.types import Example
 from jrlhf.errors import UserError
-from jrlhf.tasks.docstrings import corpus as docstrings
-from jrlhf.tasks.docstrings.annotated import collect_pairs
+from jrlhf.tasks.docstrings.annotator import collect_pairs
 from jrlhf.tasks.docstrings.corpus import load_corpus
 from jrlhf.tasks.docstrings.renaming import rename, renaming_words
 from jrlhf.tasks.docstrings.rubric import Rubric
-from jrlhf.tasks.docstrings.vocabulary import TokenPairs, encode_pairs, train_tokenizer
-
-
-@dataclass(frozen=True)
-class Split:
-    """Examples that fit, with their token ids row by row."""
-
-    examples: tuple[docstrings.Example, ...]
-    tokens: TokenPairs
-    dropped: int  # examples too long for max_prompt or max_response
+from jrlhf.tasks.docstrings.vocabulary import Split, encode_examples, encode_split, fits, train_tokenizer
 
 
 def load_task(config: Config) -> Task:
@@ -42,7 +31,7 @@ def load_task(config: Config) -> Task:
         tokenizer = train_tokenizer((e.prompt + e.summary for e in corpus.train), config.model.vocab_size)
     except ValueError as error:
         raise UserError(str(error)) from error
-    train, heldout = _encode(tokenizer, corpus.train, data), _encode(tokenizer, corpus.heldout, data)
+    train, heldout = (encode_split(tokenizer, part, data) for part in (corpus.train, corpus.heldout))
     for name, split in (("train", train), ("held-out", heldout)):
         if len(split.examples) < 2:
             raise UserError(
@@ -50,7 +39,6 @@ def load_task(config: Config) -> Task:
                 f"{len(split.examples)} {name} examples and drop {split.dropped}: raise them"
             )
     rubric = Rubric.from_corpus(corpus.train)
-    vocabulary = renaming_words(train.examples)
     return Task(
         tokenizer=tokenizer,
         fingerprint=_fingerprint(tokenizer, train, heldout),
@@ -60,20 +48,14 @@ def load_task(config: Config) -> Task:
         ),
         sft=SFTData(
             count=len(train.examples),
-            batch=partial(_renamed, config, tokenizer, train.examples, vocabulary),
-            heldout=_sequences(heldout.tokens),
+            batch=partial(_renamed, config, tokenizer, train, renaming_words(train.examples)),
+            heldout=_sequences(zip(heldout.prompts, heldout.responses, strict=True)),
         ),
-        pairs=partial(collect_pairs, rubric, train, heldout),
+        pairs=partial(collect_pairs, config, tokenizer, rubric, train, heldout),
         prompts=_prompts(train),
         heldout=_prompts(heldout),
         gold=partial(_gold, rubric),
     )
-
-
-def _encode(tokenizer: Tokenizer, examples: tuple[docstrings.Example, ...], data: DataConfig) -> Split:
-    prompts, summaries = [e.prompt for e in examples], [e.summary for e in examples]
-    tokens = encode_pairs(tokenizer, prompts, summaries, data.max_prompt, data.max_response)
-    return Split(tuple(examples[row] for row in tokens.index), tokens, len(examples) - len(tokens.index))
 
 
 def _fingerprint(tokenizer: Tokenizer, *splits: Split) -> str:
@@ -88,49 +70,35 @@ def _prompts(split: Split) -> Prompts:
     rows = tuple(
         Example(prompt=e.prompt, completion=e.summary, columns={"signature": e.signature}) for e in split.examples
     )
-    return Prompts(ids=split.tokens.prompts, texts=texts, examples=rows, filtered=split.dropped, truncated=0)
+    return Prompts(ids=split.prompts, texts=texts, examples=rows, filtered=split.dropped, truncated=0)
 
 
-def _sequences(pairs: TokenPairs) -> Sequences:
-    """Prompt and response as one text, of which the response is learnt."""
-    both = list(zip(pairs.prompts, pairs.responses, strict=True))
+def _sequences(texts: Iterable[tuple[Ids, Ids]]) -> Sequences:
+    """Prompt and response as one sequence; the loss is on the response."""
+    rows = list(texts)
     return Sequences(
-        ids=tuple(prompt + response for prompt, response in both),
-        learn=tuple((False,) * len(prompt) + (True,) * len(response) for prompt, response in both),
-        prompt_lengths=tuple(len(prompt) for prompt in pairs.prompts),
+        ids=tuple(prompt + response for prompt, response in rows),
+        learn=tuple((False,) * len(prompt) + (True,) * len(response) for prompt, response in rows),
+        prompt_lengths=tuple(len(prompt) for prompt, _ in rows),
         examples=(),
     )
 
 
 def _renamed(
-    config: Config,
-    tokenizer: Tokenizer,
-    every: Sequence[docstrings.Example],
-    vocabulary: Sequence[str],
-    rows: np.ndarray,
-    step: int,
+    config: Config, tokenizer: Tokenizer, train: Split, vocabulary: Sequence[str], rows: np.ndarray, step: int
 ) -> Sequences:
-    """The examples' token ids. A share of them speak of other things than in the corpus, new ones each time.
+    """The examples' token ids. In a share of them shared words are replaced, by new ones at each step.
 
     An example that would no longer fit keeps its own words.
     """
-    data, examples = config.data, [every[row] for row in rows]
     rng = np.random.default_rng((config.seed, step))
     changed = [
-        rename(example, vocabulary, rng) if rng.random() < config.sft.renaming else example for example in examples
+        rename(train.examples[row], vocabulary, rng) if rng.random() < config.sft.renaming else train.examples[row]
+        for row in rows
     ]
-    both = [*changed, *examples]
-    pairs = encode_pairs(
-        tokenizer, [e.prompt for e in both], [e.summary for e in both], data.max_prompt, data.max_response
-    )
-    place = {index: row for row, index in enumerate(pairs.index)}
-    kept = [place.get(row, place[row + len(examples)]) for row in range(len(examples))]
     return _sequences(
-        TokenPairs(
-            index=tuple(range(len(kept))),
-            prompts=tuple(pairs.prompts[row] for row in kept),
-            responses=tuple(pairs.responses[row] for row in kept),
-        )
+        texts if fits(*texts, config.data) else (train.prompts[row], train.responses[row])
+        for texts, row in zip(encode_examples(tokenizer, changed), rows, strict=True)
     )
 
 

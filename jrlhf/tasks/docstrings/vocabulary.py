@@ -6,7 +6,10 @@ from dataclasses import dataclass
 import tokenizers
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, trainers
 
+from jrlhf.config.schema import DataConfig
+from jrlhf.data.encode import Ids
 from jrlhf.data.tokenizer import Tokenizer
+from jrlhf.tasks.docstrings.corpus import Example
 
 PAD = "<pad>"
 EOS = "<eos>"
@@ -25,12 +28,10 @@ _WORDS = r" ?(?:\p{Lu}?\p{Ll}+|\p{Lu}+(?!\p{Ll})|\p{Lu}+|\p{Lo}+)|\p{N}{1,2}| ?[
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int = 1024) -> Tokenizer:
-    """Train a byte-level BPE vocabulary of `vocab_size` tokens: `<pad>` = 0, `<eos>` = 1, the 256 bytes, then merges.
+    """Trains a byte-level BPE vocabulary of `vocab_size` tokens: `<pad>` = 0, `<eos>` = 1, the 256 bytes, then merges.
 
     Every text can be encoded, whatever its script. Equal texts in equal order give an equal tokenizer, bit for bit.
-
-    Raises:
-        ValueError: the vocabulary cannot hold the bytes and the special tokens, or the texts are too few to fill it.
+    Raises ValueError where the vocabulary is too small for the bytes, or the texts are too few to fill it.
     """
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     smallest = len(alphabet) + 2
@@ -61,11 +62,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int = 1024) -> Tokenizer:
 
 
 def wrap(backend: tokenizers.Tokenizer) -> Tokenizer:
-    """The tokenizer of a vocabulary with `<pad>` and `<eos>`, whose names inside a text are plain characters.
-
-    Raises:
-        ValueError: the vocabulary lacks one of them.
-    """
+    """The tokenizer of a vocabulary with `<pad>` and `<eos>`. Inside a text these names are plain characters."""
     pad_id, eos_id = backend.token_to_id(PAD), backend.token_to_id(EOS)
     if pad_id is None or eos_id is None:
         raise ValueError(f"the vocabulary lacks {PAD} or {EOS}")
@@ -74,38 +71,32 @@ def wrap(backend: tokenizers.Tokenizer) -> Tokenizer:
 
 
 @dataclass(frozen=True)
-class TokenPairs:
-    """Prompts and responses as token ids, in the order given, without those that were too long.
+class Split:
+    """The examples that fit into the limits, with the token ids of each. A response ends with `<eos>`."""
 
-    index: which of the given pairs each row is.
-    prompts, responses: token ids a row; every response ends with `<eos>`.
-    """
-
-    index: tuple[int, ...]
-    prompts: tuple[tuple[int, ...], ...]
-    responses: tuple[tuple[int, ...], ...]
+    examples: tuple[Example, ...]
+    prompts: tuple[Ids, ...]
+    responses: tuple[Ids, ...]
+    dropped: int = 0  # examples that were too long
 
 
-def encode_pairs(
-    tokenizer: Tokenizer, prompts: Sequence[str], responses: Sequence[str], max_prompt: int, max_response: int
-) -> TokenPairs:
-    """Encode (prompt, response) pairs and keep those that fit. `len(prompts) - len(index)` pairs were dropped.
-
-    Args:
-        max_prompt: most tokens of a prompt.
-        max_response: most tokens of a response, `<eos>` included.
-    """
-    if len(prompts) != len(responses):
-        raise ValueError(f"{len(prompts)} prompts for {len(responses)} responses")
+def encode_split(tokenizer: Tokenizer, examples: Sequence[Example], data: DataConfig) -> Split:
+    """The examples of at most `data.max_prompt` and, with `<eos>`, `data.max_response` tokens."""
     rows = [
-        (row, tuple(prompt), (*response, tokenizer.eos_id))
-        for row, (prompt, response) in enumerate(
-            zip(tokenizer.encode_batch(prompts), tokenizer.encode_batch(responses), strict=True)
-        )
-        if len(prompt) <= max_prompt and len(response) < max_response
+        (example, prompt, response)
+        for example, (prompt, response) in zip(examples, encode_examples(tokenizer, examples), strict=True)
+        if fits(prompt, response, data)
     ]
-    return TokenPairs(
-        index=tuple(row for row, _, _ in rows),
-        prompts=tuple(prompt for _, prompt, _ in rows),
-        responses=tuple(response for _, _, response in rows),
-    )
+    kept, prompts, responses = zip(*rows, strict=True) if rows else ((), (), ())
+    return Split(kept, prompts, responses, len(examples) - len(kept))
+
+
+def encode_examples(tokenizer: Tokenizer, examples: Sequence[Example]) -> list[tuple[Ids, Ids]]:
+    """Token ids of each example's prompt and of its summary with `<eos>`."""
+    prompts = tokenizer.encode_batch([example.prompt for example in examples])
+    summaries = tokenizer.encode_batch([example.summary for example in examples])
+    return [(tuple(p), (*s, tokenizer.eos_id)) for p, s in zip(prompts, summaries, strict=True)]
+
+
+def fits(prompt: Ids, response: Ids, data: DataConfig) -> bool:
+    return len(prompt) <= data.max_prompt and len(response) <= data.max_response

@@ -20,6 +20,7 @@ from benchmarks.memory import (
     row,
     within,
 )
+from benchmarks.shapes import adapter_weights, device_bytes, generation_copy, placed, train_state, whole_weights
 from jrlhf.algorithms.registry import graph_of
 from jrlhf.config.schema import Config
 from jrlhf.config.stages import OptimizerConfig
@@ -37,7 +38,6 @@ from jrlhf.planning.simulator import simulate
 from jrlhf.planning.states import resident, tiled
 from jrlhf.planning.times import Estimator
 from jrlhf.planning.workload import RoleModel, Workload
-from jrlhf.stages.shapes import adapter_weights, device_bytes, generation_copy, placed, train_state, whole_weights
 
 CPU, GPU, TPU = Backend("cpu"), Backend("gpu"), Backend("tpu")
 MESHES = ((8, 1), (4, 2), (2, 4), (1, 8))

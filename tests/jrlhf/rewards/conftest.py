@@ -44,6 +44,11 @@ def open_files() -> set[str]:
     return {f"{fd} {os.readlink(f'/proc/self/fd/{fd}')}" for fd in os.listdir("/proc/self/fd") if _is_open(fd)}
 
 
+def pids(reward: FunctionReward) -> list[int]:
+    """The process numbers of the workers, in their order."""
+    return [worker.pid for _, worker in sorted(reward._pool.items())]
+
+
 def _is_open(fd: str) -> bool:
     return os.path.lexists(f"/proc/self/fd/{fd}")
 
@@ -80,9 +85,9 @@ def start(tmp_path):
         return reward.__enter__()
 
     yield begin
-    pids = [pid for reward in started for pid in reward.pids]
+    running = [pid for reward in started for pid in pids(reward)]
     for reward in started:
         reward.close()
-    assert not [pid for pid in pids if alive(pid)]
+    assert not [pid for pid in running if alive(pid)]
     assert children() <= kin
     assert not {name for name in open_files() - before if "pipe" in name or "socket" in name or str(tmp_path) in name}

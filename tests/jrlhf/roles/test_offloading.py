@@ -21,7 +21,7 @@ from jrlhf.meshes.offload import free_host, is_on_host, offload
 from jrlhf.planning.residency import residency
 from jrlhf.roles import compiled
 from jrlhf.roles.graph import trace
-from jrlhf.roles.offloading import Rest, check_sleep, fetch_ahead, rest_of
+from jrlhf.roles.offloading import Offloader, check_sleep, fetch_ahead, offloader_of
 from jrlhf.run.checkpoints import Checkpoints, fingerprint_of, like
 from jrlhf.run.clock import Clock
 from jrlhf.run.compilations import CompilationWatch
@@ -74,25 +74,25 @@ class Sleepers:
         self.trained = {"actor": setup.actor, "critic": setup.critic}
         self.frozen = {"reference": setup.reference, "reward": setup.reward}
         self.start = jax.device_get([role.state for role in self.trained.values()])
-        self.places = jax.tree.map(lambda x: x.sharding, [role.state for role in self.trained.values()])
+        self.placement = jax.tree.map(lambda x: x.sharding, [role.state for role in self.trained.values()])
         self.models = {name: jax.device_get(role.model.params) for name, role in self.frozen.items()}
         self.spots = jax.tree.map(lambda x: x.sharding, {name: role.model.params for name, role in self.frozen.items()})
 
     def begin(self, config: SleepConfig) -> tuple[Watch, dict[str, int]]:
         """The start, asleep as the config says: a clock that watches, and the bytes of each part that sleeps."""
         watch, asleep = Watch(), {}
-        for (name, role), start, place in zip(self.trained.items(), self.start, self.places, strict=True):
-            role.clock, role.rest, role.ahead = watch, rest_of(name, config, watch), {}
+        for (name, role), start, place in zip(self.trained.items(), self.start, self.placement, strict=True):
+            role.clock, role.offloader, role.ahead = watch, offloader_of(name, config, watch), {}
             role.state = jax.device_put(start, place)
             sizes = by_kind(role.state.params)["device"], by_kind(role.state.opt_state)["device"]
-            role.state = role.rest.lay(role.state)
+            role.state = role.offloader.offload(role.state)
             asleep[name] = sizes[0] if is_on_host(role.state.params) else 0
             asleep[f"{name} optimizer"] = sizes[1] if is_on_host(role.state.opt_state) else 0
         for name, role in self.frozen.items():
-            role.clock, role.rest, role.ahead = watch, rest_of(name, config, watch), {}
+            role.clock, role.offloader, role.ahead = watch, offloader_of(name, config, watch), {}
             role.model = role.model.holding(jax.device_put(self.models[name], self.spots[name]))
             asleep[name] = by_kind(role.model.params)["device"] if getattr(config, name) == "host" else 0
-            role.model = role.model.asleep() if asleep[name] else role.model
+            role.model = role.model.offloaded() if asleep[name] else role.model
         gc.collect()
         watch.log.clear()
         return watch, asleep
@@ -212,7 +212,7 @@ def test_what_the_next_call_needs_is_on_its_way_while_one_runs(sleepers, awake):
     watch, size = sleepers.begin(ALL)
     roles = {**sleepers.trained, **sleepers.frozen}
     setup = sleepers.setup
-    rewards: Any = SimpleNamespace(fetch=lambda kind: setup.reward.fetch())
+    rewards: Any = SimpleNamespace(prefetch=lambda kind: setup.reward.prefetch())
     graph = trace(ppo, ROLES, {"actor.recomputes": True, "reference.is_base_of": False})
     fetch_ahead(graph, roles | {"reward": rewards})
     assert sleepers.iterate(0, 1) == words[:2]
@@ -231,12 +231,12 @@ def test_what_the_next_call_needs_is_on_its_way_while_one_runs(sleepers, awake):
 
 
 def test_what_was_brought_ahead_never_stands_for_newer_weights():
-    rest, sharding = Rest(Clock()), NamedSharding(make_mesh(1, 8, 1), P("fsdp"))
+    rest, sharding = Offloader(Clock()), NamedSharding(make_mesh(1, 8, 1), P("fsdp"))
     older, newer = (offload({"w": jax.device_put(np.full((8, 4), value), sharding)}) for value in (1.0, 2.0))
     held = by_kind()["device"]
-    rest.fetch(older)
+    rest.prefetch(older)
     assert by_kind()["device"] > held
-    np.testing.assert_array_equal(rest.awake(newer)["w"], np.full((8, 4), 2.0))
+    np.testing.assert_array_equal(rest.onload(newer)["w"], np.full((8, 4), 2.0))
     assert by_kind()["device"] == held  # both copies are gone
 
 

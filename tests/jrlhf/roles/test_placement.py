@@ -16,12 +16,11 @@ from jrlhf.meshes import AXES, GENERATE, SCORE, live_bytes, make_mesh
 from jrlhf.meshes.plan import Placement, Plan, Slice
 from jrlhf.models import ModelConfig, SamplingConfig, init_sharded, param_shardings
 from jrlhf.ppo import PPOConfig, TrainState
-from jrlhf.roles.compiled import Compute, relocated, weights_at
-from jrlhf.roles.courier import Courier
+from jrlhf.roles.compiled import Compute, relocate, weights_at
 from jrlhf.roles.graph import Pending, call
 from jrlhf.roles.model import Architecture, Model
-from jrlhf.roles.placement import Place, Places, places_of
-from jrlhf.roles.roles import Actor, Critic, Estimator, Reference, Reward
+from jrlhf.roles.placement import CallPlacement, RolePlacement, TransferCache, place_roles
+from jrlhf.roles.roles import Actor, Critic, ExperienceMaker, Reference, Reward
 from jrlhf.run.clock import Clock
 
 pytestmark = pytest.mark.usefixtures("quick_programs")
@@ -71,13 +70,13 @@ def test_weights_are_brought_to_a_call_bit_for_bit(pair, head):
         assert live_bytes() - before == live_bytes(copy)
         del copy
         assert live_bytes() == before
-    moved = relocated(model, model.architecture, target, donate=True)
+    moved = relocate(model, model.architecture, target, donate=True)
     jax.block_until_ready(moved.params)
     assert all(x.is_deleted() for x in jax.tree.leaves(params))
     assert live_bytes() - before == live_bytes(moved.params) - live_bytes_of(host, source, head)
-    back = relocated(moved, model.architecture, source, donate=False)
+    back = relocate(moved, model.architecture, source, donate=False)
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(back.params), host)
-    assert relocated(back, model.architecture, source, donate=True) is back
+    assert relocate(back, model.architecture, source, donate=True) is back
 
 
 def live_bytes_of(host: Any, mesh: Mesh, head: Any):
@@ -107,35 +106,35 @@ class Setup:
     def __init__(self, **placements: Placement):
         calls = {name.replace("__", "."): placement for name, placement in placements.items()}
         graph = algorithms.graph_of(algorithms.Config())
-        self.places = places_of(Plan("by hand", calls), graph, jax.devices())
+        self.placement = place_roles(Plan("by hand", calls), graph, jax.devices())
         compute, self.clock, architecture = Compute(), Clock(), Architecture(MODEL)
         whole = make_mesh(1, 4, 2)
 
         def model(role: str, head: Any, seed: int) -> Model:
             params = init_sharded(MODEL, jax.random.key(seed), whole, head, zero_head=False)
-            return self.places[role].settled(Model(architecture, params))
+            return self.placement[role].store(Model(architecture, params))
 
         def state(role: str, params: Any) -> TrainState:
-            with jax.set_mesh(self.places[role].home.mesh):
+            with jax.set_mesh(self.placement[role].home.mesh):
                 return TrainState.create(jax.tree.map(jnp.copy, params), OPTIMIZER)
 
         sampling = SamplingConfig(max_new_tokens=RESPONSE, stop_ids=(1,))
         trained: Any = {"optimizer": OPTIMIZER, "algorithm": PPO, "clock": self.clock}
         policy, value = model("actor", LM, 0), model("critic", SCALAR, 1)
-        self.actor = Actor(policy, self.places["actor"], compute, sampling=sampling, **trained)
-        self.critic = Critic(value, self.places["critic"], compute, **trained)
+        self.actor = Actor(policy, self.placement["actor"], compute, sampling=sampling, **trained)
+        self.critic = Critic(value, self.placement["critic"], compute, **trained)
         self.actor.state, self.critic.state = state("actor", policy.params), state("critic", value.params)
-        where = self.places["reference"]
+        where = self.placement["reference"]
         self.reference = Reference(
             model("reference", LM, 0), where, compute, temperature=1.0, responses=RESPONSE, clock=self.clock
         )
-        self.reward = Scored(Reward(model("reward", SCALAR, 1), self.places["reward"], compute, clock=self.clock))
-        self.estimator = Estimator(PPO, self.clock, self.places["arithmetic"])
+        self.reward = Scored(Reward(model("reward", SCALAR, 1), self.placement["reward"], compute, clock=self.clock))
+        self.estimator = ExperienceMaker(PPO, self.clock, self.placement["arithmetic"])
 
     def iterate(self, step: int):
         rng = np.random.default_rng(step)
         tokens = rng.integers(2, MODEL.vocab_size, (ROWS, PROMPT)).astype(np.int32)
-        mesh = self.actor.places["generate"].mesh
+        mesh = self.actor.placement["generate"].mesh
         prompts = put_rows((tokens, np.full(ROWS, PROMPT, np.int32)), mesh)
         batch = Batch((*prompts, row_keys(key_for(0, "test", step), ROWS, mesh)), (), (), step)
         self.clock.start()
@@ -151,7 +150,7 @@ class Scored:
     """Rewards that are one reward model, as it is."""
 
     def __init__(self, reward: Reward):
-        self.reward, self.clock, self.places = reward, reward.clock, reward.places
+        self.reward, self.clock, self.placement = reward, reward.clock, reward.placement
 
     @call("infer", "scores")
     def score(self, rollout, prompts):
@@ -221,8 +220,8 @@ def test_any_placement_gives_the_same_training(half):
 class Meeting:
     """Stands for a role: a call ends only once a call of another role has begun, too."""
 
-    def __init__(self, places: Places, clock: Clock, met: threading.Barrier):
-        self.places, self.clock, self._met = places, clock, met
+    def __init__(self, places: RolePlacement, clock: Clock, met: threading.Barrier):
+        self.placement, self.clock, self._met = places, clock, met
 
     @call("infer", "{role}_values")
     def values(self, rows: jax.Array) -> jax.Array:
@@ -258,13 +257,13 @@ def test_calls_on_disjoint_slices_run_at_the_same_time(rows_on):
     waits for the other role's: were they not handed over before, or what they read not sent on before, none would end.
     """
     several, one = mesh_on(0, 1, 2, 2), mesh_on(4, 1, 1, 1)
-    met, clock, courier = threading.Barrier(2), Clock(blocking=False), Courier()
+    met, clock, courier = threading.Barrier(2), Clock(blocking=False), TransferCache()
     both = several, one
     roles = {
-        name: Meeting(Places(Place(mesh), {}, {"values": both}, courier), clock, met)
+        name: Meeting(RolePlacement(CallPlacement(mesh), {}, {"values": both}, courier), clock, met)
         for name, mesh in (("critic", several), ("actor", one))
     }
-    rows = put_rows(np.zeros((8, 2), np.float32), roles[rows_on].places.home.mesh)
+    rows = put_rows(np.zeros((8, 2), np.float32), roles[rows_on].placement.home.mesh)
     for mesh in both:
         courier.bring(rows, mesh, Clock(blocking=True))
     results = meeting(**roles, rows=rows)
@@ -275,7 +274,7 @@ def test_calls_on_disjoint_slices_run_at_the_same_time(rows_on):
 
 def test_places_default_to_the_home():
     mesh, other = mesh_on(0, 1, 2, 2), mesh_on(4, 1, 2, 2)
-    places = Places(Place(mesh), {"values": Place(other)})
+    places = RolePlacement(CallPlacement(mesh), {"values": CallPlacement(other)})
     assert places["values"].mesh == other and places["update"].mesh == mesh
-    assert Places.of(places) is places and Places.of(mesh)["anything"] == Place(mesh)
-    assert cast(Any, places["update"]).sees(Architecture(MODEL), Compute()) == (Architecture(MODEL), mesh, Compute())
+    assert RolePlacement.of(places) is places and RolePlacement.of(mesh)["anything"] == CallPlacement(mesh)
+    assert cast(Any, places["update"]).resolve(Architecture(MODEL), Compute()) == (Architecture(MODEL), mesh, Compute())

@@ -28,9 +28,9 @@ from jrlhf.models import (
 from jrlhf.ppo import PPOConfig, Rollout, TrainState, experience_metrics
 from jrlhf.roles.compiled import Compute, generation_weights
 from jrlhf.roles.model import Architecture, Model
-from jrlhf.roles.offloading import Rest
-from jrlhf.roles.placement import Places
-from jrlhf.roles.roles import Actor, Critic, Estimator, Learner, Reference, Reward
+from jrlhf.roles.offloading import Offloader
+from jrlhf.roles.placement import RolePlacement
+from jrlhf.roles.roles import Actor, Critic, ExperienceMaker, FusedUpdate, Reference, Reward
 from jrlhf.run.checkpoints import fingerprint_of
 from jrlhf.run.clock import Clock
 
@@ -75,8 +75,8 @@ class Setup:
             self.reference = Reference(Model(architecture, params), *shared, **asked, clock=clock)
             self.reward = Reward(Model(architecture, scalar), *shared, clock=clock)
             roles = self.actor, self.critic, *shared
-            self.learner = Learner(*roles, optimizers=(optimizer, optimizer), algorithm=SINGLE, **asked)
-        self.estimator = Estimator(ppo, Clock())
+            self.learner = FusedUpdate(*roles, optimizers=(optimizer, optimizer), algorithm=SINGLE, **asked)
+        self.estimator = ExperienceMaker(ppo, Clock())
         self.clock = clock
 
     def iterate(self, step: int, *, shared_passes: bool = False):
@@ -127,8 +127,8 @@ def test_an_iteration_keeps_the_invariants(setup):
 def test_two_critics_are_timed_apart(name, timed):
     critic: Any = object.__new__(Critic)
     critic._name, critic.clock, critic._model = name, Clock(), Model(Architecture(MODEL), {})
-    critic.places, critic._compute = Places.of(make_mesh(1, 4, 2)), Compute()
-    critic.rest = Rest(critic.clock)
+    critic.placement, critic._compute = RolePlacement.of(make_mesh(1, 4, 2)), Compute()
+    critic.offloader = Offloader(critic.clock)
     critic.state = TrainState.create({}, OPTIMIZER)
     critic._values = lambda *_: (0, 0)
     critic._update = lambda state, *_: (state, {"critic/grad_norm": 1.0})

@@ -77,7 +77,7 @@ def test_held_out_figures_are_those_of_the_exported_weights(finished, user):
     mesh, models = select_mesh(config)
     task = load_task(config, models["actor"])
     assert task.pairs is not None
-    _, pairs = task.pairs(None, None)  # type: ignore[arg-type]
+    _, pairs = task.pairs(None)  # type: ignore[arg-type]
     assert len(pairs) == 8
     score = compiled.score_logprobs(Architecture(models["actor"]), mesh, compute_of(config.compute), temperature=1.0)
 
@@ -102,7 +102,7 @@ def test_a_prompt_ends_where_both_answers_begin(settings):
     config = build(Config, settings(stages=["dpo"], rewards=[]))
     task = load_task(config, select_mesh(config)[1]["actor"])
     assert task.pairs is not None
-    pairs, _ = task.pairs(None, None)  # type: ignore[arg-type]
+    pairs, _ = task.pairs(None)  # type: ignore[arg-type]
     for chosen, rejected, length in zip(pairs.chosen, pairs.rejected, pairs.prompt_lengths, strict=True):
         assert chosen[:length] == rejected[:length]
         assert task.tokenizer.decode(chosen[:length]).endswith("assistant\n")

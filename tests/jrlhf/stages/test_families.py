@@ -5,8 +5,6 @@ For each family. The models are random and tiny; torch's arithmetic is the indep
 
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import jax
 import numpy as np
@@ -15,15 +13,17 @@ import pytest
 from jrlhf.config.parse import build
 from jrlhf.config.schema import Config, RewardConfig
 from jrlhf.data.batches import put_rows
-from jrlhf.data.encode import encode_prompts
+from jrlhf.data.encode import Encoding
 from jrlhf.data.tokenizer import load_tokenizer
 from jrlhf.data.types import Example
 from jrlhf.meshes import make_mesh
 from jrlhf.models.hf import load_hf
-from jrlhf.rewards.mixture import TextReward
+from jrlhf.rewards.text_model import TextReward
 from jrlhf.rewards.types import Sample
 from jrlhf.roles import compiled
+from jrlhf.roles.initial import InitialModels
 from jrlhf.roles.model import Architecture
+from jrlhf.roles.placement import RolePlacement
 from jrlhf.run.compilations import CompilationWatch
 from jrlhf.run.console import Console
 from jrlhf.run.metrics import read_metrics
@@ -117,7 +117,7 @@ def test_a_directory_of_transformers_goes_through_a_run_and_out_again(family, tm
     theirs = transformers.AutoTokenizer.from_pretrained(end)
     question = [{"role": "user", "content": "What is 1 plus 2?"}]
     ids = theirs.apply_chat_template(question, add_generation_prompt=True, return_dict=False)
-    encoded = encode_prompts([Example(prompt=tuple(question))], load_tokenizer(start), max_prompt=96)
+    encoded = Encoding(load_tokenizer(start)).prompts([Example(prompt=tuple(question))], 96)
     assert encoded.ids == (tuple(ids),)
 
 
@@ -135,14 +135,11 @@ def test_a_sequence_classifier_of_transformers_scores_alike(family, tmp_path, to
         with torch.no_grad():
             expected.append(theirs(ids).logits.item())
     mesh = make_mesh(1, 4, 2)
-    context: Any = SimpleNamespace(
-        mesh=mesh,
-        compute=compiled.Compute(),
-        console=Console(enabled=False),
-        config=build(Config, {"data": {"max_response": 100}}),
-    )
+    config, compute, key = build(Config, {}), compiled.Compute(), "rewards[0].model"
     with jax.set_mesh(mesh):
-        reward = TextReward(context, RewardConfig(name="judge", model=str(path)), "rewards[0].model")
+        model = InitialModels(config, mesh, compute, Console(enabled=False)).reward(str(path), key)
+        own = RewardConfig(name="judge", model=str(path))
+        reward = TextReward(own, key, model, RolePlacement.of(mesh), compute, usual=120)
         scores = list(reward.score(samples[:-1]).scores)
         with CompilationWatch() as compilations:
             scores += list(reward.score(samples[-1:]).scores)

@@ -16,7 +16,7 @@ from jrlhf.models.flops import forward_operations, generation_seconds, training_
 from jrlhf.ppo import DAPOConfig, GRPOConfig, PolicyConfig, PPOConfig, ReMaxConfig
 from jrlhf.roles.compiled import Compute
 from jrlhf.roles.model import Architecture, Model
-from jrlhf.roles.placement import Place, Places
+from jrlhf.roles.placement import CallPlacement, RolePlacement
 from jrlhf.stages import mfu
 from jrlhf.stages.mfu import utilisation_of
 
@@ -32,7 +32,7 @@ def workload(
     lora: LoRAConfig | None = None,
     dtype=jnp.bfloat16,
     ppo: PolicyConfig = PPO,
-    where: Callable[[str], Places] = lambda role: Places.of(make_mesh(2, 2, 2)),
+    where: Callable[[str], RolePlacement] = lambda role: RolePlacement.of(make_mesh(2, 2, 2)),
 ):
     monkeypatch.setattr(mfu, "peak_of", lambda device: peak)
     model = Model(Architecture(CONFIG, lora), {})
@@ -66,11 +66,11 @@ def test_a_call_is_held_against_the_devices_that_it_has(monkeypatch):
     devices = jax.devices()
     half, apart = make_mesh(1, 4, 1, devices=devices[:4]), make_mesh(1, 1, 4, devices=devices[:4])
     places = {
-        "actor": Places(Place(half), {"generate": Place(apart)}),
-        "critic": Places(Place(make_mesh(1, 2, 1, devices=devices[4:6]))),
+        "actor": RolePlacement(CallPlacement(half), {"generate": CallPlacement(apart)}),
+        "critic": RolePlacement(CallPlacement(make_mesh(1, 2, 1, devices=devices[4:6]))),
     }
     said = {f"timing_s/{call}": 2.0 for call in CALLS}
-    peak, whole = Peak(1e6, 1e8, 1e7), Places.of(make_mesh(2, 2, 2))
+    peak, whole = Peak(1e6, 1e8, 1e7), RolePlacement.of(make_mesh(2, 2, 2))
     found = workload(monkeypatch, peak, where=lambda role: places.get(role, whole)).metrics(said, PROMPTS, RESPONSES)
     everywhere = workload(monkeypatch, peak).metrics(said, PROMPTS, RESPONSES)
     shares = {name: found[name] / everywhere[name] for name in found if name.startswith("perf/mfu/")}

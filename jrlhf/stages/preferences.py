@@ -1,0 +1,54 @@
+"""Preference pairs for the stages that learn from them: read from a dataset, or sampled from the policy by the task."""
+
+import json
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from jrlhf.data.batches import key_for
+from jrlhf.data.encode import Ids
+from jrlhf.data.task import Pairs
+from jrlhf.data.types import Response
+from jrlhf.errors import Preempted
+from jrlhf.roles.model import Model
+from jrlhf.run.processes import from_main
+from jrlhf.stages.context import Context
+
+
+def collect_pairs(context: Context, policy: Model) -> tuple[Pairs, Pairs]:
+    """The task's pairs to learn from and its held-out pairs. Those that were sampled are saved as preferences.jsonl."""
+    assert context.task.pairs is not None
+    train, heldout = context.task.pairs(_PolicySampler(context, policy, from_main(context.run.seeds)))
+    if train.rows:
+        lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in train.rows]
+        context.run.write("preferences.jsonl", "".join(lines))
+    return train, heldout
+
+
+@dataclass(frozen=True)
+class _PolicySampler:
+    """Answers a task's prompts with a policy, as rollouts do.
+
+    seeds: how generators are seeded, as the run's record says: 2: by the purpose; 1: by the length of its name.
+    """
+
+    context: Context
+    policy: Model
+    seeds: int
+
+    def responses(self, prompts: Sequence[Ids], count: int, purpose: str) -> list[list[Response]]:
+        """`count` rounds; each has one response to each prompt."""
+        context, rows, rounds = self.context, len(prompts), []
+        for number in range(count):
+            context.console.line(f"sampling {purpose}: {number * rows} of {count * rows} responses")
+            if context.preemption.agreed():
+                raise Preempted("stopped while preferences were sampled; earlier stages are saved")
+            rounds.append(context.sampler.sample(self.policy, prompts, key_for(context.config.seed, purpose, number)))
+        return rounds
+
+    def rng(self, purpose: str) -> np.random.Generator:
+        """A generator that depends on the run's seed and the purpose alone."""
+        number = len(purpose) if self.seeds == 1 else zlib.crc32(purpose.encode())
+        return np.random.default_rng((self.context.config.seed, number))

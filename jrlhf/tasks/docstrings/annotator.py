@@ -1,0 +1,171 @@
+"""Preference pairs: the policy's samples and real lines, ranked by an annotator who makes mistakes now and then.
+
+The annotator is a known rubric, so that the quality of the learned reward can be measured: `rubric.py`.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+import numpy as np
+
+from jrlhf.config.schema import Config
+from jrlhf.data.batches import batch_indices
+from jrlhf.data.encode import Ids
+from jrlhf.data.task import Pairs, PairSampler
+from jrlhf.data.tokenizer import Tokenizer
+from jrlhf.errors import UserError
+from jrlhf.tasks.docstrings.corpus import Example
+from jrlhf.tasks.docstrings.rubric import Rubric
+from jrlhf.tasks.docstrings.vocabulary import Split
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One comparison, in the shape that preference datasets have (`prompt`, `chosen`, `rejected`).
+
+    flipped: the annotator made a mistake: by the rubric, `rejected` is the better one.
+    gap: difference of the two scores.
+    """
+
+    prompt: str
+    chosen: str
+    rejected: str
+    flipped: bool
+    gap: float
+
+    @property
+    def row(self) -> dict[str, str | bool]:
+        """The columns that preference datasets have."""
+        return {"prompt": self.prompt, "chosen": self.chosen, "rejected": self.rejected, "flipped": self.flipped}
+
+
+def collect_pairs(
+    config: Config, tokenizer: Tokenizer, rubric: Rubric, train: Split, heldout: Split, sampler: PairSampler
+) -> tuple[Pairs, Pairs]:
+    """Ranked pairs to train on, some with the wrong label, and held-out pairs in the rubric's own order."""
+    section, annotator = config.reward_model, _Annotator(config, tokenizer, rubric, sampler)
+    trained = annotator.pairs(train, section.prompts, "preferences", flip=section.label_flip, margin=section.margin)
+    # Held-out pairs keep all but exact ties: the accuracy is measured with and without the close ones.
+    measured = annotator.pairs(heldout, section.heldout_prompts, "heldout preferences", flip=0.0, margin=0.0)
+    assert measured.clear is not None
+    if not len(trained) or not measured.clear.any():
+        raise UserError(
+            f"reward_model.margin={section.margin:g} leaves {len(trained)} pairs to learn from and {len(measured)} to "
+            "measure with: lower it, or raise reward_model.prompts and reward_model.heldout_prompts"
+        )
+    return trained, measured
+
+
+@dataclass(frozen=True)
+class _Annotator:
+    """Makes token ids of ranked pairs."""
+
+    config: Config
+    tokenizer: Tokenizer
+    rubric: Rubric
+    sampler: PairSampler
+
+    def pairs(self, split: Split, prompts: int, purpose: str, *, flip: float, margin: float) -> Pairs:
+        """Pairs for `prompts` shuffled prompts of a split."""
+        section, rng = self.config.reward_model, self.sampler.rng(purpose)
+        rows = batch_indices(len(split.examples), min(prompts, len(split.examples)), 0, self.config.seed)
+        examples = [split.examples[row] for row in rows]
+        prompt_ids = {split.examples[row].prompt: split.prompts[row] for row in rows}
+        texts, sampled = self._sample(examples, prompt_ids, purpose)
+        candidates = with_real_lines(examples, texts, rng, foreign=section.foreign_lines)
+        signatures = [example.signature for example in examples]
+        pairs = build_pairs(signatures, candidates, self.rubric, rng, flip=flip, margin=margin)
+        return self._encode(pairs, prompt_ids, sampled)
+
+    def _sample(
+        self, examples: Sequence[Example], prompt_ids: Mapping[str, Ids], purpose: str
+    ) -> tuple[list[list[str]], dict[tuple[str, str], Ids]]:
+        """The policy's answers to each prompt as texts, and the token ids of each (prompt, text)."""
+        texts: list[list[str]] = [[] for _ in examples]
+        sampled: dict[tuple[str, str], Ids] = {}
+        prompts = [prompt_ids[example.prompt] for example in examples]
+        for responses in self.sampler.responses(prompts, self.config.reward_model.samples_per_prompt, purpose):
+            for example, answers, response in zip(examples, texts, responses, strict=True):
+                answers.append(response.text.strip())
+                sampled.setdefault((example.prompt, answers[-1]), response.ids)
+        return texts, sampled
+
+    def _encode(
+        self, pairs: Sequence[Pair], prompt_ids: Mapping[str, Ids], sampled: Mapping[tuple[str, str], Ids]
+    ) -> Pairs:
+        """Pairs as token ids, without those that have a real line longer than `data.max_response`."""
+
+        def encode(prompt: str, text: str) -> Ids:
+            # A sampled answer keeps its tokens: its text may be tokenized in another way.
+            response = sampled.get((prompt, text)) or (*self.tokenizer.encode(text), self.tokenizer.eos_id)
+            return prompt_ids[prompt] + response
+
+        encoded = [(encode(pair.prompt, pair.chosen), encode(pair.prompt, pair.rejected), pair) for pair in pairs]
+        longest = self.config.data.max_response
+        fitting = [
+            (chosen, rejected, len(prompt_ids[pair.prompt]), pair.gap)
+            for chosen, rejected, pair in encoded
+            if max(len(chosen), len(rejected)) - len(prompt_ids[pair.prompt]) <= longest
+        ]
+        chosen, rejected, lengths, gaps = zip(*fitting, strict=True) if fitting else ((), (), (), ())
+        clear = np.array(gaps) > self.config.reward_model.margin
+        return Pairs(chosen, rejected, lengths, clear, rows=[pair.row for pair in pairs])
+
+
+def build_pairs(
+    signatures: Sequence[str],
+    candidates: Sequence[Sequence[str]],
+    rubric: Rubric,
+    rng: np.random.Generator,
+    *,
+    per_prompt: int = 6,
+    flip: float = 0.05,
+    margin: float = 0.0,
+) -> list[Pair]:
+    """Ranks the candidates of each signature against each other, as InstructGPT did (Ouyang et al. 2022, section 3.4).
+
+    Where a signature has more pairs than `per_prompt`, those are taken that spread evenly from the smallest difference
+    in score to the largest: far pairs teach the reward its large features, close ones its small features.
+
+    candidates: the responses to each signature; repeated ones count once.
+    rng: drawn from once for each pair.
+    flip: probability of the wrong label. At 0 the result is the rubric's own order.
+    margin: scores that differ by no more than this are a tie, which makes no pair.
+    """
+    pairs: list[Pair] = []
+    for signature, responses in zip(signatures, candidates, strict=True):
+        scored = [(rubric.score(signature, response), response) for response in dict.fromkeys(responses)]
+        compared = [(abs(first[0] - second[0]), first, second) for first, second in combinations(scored, 2)]
+        # Scores are sums of the same items in floating point; equal ones may differ in the last bits.
+        compared = [comparison for comparison in compared if comparison[0] > max(margin, 1e-9)]
+        for gap, first, second in _spread(sorted(compared, key=lambda comparison: comparison[0]), per_prompt):
+            better, worse = (first[1], second[1]) if first[0] > second[0] else (second[1], first[1])
+            flipped = bool(rng.random() < flip)
+            chosen, rejected = (worse, better) if flipped else (better, worse)
+            pairs.append(Pair(signature + "\n", chosen, rejected, flipped, gap))
+    return pairs
+
+
+def _spread(ranked: list, count: int) -> list:
+    if len(ranked) <= count:
+        return ranked
+    return [ranked[round(position)] for position in np.linspace(0, len(ranked) - 1, count)]
+
+
+def with_real_lines(
+    examples: Sequence[Example], samples: Sequence[Sequence[str]], rng: np.random.Generator, *, foreign: int = 1
+) -> list[list[str]]:
+    """Candidates for each example: a model's samples, the real line, and `foreign` real lines of other functions.
+
+    A foreign line is as well written as the real one and about something else: such pairs differ in nothing but what
+    they say, and teach the reward to look at the signature.
+    """
+    if foreign > 0 and len(examples) < 2:
+        raise ValueError(f"foreign={foreign} needs other functions' lines, and there is {len(examples)} example")
+    candidates = []
+    for row, (example, drawn) in enumerate(zip(examples, samples, strict=True)):
+        # An offset of 1..n-1 can never come back to the example itself.
+        others = [(row + int(offset)) % len(examples) for offset in rng.integers(1, len(examples), size=foreign)]
+        candidates.append([*drawn, example.summary, *(examples[other].summary for other in others)])
+    return candidates

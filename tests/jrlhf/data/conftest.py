@@ -1,0 +1,25 @@
+"""Datasets of rows in memory, encoded in one line."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from jrlhf.config.schema import ColumnsConfig
+from jrlhf.data.encode import Encoding, Pairs, Prompts, Sequences
+from jrlhf.data.read import USUAL, Dataset, make_dataset
+from jrlhf.data.tokenizer import Tokenizer
+
+
+def from_rows(rows: Iterable[Mapping[str, Any]], *, columns: ColumnsConfig = USUAL) -> Dataset:
+    return make_dataset(((f"row {number}", row) for number, row in enumerate(rows, start=1)), columns, "rows")
+
+
+def encode_prompts(data: Any, tokenizer: Tokenizer, *, max_prompt: int, **options: Any) -> Prompts:
+    return Encoding(tokenizer, **options).prompts(data, max_prompt)
+
+
+def encode_sft(data: Any, tokenizer: Tokenizer, *, max_length: int, **options: Any) -> Sequences:
+    return Encoding(tokenizer, **options).sequences(data, max_length)
+
+
+def encode_preferences(data: Any, tokenizer: Tokenizer, *, max_length: int, **options: Any) -> Pairs:
+    return Encoding(tokenizer, **options).pairs(data, max_length)
