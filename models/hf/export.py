@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 from jrlhf.models.config import ModelConfig
 from jrlhf.models.hf.config import hf_config
 from jrlhf.models.hf.files import INDEX, SINGLE, Planned, on_host, previous_export, replacing, write_tensors
-from jrlhf.models.hf.names import Weight, weight_table
+from jrlhf.models.hf.names import TensorView, weight_table
 from jrlhf.models.lora import LoRAConfig, headed, merge_layers
 from jrlhf.models.quantize import has_int8, is_int8
 from jrlhf.models.weights import HeadKind, Params, leaf_at
@@ -164,10 +164,10 @@ def plan_weights(
 
 def _tensors(
     params: Params, config: ModelConfig, family: str | None
-) -> Iterator[tuple[str, tuple[Weight, ...], int | None]]:
+) -> Iterator[tuple[str, tuple[TensorView, ...], int | None]]:
     """(name, the weights that it holds, their layer) of every tensor: tables, layers, final norm, head."""
     head: HeadKind = "scalar" if "value_head" in params else "lm"
-    tensors: dict[str, tuple[Weight, ...]] = {}
+    tensors: dict[str, tuple[TensorView, ...]] = {}
     for weight in weight_table(config, family or hf_config(config, head)["model_type"], head):
         tensors[weight.name] = (*tensors.get(weight.name, ()), weight)
     if head == "scalar" and not np.any(on_host(params["value_head"]["bias"])):

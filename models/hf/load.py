@@ -23,12 +23,12 @@ from jax.typing import DTypeLike
 from jrlhf.meshes import TRAIN, Layout
 from jrlhf.models.hf.config import HFConfig, read_config
 from jrlhf.models.hf.files import DTYPES, Tensor, find_tensors
-from jrlhf.models.hf.names import HEAD_TENSORS, TreePath, Weight, is_buffer, weight_table, without_prefix
+from jrlhf.models.hf.names import HEAD_TENSORS, TreePath, TensorView, is_buffer, weight_table, without_prefix
 from jrlhf.models.params import param_shardings
 from jrlhf.models.weights import HeadKind, Params, leaf_at, nested
 
 Progress = Callable[[int, int], None]
-Report = Callable[[Sequence[Weight], int | None], None]
+Report = Callable[[Sequence[TensorView], int | None], None]
 
 
 def load_hf(
@@ -64,13 +64,13 @@ def load_hf(
     shardings = param_shardings(config.model, mesh, layout, head)
     done = 0
 
-    def report(weights: Sequence[Weight], layer: int | None) -> None:
+    def report(weights: Sequence[TensorView], layer: int | None) -> None:
         nonlocal done
         done += sum(source.bytes_of(weight, layer) for weight in weights)
         if progress is not None:
             progress(done, source.total)
 
-    def dtype_of(weight: Weight) -> np.dtype:
+    def dtype_of(weight: TensorView) -> np.dtype:
         if dtype is None:
             return source.dtype(weight)
         return np.dtype(dtype if len(weight.split) > 1 else np.float32)
@@ -116,9 +116,9 @@ class _Source:
     """
 
     layers: int
-    single: tuple[Weight, ...]
-    layered: tuple[Weight, ...]
-    absent: tuple[Weight, ...]
+    single: tuple[TensorView, ...]
+    layered: tuple[TensorView, ...]
+    absent: tuple[TensorView, ...]
     tensors: Mapping[str, Tensor]
 
     @property
@@ -126,13 +126,13 @@ class _Source:
         """Bytes of all tensors."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
-    def tensor(self, weight: Weight, layer: int | None = None) -> Tensor:
+    def tensor(self, weight: TensorView, layer: int | None = None) -> Tensor:
         return self.tensors[weight.name.format(layer=layer)]
 
-    def bytes_of(self, weight: Weight, layer: int | None) -> int:
+    def bytes_of(self, weight: TensorView, layer: int | None) -> int:
         return self.tensor(weight, layer).nbytes // weight.parts
 
-    def dtype(self, weight: Weight) -> np.dtype:
+    def dtype(self, weight: TensorView) -> np.dtype:
         """The file's; where layers differ, one that holds the numbers of all."""
         layers = range(self.layers) if weight.layered else (None,)
         return np.dtype(reduce(jnp.promote_types, {DTYPES[self.tensor(weight, layer).dtype] for layer in layers}))
@@ -159,7 +159,7 @@ def _open(directory: Path, config: HFConfig, head: HeadKind, *, keep_head: bool)
 
 
 def _checked(
-    directory: Path, config: HFConfig, head: HeadKind, weights: Sequence[Weight], tensors: Mapping[str, Tensor]
+    directory: Path, config: HFConfig, head: HeadKind, weights: Sequence[TensorView], tensors: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
     """The tensors that the weights need: all there, as they should be, and nothing left over."""
     needed = {
@@ -218,7 +218,7 @@ def _same(one: Tensor, other: Tensor) -> bool:
 # ---- one tensor, one layer
 
 
-def _read(weight: Weight, tensor: Tensor, sharding: NamedSharding) -> jax.Array:
+def _read(weight: TensorView, tensor: Tensor, sharding: NamedSharding) -> jax.Array:
     """The tensor's part on the mesh, in the file's order and dtype, divided as `sharding` divides our weight."""
     entries = (*sharding.spec, *(None,) * (len(weight.split) - len(sharding.spec)))
     divided = NamedSharding(sharding.mesh, P(*weight.split_order(entries)))
@@ -242,13 +242,13 @@ def _padded(view: np.ndarray, index: tuple[slice, ...], shape: tuple[int, ...]) 
     return read if read.shape == full else np.pad(read, [(0, n - m) for n, m in zip(full, read.shape, strict=True)])
 
 
-def _ours(weight: Weight, dtype: np.dtype, array: jax.Array) -> jax.Array:
+def _ours(weight: TensorView, dtype: np.dtype, array: jax.Array) -> jax.Array:
     """Our weight of a tensor's part in the file's order."""
     return array.transpose(weight.order).astype(dtype)
 
 
 def _layers(
-    source: _Source, shardings: Any, mesh: Mesh, dtype_of: Callable[[Weight], np.dtype], report: Report
+    source: _Source, shardings: Any, mesh: Mesh, dtype_of: Callable[[TensorView], np.dtype], report: Report
 ) -> Params | list[Params]:
     """All layers: a list, where `shardings` is one, or else each written into the stacked weights in place.
 

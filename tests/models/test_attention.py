@@ -86,7 +86,7 @@ def test_rows_enter_a_grown_cache(transposed):
     # A former row's NaN would spoil the next row even where its weight is 0: it must be gone.
     decoding = jax.tree.map(lambda x: x.at[jnp.array([0, 2])].set(jnp.nan), decoding)
     slots, rows = jnp.array([2, B, 0]), jnp.array([1, 0, 0])  # the second row enters nowhere
-    found = filled_cache(decoding, slots, prompts, rows)
+    result = filled_cache(decoding, slots, prompts, rows)
     for name in ("key", "value"):
 
         def by_position(cache, last=transposed and name == "key", name=name):
@@ -96,7 +96,7 @@ def test_rows_enter_a_grown_cache(transposed):
         expected = np.zeros((B, K, T + 3, H), np.float32)
         expected[1] = by_position(decoding)[1]
         expected[[2, 0], :, :T] = by_position(prompts)[[1, 0]]
-        np.testing.assert_array_equal(by_position(found), expected)
+        np.testing.assert_array_equal(by_position(result), expected)
 
 
 def by_loops(query, key, value, *, scale, softcap, window):

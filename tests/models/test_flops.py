@@ -139,7 +139,7 @@ def test_a_generation_takes_its_steps_one_by_one(memory, local):
         seen = sum(min(row, 5) if near else row for row in rows for near in deep.locality)
         work = 2 * matrices * len(rows) + 4 * deep.heads * deep.head_dim * seen
         seconds += max((copies * 4 * matrices + kv / deep.layers * seen) / memory, work / operations)
-    found = generation_seconds(
+    actual = generation_seconds(
         deep, prompts, responses, memory=memory, operations=operations, itemsize=4, copies=copies
     )
-    assert found == pytest.approx(seconds, rel=1e-12)
+    assert actual == pytest.approx(seconds, rel=1e-12)

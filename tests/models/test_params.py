@@ -76,8 +76,8 @@ def test_the_generation_spec_is_the_training_spec_with_axes_dropped(change):
     train, generate = (param_shardings(config, mesh, layout) for layout in (TRAIN, GENERATE))
 
     def dropped(path, stored, used):
-        kept = [entry if entry != "fsdp" else None for entry in stored.spec]
-        assert list(used.spec) == kept, jax.tree_util.keystr(path)
+        expected = [entry if entry != "fsdp" else None for entry in stored.spec]
+        assert list(used.spec) == expected, jax.tree_util.keystr(path)
 
     stacked = generate | {"layers": jax.tree.map(lambda x: x.update(spec=jax.P(None, *x.spec)), generate["layers"][0])}
     jax.tree.map_with_path(dropped, train, stacked)

@@ -121,20 +121,20 @@ def test_int8_computes_as_the_floats_that_it_stands_for(base):
 def test_donated_matrices_are_gone_once_they_are_int8(base):
     """At no time more than the weights and one matrix of them: what was quantised before is deleted."""
     weights = jax.tree.map(lambda x: jnp.array(x, jnp.bfloat16), unstacked(base))
-    kept = to_int8(weights)
-    held = {id(x): x for layer in weights["layers"] for x in matrices(layer).values()}
+    copied = to_int8(weights)
+    originals = {id(x): x for layer in weights["layers"] for x in matrices(layer).values()}
     alive = []
     original = quantize._quantizer
 
     def watched(*arguments):
-        alive.append(sum(not x.is_deleted() for x in held.values()))
+        alive.append(sum(not x.is_deleted() for x in originals.values()))
         return original(*arguments)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(quantize, "_quantizer", watched)
         given = to_int8(weights, donate=True)
-    assert alive == list(range(len(held), 0, -1)) and all(x.is_deleted() for x in held.values())
-    jax.tree.map(np.testing.assert_array_equal, given, kept)  # and what is shared is still there
+    assert alive == list(range(len(originals), 0, -1)) and all(x.is_deleted() for x in originals.values())
+    jax.tree.map(np.testing.assert_array_equal, given, copied)  # and what is shared is still there
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
@@ -157,9 +157,9 @@ def test_each_layer_waits_for_its_own_input():
     tokens, lengths = jax.ShapeDtypeStruct((16, 4), jnp.int32), jax.ShapeDtypeStruct((16,), jnp.int32)
     with jax.set_mesh(mesh):
         jaxpr = jax.make_jaxpr(make_generate(CONFIG, mesh, SamplingConfig(5)))(weights, tokens, lengths, keys)
-    found = [waited for waited in barriers(jaxpr.jaxpr) if waited]
-    assert [len(waited) for waited in found] == [7 * CONFIG.layers] * 2  # the prefill's, and the loop's
-    assert [len(set(waited)) for waited in found] == [CONFIG.layers] * 2
+    orders = [waited for waited in barriers(jaxpr.jaxpr) if waited]
+    assert [len(waited) for waited in orders] == [7 * CONFIG.layers] * 2  # the prefill's, and the loop's
+    assert [len(set(waited)) for waited in orders] == [CONFIG.layers] * 2
 
 
 def barriers(jaxpr):
@@ -173,13 +173,13 @@ def barriers(jaxpr):
             origin[equation.outvars[0]] = origin.get(inputs[0], inputs[0])
         elif name == "optimization_barrier":
             waited.append(origin[inputs[-1]])
-    found = [waited]
+    orders = [waited]
     for equation in jaxpr.eqns:
         for value in equation.params.values():
             inner = getattr(value, "jaxpr", value)
             if hasattr(inner, "eqns"):
-                found += barriers(inner)
-    return found
+                orders += barriers(inner)
+    return orders
 
 
 def test_int8_is_refused_where_it_would_become_floats(base):

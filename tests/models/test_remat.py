@@ -59,20 +59,20 @@ def test_gradients_do_not_depend_on_the_policy(programs, arguments, mesh):
 def test_what_a_layer_keeps_is_what_the_table_says(programs, remat):
     D, N, K, H, F = CONFIG.embed, CONFIG.heads, CONFIG.kv_heads, CONFIG.head_dim, CONFIG.mlp
     table = {"offload": D, "full": D, "attention": D + N * H, "products": 2 * D + 2 * (N + K) * H + 2 * F}
-    kept = stacked_by_scan(programs[remat][0].jaxpr, CONFIG.layers)
+    memory = stacked_by_scan(programs[remat][0].jaxpr, CONFIG.layers)
     tokens = ROWS // 2 * LENGTH
-    assert sum(x.size for x in kept) == CONFIG.layers * tokens * table[remat]
-    spaces = {str(x.memory_space) for x in kept}
+    assert sum(x.size for x in memory) == CONFIG.layers * tokens * table[remat]
+    spaces = {str(x.memory_space) for x in memory}
     assert spaces == ({"MemorySpace.Host"} if remat == "offload" else {"MemorySpace.Device"})
 
 
 def test_more_kept_is_less_computed(programs):
-    kept, operations = [], []
+    memory, operations = [], []
     for _, compiled in programs.values():  # in the order of REMATS, from the least kept to the most
-        kept.append(compiled.memory_analysis().temp_size_in_bytes)
+        memory.append(compiled.memory_analysis().temp_size_in_bytes)
         operations.append(compiled.cost_analysis()["flops"])
-    assert kept == sorted(kept)
-    assert kept[2] < kept[3] < kept[4]
+    assert memory == sorted(memory)
+    assert memory[2] < memory[3] < memory[4]
     full, attention, products = operations[1:4]
     assert operations[0] == full > attention > products
     D, N, K, H, F = CONFIG.embed, CONFIG.heads, CONFIG.kv_heads, CONFIG.head_dim, CONFIG.mlp

@@ -81,8 +81,8 @@ def test_a_training_step_lowers_for_a_tpu_and_keeps_what_its_kernels_need():
         traced = step.trace(params, jax.ShapeDtypeStruct((2, 256), jnp.int32))
         text = traced.lower(lowering_platforms=("tpu",)).as_text()
     # A layer's input, attention's output, and the sums of its softmax.
-    kept = {(x.shape[1:], x.dtype.name) for x in stacked_by_scan(traced.jaxpr, CONFIG.layers)}
-    assert kept == {((1, 256, 64), "bfloat16"), ((1, 2, 256, 64), "bfloat16"), ((1, 2, 256), "float32")}
+    residuals = {(x.shape[1:], x.dtype.name) for x in stacked_by_scan(traced.jaxpr, CONFIG.layers)}
+    assert residuals == {((1, 256, 64), "bfloat16"), ((1, 2, 256, 64), "bfloat16"), ((1, 2, 256), "float32")}
     assert len(stacked_by_scan(traced.jaxpr, CONFIG.layers)) == 3
     # Of layers with and without a window, once forward, and twice backward; nothing is run forward again.
     assert text.count("tpu_custom_call") == 2 * 3

@@ -96,9 +96,9 @@ def test_only_a_span_of_each_row_is_predicted(reference, sizes, layout, axis_typ
         sums = make_token_sums(CONFIG, mesh, layout, **options, span=span)
         actual = gradients(lambda *x: sums(*x, terms, starts=starts), params, tokens, data)
         jax.tree.map_with_path(same_gradient, actual, expected)
-        for found, whole in zip(fast_jit(by_span)(params, tokens), fast_jit(everywhere)(params, tokens), strict=True):
+        for part, whole in zip(fast_jit(by_span)(params, tokens), fast_jit(everywhere)(params, tokens), strict=True):
             inside = (after >= 0) & (after < span)
-            np.testing.assert_allclose(found, np.where(inside, whole, 0), rtol=1e-5, atol=1e-6)
+            np.testing.assert_allclose(part, np.where(inside, whole, 0), rtol=1e-5, atol=1e-6)
 
 
 def test_starts_come_with_a_span(reference):
@@ -130,5 +130,5 @@ def test_sums_under_an_adapter(reference):
         of_base, _ = fast_jit(make_logprobs(CONFIG, mesh, GENERATE))(base, arguments[1])
         alone = *fast_jit(logprobs)(adapter, arguments[1], base), of_base
         inside = (np.arange(LENGTH) >= 2) & (np.arange(LENGTH) < 5)
-        for found, whole in zip(both, alone, strict=True):
-            np.testing.assert_allclose(found, np.where(inside, whole, 0), rtol=1e-5, atol=1e-6)
+        for part, whole in zip(both, alone, strict=True):
+            np.testing.assert_allclose(part, np.where(inside, whole, 0), rtol=1e-5, atol=1e-6)

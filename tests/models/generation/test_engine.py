@@ -76,10 +76,10 @@ class Setting:
         return self.call(engine, self.prompts, self.keys)
 
 
-def assert_same(found, expected):
+def assert_same(actual, expected):
     for name in ("tokens", "prompt_lengths", "response_lengths", "finished"):
-        np.testing.assert_array_equal(getattr(found, name), getattr(expected, name), err_msg=name)
-    np.testing.assert_allclose(found.logprobs, expected.logprobs, atol=1e-5)
+        np.testing.assert_array_equal(getattr(actual, name), getattr(expected, name), err_msg=name)
+    np.testing.assert_allclose(actual.logprobs, expected.logprobs, atol=1e-5)
 
 
 @pytest.fixture(scope="module")

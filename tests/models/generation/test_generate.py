@@ -62,8 +62,8 @@ def models(reference):
 def test_operations_say_in_a_trace_to_which_part_they_belong(models, scopes):
     generator = Generator(CONFIG, models[CONFIG][0], SamplingConfig(R), (1, 1, 1))
     with jax.set_mesh(generator.mesh):
-        found = scopes(generator.function, generator.params, *prompts(), row_keys())
-    assert {"prefill", "decode", "embed", "attention", "mlp", "norm", "head", "sample"} <= found
+        names = scopes(generator.function, generator.params, *prompts(), row_keys())
+    assert {"prefill", "decode", "embed", "attention", "mlp", "norm", "head", "sample"} <= names
 
 
 def in_response(out):

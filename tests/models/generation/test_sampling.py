@@ -30,9 +30,9 @@ def softmax(z):
 def nucleus(p, top_k, top_p):
     """The allowed tokens, by a loop over tokens of falling probability."""
     order = np.argsort(-p)[: len(p) if top_k is None else top_k]
-    kept = p[order] / p[order].sum()
+    shares = p[order] / p[order].sum()
     allowed, mass = [], 0.0
-    for token, share in zip(order, kept, strict=True):
+    for token, share in zip(order, shares, strict=True):
         if top_p is not None and allowed and mass >= top_p:
             break
         allowed.append(token)
@@ -191,6 +191,6 @@ def test_largest_is_argmax():
     x[3, 4], x[5] = np.nan, -np.inf
     expected = np.argmax(x, axis=1)
     expected[3] = 0
-    found = largest(jnp.asarray(x))
-    np.testing.assert_array_equal(found, expected)
-    assert found.dtype == jnp.int32
+    result = largest(jnp.asarray(x))
+    np.testing.assert_array_equal(result, expected)
+    assert result.dtype == jnp.int32

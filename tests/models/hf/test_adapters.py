@@ -185,8 +185,8 @@ def change(directory, target, settings=(), tensors=()):
     target.mkdir()
     config = json.loads((directory / "adapter_config.json").read_text()) | dict(settings)
     (target / "adapter_config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not ...}))
-    held = load_file(directory / "adapter_model.safetensors") | dict(tensors)
-    save_file({k: v for k, v in held.items() if v is not None}, target / "adapter_model.safetensors")
+    stored = load_file(directory / "adapter_model.safetensors") | dict(tensors)
+    save_file({k: v for k, v in stored.items() if v is not None}, target / "adapter_model.safetensors")
     return target
 
 

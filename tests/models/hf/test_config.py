@@ -29,10 +29,10 @@ def differences(one, other):
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_configs(tmp_path, name):
-    found = read_config(write(tmp_path, PUBLISHED[name]["config"], PUBLISHED[name].get("generation_config")))
-    assert found.head == "lm" and found.family == PUBLISHED[name]["config"]["model_type"]
+    read = read_config(write(tmp_path, PUBLISHED[name]["config"], PUBLISHED[name].get("generation_config")))
+    assert read.head == "lm" and read.family == PUBLISHED[name]["config"]["model_type"]
     preset = PRESETS.get(name, PRESETS.get(name.split("/")[1]))
-    assert preset is not None and differences(found.model, preset) == set()
+    assert preset is not None and differences(read.model, preset) == set()
 
 
 def test_what_the_published_configs_say(tmp_path):
@@ -99,8 +99,8 @@ def test_version_5_keys(tmp_path):
 def test_omitted_keys_have_the_defaults_of_transformers(tmp_path, model_type):
     transformers = pytest.importorskip("transformers", reason="transformers says what its defaults are")
     bare = read_config(write(tmp_path / "bare", {"model_type": model_type}))
-    told = transformers.AutoConfig.for_model(model_type)
-    full = read_config(write(tmp_path / "full", told.to_dict() | {"architectures": None}))
+    default = transformers.AutoConfig.for_model(model_type)
+    full = read_config(write(tmp_path / "full", default.to_dict() | {"architectures": None}))
     assert differences(bare, full) == set()
 
 
@@ -231,8 +231,8 @@ def test_directories_without_a_config(tmp_path):
 
 def test_special_tokens(tmp_path):
     def tokens(config, generation=None):
-        found = read_config(write(tmp_path, LLAMA | config, generation))
-        return found.eos_ids, found.bos_id, found.pad_id
+        read = read_config(write(tmp_path, LLAMA | config, generation))
+        return read.eos_ids, read.bos_id, read.pad_id
 
     assert tokens({}) == ((2,), 1, None)
     assert tokens({"eos_token_id": None, "bos_token_id": None, "pad_token_id": -1}) == ((), None, None)
