@@ -23,7 +23,7 @@ from jrlhf.meshes import live_bytes
 from jrlhf.meshes.peaks import Peak
 from jrlhf.models import init_sharded
 from jrlhf.models.hf.export import hf_weights
-from jrlhf.planning.fits import memory_of
+from jrlhf.planning.fit import memory_of
 from jrlhf.ppo import KLState, TrainState
 from jrlhf.ppo.shaping import RunningMoments
 from jrlhf.roles.optimizers import adamw
