@@ -288,7 +288,7 @@ def _names(cls: Any) -> str:
 def _suggestion(cls: Any, key: str, path: str) -> str:
     """Names the section below this one that has the key, or the nearest key, or all keys."""
     sources = {item.name: item.metadata["from"] for item in fields(cls) if "from" in item.metadata}
-    if key in sources:
+    if sources.get(key):
         return f"the run's {sources[key]} is used, set that"
     below = {inner: inner.rsplit(".", 1)[-1] for inner in _paths(cls)}
     near = difflib.get_close_matches(key, _kinds(cls), n=1)
