@@ -227,8 +227,9 @@ def _convert_tagged(kinds: list[Any], value: object, path: str) -> Any:
         return build(kinds[0], value, path)
     given = dict(value or {})
     chosen = convert(Literal[tuple(members)], given.get(tag, next(iter(members))), f"{path}.{tag}")
-    for other in kinds:  # a key of another member may be given if it has its default there
-        for key in [key for key in given if key in _kinds(other) and key not in _kinds(members[chosen])]:
+    for key in [key for key in given if key not in _kinds(members[chosen])]:
+        other = next((kind for kind in kinds if key in _kinds(kind)), None)
+        if other is not None:  # a key of another member may be given if it has its default there
             setting = convert(_kinds(other)[key], given.pop(key), f"{path}.{key}")
             if setting != default_of(other, key):
                 raise UserError(other.unread(f"{path}.{key}", setting, f"{path}.{tag}={chosen}"))
