@@ -15,7 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jrlhf.config.schema import DataConfig, DeviceConfig, load_config
+from jrlhf.config import load_config
+from jrlhf.config.schema import DatasetsData, DeviceConfig
 from jrlhf.data.batches import key_for, pad_rows, put_rows, row_keys
 from jrlhf.data.encode import Encoding, Prompts
 from jrlhf.data.read import read_dataset
@@ -89,7 +90,7 @@ def load(
     batch: int = 8,
     dtype: Literal["auto", "float32", "bfloat16"] = "auto",
     platform: Literal["auto", "cpu", "gpu", "tpu"] = "auto",
-    data: DataConfig | None = None,
+    data: DatasetsData | None = None,
 ) -> Generator:
     """A generator for a run, a model directory or a hub name.
 
@@ -106,7 +107,7 @@ def load(
     config = describe(path, "--model").model
     tensor = _tensor_parallelism(config, len(devices))
     mesh = make_mesh(len(devices) // tensor, 1, tensor, devices=devices)
-    data = data or DataConfig()
+    data = data or DatasetsData()
     tokenizer = check_vocabulary(load_tokenizer(directory, eos=data.eos), config.vocab_size)
     tokenizer = replace(tokenizer, special_tokens={**tokenizer.special_tokens, **data.template})
     with jax.set_mesh(mesh):
@@ -210,10 +211,13 @@ def _check(options: argparse.Namespace, interactive: bool) -> None:
         raise UserError(f"-n {options.n} answers need a --prompt or a --file: in a conversation each turn has one")
 
 
-def _data_of(model: str) -> DataConfig:
+def _data_of(model: str) -> DatasetsData:
     """The data section of a run, where `model` is a run; otherwise the defaults."""
     saved = Path(model).expanduser() / CONFIG
-    return load_config(str(saved)).data if saved.is_file() else DataConfig(max_response=TOKENS)
+    if not saved.is_file():
+        return DatasetsData(max_response=TOKENS)
+    data = load_config(str(saved)).data
+    return data if isinstance(data, DatasetsData) else DatasetsData(max_response=data.max_response)
 
 
 def _print_answers(prompts: Prompts, answers: Iterator[Response]) -> None:

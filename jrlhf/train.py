@@ -8,9 +8,9 @@ from functools import partial
 
 import jax
 
-from jrlhf.config.schema import Config, config_names, load_config
+from jrlhf.config import Config, config_names, load_config
 from jrlhf.errors import exit_code, told
-from jrlhf.rewards.mixture import open_costs, open_rewards
+from jrlhf.rewards.mixture import open_rewards
 from jrlhf.run.clock import Stopwatch
 from jrlhf.run.processes import is_main, together
 from jrlhf.stages.dpo import train_dpo
@@ -49,13 +49,14 @@ def main(config: Config, *, resume: bool = False) -> dict:
             outcome.policy = train_dpo(context, outcome.policy)
             phases.lap("dpo")
         if config.algorithm is not None:
-            rewards = reward_processes.enter_context(open_rewards(context, outcome.policy, outcome.reward))
-            costs = reward_processes.enter_context(open_costs(context, outcome.policy, rewards.clock))
+            sources = context.initial, context.task, context.run.path, context.placement
+            opened = open_rewards(*sources, outcome.policy, outcome.reward)
+            rewards, costs = reward_processes.enter_context(opened)
             outcome.before = grade_before(context, outcome.policy, rewards, costs)
             phases.lap("evaluation")
             outcome.policy = train_rl(context, outcome.policy, rewards, costs)
             phases.lap(config.algorithm)
-            outcome.reward, outcome.rewards, outcome.costs = rewards.learnt, rewards, costs
+            outcome.reward, outcome.rewards, outcome.costs = rewards.trained, rewards, costs
         return finish(context, outcome)
 
 

@@ -15,7 +15,8 @@ import numpy as np
 from jrlhf.data.batches import key_for
 from jrlhf.data.encode import Prompts
 from jrlhf.data.types import Response
-from jrlhf.rewards.mixture import LEARNT, Rewards, to_samples
+from jrlhf.rewards.mixture import TRAINED, Rewards
+from jrlhf.rewards.types import to_samples
 from jrlhf.roles.model import Model
 from jrlhf.run.clock import Clock
 from jrlhf.run.processes import from_main
@@ -157,7 +158,7 @@ def grade(
         total_costs, _, failed = _weighted_sum(costs, learned_costs, prompts, responses, step)
         failures |= failed
     measure = "score" if gold is None else "gold"
-    return Graded(measure, tuple(responses), sources, scores, items, learned.get(LEARNT), failures, total_costs)
+    return Graded(measure, tuple(responses), sources, scores, items, learned.get(TRAINED), failures, total_costs)
 
 
 def _learned_scores(
@@ -175,9 +176,9 @@ def _weighted_sum(
     total, items = np.zeros(len(responses)), dict(learned)
     for name, scores in learned.items():
         total = total + rewards.token_parts[name].weight * scores
-    if not rewards.text_parts:
+    if not rewards.texts.parts:
         return total, items, {}
-    summed, parts = rewards.score_samples(to_samples(prompts.examples, prompts.texts, responses), step=step)
+    summed, parts = rewards.texts.score(to_samples(prompts.examples, prompts.texts, responses), step=step)
     failures = {name: count for name, part in parts.items() if (count := sum(part.failures.values()))}
     return total + summed.scores, items | {name: part.scores for name, part in parts.items()}, failures
 
@@ -209,7 +210,7 @@ def standard_error(values: np.ndarray) -> float:
 def validate(
     context: Context, policy: Model, rewards: Rewards, step: int, clock: Clock
 ) -> tuple[dict[str, float], list[dict[str, object]]]:
-    """Validation before an iteration, every `evaluation.every`: metrics under verl's names, and all first answers.
+    """Validation before an iteration, every `validation.every`: metrics under verl's names, and all first answers.
 
         val-core/SOURCE/MEASURE/mean@k         over prompts, of the mean over a prompt's k answers
         val-core/SOURCE/MEASURE/best@k/mean    over prompts, of the best of a prompt's k answers
@@ -218,8 +219,8 @@ def validate(
 
     SOURCE is `all`, and each source's name where the held-out prompts have several.
     """
-    config = context.config.evaluation
-    if config.every is None or step % config.every:
+    config = context.config.validation
+    if config is None or config.every is None or step % config.every:
         return {}, []
 
     def grade_rounds() -> list[Graded | None]:
@@ -231,7 +232,7 @@ def validate(
     if not rounds:
         return {}, []
     metrics, samples = statistics(rounds), _samples(context, rounds[0])
-    context.console.validation(step + 1, metrics, samples[: config.samples])
+    context.console.validation(step + 1, metrics, samples[: context.config.evaluation.samples])
     return metrics, samples
 
 
