@@ -1,8 +1,8 @@
 """YAML and `key=value` overrides -> frozen dataclasses. Every mistake is one sentence with key, value and remedy.
 
 Every value in a file is text until the type of its field says what it means, so YAML's surprises (`1e-5` a string, `on`
-a bool, `010` eight) do not exist. cattrs, msgspec and tyro were tried: with the hooks that these rules and sentences
-need, each is longer than this module.
+a bool, `010` eight) do not exist. This is also why no library converts the values: msgspec refuses unions of
+dataclasses, and with cattrs the hooks for these rules and sentences are longer than this module.
 """
 
 import contextlib
@@ -169,7 +169,7 @@ def convert(kind: Any, value: object, path: str) -> Any:
     """Returns `value` as a `kind`: bool, int, float, str, Literal, X | None, tuple[X, ...], Mapping or dataclasses."""
     origin, inner = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
-        return _convert_union([each for each in inner if each is not type(None)], value, path)
+        return _convert_union([member for member in inner if member is not type(None)], value, path)
     if kind is str and isinstance(value, Override):
         return str(value)
     value = parsed(value, path)
@@ -269,7 +269,7 @@ def _untyped(value: object) -> object:
 
 def _classes(kind: Any) -> list[Any]:
     """Returns the sections that a value of this type may be."""
-    return [each for each in (kind, *get_args(kind)) if is_dataclass(each) and get_origin(kind) is not tuple]
+    return [one for one in (kind, *get_args(kind)) if is_dataclass(one) and get_origin(kind) is not tuple]
 
 
 def _kinds(cls: Any) -> dict[str, Any]:
