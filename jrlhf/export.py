@@ -13,7 +13,8 @@ import jax
 import tokenizers
 from jax.sharding import Mesh
 
-from jrlhf.config.schema import Config, DeviceConfig, load_config
+from jrlhf.config import Config, load_config
+from jrlhf.config.schema import DatasetsData, DeviceConfig
 from jrlhf.config.stages import ALGORITHMS
 from jrlhf.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from jrlhf.errors import UserError, exit_code
@@ -68,7 +69,7 @@ def export_checkpoint(run: Path, step: int | None = None, out: Path | None = Non
             export(Run(out, -1), config, tokenizer, policy.holding(params))
         except OSError as error:
             raise UserError(f"--out {out}: {error}") from error
-    section = getattr(config, stage)
+    section = config.sections[stage]
     length = section.iterations if stage in ALGORITHMS else section.steps
     return f"{out / 'model'} is the policy of {stage} after step {chosen} of {length}"
 
@@ -86,7 +87,7 @@ def _newest_stage(run: Path, config: Config) -> tuple[str, list[int]]:
 
 def _tokenizer(run: Path, config: Config, actor: ModelConfig) -> Tokenizer:
     """The run's tokenizer, without reading the data."""
-    if config.data.source != "datasets":
+    if not isinstance(config.data, DatasetsData):
         try:
             return wrap(tokenizers.Tokenizer.from_file(str(run / TOKENIZER)))
         except Exception as error:  # the library raises bare `Exception`
@@ -99,7 +100,7 @@ def _tokenizer(run: Path, config: Config, actor: ModelConfig) -> Tokenizer:
 
 def _policy(config: Config, mesh: Mesh, actor: ModelConfig) -> Model:
     """The policy, with shapes in place of what checkpoints hold: of all weights, or of an adapter on its base."""
-    if config.lora.on:
+    if config.lora is not None:
         policy = InitialModels(config, mesh, compute_of(config.compute), Console(enabled=False)).policy()
         return policy.holding(like(policy.params, mesh))
     return Model(Architecture(actor), abstract_weights(actor, mesh))

@@ -8,7 +8,7 @@ from functools import partial
 
 import jax
 
-from jrlhf.config.schema import Config, config_names, load_config
+from jrlhf.config import Config, config_names, load_config
 from jrlhf.errors import exit_code, told
 from jrlhf.rewards.mixture import open_rewards
 from jrlhf.run.clock import Stopwatch

@@ -132,7 +132,7 @@ def check_reward_adapter(
     Raises:
         UserError: there is no such base, or the adapter is none of a reward model or does not fit.
     """
-    if not config.lora.on:
+    if config.lora is None:
         raise UserError(f"{key}={path} is put on the actor's frozen base, which only lora has: set lora.rank")
     try:
         lora, adapter = load_adapter(Path(path), actor, mesh)

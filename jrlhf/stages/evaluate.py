@@ -210,7 +210,7 @@ def standard_error(values: np.ndarray) -> float:
 def validate(
     context: Context, policy: Model, rewards: Rewards, step: int, clock: Clock
 ) -> tuple[dict[str, float], list[dict[str, object]]]:
-    """Validation before an iteration, every `evaluation.every`: metrics under verl's names, and all first answers.
+    """Validation before an iteration, every `validation.every`: metrics under verl's names, and all first answers.
 
         val-core/SOURCE/MEASURE/mean@k         over prompts, of the mean over a prompt's k answers
         val-core/SOURCE/MEASURE/best@k/mean    over prompts, of the best of a prompt's k answers
@@ -219,8 +219,8 @@ def validate(
 
     SOURCE is `all`, and each source's name where the held-out prompts have several.
     """
-    config = context.config.evaluation
-    if config.every is None or step % config.every:
+    config = context.config.validation
+    if config is None or config.every is None or step % config.every:
         return {}, []
 
     def grade_rounds() -> list[Graded | None]:
@@ -232,7 +232,7 @@ def validate(
     if not rounds:
         return {}, []
     metrics, samples = statistics(rounds), _samples(context, rounds[0])
-    context.console.validation(step + 1, metrics, samples[: config.samples])
+    context.console.validation(step + 1, metrics, samples[: context.config.evaluation.samples])
     return metrics, samples
 
 

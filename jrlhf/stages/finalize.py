@@ -140,10 +140,10 @@ def _from_metrics(context: Context) -> dict[str, Any]:
     for stage in ("reward_model", "dpo"):
         if accuracies := values(f"{stage}/eval_accuracy"):
             summary[f"{stage}_accuracy"] = accuracies[-1]
-    algorithm = context.config.rl.algorithm
+    algorithm = context.config.rl.algorithm if context.config.algorithm else None
     if (costs := values("cost/mean")) and isinstance(algorithm, SafeRLHFConfig):
         summary["cost"] = {"last_quarter": _last_quarter(costs), "limit": algorithm.cost_limit}
-    if kl := values("objective/kl"):
+    if algorithm and (kl := values("objective/kl")):
         summary["kl_last_quarter"] = _last_quarter(kl)
         summary["kl_target"] = algorithm.kl_target
     return summary

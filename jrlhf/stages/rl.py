@@ -162,7 +162,7 @@ class _Roles:
         self._by_name["estimator"] = ExperienceMaker(algorithm, clock, where("estimator"))
         if "reference" in self.models:
             limit = context.sampling.max_new_tokens
-            how: Any = {"temperature": section.temperature, "responses": limit, "clock": clock}
+            how: Any = {"temperature": config.sampling.temperature, "responses": limit, "clock": clock}
             self._by_name["reference"] = Reference(self.models["reference"], where("reference"), context.compute, **how)
         for name in ("critic", "cost_critic"):
             if name in self.models:
@@ -182,15 +182,15 @@ class _Roles:
                 context.compute,
                 optimizers=tuple(self._optimizers.values()),
                 algorithm=algorithm,
-                temperature=section.temperature,
+                temperature=config.sampling.temperature,
                 responses=context.sampling.max_new_tokens,
             )
         for name, role in self._trained.items():
-            role.offloader = offloader_of(name, config.sleep, clock)
+            role.offloader = offloader_of(name, config.offloading, clock)
         self.constraint = None
         if isinstance(algorithm, SafeRLHFConfig):
             self.constraint = self._by_name["constraint"] = Constraint(algorithm, clock, where("constraint"))
-        if config.sleep.ahead:
+        if config.offloading.ahead:
             fetch_ahead(graph, self._by_name)
         self.pool = None
         if isinstance(algorithm, DAPOConfig):

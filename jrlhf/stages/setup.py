@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from jrlhf.algorithms.registry import graph_of
 from jrlhf.config.check import mesh_sizes, validate
-from jrlhf.config.schema import ComputeConfig, Config, ModelSection
+from jrlhf.config.schema import ComputeConfig, Config, DatasetsData, ModelSection
 from jrlhf.data import datasets
 from jrlhf.data.task import Task
 from jrlhf.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer, same_tokens
@@ -89,6 +89,8 @@ def _plan_that_fits(config: Config, mesh: Mesh, models: dict[str, ModelConfig], 
 
 def _open_console(config: Config) -> Console:
     console = Console(enabled=is_main())
+    for notice in config.notices:
+        console.line(notice)
     if config.device.platform == "auto" and (warning := idle_accelerator()):
         console.warn(warning)
     return console
@@ -139,7 +141,7 @@ def load_task(config: Config, actor: ModelConfig) -> Task:
 
 def actor_tokenizer(config: Config, actor: ModelConfig) -> Tokenizer:
     """The tokenizer in the actor's directory. Refuses another one of a role that reads the actor's tokens."""
-    assert config.model.path is not None
+    assert config.model.path is not None and isinstance(config.data, DatasetsData)
     directory = locate(config.model.path, "model.path")
     tokenizer = check_vocabulary(load_tokenizer(directory, eos=config.data.eos), actor.vocab_size)
     for role in ("critic", "reference"):
@@ -162,7 +164,7 @@ def select_mesh(config: Config) -> tuple[Mesh, dict[str, ModelConfig]]:
     _check_kernels(config, models, devices[0].platform)
     data, fsdp, tensor = mesh_sizes(config.mesh, len(devices))
     mesh = make_mesh(data, fsdp, tensor, devices=devices)
-    check_sleep(config.sleep, mesh)
+    check_sleep(config.offloading, mesh)
     return mesh, models
 
 

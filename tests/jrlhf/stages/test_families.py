@@ -24,9 +24,9 @@ from jrlhf.roles import compiled
 from jrlhf.roles.initial import InitialModels
 from jrlhf.roles.model import Architecture
 from jrlhf.roles.placement import RolePlacement
-from jrlhf.run.compilations import CompilationWatch
 from jrlhf.run.console import Console
 from jrlhf.run.metrics import read_metrics
+from jrlhf.run.profiler import CompilationWatch
 from jrlhf.train import main
 
 torch = pytest.importorskip("torch", reason="the peer of these tests is torch: pip install 'jrlhf[dev]'")
