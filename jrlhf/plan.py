@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from jrlhf.config.schema import load_config
+from jrlhf.config import load_config
 from jrlhf.errors import UserError, exit_code_of_printing
 from jrlhf.run.files import check_writable
 

@@ -171,7 +171,7 @@ def workload_of(config: Config, graph: Graph, models: Mapping[str, ModelConfig])
     widths = {"prompt": prompt, "response": response, "mean_prompt": float(prompt), "mean_response": float(response)}
     roles = _models_of_roles(config, models, graph)
     if stage != config.algorithm:
-        rows, key = getattr(config, stage).batch, f"{stage}.batch"
+        rows, key = config.sections[stage].batch, f"{stage}.batch"
         if stage == "reward_model":
             policy, reward = roles["actor"][0], roles["reward"][0]
             roles = {"actor": (replace(policy, trained=False, wide=True),), "reward": (replace(reward, trained=True),)}
@@ -217,13 +217,13 @@ def _models_of_roles(
 
 def _role_models(config: Config, models: Mapping[str, ModelConfig]) -> dict[str, RoleModel]:
     """Returns every model of a run by name, as in `models`; rewards and costs that are adapters are added."""
-    section = config.lora
-    lora = None
-    if section.path is not None:
+    section, lora = config.lora, None
+    if section is not None and section.path is not None:
         lora = _read_adapter(section.path, "lora.path")
-    elif section.rank is not None:
+    elif section is not None:
+        assert section.rank is not None
         lora = LoRAConfig(rank=section.rank, alpha=section.alpha, targets=section.targets, rslora=section.rslora)
-    int8 = section.on and section.base == "int8"
+    int8 = section is not None and section.base == "int8"
 
     def adapted(role: str, adapter: LoRAConfig | None, head: HeadKind, *, trained: bool = False) -> RoleModel:
         return RoleModel(models[role], head, trained, adapter, is_base=adapter is None, int8=int8)
@@ -239,7 +239,7 @@ def _role_models(config: Config, models: Mapping[str, ModelConfig]) -> dict[str,
     named = {"actor": policy_like("actor", "lm", trained=True, own=False)}
     for role in ("critic", "cost_critic"):
         if role in models:
-            own = role == "critic" and (config.roles.critic is not None or not section.critic)
+            own = role == "critic" and (config.roles.critic is not None or (section is not None and not section.critic))
             named[role] = policy_like(role, "scalar", trained=True, own=own)
     if config.reference_is_base and "reference" in models:
         named["reference"] = adapted("reference", None, "lm")
@@ -304,7 +304,7 @@ def token_budgets(config: Config, stage: str) -> dict[str, int | None]:
 
 def update_section(config: Config, stage: str) -> tuple[str, Any]:
     """Returns the key and the section that say into how many parts a stage's updates are divided."""
-    section = getattr(config, stage)
+    section = config.sections[stage]
     return (f"{stage}.algorithm", section.algorithm) if hasattr(section, "algorithm") else (stage, section)
 
 

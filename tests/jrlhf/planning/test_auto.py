@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from jrlhf.algorithms.registry import graph_of
-from jrlhf.config.schema import Config, load_config
+from jrlhf.config import Config, load_config
 from jrlhf.errors import UserError
 from jrlhf.planning.auto import auto_plan, prices_here
 from jrlhf.planning.memory import plan_memory
