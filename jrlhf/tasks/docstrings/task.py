@@ -71,7 +71,7 @@ def _prompts(split: Split) -> Prompts:
     rows = tuple(
         Example(prompt=e.prompt, completion=e.summary, columns={"signature": e.signature}) for e in split.examples
     )
-    return Prompts(ids=split.prompts, texts=texts, examples=rows, filtered=split.dropped, truncated=0)
+    return Prompts(ids=split.prompts, texts=texts, examples=rows, filtered=split.dropped)
 
 
 def _sequences(texts: Iterable[tuple[Ids, Ids]]) -> Sequences:
@@ -81,7 +81,6 @@ def _sequences(texts: Iterable[tuple[Ids, Ids]]) -> Sequences:
         ids=tuple(prompt + response for prompt, response in rows),
         learn=tuple((False,) * len(prompt) + (True,) * len(response) for prompt, response in rows),
         prompt_lengths=tuple(len(prompt) for prompt, _ in rows),
-        examples=(),
     )
 
 
