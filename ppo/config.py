@@ -33,7 +33,7 @@ def _whole(default: int | None, expected: str = "at least 1", least: int = 1) ->
 class PolicyConfig(Section):
     """Settings shared by all algorithms that train a policy on its own samples."""
 
-    # KL to the reference
+    # --- KL to the reference ---
     kl_in: KLPlace = field(
         default="reward", metadata=_KL
     )  # reward: a penalty on each token's reward; loss: a loss term
@@ -48,7 +48,7 @@ class PolicyConfig(Section):
         10_000.0, _POSITIVE, **only_if(lambda section: section.kl_target is not None, "{path}.kl_target=null")
     )
 
-    # Rewards and advantages
+    # --- Rewards and advantages ---
     discount: float = between(1.0, 0, 1, "in [0, 1]")  # gamma, per token
     # Divide the tokens' rewards by their standard deviation over the batch, without moving their mean.
     whiten_rewards: bool = False
@@ -62,7 +62,7 @@ class PolicyConfig(Section):
     still count, because they are about tokens that exist.
     """
 
-    # Policy loss
+    # --- Policy loss ---
     ratio: Ratio = "token"
     """Unit of the ratio pi / pi_old: each token, or the whole response as one action ("sequence": the product over
     its tokens; "sequence-mean": their geometric mean)."""
@@ -83,7 +83,7 @@ class PolicyConfig(Section):
     # Divisor for aggregation "constant", which needs one: usually the limit on response tokens.
     aggregation_divisor: int | None = _whole(None, "at least 1, or null")
 
-    # Between rollout and trainer
+    # --- Between rollout and trainer ---
     old_logprobs: OldLogprobs = "recompute"
     """The denominator of the ratio. "recompute": the trainer computes it with the weights that sampled. "rollout": what
     the rollout recorded, which saves a pass; the ratio then also corrects the difference between the two programs and
@@ -101,7 +101,7 @@ class PolicyConfig(Section):
         ),
     )
 
-    # Updates on one batch of experience
+    # --- Updates on one batch of experience ---
     # Weight of the imitation loss on texts, PPO-ptx (arXiv:2203.02155, eq. 2); 0: none.
     ptx_coef: float = checked(0.0, lambda value: value >= 0 and math.isfinite(value), "at least 0")
     epochs: int = _whole(1, "an integer of at least 1")  # passes over a batch

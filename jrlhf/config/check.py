@@ -11,11 +11,7 @@ from jrlhf.ppo.fields import default_of, without_effect
 
 
 def mesh_sizes(mesh: MeshConfig, device_count: int) -> tuple[int, int, int]:
-    """The sizes of (data, fsdp, tensor) on so many devices, -1 resolved.
-
-    Raises:
-        UserError: their product is not the number of devices.
-    """
+    """Returns the sizes of (data, fsdp, tensor) on this number of devices, -1 resolved."""
     sizes = [mesh.data, mesh.fsdp, mesh.tensor]
     written = f"mesh data={mesh.data}, fsdp={mesh.fsdp}, tensor={mesh.tensor}"
     if sizes.count(-1) > 1:
@@ -98,12 +94,12 @@ def _check_stages(config: Config) -> None:
         parts = getattr(config, section)
         names = [part.name for part in parts]
         for index, part in enumerate(parts):
-            if sum(each is not None for each in (part.model, part.adapter, part.function)) != 1:
+            if [part.model, part.adapter, part.function].count(None) != 2:
                 raise UserError(f"{section}[{index}] ({part.name}) must be a model, an adapter or a function: give one")
             if names.count(part.name) > 1 or part.name == "reward_model":
-                whose = "" if names.count(part.name) > 1 else " by the stage"
+                owner = "" if names.count(part.name) > 1 else " by the stage"
                 raise UserError(
-                    f"{section}[{index}].name={part.name} is taken{whose}: it names metrics, choose another"
+                    f"{section}[{index}].name={part.name} is taken{owner}: it names metrics, choose another"
                 )
 
 
@@ -241,7 +237,7 @@ def indivisible(model: ModelConfig, fsdp: int, tensor: int) -> Iterator[tuple[st
 
 def _check_batches(config: Config, devices: int, groups: int) -> None:
     """Checks that rows divide over devices and parts. A group of devices generates all samples of a prompt."""
-    for stage in set(config.stages) - set(ALGORITHMS):
+    for stage in [stage for stage in config.stages if stage not in ALGORITHMS]:
         section = config.sections[stage]
         micro_batches = (section.algorithm if stage == "dpo" else section).micro_batches
         over = f"{devices} device(s)" + _times(micro_batches, "micro-batches")

@@ -1,8 +1,8 @@
 """YAML and `key=value` overrides -> frozen dataclasses. Every mistake is one sentence with key, value and remedy.
 
 Every value in a file is text until the type of its field says what it means, so YAML's surprises (`1e-5` a string, `on`
-a bool, `010` eight) do not exist. cattrs, msgspec and tyro were tried: with the hooks that these rules and sentences
-need, each is longer than this module.
+a bool, `010` eight) do not exist. This is also why no library converts the values: msgspec refuses unions of
+dataclasses, and with cattrs the hooks for these rules and sentences are longer than this module.
 """
 
 import contextlib
@@ -169,7 +169,7 @@ def convert(kind: Any, value: object, path: str) -> Any:
     """Returns `value` as a `kind`: bool, int, float, str, Literal, X | None, tuple[X, ...], Mapping or dataclasses."""
     origin, inner = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
-        return _convert_union([each for each in inner if each is not type(None)], value, path)
+        return _convert_union([member for member in inner if member is not type(None)], value, path)
     if kind is str and isinstance(value, Override):
         return str(value)
     value = parsed(value, path)
@@ -227,8 +227,9 @@ def _convert_tagged(kinds: list[Any], value: object, path: str) -> Any:
         return build(kinds[0], value, path)
     given = dict(value or {})
     chosen = convert(Literal[tuple(members)], given.get(tag, next(iter(members))), f"{path}.{tag}")
-    for other in kinds:  # a key of another member may be given if it has its default there
-        for key in [key for key in given if key in _kinds(other) and key not in _kinds(members[chosen])]:
+    for key in [key for key in given if key not in _kinds(members[chosen])]:
+        other = next((kind for kind in kinds if key in _kinds(kind)), None)
+        if other is not None:  # a key of another member may be given if it has its default there
             setting = convert(_kinds(other)[key], given.pop(key), f"{path}.{key}")
             if setting != default_of(other, key):
                 raise UserError(other.unread(f"{path}.{key}", setting, f"{path}.{tag}={chosen}"))
@@ -269,7 +270,7 @@ def _untyped(value: object) -> object:
 
 def _classes(kind: Any) -> list[Any]:
     """Returns the sections that a value of this type may be."""
-    return [each for each in (kind, *get_args(kind)) if is_dataclass(each) and get_origin(kind) is not tuple]
+    return [one for one in (kind, *get_args(kind)) if is_dataclass(one) and get_origin(kind) is not tuple]
 
 
 def _kinds(cls: Any) -> dict[str, Any]:
@@ -288,7 +289,7 @@ def _names(cls: Any) -> str:
 def _suggestion(cls: Any, key: str, path: str) -> str:
     """Names the section below this one that has the key, or the nearest key, or all keys."""
     sources = {item.name: item.metadata["from"] for item in fields(cls) if "from" in item.metadata}
-    if key in sources:
+    if sources.get(key):
         return f"the run's {sources[key]} is used, set that"
     below = {inner: inner.rsplit(".", 1)[-1] for inner in _paths(cls)}
     near = difflib.get_close_matches(key, _kinds(cls), n=1)

@@ -196,7 +196,7 @@ class DatasetConfig(Feature):
 class DataConfig(Section):
     """What a run learns from: one of three kinds of data, chosen by `source`."""
 
-    source: str = ""
+    source: str = ""  # the kind of data
     max_prompt: int = count(20)  # longest prompt in tokens
     max_response: int = count(24)  # longest response in tokens, end of text included
 
@@ -222,7 +222,7 @@ class AnnotatorConfig(Section):
 
 @dataclass(frozen=True)
 class DocstringsData(DataConfig):
-    """The built-in task: summary lines of functions of the standard library."""
+    """The built-in task of writing summary lines of functions of the standard library: source docstrings."""
 
     source: Literal["docstrings"] = "docstrings"
     renaming: float = between(0.5, 0.0, 1.0)  # share of the examples of sft whose words are replaced
@@ -231,7 +231,7 @@ class DocstringsData(DataConfig):
 
 @dataclass(frozen=True)
 class ArithmeticData(DataConfig):
-    """The built-in task: sums, worked out one addition at a time."""
+    """The built-in task of sums, worked out one addition at a time: source arithmetic."""
 
     source: Literal["arithmetic"] = "arithmetic"
     heldout_rows: int = natural(64)  # sums that are kept apart to measure with
@@ -252,7 +252,7 @@ class ArithmeticData(DataConfig):
 
 @dataclass(frozen=True)
 class DatasetsData(DataConfig):
-    """The user's datasets: one for each stage that the run has."""
+    """Datasets of the user, one for each stage that the run has: source datasets."""
 
     source: Literal["datasets"] = "datasets"
     sft: DatasetConfig | None = None  # prompts with completions, conversations or text
@@ -274,6 +274,7 @@ _FUNCTION = only_if(lambda section: section.kind in (None, "function"), "{path}.
 class RewardConfig(Section):
     """One reward of the weighted sum: a model directory, or a function that runs in its own processes."""
 
+    # The name in metrics.
     name: str = checked("reward", lambda value: re.fullmatch(r"[\w.-]+", value) is not None, "a word: it names metrics")
     model: str | None = None  # a directory with a sequence classifier of one label, such as a run's reward_model
     adapter: str | None = None  # a PEFT directory of a reward model on the actor's base; it reads the actor's tokens
@@ -367,7 +368,7 @@ class ProfileConfig(Feature):
 
 @dataclass(frozen=True)
 class Config(Section):
-    """A run."""
+    """The settings of the whole run."""
 
     name: str = checked(  # the run's directory in run_dir
         "quickstart",
@@ -400,15 +401,15 @@ class Config(Section):
     validation: ValidationConfig | None = None
     wandb: WandbConfig | None = None
     profile: ProfileConfig | None = None
-    notices: tuple[str, ...] = field(default=(), compare=False, metadata={"from": "file"})  # on old keys, for the log
+    notices: tuple[str, ...] = field(default=(), compare=False, metadata={"from": ""})  # on old keys, for the log
 
     def __post_init__(self) -> None:
         """Completes the sections of the run's stages, and drops those of other stages."""
         super().__post_init__()
         learner = self.algorithm or ("dpo" if "dpo" in self.stages else None)
-        for name in set(self.sections) - set(self.stages):
+        for name in self.sections:
             # Without a learner the run is narrowed to its first stages and may keep the sections of the others.
-            if not learner or not list(changed(self.sections[name])):
+            if name in self.stages or not learner or not list(changed(self.sections[name])):
                 continue
             void = f"section {name} has no effect with stages=[{', '.join(self.stages)}]"
             if name not in ("sft", "reward_model"):  # which configs of old may have

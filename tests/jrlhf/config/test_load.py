@@ -10,6 +10,7 @@ from typing import Literal
 import pytest
 import yaml
 
+from benchmarks.config_reference import reference_table
 from jrlhf.config import Config, build, config_names, config_yaml, load, load_config, validate
 from jrlhf.config.parse import Feature, flatten, parse_yaml
 from jrlhf.config.schema import DatasetsData, DocstringsData, LoRASection
@@ -276,6 +277,11 @@ def test_the_resolved_config_reads_back_equal_and_has_the_sections_in_use(tmp_pa
         "a.c.d": "null",
         "e": "[1, 2]",
     }
+
+
+def test_every_setting_is_described():
+    table = reference_table()
+    assert "|  |" not in table and "| `kl_horizon` | `10000.0` | Time constant" in table and "## data.sft" in table
 
 
 OLD = json.loads(Path(__file__).with_name("old_configs.json").read_text())
