@@ -145,7 +145,8 @@ def test_a_config_s_workload_has_its_roles_rows_and_parts():
     ids=["fused", "not fused", "with texts", "shared passes", "pairs"],
 )
 def test_a_workload_knows_which_heads_are_for_responses_only(overrides, fused, spanned):
-    config, _, models = loaded("quickstart", *overrides)
+    name = "quickstart-dpo" if "stages=[sft, dpo]" in overrides else "quickstart"
+    config, _, models = loaded(name, *overrides)
     workload = workload_of(config, planned_graph(config), models)
     assert (workload.fused_loss, workload.spanned) == (fused, spanned)
 
