@@ -210,7 +210,7 @@ class Rewards:
             role.prefetch()
 
     def metrics(self) -> Metrics:
-        """What was measured since the iteration began."""
+        """The metrics since the iteration began."""
         return dict(self._metrics)
 
     def _begin(
