@@ -12,8 +12,7 @@ from jrlhf.data.batches import Batch, put_rows
 from jrlhf.meshes import to_host, transfer
 from jrlhf.ppo import Rollout
 from jrlhf.rewards.mixture import Rewards
-from jrlhf.roles.graph import call, loop_condition
-from jrlhf.roles.placement import RolePlacement
+from jrlhf.roles.placement import RolePlacement, call, loop_condition
 from jrlhf.run.clock import Clock, timed
 
 

@@ -30,10 +30,9 @@ from jrlhf.rewards.functions import FunctionReward, RewardFailure, reward_functi
 from jrlhf.rewards.text_model import is_ours, reward_tokenizer
 from jrlhf.rewards.types import Sample, Scored, weighted_sum
 from jrlhf.roles import compiled
-from jrlhf.roles.graph import Pending, call
+from jrlhf.roles.critic import Reward
 from jrlhf.roles.model import Model
-from jrlhf.roles.placement import RolePlacement
-from jrlhf.roles.roles import Reward
+from jrlhf.roles.placement import Pending, RolePlacement, call
 from jrlhf.roles.sampling import Response, read_responses
 from jrlhf.run.clock import Clock, may_deadlock
 from jrlhf.run.processes import from_main, is_main
@@ -168,7 +167,7 @@ class Rewards:
     def prefetch(self, kind: Kind) -> None:
         """Begins to bring the reward models of tokens that sleep."""
         for role in self._roles.values():
-            role.prefetch()
+            role.prefetch(kind)
 
     def restate(self, raw: Float[Array, "B"]) -> None:
         """The batch is made of several scorings: these are its sums, before they were shaped.

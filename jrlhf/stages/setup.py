@@ -27,7 +27,7 @@ from jrlhf.planning.fits import check_memory
 from jrlhf.planning.processes import refuse_cross_process
 from jrlhf.roles.compiled import Compute
 from jrlhf.roles.offloading import check_sleep
-from jrlhf.roles.placement import place_roles
+from jrlhf.roles.placement import RolePlacement, place_roles
 from jrlhf.roles.pretrained import architecture, fresh_model, locate
 from jrlhf.run.console import Console
 from jrlhf.run.devices import idle_accelerator, select
@@ -83,8 +83,12 @@ def open_context(config: Config, *, resume: bool) -> Iterator[Context]:
             console=console,
             preemption=preemption,
             wandb=wandb,
-            placements={} if plan is None else place_roles(plan, graph_of(config), list(mesh.devices.flat)),
+            placements={} if plan is None else _placements(config, plan, mesh),
         )
+
+
+def _placements(config: Config, plan: Plan, mesh: Mesh) -> dict[str, RolePlacement]:
+    return place_roles(plan, graph_of(config), list(mesh.devices.flat), prefetch=config.sleep.ahead)
 
 
 def _opened_run(config: Config, resume: bool, note: str) -> Run:

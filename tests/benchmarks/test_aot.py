@@ -13,7 +13,7 @@ from jrlhf.config.schema import load_config
 from jrlhf.errors import UserError
 from jrlhf.models import init_sharded
 from jrlhf.ppo import TrainState
-from jrlhf.roles.optimizers import adamw
+from jrlhf.roles.initial import adamw
 from jrlhf.stages.shapes import device_bytes, train_state, whole_weights
 
 TINY = str(Path(__file__).parents[1] / "jrlhf" / "tiny.yaml")

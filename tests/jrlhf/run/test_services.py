@@ -17,7 +17,7 @@ import pytest
 from jrlhf.config.schema import DeviceConfig
 from jrlhf.config.stages import OptimizerConfig
 from jrlhf.errors import UserError
-from jrlhf.roles.optimizers import adamw
+from jrlhf.roles.initial import adamw
 from jrlhf.run import devices
 from jrlhf.run.clock import Clock, Stopwatch, timed
 from jrlhf.run.compilations import CompilationWatch
