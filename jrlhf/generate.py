@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jrlhf.config.schema import DataConfig, DeviceConfig, load_config
+from jrlhf.config import load_config
+from jrlhf.config.schema import DatasetsData, DeviceConfig
 from jrlhf.data.batches import key_for, pad_rows, put_rows, row_keys
 from jrlhf.data.encode import Encoding, Prompts
 from jrlhf.data.read import read_dataset
@@ -80,7 +81,7 @@ def load(
     batch: int = 8,
     dtype: Literal["auto", "float32", "bfloat16"] = "auto",
     platform: Literal["auto", "cpu", "gpu", "tpu"] = "auto",
-    data: DataConfig | None = None,
+    data: DatasetsData | None = None,
 ) -> Generator:
     """A generator for a run, a model directory or a hub name.
 
@@ -103,7 +104,7 @@ def load(
     except (ValueError, OSError) as error:
         raise UserError(f"--model={path}: {error}") from error
     mesh = make_mesh(*_sizes(config, len(devices)), devices=devices)
-    data = data or DataConfig()
+    data = data or DatasetsData()
     tokenizer = check_vocabulary(load_tokenizer(directory, eos=data.eos), config.vocab_size)
     tokenizer = replace(tokenizer, special_tokens={**tokenizer.special_tokens, **data.template})
     with jax.set_mesh(mesh):
@@ -211,10 +212,13 @@ def _run(options: argparse.Namespace) -> None:
         print(f"{len(rows)} answers in {options.out}")
 
 
-def _trained_with(model: str) -> DataConfig:
+def _trained_with(model: str) -> DatasetsData:
     """How the prompts of a run were made, where `model` is a run; otherwise the defaults."""
     saved = Path(model).expanduser() / CONFIG
-    return load_config(str(saved)).data if saved.is_file() else DataConfig(max_response=TOKENS)
+    if not saved.is_file():
+        return DatasetsData(max_response=TOKENS)
+    data = load_config(str(saved)).data
+    return data if isinstance(data, DatasetsData) else DatasetsData(max_response=data.max_response)
 
 
 def _examples(options: argparse.Namespace) -> list[Example]:

@@ -13,8 +13,8 @@ import numpy as np
 from jrlhf.algorithms import registry as algorithms
 from jrlhf.algorithms.grpo import grpo
 from jrlhf.algorithms.registry import TITLES
+from jrlhf.config import load_config
 from jrlhf.config.check import validate
-from jrlhf.config.schema import load_config
 from jrlhf.models.presets import PRESETS
 from jrlhf.ppo import Rollout
 

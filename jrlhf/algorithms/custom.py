@@ -12,11 +12,11 @@ from jrlhf.algorithms.roles import ROLES, known_facts
 from jrlhf.config.schema import Config
 from jrlhf.errors import UserError
 from jrlhf.meshes import Graph
-from jrlhf.rewards.user_code import Found, explain, load, resolve
+from jrlhf.rewards.user_code import UserCode, explain, load, resolve
 from jrlhf.roles.graph import Value, trace
 
 
-def custom_dataflow(config: Config, shipped: Callable) -> Found:
+def custom_dataflow(config: Config, shipped: Callable) -> UserCode:
     """Loads the function that the config names. Its parameters must be among those of the shipped dataflow."""
     key, spec = _key(config), config.rl.dataflow
     assert spec is not None

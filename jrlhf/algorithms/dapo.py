@@ -2,7 +2,7 @@
 
 from jax import Array
 
-from jrlhf.algorithms.pool import Pool
+from jrlhf.algorithms.dynamic_sampling import DynamicSampler
 from jrlhf.ppo import Experience
 from jrlhf.rewards.mixture import Rewards
 from jrlhf.roles.actor import Actor, Reference, policy_logprobs
@@ -15,7 +15,7 @@ def dapo(
     actor: Actor,
     reference: Reference | None,
     reward: Rewards,
-    pool: Pool,
+    pool: DynamicSampler,
     estimator: ExperienceMaker,
     kl_coef: float | Array,
 ) -> tuple[Experience, dict[str, Array]]:

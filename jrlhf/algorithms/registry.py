@@ -19,7 +19,7 @@ TITLES: dict[str, str] = {}  # stage -> its name in texts for people
 
 # Every file with `TITLES` is an algorithm. Its dataflow has the file's name and serves all stages in `TITLES`.
 for _file in pkgutil.iter_modules(jrlhf.algorithms.__path__):
-    if _file.name not in ("custom", "on_policy", "pool", "registry", "roles"):
+    if _file.name not in ("custom", "dynamic_sampling", "on_policy", "registry", "roles"):
         _module = import_module(f"{jrlhf.algorithms.__name__}.{_file.name}")
         TITLES |= _module.TITLES
         DATAFLOWS |= dict.fromkeys(_module.TITLES, getattr(_module, _file.name))

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from jax.sharding import Mesh
 
-from jrlhf.algorithms.pool import Pool
+from jrlhf.algorithms.dynamic_sampling import DynamicSampler
 from jrlhf.config.schema import Config
 from jrlhf.config.stages import OptimizerConfig, PPOStageConfig
 from jrlhf.data.batches import Batch
@@ -45,7 +45,7 @@ ROLES: dict[str, type] = {
     "cost": Rewards,
     "learner": FusedUpdate,
     "estimator": ExperienceMaker,
-    "pool": Pool,
+    "pool": DynamicSampler,
     "constraint": Constraint,
 }
 
@@ -72,7 +72,7 @@ class Roles:
     cost_critic: CostCritic | None = None
     cost: Rewards | None = None
     learner: FusedUpdate | None = None
-    pool: Pool | None = None
+    pool: DynamicSampler | None = None
     constraint: Constraint | None = None
 
     @property
@@ -149,7 +149,7 @@ class RoleFactory:
             optimizer=adamw(optimizer, updates=updates),
             algorithm=algorithm,
             clock=self.clock,
-            offloader=offloader_of(name, self.config.sleep, self.clock),
+            offloader=offloader_of(name, self.config.offloading, self.clock),
             **options,
         )
 
@@ -207,5 +207,5 @@ class RoleFactory:
         if isinstance(algorithm, DAPOConfig):
             limits = {"samples": algorithm.samples, "max_rounds": algorithm.max_rounds}
             draw_batch = partial(draw, roles.actor.placement["generate"].mesh)
-            roles = replace(roles, pool=Pool(draw_batch, rewards, placement("pool"), **limits, clock=self.clock))
+            roles = replace(roles, pool=DynamicSampler(draw_batch, placement("pool"), **limits, clock=self.clock))
         return roles

@@ -152,7 +152,7 @@ def _loss_card(run: Record) -> Card | None:
     if not losses or run.trained:
         return None
     best, last = number(min(losses)), number(losses[-1])
-    note = f"nats a response token, {math.exp(min(losses[-1], 700.0)):.3g} in perplexity"
+    note = f"nats per response token, {math.exp(min(losses[-1], 700.0)):.3g} in perplexity"
     return Card("SFT loss, held out", [last], note + (f"; it was {best} at best" if best != last else ""))
 
 
@@ -174,7 +174,7 @@ def _kl_card(run: Record) -> Card | None:
         return None
     quarter = [value for value in values[-max(len(values) // 4, 1) :] if math.isfinite(value)]
     mean, target = sum(quarter) / len(quarter) if quarter else math.nan, run.algorithm_setting("kl_target")
-    note = "nats a response, mean of the last quarter"
+    note = "nats per response, mean of the last quarter"
     note += f"; the target is {target:g} ({mean / target - 1:+.0%})" if target else ""
     return Card("KL to the reference", [number(mean)], note)
 
@@ -231,10 +231,10 @@ def verdict(run: Record) -> str:
 def costs(run: Record) -> str:
     """Compares the cost at the end with its limit, and on held-out prompts before and after."""
     cost, (old, new) = run.summary.get("cost"), run.both("cost")
-    text = (
-        "In the last quarter of the iterations a response cost {last_quarter:.3g} in the mean; the limit is {limit:g}. "
-    )
-    text = text.format(**cost) if cost else ""
+    text = ""
+    if cost:
+        text = f"In the last quarter of the iterations the mean cost of a response was {cost['last_quarter']:.3g}; "
+        text += f"the limit is {cost['limit']:g}. "
     return text if old is None or new is None else f"{text}On held-out prompts it went from {old:.3g} to {new:.3g}."
 
 
@@ -308,7 +308,7 @@ def _validated(run: Record, core: dict[tuple[str, str], dict[str, str]]) -> str:
             continue
         points = [point for point in zip(*run.curve(curves[statistic]), strict=True) if math.isfinite(point[1])]
         count = statistic.removeprefix("mean@")
-        text = "" if count == "1" else f"mean@{count}: the mean of {count} answers a prompt; best@{count}: the best. "
+        text = "" if count == "1" else f"mean@{count}: the mean of {count} answers per prompt; best@{count}: the best. "
         text += "" if measure == "gold" else "Scored by the run's own rewards, on prompts it does not train on. "
         if len(points) > 1:
             (first, start), (last, end), (step, best) = points[0], points[-1], max(points, key=lambda point: point[1])
@@ -372,7 +372,10 @@ def samples(run: Record) -> dict[str, Any]:
     latest = [sample for sample in run.samples if "response" in sample]
     validated = [sample for sample in latest if sample.get("kind") == "validation"]
     trained = [sample for sample in latest if sample.get("kind") != "validation"]
-    groups += [("The latest validation", validated[-_LATEST:]), ("The latest of training", trained[-_LATEST:])]
+    groups += [
+        ("Latest samples of validation", validated[-_LATEST:]),
+        ("Latest samples of training", trained[-_LATEST:]),
+    ]
     return {"lead": lead, "groups": [group for group in groups if group[1]]}
 
 
@@ -384,7 +387,7 @@ def _before_and_after(run: Record, samples: list[Sample]) -> tuple[str, list[tup
         f"Of {len(samples)} held-out prompts {better} are answered better after {run.title} than before by the {name}, "
         f"{worse} worse and {len(samples) - better - worse} alike."
     )
-    groups = [("The first ones", samples[:10])]
+    groups = [("The first prompts", samples[:10])]
     if len(samples) > 10:
         order = sorted(range(len(samples)), key=changes.__getitem__)
         groups += [
@@ -396,7 +399,7 @@ def _before_and_after(run: Record, samples: list[Sample]) -> tuple[str, list[tup
 
 def _answers(run: Record, samples: list[Sample]) -> tuple[str, list[tuple[str, list[Sample]]]]:
     """Groups of a run that compares nothing: the first answers, the lowest and the highest by the measure."""
-    key, groups = f"{run.measure}_before", [("The first ones", samples[:10])]
+    key, groups = f"{run.measure}_before", [("The first prompts", samples[:10])]
     if len(samples) > 10:
         graded = sorted((sample for sample in samples if sample.get(key) is not None), key=lambda sample: sample[key])
         groups += [(f"With the lowest {run.measure_name}", graded[:6]), ("With the highest", graded[::-1][:6])]

@@ -19,14 +19,14 @@ _CALLS = {
     "values": "critic values",
     "cost_values": "cost critic values",
     "reward_wait": "wait for functions' scores",
-    "pool": "keep groups that differ",
+    "pool": "select groups with different scores",
     "adv": "rewards and advantages",
     "update_critic": "train the critic",
     "update_cost_critic": "train the cost critic",
     "update_actor": "train the actor",
     "update": "experience, train both",
     "transfer": "arrays to the devices of a call",
-    "sleep": "weights and states from the host and back",
+    "sleep": "offload weights and states and bring them back",
 }
 _PARALLEL = {"reward_functions": "reward functions", "cost_functions": "cost functions"}  # run in other processes
 _COMPILING = 2  # iterations at the start that compile
@@ -78,7 +78,7 @@ def _summary(run: Record, seconds: dict[str, float], total: float, parallel: dic
         text += f" Switching weights from layout to layout costs {seconds['reshard'] / total:.1%} of it."
     if parallel:
         work = " and ".join(f"{words} ({_milliseconds(length)})" for words, length in parallel.items())
-        text += f" Beside the calls work {work}, for which they wait {_milliseconds(seconds.get('reward_wait', 0.0))}."
+        text += f" In parallel run {work}; the calls wait {_milliseconds(seconds.get('reward_wait', 0.0))} for them."
     validations = [length for length in run.curve("timing_s/validation")[1] if length > 0]
     if validations and "validation" not in seconds:
         text += f" Validation, {len(validations)} times in all, takes {_milliseconds(float(np.median(validations)))}."

@@ -173,7 +173,7 @@ class FunctionReward:
                 )
         self._checked = True
 
-    def score(self, samples: Sequence[Sample], *, step: int = 0) -> Scored:
+    def score(self, samples: Sequence[Sample], step: int = 0) -> Scored:
         """The scores of `samples`, in their order. Raises RewardFailure where a failure stops the run."""
         if not self._pool:
             raise RuntimeError(f"{self._called} is not started: use it in a with statement")

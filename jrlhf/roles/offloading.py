@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from jrlhf.config.schema import SLEEP_PARTS, SleepConfig
+from jrlhf.config.schema import SleepConfig
 from jrlhf.errors import UserError
 from jrlhf.meshes.offload import check_host_memory, free_host, is_on_host, offload, onload
 from jrlhf.planning.residency import weights_sleep
@@ -68,7 +68,7 @@ def offloader_of(role: str, config: SleepConfig, clock: Clock) -> Offloader:
 
 def check_sleep(config: SleepConfig, mesh: Mesh) -> None:
     """Checks that the devices have host memory to offload to."""
-    offloaded = [key for key in SLEEP_PARTS if getattr(config, key) == "host"]
+    offloaded = [key for key in SleepConfig.SWITCHES if getattr(config, key) == "host"]
     try:
         if offloaded:
             check_host_memory(mesh)

@@ -8,8 +8,9 @@ import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
-from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, overload
+from typing import Any, Concatenate, Generic, NamedTuple, ParamSpec, Protocol, TypeVar, overload
 
 import jax
 from jax.sharding import Mesh
@@ -51,6 +52,13 @@ class Pending(Generic[T]):
         return Pending(wait)
 
 
+class Scores(NamedTuple):
+    """The scores of a rollout's rows or tokens. Algorithms hand them on; roles get the shaped ones."""
+
+    shaped: jax.Array
+    raw: jax.Array  # the rows' sums before they were shaped
+
+
 class _Decorator(Protocol):
     @overload
     def __call__(self, method: Callable[P, Pending[T]], /) -> Callable[P, T]: ...
@@ -58,8 +66,10 @@ class _Decorator(Protocol):
     def __call__(self, method: Callable[P, T], /) -> Callable[P, T]: ...
 
 
-def call(kind: Kind, *outputs: str) -> _Decorator:
+def call(kind: Kind, *outputs: str, raw_scores: bool = False) -> _Decorator:
     """Decorates a role's method that is a call of an algorithm, and names its outputs.
+
+    raw_scores: the method gets `Scores` as they are, and not only the shaped ones.
 
     The call waits for arguments that are `Pending`, and runs on the mesh of the role's `placement`, if it has one.
     """
@@ -70,7 +80,8 @@ def call(kind: Kind, *outputs: str) -> _Decorator:
             placement: RolePlacement | None = getattr(self, "placement", None)
             if placement is not None and placement.prefetch is not None:
                 placement.prefetch.before(placement.role, method.__name__)
-            arguments, named = jax.tree.map(_ready, (arguments, named))
+            ready = partial(_ready, raw_scores=raw_scores)
+            arguments, named = jax.tree.map(ready, (arguments, named), is_leaf=lambda x: isinstance(x, Scores))
             if placement is None:
                 return method(self, *arguments, **named)
             return placement.run(method, self, arguments, named)
@@ -243,5 +254,6 @@ def _call_placement(placement: Placement, devices: Sequence[Device]) -> CallPlac
     return CallPlacement(mesh, LAYOUTS[placement.layout], placement.micro_batches)
 
 
-def _ready(value: Any) -> Any:
-    return value.result() if isinstance(value, Pending) else value
+def _ready(value: Any, raw_scores: bool) -> Any:
+    value = value.result() if isinstance(value, Pending) else value
+    return value.shaped if isinstance(value, Scores) and not raw_scores else value

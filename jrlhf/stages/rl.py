@@ -36,10 +36,10 @@ from jrlhf.roles.model import Model
 from jrlhf.roles.placement import RolePlacement
 from jrlhf.roles.sampling import read_responses
 from jrlhf.stages.context import Context
+from jrlhf.stages.evaluate import validate
 from jrlhf.stages.loop import SAMPLES, run_stage
 from jrlhf.stages.mfu import utilisation_of
 from jrlhf.stages.sft import sft_rows
-from jrlhf.stages.validation import validate
 
 READ = "tokens", "prompt_lengths", "response_lengths", "finished"  # fields of an experience that the host reads
 
@@ -88,7 +88,10 @@ def train_rl(context: Context, policy: Model, rewards: Rewards, costs: Rewards |
         if roles.pool is None:
             values["prompts"] = take_batch(context, prompts, generating, draws)
         experience, metrics = dataflow(**roles.arguments(dataflow), **values)
-        batch, draws = (values["prompts"], draws + 1) if roles.pool is None else (roles.pool.taken, roles.pool.draws)
+        if roles.pool is None:
+            batch, raw, draws = values["prompts"], rewards.raw, draws + 1
+        else:
+            batch, raw, draws = roles.pool.prompts, roles.pool.raw, roles.pool.draws
         multiplier = None if roles.constraint is None else roles.constraint.state
         with jax.set_mesh(arithmetic):
             measured, kl, learned = measure(experience, state.kl)
@@ -100,7 +103,7 @@ def train_rl(context: Context, policy: Model, rewards: Rewards, costs: Rewards |
         metrics = jax.device_get(metrics) | clock.take() | validated
         metrics |= throughput(metrics, len(batch.examples), context.mesh.size)
         masks = {"learned": learned, "texts": None if texts is None else texts.loss_mask}
-        read, raw, masks = to_host(({field: getattr(experience, field) for field in READ}, rewards.raw, masks))
+        read, raw, masks = to_host(({field: getattr(experience, field) for field in READ}, raw, masks))
         metrics |= utilisation.metrics(metrics, read["prompt_lengths"], read["response_lengths"], **masks)
         metrics |= watch(context, batch, replace(experience, **read), raw)
         metrics[SAMPLES] += samples
@@ -137,10 +140,10 @@ def initial_models(
         identities["reference"] = reference.fingerprint()
         models["reference"] = placement("reference").store(reference)
     if context.config.rl.algorithm.has_critic:
-        models["critic"] = placement("critic").store(initial.critic(policy, rewards.learnt))
+        models["critic"] = placement("critic").store(initial.critic(policy, rewards.trained))
         if "cost_critic" in graph.roles:
             models["cost_critic"] = placement("cost_critic").store(scalar_model(policy))
-    rewards.settle()
+    rewards.free_original()
     return {"actor": placement("actor").store(policy)} | models, identities
 
 

@@ -72,7 +72,7 @@ def test_the_policy_is_held_twice_only_where_it_is_a_reference(name, options):
     here = SimpleNamespace(store=lambda model: model)
     initial = InitialModels(config, cast(Any, None), Compute(jnp.dtype(jnp.float32)), Console(enabled=False))
     context = SimpleNamespace(config=config, placement=lambda role: here, initial=initial)
-    rewards = SimpleNamespace(settle=lambda: None, learnt=None)
+    rewards = SimpleNamespace(free_original=lambda: None, trained=None)
     models, identities = initial_models(cast(Any, context), policy, cast(Any, rewards), graph_of(config))
     referenced = config.rl.algorithm.needs_reference
     assert models.keys() == {"actor", *(["reference"] if referenced else [])} and models["actor"] is policy

@@ -7,15 +7,15 @@ import numpy as np
 import pytest
 
 from jrlhf.algorithms.registry import graph_of
+from jrlhf.config import Config, load_config
 from jrlhf.config.check import validate
 from jrlhf.config.parse import build
-from jrlhf.config.schema import Config, load_config
 from jrlhf.errors import UserError
 from jrlhf.models import ModelConfig
 from jrlhf.run.metrics import read_metrics
 from jrlhf.train import main
 
-HEAD = "import jax.numpy as jnp\nfrom jrlhf.algorithms.registry import policy_logprobs\n"
+HEAD = "import jax.numpy as jnp\nfrom jrlhf.algorithms import policy_logprobs\n"
 ADVANTAGES = """
 def above_the_others(experience, config):
     scores = experience.scores.reshape(-1, config.samples)

@@ -307,7 +307,7 @@ def undrawn_text(html: str) -> str:
 
 
 def test_pages_have_the_recorded_sections_figures_and_texts(pages):
-    """golden.json was recorded from the page that had been put together without a template."""
+    """golden.json was recorded from the page before it had a template (but for words that were reworded since)."""
     golden = json.loads(GOLDEN.read_text(encoding="utf-8"))
     assert golden.keys() == pages.keys()
     for name, html in pages.items():
@@ -325,7 +325,7 @@ def test_the_figures_are_those_of_the_run(pages):
             "gold finished SFT → reward model → PPO mesh fsdp auto plan mine float32 seed 0 2 min 47 s",
             "Gold score, held out 0.70 → 0.87 +0.165 ± 0.010 through PPO on 256 held-out prompts, 16.2 standard errors",
             f"Reward model 87.1% right about 87.1% ± {math.sqrt(0.871 * 0.129 / 300):.1%} of 300 held-out pairs",
-            "KL to the reference 5.50 nats a response, mean of the last quarter; the target is 4 (+38%)",
+            "KL to the reference 5.50 nats per response, mean of the last quarter; the target is 4 (+38%)",
             "Variety kept 95% 228 distinct held-out responses, 240 before PPO",
             "full stop 0.800 0.990 +0.190",
             "Of 12 held-out prompts 8 are answered better after PPO than before by the gold score, 3 worse and 1 alike",
@@ -352,9 +352,9 @@ def test_the_figures_are_those_of_the_run(pages):
         ),
         "sft": (
             "Score, held out 0.50 0.500 ± 0.125 on 12 held-out prompts; the run's own rewards SFT",
-            "SFT loss, held out 1.10 nats a response token, 3 in perplexity; it was 0.69 at best",
+            "SFT loss, held out 1.10 nats per response token, 3 in perplexity; it was 0.69 at best",
             "reward, on held-out prompts mean exact 0.375",
-            "Answers to 12 held-out prompts. The first ones prompt answer score q0 a0 0.00",
+            "Answers to 12 held-out prompts. The first prompts prompt answer score q0 a0 0.00",
             "With the highest prompt answer score q11 a11 1.10 q10 a10 1.00",
         ),
         "reward_model": (
@@ -469,7 +469,7 @@ def test_sections_say_only_what_the_run_knows(tmp_path, undrawn):
 
     unfinished = text(config=to_yaml(Config()), metrics=gold_records(5), texts=RUNS["gold"]["texts"][:1])
     assert "unfinished: ppo 5 of 40" in unfinished and "Gold score, held out" not in unfinished
-    assert "The latest of training step prompt response score 1 p <script>" in unfinished
+    assert "Latest samples of training step prompt response score 1 p <script>" in unfinished
     without_kl = text(metrics=[{key: each[key] for key in each if "/kl" not in key} for each in user_records()])
     assert "Score Training optimises this very score." in without_kl and "at the samples." in without_kl
     assert "KL" not in without_kl

@@ -20,8 +20,9 @@ import yaml
 from safetensors.numpy import load_file
 
 from jrlhf.algorithms.registry import graph_of
+from jrlhf.config import Config, load_config
 from jrlhf.config.check import validate
-from jrlhf.config.schema import Config, DistributedConfig, load_config
+from jrlhf.config.schema import DistributedConfig
 from jrlhf.errors import UserError
 from jrlhf.meshes.hardware import cluster
 from jrlhf.meshes.plan import Placement, Plan, Slice
@@ -44,7 +45,8 @@ AGREE = """
 import json, sys, threading
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
-from jrlhf.config.schema import DeviceConfig, DistributedConfig, load_config
+from jrlhf.config import load_config
+from jrlhf.config.schema import DeviceConfig, DistributedConfig
 from jrlhf.run.devices import select
 from jrlhf.errors import UserError
 from jrlhf.stages.setup import architectures, select_plan
@@ -52,10 +54,10 @@ from jrlhf.meshes import gathered, make_mesh, to_devices, to_host
 from jrlhf.run.processes import any_process, from_main, is_main
 
 devices = select(DeviceConfig(platform="cpu", simulated=2), DistributedConfig(timeout=60))
-number, said = jax.process_index(), {}
+number, results = jax.process_index(), {}
 called = []
-said["told"] = from_main(lambda: called.append(number) or {"process": number, "size": len(b"x" * 9_000_000)})
-said["called"] = called
+results["told"] = from_main(lambda: called.append(number) or {"process": number, "size": len(b"x" * 9_000_000)})
+results["called"] = called
 
 def fail():
     raise UserError("rewards[0] is not there")
@@ -63,32 +65,32 @@ def fail():
 try:
     from_main(fail)
 except UserError as error:
-    said["error"] = str(error)
-said["any"] = [any_process(False), any_process(number == 1), any_process(True)]
+    results["error"] = str(error)
+results["any"] = [any_process(False), any_process(number == 1), any_process(True)]
 
 mesh = make_mesh(1, 2, 2, devices=devices)
 rows = NamedSharding(mesh, P("fsdp", "tensor"))
 host = {"x": np.arange(24.0, dtype=np.float32).reshape(4, 6).T[:, ::-1], "n": np.int32(7)}
 placed = to_devices(host, {"x": rows, "n": NamedSharding(mesh, P())})
-said["shards"] = {str(s.index): s.data.tolist() for s in placed["x"].addressable_shards}
+results["shards"] = {str(s.index): s.data.tolist() for s in placed["x"].addressable_shards}
 doubled = jax.jit(lambda tree: jax.tree.map(lambda x: 2 * x, tree))(placed)
 whole = gathered(doubled)
 found = []
 thread = threading.Thread(target=lambda: found.append(jax.device_get(whole)))
 thread.start(); thread.join()
-said["doubled"] = [found[0]["x"].tolist(), to_host(doubled)["x"].tolist(), int(found[0]["n"])]
+results["doubled"] = [found[0]["x"].tolist(), to_host(doubled)["x"].tolist(), int(found[0]["n"])]
 keys = jax.vmap(lambda i: jax.random.fold_in(jax.random.key(3), i))(np.arange(4))
 spread = to_devices(keys, NamedSharding(mesh, P(("fsdp", "tensor"))))
 own = P(("fsdp", "tensor"))
 draw = jax.jit(jax.shard_map(jax.vmap(jax.random.bits), mesh=mesh, in_specs=own, out_specs=own))
-said["drawn"] = to_host(draw(spread)).tolist()
+results["drawn"] = to_host(draw(spread)).tolist()
 moved = to_devices(spread, NamedSharding(mesh, P("fsdp")))  # from devices to devices
-said["moved"] = to_host(draw(jax.jit(lambda k: k, out_shardings=spread.sharding)(moved))).tolist()
-said["expected"] = np.asarray(jax.vmap(jax.random.bits)(keys)).tolist()
+results["moved"] = to_host(draw(jax.jit(lambda k: k, out_shardings=spread.sharding)(moved))).tolist()
+results["expected"] = np.asarray(jax.vmap(jax.random.bits)(keys)).tolist()
 tiny, directory = sys.argv[1:]
 config = load_config(tiny, [f"plan={directory}/{number}.yaml", "mesh.fsdp=2"])
-said["plan"] = select_plan(config, architectures(config), devices).as_dict()
-print(json.dumps(said))
+results["plan"] = select_plan(config, architectures(config), devices).as_dict()
+print(json.dumps(results))
 """
 
 
@@ -365,25 +367,20 @@ def test_one_process_where_nothing_says_otherwise(no_cluster):
     assert not jax.distributed.is_initialized() and jax.process_count() == 1
 
 
-@pytest.mark.parametrize(
-    "config, environment, named",
-    [
+def test_an_incomplete_address_is_refused(no_cluster, monkeypatch):
+    jax.devices()
+    complete = {"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "0"}
+    for config, environment, sentence in (
         ({"process": 1}, {}, "distributed.process=1 without distributed.coordinator"),
         ({"processes": 2}, {}, "distributed.processes=2 without distributed.coordinator"),
         ({}, {"JAX_PROCESS_ID": "one"}, "JAX_PROCESS_ID=one must be a whole number"),
         ({"coordinator": "a:1", "processes": 2, "process": 2}, {}, "numbered from 0, set it to 1 at most"),
-        ({}, {"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "0"}, "comes too late"),
-    ],
-)
-def test_what_is_half_said_is_refused(no_cluster, monkeypatch, config, environment, named):
-    jax.devices()
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(UserError, match=re.escape(named)):
-        start(DistributedConfig(**config))
-
-
-def test_an_address_without_a_port_is_refused():
+        ({}, complete, "comes too late"),
+    ):
+        with monkeypatch.context() as patched, pytest.raises(UserError, match=re.escape(sentence)):
+            for name, value in environment.items():
+                patched.setenv(name, value)
+            start(DistributedConfig(**config))
     with pytest.raises(UserError, match="distributed.coordinator=host: it must be HOST:PORT"):
         load_config(TINY, ["distributed.coordinator=host"])
 
@@ -451,14 +448,14 @@ def gke() -> tuple[int, list[str]]:
     return chips, words[words.index("--config") + 1 : words.index("${resume[@]}")]
 
 
-@pytest.mark.parametrize("template", [slurm, tpu_pod, gke])
-def test_the_command_of_a_launch_template_suits_its_devices(template, monkeypatch: pytest.MonkeyPatch):
+def test_the_commands_of_launch_templates_suit_their_devices(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    devices, (name, *overrides) = template()
-    config = load_config(name, overrides)
-    validate(config, devices, architectures(config))
-    with pytest.raises(UserError, match=f"does not fit {2 * devices} device"):
-        validate(config, 2 * devices, architectures(config))
+    for template in (slurm, tpu_pod, gke):
+        devices, (name, *overrides) = template()
+        config = load_config(name, overrides)
+        validate(config, devices, architectures(config))
+        with pytest.raises(UserError, match=f"does not fit {2 * devices} device"):
+            validate(config, 2 * devices, architectures(config))
 
 
 def test_launch_templates_are_well_formed():

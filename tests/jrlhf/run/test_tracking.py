@@ -103,7 +103,9 @@ def test_what_fails_is_told_once_and_the_run_goes_on(tmp_path, stand_in, mode, r
 
 
 def test_a_process_that_reads_nothing_is_given_up_at_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(tracking, "LAUNCH", "import time; time.sleep(60)")
+    script = tmp_path / "sleeps.py"
+    script.write_text("import time; time.sleep(60)")
+    monkeypatch.setattr(tracking, "SCRIPT", script)
     told = []
     wandb = Wandb({"project": "sums"}, tmp_path / "log", told.append)
     for step in range(100):
