@@ -237,7 +237,7 @@ def indivisible(model: ModelConfig, fsdp: int, tensor: int) -> Iterator[tuple[st
 
 def _check_batches(config: Config, devices: int, groups: int) -> None:
     """Checks that rows divide over devices and parts. A group of devices generates all samples of a prompt."""
-    for stage in set(config.stages) - set(ALGORITHMS):
+    for stage in [stage for stage in config.stages if stage not in ALGORITHMS]:
         section = config.sections[stage]
         micro_batches = (section.algorithm if stage == "dpo" else section).micro_batches
         over = f"{devices} device(s)" + _times(micro_batches, "micro-batches")

@@ -227,8 +227,9 @@ def _convert_tagged(kinds: list[Any], value: object, path: str) -> Any:
         return build(kinds[0], value, path)
     given = dict(value or {})
     chosen = convert(Literal[tuple(members)], given.get(tag, next(iter(members))), f"{path}.{tag}")
-    for other in kinds:  # a key of another member may be given if it has its default there
-        for key in [key for key in given if key in _kinds(other) and key not in _kinds(members[chosen])]:
+    for key in [key for key in given if key not in _kinds(members[chosen])]:
+        other = next((kind for kind in kinds if key in _kinds(kind)), None)
+        if other is not None:  # a key of another member may be given if it has its default there
             setting = convert(_kinds(other)[key], given.pop(key), f"{path}.{key}")
             if setting != default_of(other, key):
                 raise UserError(other.unread(f"{path}.{key}", setting, f"{path}.{tag}={chosen}"))
@@ -288,7 +289,7 @@ def _names(cls: Any) -> str:
 def _suggestion(cls: Any, key: str, path: str) -> str:
     """Names the section below this one that has the key, or the nearest key, or all keys."""
     sources = {item.name: item.metadata["from"] for item in fields(cls) if "from" in item.metadata}
-    if key in sources:
+    if sources.get(key):
         return f"the run's {sources[key]} is used, set that"
     below = {inner: inner.rsplit(".", 1)[-1] for inner in _paths(cls)}
     near = difflib.get_close_matches(key, _kinds(cls), n=1)

@@ -401,15 +401,15 @@ class Config(Section):
     validation: ValidationConfig | None = None
     wandb: WandbConfig | None = None
     profile: ProfileConfig | None = None
-    notices: tuple[str, ...] = field(default=(), compare=False, metadata={"from": "file"})  # on old keys, for the log
+    notices: tuple[str, ...] = field(default=(), compare=False, metadata={"from": ""})  # on old keys, for the log
 
     def __post_init__(self) -> None:
         """Completes the sections of the run's stages, and drops those of other stages."""
         super().__post_init__()
         learner = self.algorithm or ("dpo" if "dpo" in self.stages else None)
-        for name in set(self.sections) - set(self.stages):
+        for name in self.sections:
             # Without a learner the run is narrowed to its first stages and may keep the sections of the others.
-            if not learner or not list(changed(self.sections[name])):
+            if name in self.stages or not learner or not list(changed(self.sections[name])):
                 continue
             void = f"section {name} has no effect with stages=[{', '.join(self.stages)}]"
             if name not in ("sft", "reward_model"):  # which configs of old may have

@@ -88,7 +88,7 @@ def failures(run: Record) -> dict[str, Any] | None:
     logs = ", ".join(f"{REWARD_KINDS[kind]}-{name}.log" for kind, name in counts)
     return {
         "title": f"{kinds.capitalize()} functions failed on {total:,} sample{'s' * (total != 1)}",
-        "lines": [("cost " * (kind == "costs"), name, each.most_common()) for (kind, name), each in counts.items()],
+        "lines": [("cost " * (kind == "costs"), name, count.most_common()) for (kind, name), count in counts.items()],
         "note": f"in {len(steps)} of {len(run.iterations)} iterations, the last time in iteration {steps[-1]}. Each of "
         "these samples was given the score that the config names for failures, which says nothing about the answer. "
         f"What the functions printed is in {logs}.",

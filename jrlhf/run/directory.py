@@ -170,7 +170,8 @@ def _lock(path: Path) -> int:
 
 def environment(notes: Sequence[str] = ()) -> str:
     """Describes this process: time, command, Python, source, `notes`, every installed distribution."""
-    versions = sorted({f"{each.name}=={each.version}" for each in importlib.metadata.distributions() if each.name})
+    packages = [package for package in importlib.metadata.distributions() if package.name]
+    versions = sorted({f"{package.name}=={package.version}" for package in packages})
     flags = [f"{name}={os.environ[name]}" for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS") if name in os.environ]
     lines = [
         f"# {datetime.datetime.now(datetime.UTC).isoformat(timespec='seconds')}",

@@ -44,7 +44,7 @@ def _settings(saved: object, config: Config) -> tuple[dict[str, str], dict[str, 
         began = build(Config, saved)  # reads keys of older versions, too
     except UserError:  # keys of a newer version: compared as they are written
         return flatten(saved), flatten(parse_yaml(config_yaml(config), "config"))
-    old, new = (flatten(parse_yaml(config_yaml(each, off=True), "config")) for each in (began, config))
+    old, new = (flatten(parse_yaml(config_yaml(version, off=True), "config")) for version in (began, config))
     return old, new
 
 

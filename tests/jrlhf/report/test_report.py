@@ -176,7 +176,7 @@ def gold_samples(count: int = 12) -> list[dict]:
     common = {"stage": "evaluation", "step": 0, "reference": "Return x.", "gold_before": 0.5}
     texts = [{"prompt": f"def f{i}(x):\n", "before": f"before {i}", "after": f"after {i}"} for i in range(count)]
     texts[0]["after"] = EVIL
-    return [common | each | {"gold_after": 0.5 + (index - 3) / 20} for index, each in enumerate(texts)]
+    return [common | record | {"gold_after": 0.5 + (index - 3) / 20} for index, record in enumerate(texts)]
 
 
 def user_samples() -> list[dict]:
@@ -272,7 +272,7 @@ RUNS = {
         "plan": PLAN,
     },
     "user": {"metrics": user_records(), "texts": user_samples(), "summary": USER_SUMMARY},
-    "remax": {"metrics": [each | {"critic/baseline/mean": 0.5} for each in user_records(stage="remax")]},
+    "remax": {"metrics": [record | {"critic/baseline/mean": 0.5} for record in user_records(stage="remax")]},
     "dpo": {"metrics": sft_records() + dpo_records(), "summary": {"dpo_accuracy": 0.73, "phases": {"dpo": 60.0}}},
     "safe": {"metrics": safe_records(), "summary": SAFE_SUMMARY},
     "sft": sft_run(),
@@ -388,8 +388,8 @@ def test_pages_need_and_run_nothing_else(pages):
 
 def test_bars_of_calls_are_laid_end_to_end_and_span_their_devices(pages):
     def bars(section: str) -> list[tuple[str, float, float]]:
-        found = re.findall(r'class="bar b(\d)" style="left:([\d.]+)%;width:([\d.]+)%"', section)
-        return [(color, float(left), float(width)) for color, left, width in found]
+        matches = re.findall(r'class="bar b(\d)" style="left:([\d.]+)%;width:([\d.]+)%"', section)
+        return [(color, float(left), float(width)) for color, left, width in matches]
 
     sections = dict(re.findall(r'<section id="(\w+)">(.*?)</section>', pages["gold"], re.DOTALL))
     # reshard, gen, update_actor in their order, then a call that is not known, then the rest of the step
@@ -428,12 +428,12 @@ def test_any_part_of_a_run_may_be_missing(runs, tmp_path, undrawn):
     """Files, stages, summaries, metrics (absent or not finite), held-out figures: every page is still whole."""
     parts = ("config.yaml", "environment.txt", "metrics.jsonl", "samples.jsonl", "summary.json")
     for count in range(1, 5):
-        for kept in itertools.combinations(parts, count):
+        for present in itertools.combinations(parts, count):
             shutil.rmtree(tmp_path / "parts", ignore_errors=True)
             (tmp_path / "parts").mkdir()
-            for name in kept:
+            for name in present:
                 shutil.copy(runs["gold"] / name, tmp_path / "parts" / name)
-            if {"config.yaml", "metrics.jsonl"} & set(kept):
+            if {"config.yaml", "metrics.jsonl"} & set(present):
                 Page(render(read_run(tmp_path / "parts")))
             else:
                 with pytest.raises(UserError, match="holds no run"):
@@ -450,7 +450,7 @@ def test_any_part_of_a_run_may_be_missing(runs, tmp_path, undrawn):
     for complete in (gold_records(9), user_records(), dpo_records(9), safe_records()):
         for key in sorted(set(complete[0]) - {"stage", "step"}):
             for value in ({}, {key: None}):
-                metrics = [{name: each[name] for name in each if name != key} | value for each in complete]
+                metrics = [{name: record[name] for name in record if name != key} | value for record in complete]
                 Page(render(read_run(write(tmp_path / "run", metrics=metrics, summary=USER_SUMMARY))))
     held_out: dict = USER_SUMMARY["held_out"]
     for name in held_out:
@@ -470,10 +470,12 @@ def test_sections_say_only_what_the_run_knows(tmp_path, undrawn):
     unfinished = text(config=to_yaml(Config()), metrics=gold_records(5), texts=RUNS["gold"]["texts"][:1])
     assert "unfinished: ppo 5 of 40" in unfinished and "Gold score, held out" not in unfinished
     assert "Latest samples of training step prompt response score 1 p <script>" in unfinished
-    without_kl = text(metrics=[{key: each[key] for key in each if "/kl" not in key} for each in user_records()])
+    without_kl = text(metrics=[{key: record[key] for key in record if "/kl" not in key} for record in user_records()])
     assert "Score Training optimises this very score." in without_kl and "at the samples." in without_kl
     assert "KL" not in without_kl
-    healthy = text(metrics=[{key: each[key] for key in each if "/failures/" not in key} for each in user_records()])
+    healthy = text(
+        metrics=[{key: record[key] for key in record if "/failures/" not in key} for record in user_records()]
+    )
     assert "failed on" not in healthy and "greedy" not in healthy
     both = text(metrics=safe_records(**{"rewards/exact/failures/nan": 1.0}))
     assert "Reward and cost functions failed on 12 samples exact nan 4 cost words timeout 8" in both

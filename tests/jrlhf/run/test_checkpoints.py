@@ -58,9 +58,9 @@ def same_bits(a, b) -> bool:
 
 def restored(directory: Path, target, **kwargs):
     with Checkpoints(directory, **kwargs) as checkpoints:
-        found = checkpoints.restore_latest(target)
-    assert found is not None
-    return found
+        result = checkpoints.restore_latest(target)
+    assert result is not None
+    return result
 
 
 @pytest.fixture
@@ -88,7 +88,7 @@ def test_a_training_state_comes_back_with_its_structure_its_places_and_its_descr
         with Checkpoints(tmp_path) as checkpoints:
             checkpoints.save(7, state, meta)
         seen = []
-        step, again, described = restored(tmp_path, lambda found: seen.append(found) or like(state, mesh))
+        step, again, described = restored(tmp_path, lambda result: seen.append(result) or like(state, mesh))
     assert (step, described, seen) == (7, meta, [meta])
     assert type(again) is TrainState and same_bits(again, state)
     for leaf, target in zip(jax.tree.leaves(again), jax.tree.leaves(like(state, mesh)), strict=True):
@@ -168,7 +168,7 @@ def test_fingerprints_see_every_flipped_bit_and_every_exchange():
             exchanged = x.copy()
             exchanged[[i, j]] = exchanged[[j, i]]
             variants.append(exchanged)
-    assert len({int(fingerprint(jnp.asarray(each))) for each in variants}) == len(variants)
+    assert len({int(fingerprint(jnp.asarray(variant))) for variant in variants}) == len(variants)
 
 
 def damage_and_restore(two_steps, tmp_path, damage) -> tuple[int, list[str]]:
@@ -177,13 +177,13 @@ def damage_and_restore(two_steps, tmp_path, damage) -> tuple[int, list[str]]:
     copy = tmp_path / "copy"
     shutil.copytree(directory, copy)
     damage(copy / "2")
-    told: list[str] = []
-    step, again, meta = restored(copy, like(trees[1], mesh), tell=told.append)
+    warnings: list[str] = []
+    step, again, meta = restored(copy, like(trees[1], mesh), tell=warnings.append)
     assert same_bits(again, trees[step]) and meta == {"stage": "ppo", "step": step}
     if step == 2:
-        assert told == []
+        assert warnings == []
     else:
-        (sentence,) = told
+        (sentence,) = warnings
         assert re.fullmatch(
             r"The checkpoint of step 2 is damaged \(.+\): going on from that of step 1; "
             rf"the damaged one is kept in {copy}/damaged-2\.",
@@ -191,15 +191,15 @@ def damage_and_restore(two_steps, tmp_path, damage) -> tuple[int, list[str]]:
         )
         assert not (copy / "2").exists() and (copy / "damaged-2").is_dir()
     shutil.rmtree(copy)
-    return step, told
+    return step, warnings
 
 
 @pytest.fixture
 def reports(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What Python would print of errors that nobody can catch."""
-    found: list[str] = []
-    monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: found.append(str(unraisable.exc_value)))
-    return found
+    result: list[str] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: result.append(str(unraisable.exc_value)))
+    return result
 
 
 def files_of(step_directory: Path) -> list[Path]:
@@ -210,7 +210,7 @@ def test_a_flipped_bit_anywhere_is_seen_or_has_no_effect(two_steps, tmp_path, ca
     numbers = random.Random(0)
     files = files_of(two_steps[0] / "2")
     sizes = [(two_steps[0] / "2" / name).stat().st_size for name in files]
-    steps, told = [], []
+    steps, warnings = [], []
     for name in numbers.choices(files, weights=sizes, k=20) + files:
 
         def flip(step_directory, name=name):
@@ -221,9 +221,9 @@ def test_a_flipped_bit_anywhere_is_seen_or_has_no_effect(two_steps, tmp_path, ca
 
         step, sentences = damage_and_restore(two_steps, tmp_path, flip)
         steps.append(step)
-        told += sentences
+        warnings += sentences
     assert steps.count(1) >= 5
-    assert any("is not what was saved" in sentence for sentence in told)  # found by nothing but its fingerprint
+    assert any("is not what was saved" in sentence for sentence in warnings)  # found by nothing but its fingerprint
     time.sleep(0.5)  # reads beside the failed ones end
     gc.collect()
     assert "Traceback" not in capfd.readouterr().err and not reports
@@ -255,8 +255,8 @@ def test_a_description_that_was_changed_is_seen(two_steps, tmp_path):
         assert text.count(r"\"step\": 2") == 1
         path.write_text(text.replace(r"\"step\": 2", r"\"step\": 3"))
 
-    step, told = damage_and_restore(two_steps, tmp_path, edit)
-    assert step == 1 and "(its description is not what was saved)" in told[0]
+    step, warnings = damage_and_restore(two_steps, tmp_path, edit)
+    assert step == 1 and "(its description is not what was saved)" in warnings[0]
 
 
 def test_a_run_goes_on_after_a_fallback(two_steps, tmp_path):
@@ -265,8 +265,8 @@ def test_a_run_goes_on_after_a_fallback(two_steps, tmp_path):
     (tmp_path / "copy" / "2" / "meta" / "metadata").write_text("{")
     (tmp_path / "copy" / "damaged-2").mkdir()  # from an earlier time
     with Checkpoints(tmp_path / "copy", tell=lambda sentence: None) as checkpoints:
-        found = checkpoints.restore_latest(like(trees[1], mesh))
-        assert found is not None and found[0] == 1 and checkpoints.steps == [1]
+        result = checkpoints.restore_latest(like(trees[1], mesh))
+        assert result is not None and result[0] == 1 and checkpoints.steps == [1]
         assert (tmp_path / "copy" / "damaged-2-2").is_dir()
         checkpoints.save(2, trees[2], {})
         checkpoints.wait()
@@ -305,8 +305,8 @@ def test_a_machine_that_cannot_read_now_is_no_damage(two_steps, tmp_path, monkey
             ):
                 patched.setattr(checkpoints._manager, "restore", fail)
                 checkpoints.restore_latest(like(trees[1], mesh))
-        found = checkpoints.restore_latest(like(trees[1], mesh))
-    assert found is not None and found[0] == 2 and same_bits(found[1], trees[2])
+        result = checkpoints.restore_latest(like(trees[1], mesh))
+    assert result is not None and result[0] == 2 and same_bits(result[1], trees[2])
 
 
 def test_the_installed_versions_word_their_errors_as_expected(tmp_path):
@@ -402,8 +402,8 @@ def test_arrays_may_be_donated_while_they_are_being_written(mesh, tmp_path):
             old, tree = tree, step(tree)
         assert all(leaf.is_deleted() for leaf in jax.tree.leaves(old))  # memory is reused while the save goes on
         checkpoints.wait()
-        found = checkpoints.restore_latest(like(tree, mesh))
-    assert found is not None and same_bits(jax.tree.map(np.array, found[1]), expected)
+        result = checkpoints.restore_latest(like(tree, mesh))
+    assert result is not None and same_bits(jax.tree.map(np.array, result[1]), expected)
 
 
 def test_a_save_that_fails_says_so(mesh, tmp_path):

@@ -24,7 +24,7 @@ def make(tmp_path):
 
 
 def contents(path: Path) -> dict[str, bytes]:
-    return {str(found): found.read_bytes() for found in path.rglob("*") if found.is_file()}
+    return {str(file): file.read_bytes() for file in path.rglob("*") if file.is_file()}
 
 
 def refused(config, **how) -> str:
@@ -88,8 +88,8 @@ def test_a_moved_run_resumes(make, tmp_path):
 def test_a_run_goes_on_with_settings_that_do_not_define_its_results(make):
     open_run(make()).close()
     with open_run(make("sleep.actor=host", "ppo.save_every=3", "ppo.iterations=50"), resume=True) as run:
-        told = "with sleep.actor=host (was device), ppo.iterations=50 (was 40), ppo.save_every=3 (was 10)"
-        assert run.changed == told
+        line = "with sleep.actor=host (was device), ppo.iterations=50 (was 40), ppo.save_every=3 (was 10)"
+        assert run.changed == line
         assert f"\n# goes on {run.changed}\n" in (run.path / "environment.txt").read_text()
         assert load_config(str(run.path / "config.yaml")).rl.iterations == 50
     changed = ("ppo.iterations=50", "mesh.tensor=2", "ppo.algorithm.micro_batches=2", "evaluation.every=5")

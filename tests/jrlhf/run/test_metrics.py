@@ -18,16 +18,16 @@ STAGES = ("sft", "reward_model", "ppo")
 
 def events(directory) -> list[Event]:
     """Every event of every file below a directory, in the order of writing."""
-    found = []
+    result = []
     for path in sorted(directory.rglob("events.*"), key=lambda path: path.stat().st_mtime_ns):
         data = path.read_bytes()
         while data:
             (length,) = struct.unpack("<Q", data[:8])
             event = Event()
             event.ParseFromString(data[12 : 12 + length])
-            found.append(event)
+            result.append(event)
             data = data[12 + length + 4 :]
-    return found
+    return result
 
 
 def test_numbers_are_written_exactly_and_returned_as_python_numbers(tmp_path):
@@ -128,15 +128,15 @@ def test_a_resume_cuts_back_both_files_and_a_torn_line(tmp_path):
     assert (tmp_path / "metrics.jsonl").read_bytes().split(b"\n") == before
     truncate_after(tmp_path, "ppo", 3)
     truncate_after(tmp_path, "sft", 2)
-    kept = before[:2] + before[4:11]
-    assert (tmp_path / "metrics.jsonl").read_bytes() == b"\n".join(kept) + b"\n"
-    assert [(each["stage"], each["step"]) for each in read_jsonl(tmp_path / "samples.jsonl")] == [
+    remaining = before[:2] + before[4:11]
+    assert (tmp_path / "metrics.jsonl").read_bytes() == b"\n".join(remaining) + b"\n"
+    assert [(sample["stage"], sample["step"]) for sample in read_jsonl(tmp_path / "samples.jsonl")] == [
         ("sft", 2),
         ("ppo", 2),
     ]
     with MetricsLog(tmp_path) as log:
         log.log("sft", 3, {"loss": 1.0})
-    assert (tmp_path / "metrics.jsonl").read_bytes() == b"\n".join(kept) + (
+    assert (tmp_path / "metrics.jsonl").read_bytes() == b"\n".join(remaining) + (
         b'\n{"stage": "sft", "step": 3, "loss": 1.0}\n'
     )
     for stage in STAGES:

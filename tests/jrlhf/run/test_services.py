@@ -129,8 +129,8 @@ print(before, int(keeps), faults())
 
 
 def test_freed_memory_is_kept_and_comes_without_page_faults():
-    said = subprocess.run([sys.executable, "-c", _TWICE], capture_output=True, text=True, check=True).stdout
-    before, keeps, after = map(int, said.split())
+    output = subprocess.run([sys.executable, "-c", _TWICE], capture_output=True, text=True, check=True).stdout
+    before, keeps, after = map(int, output.split())
     assert 10 * after < before if keeps else after > before / 2
 
 
@@ -164,7 +164,7 @@ def test_chosen_iterations_leave_a_trace(tmp_path):
         traced(config, tmp_path, "ppo", step, lambda: None)
     with pytest.raises(ZeroDivisionError):
         traced(config, tmp_path, "sft", 3, lambda: 1 // 0)
-    assert sorted(each.name for each in (tmp_path / "profile").iterdir()) == ["sft-2", "sft-3"]
+    assert sorted(path.name for path in (tmp_path / "profile").iterdir()) == ["sft-2", "sft-3"]
     (tensorboard,) = (tmp_path / "profile" / "sft-2").glob("plugins/profile/*/*.xplane.pb")
     (perfetto,) = (tmp_path / "profile" / "sft-2").glob("plugins/profile/*/*.trace.json.gz")
     assert tensorboard.stat().st_size > 0 and perfetto.stat().st_size > 0
