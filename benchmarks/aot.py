@@ -58,7 +58,7 @@ from jrlhf.errors import UserError
 from jrlhf.meshes import AXES, GENERATE, collective_traffic, loops, lower_reshard, make_mesh
 from jrlhf.meshes.hlo import Traffic
 from jrlhf.models import ModelConfig, SamplingConfig, make_generate, param_shardings
-from jrlhf.planning.fits import memory_of
+from jrlhf.planning.fit import memory_of
 from jrlhf.ppo import Experience
 from jrlhf.roles import compiled
 from jrlhf.roles.compiled import Compute

@@ -53,7 +53,7 @@ class DynamicSampler:
 
     @loop_condition
     def wants_more(self) -> bool:
-        """Whether another round is to be generated."""
+        """True if another round is needed."""
         rounds = self.draws - self._first
         return rounds == 0 or (rounds < self._max_rounds and self._informative.sum() < len(self._informative))
 

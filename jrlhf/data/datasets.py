@@ -1,8 +1,8 @@
 """A task made of datasets: what each stage learns from, and the held-out rows."""
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping
-from typing import NamedTuple, TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 from jrlhf.config.schema import Config, DatasetConfig, DatasetsData
 from jrlhf.config.stages import ALGORITHMS
@@ -121,8 +121,11 @@ def _read(key: str, section: DatasetConfig | None) -> Dataset:
 
 def _rows(texts: Sequences, rows: Iterable[int]) -> Sequences:
     rows = list(rows)
-    ids, learn, lengths = tuple(texts.ids[r] for r in rows), tuple(texts.learn[r] for r in rows), texts.prompt_lengths
-    return Sequences(ids, learn, tuple(lengths[r] for r in rows), ())
+
+    def pick(column: Sequence[Any]) -> tuple[Any, ...]:
+        return tuple(column[row] for row in rows)
+
+    return Sequences(pick(texts.ids), pick(texts.learn), pick(texts.prompt_lengths))
 
 
 def _fingerprint(tokenizer: Tokenizer, datasets: Mapping[str, Dataset]) -> str:

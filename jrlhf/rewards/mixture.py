@@ -209,7 +209,7 @@ class Rewards:
             role.prefetch(kind)
 
     def metrics(self) -> Metrics:
-        """What was measured since the iteration began."""
+        """The metrics since the iteration began."""
         return dict(self._metrics)
 
     def _begin(

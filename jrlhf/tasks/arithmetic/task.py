@@ -103,7 +103,6 @@ def _sequences(
         ids=tuple((*asked, *answer) for asked, answer in both),
         learn=tuple((False,) * len(asked) + (True,) * len(answer) for asked, answer in both),
         prompt_lengths=tuple(len(asked) for asked, _ in both),
-        examples=(),
     )
 
 

@@ -19,7 +19,7 @@ from jrlhf.stages.evaluate import Graded, compare, grade, grade_before, statisti
 
 TEXTS = ("a", "a b c", "a b")
 RESPONSES = tuple(Response((1, 2), text, True) for text in TEXTS)
-PROMPTS = Prompts(((3,),) * 3, ("p",) * 3, (Example("p"),) * 3)
+PROMPTS = Prompts(((3,),) * 3, ("p",) * 3, examples=(Example("p"),) * 3)
 
 
 def words(samples, step) -> Scored:
