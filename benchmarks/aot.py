@@ -53,8 +53,7 @@ from jrlhf.config.check import mesh_sizes, validate
 from jrlhf.config.schema import Config, MeshConfig, load_config
 from jrlhf.data.batches import row_sharding
 from jrlhf.errors import UserError
-from jrlhf.meshes import AXES, GENERATE, collective_traffic, loops, lower_reshard, make_mesh
-from jrlhf.meshes.hlo import Traffic
+from jrlhf.meshes import AXES, GENERATE, make_mesh
 from jrlhf.models import ModelConfig, SamplingConfig, make_generate, param_shardings
 from jrlhf.planning.fits import memory_of
 from jrlhf.ppo import Experience
@@ -65,6 +64,8 @@ from jrlhf.roles.optimizers import adamw
 from jrlhf.stages.graphs import stage_graph
 from jrlhf.stages.setup import architectures, compute_of
 from jrlhf.stages.shapes import Shapes, device_bytes, generation_copy, train_state, whole_weights
+from tests.support.hlo import Traffic, collective_traffic, loops
+from tests.support.reshard import lower_reshard
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType
 
-from jrlhf.meshes import AXES, SCORE, TRAIN, TRAIN_TP, collectives, make_mesh
+from jrlhf.meshes import AXES, SCORE, TRAIN, TRAIN_TP, make_mesh
 from jrlhf.models import (
     PRESETS,
     ModelConfig,
@@ -20,6 +20,7 @@ from jrlhf.models import (
     make_values,
     param_shardings,
 )
+from tests.support.hlo import collectives
 
 # Every switch; 2 key-value heads for up to 8 devices; a vocabulary that is no multiple of 128.
 EVERYTHING = ModelConfig(

@@ -12,7 +12,7 @@ import numpy as np
 import optax
 import pytest
 
-from jrlhf.meshes import GENERATE, live_bytes, make_mesh
+from jrlhf.meshes import GENERATE, make_mesh
 from jrlhf.models import (
     LoRAConfig,
     ModelConfig,
@@ -28,6 +28,7 @@ from jrlhf.models import (
 )
 from jrlhf.models.presets import PRESETS
 from jrlhf.ppo import PPOConfig, Rollout, TrainState, make_actor_step, make_critic_step, make_experience
+from tests.support.live import live_bytes
 
 CONFIG = ModelConfig(
     vocab_size=150, embed=32, layers=2, heads=8, kv_heads=2, head_dim=8, mlp=1024, max_positions=32, qkv_bias=True

@@ -9,7 +9,6 @@ import pytest
 
 from benchmarks import plans
 from jrlhf.errors import UserError
-from jrlhf.meshes import collectives
 from jrlhf.meshes.hardware import HARDWARE, Cluster
 from jrlhf.models import LoRAConfig
 from jrlhf.planning import measure
@@ -18,6 +17,7 @@ from jrlhf.planning.collectives import Group
 from jrlhf.planning.measured import Measured, Profile, interpolate
 from jrlhf.planning.profile import load, save
 from jrlhf.planning.times import call_seconds
+from tests.support.hlo import collectives
 
 LOCAL = Cluster(HARDWARE["h100"], 4)
 WORK = plans.Case((1, 2, 2), batch=32).workload

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from jrlhf.algorithms import registry as algorithms
 from jrlhf.data.batches import Batch, key_for, put_rows, row_keys
-from jrlhf.meshes import AXES, GENERATE, SCORE, live_bytes, make_mesh
+from jrlhf.meshes import AXES, GENERATE, SCORE, make_mesh
 from jrlhf.meshes.plan import Placement, Plan, Slice
 from jrlhf.models import ModelConfig, SamplingConfig, init_sharded, param_shardings
 from jrlhf.ppo import PPOConfig, TrainState
@@ -22,6 +22,7 @@ from jrlhf.roles.model import Architecture, Model
 from jrlhf.roles.placement import CallPlacement, RolePlacement, TransferCache, place_roles
 from jrlhf.roles.roles import Actor, Critic, ExperienceMaker, Reference, Reward
 from jrlhf.run.clock import Clock
+from tests.support.live import live_bytes
 
 pytestmark = pytest.mark.usefixtures("quick_programs")
 

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from jrlhf.algorithms import registry as algorithms
 from jrlhf.algorithms.registry import on_policy, policy_logprobs
 from jrlhf.data.batches import Batch, key_for, put_rows, row_keys
-from jrlhf.meshes import GENERATE, live_bytes, make_mesh
+from jrlhf.meshes import GENERATE, make_mesh
 from jrlhf.models import (
     LoRAConfig,
     ModelConfig,
@@ -33,6 +33,7 @@ from jrlhf.roles.placement import RolePlacement
 from jrlhf.roles.roles import Actor, Critic, ExperienceMaker, FusedUpdate, Reference, Reward
 from jrlhf.run.checkpoints import fingerprint_of
 from jrlhf.run.clock import Clock
+from tests.support.live import live_bytes
 
 MODEL = ModelConfig(
     vocab_size=100, embed=16, layers=2, heads=2, kv_heads=1, head_dim=8, mlp=32, max_positions=16, initializer_range=0.3
