@@ -1,4 +1,5 @@
 import re
+from typing import Any
 
 import jax
 import numpy as np
@@ -9,13 +10,14 @@ from jrlhf.meshes import AXES, make_mesh
 
 
 def test_sizes():
-    for sizes, shape in [
+    cases: list[tuple[dict[str, Any], tuple[int, int, int]]] = [
         ({"fsdp": 8}, (1, 8, 1)),
         ({"data": 2, "fsdp": 2, "tensor": 2}, (2, 2, 2)),
         ({"fsdp": -1}, (1, 8, 1)),
         ({"fsdp": -1, "tensor": 4}, (1, 2, 4)),
         ({"data": -1, "fsdp": 4, "tensor": 2}, (1, 4, 2)),
-    ]:
+    ]
+    for sizes, shape in cases:
         mesh = make_mesh(**sizes)
         assert mesh.axis_names == AXES
         assert tuple(mesh.shape.values()) == shape
@@ -32,7 +34,7 @@ def test_a_slice_of_the_devices_keeps_the_callers_order():
 
 
 def test_bad_sizes():
-    for sizes, message in [
+    cases: list[tuple[dict[str, Any], str]] = [
         (
             {"fsdp": 3, "tensor": 2},
             "mesh data=1, fsdp=3, tensor=2 needs 6 devices, but there are 8: "
@@ -53,6 +55,7 @@ def test_bad_sizes():
             {"fsdp": -2, "tensor": 8},
             "mesh data=1, fsdp=-2, tensor=8: every axis must be a positive integer, or -1 for one of them",
         ),
-    ]:
+    ]
+    for sizes, message in cases:
         with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
             make_mesh(**sizes)

@@ -27,7 +27,7 @@ TOKENS = Problem.random(prompts=3, vocab=5, limit=1, ends=False, seed=1)
 TREES = Problem.random(prompts=2, vocab=3, limit=3, ends=True, seed=3)
 ROWS = {id(TOKENS): 1536, id(TREES): 2048}  # every prompt's share is the same
 BETA = 0.5
-full = pytest.mark.full
+slow = pytest.mark.full
 
 
 def trained(problem, config, iterations=200):
@@ -37,10 +37,10 @@ def trained(problem, config, iterations=200):
 @pytest.mark.parametrize(
     "config",
     [
-        pytest.param(PPOConfig(kl_coef=BETA, truncation="zero", minibatches=4), id="ppo", marks=full),
+        pytest.param(PPOConfig(kl_coef=BETA, truncation="zero", minibatches=4), id="ppo", marks=slow),
         pytest.param(RLOOConfig(kl_coef=BETA), id="rloo"),
-        pytest.param(ReMaxConfig(kl_coef=BETA), id="remax", marks=full),
-        pytest.param(ReinforcePPConfig(kl_coef=BETA), id="reinforce_pp", marks=full),
+        pytest.param(ReMaxConfig(kl_coef=BETA), id="remax", marks=slow),
+        pytest.param(ReinforcePPConfig(kl_coef=BETA), id="reinforce_pp", marks=slow),
     ],
 )
 def test_with_the_kl_in_the_reward_the_tilted_reference_is_reached(config):
@@ -100,7 +100,7 @@ def test_the_oracles_fixed_points_have_closed_forms_where_nothing_is_divided_by_
             Estimator(BETA, "k2", 8, divide_by_std=True),
             0.607,
             id="std",
-            marks=full,
+            marks=slow,
         ),
         pytest.param(
             TOKENS,
@@ -108,7 +108,7 @@ def test_the_oracles_fixed_points_have_closed_forms_where_nothing_is_divided_by_
             Estimator(BETA, "k3", 8),
             0.056,
             id="k3",
-            marks=full,
+            marks=slow,
         ),
         pytest.param(
             TOKENS,
@@ -116,7 +116,7 @@ def test_the_oracles_fixed_points_have_closed_forms_where_nothing_is_divided_by_
             Estimator(BETA, "k3", 8, divide_by_std=True),
             0.443,
             id="std-k3",
-            marks=full,
+            marks=slow,
         ),
         pytest.param(
             TREES,
@@ -124,7 +124,7 @@ def test_the_oracles_fixed_points_have_closed_forms_where_nothing_is_divided_by_
             Estimator(BETA, "k2", 4),
             0.065,
             id="k2-trees",
-            marks=full,
+            marks=slow,
         ),
         pytest.param(
             TREES,
@@ -132,7 +132,7 @@ def test_the_oracles_fixed_points_have_closed_forms_where_nothing_is_divided_by_
             Estimator(BETA, "k3", 4, divide_by_std=True, weights="length"),
             0.311,
             id="gspo-trees",
-            marks=full,
+            marks=slow,
         ),
     ],
 )

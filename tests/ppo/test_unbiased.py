@@ -36,7 +36,7 @@ from tests.support.enumeration import Estimator, Problem, numerical_gradient, ob
 from tests.support.tabular import Tables, compiled
 
 BETA = 0.3
-full = pytest.mark.full
+slow = pytest.mark.full
 TOKENS = Problem.random(prompts=1, vocab=3, limit=1, ends=False, seed=8)
 TREES = Problem.random(prompts=1, vocab=2, limit=2, ends=True, seed=8)  # 3 responses, of one token and of two
 PAIRS = Problem.random(prompts=1, vocab=3, limit=2, ends=False, seed=9)  # 9 responses, all of two tokens
@@ -107,11 +107,11 @@ LEAVE_ONE_OUT: dict[str, Any] = dict(kl_coef=BETA, baseline="leave-one-out", div
             TREES,
             ReinforcePPConfig(kl_coef=BETA, whiten_advantages=False, aggregation="seq-mean-token-sum"),
             id="reinforce",
-            marks=full,
+            marks=slow,
         ),
         pytest.param(TOKENS, DrGRPOConfig(**LEAVE_ONE_OUT, samples=3, aggregation_divisor=1), id="k2"),
-        pytest.param(TOKENS, GRPOConfig(**LEAVE_ONE_OUT, samples=2, kl_estimator="k3+"), id="k3+", marks=full),
-        pytest.param(TOKENS, GRPOConfig(**LEAVE_ONE_OUT, samples=2, kl_estimator="k1+"), id="k1+", marks=full),
+        pytest.param(TOKENS, GRPOConfig(**LEAVE_ONE_OUT, samples=2, kl_estimator="k3+"), id="k3+", marks=slow),
+        pytest.param(TOKENS, GRPOConfig(**LEAVE_ONE_OUT, samples=2, kl_estimator="k1+"), id="k1+", marks=slow),
     ],
 )
 def test_unbiased(problem, config):
@@ -163,9 +163,9 @@ def test_k3_in_the_loss_has_the_gradient_of_the_other_kl():
     ("problem", "config"),
     [
         pytest.param(TREES, GRPOConfig(kl_coef=BETA, samples=3), id="grpo"),
-        pytest.param(TREES, GSPOConfig(kl_coef=BETA, samples=3), id="gspo", marks=full),
+        pytest.param(TREES, GSPOConfig(kl_coef=BETA, samples=3), id="gspo", marks=slow),
         # All lengths are equal: the mean over tokens is that over each response's.
-        pytest.param(PAIRS, DAPOConfig(kl_coef=BETA, samples=2), id="dapo", marks=full),
+        pytest.param(PAIRS, DAPOConfig(kl_coef=BETA, samples=2), id="dapo", marks=slow),
     ],
 )
 def test_division_by_deviation_and_length_is_biased_as_the_formula_says(problem, config):
@@ -224,7 +224,7 @@ def values_of(logits, rewards, beta):
     return values
 
 
-@pytest.mark.parametrize("gae_lambda", [pytest.param(1.0, marks=full), 0.5])
+@pytest.mark.parametrize("gae_lambda", [pytest.param(1.0, marks=slow), 0.5])
 def test_ppo_is_unbiased_with_any_critic_at_lambda_1_and_with_the_true_one_at_any(gae_lambda):
     """Whitened it is the same direction: the division is a factor, the shift a baseline."""
     logits, params, tables, rollout = population()
