@@ -40,7 +40,7 @@ class LogprobFn(Protocol):
 
 
 class SumsFn(Protocol):
-    """(params, tokens, data, terms) or (params, tokens, data, terms, frozen) -> sums of `terms` over the tokens.
+    """(params, tokens, data, terms[, frozen]) -> sums of `terms` over the tokens.
 
     `data` is a `TokenRows` of [B, T] arrays, and terms(logprobs, entropy, data) -> (loss, {name: metric}) is
     elementwise: of any tokens' log-probabilities and entropies, in any shape, with the same tokens' data. The sums are
