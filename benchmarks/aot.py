@@ -42,6 +42,7 @@ from jax.sharding import PartitionSpec as P
 from jax.stages import Lowered
 
 from benchmarks.records import RESULTS, joined, provenance, write
+from benchmarks.shapes import Shapes, device_bytes, generation_copy, train_state, whole_weights
 from benchmarks.targets import (
     GB,
     TARGETS,
@@ -49,8 +50,9 @@ from benchmarks.targets import (
     compiler_environment,
     devices_of,
 )
+from jrlhf.config import Config, load_config
 from jrlhf.config.check import mesh_sizes, validate
-from jrlhf.config.schema import Config, MeshConfig, load_config
+from jrlhf.config.schema import MeshConfig
 from jrlhf.data.batches import row_sharding
 from jrlhf.errors import UserError
 from jrlhf.meshes import AXES, GENERATE, make_mesh
@@ -63,7 +65,6 @@ from jrlhf.roles.model import Architecture
 from jrlhf.roles.optimizers import adamw
 from jrlhf.stages.graphs import stage_graph
 from jrlhf.stages.setup import architectures, compute_of
-from jrlhf.stages.shapes import Shapes, device_bytes, generation_copy, train_state, whole_weights
 from tests.support.hlo import Traffic, collective_traffic, loops
 from tests.support.reshard import lower_reshard
 
@@ -85,19 +86,19 @@ class Setup:
     @property
     def sampling(self) -> SamplingConfig:
         """As in a run, but for stop tokens, which come with a tokenizer: which they are is of no matter here."""
-        ppo = self.config.ppo
+        sampling = self.config.sampling
         return SamplingConfig(
             max_new_tokens=self.config.data.max_response,
-            temperature=ppo.temperature,
-            top_k=ppo.top_k,
-            top_p=ppo.top_p,
-            min_new_tokens=ppo.min_new_tokens,
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            min_new_tokens=sampling.min_new_tokens,
             stop_ids=(0,),
         )
 
     def rows(self, *shape: int, dtype: Any = jnp.int32) -> Shapes:
         """An array with a rollout's rows."""
-        shape = (self.config.ppo.rollout_batch, *shape)
+        shape = (self.config.rl.rollout_batch, *shape)
         return jax.ShapeDtypeStruct(shape, dtype, sharding=row_sharding(self.mesh))
 
     @property
@@ -159,7 +160,7 @@ def generate(setup: Setup) -> Program:
 
 def score_logprobs(setup: Setup) -> Program:
     """Old log-probabilities, by the actor that is trained; the reference's program differs in its arguments' dtype."""
-    actor, temperature = setup.models["actor"], setup.config.ppo.temperature
+    actor, temperature = setup.models["actor"], setup.config.sampling.temperature
     function = compiled.score_logprobs(
         Architecture(actor), setup.mesh, setup.compute, temperature=temperature, span=setup.sampling.max_new_tokens
     )
@@ -177,10 +178,10 @@ def score_values(setup: Setup) -> Program:
 
 def train_actor(setup: Setup) -> Program:
     """All the actor's updates on a rollout."""
-    actor, section = setup.models["actor"], setup.config.ppo
+    actor, section = setup.models["actor"], setup.config.rl
     optimizer = adamw(section.actor, updates=1)
     where = Architecture(actor), setup.mesh, setup.compute
-    how = {"temperature": section.temperature, "responses": setup.sampling.max_new_tokens}
+    how = {"temperature": setup.config.sampling.temperature, "responses": setup.sampling.max_new_tokens}
     function = compiled.actor_step(*where, optimizer, section.algorithm, **how)
     state = train_state(section.actor, whole_weights(actor, setup.mesh), setup.mesh)
     return Program([function.lower(state, setup.experience)], device_bytes(state))
@@ -188,7 +189,7 @@ def train_actor(setup: Setup) -> Program:
 
 def train_critic(setup: Setup) -> Program:
     """All the critic's updates on a rollout."""
-    critic, section = setup.models["critic"], setup.config.ppo
+    critic, section = setup.models["critic"], setup.config.sections["ppo"]
     optimizer = adamw(section.critic, updates=1)
     function = compiled.critic_step(Architecture(critic), setup.mesh, setup.compute, optimizer, section.algorithm)
     state = train_state(section.critic, whole_weights(critic, setup.mesh, "scalar"), setup.mesh)
@@ -212,7 +213,7 @@ def fitted(config: Config, devices: int) -> Config:
     Raises:
         UserError: it trains adapters or no PPO, or fits no mesh.
     """
-    if config.lora.on:
+    if config.lora is not None:
         raise UserError(f"config {config.name} trains adapters, whose programs are not compiled here: name another")
     if "ppo" not in config.stages:
         raise UserError(f"config {config.name} has no stage ppo, whose programs these are: name another")
@@ -221,12 +222,12 @@ def fitted(config: Config, devices: int) -> Config:
         return config
     except UserError:
         tensor = math.gcd(max(config.mesh.tensor, 1), devices)
-    ppo, algorithm = config.ppo, config.ppo.algorithm
+    ppo, algorithm = config.rl, config.rl.algorithm
     parts = ppo.rollout_batch // (devices * algorithm.minibatches)  # rows of a device in a minibatch
     micro_batches = max((n for n in range(1, algorithm.micro_batches + 1) if parts % n == 0), default=1)
     algorithm = replace(algorithm, micro_batches=micro_batches)
     mesh = MeshConfig(data=1, fsdp=devices // tensor, tensor=tensor)
-    return replace(config, mesh=mesh, ppo=replace(ppo, algorithm=algorithm))
+    return replace(config, mesh=mesh, sections={**config.sections, "ppo": replace(ppo, algorithm=algorithm)})
 
 
 def setup_on(config: Config, devices: Sequence[Any]) -> Setup:
@@ -248,9 +249,9 @@ def held(setup: Setup) -> float:
 
 def attention_scores(name: str, setup: Setup) -> int:
     """Bytes of one layer's float32 attention scores on a device: [rows, heads, T, T]."""
-    sizes, algorithm = setup.mesh.shape, setup.config.ppo.algorithm
+    sizes, algorithm = setup.mesh.shape, setup.config.rl.algorithm
     model = setup.models["critic" if name in ("score_values", "train_critic") else "actor"]
-    rows, heads, length = setup.config.ppo.rollout_batch // setup.mesh.size, model.heads, setup.length
+    rows, heads, length = setup.config.rl.rollout_batch // setup.mesh.size, model.heads, setup.length
     if name == "reshard":
         return 0
     if name == "generate":
@@ -369,7 +370,7 @@ def main(options: argparse.Namespace) -> None:
     path = RESULTS / f"aot-{target.name}.json"
     hardware = {"target": asdict(target), "compiled_on": f"{platform.machine()}, {os.cpu_count()} cores"}
     key = {"config": " ".join([options.config, *options.overrides]), "mesh": sizes, **provenance("jax", "jaxlib")}
-    key |= {"micro_batches": config.ppo.algorithm.micro_batches, "attention": attention}
+    key |= {"micro_batches": config.rl.algorithm.micro_batches, "attention": attention}
     results = []
     for name in chosen:
         results.append(in_process_of_its_own(name, target, given, options.deadline))

@@ -32,7 +32,7 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.records import hardware, path_for, provenance, write
-from jrlhf.config.schema import load_config
+from jrlhf.config import load_config
 from jrlhf.data.tokenizer import load_tokenizer
 from jrlhf.errors import DONE, PREEMPTED
 from jrlhf.meshes import make_mesh

@@ -22,6 +22,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from benchmarks.records import RESULTS, provenance, write
+from benchmarks.shapes import generation_copy, train_state, whole_weights
 from benchmarks.targets import TARGETS, Target, compiler_environment, devices_of
 from jrlhf.algorithms.registry import graph_of
 from jrlhf.config.schema import Config
@@ -39,7 +40,6 @@ from jrlhf.ppo import Experience, PPOConfig
 from jrlhf.roles import compiled as programs
 from jrlhf.roles.model import Architecture
 from jrlhf.roles.optimizers import adamw
-from jrlhf.stages.shapes import generation_copy, train_state, whole_weights
 
 MIB = 2**20
 PATH = RESULTS / "memory.json"

@@ -17,7 +17,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from jrlhf.config.schema import load_config
+from jrlhf.config import load_config
 from jrlhf.run.directory import read_summary
 from jrlhf.run.metrics import read_metrics
 

@@ -26,7 +26,7 @@ import jax
 
 from benchmarks import published
 from benchmarks.records import RESULTS, hardware, provenance, write
-from jrlhf.config.schema import load_config
+from jrlhf.config import load_config
 from jrlhf.errors import UserError
 from jrlhf.meshes.hardware import HARDWARE, Cluster, cluster
 from jrlhf.models.presets import PRESETS

@@ -13,37 +13,33 @@ import jax
 import tokenizers
 from jax.sharding import Mesh
 
-from jrlhf.config.schema import Config, DeviceConfig, load_config
+from jrlhf.config import Config, load_config
+from jrlhf.config.schema import DatasetsData, DeviceConfig
 from jrlhf.config.stages import ALGORITHMS
-from jrlhf.data.task import Task
 from jrlhf.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from jrlhf.errors import UserError, exit_code
-from jrlhf.meshes import TRAIN, make_mesh
-from jrlhf.models import ModelConfig, init_lm, param_shardings
+from jrlhf.meshes import make_mesh
+from jrlhf.models import ModelConfig
+from jrlhf.roles.initial import InitialModels
 from jrlhf.roles.model import Architecture, Model
-from jrlhf.roles.pretrained import architecture, fresh_model, locate
+from jrlhf.roles.pretrained import abstract_weights, architecture, fresh_model, locate
 from jrlhf.run.checkpoints import like, restore_part, saved_steps
 from jrlhf.run.console import Console
 from jrlhf.run.devices import select
 from jrlhf.run.directory import CONFIG, TOKENIZER, Run
 from jrlhf.run.files import check_writable
-from jrlhf.run.preemption import PreemptionGuard
-from jrlhf.stages.context import Context
 from jrlhf.stages.finalize import export
 from jrlhf.stages.setup import compute_of
 from jrlhf.tasks.docstrings.vocabulary import wrap
 
 
 def export_checkpoint(run: Path, step: int | None = None, out: Path | None = None) -> str:
-    """Writes out/model, and out/adapter of one that is trained, as the end of the run does; returns a line on it.
+    """Writes out/model, and out/adapter of a trained adapter, as the end of a run does; returns a line that says so.
 
-    Weights are those of the checkpoint to the bit; where an adapter is merged into its base, up to the sum's rounding.
+    Weights are those of the checkpoint to the bit. Merging an adapter into its base rounds the sum.
 
-    step: of the run's newest stage that trains its policy; None: its newest checkpoint.
-    out: the run itself where it is None.
-
-    Raises:
-        UserError: no such run or checkpoint, a damaged one, or `out` cannot be written.
+    step: of the newest stage that trains the policy; None: its newest checkpoint.
+    out: None: the run itself.
     """
     if not (run / CONFIG).is_file():
         raise UserError(
@@ -53,8 +49,8 @@ def export_checkpoint(run: Path, step: int | None = None, out: Path | None = Non
     stage, steps = _newest_stage(run, config)
     chosen = steps[-1] if step is None else step
     if chosen not in steps:
-        kept = ", ".join(map(str, steps))
-        raise UserError(f"--step {chosen}: {run} keeps no such checkpoint of stage {stage}, choose among {kept}")
+        available = ", ".join(map(str, steps))
+        raise UserError(f"--step {chosen}: {run} keeps no such checkpoint of stage {stage}, choose among {available}")
     if out is None and chosen != steps[-1]:
         raise UserError(
             f"--step {chosen}: in {run}/model is the place of step {steps[-1]}, name another with --out DIR"
@@ -64,16 +60,16 @@ def export_checkpoint(run: Path, step: int | None = None, out: Path | None = Non
 
     mesh = make_mesh(1, 1, 1, devices=select(DeviceConfig(platform="cpu"))[:1])
     actor = fresh_model(config.model) if config.model.path is None else architecture(config.model.path, "model.path")
-    context = _context(run, config, actor, mesh, out)
+    tokenizer = _tokenizer(run, config, actor)
     with jax.set_mesh(mesh):
-        policy = _policy(context, actor)
+        policy = _policy(config, mesh, actor)
         weights = "trained.actor.params." if stage in ALGORITHMS else "params."
         params = restore_part(run / "checkpoints" / stage, chosen, weights, policy.params)
         try:
-            export(context, policy.holding(params))
+            export(Run(out, -1), config, tokenizer, policy.holding(params))
         except OSError as error:
             raise UserError(f"--out {out}: {error}") from error
-    section = getattr(config, stage)
+    section = config.sections[stage]
     length = section.iterations if stage in ALGORITHMS else section.steps
     return f"{out / 'model'} is the policy of {stage} after step {chosen} of {length}"
 
@@ -89,24 +85,9 @@ def _newest_stage(run: Path, config: Config) -> tuple[str, list[int]]:
     )
 
 
-def _context(run: Path, config: Config, actor: ModelConfig, mesh: Mesh, out: Path) -> Context:
-    """What an export looks at: of the task it is the tokenizer, of the run where it writes."""
-    tokenizer = _tokenizer(run, config, actor)
-    return Context(
-        config=config,
-        mesh=mesh,
-        compute=compute_of(config.compute),
-        task=Task(tokenizer, fingerprint="", description=""),
-        vocab_size=actor.vocab_size,
-        run=Run(out, -1),
-        console=Console(enabled=False),
-        preemption=PreemptionGuard(),
-    )
-
-
 def _tokenizer(run: Path, config: Config, actor: ModelConfig) -> Tokenizer:
-    """The run's, without reading its data."""
-    if config.data.source != "datasets":
+    """The run's tokenizer, without reading the data."""
+    if not isinstance(config.data, DatasetsData):
         try:
             return wrap(tokenizers.Tokenizer.from_file(str(run / TOKENIZER)))
         except Exception as error:  # the library raises bare `Exception`
@@ -117,17 +98,12 @@ def _tokenizer(run: Path, config: Config, actor: ModelConfig) -> Tokenizer:
     )
 
 
-def _policy(context: Context, actor: ModelConfig) -> Model:
+def _policy(config: Config, mesh: Mesh, actor: ModelConfig) -> Model:
     """The policy, with shapes in place of what checkpoints hold: of all weights, or of an adapter on its base."""
-    if context.config.lora.on:
-        policy = context.initial.policy()
-        return policy.holding(like(policy.params, context.mesh))
-    shapes = jax.eval_shape(partial(init_lm, actor), jax.random.key(0))
-    shardings = param_shardings(actor, context.mesh, TRAIN)
-    placed = jax.tree.map(
-        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes, shardings
-    )
-    return Model(Architecture(actor), placed)
+    if config.lora is not None:
+        policy = InitialModels(config, mesh, compute_of(config.compute), Console(enabled=False)).policy()
+        return policy.holding(like(policy.params, mesh))
+    return Model(Architecture(actor), abstract_weights(actor, mesh))
 
 
 def cli(arguments: Sequence[str] | None = None) -> int:

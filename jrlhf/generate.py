@@ -1,9 +1,11 @@
 """`python -m jrlhf.generate --model RUN-or-DIR`: answers to a prompt, to a file of prompts, or a conversation."""
 
 import argparse
+import itertools
 import json
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -13,7 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jrlhf.config.schema import DataConfig, DeviceConfig, load_config
+from jrlhf.config import load_config
+from jrlhf.config.schema import DatasetsData, DeviceConfig
 from jrlhf.data.batches import key_for, pad_rows, put_rows, row_keys
 from jrlhf.data.encode import Encoding, Prompts
 from jrlhf.data.read import read_dataset
@@ -22,19 +25,19 @@ from jrlhf.data.types import Example
 from jrlhf.errors import UserError, exit_code_of_printing
 from jrlhf.meshes import GENERATE, make_mesh
 from jrlhf.models import ModelConfig, SamplingConfig, Schedule
-from jrlhf.models.hf import load_adapter, read_config
+from jrlhf.models.hf import load_adapter
 from jrlhf.models.params import check_tensor
 from jrlhf.roles import compiled
 from jrlhf.roles.compiled import Compute
 from jrlhf.roles.model import Architecture, Model
-from jrlhf.roles.pretrained import load_weights, locate
+from jrlhf.roles.pretrained import describe, load_weights, locate
 from jrlhf.roles.sampling import Response, read_responses
 from jrlhf.run.console import clean
 from jrlhf.run.devices import select
 from jrlhf.run.directory import CONFIG, read_summary
 from jrlhf.run.files import check_writable, write_atomic
 
-TOKENS = 256  # of an answer at most, where nobody says
+TOKENS = 256  # default maximum of an answer
 
 
 @dataclass(frozen=True)
@@ -48,25 +51,32 @@ class Generator:
     sampling: SamplingConfig
     batch: int
 
+    def encode(self, examples: Sequence[Example], *, chat: bool, system: str | None) -> Prompts:
+        """The examples' prompts as token ids."""
+        positions, new = self.model.config.max_positions, self.sampling.max_new_tokens
+        if positions <= new:
+            raise UserError(f"--max-new-tokens {new} leaves no room for a prompt: the model has {positions} positions")
+        return Encoding(self.tokenizer, chat=chat, system=system).prompts(examples, positions - new)
+
     def answer(self, prompts: Prompts, key: jax.Array) -> Iterator[Response]:
         """One response to each prompt, in order.
 
-        The key and its place decide a text, not the size of batches; in bfloat16 rounding decides near ties.
+        A text depends on the key and the prompt's index, not on the batch size; in bfloat16 rounding decides near ties.
         """
-        widest = max(len(ids) for ids in prompts.ids)
-        room = self.model.config.max_positions - self.sampling.max_new_tokens
-        if widest > room:
+        longest = max(len(ids) for ids in prompts.ids)
+        positions, new = self.model.config.max_positions, self.sampling.max_new_tokens
+        if longest > positions - new:
             raise UserError(
-                f"a prompt of {widest} tokens and --max-new-tokens {self.sampling.max_new_tokens} exceed the model's "
-                f"{self.model.config.max_positions} positions: shorten one of them"
+                f"a prompt of {longest} tokens and --max-new-tokens {new} exceed the model's {positions} positions: "
+                "shorten one of them"
             )
-        width = min(max(32, 1 << (widest - 1).bit_length()), room)  # few widths, so that few programs are compiled
-        schedule = Schedule(chunk=self.sampling.max_new_tokens)  # one program: an answer need not wait for several
-        run = compiled.generate(self.model.architecture, self.mesh, self.compute, self.sampling, schedule)
+        # Few widths, so that few programs are compiled; one chunk, because no answer waits for others.
+        width = min(max(32, 1 << (longest - 1).bit_length()), positions - new)
+        run = compiled.generate(self.model.architecture, self.mesh, self.compute, self.sampling, Schedule(chunk=new))
         for start in range(0, len(prompts.ids), self.batch):
             chunk = list(prompts.ids[start : start + self.batch])
-            whole = chunk + [chunk[0]] * (self.batch - len(chunk))
-            tokens, lengths = put_rows(pad_rows(whole, width), self.mesh)
+            full = chunk + [chunk[0]] * (self.batch - len(chunk))
+            tokens, lengths = put_rows(pad_rows(full, width), self.mesh)
             keys = row_keys(key, self.batch, self.mesh, first=start)
             generation = run(self.model.params, tokens, lengths, keys, *self.model.frozen)
             yield from read_responses(self.tokenizer, jax.device_get(generation), len(chunk))
@@ -80,30 +90,24 @@ def load(
     batch: int = 8,
     dtype: Literal["auto", "float32", "bfloat16"] = "auto",
     platform: Literal["auto", "cpu", "gpu", "tpu"] = "auto",
-    data: DataConfig | None = None,
+    data: DatasetsData | None = None,
 ) -> Generator:
     """A generator for a run, a model directory or a hub name.
 
-    sampling: the fields of `SamplingConfig`; the tokenizer says what stops a response.
-    adapter: a PEFT directory whose adapter is put on the model.
+    sampling: the fields of `SamplingConfig`, without the tokens that stop a response: the tokenizer has them.
+    adapter: a PEFT directory.
     dtype: auto: bfloat16 on an accelerator, float32 on a CPU.
-    data: what the model was trained with: its `eos` and what its chat template is told.
-
-    Raises:
-        UserError: the model, its tokenizer or the adapter cannot be used.
+    data: the model's training data: its `eos` and the variables of its chat template.
     """
     devices = select(DeviceConfig(platform=platform))
     directory = locate(path, "--model")
     if dtype == "auto":
         dtype = "float32" if devices[0].platform == "cpu" else "bfloat16"
     compute = Compute(jnp.dtype(dtype))
-
-    try:
-        config = read_config(directory).model
-    except (ValueError, OSError) as error:
-        raise UserError(f"--model={path}: {error}") from error
-    mesh = make_mesh(*_sizes(config, len(devices)), devices=devices)
-    data = data or DataConfig()
+    config = describe(path, "--model").model
+    tensor = _tensor_parallelism(config, len(devices))
+    mesh = make_mesh(len(devices) // tensor, 1, tensor, devices=devices)
+    data = data or DatasetsData()
     tokenizer = check_vocabulary(load_tokenizer(directory, eos=data.eos), config.vocab_size)
     tokenizer = replace(tokenizer, special_tokens={**tokenizer.special_tokens, **data.template})
     with jax.set_mesh(mesh):
@@ -116,19 +120,18 @@ def load(
                 raise UserError(f"--adapter={adapter}: {error}") from error
             model = Model(Architecture(config, lora, shared=True), weights, params)
     limit = tokenizer.vocab_size if tokenizer.vocab_size < config.vocab_size else None
-    drawn = SamplingConfig(**sampling, stop_ids=tokenizer.eos_ids, token_limit=limit)
-    return Generator(model, tokenizer, mesh, compute, drawn, -(-batch // mesh.size) * mesh.size)
+    options = SamplingConfig(**sampling, stop_ids=tokenizer.eos_ids, token_limit=limit)
+    return Generator(model, tokenizer, mesh, compute, options, -(-batch // mesh.size) * mesh.size)
 
 
-def _sizes(config: ModelConfig, devices: int) -> tuple[int, int, int]:
-    """As much tensor parallelism as the model allows; the other devices share the rows."""
-    for tensor in sorted((size for size in range(1, devices + 1) if devices % size == 0), reverse=True):
-        try:
-            check_tensor(config, tensor)
-        except ValueError:
-            continue
-        return devices // tensor, 1, tensor
-    raise AssertionError("every model fits on tensor=1")
+def _tensor_parallelism(config: ModelConfig, devices: int) -> int:
+    """The largest size that the model allows; the other devices share the rows."""
+    for tensor in range(devices, 1, -1):
+        if devices % tensor == 0:
+            with suppress(ValueError):
+                check_tensor(config, tensor)
+                return tensor
+    return 1
 
 
 def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -160,26 +163,19 @@ def cli(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace) -> None:
-    if options.out is not None and options.file is None:
-        raise UserError("--out holds the answers to --file: give a file of prompts, or leave it out")
-    if options.n < 1 or options.batch < 1:
-        raise UserError(f"-n {options.n} and --batch {options.batch} must be at least 1")
-    if options.out is not None:
-        check_writable(f"--out {options.out}", Path(options.out))
     interactive = not options.prompt and options.file is None
-    if interactive and options.n > 1:
-        raise UserError(f"-n {options.n} answers need a --prompt or a --file: in a conversation each turn has one")
-    examples = _examples(options)  # before the model, which takes longer
-    data = _trained_with(options.model)
-    plain = options.raw or not read_summary(Path(options.model).expanduser()).get("chat", True)  # as a run was trained
-    if options.max_new_tokens is None:
-        options.max_new_tokens = data.max_response
+    _check(options, interactive)
+    examples = [Example(prompt=text) for text in options.prompt or ()]
+    examples += read_dataset(options.file).examples if options.file is not None else []
+    data = _data_of(options.model)
     sampling = {name: getattr(options, name) for name in ("max_new_tokens", "temperature", "top_k", "top_p")}
+    if options.max_new_tokens is None:
+        sampling["max_new_tokens"] = data.max_response
     try:
-        SamplingConfig(**sampling)
+        SamplingConfig(**sampling)  # before the model, which takes longer
     except ValueError as error:
         raise UserError(str(error)) from error
-    options.system = data.system if options.system is None and not options.raw else options.system
+    plain = options.raw or not read_summary(Path(options.model).expanduser()).get("chat", True)  # as a run was trained
     generator = load(
         options.model,
         sampling,
@@ -189,70 +185,73 @@ def _run(options: argparse.Namespace) -> None:
         platform=options.platform,
         data=data,
     )
+    system = data.system if options.system is None and not options.raw else options.system
     chat = generator.tokenizer.chat_template is not None and not plain
     with jax.set_mesh(generator.mesh):
         if interactive:
-            _converse(generator, options, chat)
+            _converse(generator, options.seed, chat, system)
             return
-        prompts = _encoded(generator, [each for each in examples for _ in range(options.n)], options, chat)
+        repeated = [example for example in examples for _ in range(options.n)]
+        prompts = generator.encode(repeated, chat=chat, system=system)
         answers = generator.answer(prompts, key_for(options.seed, "generate"))
         if options.out is None:
-            for example, text, response in zip(prompts.examples, prompts.texts, answers, strict=True):
-                prompt = example.prompt if isinstance(example.prompt, str) else text
-                print(f"> {clean(prompt).strip()}\n{clean(response.text)}\n", flush=True)
-            return
-        rows = []
-        for example, response in zip(prompts.examples, answers, strict=True):
-            rows.append({"prompt": example.prompt, "completion": response.text, "finished": response.finished})
-            if sys.stderr.isatty():
-                print(f"\r{len(rows)} of {len(prompts.ids)}", end="", file=sys.stderr, flush=True)
-        Path(options.out).parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(options.out, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-        print(f"{len(rows)} answers in {options.out}")
+            _print_answers(prompts, answers)
+        else:
+            _write_answers(prompts, answers, options.out)
 
 
-def _trained_with(model: str) -> DataConfig:
-    """How the prompts of a run were made, where `model` is a run; otherwise the defaults."""
+def _check(options: argparse.Namespace, interactive: bool) -> None:
+    if options.out is not None and options.file is None:
+        raise UserError("--out holds the answers to --file: give a file of prompts, or leave it out")
+    if options.n < 1 or options.batch < 1:
+        raise UserError(f"-n {options.n} and --batch {options.batch} must be at least 1")
+    if options.out is not None:
+        check_writable(f"--out {options.out}", Path(options.out))
+    if interactive and options.n > 1:
+        raise UserError(f"-n {options.n} answers need a --prompt or a --file: in a conversation each turn has one")
+
+
+def _data_of(model: str) -> DatasetsData:
+    """The data section of a run, where `model` is a run; otherwise the defaults."""
     saved = Path(model).expanduser() / CONFIG
-    return load_config(str(saved)).data if saved.is_file() else DataConfig(max_response=TOKENS)
+    if not saved.is_file():
+        return DatasetsData(max_response=TOKENS)
+    data = load_config(str(saved)).data
+    return data if isinstance(data, DatasetsData) else DatasetsData(max_response=data.max_response)
 
 
-def _examples(options: argparse.Namespace) -> list[Example]:
-    given = [Example(prompt=text) for text in options.prompt or ()]
-    return given + (list(read_dataset(options.file).examples) if options.file is not None else [])
+def _print_answers(prompts: Prompts, answers: Iterator[Response]) -> None:
+    for example, text, response in zip(prompts.examples, prompts.texts, answers, strict=True):
+        prompt = example.prompt if isinstance(example.prompt, str) else text
+        print(f"> {clean(prompt).strip()}\n{clean(response.text)}\n", flush=True)
 
 
-def _encoded(generator: Generator, examples: Sequence[Example], options: argparse.Namespace, chat: bool) -> Prompts:
-    room = generator.model.config.max_positions - generator.sampling.max_new_tokens
-    if room < 1:
-        raise UserError(
-            f"--max-new-tokens {generator.sampling.max_new_tokens} leaves no room for a prompt: the model has "
-            f"{generator.model.config.max_positions} positions"
-        )
-    return Encoding(generator.tokenizer, chat=chat, system=options.system).prompts(examples, room)
+def _write_answers(prompts: Prompts, answers: Iterator[Response], out: str) -> None:
+    rows = []
+    for example, response in zip(prompts.examples, answers, strict=True):
+        rows.append({"prompt": example.prompt, "completion": response.text, "finished": response.finished})
+        if sys.stderr.isatty():
+            print(f"\r{len(rows)} of {len(prompts.ids)}", end="", file=sys.stderr, flush=True)
+    Path(out).parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(out, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    print(f"{len(rows)} answers in {out}")
 
 
-def _converse(generator: Generator, options: argparse.Namespace, chat: bool) -> None:
-    """Line by line: what is typed, and the model's answer: to all that was said, or, to plain text, to that line alone.
-
-    An empty line ends it.
-    """
-    said: list[dict[str, str]] = [] if options.system is None else [{"role": "system", "content": options.system}]
-    turn = 0
-    while True:
+def _converse(generator: Generator, seed: int, chat: bool, system: str | None) -> None:
+    """Answers line by line until an empty one: to the whole conversation, or, in plain text, to that line alone."""
+    messages: list[dict[str, str]] = [] if system is None else [{"role": "system", "content": system}]
+    for turn in itertools.count():
         try:
             line = input("you> " if sys.stdin.isatty() else "").strip()
         except EOFError:
             return
         if not line:
             return
-        said.append({"role": "user", "content": line})
-        prompt = tuple(said) if chat else line
-        prompts = _encoded(generator, [Example(prompt=prompt)], options, chat)
-        response = next(generator.answer(prompts, key_for(options.seed, "generate", turn)))
-        said.append({"role": "assistant", "content": response.text})
+        messages.append({"role": "user", "content": line})
+        prompts = generator.encode([Example(prompt=tuple(messages) if chat else line)], chat=chat, system=system)
+        response = next(generator.answer(prompts, key_for(seed, "generate", turn)))
+        messages.append({"role": "assistant", "content": response.text})
         print(clean(response.text), flush=True)
-        turn += 1
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jrlhf.config.schema import Config, load_config
+from jrlhf.config import Config, load_config
 from jrlhf.errors import UserError, exit_code_of_printing
 from jrlhf.run.files import check_writable
 

@@ -3,62 +3,61 @@
 import argparse
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from functools import partial
 
 import jax
 
-from jrlhf.config.schema import Config, config_names, load_config
+from jrlhf.config import Config, config_names, load_config
 from jrlhf.errors import exit_code, told
+from jrlhf.rewards.mixture import open_rewards
 from jrlhf.run.clock import Stopwatch
 from jrlhf.run.processes import is_main, together
+from jrlhf.stages.dpo import train_dpo
+from jrlhf.stages.dryrun import describe
+from jrlhf.stages.evaluate import grade_before
+from jrlhf.stages.finalize import Outcome, finish
+from jrlhf.stages.reward_model import train_reward_model
+from jrlhf.stages.rl import train_rl
+from jrlhf.stages.setup import open_context
+from jrlhf.stages.sft import train_sft
 
 
 def main(config: Config, *, resume: bool = False) -> dict:
-    """Runs the config's stages in their order, each handing its weights on, and returns the summary.
+    """Runs the config's stages in their order, each with the weights of the one before, and returns the summary.
 
-    Everything that it writes lies in `config.run_dir/config.name`.
+    All files are written to `config.run_dir/config.name`.
 
     Raises:
         UserError: bad input, found before anything is lost.
         Preempted: the process was asked to stop, and has saved its state.
         KeyboardInterrupt: Ctrl-C, outside of iterations or a second time; what was saved is whole.
     """
-    from jrlhf.rewards.mixture import open_costs, open_rewards
-    from jrlhf.stages.dpo import train_dpo
-    from jrlhf.stages.evaluate import grade_before
-    from jrlhf.stages.finalize import finish
-    from jrlhf.stages.reward_model import train_reward_model
-    from jrlhf.stages.rl import train_rl
-    from jrlhf.stages.setup import open_context
-    from jrlhf.stages.sft import train_sft
-
     phases = Stopwatch()
-    with open_context(config, resume=resume) as context, jax.set_mesh(context.mesh):
-        policy, reward = context.initial.policy(), None
+    with open_context(config, resume=resume) as context, jax.set_mesh(context.mesh), ExitStack() as reward_processes:
+        outcome = Outcome(context.initial.policy(), phases.seconds)
         phases.lap("start")
         if "sft" in config.stages:
-            policy = train_sft(context, policy)
+            outcome.policy = train_sft(context, outcome.policy)
             phases.lap("sft")
         if "reward_model" in config.stages:
-            reward = train_reward_model(context, policy)
+            outcome.reward = train_reward_model(context, outcome.policy)
             phases.lap("reward_model")
         if "dpo" in config.stages:
-            before = grade_before(context, policy)
+            outcome.before = grade_before(context, outcome.policy)
             phases.lap("evaluation")
-            actor = train_dpo(context, policy)
+            outcome.policy = train_dpo(context, outcome.policy)
             phases.lap("dpo")
-            return finish(context, actor, before, reward, None, None, phases.seconds)
-        if config.algorithm is None:
-            return finish(context, policy, None, reward, None, None, phases.seconds)
-        with (
-            open_rewards(context, policy, reward) as rewards,
-            open_costs(context, policy, rewards.clock) as costs,
-        ):
-            before = grade_before(context, policy, rewards, costs)
+        if config.algorithm is not None:
+            sources = context.initial, context.task, context.run.path, context.placement
+            opened = open_rewards(*sources, outcome.policy, outcome.reward)
+            rewards, costs = reward_processes.enter_context(opened)
+            outcome.before = grade_before(context, outcome.policy, rewards, costs)
             phases.lap("evaluation")
-            actor = train_rl(context, policy, rewards, costs)
+            outcome.policy = train_rl(context, outcome.policy, rewards, costs)
             phases.lap(config.algorithm)
-            return finish(context, actor, before, rewards.learnt, rewards, costs, phases.seconds)
+            outcome.reward, outcome.rewards, outcome.costs = rewards.trained, rewards, costs
+        return finish(context, outcome)
 
 
 def cli(arguments: Sequence[str] | None = None) -> int:
@@ -78,8 +77,6 @@ def _run(options: argparse.Namespace) -> None:
         if not options.dry_run:
             main(config, resume=options.resume)
             return
-        from jrlhf.stages.dryrun import describe
-
         described = describe(config)
         if is_main():
             print(described)

@@ -1,11 +1,14 @@
-"""Every number of the algorithms. What they share is in `PolicyConfig`; each adds what is its own, and its defaults.
+"""The settings of the algorithms. `PolicyConfig` holds what they share; each class adds its own settings and defaults.
 
-A class's docstring is the algorithm's: paper, objective, what differs from the paper, and where the defaults are from.
+A class's docstring describes the algorithm: paper, objective, differences from the paper, and the source of its
+defaults.
 """
 
 import math
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal
+
+from jrlhf.ppo.fields import Section, between, checked, non_negative, only_if, positive
 
 KLEstimator = Literal["k1", "k2", "k3", "k1+", "k3+"]
 KLPlace = Literal["reward", "loss"]
@@ -17,124 +20,130 @@ Importance = Literal["token", "sequence"]
 Baseline = Literal["mean", "leave-one-out"]
 PreferenceLoss = Literal["sigmoid", "ipo"]
 
+_POSITIVE = "positive and finite"
+_SWITCHED = f"{_POSITIVE}, or null to switch it off"
+_KL = only_if(lambda section: section.kl_coef, "{path}.kl_coef=0")
+
+
+def _whole(default: int | None, expected: str = "at least 1", least: int = 1) -> Any:
+    return checked(default, lambda value: isinstance(value, int) and value >= least, expected)
+
 
 @dataclass(frozen=True)
-class PolicyConfig:
-    """What all algorithms share that train a policy on its own samples.
+class PolicyConfig(Section):
+    """Settings shared by all algorithms that train a policy on its own samples."""
 
-    Raises:
-        ValueError: a number out of its range, with its name, its value and the range.
-    """
+    # --- KL to the reference ---
+    kl_in: KLPlace = field(
+        default="reward", metadata=_KL
+    )  # reward: a penalty on each token's reward; loss: a loss term
+    # How the KL is estimated from samples. With + (in the loss only): this value, with the gradient of k2.
+    kl_estimator: KLEstimator = field(default="k1", metadata=_KL)
+    # Weight of the KL (beta); the start value if it adapts. 0 with kl_target null: no reference model is needed.
+    kl_coef: float = non_negative(0.05)
+    # Goal of the adaptive controller for objective/kl, in nats per sequence; null: kl_coef stays fixed.
+    kl_target: float | None = positive(None, _SWITCHED)
+    # Time constant of the adaptive controller, in sequences.
+    kl_horizon: float = positive(
+        10_000.0, _POSITIVE, **only_if(lambda section: section.kl_target is not None, "{path}.kl_target=null")
+    )
 
-    # KL to the reference
-    kl_in: KLPlace = "reward"  # a penalty on each token's reward, or a term of the loss
-    kl_estimator: KLEstimator = "k1"  # with +, in the loss only: this value, and k2's gradient
-    kl_coef: float = 0.05  # beta, its start if adaptive; 0 with kl_target null: no reference is needed
-    kl_target: float | None = None  # null: fixed; otherwise the goal for objective/kl, in nats a sequence
-    kl_horizon: float = 10_000.0  # of the adaptive controller, in sequences
-
-    # Rewards and advantages
-    discount: float = 1.0  # gamma, a token
-    whiten_rewards: bool = False  # tokens' rewards are divided by their deviation over the batch, means kept
-    whiten_advantages: bool = False  # over all response tokens of the batch
+    # --- Rewards and advantages ---
+    discount: float = between(1.0, 0, 1, "in [0, 1]")  # gamma, per token
+    # Divide the tokens' rewards by their standard deviation over the batch, without moving their mean.
+    whiten_rewards: bool = False
+    whiten_advantages: bool = False  # normalise advantages over all response tokens of the batch
     truncation: Truncation = "zero"
-    """What follows the last token of a row that the length limit cut off (`finished` False).
+    """What follows the last token of a response that the length limit cut off (`finished` False).
 
-    "zero": nothing, the limit counts as an end; "mask": the row is left out of the losses and of the statistics.
-    "bootstrap": the critic's value there, as the text would have gone on (Pardo et al. 2018, arXiv:1712.00378). That
-    value stands for the score of a whole response, which comes at its end: the row's own, of a text that has no end
-    yet, is then no part of its rewards (nor is a penalty in it). Scores of tokens are, since they are of what is there.
+    "zero": nothing; the limit counts as an end. "mask": the row is left out of the losses and of the statistics.
+    "bootstrap": the critic's value, as if the text went on (Pardo et al. 2018, arXiv:1712.00378). This value replaces
+    the score of the whole response, which has no end yet, and any penalty in that score. Scores of single tokens
+    still count, because they are about tokens that exist.
     """
 
-    # Policy loss
+    # --- Policy loss ---
     ratio: Ratio = "token"
-    """Of pi and pi_old: each token's; the whole response's, which is one action then (the product over its tokens, or
-    their geometric mean)."""
-    clip_low: float = 0.2  # the ratio is clipped to [1 - clip_low, 1 + clip_high]
-    clip_high: float = 0.2
-    dual_clip: float | None = None  # > 1: bounds the loss at dual_clip * |A| where A < 0 (arXiv:1912.09729)
-    entropy_coef: float = 0.0
-    target_kl: float | None = None  # stop this batch's actor updates when KL(old, new) in nats a token exceeds it
+    """Unit of the ratio pi / pi_old: each token, or the whole response as one action ("sequence": the product over
+    its tokens; "sequence-mean": their geometric mean)."""
+    clip_low: float = checked(0.2, lambda value: 0 < value <= 1, "in (0, 1]")  # the ratio is clipped from 1 - clip_low
+    clip_high: float = positive(0.2, _POSITIVE)  # to 1 + clip_high
+    # Above 1: bounds the loss by dual_clip * |A| where A < 0 (arXiv:1912.09729); null: off.
+    dual_clip: float | None = checked(None, lambda value: value > 1, "above 1, or null to switch it off")
+    entropy_coef: float = checked(0.0, math.isfinite, "finite")  # weight of the entropy bonus
+    # Stop the actor's updates on a batch when KL(old, new) in nats per token exceeds this; null: never.
+    target_kl: float | None = positive(None, _SWITCHED)
     aggregation: Aggregation = "token-mean"
-    """How tokens' losses become the minibatch's. Every count is of the whole minibatch.
+    """How the losses of tokens become the loss of a minibatch. Every count is over the whole minibatch.
 
-    "token-mean": sum / tokens; "seq-mean-token-sum": sum / sequences; "seq-mean-token-mean": mean over sequences of the
-    mean over a sequence's tokens; "constant": sum / (sequences * aggregation_divisor). Sequences without a token that
-    counts are not counted.
+    "token-mean": sum / tokens. "seq-mean-token-sum": sum / sequences. "seq-mean-token-mean": the mean over sequences of
+    each sequence's mean over tokens. "constant": sum / (sequences * aggregation_divisor). A sequence without a token
+    that counts is not counted.
     """
-    aggregation_divisor: int | None = None  # of "constant", which needs it: usually the limit on response tokens
+    # Divisor for aggregation "constant", which needs one: usually the limit on response tokens.
+    aggregation_divisor: int | None = _whole(None, "at least 1, or null")
 
-    # Between rollout and trainer
+    # --- Between rollout and trainer ---
     old_logprobs: OldLogprobs = "recompute"
-    """The ratio's denominator: what the trainer computes for the weights that sampled, or what the rollout recorded
-    (a pass less; the ratio then corrects the gap itself, truncated at importance_cap)."""
-    importance: Importance | None = None  # weights min(pi_old / pi_rollout, importance_cap), a token or a sequence
-    importance_cap: float = 2.0
+    """The denominator of the ratio. "recompute": the trainer computes it with the weights that sampled. "rollout": what
+    the rollout recorded, which saves a pass; the ratio then also corrects the difference between the two programs and
+    is truncated at importance_cap."""
+    # Weight tokens or sequences by min(pi_old / pi_rollout, importance_cap); null: no weights.
+    importance: Importance | None = None
+    # Upper bound of these weights.
+    importance_cap: float = checked(
+        2.0,
+        lambda value: value >= 1,
+        "at least 1",
+        **only_if(
+            lambda section: section.importance is not None or section.old_logprobs == "rollout",
+            "{path}.importance=null and old_logprobs=recompute",
+        ),
+    )
 
-    # Updates on one batch of experience
-    ptx_coef: float = 0.0  # weight of the imitation loss on texts, PPO-ptx (arXiv:2203.02155, eq. 2); 0: none
-    epochs: int = 1
-    minibatches: int = 1  # optimizer updates an epoch
-    micro_batches: int = 1  # parts in which a minibatch is computed; changes memory, not the result
+    # --- Updates on one batch of experience ---
+    # Weight of the imitation loss on texts, PPO-ptx (arXiv:2203.02155, eq. 2); 0: none.
+    ptx_coef: float = checked(0.0, lambda value: value >= 0 and math.isfinite(value), "at least 0")
+    epochs: int = _whole(1, "an integer of at least 1")  # passes over a batch
+    minibatches: int = _whole(1, "an integer of at least 1")  # optimizer updates in an epoch
+    # Parts in which a minibatch is computed; changes memory, not the result.
+    micro_batches: int = _whole(1, "an integer of at least 1")
     micro_batch_tokens: int | None = None
-    """Compute a minibatch in parts of about so many tokens a device instead, padding included (verl's
-    ppo_max_token_len_per_gpu). Rows of similar length are computed together and no wider than they need: `budget.py`.
-    Changes time and memory, not the result; compiles the model up to four times over. Where layers are computed in
-    slices (adapters with mesh.tensor > 1) a device computes its slice for `tensor` times as many.
+    """Compute a minibatch in parts of about this number of tokens per device instead, padding included (verl's
+    ppo_max_token_len_per_gpu); null: off. Rows of similar length are computed together and are no wider than they need
+    to be: `budget.py`. Changes time and memory, not the result; compiles the model up to four times. Where layers are
+    computed in slices (adapters with mesh.tensor > 1), a device computes its slice for `tensor` times as many tokens.
     """
-    seed: int = field(default=0, metadata={"from": "seed"})  # of the shuffles; of a run, whose config has one seed
+    # Seed of the shuffles. In a run it is the run's seed.
+    seed: int = field(default=0, metadata={"from": "seed"})
 
     has_critic: ClassVar[bool] = False
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the KL to a reference enters anything."""
+        """The KL to a reference enters the rewards or the loss."""
         return self.kl_coef > 0
 
     def __post_init__(self) -> None:
-        _require("kl_in", self.kl_in, self.kl_in in get_args(KLPlace), _one_of(KLPlace))
-        _require("kl_estimator", self.kl_estimator, self.kl_estimator in get_args(KLEstimator), _one_of(KLEstimator))
+        super().__post_init__()
         straight = self.kl_in == "loss" or not self.kl_estimator.endswith("+")
-        _require("kl_estimator", self.kl_estimator, straight, "without + in the reward, which has no gradient")
+        self.require("kl_estimator", straight, "without + in the reward, which has no gradient")
         gradient = self.kl_in == "reward" or self.kl_estimator != "k1"
-        _require("kl_estimator", self.kl_estimator, gradient, "another in the loss, where k1's mean gradient is 0")
-        _require("kl_coef", self.kl_coef, self.kl_coef >= 0 and math.isfinite(self.kl_coef), "at least 0 and finite")
-        _require("kl_horizon", self.kl_horizon, _positive(self.kl_horizon), "positive and finite")
-        _require("discount", self.discount, 0 <= self.discount <= 1, "in [0, 1]")
-        _require("truncation", self.truncation, self.truncation in get_args(Truncation), _one_of(Truncation))
+        self.require("kl_estimator", gradient, "another in the loss, where k1's mean gradient is 0")
         valued = self.has_critic or self.truncation != "bootstrap"
-        _require("truncation", self.truncation, valued, "zero or mask where there is no critic")
-        _require("ratio", self.ratio, self.ratio in get_args(Ratio), _one_of(Ratio))
-        _require("clip_low", self.clip_low, 0 < self.clip_low <= 1, "in (0, 1]")
-        _require("clip_high", self.clip_high, _positive(self.clip_high), "positive and finite")
-        _require("entropy_coef", self.entropy_coef, math.isfinite(self.entropy_coef), "finite")
-        _require("aggregation", self.aggregation, self.aggregation in get_args(Aggregation), _one_of(Aggregation))
+        self.require("truncation", valued, "zero or mask where there is no critic")
         action = self.ratio == "token" or self.aggregation == "seq-mean-token-mean"
-        _require("aggregation", self.aggregation, action, f"seq-mean-token-mean with ratio={self.ratio}")
+        self.require("aggregation", action, f"seq-mean-token-mean with ratio={self.ratio}")
         divided = self.aggregation == "constant" or self.aggregation_divisor is None
-        _require("aggregation_divisor", self.aggregation_divisor, divided, "null without aggregation=constant")
-        _require("old_logprobs", self.old_logprobs, self.old_logprobs in get_args(OldLogprobs), _one_of(OldLogprobs))
-        weighed = self.importance is None or self.importance in get_args(Importance)
-        _require("importance", self.importance, weighed, f"{_one_of(Importance)}, or null")
+        self.require("aggregation_divisor", divided, "null without aggregation=constant")
         gap = self.importance is None or self.old_logprobs == "recompute"
-        _require("importance", self.importance, gap, "null with old_logprobs=rollout, where there is no gap to weigh")
-        _require("importance_cap", self.importance_cap, self.importance_cap >= 1, "at least 1")
-        _require("ptx_coef", self.ptx_coef, self.ptx_coef >= 0 and math.isfinite(self.ptx_coef), "at least 0")
-        if self.dual_clip is not None:
-            _require("dual_clip", self.dual_clip, self.dual_clip > 1, "above 1, or null to switch it off")
-        for name in ("target_kl", "kl_target"):
-            value = getattr(self, name)
-            if value is not None:
-                _require(name, value, _positive(value), "positive and finite, or null to switch it off")
-        for name in ("epochs", "minibatches", "micro_batches"):
-            value = getattr(self, name)
-            _require(name, value, isinstance(value, int) and value >= 1, "an integer of at least 1")
-        if self.aggregation_divisor is not None:
-            divisor = self.aggregation_divisor
-            _require("aggregation_divisor", divisor, isinstance(divisor, int) and divisor >= 1, "at least 1, or null")
+        self.require("importance", gap, "null with old_logprobs=rollout, where there is no gap to weigh")
         check_one_division(self.micro_batches, self.micro_batch_tokens)
-        if self.kl_target is not None:
-            _require("kl_coef", self.kl_coef, self.kl_coef > 0, "above 0 with kl_target: the controller multiplies it")
+        adaptive = self.kl_target is None or self.kl_coef > 0
+        self.require("kl_coef", adaptive, "above 0 with kl_target: the controller multiplies it")
+
+    def _require_plain_rewards(self, why: str) -> None:
+        self.require("whiten_rewards", not self.whiten_rewards, f"False where {why}")
 
 
 @dataclass(frozen=True)
@@ -143,20 +152,15 @@ class PPOConfig(PolicyConfig):
 
         maximise E[score - kl_coef KL(pi, pi_ref)] by the clipped surrogate of A = GAE(reward, V); a critic learns V
 
-    Differs from the papers: advantages are whitened over the batch. Defaults: gae_lambda and clips are those of
-    arXiv:1909.08593's code and of TRL 1.12, kl_coef is TRL's.
+    Difference from the papers: advantages are whitened over the batch. Defaults: gae_lambda and the clips are those of
+    arXiv:1909.08593's code and of TRL 1.12; kl_coef is TRL's.
     """
 
     has_critic: ClassVar[bool] = True
     whiten_advantages: bool = True
-    gae_lambda: float = 0.95
-    value_clip: float | None = 0.2  # of the value loss; null: not clipped
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _require("gae_lambda", self.gae_lambda, 0 <= self.gae_lambda <= 1, "in [0, 1]")
-        if self.value_clip is not None:
-            _require("value_clip", self.value_clip, _positive(self.value_clip), "positive and finite, or null")
+    gae_lambda: float = between(0.95, 0, 1, "in [0, 1]")  # lambda of generalised advantage estimation
+    # Clip the value by this around its old value in the value loss; null: no clipping.
+    value_clip: float | None = positive(0.2, f"{_POSITIVE}, or null")
 
 
 @dataclass(frozen=True)
@@ -165,16 +169,17 @@ class GRPOConfig(PolicyConfig):
 
         A_t = (score - mean of the group) / (std of the group + 1e-6)        loss = clipped surrogate + kl_coef k3
 
-    for every token of a response; no critic. Differs from the paper in the bound on k3 (`kl.kl_estimate`); the
-    deviation is unbiased as in its peers (verl, TRL), epsilon is verl's. Defaults: kl_coef 0.04, one update a batch,
-    mean over a response's tokens first, as in the paper; samples 8 (TRL; the paper has 64). A group whose scores are
-    all equal has advantage 0. A response is compared as a whole, so discount must be 1, and rewards are not whitened:
-    they would be spread over its tokens.
+    for every token of a response; no critic. Differences from the paper: k3 is bounded (`kl.kl_estimate`), the
+    deviation is unbiased as in verl and TRL, and epsilon is verl's. Defaults: kl_coef 0.04, one update per batch, and
+    first the mean over a response's tokens, as in the paper; samples 8 (TRL; the paper has 64). A group with equal
+    scores has advantage 0. A response is compared as a whole: discount must be 1, and rewards are not whitened,
+    because whitening would spread them over its tokens.
     """
 
-    samples: int = 8  # responses to each prompt: a group
+    samples: int = _whole(8, "at least 2", least=2)  # responses to each prompt: a group
+    # Subtracted from a score: the group's mean, or the mean of the other responses.
     baseline: Baseline = "mean"
-    divide_by_std: bool = True
+    divide_by_std: bool = True  # divide by the group's standard deviation
     kl_in: KLPlace = "loss"
     kl_estimator: KLEstimator = "k3"
     kl_coef: float = 0.04
@@ -182,10 +187,8 @@ class GRPOConfig(PolicyConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _require("samples", self.samples, isinstance(self.samples, int) and self.samples >= 2, "at least 2")
-        _require("discount", self.discount, self.discount == 1, "1 where whole responses are compared")
-        _require_plain_rewards(self, "responses' sums are compared")
-        _require("baseline", self.baseline, self.baseline in get_args(Baseline), _one_of(Baseline))
+        self.require("discount", self.discount == 1, "1 where whole responses are compared")
+        self._require_plain_rewards("responses' sums are compared")
 
 
 @dataclass(frozen=True)
@@ -194,9 +197,9 @@ class DrGRPOConfig(GRPOConfig):
 
         A_t = score - mean of the group        loss = sum over all tokens / (sequences * a constant)
 
-    No division by the group's deviation, which weighs easy and hard prompts more; none by the response's length, which
-    favours long wrong ones. Defaults: no KL, as in the paper; with one, k2, whose gradient is that of the KL. The
-    constant, aggregation_divisor, is the limit on response tokens; the training program fills it in.
+    It does not divide by the group's deviation, which gives easy and hard prompts more weight, nor by the response's
+    length, which favours long wrong responses. Defaults: no KL, as in the paper; if there is one, k2, whose gradient is
+    that of the KL. The constant, aggregation_divisor, is the limit on response tokens; a run fills it in.
     """
 
     divide_by_std: bool = False
@@ -209,26 +212,22 @@ class DrGRPOConfig(GRPOConfig):
 class DAPOConfig(GRPOConfig):
     """DAPO (Yu et al. 2025, arXiv:2503.14476): GRPO with clip-higher, a mean over tokens, and dynamic sampling.
 
-    Groups whose scores are all equal teach nothing: prompts are drawn until the batch is full of other ones (eq. 11).
-    Groups are judged by the scores as the rewards gave them, before they are shaped and penalised. Its soft overlong
-    punishment is a `ScoreConfig`. Defaults are the paper's: clip_high 0.28, no KL, no entropy bonus; samples 8 rather
-    than 16. Differs: after `max_rounds` (verl's max_num_gen_batches) the batch is filled with what there is, counted in
-    `dapo/filled`; verl raises.
+    A group with equal scores teaches nothing: prompts are drawn until the batch is full of other groups (eq. 11).
+    Groups are judged by the scores that the rewards gave, before shaping and penalties. The soft overlong punishment
+    is a `ScoreConfig`. Defaults are the paper's: clip_high 0.28, no KL, no entropy bonus; samples 8 instead of 16.
+    Difference: after `max_rounds` (verl's max_num_gen_batches) the batch is filled with the groups that there are,
+    counted in `dapo/filled`; verl raises an error.
     """
 
     clip_high: float = 0.28
     kl_coef: float = 0.0
     aggregation: Aggregation = "token-mean"
-    max_rounds: int = 10  # of generation, for one batch; 1: no dynamic sampling
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _require("max_rounds", self.max_rounds, isinstance(self.max_rounds, int) and self.max_rounds >= 1, "at least 1")
+    max_rounds: int = _whole(10)  # rounds of generation for one batch; 1: no dynamic sampling
 
 
 @dataclass(frozen=True)
 class GSPOConfig(GRPOConfig):
-    """GSPO: GRPO whose ratio and clip are of whole sequences (Zheng et al. 2025, arXiv:2507.18071, eq. 5-7).
+    """GSPO: GRPO with ratio and clip of whole sequences (Zheng et al. 2025, arXiv:2507.18071, eq. 5-7).
 
         s = exp(mean over tokens of log pi - log pi_old)        loss = -mean over sequences of min(s A, clip(s) A)
 
@@ -247,7 +246,7 @@ class RLOOConfig(GRPOConfig):
 
         A = R - mean of the others' R        R = score - kl_coef sum_t log pi / pi_ref
 
-    A response is one action: its ratio is the product over its tokens, as in TRL (the paper takes one gradient step a
+    A response is one action: its ratio is the product over its tokens, as in TRL (the paper takes one gradient step per
     batch, where all ratios are 1). Defaults: kl_coef 0.05 and clip 0.2 are TRL's; samples 4 (the paper has 2 and 4).
     """
 
@@ -279,8 +278,8 @@ class ReinforcePPBaselineConfig(GRPOConfig):
 
         A = score - mean of the group, whitened over all tokens of the batch        KL in the loss, by k2
 
-    Deviations are the batch's, not the group's: a group whose scores hardly differ is not blown up. Defaults: samples
-    8; k2 is the paper's, kl_coef 0.001 is verl's of its KL loss.
+    The deviation is the batch's, not the group's: a group with nearly equal scores is not blown up. Defaults: samples
+    8; k2 is the paper's; kl_coef 0.001 is that of verl's KL loss.
     """
 
     divide_by_std: bool = False
@@ -296,16 +295,17 @@ class ReMaxConfig(PolicyConfig):
 
         A_t = sum over s >= t of r_s - score of the greedy response        r_t = score at the last - kl_coef k1_t
 
-    One more generation, greedy, and one more scoring; no critic. Differs from the paper in the clipped ratio, which is
-    1 in its one update a batch. Sequences are averaged and tokens summed, as its objective does. Default kl_coef:
-    0.05, that of PPO and RLOO. Rewards are not whitened: the greedy score would be in other units than they.
+    It needs one more generation, which is greedy, and one more scoring, but no critic. Difference from the paper: the
+    clipped ratio, which is 1 in the one update per batch. Losses are summed over tokens and averaged over sequences,
+    as in its objective. Default kl_coef: 0.05, as in PPO and RLOO. Rewards are not whitened, because the greedy score
+    would then be in other units.
     """
 
     aggregation: Aggregation = "seq-mean-token-sum"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _require_plain_rewards(self, "the baseline is in their units")
+        self._require_plain_rewards("the baseline is in their units")
 
 
 @dataclass(frozen=True)
@@ -315,80 +315,59 @@ class SafeRLHFConfig(PPOConfig):
         maximise E[score] subject to E[cost] <= cost_limit        A = (A_reward - lambda A_cost) / (1 + lambda)
         ln lambda <- ln lambda + multiplier_rate * lambda * (mean cost - cost_limit), at most ln multiplier_max
 
-    A cost model and a cost critic beside those of the reward; the mean is over the last `window` episodes. The KL
-    penalty, kl_coef in all, enters the reward's stream as -kl_coef k1 and the cost's as +kl_coef k1, so that its weight
-    does not depend on lambda. Rewards are not whitened: each stream by its own deviation would change what lambda
-    means. Defaults of the multiplier are those of the authors' code: lambda starts at 1, its rate is 0.1, at most 5;
-    cost_limit 0 means as many harmless as harmful under their cost model. All others are PPO's here.
+    There are a cost model and a cost critic in addition to those of the reward; the mean is over the last `window`
+    episodes. The KL penalty enters the rewards as -kl_coef k1 and the costs as +kl_coef k1, so that its total weight
+    does not depend on lambda. Rewards are not whitened: dividing each stream by its own deviation would change the
+    meaning of lambda. The defaults of the multiplier are those of the authors' code: lambda starts at 1, its rate is
+    0.1, its maximum 5; cost_limit 0 means that their cost model calls as many answers harmless as harmful. All other
+    defaults are PPO's.
     """
 
-    cost_limit: float = 0.0
-    multiplier: float = 1.0  # lambda, at the start
-    multiplier_rate: float = 0.1
-    multiplier_max: float = 5.0
-    window: int = 128  # episodes whose mean cost is compared with the limit
+    cost_limit: float = checked(0.0, math.isfinite, "finite")  # the mean cost is kept below this
+    multiplier: float = 1.0  # lambda at the start
+    multiplier_rate: float = positive(0.1, _POSITIVE)  # learning rate of ln lambda
+    multiplier_max: float = positive(5.0, _POSITIVE)  # upper bound of lambda
+    window: int = _whole(128)  # number of episodes whose mean cost is compared with the limit
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _require_plain_rewards(self, "lambda weighs two streams of them")
-        _require("cost_limit", self.cost_limit, math.isfinite(self.cost_limit), "finite")
-        _require("multiplier_max", self.multiplier_max, _positive(self.multiplier_max), "positive and finite")
+        self._require_plain_rewards("lambda weighs two streams of them")
         within = 0 < self.multiplier <= self.multiplier_max
-        _require("multiplier", self.multiplier, within, f"above 0 and at most multiplier_max={self.multiplier_max:g}")
-        _require("multiplier_rate", self.multiplier_rate, _positive(self.multiplier_rate), "positive and finite")
-        _require("window", self.window, isinstance(self.window, int) and self.window >= 1, "at least 1")
+        self.require("multiplier", within, f"above 0 and at most multiplier_max={self.multiplier_max:g}")
 
 
 @dataclass(frozen=True)
-class DPOConfig:
+class DPOConfig(Section):
     """DPO: a policy from pairs, without a reward model or samples (Rafailov et al. 2023, arXiv:2305.18290, eq. 7).
 
         h = beta [(log pi - log pi_ref)(chosen) - (log pi - log pi_ref)(rejected)]
         sigmoid: L = -(1 - label_smoothing) log sigmoid(h) - label_smoothing log sigmoid(-h)
         ipo:     L = (h / beta - 1 / (2 beta))^2, of means over tokens
 
-    label_smoothing is conservative DPO's (Mitchell 2023: the share of labels that are wrong). "ipo" is Azar et al. 2023
-    (arXiv:2310.12036, eq. 17), with log-probabilities averaged over a response's tokens as its authors recommend and
-    TRL does. Defaults are TRL's.
+    label_smoothing is that of conservative DPO (Mitchell 2023). "ipo" is Azar et al. 2023 (arXiv:2310.12036, eq. 17),
+    with log-probabilities averaged over a response's tokens, as its authors recommend and TRL does. Defaults are TRL's.
     """
 
-    loss: PreferenceLoss = "sigmoid"
-    beta: float = 0.1
-    label_smoothing: float = 0.0
-    micro_batches: int = 1  # parts in which a batch is computed; changes memory, not the result
-    micro_batch_tokens: int | None = None  # parts of about so many tokens a device in its place, as in PolicyConfig
+    loss: PreferenceLoss = "sigmoid"  # the formula of the loss, see above
+    beta: float = positive(0.1, _POSITIVE)  # a larger value keeps the policy closer to the reference
+    # Share of the labels that are assumed to be wrong.
+    label_smoothing: float = checked(0.0, lambda value: 0 <= value < 0.5, "in [0, 0.5)")
+    # Parts in which a batch is computed; changes memory, not the result.
+    micro_batches: int = _whole(1, "an integer of at least 1")
+    # Parts of about this number of tokens per device instead, as in PolicyConfig; null: off.
+    micro_batch_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        _require("loss", self.loss, self.loss in get_args(PreferenceLoss), _one_of(PreferenceLoss))
-        _require("beta", self.beta, _positive(self.beta), "positive and finite")
-        _require("label_smoothing", self.label_smoothing, 0 <= self.label_smoothing < 0.5, "in [0, 0.5)")
+        super().__post_init__()
         smooth = self.label_smoothing == 0 or self.loss == "sigmoid"
-        _require("label_smoothing", self.label_smoothing, smooth, f"0 with loss={self.loss}")
-        whole = isinstance(self.micro_batches, int) and self.micro_batches >= 1
-        _require("micro_batches", self.micro_batches, whole, "an integer of at least 1")
+        self.require("label_smoothing", smooth, f"0 with loss={self.loss}")
         check_one_division(self.micro_batches, self.micro_batch_tokens)
 
 
-def _positive(value: float) -> bool:
-    return value > 0 and math.isfinite(value)
-
-
-def _one_of(literal: object) -> str:
-    return "one of " + ", ".join(get_args(literal))
-
-
 def check_one_division(micro_batches: int, micro_batch_tokens: int | None) -> None:
-    """Raise ValueError where a budget of tokens is no positive integer, or micro-batches are counted, too."""
-    tokens, whole = micro_batch_tokens, isinstance(micro_batch_tokens, int) and micro_batch_tokens >= 1
-    if tokens is not None:
-        _require("micro_batch_tokens", tokens, whole, "at least 1, or null")
-        _require("micro_batches", micro_batches, micro_batches == 1, "1 with micro_batch_tokens, which has its place")
-
-
-def _require_plain_rewards(config: PolicyConfig, why: str) -> None:
-    _require("whiten_rewards", config.whiten_rewards, not config.whiten_rewards, f"False where {why}")
-
-
-def _require(name: str, value: object, holds: bool, expected: str) -> None:
-    if not holds:
-        raise ValueError(f"{name}={value!r}: it must be {expected}")
+    """Raises ValueError for a budget of tokens that is no positive integer, or that is given with micro_batches."""
+    tokens = micro_batch_tokens
+    if tokens is not None and not (isinstance(tokens, int) and tokens >= 1):
+        raise ValueError(f"micro_batch_tokens={tokens!r}: it must be at least 1, or null")
+    if tokens is not None and micro_batches != 1:
+        raise ValueError(f"micro_batches={micro_batches!r}: it must be 1 with micro_batch_tokens, which has its place")

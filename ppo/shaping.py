@@ -1,46 +1,38 @@
 """From a reward's raw scores to those that PPO sees: running normalisation, clipping, penalties. Pure and jittable."""
 
-import math
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from jrlhf.ppo.fields import Section, checked, non_negative, only_if, positive
 from jrlhf.ppo.masked import masked_mean
 
 
-@dataclass(frozen=True)
-class ScoreConfig:
-    """How scores are shaped. The default changes nothing.
+def _is_buffer(value: float) -> bool:
+    return not isinstance(value, bool) and (0 < value < 1 or (value >= 1 and value % 1 == 0))
 
-    Raises:
-        ValueError: a number out of its range, with its name, its value and the range.
-    """
+
+@dataclass(frozen=True)
+class ScoreConfig(Section):
+    """How a response's score is changed before the algorithm sees it. The default changes nothing."""
 
     normalise: bool = False  # (score - running mean) / running standard deviation
-    clip: float | None = None  # scores, normalised or not, are clipped to [-clip, clip]
-    missing_eos_penalty: float = 0.0  # subtracted where the length limit cut the response off
-    length_penalty: float = 0.0  # subtracted for each response token
-    # Tokens before the length limit, or their share of it (0 < x < 1), in which a penalty grows from 0 ...
-    overlong_buffer: float | None = None
-    overlong_penalty: float = 1.0  # ... to this, at the limit
-
-    def __post_init__(self) -> None:
-        for name in ("missing_eos_penalty", "length_penalty", "overlong_penalty"):
-            value = getattr(self, name)
-            if not (value >= 0 and math.isfinite(value)):
-                raise ValueError(f"{name}={value!r}: it must be at least 0 and finite")
-        if self.clip is not None and not (self.clip > 0 and math.isfinite(self.clip)):
-            raise ValueError(f"clip={self.clip!r}: it must be positive and finite, or null to switch it off")
-        buffer = self.overlong_buffer
-        if buffer is not None and (
-            isinstance(buffer, bool) or not (0 < buffer < 1 or (buffer >= 1 and buffer % 1 == 0))
-        ):
-            raise ValueError(
-                f"overlong_buffer={buffer!r}: it must be a positive number of tokens, a share of the length limit "
-                "in (0, 1), or null to switch it off"
-            )
+    # Clip scores, normalised or not, to [-clip, clip]; null: no clipping.
+    clip: float | None = positive(None, "positive and finite, or null to switch it off")
+    missing_eos_penalty: float = non_negative(0.0)  # subtracted if the length limit cut the response off
+    length_penalty: float = non_negative(0.0)  # subtracted for each response token
+    # Number of tokens before the length limit, or their share of it (0 < x < 1), in which a penalty grows from 0 to
+    # overlong_penalty; null: no such penalty.
+    overlong_buffer: float | None = checked(
+        None,
+        _is_buffer,
+        "a positive number of tokens, a share of the length limit in (0, 1), or null to switch it off",
+    )
+    overlong_penalty: float = non_negative(  # the penalty at the limit
+        1.0, **only_if(lambda section: section.overlong_buffer is not None, "{path}.overlong_buffer=null")
+    )
 
     def overlong_tokens(self, max_response: int) -> int | None:
         """overlong_buffer in tokens, of a limit of `max_response`: a share is rounded, to at least one token."""

@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jrlhf.algorithms import registry as algorithms
+from jrlhf.algorithms.registry import TITLES
+from jrlhf.config import load_config
 from jrlhf.config.check import validate
-from jrlhf.config.schema import load_config
 from jrlhf.models.presets import PRESETS
 from jrlhf.ppo import Rollout
-from jrlhf.report.record import TITLES
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "configs/launch/README.md")

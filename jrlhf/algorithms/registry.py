@@ -12,12 +12,12 @@ import functools
 import inspect
 from collections.abc import Callable
 
-from jrlhf.algorithms.pool import Pool
+from jrlhf.algorithms.dynamic_sampling import DynamicSampler
 from jrlhf.config.schema import Config
 from jrlhf.errors import UserError
 from jrlhf.meshes import Graph
 from jrlhf.rewards.mixture import Rewards
-from jrlhf.rewards.user_code import Found, explain, load, resolve
+from jrlhf.rewards.user_code import UserCode, explain, load, resolve
 from jrlhf.roles.graph import Value, trace
 from jrlhf.roles.roles import Actor, Constraint, Critic, ExperienceMaker, FusedUpdate, Reference
 
@@ -130,6 +130,20 @@ DATAFLOWS: dict[str, Callable] = {
     "safe_rlhf": safe_rlhf,
 }  # stage -> dataflow
 
+TITLES = {
+    "dpo": "DPO",
+    "ppo": "PPO",
+    "grpo": "GRPO",
+    "dr_grpo": "Dr. GRPO",
+    "dapo": "DAPO",
+    "gspo": "GSPO",
+    "rloo": "RLOO",
+    "reinforce_pp": "REINFORCE++",
+    "reinforce_pp_baseline": "REINFORCE++-baseline",
+    "remax": "ReMax",
+    "safe_rlhf": "Safe RLHF",
+}  # stage -> the usual name of its algorithm
+
 ROLES: dict[str, type] = {
     "actor": Actor,
     "critic": Critic,
@@ -139,7 +153,7 @@ ROLES: dict[str, type] = {
     "cost": Rewards,
     "learner": FusedUpdate,
     "estimator": ExperienceMaker,
-    "pool": Pool,
+    "pool": DynamicSampler,
     "constraint": Constraint,
 }
 
@@ -194,7 +208,7 @@ def _key(config: Config) -> str:
     return f"{config.algorithm}.dataflow={config.rl.dataflow}"
 
 
-def _own(config: Config) -> Found:
+def _own(config: Config) -> UserCode:
     """The function that the config names. It may take what the stage's own takes."""
     key, spec = _key(config), config.rl.dataflow
     assert config.algorithm is not None and spec is not None

@@ -1,28 +1,17 @@
-"""What the sections of a config demand of each other, of the models and of the devices."""
+"""Checks of a config as a whole: sections against each other, the models and the devices."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields, is_dataclass
-from typing import Any
 
-from jrlhf.config.schema import SLEEP_PARTS, ColumnsConfig, Config, MeshConfig
+from jrlhf.config.schema import Config, DatasetsData, DocstringsData, MeshConfig
 from jrlhf.config.stages import ALGORITHMS
 from jrlhf.errors import UserError
 from jrlhf.models.config import ModelConfig
-
-# What stage dpo reads of section reward_model, and every run of section ppo where no algorithm trains the policy.
-ANNOTATOR = ("prompts", "samples_per_prompt", "foreign_lines", "margin", "heldout_prompts", "label_flip")
-DATASETS = ("sft", "preferences", "prompts", "heldout")
-OF_DATASETS = ("split", *(f"columns.{each.name}" for each in fields(ColumnsConfig)))
-SAMPLING = ("rollout_batch", "temperature", "top_k", "top_p", "min_new_tokens")
+from jrlhf.ppo.fields import default_of, without_effect
 
 
 def mesh_sizes(mesh: MeshConfig, device_count: int) -> tuple[int, int, int]:
-    """The sizes of (data, fsdp, tensor) on so many devices, -1 resolved.
-
-    Raises:
-        UserError: their product is not the number of devices.
-    """
+    """Returns the sizes of (data, fsdp, tensor) on this number of devices, -1 resolved."""
     sizes = [mesh.data, mesh.fsdp, mesh.tensor]
     written = f"mesh data={mesh.data}, fsdp={mesh.fsdp}, tensor={mesh.tensor}"
     if sizes.count(-1) > 1:
@@ -42,7 +31,7 @@ def mesh_sizes(mesh: MeshConfig, device_count: int) -> tuple[int, int, int]:
 def validate(config: Config, device_count: int, models: Mapping[str, ModelConfig]) -> None:
     """Checks what no section can check alone, before anything is compiled or written.
 
-    models: role -> architecture, of the roles that the stages need.
+    models: role -> architecture, for the roles that the stages need.
 
     Raises:
         UserError: the first violation, with its remedy.
@@ -50,9 +39,9 @@ def validate(config: Config, device_count: int, models: Mapping[str, ModelConfig
     _check_stages(config)
     _check_data(config)
     _check_profile(config)
-    _check_stages_read(config)
-    _check_used(config)
-    _check_evaluation(config)
+    for key, value, reason in (*without_effect(config), *_without_effect(config)):
+        raise UserError(f"{key}={value} has no effect with {reason}: leave it out")
+    _check_validation(config)
     data, fsdp, tensor = mesh_sizes(config.mesh, device_count)
     for role, model in models.items():
         _check_model(config, role, model, fsdp, tensor, device_count)
@@ -105,238 +94,135 @@ def _check_stages(config: Config) -> None:
         parts = getattr(config, section)
         names = [part.name for part in parts]
         for index, part in enumerate(parts):
-            if sum(each is not None for each in (part.model, part.adapter, part.function)) != 1:
+            if [part.model, part.adapter, part.function].count(None) != 2:
                 raise UserError(f"{section}[{index}] ({part.name}) must be a model, an adapter or a function: give one")
             if names.count(part.name) > 1 or part.name == "reward_model":
-                whose = "" if names.count(part.name) > 1 else " by the stage"
+                owner = "" if names.count(part.name) > 1 else " by the stage"
                 raise UserError(
-                    f"{section}[{index}].name={part.name} is taken{whose}: it names metrics, choose another"
+                    f"{section}[{index}].name={part.name} is taken{owner}: it names metrics, choose another"
                 )
 
 
 def _check_data(config: Config) -> None:
-    data = config.data
-    if data.source != "datasets":
-        for key in DATASETS:
-            path = getattr(data, key).path
-            if path is not None:
-                raise UserError(f"data.{key}.path={path} is not read by the built-in task: set data.source=datasets")
-        if config.model.path is not None:
-            raise UserError(
-                f"model.path={config.model.path}: the built-in task trains a tokenizer and a model of its own, set "
-                "data.source=datasets and name your data"
-            )
-        unpaired = [stage for stage in config.stages if stage in ("reward_model", "dpo")]
-        if data.source == "arithmetic" and unpaired:
-            raise UserError(
-                f"data.source=arithmetic has no preferences for stage {unpaired[0]}: leave it out, and give rewards to "
-                "an algorithm such as grpo"
-            )
-    elif config.model.path is None:
-        raise UserError("data.source=datasets needs a tokenizer: give model.path, the directory of a model")
-
-
-def _check_stages_read(config: Config) -> None:
-    """A section of an algorithm that does not run, where another does, is a mistake, but for what that one reads of it.
-
-    A run that is narrowed to its first stages may keep the sections of the others.
-    """
-    learns = "dpo" if "dpo" in config.stages else config.algorithm
-    if learns is None:
+    path, source = config.model.path, config.data.source
+    if isinstance(config.data, DatasetsData):
+        if path is None:
+            raise UserError("data.source=datasets needs a tokenizer: give model.path, the directory of a model")
         return
-    for stage in ("dpo", *ALGORITHMS):
-        if stage == learns:
-            continue
-        reads = SAMPLING if (stage, learns) == ("ppo", "dpo") else ()
-        for key, value in _changed(getattr(config, stage), getattr(Config(), stage)):
-            if key not in reads:
-                what = f"{stage}.{key}={value}" if reads else f"section {stage}"
-                raise UserError(f"{what} has no effect with stages={_list(config.stages)}: leave it out")
-
-
-def _check_used(config: Config) -> None:
-    """A setting that has no effect is a mistake, and is not taken in silence."""
-    data, lora, evaluation, roles = config.data, config.lora, config.evaluation, config.roles
-    compute, sleep = config.compute, config.sleep
-    name, algorithm, scores = config.algorithm, config.rl.algorithm, config.rl.scores
-    stages, policy = f"stages={_list(config.stages)}", f"{name or 'ppo'}.algorithm"
-    critic, trained = algorithm.has_critic, f"{name}, which has none"
-    weighed = algorithm.importance is not None or algorithm.old_logprobs == "rollout"
-    unweighed = f"{policy}.importance=null and old_logprobs=recompute"
-    complete = name is not None or "dpo" in config.stages  # others may keep the data of stages after theirs
-    pairs = {"reward_model", "dpo"} & set(config.stages)
-    cases: list[tuple[bool, str, object, tuple[str, ...], str]] = [
-        (
-            data.source != "datasets",
-            "data",
-            data,
-            ("chat", "system", "template", "eos", "overlong"),
-            "the built-in task",
-        ),
-        (data.source == "docstrings", "data", data, ("heldout_rows",), "data.source=docstrings"),
-        (complete and "sft" not in config.stages and not algorithm.ptx_coef, "data", data, ("sft.path",), stages),
-        (complete and not pairs, "data", data, ("preferences.path",), stages),
-        (complete and name is None, "data", data, ("prompts.path", "heldout.path"), stages),
-        (data.source != "docstrings", "reward_model", config.reward_model, ANNOTATOR, f"data.source={data.source}"),
-        (data.source != "docstrings", "sft", config.sft, ("renaming",), f"data.source={data.source}"),
-        (
-            data.source != "arithmetic",
-            "arithmetic",
-            config.arithmetic,
-            tuple(each.name for each in fields(config.arithmetic)),
-            f"data.source={data.source}",
-        ),
-        (not lora.on, "lora", lora, ("alpha", "rslora", "targets", "base", "critic"), "a run without lora.rank"),
-        (lora.path is not None, "lora", lora, ("alpha", "rslora", "targets"), "lora.path, whose adapter has its own"),
-        (
-            config.model.path is None,
-            "lora",
-            lora,
-            ("critic",),
-            "fresh weights, which have no model.path for a critic of its own",
-        ),
-        (evaluation.every is None, "evaluation", evaluation, ("k", "temperature"), "a run without evaluation.every"),
-        (config.wandb.project is None, "wandb", config.wandb, ("entity", "group", "mode"), "wandb.project=null"),
-        (name is None, "reward_model", config.reward_model, ("weight",), stages),
-        (name is None, "evaluation", evaluation, ("every",), stages),
-        (name is None, "compute", compute, ("shared_passes", "fused_loss"), stages),
-        (algorithm.ratio != "token", "compute", compute, ("fused_loss",), f"{policy}.ratio={algorithm.ratio}"),
-        (compute.shared_passes, "compute", compute, ("fused_loss",), "compute.shared_passes"),
-        (
-            name is None and data.source == "datasets",
-            "rollout",
-            config.rollout,
-            tuple(each.name for each in fields(config.rollout)),
-            f"{stages}, which sample nothing",
-        ),
-        (not config.profile.iterations, "profile", config.profile, ("stage",), "profile.iterations=[]"),
-        (name is None, "roles", roles, ("critic",), stages),
-        (name is None, "lora", lora, ("critic",), stages),
-        (name is None and "dpo" not in config.stages, "roles", roles, ("reference",), stages),
-        (name is not None and not critic, "roles", roles, ("critic",), trained),
-        (name is not None and not critic, "lora", lora, ("critic",), trained),
-        (
-            name is not None and not algorithm.needs_reference,
-            "roles",
-            roles,
-            ("reference",),
-            f"{policy}.kl_coef=0",
-        ),
-        (name is None, "sleep", sleep, SLEEP_PARTS, stages),
-        (name is not None and not critic, "sleep", sleep, ("critic",), trained),
-        (
-            config.reference_is_base,
-            "sleep",
-            sleep,
-            ("reference",),
-            "lora, whose base is the reference",
-        ),
-        (not _has_reward_models(config), "sleep", sleep, ("reward",), "rewards that are all functions"),
-        (all(getattr(sleep, key) == "device" for key in SLEEP_PARTS), "sleep", sleep, ("ahead",), "nothing asleep"),
-        (not algorithm.needs_reference, policy, algorithm, ("kl_in", "kl_estimator"), f"{policy}.kl_coef=0"),
-        (algorithm.kl_target is None, policy, algorithm, ("kl_horizon",), f"{policy}.kl_target=null"),
-        (not weighed, policy, algorithm, ("importance_cap",), unweighed),
-        (
-            scores.overlong_buffer is None,
-            f"{name or 'ppo'}.scores",
-            scores,
-            ("overlong_penalty",),
-            f"{name or 'ppo'}.scores.overlong_buffer=null",
-        ),
-        (
-            # ReMax's baselines are scores of such responses, too; a dataflow of one's own may read them.
-            algorithm.truncation == "mask" and name != "remax" and config.rl.dataflow is None,
-            f"{name or 'ppo'}.scores",
-            scores,
-            ("missing_eos_penalty",),
-            f"{policy}.truncation=mask, which leaves such responses out",
-        ),
-        *_unused_by_rewards(config),
-        *(
-            (each.path is None, f"data.{part}", each, OF_DATASETS, f"data.{part}.path=null")
-            for part, each in ((part, getattr(data, part)) for part in DATASETS)
-        ),
-    ]
-    if name is None and config.plan != Config.plan:
-        raise UserError(f"plan={config.plan} has no effect with {stages}: leave it out")
-    for applies, where, section, names, reason in cases:
-        for key, value in _changed(section, type(section)()) if applies else ():
-            if key in names:
-                raise UserError(f"{where}.{key}={value} has no effect with {reason}: leave it out")
-
-
-def _unused_by_rewards(config: Config) -> Iterator[tuple[bool, str, object, tuple[str, ...], str]]:
-    """What a model, an adapter or a function does not read of its section."""
-    functions = ("workers", "deadline", "options", "columns")
-    unread = {"model": functions, "adapter": (*functions, "batch", "on_failure"), "function": ("batch",)}
-    for section in ("rewards", "costs"):
-        for index, part in enumerate(getattr(config, section)):
-            where = f"{section}[{index}]"
-            for kind, names in unread.items():
-                yield getattr(part, kind) is not None, where, part, names, f"{where}.{kind}"
-
-
-def _has_reward_models(config: Config) -> bool:
-    parts = (*config.rewards, *config.costs)
-    return "reward_model" in config.stages or any(part.function is None for part in parts)
-
-
-def _changed(section: Any, plain: Any) -> Iterator[tuple[str, object]]:
-    """(key, value) of what differs from the defaults; of a section within by its dotted key."""
-    for each in fields(section):
-        value, default = getattr(section, each.name), getattr(plain, each.name)
-        if is_dataclass(value) and value != default:
-            yield from ((f"{each.name}.{key}", inner) for key, inner in _changed(value, default))
-        elif value != default:
-            yield each.name, value
-
-
-def _check_evaluation(config: Config) -> None:
-    data, evaluation = config.data, config.evaluation
-    if evaluation.every is None:
-        return
-    if evaluation.k > 1 and evaluation.temperature == 0:
-        raise UserError(f"evaluation.k={evaluation.k} answers of temperature 0 are all the same: set one of them")
-    if data.source != "docstrings" and not data.heldout_rows and not data.heldout.path:
-        other = ", or give data.heldout.path" if data.source == "datasets" else ", or set it to null"
+    if path is not None:
         raise UserError(
-            f"evaluation.every={evaluation.every} has no prompts to validate on: raise data.heldout_rows{other}"
+            f"model.path={path}: the built-in task trains a tokenizer and a model of its own, set data.source=datasets "
+            "and name your data"
+        )
+    unpaired = [stage for stage in config.stages if stage in ("reward_model", "dpo")]
+    if source == "arithmetic" and unpaired:
+        raise UserError(
+            f"data.source=arithmetic has no preferences for stage {unpaired[0]}: leave it out, and give rewards to "
+            "an algorithm such as grpo"
+        )
+
+
+def _without_effect(config: Config) -> Iterator[tuple[str, object, str]]:
+    """Yields (key, value, reason) of settings that have no effect because of another section."""
+    name, dpo, stages = config.algorithm, "dpo" in config.stages, f"stages={_list(config.stages)}"
+    data, roles, lora, sleep, compute = config.data, config.roles, config.lora, config.sleep, config.compute
+    parts = (*config.rewards, *config.costs)
+    scored = "reward_model" in config.stages or any(part.function is None for part in parts)
+    cases: list[tuple[bool, str, object, Sequence[str], str]] = [
+        (lora is not None and config.model.path is None, "lora", lora, ("critic",), _FRESH),
+        (config.reference_is_base, "sleep", sleep, ("reference",), "lora, whose base is the reference"),
+        (not scored, "sleep", sleep, ("reward",), "rewards that are all functions"),
+    ]
+    texts = False  # an algorithm imitates texts in addition
+    if name is None:
+        sampled = isinstance(data, DatasetsData)
+        cases += [
+            (True, "", config, ("plan",), stages),
+            (True, "reward_model", config.sections.get("reward_model"), ("weight",), stages),
+            (True, "validation", config.validation, ("every",), stages),
+            (True, "compute", compute, ("shared_passes", "fused_loss"), stages),
+            (True, "roles", roles, ("critic",) if dpo else ("critic", "reference"), stages),
+            (True, "lora", lora, ("critic",), stages),
+            (True, "sleep", sleep, getattr(sleep, "SWITCHES", ()), stages),
+            (sampled, "rollout", config.rollout, tuple(vars(config.rollout)), f"{stages}, which sample nothing"),
+        ]
+    else:
+        algorithm, policy, critic = config.rl.algorithm, f"{name}.algorithm", ("critic",)
+        texts = algorithm.ptx_coef > 0
+        # ReMax's baselines are scores of responses that are cut off, too; a user's dataflow may read them.
+        masked = algorithm.truncation == "mask" and name != "remax" and config.rl.dataflow is None
+        mask = f"{policy}.truncation=mask, which leaves such responses out"
+        cases += [
+            (True, "sampling", config.sampling, ("batch",), f"{name}.rollout_batch"),
+            *(
+                (not algorithm.has_critic, key, section, critic, f"{name}, which has none")
+                for key, section in (("roles", roles), ("lora", lora), ("sleep", sleep))
+            ),
+            (not algorithm.needs_reference, "roles", roles, ("reference",), f"{policy}.kl_coef=0"),
+            (algorithm.ratio != "token", "compute", compute, ("fused_loss",), f"{policy}.ratio={algorithm.ratio}"),
+            (masked, f"{name}.scores", config.rl.scores, ("missing_eos_penalty",), mask),
+        ]
+    if isinstance(data, DatasetsData) and (name or dpo):  # other runs may keep the data of stages to come
+        read = {"sft": "sft" in config.stages or texts, "preferences": "reward_model" in config.stages or dpo}
+        for part in ("sft", "preferences", "prompts", "heldout"):
+            cases.append((not read.get(part, name is not None), f"data.{part}", getattr(data, part), ("path",), stages))
+    for void, path, section, names, reason in cases:
+        for key in names if void and section is not None else ():
+            value = getattr(section, key)
+            if value != default_of(type(section), key):
+                yield f"{path}.{key}".lstrip("."), value, reason
+
+
+_FRESH = "fresh weights, which have no model.path for a critic of its own"
+
+
+def _check_validation(config: Config) -> None:
+    data, validation = config.data, config.validation
+    if validation is None:
+        return
+    if validation.k > 1 and validation.temperature == 0:
+        raise UserError(f"validation.k={validation.k} answers of temperature 0 are all the same: set one of them")
+    datasets = isinstance(data, DatasetsData)
+    if not isinstance(data, DocstringsData) and not data.heldout_rows and not (datasets and data.heldout):
+        other = ", or give data.heldout.path" if datasets else ", or set it to null"
+        raise UserError(
+            f"validation.every={validation.every} has no prompts to validate on: raise data.heldout_rows{other}"
         )
 
 
 def _check_profile(config: Config) -> None:
     profile = config.profile
-    if not profile.iterations:
+    if profile is None:
         return
     stage = profile.stage or config.stages[-1]
     if stage not in config.stages:
         raise UserError(f"profile.stage={stage} is not among stages={_list(config.stages)}: name one that the run has")
-    section = getattr(config, stage)
+    section = config.sections[stage]
     steps = section.iterations if stage in ALGORITHMS else section.steps
-    beyond = [each for each in profile.iterations if each > steps]
+    beyond = [number for number in profile.iterations if number > steps]
     if beyond:
         raise UserError(f"profile.iterations has {beyond[0]}, but {stage} ends after {steps}: choose earlier ones")
 
 
 def _check_model(config: Config, role: str, model: ModelConfig, fsdp: int, tensor: int, device_count: int) -> None:
     data = config.data
-    where = "model" if role == "actor" else f"the {role}"
+    name = "model" if role == "actor" else f"the {role}"
     if data.max_prompt + data.max_response > model.max_positions and not role.startswith("reward "):
         raise UserError(
             f"data.max_prompt={data.max_prompt} and data.max_response={data.max_response} need "
-            f"{data.max_prompt + data.max_response} positions, and {where} has max_positions={model.max_positions}: "
+            f"{data.max_prompt + data.max_response} positions, and {name} has max_positions={model.max_positions}: "
             "lower them, or choose a model with more"
         )
     for key, written, size, axis, parts in indivisible(model, fsdp, tensor):
         choices = ", ".join(str(divisor) for divisor in _divisors(size) if divisor <= device_count)
         raise UserError(
-            f"{where}.{key}={written} does not divide over mesh.{axis}={parts}: "
+            f"{name}.{key}={written} does not divide over mesh.{axis}={parts}: "
             f"choose another model, or mesh.{axis} from {choices}"
         )
 
 
 def indivisible(model: ModelConfig, fsdp: int, tensor: int) -> Iterator[tuple[str, int, int, str, int]]:
-    """(key, its value, the size that is divided, mesh axis, its size) of each size of a model that does not divide."""
+    """Yields (key, value, divided size, mesh axis, size of the axis) where a size of a model does not divide."""
     kv_heads = tensor if model.kv_heads < tensor else model.kv_heads  # fewer kv-heads than slices are repeated
     for key, written, size, axis, parts in (
         ("embed", model.embed, model.embed, "fsdp", fsdp),
@@ -350,30 +236,27 @@ def indivisible(model: ModelConfig, fsdp: int, tensor: int) -> Iterator[tuple[st
 
 
 def _check_batches(config: Config, devices: int, groups: int) -> None:
-    """Rows divide over devices and parts. Groups of devices answer prompts, each all samples of a prompt."""
-    sft, reward, dpo = config.sft, config.reward_model, config.dpo
-    rl, name = config.rl, config.algorithm or "ppo"
-    each, samples = f"{devices} device(s)", rl.samples
-    for stage, rows, micro_batches in (
-        ("sft", sft.batch, sft.micro_batches),
-        ("reward_model", reward.batch, reward.micro_batches),
-        ("dpo", dpo.batch, dpo.algorithm.micro_batches),
-    ):
-        if stage in config.stages:
-            over = each + _times(micro_batches, "micro-batches")
-            _check_rows(f"{stage}.batch", rows, devices * micro_batches, f"divide over {over}")
-    # Whatever the stages: texts are also sampled and scored by so many.
-    key = f"{name}.rollout_batch"
-    divisor, over = devices, each
+    """Checks that rows divide over devices and parts. A group of devices generates all samples of a prompt."""
+    for stage in [stage for stage in config.stages if stage not in ALGORITHMS]:
+        section = config.sections[stage]
+        micro_batches = (section.algorithm if stage == "dpo" else section).micro_batches
+        over = f"{devices} device(s)" + _times(micro_batches, "micro-batches")
+        _check_rows(f"{stage}.batch", section.batch, devices * micro_batches, f"divide over {over}")
+    divisor, parts, samples = devices, f"divide over {devices} device(s)", 1
+    key, sampled = "sampling.batch", " (so many answers are sampled at a time)"
     if config.algorithm is not None:
-        divisor *= rl.algorithm.minibatches * rl.algorithm.micro_batches
-        over += _times(rl.algorithm.minibatches, "minibatches") + _times(rl.algorithm.micro_batches, "micro-batches")
-    parts = f"divide over {over}"
+        key, sampled, algorithm, samples = (
+            f"{config.algorithm}.rollout_batch",
+            "",
+            config.rl.algorithm,
+            config.rl.samples,
+        )
+        divisor *= algorithm.minibatches * algorithm.micro_batches
+        parts += _times(algorithm.minibatches, "minibatches") + _times(algorithm.micro_batches, "micro-batches")
     if samples > 1:
         divisor = math.lcm(divisor, samples * groups)
         parts += f" and into {samples} samples of each prompt on {groups} group(s) of devices"
-    told = "" if config.algorithm is not None else " (so many answers are sampled at a time)"
-    _check_rows(key, rl.rollout_batch, divisor, parts, told)
+    _check_rows(key, config.sampled_rows, divisor, parts, sampled)
     slots = config.rollout.slots
     if slots is not None and slots % devices:
         raise UserError(
@@ -387,11 +270,11 @@ def _check_batches(config: Config, devices: int, groups: int) -> None:
         )
 
 
-def _check_rows(key: str, rows: int, divisor: int, parts: str, told: str = "") -> None:
+def _check_rows(key: str, rows: int, divisor: int, parts: str, remark: str = "") -> None:
     if rows % divisor:
         below = rows // divisor * divisor
         choices = " or ".join(str(size) for size in (below, below + divisor) if size)
-        raise UserError(f"{key}={rows}{told} does not {parts}: choose a multiple of {divisor}, such as {choices}")
+        raise UserError(f"{key}={rows}{remark} does not {parts}: choose a multiple of {divisor}, such as {choices}")
 
 
 def _times(factor: int, parts: str) -> str:
@@ -399,9 +282,9 @@ def _times(factor: int, parts: str) -> str:
 
 
 def _check_shared_passes(config: Config) -> None:
-    if not config.compute.shared_passes:
+    if not config.compute.shared_passes or config.algorithm is None:
         return
-    stage, algorithm = config.algorithm or "ppo", config.rl.algorithm
+    stage, algorithm = config.algorithm, config.rl.algorithm
     if config.rl.dataflow is not None:
         raise UserError(
             f"compute.shared_passes has a dataflow of its own in place of {stage}.dataflow={config.rl.dataflow}: leave "
@@ -425,49 +308,51 @@ def _check_shared_passes(config: Config) -> None:
             f"compute.shared_passes reads a batch as a whole, which compute.score_tokens={config.compute.score_tokens} "
             "would divide: leave one of them out"
         )
-    if config.lora.on:
+    if config.lora is not None:
         raise UserError("compute.shared_passes is for models that are trained whole, not lora: set it to false")
 
 
 def _check_sampling(config: Config, actor: ModelConfig) -> None:
-    rl, name = config.rl, config.algorithm or "ppo"  # a policy is also looked at when no algorithm trains it
-    if rl.algorithm.kl_target is not None and rl.rollout_batch >= 5 * rl.algorithm.kl_horizon:
+    sampling, limit = config.sampling, config.data.max_response
+    if sampling.min_new_tokens > limit:
         raise UserError(
-            f"{name}.algorithm.kl_horizon={rl.algorithm.kl_horizon:g} must exceed a fifth of "
-            f"{name}.rollout_batch={rl.rollout_batch}: the KL coefficient could turn negative, raise the horizon"
+            f"sampling.min_new_tokens={sampling.min_new_tokens} exceeds data.max_response={limit}: lower it"
         )
-    if rl.min_new_tokens > config.data.max_response:
+    if sampling.top_k is not None and sampling.top_k > actor.vocab_size:
         raise UserError(
-            f"{name}.min_new_tokens={rl.min_new_tokens} exceeds data.max_response={config.data.max_response}: lower it"
-        )
-    if rl.top_k is not None and rl.top_k > actor.vocab_size:
-        raise UserError(f"{name}.top_k={rl.top_k} exceeds the vocabulary of {actor.vocab_size}: lower it, or null")
-    buffer = rl.scores.overlong_buffer
-    if buffer is not None and buffer > config.data.max_response:
-        raise UserError(
-            f"{name}.scores.overlong_buffer={buffer:g} exceeds data.max_response={config.data.max_response}: lower it"
+            f"sampling.top_k={sampling.top_k} exceeds the vocabulary of {actor.vocab_size}: lower it, or null"
         )
 
 
 def _check_algorithm(config: Config) -> None:
-    """What an algorithm demands of the other sections."""
-    name, section, algorithm = config.algorithm, config.rl, config.rl.algorithm
+    """Checks what an algorithm demands of the other sections."""
+    name, sampling = config.algorithm, config.sampling
     if name is None:
         return
-    key = f"{name}.algorithm"
-    kept = {"top_k": section.top_k, "top_p": None if section.top_p == 1 else section.top_p}
-    filtered = [f"{name}.{which}={value}" for which, value in kept.items() if value is not None]
-    if filtered and (algorithm.old_logprobs == "rollout" or algorithm.importance is not None):
+    section, key = config.rl, f"{name}.algorithm"
+    algorithm, buffer = section.algorithm, section.scores.overlong_buffer
+    if algorithm.kl_target is not None and section.rollout_batch >= 5 * algorithm.kl_horizon:
         raise UserError(
-            f"{filtered[0]} draws from another distribution than the log-probabilities are of, which {key}."
+            f"{key}.kl_horizon={algorithm.kl_horizon:g} must exceed a fifth of {name}.rollout_batch="
+            f"{section.rollout_batch}: the KL coefficient could turn negative, raise the horizon"
+        )
+    if buffer is not None and buffer > config.data.max_response:
+        raise UserError(
+            f"{name}.scores.overlong_buffer={buffer:g} exceeds data.max_response={config.data.max_response}: lower it"
+        )
+    filters = {"top_k": sampling.top_k, "top_p": None if sampling.top_p == 1 else sampling.top_p}
+    used = [f"sampling.{which}={value}" for which, value in filters.items() if value is not None]
+    if used and (algorithm.old_logprobs == "rollout" or algorithm.importance is not None):
+        raise UserError(
+            f"{used[0]} draws from another distribution than the log-probabilities are of, which {key}."
             f"{'importance' if algorithm.importance else 'old_logprobs=rollout'} would correct: leave one of them out"
         )
-    if algorithm.ptx_coef > 0 and config.data.source == "datasets" and config.data.sft.path is None:
+    if algorithm.ptx_coef > 0 and isinstance(config.data, DatasetsData) and config.data.sft is None:
         raise UserError(f"{key}.ptx_coef={algorithm.ptx_coef:g} imitates texts of data.sft.path: give it, or set 0")
-    if algorithm.ptx_coef > 0 and section.temperature != 1:
+    if algorithm.ptx_coef > 0 and sampling.temperature != 1:
         raise UserError(
-            f"{key}.ptx_coef={algorithm.ptx_coef:g} would imitate texts by the distribution that "
-            f"{name}.temperature={section.temperature:g} scales: set the temperature to 1, or ptx_coef to 0"
+            f"{key}.ptx_coef={algorithm.ptx_coef:g} would imitate texts by the distribution that sampling.temperature="
+            f"{sampling.temperature:g} scales: set the temperature to 1, or ptx_coef to 0"
         )
     if name == "remax" and section.scores.normalise:
         raise UserError("remax.scores.normalise has no effect on a difference of scores but its scale: set it to false")

@@ -1,91 +1,52 @@
-"""YAML and `key=value` overrides -> frozen dataclasses, strictly.
+"""YAML and `key=value` overrides -> frozen dataclasses. Every mistake is one sentence with key, value and remedy.
 
-Every value in a file is text until its field's type says what it means, so YAML's surprises (`1e-5` a string, `on` a
-bool, `010` eight) do not exist. An unknown key, a wrong type or a number out of range is one sentence with a remedy.
+Every value in a file is text until the type of its field says what it means, so YAML's surprises (`1e-5` a string, `on`
+a bool, `010` eight) do not exist. This is also why no library converts the values: msgspec refuses unions of
+dataclasses, and with cattrs the hooks for these rules and sentences are longer than this module.
 """
 
 import contextlib
-import dataclasses
 import difflib
 import math
 import re
 import types
-import typing
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import field, fields
-from typing import Any, Literal, TypeVar
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import yaml
 
 from jrlhf.errors import UserError
+from jrlhf.ppo.fields import Section, default_of
 
 T = TypeVar("T")
 
 
-# --- Fields: a default, and what the value must be ---
+class Feature(Section):
+    """A section that a config has only if the feature is used. One that leaves every switch at its default is None."""
 
-
-def checked(default: object, holds: Callable[[Any], bool], expected: str) -> Any:
-    """A field with a default whose value must satisfy `holds`; None, where the type allows it, always does."""
-    return field(default=default, metadata={"holds": holds, "expected": expected})
-
-
-def count(default: int | None) -> Any:
-    return checked(default, lambda value: value >= 1, "at least 1")
-
-
-def natural(default: int | None) -> Any:
-    return checked(default, lambda value: value >= 0, "at least 0")
-
-
-def positive(default: float | None) -> Any:
-    return checked(default, lambda value: value > 0 and math.isfinite(value), "above 0 and finite")
-
-
-def non_negative(default: float | None) -> Any:
-    return checked(default, lambda value: value >= 0 and math.isfinite(value), "at least 0 and finite")
-
-
-def between(default: float | None, low: float, high: float) -> Any:
-    return checked(default, lambda value: low <= value <= high, f"from {low:g} to {high:g}")
-
-
-class Section:
-    """A dataclass that checks its fields when it is made.
-
-    Raises:
-        ValueError: a value that its field does not allow, as `name=value: it must be ...`.
-    """
-
-    def __post_init__(self) -> None:
-        for each in fields(self):  # pyright: ignore[reportArgumentType]  # every subclass is a dataclass
-            value = getattr(self, each.name)
-            if value is not None and "holds" in each.metadata and not each.metadata["holds"](value):
-                raise ValueError(f"{each.name}={value!r}: it must be {each.metadata['expected']}")
-
-
-# --- YAML text -> nested dicts and lists of text, and back ---
+    SWITCHES: ClassVar[tuple[str, ...]]  # the fields that turn the feature on
+    OFF: ClassVar[str]  # the name in sentences for a config without it; {path} stands for the section's key
 
 
 class _Quoted(str):
     """A scalar that was quoted: never null."""
 
 
-class _Override(str):
+class Override(str):
     """The right side of `key=value`: text for a text field, otherwise YAML."""
 
 
 class _Loader(yaml.SafeLoader):
     def compose_node(self, parent, index):
         if self.check_event(yaml.AliasEvent):
-            event = self.peek_event()
-            problem = "aliases are not read, write the value out"
-            raise yaml.MarkedYAMLError(problem=problem, problem_mark=event.start_mark)
+            mark = self.peek_event().start_mark
+            raise yaml.MarkedYAMLError(problem="aliases are not read, write the value out", problem_mark=mark)
         return super().compose_node(parent, index)
 
 
 def parse_yaml(text: str, source: str) -> object:
-    """YAML as nested dicts and lists whose scalars are text, or None where nothing stands.
+    """Returns YAML as nested dicts and lists whose scalars are text, or None for null.
 
     Raises:
         UserError: not YAML, or a key given twice, with the line.
@@ -100,11 +61,11 @@ def parse_yaml(text: str, source: str) -> object:
             return [plain(item) for item in node.value]
         mapping = {}
         for key, value in node.value:
-            where = f"{source}, line {key.start_mark.line + 1}"
+            line = f"{source}, line {key.start_mark.line + 1}"
             if not isinstance(key, yaml.ScalarNode):
-                raise UserError(f"{where}: a key must be a word")
+                raise UserError(f"{line}: a key must be a word")
             if key.value in mapping:
-                raise UserError(f"{where}: {key.value} is given twice, keep one")
+                raise UserError(f"{line}: {key.value} is given twice, keep one")
             mapping[key.value] = plain(value)
         return mapping
 
@@ -113,15 +74,15 @@ def parse_yaml(text: str, source: str) -> object:
         return None if node is None else plain(node)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
-        where = source if mark is None else f"{source}, line {mark.line + 1}, column {mark.column + 1}"
+        position = source if mark is None else f"{source}, line {mark.line + 1}, column {mark.column + 1}"
         problem = getattr(error, "problem", None) or getattr(error, "reason", None) or "unreadable"
-        raise UserError(f"{where}: not valid YAML: {problem}") from error
+        raise UserError(f"{position}: not valid YAML: {problem}") from error
     except RecursionError as error:
         raise UserError(f"{source}: not a config: nested too deeply") from error
 
 
 def flatten(mapping: object, prefix: str = "") -> dict[str, str]:
-    """Dotted keys of a parsed config -> their values as text. Lists count as one value."""
+    """Returns dotted key -> value as text for a parsed config. A list counts as one value."""
     if not isinstance(mapping, dict):
         return {prefix: _flow(mapping)}
     merged = {}
@@ -131,203 +92,227 @@ def flatten(mapping: object, prefix: str = "") -> dict[str, str]:
 
 
 def override(mapping: dict[str, Any], assignment: str) -> None:
-    """Puts `key=value` into a parsed mapping, in place; dots in the key lead into its sections.
-
-    Raises:
-        UserError: no `key=value`, or a key that leads through a value.
-    """
+    """Puts `key=value` into a parsed mapping, in place; dots in the key lead into its sections."""
     key, equals, value = assignment.lstrip("-").partition("=")
     *sections, name = key.strip().split(".")
     if not equals or not all(sections) or not name:
         raise UserError(f"override {assignment!r} is not understood: write key=value, for example seed=1")
     for depth, section in enumerate(sections, start=1):
-        path = ".".join(sections[:depth])
-        inner = mapping.get(section)
-        inner = parse_yaml(inner, path) if isinstance(inner, _Override) else inner
-        inner = {} if inner is None else inner
+        path, inner = ".".join(sections[:depth]), section_in(mapping, section)
         if not isinstance(inner, dict):
             raise UserError(f"override {assignment!r}: {path}={_shown(inner)} is no section, it has no {name}")
-        mapping[section] = inner
         mapping = inner
-    mapping[name] = _Override(value.strip())
+    mapping[name] = Override(value.strip())
 
 
-def to_yaml(config: object, without: Collection[str] = ()) -> str:
-    """A config dataclass as YAML that `load_config` reads back to an equal one.
+def section_in(mapping: dict[str, Any], name: str) -> Any:
+    """Returns what a parsed mapping holds under a key; an empty section is put there if it holds nothing."""
+    value = parsed(mapping.get(name), name)
+    mapping[name] = {} if value is None else value
+    return mapping[name]
 
-    without: sections to leave out, which have their defaults.
+
+def parsed(value: object, path: str) -> object:
+    return parse_yaml(value, path) if isinstance(value, Override) else value
+
+
+def to_yaml(config: object, *, off: bool = False) -> str:
+    """Returns a config dataclass as YAML that `build` reads back to an equal one.
+
+    off: also write sections of features that are off, with their defaults.
     """
 
-    def plain(value: object) -> object:
-        if dataclasses.is_dataclass(value):
-            return {name: plain(getattr(value, name)) for name in _keys(type(value))}
-        return [plain(item) for item in value] if isinstance(value, tuple) else value
+    def plain(value: Any) -> Any:
+        if not is_dataclass(value):
+            return [plain(item) for item in value] if isinstance(value, tuple) else value
+        values = {item.name: getattr(value, item.name) for item in fields(value)}
+        for item in fields(value):
+            values |= values.pop(item.name) if "table" in item.metadata else {}
+        mapping = {}
+        for name, kind in _kinds(type(value)).items():
+            absent = _classes(kind) and values.get(name) is None
+            if name in values and (off or not absent):
+                mapping[name] = plain(_classes(kind)[0]() if absent else values[name])
+        return mapping
 
-    mapping = plain(config)
-    assert isinstance(mapping, dict)
-    kept = {name: value for name, value in mapping.items() if name not in without}
-    return yaml.safe_dump(kept, sort_keys=False, allow_unicode=True, width=1000)
+    return yaml.safe_dump(plain(config), sort_keys=False, allow_unicode=True, width=1000)
 
 
-# --- Nested text -> dataclasses ---
+def build(cls: type[T], mapping: object, path: str = "") -> T:
+    """Returns a dataclass made of nested dicts, each value read by the type of its field; absent keys are defaults.
 
-
-def build(cls: type[T], mapping: object, where: str = "", base: T | None = None) -> T:
-    """A dataclass from nested dicts, each value converted by its field's type. Absent keys keep their defaults.
-
-    The default of a section's key is what the section's own default says: `base`, where it is given.
-
-    Values may be text, as `parse_yaml` gives it, or Python values. `where` is the dotted path of `mapping`.
+    Values may be text, as `parse_yaml` returns it, or Python values. path: the dotted key of `mapping`.
 
     Raises:
-        UserError: an unknown key, a value that the type does not allow, or that `__post_init__` refuses.
+        UserError: an unknown key, a value that the type does not allow, or that the class refuses.
     """
-    mapping = {} if mapping is None else mapping
+    mapping, kinds = {} if mapping is None else mapping, _kinds(cls)
     if not isinstance(mapping, Mapping):
-        raise UserError(f"{where}={_shown(mapping)}: it is a section, write {where}.KEY=VALUE for one of {_names(cls)}")
-    hints = typing.get_type_hints(cls)
-    known = _keys(cls)
-    values = {}
+        raise UserError(f"{path}={_shown(mapping)}: it is a section, write {path}.KEY=VALUE for one of {_names(cls)}")
+    mapping, derived = cls.prepare(mapping) if hasattr(cls, "prepare") else (mapping, {})  # pyright: ignore
+    values: dict[str, Any] = {}
     for key, value in mapping.items():
-        path = f"{where}.{key}" if where else str(key)
-        if key not in known:
-            raise UserError(f"{path} is not a known key: {_suggestion(cls, str(key), where)}")
-        values[key] = convert(hints[key], value, path, getattr(base or cls, key, None))
+        if key not in kinds:
+            raise UserError(f"{_joined(path, key)} is not a known key: {_suggestion(cls, str(key), path)}")
+        values[key] = convert(kinds[key], value, _joined(path, key))
+    for item in fields(cls):  # pyright: ignore[reportArgumentType]
+        if "table" in item.metadata:
+            values[item.name] = {key: values.pop(key) for key in item.metadata["table"] if key in values}
     try:
-        return cls(**values) if base is None else dataclasses.replace(base, **values)  # pyright: ignore
-    except TypeError as error:
-        missing = [each.name for each in fields(cls) if _required(each) and each.name not in values]  # pyright: ignore[reportArgumentType]
-        if not missing:
-            raise
-        raise UserError(f"{where or 'the config'} lacks {missing[0]}: give it a value") from error
+        return cls(**values, **derived)
     except ValueError as error:
-        prefix = "" if not where else f"{where}." if re.match(r"\w+=", str(error)) else f"{where}: "
-        raise UserError(f"{prefix}{error}") from error
+        names_a_key = re.match(r"\w+=", str(error))
+        raise UserError(_joined(path, str(error)) if names_a_key else f"{path}: {error}".lstrip(": ")) from error
 
 
-def convert(kind: Any, value: object, path: str, default: object = None) -> Any:
-    """`value` as a `kind`: bool, int, float, str, Literal, X | None, tuple[X, ...], Mapping or a dataclass.
-
-    default: of a dataclass, for the keys that `value` does not give.
-
-    Raises:
-        UserError: the value is none.
-    """
-    origin, inner = typing.get_origin(kind), typing.get_args(kind)
-    if origin in (typing.Union, types.UnionType):
-        (some,) = [each for each in inner if each is not type(None)]
-        nothing = value is None or (isinstance(value, _Override) and parse_yaml(value, path) is None)
-        return None if nothing else convert(some, value, path)
-    if isinstance(value, _Override) and kind is not str:
-        value = parse_yaml(value, path)
-    if dataclasses.is_dataclass(kind):
-        return build(kind, value, path, default if isinstance(default, kind) else None)  # pyright: ignore
+def convert(kind: Any, value: object, path: str) -> Any:
+    """Returns `value` as a `kind`: bool, int, float, str, Literal, X | None, tuple[X, ...], Mapping or dataclasses."""
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin in (Union, types.UnionType):
+        return _convert_union([member for member in inner if member is not type(None)], value, path)
+    if kind is str and isinstance(value, Override):
+        return str(value)
+    value = parsed(value, path)
+    if is_dataclass(kind):
+        return build(kind, value, path)  # pyright: ignore[reportArgumentType]
     if value is None:
         raise UserError(f"{path} has no value: give it one, or leave the key out for its default")
-    if origin is tuple:
-        if not isinstance(value, list | tuple):
-            raise UserError(f"{path}={_shown(value)}: it must be a list, write [{_shown(value)}]")
+    if origin is tuple and isinstance(value, list | tuple):
         return tuple(convert(inner[0], item, f"{path}[{index}]") for index, item in enumerate(value))
-    if origin is Mapping:
-        if not isinstance(value, Mapping):
-            raise UserError(f"{path}={_shown(value)}: it must be a mapping, write {{key: value}}")
-        return {str(key): _plain(item) for key, item in value.items()}
-    if origin is Literal:
-        if value not in inner:
-            close = difflib.get_close_matches(str(value), inner, n=1)
-            hint = f", did you mean {close[0]}" if close else ""
-            raise UserError(f"{path}={_shown(value)}: it must be one of {', '.join(inner)}{hint}")
+    if origin is Mapping and isinstance(value, Mapping):
+        return {str(key): _untyped(item) for key, item in value.items()}
+    if origin is Literal and value in inner:
         return str(value)
-    return _scalar(kind, value, path)
-
-
-def _scalar(kind: type, value: object, path: str) -> Any:
     if kind is str and isinstance(value, str):
         return str(value)
-    if kind is bool:
-        if isinstance(value, bool):
-            return value
-        if isinstance(value, str) and value.lower() in ("true", "false"):
-            return value.lower() == "true"
-        raise UserError(f"{path}={_shown(value)}: it must be true or false")
-    if kind in (int, float) and isinstance(value, str | int | float) and not isinstance(value, bool):
-        try:
-            number = float(value)
-            if kind is float and math.isfinite(number):
-                return number
-            if kind is int and number.is_integer():
-                return int(value)
-        except (ValueError, OverflowError):
-            pass
-        hint = f", write {int(float(value))}" if kind is int and _whole(value) else ""
-        raise UserError(f"{path}={_shown(value)}: it must be {_KINDS[kind]}{hint}")
-    raise UserError(f"{path}={_shown(value)}: it must be {_KINDS[kind]}")
+    if kind is bool and str(value).lower() in ("true", "false"):
+        return str(value).lower() == "true"
+    number = _number(value) if kind in (int, float) else math.nan
+    if math.isfinite(number) and (kind is float or number.is_integer()):
+        with contextlib.suppress(ValueError):  # of int("1e3")
+            return kind(value)  # pyright: ignore[reportArgumentType]  # a number, or text that float() reads
+    if origin is tuple:
+        expected = f"a list, write [{_shown(value)}]"
+    elif origin is Mapping:
+        expected = "a mapping, write {key: value}"
+    elif origin is Literal:
+        close = difflib.get_close_matches(str(value), inner, n=1)
+        expected = f"one of {', '.join(inner)}" + (f", did you mean {close[0]}" if close else "")
+    elif kind is int:
+        expected = "a whole number" + (f", write {int(number)}" if number.is_integer() else "")
+    else:
+        expected = {bool: "true or false", float: "a finite number", str: "text"}[kind]
+    raise UserError(f"{path}={_shown(value)}: it must be {expected}")
 
 
-def _plain(value: object) -> object:
-    """A value whose type nothing tells: text, but for what plainly is a number, true, false or null."""
+def _convert_union(kinds: list[Any], value: object, path: str) -> Any:
+    """Reads `X | None`, or one of several sections that differ in the Literal of their first field."""
+    if len(kinds) > 1:
+        return _convert_tagged(kinds, parsed(value, path), path)
+    if (parsed(value, path) if isinstance(value, Override) else value) is None:
+        return None
+    section = convert(kinds[0], value, path)
+    if not isinstance(section, Feature) or any(key in section.SWITCHES for key, _ in changed(section)):
+        return section
+    for key, setting in changed(section):
+        reason = section.OFF.format(path=path)
+        raise UserError(f"{path}.{key}={setting} has no effect with {reason}: leave it out")
+    return None
+
+
+def _convert_tagged(kinds: list[Any], value: object, path: str) -> Any:
+    tag = fields(kinds[0])[0].name
+    members = {default_of(kind, tag): kind for kind in kinds}
+    if value is not None and not isinstance(value, Mapping):
+        return build(kinds[0], value, path)
+    given = dict(value or {})
+    chosen = convert(Literal[tuple(members)], given.get(tag, next(iter(members))), f"{path}.{tag}")
+    for key in [key for key in given if key not in _kinds(members[chosen])]:
+        other = next((kind for kind in kinds if key in _kinds(kind)), None)
+        if other is not None:  # a key of another member may be given if it has its default there
+            setting = convert(_kinds(other)[key], given.pop(key), f"{path}.{key}")
+            if setting != default_of(other, key):
+                raise UserError(other.unread(f"{path}.{key}", setting, f"{path}.{tag}={chosen}"))
+    return build(members[chosen], given, path)
+
+
+def changed(section: Any) -> Iterator[tuple[str, object]]:
+    """Yields (key, value) of settings that are not the defaults of a section and of the sections in it."""
+    for item in fields(section):
+        value, default = getattr(section, item.name), default_of(type(section), item.name)
+        if is_dataclass(value) and type(value) is type(default):
+            yield from ((f"{item.name}.{key}", inner) for key, inner in changed(value))
+        elif value != default:
+            yield item.name, value
+
+
+def _number(value: object) -> float:
+    try:
+        return float(value) if isinstance(value, str | int | float) and not isinstance(value, bool) else math.nan
+    except (ValueError, OverflowError):
+        return math.nan
+
+
+def _untyped(value: object) -> object:
+    """Returns a value of no declared type: text, unless it clearly is a number, true, false or null."""
     if isinstance(value, list):
-        return [_plain(item) for item in value]
+        return [_untyped(item) for item in value]
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): _untyped(item) for key, item in value.items()}
     if not isinstance(value, str) or isinstance(value, _Quoted):
         return str(value) if isinstance(value, str) else value
     if value.lower() in ("true", "false"):
         return value.lower() == "true"
-    for kind in (int, float):
-        if re.fullmatch(r"[-+]?(\d+|\d*\.?\d+([eE][-+]?\d+)?|\d+\.)", value):
-            with contextlib.suppress(ValueError):
-                return kind(value)
-    return str(value)
+    if re.fullmatch(r"[-+]?\d+", value):
+        return int(value)
+    return float(value) if re.fullmatch(r"[-+]?(\d*\.?\d+([eE][-+]?\d+)?|\d+\.)", value) else str(value)
 
 
-_KINDS = {int: "a whole number", float: "a finite number", str: "text"}
+def _classes(kind: Any) -> list[Any]:
+    """Returns the sections that a value of this type may be."""
+    return [one for one in (kind, *get_args(kind)) if is_dataclass(one) and get_origin(kind) is not tuple]
 
 
-def _whole(value: str | int | float) -> bool:
-    try:
-        return float(value).is_integer()
-    except (ValueError, OverflowError):
-        return False
+def _kinds(cls: Any) -> dict[str, Any]:
+    """Returns key -> type for the keys that a config may give, not for fields that are filled in `from` others."""
+    kinds, hints = {}, get_type_hints(cls)
+    for item in fields(cls):
+        if "from" not in item.metadata:
+            kinds |= item.metadata.get("table") or {item.name: hints[item.name]}
+    return kinds
 
 
-def _required(each: dataclasses.Field) -> bool:
-    return each.default is dataclasses.MISSING and each.default_factory is dataclasses.MISSING
+def _names(cls: Any) -> str:
+    return ", ".join(_kinds(cls))
 
 
-def _keys(cls: type) -> list[str]:
-    """The fields that a config may give: not those that the program fills in `from` another key."""
-    return [each.name for each in fields(cls) if each.init and "from" not in each.metadata]  # pyright: ignore[reportArgumentType]
-
-
-def _names(cls: type) -> str:
-    return ", ".join(_keys(cls))
-
-
-def _suggestion(cls: type, key: str, where: str) -> str:
-    """Where below this section the key is at home, or the nearest key, or all keys."""
-    filled = {each.name: each.metadata["from"] for each in fields(cls) if "from" in each.metadata}  # pyright: ignore[reportArgumentType]
-    if key in filled:
-        return f"the run's {filled[key]} is used, set that"
-    prefix = f"{where}." if where else ""
-    below = {path: path.rsplit(".", 1)[-1] for path in _paths(cls)}
-    meant = [path for path, name in below.items() if name == key]
-    if not meant:
-        meant = difflib.get_close_matches(key, _keys(cls), n=1)
+def _suggestion(cls: Any, key: str, path: str) -> str:
+    """Names the section below this one that has the key, or the nearest key, or all keys."""
+    sources = {item.name: item.metadata["from"] for item in fields(cls) if "from" in item.metadata}
+    if sources.get(key):
+        return f"the run's {sources[key]} is used, set that"
+    below = {inner: inner.rsplit(".", 1)[-1] for inner in _paths(cls)}
+    near = difflib.get_close_matches(key, _kinds(cls), n=1)
+    meant = [inner for inner, name in below.items() if name == key] or near
     if not meant:
         near = difflib.get_close_matches(key, below.values(), n=1)
-        meant = [path for path, name in below.items() if name in near]
-    if not meant:
-        return f"known are {_names(cls)}"
-    return f"did you mean {' or '.join(prefix + path for path in meant)}?"
+        meant = [inner for inner, name in below.items() if name in near]
+    return (
+        f"did you mean {' or '.join(_joined(path, inner) for inner in meant)}?" if meant else f"known are {_names(cls)}"
+    )
 
 
-def _paths(cls: type, prefix: str = "") -> list[str]:
-    found, hints = [], typing.get_type_hints(cls)
-    for name in _keys(cls):
-        kind = hints[name]
-        found += _paths(kind, f"{prefix}{name}.") if dataclasses.is_dataclass(kind) else [f"{prefix}{name}"]  # pyright: ignore[reportArgumentType]
-    return found
+def _paths(cls: Any) -> list[str]:
+    """Returns the dotted keys of all settings below a section."""
+    found = []
+    for name, kind in _kinds(cls).items():
+        inner = [f"{name}.{path}" for section in _classes(kind) for path in _paths(section)]
+        found += inner or [name]
+    return list(dict.fromkeys(found))
+
+
+def _joined(path: str, key: object) -> str:
+    return f"{path}.{key}" if path else str(key)
 
 
 def _shown(value: object) -> str:
@@ -336,7 +321,7 @@ def _shown(value: object) -> str:
 
 
 def _flow(value: object) -> str:
-    """A parsed value as a line of YAML."""
+    """Returns a parsed value as a line of YAML."""
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{key}: {_flow(inner)}" for key, inner in value.items()) + "}"
     if isinstance(value, list | tuple):

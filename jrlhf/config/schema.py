@@ -1,79 +1,55 @@
-"""The configuration of a run: its sections, and how it is found and loaded.
+"""The configuration of a run: its sections. How a file becomes one is in `load.py`, what sections demand in `check.py`.
 
-A new setting is one line in one of the dataclasses; `jrlhf.config.parse` reads it, checks it and explains mistakes.
-What the sections demand of each other is in `consistency.py`.
+A section exists only if its stage or feature is used. A new setting is one line in one of these classes, with a comment
+on its effect and unit, which is also its documentation; `parse.py` reads it and explains mistakes.
 """
 
-import difflib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from importlib import resources
-from importlib.resources.abc import Traversable
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
-from jrlhf.config.parse import (
-    Section,
-    between,
-    build,
-    checked,
-    count,
-    natural,
-    non_negative,
-    override,
-    parse_yaml,
-    positive,
-    to_yaml,
-)
+from jrlhf.config.aliases import modernize
+from jrlhf.config.parse import Feature, changed
 from jrlhf.config.stages import (
     ALGORITHMS,
-    DAPOStageConfig,
+    STAGES,
     DPOStageConfig,
-    DrGRPOStageConfig,
-    GRPOStageConfig,
-    GSPOStageConfig,
-    PPOStageConfig,
-    ReinforcePPBaselineStageConfig,
-    ReinforcePPStageConfig,
-    ReMaxStageConfig,
     RewardModelConfig,
-    RLOOStageConfig,
     RLStageConfig,
-    SafeRLHFStageConfig,
     SFTConfig,
     Stage,
 )
-from jrlhf.errors import UserError
 from jrlhf.models.generation.schedule import Schedule
+from jrlhf.ppo.fields import Section, between, checked, count, natural, non_negative, only_if, positive
 
 
 @dataclass(frozen=True)
 class DeviceConfig(Section):
-    platform: Literal["auto", "cpu", "gpu", "tpu"] = "auto"
-    simulated: int | None = count(None)  # split the CPU into so many devices, in every process
-    memory: float | None = positive(None)  # GiB of a device, to be checked against; null: what an accelerator says
+    """The devices of this process."""
+
+    platform: Literal["auto", "cpu", "gpu", "tpu"] = "auto"  # the kind of device; auto: the best that JAX finds
+    simulated: int | None = count(None)  # number of devices into which each process splits its CPU; null: one
+    memory: float | None = positive(None)  # GiB per device that a run may need; null: what an accelerator reports
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.simulated is not None and self.platform in ("gpu", "tpu"):
-            raise ValueError(
-                f"simulated={self.simulated}: it must be null on a {self.platform}: only CPU devices are simulated"
-            )
+        simulates = self.simulated is None or self.platform not in ("gpu", "tpu")
+        self.require("simulated", simulates, f"null on a {self.platform}: only CPU devices are simulated")
 
 
 @dataclass(frozen=True)
 class DistributedConfig(Section):
-    """The processes of a run, all of which run the same program. Where nothing is said, a cluster may say it."""
+    """The processes of a run, which all run the same program. Unset fields are detected from the cluster."""
 
-    # auto: as many as the keys below, JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, or the cluster
-    # that JAX finds say, else one; off: one.
+    # auto: by the keys below, by JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, or by the cluster that
+    # JAX detects (Slurm, TPU, GKE), else one process; off: one process.
     mode: Literal["auto", "off"] = "auto"
-    coordinator: str | None = None  # HOST:PORT of process 0, the same in every process
-    processes: int | None = count(None)
-    process: int | None = natural(None)  # the number of this one, from 0 on
-    timeout: float = checked(300.0, lambda value: value >= 1, "at least 1")  # seconds in which all must have come
-    # Seconds after which a process that says nothing is given up, and the run with it.
+    coordinator: str | None = None  # HOST:PORT of process 0, the same in every process; null: detected
+    processes: int | None = count(None)  # number of processes; null: detected
+    process: int | None = natural(None)  # number of this process, starting at 0; null: detected
+    timeout: float = checked(300.0, lambda value: value >= 1, "at least 1")  # seconds in which all must have connected
+    # Heartbeat timeout in seconds: the run aborts when a process misses it.
     heartbeat: float = checked(100.0, lambda value: value >= 1, "at least 1")
 
     def __post_init__(self) -> None:
@@ -82,13 +58,17 @@ class DistributedConfig(Section):
             raise ValueError(f"coordinator={self.coordinator}: it must be HOST:PORT, for instance 10.0.0.1:8476")
 
 
+def _axis(default: int) -> Any:
+    return checked(default, lambda value: value >= 1 or value == -1, "at least 1, or -1 for the remaining devices")
+
+
 @dataclass(frozen=True)
 class MeshConfig(Section):
-    """Sizes of the mesh axes. At most one is -1: it takes the devices that the others leave."""
+    """Sizes of the mesh axes. At most one is -1: it takes the remaining devices."""
 
-    data: int = checked(1, lambda value: value >= 1 or value == -1, "at least 1, or -1 for the remaining devices")
-    fsdp: int = checked(-1, lambda value: value >= 1 or value == -1, "at least 1, or -1 for the remaining devices")
-    tensor: int = checked(1, lambda value: value >= 1 or value == -1, "at least 1, or -1 for the remaining devices")
+    data: int = _axis(1)  # copies of the weights, each with its own rows
+    fsdp: int = _axis(-1)  # parts into which weights and rows are divided
+    tensor: int = _axis(1)  # parts into which each layer's computation is divided
 
 
 @dataclass(frozen=True)
@@ -96,136 +76,171 @@ class ModelSection(Section):
     """The actor: a model directory, or fresh weights of these sizes."""
 
     path: str | None = None  # a Hugging Face directory, a run's directory or a hub name; null: fresh weights
-    vocab_size: int = count(1024)
-    embed: int = count(128)
-    layers: int = count(4)
-    heads: int = count(4)
-    kv_heads: int = count(2)
-    head_dim: int = checked(32, lambda value: value >= 2 and value % 2 == 0, "even: rotary positions turn pairs")
-    mlp: int = count(384)
-    max_positions: int = count(64)  # the longest sequence, prompt and response together
-    rope_theta: float = positive(10_000.0)
-    qk_norm: bool = False
-    tie_embeddings: bool = True
+    vocab_size: int = count(1024)  # number of tokens
+    embed: int = count(128)  # width of the residual stream
+    layers: int = count(4)  # number of layers
+    heads: int = count(4)  # number of attention heads
+    kv_heads: int = count(2)  # number of key and value heads; divides heads
+    head_dim: int = checked(
+        32, lambda value: value >= 2 and value % 2 == 0, "even: rotary positions turn pairs"
+    )  # width
+    mlp: int = count(384)  # width of the hidden layer
+    max_positions: int = count(64)  # length of the longest sequence in tokens, prompt and response together
+    rope_theta: float = positive(10_000.0)  # base of the rotary positions
+    qk_norm: bool = False  # normalise queries and keys
+    tie_embeddings: bool = True  # use one table for embedding and unembedding
 
 
 @dataclass(frozen=True)
 class RolesConfig(Section):
-    """Directories of the roles that do not start from the actor. Their tokenizer must be the actor's."""
+    """Model directories of the roles that do not start from the actor. Their tokenizer must be the actor's."""
 
-    critic: str | None = None  # null: the reward model that this run learnt, else the actor with a new head
+    critic: str | None = None  # null: the reward model that this run trained, else the actor with a new head
     reference: str | None = None  # null: the actor as it is before reinforcement learning
 
 
 LoRATarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+_OWN_RANK = only_if(lambda section: section.path is None, "lora.path, whose adapter has its own")
 
 
 @dataclass(frozen=True)
-class LoRASection(Section):
-    """Low-rank adapters on one frozen base, which serves every role that is the actor's architecture."""
+class LoRASection(Feature):
+    """Low-rank adapters on one frozen base, which all roles with the actor's architecture share."""
 
-    rank: int | None = count(None)  # null, with path null: all weights are trained
-    path: str | None = None  # a PEFT adapter of the actor to start from; it brings its own rank, alpha and targets
-    alpha: float = positive(32.0)  # the adapter's output is scaled by alpha / rank
-    rslora: bool = False  # by alpha / sqrt(rank) instead
-    targets: tuple[LoRATarget, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-    base: Literal["auto", "int8"] = "auto"  # auto: compute.dtype; int8: the layers' matrices, by output channel
+    SWITCHES: ClassVar[tuple[str, ...]] = ("rank", "path")
+    OFF: ClassVar[str] = "a run without lora.rank"
+    rank: int | None = count(None)  # rank of new adapters; null: path is given
+    path: str | None = None  # a PEFT adapter of the actor to start from, with its own rank, alpha and targets
+    alpha: float = positive(32.0, **_OWN_RANK)  # the adapter's output is scaled by alpha / rank
+    rslora: bool = field(default=False, metadata=_OWN_RANK)  # scale by alpha / sqrt(rank) instead
+    targets: tuple[LoRATarget, ...] = field(  # the matrices that get an adapter
+        default=("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"), metadata=_OWN_RANK
+    )
+    base: Literal["auto", "int8"] = "auto"  # type of the base: compute.dtype, or int8 matrices with a scale per channel
     # The critic is an adapter and a head on the same base; false: a model of its own. Safe RLHF's critic of the costs
-    # is such an adapter in any case.
+    # is always such an adapter.
     critic: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.rank is not None and self.path is not None:
-            raise ValueError(f"rank={self.rank}: it must be null with path={self.path}, whose adapter has its own rank")
-
-    @property
-    def on(self) -> bool:
-        """Whether adapters are trained rather than all weights."""
-        return self.rank is not None or self.path is not None
+        one = self.rank is None or self.path is None
+        self.require("rank", one, f"null with path={self.path}, whose adapter has its own rank")
 
 
 @dataclass(frozen=True)
 class ComputeConfig(Section):
-    # Of activations, of the generation copy and of frozen models; weights in training are float32.
+    """How models compute."""
+
+    # Type of activations, of the copy that generates and of frozen models; weights in training are float32.
     dtype: Literal["float32", "bfloat16"] = "float32"
-    # What the backward pass keeps of a layer: its input, on the host or here; attention's output; products; everything.
+    # What the backward pass keeps of a layer, from least to most memory: its input in host memory; its input; also
+    # attention's output; all products; everything.
     remat: Literal["offload", "full", "attention", "products", "gather"] = "full"
-    logprob: Literal["reference", "xla", "pallas_tpu", "pallas_gpu"] | None = None  # null: the platform's default
-    fused_loss: bool = True  # the policy's loss and its gradient are computed together; false: logits are made twice
-    # With a single update a batch: its passes make the experience, too. What all trained models keep exists at once,
-    # and the loss is not fused, for the advantages are not known yet.
+    # Implementation of the log-probabilities; null: the platform's default.
+    logprob: Literal["reference", "xla", "pallas_tpu", "pallas_gpu"] | None = None
+    # Compute the policy's loss and its gradient together; false: compute logits twice, which needs less memory.
+    fused_loss: bool = field(
+        default=True, metadata=only_if(lambda section: not section.shared_passes, "compute.shared_passes")
+    )
+    # With a single update per batch, the passes of the update also make the experience. All trained models are then in
+    # memory at once, and the loss is not fused, because the advantages are not known yet.
     shared_passes: bool = False
-    attention: Literal["xla", "cudnn", "splash"] | None = None  # of whole sequences; null: the platform's default
-    # A device scores about so many tokens at a time, rows of similar length together; null: the whole batch with its
-    # padding. Compiles each model that scores up to four times over.
+    attention: Literal["xla", "cudnn", "splash"] | None = None  # for whole sequences; null: the platform's default
+    # Tokens that a device scores at a time, rows of similar length together; null: the whole batch with its padding.
+    # Compiles each model that scores up to four times.
     score_tokens: int | None = count(None)
 
 
-SLEEP_PARTS = ("optimizer", "actor", "critic", "reference", "reward")  # the keys of what can wait on the host
+Memory = Literal["device", "host"]
 
 
 @dataclass(frozen=True)
-class SleepConfig(Section):
-    """What of an algorithm's models waits in pinned memory of the host while others compute. Results stay the same."""
+class SleepConfig(Feature):
+    """Parts of an algorithm's models that wait in pinned host memory while others compute. Results stay the same."""
 
-    optimizer: Literal["device", "host"] = "device"  # of every role that is trained: brought for its updates only
-    actor: Literal["device", "host"] = "device"  # its float32 weights, also while their copy generates
-    critic: Literal["device", "host"] = "device"  # of rewards, and of costs
-    reference: Literal["device", "host"] = "device"  # the policy as it was, also where only the evaluation needs it
-    reward: Literal["device", "host"] = "device"  # all reward models, and cost models
-    ahead: bool = False  # a call begins with bringing what the next one needs: less waiting, more memory
+    SWITCHES: ClassVar[tuple[str, ...]] = ("optimizer", "actor", "critic", "reference", "reward")
+    OFF: ClassVar[str] = "nothing asleep"
+    optimizer: Memory = "device"  # the optimizer states of all trained roles; on the device for their updates only
+    actor: Memory = "device"  # its float32 weights, also while their copy generates
+    critic: Memory = "device"  # the critics of rewards and of costs
+    reference: Memory = "device"  # the frozen policy, also if only the evaluation needs it
+    reward: Memory = "device"  # all reward models and cost models
+    ahead: bool = False  # each call starts loading what the next one needs: less waiting, more memory
 
 
 @dataclass(frozen=True)
 class ColumnsConfig(Section):
-    """What a dataset calls its columns, where it is not the name here."""
+    """The names of a dataset's columns; null: the name of the key."""
 
-    prompt: str | None = None
-    completion: str | None = None
-    chosen: str | None = None
-    rejected: str | None = None
-    messages: str | None = None
-    text: str | None = None
-    source: str | None = None  # which of several mixed datasets a row is from; measured separately
+    prompt: str | None = None  # text, or a conversation
+    completion: str | None = None  # the answer to learn
+    chosen: str | None = None  # the better answer of a pair
+    rejected: str | None = None  # the worse answer of a pair
+    messages: str | None = None  # a whole conversation
+    text: str | None = None  # plain text to imitate
+    source: str | None = None  # the origin of a row in a mixed dataset; origins are measured separately
 
 
 @dataclass(frozen=True)
-class DatasetConfig(Section):
+class DatasetConfig(Feature):
+    """A dataset."""
+
+    SWITCHES: ClassVar[tuple[str, ...]] = ("path",)
+    OFF: ClassVar[str] = "{path}.path=null"
     path: str | None = None  # a file (jsonl, csv, parquet), a directory, or a hub name
-    split: str = "train"  # of a directory or a hub dataset that has several
+    split: str = "train"  # the split of a directory or a hub dataset that has several
     columns: ColumnsConfig = ColumnsConfig()
 
 
 @dataclass(frozen=True)
 class DataConfig(Section):
-    """A built-in task, or datasets, one for each stage that the run has."""
+    """What a run learns from: one of three kinds of data, chosen by `source`."""
 
-    source: Literal["docstrings", "arithmetic", "datasets"] = "docstrings"
-    sft: DatasetConfig = DatasetConfig()  # prompts with completions, conversations or text
-    preferences: DatasetConfig = DatasetConfig()  # chosen and rejected answers
-    prompts: DatasetConfig = DatasetConfig()  # for reinforcement learning
-    heldout: DatasetConfig = DatasetConfig()  # prompts to validate on, in place of rows that are kept apart
-    heldout_rows: int = natural(64)  # kept apart from what a stage learns from, to measure with
-    chat: bool = False  # prompts that are plain text become a user's turn in the model's chat template
-    system: str | None = None  # a system message for conversations that have none
-    template: Mapping[str, Any] = field(default_factory=dict)  # what the chat template is told, e.g. enable_thinking
-    eos: tuple[str, ...] = ()  # tokens that end a response, in place of those that the model's files name
-    max_prompt: int = count(20)  # tokens
-    max_response: int = count(24)  # tokens, end of text included
-    overlong: Literal["error", "filter", "truncate_left"] = "error"  # what is done with rows longer than that
+    source: str = ""  # the kind of data
+    max_prompt: int = count(20)  # longest prompt in tokens
+    max_response: int = count(24)  # longest response in tokens, end of text included
+
+    @classmethod
+    def unread(cls, key: str, value: object, chosen: str) -> str:
+        """Returns the sentence on a key of this kind of data in a config of another kind."""
+        if isinstance(value, DatasetConfig):
+            return f"{key}.path={value.path} is not read by the built-in task: set data.source=datasets"
+        return f"{key}={value} has no effect with {chosen}: leave it out"
 
 
 @dataclass(frozen=True)
-class ArithmeticConfig(Section):
-    """Sums, worked out one addition at a time: data.source=arithmetic. data.heldout_rows of them are kept apart."""
+class AnnotatorConfig(Section):
+    """Preferences of the built-in task's annotator, who compares sampled responses by a rubric."""
 
-    terms: int = checked(2, lambda value: value >= 2, "at least 2")
-    digits: int = checked(2, lambda value: 1 <= value <= 9, "from 1 to 9")  # of each term
+    prompts: int = count(1500)  # prompts for which responses are sampled
+    samples_per_prompt: int = count(4)  # responses to each of them
+    foreign_lines: int = natural(0)  # real lines of other functions among the candidates of a prompt
+    margin: float = non_negative(0.05)  # scores whose difference is not larger than this are a tie
+    heldout_prompts: int = count(256)  # prompts whose pairs measure the accuracy
+    label_flip: float = between(0.05, 0.0, 0.5)  # share of preferences that the annotator gets wrong
+
+
+@dataclass(frozen=True)
+class DocstringsData(DataConfig):
+    """The built-in task of writing summary lines of functions of the standard library: source docstrings."""
+
+    source: Literal["docstrings"] = "docstrings"
+    renaming: float = between(0.5, 0.0, 1.0)  # share of the examples of sft whose words are replaced
+    annotator: AnnotatorConfig = AnnotatorConfig()
+
+
+@dataclass(frozen=True)
+class ArithmeticData(DataConfig):
+    """The built-in task of sums, worked out one addition at a time: source arithmetic."""
+
+    source: Literal["arithmetic"] = "arithmetic"
+    heldout_rows: int = natural(64)  # sums that are kept apart to measure with
+    terms: int = checked(2, lambda value: value >= 2, "at least 2")  # numbers in a sum
+    digits: int = checked(2, lambda value: 1 <= value <= 9, "from 1 to 9")  # digits of each number
     problems: int = count(3000)  # sums to learn from
-    demonstrations: int | None = count(None)  # so many of them have a worked answer, for sft; null: all
+    demonstrations: int | None = count(None)  # number of them that have a worked answer, for sft; null: all
     forgotten: float = between(0.0, 0.0, 1.0)  # share of the carries that worked answers leave out
-    units_first: bool = False  # numbers in answers are written from their units on, the order in which carries go
+    units_first: bool = False  # write numbers in answers from their units on, the order in which carries go
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -236,107 +251,174 @@ class ArithmeticConfig(Section):
 
 
 @dataclass(frozen=True)
-class RewardConfig(Section):
-    """One reward of the weighted sum: a model directory, or a function that runs in processes of its own."""
+class DatasetsData(DataConfig):
+    """Datasets of the user, one for each stage that the run has: source datasets."""
 
+    source: Literal["datasets"] = "datasets"
+    sft: DatasetConfig | None = None  # prompts with completions, conversations or text
+    preferences: DatasetConfig | None = None  # chosen and rejected answers
+    prompts: DatasetConfig | None = None  # prompts for reinforcement learning
+    heldout: DatasetConfig | None = None  # prompts to validate on; null: rows that are kept apart from prompts
+    heldout_rows: int = natural(64)  # rows that are kept apart from each stage's data, to measure with
+    chat: bool = False  # a plain text prompt becomes a user's turn in the model's chat template
+    system: str | None = None  # system message for conversations that have none
+    template: Mapping[str, Any] = field(default_factory=dict)  # variables of the chat template, e.g. enable_thinking
+    eos: tuple[str, ...] = ()  # tokens that end a response; empty: those that the model's files name
+    overlong: Literal["error", "filter", "truncate_left"] = "error"  # what is done with rows that are too long
+
+
+_FUNCTION = only_if(lambda section: section.kind in (None, "function"), "{path}.{section.kind}")
+
+
+@dataclass(frozen=True)
+class RewardConfig(Section):
+    """One reward of the weighted sum: a model directory, or a function that runs in its own processes."""
+
+    # The name in metrics.
     name: str = checked("reward", lambda value: re.fullmatch(r"[\w.-]+", value) is not None, "a word: it names metrics")
     model: str | None = None  # a directory with a sequence classifier of one label, such as a run's reward_model
     adapter: str | None = None  # a PEFT directory of a reward model on the actor's base; it reads the actor's tokens
     function: str | None = None  # package.module:function, file.py:function, or one of jrlhf/rewards/builtin.py
-    weight: float = 1.0  # 0: it is measured and logged, and nothing learns from it
-    workers: int = count(1)  # processes of a function
-    deadline: float = positive(30.0)  # seconds for a batch; a function that takes longer is stopped
-    # The score in place of one that a function or a model failed to give; null: a failure ends the run.
-    on_failure: float | None = None
-    options: Mapping[str, Any] = field(default_factory=dict)  # further arguments of the function, by name
-    columns: Mapping[str, Any] = field(default_factory=dict)  # its parameter: the dataset's column, where names differ
-    batch: int = count(16)  # rows that a model scores at a time
+    weight: float = 1.0  # factor in the sum; 0: it is measured and logged, and nothing learns from it
+    workers: int = count(1, **_FUNCTION)  # processes of a function
+    deadline: float = positive(30.0, **_FUNCTION)  # seconds per batch, after which a function is stopped
+    # The score used when a function or a model fails to give one; null: a failure ends the run.
+    on_failure: float | None = field(
+        default=None, metadata=only_if(lambda section: section.adapter is None, "{path}.adapter")
+    )
+    options: Mapping[str, Any] = field(default_factory=dict, metadata=_FUNCTION)  # a function's further arguments
+    # A function's parameter: the dataset's column, where the names differ.
+    columns: Mapping[str, Any] = field(default_factory=dict, metadata=_FUNCTION)
+    # Rows that a model scores at a time.
+    batch: int = count(16, **only_if(lambda section: section.model is not None, "{path}.{section.kind}"))
+
+    @property
+    def kind(self) -> str | None:
+        return next((kind for kind in ("model", "adapter", "function") if getattr(self, kind) is not None), None)
+
+
+@dataclass(frozen=True)
+class SamplingSection(Section):
+    """How responses are drawn, in rollouts and in all other sampling."""
+
+    temperature: float = positive(1.0)  # logits are divided by it
+    top_k: int | None = count(None)  # draw from the k most likely tokens; null: from all
+    # Draw from the most likely tokens that have this probability together; null: from all.
+    top_p: float | None = checked(None, lambda value: 0 < value <= 1, "above 0 and at most 1")
+    min_new_tokens: int = natural(0)  # tokens before a response may end
+    batch: int = count(128)  # responses sampled at a time in a run without reinforcement learning
 
 
 @dataclass(frozen=True)
 class CheckpointConfig(Section):
-    keep: int = count(2)  # newest ones; with 1 there is nothing to fall back to
+    """The checkpoints of a stage."""
+
+    keep: int = count(2)  # newest ones that are kept; with 1 there is no other one if it is damaged
 
 
 @dataclass(frozen=True)
 class ExportConfig(Section):
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of model/; auto: as the weights came, float32 if fresh
+    """The trained model in Hugging Face form."""
+
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: that of the loaded weights, float32 for fresh ones
 
 
 @dataclass(frozen=True)
 class EvaluationConfig(Section):
-    prompts: int = count(256)  # held-out prompts
-    samples: int = count(3)  # texts shown while it runs
-    # Iterations between validations on them, the first before any; null: at the end only.
-    every: int | None = count(None)
-    k: int = count(1)  # responses to each prompt in a validation
-    temperature: float | None = non_negative(None)  # of a validation; null: that of the rollouts, 0: greedy
+    """The comparison on held-out prompts at the end of a run."""
+
+    prompts: int = count(256)  # held-out prompts, also of a validation
+    samples: int = count(3)  # texts shown during a run
 
 
 @dataclass(frozen=True)
-class WandbConfig(Section):
-    """Weights & Biases, beside metrics.jsonl and TensorBoard. What fails there neither stops nor slows the run."""
+class ValidationConfig(Feature):
+    """Measurements on the held-out prompts during reinforcement learning."""
 
-    project: str | None = None  # null: off
-    entity: str | None = None  # null: the user's default
-    group: str | None = None
-    mode: Literal["online", "offline"] = "online"  # offline: into the run's wandb/, for `wandb sync`
+    SWITCHES: ClassVar[tuple[str, ...]] = ("every",)
+    OFF: ClassVar[str] = "a run without validation.every"
+    every: int | None = count(None)  # iterations between validations, of which the first is before any iteration
+    k: int = count(1)  # responses to each prompt
+    temperature: float | None = non_negative(None)  # null: that of the rollouts; 0: greedy
 
 
 @dataclass(frozen=True)
-class ProfileConfig(Section):
-    """Iterations of a stage that jax.profiler records, each into a directory in the run's profile/."""
+class WandbConfig(Feature):
+    """Weights & Biases, in addition to metrics.jsonl and TensorBoard. Its failures neither stop nor slow the run."""
 
-    iterations: tuple[int, ...] = checked(
-        (), lambda value: all(each >= 1 for each in value), "iterations, the first of which is 1"
+    SWITCHES: ClassVar[tuple[str, ...]] = ("project",)
+    OFF: ClassVar[str] = "wandb.project=null"
+    project: str | None = None  # the project's name
+    entity: str | None = None  # a user or team; null: the user's default
+    group: str | None = None  # a name that groups runs; null: none
+    mode: Literal["online", "offline"] = "online"  # offline: write to the run's wandb/, for `wandb sync`
+
+
+@dataclass(frozen=True)
+class ProfileConfig(Feature):
+    """Iterations of a stage that jax.profiler records, each in its own directory in the run's profile/."""
+
+    SWITCHES: ClassVar[tuple[str, ...]] = ("iterations",)
+    OFF: ClassVar[str] = "profile.iterations=[]"
+    iterations: tuple[int, ...] = checked(  # numbers of iterations; the first is 1
+        (), lambda value: all(number >= 1 for number in value), "iterations, the first of which is 1"
     )
     stage: Stage | None = None  # null: the last one
 
 
 @dataclass(frozen=True)
 class Config(Section):
-    name: str = checked(
+    """The settings of the whole run."""
+
+    name: str = checked(  # the run's directory in run_dir
         "quickstart",
         lambda value: re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]*", value) is not None,
         "letters, digits, '.', '_' and '-': it names the run's directory",
     )
-    seed: int = checked(0, lambda value: 0 <= value < 2**32, "from 0 to 4294967295")
-    run_dir: str = "runs"
-    deadline: float = positive(3600.0)  # seconds for an iteration; a longer one ends the run and shows where it hung
-    stages: tuple[Stage, ...] = ("sft", "reward_model", "ppo")
+    seed: int = checked(0, lambda value: 0 <= value < 2**32, "from 0 to 4294967295")  # of all random numbers
+    run_dir: str = "runs"  # directory of all runs
+    deadline: float = positive(3600.0)  # seconds per iteration; a longer one ends the run and shows where it hung
+    stages: tuple[Stage, ...] = ("sft", "reward_model", "ppo")  # what the run does, in this order
     device: DeviceConfig = DeviceConfig()
     distributed: DistributedConfig = DistributedConfig()
     mesh: MeshConfig = MeshConfig()
-    # On which devices each call of reinforcement learning runs: colocate, split, standalone, auto, or a plan's file.
+    # Devices of each call of reinforcement learning: colocate, split, standalone, auto, or the file of a plan.
     plan: str = "colocate"
     model: ModelSection = ModelSection()
     compute: ComputeConfig = ComputeConfig()
-    sleep: SleepConfig = SleepConfig()
+    sleep: SleepConfig | None = None
     roles: RolesConfig = RolesConfig()
-    lora: LoRASection = LoRASection()
-    data: DataConfig = DataConfig()
-    arithmetic: ArithmeticConfig = ArithmeticConfig()
-    rewards: tuple[RewardConfig, ...] = ()  # besides the reward model that the run learns
-    costs: tuple[RewardConfig, ...] = ()  # of safe_rlhf: their sum is kept below its limit
-    sft: SFTConfig = SFTConfig()
-    reward_model: RewardModelConfig = RewardModelConfig()
-    dpo: DPOStageConfig = DPOStageConfig()
-    ppo: PPOStageConfig = PPOStageConfig()
-    grpo: GRPOStageConfig = GRPOStageConfig()
-    dr_grpo: DrGRPOStageConfig = DrGRPOStageConfig()
-    dapo: DAPOStageConfig = DAPOStageConfig()
-    gspo: GSPOStageConfig = GSPOStageConfig()
-    rloo: RLOOStageConfig = RLOOStageConfig()
-    reinforce_pp: ReinforcePPStageConfig = ReinforcePPStageConfig()
-    reinforce_pp_baseline: ReinforcePPBaselineStageConfig = ReinforcePPBaselineStageConfig()
-    remax: ReMaxStageConfig = ReMaxStageConfig()
-    safe_rlhf: SafeRLHFStageConfig = SafeRLHFStageConfig()
+    lora: LoRASection | None = None
+    data: DocstringsData | ArithmeticData | DatasetsData = DocstringsData()
+    rewards: tuple[RewardConfig, ...] = ()  # in addition to the reward model that the run trains
+    costs: tuple[RewardConfig, ...] = ()  # of safe_rlhf, which keeps their sum below its limit
+    sections: Mapping[str, Any] = field(default_factory=dict, metadata={"table": STAGES})  # stage -> its settings
+    sampling: SamplingSection = SamplingSection()
     rollout: Schedule = Schedule()  # how rows share the devices while they are generated
     checkpoints: CheckpointConfig = CheckpointConfig()
     export: ExportConfig = ExportConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
-    wandb: WandbConfig = WandbConfig()
-    profile: ProfileConfig = ProfileConfig()
+    validation: ValidationConfig | None = None
+    wandb: WandbConfig | None = None
+    profile: ProfileConfig | None = None
+    notices: tuple[str, ...] = field(default=(), compare=False, metadata={"from": ""})  # on old keys, for the log
+
+    def __post_init__(self) -> None:
+        """Completes the sections of the run's stages, and drops those of other stages."""
+        super().__post_init__()
+        learner = self.algorithm or ("dpo" if "dpo" in self.stages else None)
+        for name in self.sections:
+            # Without a learner the run is narrowed to its first stages and may keep the sections of the others.
+            if name in self.stages or not learner or not list(changed(self.sections[name])):
+                continue
+            void = f"section {name} has no effect with stages=[{', '.join(self.stages)}]"
+            if name not in ("sft", "reward_model"):  # which configs of old may have
+                raise ValueError(f"{void}: leave it out")
+            object.__setattr__(self, "notices", (*self.notices, void))
+        complete = {stage: self.sections.get(stage) or STAGES[stage]() for stage in self.stages}
+        object.__setattr__(self, "sections", complete)
+
+    prepare = staticmethod(modernize)
 
     @property
     def algorithm(self) -> str | None:
@@ -345,60 +427,38 @@ class Config(Section):
 
     @property
     def rl(self) -> RLStageConfig:
-        """Its section; without such a stage ppo's, which also says how a policy is looked at."""
-        return getattr(self, self.algorithm or "ppo")
+        """The section of the stage of reinforcement learning, in a run that has one."""
+        return self.sections[str(self.algorithm)]
+
+    @property
+    def sft(self) -> SFTConfig:
+        return self.sections["sft"]
+
+    @property
+    def reward_model(self) -> RewardModelConfig:
+        return self.sections["reward_model"]
+
+    @property
+    def dpo(self) -> DPOStageConfig:
+        return self.sections["dpo"]
+
+    @property
+    def sampled_rows(self) -> int:
+        """The number of rows that are sampled or scored at a time."""
+        return self.rl.rollout_batch if self.algorithm else self.sampling.batch
+
+    @property
+    def samples(self) -> int:
+        """The number of responses to each prompt in an iteration; 1 without reinforcement learning."""
+        return self.rl.samples if self.algorithm else 1
+
+    @property
+    def offloading(self) -> SleepConfig:
+        """Where the models wait, also in a run in which none sleeps."""
+        return self.sleep or SleepConfig()
 
     @property
     def reference_is_base(self) -> bool:
         """The reference is the frozen base under the actor's adapter: no stage before RL has trained the adapter."""
-        untrained = self.lora.path is None and not {"sft", "dpo"} & set(self.stages)
-        return self.lora.on and self.roles.reference is None and untrained
-
-
-def config_yaml(config: Config) -> str:
-    """The config as YAML that `load_config` reads back to an equal one; of the algorithms' sections only the run's."""
-    return to_yaml(config, without=set(ALGORITHMS) - {config.algorithm or "ppo"})
-
-
-def load_config(path_or_name: str, overrides: Sequence[str] = ()) -> Config:
-    """The config of a YAML file, or of a name among the packaged ones, with `key=value` overrides.
-
-    Raises:
-        UserError: one sentence that names the key, the value and the remedy.
-    """
-    source = _find(path_or_name)
-    try:
-        text = source.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-        raise UserError(f"config {path_or_name} cannot be read: {reason}") from error
-    mapping = parse_yaml(text, path_or_name)
-    mapping = {} if mapping is None else mapping
-    if not isinstance(mapping, dict):
-        raise UserError(f"config {path_or_name} must hold `key: value` lines, but it holds no keys")
-    for assignment in overrides:
-        override(mapping, assignment)
-    return build(Config, mapping)
-
-
-def config_names() -> list[str]:
-    """The packaged configs that `--config NAME` finds."""
-    return sorted(entry.name.removesuffix(".yaml") for entry in _packaged().iterdir() if entry.name.endswith(".yaml"))
-
-
-def _packaged() -> Traversable:
-    return resources.files("jrlhf.configs")
-
-
-def _find(path_or_name: str) -> Path | Traversable:
-    path = Path(path_or_name)
-    if path.is_file():
-        return path
-    names = config_names()
-    if path_or_name in names:
-        return _packaged() / f"{path_or_name}.yaml"
-    if path.is_dir():
-        raise UserError(f"config {path_or_name} is a directory: name a YAML file, or one of {', '.join(names)}")
-    close = difflib.get_close_matches(path.stem, names, n=1)
-    hint = f"did you mean {close[0]}" if close else f"name a YAML file, or one of {', '.join(names)}"
-    raise UserError(f"config {path_or_name} does not exist: {hint}")
+        untrained = self.lora is not None and self.lora.path is None and not {"sft", "dpo"} & set(self.stages)
+        return untrained and self.roles.reference is None

@@ -1,45 +1,26 @@
-"""What each stage of a run may be told: a section of its name. Every algorithm's own numbers are in `ppo/config.py`."""
+"""The sections of the stages. Each algorithm of reinforcement learning is a row in `STAGES`."""
 
-from dataclasses import dataclass
-from typing import Literal, get_args
+from dataclasses import dataclass, make_dataclass
+from typing import TYPE_CHECKING, Any, Literal
 
-from jrlhf.config.parse import Section, between, checked, count, natural, non_negative, positive
-from jrlhf.ppo.config import (
-    DAPOConfig,
-    DPOConfig,
-    DrGRPOConfig,
-    GRPOConfig,
-    GSPOConfig,
-    PolicyConfig,
-    PPOConfig,
-    ReinforcePPBaselineConfig,
-    ReinforcePPConfig,
-    ReMaxConfig,
-    RLOOConfig,
-    SafeRLHFConfig,
-    check_one_division,
-)
+from jrlhf.ppo import config as algorithms
+from jrlhf.ppo.config import DPOConfig, GRPOConfig, PolicyConfig, check_one_division
+from jrlhf.ppo.fields import Section, between, checked, count, natural, non_negative, positive
 from jrlhf.ppo.shaping import ScoreConfig
-
-Algorithm = Literal[
-    "ppo", "grpo", "dr_grpo", "dapo", "gspo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "remax", "safe_rlhf"
-]
-ALGORITHMS: tuple[str, ...] = get_args(Algorithm)
-Stage = Literal["sft", "reward_model", "dpo", Algorithm]
 
 
 @dataclass(frozen=True)
 class OptimizerConfig(Section):
-    """AdamW under a clipped global norm. One update is one step of the optimizer."""
+    """AdamW with a clipped global norm. One update is one step of the optimizer."""
 
     learning_rate: float = non_negative(1e-5)  # after the warm-up
-    warmup: int = natural(20)  # updates over which it rises linearly from 0
-    final: float = between(0.1, 0.0, 1.0)  # the part of it that is left at the end of its cosine
-    weight_decay: float = non_negative(0.01)
-    b1: float = checked(0.9, lambda value: 0 <= value < 1, "at least 0 and below 1")  # decay of the mean of gradients
-    b2: float = checked(0.95, lambda value: 0 <= value < 1, "at least 0 and below 1")  # of the mean of their squares
+    warmup: int = natural(20)  # updates over which the learning rate rises linearly from 0
+    final: float = between(0.1, 0.0, 1.0)  # share of the learning rate at the end of its cosine decay; 1: no decay
+    weight_decay: float = non_negative(0.01)  # as in AdamW, times the learning rate
+    b1: float = checked(0.9, lambda value: 0 <= value < 1, "at least 0 and below 1")  # decay of the gradients' mean
+    b2: float = checked(0.95, lambda value: 0 <= value < 1, "at least 0 and below 1")  # decay of their squares' mean
     eps: float = positive(1e-8)  # added to the root of that mean
-    max_grad_norm: float | None = positive(1.0)  # null: not clipped
+    max_grad_norm: float | None = positive(1.0)  # global norm to which gradients are clipped; null: not clipped
 
     def duration(self, updates: int) -> tuple[int, int | None]:
         """The numbers of updates over which the learning rate rises, and then falls (None: it stays)."""
@@ -48,16 +29,41 @@ class OptimizerConfig(Section):
 
 
 @dataclass(frozen=True)
-class SFTConfig(OptimizerConfig):
+class ActorOptimizerConfig(OptimizerConfig):
+    """The actor's AdamW in reinforcement learning."""
+
+    learning_rate: float = 1e-6  # after the warm-up
+    warmup: int = 10  # updates over which the learning rate rises linearly from 0
+    final: float = 1.0  # share of the learning rate at the end of its cosine decay; 1: no decay
+    weight_decay: float = 0.0  # as in AdamW, times the learning rate
+
+
+@dataclass(frozen=True)
+class CriticOptimizerConfig(ActorOptimizerConfig):
+    """The critic's AdamW in reinforcement learning."""
+
+    learning_rate: float = 1e-5  # after the warm-up
+
+
+@dataclass(frozen=True)
+class PairsStageConfig(OptimizerConfig):
+    """Settings of the stages that learn from fixed rows."""
+
+    steps: int = count(250)  # updates
+    batch: int = count(64)  # rows, or pairs, per update
+    eval_every: int = count(50)  # steps between evaluations on rows that are kept apart
+    save_every: int = count(100)  # steps between checkpoints
+
+
+@dataclass(frozen=True)
+class SFTConfig(PairsStageConfig):
     """Supervised fine-tuning on prompts and their responses."""
 
-    steps: int = count(500)
-    batch: int = count(64)  # rows
+    steps: int = 500  # updates
+    eval_every: int = 100  # steps between evaluations on rows that are kept apart
     micro_batches: int = count(1)  # parts in which a batch is computed: less memory, the same result
-    micro_batch_tokens: int | None = count(None)  # parts of about so many tokens a device in its place, as in PPOConfig
-    renaming: float = between(0.5, 0.0, 1.0)  # share of examples whose words are replaced: docstrings/renaming.py
-    eval_every: int = count(100)  # steps
-    save_every: int = count(100)  # steps between checkpoints
+    # Parts of about this number of tokens per device instead; null: off.
+    micro_batch_tokens: int | None = count(None)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -65,116 +71,80 @@ class SFTConfig(OptimizerConfig):
 
 
 @dataclass(frozen=True)
-class RewardModelConfig(OptimizerConfig):
-    """A Bradley-Terry model of preferences: of a dataset's, or of the built-in task's annotator."""
+class RewardModelConfig(SFTConfig):
+    """A Bradley-Terry model of preferences, from a dataset or from the annotator of the built-in task."""
 
-    weight: float = 1.0  # in the sum of rewards
-    # The built-in task only: which responses its annotator compares.
-    prompts: int = count(1500)  # for which responses are sampled
-    samples_per_prompt: int = count(4)
-    foreign_lines: int = natural(0)  # real lines of other functions among the candidates
-    margin: float = non_negative(0.05)  # gold scores no further apart than this are a tie
-    heldout_prompts: int = count(256)  # whose pairs measure the accuracy
-    label_flip: float = between(0.05, 0.0, 0.5)  # share of preferences that the annotator gets wrong
-    # Every task.
-    steps: int = count(250)
-    batch: int = count(96)  # pairs
-    micro_batches: int = count(1)  # as in sft
-    micro_batch_tokens: int | None = count(None)  # as in sft, of both sequences of pairs
-    eval_every: int = count(50)  # steps
-    save_every: int = count(100)  # steps between checkpoints
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_one_division(self.micro_batches, self.micro_batch_tokens)
+    weight: float = 1.0  # of its scores in the sum of the rewards
+    steps: int = 250  # updates
+    batch: int = 96  # pairs per update
+    eval_every: int = 50  # steps between evaluations on pairs that are kept apart
 
 
 @dataclass(frozen=True)
-class DPOStageConfig(OptimizerConfig):
-    """Direct preference optimisation: of a dataset's pairs, or of the built-in task's annotator.
+class DPOStageConfig(PairsStageConfig):
+    """Direct preference optimisation on pairs from a dataset, or from the annotator of the built-in task."""
 
-    Which responses that one compares is in section reward_model, though such a run has no stage of that name.
-    """
-
-    learning_rate: float = non_negative(1e-6)  # after the warm-up
-    weight_decay: float = non_negative(0.0)
-    steps: int = count(250)
-    batch: int = count(64)  # pairs
-    eval_every: int = count(50)  # steps
-    save_every: int = count(100)  # steps between checkpoints
+    learning_rate: float = 1e-6  # after the warm-up
+    weight_decay: float = 0.0  # as in AdamW, times the learning rate
     algorithm: DPOConfig = DPOConfig()
 
 
 @dataclass(frozen=True)
 class RLStageConfig(Section):
-    """Reinforcement learning against the rewards. Each algorithm's section has these keys and its own `algorithm`."""
+    """Reinforcement learning against the rewards. Every algorithm's section has these keys and its own `algorithm`."""
 
-    # A function in place of the algorithm's iteration, package.module:function or file.py:function: algorithms.py.
+    # A function used instead of the algorithm's own iteration, package.module:function or file.py:function; null: none.
     dataflow: str | None = None
-    iterations: int = count(40)
-    rollout_batch: int = count(128)  # rows: prompts, times the samples of each where an algorithm has groups
-    temperature: float = positive(1.0)
-    top_k: int | None = count(None)
-    top_p: float | None = checked(None, lambda value: 0 < value <= 1, "above 0 and at most 1")
-    min_new_tokens: int = natural(0)
+    iterations: int = count(40)  # batches of experience to learn from
+    rollout_batch: int = count(128)  # responses per iteration: prompts times the samples of each
     save_every: int = count(10)  # iterations between checkpoints
-    actor: OptimizerConfig = OptimizerConfig(learning_rate=1e-6, warmup=10, final=1.0, weight_decay=0.0)
+    actor: ActorOptimizerConfig = ActorOptimizerConfig()
     algorithm: PolicyConfig = PolicyConfig()
-    scores: ScoreConfig = ScoreConfig()  # what is done with a score before the algorithm sees it
+    scores: ScoreConfig = ScoreConfig()  # changes a response's score before the algorithm sees it
 
     @property
     def samples(self) -> int:
-        """Responses to each prompt."""
+        """The number of responses to each prompt."""
         return self.algorithm.samples if isinstance(self.algorithm, GRPOConfig) else 1
 
 
 @dataclass(frozen=True)
 class PPOStageConfig(RLStageConfig):
-    critic: OptimizerConfig = OptimizerConfig(learning_rate=1e-5, warmup=10, final=1.0, weight_decay=0.0)
-    algorithm: PPOConfig = PPOConfig()
+    critic: CriticOptimizerConfig = CriticOptimizerConfig()
 
 
 @dataclass(frozen=True)
-class GRPOStageConfig(RLStageConfig):
-    algorithm: GRPOConfig = GRPOConfig()
+class DAPOScoreConfig(ScoreConfig):
+    """Scores as in DAPO's paper, where the buffer is 4,096 of 20,480 tokens."""
+
+    overlong_buffer: float | None = 0.2
 
 
-@dataclass(frozen=True)
-class DrGRPOStageConfig(RLStageConfig):
-    algorithm: DrGRPOConfig = DrGRPOConfig()
+def _rl(algorithm: PolicyConfig, **more: Any) -> type[RLStageConfig]:
+    """Returns the class of an algorithm's section: shared keys, those of `algorithm`, and other defaults in `more`."""
+    own = [(name, type(value), value) for name, value in {"algorithm": algorithm, **more}.items()]
+    base = PPOStageConfig if algorithm.has_critic else RLStageConfig
+    return make_dataclass(type(algorithm).__name__, own, bases=(base,), frozen=True)
 
 
-@dataclass(frozen=True)
-class DAPOStageConfig(RLStageConfig):
-    algorithm: DAPOConfig = DAPOConfig()
-    scores: ScoreConfig = ScoreConfig(overlong_buffer=0.2)  # the paper's 4,096 of 20,480 tokens
+STAGES: dict[str, type[Section]] = {
+    "sft": SFTConfig,
+    "reward_model": RewardModelConfig,
+    "dpo": DPOStageConfig,
+    "ppo": _rl(algorithms.PPOConfig()),
+    "grpo": _rl(algorithms.GRPOConfig()),
+    "dr_grpo": _rl(algorithms.DrGRPOConfig()),
+    "dapo": _rl(algorithms.DAPOConfig(), scores=DAPOScoreConfig()),
+    "gspo": _rl(algorithms.GSPOConfig()),
+    "rloo": _rl(algorithms.RLOOConfig()),
+    "reinforce_pp": _rl(algorithms.ReinforcePPConfig()),
+    "reinforce_pp_baseline": _rl(algorithms.ReinforcePPBaselineConfig()),
+    "remax": _rl(algorithms.ReMaxConfig()),
+    "safe_rlhf": _rl(algorithms.SafeRLHFConfig()),
+}
+ALGORITHMS = tuple(name for name, section in STAGES.items() if issubclass(section, RLStageConfig))
 
-
-@dataclass(frozen=True)
-class GSPOStageConfig(RLStageConfig):
-    algorithm: GSPOConfig = GSPOConfig()
-
-
-@dataclass(frozen=True)
-class RLOOStageConfig(RLStageConfig):
-    algorithm: RLOOConfig = RLOOConfig()
-
-
-@dataclass(frozen=True)
-class ReinforcePPStageConfig(RLStageConfig):
-    algorithm: ReinforcePPConfig = ReinforcePPConfig()
-
-
-@dataclass(frozen=True)
-class ReinforcePPBaselineStageConfig(RLStageConfig):
-    algorithm: ReinforcePPBaselineConfig = ReinforcePPBaselineConfig()
-
-
-@dataclass(frozen=True)
-class ReMaxStageConfig(RLStageConfig):
-    algorithm: ReMaxConfig = ReMaxConfig()
-
-
-@dataclass(frozen=True)
-class SafeRLHFStageConfig(PPOStageConfig):
-    algorithm: SafeRLHFConfig = SafeRLHFConfig()
+if TYPE_CHECKING:
+    Stage = str
+else:
+    Stage = Literal[tuple(STAGES)]

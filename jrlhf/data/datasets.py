@@ -1,10 +1,10 @@
 """A task made of datasets: what each stage learns from, and the held-out rows."""
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping
-from typing import NamedTuple, TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
-from jrlhf.config.schema import Config, DatasetConfig
+from jrlhf.config.schema import Config, DatasetConfig, DatasetsData
 from jrlhf.config.stages import ALGORITHMS
 from jrlhf.data.encode import Encoding, Pairs, Prompts, Sequences
 from jrlhf.data.read import Dataset, read_dataset
@@ -21,10 +21,11 @@ STAGES = {"sft": ("sft",), "preferences": ("reward_model", "dpo"), "prompts": AL
 def load_task(config: Config, tokenizer: Tokenizer) -> Task:
     """Reads and encodes the datasets that the config's stages need."""
     data = config.data
+    assert isinstance(data, DatasetsData)
     used = [key for key, stages in STAGES.items() if set(stages) & set(config.stages)]
-    if config.rl.algorithm.ptx_coef > 0 and config.algorithm is not None:
+    if config.algorithm is not None and config.rl.algorithm.ptx_coef > 0:
         used = list(dict.fromkeys(["sft", *used]))
-    used += ["heldout"] if data.heldout.path is not None and config.algorithm is not None else []
+    used += ["heldout"] if data.heldout is not None and config.algorithm is not None else []
     datasets = {key: _read(key, getattr(data, key)) for key in used}
     lines = [f"data.{key}: {dataset.describe()}" for key, dataset in datasets.items()]
     splits, examples = keep_apart(datasets, data.heldout_rows), list[Example]()
@@ -111,8 +112,8 @@ def _hash(text: str) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 
-def _read(key: str, section: DatasetConfig) -> Dataset:
-    if section.path is None:
+def _read(key: str, section: DatasetConfig | None) -> Dataset:
+    if section is None or section.path is None:
         stage = " or ".join(STAGES[key]) if key == "preferences" else STAGES[key][0]
         raise UserError(f"stage {stage} learns from data.{key}.path, which is not given: name a file or a dataset")
     return read_dataset(section.path, columns=section.columns, split=section.split)
@@ -120,8 +121,11 @@ def _read(key: str, section: DatasetConfig) -> Dataset:
 
 def _rows(texts: Sequences, rows: Iterable[int]) -> Sequences:
     rows = list(rows)
-    ids, learn, lengths = tuple(texts.ids[r] for r in rows), tuple(texts.learn[r] for r in rows), texts.prompt_lengths
-    return Sequences(ids, learn, tuple(lengths[r] for r in rows), ())
+
+    def pick(column: Sequence[Any]) -> tuple[Any, ...]:
+        return tuple(column[row] for row in rows)
+
+    return Sequences(pick(texts.ids), pick(texts.learn), pick(texts.prompt_lengths))
 
 
 def _fingerprint(tokenizer: Tokenizer, datasets: Mapping[str, Dataset]) -> str:

@@ -19,67 +19,59 @@ from jrlhf.errors import UserError
 Overlong = Literal["error", "filter", "truncate_left"]
 
 
-@dataclass(frozen=True)
-class Prompts:
-    """Prompts to answer, row by row.
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """Encoded rows. `filtered` rows were too long and left out, `truncated` ones cut off at the beginning."""
 
-    ids, texts: token ids, and their text as the chat template wrote it. A prompt that was cut off keeps its whole text.
-    examples: the rows' examples; their prompts are conversations where the model is given conversations.
-    filtered, truncated: numbers of rows that were too long, and left out or cut off at the beginning.
-    """
-
-    ids: tuple[Ids, ...]
-    texts: tuple[str, ...]
-    examples: tuple[Example, ...]
+    examples: Sequence[Example] = ()
     filtered: int = 0
     truncated: int = 0
 
-    def describe(self) -> str:
-        """One line for the log."""
-        return _describe("prompts", [len(row) for row in self.ids], self.filtered, self.truncated)
+    def _describe(self, unit: str, lengths: Sequence[int]) -> str:
+        line = f"{len(lengths)} {unit} of {min(lengths)} to {max(lengths)} tokens (median {median(lengths):g})"
+        line += f"; {self.filtered} too long and left out" if self.filtered else ""
+        return line + (f"; {self.truncated} too long and cut off at the beginning" if self.truncated else "")
 
 
 @dataclass(frozen=True)
-class Sequences:
-    """Whole sequences for supervised learning, row by row.
+class Prompts(Rows):
+    """Prompts to answer. A prompt that was cut off keeps its whole text.
 
-    learn: whether each token is learned from those before it. Never the first one, which has none.
-    prompt_lengths: tokens before the first that is learned.
-    filtered, truncated: as in `Prompts`.
+    The prompts of `examples` are conversations where the model is given conversations.
     """
 
     ids: tuple[Ids, ...]
-    learn: tuple[tuple[bool, ...], ...]
-    prompt_lengths: tuple[int, ...]
-    examples: tuple[Example, ...]
-    filtered: int = 0
-    truncated: int = 0
+    texts: tuple[str, ...]  # as the chat template wrote them
 
     def describe(self) -> str:
         """One line for the log."""
-        line = _describe("sequences", [len(row) for row in self.ids], self.filtered, self.truncated)
+        return self._describe("prompts", [len(row) for row in self.ids])
+
+
+@dataclass(frozen=True)
+class Sequences(Rows):
+    """Whole sequences for supervised learning."""
+
+    ids: tuple[Ids, ...]
+    learn: tuple[tuple[bool, ...], ...]  # whether each token is learned from those before it. Never the first one
+    prompt_lengths: tuple[int, ...]  # tokens before the first that is learned
+
+    def describe(self) -> str:
+        """One line for the log."""
+        line = self._describe("sequences", [len(row) for row in self.ids])
         return f"{line}; {sum(map(sum, self.learn))} of {sum(map(len, self.learn))} tokens are learnt"
 
 
 @dataclass(frozen=True)
-class Pairs:
-    """Two answers to each prompt as whole sequences; an annotator preferred the first.
-
-    chosen, rejected: token ids, prompt included; the first `prompt_lengths` tokens of a row's two are the prompt.
-    clear: mask of the pairs that count in the accuracy: the annotator could tell the two apart. None: all.
-    filtered, truncated: as in `Prompts`. same: number of rows left out because their answers have the same tokens.
-    rows: the pairs as rows of a dataset, where they were sampled from the policy: a run keeps them.
-    """
+class Pairs(Rows):
+    """Two answers to each prompt as whole sequences, prompt included; an annotator preferred the first."""
 
     chosen: Sequence[Ids]
     rejected: Sequence[Ids]
-    prompt_lengths: Sequence[int]
-    clear: np.ndarray | None = None
-    rows: Sequence[Mapping[str, Any]] = ()
-    examples: Sequence[Example] = ()
-    filtered: int = 0
-    truncated: int = 0
-    same: int = 0
+    prompt_lengths: Sequence[int]  # both sequences of a row begin with these tokens
+    clear: np.ndarray | None = None  # mask of the pairs that the annotator could tell apart; None: all
+    rows: Sequence[Mapping[str, Any]] = ()  # the pairs as rows of a dataset, if they were sampled: a run keeps them
+    same: int = 0  # number of rows left out because their answers have the same tokens
 
     def __len__(self) -> int:
         return len(self.chosen)
@@ -87,13 +79,13 @@ class Pairs:
     def describe(self) -> str:
         """One line for the log."""
         longest = [max(len(a), len(b)) for a, b in zip(self.chosen, self.rejected, strict=True)]
-        line = _describe("pairs", longest, self.filtered, self.truncated)
+        line = self._describe("pairs", longest)
         return line + (f"; {self.same} with two equal answers left out" if self.same else "")
 
 
 @dataclass(frozen=True)
 class Encoding:
-    """How examples become token ids.
+    """The rules by which examples become token ids.
 
     overlong: "error": a row that is too long is refused; "filter": it is left out; "truncate_left": the beginning of
         its prompt, or of a whole conversation or text, is cut off, except the token that begins every text.
@@ -125,7 +117,7 @@ class Encoding:
 
         rows, counts = self._rows(data, encode, max_prompt)
         ids, texts, examples = zip(*rows, strict=True)
-        return Prompts(ids, texts, examples, **counts)
+        return Prompts(ids, texts, examples=examples, **counts)
 
     def sequences(self, data: Dataset | Sequence[Example], max_length: int) -> Sequences:
         """Sequences of at most `max_length` tokens to imitate.
@@ -155,7 +147,7 @@ class Encoding:
 
         rows, counts = self._rows(data, encode, max_length)
         ids, learn, lengths, examples = zip(*rows, strict=True)
-        return Sequences(ids, learn, lengths, examples, **counts)
+        return Sequences(ids, learn, lengths, examples=examples, **counts)
 
     def pairs(self, data: Dataset | Sequence[Example], max_length: int) -> Pairs:
         """Pairs of whole sequences, each of at most `max_length` tokens, of which the first is preferred.
@@ -175,8 +167,7 @@ class Encoding:
 
         rows, counts = self._rows(data, encode, max_length)
         chosen, rejected, lengths, examples = zip(*rows, strict=True)
-        numbers = {name: counts[name] for name in ("filtered", "truncated", "same")}
-        return Pairs(chosen, rejected, lengths, None, (), examples, **numbers)
+        return Pairs(chosen, rejected, lengths, None, (), counts.pop("same", 0), examples=examples, **counts)
 
     def _rows(
         self,
@@ -362,9 +353,3 @@ def _up_to_end(tokenizer: Tokenizer, ids: Sequence[int]) -> Sequence[int]:
     """The ids up to the last end-of-text token; all of them where there is none."""
     last = max((place for place, token in enumerate(ids) if token in tokenizer.eos_ids), default=len(ids) - 1)
     return ids[: last + 1]
-
-
-def _describe(unit: str, lengths: Sequence[int], filtered: int, truncated: int) -> str:
-    line = f"{len(lengths)} {unit} of {min(lengths)} to {max(lengths)} tokens (median {median(lengths):g})"
-    line += f"; {filtered} too long and left out" if filtered else ""
-    return line + (f"; {truncated} too long and cut off at the beginning" if truncated else "")

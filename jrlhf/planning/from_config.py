@@ -29,7 +29,7 @@ def workload_of(config: Config, graph: Graph, models: Mapping[str, ModelConfig])
     prompt, response = config.data.max_prompt, config.data.max_response
     widths = {"prompt": prompt, "response": response, "mean_prompt": float(prompt), "mean_response": float(response)}
     if stage != config.algorithm:
-        held, rows, key = _models(config, models, graph), getattr(config, stage).batch, f"{stage}.batch"
+        held, rows, key = _models(config, models, graph), config.sections[stage].batch, f"{stage}.batch"
         if stage == "reward_model":
             policy, reward = held["actor"][0], held["reward"][0]
             held = {"actor": (replace(policy, trained=False, wide=True),), "reward": (replace(reward, trained=True),)}
@@ -64,7 +64,7 @@ def role_models(config: Config, models: Mapping[str, ModelConfig]) -> dict[str, 
     Raises:
         UserError: an adapter cannot be read.
     """
-    lora, int8 = _adapter(config), config.lora.on and config.lora.base == "int8"
+    lora, int8 = _adapter(config), config.lora is not None and config.lora.base == "int8"
 
     def on_base(role: str, adapter: LoRAConfig | None, head: HeadKind, *, trained: bool = False) -> RoleModel:
         return RoleModel(models[role], head, trained, adapter, is_base=adapter is None, int8=int8)
@@ -78,7 +78,9 @@ def role_models(config: Config, models: Mapping[str, ModelConfig]) -> dict[str, 
     found = {"actor": policy_like("actor", "lm", trained=True, own=False)}
     for role in ("critic", "cost_critic"):
         if role in models:
-            own = role == "critic" and (config.roles.critic is not None or not config.lora.critic)
+            own = role == "critic" and (
+                config.roles.critic is not None or (config.lora is not None and not config.lora.critic)
+            )
             found[role] = policy_like(role, "scalar", trained=True, own=own)
     if "reference" in models:
         own = config.roles.reference is not None
@@ -111,10 +113,11 @@ def _models(config: Config, models: Mapping[str, ModelConfig], graph: Graph) -> 
 def _adapter(config: Config) -> LoRAConfig | None:
     """What the policy trains, where that is an adapter."""
     section = config.lora
+    if section is None:
+        return None
     if section.path is not None:
         return _read(section.path, "lora.path")
-    if section.rank is None:
-        return None
+    assert section.rank is not None
     return LoRAConfig(rank=section.rank, alpha=section.alpha, targets=section.targets, rslora=section.rslora)
 
 
@@ -153,7 +156,7 @@ def token_budgets(config: Config, stage: str) -> dict[str, int | None]:
 
 def updates_of(config: Config, stage: str) -> tuple[str, Any]:
     """The section that says in how many parts a stage's updates are computed, and its key."""
-    section = getattr(config, stage)
+    section = config.sections[stage]
     return (f"{stage}.algorithm", section.algorithm) if hasattr(section, "algorithm") else (stage, section)
 
 

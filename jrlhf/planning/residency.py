@@ -26,10 +26,10 @@ def residency(config: Config, role: str, call: Call, following: Call | None = No
     generates with, and the KV cache. Offloaded weights are brought to the devices while that copy is made and freed
     when it is done. With LoRA there is no copy; "weights" are then the adapter's, for the base is never offloaded.
     """
-    sleep = config.sleep
+    sleep = config.offloading
     ahead = [following] if sleep.ahead and following is not None and following.role != call.role else []
     users = [user for user in (call, *ahead) if user.role == role or (user.role == LEARNER and role in LEARNED)]
-    generates_with_copy = role == "actor" and not config.lora.on
+    generates_with_copy = role == "actor" and config.lora is None
     needed = any(user is following or user.kind != "generate" or not generates_with_copy for user in users)
     places: dict[Part, Place] = {"weights": "pinned_host" if weights_sleep(role, sleep) and not needed else "device"}
     if role in TRAINED:

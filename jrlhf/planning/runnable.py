@@ -72,7 +72,7 @@ def on_base(config: Config) -> set[str]:
 
     Of rewards and costs those with an adapter among them: models of their own lie as SCORE stores them.
     """
-    if not config.lora.on:
+    if config.lora is None:
         return set()
     shared = {"actor", "reference", "critic", "cost_critic"}
     shared -= {role for role in ("critic", "reference") if getattr(config.roles, role) is not None}

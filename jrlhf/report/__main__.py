@@ -1,7 +1,28 @@
-"""`python -m jrlhf.report RUN`."""
+"""Rewrites a run's report.html: `python -m jrlhf.report runs/quickstart`."""
 
+import argparse
 import sys
+from collections.abc import Sequence
+from functools import partial
 
-from jrlhf.report.page import main
+from jrlhf.errors import UserError, exit_code
+from jrlhf.report.html import write_report
 
-sys.exit(main())
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns the exit code: 0 done, 2 bad input, 130 interrupted."""
+    parser = argparse.ArgumentParser(prog="python -m jrlhf.report", description="Writes a run's report.html anew.")
+    parser.add_argument("run_dir", help="the directory of a run, such as runs/quickstart")
+    return exit_code(partial(_write, parser.parse_args(arguments).run_dir))
+
+
+def _write(run_dir: str) -> None:
+    try:
+        print(write_report(run_dir))
+    except OSError as error:
+        reason = error.strerror or error
+        raise UserError(f"the report of {run_dir} cannot be made ({reason}): see that it may be written") from error
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,4 +1,4 @@
-"""Charts as inline SVG that follows the page: text is text, and every colour is a CSS variable of the page.
+"""Charts as inline SVG: their text is text, and their colours are CSS variables of the page.
 
 Matplotlib draws them. It knows no CSS variables, so it draws in marker colours that are replaced afterwards.
 """
@@ -6,15 +6,19 @@ Matplotlib draws them. It knows no CSS variables, so it draws in marker colours 
 import io
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from html import escape
 from typing import Any
 
 import matplotlib
 import numpy as np
+from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import MaxNLocator
+
+from jrlhf.run.console import clean
 
 COLORS = 6  # --c1 ... --c6
 _MARKERS = {f"#0102{index:02x}": f"var(--c{index})" for index in range(1, COLORS + 1)} | {
@@ -27,37 +31,27 @@ _INK, _MUTED, _GRID, _CARD = list(_MARKERS)[COLORS:]
 _STYLE: Any = {
     "svg.fonttype": "none",
     "font.size": 11,
-    "axes.edgecolor": _GRID,
-    "axes.labelcolor": _MUTED,
-    "axes.spines.left": False,
-    "axes.spines.right": False,
-    "axes.spines.top": False,
-    "axes.grid": True,
-    "axes.grid.axis": "y",
-    "axes.axisbelow": True,
-    "axes.xmargin": 0.02,
-    "axes.ymargin": 0.12,
-    "grid.color": _GRID,
-    "grid.linewidth": 0.8,
     "text.color": _INK,
-    "xtick.color": _GRID,
-    "ytick.color": _GRID,
-    "xtick.labelcolor": _MUTED,
-    "ytick.labelcolor": _MUTED,
-    "ytick.major.size": 0,
-    "xtick.major.size": 3,
-    "lines.linewidth": 1.9,
-    "lines.solid_capstyle": "round",
-    "lines.solid_joinstyle": "round",
+    **dict.fromkeys(("axes.edgecolor", "grid.color", "xtick.color", "ytick.color"), _GRID),
+    **dict.fromkeys(("axes.labelcolor", "xtick.labelcolor", "ytick.labelcolor"), _MUTED),
+    **dict.fromkeys(("axes.spines.left", "axes.spines.right", "axes.spines.top"), False),
+    **{"axes.grid": True, "axes.grid.axis": "y", "axes.axisbelow": True, "axes.xmargin": 0.02, "axes.ymargin": 0.12},
+    **{"grid.linewidth": 0.8, "xtick.major.size": 3, "ytick.major.size": 0},
+    **{"lines.linewidth": 1.9, "lines.solid_capstyle": "round", "lines.solid_joinstyle": "round"},
 }
+_SIZES = {
+    "three": (4.6, 2.3),
+    "four": (3.3, 1.75),
+    "wide": (15.2, 3.4),
+}  # inches of 72 pixels, by the place in the page
 
 
 @dataclass(frozen=True)
 class Series:
     """Points of one colour, 1 to `COLORS`. Points that are not finite are left out.
 
-    style: "line"; "steps", what has come together so far; "trend", the points faint under their running mean; "dots",
-    joined by a thin line; "points", the later ones stronger.
+    style: "line"; "steps", for running totals; "trend", faint points under their running mean; "dots", joined by a thin
+    line; "points", with later ones stronger.
     """
 
     label: str
@@ -69,51 +63,52 @@ class Series:
     @property
     def finite(self) -> tuple[np.ndarray, np.ndarray]:
         x, y = np.asarray(self.x, float), np.asarray(self.y, float)
-        kept = np.isfinite(x) & np.isfinite(y)
-        return x[kept], y[kept]
+        finite = np.isfinite(x) & np.isfinite(y)
+        return x[finite], y[finite]
 
     @property
     def trend(self) -> np.ndarray:
-        """The finite values as the line shows them: under "trend" their running mean, where they are many."""
+        """The finite values as the line shows them: for "trend" with many points, their running mean."""
         y = self.finite[1]
         return running_mean(y, max(len(y) // 15, 3)) if self.style == "trend" and len(y) >= 20 else y
 
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart of series over one axis. `target` is a dashed horizontal line."""
+    """A figure of the page: title, note and a drawing of series over one axis. `target` is a dashed horizontal line."""
 
+    title: str
     series: Sequence[Series]
+    note: str = ""
     xlabel: str = ""
     target: float | None = None
-    size: tuple[float, float] = (4.6, 2.3)  # inches: 72 pixels each, where the page gives it that width
-    limits: tuple[float | None, float | None] = field(default=(None, None))
-    whole: bool = True  # x counts something
+    limits: tuple[float | None, float | None] = (None, None)
+    whole: bool = True  # x is a count
 
-    def svg(self, label: str) -> str:
-        """The drawing; nothing where there is nothing to draw. `label` is read to those who do not see it."""
-        if not any(len(series.finite[0]) for series in self.series):
-            return ""
-        with matplotlib.rc_context({**_STYLE, "svg.hashsalt": label}):
-            figure = Figure(figsize=self.size, layout=_margins())
+    @property
+    def drawn(self) -> list[Series]:
+        """The series that have points; a chart without any is left out of the page."""
+        return [series for series in self.series if len(series.finite[0])]
+
+    def svg(self, place: str = "three") -> Markup:
+        """Draws the SVG element for a place of `_SIZES`; screen readers read its title."""
+        label = escape(clean(self.title))
+        with matplotlib.rc_context({**_STYLE, "svg.hashsalt": label}):  # the same bytes every time
+            figure = Figure(figsize=_SIZES[place], layout=ConstrainedLayoutEngine(w_pad=0.02, h_pad=0.02))
             axes = figure.add_subplot()
             if self.target is not None:
                 axes.axhline(self.target, color=_MUTED, linewidth=1.1, linestyle=(0, (4, 3)), zorder=1.5)
-            for series in self.series:
+            for series in self.drawn:
                 _draw(axes, series, name_end=len(self.series) == 1)
             axes.set_ylim(*self.limits)
             axes.yaxis.set_major_locator(MaxNLocator(nbins=4, steps=[1, 2, 2.5, 5, 10]))
             axes.xaxis.set_major_locator(MaxNLocator(nbins=6, steps=[1, 2, 5, 10], integer=self.whole))
             axes.set_xlabel(self.xlabel)
-            return _render(figure, label)
-
-
-def _margins() -> ConstrainedLayoutEngine:
-    return ConstrainedLayoutEngine(w_pad=0.02, h_pad=0.02)
+            return Markup(_render(figure, label))
 
 
 def running_mean(values: np.ndarray, width: int) -> np.ndarray:
-    """The mean of each value and its neighbours, `width` in all; near the ends, of those that are there."""
+    """Means of each value with its neighbours, `width` in all; fewer near the ends."""
     width = min(width, len(values))
     before, after = width // 2, width - width // 2
     total = np.concatenate([[0.0], np.cumsum(values)])
@@ -123,7 +118,7 @@ def running_mean(values: np.ndarray, width: int) -> np.ndarray:
 
 
 def number(value: float) -> str:
-    """A number as people write it: `1,234`, `123`, `12.3`, `1.23`, `0.012`, `1.2e-05`."""
+    """Writes a number as people do: `1,234`, `123`, `12.3`, `1.23`, `0.012`, `1.2e-05`."""
     size = abs(value)
     if not np.isfinite(value) or 0 < size < 1e-4:
         return f"{value:.1e}" if np.isfinite(value) else str(value)
@@ -136,8 +131,6 @@ def number(value: float) -> str:
 
 def _draw(axes: Axes, series: Series, *, name_end: bool) -> None:
     x, y = series.finite
-    if not len(x):
-        return
     color = list(_MARKERS)[series.color - 1]
     if series.style == "points":
         for alpha, part in zip(np.linspace(0.25, 1.0, 5), np.array_split(np.arange(len(x)), 5), strict=True):
@@ -153,20 +146,12 @@ def _draw(axes: Axes, series: Series, *, name_end: bool) -> None:
     else:
         axes.plot(x, y, color=color, marker="o" if len(x) == 1 else None)
     if name_end:
-        axes.annotate(
-            number(series.trend[-1]),
-            (x[-1], series.trend[-1]),
-            xytext=(5, 0),
-            textcoords="offset points",
-            color=color,
-            fontweight="bold",
-            va="center",
-            annotation_clip=False,
-        )
+        end = {"xytext": (5, 0), "textcoords": "offset points", "va": "center", "annotation_clip": False}
+        axes.annotate(number(series.trend[-1]), (x[-1], series.trend[-1]), color=color, fontweight="bold", **end)
 
 
 def _render(figure: Figure, label: str) -> str:
-    """The figure's SVG element alone: as wide as the page lets it, in the page's font and colours."""
+    """Returns the figure's SVG element alone, as wide as the page allows, in the page's font and colours."""
     file = io.StringIO()
     figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
     svg = file.getvalue()
@@ -176,5 +161,5 @@ def _render(figure: Figure, label: str) -> str:
         svg = svg.replace(marker, variable)
     svg = re.sub(r" font-family: [^;\"]*;?", "", svg)
     svg = re.sub(r'^<svg [^>]*?viewBox="([^"]*)"[^>]*>', r'<svg viewBox="\1" role="img">', svg, count=1)
-    svg = re.sub(r' id="(?![mp][0-9a-f]{8,}")[^"]*"', "", svg)  # only marker shapes and clip paths are referred to
+    svg = re.sub(r' id="(?![mp][0-9a-f]{8,}")[^"]*"', "", svg)  # only marker shapes and clip paths are referenced
     return svg.replace(">", f"><title>{label}</title>", 1)

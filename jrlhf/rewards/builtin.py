@@ -1,4 +1,4 @@
-"""Built-in reward functions, of one answer that is right or not: 1.0 and 0.0, or `right` and `wrong`; and a length.
+"""Built-in reward functions. An answer is right or wrong: 1.0 and 0.0, or `right` and `wrong`. And a length.
 
 They are ordinary reward functions with options: `answer` is a column of the dataset (name another with
 `columns: {answer: ...}`; verl rows have `ground_truth`).
@@ -32,11 +32,10 @@ def exact_match(
 ) -> list[float | None]:
     """Is the response the answer? White space around both is ignored, and Unicode compared in its composed form.
 
-    Args:
-        answer: the text; or a list of texts, each of which is right. A row without one fails ("none").
-        pattern: a regular expression. What its last match in the response says (its first group, if it has one) is
-            compared, instead of all of the response; without a match it is wrong.
-        ignore_case, ignore_punctuation: compare without. ignore_space: runs of white space count as one space.
+    answer: the text; or a list of texts, each of which is right. A row without one fails ("none").
+    pattern: a regular expression. The text of its last match in the response (of its first group, if it has one) is
+        compared, instead of all of the response; without a match it is wrong.
+    ignore_case, ignore_punctuation: compare without. ignore_space: runs of white space count as one space.
     """
     search = None if pattern is None else re.compile(pattern, re.DOTALL)
 
@@ -51,11 +50,12 @@ def exact_match(
     def score(completion: Any, answers: Any) -> float | None:
         if answers is None:
             return None
-        said: str | None = _text(completion)
+        text: str | None = _text(completion)
         if search is not None:
-            said = _last_match(search, said)
+            matches = list(search.finditer(text))
+            text = matches[-1][1 if search.groups else 0] if matches else None
         accepted = answers if isinstance(answers, (list, tuple)) else [answers]
-        return right if said is not None and normal(said) in {normal(str(a)) for a in accepted} else wrong
+        return right if text is not None and normal(text) in {normal(str(a)) for a in accepted} else wrong
 
     return [score(*pair) for pair in zip(completions, answer, strict=True)]
 
@@ -63,7 +63,7 @@ def exact_match(
 def format_regex(
     completions: Sequence[Any], *, pattern: str, whole: bool = True, right: float = 1.0, wrong: float = 0.0
 ) -> list[float]:
-    """Does the response have a form? `pattern` must match it from beginning to end, or (`whole=False`) somewhere.
+    """Does the response have this form? `pattern` must match it from beginning to end, or (`whole=False`) somewhere.
 
     A dot matches line breaks too. A pattern that backtracks without end is stopped by the reward's deadline.
     """
@@ -85,11 +85,10 @@ def numeric_answer(
 
     Commas between digits, $ and % are dropped (50% is 50); 1/2 and \\frac{1}{2} are one half.
 
-    Args:
-        answer: a number, or a text from which one is read as from a response (GSM8K's "... #### 42"). A row whose
-            answer has no number fails ("none").
-        extract: where the response has its number. "boxed": in the last \\boxed{...}. "hash": behind the last ####, as
-            in GSM8K. "last": the last number. "auto": the first of these that the response has.
+    answer: a number, or a text from which one is read as from a response (GSM8K's "... #### 42"). A row whose answer
+        has no number fails ("none").
+    extract: where the response has its number. "boxed": in the last \\boxed{...}. "hash": behind the last ####, as in
+        GSM8K. "last": the last number. "auto": the first of these that the response has.
     """
     if extract not in ("auto", "boxed", "hash", "last"):
         raise ValueError(f"extract={extract!r}: it must be auto, boxed, hash or last")
@@ -98,8 +97,8 @@ def numeric_answer(
         expected = read_number(str(truth), "auto")
         if expected is None:
             return None
-        found = read_number(_text(completion), extract)
-        return right if found is not None and abs(found - expected) <= tolerance else wrong
+        number = read_number(_text(completion), extract)
+        return right if number is not None and abs(number - expected) <= tolerance else wrong
 
     return [score(*pair) for pair in zip(completions, answer, strict=True)]
 
@@ -109,9 +108,8 @@ def math_verify(
 ) -> list[float | None]:
     """Is the response's mathematical expression the answer's? Judged by the math-verify package, an extra.
 
-    Args:
-        answer: an expression, in LaTeX or plain; or a text with one between dollars or in \\boxed{...}. A row from
-            whose answer nothing can be read fails ("none").
+    answer: an expression, in LaTeX or plain; or a text with one between dollars or in \\boxed{...}. A row from whose
+        answer nothing can be read fails ("none").
     """
     from math_verify import parse, verify  # pyright: ignore[reportMissingImports]
 
@@ -127,12 +125,12 @@ def math_verify(
 
 
 def word_count(completions: Sequence[Any]) -> list[float]:
-    """How many words the response has: a cost, or with a negative weight a penalty."""
+    """The number of words of the response: a cost, or with a negative weight a penalty."""
     return [float(len(_text(completion).split())) for completion in completions]
 
 
 def read_number(text: str, extract: str) -> Fraction | None:
-    """The number that a text answers with; `extract` as in `numeric_answer`."""
+    """The number in an answer; `extract` as in `numeric_answer`."""
     boxed, hashed = _boxed(text), text.rpartition("####")
     if extract == "boxed" or (extract == "auto" and boxed is not None):
         return None if boxed is None else _number(boxed, first=False)
@@ -145,10 +143,10 @@ def _number(text: str, *, first: bool) -> Fraction | None:
     """The first or the last number of a text."""
     text = text.replace("\N{MINUS SIGN}", "-").replace("$", "").replace("\\!", "").replace("{,}", ",")
     text = re.sub(r"(-?)\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}", r" \1\2/\3 ", text)
-    found = NUMBERS.findall(text)
-    if not found:
+    numbers = NUMBERS.findall(text)
+    if not numbers:
         return None
-    above, below = map(_exact, found[0 if first else -1])
+    above, below = map(_exact, numbers[0 if first else -1])
     return None if above is None or below in (None, 0) else above / below
 
 
@@ -163,7 +161,7 @@ def _exact(number: str) -> Fraction | None:
 
 
 def _boxed(text: str) -> str | None:
-    """What stands in the last \\boxed{...}, whose braces may be nested; None where there is none, or no end to it."""
+    """The content of the last \\boxed{...}, whose braces may be nested; None where there is none, or no end to it."""
     start = text.rfind("\\boxed{")
     if start < 0:
         return None
@@ -175,13 +173,8 @@ def _boxed(text: str) -> str | None:
     return None
 
 
-def _last_match(pattern: re.Pattern[str], text: str) -> str | None:
-    matches = list(pattern.finditer(text))
-    return matches[-1][1 if pattern.groups else 0] if matches else None
-
-
 def _text(completion: Any) -> str:
-    """What was said: the text itself, or the contents of the messages."""
+    """The text itself, or the contents of the messages."""
     if isinstance(completion, str):
         return completion
     return "".join(str(message["content"]) for message in completion if isinstance(message, Mapping))

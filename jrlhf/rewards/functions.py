@@ -19,7 +19,7 @@ import numpy as np
 from jrlhf.config.schema import RewardConfig
 from jrlhf.errors import UserError
 from jrlhf.rewards import builtin
-from jrlhf.rewards.process import Death, Worker
+from jrlhf.rewards.process import Worker
 from jrlhf.rewards.types import Sample, Scored
 from jrlhf.rewards.user_code import resolve
 from jrlhf.rewards.worker import GIVEN
@@ -36,9 +36,6 @@ class RewardFailure(UserError):
 class FunctionReward:
     """A function of text as a reward, run in processes of its own. Use it in a `with`; one thread at a time.
 
-        with FunctionReward("accuracy", "rewards/gsm8k.py:accuracy", workers=8, on_failure=-1.0) as reward:
-            scored = reward.score(samples, step=0)
-
     **The function** is `package.module:function`, `path/file.py:function` or the name of a built-in one
     (`jrlhf.rewards.builtin`). Its parameters' names tell how it is called; both ways may be `async def`:
 
@@ -49,18 +46,15 @@ class FunctionReward:
       one after the other; coroutines run together. `ground_truth` is `reward_model["ground_truth"]` of the row, or a
       column of that name. In a dict, "score" is the score and further numbers are extras.
 
-    A sample's score is a number (of Python's, NumPy's, a tensor's; booleans are 0 and 1), or one number for each of its
-    response's ids.
+    A score is a number (of Python's, NumPy's, a tensor's; booleans are 0 and 1), or one number per response id.
 
-    **Failures** concern a call (all its samples fail) or a sample, by kind:
+    **Failures** are counted in `Scored.failures` by kind. Their samples get `on_failure`, or stop the run if that is
+    None:
 
     - hang: no answer within `deadline` seconds. The worker and the programs that it started are killed and replaced.
     - crash: the process ended. It is replaced.
     - exception: the function raised one. A `jrlhf.errors.UserError` stops the run instead: it is for bad input.
     - none, nan, infinite, type, length: it returned that, something that is no number, or too few or too many.
-
-    Each is counted in `Scored.failures`; its samples get `on_failure`, or stop the run where that is None. No failure
-    becomes a score by itself.
 
     **Randomness.** Before each call Python's `random`, and NumPy's and torch's global state if the function's module
     imported them, are set from `seed`, `step` and the call's first row: a run that was killed and resumed draws alike.
@@ -173,7 +167,7 @@ class FunctionReward:
                 )
         self._checked = True
 
-    def score(self, samples: Sequence[Sample], *, step: int = 0) -> Scored:
+    def score(self, samples: Sequence[Sample], step: int = 0) -> Scored:
         """The scores of `samples`, in their order. Raises RewardFailure where a failure stops the run."""
         if not self._pool:
             raise RuntimeError(f"{self._called} is not started: use it in a with statement")
@@ -226,9 +220,9 @@ class FunctionReward:
         if self._stopping.is_set():
             worker.interrupt()
         answer = worker.request(request, self.start_deadline)
-        if isinstance(answer, Death):
-            event = "did not finish importing" if answer.kind == "hang" else "ended while importing"
-            raise RewardFailure(f"{self._called}: the process {event} {self.spec} ({answer.detail})")
+        if "failure" in answer:
+            event = "did not finish importing" if answer["failure"] == "hang" else "ended while importing"
+            raise RewardFailure(f"{self._called}: the process {event} {self.spec} ({answer['detail']})")
         if "bad" in answer:
             raise UserError(f"{self._called}: {answer['bad']}")
         self._facts = self._facts or dict(answer["ready"])
@@ -295,10 +289,8 @@ class FunctionReward:
 
     # Results
 
-    def _keep(self, answer: Mapping | Death, rows: range, samples: Sequence[Sample], results: list[Any]) -> None:
+    def _keep(self, answer: Mapping[str, Any], rows: range, samples: Sequence[Sample], results: list[Any]) -> None:
         """Notes the results of a call, and stops the run where a failure must."""
-        if isinstance(answer, Death):
-            answer = {"failure": answer.kind, "detail": answer.detail}
         if "bad" in answer:
             raise UserError(f"{self._called}: {answer['bad']}")
         whole = "failure" in answer

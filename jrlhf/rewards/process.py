@@ -15,7 +15,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from jrlhf.rewards.worker import LENGTH
@@ -33,12 +32,8 @@ TAIL = 1 << 14  # bytes of a worker's output that are kept to explain its death
 GRACE = 1.0  # seconds beyond its deadline in which a worker may end itself, printing where it hung
 
 
-@dataclass(frozen=True)
-class Death:
-    """How a worker ended during a request. kind: "hang" (beyond its deadline) or "crash"."""
-
-    kind: str
-    detail: str
+def _failure(kind: str, detail: str) -> dict[str, str]:
+    return {"failure": kind, "detail": detail}
 
 
 class Worker:
@@ -83,22 +78,28 @@ class Worker:
         except OSError:
             return True
 
-    def request(self, body: bytes, seconds: float) -> Mapping[str, Any] | Death:
-        """The answer to a request that must be given within `seconds`. After a `Death` the worker has been killed."""
+    def request(self, body: bytes, seconds: float) -> Mapping[str, Any]:
+        """The answer to a request, which must come within `seconds`.
+
+        If the worker ended, or was killed because it must not be asked again, the answer is {"failure", "detail"}, with
+        the kind "hang" (beyond the deadline) or "crash".
+        """
         began = time.monotonic()
         try:
             return self._exchange(body, began + seconds + GRACE)
         except ValueError as error:
             self.kill()
-            return Death("crash", str(error))
+            return _failure("crash", str(error))
         except OSError:  # a timeout, or the channel's end
             late = time.monotonic() - began >= seconds
             code = self.kill()
         if late:
             place = _place(self._tail, rb"Thread 0x[0-9a-f]+[^\n]*\(most recent call first\):\n")
-            return Death("hang", f"no answer within {seconds:g} s{place}")
+            return _failure("hang", f"no answer within {seconds:g} s{place}")
         ending = f"ended by {signal.Signals(-code).name}" if code < 0 else f"left with exit code {code}"
-        return Death("crash", ending + (_place(self._tail, rb"Current thread 0x[^\n]*:\n") or _last_words(self._tail)))
+        return _failure(
+            "crash", ending + (_place(self._tail, rb"Current thread 0x[^\n]*:\n") or _last_words(self._tail))
+        )
 
     def dismiss(self, goodbye: bytes) -> None:
         """Asks an idle worker to exit by itself, which runs its exit handlers."""

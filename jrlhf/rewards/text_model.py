@@ -1,10 +1,30 @@
 """Reward models with a tokenizer of their own, which read an answer as text."""
 
 import json
+from collections import Counter
+from collections.abc import Sequence
 
+import jax
+import numpy as np
+from jaxtyping import Array, Float
+
+from jrlhf.config.schema import RewardConfig
+from jrlhf.data.batches import pad_rows, put_rows
+from jrlhf.data.encode import encode_answered, tools_of
 from jrlhf.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
+from jrlhf.data.types import Ids
+from jrlhf.errors import UserError
+from jrlhf.meshes import to_host
 from jrlhf.models import ModelConfig
+from jrlhf.models.params import Params
+from jrlhf.rewards.functions import RewardFailure
+from jrlhf.rewards.types import Sample, Scored
+from jrlhf.roles import compiled
+from jrlhf.roles.compiled import Compute
+from jrlhf.roles.model import Model
+from jrlhf.roles.placement import RolePlacement
 from jrlhf.roles.pretrained import locate
+from jrlhf.run.clock import may_deadlock
 
 # A key of an exported reward model's config.json; "eos": an answer ends at its end-of-text token.
 ENDS = "answers_end_with"
@@ -18,3 +38,83 @@ def reward_tokenizer(path: str, key: str, model: ModelConfig) -> Tokenizer:
 def is_ours(path: str, key: str) -> bool:
     """True for a reward model that a run trained: it reads an answer up to its end-of-text token."""
     return json.loads((locate(path, key) / "config.json").read_text(encoding="utf-8")).get(ENDS) == "eos"
+
+
+class TextReward:
+    """A frozen reward model that reads text: `encode_answered` tokenizes it anew with the model's own tokenizer.
+
+    A score that is not finite is a failure, as a function's is.
+
+    key: the setting that names the model, for messages. usual: the most tokens of a sequence for the actor's tokenizer.
+    """
+
+    def __init__(
+        self, reward: RewardConfig, key: str, model: Model, placement: RolePlacement, compute: Compute, *, usual: int
+    ):
+        assert reward.model is not None
+        self._key, self.identity, self._model = f"{key}={reward.model}", model.fingerprint(), placement.store(model)
+        self._tokenizer = reward_tokenizer(reward.model, key, model.config)
+        self._cut = is_ours(reward.model, key)
+        self._called, self._on_failure = f"{key.partition('s[')[0]} {reward.name}", reward.on_failure
+        _, self._mesh, compute = placement.home.resolve(self._model.architecture, compute)
+        divisor = self._mesh.size * placement.home.parts
+        self._batch = -(-reward.batch // divisor) * divisor
+        self._most = model.config.max_positions
+        # The widths of texts of usual length. This tokenizer may make longer rows.
+        self._widths = sorted({_width(length, self._most) for length in (usual // 4, usual // 2, usual)})
+        self._warm = False
+        self._score = compiled.score_sequences(self._model.architecture, self._mesh, compute)
+
+    def score(self, samples: Sequence[Sample], step: int = 0) -> Scored:
+        """The model's score of every sample, read at its last token."""
+        sequences = [self._encode(sample) for sample in samples]
+        params = self._model.onloaded().params
+        if not self._warm:  # also compiles what later texts may need
+            for width in self._widths:
+                self._scores(params, [sequences[0][:1]], width)
+            self._warm = True
+        width = max(_width(max(map(len, sequences)), self._most), self._widths[0])
+        starts = range(0, len(sequences), self._batch)
+        batches = [self._scores(params, sequences[start : start + self._batch], width) for start in starts]
+        scores = np.concatenate(to_host(batches))[: len(samples)].astype(np.float64)
+        bad = np.flatnonzero(~np.isfinite(scores))
+        if not len(bad):
+            return Scored(scores)
+        if self._on_failure is None:
+            raise RewardFailure(
+                f"{self._called} ({self._key}) gave {scores[bad[0]]} to {samples[bad[0]].response_text[:200]!r}: use "
+                "another model, or give on_failure a score to go on with"
+            )
+        scores[bad] = self._on_failure
+        return Scored(scores, failures=Counter({"nan": len(bad)}))
+
+    def _scores(self, params: Params, sequences: Sequence[Ids], width: int) -> Float[Array, "batch"]:
+        """The scores of a batch, with more behind them where it is not full: one program for each width."""
+        full = [*sequences, *[sequences[0]] * (self._batch - len(sequences))]
+        with jax.set_mesh(self._mesh):
+            scores = self._score(params, *put_rows(pad_rows(full, width), self._mesh))
+        return jax.block_until_ready(scores) if may_deadlock() else scores
+
+    def _encode(self, sample: Sample) -> Ids:
+        try:
+            ids = encode_answered(
+                self._tokenizer,
+                sample.prompt,
+                sample.completion,
+                tools=tools_of(sample.columns),
+                finished=sample.finished,
+                cut=self._cut,
+            )
+        except UserError as error:
+            raise UserError(f"{self._key}: {error}") from error
+        if len(ids) > self._most:
+            raise UserError(
+                f"{self._key} reads {self._most} tokens at most, and a prompt with its answer "
+                f"has {len(ids)} for it: lower data.max_prompt or data.max_response"
+            )
+        return ids
+
+
+def _width(length: int, most: int) -> int:
+    """The width to which rows are padded: a power of two, at least 64."""
+    return min(max(64, 1 << (length - 1).bit_length()), most)

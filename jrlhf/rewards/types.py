@@ -1,4 +1,4 @@
-"""What a reward is asked about, and what it answers."""
+"""Samples, which rewards score, and scores."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -8,38 +8,42 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from jrlhf.data.types import Text
+from jrlhf.data.types import Example, Response, Text
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One response to one prompt, in every form that a reward may want.
+    """One response to one prompt, in every form that a reward may need."""
 
-    prompt: as in the dataset. prompt_text: as the policy read it, its chat template included.
-    completion: the response in the form of the prompt: plain text, or one assistant message in a tuple.
-    response_text: the response decoded, without special tokens. response_ids: its tokens, eos included.
-    finished: False where the length limit cut it off.
-    source, columns: of the dataset's row (`Example`).
-    """
-
-    prompt: Text
-    prompt_text: str
-    completion: Text
-    response_text: str
-    response_ids: Sequence[int]
-    finished: bool
-    source: str = ""
+    prompt: Text  # as in the dataset
+    prompt_text: str  # as the policy read it, its chat template included
+    completion: Text  # the response in the form of the prompt: plain text, or one assistant message in a tuple
+    response_text: str  # decoded, without special tokens
+    response_ids: Sequence[int]  # eos included
+    finished: bool  # False where the length limit cut it off
+    source: str = ""  # of the dataset's row (`Example`), as the columns
     columns: Mapping[str, Any] = field(default_factory=dict)
+
+
+def to_samples(examples: Sequence[Example], texts: Sequence[str], responses: Sequence[Response]) -> list[Sample]:
+    """Responses with all that a reward may need to know about their prompts."""
+    samples = []
+    for example, text, response in zip(examples, texts, responses, strict=True):
+        plain = isinstance(example.prompt, str)
+        completion = response.text if plain else ({"role": "assistant", "content": response.text},)
+        own = response.text, response.ids, response.finished
+        samples.append(Sample(example.prompt, text, completion, *own, example.source, example.columns))
+    return samples
 
 
 @dataclass(frozen=True)
 class Scored:
     """Scores of a batch of samples, row by row in their order. Every score is finite.
 
-    token_scores: where the reward scored tokens: one array a sample, as long as its `response_ids`, adding up to its
+    token_scores: where the reward scored tokens: one array per sample, as long as its `response_ids`, adding up to its
         score. None where it scored whole responses.
-    extras: what else it reported, by name; NaN where it reported nothing for a row.
-    failures: how many samples failed, by kind (`jrlhf.rewards.functions` lists the kinds); their scores are
+    extras: further numbers by name; NaN for a row that has none.
+    failures: numbers of failed samples by kind (`jrlhf.rewards.functions` lists the kinds); their scores are
         replacements.
     """
 
@@ -49,37 +53,27 @@ class Scored:
     failures: Counter[str] = field(default_factory=Counter)
 
     def metrics(self, name: str, kind: str = "rewards") -> dict[str, float]:
-        """What to log about it: `rewards/NAME/{mean,std}` (TRL's names), `.../EXTRA`, `.../failures[/KIND]`.
+        """Metrics `rewards/NAME/{mean,std}` (TRL's names), `.../EXTRA`, `.../failures[/KIND]`.
 
         `failures` is a count, logged also where it is 0. An extra is averaged over the rows that have it.
         """
-        prefix = f"{kind}/{name}"
-        extras = {
-            f"{prefix}/{extra}": float(np.mean(values[~np.isnan(values)]))
+        metrics = {
+            extra: float(np.mean(values[~np.isnan(values)]))
             for extra, values in self.extras.items()
             if not np.all(np.isnan(values))
         }
-        spread = {"mean": float(np.mean(self.scores)), "std": float(np.std(self.scores))} if len(self.scores) else {}
-        return {
-            **extras,
-            **{f"{prefix}/{statistic}": value for statistic, value in spread.items()},
-            f"{prefix}/failures": float(sum(self.failures.values())),
-            **{f"{prefix}/failures/{kind}": float(count) for kind, count in self.failures.items()},
-        }
+        if len(self.scores):
+            metrics |= {"mean": float(np.mean(self.scores)), "std": float(np.std(self.scores))}
+        metrics["failures"] = float(sum(self.failures.values()))
+        metrics |= {f"failures/{failure}": float(count) for failure, count in self.failures.items()}
+        return {f"{kind}/{name}/{key}": value for key, value in metrics.items()}
 
 
 def weighted_sum(parts: Sequence[tuple[float, Scored]], response_lengths: Sequence[int]) -> Scored:
-    """sum_i weight_i score_i, row by row. Extras stay with the parts: log each part under its own name.
+    """sum_i weight_i score_i of (weight, scores) of the same samples. Extras stay with the parts.
 
-    If any part scored tokens, the sum does too: a part's score of a whole response lands on the last token, where
+    If any part scored tokens, the sum does too: a part's score of a whole response is put on the last token, where
     experience would place it.
-
-    Args:
-        parts: (weight, scores), all of the same samples.
-        response_lengths: of those samples, in tokens.
-
-    Raises:
-        ValueError: no parts, or parts of different lengths.
     """
     rows = len(response_lengths)
     if not parts:

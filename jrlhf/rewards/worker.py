@@ -224,7 +224,7 @@ def _seed(seed: str) -> None:
 
 
 class Failure(Exception):
-    """What the function returned is no score. Arguments: kind, detail."""
+    """A returned value that is no score. Arguments: kind, detail."""
 
 
 def _failure(error: BaseException) -> dict[str, str]:

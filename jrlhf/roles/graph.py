@@ -7,10 +7,11 @@ import functools
 import inspect
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import Mesh
+from jaxtyping import Array
 
 from jrlhf.meshes import Call, Graph
 from jrlhf.meshes.graph import Kind
@@ -39,8 +40,17 @@ class Pending:
         return Pending(wait)
 
 
-def call(kind: Kind, *outputs: str) -> Callable:
+class Scores(NamedTuple):
+    """The scores of a rollout's rows or tokens. Algorithms hand them on; roles get the shaped ones."""
+
+    shaped: Array
+    raw: Array  # the rows' sums before they were shaped
+
+
+def call(kind: Kind, *outputs: str, raw_scores: bool = False) -> Callable:
     """Decorates a role's method that is a call of an algorithm, and names what it returns.
+
+    raw_scores: the method gets `Scores` as they are, and not only the shaped ones.
 
     When it runs, what a role's `ahead` says of the method is begun, and arguments that are `Pending` are waited for.
     Where the role has `places`, the others are brought to the call's devices, on whose mesh it runs.
@@ -51,8 +61,8 @@ def call(kind: Kind, *outputs: str) -> Callable:
         def run(self, *arguments, **named):
             if begin := getattr(self, "ahead", {}).get(method.__name__):
                 begin()
-            arguments = [_ready(each) for each in arguments]
-            named = {name: _ready(value) for name, value in named.items()}
+            arguments = [_ready(value, raw_scores) for value in arguments]
+            named = {name: _ready(value, raw_scores) for name, value in named.items()}
             placement: RolePlacement | None = getattr(self, "placement", None)
             if placement is None:
                 return method(self, *arguments, **named)
@@ -153,5 +163,6 @@ class _StandIn:
         )
 
 
-def _ready(value: Any) -> Any:
-    return value.result() if isinstance(value, Pending) else value
+def _ready(value: Any, raw_scores: bool) -> Any:
+    value = value.result() if isinstance(value, Pending) else value
+    return value.shaped if isinstance(value, Scores) and not raw_scores else value

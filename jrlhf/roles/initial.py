@@ -42,7 +42,7 @@ class InitialModels:
 
     def policy(self) -> Model:
         """The actor before any training: `model.path`, or fresh weights. With LoRA, an adapter on them as a base."""
-        config, adapted = self.config, self.config.lora.on
+        config, adapted = self.config, self.config.lora is not None
         if config.model.path is None:
             model = fresh_model(config.model)
             params = init_sharded(model, key_for(config.seed, "init"), self.mesh)
@@ -60,12 +60,12 @@ class InitialModels:
         path = self.config.roles.reference
         if path is None:
             return self._frozen(policy)
-        return stored(self._load_frozen(path, "roles.reference"), self.config.sleep.reference)
+        return stored(self._load_frozen(path, "roles.reference"), self.config.offloading.reference)
 
     def critic(self, policy: Model, reward: Model | None) -> Model:
         """The critic: `roles.critic`, else the reward model that the run trained, else the policy with a new head."""
         config, path = self.config, self.config.roles.critic
-        if path is None and config.lora.on and not config.lora.critic:
+        if path is None and config.lora is not None and not config.lora.critic:
             path = config.model.path
         if path is not None:
             model, params = self._load(path, "roles.critic", head="scalar", dtype=jnp.dtype(jnp.float32))
@@ -76,16 +76,17 @@ class InitialModels:
 
     def reward(self, path: str, key: str) -> Model:
         """A frozen reward model from its directory."""
-        return stored(self._load_frozen(path, key, head="scalar"), self.config.sleep.reward)
+        return stored(self._load_frozen(path, key, head="scalar"), self.config.offloading.reward)
 
     def reward_adapter(self, policy: Model, path: str, key: str) -> Model:
         """A frozen reward model that is an adapter and a head on the policy's base."""
         lora, adapter = check_reward_adapter(self.config, path, key, policy.config, self.mesh)
         model = Model(Architecture(policy.config, lora, shared=True), adapter, policy.base)
-        return stored(model, self.config.sleep.reward)
+        return stored(model, self.config.offloading.reward)
 
     def _base(self, params: Params) -> Params:
         """The frozen base as the config stores it. Prints what rounding to int8 costs."""
+        assert self.config.lora is not None
         if self.config.lora.base == "auto":
             return params
         first = {**params, "layers": params["layers"][:1]}
@@ -96,6 +97,7 @@ class InitialModels:
     def _adapter(self, model: ModelConfig) -> tuple[LoRAConfig, Params]:
         """The adapter that the config names, or a fresh one, which changes nothing yet."""
         section = self.config.lora
+        assert section is not None
         try:
             if section.path is not None:
                 lora, adapter = load_adapter(Path(section.path), model, self.mesh)
@@ -116,7 +118,7 @@ class InitialModels:
             return Model(Architecture(policy.config, shared=True), policy.base)
         is_adapter = policy.architecture.lora is not None
         params = copied(policy.params) if is_adapter else frozen_copy(policy.params, self.compute.dtype)
-        return stored(policy.holding(params), self.config.sleep.reference)
+        return stored(policy.holding(params), self.config.offloading.reference)
 
     def _load_frozen(self, path: str, key: str, head: HeadKind = "lm") -> Model:
         model, params = self._load(path, key, head=head, dtype=self.compute.dtype)

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from jrlhf.config.schema import SLEEP_PARTS, SleepConfig
+from jrlhf.config.schema import SleepConfig
 from jrlhf.errors import UserError
 from jrlhf.meshes import Graph
 from jrlhf.meshes.offload import check_host_memory, free_host, is_on_host, offload, onload
@@ -91,7 +91,7 @@ def check_sleep(config: SleepConfig, mesh: Mesh) -> None:
     Raises:
         UserError: a device has no memory of its host.
     """
-    asleep = [key for key in SLEEP_PARTS if getattr(config, key) == "host"]
+    asleep = [key for key in SleepConfig.SWITCHES if getattr(config, key) == "host"]
     try:
         if asleep:
             check_host_memory(mesh)

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from jrlhf.config.schema import Config, ModelSection
 from jrlhf.errors import UserError
 from jrlhf.meshes import GENERATE, TRAIN, Layout, reshard
-from jrlhf.models import PRESETS, LoRAConfig, ModelConfig, param_shardings
+from jrlhf.models import PRESETS, LoRAConfig, ModelConfig, init_lm, param_shardings
 from jrlhf.models.hf import HFConfig, check_hf, load_adapter, load_hf, read_config
 from jrlhf.models.params import HeadKind, Params
 
@@ -132,7 +132,7 @@ def check_reward_adapter(
     Raises:
         UserError: there is no such base, or the adapter is none of a reward model or does not fit.
     """
-    if not config.lora.on:
+    if config.lora is None:
         raise UserError(f"{key}={path} is put on the actor's frozen base, which only lora has: set lora.rank")
     try:
         lora, adapter = load_adapter(Path(path), actor, mesh)
@@ -141,6 +141,13 @@ def check_reward_adapter(
     except (ValueError, OSError) as error:
         raise UserError(f"{key}={path}: {error}") from error
     return lora, adapter
+
+
+def abstract_weights(model: ModelConfig, mesh: Mesh) -> Params:
+    """Shapes, dtypes and shardings of a language model's weights in TRAIN storage, without arrays."""
+    shapes = jax.eval_shape(lambda: init_lm(model, jax.random.key(0)))
+    shardings = param_shardings(model, mesh, TRAIN)
+    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
 
 
 def frozen_copy(params: Params, dtype: jnp.dtype) -> Params:

@@ -31,19 +31,22 @@ from jrlhf.run.processes import any_process, from_main, is_main
 T = TypeVar("T")
 Tree = TypeVar("Tree")
 _STATE, _META = "state", "meta"
+_LATE_REPORTS = "Event loop is closed", "Encountered error while reading array index"
 
 
 class Checkpoints:
-    """The checkpoints of a run, at most `keep` of them, each a tree of arrays and a JSON-like dict.
+    """The checkpoints of a run: at most `keep`, each a tree of arrays and a JSON-like dict.
 
-    `tell` gets a sentence whenever a damaged checkpoint is passed over.
+    tell: gets a sentence for each damaged checkpoint that is passed over.
     """
 
     def __init__(self, directory: Path | str, keep: int = 2, *, tell: Callable[[str], None] = print):
         self._directory = Path(directory).absolute()
         self._tell = tell
+        self._hooks = contextlib.ExitStack()
+        self._hooks.enter_context(_without_late_reports())
         if is_main():
-            # What a killed process left half written. Orbax would remove it in the background, perhaps too late.
+            # Left half written by a killed process. Orbax would remove it in the background, perhaps too late.
             for leftover in self._directory.glob("*.orbax-checkpoint-tmp*"):
                 shutil.rmtree(leftover)
         self._manager = ocp.CheckpointManager(
@@ -65,11 +68,8 @@ class Checkpoints:
     def save(self, step: int, tree: Any, meta: dict[str, Any]) -> None:
         """Starts to save; the arrays may be donated or deleted as soon as this returns.
 
-        Steps must ascend; a step that is saved already is not saved again.
-
-        Raises:
-            ValueError: the step comes before the newest one.
-            RuntimeError: the previous save failed. (`wait` and `close` raise it, too.)
+        Steps must ascend; a step that is saved already is not saved again. Raises RuntimeError if the previous save
+        failed, as `wait` and `close` do.
         """
         steps = self.steps
         if step in steps:
@@ -86,14 +86,12 @@ class Checkpoints:
     def restore_latest(
         self, target: Tree | Callable[[dict[str, Any]], Tree]
     ) -> tuple[int, Tree, dict[str, Any]] | None:
-        """(step, tree, meta) of the newest good checkpoint; None where there is no checkpoint.
+        """Returns (step, tree, meta) of the newest good checkpoint; None if there is no checkpoint.
 
-        `target` is the tree to fill, or a function of the meta that gives it: `jax.ShapeDtypeStruct`s whose shardings
-        say where the leaves go (`like` makes one), or arrays. Damaged checkpoints are told about, moved aside to
-        `damaged-STEP`, and passed over.
+        Damaged checkpoints are reported, moved to `damaged-STEP`, and passed over.
 
-        Raises:
-            UserError: every checkpoint is damaged, or a good one holds other leaves than `target`.
+        target: the tree to fill, or a function of the meta that returns it: arrays, or `jax.ShapeDtypeStruct`s whose
+        shardings give the leaves their places (see `like`).
         """
         self.wait()
         damaged: dict[int, str] = {}
@@ -127,12 +125,13 @@ class Checkpoints:
             self.wait()
         finally:
             self._manager.close()
+            gc.collect()  # what ran next to a failed read or write reports now
+            self._hooks.close()
 
     def _saving(self, save: Callable[[], object]) -> None:
         try:
             save()
         except Exception as error:
-            _LateReports.ignore()
             first = str(error).strip().partition("\n")[0]
             raise RuntimeError(f"a checkpoint could not be saved into {self._directory}: {first}") from error
 
@@ -166,17 +165,14 @@ class Checkpoints:
 
 
 def saved_steps(directory: Path) -> list[int]:
-    """The steps that have a complete checkpoint, ascending. Touches nothing: another process may be writing."""
-    return sorted(int(each.name) for each in directory.glob("*") if each.name.isdecimal())
+    """Returns the steps that have a complete checkpoint, ascending. Only reads: another process may be writing."""
+    return sorted(int(path.name) for path in directory.glob("*") if path.name.isdecimal())
 
 
 def restore_part(directory: Path, step: int, prefix: str, target: Tree) -> Tree:
-    """Of a checkpoint the leaves whose names begin with `prefix`, all of them: the others are not read. Writes nothing.
+    """Restores the leaves of a checkpoint whose names begin with `prefix`; reads no others and writes nothing.
 
-    target: `jax.ShapeDtypeStruct`s whose shardings say where the leaves go, in a tree that names them behind `prefix`.
-
-    Raises:
-        UserError: the checkpoint is damaged, or holds other leaves than `target`.
+    target: `jax.ShapeDtypeStruct`s with the shardings of the leaves, in a tree that names them without `prefix`.
     """
     path = directory.absolute() / str(step)
     leaves = {prefix + name: leaf for name, leaf in _leaves(target).items()}
@@ -184,6 +180,7 @@ def restore_part(directory: Path, step: int, prefix: str, target: Tree) -> Tree:
         leaves, restore_args=ocp.checkpoint_utils.construct_restore_args(leaves), partial_restore=True
     )
     with (
+        _without_late_reports(),
         ocp.Checkpointer(ocp.JsonCheckpointHandler()) as descriptions,
         ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as states,
     ):
@@ -201,7 +198,7 @@ def restore_part(directory: Path, step: int, prefix: str, target: Tree) -> Tree:
 
 
 def like(tree: Tree, mesh: Mesh) -> Tree:
-    """The `ShapeDtypeStruct`s of a tree. A leaf that is on no mesh, a fresh counter say, will be on all of `mesh`."""
+    """Returns the `ShapeDtypeStruct`s of a tree. A leaf on no mesh, such as a new counter, is replicated on `mesh`."""
 
     def abstract(leaf):
         sharding = getattr(leaf, "sharding", None)
@@ -215,22 +212,23 @@ def like(tree: Tree, mesh: Mesh) -> Tree:
 
 
 def fingerprints(leaves: dict[str, Array]) -> dict[str, int]:
-    """The fingerprint of every leaf, by one program for all of a mesh. What sleeps on the host comes by in groups."""
-    asleep = {name: leaf for name, leaf in leaves.items() if is_on_host(leaf)}
-    found = _on_their_meshes({name: leaf for name, leaf in leaves.items() if name not in asleep})
-    names = list(asleep)
-    for group in groups(list(asleep.values())):
-        found |= _on_their_meshes(onload({names[i]: asleep[names[i]] for i in group}))
-    return {name: int(found[name]) for name in leaves}
+    """Returns the fingerprint of every leaf. Leaves that are offloaded to the host are brought back in groups."""
+    offloaded = {name: leaf for name, leaf in leaves.items() if is_on_host(leaf)}
+    numbers = _by_mesh({name: leaf for name, leaf in leaves.items() if name not in offloaded})
+    names = list(offloaded)
+    for group in groups(list(offloaded.values())):
+        numbers |= _by_mesh(onload({names[i]: offloaded[names[i]] for i in group}))
+    return {name: int(numbers[name]) for name in leaves}
 
 
-def _on_their_meshes(leaves: dict[str, Array]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+def _by_mesh(leaves: dict[str, Array]) -> dict[str, Any]:
+    """Runs one program for all leaves of a mesh."""
+    numbers: dict[str, Any] = {}
     for mesh in dict.fromkeys(map(_mesh, leaves.values())):
         own = {name: leaf for name, leaf in leaves.items() if _mesh(leaf) == mesh}
         with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
-            found |= jax.device_get(_fingerprints(own))
-    return found
+            numbers |= jax.device_get(_fingerprints(own))
+    return numbers
 
 
 def _mesh(leaf: Array) -> Any:
@@ -238,7 +236,7 @@ def _mesh(leaf: Array) -> Any:
 
 
 def fingerprint_of(tree: Any) -> str:
-    """One word for a whole tree of arrays: equal trees have equal words, on any mesh."""
+    """Returns a short word for a whole tree of arrays: equal trees have equal words, on any mesh."""
     return _sha256(json.dumps(fingerprints(_leaves(tree)), sort_keys=True))[:16]
 
 
@@ -248,11 +246,11 @@ def _fingerprints(leaves: dict[str, Array]) -> dict[str, Array]:
 
 
 def fingerprint(x: Shaped[Array, "..."]) -> UInt32[Array, ""]:
-    """A 32-bit sum over the bits of an array, each word mixed with its position.
+    """Sums the words of an array, each mixed with its position, in 32 bits.
 
     At every position the mix is a bijection of the word, so a change within one word always changes the sum; other
-    changes, two words exchanged say, stay unseen once in 2^32. The sum wraps and has no order, so its value is the same
-    on every mesh. Only fingerprints of equal shapes and dtypes compare.
+    changes, such as two words exchanged, are missed with a probability of 2^-32. The sum wraps and does not depend on
+    the order, so it is the same on every mesh. Compare only fingerprints of equal shapes and dtypes.
     """
     words = _words(x)
     position = jnp.zeros(words.shape, jnp.uint32)
@@ -264,7 +262,7 @@ def fingerprint(x: Shaped[Array, "..."]) -> UInt32[Array, ""]:
 
 
 def _words(x: jax.Array) -> jax.Array:
-    """The bits of an array as uint32: one word an element, two for 64 bits."""
+    """Returns the bits of an array as uint32: one word per element, two for 64 bits."""
     if jnp.issubdtype(x.dtype, jnp.floating):
         x = lax.bitcast_convert_type(x, jnp.dtype(f"uint{jnp.finfo(x.dtype).bits}"))
     if x.dtype.itemsize == 8:
@@ -273,7 +271,7 @@ def _words(x: jax.Array) -> jax.Array:
 
 
 def _mix(h: jax.Array) -> jax.Array:
-    """The finaliser of MurmurHash3 (Austin Appleby, public domain): a bijection, every bit moves about half of them."""
+    """The finaliser of MurmurHash3 (Austin Appleby, public domain): a bijection; each input bit flips half the bits."""
     h ^= h >> 16
     h *= jnp.uint32(0x85EBCA6B)
     h ^= h >> 13
@@ -285,7 +283,7 @@ def _mix(h: jax.Array) -> jax.Array:
 
 
 def _leaves(tree: Any) -> dict[str, Any]:
-    """Leaves by name: flat, so that a checkpoint does not depend on the classes that held the leaves."""
+    """Returns the leaves by name: flat, so that a checkpoint does not depend on the classes that held them."""
     paths = jax.tree_util.tree_flatten_with_path(tree)[0]
     named = {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in paths}
     if len(named) != len(paths):
@@ -315,15 +313,14 @@ def _compare(step: int, saved: dict[str, str], wanted: dict[str, str]) -> None:
 
 
 def _opened(sealed: dict[str, Any]) -> dict[str, Any]:
-    """The description of a checkpoint."""
+    """Checks and parses the description of a checkpoint."""
     if _sha256(sealed["content"]) != sealed["sha256"]:
         raise _Damaged("its description is not what was saved")
     return json.loads(sealed["content"])
 
 
 def _check_fingerprints(restored: dict[str, Array], description: dict[str, Any]) -> None:
-    found = fingerprints(restored)
-    wrong = [name for name, value in found.items() if description["fingerprints"][name] != value]
+    wrong = [name for name, value in fingerprints(restored).items() if description["fingerprints"][name] != value]
     if wrong:
         others = f" and {len(wrong) - 1} other arrays are" if len(wrong) > 1 else " is"
         raise _Damaged(f"{wrong[0]}{others} not what was saved")
@@ -333,20 +330,17 @@ def _check_fingerprints(restored: dict[str, Array], description: dict[str, Any])
 
 
 class _Damaged(Exception):
-    """What is wrong with a checkpoint, as a clause."""
+    """A checkpoint is not what was saved; its text is a clause that says why."""
 
 
 def _read(read: Callable[[], T]) -> T:
-    """The result of `read`. All that a broken file makes Orbax and TensorStore raise and print becomes a clause.
+    """Calls `read`; turns whatever a broken file makes Orbax and TensorStore raise and print into one clause.
 
-    What one process cannot read is damaged for all of them.
-
-    Raises:
-        _Damaged: the files are not what was saved.
-        UserError: they may be, but this machine cannot read them now.
+    Raises _Damaged if the files are not what was saved, in any process, and UserError if they may be good but this
+    machine cannot read them now.
     """
     result: T | None = None
-    damage = hindrance = None
+    damage = obstacle = None
     with _muted():
         try:
             result = read()
@@ -355,40 +349,42 @@ def _read(read: Callable[[], T]) -> T:
         except Exception as error:
             text = " ".join(str(error).split()).partition(". See full")[0] or type(error).__name__
             text = text if len(text) <= 100 else f"{text[:97]}..."
-            if _hinders(error):
-                hindrance = text
+            if is_obstacle(error):
+                obstacle = text
             else:
                 damage = f"its files cannot be read: {text}"
-        if damage is not None or hindrance is not None:
-            gc.collect()  # reads that failed beside this one report when they are collected
-    if any_process(hindrance is not None):
-        _LateReports.ignore()
+        if damage is not None or obstacle is not None:
+            gc.collect()  # reads that failed at the same time report when they are collected
+    if any_process(obstacle is not None):
         raise UserError(
-            f"a checkpoint cannot be read now ({hindrance or 'in another process'}), but may be good: "
+            f"a checkpoint cannot be read now ({obstacle or 'in another process'}), but may be good: "
             "it stays where it is, to be resumed from once that is mended"
         )
     if any_process(damage is not None):
-        _LateReports.ignore()
         raise _Damaged(damage or "another process cannot read its part")
     return cast(T, result)
 
 
-def _hinders(error: Exception) -> bool:
-    """Whether it tells of this machine, of its memory, rights, limits or network, rather than of a file's content."""
-    said = str(error)
-    numbers = {errno.ENOMEM, errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ESTALE, errno.ETIMEDOUT}
-    words = "RESOURCE_EXHAUSTED", "PERMISSION_DENIED", "UNAVAILABLE", "DEADLINE_EXCEEDED", "UNAUTHENTICATED"
+_ERRNOS = {errno.ENOMEM, errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ESTALE, errno.ETIMEDOUT}
+_STATUS_WORDS = ("RESOURCE_EXHAUSTED", "PERMISSION_DENIED", "UNAVAILABLE", "DEADLINE_EXCEEDED", "UNAUTHENTICATED")
+_STATUS_WORDS += tuple(f"[os_error_code='{number}']" for number in _ERRNOS)
+
+
+def is_obstacle(error: Exception) -> bool:
+    """Whether an error is about this machine (memory, rights, limits, network) and not about a file's content.
+
+    JAX and TensorStore raise plain errors whose text alone names the cause; a test asks the installed versions.
+    """
     return (
         isinstance(error, MemoryError)
-        or (isinstance(error, OSError) and error.errno in numbers)
-        or any(f"[os_error_code='{number}']" in said for number in numbers)  # TensorStore's
-        or any(word in said for word in words)
+        or (isinstance(error, OSError) and error.errno in _ERRNOS)
+        or any(word in str(error) for word in _STATUS_WORDS)
     )
 
 
 @contextlib.contextmanager
 def _muted() -> Iterator[None]:
-    """Nothing reaches the loggers and hooks through which Orbax, TensorStore and asyncio report."""
+    """Silences the loggers and hooks through which Orbax, TensorStore and asyncio report."""
     loggers = [logging.getLogger(name) for name in ("absl", "asyncio")]
     report = sys.unraisablehook
     for logger in loggers:
@@ -406,22 +402,20 @@ def _nothing(record: logging.LogRecord) -> bool:
     return False
 
 
-class _LateReports:
-    """What ran beside a failed read or write ends on its own time, and reports that nobody waits for it any more."""
+@contextlib.contextmanager
+def _without_late_reports() -> Iterator[None]:
+    """Drops the reports of reads and writes that ran next to a failed one: they end later, unobserved."""
+    report = sys.unraisablehook
 
-    WORDS = "Event loop is closed", "Encountered error while reading array index"
+    def filtered(unraisable: Any) -> None:
+        if not str(unraisable.exc_value).startswith(_LATE_REPORTS):
+            report(unraisable)
 
-    def __init__(self, report: Callable[..., object]):
-        self._report = report
-
-    def __call__(self, unraisable: Any) -> None:
-        if not str(unraisable.exc_value).startswith(self.WORDS):
-            self._report(unraisable)
-
-    @classmethod
-    def ignore(cls) -> None:
-        if not isinstance(sys.unraisablehook, cls):
-            sys.unraisablehook = cls(sys.unraisablehook)
+    sys.unraisablehook = filtered
+    try:
+        yield
+    finally:
+        sys.unraisablehook = report
 
 
 def _sha256(text: str) -> str:

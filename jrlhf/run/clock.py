@@ -1,4 +1,4 @@
-"""Clocks: seconds per call of an iteration, as `timing_s/<call>`, and seconds per phase of a run."""
+"""Clocks: seconds of each call of an iteration, as `timing_s/<call>`, and seconds of each phase of a run."""
 
 import functools
 import time
@@ -13,28 +13,28 @@ SMALL = 16 << 20  # bytes
 
 
 class Clock:
-    """Collects the seconds of timed calls until they are taken, without waiting for any of them.
+    """Collects the seconds of timed calls until they are taken, without blocking the calls.
 
-    A call only hands its work to the device. One thread beside it waits for the calls' arrays in the order in which
-    they were handed over, and notes when they were there. A call's seconds are those that it added to what came before:
+    A call only enqueues work on the device. A thread waits for the calls' arrays in the order of the calls and notes
+    when they are ready. The seconds of a call are those that it adds to the calls before it:
 
-        seconds = ready - max(started, ready of the call before)
+        seconds = ready - max(started, ready of the previous call)
 
-    with its tracing, compiling and other work on the host, so that the seconds of all calls lie end to end and their
-    sum is at most that of the whole. What a call does on the host only, beside the device, adds none.
+    including its tracing, compilation and other work on the host. So the seconds of all calls follow each other without
+    gaps or overlaps, and their sum is at most the whole time. Host work that overlaps with the device adds nothing.
 
-    deadline: seconds in which the calls that are being waited for must have ended.
-    blocking: wait for each call before the next is made. None: where devices are simulated on one CPU.
+    deadline: seconds within which calls must end. blocking: wait for each call before the next one is made; by default
+    only if several devices are simulated on one CPU.
     """
 
     def __init__(self, *, deadline: float = 3600.0, blocking: bool | None = None):
         self._deadline, self._blocking = deadline, blocking
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="clock")  # ends with the clock
-        self._lock = Lock()  # of what other threads note
+        self._lock = Lock()  # for `beside`, which other threads call
         self.start()
 
     def run(self, name: str, function: Callable, *args, **kwargs):
-        """Calls `function`; `name` gets its time, added up where it has several."""
+        """Calls `function` and adds its seconds to those of `name`."""
         started = time.perf_counter()
         with jax.profiler.TraceAnnotation(name):
             result = function(*args, **kwargs)
@@ -44,32 +44,30 @@ class Clock:
         if self._blocking:
             self._calls.note(name, started, returned, jax.tree.leaves(result))
         else:
-            self._noted.append(self._thread.submit(self._calls.note, name, started, returned, _witnesses(result)))
+            self._pending.append(self._thread.submit(self._calls.note, name, started, returned, _witnesses(result)))
         return result
 
     def beside(self, name: str, seconds: float) -> None:
-        """Notes what ran in another thread beside the calls: its time is its own, and part of none of theirs."""
+        """Adds the seconds of work that ran in another thread at the same time; they are not part of any call's."""
         with self._lock:
-            self._beside[name] = self._beside.get(name, 0.0) + seconds
+            self._parallel[name] = self._parallel.get(name, 0.0) + seconds
 
     def start(self) -> None:
         """Forgets what was collected: an iteration begins."""
         self._started = time.perf_counter()
-        self._calls, self._noted = _Calls(self._started), []
-        self._beside: dict[str, float] = {}
+        self._calls, self._pending = _Calls(self._started), []
+        self._parallel: dict[str, float] = {}
 
     def take(self) -> dict[str, float]:
-        """`timing_s/*` since `start`, with `timing_s/step` for the whole. Waits until every call has ended.
+        """Returns `timing_s/*` since `start`, with `timing_s/step` for the whole; waits until every call has ended.
 
-        Raises:
-            TimeoutError: one has not within the deadline.
-            Exception: what a call failed with on the device.
+        Raises TimeoutError after the deadline, and the error of a call that failed on the device.
         """
         until = time.perf_counter() + self._deadline
-        for each in self._noted:
-            each.result(max(0.0, until - time.perf_counter()))
-        taken = {f"timing_s/{name}": seconds for name, seconds in (self._calls.seconds | self._beside).items()}
-        return taken | {"timing_s/step": time.perf_counter() - self._started}
+        for call in self._pending:
+            call.result(max(0.0, until - time.perf_counter()))
+        seconds = {f"timing_s/{name}": value for name, value in (self._calls.seconds | self._parallel).items()}
+        return seconds | {"timing_s/step": time.perf_counter() - self._started}
 
 
 class _Calls:
@@ -80,7 +78,7 @@ class _Calls:
         self._ready = started
 
     def note(self, name: str, started: float, returned: float, arrays: list[Any]) -> None:
-        """Waits for the arrays of a call, and notes its seconds."""
+        """Waits for the arrays of a call and adds its seconds."""
         ready = returned
         for array in arrays:
             if isinstance(array, jax.Array):
@@ -91,30 +89,30 @@ class _Calls:
 
 
 def may_deadlock() -> bool:
-    """Whether programs that were handed over one after the other could wait for each other in vain.
+    """Whether programs that are enqueued one after the other can block each other forever.
 
-    XLA's CPU client may run programs that do not need each other's results at once. With several simulated devices
-    each of them holds threads that wait at its collectives for peers, which then find no thread to run in.
+    XLA's CPU client may run independent programs at once. With several simulated devices each program holds threads
+    that wait in its collectives for peers, and these peers may then find no free thread.
     """
     return jax.default_backend() == "cpu" and jax.device_count() > 1
 
 
 def _witnesses(result: Any) -> list[jax.Array]:
-    """Arrays of a call that tell when it has ended: small ones, or else the smallest; and the last.
+    """Arrays that show when a call has ended: the small ones, or else the smallest; and the last one.
 
-    To hold a copy of the weights until it is there would keep its memory from programs that are handed over meanwhile.
+    Waiting for large arrays would keep their memory from programs that are enqueued meanwhile.
     """
     arrays = [leaf for leaf in jax.tree.leaves(result) if isinstance(leaf, jax.Array)]
-    found = [array for array in arrays if array.nbytes <= SMALL] or sorted(arrays, key=lambda array: array.nbytes)[:1]
-    # What a call of several programs, such as the switch, makes last is its last array, whatever its size.
-    return found + [array for array in arrays[-1:] if not any(array is each for each in found)]
+    small = [array for array in arrays if array.nbytes <= SMALL] or sorted(arrays, key=lambda array: array.nbytes)[:1]
+    # A call of several programs, such as a reshard, makes its last array last, whatever its size.
+    return small + [array for array in arrays[-1:] if not any(array is other for other in small)]
 
 
 def _wait(array: jax.Array) -> None:
     try:
         array.block_until_ready()
     except RuntimeError:
-        if not array.is_deleted():  # else it was donated: the call that took it over is waited for
+        if not array.is_deleted():  # deleted: it was donated, and the call that took it over is waited for
             raise
 
 
@@ -126,7 +124,7 @@ class Stopwatch:
         self._last = time.perf_counter()
 
     def lap(self, name: str) -> None:
-        """The phase that ends now was `name`."""
+        """Ends the phase `name`."""
         now = time.perf_counter()
         self.seconds[name] = now - self._last
         self._last = now

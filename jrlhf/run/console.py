@@ -1,4 +1,4 @@
-"""What a run shows while it goes on: progress with rate and time left, a line an iteration, samples.
+"""The console of a run: progress with rate and time left, a line for each iteration, samples, the summary.
 
 On a terminal with `rich`; elsewhere (a pipe, a log file, a notebook's `!command`) as plain lines, few of them.
 """
@@ -27,7 +27,7 @@ _ESCAPES = re.compile(
     re.DOTALL,
 )
 
-# What a line of an iteration shows, in this order, where it is present: metric, name, format.
+# Metrics that an iteration's line shows, in this order: metric, name, format.
 _SHOWN = (
     ("sft/loss", "loss", ".3f"),
     ("sft/eval_loss", "held-out loss", ".3f"),
@@ -49,16 +49,14 @@ _SHOWN = (
     ("critic/vf_explained_var", "explained", ".2f"),
     ("timing_s/step", "seconds", ".1f"),
 )
-
-
-_SHOWN_REWARDS = 3  # rewards of a run up to which an iteration's line shows each
-_VALIDATION = re.compile(r"val-(?:core|aux)/(?P<named>.+)/(?P<statistic>[a-z]+@\d+)(?:/mean)?", re.DOTALL)
+_SHOWN_REWARDS = 3  # an iteration's line shows the rewards by name if there are at most this many
+_VALIDATION = re.compile(r"val-(?:core|aux)/(?P<name>.+)/(?P<statistic>[a-z]+@\d+)(?:/mean)?", re.DOTALL)
 
 
 class Console:
-    """Prints for people. `enabled=False` (every process but the first) prints nothing.
+    """Prints for people; with `enabled=False` (every process but the first) it prints nothing.
 
-    `quiet`: seconds that pass at least between two lines of a fast phase, and between two tables of samples.
+    quiet: minimum seconds between two lines of a fast phase, and between two tables of samples.
     """
 
     def __init__(
@@ -69,17 +67,15 @@ class Console:
         quiet: float = 10.0,
         now: Callable[[], float] = time.monotonic,
     ):
-        self._enabled = enabled
-        self._quiet = quiet
-        self._now = now
+        self._enabled, self.quiet, self.now = enabled, quiet, now
         self._file = sys.stdout if file is None else file
         self._encoding = getattr(self._file, "encoding", None) or "utf-8"
         self._rich = rich.console.Console(file=self._file, highlight=False, markup=False, emoji=False)
-        self._sampled: float | None = None
+        self._sampled = -math.inf  # when samples were last shown
         self.interactive = self._rich.is_interactive and self._encoding.lower().replace("-", "") == "utf8"
 
     def line(self, text: str, style: str = "") -> None:
-        """One line of text; escapes in it are removed."""
+        """Prints one line of text; escapes in it are removed."""
         if not self._enabled:
             return
         if self.interactive:
@@ -92,38 +88,37 @@ class Console:
 
     @contextmanager
     def status(self, text: str) -> Iterator[Callable[[str], None]]:
-        """Something that takes a while and cannot tell how long. Yields a function that says more of how it goes."""
-        began = self._now()
-        if self._enabled and self.interactive:
-            with self._rich.status(Text(f"{clean(text)} ...")) as status:
-                yield lambda more: status.update(Text(f"{clean(text)} ... {clean(more)}"))
-            self.line(f"{text}: {duration(self._now() - began)}", style="dim")
-        else:
+        """Announces work of unknown length. Yields a function that adds a word on how far it is."""
+        began = self.now()
+        if not (self._enabled and self.interactive):
             self.line(f"{text} ...")
             yield lambda more: None
+            return
+        with self._rich.status(Text(f"{clean(text)} ...")) as status:
+            yield lambda more: status.update(Text(f"{clean(text)} ... {clean(more)}"))
+        self.line(f"{text}: {duration(self.now() - began)}", style="dim")
 
     @contextmanager
-    def loading(self, what: str) -> Iterator[Callable[[int, int], None]]:
-        """Something large that is read. Yields a function to be told (bytes done, bytes in all)."""
-        with self.status(f"reading {what}") as say:
-            said = self._now()
+    def loading(self, name: str) -> Iterator[Callable[[int, int], None]]:
+        """Announces a large file that is read. Yields a function of (bytes done, bytes in all)."""
+        with self.status(f"reading {name}") as update:
+            shown = self.now()
 
             def report(done: int, total: int) -> None:
-                nonlocal said
+                nonlocal shown
                 progress = f"{done / 1e9:.1f} of {total / 1e9:.1f} GB"
-                say(progress)
-                if not self.interactive and self._now() - said >= self._quiet:
-                    said = self._now()
-                    self.line(f"reading {what}: {progress}")
+                update(progress)
+                if not self.interactive and self.now() - shown >= self.quiet:
+                    shown = self.now()
+                    self.line(f"reading {name}: {progress}")
 
             yield report
 
     @contextmanager
     def progress(self, name: str, *, total: int, start: int = 0) -> Iterator["Progress"]:
-        """Progress of a phase of `total` units, of which `start` are done already."""
-        pace = Pace(total, start, self._now)
+        """Shows the progress of a phase of `total` units, of which `start` are done already."""
         if not (self._enabled and self.interactive):
-            yield Progress(name, pace, self, self._quiet, None)
+            yield Progress(name, total, start, self)
             return
         with rich.progress.Progress(
             rich.progress.TextColumn("[bold]{task.description}"),
@@ -134,36 +129,34 @@ class Console:
             transient=True,
         ) as bar:
             task = bar.add_task(clean(name), total=total, completed=start, pace="")
-            update = partial(bar.update, task)
-            yield Progress(name, pace, self, self._quiet, update)
+            yield Progress(name, total, start, self, partial(bar.update, task))
 
     def samples(self, samples: Sequence[Mapping[str, object]]) -> None:
-        """A small table of samples, unless the last one was shown just now. `stage` and `step` make its title."""
-        if samples and (self._sampled is None or self._now() - self._sampled >= self._quiet):
+        """Shows a small table of samples, unless one was shown just now. `stage` and `step` make its title."""
+        if samples and self.now() - self._sampled >= self.quiet:
             title = f"samples of {samples[0].get('stage', 'the policy')}"
             self._samples(f"{title} at {samples[0]['step']}" if "step" in samples[0] else title, samples)
 
     def validation(self, step: int, metrics: Mapping[str, float], samples: Sequence[Mapping[str, object]] = ()) -> None:
-        """The `val-core/` figures of a validation before iteration `step` in one line, and the samples given."""
-        figures: dict[str, list[str]] = {}
+        """Shows the `val-core/` metrics of a validation before iteration `step` in one line, and samples."""
+        statistics: dict[str, list[str]] = {}
         for key, value in metrics.items():
-            found = validation_key(key)
-            if found and key.startswith("val-core/"):
-                source, measure, statistic = found
-                figures.setdefault(source, []).append(f"{measure} {statistic} {value:.3f}")
-        parts = [f"validation before iteration {step}", *figures.pop("all", [])]
-        parts += [f"{source}: {', '.join(found)}" for source, found in figures.items()]
+            parsed = validation_key(key)
+            if parsed and key.startswith("val-core/"):
+                statistics.setdefault(parsed[0], []).append(f"{parsed[1]} {parsed[2]} {value:.3f}")
+        parts = [f"validation before iteration {step}", *statistics.pop("all", [])]
+        parts += [f"{source}: {', '.join(of_source)}" for source, of_source in statistics.items()]
         self.line("  ".join(parts), style="bold")
         if samples:
             self._samples(f"validation samples before iteration {step}", samples)
 
     def _samples(self, title: str, samples: Sequence[Mapping[str, object]]) -> None:
-        self._sampled = self._now()
+        self._sampled = self.now()
         columns = [name for name in samples[0] if name not in ("stage", "step", "kind")]
         self.table(title, columns, [[sample.get(name, "") for name in columns] for sample in samples])
 
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-        """Numbers are rounded; texts are cleaned and shortened."""
+        """Prints a table; numbers are rounded, texts are cleaned and shortened."""
         if not self._enabled:
             return
         cells = [[_cell(value) for value in row] for row in rows]
@@ -184,7 +177,7 @@ class Console:
         self._rich.print(table)
 
     def summary(self, summary: Mapping[str, Any], run_dir: Path) -> None:
-        """The figures of summary.json, as far as they are there, and where everything is."""
+        """Shows what summary.json holds, and where the report is."""
         self.line("")
         self._held_out(summary.get("held_out") or {})
         if summary.get("reward_model_accuracy") is not None:
@@ -192,115 +185,98 @@ class Console:
         if summary.get("dpo_accuracy") is not None:
             self.line(f"DPO: the policy prefers the better of {summary['dpo_accuracy']:.1%} of the held-out pairs")
         if "kl_last_quarter" in summary:
-            target = summary.get("kl_target")
-            aim = "" if target is None else f" (target {target:g})"
-            self.line(f"KL to the reference in the last quarter: {summary['kl_last_quarter']:.2f} nats{aim}")
+            target = "" if summary.get("kl_target") is None else f" (target {summary['kl_target']:g})"
+            self.line(f"KL to the reference in the last quarter: {summary['kl_last_quarter']:.2f} nats{target}")
         if "cost" in summary:
-            cost = summary["cost"]
-            self.line(f"cost in the last quarter: {cost['last_quarter']:.3f} (limit {cost['limit']:g})")
+            self.line("cost in the last quarter: {last_quarter:.3f} (limit {limit:g})".format(**summary["cost"]))
         for name, seconds in summary.get("phases", {}).items():
             self.line(f"{name}: {duration(seconds)}", style="dim")
         self.line(f"report: {run_dir / 'report.html'}")
 
-    def _held_out(self, heldout: Mapping[str, Any]) -> None:
-        """The measure, its items and its sources on held-out prompts, and their change if there is an `after`."""
-        measure = str(heldout.get("measure", "score"))
-        found = {name: heldout[name] for name in ("before", "after") if heldout.get(name)}
-        if not found:
+    def _held_out(self, held_out: Mapping[str, Any]) -> None:
+        """Shows the measure, its items and its sources on held-out prompts; with `after`, also their change."""
+        measure = str(held_out.get("measure", "score"))
+        graded = {when: held_out[when] for when in ("before", "after") if held_out.get(when)}
+        if not graded:
             return
-        measures = [measure, *(["cost"] if any(each.get("cost") is not None for each in found.values()) else [])]
-        rows = [[name, *(_measured(each, name) for each in found.values())] for name in measures]
-        columns = [_parts(each) for each in found.values()]
-        rows += [
-            [name, *(each.get(name, "") for each in columns)]
-            for name in dict.fromkeys(name for each in columns for name in each)
-        ]
-        self.table(f"held-out prompts ({heldout.get('n', '?')})", ["", *found], rows)
-        if "difference" in heldout:
-            difference, error = heldout["difference"], heldout.get("standard_error") or 0.0
-            times = f", {difference / error:.1f} standard errors" if error else ""
+        measures = [measure, *["cost"] * any(results.get("cost") is not None for results in graded.values())]
+        rows = [[name, *(_with_error(results, name) for results in graded.values())] for name in measures]
+        parts = [_parts(results) for results in graded.values()]
+        names = dict.fromkeys(name for column in parts for name in column)
+        rows += [[name, *(column.get(name, "") for column in parts)] for name in names]
+        self.table(f"held-out prompts ({held_out.get('n', '?')})", ["", *graded], rows)
+        if "difference" in held_out:
+            difference, error = held_out["difference"], held_out.get("standard_error") or 0.0
+            ratio = f", {difference / error:.1f} standard errors" if error else ""
             name = "gold score" if measure == "gold" else measure
-            self.line(f"{name}, after minus before: {difference:+.3f} ± {error:.3f}{times}", style="bold")
+            self.line(f"{name}, after minus before: {difference:+.3f} ± {error:.3f}{ratio}", style="bold")
 
 
 class Progress:
-    """Where a phase stands. A slow phase gets a line a unit; a fast one a line now and then, and one at its end."""
+    """The progress of a phase. A slow phase gets a line for each unit; a fast one a line now and then and at its end.
+
+    bar: updates rich's progress bar, if there is one.
+    """
 
     def __init__(
-        self, name: str, pace: "Pace", console: Console, quiet: float, update: Callable[..., object] | None
+        self, name: str, total: int, start: int, console: Console, bar: Callable[..., object] | None = None
     ) -> None:
-        self._name, self._pace, self._console, self._quiet = name, pace, console, quiet
-        self._update = update  # of the bar, if there is one
-        self._shown: float | None = None
+        self._name, self._total, self._done, self._console, self._bar = name, total, start, console, bar
+        self._began, self._shown = console.now(), -math.inf
+        self._mark: tuple[float, int] | None = None  # (time, done) after the first unit, which contains compilation
 
     def advance(self, done: int, metrics: Mapping[str, float] | None = None) -> None:
-        """`done` units are done, the last of them with these metrics."""
-        metrics = {} if metrics is None else metrics
-        pace = self._pace
-        pace.advance(done)
-        now = pace.now()
-        slow = pace.rate is not None and pace.rate <= 1.0
+        """Notes that `done` units are done; `metrics` are those of the last one."""
+        metrics, now = metrics or {}, self._console.now()
+        self._done, self._mark = done, self._mark or (now, done)
+        rate = self._rate(now)
+        slow = rate is not None and rate <= 1.0
         evaluated = any("/eval_" in metric for metric in metrics)
-        if self._shown is None or slow or evaluated or done >= pace.total or now - self._shown >= self._quiet:
+        ended = done >= self._total
+        if slow or evaluated or ended or now - self._shown >= self._console.quiet:
             self._shown = now
-            shown = [(name, metrics[metric], form) for metric, name, form in _SHOWN if metric in metrics]
-            shown += _rewards(metrics)
-            parts = [f"{self._name} {done:>{len(str(pace.total))}}/{pace.total}"]
-            parts += [f"{name} {value:{form}}" for name, value, form in shown]
-            if pace.described() and (self._update is None or done >= pace.total):
-                parts.append(f"({pace.described()})")
-            broken = not all(math.isfinite(value) for _, value, _ in shown)
-            self._console.line("  ".join(parts), style="bold red" if broken else "")
-        if self._update is not None:
-            self._update(completed=done, pace=pace.described())
+            values = [(name, metrics[metric], form) for metric, name, form in _SHOWN if metric in metrics]
+            values += _rewards(metrics)
+            parts = [f"{self._name} {done:>{len(str(self._total))}}/{self._total}"]
+            parts += [f"{name} {value:{form}}" for name, value, form in values]
+            if self.pace() and (self._bar is None or ended):
+                parts.append(f"({self.pace()})")
+            finite = all(math.isfinite(value) for _, value, _ in values)
+            self._console.line("  ".join(parts), style="" if finite else "bold red")
+        if self._bar is not None:
+            self._bar(completed=done, pace=self.pace())
 
-
-class Pace:
-    """How fast a phase goes and how long it still takes. The first unit is left out: it contains the compilation."""
-
-    def __init__(self, total: int, start: int = 0, now: Callable[[], float] = time.monotonic):
-        self.total, self.done, self.now = total, start, now
-        self._began = now()
-        self._mark: tuple[float, int] | None = None  # (time, done) after the first unit
-
-    def advance(self, done: int) -> None:
-        self.done = done
-        if self._mark is None:
-            self._mark = (self.now(), done)
-
-    @property
-    def rate(self) -> float | None:
-        """Units a second, None as long as it cannot be known."""
-        if self._mark is None or self.done <= self._mark[1] or self.now() <= self._mark[0]:
+    def _rate(self, now: float) -> float | None:
+        """Units a second after the first one; None as long as it is not known."""
+        if self._mark is None or self._done <= self._mark[1] or now <= self._mark[0]:
             return None
-        return (self.done - self._mark[1]) / (self.now() - self._mark[0])
+        return (self._done - self._mark[1]) / (now - self._mark[0])
 
-    def described(self) -> str:
-        """`12/s, 31 s left`; at the end the time that it took; nothing as long as nothing is known."""
-        rate = self.rate
+    def pace(self) -> str:
+        """`12/s, 31 s left`; at the end the time that the phase took; empty as long as the rate is not known."""
+        rate = self._rate(now := self._console.now())
         speed = "" if rate is None else f"{rate:.3g}/s" if rate >= 1 else f"{1 / rate:.1f} s each"
-        if self.done >= self.total:
-            return ", ".join(part for part in (speed, f"took {duration(self.now() - self._began)}") if part)
-        return "" if rate is None else f"{speed}, {duration((self.total - self.done) / rate)} left"
+        if self._done >= self._total:
+            return ", ".join(part for part in (speed, f"took {duration(now - self._began)}") if part)
+        return "" if rate is None else f"{speed}, {duration((self._total - self._done) / rate)} left"
 
 
 def validation_key(key: str, sources: Sequence[str] = ()) -> tuple[str, str, str] | None:
-    """(source, what is measured, statistic) of a validation's metric; None for any other metric.
+    """Splits a validation's metric into (source, measure, statistic); None for any other metric.
 
     `val-core/SOURCE/MEASURE/mean@K`, `val-core/SOURCE/MEASURE/best@K/mean`, `val-aux/SOURCE/NAME/mean@K`. A source may
     have slashes; so may a name whose source is among `sources`.
     """
-    found = _VALIDATION.fullmatch(key)
-    if found is None or "/" not in found["named"]:
+    match = _VALIDATION.fullmatch(key)
+    if match is None or "/" not in match["name"]:
         return None
-    named = found["named"]
-    known = max((source for source in sources if named.startswith(f"{source}/")), key=len, default=None)
-    source, name = named.rsplit("/", 1) if known is None else (known, named[len(known) + 1 :])
-    return source, name, found["statistic"]
+    known = max((source for source in sources if match["name"].startswith(f"{source}/")), key=len, default=None)
+    source, name = match["name"].rsplit("/", 1) if known is None else (known, match["name"][len(known) + 1 :])
+    return source, name, match["statistic"]
 
 
 def duration(seconds: float) -> str:
-    """`4.2 s`, `31 s`, `3 min 12 s`, `2 h 05 min`."""
+    """Writes seconds as `4.2 s`, `31 s`, `3 min 12 s` or `2 h 05 min`."""
     if seconds < 9.95:
         return f"{seconds:.1f} s"
     whole = round(seconds)
@@ -312,27 +288,25 @@ def duration(seconds: float) -> str:
 
 
 def clean(text: str, limit: int | None = None) -> str:
-    """Text that cannot command a terminal: one line, without escapes, control and direction characters.
+    """Makes a text one line without escapes, control and direction characters.
 
-    Models write such things, and a terminal would obey them. `limit`: the most characters to keep.
+    Models write such characters, and a terminal would obey them. limit: the most characters to keep.
     """
-    text = _ESCAPES.sub("", text)
-    kept = (" " if c in "\n\r\t\v\f\x85\u2028\u2029" else c for c in text)
-    text = "".join(c for c in kept if unicodedata.category(c) not in ("Cc", "Cf", "Cs", "Co", "Cn"))
+    spaced = (" " if c in "\n\r\t\v\f\x85\u2028\u2029" else c for c in _ESCAPES.sub("", text))
+    text = "".join(c for c in spaced if unicodedata.category(c) not in ("Cc", "Cf", "Cs", "Co", "Cn"))
     return text if limit is None or len(text) <= limit else f"{text[: limit - 1]}…"
 
 
 def _rewards(metrics: Mapping[str, float]) -> list[tuple[str, float, str]]:
-    """What a line shows of rewards and of costs by their names: their means where they are a few, and how often they
-    failed."""
-    shown, failed = [], 0.0
+    """Means of rewards and of costs by their names, if they are few, and the number of failures."""
+    shown, failures = [], 0.0
     for kind in ("rewards", "costs"):
         keys = [key.split("/") for key in metrics if key.startswith(f"{kind}/")]
         names = [key[1] for key in keys if len(key) == 3 and key[2] == "mean"]
         if 1 < len(names) <= _SHOWN_REWARDS:
             shown += [(name, metrics[f"{kind}/{name}/mean"], ".3f") for name in names]
-        failed += sum(metrics["/".join(key)] for key in keys if len(key) == 3 and key[2] == "failures")
-    return [*shown, ("failures", failed, ".0f")] if failed else shown
+        failures += sum(metrics["/".join(key)] for key in keys if len(key) == 3 and key[2] == "failures")
+    return [*shown, ("failures", failures, ".0f")] if failures else shown
 
 
 def _cell(value: object) -> str:
@@ -341,12 +315,12 @@ def _cell(value: object) -> str:
     return clean(str(value), 160)
 
 
-def _measured(found: Mapping[str, Any], measure: str) -> str:
-    value, error = found.get(measure), found.get(f"{measure}_standard_error")
+def _with_error(results: Mapping[str, Any], name: str) -> str:
+    value, error = results.get(name), results.get(f"{name}_standard_error")
     return "" if value is None else f"{value:.3f}" + ("" if error is None else f" ± {error:.3f}")
 
 
-def _parts(found: Mapping[str, Any]) -> dict[str, float]:
-    """What a measure is made of: its items by name, then its sources."""
-    sources = {f"of {name}": each["mean"] for name, each in (found.get("sources") or {}).items()}
-    return dict(sorted((found.get("items") or {}).items())) | sources
+def _parts(results: Mapping[str, Any]) -> dict[str, float]:
+    """The items of a measure by name, then its sources."""
+    sources = {f"of {name}": source["mean"] for name, source in (results.get("sources") or {}).items()}
+    return dict(sorted((results.get("items") or {}).items())) | sources

@@ -1,4 +1,4 @@
-"""Devices: which backend JAX runs on. `select` must run before JAX has started one."""
+"""Devices: selects the backend that JAX runs on. `select` must run before JAX has started one."""
 
 import ctypes
 import os
@@ -19,14 +19,9 @@ _PLATFORMS = {"cpu": "cpu", "gpu": "cuda", "tpu": "tpu"}
 
 
 def select(config: DeviceConfig, distributed: DistributedConfig | None = None) -> list[Device]:
-    """Chooses the platform, and on CPU the number of simulated devices; returns the devices, those of all processes.
+    """Selects the platform, and on CPU the number of simulated devices; returns the devices of all processes.
 
-    On CPU malloc then keeps freed memory, see `keep_freed_memory`.
-
-    distributed: how further processes are found; None: this one is alone.
-
-    Raises:
-        UserError: the platform is not there, or JAX already runs on other devices.
+    On CPU malloc then keeps freed memory, see `keep_freed_memory`. distributed: None for a process on its own.
     """
     try:
         if config.platform != "auto":
@@ -35,12 +30,12 @@ def select(config: DeviceConfig, distributed: DistributedConfig | None = None) -
             spare_threads(config.simulated)
             jax.config.update("jax_num_cpu_devices", config.simulated)
     except RuntimeError:
-        pass  # JAX has started already, in a notebook say: what counts is what it started with
+        pass  # JAX has started already, as in a notebook: its devices are checked below
     if distributed is not None:
         processes.start(distributed)
     try:
         devices = jax.devices()
-    except (RuntimeError, AssertionError) as error:  # JAX asserts, without a word, where it has no such plugin
+    except (RuntimeError, AssertionError) as error:  # JAX asserts, without a text, if it has no such plugin
         reason = (str(error) or "JAX has no plugin for it").splitlines()[0]
         raise UserError(
             f"device.platform={config.platform} is not available here ({reason}): set it to auto or cpu; for a dry run "
@@ -65,27 +60,27 @@ def select(config: DeviceConfig, distributed: DistributedConfig | None = None) -
 def spare_threads(simulated: int) -> None:
     """Gives XLA's CPU client more threads than simulated devices.
 
-    By default it has as many threads as devices. Each device of a running program waits in one for its peers, so a
-    single thread that compiles meanwhile would keep one device from starting, and all others would wait for it in vain.
+    By default it has as many threads as devices. Each device of a running program waits in a thread for its peers, so a
+    single thread that compiles meanwhile would keep one device from starting: a deadlock.
     """
     os.environ.setdefault("NPROC", str(max(2 * simulated, os.cpu_count() or 1)))
 
 
 def keep_freed_memory() -> bool:
-    """Has glibc's malloc keep freed blocks of up to 1 GiB for the next who asks; returns whether it does.
+    """Makes glibc's malloc keep freed blocks of up to 1 GiB for later allocations; returns whether it does.
 
-    XLA's CPU client allocates a program's temporary memory anew in every call. Left alone, malloc gives blocks beyond
-    32 MiB back to the system at once, and they come from it again page by page, zeroed.
+    XLA's CPU client allocates a program's temporary memory anew in every call. By default malloc returns blocks beyond
+    32 MiB to the system at once, which then zeroes them again page by page.
     """
     with suppress(AttributeError, TypeError):  # another libc, or none
         mallopt = ctypes.CDLL(None).mallopt
-        # An older glibc refuses so high a threshold; the other one alone would have it map even small blocks.
+        # An older glibc refuses this threshold; the other one alone would make it map even small blocks.
         return bool(mallopt(_M_MMAP_THRESHOLD, KEPT_BLOCK) and mallopt(_M_TRIM_THRESHOLD, KEPT_MEMORY))
     return False
 
 
 def idle_accelerator() -> str | None:
-    """What to tell a user whose machine has an accelerator that JAX does not use, or None."""
+    """Returns a warning if the machine has an accelerator that JAX does not use."""
     if jax.default_backend() != "cpu":
         return None
     if shutil.which("nvidia-smi") is not None or Path("/proc/driver/nvidia/version").exists():

@@ -1,4 +1,4 @@
-"""The directory of a run: who may write into it, with which config it was made, and writes that cannot tear a file."""
+"""The directory of a run: its lock, the check of its config on resume, and the record of its environment."""
 
 import contextlib
 import datetime
@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jrlhf.config.schema import Config, config_yaml
+from jrlhf.config import Config, config_yaml
 from jrlhf.errors import UserError
 from jrlhf.run.files import append_jsonl, write_atomic
 from jrlhf.run.resume import changes
@@ -26,10 +26,10 @@ _LOCK = ".lock"
 
 
 class Run:
-    """A run directory, held by this process until `close`, or until the process ends in any way.
+    """A run directory, locked by this process until `close`, or until the process ends in any way.
 
-    writes: whether this process writes into it; of several processes that share a run only the first does.
-    changed: what a resumed run does not do as it did before, for the log; mostly nothing.
+    writes: whether this process writes into it; of several processes only the first does.
+    changed: a line on the settings that a resume has changed, mostly empty.
     """
 
     def __init__(self, path: Path, lock: int, *, writes: bool = True, changed: str = ""):
@@ -53,7 +53,7 @@ class Run:
         return int(path.read_text(encoding="utf-8")) if path.exists() else 1
 
     def add_samples(self, samples: Iterable[Mapping[str, object]]) -> None:
-        """Appends sampled texts to samples.jsonl. Each names its `stage` and `step`."""
+        """Appends sampled texts, each with its `stage` and `step`, to samples.jsonl."""
         if self.writes:
             append_jsonl(self.path / SAMPLES, samples)
 
@@ -64,11 +64,7 @@ class Run:
 
 
 def read_summary(directory: Path) -> dict[str, Any]:
-    """What a run's summary.json says; nothing where the run has not ended.
-
-    Raises:
-        UserError: it is damaged.
-    """
+    """Reads a run's summary.json; empty if the run has not ended."""
     path = directory / SUMMARY
     try:
         summary = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
@@ -80,7 +76,7 @@ def read_summary(directory: Path) -> dict[str, Any]:
 
 
 def share_run(config: Config) -> Run:
-    """The same directory in a process that only reads it, once `open_run` has returned in the first one."""
+    """Returns the run in a process that only reads its directory, once `open_run` has returned in the first one."""
     return Run(_path(config), -1, writes=False)
 
 
@@ -89,14 +85,10 @@ def _path(config: Config) -> Path:
 
 
 def open_run(config: Config, *, resume: bool = False, notes: Sequence[str] = ()) -> Run:
-    """Makes the directory `config.run_dir/config.name`, or with `resume` takes up the run that is in it.
+    """Makes the directory `config.run_dir/config.name`, or with `resume` opens the run that is in it.
 
-    A fresh run gets config.yaml, and so does one that goes on with settings that it may be told anew; each start adds
-    to environment.txt, with the lines of `notes`, on the devices say. Nothing else of an existing run is overwritten.
-
-    Raises:
-        UserError: there is a run already, none to resume, one with another config, one that another process is in, or
-            the directory cannot be written.
+    A new run gets config.yaml, and so does a resumed one whose settings changed; each start adds to environment.txt,
+    with the lines of `notes`. Nothing else of an existing run is overwritten.
     """
     path = _path(config)
     try:
@@ -117,7 +109,7 @@ def _open(path: Path, config: Config, resume: bool, notes: Sequence[str]) -> Run
     with contextlib.ExitStack() as undo:
         run = Run(path, _lock(path))
         undo.callback(run.close)
-        if (path / CONFIG).exists():  # asked again under the lock: another process may have made it meanwhile
+        if (path / CONFIG).exists():  # checked again under the lock: another process may have made it meanwhile
             run.changed = _compare(path, config, resume)
             notes = [*notes, f"goes on {run.changed}"] if run.changed else notes
         fresh = not (path / CONFIG).exists()
@@ -133,7 +125,7 @@ def _open(path: Path, config: Config, resume: bool, notes: Sequence[str]) -> Run
 
 
 def _sweep(path: Path) -> None:
-    """Removes what a killed process left half written beside the files that it was to become."""
+    """Removes files and models that a killed process left half written."""
     for leftover in path.glob(".*.tmp"):
         leftover.unlink()
     for leftover in path.glob(".model-*"):
@@ -141,7 +133,7 @@ def _sweep(path: Path) -> None:
 
 
 def _compare(path: Path, config: Config, resume: bool) -> str:
-    """A line on what the config changes of the run that is there, if it may."""
+    """Returns a line on the settings that the config changes; refuses changes that define the results."""
     refused, line = changes(path, (path / CONFIG).read_text(encoding="utf-8"), config)
     if refused:
         more = f" and {len(refused) - 5} more" if len(refused) > 5 else ""
@@ -157,7 +149,7 @@ def _compare(path: Path, config: Config, resume: bool) -> str:
 
 
 def _lock(path: Path) -> int:
-    """An open, locked file descriptor. The lock lives as long as it is open in this process."""
+    """Returns an open, locked file descriptor. The lock lives as long as it is open in this process."""
     lock = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -177,8 +169,9 @@ def _lock(path: Path) -> int:
 
 
 def environment(notes: Sequence[str] = ()) -> str:
-    """What this process runs on: time, command, Python, source, `notes`, every installed distribution."""
-    versions = sorted({f"{found.name}=={found.version}" for found in importlib.metadata.distributions() if found.name})
+    """Describes this process: time, command, Python, source, `notes`, every installed distribution."""
+    packages = [package for package in importlib.metadata.distributions() if package.name]
+    versions = sorted({f"{package.name}=={package.version}" for package in packages})
     flags = [f"{name}={os.environ[name]}" for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS") if name in os.environ]
     lines = [
         f"# {datetime.datetime.now(datetime.UTC).isoformat(timespec='seconds')}",
@@ -193,13 +186,13 @@ def environment(notes: Sequence[str] = ()) -> str:
 
 
 def _commit() -> list[str]:
-    """The commit of a source checkout, if the program runs from one."""
-    root = Path(__file__).resolve().parent.parent
+    """Describes the commit, if the program runs from a source checkout."""
+    root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists() or not (root / "pyproject.toml").exists():
         return []
     try:
         describe = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40"]
-        found = subprocess.run(describe, capture_output=True, text=True, timeout=10, check=True)
+        commit = subprocess.run(describe, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return []
-    return [f"# source {found.stdout.strip()}"]
+    return [f"# source {commit}"]

@@ -1,4 +1,4 @@
-"""Files that a crash cannot tear: whole ones are replaced atomically, JSON lines are appended whole."""
+"""Files that a crash cannot tear: whole files are replaced atomically, JSON lines are appended whole."""
 
 import errno
 import json
@@ -32,27 +32,17 @@ def write_atomic(path: Path | str, data: str | bytes) -> None:
         os.close(directory)
 
 
-def check_writable(written: str, path: Path) -> None:
-    """Whether a file may be written, or made with the directories above it: before its content is, which takes a while.
-
-    written: the setting that names it, for the error.
-
-    Raises:
-        UserError: it cannot.
-    """
+def check_writable(setting: str, path: Path) -> None:
+    """Refuses a file that cannot be written, before the work that makes its content. setting: for the error."""
     if path.is_dir():
-        raise UserError(f"{written} is a directory: name a file in it")
-    parent = next(each for each in path.absolute().parents if each.exists())
-    if not parent.is_dir() or not all(os.access(each, os.W_OK) for each in (parent, path) if each.exists()):
-        raise UserError(f"{written} cannot be written in {parent}: choose another place")
+        raise UserError(f"{setting} is a directory: name a file in it")
+    parent = next(folder for folder in path.absolute().parents if folder.exists())
+    if not parent.is_dir() or not all(os.access(place, os.W_OK) for place in (parent, path) if place.exists()):
+        raise UserError(f"{setting} cannot be written in {parent}: choose another place")
 
 
 def append_jsonl(path: Path | str, records: Iterable[Mapping[str, object]]) -> None:
-    """Appends one line of JSON a record and waits until they are on disk.
-
-    Raises:
-        ValueError: a record holds NaN or an infinity, which JSON has no word for.
-    """
+    """Appends one line of JSON for each record and waits until they are on disk. NaN and infinities are errors."""
     lines = "".join(json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n" for record in records)
     with open(path, "ab") as file:
         file.write(lines.encode("utf-8", "backslashreplace"))
@@ -61,16 +51,12 @@ def append_jsonl(path: Path | str, records: Iterable[Mapping[str, object]]) -> N
 
 
 def read_jsonl(path: Path | str) -> Iterator[dict]:
-    """The records of a file of JSON lines, as `jsonl_lines` finds them."""
+    """Yields the records of a file of JSON lines; see `jsonl_lines`."""
     return (record for _, record in jsonl_lines(path))
 
 
 def jsonl_lines(path: Path | str) -> Iterator[tuple[bytes, dict]]:
-    """The lines of a file and their records; none where there is no file. A torn last line is left out.
-
-    Raises:
-        UserError: an unreadable line that is not the last.
-    """
+    """Yields the lines of a file and their records; nothing without a file. A torn last line is left out."""
     path = Path(path)
     lines = path.read_bytes().split(b"\n") if path.exists() else []
     while lines and not lines[-1].strip():

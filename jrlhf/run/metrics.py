@@ -1,4 +1,4 @@
-"""Metrics of a run: metrics.jsonl, the truth for plots and tests, and TensorBoard events beside it."""
+"""Metrics of a run: metrics.jsonl, which plots and tests read, and the same as TensorBoard events."""
 
 import html
 import json
@@ -24,13 +24,13 @@ Metrics = dict[str, float | int | bool]
 
 
 class MetricsLog:
-    """Writes one line of JSON an iteration, and the same numbers as TensorBoard scalars, one TensorBoard run a stage.
+    """Writes one line of JSON for each iteration, and the same numbers as TensorBoard scalars, one folder a stage.
 
-    A line is `{"stage": ..., "step": ..., metric: number, ...}`. JSON has no word for NaN and infinities: such a metric
-    is null, and `"nonfinite"` says which it was. Numbers of device arrays are written exactly.
+    A line is `{"stage": ..., "step": ..., metric: number, ...}`. JSON has no NaN and infinities: such a metric is null,
+    and `"nonfinite"` says which it was. Numbers of device arrays are written exactly.
 
-    A line is with the operating system when `log` returns, and on disk within a second or after `sync`; so a killed
-    process loses no line, and a failing machine none that came before a `sync`.
+    When `log` returns, the operating system has the line; it is on disk within a second or after `sync`. So a killed
+    process loses no line, and a machine that fails loses none from before a `sync`.
 
     enabled: False in every process of a run but the first: `log` then only returns the numbers.
     """
@@ -50,12 +50,9 @@ class MetricsLog:
     def log(
         self, stage: str, step: int, metrics: Mapping[str, Any], samples: Sequence[Mapping[str, object]] = ()
     ) -> Metrics:
-        """Logs scalars, on device or host. All device arrays are fetched at once; returns them as Python numbers.
+        """Logs scalars, on device or host, and returns them as Python numbers. All device arrays are fetched at once.
 
         samples: texts, for TensorBoard only.
-
-        Raises:
-            ValueError: a metric is not a number, or is named `stage`, `step` or `nonfinite`.
         """
         numbers = {name: _number(name, value) for name, value in jax.device_get(dict(metrics)).items()}
         if self._file is None:
@@ -79,7 +76,7 @@ class MetricsLog:
         return numbers
 
     def sync(self) -> None:
-        """Waits until every line is on disk. To be called before the checkpoint that a resume would cut back to."""
+        """Waits until every line is on disk. Call this before each checkpoint: a resume cuts the log back to it."""
         if self._file is not None:
             os.fsync(self._file.fileno())
         self._synced = time.monotonic()
@@ -104,41 +101,34 @@ class MetricsLog:
 
 
 def truncate_after(run_dir: Path | str, stage: str, step: int) -> None:
-    """Drops what metrics.jsonl and samples.jsonl hold of `stage` after `step`; the other stages' records stay.
+    """Drops the records of `stage` after `step` from metrics.jsonl and samples.jsonl; call it before opening the log.
 
-    A torn last line is dropped, too. Each file is replaced atomically, and only if it changes. To be called before a
-    `MetricsLog` is opened.
-
-    Raises:
-        UserError: an unreadable line within a file.
+    A torn last line is dropped, too. Each file is replaced atomically, and only if it changes.
     """
     for name in (METRICS, SAMPLES):
         path = Path(run_dir) / name
         if path.exists():
-            kept = [
-                line + b"\n"
-                for line, record in jsonl_lines(path)
-                if record.get("stage") != stage or record.get("step", 0) <= step
-            ]
-            text = b"".join(kept)
+            lines = jsonl_lines(path)
+            before = [line for line, record in lines if record.get("stage") != stage or record.get("step", 0) <= step]
+            text = b"".join(line + b"\n" for line in before)
             if text != path.read_bytes():
                 write_atomic(path, text)
 
 
 def read_metrics(run_dir: Path | str) -> list[dict[str, Any]]:
-    """The records of metrics.jsonl in order; none where there is no file."""
+    """Returns the records of metrics.jsonl in order; none if there is no file."""
     return list(read_jsonl(Path(run_dir) / METRICS))
 
 
 def markdown_table(samples: Sequence[Mapping[str, object]]) -> str:
-    """Samples as a table that TensorBoard shows; nothing in a text can leave its cell."""
+    """Writes samples as a table for TensorBoard; nothing in a text can leave its cell."""
     names = [name for name in samples[0] if name not in ("stage", "step", "kind")]
 
     def row(cells: Iterable[object]) -> str:
         return "|".join(("", *(_cell(cell) for cell in cells), ""))
 
-    lines = [row(names), row("-" * 3 for _ in names), *(row(each.get(name, "") for name in names) for each in samples)]
-    return "\n".join(lines)
+    rows = [row(sample.get(name, "") for name in names) for sample in samples]
+    return "\n".join([row(names), row("-" * 3 for _ in names), *rows])
 
 
 def _cell(value: object) -> str:

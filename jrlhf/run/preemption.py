@@ -1,6 +1,7 @@
-"""Preemption: SIGTERM or Ctrl-C lets the current iteration finish, saves, and leaves with exit code 75 (requeue).
+"""Preemption: SIGTERM or Ctrl-C lets the current iteration finish and save; the run then exits with code 75 (requeue).
 
-It is enough that one process of the run is asked. Outside of iterations all is saved already: Ctrl-C ends it at once.
+It is enough that one process of the run gets the signal. Outside of iterations everything is saved already, so Ctrl-C
+ends the run at once.
 """
 
 import os
@@ -20,12 +21,12 @@ class PreemptionGuard:
         self._previous = {}
 
     def agreed(self) -> bool:
-        """Whether any process of the run was asked to stop: all then do, at the same step. To be called by all."""
+        """Whether any process got a signal; all processes must call this at the same step, and then stop together."""
         return any_process(self.requested)
 
     @contextmanager
     def iterating(self) -> Iterator[None]:
-        """A block that looks at `agreed` after every iteration, and saves."""
+        """Marks a block that checks `agreed` after every iteration and saves."""
         self._iterating = True
         try:
             yield

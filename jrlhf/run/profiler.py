@@ -1,5 +1,6 @@
-"""Traces of chosen iterations, for TensorBoard's profile plugin and for Perfetto."""
+"""Watching a stage's loop: traces of chosen iterations, and compilations in a loop that should compile nothing."""
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -12,19 +13,68 @@ from jrlhf.run.processes import is_main
 Result = TypeVar("Result")
 
 PROFILE = "profile"  # a run's directory of traces
+_COMPILED = "/jax/core/compile/backend_compile_duration"
 
 
 def traced(config: Config, run_dir: Path, stage: str, step: int, iteration: Callable[[], Result]) -> Result:
-    """`iteration()`, whose work is recorded where the config names it: in run_dir/profile/STAGE-STEP.
+    """Calls `iteration()`, and records a trace of it in run_dir/profile/STAGE-STEP if the config asks for one.
 
-    The trace holds the device's programs and, on the host, one annotation for the iteration and one for each timed
-    call. It ends when all that the iteration returns is computed, or when the iteration fails.
+    The trace is for TensorBoard's profile plugin and for Perfetto. It holds the device's programs and, on the host, one
+    annotation for the iteration and one for each timed call. It ends when all that the iteration returns is computed,
+    or when the iteration fails.
 
     step: counted from 1, as in metrics.jsonl.
     """
     with jax.profiler.StepTraceAnnotation(stage, step_num=step):
-        wanted = config.profile
-        if not is_main() or stage != (wanted.stage or config.stages[-1]) or step not in wanted.iterations:
+        profile = config.profile
+        if profile is None or not is_main() or step not in profile.iterations:
+            return iteration()
+        if stage != (profile.stage or config.stages[-1]):
             return iteration()
         with jax.profiler.trace(run_dir / PROFILE / f"{stage}-{step}"):
             return jax.block_until_ready(iteration())
+
+
+class CompilationWatch(logging.Handler):
+    """Counts compilations in this process. As a context manager it also collects JAX's explanations of cache misses."""
+
+    def __init__(self):
+        super().__init__()
+        self._names: list[str] = []
+        self._causes: list[str] = []
+        self._propagate = True
+
+    def __enter__(self) -> "CompilationWatch":
+        jax.monitoring.register_event_duration_secs_listener(self._on_event)
+        logger = logging.getLogger("jax")
+        self._propagate, logger.propagate = logger.propagate, False  # `emit` passes on what is not ours
+        logger.addHandler(self)
+        return self
+
+    def __exit__(self, *_):
+        jax.config.update("jax_explain_cache_misses", False)
+        logger = logging.getLogger("jax")
+        logger.removeHandler(self)
+        logger.propagate = self._propagate
+        jax.monitoring.unregister_event_duration_listener(self._on_event)
+
+    def explain(self) -> None:
+        """Lets JAX log the cause of every cache miss from now on; costs nothing while there is none."""
+        jax.config.update("jax_explain_cache_misses", True)
+
+    def take(self) -> tuple[list[str], list[str]]:
+        """Returns the names of the programs compiled since the last call, and the causes that JAX logged."""
+        taken = self._names, self._causes
+        self._names, self._causes = [], []
+        return taken
+
+    def _on_event(self, event: str, duration_secs: float, **details) -> None:
+        if event == _COMPILED:
+            self._names.append(str(details.get("fun_name", "a function")))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        message = record.getMessage()
+        if "CACHE MISS" in message:
+            self._causes.append(" ".join(message.split()))
+        elif self._propagate:
+            logging.getLogger().handle(record)

@@ -1,39 +1,35 @@
-"""What a run may be told anew when it goes on: settings that do not define its results, and how long it goes on."""
+"""Settings that may change when a run is resumed: those that do not define its results, and its length."""
 
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+from jrlhf.config import Config, build, config_yaml
 from jrlhf.config.parse import flatten, parse_yaml
-from jrlhf.config.schema import Config, config_yaml
 from jrlhf.config.stages import OptimizerConfig, PPOStageConfig
 from jrlhf.errors import UserError
 from jrlhf.run.checkpoints import saved_steps
 
-# Patterns of keys. With others than it began with, a run goes on to the same results,
+# Patterns of keys that may change. The results stay the same,
 _SAME = ("name", "run_dir", "distributed.*", "deadline", "sleep.*", "profile.*", "checkpoints.*", "export.*")
-_SAME += ("wandb.*", "evaluation.*", "*.eval_every", "*.save_every")  # they only look
-# or to the same but for the rounding of sums in another order.
+_SAME += ("wandb.*", "evaluation.*", "validation.*", "*.eval_every", "*.save_every")  # these only observe
+# or the same up to rounding, as sums are computed in another order.
 _ROUNDED = ("plan", "device.*", "mesh.*", "rollout.*", "*.micro_batches", "*.micro_batch_tokens")
 _ROUNDED += ("compute.remat", "compute.logprob", "compute.fused_loss", "compute.attention", "compute.score_tokens")
 
 
 def changes(path: Path, saved: str, config: Config) -> tuple[list[str], str]:
-    """How a config differs from the one that a run began with: (clauses on what it may not change, a line on the rest).
+    """Compares a config with that of a run's start: (clauses on changes that are refused, a line on the others).
 
-    path: the run's directory. saved: its config.yaml. The line is empty where nothing else differs.
-
-    Raises:
-        UserError: the run cannot become as long as the config says.
+    path: the run's directory. saved: its config.yaml. The line is empty if there are no other changes.
     """
-    old, new = flatten(parse_yaml(saved, str(path))), flatten(parse_yaml(config_yaml(config), "config"))
+    old, new = _settings(parse_yaml(saved, str(path)), config)
     differing = [key for key in {**new, **old} if old.get(key) != new.get(key)]
     length = _length_key(config)
     longer = [key for key in differing if key == length and key in old]
     free = [key for key in differing if key in longer or _matches(key, _SAME + _ROUNDED)]
-    refused = [
-        f"{key}: {old.get(key, 'absent')} there, {new.get(key, 'absent')} here" for key in differing if key not in free
-    ]
+    fixed = [key for key in differing if key not in free]
+    refused = [f"{key}: {old.get(key, 'absent')} there, {new.get(key, 'absent')} here" for key in fixed]
     if longer and not refused:
         _check_length(path, config, longer[0], old)
     line = "with " + ", ".join(f"{key}={new.get(key, 'absent')} (was {old.get(key, 'absent')})" for key in free)
@@ -42,22 +38,31 @@ def changes(path: Path, saved: str, config: Config) -> tuple[list[str], str]:
     return refused, line if free else ""
 
 
+def _settings(saved: object, config: Config) -> tuple[dict[str, str], dict[str, str]]:
+    """Returns the settings of a saved config and of `config`, key -> value."""
+    try:
+        began = build(Config, saved)  # reads keys of older versions, too
+    except UserError:  # keys of a newer version: compared as they are written
+        return flatten(saved), flatten(parse_yaml(config_yaml(config), "config"))
+    old, new = (flatten(parse_yaml(config_yaml(version, off=True), "config")) for version in (began, config))
+    return old, new
+
+
 def _matches(key: str, patterns: tuple[str, ...]) -> bool:
     return any(fnmatchcase(key, pattern) for pattern in patterns)
 
 
 def _length_key(config: Config) -> str | None:
-    """The setting that says how long the run's last stage is, and thereby the run. A reward model's has no such: its
-    last step normalises it."""
+    """The setting for the length of the run's last stage; a reward model has none, as its last step normalises it."""
     stage = config.stages[-1]
     if stage == "reward_model":
         return None
-    return f"{stage}.steps" if isinstance(getattr(config, stage), OptimizerConfig) else f"{stage}.iterations"
+    return f"{stage}.steps" if isinstance(config.sections[stage], OptimizerConfig) else f"{stage}.iterations"
 
 
 def _check_length(path: Path, config: Config, key: str, old: Mapping[str, str]) -> None:
     stage, _, name = key.rpartition(".")
-    before, length = int(old[key]), getattr(getattr(config, stage), name)
+    before, length = int(old[key]), getattr(config.sections[stage], name)
     done = max(saved_steps(path / "checkpoints" / stage), default=0)
     if length < done:
         raise UserError(f"{key}={length}: {path} has done {done} already, set it to {done} or more")
@@ -71,9 +76,9 @@ def _check_length(path: Path, config: Config, key: str, old: Mapping[str, str]) 
 
 
 def _optimizers(config: Config) -> Iterator[tuple[str, OptimizerConfig, int]]:
-    """(key, settings, updates a step) of the last stage's optimizers."""
+    """Yields (key, settings, updates per step) of the last stage's optimizers."""
     stage = config.stages[-1]
-    section = getattr(config, stage)
+    section = config.sections[stage]
     if isinstance(section, OptimizerConfig):
         yield stage, section, 1
         return

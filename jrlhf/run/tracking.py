@@ -1,5 +1,5 @@
-"""Metrics to Weights & Biases, beside metrics.jsonl: from a process of their own, which can neither stop nor slow the
-run."""
+"""Weights & Biases: metrics go there in addition to metrics.jsonl, through a process that can neither stop nor slow the
+run. (wandb alone would delay the end of a run while its server hangs.)"""
 
 import json
 import os
@@ -14,52 +14,42 @@ from typing import Any
 
 import yaml
 
-from jrlhf.config.schema import Config, config_yaml
+from jrlhf.config import Config, config_yaml
 from jrlhf.errors import UserError
 from jrlhf.run.directory import Run
 
-LAUNCH = """
-import json, sys
-sys.path[:] = json.loads(sys.argv[1])
-from jrlhf.run.wandb_process import main
-main()
-"""
+SCRIPT = Path(__file__).with_name("wandb_process.py")
 IDENTITY, LOG = "wandb.id", "wandb.log"  # files of the run
 PATIENCE = 30.0  # seconds after the run in which the last metrics may be sent
 
 
 def check_wandb(config: Config) -> None:
-    """Whether wandb is installed, where the config wants it.
-
-    Raises:
-        UserError: it is not.
-    """
-    found = find_spec("wandb")
-    missing = found is None or found.origin is None  # a mere folder, such as wandb itself makes, has no origin
-    if config.wandb.project is not None and missing:
+    """Checks that wandb is installed if the config uses it."""
+    spec = find_spec("wandb")
+    missing = spec is None or spec.origin is None  # a mere folder, such as wandb itself makes, has no origin
+    if config.wandb is not None and missing:
         raise UserError(f"wandb.project={config.wandb.project} needs its extra, pip install 'jrlhf[wandb]'")
 
 
 class Wandb:
-    """Sends a run's metrics to its process. What fails there is told once, and nothing is sent any more.
+    """Sends a run's metrics to the wandb process. After a failure there it prints one warning and sends nothing more.
 
-    settings: the arguments of `wandb.init`.
-    log: gets what the process says.
+    settings: the arguments of `wandb.init`. log: the file of the process's output. patience: see `close`.
     """
 
     def __init__(
-        self, settings: Mapping[str, Any], log: Path, tell: Callable[[str], None], *, patience: float = PATIENCE
+        self, settings: Mapping[str, Any], log: Path, warn: Callable[[str], None], *, patience: float = PATIENCE
     ):
-        self._log, self._tell, self._patience, self._gone = log, tell, patience, False
-        command = [sys.executable, "-P", "-c", LAUNCH, json.dumps([str(path) for path in sys.path])]
+        self._log, self._warn, self._patience, self._gone = log, warn, patience, False
+        environment = {**os.environ, "WANDB_CONSOLE": "off", "PYTHONPATH": os.pathsep.join(map(str, sys.path))}
         with open(log, "ab") as output:
             self._process = subprocess.Popen(
-                command,
+                [sys.executable, "-P", str(SCRIPT)],
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=output,
-                env={**os.environ, "WANDB_CONSOLE": "off"},
-                start_new_session=True,  # Ctrl-C is the run's to hear
+                env=environment,
+                start_new_session=True,  # Ctrl-C is for the run alone
                 bufsize=0,
             )
         assert self._process.stdin is not None
@@ -68,11 +58,11 @@ class Wandb:
         self._send(settings)
 
     def log(self, stage: str, step: int, metrics: Mapping[str, Any]) -> None:
-        """Hands over the numbers of an iteration; returns at once."""
+        """Sends the metrics of an iteration without waiting."""
         self._send({"stage": stage, "step": step, "metrics": dict(metrics)})
 
     def close(self) -> None:
-        """Waits until all is sent, but no longer than `patience` seconds."""
+        """Waits until everything is sent, but at most `patience` seconds."""
         if self._gone:
             return
         self._stdin.close()
@@ -93,22 +83,22 @@ class Wandb:
             self._give_up()
 
     def _give_up(self, reason: str | None = None) -> None:
-        """reason: where the process itself did not end with one."""
+        """Ends the process. reason: by default the last line that it printed."""
         self._gone = True
         self._process.kill()
         self._process.wait()
         self._stdin.close()
         if reason is None:
-            said = self._log.read_text(encoding="utf-8", errors="replace").split("\n")
-            reason = next((line for line in reversed(said) if line.strip()), f"exit code {self._process.returncode}")
-        self._tell(f"nothing more is sent to wandb, and the run goes on ({reason}): see {self._log}")
+            lines = self._log.read_text(encoding="utf-8", errors="replace").split("\n")
+            reason = next((line for line in reversed(lines) if line.strip()), f"exit code {self._process.returncode}")
+        self._warn(f"nothing more is sent to wandb, and the run goes on ({reason}): see {self._log}")
 
 
 @contextmanager
-def tracking(config: Config, run: Run, tell: Callable[[str], None]) -> Iterator[Wandb | None]:
-    """The run's metrics in Weights & Biases, under one id however often it is resumed; None where nobody wants them."""
+def tracking(config: Config, run: Run, warn: Callable[[str], None]) -> Iterator[Wandb | None]:
+    """Yields the connection to wandb, under one id for all resumes of the run; None without the section `wandb`."""
     section = config.wandb
-    if section.project is None or not run.writes:
+    if section is None or not run.writes:
         yield None
         return
     path = run.path / IDENTITY
@@ -125,7 +115,7 @@ def tracking(config: Config, run: Run, tell: Callable[[str], None]) -> Iterator[
         "dir": str(run.path),
         "config": yaml.safe_load(config_yaml(config)),
     }
-    wandb = Wandb(settings, run.path / LOG, tell)
+    wandb = Wandb(settings, run.path / LOG, warn)
     try:
         yield wandb
     finally:

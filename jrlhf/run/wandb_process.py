@@ -1,7 +1,7 @@
-"""The process that speaks to Weights & Biases for a run: importing it, logging in and its network wait and fail here.
+"""The process that sends a run's metrics to Weights & Biases, so that its network can neither stop nor slow the run.
 
-It reads JSON from stdin, a line each: the arguments of `wandb.init`, then `{"stage", "step", "metrics"}`. The end of
-stdin, which is also that of the run's process, ends it. Standard library and wandb only.
+Reads JSON lines from stdin: the arguments of `wandb.init`, then `{"stage", "step", "metrics"}`. Ends with stdin, at the
+latest when the run's process ends. Imports only the standard library and wandb, so that it starts fast.
 """
 
 import json
@@ -11,31 +11,36 @@ from threading import Thread
 
 
 def main() -> None:
-    lines: SimpleQueue[str | None] = SimpleQueue()
-    Thread(target=_read, args=(lines,), daemon=True).start()  # the run never waits for what is slow here
+    lines: SimpleQueue[str] = SimpleQueue()
+
+    def read() -> None:
+        for line in sys.stdin:
+            lines.put(line)
+        lines.put("")
+
+    # Reads while wandb is slow: otherwise the pipe would fill up, and the run would give up this process.
+    Thread(target=read, daemon=True).start()
     try:
-        _follow(lines)
+        _send(lines)
     except Exception as error:
         sys.exit(" ".join(f"{type(error).__name__}: {error}".split()))
 
 
-def _read(lines: SimpleQueue) -> None:
-    for line in sys.stdin:
-        lines.put(line)
-    lines.put(None)
-
-
-def _follow(lines: SimpleQueue) -> None:
+def _send(lines: SimpleQueue[str]) -> None:
     import wandb  # pyright: ignore[reportMissingImports]
 
     run, stages = wandb.init(**json.loads(lines.get())), set()
-    while (line := lines.get()) is not None:
-        said = json.loads(line)
-        stage = said["stage"]
+    while line := lines.get():
+        record = json.loads(line)
+        stage = record["stage"]
         if stage not in stages:  # each stage counts its steps from 1: an axis of its own
             run.define_metric(f"{stage}/step")
             run.define_metric(f"{stage}/*", step_metric=f"{stage}/step")
             stages.add(stage)
-        named = {name if name.startswith(f"{stage}/") else f"{stage}/{name}": x for name, x in said["metrics"].items()}
-        run.log({f"{stage}/step": said["step"], **named})
+        metrics = {f"{stage}/{name.removeprefix(f'{stage}/')}": value for name, value in record["metrics"].items()}
+        run.log({f"{stage}/step": record["step"], **metrics})
     run.finish()
+
+
+if __name__ == "__main__":
+    main()

@@ -45,14 +45,14 @@ class Context:
     @property
     def sampling(self) -> SamplingConfig:
         """How responses are drawn: in rollouts, and wherever else a policy is looked at."""
-        rl, tokenizer = self.config.rl, self.task.tokenizer
+        section, tokenizer = self.config.sampling, self.task.tokenizer
         spare = tokenizer.vocab_size < self.vocab_size  # rows of the tables that stand for no token
         return SamplingConfig(
             max_new_tokens=self.config.data.max_response,
-            temperature=rl.temperature,
-            top_k=rl.top_k,
-            top_p=rl.top_p,
-            min_new_tokens=rl.min_new_tokens,
+            temperature=section.temperature,
+            top_k=section.top_k,
+            top_p=section.top_p,
+            min_new_tokens=section.min_new_tokens,
             stop_ids=tokenizer.eos_ids,
             token_limit=tokenizer.vocab_size if spare else None,
         )
@@ -65,14 +65,13 @@ class Context:
     @property
     def sampler(self) -> Sampler:
         """Answers prompts outside of iterations."""
-        rl = self.config.rl
         return Sampler(
             self.mesh,
             self.compute,
             self.task.tokenizer,
             self.sampling,
             self.config.rollout,
-            batch=rl.rollout_batch,
-            samples=rl.samples,
+            batch=self.config.sampled_rows,
+            samples=self.config.samples,
             max_prompt=self.config.data.max_prompt,
         )

@@ -6,18 +6,18 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jrlhf.algorithms.registry import graph_of
-from jrlhf.config.schema import Config, config_yaml
+from jrlhf.config import Config, config_yaml
+from jrlhf.config.schema import DatasetsData
 from jrlhf.meshes import GENERATE, SCORE, TRAIN, Call, Layout, tree_reshard_cost
 from jrlhf.meshes.plan import Plan
 from jrlhf.models import ModelConfig, param_shardings
 from jrlhf.planning.fits import backend_of, capacity, check_memory, memory_of
 from jrlhf.planning.runnable import on_base, only_functions
 from jrlhf.roles.placement import LAYOUTS, place_roles
-from jrlhf.roles.pretrained import is_here
+from jrlhf.roles.pretrained import abstract_weights, is_here
 from jrlhf.stages.graphs import stage_graph
 from jrlhf.stages.preflight import check_sources
 from jrlhf.stages.setup import load_task, select_mesh, select_plan
-from jrlhf.stages.shapes import whole_weights
 
 MIB = 2**20
 
@@ -48,9 +48,10 @@ def _sources(config: Config, actor: ModelConfig, mesh: Mesh) -> list[str]:
     wanted |= {"roles.reference": config.roles.reference}
     wanted |= {f"rewards[{index}].model": reward.model for index, reward in enumerate(config.rewards)}
     wanted |= {f"costs[{index}].model": cost.model for index, cost in enumerate(config.costs)}
-    if config.data.source == "datasets":
+    if isinstance(config.data, DatasetsData):
         parts = ("sft", "preferences", "prompts", "heldout")
-        wanted |= {f"data.{part}.path": getattr(config.data, part).path for part in parts}
+        datasets = {part: getattr(config.data, part) for part in parts}
+        wanted |= {f"data.{part}.path": dataset.path for part, dataset in datasets.items() if dataset is not None}
     missing = {key: path for key, path in wanted.items() if path is not None and not is_here(path)}
     if missing:
         return [f"{key}={path} is not here: not looked at" for key, path in missing.items()]
@@ -95,12 +96,12 @@ def _plan(config: Config, mesh: Mesh, models: Mapping[str, ModelConfig], plan: P
             what = " ".join(f"{name} {value}" for name, value in kinds.items() if value is not None)
             rows.append((f"{kind}.{part.name}", "", f"{what}, weight {part.weight:g}"))
     lines = [f"plan of an iteration of {config.algorithm}, {plan.name}, on {mesh.size} device(s):", *_in_columns(rows)]
-    if config.lora.on:
+    if config.lora is not None:
         return [*lines, f"  no switch: training and generation use one base, stored as {GENERATE.name} stores it"]
     actor, dtype = models["actor"], jnp.dtype(config.compute.dtype)
     places = place_roles(plan, graph, list(mesh.devices.flat))["actor"]
     generation = param_shardings(actor, places["generate"].mesh, GENERATE)
-    cost = tree_reshard_cost(whole_weights(actor, places.home.mesh), generation, dtype=dtype)
+    cost = tree_reshard_cost(abstract_weights(actor, places.home.mesh), generation, dtype=dtype)
     lines.append(
         f"  the switch to {GENERATE.name}: {max(cost.received.values()) / MIB:.3f} MiB received by a device, "
         f"{max(cost.redundant.values()) / MIB:.3f} MiB held that it does not use"

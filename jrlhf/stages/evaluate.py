@@ -1,4 +1,7 @@
-"""Held-out evaluation: what a policy answers to prompts that it never learnt from, and how that is measured."""
+"""Held-out evaluation: a policy's answers to prompts that it was not trained on, and their scores.
+
+Before and after an algorithm (`grade_before`, `compare`), and every few iterations while it runs (`validate`).
+"""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -11,21 +14,23 @@ import numpy as np
 
 from jrlhf.data.batches import key_for
 from jrlhf.data.encode import Prompts
-from jrlhf.rewards.mixture import LEARNT, Rewards, to_samples
+from jrlhf.data.types import Response
+from jrlhf.rewards.mixture import TRAINED, Rewards
+from jrlhf.rewards.types import to_samples
 from jrlhf.roles.model import Model
-from jrlhf.roles.sampling import Response
+from jrlhf.run.clock import Clock
 from jrlhf.run.processes import from_main
 from jrlhf.stages.context import Context
 
-BEFORE = "before.json"  # a run's file: how it graded the policy that its algorithm began with
+BEFORE = "before.json"  # a file of the run: the grades of the policy that its algorithm began with
 
 
 @dataclass(frozen=True)
 class Graded:
-    """One policy's answers to held-out prompts, and what is made of each.
+    """One policy's answers to held-out prompts, and their scores.
 
     measure: "gold", where the task has a measure that training never sees; else "score", the sum of the rewards.
-    items: what the measure is made of. learnt: what the reward model says that this run trained, if there is one.
+    items: the parts of the measure. learnt: scores of the reward model that this run trained, if there is one.
     costs: the sum of the run's costs, if it has any.
     """
 
@@ -39,21 +44,22 @@ class Graded:
     costs: np.ndarray | None = None
 
     def summary(self) -> dict:
-        """Means with standard errors, and how varied the answers are."""
-        named = sorted(set(self.sources))
-        by_source = {} if len(named) < 2 else {name: self._of(name) for name in named}
+        """Means with standard errors, and the number of distinct answers."""
+        means = {name: self.scores[rows] for name, rows in self.rows().items()}
+        sources = {name: {"mean": float(scores.mean()), "n": len(scores)} for name, scores in means.items()}
         return {
             **_mean(self.measure, self.scores),
             **({} if self.costs is None else _mean("cost", self.costs)),
             "items": {name: float(np.nanmean(values)) for name, values in self.items.items()},
-            **({"sources": by_source} if by_source else {}),
+            **({"sources": sources} if sources else {}),
             **({"failures": dict(self.failures)} if self.failures else {}),
             "distinct": len({response.text for response in self.responses}),
         }
 
-    def _of(self, source: str) -> dict:
-        chosen = np.array([each == source for each in self.sources])
-        return {"mean": float(self.scores[chosen].mean()), "n": int(chosen.sum())}
+    def rows(self) -> dict[str, np.ndarray]:
+        """Source -> mask of its rows; empty where all prompts are from one source."""
+        names = sorted(set(self.sources))
+        return {} if len(names) < 2 else {name: np.array(self.sources) == name for name in names}
 
 
 def grade_heldout(
@@ -70,12 +76,13 @@ def grade_heldout(
 
     Equal purposes and steps draw with equal keys: two policies then make a paired test.
 
-    temperature: that of the rollouts if None.
+    temperature: None for that of the rollouts.
     """
-    task = context.task
+    task, count = context.task, context.config.evaluation.prompts
     if task.heldout is None or not task.heldout.ids or (task.gold is None and rewards is None):
         return None
-    heldout = _first(task.heldout, context.config.evaluation.prompts)
+    every = task.heldout
+    heldout = replace(every, ids=every.ids[:count], texts=every.texts[:count], examples=every.examples[:count])
     sampling = context.sampling if temperature is None else replace(context.sampling, temperature=temperature)
     responses = context.sampler.sample(policy, heldout.ids, key_for(context.config.seed, purpose, step), sampling)
     return grade(context, heldout, responses, rewards, costs, step=step)
@@ -86,7 +93,7 @@ def grade_before(
 ) -> Graded | None:
     """`grade_heldout` of the policy that an algorithm is about to use up.
 
-    The run keeps it in before.json. When it is resumed it is read from there, unless what is graded has become another.
+    The run saves it in before.json. A resumed run reads it from there, unless policy, prompts or rewards have changed.
     """
     graded_as = {
         "corpus": context.task.fingerprint,
@@ -95,35 +102,35 @@ def grade_before(
         "rewards": None if rewards is None else rewards.identities,
         "costs": None if costs is None else costs.identities,
     }
-    kept = from_main(partial(_read, context.run.path / BEFORE, graded_as))
-    if kept is not None:
-        return kept
+    saved = from_main(partial(_read, context.run.path / BEFORE, graded_as))
+    if saved is not None:
+        return saved
     with context.console.status("answering the held-out prompts"):
         graded = grade_heldout(context, policy, rewards, costs)
     if graded is not None:
-        text = json.dumps({"graded_as": graded_as, "graded": asdict(graded)}, default=_plain)
+        text = json.dumps({"graded_as": graded_as, "graded": asdict(graded)}, default=_from_array)
         context.run.write(BEFORE, text + "\n")
     return graded
 
 
 def _read(path: Path, graded_as: Mapping[str, Any]) -> Graded | None:
-    """What `grade_before` has written, bit for bit; None where there is nothing, or of something else."""
+    """The saved grades, bit for bit; None where there are none, or those of something else."""
     if not path.exists():
         return None
-    found = json.loads(path.read_text(encoding="utf-8"), object_hook=_array)
-    if found["graded_as"] != graded_as:
+    saved = json.loads(path.read_text(encoding="utf-8"), object_hook=_to_array)
+    if saved["graded_as"] != graded_as:
         return None
-    graded = found["graded"]
-    responses = tuple(replace(Response(**each), ids=tuple(each["ids"])) for each in graded["responses"])
+    graded = saved["graded"]
+    responses = tuple(Response(**row | {"ids": tuple(row["ids"])}) for row in graded["responses"])
     return Graded(**graded | {"responses": responses, "sources": tuple(graded["sources"])})
 
 
-def _plain(array: np.ndarray) -> dict[str, Any]:
+def _from_array(array: np.ndarray) -> dict[str, Any]:
     return {"ndarray": array.dtype.name, "values": array.tolist()}
 
 
-def _array(found: dict[str, Any]) -> Any:
-    return np.array(found["values"], found["ndarray"]) if found.keys() == {"ndarray", "values"} else found
+def _to_array(saved: dict[str, Any]) -> Any:
+    return np.array(saved["values"], saved["ndarray"]) if saved.keys() == {"ndarray", "values"} else saved
 
 
 def grade(
@@ -135,56 +142,55 @@ def grade(
     *,
     step: int = 0,
 ) -> Graded:
-    """What the task's measure, or else the run's rewards, say of responses to `prompts`; and what they cost."""
-    task = context.task
-    read = {} if rewards is None else _read_tokens(context, prompts, responses, rewards)
+    """Scores of responses by the task's measure, or else by the run's rewards; and their costs."""
+    gold, sources = context.task.gold, tuple(example.source for example in prompts.examples)
+    learned = {} if rewards is None else _learned_scores(context, prompts, responses, rewards)
     failures: dict[str, int] = {}
-    if task.gold is not None:
-        measure, gold = "gold", task.gold(prompts.examples, [each.text for each in responses])
-        total, items = gold.scores, gold.items
+    if gold is not None:
+        grades = gold(prompts.examples, [response.text for response in responses])
+        scores, items = grades.scores, grades.items
     else:
         assert rewards is not None
-        measure = "score"
-        total, items, failures = _add_texts(rewards, read, prompts, responses, step)
-    spent = None
+        scores, items, failures = _weighted_sum(rewards, learned, prompts, responses, step)
+    total_costs = None
     if costs is not None:
-        of_tokens = _read_tokens(context, prompts, responses, costs)
-        spent, _, failed = _add_texts(costs, of_tokens, prompts, responses, step)
+        learned_costs = _learned_scores(context, prompts, responses, costs)
+        total_costs, _, failed = _weighted_sum(costs, learned_costs, prompts, responses, step)
         failures |= failed
-    sources = tuple(example.source for example in prompts.examples)
-    return Graded(measure, tuple(responses), sources, total, items, read.get(LEARNT), failures, spent)
+    measure = "score" if gold is None else "gold"
+    return Graded(measure, tuple(responses), sources, scores, items, learned.get(TRAINED), failures, total_costs)
 
 
-def _read_tokens(
+def _learned_scores(
     context: Context, prompts: Prompts, responses: Sequence[Response], rewards: Rewards
 ) -> dict[str, np.ndarray]:
-    """What the reward models that read tokens say, each by its name."""
-    sequences = [prompt + each.ids for prompt, each in zip(prompts.ids, responses, strict=True)]
+    """The scores of the reward models that read tokens, by name."""
+    sequences = [prompt + response.ids for prompt, response in zip(prompts.ids, responses, strict=True)]
     return {name: context.sampler.scores(part.model, sequences) for name, part in rewards.token_parts.items()}
 
 
-def _add_texts(
-    rewards: Rewards, read: Mapping[str, np.ndarray], prompts: Prompts, responses: Sequence[Response], step: int
+def _weighted_sum(
+    rewards: Rewards, learned: Mapping[str, np.ndarray], prompts: Prompts, responses: Sequence[Response], step: int
 ) -> tuple[np.ndarray, dict[str, np.ndarray], dict[str, int]]:
-    """The weighted sum of all rewards, given those that read tokens; each by its name; and how often each failed."""
-    total, items = np.zeros(len(responses)), dict(read)
-    for name, scores in read.items():
+    """The weighted sum of all rewards, the scores of each by name, and the number of failures of each."""
+    total, items = np.zeros(len(responses)), dict(learned)
+    for name, scores in learned.items():
         total = total + rewards.token_parts[name].weight * scores
-    if not rewards.text_parts:
+    if not rewards.texts.parts:
         return total, items, {}
-    summed, parts = rewards.score_samples(to_samples(prompts.examples, prompts.texts, responses), step=step)
+    summed, parts = rewards.texts.score(to_samples(prompts.examples, prompts.texts, responses), step=step)
     failures = {name: count for name, part in parts.items() if (count := sum(part.failures.values()))}
     return total + summed.scores, items | {name: part.scores for name, part in parts.items()}, failures
 
 
 def compare(before: Graded, after: Graded | None) -> dict:
     """Both summaries, and the paired difference, after minus before, with its standard error."""
-    found = {"measure": before.measure, "n": len(before.scores), "before": before.summary()}
+    comparison = {"measure": before.measure, "n": len(before.scores), "before": before.summary()}
     if after is None:
-        return found
+        return comparison
     difference = after.scores - before.scores
     error = standard_error(difference)
-    return found | {
+    return comparison | {
         "after": after.summary(),
         "difference": float(difference.mean()),
         "standard_error": error,
@@ -197,9 +203,63 @@ def _mean(name: str, values: np.ndarray) -> dict[str, float]:
 
 
 def standard_error(values: np.ndarray) -> float:
-    """Of the mean."""
+    """Standard error of the mean."""
     return float(values.std(ddof=1) / np.sqrt(len(values))) if len(values) > 1 else 0.0
 
 
-def _first(prompts: Prompts, count: int) -> Prompts:
-    return replace(prompts, ids=prompts.ids[:count], texts=prompts.texts[:count], examples=prompts.examples[:count])
+def validate(
+    context: Context, policy: Model, rewards: Rewards, step: int, clock: Clock
+) -> tuple[dict[str, float], list[dict[str, object]]]:
+    """Validation before an iteration, every `validation.every`: metrics under verl's names, and all first answers.
+
+        val-core/SOURCE/MEASURE/mean@k         over prompts, of the mean over a prompt's k answers
+        val-core/SOURCE/MEASURE/best@k/mean    over prompts, of the best of a prompt's k answers
+        val-aux/SOURCE/REWARD/mean@k           the same for each reward, or item of the measure, by itself
+        val-aux/all/REWARD/failures            answers that a reward could not score, where there are any
+
+    SOURCE is `all`, and each source's name where the held-out prompts have several.
+    """
+    config = context.config.validation
+    if config is None or config.every is None or step % config.every:
+        return {}, []
+
+    def grade_rounds() -> list[Graded | None]:
+        options = {"temperature": config.temperature, "step": step}
+        purposes = [f"validation {number}" for number in range(config.k)]
+        return [grade_heldout(context, policy, rewards, purpose=purpose, **options) for purpose in purposes]
+
+    rounds = [graded for graded in clock.run("validation", grade_rounds) if graded is not None]
+    if not rounds:
+        return {}, []
+    metrics, samples = statistics(rounds), _samples(context, rounds[0])
+    context.console.validation(step + 1, metrics, samples[: context.config.evaluation.samples])
+    return metrics, samples
+
+
+def statistics(rounds: Sequence[Graded]) -> dict[str, float]:
+    """The metrics of k answers to each prompt; `rounds` are the first answers to all prompts, the second, ..."""
+    first, k = rounds[0], len(rounds)
+    scores = np.stack([graded.scores for graded in rounds])
+    items = {name: np.stack([graded.items[name] for graded in rounds]) for name in first.items}
+    failures: dict[str, float] = {}
+    for graded in rounds:
+        for name, count in graded.failures.items():
+            failures[name] = failures.get(name, 0.0) + count
+    metrics = {f"val-aux/all/{name}/failures": count for name, count in failures.items()}
+    by_source = {source or "unnamed": rows for source, rows in first.rows().items()}
+    for source, rows in ({"all": np.ones(len(first.sources), bool)} | by_source).items():
+        core = f"val-core/{source}/{first.measure}"
+        metrics[f"{core}/mean@{k}"] = float(scores[:, rows].mean())
+        metrics[f"{core}/best@{k}/mean"] = float(scores[:, rows].max(axis=0).mean())
+        for name, values in items.items():
+            metrics[f"val-aux/{source}/{name}/mean@{k}"] = float(np.nanmean(values[:, rows]))
+    return metrics
+
+
+def _samples(context: Context, graded: Graded) -> list[dict[str, object]]:
+    assert context.task.heldout is not None
+    rows = zip(context.task.heldout.texts, graded.responses, graded.scores, graded.sources, strict=False)
+    return [
+        {"kind": "validation", "prompt": text, "response": response.text, "score": float(score), "source": source}
+        for text, response, score, source in rows
+    ]

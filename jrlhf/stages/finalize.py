@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -11,106 +12,97 @@ import numpy as np
 
 from jrlhf.config.schema import Config
 from jrlhf.data.tokenizer import Tokenizer
-from jrlhf.models.hf import HFConfig, export_adapter, export_hf
+from jrlhf.models.hf import export_adapter, export_hf
 from jrlhf.models.params import HeadKind
 from jrlhf.ppo import SafeRLHFConfig
-from jrlhf.report import write_report
 from jrlhf.rewards.mixture import Rewards
 from jrlhf.rewards.text_model import ENDS
 from jrlhf.roles.compiled import mesh_of
 from jrlhf.roles.model import Model
 from jrlhf.roles.pretrained import describe
-from jrlhf.run.directory import SUMMARY
+from jrlhf.run.directory import SUMMARY, Run
 from jrlhf.run.metrics import read_metrics, truncate_after
 from jrlhf.run.processes import from_main
 from jrlhf.stages.context import Context
 from jrlhf.stages.evaluate import Graded, compare, grade_heldout
 
 
-def finish(
-    context: Context,
-    policy: Model,
-    before: Graded | None,
-    reward: Model | None,
-    rewards: Rewards | None,
-    costs: Rewards | None,
-    phases: Mapping[str, float],
-) -> dict[str, Any]:
-    """Measures the policy on held-out prompts, and writes what the run leaves behind.
+@dataclass
+class Outcome:
+    """What the stages of a run have made so far.
 
-    before: how the policy did that the algorithm began with, if the run has one. reward: the reward model that it
-    trained. costs: what the answers are measured by besides. phases: seconds that this process spent in each.
+    seconds: of each phase, in this process. reward: the reward model that the run trained, if any.
+    before: the grades of the policy that the algorithm began with. rewards, costs: what the answers are scored by.
     """
+
+    policy: Model
+    seconds: Mapping[str, float]
+    reward: Model | None = None
+    before: Graded | None = None
+    rewards: Rewards | None = None
+    costs: Rewards | None = None
+
+
+def finish(context: Context, outcome: Outcome) -> dict[str, Any]:
+    """Evaluates the policy on held-out prompts, writes all that the run leaves behind, and returns the summary."""
+    from jrlhf.report import write_report  # draws with matplotlib, which takes long to load
+
+    config, run, tokenizer = context.config, context.run, context.task.tokenizer
     with context.console.status("answering the held-out prompts"):
-        graded = grade_heldout(context, policy, rewards, costs)
-    first, second = (graded, None) if before is None else (before, graded)
-    summary = from_main(partial(_summarise, context, first, second, phases))
+        after = grade_heldout(context, outcome.policy, outcome.rewards, outcome.costs)
+    summary = from_main(partial(_summarise, context, outcome, after))
     with context.console.status("writing the model"):
-        export(context, policy)
-        if reward is not None:
-            with jax.set_mesh(mesh_of(reward)):
-                export(context, reward, head="scalar")
-    from_main(lambda: write_report(context.run.path))
-    context.console.summary(summary, context.run.path)
+        export(run, config, tokenizer, outcome.policy)
+        if outcome.reward is not None:
+            with jax.set_mesh(mesh_of(outcome.reward)):
+                export(run, config, tokenizer, outcome.reward, head="scalar")
+    from_main(lambda: write_report(run.path))
+    context.console.summary(summary, run.path)
     return summary
 
 
-def _summarise(
-    context: Context, first: Graded | None, second: Graded | None, phases: Mapping[str, float]
-) -> dict[str, Any]:
-    """Writes samples and summary.json."""
+def _summarise(context: Context, outcome: Outcome, after: Graded | None) -> dict[str, Any]:
+    """Writes samples and summary.json. With no algorithm the grades are those of the only policy, as `before`."""
+    first, second = (after, None) if outcome.before is None else (outcome.before, after)
     summary: dict[str, Any] = {}
     if first is not None:
         _write_samples(context, first, second)
         summary["held_out"] = compare(first, second)
-    summary |= {**_from_metrics(context), "chat": context.task.chat, "phases": dict(phases)}
+    summary |= {**_from_metrics(context), "chat": context.task.chat, "phases": dict(outcome.seconds)}
     context.run.write(SUMMARY, json.dumps(summary, indent=2, allow_nan=False) + "\n")
     return summary
 
 
-def export(context: Context, model: Model, head: HeadKind = "lm") -> None:
-    """Writes a model in Hugging Face form: model/ or reward_model/, whole; of an adapter also adapter/, PEFT's form.
+def export(run: Run, config: Config, tokenizer: Tokenizer, model: Model, head: HeadKind = "lm") -> None:
+    """Writes a model in Hugging Face form to model/ or reward_model/; an adapter also to adapter/, in PEFT's form.
 
-    What stands there from an earlier end of this run is replaced.
+    Replaces what an earlier export of this run wrote.
     """
-    path, config, tokenizer = context.run.path, context.config, context.task.tokenizer
-    origin = _origin(config)
+    origin = None if config.model.path is None else describe(config.model.path, "model.path")
     dtype = config.export.dtype
     if dtype == "auto":
         dtype = "float32" if origin is None else origin.dtype
-    name = "model" if head == "lm" else "reward_model"
-    params = model.onloaded().params
-    if model.architecture.lora is not None:
-        adapter = path / ("adapter" if head == "lm" else "reward_adapter")
-        base = config.model.path
-        export_adapter(params, model.config, model.architecture.lora, adapter, base_name=base)
+    name, adapter_name = ("model", "adapter") if head == "lm" else ("reward_model", "reward_adapter")
+    params, lora = model.onloaded().params, model.architecture.lora
+    if lora is not None:
+        export_adapter(params, model.config, lora, run.path / adapter_name, base_name=config.model.path)
     export_hf(
         params if model.base is None else model.base,
         model.config,
-        path / name,
+        run.path / name,
         adapter=None if model.base is None else params,
-        lora=model.architecture.lora,
+        lora=lora,
         dtype=jnp.dtype(dtype),
         family=None if origin is None else origin.family,
+        tokenizer_json=tokenizer.to_json() if tokenizer.directory is None else None,
+        tokenizer_dir=tokenizer.directory,
         eos_ids=tokenizer.eos_ids,
         pad_id=tokenizer.pad_id,
         bos_id=tokenizer.bos_id,
-        **_tokenizer_files(tokenizer),
     )
-    if head == "scalar" and context.run.writes:
-        described = json.loads((path / name / "config.json").read_text(encoding="utf-8")) | {ENDS: "eos"}
-        context.run.write(f"{name}/config.json", json.dumps(described, indent=2) + "\n")
-
-
-def _tokenizer_files(tokenizer: Tokenizer) -> dict[str, Any]:
-    if tokenizer.directory is None:
-        return {"tokenizer_json": tokenizer.to_json()}
-    return {"tokenizer_dir": tokenizer.directory}
-
-
-def _origin(config: Config) -> HFConfig | None:
-    """What the directory says that the actor came from."""
-    return None if config.model.path is None else describe(config.model.path, "model.path")
+    if head == "scalar" and run.writes:
+        settings = json.loads((run.path / name / "config.json").read_text(encoding="utf-8")) | {ENDS: "eos"}
+        run.write(f"{name}/config.json", json.dumps(settings, indent=2) + "\n")
 
 
 def _write_samples(context: Context, before: Graded, after: Graded | None) -> None:
@@ -138,23 +130,23 @@ def _sample(when: str, measure: str, graded: Graded, row: int) -> dict[str, obje
 
 
 def _from_metrics(context: Context) -> dict[str, Any]:
-    """What the summary repeats of metrics.jsonl: accuracies on held-out pairs, and the KL that the run settled on."""
+    """The part of the summary that repeats metrics.jsonl: accuracies on held-out pairs, and the last KL and cost."""
     records = read_metrics(context.run.path)
-    found: dict[str, Any] = {}
+
+    def values(name: str) -> list[float]:
+        return [record[name] for record in records if record.get(name) is not None]
+
+    summary: dict[str, Any] = {}
     for stage in ("reward_model", "dpo"):
-        accuracies = [
-            each[f"{stage}/eval_accuracy"] for each in records if each.get(f"{stage}/eval_accuracy") is not None
-        ]
-        found |= {f"{stage}_accuracy": accuracies[-1]} if accuracies else {}
-    costs = [each["cost/mean"] for each in records if each.get("cost/mean") is not None]
-    algorithm = context.config.rl.algorithm
-    if costs and isinstance(algorithm, SafeRLHFConfig):
-        found["cost"] = {"last_quarter": _last_quarter(costs), "limit": algorithm.cost_limit}
-    kl = [each["objective/kl"] for each in records if each.get("objective/kl") is not None]
-    if kl:
-        found["kl_last_quarter"] = _last_quarter(kl)
-        found["kl_target"] = context.config.rl.algorithm.kl_target
-    return found
+        if accuracies := values(f"{stage}/eval_accuracy"):
+            summary[f"{stage}_accuracy"] = accuracies[-1]
+    algorithm = context.config.rl.algorithm if context.config.algorithm else None
+    if (costs := values("cost/mean")) and isinstance(algorithm, SafeRLHFConfig):
+        summary["cost"] = {"last_quarter": _last_quarter(costs), "limit": algorithm.cost_limit}
+    if algorithm and (kl := values("objective/kl")):
+        summary["kl_last_quarter"] = _last_quarter(kl)
+        summary["kl_target"] = algorithm.kl_target
+    return summary
 
 
 def _last_quarter(values: Sequence[float]) -> float:

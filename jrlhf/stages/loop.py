@@ -12,9 +12,8 @@ from jax.sharding import Mesh
 
 from jrlhf.errors import Preempted, UserError
 from jrlhf.run.checkpoints import Checkpoints, like
-from jrlhf.run.compilations import CompilationWatch
 from jrlhf.run.metrics import MetricsLog, truncate_after
-from jrlhf.run.profiler import traced
+from jrlhf.run.profiler import CompilationWatch, traced
 from jrlhf.stages.context import Context
 
 State = TypeVar("State")

@@ -61,6 +61,8 @@ def check_adapter(config: Config, actor: ModelConfig, mesh: Mesh) -> None:
         UserError: it does not fit the actor, or is not there.
     """
     section = config.lora
+    if section is None:
+        return
     try:
         if section.path is not None:
             if "value_head" in load_adapter(Path(section.path), actor, mesh)[1]:

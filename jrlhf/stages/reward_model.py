@@ -57,7 +57,7 @@ def train_reward_model(context: Context, policy: Model) -> Model:
 
     meta = {"corpus": context.task.fingerprint, "policy": policy.fingerprint()}
     state = run_stage(context, "reward_model", config.steps, init, advance, save_every=config.save_every, meta=meta)
-    return stored(start.holding(state.params), context.config.sleep.reward)
+    return stored(start.holding(state.params), context.config.offloading.reward)
 
 
 def normalised(params, mean: float, deviation: float):

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
-from jrlhf.algorithms.pool import Pool
+from jrlhf.algorithms.dynamic_sampling import DynamicSampler
 from jrlhf.algorithms.registry import dataflow_identity, dataflow_of, graph_of
 from jrlhf.config.schema import Config
 from jrlhf.config.stages import PPOStageConfig
@@ -43,10 +43,10 @@ from jrlhf.roles.placement import CallPlacement, RolePlacement
 from jrlhf.roles.roles import Actor, Constraint, Critic, ExperienceMaker, FusedUpdate, Reference
 from jrlhf.roles.sampling import read_responses
 from jrlhf.stages.context import Context
+from jrlhf.stages.evaluate import validate
 from jrlhf.stages.loop import SAMPLES, run_stage
 from jrlhf.stages.mfu import utilisation_of
 from jrlhf.stages.sft import sft_rows
-from jrlhf.stages.validation import validate
 
 Algorithm = TypeVar("Algorithm", bound=PolicyConfig)
 READ = "tokens", "prompt_lengths", "response_lengths", "finished"  # of an experience, on the host
@@ -99,7 +99,10 @@ def train_rl(context: Context, policy: Model, rewards: Rewards, costs: Rewards |
         else:
             pool.start(draws)
         experience, metrics = dataflow(**roles.of(dataflow), **values)
-        batch, draws = (values["prompts"], draws + 1) if pool is None else (pool.taken, pool.draws)
+        if pool is None:
+            batch, raw, draws = values["prompts"], rewards.raw, draws + 1
+        else:
+            batch, raw, draws = pool.prompts, pool.raw, pool.draws
         with jax.set_mesh(arithmetic):
             measured, kl, learned = measure(experience, state.kl)
             measured |= {} if constraint is None else {"safe/multiplier": constraint.state.value}
@@ -111,7 +114,7 @@ def train_rl(context: Context, policy: Model, rewards: Rewards, costs: Rewards |
         metrics |= throughput(metrics, len(batch.examples), context.mesh.size)
         texts = None if actor.texts is None else actor.texts.loss_mask
         read, raw, rows = to_host(
-            ({name: getattr(experience, name) for name in READ}, rewards.raw, {"learned": learned, "texts": texts})
+            ({name: getattr(experience, name) for name in READ}, raw, {"learned": learned, "texts": texts})
         )
         metrics |= utilisation.metrics(metrics, read["prompt_lengths"], read["response_lengths"], **rows)
         metrics |= watch(context, batch, replace(experience, **read), raw)
@@ -159,7 +162,7 @@ class _Roles:
         self._by_name["estimator"] = ExperienceMaker(algorithm, clock, where("estimator"))
         if "reference" in self.models:
             limit = context.sampling.max_new_tokens
-            how: Any = {"temperature": section.temperature, "responses": limit, "clock": clock}
+            how: Any = {"temperature": config.sampling.temperature, "responses": limit, "clock": clock}
             self._by_name["reference"] = Reference(self.models["reference"], where("reference"), context.compute, **how)
         for name in ("critic", "cost_critic"):
             if name in self.models:
@@ -179,22 +182,22 @@ class _Roles:
                 context.compute,
                 optimizers=tuple(self._optimizers.values()),
                 algorithm=algorithm,
-                temperature=section.temperature,
+                temperature=config.sampling.temperature,
                 responses=context.sampling.max_new_tokens,
             )
         for name, role in self._trained.items():
-            role.offloader = offloader_of(name, config.sleep, clock)
+            role.offloader = offloader_of(name, config.offloading, clock)
         self.constraint = None
         if isinstance(algorithm, SafeRLHFConfig):
             self.constraint = self._by_name["constraint"] = Constraint(algorithm, clock, where("constraint"))
-        if config.sleep.ahead:
+        if config.offloading.ahead:
             fetch_ahead(graph, self._by_name)
         self.pool = None
         if isinstance(algorithm, DAPOConfig):
             assert context.task.prompts is not None
             draw = partial(take_batch, context, context.task.prompts, mesh=self.actor.placement["generate"].mesh)
             limits = {"samples": section.samples, "max_rounds": algorithm.max_rounds}
-            self.pool = self._by_name["pool"] = Pool(draw, rewards, where("pool"), **limits, clock=clock)
+            self.pool = self._by_name["pool"] = DynamicSampler(draw, where("pool"), **limits, clock=clock)
 
     def of(self, dataflow) -> dict[str, Any]:
         """The roles that are parameters of a dataflow."""
@@ -237,10 +240,10 @@ def _starts(context: Context, policy: Model, rewards: Rewards, graph: Graph) -> 
         identities["reference"] = reference.fingerprint()
         models["reference"] = context.placement("reference").store(reference)
     if context.config.rl.algorithm.has_critic:
-        models["critic"] = context.placement("critic").store(context.initial.critic(policy, rewards.learnt))
+        models["critic"] = context.placement("critic").store(context.initial.critic(policy, rewards.trained))
         if "cost_critic" in graph.roles:
             models["cost_critic"] = context.placement("cost_critic").store(scalar_model(policy))
-    rewards.settle()
+    rewards.free_original()
     return {"actor": context.placement("actor").store(policy)} | models, identities
 
 

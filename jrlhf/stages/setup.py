@@ -12,7 +12,8 @@ from jax.sharding import Mesh
 
 from jrlhf.algorithms.registry import graph_of
 from jrlhf.config.check import mesh_sizes, validate
-from jrlhf.config.schema import ComputeConfig, Config, ModelSection
+from jrlhf.config.schema import ComputeConfig, Config, DatasetsData, ModelSection
+from jrlhf.data import datasets
 from jrlhf.data.task import Task
 from jrlhf.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer, same_tokens
 from jrlhf.errors import UserError
@@ -38,33 +39,24 @@ from jrlhf.run.tracking import tracking
 from jrlhf.stages.context import Context
 from jrlhf.stages.graphs import stage_graph
 from jrlhf.stages.preflight import check_sources
+from jrlhf.tasks.arithmetic import task as arithmetic
+from jrlhf.tasks.docstrings import task as docstrings
 
 
 @contextmanager
 def open_context(config: Config, *, resume: bool) -> Iterator[Context]:
-    """Checks config and devices, reads the data, looks at models and functions, and opens the run's directory.
+    """Checks everything that a run needs, cheapest first, and opens its directory and services.
 
     Raises:
         UserError: bad input; nothing has been written.
     """
     mesh, models = select_mesh(config)
-    places = list(mesh.devices.flat)
-    plan = None if config.algorithm is None else select_plan(config, models, places, resume=resume)
-    graphs = [stage_graph(config, stage) for stage in config.stages]
-    from_main(partial(check_memory, config, graphs, mesh, models, plan))
-    console = Console(enabled=is_main())
-    if config.device.platform == "auto" and (warning := idle_accelerator()):
-        console.warn(warning)
-    with console.status("reading the data"):
-        task = load_task(config, models["actor"])
-    for line in task.description.splitlines():
-        console.line(line)
+    plan = _plan_that_fits(config, mesh, models, resume)
+    console = _open_console(config)
+    task = _read_data(config, models["actor"], console)
     check_sources(config, task, models["actor"], mesh)
-    devices = f"# {mesh.size} {mesh.devices.flat[0].device_kind} device(s), mesh {dict(mesh.shape)}"
-    devices += f", {jax.process_count()} process(es)" if several() else ""
-    devices += "" if plan is None else f", plan {plan.name}"
     with (
-        _opened_run(config, resume, devices) as run,
+        _open_run(config, resume, _devices_line(mesh, plan)) as run,
         PreemptionGuard() as preemption,
         tracking(config, run, console.warn) as wandb,
     ):
@@ -87,11 +79,43 @@ def open_context(config: Config, *, resume: bool) -> Iterator[Context]:
         )
 
 
-def _opened_run(config: Config, resume: bool, note: str) -> Run:
-    """The run's directory, which process 0 opens and writes; the others look into it."""
+def _plan_that_fits(config: Config, mesh: Mesh, models: dict[str, ModelConfig], resume: bool) -> Plan | None:
+    """The plan of the algorithm, if there is one. Refuses stages that do not fit into the devices' memory."""
+    plan = None if config.algorithm is None else select_plan(config, models, list(mesh.devices.flat), resume=resume)
+    graphs = [stage_graph(config, stage) for stage in config.stages]
+    from_main(partial(check_memory, config, graphs, mesh, models, plan))
+    return plan
+
+
+def _open_console(config: Config) -> Console:
+    console = Console(enabled=is_main())
+    for notice in config.notices:
+        console.line(notice)
+    if config.device.platform == "auto" and (warning := idle_accelerator()):
+        console.warn(warning)
+    return console
+
+
+def _read_data(config: Config, actor: ModelConfig, console: Console) -> Task:
+    with console.status("reading the data"):
+        task = load_task(config, actor)
+    for line in task.description.splitlines():
+        console.line(line)
+    return task
+
+
+def _open_run(config: Config, resume: bool, note: str) -> Run:
+    """The run's directory: process 0 opens and writes it; the others only read."""
     opened: list[Run] = []
     from_main(lambda: opened.append(open_run(config, resume=resume, notes=[note])))
     return opened[0] if opened else share_run(config)
+
+
+def _devices_line(mesh: Mesh, plan: Plan | None) -> str:
+    """The line of environment.txt on the devices."""
+    line = f"# {mesh.size} {mesh.devices.flat[0].device_kind} device(s), mesh {dict(mesh.shape)}"
+    line += f", {jax.process_count()} process(es)" if several() else ""
+    return line if plan is None else f"{line}, plan {plan.name}"
 
 
 def compute_of(section: ComputeConfig) -> Compute:
@@ -107,31 +131,17 @@ def compute_of(section: ComputeConfig) -> Compute:
 
 
 def load_task(config: Config, actor: ModelConfig) -> Task:
-    """The task that the config names.
-
-    Raises:
-        UserError: data or tokenizer cannot be read, or do not suit the actor.
-    """
+    """Reads the task that the config names."""
     if config.data.source == "docstrings":
-        from jrlhf.tasks.docstrings.task import load_task
-
-        return load_task(config)
+        return docstrings.load_task(config)
     if config.data.source == "arithmetic":
-        from jrlhf.tasks.arithmetic.task import load_task
-
-        return load_task(config)
-    from jrlhf.data.datasets import load_task
-
-    return load_task(config, actor_tokenizer(config, actor))
+        return arithmetic.load_task(config)
+    return datasets.load_task(config, actor_tokenizer(config, actor))
 
 
 def actor_tokenizer(config: Config, actor: ModelConfig) -> Tokenizer:
-    """The tokenizer in the actor's directory. The roles that read its tokens must have the same.
-
-    Raises:
-        UserError: there is none, it is larger than the model's vocabulary, or a role has another.
-    """
-    assert config.model.path is not None
+    """The tokenizer in the actor's directory. Refuses another one of a role that reads the actor's tokens."""
+    assert config.model.path is not None and isinstance(config.data, DatasetsData)
     directory = locate(config.model.path, "model.path")
     tokenizer = check_vocabulary(load_tokenizer(directory, eos=config.data.eos), actor.vocab_size)
     for role in ("critic", "reference"):
@@ -147,33 +157,24 @@ def actor_tokenizer(config: Config, actor: ModelConfig) -> Tokenizer:
 
 
 def select_mesh(config: Config) -> tuple[Mesh, dict[str, ModelConfig]]:
-    """The mesh that the config asks for, on the devices that it asks for, and the architecture of every role.
-
-    Raises:
-        UserError: the config does not fit the devices.
-    """
+    """The mesh that the config asks for, and the architecture of every role; checks that they suit each other."""
     devices = select(config.device, config.distributed)
     models = architectures(config)
     validate(config, len(devices), models)
-    _check_kernel(config, models, devices[0].platform)
-    _check_attention(config, models, devices[0].platform)
+    _check_kernels(config, models, devices[0].platform)
     data, fsdp, tensor = mesh_sizes(config.mesh, len(devices))
     mesh = make_mesh(data, fsdp, tensor, devices=devices)
-    check_sleep(config.sleep, mesh)
+    check_sleep(config.offloading, mesh)
     return mesh, models
 
 
 def select_plan(
     config: Config, models: dict[str, ModelConfig], devices: Sequence[Device], *, resume: bool = False
 ) -> Plan:
-    """The plan of the stage of reinforcement learning: that of process 0, whose files and measurements are its own.
+    """The plan of the RL stage. Process 0 decides it for all, for its files and measurements are its own.
 
     resume: plan=auto is the plan that the run's first search found.
-
-    Raises:
-        UserError: the plan cannot be made, or does not suit models, batch or processes.
     """
-
     graph = graph_of(config)
 
     def search() -> Plan:
@@ -187,11 +188,7 @@ def select_plan(
 
 
 def architectures(config: Config) -> dict[str, ModelConfig]:
-    """Role -> architecture, for the roles that the stages need. Reads config.json files at most.
-
-    Raises:
-        UserError: a model directory that is not there or cannot be computed.
-    """
+    """Role -> architecture, for the roles that the stages need. Reads config.json files at most."""
     if config.model.path is None:
         actor = fresh_model(config.model)
     else:
@@ -231,31 +228,25 @@ def _check_sizes_untouched(model: ModelSection) -> None:
             )
 
 
-def _check_kernel(config: Config, models: dict[str, ModelConfig], platform: str) -> None:
-    kernel = config.compute.logprob
-    needed = {"pallas_tpu": "tpu", "pallas_gpu": "gpu"}.get(str(kernel), platform)
-    if platform != needed:
-        raise UserError(f"compute.logprob={kernel} runs on a {needed} only, and this is a {platform}: set it to null")
-    embed = models["actor"].embed
-    if kernel == "pallas_gpu" and (config.compute.dtype != "bfloat16" or embed % 64):
+def _check_kernels(config: Config, models: dict[str, ModelConfig], platform: str) -> None:
+    """Refuses implementations that the platform, the dtype or a model does not allow."""
+    compute, embed = config.compute, models["actor"].embed
+    platforms = {"pallas_tpu": "tpu", "pallas_gpu": "gpu", "cudnn": "gpu", "splash": "tpu"}
+    for key in ("logprob", "attention"):
+        kernel = getattr(compute, key)
+        needed = platforms.get(str(kernel), platform)
+        if platform != needed:
+            raise UserError(f"compute.{key}={kernel} runs on a {needed} only, and this is a {platform}: set it to null")
+    if compute.logprob == "pallas_gpu" and (compute.dtype != "bfloat16" or embed % 64):
         raise UserError(
             f"compute.logprob=pallas_gpu needs compute.dtype=bfloat16 and model.embed a multiple of 64 (they are "
-            f"{config.compute.dtype} and {embed}): set it to null"
+            f"{compute.dtype} and {embed}): set it to null"
         )
-
-
-def _check_attention(config: Config, models: dict[str, ModelConfig], platform: str) -> None:
-    chosen = config.compute.attention
-    needed = {"cudnn": "gpu", "splash": "tpu"}.get(str(chosen), platform)
-    if platform != needed:
-        raise UserError(f"compute.attention={chosen} runs on a {needed} only, and this is a {platform}: set it to null")
-    if chosen == "cudnn" and config.compute.dtype != "bfloat16":
-        raise UserError(
-            f"compute.attention=cudnn needs compute.dtype=bfloat16, not {config.compute.dtype}: set it to null"
-        )
+    if compute.attention == "cudnn" and compute.dtype != "bfloat16":
+        raise UserError(f"compute.attention=cudnn needs compute.dtype=bfloat16, not {compute.dtype}: set it to null")
     for role, model in models.items():
-        if chosen is not None and not computes(chosen, model.head_dim, model.attention_softcap):
+        if compute.attention and not computes(compute.attention, model.head_dim, model.attention_softcap):
             raise UserError(
-                f"compute.attention={chosen} cannot compute the {role}'s attention with head_dim={model.head_dim} and "
-                f"softcap={model.attention_softcap}: set it to null"
+                f"compute.attention={compute.attention} cannot compute the {role}'s attention with "
+                f"head_dim={model.head_dim} and softcap={model.attention_softcap}: set it to null"
             )

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import pytest
 
 from benchmarks import aot, targets
-from jrlhf.config.schema import load_config
+from benchmarks.shapes import device_bytes, train_state, whole_weights
+from jrlhf.config import load_config
 from jrlhf.errors import UserError
 from jrlhf.models import init_sharded
 from jrlhf.ppo import TrainState
 from jrlhf.roles.optimizers import adamw
-from jrlhf.stages.shapes import device_bytes, train_state, whole_weights
 
 TINY = str(Path(__file__).parents[1] / "jrlhf" / "tiny.yaml")
 
@@ -43,7 +43,7 @@ def test_a_config_that_fits_stays_as_it_is():
 def test_another_number_of_devices(devices: int, fsdp: int, tensor: int, micro_batches: int):
     config = aot.fitted(load_config("llama3-8b-ppo"), devices)
     assert (config.mesh.data, config.mesh.fsdp, config.mesh.tensor) == (1, fsdp, tensor)
-    assert config.ppo.algorithm.micro_batches == micro_batches
+    assert config.rl.algorithm.micro_batches == micro_batches
 
 
 def test_tensor_parallelism_stays_as_far_as_it_divides_the_devices():
@@ -66,7 +66,7 @@ def test_the_version_of_a_compiler_is_the_one_jax_asks_for():
 
 
 def test_a_train_state_as_shapes_is_the_real_one(setup: aot.Setup):
-    model, section = setup.models["actor"], setup.config.ppo.actor
+    model, section = setup.models["actor"], setup.config.rl.actor
     real = TrainState.create(init_sharded(model, jax.random.key(0), setup.mesh), adamw(section, updates=1))
     shapes = train_state(section, whole_weights(model, setup.mesh), setup.mesh)
     assert jax.tree.structure(real) == jax.tree.structure(shapes)
@@ -78,7 +78,7 @@ def test_a_train_state_as_shapes_is_the_real_one(setup: aot.Setup):
 def test_a_scoring_program_reads_its_weights_and_gathers_them(setup: aot.Setup):
     found = aot.measured("score_logprobs", setup, memory=2**40)
     weights = device_bytes(whole_weights(setup.models["actor"], setup.mesh))
-    tokens = setup.config.ppo.rollout_batch * (setup.length + 1) * 4 // 8  # and where each response begins
+    tokens = setup.config.rl.rollout_batch * (setup.length + 1) * 4 // 8  # and where each response begins
     assert found["arguments"] == weights + tokens
     assert found["peak"] == aot.held(setup) + tokens + found["outputs"] - found["alias"] + found["temp"]
     assert found["fits"] and not aot.measured("score_logprobs", setup, memory=found["peak"] - 1)["fits"]

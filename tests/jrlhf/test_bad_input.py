@@ -1,6 +1,7 @@
 """Bad input: one sentence that says what is wrong and what to do, exit code 2, and nothing written."""
 
 import hashlib
+import itertools
 import json
 import shutil
 from collections.abc import Callable
@@ -48,8 +49,10 @@ def refused(tmp_path, settings, capsys) -> Callable[..., str]:
 def damaged(tmp_path, user) -> Callable[[Callable[[Path], object]], str]:
     """A copy of the actor's directory with something done to it."""
 
+    numbers = itertools.count()
+
     def make(damage: Callable[[Path], object]) -> str:
-        directory = tmp_path / "actor"
+        directory = tmp_path / str(next(numbers)) / "actor"
         shutil.copytree(user / "actor", directory)
         damage(directory)
         return str(directory)
@@ -78,16 +81,16 @@ def header(change: Callable[[dict], object]) -> Callable[[Path], object]:
     def damage(directory: Path) -> None:
         content = (directory / WEIGHTS).read_bytes()
         length = int.from_bytes(content[:8], "little")
-        told = json.loads(content[8 : 8 + length])
-        change(told)
-        text = json.dumps(told).encode()
+        entries = json.loads(content[8 : 8 + length])
+        change(entries)
+        text = json.dumps(entries).encode()
         (directory / WEIGHTS).write_bytes(len(text).to_bytes(8, "little") + text + content[8 + length :])
 
     return damage
 
 
-def first(told: dict) -> dict:
-    return told["model.norm.weight"]
+def first(entries: dict) -> dict:
+    return entries["model.norm.weight"]
 
 
 def index(**places: str) -> Callable[[Path], object]:
@@ -132,50 +135,53 @@ def template(text: str | None) -> Callable[[Path], object]:
     return edit("tokenizer_config.json", chat_template=text)
 
 
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (truncate, "is cut short"),
-        (lambda directory: (directory / WEIGHTS).write_bytes(b""), "is no whole safetensors file"),
-        (lambda directory: (directory / WEIGHTS).write_bytes(b"\xff" * 64), "is no whole safetensors file"),
-        (lambda directory: (directory / WEIGHTS).write_bytes((9).to_bytes(8, "little") + b"{not json"), "not JSON"),
-        (header(lambda told: first(told).update(data_offsets=[0, 10**12])), "is cut short"),
-        (header(lambda told: first(told).update(data_offsets=[0, 4])), "model.norm.weight"),
-        (header(lambda told: first(told).update(shape=[-16])), "which cannot be"),
-        (header(lambda told: first(told).update(dtype="F99")), "which is unknown"),
-        (header(lambda told: first(told).pop("shape")), "no dtype, shape and data_offsets"),
-        (header(lambda told: told.update(__metadata__=None) or told.pop("model.norm.weight")), "belong to no tensor"),
-        (index(norm="../actor/part.safetensors"), "which is no name of a file beside it"),
-        (index(norm="gone.safetensors"), "gone.safetensors, which is not there"),
-        (recast(np.float64), "in dtype F64"),
-        (recast(np.int8), "in dtype I8"),
-        (edit("config.json", num_hidden_layers=3, layer_types=None), "has no tensor"),
-        (edit("config.json", num_hidden_layers=1, layer_types=None), "has no use for"),
-        (edit("config.json", intermediate_size=64), "where config.json asks for"),
-        (only_a_pickle, "which may run code"),
-        (without(WEIGHTS), "holds neither model.safetensors"),
-        (without("config.json"), "holds no model"),
-        (lambda directory: (directory / "config.json").write_text("{"), "config.json"),
-        (edit("config.json", model_type="mamba"), "model_type 'mamba' is not supported"),
-        (edit("config.json", quantization_config={"quant_method": "awq"}), "quantization_config (awq)"),
-        (edit("config.json", rope_scaling={"rope_type": "yarn", "factor": 2.0}), "yarn"),
-        (edit("config.json", hidden_act="relu2"), "relu2"),
-        (edit("config.json", hidden_size="16"), "hidden_size '16' must be an integer"),
-        (edit("config.json", architectures=["Qwen2ForTokenClassification"]), "Qwen2ForTokenClassification"),
-        (edit("config.json", max_position_embeddings=32), "has max_positions=32"),
-        (endless, "eos"),
-        (edit("config.json", vocab_size=320), "take the tokenizer that the model was trained with"),
-        (without("tokenizer.json"), "has no tokenizer.json"),
-        (lambda path: (path / "tokenizer.json").rename(path / "tokenizer.model"), "convert it once"),
-        (lambda path: (path / "tokenizer.json").write_text('{"model": 1}'), "cannot be read as a tokenizer.json"),
-        (template("{{ raise_exception('be polite') }}"), "be polite"),
-        (template("{% for message in %}"), "template"),
-        (template("{{ messages.__class__.__mro__ }}"), "template"),
-        (template(None), "has no chat template"),
-    ],
-)
-def test_a_model_directory_that_is_not_what_it_says(refused, damaged, damage, message):
-    assert message in refused(**SFT, model={"path": damaged(damage)})
+DAMAGES = [
+    (truncate, "is cut short"),
+    (lambda directory: (directory / WEIGHTS).write_bytes(b""), "is no whole safetensors file"),
+    (lambda directory: (directory / WEIGHTS).write_bytes(b"\xff" * 64), "is no whole safetensors file"),
+    (lambda directory: (directory / WEIGHTS).write_bytes((9).to_bytes(8, "little") + b"{not json"), "not JSON"),
+    (header(lambda entries: first(entries).update(data_offsets=[0, 10**12])), "is cut short"),
+    (header(lambda entries: first(entries).update(data_offsets=[0, 4])), "model.norm.weight"),
+    (header(lambda entries: first(entries).update(shape=[-16])), "which cannot be"),
+    (header(lambda entries: first(entries).update(dtype="F99")), "which is unknown"),
+    (header(lambda entries: first(entries).pop("shape")), "no dtype, shape and data_offsets"),
+    (
+        header(lambda names: names.update(__metadata__=None) or names.pop("model.norm.weight")),
+        "belong to no tensor",
+    ),
+    (index(norm="../actor/part.safetensors"), "which is no name of a file beside it"),
+    (index(norm="gone.safetensors"), "gone.safetensors, which is not there"),
+    (recast(np.float64), "in dtype F64"),
+    (recast(np.int8), "in dtype I8"),
+    (edit("config.json", num_hidden_layers=3, layer_types=None), "has no tensor"),
+    (edit("config.json", num_hidden_layers=1, layer_types=None), "has no use for"),
+    (edit("config.json", intermediate_size=64), "where config.json asks for"),
+    (only_a_pickle, "which may run code"),
+    (without(WEIGHTS), "holds neither model.safetensors"),
+    (without("config.json"), "holds no model"),
+    (lambda directory: (directory / "config.json").write_text("{"), "config.json"),
+    (edit("config.json", model_type="mamba"), "model_type 'mamba' is not supported"),
+    (edit("config.json", quantization_config={"quant_method": "awq"}), "quantization_config (awq)"),
+    (edit("config.json", rope_scaling={"rope_type": "yarn", "factor": 2.0}), "yarn"),
+    (edit("config.json", hidden_act="relu2"), "relu2"),
+    (edit("config.json", hidden_size="16"), "hidden_size '16' must be an integer"),
+    (edit("config.json", architectures=["Qwen2ForTokenClassification"]), "Qwen2ForTokenClassification"),
+    (edit("config.json", max_position_embeddings=32), "has max_positions=32"),
+    (endless, "eos"),
+    (edit("config.json", vocab_size=320), "take the tokenizer that the model was trained with"),
+    (without("tokenizer.json"), "has no tokenizer.json"),
+    (lambda path: (path / "tokenizer.json").rename(path / "tokenizer.model"), "convert it once"),
+    (lambda path: (path / "tokenizer.json").write_text('{"model": 1}'), "cannot be read as a tokenizer.json"),
+    (template("{{ raise_exception('be polite') }}"), "be polite"),
+    (template("{% for message in %}"), "template"),
+    (template("{{ messages.__class__.__mro__ }}"), "template"),
+    (template(None), "has no chat template"),
+]
+
+
+def test_a_model_directory_that_is_not_what_it_says(refused, damaged):
+    for damage, message in DAMAGES:
+        assert message in refused(**SFT, model={"path": damaged(damage)}), message
 
 
 def test_a_path_that_holds_no_model(refused, tmp_path, user):
@@ -186,73 +192,73 @@ def test_a_path_that_holds_no_model(refused, tmp_path, user):
     assert "holds a reward model" in refused(**SFT, model={"path": str(user / "reward")}, data={"max_prompt": 96})
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("", "has no rows"),
-        ('{"question": "a", "answer": "b"}\n{"question": "c", "ans', "line 2 is not a whole JSON object"),
-        ('{"question": "a", "answer": "b"}\n\n[1]\n', "line 3 holds a list"),
-        ('{"question": "a", "answer": "b"}\n{"question": null, "answer": "b"}\n', "line 2: question is null"),
-        ('{"question": "a", "answer": 3}\n', "line 1: answer is a int"),
-        ('{"question": "a", "answer": "b"}\n{"question": "c"}\n', "line 2 has no column 'answer'"),
-        ('{"query": "a", "answer": "b"}\n', "are query, answer"),
-        ('{"question": [], "answer": "b"}\n', "question has no messages"),
-        ('{"question": [{"role": "root", "content": "a"}], "answer": "b"}\n', "the role 'root'"),
-        ('{"question": "\\ud800", "answer": "b"}\n', "surrogate"),
-    ],
-)
-def test_a_dataset_that_cannot_be_read(refused, tmp_path, content, message):
+CONTENTS = [
+    ("", "has no rows"),
+    ('{"question": "a", "answer": "b"}\n{"question": "c", "ans', "line 2 is not a whole JSON object"),
+    ('{"question": "a", "answer": "b"}\n\n[1]\n', "line 3 holds a list"),
+    ('{"question": "a", "answer": "b"}\n{"question": null, "answer": "b"}\n', "line 2: question is null"),
+    ('{"question": "a", "answer": 3}\n', "line 1: answer is a int"),
+    ('{"question": "a", "answer": "b"}\n{"question": "c"}\n', "line 2 has no column 'answer'"),
+    ('{"query": "a", "answer": "b"}\n', "are query, answer"),
+    ('{"question": [], "answer": "b"}\n', "question has no messages"),
+    ('{"question": [{"role": "root", "content": "a"}], "answer": "b"}\n', "the role 'root'"),
+    ('{"question": "\\ud800", "answer": "b"}\n', "surrogate"),
+]
+
+
+def test_a_dataset_that_cannot_be_read(refused, tmp_path):
     file = tmp_path / "rows.jsonl"
-    file.write_text(content)
     dataset = {"path": str(file), "columns": {"prompt": "question", "completion": "answer"}}
-    assert message in refused(**SFT, data={"sft": dataset, "heldout_rows": 0})
+    for content, message in CONTENTS:
+        file.write_text(content)
+        assert message in refused(**SFT, data={"sft": dataset, "heldout_rows": 0}), content
 
 
-@pytest.mark.parametrize(
-    ("sections", "message"),
-    [
-        ({"data": {"sft": {}}}, "data.sft.path, which is not given"),
-        ({"data": {"sft": {"path": "USER/gone.jsonl"}}}, "does not exist"),
-        ({"data": {"sft": {"path": "USER/rewards.py"}}}, "is none of .jsonl"),
-        ({"data": {"sft": {"path": "USER"}}}, "no column 'data_source'"),
-        ({"data": {"sft": {"path": "USER/qa.jsonl"}}}, "say in data.columns which"),
-        ({"data": {"sft": {"path": "USER/qa.jsonl", "columns": {"text": "anwser"}}}}, "did you mean answer"),
-        ({"data": {"heldout_rows": 48}}, "leaves nothing"),
-        ({"data": {"max_prompt": 8, "max_response": 8}}, "line 1: "),
-        ({"data": {"max_prompt": 8, "max_response": 8, "overlong": "filter"}}, "no row is left"),
-        ({"data": {"max_prompt": 100, "max_response": 100}}, "need 200 positions"),
-        ({"data": {"chat": False, "system": "Be brief."}}, "make that a conversation"),
-        ({"data": {"source": "docstrings"}}, "is not read by the built-in task"),
-        ({"model": {"layers": 3}}, "are both given"),
-        ({"model": {"path": None}}, "give model.path"),
-        ({"mesh": {"data": 8, "fsdp": 1, "tensor": 2}}, "does not fit 8 device(s)"),
-        ({"mesh": {"data": 1, "fsdp": 1, "tensor": 8}}, "does not divide over mesh.tensor=8"),
-        ({"sft": {"batch": 9}}, "sft.batch=9 does not divide"),
-        ({"sft": {"batch": 8, "micro_batches": 3}}, "x 3 micro-batches: choose a multiple of 24"),
-        (
-            {"stages": ["sft", "ppo"], "rollout": {"slots": 12}} | SCORED,
-            "rollout.slots=12 does not divide over 8 device(s)",
-        ),
-        ({"rollout": {"chunk": 0}}, "rollout.chunk=0"),
-        (
-            {"stages": ["sft", "ppo"], "compute": {"shared_passes": True}, "ppo": {"algorithm": {"epochs": 2}}}
-            | SCORED,
-            "not ppo.algorithm.epochs=2: set that",
-        ),
-        (
-            {"stages": ["sft", "ppo"], "compute": {"shared_passes": True}, "lora": {"rank": 4}} | SCORED,
-            "whole, not lora",
-        ),
-        ({"lora": {"path": "USER/gone"}}, "does not exist"),
-        ({"lora": {"path": "USER/actor"}}, "adapter_config.json"),
-        ({"lora": {"rank": 4, "path": "USER/actor"}}, "it must be null with path"),
-        ({"lora": {"rank": 0}}, "lora.rank=0"),
-        ({"lora": {"rank": 4, "targets": ["lm_head"]}}, "lm_head"),
-        ({"lora": {"rank": 4, "targets": []}}, "must be some of"),
-    ],
-)
-def test_settings_that_do_not_go_together(refused, user, sections, message):
-    assert message in refused(**{**SFT, **json.loads(json.dumps(sections).replace("USER", str(user)))})
+SECTIONS = [
+    ({"data": {"sft": {}}}, "data.sft.path, which is not given"),
+    ({"data": {"sft": {"path": "USER/gone.jsonl"}}}, "does not exist"),
+    ({"data": {"sft": {"path": "USER/rewards.py"}}}, "is none of .jsonl"),
+    ({"data": {"sft": {"path": "USER"}}}, "no column 'data_source'"),
+    ({"data": {"sft": {"path": "USER/qa.jsonl"}}}, "say in data.columns which"),
+    ({"data": {"sft": {"path": "USER/qa.jsonl", "columns": {"text": "anwser"}}}}, "did you mean answer"),
+    ({"data": {"heldout_rows": 48}}, "leaves nothing"),
+    ({"data": {"max_prompt": 8, "max_response": 8}}, "line 1: "),
+    ({"data": {"max_prompt": 8, "max_response": 8, "overlong": "filter"}}, "no row is left"),
+    ({"data": {"max_prompt": 100, "max_response": 100}}, "need 200 positions"),
+    ({"data": {"chat": False, "system": "Be brief."}}, "make that a conversation"),
+    ({"data": {"source": "docstrings"}}, "is not read by the built-in task"),
+    ({"model": {"layers": 3}}, "are both given"),
+    ({"model": {"path": None}}, "give model.path"),
+    ({"mesh": {"data": 8, "fsdp": 1, "tensor": 2}}, "does not fit 8 device(s)"),
+    ({"mesh": {"data": 1, "fsdp": 1, "tensor": 8}}, "does not divide over mesh.tensor=8"),
+    ({"sft": {"batch": 9}}, "sft.batch=9 does not divide"),
+    ({"sft": {"batch": 8, "micro_batches": 3}}, "x 3 micro-batches: choose a multiple of 24"),
+    (
+        {"stages": ["sft", "ppo"], "rollout": {"slots": 12}} | SCORED,
+        "rollout.slots=12 does not divide over 8 device(s)",
+    ),
+    ({"rollout": {"chunk": 0}}, "rollout.chunk=0"),
+    (
+        {"stages": ["sft", "ppo"], "compute": {"shared_passes": True}, "ppo": {"algorithm": {"epochs": 2}}} | SCORED,
+        "not ppo.algorithm.epochs=2: set that",
+    ),
+    (
+        {"stages": ["sft", "ppo"], "compute": {"shared_passes": True}, "lora": {"rank": 4}} | SCORED,
+        "whole, not lora",
+    ),
+    ({"lora": {"path": "USER/gone"}}, "does not exist"),
+    ({"lora": {"path": "USER/actor"}}, "adapter_config.json"),
+    ({"lora": {"rank": 4, "path": "USER/actor"}}, "it must be null with path"),
+    ({"lora": {"rank": 0}}, "lora.rank=0"),
+    ({"lora": {"rank": 4, "targets": ["lm_head"]}}, "lm_head"),
+    ({"lora": {"rank": 4, "targets": []}}, "must be some of"),
+]
+
+
+def test_settings_that_do_not_go_together(refused, user):
+    for sections, message in SECTIONS:
+        given = json.loads(json.dumps(sections).replace("USER", str(user)))
+        assert message in refused(**{**SFT, **given}), sections
 
 
 def test_an_adapter_that_does_not_fit(refused, tmp_path, user, make_model):
@@ -270,38 +276,38 @@ def test_an_adapter_that_does_not_fit(refused, tmp_path, user, make_model):
     assert "is a reward model's adapter" in refused(**SFT, lora={"path": str(tmp_path / "adapter of actor")})
 
 
-@pytest.mark.parametrize(
-    ("reward", "message"),
-    [
-        ({"model": "USER/critic"}, "is a language model, which has no head to score with"),
-        ({"model": "USER/gone"}, "does not exist"),
-        ({"model": "USER/reward", "function": "numeric_answer"}, "give one"),
-        ({}, "give one"),
-        ({"function": "numeric_anwser"}, "none of the built-in rewards"),
-        ({"function": "USER/gone.py:f"}, "there is no file"),
-        ({"function": "USER/rewards.py:gone"}, "gone"),
-        ({"function": "USER/rewards.py"}, "write others as"),
-        ({"function": "no_such_module_of_mine:f"}, "no_such_module_of_mine"),
-        ({"function": "HERE/broken.py:f"}, "broken.py"),
-        ({"function": "HERE/late.py:f"}, "no licence"),
-        ({"function": "HERE/number.py:f"}, "f"),
-        ({"function": "USER/rewards.py:compute_score"}, "ground_truth"),
-        ({"function": "USER/rewards.py:compute_score", "columns": {"ground_truth": "anwser"}}, "anwser"),
-        ({"function": "USER/rewards.py:short_text", "options": {"colour": 1}}, "colour"),
-        ({"function": "USER/rewards.py:short", "workers": 0}, "workers=0"),
-        ({"function": "USER/rewards.py:short", "on_failure": float("nan")}, "on_failure"),
-        ({"function": "USER/rewards.py:short", "name": "a b"}, "name"),
-    ],
-)
-def test_a_reward_that_cannot_be_used(refused, tmp_path, user, reward, message):
+UNUSABLE = [
+    ({"model": "USER/critic"}, "is a language model, which has no head to score with"),
+    ({"model": "USER/gone"}, "does not exist"),
+    ({"model": "USER/reward", "function": "numeric_answer"}, "give one"),
+    ({}, "give one"),
+    ({"function": "numeric_anwser"}, "none of the built-in rewards"),
+    ({"function": "USER/gone.py:f"}, "there is no file"),
+    ({"function": "USER/rewards.py:gone"}, "gone"),
+    ({"function": "USER/rewards.py"}, "write others as"),
+    ({"function": "no_such_module_of_mine:f"}, "no_such_module_of_mine"),
+    ({"function": "HERE/broken.py:f"}, "broken.py"),
+    ({"function": "HERE/late.py:f"}, "no licence"),
+    ({"function": "HERE/number.py:f"}, "f"),
+    ({"function": "USER/rewards.py:compute_score"}, "ground_truth"),
+    ({"function": "USER/rewards.py:compute_score", "columns": {"ground_truth": "anwser"}}, "anwser"),
+    ({"function": "USER/rewards.py:short_text", "options": {"colour": 1}}, "colour"),
+    ({"function": "USER/rewards.py:short", "workers": 0}, "workers=0"),
+    ({"function": "USER/rewards.py:short", "on_failure": float("nan")}, "on_failure"),
+    ({"function": "USER/rewards.py:short", "name": "a b"}, "name"),
+]
+
+
+def test_a_reward_that_cannot_be_used(refused, tmp_path, user):
     """Found before the first stage, not when it is needed."""
     (tmp_path / "broken.py").write_text("def f(completions):\n    return [1.0 for _ in completions\n")
     (tmp_path / "late.py").write_text("raise RuntimeError('no licence')\n")
     (tmp_path / "number.py").write_text("f = 3\n")
-    text = json.dumps({"name": "mine", **reward}).replace("USER", str(user)).replace("HERE", str(tmp_path))
-    sections = {"stages": ["sft", "reward_model", "ppo"], "rewards": [json.loads(text)]}
-    assert message in refused(**sections)
-    assert message in refused("--dry-run", **sections)
+    for reward, message in UNUSABLE:
+        text = json.dumps({"name": "mine", **reward}).replace("USER", str(user)).replace("HERE", str(tmp_path))
+        sections = {"stages": ["sft", "reward_model", "ppo"], "rewards": [json.loads(text)]}
+        assert message in refused(**sections), reward
+        assert message in refused("--dry-run", **sections), reward
 
 
 def test_a_cost_is_called_one(refused):

@@ -9,7 +9,8 @@ from math import prod
 
 import pytest
 
-from jrlhf.config.schema import config_names, load_config
+from jrlhf.config import config_names, load_config
+from jrlhf.config.schema import DatasetsData
 
 # The number of devices that each is for, and what such a device has, in GiB.
 DEVICES = {
@@ -59,7 +60,7 @@ def test_a_dry_run_needs_neither_weights_nor_data(plans, name):
         assert sizes is not None and prod(map(int, sizes.groups())) == devices
     else:
         assert f"plan of an iteration of {config.algorithm}, colocate, on {devices} device(s):" in plan
-    if config.model.path is not None:
+    if isinstance(config.data, DatasetsData) and config.data.prompts is not None:
         assert f"model.path={config.model.path} is not here" in plan
         assert f"data.prompts.path={config.data.prompts.path} is not here" in plan
 
@@ -79,7 +80,7 @@ def test_memory_of_qwen_2_5_0_5b_is_its_published_size(plans):
     assert generation["generation weights"] == pytest.approx(2 * 0.494032768, rel=1e-3)
     config = load_config("gsm8k-ppo")
     positions = config.data.max_prompt + config.data.max_response
-    cache = 2 * 24 * 2 * 64 * positions * config.ppo.rollout_batch * 2  # k and v, layers, heads, size, bfloat16
+    cache = 2 * 24 * 2 * 64 * positions * config.rl.rollout_batch * 2  # k and v, layers, heads, size, bfloat16
     assert cache / GB < generation["KV cache"] < 1.1 * cache / GB  # and that of the prompts that are read
     assert held(plans["gsm8k-ppo"], "reference")["weights"] == pytest.approx(2 * 0.494032768, rel=1e-3)
 

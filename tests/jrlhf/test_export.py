@@ -10,7 +10,7 @@ import orbax.checkpoint as ocp
 import pytest
 from safetensors.numpy import load_file
 
-from jrlhf.config.schema import load_config
+from jrlhf.config import load_config
 from jrlhf.export import cli
 from jrlhf.generate import cli as generate
 from jrlhf.meshes import make_mesh

@@ -133,18 +133,12 @@ def test_a_conversation_remembers_what_was_said(ask, monkeypatch, user):
     assert printed == f"{clean(one)}\n{clean(two)}\n"
 
 
-def test_a_run_is_a_model(ask, tmp_path, user):
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "model").symlink_to(user / "actor")
-    assert ask("--prompt", "Why?", "--temperature", "0", model=tmp_path / "run")[0] == 0
-
-
-@pytest.mark.parametrize(("summary", "chat"), [({"chat": False}, False), ({"chat": True}, True), ({}, True)])
-def test_a_run_that_learnt_from_plain_text_is_asked_in_plain_text(ask, tmp_path, user, summary, chat):
+def test_a_run_that_learnt_from_plain_text_is_asked_in_plain_text(ask, tmp_path, user):
     (tmp_path / "model").symlink_to(user / "actor")
-    (tmp_path / "summary.json").write_text(json.dumps(summary))
-    code, printed, _ = ask("--prompt", "Why?", "--temperature", "0", model=tmp_path)
-    assert code == 0 and ("<|im_start|>user" in printed) is chat
+    for summary, chat in (({"chat": False}, False), ({"chat": True}, True), ({}, True)):
+        (tmp_path / "summary.json").write_text(json.dumps(summary))
+        code, printed, _ = ask("--prompt", "Why?", "--temperature", "0", model=tmp_path)
+        assert code == 0 and ("<|im_start|>user" in printed) is chat
     for damaged in ("{", "[]"):
         (tmp_path / "summary.json").write_text(damaged)
         code, printed, error = ask("--prompt", "Why?", model=tmp_path)
@@ -165,9 +159,8 @@ def test_answers_of_a_run_are_as_long_as_in_its_training(tmp_path, user, monkeyp
     assert asked == [3, 256]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
+def test_bad_input_is_one_sentence(ask):
+    table = [
         (["--out", "x.jsonl", "--prompt", "a"], "--out holds the answers to --file"),
         (["--out", ".", "--file", "gone.jsonl"], "--out . is a directory"),
         (["--out", "/dev/null/x", "--file", "gone.jsonl"], "--out /dev/null/x cannot be written in /dev/null"),
@@ -184,11 +177,10 @@ def test_answers_of_a_run_are_as_long_as_in_its_training(tmp_path, user, monkeyp
         (["--prompt", "a", "--adapter", "gone"], "gone/adapter_config.json does not exist"),
         (["--prompt", "a", "--platform", "tpu"], "tpu"),
         (["--prompt", "a", "--top-k", "0"], "top_k"),
-    ],
-)
-def test_bad_input_is_one_sentence(ask, arguments, message):
-    code, printed, error = ask(*arguments)
-    assert code == 2 and message in error and error.count("\n") == 1 and printed == ""
+    ]
+    for arguments, message in table:
+        code, printed, error = ask(*arguments)
+        assert code == 2 and message in error and error.count("\n") == 1 and printed == "", arguments
 
 
 def test_bad_models_are_one_sentence(ask, tmp_path, user):

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from jrlhf.config.schema import load_config
+from jrlhf.config import load_config
 from jrlhf.export import cli as export
 from jrlhf.meshes.hardware import Peak
 from jrlhf.models import init_sharded
@@ -103,7 +103,7 @@ def test_the_exported_model_is_the_last_checkpoint(finished):
     config = load_config(str(path / "config.yaml"))
     mesh, models = select_mesh(config)
     with jax.set_mesh(mesh):
-        optimizer = adamw(config.ppo.actor, updates=1)
+        optimizer = adamw(config.rl.actor, updates=1)
         actor, critic = (
             TrainState.create(init_sharded(models["actor"], jax.random.key(9), mesh, head), optimizer)
             for head in ("lm", "scalar")
@@ -158,7 +158,7 @@ def test_dry_run_counts_the_bytes_that_states_really_take(tmp_path):
     mesh, models = select_mesh(config)
     with jax.set_mesh(mesh):
         params = init_sharded(models["actor"], jax.random.key(0), mesh)
-        state = TrainState.create(params, adamw(config.ppo.actor, updates=1))
+        state = TrainState.create(params, adamw(config.rl.actor, updates=1))
     predicted = memory_of(config, stage_graph(config, config.stages[-1]), mesh, models).roles["actor"]
     on_device = {device for device, _ in live_bytes(state.params)}
     for device in on_device:

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from jrlhf.config import Config, load_config
 from jrlhf.config.parse import build
-from jrlhf.config.schema import Config, load_config
 from jrlhf.data.tokenizer import load_tokenizer
 from jrlhf.errors import UserError
 from jrlhf.models.hf import load_adapter, load_hf, read_config

@@ -7,7 +7,7 @@ import numpy as np
 import tokenizers
 from tokenizers import Regex, decoders, models, pre_tokenizers
 
-from jrlhf.config.schema import Config, DataConfig
+from jrlhf.config.schema import ArithmeticData, Config
 from jrlhf.data.encode import Ids, Prompts, Sequences
 from jrlhf.data.task import SFTData, Task
 from jrlhf.data.tokenizer import Tokenizer
@@ -29,13 +29,14 @@ def make_tokenizer() -> Tokenizer:
 
 
 def load_task(config: Config) -> Task:
-    """Draws the sums of `config.arithmetic` with the run's seed. None that is held out is learnt from, in any order of
+    """Draws the sums of `config.data` with the run's seed. None that is held out is learnt from, in any order of
     its numbers. Examples have the column `answer`, the sum as answers write it, for reward functions.
 
     Raises:
         UserError: there are fewer such sums, or they do not fit the model or the limits on lengths.
     """
-    section, data = config.arithmetic, config.data
+    data = config.data
+    assert isinstance(data, ArithmeticData)
     tokenizer = make_tokenizer()
     if config.model.vocab_size < tokenizer.vocab_size:
         raise UserError(
@@ -44,24 +45,24 @@ def load_task(config: Config) -> Task:
         )
     try:
         learnt, heldout = draw_problems(
-            section.problems, data.heldout_rows, terms=section.terms, digits=section.digits, seed=config.seed
+            data.problems, data.heldout_rows, terms=data.terms, digits=data.digits, seed=config.seed
         )
     except ValueError as error:
         raise UserError(
-            f"arithmetic.problems={section.problems} with data.heldout_rows={data.heldout_rows}: {error}; lower them, "
-            "or raise arithmetic.digits or arithmetic.terms"
+            f"data.problems={data.problems} with data.heldout_rows={data.heldout_rows}: {error}; lower them, "
+            "or raise data.digits or data.terms"
         ) from error
-    shown = learnt[: section.demonstrations]
-    right = _sequences(tokenizer, (*learnt, *heldout), section.units_first)
+    shown = learnt[: data.demonstrations]
+    right = _sequences(tokenizer, (*learnt, *heldout), data.units_first)
     _check_lengths(data, right.ids, right.prompt_lengths[0])
 
     def demonstrated(sums: Sequence[Terms], step: int) -> Sequences:
         rng = np.random.default_rng((config.seed, step))
-        return _sequences(tokenizer, sums, section.units_first, section.forgotten, rng)
+        return _sequences(tokenizer, sums, data.units_first, data.forgotten, rng)
 
     return Task(
         tokenizer=tokenizer,
-        fingerprint=_fingerprint(tokenizer, f"{section.forgotten} {section.units_first}", learnt, heldout, shown),
+        fingerprint=_fingerprint(tokenizer, f"{data.forgotten} {data.units_first}", learnt, heldout, shown),
         description=(
             f"{len(learnt)} sums to learn from, {len(shown)} of them with worked answers, {len(heldout)} held out"
         ),
@@ -70,8 +71,8 @@ def load_task(config: Config) -> Task:
             batch=lambda rows, step: demonstrated([shown[row] for row in rows], step),
             heldout=demonstrated(heldout, 0),
         ),
-        prompts=_prompts(tokenizer, learnt, section.units_first),
-        heldout=_prompts(tokenizer, heldout, section.units_first),
+        prompts=_prompts(tokenizer, learnt, data.units_first),
+        heldout=_prompts(tokenizer, heldout, data.units_first),
     )
 
 
@@ -102,11 +103,10 @@ def _sequences(
         ids=tuple((*asked, *answer) for asked, answer in both),
         learn=tuple((False,) * len(asked) + (True,) * len(answer) for asked, answer in both),
         prompt_lengths=tuple(len(asked) for asked, _ in both),
-        examples=(),
     )
 
 
-def _check_lengths(data: DataConfig, texts: Sequence[Ids], prompt: int) -> None:
+def _check_lengths(data: ArithmeticData, texts: Sequence[Ids], prompt: int) -> None:
     response = max(map(len, texts)) - prompt
     if prompt > data.max_prompt or response > data.max_response:
         raise UserError(

@@ -9,7 +9,7 @@ from itertools import combinations
 
 import numpy as np
 
-from jrlhf.config.schema import Config
+from jrlhf.config.schema import DocstringsData
 from jrlhf.data.batches import batch_indices
 from jrlhf.data.encode import Ids
 from jrlhf.data.task import Pairs, PairSampler
@@ -41,18 +41,24 @@ class Pair:
 
 
 def collect_pairs(
-    config: Config, tokenizer: Tokenizer, rubric: Rubric, train: Split, heldout: Split, sampler: PairSampler
+    data: DocstringsData,
+    seed: int,
+    tokenizer: Tokenizer,
+    rubric: Rubric,
+    train: Split,
+    heldout: Split,
+    sampler: PairSampler,
 ) -> tuple[Pairs, Pairs]:
     """Ranked pairs to train on, some with the wrong label, and held-out pairs in the rubric's own order."""
-    section, annotator = config.reward_model, _Annotator(config, tokenizer, rubric, sampler)
+    section, annotator = data.annotator, _Annotator(data, seed, tokenizer, rubric, sampler)
     trained = annotator.pairs(train, section.prompts, "preferences", flip=section.label_flip, margin=section.margin)
     # Held-out pairs keep all but exact ties: the accuracy is measured with and without the close ones.
     measured = annotator.pairs(heldout, section.heldout_prompts, "heldout preferences", flip=0.0, margin=0.0)
     assert measured.clear is not None
     if not len(trained) or not measured.clear.any():
         raise UserError(
-            f"reward_model.margin={section.margin:g} leaves {len(trained)} pairs to learn from and {len(measured)} to "
-            "measure with: lower it, or raise reward_model.prompts and reward_model.heldout_prompts"
+            f"data.annotator.margin={section.margin:g} leaves {len(trained)} pairs to learn from and {len(measured)} "
+            "to measure with: lower it, or raise data.annotator.prompts and data.annotator.heldout_prompts"
         )
     return trained, measured
 
@@ -61,15 +67,16 @@ def collect_pairs(
 class _Annotator:
     """Makes token ids of ranked pairs."""
 
-    config: Config
+    data: DocstringsData
+    seed: int
     tokenizer: Tokenizer
     rubric: Rubric
     sampler: PairSampler
 
     def pairs(self, split: Split, prompts: int, purpose: str, *, flip: float, margin: float) -> Pairs:
         """Pairs for `prompts` shuffled prompts of a split."""
-        section, rng = self.config.reward_model, self.sampler.rng(purpose)
-        rows = batch_indices(len(split.examples), min(prompts, len(split.examples)), 0, self.config.seed)
+        section, rng = self.data.annotator, self.sampler.rng(purpose)
+        rows = batch_indices(len(split.examples), min(prompts, len(split.examples)), 0, self.seed)
         examples = [split.examples[row] for row in rows]
         prompt_ids = {split.examples[row].prompt: split.prompts[row] for row in rows}
         texts, sampled = self._sample(examples, prompt_ids, purpose)
@@ -85,7 +92,7 @@ class _Annotator:
         texts: list[list[str]] = [[] for _ in examples]
         sampled: dict[tuple[str, str], Ids] = {}
         prompts = [prompt_ids[example.prompt] for example in examples]
-        for responses in self.sampler.responses(prompts, self.config.reward_model.samples_per_prompt, purpose):
+        for responses in self.sampler.responses(prompts, self.data.annotator.samples_per_prompt, purpose):
             for example, answers, response in zip(examples, texts, responses, strict=True):
                 answers.append(response.text.strip())
                 sampled.setdefault((example.prompt, answers[-1]), response.ids)
@@ -102,14 +109,14 @@ class _Annotator:
             return prompt_ids[prompt] + response
 
         encoded = [(encode(pair.prompt, pair.chosen), encode(pair.prompt, pair.rejected), pair) for pair in pairs]
-        longest = self.config.data.max_response
+        longest = self.data.max_response
         fitting = [
             (chosen, rejected, len(prompt_ids[pair.prompt]), pair.gap)
             for chosen, rejected, pair in encoded
             if max(len(chosen), len(rejected)) - len(prompt_ids[pair.prompt]) <= longest
         ]
         chosen, rejected, lengths, gaps = zip(*fitting, strict=True) if fitting else ((), (), (), ())
-        clear = np.array(gaps) > self.config.reward_model.margin
+        clear = np.array(gaps) > self.data.annotator.margin
         return Pairs(chosen, rejected, lengths, clear, rows=[pair.row for pair in pairs])
 
 

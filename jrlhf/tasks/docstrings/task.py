@@ -6,7 +6,7 @@ from functools import partial
 
 import numpy as np
 
-from jrlhf.config.schema import Config
+from jrlhf.config.schema import Config, DocstringsData
 from jrlhf.data.encode import Ids, Prompts, Sequences
 from jrlhf.data.task import Grades, SFTData, Task
 from jrlhf.data.tokenizer import Tokenizer
@@ -26,6 +26,7 @@ def load_task(config: Config) -> Task:
         UserError: the corpus cannot be read, or the vocabulary does not suit it.
     """
     data = config.data
+    assert isinstance(data, DocstringsData)
     try:
         corpus = load_corpus()
         tokenizer = train_tokenizer((e.prompt + e.summary for e in corpus.train), config.model.vocab_size)
@@ -48,10 +49,10 @@ def load_task(config: Config) -> Task:
         ),
         sft=SFTData(
             count=len(train.examples),
-            batch=partial(_renamed, config, tokenizer, train, renaming_words(train.examples)),
+            batch=partial(_renamed, data, config.seed, tokenizer, train, renaming_words(train.examples)),
             heldout=_sequences(zip(heldout.prompts, heldout.responses, strict=True)),
         ),
-        pairs=partial(collect_pairs, config, tokenizer, rubric, train, heldout),
+        pairs=partial(collect_pairs, data, config.seed, tokenizer, rubric, train, heldout),
         prompts=_prompts(train),
         heldout=_prompts(heldout),
         gold=partial(_gold, rubric),
@@ -70,7 +71,7 @@ def _prompts(split: Split) -> Prompts:
     rows = tuple(
         Example(prompt=e.prompt, completion=e.summary, columns={"signature": e.signature}) for e in split.examples
     )
-    return Prompts(ids=split.prompts, texts=texts, examples=rows, filtered=split.dropped, truncated=0)
+    return Prompts(ids=split.prompts, texts=texts, examples=rows, filtered=split.dropped)
 
 
 def _sequences(texts: Iterable[tuple[Ids, Ids]]) -> Sequences:
@@ -80,24 +81,29 @@ def _sequences(texts: Iterable[tuple[Ids, Ids]]) -> Sequences:
         ids=tuple(prompt + response for prompt, response in rows),
         learn=tuple((False,) * len(prompt) + (True,) * len(response) for prompt, response in rows),
         prompt_lengths=tuple(len(prompt) for prompt, _ in rows),
-        examples=(),
     )
 
 
 def _renamed(
-    config: Config, tokenizer: Tokenizer, train: Split, vocabulary: Sequence[str], rows: np.ndarray, step: int
+    data: DocstringsData,
+    seed: int,
+    tokenizer: Tokenizer,
+    train: Split,
+    vocabulary: Sequence[str],
+    rows: np.ndarray,
+    step: int,
 ) -> Sequences:
     """The examples' token ids. In a share of them shared words are replaced, by new ones at each step.
 
     An example that would no longer fit keeps its own words.
     """
-    rng = np.random.default_rng((config.seed, step))
+    rng = np.random.default_rng((seed, step))
     changed = [
-        rename(train.examples[row], vocabulary, rng) if rng.random() < config.sft.renaming else train.examples[row]
+        rename(train.examples[row], vocabulary, rng) if rng.random() < data.renaming else train.examples[row]
         for row in rows
     ]
     return _sequences(
-        texts if fits(*texts, config.data) else (train.prompts[row], train.responses[row])
+        texts if fits(*texts, data) else (train.prompts[row], train.responses[row])
         for texts, row in zip(encode_examples(tokenizer, changed), rows, strict=True)
     )
 

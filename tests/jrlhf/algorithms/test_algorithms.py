@@ -15,6 +15,7 @@ from jrlhf.config.stages import ALGORITHMS
 from jrlhf.models import ModelConfig
 from jrlhf.roles.compiled import Compute
 from jrlhf.roles.graph import Pending, call, trace
+from jrlhf.roles.initial import InitialModels
 from jrlhf.roles.model import Architecture, Model
 from jrlhf.stages.rl import _starts, algorithm_of
 
@@ -65,9 +66,10 @@ def test_the_policy_is_held_twice_only_where_it_is_a_reference(name, options):
     config = config_of(name, **options)
     sizes = ModelConfig(vocab_size=8, embed=4, layers=1, heads=1, kv_heads=1, head_dim=4, mlp=4, max_positions=4)
     policy = Model(Architecture(sizes), {"matrix": jnp.ones((2, 2))})
-    here = SimpleNamespace(settled=lambda model: model)
-    context = SimpleNamespace(config=config, where=lambda role: here, compute=Compute(jnp.dtype(jnp.float32)))
-    rewards = SimpleNamespace(settle=lambda: None, learnt=None)
+    here = SimpleNamespace(store=lambda model: model)
+    initial = InitialModels(config, cast(Any, None), Compute(jnp.dtype(jnp.float32)), cast(Any, None))
+    context = SimpleNamespace(config=config, placement=lambda role: here, initial=initial)
+    rewards = SimpleNamespace(free_original=lambda: None, trained=None)
     models, identities = _starts(cast(Any, context), policy, cast(Any, rewards), graph_of(config))
     referenced = config.rl.algorithm.needs_reference
     assert models.keys() == {"actor", *(["reference"] if referenced else [])} and models["actor"] is policy

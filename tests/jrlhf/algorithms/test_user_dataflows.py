@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from jrlhf.algorithms.registry import graph_of
+from jrlhf.config import Config, load_config
 from jrlhf.config.check import validate
 from jrlhf.config.parse import build
-from jrlhf.config.schema import Config, load_config
 from jrlhf.errors import UserError
 from jrlhf.models import ModelConfig
 from jrlhf.run.metrics import read_metrics

@@ -50,8 +50,8 @@ def test_the_committed_ids_are_what_transformers_gives_today(name: str):
     for messages, expected in zip(GOLDEN["conversations"], GOLDEN[name]["conversations"], strict=True):
         if expected is not None:
             assert theirs.apply_chat_template(messages, return_dict=False) == expected["ids"]
-    for each in GOLDEN[name]["texts"]:
-        assert theirs(each["text"])["input_ids"] == each["ids"]
+    for row in GOLDEN[name]["texts"]:
+        assert theirs(row["text"])["input_ids"] == row["ids"]
 
 
 TOOLS = [{"type": "function", "function": {"name": "add", "description": "a < b & 'é'"}}]
@@ -66,8 +66,7 @@ TRICKY = [
 ]
 
 
-@pytest.mark.parametrize("template", TRICKY)
-def test_same_text_as_transformers(qwen: Tokenizer, template: str):
+def test_same_text_as_transformers(qwen: Tokenizer):
     """What templates use of Jinja and beyond it, rendered by the peer."""
     transformers = pytest.importorskip("transformers", reason="the peer that renders the same templates")
     messages = [
@@ -75,8 +74,9 @@ def test_same_text_as_transformers(qwen: Tokenizer, template: str):
         {"role": "assistant", "content": "13", "reasoning": "16 - 3"},
     ]
     theirs = transformers.AutoTokenizer.from_pretrained(FAMILIES / "qwen")
-    expected = theirs.apply_chat_template(messages, chat_template=template, tools=TOOLS, tokenize=False)
-    assert render_chat(with_template(qwen, template), messages, tools=TOOLS) == expected
+    for template in TRICKY:
+        expected = theirs.apply_chat_template(messages, chat_template=template, tools=TOOLS, tokenize=False)
+        assert render_chat(with_template(qwen, template), messages, tools=TOOLS) == expected, template
 
 
 def test_a_continued_message_ends_where_its_text_does(qwen: Tokenizer):
@@ -100,29 +100,27 @@ def test_switches_of_a_template_reach_it(qwen: Tokenizer):
     assert render_chat(tokenizer, USER) == "<think></think><|im_end|>"
 
 
-@pytest.mark.parametrize(
-    ("template", "message"),
-    [
-        (
-            "{{ raise_exception('roles must alternate') }}",
-            "the chat template refuses the messages: roles must alternate",
-        ),
-        ("{% for m in messages %}", "not valid Jinja: .* \\(line 1\\)"),
-        ("{{ messages[0].content + 1 }}", "fails on the messages: TypeError"),
-        ("{{ messages[7].content }}", "refuses the messages: .* has no element 7"),
-        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "must not: access to attribute '__class__'"),
-        ("{{ messages.append({}) }}", "must not"),
-        ("{{ cycler.__init__.__globals__.os.system('true') }}", "must not"),
-        ("{{ raise_exception.__globals__.json }}", "must not"),
-        ("{{ (messages | attr('__class__')).mro() }}", "must not"),
-        ("{{ '{0.__class__.__mro__}'.format(messages) | length + none }}", "must not"),
-        ("{% for i in range(10**9) %}x{% endfor %}", "fails on the messages: OverflowError: Range too big"),
-        ("{% include '/etc/passwd' %}", "fails on the messages: TypeError: no loader"),
-    ],
-)
-def test_a_template_that_misbehaves_is_one_sentence(qwen: Tokenizer, template: str, message: str):
-    with pytest.raises(UserError, match=message):
-        render_chat(with_template(qwen, template), USER)
+MISBEHAVING = {
+    "{{ raise_exception('roles must alternate') }}": "the chat template refuses the messages: roles must alternate",
+    "{% for m in messages %}": "not valid Jinja: .* \\(line 1\\)",
+    "{{ messages[0].content + 1 }}": "fails on the messages: TypeError",
+    "{{ messages[7].content }}": "refuses the messages: .* has no element 7",
+    "{{ ''.__class__.__mro__[1].__subclasses__() }}": "must not: access to attribute '__class__'",
+    "{{ messages.append({}) }}": "must not",
+    "{{ cycler.__init__.__globals__.os.system('true') }}": "must not",
+    "{{ raise_exception.__globals__.json }}": "must not",
+    "{{ (messages | attr('__class__')).mro() }}": "must not",
+    "{{ '{0.__class__.__mro__}'.format(messages) | length + none }}": "must not",
+    "{% for i in range(10**9) %}x{% endfor %}": "fails on the messages: OverflowError: Range too big",
+    "{% include '/etc/passwd' %}": "fails on the messages: TypeError: no loader",
+}
+
+
+def test_a_template_that_misbehaves_is_one_sentence_with_its_cause(qwen: Tokenizer):
+    for template, sentence in MISBEHAVING.items():
+        with pytest.raises(UserError, match=sentence) as caught:
+            render_chat(with_template(qwen, template), USER)
+        assert caught.value.__cause__ is not None
 
 
 def test_what_cannot_be_rendered_is_refused(qwen: Tokenizer):
@@ -130,9 +128,6 @@ def test_what_cannot_be_rendered_is_refused(qwen: Tokenizer):
         render_chat(replace(qwen, chat_template=None), USER)
     with pytest.raises(UserError, match="without messages"):
         render_chat(qwen, ())
-
-
-def test_messages_are_not_changed(qwen: Tokenizer):
     message = {"role": "assistant", "content": "13", "name": None}
     render_chat(qwen, (message,), continue_final=True)
-    assert message == {"role": "assistant", "content": "13", "name": None}
+    assert message == {"role": "assistant", "content": "13", "name": None}  # messages are not changed

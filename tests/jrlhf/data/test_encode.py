@@ -1,4 +1,4 @@
-"""Token ids of prompts, of what is learnt, and of answers to compare: against transformers' ids and by hand."""
+"""Token ids of prompts, of sequences to learn and of answers to compare: against transformers' ids and by hand."""
 
 import json
 from dataclasses import replace
@@ -61,7 +61,7 @@ def test_prompts_have_the_ids_of_transformers(family: dict[str, Tokenizer], name
         for messages, expected in zip(GOLDEN["conversations"], GOLDEN[name]["conversations"], strict=True)
         if expected is not None
     ]
-    rows += [({"prompt": each["text"]}, each["ids"]) for each in GOLDEN[name]["texts"]]
+    rows += [({"prompt": row["text"]}, row["ids"]) for row in GOLDEN[name]["texts"]]
     prompts = encode_prompts(from_rows([row for row, _ in rows]), family[name], max_prompt=300)
     assert prompts.ids == tuple(tuple(ids) for _, ids in rows)
     assert prompts.texts[0] == render_chat(family[name], rows[0][0]["prompt"], add_generation_prompt=True)
@@ -135,10 +135,10 @@ def test_tools_of_a_row_reach_the_template(qwen: Tokenizer):
     assert texts[0] == texts[1] == render_chat(qwen, [user("2?")], add_generation_prompt=True, tools=[tool])
     assert '"name": "add"' in texts[0] and "add" not in texts[2]
     pair = [row | {"chosen": [assistant("4")], "rejected": [assistant("5")]} for row in rows]
-    learnt = encode_preferences(from_rows(pair), qwen, max_length=300).chosen
-    for row, ids in zip(rows, learnt, strict=True):  # what a reward model learns from is what it scores
+    encoded = encode_preferences(from_rows(pair), qwen, max_length=300).chosen
+    for row, ids in zip(rows, encoded, strict=True):  # what a reward model learns from is what it scores
         assert encode_answered(qwen, (user("2?"),), (assistant("4"),), tools=tools_of(row), cut=True) == ids
-    assert learnt[0] == learnt[1] != learnt[2]
+    assert encoded[0] == encoded[1] != encoded[2]
     with pytest.raises(UserError, match="row 1: the tools are not a list in JSON"):
         encode_prompts(from_rows([{"prompt": [user("2?")], "tools": "[{"}]), qwen, max_prompt=300)
 
@@ -147,14 +147,14 @@ def test_tools_of_a_row_reach_the_template(qwen: Tokenizer):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_of_a_prompt_and_its_completion_the_completion_is_learnt(family: dict[str, Tokenizer], name: str):
+def test_of_a_prompt_and_its_completion_the_completion_is_learned(family: dict[str, Tokenizer], name: str):
     tokenizer = family[name]
     rows: list[dict] = [
         {"prompt": "How many eggs?", "completion": " 13"},
         {"prompt": "How many eggs?", "completion": "13"},
     ]
-    learnt = encode_sft(from_rows(rows), tokenizer, max_length=99)
-    for row, ids, learn, length in zip(rows, learnt.ids, learnt.learn, learnt.prompt_lengths, strict=True):
+    encoded = encode_sft(from_rows(rows), tokenizer, max_length=99)
+    for row, ids, learn, length in zip(rows, encoded.ids, encoded.learn, encoded.prompt_lengths, strict=True):
         prompt = encode_prompts([Example(row["prompt"])], tokenizer, max_prompt=99).ids[0]
         assert ids[:length] == prompt
         assert learn == (False,) * length + (True,) * (len(ids) - length) and ids[-1] == tokenizer.eos_id
@@ -165,39 +165,38 @@ def test_of_a_prompt_and_its_completion_the_completion_is_learnt(family: dict[st
 def test_a_conversational_completion_ends_as_the_template_ends_it(family: dict[str, Tokenizer], name: str):
     tokenizer = family[name]
     prompt, answer = [user("How many eggs?")], [assistant("16 - 3 = 13")]
-    learnt = encode_sft(from_rows([{"prompt": prompt, "completion": answer}]), tokenizer, max_length=300)
+    encoded = encode_sft(from_rows([{"prompt": prompt, "completion": answer}]), tokenizer, max_length=300)
     whole = tuple(encode_chat(tokenizer, [*prompt, *answer]))
-    ids, length = learnt.ids[0], learnt.prompt_lengths[0]
+    ids, length = encoded.ids[0], encoded.prompt_lengths[0]
     assert ids[:length] == encode_prompts(from_rows([{"prompt": prompt}]), tokenizer, max_prompt=300).ids[0]
     # All that the template writes, up to the end of the turn: no model is asked to go on behind it.
     assert ids == whole[: len(ids)] and tokenizer.decode(whole[len(ids) :]).strip() == ""
-    ((begun, _), (learning, text)) = pieces(tokenizer, ids, learnt.learn[0])
+    ((begun, _), (learning, text)) = pieces(tokenizer, ids, encoded.learn[0])
     assert (begun, learning, text.strip()) == (False, True, "16 - 3 = 13" + END[name])
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_of_a_conversation_every_assistant_turn_is_learnt(family: dict[str, Tokenizer], name: str):
+def test_of_a_conversation_every_assistant_turn_is_learned(family: dict[str, Tokenizer], name: str):
     tokenizer = family[name]
     turns = [user("How many?"), assistant("13 eggs."), user("And now?"), assistant("26")]
-    learnt = encode_sft(from_rows([{"messages": turns}, {"messages": turns[:3]}]), tokenizer, max_length=300)
-    runs = pieces(tokenizer, learnt.ids[0], learnt.learn[0])
+    encoded = encode_sft(from_rows([{"messages": turns}, {"messages": turns[:3]}]), tokenizer, max_length=300)
+    runs = pieces(tokenizer, encoded.ids[0], encoded.learn[0])
     assert [text.strip() for learning, text in runs if learning] == ["13 eggs." + END[name], "26" + END[name]]
-    assert learnt.ids[0] == tuple(encode_chat(tokenizer, turns))[: len(learnt.ids[0])]
+    assert encoded.ids[0] == tuple(encode_chat(tokenizer, turns))[: len(encoded.ids[0])]
     # What comes after the last answer teaches nothing.
-    assert pieces(tokenizer, learnt.ids[1], learnt.learn[1]) == runs[:2]
-    assert learnt.prompt_lengths[0] == len(encode_chat(tokenizer, turns[:1], add_generation_prompt=True))
-    assert learnt.describe().endswith(
-        f"; {sum(map(sum, learnt.learn))} of {sum(map(len, learnt.ids))} tokens are learnt"
+    assert pieces(tokenizer, encoded.ids[1], encoded.learn[1]) == runs[:2]
+    assert encoded.prompt_lengths[0] == len(encode_chat(tokenizer, turns[:1], add_generation_prompt=True))
+    assert encoded.describe().endswith(
+        f"; {sum(map(sum, encoded.learn))} of {sum(map(len, encoded.ids))} tokens are learnt"
     )
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_of_a_text_everything_is_learnt(family: dict[str, Tokenizer], name: str):
-    tokenizer = family[name]
-    learnt = encode_sft(from_rows([{"text": "Janet has 16 eggs."}]), tokenizer, max_length=99)
-    assert learnt.ids == ((*tokenizer.encode_prompt("Janet has 16 eggs."), tokenizer.eos_id),)
-    assert learnt.learn == ((False, *[True] * (len(learnt.ids[0]) - 1)),)
-    assert learnt.prompt_lengths == (1,)
+def test_of_a_text_everything_is_learned(family: dict[str, Tokenizer]):
+    for tokenizer in family.values():
+        encoded = encode_sft(from_rows([{"text": "Janet has 16 eggs."}]), tokenizer, max_length=99)
+        assert encoded.ids == ((*tokenizer.encode_prompt("Janet has 16 eggs."), tokenizer.eos_id),)
+        assert encoded.learn == ((False, *[True] * (len(encoded.ids[0]) - 1)),)
+        assert encoded.prompt_lengths == (1,)
 
 
 THINKING = """{%- for m in messages %}
@@ -212,8 +211,8 @@ def test_a_template_that_rewrites_earlier_turns(qwen: Tokenizer):
     """Templates of reasoning models drop the thoughts of all answers but the last; what they write is learnt."""
     tokenizer = replace(qwen, chat_template=THINKING)
     turns = [user("2?"), assistant("<think>hm</think>4"), user("3?"), assistant("<think>oh</think>9")]
-    learnt = encode_sft(from_rows([{"messages": turns}]), tokenizer, max_length=300)
-    runs = pieces(tokenizer, learnt.ids[0], learnt.learn[0])
+    encoded = encode_sft(from_rows([{"messages": turns}]), tokenizer, max_length=300)
+    runs = pieces(tokenizer, encoded.ids[0], encoded.learn[0])
     assert [text for learning, text in runs if learning] == ["4<|im_end|>", "<think>oh</think>9<|im_end|>"]
     unmarked = replace(tokenizer, eos_ids=(330,))  # a base model, which ends texts but no turns
     with pytest.raises(UserError, match="ends an assistant turn with no end-of-text token"):
@@ -230,21 +229,18 @@ def test_an_end_of_text_is_added_where_the_template_has_none(qwen: Tokenizer):
     """A base model with a chat template: its turns end with a token that does not end its texts."""
     base = replace(qwen, eos_ids=(330,))
     row = {"prompt": [user("2?")], "completion": [assistant("4")]}
-    learnt = encode_sft(from_rows([row]), base, max_length=99)
-    assert pieces(base, learnt.ids[0], learnt.learn[0])[1] == (True, "4<|im_end|>\n<|endoftext|>")
+    encoded = encode_sft(from_rows([row]), base, max_length=99)
+    assert pieces(base, encoded.ids[0], encoded.learn[0])[1] == (True, "4<|im_end|>\n<|endoftext|>")
     turns = {"messages": [user("2?"), assistant("4"), user("3?"), assistant("9")]}
-    learnt = encode_sft(from_rows([turns]), base, max_length=99)
-    learning = [text for yes, text in pieces(base, learnt.ids[0], learnt.learn[0]) if yes]
+    encoded = encode_sft(from_rows([turns]), base, max_length=99)
+    learning = [text for yes, text in pieces(base, encoded.ids[0], encoded.learn[0]) if yes]
     assert learning == ["4<|im_end|>\n", "9<|im_end|>\n<|endoftext|>"]
 
 
-def test_a_text_that_ends_itself_is_not_ended_twice(qwen: Tokenizer):
+def test_a_text_that_ends_itself_is_not_ended_twice_and_plain_answers_in_a_chat(qwen: Tokenizer):
     rows = [{"prompt": "2?", "completion": "4<|endoftext|>"}, {"prompt": "2?", "completion": "4"}]
-    learnt = encode_sft(from_rows(rows), qwen, max_length=99)
-    assert [ids[-2:] for ids in learnt.ids] == [(*qwen.encode("4"), 330), (*qwen.encode("4"), 332)]
-
-
-def test_plain_answers_in_a_chat(qwen: Tokenizer):
+    encoded = encode_sft(from_rows(rows), qwen, max_length=99)
+    assert [ids[-2:] for ids in encoded.ids] == [(*qwen.encode("4"), 330), (*qwen.encode("4"), 332)]
     data = from_rows([{"question": "2?", "answer": "4"}], columns=Columns(prompt="question", completion="answer"))
     chat = encode_sft(data, qwen, max_length=99, chat=True)
     same = encode_sft(from_rows([{"prompt": [user("2?")], "completion": [assistant("4")]}]), qwen, max_length=99)
@@ -274,11 +270,11 @@ def test_overlong_sequences(qwen: Tokenizer):
     assert end.learn[0] == (False, *everything.learn[0][-29:])
 
 
-@pytest.mark.parametrize("row", [{"prompt": "a"}, {"prompt": [user("a")]}, {"text": ""}, {"messages": [user("a")]}])
-def test_a_row_with_nothing_to_learn_is_refused(qwen: Tokenizer, row: dict):
-    examples = [Example("", "")] if "text" in row else from_rows([row])
-    with pytest.raises(UserError, match="row 1: there is nothing to learn"):
-        encode_sft(examples, qwen, max_length=300)
+def test_a_row_with_nothing_to_learn_is_refused(qwen: Tokenizer):
+    rows = [{"prompt": "a"}, {"prompt": [user("a")]}, {"messages": [user("a")]}]
+    for examples in ([Example("", "")], *(from_rows([row]) for row in rows)):
+        with pytest.raises(UserError, match="row 1: there is nothing to learn"):
+            encode_sft(examples, qwen, max_length=300)
 
 
 # Answers to compare.
@@ -293,9 +289,9 @@ def test_pairs_share_their_prompt_and_end_as_answers_do(family: dict[str, Tokeni
     for rows in (explicit, implicit):
         pairs = encode_preferences(from_rows([rows]), tokenizer, max_length=99)
         for column, answer in (("chosen", "4"), ("rejected", "5, no")):
-            learnt = encode_sft([Example((user("2?"),), (assistant(answer),))], tokenizer, max_length=99)
-            assert getattr(pairs, column) == learnt.ids
-            assert pairs.prompt_lengths == learnt.prompt_lengths
+            encoded = encode_sft([Example((user("2?"),), (assistant(answer),))], tokenizer, max_length=99)
+            assert getattr(pairs, column) == encoded.ids
+            assert pairs.prompt_lengths == encoded.prompt_lengths
     texts = encode_preferences(from_rows([plain]), tokenizer, max_length=99)
     assert texts.chosen == encode_sft([Example("2?", " 4")], tokenizer, max_length=99).ids
     assert texts.rejected == encode_sft([Example("2?", " 5, no")], tokenizer, max_length=99).ids
@@ -366,8 +362,8 @@ def test_a_response_sampled_from_a_prompt_is_what_sft_learns(family: dict[str, T
         row = {"prompt": [user("How many eggs?")], "completion": [assistant("13")]}
         turns = {"messages": [*row["prompt"], *row["completion"]]}
         data: list[Dataset] = [from_rows([row]), from_rows([turns])]
-        prompts = {encode_prompts(each, tokenizer, max_prompt=99).ids for each in data}
-        learnt = {encode_sft(each, tokenizer, max_length=99).ids for each in data}
+        prompts = {encode_prompts(rows, tokenizer, max_prompt=99).ids for rows in data}
+        learnt = {encode_sft(rows, tokenizer, max_length=99).ids for rows in data}
         assert len(prompts) == len(learnt) == 1
         ((prompt,),), ((ids,),) = prompts, learnt
         assert ids[: len(prompt)] == prompt and ids[-1] in tokenizer.eos_ids

@@ -2,7 +2,6 @@
 
 import csv
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,150 +35,82 @@ GSM8K = [
 ]
 
 
-def write_jsonl(path: Path) -> Path:
-    return lines(path / "rows.jsonl", *GSM8K)
+def write(kind: str, path: Path) -> Path:
+    """The rows of GSM8K in a file or directory of this kind."""
+    file = path / f"rows.{kind.removesuffix(' lines')}"
+    if kind in ("jsonl", "json lines"):
+        return lines(file, *GSM8K)
+    if kind == "ndjson":
+        text = "\ufeff" + "\r\n\r\n".join(json.dumps(row, ensure_ascii=False) for row in GSM8K)
+        file.write_text(text, encoding="utf-8", newline="")
+    elif kind == "json":
+        file.write_text(json.dumps(GSM8K, indent=1), encoding="utf-8")
+    elif kind == "csv":
+        with open(file, "w", encoding="utf-8-sig", newline="") as stream:
+            writer = csv.DictWriter(stream, ["question", "answer"])
+            writer.writeheader()
+            writer.writerows(GSM8K)
+    elif kind == "parquet":
+        pyarrow = pytest.importorskip("pyarrow", reason="Parquet is read by the hf extra")
+        parquet = pytest.importorskip("pyarrow.parquet", reason="Parquet is read by the hf extra")
+        parquet.write_table(pyarrow.Table.from_pylist(GSM8K), file, row_group_size=2)
+    elif kind == "shards":
+        file = path / "set"
+        (file / "data").mkdir(parents=True)
+        (file / "README.md").write_text("not data")
+        lines(file / "data" / "train-00000-of-00002.jsonl", *GSM8K[:2])
+        lines(file / "data" / "train-00001-of-00002.jsonl", *GSM8K[2:])
+        lines(file / "data" / "test-00000-of-00001.jsonl", {"question": "held out", "answer": "0"})
+    else:
+        datasets = pytest.importorskip("datasets", reason="what save_to_disk wrote is read by the hf extra")
+        file, train = path / "disk", datasets.Dataset.from_list(GSM8K)
+        splits = datasets.DatasetDict({"train": train, "test": datasets.Dataset.from_list(GSM8K[:1])})
+        (splits if kind == "saved splits" else train).save_to_disk(file)
+    return file
 
 
-def write_ndjson(path: Path) -> Path:
-    text = "\ufeff" + "\r\n\r\n".join(json.dumps(row, ensure_ascii=False) for row in GSM8K)
-    (path / "rows.ndjson").write_text(text, encoding="utf-8", newline="")
-    return path / "rows.ndjson"
+KINDS = "jsonl", "ndjson", "json", "json lines", "csv", "parquet", "shards", "saved", "saved splits"
 
 
-def write_json(path: Path) -> Path:
-    (path / "rows.json").write_text(json.dumps(GSM8K, indent=1), encoding="utf-8")
-    return path / "rows.json"
-
-
-def write_json_lines(path: Path) -> Path:
-    return lines(path / "rows.json", *GSM8K)
-
-
-def write_csv(path: Path) -> Path:
-    with open(path / "rows.csv", "w", encoding="utf-8-sig", newline="") as file:
-        writer = csv.DictWriter(file, ["question", "answer"])
-        writer.writeheader()
-        writer.writerows(GSM8K)
-    return path / "rows.csv"
-
-
-def write_parquet(path: Path) -> Path:
-    pyarrow = pytest.importorskip("pyarrow", reason="Parquet is read by the hf extra")
-    parquet = pytest.importorskip("pyarrow.parquet", reason="Parquet is read by the hf extra")
-    parquet.write_table(pyarrow.Table.from_pylist(GSM8K), path / "rows.parquet", row_group_size=2)
-    return path / "rows.parquet"
-
-
-def write_shards(path: Path) -> Path:
-    (path / "set" / "data").mkdir(parents=True)
-    (path / "set" / "README.md").write_text("not data")
-    lines(path / "set" / "data" / "train-00000-of-00002.jsonl", *GSM8K[:2])
-    lines(path / "set" / "data" / "train-00001-of-00002.jsonl", *GSM8K[2:])
-    lines(path / "set" / "data" / "test-00000-of-00001.jsonl", {"question": "held out", "answer": "0"})
-    return path / "set"
-
-
-def write_to_disk(path: Path) -> Path:
-    datasets = pytest.importorskip("datasets", reason="what save_to_disk wrote is read by the hf extra")
-    datasets.Dataset.from_list(GSM8K).save_to_disk(path / "disk")
-    return path / "disk"
-
-
-def write_splits_to_disk(path: Path) -> Path:
-    datasets = pytest.importorskip("datasets", reason="what save_to_disk wrote is read by the hf extra")
-    whole = {"train": datasets.Dataset.from_list(GSM8K), "test": datasets.Dataset.from_list(GSM8K[:1])}
-    datasets.DatasetDict(whole).save_to_disk(path / "disk")
-    return path / "disk"
-
-
-WRITERS = [
-    write_jsonl,
-    write_ndjson,
-    write_json,
-    write_json_lines,
-    write_csv,
-    write_parquet,
-    write_shards,
-    write_to_disk,
-    write_splits_to_disk,
-]
-
-
-@pytest.mark.parametrize("write", WRITERS)
-def test_every_kind_of_file_gives_the_same_dataset(write: Callable[[Path], Path], tmp_path: Path):
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_file_gives_the_same_dataset(kind: str, tmp_path: Path):
     columns = Columns(prompt="question")
-    dataset = read_dataset(write(tmp_path), columns=columns)
+    dataset = read_dataset(write(kind, tmp_path), columns=columns)
     assert dataset.shape == "prompt-only" and dataset.columns == ("question", "answer")
     # The columns keep the names that they have in the file: a reward function asks for `answer`.
     assert dataset.examples == tuple(Example(prompt=row["question"], columns=row) for row in GSM8K)
     assert dataset.fingerprint == from_rows(GSM8K, columns=columns).fingerprint
 
 
-CONVERSATION = [user("2 + 2?"), assistant("4")]
+Q, A, B = user("2 + 2?"), assistant("4"), assistant("5")
+CONVERSATION = [Q, A]
+VERL = {
+    "data_source": "gsm8k",
+    "ability": "math",
+    "reward_model": {"style": "rule", "ground_truth": "4"},
+    "extra_info": {"index": 0, "split": "train"},
+}
 SHAPES: list[tuple[str, dict[str, Any], Example]] = [
     ("prompt-only", {"prompt": "2 + 2?", "level": 1}, Example("2 + 2?", columns={"level": 1})),
-    ("prompt-only", {"prompt": [user("2 + 2?")]}, Example((user("2 + 2?"),))),
-    (
-        "prompt-completion",
-        {"prompt": "2 + 2?", "completion": " 4", "label": True},
-        Example("2 + 2?", completion=" 4", columns={"label": True}),
-    ),
-    (
-        "prompt-completion",
-        {"prompt": [user("2 + 2?")], "completion": [assistant("4")]},
-        Example((user("2 + 2?"),), completion=(assistant("4"),)),
-    ),
+    ("prompt-only", {"prompt": [Q]}, Example((Q,))),
+    ("prompt-completion", {"prompt": "2?", "completion": " 4", "x": True}, Example("2?", " 4", columns={"x": True})),
+    ("prompt-completion", {"prompt": [Q], "completion": [A]}, Example((Q,), (A,))),
     ("preference", {"prompt": "2?", "chosen": " 4", "rejected": " 5"}, Example("2?", chosen=" 4", rejected=" 5")),
-    (
-        "preference",  # an implicit prompt: what the two have in common
-        {"chosen": "The sky is blue.", "rejected": "The sky is green."},
-        Example("The sky is", chosen=" blue.", rejected=" green."),
-    ),
-    (
-        "preference",
-        {"chosen": [user("2?"), assistant("4")], "rejected": [user("2?"), assistant("5")]},
-        Example((user("2?"),), chosen=(assistant("4"),), rejected=(assistant("5"),)),
-    ),
-    (
-        "preference",  # the prompt is of another kind than the answers: it is read from them
-        {"prompt": "2?", "chosen": [user("2?"), assistant("4")], "rejected": [user("2?"), assistant("5")]},
-        Example((user("2?"),), chosen=(assistant("4"),), rejected=(assistant("5"),)),
-    ),
-    (
-        "preference",  # equal answers: the last message is still the answer
-        {"chosen": [user("2?"), assistant("4")], "rejected": [user("2?"), assistant("4")]},
-        Example((user("2?"),), chosen=(assistant("4"),), rejected=(assistant("4"),)),
-    ),
+    # An implicit prompt, also where the prompt is of another kind than the answers: what the two have in common.
+    ("preference", {"chosen": [Q, A], "rejected": [Q, B]}, Example((Q,), chosen=(A,), rejected=(B,))),
+    ("preference", {"prompt": "2?", "chosen": [Q, A], "rejected": [Q, B]}, Example((Q,), chosen=(A,), rejected=(B,))),
+    # Equal answers: the last message is still the answer.
+    ("preference", {"chosen": [Q, A], "rejected": [Q, A]}, Example((Q,), chosen=(A,), rejected=(A,))),
     ("messages", {"messages": CONVERSATION}, Example(tuple(CONVERSATION))),
     ("text", {"text": "Once upon a time", "url": None}, Example("", "Once upon a time", columns={"url": None})),
-    (
-        "verl",
-        {
-            "data_source": "gsm8k",
-            "prompt": [user("2 + 2?")],
-            "ability": "math",
-            "reward_model": {"style": "rule", "ground_truth": "4"},
-            "extra_info": {"index": 0, "split": "train"},
-        },
-        Example(
-            (user("2 + 2?"),),
-            source="gsm8k",
-            columns={
-                "data_source": "gsm8k",
-                "ability": "math",
-                "reward_model": {"style": "rule", "ground_truth": "4"},
-                "extra_info": {"index": 0, "split": "train"},
-            },
-        ),
-    ),
+    ("verl", {**VERL, "prompt": [Q]}, Example((Q,), source="gsm8k", columns=VERL)),
 ]
 
 
-@pytest.mark.parametrize(("shape", "row", "example"), SHAPES)
-def test_shapes_are_detected(shape: str, row: dict, example: Example):
-    dataset = from_rows([row, row])
-    assert (dataset.shape, dataset.examples) == (shape, (example, example))
-    assert dataset.columns == tuple(row)
+def test_shapes_are_detected():
+    for shape, row, example in SHAPES:
+        dataset = from_rows([row, row])
+        assert (dataset.shape, dataset.examples, dataset.columns) == (shape, (example, example), tuple(row))
 
 
 def test_columns_that_are_named_decide_the_shape():
@@ -255,69 +186,58 @@ def test_some_of_the_rows_keep_their_places(tmp_path: Path):
 # What is refused.
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        (
-            "a.jsonl",
-            '{"prompt": "a"}\n\n{"prompt": "b',
-            "a.jsonl line 3 is not a whole JSON object .* repair it or remove",
-        ),
-        ("a.jsonl", '{"prompt": "a"}\n["b"]\n', "a.jsonl line 2 holds a list, not an object"),
-        ("a.jsonl", b'{"prompt": "a"}\n{"prompt": "\xff"}\n', "a.jsonl line 2 is not a whole JSON object"),
-        ("a.jsonl", "\n \n", "a.jsonl has no rows"),
-        ("a.jsonl", "", "a.jsonl has no rows"),
-        ("a.jsonl", '{"prompt": "a"}\n{"prompt": null}\n', "line 2: prompt is null: repair it or remove it"),
-        ("a.jsonl", '{"prompt": "a"}\n{"prompt": " "}\n', "line 2: prompt is empty"),
-        ("a.jsonl", '{"prompt": "a"}\n{"Prompt": "b"}\n', "line 2 has no column 'prompt', only Prompt"),
-        ("a.jsonl", '{"prompt": "\\ud800"}\n', "line 1: prompt holds half of a surrogate pair"),
-        ("a.json", '[{"prompt": "a"}, {"pro', "a.json is not a whole JSON array"),
-        ("a.json", '[{"prompt": "a"}, 3]', "a.json row 2 holds a int"),
-        ("a.csv", "prompt,answer\na,1\nb\n", "a.csv line 3 has 1 cells for 2 columns"),
-        ("a.csv", 'prompt,answer\na,1\n"b,2\n', "a.csv is not CSV after line 2 .*repair it there"),
-        ("a.csv", "prompt,prompt\na,1\n", "a.csv has two columns of one name in its first line \\(prompt, prompt\\)"),
-        ("a.csv", b"prompt\n\xff\n", "a.csv is not UTF-8 text"),
-        ("a.csv", "prompt,answer\n", "a.csv has no rows"),
-        ("a.parquet", b"PAR1 no", "a.parquet cannot be read as Parquet"),
-        ("a.txt", "a", "a.txt is none of .jsonl, .ndjson, .json, .csv, .parquet"),
-    ],
-)
-def test_a_bad_file_is_one_sentence(tmp_path: Path, name: str, content: str | bytes, message: str):
-    path = tmp_path / name
-    path.write_bytes(content.encode() if isinstance(content, str) else content)
-    if path.suffix == ".parquet":
-        pytest.importorskip("pyarrow", reason="Parquet is read by the hf extra")
-    with pytest.raises(UserError, match=message):
-        read_dataset(path)
+FILES: list[tuple[str, str | bytes, str]] = [  # file, content, sentence
+    ("a.jsonl", '{"prompt": "a"}\n\n{"prompt": "b', "a.jsonl line 3 is not a whole JSON object .* repair it or remove"),
+    ("a.jsonl", '{"prompt": "a"}\n["b"]\n', "a.jsonl line 2 holds a list, not an object"),
+    ("a.jsonl", b'{"prompt": "a"}\n{"prompt": "\xff"}\n', "a.jsonl line 2 is not a whole JSON object"),
+    ("a.jsonl", "\n \n", "a.jsonl has no rows"),
+    ("a.jsonl", "", "a.jsonl has no rows"),
+    ("a.jsonl", '{"prompt": "a"}\n{"prompt": null}\n', "line 2: prompt is null: repair it or remove it"),
+    ("a.jsonl", '{"prompt": "a"}\n{"prompt": " "}\n', "line 2: prompt is empty"),
+    ("a.jsonl", '{"prompt": "a"}\n{"Prompt": "b"}\n', "line 2 has no column 'prompt', only Prompt"),
+    ("a.jsonl", '{"prompt": "\\ud800"}\n', "line 1: prompt holds half of a surrogate pair"),
+    ("a.json", '[{"prompt": "a"}, {"pro', "a.json is not a whole JSON array"),
+    ("a.json", '[{"prompt": "a"}, 3]', "a.json row 2 holds a int"),
+    ("a.csv", "prompt,answer\na,1\nb\n", "a.csv line 3 has 1 cells for 2 columns"),
+    ("a.csv", 'prompt,answer\na,1\n"b,2\n', "a.csv is not CSV after line 2 .*repair it there"),
+    ("a.csv", "prompt,prompt\na,1\n", "a.csv has two columns of one name in its first line \\(prompt, prompt\\)"),
+    ("a.csv", b"prompt\n\xff\n", "a.csv is not UTF-8 text"),
+    ("a.csv", "prompt,answer\n", "a.csv has no rows"),
+    ("a.parquet", b"PAR1 no", "a.parquet cannot be read as Parquet"),
+    ("a.txt", "a", "a.txt is none of .jsonl, .ndjson, .json, .csv, .parquet"),
+]
+ROWS: list[tuple[dict, str]] = [  # row, sentence
+    ({"prompt": []}, "row 1: prompt has no messages"),
+    ({"prompt": 3}, "row 1: prompt is a int, neither text nor a list of messages"),
+    ({"prompt": ["hi"]}, "message 1 of prompt is a str, not an object with role and content"),
+    ({"prompt": [{"role": "human", "content": "a"}]}, "message 1 of prompt has the role 'human', which is none of"),
+    ({"prompt": [{"from": "human", "value": "hi"}]}, "message 1 of prompt has the role None"),
+    ({"prompt": [user("hi"), {"role": "user"}]}, "message 2 of prompt has no content"),
+    ({"prompt": [{"role": "user", "content": 3}]}, "the content of message 1 of prompt is a int, not text"),
+    ({"prompt": [{"role": "user", "content": [{"type": "image"}]}]}, "a part of type 'image', and only text"),
+    ({"messages": "hi"}, "messages is text, not a list of messages"),
+    ({"text": [user("hi")]}, "text is a list of messages, not text"),
+    ({"prompt": "a", "completion": [Q]}, "completion begins with a message of the user, not of the assistant"),
+    ({"chosen": [Q, A], "rejected": "c"}, "must be both text or both lists of messages"),
+    ({"chosen": [Q, A], "rejected": [user("c"), assistant("d")]}, "no message in common"),
+]
 
 
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ({"prompt": []}, "row 1: prompt has no messages"),
-        ({"prompt": 3}, "row 1: prompt is a int, neither text nor a list of messages"),
-        ({"prompt": ["hi"]}, "message 1 of prompt is a str, not an object with role and content"),
-        (
-            {"prompt": [{"role": "human", "content": "hi"}]},
-            "message 1 of prompt has the role 'human', which is none of",
-        ),
-        ({"prompt": [{"from": "human", "value": "hi"}]}, "message 1 of prompt has the role None"),
-        ({"prompt": [user("hi"), {"role": "user"}]}, "message 2 of prompt has no content"),
-        ({"prompt": [{"role": "user", "content": 3}]}, "the content of message 1 of prompt is a int, not text"),
-        ({"prompt": [{"role": "user", "content": [{"type": "image"}]}]}, "a part of type 'image', and only text"),
-        ({"messages": "hi"}, "messages is text, not a list of messages"),
-        ({"text": [user("hi")]}, "text is a list of messages, not text"),
-        (
-            {"prompt": "a", "completion": [user("b")]},
-            "completion begins with a message of the user, not of the assistant",
-        ),
-        ({"chosen": [user("a"), assistant("b")], "rejected": "c"}, "must be both text or both lists of messages"),
-        ({"chosen": [user("a"), assistant("b")], "rejected": [user("c"), assistant("d")]}, "no message in common"),
-    ],
-)
-def test_a_bad_row_is_named(row: dict, message: str):
-    with pytest.raises(UserError, match=message):
-        from_rows([row])
+def test_a_bad_file_is_one_sentence_with_its_cause(tmp_path: Path):
+    for name, content, sentence in FILES:
+        path = tmp_path / name
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+        if path.suffix == ".parquet":
+            pytest.importorskip("pyarrow", reason="Parquet is read by the hf extra")
+        with pytest.raises(UserError, match=sentence) as caught:
+            read_dataset(path)
+        assert "is not a whole" not in sentence or isinstance(caught.value.__cause__, ValueError)
+
+
+def test_a_bad_row_is_named():
+    for row, sentence in ROWS:
+        with pytest.raises(UserError, match=sentence):
+            from_rows([row])
 
 
 def test_wrong_columns_are_answered_with_those_that_are_there():
@@ -337,7 +257,7 @@ def test_wrong_columns_are_answered_with_those_that_are_there():
 def test_directories_without_the_data_are_refused(tmp_path: Path):
     with pytest.raises(UserError, match="holds no dataset"):
         read_dataset(tmp_path)
-    directory = write_shards(tmp_path)
+    directory = write("shards", tmp_path)
     with pytest.raises(UserError, match="set has no split 'dev': it has test, train"):
         read_dataset(directory, split="dev")
     columns = Columns(prompt="question")
@@ -353,13 +273,12 @@ def test_directories_without_the_data_are_refused(tmp_path: Path):
         read_dataset(tmp_path / "nowhere")
 
 
-@pytest.mark.parametrize("write", [write_jsonl, write_to_disk])
-def test_what_has_no_splits_is_not_read_as_one(write: Callable[[Path], Path], tmp_path: Path):
-    path = write(tmp_path)
-    sentence = f"{path} has no splits and is read whole, not split='test': leave split out, or name a part"
-    with pytest.raises(UserError) as caught:
-        read_dataset(path, split="test")
-    assert str(caught.value) == sentence
+def test_what_has_no_splits_is_not_read_as_one(tmp_path: Path):
+    for path in (write("jsonl", tmp_path), write("saved", tmp_path)):
+        with pytest.raises(UserError) as caught:
+            read_dataset(path, split="test")
+        sentence = f"{path} has no splits and is read whole, not split='test': leave split out, or name a part"
+        assert str(caught.value) == sentence
     (tmp_path / "rows").mkdir()
     lines(tmp_path / "rows" / "sums.jsonl", *GSM8K)
     with pytest.raises(UserError, match="rows has no splits and is read whole, not split='test'"):
@@ -369,14 +288,14 @@ def test_what_has_no_splits_is_not_read_as_one(write: Callable[[Path], Path], tm
 def test_splits_of_shards_are_what_their_names_say(tmp_path: Path):
     for number, name in enumerate(("train_sft-00000-of-00002", "train_sft-00001-of-00002", "train_gen-00000-of-00001")):
         lines(tmp_path / f"{name}.jsonl", {"prompt": f"{number}?", "completion": "yes"})
-    assert [each.prompt for each in read_dataset(tmp_path, split="train_sft").examples] == ["0?", "1?"]
-    assert [each.prompt for each in read_dataset(tmp_path, split="train_gen").examples] == ["2?"]
+    assert [example.prompt for example in read_dataset(tmp_path, split="train_sft").examples] == ["0?", "1?"]
+    assert [example.prompt for example in read_dataset(tmp_path, split="train_gen").examples] == ["2?"]
     with pytest.raises(UserError, match="has no split 'train': it has train_gen, train_sft"):
         read_dataset(tmp_path)
 
 
 def test_splits_of_a_saved_dataset(tmp_path: Path):
-    directory = write_splits_to_disk(tmp_path)
+    directory = write("saved splits", tmp_path)
     assert len(read_dataset(directory, columns=Columns(prompt="question"), split="test").examples) == 1
     with pytest.raises(UserError, match="disk has no split 'dev': it has train, test"):
         read_dataset(directory, split="dev")

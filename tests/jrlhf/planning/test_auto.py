@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from jrlhf.algorithms.registry import graph_of
-from jrlhf.config.schema import Config, load_config
+from jrlhf.config import Config, load_config
 from jrlhf.errors import UserError
 from jrlhf.planning.auto import prices_here, searched
 from jrlhf.planning.choose import plan_of_config, plan_yaml

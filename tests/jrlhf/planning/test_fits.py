@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import pytest
 
-from jrlhf.config.schema import load_config
+from jrlhf.config import load_config
 from jrlhf.errors import UserError
 from jrlhf.meshes import make_mesh
 from jrlhf.models import ModelConfig

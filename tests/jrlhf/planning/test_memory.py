@@ -20,8 +20,9 @@ from benchmarks.memory import (
     row,
     within,
 )
+from benchmarks.shapes import adapter_weights, device_bytes, generation_copy, placed, train_state, whole_weights
 from jrlhf.algorithms.registry import graph_of
-from jrlhf.config.schema import Config
+from jrlhf.config.schema import Config, LoRASection
 from jrlhf.config.stages import OptimizerConfig
 from jrlhf.meshes import GENERATE, Graph, make_mesh
 from jrlhf.meshes.graph import home_of
@@ -37,7 +38,6 @@ from jrlhf.planning.simulator import simulate
 from jrlhf.planning.states import resident, tiled
 from jrlhf.planning.times import Estimator
 from jrlhf.planning.workload import RoleModel, Workload
-from jrlhf.stages.shapes import adapter_weights, device_bytes, generation_copy, placed, train_state, whole_weights
 
 CPU, GPU, TPU = Backend("cpu"), Backend("gpu"), Backend("tpu")
 MESHES = ((8, 1), (4, 2), (2, 4), (1, 8))
@@ -252,7 +252,7 @@ PREFILLS = (None, None), (None, 64), (16, 64)
 
 
 def test_a_pass_that_scores_the_base_too_has_every_row_twice():
-    config = Config(stages=("grpo",), lora=replace(Config().lora, rank=4))
+    config = Config(stages=("grpo",), lora=LoRASection(rank=4))
     adapter = {"actor": (RoleModel(LLAMA, "lm", True, LORA),)}
     both = ppo(graph=graph_of(config), models=adapter, rows=64)
     (scored,) = (call for call in both.graph if call.kind == "infer" and call.role == "actor")

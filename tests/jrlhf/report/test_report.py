@@ -1,4 +1,4 @@
-"""The report: right numbers, whatever of a run is there, and nothing in it that a model or the network could use."""
+"""The report: the right numbers for whatever a run has written, and nothing in it that can run or reach the network."""
 
 import itertools
 import json
@@ -7,10 +7,12 @@ import re
 import shutil
 import subprocess
 import sys
+from html.parser import HTMLParser
 from pathlib import Path
 
 import numpy as np
 import pytest
+from markupsafe import Markup
 
 import jrlhf
 from jrlhf.config.parse import build, to_yaml
@@ -19,13 +21,56 @@ from jrlhf.errors import UserError
 from jrlhf.meshes.plan import Placement, Plan, Slice
 from jrlhf.planning.choose import plan_yaml
 from jrlhf.report import read_run, render, write_report
+from jrlhf.report.__main__ import main
 from jrlhf.report.charts import COLORS, Chart, Series, number, running_mean
-from jrlhf.report.page import main
-from jrlhf.report.record import Record
-from jrlhf.report.timeline import _CALLS, timeline
+from jrlhf.report.timeline import _CALLS
 from jrlhf.run.files import append_jsonl
 
+GOLDEN = Path(__file__).with_name("golden.json")
 EVIL = '<script>alert(1)</script><img src=x onerror="alert(2)">&amp;\x1b[31m'
+SOURCES = ("openai/gsm8k", EVIL)
+USER_CONFIG = """
+seed: 3
+mesh: {data: 1, fsdp: 4, tensor: 1}
+model: {path: /weights/Qwen2.5-0.5B}
+lora: {rank: 16, alpha: 32}
+ppo: {iterations: 8, algorithm: {kl_target: null}}
+safe_rlhf: {iterations: 4, algorithm: {cost_limit: 3.0}}
+dpo: {steps: 30, algorithm: {loss: sigmoid}}
+"""
+
+
+class Page(HTMLParser):
+    """Reads a page as a browser would: its tags and text. Checks that every element is closed where it belongs."""
+
+    VOID = ("meta", "br", "img", "link", "input", "wbr")
+
+    def __init__(self, html: str):
+        super().__init__(convert_charrefs=True)
+        self.tags: list[tuple[str, dict]] = []
+        self.open: list[str] = []
+        self.words: list[str] = []
+        self.feed(html)
+        assert self.open == []
+        self.text = " ".join(" ".join(self.words).split())
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if not self.open or self.open[-1] not in ("style", "title"):
+            self.words.append(data)
+
+
+# --- Records of runs ---
 
 
 def sft_records(steps: int = 40) -> list[dict]:
@@ -37,76 +82,121 @@ def sft_records(steps: int = 40) -> list[dict]:
 
 
 def reward_model_records() -> list[dict]:
-    return [
-        {
-            "stage": "reward_model",
-            "step": step,
-            "reward_model/loss": 0.5,
-            "reward_model/accuracy": 0.8,
-            "reward_model/eval_accuracy": 0.75,
-            "reward_model/eval_pairs": 300,
-            "timing_s/step": 0.5,
-        }
-        for step in (1, 2)
-    ]
+    metrics = {"loss": 0.5, "accuracy": 0.8, "eval_accuracy": 0.75, "eval_pairs": 300}
+    record = {f"reward_model/{name}": value for name, value in metrics.items()}
+    return [{"stage": "reward_model", "step": step, **record, "timing_s/step": 0.5} for step in (1, 2)]
 
 
-def ppo_records(steps: int = 12) -> list[dict]:
+def gold_records(steps: int = 12) -> list[dict]:
+    """PPO on the built-in task, whose rubric measures a gold score."""
+    constant = {"gold/full_stop": 0.9, "objective/kl_coef": 0.05, "actor/entropy": 2.0, "actor/grad_norm": 1.0}
+    constant |= {"critic/grad_norm": 2.0, "response_length/mean": 11.0, "timing_s/update_actor": 2.0}
+    constant |= {"timing_s/reshard": 0.25, "timing_s/custom": 0.25}
     return [
         {
             "stage": "ppo",
             "step": step,
             "critic/score/mean": step / 10,
             "gold/score": 0.5 + step / 100,
-            "gold/full_stop": 0.9,
             "objective/kl": 0.5 * step,
-            "objective/kl_coef": 0.05,
-            "actor/entropy": 2.0,
-            "actor/grad_norm": 1.0,
-            "critic/grad_norm": 2.0,
             "critic/vf_explained_var": 0.3 if step > 1 else -40.0,
-            "response_length/mean": 11.0,
             "timing_s/gen": 1.0 if step > 1 else 20.0,
-            "timing_s/update_actor": 2.0,
-            "timing_s/reshard": 0.25,
-            "timing_s/custom": 0.25,
             "timing_s/step": 4.0 if step > 1 else 33.0,
+            **constant,
         }
         for step in range(1, steps + 1)
     ]
 
 
-def evaluation_samples(count: int = 12) -> list[dict]:
-    return [
-        {
-            "stage": "evaluation",
-            "step": 0,
-            "prompt": f"def f{index}(x):\n",
-            "reference": "Return x.",
-            "before": f"before {index}",
-            "after": EVIL if index == 0 else f"after {index}",
-            "gold_before": 0.5,
-            "gold_after": 0.5 + (index - 3) / 20,
+def user_records(steps: int = 8, stage: str = "ppo") -> list[dict]:
+    """Reinforcement learning on a user's data and reward functions, some of which fail."""
+    records = []
+    for step in range(1, steps + 1):
+        record = {
+            "stage": stage,
+            "step": step,
+            "critic/score/mean": step / 10,
+            "objective/kl": step / 4,
+            "objective/kl_coef": 0.1,
+            "rewards/exact/mean": 0.25 + step / 100,
+            "rewards/exact/std": 0.5,
+            "rewards/exact/digits": 3.0,
+            "rewards/exact/failures": {3: 2.0, 6: 3.0}.get(step, 0.0),
+            "rewards/exact/failures/none": 0.0,
+            f"rewards/{EVIL}/mean".replace("/script", "script"): 1.0,
+            "score/raw/mean": step / 9,
+            "score/missing_eos": 0.125,
+            "timing_s/gen": 3.0,
+            "timing_s/reward_functions": 2.0,
+            "timing_s/reward_wait": 1.0,
+            "timing_s/step": 4.0,
         }
-        for index in range(count)
+        if step in (3, 6):  # a kind of failure is recorded only in iterations in which it occurred
+            record["rewards/exact/failures/timeout"] = 2.0
+        if step == 6:
+            record["rewards/exact/failures/nan"] = 1.0
+        if step % 4 == 1:
+            record["timing_s/validation"] = 8.0
+            for place, source in enumerate(("all", *SOURCES)):
+                record |= {
+                    f"val-core/{source}/score/mean@4": 0.25 + step / 100 + place / 1000,
+                    f"val-core/{source}/score/best@4/mean": 0.5 + step / 100,
+                    f"val-aux/{source}/exact/digits/mean@4": 0.75,
+                }
+        records.append(record)
+    return records
+
+
+def dpo_records(steps: int = 30) -> list[dict]:
+    names = (
+        "dpo/loss",
+        "dpo/grad_norm",
+        *(f"rewards/{name}" for name in ("accuracies", "chosen", "rejected", "margins")),
+    )
+    names += ("logps/chosen", "logps/rejected", "dpo/eval_loss", "dpo/eval_accuracy", "dpo/eval_margin")
+    return [
+        {"stage": "dpo", "step": step, **dict.fromkeys(names, step / 40), "timing_s/update": 1.5, "timing_s/step": 2.0}
+        for step in range(1, steps + 1)
     ]
 
 
-SUMMARY = {
+def safe_records(**more: float) -> list[dict]:
+    metrics = {"safe/multiplier": 1.0, "rewards/exact/mean": 0.5, "costs/words/failures": 2.0}
+    metrics |= {"costs/words/failures/timeout": 2.0, "cost_critic/vf_explained_var": 0.25}
+    metrics |= {"cost_critic/grad_norm": 7.0, "timing_s/cost_values": 1.0, "timing_s/update_cost_critic": 3.0}
+    metrics |= {"timing_s/step": 4.0} | more
+    return [
+        {"stage": "safe_rlhf", "step": step, "critic/score/mean": step / 10, "cost/mean": 6.0 - step}
+        | {"costs/words/mean": 6.0 - step, **metrics}
+        for step in range(1, 5)
+    ]
+
+
+def gold_samples(count: int = 12) -> list[dict]:
+    common = {"stage": "evaluation", "step": 0, "reference": "Return x.", "gold_before": 0.5}
+    texts = [{"prompt": f"def f{i}(x):\n", "before": f"before {i}", "after": f"after {i}"} for i in range(count)]
+    texts[0]["after"] = EVIL
+    return [common | record | {"gold_after": 0.5 + (index - 3) / 20} for index, record in enumerate(texts)]
+
+
+def user_samples() -> list[dict]:
+    samples: list[dict] = [{"stage": "ppo", "step": 7, "prompt": "p", "response": "trained on", "score": 0.5}]
+    samples.append({**samples[0], "kind": "validation", "response": f"validated {EVIL}", "source": SOURCES[0]})
+    for i in range(12):
+        answers = {"before": "no\nidea", "after": EVIL, "score_before": 0.5, "score_after": i / 10}
+        samples.append({"stage": "evaluation", "step": 0, "prompt": f"q{i}", "source": SOURCES[i % 2], **answers})
+    return samples
+
+
+def results(measure: str, value: float, items: dict, distinct: int, **more) -> dict:
+    return {measure: value, f"{measure}_standard_error": 0.01, "items": items, "distinct": distinct, **more}
+
+
+GOLD_SUMMARY = {
     "held_out": {
         "measure": "gold",
-        "before": {
-            "gold": 0.703,
-            "gold_standard_error": 0.01,
-            "items": {"full_stop": 0.8, "specific": 0.46},
-            "distinct": 240,
-        },
-        "after": {
-            "gold": 0.868,
-            "gold_standard_error": 0.01,
-            "items": {"full_stop": 0.99, "specific": 0.44},
-            "distinct": 228,
-        },
+        "before": results("gold", 0.703, {"full_stop": 0.8, "specific": 0.46}, 240),
+        "after": results("gold", 0.868, {"full_stop": 0.99, "specific": 0.44}, 228),
         "n": 256,
         "difference": 0.165,
         "standard_error": 0.0102,
@@ -114,220 +204,355 @@ SUMMARY = {
     "reward_model_accuracy": 0.871,
     "phases": {"sft": 75.2, "ppo": 92.0},
 }
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory) -> Path:
-    """A run directory with everything in it."""
-    directory = tmp_path_factory.mktemp("runs") / "quickstart"
-    directory.mkdir()
-    (directory / "config.yaml").write_text(to_yaml(build(Config, {"ppo": {"algorithm": {"kl_target": 4.0}}})))
-    (directory / "environment.txt").write_text(f"jax==1.2.3 {EVIL}")
-    append_jsonl(directory / "metrics.jsonl", sft_records() + reward_model_records() + ppo_records())
-    append_jsonl(
-        directory / "samples.jsonl", [{"stage": "ppo", "step": 1, "prompt": "p", "response": EVIL, "score": 1.0}]
-    )
-    append_jsonl(directory / "samples.jsonl", evaluation_samples())
-    (directory / "summary.json").write_text(json.dumps(SUMMARY))
-    return directory
-
-
-@pytest.fixture(scope="module")
-def html(whole) -> str:
-    return write_report(whole).read_text(encoding="utf-8")
-
-
-def test_the_figures_are_those_of_the_run(html, text_of):
-    text = text_of(html)
-    for expected in (
-        "quickstart finished SFT → reward model → PPO mesh fsdp auto float32 seed 0 2 min 47 s",
-        "Gold score, held out 0.70 → 0.87 +0.165 ± 0.010 through PPO on 256 held-out prompts, 16.2 standard errors",
-        f"Reward model 87.1% right about 87.1% ± {math.sqrt(0.871 * 0.129 / 300):.1%} of 300 held-out pairs",
-        "KL to the reference 5.50 nats a response, mean of the last quarter; the target is 4 (+38%)",
-        "Variety kept 95% 228 distinct held-out responses, 240 before PPO",
-        "Time 2 min 47 s sft 1 min 15 s, ppo 1 min 32 s",
-        "full stop 0.800 0.990 +0.190",
-        "specific 0.460 0.440 -0.020",
-        "Of 12 held-out prompts 8 are answered better after PPO than before by the gold score, 3 worse and 1 alike.",
-        "def f1(x): before 1 after 1 Return x. 0.50 → 0.40 -0.10",
-        "KL coefficient The controller raises it",
-        "The median of 10 iterations takes 4.00 s; the first one, which compiles, took 33 s. "
-        "Switching weights from layout to layout costs 6.2% of it.",
-    ):
-        assert expected in text, expected
-
-
-def test_the_timeline_lays_the_calls_end_to_end(html):
-    bars = [
-        (float(a), float(b)) for a, b in re.findall(r"class='bar b\d' style='left:([\d.]+)%;width:([\d.]+)%'", html)
-    ]
-    # reshard, gen, update_actor in their order, then what is not known, then the rest of the step
-    assert bars == [(0.0, 6.25), (6.25, 25.0), (31.25, 50.0), (81.25, 6.25), (87.5, 12.5)]
-    names = re.findall(r"class=what><b>(\w+)</b>", html)
-    assert names == ["reshard", "gen", "update_actor", "custom", "rest"]
-
-
-def test_what_runs_beside_the_calls_is_told_and_has_no_bar():
-    seconds = {"gen": 2.0, "reward_functions": 3.0, "cost_functions": 0.5, "reward_wait": 1.0, "values": 1.0, "step": 4}
-    records = [{"stage": "ppo", "step": 1, **{f"timing_s/{name}": each for name, each in seconds.items()}}]
-    html = timeline(Record("run", "", {}, "", {"ppo": records}, [], {}))
-    assert re.findall(r"class=what><b>(\w+)</b>", html) == ["gen", "values", "reward_wait"]
-    assert re.findall(r"left:([\d.]+)%;width:([\d.]+)%", html) == [
-        ("0.00", "50.00"),
-        ("50.00", "25.00"),
-        ("75.00", "25.00"),
-    ]
-    beside = "reward functions (3.00 s) and cost functions (500 ms)"
-    assert f"Beside the calls work {beside}, for which they wait 1.00 s." in html
-
-
-def test_every_time_that_a_role_takes_is_explained():
-    """The names that calls are timed under are those that the timeline knows."""
-    sources = "".join(path.read_text(encoding="utf-8") for path in Path(jrlhf.__file__).parent.rglob("*.py"))
-    timed = set(re.findall(r"""(?:timed|clock\.run)\(\s*"(\w+)\"""", sources))
-    assert {"gen", "sleep", "transfer"} <= timed <= dict(_CALLS).keys()
-
-
-def test_a_bar_spans_the_devices_of_a_call(tmp_path, text_of):
-    calls = {
+USER_SUMMARY = {
+    "held_out": {
+        "measure": "score",
+        "before": results("score", 0.25, {"exact": 0.25, "brevity": -400.0}, 100)
+        | {"sources": {name: {"mean": 0.25, "n": 1150} for name in SOURCES}},
+        "after": results("score", 0.5, {"exact": 0.625, "brevity": -100.0}, 90)
+        | {"sources": {name: {"mean": 0.5, "n": 1150} for name in SOURCES}},
+        "n": 300,
+        "difference": 0.25,
+        "standard_error": 0.025,
+    },
+    "phases": {"ppo": 92.0},
+}
+SAFE_SUMMARY = {
+    "held_out": USER_SUMMARY["held_out"]
+    | {
+        "before": {"score": 0.25, "cost": 5.5, "cost_standard_error": 0.25},
+        "after": {"score": 0.5, "cost": 2.5, "cost_standard_error": 0.125},
+    },
+    "cost": {"last_quarter": 2.875, "limit": 3.0},
+}
+PLAN = Plan(
+    "mine",
+    {
         "actor.generate": Placement(Slice(0, 8), "generate", fsdp=2, tensor=4),
         "actor.update": Placement(Slice(0, 6), "train", fsdp=6, micro_batches=4),
         "critic.update": Placement(Slice(6, 2), "train", data=2),
-    }
-    append_jsonl(tmp_path / "metrics.jsonl", ppo_records(3))
-    (tmp_path / "plan.yaml").write_text(plan_yaml(Plan("mine", calls)))
-    html = render(read_run(tmp_path))
-    section = html[html.index('<section id="plan"') : html.index('<section id="training"')]
-    assert re.findall(r"class='bar (b\d)' style='left:([\d.]+)%;width:([\d.]+)%'", section) == [
-        ("b1", "0.00", "100.00"),
-        ("b1", "0.00", "75.00"),
-        ("b2", "75.00", "25.00"),
+    },
+)
+
+
+def write(directory: Path, *, config=USER_CONFIG, metrics=(), texts=(), summary=None, plan=None) -> Path:
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir()
+    (directory / "config.yaml").write_text(config)
+    append_jsonl(directory / "metrics.jsonl", metrics)
+    append_jsonl(directory / "samples.jsonl", texts)
+    if summary is not None:
+        (directory / "summary.json").write_text(json.dumps(summary))
+    if plan is not None:
+        (directory / "plan.yaml").write_text(plan_yaml(plan))
+    return directory
+
+
+def sft_run() -> dict:
+    records = [{"stage": "sft", "step": step, "sft/loss": 2.0, "timing_s/step": 0.5} for step in range(1, 31)]
+    records[9]["sft/eval_loss"], records[29]["sft/eval_loss"] = math.log(2), math.log(3)
+    answers = [
+        {"stage": "evaluation", "step": 0, "prompt": f"q{i}", "before": f"a{i}", "score_before": i / 10}
+        for i in range(12)
     ]
-    text = text_of(section)
-    for expected in (
+    before = {"score": 0.5, "score_standard_error": 0.125, "items": {"exact": 0.375}, "distinct": 5}
+    return {
+        "metrics": records,
+        "texts": answers,
+        "summary": {"held_out": {"measure": "score", "n": 12, "before": before}},
+    }
+
+
+RUNS = {
+    "gold": {
+        "config": to_yaml(build(Config, {"ppo": {"algorithm": {"kl_target": 4.0}}})),
+        "metrics": sft_records() + reward_model_records() + gold_records(),
+        "texts": [{"stage": "ppo", "step": 1, "prompt": "p", "response": EVIL, "score": 1.0}, *gold_samples()],
+        "summary": GOLD_SUMMARY,
+        "plan": PLAN,
+    },
+    "user": {"metrics": user_records(), "texts": user_samples(), "summary": USER_SUMMARY},
+    "remax": {"metrics": [record | {"critic/baseline/mean": 0.5} for record in user_records(stage="remax")]},
+    "dpo": {"metrics": sft_records() + dpo_records(), "summary": {"dpo_accuracy": 0.73, "phases": {"dpo": 60.0}}},
+    "safe": {"metrics": safe_records(), "summary": SAFE_SUMMARY},
+    "sft": sft_run(),
+    "reward_model": {"metrics": reward_model_records(), "config": "reward_model: {steps: 9}\nlora: {rank: null}\n"},
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> dict[str, Path]:
+    directory = tmp_path_factory.mktemp("runs")
+    paths = {name: write(directory / name, **run) for name, run in RUNS.items()}
+    (paths["gold"] / "environment.txt").write_text(f"jax==1.2.3 {EVIL}")
+    return paths
+
+
+@pytest.fixture(scope="module")
+def pages(runs) -> dict[str, str]:
+    return {name: write_report(path).read_text(encoding="utf-8") for name, path in runs.items()}
+
+
+@pytest.fixture
+def undrawn(monkeypatch):
+    """Leaves out the drawings of the charts, for tests that render many pages."""
+    monkeypatch.setattr(Chart, "svg", lambda chart, place="": Markup("<svg></svg>"))
+
+
+def undrawn_text(html: str) -> str:
+    return Page(re.sub(r"<svg.*?</svg>", "", html, flags=re.DOTALL)).text
+
+
+# --- Pages ---
+
+
+def test_pages_have_the_recorded_sections_figures_and_texts(pages):
+    """golden.json was recorded from the page before it had a template (but for words that were reworded since)."""
+    golden = json.loads(GOLDEN.read_text(encoding="utf-8"))
+    assert golden.keys() == pages.keys()
+    for name, html in pages.items():
+        outline = {
+            "sections": re.findall(r'<section id="(\w+)"><h2>(.*?)</h2>', html),
+            "figures": [Page(title).text for title in re.findall(r"<figure.*?<h3>(.*?)</h3>", html, re.DOTALL)],
+            "text": undrawn_text(html).rpartition("Config and environment")[0],
+        }
+        assert json.loads(json.dumps(outline)) == golden[name], name
+
+
+def test_the_figures_are_those_of_the_run(pages):
+    expected = {
+        "gold": (
+            "gold finished SFT → reward model → PPO mesh fsdp auto plan mine float32 seed 0 2 min 47 s",
+            "Gold score, held out 0.70 → 0.87 +0.165 ± 0.010 through PPO on 256 held-out prompts, 16.2 standard errors",
+            f"Reward model 87.1% right about 87.1% ± {math.sqrt(0.871 * 0.129 / 300):.1%} of 300 held-out pairs",
+            "KL to the reference 5.50 nats per response, mean of the last quarter; the target is 4 (+38%)",
+            "Variety kept 95% 228 distinct held-out responses, 240 before PPO",
+            "full stop 0.800 0.990 +0.190",
+            "Of 12 held-out prompts 8 are answered better after PPO than before by the gold score, 3 worse and 1 alike",
+            "def f1(x): before 1 after 1 Return x. 0.50 → 0.40 -0.10",
+        ),
+        "user": (
+            "Score, held out 0.25 → 0.50 +0.250 ± 0.025 through PPO on 300 held-out prompts, 10.0 standard errors; the "
+            "run's own rewards, which PPO optimises on other prompts",
+            "brevity -400.000 -100.000 +300.000",
+            "openai/gsm8k 1,150 prompts 0.250 0.500 +0.250",
+            "Reward functions failed on 5 samples exact timeout 4 , nan 1 in 2 of 8 iterations, the last time in "
+            "iteration 6. Each of these samples was given the score that the config names for failures",
+            "What the functions printed is in reward-exact.log.",
+            "step prompt response source score 7 p validated <script>",
+            "exact/digits, mean@4 all 0.75 openai/gsm8k 0.75 <script>",  # one chart of three sources
+        ),
+        "dpo": ("Preferences 73.0% the policy prefers the better of 73.0% of held-out pairs",),
+        "safe": (
+            "Cost functions failed on 8 samples cost words timeout 8 in 4 of 4 iterations",
+            "What the functions printed is in cost-words.log.",
+            "Cost, held out 5.50 → 2.50 2.500 ± 0.125 after Safe RLHF; the limit is 3",
+            "On held-out prompts it went from 5.5 to 2.5.",
+            "cost_values cost critic values 1.00 s 25% update_cost_critic train the cost critic 3.00 s 75%",
+        ),
+        "sft": (
+            "Score, held out 0.50 0.500 ± 0.125 on 12 held-out prompts; the run's own rewards SFT",
+            "SFT loss, held out 1.10 nats per response token, 3 in perplexity; it was 0.69 at best",
+            "reward, on held-out prompts mean exact 0.375",
+            "Answers to 12 held-out prompts. The first prompts prompt answer score q0 a0 0.00",
+            "With the highest prompt answer score q11 a11 1.10 q10 a10 1.00",
+        ),
+        "reward_model": (
+            "unfinished: reward_model 2 of 9 reward model 1.0 s Outcome Training",
+            "Reward model 75.0% right about 75.0% ± 2.5% of 300 held-out pairs",
+        ),
+    }
+    for name, sentences in expected.items():
+        text = Page(pages[name]).text
+        for sentence in sentences:
+            assert sentence in text, sentence
+    for name in ("user", "sft", "reward_model"):  # nothing claims a gold score where none is known
+        assert "gold" not in Page(pages[name]).text.lower()
+    assert "failed on" not in pages["remax"].partition("failed on 5")[0]
+
+
+def test_pages_need_and_run_nothing_else(pages):
+    for html in pages.values():
+        page = Page(html)
+        forbidden = {"script", "img", "link", "iframe", "object", "image", "base", "form"}
+        assert {tag for tag, _ in page.tags}.isdisjoint(forbidden) and "\x1b" not in html
+        ids = {attributes["id"] for _, attributes in page.tags if "id" in attributes}
+        for tag, attributes in page.tags:
+            assert not any(name.startswith("on") for name in attributes)
+            for name in {"href", "xlink:href", "src"} & attributes.keys():
+                assert attributes[name].startswith("#") and attributes[name][1:] in ids, (tag, attributes)
+        assert set(re.findall(r"url\(#([^)]*)\)", html)) <= ids
+        assert "@import" not in html and "http" not in "".join(re.findall(r"url\([^)]*\)", html))
+    assert all("<script>alert(1)</script>" in Page(pages[name]).text for name in ("gold", "user"))  # shown as text
+
+
+def test_bars_of_calls_are_laid_end_to_end_and_span_their_devices(pages):
+    def bars(section: str) -> list[tuple[str, float, float]]:
+        matches = re.findall(r'class="bar b(\d)" style="left:([\d.]+)%;width:([\d.]+)%"', section)
+        return [(color, float(left), float(width)) for color, left, width in matches]
+
+    sections = dict(re.findall(r'<section id="(\w+)">(.*?)</section>', pages["gold"], re.DOTALL))
+    # reshard, gen, update_actor in their order, then a call that is not known, then the rest of the step
+    assert re.findall(r"class=what><b>(\w+)</b>", sections["timeline"]) == [
+        "reshard",
+        "gen",
+        "update_actor",
+        "custom",
+        "rest",
+    ]
+    assert [bar[1:] for bar in bars(sections["timeline"])] == [
+        (0, 6.25),
+        (6.25, 25),
+        (31.25, 50),
+        (81.25, 6.25),
+        (87.5, 12.5),
+    ]
+    assert bars(sections["plan"]) == [("1", 0, 100), ("1", 0, 75), ("2", 75, 25)]
+    text = Page(sections["plan"]).text
+    for sentence in (
         "The plan is mine. A bar spans the devices, of 8, that a call runs on, in its layout and mesh;",
         "actor.generate generate · fsdp 2 × tensor 4 0-7",
         "actor.update train · fsdp 6 0-5 × 4",
-        "critic.update train · data 2 6-7",
     ):
-        assert expected in text, expected
-    (tmp_path / "plan.yaml").write_text("calls: {actor.generate: {devices: 0, layout: generate}}")
-    assert 'id="plan"' not in render(read_run(tmp_path))  # one device
-    (tmp_path / "plan.yaml").write_text("calls: 3")
-    with pytest.raises(UserError, match="plan.yaml holds no plan .*: delete it and resume the run"):
-        read_run(tmp_path)
+        assert sentence in text
+    assert re.findall(r"class=what><b>(\w+)</b>", pages["user"]) == ["gen", "reward_wait"]  # functions have no bar
 
 
-def test_the_page_needs_and_runs_nothing_else(html, page_of):
-    page = page_of(html)
-    assert {tag for tag, _ in page.tags}.isdisjoint(
-        {"script", "img", "link", "iframe", "object", "image", "base", "form"}
+def test_every_name_that_calls_are_timed_under_is_explained():
+    sources = "".join(path.read_text(encoding="utf-8") for path in Path(jrlhf.__file__).parent.rglob("*.py"))
+    timed = set(re.findall(r"""(?:timed|clock\.run)\(\s*"(\w+)\"""", sources))
+    assert {"gen", "sleep", "transfer"} <= timed <= _CALLS.keys()
+
+
+def test_any_part_of_a_run_may_be_missing(runs, tmp_path, undrawn):
+    """Files, stages, summaries, metrics (absent or not finite), held-out figures: every page is still whole."""
+    parts = ("config.yaml", "environment.txt", "metrics.jsonl", "samples.jsonl", "summary.json")
+    for count in range(1, 5):
+        for present in itertools.combinations(parts, count):
+            shutil.rmtree(tmp_path / "parts", ignore_errors=True)
+            (tmp_path / "parts").mkdir()
+            for name in present:
+                shutil.copy(runs["gold"] / name, tmp_path / "parts" / name)
+            if {"config.yaml", "metrics.jsonl"} & set(present):
+                Page(render(read_run(tmp_path / "parts")))
+            else:
+                with pytest.raises(UserError, match="holds no run"):
+                    read_run(tmp_path / "parts")
+    records = {"sft": sft_records(3), "reward_model": reward_model_records(), "ppo": gold_records(9)}
+    graded = {"held_out": {"measure": "gold", "before": {"gold": 0.7}, "after": {"gold": 0.8}}}
+    for stages in (("sft",), ("sft", "reward_model"), ("ppo",), ()):
+        metrics = [record for stage in stages for record in records[stage]]
+        for summary in ({}, {"held_out": {}}, {"held_out": None}, graded, GOLD_SUMMARY):
+            run = write(tmp_path / "run", metrics=metrics, texts=gold_samples(2), summary=summary)
+            text = Page(render(read_run(run))).text
+            assert ("SFT loss" in text) == ("sft" in stages) and ("The median of" in text) == ("ppo" in stages)
+            assert ("Is the reward being gamed?" in text) == ("ppo" in stages)
+    for complete in (gold_records(9), user_records(), dpo_records(9), safe_records()):
+        for key in sorted(set(complete[0]) - {"stage", "step"}):
+            for value in ({}, {key: None}):
+                metrics = [{name: record[name] for name in record if name != key} | value for record in complete]
+                Page(render(read_run(write(tmp_path / "run", metrics=metrics, summary=USER_SUMMARY))))
+    held_out: dict = USER_SUMMARY["held_out"]
+    for name in held_out:
+        for figures in (
+            {key: value for key, value in held_out.items() if key != name},
+            held_out | {"before": {"score": 0.25}, "after": {"score": 0.5}},
+            held_out | {"before": {}, "after": None},
+        ):
+            run = write(tmp_path / "run", metrics=user_records(), texts=user_samples(), summary={"held_out": figures})
+            Page(render(read_run(run)))
+
+
+def test_sections_say_only_what_the_run_knows(tmp_path, undrawn):
+    def text(**run) -> str:
+        return Page(render(read_run(write(tmp_path / "mine", **run)))).text
+
+    unfinished = text(config=to_yaml(Config()), metrics=gold_records(5), texts=RUNS["gold"]["texts"][:1])
+    assert "unfinished: ppo 5 of 40" in unfinished and "Gold score, held out" not in unfinished
+    assert "Latest samples of training step prompt response score 1 p <script>" in unfinished
+    without_kl = text(metrics=[{key: record[key] for key in record if "/kl" not in key} for record in user_records()])
+    assert "Score Training optimises this very score." in without_kl and "at the samples." in without_kl
+    assert "KL" not in without_kl
+    healthy = text(
+        metrics=[{key: record[key] for key in record if "/failures/" not in key} for record in user_records()]
     )
-    for tag, attributes in page.tags:
-        for name, value in attributes.items():
-            assert not name.startswith("on")
-            if name in ("href", "xlink:href", "src"):
-                assert value.startswith("#"), (tag, value)
-    assert "url(http" not in html and "@import" not in html and "http" not in "".join(re.findall(r"url\([^)]*\)", html))
-    assert "<script>alert(1)</script>" in page.text  # shown as text
-    assert "\x1b" not in html
-
-
-def test_every_reference_within_the_page_has_a_target(html, page_of):
-    page = page_of(html)
-    ids = [attributes["id"] for _, attributes in page.tags if "id" in attributes]
-    hrefs = {value[1:] for _, attributes in page.tags for name, value in attributes.items() if name.endswith("href")}
-    clips = set(re.findall(r"url\(#([^)]*)\)", html))
-    assert hrefs | clips <= set(ids)
-
-
-def test_an_unfinished_run_says_how_far_it_is(tmp_path, text_of):
-    (tmp_path / "config.yaml").write_text(to_yaml(Config()))
-    append_jsonl(tmp_path / "metrics.jsonl", sft_records() + reward_model_records() + ppo_records(5))
-    append_jsonl(
-        tmp_path / "samples.jsonl", [{"stage": "ppo", "step": 5, "prompt": "p", "response": "r", "score": 0.25}]
+    assert "failed on" not in healthy and "greedy" not in healthy
+    both = text(metrics=safe_records(**{"rewards/exact/failures/nan": 1.0}))
+    assert "Reward and cost functions failed on 12 samples exact nan 4 cost words timeout 8" in both
+    assert "is in reward-exact.log, cost-words.log." in both
+    names = ("val-core/all/gold/mean@1", "val-core/all/gold/best@1/mean", "val-aux/all/full_stop/mean@1")
+    one = [{"stage": "ppo", "step": step, "gold/score": 0.5, **dict.fromkeys(names, step / 10)} for step in (1, 5)]
+    single = text(metrics=one)  # the best of a single answer has no curve
+    assert "Held-out prompts: gold mean@1." in single and "full stop, mean@1" in single and "best@1" not in single
+    learned = {"critic/score/mean": 1.0, "score/raw/mean": 1.0, "rewards/learned/mean": 1.0, "gold/score": 0.5}
+    records = [{"stage": "ppo", "step": step, **learned, "rewards/learned/failures": 0.0} for step in range(1, 10)]
+    assert "Rewards by name" not in text(metrics=records)  # the score's own curve shows the only reward
+    assert "Rewards by name" in text(
+        metrics=[*records, {"stage": "ppo", "step": 10, "rewards/learned/failures/nan": 1}]
     )
-    text = text_of(render(read_run(tmp_path)))
-    assert (
-        "unfinished: ppo 5 of 40" in text and "The latest of training step prompt response score 5 p r 0.25 An" in text
-    )
-    assert "Gold score, held out" not in text
+    for lora, chips in {
+        "{rank: 8, alpha: 32.0, base: int8}": "finished mine LoRA rank 8, alpha 32 int8 base",
+        "{rank: 8, alpha: 0.5, base: auto}": "finished mine LoRA rank 8, alpha 0.5",
+        "{rank: null, path: a/warm, alpha: 32.0, base: auto}": "finished mine LoRA from warm",
+        "{rank: null, path: null, alpha: 32.0, base: int8}": "finished mine",
+        "null": "finished mine",
+    }.items():
+        page = text(config=f"model: {{path: runs/mine/}}\nlora: {lora}\n", summary={"kl_target": 4.0})
+        assert page.startswith(f"jrlhf mine {chips} Config and environment")
+    one_device = Plan("mine", {"actor.generate": Placement(Slice(0, 1), "generate")})
+    assert "Where the calls run" not in text(metrics=gold_records(3), plan=one_device)
 
 
-PARTS = ("config.yaml", "environment.txt", "metrics.jsonl", "samples.jsonl", "summary.json")
+def test_failures_are_counted_by_reward_and_kind(runs):
+    run = read_run(runs["user"])
+    assert [name for name in run.reward_names() if name.isalpha()] == ["exact"]
+    assert run.failure_counts() == ({("rewards", "exact"): {"timeout": 4, "nan": 1}}, [3, 6])
+    assert read_run(runs["safe"]).reward_names("costs") == ["words"]
 
 
-@pytest.mark.parametrize("kept", [kept for size in range(1, 5) for kept in itertools.combinations(PARTS, size)])
-def test_any_part_may_be_missing(whole, tmp_path, kept, page_of, undrawn):
-    for name in kept:
-        shutil.copy(whole / name, tmp_path / name)
-    if {"config.yaml", "metrics.jsonl"} & set(kept):
-        page_of(render(read_run(tmp_path)))
-    else:
-        with pytest.raises(UserError, match="holds no run"):
-            read_run(tmp_path)
+def test_a_gamed_reward_is_called_so(tmp_path, undrawn):
+    def verdict(reward, gold) -> str:
+        rows = enumerate(zip(reward, gold, strict=True), start=1)
+        named = [(step, {"critic/score/mean": float(r), "gold/score": float(g)}) for step, (r, g) in rows]
+        metrics = [{"stage": "ppo", "step": step, **values, "objective/kl": step / 10} for step, values in named]
+        return Page(render(read_run(write(tmp_path / "run", metrics=metrics)))).text
 
-
-@pytest.mark.parametrize("stages", [("sft",), ("sft", "reward_model"), ("ppo",), ()])
-@pytest.mark.parametrize(
-    "summary",
-    [
-        {},
-        {"held_out": {}},
-        {"held_out": None},
-        {"held_out": {"measure": "gold", "before": {"gold": 0.7}, "after": {"gold": 0.8}}},
-        SUMMARY,
-    ],
-)
-def test_any_stage_and_any_figure_may_be_missing(tmp_path, stages, summary, text_of, undrawn):
-    records = {"sft": sft_records(3), "reward_model": reward_model_records(), "ppo": ppo_records(9)}
-    append_jsonl(tmp_path / "metrics.jsonl", [record for stage in stages for record in records[stage]])
-    append_jsonl(tmp_path / "samples.jsonl", evaluation_samples(2))
-    (tmp_path / "summary.json").write_text(json.dumps(summary))
-    text = text_of(render(read_run(tmp_path)))
-    assert ("SFT loss" in text) == ("sft" in stages) and ("The median of" in text) == ("ppo" in stages)
-    assert ("Is the reward being gamed?" in text) == ("ppo" in stages)
-
-
-@pytest.mark.parametrize("key", sorted(ppo_records(1)[0])[:-1])
-def test_any_metric_may_be_absent_or_not_finite(tmp_path, key, page_of, undrawn):
-    if key in ("stage", "step"):
-        return
-    for value in ({}, {key: None}):
-        records = [{name: number for name, number in record.items() if name != key} | value for record in ppo_records()]
-        (tmp_path / "metrics.jsonl").unlink(missing_ok=True)
-        append_jsonl(tmp_path / "metrics.jsonl", records)
-        page_of(render(read_run(tmp_path)))
-
-
-def verdict(tmp_path, text_of, reward, gold) -> str:
-    (tmp_path / "metrics.jsonl").unlink(missing_ok=True)
-    rows = zip(reward, gold, strict=True)
-    append_jsonl(
-        tmp_path / "metrics.jsonl",
-        [
-            {
-                "stage": "ppo",
-                "step": step,
-                "critic/score/mean": float(r),
-                "gold/score": float(g),
-                "objective/kl": step / 10,
-            }
-            for step, (r, g) in enumerate(rows, start=1)
-        ],
-    )
-    return text_of(render(read_run(tmp_path)))
-
-
-def test_a_gamed_reward_is_called_so(tmp_path, text_of, undrawn):
     rising, time = np.linspace(0, 1, 40), np.arange(40)
     noise = 0.001 * np.random.default_rng(0).standard_normal(40)
-    assert "they rise together" in verdict(tmp_path, text_of, rising, 0.5 + rising / 4 + noise)
+    assert "they rise together" in verdict(rising, 0.5 + rising / 4 + noise)
     falling = np.where(time < 20, time, 40 - time) / 40
-    assert "The reward is being gamed: after the" in verdict(tmp_path, text_of, rising, falling + noise)
-    assert "fell by 0.250 from its best quarter, and the reward" in verdict(tmp_path, text_of, falling, falling)
-    assert "changed by -0.77, gold by +0.769" in verdict(tmp_path, text_of, -rising, rising)
-    assert "From the first" not in verdict(tmp_path, text_of, rising[:7], rising[:7])
+    assert "The reward is being gamed: after the" in verdict(rising, falling + noise)
+    assert "fell by 0.250 from its best quarter, and the reward" in verdict(falling, falling)
+    assert "changed by -0.77, gold by +0.769" in verdict(-rising, rising)
+    assert "From the first" not in verdict(rising[:7], rising[:7])
+
+
+def test_texts_and_bars_fit_their_places(tmp_path, undrawn):
+    prompt = "first\nsecond\r\nthird " + 5000 * "x" + " #### 72\n"
+    samples = [{"stage": "evaluation", "step": 0, "prompt": prompt, "before": "<b>", "score_before": None}]
+    graded = {
+        f"{old}-{new}": (old, new) for old, new in ((0.25, 0.75), (0.75, 0.25), (-1.0, 0.0), (1.0, 4.0), (0.5, 0.5))
+    }
+    held_out = {
+        when: {"score": 0.5, "items": {name: pair[place] for name, pair in graded.items()}}
+        for place, when in enumerate(("before", "after"))
+    }
+    run = write(tmp_path / "run", texts=samples, summary={"held_out": held_out})
+    html = render(read_run(run))
+    (cell,) = re.findall(r"<td class=code><div class=text>(.*?)</div></td>", html, re.DOTALL)
+    assert cell.startswith("first\nsecond\nthird xxx") and cell.endswith("xxx #### 72") and len(cell) < 1700
+    assert "[…3,528 characters…]" in cell and "<div class=text>&lt;b&gt;</div></td>" in html
+    spans = re.findall(r'span (up|down)" style="left:([\d.]+)%;width:([\d.]+)%.*?left:([\d.]+)%', html, re.DOTALL)
+    assert [(kind, *map(float, places)) for kind, *places in spans] == [  # left, width, tick
+        ("up", 25, 50, 25),
+        ("down", 25, 50, 75),
+        ("up", 0, 50, 0),
+        ("up", 25, 75, 25),
+        ("up", 50, 0, 50),
+    ]
+
+
+# --- The command ---
 
 
 def test_what_is_not_a_run_is_one_sentence(tmp_path, capsys):
@@ -344,14 +569,18 @@ def test_what_is_not_a_run_is_one_sentence(tmp_path, capsys):
     (tmp_path / "report.html").mkdir()
     assert main([str(tmp_path)]) == 2
     assert f"the report of {tmp_path} cannot be made (Is a directory)" in capsys.readouterr().err
+    (tmp_path / "plan.yaml").write_text("calls: 3")
+    with pytest.raises(UserError, match="plan.yaml holds no plan .*: delete it and resume the run"):
+        read_run(tmp_path)
 
 
-def test_the_command_writes_the_report_anew(whole, html):
-    (whole / "report.html").unlink(missing_ok=True)
-    command = [sys.executable, "-m", "jrlhf.report", str(whole)]
+def test_the_command_writes_the_report_anew(runs, pages):
+    path = runs["user"] / "report.html"
+    path.unlink()
+    command = [sys.executable, "-m", "jrlhf.report", str(runs["user"])]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
-    assert done.stdout == f"{whole / 'report.html'}\n"
-    assert (whole / "report.html").read_text(encoding="utf-8") == html  # the same bytes every time
+    assert done.stdout == f"{path}\n"
+    assert path.read_text(encoding="utf-8") == pages["user"]  # the same bytes every time
 
 
 # --- Charts ---
@@ -362,8 +591,8 @@ def test_a_chart_draws_its_points_in_the_page_s_colours():
         Series("a", [1, 2, 3, 4], [0.0, 1.0, math.nan, 3.0], color=1),
         Series("b", [1, 4], [3.0, 0.0], color=2, style="dots"),
     ]
-    svg = Chart(series, xlabel="step", target=1.5).svg("a chart")
-    assert svg.startswith('<svg viewBox="0 0 ') and "<title>a chart</title>" in svg and ">step</text>" in svg
+    svg = Chart("a <chart>", series, xlabel="step", target=1.5).svg()
+    assert svg.startswith('<svg viewBox="0 0 ') and "<title>a &lt;chart&gt;</title>" in svg and ">step</text>" in svg
     assert "#0102" not in svg and "font-family" not in svg and "<style" not in svg and "<metadata" not in svg
     assert {f"var(--c{index})" in svg for index in (1, 2)} == {True} and "var(--c3)" not in svg
     path = re.search(
@@ -374,18 +603,15 @@ def test_a_chart_draws_its_points_in_the_page_s_colours():
     points = np.array([[float(number) for number in group.split()] for group in path.groups()])
     assert (points[1, 0] - points[0, 0]) * 2 == pytest.approx(points[2, 0] - points[1, 0])  # x = 1, 2, 4
     assert (points[0, 1] - points[1, 1]) * 2 == pytest.approx(points[1, 1] - points[2, 1])  # y = 0, 1, 3, upwards
-    assert svg == Chart(series, xlabel="step", target=1.5).svg("a chart")
+    assert svg == Chart("a <chart>", series, xlabel="step", target=1.5).svg()
 
 
-@pytest.mark.parametrize("style", ["line", "steps", "trend", "dots", "points"])
-@pytest.mark.parametrize("count", [1, 2, 3, 25])
-def test_every_style_draws_any_number_of_points(style, count):
-    svg = Chart([Series("a", range(count), range(count), color=COLORS, style=style)]).svg("x")
-    assert f"var(--c{COLORS})" in svg
-
-
-def test_a_chart_of_nothing_is_nothing():
-    assert Chart([Series("a", [], []), Series("b", [1.0, 2.0], [math.nan, math.inf])]).svg("x") == ""
+def test_every_style_draws_any_number_of_points():
+    for style in ("line", "steps", "trend", "dots", "points"):
+        for count in (1, 2, 3, 25):
+            chart = Chart("x", [Series("a", range(count), range(count), color=COLORS, style=style)])
+            assert f"var(--c{COLORS})" in chart.svg()
+    assert not Chart("x", [Series("a", [], []), Series("b", [1.0, 2.0], [math.nan, math.inf])]).drawn
 
 
 def test_running_mean_is_the_mean_of_the_neighbours():
@@ -397,18 +623,7 @@ def test_running_mean_is_the_mean_of_the_neighbours():
         np.testing.assert_allclose(running_mean(values, width), expected, atol=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (0, "0.00"),
-        (1234.5, "1,234"),
-        (123.4, "123"),
-        (12.34, "12.3"),
-        (-1.234, "-1.23"),
-        (0.1, "0.10"),
-        (0.0123, "0.012"),
-    ]
-    + [(0.000123, "0.00012"), (0.0000123, "1.2e-05"), (math.nan, "nan"), (math.inf, "inf")],
-)
-def test_numbers_are_short(value, text):
-    assert number(value) == text
+def test_numbers_are_short():
+    texts = {0: "0.00", 1234.5: "1,234", 123.4: "123", 12.34: "12.3", -1.234: "-1.23", 0.1: "0.10", 0.0123: "0.012"}
+    texts |= {0.000123: "0.00012", 0.0000123: "1.2e-05", math.nan: "nan", math.inf: "inf"}
+    assert {value: number(value) for value in texts} == texts

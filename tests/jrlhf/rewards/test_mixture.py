@@ -1,4 +1,4 @@
-"""Rewards of an iteration: functions run beside the roles' calls, models of text in order with them."""
+"""Rewards of an iteration: functions run while the devices compute, models of text in order with the roles' calls."""
 
 import threading
 from collections import Counter
@@ -18,10 +18,12 @@ from jrlhf.data.types import Example
 from jrlhf.meshes import make_mesh
 from jrlhf.ppo import Rollout, RunningMoments
 from jrlhf.ppo.shaping import ScoreConfig, shape_scores
+from jrlhf.rewards.combine import combine
 from jrlhf.rewards.functions import RewardFailure
-from jrlhf.rewards.mixture import Rewards, TextPart, combine
-from jrlhf.rewards.types import Sample, Scored
+from jrlhf.rewards.mixture import Rewards, TextPart, TextRewards
+from jrlhf.rewards.types import Sample, Scored, weighted_sum
 from jrlhf.roles.compiled import Compute
+from jrlhf.roles.placement import RolePlacement
 from jrlhf.run.clock import Clock
 
 MESH, ROWS = make_mesh(8, 1, 1), 8
@@ -32,26 +34,25 @@ LENGTHS = np.arange(ROWS, dtype=np.int32) % 3 + 1
 
 def rollout() -> Rollout:
     tokens = np.tile(np.arange(4, dtype=np.int32), (ROWS, 1))
-    prompts = np.ones(ROWS, np.int32)
-    finished = np.ones(ROWS, bool)
-    placed = put_rows((tokens, prompts, LENGTHS, np.zeros((ROWS, 4), np.float32), finished), MESH)
-    return Rollout(*placed, version=jnp.zeros((), jnp.int32))
+    own = tokens, np.ones(ROWS, np.int32), LENGTHS, np.zeros((ROWS, 4), np.float32), np.ones(ROWS, bool)
+    return Rollout(*put_rows(own, MESH), version=jnp.zeros((), jnp.int32))
 
 
 class Calls:
-    """Roles that only note the order of their calls, and what the functions of text do meanwhile."""
+    """Roles that only note the order of their calls, and rewards of text."""
 
     def __init__(self, shaping: ScoreConfig = PLAIN, kind: Any = "rewards", **parts: TextPart):
         self.names: list[str] = []
         self.dispatched = threading.Event()
-        context = SimpleNamespace(
-            mesh=MESH,
-            compute=Compute(),
-            task=SimpleNamespace(tokenizer=SimpleNamespace(decode=lambda ids: "x" * len(ids))),
-            config=SimpleNamespace(deadline=10.0, data=SimpleNamespace(max_response=3)),
-        )
-        self.rewards = Rewards(cast(Any, context), None, {}, parts, shaping=shaping, clock=Clock(), kind=kind)
+        tokenizer, clock = cast(Any, SimpleNamespace(decode=lambda ids: "x" * len(ids))), Clock()
+        self.texts = TextRewards(parts, tokenizer, clock, kind=kind, deadline=10.0)
+        own = {"placement": RolePlacement.of(MESH), "compute": Compute(), "clock": clock, "max_response": 3}
+        self.rewards = Rewards({}, self.texts, **own, shaping=shaping, kind=kind)
         self.rewards.start(jax.device_put(RunningMoments.create()))
+
+    def score(self, method: str = "score") -> Any:
+        with jax.set_mesh(MESH):
+            return getattr(self.rewards, method)(rollout(), BATCH).result()
 
     def iterate(self) -> Any:
         """The scores that an iteration makes experience of."""
@@ -83,13 +84,14 @@ def test_scoring_is_dispatched_while_functions_are_at_work():
 
     threads: list[threading.Thread] = []
     calls = Calls(model=TextPart(0.5, model, "model", on_device=True), function=TextPart(2.0, function, "function"))
-    np.testing.assert_allclose(calls.iterate(), 2 * LENGTHS + 0.5 * 3)
+    np.testing.assert_allclose(calls.iterate().shaped, 2 * LENGTHS + 0.5 * 3)
     assert calls.names == ["logprobs", "logprobs", "values", "model"]
     assert threads[0] is not threading.main_thread() and threads[1] is threading.main_thread()
     taken = calls.rewards.clock.take()
     assert set(taken) == {f"timing_s/{name}" for name in ("reward_functions", "reward_wait", "reward", "step")}
     assert calls.rewards.metrics()["rewards/function/mean"] == LENGTHS.mean()
-    calls.rewards.close()
+    assert calls.rewards.identities == {"model": "model", "function": "function"}
+    calls.texts.close()
     assert not threads[0].is_alive()
 
 
@@ -101,7 +103,7 @@ def test_a_function_that_fails_stops_the_iteration_before_anything_is_trained():
     with pytest.raises(RewardFailure, match="the judge is out"):
         calls.iterate()
     assert calls.names == ["logprobs", "logprobs", "values"]
-    calls.rewards.close()
+    calls.texts.close()
 
 
 def test_a_baseline_is_shaped_like_the_scores_and_counts_as_none_of_them():
@@ -110,58 +112,19 @@ def test_a_baseline_is_shaped_like_the_scores_and_counts_as_none_of_them():
 
     calls = Calls(shaping=ScoreConfig(normalise=True, clip=2.0), function=TextPart(2.0, function, "function"))
     rewards = calls.rewards
-    with jax.set_mesh(MESH):
-        first, moments = rewards.score(rollout(), BATCH).result(), rewards.moments
-        baseline = rewards.score_baseline(rollout(), BATCH).result()
-        assert rewards.moments is moments and float(moments.mean) == 6.0
-        np.testing.assert_array_equal(first, np.zeros(ROWS))
-        np.testing.assert_array_equal(baseline, np.zeros(ROWS))
-        rewards.score(rollout(), BATCH).result()
-    said = rewards.metrics()
-    assert said["critic/baseline/mean"] == 6.0 and said["rewards/function/mean"] == 3.0
-    assert said["rewards/function/failures"] == 6.0 == said["rewards/function/failures/nan"]  # of all scorings
-    with jax.set_mesh(MESH):
-        rewards.restate(put_rows(np.arange(ROWS, dtype=np.float32), MESH))
-    assert rewards.metrics()["critic/score/max"] == ROWS - 1 and np.asarray(rewards.raw)[1] == 1.0
+    first, moments = calls.score(), rewards.moments
+    baseline = calls.score("score_baseline")
+    assert rewards.moments is moments and float(moments.mean) == 6.0
+    for scores in (first, baseline):
+        np.testing.assert_array_equal(scores.shaped, np.zeros(ROWS))
+        np.testing.assert_array_equal(scores.raw, np.full(ROWS, 6.0))
+    calls.score()
+    metrics = rewards.metrics()
+    assert metrics["critic/baseline/mean"] == 6.0 and metrics["rewards/function/mean"] == 3.0
+    assert metrics["rewards/function/failures"] == 6.0 == metrics["rewards/function/failures/nan"]  # of all scorings
     rewards.start(rewards.moments)
     assert rewards.metrics() == {}
-    rewards.close()
-
-
-@pytest.mark.parametrize("of_tokens", [False, True], ids=["of rows", "of tokens"])
-def test_what_models_say_of_rows_is_added_to_what_is_said_of_texts(of_tokens):
-    rng = np.random.default_rng(0)
-    first, second = rng.normal(size=(2, ROWS)).astype(np.float32)
-    texts = rng.normal(size=(ROWS, 3)).astype(np.float32)
-    texts = np.where(np.arange(3) < LENGTHS[:, None], texts, 0)
-    given = texts if of_tokens else texts.sum(1)
-    shape = partial(shape_scores, config=PLAIN, max_response=3)
-    context = np.asarray(LENGTHS), np.ones(ROWS, bool), RunningMoments.create()
-    weights, learned = {"a": 2.0, "b": -0.5}, {"a": first, "b": second}
-    found = jax.jit(partial(combine, shape, "rewards", weights))(learned, given, *context)
-    rows = 2 * first - second / 2
-    np.testing.assert_allclose(found.raw, texts.sum(1) + rows, rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(found.extremes["max"], np.max(texts.sum(1) + rows), rtol=1e-5)
-    np.testing.assert_allclose(found.learned["rewards/b/mean"], second.mean(), rtol=1e-5)
-    np.testing.assert_allclose(found.learned["rewards/a/std"], first.std(), rtol=1e-5)
-    if of_tokens:
-        at_end = np.zeros((ROWS, 3), np.float32)
-        at_end[np.arange(ROWS), LENGTHS - 1] = rows
-        np.testing.assert_allclose(found.shaped, texts + at_end, rtol=1e-5, atol=1e-6)
-    else:
-        np.testing.assert_allclose(found.shaped, texts.sum(1) + rows, rtol=1e-5, atol=1e-6)
-
-
-def test_a_score_that_is_not_finite_leaves_the_others_in_the_metrics():
-    texts: Any = np.arange(ROWS, dtype=np.float32)
-    texts[[0, 2]] = np.nan, np.inf
-    context: Any = np.asarray(LENGTHS), np.ones(ROWS, bool), RunningMoments.create()
-    found = combine(partial(shape_scores, config=PLAIN, max_response=3), "rewards", {}, {}, texts, *context)
-    finite = texts[np.isfinite(texts)]
-    expected = {"mean": finite.mean(), "max": finite.max(), "min": finite.min(), "nonfinite": 2.0}
-    assert {name: float(x) for name, x in found.extremes.items()} == pytest.approx(expected)
-    assert float(found.shaping["score/raw/mean"]) == pytest.approx(finite.mean())
-    np.testing.assert_array_equal(found.raw, texts)
+    calls.texts.close()
 
 
 def test_costs_have_names_of_their_own():
@@ -169,15 +132,72 @@ def test_costs_have_names_of_their_own():
         return Scored(np.arange(len(samples), dtype=float))
 
     calls = Calls(kind="costs", words=TextPart(0.5, function, "words"))
-    with jax.set_mesh(MESH):
-        np.testing.assert_allclose(calls.rewards.score(rollout(), BATCH).result(), np.arange(ROWS) / 2)
-    said = calls.rewards.metrics()
-    assert set(said) == {
-        "cost/mean",
-        "cost/max",
-        "cost/min",
-        "cost/nonfinite",
-        *(f"costs/words/{x}" for x in ("mean", "std", "failures")),
-    }
-    assert said["cost/max"] == 3.5
-    calls.rewards.close()
+    np.testing.assert_allclose(calls.score().shaped, np.arange(ROWS) / 2)
+    metrics = calls.rewards.metrics()
+    totals, words = ("mean", "max", "min", "nonfinite"), ("mean", "std", "failures")
+    assert set(metrics) == {*(f"cost/{x}" for x in totals), *(f"costs/words/{x}" for x in words)}
+    assert metrics["cost/max"] == 3.5
+    calls.texts.close()
+
+
+@pytest.mark.parametrize("of_tokens", [False, True], ids=["of rows", "of tokens"])
+def test_scores_of_models_are_added_to_those_of_texts(of_tokens):
+    rng = np.random.default_rng(0)
+    first, second = rng.normal(size=(2, ROWS)).astype(np.float32)
+    texts = rng.normal(size=(ROWS, 3)).astype(np.float32)
+    texts = np.where(np.arange(3) < LENGTHS[:, None], texts, 0)
+    given = texts if of_tokens else texts.sum(1)
+    shape = partial(shape_scores, config=PLAIN, max_response=3)
+    rest = np.asarray(LENGTHS), np.ones(ROWS, bool), RunningMoments.create()
+    weights, learned = {"a": 2.0, "b": -0.5}, {"a": first, "b": second}
+    combined = jax.jit(partial(combine, shape, "rewards", weights))(learned, given, *rest)
+    rows = 2 * first - second / 2
+    close = partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
+    close(combined.raw, texts.sum(1) + rows)
+    close(combined.extremes["max"], np.max(texts.sum(1) + rows))
+    close(combined.learned["rewards/b/mean"], second.mean())
+    close(combined.learned["rewards/a/std"], first.std())
+    at_end = np.zeros((ROWS, 3), np.float32)
+    at_end[np.arange(ROWS), LENGTHS - 1] = rows
+    close(combined.shaped, texts + at_end if of_tokens else texts.sum(1) + rows)
+
+
+def test_a_score_that_is_not_finite_leaves_the_others_in_the_metrics():
+    texts: Any = np.arange(ROWS, dtype=np.float32)
+    texts[[0, 2]] = np.nan, np.inf
+    rest: Any = np.asarray(LENGTHS), np.ones(ROWS, bool), RunningMoments.create()
+    combined = combine(partial(shape_scores, config=PLAIN, max_response=3), "rewards", {}, {}, texts, *rest)
+    finite = texts[np.isfinite(texts)]
+    expected = {"mean": finite.mean(), "max": finite.max(), "min": finite.min(), "nonfinite": 2.0}
+    assert {name: float(x) for name, x in combined.extremes.items()} == pytest.approx(expected)
+    assert float(combined.shaping["score/raw/mean"]) == pytest.approx(finite.mean())
+    np.testing.assert_array_equal(combined.raw, texts)
+
+
+def test_weighted_sums():
+    a = Scored(np.array([1.0, 2.0]), extras={"x": np.array([1.0, 2.0])}, failures=Counter(hang=1))
+    b = Scored(np.array([10.0, -20.0]), failures=Counter(hang=1, nan=2))
+    total = weighted_sum([(0.5, a), (0.25, b)], [3, 4])
+    np.testing.assert_array_equal(total.scores, [3, -4])
+    assert total.token_scores is None and total.extras == {}
+    assert total.failures == {"hang": 2, "nan": 2}
+    # With scores of tokens, every part is conserved.
+    tokens = Scored(np.array([3.0, 0.0, 5.0]), token_scores=(np.array([1.0, 2.0]), np.zeros(0), np.array([5.0])))
+    whole = Scored(np.array([10.0, 20.0, 30.0]))
+    total = weighted_sum([(2.0, tokens), (0.5, whole)], [2, 0, 1])
+    np.testing.assert_array_equal(total.scores, [11, 10, 25])
+    assert total.token_scores is not None and [list(row) for row in total.token_scores] == [[2, 9], [], [25]]
+    assert tokens.token_scores is not None
+    np.testing.assert_array_equal(tokens.token_scores[0], [1, 2])  # the parts are as they were
+    with pytest.raises(ValueError, match="no parts"):
+        weighted_sum([], [1])
+    with pytest.raises(ValueError, match="a part scored 1 samples, but there are 2"):
+        weighted_sum([(1.0, Scored(np.ones(1)))], [1, 1])
+
+
+def test_metrics_leave_out_what_is_not_there():
+    scored = Scored(np.array([1.0, 3.0]), extras={"a": np.array([np.nan, 4.0]), "b": np.full(2, np.nan)})
+    assert scored.metrics("x") == {f"rewards/x/{k}": v for k, v in (("mean", 2), ("std", 1), ("a", 4), ("failures", 0))}
+    assert Scored(np.zeros(0)).metrics("x") == {"rewards/x/failures": 0}
+    failed = Scored(np.zeros(2), failures=Counter(hang=2)).metrics("x")
+    assert failed["rewards/x/failures"] == failed["rewards/x/failures/hang"] == 2

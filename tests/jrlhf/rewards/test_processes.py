@@ -18,10 +18,25 @@ from jrlhf.errors import UserError
 from jrlhf.rewards.functions import LOG_BYTES, RewardFailure
 from jrlhf.rewards.process import GRACE
 
-from .conftest import alive, gone, make_sample
-from .conftest import pids as pids_of
+from .conftest import alive, gone, make_sample, pids
 
 SLACK = 4.0  # seconds for starting processes on a busy machine
+RUN = """
+import atexit, faulthandler, multiprocessing, os, re, signal, stat, subprocess, sys, time
+def f(solution_str):
+    if solution_str != "ok":
+        exec(solution_str)
+    return 1.0
+def stubborn():
+    while True:
+        try:
+            time.sleep(1000)
+        except BaseException:
+            pass
+def is_socket(n):
+    try: return stat.S_ISSOCK(os.fstat(n).st_mode)
+    except OSError: return False
+"""
 HANGS = {
     "sleep": "time.sleep(1000)",
     "loop": "while True: pass",
@@ -32,33 +47,33 @@ HANGS = {
     "waiting for a program": "subprocess.run(['sleep', '1000'])",
     "catching everything": "stubborn()",
 }
+CRASHES = {
+    "os._exit(0)": "left with exit code 0",
+    "os._exit(3)": "left with exit code 3",
+    "faulthandler._sigsegv()": "ended by SIGSEGV, at <string>:1",
+    "os.abort()": "ended by SIGABRT, at <string>:1",
+    "os.kill(os.getpid(), signal.SIGKILL)": "ended by SIGKILL",
+    "print('last words'); os._exit(1)": "left with exit code 1, saying 'last words'",
+    "os.closerange(3, 200)": "left with exit code 1",
+    "[os.write(n, b'\\xff' * 99) for n in range(3, 30) if is_socket(n)]": "crash: answered with 4294967295 bytes",
+    "[os.write(n, b'\\0\\0\\0\\2no') for n in range(3, 30) if is_socket(n)]": "crash: wrote into the channel",
+    "os.fork() or os._exit(5); os._exit(5)": "left with exit code 5",
+    "multiprocessing.get_context('fork').Process(target=time.sleep, args=(1000,)).start(); os._exit(6)": "exit code 6",
+}
 
 
-@pytest.mark.parametrize("how", HANGS)
-def test_a_hang_costs_its_deadline_and_its_own_sample(start, how):
-    source = f"""
-    import os, re, signal, subprocess, time
-    def f(solution_str):
-        if solution_str == "hang":
-            {HANGS[how]}
-        return 1.0
-    def stubborn():
-        while True:
-            try:
-                time.sleep(1000)
-            except BaseException:
-                pass
-    """
-    samples = [make_sample(0), make_sample(1, "hang"), make_sample(2), make_sample(3)]
-    reward = start(source, deadline=0.5, on_failure=-1.0, workers=2)
-    pids = pids_of(reward)
-    began = time.monotonic()
-    scored = reward.score(samples)
-    assert time.monotonic() - began < 0.5 + GRACE + SLACK
-    np.testing.assert_array_equal(scored.scores, [1, -1, 1, 1])
-    assert scored.failures == {"hang": 1}
-    assert not alive(pids[0]) and alive(pids[1]) and pids_of(reward)[1] == pids[1]
-    np.testing.assert_array_equal(reward.score(samples[2:]).scores, [1, 1])
+def test_a_hang_costs_its_deadline_and_its_own_sample(start):
+    reward = start(RUN, deadline=0.5, on_failure=-1.0, workers=2)
+    ok = make_sample(0, "ok")
+    for name, code in HANGS.items():
+        before = pids(reward)
+        began = time.monotonic()
+        scored = reward.score([ok, make_sample(1, code), ok, ok])
+        assert time.monotonic() - began < 0.5 + GRACE + SLACK, name
+        np.testing.assert_array_equal(scored.scores, [1, -1, 1, 1])
+        assert scored.failures == {"hang": 1}, name
+        assert not alive(before[0]) and alive(before[1]) and pids(reward)[1] == before[1]
+        np.testing.assert_array_equal(reward.score([ok, ok]).scores, [1, 1])
 
 
 def test_a_hang_of_a_batch_function_is_one_of_all_samples_of_the_call_and_says_where(start):
@@ -70,62 +85,30 @@ def test_a_hang_of_a_batch_function_is_one_of_all_samples_of_the_call_and_says_w
         return [1.0] * len(completions)
     """
     samples = [make_sample(0), make_sample(1, "hang"), make_sample(2), make_sample(3)]
-    scored = start(source, deadline=0.5, on_failure=-1.0, workers=2).score(samples)
-    np.testing.assert_array_equal(scored.scores, [-1, -1, 1, 1])
-    assert scored.failures == {"hang": 2}
     reward = start(source, deadline=0.5, workers=2)
-    with pytest.raises(RewardFailure, match=r"hang: no answer within 0.5 s, at .*function1.py:5\) on a call with 2"):
-        reward.score(samples)
-    np.testing.assert_array_equal(reward.score(samples[2:]).scores, [1, 1])
-
-
-def test_a_coroutine_that_cannot_be_cancelled_is_killed(start):
-    source = """
-    import time
-    async def f(solution_str):
-        time.sleep(1000)
-    """
-    scored = start(source, deadline=0.5, on_failure=-1.0).score([make_sample(0), make_sample(1)])
-    assert scored.failures == {"hang": 2}
-
-
-CRASHES = {
-    "os._exit(0)": "left with exit code 0",
-    "os._exit(3)": "left with exit code 3",
-    "faulthandler._sigsegv()": "ended by SIGSEGV, at .*function0.py:5",
-    "os.abort()": "ended by SIGABRT, at .*function0.py:5",
-    "os.kill(os.getpid(), signal.SIGKILL)": "ended by SIGKILL",
-    "print('last words'); os._exit(1)": "left with exit code 1, saying 'last words'",
-    "os.closerange(3, 200)": "left with exit code 1",
-    "[os.write(n, b'\\xff' * 99) for n in range(3, 30) if is_socket(n)]": "crash: answered with 4294967295 bytes",
-    "[os.write(n, b'\\0\\0\\0\\2no') for n in range(3, 30) if is_socket(n)]": "crash: wrote into the channel",
-    "os.fork() or os._exit(5); os._exit(5)": "left with exit code 5",
-    "multiprocessing.get_context('fork').Process(target=time.sleep, args=(1000,)).start(); os._exit(6)": "exit code 6",
-}
-
-
-@pytest.mark.parametrize("how", CRASHES)
-def test_a_crash_is_counted_told_and_outlived(start, how):
-    source = f"""
-    import faulthandler, multiprocessing, os, signal, stat, time
-    def f(solution_str):
-        if solution_str == "crash":
-            {how}
-        return 1.0
-    def is_socket(n):
-        try: return stat.S_ISSOCK(os.fstat(n).st_mode)
-        except OSError: return False
-    """
-    samples = [make_sample(0), make_sample(1, "crash"), make_sample(2)]
-    reward = start(source)
-    began = time.monotonic()
-    with pytest.raises(RewardFailure, match=f"crash: .*{CRASHES[how]}|{CRASHES[how]}"):
+    with pytest.raises(RewardFailure, match=r"hang: no answer within 0.5 s, at .*function0.py:5\) on a call with 2"):
         reward.score(samples)
     reward.on_failure = -1.0
     scored = reward.score(samples)
-    assert time.monotonic() - began < 2 * SLACK  # far from the deadline
-    np.testing.assert_array_equal(scored.scores, [1, -1, 1])
-    assert scored.failures == {"crash": 1}
+    np.testing.assert_array_equal(scored.scores, [-1, -1, 1, 1])
+    assert scored.failures == {"hang": 2}
+    source = "import time\nasync def f(solution_str):\n    time.sleep(1000)\n"  # it cannot be cancelled
+    assert start(source, deadline=0.5, on_failure=-1.0).score(samples[:2]).failures == {"hang": 2}
+
+
+def test_a_crash_is_counted_told_and_outlived(start):
+    reward = start(RUN)
+    for code, sentence in CRASHES.items():
+        samples = [make_sample(0, "ok"), make_sample(1, code), make_sample(2, "ok")]
+        began = time.monotonic()
+        reward.on_failure = None
+        with pytest.raises(RewardFailure, match=f"crash: .*{sentence}|{sentence}"):
+            reward.score(samples)
+        reward.on_failure = -1.0
+        scored = reward.score(samples)
+        assert time.monotonic() - began < 2 * SLACK  # far from the deadline
+        np.testing.assert_array_equal(scored.scores, [1, -1, 1])
+        assert scored.failures == {"crash": 1}, code
 
 
 def test_a_child_that_the_function_forks_does_not_answer(start):
@@ -137,35 +120,28 @@ def test_a_child_that_the_function_forks_does_not_answer(start):
             os.waitpid(pid, 0)
         return float(pid != 0)
     """
-    reward = start(source)
-    np.testing.assert_array_equal(reward.score([make_sample(row) for row in range(4)]).scores, [1] * 4)
+    np.testing.assert_array_equal(start(source).score([make_sample(row) for row in range(4)]).scores, [1] * 4)
 
 
 def test_programs_that_a_function_started_end_with_it(start, tmp_path):
-    source = f"""
-    import subprocess, time
-    def f(completions):
-        open({str(tmp_path / "pid")!r}, "w").write(str(subprocess.Popen(["sleep", "1000"]).pid))
-        if completions[0] == "hang":
-            time.sleep(1000)
-        return [1.0]
-    """
-    reward = start(source, deadline=0.5, on_failure=0.0)
-    assert reward.score([make_sample(0, "hang")]).failures == {"hang": 1}
-    assert gone(int((tmp_path / "pid").read_text()), 2)
-    assert reward.score([make_sample(0)]).scores == [1]
-    program = int((tmp_path / "pid").read_text())
+    file = tmp_path / "pid"
+    launch = f"open({str(file)!r}, 'w').write(str(subprocess.Popen(['sleep', '1000']).pid))"
+    reward = start(RUN, deadline=0.5, on_failure=0.0)
+    assert reward.score([make_sample(0, f"{launch}; time.sleep(1000)")]).failures == {"hang": 1}
+    assert gone(int(file.read_text()), 2)
+    assert reward.score([make_sample(0, launch)]).scores == [1]
+    program = int(file.read_text())
     assert alive(program)
     reward.close()
     assert gone(program, 2)
 
 
-@pytest.mark.parametrize("how", ["import time; time.sleep(1000)", "import re; re.match('(a*)*b', 'a' * 60)"])
-def test_an_import_that_hangs_is_ended(start, how):
-    began = time.monotonic()
-    with pytest.raises(UserError, match=r"did not finish importing .* \(no answer within 0.5 s, at .*\)"):
-        start(how, start_deadline=0.5, workers=2)
-    assert time.monotonic() - began < 0.5 + GRACE + SLACK
+def test_an_import_that_hangs_is_ended(start):
+    for source in ("import time; time.sleep(1000)", "import re; re.match('(a*)*b', 'a' * 60)"):
+        began = time.monotonic()
+        with pytest.raises(UserError, match=r"did not finish importing .* \(no answer within 0.5 s, at .*\)"):
+            start(source, start_deadline=0.5, workers=2)
+        assert time.monotonic() - began < 0.5 + GRACE + SLACK
 
 
 def test_a_function_that_cannot_be_started_again_stops_the_run_whatever_replaces_failures(start, tmp_path):
@@ -198,16 +174,9 @@ def test_a_flood_of_output_neither_blocks_nor_fills_the_disk(start, tmp_path, ca
     assert text.startswith("imported\n") and text.endswith("\n(further output is not kept)\n")
     assert LOG_BYTES <= len(text) < LOG_BYTES + 100 and "e" * 1000 in text
     assert capfd.readouterr() == ("", "")
-
-
-def test_a_flood_before_a_hang_does_not_delay_its_end(start):
-    source = """
-    def f(completions):
-        while True:
-            print("x" * 10000)
-    """
-    began = time.monotonic()
-    assert start(source, deadline=0.5, on_failure=0.0).score([make_sample()]).failures == {"hang": 1}
+    reward = start("def f(completions):\n    while True: print('x' * 10000)\n", deadline=0.5, on_failure=0.0)
+    began = time.monotonic()  # a flood does not delay the end of a hang
+    assert reward.score([make_sample()]).failures == {"hang": 1}
     assert time.monotonic() - began < 0.5 + GRACE + SLACK
 
 
@@ -243,7 +212,7 @@ def test_signals_to_everyone_do_not_stop_workers_but_reach_their_programs(start)
         return float(program.wait() == os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGTERM)
     """
     reward = start(source, workers=2)
-    for pid in pids_of(reward):
+    for pid in pids(reward):
         os.kill(pid, signal.SIGTERM)
         os.kill(pid, signal.SIGINT)
         assert os.getsid(pid) == pid != os.getsid(0)  # the terminal's Ctrl-C passes them by
@@ -252,8 +221,8 @@ def test_signals_to_everyone_do_not_stop_workers_but_reach_their_programs(start)
 
 def test_a_worker_that_died_between_batches_is_replaced_without_blame(start):
     reward = start("def f(completions): return [1.0] * len(completions)", workers=2)
-    os.kill(pids_of(reward)[0], signal.SIGKILL)
-    assert gone(pids_of(reward)[0], 2)
+    os.kill(pids(reward)[0], signal.SIGKILL)
+    assert gone(pids(reward)[0], 2)
     scored = reward.score([make_sample(0), make_sample(1)])
     np.testing.assert_array_equal(scored.scores, [1, 1])
     assert not scored.failures
@@ -371,12 +340,12 @@ def test_workers_end_when_their_parent_is_killed(tmp_path, how, number, within):
     )
     with parent:
         assert parent.stdout is not None
-        pids = [int(pid) for pid in parent.stdout.readline().split()]
-        assert len(pids) == 2 and all(map(alive, pids))
+        workers = [int(pid) for pid in parent.stdout.readline().split()]
+        assert len(workers) == 2 and all(map(alive, workers))
         if how != "idle":
             assert parent.stdout.readline() == "busy\n"
         if how == "program":
-            pids += [int((tmp_path / str(pid)).read_text()) for pid in pids]
+            workers += [int((tmp_path / str(pid)).read_text()) for pid in workers]
         parent.send_signal(number)
         assert parent.wait(10) == -number
-    assert all(gone(pid, within) for pid in pids)
+    assert all(gone(pid, within) for pid in workers)

@@ -13,8 +13,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jrlhf.algorithms.registry import ROLES, graph_of, ppo
+from jrlhf.config import Config, load_config
 from jrlhf.config.parse import build
-from jrlhf.config.schema import SLEEP_PARTS, Config, SleepConfig, load_config
+from jrlhf.config.schema import LoRASection, SleepConfig
 from jrlhf.errors import UserError
 from jrlhf.meshes import Call, make_mesh
 from jrlhf.meshes.offload import free_host, is_on_host, offload
@@ -24,7 +25,7 @@ from jrlhf.roles.graph import trace
 from jrlhf.roles.offloading import Offloader, check_sleep, fetch_ahead, offloader_of
 from jrlhf.run.checkpoints import Checkpoints, fingerprint_of, like
 from jrlhf.run.clock import Clock
-from jrlhf.run.compilations import CompilationWatch
+from jrlhf.run.profiler import CompilationWatch
 from jrlhf.stages.setup import select_mesh
 from tests.jrlhf.roles.test_roles import Setup
 from tests.support.live import live_bytes
@@ -194,7 +195,10 @@ def test_three_iterations_asleep_are_those_awake_and_every_byte_is_in_its_place(
 
 @pytest.mark.parametrize(
     "part",
-    [pytest.param(part, marks=[] if part in ("optimizer", "actor") else pytest.mark.full) for part in SLEEP_PARTS],
+    [
+        pytest.param(part, marks=[] if part in ("optimizer", "actor") else pytest.mark.full)
+        for part in SleepConfig.SWITCHES
+    ],
 )
 def test_each_part_sleeps_by_itself(part, sleepers, awake):
     words, usual = awake
@@ -273,7 +277,7 @@ def test_where_parts_rest_follows_the_config_and_the_call():
     assert residency(config, "cost", score) == {"weights": "pinned_host"}
     # The copy is made of weights that go back at once; an adapter is generated with as it is.
     assert residency(config, "actor", generate)["weights"] == "pinned_host"
-    assert residency(replace(config, lora=replace(config.lora, rank=2)), "actor", generate)["weights"] == "device"
+    assert residency(replace(config, lora=LoRASection(rank=2)), "actor", generate)["weights"] == "device"
 
     assert residency(config, "critic", score, values)["weights"] == "pinned_host"
     ahead = replace(config, sleep=replace(ALL, ahead=True))

@@ -164,4 +164,4 @@ def test_simulated_devices_are_waited_for_in_order(now):
     clock, array = Clock(), Fake()
     array.there.set()
     clock.run("call", lambda: array)
-    assert clock._noted == [] and clock._calls.seconds == {"call": 0.0}
+    assert clock._pending == [] and clock._calls.seconds == {"call": 0.0}

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from jrlhf.run.console import Console, Pace, clean, duration, validation_key
+from jrlhf.run.console import Console, clean, duration, validation_key
 
 
 class Clock:
@@ -57,74 +57,49 @@ def terminal(clock, monkeypatch):
     os.close(ours)
 
 
-@pytest.mark.parametrize(
-    ("text", "cleaned"),
-    [
-        ("Return x.", "Return x."),
-        ("ünï \u4e2d\u6587 \U0001f600", "ünï \u4e2d\u6587 \U0001f600"),
-        ("\x1b[31mred\x1b[0m", "red"),
-        ("\x1b[2J\x1b[1;1Hgone", "gone"),
-        ("\x1b]0;title\x07text", "text"),
-        ("\x1b]8;;http://x\x1b\\link\x1b]8;;\x1b\\", "link"),
-        ("\x1b]52;c;c3RlYWw=", ""),
-        ("\x1bcreset", "reset"),
-        ("\x1b(0lqk", "lqk"),
-        ("\x9b31mred", "31mred"),
-        ("a\nb\r\nc\td", "a b  c d"),
-        ("a\x00\x07\x08\x7fb", "ab"),
-        ("\u202eevil\u2066\u200b", "evil"),
-        ("a\ud800b", "ab"),
-        ("a\u2028b", "a b"),
-        ("\x1b", ""),
-        ("[red]not markup[/red]", "[red]not markup[/red]"),
-    ],
-)
-def test_clean_text_cannot_command_a_terminal(text, cleaned):
-    assert clean(text) == cleaned
-    assert not re.search(r"[\x00-\x1f\x7f-\x9f]", clean(text))
-
-
-def test_clean_keeps_to_a_limit():
+def test_clean_text_cannot_command_a_terminal():
+    for text, cleaned in {
+        "Return x.": "Return x.",
+        "ünï \u4e2d\u6587 \U0001f600": "ünï \u4e2d\u6587 \U0001f600",
+        "\x1b[31mred\x1b[0m": "red",
+        "\x1b[2J\x1b[1;1Hgone": "gone",
+        "\x1b]0;title\x07text": "text",
+        "\x1b]8;;http://x\x1b\\link\x1b]8;;\x1b\\": "link",
+        "\x1b]52;c;c3RlYWw=": "",
+        "\x1bcreset": "reset",
+        "\x1b(0lqk": "lqk",
+        "\x9b31mred": "31mred",
+        "a\nb\r\nc\td": "a b  c d",
+        "a\x00\x07\x08\x7fb": "ab",
+        "\u202eevil\u2066\u200b": "evil",
+        "a\ud800b": "ab",
+        "a\u2028b": "a b",
+        "\x1b": "",
+        "[red]not markup[/red]": "[red]not markup[/red]",
+    }.items():
+        assert clean(text) == cleaned and not re.search(r"[\x00-\x1f\x7f-\x9f]", cleaned)
     assert clean("abcdef", 6) == "abcdef" and clean("abcdefg", 6) == "abcde…"
 
 
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
-        (0.04, "0.0 s"),
-        (4.24, "4.2 s"),
-        (9.97, "10 s"),
-        (59.4, "59 s"),
-        (59.6, "1 min 00 s"),
-        (192, "3 min 12 s"),
-        (7500, "2 h 05 min"),
-    ],
-)
-def test_duration(seconds, text):
-    assert duration(seconds) == text
+def test_duration():
+    texts = {0.04: "0.0 s", 4.24: "4.2 s", 9.97: "10 s", 59.4: "59 s", 59.6: "1 min 00 s", 192: "3 min 12 s"}
+    texts |= {7500: "2 h 05 min"}
+    assert {seconds: duration(seconds) for seconds in texts} == texts
 
 
-def test_pace_leaves_out_the_first_unit_and_what_was_done_before(clock):
-    pace = Pace(total=110, start=10, now=clock)
-    assert pace.rate is None and pace.described() == ""
-    clock.time += 60  # compilation
-    pace.advance(11)
-    assert pace.rate is None and pace.described() == ""
-    clock.time += 5
-    pace.advance(31)
-    assert pace.rate == pytest.approx(4.0)
-    assert pace.described() == "4/s, 20 s left"
-    clock.time += 20
-    pace.advance(110)
-    assert pace.described() == "3.96/s, took 1 min 25 s"
-
-
-def test_a_slow_pace_is_told_in_seconds(clock):
-    pace = Pace(total=40, now=clock)
-    for done in (1, 2, 3):
-        clock.time += 2.5
-        pace.advance(done)
-    assert pace.described() == "2.5 s each, 1 min 32 s left"
+def test_pace_leaves_out_the_first_unit_and_what_was_done_before(plain, clock):
+    console, _ = plain
+    with console.progress("sft", total=110, start=10) as progress:
+        assert progress.pace() == ""
+        clock.time += 60  # compilation
+        progress.advance(11)
+        assert progress.pace() == ""
+        clock.time += 5
+        progress.advance(31)
+        assert progress.pace() == "4/s, 20 s left"
+        clock.time += 20
+        progress.advance(110)
+        assert progress.pace() == "3.96/s, took 1 min 25 s"
 
 
 def test_a_fast_phase_gets_few_plain_lines(plain, clock):
@@ -155,13 +130,6 @@ def test_a_slow_phase_gets_a_line_a_unit_and_evaluations_are_always_shown(plain,
             clock.time += 0.0625
             progress.advance(step, {"sft/eval_loss": 2.0} if step == 5 else {})
     assert lines()[3:] == ["sft   1/100", "sft   5/100  held-out loss 2.000  (16/s, 5.9 s left)"]
-
-
-def test_a_metric_that_is_not_finite_is_shown(plain):
-    console, lines = plain
-    with console.progress("sft", total=1) as progress:
-        progress.advance(1, {"sft/loss": float("nan")})
-    assert lines()[0].startswith("sft 1/1  loss nan")
 
 
 def test_samples_are_cleaned_aligned_and_not_shown_too_often(plain, clock):
@@ -244,29 +212,17 @@ def test_the_summary_of_a_user_s_run_has_its_rewards_and_sources(plain):
     console.summary({"held_out": held_out}, Path("r"))
     assert "           before  after" in lines() and "  of code  0.50" in lines()
     assert "score, after minus before: +0.500 ± 0.000" in lines()
-
-
-def test_costs_on_held_out_prompts_are_measured_with_their_errors(plain):
-    console, lines = plain
     before = {"gold": 0.5, "gold_standard_error": 0.25, "cost": 4.0, "cost_standard_error": 0.125, "items": {}}
     console.summary({"held_out": {"measure": "gold", "before": before, "after": before | {"cost": 3.0}}}, Path("r"))
-    assert lines()[3:5] == ["  gold  0.500 ± 0.250  0.500 ± 0.250", "  cost  4.000 ± 0.125  3.000 ± 0.125"]
+    assert lines()[-3:-1] == ["  gold  0.500 ± 0.250  0.500 ± 0.250", "  cost  4.000 ± 0.125  3.000 ± 0.125"]
 
 
-def test_accuracies_that_are_not_known_are_not_told(plain):
+def test_a_summary_may_lack_any_figure(plain):
     console, lines = plain
-    console.summary({"dpo_accuracy": None, "reward_model_accuracy": None}, Path("r"))
-    assert lines() == ["", "report: r/report.html"]
-
-
-@pytest.mark.parametrize(
-    "held_out",
-    [None, {}, {"before": None}, {"before": {}}, {"measure": "gold", "before": {"distinct": 3}, "after": {}}],
-)
-def test_a_summary_may_lack_any_figure(plain, held_out):
-    console, lines = plain
-    console.summary({"held_out": held_out}, Path("r"))
-    assert lines()[-1] == "report: r/report.html"
+    ungraded = {"measure": "gold", "before": {"distinct": 3}, "after": {}}
+    for held_out in (None, {}, {"before": None}, {"before": {}}, ungraded):
+        console.summary({"held_out": held_out, "dpo_accuracy": None, "reward_model_accuracy": None}, Path("r"))
+        assert lines()[-1] == "report: r/report.html" and not any("%" in line for line in lines())
 
 
 def test_a_validation_is_one_line_and_a_table(plain, clock):
@@ -294,34 +250,26 @@ def test_a_validation_is_one_line_and_a_table(plain, clock):
     Console(enabled=False).validation(5, metrics, [sample])
 
 
-@pytest.mark.parametrize(
-    ("key", "read"),
-    [
-        ("val-core/all/score/mean@4", ("all", "score", "mean@4")),
-        ("val-core/all/gold/best@16/mean", ("all", "gold", "best@16")),
-        ("val-core/openai/gsm8k/score/mean@1", ("openai/gsm8k", "score", "mean@1")),
-        ("val-aux/openai/gsm8k/exact/digits/mean@1", ("openai/gsm8k", "exact/digits", "mean@1")),
-        ("val-aux/openai/exact/mean@1", ("openai", "exact", "mean@1")),
-        ("val-aux/unknown/exact/mean@1", ("unknown", "exact", "mean@1")),
-        ("val-core/two\nlines/score/mean@4", ("two\nlines", "score", "mean@4")),
-        ("val-core/score/mean@4", None),
-        ("val-core/all/score/mean", None),
-        ("critic/score/mean", None),
-    ],
-)
-def test_validation_metrics_are_read(key, read):
-    assert validation_key(key, ["all", "openai", "openai/gsm8k"]) == read
+def test_validation_metrics_are_read():
+    for key, parsed in {
+        "val-core/all/score/mean@4": ("all", "score", "mean@4"),
+        "val-core/all/gold/best@16/mean": ("all", "gold", "best@16"),
+        "val-core/openai/gsm8k/score/mean@1": ("openai/gsm8k", "score", "mean@1"),
+        "val-aux/openai/gsm8k/exact/digits/mean@1": ("openai/gsm8k", "exact/digits", "mean@1"),
+        "val-aux/openai/exact/mean@1": ("openai", "exact", "mean@1"),
+        "val-aux/unknown/exact/mean@1": ("unknown", "exact", "mean@1"),
+        "val-core/two\nlines/score/mean@4": ("two\nlines", "score", "mean@4"),
+        "val-core/score/mean@4": None,
+        "val-core/all/score/mean": None,
+        "critic/score/mean": None,
+    }.items():
+        assert validation_key(key, ["all", "openai", "openai/gsm8k"]) == parsed
 
 
 def test_a_line_shows_few_rewards_by_name_and_that_functions_failed(plain):
     console, lines = plain
-    two = {
-        "rewards/exact/mean": 0.5,
-        "rewards/exact/std": 1.0,
-        "rewards/exact/words": 9.0,
-        "rewards/exact/failures": 0.0,
-        "rewards/form/mean": 1.0,
-    }
+    two = {"rewards/exact/mean": 0.5, "rewards/exact/std": 1.0, "rewards/exact/words": 9.0}
+    two |= {"rewards/exact/failures": 0.0, "rewards/form/mean": 1.0}
     failed = {"rewards/exact/failures": 2.0, "rewards/exact/failures/timeout": 2.0, "rewards/form/failures": 1.0}
     costs = {"costs/words/mean": 4.0, "costs/words/failures": 1.0, "costs/words/failures/nan": 1.0}
     for metrics in (
@@ -329,7 +277,7 @@ def test_a_line_shows_few_rewards_by_name_and_that_functions_failed(plain):
         two | failed,
         failed | costs,
         {"rewards/exact/mean": 0.5},
-        {f"rewards/r{n}/mean": 0.5 for n in range(4)},
+        {f"rewards/r{n}/mean": 0.5 for n in range(4)} | {"objective/kl": float("nan")},
     ):
         with console.progress("ppo", total=1) as progress:
             progress.advance(1, {"critic/score/mean": 0.25} | metrics)
@@ -338,7 +286,7 @@ def test_a_line_shows_few_rewards_by_name_and_that_functions_failed(plain):
         "ppo 1/1  reward +0.250  exact 0.500  form 1.000  failures 3",
         "ppo 1/1  reward +0.250  failures 4",
         "ppo 1/1  reward +0.250",
-        "ppo 1/1  reward +0.250",
+        "ppo 1/1  reward +0.250  kl nan",
     ]
 
 

@@ -2,13 +2,14 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from jrlhf.config.schema import config_yaml, load_config
+from jrlhf.config import config_yaml, load_config
 from jrlhf.errors import UserError
 from jrlhf.run import directory
 from jrlhf.run.directory import open_run
@@ -23,7 +24,7 @@ def make(tmp_path):
 
 
 def contents(path: Path) -> dict[str, bytes]:
-    return {str(found): found.read_bytes() for found in path.rglob("*") if found.is_file()}
+    return {str(file): file.read_bytes() for file in path.rglob("*") if file.is_file()}
 
 
 def refused(config, **how) -> str:
@@ -40,6 +41,8 @@ def test_a_fresh_run_holds_its_config_and_its_environment(make, tmp_path):
         environment = (run.path / "environment.txt").read_text()
     assert f"python {sys.version.split()[0]}" in environment and "\njax==" in environment
     assert "\n# 4 cpu devices\n" in environment
+    if (Path(__file__).parents[3] / ".git").exists():
+        assert re.search(r"\n# source [0-9a-f]{7}", environment)
 
 
 def test_the_same_run_needs_resume_and_resume_needs_a_run(make, tmp_path):
@@ -85,10 +88,10 @@ def test_a_moved_run_resumes(make, tmp_path):
 def test_a_run_goes_on_with_settings_that_do_not_define_its_results(make):
     open_run(make()).close()
     with open_run(make("sleep.actor=host", "ppo.save_every=3", "ppo.iterations=50"), resume=True) as run:
-        told = "with sleep.actor=host (was device), ppo.iterations=50 (was 40), ppo.save_every=3 (was 10)"
-        assert run.changed == told
+        line = "with sleep.actor=host (was device), ppo.iterations=50 (was 40), ppo.save_every=3 (was 10)"
+        assert run.changed == line
         assert f"\n# goes on {run.changed}\n" in (run.path / "environment.txt").read_text()
-        assert load_config(str(run.path / "config.yaml")).ppo.iterations == 50
+        assert load_config(str(run.path / "config.yaml")).rl.iterations == 50
     changed = ("ppo.iterations=50", "mesh.tensor=2", "ppo.algorithm.micro_batches=2", "evaluation.every=5")
     with open_run(make(*changed), resume=True) as run:
         assert "mesh.tensor=2 (was 1)" in run.changed and run.changed.endswith("; results are the same up to rounding")
@@ -99,22 +102,34 @@ def test_a_run_goes_on_with_settings_that_do_not_define_its_results(make):
     assert "(ppo.scores.clip: null there, 3.0 here)" in refused(make(*changed), resume=True)
 
 
-@pytest.mark.parametrize(
-    ("stages", "key", "there", "here", "message"),
-    [
-        ("[sft,ppo]", "ppo.iterations", 40, 2, "a run of 40 (ppo.actor.final=1, ppo.actor.warmup=10): resume it with"),
-        ("[sft,ppo]", "ppo.iterations", 40, 19, "ppo.iterations=19: {path} has done 20 already, set it to 20 or more"),
-        ("[sft]", "sft.steps", 500, 600, "those of a run of 500 (sft.final=0.1, sft.warmup=20): resume it"),
-        ("[sft,ppo]", "sft.steps", 500, 600, "(sft.steps: 500 there, 600 here)"),
-        ("[sft,reward_model]", "reward_model.steps", 250, 300, "(reward_model.steps: 250 there, 300 here)"),
-    ],
-)
-def test_a_run_that_cannot_become_so_long_says_why(make, stages, key, there, here, message):
-    with open_run(make(f"stages={stages}", f"{key}={there}")) as run:
-        (run.path / "checkpoints" / "ppo" / ("20" if here > 2 else "1")).mkdir(parents=True)
-    before = (run.path / "config.yaml").read_bytes()
-    assert message.format(path=run.path) in refused(make(f"stages={stages}", f"{key}={here}"), resume=True)
-    assert (run.path / "config.yaml").read_bytes() == before
+def test_a_run_that_cannot_become_so_long_says_why(make):
+    for number, (stages, key, there, here, message) in enumerate(
+        (
+            (
+                "[sft,ppo]",
+                "ppo.iterations",
+                40,
+                2,
+                "a run of 40 (ppo.actor.final=1, ppo.actor.warmup=10): resume it with",
+            ),
+            (
+                "[sft,ppo]",
+                "ppo.iterations",
+                40,
+                19,
+                "ppo.iterations=19: {path} has done 20 already, set it to 20 or more",
+            ),
+            ("[sft]", "sft.steps", 500, 600, "those of a run of 500 (sft.final=0.1, sft.warmup=20): resume it"),
+            ("[sft,ppo]", "sft.steps", 500, 600, "(sft.steps: 500 there, 600 here)"),
+            ("[sft,reward_model]", "reward_model.steps", 250, 300, "(reward_model.steps: 250 there, 300 here)"),
+        )
+    ):
+        overrides = [f"name=run{number}", f"stages={stages}"]
+        with open_run(make(*overrides, f"{key}={there}")) as run:
+            (run.path / "checkpoints" / "ppo" / ("20" if here > 2 else "1")).mkdir(parents=True)
+        before = (run.path / "config.yaml").read_bytes()
+        assert message.format(path=run.path) in refused(make(*overrides, f"{key}={here}"), resume=True)
+        assert (run.path / "config.yaml").read_bytes() == before
 
 
 def test_a_directory_that_is_no_run_is_left_alone(make, tmp_path):
@@ -157,7 +172,7 @@ def test_a_killed_process_frees_its_run(make, tmp_path):
     config = tmp_path / "killed.yaml"
     config.write_text(config_yaml(make()))
     program = (
-        "import sys, time; from jrlhf.config.schema import load_config; from jrlhf.run.directory import open_run; "
+        "import sys, time; from jrlhf.config import load_config; from jrlhf.run.directory import open_run; "
         "run = open_run(load_config(sys.argv[1])); print('open', flush=True); time.sleep(600)"
     )
     with subprocess.Popen([sys.executable, "-c", program, str(config)], stdout=subprocess.PIPE) as process:

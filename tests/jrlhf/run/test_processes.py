@@ -12,6 +12,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -20,8 +21,9 @@ import yaml
 from safetensors.numpy import load_file
 
 from jrlhf.algorithms.registry import graph_of
+from jrlhf.config import Config, load_config
 from jrlhf.config.check import validate
-from jrlhf.config.schema import Config, DistributedConfig, load_config
+from jrlhf.config.schema import DistributedConfig
 from jrlhf.errors import UserError
 from jrlhf.meshes.hardware import cluster
 from jrlhf.meshes.plan import Placement, Plan, Slice
@@ -44,7 +46,8 @@ AGREE = """
 import json, sys, threading
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
-from jrlhf.config.schema import DeviceConfig, DistributedConfig, load_config
+from jrlhf.config import load_config
+from jrlhf.config.schema import DeviceConfig, DistributedConfig
 from jrlhf.run.devices import select
 from jrlhf.errors import UserError
 from jrlhf.stages.setup import architectures, select_plan
@@ -52,10 +55,10 @@ from jrlhf.meshes import gathered, make_mesh, to_devices, to_host
 from jrlhf.run.processes import any_process, from_main, is_main
 
 devices = select(DeviceConfig(platform="cpu", simulated=2), DistributedConfig(timeout=60))
-number, said = jax.process_index(), {}
+number, results = jax.process_index(), {}
 called = []
-said["told"] = from_main(lambda: called.append(number) or {"process": number, "size": len(b"x" * 9_000_000)})
-said["called"] = called
+results["value"] = from_main(lambda: called.append(number) or {"process": number, "size": len(b"x" * 9_000_000)})
+results["called"] = called
 
 def fail():
     raise UserError("rewards[0] is not there")
@@ -63,32 +66,32 @@ def fail():
 try:
     from_main(fail)
 except UserError as error:
-    said["error"] = str(error)
-said["any"] = [any_process(False), any_process(number == 1), any_process(True)]
+    results["error"] = str(error)
+results["any"] = [any_process(False), any_process(number == 1), any_process(True)]
 
 mesh = make_mesh(1, 2, 2, devices=devices)
 rows = NamedSharding(mesh, P("fsdp", "tensor"))
 host = {"x": np.arange(24.0, dtype=np.float32).reshape(4, 6).T[:, ::-1], "n": np.int32(7)}
 placed = to_devices(host, {"x": rows, "n": NamedSharding(mesh, P())})
-said["shards"] = {str(s.index): s.data.tolist() for s in placed["x"].addressable_shards}
+results["shards"] = {str(s.index): s.data.tolist() for s in placed["x"].addressable_shards}
 doubled = jax.jit(lambda tree: jax.tree.map(lambda x: 2 * x, tree))(placed)
 whole = gathered(doubled)
-found = []
-thread = threading.Thread(target=lambda: found.append(jax.device_get(whole)))
+fetched = []
+thread = threading.Thread(target=lambda: fetched.append(jax.device_get(whole)))
 thread.start(); thread.join()
-said["doubled"] = [found[0]["x"].tolist(), to_host(doubled)["x"].tolist(), int(found[0]["n"])]
+results["doubled"] = [fetched[0]["x"].tolist(), to_host(doubled)["x"].tolist(), int(fetched[0]["n"])]
 keys = jax.vmap(lambda i: jax.random.fold_in(jax.random.key(3), i))(np.arange(4))
 spread = to_devices(keys, NamedSharding(mesh, P(("fsdp", "tensor"))))
 own = P(("fsdp", "tensor"))
 draw = jax.jit(jax.shard_map(jax.vmap(jax.random.bits), mesh=mesh, in_specs=own, out_specs=own))
-said["drawn"] = to_host(draw(spread)).tolist()
+results["drawn"] = to_host(draw(spread)).tolist()
 moved = to_devices(spread, NamedSharding(mesh, P("fsdp")))  # from devices to devices
-said["moved"] = to_host(draw(jax.jit(lambda k: k, out_shardings=spread.sharding)(moved))).tolist()
-said["expected"] = np.asarray(jax.vmap(jax.random.bits)(keys)).tolist()
+results["moved"] = to_host(draw(jax.jit(lambda k: k, out_shardings=spread.sharding)(moved))).tolist()
+results["expected"] = np.asarray(jax.vmap(jax.random.bits)(keys)).tolist()
 tiny, directory = sys.argv[1:]
 config = load_config(tiny, [f"plan={directory}/{number}.yaml", "mesh.fsdp=2"])
-said["plan"] = select_plan(config, architectures(config), devices).as_dict()
-print(json.dumps(said))
+results["plan"] = select_plan(config, architectures(config), devices).as_dict()
+print(json.dumps(results))
 """
 
 
@@ -115,22 +118,22 @@ class Launched:
 
 
 def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
+    with socket.socket() as result:
+        result.bind(("127.0.0.1", 0))
+        return result.getsockname()[1]
 
 
 def launch(count: int, directory: Path, *arguments: str, **more: str) -> Launched:
-    """The same command in so many processes that find each other by the environment."""
+    """Starts the same command in `count` processes that find each other by the environment."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"} | more
     address = f"127.0.0.1:{free_port()}"
     processes, logs = [], []
     for number in range(count):
-        told = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": str(count), "JAX_PROCESS_ID": str(number)}
+        variables = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": str(count), "JAX_PROCESS_ID": str(number)}
         logs.append(directory / f"{arguments[-1].replace('/', '-')[-40:]}.{number}.log")
         with open(logs[-1], "w") as log:
             command = [sys.executable, *arguments]
-            kwargs = {"env": environment | (told if count > 1 else {}), "cwd": ROOT, "stderr": log}
+            kwargs = {"env": environment | (variables if count > 1 else {}), "cwd": ROOT, "stderr": log}
             output = log if arguments[0] == "-m" else subprocess.PIPE
             processes.append(subprocess.Popen(command, stdout=output, text=True, **kwargs))
     return Launched(processes, logs)
@@ -190,7 +193,7 @@ def test_processes_agree_and_share_arrays(tmp_path: Path):
         rows, columns = (slice(*map(int, part)) for part in re.findall(r"slice\((\d+), (\d+), None\)", index))
         np.testing.assert_array_equal(values, expected[rows, columns])
     assert first == second
-    assert first["told"] == {"process": 0, "size": 9_000_000}
+    assert first["value"] == {"process": 0, "size": 9_000_000}
     assert first["error"] == "rewards[0] is not there"
     assert first["any"] == [False, True, True]
     assert first["doubled"] == [(2 * expected).tolist()] * 2 + [14]
@@ -249,16 +252,16 @@ def test_pairs_and_a_reward_model_of_text_in_two_processes(stage: str, user: Pat
 @pytest.mark.full
 def test_files_are_written_once(runs: Path):
     def files(run: Path) -> set[str]:
-        found = {
+        result = {
             str(path.relative_to(run)) for path in run.rglob("*") if path.is_file() and "checkpoints" not in str(path)
         }
-        return {re.sub(r"events\..*", "events", name) for name in found}
+        return {re.sub(r"events\..*", "events", name) for name in result}
 
     assert files(runs / "one") == files(runs / "two")
     assert (runs / "two" / "environment.txt").read_text().count("# command:") == 1
     assert len(list((runs / "two" / "tensorboard" / "ppo").iterdir())) == 1
-    said = (runs / "name=two.1.log").read_text()
-    assert "ppo" not in said and "ppo 3/3" in (runs / "name=two.0.log").read_text()
+    output = (runs / "name=two.1.log").read_text()
+    assert "ppo" not in output and "ppo 3/3" in (runs / "name=two.0.log").read_text()
 
 
 @pytest.mark.full
@@ -294,8 +297,8 @@ def test_a_process_that_dies_ends_the_others(tmp_path: Path, killed: int):
     launched.processes[killed].kill()
     codes = launched.codes(60)
     assert codes[killed] == -signal.SIGKILL and codes[1 - killed] not in (0, 75)
-    said = launched.text(1 - killed)
-    assert "another process failed first" in said or "another task died" in said
+    output = launched.text(1 - killed)
+    assert "another process failed first" in output or "another task died" in output
 
 
 FUNCTION = """
@@ -365,41 +368,37 @@ def test_one_process_where_nothing_says_otherwise(no_cluster):
     assert not jax.distributed.is_initialized() and jax.process_count() == 1
 
 
-@pytest.mark.parametrize(
-    "config, environment, named",
-    [
+def test_an_incomplete_address_is_refused(no_cluster, monkeypatch):
+    jax.devices()
+    complete = {"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "0"}
+    cases: list[tuple[dict[str, Any], dict[str, str], str]] = [
         ({"process": 1}, {}, "distributed.process=1 without distributed.coordinator"),
         ({"processes": 2}, {}, "distributed.processes=2 without distributed.coordinator"),
         ({}, {"JAX_PROCESS_ID": "one"}, "JAX_PROCESS_ID=one must be a whole number"),
         ({"coordinator": "a:1", "processes": 2, "process": 2}, {}, "numbered from 0, set it to 1 at most"),
-        ({}, {"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "0"}, "comes too late"),
-    ],
-)
-def test_what_is_half_said_is_refused(no_cluster, monkeypatch, config, environment, named):
-    jax.devices()
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(UserError, match=re.escape(named)):
-        start(DistributedConfig(**config))
-
-
-def test_an_address_without_a_port_is_refused():
+        ({}, complete, "comes too late"),
+    ]
+    for config, environment, sentence in cases:
+        with monkeypatch.context() as patched, pytest.raises(UserError, match=re.escape(sentence)):
+            for name, value in environment.items():
+                patched.setenv(name, value)
+            start(DistributedConfig(**config))
     with pytest.raises(UserError, match="distributed.coordinator=host: it must be HOST:PORT"):
         load_config(TINY, ["distributed.coordinator=host"])
 
 
-@pytest.mark.parametrize("said", ["config", pytest.param("slurm", marks=pytest.mark.full)])
-def test_a_coordinator_that_does_not_answer_is_named(tmp_path: Path, said: str):
+@pytest.mark.parametrize("source", ["config", pytest.param("slurm", marks=pytest.mark.full)])
+def test_a_coordinator_that_does_not_answer_is_named(tmp_path: Path, source: str):
     address = f"127.0.0.1:{free_port()}"
     keys = [f"distributed.coordinator={address}", "distributed.processes=2", "distributed.process=1"]
     slurm = {"SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "localhost", "SLURM_NTASKS": "2"}
     slurm |= {"SLURM_PROCID": "1", "SLURM_LOCALID": "1"}
-    overrides, more = (keys, {}) if said == "config" else ([], slurm)
+    overrides, more = (keys, {}) if source == "config" else ([], slurm)
     arguments = ["--config", TINY, f"run_dir={tmp_path}", "distributed.timeout=1", *overrides]
     launched = launch(1, tmp_path, "-m", "jrlhf.train", *arguments, **more)
     assert launched.codes(60) == [2]
     sentence = launched.text(0).strip()
-    where = address if said == "config" else "of the cluster that JAX found"
+    where = address if source == "config" else "of the cluster that JAX found"
     assert sentence.count("\n") == 0 and sentence.startswith("error: ") and where in sentence
     assert "distributed.timeout=1 seconds" in sentence
     assert not (tmp_path / "tiny").exists()
@@ -428,15 +427,15 @@ def test_plans_that_processes_cannot_run_are_refused():
 def slurm() -> tuple[int, list[str]]:
     text = (LAUNCH / "slurm.sh").read_text()
     nodes, of_node = (re.search(rf"^#SBATCH --{key}=(\d+)$", text, re.MULTILINE) for key in ("nodes", "gpus-per-node"))
-    said = re.search(r"^# On the (\d+) GPUs below, for instance: (.*)$", text, re.MULTILINE)
-    assert nodes and of_node and said and int(said[1]) == int(nodes[1]) * int(of_node[1])
-    return int(said[1]), said[2].split()
+    output = re.search(r"^# On the (\d+) GPUs below, for instance: (.*)$", text, re.MULTILINE)
+    assert nodes and of_node and output and int(output[1]) == int(nodes[1]) * int(of_node[1])
+    return int(output[1]), output[2].split()
 
 
 def tpu_pod() -> tuple[int, list[str]]:
-    said = re.search(r"^# On a (\S+), for instance: (.*)$", (LAUNCH / "tpu-pod.sh").read_text(), re.MULTILINE)
-    assert said
-    return cluster(said[1]).devices, said[2].split()
+    output = re.search(r"^# On a (\S+), for instance: (.*)$", (LAUNCH / "tpu-pod.sh").read_text(), re.MULTILINE)
+    assert output
+    return cluster(output[1]).devices, output[2].split()
 
 
 def gke() -> tuple[int, list[str]]:
@@ -451,14 +450,14 @@ def gke() -> tuple[int, list[str]]:
     return chips, words[words.index("--config") + 1 : words.index("${resume[@]}")]
 
 
-@pytest.mark.parametrize("template", [slurm, tpu_pod, gke])
-def test_the_command_of_a_launch_template_suits_its_devices(template, monkeypatch: pytest.MonkeyPatch):
+def test_the_commands_of_launch_templates_suit_their_devices(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    devices, (name, *overrides) = template()
-    config = load_config(name, overrides)
-    validate(config, devices, architectures(config))
-    with pytest.raises(UserError, match=f"does not fit {2 * devices} device"):
-        validate(config, 2 * devices, architectures(config))
+    for template in (slurm, tpu_pod, gke):
+        devices, (name, *overrides) = template()
+        config = load_config(name, overrides)
+        validate(config, devices, architectures(config))
+        with pytest.raises(UserError, match=f"does not fit {2 * devices} device"):
+            validate(config, 2 * devices, architectures(config))
 
 
 def test_launch_templates_are_well_formed():
@@ -471,10 +470,10 @@ def test_launch_templates_are_well_formed():
     assert manifest["kind"] == "JobSet"
     job = manifest["spec"]["replicatedJobs"][0]["template"]["spec"]
     container = job["template"]["spec"]["containers"][0]
-    said = {each["name"]: each.get("value") for each in container["env"]}
+    output = {entry["name"]: entry.get("value") for entry in container["env"]}
     assert job["completionMode"] == "Indexed"
-    assert said["JAX_NUM_PROCESSES"] == str(job["parallelism"]) == str(job["completions"])
+    assert output["JAX_NUM_PROCESSES"] == str(job["parallelism"]) == str(job["completions"])
     first = f"{manifest['metadata']['name']}-{manifest['spec']['replicatedJobs'][0]['name']}-0-0"
-    assert said["JAX_COORDINATOR_ADDRESS"] == f"{first}.{manifest['metadata']['name']}:8476"
-    assert "JAX_PROCESS_ID" in said
+    assert output["JAX_COORDINATOR_ADDRESS"] == f"{first}.{manifest['metadata']['name']}:8476"
+    assert "JAX_PROCESS_ID" in output
     subprocess.run(["bash", "-n", "-c", container["args"][0]], check=True)

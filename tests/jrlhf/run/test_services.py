@@ -1,4 +1,4 @@
-"""The small services of a run: optimizer, clock, compilation watch, preemption, devices."""
+"""The small services of a run: clock, traces, compilation watch, preemption, devices."""
 
 import logging
 import os
@@ -6,75 +6,25 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, field, replace
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-import optax
 import pytest
 
-from jrlhf.config.schema import DeviceConfig
-from jrlhf.config.stages import OptimizerConfig
+from jrlhf.config import Config, load_config
+from jrlhf.config.check import validate
+from jrlhf.config.schema import DeviceConfig, ProfileConfig
 from jrlhf.errors import UserError
-from jrlhf.roles.optimizers import adamw
+from jrlhf.models import ModelConfig
 from jrlhf.run import devices
 from jrlhf.run.clock import Clock, Stopwatch, timed
-from jrlhf.run.compilations import CompilationWatch
 from jrlhf.run.devices import select
 from jrlhf.run.preemption import PreemptionGuard
+from jrlhf.run.profiler import CompilationWatch, traced
 
 
-def rates(config: OptimizerConfig, updates: int) -> list[float]:
-    """The learning rates that a run uses: with one weight and a constant gradient, AdamW moves by just the rate."""
-    optimizer = adamw(config, updates=updates)
-    weight = jnp.zeros(())
-    state, moved = optimizer.init(weight), []
-    for _ in range(updates):
-        update, state = optimizer.update(jnp.ones(()), state, weight)
-        moved.append(-np.asarray(update).item())
-    return moved
-
-
-def test_the_rate_rises_to_its_peak_and_falls_to_its_final_share():
-    config = OptimizerConfig(learning_rate=0.1, warmup=4, final=0.2, weight_decay=0.0, max_grad_norm=None)
-    found = rates(config, 12)
-    np.testing.assert_allclose(found[:4], [0.025, 0.05, 0.075, 0.1], rtol=1e-4)
-    cosine = 0.1 * (0.2 + 0.8 * (1 + np.cos(np.pi * np.arange(8) / 8)) / 2)
-    np.testing.assert_allclose(found[4:], cosine, rtol=1e-4)
-
-
-def test_a_constant_rate_without_warmup():
-    config = OptimizerConfig(learning_rate=0.1, warmup=0, final=1.0, weight_decay=0.0, max_grad_norm=None)
-    np.testing.assert_allclose(rates(config, 5), 0.1, rtol=1e-4)
-
-
-def test_gradients_are_clipped_by_their_global_norm():
-    config = OptimizerConfig(learning_rate=1.0, warmup=0, final=1.0, weight_decay=0.0, max_grad_norm=0.5)
-    params = {"a": jnp.zeros(3), "b": jnp.zeros(4)}
-    large = jax.tree.map(lambda x: jnp.full_like(x, 10.0), params)
-    state = adamw(config, updates=2).init(params)
-    _, state = adamw(config, updates=2).update(large, state, params)
-    first_moment = optax.tree_utils.tree_get(state, "mu")
-    np.testing.assert_allclose(optax.tree.norm(first_moment), 0.1 * 0.5, rtol=1e-5)
-
-
-def test_moments_and_epsilon_are_adams():
-    """Against Adam's own equations (Kingma & Ba 2015, algorithm 1), in NumPy."""
-    config = OptimizerConfig(learning_rate=0.1, warmup=0, final=1.0, weight_decay=0.0, max_grad_norm=None)
-    config = replace(config, b1=0.7, b2=0.8, eps=0.5)
-    optimizer, weight = adamw(config, updates=4), jnp.zeros(())
-    state, mean, square = optimizer.init(weight), 0.0, 0.0
-    for number, gradient in enumerate([1.0, -3.0, 0.5, 2.0], start=1):
-        update, state = optimizer.update(jnp.asarray(gradient), state, weight)
-        mean, square = 0.7 * mean + 0.3 * gradient, 0.8 * square + 0.2 * gradient**2
-        expected = mean / (1 - 0.7**number) / (np.sqrt(square / (1 - 0.8**number)) + 0.5)
-        np.testing.assert_allclose(-np.asarray(update).item(), 0.1 * expected, rtol=1e-5)
-
-
-@dataclass
 class Sleeper:
-    clock: Clock = field(default_factory=Clock)
+    clock = Clock()
 
     @timed("sleep")
     def sleep(self, seconds: float) -> float:
@@ -179,8 +129,8 @@ print(before, int(keeps), faults())
 
 
 def test_freed_memory_is_kept_and_comes_without_page_faults():
-    said = subprocess.run([sys.executable, "-c", _TWICE], capture_output=True, text=True, check=True).stdout
-    before, keeps, after = map(int, said.split())
+    output = subprocess.run([sys.executable, "-c", _TWICE], capture_output=True, text=True, check=True).stdout
+    before, keeps, after = map(int, output.split())
     assert 10 * after < before if keeps else after > before / 2
 
 
@@ -191,12 +141,45 @@ def test_a_run_on_cpus_keeps_freed_memory(monkeypatch):
     assert asked
 
 
-@pytest.mark.parametrize("error", [RuntimeError("no such thing\nand more"), AssertionError()])
-def test_a_platform_that_is_not_there_is_one_sentence(monkeypatch, error):
-    def absent():
-        raise error
+def test_a_platform_that_is_not_there_is_one_sentence(monkeypatch):
+    for error, reason in (
+        (RuntimeError("no such thing\nand more"), "no such thing"),
+        (AssertionError(), "JAX has no plugin for it"),
+    ):
 
-    monkeypatch.setattr(jax, "devices", absent)
-    with pytest.raises(UserError, match=r"not available here \((no such thing|JAX has no plugin for it)\)") as caught:
-        select(DeviceConfig())
-    assert "\n" not in str(caught.value)
+        def absent(error=error):
+            raise error
+
+        monkeypatch.setattr(jax, "devices", absent)
+        with pytest.raises(UserError, match=rf"not available here \({reason}\)") as caught:
+            select(DeviceConfig())
+        assert "\n" not in str(caught.value)
+
+
+def test_chosen_iterations_leave_a_trace(tmp_path):
+    config = Config(profile=ProfileConfig(iterations=(2, 3), stage="sft"))
+    add = jax.jit(lambda x: x + 1)
+    for step in (1, 2):
+        assert traced(config, tmp_path, "sft", step, lambda step=step: (add(jnp.ones(())), {"x": "text"}))[0] == 2
+        traced(config, tmp_path, "ppo", step, lambda: None)
+    with pytest.raises(ZeroDivisionError):
+        traced(config, tmp_path, "sft", 3, lambda: 1 // 0)
+    assert sorted(path.name for path in (tmp_path / "profile").iterdir()) == ["sft-2", "sft-3"]
+    (tensorboard,) = (tmp_path / "profile" / "sft-2").glob("plugins/profile/*/*.xplane.pb")
+    (perfetto,) = (tmp_path / "profile" / "sft-2").glob("plugins/profile/*/*.trace.json.gz")
+    assert tensorboard.stat().st_size > 0 and perfetto.stat().st_size > 0
+
+
+def test_iterations_that_will_not_come_are_refused():
+    for overrides, message in (
+        (["profile.iterations=[0]"], r"iterations=.*it must be iterations, the first of which is 1"),
+        (["profile.iterations=[3,41]"], "profile.iterations has 41, but ppo ends after 40"),
+        (
+            ["profile.iterations=[3]", "stages=[sft]", "profile.stage=ppo"],
+            r"profile.stage=ppo is not among stages=\[sft\]",
+        ),
+    ):
+        with pytest.raises(UserError, match=message):
+            config = load_config("quickstart", ["ppo.iterations=40", "device.platform=cpu", *overrides])
+            validate(config, 4, {"actor": ModelConfig.tiny(config.model.vocab_size)})
+    assert Config().profile is None

@@ -57,14 +57,14 @@ def config_of(tmp_path, **wandb) -> Config:
 
 
 def test_every_number_arrives_under_its_stage_and_a_resumed_run_keeps_its_id(tmp_path, stand_in):
-    said, told = stand_in(), []
+    messages, warnings = stand_in(), []
     for resume, mode in ((False, "offline"), (True, "online")):
         config = config_of(tmp_path, mode=mode)
-        with open_run(config, resume=resume) as run, tracking.tracking(config, run, told.append) as wandb:
+        with open_run(config, resume=resume) as run, tracking.tracking(config, run, warnings.append) as wandb:
             assert wandb is not None
             wandb.log("sft", 1, {"sft/loss": 2.5, "timing_s/step": 0.25})
             wandb.log("ppo", 1, {"critic/score/mean": float("nan")})
-    lines = said()
+    lines = messages()
     first, second = [line[1] for line in lines if line[0] == "init"]
     assert first["id"] == second["id"] and len(first["id"]) == 8
     assert (first["mode"], second["mode"], first["resume"]) == ("offline", "online", "allow")
@@ -77,7 +77,7 @@ def test_every_number_arrives_under_its_stage_and_a_resumed_run_keeps_its_id(tmp
         ["axis", "ppo/step", None],
     ]
     assert str(lines[6]) == "['log', {'ppo/step': 1, 'ppo/critic/score/mean': nan}]"
-    assert lines[7] == ["finish"] and told == []
+    assert lines[7] == ["finish"] and warnings == []
 
 
 @pytest.mark.parametrize(
@@ -90,8 +90,8 @@ def test_every_number_arrives_under_its_stage_and_a_resumed_run_keeps_its_id(tmp
 )
 def test_what_fails_is_told_once_and_the_run_goes_on(tmp_path, stand_in, mode, reason):
     stand_in(mode)
-    told = []
-    wandb = Wandb({"project": "sums"}, tmp_path / "log", told.append, patience=1.0 if "sleep" in mode else 60.0)
+    warnings = []
+    wandb = Wandb({"project": "sums"}, tmp_path / "log", warnings.append, patience=1.0 if "sleep" in mode else 60.0)
     started = time.monotonic()
     for step in range(3):
         wandb.log("sft", step, {"sft/loss": 1.0})
@@ -99,16 +99,18 @@ def test_what_fails_is_told_once_and_the_run_goes_on(tmp_path, stand_in, mode, r
     wandb.close()
     wandb.log("sft", 4, {"sft/loss": 1.0})
     wandb.close()
-    assert told == [f"nothing more is sent to wandb, and the run goes on ({reason}): see {tmp_path}/log"]
+    assert warnings == [f"nothing more is sent to wandb, and the run goes on ({reason}): see {tmp_path}/log"]
 
 
 def test_a_process_that_reads_nothing_is_given_up_at_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(tracking, "LAUNCH", "import time; time.sleep(60)")
-    told = []
-    wandb = Wandb({"project": "sums"}, tmp_path / "log", told.append)
+    script = tmp_path / "sleeps.py"
+    script.write_text("import time; time.sleep(60)")
+    monkeypatch.setattr(tracking, "SCRIPT", script)
+    warnings = []
+    wandb = Wandb({"project": "sums"}, tmp_path / "log", warnings.append)
     for step in range(100):
         wandb.log("sft", step, {"x" * 5000: 1.0})
-    assert len(told) == 1 and "(it does not read what it is sent)" in told[0]
+    assert len(warnings) == 1 and "(it does not read what it is sent)" in warnings[0]
 
 
 def test_what_is_missing_is_said_before_anything_runs(tmp_path, monkeypatch):

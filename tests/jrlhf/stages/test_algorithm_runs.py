@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from jrlhf.config.schema import load_config
+from jrlhf.config import load_config
 from jrlhf.run.metrics import read_metrics
 from jrlhf.train import main
 

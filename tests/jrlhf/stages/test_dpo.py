@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from jrlhf.config import Config, load_config
 from jrlhf.config.parse import build
-from jrlhf.config.schema import Config, load_config
 from jrlhf.data.batches import pad_rows, put_rows
 from jrlhf.errors import UserError
 from jrlhf.models.hf import load_hf

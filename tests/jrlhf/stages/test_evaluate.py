@@ -1,4 +1,4 @@
-"""What answers are graded by: the task's measure or the rewards, and the costs besides."""
+"""Answers are graded by the task's measure or by the rewards; statistics of validation are checked by hand."""
 
 from collections import Counter
 from dataclasses import asdict
@@ -10,17 +10,16 @@ import numpy as np
 import pytest
 
 from jrlhf.data.encode import Prompts
-from jrlhf.data.types import Example
-from jrlhf.rewards.mixture import Rewards, TextPart
+from jrlhf.data.types import Example, Response
+from jrlhf.rewards.mixture import Rewards, TextPart, TextRewards
 from jrlhf.rewards.types import Scored
-from jrlhf.roles.sampling import Response
 from jrlhf.run.console import Console
 from jrlhf.run.directory import Run
-from jrlhf.stages.evaluate import Graded, compare, grade, grade_before
+from jrlhf.stages.evaluate import Graded, compare, grade, grade_before, statistics
 
 TEXTS = ("a", "a b c", "a b")
 RESPONSES = tuple(Response((1, 2), text, True) for text in TEXTS)
-PROMPTS = Prompts(((3,),) * 3, ("p",) * 3, (Example("p"),) * 3)
+PROMPTS = Prompts(((3,),) * 3, ("p",) * 3, examples=(Example("p"),) * 3)
 
 
 def words(samples, step) -> Scored:
@@ -35,7 +34,8 @@ def sum_of(**parts: tuple[float, Any]) -> Rewards:
     """Rewards of text alone, which need no devices."""
     rewards = object.__new__(Rewards)
     rewards.token_parts = {}
-    rewards.text_parts = {name: TextPart(weight, score, name) for name, (weight, score) in parts.items()}
+    texts = {name: TextPart(weight, score, name) for name, (weight, score) in parts.items()}
+    rewards.texts = TextRewards(texts, cast(Any, None), cast(Any, None), kind="rewards", deadline=10.0)
     return rewards
 
 
@@ -94,3 +94,45 @@ def flat(tree: Any) -> list[Any]:
     """Leaves by their paths; of arrays the dtype and the bytes."""
     leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda each: each is None)
     return [(path, (x.dtype, x.tobytes()) if isinstance(x, np.ndarray) else x) for path, x in leaves]
+
+
+def graded(scores: list[float], helper: list[float], sources: list[str], failures: dict[str, int] | None = None):
+    responses = tuple(Response((1,), f"text {score}", True) for score in scores)
+    items = {"helper": np.array(helper)}
+    return Graded("score", responses, tuple(sources), np.array(scores), items, None, failures or {})
+
+
+def test_mean_and_best_of_k_answers_are_taken_over_each_prompts_own_answers():
+    sources = ["a", "b", "a"]
+    first = graded([1.0, 0.0, 5.0], [0.5, 0.5, 0.0], sources)
+    second = graded([3.0, 0.0, 1.0], [1.5, np.nan, 0.0], sources, {"helper": 1})
+    found = statistics([first, second])
+    assert found == {
+        "val-core/all/score/mean@2": 10 / 6,
+        "val-core/all/score/best@2/mean": (3 + 0 + 5) / 3,
+        "val-core/a/score/mean@2": 10 / 4,
+        "val-core/a/score/best@2/mean": (3 + 5) / 2,
+        "val-core/b/score/mean@2": 0.0,
+        "val-core/b/score/best@2/mean": 0.0,
+        "val-aux/all/helper/mean@2": 2.5 / 5,
+        "val-aux/a/helper/mean@2": 2.0 / 4,
+        "val-aux/b/helper/mean@2": 0.5,
+        "val-aux/all/helper/failures": 1.0,
+    }
+
+
+def test_one_source_is_not_named_beside_all():
+    found = statistics([graded([1.0, 2.0], [0.0, 0.0], ["", ""])])
+    assert set(found) == {"val-core/all/score/mean@1", "val-core/all/score/best@1/mean", "val-aux/all/helper/mean@1"}
+
+
+def test_two_policies_are_compared_prompt_by_prompt():
+    before = graded([0.0, 1.0, 2.0], [0.0, 0.0, 0.0], ["x", "y", "x"])
+    after = graded([1.0, 1.0, 4.0], [1.0, 1.0, 1.0], ["x", "y", "x"], {"helper": 2})
+    found = compare(before, after)
+    assert (found["measure"], found["n"], found["difference"]) == ("score", 3, 1.0)
+    np.testing.assert_allclose(found["standard_error"], 1 / np.sqrt(3))
+    np.testing.assert_allclose(found["standard_errors"], np.sqrt(3))
+    assert found["before"]["sources"] == {"x": {"mean": 1.0, "n": 2}, "y": {"mean": 1.0, "n": 1}}
+    assert found["after"]["failures"] == {"helper": 2} and "failures" not in found["before"]
+    assert found["before"]["distinct"] == 3 and found["after"]["distinct"] == 2

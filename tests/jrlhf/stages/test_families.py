@@ -5,8 +5,6 @@ For each family. The models are random and tiny; torch's arithmetic is the indep
 
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import jax
 import numpy as np
@@ -20,13 +18,15 @@ from jrlhf.data.tokenizer import load_tokenizer
 from jrlhf.data.types import Example
 from jrlhf.meshes import make_mesh
 from jrlhf.models.hf import load_hf
-from jrlhf.rewards.mixture import TextReward
+from jrlhf.rewards.text_model import TextReward
 from jrlhf.rewards.types import Sample
 from jrlhf.roles import compiled
+from jrlhf.roles.initial import InitialModels
 from jrlhf.roles.model import Architecture
-from jrlhf.run.compilations import CompilationWatch
+from jrlhf.roles.placement import RolePlacement
 from jrlhf.run.console import Console
 from jrlhf.run.metrics import read_metrics
+from jrlhf.run.profiler import CompilationWatch
 from jrlhf.train import main
 
 torch = pytest.importorskip("torch", reason="the peer of these tests is torch: pip install 'jrlhf[dev]'")
@@ -135,14 +135,11 @@ def test_a_sequence_classifier_of_transformers_scores_alike(family, tmp_path, to
         with torch.no_grad():
             expected.append(theirs(ids).logits.item())
     mesh = make_mesh(1, 4, 2)
-    context: Any = SimpleNamespace(
-        mesh=mesh,
-        compute=compiled.Compute(),
-        console=Console(enabled=False),
-        config=build(Config, {"data": {"max_response": 100}}),
-    )
+    config, compute, key = build(Config, {}), compiled.Compute(), "rewards[0].model"
     with jax.set_mesh(mesh):
-        reward = TextReward(context, RewardConfig(name="judge", model=str(path)), "rewards[0].model")
+        model = InitialModels(config, mesh, compute, Console(enabled=False)).reward(str(path), key)
+        own = RewardConfig(name="judge", model=str(path))
+        reward = TextReward(own, key, model, RolePlacement.of(mesh), compute, usual=120)
         scores = list(reward.score(samples[:-1]).scores)
         with CompilationWatch() as compilations:
             scores += list(reward.score(samples[-1:]).scores)

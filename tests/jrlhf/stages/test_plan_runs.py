@@ -15,7 +15,7 @@ from jrlhf.config.parse import build
 from jrlhf.config.schema import Config
 from jrlhf.planning.choose import read_plan
 from jrlhf.planning.runnable import has_model
-from jrlhf.rewards.mixture import LEARNT
+from jrlhf.rewards.mixture import TRAINED
 from jrlhf.run.checkpoints import fingerprint_of
 from jrlhf.run.metrics import read_metrics
 from jrlhf.stages import rl
@@ -188,11 +188,11 @@ def test_a_split_run_asleep_is_the_one_awake_and_keeps_its_own_reward_model_once
     kept = []
 
     def watched(context, policy, rewards, graph):
-        trained = rewards.learnt
+        trained = rewards.trained
         found = starts(context, policy, rewards, graph)
-        assert rewards.learnt is rewards.token_parts[LEARNT].model
+        assert rewards.trained is rewards.token_parts[TRAINED].model
         assert all(leaf.is_deleted() for leaf in jax.tree.leaves(trained.params))
-        kept.append({device.id for leaf in jax.tree.leaves(rewards.learnt.params) for device in leaf.devices()})
+        kept.append({device.id for leaf in jax.tree.leaves(rewards.trained.params) for device in leaf.devices()})
         return found
 
     monkeypatch.setattr(rl, "_starts", watched)

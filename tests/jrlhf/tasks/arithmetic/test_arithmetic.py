@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from jrlhf.config.schema import Config, config_names, load_config
+from jrlhf.config import Config, config_names, load_config
 from jrlhf.errors import UserError
 from jrlhf.rewards.builtin import exact_match, numeric_answer
 from jrlhf.run.files import read_jsonl
@@ -40,7 +40,7 @@ def test_every_link_of_a_worked_answer_is_the_sum_by_pythons_own_arithmetic(term
 
 def test_answers_may_be_written_from_the_units_on():
     assert worked_answer((37, 48, 25), units_first=True) == "58+52=011"
-    one, other = (load_task(config(f"arithmetic.units_first={each}")) for each in ("true", "false"))
+    one, other = (load_task(config(f"data.units_first={each}")) for each in ("true", "false"))
     assert one.prompts is not None and other.prompts is not None
     assert one.prompts.texts == other.prompts.texts
     for reversed_, plain in zip(one.prompts.examples, other.prompts.examples, strict=True):
@@ -104,7 +104,7 @@ def test_a_character_is_a_token_and_every_text_comes_back():
 
 
 def test_the_tasks_own_answers_are_right_and_others_wrong():
-    task = load_task(config("arithmetic.problems=100", "data.heldout_rows=30"))
+    task = load_task(config("data.problems=100", "data.heldout_rows=30"))
     assert task.prompts is not None and task.heldout is not None
     assert (len(task.prompts.ids), len(task.heldout.ids)) == (100, 30)
     for prompts in (task.prompts, task.heldout):
@@ -117,7 +117,7 @@ def test_the_tasks_own_answers_are_right_and_others_wrong():
 
 
 def test_demonstrations_are_the_first_sums_with_their_answers_learnt():
-    task = load_task(config("arithmetic.demonstrations=7", "arithmetic.forgotten=0"))
+    task = load_task(config("data.demonstrations=7", "data.forgotten=0"))
     assert task.sft is not None and task.prompts is not None and task.sft.count == 7
     rows = task.sft.batch(np.array([6, 0]), 0)
     first = task.prompts.examples[0]
@@ -127,7 +127,7 @@ def test_demonstrations_are_the_first_sums_with_their_answers_learnt():
 
 
 def test_demonstrations_forget_anew_at_every_step_and_rewards_do_not():
-    task = load_task(config("arithmetic.forgotten=0.5"))
+    task = load_task(config("data.forgotten=0.5"))
     assert task.sft is not None and task.prompts is not None
     rows = np.arange(200)
     one, again, next_step = (task.sft.batch(rows, step).ids for step in (0, 0, 1))
@@ -139,8 +139,8 @@ def test_demonstrations_forget_anew_at_every_step_and_rewards_do_not():
 
 
 def test_fingerprints_tell_what_is_learnt_from_apart():
-    changes = ["seed=0", "seed=1", "arithmetic.problems=3000", "arithmetic.demonstrations=9", "data.heldout_rows=500"]
-    changes += ["arithmetic.forgotten=0.1", "arithmetic.units_first=false"]
+    changes = ["seed=0", "seed=1", "data.problems=3000", "data.demonstrations=9", "data.heldout_rows=500"]
+    changes += ["data.forgotten=0.1", "data.units_first=false"]
     words = [load_task(config(change)).fingerprint for change in changes]
     assert len(set(words)) == len(words) and load_task(config()).fingerprint == words[0]
 
@@ -148,15 +148,15 @@ def test_fingerprints_tell_what_is_learnt_from_apart():
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["arithmetic.digits=3"], "are too short for sums of 8 tokens and answers of 5: raise them"),
-        (["arithmetic.problems=9000"], "arithmetic.problems=9000 with data.heldout_rows=512: of sums"),
+        (["data.digits=3"], "are too short for sums of 8 tokens and answers of 5: raise them"),
+        (["data.problems=9000"], "data.problems=9000 with data.heldout_rows=512: of sums"),
         (["model.vocab_size=13"], "model.vocab_size=13 is too small: data.source=arithmetic has 14 tokens"),
-        (["arithmetic.demonstrations=3501"], "arithmetic.demonstrations=3501: it must be at most problems=3500, or"),
-        (["arithmetic.terms=1"], "arithmetic.terms=1: it must be at least 2"),
-        (["data.chat=true"], "data.chat=True has no effect with the built-in task"),
-        (["sft.renaming=0.1"], "sft.renaming=0.1 has no effect with data.source=arithmetic"),
+        (["data.demonstrations=3501"], "data.demonstrations=3501: it must be at most problems=3500, or"),
+        (["data.terms=1"], "data.terms=1: it must be at least 2"),
+        (["data.chat=true"], "data.chat=True has no effect with data.source=arithmetic"),
+        (["data.renaming=0.1"], "data.renaming=0.1 has no effect with data.source=arithmetic"),
         (["stages=[sft, reward_model, grpo]"], "data.source=arithmetic has no preferences for stage reward_model"),
-        (["data={source: docstrings}"], "arithmetic.problems="),
+        (["data.source=docstrings"], "data.problems=3500 has no effect with data.source=docstrings"),
     ],
 )
 def test_settings_that_do_not_go_together(overrides, message):
@@ -171,11 +171,11 @@ def test_configs_differ_in_their_algorithm_alone(name):
     plan = describe(settings)
     assert "3500 sums to learn from, 3500 of them with worked answers, 512 held out" in plan
     assert f"iteration of {algorithm}, colocate, on" in plan and settings.stages == ("sft", algorithm)
-    section, first = getattr(settings, algorithm), config()
-    pace = ("iterations", "rollout_batch", "temperature", "actor")
-    assert [getattr(section, key) for key in pace] == [getattr(first.grpo, key) for key in pace]
-    own = {"name": first.name, "stages": first.stages, algorithm: getattr(first, algorithm), "grpo": first.grpo}
-    assert replace(settings, **own) == first
+    first = config()
+    pace = ("iterations", "rollout_batch", "actor")
+    assert [getattr(settings.rl, key) for key in pace] == [getattr(first.rl, key) for key in pace]
+    sections = {"sft": settings.sft, "grpo": first.rl}
+    assert replace(settings, name=first.name, stages=first.stages, sections=sections) == first
 
 
 @pytest.mark.full

@@ -7,7 +7,8 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from jrlhf.config.schema import DataConfig, load_config
+from jrlhf.config import load_config
+from jrlhf.config.schema import DataConfig, DocstringsData
 from jrlhf.data.types import Response
 from jrlhf.errors import UserError
 from jrlhf.tasks.docstrings.annotator import build_pairs, collect_pairs, with_real_lines
@@ -102,12 +103,12 @@ def test_collected_pairs_are_sampled_ids_and_real_lines_that_fit():
     longest = len(tokenizer.encode(real)) + 1
 
     def collect(*overrides: str):
-        settings = ["reward_model.prompts=4", "reward_model.heldout_prompts=9", "reward_model.label_flip=0.3"]
-        settings += ["reward_model.margin=0.2"]
-        config = load_config("quickstart", [*settings, "data.max_prompt=64", *overrides])
+        annotator = "{prompts: 4, samples_per_prompt: 4, heldout_prompts: 9, label_flip: 0.3, margin: 0.2}"
+        given = load_config("quickstart", [f"data.annotator={annotator}", "data.max_prompt=64", *overrides]).data
+        assert isinstance(given, DocstringsData)
         data = DataConfig(max_prompt=64)
         train, heldout = encode_split(tokenizer, examples[:4], data), encode_split(tokenizer, examples, data)
-        return collect_pairs(config, tokenizer, RUBRIC, train, heldout, sampler)
+        return collect_pairs(given, 0, tokenizer, RUBRIC, train, heldout, sampler)
 
     sampler = FakeSampler()
     train, heldout = collect(f"data.max_response={longest}")
@@ -128,5 +129,5 @@ def test_collected_pairs_are_sampled_ids_and_real_lines_that_fit():
     fewer, _ = collect(f"data.max_response={longest - 1}")
     assert [row for row in train.rows if real not in (row["chosen"], row["rejected"])] and len(fewer) < len(fewer.rows)
     assert all(len(row) - start == 1 for row, start in zip(fewer.chosen, fewer.prompt_lengths, strict=True))
-    with pytest.raises(UserError, match="reward_model.margin=1 leaves 0 pairs to learn from and .* to measure with"):
-        collect("reward_model.margin=1")
+    with pytest.raises(UserError, match="data.annotator.margin=1 leaves 0 pairs to learn from and .* to measure with"):
+        collect("data.annotator.margin=1")

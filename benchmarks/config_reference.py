@@ -1,0 +1,94 @@
+"""The reference of all settings, as markdown: key, default and effect, read from the classes of the config.
+
+    python -m benchmarks.config_reference > docs/configuration.md
+
+A field's description is the comment at its end, the comment above it, the string below it, or the class's docstring.
+"""
+
+import ast
+import dataclasses
+import inspect
+import json
+import re
+import textwrap
+from collections.abc import Iterator
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from jrlhf.config import Config
+from jrlhf.config.stages import ALGORITHMS, STAGES
+from jrlhf.ppo.fields import default_of
+
+
+def reference_table() -> str:
+    """Returns a heading, a description and a table for every section.
+
+    The sections of the algorithms after the first list only what differs from the first one's.
+    """
+    first, *others = ALGORITHMS
+    tables = list(_tables("", Config))
+    for stage in ("sft", "reward_model", "dpo", first):
+        tables += _tables(stage, STAGES[stage])
+    for stage in others:
+        tables += _tables(stage, STAGES[stage], STAGES[first])
+    return "\n".join(tables)
+
+
+def _tables(path: str, cls: Any, known: Any = None) -> Iterator[str]:
+    """Yields the table of a section, then those of the sections in it. known: a class whose settings are left out."""
+    rows, descriptions, hints = [], _descriptions(cls), get_type_hints(cls)
+    inner: dict[tuple[Any, Any], list[str]] = {}  # (section, its known class) -> the keys that are such a section
+    for item in dataclasses.fields(cls):
+        if "from" in item.metadata or "table" in item.metadata:
+            continue
+        kind, key = hints[item.name], f"{path}.{item.name}".lstrip(".")
+        kinds = [kind, *get_args(kind)]
+        sections: list[Any] = [each for each in kinds if dataclasses.is_dataclass(each)]
+        for section in sections:
+            same = None if known is None else get_type_hints(known).get(item.name)
+            inner.setdefault((section, same), []).append(f"{key}[]" if get_origin(kind) is tuple else key)
+        default = default_of(cls, item.name)
+        shared = known is not None and item.name in known.__dataclass_fields__
+        if not sections and not (shared and default_of(known, item.name) == default):
+            choices = [str(choice) for each in kinds if get_origin(each) is Literal for choice in get_args(each)]
+            allowed = f" ({', '.join(choices)})" if choices else ""
+            rows.append(f"| `{item.name}` | `{json.dumps(default)}` | {descriptions.get(item.name, '')}{allowed} |")
+    if rows:
+        about = textwrap.dedent(cls.__doc__ or "").split("\n\n")[0].replace("\n", " ")
+        about = "" if about.startswith(f"{cls.__name__}(") else f"{about}\n\n"
+        rule = "\n".join(["| key | default | effect |", "|---|---|---|", *rows])
+        yield f"## {path or 'The run'}\n\n{about}{rule}\n"
+    for (section, same), keys in inner.items():
+        for number, table in enumerate(_tables(keys[0], section, same)):
+            yield table if number else table.replace(keys[0], ", ".join(keys), 1)
+
+
+def _descriptions(cls: Any) -> dict[str, str]:
+    """Returns field -> description; a class that only changes a default keeps the description of the class above."""
+    found: dict[str, str] = {}
+    for base in reversed(cls.__mro__):
+        if base.__dict__.get("__dataclass_fields__") and base.__module__.startswith("jrlhf"):
+            found |= {name: text for name, text in _described(base) if text}
+    return found
+
+
+def _described(cls: type) -> Iterator[tuple[str, str]]:
+    for name, text in re.findall(r"^(\w+): (.+?)(?=^\w+: |\n\n|\Z)", inspect.getdoc(cls) or "", re.M | re.S):
+        yield name, " ".join(text.split())
+    source = textwrap.dedent(inspect.getsource(cls))
+    lines, (tree,) = source.splitlines(), ast.parse(source).body
+    assert isinstance(tree, ast.ClassDef)
+    for node, following in zip(tree.body, [*tree.body[1:], None], strict=True):
+        if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name):
+            continue
+        comments = [line.partition("  # ")[2] for line in lines[node.lineno - 1 : node.end_lineno] if "  # " in line]
+        row = node.lineno - 2
+        while lines[row].strip().startswith("# ") and "---" not in lines[row]:
+            row -= 1
+        above = [line.strip().removeprefix("# ") for line in lines[row + 1 : node.lineno - 1]]
+        below = following.value if isinstance(following, ast.Expr) else None
+        text = below.value if isinstance(below, ast.Constant) else " ".join(comments or above)
+        yield node.target.id, " ".join(str(text).split())
+
+
+if __name__ == "__main__":
+    print(reference_table())

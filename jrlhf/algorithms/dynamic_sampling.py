@@ -1,0 +1,137 @@
+"""DAPO's dynamic sampling: prompts are drawn until groups that can teach something fill a batch."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Array, Bool, Float, Int
+
+from jrlhf.data.batches import Batch, put_rows
+from jrlhf.meshes import to_host
+from jrlhf.ppo import Rollout
+from jrlhf.rewards.combine import extremes, named
+from jrlhf.roles.graph import Scores, call, loop_condition
+from jrlhf.roles.placement import RolePlacement
+from jrlhf.run.clock import Clock, timed
+
+
+class DynamicSampler:
+    """Fills the batch of an iteration of DAPO, round by round.
+
+    A group teaches something if its scores, as the rewards gave them and before they are shaped, are not all equal.
+    After `max_rounds` rounds the rest of the batch is filled with groups that teach nothing, in their order.
+
+    After an iteration `draws`, `prompts`, `raw` and `metrics()` are its results.
+
+    draw_batch: number of a batch -> its prompts.
+    """
+
+    draws: int  # batches of prompts drawn so far, over all iterations
+    prompts: Batch  # of the batch, row by row
+    raw: Float[Array, "B"]  # the batch's scores before they were shaped
+
+    def __init__(
+        self,
+        draw_batch: Callable[[int], Batch],
+        placement: Mesh | RolePlacement,
+        *,
+        samples: int,
+        max_rounds: int,
+        clock: Clock,
+    ):
+        self._draw_batch, self.placement = draw_batch, RolePlacement.of(placement)
+        self._samples, self._max_rounds, self.clock = samples, max_rounds, clock
+        self.start(0)
+
+    def start(self, draws: int) -> None:
+        """Begins an iteration, before which `draws` batches were drawn."""
+        self.draws, self._first, self._metrics = draws, draws, {}
+        self._batch: tuple[Rollout, Scores] | None = None
+        self._informative = np.zeros(0, bool)  # of the batch's groups
+        self._drawn = self._useful = 0  # groups of all rounds
+
+    @loop_condition
+    def wants_more(self) -> bool:
+        """True if another round is needed."""
+        rounds = self.draws - self._first
+        return rounds == 0 or (rounds < self._max_rounds and self._informative.sum() < len(self._informative))
+
+    @call("compute", "prompts")
+    def draw(self) -> Batch:
+        """The prompts of the next round."""
+        self.draws += 1
+        return self._draw_batch(self.draws - 1)
+
+    @call("compute", "kept", raw_scores=True)
+    @timed("pool")
+    def keep(self, rollout: Rollout, scores: Scores, prompts: Batch) -> tuple[Rollout, Scores]:
+        """Takes a round's informative groups into the batch, while there is room. Returns the batch so far."""
+        fresh = informative(to_host(scores.raw), self._samples)
+        if self._batch is None:  # the first round; merged with itself, so that the program is compiled in any case
+            self._batch, self.prompts, self._informative = (rollout, scores), prompts, fresh
+            source = np.arange(len(fresh))
+        else:
+            source = _merged(self._informative, fresh)
+        self._drawn += fresh.size
+        self._useful += int(fresh.sum())
+        rows = (source[:, None] * self._samples + np.arange(self._samples)).reshape(-1)
+        chosen = put_rows(rows.astype(np.int32), self.placement["keep"].mesh)
+        batch: tuple[Rollout, Scores] = _take(self._batch, (rollout, scores), chosen)
+        examples, texts = [*self.prompts.examples, *prompts.examples], [*self.prompts.texts, *prompts.texts]
+        self.prompts = Batch(
+            prompts.arrays, [examples[row] for row in rows], [texts[row] for row in rows], self.prompts.step
+        )
+        self._informative, self._batch = np.concatenate([self._informative, fresh])[source], batch
+        return batch
+
+    @call("compute", "rollout", "scores", raw_scores=True)
+    def batch(self, kept: tuple[Rollout, Scores]) -> tuple[Rollout, Array]:
+        """The batch as it is, full or not."""
+        rollout, scores = kept
+        self.raw, self._metrics = scores.raw, named("critic/score", extremes(scores.raw))
+        return rollout, scores.shaped
+
+    def metrics(self) -> dict[str, float | Array]:
+        """Rounds, share of informative groups, share of the batch's groups that are not; and the batch's raw scores.
+
+        These replace the metrics of the last scoring. Each reward's own mean stays that of the last scoring.
+        """
+        return self._metrics | {
+            "dapo/rounds": float(self.draws - self._first),
+            "dapo/informative": self._useful / self._drawn,
+            "dapo/filled": float(np.mean(~self._informative)),
+        }
+
+
+def informative(scores: Float[np.ndarray, "B"], samples: int) -> Bool[np.ndarray, "G"]:
+    """Mask of the groups whose scores are not all equal."""
+    groups = scores.reshape(-1, samples)
+    return groups.max(axis=1) > groups.min(axis=1)
+
+
+def _merged(batch: Bool[np.ndarray, "G"], fresh: Bool[np.ndarray, "G"]) -> Int[np.ndarray, "G"]:
+    """The groups of the next batch, given the informative ones of both; fresh groups are numbered behind the batch's.
+
+    Every informative group of the batch stays in its place; the others' places go to fresh ones, in their order.
+    """
+    source = np.arange(len(batch))
+    free, newcomers = np.flatnonzero(~batch), np.flatnonzero(fresh) + len(batch)
+    count = min(len(free), len(newcomers))
+    source[free[:count]] = newcomers[:count]
+    return source
+
+
+@jax.jit
+def _take(batch, fresh, rows: Int[Array, "B"]):
+    """Rows of both, the fresh ones numbered behind the batch's; arrays without rows are the fresh ones."""
+
+    def take(old: Array, new: Array) -> Array:
+        if old.ndim == 0:
+            return new
+        axes = jax.typeof(old).sharding.spec[0]
+        both = jnp.concatenate([jax.reshard(x, jax.P()) for x in (old, new)])
+        return both.at[rows].get(out_sharding=jax.P(axes, *[None] * (old.ndim - 1)))
+
+    return jax.tree.map(take, batch, fresh)

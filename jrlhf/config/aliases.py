@@ -1,0 +1,51 @@
+"""Old keys of configs: where their settings are now. Configs and run directories that have them load as before."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jrlhf.config.parse import Override, parsed, section_in
+from jrlhf.config.stages import ALGORITHMS
+
+_ANNOTATOR = ("prompts", "samples_per_prompt", "foreign_lines", "margin", "heldout_prompts", "label_flip")
+_ARITHMETIC = ("terms", "digits", "problems", "demonstrations", "forgotten", "units_first")
+_SAMPLING = ("temperature", "top_k", "top_p", "min_new_tokens")
+
+# Old key -> new key. RL stands for the run's stage of reinforcement learning, or ppo where there is none.
+MOVED = {
+    **{f"arithmetic.{key}": f"data.{key}" for key in _ARITHMETIC},
+    **{f"reward_model.{key}": f"data.annotator.{key}" for key in _ANNOTATOR},
+    "sft.renaming": "data.renaming",
+    **{f"evaluation.{key}": f"validation.{key}" for key in ("every", "k", "temperature")},
+    **{f"RL.{key}": f"sampling.{key}" for key in _SAMPLING},
+    "RL.rollout_batch": "sampling.batch",  # only where there is none
+}
+
+
+def modernize(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns a parsed config with new keys in place of old ones, and the notices on these as a field of `Config`."""
+    mapping = dict(given)
+    stages = parsed(mapping.get("stages"), "stages")
+    stages = list(stages) if isinstance(stages, list | tuple) else ["ppo"]
+    learner = next((stage for stage in stages if stage in (*ALGORITHMS, "dpo")), None)
+    rl = learner if learner in ALGORITHMS else "ppo"
+    moved = []
+    for pattern, new in MOVED.items():
+        section, _, name = pattern.replace("RL", rl).partition(".")
+        if section not in mapping or (name == "rollout_batch" and learner in ALGORITHMS):
+            continue
+        old_section = section_in(mapping, section)
+        if not isinstance(old_section, dict) or name not in old_section:
+            continue
+        mapping[section] = {key: value for key, value in old_section.items() if key != name}
+        *path, last = new.split(".")
+        target = mapping
+        for part in path:
+            target[part] = dict(inner) if isinstance(inner := section_in(target, part), dict) else {}
+            target = target[part]
+        if last not in target or isinstance(old_section[name], Override):
+            target[last] = old_section[name]
+        if name != "rollout_batch" or learner == "dpo":
+            moved.append(f"{section}.{name} is now {new}")
+    if mapping.get("arithmetic") == {}:
+        del mapping["arithmetic"]
+    return mapping, {"notices": (f"old keys were read: {', '.join(moved)}",) if moved else ()}

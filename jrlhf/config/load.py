@@ -1,0 +1,55 @@
+"""Finds and loads configs: the file, or the packaged one of a name, with `key=value` overrides."""
+
+import difflib
+from collections.abc import Sequence
+from importlib import resources
+from importlib.resources.abc import Traversable
+from pathlib import Path
+
+from jrlhf.config.parse import build, override, parse_yaml
+from jrlhf.config.schema import Config
+from jrlhf.errors import UserError
+
+
+def load_config(path_or_name: str, overrides: Sequence[str] = ()) -> Config:
+    """Returns the config of a YAML file, or of a name among the packaged ones, with `key=value` overrides.
+
+    Raises:
+        UserError: one sentence that names the key, the value and the remedy.
+    """
+    source = _find(path_or_name)
+    try:
+        text = source.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise UserError(f"config {path_or_name} cannot be read: {reason}") from error
+    mapping = parse_yaml(text, path_or_name)
+    mapping = {} if mapping is None else mapping
+    if not isinstance(mapping, dict):
+        raise UserError(f"config {path_or_name} must hold `key: value` lines, but it holds no keys")
+    for assignment in overrides:
+        override(mapping, assignment)
+    return build(Config, mapping)
+
+
+def config_names() -> list[str]:
+    """Returns the names of the packaged configs, which `--config NAME` finds."""
+    return sorted(entry.name.removesuffix(".yaml") for entry in _packaged().iterdir() if entry.name.endswith(".yaml"))
+
+
+def _packaged() -> Traversable:
+    return resources.files("jrlhf.configs")
+
+
+def _find(path_or_name: str) -> Path | Traversable:
+    path = Path(path_or_name)
+    if path.is_file():
+        return path
+    names = config_names()
+    if path_or_name in names:
+        return _packaged() / f"{path_or_name}.yaml"
+    if path.is_dir():
+        raise UserError(f"config {path_or_name} is a directory: name a YAML file, or one of {', '.join(names)}")
+    close = difflib.get_close_matches(path.stem, names, n=1)
+    hint = f"did you mean {close[0]}" if close else f"name a YAML file, or one of {', '.join(names)}"
+    raise UserError(f"config {path_or_name} does not exist: {hint}")

@@ -1,0 +1,75 @@
+"""Renders a run's report: one HTML file that needs no other file, filled from `report.html.j2`.
+
+A run that was interrupted, or that has only some of the stages, gets a report of what it wrote.
+"""
+
+import math
+import re
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from markupsafe import Markup, escape
+
+from jrlhf.report import sections, timeline
+from jrlhf.report.charts import number
+from jrlhf.report.read import GOLD, KL, SCORE, Record, Sample, read_run
+from jrlhf.run.console import clean
+from jrlhf.run.files import write_atomic
+
+REPORT = "report.html"
+_LONGEST = 1500  # characters shown of a text; of a longer one both ends, for answers often end with what counts
+
+
+def write_report(run_dir: Path | str) -> Path:
+    """Writes `report.html` into a run directory, atomically, and returns its path."""
+    path = Path(run_dir) / REPORT
+    write_atomic(path, render(read_run(run_dir)))
+    return path
+
+
+def render(run: Record) -> str:
+    """Returns the whole page."""
+    values = {"run": run, "plot": sections.plotter(run), "over_kl": partial(sections.over_kl, run)}
+    values |= {"sections": sections, "timelines": timeline, "from_0": (0, None), "log2": math.log(2)}
+    values |= {"SCORE": SCORE, "GOLD": GOLD, "KL": KL}
+    return _environment().get_template("report.html.j2").render(values).lstrip() + "\n"
+
+
+def _environment() -> jinja2.Environment:
+    # Models and users write into this page. Autoescape keeps their texts from becoming HTML; `finalize` removes control
+    # characters from every text that is not markup of the template's own.
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+        finalize=lambda value: clean(value) if isinstance(value, str) and not isinstance(value, Markup) else value,
+    )
+    environment.filters |= {"filled": _filled, "lines": _lines, "number": _number, "shorten": _shorten}
+    return environment
+
+
+def _filled(samples: list[Sample], keys: list[str]) -> list[str]:
+    """The keys that at least one sample has a value for."""
+    return [key for key in keys if any(sample.get(key) not in (None, "") for sample in samples)]
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else number(float(value))
+
+
+def _lines(text: str) -> Markup:
+    """Escapes a text of several lines and keeps its line breaks."""
+    return Markup("\n").join(escape(clean(line)) for line in re.split(r"\r\n|\r|\n", text))
+
+
+def _shorten(value: Any) -> str:
+    """Leaves out the middle of a very long text."""
+    text = str(value).strip("\r\n")
+    if len(text) <= _LONGEST:
+        return text
+    left_out = f" […{len(text) - _LONGEST:,} characters…] "
+    return text[: _LONGEST // 2] + left_out + text[-_LONGEST // 2 :]

@@ -1,0 +1,192 @@
+"""Reads what a run has written, as plain data. Missing files, stages and numbers are empty."""
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from jrlhf.algorithms.registry import TITLES
+from jrlhf.config.parse import flatten, parse_yaml
+from jrlhf.errors import UserError
+from jrlhf.meshes.plan import Plan, plan_of
+from jrlhf.run.directory import CONFIG, ENVIRONMENT, PLAN, SAMPLES, read_summary
+from jrlhf.run.files import read_jsonl
+from jrlhf.run.metrics import METRICS, read_metrics
+
+REWARD_KINDS = {"rewards": "reward", "costs": "cost"}  # prefix of the metrics -> the word for one of them
+FAILURES = "failures/"
+SCORE, GOLD, KL = "critic/score/mean", "gold/score", "objective/kl"
+
+Metrics = dict[str, Any]
+Sample = dict[str, Any]
+Curve = tuple[list[float], list[float]]  # steps, values
+Named = tuple[str, str]  # (key of REWARD_KINDS, name of a reward or a cost)
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a run directory holds."""
+
+    name: str
+    config: str = ""
+    settings: dict[str, str] = field(default_factory=dict)  # dotted keys of the config -> their values as text
+    environment: str = ""
+    metrics: dict[str, list[Metrics]] = field(default_factory=dict)  # by stage
+    samples: list[Sample] = field(default_factory=list)
+    summary: dict[str, Any] = field(default_factory=dict)
+    plan: Plan | None = None  # the devices of each call of the algorithm
+
+    @property
+    def held_out(self) -> dict[str, Any]:
+        """The comparison on held-out prompts, before and after the algorithm."""
+        return self.summary.get("held_out") or {}
+
+    @property
+    def algorithm(self) -> str:
+        """The stage that trains the policy on rewards or preferences."""
+        return next((stage for stage in self.metrics if stage in TITLES), "ppo")
+
+    @property
+    def title(self) -> str:
+        """The usual name of the algorithm."""
+        return TITLES[self.algorithm]
+
+    @property
+    def trained(self) -> bool:
+        """Whether the algorithm has run for at least one iteration."""
+        return self.algorithm in self.metrics
+
+    @property
+    def has_kl(self) -> bool:
+        """Whether the run knows its distance from a reference."""
+        return bool(self.curve(KL)[1])
+
+    @property
+    def iterations(self) -> list[Metrics]:
+        """The records of the algorithm."""
+        return self.metrics.get(self.algorithm, [])
+
+    @property
+    def measure(self) -> str:
+        """The measure of answers to held-out prompts.
+
+        "gold": the built-in task's rubric, which training never sees. "score": the weighted sum of the run's own
+        rewards, which training optimises, on other prompts.
+        """
+        if "measure" in self.held_out:
+            return str(self.held_out["measure"])
+        return "gold" if any(GOLD in record for record in self.iterations) else "score"
+
+    @property
+    def measure_name(self) -> str:
+        return "gold score" if self.measure == "gold" else self.measure
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Seconds of each phase: from the summary, or else the sums of the iterations."""
+        if self.summary.get("phases"):
+            return {str(name): float(seconds) for name, seconds in self.summary["phases"].items()}
+        sums = {stage: float(np.nansum(self.curve("timing_s/step", stage)[1])) for stage in self.metrics}
+        return {stage: seconds for stage, seconds in sums.items() if seconds > 0}
+
+    def curve(self, metric: str, stage: str | None = None) -> Curve:
+        """Steps and values of the records that have the metric, by default of the algorithm; not finite is NaN."""
+        records = self.iterations if stage is None else self.metrics.get(stage, [])
+        points = [(float(record["step"]), record[metric]) for record in records if metric in record]
+        return [step for step, _ in points], [math.nan if value is None else float(value) for _, value in points]
+
+    def lowest(self, *metrics: str) -> float:
+        """The smallest value of some metrics; 0 if the run has none of them."""
+        return min((value for metric in metrics for value in self.curve(metric)[1]), default=0.0)
+
+    def names(self, prefix: str) -> list[str]:
+        """Names of the algorithm's metrics that begin with `prefix`, in the order of their first occurrence."""
+        return list(dict.fromkeys(key for record in self.iterations for key in record if key.startswith(prefix)))
+
+    def setting(self, key: str) -> float | None:
+        """A number of the config; None if it is not a number."""
+        try:
+            return float(self.settings[key])
+        except (KeyError, ValueError):
+            return None
+
+    def algorithm_setting(self, key: str) -> float | None:
+        return self.setting(f"{self.algorithm}.algorithm.{key}")
+
+    def graded(self, when: str) -> dict[str, Any]:
+        """The held-out results of the model "before" or "after"; empty without a mean of the measure."""
+        results = self.held_out.get(when) or {}
+        return results if results.get(self.measure) is not None else {}
+
+    def both(self, name: str) -> tuple[Any, Any]:
+        """A held-out result before and after the algorithm."""
+        return self.graded("before").get(name), self.graded("after").get(name)
+
+    # --- Rewards and costs by name: `rewards/NAME/mean`, `rewards/NAME/failures/KIND`, `rewards/NAME/EXTRA` ---
+
+    def named_metrics(self) -> Iterator[tuple[Named, str, str]]:
+        """((kind, name), rest, metric) of every metric `rewards/NAME/REST` or `costs/NAME/REST`."""
+        for kind in REWARD_KINDS:
+            for key in self.names(f"{kind}/"):
+                name, _, rest = key.removeprefix(f"{kind}/").partition("/")
+                yield (kind, name), rest, key
+
+    def reward_names(self, kind: str = "rewards") -> list[str]:
+        """The names of the run's rewards, or costs."""
+        return list(dict.fromkeys(name for (k, name), rest, _ in self.named_metrics() if k == kind and rest == "mean"))
+
+    def counts(self, metric: str) -> list[int]:
+        """A count of every iteration; an iteration without the metric counts 0."""
+        return [round(record.get(metric) or 0) for record in self.iterations]
+
+    def failures(self) -> dict[Named, dict[str, str]]:
+        """The metrics that count failures, by reward or cost and by kind of failure; only those that occurred."""
+        metrics: dict[Named, dict[str, str]] = {}
+        for named, rest, key in self.named_metrics():
+            if rest.startswith(FAILURES) and sum(self.counts(key)):
+                metrics.setdefault(named, {})[rest.removeprefix(FAILURES)] = key
+        return metrics
+
+    def failure_counts(self) -> tuple[dict[Named, Counter[str]], list[int]]:
+        """(failures of each kind over the whole run by reward or cost, the iterations in which any occurred)."""
+        failures = self.failures()
+        keys = [key for kinds in failures.values() for key in kinds.values()]
+        totals = {
+            named: Counter({kind: sum(self.counts(key)) for kind, key in kinds.items()})
+            for named, kinds in failures.items()
+        }
+        return totals, [record["step"] for record in self.iterations if any(record.get(key) for key in keys)]
+
+
+def read_run(run_dir: Path | str) -> Record:
+    """Reads what a run has written so far."""
+    directory = Path(run_dir)
+    if not (directory / CONFIG).exists() and not (directory / METRICS).exists():
+        raise UserError(f"{directory} holds no run (neither {CONFIG} nor {METRICS}): name a run's directory")
+
+    def text(name: str) -> str:
+        return (directory / name).read_text(encoding="utf-8") if (directory / name).exists() else ""
+
+    try:
+        plan = plan_of(yaml.safe_load(text(PLAN))) if text(PLAN) else None
+    except (ValueError, yaml.YAMLError) as error:
+        reason = str(error).split("\n")[0]
+        raise UserError(f"{directory / PLAN} holds no plan ({reason}): delete it and resume the run") from error
+    metrics: dict[str, list[Metrics]] = {}
+    for record in read_metrics(directory):
+        metrics.setdefault(record["stage"], []).append(record)
+    return Record(
+        name=directory.resolve().name,
+        config=text(CONFIG),
+        settings=flatten(parse_yaml(text(CONFIG), str(directory / CONFIG)) or {}),
+        environment=text(ENVIRONMENT),
+        metrics=metrics,
+        samples=list(read_jsonl(directory / SAMPLES)),
+        summary=read_summary(directory),
+        plan=plan,
+    )

@@ -1,0 +1,406 @@
+"""Sections of the report as plain data: what `report.html.j2` shows and cannot compute by itself."""
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import PurePosixPath
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jrlhf.algorithms.registry import TITLES
+from jrlhf.report.charts import COLORS, Chart, Series, number
+from jrlhf.report.read import FAILURES, GOLD, KL, REWARD_KINDS, SCORE, Record, Sample
+from jrlhf.run.console import duration, validation_key
+
+_UNSET = ("", "0", "null")  # values of a setting that is not used
+_ALL = "all"  # the source of a validation that stands for every prompt
+_LATEST = 12  # samples shown of training and of validation
+
+
+class Card(NamedTuple):
+    """A number in large type; with two values, the change from one to the other."""
+
+    title: str
+    values: Sequence[str]
+    note: str
+
+
+def plotter(run: Record) -> Callable[..., Chart]:
+    """Returns a function that makes a chart of the run's metrics, for the template."""
+
+    def plot(title: str, note: str, *curves: Sequence[Any], stage: str | None = None, **options: Any) -> Chart:
+        """curves: (label, metric, color, style); by default the color of their position, and a trend."""
+        series = []
+        for position, (label, metric, *rest) in enumerate(curves, start=1):
+            color, style = rest[0] if rest else position, rest[1] if len(rest) > 1 else "trend"
+            series.append(Series(label, *run.curve(metric, stage), color, style))
+        return Chart(title, series, note, **{"xlabel": "iteration" if stage is None else "step", **options})
+
+    return plot
+
+
+# --- Head and outcome ---
+
+
+def chips(run: Record) -> list[str]:
+    """Describes the run in a few words each."""
+    stages = {"sft": "SFT", "reward_model": "reward model", **TITLES}
+    words = [*_progress(run), " → ".join(stages.get(stage, stage) for stage in run.metrics), *_model_chips(run)]
+    sizes = {axis: run.settings.get(f"mesh.{axis}", "1") for axis in ("data", "fsdp", "tensor")}
+    mesh = " × ".join(f"{axis} {'auto' if size == '-1' else size}" for axis, size in sizes.items() if size != "1")
+    simulated = run.settings.get("device.simulated", "null")
+    devices = "" if simulated in _UNSET else f" on {simulated} simulated devices"
+    words.append(f"mesh {mesh}{devices}" if mesh else "")
+    words.append(f"plan {run.plan.name}" if run.plan is not None and run.plan.name != "colocate" else "")
+    words.append(run.settings.get("compute.dtype", ""))
+    words.append(f"seed {run.settings['seed']}" if "seed" in run.settings else "")
+    words.append(duration(sum(run.seconds.values())) if run.seconds else "")
+    return [word for word in words if word]
+
+
+def _progress(run: Record) -> list[str]:
+    stages = [stage for stage in ("sft", "reward_model", run.algorithm) if run.metrics.get(stage)]
+    if run.summary or not stages:
+        return ["finished"] * bool(run.summary)
+    last = stages[-1]
+    total = run.setting(f"{last}.iterations" if last == run.algorithm else f"{last}.steps")
+    return [f"unfinished: {last} {run.metrics[last][-1]['step']}" + (f" of {total:.0f}" if total else "")]
+
+
+def _model_chips(run: Record) -> list[str]:
+    keys = ("model.path", "lora.rank", "lora.path", "lora.base")
+    path, rank, adapter, base = (run.settings.get(key, "") for key in keys)
+    model = [] if path in _UNSET else [PurePosixPath(path).name or path]
+    base_chip = [] if base in (*_UNSET, "auto") else [f"{base} base"]
+    if rank not in _UNSET:
+        alpha = run.setting("lora.alpha")
+        return [*model, f"LoRA rank {rank}" + (f", alpha {alpha:g}" if alpha else ""), *base_chip]
+    return model if adapter in _UNSET else [*model, f"LoRA from {PurePosixPath(adapter).name or adapter}", *base_chip]
+
+
+def failures(run: Record) -> dict[str, Any] | None:
+    """A warning where reward or cost functions failed."""
+    counts, steps = run.failure_counts()
+    if not counts:
+        return None
+    total = sum(count.total() for count in counts.values())
+    kinds = " and ".join(word for kind, word in REWARD_KINDS.items() if any(kind == other for other, _ in counts))
+    logs = ", ".join(f"{REWARD_KINDS[kind]}-{name}.log" for kind, name in counts)
+    return {
+        "title": f"{kinds.capitalize()} functions failed on {total:,} sample{'s' * (total != 1)}",
+        "lines": [("cost " * (kind == "costs"), name, count.most_common()) for (kind, name), count in counts.items()],
+        "note": f"in {len(steps)} of {len(run.iterations)} iterations, the last time in iteration {steps[-1]}. Each of "
+        "these samples was given the score that the config names for failures, which says nothing about the answer. "
+        f"What the functions printed is in {logs}.",
+    }
+
+
+def cards(run: Record) -> list[Card]:
+    """The figures that the run is judged by."""
+    shown = [
+        _measure_card(run),
+        _loss_card(run),
+        _pairs_card(run, "reward_model", "Reward model", "right about"),
+        _pairs_card(run, "dpo", "Preferences", "the policy prefers the better of"),
+        _cost_card(run),
+        _kl_card(run),
+    ]
+    distinct = run.both("distinct")
+    if all(distinct):
+        note = f"{distinct[1]} distinct held-out responses, {distinct[0]} before {run.title}"
+        shown.append(Card("Variety kept", [f"{distinct[1] / distinct[0]:.0%}"], note))
+    if run.seconds:
+        phases = ", ".join(f"{name.replace('_', ' ')} {duration(length)}" for name, length in run.seconds.items())
+        shown.append(Card("Time", [duration(sum(run.seconds.values()))], phases))
+    return [card for card in shown if card is not None]
+
+
+def _measure_card(run: Record) -> Card | None:
+    old, new = run.both(run.measure)
+    if old is None:
+        return None
+    title = f"{run.measure_name.capitalize()}, held out"
+    own = "" if run.measure == "gold" else "; the run's own rewards"
+    own += f", which {run.title} optimises on other prompts" if own and run.trained else ""
+    prompts = f" on {run.held_out['n']} held-out prompts" if "n" in run.held_out else ""
+    if new is None:
+        value = _with_error(old, run.both(f"{run.measure}_standard_error")[0])
+        return Card(title, [number(old)], value + prompts + own)
+    difference, error = run.held_out.get("difference"), run.held_out.get("standard_error") or 0.0
+    change = f"{new - old:+.3f}" if difference is None else f"{difference:+.3f} ± {error:.3f}"
+    errors = f", {difference / error:.1f} standard errors" if difference is not None and error else ""
+    return Card(title, [number(old), number(new)], f"{change} through {run.title}{prompts}{errors}{own}")
+
+
+def _with_error(value: float, error: float | None) -> str:
+    return f"{value:.3f}" + ("" if error is None else f" ± {error:.3f}")
+
+
+def _cost_card(run: Record) -> Card | None:
+    old, new = run.both("cost")
+    if old is None or new is None:
+        return None
+    limit = run.algorithm_setting("cost_limit")
+    note = f"{_with_error(new, run.both('cost_standard_error')[1])} after {run.title}"
+    note += "" if limit is None else f"; the limit is {limit:g}"
+    return Card("Cost, held out", [number(old), number(new)], note)
+
+
+def _loss_card(run: Record) -> Card | None:
+    """The outcome of a run that ends with SFT."""
+    losses = [loss for loss in run.curve("sft/eval_loss", "sft")[1] if math.isfinite(loss)]
+    if not losses or run.trained:
+        return None
+    best, last = number(min(losses)), number(losses[-1])
+    note = f"nats per response token, {math.exp(min(losses[-1], 700.0)):.3g} in perplexity"
+    return Card("SFT loss, held out", [last], note + (f"; it was {best} at best" if best != last else ""))
+
+
+def _pairs_card(run: Record, stage: str, title: str, verdict: str) -> Card | None:
+    accuracy = run.summary.get(f"{stage}_accuracy")
+    if accuracy is None:
+        accuracy = (run.curve(f"{stage}/eval_accuracy", stage)[1] or [math.nan])[-1]
+    if not math.isfinite(accuracy):
+        return None
+    pairs = (run.curve(f"{stage}/eval_pairs", stage)[1] or [math.nan])[-1]
+    error = f" ± {math.sqrt(accuracy * (1 - accuracy) / pairs):.1%}" if pairs > 0 else ""
+    count = f"{pairs:,.0f} " if pairs > 0 else ""
+    return Card(title, [f"{accuracy:.1%}"], f"{verdict} {accuracy:.1%}{error} of {count}held-out pairs")
+
+
+def _kl_card(run: Record) -> Card | None:
+    values = run.curve(KL)[1]
+    if not values:
+        return None
+    quarter = [value for value in values[-max(len(values) // 4, 1) :] if math.isfinite(value)]
+    mean, target = sum(quarter) / len(quarter) if quarter else math.nan, run.algorithm_setting("kl_target")
+    note = "nats per response, mean of the last quarter"
+    note += f"; the target is {target:g} ({mean / target - 1:+.0%})" if target else ""
+    return Card("KL to the reference", [number(mean)], note)
+
+
+# --- The score, the KL that it costs, and whether the reward is being gamed ---
+
+
+def over_kl(run: Record, title: str, note: str, curves: dict[str, str], shares: bool = False, **options: Any) -> Chart:
+    """Metrics over the KL, of the iterations that have all of them; without points if these are fewer than four.
+
+    shares: changes since the start, as shares of the largest change.
+    """
+    keys = (KL, *curves.values())
+    rows = [[record[k] for k in keys] for record in run.iterations if all(record.get(k) is not None for k in keys)]
+    kl, *values = np.array(rows if len(rows) >= 4 else []).reshape(-1, len(keys)).T
+    if shares and len(kl):
+        changes = [curve - curve[: max(len(curve) // 20, 1)].mean() for curve in values]
+        values = [change / max(np.abs(change).max(), 1e-12) for change in changes]
+    series = [
+        Series(label, kl.tolist(), curve.tolist(), color, "points")
+        for color, (label, curve) in enumerate(zip(curves, values, strict=True), 1)
+    ]
+    return Chart(title, series, note, xlabel="KL to the reference", whole=False, **options)
+
+
+def verdict(run: Record) -> str:
+    """Compares the last quarter of the iterations with the first, and with the quarter of the best gold score."""
+    pairs = zip(run.curve(SCORE)[1], run.curve(GOLD)[1], strict=False)
+    both = np.array([pair for pair in pairs if np.isfinite(pair).all()])
+    if len(both) < 8:
+        return ""
+    quarters = np.array_split(both, 4)
+    rewards, golds = np.array([quarter.mean(0) for quarter in quarters]).T
+    errors = [float(quarter[:, 1].std() / math.sqrt(len(quarter))) for quarter in quarters]
+    best = int(np.argmax(golds))
+    fall, gain, rise = golds[best] - golds[3], golds[3] - golds[0], rewards[3] - rewards[0]
+    if fall > 2 * math.hypot(errors[best], errors[3]):
+        if rewards[3] < rewards[best]:
+            return f"The gold score fell by {fall:.3f} from its best quarter, and the reward model's score with it."
+        when = ("first", "second", "third")[best]
+        tie = "raise the KL coefficient" if run.curve(KL)[1] else "give the policy a KL coefficient"
+        return (
+            f"The reward is being gamed: after the {when} quarter the reward model's score still rose, while the gold "
+            f"score fell by {fall:.3f}. Stop earlier, {tie}, or train a better reward model."
+        )
+    if rise > 0 and gain > 0:
+        return (
+            f"From the first to the last quarter the reward model's score rose by {rise:.2f} and the gold score by "
+            f"{gain:.3f}: they rise together, and nothing suggests that the reward is gamed."
+        )
+    return f"From the first to the last quarter the reward model's score changed by {rise:+.2f}, gold by {gain:+.3f}."
+
+
+def costs(run: Record) -> str:
+    """Compares the cost at the end with its limit, and on held-out prompts before and after."""
+    cost, (old, new) = run.summary.get("cost"), run.both("cost")
+    text = ""
+    if cost:
+        text = f"In the last quarter of the iterations the mean cost of a response was {cost['last_quarter']:.3g}; "
+        text += f"the limit is {cost['limit']:g}. "
+    return text if old is None or new is None else f"{text}On held-out prompts it went from {old:.3g} to {new:.3g}."
+
+
+# --- Held-out prompts ---
+
+
+def words(run: Record, name: str) -> str:
+    """Writes the rubric's items in words; a user's names stay as they are."""
+    return name.replace("_", " ") if run.measure == "gold" else name
+
+
+def compared(run: Record) -> list[dict[str, Any]]:
+    """Tables of the measure's items and of the prompts' sources. rows: (name, number of prompts, before, after)."""
+    old, new = (value or {} for value in run.both("items"))
+    items = [(words(run, name), None, value, new.get(name)) for name, value in old.items()]
+    old, new = (value or {} for value in run.both("sources"))
+    sources = [
+        (name or "unnamed", source.get("n"), source.get("mean"), new.get(name, {}).get("mean"))
+        for name, source in old.items()
+    ]
+    tables = []
+    for heading, rows in ("item" if run.measure == "gold" else "reward", items), ("source", sources):
+        known = [row for row in rows if row[2] is not None]
+        both = [row for row in known if row[3] is not None]
+        tables.append({"heading": f"{heading}, on held-out prompts", "rows": both or known, "both": bool(both)})
+    return [table for table in tables if table["rows"]]
+
+
+def gold_items(run: Record) -> list[Chart]:
+    """Curves of the rubric's items in training."""
+    names = {key: key.removeprefix("gold/") for key in run.names("gold/") if key != GOLD}
+    return [Chart(words(run, name), [Series(name, *run.curve(key), 2, "trend")]) for key, name in names.items()]
+
+
+def validation(run: Record) -> dict[str, Any]:
+    """Curves of the measure for all prompts and for each source, then small ones of everything else that is measured.
+
+    A validation takes place before the iteration that it is recorded with.
+    """
+    core: dict[tuple[str, str], dict[str, str]] = {}  # (source, measure) -> statistic -> metric
+    for key in run.names("val-core/"):
+        parsed = validation_key(key)
+        if parsed is not None and parsed[2] != "best@1":  # the best of a single answer is its mean
+            core.setdefault(parsed[:2], {})[parsed[2]] = key
+    sources = sorted(dict.fromkeys(source for source, _ in core), key=lambda source: source != _ALL)
+    charts = []
+    for (source, measure), curves in sorted(core.items(), key=lambda item: sources.index(item[0][0])):
+        prompts = source if source != _ALL else "All sources together" if len(sources) > 1 else "Held-out prompts"
+        series = _dots(run, curves, first=lambda statistic: statistic.startswith("mean@"))
+        note = f"{series[0].label}." if len(series) == 1 else ""
+        charts.append(Chart(f"{prompts}: {measure}", series, note, xlabel="before iteration"))
+    others: dict[str, dict[str, str]] = {}  # title -> source -> metric
+    for key in run.names("val-aux/"):
+        if parsed := validation_key(key, sources):
+            others.setdefault(f"{words(run, parsed[1])}, {parsed[2]}", {})[parsed[0]] = key
+    small = [Chart(title, _dots(run, curves, first=_ALL.__eq__)) for title, curves in others.items()]
+    return {"lead": _validated(run, core), "charts": charts, "small": small}
+
+
+def _dots(run: Record, curves: dict[str, str], first: Callable[[str], bool]) -> list[Series]:
+    """Series of metrics by their labels; those that are `first` come before the others."""
+    labels = sorted(curves, key=lambda label: not first(label))[:COLORS]
+    return [Series(label, *run.curve(curves[label]), color, "dots") for color, label in enumerate(labels, 1)]
+
+
+def _validated(run: Record, core: dict[tuple[str, str], dict[str, str]]) -> str:
+    """Explains the statistics, and compares the first, the last and the best mean over all prompts."""
+    for (source, measure), curves in core.items():
+        statistic = next((name for name in curves if name.startswith("mean@")), None)
+        if source != _ALL or statistic is None:
+            continue
+        points = [point for point in zip(*run.curve(curves[statistic]), strict=True) if math.isfinite(point[1])]
+        count = statistic.removeprefix("mean@")
+        text = "" if count == "1" else f"mean@{count}: the mean of {count} answers per prompt; best@{count}: the best. "
+        text += "" if measure == "gold" else "Scored by the run's own rewards, on prompts it does not train on. "
+        if len(points) > 1:
+            (first, start), (last, end), (step, best) = points[0], points[-1], max(points, key=lambda point: point[1])
+            text += (
+                f"Over all prompts {statistic} went from {number(start)} before iteration {first:.0f} to {number(end)} "
+                f"before iteration {last:.0f}; the best was {number(best)}, before iteration {step:.0f}."
+            )
+        return text
+    return ""
+
+
+# --- Rewards and costs by name ---
+
+
+def rewards(run: Record) -> dict[str, Any]:
+    """Means, failures and other metrics of rewards and costs; empty if the curves of score and cost say it all."""
+    plot, names, failures = plotter(run), {kind: run.reward_names(kind) for kind in REWARD_KINDS}, run.failures()
+    extras = [
+        (f"{_title(*named)}: {rest}", key)
+        for named, rest, key in run.named_metrics()
+        if rest not in ("mean", "std", "failures") and not rest.startswith(FAILURES)
+    ]
+    scores = {key: key.removeprefix("score/").replace("_", " ").replace("/", " ") for key in run.names("score/")}
+    scores = {} if list(scores) == ["score/raw/mean"] else scores  # the raw score alone is the score
+    few = len(names["rewards"]) < (2 if run.measure == "gold" else 1) and len(names["costs"]) < 2
+    if run.algorithm == "dpo" or (few and not failures and not extras and not scores):
+        return {"lead": "", "charts": [], "small": []}
+    charts = []
+    for kind, name in [(kind, name) for kind, of_kind in names.items() for name in of_kind]:
+        curves = ("mean", f"{kind}/{name}/mean"), ("standard deviation", f"{kind}/{name}/std", 3)
+        note = "Mean of an iteration's responses, and their spread around it."
+        charts.append(plot(_title(kind, name), note, *curves))
+    steps = [float(record["step"]) for record in run.iterations]
+    for named, kinds in failures.items():
+        series = []
+        for index, (kind, key) in enumerate(kinds.items()):
+            counts = run.counts(key)
+            totals = np.cumsum(counts).tolist()
+            series.append(Series(f"{kind} {sum(counts):,}", steps, totals, 1 + (4 + index) % COLORS, "steps"))
+        title, note = f"{_title(*named)}: failures so far", "Samples that got no score of their own."
+        charts.append(Chart(title, series, note, xlabel="iteration", limits=(0, None)))
+    small = [plot(title, "", (title, key, 2), xlabel="") for title, key in extras]
+    small += [plot(f"score: {name}", "", (name, key, 4), xlabel="") for key, name in scores.items()]
+    lead = f"Each reward before weights and shaping; the score that {run.title} sees is their weighted sum, shaped."
+    lead += " So it is with the costs, which are not shaped." if names["costs"] else ""
+    return {"lead": lead if names["rewards"] else "", "charts": charts, "small": small}
+
+
+def _title(kind: str, name: str) -> str:
+    return name if kind == "rewards" else f"{REWARD_KINDS[kind]} {name}"
+
+
+# --- Samples ---
+
+
+def samples(run: Record) -> dict[str, Any]:
+    """Groups (title, samples) of answers to held-out prompts, and of the latest of training and of validation."""
+    answers = [sample for sample in run.samples if sample.get("stage") == "evaluation" and "before" in sample]
+    compared = [sample for sample in answers if "after" in sample]
+    lead, groups = _before_and_after(run, compared) if compared else _answers(run, answers)
+    latest = [sample for sample in run.samples if "response" in sample]
+    validated = [sample for sample in latest if sample.get("kind") == "validation"]
+    trained = [sample for sample in latest if sample.get("kind") != "validation"]
+    groups += [
+        ("Latest samples of validation", validated[-_LATEST:]),
+        ("Latest samples of training", trained[-_LATEST:]),
+    ]
+    return {"lead": lead, "groups": [group for group in groups if group[1]]}
+
+
+def _before_and_after(run: Record, samples: list[Sample]) -> tuple[str, list[tuple[str, list[Sample]]]]:
+    name, old, new = run.measure_name, f"{run.measure}_before", f"{run.measure}_after"
+    changes = [(sample.get(new) or 0.0) - (sample.get(old) or 0.0) for sample in samples]
+    better, worse = sum(change > 1e-9 for change in changes), sum(change < -1e-9 for change in changes)
+    lead = (
+        f"Of {len(samples)} held-out prompts {better} are answered better after {run.title} than before by the {name}, "
+        f"{worse} worse and {len(samples) - better - worse} alike."
+    )
+    groups = [("The first prompts", samples[:10])]
+    if len(samples) > 10:
+        order = sorted(range(len(samples)), key=changes.__getitem__)
+        groups += [
+            (f"Where the {name} fell most", [samples[index] for index in order[:6] if changes[index] < 0]),
+            ("Where it rose most", [samples[index] for index in order[::-1][:6] if changes[index] > 0]),
+        ]
+    return lead, groups
+
+
+def _answers(run: Record, samples: list[Sample]) -> tuple[str, list[tuple[str, list[Sample]]]]:
+    """Groups of a run that compares nothing: the first answers, the lowest and the highest by the measure."""
+    key, groups = f"{run.measure}_before", [("The first prompts", samples[:10])]
+    if len(samples) > 10:
+        graded = sorted((sample for sample in samples if sample.get(key) is not None), key=lambda sample: sample[key])
+        groups += [(f"With the lowest {run.measure_name}", graded[:6]), ("With the highest", graded[::-1][:6])]
+    return f"Answers to {len(samples)} held-out prompts." if samples else "", groups

@@ -1,0 +1,63 @@
+"""Combines rewards: their weighted sum, shaped, with what each of them is measured by. Jitted by its callers."""
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from jrlhf.ppo import RunningMoments
+from jrlhf.ppo.masked import masked_extremes
+from jrlhf.ppo.shaping import on_last_token
+
+RowsOrTokens = Float[Array, "B"] | Float[Array, "B R"]
+
+
+class Combined(NamedTuple):
+    """The results of one scoring on the devices."""
+
+    shaped: RowsOrTokens
+    moments: RunningMoments  # with these scores in them
+    raw: Float[Array, "B"]  # each row's sum of rewards before it was shaped: verl's critic/score
+    learned: dict[str, Array]  # statistics of each reward model of tokens
+    extremes: dict[str, Array]  # of the sums
+    shaping: dict[str, Array]
+
+
+def combine(
+    shape: Callable[..., tuple[RowsOrTokens, RunningMoments, dict[str, Array]]],
+    kind: str,
+    weights: Mapping[str, float],
+    learned: Mapping[str, Float[Array, "B"]],
+    texts: RowsOrTokens | None,
+    response_lengths: Int[Array, "B"],
+    finished: Bool[Array, "B"],
+    moments: RunningMoments,
+) -> Combined:
+    """Adds weighted scores of reward models of tokens to those of the rewards that read text, and shapes the sum."""
+    rows = sum((weights[name] * scores for name, scores in learned.items()), jnp.zeros_like(finished, jnp.float32))
+    if texts is None:
+        scores = rows
+    elif texts.ndim == 1:
+        scores = texts + rows
+    else:
+        scores = texts + on_last_token(rows, response_lengths, texts.shape[1])
+    raw = scores if scores.ndim == 1 else jnp.sum(scores, axis=1)
+    shaped, moments, shaping = shape(scores, response_lengths, finished, moments)
+    statistics = {}
+    for name, own in learned.items():
+        statistics |= named(f"{kind}/{name}", {"mean": jnp.mean(own), "std": jnp.std(own)})
+    return Combined(shaped, moments, raw, statistics, extremes(raw), shaping)
+
+
+@jax.jit
+def extremes(scores: Float[Array, "B"]) -> dict[str, Array]:
+    """Min, mean and max of the finite scores, and the number of non-finite ones."""
+    finite = jnp.isfinite(scores)
+    return masked_extremes(scores, finite) | {"nonfinite": jnp.sum(~finite, dtype=jnp.float32)}
+
+
+def named(name: str, numbers: Mapping[str, Array]) -> dict[str, Array]:
+    """The numbers as metrics `name/...`."""
+    return {f"{name}/{key}": number for key, number in numbers.items()}

@@ -1,0 +1,112 @@
+"""Fields of configuration classes: a default, the values that are allowed, and what must be set for an effect."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import MISSING, field, fields
+from functools import cache
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+
+def checked(default: Any = MISSING, holds: Callable[[Any], bool] | None = None, expected: str = "", **more: Any) -> Any:
+    """Returns a dataclass field whose value must satisfy `holds`. None, where the type allows it, always does.
+
+    more: further metadata, such as `**only_if(...)`.
+    """
+    return field(default=default, metadata={"holds": holds, "expected": expected, **more})
+
+
+def only_if(holds: Callable[[Any], object], reason: str) -> dict[str, Any]:
+    """Returns metadata of a field that has an effect only if its section satisfies `holds`.
+
+    reason: names what makes the field void; `{path}` stands for the section's path, `{section}` for the section.
+    """
+    return {"only_if": (holds, reason)}
+
+
+def count(default: int | None, **more: Any) -> Any:
+    return checked(default, lambda value: value >= 1, "at least 1", **more)
+
+
+def natural(default: int | None, **more: Any) -> Any:
+    return checked(default, lambda value: value >= 0, "at least 0", **more)
+
+
+def positive(default: float | None, expected: str = "above 0 and finite", **more: Any) -> Any:
+    return checked(default, lambda value: value > 0 and math.isfinite(value), expected, **more)
+
+
+def non_negative(default: float | None, **more: Any) -> Any:
+    return checked(default, lambda value: value >= 0 and math.isfinite(value), "at least 0 and finite", **more)
+
+
+def between(default: float | None, low: float, high: float, expected: str = "", **more: Any) -> Any:
+    return checked(default, lambda value: low <= value <= high, expected or f"from {low:g} to {high:g}", **more)
+
+
+class Section:
+    """Base class of dataclasses that check their fields when they are made.
+
+    A subclass that gives a field another default keeps the rules that the field has in the class above.
+
+    Raises:
+        ValueError: a value that its field does not allow, as `name=value: it must be ...`.
+    """
+
+    def __post_init__(self) -> None:
+        for name, rules in _rules(type(self)).items():
+            value = getattr(self, name)
+            if value is None and rules["optional"]:
+                continue
+            choices = rules["choices"]
+            if choices and value not in choices:
+                self.require(name, False, f"one of {', '.join(choices)}" + ", or null" * rules["optional"])
+            if rules.get("holds"):
+                self.require(name, rules["holds"](value), rules["expected"])
+
+    def require(self, name: str, holds: bool, expected: str) -> None:
+        """Raises ValueError unless the field's value satisfies a condition, `holds`, on several fields."""
+        if not holds:
+            raise ValueError(f"{name}={getattr(self, name)!r}: it must be {expected}")
+
+
+@cache
+def _rules(cls: type[Section]) -> dict[str, dict[str, Any]]:
+    """Field -> its metadata, those of the classes above included, its choices, and whether it may be None."""
+    rules: dict[str, dict[str, Any]] = {}
+    for base in reversed(cls.__mro__):
+        for item in base.__dict__.get("__dataclass_fields__", {}).values():
+            rules.setdefault(item.name, {}).update(item.metadata)
+    for name, kind in get_type_hints(cls).items():
+        if name in rules:
+            literal = next((each for each in (kind, *get_args(kind)) if get_origin(each) is Literal), None)
+            is_tuple = get_origin(kind) is tuple  # its items are checked by the parser
+            rules[name] |= {
+                "choices": () if literal is None or is_tuple else get_args(literal),
+                "optional": type(None) in get_args(kind),
+            }
+    return rules
+
+
+def default_of(cls: Any, name: str) -> Any:
+    """The value of a field that is not given."""
+    item = cls.__dataclass_fields__[name]
+    return item.default if item.default_factory is MISSING else item.default_factory()
+
+
+def without_effect(section: Any, path: str = "") -> Iterator[tuple[str, object, str]]:
+    """Yields (key, value, reason) of every setting that has no effect beside the others of its section."""
+    rules = _rules(type(section))
+    for item in fields(section):
+        value, key = getattr(section, item.name), f"{path}.{item.name}".lstrip(".")
+        if "only_if" in rules[item.name] and value != default_of(type(section), item.name):
+            holds, reason = rules[item.name]["only_if"]
+            if not holds(section):
+                yield key, value, reason.format(path=path, section=section)
+        inner = {key: value}
+        if isinstance(value, Mapping):
+            inner = value  # the stages' sections, which stand at the top
+        elif isinstance(value, tuple):
+            inner = {f"{key}[{index}]": entry for index, entry in enumerate(value)}
+        for name, entry in inner.items():
+            if hasattr(entry, "__dataclass_fields__"):
+                yield from without_effect(entry, name)

@@ -1,0 +1,364 @@
+"""How a config is loaded: what a user can write, old keys, and the sentences on what a user cannot write."""
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import pytest
+import yaml
+
+from benchmarks.config_reference import reference_table
+from jrlhf.config import Config, build, config_names, config_yaml, load, load_config, validate
+from jrlhf.config.parse import Feature, flatten, parse_yaml
+from jrlhf.config.schema import DatasetsData, DocstringsData, LoRASection
+from jrlhf.errors import UserError
+from jrlhf.ppo.fields import Section, checked, count
+from jrlhf.roles.pretrained import fresh_model
+
+
+@dataclass(frozen=True)
+class Inner(Section):
+    rate: float = 0.5
+    steps: int = count(3)
+    limit: float | None = None
+    key: int = field(default=7, metadata={"from": "seed"})
+
+
+@dataclass(frozen=True)
+class Extra(Feature):
+    SWITCHES = ("size",)
+    OFF = "{path}.size=null"
+    size: int | None = None
+    colour: str = "red"
+
+
+@dataclass(frozen=True)
+class A(Section):
+    source: Literal["a"] = "a"
+    x: int = 1
+
+
+@dataclass(frozen=True)
+class B(Section):
+    source: Literal["b"] = "b"
+    y: int = 1
+
+    @classmethod
+    def unread(cls, key: str, value: object, chosen: str) -> str:
+        return f"{key}={value} has no effect with {chosen}"
+
+
+@dataclass(frozen=True)
+class Outer(Section):
+    needed: str = "a"
+    kind: Literal["fast", "exact"] = "exact"
+    flag: bool = False
+    names: tuple[str, ...] = ()
+    sizes: tuple[int, ...] = (1,)
+    label: str | None = None
+    even: int = checked(2, lambda value: value % 2 == 0, "even")
+    inner: Inner = Inner()
+    extra: Extra | None = None
+    data: A | B = A()
+
+
+def outer(text: str) -> Outer:
+    return build(Outer, parse_yaml(text, "test.yaml"))
+
+
+def write(tmp_path: Path, text: str) -> str:
+    path = tmp_path / "given.yaml"
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+def test_every_scalar_is_read_by_the_type_of_its_field():
+    read = outer(
+        """
+        needed: 007
+        kind: fast
+        flag: TRUE
+        names: [on, 1.0, "null", 2026-11-20]
+        sizes: [010, +3, 1_000]
+        label: yes
+        inner: {rate: 1e-5, steps: 4, limit: 3}
+        extra: {size: 2}
+        data: {source: b, y: 3, x: 1}
+        """
+    )
+    assert read == Outer(
+        needed="007",
+        kind="fast",
+        flag=True,
+        names=("on", "1.0", "null", "2026-11-20"),
+        sizes=(10, 3, 1000),
+        label="yes",
+        inner=Inner(rate=1e-5, steps=4, limit=3.0),
+        extra=Extra(2),
+        data=B(y=3),
+    )
+    assert type(read.inner.limit) is float and type(read.needed) is str
+    assert outer("label: null").label is None and outer("label: ").label is None
+    assert outer("label: 'null'").label == "null" and outer("inner: ").inner == Inner()
+    assert outer("extra: {size: null, colour: red}").extra is None  # a feature that is off has no section
+    assert parse_yaml("a: !!python/object/apply:os.getcwd []", "test.yaml") == {"a": []}  # tags construct nothing
+
+
+def test_python_values_are_accepted_where_their_type_fits():
+    values = {"needed": "a", "flag": True, "sizes": (1, 2), "inner": {"rate": 1, "steps": 2.0}}
+    assert build(Outer, values) == Outer(flag=True, sizes=(1, 2), inner=Inner(rate=1.0, steps=2))
+    for values, message in (
+        ({"steps": True}, "steps=True: it must be a whole number"),
+        ({"rate": False}, "rate=False: it must be a finite number"),
+    ):
+        with pytest.raises(UserError, match=message):
+            build(Inner, values)
+    with pytest.raises(ValueError, match=r"^steps=0: it must be at least 1$"):
+        Inner(steps=0)
+    with pytest.raises(ValueError, match=r"^kind='slow': it must be one of fast, exact$"):
+        Outer(kind="slow")  # pyright: ignore[reportArgumentType]
+
+
+MISTAKES = {
+    "{knd: fast}": "knd is not a known key: did you mean kind?",
+    "{steps: 2}": "steps is not a known key: did you mean inner.steps?",
+    "{rat: 2}": "rat is not a known key: did you mean inner.rate?",
+    "{inner: {stepz: 2}}": "inner.stepz is not a known key: did you mean inner.steps?",
+    "{inner: {zzz: 2}}": "inner.zzz is not a known key: known are rate, steps, limit",
+    "{inner: 3}": "inner=3: it is a section, write inner.KEY=VALUE for one of rate, steps, limit",
+    "{inner: {steps: 0}}": "inner.steps=0: it must be at least 1",
+    "{inner: {key: 1}}": "inner.key is not a known key: the run's seed is used, set that",
+    "{inner: {rate: abc}}": "inner.rate=abc: it must be a finite number",
+    "{inner: {rate: nan}}": "inner.rate=nan: it must be a finite number",
+    "{inner: {rate: .inf}}": "inner.rate=.inf: it must be a finite number",
+    "{flag: null}": "flag has no value: give it one, or leave the key out for its default",
+    "{kind: fst}": "kind=fst: it must be one of fast, exact, did you mean fast",
+    "{kind: 3}": "kind=3: it must be one of fast, exact",
+    "{flag: 1}": "flag=1: it must be true or false",
+    "{flag: on}": "flag=on: it must be true or false",
+    "{even: 3}": "even=3: it must be even",
+    "{even: true}": "even=true: it must be a whole number",
+    "{even: 2.5}": "even=2.5: it must be a whole number",
+    "{even: 1e3}": "even=1e3: it must be a whole number, write 1000",
+    "{even: 1e999}": "even=1e999: it must be a whole number",
+    "{even: [2]}": "even=[2]: it must be a whole number",
+    "{names: b}": "names=b: it must be a list, write [b]",
+    "{sizes: [1, x]}": "sizes[1]=x: it must be a whole number",
+    "{needed: {a: 1}}": "needed={a: 1}: it must be text",
+    "{extra: {colour: blue}}": "extra.colour=blue has no effect with extra.size=null: leave it out",
+    "{data: {source: c}}": "data.source=c: it must be one of a, b",
+    "{data: {y: 2}}": "data.y=2 has no effect with data.source=a",
+    "{data: {z: 2}}": "data.z is not a known key: known are source, x",
+    "{needed: a, needed: b}": "test.yaml, line 1: needed is given twice, keep one",
+    "needed: a\ninner:\n  steps: 1\n  steps: 2": "test.yaml, line 4: steps is given twice, keep one",
+    "{[1]: 2}": "test.yaml, line 1: a key must be a word",
+}
+NO_YAML = {  # the beginning of the sentence
+    "a: b: c": "test.yaml, line 1, column 5: not valid YAML",
+    "a: [1": "test.yaml, line 1",
+    "a: 1\n\tb: 2": "test.yaml, line 2",
+    "a: 1\n---\nb: 2": "test.yaml, line 2",
+    "a: &x [1]\nb: *x": "test.yaml, line 2, column 4: not valid YAML: aliases are not read, write the value out",
+    "a: \x01": "test.yaml: not valid YAML: special characters are not allowed",
+    "[" * 5000: "test.yaml",
+}
+
+
+def test_a_mistake_is_one_sentence_with_key_value_and_remedy():
+    for text, message in (MISTAKES | NO_YAML).items():
+        with pytest.raises(UserError) as caught:
+            outer(text)
+        sentence = str(caught.value)
+        assert sentence == message or (text in NO_YAML and sentence.startswith(message)), (text[:80], sentence)
+        assert "\n" not in sentence
+
+
+def test_overrides_take_the_same_path(tmp_path):
+    path = write(tmp_path, "name: base\nppo: {iterations: 7}\n")
+    overrides = ["name=007", "ppo.actor.learning_rate=3e-6", "--seed=5", "ppo.algorithm.kl_target=null"]
+    overrides += ["mesh={fsdp: 2}", "mesh.tensor=4", "run_dir=a=b: #c", "device.simulated=8", "lora.rank=4"]
+    config = load_config(path, [*overrides, "sft.steps=1", "sft.steps=2"])  # the last one wins, as on a command line
+    assert config.name == "007" and config.seed == 5 and config.sft.steps == 2 and config.lora == LoRASection(rank=4)
+    assert config.rl.actor.learning_rate == 3e-6 and config.rl.iterations == 7
+    assert config.rl.algorithm.kl_target is None and config.device.simulated == 8
+    assert (config.mesh.data, config.mesh.fsdp, config.mesh.tensor) == (1, 2, 4) and config.run_dir == "a=b: #c"
+
+
+OVERRIDES = {
+    "seed": "override 'seed' is not understood: write key=value, for example seed=1",
+    "=1": "override '=1' is not understood: write key=value, for example seed=1",
+    "ppo..x=1": "override 'ppo..x=1' is not understood: write key=value, for example seed=1",
+    "seed.x=1": "override 'seed.x=1': seed=3 is no section, it has no x",
+    "seed=": "seed has no value: give it one, or leave the key out for its default",
+    "seed=-1": "seed=-1: it must be from 0 to 4294967295",
+    "learning_rate=1": "learning_rate is not a known key: did you mean sft.learning_rate",
+    "sft.lerning_rate=1": "sft.lerning_rate is not a known key: did you mean sft.learning_rate?",
+    "sft.learning_rate=-1": "sft.learning_rate=-1.0: it must be at least 0 and finite",
+    "sft.learning_rate=nan": "sft.learning_rate=nan: it must be a finite number",
+    "sft.steps=0": "sft.steps=0: it must be at least 1",
+    "sft.steps=[1": "sft.steps, line 1",
+    "ppo.algorithm.clip_low=7": "ppo.algorithm.clip_low=7.0: it must be in (0, 1]",
+    "ppo.algorithm.kl_estimator=k4": "ppo.algorithm.kl_estimator=k4: it must be one of k1, k2, k3",
+    "ppo.algorithm.seed=1": "ppo.algorithm.seed is not a known key: the run's seed is used, set that",
+    "sampling.temperature=0": "sampling.temperature=0.0: it must be above 0 and finite",
+    "sampling.top_p=1.5": "sampling.top_p=1.5: it must be above 0 and at most 1",
+    "data.annotator.label_flip=0.6": "data.annotator.label_flip=0.6: it must be from 0 to 0.5",
+    "mesh.fsdp=0": "mesh.fsdp=0: it must be at least 1, or -1 for the remaining devices",
+    "model.head_dim=3": "model.head_dim=3: it must be even: rotary positions turn pairs",
+    "name=../escape": "name='../escape': it must be letters",
+    "name=": "name='': it must be letters",
+    "device={platform: gpu, simulated: 2}": "device.simulated=2: it must be null on a gpu",
+    "stages=[stf]": "stages[0]=stf: it must be one of sft, reward_model, dpo, ppo, grpo, dr_grpo",
+    "lora={rank: 4, path: p}": "lora.rank=4: it must be null with path=p, whose adapter has its own rank",
+    "lora.alpha=4": "lora.alpha=4.0 has no effect with a run without lora.rank: leave it out",
+    "wandb.group=a": "wandb.group=a has no effect with wandb.project=null: leave it out",
+    "sleep.ahead=true": "sleep.ahead=True has no effect with nothing asleep: leave it out",
+    "profile.stage=ppo": "profile.stage=ppo has no effect with profile.iterations=[]: leave it out",
+    "validation.k=2": "validation.k=2 has no effect with a run without validation.every: leave it out",
+    "data.sft.path=x": "data.sft.path=x is not read by the built-in task: set data.source=datasets",
+    "data.sft.split=x": "data.sft.split=x has no effect with data.sft.path=null: leave it out",
+    "data.heldout_rows=0": "data.heldout_rows=0 has no effect with data.source=docstrings: leave it out",
+    "data={source: datasets, prompts: {columns: {prompt: q}}}": "data.prompts.columns.prompt=q has no effect with",
+    "data.units_first=true": "data.units_first=True has no effect with data.source=docstrings: leave it out",
+    "dpo.steps=9": "section dpo has no effect with stages=[sft, reward_model, ppo]: leave it out",
+}
+
+
+def test_a_wrong_override_is_one_sentence(tmp_path):
+    for override, message in OVERRIDES.items():
+        with pytest.raises(UserError) as caught:
+            load_config(write(tmp_path, "seed: 3"), [override])
+        assert str(caught.value).startswith(message) and "\n" not in str(caught.value), (override, str(caught.value))
+
+
+def test_files_and_names_that_are_not_configs(tmp_path, monkeypatch):
+    (tmp_path / "quickstart.yaml").write_text("seed: 11")
+    (tmp_path / "pod.yaml").write_text("seed: 12")
+    (tmp_path / "binary.txt").write_bytes(b"\xff\xfe\x00")
+    (tmp_path / "list.txt").write_text("- 1\n- 2")
+    monkeypatch.setattr(load, "_packaged", lambda: tmp_path)
+    assert config_names() == ["pod", "quickstart"] and load_config("quickstart").seed == 11
+    for name, message in {
+        str(tmp_path / "none.yaml"): "none.yaml does not exist: ",
+        str(tmp_path): "is a directory: name a YAML file",
+        str(tmp_path / "binary.txt"): "binary.txt cannot be read: not UTF-8 text",
+        str(tmp_path / "list.txt"): "must hold `key: value` lines",
+        "quickstrt": "config quickstrt does not exist: did you mean quickstart",
+        "configs/pod.yml": "config configs/pod.yml does not exist: did you mean pod",
+        "zzz": "config zzz does not exist: name a YAML file, or one of pod, quickstart",
+    }.items():
+        with pytest.raises(UserError) as caught:
+            load_config(name)
+        assert message in str(caught.value)
+
+
+def test_every_packaged_config_fits_its_own_devices_and_has_no_old_keys():
+    for name in config_names():
+        config = load_config(name)
+        assert config.notices == ()
+        if config.device.simulated is not None:
+            validate(config, config.device.simulated, {"actor": fresh_model(config.model)})
+
+
+def test_the_resolved_config_reads_back_equal_and_has_the_sections_in_use(tmp_path):
+    text = "run_dir: 'null'\nname: '1e5'\nsft: {learning_rate: 1.2345678901234567e-7}\nstages: [sft]"
+    config = load_config(write(tmp_path, text), ["sampling.top_k=5"])
+    resolved = config_yaml(config)
+    assert load_config(write(tmp_path, resolved)) == config
+    sections = set(yaml.safe_load(resolved))
+    assert "sft" in sections and not {"reward_model", "ppo", "grpo", "lora", "sleep", "wandb", "validation"} & sections
+    assert load_config(write(tmp_path, "")) == Config()  # an empty file is all defaults
+    assert load_config(write(tmp_path, "\ufeffseed: 3")).seed == 3  # a byte order mark is no key
+    assert flatten(parse_yaml("a: {b: 1, c: {d: null}}\ne: [1, 2]", "x")) == {
+        "a.b": "1",
+        "a.c.d": "null",
+        "e": "[1, 2]",
+    }
+
+
+def test_every_setting_is_described():
+    table = reference_table()
+    assert "|  |" not in table and "| `kl_horizon` | `10000.0` | Time constant" in table and "## data.sft" in table
+
+
+OLD = json.loads(Path(__file__).with_name("old_configs.json").read_text())
+MOVED = [("arithmetic.", "data."), ("sft.renaming", "data.renaming"), ("ppo.rollout_batch", "sampling.batch")]
+MOVED += [(f"evaluation.{key}", f"validation.{key}") for key in ("every", "k", "temperature")]
+MOVED += [
+    ("reward_model.heldout_prompts", "data.annotator.heldout_prompts"),
+    ("reward_model.prompts", "data.annotator.prompts"),
+]
+MOVED += [
+    (f"reward_model.{key}", f"data.annotator.{key}") for key in ("samples_per", "foreign_lines", "margin", "label_flip")
+]
+SAMPLING = ("temperature", "top_k", "top_p", "min_new_tokens")
+
+
+def flat(mapping: dict, prefix: str = "") -> dict[str, object]:
+    """Dotted key -> value."""
+    found = {}
+    for key, value in mapping.items():
+        found |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
+    return found
+
+
+def nested(keys: dict[str, object]) -> dict:
+    """The mapping with these dotted keys."""
+    mapping: dict = {}
+    for key, value in keys.items():
+        *path, name = key.split(".")
+        section = mapping
+        for part in path:
+            section = section.setdefault(part, {})
+        section[name] = value
+    return mapping
+
+
+def new_key(key: str, algorithm: str | None) -> str:
+    section, _, name = key.rpartition(".")
+    if section == (algorithm or "ppo") and name in SAMPLING:
+        return f"sampling.{name}"
+    if key == "ppo.rollout_batch" and algorithm:
+        return key
+    return next((key.replace(old, new, 1) for old, new in MOVED if key.startswith(old)), key)
+
+
+@pytest.mark.parametrize("name", OLD["configs"])
+def test_a_config_of_old_means_what_it_meant(tmp_path, name):
+    """So does the config.yaml of its run, with all sections spelled out: it counts as the same config on --resume."""
+    old = OLD["configs"][name]
+    config = load_config(write(tmp_path, old["file"]), old["overrides"])
+    resolved = {key: value for key, value in OLD["defaults"].items() if key.split(".")[0] not in old["absent"]}
+    resolved |= old["changed"]
+    for key in [key for key in resolved if any(other.startswith(f"{key}.") for other in resolved)]:
+        del resolved[key]  # an empty mapping that is not empty here
+    assert load_config(write(tmp_path, yaml.safe_dump(nested(resolved)))) == config
+    new, learns = flat(yaml.safe_load(config_yaml(config))), {"dpo", config.algorithm} & set(config.stages)
+    for key, value in resolved.items():
+        place = new_key(key, config.algorithm)
+        narrowed = not learns and key.split(".")[0] not in config.stages
+        # A key that has no place any more has no effect: a default, or of a stage to which the run does not come.
+        assert new.get(place, value) == value and (place in new or narrowed or value == OLD["defaults"][key]), key
+
+
+def test_old_and_new_keys_together(tmp_path):
+    path = write(tmp_path, "ppo: {temperature: 0.5}\nsampling: {temperature: 0.7, top_k: 3}")
+    config = load_config(path)
+    assert config.sampling.temperature == 0.7 and config.sampling.top_k == 3
+    assert load_config(path, ["ppo.temperature=0.9"]).sampling.temperature == 0.9  # the command line wins
+    assert config.notices == ("old keys were read: ppo.temperature is now sampling.temperature",)
+    assert isinstance(config.data, DocstringsData) and not isinstance(config.data, DatasetsData)
+    unused = load_config(write(tmp_path, "stages: [sft, ppo]\nreward_model: {steps: 9}"))
+    assert unused.notices == ("section reward_model has no effect with stages=[sft, ppo]",)
+
+
+def test_loading_a_config_starts_no_backend():
+    program = (
+        "from jrlhf.config import Config, validate; from jrlhf.roles.pretrained import fresh_model; "
+        "validate(Config(), 4, {'actor': fresh_model(Config().model)}); from jax._src import xla_bridge; "
+        "assert not xla_bridge.backends_are_initialized()"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)

@@ -1,0 +1,58 @@
+"""The optimizer: AdamW with warmup, a cosine and clipped gradients."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jrlhf.config.stages import OptimizerConfig
+from jrlhf.roles.optimizers import adamw
+
+
+def rates(config: OptimizerConfig, updates: int) -> list[float]:
+    """The learning rates that a run uses: with one weight and a constant gradient, AdamW moves by just the rate."""
+    optimizer = adamw(config, updates=updates)
+    weight = jnp.zeros(())
+    state, moved = optimizer.init(weight), []
+    for _ in range(updates):
+        update, state = optimizer.update(jnp.ones(()), state, weight)
+        moved.append(-np.asarray(update).item())
+    return moved
+
+
+def test_the_rate_rises_to_its_peak_and_falls_to_its_final_share():
+    config = OptimizerConfig(learning_rate=0.1, warmup=4, final=0.2, weight_decay=0.0, max_grad_norm=None)
+    found = rates(config, 12)
+    np.testing.assert_allclose(found[:4], [0.025, 0.05, 0.075, 0.1], rtol=1e-4)
+    cosine = 0.1 * (0.2 + 0.8 * (1 + np.cos(np.pi * np.arange(8) / 8)) / 2)
+    np.testing.assert_allclose(found[4:], cosine, rtol=1e-4)
+
+
+def test_a_constant_rate_without_warmup():
+    config = OptimizerConfig(learning_rate=0.1, warmup=0, final=1.0, weight_decay=0.0, max_grad_norm=None)
+    np.testing.assert_allclose(rates(config, 5), 0.1, rtol=1e-4)
+
+
+def test_gradients_are_clipped_by_their_global_norm():
+    config = OptimizerConfig(learning_rate=1.0, warmup=0, final=1.0, weight_decay=0.0, max_grad_norm=0.5)
+    params = {"a": jnp.zeros(3), "b": jnp.zeros(4)}
+    large = jax.tree.map(lambda x: jnp.full_like(x, 10.0), params)
+    state = adamw(config, updates=2).init(params)
+    _, state = adamw(config, updates=2).update(large, state, params)
+    first_moment = optax.tree_utils.tree_get(state, "mu")
+    np.testing.assert_allclose(optax.tree.norm(first_moment), 0.1 * 0.5, rtol=1e-5)
+
+
+def test_moments_and_epsilon_are_adams():
+    """Against Adam's own equations (Kingma & Ba 2015, algorithm 1), in NumPy."""
+    config = OptimizerConfig(learning_rate=0.1, warmup=0, final=1.0, weight_decay=0.0, max_grad_norm=None)
+    config = replace(config, b1=0.7, b2=0.8, eps=0.5)
+    optimizer, weight = adamw(config, updates=4), jnp.zeros(())
+    state, mean, square = optimizer.init(weight), 0.0, 0.0
+    for number, gradient in enumerate([1.0, -3.0, 0.5, 2.0], start=1):
+        update, state = optimizer.update(jnp.asarray(gradient), state, weight)
+        mean, square = 0.7 * mean + 0.3 * gradient, 0.8 * square + 0.2 * gradient**2
+        expected = mean / (1 - 0.7**number) / (np.sqrt(square / (1 - 0.8**number)) + 0.5)
+        np.testing.assert_allclose(-np.asarray(update).item(), 0.1 * expected, rtol=1e-5)
