@@ -57,7 +57,7 @@ from jrlhf.data.batches import row_sharding
 from jrlhf.errors import UserError
 from jrlhf.meshes import AXES, GENERATE, make_mesh
 from jrlhf.models import ModelConfig, SamplingConfig, make_generate, param_shardings
-from jrlhf.planning.fits import memory_of
+from jrlhf.planning.fit import memory_of
 from jrlhf.ppo import Experience
 from jrlhf.roles import compiled
 from jrlhf.roles.compiled import Compute

@@ -35,9 +35,9 @@ from jrlhf.meshes.graph import Kind
 from jrlhf.meshes.plan import LayoutName, Placement, Plan, Slice
 from jrlhf.models import ModelConfig, SamplingConfig, init_lm, init_scalar, param_shardings
 from jrlhf.models.remat import Remat
-from jrlhf.planning.measured import Measured
-from jrlhf.planning.profile import cluster_of, default_path, load, profile, save
-from jrlhf.planning.times import call_seconds
+from jrlhf.planning.profile import ProfiledCosts, cluster_of, default_path, load, save
+from jrlhf.planning.profile import measure as measure_parts
+from jrlhf.planning.time import call_seconds
 from jrlhf.planning.workload import RoleModel, Workload
 from jrlhf.ppo import PPOConfig, TrainState
 from jrlhf.ppo.types import Experience
@@ -202,9 +202,9 @@ def measure(cases: tuple[Case, ...], repeats: int) -> dict[str, dict[str, list[f
 
 def predict(case: Case, measured_by: Any) -> dict[str, Mapping[str, float]]:
     """Each call's parts."""
-    units, local = Measured(measured_by, case.workload), cluster_of(measured_by, memory=4e9)
+    costs, local = ProfiledCosts(measured_by, case.workload), cluster_of(measured_by, memory=4e9)
     return {
-        call.name: call_seconds(case.workload, call, case.plan[call.name], local, units=units).parts for call in CALLS
+        call.name: call_seconds(case.workload, call, case.plan[call.name], local, costs=costs).parts for call in CALLS
     }
 
 
@@ -309,7 +309,7 @@ def main() -> None:
     known = load(path)
     largest = Case((1, 2, 2), batch=max(case.batch for case in CASES))
     remats: list[Remat] = sorted({case.remat for case in CASES})
-    known = profile(largest.workload, devices, remats=remats, known=known, repeats=options.repeats, say=print)
+    known = measure_parts(largest.workload, devices, remats=remats, known=known, repeats=options.repeats, say=print)
     save(known, path)
     profiled = time.perf_counter() - started
     print(f"profiled in {profiled:.0f} s: {path}")

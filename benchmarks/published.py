@@ -15,7 +15,7 @@ from jrlhf.meshes.hardware import HARDWARE, Cluster
 from jrlhf.meshes.plan import Placement, Slice
 from jrlhf.models import ModelConfig
 from jrlhf.models.presets import PRESETS
-from jrlhf.planning.times import Estimator
+from jrlhf.planning.time import CostModel
 from jrlhf.planning.workload import RoleModel, Workload
 
 # What differs from HARDWARE["h100"] is the engine's, and the same for all calls and sizes. PyTorch of 2024 runs
@@ -129,7 +129,7 @@ def end_to_end(rows: tuple[Row, ...], seconds: Mapping[str, float], on: Cluster,
             end = max(busy[device] for device in devices) + seconds[call.name]
             busy |= dict.fromkeys(devices, end)
         total += max(busy.values())
-    prices = Estimator(work, on, bytes_of=lambda *_: None)
+    prices = CostModel(work, on, bytes_of=lambda *_: None)
     total += prices.reallocation("actor", placed["actor.update"], placed["actor.generate"])
     total += prices.reallocation("critic", placed["critic.update"], placed["critic.values"])
     return total

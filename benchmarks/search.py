@@ -2,7 +2,7 @@
 
     python -m benchmarks.search [--small]
 
-- A plan: microseconds of one core for the simulator's fast form, on plans along a random walk, as a search meets them.
+- A plan: microseconds of one core for the simulator, on plans along a random walk, as a search meets them.
 - Quality: 8B + 8B on 8 H100, 50,000 proposals, six seeds, against the best that is known: of all seeds, and of what
   branch and bound finds among all plans on slices of 4 devices or more with single micro-batches.
 - Scale: a 70B actor and critic on 1024 H100, 100,000 proposals on one core, beside ReaL's symmetric heuristic.
@@ -25,20 +25,18 @@ from typing import Any
 import jax
 
 from benchmarks import published
+from benchmarks.exact import optimum
 from benchmarks.records import RESULTS, hardware, provenance, write
 from jrlhf.config import load_config
 from jrlhf.errors import UserError
 from jrlhf.meshes.hardware import HARDWARE, Cluster, cluster
 from jrlhf.models.presets import PRESETS
-from jrlhf.planning.evaluator import Evaluator
-from jrlhf.planning.exact import optimum
-from jrlhf.planning.from_config import workload_of
+from jrlhf.planning.candidates import candidates
 from jrlhf.planning.memory import call_bytes
-from jrlhf.planning.options import options_of
-from jrlhf.planning.placements import divisions, named
-from jrlhf.planning.search import Budget, Result, search
-from jrlhf.planning.simulator import ITERATIONS
-from jrlhf.planning.times import Estimator
+from jrlhf.planning.search import Budget, Result, divisions, named_divisions, search
+from jrlhf.planning.simulate import ITERATIONS, Simulator
+from jrlhf.planning.time import CostModel
+from jrlhf.planning.workload import workload_of
 from jrlhf.stages.graphs import planned_graph
 from jrlhf.stages.setup import architectures
 
@@ -55,7 +53,7 @@ def problem(config: str, devices: str, *overrides: str):
     """(workload, cluster, prices) of a shipped config."""
     loaded = load_config(config, overrides)
     workload = workload_of(loaded, planned_graph(loaded), architectures(loaded))
-    return workload, cluster(devices), Estimator(workload, cluster(devices), bytes_of=call_bytes)
+    return workload, cluster(devices), CostModel(workload, cluster(devices), bytes_of=call_bytes)
 
 
 def cpu(work: Callable[[], Any]) -> tuple[float, Any]:
@@ -79,17 +77,17 @@ def additions() -> float:
 
 def per_plan(plans: int, repeats: int) -> dict[str, object]:
     workload, devices, prices = problem("llama3-8b-ppo", "8xh100")
-    known = options_of(workload, devices, prices)
-    evaluator = Evaluator(workload.graph, prices, workload.models, lockstep=True)
+    known = candidates(workload, devices, prices)
+    simulator = Simulator(workload.graph, prices, workload.models, lockstep=True)
     choices = [
-        [evaluator.add(call, each.placement) for each in known[name]] for call, name in enumerate(evaluator.calls)
+        [simulator.add(call, each.placement) for each in known[name]] for call, name in enumerate(simulator.calls)
     ]
     draw = random.Random(0)
     walk = [[draw.choice(options) for options in choices]]
     for _ in range(plans - 1):
         call = draw.randrange(len(choices))
         walk.append([*walk[-1][:call], draw.choice(choices[call]), *walk[-1][call + 1 :]])
-    times = [cpu(lambda: [evaluator.evaluate(choice) for choice in walk])[0] / plans for _ in range(repeats)]
+    times = [cpu(lambda: [simulator.evaluate(choice) for choice in walk])[0] / plans for _ in range(repeats)]
     return {
         "calls": len(choices),
         "iterations": ITERATIONS,
@@ -106,17 +104,17 @@ def quality(proposals: int, seeds: int) -> dict[str, object]:
         spent, result = cpu(lambda seed=seed: search(workload, devices, prices, Budget(proposals), seed=seed))
         seconds.append(round(spent, 2))
         found.append(result.best.simulation.seconds)
-    known = options_of(workload, devices, prices)
-    evaluator = Evaluator(workload.graph, prices, workload.models, lockstep=True)
+    known = candidates(workload, devices, prices)
+    simulator = Simulator(workload.graph, prices, workload.models, lockstep=True)
     choices = [
         [
-            evaluator.add(call, each.placement)
+            simulator.add(call, each.placement)
             for each in known[name]
             if each.placement.devices.count >= 4 and each.placement.micro_batches == 1
         ]
-        for call, name in enumerate(evaluator.calls)
+        for call, name in enumerate(simulator.calls)
     ]
-    spent, better = cpu(lambda: optimum(evaluator, choices, below=min(found)))
+    spent, better = cpu(lambda: optimum(simulator, choices, below=min(found)))
     best = min(better.seconds, *found)
     return {
         "proposals": proposals,
@@ -149,16 +147,16 @@ def scale(devices: str, proposals: int) -> dict[str, object]:
 def placements(actor: str, critic: str, devices: int) -> dict[str, object]:
     """The cheapest division of the models, and seconds of the named ones, of those that fit."""
     workload, known = published.workload(LLAMA[actor], LLAMA[critic], rows=1024), Cluster(A100, devices)
-    prices = Estimator(workload, known, bytes_of=call_bytes)
+    prices = CostModel(workload, known, bytes_of=call_bytes)
     setting: dict[str, object] = {"actor": actor, "critic": critic, "devices": devices}
     try:
-        found = divisions(workload.graph, options_of(workload, known, prices), known, prices.capacity)
+        found = divisions(workload.graph, candidates(workload, known, prices), known, prices.capacity)
     except UserError as error:
         return setting | {"refused": str(error)}
     if not found:
         return setting | {"refused": "no division of the models fits"}
     best = {" ".join(roles): count for roles, count in zip(found[0].sets, found[0].counts, strict=True)}
-    seconds = {"best": found[0].seconds, **{name: each.seconds for name, each in named(found).items()}}
+    seconds = {"best": found[0].seconds, **{name: each.seconds for name, each in named_divisions(found).items()}}
     return setting | {"best": best, "seconds": {name: round(each, 1) for name, each in seconds.items()}}
 
 

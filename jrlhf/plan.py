@@ -8,19 +8,12 @@ import argparse
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from jrlhf.config import Config, load_config
+from jrlhf.config import load_config
 from jrlhf.errors import UserError, exit_code_of_printing
 from jrlhf.run.files import check_writable
-
-if TYPE_CHECKING:
-    from jrlhf.meshes.hardware import Cluster
-    from jrlhf.planning.times import Estimator
-    from jrlhf.planning.workload import Workload
 
 SECONDS = 20.0
 
@@ -52,22 +45,17 @@ def cli(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace) -> None:
-    from jrlhf.planning.auto import without_budgeted
-    from jrlhf.planning.choose import plan_of_config, plan_yaml
-    from jrlhf.planning.describe import describe, describe_plan
-    from jrlhf.planning.fits import check_fits
-    from jrlhf.planning.from_config import workload_of
-    from jrlhf.planning.plot import check_ending, plot
-    from jrlhf.planning.processes import refuse_cross_process
-    from jrlhf.planning.runnable import on_base
-    from jrlhf.planning.search import Budget, Found, search
-    from jrlhf.planning.simulator import simulate
+    from jrlhf.meshes.hardware import cluster
+    from jrlhf.planning import auto, plans, show
+    from jrlhf.planning.search import Budget, Result
+    from jrlhf.planning.workload import without_budgeted, workload_of
+    from jrlhf.run.devices import select
     from jrlhf.stages.graphs import planned_graph
     from jrlhf.stages.setup import architectures
 
     _check_options(options)
     if options.plot is not None:
-        check_ending(options.plot)
+        show.check_picture(options.plot)
     config = load_config(options.config, options.overrides)
     for name in ("plan", "save") if config.algorithm is None else ():
         if (value := getattr(options, name)) is not None:
@@ -77,67 +65,53 @@ def _run(options: argparse.Namespace) -> None:
             )
     models = architectures(config)
     workload = workload_of(config, planned_graph(config), models)
-    devices, prices = _prices(options, config, workload)
+    if options.profile:
+        here = select(config.device)
+        print(f"measured: {auto.measure_here(workload, here, say=_say)}", file=sys.stderr)
+        devices, prices = auto.prices_here(config, workload, here)
+    else:
+        try:
+            devices = cluster(options.cluster)
+        except ValueError as error:
+            raise UserError(f"--{error}") from error
+        prices = auto.prices_of(config, workload, devices)
     processes = (1 if options.profile else devices.hosts) if options.processes is None else options.processes
     if options.processes is not None and (processes < 1 or devices.devices % processes):
         raise UserError(f"--processes {processes} must divide the {devices.devices} devices: each has equally many")
-    if options.plan is not None:
-        plan = plan_of_config(replace(config, plan=options.plan), workload.graph, models, devices.devices)
-        found = Found(plan, simulate(workload.graph, plan, prices, lockstep=not options.overlap))
-        print(describe_plan(workload, devices, prices, found))
-    else:
-        seconds = SECONDS if options.seconds is None and options.proposals is None else options.seconds
-        result = search(
-            workload,
-            devices,
-            prices,
-            Budget(options.proposals, seconds),
-            seed=options.seed,
-            hypothetical=options.hypothetical,
-            lockstep=not options.overlap,
-            processes=processes,
-            progress=_progress if sys.stderr.isatty() else None,
-        )
+    seconds = SECONDS if options.seconds is None and options.proposals is None else options.seconds
+    wanted = auto.Options(
+        options.plan,
+        Budget(options.proposals, seconds),
+        seed=options.seed,
+        hypothetical=options.hypothetical,
+        lockstep=not options.overlap,
+        processes=processes,
+        progress=_progress if sys.stderr.isatty() else None,
+    )
+    result = auto.plan_run(config, workload, devices, prices, wanted)
+    if isinstance(result, Result):
+        found = result.best
         if sys.stderr.isatty():
             print(file=sys.stderr)
-        found = result.best
-        print(describe(workload, devices, prices, result))
+        print(show.describe(workload, devices, prices, result))
         if processes > 1:
             print(f"{processes} processes run every call on all devices; --processes 1 shows what slices would gain")
-        for name in [name for name in found.plan.placements if workload.graph[name].role in on_base(config)][:1]:
+        for name in [call.name for call in workload.calls if workload.on_base(call.role)][:1]:
             data, fsdp, tensor = found.plan[name].sizes
             print(f"a base under adapters is in the mesh: mesh.data={data} mesh.fsdp={fsdp} mesh.tensor={tensor}")
+    else:
+        found = result
+        print(show.describe_plan(workload, devices, prices, found))
     if options.plot is not None:
-        title = f"{workload.graph.name} on {devices.devices} x {devices.hardware.name}"
-        plot(found.simulation, title, options.plot)
+        show.plot(
+            found.simulation, f"{workload.graph.name} on {devices.devices} x {devices.hardware.name}", options.plot
+        )
     if options.save is not None:
         options.save.parent.mkdir(parents=True, exist_ok=True)
         plan = without_budgeted(config, workload.graph, found.plan)
-        options.save.write_text(plan_yaml(plan), encoding="utf-8")
-    refuse_cross_process(found.plan, [number * processes // devices.devices for number in range(devices.devices)])
-    check_fits(workload, found.plan, prices)
-
-
-def _prices(options: argparse.Namespace, config: Config, workload: "Workload") -> "tuple[Cluster, Estimator]":
-    """The devices at hand, measured, or those of a name; and what calls cost there."""
-    from jrlhf.meshes.hardware import cluster
-    from jrlhf.planning.activations import Backend
-    from jrlhf.planning.auto import measure_here, prices_here
-    from jrlhf.planning.memory import call_bytes
-    from jrlhf.planning.times import Estimator
-    from jrlhf.run.devices import select
-
-    if options.profile:
-        here = select(config.device)
-        print(f"measured: {measure_here(workload, here, say=_say)}", file=sys.stderr)
-        return prices_here(config, workload, here)
-    try:
-        devices = cluster(options.cluster)
-    except ValueError as error:
-        raise UserError(f"--{error}") from error
-    platform = "tpu" if devices.hardware.name.startswith("v") else "gpu"
-    backend = Backend(platform, config.compute.attention)
-    return devices, Estimator(workload, devices, bytes_of=partial(call_bytes, backend=backend))
+        options.save.write_text(plans.plan_yaml(plan), encoding="utf-8")
+    plans.refuse_cross_process(found.plan, [number * processes // devices.devices for number in range(devices.devices)])
+    plans.check_fits(workload, found.plan, prices)
 
 
 def _check_options(options: argparse.Namespace) -> None:

@@ -8,8 +8,8 @@ from jrlhf.models.forward import make_scores as make_scores
 from jrlhf.models.forward import make_token_sums as make_token_sums
 from jrlhf.models.forward import make_values as make_values
 from jrlhf.models.generation.engine import Engine as Engine
-from jrlhf.models.generation.generate import Generation as Generation
-from jrlhf.models.generation.generate import make_generate as make_generate
+from jrlhf.models.generation.programs import Generation as Generation
+from jrlhf.models.generation.programs import make_generate as make_generate
 from jrlhf.models.generation.sampling import SamplingConfig as SamplingConfig
 from jrlhf.models.generation.schedule import Schedule as Schedule
 from jrlhf.models.hf import HFConfig as HFConfig

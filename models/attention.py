@@ -1,18 +1,19 @@
-"""Rotary positions and causal attention, for a whole sequence and for one token against a cache."""
+"""Rotary positions and causal attention: of whole sequences, and of one token against a key-value cache."""
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Bool, Float, Int
 
 from jrlhf.kernels.logprob.common import target_platform
 from jrlhf.models.config import ModelConfig, RopeScaling
-from jrlhf.models.generation.cache import LayerCache
 from jrlhf.models.remat import named
 from jrlhf.models.splash import LANES, splash_attention
 from jrlhf.models.splash import supports as splash_supports
@@ -36,16 +37,16 @@ def rotation(positions: Int[Array, "B T"], head_dim: int, theta: float, scaling:
 
 
 def scaled(frequencies: Float[Array, "H//2"], scaling: RopeScaling) -> Float[Array, "H//2"]:
-    """Rotary frequencies lowered as `RopeScaling` says."""
+    """Rotary frequencies, lowered as `RopeScaling` describes."""
     lowered = frequencies / scaling.factor
-    low, high, known = scaling.low_freq_factor, scaling.high_freq_factor, scaling.original_max_positions
-    if low is None or high is None or known is None:
+    low, high, original = scaling.low_freq_factor, scaling.high_freq_factor, scaling.original_max_positions
+    if low is None or high is None or original is None:
         return lowered
-    # How often a pair turns within the positions of the first training: at most `low` times is lowered, at least `high`
-    # times is kept.
-    turns = known * frequencies / (2 * math.pi)
-    kept = jnp.clip((turns - low) / (high - low), 0, 1)
-    return (1 - kept) * lowered + kept * frequencies
+    # The number of turns of a pair within the positions of pretraining: pairs with at most `low` are lowered, those
+    # with at least `high` are not.
+    turns = original * frequencies / (2 * math.pi)
+    share = jnp.clip((turns - low) / (high - low), 0, 1)
+    return (1 - share) * lowered + share * frequencies
 
 
 def layer_rotations(positions: Int[Array, "B T"], config: ModelConfig) -> tuple[Rotation | None, Rotation | None]:
@@ -96,9 +97,6 @@ def attention(
     local: whether the window applies. It may be traced, where one program serves layers with a window and without.
     implementation: "xla"; or, without ever storing [T, T] scores, "cudnn" on GPUs (16-bit floats, H <= 256 and a
         multiple of 8, no softcap) and "splash" on TPUs (H 64 or a multiple of 128); None as `default_attention` says.
-
-    Raises:
-        ValueError: "cudnn" with a softcap, "splash" with another H.
     """
     length, head_dim = query.shape[1], query.shape[3]
     if implementation is None:
@@ -192,7 +190,7 @@ def default_attention(
 
 
 def computes(implementation: AttentionImplementation, head_dim: int, softcap: float | None) -> bool:
-    """Whether an implementation knows heads of this size and, where scores are bounded, such a bound."""
+    """Whether an implementation supports heads of this size and, if there is one, the softcap."""
     if implementation == "cudnn":
         return head_dim % 8 == 0 and head_dim <= largest_cudnn_head() and softcap is None
     return implementation == "xla" or splash_supports(head_dim)
@@ -209,6 +207,35 @@ def largest_cudnn_head() -> int:
         return 0
     generation = int(device.compute_capability.partition(".")[0])
     return 256 if generation >= 9 else 128 if generation >= 8 else 0
+
+
+# ---- the key-value cache: explicit argument and result of a decode step
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class LayerCache:
+    """One layer's keys and values.
+
+    Head-major, so that a decode step reads it in place; [B, S, K, H] would be transposed at every step.
+
+    transposed: whether keys are [B, K, H, S]. A sum over the last axis is not vectorised on CPUs, where scores of keys
+        [B, K, S, H] take three times as long.
+    """
+
+    key: Float[Array, "B K S H"] | Float[Array, "B K H S"]
+    value: Float[Array, "B K S H"]
+    transposed: bool = field(default=False, metadata={"static": True})
+
+    @property
+    def size(self) -> int:
+        """Number of positions of a row."""
+        return self.value.shape[2]
+
+    def map(self, change: Callable[..., Array], *others: "LayerCache") -> "LayerCache":
+        """`change(array, its axis of positions, *the others' arrays)` of keys and values."""
+        key = change(self.key, 3 if self.transposed else 2, *(other.key for other in others))
+        return replace(self, key=key, value=change(self.value, 2, *(other.value for other in others)))
 
 
 def cached_attention(
@@ -238,3 +265,68 @@ def cached_attention(
         scores = softcap * jnp.tanh(scores / softcap)
     weights = jax.nn.softmax(jnp.where(seen[:, None, None, :], scores, -jnp.inf), axis=-1).astype(query.dtype)
     return jnp.einsum("bkgs,bksh->bkgh", weights, cache.value).reshape(query.shape)
+
+
+def transposes_keys(mesh: Mesh | AbstractMesh) -> bool:
+    """Whether caches on this mesh are `transposed`."""
+    device = mesh.abstract_mesh.abstract_device
+    return (jax.default_backend() if device is None else device.platform) == "cpu"
+
+
+def empty_cache(
+    rows: int, kv_heads: int, size: int, head_dim: int, dtype: Any, *, transposed: bool = False
+) -> LayerCache:
+    """A cache of `size` positions, all zeros."""
+    length, dimension = (head_dim, size) if transposed else (size, head_dim)
+    key = jnp.zeros((rows, kv_heads, length, dimension), dtype)
+    return LayerCache(key, jnp.zeros((rows, kv_heads, size, head_dim), dtype), transposed)
+
+
+def prefilled_cache(
+    key: Float[Array, "B P K H"], value: Float[Array, "B P K H"], size: int, *, transposed: bool = False
+) -> LayerCache:
+    """A cache of `size` positions that begins with a prompt's keys and values.
+
+    Padded prompt positions are cached too; a row's own tokens overwrite them before its length reaches them.
+    """
+    return grown_cache(_stored(key, value, transposed), size)
+
+
+def grown_cache(cache: LayerCache, size: int) -> LayerCache:
+    """The same cache with room for `size` positions."""
+
+    def padded(x, axis):
+        return jnp.pad(x, [(0, size - cache.size if at == axis else 0) for at in range(x.ndim)])
+
+    return cache.map(padded)
+
+
+def filled_cache(cache: LayerCache, slots: Int[Array, "m"], other: LayerCache, rows: Int[Array, "m"]) -> LayerCache:
+    """The same cache, in which these slots take these rows of another cache, then zeros. Slots past the end take none.
+
+    The later positions have weight zero, but zero times a NaN that a slot's former row left there is NaN.
+    """
+
+    def fill(x, axis, y):
+        rest = [(0, x.shape[axis] - y.shape[axis] if at == axis else 0) for at in range(x.ndim)]
+        return x.at[slots].set(jnp.pad(y[rows], rest), mode="drop")
+
+    return cache.map(fill, other)
+
+
+def append(
+    cache: LayerCache, key: Float[Array, "B 1 K H"], value: Float[Array, "B 1 K H"], positions: Int[Array, "B"]
+) -> LayerCache:
+    """Writes each row's one new key and value at that row's position."""
+
+    def write(rows, axis, new):
+        # A slice update a row, in place; an indexed scatter on sharded rows would gather the cache.
+        update = jax.vmap(lambda row, x, at: lax.dynamic_update_slice_in_dim(row, x, at, axis=axis - 1))
+        return update(rows, new, positions)
+
+    return cache.map(write, _stored(key, value, cache.transposed))
+
+
+def _stored(key: Float[Array, "B P K H"], value: Float[Array, "B P K H"], transposed: bool) -> LayerCache:
+    key = key.transpose(0, 2, 3, 1) if transposed else key.swapaxes(1, 2)
+    return LayerCache(key, value.swapaxes(1, 2), transposed)

@@ -1,5 +1,6 @@
-"""What happens between devices inside one `jax.shard_map`, and at its border."""
+"""Operations between devices inside one `jax.shard_map`, and at its border."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,14 +21,14 @@ def place(x: Array, mesh: Mesh | AbstractMesh, spec: PartitionSpec) -> Array:
 
 
 def vary(x: Array, axes: str | Sequence[str] | None) -> Array:
-    """Casts `x` to differ between the devices of `axes`, which its type then says.
+    """Casts `x` to a type that says that it differs between the devices of `axes`.
 
     The transpose is a sum over those axes. An explicit cast at the place where a value fans out makes it one sum, where
     implicit casts at each use would sum each use's gradient on its own.
     """
-    wanted = () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
+    requested = () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
     own = jax.typeof(x).manual_axis_type.varying
-    missing = tuple(axis for axis in wanted if axis not in own)
+    missing = tuple(axis for axis in requested if axis not in own)
     return lax.pcast(x, missing, to="varying") if missing else x
 
 
@@ -37,13 +38,13 @@ def total(x: Array, axis: str | None) -> Array:
 
 
 def own_rows(x: Array, axis: str = TENSOR) -> Array:
-    """The rows that belong to this device, of rows that were gathered over `axis`."""
+    """This device's rows, of rows that were gathered over `axis`."""
     rows = x.shape[0] // lax.axis_size(axis)
     return lax.dynamic_slice_in_dim(vary(x, axis), lax.axis_index(axis) * rows, rows)
 
 
 def all_rows(tree: Any, axis: str = TENSOR) -> Any:
-    """The rows of all devices along `axis`, of a tree of arrays that each hold a device's own."""
+    """The rows of all devices along `axis`, for a tree of arrays that hold this device's rows."""
     return jax.tree.map(lambda x: lax.all_gather(x, axis, tiled=True), tree)
 
 
@@ -60,8 +61,8 @@ def lookup(table: Array, tokens: Int[Array, "B T"], axis: str = TENSOR) -> Array
 
 @jax.custom_vjp
 def _rows_of(table: Array, index: Int[Array, "B T"]) -> Array:
-    """Rows of a table, 0 where there is none. Gradients of a row that comes often are added up in float32: in bfloat16
-    the sum would stand still as soon as it is 256 times what is added."""
+    """Rows of a table, 0 where there is none. Gradients of a row that occurs often are summed in float32: in bfloat16
+    the sum would stop growing as soon as it is 256 times what is added."""
     return table.at[index].get(mode="fill", fill_value=0)
 
 
@@ -69,8 +70,8 @@ def _rows_forward(table: Array, index: Array) -> tuple[Array, tuple[Array, Array
     return _rows_of(table, index), (table, index)
 
 
-def _rows_backward(kept: tuple[Array, Array], cotangent: Array) -> tuple[Array, None]:
-    table, index = kept
+def _rows_backward(residuals: tuple[Array, Array], cotangent: Array) -> tuple[Array, None]:
+    table, index = residuals
     total = jnp.zeros_like(table, jnp.float32).at[index].add(cotangent.astype(jnp.float32), mode="drop")
     return total.astype(table.dtype), None
 
@@ -79,11 +80,9 @@ _rows_of.defvjp(_rows_forward, _rows_backward)
 
 
 def check_rows(rows: int, mesh: Mesh | AbstractMesh, axes: Sequence[str], what: str) -> None:
-    """Raises a ValueError where the rows of a batch cannot be divided evenly over `axes`."""
+    """Raises a ValueError if the rows of a batch cannot be divided evenly over `axes`."""
     sizes = {axis: mesh.shape[axis] for axis in axes}
-    count = 1
-    for size in sizes.values():
-        count *= size
+    count = math.prod(sizes.values())
     if rows % count:
         raise ValueError(
             f"{what}: a batch of {rows} rows cannot be divided over {count} devices "

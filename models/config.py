@@ -1,4 +1,4 @@
-"""The numbers that define a decoder."""
+"""The numbers and switches that define a decoder."""
 
 import sys
 from dataclasses import dataclass, fields
@@ -14,15 +14,12 @@ _CHOICES = {"activation": ("silu", "gelu_tanh"), "norm": ("rms", "layer"), "posi
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """How rotary frequencies are lowered, so that positions beyond those of the first training stay in known angles.
+    """How rotary frequencies are lowered, so that positions beyond those of pretraining have angles that it has seen.
 
     kind: "linear" divides every frequency by `factor`. "llama3" divides by it those whose wavelength exceeds
         original_max_positions / low_freq_factor, leaves those whose wavelength is below original_max_positions /
-        high_freq_factor, and goes smoothly from one to the other between (Llama 3.1). Linear scaling has no further
-        numbers: they are None.
-
-    Raises:
-        ValueError: a number out of its range, missing or superfluous.
+        high_freq_factor, and changes smoothly between the two (Llama 3.1). For linear scaling the other numbers are
+        None.
     """
 
     kind: Literal["linear", "llama3"]
@@ -59,10 +56,10 @@ class RopeScaling:
 class ModelConfig:
     """A pre-norm decoder with grouped-query attention: Llama, Mistral, Qwen2, Qwen3, Gemma 2 and 3, GPT-2.
 
-    The defaults of the switches are Llama's: RMSNorm, rotary positions, SwiGLU, no biases, attention over all that
-    came before.
+    The defaults of the switches are Llama's: RMSNorm, rotary positions, SwiGLU, no biases, attention over all earlier
+    positions.
 
-    vocab_size: token ids run below it. The tables have `padded_vocab` rows; the further ones are never drawn or scored.
+    vocab_size: token ids are below it. The tables have `padded_vocab` rows; the others are never drawn or scored.
     embed, layers, heads, kv_heads, head_dim, mlp: the sizes D, L, N, K, H and F. D need not be N * H.
     max_positions: the longest sequence, prompt and response together.
     rope_theta: base of the rotary frequencies.
@@ -86,9 +83,6 @@ class ModelConfig:
     query_scale: attention scores are multiplied by it. None: 1 / sqrt(H).
     attention_softcap: bounds attention scores as `softcap` does logits (Gemma 2).
     embed_scale: embeddings are multiplied by it, rounded to the compute dtype (Gemma: sqrt(D)).
-
-    Raises:
-        ValueError: a number out of its range, or switches that contradict each other.
     """
 
     vocab_size: int
@@ -134,9 +128,9 @@ class ModelConfig:
             value = getattr(self, name)
             if value is not None and not positive(value):
                 raise ValueError(f"model {name}={value!r} must be positive, or null for none")
-        for name, known in _CHOICES.items():
-            if getattr(self, name) not in known:
-                raise ValueError(f"model {name}={getattr(self, name)!r}: known are {', '.join(known)}")
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise ValueError(f"model {name}={getattr(self, name)!r}: known are {', '.join(choices)}")
         if self.heads % self.kv_heads:
             raise ValueError(f"model kv_heads={self.kv_heads} must divide heads={self.heads}")
         if self.positions == "rotary" and self.head_dim % 2:
@@ -178,7 +172,7 @@ class ModelConfig:
 
 
 def positive(value: float) -> bool:
-    """Whether a number is positive and finite, as a float too."""
+    """Whether a number is positive, and finite as a float."""
     return 0 < value <= sys.float_info.max
 
 

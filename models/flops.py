@@ -1,4 +1,4 @@
-"""Operations and bytes that a model's calls need, from its numbers alone: what a device's peak is compared with.
+"""Operations and bytes that a model's calls need, from its config alone, to compare with a device's peak.
 
 An operation is one multiplication or addition of a matrix product: a weight costs 2 a token. Norms, softmaxes and other
 elementwise work are not counted, nor what a backward pass recomputes, nor padding: rows are given by their lengths.
@@ -32,7 +32,7 @@ def lora_weights(config: ModelConfig, lora: LoRAConfig) -> int:
 
 
 def attention_operations(config: ModelConfig, lengths: Lengths) -> float:
-    """Of causal attention's two products, forward: 4 a head, its size and a pair of positions (one sees the other)."""
+    """Operations of causal attention's two products, forward: 4 for each head, its dimensions and pair of positions."""
     per_pair = 4.0 * config.heads * config.head_dim
     local = sum(config.locality)
     pairs = local * _pairs(lengths, config.window) if local else 0.0
@@ -46,11 +46,11 @@ def forward_operations(
     lora: LoRAConfig | None = None,
     predicted: Lengths | None = None,
 ) -> float:
-    """Of scoring these rows: `make_logprobs` (head "lm"), `make_values` ("scalar").
+    """Operations of scoring these rows: `make_logprobs` (head "lm"), `make_values` ("scalar").
 
-    2 (layers + adapters) a token, 2 head for each that is predicted, and causal attention.
+    2 (layers + adapters) a token, 2 head for each predicted token, and causal attention.
 
-    predicted: of each row, with the head "lm"; None: all tokens but the first.
+    predicted: number of predicted tokens of each row, with the head "lm"; None: all but the first.
     """
     dense = _dense(config, lengths, predicted, head, lora, frozen=2.0, trained=2.0)
     return dense + attention_operations(config, lengths)
@@ -63,7 +63,7 @@ def training_operations(
     lora: LoRAConfig | None = None,
     predicted: Lengths | None = None,
 ) -> float:
-    """Of forward and backward once over these rows: three forwards.
+    """Operations of one forward and backward pass over these rows: three forwards.
 
     With `lora` the base is passed backward but has no gradient of its own: 4 a weight and token instead of 6.
     """
@@ -73,9 +73,9 @@ def training_operations(
 
 
 def weight_bytes(config: ModelConfig, itemsize: float, *, layer_itemsize: float | None = None) -> float:
-    """What a decode step reads of the weights: all matrices but an untied embedding, of which it reads single rows.
+    """Bytes of weights that a decode step reads: all matrices but an untied embedding, of which it reads single rows.
 
-    itemsize: bytes a number; layer_itemsize: of the layers' matrices, where it is another (1 for int8).
+    itemsize: bytes a number; layer_itemsize: of the layers' matrices, if it differs (1 for int8).
     """
     layers = itemsize if layer_itemsize is None else layer_itemsize
     return layer_weights(config) * layers + head_weights(config) * itemsize
@@ -98,7 +98,7 @@ def generation_seconds(
     copies: int = 1,
     samples: int = 1,
 ) -> float:
-    """The least time of a generation: of its prefill by operations, of each decode step by bytes or operations.
+    """The least seconds of a generation: its prefill by operations, each decode step by bytes or operations.
 
     A local layer sees as many positions as its window has.
 
@@ -117,7 +117,7 @@ def generation_seconds(
     positions = prompts[None, :] + steps
     near = positions if config.window is None else np.minimum(positions, config.window)
     nearby = sum(config.locality) / config.layers  # of the layers
-    whole, local = ((running * each).sum(axis=1) for each in (positions, near))
+    whole, local = (running * positions).sum(axis=1), (running * near).sum(axis=1)
     seen = whole + nearby * (local - whole)  # in the mean of the layers
     read = copies * weight_bytes(config, itemsize, layer_itemsize=layer_itemsize) + seen * cache_bytes(config, itemsize)
     attention = 4.0 * config.layers * config.heads * config.head_dim * seen
@@ -138,7 +138,8 @@ def _dense(
     frozen: float,
     trained: float,
 ) -> float:
-    """Products with weights: operations a number and token of the base and of what is trained beside it."""
+    """Operations of the products with weights. frozen, trained: operations for each number and token of the base, and
+    of what is trained in addition."""
     tokens = float(np.sum(lengths, dtype=np.float64))
     predicted = np.maximum(lengths - 1, 0) if predicted is None else predicted
     scored = float(np.sum(predicted, dtype=np.float64)) if head == "lm" else tokens
@@ -148,7 +149,7 @@ def _dense(
 
 
 def _pairs(lengths: Lengths, window: int | None) -> float:
-    """Pairs of positions of which one sees the other: all before it and itself, or as many as the window has."""
+    """Pairs of positions of which one sees the other: itself and all before it, or as many as the window has."""
     whole = lengths.astype(np.float64)
     inside = whole if window is None else np.minimum(whole, window)
     return float(np.sum(inside * (inside + 1) / 2 + (whole - inside) * inside))

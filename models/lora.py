@@ -34,11 +34,8 @@ class LoRAConfig:
 
     rank: r, the inner size of every adapter.
     alpha: scales what an adapter adds, by alpha / r.
-    targets: the adapted projections, of every layer, in PEFT's names. Kept in the order of `PROJECTIONS`.
+    targets: the adapted projections, of every layer, in PEFT's names; sorted as `PROJECTIONS`.
     rslora: scale by alpha / sqrt(r) (Kalajdzievski 2023, rsLoRA), so that it does not fall with a larger rank.
-
-    Raises:
-        ValueError: a number out of its range, an unknown target, or none.
     """
 
     rank: int
@@ -58,7 +55,7 @@ class LoRAConfig:
 
     @property
     def scale(self) -> float:
-        """What the product x a b is multiplied by."""
+        """The factor of the product x a b."""
         return self.alpha / (self.rank**0.5 if self.rslora else self.rank)
 
 

@@ -21,7 +21,7 @@ from jrlhf.models.collectives import total, vary
 from jrlhf.models.config import Activation, ModelConfig
 from jrlhf.models.remat import named
 
-# (query [B, T, N, H], key and value [B, T, K, H]) -> (output [B, T, N, H], what the caller keeps, such as a cache)
+# (query [B, T, N, H], key and value [B, T, K, H]) -> (output [B, T, N, H], anything for the caller, such as a cache)
 Attend = Callable[[Array, Array, Array], tuple[Array, Any]]
 
 
@@ -226,7 +226,7 @@ class Block(nnx.Module):
         axis: str | None = None,
         adapters: Adapters = NO_ADAPTERS,
     ) -> tuple[Float[Array, "B T D"], Any]:
-        """The layer's output and what `attend` keeps.
+        """The layer's output, and what `attend` returned in addition.
 
         positions: this layer's rotation; None where positions are learned.
         axis: the mesh axis over which heads and mlp are sliced (Shoeybi et al. 2019, section 3), None where weights are
@@ -234,13 +234,13 @@ class Block(nnx.Module):
         """
         with jax.named_scope("attention"):
             h = vary(self.attention_norm(x), axis)
-            attended, kept = attend(*self.attention.project(h, positions, adapters))
+            attended, extra = attend(*self.attention.project(h, positions, adapters))
             out = named(self.attention.output(attended, axis, adapters), "projected")
             x = x + (self.post_attention_norm(out) if self.post_norms else out)
         with jax.named_scope("mlp"):
             h = vary(self.mlp_norm(x), axis)
             out = named(self.mlp(h, axis, adapters), "down")
-            return x + (self.post_mlp_norm(out) if self.post_norms else out), kept
+            return x + (self.post_mlp_norm(out) if self.post_norms else out), extra
 
 
 def scaled_embeddings(x: Float[Array, "B T D"], config: ModelConfig) -> Float[Array, "B T D"]:

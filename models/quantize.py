@@ -32,7 +32,7 @@ class Int8:
 
 
 def is_int8(x: Any) -> bool:
-    """Whether `x` is a quantised matrix: for `jax.tree.map`, one leaf."""
+    """Whether `x` is a quantized matrix: one leaf, for `jax.tree.map`."""
     return isinstance(x, Int8)
 
 
@@ -57,8 +57,8 @@ def to_int8(params: Params, *, donate: bool = False) -> Params:
 def dequantised(weights: Any, dtype: Any, *, after: Array | None = None) -> Any:
     """`weights` with every `Int8` as an array of `dtype`, rounded once. Other leaves are handed on.
 
-    after: the input of the layer whose weights these are. They become floats no sooner than it is there. Otherwise a
-        compiler sees the same floats made in every turn of a loop, makes those of all layers once, ahead of it, and
+    after: the input of the layer whose weights these are. They become floats only after it is computed. Otherwise a
+        compiler sees that every turn of a loop makes the same floats, makes those of all layers once, ahead of it, and
         keeps them. Measured on an H200: the temporary memory of generation then grows no faster with the layers than
         that of a float base. XLA for CPU drops such barriers, and keeps the floats of all layers.
     """
@@ -80,7 +80,7 @@ def int8_specs(specs: Params) -> Params:
 
 
 def int8_shardings(shardings: Params) -> Params:
-    """A tree of NamedShardings, as `int8_specs`: where `to_int8` leaves weights that were stored so."""
+    """A tree of NamedShardings, as `int8_specs`: where `to_int8` stores weights that had these shardings."""
     return _map_matrices(lambda _, sharding, inputs: _stored(sharding, inputs), shardings)
 
 
@@ -107,18 +107,18 @@ def _map_matrices(function: Callable[[str, Any, tuple[int, ...]], Any], params: 
     """`function(name, leaf, the dimensions that are summed over)` of the layers' matrices; other leaves stay."""
     first = 0 if isinstance(params["layers"], list) else 1
 
-    def each(path: Any, leaf: Any) -> Any:
+    def change(path: Any, leaf: Any) -> Any:
         inputs = INPUTS.get(path[-1].key)
         return leaf if inputs is None else function(keystr(path), leaf, tuple(range(first, first + inputs)))
 
-    return {**params, "layers": jax.tree_util.tree_map_with_path(each, params["layers"])}
+    return {**params, "layers": jax.tree_util.tree_map_with_path(change, params["layers"])}
 
 
 def _quantized(name: str, weight: Array, inputs: tuple[int, ...], *, donate: bool) -> Int8:
-    if isinstance(weight, Tracer):  # only its shape is asked, and it tells no place
+    if isinstance(weight, Tracer):  # only its shape matters, and it has no sharding
         return _quantizer(None, inputs)(weight)[0]
     low, finite = _quantizer(weight.sharding, inputs)(weight)
-    if not finite:  # waits for the result, so that only one matrix is in the making
+    if not finite:  # waits for the result, so that only one matrix is computed at a time
         raise ValueError(f"layers{name} holds NaN or an infinity, which int8 has no number for: mend the weights")
     if donate:
         weight.delete()
@@ -141,7 +141,7 @@ def _quantizer(sharding: Any, inputs: tuple[int, ...]) -> Callable[[Array], tupl
 
 
 def _stored(sharding: NamedSharding, inputs: tuple[int, ...]) -> Any:
-    """Where the values and the scale of a matrix are that was stored so."""
+    """Where the values and the scale of a matrix with this sharding are stored."""
     return Int8(sharding, NamedSharding(sharding.mesh, _scale_spec(sharding.spec, inputs)))  # pyright: ignore
 
 

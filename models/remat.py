@@ -1,4 +1,4 @@
-"""What the backward pass keeps of a layer and what it computes again, by name.
+"""Policies: the values that the backward pass keeps of a layer, by name; it computes the others again.
 
 Numbers kept and multiply-adds computed again, a token and layer, in rows of T tokens: D embed, N heads, K kv-heads,
 H head_dim, F mlp, which is gated. Causal attention does N H T forward; norms, rotations and activations do not count.
@@ -11,7 +11,7 @@ H head_dim, F mlp, which is gated. Causal attention does N H T forward; norms, r
 | products  | 2 D + 2 (N + K) H + 2 F         | device  | none                                                     |
 | gather    | those, and every activation     | device  | none, nor anything else but gathered weights             |
 
-A kept number has the compute dtype's size. Beside an attention output, cuDNN and splash keep N float32 (the logarithms
+A kept number has the compute dtype's size. With an attention output, cuDNN and splash keep N float32 (the logarithms
 of the softmax's sums), from which their backward passes start; XLA keeps nothing and computes scores and softmax again.
 Layers with a norm after their contributions keep D more under "products", the norm's input.
 At D 2048, N 16, K 8, H 128, F 6144 in bfloat16: 4, 8 and 45 kB; 40, 38 and 0 million multiply-adds at T 1024.
@@ -40,7 +40,7 @@ _CUDNN = "dot_product_attention_fwd"
 
 
 def named(x: jax.Array, name: Name) -> jax.Array:
-    """`x`, which a policy can now tell from other values."""
+    """`x` with a name by which policies recognize it."""
     return checkpoint_name(x, name)
 
 

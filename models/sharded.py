@@ -1,4 +1,4 @@
-"""A forward pass over whole sequences, as each device of a mesh computes it.
+"""The forward pass over whole sequences, as each device of a mesh computes it.
 
 A weight is stored in slices and gathered layer by layer where it is used, inside the checkpointed body of the layer
 scan. So at most one layer's whole weights exist at any time, in the backward pass too, and the gather's transpose
@@ -116,7 +116,7 @@ class ShardedForward:
             results = mapped(params, adapter, *jax.tree.map(lambda x: place(x, self.mesh, rows), batch))
             if sums or self.layout.batch == AXES:
                 return results
-            # To meet those of other layouts and of generation, rows lie over all axes: a slice, nothing travels.
+            # Results are divided over all axes, as those of other layouts and of generation: a slice, nothing travels.
             check_rows(count, self.mesh, AXES, f"{self.layout.name} layout")
             return jax.tree.map(lambda x: place(x, self.mesh, jax.P(AXES)), results)
 
@@ -145,7 +145,7 @@ class ShardedForward:
 
     def load(self, weight: Array, axes: tuple[str | None, ...]) -> Array:
         """A stored slice as the block needs it: cast, then gathered (so that the cast halves the bytes that travel)."""
-        # Norm scales and the scalar head stay float32, in which they are applied; they weigh nothing.
+        # Norm scales and the scalar head stay float32, in which they are applied; they are small.
         if weight.ndim > 1:
             weight = weight.astype(self.options.dtype)
         # Varying before the gather: its transpose then sums over `data` what is already scattered, not whole weights.
@@ -157,7 +157,7 @@ class ShardedForward:
         return self.layout.storage.spec(axes) != self.layout.compute.spec(axes)
 
     def hidden(self, params: Params, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-        """This device's rows -> their final hidden states, after the final norm."""
+        """The final hidden states of this device's rows, after the final norm."""
         axes = layer_axes(self.axes)
         rotations = layer_rotations(jnp.arange(tokens.shape[1])[None, :], self.config)
         locality = self.config.locality
@@ -170,7 +170,7 @@ class ShardedForward:
             x = named(x, "layer")
             loaded = jax.tree.map(self.load, dequantised(weights, self.options.dtype, after=x), axes)
 
-            def attend(*heads):  # nothing is kept of it
+            def attend(*heads):  # keeps nothing
                 return layer_attention(self.config, local, *heads, implementation=self.options.attention), None
 
             return Block(self.config, loaded)(x, of_layer(rotations, local), attend, self.tensor, adapters)
@@ -249,7 +249,7 @@ class ShardedForward:
 
     @property
     def logits(self) -> dict[str, Any]:
-        """What the log-probability op must know of the model, the mesh and the options."""
+        """The log-probability op's keywords: of the model, the mesh and the options."""
         options = {"temperature": self.options.temperature, "implementation": self.options.implementation}
         model = {"softcap": self.config.softcap, "vocab_size": self.config.vocab_size}
         return {**options, **model, "axis_name": TENSOR}
@@ -260,8 +260,8 @@ class ShardedForward:
         """(hidden states, this device's slice of the unembedding, `of_tokens`' arrays [B, T] as [n]), at the n tokens
         that are predicted, of all rows that share that slice.
 
-        What a call is given travels as it came: it need not wait for anything. Cut first, it would be ready amid the
-        layers' collectives, and simulated devices then may wait for each other.
+        The arguments of a call are gathered before they are cut: so they need not wait for anything. Cut first, they
+        would be ready amid the layers' collectives, and simulated devices may then wait for each other.
         """
         name = "embedding" if self.config.tie_embeddings else "unembedding"
         unembedding = self.load(params[name], self.axes[name])
@@ -271,7 +271,7 @@ class ShardedForward:
         return hidden.reshape(-1, hidden.shape[-1]), unembedding, of_tokens
 
     def by_row(self, x: Array, tokens: Int[Array, "B T"], starts: Int[Array, "B"] | None) -> Array:
-        """What was computed at the predicted tokens of all rows that share a slice: this device's, as `tokens` lie."""
+        """This device's part of what was computed at the predicted tokens of all rows that share a slice, [B, T]."""
         x = x if self.layout.tensor_parallel else own_rows(x)
         x = x.reshape(tokens.shape[0], -1)
         if starts is None:
@@ -279,7 +279,7 @@ class ShardedForward:
         return _at(x, _since(starts, tokens.shape[1]))
 
     def predicted(self, x: Array, starts: Int[Array, "B"] | None, *, ahead: int = 0) -> Array:
-        """`x` [B, T, ...] at the tokens that are predicted, or so many positions ahead of them; 0 past a row's end."""
+        """`x` [B, T, ...] at the tokens that are predicted, or `ahead` positions before them; 0 past a row's end."""
         length = x.shape[1]
         if (starts is None) != (self.options.span is None):
             raise TypeError("where responses begin (`starts`) must be given with a span, and only then")
@@ -300,12 +300,12 @@ class ShardedForward:
 
 
 def _at(x: Float[Array, "B T *D"], index: Int[Array, "B S"]) -> Float[Array, "B S *D"]:
-    """Each row at its own positions, of which none that exists comes twice; 0 where there is no such position."""
+    """Each row at its own positions, which must differ from each other; 0 where there is no such position."""
     rows = jnp.arange(x.shape[0])[:, None]
-    outside = jnp.where(index < 0, x.shape[1], index)  # a negative one would count from the end
-    return x.at[rows, outside].get(mode="fill", fill_value=0, unique_indices=True)
+    index = jnp.where(index < 0, x.shape[1], index)  # a negative one would count from the end
+    return x.at[rows, index].get(mode="fill", fill_value=0, unique_indices=True)
 
 
 def _since(starts: Int[Array, "B"], length: int) -> Int[Array, "B T"]:
-    """How many positions after its row's start each position stands."""
+    """The distance of each position from its row's start."""
     return jnp.arange(length)[None, :] - jnp.maximum(starts, 1)[:, None]

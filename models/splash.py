@@ -1,4 +1,4 @@
-"""Splash attention, JAX's Pallas kernels for TPUs, made fit for a `jax.shard_map` that checks its types.
+"""Splash attention, JAX's Pallas kernels for TPUs, adapted to a `jax.shard_map` that checks its types.
 
 The kernels do not say over which mesh axes their results vary, which a checking `shard_map` demands. So they run in an
 inner `shard_map` over no further axis, which does not check. There a derivative would be wrong if an operand were the
@@ -33,12 +33,9 @@ def splash_attention(
     window: int | None = None,
     interpret: Interpret = False,
 ) -> Float[Array, "B T N H"]:
-    """Causal attention as `attention` says, in blocks: scores [T, T] exist nowhere, and blocks without any are skipped.
+    """Causal attention as in `attention`, in blocks: scores [T, T] are never stored, and empty blocks are skipped.
 
     interpret: runs the kernels on another platform.
-
-    Raises:
-        ValueError: the kernels do not know this head_dim.
     """
     length, head_dim = query.shape[1], query.shape[3]
     if not supports(head_dim):
@@ -47,7 +44,7 @@ def splash_attention(
         )
     # The kernels do not scale. Float32, for in bfloat16 128^-0.5 is off by 0.2 % and so would be all scores.
     query = (query.astype(jnp.float32) * scale).astype(query.dtype)
-    # Keys behind the end are after every query that counts.
+    # Keys of the padding come after every query that counts, so causality hides them.
     size = -(-length // LANES) * LANES
     padding = (0, 0), (0, size - length), (0, 0), (0, 0)
     operands = [jnp.pad(x, padding) for x in varying(query, key, value)]
@@ -86,7 +83,7 @@ def _kernel(heads: int, size: int, softcap: float | None, window: int | None, in
 
 
 def _attend(kernel: Callable[[], Callable]) -> Callable[[Array, Array, Array], Array]:
-    """What `kernel` makes, with batch and time first and differentiable, for operands that vary alike."""
+    """The kernel's attention with batch and time first, differentiable, for operands that vary alike."""
 
     @jax.custom_vjp
     def attend(query: Array, key: Array, value: Array) -> Array:
@@ -97,19 +94,19 @@ def _attend(kernel: Callable[[], Callable]) -> Callable[[Array, Array, Array], A
         out, pullback = _unchecked(local_forward)(*_heads_first(query, key, value))
         return vary(out.swapaxes(1, 2), sorted(axes)), (out, pullback)
 
-    def backward(kept: tuple[Array, Any], cotangent: Array) -> tuple[Array, ...]:
+    def backward(residuals: tuple[Array, Any], cotangent: Array) -> tuple[Array, ...]:
         axes = jax.typeof(cotangent).manual_axis_type.varying
-        gradients = _unchecked(local_backward)(*kept, *_heads_first(cotangent))
+        gradients = _unchecked(local_backward)(*residuals, *_heads_first(cotangent))
         return tuple(vary(x.swapaxes(1, 2), sorted(axes)) for x in gradients)
 
     def local_forward(*heads: Array) -> tuple[Array, Any]:
         # Made anew in each trace: a kernel holds arrays of its mask, which belong to the trace that made them.
         out, pullback = jax.vjp(kernel(), *heads)
         # The output is one of the arrays that the pullback holds; a checkpoint would keep both.
-        return out, jax.tree.map(lambda held: None if held is out else held, pullback)
+        return out, jax.tree.map(lambda x: None if x is out else x, pullback)
 
     def local_backward(out: Array, pullback: Any, cotangent: Array) -> tuple[Array, ...]:
-        whole = jax.tree.map(lambda held: out if held is None else held, pullback, is_leaf=lambda held: held is None)
+        whole = jax.tree.map(lambda x: out if x is None else x, pullback, is_leaf=lambda x: x is None)
         return whole(cotangent)
 
     attend.defvjp(forward, backward)

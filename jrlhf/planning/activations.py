@@ -1,9 +1,10 @@
-"""What a compiled call needs of each device beside what is kept there: temporary memory, in closed form.
+"""Predicted temporary memory of compiled calls, in closed form.
 
-A call is a sequence of phases (a layer's attention, its mlp, the head, the optimizer), of which only the largest
-counts, on top of what lives through all of them. What a phase holds was read from XLA's own account of its peaks, for
-each backend: how many arrays of a kind exist at once. These counts are all that is not derived from shapes; they are in
-`Counts`, one table a backend. B rows of a device, T tokens each; D, N, K, H, F, V as in `models.config`.
+A call is a sequence of phases (a layer's attention, its mlp, the head, the optimizer). Only the largest phase counts,
+on top of what lives through all of them. How many arrays of a kind exist at once was read from XLA's own account of its
+peaks, for each backend: these numbers (`Counts`) are all that is not derived from shapes.
+
+B rows of a device, T tokens each; D, N, K, H, F, V as in `models.config`.
 """
 
 from dataclasses import dataclass
@@ -20,129 +21,72 @@ from jrlhf.models.remat import Remat
 
 WIDE = 4  # bytes of a float32
 Platform = Literal["cpu", "gpu", "tpu"]
+Phase = dict[str, float]  # bytes that a device holds at one time, by name
 
 
 @dataclass(frozen=True)
 class Counts:
-    """How many arrays of a kind XLA holds at once, at the most.
+    """The largest number of arrays of each kind that XLA holds at once."""
 
-    scores: [B, N, T, T] in float32, of one layer's attention: forward alone, forward under differentiation, backward.
-    weights: the same scores as the softmax leaves them, in the compute dtype: forward, backward.
-    mlp: [B, T, F]: forward alone, backward, while prompts are read. beside: [B, T, D] with the first.
-    backward: [B, T, D] of a layer's backward pass.
-    norms: what a layer's further norms add to its backward pass: of queries and keys, in these; after its
-        contributions, in [B, T, D].
-    forward_tables, backward_tables, head_tables: [V, D] in float32, gathered weights and gradients of embedding and
-        head on the device's slice of the vocabulary: in the layers' forward pass under differentiation, in the backward
-        pass (of a language model, of a scalar one), and in the head's own phase.
-    logits: [tile, V] in float32.
-    gathered: one layer's weights: beside its mlp forward alone, forward under differentiation, where one layer's meet
-        the next one's.
-    copied: all layers' stored weights, again, in the layout that the loop over layers of a training step reads.
-    cast: all layers' stored weights in the compute dtype, ahead of the loop over them that scores.
-    optimizer: copies of all trained numbers (weights, two moments, gradients) while the optimizer steps.
-    kept: what remat="gather" keeps of a layer, in scores, [B, T, F] and [B, T, D].
-    offloads: whether host memory is another one.
-    early: whether the head is gathered before the layers are computed, even where no embedding shares its table.
-    transposed: whether weights whose last dimension is gathered are transposed ahead of the loop over layers.
-    """
-
-    scores: tuple[float, float, float]
-    weights: tuple[float, float]
-    mlp: tuple[float, float, float]
-    beside: float
-    backward: float
-    norms: tuple[float, float]
+    scores: tuple[float, float, float]  # [B, N, T, T] float32 of a layer: forward, forward of training, backward
+    weights: tuple[float, float]  # the same after the softmax, in the compute dtype: forward, backward
+    mlp: tuple[float, float, float]  # [B, T, F]: forward, backward, while prompts are read
+    residual: float  # [B, T, D] next to the mlp's forward pass
+    backward: float  # [B, T, D] of a layer's backward pass
+    norms: tuple[float, float]  # further norms, backward: of queries and keys; [B, T, D] of those after a sublayer
+    # [V, D] float32, gathered tables and their gradients on the device's slice of the vocabulary: in the forward pass
+    # of training, in the backward pass of a language model and of a scalar one, and in the head's own phase.
     forward_tables: float
     backward_tables: tuple[float, float]
     head_tables: float
-    logits: float
-    gathered: tuple[float, float]
-    copied: float
-    cast: float
-    optimizer: float
-    kept: tuple[float, float, float]
-    offloads: bool
-    early: bool
-    transposed: bool
+    logits: float  # [tile, V] float32
+    gathered: tuple[float, float]  # a layer's weights: with its mlp forward; in training, where two layers meet
+    copied: float  # all layers' weights, in the layout that a training step's loop over layers reads
+    cast: float  # all layers' weights in the compute dtype, ahead of the loop that scores
+    optimizer: float  # copies of all trained numbers while the optimizer steps
+    kept: tuple[float, float, float]  # what remat="gather" keeps of a layer: scores, [B, T, F], [B, T, D]
+    offloads: bool  # host memory is another memory
+    early: bool  # the head is gathered before the layers, even where no embedding shares its table
+    transposed: bool  # weights gathered along their last dimension are transposed ahead of the loop over layers
 
 
-COUNTS: dict[Platform, Counts] = {
-    # Products, softmax and transposes are steps of their own, none of which writes where it reads.
-    "cpu": Counts(
-        scores=(3, 4.25, 2),
-        weights=(0, 0),
-        mlp=(3, 6, 3),
-        beside=1,
-        backward=8,
-        norms=(3, 4),
-        forward_tables=3,
-        backward_tables=(1, 1),
-        head_tables=3,
-        logits=3,
-        gathered=(1 / 3, 1.6),
-        copied=0,
-        cast=0,
-        optimizer=0,
-        kept=(2, 6.8, 7.6),
-        offloads=False,
-        early=True,
-        transposed=False,
-    ),
-    # The update's results are copies, beside the gradients: a conditional does not write where it reads.
-    "gpu": Counts(
-        scores=(1, 2.25, 2),
-        weights=(1, 2),
-        mlp=(2, 3, 2),
-        beside=1,
-        backward=10,
-        norms=(0, 0),
-        forward_tables=1,
-        backward_tables=(1, 0),
-        head_tables=2,
-        logits=1,
-        gathered=(1, 1),
-        copied=0,
-        cast=0,
-        optimizer=4,
-        kept=(2.25, 7, 25),
-        offloads=True,
-        early=False,
-        transposed=True,
-    ),
-    "tpu": Counts(
-        scores=(1, 2, 2),
-        weights=(1, 2),
-        mlp=(2, 3, 1),
-        beside=1,
-        backward=10,
-        norms=(0, 0),
-        forward_tables=1,
-        backward_tables=(4.2, 2.56),
-        head_tables=4.2,
-        logits=3,
-        gathered=(1, 1),
-        copied=1.15,
-        cast=1,
-        optimizer=4,
-        kept=(2.25, 7, 21),
-        offloads=True,
-        early=False,
-        transposed=False,
-    ),
+_COUNTS: dict[str, tuple[Any, Any, Any]] = {  # cpu, gpu, tpu
+    # On CPU products, softmax and transposes are separate steps, none of which writes in place.
+    "scores": ((3, 4.25, 2), (1, 2.25, 2), (1, 2, 2)),
+    "weights": ((0, 0), (1, 2), (1, 2)),
+    "mlp": ((3, 6, 3), (2, 3, 2), (2, 3, 1)),
+    "residual": (1, 1, 1),
+    "backward": (8, 10, 10),
+    "norms": ((3, 4), (0, 0), (0, 0)),
+    "forward_tables": (3, 1, 1),
+    "backward_tables": ((1, 1), (1, 0), (4.2, 2.56)),
+    "head_tables": (3, 2, 4.2),
+    "logits": (3, 1, 3),
+    "gathered": ((1 / 3, 1.6), (1, 1), (1, 1)),
+    "copied": (0, 0, 1.15),
+    "cast": (0, 0, 1),
+    # On accelerators the update's results are copies next to the gradients: a conditional does not write in place.
+    "optimizer": (0, 4, 4),
+    "kept": ((2, 6.8, 7.6), (2.25, 7, 25), (2.25, 7, 21)),
+    "offloads": (False, True, True),
+    "early": (True, False, False),
+    "transposed": (False, True, False),
+}
+COUNTS: dict[str, Counts] = {
+    platform: Counts(**{name: row[column] for name, row in _COUNTS.items()})
+    for column, platform in enumerate(("cpu", "gpu", "tpu"))
 }
 
 
 @dataclass(frozen=True)
 class Backend:
-    """What compiles the calls. attention: of whole sequences; None: the platform's default."""
+    """What compiles the calls. attention: the implementation for whole sequences; None: the platform's default."""
 
     platform: Platform = "gpu"
     attention: AttentionImplementation | None = None
 
     @property
     def counts(self) -> Counts:
-        """What this compiler holds at once."""
         return COUNTS[self.platform]
 
 
@@ -153,10 +97,10 @@ DEFAULT = Backend()
 class Arrays:
     """Bytes of one device's arrays of each kind, while some rows are computed.
 
-    hidden [B, T, D]. query [B, T, N H], key [B, T, K H], mlp [B, T, F]: of a layer, in slices where it is
-    tensor-parallel. scores [B, N, T, T] float32; statistics [B, N, T] float32 of an attention that stores no scores.
-    gathered: a layer's matrices. table: [V, D] float32, the device's slice of the vocabulary, all of the embedding's.
-    head: the hidden states that share it. logits: one tile's.
+    hidden [B, T, D]. query [B, T, N H], key [B, T, K H], mlp [B, T, F]: of a layer, sliced where it is tensor-parallel.
+    scores [B, N, T, T] float32. statistics [B, N, T] float32 of an attention that stores no scores. gathered: a layer's
+    matrices. table [V, D] float32: the device's slice of the vocabulary. head: the hidden states of all devices that
+    share a table. logits: of one tile.
     """
 
     hidden: float
@@ -182,7 +126,7 @@ def arrays(
     dtype: Any,
     backend: Backend,
 ) -> Arrays:
-    """Of so many rows a device; in tensor-parallel layouts a device has those of its whole group."""
+    """Returns the bytes of the arrays for `rows` rows of a device, or of its tensor group where a layer is sliced."""
     size = jnp.dtype(dtype).itemsize
     width = 1 if layout in ("train", "score") else tensor
     tokens, sharing = rows * length, rows * length * (tensor if width == 1 else 1)
@@ -194,6 +138,7 @@ def arrays(
     matrices = model.embed * model.head_dim * (2 * heads + 2 * kv_heads)
     matrices += (3 if model.gated_mlp else 2) * model.embed * model.mlp / width
     vocab = model.padded_vocab / tensor
+    # The tile of the log-prob kernel (`kernels.logprob.api`): even parts of the tokens, in multiples of 16.
     tile = max(256, 2**21 // int(vocab)) if backend.platform == "cpu" else 1024
     tile = sharing if sharing <= tile else 16 * ceil(ceil(sharing / ceil(sharing / tile)) / 16)
     return Arrays(
@@ -211,71 +156,63 @@ def arrays(
     )
 
 
-def kept_bytes(model: ModelConfig, each: Arrays, remat: Remat, counts: Counts) -> float:
-    """What a device keeps of all layers for the backward pass: the table in `models.remat`."""
-    layer = each.hidden
+def kept_bytes(model: ModelConfig, sizes: Arrays, remat: Remat, counts: Counts) -> float:
+    """Returns the bytes that a device keeps of all layers for the backward pass (`models.remat`)."""
+    layer = sizes.hidden
     match remat:
-        case "offload" if counts.offloads:  # all but the layer at hand
+        case "offload" if counts.offloads:  # all but the current layer's are on the host
             return layer
         case "attention":
-            layer += each.query
+            layer += sizes.query
         case "products":
-            layer += each.hidden + 2 * each.query + 2 * each.key + (2 if model.gated_mlp else 1) * each.mlp
-            layer += each.hidden if model.post_norms else 0
+            layer += sizes.hidden + 2 * sizes.query + 2 * sizes.key + (2 if model.gated_mlp else 1) * sizes.mlp
+            layer += sizes.hidden if model.post_norms else 0
         case "gather":
             scores, mlp, hidden = counts.kept
-            layer += scores * each.scores + mlp * each.mlp + hidden * each.hidden
-            layer += each.scores * each.itemsize / WIDE * counts.weights[0]
-    return model.layers * (layer + (0 if remat in ("full", "offload") else each.statistics))
-
-
-Phase = dict[str, float]  # what a device holds at one time, by name
+            layer += scores * sizes.scores + mlp * sizes.mlp + hidden * sizes.hidden
+            layer += sizes.scores * sizes.itemsize / WIDE * counts.weights[0]
+    return model.layers * (layer + (0 if remat in ("full", "offload") else sizes.statistics))
 
 
 def infer_phase(
-    model: ModelConfig, head: HeadKind, each: Arrays, backend: Backend, transposed: float, cast: float
+    model: ModelConfig, head: HeadKind, sizes: Arrays, backend: Backend, transposed: float, cast: float
 ) -> Phase:
-    """The largest phase of a forward pass.
+    """Returns the largest phase of a forward pass.
 
-    transposed: stored bytes of the matrices whose last dimension is gathered, the layers' `down` and `wo`.
-    cast: of the layers' stored weights in the compute dtype, where that is another one.
+    transposed: stored bytes of the layers' matrices whose last dimension is gathered, `down` and `wo`. cast: bytes of
+    the layers' weights in the compute dtype, where they are stored in another one.
     """
-    counts, low = backend.counts, each.itemsize / WIDE
-    table = each.table * low if head == "lm" else 0.0
+    counts, low = backend.counts, sizes.itemsize / WIDE
+    table = sizes.table * low if head == "lm" else 0.0
     through = {
-        "activations": each.hidden,
+        "activations": sizes.hidden,
         "gathered head": table if model.tie_embeddings or counts.early else 0.0,
         "transposed weights": transposed if counts.transposed else 0.0,
     }
-    scores = (counts.scores[0] + counts.weights[0] * low) * each.scores
-    products = 0.0 if each.scores else each.query + 2 * each.key
-    attention = {"attention scores": scores, "attention": products, "gathered layers": each.gathered}
+    scores = (counts.scores[0] + counts.weights[0] * low) * sizes.scores
+    products = 0.0 if sizes.scores else sizes.query + 2 * sizes.key
+    attention = {"attention scores": scores, "attention": products, "gathered layers": sizes.gathered}
     mlp = {
-        "mlp": counts.mlp[0] * each.mlp + counts.beside * each.hidden,
-        "gathered layers": counts.gathered[0] * each.gathered,
+        "mlp": counts.mlp[0] * sizes.mlp + counts.residual * sizes.hidden,
+        "gathered layers": counts.gathered[0] * sizes.gathered,
     }
     looped = {"cast layers": counts.cast * cast}
-    logits = {"log-prob tiles": counts.logits * each.logits, "gathered head": table} if head == "lm" else {}
-    logits |= {"gathered hidden states": max(each.head - each.hidden, 0.0)} if head == "lm" else {}
+    logits = {"log-prob tiles": counts.logits * sizes.logits, "gathered head": table} if head == "lm" else {}
+    logits |= {"gathered hidden states": max(sizes.head - sizes.hidden, 0.0)} if head == "lm" else {}
     return _largest(through, attention | looped, mlp | looped, logits)
 
 
-def _matrices(model: ModelConfig) -> int:
-    """Matrices of the mlp, which are most of a layer's numbers."""
-    return 3 if model.gated_mlp else 2
-
-
 def _largest(through: Phase, *phases: Phase) -> Phase:
-    """The largest of the phases with what lives through all of them."""
+    """Returns the largest of the phases, each with what lives through all of them."""
     return max(({**through, **phase} for phase in phases), key=lambda phase: sum(phase.values()))
 
 
 @dataclass(frozen=True)
 class Gradients:
-    """Float32 bytes of a device's gradients.
+    """Float32 bytes of a device's gradients: of the layers, and of all that is trained.
 
-    layers: of the stack of layers. whole: of all that is trained. tiled: the same as the compiler lays them out.
-    relaid: the weights and both moments that a loop over minibatches copies first, into a layout of its own.
+    tiled: all of them in the compiler's layout. relaid: the weights and both moments that a loop over minibatches first
+    copies into another layout.
     """
 
     layers: float
@@ -287,7 +224,7 @@ class Gradients:
 def train_phase(
     model: ModelConfig,
     head: HeadKind,
-    each: Arrays,
+    sizes: Arrays,
     remat: Remat,
     gradients: Gradients,
     micro_batches: int,
@@ -295,65 +232,65 @@ def train_phase(
     backend: Backend,
     transposed: float,
 ) -> Phase:
-    """The largest phase of a step: forward and backward of a micro-batch, or the optimizer after the last.
+    """Returns the largest phase of a step: forward and backward of a micro-batch, or the optimizer after the last.
 
-    running: micro-batches that are on their way through a pipeline. transposed: as in `infer_phase`.
+    running: micro-batches that are in the pipeline at a time. transposed: as in `infer_phase`.
     """
-    counts, low = backend.counts, each.itemsize / WIDE
+    counts, low = backend.counts, sizes.itemsize / WIDE
     sums = gradients.whole if micro_batches > 1 else 0.0
     through = {
-        "kept activations": running * kept_bytes(model, each, remat, counts),
+        "kept activations": running * kept_bytes(model, sizes, remat, counts),
         "gradients": gradients.layers + sums,
         "transposed weights": transposed if counts.transposed else counts.copied * gradients.layers,
     }
-    matrix = each.gathered / _matrices(model)
+    matrix = sizes.gathered / (3 if model.gated_mlp else 2)  # the mlp's matrices are most of a layer
     lm, tied = head == "lm", model.tie_embeddings
     # A tied table is gathered once for both of its uses.
     tables = counts.forward_tables if lm and (tied or micro_batches > 1) else 1
     forward = {
-        "attention scores": (counts.scores[1] + counts.weights[0] * low) * each.scores,
-        "activations": 2 * each.head + each.hidden,
-        "gathered layers": counts.gathered[1] * each.gathered,
-        "gradients of tables": tables * each.table,
+        "attention scores": (counts.scores[1] + counts.weights[0] * low) * sizes.scores,
+        "activations": 2 * sizes.head + sizes.hidden,
+        "gathered layers": counts.gathered[1] * sizes.gathered,
+        "gradients of tables": tables * sizes.table,
     }
     made_again = counts.mlp[1] - (0 if remat not in ("products", "gather") else 2)
     shard = gradients.whole - gradients.layers
-    norms = counts.norms[0] * (each.query + each.key) if model.qk_norm else 0.0
-    norms += counts.norms[1] * each.hidden if model.post_norms else 0.0
+    norms = counts.norms[0] * (sizes.query + sizes.key) if model.qk_norm else 0.0
+    norms += counts.norms[1] * sizes.hidden if model.post_norms else 0.0
     backward = {
-        "attention scores": (counts.scores[2] + counts.weights[1] * low) * each.scores,
-        "mlp": made_again * each.mlp,
-        "activations": counts.backward * each.hidden + each.query + 2 * each.key + norms,
-        "gathered layers": each.gathered - matrix,
-        "gradients of tables": counts.backward_tables[0 if lm else 1] * each.table + shard,
+        "attention scores": (counts.scores[2] + counts.weights[1] * low) * sizes.scores,
+        "mlp": made_again * sizes.mlp,
+        "activations": counts.backward * sizes.hidden + sizes.query + 2 * sizes.key + norms,
+        "gathered layers": sizes.gathered - matrix,
+        "gradients of tables": counts.backward_tables[0 if lm else 1] * sizes.table + shard,
     }
     logits = {
-        "log-prob tiles": counts.logits * each.logits,
-        "gradients of tables": counts.head_tables * each.table,
-        "activations": 2 * each.head + each.hidden,
+        "log-prob tiles": counts.logits * sizes.logits,
+        "gradients of tables": counts.head_tables * sizes.table,
+        "activations": 2 * sizes.head + sizes.hidden,
     }
     step = {"optimizer step": counts.optimizer * gradients.tiled, "relaid states": gradients.relaid}
     return max(_largest(through, forward, backward, logits if lm else {}), step, key=lambda phase: sum(phase.values()))
 
 
 def cache_bytes(model: ModelConfig, rows: float, positions: int, tensor: int, itemsize: int) -> float:
-    """Keys and values of so many rows of a tensor group."""
+    """Returns the bytes of keys and values of a tensor group's rows on each of its devices."""
     return 2.0 * model.layers * rows * max(model.kv_heads / tensor, 1) * positions * model.head_dim * itemsize
 
 
 def generate_phase(
     model: ModelConfig, prompts: Arrays, cache: float, wave: float, logits: float, tensor: int, backend: Backend
 ) -> Phase:
-    """The largest phase of prefill and decoding.
+    """Returns the largest phase of prefill and decoding.
 
-    prompts: of the rows that are prefilled together. wave: their cache, where that of all slots is there already; 0
-        where theirs is all there is. logits: of a step's own rows, over the whole vocabulary.
+    prompts: arrays of the rows that are prefilled together. cache: of all slots. wave: the prefilled rows' own cache,
+        where that of all slots exists already; else 0. logits: of a step's rows, over the whole vocabulary.
     """
     counts, layers = backend.counts, model.layers
     scores = (counts.scores[0] + counts.weights[0] * prompts.itemsize / WIDE) * prompts.scores
-    # A product and its sum over devices; a TPU has every device's part at once.
+    # A product and its sum over devices; a TPU receives every device's part at once.
     hidden = prompts.hidden * (tensor if backend.platform == "tpu" else min(tensor, 2))
-    # The last layer's output is not asked for while prompts are read, nor is its cache there before, but on a TPU.
+    # Except on a TPU, the last layer's output is not computed while prompts are read, and its cache comes last.
     made, missing = wave or cache, (0, 0) if backend.platform == "tpu" else (2, 1)
     first, second = (cache * bool(wave) + made * max(layers - back, 0) / layers for back in missing)
     attention = {"attention scores": scores, "activations": hidden, "KV cache": first}

@@ -1,7 +1,7 @@
-"""`plan: auto`: the plan that a search finds for the devices at hand, by their data sheet or by a profile of them."""
+"""Plans for the devices at hand (`plan: auto`), and for a cluster that need not be there (`python -m jrlhf.plan`)."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import get_args
@@ -14,79 +14,98 @@ from jrlhf.meshes.hardware import Cluster, hardware_of
 from jrlhf.meshes.mesh import Device
 from jrlhf.meshes.plan import LayoutName, Plan
 from jrlhf.models import ModelConfig
-from jrlhf.planning.fits import backend_of, capacity
-from jrlhf.planning.from_config import workload_of
-from jrlhf.planning.measured import Measured
+from jrlhf.planning.activations import Backend
+from jrlhf.planning.fit import backend_of, capacity
 from jrlhf.planning.memory import GIB, call_bytes
-from jrlhf.planning.profile import cluster_of, default_path, load, profile, save
-from jrlhf.planning.runnable import on_base
-from jrlhf.planning.search import Budget, search
-from jrlhf.planning.times import Estimator
-from jrlhf.planning.workload import Workload
+from jrlhf.planning.plans import plan_of_config
+from jrlhf.planning.profile import ProfiledCosts, cluster_of, default_path, load, measure, save
+from jrlhf.planning.search import Budget, Found, Result, search
+from jrlhf.planning.simulate import simulate
+from jrlhf.planning.time import CostModel
+from jrlhf.planning.workload import Workload, without_budgeted, workload_of
 
-PROPOSALS = 50_000  # a search of so many is a function of its seed, and takes seconds
-HOST_MEMORY = 4.0  # GiB that a simulated device is taken to have where `device.memory` does not say
+PROPOSALS = 50_000  # takes seconds; a search of a fixed number of proposals is a function of its seed
+HOST_MEMORY = 4.0  # GiB of a simulated device, where `device.memory` does not say
 
 
-def searched(config: Config, graph: Graph, models: Mapping[str, ModelConfig], devices: Sequence[Device]) -> Plan:
-    """The fastest plan that a search finds for a config's algorithm on these devices.
+def auto_plan(config: Config, graph: Graph, models: Mapping[str, ModelConfig], devices: Sequence[Device]) -> Plan:
+    """Returns the fastest plan that a search finds for a config's algorithm on these devices.
 
-    Roles that share a base are all in the config's mesh; rows that a budget of tokens divides have no micro-batches.
-
-    Raises:
-        UserError: the devices are not known and have no profile, or no plan fits.
+    Roles on a shared base all have the config's mesh; rows that a token budget divides have no micro-batches.
     """
     workload = workload_of(config, graph, models)
     cluster, prices = prices_here(config, workload, devices)
     processes = len({device.process_index for device in devices})
-    found = search(workload, cluster, prices, Budget(proposals=PROPOSALS), seed=config.seed, processes=processes)
-    plan = without_budgeted(config, workload.graph, found.best.plan)
+    result = search(workload, cluster, prices, Budget(proposals=PROPOSALS), seed=config.seed, processes=processes)
+    plan = without_budgeted(config, graph, result.best.plan)
     data, fsdp, tensor = mesh_sizes(config.mesh, len(devices))
     shared = {
         name: replace(placement, data=data, fsdp=fsdp, tensor=tensor)
         for name, placement in plan.placements.items()
-        if workload.graph[name].role in on_base(config)
+        if workload.on_base(graph[name].role)
     }
     return Plan("auto", {**plan.placements, **shared})
 
 
-def without_budgeted(config: Config, graph: Graph, plan: Plan) -> Plan:
-    """The plan without the micro-batches of calls whose rows a budget of tokens divides."""
-    tokens = {"infer": config.compute.score_tokens, "train": config.rl.algorithm.micro_batch_tokens}
-    whole = {
-        name: replace(placement, micro_batches=1)
-        for name, placement in plan.placements.items()
-        if tokens.get(graph[name].kind) is not None
-    }
-    return Plan(plan.name, {**plan.placements, **whole})
-
-
 def measure_here(workload: Workload, devices: Sequence[Device], say: Callable[[str], None]) -> Path:
-    """Measures the devices for a workload, but for what their profile has already; returns the profile's file.
-
-    say: is told what is measured.
-    """
+    """Measures what the devices' profile lacks for a workload; returns the profile's file."""
     path = default_path(devices)
-    save(profile(workload, devices, layouts=get_args(LayoutName), known=load(path), say=say), path)
+    save(measure(workload, devices, layouts=get_args(LayoutName), known=load(path), say=say), path)
     return path
 
 
-def prices_here(config: Config, workload: Workload, devices: Sequence[Device]) -> tuple[Cluster, Estimator]:
-    """The devices as a cluster, and what calls cost on them: as measured where there is a profile.
-
-    Raises:
-        UserError: there is neither a profile nor a data sheet.
-    """
-    measured, hardware = load(default_path(devices)), hardware_of(devices[0])
+def prices_here(config: Config, workload: Workload, devices: Sequence[Device]) -> tuple[Cluster, CostModel]:
+    """Returns the devices as a cluster, and their prices: as measured where there is a profile, else by data sheet."""
+    profile, hardware = load(default_path(devices)), hardware_of(devices[0])
     memory = capacity(config, devices) or (HOST_MEMORY * GIB if hardware is None else hardware.memory)
     bytes_of = partial(call_bytes, backend=backend_of(config, devices[0]))
-    if measured is not None:
-        cluster = cluster_of(measured, memory)
-        return cluster, Estimator(workload, cluster, bytes_of=bytes_of, units=Measured(measured, workload))
+    if profile is not None:
+        cluster = cluster_of(profile, memory)
+        return cluster, CostModel(workload, cluster, bytes_of=bytes_of, costs=ProfiledCosts(profile, workload))
     if hardware is None:
         raise UserError(
             f"nothing is known of what calls cost on {devices[0].device_kind} devices: measure them with "
             "`python -m jrlhf.plan --config C --profile`, or set plan=colocate"
         )
     cluster = Cluster(replace(hardware, memory=memory), len(devices))
-    return cluster, Estimator(workload, cluster, bytes_of=bytes_of)
+    return cluster, CostModel(workload, cluster, bytes_of=bytes_of)
+
+
+def prices_of(config: Config, workload: Workload, cluster: Cluster) -> CostModel:
+    """Returns the prices of a workload's calls on a cluster, by its data sheet."""
+    platform = "tpu" if cluster.hardware.name.startswith("v") else "gpu"
+    backend = Backend(platform, config.compute.attention)
+    return CostModel(workload, cluster, bytes_of=partial(call_bytes, backend=backend))
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `plan_run` looks for. plan: the name or file of a plan to price; None: search within the budget."""
+
+    plan: str | None = None
+    budget: Budget = Budget(seconds=20.0)
+    seed: int = 0
+    hypothetical: bool = False
+    lockstep: bool = True
+    processes: int = 1
+    progress: Callable[[int, float], None] | None = None
+
+
+def plan_run(
+    config: Config, workload: Workload, cluster: Cluster, prices: CostModel, options: Options
+) -> Result | Found:
+    """Prices the plan that the options name, or searches for the fastest one."""
+    if options.plan is None:
+        return search(
+            workload,
+            cluster,
+            prices,
+            options.budget,
+            seed=options.seed,
+            hypothetical=options.hypothetical,
+            lockstep=options.lockstep,
+            processes=options.processes,
+            progress=options.progress,
+        )
+    plan = plan_of_config(replace(config, plan=options.plan), workload, cluster.devices)
+    return Found(plan, simulate(workload.graph, plan, prices, lockstep=options.lockstep))

@@ -1,20 +1,24 @@
-"""The hardware at hand, measured: one layer, head, step, update, collectives at sizes that are powers of two.
+"""A profile of the hardware at hand, and the costs of calls that follow from it.
 
-What the parts of a call cost then replaces arithmetic (`units.Physical`) in
-`times.call_seconds`; how often each is computed, and between which devices bytes move, stays the same. It takes a few
-minutes and is kept in a file, for the device, its number and JAX's version, and for the model shapes that it has seen.
+Measured are one layer, head, generation and update, and collectives, at sizes that are powers of two. They replace the
+arithmetic of `time.Roofline`; how often each part is computed, and between which devices bytes move, stays the same. A
+profile takes minutes and is kept in a file, for the device, its number and JAX's version, with the model shapes so far.
 """
 
 import json
 import os
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import asdict, replace
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from math import log
 from pathlib import Path
+from typing import Any
 
 import jax
 
+from jrlhf.config.check import indivisible
 from jrlhf.errors import UserError
 from jrlhf.meshes.hardware import Cluster, Hardware
 from jrlhf.meshes.mesh import Device
@@ -22,46 +26,159 @@ from jrlhf.meshes.plan import LayoutName
 from jrlhf.models import ModelConfig
 from jrlhf.models.params import HeadKind
 from jrlhf.models.remat import Remat
-from jrlhf.planning import measure
-from jrlhf.planning.measured import DEPTHS, Profile, ends_curve, generation_curve, layer_curve, shape_key
-from jrlhf.planning.workload import Workload
+from jrlhf.planning import microbenchmarks
+from jrlhf.planning.candidates import powers_of_two
+from jrlhf.planning.time import Group, Parts
+from jrlhf.planning.workload import RoleModel, Workload
 from jrlhf.run.files import write_atomic
 
+DEPTHS = 1, 4  # layers of two generations, whose difference is the cost of layers
+_ACCUMULATE = 1 / 3  # the share of an update's bytes that a further micro-batch reads and writes (`time._ACCUMULATE`)
 _MIB = 2**20
 _BYTES = tuple(4.0**power for power in range(3, 12))  # of collectives: 64 B to 4 MiB
 
+Curve = tuple[tuple[float, float], ...]  # (size, seconds), sizes rising
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Times measured on `count` devices at once. curves: by name. busy: number of devices -> seconds of equal work."""
+
+    device: str
+    count: int
+    version: str
+    busy: Mapping[int, float]
+    curves: Mapping[str, Curve] = field(default_factory=dict)
+
 
 def default_path(devices: Sequence[Device]) -> Path:
-    """Where the profile of these devices is kept."""
+    """Returns where the profile of these devices is kept."""
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "jrlhf"
     kind = re.sub(r"[^a-z0-9]+", "-", devices[0].device_kind.lower()).strip("-")
     return cache / f"profile-{kind}-{len(devices)}-{jax.__version__}.json"
 
 
 def load(path: Path) -> Profile | None:
-    """The profile in a file; None where there is none.
-
-    Raises:
-        UserError: the file is not a profile.
-    """
+    """Reads a profile; None where there is no file."""
     if not path.exists():
         return None
     try:
-        told = json.loads(path.read_text())
-        curves = {name: tuple((float(x), float(y)) for x, y in curve) for name, curve in told["curves"].items()}
-        busy = {int(count): float(seconds) for count, seconds in told["busy"].items()}
-        return Profile(str(told["device"]), int(told["count"]), str(told["version"]), busy, curves)
+        data = json.loads(path.read_text())
+        curves = {name: tuple((float(x), float(y)) for x, y in curve) for name, curve in data["curves"].items()}
+        busy = {int(count): float(seconds) for count, seconds in data["busy"].items()}
+        return Profile(str(data["device"]), int(data["count"]), str(data["version"]), busy, curves)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise UserError(f"{path} is not a profile of devices: remove it, and it is measured anew") from error
 
 
 def save(profile: Profile, path: Path) -> None:
-    """Writes a profile, whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, json.dumps(asdict(profile), indent=1) + "\n")
 
 
-def profile(
+def interpolate(curve: Curve, size: float) -> float:
+    """Returns the seconds at a size: a power law between neighbours; above in proportion, below the smallest size's."""
+    if size <= curve[0][0]:
+        return curve[0][1]
+    if size >= curve[-1][0]:
+        return curve[-1][1] * size / curve[-1][0]
+    index = bisect_left(curve, (size, 0.0))
+    (x0, y0), (x1, y1) = curve[index - 1], curve[index]
+    if y0 <= 0 or y1 <= 0:
+        return y0 + (y1 - y0) * (size - x0) / (x1 - x0)
+    return y0 * (size / x0) ** (log(y1 / y0) / log(x1 / x0))
+
+
+class ProfiledCosts:
+    """Costs of parts from a profile: `time.PartCosts`. devices: those at work; by default all of the profile."""
+
+    def __init__(self, profile: Profile, workload: Workload, *, devices: int | None = None):
+        self._profile, self._workload = profile, workload
+        count = devices or profile.count
+        # Simulated devices share cores, so they are faster when fewer of them work.
+        busy = profile.busy
+        self._share = busy[min(busy, key=lambda size: abs(size - count))] / busy[profile.count]
+
+    def on(self, devices: int) -> "ProfiledCosts":
+        return ProfiledCosts(self._profile, self._workload, devices=devices)
+
+    def layer(self, model: RoleModel, tokens: float, length: int, slices: int, train: bool) -> Parts:
+        remat = self._workload.remat if train else "full"
+        name = layer_curve(model.config, slices, train, remat, length)
+        return {"layers": self._at(name, tokens) / microbenchmarks.LAYERS}
+
+    def head(self, model: RoleModel, tokens: float, train: bool) -> Parts:
+        name = ends_curve(model.config, model.head, train, self._workload.fused_loss)
+        return {"ends": self._at(name, tokens)}  # with the embeddings of these tokens only
+
+    def step(self, model: RoleModel, rows: float, positions: float, slices: int) -> Parts:
+        _, layer = self._generation(model, rows, slices)
+        prefill = self.layer(model, rows * self._workload.prompt, self._workload.prompt, slices, False)["layers"]
+        return {"steps": max(0.0, layer - prefill) / self._workload.response}
+
+    def draw(self, model: RoleModel, rows: float, slices: int) -> Parts:
+        rest, _ = self._generation(model, rows / slices, 1)
+        return {"draws": max(0.0, rest) / self._workload.response}
+
+    def _generation(self, model: RoleModel, rows: float, slices: int) -> tuple[float, float]:
+        """Returns the seconds of a whole generation: outside of its layers, and of each layer."""
+        shallow, deep = (self._at(generation_curve(model.config, slices, depth), rows) for depth in DEPTHS)
+        layer = (deep - shallow) / (DEPTHS[1] - DEPTHS[0])
+        return shallow - DEPTHS[0] * layer, layer
+
+    def update(self, model: RoleModel, share: float, micro_batches: int) -> Parts:
+        added = _ACCUMULATE * micro_batches if micro_batches > 1 else 0
+        share *= model.numbers.trained / model.numbers.total  # adapters are small
+        return {"optimizer": self._at(f"update {shape_key(model.config)}", share) * (1 + added)}
+
+    def gather(self, group: Group, size: float, pieces: int = 1) -> float:
+        return self._collective("gather", group, size, pieces)
+
+    def reduce(self, group: Group, size: float, pieces: int = 1) -> float:
+        return self._collective("reduce", group, size, pieces)
+
+    def call(self) -> Parts:
+        return {"launches": self._at("call", 1.0)}
+
+    def _collective(self, kind: str, group: Group, size: float, pieces: int) -> float:
+        if group.size == 1:
+            return 0.0
+        return pieces * self._at(f"{kind} {group.size}", size / pieces) / microbenchmarks.CHAINED
+
+    def _at(self, name: str, size: float) -> float:
+        curve = self._profile.curves.get(name)
+        if curve is None:
+            raise UserError(f"the profile has no {name}: measure this workload with python -m jrlhf.plan --profile")
+        return self._share * interpolate(curve, size)
+
+
+def cluster_of(profile: Profile, memory: float) -> Cluster:
+    """Returns the devices as hardware, for moves between calls: rates are those reached, so every fraction is 1.
+
+    memory: bytes of a device.
+    """
+    curves, count = profile.curves, profile.count
+    ((sent, offloaded),), ((copied, copying),) = curves["host"], curves["copy"]
+    bandwidth, link, latency = copied / copying, copied / copying, 0.0
+    if count > 1:  # from a small gather and a large one
+        (_, least), (size, seconds) = curves["gather 2"][0], curves["gather 2"][-1]
+        latency = least / microbenchmarks.CHAINED
+        link = size / 2 / max(seconds / microbenchmarks.CHAINED - latency, 1e-9)
+    operations = microbenchmarks.BUSY_OPERATIONS / profile.busy[count]
+    rates = {"bfloat16": operations, "float32": operations, "link": link, "network": link, "host": sent / offloaded}
+    rates |= {"launch": 0.0, "latency": latency}
+    rates |= dict.fromkeys(("infer", "train", "decode", "collective", "stream"), 1.0)
+    hardware: Any = partial(Hardware, **rates)
+    return Cluster(hardware(profile.device, memory, bandwidth, node=count), count)
+
+
+# ---- measuring
+
+_Pass = tuple[bool, Remat, int]  # whether it trains, its remat policy, tokens of a row
+_Point = tuple[float, Callable[[], microbenchmarks.Program]]  # a size, and the program to time
+
+
+def measure(
     workload: Workload,
     devices: Sequence[Device],
     *,
@@ -71,163 +188,121 @@ def profile(
     repeats: int = 9,
     say: Callable[[str], None] = lambda line: None,
 ) -> Profile:
-    """Measures what the workload's calls consist of, but for what is `known`.
+    """Measures what the workload's calls consist of, except for what is `known`.
 
-    remats: remat policies to measure training under, beside the workload's.
-    layouts: those that calls may have; others have layers of their own to measure. say: is told what is measured.
+    remats: further remat policies to measure training with. layouts: those that calls may have. say: is called with the
+    name of each curve that is measured.
     """
     count, version = len(devices), jax.__version__
     if known is not None and (known.device, known.count, known.version) == (devices[0].device_kind, count, version):
         curves, busy = dict(known.curves), dict(known.busy)
     else:
-        curves, busy = {}, _busy(devices, repeats)
-    for name, points in _questions(workload, devices, tuple({workload.remat, *remats}), layouts):
+        sizes = powers_of_two(count)
+        programs = [microbenchmarks.busy(devices[:size]) for size in sizes]
+        curves, busy = {}, dict(zip(sizes, microbenchmarks.seconds(programs, repeats), strict=True))
+    for name, points in wanted_curves(workload, devices, tuple({workload.remat, *remats}), layouts):
         missing = [(size, make) for size, make in points if size not in dict(curves.get(name, ()))]
         if missing:
             say(name)
-            programs = [measure.nothing(devices), *(make() for _, make in missing)]
-            idle, *taken = measure.seconds(programs, repeats)
-            found = dict(curves.get(name, ()))
+            programs = [microbenchmarks.nothing(devices), *(make() for _, make in missing)]
+            idle, *taken = microbenchmarks.seconds(programs, repeats)
+            curve = dict(curves.get(name, ()))
             if name == "call":
-                found = {1.0: idle}
+                curve = {1.0: idle}
             else:
-                found |= {size: max(all_ - idle, 1e-9) for (size, _), all_ in zip(missing, taken, strict=True)}
-            curves[name] = tuple(sorted(found.items()))
+                curve |= {size: max(total - idle, 1e-9) for (size, _), total in zip(missing, taken, strict=True)}
+            curves[name] = tuple(sorted(curve.items()))
     return Profile(devices[0].device_kind, count, version, busy, curves)
 
 
-def cluster_of(profile: Profile, memory: float) -> Cluster:
-    """The devices as hardware: what was reached, so that every fraction is 1. memory: bytes of a device.
-
-    For what arithmetic prices (reallocation, transfers, what-if questions); calls are priced by `Measured`.
-    """
-    curves, count = profile.curves, profile.count
-    ((sent, offloaded),), ((copied, copying),) = curves["host"], curves["copy"]
-    bandwidth, link, latency = copied / copying, copied / copying, 0.0
-    if count > 1:  # from a gather of little and one of much
-        (_, least), (size, seconds) = curves["gather 2"][0], curves["gather 2"][-1]
-        latency = least / measure.CHAINED
-        link = size / 2 / max(seconds / measure.CHAINED - latency, 1e-9)
-    operations = measure.BUSY_OPERATIONS / profile.busy[count]
-    local = Hardware(
-        profile.device,
-        memory,
-        bandwidth,
-        bfloat16=operations,
-        float32=operations,
-        node=count,
-        link=link,
-        network=link,
-        host=sent / offloaded,
-        infer=1.0,
-        train=1.0,
-        decode=1.0,
-        launch=0.0,
-        latency=latency,
-        collective=1.0,
-        stream=1.0,
-    )
-    return Cluster(local, count)
-
-
-def _busy(devices: Sequence[Device], repeats: int) -> dict[int, float]:
-    sizes = [size for size in _powers(len(devices))]
-    taken = measure.seconds([measure.busy(devices[:size]) for size in sizes], repeats)
-    return dict(zip(sizes, taken, strict=True))
-
-
-# ---- what is measured: the name of each curve, its sizes, and what to run for each
-
-_Pass = tuple[bool, Remat, int]  # whether it trains, what it keeps, tokens of a row
-Curves = Iterator[tuple[str, Sequence[tuple[float, Callable[[], measure.Program]]]]]
-
-
-def _questions(
+def wanted_curves(
     workload: Workload, devices: Sequence[Device], remats: Sequence[Remat], layouts: Collection[LayoutName]
-) -> Curves:
+) -> Iterator[tuple[str, Sequence[_Point]]]:
+    """Yields the name of each curve that the workload's calls ask for, with its sizes and programs."""
     models = [model for models in workload.models.values() for model in models]
     generating = {call.role for call in workload.graph if call.kind == "generate"}
     generators = {model.config for role in generating for model in workload.models[role]}
-    yield "call", [(1.0, partial(measure.nothing, devices))]
-    yield from _links(devices)
+    most, counts = max(1, workload.rows // len(devices)), powers_of_two(len(devices))  # rows of a device
+    yield "call", [(1.0, partial(microbenchmarks.nothing, devices))]
+    for size in counts[1:]:
+        for kind in ("gather", "reduce"):
+            make = partial(microbenchmarks.collective, kind, devices, size)
+            yield f"{kind} {size}", [(bytes_, partial(make, int(bytes_) // 4)) for bytes_ in _BYTES]
+    yield "copy", [(8.0 * _MIB, partial(microbenchmarks.copy, devices, _MIB))]
+    yield "host", [(8.0 * _MIB, partial(microbenchmarks.offload, devices[0], 2 * _MIB))]
     for config in dict.fromkeys(model.config for model in models):
-        shares = [(1 / fsdp, partial(measure.update, config, devices, fsdp)) for fsdp in _powers(len(devices))]
+        shares = [(1 / fsdp, partial(microbenchmarks.update, config, devices, fsdp)) for fsdp in counts]
         yield f"update {shape_key(config)}", shares
-        trained = any(model.trained for model in models if model.config == config)
-        for slices in _powers(len(devices)):
-            # Whole layers, for layouts that gather them; slices for those that compute with slices.
-            passes: list[_Pass] = []
-            sliced = slices == 1 or "train_tp" in layouts
-            if sliced or any(model.lora is not None for model in models):
-                passes.append((False, "full", workload.length))
-            if trained and sliced:
-                passes.extend((True, remat, workload.length) for remat in remats)
-            if config in generators:
-                passes.append((False, "full", workload.prompt))
-            part = _part(config, slices)
-            if part is not None:
-                yield from _layers(workload, config, part, slices, devices, passes)
-                if config in generators:
-                    yield from _generations(workload, config, part, slices, devices)
+        for slices in counts:
+            if not _divides(config, slices):
+                continue
+            part, rows = microbenchmarks.sliced(config, slices), most * slices
+            for train, remat, width in _passes(workload, config, slices, remats, layouts, config in generators):
+                make = partial(microbenchmarks.layers, part, devices, train=train, dtype=workload.dtype, remat=remat)
+                points = [(n * width, partial(make, n, width)) for n in _sizes(rows)]
+                yield layer_curve(config, slices, train, remat, width), points
+            for depth in DEPTHS if config in generators else ():
+                shallow = replace(part, layers=depth, local_layers=part.local_layers[:depth])
+                widths = {"prompt": workload.prompt, "response": workload.response, "dtype": workload.dtype}
+                make = partial(microbenchmarks.generation, shallow, devices, **widths)
+                points = [(n, partial(make, n)) for n in _sizes(rows) if 64 * n > rows]
+                yield generation_curve(config, slices, depth), points
     heads: dict[tuple[ModelConfig, HeadKind], None] = dict.fromkeys((model.config, model.head) for model in models)
     for config, head in heads:
         for train in (False, True):
-            make = partial(measure.ends, config, devices, head=head, train=train, fused=workload.fused_loss)
-            rows = _sizes(_rows(workload, devices))
-            points = [(count * workload.length, partial(make, count, workload.length)) for count in rows]
+            make = partial(microbenchmarks.ends, config, devices, head=head, train=train, fused=workload.fused_loss)
+            points = [(n * workload.length, partial(make, n, workload.length)) for n in _sizes(most)]
             yield ends_curve(config, head, train, workload.fused_loss), points
 
 
-def _links(devices: Sequence[Device]) -> Curves:
-    for size in _powers(len(devices))[1:]:
-        for kind in ("gather", "reduce"):
-            yield f"{kind} {size}", [(x, partial(measure.collective, kind, devices, size, int(x) // 4)) for x in _BYTES]
-    yield "copy", [(8.0 * _MIB, partial(measure.copy, devices, _MIB))]
-    yield "host", [(8.0 * _MIB, partial(measure.offload, devices[0], 2 * _MIB))]
-
-
-def _layers(
+def _passes(
     workload: Workload,
     config: ModelConfig,
-    part: ModelConfig,
     slices: int,
-    devices: Sequence[Device],
-    passes: Sequence[_Pass],
-) -> Curves:
-    for train, remat, width in passes:
-        make = partial(measure.layers, part, devices, train=train, dtype=workload.dtype, remat=remat)
-        rows = _sizes(_rows(workload, devices) * slices)
-        yield layer_curve(config, slices, train, remat, width), [(n * width, partial(make, n, width)) for n in rows]
+    remats: Sequence[Remat],
+    layouts: Collection[LayoutName],
+    generates: bool,
+) -> list[_Pass]:
+    """Returns the passes of layers that calls make: whole layers where they are gathered, else slices."""
+    models = [model for models in workload.models.values() for model in models]
+    sliced = slices == 1 or "train_tp" in layouts
+    passes: list[_Pass] = []
+    if sliced or any(model.lora is not None for model in models):
+        passes.append((False, "full", workload.length))
+    if sliced and any(model.trained for model in models if model.config == config):
+        passes.extend((True, remat, workload.length) for remat in remats)
+    if generates:
+        passes.append((False, "full", workload.prompt))
+    return passes
 
 
-def _generations(
-    workload: Workload, config: ModelConfig, part: ModelConfig, slices: int, devices: Sequence[Device]
-) -> Curves:
-    most = _rows(workload, devices) * slices
-    widths = {"prompt": workload.prompt, "response": workload.response}
-    for depth in DEPTHS:
-        shallow = replace(part, layers=depth, local_layers=part.local_layers[:depth])
-        make = partial(measure.generation, shallow, devices, dtype=workload.dtype, **widths)
-        yield generation_curve(config, slices, depth), [(n, partial(make, n)) for n in _sizes(most) if 64 * n > most]
-
-
-def _rows(workload: Workload, devices: Sequence[Device]) -> int:
-    """The most of a device."""
-    return max(1, workload.rows // len(devices))
-
-
-def _powers(most: int) -> list[int]:
-    """Powers of two up to `most`."""
-    return [2**power for power in range(most.bit_length()) if 2**power <= most]
+def _divides(config: ModelConfig, slices: int) -> bool:
+    keys = {key for key, *_ in indivisible(config, 1, slices)} - {"vocab_size"}  # a slice has no table
+    return not keys and (config.kv_heads % slices == 0 or slices % config.kv_heads == 0)
 
 
 def _sizes(most: int) -> list[int]:
-    """Every second power of two, and the largest one."""
-    powers = _powers(most)
-    return sorted({*powers[::-2]})
+    """Returns every second power of two up to `most`, with the largest one."""
+    return sorted(powers_of_two(most)[::-2])
 
 
-def _part(config: ModelConfig, slices: int) -> ModelConfig | None:
-    divides = config.heads % slices == config.mlp % slices == 0
-    shared = config.kv_heads % slices == 0 or slices % config.kv_heads == 0
-    return measure.sliced(config, slices) if divides and shared else None
+# ---- the names of curves
+
+
+def shape_key(config: ModelConfig) -> str:
+    """Returns what of an architecture its costs depend on."""
+    sizes = (config.embed, config.layers, config.heads, config.kv_heads, config.head_dim, config.mlp)
+    kinds = (config.activation, config.norm, config.positions, config.window, config.tie_embeddings)
+    return "-".join(map(str, (*sizes, config.vocab_size, *kinds, config.gated_mlp, config.post_norms)))
+
+
+def layer_curve(config: ModelConfig, slices: int, train: bool, remat: str, length: int) -> str:
+    return f"layer {shape_key(config)} /{slices} {'train ' + remat if train else 'forward'} of {length}"
+
+
+def ends_curve(config: ModelConfig, head: str, train: bool, fused: bool) -> str:
+    return f"ends {shape_key(config)} {head} {('fused' if fused else 'train') if train else 'forward'}"
+
+
+def generation_curve(config: ModelConfig, slices: int, depth: int) -> str:
+    return f"generation {shape_key(config)} /{slices} of {depth} layers"

@@ -1,41 +1,41 @@
-"""The fastest plan for a workload on a cluster: Metropolis-Hastings over the options of all calls.
+"""Searches for the fastest plan of a workload on a cluster, by Metropolis-Hastings over all calls' candidates.
 
-As ReaL (arXiv 2406.14088) searches: a proposal changes one call's option, and is accepted with probability
-min(1, exp(-beta * slower / T_best)), in which a plan that does not fit the memory counts as slower. Here the
-temperature has no dimension, so that a beta serves models of every size; and several chains run in turn, from the
-fastest option of each call, from ReaL's heuristic, and from HybridFlow's placements of whole models.
+As in ReaL (arXiv 2406.14088), a proposal changes one call's placement and is accepted with probability
+min(1, exp(-beta * slower / T_best)); a plan that does not fit the memory counts as slower. Here the temperature has no
+dimension, so one beta serves models of every size. Several chains run in turn: from each call's fastest candidate, from
+ReaL's symmetric heuristic, and from HybridFlow's placements of whole models (arXiv 2409.19256).
 """
 
 import math
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from jrlhf.errors import UserError
+from jrlhf.meshes import Graph
+from jrlhf.meshes.graph import LEARNER, home_of
 from jrlhf.meshes.hardware import Cluster
-from jrlhf.meshes.plan import Plan
-from jrlhf.planning.evaluator import Evaluator
+from jrlhf.meshes.plan import Placement, Plan, Slice
+from jrlhf.planning.candidates import Candidate, candidates, placements, slices
 from jrlhf.planning.memory import GIB
-from jrlhf.planning.options import Option, options_of
-from jrlhf.planning.placements import Division, divisions, heuristic, named
-from jrlhf.planning.prices import Prices
-from jrlhf.planning.simulator import Simulation, simulate
+from jrlhf.planning.simulate import Simulation, Simulator, simulate
+from jrlhf.planning.time import Prices
 from jrlhf.planning.workload import Workload
 
-BETAS = (20.0, 40.0, 80.0)  # of chains in turn
+Candidates = Mapping[str, Sequence[Candidate]]
+RULES = ("heuristic", "colocate", "split", "standalone")
+BETAS = (20.0, 40.0, 80.0)  # of the chains, in turn
 TURN = 250  # proposals of a chain before the next one's
-STARTS = 4  # of HybridFlow's placements, besides the named ones
+STARTS = 4  # chains that start from HybridFlow's placements, in addition to the named ones
 RUNNERS_UP = 3
-STRANDED = 1.1  # times the best: a chain that is slower at the end of its turn starts again from there
+STRANDED = 1.1  # a chain that is slower than the best by this factor at the end of its turn restarts from the best
 
 
 @dataclass(frozen=True)
 class Budget:
-    """When a search ends: after so many proposals, or seconds, whichever is first.
-
-    A budget of proposals makes a search a function of its seed. Both None is refused.
-    """
+    """The end of a search: a number of proposals or seconds. With proposals alone it is a function of its seed."""
 
     proposals: int | None = None
     seconds: float | None = None
@@ -47,7 +47,7 @@ class Budget:
 
 @dataclass(frozen=True)
 class Found:
-    """A plan, what it does, and its seconds over the best plan's."""
+    """A plan, its simulation, and the seconds that it loses to the best plan."""
 
     plan: Plan
     simulation: Simulation
@@ -56,12 +56,10 @@ class Found:
 
 @dataclass(frozen=True)
 class Result:
-    """What a search found.
+    """What a search returns.
 
     best: the fastest plan that fits. runners_up: the next best that differ from it in a call's devices or layout.
-    rules: by name, plans that follow a rule: ReaL's "heuristic", HybridFlow's "colocate", "split", "standalone"; those
-        that exist and fit.
-    proposals, seconds: spent. trace: (proposals, seconds of an iteration) whenever a better plan was found.
+    rules: plans by rule that exist and fit, by name. trace: (proposals, seconds of an iteration) of each improvement.
     """
 
     best: Found
@@ -84,27 +82,28 @@ def search(
     processes: int = 1,
     progress: Callable[[int, float], None] | None = None,
 ) -> Result:
-    """The fastest plan that was found within the budget, and what to compare it with.
+    """Returns the fastest plan that is found within the budget, and plans to compare it with.
 
-    hypothetical: also plans that no program runs today, with pipelines.
-    lockstep: iterations do not overlap, as in a run, which reads the metrics of one before it begins the next.
-    processes: of the run: several can run calls on all devices only.
-    progress: told the proposals so far and the best plan's seconds, after each chain's turn; what it raises ends the
-        search, but for StopIteration, which ends it with what was found.
-
-    Raises:
-        UserError: rows that no placement divides, a model that fits nowhere, or no plan in which all fit together.
+    hypothetical: also consider pipelines, which no program runs today. lockstep: iterations do not overlap, as in a run
+    that reads the metrics of one before it begins the next. processes: of the run (`candidates`).
+    progress: is called with the proposals so far and the best plan's seconds after each chain's turn; it may raise
+        StopIteration to end the search.
     """
     began = time.monotonic()
-    known = options_of(workload, cluster, prices, hypothetical=hypothetical, processes=processes)
-    evaluator = Evaluator(workload.graph, prices, workload.models, lockstep=lockstep)
+    known = candidates(workload, cluster, prices, hypothetical=hypothetical, processes=processes)
+    simulator = Simulator(workload.graph, prices, workload.models, lockstep=lockstep)
     choices = [
-        [evaluator.add(call, each.placement) for each in known[name]] for call, name in enumerate(evaluator.calls)
+        [simulator.add(call, candidate.placement) for candidate in known[name]]
+        for call, name in enumerate(simulator.calls)
     ]
     divided = divisions(workload.graph, known, cluster, prices.capacity)
-    rules = _rules(workload, cluster, prices, known, divided)
-    starts = _starts(known, evaluator, rules, divided)
-    chains = Chains(evaluator, choices, starts, seed)
+    symmetric = heuristic(workload, cluster, prices, known)
+    rules = {} if symmetric is None else {"heuristic": symmetric}
+    rules |= {name: division.plan for name, division in named_divisions(divided).items()}
+    fastest = Plan("fastest", {name: options[0].placement for name, options in known.items()})
+    plans = [fastest, *rules.values(), *(division.plan for division in divided[:STARTS])]
+    starts = list(dict.fromkeys(simulator.choice(plan) for plan in plans))
+    chains = Chains(simulator, choices, starts, seed)
     for proposals in chains:
         spent = time.monotonic() - began
         try:
@@ -116,25 +115,25 @@ def search(
             break
         if budget.seconds is not None and spent >= budget.seconds:
             break
-    return _result(workload, prices, evaluator, chains, rules, time.monotonic() - began, lockstep)
+    return _result(workload, prices, simulator, chains, rules, time.monotonic() - began, lockstep)
 
 
 class Chains:
-    """Metropolis-Hastings chains in turn. Iterating gives the number of proposals so far, after each chain's turn.
+    """Metropolis-Hastings chains in turn. Iterating yields the number of proposals so far, after each turn.
 
-    best: the fastest choice that fits, and best_seconds; None and infinity until there is one.
-    elite: seconds of the best choices seen. trace: (proposals, seconds) of every best.
+    best, best_seconds: the fastest choice that fits; None and infinity before there is one. least: bytes of the leanest
+    plan. elite: seconds of the best choices. trace: (proposals, seconds) of each improvement.
     """
 
     def __init__(
-        self, evaluator: Evaluator, choices: Sequence[Sequence[int]], starts: Sequence[Sequence[int]], seed: int
+        self, simulator: Simulator, choices: Sequence[Sequence[int]], starts: Sequence[Sequence[int]], seed: int
     ):
-        self.evaluator, self.choices = evaluator, choices
+        self.simulator, self.choices = simulator, choices
         self.random = random.Random(seed)
-        self.by_slice = [_by_size(evaluator, call, known) for call, known in enumerate(choices)]
+        self.by_slice = [_by_size(simulator, call, known) for call, known in enumerate(choices)]
         self.best: tuple[int, ...] | None = None
         self.best_seconds, self.proposals = math.inf, 0
-        self.least = math.inf  # bytes of the leanest plan seen
+        self.least = math.inf
         self.elite: dict[tuple[int, ...], float] = {}
         self.trace: list[tuple[int, float]] = []
         self.states = [(tuple(start), self._cost(tuple(start))) for start in starts]
@@ -160,8 +159,8 @@ class Chains:
         self.states[chain] = state, cost
 
     def _propose(self, state: tuple[int, ...]) -> tuple[int, ...]:
-        """One call's option is drawn anew: first a number of devices, so that large slices, of which there are few, are
-        as likely as small ones."""
+        """Draws another candidate for one call: first a number of devices, so that large slices, of which there are
+        few, are as likely as small ones."""
         draw = self.random
         call = draw.randrange(len(state))
         sizes = self.by_slice[call]
@@ -169,12 +168,12 @@ class Chains:
         return state[:call] + (option,) + state[call + 1 :]
 
     def _cost(self, choice: tuple[int, ...]) -> float:
-        """Seconds; of a plan that does not fit or run, at least twice as many, and more the more memory it lacks."""
+        """Returns seconds; for a plan that does not fit or run at least twice as many, and more the less it fits."""
         self.proposals += 1
-        seconds, peak, runs = self.evaluator.evaluate(choice)
+        seconds, peak, runs = self.simulator.evaluate(choice)
         self.least = min(self.least, peak) if runs else self.least
-        if peak > self.evaluator.capacity or not runs:
-            return seconds * 2 * max(peak / self.evaluator.capacity, 1.0)
+        if peak > self.simulator.capacity or not runs:
+            return seconds * 2 * max(peak / self.simulator.capacity, 1.0)
         if seconds < self.best_seconds:
             self.best, self.best_seconds = choice, seconds
             self.trace.append((self.proposals, seconds))
@@ -185,41 +184,18 @@ class Chains:
         return seconds
 
 
-def _by_size(evaluator: Evaluator, call: int, known: Sequence[int]) -> list[list[int]]:
+def _by_size(simulator: Simulator, call: int, known: Sequence[int]) -> list[list[int]]:
+    """Returns the options of a call in groups of equally many devices."""
     sizes: dict[int, list[int]] = {}
     for option in known:
-        sizes.setdefault(evaluator.options[call][option].devices.count, []).append(option)
+        sizes.setdefault(simulator.options[call][option].devices.count, []).append(option)
     return list(sizes.values())
-
-
-def _rules(
-    workload: Workload,
-    cluster: Cluster,
-    prices: Prices,
-    known: Mapping[str, Sequence[Option]],
-    divided: Sequence[Division],
-) -> dict[str, Plan]:
-    symmetric = heuristic(workload, cluster, prices, known)
-    rules = {} if symmetric is None else {"heuristic": symmetric}
-    return rules | {name: each.plan for name, each in named(divided).items()}
-
-
-def _starts(
-    known: Mapping[str, Sequence[Option]],
-    evaluator: Evaluator,
-    rules: Mapping[str, Plan],
-    divided: Sequence[Division],
-) -> list[tuple[int, ...]]:
-    """Where chains begin: each call's fastest option, as in ReaL; rules; the best of HybridFlow's placements."""
-    fastest = Plan("fastest", {name: each[0].placement for name, each in known.items()})
-    plans = [fastest, *rules.values(), *(each.plan for each in divided[:STARTS])]
-    return list(dict.fromkeys(evaluator.choice(plan) for plan in plans))
 
 
 def _result(
     workload: Workload,
     prices: Prices,
-    evaluator: Evaluator,
+    simulator: Simulator,
     chains: Chains,
     rules: Mapping[str, Plan],
     spent: float,
@@ -231,23 +207,214 @@ def _result(
             f"{chains.proposals} needs {chains.least / GIB:.1f}, take more devices, or search for longer"
         )
 
-    def found(plan: Plan) -> Found:
+    def compared(plan: Plan, seconds: float | None = None) -> Found:
         simulation = simulate(workload.graph, plan, prices, lockstep=lockstep)
-        return Found(plan, simulation, simulation.seconds - best.simulation.seconds)
+        return Found(plan, simulation, 0.0 if seconds is None else simulation.seconds - seconds)
 
-    plan = evaluator.plan(chains.best, "searched")
-    best = Found(plan, simulate(workload.graph, plan, prices, lockstep=lockstep))
+    best = compared(simulator.plan(chains.best, "searched"))
+    seconds, plan = best.simulation.seconds, best.plan
     others, seen = [], {_look(plan)}
     for choice, _ in sorted(chains.elite.items(), key=lambda item: item[1]):
-        other = evaluator.plan(choice, f"next {len(others) + 1}")
+        other = simulator.plan(choice, f"next {len(others) + 1}")
         if _look(other) not in seen and len(others) < RUNNERS_UP:
             seen.add(_look(other))
-            others.append(found(other))
-    compared = {name: found(rule) for name, rule in rules.items()}
-    fitting = {name: each for name, each in compared.items() if each.simulation.peak <= prices.capacity}
+            others.append(compared(other, seconds))
+    by_rule = {name: compared(rule, seconds) for name, rule in rules.items()}
+    fitting = {name: found for name, found in by_rule.items() if found.simulation.peak <= prices.capacity}
     return Result(best, tuple(others), fitting, chains.proposals, spent, tuple(chains.trace))
 
 
 def _look(plan: Plan) -> tuple:
-    """What makes two plans differ to a reader: on which devices calls run, and how they see their models."""
-    return tuple((name, replace(each, micro_batches=1).devices, each.layout) for name, each in plan.placements.items())
+    """Returns what makes two plans differ to a reader: each call's devices and layout."""
+    return tuple((name, placement.devices, placement.layout) for name, placement in plan.placements.items())
+
+
+# ---- plans by rule
+
+
+@dataclass(frozen=True)
+class Division:
+    """One of HybridFlow's plans. sets: roles that share devices, `counts` of them. seconds: its stage-wise cost."""
+
+    plan: Plan
+    sets: tuple[tuple[str, ...], ...]
+    counts: tuple[int, ...]
+    seconds: float
+
+
+def heuristic(
+    workload: Workload, cluster: Cluster, prices: Prices, known: Mapping[str, Sequence[Candidate]]
+) -> Plan | None:
+    """Returns ReaL's symmetric heuristic: calls on all devices, tensor-parallel in a node, data-parallel beyond.
+
+    Each call has the widest tensor axis that divides its model, and as few micro-batches as fit; weights are whole in
+    every replica or, where that does not fit, sharded over all. None where nothing fits. Roles on a shared base have
+    the mesh of their `known` candidates.
+    """
+    choices = {}
+    for call in workload.calls:
+        tried = placements(workload, call, cluster.devices, cluster.node)
+        if workload.on_base(call.role):
+            tried = [candidate.placement for candidate in known[call.name]]
+        found = [Candidate(placement, prices.call(call, placement)) for placement in tried]
+        widest = max((each.placement.tensor for each in found), default=0)
+        choices[call.name] = [
+            each
+            for each in found
+            if each.placement.tensor == widest and (each.placement.layout not in ("train", "score") or widest == 1)
+        ]
+    for sign in (1, -1):
+        fitting = _fit(
+            workload.graph,
+            choices,
+            prices.capacity,
+            first=lambda each, sign=sign: (sign * each.placement.fsdp, each.placement.micro_batches),
+            then=lambda each, sign=sign: (sign * each.placement.fsdp, each.placement.micro_batches),
+        )
+        if fitting is not None:
+            return Plan("heuristic", {name: each.placement for name, each in fitting.items()})
+    return None
+
+
+def divisions(
+    graph: Graph, options: Mapping[str, Sequence[Candidate]], cluster: Cluster, capacity: float
+) -> list[Division]:
+    """Returns all plans of HybridFlow's Algorithm 1 that fit, the cheapest first.
+
+    The algorithm tries every way to divide the models into sets and the devices among the sets. In a set every model
+    has all of the set's devices, and each call its fastest layout next to its models' states. A plan costs the
+    slowest set's calls, one after the other, in every stage of the iteration; the graph's levels are the stages. Sets
+    take neighbouring devices in the order of their size, so that all are aligned.
+    """
+    best = _fastest(options)
+    roles = [role for role in graph.roles if any(call.role == role and call.name in options for call in graph)]
+    together = ("actor", "critic", LEARNER) if LEARNER in roles else ()
+    counts = sorted({each.count for each in slices(cluster)})
+    costs: dict[tuple[tuple[str, ...], int], tuple[dict[str, Placement], tuple[float, ...]] | None] = {}
+    found = []
+    for sets in partitions(roles):
+        if any(0 < len(set(each) & set(together)) < len(set(roles) & set(together)) for each in sets):
+            continue
+        for sizes in allocations(counts, len(sets), cluster.devices):
+            parts = []
+            for members, count in zip(sets, sizes, strict=True):
+                key = tuple(members), count
+                if key not in costs:
+                    costs[key] = _set(graph, members, best, count, capacity)
+                parts.append(costs[key])
+            if any(part is None for part in parts):
+                continue
+            placed, start = {}, 0
+            for index in sorted(range(len(sets)), key=lambda index: -sizes[index]):
+                devices = Slice(start, sizes[index])
+                placed |= {name: replace(each, devices=devices) for name, each in parts[index][0].items()}
+                start = devices.stop
+            seconds = sum(max(part[1][level] for part in parts) for level in range(len(graph.levels())))
+            plan = Plan("+".join("/".join(each) for each in sets), {name: placed[name] for name in options})
+            found.append(Division(plan, tuple(map(tuple, sets)), sizes, seconds))
+    return sorted(found, key=lambda each: each.seconds)
+
+
+def named_divisions(found: Sequence[Division]) -> dict[str, Division]:
+    """Returns the best division of each of HybridFlow's kinds.
+
+    colocate: one set. standalone: every role its own. split: actor and reference in one half, all others in the other.
+    """
+    roles = {role for each in found for members in each.sets for role in members}
+    policy = frozenset(roles & {"actor", "reference"})
+    halves = {policy, frozenset(roles - policy)}
+    kinds = {
+        "colocate": lambda each: len(each.sets) == 1,
+        "split": lambda each: set(map(frozenset, each.sets)) == halves and len(set(each.counts)) == 1,
+        "standalone": lambda each: all(len(members) == 1 for members in each.sets),
+    }
+    best = {}
+    for name, belongs in kinds.items():
+        of_kind = [each for each in found if belongs(each)]
+        if of_kind and (name == "colocate" or len(roles) > 1):
+            best[name] = replace(of_kind[0], plan=replace(of_kind[0].plan, name=name))
+    return best
+
+
+def partitions(items: Sequence[str]) -> Iterator[list[list[str]]]:
+    """Yields every way to divide items into sets."""
+    if not items:
+        yield []
+        return
+    first, rest = items[0], items[1:]
+    for smaller in partitions(rest):
+        yield [[first], *smaller]
+        for index, members in enumerate(smaller):
+            yield [*smaller[:index], [first, *members], *smaller[index + 1 :]]
+
+
+def allocations(counts: Collection[int], sets: int, devices: int) -> Iterator[tuple[int, ...]]:
+    """Yields every way to give each set one of these counts of devices, and all devices to the sets."""
+    if sets == 1:
+        yield from [(devices,)] if devices in counts else []
+        return
+    for count in counts:
+        if count < devices:
+            yield from ((count, *others) for others in allocations(counts, sets - 1, devices - count))
+
+
+def _fastest(options: Candidates) -> dict[tuple[str, int], list[Candidate]]:
+    """Returns (call, number of devices) -> its candidates there, on any slice, the fastest first."""
+    found: dict[tuple[str, int], dict[Placement, Candidate]] = {}
+    for name, choices in options.items():
+        for each in choices:
+            if each.placement.pipeline == 1:
+                anywhere = replace(each.placement, devices=Slice(0, each.placement.devices.count))
+                found.setdefault((name, each.placement.devices.count), {}).setdefault(anywhere, each)
+    return {key: sorted(known.values(), key=lambda each: each.price.seconds) for key, known in found.items()}
+
+
+def _set(
+    graph: Graph, members: Sequence[str], best: dict[tuple[str, int], list[Candidate]], count: int, capacity: float
+) -> tuple[dict[str, Placement], tuple[float, ...]] | None:
+    """Returns placements and seconds of each stage for a set on `count` devices, or None where it does not fit."""
+    names = [call.name for call in graph if call.role in members and call.kind != "compute"]
+    choices = {name: best.get((name, count), []) for name in names}
+    for first in (_seconds, _resident):
+        fitting = _fit(graph, choices, capacity, first=first, then=_seconds)
+        if fitting is not None:
+            stages = tuple(
+                sum(fitting[call.name].price.seconds for call in level if call.name in fitting)
+                for level in graph.levels()
+            )
+            return {name: each.placement for name, each in fitting.items()}, stages
+    return None
+
+
+def _fit(
+    graph: Graph,
+    choices: Mapping[str, Sequence[Candidate]],
+    capacity: float,
+    *,
+    first: Callable[[Candidate], Any],
+    then: Callable[[Candidate], Any],
+) -> dict[str, Candidate] | None:
+    """Chooses one candidate a call, all on the same devices.
+
+    As in HybridFlow, placements that keep states are chosen first, by `first`; the calls get the memory that is left,
+    and are chosen by `then`.
+    """
+    if not all(choices.values()):
+        return None
+    homes = [home_of(graph, call.role) for call in graph if call.name in choices]
+    kept = {name: min(choices[name], key=first).price.resident for name in choices if graph[name] in homes}
+    left, found = capacity - sum(kept.values()), {}
+    for name, known in choices.items():
+        fitting = [each for each in known if each.price.active <= left and each.price.resident <= kept.get(name, 0.0)]
+        if not fitting:
+            return None
+        found[name] = min(fitting, key=then)
+    return found
+
+
+def _seconds(option: Candidate) -> tuple[float, float]:
+    return option.price.seconds, option.price.resident
+
+
+def _resident(option: Candidate) -> tuple[float, float]:
+    return option.price.resident, option.price.seconds

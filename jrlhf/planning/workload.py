@@ -1,27 +1,45 @@
-"""What an iteration asks for, as numbers: all that memory and time are computed from, beside a placement."""
+"""The workload of one iteration: each role's models and the sizes that memory and time are computed from."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import jax.numpy as jnp
 
+from jrlhf.config.schema import Config
+from jrlhf.errors import UserError
 from jrlhf.meshes import Call, Graph
 from jrlhf.meshes.graph import Kind
+from jrlhf.meshes.plan import LayoutName, Placement, Plan
 from jrlhf.models import LoRAConfig, ModelConfig
+from jrlhf.models.flops import head_weights, layer_weights, lora_weights
+from jrlhf.models.hf import read_adapter_config
 from jrlhf.models.params import HeadKind
 from jrlhf.models.remat import Remat
+
+# The layouts that a kind of call can use; the first is the usual one. A model that only waits is stored as it trains.
+LAYOUTS: dict[str, tuple[LayoutName, ...]] = {
+    "generate": ("generate",),
+    "infer": ("score", "train_tp"),
+    "train": ("train", "train_tp"),
+    "compute": ("train",),
+}
+
+# Elementwise work reads and writes more than a perfect fusion would, partly in float32: a trace of training on an H200
+# showed 309 GB where `Numbers.traffic` without this factor counts 188.
+_UNFUSED = 1.6
 
 
 @dataclass(frozen=True)
 class RoleModel:
-    """One role's model.
+    """One model of a role.
 
-    trained: has an optimizer's state, and float32 weights; a frozen model's matrices are in the compute dtype.
-    lora: it is an adapter on a base that all such roles share.
-    is_base: it is that base itself, without an adapter.
-    int8: the base's layers are stored as int8.
-    wide: it is frozen, but its weights are float32 as they were trained: a reward model that the run learnt.
+    trained: it has an optimizer state and float32 weights. A frozen model's matrices are in the compute dtype.
+    lora: the model is an adapter on a base that all such roles share.
+    is_base: the model is that base itself, without an adapter.
+    int8: the layers of the base are stored as int8.
+    wide: a frozen model with float32 weights, such as a reward model that the run has trained.
     """
 
     config: ModelConfig
@@ -34,23 +52,65 @@ class RoleModel:
 
     @property
     def shared(self) -> bool:
-        """Whether the weights that it computes with are the shared base's."""
+        """Whether the model computes with the shared base."""
         return self.lora is not None or self.is_base
+
+    @cached_property  # counted once a model: a search asks for these thousands of times
+    def numbers(self) -> "Numbers":
+        return Numbers(self)
+
+
+class Numbers:
+    """Sizes of a model that its costs are made of.
+
+    layer: weights in the matrices of a layer. head: weights of the head. adapters: weights of a layer's adapters.
+    total: weights in all matrices. trained: weights that an update changes. cache: numbers of a position and layer in
+        the KV cache. per_pair: operations of attention for a pair of positions in a layer.
+    """
+
+    def __init__(self, model: RoleModel):
+        config = model.config
+        self.layer = layer_weights(config) / config.layers
+        self.head = head_weights(config, model.head)
+        self.adapters = 0.0 if model.lora is None else lora_weights(config, model.lora) / config.layers
+        table = config.embed * config.padded_vocab
+        self.total = layer_weights(config) + table * (1 if model.head == "scalar" or config.tie_embeddings else 2)
+        self.trained = self.total if model.lora is None else self.adapters * config.layers
+        self.cache = 2.0 * config.kv_heads * config.head_dim
+        self.per_pair = 4.0 * config.heads * config.head_dim
+        self._local, self._window = sum(config.locality) / config.layers, config.window
+        self._wide = 10.0 * config.embed  # two norms, two additions to the residual stream
+        heads = 4.0 * (config.heads + config.kv_heads) * config.head_dim  # rotation; what attention reads and writes
+        self._sliced = heads + (3.0 if config.gated_mlp else 2.0) * config.mlp
+
+    def attention(self, length: int) -> float:
+        """Returns attention's forward operations a token and layer, averaged over rows of `length` and all layers."""
+        whole = (length + 1) / 2
+        window = length if self._window is None else min(length, self._window)
+        near = window * (length - (window - 1) / 2) / length
+        return self.per_pair * (whole + self._local * (near - whole))
+
+    def seen(self, positions: float) -> float:
+        """Returns how many of the positions before it a token sees, averaged over local and global layers."""
+        if self._window is None:
+            return positions
+        return positions + self._local * (min(positions, self._window) - positions)
+
+    def traffic(self, slices: int) -> float:
+        """Returns the numbers a token that elementwise work reads and writes. Slices divide heads and mlp only."""
+        return _UNFUSED * (self._wide + self._sliced / slices)
 
 
 @dataclass(frozen=True)
 class Workload:
-    """An iteration of an algorithm.
+    """One iteration of an algorithm, or one step of another stage.
 
-    graph: its calls. models: of the roles that have calls with a model; a role may have several (the learner trains
-        actor and critic in one program; a weighted sum of reward models scores with each).
-    rows: responses of an iteration; rows_key: the setting that says how many, for messages. samples: of them for each
-        prompt.
-    prompt, response: tokens that arrays are as wide as. mean_prompt, mean_response: what rows have on average.
-    epochs, minibatches: of an update. slots: rows that decode at a time, None for all. chunk: steps of one program that
-        decodes, None for all. prefill: as in `models.schedule`.
-    dtype: of compute. remat: as in `models.remat`. fused_loss: as in `programs.Compute`.
-    spanned: the kinds of calls whose policies have a head for responses only, and not for prompts.
+    models: of the roles whose calls use a model. A role may have several: a learner trains actor and critic in one
+        program, and a sum of reward models scores with each.
+    rows: responses of an iteration. rows_key: the setting for it, for messages. samples: responses to each prompt.
+    prompt, response: widths of the token arrays. mean_prompt, mean_response: average lengths.
+    slots: rows that decode at a time, None for all. chunk: steps of one decode program, None for all.
+    spanned: the kinds of calls in which a policy's head predicts responses only, not prompts.
     """
 
     graph: Graph
@@ -74,9 +134,183 @@ class Workload:
 
     @property
     def length(self) -> int:
-        """T: the width of every batch of tokens."""
+        """T: the width of a batch of tokens."""
         return self.prompt + self.response
 
+    @property
+    def calls(self) -> list[Call]:
+        """The calls that use a model. Only these have a placement."""
+        return [call for call in self.graph if self.has_model(call)]
+
+    def has_model(self, call: Call) -> bool:
+        return call.kind != "compute" and call.role in self.models
+
+    def on_base(self, role: str) -> bool:
+        """Whether a role computes with the base that adapters share."""
+        return any(model.shared for model in self.models.get(role, ()))
+
+    def layouts(self, call: Call) -> tuple[LayoutName, ...]:
+        """The layouts that the call can use. The shared base is always stored as generation needs it."""
+        return ("generate",) if self.on_base(call.role) else LAYOUTS[call.kind]
+
     def rows_of(self, call: Call) -> int:
-        """That a call computes: each twice where an adapter and its bare base are scored in one pass."""
+        """The rows that a call computes: twice as many where one pass scores an adapter and its bare base."""
         return self.rows * (2 if call.name.endswith(".logprobs_with_base") else 1)
+
+
+def workload_of(config: Config, graph: Graph, models: Mapping[str, ModelConfig]) -> Workload:
+    """Returns the workload of a stage of the config.
+
+    graph: the calls of the stage, with its name. models: role -> architecture: "actor", "critic", "reward NAME", ...
+
+    Mean lengths are the widths of the arrays: a config does not say how long answers will be.
+    """
+    stage = graph.name
+    compute = {"dtype": jnp.dtype(config.compute.dtype), "remat": config.compute.remat}
+    prompt, response = config.data.max_prompt, config.data.max_response
+    widths = {"prompt": prompt, "response": response, "mean_prompt": float(prompt), "mean_response": float(response)}
+    roles = _models_of_roles(config, models, graph)
+    if stage != config.algorithm:
+        rows, key = config.sections[stage].batch, f"{stage}.batch"
+        if stage == "reward_model":
+            policy, reward = roles["actor"][0], roles["reward"][0]
+            roles = {"actor": (replace(policy, trained=False, wide=True),), "reward": (replace(reward, trained=True),)}
+        if stage != "sft":  # batches of pairs
+            rows, key = 2 * rows, f"2 x {key}"
+        return Workload(graph, roles, rows=rows, rows_key=key, fused_loss=False, spanned=(), **widths, **compute)
+    section = config.rl
+    algorithm = section.algorithm
+    # A learner's passes make the experience too, so it has the head of a plain forward pass.
+    learner = "learner" in graph.roles
+    fused = config.compute.fused_loss and algorithm.ratio == "token" and not learner
+    spanned = learner or (fused and not algorithm.ptx_coef)  # texts of the pretraining mix have no response
+    return Workload(
+        graph,
+        roles,
+        rows=section.rollout_batch,
+        rows_key=f"{stage}.rollout_batch",
+        samples=section.samples,
+        epochs=algorithm.epochs,
+        minibatches=algorithm.minibatches,
+        slots=config.rollout.slots,
+        chunk=config.rollout.chunk,
+        prefill=config.rollout.prefill,
+        fused_loss=fused,
+        spanned=("infer", "train") if spanned else ("infer",),
+        **widths,
+        **compute,
+    )
+
+
+def _models_of_roles(
+    config: Config, models: Mapping[str, ModelConfig], graph: Graph
+) -> dict[str, tuple[RoleModel, ...]]:
+    """Returns the models of the graph's roles; a role without a model is absent."""
+    roles: dict[str, tuple[RoleModel, ...]] = {}
+    for name, model in _role_models(config, models).items():
+        role = name.partition(" ")[0]
+        roles[role] = (*roles.get(role, ()), model)
+    if "learner" in graph.roles:
+        roles["learner"] = roles["actor"] + roles.get("critic", ())
+    return {role: roles[role] for role in graph.roles if role in roles}
+
+
+def _role_models(config: Config, models: Mapping[str, ModelConfig]) -> dict[str, RoleModel]:
+    """Returns every model of a run by name, as in `models`; rewards and costs that are adapters are added."""
+    section, lora = config.lora, None
+    if section is not None and section.path is not None:
+        lora = _read_adapter(section.path, "lora.path")
+    elif section is not None:
+        assert section.rank is not None
+        lora = LoRAConfig(rank=section.rank, alpha=section.alpha, targets=section.targets, rslora=section.rslora)
+    int8 = section is not None and section.base == "int8"
+
+    def adapted(role: str, adapter: LoRAConfig | None, head: HeadKind, *, trained: bool = False) -> RoleModel:
+        return RoleModel(models[role], head, trained, adapter, is_base=adapter is None, int8=int8)
+
+    def policy_like(role: str, head: HeadKind, *, trained: bool, own: bool) -> RoleModel:
+        """own: the role does not start from the policy but has a model of its own."""
+        return (
+            RoleModel(models[role], head, trained)
+            if lora is None or own
+            else adapted(role, lora, head, trained=trained)
+        )
+
+    named = {"actor": policy_like("actor", "lm", trained=True, own=False)}
+    for role in ("critic", "cost_critic"):
+        if role in models:
+            own = role == "critic" and (config.roles.critic is not None or (section is not None and not section.critic))
+            named[role] = policy_like(role, "scalar", trained=True, own=own)
+    if config.reference_is_base and "reference" in models:
+        named["reference"] = adapted("reference", None, "lm")
+    elif "reference" in models:
+        named["reference"] = policy_like("reference", "lm", trained=False, own=config.roles.reference is not None)
+    if "reward_model" in config.stages:
+        trained = RoleModel(models["reward"], "scalar", trained=False, wide=True)
+        named["reward"] = trained if lora is None else adapted("reward", lora, "scalar")
+    for role, parts in (("reward", config.rewards), ("cost", config.costs)):
+        for index, part in enumerate(parts):
+            name = f"{role} {part.name}"
+            if part.model is not None:
+                named[name] = RoleModel(models[name], "scalar", trained=False)
+            if part.adapter is not None:
+                named[name] = adapted("actor", _read_adapter(part.adapter, f"{role}s[{index}].adapter"), "scalar")
+    return named
+
+
+def _read_adapter(path: str, key: str) -> LoRAConfig:
+    try:
+        return read_adapter_config(path)
+    except (ValueError, OSError) as error:
+        raise UserError(f"{key}={path}: {error}") from error
+
+
+def with_budgets(config: Config, workload: Workload, plan: Plan) -> Plan:
+    """Returns the plan with the micro-batches that token budgets and the batches of reward models lead to."""
+    budgets = token_budgets(config, workload.graph.name)
+
+    def micro_batches(call: Call, placement: Placement) -> int:
+        if call.role in ("reward", "cost") and call.kind == "infer":
+            return max(placement.micro_batches, _reward_batches(config, call.role, workload.rows))
+        budget = budgets.get(call.kind)
+        if budget is None:
+            return placement.micro_batches
+        rows = workload.rows // (placement.devices.count * (workload.minibatches if call.kind == "train" else 1))
+        return max(1, -(-rows * workload.length // budget))
+
+    calls = plan.placements.items()
+    return replace(
+        plan,
+        placements={name: replace(at, micro_batches=micro_batches(workload.graph[name], at)) for name, at in calls},
+    )
+
+
+def without_budgeted(config: Config, graph: Graph, plan: Plan) -> Plan:
+    """Returns the plan without micro-batches where a token budget divides the rows."""
+    budgets = {"infer": config.compute.score_tokens, "train": config.rl.algorithm.micro_batch_tokens}
+    whole = {
+        name: replace(placement, micro_batches=1)
+        for name, placement in plan.placements.items()
+        if budgets.get(graph[name].kind) is not None
+    }
+    return Plan(plan.name, {**plan.placements, **whole})
+
+
+def token_budgets(config: Config, stage: str) -> dict[str, int | None]:
+    """Returns kind of call -> the number of tokens that a device computes at a time, None where none is set."""
+    _, section = update_section(config, stage)
+    return {"train": getattr(section, "micro_batch_tokens", None), "infer": config.compute.score_tokens}
+
+
+def update_section(config: Config, stage: str) -> tuple[str, Any]:
+    """Returns the key and the section that say into how many parts a stage's updates are divided."""
+    section = config.sections[stage]
+    return (f"{stage}.algorithm", section.algorithm) if hasattr(section, "algorithm") else (stage, section)
+
+
+def _reward_batches(config: Config, role: str, rows: int) -> int:
+    """Returns the number of batches that a role's own reward models read. One that the run trains reads all at once."""
+    parts = {"reward": config.rewards, "cost": config.costs}[role]
+    if "reward_model" in config.stages or any(part.adapter is not None for part in parts):
+        return 1
+    return max(1, rows // max((part.batch for part in parts if part.model is not None), default=rows))

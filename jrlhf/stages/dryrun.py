@@ -11,8 +11,8 @@ from jrlhf.config.schema import DatasetsData
 from jrlhf.meshes import GENERATE, SCORE, TRAIN, Call, Layout, tree_reshard_cost
 from jrlhf.meshes.plan import Plan
 from jrlhf.models import ModelConfig, param_shardings
-from jrlhf.planning.fits import backend_of, capacity, check_memory, memory_of
-from jrlhf.planning.runnable import on_base, only_functions
+from jrlhf.planning.fit import backend_of, capacity, check_memory, memory_of
+from jrlhf.planning.workload import Workload, workload_of
 from jrlhf.roles.placement import LAYOUTS, place_roles
 from jrlhf.roles.pretrained import abstract_weights, is_here
 from jrlhf.stages.graphs import stage_graph
@@ -38,7 +38,7 @@ def describe(config: Config) -> str:
     if plan is not None:
         lines += ["", *_plan(config, mesh, models, plan)]
     if "dpo" in config.stages:
-        lines += ["", *_dpo_plan(config, mesh)]
+        lines += ["", *_dpo_plan(config, mesh, models)]
     return "\n".join(lines)
 
 
@@ -89,7 +89,8 @@ def _calls(config: Config, mesh: Mesh, models: Mapping[str, ModelConfig], plan: 
 
 def _plan(config: Config, mesh: Mesh, models: Mapping[str, ModelConfig], plan: Plan) -> list[str]:
     graph = graph_of(config)
-    rows: list[tuple[str, ...]] = [_row(call, config, plan) for call in graph]
+    workload = workload_of(config, graph, models)
+    rows: list[tuple[str, ...]] = [_row(call, workload, plan) for call in graph]
     for kind, parts in (("reward", config.rewards), ("cost", config.costs)):
         for part in parts:
             kinds = {"model": part.model, "adapter": part.adapter, "function": part.function}
@@ -109,20 +110,21 @@ def _plan(config: Config, mesh: Mesh, models: Mapping[str, ModelConfig], plan: P
     return lines
 
 
-def _dpo_plan(config: Config, mesh: Mesh) -> list[str]:
+def _dpo_plan(config: Config, mesh: Mesh, models: Mapping[str, ModelConfig]) -> list[str]:
     graph = stage_graph(config, "dpo")
-    return [f"plan of a step of dpo on {_sizes(mesh)}:", *_in_columns([_row(call, config) for call in graph])]
+    workload = workload_of(config, graph, models)
+    return [f"plan of a step of dpo on {_sizes(mesh)}:", *_in_columns([_row(call, workload) for call in graph])]
 
 
 def _sizes(mesh: Mesh) -> str:
     return " x ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
 
 
-def _row(call: Call, config: Config, plan: Plan | None = None) -> tuple[str, ...]:
+def _row(call: Call, workload: Workload, plan: Plan | None = None) -> tuple[str, ...]:
     """A call, where it runs, and what it makes of what. Without a plan it runs on the whole mesh."""
     flow = f"{', '.join(call.inputs)} -> {', '.join(call.outputs)}".lstrip()
     if plan is None or call.name not in plan.placements:
-        return call.name, *(() if plan is None else ("",)), _how(call, config), flow
+        return call.name, *(() if plan is None else ("",)), _how(call, workload), flow
     placed = plan[call.name]
     sizes = zip(("data", "fsdp", "tensor"), placed.sizes, strict=True)
     parts = f" in {placed.micro_batches} parts" if placed.micro_batches > 1 else ""
@@ -142,13 +144,13 @@ def _in_columns(rows: Sequence[Sequence[str]]) -> list[str]:
     ]
 
 
-def _how(call: Call, config: Config) -> str:
+def _how(call: Call, workload: Workload) -> str:
     """Where a call's rows lie, and how it sees its model."""
     if call.kind == "compute":
         return "arithmetic"
-    if only_functions(call.role, config):
+    if not workload.has_model(call):
         return "functions, beside the rest"
-    return _layout(GENERATE if call.role in on_base(config) else {"infer": SCORE, "train": TRAIN}[call.kind])
+    return _layout(GENERATE if workload.on_base(call.role) else {"infer": SCORE, "train": TRAIN}[call.kind])
 
 
 def _layout(layout: Layout) -> str:

@@ -1,4 +1,4 @@
-"""What a run will need only later, looked at before it begins: an hour of training must not end at a typing error."""
+"""Preflight: opens everything a run needs later (reward functions, tokenizers, adapters), so that typos fail early."""
 
 from functools import partial
 from pathlib import Path

@@ -22,10 +22,10 @@ from jrlhf.meshes.mesh import Device
 from jrlhf.meshes.plan import Plan
 from jrlhf.models import ModelConfig
 from jrlhf.models.attention import computes
-from jrlhf.planning.auto import searched
-from jrlhf.planning.choose import plan_of_config, plan_yaml, read_plan
-from jrlhf.planning.fits import check_memory
-from jrlhf.planning.processes import refuse_cross_process
+from jrlhf.planning.auto import auto_plan
+from jrlhf.planning.fit import check_memory
+from jrlhf.planning.plans import plan_of_config, plan_yaml, read_plan, refuse_cross_process
+from jrlhf.planning.workload import workload_of
 from jrlhf.roles.compiled import Compute
 from jrlhf.roles.offloading import check_sleep
 from jrlhf.roles.placement import place_roles
@@ -180,9 +180,9 @@ def select_plan(
     def search() -> Plan:
         path = Path(config.run_dir).expanduser() / config.name / PLAN
         last = read_plan(path) if resume and path.exists() else None
-        return last if last is not None and last.name == "auto" else searched(config, graph, models, devices)
+        return last if last is not None and last.name == "auto" else auto_plan(config, graph, models, devices)
 
-    plan = from_main(partial(plan_of_config, config, graph, models, len(devices), search))
+    plan = from_main(lambda: plan_of_config(config, workload_of(config, graph, models), len(devices), search))
     refuse_cross_process(plan, [device.process_index for device in devices])
     return plan
 

@@ -18,15 +18,17 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 from jrlhf.meshes import AXES
 from jrlhf.models.attention import (
     AttentionImplementation,
+    LayerCache,
     Rotation,
+    append,
     cached_attention,
     layer_attention,
     layer_rotations,
     of_layer,
+    prefilled_cache,
 )
 from jrlhf.models.collectives import TENSOR, lookup, total
 from jrlhf.models.config import ModelConfig
-from jrlhf.models.generation.cache import LayerCache, append, prefill
 from jrlhf.models.generation.sampling import SamplingConfig, sample
 from jrlhf.models.lora import LoRAConfig, with_adapter
 from jrlhf.models.modules import NO_ADAPTERS, Adapters, Attend, Block, Norm, scaled_embeddings
@@ -37,7 +39,7 @@ from jrlhf.models.quantize import Int8, dequantised, is_int8
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Rows:
-    """Where each of a device's own rows stands. Host-side rules about rows need no more than this."""
+    """The states of a device's own rows. The host needs no more than this to decide what happens to rows."""
 
     keys: PRNGKeyArray  # [B]: token t of a row is drawn with fold_in(key, t)
     prompt_lengths: Int[Array, "B"]
@@ -49,7 +51,7 @@ class Rows:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class _State:
-    """The decode loop's carry. `last`, `positions` and `caches` are of the b rows of a `tensor` group."""
+    """The decode loop's carry. `last`, `positions` and `caches` belong to the b rows of a `tensor` group."""
 
     step: Int[Array, ""]
     running: Int[Array, ""]  # rows of all devices
@@ -63,7 +65,7 @@ class _State:
 
 @dataclass(frozen=True)
 class Decoder:
-    """A model as it decodes: what runs on each device. Static.
+    """The part of generation that runs on each device. Static.
 
     dtype: of weights, activations and cache. Norms, rotary angles, softmaxes and log-probabilities are float32.
     attention: of the prefill.
@@ -74,10 +76,10 @@ class Decoder:
     dtype: Any
     attention: AttentionImplementation | None = None
     lora: LoRAConfig | None = None
-    transposed: bool = False  # caches, as `cache.transposes_keys` says
+    transposed: bool = False  # caches, as `attention.transposes_keys` says
 
     def weights(self, params: Params, adapter: Params) -> Params:
-        """Stored slices as the layers read them."""
+        """The stored slices, cast as the layers read them, with the adapters."""
         return with_adapter(jax.tree.map(self.cast, params, is_leaf=is_int8), adapter, self.lora, self.dtype)
 
     def run(
@@ -85,7 +87,7 @@ class Decoder:
     ) -> tuple[Rows, list[LayerCache], Int[Array, "B C"], Float[Array, "B C"]]:
         """Draws `steps` tokens of every row that is not done, or fewer if all are done sooner.
 
-        Returns the rows, their caches, and what was drawn with its log-probabilities, zeros where nothing was.
+        Returns the rows, their caches, the drawn tokens and their log-probabilities; zeros where nothing was drawn.
         """
 
         def going(state: _State) -> Array:
@@ -107,7 +109,7 @@ class Decoder:
                 step=state.step + 1,
                 running=lax.psum(jnp.sum(self.running(rows)), AXES),
                 last=lax.all_gather(token, TENSOR, tiled=True),
-                # A row that is done is fed on, in step with the others; what it writes is never read.
+                # A row that is done is still fed, in step with the others; what it writes is never read.
                 positions=state.positions + 1,
                 caches=caches,
                 rows=rows,
@@ -167,7 +169,7 @@ class Decoder:
 
             def attend(query, key, value, local=local):
                 out = layer_attention(self.config, local, query, key, value, implementation=self.attention)
-                return out, prefill(key, value, size, transposed=self.transposed)
+                return out, prefilled_cache(key, value, size, transposed=self.transposed)
 
             x, cache = layer(x, rotation, attend)
             caches.append(cache)
@@ -212,10 +214,10 @@ class Decoder:
             )
 
     def stops(self, token: Int[Array, "B"]) -> Bool[Array, "B"]:
-        found = jnp.zeros_like(token, dtype=bool)
+        stopped = jnp.zeros_like(token, dtype=bool)
         for stop in self.sampling.stop_ids:
-            found = found | (token == stop)
-        return found
+            stopped = stopped | (token == stop)
+        return stopped
 
 
 def first_rows(prompts: Int[Array, "B P"], prompt_lengths: Int[Array, "B"], keys: PRNGKeyArray) -> Rows:

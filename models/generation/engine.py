@@ -21,10 +21,18 @@ from jrlhf.meshes import AXES, to_host
 from jrlhf.models.attention import AttentionImplementation
 from jrlhf.models.collectives import check_rows
 from jrlhf.models.config import ModelConfig
-from jrlhf.models.generation.cache import transposes_keys
-from jrlhf.models.generation.chunks import Admitted, Pool, Programs, Slots
-from jrlhf.models.generation.decoding import Decoder, Rows
-from jrlhf.models.generation.generate import Generation, check_length, check_prompts, make_generate
+from jrlhf.models.generation.decoding import Rows
+from jrlhf.models.generation.programs import (
+    Admitted,
+    Generation,
+    Programs,
+    Prompts,
+    Slots,
+    check_length,
+    check_prompts,
+    decoder_of,
+    make_generate,
+)
 from jrlhf.models.generation.sampling import SamplingConfig
 from jrlhf.models.generation.schedule import EMPTY, Admission, Schedule, Table, fitting
 from jrlhf.models.lora import LoRAConfig, split_arguments
@@ -63,9 +71,9 @@ class Engine:
     ):
         self._config, self._mesh, self._sampling = config, mesh, sampling
         self._schedule, self._samples, self._lora = schedule or Schedule(), samples, lora
-        options: Any = {"samples": samples, "dtype": dtype, "attention": attention, "lora": lora}
-        self._whole = jax.jit(make_generate(config, mesh, sampling, **options))
-        decoder = Decoder(config, sampling, dtype, attention, lora, transposes_keys(mesh))
+        generate = make_generate(config, mesh, sampling, samples=samples, dtype=dtype, attention=attention, lora=lora)
+        self._whole = jax.jit(generate)
+        decoder = decoder_of(config, mesh, sampling, dtype, attention, lora)
         steps = min(self._schedule.chunk, sampling.max_new_tokens)
         self._programs = Programs(decoder, mesh, samples=samples, steps=steps)
         self._warm: set[tuple[int, ...]] = set()
@@ -87,8 +95,8 @@ class Engine:
                 f"{self._samples} samples of a prompt need as many decode slots, but each of {self._programs.groups} "
                 f"groups of devices has {slots}: raise slots to {least} or more"
             )
-        pool = self._programs.pool(prompts, prompt_lengths, row_keys)
-        rollout = _Rollout(self._programs, self._schedule, (params, adapter), pool, slots, limit)
+        on_mesh = self._programs.put(prompts, prompt_lengths, row_keys)
+        rollout = _Rollout(self._programs, self._schedule, (params, adapter), on_mesh, slots, limit)
         shape = (rows, width, slots)
         if shape not in self._warm:
             rollout.warm()
@@ -100,17 +108,11 @@ class _Rollout:
     """One call of an engine."""
 
     def __init__(
-        self,
-        programs: Programs,
-        schedule: Schedule,
-        weights: Weights,
-        pool: Pool,
-        slots: int,
-        limit: int,
+        self, programs: Programs, schedule: Schedule, weights: Weights, prompts: Prompts, slots: int, limit: int
     ):
-        self._programs, self._weights, self._pool, self._limit = programs, weights, pool, limit
+        self._programs, self._weights, self._prompts, self._limit = programs, weights, prompts, limit
         samples = self._samples = programs.samples
-        count, width = pool.prompts.shape
+        count, width = prompts.prompts.shape
         self._rows = count * samples
         self._counts = schedule.slot_counts(slots, programs.tensor)
         self._lengths = schedule.cache_lengths(width, limit)
@@ -120,23 +122,24 @@ class _Rollout:
     def generate(self) -> Generation:
         """All rows, in the order of their prompts."""
         programs, longest, length = self._programs, 0, self._lengths[0]
-        slots, results = programs.empty(self._pool, self._counts[0], length), programs.no_results(self._rows)
+        slots, results = programs.empty(self._prompts, self._counts[0], length), programs.no_results(self._rows)
         while True:
             while any(self._may_admit(table) for table in self._tables):
-                slots = self._admit(slots)
-                longest = max(longest, self._pool.prompts.shape[1])
+                self._admit(slots)
+                longest = max(longest, self._prompts.prompts.shape[1])
             if not any(table.running for table in self._tables):
-                return programs.assemble(self._pool, results)
-            slots = self._shrink(slots)
-            needed = min(longest + self._programs.steps, self._lengths[-1])
-            for longer in [each for each in self._lengths if length < each <= fitting(self._lengths, needed)]:
-                slots, length = programs.grow(slots, longer), longer
+                return programs.assemble(self._prompts, results)
+            self._shrink(slots)
+            needed = fitting(self._lengths, min(longest + programs.steps, self._lengths[-1]))
+            for longer in [size for size in self._lengths if length < size <= needed]:
+                programs.grow(slots, longer)
+                length = longer
             row_of = programs.per_group([table.row for table in self._tables])
             slots, results = programs.chunk(*self._weights, slots, results, row_of)
-            longest = self._look(slots.rows)
+            longest = self._release(slots.rows)
 
-    def _look(self, rows: Rows) -> int:
-        """Empties the slots of rows that are done; the longest of the others."""
+    def _release(self, rows: Rows) -> int:
+        """Empties the slots of rows that are done; returns the length of the longest other row."""
         prompts, lengths, finished = to_host((rows.prompt_lengths, rows.lengths, rows.finished))
         done = np.split(finished | (lengths >= self._limit), len(self._tables))
         for table, done_of in zip(self._tables, done, strict=True):
@@ -145,25 +148,25 @@ class _Rollout:
         return int((prompts + lengths)[occupied].max(initial=0))
 
     def _may_admit(self, table: Table) -> bool:
-        """Whether a wave fits, or all that waits, or, where nothing would decode, anything."""
+        """Whether there is room for a wave, or for all that waits, or for anything where nothing would decode."""
         return table.room > 0 and (table.room >= min(self._waves[0], len(table.waiting)) or table.running == 0)
 
-    def _admit(self, slots: Slots) -> Slots:
-        """One wave of every group, the largest that one of them fills."""
+    def _admit(self, slots: Slots) -> None:
+        """Admits one wave of every group, the largest that one of them fills."""
         most = max(table.room for table in self._tables)
-        wave = max((each for each in self._waves if each <= most), default=self._waves[0])
+        wave = max((size for size in self._waves if size <= most), default=self._waves[0])
         admissions = [table.admit(wave if self._may_admit(table) else 0) for table in self._tables]
         admitted = self._admitted(admissions, wave)
-        prefilled = self._programs.prefill(*self._weights, self._pool, admitted)
-        return self._programs.admit(slots, prefilled, self._pool, admitted)
+        prefilled = self._programs.prefill(*self._weights, self._prompts, admitted)
+        self._programs.admit(slots, prefilled, self._prompts, admitted)
 
     def _admitted(self, admissions: Sequence[Admission], wave: int) -> Admitted:
-        """As arrays of the size of a whole wave."""
-        parts = [self._part_of(admission, wave) for admission in admissions]
-        return Admitted(*(self._programs.per_group(each) for each in zip(*parts, strict=True)))
+        """The admissions as arrays of the size of a whole wave."""
+        groups = zip(*(self._group_arrays(admission, wave) for admission in admissions), strict=True)
+        return Admitted(*map(self._programs.per_group, groups))
 
-    def _part_of(self, admission: Admission, wave: int) -> tuple[Int[np.ndarray, "_"], ...]:
-        """A group's part of `Admitted`."""
+    def _group_arrays(self, admission: Admission, wave: int) -> tuple[Int[np.ndarray, "_"], ...]:
+        """One group's part of `Admitted`."""
         prompts = np.zeros(wave, np.int32)
         prompts[: len(admission.prompts)] = admission.prompts
         source = np.repeat(np.arange(wave, dtype=np.int32), self._samples)
@@ -172,45 +175,42 @@ class _Rollout:
         slot[: len(admission.slots)] = admission.slots
         return prompts, source, prompts[source] * self._samples + number, slot
 
-    def _shrink(self, slots: Slots) -> Slots:
-        """Moves the rows into fewer slots, where they have room there and none waits for one."""
+    def _shrink(self, slots: Slots) -> None:
+        """Moves the rows into fewer slots, if they have room there and no prompt waits for one."""
         if any(table.waiting for table in self._tables):
-            return slots
+            return
         needed = fitting(self._counts, max(table.running for table in self._tables))
-        for count in [each for each in self._counts if needed <= each < len(self._tables[0].row)]:
-            kept = [table.shrink(count) for table in self._tables]
-            slots = self._programs.take(slots, self._programs.per_group(kept))
-        return slots
+        for count in [size for size in self._counts if needed <= size < len(self._tables[0].row)]:
+            self._programs.take(slots, self._programs.per_group([table.shrink(count) for table in self._tables]))
 
     def warm(self) -> None:
         """Compiles every program that such a call may need, by running it where all rows are done."""
+        programs = self._programs
         for wave in self._waves:
-            self._warm_admission(wave)
+            nobody = self._admitted([Admission((), ())] * programs.groups, wave)
+            prefilled = programs.prefill(*self._weights, self._prompts, nobody)
+            slots = programs.empty(self._prompts, self._counts[0], self._lengths[0])
+            for length in self._lengths:
+                if length != self._lengths[0]:
+                    programs.grow(slots, length)
+                programs.admit(slots, prefilled, self._prompts, nobody)
+            jax.block_until_ready(slots)
         for count, fewer in zip(self._counts, (*self._counts[1:], None), strict=True):
             self._warm_steps(count, fewer)
-        jax.block_until_ready(self._programs.assemble(self._pool, self._programs.no_results(self._rows)))
-
-    def _warm_admission(self, wave: int) -> None:
-        """A wave of no prompts, into caches of each length."""
-        programs = self._programs
-        nobody = self._admitted([Admission((), ())] * programs.groups, wave)
-        prefilled = programs.prefill(*self._weights, self._pool, nobody)
-        slots = programs.empty(self._pool, self._counts[0], self._lengths[0])
-        for length in self._lengths:
-            slots = slots if length == self._lengths[0] else programs.grow(slots, length)
-            slots = programs.admit(slots, prefilled, self._pool, nobody)
-        jax.block_until_ready(slots)
+        jax.block_until_ready(programs.assemble(self._prompts, programs.no_results(self._rows)))
 
     def _warm_steps(self, count: int, fewer: int | None) -> None:
-        """A chunk of so many slots with caches of each length, and the move into fewer."""
+        """Compiles a chunk of this number of slots with caches of each length, and the move into fewer."""
         programs, results = self._programs, self._programs.no_results(self._rows)
         row_of = programs.per_group([np.full(count, EMPTY, np.int32)] * programs.groups)
-        slots = programs.empty(self._pool, count, self._lengths[0])
+        slots = programs.empty(self._prompts, count, self._lengths[0])
         for length in self._lengths:
-            slots = slots if length == self._lengths[0] else programs.grow(slots, length)
+            if length != self._lengths[0]:
+                programs.grow(slots, length)
             slots, results = programs.chunk(*self._weights, slots, results, row_of)
             if fewer is not None:
-                kept = programs.per_group([np.arange(fewer, dtype=np.int32)] * programs.groups)
-                jax.block_until_ready(programs.take(Slots(slots.caches[:1], slots.rows), kept))
+                first_layer = Slots(slots.caches[:1], slots.rows)
+                programs.take(first_layer, programs.per_group([np.arange(fewer, dtype=np.int32)] * programs.groups))
+                jax.block_until_ready(first_layer)
             # One program at a time: some devices may not run two with collectives at once.
             jax.block_until_ready((slots, results))

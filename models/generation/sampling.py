@@ -1,14 +1,16 @@
-"""Which token is drawn, and with what log-probability."""
+"""Draws the next token of each row, with its log-probability."""
 
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, UInt32
 
 from jrlhf.models.config import is_count, positive
-from jrlhf.models.generation.noise import gumbel
+
+_ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
+_PARITY = 0x1BD11BDA
 
 
 @dataclass(frozen=True)
@@ -19,12 +21,9 @@ class SamplingConfig:
     temperature: divides the logits; 0 draws the most likely token, with the log-probabilities of temperature 1.
     top_k: only the k most likely tokens are drawn.
     top_p: only the most likely tokens that together have this probability are drawn; after `top_k`, renormalised.
-    min_new_tokens: so many tokens come before a stop token may be drawn.
+    min_new_tokens: number of tokens before a stop token may be drawn.
     stop_ids: a row is finished once it drew one of these, which is part of its response.
     token_limit: ids from here on are never drawn: rows of the model's table that the tokenizer has no token for.
-
-    Raises:
-        ValueError: a number out of its range, or a stop id that can never be drawn.
     """
 
     max_new_tokens: int
@@ -64,10 +63,10 @@ def restrict(logits: Float[Array, "B V"], top_k: int | None, top_p: float | None
     2020, section 3.1). The most likely token always stays, and so do tokens that tie with the least likely one kept.
     """
     size = logits.shape[-1]
-    kept = size if top_k is None else min(top_k, size)
-    if kept == size and (top_p is None or top_p == 1):
+    count = size if top_k is None else min(top_k, size)
+    if count == size and (top_p is None or top_p == 1):
         return logits
-    best = lax.top_k(logits, kept)[0] if kept < size else logits
+    best = lax.top_k(logits, count)[0] if count < size else logits
     least = jnp.min(best, axis=-1, keepdims=True)
     if top_p is not None and top_p < 1:
         least = jnp.maximum(least, _nucleus(best, top_p))
@@ -75,9 +74,9 @@ def restrict(logits: Float[Array, "B V"], top_k: int | None, top_p: float | None
 
 
 def _nucleus(logits: Float[Array, "B V"], top_p: float) -> Float[Array, "B 1"]:
-    """The least number above which a row's tokens have less than `top_p` together.
+    """The smallest logit above which a row's tokens have less than `top_p` together.
 
-    By bisection of all floats: 32 sums over the vocabulary, where a sort takes more than ten times as long.
+    Found by bisection of all floats: 32 sums over the vocabulary, where a sort takes more than ten times as long.
     """
     probabilities = jax.nn.softmax(logits, axis=-1)
 
@@ -93,7 +92,7 @@ def _nucleus(logits: Float[Array, "B V"], top_p: float) -> Float[Array, "B 1"]:
 
 
 def _order_of(x: Float[Array, "..."]) -> Int[Array, "..."]:
-    """Integers that are ordered as the float32 numbers are. The negative ones' bits are, but for the sign, reversed."""
+    """Integers in the order of the float32 numbers. Bits of negative numbers, but for the sign, count downwards."""
     bits = lax.bitcast_convert_type(x, jnp.int32)
     return jnp.where(bits < 0, bits ^ jnp.int32(2**31 - 1), bits)
 
@@ -125,10 +124,9 @@ def sample(
     The log-probability is that of the whole softmax at `temperature`, in float32: `top_k`, `top_p`, `min_new_tokens`
     and `token_limit` only decide which token is drawn.
 
-    Args:
-        logits: before temperature, float32; columns from vocab_size on are padding and are never drawn.
-        keys: one key a row. A row's draw depends on its own key and logits only.
-        may_stop: whether a row's stop ids may be drawn.
+    logits: before temperature, float32; columns from vocab_size on are padding and are never drawn.
+    keys: one key a row. A row's draw depends on its own key and logits only.
+    may_stop: whether a row's stop ids may be drawn.
     """
     token = jnp.arange(logits.shape[-1])[None, :]
     scaled = logits / config.temperature if config.temperature > 0 else logits
@@ -147,3 +145,35 @@ def sample(
     drawn = largest(allowed)
     chosen = jnp.take_along_axis(scaled, drawn[:, None], axis=-1)[:, 0]
     return drawn, chosen - jax.nn.logsumexp(scaled, axis=-1)
+
+
+def gumbel(keys: PRNGKeyArray, size: int) -> Float[Array, "B size"]:
+    """Standard Gumbel numbers, float32: row b's are jax.random.gumbel(keys[b], (size,)).
+
+    JAX's generator is an operation of its own, whose bits travel through memory, and on CPUs a loop as well; for a
+    vocabulary a row and step it is a third of what decoding a small model costs. Written out, XLA fuses it.
+    """
+    data = jax.random.key_data(keys) if jnp.issubdtype(keys.dtype, jax.dtypes.prng_key) else keys
+    if data.shape[-1] != 2 or not jax.config.jax_threefry_partitionable:  # pyright: ignore  # another generator
+        return jax.vmap(lambda key: jax.random.gumbel(key, (size,)))(keys)
+    count = jnp.arange(size, dtype=jnp.uint32)[None, :]
+    first, second = threefry2x32((data[:, :1], data[:, 1:]), (jnp.zeros_like(count), count))
+    # 23 bits as the mantissa of a number in [1, 2), less 1; never 0, whose logarithm is infinite.
+    mantissa = ((first ^ second) >> 9) | jnp.uint32(0x3F800000)
+    uniform = lax.bitcast_convert_type(mantissa, jnp.float32) - 1
+    tiny = jnp.finfo(jnp.float32).tiny
+    return -jnp.log(-jnp.log(jnp.maximum(tiny, uniform * (1 - tiny) + tiny)))
+
+
+def threefry2x32(
+    key: tuple[UInt32[Array, "#*S"], UInt32[Array, "#*S"]], count: tuple[UInt32[Array, "#*S"], UInt32[Array, "#*S"]]
+) -> tuple[UInt32[Array, "*S"], UInt32[Array, "*S"]]:
+    """The Threefry-2x32 block cipher of 20 rounds (Salmon et al. 2011, Parallel random numbers: as easy as 1, 2, 3)."""
+    keys = (*key, key[0] ^ key[1] ^ jnp.uint32(_PARITY))
+    x, y = count[0] + keys[0], count[1] + keys[1]
+    for block in range(5):
+        for rotation in _ROTATIONS[block % 2]:
+            x = x + y
+            y = ((y << rotation) | (y >> (32 - rotation))) ^ x
+        x, y = x + keys[(block + 1) % 3], y + keys[(block + 2) % 3] + jnp.uint32(block + 1)
+    return x, y

@@ -1,4 +1,4 @@
-"""Which rows decode when: pure bookkeeping on the host. Nothing here decides what is drawn."""
+"""Decides which rows decode when: bookkeeping on the host. Nothing here decides which tokens are drawn."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Bool, Int
 
 EMPTY = -1  # a slot without a row
-FILLING = 2048  # tokens: a prefill of fewer would leave an accelerator's arithmetic idle
+FILLING = 2048  # tokens: a prefill of fewer would not keep an accelerator busy
 
 
 @dataclass(frozen=True)
@@ -18,18 +18,15 @@ class Schedule:
     slots: rows that decode at a time, over all devices; the others wait, and take the place of rows that are done.
         None: all of them.
     chunk: steps between two looks at which rows are done.
-    buckets: once nothing waits, the slots are halved as rows finish; so many sizes exist, the first included.
-    lengths: the caches grow with the longest row; so many sizes exist, evenly spaced, the last being the longest row's.
-        Attention reads a whole cache, however much of it is filled.
-    prefill: prompts that a group of devices prefills at a time. None: all of them, in one program with the decoding,
-        where every row has a slot and responses fit a chunk; else an eighth of what the slots hold, or, while so many
-        wait and have room, 2048 tokens.
+    buckets: number of sizes that the slots may have. They are halved as rows finish, once no prompt waits.
+    lengths: number of sizes that the caches may have, evenly spaced up to the longest possible row. They grow with the
+        longest row; attention reads a whole cache, however much of it is filled.
+    prefill: number of prompts that a group of devices prefills at a time. None: all of them, in one program with the
+        decoding, if every row has a slot and responses fit a chunk; otherwise an eighth of what the slots hold, or
+        2048 tokens while that many wait and have room.
 
     Every pair of a bucket and a length is a compiled program, and so is every number of prompts prefilled together, of
-    which there are at most two. Small ones move a layer's rows between caches of these shapes.
-
-    Raises:
-        ValueError: a number below 1.
+    which there are at most two. Small programs move a layer's rows between caches of these shapes.
     """
 
     slots: int | None = None
@@ -46,11 +43,11 @@ class Schedule:
                 raise ValueError(f"{name}={value!r} must be an integer of at least 1")
 
     def is_one_program(self, rows: int, response: int) -> bool:
-        """Whether all rows go together, through one prefill and one chunk."""
+        """Whether all rows share one prefill and one chunk, and so one program."""
         return (self.slots is None or self.slots >= rows) and response <= self.chunk and self.prefill is None
 
     def waves(self, prompts: int, room: int, width: int) -> tuple[int, ...]:
-        """How many of its prompts, of `width` tokens, a group with room for some of them prefills at a time, rising."""
+        """The numbers of prompts of `width` tokens that a group with this room prefills at a time, rising."""
         few = min(self.prefill or max(1, room // 8), room)
         many = few if self.prefill else min(max(few, FILLING // width), room)
         return (many,) if many == prompts else tuple(sorted({few, many}))
@@ -102,7 +99,7 @@ class Table:
         return min((len(self.row) - self.running) // self.samples, len(self.waiting))
 
     def admit(self, most: int) -> Admission:
-        """Gives free slots to at most so many waiting prompts, all samples of a prompt together."""
+        """Gives free slots to at most `most` waiting prompts, all samples of a prompt together."""
         free = np.flatnonzero(~self.occupied)
         count = min(most, self.room)
         prompts = tuple(self.waiting.popleft() for _ in range(count))
@@ -115,7 +112,7 @@ class Table:
         self.row[done] = EMPTY
 
     def shrink(self, slots: int) -> Int[np.ndarray, "new"]:
-        """Keeps so many slots; returns which of the old ones they were. Every row must have a place."""
+        """Keeps this number of slots; returns the old indices of the kept ones. Every row must have a place."""
         order = np.argsort(~self.occupied, kind="stable")[:slots]
         assert self.running <= slots, "a row would be lost"
         self.row = self.row[order]

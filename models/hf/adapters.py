@@ -1,7 +1,7 @@
 """Adapters in PEFT's format, in and out: adapter_config.json and adapter_model.safetensors.
 
 A projection's two matrices are stored transposed: lora_A.weight [r, in] and lora_B.weight [out, r]. A reward model's or
-a critic's scalar head is saved beside them as `score`, as PEFT does for task type SEQ_CLS.
+a critic's scalar head is saved with them as `score`, as PEFT does for task type SEQ_CLS.
 """
 
 import json
@@ -28,28 +28,13 @@ _TASKS: dict[str, HeadKind] = {"CAUSAL_LM": "lm", "SEQ_CLS": "scalar"}
 
 # Settings of adapter_config.json that we compute, or that change nothing about a trained adapter's outputs: where it
 # came from, how it was initialised or regularised, and numbers that belong to settings which are refused when set.
-_SUPPORTED = {
-    "peft_type",
-    "task_type",
-    "r",
-    "lora_alpha",
-    "target_modules",
-    "use_rslora",
-    "modules_to_save",
-    "bias",
-    "init_lora_weights",
-    "auto_mapping",
-    "exclude_modules",
-    "eva_config",
-    "base_model_name_or_path",
-    "inference_mode",
-    "lora_dropout",
-    "megatron_core",
-    "peft_version",
-    "qalora_group_size",
-    "revision",
-    "runtime_config",
-}
+_SUPPORTED = frozenset(
+    """
+    peft_type task_type r lora_alpha target_modules use_rslora modules_to_save bias init_lora_weights
+    auto_mapping exclude_modules eva_config base_model_name_or_path inference_mode lora_dropout megatron_core
+    peft_version qalora_group_size revision runtime_config
+    """.split()
+)
 
 
 def export_adapter(
@@ -62,17 +47,13 @@ def export_adapter(
 ) -> Path:
     """Writes an adapter as PEFT reads it; one with a scalar head for task type SEQ_CLS, else for CAUSAL_LM.
 
-    All or nothing: the files are written beside `directory` and then take its place, where `previous_export` allows it.
+    All or nothing: a new directory is written, which then replaces `directory` if `previous_export` allows it.
     The bias of a scalar head, which PEFT has not, is written as `score.bias` where it is not zero; PEFT ignores it, and
     `load_adapter` reads it.
 
-    Args:
-        adapter: as `init_lora`, on the host or on a mesh. Where several processes share it, all of them must call this,
-            and process 0 writes.
-        base_name: the hub name or the directory of the base, for PEFT to find it.
-
-    Raises:
-        FileExistsError: `directory` is a file, or holds something that no export of an adapter writes.
+    adapter: as `init_lora`, on the host or on a mesh. If several processes share it, all of them must call this, and
+        process 0 writes.
+    base_name: the hub name or the directory of the base, for PEFT to find it.
     """
     directory = Path(directory)
     previous_export(directory, {_CONFIG, _WEIGHTS}.__contains__)
@@ -97,7 +78,7 @@ def export_adapter(
     with replacing(directory) as written:
         settings = json.dumps(_settings(lora, head, base_name), indent=2) + "\n"
         (written / _CONFIG).write_text(settings, encoding="utf-8")
-        # Contiguous: safetensors 0.8 writes a strided array's memory as it lies, which is a different matrix.
+        # Contiguous: safetensors 0.8 writes a strided array's memory in its own order, which is a different matrix.
         contiguous = {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
         save_file(contiguous, written / _WEIGHTS, metadata={"format": "pt"})
         (written / _WEIGHTS).chmod(0o644)  # safetensors makes it private
@@ -112,9 +93,8 @@ def load_adapter(directory: str | os.PathLike[str], config: ModelConfig, mesh: M
     It has a scalar head where its task type is SEQ_CLS. Dropout, which only training has, is not taken over.
 
     Raises:
-        FileNotFoundError: a file is missing.
-        ValueError: a file is not what it says it is; the adapter asks for something that `LoRAConfig` cannot say, or
-            does not fit the model.
+        FileNotFoundError, ValueError: a file is missing or damaged; the adapter asks for something that `LoRAConfig`
+            cannot say, or does not fit the model.
     """
     directory = Path(directory)
     settings = _read_settings(directory / _CONFIG)
@@ -159,11 +139,7 @@ def _module(weight: WeightInfo, layer: int) -> str:
 
 
 def read_adapter_config(directory: str | os.PathLike[str]) -> LoRAConfig:
-    """An adapter's rank, scale and targets; its weights are not read.
-
-    Raises:
-        FileNotFoundError, ValueError: as `load_adapter`.
-    """
+    """An adapter's rank, scale and targets; its weights are not read."""
     directory = Path(directory)
     settings = _read_settings(directory / _CONFIG)
     _check(settings, directory / _CONFIG)
@@ -236,13 +212,14 @@ def _check(settings: dict[str, Any], path: Path) -> HeadKind:
 
 
 def _config(settings: dict[str, Any], tensors: dict[str, Tensor], directory: Path) -> LoRAConfig:
-    """The targets are what the file has weights for: in the settings they may be a pattern."""
-    found = {name.partition(".lora_")[0].rpartition(".")[2] for name in tensors if ".lora_" in name}
+    """The adapter's settings. Its targets are those that the file has weights for: in adapter_config.json they may be a
+    pattern."""
+    targets = {name.partition(".lora_")[0].rpartition(".")[2] for name in tensors if ".lora_" in name}
     named = settings.get("target_modules")
     if isinstance(named, list):
-        found |= {str(module).rpartition(".")[2] for module in named}
-    unknown = found - set(PROJECTIONS)
-    if unknown or not found:
+        targets |= {str(module).rpartition(".")[2] for module in named}
+    unknown = targets - set(PROJECTIONS)
+    if unknown or not targets:
         raise ValueError(
             f"{directory}: an adapter of {', '.join(sorted(unknown)) or 'nothing'} cannot be loaded: "
             f"known are {', '.join(PROJECTIONS)}"
@@ -253,4 +230,4 @@ def _config(settings: dict[str, Any], tensors: dict[str, Tensor], directory: Pat
     rslora = settings.get("use_rslora") or False
     if not isinstance(rslora, bool):
         raise ValueError(f"{directory / _CONFIG}: use_rslora={rslora!r} must be true or false")
-    return LoRAConfig(rank, alpha, tuple(found), rslora=rslora)
+    return LoRAConfig(rank, alpha, tuple(targets), rslora=rslora)

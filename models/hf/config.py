@@ -1,19 +1,20 @@
-"""config.json: what transformers, version 4 or 5, says of a model, as our numbers. `describe.py` is the way back.
+"""config.json of transformers, version 4 or 5: read into our numbers, and written from them.
 
 Hub configs omit keys, so every family has its table of defaults, transformers' own. What a model computes is never
-approximated: a value that we have no meaning for is refused by its name.
+approximated: a value that we have no meaning for is refused by its name. What is written is read again, and only what
+then computes the same is a description of the model.
 """
 
 import json
+import math
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from jrlhf.models.config import ModelConfig, RopeScaling
-from jrlhf.models.params import HeadKind
+from jrlhf.models.weights import HeadKind
 
 Json = Mapping[str, Any]
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -24,7 +25,7 @@ _MOST_LAYERS = 10_000  # a config.json may say anything, and each layer has an e
 
 @dataclass(frozen=True)
 class HFConfig:
-    """What a Hugging Face directory says of its model.
+    """A Hugging Face directory's description of its model.
 
     model: the decoder.
     family: its `model_type`.
@@ -46,110 +47,42 @@ class HFConfig:
 
 @dataclass(frozen=True)
 class Family:
-    """A `model_type` of transformers: its classes by head, and the values of keys that a config.json omits.
+    """A `model_type` of transformers: its classes by head, and what its config.json says.
 
     backbone: the class without a head. Its weights make a language model where embeddings are tied.
+    keys: a field of ModelConfig -> the key that says the same; read and written by this table.
+    constants: fields of ModelConfig that the family fixes.
+    defaults: the values of keys that a config.json omits.
     """
 
     causal: str
     classifier: str
     backbone: str
-    defaults: Json
+    keys: Mapping[str, str]
+    constants: Json
+    defaults: Json = field(repr=False)
 
     def architecture(self, head: HeadKind) -> str:
         """The name of the class with this head."""
         return self.causal if head == "lm" else self.classifier
 
 
-_COMMON = {
-    "num_key_value_heads": None,
-    "head_dim": None,
-    "hidden_act": "silu",
-    "initializer_range": 0.02,
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": False,
-    "attention_bias": False,
-    "mlp_bias": False,
-    "sliding_window": None,
-    "layer_types": None,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
+# What a null stands for, from the fields that are known already.
+_FILLED: Mapping[str, Callable[[dict[str, Any]], int]] = {
+    "num_key_value_heads": lambda known: known["heads"],
+    "head_dim": lambda known: known["embed"] // known["heads"],
+    "n_inner": lambda known: 4 * known["embed"],
 }
-_7B = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}
-_QWEN = _7B | {
-    "vocab_size": 151936,
-    "intermediate_size": 22016,
-    "num_key_value_heads": 32,
-    "max_position_embeddings": 32768,
-    "use_sliding_window": False,
-    "sliding_window": 4096,
-    "max_window_layers": 28,
-}
-_GEMMA = {
-    "hidden_size": 2304,
-    "intermediate_size": 9216,
-    "num_hidden_layers": 26,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "hidden_activation": "gelu_pytorch_tanh",
-    "tie_word_embeddings": True,
-    "query_pre_attn_scalar": 256,
-    "sliding_window": 4096,
-    "use_bidirectional_attention": None,
-    "bos_token_id": 2,
-    "eos_token_id": 1,
-    "pad_token_id": 0,
-}
-
-
-def _family(prefix: str, *defaults: Json, causal: str = "ForCausalLM", inner: str = "") -> Family:
-    merged = {key: value for each in defaults for key, value in each.items()}
-    classifier, backbone = f"{prefix}{inner}ForSequenceClassification", f"{prefix}{inner}Model"
-    return Family(prefix + causal, classifier, backbone, MappingProxyType(merged))
 
 
 # model_type -> family, in the order in which an export prefers them.
-FAMILIES: Mapping[str, Family] = MappingProxyType(
-    {
-        "llama": _family(
-            "Llama",
-            _COMMON | _7B,
-            {"vocab_size": 32000, "intermediate_size": 11008, "max_position_embeddings": 2048},
-            {"bos_token_id": 1, "eos_token_id": 2},
-        ),
-        "qwen2": _family("Qwen2", _COMMON, _QWEN),
-        "qwen3": _family("Qwen3", _COMMON, _QWEN, {"head_dim": 128}),
-        "mistral": _family(
-            "Mistral",
-            _COMMON | _7B,
-            {"vocab_size": 32000, "intermediate_size": 14336, "max_position_embeddings": 131072},
-            {"num_key_value_heads": 8, "sliding_window": 4096, "bos_token_id": 1, "eos_token_id": 2},
-        ),
-        "gemma2": _family(
-            "Gemma2",
-            _COMMON | _GEMMA,
-            {"vocab_size": 256000, "max_position_embeddings": 8192},
-            {"final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0},
-        ),
-        "gemma3_text": _family(
-            "Gemma3",
-            _COMMON | _GEMMA,
-            {"vocab_size": 262208, "max_position_embeddings": 131072, "sliding_window_pattern": 6},
-            {"final_logit_softcapping": None, "attn_logit_softcapping": None},
-            inner="Text",
-        ),
-        "gpt2": _family(
-            "GPT2",
-            {"vocab_size": 50257, "n_positions": 1024, "n_embd": 768, "n_layer": 12, "n_head": 12, "n_inner": None},
-            {"activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "initializer_range": 0.02},
-            {"tie_word_embeddings": True, "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False},
-            {"add_cross_attention": False, "bos_token_id": 50256, "eos_token_id": 50256, "pad_token_id": None},
-            causal="LMHeadModel",
-        ),
-    }
-)
+FAMILIES: Mapping[str, Family] = {
+    name: Family(**row)
+    for name, row in json.loads(Path(__file__).with_name("families.json").read_text(encoding="utf-8")).items()
+}
+# Families whose configs transformers refuses where the heads do not divide the hidden size, head_dim or not.
+_WHOLE_HEADS = ("llama", "gemma2", "gemma3_text")
+_GEMMAS = ("gemma2", "gemma3_text")
 
 
 # ---- reading
@@ -175,17 +108,17 @@ def read_config(directory: str | os.PathLike[str]) -> HFConfig:
         if dtype not in _DTYPES:
             raise ValueError(f"dtype {dtype!r} is unknown: known are {', '.join(_DTYPES)}")
         generation = directory / "generation_config.json"
-        said = _read_json(generation) if generation.is_file() else {}
-        chosen = {key: value for key, value in said.items() if value is not None}
+        settings = _read_json(generation) if generation.is_file() else {}
+        chosen = {key: value for key, value in settings.items() if value is not None}
         defaults = FAMILIES[name].defaults
-        told = {**defaults, **raw, **chosen}
+        tokens = {**defaults, **raw, **chosen}
         return HFConfig(
             model=model,
             family=name,
             head=head,
             eos_ids=_eos_ids(chosen, {}, model) or _eos_ids(raw, defaults, model),
-            bos_id=_token_id("bos_token_id", told["bos_token_id"], model),
-            pad_id=_token_id("pad_token_id", told["pad_token_id"], model),
+            bos_id=_token_id("bos_token_id", tokens["bos_token_id"], model),
+            pad_id=_token_id("pad_token_id", tokens["pad_token_id"], model),
             dtype=dtype,
         )
     except ValueError as error:
@@ -228,10 +161,10 @@ def _head(raw: Json, family: Family) -> HeadKind:
     if architectures not in ([name] for name in known):
         raise ValueError(f"architectures {architectures} are not supported: known are {', '.join(known)}")
     head = known[architectures[0]]
-    named = raw.get("id2label") or {"0": "LABEL_0", "1": "LABEL_1"}  # two labels unless it says otherwise
-    if not isinstance(named, dict):
-        raise ValueError(f"id2label {named!r} must be an object")
-    labels = raw.get("num_labels", len(named))
+    names = raw.get("id2label") or {"0": "LABEL_0", "1": "LABEL_1"}  # two labels unless it says otherwise
+    if not isinstance(names, dict):
+        raise ValueError(f"id2label {names!r} must be an object")
+    labels = raw.get("num_labels", len(names))
     if head == "scalar" and labels != 1:
         raise ValueError(f"num_labels {labels} is not supported: a reward model has 1")
     return head
@@ -239,8 +172,44 @@ def _head(raw: Json, family: Family) -> HeadKind:
 
 def model_of(raw: Json, family: str) -> ModelConfig:
     """The decoder that a config.json of this family describes."""
-    values = _Values(raw, FAMILIES[family].defaults)
-    return ModelConfig(**(_gpt2(values) if family == "gpt2" else _llama_like(values, family)))
+    values, kind = _Values(raw, FAMILIES[family].defaults), FAMILIES[family]
+    embed, heads = (values.integer(kind.keys[name]) for name in ("embed", "heads"))
+    if (family == "gpt2" or values["head_dim"] is None) and (heads < 1 or embed % heads):
+        keys = f"{kind.keys['embed']} {embed} cannot be divided by {kind.keys['heads']} {heads}"
+        raise ValueError(keys if family == "gpt2" else f"{keys}, and no head_dim is given")
+    known = dict(kind.constants)
+    for name, key in kind.keys.items():
+        known[name] = values.field(name, key, known)
+    if family == "gpt2":
+        return ModelConfig(**known, **_gpt2(values, embed, heads))
+    known.setdefault("output_bias", "attention_bias" in kind.keys.values() and known["qkv_bias"])
+    windows = _windows(values, family, known["layers"])
+    known |= windows | _positions(values, family, local=windows["window"] is not None)
+    return ModelConfig(**known, **(_gemma(values, family, embed) if family in _GEMMAS else {}))
+
+
+def _gpt2(values: "_Values", embed: int, heads: int) -> dict[str, Any]:
+    for key in ("scale_attn_by_inverse_layer_idx", "add_cross_attention"):
+        if values.flag(key):
+            raise ValueError(f"{key} is not supported: choose a model without it")
+    scale = None if values.flag("scale_attn_weights") else 1.0
+    return {"kv_heads": heads, "head_dim": embed // heads, "query_scale": scale}
+
+
+def _gemma(values: "_Values", family: str, embed: int) -> dict[str, Any]:
+    if values["use_bidirectional_attention"]:
+        raise ValueError("use_bidirectional_attention is not supported: choose a causal model")
+    scalar = values.number("query_pre_attn_scalar")
+    if not scalar > 0:
+        raise ValueError(f"query_pre_attn_scalar {scalar} must be positive")
+    if family == "gemma3_text" and values["attn_logit_softcapping"] is not None:
+        # transformers' Gemma 3 takes the key and does nothing with it.
+        cap = values.number("attn_logit_softcapping")
+        raise ValueError(f"attn_logit_softcapping {cap} is not supported: set it to null")
+    return {"embed_scale": embed**0.5, "query_scale": scalar**-0.5}
+
+
+_TYPES = {field.name: field.type for field in fields(ModelConfig)}
 
 
 @dataclass(frozen=True)
@@ -261,6 +230,19 @@ class _Values:
         if not isinstance(value, bool):
             raise ValueError(f"{key} {value!r} must be true or false")
         return value
+
+    def field(self, name: str, key: str, known: dict[str, Any]) -> Any:
+        """A field of ModelConfig, checked for its type. known: the fields that were read before."""
+        kind = _TYPES[name]
+        if self[key] is None and key in _FILLED:
+            return _FILLED[key](known)
+        if kind is bool:
+            return self.flag(key)
+        if kind is int:
+            return self.integer(key, _MOST_LAYERS if name == "layers" else 2**31)
+        if name == "activation":
+            return self.activation(key)
+        return None if self[key] is None and kind is not float else self.number(key)
 
     def activation(self, key: str) -> str:
         value = self[key]
@@ -293,57 +275,6 @@ def _digits(value: int | float) -> str:
     return text if len(text := str(value)) < 20 else f"{text[:10]}... ({len(text)} digits)"
 
 
-def _llama_like(values: _Values, family: str) -> dict[str, Any]:
-    gemma = family in ("gemma2", "gemma3_text")
-    embed, heads = values.integer("hidden_size"), values.integer("num_attention_heads")
-    if values["head_dim"] is None and (heads < 1 or embed % heads):
-        raise ValueError(
-            f"hidden_size {embed} cannot be divided by num_attention_heads {heads}, and no head_dim is given"
-        )
-    head_dim = embed // heads if values["head_dim"] is None else values.integer("head_dim")
-    layers = values.integer("num_hidden_layers", _MOST_LAYERS)
-    # Qwen2 has them always and Mistral never; elsewhere one key gives them to all four projections.
-    biased = family not in ("qwen2", "mistral") and values.flag("attention_bias")
-    found = {
-        "vocab_size": values.integer("vocab_size"),
-        "embed": embed,
-        "layers": layers,
-        "heads": heads,
-        "kv_heads": heads if values["num_key_value_heads"] is None else values.integer("num_key_value_heads"),
-        "head_dim": head_dim,
-        "mlp": values.integer("intermediate_size"),
-        "max_positions": values.integer("max_position_embeddings"),
-        "norm_eps": values.number("rms_norm_eps"),
-        "initializer_range": values.number("initializer_range"),
-        "tie_embeddings": values.flag("tie_word_embeddings"),
-        "activation": values.activation("hidden_activation" if gemma else "hidden_act"),
-        "qk_norm": family in ("qwen3", "gemma3_text"),
-        "qkv_bias": family == "qwen2" or biased,
-        "output_bias": biased,
-        "mlp_bias": family == "llama" and values.flag("mlp_bias"),
-    }
-    windows = _windows(values, family, layers)
-    found |= windows | _positions(values, family, local=windows["window"] is not None)
-    if gemma:
-        if values["use_bidirectional_attention"]:
-            raise ValueError("use_bidirectional_attention is not supported: choose a causal model")
-        scalar = values.number("query_pre_attn_scalar")
-        if not scalar > 0:
-            raise ValueError(f"query_pre_attn_scalar {scalar} must be positive")
-        found |= {
-            "norm_offset": True,
-            "post_norms": True,
-            "embed_scale": embed**0.5,
-            "query_scale": scalar**-0.5,
-        }
-        for ours, theirs in (("softcap", "final_logit_softcapping"), ("attention_softcap", "attn_logit_softcapping")):
-            found[ours] = None if values[theirs] is None else values.number(theirs)
-        if family == "gemma3_text" and found["attention_softcap"] is not None:
-            # transformers' Gemma 3 takes the key and does nothing with it.
-            raise ValueError(f"attn_logit_softcapping {found['attention_softcap']} is not supported: set it to null")
-    return found
-
-
 def _windows(values: _Values, family: str, layers: int) -> dict[str, Any]:
     """Which layers are local, and how far they see."""
     window = None if values["sliding_window"] is None else values.integer("sliding_window")
@@ -351,7 +282,7 @@ def _windows(values: _Values, family: str, layers: int) -> dict[str, Any]:
     if types is not None:
         if not isinstance(types, list) or len(types) != layers:
             raise ValueError(f"layer_types must list one type for each of the {layers} layers")
-        unknown = sorted({str(each) for each in types} - {LOCAL, GLOBAL})
+        unknown = sorted(set(map(str, types)) - {LOCAL, GLOBAL})
         if unknown:
             raise ValueError(f"layer_types {', '.join(unknown)} are not supported: known are {LOCAL}, {GLOBAL}")
     if family == "llama":
@@ -363,7 +294,7 @@ def _windows(values: _Values, family: str, layers: int) -> dict[str, Any]:
             raise ValueError(f"layer_types are not supported in a {family} model, whose layers are all alike")
         return {"window": window}
     if types is not None:
-        local = [each == LOCAL for each in types]
+        local = [kind == LOCAL for kind in types]
     elif family == "gemma2":
         local = [index % 2 == 0 for index in range(layers)]
     elif family == "gemma3_text":
@@ -408,8 +339,8 @@ def _positions(values: _Values, family: str, *, local: bool) -> dict[str, Any]:
         if place.get("partial_rotary_factor", 1.0) not in (None, 1.0):
             raise ValueError(f"partial_rotary_factor {place['partial_rotary_factor']} is not supported: only 1.0 is")
     scaling = _scaling(parameters, raw.get("original_max_position_embeddings"), values)
-    found = {"rope_theta": _number("rope_theta", parameters.get("rope_theta", theta)), "rope_scaling": scaling}
-    return found | ({"local_rope_theta": local_theta} if local and family == "gemma3_text" else {})
+    rope = {"rope_theta": _number("rope_theta", parameters.get("rope_theta", theta)), "rope_scaling": scaling}
+    return rope | ({"local_rope_theta": local_theta} if local and family == "gemma3_text" else {})
 
 
 def _rope_type(parameters: Json) -> str:
@@ -441,43 +372,120 @@ def _scaling(parameters: Json, original: Any, values: _Values) -> RopeScaling | 
     raise ValueError(f"rope_type {kind!r} is not supported: known are default, linear, llama3")
 
 
-def _gpt2(values: _Values) -> dict[str, Any]:
-    for key in ("scale_attn_by_inverse_layer_idx", "add_cross_attention"):
-        if values.flag(key):
-            raise ValueError(f"{key} is not supported: choose a model without it")
-    embed, heads = values.integer("n_embd"), values.integer("n_head")
-    if heads < 1 or embed % heads:
-        raise ValueError(f"n_embd {embed} cannot be divided by n_head {heads}")
-    return {
-        "vocab_size": values.integer("vocab_size"),
-        "embed": embed,
-        "layers": values.integer("n_layer", _MOST_LAYERS),
-        "heads": heads,
-        "kv_heads": heads,
-        "head_dim": embed // heads,
-        "mlp": 4 * embed if values["n_inner"] is None else values.integer("n_inner"),
-        "max_positions": values.integer("n_positions"),
-        "norm_eps": values.number("layer_norm_epsilon"),
-        "initializer_range": values.number("initializer_range"),
-        "tie_embeddings": values.flag("tie_word_embeddings"),
-        "activation": values.activation("activation_function"),
-        "gated_mlp": False,
-        "norm": "layer",
-        "positions": "learned",
-        "qkv_bias": True,
-        "output_bias": True,
-        "mlp_bias": True,
-        "query_scale": None if values.flag("scale_attn_weights") else 1.0,
-    }
-
-
 def _eos_ids(raw: Json, defaults: Json, model: ModelConfig) -> tuple[int, ...]:
     ids = raw.get("eos_token_id", defaults.get("eos_token_id"))
-    found = [_token_id("eos_token_id", token, model) for token in (ids if isinstance(ids, list) else [ids])]
-    return tuple(token for token in found if token is not None)
+    known = (_token_id("eos_token_id", token, model) for token in (ids if isinstance(ids, list) else [ids]))
+    return tuple(token for token in known if token is not None)
 
 
 def _token_id(key: str, token: Any, model: ModelConfig) -> int | None:
     if token is not None and (isinstance(token, bool) or not isinstance(token, int)):
         raise ValueError(f"{key} {token!r} must be an integer")
     return token if token is not None and 0 <= token < model.vocab_size else None
+
+
+# ---- writing
+
+
+def hf_config(config: ModelConfig, head: HeadKind = "lm", family: str | None = None) -> dict[str, Any]:
+    """config.json, but for the special tokens and the dtype, in version 4's keys, which version 5 reads as well.
+
+    family: the `model_type` to prefer, such as the one that the model was loaded as. It is taken if it computes what
+        `config` says; otherwise, and with None, the first family that does.
+
+    Raises:
+        ValueError: no family computes what this config says.
+    """
+    if family is not None and family not in FAMILIES:
+        raise ValueError(f"family {family!r} is not supported: known are {', '.join(FAMILIES)}")
+    faults: dict[str, list[str]] = {}
+    for name in FAMILIES if family is None else dict.fromkeys([family, *FAMILIES]):
+        written = _write(config, name, head)
+        faults[name] = _faults(config, written, name)
+        if not faults[name]:
+            return written
+    nearest = min(faults, key=lambda name: len(faults[name]))
+    named = ", ".join(f"{field}={getattr(config, field)!r}" for field in faults[nearest])
+    raise ValueError(
+        f"a model with {named} cannot be exported: no Hugging Face family computes it, and {nearest} is the nearest"
+    )
+
+
+def _faults(config: ModelConfig, written: Json, family: str) -> list[str]:
+    """The fields of `config` that `written` does not say."""
+    try:
+        understood = _canonical(model_of(written, family))
+    except ValueError:  # a number that this family cannot have
+        return [field.name for field in fields(config)]
+    own = _canonical(config)
+    wrong = [f.name for f in fields(own) if not _equal(getattr(own, f.name), getattr(understood, f.name))]
+    return wrong + (["embed", "heads"] if family in _WHOLE_HEADS and config.embed % config.heads else [])
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, float) and isinstance(other, float):
+        return math.isclose(one, other, rel_tol=1e-12)  # 24 ** -0.5 and 1 / sqrt(24) are one number
+    return one == other
+
+
+def _canonical(config: ModelConfig) -> ModelConfig:
+    """The same computation said in one way."""
+    local = config.local_layers or (True,) * config.layers
+    window = config.window if any(local) else None
+    layers = () if window is None or all(local) else tuple(local)
+    scale = None if _equal(config.query_scale, config.head_dim**-0.5) else config.query_scale
+    theta = None if window is None else config.local_rope_theta
+    return replace(config, window=window, local_layers=layers, local_rope_theta=theta, query_scale=scale)
+
+
+def _write(config: ModelConfig, family: str, head: HeadKind) -> dict[str, Any]:
+    """`config` as this family says it; what the family has no key for is left out."""
+    kind = FAMILIES[family]
+    written: dict[str, Any] = {"architectures": [kind.architecture(head)], "model_type": family}
+    if head == "scalar":
+        written |= {"num_labels": 1, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+    written |= {key: getattr(config, name) for name, key in kind.keys.items()}
+    activation = config.activation
+    if activation == "gelu_tanh":
+        activation = "gelu_new" if family == "gpt2" else "gelu_pytorch_tanh"
+    written[kind.keys["activation"]] = activation
+    if family == "gpt2":
+        dropouts = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
+        return written | {"scale_attn_weights": config.query_scale != 1.0, **dropouts}
+    rope = {"rope_theta": config.rope_theta, "rope_scaling": _written_scaling(config.rope_scaling)}
+    written |= {"attention_dropout": 0.0, **rope}
+    local = _canonical(config).local_layers or (config.window is not None,) * config.layers
+    types = [LOCAL if flag else GLOBAL for flag in local]
+    if family in _GEMMAS:
+        scalar = config.head_dim if config.query_scale is None else config.query_scale**-2
+        written |= {
+            "hidden_act": activation,
+            "query_pre_attn_scalar": round(scalar),  # version 5 takes only integers; `_faults` sees the difference
+            "sliding_window": config.window,
+            "layer_types": types,
+        }
+        if family == "gemma3_text":
+            written |= {"attn_logit_softcapping": None, "rope_local_base_freq": config.local_rope_theta or 10000.0}
+            period = next((n + 1 for n, flag in enumerate(local) if not flag), config.layers + 1)
+            if list(local) == [(index + 1) % period != 0 for index in range(config.layers)]:
+                written["sliding_window_pattern"] = period  # all that versions before 4.53 read
+    elif family == "mistral":
+        written["sliding_window"] = config.window
+    elif family in ("qwen2", "qwen3"):
+        written |= {"use_sliding_window": config.window is not None, "sliding_window": config.window}
+        first = types.index(LOCAL) if LOCAL in types else config.layers
+        written |= {"layer_types": types, "max_window_layers": first}
+    return written
+
+
+def _written_scaling(scaling: RopeScaling | None) -> dict[str, Any] | None:
+    if scaling is None:
+        return None
+    written: dict[str, Any] = {"rope_type": scaling.kind, "factor": scaling.factor}
+    if scaling.kind == "llama3":
+        written |= {
+            "low_freq_factor": scaling.low_freq_factor,
+            "high_freq_factor": scaling.high_freq_factor,
+            "original_max_position_embeddings": scaling.original_max_positions,
+        }
+    return written

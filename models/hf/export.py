@@ -5,7 +5,6 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +15,12 @@ from jax.experimental import multihost_utils
 from jax.typing import DTypeLike
 
 from jrlhf.models.config import ModelConfig
-from jrlhf.models.hf.describe import hf_config
+from jrlhf.models.hf.config import hf_config
 from jrlhf.models.hf.files import INDEX, SINGLE, Planned, on_host, previous_export, replacing, write_tensors
-from jrlhf.models.hf.names import Weight, weight_table
+from jrlhf.models.hf.names import TensorView, weight_table
 from jrlhf.models.lora import LoRAConfig, headed, merge_layers
-from jrlhf.models.params import HeadKind, Params
 from jrlhf.models.quantize import has_int8, is_int8
+from jrlhf.models.weights import HeadKind, Params, leaf_at
 
 SHARD_BYTES = 5_000_000_000
 TOKENIZER_FILES = (
@@ -61,25 +60,22 @@ def export_hf(
     label, whose `score` in transformers has no bias: ours, where it is not zero, is written as `score.bias`, which
     `load_hf` reads and transformers leaves out (all scores are then lower by it).
 
-    All or nothing: the files are written beside `directory` and then take its place. A previous export is replaced.
+    All or nothing: a new directory is written, which then replaces `directory`, a previous export.
     One layer is fetched to the host at a time. Where several processes share the arrays, all of them must call this,
     and process 0 writes.
 
-    Args:
-        params: as `init_lm` or `init_scalar`, on the host or on a mesh, in any layout's storage.
-        adapter, lora: `params` are the base of this adapter, on the same mesh, as floats or int8. Written is what
-            `merge` makes, merged a layer at a time; each sum is rounded once, to the dtype that is written.
-        dtype: float32, bfloat16 or float16, to which every number is rounded; None for the weights' own.
-        family: the `model_type` to prefer, as `HFConfig.family`; see `hf_config`.
-        tokenizer_json: the text of a `tokenizers` tokenizer.json.
-        tokenizer_dir: a directory whose tokenizer files are copied as they are.
-        eos_ids: the tokens that end a response.
-        shard_bytes: the largest weights file; a larger model is written as several, with an index.
+    params: as `init_lm` or `init_scalar`, on the host or on a mesh, in any layout's storage.
+    adapter, lora: `params` are the base of this adapter, on the same mesh, as floats or int8. The result of `merge` is
+        written, merged a layer at a time; each sum is rounded once, to the dtype that is written.
+    dtype: float32, bfloat16 or float16, to which every number is rounded; None for the weights' own.
+    family: the `model_type` to prefer, as `HFConfig.family`; see `hf_config`.
+    tokenizer_json: the text of a `tokenizers` tokenizer.json.
+    tokenizer_dir: a directory whose tokenizer files are copied as they are.
+    eos_ids: the tokens that end a response.
+    shard_bytes: the largest weights file; a larger model is written as several, with an index.
 
     Raises:
-        ValueError: no Hugging Face architecture computes what this config says; a special id not in the vocabulary;
-            both or neither kind of tokenizer is there where one is asked for; a dtype that is none of the three; an
-            int8 model without an adapter; an adapter without `lora`.
+        ValueError: the model, the tokenizer or the dtype cannot be written so.
         FileExistsError: `directory` is a file, or holds something that an export does not write.
     """
     directory = Path(directory)
@@ -103,9 +99,12 @@ def export_hf(
 
     described = hf_config(config, head, family)
     planned = plan_weights(params, config, dtype=dtype, family=described["model_type"])
-    merged = None if adapter is None or lora is None else partial(_merged, adapter, lora, _dtype(params, dtype))
-    found = hf_weights(params, config, dtype=dtype, family=described["model_type"], change=merged)
-    weights = (array for _, array in found)
+    merged = None
+    if adapter is not None and lora is not None:
+        to = _dtype(params, dtype)
+        merged = lambda layer, index: merge_layers(layer, adapter, index, lora, to)  # noqa: E731
+    tensors = hf_weights(params, config, dtype=dtype, family=described["model_type"], change=merged)
+    weights = (array for _, array in tensors)
     if jax.process_index() != 0:
         for _ in weights:  # this process's share of fetching them
             pass
@@ -137,50 +136,49 @@ def hf_weights(
 ) -> Iterator[tuple[str, np.ndarray]]:
     """(name, array) of every weight in Hugging Face's names and order, one at a time.
 
-    change: (a layer, its index) -> the layer that is written.
-    The others as of `export_hf`.
+    change: (a layer, its index) -> the layer that is written. The other parameters: see `export_hf`.
     """
-    at: dict[str, Any] = {}
+    current: dict[str, Any] = {}
     for name, weights, layer in _tensors(params, config, family):
-        if layer is not None and at.get("layer") != layer:
+        if layer is not None and current.get("layer") != layer:
             taken = _take(params["layers"], layer)
-            at = {"layer": layer, "layers": taken if change is None else change(taken, layer)}
-        tree = params if layer is None else at
-        parts = [weight.to_file(on_host(_leaf(tree, weight.path), dtype)) for weight in weights]
+            current = {"layer": layer, "layers": taken if change is None else change(taken, layer)}
+        tree = params if layer is None else current
+        parts = [weight.to_file(on_host(leaf_at(tree, weight.path), dtype)) for weight in weights]
         yield name, parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)
 
 
 def plan_weights(
     params: Params, config: ModelConfig, *, dtype: DTypeLike | None = None, family: str | None = None
 ) -> list[Planned]:
-    """Name, shape and dtype of what `hf_weights` gives, without fetching it."""
+    """Name, shape and dtype of the arrays of `hf_weights`, without fetching them."""
     layers = params["layers"]
     tree = {**params, "layers": layers[0] if isinstance(layers, list) else layers}
     planned = []
     for name, weights, _ in _tensors(params, config, family):
-        held = _leaf(tree, weights[0].path)
-        own = _dtype(params, None) if is_int8(held) else held.dtype
+        leaf = leaf_at(tree, weights[0].path)
+        own = _dtype(params, None) if is_int8(leaf) else leaf.dtype
         planned.append(Planned(name, weights[0].file_shape, np.dtype(own if dtype is None else dtype)))
     return planned
 
 
 def _tensors(
     params: Params, config: ModelConfig, family: str | None
-) -> Iterator[tuple[str, tuple[Weight, ...], int | None]]:
+) -> Iterator[tuple[str, tuple[TensorView, ...], int | None]]:
     """(name, the weights that it holds, their layer) of every tensor: tables, layers, final norm, head."""
     head: HeadKind = "scalar" if "value_head" in params else "lm"
-    held: dict[str, tuple[Weight, ...]] = {}
+    tensors: dict[str, tuple[TensorView, ...]] = {}
     for weight in weight_table(config, family or hf_config(config, head)["model_type"], head):
-        held[weight.name] = (*held.get(weight.name, ()), weight)
+        tensors[weight.name] = (*tensors.get(weight.name, ()), weight)
     if head == "scalar" and not np.any(on_host(params["value_head"]["bias"])):
-        del held["score.bias"]
-    layered = [(name, weights) for name, weights in held.items() if weights[0].layered]
-    for name, weights in held.items():
+        del tensors["score.bias"]
+    layered = [(name, weights) for name, weights in tensors.items() if weights[0].layered]
+    for name, weights in tensors.items():
         if not weights[0].layered:
             yield name, weights, None
         elif name == layered[0][0]:  # the table has one layer, where all of them go
             for index in range(config.layers):
-                yield from ((each.format(layer=index), parts, index) for each, parts in layered)
+                yield from ((template.format(layer=index), parts, index) for template, parts in layered)
 
 
 def _take(layers: Any, index: int) -> Params:
@@ -197,26 +195,16 @@ def _take_on_devices(layers: Params, index: jax.Array) -> Params:
     return jax.tree.map(lambda stack: lax.dynamic_index_in_dim(stack, index, keepdims=False), layers)
 
 
-def _merged(adapter: Params, lora: LoRAConfig, dtype: DTypeLike, layer: Params, index: int) -> Params:
-    return merge_layers(layer, adapter, index, lora, dtype)
-
-
 def _dtype(params: Params, dtype: DTypeLike | None) -> DTypeLike:
-    """What merged matrices are rounded to."""
+    """The dtype that merged matrices are rounded to."""
     return params["embedding"].dtype if dtype is None else dtype
 
 
-def _leaf(tree: Any, path: tuple[str, ...]) -> Any:
-    for key in path:
-        tree = tree[key]
-    return tree
-
-
 def _tokenizer_files(directory: Path) -> list[Path]:
-    found = [directory / name for name in TOKENIZER_FILES if (directory / name).is_file()]
-    if not found:
+    files = [directory / name for name in TOKENIZER_FILES if (directory / name).is_file()]
+    if not files:
         raise ValueError(f"{directory} holds no tokenizer: none of {', '.join(TOKENIZER_FILES)}")
-    return found
+    return files
 
 
 def _write_tokenizer(directory: Path, text: str, special: Mapping[str, Any], max_positions: int) -> None:

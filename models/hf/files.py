@@ -1,5 +1,5 @@
-"""safetensors files: headers read with suspicion, tensors as views of the file, files written a tensor at a time; and
-directories that are replaced whole.
+"""safetensors files: headers are checked, tensors are views of the file, files are written one tensor at a time; and
+directories are replaced as a whole.
 
 The format: eight bytes with the header's length (little endian), the header (a JSON object that gives each tensor's
 dtype, shape and bytes), the tensors' bytes one after another. https://github.com/huggingface/safetensors
@@ -38,11 +38,7 @@ _AGAIN = "fetch the file again"
 
 @dataclass(frozen=True)
 class Tensor:
-    """Where a tensor lies.
-
-    start: its first byte in the file.
-    dtype: as the header names it.
-    """
+    """A tensor's place: its first byte in the file, and its dtype as the header names it."""
 
     file: Path
     start: int
@@ -54,8 +50,8 @@ class Tensor:
         return prod(self.shape) * _BYTES[self.dtype]
 
     def view(self) -> np.ndarray:
-        """The numbers as they lie in the file, which is read where they are touched. Its pages are given back as soon
-        as the view is dropped."""
+        """The numbers as the file stores them; it is read where they are touched. Its pages are given back as soon as
+        the view is dropped."""
         flat = np.memmap(self.file, np.uint8, mode="r", offset=self.start, shape=(self.nbytes,))
         return flat.view(DTYPES[self.dtype]).reshape(self.shape)
 
@@ -64,29 +60,24 @@ class Tensor:
 
 
 def find_tensors(directory: Path) -> dict[str, Tensor]:
-    """Name -> place of every tensor of the model in `directory`, from one file or, by their index, from several.
-
-    Raises:
-        FileNotFoundError: no weights in safetensors, or one of the index's files is missing.
-        ValueError: a file is not what it says it is.
-    """
+    """Name -> place of every tensor of the model in `directory`, from one file or, by their index, from several."""
     if (directory / SINGLE).is_file():
         return read_header(directory / SINGLE)
     if not (directory / INDEX).is_file():
         raise FileNotFoundError(_no_weights(directory))
     places = _read_index(directory / INDEX)
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for file in sorted(set(places.values())):
         if not (directory / file).is_file():
             raise FileNotFoundError(f"{directory / INDEX} names {file}, which is not there: fetch it")
-        held = read_header(directory / file)
-        for name in held.keys() & found.keys():
-            raise ValueError(f"{directory / file} and {found[name].file.name} both hold {name!r}: {_AGAIN}")
-        found |= held
+        own = read_header(directory / file)
+        for name in own.keys() & tensors.keys():
+            raise ValueError(f"{directory / file} and {tensors[name].file.name} both hold {name!r}: {_AGAIN}")
+        tensors |= own
     for name, file in places.items():
-        if name not in found or found[name].file.name != file:
+        if name not in tensors or tensors[name].file.name != file:
             raise ValueError(f"{directory / file} does not hold {name!r}, which {INDEX} places there: {_AGAIN}")
-    return found
+    return tensors
 
 
 def _no_weights(directory: Path) -> str:
@@ -116,11 +107,7 @@ def _read_index(path: Path) -> dict[str, str]:
 
 
 def read_header(path: Path) -> dict[str, Tensor]:
-    """Name -> place of every tensor in one file, whose bytes are accounted for one by one.
-
-    Raises:
-        ValueError: the file is cut short, or its header contradicts itself or the file.
-    """
+    """Name -> place of every tensor in one file. Every byte of it must belong to exactly one tensor."""
 
     def wrong(what: str) -> ValueError:
         return ValueError(f"{path} {what}: {_AGAIN}")
@@ -140,7 +127,7 @@ def read_header(path: Path) -> dict[str, Tensor]:
     header.pop("__metadata__", None)
     data = size - 8 - length
     places: list[tuple[int, int, str]] = []
-    found = {}
+    tensors = {}
     for name, entry in header.items():
         try:
             dtype, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
@@ -155,7 +142,7 @@ def read_header(path: Path) -> dict[str, Tensor]:
         if end - begin != prod(shape) * _BYTES[dtype]:
             raise wrong(f"gives {name!r}, {dtype} of shape {shape}, {end - begin} bytes")
         places.append((begin, end, name))
-        found[name] = Tensor(path, 8 + length + begin, dtype, shape)
+        tensors[name] = Tensor(path, 8 + length + begin, dtype, shape)
     last = 0
     for begin, end, name in sorted(places):
         if begin != last:
@@ -163,14 +150,14 @@ def read_header(path: Path) -> dict[str, Tensor]:
         last = end
     if last != data:
         raise wrong(f"has {data - last} bytes that belong to no tensor")
-    return found
+    return tensors
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    unique = dict(pairs)
+    if len(unique) != len(pairs):
         raise ValueError("a name twice in one object")
-    return found
+    return unique
 
 
 # ---- writing
@@ -178,11 +165,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Planned:
-    """A tensor that is to be written.
-
-    Raises:
-        ValueError: a dtype that is not in DTYPES.
-    """
+    """A tensor that is to be written."""
 
     name: str
     shape: tuple[int, ...]
@@ -211,20 +194,19 @@ def plan_files(tensors: Sequence[Planned], file_bytes: int) -> list[list[Planned
 
 
 def write_tensors(directory: Path, tensors: Sequence[Planned], arrays: Iterable[np.ndarray], file_bytes: int) -> None:
-    """Writes model.safetensors, or several files and their index. `arrays` gives each tensor's numbers in turn, and
-    no more than one of them is held.
-    """
+    """Writes model.safetensors, or several files and their index. `arrays` yields each tensor's numbers in turn; only
+    one of them is in memory at a time."""
     files = plan_files(tensors, file_bytes)
     names = [SINGLE]
     if len(files) > 1:
         names = [f"model-{index + 1:05d}-of-{len(files):05d}.safetensors" for index in range(len(files))]
     source = iter(arrays)
-    for name, held in zip(names, files, strict=True):
-        _write_file(directory / name, held, source.__next__)
+    for name, group in zip(names, files, strict=True):
+        _write_file(directory / name, group, source.__next__)
     if len(files) > 1:
         index = {
             "metadata": {"total_size": sum(tensor.nbytes for tensor in tensors)},
-            "weight_map": {tensor.name: name for name, held in zip(names, files, strict=True) for tensor in held},
+            "weight_map": {tensor.name: name for name, group in zip(names, files, strict=True) for tensor in group},
         }
         (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
@@ -263,13 +245,10 @@ def on_host(array: Any, dtype: DTypeLike | None = None) -> np.ndarray:
 
 
 def previous_export(directory: Path, ours: Callable[[str], bool]) -> None:
-    """Looks whether an export may take the place of `directory`: it is not there, empty, or holds only plain files that
-    the same kind of export writes.
+    """Checks that an export may replace `directory`: it is not there, empty, or holds only plain files that the same
+    kind of export writes.
 
     ours: whether an export writes a file of this name.
-
-    Raises:
-        FileExistsError: it is a file, or holds something else, which would be lost.
     """
     if not directory.exists():
         return

@@ -1,8 +1,8 @@
-"""A Hugging Face directory -> our weights on a mesh, without torch and without a second copy of the model.
+"""Loads a Hugging Face directory onto a mesh, without torch and without a second copy of the model.
 
 Files are mapped, and each process copies only what its own devices store, in the file's order; the devices reorder and
-cast it. From disk come the pages that it touches, which hold more where a slice is strided. One layer is on its way at
-a time, and is written into the stacked weights in place.
+cast it. The pages that it touches are read from disk, which hold more where a slice is strided. One layer is on its way
+at a time, and is written into the stacked weights in place.
 """
 
 import os
@@ -20,14 +20,15 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
-from jrlhf.meshes import GENERATE, TRAIN, Layout
+from jrlhf.meshes import TRAIN, Layout
 from jrlhf.models.hf.config import HFConfig, read_config
 from jrlhf.models.hf.files import DTYPES, Tensor, find_tensors
-from jrlhf.models.hf.names import HEAD_TENSORS, TreePath, Weight, is_buffer, weight_table, without_prefix
-from jrlhf.models.params import HeadKind, Params, param_shardings
+from jrlhf.models.hf.names import HEAD_TENSORS, TensorView, TreePath, is_buffer, weight_table, without_prefix
+from jrlhf.models.params import param_shardings
+from jrlhf.models.weights import HeadKind, Params, leaf_at, nested
 
 Progress = Callable[[int, int], None]
-Report = Callable[[Sequence[Weight], int | None], None]
+Report = Callable[[Sequence[TensorView], int | None], None]
 
 
 def load_hf(
@@ -43,65 +44,53 @@ def load_hf(
 ) -> tuple[HFConfig, Params]:
     """Loads config.json and safetensors as `init_sharded` would make the weights, stored as `layout` stores them.
 
-    Args:
-        head: "lm" for an actor or a reference, "scalar" for a critic or a reward model. A scalar model takes its head
-            from a sequence classifier's `score`; from a language model it takes all but the head, which is then zero.
-        dtype: of the weights; vectors (norm scales, most biases, the scalar head) are float32 then, in which they are
-            applied. None: every weight keeps the file's.
-        keep_head: False for a zero head from a reward model too.
-        config: what `read_config(directory)` gave, if it is known already or has been changed.
-        progress: called with (bytes done, bytes in all) of the files' tensors, before the first one and after each
-            layer and table.
+    head: "lm" for an actor or a reference, "scalar" for a critic or a reward model. A scalar model takes its head from
+        a sequence classifier's `score`; from a language model it takes all but the head, which is then zero.
+    dtype: of the weights; vectors (norm scales, most biases, the scalar head) are then float32, in which they are
+        applied. None: every weight keeps the file's.
+    keep_head: False for a zero head from a reward model, too.
+    config: the result of `read_config(directory)`, if it is known already or has been changed.
+    progress: called with (bytes done, total bytes) of the files' tensors, before the first one and after each layer and
+        table.
 
-    Returns:
-        What config.json says, and the weights. Padding rows of vocabulary tables are zero.
+    Returns what config.json says, and the weights. Padding rows of vocabulary tables are zero.
 
     Raises:
         FileNotFoundError: the directory, config.json or a weights file is missing, or the weights are not safetensors.
-        ValueError: a model that we do not compute, a file that is not what it says it is, tensors missing, left over
-            or of another shape or dtype than config.json tells; a reward model where `head` is "lm"; a mesh that the
-            model does not fit on.
+        ValueError: a model that we do not compute, a file that contradicts itself or config.json, a reward model where
+            `head` is "lm", or a mesh that the model does not fit on.
     """
     config, source = _inspect(Path(directory), head, config, keep_head=keep_head)
     shardings = param_shardings(config.model, mesh, layout, head)
     done = 0
 
-    def report(weights: Sequence[Weight], layer: int | None) -> None:
+    def report(weights: Sequence[TensorView], layer: int | None) -> None:
         nonlocal done
         done += sum(source.bytes_of(weight, layer) for weight in weights)
         if progress is not None:
             progress(done, source.total)
 
-    def dtype_of(weight: Weight) -> np.dtype:
+    def dtype_of(weight: TensorView) -> np.dtype:
         if dtype is None:
             return source.dtype(weight)
         return np.dtype(dtype if len(weight.split) > 1 else np.float32)
 
-    params: Params = {}
+    leaves: dict[TreePath, jax.Array] = {}
     report((), None)
     with jax.set_mesh(mesh):
         for weight in source.single:
-            array = _read(weight, source.tensor(weight), _at(shardings, weight.path))
+            array = _read(weight, source.tensor(weight), leaf_at(shardings, weight.path))
             if array.dtype != dtype_of(weight):  # no table or vector has its axes in another order in the file
                 array = jax.jit(partial(_ours, weight, dtype_of(weight)))(array)
-            _put(params, weight.path, array)
+            leaves[weight.path] = array
             report([weight], None)
         absent = {weight.path: jax.ShapeDtypeStruct(weight.split, np.float32) for weight in source.absent}
-        for path, zero in _zeros(absent, {path: _at(shardings, path) for path in absent}, mesh).items():
-            _put(params, path, zero)
-        if layout == GENERATE:
-            params["layers"] = _listed(source, shardings["layers"], dtype_of, report)
-        else:
-            params["layers"] = _stacked(source, shardings["layers"], mesh, dtype_of, report)
-    return config, params
+        leaves |= _zeros(absent, {path: leaf_at(shardings, path) for path in absent}, mesh)
+        return config, nested(leaves.items()) | {"layers": _layers(source, shardings["layers"], mesh, dtype_of, report)}
 
 
 def check_hf(directory: str | os.PathLike[str], *, head: HeadKind = "lm") -> HFConfig:
-    """Looks at config.json and at the headers of the weights, as `load_hf` does before it reads the numbers.
-
-    Raises:
-        FileNotFoundError, ValueError: as `load_hf`.
-    """
+    """Checks config.json and the headers of the weights, as `load_hf` does before it reads the numbers."""
     return _inspect(Path(directory), head, None, keep_head=True)[0]
 
 
@@ -127,9 +116,9 @@ class _Source:
     """
 
     layers: int
-    single: tuple[Weight, ...]
-    layered: tuple[Weight, ...]
-    absent: tuple[Weight, ...]
+    single: tuple[TensorView, ...]
+    layered: tuple[TensorView, ...]
+    absent: tuple[TensorView, ...]
     tensors: Mapping[str, Tensor]
 
     @property
@@ -137,13 +126,13 @@ class _Source:
         """Bytes of all tensors."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
-    def tensor(self, weight: Weight, layer: int | None = None) -> Tensor:
+    def tensor(self, weight: TensorView, layer: int | None = None) -> Tensor:
         return self.tensors[weight.name.format(layer=layer)]
 
-    def bytes_of(self, weight: Weight, layer: int | None) -> int:
+    def bytes_of(self, weight: TensorView, layer: int | None) -> int:
         return self.tensor(weight, layer).nbytes // weight.parts
 
-    def dtype(self, weight: Weight) -> np.dtype:
+    def dtype(self, weight: TensorView) -> np.dtype:
         """The file's; where layers differ, one that holds the numbers of all."""
         layers = range(self.layers) if weight.layered else (None,)
         return np.dtype(reduce(jnp.promote_types, {DTYPES[self.tensor(weight, layer).dtype] for layer in layers}))
@@ -170,21 +159,21 @@ def _open(directory: Path, config: HFConfig, head: HeadKind, *, keep_head: bool)
 
 
 def _checked(
-    directory: Path, config: HFConfig, head: HeadKind, weights: Sequence[Weight], tensors: Mapping[str, Tensor]
+    directory: Path, config: HFConfig, head: HeadKind, weights: Sequence[TensorView], tensors: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
     """The tensors that the weights need: all there, as they should be, and nothing left over."""
-    wanted = {
+    needed = {
         weight.name.format(layer=layer): weight
         for weight in weights
         for layer in (range(config.model.layers) if weight.layered else (None,))
     }
-    missing = [name for name in wanted if name not in tensors]
+    missing = [name for name in needed if name not in tensors]
     if missing:
         raise ValueError(
             f"{directory} has no tensor {missing[0]!r}{_more(missing)}, which a {config.family} model of "
             f"{config.model.layers} layers has: fetch the weights that belong to its config.json"
         )
-    for name, weight in wanted.items():
+    for name, weight in needed.items():
         tensor = tensors[name]
         if tensor.shape != weight.file_shape:
             raise ValueError(
@@ -195,7 +184,7 @@ def _checked(
             raise ValueError(
                 f"{tensor.file} holds {name!r} in dtype {tensor.dtype}: choose weights in {', '.join(DTYPES)}"
             )
-    rest = [name for name in tensors if name not in wanted and not is_buffer(name)]
+    rest = [name for name in tensors if name not in needed and not is_buffer(name)]
     if head == "scalar":  # a language model's head is not wanted, nor perhaps a reward model's
         others = HEAD_TENSORS if config.head == "scalar" else HEAD_TENSORS[:1]
         rest = [name for name in rest if name not in others]
@@ -211,7 +200,7 @@ def _checked(
             f"{tensors[rest[0]].file} holds {rest[0]!r}{_more(rest)}, which a {config.family} model has no use for: "
             "its config.json is not all that computes it"
         )
-    return {name: tensors[name] for name in wanted}
+    return {name: tensors[name] for name in needed}
 
 
 def _more(names: Sequence[str]) -> str:
@@ -229,7 +218,7 @@ def _same(one: Tensor, other: Tensor) -> bool:
 # ---- one tensor, one layer
 
 
-def _read(weight: Weight, tensor: Tensor, sharding: NamedSharding) -> jax.Array:
+def _read(weight: TensorView, tensor: Tensor, sharding: NamedSharding) -> jax.Array:
     """The tensor's part on the mesh, in the file's order and dtype, divided as `sharding` divides our weight."""
     entries = (*sharding.spec, *(None,) * (len(weight.split) - len(sharding.spec)))
     divided = NamedSharding(sharding.mesh, P(*weight.split_order(entries)))
@@ -249,57 +238,52 @@ def _read(weight: Weight, tensor: Tensor, sharding: NamedSharding) -> jax.Array:
 def _padded(view: np.ndarray, index: tuple[slice, ...], shape: tuple[int, ...]) -> np.ndarray:
     """view[index], copied from the file, with zeros where `shape` goes beyond it."""
     read = np.array(view[index], order="C")
-    wanted = tuple(len(range(size)[part]) for part, size in zip(index, shape, strict=True))
-    if read.shape == wanted:
-        return read
-    return np.pad(read, [(0, size - there) for size, there in zip(wanted, read.shape, strict=True)])
+    full = tuple(len(range(size)[part]) for part, size in zip(index, shape, strict=True))
+    return read if read.shape == full else np.pad(read, [(0, n - m) for n, m in zip(full, read.shape, strict=True)])
 
 
-def _ours(weight: Weight, dtype: np.dtype, array: jax.Array) -> jax.Array:
+def _ours(weight: TensorView, dtype: np.dtype, array: jax.Array) -> jax.Array:
     """Our weight of a tensor's part in the file's order."""
     return array.transpose(weight.order).astype(dtype)
 
 
-def _stacked(
-    source: _Source, shardings: Any, mesh: Mesh, dtype_of: Callable[[Weight], np.dtype], report: Report
-) -> Params:
-    """All layers, each written into the stacked weights in place."""
+def _layers(
+    source: _Source, shardings: Any, mesh: Mesh, dtype_of: Callable[[TensorView], np.dtype], report: Report
+) -> Params | list[Params]:
+    """All layers: a list, where `shardings` is one, or else each written into the stacked weights in place.
+
+    One layer is on its way at a time: otherwise layer after layer would be in flight.
+    """
     weights = {weight.path[1:]: weight for weight in source.layered}
     dtypes = {path: dtype_of(weight) for path, weight in weights.items()}
-    stored = {path: _at(shardings, path) for path in weights}
-    each = {path: NamedSharding(sharding.mesh, P(*sharding.spec[1:])) for path, sharding in stored.items()}
+    listed = isinstance(shardings, list)
+    stored = {path: leaf_at(shardings[0] if listed else shardings, path) for path in weights}
+    one = {
+        path: NamedSharding(mesh, sharding.spec if listed else P(*sharding.spec[1:]))
+        for path, sharding in stored.items()
+    }
+
+    def ours(layer: dict[TreePath, jax.Array]) -> dict[TreePath, jax.Array]:
+        return {path: _ours(weights[path], dtypes[path], array) for path, array in layer.items()}
 
     @partial(jax.jit, donate_argnums=0, out_shardings=stored)
     def write(stacks: dict[TreePath, jax.Array], layer: dict[TreePath, jax.Array], index: jax.Array):
-        ours = {path: _ours(weights[path], dtypes[path], array) for path, array in layer.items()}
-        return {path: lax.dynamic_update_index_in_dim(stacks[path], ours[path], index, axis=0) for path in ours}
+        new = ours(layer)
+        return {path: lax.dynamic_update_index_in_dim(stacks[path], new[path], index, axis=0) for path in new}
 
+    place = jax.jit(ours, out_shardings=stored)
     shapes = {path: tuple(weight.split[axis] for axis in weight.order) for path, weight in weights.items()}
     whole = {path: jax.ShapeDtypeStruct((source.layers, *shapes[path]), dtypes[path]) for path in weights}
-    stacks = _zeros(whole, stored, mesh)
+    stacks = {} if listed else _zeros(whole, stored, mesh)
+    layers = []
     for index in range(source.layers):
-        layer = {path: _read(weight, source.tensor(weight, index), each[path]) for path, weight in weights.items()}
-        stacks = write(stacks, layer, np.int32(index))
-        jax.block_until_ready(stacks)  # otherwise layer after layer would be in flight
+        layer = {path: _read(weight, source.tensor(weight, index), one[path]) for path, weight in weights.items()}
+        if listed:
+            layers.append(nested(jax.block_until_ready(place(layer)).items()))
+        else:
+            stacks = jax.block_until_ready(write(stacks, layer, np.int32(index)))
         report(source.layered, index)
-    return _nested(stacks)
-
-
-def _listed(source: _Source, shardings: Any, dtype_of: Callable[[Weight], np.dtype], report: Report) -> list[Params]:
-    """All layers, each with arrays of its own."""
-    weights = {weight.path[1:]: weight for weight in source.layered}
-    stored = {path: _at(shardings[0], path) for path in weights}
-
-    @partial(jax.jit, out_shardings=stored)
-    def place(layer: dict[TreePath, jax.Array]) -> dict[TreePath, jax.Array]:
-        return {path: _ours(weights[path], dtype_of(weights[path]), array) for path, array in layer.items()}
-
-    found = []
-    for index in range(source.layers):
-        layer = {path: _read(weight, source.tensor(weight, index), stored[path]) for path, weight in weights.items()}
-        found.append(_nested(jax.block_until_ready(place(layer))))
-        report(source.layered, index)
-    return found
+    return layers if listed else nested(stacks.items())
 
 
 def _zeros(shapes: dict[TreePath, Any], shardings: dict[TreePath, NamedSharding], mesh: Mesh) -> dict[TreePath, Any]:
@@ -313,25 +297,3 @@ def _zeros(shapes: dict[TreePath, Any], shardings: dict[TreePath, NamedSharding]
     explicit = AxisType.Explicit in mesh.axis_types
     placed = jax.sharding.auto_axes(make, axes=mesh.axis_names, out_sharding=specs) if explicit else make
     return jax.jit(placed, out_shardings=shardings)() if shapes else {}
-
-
-# ---- nested dicts by path
-
-
-def _at(tree: Any, path: TreePath) -> Any:
-    for key in path:
-        tree = tree[key]
-    return tree
-
-
-def _put(tree: Params, path: TreePath, leaf: Any) -> None:
-    for key in path[:-1]:
-        tree = tree.setdefault(key, {})
-    tree[path[-1]] = leaf
-
-
-def _nested(leaves: Mapping[TreePath, Any]) -> Params:
-    tree: Params = {}
-    for path, leaf in leaves.items():
-        _put(tree, path, leaf)
-    return tree

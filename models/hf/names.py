@@ -1,4 +1,4 @@
-"""Which tensor of a Hugging Face file is which of our weights, and in what order it holds the numbers.
+"""Maps our weights to the tensors of Hugging Face files, and the order of their numbers.
 
 Every weight of ours is a view of one tensor: a part of it where several are fused, reshaped, its axes reordered.
 Loading and exporting read the same table, in opposite directions.
@@ -15,14 +15,14 @@ from jrlhf.models.config import ModelConfig
 from jrlhf.models.weights import HeadKind, WeightInfo, weights
 from jrlhf.models.weights import Path as TreePath
 
-# What files carry beside weights: rotary frequencies and causal masks, which older versions saved.
+# Tensors of files that are no weights: rotary frequencies and causal masks, which older versions saved.
 _BUFFERS = re.compile(r"(.*\.)?rotary_emb\.inv_freq|(transformer\.)?h\.\d+\.attn\.(masked_)?bias")
 
 HEAD_TENSORS = ("lm_head.weight", "score.weight", "score.bias")
 
 
 @dataclass(frozen=True)
-class Weight:
+class TensorView:
     """One weight of ours and the tensor that holds it. All of it is one layer's where `path` begins with "layers".
 
     path: in the tree of `init_lm` or `init_scalar`.
@@ -59,7 +59,7 @@ class Weight:
         return tensor.reshape(self.split)
 
     def split_order(self, ours: Sequence) -> tuple:
-        """What belongs to our axes, such as a PartitionSpec's entries, in the order of the axes of `split`."""
+        """Entries of our axes, such as those of a PartitionSpec, in the order of the axes of `split`."""
         return tuple(ours[self.order.index(axis)] for axis in range(len(self.split)))
 
     def to_file(self, ours: np.ndarray) -> np.ndarray:
@@ -69,7 +69,7 @@ class Weight:
         return ours.transpose([self.order.index(axis) for axis in range(len(self.split))]).reshape(self.shape)
 
 
-def weight_table(config: ModelConfig, family: str, head: HeadKind) -> list[Weight]:
+def weight_table(config: ModelConfig, family: str, head: HeadKind) -> list[TensorView]:
     """Every weight of this model, in the order of a file: tables, layers, final norm, head."""
     dialect = {"gpt2": "gpt2", "gemma2": "gemma", "gemma3_text": "gemma"}.get(family, "llama")
     table = weights(config, head)
@@ -79,23 +79,23 @@ def weight_table(config: ModelConfig, family: str, head: HeadKind) -> list[Weigh
     return [_weight(weight, dialect) for weight in table]
 
 
-def _weight(weight: WeightInfo, dialect: str) -> Weight:
+def _weight(weight: WeightInfo, dialect: str) -> TensorView:
     path, name, shape = weight.path, weight.names[dialect], weight.layer_shape
     order = tuple(range(len(shape)))
     if weight.axes[:1] == ("vocab",):
         table = (shape[0] - weight.padding, *shape[1:])
-        return Weight(path, name, table, table, order, rows=shape[0])
+        return TensorView(path, name, table, table, order, rows=shape[0])
     if path == ("value_head", "kernel"):
-        return Weight(path, name, (1, *shape), shape, order)
+        return TensorView(path, name, (1, *shape), shape, order)
     fused = "attn.c_attn" in name  # GPT-2 has queries, keys and values in one tensor
     part, parts = ("qkv".index(path[-1][1]), 3) if fused else (0, 1)
     ins, outs = shape[: weight.inputs], shape[weight.inputs :]
     if not weight.inputs:
-        return Weight(path, name, shape if path == ("positions",) else (prod(shape),), shape, order, part, parts)
+        return TensorView(path, name, shape if path == ("positions",) else (prod(shape),), shape, order, part, parts)
     if dialect == "gpt2":  # its Conv1D holds [in, out]
-        return Weight(path, name, (prod(ins), prod(outs)), shape, order, part, parts)
+        return TensorView(path, name, (prod(ins), prod(outs)), shape, order, part, parts)
     order = (*range(len(outs), len(shape)), *range(len(outs)))  # Linear holds [out, in]
-    return Weight(path, name, (prod(outs), prod(ins)), (*outs, *ins), order)
+    return TensorView(path, name, (prod(outs), prod(ins)), (*outs, *ins), order)
 
 
 def is_buffer(name: str) -> bool:

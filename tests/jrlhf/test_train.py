@@ -22,7 +22,7 @@ from jrlhf.export import cli as export
 from jrlhf.meshes.hardware import Peak
 from jrlhf.models import init_sharded
 from jrlhf.models.hf.export import hf_weights
-from jrlhf.planning.fits import memory_of
+from jrlhf.planning.fit import memory_of
 from jrlhf.ppo import KLState, TrainState
 from jrlhf.ppo.shaping import RunningMoments
 from jrlhf.roles.optimizers import adamw
@@ -166,9 +166,8 @@ def test_dry_run_counts_the_bytes_that_states_really_take(tmp_path):
         assert live_bytes(state.opt_state)[device, "device"] == predicted["optimizer"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
+def test_bad_input_is_one_sentence_and_exit_code_2(tmp_path, capsys):
+    table = [
         (["--config", "quikstart"], "did you mean quickstart"),
         (["--config", TINY, "sft.lerning_rate=1"], "did you mean sft.learning_rate"),
         (["--config", TINY, "sft.steps=0"], "sft.steps=0: it must be at least 1"),
@@ -182,13 +181,14 @@ def test_dry_run_counts_the_bytes_that_states_really_take(tmp_path):
         (["--config", TINY, "--resume"], "leave out --resume"),
         (["--config", TINY, "run_dir=/proc/none"], "cannot be written"),
         (["--config", TINY, "sft.steps"], "write key=value"),
-    ],
-)
-def test_bad_input_is_one_sentence_and_exit_code_2(tmp_path, capsys, arguments, message):
-    assert cli(["--config", TINY, f"run_dir={tmp_path}", *arguments[2:]] if arguments[1] == TINY else arguments) == 2
-    error = capsys.readouterr().err
-    assert message in error and error.startswith("error: ") and error.count("\n") == 1
-    assert list(tmp_path.iterdir()) == []
+    ]
+    for arguments, message in table:
+        assert (
+            cli(["--config", TINY, f"run_dir={tmp_path}", *arguments[2:]] if arguments[1] == TINY else arguments) == 2
+        )
+        error = capsys.readouterr().err
+        assert message in error and error.startswith("error: ") and error.count("\n") == 1
+        assert list(tmp_path.iterdir()) == []
 
 
 def test_a_finished_run_is_not_overwritten(finished, capsys):

@@ -342,41 +342,35 @@ def test_stages_by_themselves(everything, tmp_path, settings, user):
     assert check_weights(str(tmp_path / "judge" / "reward_model"), "rewards[0].model", head="scalar").head == "scalar"
 
 
-@pytest.mark.parametrize(
-    ("overlong", "told"),
-    [
-        ("filter", ("39 prompts of 54 to 54 tokens", "1 too long and left out")),
-        ("truncate_left", ("40 prompts of 54 to 64 tokens", "1 too long and cut off at the beginning")),
-    ],
-)
-def test_prompts_that_are_too_long_are_counted(settings, tmp_path, overlong, told):
+def test_prompts_that_are_too_long_are_counted(settings, tmp_path):
     rows = [{"prompt": f"What is {n % 9} plus 1?"} for n in range(39)] + [{"prompt": "Why? " * 40}]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    prompts = {"path": str(tmp_path / "rows.jsonl"), "columns": {}}
-    data = {"prompts": prompts, "heldout_rows": 0}
+    data = {"prompts": {"path": str(tmp_path / "rows.jsonl"), "columns": {}}, "heldout_rows": 0}
 
-    def described(overlong: str) -> str:
+    def description(overlong: str) -> str:
         config = build(Config, settings(data=data | {"overlong": overlong}))
         return load_task(config, select_mesh(config)[1]["actor"]).description
 
-    assert all(part in described(overlong) for part in told)
+    for overlong, parts in (
+        ("filter", ("39 prompts of 54 to 54 tokens", "1 too long and left out")),
+        ("truncate_left", ("40 prompts of 54 to 64 tokens", "1 too long and cut off at the beginning")),
+    ):
+        assert all(part in description(overlong) for part in parts)
     with pytest.raises(UserError, match="line 40: .* tokens are too many for at most 64"):
-        described("error")
+        description("error")
 
 
-@pytest.mark.parametrize(
-    ("prompt", "chat", "met"),
-    [
+def test_a_task_says_whether_the_model_is_given_conversations(settings, tmp_path):
+    table = [
         ("Why?", False, False),
         ("Why?", True, True),
         ([{"role": "user", "content": "Why?"}], False, True),
-    ],
-)
-def test_a_task_says_whether_the_model_is_given_conversations(settings, tmp_path, prompt, chat, met):
-    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": prompt}) + "\n")
-    prompts = {"path": str(tmp_path / "rows.jsonl"), "columns": {}}
-    config = build(Config, settings(data={"prompts": prompts, "heldout_rows": 0, "chat": chat}))
-    assert load_task(config, select_mesh(config)[1]["actor"]).chat is met
+    ]
+    for prompt, chat, met in table:
+        (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": prompt}) + "\n")
+        prompts = {"path": str(tmp_path / "rows.jsonl"), "columns": {}}
+        config = build(Config, settings(data={"prompts": prompts, "heldout_rows": 0, "chat": chat}))
+        assert load_task(config, select_mesh(config)[1]["actor"]).chat is met
 
 
 def timeless(records: list[dict]) -> list[dict]:

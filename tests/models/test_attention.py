@@ -9,8 +9,19 @@ import numpy as np
 import pytest
 
 from jrlhf.models import RopeScaling
-from jrlhf.models.attention import attention, cached_attention, default_attention, rotate, rotation, scaled
-from jrlhf.models.generation.cache import append, empty, filled, grown, prefill
+from jrlhf.models.attention import (
+    append,
+    attention,
+    cached_attention,
+    default_attention,
+    empty_cache,
+    filled_cache,
+    grown_cache,
+    prefilled_cache,
+    rotate,
+    rotation,
+    scaled,
+)
 
 B, T, N, K, H = 3, 7, 4, 2, 8
 
@@ -49,7 +60,7 @@ def test_attention_against_a_cache_is_the_last_row_of_causal_attention(transpose
     rows = np.arange(B)
     # The cache holds the rows up to their lengths, and rubbish behind.
     garbage = np.where(np.arange(T)[None, :] < last[:, None], 0, 1e3)[:, :, None, None].astype(np.float32)
-    cache = prefill(key + garbage, value + garbage, size=T + 2, transposed=transposed)
+    cache = prefilled_cache(key + garbage, value + garbage, size=T + 2, transposed=transposed)
     cache = append(cache, key[rows, last][:, None], value[rows, last][:, None], last)
     actual = cached_attention(query[rows, last][:, None], cache, lengths)
     np.testing.assert_allclose(actual[:, 0], whole[rows, last], atol=1e-6)
@@ -57,7 +68,7 @@ def test_attention_against_a_cache_is_the_last_row_of_causal_attention(transpose
 
 @pytest.mark.parametrize("transposed", [False, True])
 def test_a_cache_is_written_at_each_rows_position_only(transposed):
-    cache = empty(B, K, T, H, jnp.float32, transposed=transposed)
+    cache = empty_cache(B, K, T, H, jnp.float32, transposed=transposed)
     positions: Any = np.array([0, 3, 6])
     key, value = normal(B, 1, K, H), normal(B, 1, K, H + 1)[..., :H]
     written = append(cache, key, value, positions)
@@ -70,10 +81,12 @@ def test_a_cache_is_written_at_each_rows_position_only(transposed):
 
 @pytest.mark.parametrize("transposed", [False, True])
 def test_rows_enter_a_grown_cache(transposed):
-    prompts = prefill(normal(B, T, K, H), normal(B, T, K, H + 1)[..., :H], T, transposed=transposed)
-    decoding = grown(prefill(normal(B, 1, K, H), normal(B, 1, K, H), 1, transposed=transposed), T + 3)
+    prompts = prefilled_cache(normal(B, T, K, H), normal(B, T, K, H + 1)[..., :H], T, transposed=transposed)
+    decoding = grown_cache(prefilled_cache(normal(B, 1, K, H), normal(B, 1, K, H), 1, transposed=transposed), T + 3)
+    # A former row's NaN would spoil the next row even where its weight is 0: it must be gone.
+    decoding = jax.tree.map(lambda x: x.at[jnp.array([0, 2])].set(jnp.nan), decoding)
     slots, rows = jnp.array([2, B, 0]), jnp.array([1, 0, 0])  # the second row enters nowhere
-    found = filled(decoding, slots, prompts, rows)
+    result = filled_cache(decoding, slots, prompts, rows)
     for name in ("key", "value"):
 
         def by_position(cache, last=transposed and name == "key", name=name):
@@ -81,18 +94,9 @@ def test_rows_enter_a_grown_cache(transposed):
             return x.swapaxes(2, 3) if last else x
 
         expected = np.zeros((B, K, T + 3, H), np.float32)
-        expected[:, :, :1] = by_position(decoding)[:, :, :1]
+        expected[1] = by_position(decoding)[1]
         expected[[2, 0], :, :T] = by_position(prompts)[[1, 0]]
-        np.testing.assert_array_equal(by_position(found), expected)
-
-
-def test_what_a_slots_former_row_left_is_gone():
-    """Its NaN would spoil the next row even where their weight is 0."""
-    spoilt = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), empty(B, K, T + 3, H, jnp.float32))
-    prompts = prefill(normal(B, T, K, H), normal(B, T, K, H), T)
-    found = filled(spoilt, jnp.array([1]), prompts, jnp.array([0]))
-    assert np.isfinite(found.key[1]).all() and np.isfinite(found.value[1]).all()
-    assert np.isnan(found.key[jnp.array([0, 2])]).all()
+        np.testing.assert_array_equal(by_position(result), expected)
 
 
 def by_loops(query, key, value, *, scale, softcap, window):
@@ -133,7 +137,7 @@ def test_a_cache_is_seen_through_scale_softcap_and_window(scale, softcap, window
     query, key, value = normal(B, T, N, H), normal(B, T, K, H), normal(B, T, K, H + 1)[..., :H]
     lengths: Any = np.array([1, 4, 7])
     rows = np.arange(B)
-    cache = prefill(key, value, size=T + 2)
+    cache = prefilled_cache(key, value, size=T + 2)
     last = query[rows, lengths - 1][:, None]
     actual = cached_attention(last, cache, lengths, scale=scale, softcap=softcap, window=window)
     expected = by_loops(query, key, value, scale=scale or H**-0.5, softcap=softcap, window=window)
@@ -182,9 +186,8 @@ def test_rope_scaling_lowers_what_it_should():
         np.testing.assert_allclose(slow, fast, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("backend", "dtype", "head_dim", "expected"),
-    [
+def test_kernels_are_chosen_where_they_can_run():
+    for backend, dtype, head_dim, expected in (
         ("cpu", jnp.bfloat16, 128, "xla"),
         ("tpu", jnp.bfloat16, 128, "splash"),
         ("tpu", jnp.bfloat16, 64, "splash"),
@@ -195,33 +198,28 @@ def test_rope_scaling_lowers_what_it_should():
         ("gpu", jnp.float32, 128, "xla"),
         ("gpu", jnp.bfloat16, 264, "xla"),
         ("gpu", jnp.bfloat16, 12, "xla"),
-    ],
-)
-def test_kernels_are_chosen_where_they_can_run(backend, dtype, head_dim, expected):
-    assert default_attention(backend, jnp.dtype(dtype), head_dim, None, 1024) == expected
-    capped = default_attention(backend, jnp.dtype(dtype), head_dim, 50.0, 1024)
-    assert capped == ("xla" if expected == "cudnn" else expected)
-    short = default_attention(backend, jnp.dtype(dtype), head_dim, None, 127)
-    assert short == ("xla" if expected == "splash" else expected)
+    ):
+        assert default_attention(backend, jnp.dtype(dtype), head_dim, None, 1024) == expected
+        capped = default_attention(backend, jnp.dtype(dtype), head_dim, 50.0, 1024)
+        assert capped == ("xla" if expected == "cudnn" else expected)
+        short = default_attention(backend, jnp.dtype(dtype), head_dim, None, 127)
+        assert short == ("xla" if expected == "splash" else expected)
 
 
-@pytest.mark.parametrize(
-    ("platform_version", "capability", "largest"),
-    [
+def test_cudnn_is_not_chosen_where_it_lacks_the_head(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    for version, capability, largest in (
         ("PJRT C API\ncuda 12090", "9.0", 256),
         ("PJRT C API\ncuda 12090", "10.3", 256),
         ("PJRT C API\ncuda 12090", "8.0", 128),
         ("PJRT C API\ncuda 12090", "7.5", 0),
         ("rocm 60300", "gfx942", 0),
-    ],
-)
-def test_cudnn_is_not_chosen_where_it_lacks_the_head(monkeypatch, platform_version, capability, largest):
-    device = SimpleNamespace(client=SimpleNamespace(platform_version=platform_version), compute_capability=capability)
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(jax, "local_devices", lambda: [device])
-    for head_dim in (64, 128, 256):
-        chosen = default_attention("gpu", jnp.dtype(jnp.bfloat16), head_dim, None, 1024)
-        assert chosen == ("cudnn" if head_dim <= largest else "xla")
+    ):
+        device = SimpleNamespace(client=SimpleNamespace(platform_version=version), compute_capability=capability)
+        monkeypatch.setattr(jax, "local_devices", lambda device=device: [device])
+        for head_dim in (64, 128, 256):
+            chosen = default_attention("gpu", jnp.dtype(jnp.bfloat16), head_dim, None, 1024)
+            assert chosen == ("cudnn" if head_dim <= largest else "xla")
 
 
 def test_gradients_pass_through_rotation_unscaled():

@@ -10,6 +10,7 @@ import pytest
 
 from jrlhf.meshes import GENERATE, SCORE, make_mesh
 from jrlhf.models import (
+    PRESETS,
     LoRAConfig,
     ModelConfig,
     init_lm,
@@ -123,6 +124,7 @@ def test_bytes_are_those_of_the_arrays():
     assert cache_bytes(ONE, 2) == 2 * 2 * ONE.kv_heads * ONE.head_dim
     adapter = jax.eval_shape(lambda: init_lora(ONE, LORA, jax.random.key(0)))
     assert lora_weights(ONE, LORA) == sum(leaf.size for leaf in jax.tree.leaves(adapter))
+    assert lora_weights(PRESETS["Qwen/Qwen3-8B"], LoRAConfig(rank=32, alpha=64.0)) == 87_293_952
 
 
 @pytest.mark.parametrize("local", [(), (True, False, False)])
@@ -137,7 +139,7 @@ def test_a_generation_takes_its_steps_one_by_one(memory, local):
         seen = sum(min(row, 5) if near else row for row in rows for near in deep.locality)
         work = 2 * matrices * len(rows) + 4 * deep.heads * deep.head_dim * seen
         seconds += max((copies * 4 * matrices + kv / deep.layers * seen) / memory, work / operations)
-    found = generation_seconds(
+    actual = generation_seconds(
         deep, prompts, responses, memory=memory, operations=operations, itemsize=4, copies=copies
     )
-    assert found == pytest.approx(seconds, rel=1e-12)
+    assert actual == pytest.approx(seconds, rel=1e-12)

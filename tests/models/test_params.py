@@ -20,11 +20,12 @@ from jrlhf.models import (
     scalar_axes,
     scalar_from,
 )
+from jrlhf.models.weights import weights
+from tests.models.shared import GEMMA, GPT_2, fast_jit
 
 CONFIG = ModelConfig(
     vocab_size=200, embed=64, layers=3, heads=8, kv_heads=2, head_dim=16, mlp=96, max_positions=32, tie_embeddings=False
 )
-fast_jit = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 
 @pytest.fixture(scope="module")
@@ -32,35 +33,14 @@ def initial():
     return jax.device_get(jax.jit(partial(init_lm, CONFIG))(jax.random.key(0)))
 
 
-def is_axes(x):
-    return isinstance(x, tuple)
-
-
-# Everything that adds weights or takes them away.
-GEMMA: Any = {"norm_offset": True, "post_norms": True, "qk_norm": True}
-GPT_2: Any = {
-    "norm": "layer",
-    "positions": "learned",
-    "gated_mlp": False,
-    "qkv_bias": True,
-    "output_bias": True,
-    "mlp_bias": True,
-}
-
-
-@pytest.mark.parametrize(
-    "change",
-    [{}, {"tie_embeddings": True}, {"qkv_bias": True}, {"qk_norm": True}, GEMMA, GPT_2, {"mlp_bias": True}],
-    ids=lambda change: "-".join(change),
-)
-def test_axes_have_the_tree_and_the_ranks_of_the_weights(change):
-    config = ModelConfig(**{**vars(CONFIG), **change})
-    for init, axes_of in ((init_lm, lm_axes), (init_scalar, scalar_axes)):
-        shapes = jax.eval_shape(partial(init, config), jax.random.key(0))
+def test_every_weight_has_an_axis_for_each_dimension():
+    for change in ({}, {"tie_embeddings": True}, {"qkv_bias": True}, GEMMA, GPT_2, {"mlp_bias": True}):
+        config = ModelConfig(**{**vars(CONFIG), **change})
         for tensor in (1, 2, 4, 8):
-            axes = axes_of(config, tensor)
-            assert jax.tree.map(lambda x: x.ndim, shapes) == jax.tree.map(len, axes, is_leaf=is_axes)
-            assert axes["layers"]["attention"]["wk"][2] == ("kv_heads" if tensor <= 2 else None)
+            for head in ("lm", "scalar"):
+                assert all(len(weight.axes) == len(weight.shape) for weight in weights(config, head, tensor))
+            assert lm_axes(config, tensor)["layers"]["attention"]["wk"][2] == ("kv_heads" if tensor <= 2 else None)
+    assert scalar_axes(CONFIG, 1)["value_head"] == {"kernel": ("norm",), "bias": ()}
 
 
 def test_shards_have_the_promised_sizes():
@@ -96,8 +76,8 @@ def test_the_generation_spec_is_the_training_spec_with_axes_dropped(change):
     train, generate = (param_shardings(config, mesh, layout) for layout in (TRAIN, GENERATE))
 
     def dropped(path, stored, used):
-        kept = [entry if entry != "fsdp" else None for entry in stored.spec]
-        assert list(used.spec) == kept, jax.tree_util.keystr(path)
+        expected = [entry if entry != "fsdp" else None for entry in stored.spec]
+        assert list(used.spec) == expected, jax.tree_util.keystr(path)
 
     stacked = generate | {"layers": jax.tree.map(lambda x: x.update(spec=jax.P(None, *x.spec)), generate["layers"][0])}
     jax.tree.map_with_path(dropped, train, stacked)
@@ -123,6 +103,24 @@ def test_initial_weights_have_their_distribution(initial):
         assert (table[200:] == 0).all()
     assert (layers["mlp_norm"]["scale"] == 1).all()
     assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(initial))
+
+
+def test_a_seed_gives_the_numbers_that_it_always_gave(initial):
+    """Draw n of the model, and of a layer, has the key with number n folded in; the layers share one draw's key."""
+    fold, normal = jax.random.fold_in, jax.random.normal
+    key = jax.random.key(0)
+    layer_key = jax.random.split(fold(key, 1), CONFIG.layers)[2]
+    std, small = CONFIG.initializer_range, CONFIG.initializer_range / (2 * CONFIG.layers) ** 0.5
+    layer = jax.tree.map(lambda x: x[2], initial["layers"])
+    expected = (
+        (initial["embedding"][:200], std * normal(fold(key, 0), (200, 64))),
+        (initial["unembedding"][:200], std * normal(fold(key, 2), (200, 64))),
+        (layer["attention"]["wk"], std * normal(fold(layer_key, 1), (64, 2, 16))),
+        (layer["attention"]["wo"], small * normal(fold(layer_key, 3), (8, 16, 64))),
+        (layer["mlp"]["down"], small * normal(fold(layer_key, 6), (96, 64))),
+    )
+    for weight, drawn in expected:
+        np.testing.assert_allclose(weight, drawn, rtol=1e-6)
 
 
 def test_biases_begin_at_zero_and_offset_scales_too():

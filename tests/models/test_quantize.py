@@ -29,20 +29,11 @@ from jrlhf.models import (
     to_int8,
 )
 from jrlhf.models.quantize import dequantised
+from tests.models.shared import assert_stored, fast_jit, unstacked
 
-CONFIG = ModelConfig(
-    vocab_size=150, embed=32, layers=2, heads=8, kv_heads=2, head_dim=8, mlp=48, max_positions=32, qkv_bias=True
-)
+CONFIG = ModelConfig(150, 32, 2, 8, 2, 8, mlp=48, max_positions=32, qkv_bias=True)
 LORA = LoRAConfig(rank=2, alpha=8.0)
 INPUTS = {"wq": 1, "wk": 1, "wv": 1, "wo": 2, "gate": 1, "up": 1, "down": 1}
-QUICK: Any = {"xla_backend_optimization_level": 0}
-fast_jit = partial(jax.jit, compiler_options=QUICK)
-
-
-def unstacked(params):
-    count = len(params["layers"]["mlp"]["up"])
-    layers = [jax.tree.map(lambda x, i=i: x[i], params["layers"]) for i in range(count)]
-    return {**params, "layers": layers}
 
 
 @pytest.fixture(scope="module")
@@ -111,8 +102,7 @@ def test_int8_computes_as_the_floats_that_it_stands_for(base):
     with jax.set_mesh(mesh):
         shardings = param_shardings(config, mesh, GENERATE)
         quantised = to_int8(jax.device_put(unstacked(base), shardings))
-        for x, sharding in zip(jax.tree.leaves(quantised), jax.tree.leaves(int8_shardings(shardings)), strict=True):
-            assert x.sharding.is_equivalent_to(sharding, x.ndim)
+        assert_stored(quantised, int8_shardings(shardings))
         floats = jax.device_put(dequantised(jax.device_get(quantised), jnp.float32), shardings)
         adapter = jax.device_put(
             jax.tree.map(lambda x: x + 0.1, init_lora(config, LORA, jax.random.key(1))),
@@ -128,34 +118,23 @@ def test_int8_computes_as_the_floats_that_it_stands_for(base):
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-6), merged, same_merged)
 
 
-def test_an_int8_base_weighs_a_quarter_and_stays_what_it_is(base):
-    weights = jax.tree.map(jnp.asarray, unstacked(base))
-    quantised = to_int8(weights)
-    sizes = [
-        sum(x.nbytes for x in jax.tree.leaves([matrices(layer) for layer in tree["layers"]]))
-        for tree in (weights, quantised)
-    ]
-    scales = sum(low.scale.nbytes for layer in quantised["layers"] for low in matrices(layer).values())
-    assert sizes[1] == sizes[0] / 4 + scales
-
-
 def test_donated_matrices_are_gone_once_they_are_int8(base):
     """At no time more than the weights and one matrix of them: what was quantised before is deleted."""
     weights = jax.tree.map(lambda x: jnp.array(x, jnp.bfloat16), unstacked(base))
-    kept = to_int8(weights)
-    held = {id(x): x for layer in weights["layers"] for x in matrices(layer).values()}
+    copied = to_int8(weights)
+    originals = {id(x): x for layer in weights["layers"] for x in matrices(layer).values()}
     alive = []
     original = quantize._quantizer
 
     def watched(*arguments):
-        alive.append(sum(not x.is_deleted() for x in held.values()))
+        alive.append(sum(not x.is_deleted() for x in originals.values()))
         return original(*arguments)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(quantize, "_quantizer", watched)
         given = to_int8(weights, donate=True)
-    assert alive == list(range(len(held), 0, -1)) and all(x.is_deleted() for x in held.values())
-    jax.tree.map(np.testing.assert_array_equal, given, kept)  # and what is shared is still there
+    assert alive == list(range(len(originals), 0, -1)) and all(x.is_deleted() for x in originals.values())
+    jax.tree.map(np.testing.assert_array_equal, given, copied)  # and what is shared is still there
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
@@ -178,9 +157,9 @@ def test_each_layer_waits_for_its_own_input():
     tokens, lengths = jax.ShapeDtypeStruct((16, 4), jnp.int32), jax.ShapeDtypeStruct((16,), jnp.int32)
     with jax.set_mesh(mesh):
         jaxpr = jax.make_jaxpr(make_generate(CONFIG, mesh, SamplingConfig(5)))(weights, tokens, lengths, keys)
-    found = [waited for waited in barriers(jaxpr.jaxpr) if waited]
-    assert [len(waited) for waited in found] == [7 * CONFIG.layers] * 2  # the prefill's, and the loop's
-    assert [len(set(waited)) for waited in found] == [CONFIG.layers] * 2
+    orders = [waited for waited in barriers(jaxpr.jaxpr) if waited]
+    assert [len(waited) for waited in orders] == [7 * CONFIG.layers] * 2  # the prefill's, and the loop's
+    assert [len(set(waited)) for waited in orders] == [CONFIG.layers] * 2
 
 
 def barriers(jaxpr):
@@ -194,13 +173,13 @@ def barriers(jaxpr):
             origin[equation.outvars[0]] = origin.get(inputs[0], inputs[0])
         elif name == "optimization_barrier":
             waited.append(origin[inputs[-1]])
-    found = [waited]
+    orders = [waited]
     for equation in jaxpr.eqns:
         for value in equation.params.values():
             inner = getattr(value, "jaxpr", value)
             if hasattr(inner, "eqns"):
-                found += barriers(inner)
-    return found
+                orders += barriers(inner)
+    return orders
 
 
 def test_int8_is_refused_where_it_would_become_floats(base):

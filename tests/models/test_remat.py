@@ -12,13 +12,13 @@ from jax._src.cudnn.fused_attention_stablehlo import _dot_product_attention_fwd_
 from jrlhf.meshes import GENERATE, TRAIN, make_mesh
 from jrlhf.models import LoRAConfig, ModelConfig, init_lm, init_lora, lora_shardings, make_logprobs, param_shardings
 from jrlhf.models.remat import REMATS, Remat, policy
+from tests.models.shared import QUICK, stacked_by_scan, unstacked
 
 # Sizes of which no two are equal where they could be confused, and wide enough for products to outweigh the rest.
 CONFIG = ModelConfig(
     vocab_size=128, embed=32, layers=3, heads=4, kv_heads=2, head_dim=8, mlp=160, max_positions=64, qk_norm=True
 )
 ROWS, LENGTH = 8, 16
-QUICK: Any = {"xla_backend_optimization_level": 0}
 
 
 @pytest.fixture(scope="module")
@@ -46,18 +46,6 @@ def programs(mesh, arguments):
         return {remat: gradient(remat) for remat in REMATS}
 
 
-def residuals(jaxpr) -> list[Any]:
-    """What the forward layer scan, the first of a program, stacks for the backward one."""
-    for equation in jaxpr.eqns:
-        if equation.primitive.name == "scan":
-            return [x.aval for x in equation.outvars if x.aval.shape[:1] == (CONFIG.layers,)]
-        for value in equation.params.values():
-            inner = getattr(value, "jaxpr", value)
-            if hasattr(inner, "eqns") and (found := residuals(inner)):
-                return found
-    return []
-
-
 def test_gradients_do_not_depend_on_the_policy(programs, arguments, mesh):
     with jax.set_mesh(mesh):
         gradients = {remat: jax.device_get(compiled(*arguments)) for remat, (_, compiled) in programs.items()}
@@ -71,20 +59,20 @@ def test_gradients_do_not_depend_on_the_policy(programs, arguments, mesh):
 def test_what_a_layer_keeps_is_what_the_table_says(programs, remat):
     D, N, K, H, F = CONFIG.embed, CONFIG.heads, CONFIG.kv_heads, CONFIG.head_dim, CONFIG.mlp
     table = {"offload": D, "full": D, "attention": D + N * H, "products": 2 * D + 2 * (N + K) * H + 2 * F}
-    kept = residuals(programs[remat][0].jaxpr)
+    memory = stacked_by_scan(programs[remat][0].jaxpr, CONFIG.layers)
     tokens = ROWS // 2 * LENGTH
-    assert sum(x.size for x in kept) == CONFIG.layers * tokens * table[remat]
-    spaces = {str(x.memory_space) for x in kept}
+    assert sum(x.size for x in memory) == CONFIG.layers * tokens * table[remat]
+    spaces = {str(x.memory_space) for x in memory}
     assert spaces == ({"MemorySpace.Host"} if remat == "offload" else {"MemorySpace.Device"})
 
 
 def test_more_kept_is_less_computed(programs):
-    kept, operations = [], []
+    memory, operations = [], []
     for _, compiled in programs.values():  # in the order of REMATS, from the least kept to the most
-        kept.append(compiled.memory_analysis().temp_size_in_bytes)
+        memory.append(compiled.memory_analysis().temp_size_in_bytes)
         operations.append(compiled.cost_analysis()["flops"])
-    assert kept == sorted(kept)
-    assert kept[2] < kept[3] < kept[4]
+    assert memory == sorted(memory)
+    assert memory[2] < memory[3] < memory[4]
     full, attention, products = operations[1:4]
     assert operations[0] == full > attention > products
     D, N, K, H, F = CONFIG.embed, CONFIG.heads, CONFIG.kv_heads, CONFIG.head_dim, CONFIG.mlp
@@ -98,8 +86,7 @@ def test_more_kept_is_less_computed(programs):
 @pytest.mark.full
 def test_layers_that_are_not_scanned_follow_the_policy(mesh):
     lora = LoRAConfig(rank=2, alpha=4.0)
-    base = init_lm(CONFIG, jax.random.key(0))
-    base["layers"] = [jax.tree.map(lambda x, i=i: x[i], base["layers"]) for i in range(CONFIG.layers)]
+    base = unstacked(init_lm(CONFIG, jax.random.key(0)))
     adapter = init_lora(CONFIG, lora, jax.random.key(1))
     adapter = jax.tree.map(lambda x: x + 0.1, adapter)
     tokens: Any = np.random.default_rng(0).integers(0, CONFIG.vocab_size, (ROWS, LENGTH)).astype(np.int32)

@@ -10,9 +10,10 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from jrlhf.meshes import TRAIN, make_mesh
-from jrlhf.models import ModelConfig, init_lm, make_logprobs, param_shardings
+from jrlhf.models import ModelConfig, make_logprobs
 from jrlhf.models.attention import attention
 from jrlhf.models.splash import splash_attention
+from tests.models.shared import shapes_on, stacked_by_scan
 
 B, N, H = 2, 4, 64
 
@@ -68,49 +69,21 @@ def test_values_and_gradients_are_those_of_xla(kv_heads, length, options):
         np.testing.assert_allclose(x, y, atol=5e-5)
 
 
-def stacked(jaxpr) -> list[Any]:
-    """What the forward layer scan, the first of a program, stacks for the backward one."""
-    for equation in jaxpr.eqns:
-        if equation.primitive.name == "scan":
-            return [x.aval for x in equation.outvars if x.aval.shape[:1] == (CONFIG.layers,)]
-        for value in equation.params.values():
-            inner = getattr(value, "jaxpr", value)
-            if hasattr(inner, "eqns") and (found := stacked(inner)):
-                return found
-    return []
-
-
-CONFIG = ModelConfig(
-    vocab_size=128,
-    embed=64,
-    layers=3,
-    heads=2,
-    kv_heads=1,
-    head_dim=64,
-    mlp=96,
-    max_positions=256,
-    window=32,
-    local_layers=(True, False, True),
-)
+CONFIG = ModelConfig(128, 64, 3, 2, 1, 64, mlp=96, max_positions=256, window=32, local_layers=(True, False, True))
 
 
 def test_a_training_step_lowers_for_a_tpu_and_keeps_what_its_kernels_need():
     mesh = make_mesh(2, 1, 1, devices=jax.devices()[:2])
-    shapes = jax.eval_shape(partial(init_lm, CONFIG), jax.random.key(0))
-    params = jax.tree.map(
-        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-        shapes,
-        param_shardings(CONFIG, mesh, TRAIN),
-    )
+    params = shapes_on(CONFIG, mesh)
     with jax.set_mesh(mesh):
         logprobs = make_logprobs(CONFIG, mesh, TRAIN, dtype=jnp.bfloat16, attention="splash", remat="attention")
         step = jax.jit(jax.grad(lambda params, tokens: logprobs(params, tokens)[0].mean()))
         traced = step.trace(params, jax.ShapeDtypeStruct((2, 256), jnp.int32))
         text = traced.lower(lowering_platforms=("tpu",)).as_text()
     # A layer's input, attention's output, and the sums of its softmax.
-    kept = {(x.shape[1:], x.dtype.name) for x in stacked(traced.jaxpr)}
-    assert kept == {((1, 256, 64), "bfloat16"), ((1, 2, 256, 64), "bfloat16"), ((1, 2, 256), "float32")}
-    assert len(stacked(traced.jaxpr)) == 3
+    residuals = {(x.shape[1:], x.dtype.name) for x in stacked_by_scan(traced.jaxpr, CONFIG.layers)}
+    assert residuals == {((1, 256, 64), "bfloat16"), ((1, 2, 256, 64), "bfloat16"), ((1, 2, 256), "float32")}
+    assert len(stacked_by_scan(traced.jaxpr, CONFIG.layers)) == 3
     # Of layers with and without a window, once forward, and twice backward; nothing is run forward again.
     assert text.count("tpu_custom_call") == 2 * 3
     assert "256x256" not in text

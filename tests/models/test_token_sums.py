@@ -20,22 +20,12 @@ from jrlhf.models import (
     make_token_sums,
     param_shardings,
 )
+from tests.models.shared import fast_jit, same_gradient, unstacked
 
-CONFIG = ModelConfig(
-    vocab_size=100,  # no multiple of 128: the last device's slice of the vocabulary is mostly padding
-    embed=16,
-    layers=1,
-    heads=4,
-    kv_heads=2,
-    head_dim=8,
-    mlp=32,
-    max_positions=16,
-    softcap=20.0,
-)
+# A vocabulary that is no multiple of 128: the last device's slice of it is mostly padding.
+CONFIG = ModelConfig(100, 16, 1, 4, 2, 8, mlp=32, max_positions=16, softcap=20.0)
 LORA = LoRAConfig(rank=4, alpha=8.0)
 ROWS, LENGTH = 8, 6
-# Without LLVM's optimisations programs compile in half the time.
-fast_jit = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 
 def batch() -> Any:
@@ -60,17 +50,11 @@ def gradients(function, *arguments):
     return jax.device_get(fast_jit(jax.value_and_grad(function, has_aux=True))(*arguments))
 
 
-def same(path, actual, expected):
-    error = np.max(np.abs(actual - expected)) / np.max(np.abs(expected))
-    assert error < 1e-5, f"{jax.tree_util.keystr(path)}: {error}"
-
-
 @pytest.mark.parametrize(
     ("sizes", "layout", "axis_type"),
     [
         ((1, 4, 2), TRAIN, AxisType.Explicit),
         pytest.param((1, 4, 2), TRAIN_TP, AxisType.Explicit, marks=pytest.mark.full),
-        pytest.param((1, 1, 1), TRAIN, AxisType.Explicit, marks=pytest.mark.full),
         pytest.param((2, 2, 2), TRAIN, AxisType.Auto, marks=pytest.mark.full),
     ],
     ids=lambda x: getattr(x, "name", None) or str(x),
@@ -82,7 +66,7 @@ def test_sums_equal_the_summed_terms(reference, sizes, layout, axis_type):
         arguments = params, *jax.device_put(batch(), jax.NamedSharding(mesh, jax.P(AXES)))
         expected = gradients(partial(summed, make_logprobs(CONFIG, mesh, layout, temperature=0.7)), *arguments)
         sums = partial(make_token_sums(CONFIG, mesh, layout, temperature=0.7), terms=terms)
-        jax.tree.map_with_path(same, gradients(sums, *arguments), expected)
+        jax.tree.map_with_path(same_gradient, gradients(sums, *arguments), expected)
 
 
 @pytest.mark.parametrize(
@@ -91,7 +75,6 @@ def test_sums_equal_the_summed_terms(reference, sizes, layout, axis_type):
         ((1, 4, 2), TRAIN, AxisType.Explicit, 2),
         pytest.param((1, 4, 2), TRAIN_TP, AxisType.Explicit, 4, marks=pytest.mark.full),
         pytest.param((1, 1, 1), TRAIN, AxisType.Auto, LENGTH, marks=pytest.mark.full),
-        pytest.param((2, 2, 2), TRAIN, AxisType.Auto, 3, marks=pytest.mark.full),
     ],
     ids=lambda x: getattr(x, "name", None) or str(x),
 )
@@ -109,13 +92,13 @@ def test_only_a_span_of_each_row_is_predicted(reference, sizes, layout, axis_typ
         expected = gradients(partial(summed, everywhere), params, tokens, data)
         spanned = make_logprobs(CONFIG, mesh, layout, **options, span=span)
         by_span = lambda params, tokens: spanned(params, tokens, starts)  # noqa: E731
-        jax.tree.map_with_path(same, gradients(partial(summed, by_span), params, tokens, data), expected)
+        jax.tree.map_with_path(same_gradient, gradients(partial(summed, by_span), params, tokens, data), expected)
         sums = make_token_sums(CONFIG, mesh, layout, **options, span=span)
         actual = gradients(lambda *x: sums(*x, terms, starts=starts), params, tokens, data)
-        jax.tree.map_with_path(same, actual, expected)
-        for found, whole in zip(fast_jit(by_span)(params, tokens), fast_jit(everywhere)(params, tokens), strict=True):
+        jax.tree.map_with_path(same_gradient, actual, expected)
+        for part, whole in zip(fast_jit(by_span)(params, tokens), fast_jit(everywhere)(params, tokens), strict=True):
             inside = (after >= 0) & (after < span)
-            np.testing.assert_allclose(found, np.where(inside, whole, 0), rtol=1e-5, atol=1e-6)
+            np.testing.assert_allclose(part, np.where(inside, whole, 0), rtol=1e-5, atol=1e-6)
 
 
 def test_starts_come_with_a_span(reference):
@@ -132,7 +115,7 @@ def test_starts_come_with_a_span(reference):
 def test_sums_under_an_adapter(reference):
     mesh = make_mesh(2, 2, 2)
     with jax.set_mesh(mesh):
-        base = jax.device_put(_unstacked(reference.random_params(CONFIG)), param_shardings(CONFIG, mesh, GENERATE))
+        base = jax.device_put(unstacked(reference.random_params(CONFIG)), param_shardings(CONFIG, mesh, GENERATE))
         adapter = jax.tree.map(lambda x: x + 0.1, init_lora(CONFIG, LORA, jax.random.key(0)))
         adapter = jax.device_put(adapter, lora_shardings(CONFIG, mesh, LORA))
         arguments = adapter, *jax.device_put(batch(), jax.NamedSharding(mesh, jax.P(AXES)))
@@ -140,17 +123,12 @@ def test_sums_under_an_adapter(reference):
         expected = gradients(lambda *x: summed(logprobs, *x, base), *arguments)
         sums = make_token_sums(CONFIG, mesh, GENERATE, lora=LORA)
         actual = gradients(lambda adapter, tokens, data: sums(adapter, tokens, data, terms, base), *arguments)
-        jax.tree.map_with_path(same, actual, expected)
+        jax.tree.map_with_path(same_gradient, actual, expected)
 
         starts = jax.device_put(np.full(ROWS, 2, np.int32), jax.NamedSharding(mesh, jax.P(AXES)))
         both = fast_jit(make_logprobs_with_base(CONFIG, mesh, LORA, span=3))(adapter, arguments[1], starts, base)
         of_base, _ = fast_jit(make_logprobs(CONFIG, mesh, GENERATE))(base, arguments[1])
         alone = *fast_jit(logprobs)(adapter, arguments[1], base), of_base
         inside = (np.arange(LENGTH) >= 2) & (np.arange(LENGTH) < 5)
-        for found, whole in zip(both, alone, strict=True):
-            np.testing.assert_allclose(found, np.where(inside, whole, 0), rtol=1e-5, atol=1e-6)
-
-
-def _unstacked(params):
-    layers = params["layers"]
-    return params | {"layers": [jax.tree.map(lambda x, i=i: x[i], layers) for i in range(CONFIG.layers)]}
+        for part, whole in zip(both, alone, strict=True):
+            np.testing.assert_allclose(part, np.where(inside, whole, 0), rtol=1e-5, atol=1e-6)

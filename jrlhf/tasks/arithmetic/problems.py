@@ -1,4 +1,4 @@
-"""Sums, and how they are worked out: one addition at a time, as a chain of equal sums."""
+"""Sums and their worked answers: one addition at a time, as a chain of equal sums."""
 
 from collections.abc import Iterator, Sequence
 
@@ -6,18 +6,16 @@ import numpy as np
 
 Terms = tuple[int, ...]
 
-_DRAWS = 32  # for each sum that is wanted; those that are there already are drawn in vain
+_DRAWS = 32  # draws for each sum that is wanted: repeated sums are drawn in vain
 _BLOCK = 1024
 
 
-def draw_problems(learnt: int, heldout: int, *, terms: int, digits: int, seed: int) -> tuple[list[Terms], list[Terms]]:
-    """Different sums of `terms` numbers of `digits` digits: those to learn from, and those held out.
+def draw_problems(train: int, heldout: int, *, terms: int, digits: int, seed: int) -> tuple[list[Terms], list[Terms]]:
+    """Different sums of `terms` numbers of `digits` digits: (sums to train on, held-out sums).
 
-    No held-out sum is among those to learn from, in any order of its numbers, and none is there twice in another order.
-    Equal arguments give equal sums in equal order; the held-out ones do not depend on how many are learnt from.
-
-    Raises:
-        ValueError: there are too few such sums.
+    No held-out sum is among those to train on, in any order of its numbers, and none is there twice in another order.
+    Equal arguments give equal sums in equal order; the held-out sums do not depend on `train`. Raises ValueError where
+    there are too few such sums.
     """
     rng = np.random.default_rng(seed)
 
@@ -25,23 +23,23 @@ def draw_problems(learnt: int, heldout: int, *, terms: int, digits: int, seed: i
         for _ in range(-(-_DRAWS * wanted // _BLOCK)):
             yield from map(tuple, rng.integers(10 ** (digits - 1), 10**digits, (_BLOCK, terms)).tolist())
 
-    measured: dict[Terms, Terms] = {}
+    heldout_sums: dict[Terms, Terms] = {}
     for drawn in draws(heldout):
-        if len(measured) == heldout:
+        if len(heldout_sums) == heldout:
             break
-        measured.setdefault(tuple(sorted(drawn)), drawn)
-    found: dict[Terms, None] = {}
-    for drawn in draws(learnt):
-        if len(found) == learnt:
+        heldout_sums.setdefault(tuple(sorted(drawn)), drawn)
+    train_sums: dict[Terms, None] = {}
+    for drawn in draws(train):
+        if len(train_sums) == train:
             break
-        if tuple(sorted(drawn)) not in measured:
-            found[drawn] = None
-    if len(found) < learnt or len(measured) < heldout:
+        if tuple(sorted(drawn)) not in heldout_sums:
+            train_sums[drawn] = None
+    if len(train_sums) < train or len(heldout_sums) < heldout:
         raise ValueError(
-            f"of sums of {terms} numbers of {digits} digit(s) there are only about {len(found)} to learn from beside "
-            f"{len(measured)} held-out ones"
+            f"of sums of {terms} numbers of {digits} digit(s) there are only about {len(train_sums)} to learn from "
+            f"beside {len(heldout_sums)} held-out ones"
         )
-    return list(found), list(measured.values())
+    return list(train_sums), list(heldout_sums.values())
 
 
 def question(terms: Sequence[int]) -> str:
@@ -50,7 +48,7 @@ def question(terms: Sequence[int]) -> str:
 
 
 def written(number: int, units_first: bool) -> str:
-    """Its digits; the units first is the order in which carries go (Lee et al. 2023, arXiv:2307.03381)."""
+    """The digits of a number; units first is the order in which carries go (Lee et al. 2023, arXiv:2307.03381)."""
     return str(number)[::-1] if units_first else str(number)
 
 
@@ -61,10 +59,10 @@ def worked_answer(
     *,
     units_first: bool = False,
 ) -> str:
-    """`"85+25=110"`: the two leading numbers become one until one is left. What follows `question` in a true chain.
+    """The answer to `question`, `"85+25=110"`: the two leading numbers become one until one is left.
 
-    forgotten: share of the carries that are left out, drawn from `rng`; what follows goes on from the wrong number.
-    units_first: how its numbers are `written`.
+    forgotten: share of the carries that are left out, drawn from `rng`; the chain goes on from the wrong number.
+    units_first: order of the digits, see `written`.
     """
     sums = []
     while len(terms) > 1:
@@ -74,7 +72,7 @@ def worked_answer(
 
 
 def add(a: int, b: int, forgotten: float = 0.0, rng: np.random.Generator | None = None) -> int:
-    """a + b column by column, as on paper; each carry is forgotten with a probability: 37 + 48 may become 75."""
+    """a + b column by column, as on paper; a carry is left out with probability `forgotten`: 37 + 48 may become 75."""
     total, carry, place = 0, 0, 1
     while a or b or carry:
         column = a % 10 + b % 10 + carry

@@ -16,18 +16,7 @@ from pathlib import Path
 
 # Folders of tests, demonstrations, tables and third-party code: not what the library's authors wrote for its users.
 _SKIPPED_FOLDERS = frozenset(
-    {
-        "test",
-        "tests",
-        "idle_test",
-        "site-packages",
-        "dist-packages",
-        "__pycache__",
-        "turtledemo",
-        "pydoc_data",
-        "_bundled",
-        "_vendor",
-    }
+    "test tests idle_test site-packages dist-packages __pycache__ turtledemo pydoc_data _bundled _vendor".split()
 )
 _SIGNATURE_CHARACTERS = 40
 _DEFAULT_CHARACTERS = 6
@@ -39,7 +28,7 @@ _MINIMUM_HELDOUT = 256
 
 @dataclass(frozen=True)
 class Example:
-    """A function and what its author says of it.
+    """A function and the first line of its docstring.
 
     module: dotted name of the module, `"mailbox"`.
     name: the function's qualified name inside the module, `"Mailbox.remove_folder"`.
@@ -68,17 +57,14 @@ class Corpus:
 
 @functools.cache
 def load_corpus(root: Path | None = None) -> Corpus:
-    """Read every documented function below `root`, once a process, and split the examples by module.
+    """Reads every documented function below `root`, once in a process, and splits the examples by module.
 
     The split goes by top-level module, because a random split leaks: two in five names of a random held-out part recur
     in the other. A held-out signature that also occurs in the train part is left out, and so is a repeated one. The
     result depends on the files alone: same interpreter, same corpus, in the same order.
 
-    Args:
-        root: folder of Python sources; the interpreter's own standard library where None.
-
-    Raises:
-        ValueError: too few documented functions, as where the standard library is zipped or compiled.
+    root: folder of Python sources; None: the interpreter's own standard library. Raises ValueError where it has too
+        few documented functions, for instance because it is zipped or compiled.
     """
     folder = Path(sysconfig.get_path("stdlib")) if root is None else root
     examples = _distinct(read_examples(folder))
@@ -100,7 +86,7 @@ def load_corpus(root: Path | None = None) -> Corpus:
 def read_examples(root: Path) -> Iterator[Example]:
     """Every documented function below `root`, by path and then by line.
 
-    Files that cannot be read or parsed are passed over, as are folders of tests, tables and installed packages.
+    Skips files that cannot be read or parsed, and folders of tests, tables and installed packages.
     """
     paths: list[Path] = []
     for folder, subfolders, files in os.walk(root):
@@ -113,7 +99,7 @@ def read_examples(root: Path) -> Iterator[Example]:
 
 
 def is_heldout(module: str) -> bool:
-    """Whether a module belongs to the held-out part: a hash of its top-level name decides.
+    """True for a module of the held-out part: a hash of its top-level name decides.
 
     A Python twin of a C module goes where its namesake goes (`_pydatetime` with `datetime`): the two share their texts.
     """
@@ -173,7 +159,7 @@ def _read_file(path: Path, module: str) -> Iterator[Example]:
         if b"def " not in source:
             return
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the library's own invalid escapes are not the reader's business
+            warnings.simplefilter("ignore")  # invalid escapes in the library are no concern of the user
             tree = ast.parse(source)
     except (OSError, SyntaxError, ValueError):
         return

@@ -17,9 +17,9 @@ from jrlhf.tasks.docstrings.rubric import WORD, is_content, is_imperative, words
 
 
 def renaming_words(examples: Sequence[Example]) -> tuple[str, ...]:
-    """The words that may replace others: those of the corpus' signatures that name things, each once, sorted."""
-    found = {word for example in examples for word in words(example.signature)}
-    return tuple(sorted(word for word in found if _names_a_thing(word)))
+    """The words that may replace others: all words of the signatures that name things, sorted."""
+    candidates = {word for example in examples for word in words(example.signature)}
+    return tuple(sorted(word for word in candidates if _names_a_thing(word)))
 
 
 def rename(example: Example, vocabulary: Sequence[str], rng: np.random.Generator) -> Example:

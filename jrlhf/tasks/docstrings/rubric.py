@@ -99,7 +99,7 @@ _SUFFIXES = (
 
 @dataclass(frozen=True)
 class Rubric:
-    """Scores a summary line for a signature, knowing only the words of a corpus.
+    """Scores a summary line for a signature. It knows only the words of a corpus.
 
     known: stems of every word in the corpus' summaries and signatures.
     common: stems that more than one summary in a hundred has, such as those of "value", "given" and "list".
@@ -110,11 +110,11 @@ class Rubric:
 
     @classmethod
     def from_corpus(cls, examples: Sequence[Example]) -> "Rubric":
-        """Learn which words are known, and which are common, from the examples to train on."""
+        """Learns from the training examples which words are known, and which are common."""
         summaries = [{stem(word) for word in words(example.summary)} for example in examples]
-        counts = Counter(found for summary in summaries for found in summary)
+        counts = Counter(word for summary in summaries for word in summary)
         names = {stem(word) for example in examples for word in words(example.signature)}
-        common = {found for found, count in counts.items() if count > _COMMON_SHARE * len(examples)}
+        common = {word for word, count in counts.items() if count > _COMMON_SHARE * len(examples)}
         return cls(frozenset(names | counts.keys()), frozenset(common))
 
     def items(self, signature: str, summary: str) -> dict[str, float]:
@@ -132,19 +132,21 @@ class Rubric:
             common in the corpus, 1 for a rarer one or for two common ones.
         """
         subject = _subject(signature)
-        found = words(summary)
-        known = [stem(word) in self.known or any(_contains(part, word) for part in subject) for word in found]
+        used = words(summary)
+        known = [stem(word) in self.known or any(_contains(part, word) for part in subject) for word in used]
         unknown = known.count(False) + summary.count("\ufffd")  # what decoding makes of bytes that are no text
-        told = {stem(word) for word, is_word in zip(found, known, strict=True) if is_word and _speaks_of(subject, word)}
+        specific = {
+            stem(word) for word, is_word in zip(used, known, strict=True) if is_word and _speaks_of(subject, word)
+        }
         return {
             "one_line": float(summary.strip() != "" and "\n" not in summary),
             "imperative": float(is_imperative(summary)),
             "capital": float(summary[:1].isupper()),
             "full_stop": float(summary.endswith(".") and not summary.endswith("..")),
             "length": _length(len(summary.split())),
-            "own_words": float(len(found) > 0 and not _repeats(signature, subject, summary)),
-            "known_words": max(0.0, 1.0 - unknown / 2) if found else 0.0,
-            "specific": min(1.0, sum(0.5 if word in self.common else 1.0 for word in told)),
+            "own_words": float(len(used) > 0 and not _repeats(signature, subject, summary)),
+            "known_words": max(0.0, 1.0 - unknown / 2) if used else 0.0,
+            "specific": min(1.0, sum(0.5 if word in self.common else 1.0 for word in specific)),
         }
 
     def score(self, signature: str, summary: str) -> float:
@@ -154,7 +156,7 @@ class Rubric:
 
 
 def is_imperative(summary: str) -> bool:
-    """Whether a line begins with a command: a verb's base form, or an adverb and then the verb.
+    """True for a line that begins with a command: a verb's base form, or an adverb and then the verb.
 
     The verb is one of a closed list, or such a one after "re", "un", "de" or "pre". "List of names." is no command: it
     names a thing.
@@ -166,12 +168,12 @@ def is_imperative(summary: str) -> bool:
 
 
 def words(text: str) -> list[str]:
-    """The words of a text in lower case; identifiers come apart where camelCase and snake_case join them."""
+    """The words of a text in lower case; identifiers are split at camelCase and snake_case boundaries."""
     return [word.lower() for word in WORD.findall(text)]
 
 
 def is_content(word: str) -> bool:
-    """Whether a word, in lower case, says something about one function rather than about any."""
+    """True for a lower-case word that tells one function from others."""
     return len(word) > 1 and word not in _STOPWORDS
 
 
@@ -179,15 +181,15 @@ def is_content(word: str) -> bool:
 def stem(word: str) -> str:
     """A word without its inflection: "files", "filing" and "file" have one stem. Rough: only compared with others."""
     for suffix in _SUFFIXES:
-        kept = word.removesuffix(suffix)
-        if kept != word and len(kept) >= 3 and not (suffix == "s" and kept.endswith("s")):
-            word = kept
+        shorter = word.removesuffix(suffix)
+        if shorter != word and len(shorter) >= 3 and not (suffix == "s" and shorter.endswith("s")):
+            word = shorter
             break
     return word[:-1] if len(word) > 2 and word[-1] == word[-2] else word
 
 
 def related(part: str, word: str) -> bool:
-    """Whether a word of a summary speaks of a part of an identifier.
+    """True if a word of a summary refers to a part of an identifier.
 
     They share a stem ("parsing", "parser"), or the part abbreviates the word ("dir", "directory"; "msg", "message"), or
     the word is inside a part that joins several ("line" in "readline").

@@ -60,7 +60,7 @@ def load_task(config: Config) -> Task:
 
 
 def _fingerprint(tokenizer: Tokenizer, *splits: Split) -> str:
-    """One word for all that models are trained on here: another Python may have other docstrings."""
+    """A hash of all training data: another version of Python may have other docstrings."""
     texts = [tokenizer.to_json()]
     texts += [e.prompt + e.summary for split in splits for e in split.examples]
     return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
@@ -114,5 +114,5 @@ def _gold(rubric: Rubric, examples: Sequence[Example], texts: Sequence[str]) -> 
     items = [rubric.items(signature, text) for signature, text in both]
     return Grades(
         scores=np.array([rubric.score(signature, text) for signature, text in both]),
-        items={name: np.array([each[name] for each in items]) for name in items[0]},
+        items={name: np.array([marks[name] for marks in items]) for name in items[0]},
     )

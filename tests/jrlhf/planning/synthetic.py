@@ -13,8 +13,8 @@ from jrlhf.meshes.graph import home_of
 from jrlhf.meshes.hardware import Cluster, Hardware
 from jrlhf.meshes.plan import Placement, Plan
 from jrlhf.models import ModelConfig
-from jrlhf.planning.prices import Price
-from jrlhf.planning.simulator import simulate
+from jrlhf.planning.simulate import simulate
+from jrlhf.planning.time import Price
 from jrlhf.planning.workload import RoleModel, Workload
 
 GIB = 2**30

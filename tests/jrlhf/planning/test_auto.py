@@ -7,12 +7,11 @@ import pytest
 from jrlhf.algorithms.registry import graph_of
 from jrlhf.config import Config, load_config
 from jrlhf.errors import UserError
-from jrlhf.planning.auto import prices_here, searched
-from jrlhf.planning.choose import plan_of_config, plan_yaml
-from jrlhf.planning.from_config import workload_of
+from jrlhf.planning.auto import auto_plan, prices_here
 from jrlhf.planning.memory import plan_memory
-from jrlhf.planning.runnable import check_runs
-from jrlhf.planning.simulator import simulate
+from jrlhf.planning.plans import plan_of_config, plan_yaml, validate_plan
+from jrlhf.planning.simulate import simulate
+from jrlhf.planning.workload import workload_of
 from jrlhf.stages.setup import PLAN, architectures, select_plan
 
 
@@ -49,16 +48,16 @@ def config_of(*overrides: str) -> Config:
 def test_what_is_found_runs(overrides):
     config, devices = config_of(*overrides), [Device()] * 8
     models = architectures(config)
-    plan = searched(config, graph_of(config), models, devices)
-    check_runs(plan, config, graph_of(config), models, 8)
-    assert plan == searched(config, graph_of(config), models, devices), "a function of the seed"
+    plan = auto_plan(config, graph_of(config), models, devices)
+    validate_plan(plan, config, workload_of(config, graph_of(config), models), 8)
+    assert plan == auto_plan(config, graph_of(config), models, devices), "a function of the seed"
 
 
 def test_adapters_stay_in_the_mesh_of_the_config():
     config = config_of("lora.rank=16", "mesh.fsdp=2", "mesh.tensor=4")
     models = architectures(config)
-    plan = searched(config, graph_of(config), models, [Device()] * 8)
-    check_runs(plan, config, graph_of(config), models, 8)
+    plan = auto_plan(config, graph_of(config), models, [Device()] * 8)
+    validate_plan(plan, config, workload_of(config, graph_of(config), models), 8)
     assert plan["actor.generate"].sizes == (1, 2, 4)
 
 
@@ -72,7 +71,7 @@ def test_a_base_is_counted_once_for_all_its_adapters():
     config = config_of("lora.rank=16", "mesh.fsdp=2", "mesh.tensor=4")
     models, devices = architectures(config), [Device()] * 8
     workload = workload_of(config, graph_of(config), models)
-    plan = plan_of_config(config, workload.graph, models, 8)
+    plan = plan_of_config(config, workload, 8)
     _, prices = prices_here(config, workload, devices)
     (group,) = simulate(workload.graph, plan, prices).memory
     (held,) = plan_memory(workload, plan).devices
@@ -88,11 +87,12 @@ def test_unknown_devices_are_to_be_measured_first():
 def test_a_run_goes_on_with_the_plan_that_its_search_found(monkeypatch, tmp_path):
     config, devices = config_of("plan=auto", f"run_dir={tmp_path}", "name=run"), [Device()] * 8
     models, graph = architectures(config), graph_of(config)
-    colocated, split = (plan_of_config(config_of(f"plan={name}"), graph, models, 8) for name in ("colocate", "split"))
+    workload = workload_of(config, graph, models)
+    colocated, split = (plan_of_config(config_of(f"plan={name}"), workload, 8) for name in ("colocate", "split"))
     (tmp_path / "run").mkdir()
-    monkeypatch.setattr("jrlhf.stages.setup.searched", lambda *_: colocated)
+    monkeypatch.setattr("jrlhf.stages.setup.auto_plan", lambda *_: colocated)
     found = replace(split, name="auto")
-    for saved, expected in ((found, found), (split, colocated)):  # one that was asked for by name was not searched for
+    for saved, expected in ((found, found), (split, colocated)):  # one that was asked for by name was not auto_plan for
         (tmp_path / "run" / PLAN).write_text(plan_yaml(saved))
         assert select_plan(config, models, devices, resume=True) == expected
         assert select_plan(config, models, devices) == colocated

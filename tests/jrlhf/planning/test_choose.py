@@ -11,8 +11,8 @@ from jrlhf.config.parse import build
 from jrlhf.config.schema import Config
 from jrlhf.errors import UserError
 from jrlhf.meshes.plan import Placement, Plan, Slice
-from jrlhf.planning.choose import plan_of_config, plan_yaml, read_plan
-from jrlhf.planning.runnable import has_model
+from jrlhf.planning.plans import plan_of_config, plan_yaml, read_plan
+from jrlhf.planning.workload import workload_of
 from jrlhf.stages.setup import architectures
 
 MODEL = {"embed": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 16, "mlp": 64}
@@ -25,7 +25,7 @@ def config_of(stage: str = "ppo", **sections) -> Config:
 
 
 def chosen(config: Config, devices: int = 8, **how) -> Plan:
-    return plan_of_config(config, graph_of(config), architectures(config), devices, **how)
+    return plan_of_config(config, workload_of(config, graph_of(config), architectures(config)), devices, **how)
 
 
 def slices(plan: Plan) -> dict[str, str]:
@@ -79,7 +79,8 @@ def test_functions_have_no_place():
     plan = chosen(config)
     assert not {"reward.score", "cost.score"} & set(plan.placements)
     assert str(plan["cost_critic.update"].devices) == "4-7"
-    assert [call.name for call in graph_of(config) if has_model(call, config)] == list(plan.placements)
+    calls = workload_of(config, graph_of(config), architectures(config)).calls
+    assert [call.name for call in calls] == list(plan.placements)
 
 
 def test_a_file_is_read_back(tmp_path):

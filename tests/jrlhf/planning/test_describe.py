@@ -6,10 +6,9 @@ import pytest
 
 from jrlhf.errors import UserError
 from jrlhf.meshes.plan import Placement, Plan, Slice
-from jrlhf.planning.describe import bottleneck, critical_path, describe, timeline
-from jrlhf.planning.plot import plot
 from jrlhf.planning.search import Budget, search
-from jrlhf.planning.simulator import simulate
+from jrlhf.planning.show import bottleneck, critical_path, describe, plot, timeline
+from jrlhf.planning.simulate import simulate
 from tests.jrlhf.planning.synthetic import PPO, Table, problem
 
 CALLS = [call.name for call in PPO if call.kind != "compute"]

@@ -10,10 +10,10 @@ from jrlhf.config import load_config
 from jrlhf.errors import UserError
 from jrlhf.meshes import make_mesh
 from jrlhf.models import ModelConfig
-from jrlhf.planning.choose import colocated
-from jrlhf.planning.fits import capacity, check_memory, memory_of
-from jrlhf.planning.from_config import divided, workload_of
+from jrlhf.planning.fit import capacity, check_memory, memory_of
 from jrlhf.planning.memory import GIB
+from jrlhf.planning.plans import colocated
+from jrlhf.planning.workload import with_budgets, workload_of
 from jrlhf.stages.graphs import planned_graph, stage_graph
 from jrlhf.stages.setup import architectures, select_plan
 
@@ -128,7 +128,7 @@ def test_a_config_s_workload_has_its_roles_rows_and_parts():
     assert set(workload.models) == {"actor", "critic", "reference", "reward"}
     assert {role for role, (model,) in workload.models.items() if model.trained} == {"actor", "critic"}
     assert (workload.rows, workload.minibatches, workload.length) == (256, 4, 2048)
-    plan = divided(config, workload, colocated(config, workload, 8))
+    plan = with_budgets(config, workload, colocated(config, workload, 8))
     assert plan["actor.update"].micro_batches == 8 and plan["reward.score"].micro_batches == 256 // 32
     assert plan["actor.generate"].layout == "generate" and plan.devices == 8
 
@@ -145,7 +145,8 @@ def test_a_config_s_workload_has_its_roles_rows_and_parts():
     ids=["fused", "not fused", "with texts", "shared passes", "pairs"],
 )
 def test_a_workload_knows_which_heads_are_for_responses_only(overrides, fused, spanned):
-    config, _, models = loaded("quickstart", *overrides)
+    name = "quickstart-dpo" if "stages=[sft, dpo]" in overrides else "quickstart"
+    config, _, models = loaded(name, *overrides)
     workload = workload_of(config, planned_graph(config), models)
     assert (workload.fused_loss, workload.spanned) == (fused, spanned)
 

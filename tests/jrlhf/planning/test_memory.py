@@ -27,16 +27,16 @@ from jrlhf.config.stages import OptimizerConfig
 from jrlhf.meshes import GENERATE, Graph, make_mesh
 from jrlhf.meshes.graph import home_of
 from jrlhf.meshes.hardware import cluster
-from jrlhf.meshes.plan import Placement, Plan, Slice
+from jrlhf.meshes.plan import LayoutName, Placement, Plan, Slice
 from jrlhf.models import LoRAConfig, ModelConfig, param_shardings
 from jrlhf.models.quantize import int8_shardings, to_int8
 from jrlhf.planning.activations import Backend
-from jrlhf.planning.memory import Away, call_bytes, plan_memory
-from jrlhf.planning.nearest import nearest
-from jrlhf.planning.options import placed_calls, shapes
-from jrlhf.planning.simulator import simulate
-from jrlhf.planning.states import resident, tiled
-from jrlhf.planning.times import Estimator
+from jrlhf.planning.candidates import placements
+from jrlhf.planning.fit import suggest_settings
+from jrlhf.planning.memory import call_bytes, plan_memory, resident, tiled
+from jrlhf.planning.residency import Away
+from jrlhf.planning.simulate import simulate
+from jrlhf.planning.time import CostModel
 from jrlhf.planning.workload import RoleModel, Workload
 
 CPU, GPU, TPU = Backend("cpu"), Backend("gpu"), Backend("tpu")
@@ -63,6 +63,10 @@ LLAMA = ModelConfig(
     128256, 4096, layers=32, heads=32, kv_heads=8, head_dim=128, mlp=14336, max_positions=8192, tie_embeddings=False
 )
 LORA = LoRAConfig(rank=4, alpha=8.0)
+
+
+def at(fsdp: int, tensor: int, layout: LayoutName = "train") -> Placement:
+    return Placement(Slice(0, fsdp * tensor), layout, fsdp=fsdp, tensor=tensor)
 
 
 # ---- what XLA's programs take
@@ -131,10 +135,10 @@ def test_states_are_those_of_the_arrays(model, sizes):
     mesh = make_mesh(1, *sizes)
     for head in ("lm", "scalar"):
         state = train_state(OptimizerConfig(), whole_weights(model, mesh, head), mesh)
-        kept = resident(RoleModel(model, head, trained=True), jnp.bfloat16, *sizes)
+        kept = resident(RoleModel(model, head, trained=True), jnp.bfloat16, at(*sizes))
         assert kept == {"weights": device_bytes(state.params), "optimizer": device_bytes(state.opt_state)}
         for wide, dtype in ((False, jnp.bfloat16), (True, jnp.float32)):
-            kept = resident(RoleModel(model, head, trained=False, wide=wide), jnp.bfloat16, *sizes)
+            kept = resident(RoleModel(model, head, trained=False, wide=wide), jnp.bfloat16, at(*sizes))
             assert kept == {"weights": device_bytes(whole_weights(model, mesh, head, dtype))}
 
 
@@ -147,19 +151,21 @@ def test_states_of_adapters_are_those_of_the_arrays(sizes):
     for head in ("lm", "scalar"):
         adapter = adapter_weights(model, mesh, LORA, head)
         moments = train_state(OptimizerConfig(), adapter, mesh).opt_state
-        kept = resident(RoleModel(model, head, True, LORA), jnp.bfloat16, *sizes)
+        kept = resident(RoleModel(model, head, True, LORA), jnp.bfloat16, at(*sizes))
         own = {"weights": device_bytes(adapter), "optimizer": device_bytes(moments)}
         assert kept == {"base": device_bytes(base), **own}
-        kept = resident(RoleModel(model, head, False, LORA, int8=True), jnp.bfloat16, *sizes)
+        kept = resident(RoleModel(model, head, False, LORA, int8=True), jnp.bfloat16, at(*sizes))
         assert kept == {"base": device_bytes(small), "weights": own["weights"]}
-    assert resident(RoleModel(model, "lm", False, is_base=True), jnp.bfloat16, *sizes) == {"base": device_bytes(base)}
+    assert resident(RoleModel(model, "lm", False, is_base=True), jnp.bfloat16, at(*sizes)) == {
+        "base": device_bytes(base)
+    }
 
 
 def test_a_model_that_does_not_divide_is_refused():
     with pytest.raises(ValueError, match="does not divide over 3"):
-        resident(RoleModel(GQA, "lm", True), jnp.float32, 3, 1)
+        resident(RoleModel(GQA, "lm", True), jnp.float32, at(3, 1))
     with pytest.raises(ValueError, match="heads=8 cannot be divided over tensor=3"):
-        resident(RoleModel(GQA, "lm", True), jnp.float32, 1, 3)
+        resident(RoleModel(GQA, "lm", True), jnp.float32, at(1, 3))
 
 
 # ---- calls
@@ -316,16 +322,16 @@ def test_a_search_and_a_run_s_check_count_the_same_bytes():
     }
     moves = 0
     for workload in (ppo(), ppo(models=adapters)):
-        prices = Estimator(workload, on, bytes_of=call_bytes)
+        prices = CostModel(workload, on, bytes_of=call_bytes)
         known = {
             call.name: [
                 replace(each, devices=Slice(start, count))
                 for count in (4, 8)
                 for start in range(0, 8, count)
-                for each in shapes(workload, call, count, 8)
+                for each in placements(workload, call, count, 8)
                 if workload.models[call.role][0].lora is None or each.sizes == (1, 8, 1)
             ]
-            for call in placed_calls(workload)
+            for call in workload.calls
         }
         for _ in range(40):
             plan = Plan("random", {name: draw.choice(each) for name, each in known.items()})
@@ -371,7 +377,7 @@ def test_a_learner_keeps_what_it_trains_for_the_actor():
     workload = ppo(graph=graph, models={"actor": (actor,), "learner": (actor, critic)}, minibatches=1)
     plan = everywhere(workload)
     memory = plan_memory(workload, plan)
-    own = {name: resident(model, workload.dtype, 8, 1) for name, model in (("actor", actor), ("critic", critic))}
+    own = {name: resident(model, workload.dtype, at(8, 1)) for name, model in (("actor", actor), ("critic", critic))}
     assert memory.roles == own
     # What sleeps does so by its own name.
     asleep = plan_memory(workload, plan, away={("critic", "actor.generate"): {"optimizer": "pinned_host"}})
@@ -386,10 +392,10 @@ def test_suggestions_fit_and_are_as_mild_as_can_be():
     workload = ppo(remat="products")
     plan = everywhere(workload, parts=2)
     peak = plan_memory(workload, plan).peak
-    assert nearest(workload, plan, peak) == []
+    assert suggest_settings(workload, plan, peak) == []
     tried = 0
     for share in (0.95, 0.9, 0.8, 0.7, 0.6):
-        for setting in nearest(workload, plan, share * peak):
+        for setting in suggest_settings(workload, plan, share * peak):
             assert setting.peak <= share * peak
             tried += 1
             if set(setting.changes) == {"slots"}:
@@ -401,15 +407,17 @@ def test_suggestions_fit_and_are_as_mild_as_can_be():
 def test_more_devices_are_the_last_resort():
     workload = ppo(models={"actor": (RoleModel(LLAMA, "lm", True),), "critic": (RoleModel(LLAMA, "scalar", True),)})
     plan = everywhere(workload)
-    (setting,) = nearest(workload, plan, 19 * 2**30)
+    (setting,) = suggest_settings(workload, plan, 19 * 2**30)
     assert setting.changes["devices"] > 8 and setting.peak <= 19 * 2**30
-    assert nearest(workload, plan, 2**30) == []  # the generation weights alone are more
+    assert suggest_settings(workload, plan, 2**30) == []  # the generation weights alone are more
 
 
 def test_only_devices_that_divide_model_and_rows_are_suggested():
     models = {"actor": (RoleModel(replace(LLAMA, embed=2560), "lm", True),)}
-    assert nearest(ppo(models=models, rows=4096 * 4), everywhere(ppo(models=models)), 2**30) == []  # 2560 is 5 x 512
-    assert nearest(ppo(models=models), everywhere(ppo(models=models), parts=1), 2**30) == []
+    assert (
+        suggest_settings(ppo(models=models, rows=4096 * 4), everywhere(ppo(models=models)), 2**30) == []
+    )  # 2560 is 5 x 512
+    assert suggest_settings(ppo(models=models), everywhere(ppo(models=models), parts=1), 2**30) == []
     few = ppo(models={"actor": (RoleModel(LLAMA, "lm", True),), "critic": (RoleModel(LLAMA, "scalar", True),)})
-    (setting,) = nearest(few, everywhere(few), 19 * 2**30)
+    (setting,) = suggest_settings(few, everywhere(few), 19 * 2**30)
     assert 64 % (setting.changes["devices"] * setting.changes.get("micro_batches", 8)) == 0  # rows of a minibatch

@@ -8,10 +8,9 @@ from jrlhf.errors import UserError
 from jrlhf.meshes.hardware import Cluster
 from jrlhf.meshes.plan import Placement, Plan, Slice
 from jrlhf.models import LoRAConfig
-from jrlhf.planning.fits import check_fits
-from jrlhf.planning.options import options, options_of, shapes, slices
-from jrlhf.planning.runnable import check_nested
-from jrlhf.planning.slices import nested
+from jrlhf.planning.candidates import call_candidates, candidates, placements, slices
+from jrlhf.planning.plans import check_fits, refuse_partial_overlap
+from jrlhf.planning.simulate import nested
 from tests.jrlhf.planning.synthetic import GIB, PPO, problem
 
 WORKLOAD, CLUSTER, PRICES = problem(16)
@@ -43,7 +42,7 @@ def test_slices_of_many_nodes_are_few_and_cover_every_split_in_two():
 @pytest.mark.parametrize("name", [call.name for call in PPO if call.kind != "compute"])
 def test_shapes_divide_devices_models_and_rows(name):
     call = PPO[name]
-    found = list(shapes(WORKLOAD, call, 16, 8))
+    found = list(placements(WORKLOAD, call, 16, 8))
     assert len(found) == len(set(found)) > 5
     for each in found:
         assert each.devices == Slice(0, 16) and each.pipeline == 1 and each.tensor <= 8
@@ -61,36 +60,39 @@ def test_shapes_divide_devices_models_and_rows(name):
 
 def test_pipelines_are_hypothetical():
     call = PPO["actor.update"]
-    found = list(shapes(WORKLOAD, call, 16, 8, hypothetical=True))
+    found = list(placements(WORKLOAD, call, 16, 8, hypothetical=True))
     assert {each.pipeline for each in found} == {1, 2, 4, 8}  # ReaL: at most 8, and twice as many rows a minibatch
-    assert [each for each in found if each.pipeline == 1] == list(shapes(WORKLOAD, call, 16, 8))
+    assert [each for each in found if each.pipeline == 1] == list(placements(WORKLOAD, call, 16, 8))
 
 
 def test_samples_of_a_prompt_stay_with_their_group():
     grouped = replace(WORKLOAD, samples=64)
-    groups = {each.data * each.fsdp for each in shapes(grouped, PPO["actor.generate"], 16, 16)}
+    groups = {each.data * each.fsdp for each in placements(grouped, PPO["actor.generate"], 16, 16)}
     assert groups == {2, 4, 8}  # of 16 devices, 512 / 64 prompts; tensor is at most 8
     slotted = replace(grouped, slots=256)
-    groups = {each.data * each.fsdp for each in shapes(slotted, PPO["actor.generate"], 16, 16)}
+    groups = {each.data * each.fsdp for each in placements(slotted, PPO["actor.generate"], 16, 16)}
     assert groups == {2, 4}  # each has slots for a prompt's samples
-    assert not list(shapes(replace(WORKLOAD, slots=24), PPO["actor.generate"], 16, 16))
+    assert not list(placements(replace(WORKLOAD, slots=24), PPO["actor.generate"], 16, 16))
 
 
 def test_slots_divide_over_the_devices_that_generate():
     slotted, call = replace(WORKLOAD, slots=8, samples=4), PPO["actor.generate"]
-    assert not list(shapes(slotted, call, 16, 8))
-    assert {each.tensor for each in shapes(slotted, call, 8, 8)} == {4, 8}  # two groups have 8 of a prompt's samples
+    assert not list(placements(slotted, call, 16, 8))
+    assert {each.tensor for each in placements(slotted, call, 8, 8)} == {
+        4,
+        8,
+    }  # two groups have 8 of a prompt's samples
 
 
 def test_options_fit_and_begin_with_the_fastest():
-    found = options(WORKLOAD, PPO["actor.update"], CLUSTER, PRICES)
+    found = call_candidates(WORKLOAD, PPO["actor.update"], CLUSTER, PRICES)
     seconds = [each.price.seconds for each in found]
     assert seconds == sorted(seconds) and seconds[0] < seconds[-1]
     assert all(each.price.resident + each.price.active <= PRICES.capacity for each in found)
     everything = [
         PRICES.call(PPO["actor.update"], each)
         for count in (1, 2, 4, 8, 16)
-        for each in shapes(WORKLOAD, PPO["actor.update"], count, 8)
+        for each in placements(WORKLOAD, PPO["actor.update"], count, 8)
     ]
     assert seconds[0] == min(each.seconds for each in everything if each.resident + each.active <= PRICES.capacity)
     # 16 bytes a weight are 120 GiB, which a single device has not.
@@ -100,7 +102,7 @@ def test_options_fit_and_begin_with_the_fastest():
 def test_a_shared_base_is_everywhere_in_one_mesh():
     lora = LoRAConfig(rank=8, alpha=16.0)
     adapted = {role: (replace(models[0], lora=lora),) for role, models in WORKLOAD.models.items() if role != "reward"}
-    found = options_of(replace(WORKLOAD, models={**WORKLOAD.models, **adapted}), CLUSTER, PRICES)
+    found = candidates(replace(WORKLOAD, models={**WORKLOAD.models, **adapted}), CLUSTER, PRICES)
     shared = [each.placement for name, known in found.items() if name != "reward.score" for each in known]
     assert {each.layout for each in shared} == {"generate"}
     assert {each.devices for each in shared} == {Slice(0, 16)}
@@ -122,7 +124,7 @@ def test_a_shared_base_is_everywhere_in_one_mesh():
 def test_rows_that_no_placement_divides_are_one_sentence(changes, sentence):
     call = PPO["actor.generate" if "samples" in changes else "actor.update"]
     with pytest.raises(UserError) as error:
-        options(replace(WORKLOAD, **changes), call, CLUSTER, PRICES)
+        call_candidates(replace(WORKLOAD, **changes), call, CLUSTER, PRICES)
     assert str(error.value).startswith(sentence)
 
 
@@ -131,12 +133,12 @@ def test_a_model_that_fits_nowhere_is_one_sentence_with_enough_devices():
     with pytest.raises(
         UserError, match="fits nowhere on 8 devices of 80 GiB: it needs .* GiB of each, take 32 devices"
     ):
-        options(workload, PPO["actor.update"], cluster, prices)
+        call_candidates(workload, PPO["actor.update"], cluster, prices)
     workload, cluster, prices = problem(32, "70b", "70b")
-    assert options(workload, PPO["actor.update"], cluster, prices)
+    assert call_candidates(workload, PPO["actor.update"], cluster, prices)
 
 
-def placements(**changes: Placement) -> Plan:
+def planned(**changes: Placement) -> Plan:
     whole = Slice(0, 16)
     usual = {
         "generate": Placement(whole, "generate", data=2, tensor=8),
@@ -148,19 +150,19 @@ def placements(**changes: Placement) -> Plan:
 
 
 def test_what_overlaps_in_part_or_does_not_fit_is_one_sentence():
-    check_nested(placements())
-    check_nested(placements(reward_score=Placement(Slice(8, 4), "score", tensor=4)))
-    check_fits(WORKLOAD, placements(), PRICES)
+    refuse_partial_overlap(planned())
+    refuse_partial_overlap(planned(reward_score=Placement(Slice(8, 4), "score", tensor=4)))
+    check_fits(WORKLOAD, planned(), PRICES)
     first, second = Placement(Slice(0, 8), "score", fsdp=8), Placement(Slice(4, 8), "score", fsdp=8)
     told = "^devices 0-7 of reward.score and 4-11 of critic.values overlap in part: .* such as 0-11 and 4-11$"
     with pytest.raises(UserError, match=told):
-        check_nested(placements(reward_score=first, critic_values=second))
+        refuse_partial_overlap(planned(reward_score=first, critic_values=second))
     two = Placement(Slice(0, 2), "train", fsdp=2)
     told = (
         "^plan mine needs .* GiB on each of devices 0-1, which have 80.0, .* for what stays and the rest for .*: give"
     )
     with pytest.raises(UserError, match=told):
-        check_fits(WORKLOAD, placements(actor_update=two, critic_update=two), PRICES)
+        check_fits(WORKLOAD, planned(actor_update=two, critic_update=two), PRICES)
 
 
 def test_nested_slices():

@@ -11,13 +11,10 @@ from benchmarks import plans
 from jrlhf.errors import UserError
 from jrlhf.meshes.hardware import HARDWARE, Cluster
 from jrlhf.models import LoRAConfig
-from jrlhf.planning import measure
+from jrlhf.planning import microbenchmarks as measure
 from jrlhf.planning import profile as profiles
-from jrlhf.planning.collectives import Group
-from jrlhf.planning.measured import Measured, Profile, interpolate
-from jrlhf.planning.profile import load, save
-from jrlhf.planning.times import call_seconds
-from tests.support.hlo import collectives
+from jrlhf.planning.profile import Profile, ProfiledCosts, interpolate, load, save
+from jrlhf.planning.time import Group, call_seconds
 
 LOCAL = Cluster(HARDWARE["h100"], 4)
 WORK = plans.Case((1, 2, 2), batch=32).workload
@@ -53,7 +50,7 @@ def test_the_least_time_of_programs_that_take_turns(monkeypatch: pytest.MonkeyPa
 
 def invented(count: int = 4, of: float = 1e-3) -> Profile:
     """A profile of a machine on which everything takes its size times `of`."""
-    questions = profiles._questions(WORK, jax.devices()[:count], ("full",), ("train", "score", "generate"))
+    questions = profiles.wanted_curves(WORK, jax.devices()[:count], ("full",), ("train", "score", "generate"))
     curves = {
         name: tuple((size, size * of) for size in sorted(size for size, _ in points)) for name, points in questions
     }
@@ -61,20 +58,20 @@ def invented(count: int = 4, of: float = 1e-3) -> Profile:
 
 
 def test_everything_that_calls_ask_for_is_measured():
-    units = Measured(invented(), WORK)
+    units = ProfiledCosts(invented(), WORK)
     for mesh in ((1, 2, 2), (4, 1, 1), (1, 4, 1), (1, 1, 4)):
         plan = plans.Case(mesh, batch=32).plan
         for call in plans.CALLS:
-            time = call_seconds(WORK, call, plan[call.name], LOCAL, units=units)
+            time = call_seconds(WORK, call, plan[call.name], LOCAL, costs=units)
             assert time.seconds > 0
             assert ("steps" in time.parts) == (call.kind == "generate")
             assert ("optimizer" in time.parts) == (call.kind == "train")
 
 
 def test_a_call_adds_up_from_its_parts():
-    units, rows, length = Measured(invented(), WORK), 32 // 4, plans.PROMPT + plans.RESPONSE
+    units, rows, length = ProfiledCosts(invented(), WORK), 32 // 4, plans.PROMPT + plans.RESPONSE
     case = replace(plans.Case((4, 1, 1), batch=32), micro_batches=2)
-    time = call_seconds(WORK, plans.GRAPH["actor.update"], case.plan["actor.update"], LOCAL, units=units)
+    time = call_seconds(WORK, plans.GRAPH["actor.update"], case.plan["actor.update"], LOCAL, costs=units)
     tokens = rows * length  # both micro-batches together, in proportion
     assert time.parts["layers"] == pytest.approx(plans.MODEL.layers * tokens * 1e-3 / measure.LAYERS)
     assert time.parts["ends"] == pytest.approx(rows * plans.RESPONSE * 1e-3)  # prompts are not predicted
@@ -82,27 +79,27 @@ def test_a_call_adds_up_from_its_parts():
 
 
 def test_an_adapter_s_update_is_that_of_its_numbers():
-    units, whole = Measured(invented(), WORK), WORK.models["actor"][0]
+    units, whole = ProfiledCosts(invented(), WORK), WORK.models["actor"][0]
     adapter = replace(whole, lora=LoRAConfig(rank=4, alpha=4.0))
     assert units.update(whole, 1.0, 1)["optimizer"] == pytest.approx(1e-3)
     assert units.update(adapter, 1.0, 1)["optimizer"] == pytest.approx(0.25e-3)  # the least size that was measured
 
 
 def test_fewer_devices_have_the_cores_to_themselves():
-    units = Measured(invented(), WORK)
+    units = ProfiledCosts(invented(), WORK)
     model = WORK.models["actor"][0]
     whole, half = (units.on(devices).layer(model, 88, 44, 1, True)["layers"] for devices in (4, 2))
     assert half == pytest.approx(whole / 2)
 
 
 def test_collectives_go_array_by_array():
-    units = Measured(invented(), WORK)
+    units = ProfiledCosts(invented(), WORK)
     assert units.gather(Group(1, 1), 1e6) == 0
     assert units.gather(Group(2, 2), 4096 * 7, 7) == pytest.approx(7 * 4096e-3 / measure.CHAINED)
 
 
 def test_what_was_not_measured_is_named():
-    bare = Measured(Profile("cpu", 4, "0", {4: 1.0}), WORK)
+    bare = ProfiledCosts(Profile("cpu", 4, "0", {4: 1.0}), WORK)
     with pytest.raises(UserError, match="the profile has no layer .*--profile"):
         bare.layer(WORK.models["actor"][0], 44, 44, 1, False)
 
@@ -120,7 +117,7 @@ def test_files(tmp_path: Path):
 def test_what_is_known_is_not_measured_again(monkeypatch: pytest.MonkeyPatch):
     devices, said = jax.devices()[:4], []
     known = replace(invented(), device=devices[0].device_kind, version=jax.__version__)
-    assert profiles.profile(WORK, devices, known=known, say=said.append) == known
+    assert profiles.measure(WORK, devices, known=known, say=said.append) == known
     assert said == []
     taken = []
 
@@ -131,7 +128,7 @@ def test_what_is_known_is_not_measured_again(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(measure, "seconds", seconds)
     monkeypatch.setattr(measure, "layers", lambda *_, **__: None)
     fewer = {name: curve for name, curve in known.curves.items() if "train full" not in name}
-    found = profiles.profile(WORK, devices, known=replace(known, curves=fewer), say=said.append)
+    found = profiles.measure(WORK, devices, known=replace(known, curves=fewer), say=said.append)
     assert len(said) == 1 and "train full" in said[0]
     assert set(dict(found.curves[said[0]]).values()) == {2.0}  # less what an empty program takes
     assert taken == [1 + len(found.curves[said[0]])]

@@ -7,22 +7,20 @@ from itertools import product
 
 import pytest
 
+from benchmarks.exact import optimum
 from jrlhf.errors import UserError
 from jrlhf.meshes import Call
 from jrlhf.meshes.plan import Placement, Slice
-from jrlhf.planning.evaluator import Evaluator
-from jrlhf.planning.exact import optimum
-from jrlhf.planning.options import options_of
-from jrlhf.planning.placements import allocations, divisions, heuristic, named, partitions
-from jrlhf.planning.prices import Price
-from jrlhf.planning.search import Budget, search
-from jrlhf.planning.simulator import simulate
+from jrlhf.planning.candidates import candidates
+from jrlhf.planning.search import Budget, allocations, divisions, heuristic, named_divisions, partitions, search
+from jrlhf.planning.simulate import Simulator, simulate
+from jrlhf.planning.time import Price
 from tests.jrlhf.planning.synthetic import PPO, assert_runs, problem
 
 
 def space(workload, cluster, prices, keep=lambda placement: True, *, lockstep=False):
-    evaluator = Evaluator(PPO, prices, workload.models, lockstep=lockstep)
-    known = options_of(workload, cluster, prices)
+    evaluator = Simulator(PPO, prices, workload.models, lockstep=lockstep)
+    known = candidates(workload, cluster, prices)
     choices = [
         [evaluator.add(call, each.placement) for each in known[name] if keep(each.placement)]
         for call, name in enumerate(evaluator.calls)
@@ -56,7 +54,7 @@ class Rough:
 @pytest.mark.parametrize("seed", range(2))
 def test_branch_and_bound_finds_what_trying_everything_finds(seed, lockstep):
     prices = Rough(seed, capacity=9.0)
-    evaluator = Evaluator(PPO, prices, ("actor", "critic", "reference", "reward"), lockstep=lockstep)
+    evaluator = Simulator(PPO, prices, ("actor", "critic", "reference", "reward"), lockstep=lockstep)
     places = [Placement(Slice(0, 2), "score", fsdp=2), Placement(Slice(0, 1), "score"), Placement(Slice(1, 1), "score")]
     places += [Placement(Slice(1, 2), "score", data=2)]
     choices = [[evaluator.add(call, each) for each in places] for call in range(6)]
@@ -157,8 +155,8 @@ def test_no_best_plan_exceeds_the_memory():
 def test_pipelines_are_proposed_only_when_asked_for():
     workload, cluster, prices = problem(8, rows=64)
     for hypothetical in (False, True):
-        evaluator = Evaluator(PPO, prices, workload.models)
-        known = options_of(workload, cluster, prices, hypothetical=hypothetical)
+        evaluator = Simulator(PPO, prices, workload.models)
+        known = candidates(workload, cluster, prices, hypothetical=hypothetical)
         assert any(each.placement.pipeline > 1 for each in known["actor.generate"]) == hypothetical
         assert evaluator.calls == tuple(known)
 
@@ -188,7 +186,7 @@ def test_allocations_are_what_a_product_would_filter():
 
 def test_hybridflow_divides_sets_and_devices_by_its_stages():
     workload, cluster, prices = problem(16)
-    known = options_of(workload, cluster, prices)
+    known = candidates(workload, cluster, prices)
     found = divisions(PPO, known, cluster, prices.capacity)
     assert [each.seconds for each in found] == sorted(each.seconds for each in found)
     for each in found:
@@ -209,7 +207,7 @@ def test_hybridflow_divides_sets_and_devices_by_its_stages():
         assert each.seconds == pytest.approx(expected)
         # The stages are a simulation without moves, in which no stage begins before the last has ended.
         assert simulate(PPO, each.plan, prices, lockstep=True).seconds <= 1.05 * each.seconds
-    kinds = named(found)
+    kinds = named_divisions(found)
     assert {name: len(each.sets) for name, each in kinds.items()} == {"colocate": 1, "split": 2, "standalone": 4}
     assert kinds["split"].plan["actor.update"].devices.count == kinds["split"].plan["critic.update"].devices.count == 8
 
@@ -226,14 +224,14 @@ def test_colocation_is_best_on_few_devices_and_loses_its_lead_on_many(model):
     leads = []
     for devices in (32, 64, 128):
         workload, cluster, prices = a100(devices, model)
-        found = divisions(PPO, options_of(workload, cluster, prices), cluster, prices.capacity)
-        kinds = named(found)
+        found = divisions(PPO, candidates(workload, cluster, prices), cluster, prices.capacity)
+        kinds = named_divisions(found)
         if devices <= 64:
             assert found[0].sets == kinds["colocate"].sets
         leads.append(kinds["split"].seconds / kinds["colocate"].seconds)
     assert leads == sorted(leads, reverse=True)
     workload, cluster, prices = a100(96, model)
-    assert len(divisions(PPO, options_of(workload, cluster, prices), cluster, prices.capacity)[0].sets) == 2
+    assert len(divisions(PPO, candidates(workload, cluster, prices), cluster, prices.capacity)[0].sets) == 2
 
 
 @pytest.mark.full

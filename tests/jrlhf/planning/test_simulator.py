@@ -6,10 +6,8 @@ import pytest
 
 from jrlhf.meshes import Call, Graph
 from jrlhf.meshes.plan import LayoutName, Placement, Plan, Slice
-from jrlhf.planning.evaluator import Evaluator
-from jrlhf.planning.prices import Price
-from jrlhf.planning.simulator import simulate
-from jrlhf.planning.slices import segments
+from jrlhf.planning.simulate import Simulator, segments, simulate
+from jrlhf.planning.time import Price
 from tests.jrlhf.planning.synthetic import PPO, SIZES, Physical, Table
 
 CALLS = ("actor.generate", "reward.score", "reference.logprobs", "critic.values", "critic.update", "actor.update")
@@ -152,10 +150,10 @@ def test_a_rate_needs_two_iterations():
 
 @pytest.mark.parametrize("prices", [Moving(), Physical(PPO, dict.fromkeys(PPO.roles, SIZES["7b"]), 512, 1024, 1024)])
 def test_the_search_sees_the_same_numbers(prices):
-    """Random plans, with slices that overlap in part, through both implementations."""
+    """Random plans, with slices that overlap in part, with and without a record."""
     draw = random.Random(0)
     roles = [role for role in PPO.roles if role != "estimator"]
-    evaluators = {each: Evaluator(PPO, prices, roles, lockstep=each) for each in (False, True)}
+    evaluators = {each: Simulator(PPO, prices, roles, lockstep=each) for each in (False, True)}
     for turn in range(150):
         placements = {}
         for name in CALLS:

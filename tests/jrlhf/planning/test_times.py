@@ -14,16 +14,17 @@ from jrlhf.meshes.plan import Placement, Slice
 from jrlhf.models import LoRAConfig, ModelConfig
 from jrlhf.models.flops import generation_seconds, training_operations
 from jrlhf.models.presets import PRESETS
-from jrlhf.planning.collectives import (
+from jrlhf.planning.time import (
+    CallTime,
+    CostModel,
     Group,
+    call_seconds,
     gather_seconds,
     group,
-    offload_seconds,
     reallocation_seconds,
     reduce_seconds,
     transfer_seconds,
 )
-from jrlhf.planning.times import CallTime, Estimator, call_seconds
 
 SMALL, LARGE = PRESETS["meta-llama/Meta-Llama-3-8B"], PRESETS["meta-llama/Meta-Llama-3-70B"]
 THIRTEEN = ModelConfig(32000, 5120, 40, 40, 40, 128, 13824, 4096, tie_embeddings=False)
@@ -341,11 +342,10 @@ def test_reallocation():
     assert reallocation_seconds(size, train, place("score", start=8, fsdp=8), on) == pytest.approx(size / 8 / 50e9)
 
 
-def test_transfers_and_offload():
+def test_transfers():
     here, there = place("generate", data=8), place("score", start=8, fsdp=8)
     assert transfer_seconds(1e6, here, place("score", fsdp=8), H100) == 0
     assert transfer_seconds(8e9, here, there, H100) == pytest.approx(1e9 / (0.75 * 50e9), rel=1e-2)
-    assert offload_seconds(64e9, H100) == pytest.approx(1.0)
 
 
 # ---- what the search asks
@@ -361,7 +361,7 @@ def test_prices():
         asked.append(question)
         return Bytes
 
-    prices = Estimator(work, H100, bytes_of=bytes_of)
+    prices = CostModel(work, H100, bytes_of=bytes_of)
     update, score = published.GRAPH["actor.update"], published.GRAPH["actor.generate"]
     placed = place("train", fsdp=16)
     price = prices.call(update, placed)

@@ -19,7 +19,7 @@ from jrlhf.config.parse import build, to_yaml
 from jrlhf.config.schema import Config
 from jrlhf.errors import UserError
 from jrlhf.meshes.plan import Placement, Plan, Slice
-from jrlhf.planning.choose import plan_yaml
+from jrlhf.planning.plans import plan_yaml
 from jrlhf.report import read_run, render, write_report
 from jrlhf.report.__main__ import main
 from jrlhf.report.charts import COLORS, Chart, Series, number, running_mean

@@ -27,7 +27,7 @@ from jrlhf.config.schema import DistributedConfig
 from jrlhf.errors import UserError
 from jrlhf.meshes.hardware import cluster
 from jrlhf.meshes.plan import Placement, Plan, Slice
-from jrlhf.planning.processes import refuse_cross_process
+from jrlhf.planning.plans import refuse_cross_process
 from jrlhf.run.files import read_jsonl
 from jrlhf.run.metrics import read_metrics
 from jrlhf.run.processes import start

@@ -11,7 +11,7 @@ from jrlhf.config.parse import build
 from jrlhf.config.schema import Config
 from jrlhf.models import LoRAConfig, init_lora
 from jrlhf.models.hf import export_adapter, read_config
-from jrlhf.planning.fits import memory_of
+from jrlhf.planning.fit import memory_of
 from jrlhf.stages.dryrun import describe
 from jrlhf.stages.graphs import stage_graph
 from jrlhf.stages.setup import select_mesh

@@ -13,13 +13,14 @@ from safetensors.numpy import load_file
 from jrlhf.algorithms.registry import graph_of
 from jrlhf.config.parse import build
 from jrlhf.config.schema import Config
-from jrlhf.planning.choose import read_plan
-from jrlhf.planning.runnable import has_model
+from jrlhf.planning.plans import read_plan
+from jrlhf.planning.workload import workload_of
 from jrlhf.rewards.mixture import TRAINED
 from jrlhf.run.checkpoints import fingerprint_of
 from jrlhf.run.metrics import read_metrics
 from jrlhf.stages import rl
 from jrlhf.stages.loop import run_stage
+from jrlhf.stages.setup import architectures
 from jrlhf.train import main
 
 pytestmark = [pytest.mark.full, pytest.mark.usefixtures("quick_programs")]
@@ -55,8 +56,7 @@ def by_hand(path: Path, config: Config, **placed: dict[str, Any]) -> str:
     """A plan's file, with everything on four of the eight devices but for the calls in `placed`."""
     calls = {
         call.name: {"layout": LAYOUTS[call.kind], **placed.get(call.name.replace(".", "_"), FIRST)}
-        for call in graph_of(config)
-        if has_model(call, config)
+        for call in workload_of(config, graph_of(config), architectures(config)).calls
     }
     path.write_text(yaml.safe_dump({"name": "by hand", "calls": calls}))
     return str(path)

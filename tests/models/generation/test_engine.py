@@ -23,11 +23,11 @@ from jrlhf.models import (
     param_shardings,
     to_int8,
 )
-from jrlhf.models.generation import engine, generate
-from jrlhf.models.generation.cache import transposes_keys
-from jrlhf.models.generation.chunks import Programs
+from jrlhf.models.attention import transposes_keys
+from jrlhf.models.generation import programs
 from jrlhf.models.generation.decoding import Decoder
 from jrlhf.models.generation.engine import _Rollout
+from jrlhf.models.generation.programs import Programs
 from tests.models.test_families import CONFIGS
 
 CONFIG = ModelConfig(
@@ -76,10 +76,10 @@ class Setting:
         return self.call(engine, self.prompts, self.keys)
 
 
-def assert_same(found, expected):
+def assert_same(actual, expected):
     for name in ("tokens", "prompt_lengths", "response_lengths", "finished"):
-        np.testing.assert_array_equal(getattr(found, name), getattr(expected, name), err_msg=name)
-    np.testing.assert_allclose(found.logprobs, expected.logprobs, atol=1e-5)
+        np.testing.assert_array_equal(getattr(actual, name), getattr(expected, name), err_msg=name)
+    np.testing.assert_allclose(actual.logprobs, expected.logprobs, atol=1e-5)
 
 
 @pytest.fixture(scope="module")
@@ -130,8 +130,7 @@ def test_windows_and_learned_positions_count_from_a_rows_own_start(family, monke
 def test_tokens_do_not_depend_on_how_keys_are_stored(alone, monkeypatch):
     setting, expected = alone
     assert transposes_keys(setting.mesh)  # on accelerators they are stored as values are
-    for module in (engine, generate):
-        monkeypatch.setattr(module, "transposes_keys", lambda mesh: False)
+    monkeypatch.setattr(programs, "transposes_keys", lambda mesh: False)
     schedule = Schedule(slots=4, chunk=5, buckets=2, lengths=2, prefill=2)
     assert_same(setting.scheduled(schedule), expected)
     assert_same(setting.plain(), expected)
@@ -191,8 +190,8 @@ def test_nothing_compiles_after_the_first_call(alone, compiled):
     assert_same(setting.call(engine, setting.prompts, setting.keys), expected)
     holding_the_model = {"_run_chunk": 2 * 2, "_prefilled": 2}
     rows = {"_filled_rows": 2, "_taken_rows": 1, "_all_done": 2, "_assembled": 1}
-    caches = {"_filled_cache": 2 * 2, "_taken": 2, "empty": 2}
-    compiled.pop("grown", None)  # one that the engines of a process share
+    caches = {"_filled_cache": 2 * 2, "_taken": 2, "empty_cache": 2}
+    compiled.pop("grown_cache", None)  # one that the engines of a process share
     assert compiled == holding_the_model | rows | caches
     compiled.clear()
     for keys in others:  # other lengths, so other moments at which rows come and go

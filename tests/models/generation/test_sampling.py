@@ -1,12 +1,14 @@
 """What is drawn, how often, and with what log-probability."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jrlhf.models import SamplingConfig
-from jrlhf.models.generation.sampling import restrict, sample
+from jrlhf.models.generation.sampling import gumbel, largest, restrict, sample, threefry2x32
 
 V = 12
 ROWS = 20_000
@@ -28,9 +30,9 @@ def softmax(z):
 def nucleus(p, top_k, top_p):
     """The allowed tokens, by a loop over tokens of falling probability."""
     order = np.argsort(-p)[: len(p) if top_k is None else top_k]
-    kept = p[order] / p[order].sum()
+    shares = p[order] / p[order].sum()
     allowed, mass = [], 0.0
-    for token, share in zip(order, kept, strict=True):
+    for token, share in zip(order, shares, strict=True):
         if top_p is not None and allowed and mass >= top_p:
             break
         allowed.append(token)
@@ -41,34 +43,29 @@ def nucleus(p, top_k, top_p):
 LOGITS = np.random.default_rng(0).normal(size=V) * 1.5
 
 
-@pytest.mark.parametrize(
-    ("top_k", "top_p"),
-    [
+def test_draws_follow_the_restricted_softmax():
+    limits = (
         (None, None),
         (1, None),
         (4, None),
-        (V, None),
         (100, None),
         (None, 0.01),
         (None, 0.6),
         (None, 0.95),
         (5, 0.8),
         (5, 1.0),
-    ],
-)
-@pytest.mark.parametrize("temperature", [0.5, *(pytest.param(t, marks=pytest.mark.full) for t in (1.0, 1.7))])
-def test_draws_follow_the_restricted_softmax(top_k, top_p, temperature):
-    tokens, logprobs = draw(LOGITS, SamplingConfig(1, temperature=temperature, top_k=top_k, top_p=top_p))
-    p = softmax(LOGITS / temperature)
-    allowed = nucleus(p, top_k, top_p)
-    share = np.zeros(V)
-    share[allowed] = p[allowed] / p[allowed].sum()
-    count = np.bincount(tokens, minlength=V)
-    assert (count[share == 0] == 0).all()
-    error = np.abs(count / ROWS - share)
-    assert (error <= 5 * np.sqrt(share * (1 - share) / ROWS)).all()
-    # Whatever may be drawn, the log-probability is that of the whole softmax.
-    np.testing.assert_allclose(logprobs, np.log(p)[tokens], atol=1e-5)
+    )
+    for temperature, (top_k, top_p) in ((0.5, limit) for limit in limits):
+        tokens, logprobs = draw(LOGITS, SamplingConfig(1, temperature=temperature, top_k=top_k, top_p=top_p))
+        p = softmax(LOGITS / temperature)
+        allowed = nucleus(p, top_k, top_p)
+        share = np.zeros(V)
+        share[allowed] = p[allowed] / p[allowed].sum()
+        count = np.bincount(tokens, minlength=V)
+        assert (count[share == 0] == 0).all(), (top_k, top_p)
+        assert (np.abs(count / ROWS - share) <= 5 * np.sqrt(share * (1 - share) / ROWS)).all(), (top_k, top_p)
+        # Whatever may be drawn, the log-probability is that of the whole softmax.
+        np.testing.assert_allclose(logprobs, np.log(p)[tokens], atol=1e-5)
 
 
 def test_temperature_zero_draws_the_most_likely_at_temperature_one():
@@ -102,18 +99,19 @@ def test_vocabulary_padding_is_never_drawn_and_has_no_probability():
         np.testing.assert_allclose(logprobs, np.log(softmax(LOGITS))[tokens], atol=1e-5)
 
 
-@pytest.mark.parametrize("options", [{}, {"temperature": 0.0}, {"top_k": 2}, {"top_p": 0.5}, {"min_new_tokens": 1}])
-def test_ids_beyond_the_token_limit_are_never_drawn_and_keep_their_probability(options):
+def test_ids_beyond_the_token_limit_are_never_drawn_and_keep_their_probability():
     likely = LOGITS.copy()
     likely[[9, 10]] += 6
-    config = SamplingConfig(2, token_limit=9, stop_ids=(3,), **options)
-    tokens, logprobs = draw(likely, config, rows=500, may_stop=False)
-    assert tokens.max() < 9
-    np.testing.assert_allclose(logprobs, np.log(softmax(likely))[tokens], atol=1e-5)
-    # A limit at the vocabulary's end is none.
-    same = draw(likely, SamplingConfig(2, token_limit=V, stop_ids=(3,), **options), rows=500)
-    free = draw(likely, SamplingConfig(2, stop_ids=(3,), **options), rows=500)
-    np.testing.assert_array_equal(same[0], free[0])
+    every: Any = {}, {"temperature": 0.0}, {"top_k": 2}, {"top_p": 0.5}, {"min_new_tokens": 1}
+    for options in every:
+        config = SamplingConfig(2, token_limit=9, stop_ids=(3,), **options)
+        tokens, logprobs = draw(likely, config, rows=500, may_stop=False)
+        assert tokens.max() < 9
+        np.testing.assert_allclose(logprobs, np.log(softmax(likely))[tokens], atol=1e-5)
+        # A limit at the vocabulary's end is none.
+        same = draw(likely, SamplingConfig(2, token_limit=V, stop_ids=(3,), **options), rows=500)
+        free = draw(likely, SamplingConfig(2, stop_ids=(3,), **options), rows=500)
+        np.testing.assert_array_equal(same[0], free[0])
 
 
 def test_a_rows_draw_depends_on_its_key_only():
@@ -131,22 +129,20 @@ def test_ties_with_the_last_kept_token_are_kept():
     np.testing.assert_array_equal(restrict(logits, 2, None), [[1.0, -np.inf, 1.0, 1.0]])
 
 
-@pytest.mark.parametrize("top_k", [None, 37])
-@pytest.mark.parametrize("top_p", [0.05, 0.9, 0.9999999])
-def test_a_nucleus_ends_where_more_likely_tokens_have_its_mass(top_k, top_p):
+def test_a_nucleus_ends_where_more_likely_tokens_have_its_mass():
     """Of many tokens, some of them alike and some impossible; both signs of logits, and zeros."""
     logits = np.round(np.random.default_rng(1).normal(size=(6, 400)) * np.geomspace(0.1, 1.5, 6)[:, None], 1)
     logits[:, 390:] = -np.inf
-    found = np.asarray(restrict(jnp.asarray(logits, jnp.float32), top_k, top_p))
-    for row, kept in zip(logits, found, strict=True):
-        best = np.sort(row)[::-1][:top_k]
-        least = min(x for x in best if softmax(best)[best > x].sum() < top_p)
-        np.testing.assert_array_equal(kept, np.where(row < least, -np.inf, row).astype(np.float32))
+    for top_k, top_p in ((None, 0.05), (None, 0.9), (None, 0.9999999), (37, 0.05), (37, 0.9)):
+        result = np.asarray(restrict(jnp.asarray(logits, jnp.float32), top_k, top_p))
+        for row, restricted in zip(logits, result, strict=True):
+            best = np.sort(row)[::-1][:top_k]
+            least = min(x for x in best if softmax(best)[best > x].sum() < top_p)
+            np.testing.assert_array_equal(restricted, np.where(row < least, -np.inf, row).astype(np.float32))
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
+def test_numbers_out_of_range_are_refused():
+    for change, message in (
         ({"max_new_tokens": 0}, "max_new_tokens=0 must be an integer of at least 1"),
         ({"max_new_tokens": 2.5}, "max_new_tokens=2.5 must be an integer"),
         ({"min_new_tokens": 5}, "min_new_tokens=5 must be an integer between 0 and max_new_tokens=4"),
@@ -162,8 +158,39 @@ def test_a_nucleus_ends_where_more_likely_tokens_have_its_mass(top_k, top_p):
         ({"token_limit": 0}, "token_limit=0 must be an integer of at least 1"),
         ({"token_limit": 8.0}, "token_limit=8.0 must be an integer"),
         ({"token_limit": 5, "stop_ids": (2, 5)}, "stop id 5 is never drawn: it must be below token_limit=5"),
-    ],
-)
-def test_numbers_out_of_range_are_refused(change, message):
-    with pytest.raises(ValueError, match=message):
-        SamplingConfig(**{"max_new_tokens": 4, **change})
+    ):
+        with pytest.raises(ValueError, match=message):
+            SamplingConfig(**{"max_new_tokens": 4, **change})
+
+
+# ---- Gumbel noise against JAX's: the same bits, and the same logarithms up to a rounding
+
+
+@pytest.mark.parametrize("size", [1, 7, 4096])
+@pytest.mark.parametrize("keys", [jax.random.split(jax.random.key(3), 5), jax.random.split(jax.random.PRNGKey(4), 5)])
+def test_noise_is_that_of_jax(keys, size):
+    expected = jax.vmap(lambda key: jax.random.gumbel(key, (size,)))(keys)
+    np.testing.assert_allclose(gumbel(keys, size), expected, rtol=2e-6, atol=1e-6)
+
+
+def test_the_cipher_is_that_of_jax():
+    key = jax.random.key(11)
+    first, second = threefry2x32(
+        tuple(jax.random.key_data(key)), (jnp.zeros(9, jnp.uint32), jnp.arange(9, dtype=jnp.uint32))
+    )
+    np.testing.assert_array_equal(first ^ second, jax.random.bits(key, (9,)))
+
+
+def test_other_generators_keep_their_own_noise():
+    keys = jax.random.split(jax.random.key(3, impl="rbg"), 5)
+    np.testing.assert_array_equal(gumbel(keys, 9), jax.vmap(lambda key: jax.random.gumbel(key, (9,)))(keys))
+
+
+def test_largest_is_argmax():
+    x = np.random.default_rng(0).integers(0, 9, (50, 20)).astype(np.float32)  # with ties
+    x[3, 4], x[5] = np.nan, -np.inf
+    expected = np.argmax(x, axis=1)
+    expected[3] = 0
+    result = largest(jnp.asarray(x))
+    np.testing.assert_array_equal(result, expected)
+    assert result.dtype == jnp.int32

@@ -54,8 +54,8 @@ def test_shrinking_keeps_the_rows_that_run():
     table = Table(6, 1, 6)
     table.admit(most=6)
     table.release(np.array([True, False, True, True, False, True]))
-    kept = table.shrink(3)
-    assert kept.tolist() == [1, 4, 0]
+    indices = table.shrink(3)
+    assert indices.tolist() == [1, 4, 0]
     assert table.row.tolist() == [1, 4, EMPTY]
     with pytest.raises(AssertionError, match="lost"):
         table.shrink(1)

@@ -3,6 +3,7 @@
 import json
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,10 +29,10 @@ def differences(one, other):
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_configs(tmp_path, name):
-    found = read_config(write(tmp_path, PUBLISHED[name]["config"], PUBLISHED[name].get("generation_config")))
-    assert found.head == "lm" and found.family == PUBLISHED[name]["config"]["model_type"]
+    read = read_config(write(tmp_path, PUBLISHED[name]["config"], PUBLISHED[name].get("generation_config")))
+    assert read.head == "lm" and read.family == PUBLISHED[name]["config"]["model_type"]
     preset = PRESETS.get(name, PRESETS.get(name.split("/")[1]))
-    assert preset is not None and differences(found.model, preset) == set()
+    assert preset is not None and differences(read.model, preset) == set()
 
 
 def test_what_the_published_configs_say(tmp_path):
@@ -98,8 +99,8 @@ def test_version_5_keys(tmp_path):
 def test_omitted_keys_have_the_defaults_of_transformers(tmp_path, model_type):
     transformers = pytest.importorskip("transformers", reason="transformers says what its defaults are")
     bare = read_config(write(tmp_path / "bare", {"model_type": model_type}))
-    told = transformers.AutoConfig.for_model(model_type)
-    full = read_config(write(tmp_path / "full", told.to_dict() | {"architectures": None}))
+    default = transformers.AutoConfig.for_model(model_type)
+    full = read_config(write(tmp_path / "full", default.to_dict() | {"architectures": None}))
     assert differences(bare, full) == set()
 
 
@@ -132,9 +133,8 @@ def test_a_family_is_kept_where_it_can_be(configs):
     assert hf_config(replace(window, local_layers=(False,) * 3)) == hf_config(plain)
 
 
-@pytest.mark.parametrize(
-    ("name", "changes", "message"),
-    [
+def test_no_family_computes_it(configs):
+    cases: Any = (
         ("llama", {"softcap": 30.0}, "softcap=30.0 cannot be exported: no .* and llama is the nearest"),
         ("qwen2", {"qk_norm": True}, "cannot be exported: .* qwen"),
         ("llama", {"window": 8, "local_layers": (True, False, True)}, "qkv_bias=False cannot .* and qwen2 is the near"),
@@ -143,11 +143,10 @@ def test_a_family_is_kept_where_it_can_be(configs):
         ("gemma2", {"embed": 30, "embed_scale": 30**0.5}, "embed=30, heads=4 cannot be exported"),
         ("mistral", {"mlp_bias": True}, "cannot be exported"),
         ("gemma3_text", {"attention_softcap": 50.0}, "attention_softcap=50.0 cannot .* and gemma3_text is the nearest"),
-    ],
-)
-def test_no_family_computes_it(configs, name, changes, message):
-    with pytest.raises(ValueError, match=message):
-        hf_config(replace(configs[name], **changes))
+    )
+    for name, changes, message in cases:
+        with pytest.raises(ValueError, match=message):
+            hf_config(replace(configs[name], **changes))
 
 
 def test_an_unknown_family_is_refused(configs):
@@ -159,9 +158,8 @@ LLAMA = {"model_type": "llama", "vocab_size": 100, "hidden_size": 32, "num_atten
 GEMMA3 = LLAMA | {"model_type": "gemma3_text"}
 
 
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
+def test_what_we_do_not_compute_is_refused_by_name(tmp_path):
+    cases: Any = (
         ({"model_type": "mixtral"}, "model_type 'mixtral' is not supported: choose a model of gemma2,"),
         ({}, "model_type None is not supported"),
         (LLAMA | {"quantization_config": {"quant_method": "gptq"}}, r"quantization_config \(gptq\) is not supported"),
@@ -210,12 +208,11 @@ GEMMA3 = LLAMA | {"model_type": "gemma3_text"}
         (GEMMA3 | {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar 0.0 must be positive"),
         ({"model_type": "gpt2", "scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is not"),
         ({"model_type": "gpt2", "n_embd": 30}, "n_embd 30 cannot be divided by n_head 12"),
-    ],
-)
-def test_what_we_do_not_compute_is_refused_by_name(tmp_path, config, message):
-    with pytest.raises(ValueError, match=message) as caught:
-        read_config(write(tmp_path, config))
-    assert str(caught.value).startswith(f"{tmp_path / 'config.json'}: ")
+    )
+    for config, message in cases:
+        with pytest.raises(ValueError, match=message) as caught:
+            read_config(write(tmp_path, config))
+        assert str(caught.value).startswith(f"{tmp_path / 'config.json'}: ")
 
 
 def test_directories_without_a_config(tmp_path):
@@ -234,8 +231,8 @@ def test_directories_without_a_config(tmp_path):
 
 def test_special_tokens(tmp_path):
     def tokens(config, generation=None):
-        found = read_config(write(tmp_path, LLAMA | config, generation))
-        return found.eos_ids, found.bos_id, found.pad_id
+        read = read_config(write(tmp_path, LLAMA | config, generation))
+        return read.eos_ids, read.bos_id, read.pad_id
 
     assert tokens({}) == ((2,), 1, None)
     assert tokens({"eos_token_id": None, "bos_token_id": None, "pad_token_id": -1}) == ((), None, None)

@@ -89,8 +89,8 @@ def test_there_and_back(tmp_path, name, head, dtype, layout):
     export_hf(params, hf.model, tmp_path / "ours", family=hf.family, eos_ids=hf.eos_ids, pad_id=0, shard_bytes=40_000)
     # Read back too: casting a model rounds its rotary frequencies, reading one does not.
     model, again = (type(model).from_pretrained(tmp_path / name, dtype=dtype).eval() for name in ("theirs", "ours"))
-    told = json.loads((tmp_path / "ours" / "config.json").read_text())
-    assert told["architectures"] == [type(model).__name__] == [type(again).__name__]
+    described = json.loads((tmp_path / "ours" / "config.json").read_text())
+    assert described["architectures"] == [type(model).__name__] == [type(again).__name__]
     theirs, ours = model.state_dict(), again.state_dict()
     assert theirs.keys() == ours.keys()
     for key, weight in theirs.items():
@@ -108,5 +108,5 @@ def test_a_plain_auto_class_finds_the_export(tmp_path, configs, reference):
             if head == "scalar":
                 params["value_head"]["bias"] = np.zeros((), np.float32)
             directory = export_hf(params, configs[name], tmp_path / f"{name}-{head}", pad_id=0)
-            told = json.loads((directory / "config.json").read_text())
-            assert type(auto.from_pretrained(directory)).__name__ == told["architectures"][0]
+            described = json.loads((directory / "config.json").read_text())
+            assert type(auto.from_pretrained(directory)).__name__ == described["architectures"][0]

@@ -35,9 +35,8 @@ def recurring(train: tuple[Example, ...] | list[Example], heldout: tuple[Example
     return float(np.mean([name in known for name in last_names(heldout)]))
 
 
-@pytest.mark.parametrize(
-    ("source", "expected"),
-    [
+def test_signature_is_one_short_line():
+    table = [
         ("def f(): pass", "def f():"),
         (
             "def f(a: int, b: str = 'x', *args: int, c=None, **kw) -> bool: pass",
@@ -47,11 +46,10 @@ def recurring(train: tuple[Example, ...] | list[Example], heldout: tuple[Example
         ("def f(a=1.5, b=(), c='long default', d=-1): pass", "def f(a=1.5, b=..., c=..., d=...):"),
         ("def f(self, a): pass", "def f(self, a):"),
         ("def f(first_parameter, second_parameter, third_one): pass", "def f(first_parameter, ...):"),
-    ],
-)
-def test_signature_is_one_short_line(source: str, expected: str):
-    assert signature(source) == expected
-    assert len(expected) <= 40
+    ]
+    for source, expected in table:
+        assert signature(source) == expected
+        assert len(expected) <= 40
 
 
 def test_a_method_is_called_by_its_class_and_without_self():

@@ -1,5 +1,4 @@
 import numpy as np
-import pytest
 
 from jrlhf.tasks.docstrings.corpus import Example
 from jrlhf.tasks.docstrings.renaming import rename, renaming_words
@@ -10,9 +9,8 @@ def renamed(signature: str, summary: str, words: tuple[str, ...] = ("zebra",)) -
     return changed.signature, changed.summary
 
 
-@pytest.mark.parametrize(
-    ("signature", "summary", "expected"),
-    [
+def test_a_shared_word_is_replaced_in_both():
+    table = [
         (
             "def Mailbox.remove_folder(folder):",
             "Remove the folder.",
@@ -27,10 +25,9 @@ def renamed(signature: str, summary: str, words: tuple[str, ...] = ("zebra",)) -
         ("def f(folder):", "Remove the folders.", ("def f(zebra):", "Remove the zebras.")),
         ("def f(folder):", "Remove it.", None),
         ("def f(fd):", "Close the fd.", None),  # too short a word to be told from an accident
-    ],
-)
-def test_a_shared_word_is_replaced_in_both(signature: str, summary: str, expected: tuple[str, str] | None):
-    assert renamed(signature, summary) == (expected if expected is not None else (signature, summary))
+    ]
+    for signature, summary, expected in table:
+        assert renamed(signature, summary) == (expected if expected is not None else (signature, summary))
 
 
 def test_two_words_are_replaced_each_by_its_own():

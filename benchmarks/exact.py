@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jrlhf.meshes.plan import Slice
-from jrlhf.planning.evaluator import Evaluator
-from jrlhf.planning.slices import nested, segments
+from jrlhf.planning.simulate import Simulator, nested, segments
 
 
 @dataclass(frozen=True)
@@ -18,7 +17,7 @@ class Optimum:
     nodes: int
 
 
-def optimum(evaluator: Evaluator, choices: Sequence[Sequence[int]], below: float = math.inf) -> Optimum:
+def optimum(simulator: Simulator, choices: Sequence[Sequence[int]], below: float = math.inf) -> Optimum:
     """The fastest plan that fits and takes less than `below`, of all that these options make.
 
     First every call's slice is decided, then what it does there; the largest calls first. A branch ends where what is
@@ -31,31 +30,31 @@ def optimum(evaluator: Evaluator, choices: Sequence[Sequence[int]], below: float
 
     choices: the numbers of the options of each placed call.
     """
-    search = _Search(evaluator, choices, below)
+    search = _Search(simulator, choices, below)
     search.slices(0)
     return Optimum(search.best, search.below if search.best is not None else math.inf, search.nodes)
 
 
 class _Search:
-    def __init__(self, evaluator: Evaluator, choices: Sequence[Sequence[int]], below: float):
-        self.evaluator, self.below, self.nodes = evaluator, below, 0
+    def __init__(self, simulator: Simulator, choices: Sequence[Sequence[int]], below: float):
+        self.simulator, self.below, self.nodes = simulator, below, 0
         self.best: tuple[int, ...] | None = None
         calls = range(len(choices))
         self.there: list[dict[Slice, list[int]]] = [{} for _ in calls]  # of each call and slice: options, fastest first
         for call in calls:
-            for option in sorted(choices[call], key=lambda option, call=call: evaluator.seconds[call][option]):
-                self.there[call].setdefault(evaluator.options[call][option].devices, []).append(option)
+            for option in sorted(choices[call], key=lambda option, call=call: simulator.seconds[call][option]):
+                self.there[call].setdefault(simulator.options[call][option].devices, []).append(option)
         known = sorted({each for found in self.there for each in found})
         groups = segments(known)
         self.devices = sum(group.count for group in groups)
         self.covers = {each: [index for index, group in enumerate(groups) if group.overlaps(each)] for each in known}
         fastest = [
-            {each: evaluator.seconds[call][options[0]] for each, options in self.there[call].items()} for call in calls
+            {each: simulator.seconds[call][options[0]] for each, options in self.there[call].items()} for call in calls
         ]
         self.fastest = fastest
         self.area = [min(seconds * each.count for each, seconds in fastest[call].items()) for call in calls]
         self.order = sorted(calls, key=lambda call: -self.area[call])
-        self.cycles = _cycles(evaluator)
+        self.cycles = _cycles(simulator)
         # What is decided so far, or the least.
         self.where: list[Slice] = [known[0] for _ in calls]
         self.seconds = [min(fastest[call].values()) for call in calls]
@@ -81,26 +80,26 @@ class _Search:
 
     def options(self, depth: int) -> None:
         """Decides the options of the calls from the `depth`-th on, in slices that are decided."""
-        evaluator = self.evaluator
+        simulator = self.simulator
         if depth == len(self.order):
-            found, peak, runs = evaluator.evaluate(self.choice)
-            if found < self.below and peak <= evaluator.capacity and runs:
+            found, peak, runs = simulator.evaluate(self.choice)
+            if found < self.below and peak <= simulator.capacity and runs:
                 self.best, self.below = tuple(self.choice), found
             return
         call = self.order[depth]
         covered, least = self.covers[self.where[call]], self.seconds[call]
         for option in self.there[call][self.where[call]]:
             self.nodes += 1
-            self.choice[call], self.seconds[call] = option, evaluator.seconds[call][option]
+            self.choice[call], self.seconds[call] = option, simulator.seconds[call][option]
             self._work(call, self.seconds[call])
             if self._bound() >= self.below:
                 break  # the further ones are slower
-            stays = evaluator.resident[call][option]
+            stays = simulator.resident[call][option]
             needs = self.needs[-1][:]
             for group in covered:
                 self.stays[group] += stays
-                needs[group] = max(needs[group], evaluator.active[call][option])
-            if max(map(sum, zip(self.stays, needs, strict=True))) <= evaluator.capacity:
+                needs[group] = max(needs[group], simulator.active[call][option])
+            if max(map(sum, zip(self.stays, needs, strict=True))) <= simulator.capacity:
                 self.needs.append(needs)
                 self.options(depth + 1)
                 self.needs.pop()
@@ -127,12 +126,12 @@ class _Search:
         return bound
 
 
-def _cycles(evaluator: Evaluator) -> list[tuple[list[int], list[int]]]:
+def _cycles(simulator: Simulator) -> list[tuple[list[int], list[int]]]:
     """Of every training that ends an iteration, the paths to it from calls that wait for the one before.
 
     With each path, all calls that lie between its first and its last, on it or not.
     """
-    order = evaluator.order
+    order = simulator.order
     rank = {number: index for index, number in enumerate(index for index, found in enumerate(order.placed) if found)}
     paths: list[list[int]] = []
 

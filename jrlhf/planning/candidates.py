@@ -1,0 +1,255 @@
+"""Candidate placements of a call: slices of a cluster, and ways to divide the call's models and rows there.
+
+After ReaL (arXiv 2406.14088): slices are powers of two within a node, or neighbouring whole nodes; the fastest
+placements are kept.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from math import lcm
+
+from jrlhf.config.check import indivisible
+from jrlhf.errors import UserError
+from jrlhf.meshes import Call
+from jrlhf.meshes.graph import LEARNER
+from jrlhf.meshes.hardware import Cluster
+from jrlhf.meshes.plan import Placement, Slice
+from jrlhf.planning.memory import GIB
+from jrlhf.planning.time import Price, Prices
+from jrlhf.planning.workload import Workload
+
+TENSOR = 8  # slices of a layer at most, as in ReaL
+ALL_RANGES = 8  # nodes; up to this number every range of nodes is a slice
+MOST = 1000  # candidates of a call, as in ReaL
+OF_A_SIZE = 16  # candidates on slices of one size that are kept even if they save no memory
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One of a call's placements, with its price."""
+
+    placement: Placement
+    price: Price
+
+    @property
+    def bytes(self) -> float:
+        return self.price.resident + self.price.active
+
+
+def slices(cluster: Cluster) -> list[Slice]:
+    """Returns the cluster's slices: aligned powers of two within a node, and ranges of whole nodes.
+
+    With more than `ALL_RANGES` nodes only some ranges are slices: those of 1, 3 or 7 times a power of two nodes,
+    aligned to that power, and those that end with the cluster.
+    """
+    node, nodes = cluster.node, -(-cluster.devices // cluster.node)
+    result = [
+        Slice(first + start, size)
+        for first in range(0, cluster.devices, node)
+        for size in powers_of_two(node - 1)
+        for start in range(0, node - size + 1, size)
+        if first + start + size <= cluster.devices
+    ]
+    for size in range(1, nodes + 1):
+        power = size & -size
+        if nodes > ALL_RANGES and size // power not in (1, 3, 7) and size != nodes:
+            continue
+        step = 1 if nodes <= ALL_RANGES else power
+        starts = sorted({*range(0, nodes - size + 1, step), nodes - size})
+        result += [Slice(start * node, size * node) for start in starts if (start + size) * node <= cluster.devices]
+    if not any(devices.count == cluster.devices for devices in result):
+        result.append(Slice(0, cluster.devices))  # the last node is incomplete
+    return result
+
+
+def placements(
+    workload: Workload, call: Call, count: int, node: int, *, hypothetical: bool = False
+) -> Iterator[Placement]:
+    """Yields the ways to divide a call over the devices 0 to `count` - 1; with `hypothetical`, pipelines too."""
+    models = [model.config for model in workload.models[call.role]]
+    for layout in workload.layouts(call):
+        for stages in divisors(count) if hypothetical else (1,):
+            for tensor in divisors(count // stages):
+                if tensor > min(TENSOR, node) or (layout == "train_tp" and tensor == 1):
+                    continue
+                for fsdp in divisors(count // (stages * tensor)):
+                    data = count // (stages * tensor * fsdp)
+                    if any(next(indivisible(model, fsdp, tensor), None) for model in models):
+                        continue
+                    if not _stages_run(workload, call, stages, count, node):
+                        continue
+                    # Generation has slots instead of micro-batches, and a learner's passes are one.
+                    once = call.kind == "generate" or call.role == LEARNER
+                    for micro_batches in powers_of_two(1 if once else workload.rows):
+                        placement = Placement(
+                            Slice(0, count), layout, data, fsdp, tensor, stages, micro_batches=micro_batches
+                        )
+                        if any(True for _ in undivided_rows(workload, call, placement)):
+                            break
+                        yield placement
+
+
+@dataclass(frozen=True)
+class RowRule:
+    """A number of rows that must be a multiple of `divisor`. over: what it is divided over, in words."""
+
+    key: str
+    rows: int
+    divisor: int
+    over: str
+
+
+def undivided_rows(workload: Workload, call: Call, placement: Placement) -> Iterator[RowRule | str]:
+    """Yields the rules that a placement's rows break; a sentence for slots without room.
+
+    Every device takes equally many rows in every minibatch and micro-batch. A group of devices that generates answers
+    whole prompts, each with all its samples.
+    """
+    parts, groups = placement.micro_batches, placement.data * placement.fsdp
+    count = groups * placement.tensor  # the stages of a pipeline share their rows
+    divisor, over = count * parts, f"{count} device(s)" + (f" x {parts} micro-batches" if parts > 1 else "")
+    if call.kind == "train":
+        divisor *= workload.minibatches
+        over = f"{count} device(s) x {workload.minibatches} minibatches x {parts} micro-batches"
+    if call.kind == "generate":
+        divisor, over = count, f"{count} device(s)"
+    rules = [RowRule(workload.rows_key, workload.rows, divisor, over)]
+    prompts = f"{workload.samples} samples of a prompt on {groups} group(s) of devices"
+    if call.kind == "generate":
+        rules.append(RowRule(workload.rows_key, workload.rows, workload.samples * groups, prompts))
+        if workload.slots is not None:
+            rules.append(RowRule("rollout.slots", workload.slots, placement.devices.count, f"{count} device(s)"))
+    yield from (rule for rule in rules if rule.rows % rule.divisor)
+    if call.kind == "generate" and workload.slots is not None and workload.slots < workload.samples * groups:
+        yield f"rollout.slots={workload.slots} has no room for {prompts}: raise it"
+
+
+def candidates(
+    workload: Workload, cluster: Cluster, prices: Prices, *, hypothetical: bool = False, processes: int = 1
+) -> dict[str, list[Candidate]]:
+    """Returns the candidates of every call that has a model, by name.
+
+    Roles on a shared base run on all devices, in one mesh: the one in which their calls take the least time in sum.
+    """
+    result = {
+        call.name: call_candidates(workload, call, cluster, prices, hypothetical=hypothetical, processes=processes)
+        for call in workload.calls
+    }
+    shared = [call.name for call in workload.calls if workload.on_base(call.role)]
+    if not shared:
+        return result
+    fastest: dict[tuple[int, ...], dict[str, float]] = {}
+    for name in shared:
+        for candidate in reversed(result[name]):
+            if candidate.placement.devices.count == cluster.devices:
+                fastest.setdefault(_mesh(candidate), {})[name] = candidate.price.seconds
+    total = {mesh: sum(seconds.values()) for mesh, seconds in fastest.items() if len(seconds) == len(shared)}
+    if not total:
+        raise UserError(
+            f"no mesh of all {cluster.devices} devices suits {', '.join(shared)}, which share the base under their "
+            "adapters: take another number of devices, or train whole models"
+        )
+    best = min(total, key=lambda mesh: total[mesh])
+    for name in shared:
+        result[name] = [
+            candidate
+            for candidate in result[name]
+            if candidate.placement.devices.count == cluster.devices and _mesh(candidate) == best
+        ]
+    return result
+
+
+def call_candidates(
+    workload: Workload,
+    call: Call,
+    cluster: Cluster,
+    prices: Prices,
+    *,
+    hypothetical: bool = False,
+    processes: int = 1,
+) -> list[Candidate]:
+    """Returns at most `MOST` placements of a call that fit alone, the fastest first.
+
+    On slices of each size the fastest are kept, and slower ones that need less memory than all faster ones. processes:
+    of the run; several can only run calls on all devices (`plans.refuse_cross_process`).
+    """
+    known = slices(cluster) if processes == 1 else [Slice(0, cluster.devices)]
+    by_size: dict[int, list[Slice]] = {}
+    for devices in known:
+        by_size.setdefault(devices.count, []).append(devices)
+    kept: list[Candidate] = []
+    smallest, widest = float("inf"), 0
+    for count in sorted(by_size):
+        fitting = []
+        for placement in placements(workload, call, count, cluster.node, hypothetical=hypothetical):
+            widest, candidate = count, Candidate(placement, prices.call(call, placement))
+            smallest = min(smallest, candidate.bytes)
+            if candidate.bytes <= prices.capacity:
+                fitting.append(candidate)
+        least = float("inf")
+        for index, candidate in enumerate(sorted(fitting, key=lambda one: (one.price.seconds, one.bytes))):
+            if index < OF_A_SIZE or candidate.bytes < least:
+                kept.append(candidate)
+            least = min(least, candidate.bytes)
+    if not widest:
+        parts = workload.minibatches if call.kind == "train" else workload.samples
+        what = "minibatches" if call.kind == "train" else "samples of a prompt"
+        remedy = _rows_for(workload, call, cluster.devices)
+        raise UserError(f"{workload.rows} rows of {call.name} do not divide into {parts} {what}: {remedy}")
+    if not kept:
+        raise UserError(_no_room(workload, call, cluster, prices, smallest, widest))
+    spread: list[Candidate] = []
+    for candidate in sorted(kept, key=lambda one: one.price.seconds):
+        for devices in by_size[candidate.placement.devices.count]:
+            if len(spread) < MOST or devices.count == cluster.devices:
+                spread.append(Candidate(replace(candidate.placement, devices=devices), candidate.price))
+    return spread
+
+
+def _mesh(candidate: Candidate) -> tuple[int, ...]:
+    return *candidate.placement.sizes, candidate.placement.pipeline
+
+
+def _stages_run(workload: Workload, call: Call, stages: int, count: int, node: int) -> bool:
+    """Returns whether a pipeline is within ReaL's bounds: stages per node, and enough layers and rows to fill them."""
+    if stages == 1:
+        return True
+    rows = workload.rows // (2 * workload.minibatches if call.kind == "train" else 1)
+    layers = min(model.config.layers for model in workload.models[call.role])
+    return stages <= max(-(-count // node), 8) and stages <= layers and rows >= stages
+
+
+def _rows_for(workload: Workload, call: Call, devices: int) -> str:
+    """Returns the nearest rows that divide over all devices, as a remedy."""
+    parts = devices * workload.minibatches if call.kind == "train" else lcm(devices, workload.samples)
+    below = workload.rows // parts * parts
+    choices = " or ".join(str(size) for size in (below, below + parts) if size)
+    return f"choose {workload.rows_key} of {choices}"
+
+
+def _no_room(workload: Workload, call: Call, cluster: Cluster, prices: Prices, smallest: float, widest: int) -> str:
+    """Returns the error sentence with the nearest remedy: rows that divide over more devices, or enough devices."""
+    if widest < cluster.devices:
+        remedy = _rows_for(workload, call, cluster.devices)
+        return (
+            f"{workload.rows} rows of {call.name} divide over at most {widest} of {cluster.devices} devices, where it "
+            f"needs {smallest / GIB:.1f} GiB of {prices.capacity / GIB:.0f}: {remedy}"
+        )
+    problem = (
+        f"{call.name} fits nowhere on {cluster.devices} devices of {prices.capacity / GIB:.0f} GiB: it needs "
+        f"{smallest / GIB:.1f} GiB of each"
+    )
+    for doubled in range(1, 7):
+        count = cluster.devices * 2**doubled
+        for placement in placements(workload, call, count, cluster.hardware.node):
+            if Candidate(placement, prices.call(call, placement)).bytes <= prices.capacity:
+                return f"{problem}, take {count} devices, devices with more memory, or shorter responses"
+    return f"{problem}, take devices with more memory, a smaller model, or shorter responses"
+
+
+def powers_of_two(most: int) -> list[int]:
+    return [2**power for power in range(most.bit_length()) if 2**power <= most]
+
+
+def divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]

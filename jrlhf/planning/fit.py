@@ -1,0 +1,289 @@
+"""Checks before anything is loaded that a run fits into its devices' memory, and suggests settings that do."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations, product
+from math import inf
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from jrlhf.config.schema import Config
+from jrlhf.errors import UserError
+from jrlhf.meshes import Graph
+from jrlhf.meshes.mesh import Device
+from jrlhf.meshes.plan import Placement, Plan, Slice
+from jrlhf.models import LoRAConfig, ModelConfig
+from jrlhf.models.remat import REMATS
+from jrlhf.planning.activations import DEFAULT, Backend
+from jrlhf.planning.memory import GIB, PlanMemory, keepers, plan_memory
+from jrlhf.planning.plans import colocated
+from jrlhf.planning.residency import Away, away_parts
+from jrlhf.planning.workload import RoleModel, Workload, token_budgets, update_section, with_budgets, workload_of
+
+MOST_NAMED = 4  # settings in one sentence
+MOST_DEVICES = 4096
+TOGETHER = 3  # settings that are changed at a time
+ADAPTER = LoRAConfig(rank=16, alpha=32.0)
+
+
+def check_memory(
+    config: Config, graphs: Iterable[Graph], mesh: Mesh, models: Mapping[str, ModelConfig], plan: Plan | None = None
+) -> None:
+    """Refuses stages that cannot fit, where the memory of a device is known, with the nearest settings that fit.
+
+    graphs: of the stages. plan: of the algorithm, where there is one.
+    """
+    limit = capacity(config, mesh.devices.flat)
+    if limit is not None:
+        for graph in graphs:
+            _check_stage(config, workload_of(config, graph, models), mesh, plan, limit)
+
+
+def _check_stage(config: Config, workload: Workload, mesh: Mesh, plan: Plan | None, limit: float) -> None:
+    plan, backend, away = _planned(config, workload, mesh, plan)
+    memory = plan_memory(workload, plan, backend, away=away)
+    if memory.peak <= limit:
+        return
+    worst, source = memory.largest, "device.memory" if config.device.memory is not None else "a device"
+    settings = suggest_settings(workload, plan, limit, backend, away=away)
+    remedy = " or ".join(_keys(config, setting, workload, plan) for setting in settings[:MOST_NAMED])
+    raise UserError(
+        f"{worst.call} needs {worst.total / GIB:.4g} GiB of each device, of which roles keep "
+        f"{worst.resident / GIB:.4g}, and {source} has {limit / GIB:.4g}: "
+        + (f"choose {remedy}" if remedy else "no setting makes it fit, choose smaller models or more memory")
+    )
+
+
+def memory_of(
+    config: Config, graph: Graph, mesh: Mesh, models: Mapping[str, ModelConfig], plan: Plan | None = None
+) -> PlanMemory:
+    """Predicts the memory of a stage's calls: the algorithm's by `plan` if given, others' on the config's mesh."""
+    workload = workload_of(config, graph, models)
+    plan, backend, away = _planned(config, workload, mesh, plan)
+    return plan_memory(workload, plan, backend, away=away)
+
+
+def _planned(config: Config, workload: Workload, mesh: Mesh, plan: Plan | None) -> tuple[Plan, Backend, Away]:
+    """Returns how a stage runs: its plan with the parts that token budgets lead to, its compiler, and what sleeps."""
+    if plan is None or workload.graph.name != config.algorithm:
+        plan = colocated(config, workload, mesh.size)
+    backend = backend_of(config, mesh.devices.flat[0])
+    return with_budgets(config, workload, plan), backend, away_parts(config, workload.graph, keepers(workload))
+
+
+def capacity(config: Config, devices: Iterable[Device]) -> float | None:
+    """Returns the bytes of a device that a run may use: `device.memory`, or what an accelerator reports; else None."""
+    if config.device.memory is not None:
+        return config.device.memory * GIB
+    device = next(one for one in devices if one.process_index == jax.process_index())  # others cannot be asked
+    stats = None if device.platform == "cpu" else device.memory_stats()
+    return None if stats is None else stats.get("bytes_limit")
+
+
+def backend_of(config: Config, device: Device) -> Backend:
+    """Returns what compiles the calls. Simulated devices with a given memory stand for GPUs."""
+    simulated = device.platform == "cpu" and config.device.memory is None
+    return Backend("tpu" if device.platform == "tpu" else "cpu" if simulated else "gpu", config.compute.attention)
+
+
+def _keys(config: Config, setting: "Setting", workload: Workload, plan: Plan) -> str:
+    """Returns a setting's changes as a user writes them."""
+    stage = workload.graph.name
+    key, budget = f"{update_section(config, stage)[0]}.micro_batch", token_budgets(config, stage)["train"]
+    training = [plan[call.name].devices.count for call in workload.graph if call.kind == "train"]
+    count = max(training) * setting.changes.get("devices", plan.devices) // plan.devices
+    tokens = workload.rows // workload.minibatches * workload.length // count  # of a minibatch on a device
+
+    def written(name: str, value: Any) -> str:
+        match name:
+            case "micro_batches":
+                return f"{key}es={value}" if budget is None else f"{key}_tokens={tokens // value}"
+            case "fsdp":
+                return f"mesh.data=1 with mesh.fsdp={value}"
+            case "sleep":
+                return f"sleep.{value}=host"
+            case "devices":
+                return f"{value} devices"
+        return f"{ {'remat': 'compute.remat', 'slots': 'rollout.slots', 'lora': 'lora.rank'}[name] }={value}"
+
+    return " with ".join(written(name, value) for name, value in setting.changes.items())
+
+
+# ---- suggestions
+
+
+@dataclass(frozen=True)
+class Case:
+    """What settings change."""
+
+    workload: Workload
+    plan: Plan
+    away: Away
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Changes that together fit. peak: bytes of the device that then needs most.
+
+    changes: "micro_batches" of every call that trains, "remat", "slots", "fsdp" (with data=1), "sleep" (what is on the
+    host while nothing trains), "lora" (a rank), "devices" (all for fsdp, with the micro-batches that they leave).
+    """
+
+    changes: Mapping[str, Any]
+    peak: float
+
+
+Change = tuple[Any, Callable[[Case], Case]]  # a value, and what it does
+
+
+def suggest_settings(
+    workload: Workload, plan: Plan, capacity: float, backend: Backend = DEFAULT, *, away: Away | None = None
+) -> list[Setting]:
+    """Returns the nearest settings whose peak is at most `capacity` bytes; [] where the plan fits, or nothing does.
+
+    Settings with the fewest changes come first, each change as mild as it can be; then adapters, where they suffice
+    alone. More devices are suggested only where no other setting fits. away: what is offloaded already.
+    """
+
+    def peak(case: Case) -> float:
+        try:
+            return plan_memory(case.workload, case.plan, backend, away=case.away).peak
+        except ValueError:  # a model does not divide so
+            return inf
+
+    def mildest(names: Sequence[str]) -> Setting | None:
+        """Returns the first combination of these changes that fits, in the order of their steps in sum."""
+        steps = product(*(range(len(changes[name])) for name in names))
+        for step in sorted(steps, key=sum):
+            changed = case
+            for name, index in zip(names, step, strict=True):
+                changed = changes[name][index][1](changed)
+            size = peak(changed)
+            if size <= capacity:
+                return Setting({name: changes[name][at][0] for name, at in zip(names, step, strict=True)}, size)
+        return None
+
+    case = Case(workload, plan, away or {})
+    if peak(case) <= capacity:
+        return []
+    changes = {name: list(steps(case)) for name, steps in _LADDERS.items()}
+    adapters = [] if (setting := mildest(["lora"])) is None else [setting]  # another run rather than another setting
+    for count in range(1, TOGETHER + 1):
+        fitting = [mildest(names) for names in combinations([name for name in changes if name != "lora"], count)]
+        if any(fitting):
+            return [setting for setting in fitting if setting is not None] + adapters
+    if adapters:
+        return adapters
+    for devices in _doubled(plan.devices):
+        if workload.rows // workload.minibatches % devices:
+            break
+        more = _on_more(plan, devices // plan.devices)
+        size = peak(replace(case, plan=more))
+        if size <= capacity:
+            parts = _micro_batches(workload, more)
+            changed = {} if parts == _micro_batches(workload, plan) else {"micro_batches": parts}
+            return [Setting({"devices": devices, **changed}, size)]
+    return []
+
+
+def _more_micro_batches(case: Case) -> Iterator[Change]:
+    training = [call.name for call in case.workload.graph if call.kind == "train" and call.name in case.plan.placements]
+    counts = [case.plan[name].devices.count for name in training]
+    rows = case.workload.rows // case.workload.minibatches
+    for parts in _doubled(_micro_batches(case.workload, case.plan)) if training else ():
+        if parts > min(rows // count for count in counts) or any(rows % (count * parts) for count in counts):
+            return
+        yield parts, lambda case, parts=parts: _placed(case, lambda at: replace(at, micro_batches=parts), training)
+
+
+def _stronger_remat(case: Case) -> Iterator[Change]:
+    stronger = tuple(reversed(REMATS))  # from the one that keeps most
+    for remat in stronger[stronger.index(case.workload.remat) + 1 :]:
+        yield remat, lambda case, remat=remat: replace(case, workload=replace(case.workload, remat=remat))
+
+
+def _fewer_slots(case: Case) -> Iterator[Change]:
+    workload = case.workload
+    calls = [call for call in workload.graph if call.kind == "generate" and call.name in case.plan.placements]
+    generating = [case.plan[call.name] for call in calls]
+    slots = (workload.slots or workload.rows) // 2 if generating else 0
+    while slots and slots % max(at.devices.count for at in generating) == 0:
+        if slots < workload.samples * max(at.data * at.fsdp for at in generating):
+            return
+        yield slots, lambda case, slots=slots: replace(case, workload=replace(case.workload, slots=slots))
+        slots //= 2
+
+
+def _more_fsdp(case: Case) -> Iterator[Change]:
+    placements = case.plan.placements.values()
+    if any(at.data > 1 for at in placements):
+        fsdp = max(at.data * at.fsdp for at in placements)
+        yield fsdp, lambda case: _placed(case, lambda at: replace(at, data=1, fsdp=at.data * at.fsdp))
+
+
+def _offloaded_optimizer(case: Case) -> Iterator[Change]:
+    trained = [role for role, models in keepers(case.workload).items() if any(model.trained for model in models)]
+    calls = [call for call in case.workload.graph if call.kind in ("generate", "infer")]
+    keys = [(role, call.name) for role in trained for call in calls]
+    asleep: Away = {key: {**case.away.get(key, {}), "optimizer": "pinned_host"} for key in keys}
+    yield "optimizer", lambda case: replace(case, away={**case.away, **asleep})
+
+
+def _adapters(case: Case) -> Iterator[Change]:
+    actor = case.workload.models.get("actor")
+    if actor and actor[0].lora is None and actor[0].config.gated_mlp and actor[0].config.positions == "rotary":
+        yield ADAPTER.rank, lambda case: replace(case, workload=_adapted(case.workload))
+
+
+_LADDERS: dict[str, Callable[[Case], Iterator[Change]]] = {  # of each kind of change, the steps from the mildest on
+    "micro_batches": _more_micro_batches,
+    "remat": _stronger_remat,
+    "slots": _fewer_slots,
+    "fsdp": _more_fsdp,
+    "sleep": _offloaded_optimizer,
+    "lora": _adapters,
+}
+
+
+def _adapted(workload: Workload) -> Workload:
+    """Returns the workload with adapters in place of the models that have the actor's architecture, except of frozen
+    scalar models, which do not start from the actor."""
+    config = workload.models["actor"][0].config
+
+    def adapted(model: RoleModel) -> RoleModel:
+        if model.config != config or (not model.trained and model.head == "scalar"):
+            return model
+        return replace(model, lora=ADAPTER if model.trained else None, is_base=not model.trained)
+
+    return replace(workload, models={role: tuple(map(adapted, models)) for role, models in workload.models.items()})
+
+
+def _placed(case: Case, change: Callable[[Placement], Placement], calls: Sequence[str] | None = None) -> Case:
+    placements = {
+        name: change(at) if calls is None or name in calls else at for name, at in case.plan.placements.items()
+    }
+    return replace(case, plan=replace(case.plan, placements=placements))
+
+
+def _micro_batches(workload: Workload, plan: Plan) -> int:
+    """Returns the largest number of micro-batches of an update."""
+    training = (call.name for call in workload.graph if call.kind == "train" and call.name in plan.placements)
+    return max((plan[name].micro_batches for name in training), default=1)
+
+
+def _on_more(plan: Plan, times: int) -> Plan:
+    """Returns the plan on `times` as many devices, all of them for fsdp, with as large micro-batches."""
+
+    def more(at: Placement) -> Placement:
+        devices = Slice(at.devices.start * times, at.devices.count * times)
+        return replace(at, devices=devices, fsdp=at.fsdp * times, micro_batches=max(1, at.micro_batches // times))
+
+    return replace(plan, placements={name: more(at) for name, at in plan.placements.items()})
+
+
+def _doubled(count: int) -> Iterator[int]:
+    while count < MOST_DEVICES:
+        count *= 2
+        yield count

@@ -1,0 +1,275 @@
+"""The plan that a config names, and the checks that a run can follow it."""
+
+from collections.abc import Callable, Sequence
+from math import gcd
+from pathlib import Path
+
+import numpy as np
+import yaml
+
+from jrlhf.config.check import indivisible, mesh_sizes
+from jrlhf.config.schema import Config
+from jrlhf.errors import UserError
+from jrlhf.meshes import Call
+from jrlhf.meshes.graph import LEARNER
+from jrlhf.meshes.plan import LayoutName, Placement, Plan, Slice, plan_of
+from jrlhf.models.flops import forward_operations
+from jrlhf.planning.candidates import RowRule, divisors, undivided_rows
+from jrlhf.planning.memory import GIB
+from jrlhf.planning.simulate import nested, simulate
+from jrlhf.planning.time import Prices
+from jrlhf.planning.workload import LAYOUTS, Workload, token_budgets, update_section
+
+NAMES = ("colocate", "split", "standalone", "auto")
+PASSES = {"generate": 3.0, "infer": 1.0, "train": 4.0}  # a call's cost in forward passes; decoding waits for memory
+
+
+def plan_of_config(config: Config, workload: Workload, devices: int, search: Callable[[], Plan] | None = None) -> Plan:
+    """Returns the plan that `config.plan` names, checked.
+
+        colocate    every call on all devices, as `mesh` divides them
+        split       actor and reference on one half, critics and reward models on the other
+        standalone  each role on devices of its own, in powers of two, in proportion to what its calls compute
+        auto        the plan that `search` returns
+        FILE        a file with such a plan as runs write into plan.yaml
+
+    On a part of the devices `mesh` is scaled down: first its replicas, then fsdp, then tensor.
+    """
+    if config.plan in ("colocate", "split", "standalone"):
+        whole = Slice(0, devices)
+        if config.plan == "colocate":
+            slices = {call.role: whole for call in workload.calls}
+        elif config.plan == "split":
+            slices = _halves(workload.calls, devices)
+        else:
+            slices = _own_slices(workload, devices)
+        calls = workload.calls
+        placed = {call.name: _placement(config, workload, call, slices[call.role], devices) for call in calls}
+        plan = Plan(config.plan, placed)
+    elif config.plan != "auto":
+        plan = read_plan(Path(config.plan))
+    elif search is not None:
+        plan = search()
+    else:
+        raise UserError("plan=auto has no search to ask here: set plan to colocate, split, standalone or a file")
+    validate_plan(plan, config, workload, devices)
+    return plan
+
+
+def colocated(config: Config, workload: Workload, devices: int) -> Plan:
+    """Returns the plan of a stage that runs by no plan: every model on all devices, as `mesh` divides them."""
+    calls, whole = [call for call in workload.graph if call.role in workload.models], Slice(0, devices)
+    return Plan("colocate", {call.name: _placement(config, workload, call, whole, devices) for call in calls})
+
+
+def read_plan(path: Path) -> Plan:
+    """Reads a plan from a YAML file."""
+    if not path.is_file():
+        raise UserError(f"plan={path} is neither {', '.join(NAMES)} nor a file that exists: name one of them")
+    try:
+        return plan_of(yaml.safe_load(path.read_text(encoding="utf-8")))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        reason = str(error).split("\n")[0]
+        raise UserError(f"plan={path} cannot be read ({reason}): it must be YAML with `calls`") from error
+    except ValueError as error:
+        raise UserError(f"plan={path}: {error}") from error
+
+
+def plan_yaml(plan: Plan) -> str:
+    """Returns the plan as YAML that `read_plan` reads back to an equal one."""
+    return yaml.safe_dump(plan.as_dict(), sort_keys=False)
+
+
+def _placement(config: Config, workload: Workload, call: Call, devices: Slice, count: int) -> Placement:
+    layout: LayoutName = "generate" if workload.on_base(call.role) else LAYOUTS[call.kind][0]
+    _, updates = update_section(config, workload.graph.name)
+    micro_batches = updates.micro_batches if call.kind == "train" else 1
+    _, fsdp, tensor = mesh_sizes(config.mesh, count)
+    tensor = gcd(tensor, devices.count)
+    fsdp = gcd(fsdp, devices.count // tensor)
+    return Placement(devices, layout, devices.count // (fsdp * tensor), fsdp, tensor, micro_batches=micro_batches)
+
+
+def _halves(calls: Sequence[Call], devices: int) -> dict[str, Slice]:
+    if devices % 2:
+        raise UserError(f"plan=split halves {devices} device(s): use an even number of them, or set plan=colocate")
+    first, second = Slice(0, devices // 2), Slice(devices // 2, devices // 2)
+    slices = {call.role: first if call.role in ("actor", LEARNER, "reference") else second for call in calls}
+    if second not in slices.values():
+        raise UserError(
+            "plan=split has nothing to run on the second half, for there is neither a critic nor a reward model apart "
+            "from the actor: set plan=colocate"
+        )
+    return slices
+
+
+def _own_slices(workload: Workload, devices: int) -> dict[str, Slice]:
+    """Returns a slice of a power of two devices for each role.
+
+    The role with most to compute for each of its devices gets as many again, while there are enough. The largest slices
+    come first, so that each starts at a multiple of its size. A learner runs where its actor does.
+    """
+    owners = {call.role: "actor" if call.role == LEARNER else call.role for call in workload.calls}
+    work = dict.fromkeys(owners.values(), 0.0)
+    lengths = np.array([workload.length])
+    for call in workload.calls:
+        passes = PASSES[call.kind] * (workload.epochs if call.kind == "train" else 1)
+        for model in workload.models[call.role]:
+            work[owners[call.role]] += passes * float(forward_operations(model.config, lengths, "lm", None))
+    if len(work) > devices:
+        raise UserError(
+            f"plan=standalone needs a device for each of {', '.join(work)}, and there are {devices}: use more, or set "
+            "plan=colocate"
+        )
+    counts = dict.fromkeys(work, 1)
+    while fitting := [role for role in work if sum(counts.values()) + counts[role] <= devices]:
+        counts[max(fitting, key=lambda role: work[role] / counts[role])] *= 2
+    slices, start = {}, 0
+    for role in sorted(counts, key=lambda role: -counts[role]):
+        slices[role] = Slice(start, counts[role])
+        start += counts[role]
+    return {role: slices[owner] for role, owner in owners.items()}
+
+
+# ---- checks
+
+
+def validate_plan(plan: Plan, config: Config, workload: Workload, devices: int) -> None:
+    """Refuses a plan that the config's algorithm cannot run, with the first reason and its remedy."""
+    named, calls = f"plan={config.plan}", {call.name: call for call in workload.calls}
+    missing, unknown = calls.keys() - plan.placements.keys(), plan.placements.keys() - calls.keys()
+    if missing:
+        first = next(name for name in calls if name in missing)
+        raise UserError(f"{named} has no place for {first}: add it to its calls")
+    if unknown:
+        raise UserError(
+            f"{named} has a place for {min(unknown)}, which {workload.graph.name} does not call with a model: leave it "
+            f"out; its calls are {', '.join(calls)}"
+        )
+    for name, call in calls.items():
+        _check_placement(f"{named} has {name}", workload, call, plan[name], devices)
+        _check_rows(f"{named} has {name}", config, workload, call, plan[name])
+    for name, call in calls.items():
+        mesh = plan[name].devices.count, plan[name].sizes
+        if workload.on_base(call.role) and mesh != (devices, mesh_sizes(config.mesh, devices)):
+            raise UserError(
+                f"{named} has {name} on devices {plan[name].devices}, and what lora adapts is one base on "
+                f"all {devices} in the config's mesh, which its roles share: put it there, or set plan=colocate"
+            )
+    refuse_partial_overlap(plan)
+
+
+def refuse_partial_overlap(plan: Plan) -> None:
+    """Refuses slices that overlap in part: neither weights nor values can move between those without a host."""
+    placed = list(plan.placements.items())
+    for index, (name, placement) in enumerate(placed):
+        for other, others in placed[:index]:
+            one, two = others.devices, placement.devices
+            if not nested([one, two]):
+                union = Slice(min(one.start, two.start), max(one.stop, two.stop) - min(one.start, two.start))
+                raise UserError(
+                    f"devices {one} of {other} and {two} of {name} overlap in part: let them be the same, apart, or "
+                    f"one within the other, such as {union} and {two}"
+                )
+
+
+def _check_placement(named: str, workload: Workload, call: Call, placement: Placement, devices: int) -> None:
+    if placement.devices.stop > devices:
+        raise UserError(
+            f"{named} on devices {placement.devices}, and there are {devices}, numbered from 0: choose others, or use "
+            "more"
+        )
+    if placement.pipeline > 1:
+        raise UserError(
+            f"{named} in pipeline={placement.pipeline} stages, which can be priced and not run: use fsdp or tensor "
+            "instead"
+        )
+    layouts, whose = workload.layouts(call), f"a call to {call.kind}"
+    if workload.on_base(call.role):
+        whose = "a shared base"
+    elif call.kind == "infer":
+        layouts = (*layouts, "generate")  # runs, but is never faster
+    if placement.layout not in layouts:
+        raise UserError(f"{named} in layout={placement.layout}, and {whose} needs {' or '.join(layouts)}: choose that")
+    for model in workload.models[call.role]:
+        for key, written, size, axis, parts in indivisible(model.config, placement.fsdp, placement.tensor):
+            choices = ", ".join(str(each) for each in divisors(size) if each <= placement.devices.count)
+            raise UserError(
+                f"{named} with {axis}={parts}, which does not divide its model's {key}={written}: choose {axis} from "
+                f"{choices}"
+            )
+
+
+def _check_rows(named: str, config: Config, workload: Workload, call: Call, placement: Placement) -> None:
+    parts = placement.micro_batches
+    if call.kind == "generate" and parts > 1:
+        rows, count = workload.rows, placement.devices.count * parts
+        if rows % count:
+            over = f"{placement.devices.count} device(s) x {parts} micro-batches"
+            raise UserError(_indivisible_rows(named, RowRule(workload.rows_key, rows, count, over)))
+        raise UserError(
+            f"{named} in micro_batches={parts}: leave that out, and set rollout.slots, the rows that decode at a time"
+        )
+    for rule in undivided_rows(workload, call, placement):
+        raise UserError(_indivisible_rows(named, rule) if isinstance(rule, RowRule) else f"{named}, where {rule}")
+    keys = {"infer": "compute.score_tokens", "train": f"{workload.graph.name}.algorithm.micro_batch_tokens"}
+    tokens = token_budgets(config, workload.graph.name).get(call.kind)
+    if parts > 1 and tokens is not None:
+        raise UserError(
+            f"{named} in micro_batches={parts}, and {keys[call.kind]}={tokens} divides them, too: leave one out"
+        )
+    if parts > 1 and call.role == LEARNER:
+        raise UserError(f"{named} in micro_batches={parts}, and shared passes are one: leave that out")
+
+
+def _indivisible_rows(named: str, rule: RowRule) -> str:
+    return (
+        f"{named}, where {rule.key}={rule.rows} does not divide over {rule.over}: choose a multiple of {rule.divisor}"
+    )
+
+
+def refuse_cross_process(plan: Plan, process_of: Sequence[int]) -> None:
+    """Refuses a plan that several processes cannot run: all calls must be on one slice with devices of each process.
+
+    JAX moves arrays between devices of different processes only inside a program that all of those run. From one set of
+    devices to another an array is copied outside of any program, for which JAX needs a transfer server next to every
+    process (jax_cross_host_transfer_socket_address) and processes that hold arrays of which they have no shard.
+
+    process_of: the number of each device's process, in the plan's order of the devices.
+    """
+    processes = sorted(set(process_of))
+    if len(processes) == 1:
+        return
+    remedy = "use plan=colocate, or run in one process"
+    first, slice_of_first = None, None
+    for call, placement in plan.placements.items():
+        devices = placement.devices
+        present = set(process_of[devices.start : devices.stop])
+        if absent := [process for process in processes if process not in present]:
+            raise UserError(
+                f"plan {plan.name} runs {call} on devices {devices}, of which process {absent[0]} of {len(processes)} "
+                f"has none, and JAX cannot bring arrays to or from there between two programs: {remedy}"
+            )
+        if first is None:
+            first, slice_of_first = call, devices
+        elif devices != slice_of_first:
+            raise UserError(
+                f"plan {plan.name} runs {first} on devices {slice_of_first} and {call} on {devices}, and JAX cannot "
+                f"bring arrays from one to the other where they belong to {len(processes)} processes: {remedy}"
+            )
+
+
+def check_fits(workload: Workload, plan: Plan, prices: Prices) -> None:
+    """Refuses a plan whose calls do not fit the devices' memory together."""
+    result = simulate(workload.graph, plan, prices, iterations=2)
+    if result.peak <= prices.capacity:
+        return
+    fullest = max(result.memory, key=lambda group: group.peak)
+    here = [name for name, placement in plan.placements.items() if placement.devices.overlaps(fullest.devices)]
+    largest = max(here, key=lambda name: prices.call(workload.graph[name], plan[name]).active)
+    parts = "fewer rollout.slots" if workload.graph[largest].kind == "generate" else "more micro_batches"
+    raise UserError(
+        f"plan {plan.name} needs {result.peak / GIB:.1f} GiB on each of devices {fullest.devices}, which have "
+        f"{prices.capacity / GIB:.1f}, {fullest.resident / GIB:.1f} of it for what stays and the rest for {largest}: "
+        f"give {largest} {parts}, or its role more devices or fsdp"
+    )

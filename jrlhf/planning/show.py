@@ -1,0 +1,217 @@
+"""A search's result as text, and a plan's timeline as a picture."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jrlhf.errors import UserError
+from jrlhf.meshes.hardware import Cluster
+from jrlhf.meshes.plan import Placement, Plan
+from jrlhf.planning.memory import GIB
+from jrlhf.planning.search import RULES, Found, Result
+from jrlhf.planning.simulate import Simulation, Span
+from jrlhf.planning.time import Prices
+from jrlhf.planning.workload import Workload
+
+WIDTH = 72  # characters of the timeline
+STEADY = 2  # the iteration that is shown: those before it differ by their start
+FORMATS = (".svg", ".png", ".pdf")
+
+
+def describe(workload: Workload, cluster: Cluster, prices: Prices, result: Result) -> str:
+    """Returns the best plan of a search, and what other plans lose."""
+    rows = []
+    seconds = result.best.simulation.seconds
+    for name, found in [*result.rules.items(), *((found.plan.name, found) for found in result.runners_up)]:
+        where = _by_slice(found.plan) if name in result.rules else differences(found.plan, result.best.plan)
+        rows.append((name, _time(found.simulation.seconds), f"{100 * found.loss / seconds:+.1f} %", where))
+    absent = [name for name in RULES if name not in result.rules]
+    lines = [
+        describe_plan(workload, cluster, prices, result.best),
+        "",
+        f"of {result.proposals} plans, looked at in {result.seconds:.1f} s, what the others lose:",
+        *(_columns(rows) if rows else ()),
+        *([f"  none that runs and fits: {', '.join(absent)}"] if absent else ()),
+    ]
+    return "\n".join(lines)
+
+
+def describe_plan(workload: Workload, cluster: Cluster, prices: Prices, found: Found) -> str:
+    """Returns a plan's calls and timeline, and its bottleneck."""
+    lines = [
+        f"plan for {workload.graph.name} on {cluster.devices} x {cluster.hardware.name}: "
+        f"{_time(found.simulation.seconds)} an iteration, {found.simulation.peak / GIB:.1f} of "
+        f"{prices.capacity / GIB:.1f} GiB on the fullest device",
+        "",
+        *_calls(workload, found, prices),
+        "",
+        *timeline(found.simulation),
+        "",
+        f"bottleneck: {bottleneck(found.simulation)}",
+    ]
+    return "\n".join(lines)
+
+
+def _calls(workload: Workload, found: Found, prices: Prices) -> list[str]:
+    """Returns a table of the calls: devices, layout, mesh, micro-batches, seconds, and GiB of each device."""
+    rows = [
+        ("call", "devices", "layout", "mesh", "micro-batches", "seconds", "weights from home", "stays", "while it runs")
+    ]
+    moves = {
+        span.call: span.seconds
+        for span in found.simulation.spans
+        if span.kind == "reallocation" and span.iteration == STEADY
+    }
+    for name, placement in found.plan.placements.items():
+        price = prices.call(workload.graph[name], placement)
+        rows.append(
+            (
+                name,
+                str(placement.devices),
+                placement.layout,
+                _mesh(placement),
+                str(placement.micro_batches),
+                _time(price.seconds),
+                _time(moves[name]) if name in moves else "-",
+                f"{price.resident / GIB:.2f} GiB" if price.resident else "-",
+                f"{(price.active + price.moved * (name in moves)) / GIB:.2f} GiB",
+            )
+        )
+    return _columns(rows)
+
+
+def _mesh(placement: Placement) -> str:
+    axes = {axis: getattr(placement, axis) for axis in ("data", "fsdp", "tensor", "pipeline")}
+    return " x ".join(f"{axis}={size}" for axis, size in axes.items() if size > 1) or "one device"
+
+
+def timeline(simulation: Simulation) -> list[str]:
+    """Draws one steady iteration: rows are groups of devices, columns time, and letters calls.
+
+    Work of the iterations before and after is in small letters; `~` are moves of weights and values.
+    """
+    spans = simulation.spans
+    own = [span for span in spans if span.iteration == STEADY]
+    start, end = min(span.start for span in own), max(span.end for span in own)
+    names = list(dict.fromkeys(span.call for span in sorted(own, key=lambda span: span.start) if span.kind == "call"))
+    letters = {name: chr(ord("A") + index) for index, name in enumerate(names)}
+    scale = WIDTH / max(end - start, 1e-12)
+    lines = []
+    for group in simulation.memory:
+        row = [" "] * WIDTH
+        # Moves first, so that no call is hidden behind one of them.
+        for span in sorted(spans, key=lambda span: span.kind == "call"):
+            if not span.occupies(group.devices):
+                continue
+            first, last = round((span.start - start) * scale), round((span.end - start) * scale)
+            mark = letters[span.call] if span.kind == "call" else "~"
+            mark = mark if span.iteration == STEADY else mark.lower()
+            for column in range(max(first, 0), min(max(last, first + (span.kind == "call")), WIDTH)):
+                row[column] = mark
+        lines.append((f"devices {group.devices}", f"|{''.join(row)}|"))
+    legend = ", ".join(f"{letter} {name}" for name, letter in letters.items())
+    width = max(len(name) for name, _ in lines)
+    scale_line = f"  {'':<{width}}  0{_time(end - start):>{WIDTH}}"
+    return [f"timeline of an iteration: {legend}", *(f"  {name:<{width}}  {row}" for name, row in lines), scale_line]
+
+
+def critical_path(simulation: Simulation) -> list[Span]:
+    """Returns the work that an iteration's end waits for: each span ends where the next one begins.
+
+    Built from the last span back: before each comes the longest one that ends when it starts, whether its values or its
+    devices were waited for.
+    """
+    spans = [span for span in simulation.spans if span.iteration <= STEADY]
+    path = [max((span for span in spans if span.iteration == STEADY), key=lambda span: span.end)]
+    begin = path[0].end - simulation.seconds
+    while True:
+        earlier = [
+            span
+            for span in spans
+            if span.start < path[0].start and abs(span.end - path[0].start) <= 1e-9 * max(path[0].start, 1.0)
+        ]
+        if not earlier or path[0].start <= begin + 1e-9 * max(begin, 1.0):
+            return path
+        path.insert(0, max(earlier, key=lambda span: span.seconds))
+
+
+def bottleneck(simulation: Simulation) -> str:
+    """Returns the call that takes most of the critical path, and the shares of the path."""
+    shares: dict[str, float] = {}
+    for span in critical_path(simulation):
+        name = span.call if span.kind == "call" else f"{span.kind} to {span.call}"
+        shares[name] = shares.get(name, 0.0) + span.seconds
+    ordered, total = sorted(shares.items(), key=lambda item: -item[1]), sum(shares.values())
+    listed = ", ".join(f"{name} {100 * seconds / total:.0f} %" for name, seconds in ordered if seconds > 0.005 * total)
+    return f"{ordered[0][0]}; of the critical path: {listed}"
+
+
+def differences(plan: Plan, best: Plan) -> str:
+    """Returns the calls whose devices or layout differ from the best plan's."""
+    changed = [
+        f"{name} on {placement.devices} {placement.layout}"
+        for name, placement in plan.placements.items()
+        if (placement.devices, placement.layout) != (best[name].devices, best[name].layout)
+    ]
+    same = len(plan.placements) - len(changed)
+    return ("; ".join(changed) or "other meshes") + (f"; {same} as in the best" if changed and same else "")
+
+
+def _by_slice(plan: Plan) -> str:
+    slices: dict[str, list[str]] = {}
+    for name, placement in plan.placements.items():
+        slices.setdefault(str(placement.devices), []).append(name.split(".")[0])
+    return ", ".join(f"{', '.join(dict.fromkeys(roles))} on {devices}" for devices, roles in slices.items())
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds >= 10 else f"{seconds:.2f} s" if seconds >= 0.1 else f"{1000 * seconds:.2f} ms"
+
+
+def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(len(row[index]) for row in rows) for index in range(len(rows[0]))]
+    return [
+        "  " + "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    ]
+
+
+def check_picture(path: Path) -> None:
+    """Refuses a file whose ending names no picture."""
+    if path.suffix.lower() not in FORMATS:
+        raise UserError(f"--plot {path} must end in {', '.join(FORMATS)}")
+
+
+def plot(simulation: Simulation, title: str, path: Path) -> None:
+    """Draws the iterations around a steady one into a file: rows are groups of devices; other iterations are pale."""
+    check_picture(path)
+    # Imported here: it takes long, and only pictures need it.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch, Rectangle
+
+    groups = simulation.memory
+    names = list(dict.fromkeys(span.call for span in simulation.spans if span.kind == "call"))
+    colours = {name: f"C{index % 10}" for index, name in enumerate(names)}
+    figure = Figure(figsize=(11, 1.8 + 0.6 * len(groups)), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    shown = [span for span in simulation.spans if abs(span.iteration - STEADY) <= 1]
+    origin = min(span.start for span in shown)
+    for span in shown:
+        own = span.kind == "call"
+        colour, edge = (colours[span.call], "white") if own else ("0.4", "none")
+        style: Any = {"facecolor": colour, "edgecolor": edge, "linewidth": 0.5}
+        style["alpha"] = 1.0 if span.iteration == STEADY else 0.45
+        for row, group in enumerate(groups):
+            if span.occupies(group.devices):
+                axes.add_patch(Rectangle((span.start - origin, row - 0.45), span.seconds, 0.9, **style))
+    axes.set_xlim(0, max(span.end for span in shown) - origin)
+    axes.set_ylim(len(groups) - 0.5, -0.5)
+    axes.set_yticks(range(len(groups)), [f"devices {group.devices}\n{group.peak / GIB:.1f} GiB" for group in groups])
+    axes.set_xlabel("seconds")
+    axes.set_title(f"{title}: {simulation.seconds:.3g} s an iteration")
+    handles = [Patch(facecolor=colour, label=name) for name, colour in colours.items()]
+    handles += [Patch(facecolor="0.4", label="moves")] if any(span.kind != "call" for span in shown) else []
+    figure.legend(handles=handles, loc="outside lower center", ncols=4, frameon=False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)

@@ -1,0 +1,448 @@
+"""Simulates a plan's iterations: Algorithm 1 of ReaL (arXiv 2406.14088).
+
+Calls become ready when what they wait for has ended: the calls whose values they read, and the last training of their
+weights. In the order in which they become ready they occupy their devices, each after all work that was given to one of
+them before: a device does one thing at a time. A call whose role is stored elsewhere, or otherwise, first brings the
+weights, which occupies both places; so does a transfer of values. Among things that become ready together, transfers go
+first, then calls in the order in which the program makes them.
+"""
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+from heapq import heappop, heappush
+from typing import Literal
+
+from jrlhf.meshes import Graph
+from jrlhf.meshes.graph import LEARNER, home_of
+from jrlhf.meshes.plan import Placement, Plan, Slice
+from jrlhf.planning.time import Prices
+
+ITERATIONS = 5  # as in ReaL's code
+REMEMBERED = 100_000  # combinations of slices
+
+
+@dataclass(frozen=True)
+class Span:
+    """Work of `call` in `iteration` (from 0) that occupies its slices from `start` to `end`.
+
+    kind: the call itself, bringing its weights, or the transfer of values from call `source` to it.
+    """
+
+    kind: Literal["call", "reallocation", "transfer"]
+    call: str
+    iteration: int
+    start: float
+    end: float
+    devices: tuple[Slice, ...]
+    source: str = ""
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.start
+
+    def occupies(self, group: Slice) -> bool:
+        return any(devices.overlaps(group) for devices in self.devices)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of each of these devices: `resident` at all times, and (start, end, bytes) of what each call adds.
+
+    A call's bytes include its copy of the weights, so they begin with the reallocation before it.
+    """
+
+    devices: Slice
+    resident: float
+    active: tuple[tuple[float, float, float], ...]
+
+    @property
+    def peak(self) -> float:
+        return self.resident + max((size for _, _, size in self.active), default=0.0)  # calls never overlap here
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """A plan's simulated iterations.
+
+    seconds: of one iteration in the long run. total: from the first start to the last end. spans: in the order in which
+    the devices were occupied. memory: of groups of neighbouring devices that do the same.
+    """
+
+    seconds: float
+    total: float
+    spans: tuple[Span, ...]
+    memory: tuple[Memory, ...]
+
+    @property
+    def peak(self) -> float:
+        return max(group.peak for group in self.memory)
+
+
+def simulate(
+    graph: Graph, plan: Plan, prices: Prices, iterations: int = ITERATIONS, *, lockstep: bool = False
+) -> Simulation:
+    """Simulates a plan with a record of all work. Calls that it does not place take no time.
+
+    lockstep: an iteration begins when the one before has ended, as in a program that reads its metrics in between.
+
+    The seconds of an iteration are (last end - first end) / (iterations - 1) of the slowest call that ends iterations,
+    and at least the work of the busiest device.
+    """
+    if iterations < 2:
+        raise ValueError(f"iterations={iterations}: a rate needs at least 2")
+    roles = {graph[name].role for name in plan.placements}
+    simulator = Simulator(graph, prices, roles, iterations, lockstep=lockstep)
+    choice, spans = simulator.choice(plan), []
+    steady, _, brought = simulator.run(choice, record=spans)
+    here = {name: plan[name].devices for name in plan.placements}
+    groups = segments(here.values())
+    busiest = max(sum(span.seconds for span in spans if span.occupies(group)) for group in groups) / iterations
+    priced = {name: prices.call(graph[name], placement) for name, placement in plan.placements.items()}
+    copied = {simulator.calls[call] for call in brought}
+    needs = {name: price.active + price.moved * (name in copied) for name, price in priced.items()}
+    starts = {(span.call, span.iteration): span.start for span in reversed(spans) if span.kind != "transfer"}
+
+    def memory(group: Slice) -> Memory:
+        used = [name for name, devices in here.items() if devices.overlaps(group)]
+        active = tuple(
+            (starts[span.call, span.iteration], span.end, needs[span.call])
+            for span in spans
+            if span.kind == "call" and span.call in used
+        )
+        return Memory(group, sum(priced[name].resident for name in used), active)
+
+    total = max(span.end for span in spans if span.kind == "call")
+    return Simulation(max(steady, busiest), total, tuple(spans), tuple(map(memory, groups)))
+
+
+# ---- what a graph and slices say about order
+
+
+@dataclass(frozen=True)
+class Topology:
+    """The calls of a graph by number, in program order.
+
+    placed: whether a call has a model, and therefore devices. Others take no time; their values are stored where call
+        `anchor` runs.
+    before: the calls whose outputs a call reads.
+    updated: the calls of the last iteration that it waits for: the training of its weights; in lockstep, calls that
+        read no other call's output wait for all that end an iteration.
+    home: the call where its role's weights are stored.
+    last: placed calls whose outputs no placed call of the iteration waits for.
+    """
+
+    placed: tuple[bool, ...]
+    before: tuple[tuple[int, ...], ...]
+    updated: tuple[tuple[int, ...], ...]
+    home: tuple[int, ...]
+    anchor: int
+    last: tuple[int, ...]
+
+
+def topology(graph: Graph, roles: Collection[str], *, lockstep: bool = False) -> Topology:
+    """Returns the order of a graph's calls. roles: those with a model. lockstep: iterations do not overlap."""
+    calls = graph.calls
+    number = {call.name: index for index, call in enumerate(calls)}
+    placed = tuple(call.kind != "compute" and call.role in roles for call in calls)
+    before = tuple(tuple(number[other.name] for other in graph.before(call)) for call in calls)
+    homes = (home_of(graph, call.role) or call for call in calls)
+    home = tuple(number[at.name] if placed[index] else index for index, at in enumerate(homes))
+    trains = [has and call.kind == "train" for has, call in zip(placed, calls, strict=True)]
+    updated = tuple((home[index],) if has and trains[home[index]] else () for index, has in enumerate(placed))
+    trained = [index for index, training in enumerate(trains) if training]
+    actors = [index for index in trained if calls[index].role in ("actor", LEARNER)]
+    anchor = (actors or trained or [index for index, has in enumerate(placed) if has])[0]
+
+    def awaited(index: int) -> bool:
+        """Whether a placed call reads what call `index` returns, or what arithmetic made of it."""
+        readers = [reader for reader, reads in enumerate(before) if index in reads]
+        return any(placed[reader] or awaited(reader) for reader in readers)
+
+    last = tuple(index for index, has in enumerate(placed) if has and not awaited(index))
+    if lockstep:
+        updated = tuple(
+            waits if before[index] else tuple(sorted({*waits, *last})) for index, waits in enumerate(updated)
+        )
+    return Topology(placed, before, updated, home, anchor, last)
+
+
+def segments(slices: Iterable[Slice]) -> list[Slice]:
+    """Divides the devices of these slices into the fewest groups of which every slice has all devices or none."""
+    known = set(slices)
+    bounds = sorted({bound for devices in known for bound in (devices.start, devices.stop)})
+    groups = [Slice(start, stop - start) for start, stop in zip(bounds, bounds[1:], strict=False)]
+    return [group for group in groups if any(group.overlaps(devices) for devices in known)]
+
+
+def nested(slices: Sequence[Slice]) -> bool:
+    """Returns whether any two slices are equal, disjoint, or one within the other."""
+    return not any(one.start < two.start < one.stop < two.stop for one in slices for two in slices)
+
+
+# ---- the simulator
+
+
+@dataclass(frozen=True)
+class _Slices:
+    """What follows from the calls' slices alone.
+
+    group: of each call, its number among the distinct slices. overlapping: of each group, the groups that share devices
+    with it. used, calls: of each segment of the devices, the groups and the calls that use it.
+    """
+
+    devices: list[Slice]
+    group: list[int]
+    overlapping: list[list[int]]
+    used: list[set[int]]
+    calls: list[list[int]]
+    nested: bool
+
+
+class Simulator:
+    """Simulates thousands of plans a second: a plan is a vector with the number of each placed call's option.
+
+    calls: the placed calls' names. options: each call's placements by number; seconds, resident, active and moved are
+        their prices.
+    Prices are asked for once, and what follows from slices alone is remembered.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        prices: Prices,
+        roles: Collection[str],
+        iterations: int = ITERATIONS,
+        *,
+        lockstep: bool = False,
+    ):
+        self.graph, self.prices, self.iterations = graph, prices, iterations
+        self.order = order = topology(graph, roles, lockstep=lockstep)
+        self._numbers = numbers = [index for index, has in enumerate(order.placed) if has]
+        self.calls = tuple(graph.calls[number].name for number in numbers)
+        self.options: list[list[Placement]] = [[] for _ in numbers]
+        self.seconds: list[list[float]] = [[] for _ in numbers]
+        self.resident: list[list[float]] = [[] for _ in numbers]
+        self.active: list[list[float]] = [[] for _ in numbers]
+        self.moved: list[list[float]] = [[] for _ in numbers]
+        self.capacity = prices.capacity
+        self._known: list[dict[Placement, int]] = [{} for _ in numbers]
+        self._slice: list[list[int]] = [[] for _ in numbers]  # of each option, the number of its slice
+        self._stored: list[list[int]] = [[] for _ in numbers]  # and of its placement without micro-batches
+        self._devices: dict[Slice, int] = {}
+        self._places: dict[Placement, int] = {}
+        self._transfers: dict[tuple[int, int], float] = {}
+        self._reallocations: list[dict[tuple[int, int], float]] = [{} for _ in numbers]
+        self._remembered: dict[tuple[int, ...], _Slices] = {}
+        rank = {number: index for index, number in enumerate(numbers)}
+        count = len(graph.calls)
+        self._home = [rank[order.home[number]] for number in numbers]
+        self._runs_with = [rank.get(number, rank[order.anchor]) for number in range(count)]
+        self._readers = [[reader for reader in range(count) if maker in order.before[reader]] for maker in range(count)]
+        self._next = [
+            [count + reader for reader in range(count) if maker in order.updated[reader]] for maker in range(count)
+        ]
+        first = [len(before) for before in order.before]
+        later = [len(before) + len(updated) for before, updated in zip(order.before, order.updated, strict=True)]
+        # One iteration more than there are, which never becomes ready: the last one needs no case of its own.
+        self._pending_inputs = first + later * (iterations - 1) + [count + 2] * count
+
+    def add(self, call: int, placement: Placement) -> int:
+        """Returns the number of this option of a call; a new option is priced."""
+        known = self._known[call]
+        if placement not in known:
+            price = self.prices.call(self.graph.calls[self._numbers[call]], placement)
+            known[placement] = len(self.options[call])
+            self.options[call].append(placement)
+            self.seconds[call].append(price.seconds)
+            self.resident[call].append(price.resident)
+            self.active[call].append(price.active)
+            self.moved[call].append(price.moved)
+            self._slice[call].append(self._devices.setdefault(placement.devices, len(self._devices)))
+            # Micro-batches do not change where weights and rows are stored.
+            self._stored[call].append(self._places.setdefault(replace(placement, micro_batches=1), len(self._places)))
+        return known[placement]
+
+    def choice(self, plan: Plan) -> tuple[int, ...]:
+        return tuple(self.add(index, plan[name]) for index, name in enumerate(self.calls))
+
+    def plan(self, choice: Sequence[int], name: str) -> Plan:
+        return Plan(name, {call: self.options[index][choice[index]] for index, call in enumerate(self.calls)})
+
+    def evaluate(self, choice: Sequence[int]) -> tuple[float, float, bool]:
+        """Returns seconds of an iteration, bytes of the fullest device at its peak, and whether slices are nested."""
+        slices, (seconds, work, brought) = self._slices(choice), self.run(choice)
+        active = [known[option] for known, option in zip(self.active, choice, strict=True)]
+        for call in brought:
+            active[call] += self.moved[call][choice[call]]
+        busiest = max([sum([length for length, a, b in work if a in used or b in used]) for used in slices.used])
+        resident = [known[option] for known, option in zip(self.resident, choice, strict=True)]
+        peak = max(
+            [sum([resident[call] for call in calls]) + max([active[call] for call in calls]) for calls in slices.calls]
+        )
+        return (seconds if seconds > busiest else busiest), peak, slices.nested
+
+    def run(
+        self, choice: Sequence[int], record: list[Span] | None = None
+    ) -> tuple[float, list[tuple[float, int, int]], list[int]]:
+        """Simulates all iterations.
+
+        Returns the rate of the slowest call that ends iterations; the work of one iteration as (seconds, group, other
+        group); and the numbers of the calls whose weights are brought from elsewhere. record: is extended by all work.
+        """
+        slices, count = self._slices(choice), len(self._readers)
+        group = slices.group
+        stored = [known[option] for known, option in zip(self._stored, choice, strict=True)]
+        seconds, runs_on, fetch, work = [0.0] * count, [-1] * count, [(0.0, 0)] * count, []
+        brought = []
+        for call, number in enumerate(self._numbers):
+            seconds[number] = self.seconds[call][choice[call]]
+            runs_on[number] = own = group[call]
+            work.append((seconds[number], own, own))
+            home = self._home[call]
+            if stored[call] != stored[home]:
+                fetching = self._reallocations[call].get((stored[home], stored[call]))
+                if fetching is None:
+                    fetching = self._reallocation(call, home, choice)
+                if fetching:
+                    fetch[number] = fetching, group[home]
+                    brought.append(call)
+                    work.append((fetching, group[home], own))
+        direct, moved = [], []  # who reads what a call returns: at once, or after a transfer
+        for maker, readers in enumerate(self._readers):
+            source, here, there = self._runs_with[maker], list(self._next[maker]), []
+            for reader in readers:
+                target = self._runs_with[reader]
+                moving = 0.0
+                if stored[source] != stored[target]:
+                    moving = self._transfers.get((stored[source], stored[target]))
+                    if moving is None:
+                        moving = self._transfer(source, target, choice)
+                if moving:
+                    there.append((reader, (moving, group[source], group[target])))
+                    work.append((moving, group[source], group[target]))
+                else:
+                    here.append(reader)
+            direct.append(here)
+            moved.append(there)
+        ends = self._schedule(seconds, runs_on, fetch, direct, moved, slices, record)
+        turns = self.iterations - 1
+        rate = max([(ends[turns * count + number] - ends[number]) / turns for number in self.order.last])
+        return rate, work, brought
+
+    def _schedule(
+        self,
+        seconds: list[float],
+        runs_on: list[int],
+        fetch: list[tuple[float, int]],
+        direct: list[list[int]],
+        moved: list[list[tuple[int, tuple[float, int, int]]]],
+        slices: _Slices,
+        record: list[Span] | None,
+    ) -> list[float]:
+        """Algorithm 1. Returns when each call ends: call `number` of iteration `i` at i * count + number.
+
+        runs_on: each call's group, -1 for none. fetch: seconds to bring its weights, and their home's group. direct,
+        moved: who reads its output, at once or after a transfer's (seconds, source, target); a reader of the next
+        iteration is numbered `count` higher.
+        """
+        count, overlapping = len(seconds), slices.overlapping
+        everything = count * self.iterations
+        pending_inputs = self._pending_inputs[:]
+        ready_at, ends = [0.0] * (everything + count), [0.0] * (everything + count)
+        free = [0.0] * len(overlapping)
+        # (when, what goes first, ...): calls by number; transfers by negative numbers, with their reader and lengths.
+        ready: list = [(0.0, at) for at in range(everything) if not pending_inputs[at] and runs_on[at % count] >= 0]
+        done = [at for at in range(everything) if not pending_inputs[at] and runs_on[at % count] < 0]
+
+        def occupy(first: int, second: int, start: float, length: float) -> float:
+            for other in overlapping[first]:
+                if free[other] > start:  # an `if`, because max() is slow
+                    start = free[other]
+            if second != first:
+                for other in overlapping[second]:
+                    if free[other] > start:
+                        start = free[other]
+            free[first] = free[second] = start + length
+            return start
+
+        def deliver(reader: int, when: float) -> None:
+            if when > ready_at[reader]:
+                ready_at[reader] = when
+            pending_inputs[reader] -= 1
+            if not pending_inputs[reader]:
+                if runs_on[reader % count] < 0:
+                    done.append(reader)
+                else:
+                    heappush(ready, (ready_at[reader], reader))
+
+        def note(kind, at: int, start: float, end: float, first: int, second: int, maker: int = -1) -> None:
+            assert record is not None
+            devices = tuple(dict.fromkeys((slices.devices[first], slices.devices[second])))
+            source = self.graph.calls[maker].name if maker >= 0 else ""
+            name = self.graph.calls[at % count].name
+            record.append(Span(kind, name, at // count, start, end, devices, source))
+
+        while done or ready:
+            if done:  # arithmetic and functions end when their inputs are there
+                at = done.pop()
+                end, number = ready_at[at], at % count
+            else:
+                item = heappop(ready)
+                end, at = item[0], item[1]
+                if at < 0:
+                    reader, (length, source, target), maker = item[2]
+                    start = occupy(source, target, end, length)
+                    end = start + length
+                    if record is not None:
+                        note("transfer", reader, start, end, source, target, maker)
+                    deliver(reader, end)
+                    continue
+                number = at % count
+                own, (length, home) = runs_on[number], fetch[number]
+                if length:
+                    start = occupy(home, own, end, length)
+                    end = start + length
+                    if record is not None:
+                        note("reallocation", at, start, end, home, own)
+                start = occupy(own, own, end, seconds[number])
+                end = start + seconds[number]
+                if record is not None:
+                    note("call", at, start, end, own, own)
+            ends[at] = end
+            base = at - number
+            for reader, transfer in moved[number]:
+                heappush(ready, (end, (at - everything) * count + reader, (base + reader, transfer, number)))
+            for reader in direct[number]:
+                deliver(base + reader, end)
+        return ends
+
+    def _slices(self, choice: Sequence[int]) -> _Slices:
+        key = tuple([known[option] for known, option in zip(self._slice, choice, strict=True)])
+        found = self._remembered.get(key)
+        if found is not None:
+            return found
+        if len(self._remembered) > REMEMBERED:
+            self._remembered.clear()
+        distinct, by_number = list(dict.fromkeys(key)), list(self._devices)
+        group = [distinct.index(number) for number in key]
+        known = [by_number[number] for number in distinct]
+        overlapping = [[index for index, other in enumerate(known) if own.overlaps(other)] for own in known]
+        used = [{index for index, own in enumerate(known) if own.overlaps(part)} for part in segments(known)]
+        calls = [[call for call, index in enumerate(group) if index in indices] for indices in used]
+        self._remembered[key] = result = _Slices(known, group, overlapping, used, calls, nested(known))
+        return result
+
+    def _place(self, call: int, choice: Sequence[int]) -> Placement:
+        return replace(self.options[call][choice[call]], micro_batches=1)
+
+    def _reallocation(self, call: int, home: int, choice: Sequence[int]) -> float:
+        key = self._stored[home][choice[home]], self._stored[call][choice[call]]
+        role = self.graph.calls[self._numbers[call]].role
+        seconds = self.prices.reallocation(role, self._place(home, choice), self._place(call, choice))
+        self._reallocations[call][key] = seconds
+        return seconds
+
+    def _transfer(self, source: int, target: int, choice: Sequence[int]) -> float:
+        key = self._stored[source][choice[source]], self._stored[target][choice[target]]
+        self._transfers[key] = self.prices.transfer(self._place(source, choice), self._place(target, choice))
+        return self._transfers[key]
