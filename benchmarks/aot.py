@@ -61,8 +61,8 @@ from jrlhf.planning.fit import memory_of
 from jrlhf.ppo import Experience
 from jrlhf.roles import compiled
 from jrlhf.roles.compiled import Compute
+from jrlhf.roles.initial import adamw
 from jrlhf.roles.model import Architecture
-from jrlhf.roles.optimizers import adamw
 from jrlhf.stages.graphs import stage_graph
 from jrlhf.stages.setup import architectures, compute_of
 from tests.support.hlo import Traffic, collective_traffic, loops

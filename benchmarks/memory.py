@@ -38,8 +38,8 @@ from jrlhf.planning.memory import call_bytes
 from jrlhf.planning.workload import RoleModel, Workload
 from jrlhf.ppo import Experience, PPOConfig
 from jrlhf.roles import compiled as programs
+from jrlhf.roles.initial import adamw
 from jrlhf.roles.model import Architecture
-from jrlhf.roles.optimizers import adamw
 
 MIB = 2**20
 PATH = RESULTS / "memory.json"

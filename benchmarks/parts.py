@@ -16,7 +16,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from jrlhf.algorithms import registry as algorithms
+from jrlhf.algorithms.ppo import ppo as run_ppo
 from jrlhf.data.batches import Batch, key_for, put_rows, row_keys
 from jrlhf.kernels.logprob import token_logprobs, token_sums
 from jrlhf.kernels.logprob.api import Implementation
@@ -45,9 +45,11 @@ from jrlhf.models.flops import (
 )
 from jrlhf.models.remat import Remat
 from jrlhf.ppo import PPOConfig, TrainState
+from jrlhf.roles.actor import Actor, Reference
 from jrlhf.roles.compiled import Compute
+from jrlhf.roles.critic import Critic, Reward
+from jrlhf.roles.experience import ExperienceMaker
 from jrlhf.roles.model import Architecture, Model
-from jrlhf.roles.roles import Actor, Critic, ExperienceMaker, Reference, Reward
 from jrlhf.run.clock import Clock
 
 GB, TERA = 1e9, 1e12
@@ -275,7 +277,7 @@ def iteration(
     critic = Critic(model(scalar), *shared, **trained)
     reference = Reference(model(frozen), *shared, temperature=1.0, responses=response, clock=clock)
     reward = Reward(model(frozen_scalar), *shared, clock=clock)
-    actor.state, critic.state = TrainState.create(params, optimizer), TrainState.create(scalar, optimizer)
+    states = {"actor": TrainState.create(params, optimizer), "critic": TrainState.create(scalar, optimizer)}
     del params, scalar, frozen, frozen_scalar
     estimator = ExperienceMaker(ppo, clock)
     prompts = put_rows((np.ones((batch, prompt), np.int32), np.full(batch, prompt, np.int32)), mesh)
@@ -284,7 +286,9 @@ def iteration(
         clock.start()
         rows: Any = Batch((*prompts, row_keys(key_for(0, "rollout", step), batch, mesh)), (), (), step)
         rewards: Any = _Learned(reward)
-        _, metrics = algorithms.ppo(actor, critic, reference, rewards, estimator, rows, 0.05)
+        trained = actor.bind(states["actor"]), critic.bind(states["critic"])
+        _, metrics = run_ppo(*trained, reference, rewards, estimator, rows, 0.05)
+        states["actor"], states["critic"] = (role.state for role in trained)
         jax.device_get(metrics)
         return clock.take()
 

@@ -43,8 +43,8 @@ from jrlhf.ppo import PPOConfig, TrainState
 from jrlhf.ppo.types import Experience
 from jrlhf.roles import compiled
 from jrlhf.roles.compiled import Compute
+from jrlhf.roles.initial import adamw
 from jrlhf.roles.model import Architecture, Model
-from jrlhf.roles.optimizers import adamw
 
 DEVICES, PROMPT, RESPONSE = 4, 20, 24
 THIRDS = 3

@@ -14,7 +14,7 @@ from jrlhf.meshes import GENERATE, TRAIN
 from jrlhf.models import LoRAConfig, ModelConfig, init_lm, init_lora, init_scalar, lora_shardings, param_shardings
 from jrlhf.models.params import HeadKind
 from jrlhf.ppo import TrainState
-from jrlhf.roles.optimizers import adamw
+from jrlhf.roles.initial import adamw
 from jrlhf.roles.pretrained import cast_matrices
 
 Shapes = Any  # a tree of jax.ShapeDtypeStruct with shardings

@@ -11,18 +11,19 @@ import optax
 from jax.sharding import Mesh
 
 from benchmarks.peers.common import KL_COEF, LEARNING_RATE, SAMPLES, Job, Shape, given_tokens, main, save_numbers, timed
-from jrlhf.algorithms.registry import on_policy
+from jrlhf.algorithms.on_policy import on_policy
 from jrlhf.config.stages import OptimizerConfig
 from jrlhf.data.batches import Batch, key_for, put_rows, row_keys
 from jrlhf.meshes import make_mesh
 from jrlhf.models import ModelConfig, SamplingConfig, Schedule, export_hf, init_sharded, load_hf
 from jrlhf.models.params import HeadKind
-from jrlhf.ppo import GRPOConfig, PPOConfig, Rollout, TrainState, experience_metrics
+from jrlhf.ppo import GRPOConfig, PPOConfig, Rollout, experience_metrics
 from jrlhf.roles import compiled
+from jrlhf.roles.actor import Actor, Reference
 from jrlhf.roles.compiled import Compute
+from jrlhf.roles.critic import Critic, FusedUpdate, Reward
+from jrlhf.roles.initial import adamw
 from jrlhf.roles.model import Architecture, Model
-from jrlhf.roles.optimizers import adamw
-from jrlhf.roles.roles import Actor, Critic, FusedUpdate, Reference, Reward
 from jrlhf.run.clock import Clock
 from jrlhf.run.devices import keep_freed_memory
 
@@ -136,24 +137,24 @@ def ppo(job: Job) -> dict[str, Any]:
         scored = {"temperature": sampling.temperature, "responses": job.response}
         reference = Reference(load(job, "actor", mesh), mesh, COMPUTE, **scored, clock=clock)
         reward = Reward(models["reward"], mesh, COMPUTE, clock=clock)
-        actor.state = TrainState.create(models["actor"].params, optimizer)
-        critic.state = TrainState.create(models["critic"].params, optimizer)
+        states = {"actor": actor.create(models["actor"].params), "critic": critic.create(models["critic"].params)}
         rewards: Any = SimpleNamespace(score=lambda rollout, batch: reward.score(rollout))
-        optimizers = optimizer, optimizer
-        learner = FusedUpdate(actor, critic, mesh, COMPUTE, optimizers=optimizers, algorithm=config, **scored)
+        learner = FusedUpdate(actor, critic, mesh, COMPUTE, algorithm=config, **scored)
         measure, count = jax.jit(experience_metrics), iter(range(job.steps))
 
         def step(rows: np.ndarray) -> None:
             number = next(count)
             batch = Batch(put_prompts(job, rows, number, mesh), [], [], number)
-            experience, metrics = on_policy(actor, learner, reference, rewards, batch, KL_COEF)
+            update, policy = learner.bind(states), actor.bind(states["actor"])
+            experience, metrics = on_policy(policy, update, reference, rewards, batch, KL_COEF)
+            states.update(update.states)
             metrics = jax.device_get(metrics | measure(experience))
             assert metrics["response_length/mean"] == job.response
             assert metrics["actor/skipped_updates"] == metrics["critic/skipped_updates"] == 0
 
-        before = jax.device_get((actor.state.params, critic.state.params))
+        before = jax.device_get([state.params for state in states.values()])
         measured = timed(job, step)
-        assert_trained(before, (actor.state.params, critic.state.params))
+        assert_trained(before, [state.params for state in states.values()])
         return measured
 
 
@@ -176,8 +177,8 @@ def grpo(job: Job) -> dict[str, Any]:
         )
         scored = {"temperature": sampling.temperature, "responses": job.response}
         reference = Reference(load(job, "actor", mesh), mesh, COMPUTE, **scored, clock=clock)
-        actor.state = TrainState.create(model.params, optimizer)
-        learner = FusedUpdate(actor, None, mesh, COMPUTE, optimizers=(optimizer,), algorithm=config, **scored)
+        states = {"actor": actor.create(model.params)}
+        learner = FusedUpdate(actor, None, mesh, COMPUTE, algorithm=config, **scored)
         scores: Any = SimpleNamespace(score=lambda rollout, _: first_token_scores(rollout))
         measure, count = jax.jit(partial(experience_metrics, samples=SAMPLES)), iter(range(job.steps))
 
@@ -186,13 +187,15 @@ def grpo(job: Job) -> dict[str, Any]:
             arrays = put_rows((rows[:prompts], np.full(prompts, job.prompt, np.int32)), mesh)
             keys = row_keys(key_for(0, "rollout", number), job.batch, mesh)
             batch = Batch((*arrays, keys), [], [], number)
-            experience, metrics = on_policy(actor, learner, reference, scores, batch, KL_COEF)
+            update, policy = learner.bind(states), actor.bind(states["actor"])
+            experience, metrics = on_policy(policy, update, reference, scores, batch, KL_COEF)
+            states.update(update.states)
             metrics = jax.device_get(metrics | measure(experience))
             assert metrics["response_length/mean"] == job.response and metrics["actor/skipped_updates"] == 0
 
-        before = jax.device_get(actor.state.params)
+        before = jax.device_get(states["actor"].params)
         measured = timed(job, step)
-        assert_trained(before, actor.state.params)
+        assert_trained(before, states["actor"].params)
         return measured
 
 

@@ -12,8 +12,7 @@ from jrlhf.data.batches import Batch, put_rows
 from jrlhf.meshes import to_host
 from jrlhf.ppo import Rollout
 from jrlhf.rewards.combine import extremes, named
-from jrlhf.roles.graph import Scores, call, loop_condition
-from jrlhf.roles.placement import RolePlacement
+from jrlhf.roles.placement import RolePlacement, Scores, call, loop_condition
 from jrlhf.run.clock import Clock, timed
 
 

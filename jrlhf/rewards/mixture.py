@@ -25,11 +25,10 @@ from jrlhf.rewards.functions import FunctionReward, reward_function
 from jrlhf.rewards.text_model import TextReward
 from jrlhf.rewards.types import Sample, Scored, to_samples, weighted_sum
 from jrlhf.roles.compiled import Compute
-from jrlhf.roles.graph import Pending, Scores, call
+from jrlhf.roles.critic import Reward
 from jrlhf.roles.initial import InitialModels
 from jrlhf.roles.model import Model
-from jrlhf.roles.placement import RolePlacement
-from jrlhf.roles.roles import Reward
+from jrlhf.roles.placement import Pending, RolePlacement, Scores, call
 from jrlhf.roles.sampling import read_responses
 from jrlhf.run.clock import Clock
 from jrlhf.run.processes import from_main, is_main
@@ -207,7 +206,7 @@ class Rewards:
     def prefetch(self, kind: CallKind) -> None:
         """Begins to bring offloaded reward models of tokens to the devices."""
         for role in self._roles.values():
-            role.prefetch()
+            role.prefetch(kind)
 
     def metrics(self) -> Metrics:
         """The metrics since the iteration began."""

@@ -1,4 +1,4 @@
-"""The models that roles start from: a model directory, fresh weights, or another role's weights."""
+"""What roles start from: models (a directory, fresh weights, or another role's weights) and optimizers."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -7,9 +7,11 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax.sharding import Mesh
 
 from jrlhf.config.schema import Config
+from jrlhf.config.stages import OptimizerConfig
 from jrlhf.data.batches import key_for
 from jrlhf.errors import UserError
 from jrlhf.meshes import GENERATE, TRAIN
@@ -141,3 +143,19 @@ def scalar_model(policy: Model) -> Model:
 def stored(model: Model, device: Literal["device", "host"]) -> Model:
     """A frozen model where it is stored between its calls. "host" uses the given model up."""
     return model.offloaded() if device == "host" else model
+
+
+def adamw(config: OptimizerConfig, *, updates: int) -> optax.GradientTransformation:
+    """AdamW under a clipped global norm, for a run of `updates` updates.
+
+    The rate rises linearly over `config.warmup` updates, then falls by a cosine to `config.final` of itself.
+    """
+    warmup, fall_updates = config.duration(updates)
+    rise = optax.linear_schedule(config.learning_rate / max(warmup, 1), config.learning_rate, max(warmup - 1, 1))
+    fall = optax.constant_schedule(config.learning_rate)
+    if fall_updates is not None:
+        fall = optax.cosine_decay_schedule(config.learning_rate, fall_updates, alpha=config.final)
+    schedule = optax.join_schedules([rise, fall], [warmup])
+    clip = optax.identity() if config.max_grad_norm is None else optax.clip_by_global_norm(config.max_grad_norm)
+    adam = optax.adamw(schedule, b1=config.b1, b2=config.b2, eps=config.eps, weight_decay=config.weight_decay)
+    return optax.chain(clip, adam)

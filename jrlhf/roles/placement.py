@@ -1,19 +1,22 @@
-"""Where the calls of a run are: a plan, on the devices that there are.
+"""Where calls run: the devices of each call of a role, and what is brought to them.
 
-A role's weights live where it is trained, or else where its first call runs. What a call elsewhere needs of them, and
-what calls hand to each other, is brought by `programs.weights_at` and by a `TransferCache`.
+A role's weights are stored where it is trained, or else where its first call runs. A call elsewhere gets a copy of them
+(`RolePlacement.weights`), and a `TransferCache` copies what calls hand to each other.
 """
 
+import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import partial
+from itertools import pairwise
+from typing import Any, Concatenate, Generic, NamedTuple, ParamSpec, Protocol, TypeVar, overload
 
 import jax
 from jax.sharding import Mesh
 
 from jrlhf.meshes import GENERATE, SCORE, TRAIN, TRAIN_TP, Call, Graph, Layout, lies_elsewhere, make_mesh, transfer
-from jrlhf.meshes.graph import home_of
+from jrlhf.meshes.graph import Kind, home_of
 from jrlhf.meshes.mesh import Device
 from jrlhf.meshes.offload import is_on_host
 from jrlhf.meshes.plan import Placement, Plan
@@ -23,16 +26,86 @@ from jrlhf.roles.model import Architecture, Model
 from jrlhf.run.clock import Clock
 
 LAYOUTS: dict[str, Layout] = {layout.name: layout for layout in (TRAIN, TRAIN_TP, GENERATE, SCORE)}
+CALL, CONDITION = "algorithm_call", "algorithm_loop_condition"  # attributes that the decorators set, for `trace`
+
+T = TypeVar("T")
+P = ParamSpec("P")
+
+
+class Pending(Generic[T]):
+    """The result of a call that has only begun. The next call that reads it waits for it."""
+
+    def __init__(self, wait: Callable[[], T]):
+        self._wait = functools.cache(wait)
+
+    def result(self) -> T:
+        """The value; waits for it the first time."""
+        return self._wait()
+
+    def on(self, mesh: Mesh) -> "Pending[T]":
+        """The same, computed on `mesh` whatever the mesh of the caller."""
+
+        def wait() -> T:
+            with jax.set_mesh(mesh):
+                return self.result()
+
+        return Pending(wait)
+
+
+class Scores(NamedTuple):
+    """The scores of a rollout's rows or tokens. Algorithms hand them on; roles get the shaped ones."""
+
+    shaped: jax.Array
+    raw: jax.Array  # the rows' sums before they were shaped
+
+
+class _Decorator(Protocol):
+    @overload
+    def __call__(self, method: Callable[P, Pending[T]], /) -> Callable[P, T]: ...
+    @overload
+    def __call__(self, method: Callable[P, T], /) -> Callable[P, T]: ...
+
+
+def call(kind: Kind, *outputs: str, raw_scores: bool = False) -> _Decorator:
+    """Decorates a role's method that is a call of an algorithm, and names its outputs.
+
+    raw_scores: the method gets `Scores` as they are, and not only the shaped ones.
+
+    The call waits for arguments that are `Pending`, and runs on the mesh of the role's `placement`, if it has one.
+    """
+
+    def decorate(method: Callable) -> Callable:
+        @functools.wraps(method)
+        def run(self, *arguments, **named):
+            placement: RolePlacement | None = getattr(self, "placement", None)
+            if placement is not None and placement.prefetch is not None:
+                placement.prefetch.before(placement.role, method.__name__)
+            ready = partial(_ready, raw_scores=raw_scores)
+            arguments, named = jax.tree.map(ready, (arguments, named), is_leaf=lambda x: isinstance(x, Scores))
+            if placement is None:
+                return method(self, *arguments, **named)
+            return placement.run(method, self, arguments, named)
+
+        setattr(run, CALL, (kind, outputs))
+        return run
+
+    return decorate
+
+
+def loop_condition(method: Callable[Concatenate[Any, P], bool]) -> Callable[Concatenate[Any, P], bool]:
+    """Decorates a role's method that decides whether a loop goes on. `trace` runs the loop's body once."""
+    setattr(method, CONDITION, True)
+    return method
 
 
 class TransferCache:
     """Copies arrays to the meshes of the calls that read them, each once. A copy lives as long as its original."""
 
     def __init__(self):
-        self._copies: dict[tuple[int, Mesh], jax.Array] = {}  # by the original's id, which is its own while it lives
+        self._copies: dict[tuple[int, Mesh], jax.Array] = {}  # by the original's id, which is unique while it lives
 
     def bring(self, tree: Any, mesh: Mesh, clock: Clock) -> Any:
-        """`tree` with all its arrays on `mesh`; what is there is not touched."""
+        """`tree` with all its arrays on `mesh`. Arrays that are there already are not touched."""
         if not lies_elsewhere(tree, mesh):
             return tree
         leaves, treedef = jax.tree.flatten(tree)
@@ -45,12 +118,34 @@ class TransferCache:
         return treedef.unflatten([self._copies.get((id(leaf), mesh), leaf) for leaf in leaves])
 
 
+class Prefetch:
+    """Before each call, starts to bring the offloaded arrays that another role's next call needs.
+
+    Not those of the same role: they would be on the devices twice, because a call's copies end with it.
+    """
+
+    def __init__(self, graph: Graph):
+        calls = [call for call in graph if call.kind != "compute"]
+        self._following = {earlier.name: later for earlier, later in pairwise(calls) if earlier.role != later.role}
+        self._roles: Mapping[str, Any] = {}
+
+    def bind(self, roles: Mapping[str, Any]) -> None:
+        """Begins an iteration with these roles, by name."""
+        self._roles = roles
+
+    def before(self, role: str, method: str) -> None:
+        """Starts to bring what the call after `role.method` needs. Does not wait."""
+        following = self._following.get(f"{role}.{method}")
+        if following is not None and following.role in self._roles:
+            self._roles[following.role].prefetch(following.kind)
+
+
 @dataclass(frozen=True)
 class CallPlacement:
     """Where one call runs.
 
     layout: how it sees its model; None: as calls of its kind do.
-    parts: in which a device computes its rows.
+    parts: the number of parts in which a device computes its rows.
     """
 
     mesh: Mesh
@@ -58,7 +153,7 @@ class CallPlacement:
     parts: int = 1
 
     def resolve(self, architecture: Architecture, compute: Compute) -> tuple[Architecture, Mesh, Compute]:
-        """What the compiled functions of a call here depend on."""
+        """The arguments of the compiled functions of a call here."""
         if self.layout == GENERATE:
             architecture = replace(architecture, shared=True)
         if self.layout == TRAIN_TP:
@@ -68,86 +163,97 @@ class CallPlacement:
 
 @dataclass(frozen=True)
 class RolePlacement:
-    """Where the calls of one role run, by its methods' names: at `home`, where its weights live, but for `calls`.
+    """Where the calls of one role run, by method: at `home`, where its weights are stored, except for `calls`.
 
-    readers: the meshes of the calls that read what a method gives.
+    readers: the meshes of the calls that read a method's results.
+    role: its name in the graph, by which `prefetch` finds it.
     """
 
     home: CallPlacement
     calls: Mapping[str, CallPlacement] = field(default_factory=dict)
     readers: Mapping[str, tuple[Mesh, ...]] = field(default_factory=dict)
-    courier: TransferCache = field(default_factory=TransferCache)
+    transfers: TransferCache = field(default_factory=TransferCache)
+    role: str = ""
+    prefetch: Prefetch | None = None
 
     @classmethod
     def of(cls, where: "Mesh | RolePlacement") -> "RolePlacement":
-        """Itself; or of a mesh, on which all calls run."""
+        """Returns a placement as it is; or that of a role whose calls all run on the given mesh."""
         return where if isinstance(where, RolePlacement) else cls(CallPlacement(where))
 
     def __getitem__(self, method: str) -> CallPlacement:
         return self.calls.get(method, self.home)
 
     def run(self, method: Callable, role: Any, arguments: Sequence[Any], named: Mapping[str, Any]) -> Any:
-        """A role's method on the mesh of its call: brings what it is given there, and sends on what it gives."""
+        """Runs a role's method on the mesh of its call."""
         mesh, clock = self[method.__name__].mesh, role.clock
         with jax.set_mesh(mesh):
-            arguments, named = self.courier.bring((arguments, named), mesh, clock)
+            arguments, named = self.transfers.bring((arguments, named), mesh, clock)
             result = method(role, *arguments, **named)
+            # Devices work in the order in which they are given work. So results are sent on at once: later they would
+            # wait behind the next call on the same devices.
             for reader in self.readers.get(method.__name__, ()):
-                self.courier.bring(result, reader, clock)
-        return result
+                self.transfers.bring(result, reader, clock)
+        return result.on(mesh) if isinstance(result, Pending) else result
 
     def resolve(self, method: str, architecture: Architecture, compute: Compute) -> tuple[Architecture, Mesh, Compute]:
-        """What the compiled functions of a call depend on."""
+        """The arguments of the compiled functions of a call."""
         return self[method].resolve(architecture, compute)
 
     def store(self, model: Model, *, donate: bool = True) -> Model:
-        """The model with its weights moved to where they are to live. donate: from where they are now they are gone.
+        """Moves a model's weights to where they are stored. donate: frees the source buffers.
 
-        One that sleeps wakes up for that, and sleeps there.
+        An offloaded model is brought to the devices for the move, and is offloaded again there.
         """
         architecture, mesh, _ = self.home.resolve(model.architecture, Compute())
         if is_stored_at(model, architecture, mesh):
             return model
-        asleep = is_on_host(model.params)
+        offloaded = is_on_host(model.params)
         moved = relocate(model.onloaded(), architecture, mesh, donate=donate)
-        return moved.offloaded() if asleep else moved
+        return moved.offloaded() if offloaded else moved
 
     def weights(self, method: str, model: Model, compute: Compute, clock: Clock) -> Params:
-        """The role's weights as a call needs them: where they do not live so, a copy, which is gone after the call."""
+        """The role's weights as a call needs them: its own, or else a copy, which the caller drops after the call."""
         architecture, mesh, compute = self.resolve(method, model.architecture, compute)
         if (architecture, mesh) == (model.architecture, self.home.mesh):
             return model.params
         return clock.run("reshard", weights_at, model, architecture, mesh, compute)
 
 
-def place_roles(plan: Plan, graph: Graph, devices: Sequence[Device]) -> dict[str, RolePlacement]:
-    """The places of every role of a graph, and as "arithmetic" those of calls that have no model: where the actor
-    trains."""
-    found = {name: _place(placement, devices) for name, placement in plan.placements.items()}
+def place_roles(
+    plan: Plan, graph: Graph, devices: Sequence[Device], *, prefetch: bool = False
+) -> dict[str, RolePlacement]:
+    """The placement of every role of a graph. "arithmetic" is that of calls without a model: where the actor trains."""
+    calls = {name: _call_placement(placement, devices) for name, placement in plan.placements.items()}
     trained = home_of(graph, "actor", plan)
     assert trained is not None, "every algorithm trains an actor"
-    arithmetic, courier = CallPlacement(found[trained.name].mesh), TransferCache()
+    arithmetic, transfers = CallPlacement(calls[trained.name].mesh), TransferCache()
+    ahead = Prefetch(graph) if prefetch else None
 
     def readers(call: Call) -> tuple[Mesh, ...]:
         reading = (other for other in graph if set(call.outputs) & set(other.inputs))
-        return tuple(dict.fromkeys(found.get(other.name, arithmetic).mesh for other in reading))
+        return tuple(dict.fromkeys(calls.get(other.name, arithmetic).mesh for other in reading))
 
-    def places(role: str) -> RolePlacement:
+    def placement(role: str) -> RolePlacement:
         home, own = home_of(graph, role, plan), [call for call in graph if call.role == role]
-        calls = {_method(call): found[call.name] for call in own if call.name in found}
+        placed = {_method(call): calls[call.name] for call in own if call.name in calls}
         sent = {_method(call): readers(call) for call in own}
-        return RolePlacement(arithmetic if home is None else found[home.name], calls, sent, courier)
+        return RolePlacement(arithmetic if home is None else calls[home.name], placed, sent, transfers, role, ahead)
 
-    # A learner trains the actor and, where there is one, the critic, which then has no call of its own.
-    return {role: places(role) for role in dict.fromkeys(("actor", "critic", "arithmetic", *graph.roles))}
+    # The learner trains the actor and, if there is one, the critic, which then has no call of its own.
+    return {role: placement(role) for role in dict.fromkeys(("actor", "critic", "arithmetic", *graph.roles))}
 
 
 def _method(call: Call) -> str:
     return call.name.partition(".")[2]
 
 
-def _place(placement: Placement, devices: Sequence[Device]) -> CallPlacement:
+def _call_placement(placement: Placement, devices: Sequence[Device]) -> CallPlacement:
     chosen = devices[placement.devices.start : placement.devices.stop]
-    return CallPlacement(
-        make_mesh(*placement.sizes, devices=chosen), LAYOUTS[placement.layout], placement.micro_batches
-    )
+    mesh = make_mesh(*placement.sizes, devices=chosen)
+    return CallPlacement(mesh, LAYOUTS[placement.layout], placement.micro_batches)
+
+
+def _ready(value: Any, raw_scores: bool) -> Any:
+    value = value.result() if isinstance(value, Pending) else value
+    return value.shaped if isinstance(value, Scores) and not raw_scores else value

@@ -1,12 +1,9 @@
 """The call graph of each stage: one iteration of an RL algorithm, or one step of another stage."""
 
-from jrlhf.algorithms.registry import graph_of
+from jrlhf.algorithms.registry import dpo_graph, graph_of
 from jrlhf.config.schema import Config
 from jrlhf.errors import UserError
 from jrlhf.meshes import Call, Graph
-from jrlhf.roles.graph import trace
-from jrlhf.roles.roles import Reference
-from jrlhf.stages.dpo import PairActor, dpo
 
 SFT = Graph("sft", ("texts",), (Call("sft.update", "actor", "train", ("texts",), ("metrics",)),))
 REWARD_MODEL = Graph(
@@ -24,7 +21,7 @@ def stage_graph(config: Config, stage: str) -> Graph:
     if stage == config.algorithm:
         return graph_of(config)
     if stage == "dpo":
-        return trace(dpo, {"actor": PairActor, "reference": Reference})
+        return dpo_graph()
     return {"sft": SFT, "reward_model": REWARD_MODEL}[stage]
 
 

@@ -10,9 +10,8 @@ from jrlhf.data.task import Pairs
 from jrlhf.meshes import to_devices, to_host
 from jrlhf.ppo import PreferenceBatch, TrainState, make_preference_step
 from jrlhf.roles import compiled
-from jrlhf.roles.initial import scalar_model, stored
+from jrlhf.roles.initial import adamw, scalar_model, stored
 from jrlhf.roles.model import Model
-from jrlhf.roles.optimizers import adamw
 from jrlhf.stages.context import Context
 from jrlhf.stages.loop import run_stage
 from jrlhf.stages.preferences import collect_pairs

@@ -28,7 +28,7 @@ from jrlhf.planning.plans import plan_of_config, plan_yaml, read_plan, refuse_cr
 from jrlhf.planning.workload import workload_of
 from jrlhf.roles.compiled import Compute
 from jrlhf.roles.offloading import check_sleep
-from jrlhf.roles.placement import place_roles
+from jrlhf.roles.placement import RolePlacement, place_roles
 from jrlhf.roles.pretrained import architecture, fresh_model, locate
 from jrlhf.run.console import Console
 from jrlhf.run.devices import idle_accelerator, select
@@ -75,8 +75,12 @@ def open_context(config: Config, *, resume: bool) -> Iterator[Context]:
             console=console,
             preemption=preemption,
             wandb=wandb,
-            placements={} if plan is None else place_roles(plan, graph_of(config), list(mesh.devices.flat)),
+            placements={} if plan is None else _placements(config, plan, mesh),
         )
+
+
+def _placements(config: Config, plan: Plan, mesh: Mesh) -> dict[str, RolePlacement]:
+    return place_roles(plan, graph_of(config), list(mesh.devices.flat), prefetch=config.offloading.ahead)
 
 
 def _plan_that_fits(config: Config, mesh: Mesh, models: dict[str, ModelConfig], resume: bool) -> Plan | None:

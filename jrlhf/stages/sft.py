@@ -7,8 +7,8 @@ from jrlhf.data.encode import Sequences
 from jrlhf.meshes import to_host
 from jrlhf.ppo import SFTBatch, TrainState, make_sft_step
 from jrlhf.roles import compiled
+from jrlhf.roles.initial import adamw
 from jrlhf.roles.model import Model
-from jrlhf.roles.optimizers import adamw
 from jrlhf.stages.context import Context
 from jrlhf.stages.loop import run_stage
 

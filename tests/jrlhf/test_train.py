@@ -25,7 +25,7 @@ from jrlhf.models.hf.export import hf_weights
 from jrlhf.planning.fit import memory_of
 from jrlhf.ppo import KLState, TrainState
 from jrlhf.ppo.shaping import RunningMoments
-from jrlhf.roles.optimizers import adamw
+from jrlhf.roles.initial import adamw
 from jrlhf.run.checkpoints import Checkpoints, like
 from jrlhf.run.files import read_jsonl
 from jrlhf.run.metrics import read_metrics

@@ -8,16 +8,19 @@ from typing import Any, cast
 import jax.numpy as jnp
 import pytest
 
-from jrlhf.algorithms.registry import DATAFLOWS, ROLES, dataflow_of, graph_of
+from jrlhf.algorithms.registry import DATAFLOWS, TITLES, dataflow_of, graph_of
+from jrlhf.algorithms.roles import ROLES
 from jrlhf.config.parse import build
 from jrlhf.config.schema import Config
 from jrlhf.config.stages import ALGORITHMS
 from jrlhf.models import ModelConfig
 from jrlhf.roles.compiled import Compute
-from jrlhf.roles.graph import Pending, call, trace
+from jrlhf.roles.graph import trace
 from jrlhf.roles.initial import InitialModels
 from jrlhf.roles.model import Architecture, Model
-from jrlhf.stages.rl import _starts, algorithm_of
+from jrlhf.roles.placement import Pending, call
+from jrlhf.run.console import Console
+from jrlhf.stages.rl import algorithm_of, initial_models
 
 EXPECTED = {
     "ppo": [{"actor.generate"}, {"reward.score", "actor.logprobs", "reference.logprobs", "critic.values"}],
@@ -56,7 +59,7 @@ def test_levels(name):
 
 
 def test_every_algorithm_has_a_dataflow():
-    assert set(DATAFLOWS) == set(ALGORITHMS)
+    assert set(DATAFLOWS) == set(TITLES) == {*ALGORITHMS, "dpo"}
     for name in ALGORITHMS:
         assert graph_of(config_of(name)).name == name
 
@@ -67,10 +70,10 @@ def test_the_policy_is_held_twice_only_where_it_is_a_reference(name, options):
     sizes = ModelConfig(vocab_size=8, embed=4, layers=1, heads=1, kv_heads=1, head_dim=4, mlp=4, max_positions=4)
     policy = Model(Architecture(sizes), {"matrix": jnp.ones((2, 2))})
     here = SimpleNamespace(store=lambda model: model)
-    initial = InitialModels(config, cast(Any, None), Compute(jnp.dtype(jnp.float32)), cast(Any, None))
+    initial = InitialModels(config, cast(Any, None), Compute(jnp.dtype(jnp.float32)), Console(enabled=False))
     context = SimpleNamespace(config=config, placement=lambda role: here, initial=initial)
     rewards = SimpleNamespace(free_original=lambda: None, trained=None)
-    models, identities = _starts(cast(Any, context), policy, cast(Any, rewards), graph_of(config))
+    models, identities = initial_models(cast(Any, context), policy, cast(Any, rewards), graph_of(config))
     referenced = config.rl.algorithm.needs_reference
     assert models.keys() == {"actor", *(["reference"] if referenced else [])} and models["actor"] is policy
     assert set(identities) == ({"reference"} if referenced else set())

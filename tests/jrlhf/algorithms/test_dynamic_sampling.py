@@ -10,7 +10,7 @@ from jrlhf.algorithms.dynamic_sampling import DynamicSampler, informative
 from jrlhf.data.batches import Batch, put_rows, row_sharding
 from jrlhf.meshes import make_mesh
 from jrlhf.ppo import Rollout
-from jrlhf.roles.graph import Pending, Scores
+from jrlhf.roles.placement import Pending, Scores
 from jrlhf.run.clock import Clock
 
 MESH, SAMPLES, ROWS = make_mesh(2, 4, 1), 2, 8  # a prompt's two rows are on two devices

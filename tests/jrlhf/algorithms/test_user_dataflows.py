@@ -15,7 +15,7 @@ from jrlhf.models import ModelConfig
 from jrlhf.run.metrics import read_metrics
 from jrlhf.train import main
 
-HEAD = "import jax.numpy as jnp\nfrom jrlhf.algorithms.registry import policy_logprobs\n"
+HEAD = "import jax.numpy as jnp\nfrom jrlhf.algorithms import policy_logprobs\n"
 ADVANTAGES = """
 def above_the_others(experience, config):
     scores = experience.scores.reshape(-1, config.samples)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jrlhf.algorithms.registry import ppo
+from jrlhf.algorithms.ppo import ppo
 from jrlhf.data.batches import Batch, put_rows
 from jrlhf.data.types import Example
 from jrlhf.meshes import make_mesh

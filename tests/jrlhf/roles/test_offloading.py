@@ -12,7 +12,9 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jrlhf.algorithms.registry import ROLES, graph_of, ppo
+from jrlhf.algorithms.ppo import ppo
+from jrlhf.algorithms.registry import graph_of
+from jrlhf.algorithms.roles import ROLES
 from jrlhf.config import Config, load_config
 from jrlhf.config.parse import build
 from jrlhf.config.schema import LoRASection, SleepConfig
@@ -22,7 +24,8 @@ from jrlhf.meshes.offload import free_host, is_on_host, offload
 from jrlhf.planning.residency import residency
 from jrlhf.roles import compiled
 from jrlhf.roles.graph import trace
-from jrlhf.roles.offloading import Offloader, check_sleep, fetch_ahead, offloader_of
+from jrlhf.roles.offloading import Offloader, check_sleep
+from jrlhf.roles.placement import Prefetch
 from jrlhf.run.checkpoints import Checkpoints, fingerprint_of, like
 from jrlhf.run.clock import Clock
 from jrlhf.run.profiler import CompilationWatch
@@ -69,44 +72,34 @@ def by_kind(tree=None) -> Counter[str]:
 
 
 class Sleepers:
-    """Four roles with weights of their own, which begin anew as often as they are asked to."""
+    """Four roles with weights of their own, built anew for each config."""
 
-    def __init__(self):
-        self.setup = setup = Setup(0.9, make_mesh(1, 2, 2, devices=jax.devices()[:4]), Clock())
-        self.trained = {"actor": setup.actor, "critic": setup.critic}
-        self.frozen = {"reference": setup.reference, "reward": setup.reward}
-        self.start = jax.device_get([role.state for role in self.trained.values()])
-        self.placement = jax.tree.map(lambda x: x.sharding, [role.state for role in self.trained.values()])
-        self.models = {name: jax.device_get(role.model.params) for name, role in self.frozen.items()}
-        self.spots = jax.tree.map(lambda x: x.sharding, {name: role.model.params for name, role in self.frozen.items()})
+    setup: Setup | None = None
+    trained, frozen = ("actor", "critic"), ("reference", "reward")
 
-    def begin(self, config: SleepConfig) -> tuple[Watch, dict[str, int]]:
-        """The start, asleep as the config says: a clock that watches, and the bytes of each part that sleeps."""
-        watch, asleep = Watch(), {}
-        for (name, role), start, place in zip(self.trained.items(), self.start, self.placement, strict=True):
-            role.clock, role.offloader, role.ahead = watch, offloader_of(name, config, watch), {}
-            role.state = jax.device_put(start, place)
-            sizes = by_kind(role.state.params)["device"], by_kind(role.state.opt_state)["device"]
-            role.state = role.offloader.offload(role.state)
-            asleep[name] = sizes[0] if is_on_host(role.state.params) else 0
-            asleep[f"{name} optimizer"] = sizes[1] if is_on_host(role.state.opt_state) else 0
-        for name, role in self.frozen.items():
-            role.clock, role.offloader, role.ahead = watch, offloader_of(name, config, watch), {}
-            role.model = role.model.holding(jax.device_put(self.models[name], self.spots[name]))
-            asleep[name] = by_kind(role.model.params)["device"] if getattr(config, name) == "host" else 0
-            role.model = role.model.offloaded() if asleep[name] else role.model
+    def begin(self, config: SleepConfig, prefetch: Prefetch | None = None) -> tuple[Watch, dict[str, int]]:
+        """Builds the roles, offloaded as the config says. Returns a clock that watches, and each part's bytes there."""
+        watch, asleep, self.setup = Watch(), {}, None
+        gc.collect()
+        mesh = make_mesh(1, 2, 2, devices=jax.devices()[:4])
+        self.setup = Setup(0.9, mesh, watch, sleep=config, prefetch=prefetch)
+        for name, state in self.setup.states.items():
+            asleep[name] = by_kind(state.params)["pinned_host"]
+            asleep[f"{name} optimizer"] = by_kind(state.opt_state)["pinned_host"]
+        for name in self.frozen:
+            asleep[name] = by_kind(getattr(self.setup, name).model.params)["pinned_host"]
         gc.collect()
         watch.log.clear()
         return watch, asleep
 
     def iterate(self, *steps: int, shared_passes: bool = False) -> list[str]:
-        """One word for all that each iteration makes."""
+        """One digest of all that each iteration makes."""
+        assert self.setup is not None
         words = []
         for step in steps:
             experience, metrics = self.setup.iterate(step, shared_passes=shared_passes)
-            states = [role.state for role in self.trained.values()]
-            words.append(fingerprint_of((experience, metrics, states)))
-            del experience, metrics, states
+            words.append(fingerprint_of((experience, metrics, list(self.setup.states.values()))))
+            del experience, metrics
         return words
 
 
@@ -214,12 +207,8 @@ def test_each_part_sleeps_by_itself(part, sleepers, awake):
 
 def test_what_the_next_call_needs_is_on_its_way_while_one_runs(sleepers, awake):
     words, usual = awake
-    watch, size = sleepers.begin(ALL)
-    roles = {**sleepers.trained, **sleepers.frozen}
-    setup = sleepers.setup
-    rewards: Any = SimpleNamespace(prefetch=lambda kind: setup.reward.prefetch())
     graph = trace(ppo, ROLES, {"actor.recomputes": True, "reference.is_base_of": False})
-    fetch_ahead(graph, roles | {"reward": rewards})
+    watch, size = sleepers.begin(ALL, Prefetch(graph))
     assert sleepers.iterate(0, 1) == words[:2]
     states = {name: size[name] + size[f"{name} optimizer"] for name in ("actor", "critic")}
     here = {

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 
 from jrlhf.config.stages import OptimizerConfig
-from jrlhf.roles.optimizers import adamw
+from jrlhf.roles.initial import adamw
 
 
 def rates(config: OptimizerConfig, updates: int) -> list[float]:

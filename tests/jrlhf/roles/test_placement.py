@@ -10,17 +10,20 @@ import optax
 import pytest
 from jax.sharding import Mesh
 
-from jrlhf.algorithms import registry as algorithms
+from jrlhf.algorithms.ppo import ppo
+from jrlhf.algorithms.registry import graph_of
+from jrlhf.config.schema import Config
 from jrlhf.data.batches import Batch, key_for, put_rows, row_keys
 from jrlhf.meshes import AXES, GENERATE, SCORE, make_mesh
 from jrlhf.meshes.plan import Placement, Plan, Slice
 from jrlhf.models import ModelConfig, SamplingConfig, init_sharded, param_shardings
-from jrlhf.ppo import PPOConfig, TrainState
+from jrlhf.ppo import PPOConfig
+from jrlhf.roles.actor import Actor, Reference
 from jrlhf.roles.compiled import Compute, relocate, weights_at
-from jrlhf.roles.graph import Pending, call
+from jrlhf.roles.critic import Critic, Reward
+from jrlhf.roles.experience import ExperienceMaker
 from jrlhf.roles.model import Architecture, Model
-from jrlhf.roles.placement import CallPlacement, RolePlacement, TransferCache, place_roles
-from jrlhf.roles.roles import Actor, Critic, ExperienceMaker, Reference, Reward
+from jrlhf.roles.placement import CallPlacement, Pending, RolePlacement, TransferCache, call, place_roles
 from jrlhf.run.clock import Clock
 from tests.support.live import live_bytes
 
@@ -106,7 +109,7 @@ class Setup:
 
     def __init__(self, **placements: Placement):
         calls = {name.replace("__", "."): placement for name, placement in placements.items()}
-        graph = algorithms.graph_of(algorithms.Config())
+        graph = graph_of(Config())
         self.placement = place_roles(Plan("by hand", calls), graph, jax.devices())
         compute, self.clock, architecture = Compute(), Clock(), Architecture(MODEL)
         whole = make_mesh(1, 4, 2)
@@ -115,16 +118,12 @@ class Setup:
             params = init_sharded(MODEL, jax.random.key(seed), whole, head, zero_head=False)
             return self.placement[role].store(Model(architecture, params))
 
-        def state(role: str, params: Any) -> TrainState:
-            with jax.set_mesh(self.placement[role].home.mesh):
-                return TrainState.create(jax.tree.map(jnp.copy, params), OPTIMIZER)
-
         sampling = SamplingConfig(max_new_tokens=RESPONSE, stop_ids=(1,))
         trained: Any = {"optimizer": OPTIMIZER, "algorithm": PPO, "clock": self.clock}
         policy, value = model("actor", LM, 0), model("critic", SCALAR, 1)
         self.actor = Actor(policy, self.placement["actor"], compute, sampling=sampling, **trained)
         self.critic = Critic(value, self.placement["critic"], compute, **trained)
-        self.actor.state, self.critic.state = state("actor", policy.params), state("critic", value.params)
+        self.states = {"actor": self.actor.create(policy.params), "critic": self.critic.create(value.params)}
         where = self.placement["reference"]
         self.reference = Reference(
             model("reference", LM, 0), where, compute, temperature=1.0, responses=RESPONSE, clock=self.clock
@@ -139,12 +138,15 @@ class Setup:
         prompts = put_rows((tokens, np.full(ROWS, PROMPT, np.int32)), mesh)
         batch = Batch((*prompts, row_keys(key_for(0, "test", step), ROWS, mesh)), (), (), step)
         self.clock.start()
-        return algorithms.ppo(self.actor, self.critic, self.reference, self.reward, self.estimator, batch, 0.1)
+        actor, critic = self.actor.bind(self.states["actor"]), self.critic.bind(self.states["critic"])
+        made = ppo(actor, critic, self.reference, cast(Any, self.reward), self.estimator, batch, 0.1)
+        self.states = {"actor": actor.state, "critic": critic.state}
+        return made
 
     def end(self, iterations: int = 2) -> Any:
         """On the host: the last experience and its metrics, and both models."""
         experience, metrics = [self.iterate(step) for step in range(iterations)][-1]
-        return jax.device_get((experience, metrics, self.actor.state.params, self.critic.state.params))
+        return jax.device_get((experience, metrics, *[state.params for state in self.states.values()]))
 
 
 class Scored:
@@ -186,7 +188,7 @@ def half():
 def test_equal_meshes_on_other_devices_give_the_same_bits(half):
     setup = Setup(**plan_on(FIRST, FIRST, SECOND, FIRST))
     jax.tree.map(np.testing.assert_array_equal, setup.end(), half)
-    assert {x.sharding.mesh for x in jax.tree.leaves(setup.critic.state)} == {mesh_on(4, 1, 2, 2)}
+    assert {x.sharding.mesh for x in jax.tree.leaves(setup.states["critic"])} == {mesh_on(4, 1, 2, 2)}
     timed = {name.removeprefix("timing_s/") for name in setup.clock.take()}
     assert timed == set(
         "transfer reshard gen reward old_log_prob ref values adv update_critic update_actor step".split()
@@ -207,11 +209,16 @@ def test_any_placement_gives_the_same_training(half):
     experience, metrics = setup.iterate(2)
     during = live_bytes()
     # A rollout has the version of the weights that drew it, wherever those were trained; the next ones say otherwise.
-    assert int(experience.version) == int(setup.actor.state.step) - 1 == 2
-    said = experience.logprobs, experience.old_logprobs, setup.actor.logprobs(experience), experience.response_mask
+    assert int(experience.version) == int(setup.states["actor"].step) - 1 == 2
+    said = (
+        experience.logprobs,
+        experience.old_logprobs,
+        setup.actor.bind(setup.states["actor"]).logprobs(experience),
+        experience.response_mask,
+    )
     drawn, own, newer, mask = jax.device_get(said)
     assert np.abs(drawn - own)[mask].max() < 1e-5 < 1e-3 < np.abs(drawn - newer)[mask].max()
-    del experience, metrics, said
+    del experience, metrics, newer, said
     assert during != before and live_bytes() == before
 
 

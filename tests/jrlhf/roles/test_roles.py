@@ -10,8 +10,10 @@ import optax
 import pytest
 from jax.sharding import Mesh
 
-from jrlhf.algorithms import registry as algorithms
-from jrlhf.algorithms.registry import on_policy, policy_logprobs
+from jrlhf.algorithms import policy_logprobs
+from jrlhf.algorithms.on_policy import on_policy
+from jrlhf.algorithms.ppo import ppo as run_ppo
+from jrlhf.config.schema import SleepConfig
 from jrlhf.data.batches import Batch, key_for, put_rows, row_keys
 from jrlhf.meshes import GENERATE, make_mesh
 from jrlhf.models import (
@@ -23,14 +25,17 @@ from jrlhf.models import (
     init_sharded,
     lora_shardings,
     param_shardings,
-    scalar_from,
 )
 from jrlhf.ppo import PPOConfig, Rollout, TrainState, experience_metrics
+from jrlhf.roles import compiled
+from jrlhf.roles.actor import Actor, Reference
 from jrlhf.roles.compiled import Compute, generation_weights
+from jrlhf.roles.critic import CostCritic, Critic, FusedUpdate, Reward
+from jrlhf.roles.experience import ExperienceMaker
+from jrlhf.roles.initial import stored
 from jrlhf.roles.model import Architecture, Model
-from jrlhf.roles.offloading import Offloader
-from jrlhf.roles.placement import RolePlacement
-from jrlhf.roles.roles import Actor, Critic, ExperienceMaker, FusedUpdate, Reference, Reward
+from jrlhf.roles.offloading import offloader_of
+from jrlhf.roles.placement import CallPlacement, Prefetch, RolePlacement
 from jrlhf.run.checkpoints import fingerprint_of
 from jrlhf.run.clock import Clock
 from tests.support.live import live_bytes
@@ -55,42 +60,72 @@ class Scored:
 
 
 class Setup:
-    """Four roles, of which actor and reference, critic and reward model begin equal."""
+    """Four roles and their states. Actor and reference, critic and reward model begin equal."""
 
-    def __init__(self, temperature: float, mesh: Mesh, clock: Clock, ppo: PPOConfig = PPO):
-        self.mesh, compute, self.ppo = mesh, Compute(), ppo
-        with jax.set_mesh(self.mesh):
-            params = init_sharded(MODEL, jax.random.key(0), self.mesh)
-            scalar = init_sharded(MODEL, jax.random.key(1), self.mesh, "scalar", zero_head=False)
-            optimizer = OPTIMIZER
-            architecture, shared = Architecture(MODEL), (self.mesh, compute)
-            state = TrainState.create(jax.tree.map(jnp.copy, params), optimizer)
+    def __init__(
+        self,
+        temperature: float,
+        mesh: Mesh,
+        clock: Clock,
+        ppo: PPOConfig = PPO,
+        *,
+        sleep: SleepConfig | None = None,
+        prefetch: Prefetch | None = None,
+    ):
+        self.mesh, self.clock, self._prefetch, compute = mesh, clock, prefetch, Compute()
+        sleep = sleep or SleepConfig()
+
+        def shared(name: str) -> tuple[RolePlacement, Compute]:
+            return RolePlacement(CallPlacement(mesh), role=name, prefetch=prefetch), compute
+
+        with jax.set_mesh(mesh):
+            params = init_sharded(MODEL, jax.random.key(0), mesh)
+            scalar = init_sharded(MODEL, jax.random.key(1), mesh, "scalar", zero_head=False)
+            policy, value = Model(Architecture(MODEL), params), Model(Architecture(MODEL), scalar)
             sampling = SamplingConfig(max_new_tokens=RESPONSE, temperature=temperature, stop_ids=(1,))
-            self.actor = Actor(
-                Model(architecture, params), *shared, sampling=sampling, optimizer=optimizer, algorithm=ppo, clock=clock
+
+            def trained(name: str) -> Any:
+                offloader = offloader_of(name, sleep, clock)
+                return {"optimizer": OPTIMIZER, "algorithm": ppo, "clock": clock, "offloader": offloader}
+
+            self.actor = Actor(policy, *shared("actor"), sampling=sampling, **trained("actor"))
+            self.critic = Critic(value, *shared("critic"), **trained("critic"))
+            lengths = {"temperature": temperature, "responses": RESPONSE}
+            frozen = [model.holding(jax.tree.map(jnp.copy, model.params)) for model in (policy, value)]
+            reference, reward = (
+                stored(model, where) for model, where in zip(frozen, (sleep.reference, sleep.reward), strict=True)
             )
-            self.actor.state = state
-            self.critic = Critic(Model(architecture, scalar), *shared, optimizer=optimizer, algorithm=ppo, clock=clock)
-            self.critic.state = TrainState.create(scalar_from(scalar, keep_head=True), optimizer)
-            asked = {"temperature": temperature, "responses": RESPONSE}
-            self.reference = Reference(Model(architecture, params), *shared, **asked, clock=clock)
-            self.reward = Reward(Model(architecture, scalar), *shared, clock=clock)
-            roles = self.actor, self.critic, *shared
-            self.learner = FusedUpdate(*roles, optimizers=(optimizer, optimizer), algorithm=SINGLE, **asked)
+            self.reference = Reference(reference, *shared("reference"), **lengths, clock=clock)
+            self.reward = Reward(reward, *shared("reward"), clock=clock)
+            self.learner = FusedUpdate(self.actor, self.critic, *shared("learner"), algorithm=SINGLE, **lengths)
+            self.states = {"actor": self.actor.create(params), "critic": self.critic.create(scalar)}
         self.estimator = ExperienceMaker(ppo, Clock())
-        self.clock = clock
+
+    @property
+    def policy(self) -> Model:
+        """The actor's model with its present weights."""
+        return self.actor.bind(self.states["actor"]).model
 
     def iterate(self, step: int, *, shared_passes: bool = False):
         rng = np.random.default_rng(step)
         tokens = rng.integers(2, MODEL.vocab_size, (ROWS, PROMPT)).astype(np.int32)
         lengths = rng.integers(1, PROMPT + 1, ROWS).astype(np.int32)
         tokens[np.arange(PROMPT)[None, :] >= lengths[:, None]] = 0
+        actor, critic = self.actor.bind(self.states["actor"]), self.critic.bind(self.states["critic"])
+        learner = self.learner.bind(self.states)
+        if self._prefetch is not None:
+            roles = {"actor": actor, "critic": critic, "learner": learner}
+            self._prefetch.bind(roles | {"reference": self.reference, "reward": self.reward})
         with jax.set_mesh(self.mesh):
             prompts = (*put_rows((tokens, lengths), self.mesh), row_keys(key_for(0, "test", step), ROWS, self.mesh))
             batch, rewards = Batch(prompts, (), (), step), cast(Any, Scored(self.reward))
             if shared_passes:
-                return on_policy(self.actor, self.learner, self.reference, rewards, batch, 0.1)
-            return algorithms.ppo(self.actor, self.critic, self.reference, rewards, self.estimator, batch, 0.1)
+                made = on_policy(actor, learner, self.reference, rewards, batch, 0.1)
+                self.states = dict(learner.states)
+            else:
+                made = run_ppo(actor, critic, self.reference, rewards, self.estimator, batch, 0.1)
+                self.states = {"actor": actor.state, "critic": critic.state}
+        return made
 
 
 @pytest.fixture(scope="module", params=[0.5, pytest.param(0.9, marks=pytest.mark.full)])
@@ -100,7 +135,7 @@ def setup(request):
 
 def test_an_iteration_keeps_the_invariants(setup):
     frozen = setup.reference.model.fingerprint(), setup.reward.model.fingerprint()
-    before = setup.actor.model.fingerprint(), fingerprint_of((setup.critic.state.params,))
+    before = setup.policy.fingerprint(), fingerprint_of((setup.states["critic"].params,))
     assert before[0] == frozen[0] and before[1] == frozen[1]
 
     experience, metrics = setup.iterate(0)
@@ -112,9 +147,9 @@ def test_an_iteration_keeps_the_invariants(setup):
     np.testing.assert_allclose(np.asarray(experience.rewards).sum(1), kept, rtol=1e-5)
 
     assert (setup.reference.model.fingerprint(), setup.reward.model.fingerprint()) == frozen
-    assert setup.actor.model.fingerprint() != before[0]
-    assert fingerprint_of((setup.critic.state.params,)) != before[1]
-    assert setup.actor.state.step == 1
+    assert setup.policy.fingerprint() != before[0]
+    assert fingerprint_of((setup.states["critic"].params,)) != before[1]
+    assert setup.states["actor"].step == 1
 
     experience, _ = setup.iterate(1)
     assert jax.device_get(experience_metrics(experience))["objective/kl"] != 0.0
@@ -124,17 +159,17 @@ def test_an_iteration_keeps_the_invariants(setup):
     }
 
 
-@pytest.mark.parametrize("name, timed", [("critic", "values"), ("cost_critic", "cost_values")])
-def test_two_critics_are_timed_apart(name, timed):
-    critic: Any = object.__new__(Critic)
-    critic._name, critic.clock, critic._model = name, Clock(), Model(Architecture(MODEL), {})
-    critic.placement, critic._compute = RolePlacement.of(make_mesh(1, 4, 2)), Compute()
-    critic.offloader = Offloader(critic.clock)
-    critic.state = TrainState.create({}, OPTIMIZER)
-    critic._values = lambda *_: (0, 0)
-    critic._update = lambda state, *_: (state, {"critic/grad_norm": 1.0})
-    rows: Any = None
-    critic.values(SimpleNamespace(tokens=None, lengths=None))
+@pytest.mark.parametrize(
+    "kind, name, timed", [(Critic, "critic", "values"), (CostCritic, "cost_critic", "cost_values")]
+)
+def test_two_critics_are_timed_apart(kind, name, timed, monkeypatch):
+    monkeypatch.setattr(compiled, "score_values", lambda *_: lambda *_: (0, 0))
+    monkeypatch.setattr(compiled, "critic_step", lambda *_: lambda state, *_: (state, {"critic/grad_norm": 1.0}))
+    options: Any = {"optimizer": OPTIMIZER, "algorithm": PPO, "clock": Clock()}
+    critic = kind(Model(Architecture(MODEL), {}), make_mesh(1, 4, 2), Compute(), **options)
+    critic = critic.bind(TrainState.create({}, OPTIMIZER))
+    rows: Any = SimpleNamespace(tokens=None, lengths=None)
+    critic.values(rows)
     assert critic.update(rows) == {f"{name}/grad_norm": 1.0}
     assert set(critic.clock.take()) == {f"timing_s/{timed}", f"timing_s/update_{name}", "timing_s/step"}
 
@@ -145,13 +180,13 @@ def test_a_single_update_may_share_the_passes_that_made_its_experience():
     for shared_passes in (False, True):
         setup = Setup(0.9, make_mesh(1, 2, 2, devices=jax.devices()[:4]), Clock(), SINGLE)
         experience, metrics = setup.iterate(0, shared_passes=shared_passes)
-        ends.append(jax.device_get((experience, metrics, setup.actor.state, setup.critic.state)))
+        ends.append(jax.device_get((experience, metrics, setup.states)))
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5), *ends)
     assert "timing_s/update" in setup.clock.take()
 
 
 def test_the_generation_copy_lives_only_while_generating(setup):
-    policy = setup.actor.model
+    policy = setup.policy
     with jax.set_mesh(setup.mesh):
         # Waited for: on simulated devices no programs with collectives may run beside others.
         jax.block_until_ready(
@@ -174,21 +209,16 @@ def test_the_generation_copy_lives_only_while_generating(setup):
 
 @pytest.mark.full
 def test_calls_that_are_not_waited_for_give_the_same_bits():
-    setup = Setup(1.0, make_mesh(1, 1, 1, devices=jax.devices()[:1]), Clock())
-    states = setup.actor.state, setup.critic.state
-    start, places = jax.device_get(states), jax.tree.map(lambda leaf: leaf.sharding, states)
     ends = []
     for blocking in (True, False):
         clock = Clock(blocking=blocking)
-        for role in (setup.actor, setup.critic, setup.reference, setup.reward):
-            role.clock = clock
-        setup.actor.state, setup.critic.state = jax.device_put(start, places)
+        setup = Setup(1.0, make_mesh(1, 1, 1, devices=jax.devices()[:1]), clock)
         for step in range(2):
             clock.start()
             experience, metrics = setup.iterate(step)
             taken = clock.take()
             assert 0 < taken["timing_s/gen"] and sum(taken.values()) <= 2 * taken["timing_s/step"]
-        ends.append(fingerprint_of((setup.actor.state, setup.critic.state, experience, metrics)))
+        ends.append(fingerprint_of((setup.states, experience, metrics)))
     assert ends[0] == ends[1]
 
 
@@ -209,12 +239,12 @@ def test_an_adapter_and_the_base_that_is_its_reference_are_scored_in_one_pass():
         tokens, ends = put_rows((drawn, np.full(ROWS, PROMPT, np.int32)), mesh)
         rollout = Rollout(tokens, ends, ends, tokens * 0.0, ends > 0, jnp.zeros((), jnp.int32))
 
-        actor.state = TrainState.create(adapter, optax.sgd(0.1))
+        unbound, actor = actor, actor.bind(actor.create(adapter))
         old, ref = policy_logprobs(actor, reference, rollout)
         np.testing.assert_array_equal(old, ref)  # at step 0 the KL is 0, not nearly
         assert set(clock.take()) == {"timing_s/old_log_prob", "timing_s/step"}
 
-        actor.state = TrainState.create(jax.tree.map(lambda x: x + 0.3, adapter), optax.sgd(0.1))
+        actor = unbound.bind(actor.create(jax.tree.map(lambda x: x + 0.3, adapter)))
         old, ref = policy_logprobs(actor, reference, rollout)
         assert old is not None and ref is not None
         np.testing.assert_allclose(old, actor.logprobs(rollout), rtol=1e-5, atol=1e-5)

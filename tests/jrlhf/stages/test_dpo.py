@@ -15,17 +15,16 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from jrlhf.algorithms.registry import dpo_graph
 from jrlhf.config import Config, load_config
 from jrlhf.config.parse import build
 from jrlhf.data.batches import pad_rows, put_rows
 from jrlhf.errors import UserError
 from jrlhf.models.hf import load_hf
 from jrlhf.roles import compiled
-from jrlhf.roles.graph import trace
 from jrlhf.roles.model import Architecture
-from jrlhf.roles.roles import Reference
 from jrlhf.run.metrics import read_metrics
-from jrlhf.stages.dpo import PairActor, dpo, measured_of
+from jrlhf.stages.dpo import heldout_metrics
 from jrlhf.stages.setup import compute_of, load_task, select_mesh
 from jrlhf.train import cli, main
 
@@ -126,7 +125,7 @@ def test_adapters_learn_and_the_base_is_the_reference(tmp_path, settings, make_m
 
 
 def test_a_step_is_a_dataflow_of_two_calls():
-    graph = trace(dpo, {"actor": PairActor, "reference": Reference})
+    graph = dpo_graph()
     calls = [(call.name, call.inputs, call.outputs) for call in graph]
     assert calls == [("reference.logprobs", ("pairs",), ("ref",)), ("actor.update", ("pairs", "ref"), ("metrics",))]
 
@@ -210,13 +209,13 @@ def test_accuracy_is_of_the_pairs_that_can_be_told_apart():
         "rewards/margins": np.array([1.0, -1.0, 3.0, 1.0]),
         "dpo/loss": np.array([0.25, 1.25, 0.0, 0.5]),
     }
-    every = measured_of(terms, None)
+    every = heldout_metrics(terms, None)
     assert every == {"dpo/eval_loss": 0.5, "dpo/eval_margin": 1.0, "dpo/eval_accuracy": 0.75, "dpo/eval_pairs": 4}
-    some = measured_of(terms, np.array([True, True, False, False]))
+    some = heldout_metrics(terms, np.array([True, True, False, False]))
     assert (some["dpo/eval_accuracy"], some["dpo/eval_accuracy_with_close_pairs"], some["dpo/eval_pairs"]) == (
         0.5,
         0.75,
         2,
     )
-    none = measured_of(terms, np.zeros(4, bool))
+    none = heldout_metrics(terms, np.zeros(4, bool))
     assert "dpo/eval_accuracy" not in none and none["dpo/eval_pairs"] == 0 and np.isfinite(list(none.values())).all()

@@ -184,7 +184,7 @@ def test_a_run_goes_on_under_another_plan_from_the_same_bits(make, monkeypatch):
 
 
 def test_a_split_run_asleep_is_the_one_awake_and_keeps_its_own_reward_model_once(make, monkeypatch):
-    starts = rl._starts
+    starts = rl.initial_models
     kept = []
 
     def watched(context, policy, rewards, graph):
@@ -195,7 +195,7 @@ def test_a_split_run_asleep_is_the_one_awake_and_keeps_its_own_reward_model_once
         kept.append({device.id for leaf in jax.tree.leaves(rewards.trained.params) for device in leaf.devices()})
         return found
 
-    monkeypatch.setattr(rl, "_starts", watched)
+    monkeypatch.setattr(rl, "initial_models", watched)
     asleep = dict.fromkeys(("optimizer", "actor", "critic", "reference", "reward"), "host") | {"ahead": True}
     awake = run(make("awake", "ppo", "split", before=("reward_model",)))
     resting = run(make("asleep", "ppo", "split", before=("reward_model",), sleep=asleep))

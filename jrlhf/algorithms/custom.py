@@ -1,0 +1,80 @@
+"""A dataflow of the user's own: `dataflow` in a stage's section names a function in place of the shipped one.
+
+It takes the parameters of the stage's own dataflow, or some of them, and computes advantages of its own by
+`estimator.custom_experience`.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable
+
+from jrlhf.algorithms.roles import ROLES, known_facts
+from jrlhf.config.schema import Config
+from jrlhf.errors import UserError
+from jrlhf.meshes import Graph
+from jrlhf.rewards.user_code import UserCode, explain, load, resolve
+from jrlhf.roles.graph import Value, trace
+
+
+def custom_dataflow(config: Config, shipped: Callable) -> UserCode:
+    """Loads the function that the config names. Its parameters must be among those of the shipped dataflow."""
+    key, spec = _key(config), config.rl.dataflow
+    assert spec is not None
+    found = load(resolve(spec, key), key)
+    served = inspect.signature(shipped).parameters
+    for name, parameter in inspect.signature(found.function).parameters.items():
+        if name not in served or parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            raise UserError(
+                f"{key} has the parameter {parameter}, and stage {config.algorithm} gives {', '.join(served)}: name "
+                "only those"
+            )
+    return found
+
+
+def custom_graph(config: Config, dataflow: Callable, shipped: Callable) -> Graph:
+    """Traces a user's dataflow, and checks that it makes the calls on which the stage relies."""
+    try:
+        graph = trace(_returning_a_pair(dataflow), ROLES, known_facts(config), name=config.algorithm)
+    except Exception as error:
+        raise UserError(
+            f"{_key(config)} cannot be traced ({explain(error)}): let it only make calls of its roles and hand on what "
+            "they return, and give what computes with arrays to estimator.custom_experience"
+        ) from error
+    _check_calls(config, graph, shipped)
+    return graph
+
+
+def _key(config: Config) -> str:
+    return f"{config.algorithm}.dataflow={config.rl.dataflow}"
+
+
+def _returning_a_pair(dataflow: Callable) -> Callable:
+    @functools.wraps(dataflow)
+    def checked(**arguments):
+        returned = dataflow(**arguments)
+        if not (isinstance(returned, tuple) and [type(value) for value in returned] == [Value, Value]):
+            raise TypeError("it must return the experience and the metrics of the updates")
+
+    return checked
+
+
+def _check_calls(config: Config, graph: Graph, shipped: Callable) -> None:
+    """Refuses a graph without a call on which the stage relies, or with one call of a model made twice."""
+    key, calls, parameters = _key(config), [call.name for call in graph], inspect.signature(shipped).parameters
+    trained = [f"{role}.update" for role in ("actor", "critic", "cost_critic") if role in parameters]
+    for needed in (*trained, "reward.score", *(["pool.batch"] if "pool" in parameters else [])):
+        if needed not in calls:
+            raise UserError(
+                f"{key} does not call {needed}, which stage {graph.name} needs: call it, or name another stage"
+            )
+    if config.rl.algorithm.needs_reference and not {"reference.logprobs", "actor.logprobs_with_base"} & set(calls):
+        raise UserError(
+            f"{key} does not call reference.logprobs, and {graph.name}.algorithm.kl_coef="
+            f"{config.rl.algorithm.kl_coef:g}: call it, or set that to 0"
+        )
+    for call in graph:
+        method = call.name.partition(".")[2]
+        if call.kind != "compute" and not hasattr(ROLES[call.role], method):
+            raise UserError(
+                f"{key} calls {call.role}.{method.rpartition('_')[0]} more than once: a plan has one place for each"
+            )

@@ -1,0 +1,33 @@
+"""DAPO: `DAPOConfig`."""
+
+from jax import Array
+
+from jrlhf.algorithms.dynamic_sampling import DynamicSampler
+from jrlhf.ppo import Experience
+from jrlhf.rewards.mixture import Rewards
+from jrlhf.roles.actor import Actor, Reference, policy_logprobs
+from jrlhf.roles.experience import ExperienceMaker
+
+TITLES = {"dapo": "DAPO"}
+
+
+def dapo(
+    actor: Actor,
+    reference: Reference | None,
+    reward: Rewards,
+    pool: DynamicSampler,
+    estimator: ExperienceMaker,
+    kl_coef: float | Array,
+) -> tuple[Experience, dict[str, Array]]:
+    """GRPO on groups that can teach something: prompts are drawn until such groups fill a batch."""
+    kept = None
+    while pool.wants_more():
+        prompts = pool.draw()
+        rollout = actor.generate(prompts)
+        scores = reward.score(rollout, prompts)
+        kept = pool.keep(rollout, scores, prompts)
+    assert kept is not None, "the pool wants at least one round"
+    rollout, scores = pool.batch(kept)
+    old, ref = policy_logprobs(actor, reference, rollout)
+    experience = estimator.group_experience(rollout, scores, old, ref, kl_coef)
+    return experience, actor.update(experience)

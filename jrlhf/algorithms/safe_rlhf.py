@@ -1,0 +1,37 @@
+"""Safe RLHF: `SafeRLHFConfig`."""
+
+from jax import Array
+
+from jrlhf.data.batches import Batch
+from jrlhf.ppo import Experience
+from jrlhf.rewards.mixture import Rewards
+from jrlhf.roles.actor import Actor, Reference, policy_logprobs
+from jrlhf.roles.critic import CostCritic, Critic
+from jrlhf.roles.experience import Constraint, ExperienceMaker, Scored
+
+TITLES = {"safe_rlhf": "Safe RLHF"}
+
+
+def safe_rlhf(
+    actor: Actor,
+    critic: Critic,
+    cost_critic: CostCritic,
+    reference: Reference | None,
+    reward: Rewards,
+    cost: Rewards,
+    constraint: Constraint,
+    estimator: ExperienceMaker,
+    prompts: Batch,
+    kl_coef: float | Array,
+) -> tuple[Experience, dict[str, Array]]:
+    """PPO with a cost, which a Lagrange multiplier keeps below a limit."""
+    rollout = actor.generate(prompts)
+    scores = reward.score(rollout, prompts)
+    costs = cost.score(rollout, prompts)
+    old, ref = policy_logprobs(actor, reference, rollout)
+    values = critic.values(rollout)
+    cost_values = cost_critic.values(rollout)
+    multiplier = constraint.update(costs)
+    scored = Scored(rollout, scores, old, ref, kl_coef)
+    experience, cost_experience = estimator.safe_experience(scored, costs, values, cost_values, multiplier)
+    return experience, critic.update(experience) | cost_critic.update(cost_experience) | actor.update(experience)

@@ -1,0 +1,182 @@
+"""The policy and the frozen reference to which it is tied."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Self
+
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh
+from jaxtyping import Array, Float
+
+from jrlhf.data.batches import Batch
+from jrlhf.meshes import transfer
+from jrlhf.models import SamplingConfig, Schedule
+from jrlhf.models.params import Params
+from jrlhf.ppo import Experience, PairBatch, PolicyConfig, Rollout, SFTBatch, TrainState
+from jrlhf.roles import compiled
+from jrlhf.roles.compiled import Compute
+from jrlhf.roles.model import Model
+from jrlhf.roles.offloading import Offloader
+from jrlhf.roles.placement import RolePlacement, call
+from jrlhf.roles.role import Role, TrainedRole, responses
+from jrlhf.run.clock import Clock, timed
+
+
+class Actor(TrainedRole):
+    """The policy: trained in the layout TRAIN, generating in the layout GENERATE.
+
+    The copy of its weights for generation lives as long as a rollout. An adapter needs no copy: training and generation
+    use the same base.
+    """
+
+    texts: SFTBatch | None = None  # the batch that the next update imitates in addition, with ptx_coef
+
+    def __init__(
+        self,
+        model: Model,
+        where: Mesh | RolePlacement,
+        compute: Compute,
+        *,
+        sampling: SamplingConfig,
+        samples: int = 1,
+        schedule: Schedule | None = None,
+        optimizer: optax.GradientTransformation,
+        algorithm: PolicyConfig,
+        clock: Clock,
+        offloader: Offloader | None = None,
+    ):
+        super().__init__(model, where, compute, optimizer, clock, offloader)
+        self._algorithm = algorithm
+        mesh, greedy_mesh = self.placement["generate"].mesh, self.placement["generate_greedy"].mesh
+        self._generate = compiled.generate(self.architecture, mesh, compute, sampling, schedule, samples)
+        greedy = replace(sampling, temperature=0.0, top_k=None, top_p=None)
+        self._generate_greedy = compiled.generate(self.architecture, greedy_mesh, compute, greedy, schedule)
+        resolve = partial(self.placement.resolve, architecture=self.architecture, compute=compute)
+        temperature, longest = sampling.temperature, sampling.max_new_tokens
+        self._logprobs = compiled.score_logprobs(*resolve("logprobs"), temperature=temperature, span=longest)
+        if self.architecture.lora is not None:
+            with_base = resolve("logprobs_with_base")
+            self._logprobs_with_base = compiled.score_logprobs_with_base(
+                *with_base, temperature=temperature, span=longest
+            )
+        self._update = compiled.actor_step(
+            *resolve("update"), optimizer, algorithm, temperature=temperature, responses=longest
+        )
+
+    def bind(self, state: TrainState, texts: SFTBatch | None = None) -> Self:
+        """See `TrainedRole.bind`."""
+        bound = super().bind(state)
+        bound.texts = texts
+        return bound
+
+    @call("generate", "rollout")
+    def generate(self, prompts: Batch) -> Rollout:
+        """Samples responses to every prompt. The rows of one prompt follow one another."""
+        return self._sample(self._generate, self._switch("generate"), prompts, self.placement["generate"].mesh)
+
+    @call("generate", "greedy")
+    def generate_greedy(self, prompts: Batch) -> Rollout:
+        """The most likely response to every prompt, token by token."""
+        mesh = self.placement["generate_greedy"].mesh
+        return self._sample(self._generate_greedy, self._switch("generate_greedy"), prompts, mesh)
+
+    @timed("reshard")
+    def _switch(self, method: str) -> Params:
+        """The weights in the layout GENERATE. A copy that was made only to onload them is freed on the way."""
+        params = self.offloader.onload(self.state.params)
+        model, is_copy = self._model.holding(params), params is not self.state.params
+        return compiled.generation_weights(model, self.placement[method].mesh, self._compute, donate=is_copy)
+
+    @timed("gen")
+    def _sample(self, generate: Callable, weights: Params, prompts: Batch, mesh: Mesh) -> Rollout:
+        version, arrays = transfer((self.state.step, prompts.arrays), mesh)
+        generation = generate(weights, *arrays, *self._model.frozen)
+        return Rollout(
+            tokens=generation.tokens,
+            prompt_lengths=generation.prompt_lengths,
+            response_lengths=generation.response_lengths,
+            logprobs=generation.logprobs,
+            finished=generation.finished,
+            version=jnp.copy(version),  # `update` donates the state
+        )
+
+    def recomputes(self) -> bool:
+        """Whether the ratio's denominator is computed by `logprobs`, and not taken from the rollout."""
+        return self._algorithm.old_logprobs == "recompute"
+
+    @call("infer", "old")
+    @timed("old_log_prob")
+    def logprobs(self, rollout: Rollout) -> Float[Array, "B T"]:
+        """Log-probs of the responses' tokens under the present weights. Elsewhere they are undefined."""
+        logprobs, _ = self._logprobs(self._weights("logprobs"), *responses(rollout), *self._model.frozen)
+        return logprobs
+
+    @call("infer", "old", "ref")
+    @timed("old_log_prob")
+    def logprobs_with_base(self, rollout: Rollout) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
+        """An adapter's `logprobs`, and those of the base under it, in one pass."""
+        params = self.offloader.onload(self.state.params)
+        logprobs, _, base = self._logprobs_with_base(params, *responses(rollout), *self._model.frozen)
+        return logprobs, base
+
+    @call("train", "actor_metrics")
+    def update(self, experience: Experience) -> dict[str, Array]:
+        """Trains on one batch of experience."""
+        texts = () if self.texts is None else (self.texts,)
+        return self._train("update_actor", self._update, experience, *texts)
+
+
+class Reference(Role):
+    """The frozen policy to which the actor is tied.
+
+    responses: maximum response length; only response log-probs are computed. None: all tokens (preference pairs).
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        where: Mesh | RolePlacement,
+        compute: Compute,
+        *,
+        temperature: float,
+        responses: int | None,
+        clock: Clock,
+    ):
+        super().__init__(model, where, compute, clock)
+        self._reads_responses = responses is not None
+        resolved = self.placement.resolve("logprobs", model.architecture, compute)
+        self._logprobs = compiled.score_logprobs(*resolved, temperature=temperature, span=responses)
+
+    @call("infer", "ref")
+    @timed("ref")
+    def logprobs(self, rows: Rollout | PairBatch) -> Float[Array, "B T"]:
+        """Log-probs of the pairs' tokens, or of the responses' tokens; then those elsewhere are undefined."""
+        if self._reads_responses != isinstance(rows, Rollout):
+            of = "responses" if self._reads_responses else "pairs"
+            raise TypeError(f"a reference of {of} cannot read a {type(rows).__name__}")
+        tokens = responses(rows) if isinstance(rows, Rollout) else (rows.tokens, rows.lengths)
+        logprobs, _ = self._logprobs(self._weights("logprobs"), *tokens, *self._model.frozen)
+        return logprobs
+
+    def is_base_of(self, actor: Actor) -> bool:
+        """Whether the actor is an adapter on this very model, which then needs no pass of its own."""
+        return self.model.params is actor.model.base
+
+
+def policy_logprobs(
+    actor: Actor, reference: Reference | None, rollout: Rollout
+) -> tuple[Float[Array, "B T"] | None, Float[Array, "B T"] | None]:
+    """Log-probs [B, T] of a rollout's responses under actor and reference: in one pass where they share weights.
+
+    They are undefined elsewhere, and beyond data.max_response tokens of a response. The actor's are None if the
+    rollout's own serve, and the reference's if there is no reference.
+    """
+    if not actor.recomputes():
+        return None, None if reference is None else reference.logprobs(rollout)
+    if reference is None:
+        return actor.logprobs(rollout), None
+    if reference.is_base_of(actor):
+        return actor.logprobs_with_base(rollout)
+    return actor.logprobs(rollout), reference.logprobs(rollout)

@@ -1,0 +1,140 @@
+"""Roles with a scalar head: critics, reward models; and the fused update of actor and critic."""
+
+import copy
+from collections.abc import Mapping
+from functools import partial
+from typing import Self
+
+import optax
+from jax.sharding import Mesh
+from jaxtyping import Array, Float
+
+from jrlhf.meshes.graph import Kind
+from jrlhf.ppo import Experience, PolicyConfig, PPOConfig, Rollout, TrainState
+from jrlhf.roles import compiled
+from jrlhf.roles.actor import Actor
+from jrlhf.roles.compiled import Compute
+from jrlhf.roles.experience import align_to_tokens
+from jrlhf.roles.model import Model
+from jrlhf.roles.offloading import Offloader
+from jrlhf.roles.placement import RolePlacement, call
+from jrlhf.roles.role import Role, TrainedRole
+from jrlhf.run.clock import Clock, timed
+
+
+class Critic(TrainedRole):
+    """A value function of the reward. See `CostCritic` for that of the cost."""
+
+    timed_values, timed_update = "values", "update_critic"
+    metrics = "critic/"  # the prefix of its metrics
+
+    def __init__(
+        self,
+        model: Model,
+        where: Mesh | RolePlacement,
+        compute: Compute,
+        *,
+        optimizer: optax.GradientTransformation,
+        algorithm: PPOConfig,
+        clock: Clock,
+        offloader: Offloader | None = None,
+    ):
+        super().__init__(model, where, compute, optimizer, clock, offloader)
+        resolve = partial(self.placement.resolve, architecture=model.architecture, compute=compute)
+        self._values = compiled.score_values(*resolve("values"))
+        self._update = compiled.critic_step(*resolve("update"), optimizer, algorithm)
+
+    @call("infer", "{role}_values", "{role}_after")
+    def values(self, rollout: Rollout) -> tuple[Float[Array, "B T"], Float[Array, "B"]]:
+        """V before every token, and V after each row's last token, for rows that the length limit cut off."""
+
+        def values() -> tuple[Array, Array]:
+            return self._values(self._weights("values"), rollout.tokens, rollout.lengths, *self._model.frozen)
+
+        return self.clock.run(self.timed_values, values)
+
+    @call("train", "{role}_metrics")
+    def update(self, experience: Experience) -> dict[str, Array]:
+        """Trains on one batch of experience."""
+        metrics = self._train(self.timed_update, self._update, experience)
+        return {self.metrics + name.removeprefix("critic/"): value for name, value in metrics.items()}
+
+
+class CostCritic(Critic):
+    """A value function of the cost, with names of its own for its times and its metrics."""
+
+    timed_values, timed_update = "cost_values", "update_cost_critic"
+    metrics = "cost_critic/"
+
+
+class Reward(Role):
+    """A frozen reward model that reads the actor's tokens."""
+
+    @timed("reward")
+    def score(self, rollout: Rollout, method: str = "score") -> Float[Array, "B"]:
+        """The learned score of every row, read at its last token. method: the call of the rewards that asks for it."""
+        scores = compiled.score_sequences(*self.placement.resolve(method, self._model.architecture, self._compute))
+        return scores(self._weights(method), rollout.tokens, rollout.lengths, *self._model.frozen)
+
+
+class FusedUpdate:
+    """Trains actor and critic, if there is one, by one program, which also makes the experience.
+
+    It serves algorithms that update once per batch.
+    """
+
+    states: Mapping[str, TrainState]  # by role, of a bound update; `update` replaces them
+
+    def __init__(
+        self,
+        actor: Actor,
+        critic: Critic | None,
+        where: Mesh | RolePlacement,
+        compute: Compute,
+        *,
+        algorithm: PolicyConfig,
+        temperature: float,
+        responses: int,
+    ):
+        self._trained: dict[str, Actor | Critic] = {"actor": actor}
+        self.clock, self.placement = actor.clock, RolePlacement.of(where)
+        _, mesh, compute = self.placement.resolve("update", actor.architecture, compute)
+        if critic is None:
+            step = partial(compiled.on_policy_actor_step, actor.architecture, mesh, compute, actor.optimizer, algorithm)
+        else:
+            assert isinstance(algorithm, PPOConfig)
+            self._trained["critic"] = critic
+            optimizers = actor.optimizer, critic.optimizer
+            models = actor.architecture, critic.architecture
+            step = partial(compiled.on_policy_step, *models, mesh, compute, optimizers, algorithm)
+        self._update = step(temperature=temperature, responses=responses)
+
+    def bind(self, states: Mapping[str, TrainState]) -> Self:
+        """This update with the states of an iteration, by role. They are used up; `.states` are the present ones."""
+        bound = copy.copy(self)
+        bound.states = {name: states[name] for name in self._trained}
+        return bound
+
+    @call("train", "experience", "metrics")
+    def update(
+        self, rollout: Rollout, scores: Array, ref: Array | None, kl_coef: float | Array
+    ) -> tuple[Experience, dict[str, Array]]:
+        """The experience of a rollout, and the metrics of the models trained on it."""
+        self.states = {name: role.offloader.consume(self.states[name]) for name, role in self._trained.items()}
+        experience, metrics = self._train(rollout, scores, ref, kl_coef)
+        self.states = {name: role.offloader.offload(self.states[name]) for name, role in self._trained.items()}
+        return experience, metrics
+
+    @timed("update")
+    def _train(
+        self, rollout: Rollout, scores: Array, ref: Array | None, kl_coef: float | Array
+    ) -> tuple[Experience, dict[str, Array]]:
+        scores = align_to_tokens(rollout, scores)
+        *states, experience, metrics = self._update(*self.states.values(), rollout, scores, ref, kl_coef)
+        self.states = dict(zip(self._trained, states, strict=True))
+        return experience, metrics
+
+    def prefetch(self, kind: Kind) -> None:
+        """Starts bringing the offloaded states."""
+        for name, role in self._trained.items():
+            role.offloader.prefetch(self.states[name])

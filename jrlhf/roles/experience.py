@@ -1,0 +1,151 @@
+"""The arithmetic between the models: from a rollout and its scores to experience, and the multiplier of a cost."""
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jrlhf.ppo import (
+    Experience,
+    MultiplierState,
+    PolicyConfig,
+    Rollout,
+    SafeRLHFConfig,
+    align_scores,
+    make_custom_experience,
+    make_experience,
+    make_group_experience,
+    make_return_experience,
+    make_safe_experience,
+    update_multiplier,
+)
+from jrlhf.roles.placement import RolePlacement, call
+from jrlhf.run.clock import Clock, timed
+
+Values = tuple[Float[Array, "B T"], Float[Array, "B"]]  # V before every token, and V after each row's last token
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Scored:
+    """A rollout with what rewards and policies make of it.
+
+    old, ref: log-probs under the actor and the reference; None: as in `policy_logprobs`.
+    """
+
+    rollout: Rollout
+    scores: Float[Array, "B"] | Float[Array, "B R"]
+    old: Float[Array, "B T"] | None
+    ref: Float[Array, "B T"] | None
+    kl_coef: float | Float[Array, ""]
+
+
+class ExperienceMaker:
+    """Makes experience: computes advantages by the algorithm's numbers."""
+
+    def __init__(self, algorithm: PolicyConfig, clock: Clock, placement: RolePlacement | None = None):
+        self.clock, self.placement = clock, placement
+        self._jitted = {
+            make: jax.jit(partial(_of_aligned, make, config=algorithm))
+            for make in (make_experience, make_group_experience, make_return_experience, make_safe_experience)
+        }
+        custom = partial(_of_aligned, make_custom_experience, config=algorithm)
+        self._custom = jax.jit(custom, static_argnames="advantages")
+
+    @call("compute", "experience")
+    @timed("adv")
+    def experience(self, rollout: Rollout, scores, old, ref, values, after, kl_coef) -> Experience:
+        """Advantages by GAE."""
+        make = self._jitted[make_experience]
+        return make(rollout, scores, old, ref, values, kl_coef=kl_coef, bootstrap_values=after)
+
+    @call("compute", "experience")
+    @timed("adv")
+    def group_experience(self, rollout: Rollout, scores, old, ref, kl_coef) -> Experience:
+        """Advantages among the responses to one prompt."""
+        return self._jitted[make_group_experience](rollout, scores, old, ref, kl_coef=kl_coef)
+
+    @call("compute", "experience")
+    @timed("adv")
+    def return_experience(self, rollout: Rollout, scores, old, ref, kl_coef, baselines=None) -> Experience:
+        """Returns of tokens, minus a baseline of the prompt."""
+        baselines = None if baselines is None else _sum_rows(baselines)
+        return self._jitted[make_return_experience](rollout, scores, old, ref, baselines, kl_coef=kl_coef)
+
+    @call("compute", "experience")
+    @timed("adv")
+    def custom_experience(
+        self, advantages: Callable[..., Any], rollout: Rollout, scores, old, ref, kl_coef, *others
+    ) -> Experience:
+        """Advantages by a function of the experience so far, the algorithm's numbers and `others`, which is jitted.
+
+        advantages: as in `make_custom_experience`; the same object in every iteration, or it is compiled anew.
+        """
+        return self._custom(rollout, scores, old, ref, *others, advantages=advantages, kl_coef=kl_coef)
+
+    @call("compute", "experience", "cost_experience")
+    @timed("adv")
+    def safe_experience(
+        self, scored: Scored, costs: Array, values: Values, cost_values: Values, multiplier: Float[Array, ""]
+    ) -> tuple[Experience, Experience]:
+        """Advantages of reward and cost, weighted by the multiplier; and the cost critic's experience."""
+        return self._jitted[make_safe_experience](
+            scored.rollout,
+            scored.scores,
+            align_to_tokens(scored.rollout, costs),
+            scored.old,
+            scored.ref,
+            values[0],
+            cost_values[0],
+            kl_coef=scored.kl_coef,
+            multiplier=multiplier,
+            bootstrap_values=values[1],
+            cost_bootstrap_values=cost_values[1],
+        )
+
+
+class Constraint:
+    """The Lagrange multiplier that keeps the mean cost below its limit."""
+
+    state: MultiplierState  # of a bound constraint; `update` replaces it
+
+    def __init__(self, algorithm: SafeRLHFConfig, clock: Clock, placement: RolePlacement | None = None):
+        self.clock, self.placement = clock, placement
+        self._update = jax.jit(partial(update_multiplier, config=algorithm))
+
+    def bind(self, state: MultiplierState) -> Self:
+        """This constraint with the state of an iteration."""
+        bound = copy.copy(self)
+        bound.state = state
+        return bound
+
+    @call("compute", "multiplier")
+    @timed("adv")
+    def update(self, costs: Float[Array, "B"] | Float[Array, "B R"]) -> Float[Array, ""]:
+        """The multiplier after an iteration's costs."""
+        self.state = self._update(self.state, _sum_rows(costs))
+        return self.state.value
+
+
+@jax.jit
+def align_to_tokens(rollout: Rollout, scores: Array) -> Array:
+    """Scatters response-token scores `[B, R]` into sequence positions `[B, T]`; row scores `[B]` pass through."""
+    if scores.ndim == 1:
+        return scores
+    return align_scores(scores, rollout.prompt_lengths, rollout.tokens.shape[1])
+
+
+def _of_aligned(make: Callable, rollout: Rollout, scores: Array, *others: Any, **options: Any) -> Any:
+    """`make` of scores as the rewards give them."""
+    return make(rollout, align_to_tokens(rollout, scores), *others, **options)
+
+
+@jax.jit
+def _sum_rows(scores: Float[Array, "B"] | Float[Array, "B R"]) -> Float[Array, "B"]:
+    """One number per row: the sum of its tokens' scores."""
+    return scores if scores.ndim == 1 else jnp.sum(scores, axis=1)

@@ -1,0 +1,46 @@
+"""The policy that learns from preference pairs. It generates nothing."""
+
+import jax
+import optax
+from jax.sharding import Mesh
+from jaxtyping import Array, Float
+
+from jrlhf.ppo import DPOConfig, PairBatch, make_dpo_step, with_reference
+from jrlhf.roles import compiled
+from jrlhf.roles.compiled import Compute
+from jrlhf.roles.model import Model
+from jrlhf.roles.placement import call
+from jrlhf.roles.role import TrainedRole
+from jrlhf.run.clock import Clock
+
+
+class PairActor(TrainedRole):
+    """The policy of DPO."""
+
+    def __init__(
+        self,
+        model: Model,
+        mesh: Mesh,
+        compute: Compute,
+        *,
+        optimizer: optax.GradientTransformation,
+        algorithm: DPOConfig,
+        clock: Clock,
+    ):
+        super().__init__(model, mesh, compute, optimizer, clock)
+        self._logprobs = compiled.score_logprobs(self.architecture, mesh, compute, temperature=1.0)
+        logprobs = compiled.train_logprobs(self.architecture, mesh, compute)
+        self._update = make_dpo_step(logprobs, optimizer, algorithm)
+
+    def logprobs(self, pairs: PairBatch) -> Float[Array, "2*B T"]:
+        """Log-probs of the pairs' tokens under the present weights, to be measured."""
+        logprobs, _ = self._logprobs(self.state.params, pairs.tokens, pairs.lengths, *self._model.frozen)
+        return logprobs
+
+    @call("train", "metrics")
+    def update(self, pairs: PairBatch, ref: Float[Array, "2*B T"]) -> dict[str, Array]:
+        """Trains on one batch of pairs, given the reference's log-probs of their tokens."""
+        return self._train("update_actor", self._update, add_reference(pairs, ref))
+
+
+add_reference = jax.jit(with_reference)
