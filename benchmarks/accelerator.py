@@ -31,8 +31,8 @@ from benchmarks.parts import TERA, Ceilings, Row
 from benchmarks.records import hardware, joined, path_for, provenance, write
 from jrlhf.kernels.logprob.api import Implementation
 from jrlhf.meshes import make_mesh
+from jrlhf.meshes.hardware import peak_of
 from jrlhf.meshes.mesh import Device
-from jrlhf.meshes.peaks import peak_of
 from jrlhf.models import PRESETS, ModelConfig
 from jrlhf.models.remat import REMATS, Remat
 

@@ -55,8 +55,7 @@ from jrlhf.config.check import mesh_sizes, validate
 from jrlhf.config.schema import MeshConfig
 from jrlhf.data.batches import row_sharding
 from jrlhf.errors import UserError
-from jrlhf.meshes import AXES, GENERATE, collective_traffic, loops, lower_reshard, make_mesh
-from jrlhf.meshes.hlo import Traffic
+from jrlhf.meshes import AXES, GENERATE, make_mesh
 from jrlhf.models import ModelConfig, SamplingConfig, make_generate, param_shardings
 from jrlhf.planning.fit import memory_of
 from jrlhf.ppo import Experience
@@ -66,6 +65,8 @@ from jrlhf.roles.initial import adamw
 from jrlhf.roles.model import Architecture
 from jrlhf.stages.graphs import stage_graph
 from jrlhf.stages.setup import architectures, compute_of
+from tests.support.hlo import Traffic, collective_traffic, loops
+from tests.support.reshard import lower_reshard
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from jrlhf.data.batches import Batch, key_for, put_rows, row_keys
 from jrlhf.kernels.logprob import token_logprobs, token_sums
 from jrlhf.kernels.logprob.api import Implementation
 from jrlhf.meshes import GENERATE, SCORE, TRAIN, reshard
-from jrlhf.meshes.peaks import Peak
+from jrlhf.meshes.hardware import Peak
 from jrlhf.models import (
     Generation,
     ModelConfig,

@@ -1,4 +1,4 @@
-"""The price of a reshard in bytes a device, from sharding arithmetic alone."""
+"""The cost of a reshard in bytes a device, from sharding arithmetic alone."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from typing import Any
 from jax.sharding import Sharding
 from jax.typing import DTypeLike
 
-from jrlhf.meshes.moves import pair
+from jrlhf.meshes.reshard import pair
 
 Box = tuple[tuple[int, int], ...]  # [start, stop) of each dimension
 
@@ -17,9 +17,9 @@ Box = tuple[tuple[int, int], ...]  # [start, stop) of each dimension
 class ReshardCost:
     """Bytes by device id.
 
-    received: what the device must be sent, since its new shard has it and its old one had not: |new| - |old and new|.
-    redundant: what the device holds and its new shard does not use: |old| - |old and new|. While both arrays live, a
-        device holds |new| + redundant bytes at least; it is 0 where a shard only grows (HybridFlow, arXiv 2409.19256,
+    received: bytes sent to the device: in its new shard and not in its old one, |new| - |old and new|.
+    redundant: bytes of the old shard that the new one does not use: |old| - |old and new|. While both arrays live, a
+        device holds at least |new| + redundant bytes; it is 0 where a shard only grows (HybridFlow, arXiv 2409.19256,
         table 2).
     """
 
@@ -31,12 +31,12 @@ class ReshardCost:
 
 
 def reshard_cost(shape: tuple[int, ...], itemsize: int, src: Sharding, dst: Sharding) -> ReshardCost:
-    """The price of moving one array of `itemsize` bytes an element from `src` to `dst`, on the devices of both."""
+    """The cost of moving one array of `itemsize` bytes an element from `src` to `dst`, on the devices of both."""
     return _cost(itemsize, _boxes(src, shape), [_boxes(dst, shape)])
 
 
 def tree_reshard_cost(tree: Any, shardings: Any, *, dtype: DTypeLike | None = None) -> ReshardCost:
-    """The price of `reshard(tree, shardings, dtype=dtype)`: the sum over its arrays, in bytes of what travels.
+    """The cost of `reshard(tree, shardings, dtype=dtype)`: the sum over its arrays, in the dtype that travels.
 
     `tree` may hold `jax.ShapeDtypeStruct`s with shardings.
     """
@@ -65,9 +65,9 @@ def _cost(itemsize: int, source: dict[int, Box], targets: list[dict[int, Box]]) 
     for device in sorted(source.keys() | targets[0].keys()):
         old = source.get(device)
         new = [boxes[device] for boxes in targets if device in boxes]
-        kept = sum(_overlap(old, box) for box in new) if old is not None else 0
-        received[device] = itemsize * (sum(map(_volume, new)) - kept)
-        redundant[device] = itemsize * ((0 if old is None else _volume(old)) - kept)
+        common = sum(_overlap(old, box) for box in new) if old is not None else 0
+        received[device] = itemsize * (sum(map(_volume, new)) - common)
+        redundant[device] = itemsize * ((0 if old is None else _volume(old)) - common)
     return ReshardCost(received, redundant)
 
 

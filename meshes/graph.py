@@ -1,4 +1,4 @@
-"""Calls and what they hand to each other, as data: what a plan is made for. What a call computes is not its matter."""
+"""The calls of an algorithm and the values that they pass to each other, as plain data."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -28,13 +28,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Graph:
-    """The calls of one iteration of an algorithm.
-
-    inputs: values that it is given.
-
-    Raises:
-        ValueError: two calls of one name, a value that is produced twice or never, or calls that wait for each other.
-    """
+    """The calls of one iteration of an algorithm. inputs: the values that it starts from."""
 
     name: str
     inputs: tuple[str, ...]
@@ -66,7 +60,7 @@ class Graph:
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """The roles that have calls, in the order of their first."""
+        """The roles that have calls, in the order of their first calls."""
         return tuple(dict.fromkeys(call.role for call in self.calls))
 
     def before(self, call: Call) -> tuple[Call, ...]:
@@ -74,7 +68,7 @@ class Graph:
         return tuple(other for other in self.calls if set(other.outputs) & set(call.inputs))
 
     def levels(self) -> tuple[tuple[Call, ...], ...]:
-        """The calls in groups, each of which needs only what earlier groups produce: calls of a group may overlap."""
+        """The calls in groups that need only values of earlier groups: calls of one group may overlap."""
         order, levels = self._order(), []
         while order.is_active():
             ready = order.get_ready()

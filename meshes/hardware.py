@@ -1,27 +1,78 @@
-"""What clusters are made of: devices with their memory and rates, and the links between them."""
+"""Accelerators: memory, peak rates and links of each device, and the clusters that are made of them."""
 
 import re
 from dataclasses import dataclass
 from difflib import get_close_matches
+from typing import Any
+
+import jax.numpy as jnp
 
 from jrlhf.meshes.mesh import Device
-from jrlhf.meshes.peaks import PEAKS
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Peak rates of one device: the denominators of utilisation.
+
+    memory: bytes a second. bfloat16, float32: dense operations a second, without sparsity. float32 is the rate of a
+    matrix product as JAX computes it by default: TF32 on NVIDIA GPUs from Ampere on, one bfloat16 product on TPUs.
+    hardware: the entry of `HARDWARE` for clusters of this device, "" without one.
+    """
+
+    memory: float
+    bfloat16: float
+    float32: float
+    hardware: str = ""
+
+    def operations(self, dtype: Any) -> float:
+        """Operations a second of products of this dtype."""
+        return self.bfloat16 if jnp.dtype(dtype) == jnp.bfloat16 else self.float32
+
+
+# By `device_kind`, from the makers' data sheets. A rate that a sheet states only with sparsity is halved.
+PEAKS = {
+    "NVIDIA B200": Peak(8.0e12, 2250e12, 1125e12, "b200"),
+    "NVIDIA H200": Peak(4.8e12, 989e12, 494e12, "h200"),
+    "NVIDIA H100 80GB HBM3": Peak(3.35e12, 989e12, 494e12, "h100"),
+    "NVIDIA H100 NVL": Peak(3.9e12, 835e12, 417e12),
+    "NVIDIA H100 PCIe": Peak(2.0e12, 756e12, 378e12),
+    "NVIDIA A100-SXM4-80GB": Peak(2.039e12, 312e12, 156e12, "a100"),
+    "NVIDIA A100-SXM4-40GB": Peak(1.555e12, 312e12, 156e12),
+    "NVIDIA A100 80GB PCIe": Peak(1.935e12, 312e12, 156e12),
+    "NVIDIA A100-PCIE-40GB": Peak(1.555e12, 312e12, 156e12),
+    "NVIDIA L40S": Peak(0.864e12, 362e12, 183e12),
+    "NVIDIA L4": Peak(0.3e12, 121e12, 60e12),
+    "Tesla T4": Peak(0.32e12, 8.1e12, 8.1e12),  # has no bfloat16 units
+    "TPU v4": Peak(1.228e12, 275e12, 275e12),
+    "TPU v5 lite": Peak(0.819e12, 197e12, 197e12, "v5e"),
+    "TPU v5e": Peak(0.819e12, 197e12, 197e12, "v5e"),
+    "TPU v5": Peak(2.765e12, 459e12, 459e12, "v5p"),
+    "TPU v5p": Peak(2.765e12, 459e12, 459e12, "v5p"),
+    "TPU v6 lite": Peak(1.64e12, 918e12, 918e12, "v6e"),
+    "TPU v6e": Peak(1.64e12, 918e12, 918e12, "v6e"),
+}
+
+
+def peak_of(device: Device) -> Peak | None:
+    """The peak rates of a device, None where they are not known."""
+    return PEAKS.get(device.device_kind)
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """One device and its links. Rates are the makers'; what of them is reached is in the fractions.
+    """One device and its links. Rates are the makers'; the fractions say how much of them programs reach.
 
     memory: bytes of a device. bandwidth: of that memory, bytes a second.
-    bfloat16, float32: dense operations a second, as in `meshes.peaks`.
+    bfloat16, float32: dense operations a second, as in `Peak`.
     node: devices that share the fast link: one host's, or a whole slice's on TPUs.
     link, network: bytes a second that a device sends to others of its node, to other nodes.
     host: bytes a second between a device and its host's memory.
-    infer, train: of the operations, what matrix products of whole sequences reach, forward and in training. decode: of
-        the bandwidth, what decoding does.
+    infer, train: fraction of the operations that matrix products of whole sequences reach, forward and in training.
+    decode: fraction of the bandwidth that decoding reaches.
     launch: seconds of a layer beyond its bytes and operations. latency: of a collective beyond its bytes.
     per_host: devices of a host, which one process has.
-    collective: of links and network, what collectives reach. stream: of the bandwidth, what elementwise work does.
+    collective: fraction of links and network that collectives reach. stream: fraction of the bandwidth that elementwise
+        work reaches.
     """
 
     name: str
@@ -52,42 +103,41 @@ class Cluster:
 
     @property
     def node(self) -> int:
-        """Devices of a node, as far as there are."""
+        """Devices of a node, or of the whole cluster where it is smaller."""
         return min(self.hardware.node, self.devices)
 
     @property
     def hosts(self) -> int:
-        """Their number."""
+        """Number of hosts."""
         return -(-self.devices // self.hardware.per_host)
 
 
-def _gpu(kind: str, name: str, memory: float, link: float, network: float, host: float) -> Hardware:
+def _gpu(name: str, memory: float, link: float, network: float, host: float) -> Hardware:
     """An NVIDIA node of eight.
 
-    The fractions and `launch` are those of this program on an H200 (benchmarks/NOTES.md): products ran at 771 of 989
-    TFLOP/s in training, a copy at 4.17 of 4.8 TB/s; decode steps fit 15 us a layer and 0.6 of the bandwidth, counting
-    the bytes that are needed. Other GPUs are taken to be like it, and collectives to reach three quarters of the link,
-    as NCCL's bus bandwidth does at large messages; 20 us is what its small all-reduces in a node take.
+    The fractions and `launch` were measured with this program on an H200 (benchmarks/NOTES.md): products ran at 771 of
+    989 TFLOP/s in training, a copy at 4.17 of 4.8 TB/s; decode steps fit 15 us a layer and 0.6 of the bandwidth,
+    counting the bytes that are needed. Other GPUs are assumed to be like it. Collectives are assumed to reach three
+    quarters of the link, as NCCL's bus bandwidth does at large messages; 20 us is what its small all-reduces in a node
+    take.
     """
-    peak = PEAKS[kind]
-    rates = peak.memory, peak.bfloat16, peak.float32
-    return Hardware(
-        name, memory, *rates, 8, link, network, host, infer=0.78, train=0.78, decode=0.6, launch=15e-6, latency=20e-6
-    )
+    fractions = {"infer": 0.78, "train": 0.78, "decode": 0.6}
+    return Hardware(name, memory, *_rates(name), 8, link, network, host, **fractions, launch=15e-6, latency=20e-6)
 
 
-def _tpu(kind: str, memory: float, node: int, link: float, network: float, host: float, per_host: int = 8) -> Hardware:
-    """A TPU slice. Its program is one queue of compiled operations: nothing is launched from the host in between.
+def _tpu(name: str, memory: float, node: int, link: float, network: float, host: float, per_host: int = 8) -> Hardware:
+    """A TPU slice. Its program is one queue of compiled operations: the host launches nothing in between.
 
-    The fractions are not measured here: GPUs', but for products, of which public training runs (MaxText) reach 0.6 to
-    0.7 of the peak as a whole.
+    The fractions are not measured here: they are those of GPUs, except for products, of which public training runs
+    (MaxText) reach 0.6 to 0.7 of the peak as a whole.
     """
-    peak = PEAKS[f"TPU {kind}"]
-    rates = peak.memory, peak.bfloat16, peak.float32
-    fractions = {"infer": 0.8, "train": 0.8, "decode": 0.6}
-    return Hardware(
-        kind, memory, *rates, node, link, network, host, **fractions, launch=4e-6, latency=4e-6, per_host=per_host
-    )
+    rest = {"infer": 0.8, "train": 0.8, "decode": 0.6, "launch": 4e-6, "latency": 4e-6, "per_host": per_host}
+    return Hardware(name, memory, *_rates(name), node, link, network, host, **rest)
+
+
+def _rates(name: str) -> tuple[float, float, float]:
+    peak = next(peak for peak in PEAKS.values() if peak.hardware == name)
+    return peak.memory, peak.bfloat16, peak.float32
 
 
 # memory: what the device reports as usable. GPUs: data sheets of A100, H100, H200 and B200 SXM, whose NVLink figures
@@ -98,10 +148,10 @@ def _tpu(kind: str, memory: float, node: int, link: float, network: float, host:
 HARDWARE: dict[str, Hardware] = {
     hardware.name: hardware
     for hardware in (
-        _gpu("NVIDIA A100-SXM4-80GB", "a100", 84_987_740_160, 300e9, 25e9, 32e9),
-        _gpu("NVIDIA H100 80GB HBM3", "h100", 84_942_979_072, 450e9, 50e9, 64e9),
-        _gpu("NVIDIA H200", "h200", 151_397_597_184, 450e9, 50e9, 64e9),
-        _gpu("NVIDIA B200", "b200", 191_500_000_000, 900e9, 50e9, 64e9),
+        _gpu("a100", 84_987_740_160, 300e9, 25e9, 32e9),
+        _gpu("h100", 84_942_979_072, 450e9, 50e9, 64e9),
+        _gpu("h200", 151_397_597_184, 450e9, 50e9, 64e9),
+        _gpu("b200", 191_500_000_000, 900e9, 50e9, 64e9),
         _tpu("v5e", 15.75 * 2**30, 256, 90e9, 3.125e9, 16e9),
         _tpu("v5p", 95.74 * 2**30, 8960, 180e9, 6.25e9, 16e9, per_host=4),
         _tpu("v6e", 31.25 * 2**30, 256, 180e9, 12.5e9, 32e9),
@@ -111,31 +161,25 @@ HARDWARE: dict[str, Hardware] = {
 # A v5p's name counts TensorCores, two of which are one device.
 _CORES = {"v5p": 2}
 _MOST = 2**14  # GPUs of a cluster
-_KINDS = {"NVIDIA A100-SXM4-80GB": "a100", "NVIDIA H100 80GB HBM3": "h100", "NVIDIA H200": "h200"} | {
-    "NVIDIA B200": "b200",
-    **{f"TPU {name}": "v5e" for name in ("v5e", "v5 lite")},
-    **{f"TPU {name}": "v5p" for name in ("v5p", "v5")},
-    **{f"TPU {name}": "v6e" for name in ("v6e", "v6 lite")},
-}
 
 
 def hardware_of(device: Device) -> Hardware | None:
     """The hardware of a device, None where it is not known."""
-    return HARDWARE.get(_KINDS.get(device.device_kind, ""))
+    peak = peak_of(device)
+    return None if peak is None else HARDWARE.get(peak.hardware)
 
 
 def cluster(text: str) -> Cluster:
     """The cluster of a name: `16xh100` is sixteen GPUs in nodes of eight, `v5p-512` a TPU slice as Google names it.
 
-    Raises:
-        ValueError: one sentence: there is no such hardware, or it does not come in that number; with the nearest.
+    Raises ValueError, one sentence with the nearest valid name, where there is no such hardware or number of devices.
     """
     gpu, tpu = re.fullmatch(r"(\d+)x([a-z]\w*)", text.lower()), re.fullmatch(r"(v\d\w*)-(\d+)", text.lower())
     if gpu is None and tpu is None:
         raise ValueError(f"cluster={text} must be a number and a GPU such as 16xh100, or a TPU slice such as v5p-512")
     name, count = (gpu[2], int(gpu[1])) if gpu is not None else (tpu[1], int(tpu[2])) if tpu is not None else ("", 0)
     sliced = tpu is not None
-    names = [each for each in HARDWARE if each.startswith("v") == sliced]
+    names = [known for known in HARDWARE if known.startswith("v") == sliced]
     if name not in names:
         if name in HARDWARE:
             raise ValueError(
@@ -159,12 +203,12 @@ def cluster(text: str) -> Cluster:
 
 
 def _whole_nodes(hardware: Hardware, count: int) -> list[int]:
-    """Numbers of devices near `count` that are whole nodes, or a part of one."""
+    """Valid numbers of devices near `count`: whole nodes, or a part of one."""
     whole = min(count, _MOST - hardware.node) // hardware.node * hardware.node
     return [1, 2, 4, hardware.node, *(size for size in (whole, whole + hardware.node) if size > 0)]
 
 
 def _slices(hardware: Hardware, cores: int) -> list[int]:
-    """What Google's names count: at least a host's four chips, and not more than a pod has."""
+    """The numbers in Google's names of slices: from the four chips of a host up to a whole pod."""
     sizes = [chips * cores for chips in (2**power for power in range(2, 14)) if chips <= hardware.node]
     return sizes if cores > 1 else [1, *sizes]

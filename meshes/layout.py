@@ -26,8 +26,7 @@ class ShardingRules:
     def spec(self, logical_axes: tuple[str | None, ...]) -> P:
         """The PartitionSpec of an array whose dimensions carry these logical axes.
 
-        Raises:
-            ValueError: an unknown logical axis, or two dimensions on one mesh axis.
+        Raises ValueError for an unknown logical axis, or two dimensions on one mesh axis.
         """
         known = {field.name for field in fields(self)}
         for axis in logical_axes:
@@ -44,8 +43,8 @@ class ShardingRules:
 class Layout:
     """How one call sees a model.
 
-    storage: where each weight lives between calls.
-    compute: what a device holds while it computes with the weight. It is `storage` with mesh axes dropped, never moved:
+    storage: how each weight is divided between calls.
+    compute: how it is divided while a device computes with it. It is `storage` with mesh axes dropped, never moved:
         the dropped axes are all-gathered at the place of use, and their gradient is reduce-scattered back.
     batch: the mesh axes over which the batch's rows are divided.
     """
@@ -65,7 +64,7 @@ class Layout:
         return P(self.batch)
 
     def sharding(self, mesh: Mesh, logical_axes: tuple[str | None, ...]) -> NamedSharding:
-        """Where a weight with these logical axes is stored on `mesh`."""
+        """The storage of a weight with these logical axes on `mesh`."""
         return NamedSharding(mesh, self.storage.spec(logical_axes))
 
 
@@ -87,23 +86,22 @@ def axis_names(entry: MeshAxes) -> tuple[str, ...]:
 
 
 def dropped_axes(storage: P, compute: P, rank: int) -> list[tuple[str, ...]]:
-    """For every dimension the mesh axes that are in `storage` and not in `compute`.
+    """For every dimension, the mesh axes that are in `storage` and not in `compute`.
 
-    Raises:
-        ValueError: `compute` is not `storage` with trailing axes of each dimension dropped.
+    Raises ValueError if `compute` is not `storage` with trailing axes of each dimension dropped.
     """
     dropped = []
     for dim in range(rank):
         stored = axis_names(storage[dim] if dim < len(storage) else None)
-        kept = axis_names(compute[dim] if dim < len(compute) else None)
-        if stored[: len(kept)] != kept:
+        computed = axis_names(compute[dim] if dim < len(compute) else None)
+        if stored[: len(computed)] != computed:
             raise ValueError(f"compute spec {compute} moves axes of storage spec {storage}: it may only drop them")
-        dropped.append(stored[len(kept) :])
+        dropped.append(stored[len(computed) :])
     return dropped
 
 
 def gather(x: jax.Array, storage: P, compute: P) -> jax.Array:
-    """Inside `shard_map`: a stored slice -> the slice to compute with.
+    """Gathers a stored slice into the slice to compute with, inside `shard_map`.
 
     The all-gather's transpose is a reduce-scatter, so the gradient comes back stored as the weight is. Cast `x` to vary
     over the batch's axes (`lax.pcast`) *before* the gather: a cast that its use implies comes after it, and then its

@@ -1,4 +1,4 @@
-"""Moving arrays between the memory of devices and pinned memory of their host, each staying divided as it is."""
+"""Moves arrays between device memory and pinned host memory. Their partitioning stays as it is."""
 
 from collections.abc import Iterator, Sequence
 from math import prod
@@ -7,7 +7,7 @@ from typing import Any, Literal
 import jax
 from jax.sharding import Mesh
 
-from jrlhf.meshes.reshard import GROUP_BYTES, no_way_through_numpy
+from jrlhf.meshes.reshard import GROUP_BYTES, host_transfers_refused
 
 MemoryKind = Literal["device", "pinned_host"]
 DEVICE: MemoryKind = "device"
@@ -15,11 +15,7 @@ HOST: MemoryKind = "pinned_host"
 
 
 def check_host_memory(mesh: Mesh) -> None:
-    """That the devices of this process can reach pinned memory of their host.
-
-    Raises:
-        ValueError: one cannot.
-    """
+    """Raises ValueError if a device of this process cannot reach pinned memory of its host."""
     for device in mesh.local_devices:
         kinds = [memory.kind for memory in device.addressable_memories()]
         if HOST not in kinds:
@@ -27,38 +23,35 @@ def check_host_memory(mesh: Mesh) -> None:
 
 
 def offload(tree: Any, *, group_bytes: int = GROUP_BYTES) -> Any:
-    """`tree` in pinned memory of the host. Its arrays on devices are deleted: nothing else may use them any more.
+    """Moves `tree` to pinned host memory and deletes its arrays on devices: nothing else may use them any more.
 
-    Arrays that share their memory move once. Waits until all is there, group by group: nothing may be freed before, and
-    a donation would free nothing at all.
+    Arrays that share their memory move once. Waits for each group to arrive before it frees the sources; a donation
+    would free nothing here.
 
-    group_bytes: of a device, moved at a time (a larger array alone).
+    group_bytes: bytes of a device moved at a time (a larger array alone).
     """
     return _move(tree, HOST, free=True, group_bytes=group_bytes)
 
 
 def onload(tree: Any) -> Any:
-    """A copy of `tree` in the memory of its devices, of what lies on the host. Where nothing does, `tree` itself.
-
-    As the result of any program, it may still be on its way when this returns.
-    """
+    """Copies what is in host memory to the devices; returns `tree` itself if nothing is. Does not wait for the copy."""
     return _move(tree, DEVICE, free=False, group_bytes=GROUP_BYTES) if is_on_host(tree) else tree
 
 
 def free_host(tree: Any) -> None:
-    """Deletes what of the tree lies in pinned memory of the host."""
+    """Deletes the arrays of the tree that are in pinned host memory."""
     for leaf in jax.tree.leaves(tree):
         if _kind(leaf) == HOST:
             leaf.delete()
 
 
 def is_on_host(tree: Any) -> bool:
-    """Whether an array of the tree lies in pinned memory of the host."""
+    """Whether an array of the tree is in pinned host memory."""
     return any(_kind(leaf) == HOST for leaf in jax.tree.leaves(tree))
 
 
 def groups(arrays: Sequence[jax.Array], group_bytes: int = GROUP_BYTES) -> Iterator[list[int]]:
-    """Indices of neighbours that have at most so many bytes on a device; of a larger array its own alone."""
+    """Indices of neighbours that together have at most `group_bytes` on a device; a larger array is alone."""
     group: list[int] = []
     size = 0
     for i, array in enumerate(arrays):
@@ -79,9 +72,9 @@ def _move(tree: Any, kind: MemoryKind, *, free: bool, group_bytes: int) -> Any:
         if isinstance(leaf, jax.Array) and _kind(leaf) != kind:
             places.setdefault(_memory(leaf), []).append(i)
     slots = list(places.values())
-    sources = [leaves[each[0]] for each in slots]
+    sources = [leaves[shared[0]] for shared in slots]
     for group in groups(sources, group_bytes):
-        with no_way_through_numpy():
+        with host_transfers_refused():
             moved = jax.device_put(
                 [sources[i] for i in group], [sources[i].sharding.with_memory_kind(kind) for i in group]
             )
@@ -96,7 +89,7 @@ def _move(tree: Any, kind: MemoryKind, *, free: bool, group_bytes: int) -> Any:
 
 
 def _memory(array: jax.Array) -> tuple[Any, ...]:
-    """Equal for arrays that share their memory."""
+    """A key that is equal for arrays that share their memory."""
     shards = ((shard.device.id, shard.data.unsafe_buffer_pointer()) for shard in array.addressable_shards)
     return (array.shape, array.dtype, array.sharding, *shards)
 

@@ -1,4 +1,4 @@
-"""Plans, as data: on which devices, and divided how, each call of a graph runs."""
+"""Plans as data: the devices and the partitioning of each call of a graph."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -24,7 +24,7 @@ class Slice:
 
     @property
     def stop(self) -> int:
-        """The number after the last device's."""
+        """The number after that of the last device."""
         return self.start + self.count
 
     def overlaps(self, other: "Slice") -> bool:
@@ -34,15 +34,12 @@ class Slice:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where one call runs, and how its model and rows are divided there.
+    """The devices of one call, and how its model and rows are divided over them.
 
     devices: the slice; `data * fsdp * tensor * pipeline` is its count.
-    layout: a name of `meshes.layout`'s. data, fsdp, tensor: sizes of the mesh axes.
-    pipeline: stages. More than one is priced, and does not run.
-    micro_batches: parts in which a device computes its rows: of a minibatch, where the call trains.
-
-    Raises:
-        ValueError: a size is below 1, or the axes' product is not the number of devices.
+    layout: the name of a layout in `meshes.layout`. data, fsdp, tensor: sizes of the mesh axes.
+    pipeline: number of stages. The planner can price more than one; no run executes them.
+    micro_batches: parts in which a device computes its rows (of a minibatch, where the call trains).
     """
 
     devices: Slice
@@ -67,15 +64,15 @@ class Placement:
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        """Of the mesh axes data, fsdp, tensor."""
+        """Mesh shape as (data, fsdp, tensor)."""
         return self.data, self.fsdp, self.tensor
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A placement for every call of a graph that has a model; arithmetic between them runs where the actor trains.
+    """A placement for every call of a graph that has a model. Arithmetic between them runs where the actor trains.
 
-    name: "colocate", "split", "standalone", or whatever made it.
+    name: "colocate", "split", "standalone", or the name of its maker.
     """
 
     name: str
@@ -86,25 +83,21 @@ class Plan:
 
     @property
     def devices(self) -> int:
-        """How many devices it needs: one more than the last one's number."""
+        """The number of devices that it needs: one more than the number of the last."""
         return max(placement.devices.stop for placement in self.placements.values())
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data: what `plan_of` reads back to an equal plan."""
+        """Plain data that `plan_of` turns back into an equal plan."""
         calls = {}
-        for name, placed in self.placements.items():
-            sizes = {axis: getattr(placed, axis) for axis in ("data", "fsdp", "tensor", "pipeline", "micro_batches")}
+        for name, placement in self.placements.items():
+            sizes = {axis: getattr(placement, axis) for axis in ("data", "fsdp", "tensor", "pipeline", "micro_batches")}
             small = {axis: size for axis, size in sizes.items() if size != 1}
-            calls[name] = {"devices": str(placed.devices), "layout": placed.layout, **small}
+            calls[name] = {"devices": str(placement.devices), "layout": placement.layout, **small}
         return {"name": self.name, "calls": calls}
 
 
 def plan_of(mapping: Any) -> Plan:
-    """The plan that `as_dict` wrote, or that a user did by hand.
-
-    Raises:
-        ValueError: one sentence: what is unknown, missing or impossible.
-    """
+    """The plan that `as_dict` or a user wrote. Raises ValueError, one sentence, for what is unknown or impossible."""
     if not isinstance(mapping, Mapping) or not isinstance(mapping.get("calls"), Mapping) or not mapping["calls"]:
         raise ValueError("a plan must hold `name` and `calls`, the calls' placements by name")
     unknown = sorted(mapping.keys() - {"name", "calls"})

@@ -1,21 +1,23 @@
-"""Moving arrays from one layout to another over the devices' own links, never through the host."""
+"""Moves arrays from one layout to another over the devices' own links, never through the host."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import gcd, prod
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
+from jax.tree_util import KeyPath, SequenceKey, keystr
 from jax.typing import DTypeLike
 
 from jrlhf.meshes.layout import axis_names
-from jrlhf.meshes.moves import Move, pair
+from jrlhf.meshes.mesh import Device
 
 GROUP_BYTES = 256 * 2**20
 
@@ -28,33 +30,29 @@ def reshard(
     donate: bool = False,
     group_bytes: int = GROUP_BYTES,
 ) -> Any:
-    """The arrays of `tree`, placed as `shardings` says: the same bits, or each number rounded once to `dtype`.
+    """Returns the arrays of `tree`, placed as `shardings` says: the same bits, or each number rounded once to `dtype`.
 
     An eager `jax.device_put` to another partitioning goes through host memory and ignores donation. Here the move is a
     compiled `device_put` on one set of devices; to other devices, a compiled one into the destination's partitioning
-    and then copies from device to device. A transfer guard is held, so a way through the host would raise.
+    and then copies from device to device. A transfer guard is active, so a transfer through the host would raise.
 
     Args:
         tree: arrays on devices.
         shardings: NamedShardings that mirror `tree`. One list more on the way to a leaf unstacks that array along
             axis 0: `{"w": x}` may go to `{"w": [s0, s1]}` as well as to `[{"w": s0}, {"w": s1}]`.
-        dtype: floating arrays are cast to it *before* they travel. Vectors keep theirs: norm scales weigh nothing, and
-            a model applies them in float32.
+        dtype: floating arrays are cast to it *before* they travel. Vectors keep theirs: norm scales are small, and a
+            model applies them in float32.
         donate: frees each array of `tree` once it has moved. Otherwise the result shares no memory with `tree`, so
             that either may be deleted.
         group_bytes: arrays travel in groups of at most this many bytes a device at the destination (a larger array
             alone, a larger stacked one by layers), which bounds the temporary memory.
 
-    Returns:
-        The arrays in the structure of `shardings`.
-
-    Raises:
-        ValueError: `shardings` does not mirror `tree`.
-        TypeError: a leaf of `tree` is on no device.
+    Returns the arrays in the structure of `shardings`. Raises ValueError if that does not mirror `tree`, and TypeError
+    if a leaf of `tree` is on no device.
     """
     moves, treedef = pair(tree, shardings)
     results: list[jax.Array | None] = [None] * treedef.num_leaves
-    with no_way_through_numpy():
+    with host_transfers_refused():
         for group in _groups(moves, dtype, group_bytes):
             route = _within if _one_device_set(group) else _across
             for move, arrays in zip(group, route(group, dtype, donate), strict=True):
@@ -65,28 +63,92 @@ def reshard(
     return treedef.unflatten(results)
 
 
-def lower_reshard(
-    tree: Any,
-    shardings: Any,
-    *,
-    dtype: DTypeLike | None = None,
-    donate: bool = False,
-    group_bytes: int = GROUP_BYTES,
-) -> list[jax.stages.Lowered]:
-    """The programs, one a group, that `reshard` runs on the source's devices: to read their collectives and memory.
+# ---- which array goes to which sharding
 
-    Args: as of `reshard`; `tree` may hold `jax.ShapeDtypeStruct`s with shardings.
+
+@dataclass(frozen=True)
+class Move:
+    """The move of one array: to one sharding or, unstacked along axis 0, to one sharding for each index of that axis.
+
+    indices: the indices of axis 0 that the targets are for; None: the array is not unstacked.
+    slots: positions of the results among the leaves of the destination.
     """
-    lowered = []
-    for group in _groups(pair(tree, shardings)[0], dtype, group_bytes):
-        staged = group if _one_device_set(group) else _staged(group)
-        with jax.set_mesh(_mesh(group[0])):
-            lowered.append(_program_of(staged, dtype, donate).lower(*(move.source for move in group)))
-    return lowered
+
+    source: jax.Array | jax.ShapeDtypeStruct
+    targets: tuple[NamedSharding, ...]
+    indices: range | None
+    slots: tuple[int, ...]
+
+    @property
+    def source_sharding(self) -> Sharding:
+        assert self.source.sharding is not None, "pair admits no other"
+        return self.source.sharding
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of each result."""
+        return self.source.shape if self.indices is None else self.source.shape[1:]
+
+    def dtype(self, cast: DTypeLike | None) -> np.dtype:
+        """The dtype of each result: `cast` for a floating array of two or more dimensions, its own for any other."""
+        castable = jnp.issubdtype(self.source.dtype, jnp.floating) and len(self.shape) > 1
+        return jnp.dtype(cast if cast is not None and castable else self.source.dtype)
+
+    def target_bytes(self, cast: DTypeLike | None) -> int:
+        """Bytes of all results on one device."""
+        return self.dtype(cast).itemsize * sum(prod(target.shard_shape(self.shape)) for target in self.targets)
+
+    def devices(self) -> tuple[tuple[Device, ...], tuple[Device, ...]]:
+        """The devices of source and destination, in their own order."""
+        source, target = self.source_sharding, self.targets[0]
+        return tuple(source.devices_indices_map(self.source.shape)), tuple(target.devices_indices_map(self.shape))
+
+
+def pair(tree: Any, shardings: Any) -> tuple[list[Move], Any]:
+    """One `Move` for each array of `tree`, and the structure of the results, which is that of `shardings`.
+
+    Raises ValueError for an array without a sharding, a sharding without an array, or a list that is not as long as
+    axis 0, and TypeError for a leaf of `tree` that is on no device.
+    """
+    sources = dict(jax.tree.leaves_with_path(tree))
+    targets, treedef = jax.tree.flatten_with_path(shardings)
+    routes: dict[KeyPath, dict[int | None, int]] = {path: {} for path in sources}
+    for slot, (path, _) in enumerate(targets):
+        origin, index = _origin(path, sources)
+        routes[origin][index] = slot
+    flat = [target for _, target in targets]
+    return [_move(keystr(path), source, routes[path], flat) for path, source in sources.items()], treedef
+
+
+def _origin(path: KeyPath, sources: dict[KeyPath, Any]) -> tuple[KeyPath, int | None]:
+    """The array that a sharding is for, and the index of its axis 0 if one more list leads to the sharding."""
+    if path in sources:
+        return path, None
+    for i, key in enumerate(path):
+        shorter = path[:i] + path[i + 1 :]
+        if isinstance(key, SequenceKey) and shorter in sources:
+            return shorter, key.idx
+    raise ValueError(f"the sharding at {keystr(path)} has no array: shardings must mirror the tree")
+
+
+def _move(name: str, source: Any, route: dict[int | None, int], targets: list[NamedSharding]) -> Move:
+    if getattr(source, "sharding", None) is None:
+        raise TypeError(f"{name} is a {type(source).__name__} on no device: place it by jax.device_put first")
+    if not route:
+        raise ValueError(f"the array at {name} has no sharding: shardings must mirror the tree")
+    indices = None if None in route or not source.shape else range(source.shape[0])
+    order = (None,) if indices is None else indices
+    if route.keys() != set(order):
+        raise ValueError(f"the array at {name}, shape {source.shape}, is unstacked into {len(route)} shardings")
+    slots = tuple(route[index] for index in order)
+    return Move(source, tuple(targets[slot] for slot in slots), indices, slots)
+
+
+# ---- groups of moves
 
 
 def _groups(moves: Sequence[Move], dtype: DTypeLike | None, group_bytes: int) -> Iterator[list[Move]]:
-    """Neighbours in the tree between the same devices: as many as fit, at least one."""
+    """Groups of neighbours in the tree that move between the same devices: as many as fit, at least one."""
     group: list[Move] = []
     size = 0
     for piece in (piece for move in moves for piece in _pieces(move, dtype, group_bytes)):
@@ -101,12 +163,12 @@ def _groups(moves: Sequence[Move], dtype: DTypeLike | None, group_bytes: int) ->
 
 
 def _pieces(move: Move, dtype: DTypeLike | None, group_bytes: int) -> Iterator[Move]:
-    """An array that is to be unstacked and is larger than a group goes some layers at a time."""
+    """Splits the move of an array that is unstacked and larger than a group: some layers at a time."""
     if move.indices is None:
         yield move
         return
-    each = max(1, move.target_bytes(dtype) // len(move.targets))
-    count = max(1, group_bytes // each)
+    layer_bytes = max(1, move.target_bytes(dtype) // len(move.targets))
+    count = max(1, group_bytes // layer_bytes)
     for i in range(0, len(move.targets), count):
         part = slice(i, i + count)
         yield replace(move, targets=move.targets[part], indices=move.indices[part], slots=move.slots[part])
@@ -118,7 +180,7 @@ def _is_last(move: Move) -> bool:
 
 
 def _free(move: Move) -> None:
-    """Also an array whose memory no result could take over, which jit's donation leaves alive."""
+    """Deletes the source, even where no result could reuse its memory, so that jit's donation leaves it alive."""
     assert isinstance(move.source, jax.Array)
     move.source.delete()
 
@@ -152,7 +214,7 @@ def _program(
     dtypes: tuple[np.dtype, ...],
     donated: tuple[int, ...],
 ) -> Any:
-    """A jitted program, kept, so that the next switch compiles nothing."""
+    """A jitted program, cached, so that the next switch compiles nothing."""
 
     def place(*sources: jax.Array) -> list[tuple[jax.Array, ...]]:
         # Cast, then unstack, then gather: half the bytes travel, and no more than the source's shards is temporary.
@@ -168,7 +230,7 @@ def _unstack(x: jax.Array, indices: range | None) -> tuple[jax.Array, ...]:
 
 
 def _reusable(move: Move, dtype: DTypeLike | None) -> bool:
-    """Whether a result can take over the memory of its source. jit warns where any other array is donated."""
+    """Whether a result can reuse the memory of its source. jit warns where any other array is donated."""
     source, target = move.source_sharding, move.targets[0]
     return (
         move.indices is None
@@ -179,7 +241,7 @@ def _reusable(move: Move, dtype: DTypeLike | None) -> bool:
 
 
 def _mesh(move: Move) -> Mesh:
-    """The mesh to trace under, whatever the caller's: arrays with Explicit axes admit no other than their own."""
+    """The mesh to trace under, whatever the caller's is: arrays with Explicit axes accept only their own."""
     sharding = move.source_sharding
     if isinstance(sharding, NamedSharding):
         return _concrete(sharding)
@@ -202,7 +264,7 @@ def _across(group: Sequence[Move], dtype: DTypeLike | None, donate: bool) -> lis
 
 
 def _staged(group: Sequence[Move]) -> list[Move]:
-    """The moves as far as the source's devices carry them out."""
+    """The part of the moves that the source's devices carry out."""
     return [replace(move, targets=tuple(_stage(move, landing) for landing in _landings(move))) for move in group]
 
 
@@ -213,7 +275,7 @@ def _landings(move: Move) -> tuple[NamedSharding, ...]:
 
 @lru_cache(maxsize=4096)
 def _landing(target: NamedSharding, rank: int, sources: int) -> NamedSharding:
-    """What arrives at the destination: `target`, or the finest coarser partitioning that the source has devices for.
+    """The partitioning in which an array arrives: `target`, or the finest coarser one that the source has devices for.
 
     A copy from device to device needs every shard of the destination to exist at the source: otherwise JAX goes
     through the host. Only an array on one device is sliced there by JAX.
@@ -229,8 +291,8 @@ def _landing(target: NamedSharding, rank: int, sources: int) -> NamedSharding:
 
 
 def _stage(move: Move, landing: NamedSharding) -> NamedSharding:
-    """The partitioning of `landing` on the source's devices. Where dropping mesh axes leads there, none is moved, and
-    the stage costs an all-gather at most."""
+    """The partitioning of `landing` on the source's devices. Where dropping mesh axes is enough, no axis is moved, and
+    the stage costs at most an all-gather."""
     devices, _ = move.devices()
     rank = len(move.shape)
     parts = [1] * rank if len(devices) == 1 else _parts(landing, rank)
@@ -251,28 +313,29 @@ def _slice(array: jax.Array, target: NamedSharding) -> jax.Array:
 
 
 def _parts(sharding: NamedSharding, rank: int) -> list[int]:
-    """Into how many parts each dimension is divided."""
+    """The number of parts into which each dimension is divided."""
     parts = [prod(sharding.mesh.shape[axis] for axis in axis_names(entry)) for entry in sharding.spec]
     return parts + [1] * (rank - len(parts))
 
 
 def _coarsen(sharding: NamedSharding, parts: Sequence[int]) -> NamedSharding:
-    """Every mesh axis cut down to its largest major factor with which each dimension's parts divide `parts`."""
+    """Reduces every mesh axis to its largest major factor with which each dimension's parts divide `parts`."""
     mesh = _concrete(sharding)
-    kept = dict.fromkeys(mesh.shape, 1)
+    sizes = dict.fromkeys(mesh.shape, 1)
     for entry, left in zip(sharding.spec, parts, strict=False):
         for axis in axis_names(entry):
-            kept[axis] = gcd(mesh.shape[axis], left)
-            left //= kept[axis]
-            if kept[axis] < mesh.shape[axis]:  # keeping a more minor axis would move it
+            sizes[axis] = gcd(mesh.shape[axis], left)
+            left //= sizes[axis]
+            if sizes[axis] < mesh.shape[axis]:  # a more minor axis would move if it stayed
                 break
-    factors = [factor for axis, size in mesh.shape.items() for factor in (kept[axis], size // kept[axis])]
+    factors = [factor for axis, size in mesh.shape.items() for factor in (sizes[axis], size // sizes[axis])]
     names = [name for axis in mesh.shape for name in (axis, f"{axis}_dropped")]
     return NamedSharding(Mesh(np.asarray(mesh.devices).reshape(factors), names), sharding.spec)
 
 
 @contextmanager
-def no_way_through_numpy() -> Iterator[None]:
+def host_transfers_refused() -> Iterator[None]:
+    """Makes every transfer between device and NumPy raise."""
     with (
         jax.transfer_guard_host_to_device("disallow_explicit"),
         jax.transfer_guard_device_to_host("disallow_explicit"),

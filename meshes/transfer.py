@@ -1,22 +1,22 @@
-"""What one call hands to another that runs on other devices, or on the same ones as another mesh."""
+"""Moves arrays between meshes, and between the devices and the host of every process."""
 
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, Sharding
+from jax.sharding import PartitionSpec as P
 
 from jrlhf.meshes.reshard import reshard
 
 
 def transfer(tree: Any, mesh: Mesh) -> Any:
-    """`tree` with its arrays on `mesh`, each divided over the mesh axes that divide it now: the same bits.
+    """Returns `tree` with its arrays on `mesh`, each divided over the mesh axes that divide it now: the same bits.
 
-    Rows that lie over all devices of one mesh come to lie over all devices of the other, in their order; what every
-    device of one holds, every device of the other holds. Nothing goes through the host. Arrays of `mesh` are returned
-    as they are, and so is what is no array of a mesh; the arrays that come from elsewhere stay there.
-
-    Raises:
-        ValueError: rows that do not divide over `mesh`.
+    Rows divided over all devices of one mesh are then divided over all devices of the other, in their order; replicated
+    arrays stay replicated. Nothing goes through the host. Arrays already on `mesh`, and leaves without a mesh, are
+    returned as they are; the sources on other meshes are not freed.
     """
     leaves, treedef = jax.tree.flatten(tree)
     away = [index for index, leaf in enumerate(leaves) if _is_away(leaf, mesh)]
@@ -32,16 +32,56 @@ def lies_elsewhere(tree: Any, mesh: Mesh) -> bool:
     return any(_is_away(leaf, mesh) for leaf in jax.tree.leaves(tree))
 
 
+def to_devices(tree: Any, shardings: Any) -> Any:
+    """Places arrays that every process holds whole and equal, or that are on devices already.
+
+    shardings: mirrors `tree`, or one for all of its leaves.
+
+    `jax.device_put` onto devices of several processes would first compare the values of all processes, by a
+    collective for each array; here each process takes its shards and sends nothing.
+    """
+    if isinstance(shardings, Sharding):
+        shardings = jax.tree.map(lambda _: shardings, tree)
+    if all(sharding.is_fully_addressable for sharding in jax.tree.leaves(shardings)):
+        return jax.device_put(tree, shardings)
+    return jax.tree.map(_place, tree, shardings)
+
+
+def to_host(tree: Any) -> Any:
+    """Every array as a whole NumPy array, in every process. All processes must call this, in one order."""
+    return jax.device_get(gathered(tree))
+
+
+def gathered(tree: Any) -> Any:
+    """Returns `tree` in a form that `jax.device_get` can fetch completely in this process, and starts the copies to the
+    host. Arrays divided over several processes are replicated by a compiled all-gather, without waiting for it.
+
+    All processes must call this, in one order. The result may be fetched at any time and in any thread.
+    """
+    leaves, treedef = jax.tree.flatten(tree)
+    remote = [index for index, leaf in enumerate(leaves) if isinstance(leaf, jax.Array) and not _is_local(leaf)]
+    if remote:
+        arrays = [leaves[index] for index in remote]
+        whole = reshard(arrays, [NamedSharding(array.sharding.mesh, P()) for array in arrays])
+        for index, array in zip(remote, whole, strict=True):
+            leaves[index] = array
+    # JAX lists an array's shards at the first request, and fails where two threads ask at once: so make the list here.
+    for leaf in leaves:
+        if isinstance(leaf, jax.Array):
+            leaf.copy_to_host_async()
+    return treedef.unflatten(leaves)
+
+
 def _is_away(leaf: Any, mesh: Mesh) -> bool:
     return isinstance(leaf, jax.Array) and isinstance(leaf.sharding, NamedSharding) and leaf.sharding.mesh != mesh
 
 
 def _moved(arrays: list[jax.Array], source: Mesh, mesh: Mesh) -> list[jax.Array]:
-    """Arrays of one mesh on another. Random keys travel as the numbers that they are made of."""
+    """Arrays of the mesh `source` on `mesh`. Random keys travel as the integers that they consist of."""
     keys = [jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key) for array in arrays]
     with jax.set_mesh(source):
         data = [jax.random.key_data(x) if is_key else x for x, is_key in zip(arrays, keys, strict=True)]
-    data = reshard(data, [NamedSharding(mesh, _spec(x)) for x in arrays])
+    data = reshard(data, [NamedSharding(mesh, x.sharding.spec) for x in data])
     with jax.set_mesh(mesh):
         return [
             jax.random.wrap_key_data(x, impl=jax.random.key_impl(array)) if is_key else x
@@ -49,6 +89,16 @@ def _moved(arrays: list[jax.Array], source: Mesh, mesh: Mesh) -> list[jax.Array]
         ]
 
 
-def _spec(array: jax.Array) -> PartitionSpec:
-    assert isinstance(array.sharding, NamedSharding), "others are not moved"
-    return array.sharding.spec
+def _is_local(array: jax.Array) -> bool:
+    return array.is_fully_addressable or array.is_fully_replicated
+
+
+def _place(x: Any, sharding: Sharding) -> jax.Array:
+    if jnp.issubdtype(getattr(x, "dtype", np.float32), jax.dtypes.prng_key):
+        return jax.random.wrap_key_data(_place(jax.random.key_data(x), sharding), impl=jax.random.key_impl(x))
+    if isinstance(x, jax.Array) and not _is_local(x):
+        return reshard(x, sharding)
+    host = np.asarray(x)
+    # As `jax.device_put` does: float64 becomes float32.
+    host = host.astype(jax.dtypes.canonicalize_dtype(host.dtype), copy=False)
+    return jax.make_array_from_callback(host.shape, sharding, host.__getitem__, dtype=host.dtype)

@@ -1,29 +1,30 @@
-"""From a rollout and what the models say about it to experience: rewards, advantages, returns. Pure; jit it or not.
+"""Makes experience from a rollout, scores and log-probs: rewards, advantages, returns. Pure functions, jittable.
 
-All begin alike. Of a response's tokens
+All algorithms start with the same rewards of a response's tokens:
 
-    r_t = -kl_coef * kl_t, at every one, where the KL is in the reward        r_last += score
+    r_t = -kl_coef * kl_t at every token, if the KL is in the reward        r_last += score
 
 so that a row's rewards sum to score - kl_coef * sum_t kl_t (Ouyang et al. 2022, arXiv:2203.02155, eq. 2). The score
-lands on the last response token whether the row is finished or not; what follows a row that was cut off is
-`config.truncation`'s matter, and with "bootstrap" takes the score's place: the critic's value after such a row is an
-estimate of that very score, which must not count twice, and no return is ever a target of that value itself. A row
-without any response token has no rewards. Scores of tokens are added where they stand instead, r_t += score_t, and the
-sum is the same with score = sum_t score_t. Then each algorithm has its advantages.
+belongs to the last response token whether the row is finished or not. `config.truncation` decides what follows a row
+that was cut off. With "bootstrap" the critic's value after such a row replaces its score: that value is an estimate of
+this very score, which must not count twice, and no return is ever a target of that value itself. A row without any
+response token has no rewards. Scores of tokens are added at their tokens, r_t += score_t; the sum is the same with
+score = sum_t score_t. Then each algorithm computes its advantages.
 
-Arguments that they share:
+Shared arguments:
     scores: of the whole sequences; or of their tokens, read at response tokens only.
-    old_logprobs: the actor's, now (`[:, t]` of the token at t), read at response tokens only, as are all [B, T]. With
-        `config.old_logprobs="rollout"` those of the rollout are taken instead, and None will do.
-    ref_logprobs: the reference's; None where `config.needs_reference` is False.
-    kl_coef: beta, `state.kl.coef` of a `PPOState`. Where the KL is in the loss it goes there with the experience.
+    old_logprobs: the actor's present ones (`[:, t]` of the token at t), read at response tokens only, as are all
+        [B, T] arrays. None is allowed with `config.old_logprobs="rollout"`, which uses those of the rollout.
+    ref_logprobs: the reference's; None is allowed where `config.needs_reference` is False.
+    kl_coef: beta, `state.kl.coef` of a `PPOState`. If the KL is in the loss, the experience carries it there.
+All functions raise ValueError for arrays whose shapes do not fit, and for None where the config needs log-probs.
 
-With `config.importance`, weights min(pi_old / pi_rollout, importance_cap) go with it too: truncated importance sampling
-for a rollout whose numbers differ from the trainer's (verl's rollout_is). With `config.whiten_rewards` the advantages
-of PPO and REINFORCE++ are made of whitened rewards, while `Experience.rewards` are those above.
+With `config.importance` the experience has weights min(pi_old / pi_rollout, importance_cap): truncated importance
+sampling for a rollout whose numbers differ from the trainer's (verl's rollout_is). With `config.whiten_rewards` PPO and
+REINFORCE++ compute advantages from whitened rewards, while `Experience.rewards` are those above.
 
-A row that `truncation="mask"` excludes has no part in any statistic: not in a batch's mean and deviation, not in its
-group's. (verl and TRL leave such rows out of the loss, and their scores in the group's statistics.) Nor has a row whose
+A row that `truncation="mask"` excludes counts in no statistic, neither of the batch nor of its group. (verl and TRL
+exclude such rows from the loss, but not their scores from the group's statistics.) The same holds for a row whose
 score, cost or baseline is not finite: it cannot teach, and whitening would carry its NaN to every other row.
 """
 
@@ -37,9 +38,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from jrlhf.ppo.advantages import gae, group_advantages, group_spread, returns_to_go
-from jrlhf.ppo.config import GRPOConfig, PolicyConfig, PPOConfig, ReinforcePPConfig, ReMaxConfig, SafeRLHFConfig
-from jrlhf.ppo.kl import kl_estimate
-from jrlhf.ppo.losses import LOG_RATIO_LIMIT
+from jrlhf.ppo.config import GRPOConfig, PolicyConfig, PPOConfig, ReinforcePPConfig, ReMaxConfig
+from jrlhf.ppo.losses import LOG_RATIO_LIMIT, kl_estimate
 from jrlhf.ppo.masked import (
     last_token_mask,
     masked_extremes,
@@ -50,7 +50,7 @@ from jrlhf.ppo.masked import (
     response_mask,
 )
 from jrlhf.ppo.minibatches import row_axes
-from jrlhf.ppo.types import Experience, Rollout
+from jrlhf.ppo.types import Experience, KLState, Rollout
 
 
 def make_experience(
@@ -64,19 +64,14 @@ def make_experience(
     kl_coef: float | Float[Array, ""],
     bootstrap_values: Float[Array, "B"] | None = None,
 ) -> Experience:
-    """PPO's: advantages and returns by `advantages.gae` from a critic. Arguments as above, and
+    """PPO's experience: advantages and returns by `advantages.gae` from a critic.
 
-    Args:
-        values: the critic's (`[:, t]` before the token at t).
-        bootstrap_values: V after each row's last token. Needed for `truncation="bootstrap"`, read in rows cut off.
-
-    Raises:
-        ValueError: `truncation="bootstrap"` without `bootstrap_values`, arrays whose shapes do not fit, or None for
-            log-probabilities that the config needs.
+    values: the critic's (`[:, t]` before the token at t).
+    bootstrap_values: V after each row's last token. Needed for `truncation="bootstrap"`, read in rows cut off.
     """
-    experience = _rewarded(rollout, scores, old_logprobs, ref_logprobs, config=config, kl_coef=kl_coef)
-    experience = _estimated(experience, values, bootstrap_values, config)
-    return replace(experience, advantages=_whitened(experience.advantages, experience.response_mask, config))
+    experience = rewarded(rollout, scores, old_logprobs, ref_logprobs, config=config, kl_coef=kl_coef)
+    experience = with_critic(experience, values, bootstrap_values, config)
+    return replace(experience, advantages=whitened(experience.advantages, experience.response_mask, config))
 
 
 def make_group_experience(
@@ -88,18 +83,13 @@ def make_group_experience(
     config: GRPOConfig,
     kl_coef: float | Float[Array, ""],
 ) -> Experience:
-    """GRPO's and its kin's: every token of a response has its `advantages.group_advantages`.
+    """The experience of GRPO and its variants: every token of a response has the response's `group_advantages`.
 
-    What is compared is the sum of a response's rewards, so the KL counts where it is in the reward (RLOO). Whitening
+    The sums of the responses' rewards are compared, so the KL counts if it is in the reward (RLOO). Whitening
     (REINFORCE++-baseline) is over all response tokens of the batch, as in verl: long responses weigh more in it.
-
-    Arguments as above; row = prompt * samples + sample.
-
-    Raises:
-        ValueError: the rows are no multiple of `config.samples`, arrays whose shapes do not fit, or None for
-            log-probabilities that the config needs.
+    Row = prompt * samples + sample; the rows must be a multiple of `config.samples`.
     """
-    experience = _rewarded(rollout, scores, old_logprobs, ref_logprobs, config=config, kl_coef=kl_coef)
+    experience = rewarded(rollout, scores, old_logprobs, ref_logprobs, config=config, kl_coef=kl_coef)
     mask = experience.response_mask
     of_rows = group_advantages(
         jnp.sum(experience.rewards, axis=1),
@@ -109,7 +99,7 @@ def make_group_experience(
         mask=jnp.any(mask, axis=1),
     )
     advantages = jnp.where(mask, of_rows[:, None], 0)
-    return replace(experience, advantages=_whitened(advantages, mask, config))
+    return replace(experience, advantages=whitened(advantages, mask, config))
 
 
 def make_return_experience(
@@ -122,26 +112,21 @@ def make_return_experience(
     config: ReinforcePPConfig | ReMaxConfig,
     kl_coef: float | Float[Array, ""],
 ) -> Experience:
-    """REINFORCE++'s and ReMax's: A_t = `advantages.returns_to_go` - baselines[b]. Arguments as above, and
+    """The experience of REINFORCE++ and ReMax: A_t = `advantages.returns_to_go` - baselines[b].
 
-    Args:
-        baselines: one a row, the same for all of its tokens: for ReMax the score of the greedy response to its prompt.
-            REINFORCE++ has none.
-
-    Raises:
-        ValueError: ReMax without `baselines`, arrays whose shapes do not fit, or None for log-probabilities that the
-            config needs.
+    baselines: one for all tokens of a row: for ReMax the score of the greedy response to its prompt, which is needed.
+        REINFORCE++ has none.
     """
     if baselines is None and isinstance(config, ReMaxConfig):
         raise ValueError("baselines=None: ReMax needs the greedy responses' scores")
     _check_shapes(rollout.prompt_lengths.shape, baselines=baselines)
-    experience = _rewarded(rollout, scores, old_logprobs, ref_logprobs, baselines, config=config, kl_coef=kl_coef)
+    experience = rewarded(rollout, scores, old_logprobs, ref_logprobs, baselines, config=config, kl_coef=kl_coef)
     mask = experience.response_mask
     batched = jax.vmap(partial(returns_to_go, discount=config.discount))
     advantages = batched(_learned_rewards(experience, config), mask)
     if baselines is not None:
         advantages = jnp.where(mask, advantages - baselines.astype(jnp.float32)[:, None], 0)
-    return replace(experience, advantages=_whitened(advantages, mask, config))
+    return replace(experience, advantages=whitened(advantages, mask, config))
 
 
 def make_custom_experience(
@@ -154,26 +139,21 @@ def make_custom_experience(
     config: PolicyConfig,
     kl_coef: float | Float[Array, ""],
 ) -> Experience:
-    """That of an algorithm that is not here: A = `advantages(experience, config, *others)`. Arguments as above, and
+    """The experience of a user's own algorithm: A = `advantages(experience, config, *others)`.
 
-    Args:
-        advantages: a function of the experience so far, whose advantages are 0 and which has no values or returns. It
-            gives the advantages of rows [B] or of tokens [B, T], or several of an experience's fields by their names,
-            such as a critic's `values` and `returns`. Where the mesh's axes are Explicit, they are Auto within.
-        others: further arrays for it, with a row each.
+    advantages: a function of the experience so far, whose advantages are 0 and which has no values or returns. It
+        returns the advantages of rows [B] or of tokens [B, T], or a mapping with several of an experience's fields,
+        such as a critic's `values` and `returns`. Where the mesh's axes are Explicit, they are Auto inside it.
+    others: further arrays for it, with one entry for each row.
 
-    What it gives is read at response tokens only; its advantages are whitened where the config says so.
-
-    Raises:
-        ValueError: it gives arrays of another shape, arrays whose shapes do not fit, or None for log-probabilities that
-            the config needs.
+    The results are read at response tokens only; advantages are whitened if the config says so.
     """
-    experience = _rewarded(rollout, scores, old_logprobs, ref_logprobs, config=config, kl_coef=kl_coef)
+    experience = rewarded(rollout, scores, old_logprobs, ref_logprobs, config=config, kl_coef=kl_coef)
     mask, rows = experience.response_mask, row_axes(rollout.tokens)
 
     def fields(experience: Experience, *others: Any) -> dict[str, Array]:
-        made = advantages(experience, config, *others)
-        named = dict(made) if isinstance(made, Mapping) else {"advantages": made}
+        result = advantages(experience, config, *others)
+        named = dict(result) if isinstance(result, Mapping) else {"advantages": result}
         for name, x in named.items():
             if x.shape not in (mask.shape, mask.shape[:1]):
                 raise ValueError(f"{name} has shape {x.shape}: it must be {mask.shape[:1]} or {mask.shape}")
@@ -181,54 +161,8 @@ def make_custom_experience(
 
     if rows is not None:
         fields = jax.sharding.auto_axes(fields, out_sharding=jax.P(rows))
-    made = replace(experience, **fields(experience, *others))
-    return replace(made, advantages=_whitened(made.advantages, mask, config))
-
-
-def make_safe_experience(
-    rollout: Rollout,
-    scores: Float[Array, "B"] | Float[Array, "B T"],
-    costs: Float[Array, "B"] | Float[Array, "B T"],
-    old_logprobs: Float[Array, "B T"] | None,
-    ref_logprobs: Float[Array, "B T"] | None,
-    values: Float[Array, "B T"],
-    cost_values: Float[Array, "B T"],
-    *,
-    config: SafeRLHFConfig,
-    kl_coef: float | Float[Array, ""],
-    multiplier: float | Float[Array, ""],
-    bootstrap_values: Float[Array, "B"] | None = None,
-    cost_bootstrap_values: Float[Array, "B"] | None = None,
-) -> tuple[Experience, Experience]:
-    """Safe RLHF's: one stream of rewards and one of costs, each with its critic and its `advantages.gae`.
-
-        A = (A_reward - multiplier A_cost) / (1 + multiplier)
-
-    The KL's penalty enters the rewards as -kl_coef k1 and the costs as +kl_coef k1: in A it has the weight kl_coef for
-    any multiplier. (Dai et al. 2024, arXiv:2310.12773, enter half of theirs in each.) Whitening is of A, after
-    the two are combined: of each stream on its own it would change the multiplier's meaning and that weight.
-
-    Arguments as above and as in `make_experience`, and
-
-    Args:
-        costs: as `scores`, and to be kept below `config.cost_limit`.
-        cost_values, cost_bootstrap_values: the cost critic's.
-        multiplier: lambda, the `MultiplierState`'s value.
-
-    Returns:
-        The first trains the actor and the critic of rewards: A, and that critic's values and returns. The second
-        trains the critic of costs: costs as scores and rewards, its values and returns, its own advantages.
-
-    Raises:
-        ValueError: as `make_experience`.
-    """
-    shared = partial(_rewarded, old_logprobs=old_logprobs, ref_logprobs=ref_logprobs, config=config, kl_coef=kl_coef)
-    reward = shared(rollout, scores, beside=costs)
-    cost = shared(rollout, costs, beside=scores, kl_sign=1)
-    reward = _estimated(reward, values, bootstrap_values, config)
-    cost = _estimated(cost, cost_values, cost_bootstrap_values, config, prefix="cost_")
-    advantages = (reward.advantages - multiplier * cost.advantages) / (1 + multiplier)
-    return replace(reward, advantages=_whitened(advantages, reward.response_mask, config)), cost
+    experience = replace(experience, **fields(experience, *others))
+    return replace(experience, advantages=whitened(experience.advantages, mask, config))
 
 
 def sequence_kl(experience: Experience) -> Float[Array, ""]:
@@ -238,10 +172,7 @@ def sequence_kl(experience: Experience) -> Float[Array, ""]:
     controller the mean over sequences of the mean over tokens instead, which `experience_metrics` reports under verl's
     name, actor/reward_kl_penalty.
 
-    NaN of a batch of which no row counts, which the controller ignores.
-
-    Raises:
-        ValueError: the experience has no reference.
+    NaN if no row of the batch counts; the controller ignores it. Raises ValueError without a reference.
     """
     if experience.ref_logprobs is None:
         raise ValueError("ref_logprobs=None: the KL to a reference needs the reference's log-probabilities")
@@ -251,23 +182,42 @@ def sequence_kl(experience: Experience) -> Float[Array, ""]:
     return jnp.where(jnp.any(learned), masked_mean(masked_sum(d, mask, axis=1), learned), jnp.nan)
 
 
+def update_kl(state: KLState, kl: Float[Array, ""], episodes: int, *, config: PolicyConfig) -> KLState:
+    """The KL controller after a batch of `episodes` sequences whose mean KL was `kl` (objective/kl, nats a sequence).
+
+    Fixed without `config.kl_target`. Otherwise the proportional controller of Ziegler et al. 2019
+    (arXiv:1909.08593, section 2.2), with the step of its published code:
+
+        e = clip(kl / target - 1, -0.2, 0.2)        coef <- coef (1 + e episodes / horizon)
+
+    A KL that is not finite leaves the coefficient as it is.
+    """
+    if config.kl_target is None:
+        return state
+    if episodes >= 5 * config.kl_horizon:
+        raise ValueError(f"kl_horizon={config.kl_horizon:g} must exceed a fifth of the {episodes} episodes of a batch")
+    error = jnp.clip(kl / config.kl_target - 1, -0.2, 0.2)
+    coef = state.coef * (1 + error * (episodes / config.kl_horizon))
+    return KLState(jnp.where(jnp.isfinite(kl), coef, state.coef))
+
+
 def experience_metrics(experience: Experience, samples: int | None = None) -> dict[str, Float[Array, ""]]:
-    """What to log about a batch of experience, under verl's names where it has one. Pure and jittable.
+    """Metrics of a batch of experience, under verl's names where it has one. Pure and jittable.
 
     Means over tokens weigh each response token alike; a score, a reward and a length is one number a sequence. Rows
     that are excluded count in the lengths and the scores only; critic/score is of finite ones, and
-    critic/score/nonfinite the number of the others. What an experience does not have (None) is left out.
+    critic/score/nonfinite the number of the others. Fields that are None have no metrics.
 
-    With `samples`, of groups of so many rows: group/zero_std, the share of those whose scores are all equal (TRL's
-    frac_reward_zero_std), and group/score_std, the mean of their deviations, both as in
-    `advantages.group_spread` of the rows that count. With importance weights, of those:
+    With `samples`, the number of rows in a group: group/zero_std, the share of groups whose scores are all equal (TRL's
+    frac_reward_zero_std), and group/score_std, the mean of their deviations, both by `advantages.group_spread` of the
+    rows that count. With importance weights:
     rollout_corr/rollout_is_{mean,std,max,min}, rollout_corr/rollout_is_eff_sample_size (a share), and the estimates of
     KL(rollout, old) a token rollout_corr/kl and rollout_corr/k3_kl. Names are verl's; it takes a biased deviation, of
     sequence weights the extremes before they are truncated, and does not stop k3's exponent, which is at most 20 here.
     """
     mask = experience.response_mask
     learned = jnp.any(mask, axis=1)
-    everything = jnp.ones_like(learned)
+    all_rows = jnp.ones_like(learned)
     gap = jnp.where(mask, jnp.abs(experience.logprobs - experience.old_logprobs), 0)
     metrics = {
         **_spread("critic/score", experience.scores, jnp.isfinite(experience.scores)),
@@ -279,9 +229,9 @@ def experience_metrics(experience: Experience, samples: int | None = None) -> di
         if x is not None:
             metrics |= _spread(f"critic/{name}", x, mask)
     metrics |= {
-        **_spread("response_length", experience.response_lengths.astype(jnp.float32), everything),
+        **_spread("response_length", experience.response_lengths.astype(jnp.float32), all_rows),
         "response_length/clip_ratio": jnp.mean(~experience.finished, dtype=jnp.float32),
-        **_spread("prompt_length", experience.prompt_lengths.astype(jnp.float32), everything),
+        **_spread("prompt_length", experience.prompt_lengths.astype(jnp.float32), all_rows),
         "objective/entropy": masked_mean(masked_sum(-experience.old_logprobs, mask, axis=1), learned),
         "rollout/logprob_gap_mean": masked_mean(gap, mask),
         "rollout/logprob_gap_max": jnp.max(gap),
@@ -313,20 +263,20 @@ def _importance_metrics(experience: Experience, weights: Array) -> dict[str, Arr
     }
 
 
-def _rewarded(
+def rewarded(
     rollout: Rollout,
     scores: Array,
     old_logprobs: Array | None,
     ref_logprobs: Array | None,
-    beside: Array | None = None,
+    other_scores: Array | None = None,
     *,
     config: PolicyConfig,
     kl_coef: float | Array,
     kl_sign: int = -1,
 ) -> Experience:
-    """What all algorithms' experience has in common: all but advantages, values and returns.
+    """The part of an experience that all algorithms share: everything but advantages, values and returns.
 
-    beside: further scores, which only say by being finite, as `scores` do, which rows count.
+    other_scores: further scores of the same rows. They are only checked: a row with a non-finite score is excluded.
     """
     rows, time = rollout.tokens.shape
     if config.old_logprobs == "rollout":
@@ -335,14 +285,14 @@ def _rewarded(
         raise ValueError(f"old_logprobs=None: they are needed with config.old_logprobs={config.old_logprobs!r}")
     if ref_logprobs is None and config.needs_reference:
         raise ValueError(f"ref_logprobs=None: they are needed with config.kl_coef={config.kl_coef:g}")
-    given = {"rollout.logprobs": rollout.logprobs, "old_logprobs": old_logprobs, "ref_logprobs": ref_logprobs}
-    _check_shapes((rows, time), **given)
+    arrays = {"rollout.logprobs": rollout.logprobs, "old_logprobs": old_logprobs, "ref_logprobs": ref_logprobs}
+    _check_shapes((rows, time), **arrays)
 
     mask, of_rows = response_mask(rollout.prompt_lengths, rollout.response_lengths, time), scores.ndim < 2
     placed, scores = _placed(scores, mask)
     finite = jnp.isfinite(scores)
-    if beside is not None:
-        finite &= jnp.isfinite(_placed(beside, mask)[1])
+    if other_scores is not None:
+        finite &= jnp.isfinite(_placed(other_scores, mask)[1])
     if config.truncation == "bootstrap" and of_rows:
         placed = jnp.where(rollout.finished[:, None], placed, 0)
     if config.truncation == "mask":
@@ -387,10 +337,10 @@ def _placed(scores: Array, mask: Bool[Array, "B T"]) -> tuple[Float[Array, "B T"
     return placed, jnp.sum(placed, axis=1)
 
 
-def _estimated(
+def with_critic(
     experience: Experience, values: Array, bootstrap_values: Array | None, config: PPOConfig, *, prefix: str = ""
 ) -> Experience:
-    """With advantages, returns and values of a critic."""
+    """Adds the values of a critic, and the advantages and returns made from them."""
     if config.truncation == "bootstrap" and bootstrap_values is None:
         name = f"{prefix}bootstrap_values"
         raise ValueError(f"truncation='bootstrap' needs {name}: pass them, or choose 'zero' or 'mask'")
@@ -408,13 +358,13 @@ def _estimated(
 
 
 def _learned_rewards(experience: Experience, config: PolicyConfig) -> Float[Array, "B T"]:
-    """The rewards that advantages are made of."""
+    """The rewards that advantages are computed from."""
     if not config.whiten_rewards:
         return experience.rewards
     return masked_whiten(experience.rewards, experience.response_mask, shift_mean=False)
 
 
-def _whitened(advantages: Array, mask: Bool[Array, "B T"], config: PolicyConfig) -> Array:
+def whitened(advantages: Array, mask: Bool[Array, "B T"], config: PolicyConfig) -> Array:
     return masked_whiten(advantages, mask) if config.whiten_advantages else advantages
 
 

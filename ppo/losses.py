@@ -1,15 +1,16 @@
-"""Losses of one token, or of one pair. Callers reduce them with a mask and a global denominator."""
+"""Losses and KL estimates of one token, or of one pair. Callers reduce them with a mask and a global denominator."""
 
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Bool, Float
 
-from jrlhf.ppo.config import Aggregation, DPOConfig
+from jrlhf.ppo.config import Aggregation, DPOConfig, KLEstimator
 from jrlhf.ppo.masked import token_count
 
-LOG_RATIO_LIMIT = 20.0  # exp(20) = 5e8: beyond it a ratio says nothing more, and float32 would soon overflow
+LOG_RATIO_LIMIT = 20.0  # exp(20) = 5e8: a larger ratio carries no information, and float32 would soon overflow
 
 
 class PolicyLoss(NamedTuple):
@@ -61,10 +62,41 @@ def policy_loss(
     return PolicyLoss(loss, log_ratio, ratio, clipped, clipped_lower)
 
 
+def kl_estimate(
+    logprobs: Float[Array, "*S"], ref_logprobs: Float[Array, "*S"], estimator: KLEstimator = "k1"
+) -> Float[Array, "*S"]:
+    """KL(pi, pi_ref) estimated from tokens that pi drew, for each token, in nats (http://joschu.net/blog/kl-approx.html).
+
+    With d = log pi - log pi_ref:
+        k1 = d                   unbiased, high variance, may be negative
+        k2 = d^2 / 2             biased, low variance
+        k3 = exp(-d) + d - 1     unbiased, never negative
+    k3's exponent is clamped to +-20 and k3 itself to at most 10, as in verl: one token that the actor came to avoid
+    must not outweigh the batch. The bound is reached near d = -2.6 and d = 11; beyond it k3 has no gradient and is
+    biased. k1 and k2 are exact.
+
+    k1+ and k3+ have the values of k1 and k3 and the gradient of k2, as in verl: of the three it is k2 whose mean
+    gradient, over tokens that pi drew, is that of the KL; k1's is 0, and k3's is that of KL(pi_ref, pi).
+    """
+    if estimator in ("k1+", "k3+"):
+        value = kl_estimate(logprobs, ref_logprobs, "k1" if estimator == "k1+" else "k3")
+        gradient = kl_estimate(logprobs, ref_logprobs, "k2")
+        return lax.stop_gradient(value) + (gradient - lax.stop_gradient(gradient))
+    d = logprobs - ref_logprobs
+    if estimator == "k1":
+        return d
+    if estimator == "k2":
+        return jnp.square(d) / 2
+    if estimator == "k3":
+        d = jnp.clip(d, -20, 20)
+        return jnp.minimum(jnp.expm1(-d) + d, 10)
+    raise ValueError(f"KL estimator {estimator!r}: it must be one of k1, k2, k3, k1+, k3+")
+
+
 def loss_weights(
     mask: Bool[Array, "B T"], aggregation: Aggregation, *, divisor: int | None = None
 ) -> Float[Array, "B T"]:
-    """What each token's loss is multiplied by so that their sum is the minibatch's loss; zero outside `mask`.
+    """The weight of each token's loss in the minibatch's loss, which is the weighted sum; zero outside `mask`.
 
     With N tokens in the mask, S rows that have any, and n of them in a token's own row:
 
@@ -72,7 +104,7 @@ def loss_weights(
         constant: 1 / (S divisor)
 
     as verl's agg_loss, where the last is "seq-mean-token-sum-norm" with a loss_scale_factor. `mask` is of the whole
-    minibatch: the weights of its parts then add up, and a mean of means over micro-batches is nowhere taken.
+    minibatch: so the weights of its parts add up, and no mean of means over micro-batches is taken.
     """
     if aggregation == "token-mean":
         return mask.astype(jnp.float32) / token_count(mask)
@@ -134,8 +166,8 @@ def dpo_loss(
         ipo:     (h / beta - 1 / (2 beta))^2
 
     Log-probabilities are sums over a response's tokens for "sigmoid" (Rafailov et al. 2023, arXiv:2305.18290, eq. 7),
-    means over them for "ipo" (Azar et al. 2023, arXiv:2310.12036, eq. 17, whose tau is beta): the paper does not speak
-    of length, TRL (1.16) divides on its authors' advice. Label smoothing is that of conservative DPO (Mitchell 2023,
+    means over them for "ipo" (Azar et al. 2023, arXiv:2310.12036, eq. 17, whose tau is beta): the paper does not
+    mention length, TRL (1.16) divides on its authors' advice. Label smoothing is conservative DPO's (Mitchell 2023,
     https://ericmitchell.ai/cdpo.pdf); TRL 1.16 ignores it in "sigmoid", and its "robust" subtracts the second term and
     divides by 1 - 2 eps instead (arXiv:2403.00409).
     """

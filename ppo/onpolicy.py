@@ -1,7 +1,7 @@
-"""Algorithms where a batch gets a single update: the passes that make the experience are those that are differentiated.
+"""Steps for algorithms with one update per batch: experience and update share their forward passes.
 
-With one epoch of one minibatch, old log-probs and values come from the very weights that the update starts from, and
-its forward passes would be theirs again. Here each model is run once and pulled back once.
+With one epoch of one minibatch, old log-probs and values come from the weights that the update starts from, so its
+forward passes would repeat theirs. Here each model runs forward once and backward once.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 
 from jrlhf.ppo.config import PolicyConfig, PPOConfig
 from jrlhf.ppo.experience import make_experience
-from jrlhf.ppo.steps import actor_update, critic_update
+from jrlhf.ppo.steps import ActorBatch, actor_update, critic_update
 from jrlhf.ppo.types import Experience, Rollout, TrainState
 from jrlhf.ppo.updates import Metrics
 
@@ -32,15 +32,14 @@ def make_on_policy_step(
     """Builds f(actor, critic, rollout, scores, ref_logprobs, kl_coef) -> (actor, critic, experience, metrics), jitted.
 
     The same result as `make_experience` with recomputed log-probs and values, then `make_actor_step` and
-    `make_critic_step`; with recomputed log-probs the metrics of the ratio are trivial. Donates the states. What both
-    models keep for their backward passes exists at one time, for the whole batch.
+    `make_critic_step`; with recomputed log-probs the metrics of the ratio are trivial. Donates the states. The
+    residuals of both models' backward passes exist at the same time, for the whole batch.
 
     logprob_fn: (params, tokens, starts [B]) -> as a `LogprobFn`'s, read at responses only, which begin at `starts`.
     value_fn: (params, tokens) -> V before each token, and after a row's last one at index T.
     scores, ref_logprobs, kl_coef: as in `make_experience`.
 
-    Raises:
-        ValueError: `config` asks for several updates, for a batch in parts, or for texts beside it (`ptx_coef`).
+    Raises ValueError if `config` asks for several updates, for a batch in parts, or for texts (`ptx_coef`).
     """
     _check_single(config)
 
@@ -70,7 +69,7 @@ def make_on_policy_step(
 
         update_actor = actor_update(_known(scored, pull_actor), actor_optimizer, config, None)
         update_critic = critic_update(_known(values[:, :-1], pull_values), critic_optimizer, config)
-        actor, actor_metrics = update_actor(actor, experience)
+        actor, actor_metrics = update_actor(actor, ActorBatch(experience))
         critic, critic_metrics = update_critic(critic, experience)
         return actor, critic, experience, actor_metrics | critic_metrics
 
@@ -86,10 +85,7 @@ def make_on_policy_actor_step(
     """Builds f(actor, rollout, scores, ref_logprobs, kl_coef) -> (actor, experience, metrics), jitted.
 
     There is no critic. The same result as `make_experience` (`make_group_experience` or `make_return_experience`) with
-    recomputed log-probs, then `make_actor_step`. Donates the state. logprob_fn: as in `make_on_policy_step`.
-
-    Raises:
-        ValueError: as `make_on_policy_step`.
+    recomputed log-probs, then `make_actor_step`. Donates the state. Otherwise like `make_on_policy_step`.
     """
     _check_single(config)
 
@@ -102,7 +98,7 @@ def make_on_policy_actor_step(
     ) -> tuple[TrainState, Experience, Metrics]:
         scored, pull = _scored(logprob_fn, actor.params, rollout, config)
         experience = make_experience(rollout, scores, scored[0], ref_logprobs, config=config, kl_coef=kl_coef)
-        actor, metrics = actor_update(_known(scored, pull), optimizer, config, None)(actor, experience)
+        actor, metrics = actor_update(_known(scored, pull), optimizer, config, None)(actor, ActorBatch(experience))
         return actor, experience, metrics
 
     return jax.jit(step, donate_argnums=0)
@@ -121,7 +117,7 @@ def _check_single(config: PolicyConfig) -> None:
 def _scored(
     logprob_fn: ResponseLogprobFn, params: PyTree, rollout: Rollout, config: PolicyConfig
 ) -> tuple[tuple[Array, Array], Callable[[PyTree], tuple[PyTree]]]:
-    """Log-probs and entropies, and their pullback: of the log-probs alone where the loss has no entropy in it.
+    """Log-probs and entropies, and their pullback: only of the log-probs if the loss has no entropy term.
 
     (A derivative that is not finite times a cotangent of 0 is NaN.)
     """
@@ -136,7 +132,7 @@ def _scored(
 
 
 def _known(outputs: PyTree, pull: Callable[[PyTree], tuple[PyTree]]) -> Callable[..., PyTree]:
-    """A model that has been run already, as a function of (params, tokens), with its vector-Jacobian product."""
+    """Outputs that are computed already, as a function of (params, tokens) with their vector-Jacobian product."""
 
     @jax.custom_vjp
     def run(params: PyTree) -> PyTree:

@@ -1,7 +1,8 @@
-"""Safe RLHF's Lagrange multiplier: what a unit of cost is worth in units of reward."""
+"""Safe RLHF: experience of rewards and costs, and the Lagrange multiplier (units of reward for a unit of cost)."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Self
 
 import jax
@@ -9,7 +10,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jrlhf.ppo.config import SafeRLHFConfig
+from jrlhf.ppo.experience import rewarded, whitened, with_critic
 from jrlhf.ppo.minibatches import whole
+from jrlhf.ppo.types import Experience, Rollout
 
 
 @jax.tree_util.register_dataclass
@@ -23,18 +26,18 @@ class MultiplierState:
 
     @classmethod
     def create(cls, config: SafeRLHFConfig) -> Self:
-        """At the start: `config.multiplier`, and no episode yet."""
+        """The initial state: `config.multiplier`, and no episode yet."""
         start = jnp.asarray(math.log(config.multiplier), jnp.float32)
         return cls(start, jnp.zeros((config.window,), jnp.float32), jnp.zeros((), jnp.int32))
 
     @property
     def value(self) -> Float[Array, ""]:
-        """lambda."""
+        """The multiplier, lambda."""
         return jnp.exp(self.log_multiplier)
 
     @property
     def mean_cost(self) -> Float[Array, ""]:
-        """Of the last `window` episodes; 0 before there is one."""
+        """The mean cost of the last `window` episodes; 0 before the first."""
         seen = jnp.minimum(self.count, self.costs.shape[0])
         filled = jnp.arange(self.costs.shape[0]) < seen
         return jnp.sum(jnp.where(filled, self.costs, 0)) / jnp.maximum(seen, 1).astype(jnp.float32)
@@ -45,18 +48,61 @@ def update_multiplier(state: MultiplierState, costs: Float[Array, "B"], *, confi
 
         ln lambda <- min(ln lambda + multiplier_rate lambda (mean cost - cost_limit), ln multiplier_max)
 
-    (Dai et al. 2024, arXiv:2310.12773, section 3.3.) It comes before the batch's experience is made, as in the paper's
-    algorithm. The mean is of the last `window` episodes; of a larger batch the last rows count. Costs that are not
-    finite are left out, and without a single cost so far nothing changes. Pure and jittable.
+    (Dai et al. 2024, arXiv:2310.12773, section 3.3.) It runs before the batch's experience is made, as in the paper's
+    algorithm. The mean is over the last `window` episodes; of a larger batch the last rows count. Costs that are not
+    finite are ignored, and before the first finite cost nothing changes. Pure and jittable.
     """
     costs, window = whole(costs).astype(jnp.float32), state.costs.shape[0]
     finite = jnp.isfinite(costs)
-    number = jnp.cumsum(finite) - 1  # of each finite cost among them
+    number = jnp.cumsum(finite) - 1  # the index of each finite cost among the finite ones
     total = jnp.sum(finite)
-    kept = finite & (number >= total - window)
-    place = jnp.where(kept, (state.count + number) % window, window)  # past the end: dropped
+    counted = finite & (number >= total - window)
+    place = jnp.where(counted, (state.count + number) % window, window)  # past the end: dropped
     ring = state.costs.at[place].set(costs, mode="drop")
     seen = MultiplierState(state.log_multiplier, ring, state.count + total.astype(jnp.int32))
     step = config.multiplier_rate * state.value * (seen.mean_cost - config.cost_limit)
     moved = jnp.minimum(state.log_multiplier + step, math.log(config.multiplier_max))
     return MultiplierState(jnp.where(seen.count > 0, moved, state.log_multiplier), ring, seen.count)
+
+
+def make_safe_experience(
+    rollout: Rollout,
+    scores: Float[Array, "B"] | Float[Array, "B T"],
+    costs: Float[Array, "B"] | Float[Array, "B T"],
+    old_logprobs: Float[Array, "B T"] | None,
+    ref_logprobs: Float[Array, "B T"] | None,
+    values: Float[Array, "B T"],
+    cost_values: Float[Array, "B T"],
+    *,
+    config: SafeRLHFConfig,
+    kl_coef: float | Float[Array, ""],
+    multiplier: float | Float[Array, ""],
+    bootstrap_values: Float[Array, "B"] | None = None,
+    cost_bootstrap_values: Float[Array, "B"] | None = None,
+) -> tuple[Experience, Experience]:
+    """Safe RLHF's experiences: one stream of rewards and one of costs, each with its critic and its `advantages.gae`.
+
+        A = (A_reward - multiplier A_cost) / (1 + multiplier)
+
+    The KL's penalty enters the rewards as -kl_coef k1 and the costs as +kl_coef k1: in A it has the weight kl_coef for
+    any multiplier. (Dai et al. 2024, arXiv:2310.12773, enter half of theirs in each.) Whitening is of A, after
+    the two are combined: of each stream on its own it would change the multiplier's meaning and that weight.
+
+    Arguments as those of `make_experience`, and
+
+    Args:
+        costs: like `scores`; their mean is to stay below `config.cost_limit`.
+        cost_values, cost_bootstrap_values: the cost critic's.
+        multiplier: lambda, the `MultiplierState`'s value.
+
+    Returns:
+        The first trains the actor and the critic of rewards: A, and that critic's values and returns. The second
+        trains the critic of costs: costs as scores and rewards, its values and returns, its own advantages.
+    """
+    shared = partial(rewarded, old_logprobs=old_logprobs, ref_logprobs=ref_logprobs, config=config, kl_coef=kl_coef)
+    reward = shared(rollout, scores, other_scores=costs)
+    cost = shared(rollout, costs, other_scores=scores, kl_sign=1)
+    reward = with_critic(reward, values, bootstrap_values, config)
+    cost = with_critic(cost, cost_values, cost_bootstrap_values, config, prefix="cost_")
+    advantages = (reward.advantages - multiplier * cost.advantages) / (1 + multiplier)
+    return replace(reward, advantages=whitened(advantages, reward.response_mask, config)), cost

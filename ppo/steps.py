@@ -4,44 +4,35 @@ Everything that a step divides by is a count over the whole minibatch, so losses
 micro-batches, padding, mesh or layout. The arrays may be unsharded, or have their rows sharded on a mesh with Auto or
 Explicit axes (run inside `with jax.set_mesh(mesh)`); parameters may be sharded as the given function likes.
 
-A step donates its state: the arrays in it are gone afterwards, so whoever starts from the same weights (the reference,
-a critic made from the reward model) needs a copy of them.
-
-A step is called as (state, experience) or as (state, experience, frozen). `frozen` goes on to the given functions as
-their last argument: weights that they read and nobody trains, such as the base under an adapter. It is never donated,
-so any number of roles may share it.
+A step donates its state: its arrays are freed, so a role that starts from the same weights needs a copy of them. It is
+called as (state, experience) or as (state, experience, frozen). `frozen` is passed to the given functions as their last
+argument: weights that they read and nobody trains, such as the base under an adapter. It is never donated.
 """
 
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from jrlhf.ppo.budget import ByLength, row_ends
 from jrlhf.ppo.config import PolicyConfig, PPOConfig, Ratio
-from jrlhf.ppo.experience import sequence_kl
-from jrlhf.ppo.kl import kl_estimate, update_kl
-from jrlhf.ppo.losses import LOG_RATIO_LIMIT, loss_weights, policy_loss, value_loss
+from jrlhf.ppo.experience import sequence_kl, update_kl
+from jrlhf.ppo.losses import LOG_RATIO_LIMIT, kl_estimate, loss_weights, policy_loss, value_loss
 from jrlhf.ppo.masked import masked_sum, masked_variance, token_count
-from jrlhf.ppo.minibatches import check_divisible, draw_minibatch, interleave
+from jrlhf.ppo.minibatches import interleave
 from jrlhf.ppo.types import Experience, PPOState, SFTBatch, TrainState
-from jrlhf.ppo.updates import Metrics, apply_update, check_output
+from jrlhf.ppo.updates import Metrics, check_output, run_updates
 
 PyTree = Any
 Terms = Callable[[Array, Array, Any], tuple[Array, dict[str, Array]]]
 
 
 class LogprobFn(Protocol):
-    """(params, tokens) -> log-probabilities and entropies, `[:, t]` of token t given the tokens before it.
-
-    (params, tokens, frozen) where the step is called with `frozen`; to a type checker any further argument is well.
-    """
+    """(params, tokens[, frozen]) -> log-probabilities and entropies, `[:, t]` of token t given the tokens before it."""
 
     def __call__(
         self, params: PyTree, tokens: Int[Array, "B T"], /, *frozen: Any, **_: Any
@@ -49,7 +40,7 @@ class LogprobFn(Protocol):
 
 
 class SumsFn(Protocol):
-    """(params, tokens, data, terms) or (params, tokens, data, terms, frozen) -> sums of `terms` over the tokens.
+    """(params, tokens, data, terms[, frozen]) -> sums of `terms` over the tokens.
 
     `data` is a `TokenRows` of [B, T] arrays, and terms(logprobs, entropy, data) -> (loss, {name: metric}) is
     elementwise: of any tokens' log-probabilities and entropies, in any shape, with the same tokens' data. The sums are
@@ -68,8 +59,15 @@ class ValueFn(Protocol):
     def __call__(self, params: PyTree, tokens: Int[Array, "B T"], /, *frozen: Any, **_: Any) -> Float[Array, "B T"]: ...
 
 
+class ActorBatch(NamedTuple):
+    """The data of an actor's step."""
+
+    experience: Experience
+    texts: SFTBatch | None = None  # to imitate, with `config.ptx_coef`
+
+
 class ActorRows(NamedTuple):
-    """What the policy loss reads of an experience, and of texts to imitate."""
+    """The arrays that the policy loss reads of an `ActorBatch`."""
 
     tokens: Int[Array, "B T"]
     mask: Bool[Array, "B T"]
@@ -77,31 +75,31 @@ class ActorRows(NamedTuple):
     advantages: Float[Array, "B T"]
     ref_logprobs: Float[Array, "B T"] | None  # None: no KL in the loss
     importance: Float[Array, "B T"] | None
-    texts: Int[Array, "B T"] | None  # a text to imitate beside each row
+    texts: Int[Array, "B T"] | None  # a text to imitate for each row
     text_mask: Bool[Array, "B T"] | None
 
 
 class TokenRows(NamedTuple):
-    """What the terms of each token's loss are made of. The weights have all denominators in them, so losses add up."""
+    """The inputs of each token's loss. The weights contain all denominators, so losses add up."""
 
     tokens: Int[Array, "B T"]
     mask: Bool[Array, "B T"]
     old_logprobs: Float[Array, "B T"]
     advantages: Float[Array, "B T"]
-    weights: Float[Array, "B T"]  # of a token's loss in the minibatch's
-    pg_weights: Float[Array, "B T"]  # times its importance
+    weights: Float[Array, "B T"]  # of a token's loss in the minibatch's loss
+    pg_weights: Float[Array, "B T"]  # weights times importance
     ref_logprobs: Float[Array, "B T"] | None = None
     kl_weights: Float[Array, "B T"] | None = None  # kl_coef * weights
     text_weights: Float[Array, "B T"] | None = None  # of tokens to imitate, on rows whose mask is empty
 
     @property
     def computed(self) -> Bool[Array, "B T"]:
-        """The tokens that the loss looks at."""
+        """The tokens that the loss reads."""
         return self.mask if self.text_weights is None else self.mask | (self.text_weights > 0)
 
 
 class CriticRows(NamedTuple):
-    """What the value loss reads of an experience."""
+    """The arrays that the value loss reads of an experience."""
 
     tokens: Int[Array, "B T"]
     mask: Bool[Array, "B T"]
@@ -110,7 +108,7 @@ class CriticRows(NamedTuple):
 
     @property
     def computed(self) -> Bool[Array, "B T"]:
-        """The tokens that the loss looks at."""
+        """The tokens that the loss reads."""
         return self.mask
 
 
@@ -125,7 +123,7 @@ def make_actor_step(
 
     An update's loss is, of the minibatch's response tokens aggregated as `config.aggregation` says,
 
-        importance * losses.policy_loss - entropy_coef * entropy + kl_coef * kl.kl_estimate
+        importance * losses.policy_loss - entropy_coef * entropy + kl_coef * losses.kl_estimate
 
     with the KL where `config.kl_in` is "loss" and the importance where the config has it. The ratio rho of
     `policy_loss` is a token's, or by `config.ratio` the whole response's: exp of the sum ("sequence") or the mean
@@ -133,17 +131,16 @@ def make_actor_step(
     sg[s] pi / sg[pi]: the same wherever the tokens of a response share one advantage.) With `old_logprobs="rollout"`
     rho is min(rho, importance_cap), without a gradient beyond the cap.
 
-    `sums_fn` is for models that can sum a loss faster than they can return log-probabilities to be differentiated:
-    given, it computes the loss, to the same result, and `logprob_fn` is not called. It is for ratios of tokens; one of
-    responses is not elementwise, and `logprob_fn` is used.
+    `sums_fn` is for models that sum a loss faster than they return log-probabilities. If given, it computes the same
+    loss without `logprob_fn`, except for ratios of responses, which are not elementwise.
 
     With `config.ptx_coef` a step is called as (state, experience, texts) or (state, experience, texts, frozen), and
-    ptx_coef times the mean of -log pi over the minibatch's tokens of the texts' loss_mask is added. Of the texts, an
-    `SFTBatch` as large and wide as the experience, each minibatch has the rows that it has of the experience.
+    ptx_coef times the mean of -log pi over the minibatch's tokens in the texts' loss_mask is added. `texts` is an
+    `SFTBatch` with the experience's shape; a minibatch has the same rows of both.
 
     With `config.target_kl`, an update is applied only while the minibatch's KL(old, new), measured in its own forward
-    pass by the k3 estimator mean(rho - 1 - log rho) over tokens, does not exceed it. The first that does ends the call:
-    it is not applied, and no later one is computed.
+    pass by the k3 estimator mean(rho - 1 - log rho) over tokens, does not exceed it. The first update that exceeds it
+    is not applied and ends the call.
 
     Metrics are means over the updates that were not skipped (NaN if there was none). All but the first are
     means over tokens, whatever the aggregation:
@@ -155,12 +152,16 @@ def make_actor_step(
         actor/skipped_updates: not applied because something was not finite, or no token of the minibatch counted;
         actor/stopped_updates: not applied because of `target_kl`, which a skipped one does not reach.
 
-    Raises:
-        ValueError: `aggregation="constant"` without `aggregation_divisor`. When first called with a shape: the rows do
-            not divide into minibatches x micro_batches, the texts do not have the experience's shape, or the experience
-            lacks what the config's loss needs, or has weights that it does not ask for.
+    Raises ValueError when first called with rows that do not divide into minibatches x micro_batches, with texts of
+    another shape, or with an experience that was made with another config.
     """
-    return jax.jit(actor_update(logprob_fn, optimizer, config, sums_fn), donate_argnums=0)
+    update = actor_update(logprob_fn, optimizer, config, sums_fn)
+
+    def step(state: TrainState, experience: Experience, *others: PyTree) -> tuple[TrainState, Metrics]:
+        batch, frozen = _actor_batch(config, experience, others)
+        return update(state, batch, *frozen)
+
+    return jax.jit(step, donate_argnums=0)
 
 
 def make_critic_step(
@@ -173,9 +174,6 @@ def make_critic_step(
     Metrics: critic/vf_loss, critic/vf_clipfrac, critic/vpred_mean, critic/grad_norm as means over the updates that were
     not skipped; critic/skipped_updates as in `make_actor_step`; and critic/vf_explained_var = 1 - Var(returns - values)
     / (Var(returns) + 1e-5) of the values in the experience, i.e. before the update (verl's definition).
-
-    Raises (when first called with a shape):
-        ValueError: the rows do not divide into minibatches x micro_batches.
     """
     return jax.jit(critic_update(value_fn, optimizer, config), donate_argnums=0)
 
@@ -191,18 +189,16 @@ def make_ppo_step(
 ) -> Callable[..., tuple[PPOState, Metrics]]:
     """One jitted step that trains actor and critic and moves the KL controller. Donates the state.
 
-    Both functions read the same `frozen`, if there is any. The two do not read each other's result, so their order is
-    of no matter; `target_kl` stops the actor only. `sums_fn` is the actor's, as in `make_actor_step`, and so are the
-    texts with `config.ptx_coef`. Metrics are those of `make_actor_step` and `make_critic_step`, and where the
-    experience has a reference objective/kl (the controller's input) and objective/kl_coef (the coefficient that
-    penalised this experience, before the controller moves it).
+    Both functions read the same `frozen`, if there is any. `target_kl` stops the actor only. `sums_fn` and the texts of
+    `config.ptx_coef` are the actor's, as in `make_actor_step`. Metrics are those of both steps and, if the experience
+    has a reference, objective/kl (the controller's input) and objective/kl_coef (the coefficient before the update).
     """
     update_actor = actor_update(logprob_fn, actor_optimizer, config, sums_fn)
     update_critic = critic_update(value_fn, critic_optimizer, config)
 
     def step(state: PPOState, experience: Experience, *others: PyTree) -> tuple[PPOState, Metrics]:
-        actor, actor_metrics = update_actor(state.actor, experience, *others)
-        frozen = others[1:] if config.ptx_coef else others
+        batch, frozen = _actor_batch(config, experience, others)
+        actor, actor_metrics = update_actor(state.actor, batch, *frozen)
         critic, critic_metrics = update_critic(state.critic, experience, *frozen)
         metrics = {**actor_metrics, **critic_metrics}
         if experience.ref_logprobs is None:
@@ -231,22 +227,22 @@ def actor_update(
 
     def loss_fn(params: PyTree, rows: TokenRows, count: Array, *frozen: PyTree) -> tuple[Array, Metrics]:
         loss, metrics = sums(params, rows.tokens, rows, terms, *frozen)
-        return loss, {name: x if name in _WEIGHED else x / count for name, x in metrics.items()}
+        return loss, {name: x / count if _METRICS[name] == "token mean" else x for name, x in metrics.items()}
 
-    names = ("pg_loss", "entropy", "ppo_kl", "approx_kl", "ratio", "ratio_gap", "pg_clipfrac", "pg_clipfrac_lower")
-    names += ("kl_loss",) * kl_in_loss + ("ptx_loss",) * bool(config.ptx_coef)
+    optional = {"kl_loss": kl_in_loss, "ptx_loss": bool(config.ptx_coef)}
+    names = tuple(name for name in _METRICS if optional.get(name, True))
     target_kl = config.target_kl
     veto = None if target_kl is None else lambda metrics: metrics["approx_kl"] > target_kl
 
-    def update(state: TrainState, experience: Experience, *others: PyTree) -> tuple[TrainState, Metrics]:
-        texts, frozen = (others[0], others[1:]) if config.ptx_coef else (None, others)
+    def update(state: TrainState, batch: ActorBatch, *frozen: PyTree) -> tuple[TrainState, Metrics]:
+        experience = batch.experience
         if (experience.importance is None) != (config.importance is None):
-            held = "no weights" if experience.importance is None else "weights"
+            weights = "no weights" if experience.importance is None else "weights"
             raise ValueError(
-                f"importance={config.importance!r}: the experience has {held}, make it with the same config"
+                f"importance={config.importance!r}: the experience has {weights}, make it with the same config"
             )
-        rows = _actor_rows(experience, texts, kl_in_loss)
-        state, run = _run_updates(
+        rows = _actor_rows(batch, kl_in_loss)
+        state, run = run_updates(
             loss_fn, optimizer, config, state, rows, frozen, names, veto, partial(_weighed, config, experience.kl_coef)
         )
         metrics = {f"actor/{name}": value for name, value in run.means.items() if name != "ratio_gap"}
@@ -282,7 +278,7 @@ def critic_update(
             raise ValueError("values=None: a critic's step needs values and returns in the experience")
         unexplained = masked_variance(returns - values, mask)
         rows = CriticRows(experience.tokens, mask, values, returns)
-        state, run = _run_updates(loss_fn, optimizer, config, state, rows, frozen, names)
+        state, run = run_updates(loss_fn, optimizer, config, state, rows, frozen, names)
         metrics = {f"critic/{name}": value for name, value in run.means.items()}
         metrics["critic/vf_explained_var"] = 1 - unexplained / (masked_variance(returns, mask) + 1e-5)
         metrics["critic/skipped_updates"] = run.skipped.astype(jnp.float32)
@@ -291,10 +287,26 @@ def critic_update(
     return update
 
 
-_WEIGHED = ("pg_loss", "ptx_loss")  # metrics whose denominators are in their weights already
+# How the terms of tokens become a metric. Those that are summed have their denominators in their weights already.
+_METRICS: dict[str, Literal["sum", "token mean"]] = {
+    **dict.fromkeys(("entropy", "ppo_kl", "approx_kl", "ratio", "ratio_gap", "kl_loss"), "token mean"),
+    **dict.fromkeys(("pg_clipfrac", "pg_clipfrac_lower"), "token mean"),
+    **dict.fromkeys(("pg_loss", "ptx_loss"), "sum"),
+}
 
 
-def _actor_rows(experience: Experience, texts: SFTBatch | None, kl_in_loss: bool) -> ActorRows:
+def _actor_batch(
+    config: PolicyConfig, experience: Experience, others: tuple[PyTree, ...]
+) -> tuple[ActorBatch, tuple[PyTree, ...]]:
+    """The further arguments of a step: texts if `config.ptx_coef` asks for them, then `frozen` if there is any."""
+    if not config.ptx_coef:
+        return ActorBatch(experience), others
+    texts, *frozen = others
+    return ActorBatch(experience, texts), tuple(frozen)
+
+
+def _actor_rows(batch: ActorBatch, kl_in_loss: bool) -> ActorRows:
+    experience, texts = batch
     if kl_in_loss and (experience.ref_logprobs is None or experience.kl_coef is None):
         raise ValueError("kl_in='loss' needs ref_logprobs and kl_coef in the experience: make it with the same config")
     if texts is not None and texts.tokens.shape != experience.tokens.shape:
@@ -315,7 +327,7 @@ def _actor_rows(experience: Experience, texts: SFTBatch | None, kl_in_loss: bool
 
 
 def _weighed(config: PolicyConfig, kl_coef: Array | None, rows: ActorRows) -> TokenRows:
-    """A minibatch with the weights of its tokens, before anything divides it. Texts become rows of their own."""
+    """Computes the weights of a whole minibatch's tokens, before it is divided. Texts become additional rows."""
     weights = loss_weights(rows.mask, config.aggregation, divisor=config.aggregation_divisor)
     tokens = TokenRows(
         tokens=rows.tokens,
@@ -341,9 +353,9 @@ def _weighed(config: PolicyConfig, kl_coef: Array | None, rows: ActorRows) -> To
 def _policy_terms(
     config: PolicyConfig, logprobs: Array, entropy: Array, rows: TokenRows
 ) -> tuple[Array, dict[str, Array]]:
-    """Every token's loss and metrics; 0 where no mask is True. Elementwise where the ratio is a token's."""
-    # Selected before the mathematics, not after: a NaN in the padding would come back through the gradient.
-    given, logprobs = logprobs, jnp.where(rows.mask, logprobs, 0)
+    """Every token's loss and metrics; 0 outside the masks. Elementwise if ratios are of tokens."""
+    # Selected before the mathematics, not after: a NaN in the padding would return through the gradient.
+    text_logprobs, logprobs = logprobs, jnp.where(rows.mask, logprobs, 0)
     log_ratio = logprobs - jnp.where(rows.mask, rows.old_logprobs, 0)
     action = log_ratio if config.ratio == "token" else _of_responses(log_ratio, rows.mask, config.ratio)
     if config.old_logprobs == "rollout":
@@ -372,12 +384,12 @@ def _policy_terms(
         metrics["kl_loss"] = kl_estimate(logprobs, ref_logprobs, config.kl_estimator)
     metrics = {name: jnp.where(rows.mask, x, 0) for name, x in metrics.items()}
     loss = metrics["pg_loss"]
-    if config.entropy_coef:  # else the entropy's gradient is not even asked for
+    if config.entropy_coef:  # otherwise the entropy's gradient is not computed
         loss -= config.entropy_coef * (rows.weights * metrics["entropy"])
     if rows.kl_weights is not None:
         loss += rows.kl_weights * metrics["kl_loss"]
     if rows.text_weights is not None:
-        metrics["ptx_loss"] = rows.text_weights * -jnp.where(rows.text_weights > 0, given, 0)
+        metrics["ptx_loss"] = rows.text_weights * -jnp.where(rows.text_weights > 0, text_logprobs, 0)
         loss += config.ptx_coef * metrics["ptx_loss"]
     return loss, metrics
 
@@ -388,80 +400,3 @@ def _of_responses(log_ratio: Array, mask: Array, ratio: Ratio) -> Array:
     if ratio == "sequence-mean":
         total /= token_count(mask, axis=1)[:, None]
     return jnp.where(mask, total, 0)
-
-
-class _Run(NamedTuple):
-    """What became of all updates on one batch."""
-
-    means: Metrics
-    first: Metrics
-    skipped: Int[Array, ""]
-    stopped: Int[Array, ""]
-
-
-class _Carry(NamedTuple):
-    index: Int[Array, ""]  # updates computed so far
-    params: PyTree
-    opt_state: PyTree
-    stop: Bool[Array, ""]
-    sound: Int[Array, ""]  # how many of them were not skipped
-    sums: Metrics  # over those
-    first: Metrics
-
-
-def _run_updates(
-    loss_fn: Callable[..., tuple[Array, Metrics]],
-    optimizer: optax.GradientTransformation,
-    config: PolicyConfig,
-    state: TrainState,
-    rows: Any,
-    frozen: tuple[PyTree, ...],
-    names: tuple[str, ...],
-    veto: Callable[[Metrics], Bool[Array, ""]] | None = None,
-    prepare: Callable[[Any], Any] = lambda rows: rows,
-) -> tuple[TrainState, _Run]:
-    """epochs x minibatches updates in one loop, which ends early once `veto` holds.
-
-    loss_fn: (params, rows, count, *frozen) -> (loss, metrics); count is of the minibatch's tokens in `mask`.
-    prepare: of a whole minibatch, what the loss then sees parts of.
-    """
-    check_divisible(rows.tokens, config.minibatches, config.micro_batches)
-    total = config.epochs * config.minibatches
-    key = jax.random.fold_in(jax.random.key(config.seed), state.step)
-
-    def one(carry: _Carry) -> _Carry:
-        epoch, minibatch = carry.index // config.minibatches, carry.index % config.minibatches
-        batch = prepare(draw_minibatch(rows, jax.random.fold_in(key, epoch), minibatch, config.minibatches))
-        count, tokens = token_count(batch.mask), config.micro_batch_tokens
-        update = apply_update(
-            lambda params, micro: loss_fn(params, micro, count, *frozen),
-            optimizer,
-            carry.params,
-            carry.opt_state,
-            batch,
-            micro_batches=config.micro_batches if tokens is None else ByLength(row_ends(batch.computed), tokens),
-            metric_names=names,
-            counted=jnp.any(batch.computed),
-            veto=veto,
-        )
-        return _Carry(
-            index=carry.index + 1,
-            params=update.params,
-            opt_state=update.opt_state,
-            stop=carry.stop if veto is None else update.sound & veto(update.metrics),
-            sound=carry.sound + update.sound.astype(jnp.int32),
-            sums=jax.tree.map(lambda s, x: s + jnp.where(update.sound, x, 0), carry.sums, update.metrics),
-            first=jax.tree.map(lambda f, x: jnp.where(carry.index == 0, x, f), carry.first, update.metrics),
-        )
-
-    none = jnp.zeros((), jnp.int32)
-    zeros = dict.fromkeys((*names, "grad_norm"), jnp.zeros((), jnp.float32))
-    start = _Carry(none, state.params, state.opt_state, jnp.zeros((), jnp.bool_), none, zeros, zeros)
-    end = lax.while_loop(lambda carry: (carry.index < total) & ~carry.stop, one, start)
-    run = _Run(
-        means=jax.tree.map(lambda s: s / end.sound.astype(jnp.float32), end.sums),
-        first=end.first,
-        skipped=end.index - end.sound,
-        stopped=jnp.where(end.stop, total - end.index + 1, 0),
-    )
-    return TrainState(end.params, end.opt_state, state.step + 1), run

@@ -1,4 +1,4 @@
-"""The values that flow through the algorithms: frozen dataclasses registered as pytrees.
+"""The data that algorithms pass on: frozen dataclasses registered as pytrees.
 
 Shapes: B batch, T time = prompt + response. Rows are right-padded with no gap between prompt and response.
 
@@ -36,17 +36,17 @@ class Rollout:
 
     @property
     def lengths(self) -> Int[Array, "B"]:
-        """Tokens of each row, prompt and response together."""
+        """The number of tokens of each row, prompt and response together."""
         return self.prompt_lengths + self.response_lengths
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Experience(Rollout):
-    """A rollout with all that an update needs. The `[B, T]` arrays added here are zero outside `response_mask`.
+    """A rollout with everything that an update needs. The `[B, T]` arrays added here are zero outside `response_mask`.
 
-    None stands where an algorithm has no such thing: values and returns without a critic, ref_logprobs without a
-    reference, importance without a correction, kl_coef where the KL is no part of the loss.
+    A field is None where an algorithm does not have it: values and returns without a critic, ref_logprobs without a
+    reference, importance without a correction, kl_coef where the KL is not in the loss.
     """
 
     scores: Float[Array, "B"]  # of the rewards, one a sequence
@@ -64,7 +64,7 @@ class Experience(Rollout):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TrainState:
-    """Weights, the optimizer's state, and how many times a step function was called with them."""
+    """Weights, the optimizer's state, and the number of calls of a step function with them."""
 
     params: PyTree
     opt_state: PyTree
@@ -72,13 +72,13 @@ class TrainState:
 
     @classmethod
     def create(cls, params: PyTree, optimizer: optax.GradientTransformation) -> Self:
-        """A fresh state. Every leaf lies on the mesh of `params`, scalars replicated.
+        """A fresh state. Every leaf is on the mesh of `params`, scalars replicated.
 
         (A scalar left on one device changes its sharding in the first step, so the second one would recompile.)
         """
         opt_state = optimizer.init(params)
         step = jnp.zeros((), jnp.int32)
-        return cls(params, *_beside(params, (opt_state, step)))
+        return cls(params, *_on_mesh_of(params, (opt_state, step)))
 
 
 @jax.tree_util.register_dataclass
@@ -92,7 +92,7 @@ class KLState:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class PPOState:
-    """All that `make_ppo_step` updates."""
+    """The state that `make_ppo_step` updates."""
 
     actor: TrainState
     critic: TrainState
@@ -101,7 +101,7 @@ class PPOState:
     @classmethod
     def create(cls, actor: TrainState, critic: TrainState, *, kl_coef: float) -> Self:
         """A fresh state whose KL coefficient starts at `kl_coef`."""
-        return cls(actor, critic, KLState(_beside(actor.params, jnp.asarray(kl_coef, jnp.float32))))
+        return cls(actor, critic, KLState(_on_mesh_of(actor.params, jnp.asarray(kl_coef, jnp.float32))))
 
 
 @jax.tree_util.register_dataclass
@@ -127,10 +127,10 @@ class PreferenceBatch:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class PairBatch:
-    """Pairs of answers to one prompt each, of which the first is preferred, as DPO learns from them.
+    """Pairs of answers to one prompt each, the preferred one first, for DPO.
 
     ref_chosen, ref_rejected: sum of the reference's log-probs over each response; None: not computed yet
-        (`dpo.with_reference` puts them in).
+        (`dpo.with_reference` adds them).
     """
 
     chosen: Int[Array, "B T"]
@@ -148,7 +148,7 @@ class PairBatch:
 
     @property
     def lengths(self) -> Int[Array, "2*B"]:
-        """Of the rows of `tokens`, prompt and response together."""
+        """The lengths of the rows of `tokens`, prompt and response together."""
         return interleave(self.chosen_lengths, self.rejected_lengths)
 
     @property
@@ -159,8 +159,8 @@ class PairBatch:
         return (start <= time) & (time < self.lengths[:, None])
 
 
-def _beside(params: PyTree, tree: PyTree) -> PyTree:
-    """`tree` with the leaves that are on no mesh replicated over the mesh of `params`, if that has one."""
+def _on_mesh_of(params: PyTree, tree: PyTree) -> PyTree:
+    """Replicates the leaves of `tree` that are on no mesh over the mesh of `params`, if that has one."""
 
     def sharding(x: Any) -> Any:
         return None if isinstance(x, Tracer) else getattr(x, "sharding", None)

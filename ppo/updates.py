@@ -1,4 +1,4 @@
-"""One optimizer update: gradients summed over micro-batches, applied only where everything is finite."""
+"""Optimizer updates: gradients summed over micro-batches, applied only if everything is finite."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -7,10 +7,12 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
-from jrlhf.ppo.budget import ByLength, fold_by_length
-from jrlhf.ppo.minibatches import split_rows
+from jrlhf.ppo.budget import ByLength, fold_by_length, row_ends
+from jrlhf.ppo.config import PolicyConfig
+from jrlhf.ppo.masked import token_count
+from jrlhf.ppo.minibatches import check_divisible, draw_minibatch, split_rows
 from jrlhf.ppo.types import TrainState
 
 PyTree = Any
@@ -21,12 +23,12 @@ minibatch's global count. Shares add up, so results do not depend on how rows ar
 
 
 class Update(NamedTuple):
-    """What became of one update."""
+    """The result of one update."""
 
     params: PyTree
     opt_state: PyTree
     metrics: Metrics  # the loss's own, and "grad_norm"
-    sound: Bool[Array, ""]  # loss and gradients were finite, and of something; if not, nothing was applied
+    sound: Bool[Array, ""]  # loss and gradients were finite and some row counted; otherwise nothing was applied
 
 
 def apply_update(
@@ -45,8 +47,8 @@ def apply_update(
 
     Weights and optimizer state stay as they were, bit for bit, when the loss or a gradient is not finite
     (optax.apply_if_finite lets the bad step through after a few; clip_by_global_norm turns one inf into NaN
-    everywhere), when `veto(metrics)` holds, or when `counted` does not: whether the rows have anything that counts in
-    the loss. (A gradient of nothing is 0, and an optimizer would apply momentum and weight decay.) `metric_names` are
+    everywhere), when `veto(metrics)` holds, or when `counted` is False: no token of the rows counts in the loss. (Its
+    gradient would be 0, and an optimizer would still apply momentum and weight decay.) `metric_names` are
     the keys of the loss's metrics.
 
     The decision is made before the optimizer runs and by `cond`: a select between old and new leaves, or a look at the
@@ -70,7 +72,7 @@ def apply_update(
 
 
 def check_output(name: str, tokens: Array, *outputs: Array) -> None:
-    """Raise ValueError where a given function returned anything but a number for each of `tokens`."""
+    """Raises ValueError if a given function did not return a number for each of `tokens`."""
     for x in outputs:
         if x.shape != tokens.shape:
             raise ValueError(f"{name} returned an array of shape {x.shape} for tokens of shape {tokens.shape}")
@@ -86,9 +88,9 @@ def update_once(
     names: tuple[str, ...],
     counted: Bool[Array, ""] | None = None,
 ) -> tuple[TrainState, Metrics]:
-    """A step of one update: the next state, and its metrics with `prefix` before names that have no such of their own.
+    """A step of one update: the next state, and its metrics. Names without a "/" get the prefix.
 
-    prefix/grad_norm and prefix/skipped_updates (1: something was not finite, nothing was applied) are among them.
+    prefix/grad_norm and prefix/skipped_updates (1: something was not finite, nothing was applied) are added.
     """
     update = apply_update(
         loss_fn,
@@ -105,11 +107,88 @@ def update_once(
     return TrainState(update.params, update.opt_state, state.step + 1), metrics
 
 
+class Run(NamedTuple):
+    """The result of all updates on one batch."""
+
+    means: Metrics  # over the updates that were not skipped
+    first: Metrics  # of the first update
+    skipped: Int[Array, ""]
+    stopped: Int[Array, ""]
+
+
+class _Carry(NamedTuple):
+    index: Int[Array, ""]  # updates computed so far
+    params: PyTree
+    opt_state: PyTree
+    stop: Bool[Array, ""]
+    sound: Int[Array, ""]  # number of them that were not skipped
+    sums: Metrics  # over the sound ones
+    first: Metrics
+
+
+def run_updates(
+    loss_fn: Callable[..., tuple[Array, Metrics]],
+    optimizer: optax.GradientTransformation,
+    config: PolicyConfig,
+    state: TrainState,
+    rows: Any,
+    frozen: tuple[PyTree, ...],
+    names: tuple[str, ...],
+    veto: Callable[[Metrics], Bool[Array, ""]] | None = None,
+    prepare: Callable[[Any], Any] = lambda rows: rows,
+) -> tuple[TrainState, Run]:
+    """epochs x minibatches updates in one loop, which ends early once `veto` holds.
+
+    loss_fn: (params, rows, count, *frozen) -> (loss, metrics); count is the number of the minibatch's tokens in `mask`.
+    prepare: turns a whole minibatch into the rows of which the loss sees parts.
+    """
+    check_divisible(rows.tokens, config.minibatches, config.micro_batches)
+    total = config.epochs * config.minibatches
+    key = jax.random.fold_in(jax.random.key(config.seed), state.step)
+
+    def one(carry: _Carry) -> _Carry:
+        epoch, minibatch = carry.index // config.minibatches, carry.index % config.minibatches
+        batch = prepare(draw_minibatch(rows, jax.random.fold_in(key, epoch), minibatch, config.minibatches))
+        count, tokens = token_count(batch.mask), config.micro_batch_tokens
+        update = apply_update(
+            lambda params, micro: loss_fn(params, micro, count, *frozen),
+            optimizer,
+            carry.params,
+            carry.opt_state,
+            batch,
+            micro_batches=config.micro_batches if tokens is None else ByLength(row_ends(batch.computed), tokens),
+            metric_names=names,
+            counted=jnp.any(batch.computed),
+            veto=veto,
+        )
+        return _Carry(
+            index=carry.index + 1,
+            params=update.params,
+            opt_state=update.opt_state,
+            stop=carry.stop if veto is None else update.sound & veto(update.metrics),
+            sound=carry.sound + update.sound.astype(jnp.int32),
+            sums=jax.tree.map(lambda s, x: s + jnp.where(update.sound, x, 0), carry.sums, update.metrics),
+            first=jax.tree.map(lambda f, x: jnp.where(carry.index == 0, x, f), carry.first, update.metrics),
+        )
+
+    none = jnp.zeros((), jnp.int32)
+    zeros = dict.fromkeys((*names, "grad_norm"), jnp.zeros((), jnp.float32))
+    start = _Carry(none, state.params, state.opt_state, jnp.zeros((), jnp.bool_), none, zeros, zeros)
+    end = lax.while_loop(lambda carry: (carry.index < total) & ~carry.stop, one, start)
+    run = Run(
+        means=jax.tree.map(lambda s: s / end.sound.astype(jnp.float32), end.sums),
+        first=end.first,
+        skipped=end.index - end.sound,
+        stopped=jnp.where(end.stop, total - end.index + 1, 0),
+    )
+    return TrainState(end.params, end.opt_state, state.step + 1), run
+
+
 def _accumulate(
     loss_fn: LossFn, params: PyTree, rows: PyTree, micro_batches: int | ByLength, metric_names: tuple[str, ...]
 ) -> tuple[Array, Metrics, PyTree]:
-    """Loss, metrics and gradients of all rows. Those of micro-batches are summed in at least float32, returned as
-    `params` are. (Within one, devices add up in bfloat16 what a model that computes in it gives them.)"""
+    """Loss, metrics and gradients of all rows. Gradients of micro-batches are summed in at least float32, and returned
+    in the dtypes of `params`. (Within a micro-batch, devices sum in bfloat16 if the model computes in it.)"""
     grad_fn = jax.value_and_grad(loss_fn, has_aux=True)
     if micro_batches == 1:  # without the second set of gradients that a sum needs
         (loss, metrics), grads = grad_fn(params, rows)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool
 
-from jrlhf.meshes.peaks import Peak, peak_of
+from jrlhf.meshes.hardware import Peak, peak_of
 from jrlhf.models.flops import Lengths, forward_operations, generation_seconds, training_operations
 from jrlhf.models.quantize import has_int8
 from jrlhf.ppo import GRPOConfig, PolicyConfig, ReMaxConfig

@@ -13,7 +13,7 @@ from benchmarks.accelerator import FULL, NO_TIME, PARTS, SMALL, Part, attempt, l
 from benchmarks.parts import Ceilings
 from benchmarks.records import provenance
 from jrlhf.meshes import make_mesh
-from jrlhf.meshes.peaks import PEAKS
+from jrlhf.meshes.hardware import PEAKS
 
 H200 = PEAKS["NVIDIA H200"]
 TOP = Ceilings(copy=4e12, matmul=800e12, peak=H200)

@@ -19,8 +19,7 @@ from safetensors.numpy import load_file
 
 from jrlhf.config import load_config
 from jrlhf.export import cli as export
-from jrlhf.meshes import live_bytes
-from jrlhf.meshes.peaks import Peak
+from jrlhf.meshes.hardware import Peak
 from jrlhf.models import init_sharded
 from jrlhf.models.hf.export import hf_weights
 from jrlhf.planning.fit import memory_of
@@ -35,6 +34,7 @@ from jrlhf.stages.graphs import stage_graph
 from jrlhf.stages.rl import RLState
 from jrlhf.stages.setup import select_mesh
 from jrlhf.train import cli, main
+from tests.support.live import live_bytes
 
 TINY, LOG = str(Path(__file__).with_name("tiny.yaml")), "log.txt"
 

@@ -9,23 +9,21 @@ from jax.sharding import AxisType
 from jrlhf.meshes import AXES, make_mesh
 
 
-@pytest.mark.parametrize(
-    ("sizes", "shape"),
-    [
+def test_sizes():
+    cases: list[tuple[dict[str, Any], tuple[int, int, int]]] = [
         ({"fsdp": 8}, (1, 8, 1)),
         ({"data": 2, "fsdp": 2, "tensor": 2}, (2, 2, 2)),
         ({"fsdp": -1}, (1, 8, 1)),
         ({"fsdp": -1, "tensor": 4}, (1, 2, 4)),
         ({"data": -1, "fsdp": 4, "tensor": 2}, (1, 4, 2)),
-    ],
-)
-def test_sizes(sizes: dict[str, Any], shape: tuple[int, int, int]):
-    mesh = make_mesh(**sizes)
-    assert mesh.axis_names == AXES
-    assert tuple(mesh.shape.values()) == shape
-    assert mesh.axis_types == (AxisType.Explicit,) * 3
-    # tensor is innermost: neighbours in it are neighbours in jax.devices()
-    assert [device.id for device in mesh.devices.flat] == [device.id for device in jax.devices()]
+    ]
+    for sizes, shape in cases:
+        mesh = make_mesh(**sizes)
+        assert mesh.axis_names == AXES
+        assert tuple(mesh.shape.values()) == shape
+        assert mesh.axis_types == (AxisType.Explicit,) * 3
+        # tensor is innermost: neighbours in it are neighbours in jax.devices()
+        assert [device.id for device in mesh.devices.flat] == [device.id for device in jax.devices()]
 
 
 def test_a_slice_of_the_devices_keeps_the_callers_order():
@@ -35,9 +33,8 @@ def test_a_slice_of_the_devices_keeps_the_callers_order():
     assert mesh.axis_types == (AxisType.Auto,) * 3
 
 
-@pytest.mark.parametrize(
-    ("sizes", "message"),
-    [
+def test_bad_sizes():
+    cases: list[tuple[dict[str, Any], str]] = [
         (
             {"fsdp": 3, "tensor": 2},
             "mesh data=1, fsdp=3, tensor=2 needs 6 devices, but there are 8: "
@@ -58,8 +55,7 @@ def test_a_slice_of_the_devices_keeps_the_callers_order():
             {"fsdp": -2, "tensor": 8},
             "mesh data=1, fsdp=-2, tensor=8: every axis must be a positive integer, or -1 for one of them",
         ),
-    ],
-)
-def test_bad_sizes(sizes: dict[str, Any], message: str):
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        make_mesh(**sizes)
+    ]
+    for sizes, message in cases:
+        with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+            make_mesh(**sizes)

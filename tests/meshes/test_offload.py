@@ -11,8 +11,9 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jrlhf.meshes import live_bytes, make_mesh
+from jrlhf.meshes import make_mesh
 from jrlhf.meshes.offload import check_host_memory, free_host, groups, is_on_host, offload, onload
+from tests.support.live import live_bytes
 
 
 def tree_on(mesh, seed=0):
@@ -48,17 +49,17 @@ def test_there_and_back_is_the_same_tree_and_every_byte_is_in_one_place(group_by
 
     asleep = offload(tree, group_bytes=group_bytes)
     moved = live_bytes()
-    for (device, kind), held in size.items():
-        assert kind == "device" and held > 0
-        assert start[device, "device"] - moved[device, "device"] == held
-        assert moved[device, "pinned_host"] - start[device, "pinned_host"] == held
+    for (device, kind), count in size.items():
+        assert kind == "device" and count > 0
+        assert start[device, "device"] - moved[device, "device"] == count
+        assert moved[device, "pinned_host"] - start[device, "pinned_host"] == count
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(tree)) and bits(asleep) == before
     assert jax.tree.map(lambda x: x.sharding.with_memory_kind("device"), asleep) == shardings
 
     awake = onload(asleep)
     assert bits(awake) == before and jax.tree.map(lambda x: x.sharding, awake) == shardings
     assert live_bytes(awake) == size and live_bytes(asleep) == {
-        (d, "pinned_host"): held for (d, _), held in size.items()
+        (d, "pinned_host"): count for (d, _), count in size.items()
     }
     free_host(asleep)
     free_host(awake)  # nothing of it is there

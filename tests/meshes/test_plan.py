@@ -24,9 +24,8 @@ def test_slices_know_what_they_share():
     assert not Slice(0, 4).overlaps(Slice(4, 4))
 
 
-@pytest.mark.parametrize(
-    ("mapping", "sentence"),
-    [
+def test_a_plan_that_cannot_be_is_one_sentence():
+    for mapping, sentence in [
         (None, "must hold `name` and `calls`"),
         ({"calls": {}}, "must hold `name` and `calls`"),
         ({"calls": {"a": {"devices": 0, "layout": "train"}}, "size": 1}, "not size"),
@@ -38,9 +37,7 @@ def test_slices_know_what_they_share():
         ({"calls": {"a": {"devices": "3-0", "layout": "train"}}}, "count at least 1"),
         ({"calls": {"a": {"devices": "0-3", "layout": "train", "data": -2, "fsdp": -2}}}, "data=-2 must be at least 1"),
         ({"calls": {"a": {"devices": "all", "layout": "train"}}}, "must be a number or a range"),
-    ],
-)
-def test_a_plan_that_cannot_be_is_one_sentence(mapping, sentence):
-    with pytest.raises(ValueError) as error:
-        plan_of(mapping)
-    assert sentence in str(error.value) and "\n" not in str(error.value)
+    ]:
+        with pytest.raises(ValueError) as error:
+            plan_of(mapping)
+        assert sentence in str(error.value) and "\n" not in str(error.value)

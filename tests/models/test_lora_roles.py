@@ -11,7 +11,7 @@ import numpy as np
 import optax
 import pytest
 
-from jrlhf.meshes import GENERATE, live_bytes, make_mesh
+from jrlhf.meshes import GENERATE, make_mesh
 from jrlhf.models import (
     LoRAConfig,
     ModelConfig,
@@ -26,6 +26,7 @@ from jrlhf.models import (
 )
 from jrlhf.ppo import PPOConfig, Rollout, TrainState, make_actor_step, make_critic_step, make_experience
 from tests.models.shared import QUICK, fast_jit, shapes_on, unstacked
+from tests.support.live import live_bytes
 
 CONFIG = ModelConfig(150, 32, 2, 8, 2, 8, mlp=1024, max_positions=32, qkv_bias=True)
 LORA = LoRAConfig(rank=2, alpha=8.0)

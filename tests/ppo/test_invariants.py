@@ -36,7 +36,7 @@ from jrlhf.ppo import (
     make_return_experience,
     make_safe_experience,
 )
-from tests.ppo.tabular import compiled
+from tests.support.tabular import compiled
 
 ROWS, TIME, BETA = 32, 9, 0.2
 OPTIMIZER = optax.sgd(0.5)

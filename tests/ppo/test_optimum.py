@@ -20,8 +20,8 @@ from jrlhf.ppo import (
     RLOOConfig,
     SafeRLHFConfig,
 )
-from tests.ppo.enumeration import Estimator, Problem, total_variation
-from tests.ppo.tabular import train
+from tests.support.enumeration import Estimator, Problem, total_variation
+from tests.support.tabular import train
 
 TOKENS = Problem.random(prompts=3, vocab=5, limit=1, ends=False, seed=1)
 TREES = Problem.random(prompts=2, vocab=3, limit=3, ends=True, seed=3)

@@ -32,8 +32,8 @@ from jrlhf.ppo import (
     make_experience,
     make_safe_experience,
 )
-from tests.ppo.enumeration import Estimator, Problem, numerical_gradient, objective
-from tests.ppo.tabular import Tables, compiled
+from tests.support.enumeration import Estimator, Problem, numerical_gradient, objective
+from tests.support.tabular import Tables, compiled
 
 BETA = 0.3
 slow = pytest.mark.full

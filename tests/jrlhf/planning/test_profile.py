@@ -9,7 +9,6 @@ import pytest
 
 from benchmarks import plans
 from jrlhf.errors import UserError
-from jrlhf.meshes import collectives
 from jrlhf.meshes.hardware import HARDWARE, Cluster
 from jrlhf.models import LoRAConfig
 from jrlhf.planning import microbenchmarks as measure

@@ -19,7 +19,7 @@ from jrlhf.config import Config, load_config
 from jrlhf.config.parse import build
 from jrlhf.config.schema import LoRASection, SleepConfig
 from jrlhf.errors import UserError
-from jrlhf.meshes import Call, live_bytes, make_mesh
+from jrlhf.meshes import Call, make_mesh
 from jrlhf.meshes.offload import free_host, is_on_host, offload
 from jrlhf.planning.residency import residency
 from jrlhf.roles import compiled
@@ -31,6 +31,7 @@ from jrlhf.run.clock import Clock
 from jrlhf.run.profiler import CompilationWatch
 from jrlhf.stages.setup import select_mesh
 from tests.jrlhf.roles.test_roles import Setup
+from tests.support.live import live_bytes
 
 ALL = SleepConfig(optimizer="host", actor="host", critic="host", reference="host", reward="host")
 CALLS = ("reshard", "gen", "reward", "old_log_prob", "ref", "values", "update_critic", "update_actor")

@@ -14,7 +14,7 @@ from jrlhf.algorithms.ppo import ppo
 from jrlhf.algorithms.registry import graph_of
 from jrlhf.config.schema import Config
 from jrlhf.data.batches import Batch, key_for, put_rows, row_keys
-from jrlhf.meshes import AXES, GENERATE, SCORE, live_bytes, make_mesh
+from jrlhf.meshes import AXES, GENERATE, SCORE, make_mesh
 from jrlhf.meshes.plan import Placement, Plan, Slice
 from jrlhf.models import ModelConfig, SamplingConfig, init_sharded, param_shardings
 from jrlhf.ppo import PPOConfig
@@ -25,6 +25,7 @@ from jrlhf.roles.experience import ExperienceMaker
 from jrlhf.roles.model import Architecture, Model
 from jrlhf.roles.placement import CallPlacement, Pending, RolePlacement, TransferCache, call, place_roles
 from jrlhf.run.clock import Clock
+from tests.support.live import live_bytes
 
 pytestmark = pytest.mark.usefixtures("quick_programs")
 

@@ -15,7 +15,7 @@ from jrlhf.algorithms.on_policy import on_policy
 from jrlhf.algorithms.ppo import ppo as run_ppo
 from jrlhf.config.schema import SleepConfig
 from jrlhf.data.batches import Batch, key_for, put_rows, row_keys
-from jrlhf.meshes import GENERATE, live_bytes, make_mesh
+from jrlhf.meshes import GENERATE, make_mesh
 from jrlhf.models import (
     LoRAConfig,
     ModelConfig,
@@ -38,6 +38,7 @@ from jrlhf.roles.offloading import offloader_of
 from jrlhf.roles.placement import CallPlacement, Prefetch, RolePlacement
 from jrlhf.run.checkpoints import fingerprint_of
 from jrlhf.run.clock import Clock
+from tests.support.live import live_bytes
 
 MODEL = ModelConfig(
     vocab_size=100, embed=16, layers=2, heads=2, kv_heads=1, head_dim=8, mlp=32, max_positions=16, initializer_range=0.3

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jrlhf.meshes import make_mesh
-from jrlhf.meshes.peaks import PEAKS, Peak
+from jrlhf.meshes.hardware import PEAKS, Peak
 from jrlhf.models import LoRAConfig, ModelConfig
 from jrlhf.models.flops import forward_operations, generation_seconds, training_operations
 from jrlhf.ppo import DAPOConfig, GRPOConfig, PolicyConfig, PPOConfig, ReMaxConfig

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from jrlhf.meshes import GENERATE, TRAIN, live_bytes, make_mesh, reshard
+from jrlhf.meshes import GENERATE, TRAIN, make_mesh, reshard
 from jrlhf.models import (
     LoRAConfig,
     ModelConfig,
@@ -22,6 +22,7 @@ from jrlhf.models import (
     to_int8,
 )
 from jrlhf.models.hf import export, hf_config
+from tests.support.live import live_bytes
 
 LLAMA = ModelConfig(
     vocab_size=200, embed=32, layers=2, heads=4, kv_heads=2, head_dim=16, mlp=48, max_positions=64, tie_embeddings=False

@@ -1,4 +1,4 @@
-"""Counting the memory that arrays hold."""
+"""The memory that arrays hold."""
 
 from collections import Counter
 from typing import Any
@@ -13,13 +13,13 @@ def live_bytes(tree: Any = None) -> Counter[tuple[int, str]]:
     also show what programs allocate while they run, but the CPU has none.
     """
     arrays = jax.live_arrays() if tree is None else jax.tree.leaves(tree)
-    held: dict[tuple[int, str, int], int] = {}
+    sizes: dict[tuple[int, str, int], int] = {}
     for array in arrays:
         if not array.is_deleted():
             for shard in array.addressable_shards:
                 place = shard.device.id, array.sharding.memory_kind, shard.data.unsafe_buffer_pointer()
-                held[place] = shard.data.nbytes
+                sizes[place] = shard.data.nbytes
     total: Counter[tuple[int, str]] = Counter()
-    for (device, kind, _), size in held.items():
+    for (device, kind, _), size in sizes.items():
         total[device, kind] += size
     return total

@@ -34,7 +34,7 @@ from jrlhf.ppo import (
     update_multiplier,
     with_reference,
 )
-from tests.ppo.enumeration import Floats, Problem
+from tests.support.enumeration import Floats, Problem
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""Reading compiled programs."""
+"""Collectives, loops and copies in the text of compiled programs."""
 
 import re
 from collections import Counter
@@ -31,7 +31,7 @@ _MOVES = ("copy", "copy-start", "transpose")
 
 
 def collectives(program: Compiled | str) -> Counter[str]:
-    """How many collectives of each kind stand in a compiled program, given as such or as its HLO text.
+    """The number of collectives of each kind in a compiled program, given as such or as its HLO text.
 
     An asynchronous pair (`-start`, `-done`) counts once, and so does one in the body of a loop, however often it runs.
     """
@@ -53,9 +53,9 @@ class Traffic:
 class Loop:
     """The body of a loop.
 
-    trips: how often it runs, where the compiler knows.
-    kernels: what a device launches in one trip, loops inside not counted.
-    copied: bytes that one trip only copies or transposes.
+    trips: number of iterations, where the compiler knows it.
+    kernels: number of launches of a device in one iteration, without inner loops.
+    copied: bytes that one iteration only copies or transposes.
     """
 
     trips: int | None
@@ -74,8 +74,8 @@ def collective_traffic(program: Compiled | str) -> dict[str, Traffic]:
     def visit(computation: "_Computation", times: int) -> None:
         for instruction in computation.instructions:
             if kind := instruction.collective:
-                met = Traffic(times, times * computation.collective_bytes(instruction))
-                total[kind] = total.get(kind, Traffic()) + met
+                traffic = Traffic(times, times * computation.collective_bytes(instruction))
+                total[kind] = total.get(kind, Traffic()) + traffic
             else:
                 for name in instruction.called:
                     visit(computations[name], times * (_trips(instruction, computations) or 1))
@@ -94,15 +94,15 @@ def loops(program: Compiled | str) -> list[Loop]:
             return instruction.bytes if root.operation in _MOVES else 0
         return computation.result_bytes(instruction) if instruction.operation in _MOVES else 0
 
-    found = []
+    results = []
     for name, computation in computations.items():
         for instruction in computation.instructions if name else ():
             if (body := _BODY.search(instruction.rest)) and instruction.operation == "while":
                 inside = computations[body[1]]
-                launched = [each for each in inside.instructions if not _FREE.fullmatch(each.operation)]
+                launched = [one for one in inside.instructions if not _FREE.fullmatch(one.operation)]
                 trips = _trips(instruction, computations)
-                found.append(Loop(trips, len(launched), sum(copied(inside, each) for each in launched)))
-    return sorted(found, key=lambda loop: -loop.kernels)
+                results.append(Loop(trips, len(launched), sum(copied(inside, one) for one in launched)))
+    return sorted(results, key=lambda loop: -loop.kernels)
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ def _trips(instruction: _Instruction, computations: Mapping[str, _Computation]) 
         return int(written[1])
     condition = _CONDITION.search(instruction.rest)
     assert condition is not None, "every loop has one"
-    tests = {each.name: each for each in computations[condition[1]].instructions}
+    tests = {one.name: one for one in computations[condition[1]].instructions}
     *_, root = tests.values()
     if root.operation != "compare" or "direction=LT" not in root.rest:
         return None

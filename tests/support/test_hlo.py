@@ -6,8 +6,8 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from jrlhf.meshes import collective_traffic, collectives, loops, make_mesh
-from jrlhf.meshes.hlo import Loop, Traffic
+from jrlhf.meshes import make_mesh
+from tests.support.hlo import Loop, Traffic, collective_traffic, collectives, loops
 
 # Lines as XLA prints them for CPU, GPU and TPU.
 LINES = """

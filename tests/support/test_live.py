@@ -6,7 +6,8 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jrlhf.meshes import live_bytes, make_mesh
+from jrlhf.meshes import make_mesh
+from tests.support.live import live_bytes
 
 
 def test_bytes_by_device_and_memory_kind():
