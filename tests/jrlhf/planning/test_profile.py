@@ -15,6 +15,7 @@ from jrlhf.planning import microbenchmarks as measure
 from jrlhf.planning import profile as profiles
 from jrlhf.planning.profile import Profile, ProfiledCosts, interpolate, load, save
 from jrlhf.planning.time import Group, call_seconds
+from tests.support.hlo import collectives
 
 LOCAL = Cluster(HARDWARE["h100"], 4)
 WORK = plans.Case((1, 2, 2), batch=32).workload
