@@ -156,7 +156,7 @@ def settings(user: Path) -> Callable[..., dict]:
 
     def make(**sections) -> dict:
         qa = str(user / "qa.jsonl")
-        found = {
+        config = {
             "stages": ["ppo"],
             "device": {"platform": "cpu", "simulated": 8},
             "mesh": {"data": 1, "fsdp": 4, "tensor": 2},
@@ -185,13 +185,13 @@ def settings(user: Path) -> Callable[..., dict]:
             "evaluation": {"prompts": 8, "samples": 2},
         }
         for name, value in sections.items():
-            found[name] = found[name] | value if isinstance(value, dict) and name in found else value
-        if found["stages"][-1] in ("sft", "reward_model", "dpo") and "ppo" not in sections:
-            found["ppo"] = {"rollout_batch": 8}  # which is how texts are sampled then
-            sections["ppo"] = found["ppo"]
-        learnt = {key for key, stages in STAGES.items() if set(stages) & set(found["stages"])}
-        found["data"] = {key: each for key, each in found["data"].items() if key not in STAGES or key in learnt}
-        unread = {"sft", "reward_model", "ppo"} - {*found["stages"], *sections}
-        return {name: value for name, value in found.items() if name not in unread}
+            config[name] = config[name] | value if isinstance(value, dict) and name in config else value
+        if config["stages"][-1] in ("sft", "reward_model", "dpo") and "ppo" not in sections:
+            config["ppo"] = {"rollout_batch": 8}  # which is how texts are sampled then
+            sections["ppo"] = config["ppo"]
+        learnt = {key for key, stages in STAGES.items() if set(stages) & set(config["stages"])}
+        config["data"] = {key: value for key, value in config["data"].items() if key not in STAGES or key in learnt}
+        unread = {"sft", "reward_model", "ppo"} - {*config["stages"], *sections}
+        return {name: value for name, value in config.items() if name not in unread}
 
     return make

@@ -349,12 +349,12 @@ def test_a_run_is_not_resumed_on_other_data_or_another_model(tmp_path, settings,
     (tmp_path / "config.yaml").write_text(json.dumps(config))
     command = ["--config", str(tmp_path / "config.yaml")]
     assert cli(command) == 0
-    kept = digest(tmp_path / "runs" / "kept" / "checkpoints")
+    digests = digest(tmp_path / "runs" / "kept" / "checkpoints")
 
     def refusal() -> str:
         capsys.readouterr()
         assert cli([*command, "--resume"]) == 2
-        assert digest(tmp_path / "runs" / "kept" / "checkpoints") == kept
+        assert digest(tmp_path / "runs" / "kept" / "checkpoints") == digests
         return capsys.readouterr().err
 
     file.write_text("".join(rows[1:]))
@@ -408,8 +408,8 @@ def test_a_reward_that_fails_while_the_run_goes_on(tmp_path, settings, capsys, k
 
 
 def digest(path: Path) -> dict[str, str]:
-    files = sorted(each for each in path.rglob("*") if each.is_file())
-    return {str(each.relative_to(path)): hashlib.sha256(each.read_bytes()).hexdigest() for each in files}
+    files = sorted(file for file in path.rglob("*") if file.is_file())
+    return {str(file.relative_to(path)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
 
 
 def test_an_attention_that_the_devices_or_the_model_cannot_compute_is_refused(refused):

@@ -132,10 +132,12 @@ def test_everything_fits_the_device_that_the_config_is_for(plans, name):
 def test_the_plan_says_where_functions_score_and_its_columns_align(plans):
     plan = plans["quickstart-safe"].split("plan of ")[1].splitlines()[1:-1]
     rows = [re.split(r"  +", line.strip()) for line in plan]
-    how = {row[0]: " ".join(row[1:-1]) for row in rows}
-    assert how["cost.score"] == "functions, beside the rest"
+    layouts = {row[0]: " ".join(row[1:-1]) for row in rows}
+    assert layouts["cost.score"] == "functions, beside the rest"
     everywhere = "devices 0-3: data=1 x fsdp=2 x tensor=2"
-    assert how["reward.score"] == how["critic.values"] == f"{everywhere} layout score rows over data, fsdp, tensor"
+    assert (
+        layouts["reward.score"] == layouts["critic.values"] == f"{everywhere} layout score rows over data, fsdp, tensor"
+    )
     seconds = {line.index(next(c for c in row[1:] if "devices" not in c)) for line, row in zip(plan, rows, strict=True)}
     thirds = {line.index(row[-1]) for line, row in zip(plan, rows, strict=True) if len(row) > 2}
     assert len(seconds) == len(thirds) == 1 and len(plan) > 10

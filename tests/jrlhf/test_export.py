@@ -80,9 +80,9 @@ def test_a_run_without_its_end_gives_its_model_and_goes_on(own, tmp_path, monkey
     assert "goes on with name=moved (was run), mesh.fsdp=8 (was 4)" in (moved / "environment.txt").read_text()
 
 
-def assert_close(found: Path, expected: Path, atol: float) -> None:
+def assert_close(actual: Path, expected: Path, atol: float) -> None:
     """The models of two directories have the same weights, but for rounding."""
-    weights, others = (load_file(each / "model" / "model.safetensors") for each in (expected, found))
+    weights, others = (load_file(directory / "model" / "model.safetensors") for directory in (expected, actual))
     assert weights.keys() == others.keys()
     for name, weight in weights.items():
         np.testing.assert_allclose(others[name], weight, rtol=0, atol=atol, err_msg=name)
@@ -100,8 +100,8 @@ def assert_holds(model: Path, checkpoint: Path) -> None:
         saved = checkpointer.restore(checkpoint / "state", args=ocp.args.PyTreeRestore(restore_args=on_host))
     leaves = jax.tree_util.tree_leaves_with_path({"params": loaded})
     assert len(leaves) == sum(name.startswith("params.") for name in names)
-    for where, leaf in leaves:
-        name = jax.tree_util.keystr(where, simple=True, separator=".")
+    for path, leaf in leaves:
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
         np.testing.assert_array_equal(np.asarray(leaf), saved[name], err_msg=name)
 
 
@@ -111,9 +111,9 @@ def test_what_cannot_be_exported_is_one_sentence(tmp_path, capsys):
 
     def refused(*arguments: str) -> str:
         assert cli([str(path), *arguments]) == 2
-        told = capsys.readouterr().err
-        assert told.startswith("error: ") and told.count("\n") == 1
-        return told
+        error = capsys.readouterr().err
+        assert error.startswith("error: ") and error.count("\n") == 1
+        return error
 
     assert "has no checkpoint of sft or grpo yet: wait for the first, or lower sft.save_every" in refused()
     for step in (10, 20):

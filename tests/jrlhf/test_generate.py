@@ -44,29 +44,29 @@ def ask(user, capsys, tmp_path):
     return run
 
 
-def rows(ask, path: Path, *arguments: str, prompts: int = 2, **how) -> list[dict]:
+def rows(ask, path: Path, *arguments: str, prompts: int = 2, **options) -> list[dict]:
     """The answers to a file of prompts."""
     questions = path / "questions.jsonl"
     questions.write_text("".join(json.dumps({"prompt": f"What is 1 plus {n}?"}) + "\n" for n in range(prompts)))
     out = path / "out.jsonl"
-    code, printed, error = ask("--file", str(questions), "--out", str(out), *arguments, **how)
+    code, printed, error = ask("--file", str(questions), "--out", str(out), *arguments, **options)
     assert (code, error) == (0, "")
-    found = list(read_jsonl(out))
-    assert f"{len(found)} answers in {out}" in printed
-    return found
+    answers = list(read_jsonl(out))
+    assert f"{len(answers)} answers in {out}" in printed
+    return answers
 
 
 def trained_engine(directory: Path, prompts: list[str], *, adapter=None) -> list[str]:
     """The greedy answers of the program that training generates with, on a mesh with another division."""
     tokenizer, built = load_tokenizer(directory), make_mesh(2, 2, 2)
     with jax.set_mesh(built):
-        found, params = load_hf(directory, built, layout=GENERATE)
+        config, params = load_hf(directory, built, layout=GENERATE)
         if adapter is not None:
             params = merge(params, *reversed(adapter))
         sampling = SamplingConfig(
             max_new_tokens=NEW, temperature=0.0, stop_ids=tokenizer.eos_ids, token_limit=tokenizer.vocab_size
         )
-        run = compiled.generate(Architecture(found.model, shared=True), built, compiled.Compute(), sampling, None)
+        run = compiled.generate(Architecture(config.model, shared=True), built, compiled.Compute(), sampling, None)
         encoded = Encoding(tokenizer, chat=True).prompts([Example(prompt=text) for text in prompts], 64)
         whole = [*encoded.ids, *encoded.ids[:1] * (8 - len(prompts))]
         tokens, lengths = put_rows(pad_rows(whole, 64), built)
@@ -75,19 +75,21 @@ def trained_engine(directory: Path, prompts: list[str], *, adapter=None) -> list
 
 
 def test_greedy_answers_are_those_of_the_training_engine(ask, tmp_path, user):
-    found = rows(ask, tmp_path, "--temperature", "0")
-    assert [row["prompt"] for row in found] == [[{"role": "user", "content": f"What is 1 plus {n}?"}] for n in range(2)]
-    asked = [row["prompt"][0]["content"] for row in found]
-    assert [row["completion"] for row in found] == trained_engine(user / "actor", asked)
-    assert all(isinstance(row["finished"], bool) for row in found)
+    answers = rows(ask, tmp_path, "--temperature", "0")
+    assert [row["prompt"] for row in answers] == [
+        [{"role": "user", "content": f"What is 1 plus {n}?"}] for n in range(2)
+    ]
+    asked = [row["prompt"][0]["content"] for row in answers]
+    assert [row["completion"] for row in answers] == trained_engine(user / "actor", asked)
+    assert all(isinstance(row["finished"], bool) for row in answers)
 
 
 def test_several_answers_to_a_prompt_differ_and_come_again(ask, tmp_path):
-    found = rows(ask, tmp_path, "-n", "3", "--seed", "1")
-    assert len(found) == 6 and len({row["completion"] for row in found}) > 3
-    assert [row["prompt"] for row in found[:3]] == [found[0]["prompt"]] * 3
-    assert rows(ask, tmp_path, "-n", "3", "--seed", "1") == found
-    assert rows(ask, tmp_path, "-n", "3", "--seed", "2") != found
+    answers = rows(ask, tmp_path, "-n", "3", "--seed", "1")
+    assert len(answers) == 6 and len({row["completion"] for row in answers}) > 3
+    assert [row["prompt"] for row in answers[:3]] == [answers[0]["prompt"]] * 3
+    assert rows(ask, tmp_path, "-n", "3", "--seed", "1") == answers
+    assert rows(ask, tmp_path, "-n", "3", "--seed", "2") != answers
     twelve = rows(ask, tmp_path, "-n", "3", prompts=4)  # in two batches of 8
     assert rows(ask, tmp_path, "-n", "3", "--batch", "16", prompts=4) == twelve
     assert rows(ask, tmp_path, prompts=11)[10]["prompt"][0]["content"] == "What is 1 plus 10?"  # more than a batch
@@ -112,11 +114,11 @@ def test_an_adapter_is_put_on_the_model(ask, tmp_path, user):
     adapter = jax.tree.map(lambda leaf: draw.normal(0, 0.3, leaf.shape).astype(np.float32), shapes)
     export_adapter(adapter, model, lora, tmp_path / "adapter", base_name="actor")
     plain = rows(ask, tmp_path, "--temperature", "0")
-    found = rows(ask, tmp_path, "--temperature", "0", "--adapter", str(tmp_path / "adapter"))
-    assert [row["completion"] for row in found] != [row["completion"] for row in plain]
-    asked = [row["prompt"][0]["content"] for row in found]
+    answers = rows(ask, tmp_path, "--temperature", "0", "--adapter", str(tmp_path / "adapter"))
+    assert [row["completion"] for row in answers] != [row["completion"] for row in plain]
+    asked = [row["prompt"][0]["content"] for row in answers]
     merged = trained_engine(user / "actor", asked, adapter=(lora, jax.tree.map(jnp.asarray, adapter)))
-    assert [row["completion"] for row in found] == merged
+    assert [row["completion"] for row in answers] == merged
 
 
 def test_a_conversation_remembers_what_was_said(ask, monkeypatch, user):
@@ -125,8 +127,8 @@ def test_a_conversation_remembers_what_was_said(ask, monkeypatch, user):
     assert (code, error) == (0, "")
     one = trained_engine(user / "actor", [QUESTION])[0]
     generator = load(str(user / "actor"), {"max_new_tokens": NEW, "temperature": 0.0}, batch=1, platform="cpu")
-    said = (("user", QUESTION), ("assistant", one), ("user", "And 3?"))
-    messages = tuple({"role": role, "content": content} for role, content in said)
+    turns = (("user", QUESTION), ("assistant", one), ("user", "And 3?"))
+    messages = tuple({"role": role, "content": content} for role, content in turns)
     prompts = Encoding(generator.tokenizer).prompts([Example(prompt=messages)], 120)
     with jax.set_mesh(generator.mesh):
         two = next(generator.answer(prompts, jax.random.key(0))).text

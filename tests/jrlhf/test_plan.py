@@ -13,14 +13,14 @@ def test_a_plan_is_printed_saved_drawn_and_priced_again(tmp_path, capsys):
     saved, drawn = tmp_path / "plans" / "plan.yaml", tmp_path / "plan.svg"
     search = [*ARGUMENTS, "--proposals", "300", "--save", str(saved)]
     assert cli([*search, "--plot", str(drawn)]) == 0
-    told = capsys.readouterr().out
-    assert "plan for ppo on 8 x h100: " in told and "bottleneck: " in told and "heuristic" in told
+    output = capsys.readouterr().out
+    assert "plan for ppo on 8 x h100: " in output and "bottleneck: " in output and "heuristic" in output
     plan = plan_of(yaml.safe_load(saved.read_text()))
     calls = {"actor.generate", "reward.score", "actor.logprobs", "reference.logprobs", "critic.values"}
     assert plan.placements.keys() == calls | {"critic.update", "actor.update"}
     assert plan.devices <= 8 and drawn.read_text().startswith("<?xml")
     assert cli([*ARGUMENTS, "--plan", str(saved)]) == 0
-    assert told.startswith(capsys.readouterr().out)
+    assert output.startswith(capsys.readouterr().out)
     # Where a budget of tokens divides the rows, a run would refuse micro-batches, and none are saved.
     assert cli([*search, "compute.score_tokens=8192"]) == 0
     budgeted = plan_of(yaml.safe_load(saved.read_text()))
@@ -35,20 +35,20 @@ def test_what_is_proposed_for_several_hosts_runs_in_their_processes(tmp_path, ca
     assert cli(search) == 0
     assert "2 processes run every call on all devices; --processes 1 shows" in capsys.readouterr().out
     proposed = plan_of(yaml.safe_load(saved.read_text()))
-    assert {(each.devices.start, each.devices.stop) for each in proposed.placements.values()} == {(0, 16)}
+    assert {(place.devices.start, place.devices.stop) for place in proposed.placements.values()} == {(0, 16)}
     assert cli([*search, "--processes", "1"]) == 0
     assert "processes" not in capsys.readouterr().out
-    assert len({str(each.devices) for each in plan_of(yaml.safe_load(saved.read_text())).placements.values()}) > 1
+    assert len({str(place.devices) for place in plan_of(yaml.safe_load(saved.read_text())).placements.values()}) > 1
     assert cli([*cluster, "--plan", str(saved)]) == 2
-    told = capsys.readouterr()
-    assert "bottleneck: " in told.out and "use plan=colocate, or run in one process" in told.err
+    captured = capsys.readouterr()
+    assert "bottleneck: " in captured.out and "use plan=colocate, or run in one process" in captured.err
 
 
 def test_a_plan_that_does_not_fit_is_printed_and_refused(capsys):
     assert cli([*ARGUMENTS, "--plan", "colocate", "ppo.rollout_batch=8192"]) == 2
-    told = capsys.readouterr()
-    assert "bottleneck: " in told.out
-    assert told.err.startswith("error: plan colocate needs ") and "fewer rollout.slots" in told.err
+    captured = capsys.readouterr()
+    assert "bottleneck: " in captured.out
+    assert captured.err.startswith("error: plan colocate needs ") and "fewer rollout.slots" in captured.err
 
 
 @pytest.mark.parametrize(
@@ -76,23 +76,23 @@ def test_a_plan_that_does_not_fit_is_printed_and_refused(capsys):
 )
 def test_bad_input_is_one_sentence(arguments, sentence, capsys):
     assert cli(["--config", "llama3-8b-ppo", *arguments]) == 2
-    told = capsys.readouterr().err
-    assert told.startswith("error: ") and sentence in told and told.count("\n") == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and sentence in error and error.count("\n") == 1
 
 
 def test_a_model_that_fits_nowhere_is_refused(capsys):
     assert cli(["--config", "llama3-70b-ppo", "--cluster", "8xh100", "--proposals", "10"]) == 2
-    told = capsys.readouterr().err
-    assert "fits nowhere on 8 devices" in told and "GiB" in told and told.count("\n") == 1
+    error = capsys.readouterr().err
+    assert "fits nowhere on 8 devices" in error and "GiB" in error and error.count("\n") == 1
 
 
 @pytest.mark.parametrize(
-    ("raised", "code", "told"), [(KeyboardInterrupt, 130, "interrupted\n"), (BrokenPipeError, 0, "")]
+    ("raised", "code", "error"), [(KeyboardInterrupt, 130, "interrupted\n"), (BrokenPipeError, 0, "")]
 )
-def test_a_search_that_is_broken_off(raised, code, told, monkeypatch, capsys):
+def test_a_search_that_is_broken_off(raised, code, error, monkeypatch, capsys):
     def stopped(options):
         raise raised
 
     monkeypatch.setattr("jrlhf.plan._run", stopped)
     assert cli(["--config", "llama3-8b-ppo", "--cluster", "8xh100"]) == code
-    assert capsys.readouterr().err == told
+    assert capsys.readouterr().err == error

@@ -51,8 +51,8 @@ def finished(tmp_path_factory):
 
 def test_a_run_leaves_what_is_promised(finished):
     path, summary = finished
-    kept = ("config.yaml", "before.json", "metrics.jsonl", "samples.jsonl", "preferences.jsonl")
-    for name in (*kept, "report.html", "tokenizer.json"):
+    files = ("config.yaml", "before.json", "metrics.jsonl", "samples.jsonl", "preferences.jsonl")
+    for name in (*files, "report.html", "tokenizer.json"):
         assert (path / name).stat().st_size > 0, name
     assert list(path.glob("tensorboard/*/events.*"))
     assert json.loads((path / "summary.json").read_text()) == summary and summary["chat"] is False
@@ -67,12 +67,14 @@ def test_an_iteration_tells_how_well_it_used_its_devices(finished):
     path, _ = finished
     names = {f"perf/{name}" for name in ("mfu/actor", "mfu/critic", "mfu/actor_infer", "mfu/ref", "roofline/gen")}
     for record in read_metrics(path):
-        found = {name: record[name] for name in record if name.startswith(("perf/mfu", "perf/roofline"))}
-        assert set(found) == (names if record["stage"] == "ppo" else set())
-        assert all(share > 0 for share in found.values())
-        calls = sum(each for name, each in record.items() if name.startswith("timing_s/") and name != "timing_s/step")
+        shares = {name: record[name] for name in record if name.startswith(("perf/mfu", "perf/roofline"))}
+        assert set(shares) == (names if record["stage"] == "ppo" else set())
+        assert all(share > 0 for share in shares.values())
+        calls = sum(
+            seconds for name, seconds in record.items() if name.startswith("timing_s/") and name != "timing_s/step"
+        )
         assert calls <= record.get("timing_s/step", math.inf)
-    assert [each.name for each in (path / "profile").iterdir()] == ["ppo-3"]
+    assert [entry.name for entry in (path / "profile").iterdir()] == ["ppo-3"]
 
 
 def test_step_zero_has_no_kl_and_all_ratios_are_one(finished):
@@ -126,7 +128,7 @@ def test_the_export_of_the_last_checkpoint_is_the_model_that_the_run_left(finish
     assert export([str(path), "--out", str(tmp_path)]) == 0
     assert capsys.readouterr().out == f"{tmp_path}/model is the policy of ppo after step 6 of 6\n"
     assert digest(tmp_path / "model") == digest(path / "model")
-    assert [each.name for each in tmp_path.iterdir()] == ["model"]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["model"]
 
 
 def test_an_interrupt_before_the_run_begins_is_one_sentence(tmp_path, capsys, monkeypatch):
@@ -283,5 +285,5 @@ def timeless(records: list[dict]) -> list[dict]:
 
 
 def digest(path) -> dict[str, str]:
-    files = sorted(each for each in path.rglob("*") if each.is_file())
-    return {str(each.relative_to(path)): hashlib.sha256(each.read_bytes()).hexdigest() for each in files}
+    files = sorted(file for file in path.rglob("*") if file.is_file())
+    return {str(file.relative_to(path)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}

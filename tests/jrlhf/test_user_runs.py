@@ -46,7 +46,7 @@ def everything(tmp_path_factory, settings, user):
         stages=["sft", "reward_model", "ppo"],
         roles={"critic": str(user / "critic")},
         reward_model={"weight": WEIGHTS["reward_model"]},
-        rewards=[each | {"weight": WEIGHTS[each["name"]]} for each in rewards],
+        rewards=[reward | {"weight": WEIGHTS[reward["name"]]} for reward in rewards],
         evaluation={"every": 2, "k": 2},
     )
     return Path(config["run_dir"], "everything"), main(build(Config, config))
@@ -63,8 +63,8 @@ def test_a_run_on_directories_and_datasets_leaves_what_is_promised(everything, u
     for when in ("before", "after"):
         assert set(held_out[when]["items"]) == set(WEIGHTS)
         by_source = held_out[when]["sources"]
-        assert set(by_source) == {"a", "b"} and sum(each["n"] for each in by_source.values()) == 8
-        mean = sum(each["mean"] * each["n"] for each in by_source.values()) / 8
+        assert set(by_source) == {"a", "b"} and sum(figures["n"] for figures in by_source.values()) == 8
+        mean = sum(figures["mean"] * figures["n"] for figures in by_source.values()) / 8
         assert math.isclose(mean, held_out[when]["score"], abs_tol=1e-6)
         total = sum(WEIGHTS[name] * value for name, value in held_out[when]["items"].items())
         assert math.isclose(total, held_out[when]["score"], abs_tol=1e-5)
@@ -103,7 +103,7 @@ def test_invariants_hold_from_a_model_directory(everything):
 def test_a_run_settles_and_compiles_nothing_more(everything):
     """But for a reward model with its own tokenizer: a width it has not met, always a power of two."""
     for stage in ("sft", "reward_model", "ppo"):
-        compiled = [each["perf/compilations"] for each in read_metrics(everything[0]) if each["stage"] == stage]
+        compiled = [record["perf/compilations"] for record in read_metrics(everything[0]) if record["stage"] == stage]
         assert compiled[0] > 0 and compiled[2:] == [0] * len(compiled[2:]), (stage, compiled)
 
 
@@ -131,8 +131,8 @@ def test_validation_is_done_every_second_iteration_and_by_source(everything):
 def test_the_exported_models_load_again(everything, user):
     path, _ = everything
     mesh = select_mesh(load_config(str(path / "config.yaml")))[0]
-    found, _ = load_hf(path / "model", mesh)
-    assert found.model == read_config(user / "actor").model and found.head == "lm"
+    config, _ = load_hf(path / "model", mesh)
+    assert config.model == read_config(user / "actor").model and config.head == "lm"
     start = load_file(user / "actor" / "model.safetensors")
     weights = load_file(path / "model" / "model.safetensors")
     assert weights.keys() == start.keys()
@@ -383,5 +383,5 @@ def timeless(records: list[dict]) -> list[dict]:
 
 
 def digest(path: Path) -> dict[str, str]:
-    files = sorted(each for each in path.rglob("*") if each.is_file())
-    return {str(each.relative_to(path)): hashlib.sha256(each.read_bytes()).hexdigest() for each in files}
+    files = sorted(file for file in path.rglob("*") if file.is_file())
+    return {str(file.relative_to(path)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}

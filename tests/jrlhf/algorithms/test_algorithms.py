@@ -53,7 +53,7 @@ def config_of(name: str, **algorithm) -> Config:
 
 @pytest.mark.parametrize("name", EXPECTED)
 def test_levels(name):
-    levels = [{each.name for each in level} for level in graph_of(config_of(name)).levels()]
+    levels = [{node.name for node in level} for level in graph_of(config_of(name)).levels()]
     assert levels[: len(EXPECTED[name])] == EXPECTED[name]
     assert "actor.update" in levels[-1]
 
@@ -89,9 +89,9 @@ def test_options_change_the_graph():
     without = graph_of(config_of("ppo", kl_coef=0.0))
     assert "reference" not in without.roles
     recorded = graph_of(config_of("grpo", old_logprobs="rollout"))
-    assert "actor.logprobs" not in {each.name for each in recorded}
+    assert "actor.logprobs" not in {node.name for node in recorded}
     shared = build(Config, {"stages": ["sft", "ppo"], "compute": {"shared_passes": True}})
-    assert {each.name for each in graph_of(shared)} == {
+    assert {node.name for node in graph_of(shared)} == {
         "actor.generate",
         "reward.score",
         "reference.logprobs",
@@ -105,8 +105,8 @@ def test_options_change_the_graph():
 class Noted:
     """Stands for a role: notes the calls that are made, and answers with as many values as the real one."""
 
-    def __init__(self, name: str, made: list[str], *, is_base: bool = False):
-        self._name, self._made, self._is_base, self._rounds = name, made, is_base, 0
+    def __init__(self, name: str, calls: list[str], *, is_base: bool = False):
+        self._name, self._calls, self._is_base, self._rounds = name, calls, is_base, 0
 
     def wants_more(self) -> bool:
         self._rounds += 1
@@ -120,7 +120,7 @@ class Noted:
 
     def __getattr__(self, method):
         def make(*_, **__):
-            self._made.append(f"{self._name}.{method}")
+            self._calls.append(f"{self._name}.{method}")
             if self._name == "learner":
                 return object(), {}
             if method == "update":
@@ -147,20 +147,20 @@ SHARED = [name for name in ALGORITHMS if name not in ("dapo", "remax", "safe_rlh
 def test_an_iteration_makes_the_calls_of_its_graph(name, besides):
     stages = [name] if besides is ADAPTED else ["sft", name]
     config: Config = build(Config, {"stages": stages, **besides})
-    made: list[str] = []
+    calls: list[str] = []
     graph, dataflow = graph_of(config), dataflow_of(config)
     arguments = {}
     for parameter in inspect.signature(dataflow).parameters:
         there = parameter in ROLES and (parameter != "reference" or config.rl.algorithm.needs_reference)
-        arguments[parameter] = Noted(parameter, made, is_base=besides is ADAPTED) if there else None
+        arguments[parameter] = Noted(parameter, calls, is_base=besides is ADAPTED) if there else None
     dataflow(**arguments)
-    stated = [each.name for each in graph]
-    assert list(dict.fromkeys(made)) == stated
+    stated = [node.name for node in graph]
+    assert list(dict.fromkeys(calls)) == stated
     assert ("learner.update" in stated) == ("compute" in besides)
     one_pass = besides is ADAPTED and config.rl.algorithm.needs_reference
     assert ("actor.logprobs_with_base" in stated) == one_pass
     rounds = {"pool.draw", "actor.generate", "reward.score", "pool.keep"} if name == "dapo" else set()
-    assert all(made.count(each) == (3 if each in rounds else 1) for each in stated)
+    assert all(calls.count(node) == (3 if node in rounds else 1) for node in stated)
 
 
 class Thing:

@@ -38,8 +38,8 @@ def fill(rounds: list[list[float]], *, max_rounds: int = 10) -> tuple[DynamicSam
             prompts = sampler.draw()
             rollout, raw, _ = drawn[prompts.step]
             scores = Pending(lambda raw=raw: Scores(raw + 0.5, raw))  # as if scores were shaped
-            kept = sampler.keep(rollout, cast(Any, scores), prompts)
-        rollout, scores = sampler.batch(kept)
+            batch = sampler.keep(rollout, cast(Any, scores), prompts)
+        rollout, scores = sampler.batch(batch)
     return sampler, rollout, scores
 
 

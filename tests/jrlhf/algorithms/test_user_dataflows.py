@@ -49,8 +49,8 @@ def config_of(tmp_path):
 def test_its_graph_is_that_of_its_calls(config_of):
     graph = graph_of(config_of(OWN))
     assert [call.name for call in graph] == CALLS and graph.name == "grpo"
-    made = graph["estimator.custom_experience"]
-    assert (made.kind, made.inputs) == ("compute", ("rollout", "scores", "old", "ref", "kl_coef"))
+    call = graph["estimator.custom_experience"]
+    assert (call.kind, call.inputs) == ("compute", ("rollout", "scores", "old", "ref", "kl_coef"))
     without = graph_of(config_of(OWN, grpo={"algorithm": {"kl_coef": 0.0}}))
     assert [call.name for call in without] == [name for name in CALLS if name != "reference.logprobs"]
     changed = OWN.replace("kl_coef)\n    return", "kl_coef, actor.generate_greedy(prompts))\n    return")
@@ -124,14 +124,14 @@ def test_a_run_learns_from_its_advantages_and_is_resumed_with_it_alone(tmp_path)
     ]
     config = load_config("arithmetic-grpo", [*sizes, f"run_dir={tmp_path}", "name=own"])
     main(config)
-    kept, largest = sys.modules["user_mine"].KEPT[-2:], []
-    for made in kept:
-        scores = np.asarray(made.scores, np.float64).reshape(-1, 4)
+    experiences, largest = sys.modules["user_mine"].KEPT[-2:], []
+    for experience in experiences:
+        scores = np.asarray(experience.scores, np.float64).reshape(-1, 4)
         others = np.stack([np.median(np.delete(scores, index, axis=1), axis=1) for index in range(4)], axis=1)
-        expected = np.where(made.response_mask, (scores - others).reshape(-1, 1), 0)
-        np.testing.assert_allclose(made.advantages, expected, atol=1e-6)
+        expected = np.where(experience.response_mask, (scores - others).reshape(-1, 1), 0)
+        np.testing.assert_allclose(experience.advantages, expected, atol=1e-6)
         assert len(np.unique(expected)) > 3
-        largest.append(expected[np.asarray(made.response_mask)].max())
+        largest.append(expected[np.asarray(experience.response_mask)].max())
     records = [record for record in read_metrics(tmp_path / "own") if record["stage"] == "grpo"]
     assert [record["critic/advantages/max"] for record in records] == pytest.approx(largest)
 

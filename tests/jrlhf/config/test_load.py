@@ -299,10 +299,10 @@ SAMPLING = ("temperature", "top_k", "top_p", "min_new_tokens")
 
 def flat(mapping: dict, prefix: str = "") -> dict[str, object]:
     """Dotted key -> value."""
-    found = {}
+    entries = {}
     for key, value in mapping.items():
-        found |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
-    return found
+        entries |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
+    return entries
 
 
 def nested(keys: dict[str, object]) -> dict:

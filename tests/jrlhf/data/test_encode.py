@@ -78,8 +78,8 @@ def test_plain_prompts_become_the_users_turn_where_chat_is_on(qwen: Tokenizer):
     assert chat.examples == (Example(prompt=messages, columns={"question": "2 + 2?", "answer": "4"}),)
     assert list(chat.ids[0]) == encode_chat(qwen, messages, add_generation_prompt=True)
     own = ({"role": "system", "content": "Be wordy."}, user("2 + 2?"))
-    kept = encode_prompts([Example(own)], qwen, max_prompt=300, system="Be brief.")
-    assert kept.examples[0].prompt == own
+    encoded = encode_prompts([Example(own)], qwen, max_prompt=300, system="Be brief.")
+    assert encoded.examples[0].prompt == own
     with pytest.raises(UserError, match="row 1: a system message is given for plain text: make that a conversation"):
         encode_prompts(data, qwen, max_prompt=300, system="Be brief.")
 
@@ -110,8 +110,8 @@ def test_overlong_prompts(family: dict[str, Tokenizer], name: str):
     assert [example.prompt for example in filtered.examples] == ["eggs", "a b"]
     assert filtered.describe().endswith("; 1 too long and left out")
     cut = encode_prompts(data, tokenizer, max_prompt=longest - 2, overlong="truncate_left")
-    kept = longest - 2 - len(tokenizer.prefix_ids)  # what begins every text stays
-    assert cut.ids == (ids[0], (*tokenizer.prefix_ids, *ids[1][-kept:]), ids[2])
+    count = longest - 2 - len(tokenizer.prefix_ids)  # what begins every text stays
+    assert cut.ids == (ids[0], (*tokenizer.prefix_ids, *ids[1][-count:]), ids[2])
     assert (cut.filtered, cut.truncated) == (0, 1)
     assert cut.describe().endswith("; 1 too long and cut off at the beginning")
     with pytest.raises(UserError, match="no row is left: 3 are longer than 0 tokens"):

@@ -30,11 +30,11 @@ def test_what_one_dataset_holds_out_no_other_learns_from():
     splits = keep_apart(
         {"sft": dataset(asked, completion="x"), "prompts": dataset(turns), "preferences": pairs(asked[5:])}, 8
     )
-    held = {text for split in splits.values() for text in texts(split.heldout)}
+    heldout = {text for split in splits.values() for text in texts(split.heldout)}
     assert all(len(split.heldout.examples) == 8 for split in splits.values())
-    assert all(not held & set(texts(split.trained)) for split in splits.values())
+    assert all(not heldout & set(texts(split.trained)) for split in splits.values())
     # The order is a hash of the prompt: the datasets hold mostly the same ones out, not three sets of eight.
-    assert len(held) < 16
+    assert len(heldout) < 16
 
 
 def pairs(prompts):

@@ -136,9 +136,9 @@ class Physical:
 
     def _gathers(self, size: Size, placement: Placement) -> float:
         """A whole model's weights to each device, a layer at a time; slices stay slices in train_tp."""
-        kept = placement.tensor if placement.layout == "train_tp" else 1
-        shards = placement.fsdp * placement.tensor // kept
-        return self._across(shards * placement.tensor, 2 * size.params / kept) if shards > 1 else 0.0
+        slices = placement.tensor if placement.layout == "train_tp" else 1
+        shards = placement.fsdp * placement.tensor // slices
+        return self._across(shards * placement.tensor, 2 * size.params / slices) if shards > 1 else 0.0
 
     def _across(self, count: int, size: float) -> float:
         if count == 1:

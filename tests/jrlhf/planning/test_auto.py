@@ -74,8 +74,8 @@ def test_a_base_is_counted_once_for_all_its_adapters():
     plan = plan_of_config(config, workload, 8)
     _, prices = prices_here(config, workload, devices)
     (group,) = simulate(workload.graph, plan, prices).memory
-    (held,) = plan_memory(workload, plan).devices
-    assert group.resident == pytest.approx(sum(held.resident.values()), rel=1e-9)
+    (device,) = plan_memory(workload, plan).devices
+    assert group.resident == pytest.approx(sum(device.resident.values()), rel=1e-9)
 
 
 def test_unknown_devices_are_to_be_measured_first():
@@ -91,8 +91,8 @@ def test_a_run_goes_on_with_the_plan_that_its_search_found(monkeypatch, tmp_path
     colocated, split = (plan_of_config(config_of(f"plan={name}"), workload, 8) for name in ("colocate", "split"))
     (tmp_path / "run").mkdir()
     monkeypatch.setattr("jrlhf.stages.setup.auto_plan", lambda *_: colocated)
-    found = replace(split, name="auto")
-    for saved, expected in ((found, found), (split, colocated)):  # one that was asked for by name was not auto_plan for
+    auto = replace(split, name="auto")
+    for saved, expected in ((auto, auto), (split, colocated)):  # one that was asked for by name was not auto_plan for
         (tmp_path / "run" / PLAN).write_text(plan_yaml(saved))
         assert select_plan(config, models, devices, resume=True) == expected
         assert select_plan(config, models, devices) == colocated

@@ -24,8 +24,8 @@ def config_of(stage: str = "ppo", **sections) -> Config:
     return build(Config, {"stages": learnt, "mesh": {"fsdp": 4, "tensor": 2}, "model": MODEL, **sections})
 
 
-def chosen(config: Config, devices: int = 8, **how) -> Plan:
-    return plan_of_config(config, workload_of(config, graph_of(config), architectures(config)), devices, **how)
+def chosen(config: Config, devices: int = 8, **options) -> Plan:
+    return plan_of_config(config, workload_of(config, graph_of(config), architectures(config)), devices, **options)
 
 
 def slices(plan: Plan) -> dict[str, str]:
@@ -91,10 +91,10 @@ def test_a_file_is_read_back(tmp_path):
 
 
 def test_auto_is_what_a_search_finds():
-    config, found = config_of(plan="auto"), chosen(config_of(plan="standalone"))
-    assert chosen(config, search=lambda *_: found) is found
+    config, plan = config_of(plan="auto"), chosen(config_of(plan="standalone"))
+    assert chosen(config, search=lambda *_: plan) is plan
     with pytest.raises(UserError, match="numbered from 0"):
-        chosen(config, search=lambda *_: moved(found, "actor.update", Placement(Slice(8, 1), "train")))
+        chosen(config, search=lambda *_: moved(plan, "actor.update", Placement(Slice(8, 1), "train")))
 
 
 def moved(plan: Plan, name: str, placement: Placement) -> Plan:

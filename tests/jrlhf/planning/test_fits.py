@@ -26,11 +26,11 @@ def loaded(name: str, *overrides: str):
 
 
 def test_a_run_that_cannot_fit_is_refused_with_settings_that_do():
-    with pytest.raises(UserError) as found:
+    with pytest.raises(UserError) as error:
         check(*loaded("llama3-8b-ppo", "device.memory=46"))
-    said = str(found.value)
-    assert "actor.generate needs 49.0" in said and "device.memory has 46" in said and "\n" not in said
-    assert "rollout.slots=128" in said and "lora.rank=16" in said
+    message = str(error.value)
+    assert "actor.generate needs 49.0" in message and "device.memory has 46" in message and "\n" not in message
+    assert "rollout.slots=128" in message and "lora.rank=16" in message
     check(*loaded("llama3-8b-ppo", "device.memory=46", "rollout.slots=128"))
     check(*loaded("llama3-8b-ppo", "device.memory=80"))
 
@@ -73,9 +73,9 @@ def test_a_stage_before_the_algorithm_that_cannot_fit_is_refused(stage):
     need = memory(*loaded(*alone, "device.memory=1000")).peak / GIB
     check(*loaded(*alone, f"device.memory={need + 0.001}"))
     small = f"device.memory={need - 0.001}"
-    with pytest.raises(UserError, match=rf"^{stage}.update needs .* choose .*{stage}.micro_batches=2 or ") as found:
+    with pytest.raises(UserError, match=rf"^{stage}.update needs .* choose .*{stage}.micro_batches=2 or ") as error:
         check(*loaded(*alone, small))
-    assert "\n" not in str(found.value)
+    assert "\n" not in str(error.value)
     check(*loaded(*alone, small, f"{stage}.micro_batches=2"))
     check(*loaded(*alone, small, f"{stage}.micro_batch_tokens=65536"))
 
@@ -98,8 +98,8 @@ def test_what_sleeps_of_shared_passes_needs_no_room():
 @pytest.mark.parametrize("plan", ["colocate", "split"])
 def test_budgets_of_tokens_divide_rows_whatever_the_plan(plan):
     config, mesh, models = loaded("llama3-8b-ppo", f"plan={plan}", "compute.score_tokens=4096")
-    found = memory(config, mesh, models, select_plan(config, models, list(mesh.devices.flat)))
-    active = {phase.call: phase.active for phase in found.phases}
+    result = memory(config, mesh, models, select_plan(config, models, list(mesh.devices.flat)))
+    active = {phase.call: phase.active for phase in result.phases}
     assert active["critic.values"]["activations"] == 4096 * 4096 * 2  # tokens of a part, of 4096 bfloat16
 
 
@@ -107,10 +107,10 @@ def test_settings_are_named_as_the_config_has_them():
     budget = ("ppo.algorithm.micro_batches=1", "ppo.algorithm.micro_batch_tokens=65536", "device.memory=46")
     budget += ("rollout.slots=64", "compute.remat=products")
     config, mesh, models = loaded("llama3-8b-ppo", *budget)
-    with pytest.raises(UserError, match=r"ppo.algorithm.micro_batch_tokens=\d+") as found:
+    with pytest.raises(UserError, match=r"ppo.algorithm.micro_batch_tokens=\d+") as error:
         check(config, mesh, models)
-    assert "micro_batches" not in str(found.value)
-    key = re.search(r"ppo.algorithm.micro_batch_tokens=\d+", str(found.value))
+    assert "micro_batches" not in str(error.value)
+    key = re.search(r"ppo.algorithm.micro_batch_tokens=\d+", str(error.value))
     assert key is not None
     check(*loaded("llama3-8b-ppo", *budget, key.group()))
 
@@ -154,7 +154,7 @@ def test_a_workload_knows_which_heads_are_for_responses_only(overrides, fused, s
 def test_adapters_are_on_one_base_and_the_reference_is_that_base():
     config, _, models = loaded("qwen3-8b-lora", "lora.base=int8")
     workload = workload_of(config, planned_graph(config), models)
-    assert all(model.shared and model.int8 for each in workload.models.values() for model in each)
+    assert all(model.shared and model.int8 for role_models in workload.models.values() for model in role_models)
     assert "reference" not in workload.models  # the actor's pass scores it, too
     config, _, models = loaded("quickstart", "lora.rank=4")
     (reference,) = workload_of(config, planned_graph(config), models).models.get("reference", (None,))

@@ -83,9 +83,9 @@ def at(fsdp: int, tensor: int, layout: LayoutName = "train") -> Placement:
     ids=lambda case: case.call,
 )
 def test_memory_of_a_compiled_call_is_as_predicted(case):
-    said, found = predicted(case, CPU), compiled(case, jax.devices(), CPU)
-    assert within(said, found), (said, found)
-    assert said.held == pytest.approx(found.held, rel=0.01)  # states are exact, inputs all but
+    prediction, measurement = predicted(case, CPU), compiled(case, jax.devices(), CPU)
+    assert within(prediction, measurement), (prediction, measurement)
+    assert prediction.held == pytest.approx(measurement.held, rel=0.01)  # states are exact, inputs all but
 
 
 @pytest.mark.full
@@ -93,8 +93,8 @@ def test_memory_of_a_compiled_call_is_as_predicted(case):
     "case", list(cpu_cases()), ids=lambda case: f"{case.call}-{case.model.embed}-{case.mesh}-{case.remat}"
 )
 def test_memory_of_every_compiled_call_is_as_predicted(case):
-    said, found = predicted(case, CPU), compiled(case, jax.devices(), CPU)
-    assert within(said, found), (said, found)
+    prediction, measurement = predicted(case, CPU), compiled(case, jax.devices(), CPU)
+    assert within(prediction, measurement), (prediction, measurement)
 
 
 @pytest.mark.parametrize(("target", "backend"), [("cpu", CPU), ("h200x8", Backend("gpu", "xla")), ("v5p-16", TPU)])
@@ -102,11 +102,13 @@ def test_memory_of_programs_for_other_hardware_is_as_predicted(target, backend):
     record = json.loads(PATH.read_text())["targets"][target]
     cases = {id_of(row(case, NOTHING, NOTHING)): case for case in (*cpu_cases(), *accelerator_cases())}
     assert len(record["results"]) >= 20
-    for each in record["results"]:
-        case = cases[id_of(each)]
-        said, found = predicted(case, backend), Found(**each["compiled"])
-        assert within(said, found), (case, said, found)
-        assert said.total == pytest.approx(Found(**each["predicted"]).total, rel=1e-3), f"measure {target} again"
+    for result in record["results"]:
+        case = cases[id_of(result)]
+        prediction, measurement = predicted(case, backend), Found(**result["compiled"])
+        assert within(prediction, measurement), (case, prediction, measurement)
+        assert prediction.total == pytest.approx(Found(**result["predicted"]).total, rel=1e-3), (
+            f"measure {target} again"
+        )
 
 
 NOTHING = Found(1, 1)
@@ -135,11 +137,11 @@ def test_states_are_those_of_the_arrays(model, sizes):
     mesh = make_mesh(1, *sizes)
     for head in ("lm", "scalar"):
         state = train_state(OptimizerConfig(), whole_weights(model, mesh, head), mesh)
-        kept = resident(RoleModel(model, head, trained=True), jnp.bfloat16, at(*sizes))
-        assert kept == {"weights": device_bytes(state.params), "optimizer": device_bytes(state.opt_state)}
+        resident_bytes = resident(RoleModel(model, head, trained=True), jnp.bfloat16, at(*sizes))
+        assert resident_bytes == {"weights": device_bytes(state.params), "optimizer": device_bytes(state.opt_state)}
         for wide, dtype in ((False, jnp.bfloat16), (True, jnp.float32)):
-            kept = resident(RoleModel(model, head, trained=False, wide=wide), jnp.bfloat16, at(*sizes))
-            assert kept == {"weights": device_bytes(whole_weights(model, mesh, head, dtype))}
+            resident_bytes = resident(RoleModel(model, head, trained=False, wide=wide), jnp.bfloat16, at(*sizes))
+            assert resident_bytes == {"weights": device_bytes(whole_weights(model, mesh, head, dtype))}
 
 
 @pytest.mark.parametrize("sizes", MESHES)
@@ -151,11 +153,11 @@ def test_states_of_adapters_are_those_of_the_arrays(sizes):
     for head in ("lm", "scalar"):
         adapter = adapter_weights(model, mesh, LORA, head)
         moments = train_state(OptimizerConfig(), adapter, mesh).opt_state
-        kept = resident(RoleModel(model, head, True, LORA), jnp.bfloat16, at(*sizes))
+        resident_bytes = resident(RoleModel(model, head, True, LORA), jnp.bfloat16, at(*sizes))
         own = {"weights": device_bytes(adapter), "optimizer": device_bytes(moments)}
-        assert kept == {"base": device_bytes(base), **own}
-        kept = resident(RoleModel(model, head, False, LORA, int8=True), jnp.bfloat16, at(*sizes))
-        assert kept == {"base": device_bytes(small), "weights": own["weights"]}
+        assert resident_bytes == {"base": device_bytes(base), **own}
+        resident_bytes = resident(RoleModel(model, head, False, LORA, int8=True), jnp.bfloat16, at(*sizes))
+        assert resident_bytes == {"base": device_bytes(small), "weights": own["weights"]}
     assert resident(RoleModel(model, "lm", False, is_base=True), jnp.bfloat16, at(*sizes)) == {
         "base": device_bytes(base)
     }
@@ -180,7 +182,7 @@ def ppo(**changes) -> Workload:
         "reward": (RoleModel(LLAMA, "scalar", False),),
     }
     lengths = {"prompt": 1024, "response": 1024, "mean_prompt": 512.0, "mean_response": 700.0}
-    made = Workload(
+    workload = Workload(
         graph_of(Config(stages=("ppo",))),
         models,
         rows=256,
@@ -188,7 +190,7 @@ def ppo(**changes) -> Workload:
         dtype=jnp.dtype(jnp.bfloat16),
         **lengths,
     )
-    return replace(made, **changes)
+    return replace(workload, **changes)
 
 
 def everywhere(workload: Workload, fsdp: int = 8, tensor: int = 1, parts: int = 8, data: int = 1) -> Plan:
@@ -219,12 +221,12 @@ def test_more_rows_longer_rows_and_fewer_parts_need_no_less(backend):
 
 @pytest.mark.parametrize("backend", [CPU, GPU, TPU], ids=lambda backend: backend.platform)
 def test_a_remat_that_keeps_more_needs_more(backend):
-    kept = [
+    totals = [
         needs(ppo(remat=remat), "actor.update", backend, parts=1)
         for remat in ("offload", "full", "attention", "products", "gather")
     ]
     # Where the optimizer's step needs more than a backward pass, the weakest two are alike.
-    assert kept == sorted(kept) and len(set(kept)) >= 4
+    assert totals == sorted(totals) and len(set(totals)) >= 4
 
 
 def test_the_cache_is_that_of_all_slots():
@@ -239,12 +241,14 @@ def test_the_cache_is_that_of_all_slots():
 
 
 def test_prompts_are_read_in_waves_beside_the_cache_of_all_slots():
-    """As the engine divides them: an eighth of the slots at a time, or as many as told; samples share a prompt."""
-    whole, waves, told = (needs(ppo(prefill=each, chunk=chunk), "actor.generate", CPU) for each, chunk in PREFILLS)
+    """The engine reads an eighth of the slots at a time, or as many as it is told to; samples share a prompt."""
+    whole, waves, chunks = (
+        needs(ppo(prefill=prefill, chunk=chunk), "actor.generate", CPU) for prefill, chunk in PREFILLS
+    )
     rows, position = 256 // 8, 2 * 32 * 8 * 128 * 2
-    assert whole > waves and told > waves
+    assert whole > waves and chunks > waves
     assert whole > needs(ppo(samples=8), "actor.generate", CPU) > position * rows * 2048
-    assert told > 2 * 8.03e9 + position * (rows * 2048 + 16 * 1024 * 31 / 32)
+    assert chunks > 2 * 8.03e9 + position * (rows * 2048 + 16 * 1024 * 31 / 32)
 
 
 def test_a_pipeline_keeps_the_activations_of_all_micro_batches_on_their_way():
@@ -274,11 +278,11 @@ def test_a_pass_that_scores_the_base_too_has_every_row_twice():
 def test_roles_live_where_they_are_trained_and_all_that_is_kept_adds_up():
     workload = ppo()
     memory = plan_memory(workload, everywhere(workload))
-    kept = {role: sum(parts.values()) for role, parts in memory.roles.items()}
-    assert set(kept) == {"actor", "critic", "reference", "reward"} and len(memory.devices) == 1
+    totals = {role: sum(parts.values()) for role, parts in memory.roles.items()}
+    assert set(totals) == {"actor", "critic", "reference", "reward"} and len(memory.devices) == 1
     (device,) = memory.devices
-    assert (device.start, device.count) == (0, 8) and dict(device.resident) == kept
-    assert all(phase.resident == sum(kept.values()) for phase in memory.phases)
+    assert (device.start, device.count) == (0, 8) and dict(device.resident) == totals
+    assert all(phase.resident == sum(totals.values()) for phase in memory.phases)
     assert memory.peak == max(phase.total for phase in memory.phases) == device.total
 
 
@@ -312,7 +316,7 @@ def test_weights_lie_as_the_layout_of_their_call_stores_them():
 
 
 def test_a_search_and_a_run_s_check_count_the_same_bytes():
-    """Of random plans, the simulator's peak from a call's prices, and the plan's memory."""
+    """The simulator's peak from the calls' prices is the peak of the plan's memory, for random plans."""
     on, draw = cluster("8xh100"), random.Random(0)
     adapters = {
         "actor": (RoleModel(LLAMA, "lm", True, LORA),),
@@ -323,18 +327,18 @@ def test_a_search_and_a_run_s_check_count_the_same_bytes():
     moves = 0
     for workload in (ppo(), ppo(models=adapters)):
         prices = CostModel(workload, on, bytes_of=call_bytes)
-        known = {
+        options = {
             call.name: [
-                replace(each, devices=Slice(start, count))
+                replace(placement, devices=Slice(start, count))
                 for count in (4, 8)
                 for start in range(0, 8, count)
-                for each in placements(workload, call, count, 8)
-                if workload.models[call.role][0].lora is None or each.sizes == (1, 8, 1)
+                for placement in placements(workload, call, count, 8)
+                if workload.models[call.role][0].lora is None or placement.sizes == (1, 8, 1)
             ]
             for call in workload.calls
         }
         for _ in range(40):
-            plan = Plan("random", {name: draw.choice(each) for name, each in known.items()})
+            plan = Plan("random", {name: draw.choice(choices) for name, choices in options.items()})
             memory = plan_memory(workload, plan)
             assert simulate(workload.graph, plan, prices, iterations=2).peak == pytest.approx(memory.peak, rel=1e-12)
             moves += any("moved weights" in phase.active for phase in memory.phases)

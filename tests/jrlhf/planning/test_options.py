@@ -17,41 +17,41 @@ WORKLOAD, CLUSTER, PRICES = problem(16)
 
 
 def test_slices_are_powers_of_two_in_a_node_and_ranges_of_nodes():
-    found = slices(CLUSTER)
-    assert len(found) == len(set(found)) == 2 * (8 + 4 + 2) + 3
-    assert {each for each in found if each.count >= 8} == {Slice(0, 8), Slice(8, 8), Slice(0, 16)}
-    assert all(each.start % each.count == 0 for each in found)
+    options = slices(CLUSTER)
+    assert len(options) == len(set(options)) == 2 * (8 + 4 + 2) + 3
+    assert {option for option in options if option.count >= 8} == {Slice(0, 8), Slice(8, 8), Slice(0, 16)}
+    assert all(option.start % option.count == 0 for option in options)
     assert set(slices(replace(CLUSTER, devices=4))) == {
         *(Slice(start, 1) for start in range(4)),
         *(Slice(start, 2) for start in (0, 2)),
         Slice(0, 4),
     }
-    ranges = [each for each in slices(replace(CLUSTER, devices=32)) if each.count >= 8]
+    ranges = [option for option in slices(replace(CLUSTER, devices=32)) if option.count >= 8]
     assert len(ranges) == 4 + 3 + 2 + 1  # every range of four nodes
 
 
 def test_slices_of_many_nodes_are_few_and_cover_every_split_in_two():
-    found = slices(replace(CLUSTER, devices=1024))
-    nodes = [each for each in found if each.count >= 8]
+    options = slices(replace(CLUSTER, devices=1024))
+    nodes = [option for option in options if option.count >= 8]
     assert len(nodes) < 1000 and Slice(0, 1024) in nodes
     for power in (1, 2, 4, 8, 16, 32, 64):
         assert {Slice(0, power * 8), Slice(1024 - power * 8, power * 8)} <= set(nodes)
-    assert all(each.stop <= 1024 for each in found)
+    assert all(option.stop <= 1024 for option in options)
 
 
 @pytest.mark.parametrize("name", [call.name for call in PPO if call.kind != "compute"])
 def test_shapes_divide_devices_models_and_rows(name):
     call = PPO[name]
-    found = list(placements(WORKLOAD, call, 16, 8))
-    assert len(found) == len(set(found)) > 5
-    for each in found:
-        assert each.devices == Slice(0, 16) and each.pipeline == 1 and each.tensor <= 8
-        parts = 16 * each.micro_batches * (8 if call.kind == "train" else 1)
+    options = list(placements(WORKLOAD, call, 16, 8))
+    assert len(options) == len(set(options)) > 5
+    for option in options:
+        assert option.devices == Slice(0, 16) and option.pipeline == 1 and option.tensor <= 8
+        parts = 16 * option.micro_batches * (8 if call.kind == "train" else 1)
         assert 512 % parts == 0
     layouts = {"generate": {"generate"}, "infer": {"score", "train_tp"}, "train": {"train", "train_tp"}}
-    assert {each.layout for each in found} == layouts[call.kind]
+    assert {option.layout for option in options} == layouts[call.kind]
     # 512 rows in 8 minibatches are 64: on 16 devices up to 4 micro-batches.
-    assert {each.micro_batches for each in found} == {
+    assert {option.micro_batches for option in options} == {
         "generate": {1},
         "infer": {1, 2, 4, 8, 16, 32},
         "train": {1, 2, 4},
@@ -60,17 +60,18 @@ def test_shapes_divide_devices_models_and_rows(name):
 
 def test_pipelines_are_hypothetical():
     call = PPO["actor.update"]
-    found = list(placements(WORKLOAD, call, 16, 8, hypothetical=True))
-    assert {each.pipeline for each in found} == {1, 2, 4, 8}  # ReaL: at most 8, and twice as many rows a minibatch
-    assert [each for each in found if each.pipeline == 1] == list(placements(WORKLOAD, call, 16, 8))
+    options = list(placements(WORKLOAD, call, 16, 8, hypothetical=True))
+    # ReaL: at most 8, and twice as many rows a minibatch.
+    assert {option.pipeline for option in options} == {1, 2, 4, 8}
+    assert [option for option in options if option.pipeline == 1] == list(placements(WORKLOAD, call, 16, 8))
 
 
 def test_samples_of_a_prompt_stay_with_their_group():
     grouped = replace(WORKLOAD, samples=64)
-    groups = {each.data * each.fsdp for each in placements(grouped, PPO["actor.generate"], 16, 16)}
+    groups = {placement.data * placement.fsdp for placement in placements(grouped, PPO["actor.generate"], 16, 16)}
     assert groups == {2, 4, 8}  # of 16 devices, 512 / 64 prompts; tensor is at most 8
     slotted = replace(grouped, slots=256)
-    groups = {each.data * each.fsdp for each in placements(slotted, PPO["actor.generate"], 16, 16)}
+    groups = {placement.data * placement.fsdp for placement in placements(slotted, PPO["actor.generate"], 16, 16)}
     assert groups == {2, 4}  # each has slots for a prompt's samples
     assert not list(placements(replace(WORKLOAD, slots=24), PPO["actor.generate"], 16, 16))
 
@@ -78,36 +79,38 @@ def test_samples_of_a_prompt_stay_with_their_group():
 def test_slots_divide_over_the_devices_that_generate():
     slotted, call = replace(WORKLOAD, slots=8, samples=4), PPO["actor.generate"]
     assert not list(placements(slotted, call, 16, 8))
-    assert {each.tensor for each in placements(slotted, call, 8, 8)} == {
+    assert {placement.tensor for placement in placements(slotted, call, 8, 8)} == {
         4,
         8,
     }  # two groups have 8 of a prompt's samples
 
 
 def test_options_fit_and_begin_with_the_fastest():
-    found = call_candidates(WORKLOAD, PPO["actor.update"], CLUSTER, PRICES)
-    seconds = [each.price.seconds for each in found]
+    options = call_candidates(WORKLOAD, PPO["actor.update"], CLUSTER, PRICES)
+    seconds = [option.price.seconds for option in options]
     assert seconds == sorted(seconds) and seconds[0] < seconds[-1]
-    assert all(each.price.resident + each.price.active <= PRICES.capacity for each in found)
+    assert all(option.price.resident + option.price.active <= PRICES.capacity for option in options)
     everything = [
-        PRICES.call(PPO["actor.update"], each)
+        PRICES.call(PPO["actor.update"], placement)
         for count in (1, 2, 4, 8, 16)
-        for each in placements(WORKLOAD, PPO["actor.update"], count, 8)
+        for placement in placements(WORKLOAD, PPO["actor.update"], count, 8)
     ]
-    assert seconds[0] == min(each.seconds for each in everything if each.resident + each.active <= PRICES.capacity)
+    assert seconds[0] == min(price.seconds for price in everything if price.resident + price.active <= PRICES.capacity)
     # 16 bytes a weight are 120 GiB, which a single device has not.
-    assert {each.placement.devices for each in found} == {each for each in slices(CLUSTER) if each.count > 1}
+    assert {option.placement.devices for option in options} == {
+        option for option in slices(CLUSTER) if option.count > 1
+    }
 
 
 def test_a_shared_base_is_everywhere_in_one_mesh():
     lora = LoRAConfig(rank=8, alpha=16.0)
     adapted = {role: (replace(models[0], lora=lora),) for role, models in WORKLOAD.models.items() if role != "reward"}
-    found = candidates(replace(WORKLOAD, models={**WORKLOAD.models, **adapted}), CLUSTER, PRICES)
-    shared = [each.placement for name, known in found.items() if name != "reward.score" for each in known]
-    assert {each.layout for each in shared} == {"generate"}
-    assert {each.devices for each in shared} == {Slice(0, 16)}
-    assert len({each.sizes for each in shared}) == 1
-    assert len({each.placement.devices for each in found["reward.score"]}) > 1
+    choices = candidates(replace(WORKLOAD, models={**WORKLOAD.models, **adapted}), CLUSTER, PRICES)
+    shared = [option.placement for name, options in choices.items() if name != "reward.score" for option in options]
+    assert {placement.layout for placement in shared} == {"generate"}
+    assert {placement.devices for placement in shared} == {Slice(0, 16)}
+    assert len({placement.sizes for placement in shared}) == 1
+    assert len({option.placement.devices for option in choices["reward.score"]}) > 1
 
 
 @pytest.mark.parametrize(
@@ -146,7 +149,7 @@ def planned(**changes: Placement) -> Plan:
         "train": Placement(whole, "train", fsdp=16),
     }
     plan = {call.name: usual[call.kind] for call in PPO if call.kind != "compute"}
-    return Plan("mine", plan | {name.replace("_", ".", 1): each for name, each in changes.items()})
+    return Plan("mine", plan | {name.replace("_", ".", 1): placement for name, placement in changes.items()})
 
 
 def test_what_overlaps_in_part_or_does_not_fit_is_one_sentence():
@@ -154,14 +157,14 @@ def test_what_overlaps_in_part_or_does_not_fit_is_one_sentence():
     refuse_partial_overlap(planned(reward_score=Placement(Slice(8, 4), "score", tensor=4)))
     check_fits(WORKLOAD, planned(), PRICES)
     first, second = Placement(Slice(0, 8), "score", fsdp=8), Placement(Slice(4, 8), "score", fsdp=8)
-    told = "^devices 0-7 of reward.score and 4-11 of critic.values overlap in part: .* such as 0-11 and 4-11$"
-    with pytest.raises(UserError, match=told):
+    message = "^devices 0-7 of reward.score and 4-11 of critic.values overlap in part: .* such as 0-11 and 4-11$"
+    with pytest.raises(UserError, match=message):
         refuse_partial_overlap(planned(reward_score=first, critic_values=second))
     two = Placement(Slice(0, 2), "train", fsdp=2)
-    told = (
+    message = (
         "^plan mine needs .* GiB on each of devices 0-1, which have 80.0, .* for what stays and the rest for .*: give"
     )
-    with pytest.raises(UserError, match=told):
+    with pytest.raises(UserError, match=message):
         check_fits(WORKLOAD, planned(actor_update=two, critic_update=two), PRICES)
 
 
@@ -172,5 +175,5 @@ def test_nested_slices():
 
 
 def test_a_cluster_of_a_part_of_a_node_has_one_node():
-    assert {each.count for each in slices(Cluster(CLUSTER.hardware, 6))} == {1, 2, 4, 6}
+    assert {option.count for option in slices(Cluster(CLUSTER.hardware, 6))} == {1, 2, 4, 6}
     assert PRICES.memory == 80 * GIB

@@ -44,8 +44,8 @@ def test_the_least_time_of_programs_that_take_turns(monkeypatch: pytest.MonkeyPa
         return run
 
     monkeypatch.setattr(measure.time, "perf_counter", lambda: clock[0])
-    found = measure.seconds([program("a", 9.0, 3.0, 2.0, 4.0), program("b", 0.5, 7.0, 8.0, 6.0)], repeats=2)
-    assert found == [2.0, 6.0]  # the first run compiles, and does not count
+    durations = measure.seconds([program("a", 9.0, 3.0, 2.0, 4.0), program("b", 0.5, 7.0, 8.0, 6.0)], repeats=2)
+    assert durations == [2.0, 6.0]  # the first run compiles, and does not count
     assert order == ["a", "a", "b", "b", "a", "b", "a", "b"]
 
 
@@ -116,10 +116,10 @@ def test_files(tmp_path: Path):
 
 
 def test_what_is_known_is_not_measured_again(monkeypatch: pytest.MonkeyPatch):
-    devices, said = jax.devices()[:4], []
-    known = replace(invented(), device=devices[0].device_kind, version=jax.__version__)
-    assert profiles.measure(WORK, devices, known=known, say=said.append) == known
-    assert said == []
+    devices, messages = jax.devices()[:4], []
+    profile = replace(invented(), device=devices[0].device_kind, version=jax.__version__)
+    assert profiles.measure(WORK, devices, known=profile, say=messages.append) == profile
+    assert messages == []
     taken = []
 
     def seconds(programs, repeats):
@@ -128,22 +128,22 @@ def test_what_is_known_is_not_measured_again(monkeypatch: pytest.MonkeyPatch):
 
     monkeypatch.setattr(measure, "seconds", seconds)
     monkeypatch.setattr(measure, "layers", lambda *_, **__: None)
-    fewer = {name: curve for name, curve in known.curves.items() if "train full" not in name}
-    found = profiles.measure(WORK, devices, known=replace(known, curves=fewer), say=said.append)
-    assert len(said) == 1 and "train full" in said[0]
-    assert set(dict(found.curves[said[0]]).values()) == {2.0}  # less what an empty program takes
-    assert taken == [1 + len(found.curves[said[0]])]
-    assert {name: found.curves[name] for name in fewer} == fewer
+    fewer = {name: curve for name, curve in profile.curves.items() if "train full" not in name}
+    result = profiles.measure(WORK, devices, known=replace(profile, curves=fewer), say=messages.append)
+    assert len(messages) == 1 and "train full" in messages[0]
+    assert set(dict(result.curves[messages[0]]).values()) == {2.0}  # less what an empty program takes
+    assert taken == [1 + len(result.curves[messages[0]])]
+    assert {name: result.curves[name] for name in fewer} == fewer
 
 
 def test_devices_at_hand_as_hardware():
     profile = replace(invented(), busy={1: 0.5, 4: 2.0})
-    found = profiles.cluster_of(profile, memory=1e9)
-    assert (found.devices, found.hardware.node, found.hardware.memory) == (4, 4, 1e9)
-    assert found.hardware.float32 == measure.BUSY_OPERATIONS / 2.0  # what each reaches while all are at work
-    assert found.hardware.bandwidth == found.hardware.host == pytest.approx(1e3)  # a second for each thousand bytes
-    assert found.hardware.latency == pytest.approx(64e-3 / measure.CHAINED)
-    assert found.hardware.link == pytest.approx(1e3 * measure.CHAINED / 2, rel=1e-3)
+    cluster = profiles.cluster_of(profile, memory=1e9)
+    assert (cluster.devices, cluster.hardware.node, cluster.hardware.memory) == (4, 4, 1e9)
+    assert cluster.hardware.float32 == measure.BUSY_OPERATIONS / 2.0  # what each reaches while all are at work
+    assert cluster.hardware.bandwidth == cluster.hardware.host == pytest.approx(1e3)  # a second for each thousand bytes
+    assert cluster.hardware.latency == pytest.approx(64e-3 / measure.CHAINED)
+    assert cluster.hardware.link == pytest.approx(1e3 * measure.CHAINED / 2, rel=1e-3)
 
 
 # ---- the programs that are measured are what they are called

@@ -20,9 +20,9 @@ from tests.jrlhf.planning.synthetic import PPO, assert_runs, problem
 
 def space(workload, cluster, prices, keep=lambda placement: True, *, lockstep=False):
     evaluator = Simulator(PPO, prices, workload.models, lockstep=lockstep)
-    known = candidates(workload, cluster, prices)
+    options = candidates(workload, cluster, prices)
     choices = [
-        [evaluator.add(call, each.placement) for each in known[name] if keep(each.placement)]
+        [evaluator.add(call, option.placement) for option in options[name] if keep(option.placement)]
         for call, name in enumerate(evaluator.calls)
     ]
     return evaluator, choices
@@ -57,12 +57,12 @@ def test_branch_and_bound_finds_what_trying_everything_finds(seed, lockstep):
     evaluator = Simulator(PPO, prices, ("actor", "critic", "reference", "reward"), lockstep=lockstep)
     places = [Placement(Slice(0, 2), "score", fsdp=2), Placement(Slice(0, 1), "score"), Placement(Slice(1, 1), "score")]
     places += [Placement(Slice(1, 2), "score", data=2)]
-    choices = [[evaluator.add(call, each) for each in places] for call in range(6)]
+    choices = [[evaluator.add(call, place) for place in places] for call in range(6)]
     results = ((*evaluator.evaluate(choice), choice) for choice in product(*choices))
     best = min((seconds, choice) for seconds, peak, runs, choice in results if peak <= 9.0 and runs)
-    found = optimum(evaluator, choices)
-    assert (found.seconds, found.choice) == best
-    assert found.nodes < 4**6
+    result = optimum(evaluator, choices)
+    assert (result.seconds, result.choice) == best
+    assert result.nodes < 4**6
     assert optimum(evaluator, choices, below=best[0]).choice is None
     assert optimum(evaluator, choices, below=best[0] * 1.001).choice == best[1]
 
@@ -73,8 +73,8 @@ def test_7b_and_7b_on_8_devices_come_within_a_hundredth_of_the_optimum(rows):
     """At least 99 % for each of 6 seeds in 50,000 proposals, proven by branch and bound on slices of 4 devices or more
     and one micro-batch, as the optimum of 1.1e8 plans in ReaL's own setting is."""
     workload, cluster, prices = problem(8, rows=rows)
-    found = [search(workload, cluster, prices, Budget(proposals=50_000), seed=seed).best for seed in range(6)]
-    worst = max(each.simulation.seconds for each in found)
+    winners = [search(workload, cluster, prices, Budget(proposals=50_000), seed=seed).best for seed in range(6)]
+    worst = max(winner.simulation.seconds for winner in winners)
     evaluator, choices = space(
         workload,
         cluster,
@@ -84,8 +84,8 @@ def test_7b_and_7b_on_8_devices_come_within_a_hundredth_of_the_optimum(rows):
     )
     assert math.prod(map(len, choices)) > 1e6
     assert optimum(evaluator, choices, below=0.99 * worst).choice is None
-    for each in found:
-        assert each.simulation.peak <= prices.capacity
+    for winner in winners:
+        assert winner.simulation.peak <= prices.capacity
 
 
 def test_within_what_branch_and_bound_can_prove_on_4_devices():
@@ -108,15 +108,15 @@ def test_a_search_is_a_function_of_its_seed_and_gets_no_worse_with_time():
 
 def test_the_best_beats_every_rule_and_runs():
     workload, cluster, prices = problem(16, rows=128)
-    told = []
-    result = search(workload, cluster, prices, Budget(proposals=3_000), progress=lambda *each: told.append(each))
+    reports = []
+    result = search(workload, cluster, prices, Budget(proposals=3_000), progress=lambda *report: reports.append(report))
     assert result.rules.keys() == {"heuristic", "colocate", "split", "standalone"}
-    for found in [*result.rules.values(), *result.runners_up]:
-        assert_runs(workload, found.plan, cluster, prices)
-        assert found.loss == found.simulation.seconds - result.best.simulation.seconds >= -1e-9
+    for proposal in [*result.rules.values(), *result.runners_up]:
+        assert_runs(workload, proposal.plan, cluster, prices)
+        assert proposal.loss == proposal.simulation.seconds - result.best.simulation.seconds >= -1e-9
     assert_runs(workload, result.best.plan, cluster, prices)
-    assert told[-1] == (result.proposals, pytest.approx(result.best.simulation.seconds, rel=1e-12))
-    losses = [found.loss for found in result.runners_up]
+    assert reports[-1] == (result.proposals, pytest.approx(result.best.simulation.seconds, rel=1e-12))
+    losses = [proposal.loss for proposal in result.runners_up]
     assert len(losses) == 3 and losses == sorted(losses)
     assert result.rules["heuristic"].loss > 0.1 * result.best.simulation.seconds
 
@@ -144,8 +144,8 @@ def test_no_best_plan_exceeds_the_memory():
     for memory in (50e9, 64e9):
         workload, cluster, prices = problem(8, rows=64, memory=memory)
         result = search(workload, cluster, prices, Budget(proposals=1_500), seed=0)
-        for found in [result.best, *result.runners_up, *result.rules.values()]:
-            assert found.simulation.peak <= memory
+        for proposal in [result.best, *result.runners_up, *result.rules.values()]:
+            assert proposal.simulation.peak <= memory
         assert_runs(workload, result.best.plan, cluster, prices)
     workload, cluster, prices = problem(8, rows=64, memory=36e9)
     with pytest.raises(UserError, match="no plan was found in which all models fit 34 GiB a device: the leanest of"):
@@ -156,9 +156,9 @@ def test_pipelines_are_proposed_only_when_asked_for():
     workload, cluster, prices = problem(8, rows=64)
     for hypothetical in (False, True):
         evaluator = Simulator(PPO, prices, workload.models)
-        known = candidates(workload, cluster, prices, hypothetical=hypothetical)
-        assert any(each.placement.pipeline > 1 for each in known["actor.generate"]) == hypothetical
-        assert evaluator.calls == tuple(known)
+        options = candidates(workload, cluster, prices, hypothetical=hypothetical)
+        assert any(option.placement.pipeline > 1 for option in options["actor.generate"]) == hypothetical
+        assert evaluator.calls == tuple(options)
 
 
 def test_the_heuristic_is_symmetric():
@@ -173,26 +173,26 @@ def test_the_heuristic_is_symmetric():
 
 def test_there_are_as_many_partitions_as_bell_says():
     for count, bell in enumerate((1, 1, 2, 5, 15, 52)):
-        found = [frozenset(map(frozenset, each)) for each in partitions("abcde"[:count])]
-        assert len(found) == len(set(found)) == bell
+        results = [frozenset(map(frozenset, partition)) for partition in partitions("abcde"[:count])]
+        assert len(results) == len(set(results)) == bell
 
 
 def test_allocations_are_what_a_product_would_filter():
     counts = (1, 2, 4, 8, 16, 24)
     for sets in (1, 2, 3, 4):
-        wanted = [each for each in product(counts, repeat=sets) if sum(each) == 24]
+        wanted = [allocation for allocation in product(counts, repeat=sets) if sum(allocation) == 24]
         assert sorted(allocations(counts, sets, 24)) == sorted(wanted) and wanted
 
 
 def test_hybridflow_divides_sets_and_devices_by_its_stages():
     workload, cluster, prices = problem(16)
-    known = candidates(workload, cluster, prices)
-    found = divisions(PPO, known, cluster, prices.capacity)
-    assert [each.seconds for each in found] == sorted(each.seconds for each in found)
-    for each in found:
-        assert sum(each.counts) == 16
-        assert_runs(workload, each.plan, cluster, prices)
-        where = {role: index for index, members in enumerate(each.sets) for role in members}
+    options = candidates(workload, cluster, prices)
+    results = divisions(PPO, options, cluster, prices.capacity)
+    assert [division.seconds for division in results] == sorted(division.seconds for division in results)
+    for division in results:
+        assert sum(division.counts) == 16
+        assert_runs(workload, division.plan, cluster, prices)
+        set_of = {role: index for index, members in enumerate(division.sets) for role in members}
         stages = (
             ("actor.generate",),
             ("reward.score", "reference.logprobs", "critic.values"),
@@ -200,15 +200,15 @@ def test_hybridflow_divides_sets_and_devices_by_its_stages():
         )
         expected = 0.0
         for stage in stages:
-            loads = [0.0] * len(each.sets)
+            loads = [0.0] * len(division.sets)
             for name in stage:
-                loads[where[PPO[name].role]] += prices.call(PPO[name], each.plan[name]).seconds
+                loads[set_of[PPO[name].role]] += prices.call(PPO[name], division.plan[name]).seconds
             expected += max(loads)
-        assert each.seconds == pytest.approx(expected)
+        assert division.seconds == pytest.approx(expected)
         # The stages are a simulation without moves, in which no stage begins before the last has ended.
-        assert simulate(PPO, each.plan, prices, lockstep=True).seconds <= 1.05 * each.seconds
-    kinds = named_divisions(found)
-    assert {name: len(each.sets) for name, each in kinds.items()} == {"colocate": 1, "split": 2, "standalone": 4}
+        assert simulate(PPO, division.plan, prices, lockstep=True).seconds <= 1.05 * division.seconds
+    kinds = named_divisions(results)
+    assert {name: len(kind.sets) for name, kind in kinds.items()} == {"colocate": 1, "split": 2, "standalone": 4}
     assert kinds["split"].plan["actor.update"].devices.count == kinds["split"].plan["critic.update"].devices.count == 8
 
 
@@ -224,10 +224,10 @@ def test_colocation_is_best_on_few_devices_and_loses_its_lead_on_many(model):
     leads = []
     for devices in (32, 64, 128):
         workload, cluster, prices = a100(devices, model)
-        found = divisions(PPO, candidates(workload, cluster, prices), cluster, prices.capacity)
-        kinds = named_divisions(found)
+        results = divisions(PPO, candidates(workload, cluster, prices), cluster, prices.capacity)
+        kinds = named_divisions(results)
         if devices <= 64:
-            assert found[0].sets == kinds["colocate"].sets
+            assert results[0].sets == kinds["colocate"].sets
         leads.append(kinds["split"].seconds / kinds["colocate"].seconds)
     assert leads == sorted(leads, reverse=True)
     workload, cluster, prices = a100(96, model)
@@ -240,4 +240,4 @@ def test_a_thousand_devices_are_planned_for():
     result = search(workload, cluster, prices, Budget(proposals=50_000), seed=0)
     assert_runs(workload, result.best.plan, cluster, prices)
     assert result.best.simulation.seconds < 0.98 * result.rules["heuristic"].simulation.seconds
-    assert result.best.simulation.seconds <= min(each.simulation.seconds for each in result.rules.values())
+    assert result.best.simulation.seconds <= min(rule.simulation.seconds for rule in result.rules.values())

@@ -67,7 +67,7 @@ def test_training_is_waited_for_by_the_next_iteration_of_its_role_alone():
 def test_in_lockstep_an_iteration_waits_for_all_of_the_one_before():
     prices = Table(dict(zip(CALLS, (4.0, 1.0, 2.0, 1.0, 8.0, 3.0), strict=True)))
     plan = plan_of(ONE, ONE, ONE, ONE, TWO, ONE)
-    overlapping, lockstep = (simulate(PPO, plan, prices, lockstep=each) for each in (False, True))
+    overlapping, lockstep = (simulate(PPO, plan, prices, lockstep=flag) for flag in (False, True))
     assert lockstep.seconds == lockstep.total / 5 == 4 + 1 + 2 + 1 + 8
     assert overlapping.seconds == 4 + 1 + 2 + 1 + 3  # the critic trains beside the actor and the next generation
     assert overlapping.total == 4 * 11 + 16
@@ -76,10 +76,10 @@ def test_in_lockstep_an_iteration_waits_for_all_of_the_one_before():
 
 
 def test_no_schedule_repeats_faster_than_its_busiest_device_or_its_longest_path():
-    """Of random plans that overlap their iterations as they can: ends of calls five turns apart, by the spans."""
+    """Random plans overlap their iterations as they can; their rate is that of the ends of updates in the spans."""
     draw, scoring = random.Random(0), ("reward.score", "reference.logprobs", "critic.values")
     slices = [Slice(0, 1), Slice(1, 1), Slice(0, 2), Slice(2, 1), Slice(1, 2), Slice(0, 3)]
-    beside = 0
+    overlaps = 0
     for _ in range(60):
         seconds = {name: float(draw.randrange(1, 12)) for name in CALLS}
         result = simulate(PPO, plan_of(*(draw.choice(slices) for _ in CALLS)), Table(seconds))
@@ -91,8 +91,8 @@ def test_no_schedule_repeats_faster_than_its_busiest_device_or_its_longest_path(
         longest = seconds["actor.generate"] + max(seconds[name] for name in scoring) + seconds["actor.update"]
         assert rate >= longest - 1e-9
         assert result.seconds == pytest.approx(rate)
-        beside += result.total < 5 * ends["critic.update", 0] - 1e-9
-    assert beside > 2  # iterations did overlap
+        overlaps += result.total < 5 * ends["critic.update", 0] - 1e-9
+    assert overlaps > 2  # iterations did overlap
 
 
 class Moving:
@@ -114,8 +114,8 @@ class Moving:
 def test_weights_and_values_move_and_occupy_both_places():
     result = simulate(PPO, plan_of(TWO, ONE, ONE, ONE, ONE, ONE), Moving())
     first = [span for span in result.spans if span.iteration == 0]
-    told = [(span.kind, span.call, round(span.start, 9), round(span.end, 9)) for span in first]
-    assert told[:5] == [
+    timeline = [(span.kind, span.call, round(span.start, 9), round(span.end, 9)) for span in first]
+    assert timeline[:5] == [
         ("reallocation", "actor.generate", 0.0, 1.05),
         ("call", "actor.generate", 1.05, 2.05),
         ("transfer", "reward.score", 2.05, 2.13),
@@ -139,8 +139,8 @@ def test_memory_is_what_stays_and_the_largest_call():
 
 
 def test_segments_are_divided_where_a_slice_begins_or_ends():
-    found = segments([Slice(0, 8), Slice(4, 8), Slice(20, 2)])
-    assert found == [Slice(0, 4), Slice(4, 4), Slice(8, 4), Slice(20, 2)]
+    result = segments([Slice(0, 8), Slice(4, 8), Slice(20, 2)])
+    assert result == [Slice(0, 4), Slice(4, 4), Slice(8, 4), Slice(20, 2)]
 
 
 def test_a_rate_needs_two_iterations():
@@ -153,7 +153,7 @@ def test_the_search_sees_the_same_numbers(prices):
     """Random plans, with slices that overlap in part, with and without a record."""
     draw = random.Random(0)
     roles = [role for role in PPO.roles if role != "estimator"]
-    evaluators = {each: Simulator(PPO, prices, roles, lockstep=each) for each in (False, True)}
+    evaluators = {lockstep: Simulator(PPO, prices, roles, lockstep=lockstep) for lockstep in (False, True)}
     for turn in range(150):
         placements = {}
         for name in CALLS:
@@ -167,6 +167,6 @@ def test_the_search_sees_the_same_numbers(prices):
         seconds, peak, nested = evaluator.evaluate(choice)
         assert seconds == pytest.approx(result.seconds, rel=1e-12)
         assert peak == pytest.approx(result.peak, rel=1e-12)
-        devices = [set(range(each.devices.start, each.devices.stop)) for each in placements.values()]
+        devices = [set(range(placement.devices.start, placement.devices.stop)) for placement in placements.values()]
         assert nested == all(a <= b or b <= a or not a & b for a in devices for b in devices)
         assert evaluator.plan(choice, "random") == plan

@@ -65,15 +65,15 @@ def test_calls_of_the_published_table():
 
 
 def test_iterations_of_the_published_table():
-    found = {}
+    predictions = {}
     for name, rows in (("searched", published.SEARCHED), ("heuristic", published.HEURISTIC)):
         for graphs, measured in zip((True, False), published.MEASURED[name], strict=True):
             seconds = published.end_to_end(
                 rows, predicted(rows, graphs), published.cluster(graphs), published.workload()
             )
             assert seconds == pytest.approx(measured, rel=0.10), (name, graphs)
-            found[measured] = seconds
-    assert sorted(found, key=lambda measured: found[measured]) == sorted(found)
+            predictions[measured] = seconds
+    assert sorted(predictions, key=lambda measured: predictions[measured]) == sorted(predictions)
 
 
 def test_which_of_two_published_plans_is_faster_for_each_call():
@@ -87,22 +87,22 @@ def test_one_h200_as_measured():
     record = json.loads((RESULTS / "accelerator-nvidia-h200.json").read_text())
     models = {"1.7B": PRESETS["Qwen/Qwen3-1.7B"], "8B": PRESETS["Qwen/Qwen3-8B"]}
     errors = []
-    for found in record["results"]:
-        model, half = models[found["model"]], found.get("length", 0) // 2
-        settings: Any = {"rows": found["batch"], "prompt": half, "response": half, "minibatches": 1}
+    for result in record["results"]:
+        model, half = models[result["model"]], result.get("length", 0) // 2
+        settings: Any = {"rows": result["batch"], "prompt": half, "response": half, "minibatches": 1}
         settings |= {"fused_loss": False, "spanned": ()}  # these steps predicted every token
-        if found["part"] == "decode":
-            prompt, response = found["prompt"], found["response"]
+        if result["part"] == "decode":
+            prompt, response = result["prompt"], result["response"]
             settings |= {"prompt": prompt, "response": response, "mean_prompt": prompt, "mean_response": response}
             time = priced(place("generate"), "actor.generate", cluster("1xh200"), model=model, **settings)
-            measured = found["prefill"] + response * found["step"]
-        elif found["part"] == "train":
-            remat = found["remat"]
+            measured = result["prefill"] + response * result["step"]
+        elif result["part"] == "train":
+            remat = result["remat"]
             time = priced(place("train"), "actor.update", cluster("1xh200"), model=model, remat=remat, **settings)
-            measured = found["seconds"]
+            measured = result["seconds"]
         else:
             time = priced(place("score"), "reference.logprobs", cluster("1xh200"), model=model, **settings)
-            measured = found["seconds"]
+            measured = result["seconds"]
         errors.append(abs(time.seconds / measured - 1))
     assert len(errors) == 9
     assert np.mean(errors) <= 0.10, errors
@@ -138,17 +138,17 @@ def test_training_operations_are_three_forwards_and_what_is_computed_again():
     settings = {"rows": rows, "prompt": 16, "response": 16, "minibatches": 1, "fused_loss": True}
     needed = training_operations(SMALL, np.full(rows, length), predicted=np.full(rows, 16))
     needed /= IDEAL.hardware.bfloat16 * 8
-    found = {
+    operations = {
         remat: priced(place("train", fsdp=8), on=IDEAL, remat=remat, **settings).parts["operations"]
         for remat in ("gather", "products", "attention", "full")
     }
-    assert found["gather"] == pytest.approx(needed, rel=0.03)
-    assert found["products"] == found["gather"]
+    assert operations["gather"] == pytest.approx(needed, rel=0.03)
+    assert operations["products"] == operations["gather"]
     layers = 2 * SMALL.layers * rows * length * (SMALL.embed * (2 * SMALL.heads * 128 + 2 * SMALL.kv_heads * 128))
     layers += 2 * SMALL.layers * rows * length * 2 * SMALL.embed * SMALL.mlp  # all but down
     again = layers / IDEAL.hardware.bfloat16 / 8
-    assert found["attention"] - found["products"] == pytest.approx(again, rel=1e-6)
-    assert 0 < found["full"] - found["attention"] < 0.01 * needed
+    assert operations["attention"] - operations["products"] == pytest.approx(again, rel=1e-6)
+    assert 0 < operations["full"] - operations["attention"] < 0.01 * needed
 
 
 def test_prompts_have_a_head_where_a_call_does_not_span_responses_only():
@@ -173,7 +173,7 @@ def test_gathers_of_fsdp():
 
 
 def test_gradients_of_whole_layers_are_summed_in_float32():
-    """Of tables, and of layers that are gathered, in the compute dtype: as their weights travel."""
+    """Gradients of tables, and of layers that are gathered, travel in the compute dtype, as their weights do."""
     time = priced(place("train", data=8), on=replace_link(450e9), rows=64, minibatches=1)
     layers, tables = SMALL.layers * 218_103_808, 2 * 128256 * 4096
     assert time.parts["gathers"] == pytest.approx(2 * 7 / 8 * (4 * layers + 2 * tables) / 450e9)

@@ -55,7 +55,7 @@ def _is_open(fd: str) -> bool:
 
 def children() -> set[int]:
     """The processes that this one started, dead ones that nobody has waited for included."""
-    found = set()
+    processes = set()
     for entry in os.listdir("/proc"):
         if entry.isdigit():
             try:
@@ -63,8 +63,8 @@ def children() -> set[int]:
             except (FileNotFoundError, ProcessLookupError):
                 continue
             if parent == os.getpid():
-                found.add(int(entry))
-    return found
+                processes.add(int(entry))
+    return processes
 
 
 @pytest.fixture

@@ -307,7 +307,7 @@ with FunctionReward("judge", sys.argv[1], workers=2, deadline=3.0, on_failure=0.
 
 
 @pytest.mark.parametrize(
-    ("how", "number", "within"),
+    ("activity", "number", "within"),
     [
         ("idle", signal.SIGKILL, 2.0),
         ("sleep", signal.SIGKILL, 2.0),
@@ -317,7 +317,7 @@ with FunctionReward("judge", sys.argv[1], workers=2, deadline=3.0, on_failure=0.
         ("lock", signal.SIGKILL, 3.0 + SLACK),  # the deadline
     ],
 )
-def test_workers_end_when_their_parent_is_killed(tmp_path, how, number, within):
+def test_workers_end_when_their_parent_is_killed(tmp_path, activity, number, within):
     (tmp_path / "function.py").write_text(
         textwrap.dedent(f"""
         import os, re, signal, subprocess, time
@@ -333,7 +333,7 @@ def test_workers_end_when_their_parent_is_killed(tmp_path, how, number, within):
         """)
     )
     parent = subprocess.Popen(
-        [sys.executable, "-c", PARENT, f"{tmp_path / 'function.py'}:f", how],
+        [sys.executable, "-c", PARENT, f"{tmp_path / 'function.py'}:f", activity],
         stdout=subprocess.PIPE,
         text=True,
         cwd=Path(__file__).parents[3],
@@ -342,9 +342,9 @@ def test_workers_end_when_their_parent_is_killed(tmp_path, how, number, within):
         assert parent.stdout is not None
         workers = [int(pid) for pid in parent.stdout.readline().split()]
         assert len(workers) == 2 and all(map(alive, workers))
-        if how != "idle":
+        if activity != "idle":
             assert parent.stdout.readline() == "busy\n"
-        if how == "program":
+        if activity == "program":
             workers += [int((tmp_path / str(pid)).read_text()) for pid in workers]
         parent.send_signal(number)
         assert parent.wait(10) == -number

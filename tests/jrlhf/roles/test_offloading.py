@@ -61,7 +61,7 @@ class Watch(Clock):
         return super().run(name, watched, *args, **kwargs)
 
     def calls(self) -> list[tuple[str, Counter[str], Counter[str]]]:
-        return [each for each in self.log if each[0] != "sleep"]
+        return [entry for entry in self.log if entry[0] != "sleep"]
 
 
 def by_kind(tree=None) -> Counter[str]:
@@ -147,11 +147,11 @@ def test_three_iterations_asleep_are_those_awake_and_every_byte_is_in_its_place(
     total = sum(size.values())
     computed = awake_only(monkeypatch, sleepers.setup)
     assert all(size.values()) and by_kind()["pinned_host"] == total
-    found = sleepers.iterate(0, 1)
+    outputs = sleepers.iterate(0, 1)
     with CompilationWatch() as compilations:
-        found += sleepers.iterate(2)
+        outputs += sleepers.iterate(2)
         assert compilations.take()[0] == []
-    assert found == words and len(computed) == 7 and set(computed.values()) == {3}
+    assert outputs == words and len(computed) == 7 and set(computed.values()) == {3}
 
     states = {name: size[name] + size[f"{name} optimizer"] for name in ("actor", "critic")}
     # Between two calls everything sleeps, and also when those have ended that bring what they need and let it go. Else:
@@ -171,9 +171,9 @@ def test_three_iterations_asleep_are_those_awake_and_every_byte_is_in_its_place(
     for call in graph_of(Config(sleep=ALL)):
         if call.kind != "compute":
             here = {role: residency(Config(sleep=ALL), role, call) for role in (*sleepers.trained, *sleepers.frozen)}
-            said = sum(size[role] for role, places in here.items() if places["weights"] == "device")
-            said += sum(size[f"{role} optimizer"] for role in sleepers.trained if here[role]["optimizer"] == "device")
-            assert said == loans[EVENTS[call.name]], call.name
+            amount = sum(size[role] for role, places in here.items() if places["weights"] == "device")
+            amount += sum(size[f"{role} optimizer"] for role in sleepers.trained if here[role]["optimizer"] == "device")
+            assert amount == loans[EVENTS[call.name]], call.name
 
     moves = [after["device"] - before["device"] for name, before, after in watch.log if name == "sleep"]
     brought = [size["actor"], size["reward"], size["actor"], size["reference"], size["critic"]]
@@ -197,10 +197,10 @@ def test_each_part_sleeps_by_itself(part, sleepers, awake):
     words, usual = awake
     watch, size = sleepers.begin(replace(SleepConfig(), **{part: "host"}))
     names = ("actor optimizer", "critic optimizer") if part == "optimizer" else (part,)
-    assert {name for name, held in size.items() if held} == set(names)
+    assert {name for name, nbytes in size.items() if nbytes} == set(names)
     assert sleepers.iterate(0) == words[:1]
     generating = [
-        next(before["device"] for name, before, _ in each.calls() if name == "gen") for each in (usual, watch)
+        next(before["device"] for name, before, _ in clock.calls() if name == "gen") for clock in (usual, watch)
     ]
     assert generating[0] - generating[1] == by_kind()["pinned_host"] == sum(size.values())
 
@@ -227,22 +227,22 @@ def test_what_the_next_call_needs_is_on_its_way_while_one_runs(sleepers, awake):
 def test_what_was_brought_ahead_never_stands_for_newer_weights():
     rest, sharding = Offloader(Clock()), NamedSharding(make_mesh(1, 8, 1), P("fsdp"))
     older, newer = (offload({"w": jax.device_put(np.full((8, 4), value), sharding)}) for value in (1.0, 2.0))
-    held = by_kind()["device"]
+    usage = by_kind()["device"]
     rest.prefetch(older)
-    assert by_kind()["device"] > held
+    assert by_kind()["device"] > usage
     np.testing.assert_array_equal(rest.onload(newer)["w"], np.full((8, 4), 2.0))
-    assert by_kind()["device"] == held  # both copies are gone
+    assert by_kind()["device"] == usage  # both copies are gone
 
 
 @pytest.mark.full
 def test_shared_passes_asleep_are_those_awake(sleepers):
-    found = []
+    results = []
     for config in (SleepConfig(), ALL):
         watch, size = sleepers.begin(config)
-        found.append(sleepers.iterate(0, 1, 2, shared_passes=True))
+        results.append(sleepers.iterate(0, 1, 2, shared_passes=True))
         assert by_kind()["pinned_host"] == sum(size.values())
         assert ("sleep" in watch.made) == (config == ALL)
-    assert found[0] == found[1]
+    assert results[0] == results[1]
 
 
 def test_where_parts_rest_follows_the_config_and_the_call():
@@ -336,8 +336,8 @@ def test_a_checkpoint_of_what_sleeps_is_one_of_what_is_awake(tmp_path):
         checkpoints.save(1, asleep, {})
         free_host(asleep)  # as soon as save returns
         overwritten = [offload(state(seed)) for seed in range(2, 6)]
-        for where, kind in ((target, "pinned_host"), (like(state(0), mesh), "device")):
-            restored = checkpoints.restore_latest(where)
+        for template, kind in ((target, "pinned_host"), (like(state(0), mesh), "device")):
+            restored = checkpoints.restore_latest(template)
             assert restored is not None and fingerprint_of(restored[1]) == word
             assert restored[1]["stack"].sharding.memory_kind == kind
             assert restored[1]["vector"].sharding.memory_kind == "device"

@@ -24,10 +24,10 @@ def rates(config: OptimizerConfig, updates: int) -> list[float]:
 
 def test_the_rate_rises_to_its_peak_and_falls_to_its_final_share():
     config = OptimizerConfig(learning_rate=0.1, warmup=4, final=0.2, weight_decay=0.0, max_grad_norm=None)
-    found = rates(config, 12)
-    np.testing.assert_allclose(found[:4], [0.025, 0.05, 0.075, 0.1], rtol=1e-4)
+    schedule = rates(config, 12)
+    np.testing.assert_allclose(schedule[:4], [0.025, 0.05, 0.075, 0.1], rtol=1e-4)
     cosine = 0.1 * (0.2 + 0.8 * (1 + np.cos(np.pi * np.arange(8) / 8)) / 2)
-    np.testing.assert_allclose(found[4:], cosine, rtol=1e-4)
+    np.testing.assert_allclose(schedule[4:], cosine, rtol=1e-4)
 
 
 def test_a_constant_rate_without_warmup():

@@ -58,7 +58,7 @@ PAIRS = {
 @pytest.mark.parametrize("pair", PAIRS)
 @pytest.mark.parametrize("head", [LM, pytest.param(SCALAR, marks=pytest.mark.full)])
 def test_weights_are_brought_to_a_call_bit_for_bit(pair, head):
-    source, target = (mesh_on(*each) for each in PAIRS[pair])
+    source, target = (mesh_on(*shape) for shape in PAIRS[pair])
     params = init_sharded(MODEL, jax.random.key(0), source, head, zero_head=False)
     model, host = Model(Architecture(MODEL), params), jax.device_get(params)
     layers = {name: jax.tree.map(lambda x: x[0], x) for name, x in host["layers"].items()}
@@ -124,9 +124,9 @@ class Setup:
         self.actor = Actor(policy, self.placement["actor"], compute, sampling=sampling, **trained)
         self.critic = Critic(value, self.placement["critic"], compute, **trained)
         self.states = {"actor": self.actor.create(policy.params), "critic": self.critic.create(value.params)}
-        where = self.placement["reference"]
+        home = self.placement["reference"]
         self.reference = Reference(
-            model("reference", LM, 0), where, compute, temperature=1.0, responses=RESPONSE, clock=self.clock
+            model("reference", LM, 0), home, compute, temperature=1.0, responses=RESPONSE, clock=self.clock
         )
         self.reward = Scored(Reward(model("reward", SCALAR, 1), self.placement["reward"], compute, clock=self.clock))
         self.estimator = ExperienceMaker(PPO, self.clock, self.placement["arithmetic"])
@@ -139,9 +139,9 @@ class Setup:
         batch = Batch((*prompts, row_keys(key_for(0, "test", step), ROWS, mesh)), (), (), step)
         self.clock.start()
         actor, critic = self.actor.bind(self.states["actor"]), self.critic.bind(self.states["critic"])
-        made = ppo(actor, critic, self.reference, cast(Any, self.reward), self.estimator, batch, 0.1)
+        result = ppo(actor, critic, self.reference, cast(Any, self.reward), self.estimator, batch, 0.1)
         self.states = {"actor": actor.state, "critic": critic.state}
-        return made
+        return result
 
     def end(self, iterations: int = 2) -> Any:
         """On the host: the last experience and its metrics, and both models."""
@@ -210,15 +210,15 @@ def test_any_placement_gives_the_same_training(half):
     during = live_bytes()
     # A rollout has the version of the weights that drew it, wherever those were trained; the next ones say otherwise.
     assert int(experience.version) == int(setup.states["actor"].step) - 1 == 2
-    said = (
+    arrays = (
         experience.logprobs,
         experience.old_logprobs,
         setup.actor.bind(setup.states["actor"]).logprobs(experience),
         experience.response_mask,
     )
-    drawn, own, newer, mask = jax.device_get(said)
+    drawn, own, newer, mask = jax.device_get(arrays)
     assert np.abs(drawn - own)[mask].max() < 1e-5 < 1e-3 < np.abs(drawn - newer)[mask].max()
-    del experience, metrics, newer, said
+    del experience, metrics, newer, arrays
     assert during != before and live_bytes() == before
 
 

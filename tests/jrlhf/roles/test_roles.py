@@ -93,7 +93,7 @@ class Setup:
             lengths = {"temperature": temperature, "responses": RESPONSE}
             frozen = [model.holding(jax.tree.map(jnp.copy, model.params)) for model in (policy, value)]
             reference, reward = (
-                stored(model, where) for model, where in zip(frozen, (sleep.reference, sleep.reward), strict=True)
+                stored(model, place) for model, place in zip(frozen, (sleep.reference, sleep.reward), strict=True)
             )
             self.reference = Reference(reference, *shared("reference"), **lengths, clock=clock)
             self.reward = Reward(reward, *shared("reward"), clock=clock)
@@ -120,12 +120,12 @@ class Setup:
             prompts = (*put_rows((tokens, lengths), self.mesh), row_keys(key_for(0, "test", step), ROWS, self.mesh))
             batch, rewards = Batch(prompts, (), (), step), cast(Any, Scored(self.reward))
             if shared_passes:
-                made = on_policy(actor, learner, self.reference, rewards, batch, 0.1)
+                result = on_policy(actor, learner, self.reference, rewards, batch, 0.1)
                 self.states = dict(learner.states)
             else:
-                made = run_ppo(actor, critic, self.reference, rewards, self.estimator, batch, 0.1)
+                result = run_ppo(actor, critic, self.reference, rewards, self.estimator, batch, 0.1)
                 self.states = {"actor": actor.state, "critic": critic.state}
-        return made
+        return result
 
 
 @pytest.fixture(scope="module", params=[0.5, pytest.param(0.9, marks=pytest.mark.full)])
@@ -139,12 +139,12 @@ def test_an_iteration_keeps_the_invariants(setup):
     assert before[0] == frozen[0] and before[1] == frozen[1]
 
     experience, metrics = setup.iterate(0)
-    said = jax.device_get(experience_metrics(experience))
-    assert said["objective/kl"] == 0.0
+    figures = jax.device_get(experience_metrics(experience))
+    assert figures["objective/kl"] == 0.0
     assert float(metrics["actor/initial_ratio_gap"]) < 1e-5
-    assert said["rollout/logprob_gap_max"] < 1e-4
-    kept = np.where(experience.finished, experience.scores, 0)  # of a row that was cut off the value stands for it
-    np.testing.assert_allclose(np.asarray(experience.rewards).sum(1), kept, rtol=1e-5)
+    assert figures["rollout/logprob_gap_max"] < 1e-4
+    scores = np.where(experience.finished, experience.scores, 0)  # of a row that was cut off the value stands for it
+    np.testing.assert_allclose(np.asarray(experience.rewards).sum(1), scores, rtol=1e-5)
 
     assert (setup.reference.model.fingerprint(), setup.reward.model.fingerprint()) == frozen
     assert setup.policy.fingerprint() != before[0]

@@ -27,9 +27,9 @@ def contents(path: Path) -> dict[str, bytes]:
     return {str(file): file.read_bytes() for file in path.rglob("*") if file.is_file()}
 
 
-def refused(config, **how) -> str:
+def refused(config, **options) -> str:
     with pytest.raises(UserError) as caught:
-        open_run(config, **how)
+        open_run(config, **options)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 

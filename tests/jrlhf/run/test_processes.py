@@ -398,8 +398,8 @@ def test_a_coordinator_that_does_not_answer_is_named(tmp_path: Path, source: str
     launched = launch(1, tmp_path, "-m", "jrlhf.train", *arguments, **more)
     assert launched.codes(60) == [2]
     sentence = launched.text(0).strip()
-    where = address if source == "config" else "of the cluster that JAX found"
-    assert sentence.count("\n") == 0 and sentence.startswith("error: ") and where in sentence
+    place = address if source == "config" else "of the cluster that JAX found"
+    assert sentence.count("\n") == 0 and sentence.startswith("error: ") and place in sentence
     assert "distributed.timeout=1 seconds" in sentence
     assert not (tmp_path / "tiny").exists()
 

@@ -47,7 +47,7 @@ def test_a_resumed_run_ends_in_the_same_bits(name, tmp_path):
     main(settings)
     path = tmp_path / name
     model, records = (path / "model" / "model.safetensors").read_bytes(), timeless(path)
-    compiled = [each["perf/compilations"] for each in read_metrics(path) if each["stage"] == stage]
+    compiled = [record["perf/compilations"] for record in read_metrics(path) if record["stage"] == stage]
     assert compiled[2:] == [0, 0]
 
     for step in (3, 4):
@@ -56,13 +56,13 @@ def test_a_resumed_run_ends_in_the_same_bits(name, tmp_path):
     main(settings, resume=True)
     assert (path / "model" / "model.safetensors").read_bytes() == model
     assert timeless(path) == records
-    last = [each for each in records if each["stage"] == stage][-1]
+    last = [record for record in records if record["stage"] == stage][-1]
     if name == "dapo":
-        assert any(each["dapo/rounds"] > 1 for each in records if each["stage"] == stage)
+        assert any(record["dapo/rounds"] > 1 for record in records if record["stage"] == stage)
     if name == "ptx":
         assert last["actor/ptx_loss"] > 0 and "rollout_corr/rollout_is_mean" in last
     if name == "safe_rlhf":
-        values = {each["safe/multiplier"] for each in records if each["stage"] == stage}
+        values = {record["safe/multiplier"] for record in records if record["stage"] == stage}
         assert len(values) == 4 and last["cost_critic/grad_norm"] > 0
 
 

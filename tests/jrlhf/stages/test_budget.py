@@ -109,9 +109,9 @@ def test_an_update_is_that_of_the_whole_minibatch(mesh, rows, lora, config, resp
     made_up: Any = dict.fromkeys(Experience.__dataclass_fields__, lengths) | {"importance": None, "kl_coef": None}
     made_up |= {"tokens": tokens, "response_mask": put_rows(mask, mesh), "advantages": noise, "old_logprobs": noise}
     results = []
-    for each, longest in ((PPOConfig(), None), (config, responses)):
-        how = {"temperature": 1.0, "responses": longest}
-        step = compiled.actor_step(architecture, mesh, WHOLE, optimizer, each, **how)  # its loss is fused
+    for algorithm, longest in ((PPOConfig(), None), (config, responses)):
+        options = {"temperature": 1.0, "responses": longest}
+        step = compiled.actor_step(architecture, mesh, WHOLE, optimizer, algorithm, **options)  # its loss is fused
         state = TrainState.create(jax.tree.map(jnp.copy, params), optimizer)
         results.append(jax.device_get(step(state, Experience(**made_up), *base)))
     (expected, expected_metrics), (got, metrics) = results

@@ -55,7 +55,7 @@ def test_a_run_leaves_what_is_promised(finished, user):
     assert summary["dpo_accuracy"] == records[-1]["dpo/eval_accuracy"]
     assert [("dpo/eval_loss" in record) for record in records] == [True, True, False, True]
     assert all(record["perf/compilations"] == 0 for record in records[2:])
-    start, end = (load_file(each / "model.safetensors") for each in (user / "actor", path / "model"))
+    start, end = (load_file(directory / "model.safetensors") for directory in (user / "actor", path / "model"))
     assert start.keys() == end.keys() and all(not np.array_equal(start[name], end[name]) for name in start)
     shown = (path / "report.html").read_text()
     assert "Implicit rewards" in shown and "Log-probability" in shown and "the policy prefers the better of" in shown
@@ -88,7 +88,7 @@ def test_held_out_figures_are_those_of_the_exported_weights(finished, user):
         return [row[start:end].sum() for row, start, end in zip(logprobs, pairs.prompt_lengths, lengths, strict=True)]
 
     chosen, rejected = (
-        np.subtract(sums(path / "model", each), sums(user / "actor", each)) for each in (pairs.chosen, pairs.rejected)
+        np.subtract(sums(path / "model", side), sums(user / "actor", side)) for side in (pairs.chosen, pairs.rejected)
     )
     margin = config.dpo.algorithm.beta * (chosen - rejected)
     last = read_metrics(path)[-1]
@@ -118,7 +118,9 @@ def test_adapters_learn_and_the_base_is_the_reference(tmp_path, settings, make_m
     first, *_, last = read_metrics(tmp_path / "adapted")
     assert math.isclose(first["dpo/loss"], 1 / (2 * 0.5) ** 2, rel_tol=1e-4)  # (0 - 1 / (2 beta))^2
     assert abs(first["rewards/margins"]) < 1e-4 and last["rewards/margins"] > 0.1
-    start, merged = (load_file(each / "model.safetensors") for each in (actor, tmp_path / "adapted" / "model"))
+    start, merged = (
+        load_file(directory / "model.safetensors") for directory in (actor, tmp_path / "adapted" / "model")
+    )
     assert np.array_equal(start["model.embed_tokens.weight"], merged["model.embed_tokens.weight"])
     name = "model.layers.0.mlp.up_proj.weight"
     assert not np.array_equal(start[name], merged[name])
@@ -142,10 +144,10 @@ def test_a_step_is_a_dataflow_of_two_calls():
     ],
 )
 def test_bad_input_is_one_sentence(settings, sections, message):
-    with pytest.raises(UserError, match=message) as found:
+    with pytest.raises(UserError, match=message) as error:
         config = build(Config, settings(rewards=[], **sections))
         load_task(config, select_mesh(config)[1]["actor"])
-    assert "\n" not in str(found.value)
+    assert "\n" not in str(error.value)
 
 
 def test_dry_run_counts_the_reference_and_prints_the_plan(tmp_path, capsys):
@@ -199,8 +201,8 @@ def timeless(records: list[dict]) -> list[dict]:
 
 
 def digest(path: Path) -> dict[str, str]:
-    files = sorted(each for each in path.rglob("*") if each.is_file())
-    return {str(each.relative_to(path)): hashlib.sha256(each.read_bytes()).hexdigest() for each in files}
+    files = sorted(file for file in path.rglob("*") if file.is_file())
+    return {str(file.relative_to(path)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
 
 
 def test_accuracy_is_of_the_pairs_that_can_be_told_apart():

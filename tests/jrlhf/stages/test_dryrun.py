@@ -33,18 +33,18 @@ def test_adapters_of_rewards_and_costs_are_counted_and_lie_on_the_base(tmp_path,
         "costs": [{"name": "harmful", "adapter": str(tmp_path / "harmful")}],
     }
     config: Config = build(Config, without_ppo(settings(**sections)))
-    found = memory_of(config, stage_graph(config, config.stages[-1]), *select_mesh(config)).roles
+    roles = memory_of(config, stage_graph(config, config.stages[-1]), *select_mesh(config)).roles
     for role, name in (("reward", "helpful"), ("cost", "harmful")):
         stored = load_file(tmp_path / name / "adapter_model.safetensors")
         bias = 4  # of the head, which is not written where it is 0
-        assert found[role] == {"weights": sum(tensor.nbytes for tensor in stored.values()) + bias}
+        assert roles[role] == {"weights": sum(tensor.nbytes for tensor in stored.values()) + bias}
     assert {"reward.score", "cost.score"} <= {call.name for call in graph_of(config)}
     plan = {line.split()[0]: line for line in describe(config).split("plan of ")[1].splitlines() if line}
     assert all("layout generate" in plan[name] for name in ("reward.score", "cost.score", "cost_critic.values"))
 
     functions = sections | {"costs": [{"name": "words", "function": "word_count"}]}
-    said = describe(build(Config, without_ppo(settings(**functions))))
-    assert "cost.score" in said and said.count("functions, beside the rest") == 1 and "cost words" not in said
+    text = describe(build(Config, without_ppo(settings(**functions))))
+    assert "cost.score" in text and text.count("functions, beside the rest") == 1 and "cost words" not in text
 
 
 def without_ppo(sections: dict) -> dict:

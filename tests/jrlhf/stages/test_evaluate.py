@@ -23,7 +23,7 @@ PROMPTS = Prompts(((3,),) * 3, ("p",) * 3, examples=(Example("p"),) * 3)
 
 
 def words(samples, step) -> Scored:
-    return Scored(np.array([len(each.response_text.split()) for each in samples], float))
+    return Scored(np.array([len(sample.response_text.split()) for sample in samples], float))
 
 
 def failing(samples, step) -> Scored:
@@ -45,45 +45,45 @@ def context(gold=None) -> Any:
 
 def test_costs_are_measured_beside_the_score_and_are_no_part_of_it():
     rewards, costs = sum_of(exact=(2.0, words)), sum_of(words=(0.5, words), other=(1.0, failing))
-    found = grade(context(), PROMPTS, RESPONSES, rewards, costs)
-    np.testing.assert_array_equal(found.scores, [2.0, 6.0, 4.0])
-    assert found.costs is not None
-    np.testing.assert_array_equal(found.costs, [0.5, 1.5, 1.0])
-    said = compare(found, found)["after"]
-    assert said["score"] == 4.0 and said["items"] == {"exact": 2.0} and said["failures"] == {"other": 2}
-    assert said["cost"] == 1.0 and said["cost_standard_error"] == pytest.approx(0.5 / 3**0.5)
+    result = grade(context(), PROMPTS, RESPONSES, rewards, costs)
+    np.testing.assert_array_equal(result.scores, [2.0, 6.0, 4.0])
+    assert result.costs is not None
+    np.testing.assert_array_equal(result.costs, [0.5, 1.5, 1.0])
+    summary = compare(result, result)["after"]
+    assert summary["score"] == 4.0 and summary["items"] == {"exact": 2.0} and summary["failures"] == {"other": 2}
+    assert summary["cost"] == 1.0 and summary["cost_standard_error"] == pytest.approx(0.5 / 3**0.5)
     assert "cost" not in grade(context(), PROMPTS, RESPONSES, rewards).summary()
 
 
 def test_a_measure_of_the_task_has_costs_besides():
     gold = SimpleNamespace(scores=np.array([1.0, 0.0, 1.0]), items={"short": np.ones(3)})
-    found = grade(context(lambda examples, texts: gold), PROMPTS, RESPONSES, None, sum_of(words=(1.0, words)))
-    assert found.measure == "gold" and found.summary()["cost"] == 2.0 and set(found.items) == {"short"}
+    result = grade(context(lambda examples, texts: gold), PROMPTS, RESPONSES, None, sum_of(words=(1.0, words)))
+    assert result.measure == "gold" and result.summary()["cost"] == 2.0 and set(result.items) == {"short"}
 
 
 def test_the_policy_before_is_graded_once_and_read_back_bit_for_bit(tmp_path, monkeypatch):
     items = {"odd": np.array([0.1, np.nan, 0.3], np.float32), "words": np.array([1, 3, 2])}
     scores, learnt = np.array([0.1, 0.2, 1 / 3]), np.array([0.1, -2.5, 1e-8], np.float32)
-    made = Graded("gold", RESPONSES, ("a", "b", "a"), scores, items, learnt, {"x": 2})
+    grades = Graded("gold", RESPONSES, ("a", "b", "a"), scores, items, learnt, {"x": 2})
     graded: list[str] = []
     monkeypatch.setattr(
-        "jrlhf.stages.evaluate.grade_heldout", lambda context, policy, *_: graded.append(policy.word) or made
+        "jrlhf.stages.evaluate.grade_heldout", lambda context, policy, *_: graded.append(policy.word) or grades
     )
     services = {"run": Run(tmp_path, -1), "console": Console(enabled=False), "task": SimpleNamespace(fingerprint="t")}
     run = cast(Any, SimpleNamespace(**services, config=SimpleNamespace(evaluation=SimpleNamespace(prompts=3))))
 
     def before(word: str, **rewards: tuple[float, Any]) -> Graded:
         policy = SimpleNamespace(word=word, fingerprint=lambda: word)
-        found = grade_before(run, cast(Any, policy), sum_of(**rewards))
-        assert found is not None
-        return found
+        result = grade_before(run, cast(Any, policy), sum_of(**rewards))
+        assert result is not None
+        return result
 
-    assert before("one", exact=(1.0, words)) is made
+    assert before("one", exact=(1.0, words)) is grades
     again = before("one", exact=(1.0, words))
-    assert again is not made and graded == ["one"]
-    said, expected = asdict(again), asdict(made)
-    assert flat(said) == flat(expected) and said.keys() == expected.keys()
-    assert all(isinstance(each, Response) and isinstance(each.ids, tuple) for each in again.responses)
+    assert again is not grades and graded == ["one"]
+    fields, expected = asdict(again), asdict(grades)
+    assert flat(fields) == flat(expected) and fields.keys() == expected.keys()
+    assert all(isinstance(response, Response) and isinstance(response.ids, tuple) for response in again.responses)
     before("one", other=(1.0, words))
     before("two", other=(1.0, words))
     before("two", other=(1.0, words))
@@ -92,7 +92,7 @@ def test_the_policy_before_is_graded_once_and_read_back_bit_for_bit(tmp_path, mo
 
 def flat(tree: Any) -> list[Any]:
     """Leaves by their paths; of arrays the dtype and the bytes."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda each: each is None)
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda leaf: leaf is None)
     return [(path, (x.dtype, x.tobytes()) if isinstance(x, np.ndarray) else x) for path, x in leaves]
 
 
@@ -106,8 +106,8 @@ def test_mean_and_best_of_k_answers_are_taken_over_each_prompts_own_answers():
     sources = ["a", "b", "a"]
     first = graded([1.0, 0.0, 5.0], [0.5, 0.5, 0.0], sources)
     second = graded([3.0, 0.0, 1.0], [1.5, np.nan, 0.0], sources, {"helper": 1})
-    found = statistics([first, second])
-    assert found == {
+    result = statistics([first, second])
+    assert result == {
         "val-core/all/score/mean@2": 10 / 6,
         "val-core/all/score/best@2/mean": (3 + 0 + 5) / 3,
         "val-core/a/score/mean@2": 10 / 4,
@@ -122,17 +122,17 @@ def test_mean_and_best_of_k_answers_are_taken_over_each_prompts_own_answers():
 
 
 def test_one_source_is_not_named_beside_all():
-    found = statistics([graded([1.0, 2.0], [0.0, 0.0], ["", ""])])
-    assert set(found) == {"val-core/all/score/mean@1", "val-core/all/score/best@1/mean", "val-aux/all/helper/mean@1"}
+    result = statistics([graded([1.0, 2.0], [0.0, 0.0], ["", ""])])
+    assert set(result) == {"val-core/all/score/mean@1", "val-core/all/score/best@1/mean", "val-aux/all/helper/mean@1"}
 
 
 def test_two_policies_are_compared_prompt_by_prompt():
     before = graded([0.0, 1.0, 2.0], [0.0, 0.0, 0.0], ["x", "y", "x"])
     after = graded([1.0, 1.0, 4.0], [1.0, 1.0, 1.0], ["x", "y", "x"], {"helper": 2})
-    found = compare(before, after)
-    assert (found["measure"], found["n"], found["difference"]) == ("score", 3, 1.0)
-    np.testing.assert_allclose(found["standard_error"], 1 / np.sqrt(3))
-    np.testing.assert_allclose(found["standard_errors"], np.sqrt(3))
-    assert found["before"]["sources"] == {"x": {"mean": 1.0, "n": 2}, "y": {"mean": 1.0, "n": 1}}
-    assert found["after"]["failures"] == {"helper": 2} and "failures" not in found["before"]
-    assert found["before"]["distinct"] == 3 and found["after"]["distinct"] == 2
+    result = compare(before, after)
+    assert (result["measure"], result["n"], result["difference"]) == ("score", 3, 1.0)
+    np.testing.assert_allclose(result["standard_error"], 1 / np.sqrt(3))
+    np.testing.assert_allclose(result["standard_errors"], np.sqrt(3))
+    assert result["before"]["sources"] == {"x": {"mean": 1.0, "n": 2}, "y": {"mean": 1.0, "n": 1}}
+    assert result["after"]["failures"] == {"helper": 2} and "failures" not in result["before"]
+    assert result["before"]["distinct"] == 3 and result["after"]["distinct"] == 2

@@ -129,9 +129,12 @@ def test_a_sequence_classifier_of_transformers_scores_alike(family, tmp_path, to
     answers = ["3", "It is 3, because 1 and 2 are 3.", "I do not know", "é 日本", "It is 3, " * 9]
     samples, expected = [], []
     for answer in answers:
-        prompt, said = ({"role": "user", "content": "What is 1 plus 2?"},), ({"role": "assistant", "content": answer},)
-        samples.append(Sample(prompt, "", said, answer, (), True))
-        ids = tokenizer.apply_chat_template([*prompt, *said], return_tensors="pt", return_dict=False)
+        prompt, completion = (
+            ({"role": "user", "content": "What is 1 plus 2?"},),
+            ({"role": "assistant", "content": answer},),
+        )
+        samples.append(Sample(prompt, "", completion, answer, (), True))
+        ids = tokenizer.apply_chat_template([*prompt, *completion], return_tensors="pt", return_dict=False)
         with torch.no_grad():
             expected.append(theirs(ids).logits.item())
     mesh = make_mesh(1, 4, 2)
@@ -149,16 +152,16 @@ def test_a_sequence_classifier_of_transformers_scores_alike(family, tmp_path, to
     assert np.ptp(expected) > 0.01
 
 
-def load(directory: Path, **how):
-    return transformers.AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager", **how)
+def load(directory: Path, **options):
+    return transformers.AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager", **options)
 
 
 def chosen(directory: Path, tokens: np.ndarray) -> np.ndarray:
     """Our log-probs of all tokens but each row's first."""
     mesh = make_mesh(1, 4, 2)
     with jax.set_mesh(mesh):
-        found, params = load_hf(directory, mesh)
-        score = compiled.score_logprobs(Architecture(found.model), mesh, compiled.Compute(), temperature=1.0)
+        config, params = load_hf(directory, mesh)
+        score = compiled.score_logprobs(Architecture(config.model), mesh, compiled.Compute(), temperature=1.0)
         lengths = np.full(len(tokens), tokens.shape[1], np.int32)
         logprobs, _ = score(params, *put_rows((tokens.astype(np.int32), lengths), mesh))
         return np.asarray(logprobs)[:, 1:]

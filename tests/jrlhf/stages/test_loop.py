@@ -54,10 +54,10 @@ class Followed:
     """Notes what wandb would be told."""
 
     def __init__(self):
-        self.said = []
+        self.entries = []
 
-    def log(self, *said):
-        self.said.append(said)
+    def log(self, *entry):
+        self.entries.append(entry)
 
 
 def init():
@@ -87,9 +87,9 @@ def test_a_stage_goes_on_from_its_newest_checkpoint(tmp_path):
     here = context(tmp_path)
     with pytest.raises(RuntimeError, match="lost"):
         run(here, step=broken)
-    losses = [(stage, step, numbers["loss"]) for stage, step, numbers in here.wandb.said]
+    losses = [(stage, step, numbers["loss"]) for stage, step, numbers in here.wandb.entries]
     assert losses == [("sft", step + 1, float(step)) for step in range(5)]
-    assert [each["step"] for each in read_metrics(tmp_path)] == [1, 2, 3, 4, 5]
+    assert [record["step"] for record in read_metrics(tmp_path)] == [1, 2, 3, 4, 5]
     taken = []
 
     def counted(state, step):
@@ -99,7 +99,9 @@ def test_a_stage_goes_on_from_its_newest_checkpoint(tmp_path):
     state = run(context(tmp_path), step=counted)
     assert taken == [4, 5]
     np.testing.assert_array_equal(state["x"], np.full(8, 15.0))
-    assert [(each["step"], each["loss"]) for each in read_metrics(tmp_path)] == [(n + 1, float(n)) for n in range(6)]
+    assert [(record["step"], record["loss"]) for record in read_metrics(tmp_path)] == [
+        (n + 1, float(n)) for n in range(6)
+    ]
     assert (
         run(context(tmp_path), step=lambda *_: pytest.fail("done stages do nothing"))["x"].sharding
         == state["x"].sharding
@@ -135,7 +137,7 @@ def test_a_compilation_after_the_first_iterations_is_told_with_its_cause(tmp_pat
     run(here, step=grows)
     (warning,) = [text for text in here.console.warnings if "float16" in text or "f16[5]" in text]
     assert warning.startswith("sft step 5 compiled") and "f16[4]" in warning
-    counts = [each["perf/compilations"] for each in read_metrics(tmp_path)]
+    counts = [record["perf/compilations"] for record in read_metrics(tmp_path)]
     assert counts[2:4] == [0, 0] and counts[4] >= 1
 
 

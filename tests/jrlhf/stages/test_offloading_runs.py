@@ -25,7 +25,7 @@ def cases(user: Path) -> dict[str, dict]:
     """Sections of configs, with what sleeps in each."""
     text = {"name": "preference", "model": str(user / "reward"), "batch": 8}
     every = {"stages": ["sft", "reward_model", "ppo"], "evaluation": {"every": 2}, "ppo": {"iterations": 3}}
-    plain = {name: where for name, where in ASLEEP.items() if name != "critic"}
+    plain = {name: place for name, place in ASLEEP.items() if name != "critic"}
     return {
         "ppo": every | {"roles": {"critic": str(user / "critic")}, "rewards": [text], "sleep": ASLEEP},
         "ahead": every | {"rewards": [text], "sleep": ASLEEP | {"ahead": True}},
@@ -70,8 +70,8 @@ def awake_only(patch: pytest.MonkeyPatch) -> None:
     """Nothing that sleeps is computed with: a CPU would not mind, an accelerator does."""
 
     def checked(make):
-        def build_checked(*how, **options):
-            program = make(*how, **options)
+        def build_checked(*builder_arguments, **options):
+            program = make(*builder_arguments, **options)
 
             def run(*arguments, **named):
                 assert not is_on_host((arguments, named))

@@ -43,11 +43,11 @@ def make(tmp_path, settings, user):
 
     def config(name: str, stage: str, plan: str = "colocate", before: tuple[str, ...] = (), **sections) -> Config:
         critic = {"critic": RATES} if stage in ("ppo", "safe_rlhf") else {}
-        found = settings(
+        mapping = settings(
             stages=[*before, stage], rewards=[judge, short], run_dir=str(tmp_path), name=name, plan=plan, **sections
         )
         section = SECTION | critic | sections.get(stage, {})
-        return build(Config, {key: value for key, value in found.items() if key != "ppo"} | {stage: section})
+        return build(Config, {key: value for key, value in mapping.items() if key != "ppo"} | {stage: section})
 
     return config
 
@@ -105,11 +105,11 @@ def test_a_split_run_is_the_run_of_half_the_devices(stage, make, tmp_path):
     split = run(make("split", stage, "split", **STAGES[stage]))
     assert_same_bits(half, split)
     plan = read_plan(split / "plan.yaml")
-    assert plan.name == "split" and {str(each.devices) for each in plan.placements.values()} == {"0-3", "4-7"}
+    assert plan.name == "split" and {str(placement.devices) for placement in plan.placements.values()} == {"0-3", "4-7"}
     records = read_metrics(split)
-    assert [each["perf/compilations"] for each in records][1:] == [0]
-    assert all("timing_s/transfer" in each for each in records)
-    assert not any("timing_s/transfer" in each for each in read_metrics(half))
+    assert [record["perf/compilations"] for record in records][1:] == [0]
+    assert all("timing_s/transfer" in record for record in records)
+    assert not any("timing_s/transfer" in record for record in read_metrics(half))
 
 
 def test_any_plan_trains_as_the_colocated_run_does_and_is_resumed(make, tmp_path):
@@ -128,7 +128,7 @@ def test_any_plan_trains_as_the_colocated_run_does_and_is_resumed(make, tmp_path
     config = make("hand", "ppo", by_hand(file, make("hand", "ppo"), **placed))
     path = run(config)
     assert_close(numbers(path), numbers(colocated), **STEPPED)
-    ours, theirs = (load_file(each / "model" / "model.safetensors") for each in (path, colocated))
+    ours, theirs = (load_file(directory / "model" / "model.safetensors") for directory in (path, colocated))
     for name, weight in ours.items():
         assert np.abs(weight - theirs[name]).max() < 0.2 * RATES["learning_rate"], name
 
@@ -150,13 +150,13 @@ def test_the_first_update_under_a_plan_is_the_colocated_one(stage, make):
     """Its metrics, the gradients' norms among them, are those before any optimizer has made a step."""
     plan, algorithm = UNLIKE[stage]
     colocated, planned = (
-        run(make(each, stage, each, **{stage: {"algorithm": algorithm}})) for each in ("colocate", plan)
+        run(make(plan_name, stage, plan_name, **{stage: {"algorithm": algorithm}})) for plan_name in ("colocate", plan)
     )
     records, expected = numbers(planned), numbers(colocated)
     assert {"actor/grad_norm", "actor/pg_loss"} <= records[0].keys()
     assert_close(records[:1], expected[:1], **ROUNDED)
     assert_close(records[1:], expected[1:], **STEPPED)
-    used = {str(each.devices) for each in read_plan(planned / "plan.yaml").placements.values()}
+    used = {str(placement.devices) for placement in read_plan(planned / "plan.yaml").placements.values()}
     assert len(used) == (4 if plan == "standalone" else 2)
 
 
@@ -185,21 +185,21 @@ def test_a_run_goes_on_under_another_plan_from_the_same_bits(make, monkeypatch):
 
 def test_a_split_run_asleep_is_the_one_awake_and_keeps_its_own_reward_model_once(make, monkeypatch):
     starts = rl.initial_models
-    kept = []
+    places = []
 
     def watched(context, policy, rewards, graph):
         trained = rewards.trained
-        found = starts(context, policy, rewards, graph)
+        result = starts(context, policy, rewards, graph)
         assert rewards.trained is rewards.token_parts[TRAINED].model
         assert all(leaf.is_deleted() for leaf in jax.tree.leaves(trained.params))
-        kept.append({device.id for leaf in jax.tree.leaves(rewards.trained.params) for device in leaf.devices()})
-        return found
+        places.append({device.id for leaf in jax.tree.leaves(rewards.trained.params) for device in leaf.devices()})
+        return result
 
     monkeypatch.setattr(rl, "initial_models", watched)
     asleep = dict.fromkeys(("optimizer", "actor", "critic", "reference", "reward"), "host") | {"ahead": True}
     awake = run(make("awake", "ppo", "split", before=("reward_model",)))
     resting = run(make("asleep", "ppo", "split", before=("reward_model",), sleep=asleep))
-    assert kept == [{4, 5, 6, 7}] * 2
+    assert places == [{4, 5, 6, 7}] * 2
     assert_same_bits(awake, resting)
     models = [(path / "reward_model" / "model.safetensors").read_bytes() for path in (awake, resting)]
     assert models[0] == models[1]

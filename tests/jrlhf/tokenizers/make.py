@@ -189,7 +189,7 @@ CONVERSATIONS = [
 
 def golden() -> dict:
     """What transformers makes of every conversation and of plain texts; None where the template refuses."""
-    found: dict[str, object] = {"transformers": transformers.__version__}
+    result: dict[str, object] = {"transformers": transformers.__version__}
     for name in ("qwen", "llama", "gemma", "mistral"):
         theirs = transformers.AutoTokenizer.from_pretrained(HERE / name)
         chats = []
@@ -207,12 +207,12 @@ def golden() -> dict:
             except Exception:
                 chats.append(None)
         texts = ["How many eggs?", " 16 - 3 = 13\n", "é 日本 🎈"]
-        found[name] = {
+        result[name] = {
             "conversations": chats,
             "texts": [{"text": text, "ids": theirs(text)["input_ids"]} for text in texts],
             "special_tokens": theirs.special_tokens_map,
         }
-    return found
+    return result
 
 
 if __name__ == "__main__":

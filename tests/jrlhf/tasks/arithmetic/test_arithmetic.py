@@ -40,7 +40,7 @@ def test_every_link_of_a_worked_answer_is_the_sum_by_pythons_own_arithmetic():
 
 def test_answers_may_be_written_from_the_units_on():
     assert worked_answer((37, 48, 25), units_first=True) == "58+52=011"
-    one, other = (load_task(config(f"data.units_first={each}")) for each in ("true", "false"))
+    one, other = (load_task(config(f"data.units_first={value}")) for value in ("true", "false"))
     assert one.prompts is not None and other.prompts is not None
     assert one.prompts.texts == other.prompts.texts
     for reversed_, plain in zip(one.prompts.examples, other.prompts.examples, strict=True):
@@ -60,15 +60,15 @@ def test_carries_are_forgotten_as_often_as_is_said():
     """A column has one carry to forget, and none without one: 4.5 standard deviations of 4,000 sums."""
     rng = np.random.default_rng(0)
     assert {add(3, 6, 0.3, rng) for _ in range(50)} == {9}
-    said = [add(7, 8, 0.3, rng) for _ in range(4000)]
-    assert set(said) == {5, 15}
-    assert said.count(5) / 4000 == pytest.approx(0.3, abs=4.5 * np.sqrt(0.3 * 0.7 / 4000))
+    sums = [add(7, 8, 0.3, rng) for _ in range(4000)]
+    assert set(sums) == {5, 15}
+    assert sums.count(5) / 4000 == pytest.approx(0.3, abs=4.5 * np.sqrt(0.3 * 0.7 / 4000))
 
 
 def test_no_heldout_sum_is_learnt_from_in_any_order():
     learnt, heldout = draw_problems(3500, 512, terms=2, digits=2, seed=0)
-    assert len(set(learnt)) == 3500 and len({tuple(sorted(each)) for each in heldout}) == 512
-    assert not {tuple(sorted(each)) for each in learnt} & {tuple(sorted(each)) for each in heldout}
+    assert len(set(learnt)) == 3500 and len({tuple(sorted(problem)) for problem in heldout}) == 512
+    assert not {tuple(sorted(problem)) for problem in learnt} & {tuple(sorted(problem)) for problem in heldout}
 
 
 def test_sums_depend_on_the_seed_alone():
@@ -109,10 +109,10 @@ def test_the_tasks_own_answers_are_right_and_others_wrong():
     assert (len(task.prompts.ids), len(task.heldout.ids)) == (100, 30)
     for prompts in (task.prompts, task.heldout):
         assert [task.tokenizer.decode(row) for row in prompts.ids] == list(prompts.texts)
-        answers = [each.columns["answer"] for each in prompts.examples]
-        said = [each.completion for each in prompts.examples]
-        assert set(exact_match(said, answers)) == set(numeric_answer(said, answers)) == {1.0}
-        assert set(exact_match([f"{each}1" for each in said], answers)) == {0.0}
+        answers = [example.columns["answer"] for example in prompts.examples]
+        completions = [example.completion for example in prompts.examples]
+        assert set(exact_match(completions, answers)) == set(numeric_answer(completions, answers)) == {1.0}
+        assert set(exact_match([f"{completion}1" for completion in completions], answers)) == {0.0}
         assert set(numeric_answer([str(int(answer) + 1) for answer in answers], answers)) == {0.0}
 
 
@@ -184,8 +184,8 @@ def test_two_iterations_leave_a_model_with_its_tokenizer(tmp_path, quick_program
     path = tmp_path / "arithmetic-grpo"
     assert summary["held_out"]["n"] == 16 and json.loads((path / "summary.json").read_text()) == summary
     assert len([record for record in read_metrics(path) if record["stage"] == "grpo"]) == 2
-    shown = [each for each in read_jsonl(path / "samples.jsonl") if each["stage"] == "evaluation"]
-    assert all(eval(each["prompt"].rstrip("=")) == int(each["reference"][::-1]) for each in shown)
+    shown = [sample for sample in read_jsonl(path / "samples.jsonl") if sample["stage"] == "evaluation"]
+    assert all(eval(sample["prompt"].rstrip("=")) == int(sample["reference"][::-1]) for sample in shown)
     theirs = transformers.AutoTokenizer.from_pretrained(path / "model")
     assert theirs("37+48=", add_special_tokens=False).input_ids == make_tokenizer().encode("37+48=")
     assert theirs.decode(make_tokenizer().encode("37+48=85"), skip_special_tokens=True) == "37+48=85"

@@ -31,8 +31,8 @@ def last_names(examples: tuple[Example, ...] | list[Example]) -> list[str]:
 
 
 def recurring(train: tuple[Example, ...] | list[Example], heldout: tuple[Example, ...] | list[Example]) -> float:
-    known = set(last_names(train))
-    return float(np.mean([name in known for name in last_names(heldout)]))
+    names = set(last_names(train))
+    return float(np.mean([name in names for name in last_names(heldout)]))
 
 
 def test_signature_is_one_short_line():
