@@ -117,7 +117,7 @@ def test_files(tmp_path: Path):
 def test_what_is_known_is_not_measured_again(monkeypatch: pytest.MonkeyPatch):
     devices, said = jax.devices()[:4], []
     known = replace(invented(), device=devices[0].device_kind, version=jax.__version__)
-    assert profiles.measure(WORK, devices, known=known, say=said.append) == known
+    assert profiles.measure(WORK, devices, profile=known, say=said.append) == known
     assert said == []
     taken = []
 
@@ -128,7 +128,7 @@ def test_what_is_known_is_not_measured_again(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(measure, "seconds", seconds)
     monkeypatch.setattr(measure, "layers", lambda *_, **__: None)
     fewer = {name: curve for name, curve in known.curves.items() if "train full" not in name}
-    found = profiles.measure(WORK, devices, known=replace(known, curves=fewer), say=said.append)
+    found = profiles.measure(WORK, devices, profile=replace(known, curves=fewer), say=said.append)
     assert len(said) == 1 and "train full" in said[0]
     assert set(dict(found.curves[said[0]]).values()) == {2.0}  # less what an empty program takes
     assert taken == [1 + len(found.curves[said[0]])]
