@@ -309,7 +309,7 @@ def main() -> None:
     known = load(path)
     largest = Case((1, 2, 2), batch=max(case.batch for case in CASES))
     remats: list[Remat] = sorted({case.remat for case in CASES})
-    known = measure_parts(largest.workload, devices, remats=remats, known=known, repeats=options.repeats, say=print)
+    known = measure_parts(largest.workload, devices, remats=remats, profile=known, repeats=options.repeats, say=print)
     save(known, path)
     profiled = time.perf_counter() - started
     print(f"profiled in {profiled:.0f} s: {path}")

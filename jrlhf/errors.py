@@ -29,7 +29,7 @@ def told(error: BaseException) -> int | None:
 
 
 def exit_code(run: Callable[[], object]) -> int:
-    """Of a command: 0 done, 2 bad input, 75 preempted after saving, 130 interrupted. A failure is raised."""
+    """Runs a command. Returns 0 done, 2 bad input, 75 preempted after saving, 130 interrupted; raises a failure."""
     try:
         run()
     except BaseException as error:

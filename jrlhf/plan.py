@@ -22,9 +22,9 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m jrlhf.plan", description=__doc__)
     parser.add_argument("--config", required=True, help="a YAML file, or the name of a shipped config: quickstart")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings in place of the file's: seed=1")
-    where = parser.add_mutually_exclusive_group(required=True)
-    where.add_argument("--cluster", help="its devices: 16xh100, v5p-512")
-    where.add_argument("--profile", action="store_true", help="the devices at hand, measured: minutes, the first time")
+    group = parser.add_mutually_exclusive_group(required=True)
+    group.add_argument("--cluster", help="its devices: 16xh100, v5p-512")
+    group.add_argument("--profile", action="store_true", help="the devices at hand, measured: minutes, the first time")
     parser.add_argument("--processes", type=int, help="of the run; by default one a host of the cluster")
     parser.add_argument("--plan", metavar="FILE", help="price this one: a file, colocate, split or standalone")
     parser.add_argument("--seconds", type=float, help=f"to search, {SECONDS:g} by default")
@@ -90,28 +90,30 @@ def _run(options: argparse.Namespace) -> None:
     )
     result = auto.plan_run(config, workload, devices, prices, wanted)
     if isinstance(result, Result):
-        found = result.best
+        outcome = result.best
         if sys.stderr.isatty():
             print(file=sys.stderr)
         print(show.describe(workload, devices, prices, result))
         if processes > 1:
             print(f"{processes} processes run every call on all devices; --processes 1 shows what slices would gain")
         for name in [call.name for call in workload.calls if workload.on_base(call.role)][:1]:
-            data, fsdp, tensor = found.plan[name].sizes
+            data, fsdp, tensor = outcome.plan[name].sizes
             print(f"a base under adapters is in the mesh: mesh.data={data} mesh.fsdp={fsdp} mesh.tensor={tensor}")
     else:
-        found = result
-        print(show.describe_plan(workload, devices, prices, found))
+        outcome = result
+        print(show.describe_plan(workload, devices, prices, outcome))
     if options.plot is not None:
         show.plot(
-            found.simulation, f"{workload.graph.name} on {devices.devices} x {devices.hardware.name}", options.plot
+            outcome.simulation, f"{workload.graph.name} on {devices.devices} x {devices.hardware.name}", options.plot
         )
     if options.save is not None:
         options.save.parent.mkdir(parents=True, exist_ok=True)
-        plan = without_budgeted(config, workload.graph, found.plan)
+        plan = without_budgeted(config, workload.graph, outcome.plan)
         options.save.write_text(plans.plan_yaml(plan), encoding="utf-8")
-    plans.refuse_cross_process(found.plan, [number * processes // devices.devices for number in range(devices.devices)])
-    plans.check_fits(workload, found.plan, prices)
+    plans.refuse_cross_process(
+        outcome.plan, [number * processes // devices.devices for number in range(devices.devices)]
+    )
+    plans.check_fits(workload, outcome.plan, prices)
 
 
 def _check_options(options: argparse.Namespace) -> None:

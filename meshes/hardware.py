@@ -179,7 +179,7 @@ def cluster(text: str) -> Cluster:
         raise ValueError(f"cluster={text} must be a number and a GPU such as 16xh100, or a TPU slice such as v5p-512")
     name, count = (gpu[2], int(gpu[1])) if gpu is not None else (tpu[1], int(tpu[2])) if tpu is not None else ("", 0)
     sliced = tpu is not None
-    names = [known for known in HARDWARE if known.startswith("v") == sliced]
+    names = [candidate for candidate in HARDWARE if candidate.startswith("v") == sliced]
     if name not in names:
         if name in HARDWARE:
             raise ValueError(

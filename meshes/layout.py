@@ -28,10 +28,10 @@ class ShardingRules:
 
         Raises ValueError for an unknown logical axis, or two dimensions on one mesh axis.
         """
-        known = {field.name for field in fields(self)}
+        axes = {field.name for field in fields(self)}
         for axis in logical_axes:
-            if axis is not None and axis not in known:
-                raise ValueError(f"unknown logical axis {axis!r}: known are {', '.join(sorted(known))}")
+            if axis is not None and axis not in axes:
+                raise ValueError(f"unknown logical axis {axis!r}: known are {', '.join(sorted(axes))}")
         entries = [None if axis is None else getattr(self, axis) for axis in logical_axes]
         used = [name for entry in entries for name in axis_names(entry)]
         if len(used) != len(set(used)):

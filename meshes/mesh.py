@@ -37,10 +37,10 @@ def make_mesh(
     if len(unknown) > 1:
         raise ValueError(f"mesh {described}: only one axis may be -1")
     if unknown:
-        known = int(np.prod([size for size in sizes.values() if size != -1]))
-        if count % known:
-            raise ValueError(f"mesh {described}: {known} does not divide the {count} devices")
-        sizes[unknown[0]] = count // known
+        divisor = int(np.prod([size for size in sizes.values() if size != -1]))
+        if count % divisor:
+            raise ValueError(f"mesh {described}: {divisor} does not divide the {count} devices")
+        sizes[unknown[0]] = count // divisor
     product = int(np.prod(list(sizes.values())))
     if product != count:
         divisors = [d for d in range(1, count + 1) if count % d == 0]

@@ -115,15 +115,15 @@ class _Division(NamedTuple):
 def _divide(rows: PyTree, by: ByLength) -> _Division:
     leaves = jax.tree.leaves(rows)
     count, shards = leaves[0].shape[0], _shards(leaves[0])
-    each = count // shards
+    shard_rows = count // shards
     length = next(x.shape[1] for x in leaves if x.ndim > 1)
     widths = reversed(bucket_widths(length))
-    buckets = tuple(_Bucket(width, _even(each, max(1, by.tokens // width))) for width in widths)
+    buckets = tuple(_Bucket(width, _even(shard_rows, max(1, by.tokens // width))) for width in widths)
     longest_first = jnp.argsort(whole(by.lengths), descending=True)
     # Zeros of which the compiler does not know it: they give the order, which is the same everywhere, the sharding of
     # the rows, and with it what is taken in this order.
     zeros = jnp.minimum(by.lengths, 0)
-    order = longest_first.reshape(each, shards).T + groups(zeros, each)
+    order = longest_first.reshape(shard_rows, shards).T + groups(zeros, shard_rows)
     spare = max(bucket.rows for bucket in buckets) - 1
     order = jnp.pad(order, ((0, 0), (0, spare)), constant_values=count)
     return _Division(by, buckets, order, jnp.argsort(longest_first) + zeros)

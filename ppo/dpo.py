@@ -53,7 +53,7 @@ def make_dpo_step(
             logprobs, _ = logprob_fn(params, rows.tokens, *frozen)
             check_output("logprob_fn", rows.tokens, logprobs)
             terms, there = pair_terms(logprobs, rows, config=config), rows.chosen_lengths > 0  # others fill it up
-            shares = {name: masked_sum(each, there) / pairs for name, each in terms.items()}
+            shares = {name: masked_sum(term, there) / pairs for name, term in terms.items()}
             return shares["dpo/loss"], shares
 
         parts = pair_parts(batch, config.micro_batches, config.micro_batch_tokens)

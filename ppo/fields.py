@@ -78,7 +78,7 @@ def _rules(cls: type[Section]) -> dict[str, dict[str, Any]]:
             rules.setdefault(item.name, {}).update(item.metadata)
     for name, kind in get_type_hints(cls).items():
         if name in rules:
-            literal = next((each for each in (kind, *get_args(kind)) if get_origin(each) is Literal), None)
+            literal = next((option for option in (kind, *get_args(kind)) if get_origin(option) is Literal), None)
             is_tuple = get_origin(kind) is tuple  # its items are checked by the parser
             rules[name] |= {
                 "choices": () if literal is None or is_tuple else get_args(literal),

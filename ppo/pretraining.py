@@ -108,7 +108,7 @@ def make_preference_step(
                 "margin": chosen - rejected,
             }
             there = rows.chosen_lengths > 0  # others fill a micro-batch up
-            shares = {name: masked_sum(each, there) / pairs for name, each in terms.items()}
+            shares = {name: masked_sum(term, there) / pairs for name, term in terms.items()}
             return shares["loss"], shares
 
         parts = pair_parts(batch, micro_batches, micro_batch_tokens)

@@ -53,11 +53,11 @@ class RunningMoments:
 
     @classmethod
     def create(cls) -> "RunningMoments":
-        """Of no score."""
+        """Returns the moments of no scores."""
         return cls(*(jnp.zeros((), jnp.float32) for _ in range(3)))
 
     def add(self, x: Float[Array, "B"]) -> "RunningMoments":
-        """With the finite elements of `x`, two-pass over them and merged as in Chan, Golub & LeVeque 1979 (eq. 2.1).
+        """Adds the finite elements of `x`, two-pass over them and merged as in Chan, Golub & LeVeque 1979 (eq. 2.1).
 
         One NaN would otherwise stay for good.
         """

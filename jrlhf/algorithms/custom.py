@@ -20,15 +20,15 @@ def custom_dataflow(config: Config, shipped: Callable) -> UserCode:
     """Loads the function that the config names. Its parameters must be among those of the shipped dataflow."""
     key, spec = _key(config), config.rl.dataflow
     assert spec is not None
-    found = load(resolve(spec, key), key)
+    code = load(resolve(spec, key), key)
     served = inspect.signature(shipped).parameters
-    for name, parameter in inspect.signature(found.function).parameters.items():
+    for name, parameter in inspect.signature(code.function).parameters.items():
         if name not in served or parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             raise UserError(
                 f"{key} has the parameter {parameter}, and stage {config.algorithm} gives {', '.join(served)}: name "
                 "only those"
             )
-    return found
+    return code
 
 
 def custom_graph(config: Config, dataflow: Callable, shipped: Callable) -> Graph:

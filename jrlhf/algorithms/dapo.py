@@ -20,14 +20,14 @@ def dapo(
     kl_coef: float | Array,
 ) -> tuple[Experience, dict[str, Array]]:
     """GRPO on groups that can teach something: prompts are drawn until such groups fill a batch."""
-    kept = None
+    batch = None
     while pool.wants_more():
         prompts = pool.draw()
         rollout = actor.generate(prompts)
         scores = reward.score(rollout, prompts)
-        kept = pool.keep(rollout, scores, prompts)
-    assert kept is not None, "the pool wants at least one round"
-    rollout, scores = pool.batch(kept)
+        batch = pool.keep(rollout, scores, prompts)
+    assert batch is not None, "the pool wants at least one round"
+    rollout, scores = pool.batch(batch)
     old, ref = policy_logprobs(actor, reference, rollout)
     experience = estimator.group_experience(rollout, scores, old, ref, kl_coef)
     return experience, actor.update(experience)

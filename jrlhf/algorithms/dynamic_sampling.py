@@ -86,9 +86,9 @@ class DynamicSampler:
         return batch
 
     @call("compute", "rollout", "scores", raw_scores=True)
-    def batch(self, kept: tuple[Rollout, Scores]) -> tuple[Rollout, Array]:
+    def batch(self, batch: tuple[Rollout, Scores]) -> tuple[Rollout, Array]:
         """The batch as it is, full or not."""
-        rollout, scores = kept
+        rollout, scores = batch
         self.raw, self._metrics = scores.raw, named("critic/score", extremes(scores.raw))
         return rollout, scores.shaped
 

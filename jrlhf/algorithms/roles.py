@@ -174,8 +174,8 @@ class RoleFactory:
 
     def learner(self, actor: Actor, critic: Critic | None) -> FusedUpdate:
         """The fused update of actor and critic."""
-        where = self.placement("learner")
-        return FusedUpdate(actor, critic, where, self.compute, algorithm=self.algorithm, **self._responses)
+        placement = self.placement("learner")
+        return FusedUpdate(actor, critic, placement, self.compute, algorithm=self.algorithm, **self._responses)
 
     @property
     def _responses(self) -> dict[str, Any]:

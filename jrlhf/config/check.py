@@ -16,15 +16,15 @@ def mesh_sizes(mesh: MeshConfig, device_count: int) -> tuple[int, int, int]:
     written = f"mesh data={mesh.data}, fsdp={mesh.fsdp}, tensor={mesh.tensor}"
     if sizes.count(-1) > 1:
         raise UserError(f"{written}: only one axis may be -1, give the others a size")
-    known = math.prod(size for size in sizes if size != -1)
-    wrong = device_count % known if -1 in sizes else device_count - known
+    product = math.prod(size for size in sizes if size != -1)
+    wrong = device_count % product if -1 in sizes else device_count - product
     if wrong:
         divisors = ", ".join(map(str, _divisors(device_count)))
         raise UserError(
             f"{written} does not fit {device_count} device(s): choose sizes whose product is {device_count} "
-            f"(its divisors are {divisors}), or set device.simulated={known} to simulate that many on the CPU"
+            f"(its divisors are {divisors}), or set device.simulated={product} to simulate that many on the CPU"
         )
-    data, fsdp, tensor = (device_count // known if size == -1 else size for size in sizes)
+    data, fsdp, tensor = (device_count // product if size == -1 else size for size in sizes)
     return data, fsdp, tensor
 
 

@@ -304,11 +304,11 @@ def _suggestion(cls: Any, key: str, path: str) -> str:
 
 def _paths(cls: Any) -> list[str]:
     """Returns the dotted keys of all settings below a section."""
-    found = []
+    keys = []
     for name, kind in _kinds(cls).items():
         inner = [f"{name}.{path}" for section in _classes(kind) for path in _paths(section)]
-        found += inner or [name]
-    return list(dict.fromkeys(found))
+        keys += inner or [name]
+    return list(dict.fromkeys(keys))
 
 
 def _joined(path: str, key: object) -> str:

@@ -295,9 +295,9 @@ def _detect(columns: ColumnsConfig, there: Sequence[str], source: str) -> tuple[
     for shape, needed in _NEEDS.items():
         if len(half) == 1:
             break  # a pair without its other half is a mistake, not a prompt with a column more
-        known = {*needed, "source", *(["prompt"] if shape == "preference" else [])}
-        if set(needed) <= set(names) and set(given) <= known:
-            return shape, {name: column for name, column in names.items() if name in known}
+        shape_fields = {*needed, "source", *(["prompt"] if shape == "preference" else [])}
+        if set(needed) <= set(names) and set(given) <= shape_fields:
+            return shape, {name: column for name, column in names.items() if name in shape_fields}
     shapes = ", or ".join(" and ".join(needed) for needed in _NEEDS.values())
     raise UserError(f"{listed}: say in data.columns which of them are {shapes}")
 

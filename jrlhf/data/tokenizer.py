@@ -204,17 +204,17 @@ def _content(token: Any) -> str | None:
 def _add_missing(backend: tokenizers.Tokenizer, settings: Mapping[str, Any], directory: Path) -> None:
     """Adds the special tokens that only tokenizer_config.json lists."""
     listed = settings.get("added_tokens_decoder", {})
-    known = {token.content for token in backend.get_added_tokens_decoder().values()}
+    contents = {token.content for token in backend.get_added_tokens_decoder().values()}
     for index, entry in sorted(((int(index), entry) for index, entry in listed.items())):
-        if entry["content"] not in known:
+        if entry["content"] not in contents:
             backend.add_tokens([tokenizers.AddedToken(**entry)])
             if (here := backend.token_to_id(entry["content"])) != index:
                 raise UserError(
                     f"{directory / 'tokenizer_config.json'} gives {entry['content']!r} the id {index}, but by "
                     f"tokenizer.json it is {here}: the two files are of different models, fetch them again"
                 )
-    known = {token.content for token in backend.get_added_tokens_decoder().values()}
-    named = [text for name in _NAMED if (text := _content(settings.get(name))) is not None and text not in known]
+    contents = {token.content for token in backend.get_added_tokens_decoder().values()}
+    named = [text for name in _NAMED if (text := _content(settings.get(name))) is not None and text not in contents]
     backend.add_special_tokens([text for text in named if backend.token_to_id(text) is not None])
 
 

@@ -44,7 +44,7 @@ class Counts:
     copied: float  # all layers' weights, in the layout that a training step's loop over layers reads
     cast: float  # all layers' weights in the compute dtype, ahead of the loop that scores
     optimizer: float  # copies of all trained numbers while the optimizer steps
-    kept: tuple[float, float, float]  # what remat="gather" keeps of a layer: scores, [B, T, F], [B, T, D]
+    activations: tuple[float, float, float]  # what remat="gather" keeps of a layer: scores, [B, T, F], [B, T, D]
     offloads: bool  # host memory is another memory
     early: bool  # the head is gathered before the layers, even where no embedding shares its table
     transposed: bool  # weights gathered along their last dimension are transposed ahead of the loop over layers
@@ -67,7 +67,7 @@ _COUNTS: dict[str, tuple[Any, Any, Any]] = {  # cpu, gpu, tpu
     "cast": (0, 0, 1),
     # On accelerators the update's results are copies next to the gradients: a conditional does not write in place.
     "optimizer": (0, 4, 4),
-    "kept": ((2, 6.8, 7.6), (2.25, 7, 25), (2.25, 7, 21)),
+    "activations": ((2, 6.8, 7.6), (2.25, 7, 25), (2.25, 7, 21)),
     "offloads": (False, True, True),
     "early": (True, False, False),
     "transposed": (False, True, False),
@@ -168,7 +168,7 @@ def kept_bytes(model: ModelConfig, sizes: Arrays, remat: Remat, counts: Counts) 
             layer += sizes.hidden + 2 * sizes.query + 2 * sizes.key + (2 if model.gated_mlp else 1) * sizes.mlp
             layer += sizes.hidden if model.post_norms else 0
         case "gather":
-            scores, mlp, hidden = counts.kept
+            scores, mlp, hidden = counts.activations
             layer += scores * sizes.scores + mlp * sizes.mlp + hidden * sizes.hidden
             layer += sizes.scores * sizes.itemsize / WIDE * counts.weights[0]
     return model.layers * (layer + (0 if remat in ("full", "offload") else sizes.statistics))
@@ -291,8 +291,8 @@ def generate_phase(
     # A product and its sum over devices; a TPU receives every device's part at once.
     hidden = prompts.hidden * (tensor if backend.platform == "tpu" else min(tensor, 2))
     # Except on a TPU, the last layer's output is not computed while prompts are read, and its cache comes last.
-    made, missing = wave or cache, (0, 0) if backend.platform == "tpu" else (2, 1)
-    first, second = (cache * bool(wave) + made * max(layers - back, 0) / layers for back in missing)
+    new_cache, missing = wave or cache, (0, 0) if backend.platform == "tpu" else (2, 1)
+    first, second = (cache * bool(wave) + new_cache * max(layers - back, 0) / layers for back in missing)
     attention = {"attention scores": scores, "activations": hidden, "KV cache": first}
     mlp = {
         "mlp": counts.mlp[2] * prompts.mlp,

@@ -50,7 +50,7 @@ def auto_plan(config: Config, graph: Graph, models: Mapping[str, ModelConfig], d
 def measure_here(workload: Workload, devices: Sequence[Device], say: Callable[[str], None]) -> Path:
     """Measures what the devices' profile lacks for a workload; returns the profile's file."""
     path = default_path(devices)
-    save(measure(workload, devices, layouts=get_args(LayoutName), known=load(path), say=say), path)
+    save(measure(workload, devices, layouts=get_args(LayoutName), profile=load(path), say=say), path)
     return path
 
 

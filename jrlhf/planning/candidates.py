@@ -173,11 +173,11 @@ def call_candidates(
     On slices of each size the fastest are kept, and slower ones that need less memory than all faster ones. processes:
     of the run; several can only run calls on all devices (`plans.refuse_cross_process`).
     """
-    known = slices(cluster) if processes == 1 else [Slice(0, cluster.devices)]
+    ranges = slices(cluster) if processes == 1 else [Slice(0, cluster.devices)]
     by_size: dict[int, list[Slice]] = {}
-    for devices in known:
+    for devices in ranges:
         by_size.setdefault(devices.count, []).append(devices)
-    kept: list[Candidate] = []
+    survivors: list[Candidate] = []
     smallest, widest = float("inf"), 0
     for count in sorted(by_size):
         fitting = []
@@ -189,17 +189,17 @@ def call_candidates(
         least = float("inf")
         for index, candidate in enumerate(sorted(fitting, key=lambda one: (one.price.seconds, one.bytes))):
             if index < OF_A_SIZE or candidate.bytes < least:
-                kept.append(candidate)
+                survivors.append(candidate)
             least = min(least, candidate.bytes)
     if not widest:
         parts = workload.minibatches if call.kind == "train" else workload.samples
         what = "minibatches" if call.kind == "train" else "samples of a prompt"
         remedy = _rows_for(workload, call, cluster.devices)
         raise UserError(f"{workload.rows} rows of {call.name} do not divide into {parts} {what}: {remedy}")
-    if not kept:
+    if not survivors:
         raise UserError(_no_room(workload, call, cluster, prices, smallest, widest))
     spread: list[Candidate] = []
-    for candidate in sorted(kept, key=lambda one: one.price.seconds):
+    for candidate in sorted(survivors, key=lambda one: one.price.seconds):
         for devices in by_size[candidate.placement.devices.count]:
             if len(spread) < MOST or devices.count == cluster.devices:
                 spread.append(Candidate(replace(candidate.placement, devices=devices), candidate.price))

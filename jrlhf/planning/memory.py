@@ -136,17 +136,17 @@ def resident(model: RoleModel, dtype: Any, placement: Placement) -> dict[str, fl
     "base" is there once for all roles that share it. Raises a ValueError where the model does not divide.
     """
     itemsize, fsdp, tensor = jnp.dtype(dtype).itemsize, placement.fsdp, placement.tensor
-    kept: dict[str, float] = {}
+    sizes: dict[str, float] = {}
     if model.shared:
-        kept["base"] = base_bytes(model.config, tensor, itemsize, model.int8)
+        sizes["base"] = base_bytes(model.config, tensor, itemsize, model.int8)
     if model.trained or model.lora is not None:
-        kept["weights"] = trained_bytes(model, fsdp, tensor)
+        sizes["weights"] = trained_bytes(model, fsdp, tensor)
     elif not model.is_base:
         size = WIDE if model.wide else itemsize
-        kept["weights"] = stored_bytes(model.config, model.head, _storage(placement), fsdp, tensor, size)
+        sizes["weights"] = stored_bytes(model.config, model.head, _storage(placement), fsdp, tensor, size)
     if model.trained:
-        kept["optimizer"] = 2 * kept["weights"] + COUNTERS
-    return kept
+        sizes["optimizer"] = 2 * sizes["weights"] + COUNTERS
+    return sizes
 
 
 def _storage(placement: Placement) -> Layout:
@@ -225,17 +225,17 @@ def call_bytes(workload: Workload, call: Call, placement: Placement, backend: Ba
             active = {part: active.get(part, 0.0) + needs.get(part, 0.0) for part in {**active, **needs}}
         else:  # one after the other
             active = max(active, needs, key=lambda parts: sum(parts.values()))
-    kept = _kept(models if owned else (), workload.dtype, placement)
-    return CallBytes(kept, {part: size for part, size in active.items() if size}, moved)
+    states = _kept(models if owned else (), workload.dtype, placement)
+    return CallBytes(states, {part: size for part, size in active.items() if size}, moved)
 
 
 def _kept(models: Sequence[RoleModel], dtype: Any, home: Placement) -> dict[str, float]:
     """Returns the bytes that a role keeps of all its models, by part; "base" is counted once."""
-    kept: dict[str, float] = {}
+    sizes: dict[str, float] = {}
     for model in models:
         for part, size in resident(_stage(model, home), dtype, home).items():
-            kept[part] = size if part == "base" else kept.get(part, 0.0) + size
-    return kept
+            sizes[part] = size if part == "base" else sizes.get(part, 0.0) + size
+    return sizes
 
 
 def _stage(model: RoleModel, placement: Placement) -> RoleModel:
@@ -259,24 +259,24 @@ def _active(workload: Workload, call: Call, model: RoleModel, placement: Placeme
     sharing = devices // placement.pipeline // (tensor if layout in ("generate", "train_tp") else 1)
     computed = rows / workload.minibatches if kind == "train" else rows
     computed /= sharing * placement.micro_batches
-    each = arrays(model.config, model.head, computed, workload.length, layout, tensor, workload.dtype, backend)
+    sizes = arrays(model.config, model.head, computed, workload.length, layout, tensor, workload.dtype, backend)
     if model.shared:  # the base's tables are stored as they are used, and have no gradients
-        each = replace(each, table=0.0)
+        sizes = replace(sizes, table=0.0)
     # Weights gathered along their last dimension are transposed, unless they are gathered over both axes.
     transposes = layout != "generate" and tensor == 1 and fsdp > 1
     numbers = partial(_layer_numbers, model.config, model.head, fsdp, tensor)
-    stored = WIDE if kind == "train" or model.trained or model.wide else each.itemsize
+    stored = WIDE if kind == "train" or model.trained or model.wide else sizes.itemsize
     transposed = numbers(True) * stored if transposes else 0.0
     if kind == "train":
         parts = placement.micro_batches
         gradients = _gradients(model, placement, backend, loop=workload.minibatches > 1)
         running = min(placement.pipeline, parts)
         needs = train_phase(
-            model.config, model.head, each, workload.remat, gradients, parts, running, backend, transposed
+            model.config, model.head, sizes, workload.remat, gradients, parts, running, backend, transposed
         )
     else:
-        cast = 0.0 if stored == each.itemsize or layout == "generate" else numbers(False) * each.itemsize
-        needs = infer_phase(model.config, model.head, each, backend, transposed, cast)
+        cast = 0.0 if stored == sizes.itemsize or layout == "generate" else numbers(False) * sizes.itemsize
+        needs = infer_phase(model.config, model.head, sizes, backend, transposed, cast)
     return needs | {"inputs": (TRAINED if kind == "train" else SCORED) * rows * workload.length / devices}
 
 
@@ -390,7 +390,7 @@ def plan_memory(workload: Workload, plan: Plan, backend: Backend = DEFAULT, *, a
     away = away or {}
     calls = [call for call in workload.graph if call.name in plan.placements and call.role in workload.models]
     homes = {role: home_of(workload.graph, role, plan) for role in keepers(workload)}
-    kept = [
+    entries = [
         Resident(role, part, size, plan[home.name])
         for role, models in keepers(workload).items()
         if (home := homes[role]) is not None
@@ -406,7 +406,7 @@ def plan_memory(workload: Workload, plan: Plan, backend: Backend = DEFAULT, *, a
     size_of = {name: sum(parts.values()) for name, parts in needs.items()}
     devices, phases = [], {}
     for group in segments(placement.devices for placement in plan.placements.values()):
-        here = [entry for entry in kept if entry.home.devices.overlaps(group)]
+        here = [entry for entry in entries if entry.home.devices.overlaps(group)]
         roles: dict[str, float] = {}
         for entry in here:
             if entry.part != "base":
@@ -427,10 +427,10 @@ def plan_memory(workload: Workload, plan: Plan, backend: Backend = DEFAULT, *, a
                 phases[call.name] = phase
         worst = max((call.name for call in running), key=lambda name: size_of[name], default="")
         devices.append(DeviceBytes(group.start, group.count, roles, size_of.get(worst, 0.0), worst))
-    bases = [entry.size for entry in kept if entry.part == "base"]
+    bases = [entry.size for entry in entries if entry.part == "base"]
     shown: dict[str, dict[str, float]] = {"base": {"weights": max(bases)}} if bases else {}
     shown |= {role: {} for role, home in homes.items() if home is not None}
-    for entry in kept:
+    for entry in entries:
         if entry.part != "base":
             shown[entry.role][entry.part] = entry.size
     ordered = tuple(phases[call.name] for call in calls if call.name in phases)

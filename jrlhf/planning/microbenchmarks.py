@@ -176,12 +176,12 @@ def update(config: ModelConfig, devices: Sequence[Device], fsdp: int) -> Program
         return done.params, done.opt_state
 
     with jax.set_mesh(mesh):
-        held = [params, jax.jit(optimizer.init)(params)]
+        buffers = [params, jax.jit(optimizer.init)(params)]
     scale = jax.device_put(np.float32(1), NamedSharding(mesh, P()))
 
     def run():
-        held[:] = step(*held, scale)
-        return held
+        buffers[:] = step(*buffers, scale)
+        return buffers
 
     return run
 

@@ -193,7 +193,7 @@ def _check_placement(named: str, workload: Workload, call: Call, placement: Plac
         raise UserError(f"{named} in layout={placement.layout}, and {whose} needs {' or '.join(layouts)}: choose that")
     for model in workload.models[call.role]:
         for key, written, size, axis, parts in indivisible(model.config, placement.fsdp, placement.tensor):
-            choices = ", ".join(str(each) for each in divisors(size) if each <= placement.devices.count)
+            choices = ", ".join(str(divisor) for divisor in divisors(size) if divisor <= placement.devices.count)
             raise UserError(
                 f"{named} with {axis}={parts}, which does not divide its model's {key}={written}: choose {axis} from "
                 f"{choices}"

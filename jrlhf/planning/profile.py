@@ -184,18 +184,19 @@ def measure(
     *,
     remats: Sequence[Remat] = (),
     layouts: Collection[LayoutName] = ("train", "score", "generate"),
-    known: Profile | None = None,
+    profile: Profile | None = None,
     repeats: int = 9,
     say: Callable[[str], None] = lambda line: None,
 ) -> Profile:
-    """Measures what the workload's calls consist of, except for what is `known`.
+    """Measures what the workload's calls consist of, except for what is in `profile`.
 
     remats: further remat policies to measure training with. layouts: those that calls may have. say: is called with the
     name of each curve that is measured.
     """
     count, version = len(devices), jax.__version__
-    if known is not None and (known.device, known.count, known.version) == (devices[0].device_kind, count, version):
-        curves, busy = dict(known.curves), dict(known.busy)
+    setup = devices[0].device_kind, count, version
+    if profile is not None and (profile.device, profile.count, profile.version) == setup:
+        curves, busy = dict(profile.curves), dict(profile.busy)
     else:
         sizes = powers_of_two(count)
         programs = [microbenchmarks.busy(devices[:size]) for size in sizes]

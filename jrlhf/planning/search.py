@@ -90,17 +90,17 @@ def search(
         StopIteration to end the search.
     """
     began = time.monotonic()
-    known = candidates(workload, cluster, prices, hypothetical=hypothetical, processes=processes)
+    options = candidates(workload, cluster, prices, hypothetical=hypothetical, processes=processes)
     simulator = Simulator(workload.graph, prices, workload.models, lockstep=lockstep)
     choices = [
-        [simulator.add(call, candidate.placement) for candidate in known[name]]
+        [simulator.add(call, candidate.placement) for candidate in options[name]]
         for call, name in enumerate(simulator.calls)
     ]
-    divided = divisions(workload.graph, known, cluster, prices.capacity)
-    symmetric = heuristic(workload, cluster, prices, known)
+    divided = divisions(workload.graph, options, cluster, prices.capacity)
+    symmetric = heuristic(workload, cluster, prices, options)
     rules = {} if symmetric is None else {"heuristic": symmetric}
     rules |= {name: division.plan for name, division in named_divisions(divided).items()}
-    fastest = Plan("fastest", {name: options[0].placement for name, options in known.items()})
+    fastest = Plan("fastest", {name: ranked[0].placement for name, ranked in options.items()})
     plans = [fastest, *rules.values(), *(division.plan for division in divided[:STARTS])]
     starts = list(dict.fromkeys(simulator.choice(plan) for plan in plans))
     chains = Chains(simulator, choices, starts, seed)
@@ -130,7 +130,7 @@ class Chains:
     ):
         self.simulator, self.choices = simulator, choices
         self.random = random.Random(seed)
-        self.by_slice = [_by_size(simulator, call, known) for call, known in enumerate(choices)]
+        self.by_slice = [_by_size(simulator, call, numbers) for call, numbers in enumerate(choices)]
         self.best: tuple[int, ...] | None = None
         self.best_seconds, self.proposals = math.inf, 0
         self.least = math.inf
@@ -184,10 +184,10 @@ class Chains:
         return seconds
 
 
-def _by_size(simulator: Simulator, call: int, known: Sequence[int]) -> list[list[int]]:
+def _by_size(simulator: Simulator, call: int, numbers: Sequence[int]) -> list[list[int]]:
     """Returns the options of a call in groups of equally many devices."""
     sizes: dict[int, list[int]] = {}
-    for option in known:
+    for option in numbers:
         sizes.setdefault(simulator.options[call][option].devices.count, []).append(option)
     return list(sizes.values())
 
@@ -220,7 +220,7 @@ def _result(
             seen.add(_look(other))
             others.append(compared(other, seconds))
     by_rule = {name: compared(rule, seconds) for name, rule in rules.items()}
-    fitting = {name: found for name, found in by_rule.items() if found.simulation.peak <= prices.capacity}
+    fitting = {name: outcome for name, outcome in by_rule.items() if outcome.simulation.peak <= prices.capacity}
     return Result(best, tuple(others), fitting, chains.proposals, spent, tuple(chains.trace))
 
 
@@ -243,36 +243,37 @@ class Division:
 
 
 def heuristic(
-    workload: Workload, cluster: Cluster, prices: Prices, known: Mapping[str, Sequence[Candidate]]
+    workload: Workload, cluster: Cluster, prices: Prices, options: Mapping[str, Sequence[Candidate]]
 ) -> Plan | None:
     """Returns ReaL's symmetric heuristic: calls on all devices, tensor-parallel in a node, data-parallel beyond.
 
     Each call has the widest tensor axis that divides its model, and as few micro-batches as fit; weights are whole in
     every replica or, where that does not fit, sharded over all. None where nothing fits. Roles on a shared base have
-    the mesh of their `known` candidates.
+    the mesh of their candidates in `options`.
     """
     choices = {}
     for call in workload.calls:
         tried = placements(workload, call, cluster.devices, cluster.node)
         if workload.on_base(call.role):
-            tried = [candidate.placement for candidate in known[call.name]]
-        found = [Candidate(placement, prices.call(call, placement)) for placement in tried]
-        widest = max((each.placement.tensor for each in found), default=0)
+            tried = [candidate.placement for candidate in options[call.name]]
+        trials = [Candidate(placement, prices.call(call, placement)) for placement in tried]
+        widest = max((candidate.placement.tensor for candidate in trials), default=0)
         choices[call.name] = [
-            each
-            for each in found
-            if each.placement.tensor == widest and (each.placement.layout not in ("train", "score") or widest == 1)
+            candidate
+            for candidate in trials
+            if candidate.placement.tensor == widest
+            and (candidate.placement.layout not in ("train", "score") or widest == 1)
         ]
     for sign in (1, -1):
         fitting = _fit(
             workload.graph,
             choices,
             prices.capacity,
-            first=lambda each, sign=sign: (sign * each.placement.fsdp, each.placement.micro_batches),
-            then=lambda each, sign=sign: (sign * each.placement.fsdp, each.placement.micro_batches),
+            first=lambda candidate, sign=sign: (sign * candidate.placement.fsdp, candidate.placement.micro_batches),
+            then=lambda candidate, sign=sign: (sign * candidate.placement.fsdp, candidate.placement.micro_batches),
         )
         if fitting is not None:
-            return Plan("heuristic", {name: each.placement for name, each in fitting.items()})
+            return Plan("heuristic", {name: candidate.placement for name, candidate in fitting.items()})
     return None
 
 
@@ -289,11 +290,11 @@ def divisions(
     best = _fastest(options)
     roles = [role for role in graph.roles if any(call.role == role and call.name in options for call in graph)]
     together = ("actor", "critic", LEARNER) if LEARNER in roles else ()
-    counts = sorted({each.count for each in slices(cluster)})
+    counts = sorted({devices.count for devices in slices(cluster)})
     costs: dict[tuple[tuple[str, ...], int], tuple[dict[str, Placement], tuple[float, ...]] | None] = {}
-    found = []
+    results = []
     for sets in partitions(roles):
-        if any(0 < len(set(each) & set(together)) < len(set(roles) & set(together)) for each in sets):
+        if any(0 < len(set(members) & set(together)) < len(set(roles) & set(together)) for members in sets):
             continue
         for sizes in allocations(counts, len(sets), cluster.devices):
             parts = []
@@ -307,30 +308,30 @@ def divisions(
             placed, start = {}, 0
             for index in sorted(range(len(sets)), key=lambda index: -sizes[index]):
                 devices = Slice(start, sizes[index])
-                placed |= {name: replace(each, devices=devices) for name, each in parts[index][0].items()}
+                placed |= {name: replace(placement, devices=devices) for name, placement in parts[index][0].items()}
                 start = devices.stop
             seconds = sum(max(part[1][level] for part in parts) for level in range(len(graph.levels())))
-            plan = Plan("+".join("/".join(each) for each in sets), {name: placed[name] for name in options})
-            found.append(Division(plan, tuple(map(tuple, sets)), sizes, seconds))
-    return sorted(found, key=lambda each: each.seconds)
+            plan = Plan("+".join("/".join(members) for members in sets), {name: placed[name] for name in options})
+            results.append(Division(plan, tuple(map(tuple, sets)), sizes, seconds))
+    return sorted(results, key=lambda division: division.seconds)
 
 
-def named_divisions(found: Sequence[Division]) -> dict[str, Division]:
+def named_divisions(all_divisions: Sequence[Division]) -> dict[str, Division]:
     """Returns the best division of each of HybridFlow's kinds.
 
     colocate: one set. standalone: every role its own. split: actor and reference in one half, all others in the other.
     """
-    roles = {role for each in found for members in each.sets for role in members}
+    roles = {role for division in all_divisions for members in division.sets for role in members}
     policy = frozenset(roles & {"actor", "reference"})
     halves = {policy, frozenset(roles - policy)}
     kinds = {
-        "colocate": lambda each: len(each.sets) == 1,
-        "split": lambda each: set(map(frozenset, each.sets)) == halves and len(set(each.counts)) == 1,
-        "standalone": lambda each: all(len(members) == 1 for members in each.sets),
+        "colocate": lambda division: len(division.sets) == 1,
+        "split": lambda division: set(map(frozenset, division.sets)) == halves and len(set(division.counts)) == 1,
+        "standalone": lambda division: all(len(members) == 1 for members in division.sets),
     }
     best = {}
     for name, belongs in kinds.items():
-        of_kind = [each for each in found if belongs(each)]
+        of_kind = [division for division in all_divisions if belongs(division)]
         if of_kind and (name == "colocate" or len(roles) > 1):
             best[name] = replace(of_kind[0], plan=replace(of_kind[0].plan, name=name))
     return best
@@ -360,13 +361,13 @@ def allocations(counts: Collection[int], sets: int, devices: int) -> Iterator[tu
 
 def _fastest(options: Candidates) -> dict[tuple[str, int], list[Candidate]]:
     """Returns (call, number of devices) -> its candidates there, on any slice, the fastest first."""
-    found: dict[tuple[str, int], dict[Placement, Candidate]] = {}
+    groups: dict[tuple[str, int], dict[Placement, Candidate]] = {}
     for name, choices in options.items():
-        for each in choices:
-            if each.placement.pipeline == 1:
-                anywhere = replace(each.placement, devices=Slice(0, each.placement.devices.count))
-                found.setdefault((name, each.placement.devices.count), {}).setdefault(anywhere, each)
-    return {key: sorted(known.values(), key=lambda each: each.price.seconds) for key, known in found.items()}
+        for candidate in choices:
+            if candidate.placement.pipeline == 1:
+                anywhere = replace(candidate.placement, devices=Slice(0, candidate.placement.devices.count))
+                groups.setdefault((name, candidate.placement.devices.count), {}).setdefault(anywhere, candidate)
+    return {key: sorted(group.values(), key=lambda candidate: candidate.price.seconds) for key, group in groups.items()}
 
 
 def _set(
@@ -382,7 +383,7 @@ def _set(
                 sum(fitting[call.name].price.seconds for call in level if call.name in fitting)
                 for level in graph.levels()
             )
-            return {name: each.placement for name, each in fitting.items()}, stages
+            return {name: candidate.placement for name, candidate in fitting.items()}, stages
     return None
 
 
@@ -402,14 +403,18 @@ def _fit(
     if not all(choices.values()):
         return None
     homes = [home_of(graph, call.role) for call in graph if call.name in choices]
-    kept = {name: min(choices[name], key=first).price.resident for name in choices if graph[name] in homes}
-    left, found = capacity - sum(kept.values()), {}
-    for name, known in choices.items():
-        fitting = [each for each in known if each.price.active <= left and each.price.resident <= kept.get(name, 0.0)]
+    state_bytes = {name: min(choices[name], key=first).price.resident for name in choices if graph[name] in homes}
+    left, result = capacity - sum(state_bytes.values()), {}
+    for name, options in choices.items():
+        fitting = [
+            candidate
+            for candidate in options
+            if candidate.price.active <= left and candidate.price.resident <= state_bytes.get(name, 0.0)
+        ]
         if not fitting:
             return None
-        found[name] = min(fitting, key=then)
-    return found
+        result[name] = min(fitting, key=then)
+    return result
 
 
 def _seconds(option: Candidate) -> tuple[float, float]:

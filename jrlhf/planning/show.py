@@ -22,9 +22,9 @@ def describe(workload: Workload, cluster: Cluster, prices: Prices, result: Resul
     """Returns the best plan of a search, and what other plans lose."""
     rows = []
     seconds = result.best.simulation.seconds
-    for name, found in [*result.rules.items(), *((found.plan.name, found) for found in result.runners_up)]:
-        where = _by_slice(found.plan) if name in result.rules else differences(found.plan, result.best.plan)
-        rows.append((name, _time(found.simulation.seconds), f"{100 * found.loss / seconds:+.1f} %", where))
+    for name, outcome in [*result.rules.items(), *((outcome.plan.name, outcome) for outcome in result.runners_up)]:
+        note = _by_slice(outcome.plan) if name in result.rules else differences(outcome.plan, result.best.plan)
+        rows.append((name, _time(outcome.simulation.seconds), f"{100 * outcome.loss / seconds:+.1f} %", note))
     absent = [name for name in RULES if name not in result.rules]
     lines = [
         describe_plan(workload, cluster, prices, result.best),
@@ -36,33 +36,33 @@ def describe(workload: Workload, cluster: Cluster, prices: Prices, result: Resul
     return "\n".join(lines)
 
 
-def describe_plan(workload: Workload, cluster: Cluster, prices: Prices, found: Found) -> str:
+def describe_plan(workload: Workload, cluster: Cluster, prices: Prices, outcome: Found) -> str:
     """Returns a plan's calls and timeline, and its bottleneck."""
     lines = [
         f"plan for {workload.graph.name} on {cluster.devices} x {cluster.hardware.name}: "
-        f"{_time(found.simulation.seconds)} an iteration, {found.simulation.peak / GIB:.1f} of "
+        f"{_time(outcome.simulation.seconds)} an iteration, {outcome.simulation.peak / GIB:.1f} of "
         f"{prices.capacity / GIB:.1f} GiB on the fullest device",
         "",
-        *_calls(workload, found, prices),
+        *_calls(workload, outcome, prices),
         "",
-        *timeline(found.simulation),
+        *timeline(outcome.simulation),
         "",
-        f"bottleneck: {bottleneck(found.simulation)}",
+        f"bottleneck: {bottleneck(outcome.simulation)}",
     ]
     return "\n".join(lines)
 
 
-def _calls(workload: Workload, found: Found, prices: Prices) -> list[str]:
+def _calls(workload: Workload, outcome: Found, prices: Prices) -> list[str]:
     """Returns a table of the calls: devices, layout, mesh, micro-batches, seconds, and GiB of each device."""
     rows = [
         ("call", "devices", "layout", "mesh", "micro-batches", "seconds", "weights from home", "stays", "while it runs")
     ]
     moves = {
         span.call: span.seconds
-        for span in found.simulation.spans
+        for span in outcome.simulation.spans
         if span.kind == "reallocation" and span.iteration == STEADY
     }
-    for name, placement in found.plan.placements.items():
+    for name, placement in outcome.plan.placements.items():
         price = prices.call(workload.graph[name], placement)
         rows.append(
             (

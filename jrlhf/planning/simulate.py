@@ -168,10 +168,10 @@ def topology(graph: Graph, roles: Collection[str], *, lockstep: bool = False) ->
 
 def segments(slices: Iterable[Slice]) -> list[Slice]:
     """Divides the devices of these slices into the fewest groups of which every slice has all devices or none."""
-    known = set(slices)
-    bounds = sorted({bound for devices in known for bound in (devices.start, devices.stop)})
+    ranges = set(slices)
+    bounds = sorted({bound for devices in ranges for bound in (devices.start, devices.stop)})
     groups = [Slice(start, stop - start) for start, stop in zip(bounds, bounds[1:], strict=False)]
-    return [group for group in groups if any(group.overlaps(devices) for devices in known)]
+    return [group for group in groups if any(group.overlaps(devices) for devices in ranges)]
 
 
 def nested(slices: Sequence[Slice]) -> bool:
@@ -248,10 +248,10 @@ class Simulator:
 
     def add(self, call: int, placement: Placement) -> int:
         """Returns the number of this option of a call; a new option is priced."""
-        known = self._known[call]
-        if placement not in known:
+        numbers = self._known[call]
+        if placement not in numbers:
             price = self.prices.call(self.graph.calls[self._numbers[call]], placement)
-            known[placement] = len(self.options[call])
+            numbers[placement] = len(self.options[call])
             self.options[call].append(placement)
             self.seconds[call].append(price.seconds)
             self.resident[call].append(price.resident)
@@ -260,7 +260,7 @@ class Simulator:
             self._slice[call].append(self._devices.setdefault(placement.devices, len(self._devices)))
             # Micro-batches do not change where weights and rows are stored.
             self._stored[call].append(self._places.setdefault(replace(placement, micro_batches=1), len(self._places)))
-        return known[placement]
+        return numbers[placement]
 
     def choice(self, plan: Plan) -> tuple[int, ...]:
         return tuple(self.add(index, plan[name]) for index, name in enumerate(self.calls))
@@ -271,11 +271,11 @@ class Simulator:
     def evaluate(self, choice: Sequence[int]) -> tuple[float, float, bool]:
         """Returns seconds of an iteration, bytes of the fullest device at its peak, and whether slices are nested."""
         slices, (seconds, work, brought) = self._slices(choice), self.run(choice)
-        active = [known[option] for known, option in zip(self.active, choice, strict=True)]
+        active = [values[option] for values, option in zip(self.active, choice, strict=True)]
         for call in brought:
             active[call] += self.moved[call][choice[call]]
         busiest = max([sum([length for length, a, b in work if a in used or b in used]) for used in slices.used])
-        resident = [known[option] for known, option in zip(self.resident, choice, strict=True)]
+        resident = [values[option] for values, option in zip(self.resident, choice, strict=True)]
         peak = max(
             [sum([resident[call] for call in calls]) + max([active[call] for call in calls]) for calls in slices.calls]
         )
@@ -291,7 +291,7 @@ class Simulator:
         """
         slices, count = self._slices(choice), len(self._readers)
         group = slices.group
-        stored = [known[option] for known, option in zip(self._stored, choice, strict=True)]
+        stored = [values[option] for values, option in zip(self._stored, choice, strict=True)]
         seconds, runs_on, fetch, work = [0.0] * count, [-1] * count, [(0.0, 0)] * count, []
         brought = []
         for call, number in enumerate(self._numbers):
@@ -417,19 +417,19 @@ class Simulator:
         return ends
 
     def _slices(self, choice: Sequence[int]) -> _Slices:
-        key = tuple([known[option] for known, option in zip(self._slice, choice, strict=True)])
-        found = self._remembered.get(key)
-        if found is not None:
-            return found
+        key = tuple([values[option] for values, option in zip(self._slice, choice, strict=True)])
+        entry = self._remembered.get(key)
+        if entry is not None:
+            return entry
         if len(self._remembered) > REMEMBERED:
             self._remembered.clear()
         distinct, by_number = list(dict.fromkeys(key)), list(self._devices)
         group = [distinct.index(number) for number in key]
-        known = [by_number[number] for number in distinct]
-        overlapping = [[index for index, other in enumerate(known) if own.overlaps(other)] for own in known]
-        used = [{index for index, own in enumerate(known) if own.overlaps(part)} for part in segments(known)]
+        ranges = [by_number[number] for number in distinct]
+        overlapping = [[index for index, other in enumerate(ranges) if own.overlaps(other)] for own in ranges]
+        used = [{index for index, own in enumerate(ranges) if own.overlaps(part)} for part in segments(ranges)]
         calls = [[call for call, index in enumerate(group) if index in indices] for indices in used]
-        self._remembered[key] = result = _Slices(known, group, overlapping, used, calls, nested(known))
+        self._remembered[key] = result = _Slices(ranges, group, overlapping, used, calls, nested(ranges))
         return result
 
     def _place(self, call: int, choice: Sequence[int]) -> Placement:

@@ -257,9 +257,9 @@ def compared(run: Record) -> list[dict[str, Any]]:
     ]
     tables = []
     for heading, rows in ("item" if run.measure == "gold" else "reward", items), ("source", sources):
-        known = [row for row in rows if row[2] is not None]
-        both = [row for row in known if row[3] is not None]
-        tables.append({"heading": f"{heading}, on held-out prompts", "rows": both or known, "both": bool(both)})
+        rows_before = [row for row in rows if row[2] is not None]
+        both = [row for row in rows_before if row[3] is not None]
+        tables.append({"heading": f"{heading}, on held-out prompts", "rows": both or rows_before, "both": bool(both)})
     return [table for table in tables if table["rows"]]
 
 

@@ -36,7 +36,7 @@ class Actor(TrainedRole):
     def __init__(
         self,
         model: Model,
-        where: Mesh | RolePlacement,
+        placement: Mesh | RolePlacement,
         compute: Compute,
         *,
         sampling: SamplingConfig,
@@ -47,7 +47,7 @@ class Actor(TrainedRole):
         clock: Clock,
         offloader: Offloader | None = None,
     ):
-        super().__init__(model, where, compute, optimizer, clock, offloader)
+        super().__init__(model, placement, compute, optimizer, clock, offloader)
         self._algorithm = algorithm
         mesh, greedy_mesh = self.placement["generate"].mesh, self.placement["generate_greedy"].mesh
         self._generate = compiled.generate(self.architecture, mesh, compute, sampling, schedule, samples)
@@ -137,14 +137,14 @@ class Reference(Role):
     def __init__(
         self,
         model: Model,
-        where: Mesh | RolePlacement,
+        placement: Mesh | RolePlacement,
         compute: Compute,
         *,
         temperature: float,
         responses: int | None,
         clock: Clock,
     ):
-        super().__init__(model, where, compute, clock)
+        super().__init__(model, placement, compute, clock)
         self._reads_responses = responses is not None
         resolved = self.placement.resolve("logprobs", model.architecture, compute)
         self._logprobs = compiled.score_logprobs(*resolved, temperature=temperature, span=responses)

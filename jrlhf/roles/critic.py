@@ -31,7 +31,7 @@ class Critic(TrainedRole):
     def __init__(
         self,
         model: Model,
-        where: Mesh | RolePlacement,
+        placement: Mesh | RolePlacement,
         compute: Compute,
         *,
         optimizer: optax.GradientTransformation,
@@ -39,7 +39,7 @@ class Critic(TrainedRole):
         clock: Clock,
         offloader: Offloader | None = None,
     ):
-        super().__init__(model, where, compute, optimizer, clock, offloader)
+        super().__init__(model, placement, compute, optimizer, clock, offloader)
         resolve = partial(self.placement.resolve, architecture=model.architecture, compute=compute)
         self._values = compiled.score_values(*resolve("values"))
         self._update = compiled.critic_step(*resolve("update"), optimizer, algorithm)
@@ -89,7 +89,7 @@ class FusedUpdate:
         self,
         actor: Actor,
         critic: Critic | None,
-        where: Mesh | RolePlacement,
+        placement: Mesh | RolePlacement,
         compute: Compute,
         *,
         algorithm: PolicyConfig,
@@ -97,7 +97,7 @@ class FusedUpdate:
         responses: int,
     ):
         self._trained: dict[str, Actor | Critic] = {"actor": actor}
-        self.clock, self.placement = actor.clock, RolePlacement.of(where)
+        self.clock, self.placement = actor.clock, RolePlacement.of(placement)
         _, mesh, compute = self.placement.resolve("update", actor.architecture, compute)
         if critic is None:
             step = partial(compiled.on_policy_actor_step, actor.architecture, mesh, compute, actor.optimizer, algorithm)

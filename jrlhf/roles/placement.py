@@ -177,9 +177,9 @@ class RolePlacement:
     prefetch: Prefetch | None = None
 
     @classmethod
-    def of(cls, where: "Mesh | RolePlacement") -> "RolePlacement":
+    def of(cls, placement: "Mesh | RolePlacement") -> "RolePlacement":
         """Returns a placement as it is; or that of a role whose calls all run on the given mesh."""
-        return where if isinstance(where, RolePlacement) else cls(CallPlacement(where))
+        return placement if isinstance(placement, RolePlacement) else cls(CallPlacement(placement))
 
     def __getitem__(self, method: str) -> CallPlacement:
         return self.calls.get(method, self.home)

@@ -22,18 +22,18 @@ from jrlhf.run.clock import Clock
 class Role:
     """A frozen model and its calls, which the subclasses define.
 
-    where: the placement of the role's calls; or one mesh for all of them.
+    placement: of the role's calls; or one mesh for all of them.
     """
 
     def __init__(
         self,
         model: Model,
-        where: Mesh | RolePlacement,
+        placement: Mesh | RolePlacement,
         compute: Compute,
         clock: Clock,
         offloader: Offloader | None = None,
     ):
-        self._model, self.placement, self._compute, self.clock = model, RolePlacement.of(where), compute, clock
+        self._model, self.placement, self._compute, self.clock = model, RolePlacement.of(placement), compute, clock
         self.offloader = Offloader(clock) if offloader is None else offloader
 
     @property
@@ -59,13 +59,13 @@ class TrainedRole(Role):
     def __init__(
         self,
         model: Model,
-        where: Mesh | RolePlacement,
+        placement: Mesh | RolePlacement,
         compute: Compute,
         optimizer: optax.GradientTransformation,
         clock: Clock,
         offloader: Offloader | None = None,
     ):
-        super().__init__(model.holding({}), where, compute, clock, offloader)  # the weights are the state's
+        super().__init__(model.holding({}), placement, compute, clock, offloader)  # the weights are the state's
         self.architecture, self.optimizer = model.architecture, optimizer
 
     def create(self, params: Params) -> TrainState:

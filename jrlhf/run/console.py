@@ -270,8 +270,8 @@ def validation_key(key: str, sources: Sequence[str] = ()) -> tuple[str, str, str
     match = _VALIDATION.fullmatch(key)
     if match is None or "/" not in match["name"]:
         return None
-    known = max((source for source in sources if match["name"].startswith(f"{source}/")), key=len, default=None)
-    source, name = match["name"].rsplit("/", 1) if known is None else (known, match["name"][len(known) + 1 :])
+    prefix = max((source for source in sources if match["name"].startswith(f"{source}/")), key=len, default=None)
+    source, name = match["name"].rsplit("/", 1) if prefix is None else (prefix, match["name"][len(prefix) + 1 :])
     return source, name, match["statistic"]
 
 

@@ -62,8 +62,8 @@ def _sources(config: Config, actor: ModelConfig, mesh: Mesh) -> list[str]:
 
 def _memory(config: Config, mesh: Mesh, models: Mapping[str, ModelConfig], plan: Plan | None) -> list[str]:
     """What each role keeps in the last stage."""
-    kept = memory_of(config, stage_graph(config, config.stages[-1]), mesh, models, plan).roles
-    rows = [(role, f"{sum(parts.values()) / MIB:.3f}", _parts(parts)) for role, parts in kept.items()]
+    roles = memory_of(config, stage_graph(config, config.stages[-1]), mesh, models, plan).roles
+    rows = [(role, f"{sum(parts.values()) / MIB:.3f}", _parts(parts)) for role, parts in roles.items()]
     return ["memory of a device where a role lives, MiB, of what it keeps there:", *_in_columns(rows)]
 
 
@@ -72,7 +72,7 @@ def _parts(parts: Mapping[str, float]) -> str:
 
 
 def _calls(config: Config, mesh: Mesh, models: Mapping[str, ModelConfig], plan: Plan | None) -> list[str]:
-    """Of each call: all that a device then holds, and of it what the call alone needs."""
+    """Returns a table of the calls: all that a device holds during each, and what of it the call alone needs."""
     rows, device = [("call", "in all", "roles", "the call's own")], mesh.devices.flat[0]
     graphs = [stage_graph(config, stage) for stage in config.stages]
     phases = [phase for graph in graphs for phase in memory_of(config, graph, mesh, models, plan).phases]
@@ -128,8 +128,8 @@ def _row(call: Call, workload: Workload, plan: Plan | None = None) -> tuple[str,
     placed = plan[call.name]
     sizes = zip(("data", "fsdp", "tensor"), placed.sizes, strict=True)
     parts = f" in {placed.micro_batches} parts" if placed.micro_batches > 1 else ""
-    where = f"devices {placed.devices}: {' x '.join(f'{axis}={size}' for axis, size in sizes)}"
-    return call.name, where, _layout(LAYOUTS[placed.layout]) + parts, flow
+    location = f"devices {placed.devices}: {' x '.join(f'{axis}={size}' for axis, size in sizes)}"
+    return call.name, location, _layout(LAYOUTS[placed.layout]) + parts, flow
 
 
 def _in_columns(rows: Sequence[Sequence[str]]) -> list[str]:

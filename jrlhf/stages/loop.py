@@ -90,8 +90,8 @@ def run_stage(
 
 def memory(mesh: Mesh) -> dict[str, float]:
     """The most that a device of this process has held so far, where devices tell (a CPU does not)."""
-    told = [device.memory_stats() for device in mesh.local_devices]
-    peaks = [stats["peak_bytes_in_use"] for stats in told if stats and "peak_bytes_in_use" in stats]
+    statistics = [device.memory_stats() for device in mesh.local_devices]
+    peaks = [stats["peak_bytes_in_use"] for stats in statistics if stats and "peak_bytes_in_use" in stats]
     return {"perf/max_memory_allocated_gb": max(peaks) / 1e9} if peaks else {}
 
 
@@ -136,10 +136,10 @@ def _restore(
     return start, state
 
 
-def _check_meta(name: str, found: dict[str, Any], expected: dict[str, Any]) -> None:
-    for key in {**expected, **found}:
-        if found.get(key) != expected.get(key):
+def _check_meta(name: str, meta: dict[str, Any], expected: dict[str, Any]) -> None:
+    for key in {**expected, **meta}:
+        if meta.get(key) != expected.get(key):
             raise UserError(
-                f"the checkpoint of stage {name} was made with another {key} ({found.get(key)} there, "
+                f"the checkpoint of stage {name} was made with another {key} ({meta.get(key)} there, "
                 f"{expected.get(key)} here): restore the earlier stages' checkpoints, or delete the run to start over"
             )

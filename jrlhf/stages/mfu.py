@@ -48,7 +48,7 @@ class Utilisation:
 
     def metrics(
         self,
-        said: Mapping[str, float],
+        metrics: Mapping[str, float],
         prompts: Lengths,
         responses: Lengths,
         *,
@@ -69,7 +69,7 @@ class Utilisation:
         nothing recomputed), over what the devices of the call could have done in its seconds, which include its
         compilation in the first iterations. A call that was not timed has none.
 
-        said: the iteration's metrics, with `timing_s/*`. prompts, responses: tokens of each row.
+        metrics: the iteration's metrics, with `timing_s/*`. prompts, responses: tokens of each row.
         learned: rows with tokens to learn from; None: all. Under a token budget an update computes no others.
         texts: tokens that the actor imitates besides.
         """
@@ -78,7 +78,7 @@ class Utilisation:
         lengths, peak = prompts + responses, self.peak.operations(self.dtype)  # of a device
         updates = self.algorithm.epochs * self.algorithm.minibatches
         # The update that stopped the others was computed itself, and not applied.
-        computed = self.algorithm.epochs * (1 - max(said.get("actor/stopped_updates", 0.0) - 1, 0) / updates)
+        computed = self.algorithm.epochs * (1 - max(metrics.get("actor/stopped_updates", 0.0) - 1, 0) / updates)
         actor, critic, reference = self.actor, self.critic, self.reference
         policy = forward_operations(actor.config, lengths, "lm", actor.lora, responses)
         base = 0.0
@@ -91,10 +91,11 @@ class Utilisation:
             ends = np.where(texts, np.arange(1, texts.shape[1] + 1), 0).max(axis=1)
             trained += training_operations(actor.config, ends, "lm", actor.lora, texts.sum(axis=1))
         values, cost_values = (
-            0.0 if each is None else training_operations(each.config, lengths[learned], "scalar", each.lora)
-            for each in (critic, self.cost_critic)
+            0.0 if model is None else training_operations(model.config, lengths[learned], "scalar", model.lora)
+            for model in (critic, self.cost_critic)
         )
-        one_pass = "timing_s/ref" not in said and "timing_s/old_log_prob" in said  # the reference is the actor's base
+        # The reference is the actor's base.
+        one_pass = "timing_s/ref" not in metrics and "timing_s/old_log_prob" in metrics
         operations = {
             "actor": ("update_actor", computed * trained),
             "critic": ("update_critic", self.algorithm.epochs * values),
@@ -106,9 +107,9 @@ class Utilisation:
         least = {
             f"perf/mfu/{name}": (call, work / peak / self.devices[name]) for name, (call, work) in operations.items()
         }
-        if not isinstance(self.algorithm, ReMaxConfig) and said.get("dapo/rounds", 1) == 1:
+        if not isinstance(self.algorithm, ReMaxConfig) and metrics.get("dapo/rounds", 1) == 1:
             least["perf/roofline/gen"] = "gen", self._generation(self.peak.memory, peak, prompts, responses)
-        seconds = {name: (said.get(f"timing_s/{call}", 0.0), best) for name, (call, best) in least.items()}
+        seconds = {name: (metrics.get(f"timing_s/{call}", 0.0), best) for name, (call, best) in least.items()}
         return {name: best / taken for name, (taken, best) in seconds.items() if taken > 0}
 
     def _generation(self, memory: float, operations: float, prompts: Lengths, responses: Lengths) -> float:
@@ -129,11 +130,14 @@ def utilisation_of(
     actor: Model,
     models: Mapping[str, Model],
     algorithm: PolicyConfig,
-    where: Callable[[str], RolePlacement],
+    placement_of: Callable[[str], RolePlacement],
     compute: Compute,
 ) -> Utilisation:
-    """That of an actor, and of the critics and the reference that may be in `models`. where: role -> its places."""
-    meshes = {name: where(role)[method].mesh for name, (role, method) in CALLS.items()}
+    """Returns the utilisation of an actor, and of the critics and the reference that may be in `models`.
+
+    placement_of: role -> its placement.
+    """
+    meshes = {name: placement_of(role)[method].mesh for name, (role, method) in CALLS.items()}
     generating = meshes["gen"]
     others = ("critic", "cost_critic", "reference")
     return Utilisation(

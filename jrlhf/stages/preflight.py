@@ -75,10 +75,10 @@ def check_adapter(config: Config, actor: ModelConfig, mesh: Mesh) -> None:
 
 
 def _check_reward_model(path: str, key: str) -> None:
-    found = check_weights(path, key, head="scalar")
-    if found.head != "scalar":
+    checkpoint = check_weights(path, key, head="scalar")
+    if checkpoint.head != "scalar":
         raise UserError(
             f"{key}={path} is a language model, which has no head to score with: name a sequence classifier with one "
             "label, such as the reward_model/ of a run"
         )
-    reward_tokenizer(path, key, found.model)
+    reward_tokenizer(path, key, checkpoint.model)

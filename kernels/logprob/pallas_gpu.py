@@ -94,16 +94,16 @@ def token_logprobs(
 
 
 def _check_hopper() -> None:
-    found = target_platform()
-    if found == "gpu" and jax.default_backend() == "gpu":
+    platform = target_platform()
+    if platform == "gpu" and jax.default_backend() == "gpu":
         capability = jax.devices()[0].compute_capability
         if capability == "9.0":
             return
-        found = f"gpu with compute capability {capability}"
-    elif found == "gpu":
+        platform = f"gpu with compute capability {capability}"
+    elif platform == "gpu":
         return
     raise ValueError(
-        f"implementation='pallas_gpu' needs a Hopper GPU (compute capability 9.0), but this program is for {found}; "
+        f"implementation='pallas_gpu' needs a Hopper GPU (compute capability 9.0), but this program is for {platform}; "
         f"use implementation=None for the platform's default"
     )
 

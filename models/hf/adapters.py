@@ -193,8 +193,8 @@ def _check(settings: dict[str, Any], path: Path) -> HeadKind:
         raise ValueError(f"{path}: task_type={task!r} is not supported: known are {', '.join(_TASKS)}")
     head = "lm" if task is None else _TASKS[task]
     saved = settings.get("modules_to_save") or []
-    known = ("classifier", "score") if head == "scalar" else ()
-    if not isinstance(saved, list) or not all(module in known for module in saved):
+    head_modules = ("classifier", "score") if head == "scalar" else ()
+    if not isinstance(saved, list) or not all(module in head_modules for module in saved):
         raise ValueError(
             f"{path}: modules_to_save={saved!r} is not supported: beside an adapter only `score` can be trained, for "
             "task_type SEQ_CLS"

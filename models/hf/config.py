@@ -69,9 +69,9 @@ class Family:
 
 # What a null stands for, from the fields that are known already.
 _FILLED: Mapping[str, Callable[[dict[str, Any]], int]] = {
-    "num_key_value_heads": lambda known: known["heads"],
-    "head_dim": lambda known: known["embed"] // known["heads"],
-    "n_inner": lambda known: 4 * known["embed"],
+    "num_key_value_heads": lambda values: values["heads"],
+    "head_dim": lambda values: values["embed"] // values["heads"],
+    "n_inner": lambda values: 4 * values["embed"],
 }
 
 
@@ -156,11 +156,11 @@ def _known_family(raw: Json) -> str:
 
 
 def _head(raw: Json, family: Family) -> HeadKind:
-    known: dict[str, HeadKind] = {family.causal: "lm", family.backbone: "lm", family.classifier: "scalar"}
+    heads: dict[str, HeadKind] = {family.causal: "lm", family.backbone: "lm", family.classifier: "scalar"}
     architectures = raw.get("architectures") or [family.causal]
-    if architectures not in ([name] for name in known):
-        raise ValueError(f"architectures {architectures} are not supported: known are {', '.join(known)}")
-    head = known[architectures[0]]
+    if architectures not in ([name] for name in heads):
+        raise ValueError(f"architectures {architectures} are not supported: known are {', '.join(heads)}")
+    head = heads[architectures[0]]
     names = raw.get("id2label") or {"0": "LABEL_0", "1": "LABEL_1"}  # two labels unless it says otherwise
     if not isinstance(names, dict):
         raise ValueError(f"id2label {names!r} must be an object")
@@ -177,15 +177,15 @@ def model_of(raw: Json, family: str) -> ModelConfig:
     if (family == "gpt2" or values["head_dim"] is None) and (heads < 1 or embed % heads):
         keys = f"{kind.keys['embed']} {embed} cannot be divided by {kind.keys['heads']} {heads}"
         raise ValueError(keys if family == "gpt2" else f"{keys}, and no head_dim is given")
-    known = dict(kind.constants)
+    settings = dict(kind.constants)
     for name, key in kind.keys.items():
-        known[name] = values.field(name, key, known)
+        settings[name] = values.field(name, key, settings)
     if family == "gpt2":
-        return ModelConfig(**known, **_gpt2(values, embed, heads))
-    known.setdefault("output_bias", "attention_bias" in kind.keys.values() and known["qkv_bias"])
-    windows = _windows(values, family, known["layers"])
-    known |= windows | _positions(values, family, local=windows["window"] is not None)
-    return ModelConfig(**known, **(_gemma(values, family, embed) if family in _GEMMAS else {}))
+        return ModelConfig(**settings, **_gpt2(values, embed, heads))
+    settings.setdefault("output_bias", "attention_bias" in kind.keys.values() and settings["qkv_bias"])
+    windows = _windows(values, family, settings["layers"])
+    settings |= windows | _positions(values, family, local=windows["window"] is not None)
+    return ModelConfig(**settings, **(_gemma(values, family, embed) if family in _GEMMAS else {}))
 
 
 def _gpt2(values: "_Values", embed: int, heads: int) -> dict[str, Any]:
@@ -231,11 +231,11 @@ class _Values:
             raise ValueError(f"{key} {value!r} must be true or false")
         return value
 
-    def field(self, name: str, key: str, known: dict[str, Any]) -> Any:
-        """A field of ModelConfig, checked for its type. known: the fields that were read before."""
+    def field(self, name: str, key: str, settings: dict[str, Any]) -> Any:
+        """A field of ModelConfig, checked for its type. settings: the fields that were read before."""
         kind = _TYPES[name]
         if self[key] is None and key in _FILLED:
-            return _FILLED[key](known)
+            return _FILLED[key](settings)
         if kind is bool:
             return self.flag(key)
         if kind is int:
@@ -374,8 +374,8 @@ def _scaling(parameters: Json, original: Any, values: _Values) -> RopeScaling | 
 
 def _eos_ids(raw: Json, defaults: Json, model: ModelConfig) -> tuple[int, ...]:
     ids = raw.get("eos_token_id", defaults.get("eos_token_id"))
-    known = (_token_id("eos_token_id", token, model) for token in (ids if isinstance(ids, list) else [ids]))
-    return tuple(token for token in known if token is not None)
+    tokens = (_token_id("eos_token_id", token, model) for token in (ids if isinstance(ids, list) else [ids]))
+    return tuple(token for token in tokens if token is not None)
 
 
 def _token_id(key: str, token: Any, model: ModelConfig) -> int | None:

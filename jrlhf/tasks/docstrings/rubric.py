@@ -101,11 +101,11 @@ _SUFFIXES = (
 class Rubric:
     """Scores a summary line for a signature. It knows only the words of a corpus.
 
-    known: stems of every word in the corpus' summaries and signatures.
+    vocabulary: stems of every word in the corpus' summaries and signatures.
     common: stems that more than one summary in a hundred has, such as those of "value", "given" and "list".
     """
 
-    known: frozenset[str]
+    vocabulary: frozenset[str]
     common: frozenset[str]
 
     @classmethod
@@ -133,10 +133,10 @@ class Rubric:
         """
         subject = _subject(signature)
         used = words(summary)
-        known = [stem(word) in self.known or any(_contains(part, word) for part in subject) for word in used]
-        unknown = known.count(False) + summary.count("\ufffd")  # what decoding makes of bytes that are no text
+        is_known = [stem(word) in self.vocabulary or any(_contains(part, word) for part in subject) for word in used]
+        unknown = is_known.count(False) + summary.count("\ufffd")  # what decoding makes of bytes that are no text
         specific = {
-            stem(word) for word, is_word in zip(used, known, strict=True) if is_word and _speaks_of(subject, word)
+            stem(word) for word, is_word in zip(used, is_known, strict=True) if is_word and _speaks_of(subject, word)
         }
         return {
             "one_line": float(summary.strip() != "" and "\n" not in summary),

@@ -87,8 +87,8 @@ def encode_split(tokenizer: Tokenizer, examples: Sequence[Example], data: DataCo
         for example, (prompt, response) in zip(examples, encode_examples(tokenizer, examples), strict=True)
         if fits(prompt, response, data)
     ]
-    kept, prompts, responses = zip(*rows, strict=True) if rows else ((), (), ())
-    return Split(kept, prompts, responses, len(examples) - len(kept))
+    survivors, prompts, responses = zip(*rows, strict=True) if rows else ((), (), ())
+    return Split(survivors, prompts, responses, len(examples) - len(survivors))
 
 
 def encode_examples(tokenizer: Tokenizer, examples: Sequence[Example]) -> list[tuple[Ids, Ids]]:

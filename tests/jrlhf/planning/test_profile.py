@@ -118,7 +118,7 @@ def test_files(tmp_path: Path):
 def test_what_is_known_is_not_measured_again(monkeypatch: pytest.MonkeyPatch):
     devices, messages = jax.devices()[:4], []
     profile = replace(invented(), device=devices[0].device_kind, version=jax.__version__)
-    assert profiles.measure(WORK, devices, known=profile, say=messages.append) == profile
+    assert profiles.measure(WORK, devices, profile=profile, say=messages.append) == profile
     assert messages == []
     taken = []
 
@@ -129,7 +129,7 @@ def test_what_is_known_is_not_measured_again(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(measure, "seconds", seconds)
     monkeypatch.setattr(measure, "layers", lambda *_, **__: None)
     fewer = {name: curve for name, curve in profile.curves.items() if "train full" not in name}
-    result = profiles.measure(WORK, devices, known=replace(profile, curves=fewer), say=messages.append)
+    result = profiles.measure(WORK, devices, profile=replace(profile, curves=fewer), say=messages.append)
     assert len(messages) == 1 and "train full" in messages[0]
     assert set(dict(result.curves[messages[0]]).values()) == {2.0}  # less what an empty program takes
     assert taken == [1 + len(result.curves[messages[0]])]
