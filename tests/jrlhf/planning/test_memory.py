@@ -85,7 +85,7 @@ def at(fsdp: int, tensor: int, layout: LayoutName = "train") -> Placement:
 def test_memory_of_a_compiled_call_is_as_predicted(case):
     said, found = predicted(case, CPU), compiled(case, jax.devices(), CPU)
     assert within(said, found), (said, found)
-    assert said.held == pytest.approx(found.held, rel=0.01)  # states are exact, inputs all but
+    assert said.buffers == pytest.approx(found.buffers, rel=0.01)  # states are exact, inputs all but
 
 
 @pytest.mark.full
@@ -104,9 +104,9 @@ def test_memory_of_programs_for_other_hardware_is_as_predicted(target, backend):
     assert len(record["results"]) >= 20
     for each in record["results"]:
         case = cases[id_of(each)]
-        said, found = predicted(case, backend), Found(**each["compiled"])
+        said, found = predicted(case, backend), Found.of(each["compiled"])
         assert within(said, found), (case, said, found)
-        assert said.total == pytest.approx(Found(**each["predicted"]).total, rel=1e-3), f"measure {target} again"
+        assert said.total == pytest.approx(Found.of(each["predicted"]).total, rel=1e-3), f"measure {target} again"
 
 
 NOTHING = Found(1, 1)
