@@ -120,7 +120,7 @@ def plan(sizes: Sizes, mesh: Mesh, top: Ceilings, device: Device) -> list[Part]:
         decode(small, middle, 25),
         train(*main_shape, "full"),
         Part("iteration", f"{small[0]} x {batch} x {prompt} + {response}", 120, whole),
-        *(logprob(each) for each in implementations(device)),
+        *(logprob(name) for name in implementations(device)),
         decode(large, middle, 45),
         *(train(*shape, "full") for shape in more_shapes),
         *(decode(small, batch, 30) for batch in others),
@@ -132,36 +132,36 @@ def plan(sizes: Sizes, mesh: Mesh, top: Ceilings, device: Device) -> list[Part]:
 
 
 def implementations(device: Device) -> list[Implementation]:
-    """Of the log-probability op, those that run on this device; the one that keeps all logits last."""
+    """The implementations of the log-probability op that run on this device; the one that keeps all logits last."""
     platform = f"_{device.platform}"
-    names = [each for each in get_args(Implementation) if not each.startswith("pallas_") or each.endswith(platform)]
-    return sorted(names, key=lambda each: each == "reference")
+    names = [name for name in get_args(Implementation) if not name.startswith("pallas_") or name.endswith(platform)]
+    return sorted(names, key=lambda name: name == "reference")
 
 
 def attempt(part: Part, seconds_left: float) -> Row:
     """The part's row, or one that says why there is none: every other part is still measured."""
-    said = {"part": part.name, "shape": part.shape}
+    row = {"part": part.name, "shape": part.shape}
     if part.expected > seconds_left:
-        return said | {"error": NO_TIME}
+        return row | {"error": NO_TIME}
     try:
-        return said | digits(part.measure())
+        return row | digits(part.measure())
     except Exception as error:
         if "RESOURCE_EXHAUSTED" in str(error):
-            return said | {"error": "out of memory"}
-        return said | {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"}
+            return row | {"error": "out of memory"}
+        return row | {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"}
 
 
 def merged(rows: Sequence[Row], path: Path) -> list[Row]:
     """The file's rows and these in their places; one for which there was no time replaces none."""
-    found = joined(path, [row for row in rows if row.get("error") != NO_TIME], ROW)
-    there = [[row[name] for name in ROW] for row in found]
-    return found + [row for row in rows if [row[name] for name in ROW] not in there]
+    merged_rows = joined(path, [row for row in rows if row.get("error") != NO_TIME], ROW)
+    there = [[row[name] for name in ROW] for row in merged_rows]
+    return merged_rows + [row for row in rows if [row[name] for name in ROW] not in there]
 
 
 def digits(value: Any) -> Any:
     """Floats to five digits: what differs from run to run is not written down."""
     if isinstance(value, dict):
-        return {name: digits(each) for name, each in value.items()}
+        return {name: digits(entry) for name, entry in value.items()}
     return float(f"{value:.5g}") if isinstance(value, float) else value
 
 
@@ -197,8 +197,8 @@ def main(sizes: Sizes, chosen: Sequence[str], seconds: float, path: Path | None)
     with jax.set_mesh(mesh):
         top = parts.ceilings(peak, **sizes.ceilings)
         print(f"ceilings: copy {top.copy / TERA:.3g} TB/s, matmul {top.matmul / TERA:.4g} TFLOP/s", flush=True)
-        found = digits({"copy_tb_s": top.copy / TERA, "matmul_tflops": top.matmul / TERA})
-        record: dict[str, object] = {"benchmark": "accelerator", "hardware": hardware(device), "ceilings": found}
+        ceilings = digits({"copy_tb_s": top.copy / TERA, "matmul_tflops": top.matmul / TERA})
+        record: dict[str, object] = {"benchmark": "accelerator", "hardware": hardware(device), "ceilings": ceilings}
         if peak is not None:
             record["nominal"] = {"memory_tb_s": peak.memory / TERA, "bfloat16_tflops": peak.bfloat16 / TERA}
         for part in plan(sizes, mesh, top, device):

@@ -51,7 +51,7 @@ def measure(directory: Path, algorithm: str, seed: int) -> dict[str, Any]:
     subprocess.run([*command, f"run_dir={directory}"], check=True)
     seconds, cpu_seconds = time.perf_counter() - began, _cpu_seconds() - used
     heldout = read_summary(directory / name)["held_out"]
-    records = [each for each in read_metrics(directory / name) if each["stage"] == algorithm]
+    records = [record for record in read_metrics(directory / name) if record["stage"] == algorithm]
     return {
         "algorithm": algorithm,
         "seed": seed,
@@ -64,8 +64,8 @@ def measure(directory: Path, algorithm: str, seed: int) -> dict[str, Any]:
         "cpu_seconds": cpu_seconds,
         "load": load,
         "iterations": len(records),
-        "seconds_per_iteration": statistics.median(each["timing_s/step"] for each in records[1:]),
-        "training_accuracy": [each["critic/score/mean"] for each in records],
+        "seconds_per_iteration": statistics.median(record["timing_s/step"] for record in records[1:]),
+        "training_accuracy": [record["critic/score/mean"] for record in records],
     }
 
 
@@ -79,7 +79,7 @@ def table(runs: list[dict[str, Any]]) -> str:
 
 
 def _cpu_seconds() -> float:
-    """Of all processes that this one has started and that have ended."""
+    """CPU seconds of all processes that this one has started and that have ended."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 

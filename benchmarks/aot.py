@@ -85,7 +85,7 @@ class Setup:
 
     @property
     def sampling(self) -> SamplingConfig:
-        """As in a run, but for stop tokens, which come with a tokenizer: which they are is of no matter here."""
+        """A run's settings, but for stop tokens, which come with a tokenizer: which they are does not matter here."""
         sampling = self.config.sampling
         return SamplingConfig(
             max_new_tokens=self.config.data.max_response,
@@ -108,22 +108,22 @@ class Setup:
     @property
     def experience(self) -> Shapes:
         version: Any = jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(self.mesh, P()))
-        flat, each = self.rows(), self.rows(self.length, dtype=jnp.float32)
+        flat, floats = self.rows(), self.rows(self.length, dtype=jnp.float32)
         return Experience(
             tokens=self.rows(self.length),
             prompt_lengths=flat,
             response_lengths=flat,
-            logprobs=each,
+            logprobs=floats,
             finished=self.rows(dtype=jnp.bool_),
             version=version,
             scores=self.rows(dtype=jnp.float32),
             response_mask=self.rows(self.length, dtype=jnp.bool_),
-            old_logprobs=each,
-            ref_logprobs=each,
-            values=each,
-            rewards=each,
-            advantages=each,
-            returns=each,
+            old_logprobs=floats,
+            ref_logprobs=floats,
+            values=floats,
+            rewards=floats,
+            advantages=floats,
+            returns=floats,
         )
 
 
@@ -143,7 +143,7 @@ def switch(setup: Setup) -> Program:
     actor = setup.models["actor"]
     weights = whole_weights(actor, setup.mesh)
     lowered = lower_reshard(weights, param_shardings(actor, setup.mesh, GENERATE), dtype=setup.compute.dtype)
-    return Program(lowered, max(device_bytes(each.in_avals) for each in lowered))
+    return Program(lowered, max(device_bytes(stage.in_avals) for stage in lowered))
 
 
 def generate(setup: Setup) -> Program:
@@ -180,9 +180,9 @@ def train_actor(setup: Setup) -> Program:
     """All the actor's updates on a rollout."""
     actor, section = setup.models["actor"], setup.config.rl
     optimizer = adamw(section.actor, updates=1)
-    where = Architecture(actor), setup.mesh, setup.compute
-    how = {"temperature": setup.config.sampling.temperature, "responses": setup.sampling.max_new_tokens}
-    function = compiled.actor_step(*where, optimizer, section.algorithm, **how)
+    setting = Architecture(actor), setup.mesh, setup.compute
+    settings = {"temperature": setup.config.sampling.temperature, "responses": setup.sampling.max_new_tokens}
+    function = compiled.actor_step(*setting, optimizer, section.algorithm, **settings)
     state = train_state(section.actor, whole_weights(actor, setup.mesh), setup.mesh)
     return Program([function.lower(state, setup.experience)], device_bytes(state))
 
@@ -266,17 +266,17 @@ def measured(name: str, setup: Setup, memory: int) -> dict[str, Any]:
     with jax.set_mesh(setup.mesh):
         program = PROGRAMS[name](setup)
     start = time.perf_counter()
-    compiled = [(each.compile(), count) for each, count in distinct(program.lowered)]
+    compiled = [(stage.compile(), count) for stage, count in distinct(program.lowered)]
     seconds = time.perf_counter() - start
-    stats: list[tuple[Any, int]] = [(each.memory_analysis(), count) for each, count in compiled]
+    stats: list[tuple[Any, int]] = [(executable.memory_analysis(), count) for executable, count in compiled]
     arguments = max(stat.argument_size_in_bytes for stat, _ in stats)  # one after the other, what they make stays
     outputs = sum(stat.output_size_in_bytes * count for stat, count in stats)
     alias = sum(stat.alias_size_in_bytes * count for stat, count in stats)
     temp = max(stat.temp_size_in_bytes for stat, _ in stats)
     peak = held(setup) - program.resident + arguments + outputs - alias + temp
     traffic: dict[str, Traffic] = {}
-    for each, count in compiled:
-        for kind, met in collective_traffic(each).items():
+    for executable, count in compiled:
+        for kind, met in collective_traffic(executable).items():
             traffic[kind] = sum([met] * count, traffic.get(kind, Traffic()))
     largest = loops(compiled[0][0])[:1]
     return {
@@ -298,9 +298,9 @@ def measured(name: str, setup: Setup, memory: int) -> dict[str, Any]:
 def distinct(lowered: Sequence[Lowered]) -> list[tuple[Lowered, int]]:
     """One of each kind, and how many are alike: groups of layers that differ in nothing but their indices."""
     kinds: dict[Any, list[Lowered]] = {}
-    for each in lowered:
-        shapes = [(x.shape, str(x.dtype)) for x in jax.tree.leaves((each.in_avals, each.out_info))]
-        kinds.setdefault(str(shapes), []).append(each)
+    for stage in lowered:
+        shapes = [(x.shape, str(x.dtype)) for x in jax.tree.leaves((stage.in_avals, stage.out_info))]
+        kinds.setdefault(str(shapes), []).append(stage)
     return [(alike[0], len(alike)) for alike in kinds.values()]
 
 
@@ -315,8 +315,8 @@ def in_process_of_its_own(name: str, target: Target, arguments: Sequence[str], d
         return {"program": name, "fits": None, "error": f"not compiled within {deadline:.0f} s"}
     if done.returncode == 0:
         return json.loads(done.stdout.strip().splitlines()[-1])
-    said = [line for line in done.stderr.splitlines() if "rror" in line or "RESOURCE_EXHAUSTED" in line]
-    reason = said[-1] if said else f"exit code {done.returncode}"
+    errors = [line for line in done.stderr.splitlines() if "rror" in line or "RESOURCE_EXHAUSTED" in line]
+    reason = errors[-1] if errors else f"exit code {done.returncode}"
     fits = False if "RESOURCE_EXHAUSTED" in reason else None  # TPU programs that are too large do not compile
     return {"program": name, "fits": fits, "error": reason[:300]}
 
@@ -338,22 +338,22 @@ def table(results: Iterable[dict[str, Any]]) -> str:
     """One line a program; sizes in GB of 1e9 bytes."""
     head = " ".join(f"{name:>8}" for name in SIZES.values())
     lines = [f"{'GB':15} {head}  fits  compiled  collectives"]
-    for each in results:
-        if "error" in each:
-            lines.append(f"{each['program']:15} {each['error']}")
+    for result in results:
+        if "error" in result:
+            lines.append(f"{result['program']:15} {result['error']}")
             continue
-        sizes = " ".join(f"{each[kind] / GB:8.2f}" for kind in SIZES)
-        verdict = "yes" if each["fits"] else "NO"
-        met = [f"{kind} {one['count']}x {one['bytes'] / GB:.2f}" for kind, one in each["collectives"].items()]
-        seconds = f"{each['compile_seconds']:.0f} s"
-        lines.append(f"{each['program']:15} {sizes}  {verdict:4}  {seconds:>8}  {', '.join(met) or 'none'}")
+        sizes = " ".join(f"{result[kind] / GB:8.2f}" for kind in SIZES)
+        verdict = "yes" if result["fits"] else "NO"
+        met = [f"{kind} {one['count']}x {one['bytes'] / GB:.2f}" for kind, one in result["collectives"].items()]
+        seconds = f"{result['compile_seconds']:.0f} s"
+        lines.append(f"{result['program']:15} {sizes}  {verdict:4}  {seconds:>8}  {', '.join(met) or 'none'}")
     return "\n".join(lines)
 
 
 def merge(path: Path, record: dict[str, Any], key: dict[str, Any], results: Iterable[dict[str, Any]]) -> None:
     """Puts the results into the file, each in the place of an earlier one of its config and program."""
-    found = joined(path, [key | each for each in results], ("config", "program"))
-    write(path, {**record, "results": sorted(found, key=lambda each: each["config"])})
+    merged = joined(path, [key | result for result in results], ("config", "program"))
+    write(path, {**record, "results": sorted(merged, key=lambda result: result["config"])})
 
 
 def main(options: argparse.Namespace) -> None:

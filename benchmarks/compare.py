@@ -138,8 +138,8 @@ def is_quiet(seconds: float, others: float) -> bool:
 def pairs(round_: Round, variant: str) -> list[float]:
     """The peer's time over ours, of the repeats beside each other that both had the machine to themselves."""
     ours, theirs = round_[OURS], round_[variant]
-    kept = map(all, zip(ours.quiet, theirs.quiet, strict=True))
-    return list(compress((b / a for a, b in zip(ours.seconds, theirs.seconds, strict=True)), kept))
+    both_quiet = map(all, zip(ours.quiet, theirs.quiet, strict=True))
+    return list(compress((b / a for a, b in zip(ours.seconds, theirs.seconds, strict=True)), both_quiet))
 
 
 def valid(rounds: Sequence[Round]) -> list[Round]:
@@ -205,17 +205,18 @@ def show_same(ours: Side, theirs: Side, job: Job) -> dict[str, float]:
     """
     for side in (ours, theirs):
         side.run(job)
-    found = differences(*(np.load(Path(job.directory) / f"{name}.npz") for name in ("ours", "peer")))
+    deviations = differences(*(np.load(Path(job.directory) / f"{name}.npz") for name in ("ours", "peer")))
     print(
-        f"same weights: log-probabilities differ by at most {found['logprobs']:.1e}, values by {found['values']:.1e}, "
-        f"{found['greedy_equal']:.0%} of greedy responses are equal"
+        f"same weights: log-probabilities differ by at most {deviations['logprobs']:.1e}, "
+        f"values by {deviations['values']:.1e}, "
+        f"{deviations['greedy_equal']:.0%} of greedy responses are equal"
     )
-    if not max(found["logprobs"], found["values"]) <= TOLERANCE or found["greedy_equal"] < LEAST_EQUAL:
+    if not max(deviations["logprobs"], deviations["values"]) <= TOLERANCE or deviations["greedy_equal"] < LEAST_EQUAL:
         raise CompareError(
-            f"the sides do not compute the same: {found}; differences must be below {TOLERANCE}, and "
+            f"the sides do not compute the same: {deviations}; differences must be below {TOLERANCE}, and "
             f"{LEAST_EQUAL:.0%} of greedy responses equal"
         )
-    return found
+    return deviations
 
 
 def alternate(
@@ -227,20 +228,23 @@ def alternate(
     for number in range(rounds):
         results = take_turns(dict(reversed(jobs) if number % 2 else jobs))  # no side always comes first
         versions |= {"ours": results[OURS]["versions"], "peer": results[variants[0]]["versions"]}
-        found: dict[str, Repeats] = {}
+        round_: dict[str, Repeats] = {}
         for name, result in results.items():
             seconds, others = tuple(result["seconds"]), tuple(result["others"])
-            found[name] = Repeats(seconds, (0.0,) * len(others) if keep_all else others)
-            kept = found[name].kept
-            middle = f"median {median(kept):.4f} s" if kept else "none kept"
-            print(f"  round {number + 1}, {name}: {middle}, {len(kept)} of {len(others)} repeats kept", flush=True)
-        measured.append(found)
+            round_[name] = Repeats(seconds, (0.0,) * len(others) if keep_all else others)
+            quiet_seconds = round_[name].kept
+            middle = f"median {median(quiet_seconds):.4f} s" if quiet_seconds else "none kept"
+            print(
+                f"  round {number + 1}, {name}: {middle}, {len(quiet_seconds)} of {len(others)} repeats kept",
+                flush=True,
+            )
+        measured.append(round_)
     return measured
 
 
 def summary(comparison: Comparison, job: Job, rounds: Sequence[Round]) -> dict[str, Any]:
     """Ratios and rates of the rounds that are not void, printed and as the file has them."""
-    kept = valid(rounds)
+    valid_rounds = valid(rounds)
     record: dict[str, Any] = {
         **asdict(comparison),
         "settings": SETTINGS,
@@ -248,19 +252,20 @@ def summary(comparison: Comparison, job: Job, rounds: Sequence[Round]) -> dict[s
         "response": job.response,
         "operations": operations(comparison.case, job.shape, job.batch, job.prompt, job.response),
         "rounds": [{name: asdict(repeats) for name, repeats in round_.items()} for round_ in rounds],
-        "void_rounds": len(rounds) - len(kept),
+        "void_rounds": len(rounds) - len(valid_rounds),
     }
-    if len(kept) < len(rounds):
-        print(f"  {len(rounds) - len(kept)} of {len(rounds)} rounds are void: other processes used the machine")
-    if not kept:
+    if len(valid_rounds) < len(rounds):
+        print(f"  {len(rounds) - len(valid_rounds)} of {len(rounds)} rounds are void: other processes used the machine")
+    if not valid_rounds:
         return record
-    work, seconds = record["operations"], Spread.of([each for round_ in kept for each in round_[OURS].kept])
+    work = record["operations"]
+    seconds = Spread.of([duration for round_ in valid_rounds for duration in round_[OURS].kept])
     best = fastest(rounds, comparison.variants)
     spreads = {variant: Spread.of(ratios(rounds, variant)) for variant in comparison.variants}
     print(f"  jrlhf: {work / 1e9:.3g} GFLOP, at {work / seconds.median / 1e9:.3g} GFLOP/s")
     for variant, spread in spreads.items():
         mark = "  <- its fastest" if variant == best and len(spreads) > 1 else ""
-        print(f"  ratio to {variant}: {spread} over {len(kept)} rounds{mark}")
+        print(f"  ratio to {variant}: {spread} over {len(valid_rounds)} rounds{mark}")
     return record | {
         "operations_a_second": work / seconds.median,
         "ratios": {variant: asdict(spread) for variant, spread in spreads.items()},
@@ -283,8 +288,10 @@ def compare(name: str, python: Path, *, small: bool, case: str | None, rounds: i
         theirs = Side(python, name.replace("-", "_"), Path(directory))
         job = Job("export", directory, shape, 8, PROMPT, response, repeats=repeats)
         ours.run(job)
-        comparisons = [each for each in PEERS[name].comparisons if case in (None, each.case)]
-        same = show_same(ours, theirs, replace(job, case="check", devices=max(each.devices for each in comparisons)))
+        comparisons = [comparison for comparison in PEERS[name].comparisons if case in (None, comparison.case)]
+        same = show_same(
+            ours, theirs, replace(job, case="check", devices=max(comparison.devices for comparison in comparisons))
+        )
         results = []
         for comparison in comparisons:
             task = replace(job, case=comparison.case, batch=comparison.batch, devices=comparison.devices)
@@ -312,7 +319,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.venv is not None and not (options.venv / "bin" / "python").is_file():
         parser.error(f"--venv {options.venv}: there is no bin/python in it")
-    cases = sorted({each.case for each in PEERS[options.peer].comparisons})
+    cases = sorted({comparison.case for comparison in PEERS[options.peer].comparisons})
     if options.case not in (None, *cases):
         parser.error(f"--case {options.case}: with {options.peer} only {' and '.join(cases)} can be compared")
     return options
@@ -328,33 +335,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
             else (options.venv.absolute() / "bin" / "python")
         )
         counts = {"rounds": options.rounds, "repeats": options.repeats}
-        found = compare(options.peer, python, small=options.small, case=options.case, **counts)
+        outcome = compare(options.peer, python, small=options.small, case=options.case, **counts)
     except CompareError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     if options.small:
         print("tiny shapes, and no repeat was dropped: that it runs is all that this says")
         return 0
-    unmeasured = [result for result in found["results"] if "ratios" not in result]
+    unmeasured = [result for result in outcome["results"] if "ratios" not in result]
     if unmeasured:
         print("error: other processes used the machine in every round; nothing is written", file=sys.stderr)
         return 1
-    several = len({each.case for each in PEERS[options.peer].comparisons}) > 1
+    several = len({comparison.case for comparison in PEERS[options.peer].comparisons}) > 1
     name = f"{options.peer}-{options.case}" if options.case is not None and several else options.peer
-    write_record(options.peer, name, found, arguments)
+    write_record(options.peer, name, outcome, arguments)
     return 0
 
 
 def without_venv(arguments: Sequence[str]) -> list[str]:
     """The arguments as they would be elsewhere: where an environment lies is this machine's affair."""
-    kept = [each for each in arguments if not each.startswith("--venv=")]
-    if "--venv" in kept:
-        at = kept.index("--venv")
-        del kept[at : at + 2]
-    return kept
+    rest = [argument for argument in arguments if not argument.startswith("--venv=")]
+    if "--venv" in rest:
+        at = rest.index("--venv")
+        del rest[at : at + 2]
+    return rest
 
 
-def write_record(peer: str, name: str, found: dict[str, Any], arguments: Sequence[str] | None) -> None:
+def write_record(peer: str, name: str, outcome: dict[str, Any], arguments: Sequence[str] | None) -> None:
     import jax  # not before: the processes have the machine to themselves
 
     from benchmarks.records import RESULTS, hardware, provenance, write
@@ -364,9 +371,9 @@ def write_record(peer: str, name: str, found: dict[str, Any], arguments: Sequenc
     given = provenance()
     given_arguments = sys.argv[1:] if arguments is None else arguments
     command = shlex.join(["python", "-m", "benchmarks.compare", *without_venv(given_arguments)])
-    versions = found.pop("versions") | {"python": given.pop("versions")}
+    versions = outcome.pop("versions") | {"python": given.pop("versions")}
     record = {"benchmark": "compare", "peer": peer, "command": command, "hardware": hardware(jax.devices()[0])}
-    write(path, record | given | {"versions": versions} | found)
+    write(path, record | given | {"versions": versions} | outcome)
     print(f"wrote {path}")
 
 

@@ -45,23 +45,23 @@ def reference_table() -> str:
     return HEADING + "\n".join(tables)
 
 
-def _tables(path: str, cls: Any, known: Any = None) -> Iterator[str]:
-    """Yields the table of a section, then those of the sections in it. known: a class whose settings are left out."""
+def _tables(path: str, cls: Any, base: Any = None) -> Iterator[str]:
+    """Yields the table of a section, then those of the sections in it. base: a class whose settings are left out."""
     rows, descriptions, hints = [], _descriptions(cls), get_type_hints(cls)
-    inner: dict[tuple[Any, Any], list[str]] = {}  # (section, its known class) -> the keys that are such a section
+    inner: dict[tuple[Any, Any], list[str]] = {}  # (section, its base class) -> the keys that are such a section
     for item in dataclasses.fields(cls):
         if "from" in item.metadata or "table" in item.metadata:
             continue
         kind, key = hints[item.name], f"{path}.{item.name}".lstrip(".")
         kinds = [kind, *get_args(kind)]
-        sections: list[Any] = [each for each in kinds if dataclasses.is_dataclass(each)]
+        sections: list[Any] = [part for part in kinds if dataclasses.is_dataclass(part)]
         for section in sections:
-            same = None if known is None else get_type_hints(known).get(item.name)
+            same = None if base is None else get_type_hints(base).get(item.name)
             inner.setdefault((section, same), []).append(f"{key}[]" if get_origin(kind) is tuple else key)
         default = default_of(cls, item.name)
-        shared = known is not None and item.name in known.__dataclass_fields__
-        if not sections and not (shared and default_of(known, item.name) == default):
-            choices = [str(choice) for each in kinds if get_origin(each) is Literal for choice in get_args(each)]
+        shared = base is not None and item.name in base.__dataclass_fields__
+        if not sections and not (shared and default_of(base, item.name) == default):
+            choices = [str(choice) for part in kinds if get_origin(part) is Literal for choice in get_args(part)]
             allowed = f" ({', '.join(choices)})" if choices else ""
             rows.append(f"| `{item.name}` | `{json.dumps(default)}` | {descriptions.get(item.name, '')}{allowed} |")
     if rows:
@@ -76,11 +76,11 @@ def _tables(path: str, cls: Any, known: Any = None) -> Iterator[str]:
 
 def _descriptions(cls: Any) -> dict[str, str]:
     """Returns field -> description; a class that only changes a default keeps the description of the class above."""
-    found: dict[str, str] = {}
+    descriptions: dict[str, str] = {}
     for base in reversed(cls.__mro__):
         if base.__dict__.get("__dataclass_fields__") and base.__module__.startswith("jrlhf"):
-            found |= {name: text for name, text in _described(base) if text}
-    return found
+            descriptions |= {name: text for name, text in _described(base) if text}
+    return descriptions
 
 
 def _described(cls: type) -> Iterator[tuple[str, str]]:

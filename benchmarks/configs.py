@@ -98,14 +98,14 @@ def summary(metrics: Sequence[dict[str, Any]]) -> dict[str, object]:
     """What the iterations say: seconds, GB of 1e9 bytes, tokens a second."""
     first, settled = metrics[0], metrics[SETTLING:]
     calls = [name for name in first if name.startswith("timing_s/")]
-    seconds = {name.removeprefix("timing_s/"): median(each[name] for each in settled) for name in calls}
+    seconds = {name.removeprefix("timing_s/"): median(record[name] for record in settled) for name in calls}
     beyond = sum(first[name] for name in calls if name != "timing_s/step") - sum(seconds.values()) + seconds["step"]
-    memory = [each["perf/max_memory_allocated_gb"] for each in metrics if "perf/max_memory_allocated_gb" in each]
+    memory = [record["perf/max_memory_allocated_gb"] for record in metrics if "perf/max_memory_allocated_gb" in record]
     return {
-        "iterations": [each["step"] for each in settled],
+        "iterations": [record["step"] for record in settled],
         "seconds": {name: round(value, 4) for name, value in seconds.items()},
-        "tokens": median(each["perf/total_num_tokens"] for each in settled),
-        "tokens_a_second": round(median(each["perf/throughput"] for each in settled), 1),
+        "tokens": median(record["perf/total_num_tokens"] for record in settled),
+        "tokens_a_second": round(median(record["perf/throughput"] for record in settled), 1),
         **({"most_memory_gb": round(max(memory), 2)} if memory else {}),  # a CPU does not tell
         "first_iteration": round(first["timing_s/step"], 1),
         "first_iteration_compiling": round(beyond, 1),
@@ -126,7 +126,7 @@ def merge(path: Path, device: str, result: dict[str, Any]) -> None:
     """Puts the result among the file's, in the place of one of the same name."""
     others = json.loads(path.read_text())["results"] if path.exists() else []
     results = sorted(
-        [each for each in others if each["name"] != result["name"]] + [result], key=lambda each: each["name"]
+        [other for other in others if other["name"] != result["name"]] + [result], key=lambda record: record["name"]
     )
     write(path, {"benchmark": "configs", "hardware": device, "results": results})
 
@@ -150,10 +150,10 @@ def main(name: str, given: Sequence[str], iterations: int, small: bool) -> None:
         writer.join()
         if writer.exitcode != 0:
             raise SystemExit(f"writing the model ended with exit code {writer.exitcode}")
-        made = [f"model.path={directory}", f"data.prompts.path={rows}", f"run_dir={temporary}"]
-        made += ["evaluation.every=null", "evaluation.temperature=null"]  # no validation
+        overrides = [f"model.path={directory}", f"data.prompts.path={rows}", f"run_dir={temporary}"]
+        overrides += ["evaluation.every=null", "evaluation.temperature=null"]  # no validation
         run = Path(temporary) / load_config(name, own).name
-        train(name, [*own, *made], run, iterations)
+        train(name, [*own, *overrides], run, iterations)
         metrics = read_metrics(run)[:iterations]
     result = {
         "name": run.name,

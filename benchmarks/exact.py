@@ -44,19 +44,22 @@ class _Search:
         for call in calls:
             for option in sorted(choices[call], key=lambda option, call=call: simulator.seconds[call][option]):
                 self.there[call].setdefault(simulator.options[call][option].devices, []).append(option)
-        known = sorted({each for found in self.there for each in found})
-        groups = segments(known)
+        slices = sorted({devices for by_slice in self.there for devices in by_slice})
+        groups = segments(slices)
         self.devices = sum(group.count for group in groups)
-        self.covers = {each: [index for index, group in enumerate(groups) if group.overlaps(each)] for each in known}
+        self.covers = {
+            devices: [index for index, group in enumerate(groups) if group.overlaps(devices)] for devices in slices
+        }
         fastest = [
-            {each: simulator.seconds[call][options[0]] for each, options in self.there[call].items()} for call in calls
+            {devices: simulator.seconds[call][options[0]] for devices, options in self.there[call].items()}
+            for call in calls
         ]
         self.fastest = fastest
-        self.area = [min(seconds * each.count for each, seconds in fastest[call].items()) for call in calls]
+        self.area = [min(seconds * devices.count for devices, seconds in fastest[call].items()) for call in calls]
         self.order = sorted(calls, key=lambda call: -self.area[call])
         self.cycles = _cycles(simulator)
         # What is decided so far, or the least.
-        self.where: list[Slice] = [known[0] for _ in calls]
+        self.where: list[Slice] = [slices[0] for _ in calls]
         self.seconds = [min(fastest[call].values()) for call in calls]
         self.work = [[0.0] * len(groups) for _ in calls]  # of each call, on each group of devices
         self.choice = [0 for _ in calls]
@@ -69,11 +72,11 @@ class _Search:
             return
         call = self.order[depth]
         least, area = self.seconds[call], self.area[call]
-        for where, seconds in self.fastest[call].items():
+        for devices, seconds in self.fastest[call].items():
             self.nodes += 1
-            self.where[call], self.seconds[call], self.area[call] = where, seconds, seconds * where.count
+            self.where[call], self.seconds[call], self.area[call] = devices, seconds, seconds * devices.count
             self._work(call, seconds)
-            if self._bound() < self.below and nested([self.where[each] for each in self.order[: depth + 1]]):
+            if self._bound() < self.below and nested([self.where[decided] for decided in self.order[: depth + 1]]):
                 self.slices(depth + 1)
         self.seconds[call], self.area[call] = least, area
         self._work(call, 0.0)
@@ -82,9 +85,9 @@ class _Search:
         """Decides the options of the calls from the `depth`-th on, in slices that are decided."""
         simulator = self.simulator
         if depth == len(self.order):
-            found, peak, runs = simulator.evaluate(self.choice)
-            if found < self.below and peak <= simulator.capacity and runs:
-                self.best, self.below = tuple(self.choice), found
+            seconds, peak, runs = simulator.evaluate(self.choice)
+            if seconds < self.below and peak <= simulator.capacity and runs:
+                self.best, self.below = tuple(self.choice), seconds
             return
         call = self.order[depth]
         covered, least = self.covers[self.where[call]], self.seconds[call]
@@ -127,12 +130,14 @@ class _Search:
 
 
 def _cycles(simulator: Simulator) -> list[tuple[list[int], list[int]]]:
-    """Of every training that ends an iteration, the paths to it from calls that wait for the one before.
+    """The paths to every training that ends an iteration, from calls that wait for the one before.
 
     With each path, all calls that lie between its first and its last, on it or not.
     """
     order = simulator.order
-    rank = {number: index for index, number in enumerate(index for index, found in enumerate(order.placed) if found)}
+    rank = {
+        number: index for index, number in enumerate(index for index, is_placed in enumerate(order.placed) if is_placed)
+    }
     paths: list[list[int]] = []
 
     def walk(number: int, path: list[int], end: int) -> None:
@@ -144,9 +149,9 @@ def _cycles(simulator: Simulator) -> list[tuple[list[int], list[int]]]:
 
     for end in order.last:
         walk(end, [], end)
-    found = []
+    cycles = []
     for path in paths:
-        between = {each for other in paths if (other[0], other[-1]) == (path[0], path[-1]) for each in other[1:-1]}
-        ranks = [[rank[each] for each in calls if order.placed[each]] for calls in (path, sorted(between))]
-        found.append((ranks[0], ranks[1]))
-    return found
+        between = {call for other in paths if (other[0], other[-1]) == (path[0], path[-1]) for call in other[1:-1]}
+        ranks = [[rank[call] for call in calls if order.placed[call]] for calls in (path, sorted(between))]
+        cycles.append((ranks[0], ranks[1]))
+    return cycles

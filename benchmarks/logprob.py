@@ -151,9 +151,9 @@ def liger(hidden: Array, unembedding: Array, targets: Array) -> Contender | str:
     def program(run: Callable[[], None]) -> Program:
         inputs.grad = weight.grad = None
         torch.cuda.reset_peak_memory_stats()
-        held = torch.cuda.memory_allocated()
+        before = torch.cuda.memory_allocated()
         run()
-        return Program(run, torch.cuda.max_memory_allocated() - held)
+        return Program(run, torch.cuda.max_memory_allocated() - before)
 
     return Contender(program(forward), program(both))
 
@@ -166,22 +166,22 @@ def contenders(device: Device, tokens: int, embed: int, vocabulary: int, dtype: 
         (jax.random.normal(keys[1], (vocabulary, embed)) / math.sqrt(embed)).astype(dtype),
         jax.random.randint(keys[2], (tokens,), 0, vocabulary),
     )
-    found = {
+    results = {
         name: Contender(compiled(forward, *arguments), compiled(jax.grad(loss, argnums=(0, 1)), *arguments))
         for name, (forward, loss) in implementations(device).items()
     }
     other = liger(*arguments)
     if isinstance(other, str):
         print(f"\nwithout liger: {other}")
-        return found
-    return found | {"liger": other}
+        return results
+    return results | {"liger": other}
 
 
-def best_times(found: dict[str, Contender], rounds: int) -> dict[str, tuple[float, float]]:
+def best_times(entries: dict[str, Contender], rounds: int) -> dict[str, tuple[float, float]]:
     """Seconds of (forward, both): the best of rounds in which all take turns."""
-    times = {name: (math.inf, math.inf) for name in found}
+    times = {name: (math.inf, math.inf) for name in entries}
     for round_ in range(rounds + 1):  # the first only warms up
-        for name, contender in found.items():
+        for name, contender in entries.items():
             now = seconds(contender.forward), seconds(contender.both)
             if round_ > 0:
                 times[name] = min(times[name][0], now[0]), min(times[name][1], now[1])
@@ -196,11 +196,13 @@ def seconds(program: Program) -> float:
 
 def measure(device: Device, tokens: int, embed: int, vocabulary: int, dtype: Any, rounds: int) -> list[Result]:
     """All implementations at one shape."""
-    found = contenders(device, tokens, embed, vocabulary, dtype)
+    entries = contenders(device, tokens, embed, vocabulary, dtype)
     name_of_dtype = jnp.dtype(dtype).name
     return [
-        Result(name, tokens, embed, vocabulary, name_of_dtype, *times, found[name].forward.temp, found[name].both.temp)
-        for name, times in best_times(found, rounds).items()
+        Result(
+            name, tokens, embed, vocabulary, name_of_dtype, *times, entries[name].forward.temp, entries[name].both.temp
+        )
+        for name, times in best_times(entries, rounds).items()
     ]
 
 

@@ -11,7 +11,7 @@ model's counts were read from. Merges into `benchmarks/results/memory.json`.
 
 import argparse
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from typing import Any
@@ -94,29 +94,38 @@ class Case:
 
 @dataclass(frozen=True)
 class Found:
-    """Bytes of one device. held: arguments and outputs, without what is both. temp: in between."""
+    """Bytes of one device. buffers: arguments and outputs, without what is both. temp: in between."""
 
-    held: float
+    buffers: float
     temp: float
 
     @property
     def total(self) -> float:
-        return self.held + self.temp
+        return self.buffers + self.temp
+
+    def record(self) -> dict[str, float]:
+        """The bytes as the file names them."""
+        return {"held": self.buffers, "temp": self.temp}
+
+    @staticmethod
+    def of(record: Mapping[str, float]) -> "Found":
+        """The bytes of a `record`."""
+        return Found(record["held"], record["temp"])
 
 
 def predicted(case: Case, backend: Backend) -> Found:
-    """By the model."""
+    """Bytes by the model."""
     workload = case.workload
     call = workload.graph[case.call]
-    said = call_bytes(workload, call, case.placement, backend)
-    active = dict(said.active)
+    needs = call_bytes(workload, call, case.placement, backend)
+    active = dict(needs.active)
     inputs, copy = active.pop("inputs"), active.pop("generation weights", 0.0)
-    states = {"train": sum(said.resident.values()), "infer": said.resident["weights"], "generate": copy}[call.kind]
+    states = {"train": sum(needs.resident.values()), "infer": needs.resident["weights"], "generate": copy}[call.kind]
     return Found(states + inputs, sum(active.values()))
 
 
 def compiled(case: Case, devices: Sequence[Any], backend: Backend) -> Found:
-    """As XLA says."""
+    """Bytes that XLA says."""
     stats: Any = lowered(case, devices, backend).compile().memory_analysis()
     both = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
     return Found(both, stats.temp_size_in_bytes)
@@ -138,7 +147,7 @@ def lowered(case: Case, devices: Sequence[Any], backend: Backend) -> jax.stages.
 
     head = "scalar" if case.call.startswith("critic") else "lm"
     length, optimizer = case.prompt + case.response, OptimizerConfig()
-    where, adam = (Architecture(model), mesh, compute), adamw(optimizer, updates=1)
+    setting, adam = (Architecture(model), mesh, compute), adamw(optimizer, updates=1)
     algorithm = PPOConfig(minibatches=case.minibatches, micro_batches=case.micro_batches)
     with jax.set_mesh(mesh):
         weights = whole_weights(model, mesh, head)
@@ -151,30 +160,30 @@ def lowered(case: Case, devices: Sequence[Any], backend: Backend) -> jax.stages.
                 copy = generation_copy(model, mesh, compute.dtype)
                 return generate.lower(copy, rows(case.prompt), rows(), rows(dtype=key))
             case "actor.logprobs":
-                return programs.score_logprobs(*where, temperature=1.0).lower(weights, rows(length), rows())
+                return programs.score_logprobs(*setting, temperature=1.0).lower(weights, rows(length), rows())
             case "critic.values":
-                return programs.score_values(*where).lower(weights, rows(length), rows())
+                return programs.score_values(*setting).lower(weights, rows(length), rows())
             case "actor.update":
-                step = programs.actor_step(*where, adam, algorithm, temperature=1.0)
+                step = programs.actor_step(*setting, adam, algorithm, temperature=1.0)
             case _:
-                step = programs.critic_step(*where, adam, algorithm)
-        each, flat = rows(length, dtype=jnp.float32), rows()
+                step = programs.critic_step(*setting, adam, algorithm)
+        floats, flat = rows(length, dtype=jnp.float32), rows()
         version: Any = jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(mesh, P()))
         experience = Experience(
             tokens=rows(length),
             prompt_lengths=flat,
             response_lengths=flat,
-            logprobs=each,
+            logprobs=floats,
             finished=rows(dtype=jnp.bool_),
             version=version,
             scores=rows(dtype=jnp.float32),
             response_mask=rows(length, dtype=jnp.bool_),
-            old_logprobs=each,
-            ref_logprobs=each,
-            values=each,
-            rewards=each,
-            advantages=each,
-            returns=each,
+            old_logprobs=floats,
+            ref_logprobs=floats,
+            values=floats,
+            rewards=floats,
+            advantages=floats,
+            returns=floats,
         )
         return step.lower(train_state(optimizer, weights, mesh), experience)
 
@@ -230,49 +239,62 @@ def accelerator_cases() -> Iterator[Case]:
         yield Case("actor.generate", replace(model, layers=4), (4, 2), **sizes)
 
 
-def row(case: Case, said: Found, found: Found) -> dict[str, Any]:
+def row(case: Case, prediction: Found, measurement: Found) -> dict[str, Any]:
     """A result, as it is written."""
     sizes = {name: getattr(case.model, name) for name in ("embed", "layers", "heads", "kv_heads", "mlp", "vocab_size")}
     rest = {name: value for name, value in asdict(case).items() if name != "model"}
-    result = {**rest, "mesh": list(case.mesh), "model": sizes, "predicted": asdict(said), "compiled": asdict(found)}
-    errors = {"total_error": said.total / found.total - 1, "temp_error": said.temp / found.temp - 1}
-    return {**result, **{name: round(error, 4) for name, error in errors.items()}, "within": within(said, found)}
+    result = {
+        **rest,
+        "mesh": list(case.mesh),
+        "model": sizes,
+        "predicted": prediction.record(),
+        "compiled": measurement.record(),
+    }
+    errors = {
+        "total_error": prediction.total / measurement.total - 1,
+        "temp_error": prediction.temp / measurement.temp - 1,
+    }
+    return {
+        **result,
+        **{name: round(error, 4) for name, error in errors.items()},
+        "within": within(prediction, measurement),
+    }
 
 
-def within(said: Found, found: Found) -> bool:
+def within(prediction: Found, measurement: Found) -> bool:
     """Total within 10 %, and temp alone within 15 % where it is at least half of it."""
-    temp = abs(said.temp / found.temp - 1) <= 0.15 or found.temp < found.total / 2
-    return abs(said.total / found.total - 1) <= 0.1 and temp
+    temp = abs(prediction.temp / measurement.temp - 1) <= 0.15 or measurement.temp < measurement.total / 2
+    return abs(prediction.total / measurement.total - 1) <= 0.1 and temp
 
 
 def measure(target: str) -> None:
     """Compiles all cases of a target, prints a line each and writes them."""
-    known = {**TARGETS, V5P_16.name: V5P_16}
+    targets = {**TARGETS, V5P_16.name: V5P_16}
     if target == "cpu":
         backend, devices, cases = Backend("cpu"), jax.devices(), cpu_cases()
     else:
-        platform = "gpu" if known[target].platform == "cuda" else "tpu"
+        platform = "gpu" if targets[target].platform == "cuda" else "tpu"
         # cuDNN's attention cannot be compiled without a GPU.
-        backend, devices = Backend(platform, "xla" if platform == "gpu" else None), devices_of(known[target])
+        backend, devices = Backend(platform, "xla" if platform == "gpu" else None), devices_of(targets[target])
         cases = accelerator_cases()
     results: list[dict[str, Any]] = []
     for case in cases:
-        said, found = predicted(case, backend), compiled(case, devices, backend)
-        results.append(row(case, said, found))
-        sizes = f"{found.total / MIB:9.1f} MiB, temp {found.temp / MIB:9.1f}"
+        prediction, measurement = predicted(case, backend), compiled(case, devices, backend)
+        results.append(row(case, prediction, measurement))
+        sizes = f"{measurement.total / MIB:9.1f} MiB, temp {measurement.temp / MIB:9.1f}"
         errors = f"{results[-1]['total_error']:+7.1%} {results[-1]['temp_error']:+7.1%}"
         verdict = "" if results[-1]["within"] else "  OUT"
         named = f"{case.call:15} D={case.model.embed:<5} {case.mesh} x{case.micro_batches} {case.remat}"
         print(f"{named:50} {sizes}  predicted {errors}{verdict}", flush=True)
         merge(target, results)  # the next may take long
-    share = sum(each["within"] for each in results) / len(results)
+    share = sum(result["within"] for result in results) / len(results)
     print(f"{share:.0%} of {len(results)} within 10 % in total, and 15 % in temp where it is half; wrote {PATH}")
 
 
 def merge(target: str, results: Sequence[dict[str, Any]]) -> None:
     """Puts a target's results into the file, in the place of earlier ones."""
     old = json.loads(PATH.read_text())["targets"] if PATH.exists() else {}
-    share = round(sum(each["within"] for each in results) / len(results), 4)
+    share = round(sum(result["within"] for result in results) / len(results), 4)
     new = {**provenance("jax", "jaxlib"), "within": share, "results": results}
     write(PATH, {"benchmark": "memory", "targets": {**old, target: new}})
 

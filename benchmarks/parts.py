@@ -294,7 +294,7 @@ def iteration(
 
     first = once(0)
     taken = [once(step) for step in (1, 2)]
-    seconds = {name: float(np.mean([each[name] for each in taken])) for name in taken[0]}
+    seconds = {name: float(np.mean([times[name] for times in taken])) for name in taken[0]}
     least = least_seconds(config, top, np.full(batch, prompt), np.full(batch, response))
     whole, roofline = seconds["timing_s/step"], sum(least.values())
     return {
@@ -302,7 +302,7 @@ def iteration(
         "tokens_a_second": batch * (prompt + response) / whole,
         "roofline": roofline,
         "over_roofline": whole / roofline,
-        "calls": {name.removeprefix("timing_s/"): each for name, each in seconds.items()},
+        "calls": {name.removeprefix("timing_s/"): value for name, value in seconds.items()},
         "least": least,
         "first": first["timing_s/step"],
     }

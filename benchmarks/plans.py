@@ -145,12 +145,12 @@ def calls_of(case: Case) -> dict[str, Callable[[], Any]]:
 def _updates(step: Callable, params: Any, optimizer: Any, batch: Experience) -> Callable[[], Any]:
     mesh = jax.tree.leaves(params)[0].sharding.mesh
     with jax.set_mesh(mesh):
-        held = [TrainState.create(jax.tree.map(jnp.copy, params), optimizer)]
+        states = [TrainState.create(jax.tree.map(jnp.copy, params), optimizer)]
 
     def update() -> Any:
         with jax.set_mesh(mesh):
-            held[0], metrics = step(held[0], batch)
-        return held[0].step, metrics
+            states[0], metrics = step(states[0], batch)
+        return states[0].step, metrics
 
     return update
 
@@ -190,10 +190,10 @@ def measure(cases: tuple[Case, ...], repeats: int) -> dict[str, dict[str, list[f
         for call in calls[case.name].values():
             jax.block_until_ready(call())
         print(f"compiled {case.name} in {time.perf_counter() - started:.1f} s", flush=True)
-    taken = {name: {call: [] for call in each} for name, each in calls.items()}
+    taken = {name: {call: [] for call in case_calls} for name, case_calls in calls.items()}
     for _ in range(repeats):
-        for name, each in calls.items():
-            for call, run in each.items():
+        for name, case_calls in calls.items():
+            for call, run in case_calls.items():
                 started = time.perf_counter()
                 jax.block_until_ready(run())
                 taken[name][call].append(time.perf_counter() - started)
@@ -209,7 +209,7 @@ def predict(case: Case, measured_by: Any) -> dict[str, Mapping[str, float]]:
 
 
 def summary(calls: Sequence[list[float]]) -> dict[str, float]:
-    """Of calls that follow each other, each with its times."""
+    """Statistics of calls that follow each other, each given by its times."""
     thirds = [sum(least) for least in zip(*(map(min, np.array_split(times, THIRDS)) for times in calls), strict=True)]
     return {
         "median": float(sum(map(np.median, calls))),
@@ -224,11 +224,11 @@ def compare(cases: tuple[Case, ...], taken: dict[str, dict[str, list[float]]], m
     for case in cases:
         predicted, calls = predict(case, measured_by), {}
         for call, parts in predicted.items():
-            found = summary([taken[case.name][call]])
+            measured = summary([taken[case.name][call]])
             seconds = sum(parts.values())
-            error = seconds / found["least"] - 1
+            error = seconds / measured["least"] - 1
             errors.append(abs(error))
-            calls[call] = {**found, "predicted": seconds, "error": error, "parts": dict(parts)}
+            calls[call] = {**measured, "predicted": seconds, "error": error, "parts": dict(parts)}
         whole = summary(list(taken[case.name].values()))
         seconds = sum(call["predicted"] for call in calls.values())
         plans.append({"plan": case.name, **whole, "predicted": seconds, "calls": calls})
@@ -284,7 +284,7 @@ def chart(record: Mapping[str, Any], path: Path) -> None:
         for kind, colour in {"generate": "#1b6ca8", "infer": "#c8553d", "train": "#3a7d44"}.items():
             pairs = [pair for named, *pair in points if named == kind]
             axes.scatter(*zip(*pairs, strict=True), s=18, color=colour, label=kind, alpha=0.8)
-        seconds = [each for _, *pair in points for each in pair]
+        seconds = [number for _, *pair in points for number in pair]
         ends = np.array([0.7 * min(seconds), 1.4 * max(seconds)])
         axes.plot(ends, ends, color="0.4", linewidth=1)
         axes.fill_between(ends, 0.8 * ends, 1.2 * ends, color="0.85", zorder=0, label="within 20 %")
@@ -306,11 +306,13 @@ def main() -> None:
     devices, cases = jax.devices(), CASES[: options.cases]
     path = options.profile or default_path(devices)
     started, load_before = time.perf_counter(), os.getloadavg()[0]
-    known = load(path)
+    profile = load(path)
     largest = Case((1, 2, 2), batch=max(case.batch for case in CASES))
     remats: list[Remat] = sorted({case.remat for case in CASES})
-    known = measure_parts(largest.workload, devices, remats=remats, profile=known, repeats=options.repeats, say=print)
-    save(known, path)
+    profile = measure_parts(
+        largest.workload, devices, remats=remats, profile=profile, repeats=options.repeats, say=print
+    )
+    save(profile, path)
     profiled = time.perf_counter() - started
     print(f"profiled in {profiled:.0f} s: {path}")
     record = {
@@ -321,7 +323,7 @@ def main() -> None:
         "repeats": options.repeats,
         "load_average": [load_before, os.getloadavg()[0]],
         "profile_seconds": profiled,
-        **compare(cases, measure(cases, options.repeats), known),
+        **compare(cases, measure(cases, options.repeats), profile),
         "published": published_rows(),
     }
     write(options.out, record)

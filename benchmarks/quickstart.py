@@ -62,10 +62,10 @@ def main(config: str, seeds: list[int]) -> None:
             seconds = time.perf_counter() - began
             path = Path(directory) / f"seed-{seed}"
             summary = read_summary(path)
-            records = [each for each in read_metrics(path) if each["stage"] == stage]
+            records = [record for record in read_metrics(path) if record["stage"] == stage]
             step = statistics.median(record["timing_s/step"] for record in records[1:])
             times = {"seconds": seconds, "seconds_per_iteration": step}
-            curves = {name: [each[name] for each in records] for name in ("step", *PANELS[config].values())}
+            curves = {name: [record[name] for record in records] for name in ("step", *PANELS[config].values())}
             runs.append({"seed": seed, **times, **summary, "curves": curves})
     versions = {name: importlib.metadata.version(name) for name in ("jax", "flax", "optax", "orbax-checkpoint")}
     result = {

@@ -37,8 +37,8 @@ def joined(path: Path, rows: Sequence[dict[str, Any]], names: Sequence[str]) -> 
     """
     old = json.loads(path.read_text())["results"] if path.exists() else []
     new = {tuple(row[name] for name in names) for row in rows}
-    kept = [row for row in old if all(name in row for name in names)]
-    return [row for row in kept if tuple(row[name] for name in names) not in new] + list(rows)
+    comparable = [row for row in old if all(name in row for name in names)]
+    return [row for row in comparable if tuple(row[name] for name in names) not in new] + list(rows)
 
 
 def write(path: Path, record: dict[str, object]) -> None:

@@ -64,12 +64,14 @@ def main(small: bool, repeats: int) -> None:
         weights = reshard(init_sharded(config, jax.random.key(0), mesh), param_shardings(config, mesh, GENERATE))
         tokens = np.random.default_rng(0).integers(0, config.vocab_size, (rows, PROMPT)).astype(np.int32)
         prompts = tokens, np.full(rows, PROMPT, np.int32), jax.random.split(jax.random.key(1), rows)
-        schedules = {name: replace(each, slots=each.slots and rows // 4) for name, each in SCHEDULES.items()}
+        schedules = {
+            name: replace(schedule, slots=schedule.slots and rows // 4) for name, schedule in SCHEDULES.items()
+        }
         programs: dict[str, Callable[..., Generation]] = {WHOLE: jax.jit(make_generate(config, mesh, sampling))}
-        programs |= {name: Engine(config, mesh, sampling, each) for name, each in schedules.items()}
+        programs |= {name: Engine(config, mesh, sampling, schedule) for name, schedule in schedules.items()}
         drawn = {name: jax.device_get(program(weights, *prompts)) for name, program in programs.items()}
-        for name, each in drawn.items():
-            np.testing.assert_array_equal(each.tokens, drawn[WHOLE].tokens, err_msg=name)
+        for name, generation in drawn.items():
+            np.testing.assert_array_equal(generation.tokens, drawn[WHOLE].tokens, err_msg=name)
         seconds: dict[str, list[float]] = {name: [] for name in programs}
         for _ in range(repeats):
             for name, program in programs.items():
@@ -81,7 +83,7 @@ def main(small: bool, repeats: int) -> None:
     print(f"{rows} rows of {PROMPT} + at most {response}: {lengths.mean():.0f} in the mean, {lengths.max()} at most")
     results: list[dict[str, Any]] = []
     for name, schedule in schedules.items():
-        ratios = sorted(whole / each for whole, each in zip(seconds[WHOLE], seconds[name], strict=True))
+        ratios = sorted(whole / duration for whole, duration in zip(seconds[WHOLE], seconds[name], strict=True))
         spread = {"min": ratios[0], "median": statistics.median(ratios), "max": ratios[-1]}
         spread = {key: float(f"{value:.3g}") for key, value in spread.items()}
         results.append({"schedule": name, **asdict(schedule), "speed": spread})

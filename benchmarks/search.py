@@ -77,10 +77,11 @@ def additions() -> float:
 
 def per_plan(plans: int, repeats: int) -> dict[str, object]:
     workload, devices, prices = problem("llama3-8b-ppo", "8xh100")
-    known = candidates(workload, devices, prices)
+    options_of = candidates(workload, devices, prices)
     simulator = Simulator(workload.graph, prices, workload.models, lockstep=True)
     choices = [
-        [simulator.add(call, each.placement) for each in known[name]] for call, name in enumerate(simulator.calls)
+        [simulator.add(call, option.placement) for option in options_of[name]]
+        for call, name in enumerate(simulator.calls)
     ]
     draw = random.Random(0)
     walk = [[draw.choice(options) for options in choices]]
@@ -91,48 +92,48 @@ def per_plan(plans: int, repeats: int) -> dict[str, object]:
     return {
         "calls": len(choices),
         "iterations": ITERATIONS,
-        "options": [len(each) for each in choices],
+        "options": [len(options) for options in choices],
         "microseconds": round(1e6 * min(times), 1),
-        "microseconds_of_repeats": [round(1e6 * each, 1) for each in times],
+        "microseconds_of_repeats": [round(1e6 * duration, 1) for duration in times],
     }
 
 
 def quality(proposals: int, seeds: int) -> dict[str, object]:
     workload, devices, prices = problem("llama3-8b-ppo", "8xh100")
-    seconds, found = [], []
+    seconds, search_seconds = [], []
     for seed in range(seeds):
         spent, result = cpu(lambda seed=seed: search(workload, devices, prices, Budget(proposals), seed=seed))
         seconds.append(round(spent, 2))
-        found.append(result.best.simulation.seconds)
-    known = candidates(workload, devices, prices)
+        search_seconds.append(result.best.simulation.seconds)
+    options_of = candidates(workload, devices, prices)
     simulator = Simulator(workload.graph, prices, workload.models, lockstep=True)
     choices = [
         [
-            simulator.add(call, each.placement)
-            for each in known[name]
-            if each.placement.devices.count >= 4 and each.placement.micro_batches == 1
+            simulator.add(call, option.placement)
+            for option in options_of[name]
+            if option.placement.devices.count >= 4 and option.placement.micro_batches == 1
         ]
         for call, name in enumerate(simulator.calls)
     ]
-    spent, better = cpu(lambda: optimum(simulator, choices, below=min(found)))
-    best = min(better.seconds, *found)
+    spent, better = cpu(lambda: optimum(simulator, choices, below=min(search_seconds)))
+    best = min(better.seconds, *search_seconds)
     return {
         "proposals": proposals,
-        "seconds_found": found,
+        "seconds_found": search_seconds,
         "cpu_seconds": seconds,
         "plans": math.prod(map(len, choices)),
         "optimum": best,
         "branch_and_bound_nodes": better.nodes,
         "branch_and_bound_cpu_seconds": round(spent, 1),
-        "quality": [round(best / each, 4) for each in found],
+        "quality": [round(best / value, 4) for value in search_seconds],
     }
 
 
 def scale(devices: str, proposals: int) -> dict[str, object]:
-    workload, known, prices = problem("llama3-70b-ppo", devices, "ppo.rollout_batch=8192")
-    spent, result = cpu(lambda: search(workload, known, prices, Budget(proposals), seed=0))
+    workload, target, prices = problem("llama3-70b-ppo", devices, "ppo.rollout_batch=8192")
+    spent, result = cpu(lambda: search(workload, target, prices, Budget(proposals), seed=0))
     assert isinstance(result, Result)
-    rules = {name: found.simulation.seconds for name, found in result.rules.items()}
+    rules = {name: plan.simulation.seconds for name, plan in result.rules.items()}
     return {
         "devices": devices,
         "proposals": result.proposals,
@@ -146,18 +147,21 @@ def scale(devices: str, proposals: int) -> dict[str, object]:
 
 def placements(actor: str, critic: str, devices: int) -> dict[str, object]:
     """The cheapest division of the models, and seconds of the named ones, of those that fit."""
-    workload, known = published.workload(LLAMA[actor], LLAMA[critic], rows=1024), Cluster(A100, devices)
-    prices = CostModel(workload, known, bytes_of=call_bytes)
+    workload, target = published.workload(LLAMA[actor], LLAMA[critic], rows=1024), Cluster(A100, devices)
+    prices = CostModel(workload, target, bytes_of=call_bytes)
     setting: dict[str, object] = {"actor": actor, "critic": critic, "devices": devices}
     try:
-        found = divisions(workload.graph, candidates(workload, known, prices), known, prices.capacity)
+        results = divisions(workload.graph, candidates(workload, target, prices), target, prices.capacity)
     except UserError as error:
         return setting | {"refused": str(error)}
-    if not found:
+    if not results:
         return setting | {"refused": "no division of the models fits"}
-    best = {" ".join(roles): count for roles, count in zip(found[0].sets, found[0].counts, strict=True)}
-    seconds = {"best": found[0].seconds, **{name: each.seconds for name, each in named_divisions(found).items()}}
-    return setting | {"best": best, "seconds": {name: round(each, 1) for name, each in seconds.items()}}
+    best = {" ".join(roles): count for roles, count in zip(results[0].sets, results[0].counts, strict=True)}
+    seconds = {
+        "best": results[0].seconds,
+        **{name: division.seconds for name, division in named_divisions(results).items()},
+    }
+    return setting | {"best": best, "seconds": {name: round(duration, 1) for name, duration in seconds.items()}}
 
 
 def main() -> None:

@@ -43,7 +43,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(scope="session")
 def scopes() -> Callable[..., set[str]]:
-    """Of a jitted function and its arguments: all names on the paths of its operations, as a trace shows them."""
+    """A function: jitted function, its arguments -> all names on the paths of its operations, as a trace shows them."""
 
     def find(function, *arguments) -> set[str]:
         text = function.lower(*arguments).as_text(debug_info=True)

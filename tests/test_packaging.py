@@ -21,13 +21,13 @@ def setuptools() -> dict[str, Any]:
 
 def packages_in_tree() -> dict[str, str]:
     """Package name -> folder, for every folder of the project that holds Python files."""
-    found = {}
+    packages = {}
     for name, top in [("jrlhf", ROOT / "jrlhf"), *((f"jrlhf.{folder}", ROOT / folder) for folder in FOLDERS)]:
         # Path.rglob does not follow links, so jrlhf/models is not seen twice.
         for file in top.rglob("*.py"):
             parts = file.parent.relative_to(top).parts
-            found[".".join([name, *parts])] = file.parent.relative_to(ROOT).as_posix()
-    return found
+            packages[".".join([name, *parts])] = file.parent.relative_to(ROOT).as_posix()
+    return packages
 
 
 def test_the_list_of_packages_is_the_tree(setuptools: dict[str, Any]):

@@ -39,7 +39,7 @@ def responses(rng: np.random.Generator, shape: Shape) -> Arrays:
 def batch(seed: int, shape: Shape, *, by_row: bool = False) -> Arrays:
     """All that an algorithm reads of a batch. `by_row`: every token of a row has the row's advantage."""
     rng = np.random.default_rng(seed)
-    found = responses(rng, shape)
+    arrays = responses(rng, shape)
     size = (shape.rows, shape.time)
 
     def normal(scale: float = 1.0) -> np.ndarray:
@@ -47,7 +47,7 @@ def batch(seed: int, shape: Shape, *, by_row: bool = False) -> Arrays:
 
     old = (-rng.exponential(size=size)).astype(np.float32)
     advantages = normal()
-    found |= {
+    arrays |= {
         "old_logprobs": old,
         "logprobs": old + normal(shape.spread),
         "ref_logprobs": old + normal(shape.spread),
@@ -61,7 +61,7 @@ def batch(seed: int, shape: Shape, *, by_row: bool = False) -> Arrays:
         "scores": rng.choice(SCORES, shape.rows),
         "baselines": rng.normal(size=shape.rows).astype(np.float32),
     }
-    return found
+    return arrays
 
 
 def tokens(seed: int, count: int, width: int, vocab: int, *, scale: float = 1.0) -> Arrays:

@@ -40,12 +40,12 @@ def main() -> None:
             written = {name: _short(x, 4) for name, x in written.items()}
             if written not in inputs:
                 inputs.append(written)
-            found = check.theirs(peers, arrays)
+            outputs = check.theirs(peers, arrays)
             results[check.name] = {
                 "function": f"benchmarks.oracle.peers.{check.peer}",
                 "options": check.options,
                 "input": inputs.index(written),
-                "result": {name: _short(x.tolist(), 8) for name, x in found.items()},
+                "result": {name: _short(x.tolist(), 8) for name, x in outputs.items()},
             }
         provenance = {
             package: pinned,
@@ -70,9 +70,9 @@ def main() -> None:
 def read() -> Iterator[tuple[str, Arrays, Arrays]]:
     """(name of a check, inputs, what the peer said) of all goldens."""
     for path in sorted(FOLDER.glob("*.json")):
-        held = json.loads(path.read_text())
-        for name, record in held["results"].items():
-            arrays = {key: _array(x) for key, x in held["inputs"][record["input"]].items()}
+        goldens = json.loads(path.read_text())
+        for name, record in goldens["results"].items():
+            arrays = {key: _array(x) for key, x in goldens["inputs"][record["input"]].items()}
             yield name, arrays, {key: np.asarray(x, np.float64) for key, x in record["result"].items()}
 
 
@@ -83,13 +83,13 @@ def _rounded(x: np.ndarray) -> np.ndarray:
 
 def _short(x: Any, digits: int) -> Any:
     if isinstance(x, list):
-        return [_short(each, digits) for each in x]
+        return [_short(entry, digits) for entry in x]
     return float(f"{x:.{digits}g}") if isinstance(x, float) else x
 
 
 def _array(x: Any) -> np.ndarray:
-    found = np.asarray(x)
-    return found.astype({"b": np.bool_, "i": np.int32, "f": np.float32}[found.dtype.kind])
+    array = np.asarray(x)
+    return array.astype({"b": np.bool_, "i": np.int32, "f": np.float32}[array.dtype.kind])
 
 
 if __name__ == "__main__":

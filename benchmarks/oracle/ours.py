@@ -41,8 +41,8 @@ from jrlhf.ppo.types import PairBatch
 Arrays = dict[str, np.ndarray]
 
 
-def numpy(found: dict[str, Any]) -> Arrays:
-    return {name: np.asarray(x, np.float64) for name, x in found.items()}
+def numpy(results: dict[str, Any]) -> Arrays:
+    return {name: np.asarray(x, np.float64) for name, x in results.items()}
 
 
 def recorder() -> optax.GradientTransformation:
@@ -159,7 +159,7 @@ def whiten(arrays: Arrays, *, shift_mean: bool) -> Arrays:
 
 def group(arrays: Arrays, config: GRPOConfig, *, tokens: bool = True) -> Arrays:
     """Advantages of `make_group_experience`, of every token or of the rows; importance weights where there are any."""
-    found = _group_experience(
+    batch = _group_experience(
         Rollout(**rollout(arrays)),
         jnp.asarray(arrays["scores"]),
         jnp.asarray(arrays["old_logprobs"]),
@@ -168,15 +168,15 @@ def group(arrays: Arrays, config: GRPOConfig, *, tokens: bool = True) -> Arrays:
         kl_coef=jnp.float32(config.kl_coef),
     )
     first = arrays["mask"].argmax(1)[:, None]
-    advantages = found.advantages if tokens else np.take_along_axis(np.asarray(found.advantages), first, 1)[:, 0]
-    if found.importance is None:
+    advantages = batch.advantages if tokens else np.take_along_axis(np.asarray(batch.advantages), first, 1)[:, 0]
+    if batch.importance is None:
         return numpy({"advantages": advantages})
-    metrics = {name.removeprefix("rollout_corr/"): x for name, x in _experience_metrics(found).items()}
-    return numpy({**metrics, "advantages": advantages, "importance": found.importance})
+    metrics = {name.removeprefix("rollout_corr/"): x for name, x in _experience_metrics(batch).items()}
+    return numpy({**metrics, "advantages": advantages, "importance": batch.importance})
 
 
 def returns(arrays: Arrays, config: ReinforcePPConfig | ReMaxConfig) -> Arrays:
-    found = _return_experience(
+    batch = _return_experience(
         Rollout(**rollout(arrays)),
         jnp.asarray(arrays["scores"]),
         jnp.asarray(arrays["old_logprobs"]),
@@ -185,7 +185,7 @@ def returns(arrays: Arrays, config: ReinforcePPConfig | ReMaxConfig) -> Arrays:
         config=config,
         kl_coef=jnp.float32(config.kl_coef),
     )
-    return numpy({"advantages": found.advantages})
+    return numpy({"advantages": batch.advantages})
 
 
 def policy(arrays: Arrays, config: PolicyConfig) -> Arrays:
@@ -196,17 +196,17 @@ def policy(arrays: Arrays, config: PolicyConfig) -> Arrays:
     params = {"logprobs": jnp.array(arrays["logprobs"]), "entropy": jnp.array(arrays["entropy"])}
     state, metrics = _actor_step(config)(TrainState.create(params, RECORDER), experience(arrays, config.kl_coef))
     assert metrics["actor/skipped_updates"] == 0
-    found = {name.removeprefix("actor/"): x for name, x in metrics.items()}
+    results = {name.removeprefix("actor/"): x for name, x in metrics.items()}
     gradients = {f"d_{name}": x for name, x in state.opt_state.items()}
-    return numpy({**found, "loss": found["pg_loss"], **gradients})
+    return numpy({**results, "loss": results["pg_loss"], **gradients})
 
 
 def value(arrays: Arrays, *, value_clip: float | None) -> Arrays:
     params = {"values": jnp.array(arrays["values"])}
     step = _critic_step(PPOConfig(value_clip=value_clip))
     state, metrics = step(TrainState.create(params, RECORDER), experience(arrays))
-    found = {"loss": metrics["critic/vf_loss"], "vf_clipfrac": metrics["critic/vf_clipfrac"]}
-    return numpy({**found, "d_values": state.opt_state["values"]})
+    results = {"loss": metrics["critic/vf_loss"], "vf_clipfrac": metrics["critic/vf_clipfrac"]}
+    return numpy({**results, "d_values": state.opt_state["values"]})
 
 
 def kl(arrays: Arrays, *, kl_estimator: Any) -> Arrays:

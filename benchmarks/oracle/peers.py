@@ -52,8 +52,8 @@ def tensors(arrays: Arrays, *learned: str) -> SimpleNamespace:
 
 def gradients(loss: Any, **inputs: Any) -> Arrays:
     """The loss, and its gradient by each input; zeros where it does not depend on one."""
-    found = torch.autograd.grad(loss, list(inputs.values()), allow_unused=True)
-    zeros = [torch.zeros_like(x) if g is None else g for g, x in zip(found, inputs.values(), strict=True)]
+    grads = torch.autograd.grad(loss, list(inputs.values()), allow_unused=True)
+    zeros = [torch.zeros_like(x) if g is None else g for g, x in zip(grads, inputs.values(), strict=True)]
     return {"loss": numpy(loss), **{f"d_{name}": numpy(g) for name, g in zip(inputs, zeros, strict=True)}}
 
 
@@ -144,9 +144,9 @@ def verl_policy(
     if kl_coef:
         kl = core.kl_penalty(x.logprobs, x.ref_logprobs, VERL_KL[kl_estimator])
         total = total + kl_coef * core.agg_loss(kl, x.mask, mode, **config.global_batch_info)
-    found = gradients(total, logprobs=x.logprobs, entropy=x.entropy)
-    found["loss"] = numpy(policy)
-    return {**found, **{name.removeprefix("actor/"): numpy(value) for name, value in metrics.items()}}
+    results = gradients(total, logprobs=x.logprobs, entropy=x.entropy)
+    results["loss"] = numpy(policy)
+    return {**results, **{name.removeprefix("actor/"): numpy(value) for name, value in metrics.items()}}
 
 
 def verl_value(arrays: Arrays, *, value_clip: float | None) -> Arrays:
@@ -192,8 +192,8 @@ def verl_tokens(arrays: Arrays, *, temperature: float) -> Arrays:
     logprobs = functional.logprobs_from_logits_naive(logits, x.targets)
     entropy = functional.entropy_from_logits(logits)
     loss = (logprobs * x.weights).sum() + (entropy * x.entropy_weights).sum()
-    found = gradients(loss, hidden=x.hidden, unembedding=x.unembedding)
-    return {**found, "logprobs": numpy(logprobs), "entropy": numpy(entropy)}
+    results = gradients(loss, hidden=x.hidden, unembedding=x.unembedding)
+    return {**results, "logprobs": numpy(logprobs), "entropy": numpy(entropy)}
 
 
 # TRL
@@ -280,8 +280,8 @@ def trl_grpo(
         return trl.GRPOTrainer._compute_loss(self, None, inputs)
 
     total = loss(kl_coef, entropy_coef)
-    found = gradients(total, logprobs=x.logprobs, entropy=x.entropy)
-    return {**found, "loss": numpy(loss(0.0, 0.0)), "total": numpy(total)}
+    results = gradients(total, logprobs=x.logprobs, entropy=x.entropy)
+    return {**results, "loss": numpy(loss(0.0, 0.0)), "total": numpy(total)}
 
 
 def trl_rloo(arrays: Arrays, *, clip_low: float = 0.2, clip_high: float = 0.2) -> Arrays:

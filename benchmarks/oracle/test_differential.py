@@ -47,9 +47,9 @@ def test_we_agree(check: Check):
 
 def test_the_goldens_are_what_the_peers_say():
     checks = {check.name: check for check in CHECKS}
-    found = list(read())
-    assert {name for name, _, _ in found} == checks.keys()
-    for name, arrays, result in found:
+    goldens = list(read())
+    assert {name for name, _, _ in goldens} == checks.keys()
+    for name, arrays, result in goldens:
         theirs = checks[name].theirs(peers, arrays)
         assert theirs.keys() == result.keys()
         for key, value in result.items():
@@ -95,8 +95,8 @@ def test_epsilon_of_the_groups_deviation_is_verls_and_not_trls():
 def test_equal_scores_are_exactly_nothing_here():
     """Their mean is off by a rounding in a peer's float32, which the small deviation then blows up."""
     scores = np.full((8, 1), 0.7)
-    found = core_in_float32(scores, np.zeros(8, np.int64))
-    assert np.abs(found).min() > 0.01
+    advantages = core_in_float32(scores, np.zeros(8, np.int64))
+    assert np.abs(advantages).min() > 0.01
     arrays = scored([0.7] * 8)
     assert np.all(ours.group(arrays, GRPOConfig(samples=8, kl_coef=0.0))["advantages"] == 0)
 
@@ -193,12 +193,12 @@ def test_trl_counts_empty_rows_and_verl_and_we_do_not():
 def test_verl_divides_dr_grpo_by_the_padded_width_unless_given_a_number():
     arrays = cases.batch(2, RAGGED)
     width = arrays["mask"].shape[1]
-    found = [
+    losses = [
         ours.policy(arrays, PolicyConfig(kl_coef=0.0, aggregation="constant", aggregation_divisor=n))["loss"]
         for n in (width, 64)
     ]
-    close(found[0], peers.verl_policy(arrays, aggregation="constant")["loss"], rtol=2e-5)
-    close(found[1], peers.verl_policy(arrays, aggregation="constant", aggregation_divisor=64)["loss"], rtol=2e-5)
+    close(losses[0], peers.verl_policy(arrays, aggregation="constant")["loss"], rtol=2e-5)
+    close(losses[1], peers.verl_policy(arrays, aggregation="constant", aggregation_divisor=64)["loss"], rtol=2e-5)
 
 
 def test_k3_is_bounded_here_and_in_verl_and_not_in_trl():

@@ -154,8 +154,11 @@ def timed(job: Job, step: Callable[[np.ndarray], None]) -> dict[str, list[float]
 
 
 def save_numbers(job: Job, side: str, *, logprobs: Any, values: Any, greedy: Any) -> None:
-    """Of the case `check`: log-probabilities and values of `given_tokens` from the second token on [B, P+R-1], and the
-    greedy responses [B, R] to its first P tokens."""
+    """Saves the numbers of the case `check`.
+
+    They are log-probabilities and values of `given_tokens` from the second token on [B, P+R-1], and the greedy
+    responses [B, R] to its first P tokens.
+    """
     np.savez(Path(job.directory) / f"{side}.npz", logprobs=logprobs, values=values, greedy=greedy)
 
 

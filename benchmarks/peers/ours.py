@@ -69,7 +69,7 @@ def put_prompts(job: Job, rows: np.ndarray, step: int, mesh: Mesh) -> tuple[jax.
 
 
 def make_optimizer(job: Job) -> optax.GradientTransformation:
-    """As a run has it: gradients are clipped by their norm."""
+    """The optimizer of a run: gradients are clipped by their norm."""
     return adamw(OptimizerConfig(learning_rate=LEARNING_RATE, warmup=0, final=1.0), updates=job.steps)
 
 

@@ -150,7 +150,7 @@ def grpo(job: Job) -> dict[str, Any]:
     cluster, repetitions = make_cluster(job, mesh)
 
     def first_token(prompts, completions, **_) -> list[float]:
-        return [float(int(each.split()[0]) % 7) for each in completions]
+        return [float(int(completion.split()[0]) % 7) for completion in completions]
 
     config = GRPOConfig(num_generations=SAMPLES, num_iterations=1, beta=KL_COEF)
     learner = GRPOLearner(cluster, algo_config=config, reward_fns=first_token)

@@ -25,13 +25,13 @@ def full_plan() -> list[Part]:
 
 
 def test_everything_that_is_promised_is_planned_and_the_most_important_comes_first():
-    found = full_plan()
-    assert {part.name for part in found} == set(PARTS)
-    assert {part.shape for part in found if part.name == "decode"} == {
+    all_parts = full_plan()
+    assert {part.name for part in all_parts} == set(PARTS)
+    assert {part.shape for part in all_parts if part.name == "decode"} == {
         f"{name} x {batch} x 512 + 512" for name in ("1.7B", "8B") for batch in (64, 128, 256)
     }
-    assert [part.name for part in found[:3]] == ["decode", "train", "iteration"]
-    shapes = {part.shape for part in found if part.name == "train"}
+    assert [part.name for part in all_parts[:3]] == ["decode", "train", "iteration"]
+    shapes = {part.shape for part in all_parts if part.name == "train"}
     assert {"1.7B x 16 x 1024 full", "1.7B x 8 x 2048 full", "1.7B x 8 x 2048 gather"} <= shapes
 
 
@@ -71,8 +71,12 @@ def test_the_roofline_of_an_iteration_is_that_of_its_calls():
 
 def test_rows_are_written_one_after_the_other_and_join_those_of_an_earlier_run(tmp_path, monkeypatch):
     path, now = tmp_path / "found.json", provenance("jax", "flax")
-    kept = {"part": "score", "shape": "b", "seconds": 1.0, "date": "2026-01-02"}
-    once: list[Any] = [kept, {"part": "switch", "shape": "a", "seconds": 9.0}, {"part": "train", "model": "old form"}]
+    old_row = {"part": "score", "shape": "b", "seconds": 1.0, "date": "2026-01-02"}
+    once: list[Any] = [
+        old_row,
+        {"part": "switch", "shape": "a", "seconds": 9.0},
+        {"part": "train", "model": "old form"},
+    ]
     path.write_text(json.dumps({"results": once}))
 
     def measure() -> dict[str, float]:
@@ -80,16 +84,16 @@ def test_rows_are_written_one_after_the_other_and_join_those_of_an_earlier_run(t
         return {"seconds": 2.0}
 
     written: list[Any] = []
-    found = [Part("switch", "a", 0, measure), Part("train", "c", 0, measure), Part("score", "b", 1e9, measure)]
-    monkeypatch.setattr(accelerator, "plan", lambda *_: [*found, Part("score", "d", 1e9, measure)])
+    first_parts = [Part("switch", "a", 0, measure), Part("train", "c", 0, measure), Part("score", "b", 1e9, measure)]
+    monkeypatch.setattr(accelerator, "plan", lambda *_: [*first_parts, Part("score", "d", 1e9, measure)])
     monkeypatch.setattr(accelerator, "line", str)
     rows = main(SMALL, PARTS, 100.0, path)
     assert [row.get("error") for row in rows] == [None, None, NO_TIME, NO_TIME]
     replaced = {"part": "switch", "shape": "a", "seconds": 2.0, **now}
     added = {"part": "train", "shape": "c", "seconds": 2.0, **now}
     late = {"part": "score", "shape": "d", "error": NO_TIME, **now}
-    assert written == [once, [kept, replaced]]
-    assert json.loads(path.read_text())["results"] == [kept, replaced, added, late]
+    assert written == [once, [old_row, replaced]]
+    assert json.loads(path.read_text())["results"] == [old_row, replaced, added, late]
 
 
 @pytest.mark.parametrize(

@@ -76,22 +76,25 @@ def test_a_train_state_as_shapes_is_the_real_one(setup: aot.Setup):
 
 
 def test_a_scoring_program_reads_its_weights_and_gathers_them(setup: aot.Setup):
-    found = aot.measured("score_logprobs", setup, memory=2**40)
+    measurement = aot.measured("score_logprobs", setup, memory=2**40)
     weights = device_bytes(whole_weights(setup.models["actor"], setup.mesh))
     tokens = setup.config.rl.rollout_batch * (setup.length + 1) * 4 // 8  # and where each response begins
-    assert found["arguments"] == weights + tokens
-    assert found["peak"] == aot.held(setup) + tokens + found["outputs"] - found["alias"] + found["temp"]
-    assert found["fits"] and not aot.measured("score_logprobs", setup, memory=found["peak"] - 1)["fits"]
-    assert found["collectives"]["all-gather"]["count"] > 0
-    json.dumps(found)
+    assert measurement["arguments"] == weights + tokens
+    assert (
+        measurement["peak"]
+        == aot.held(setup) + tokens + measurement["outputs"] - measurement["alias"] + measurement["temp"]
+    )
+    assert measurement["fits"] and not aot.measured("score_logprobs", setup, memory=measurement["peak"] - 1)["fits"]
+    assert measurement["collectives"]["all-gather"]["count"] > 0
+    json.dumps(measurement)
 
 
 def test_the_switch_makes_the_generation_copy_and_only_gathers(setup: aot.Setup):
-    found = aot.measured("reshard", setup, memory=2**40)
+    measurement = aot.measured("reshard", setup, memory=2**40)
     copy = aot.generation_copy(setup.models["actor"], setup.mesh, jnp.float32)
-    pointers = found["outputs"] - device_bytes(copy)  # a tuple is a table of them
+    pointers = measurement["outputs"] - device_bytes(copy)  # a tuple is a table of them
     assert 0 <= pointers <= 16 * len(jax.tree.leaves(copy))
-    assert found["collectives"].keys() == {"all-gather"}
+    assert measurement["collectives"].keys() == {"all-gather"}
 
 
 def test_scores_of_attention(setup: aot.Setup):
@@ -105,16 +108,16 @@ def test_scores_of_attention(setup: aot.Setup):
 @pytest.mark.full
 @pytest.mark.parametrize("name", aot.PROGRAMS)
 def test_every_program_compiles(setup: aot.Setup, name: str):
-    found = aot.measured(name, setup, memory=2**40)
-    assert found["program"] == name and found["fits"]
+    measurement = aot.measured(name, setup, memory=2**40)
+    assert measurement["program"] == name and measurement["fits"]
 
 
 def test_groups_that_differ_in_indices_alone_are_compiled_once():
     def lowered(index: int, dtype: jnp.dtype) -> jax.stages.Lowered:
         return jax.jit(lambda x: x[index]).lower(jax.ShapeDtypeStruct((4, 2), dtype))
 
-    each = [lowered(0, jnp.float32), lowered(1, jnp.float32), lowered(0, jnp.bfloat16)]
-    assert [(kind, count) for kind, count in aot.distinct(each)] == [(each[0], 2), (each[2], 1)]
+    programs = [lowered(0, jnp.float32), lowered(1, jnp.float32), lowered(0, jnp.bfloat16)]
+    assert [(kind, count) for kind, count in aot.distinct(programs)] == [(programs[0], 2), (programs[2], 1)]
 
 
 def test_results_take_the_place_of_earlier_ones(tmp_path: Path):
@@ -122,7 +125,7 @@ def test_results_take_the_place_of_earlier_ones(tmp_path: Path):
     for config, program, temp in (("a", "generate", 1), ("b", "generate", 2), ("a", "generate", 3)):
         aot.merge(path, {"benchmark": "aot"}, {"config": config}, [{"program": program, "temp": temp}])
     results = json.loads(path.read_text())["results"]
-    assert [(each["config"], each["temp"]) for each in results] == [("a", 3), ("b", 2)]
+    assert [(result["config"], result["temp"]) for result in results] == [("a", 3), ("b", 2)]
 
 
 def test_a_process_that_fails_or_hangs_is_one_sentence(monkeypatch: pytest.MonkeyPatch):

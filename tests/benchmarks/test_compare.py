@@ -60,7 +60,7 @@ def test_pairs_are_neighbours_that_were_both_alone():
 
 def test_ratios_are_medians_of_pairs_and_leave_void_rounds_out():
     steady = {OURS: alone(1.0, 4.0, 2.0), "slow": alone(4.0, 16.0, 6.0), "fast": alone(3.0, 8.0, 6.0)}
-    drifting = {name: alone(*(3 * each for each in measured.seconds)) for name, measured in steady.items()}
+    drifting = {name: alone(*(3 * duration for duration in measured.seconds)) for name, measured in steady.items()}
     disturbed = {**steady, "fast": Repeats((60.0, 5.0, 60.0), (9.0, 0.0, 9.0))}
     rounds = [steady, disturbed, drifting]
     assert valid(rounds) == [steady, drifting]
@@ -139,13 +139,13 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_the_record_says_how_it_was_made(command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    found = {"versions": {"ours": {"jax": "1"}, "peer": {"trl": "2"}}, "results": [{"ratios": {}}]}
-    monkeypatch.setattr(compare, "compare", lambda *_, **__: dict(found))
+    comparison = {"versions": {"ours": {"jax": "1"}, "peer": {"trl": "2"}}, "results": [{"ratios": {}}]}
+    monkeypatch.setattr(compare, "compare", lambda *_, **__: dict(comparison))
     assert compare.main(command) == 0
     record = json.loads((tmp_path / "compare-trl.json").read_text())
     assert record["command"] == "python -m benchmarks.compare --peer trl"  # wherever the environment lies
     assert record["versions"]["ours"] == {"jax": "1"} and record["versions"]["peer"] == {"trl": "2"}
-    assert record["results"] == found["results"] and {"hardware", "date", "peer"} <= record.keys()
+    assert record["results"] == comparison["results"] and {"hardware", "date", "peer"} <= record.keys()
 
 
 @pytest.mark.parametrize(
@@ -164,8 +164,12 @@ def test_what_could_not_be_measured_is_not_written(results, message, command, tm
 
 
 def test_every_comparison_is_one_that_our_side_can_do():
-    assert {each.case for peer in PEERS.values() for each in peer.comparisons} <= {"generate", "ppo", "grpo"}
-    assert all(each.variants for peer in PEERS.values() for each in peer.comparisons)
+    assert {comparison.case for peer in PEERS.values() for comparison in peer.comparisons} <= {
+        "generate",
+        "ppo",
+        "grpo",
+    }
+    assert all(comparison.variants for peer in PEERS.values() for comparison in peer.comparisons)
 
 
 @pytest.fixture(scope="module")

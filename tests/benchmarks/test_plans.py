@@ -29,7 +29,7 @@ def test_plans_differ_in_mesh_batch_micro_batches_and_remat():
 
 def test_chart(tmp_path):
     call = {"least": 0.1, "predicted": 0.11}
-    plan = {"plan": "a", "calls": {each.name: call for each in plans.CALLS}}
+    plan = {"plan": "a", "calls": {kind.name: call for kind in plans.CALLS}}
     plans.chart({"plans": [plan], "published": plans.published_rows()}, tmp_path / "chart.svg")
     drawn = (tmp_path / "chart.svg").read_text()
     assert "within 20 %" in drawn and "ReaL" in drawn and "generate" in drawn

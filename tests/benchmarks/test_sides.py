@@ -86,8 +86,10 @@ def test_what_would_tune_a_process_is_not_inherited(fake, tmp_path: Path, monkey
 
 def test_a_variant_may_keep_freed_memory(fake, tmp_path: Path):
     source = "import json, os, sys\nprint(json.dumps([json.loads(sys.argv[1])['variant'], dict(os.environ)]))"
-    (plain, bare), (kept, tuned) = (fake(source).run(job(tmp_path, variant=name)) for name in ("gc", "gc, memory kept"))
-    assert plain == kept == "gc"
+    (plain, bare), (tuned_variant, tuned) = (
+        fake(source).run(job(tmp_path, variant=name)) for name in ("gc", "gc, memory kept")
+    )
+    assert plain == tuned_variant == "gc"
     assert {name: tuned[name] for name in tuned if name not in bare} == {
         "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
         "MALLOC_TRIM_THRESHOLD_": str((1 << 31) - 1),
@@ -146,16 +148,16 @@ def test_processes_compute_one_after_the_other(takes_turns: Side, tmp_path: Path
     jobs = {name: (takes_turns, job(tmp_path, variant=name)) for name in ("one", "two", "three")}
     results = take_turns(jobs)
     assert [(name, result["variant"]) for name, result in results.items()] == [(name, name) for name in jobs]
-    assert all(0.02 <= each < 10 for result in results.values() for each in result["seconds"])
-    found = [line.rpartition(" ")[0] for line in (tmp_path / "log").read_text().splitlines()]
-    assert found == [f"{name} {what}" for name in jobs for what in ("begins", "ends")] * job(tmp_path).steps
+    assert all(0.02 <= duration < 10 for result in results.values() for duration in result["seconds"])
+    log = [line.rpartition(" ")[0] for line in (tmp_path / "log").read_text().splitlines()]
+    assert log == [f"{name} {what}" for name in jobs for what in ("begins", "ends")] * job(tmp_path).steps
 
 
 def test_rounds_begin_with_one_side_and_the_other(takes_turns: Side, tmp_path: Path):
     task, versions = job(tmp_path), {}
     rounds = alternate(takes_turns, takes_turns, task, ("one",), 2, True, versions)
     assert [list(round_) for round_ in rounds] == [[OURS, "one"], ["one", OURS]]
-    assert all(len(each.kept) == task.repeats for round_ in rounds for each in round_.values())
+    assert all(len(repeats.kept) == task.repeats for round_ in rounds for repeats in round_.values())
     began = [line.split()[0] for line in (tmp_path / "log").read_text().splitlines()[::2]]
     assert began == ["begins", "one"] * task.steps + ["one", "begins"] * task.steps
     assert versions["ours"]["pid"] != versions["peer"]["pid"]
@@ -164,9 +166,9 @@ def test_rounds_begin_with_one_side_and_the_other(takes_turns: Side, tmp_path: P
 def test_one_that_fails_ends_the_others(takes_turns: Side, tmp_path: Path):
     with pytest.raises(CompareError, match="fake check failing failed with exit code 1: RuntimeError: no more"):
         take_turns({name: (takes_turns, job(tmp_path, variant=name)) for name in ("first", "failing", "last")})
-    found = (tmp_path / "log").read_text().splitlines()
-    assert [line.split()[0] for line in found] == ["first", "first", "failing", "failing"]
-    assert all(gone(int(line.split()[-1])) for line in found)
+    log = (tmp_path / "log").read_text().splitlines()
+    assert [line.split()[0] for line in log] == ["first", "first", "failing", "failing"]
+    assert all(gone(int(line.split()[-1])) for line in log)
 
 
 def gone(pid: int) -> bool:
@@ -182,20 +184,20 @@ def gone(pid: int) -> bool:
 
 
 def test_an_environment_is_made_once_and_again_for_other_versions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    made, codes = [], [0, 1, 0]
+    commands, codes = [], [0, 1, 0]
 
     def pip(command, **options):
-        made.append(command)
-        return subprocess.CompletedProcess(command, codes[len(made) - 1])
+        commands.append(command)
+        return subprocess.CompletedProcess(command, codes[len(commands) - 1])
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(sides.venv, "create", lambda path, **options: path.mkdir(parents=True, exist_ok=True))
     monkeypatch.setattr(sides.subprocess, "run", pip)
     python = tmp_path / "jrlhf" / "peers" / "some" / "bin" / "python"
     assert environment("some", ("a==1", "b==2")) == python == environment("some", ("a==1", "b==2"))
-    assert [command[-2:] for command in made] == [["a==1", "b==2"]] and made[0][0] == str(python)
+    assert [command[-2:] for command in commands] == [["a==1", "b==2"]] and commands[0][0] == str(python)
     with pytest.raises(CompareError, match="pip could not install torch==2 into"):
         environment("some", ("torch==2",))
-    assert "--extra-index-url" in made[1]
+    assert "--extra-index-url" in commands[1]
     environment("some", ("torch==2",))  # what failed is not taken for complete
-    assert len(made) == 3
+    assert len(commands) == 3

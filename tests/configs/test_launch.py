@@ -15,10 +15,10 @@ def test_every_host_of_a_pod_gets_the_overrides_and_nothing_else(tmp_path, overr
     """gcloud is a script that writes down its arguments, NUL between them."""
     (tmp_path / "gcloud").write_text('#!/bin/bash\nprintf \'%s\\0\' "$@" >>"$CALLED"\n')
     (tmp_path / "gcloud").chmod(0o755)
-    said = {"TPU": "pod", "ZONE": "here", "BUCKET": "gs://bucket", "SOURCE": "https://host/jrlhf.whl"}
+    variables = {"TPU": "pod", "ZONE": "here", "BUCKET": "gs://bucket", "SOURCE": "https://host/jrlhf.whl"}
     paths = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "CALLED": str(tmp_path / "called")}
     command = ["bash", str(LAUNCH / "tpu-pod.sh"), "quickstart", *overrides]
-    subprocess.run(command, check=True, env=os.environ | said | paths, cwd=tmp_path, timeout=60)
+    subprocess.run(command, check=True, env=os.environ | variables | paths, cwd=tmp_path, timeout=60)
     *_, last = (tmp_path / "called").read_text().removesuffix("\0").split("\0")
     (train,) = (line for line in last.splitlines() if "jrlhf.train" in line)
     _, given = train.split("device.platform=tpu")

@@ -39,7 +39,7 @@ def composed(op, hidden, unembedding, targets, data, terms=terms):
 
 
 def value_and_grad(sums):
-    """As a caller has it: a mean, whose cotangent is not 1."""
+    """The loss as a caller has it: a mean, whose cotangent is not 1."""
 
     def mean(hidden, unembedding, targets, data):
         loss, metrics = sums(hidden, unembedding, targets, data)

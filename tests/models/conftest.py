@@ -53,11 +53,11 @@ def hidden(params, config: ModelConfig, tokens):
             return turns / scaling.factor
         if scaling is None:
             return turns
-        low, high, known = scaling.low_freq_factor, scaling.high_freq_factor, scaling.original_max_positions
-        assert low is not None and high is not None and known is not None
+        low, high, original = scaling.low_freq_factor, scaling.high_freq_factor, scaling.original_max_positions
+        assert low is not None and high is not None and original is not None
         lowered = []
         for turn in turns:
-            ratio = known / (2 * np.pi / turn)
+            ratio = original / (2 * np.pi / turn)
             if ratio < low:
                 turn = turn / scaling.factor
             elif ratio <= high:

@@ -68,7 +68,7 @@ def weighting() -> Any:
 
 @pytest.fixture(scope="module")
 def expected(reference):
-    """Of a family: the weights, and the plain decoder's log-probabilities, entropies and gradients."""
+    """A function: family -> the weights, and the plain decoder's log-probabilities, entropies and gradients."""
 
     @cache
     def compute(family):

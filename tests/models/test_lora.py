@@ -91,7 +91,7 @@ def on(mesh, config, base, dtype=None):
 
 @pytest.fixture(scope="module")
 def expected(reference):
-    """Of a case: base and adapters on the host, and the plain decoder's outputs and gradients by the adapters."""
+    """A function: case -> base and adapters on the host, the plain decoder's outputs and gradients by the adapters."""
 
     @cache
     def compute(config, lora):

@@ -27,8 +27,8 @@ def _values(params, tokens):
 
 
 def _scores(params, tokens, lengths):
-    kept = jnp.arange(tokens.shape[1])[None, :] < lengths[:, None]
-    return jnp.sum(jnp.where(kept, jax.nn.one_hot(tokens, VOCAB) @ params["values"], 0), 1)
+    real = jnp.arange(tokens.shape[1])[None, :] < lengths[:, None]
+    return jnp.sum(jnp.where(real, jax.nn.one_hot(tokens, VOCAB) @ params["values"], 0), 1)
 
 
 def _params(seed=0):

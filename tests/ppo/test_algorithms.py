@@ -179,8 +179,8 @@ def test_safe_rlhf_whitens_the_combination_and_bootstraps_both():
     more = {"bootstrap_values": after, "cost_bootstrap_values": -after, "kl_coef": KL_COEF, "multiplier": 0.5}
     raw, raw_cost = build(config=replace(config, whiten_advantages=False), **more)
     white, cost = build(config=config, **more)
-    kept = np.asarray(raw.advantages, np.float64)[np.asarray(raw.response_mask)]
-    expected = (kept - kept.mean()) / kept.std(ddof=1)
+    selection = np.asarray(raw.advantages, np.float64)[np.asarray(raw.response_mask)]
+    expected = (selection - selection.mean()) / selection.std(ddof=1)
     np.testing.assert_allclose(
         np.asarray(white.advantages)[np.asarray(raw.response_mask)], expected, rtol=1e-4, atol=1e-5
     )
@@ -197,19 +197,19 @@ def test_a_row_that_cannot_teach_is_left_out_wherever_its_bad_number_is():
     rollout, scores, costs, old, ref, values, cost_values = inputs(4)
     bad, without = scores.at[4].set(jnp.nan), replace(rollout, response_lengths=rollout.response_lengths.at[4].set(0))
 
-    def same(found, expected):
+    def same(actual, expected):
         for name in ("response_mask", "rewards", "advantages", "returns"):
             if getattr(expected, name) is not None:
-                np.testing.assert_array_equal(getattr(found, name), getattr(expected, name), err_msg=name)
+                np.testing.assert_array_equal(getattr(actual, name), getattr(expected, name), err_msg=name)
 
     safe = partial(make_safe_experience, config=SafeRLHFConfig(), kl_coef=KL_COEF, multiplier=0.5)
     arrays = old, ref, values, cost_values
-    for found, expected in zip(
+    for actual, expected in zip(
         safe(rollout, scores, costs.at[4].set(jnp.inf), *arrays), safe(without, scores, costs, *arrays), strict=True
     ):
-        same(found, expected)
-    for found, expected in zip(safe(rollout, bad, costs, *arrays), safe(without, scores, costs, *arrays), strict=True):
-        same(found, expected)
+        same(actual, expected)
+    for actual, expected in zip(safe(rollout, bad, costs, *arrays), safe(without, scores, costs, *arrays), strict=True):
+        same(actual, expected)
     remax = partial(make_return_experience, config=ReMaxConfig(whiten_advantages=True), kl_coef=KL_COEF)
     same(remax(rollout, scores, old, ref, costs.at[4].set(jnp.nan)), remax(without, scores, old, ref, costs))
     group = partial(make_group_experience, config=GRPOConfig(samples=4), kl_coef=KL_COEF)

@@ -44,12 +44,12 @@ LENGTHS = {
 }
 
 
-def placed(where):
+def placed(place):
     """(over how many devices rows are divided, a function that puts a tree there, a context)"""
-    if where == "alone":
+    if place == "alone":
         return 1, lambda tree: jax.tree.map(jnp.asarray, tree), nullcontext()
-    axes = ("data", "fsdp") if "some" in where else ("data", "fsdp", "tensor")
-    mesh = make_mesh(data=2, fsdp=2, tensor=2, axis_type=AxisType.Auto if "auto" in where else AxisType.Explicit)
+    axes = ("data", "fsdp") if "some" in place else ("data", "fsdp", "tensor")
+    mesh = make_mesh(data=2, fsdp=2, tensor=2, axis_type=AxisType.Auto if "auto" in place else AxisType.Explicit)
 
     def put(tree):
         def spec(x):
@@ -58,7 +58,7 @@ def placed(where):
         return jax.tree.map(lambda x: jax.device_put(x, NamedSharding(mesh, spec(x))), tree)
 
     # A program of Auto axes does not know that rows lie over some of them only: its micro-batches suit all.
-    return 4 if where == "some axes" else 8, put, jax.set_mesh(mesh)
+    return 4 if place == "some axes" else 8, put, jax.set_mesh(mesh)
 
 
 PLACES = ("alone", "all axes", "some axes", "auto", "auto, some axes")
@@ -73,18 +73,18 @@ def numbered(lengths):
 def predicted_tokens(lengths, devices):
     """What is computed: the longest row is taken, and with it as many as fit at its width; then the longest left."""
     left, tokens = sorted(lengths[lengths > 0].tolist(), reverse=True), 0
-    each = ROWS // devices
+    share = ROWS // devices
     while left:
         width = next(width for width in WIDTHS if width >= left[0])
         fit = max(1, BUDGET // width)
-        rows = math.ceil(each / math.ceil(each / fit)) * devices
+        rows = math.ceil(share / math.ceil(share / fit)) * devices
         left, tokens = left[rows:], tokens + rows * width
     return tokens
 
 
-@pytest.mark.parametrize("where", PLACES)
-def test_every_row_counts_once_whatever_the_lengths_and_the_program_is_one(where):
-    devices, put, context = placed(where)
+@pytest.mark.parametrize("place", PLACES)
+def test_every_row_counts_once_whatever_the_lengths_and_the_program_is_one(place):
+    devices, put, context = placed(place)
 
     def computed(rows, lengths):
         def add(total, micro):
@@ -104,9 +104,9 @@ def test_every_row_counts_once_whatever_the_lengths_and_the_program_is_one(where
         assert compiled._cache_size() == 1
 
 
-@pytest.mark.parametrize("where", PLACES)
-def test_a_mapped_function_gives_each_row_its_results_in_its_place(where):
-    devices, put, context = placed(where)
+@pytest.mark.parametrize("place", PLACES)
+def test_a_mapped_function_gives_each_row_its_results_in_its_place(place):
+    devices, put, context = placed(place)
     seen = []
 
     def function(micro):
@@ -158,7 +158,7 @@ def test_rows_travel_once_and_not_inside_the_loops():
 
 
 def test_what_is_computed_grows_with_the_tokens_and_not_with_the_longest_row():
-    """Of the prediction, which the loops were held to above."""
+    """The prediction is tested, which the tests above compare the loops with."""
     for width in WIDTHS:
         assert 0 <= predicted_tokens(np.full(ROWS, width), 1) - ROWS * width < BUDGET
     assert predicted_tokens(LENGTHS["one long"], 1) <= TIME + ROWS * 16 + BUDGET
@@ -211,9 +211,9 @@ def experience_of(toy, lengths):
     return replace(experience, response_mask=mask, advantages=noise[0], returns=noise[1], values=noise[2])
 
 
-@pytest.mark.parametrize("where", ("alone", pytest.param("all axes", marks=pytest.mark.full), "auto, some axes"))
-def test_weights_and_metrics_are_those_of_whole_minibatches(toy, where, whole_minibatches):
-    _, put, context = placed(where)
+@pytest.mark.parametrize("place", ("alone", pytest.param("all axes", marks=pytest.mark.full), "auto, some axes"))
+def test_weights_and_metrics_are_those_of_whole_minibatches(toy, place, whole_minibatches):
+    _, put, context = placed(place)
     optimizer = optax.sgd(0.5)
     budget = replace(CONFIG, micro_batch_tokens=BUDGET)
     step = make_ppo_step(toy.logprobs, toy.values, optimizer, optimizer, budget)
@@ -243,13 +243,15 @@ def test_imitation_too(toy):
     )
 
 
-@pytest.mark.parametrize("where", ("alone", "all axes"))
+@pytest.mark.parametrize("place", ("alone", "all axes"))
 @pytest.mark.parametrize("kind", ("preferences", "sigmoid", "ipo"))
-def test_pairs_too(toy, where, kind):
-    _, put, context = placed(where)
+def test_pairs_too(toy, place, kind):
+    _, put, context = placed(place)
     rng, optimizer = np.random.default_rng(0), optax.sgd(0.5)
     chosen, rejected = rng.integers(0, toy.vocab, (2, ROWS, TIME)).astype(np.int32)
-    lengths, others = (np.maximum(each, 2).astype(np.int32) for each in (LENGTHS["mixed"], LENGTHS["sorted"]))
+    lengths, others = (
+        np.maximum(row_lengths, 2).astype(np.int32) for row_lengths in (LENGTHS["mixed"], LENGTHS["sorted"])
+    )
     if kind == "preferences":
         batch = PreferenceBatch(*map(jnp.asarray, (chosen, lengths, rejected, others)))
         params, makes = toy.params()[1], partial(make_preference_step, toy.scores, optimizer, centre=0.1)
@@ -259,7 +261,7 @@ def test_pairs_too(toy, where, kind):
         batch: Any = PairBatch(*map(jnp.asarray, (chosen, lengths, rejected, others, np.ones(ROWS, np.int32), *refs)))
         params, config = toy.params()[0], DPOConfig(loss=kind)
         configs = config, replace(config, micro_batch_tokens=2 * BUDGET)
-        steps = [make_dpo_step(toy.logprobs, optimizer, each) for each in configs]
+        steps = [make_dpo_step(toy.logprobs, optimizer, variant) for variant in configs]
     with context:
         expected, got = (
             jax.device_get(step(put(TrainState.create(jax.tree.map(jnp.copy, params), optimizer)), put(batch)))

@@ -30,7 +30,7 @@ def inputs(seed: int = 0):
 
 
 def above_the_mean(experience, config):
-    """As one writes it who has never heard of meshes: a group's rows are sorted, and looked at one by one."""
+    """Advantages by someone who has never heard of meshes: a group's rows are sorted, and looked at one by one."""
     rewards = jnp.sum(experience.rewards, axis=1).reshape(-1, config.samples)
     order = jnp.argsort(rewards, axis=1)
     sorted_rewards = jnp.take_along_axis(rewards, order, axis=1)
@@ -40,10 +40,10 @@ def above_the_mean(experience, config):
 def test_a_function_of_rows_gives_what_the_group_estimator_gives():
     config = replace(CONFIG, whiten_advantages=True)
     expected = jax.jit(partial(make_group_experience, config=config))(*inputs(), kl_coef=0.3)
-    found = jax.jit(partial(make_custom_experience, advantages=above_the_mean, config=config))(*inputs(), kl_coef=0.3)
+    actual = jax.jit(partial(make_custom_experience, advantages=above_the_mean, config=config))(*inputs(), kl_coef=0.3)
     for name, value in vars(expected).items():
         if value is not None:
-            np.testing.assert_allclose(vars(found)[name], value, rtol=1e-5, atol=1e-6, err_msg=name)
+            np.testing.assert_allclose(vars(actual)[name], value, rtol=1e-5, atol=1e-6, err_msg=name)
 
 
 def test_on_a_mesh_with_explicit_axes_it_is_the_same_and_lies_as_the_rows_do():
@@ -55,9 +55,9 @@ def test_on_a_mesh_with_explicit_axes_it_is_the_same_and_lies_as_the_rows_do():
         rollout, *others = jax.tree.map(
             lambda x: jax.device_put(x, rows if x.ndim else NamedSharding(mesh, P())), inputs()
         )
-        found = make(rollout, *others, kl_coef=0.3)
-    np.testing.assert_allclose(found.advantages, expected, rtol=1e-6, atol=1e-6)
-    assert found.advantages.sharding.is_equivalent_to(found.tokens.sharding, 2)
+        actual = make(rollout, *others, kl_coef=0.3)
+    np.testing.assert_allclose(actual.advantages, expected, rtol=1e-6, atol=1e-6)
+    assert actual.advantages.sharding.is_equivalent_to(actual.tokens.sharding, 2)
 
 
 def test_a_critics_targets_may_be_among_what_it_gives():
@@ -71,16 +71,16 @@ def test_a_critics_targets_may_be_among_what_it_gives():
 
     arguments = rollout, scores, old, ref, values
     expected = jax.jit(partial(make_experience, config=config))(*arguments, kl_coef=0.3)
-    found = jax.jit(partial(make_custom_experience, advantages=by_gae, config=config))(*arguments, kl_coef=0.3)
+    actual = jax.jit(partial(make_custom_experience, advantages=by_gae, config=config))(*arguments, kl_coef=0.3)
     for name in ("advantages", "returns", "values", "rewards"):
-        np.testing.assert_allclose(vars(found)[name], vars(expected)[name], rtol=1e-5, atol=1e-6, err_msg=name)
+        np.testing.assert_allclose(vars(actual)[name], vars(expected)[name], rtol=1e-5, atol=1e-6, err_msg=name)
 
 
 def test_what_it_gives_is_read_at_response_tokens_only():
-    found = make_custom_experience(
+    actual = make_custom_experience(
         *inputs(), advantages=lambda experience, config: jnp.full((ROWS, TIME), jnp.nan), config=CONFIG, kl_coef=0.0
     )
-    assert np.array_equal(np.isnan(found.advantages), found.response_mask)
+    assert np.array_equal(np.isnan(actual.advantages), actual.response_mask)
 
 
 def test_another_shape_is_refused():

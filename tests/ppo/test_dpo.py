@@ -169,9 +169,9 @@ def test_the_optimum_is_the_reference_tilted_by_the_reward():
     target = np.exp(start + reward / beta)
     target /= target.sum()
     # Each pair in both orders, as often as Bradley-Terry prefers it: 64 copies give its frequencies to a 128th.
-    first, second = (each.ravel() for each in np.meshgrid(range(4), range(4)))
+    first, second = (grid.ravel() for grid in np.meshgrid(range(4), range(4)))
     wins = np.round(64 / (1 + np.exp(reward[second] - reward[first]))).astype(int) * (first != second)
-    chosen, rejected = (np.repeat(each, wins) for each in (first, second))
+    chosen, rejected = (np.repeat(column, wins) for column in (first, second))
     answers = jnp.asarray(np.stack([chosen, rejected]), jnp.int32)[..., None]
     tokens, ones = jnp.pad(answers, ((0, 0), (0, 0), (1, 0))), jnp.ones(len(chosen), jnp.int32)
     batch = PairBatch(tokens[0], 2 * ones, tokens[1], 2 * ones, ones)
@@ -186,6 +186,6 @@ def test_the_optimum_is_the_reference_tilted_by_the_reward():
     state = TrainState.create(jnp.asarray(start, jnp.float32), adam)
     for _ in range(400):
         state, _ = step(state, batch)
-    found = np.asarray(jax.nn.softmax(state.params))
-    assert np.abs(found - target).sum() / 2 < 0.02
-    assert np.abs(found - np.exp(start) / np.exp(start).sum()).sum() / 2 > 0.1
+    probabilities = np.asarray(jax.nn.softmax(state.params))
+    assert np.abs(probabilities - target).sum() / 2 < 0.02
+    assert np.abs(probabilities - np.exp(start) / np.exp(start).sum()).sum() / 2 > 0.1

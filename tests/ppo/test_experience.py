@@ -216,8 +216,8 @@ def test_advantages_are_whitened_over_all_response_tokens_and_returns_are_not():
     rollout, arrays, after = inputs()
     build = partial(compiled, rollout, *arrays, kl_coef=0.1, bootstrap_values=after)
     raw, white = build(config=PPOConfig(whiten_advantages=False)), build(config=PPOConfig())
-    kept = np.asarray(raw.advantages, np.float64)[np.asarray(raw.response_mask)]
-    expected = (kept - kept.mean()) / kept.std(ddof=1)
+    selection = np.asarray(raw.advantages, np.float64)[np.asarray(raw.response_mask)]
+    expected = (selection - selection.mean()) / selection.std(ddof=1)
     np.testing.assert_allclose(white.advantages[white.response_mask], expected, rtol=1e-4, atol=1e-5)
     np.testing.assert_array_equal(white.returns, raw.returns)
 

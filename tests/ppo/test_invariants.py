@@ -61,16 +61,18 @@ every_algorithm = pytest.mark.parametrize(
 
 def batch(toy, start="apart"):
     """A rollout, and what the update needs besides. Responses that finish end in token 0, which is the padding too."""
-    made = toy.experience(ROWS, TIME)
+    experience = toy.experience(ROWS, TIME)
     rng = np.random.default_rng(3)
-    clock, lengths = np.arange(TIME)[None], np.asarray(made.lengths)[:, None]
-    tokens = np.where(clock < lengths, np.asarray(made.tokens), 0)
-    tokens[(clock == lengths - 1) & np.asarray(made.finished)[:, None]] = 0
+    clock, lengths = np.arange(TIME)[None], np.asarray(experience.lengths)[:, None]
+    tokens = np.where(clock < lengths, np.asarray(experience.tokens), 0)
+    tokens[(clock == lengths - 1) & np.asarray(experience.finished)[:, None]] = 0
     tokens = jnp.asarray(tokens)
     actor, critic = toy.params(0)
     reference = actor if start == "reference" else toy.params(1)[0]
     old = toy.logprobs(actor, tokens)[0]
-    rollout = Rollout(tokens, made.prompt_lengths, made.response_lengths, old, made.finished, made.version)
+    rollout = Rollout(
+        tokens, experience.prompt_lengths, experience.response_lengths, old, experience.finished, experience.version
+    )
     rows = {name: jnp.asarray(rng.normal(size=ROWS), jnp.float32) for name in ("scores", "costs", "baselines", "after")}
     return dict(actor=actor, critic=critic, cost_critic=toy.params(2)[1], reference=reference, rollout=rollout, **rows)
 
@@ -82,10 +84,10 @@ def algorithm(toy, config) -> Callable[..., Any]:
     def run(actor, critic, cost_critic, reference, rollout, scores, costs, baselines, after):
         old, ref = (toy.logprobs(params, rollout.tokens)[0] for params in (actor, reference))
         if isinstance(config, GRPOConfig):
-            made = (make_group_experience(rollout, scores, old, ref, config=config, kl_coef=BETA),)
+            experiences = (make_group_experience(rollout, scores, old, ref, config=config, kl_coef=BETA),)
         elif isinstance(config, SafeRLHFConfig):
             values = (toy.values(params, rollout.tokens) for params in (critic, cost_critic))
-            made = make_safe_experience(
+            experiences = make_safe_experience(
                 rollout,
                 scores,
                 costs,
@@ -100,23 +102,23 @@ def algorithm(toy, config) -> Callable[..., Any]:
             )
         elif isinstance(config, PPOConfig):
             values = toy.values(critic, rollout.tokens)
-            made = (
+            experiences = (
                 make_experience(rollout, scores, old, ref, values, config=config, kl_coef=BETA, bootstrap_values=after),
             )
         else:
             given = baselines if isinstance(config, ReMaxConfig) else None
-            made = (make_return_experience(rollout, scores, old, ref, given, config=config, kl_coef=BETA),)
+            experiences = (make_return_experience(rollout, scores, old, ref, given, config=config, kl_coef=BETA),)
         samples = config.samples if isinstance(config, GRPOConfig) else None
-        metrics = [experience_metrics(x, samples) for x in made]
-        state, of_actor = actor_step(TrainState.create(actor, OPTIMIZER), made[0])
+        metrics = [experience_metrics(x, samples) for x in experiences]
+        state, of_actor = actor_step(TrainState.create(actor, OPTIMIZER), experiences[0])
         after_update = [state.params]
         if isinstance(config, PPOConfig):
             critic_step = make_critic_step(toy.values, OPTIMIZER, config)
-            for params, x in zip((critic, cost_critic), made, strict=False):
+            for params, x in zip((critic, cost_critic), experiences, strict=False):
                 state, of_critic = critic_step(TrainState.create(params, OPTIMIZER), x)
                 after_update.append(state.params)
                 metrics.append(of_critic)
-        return made, after_update, [*metrics, of_actor]
+        return experiences, after_update, [*metrics, of_actor]
 
     return compiled(run)
 
@@ -130,18 +132,18 @@ def plain(toy):
 
 @every_algorithm
 def test_at_step_0_the_ratio_is_one_and_the_kl_zero(plain, name):
-    made, _, metrics = plain(name, "reference")
+    experiences, _, metrics = plain(name, "reference")
     assert metrics[-1]["actor/initial_ratio_gap"] < 1e-6
     assert metrics[0]["objective/kl"] == 0
-    np.testing.assert_array_equal(made[0].old_logprobs, made[0].ref_logprobs)
+    np.testing.assert_array_equal(experiences[0].old_logprobs, experiences[0].ref_logprobs)
     assert metrics[-1]["actor/skipped_updates"] == 0
 
 
 @every_algorithm
 def test_scores_are_conserved(plain, name):
     """Rewards sum to score - beta KL where the KL is in the reward, to the score elsewhere; costs to cost + beta KL."""
-    made, _, _ = plain(name, "apart")
-    for experience, sign in zip(made, (-1, 1), strict=False):
+    experiences, _, _ = plain(name, "apart")
+    for experience, sign in zip(experiences, (-1, 1), strict=False):
         kl = np.where(experience.response_mask, experience.old_logprobs - experience.ref_logprobs, 0).sum(1)
         penalty = sign * BETA * kl if CONFIGS[name].kl_in == "reward" else 0 * kl
         counted = experience.response_mask.any(1)
@@ -185,9 +187,9 @@ def assert_same(plain, name, parts):
     def narrow(x):
         return x[:, :TIME] if np.ndim(x) == 2 and len(x) == ROWS else x
 
-    (made, *results), (expected, *others) = parts, plain(name, "apart")
+    (experiences, *results), (expected, *others) = parts, plain(name, "apart")
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-6), results, others)
-    for a, b in zip(made, expected, strict=True):
+    for a, b in zip(experiences, expected, strict=True):
         for field in ("rewards", "advantages", "returns", "values", "old_logprobs", "ref_logprobs", "response_mask"):
             x, y = getattr(a, field), getattr(b, field)
             if y is not None:

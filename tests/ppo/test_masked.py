@@ -25,15 +25,17 @@ def test_statistics_match_numpy_and_ignore_what_is_masked():
     x = rng.normal(3, 2, (5, 7)).astype(np.float32)
     mask = rng.random((5, 7)) < 0.6
     poisoned = np.where(mask, x, np.nan)
-    kept = x[mask].astype(np.float64)
-    np.testing.assert_allclose(masked_mean(jnp.asarray(poisoned), jnp.asarray(mask)), kept.mean(), rtol=1e-6)
-    np.testing.assert_allclose(masked_variance(jnp.asarray(poisoned), jnp.asarray(mask)), kept.var(ddof=1), rtol=1e-5)
-    expected = (kept - kept.mean()) / np.sqrt(kept.var(ddof=1) + 1e-8)
+    selection = x[mask].astype(np.float64)
+    np.testing.assert_allclose(masked_mean(jnp.asarray(poisoned), jnp.asarray(mask)), selection.mean(), rtol=1e-6)
+    np.testing.assert_allclose(
+        masked_variance(jnp.asarray(poisoned), jnp.asarray(mask)), selection.var(ddof=1), rtol=1e-5
+    )
+    expected = (selection - selection.mean()) / np.sqrt(selection.var(ddof=1) + 1e-8)
     whitened = np.asarray(masked_whiten(jnp.asarray(poisoned), jnp.asarray(mask)))
     np.testing.assert_allclose(whitened[mask], expected, rtol=1e-4, atol=1e-6)
     assert np.all(whitened[~mask] == 0)
     unshifted = masked_whiten(jnp.asarray(poisoned), jnp.asarray(mask), shift_mean=False)
-    np.testing.assert_allclose(np.asarray(unshifted)[mask], expected + kept.mean(), rtol=1e-4)
+    np.testing.assert_allclose(np.asarray(unshifted)[mask], expected + selection.mean(), rtol=1e-4)
 
 
 def test_row_means_have_row_denominators():
@@ -41,13 +43,13 @@ def test_row_means_have_row_denominators():
     np.testing.assert_allclose(masked_mean(x, mask, axis=1), [1.5, 4.0])
 
 
-@pytest.mark.parametrize("kept", [0, 1])
-def test_fewer_than_two_elements_are_defined(kept):
+@pytest.mark.parametrize("count", [0, 1])
+def test_fewer_than_two_elements_are_defined(count):
     x = jnp.array([5.0, 7.0, 11.0])
-    mask = jnp.arange(3) < kept
+    mask = jnp.arange(3) < count
     np.testing.assert_array_equal(masked_whiten(x, mask), np.zeros(3))
     assert masked_variance(x, mask) == 0
-    assert masked_mean(x, mask) == (5.0 if kept else 0.0)
+    assert masked_mean(x, mask) == (5.0 if count else 0.0)
 
 
 @pytest.mark.parametrize("value", [0.1, 123.456, 1000.3, -3e7])

@@ -98,11 +98,11 @@ def test_shared_passes_give_what_separate_calls_give(toy, batch, config):
     step = make_on_policy_step(at_responses(toy.logprobs), every_value(toy), OPTIMIZER, OPTIMIZER, config)
     if not config.needs_reference:
         batch = (*batch[:2], None)
-    found = step(*states(toy), *batch, KL_COEF)
+    actual = step(*states(toy), *batch, KL_COEF)
     expected = separately(toy, config, *batch)
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6), found, expected)
-    assert (float(found[3]["actor/ratio"]) == 1.0) == (config.old_logprobs == "recompute")
-    assert float(found[3]["actor/grad_norm"]) > 0 and float(found[3]["critic/grad_norm"]) > 0
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6), actual, expected)
+    assert (float(actual[3]["actor/ratio"]) == 1.0) == (config.old_logprobs == "recompute")
+    assert float(actual[3]["actor/grad_norm"]) > 0 and float(actual[3]["critic/grad_norm"]) > 0
 
 
 def test_each_model_is_run_once(toy, batch):
@@ -191,12 +191,12 @@ def test_texts_are_refused(toy):
 def test_without_a_critic(toy, batch, make, config):
     rollout, scores, ref = batch
     (actor, _), (alone, _) = states(toy), states(toy)
-    found = make_on_policy_actor_step(at_responses(toy.logprobs), OPTIMIZER, config, make)(actor, *batch, KL_COEF)
+    actual = make_on_policy_actor_step(at_responses(toy.logprobs), OPTIMIZER, config, make)(actor, *batch, KL_COEF)
     old, _ = toy.logprobs(alone.params, rollout.tokens)
     experience = make(rollout, scores, old, ref, config=config, kl_coef=KL_COEF)
     alone, metrics = make_actor_step(toy.logprobs, OPTIMIZER, config)(alone, experience)
     jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6), found, (alone, experience, metrics)
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6), actual, (alone, experience, metrics)
     )
     assert float(metrics["actor/grad_norm"]) > 0
 

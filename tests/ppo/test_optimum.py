@@ -75,7 +75,7 @@ def test_dr_grpo_with_k2_is_at_the_optimum_up_to_its_groups_mean():
 
 
 def test_the_oracles_fixed_points_have_closed_forms_where_nothing_is_divided_by_a_deviation():
-    """Of single tokens, with m = (n - 1) / n for the group's mean as baseline and 1 for that of the others:
+    """The fixed points for single tokens, where m = (n - 1) / n for the group's mean as baseline and 1 for the others':
 
     k2: pi ~ ref exp(m r / beta). k3, whose mean gradient is that of KL(ref, pi): m (r - E[r]) pi = beta (pi - ref), so
     pi = beta ref / (beta - m r + m E[r]), with the E[r] at which it sums to 1.

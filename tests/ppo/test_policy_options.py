@@ -174,16 +174,16 @@ def check(toy, config, state, metrics, before, *, rtol=1e-4):
     assert ("actor/kl_loss" in metrics, "actor/ptx_loss" in metrics) == ("kl_loss" in names, "ptx_loss" in names)
 
 
-@pytest.mark.parametrize("how", ["whole", "parts"])
+@pytest.mark.parametrize("division", ["whole", "parts"])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_gradients_and_metrics_match_loops(toy, name, how):
+def test_gradients_and_metrics_match_loops(toy, name, division):
     """In parts: micro-batches, padding full of garbage, and where the ratio is a token's by sums of the loss."""
     config, sums_fn = CONFIGS[name], None
     experience, texts = experience_of(toy, config), texts_of(toy)
-    if how == "parts":
+    if division == "parts":
         experience, texts = padded(spoiled(experience), 3), padded(texts, 3)
         sums_fn = token_sums(toy)
-    changed = replace(config, micro_batches=4 if how == "parts" else 1)
+    changed = replace(config, micro_batches=4 if division == "parts" else 1)
     before = toy.params()[0]
     step = make_actor_step(toy.logprobs, OPTIMIZER, changed, sums_fn=sums_fn)
     state, metrics = step(TrainState.create(before, OPTIMIZER), experience, *([texts] if config.ptx_coef else []))

@@ -69,8 +69,8 @@ def test_moments_do_not_depend_on_how_scores_are_divided():
     parts = RunningMoments.create()
     for part in np.split(x, [1, 2, 10, 10, 37]):
         parts = parts.add(jnp.asarray(part))
-    for found in (whole, parts):
-        np.testing.assert_allclose([found.count, found.mean, found.std], [60, x.mean(), x.std(ddof=1)], rtol=1e-5)
+    for moments in (whole, parts):
+        np.testing.assert_allclose([moments.count, moments.mean, moments.std], [60, x.mean(), x.std(ddof=1)], rtol=1e-5)
 
 
 def test_scores_that_are_not_finite_do_not_stay_in_the_moments():

@@ -264,8 +264,8 @@ def test_a_minibatch_without_a_token_that_counts_is_no_update(toy):
     row = jax.tree.map(lambda x: x[6:7] if x.ndim else x, single)
     two = make_ppo_step(toy.logprobs, toy.values, optimizer, optimizer, replace(config, minibatches=1))
     expected, expected_metrics = two(fresh_state(toy, optimizer), row)
-    for found, other in ((state.actor, expected.actor), (state.critic, expected.critic)):
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), found, other)
+    for actual, other in ((state.actor, expected.actor), (state.critic, expected.critic)):
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), actual, other)
     for name in ("actor/pg_loss", "actor/ratio", "actor/approx_kl", "actor/grad_norm", "critic/vf_loss"):
         np.testing.assert_allclose(metrics[name], expected_metrics[name], rtol=1e-5, atol=1e-7, err_msg=name)
 
@@ -331,7 +331,7 @@ def test_bfloat16_weights_keep_their_type_and_gradients_are_summed_in_float32(to
 
 def test_operations_say_in_a_trace_to_which_part_they_belong(toy, step, scopes):
     experience = toy.experience()
-    found = scopes(step(2), fresh_state(toy), experience)
-    assert {"policy_loss", "value_loss", "optimizer"} <= found
+    names = scopes(step(2), fresh_state(toy), experience)
+    assert {"policy_loss", "value_loss", "optimizer"} <= names
     advantages = partial(gae, discount=1.0, lam=0.95)
     assert "advantages" in scopes(jax.jit(jax.vmap(advantages)), *[experience.values] * 2, experience.response_mask)

@@ -147,7 +147,7 @@ def test_k2_in_the_loss_omits_what_a_token_does_to_the_kl_of_later_ones():
 
 @slow
 def test_k3_in_the_loss_has_the_gradient_of_the_other_kl():
-    """Of KL(ref, pi), for a single token; no response of this problem reaches the bound on k3."""
+    """The gradient is that of KL(ref, pi), for a single token; no response of this problem reaches the bound on k3."""
     logits, p = logits_of(TOKENS), TOKENS.probabilities(TOKENS.reference)
     assert np.min(TOKENS.logprobs(logits) - TOKENS.logprobs(TOKENS.reference)) > -2.5
 
@@ -199,19 +199,19 @@ def test_reinforce_pp_over_the_whole_population_is_the_gradient_over_the_deviati
     """Whitening is one positive factor and a shift, and the shift a baseline. The mean is over 2 tokens a response."""
     logits, params, tables, rollout = population()
     config = ReinforcePPConfig(kl_coef=BETA)
-    found = compiled(lambda x: ascent(tables, config, x, tables.experience(x, rollout, config)))(params)
+    gradient = compiled(lambda x: ascent(tables, config, x, tables.experience(x, rollout, config)))(params)
     scale = np.sqrt(np.repeat(returns_of(logits, PAIRS.rewards, BETA), COUNTS, axis=0).var(ddof=1) + 1e-8) * 2
-    close(found, true_gradient(PAIRS, logits) / scale)
+    close(gradient, true_gradient(PAIRS, logits) / scale)
 
 
 def test_reinforce_pp_baseline_whitens_the_rewards_but_not_the_penalty():
     logits, params, tables, rollout = population()
     config = ReinforcePPBaselineConfig(kl_coef=BETA, samples=64)  # one group of all
-    found = compiled(lambda x: ascent(tables, config, x, tables.experience(x, rollout, config)))(params)
+    gradient = compiled(lambda x: ascent(tables, config, x, tables.experience(x, rollout, config)))(params)
     deviation = np.sqrt(np.repeat(PAIRS.rewards[0], 2 * COUNTS).var(ddof=1) + 1e-8)
     rewards = Estimator(0.0, "reward").gradient(PAIRS, logits)
     everything = Estimator(BETA, "k2").gradient(PAIRS, logits)
-    close(found, (rewards / deviation + everything - rewards) / 2)
+    close(gradient, (rewards / deviation + everything - rewards) / 2)
 
 
 def values_of(logits, rewards, beta):
@@ -232,7 +232,7 @@ def test_ppo_is_unbiased_with_any_critic_at_lambda_1_and_with_the_true_one_at_an
     wrong = np.random.default_rng(1).normal(size=exact.shape)
 
     def gradients(values):
-        found = []
+        results = []
         for whiten in (False, True):
             config = PPOConfig(kl_coef=BETA, gae_lambda=gae_lambda, truncation="zero", whiten_advantages=whiten)
             experience = make_experience(
@@ -244,10 +244,10 @@ def test_ppo_is_unbiased_with_any_critic_at_lambda_1_and_with_the_true_one_at_an
                 config=config,
                 kl_coef=BETA,
             )
-            found.append((ascent(tables, config, params, experience), experience.advantages))
-        (found, advantages), (whitened, _) = found
+            results.append((ascent(tables, config, params, experience), experience.advantages))
+        (gradient, advantages), (whitened, _) = results
         deviation = jnp.std(advantages, where=rollout_mask, ddof=1)
-        return found, whitened * deviation
+        return gradient, whitened * deviation
 
     rollout_mask = jnp.asarray(np.repeat([[False, True, True]], len(rollout.tokens), 0))
     critics = jnp.asarray(np.stack([exact, wrong])[:, None], jnp.float32)
@@ -286,6 +286,6 @@ def test_safe_rlhf_ascends_the_lagrangian_with_a_penalty_of_the_same_weight():
         return ascent(tables, config, params, experience)
 
     multipliers = np.array([0.2, 1.5, 5.0])
-    for multiplier, found in zip(multipliers, gradients(jnp.asarray(multipliers, jnp.float32)), strict=True):
+    for multiplier, gradient in zip(multipliers, gradients(jnp.asarray(multipliers, jnp.float32)), strict=True):
         combined = (PAIRS.rewards - multiplier * PAIRS.costs) / (1 + multiplier)
-        close(found, true_gradient(replace(PAIRS, rewards=combined), logits) / 2)
+        close(gradient, true_gradient(replace(PAIRS, rewards=combined), logits) / 2)

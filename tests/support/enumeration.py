@@ -62,13 +62,13 @@ class Problem:
     @cached_property
     def at(self) -> NDArray[np.int64]:
         """[S, L]: the node in which each token is chosen."""
-        found = np.zeros_like(self.responses)
+        nodes = np.zeros_like(self.responses)
         for s, response in enumerate(self.responses):
             first, code = 0, 0
             for t, token in enumerate(response):
-                found[s, t] = first + code
+                nodes[s, t] = first + code
                 first, code = first + self.vocab**t, code * self.vocab + token
-        return found
+        return nodes
 
     def logprobs(self, logits: Floats) -> Floats:
         """[C, S, L]: of each token; 0 after the end."""
@@ -137,8 +137,8 @@ class Estimator:
         if self.kl == "k3":
             ratio = np.exp(np.minimum(-d, 20))
             penalty = np.where(ratio + d - 1 < 10, 1 - ratio, 0)  # k3 is at most 10
-        each = p[..., None] * weights * (advantages[..., None] - self.beta * penalty)
-        return np.einsum("cst,cstkv->ckv", each, slopes)
+        coefficients = p[..., None] * weights * (advantages[..., None] - self.beta * penalty)
+        return np.einsum("cst,cstkv->ckv", coefficients, slopes)
 
     def advantages(self, p: Floats, outcome: Floats) -> Floats:
         """[C, S]: a response's advantage, averaged over the other responses of its group."""
@@ -181,12 +181,12 @@ class Estimator:
 
 def numerical_gradient(f: Callable[[Floats], float], x: Floats, step: float = 1e-5) -> Floats:
     """Central differences of f at x."""
-    found = np.zeros_like(x)
+    gradient = np.zeros_like(x)
     for index in np.ndindex(*x.shape):
         unit = np.zeros_like(x)
         unit[index] = step
-        found[index] = (f(x + unit) - f(x - unit)) / (2 * step)
-    return found
+        gradient[index] = (f(x + unit) - f(x - unit)) / (2 * step)
+    return gradient
 
 
 def objective(problem: Problem, logits: Floats, beta: float) -> float:

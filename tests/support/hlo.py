@@ -166,8 +166,8 @@ def _trips(instruction: _Instruction, computations: Mapping[str, _Computation]) 
     if root.operation != "compare" or "direction=LT" not in root.rest:
         return None
     counter, bound = (tests.get(name) for name in root.operands)
-    known = counter and bound and counter.operation == "get-tuple-element" and bound.operation == "constant"
-    return int(bound.rest.split(")")[0]) if bound and known else None
+    is_constant = counter and bound and counter.operation == "get-tuple-element" and bound.operation == "constant"
+    return int(bound.rest.split(")")[0]) if bound and is_constant else None
 
 
 def _parse(text: str) -> dict[str, _Computation]:
@@ -187,7 +187,7 @@ def _parse(text: str) -> dict[str, _Computation]:
 
 
 def _bytes(shape: str) -> int:
-    """Of a shape as HLO prints it, all parts of a tuple together."""
+    """Bytes of a shape as HLO prints it, all parts of a tuple together."""
     return sum(
         (1 if kind == "pred" else max(int(bits) // 8, 1)) * prod(int(size) for size in sizes.split(",") if size)
         for kind, bits, sizes in _ARRAY.findall(shape)

@@ -53,11 +53,11 @@ class Tables(NamedTuple):
 
     def nodes(self, tokens: jax.Array) -> jax.Array:
         """[B, L]: the node in which each token is chosen."""
-        vocab, code, found = self.problem.vocab, jnp.zeros_like(tokens[:, 0]), []
+        vocab, code, nodes = self.problem.vocab, jnp.zeros_like(tokens[:, 0]), []
         for t in range(self.problem.limit):
-            found.append(sum(vocab**i for i in range(t)) + code)
+            nodes.append(sum(vocab**i for i in range(t)) + code)
             code = code * vocab + tokens[:, t + 1]
-        return jnp.stack(found, axis=1)
+        return jnp.stack(nodes, axis=1)
 
     def logprobs(self, params: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
         logp = jax.nn.log_softmax(params)[tokens[:, :1], self.nodes(tokens)]
@@ -69,7 +69,7 @@ class Tables(NamedTuple):
         return _after_prompt(params[tokens[:, :1], self.nodes(tokens)])
 
     def lookup(self, table: Floats, tokens: jax.Array) -> jax.Array:
-        """Of a table [C, S], what stands there for each row's response."""
+        """What a table [C, S] has for each row's response."""
         place = self.problem.vocab ** np.arange(self.problem.limit)[::-1]
         of_code = np.zeros((self.problem.prompts, self.problem.vocab**self.problem.limit), np.float32)
         of_code[:, self.problem.responses @ place] = table
@@ -103,7 +103,7 @@ class Tables(NamedTuple):
     def experience(
         self, params: jax.Array, rollout: Rollout, config: GRPOConfig | ReinforcePPConfig | ReMaxConfig
     ) -> Experience:
-        """Of an algorithm without a critic."""
+        """The experience of an algorithm without a critic."""
         old, _ = self.logprobs(params, rollout.tokens)
         ref, _ = self.logprobs(self.reference, rollout.tokens)
         scores = self.lookup(self.problem.rewards, rollout.tokens)

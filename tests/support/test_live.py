@@ -18,19 +18,19 @@ def test_bytes_by_device_and_memory_kind():
         "host": jax.device_put(np.zeros(8, np.int32), NamedSharding(mesh, P("fsdp"), memory_kind="pinned_host")),
         "one": jax.device_put(np.zeros(7, np.int8), jax.devices()[3]),
     }
-    held = live_bytes(tree)
+    sizes = live_bytes(tree)
     for device in range(8):
-        assert held[device, "device"] == 16 * 6 * 4 // 8 + 5 * 2 + (7 if device == 3 else 0)
-        assert held[device, "pinned_host"] == 2 * 4
-    assert len(held) == 16
+        assert sizes[device, "device"] == 16 * 6 * 4 // 8 + 5 * 2 + (7 if device == 3 else 0)
+        assert sizes[device, "pinned_host"] == 2 * 4
+    assert len(sizes) == 16
 
 
 def test_of_the_process_by_default():
     gc.collect()  # what earlier tests left in reference cycles
     before = live_bytes()
     x = jax.device_put(np.zeros(1024, np.float32), NamedSharding(make_mesh(fsdp=8), P("fsdp")))
-    held = live_bytes()
-    assert {device: held[device, "device"] - before[device, "device"] for device in range(8)} == dict.fromkeys(
+    sizes = live_bytes()
+    assert {device: sizes[device, "device"] - before[device, "device"] for device in range(8)} == dict.fromkeys(
         range(8), 512
     )
     x.delete()
@@ -46,8 +46,8 @@ def test_shared_memory_counts_once():
     shards = [shard.data for shard in x.addressable_shards]
     assert shards[0].unsafe_buffer_pointer() == alias.addressable_shards[0].data.unsafe_buffer_pointer()
     once = {key: before[key] + 512 for key in ((device, "device") for device in range(8))}
-    held = live_bytes()
-    assert {key: held[key] for key in once} == once
+    sizes = live_bytes()
+    assert {key: sizes[key] for key in once} == once
     assert live_bytes([x, alias, shards]) == live_bytes(x)
 
 

@@ -85,7 +85,7 @@ def at(fsdp: int, tensor: int, layout: LayoutName = "train") -> Placement:
 def test_memory_of_a_compiled_call_is_as_predicted(case):
     prediction, measurement = predicted(case, CPU), compiled(case, jax.devices(), CPU)
     assert within(prediction, measurement), (prediction, measurement)
-    assert prediction.held == pytest.approx(measurement.held, rel=0.01)  # states are exact, inputs all but
+    assert prediction.buffers == pytest.approx(measurement.buffers, rel=0.01)  # states are exact, inputs all but
 
 
 @pytest.mark.full
@@ -104,9 +104,9 @@ def test_memory_of_programs_for_other_hardware_is_as_predicted(target, backend):
     assert len(record["results"]) >= 20
     for result in record["results"]:
         case = cases[id_of(result)]
-        prediction, measurement = predicted(case, backend), Found(**result["compiled"])
+        prediction, measurement = predicted(case, backend), Found.of(result["compiled"])
         assert within(prediction, measurement), (case, prediction, measurement)
-        assert prediction.total == pytest.approx(Found(**result["predicted"]).total, rel=1e-3), (
+        assert prediction.total == pytest.approx(Found.of(result["predicted"]).total, rel=1e-3), (
             f"measure {target} again"
         )
 

@@ -130,7 +130,7 @@ def test_ties_with_the_last_kept_token_are_kept():
 
 
 def test_a_nucleus_ends_where_more_likely_tokens_have_its_mass():
-    """Of many tokens, some of them alike and some impossible; both signs of logits, and zeros."""
+    """Many tokens, some of them alike and some impossible; both signs of logits, and zeros."""
     logits = np.round(np.random.default_rng(1).normal(size=(6, 400)) * np.geomspace(0.1, 1.5, 6)[:, None], 1)
     logits[:, 390:] = -np.inf
     for top_k, top_p in ((None, 0.05), (None, 0.9), (None, 0.9999999), (37, 0.05), (37, 0.9)):

@@ -70,11 +70,11 @@ def test_every_bit_of_every_family_in_every_storage(reference, tmp_path, mesh, c
     params = random_model(reference, config)
     directory = export_hf(params, config, tmp_path / "model", eos_ids=(3,), shard_bytes=20_000)
     assert (directory / INDEX).exists()
-    for layout, where in ((TRAIN, mesh), (GENERATE, make_mesh(1, 4, 2, axis_type=AxisType.Auto))):
-        hf, loaded = load_hf(directory, where, layout=layout)
+    for layout, target_mesh in ((TRAIN, mesh), (GENERATE, make_mesh(1, 4, 2, axis_type=AxisType.Auto))):
+        hf, loaded = load_hf(directory, target_mesh, layout=layout)
         assert (hf.model, hf.family, hf.head, hf.eos_ids) == (config, name.split()[0], "lm", (3,))
         assert_same(loaded, params)
-        assert_stored(loaded, config, where, layout)
+        assert_stored(loaded, config, target_mesh, layout)
         again = export_hf(loaded, config, tmp_path / "again", eos_ids=(3,), shard_bytes=20_000)
         for file in directory.iterdir():
             assert (again / file.name).read_bytes() == file.read_bytes()
