@@ -49,7 +49,7 @@ from jrlhf.ppo.masked import (
     masked_whiten,
     response_mask,
 )
-from jrlhf.ppo.minibatches import row_axes
+from jrlhf.ppo.parts import row_axes
 from jrlhf.ppo.types import Experience, KLState, Rollout
 
 

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from jrlhf.ppo.config import SafeRLHFConfig
 from jrlhf.ppo.experience import rewarded, whitened, with_critic
-from jrlhf.ppo.minibatches import whole
+from jrlhf.ppo.parts import whole
 from jrlhf.ppo.types import Experience, Rollout
 
 

@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
-from jrlhf.ppo.minibatches import interleave
+from jrlhf.ppo.parts import interleave
 
 PyTree = Any
 
@@ -130,7 +130,7 @@ class PairBatch:
     """Pairs of answers to one prompt each, the preferred one first, for DPO.
 
     ref_chosen, ref_rejected: sum of the reference's log-probs over each response; None: not computed yet
-        (`dpo.with_reference` adds them).
+        (`supervised.with_reference` adds them).
     """
 
     chosen: Int[Array, "B T"]
