@@ -60,5 +60,6 @@ from jrlhf.ppo.types import PairBatch as PairBatch
 from jrlhf.ppo.types import PPOState as PPOState
 from jrlhf.ppo.types import PreferenceBatch as PreferenceBatch
 from jrlhf.ppo.types import Rollout as Rollout
+from jrlhf.ppo.types import Scored as Scored
 from jrlhf.ppo.types import SFTBatch as SFTBatch
 from jrlhf.ppo.types import TrainState as TrainState
