@@ -7,7 +7,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float
 
 from jrlhf.ppo.config import Baseline
-from jrlhf.ppo.minibatches import whole
+from jrlhf.ppo.parts import whole
 
 GROUP_EPSILON = 1e-6
 

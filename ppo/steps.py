@@ -23,7 +23,7 @@ from jrlhf.ppo.config import PolicyConfig, PPOConfig, Ratio
 from jrlhf.ppo.experience import sequence_kl, update_kl
 from jrlhf.ppo.losses import LOG_RATIO_LIMIT, kl_estimate, loss_weights, policy_loss, value_loss
 from jrlhf.ppo.masked import masked_sum, masked_variance, token_count
-from jrlhf.ppo.minibatches import interleave
+from jrlhf.ppo.parts import interleave
 from jrlhf.ppo.types import Experience, PPOState, SFTBatch, TrainState
 from jrlhf.ppo.updates import Metrics, check_output, run_updates
 

@@ -9,10 +9,9 @@ import optax
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from jrlhf.ppo.budget import ByLength, fold_by_length, row_ends
 from jrlhf.ppo.config import PolicyConfig
 from jrlhf.ppo.masked import token_count
-from jrlhf.ppo.minibatches import check_divisible, draw_minibatch, split_rows
+from jrlhf.ppo.parts import ByLength, check_divisible, draw_minibatch, fold_by_length, row_ends, split_rows
 from jrlhf.ppo.types import TrainState
 
 PyTree = Any
