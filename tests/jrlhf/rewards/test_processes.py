@@ -24,6 +24,7 @@ from .conftest import alive, eventually, gone, make_sample, pids
 SLACK = 4.0  # seconds for starting processes on a busy machine
 RUN = """
 import atexit, faulthandler, multiprocessing, os, re, signal, stat, subprocess, sys, time
+fork = multiprocessing.get_context("fork")
 def f(solution_str):
     if solution_str != "ok":
         exec(solution_str)
@@ -59,7 +60,7 @@ CRASHES = {
     "[os.write(n, b'\\xff' * 99) for n in range(3, 200) if is_socket(n)]": "crash: answered with 4294967295 bytes",
     "[os.write(n, b'\\0\\0\\0\\2no') for n in range(3, 200) if is_socket(n)]": "crash: wrote into the channel",
     "os.fork() or os._exit(5); os._exit(5)": "left with exit code 5",
-    "multiprocessing.get_context('fork').Process(target=time.sleep, args=(1000,)).start(); os._exit(6)": "left with exit code 6",
+    "fork.Process(target=time.sleep, args=(1000,)).start(); os._exit(6)": "left with exit code 6",
 }
 
 
