@@ -215,7 +215,7 @@ class DAPOConfig(GRPOConfig):
     A group with equal scores teaches nothing: prompts are drawn until the batch is full of other groups (eq. 11).
     Groups are judged by the scores that the rewards gave, before shaping and penalties. The soft overlong punishment
     is a `ScoreConfig`. Defaults are the paper's: clip_high 0.28, no KL, no entropy bonus; samples 8 instead of 16.
-    Difference: after `max_rounds` (verl's max_num_gen_batches) the batch is filled with the groups that there are,
+    Difference: after `max_rounds` (verl's max_num_gen_batches) the batch is filled with the groups collected so far,
     counted in `dapo/filled`; verl raises an error.
     """
 

@@ -1,4 +1,4 @@
-"""The data that algorithms pass on: frozen dataclasses registered as pytrees.
+"""The data of the algorithms: frozen dataclasses registered as pytrees.
 
 Shapes: B batch, T time = prompt + response. Rows are right-padded with no gap between prompt and response.
 
@@ -131,7 +131,7 @@ class SFTBatch:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class PreferenceBatch:
-    """Pairs of sequences (prompt and response together) of which an annotator preferred the first."""
+    """Pairs of sequences (prompt and response together); an annotator preferred the first."""
 
     chosen: Int[Array, "B T"]
     chosen_lengths: Int[Array, "B"]
