@@ -48,6 +48,8 @@ CONFIGS = {
     "ptx": PolicyConfig(ptx_coef=0.7, kl_coef=0.0),
 }
 
+FAST = ("token-mean", "constant", "sequence-mean", "rollout", "ptx")
+
 
 def experience_of(toy, config):
     """Row 3 has no token that counts, row 4 has one."""
@@ -175,7 +177,9 @@ def check(toy, config, state, metrics, before, *, rtol=1e-4):
 
 
 @pytest.mark.parametrize("division", ["whole", "parts"])
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(
+    "name", [name if name in FAST else pytest.param(name, marks=pytest.mark.full) for name in CONFIGS]
+)
 def test_gradients_and_metrics_match_loops(toy, name, division):
     """In parts: micro-batches, padding full of garbage, and where the ratio is a token's by sums of the loss."""
     config, sums_fn = CONFIGS[name], None
@@ -209,7 +213,7 @@ def test_parts_by_length_with_texts_longer_than_the_responses(toy):
     np.testing.assert_allclose(results[1][1]["actor/ptx_loss"], parts["ptx_loss"], rtol=1e-4)
 
 
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("axis_type", [pytest.param(AxisType.Auto, marks=pytest.mark.full), AxisType.Explicit])
 def test_the_mesh_does_not_matter(toy, axis_type):
     config = GSPOConfig(kl_coef=0.05, clip_low=0.1, clip_high=0.1, importance="sequence", ptx_coef=0.5)
     mesh = make_mesh(data=2, fsdp=2, tensor=2, axis_type=axis_type)
