@@ -31,7 +31,7 @@ def case(seed):
     return rewards, values, mask, rng.normal(size=6).astype(np.float32)
 
 
-@pytest.mark.parametrize(("discount", "lam"), [(1.0, 1.0), (1.0, 0.95), (0.9, 0.8), (0.97, 0.0), (0.0, 0.5)])
+@pytest.mark.parametrize(("discount", "lam"), [(1.0, 1.0), (0.9, 0.8), (0.97, 0.0)])
 def test_matches_the_textbook_sum_over_gaps(discount, lam):
     rewards, values, mask, bootstrap = case(0)
     batched = jax.jit(jax.vmap(partial(gae, discount=discount, lam=lam)))

@@ -201,7 +201,7 @@ def experience_of(toy, lengths):
 
 
 @pytest.mark.parametrize(
-    "place", [pytest.param("alone", marks=full), pytest.param("all axes", marks=full), "auto, some axes"]
+    "place", ["alone", *(pytest.param(place, marks=full) for place in ("all axes", "auto, some axes"))]
 )
 def test_weights_and_metrics_are_those_of_whole_minibatches(toy, place, whole_minibatches):
     _, put, context = placed(place)
@@ -220,6 +220,7 @@ def test_weights_and_metrics_are_those_of_whole_minibatches(toy, place, whole_mi
         assert step._cache_size() == 1
 
 
+@full
 def test_imitation_too(toy):
     rng, (params, _), optimizer = np.random.default_rng(0), toy.params(), optax.sgd(0.5)
     tokens = jnp.asarray(rng.integers(0, toy.vocab, (ROWS, TIME)), jnp.int32)
@@ -236,7 +237,11 @@ def test_imitation_too(toy):
 
 @pytest.mark.parametrize(
     ("kind", "place"),
-    [("preferences", "all axes"), ("sigmoid", "all axes"), pytest.param("ipo", "alone", marks=pytest.mark.full)],
+    [
+        ("preferences", "all axes"),
+        pytest.param("sigmoid", "all axes", marks=full),
+        pytest.param("ipo", "alone", marks=full),
+    ],
 )
 def test_pairs_too(toy, place, kind):
     _, put, context = placed(place)

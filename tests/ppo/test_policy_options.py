@@ -2,6 +2,7 @@
 
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import jax
@@ -48,7 +49,8 @@ CONFIGS = {
     "ptx": PolicyConfig(ptx_coef=0.7, kl_coef=0.0),
 }
 
-FAST = ("token-mean", "constant", "sequence-mean", "rollout", "ptx")
+FAST = [("token-mean", "whole"), *((name, "parts") for name in ("constant", "sequence-mean", "rollout", "ptx"))]
+SLOW = [case for case in product(CONFIGS, ("whole", "parts")) if case not in FAST]
 
 
 def experience_of(toy, config):
@@ -176,10 +178,7 @@ def check(toy, config, state, metrics, before, *, rtol=1e-4):
     assert ("actor/kl_loss" in metrics, "actor/ptx_loss" in metrics) == ("kl_loss" in names, "ptx_loss" in names)
 
 
-@pytest.mark.parametrize("division", ["whole", "parts"])
-@pytest.mark.parametrize(
-    "name", [name if name in FAST else pytest.param(name, marks=pytest.mark.full) for name in CONFIGS]
-)
+@pytest.mark.parametrize(("name", "division"), [*FAST, *(pytest.param(*case, marks=pytest.mark.full) for case in SLOW)])
 def test_gradients_and_metrics_match_loops(toy, name, division):
     """In parts: micro-batches, padding full of garbage, and where the ratio is a token's by sums of the loss."""
     config, sums_fn = CONFIGS[name], None
@@ -194,6 +193,7 @@ def test_gradients_and_metrics_match_loops(toy, name, division):
     check(toy, config, state, metrics, host(toy.params()[0])["logits"])
 
 
+@pytest.mark.full
 def test_parts_by_length_with_texts_longer_than_the_responses(toy):
     config = CONFIGS["ptx"]
     experience, texts = padded((experience_of(toy, config), texts_of(toy)), 40)

@@ -253,6 +253,7 @@ def test_a_minibatch_without_a_token_that_counts_is_no_update(toy):
         np.testing.assert_allclose(metrics[name], expected_metrics[name], rtol=1e-5, atol=1e-7, err_msg=name)
 
 
+@pytest.mark.full
 def test_an_update_that_is_skipped_is_not_also_stopped(toy):
     experience = toy.experience(ROWS, TIME)  # far beyond the target from the start
     bad = replace(experience, advantages=jnp.full((ROWS, TIME), jnp.nan))
