@@ -1,6 +1,7 @@
 """Sections of the report as plain data: what `report.html.j2` shows and cannot compute by itself."""
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple
@@ -69,26 +70,32 @@ def _progress(run: Record) -> list[str]:
 
 def _model_chips(run: Record) -> list[str]:
     keys = ("model.path", "lora.rank", "lora.path", "lora.base")
-    path, rank, adapter, base = (run.settings.get(key, "") for key in keys)
-    model = [] if path in _UNSET else [PurePosixPath(path).name or path]
-    base_chip = [] if base in (*_UNSET, "auto") else [f"{base} base"]
-    if rank not in _UNSET:
-        alpha = run.setting("lora.alpha")
-        return [*model, f"LoRA rank {rank}" + (f", alpha {alpha:g}" if alpha else ""), *base_chip]
-    return model if adapter in _UNSET else [*model, f"LoRA from {PurePosixPath(adapter).name or adapter}", *base_chip]
+    path, rank, adapter, base = ("" if run.settings.get(key) in _UNSET else run.settings.get(key, "") for key in keys)
+    alpha = run.setting("lora.alpha")
+    chips = [PurePosixPath(path).name or path]
+    if rank:
+        chips.append(f"LoRA rank {rank}" + (f", alpha {alpha:g}" if alpha else ""))
+    elif adapter:
+        chips.append(f"LoRA from {PurePosixPath(adapter).name or adapter}")
+    if (rank or adapter) and base != "auto":
+        chips.append(f"{base} base" if base else "")
+    return [chip for chip in chips if chip]
 
 
 def failures(run: Record) -> dict[str, Any] | None:
-    """A warning where reward or cost functions failed."""
-    counts, steps = run.failure_counts()
-    if not counts:
+    """Returns a warning if reward or cost functions failed."""
+    failures = run.failures()
+    if not failures:
         return None
-    total = sum(count.total() for count in counts.values())
-    kinds = " and ".join(word for kind, word in REWARD_KINDS.items() if any(kind == other for other, _ in counts))
-    logs = ", ".join(f"{REWARD_KINDS[kind]}-{name}.log" for kind, name in counts)
+    totals = {named: Counter({kind: sum(row) for kind, row in kinds.items()}) for named, kinds in failures.items()}
+    columns = zip(*(row for kinds in failures.values() for row in kinds.values()), strict=True)
+    steps = [record["step"] for record, column in zip(run.iterations, columns, strict=True) if any(column)]
+    total = sum(count.total() for count in totals.values())
+    kinds = " and ".join(word for kind, word in REWARD_KINDS.items() if any(kind == other for other, _ in totals))
+    logs = ", ".join(f"{REWARD_KINDS[kind]}-{name}.log" for kind, name in totals)
     return {
         "title": f"{kinds.capitalize()} functions failed on {total:,} sample{'s' * (total != 1)}",
-        "lines": [("cost " * (kind == "costs"), name, count.most_common()) for (kind, name), count in counts.items()],
+        "lines": [("cost " * (kind == "costs"), name, count.most_common()) for (kind, name), count in totals.items()],
         "note": f"in {len(steps)} of {len(run.iterations)} iterations, the last time in iteration {steps[-1]}. Each of "
         "these samples was given the score that the config names for failures, which says nothing about the answer. "
         f"What the functions printed is in {logs}.",
@@ -96,7 +103,7 @@ def failures(run: Record) -> dict[str, Any] | None:
 
 
 def cards(run: Record) -> list[Card]:
-    """The figures that the run is judged by."""
+    """Returns the figures that the run is judged by."""
     shown = [
         _measure_card(run),
         _loss_card(run),
@@ -344,8 +351,7 @@ def rewards(run: Record) -> dict[str, Any]:
     steps = [float(record["step"]) for record in run.iterations]
     for named, kinds in failures.items():
         series = []
-        for index, (kind, key) in enumerate(kinds.items()):
-            counts = run.counts(key)
+        for index, (kind, counts) in enumerate(kinds.items()):
             totals = np.cumsum(counts).tolist()
             series.append(Series(f"{kind} {sum(counts):,}", steps, totals, 1 + (4 + index) % COLORS, "steps"))
         title, note = f"{_title(*named)}: failures so far", "Samples that got no score of their own."
