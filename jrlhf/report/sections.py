@@ -10,7 +10,7 @@ import numpy as np
 
 from jrlhf.algorithms.registry import TITLES
 from jrlhf.report.charts import COLORS, Chart, Series, number
-from jrlhf.report.read import FAILURES, GOLD, KL, REWARD_KINDS, SCORE, Record, Sample
+from jrlhf.report.read import FAILURES, GOLD, KL, REWARD_KINDS, SCORE, Record
 from jrlhf.run.console import duration, validation_key
 
 _UNSET = ("", "0", "null")  # values of a setting that is not used
@@ -277,7 +277,7 @@ def gold_items(run: Record) -> list[Chart]:
 
 
 def validation(run: Record) -> dict[str, Any]:
-    """Curves of the measure for all prompts and for each source, then small ones of everything else that is measured.
+    """Returns curves of the measure for all prompts and for each source, then small ones of all other measurements.
 
     A validation takes place before the iteration that it is recorded with.
     """
@@ -287,24 +287,24 @@ def validation(run: Record) -> dict[str, Any]:
         if parsed is not None and parsed[2] != "best@1":  # the best of a single answer is its mean
             core.setdefault(parsed[:2], {})[parsed[2]] = key
     sources = sorted(dict.fromkeys(source for source, _ in core), key=lambda source: source != _ALL)
-    charts = []
-    for (source, measure), curves in sorted(core.items(), key=lambda item: sources.index(item[0][0])):
-        prompts = source if source != _ALL else "All sources together" if len(sources) > 1 else "Held-out prompts"
-        series = _dots(run, curves, first=lambda statistic: statistic.startswith("mean@"))
-        note = f"{series[0].label}." if len(series) == 1 else ""
-        charts.append(Chart(f"{prompts}: {measure}", series, note, xlabel="before iteration"))
     others: dict[str, dict[str, str]] = {}  # title -> source -> metric
     for key in run.names("val-aux/"):
         if parsed := validation_key(key, sources):
             others.setdefault(f"{words(run, parsed[1])}, {parsed[2]}", {})[parsed[0]] = key
-    small = [Chart(title, _dots(run, curves, first=_ALL.__eq__)) for title, curves in others.items()]
+
+    def dots(curves: dict[str, str]) -> list[Series]:
+        """Means come before other statistics, all prompts before those of one source."""
+        labels = sorted(curves, key=lambda label: label != _ALL and not label.startswith("mean@"))[:COLORS]
+        return [Series(label, *run.curve(curves[label]), color, "dots") for color, label in enumerate(labels, 1)]
+
+    charts = []
+    for (source, measure), curves in sorted(core.items(), key=lambda item: sources.index(item[0][0])):
+        prompts = source if source != _ALL else "All sources together" if len(sources) > 1 else "Held-out prompts"
+        series = dots(curves)
+        note = f"{series[0].label}." if len(series) == 1 else ""
+        charts.append(Chart(f"{prompts}: {measure}", series, note, xlabel="before iteration"))
+    small = [Chart(title, dots(curves)) for title, curves in others.items()]
     return {"lead": _validated(run, core), "charts": charts, "small": small}
-
-
-def _dots(run: Record, curves: dict[str, str], first: Callable[[str], bool]) -> list[Series]:
-    """Series of metrics by their labels; those that are `first` come before the others."""
-    labels = sorted(curves, key=lambda label: not first(label))[:COLORS]
-    return [Series(label, *run.curve(curves[label]), color, "dots") for color, label in enumerate(labels, 1)]
 
 
 def _validated(run: Record, core: dict[tuple[str, str], dict[str, str]]) -> str:
@@ -371,42 +371,30 @@ def _title(kind: str, name: str) -> str:
 
 
 def samples(run: Record) -> dict[str, Any]:
-    """Groups (title, samples) of answers to held-out prompts, and of the latest of training and of validation."""
+    """Returns groups (title, samples) of answers to held-out prompts, and of the latest of training and validation."""
     answers = [sample for sample in run.samples if sample.get("stage") == "evaluation" and "before" in sample]
     compared = [sample for sample in answers if "after" in sample]
-    lead, groups = _before_and_after(run, compared) if compared else _answers(run, answers)
+    name, old, new = run.measure_name, f"{run.measure}_before", f"{run.measure}_after"
+    groups, lead = [("The first prompts", (compared or answers)[:10])], ""
+    if compared:
+        changes = [(sample.get(new) or 0.0) - (sample.get(old) or 0.0) for sample in compared]
+        better, worse = sum(change > 1e-9 for change in changes), sum(change < -1e-9 for change in changes)
+        lead = (
+            f"Of {len(compared)} held-out prompts {better} are answered better after {run.title} than before by the "
+            f"{name}, {worse} worse and {len(compared) - better - worse} alike."
+        )
+        order = sorted(range(len(compared)), key=changes.__getitem__) if len(compared) > 10 else []
+        fallen = [compared[index] for index in order[:6] if changes[index] < 0]
+        risen = [compared[index] for index in order[::-1][:6] if changes[index] > 0]
+        groups += [(f"Where the {name} fell most", fallen), ("Where it rose most", risen)]
+    elif answers:  # a run that compares nothing
+        lead = f"Answers to {len(answers)} held-out prompts."
+        graded = [sample for sample in answers if sample.get(old) is not None] if len(answers) > 10 else []
+        graded.sort(key=lambda sample: sample[old])
+        groups += [(f"With the lowest {name}", graded[:6]), ("With the highest", graded[::-1][:6])]
     latest = [sample for sample in run.samples if "response" in sample]
     validated = [sample for sample in latest if sample.get("kind") == "validation"]
     trained = [sample for sample in latest if sample.get("kind") != "validation"]
-    groups += [
-        ("Latest samples of validation", validated[-_LATEST:]),
-        ("Latest samples of training", trained[-_LATEST:]),
-    ]
+    groups += [("Latest samples of validation", validated[-_LATEST:])]
+    groups += [("Latest samples of training", trained[-_LATEST:])]
     return {"lead": lead, "groups": [group for group in groups if group[1]]}
-
-
-def _before_and_after(run: Record, samples: list[Sample]) -> tuple[str, list[tuple[str, list[Sample]]]]:
-    name, old, new = run.measure_name, f"{run.measure}_before", f"{run.measure}_after"
-    changes = [(sample.get(new) or 0.0) - (sample.get(old) or 0.0) for sample in samples]
-    better, worse = sum(change > 1e-9 for change in changes), sum(change < -1e-9 for change in changes)
-    lead = (
-        f"Of {len(samples)} held-out prompts {better} are answered better after {run.title} than before by the {name}, "
-        f"{worse} worse and {len(samples) - better - worse} alike."
-    )
-    groups = [("The first prompts", samples[:10])]
-    if len(samples) > 10:
-        order = sorted(range(len(samples)), key=changes.__getitem__)
-        groups += [
-            (f"Where the {name} fell most", [samples[index] for index in order[:6] if changes[index] < 0]),
-            ("Where it rose most", [samples[index] for index in order[::-1][:6] if changes[index] > 0]),
-        ]
-    return lead, groups
-
-
-def _answers(run: Record, samples: list[Sample]) -> tuple[str, list[tuple[str, list[Sample]]]]:
-    """Groups of a run that compares nothing: the first answers, the lowest and the highest by the measure."""
-    key, groups = f"{run.measure}_before", [("The first prompts", samples[:10])]
-    if len(samples) > 10:
-        graded = sorted((sample for sample in samples if sample.get(key) is not None), key=lambda sample: sample[key])
-        groups += [(f"With the lowest {run.measure_name}", graded[:6]), ("With the highest", graded[::-1][:6])]
-    return f"Answers to {len(samples)} held-out prompts." if samples else "", groups

@@ -26,11 +26,7 @@ T = TypeVar("T")
 
 NO_CLUSTER = "coordinator_address should be defined"  # JAX's error if it finds no cluster
 TOO_LATE = "must be called before"
-_VARIABLES = {
-    "coordinator": "JAX_COORDINATOR_ADDRESS",
-    "processes": "JAX_NUM_PROCESSES",
-    "process": "JAX_PROCESS_ID",
-}
+_VARIABLES = {"coordinator": "JAX_COORDINATOR_ADDRESS", "processes": "JAX_NUM_PROCESSES", "process": "JAX_PROCESS_ID"}
 _END = 60  # seconds that a process waits at its end for the others
 _numbers = itertools.count()  # numbers of the calls of `from_main`, the same in every process
 
@@ -66,8 +62,7 @@ def start(config: DistributedConfig) -> None:
         )
     except (ValueError, RuntimeError) as error:
         reason = (str(error) or type(error).__name__).strip().splitlines()[0]
-        alone = address.coordinator is None and (NO_CLUSTER in reason or TOO_LATE in reason)
-        if not alone:
+        if address.coordinator is not None or not (NO_CLUSTER in reason or TOO_LATE in reason):
             raise UserError(_why(address, config, reason)) from error
     finally:
         late.cancel()
