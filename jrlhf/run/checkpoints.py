@@ -225,7 +225,7 @@ def _by_mesh(leaves: dict[str, Array]) -> dict[str, Any]:
     return numbers
 
 
-def _mesh(leaf: Any) -> Mesh | None:
+def _mesh(leaf: Any) -> Any:
     return leaf.sharding.mesh if isinstance(leaf.sharding, NamedSharding) else None
 
 

@@ -58,7 +58,7 @@ def load_task(config: Config) -> Task:
 
 def _prompts(split: Split) -> Prompts:
     rows = tuple(Example(e.prompt, e.summary, columns={"signature": e.signature}) for e in split.examples)
-    return Prompts(split.prompts, tuple(e.prompt for e in rows), examples=rows, filtered=split.dropped)
+    return Prompts(split.prompts, tuple(e.prompt for e in split.examples), examples=rows, filtered=split.dropped)
 
 
 def _renamed(

@@ -142,9 +142,9 @@ def test_the_summary_shows_what_there_is(plain):
         assert lines()[count] == "" and lines()[-1] == "report: r/report.html"
         return lines()[count + 1 : -1]
 
-    ungraded = {"measure": "gold", "before": {"distinct": 3}, "after": {}}
     assert summary() == []
-    for held_out in (None, {}, {"before": None}, {"before": {}}, ungraded):
+    assert summary(held_out={"measure": "gold", "before": {"distinct": 3}, "after": {}})[-1] == "  gold"
+    for held_out in (None, {}, {"before": None}, {"before": {}}):
         assert summary(held_out=held_out, dpo_accuracy=None, reward_model_accuracy=None) == []
     gold = {"gold": 3.25, "gold_standard_error": 0.05, "cost": 4.0, "cost_standard_error": 0.125}
     gold |= {"items": {"capital": 0.8}}
