@@ -54,7 +54,7 @@ def _environment() -> jinja2.Environment:
 
 
 def _filled(samples: list[Sample], keys: list[str]) -> list[str]:
-    """The keys that at least one sample has a value for."""
+    """Returns the keys that at least one sample has a value for."""
     return [key for key in keys if any(sample.get(key) not in (None, "") for sample in samples)]
 
 

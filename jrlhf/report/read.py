@@ -29,7 +29,7 @@ Named = tuple[str, str]  # (key of REWARD_KINDS, name of a reward or a cost)
 
 @dataclass(frozen=True)
 class Record:
-    """What a run directory holds."""
+    """The contents of a run directory."""
 
     name: str
     config: str = ""
@@ -57,12 +57,12 @@ class Record:
 
     @property
     def trained(self) -> bool:
-        """Whether the algorithm has run for at least one iteration."""
+        """True if the algorithm has run for at least one iteration."""
         return self.algorithm in self.metrics
 
     @property
     def has_kl(self) -> bool:
-        """Whether the run knows its distance from a reference."""
+        """True if the run knows its distance from a reference."""
         return bool(self.curve(KL)[1])
 
     @property

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
@@ -45,41 +45,35 @@ def plotter(run: Record) -> Callable[..., Chart]:
 
 def chips(run: Record) -> list[str]:
     """Describes the run in a few words each."""
+
+    def setting(key: str) -> str:
+        return "" if run.settings.get(key) in _UNSET else run.settings.get(key, "")
+
     stages = {"sft": "SFT", "reward_model": "reward model", **TITLES}
-    words = [*_progress(run), " → ".join(stages.get(stage, stage) for stage in run.metrics), *_model_chips(run)]
+    words = ["finished" if run.summary else ""]
+    begun = [stage for stage in ("sft", "reward_model", run.algorithm) if run.metrics.get(stage)]
+    if begun and not run.summary:
+        last = begun[-1]
+        total = run.setting(f"{last}.iterations" if last == run.algorithm else f"{last}.steps")
+        words.append(f"unfinished: {last} {run.metrics[last][-1]['step']}" + (f" of {total:.0f}" if total else ""))
+    words.append(" → ".join(stages.get(stage, stage) for stage in run.metrics))
+    path, rank, adapter, base = map(setting, ("model.path", "lora.rank", "lora.path", "lora.base"))
+    words.append(PurePosixPath(path).name or path)
+    if rank:
+        alpha = run.setting("lora.alpha")
+        words.append(f"LoRA rank {rank}" + (f", alpha {alpha:g}" if alpha else ""))
+    elif adapter:
+        words.append(f"LoRA from {PurePosixPath(adapter).name or adapter}")
+    words.append(f"{base} base" if (rank or adapter) and base not in ("", "auto") else "")
     sizes = {axis: run.settings.get(f"mesh.{axis}", "1") for axis in ("data", "fsdp", "tensor")}
     mesh = " × ".join(f"{axis} {'auto' if size == '-1' else size}" for axis, size in sizes.items() if size != "1")
-    simulated = run.settings.get("device.simulated", "null")
-    devices = "" if simulated in _UNSET else f" on {simulated} simulated devices"
-    words.append(f"mesh {mesh}{devices}" if mesh else "")
+    simulated = setting("device.simulated")
+    words.append(f"mesh {mesh}" + (f" on {simulated} simulated devices" if simulated else "") if mesh else "")
     words.append(f"plan {run.plan.name}" if run.plan is not None and run.plan.name != "colocate" else "")
     words.append(run.settings.get("compute.dtype", ""))
     words.append(f"seed {run.settings['seed']}" if "seed" in run.settings else "")
     words.append(duration(sum(run.seconds.values())) if run.seconds else "")
     return [word for word in words if word]
-
-
-def _progress(run: Record) -> list[str]:
-    stages = [stage for stage in ("sft", "reward_model", run.algorithm) if run.metrics.get(stage)]
-    if run.summary or not stages:
-        return ["finished"] * bool(run.summary)
-    last = stages[-1]
-    total = run.setting(f"{last}.iterations" if last == run.algorithm else f"{last}.steps")
-    return [f"unfinished: {last} {run.metrics[last][-1]['step']}" + (f" of {total:.0f}" if total else "")]
-
-
-def _model_chips(run: Record) -> list[str]:
-    keys = ("model.path", "lora.rank", "lora.path", "lora.base")
-    path, rank, adapter, base = ("" if run.settings.get(key) in _UNSET else run.settings.get(key, "") for key in keys)
-    alpha = run.setting("lora.alpha")
-    chips = [PurePosixPath(path).name or path]
-    if rank:
-        chips.append(f"LoRA rank {rank}" + (f", alpha {alpha:g}" if alpha else ""))
-    elif adapter:
-        chips.append(f"LoRA from {PurePosixPath(adapter).name or adapter}")
-    if (rank or adapter) and base != "auto":
-        chips.append(f"{base} base" if base else "")
-    return [chip for chip in chips if chip]
 
 
 def failures(run: Record) -> dict[str, Any] | None:
@@ -102,88 +96,62 @@ def failures(run: Record) -> dict[str, Any] | None:
     }
 
 
-def cards(run: Record) -> list[Card]:
-    """Returns the figures that the run is judged by."""
-    shown = [
-        _measure_card(run),
-        _loss_card(run),
-        _pairs_card(run, "reward_model", "Reward model", "right about"),
-        _pairs_card(run, "dpo", "Preferences", "the policy prefers the better of"),
-        _cost_card(run),
-        _kl_card(run),
-    ]
-    distinct = run.both("distinct")
-    if all(distinct):
-        note = f"{distinct[1]} distinct held-out responses, {distinct[0]} before {run.title}"
-        shown.append(Card("Variety kept", [f"{distinct[1] / distinct[0]:.0%}"], note))
-    if run.seconds:
-        phases = ", ".join(f"{name.replace('_', ' ')} {duration(length)}" for name, length in run.seconds.items())
-        shown.append(Card("Time", [duration(sum(run.seconds.values()))], phases))
-    return [card for card in shown if card is not None]
-
-
-def _measure_card(run: Record) -> Card | None:
+def cards(run: Record) -> Iterator[Card]:
+    """Yields the figures that the run is judged by."""
     old, new = run.both(run.measure)
-    if old is None:
-        return None
     title = f"{run.measure_name.capitalize()}, held out"
+    prompts = f" on {run.held_out['n']} held-out prompts" if "n" in run.held_out else ""
     own = "" if run.measure == "gold" else "; the run's own rewards"
     own += f", which {run.title} optimises on other prompts" if own and run.trained else ""
-    prompts = f" on {run.held_out['n']} held-out prompts" if "n" in run.held_out else ""
-    if new is None:
+    if old is not None and new is None:
         value = _with_error(old, run.both(f"{run.measure}_standard_error")[0])
-        return Card(title, [number(old)], value + prompts + own)
-    difference, error = run.held_out.get("difference"), run.held_out.get("standard_error") or 0.0
-    change = f"{new - old:+.3f}" if difference is None else f"{difference:+.3f} ± {error:.3f}"
-    errors = f", {difference / error:.1f} standard errors" if difference is not None and error else ""
-    return Card(title, [number(old), number(new)], f"{change} through {run.title}{prompts}{errors}{own}")
+        yield Card(title, [number(old)], value + prompts + own)
+    elif old is not None:
+        difference, error = run.held_out.get("difference"), run.held_out.get("standard_error") or 0.0
+        change = f"{new - old:+.3f}" if difference is None else f"{difference:+.3f} ± {error:.3f}"
+        errors = f", {difference / error:.1f} standard errors" if difference is not None and error else ""
+        yield Card(title, [number(old), number(new)], f"{change} through {run.title}{prompts}{errors}{own}")
+    losses = [loss for loss in run.curve("sft/eval_loss", "sft")[1] if math.isfinite(loss)]
+    if losses and not run.trained:
+        best, last = number(min(losses)), number(losses[-1])
+        note = f"nats per response token, {math.exp(min(losses[-1], 700.0)):.3g} in perplexity"
+        yield Card("SFT loss, held out", [last], note + (f"; it was {best} at best" if best != last else ""))
+    verdicts = (
+        ("reward_model", "Reward model", "right about"),
+        ("dpo", "Preferences", "the policy prefers the better of"),
+    )
+    for stage, title, verdict in verdicts:
+        accuracy = run.summary.get(f"{stage}_accuracy")
+        if accuracy is None:
+            accuracy = (run.curve(f"{stage}/eval_accuracy", stage)[1] or [math.nan])[-1]
+        pairs = (run.curve(f"{stage}/eval_pairs", stage)[1] or [math.nan])[-1]
+        if math.isfinite(accuracy):
+            error = f" ± {math.sqrt(accuracy * (1 - accuracy) / pairs):.1%}" if pairs > 0 else ""
+            count = f"{pairs:,.0f} " if pairs > 0 else ""
+            yield Card(title, [f"{accuracy:.1%}"], f"{verdict} {accuracy:.1%}{error} of {count}held-out pairs")
+    old, new = run.both("cost")
+    if old is not None and new is not None:
+        limit = run.algorithm_setting("cost_limit")
+        note = f"{_with_error(new, run.both('cost_standard_error')[1])} after {run.title}"
+        yield Card(
+            "Cost, held out", [number(old), number(new)], note + ("" if limit is None else f"; the limit is {limit:g}")
+        )
+    if values := run.curve(KL)[1]:
+        quarter = [value for value in values[-max(len(values) // 4, 1) :] if math.isfinite(value)]
+        mean, target = sum(quarter) / len(quarter) if quarter else math.nan, run.algorithm_setting("kl_target")
+        note = f"; the target is {target:g} ({mean / target - 1:+.0%})" if target else ""
+        yield Card("KL to the reference", [number(mean)], f"nats per response, mean of the last quarter{note}")
+    old, new = run.both("distinct")
+    if old and new:
+        note = f"{new} distinct held-out responses, {old} before {run.title}"
+        yield Card("Variety kept", [f"{new / old:.0%}"], note)
+    if run.seconds:
+        phases = ", ".join(f"{name.replace('_', ' ')} {duration(length)}" for name, length in run.seconds.items())
+        yield Card("Time", [duration(sum(run.seconds.values()))], phases)
 
 
 def _with_error(value: float, error: float | None) -> str:
     return f"{value:.3f}" + ("" if error is None else f" ± {error:.3f}")
-
-
-def _cost_card(run: Record) -> Card | None:
-    old, new = run.both("cost")
-    if old is None or new is None:
-        return None
-    limit = run.algorithm_setting("cost_limit")
-    note = f"{_with_error(new, run.both('cost_standard_error')[1])} after {run.title}"
-    note += "" if limit is None else f"; the limit is {limit:g}"
-    return Card("Cost, held out", [number(old), number(new)], note)
-
-
-def _loss_card(run: Record) -> Card | None:
-    """The outcome of a run that ends with SFT."""
-    losses = [loss for loss in run.curve("sft/eval_loss", "sft")[1] if math.isfinite(loss)]
-    if not losses or run.trained:
-        return None
-    best, last = number(min(losses)), number(losses[-1])
-    note = f"nats per response token, {math.exp(min(losses[-1], 700.0)):.3g} in perplexity"
-    return Card("SFT loss, held out", [last], note + (f"; it was {best} at best" if best != last else ""))
-
-
-def _pairs_card(run: Record, stage: str, title: str, verdict: str) -> Card | None:
-    accuracy = run.summary.get(f"{stage}_accuracy")
-    if accuracy is None:
-        accuracy = (run.curve(f"{stage}/eval_accuracy", stage)[1] or [math.nan])[-1]
-    if not math.isfinite(accuracy):
-        return None
-    pairs = (run.curve(f"{stage}/eval_pairs", stage)[1] or [math.nan])[-1]
-    error = f" ± {math.sqrt(accuracy * (1 - accuracy) / pairs):.1%}" if pairs > 0 else ""
-    count = f"{pairs:,.0f} " if pairs > 0 else ""
-    return Card(title, [f"{accuracy:.1%}"], f"{verdict} {accuracy:.1%}{error} of {count}held-out pairs")
-
-
-def _kl_card(run: Record) -> Card | None:
-    values = run.curve(KL)[1]
-    if not values:
-        return None
-    quarter = [value for value in values[-max(len(values) // 4, 1) :] if math.isfinite(value)]
-    mean, target = sum(quarter) / len(quarter) if quarter else math.nan, run.algorithm_setting("kl_target")
-    note = "nats per response, mean of the last quarter"
-    note += f"; the target is {target:g} ({mean / target - 1:+.0%})" if target else ""
-    return Card("KL to the reference", [number(mean)], note)
 
 
 # --- The score, the KL that it costs, and whether the reward is being gamed ---

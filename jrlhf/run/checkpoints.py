@@ -345,7 +345,7 @@ _STATUS_WORDS += tuple(f"[os_error_code='{number}']" for number in _ERRNOS)
 
 
 def is_obstacle(error: Exception) -> bool:
-    """Whether an error is about this machine (memory, rights, limits, network) and not about a file's content.
+    """Tests whether an error is about this machine (memory, rights, limits, network) and not about a file's content.
 
     JAX and TensorStore raise plain errors whose text alone names the cause; a test asks the installed versions.
     """

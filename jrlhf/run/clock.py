@@ -30,7 +30,7 @@ class Clock:
     def __init__(self, *, deadline: float = 3600.0, blocking: bool | None = None):
         self._deadline, self._blocking = deadline, blocking
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="clock")  # ends with the clock
-        self._lock = Lock()  # for `beside`, which other threads call
+        self._lock = Lock()  # for `add_parallel`, which other threads call
         self.start()
 
     def run(self, name: str, function: Callable, *args, **kwargs):
@@ -47,7 +47,7 @@ class Clock:
             self._pending.append(self._thread.submit(self._calls.note, name, started, returned, _witnesses(result)))
         return result
 
-    def beside(self, name: str, seconds: float) -> None:
+    def add_parallel(self, name: str, seconds: float) -> None:
         """Adds the seconds of work that ran in another thread at the same time; they are not part of any call's."""
         with self._lock:
             self._parallel[name] = self._parallel.get(name, 0.0) + seconds

@@ -66,7 +66,8 @@ class Console:
         self._encoding = getattr(self._file, "encoding", None) or "utf-8"
         self._rich = rich.console.Console(file=self._file, highlight=False, markup=False, emoji=False)
         self._sampled = -math.inf  # when samples were last shown
-        self.interactive = self._rich.is_interactive and self._encoding.lower().replace("-", "") == "utf8"
+        self.interactive = enabled and self._rich.is_interactive
+        self.interactive &= self._encoding.lower().replace("-", "") == "utf8"
 
     def line(self, text: str, style: str = "") -> None:
         """Prints one line of text; escapes in it are removed."""
@@ -84,7 +85,7 @@ class Console:
     def status(self, text: str) -> Iterator[Callable[[str], None]]:
         """Announces work of unknown length. Yields a function that adds a word on how far it is."""
         began = self.now()
-        if not (self._enabled and self.interactive):
+        if not self.interactive:
             self.line(f"{text} ...")
             yield lambda more: None
             return
@@ -111,7 +112,7 @@ class Console:
     @contextmanager
     def progress(self, name: str, *, total: int, start: int = 0) -> Iterator["Progress"]:
         """Shows the progress of a phase of `total` units, of which `start` are done already."""
-        if not (self._enabled and self.interactive):
+        if not self.interactive:
             yield Progress(name, total, start, self)
             return
         with rich.progress.Progress(
@@ -152,7 +153,7 @@ class Console:
     def _table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
         """Prints a table; numbers are rounded, texts are cleaned and shortened."""
         cells = [[_cell(value) for value in row] for row in rows]
-        if self._enabled and self.interactive:
+        if self.interactive:
             table = Table(title=Text(clean(title)), title_justify="left", title_style="bold", box=rich.box.SIMPLE_HEAD)
             for name, *values in zip(columns, *rows, strict=True):
                 numbers = all(isinstance(value, int | float) for value in values)

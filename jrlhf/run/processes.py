@@ -115,12 +115,12 @@ def _why(address: _Address, config: DistributedConfig, reason: str = "") -> str:
 
 
 def several() -> bool:
-    """Whether this run has more than one process."""
+    """Tests whether this run has more than one process."""
     return jax.process_count() > 1
 
 
 def is_main() -> bool:
-    """Whether this is process 0: the only one that writes files, prints and runs reward functions."""
+    """Tests whether this is process 0: the only one that writes files, prints and runs reward functions."""
     return jax.process_index() == 0
 
 
@@ -154,7 +154,7 @@ def from_main(function: Callable[[], T], *, seconds: float = 3600.0) -> T:
 
 
 def any_process(flag: bool) -> bool:
-    """Whether the flag is set in any process; all processes must call this, in one order."""
+    """Tests whether the flag is set in any process; all processes must call this, in one order."""
     return bool(np.any(multihost_utils.process_allgather(np.bool_(flag)))) if several() else flag
 
 

@@ -1,4 +1,4 @@
-"""What is compiled for absent hardware, on the simulated devices that are there: no compiler is installed."""
+"""Compiles the programs for absent hardware on simulated devices instead: no compiler is installed."""
 
 import json
 from dataclasses import replace

@@ -162,7 +162,7 @@ def test_one_that_fails_ends_the_others(takes_turns: Side, tmp_path: Path):
 
 
 def gone(pid: int) -> bool:
-    """Whether it ends within seconds; whoever inherits it may leave it as a zombie."""
+    """Tests whether a process ends within seconds; whoever inherits it may leave it as a zombie."""
     for _ in range(100):
         try:
             if (Path("/proc") / str(pid) / "stat").read_text().rsplit(")", 1)[1].split()[0] == "Z":

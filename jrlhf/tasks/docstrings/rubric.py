@@ -166,7 +166,7 @@ def _subject(signature: str) -> frozenset[str]:
 
 
 def _repeats(signature: str, subject: frozenset[str], summary: str) -> bool:
-    """Whether the line writes a call ("close() -> None"), uses the name as a label, or strings three of its words."""
+    """Tests whether the line writes a call ("close() -> None"), uses the name as a label, or strings 3 of its words."""
     name = signature.removeprefix("def ").partition("(")[0].rpartition(".")[2]
     called = f"{name}(" in summary or " -> " in summary or _CALL_AT_START.match(summary) is not None
     labelled = summary.startswith((f"{name} ", f"{name}:")) and not _is_verb(name)

@@ -87,7 +87,7 @@ def copy(two_steps, tmp_path) -> Path:
 
 @pytest.fixture
 def reports(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What Python would print of errors that nobody can catch."""
+    """The reports that Python would print of errors that nobody can catch."""
     result: list[str] = []
     monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: result.append(str(unraisable.exc_value)))
     return result

@@ -38,7 +38,7 @@ Fake.__abstractmethods__ = frozenset()  # pyright: ignore[reportAttributeAccessI
 
 @pytest.fixture
 def now(monkeypatch):
-    """Time that only moves when told."""
+    """Time that only the test moves."""
     time_ = [0.0]
     monkeypatch.setattr(clock_module.time, "perf_counter", lambda: time_[0])
     return time_
@@ -91,8 +91,8 @@ def test_waiting_on_the_host_counts_as_far_as_the_device_had_nothing_to_do(now):
         return "no array"
 
     assert clock.run("host", host) == "no array"
-    clock.beside("thread", 4.0)
-    clock.beside("thread", 0.5)
+    clock.add_parallel("thread", 4.0)
+    clock.add_parallel("thread", 0.5)
     taken = clock.take()
     assert taken == {"timing_s/device": 2.0, "timing_s/host": 3.0, "timing_s/thread": 4.5, "timing_s/step": 5.0}
 

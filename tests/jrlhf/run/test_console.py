@@ -11,7 +11,7 @@ from jrlhf.run.console import Console, clean, duration, validation_key
 
 
 class Clock:
-    """A clock that only moves when told."""
+    """A clock that only the test moves."""
 
     time = 100.0
 

@@ -1,4 +1,4 @@
-"""Metrics to Weights & Biases, of which a stand-in plays the part: what it is told, and that it can stop nothing."""
+"""Metrics to Weights & Biases, which a stand-in replaces: it gets every number, and it cannot stop the run."""
 
 import json
 import time
@@ -19,35 +19,35 @@ import json, os, time
 
 def init(**settings):
     MODE
-    say("init", settings)
+    note("init", settings)
     return Run()
 
-def say(*what):
-    with open(os.path.join(os.path.dirname(__file__), "said.jsonl"), "a") as file:
+def note(*what):
+    with open(os.path.join(os.path.dirname(__file__), "calls.jsonl"), "a") as file:
         file.write(json.dumps(what) + "\\n")
 
 class Run:
     def define_metric(self, name, step_metric=None):
-        say("axis", name, step_metric)
+        note("axis", name, step_metric)
 
     def log(self, numbers):
-        say("log", numbers)
+        note("log", numbers)
 
     def finish(self):
-        say("finish")
+        note("finish")
 """
 
 
 @pytest.fixture
 def stand_in(tmp_path, monkeypatch):
-    """Puts a `wandb` in the way of the real one, whose `init` begins with a line of code; returns what it is told."""
+    """Installs a fake `wandb` whose `init` begins with a line of code; returns a function that lists its calls."""
 
     def make(mode: str = "pass"):
         package = tmp_path / "packages" / "wandb"
         package.mkdir(parents=True)
         (package / "__init__.py").write_text(STAND_IN.replace("MODE", mode))
         monkeypatch.syspath_prepend(str(package.parent))
-        return lambda: [json.loads(line) for line in (package / "said.jsonl").read_text().splitlines()]
+        return lambda: [json.loads(line) for line in (package / "calls.jsonl").read_text().splitlines()]
 
     return make
 

@@ -1,4 +1,4 @@
-"""The built-in sums: true, told apart from those held out, and learnt from in a run of two iterations."""
+"""The built-in sums: they are right, differ from the held-out ones, and train a model in two iterations."""
 
 import json
 from dataclasses import replace
@@ -150,7 +150,7 @@ def test_settings_that_do_not_go_together():
 
 
 def test_configs_differ_in_their_algorithm_alone():
-    """What `--dry-run` prints tells of the sums and of the algorithm; up to its section they are one config."""
+    """`--dry-run` describes the sums and the algorithm; up to the algorithm's section the configs are equal."""
     for name in CONFIGS:
         settings, algorithm = load_config(name, MESH), name.removeprefix("arithmetic-")
         plan = describe(settings)
