@@ -255,7 +255,13 @@ def runs(tmp_path_factory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def pages(runs) -> dict[str, str]:
-    return {name: write_report(path).read_text(encoding="utf-8") for name, path in runs.items()}
+    pages = {}
+    with pytest.MonkeyPatch.context() as patched:
+        for name in sorted(runs, key=lambda name: name not in ("gold", "user")):
+            if name not in ("gold", "user"):  # the drawings of two pages will do
+                patched.setattr(Chart, "svg", lambda chart, place="": Markup("<svg></svg>"))
+            pages[name] = write_report(runs[name]).read_text(encoding="utf-8")
+    return pages
 
 
 @pytest.fixture
