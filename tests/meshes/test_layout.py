@@ -10,9 +10,9 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from benchmarks.hlo import collectives
 from jrlhf.meshes import GENERATE, SCORE, TRAIN, TRAIN_TP, ShardingRules, gather, make_mesh
 from jrlhf.meshes.layout import dropped_axes
-from tests.support.hlo import collectives
 
 WEIGHTS = [
     ("vocab", "embed"),

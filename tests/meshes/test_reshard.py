@@ -14,9 +14,9 @@ from jax import monitoring
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from benchmarks.hlo import collectives
 from jrlhf.meshes import GENERATE, TRAIN, Layout, make_mesh, reshard, tree_reshard_cost
 from jrlhf.meshes.reshard import host_transfers_refused
-from tests.support.hlo import collectives
 from tests.support.live import live_bytes
 from tests.support.reshard import lower_reshard
 
