@@ -126,7 +126,7 @@ def make_actor_step(
 
     with the KL where `config.kl_in` is "loss" and the importance where the config has it. The ratio rho of
     `policy_loss` is a token's, or by `config.ratio` the whole response's: exp of the sum ("sequence") or the mean
-    ("sequence-mean") of log pi / pi_old over its tokens, differentiated as it stands. (verl's GSPO writes
+    ("sequence-mean") of log pi / pi_old over its tokens, differentiated directly. (verl's GSPO writes
     sg[s] pi / sg[pi]: the same wherever the tokens of a response share one advantage.) With `old_logprobs="rollout"`
     rho is min(rho, importance_cap), without a gradient beyond the cap.
 
