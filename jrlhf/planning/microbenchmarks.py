@@ -88,7 +88,7 @@ def layers(
     remat: Remat,
     implementation: Any = None,
 ) -> Program:
-    """`LAYERS` layers over so many rows on each device; in training forward and backward, as in `models.sharded`."""
+    """`LAYERS` layers over so many rows on each device; in training forward and backward, as in `models.forward`."""
     mesh = make_mesh(len(devices), 1, 1, devices=devices)
     shallow = replace(config, layers=LAYERS, local_layers=config.local_layers[:LAYERS])
     weights = init_lm(shallow, jax.random.key(0))["layers"]

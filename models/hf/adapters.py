@@ -20,7 +20,7 @@ from jrlhf.meshes import to_devices
 from jrlhf.models.config import ModelConfig
 from jrlhf.models.hf.files import DTYPES, Tensor, on_host, previous_export, read_header, replacing
 from jrlhf.models.lora import LoRAConfig, adapted, lora_shardings
-from jrlhf.models.weights import PROJECTIONS, HeadKind, Params, WeightInfo, leaf_at, nested
+from jrlhf.models.params import PROJECTIONS, HeadKind, Params, WeightInfo, leaf_at, nested
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from jrlhf.models.config import ModelConfig, RopeScaling
-from jrlhf.models.weights import HeadKind
+from jrlhf.models.params import HeadKind
 
 Json = Mapping[str, Any]
 _DTYPES = ("float32", "bfloat16", "float16")

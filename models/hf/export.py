@@ -19,8 +19,8 @@ from jrlhf.models.hf.config import hf_config
 from jrlhf.models.hf.files import INDEX, SINGLE, Planned, on_host, previous_export, replacing, write_tensors
 from jrlhf.models.hf.names import TensorView, weight_table
 from jrlhf.models.lora import LoRAConfig, headed, merge_layers
-from jrlhf.models.quantize import has_int8, is_int8
-from jrlhf.models.weights import HeadKind, Params, leaf_at
+from jrlhf.models.modules import has_int8, is_int8
+from jrlhf.models.params import HeadKind, Params, leaf_at
 
 SHARD_BYTES = 5_000_000_000
 TOKENIZER_FILES = (

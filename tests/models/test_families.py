@@ -40,11 +40,7 @@ CONFIGS = {
         softcap=9.0,
         embed_scale=32**0.5,
     ),
-    "gpt2": ModelConfig(
-        **{**SIZES, "kv_heads": 4},
-        **GPT_2,
-        activation="gelu_tanh",
-    ),
+    "gpt2": ModelConfig(**{**SIZES, "kv_heads": 4}, **GPT_2, activation="gelu_tanh"),
     "llama": ModelConfig(
         **{**SIZES, "tie_embeddings": False},
         qkv_bias=True,

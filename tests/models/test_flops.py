@@ -9,16 +9,7 @@ import numpy as np
 import pytest
 
 from jrlhf.meshes import GENERATE, SCORE, make_mesh
-from jrlhf.models import (
-    PRESETS,
-    LoRAConfig,
-    ModelConfig,
-    init_lm,
-    init_lora,
-    init_scalar,
-    make_logprobs,
-    make_values,
-)
+from jrlhf.models import PRESETS, LoRAConfig, ModelConfig, init_lm, init_lora, init_scalar, make_logprobs, make_values
 from jrlhf.models.flops import (
     attention_operations,
     cache_bytes,

@@ -145,10 +145,7 @@ def test_outputs_and_gradients_are_those_of_the_dense_sum(expected, config, lora
 
 @pytest.mark.parametrize(
     ("config", "lora", "int8", "dtype"),
-    [
-        (EVERYTHING, FULL, False, jnp.float32),
-        pytest.param(LOCAL, SOME, True, jnp.bfloat16, marks=pytest.mark.full),
-    ],
+    [(EVERYTHING, FULL, False, jnp.float32), pytest.param(LOCAL, SOME, True, jnp.bfloat16, marks=pytest.mark.full)],
     ids=["float32", "int8-bfloat16"],
 )
 def test_one_pass_scores_an_adapter_and_its_base_as_two_do(expected, config, lora, int8, dtype):

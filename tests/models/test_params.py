@@ -20,7 +20,7 @@ from jrlhf.models import (
     scalar_axes,
     scalar_from,
 )
-from jrlhf.models.weights import weights
+from jrlhf.models.params import weights
 from tests.models.shared import GEMMA, GPT_2, fast_jit
 
 CONFIG = ModelConfig(

@@ -24,7 +24,7 @@ from safetensors.numpy import save_file
 from jrlhf.meshes import GENERATE, SCORE, TRAIN, TRAIN_TP, make_mesh
 from jrlhf.models import SamplingConfig, make_generate, make_logprobs, make_scores
 from jrlhf.models.hf.load import load_hf
-from jrlhf.models.sharded import ForwardOptions, ShardedForward
+from jrlhf.models.forward import ForwardOptions, ShardedForward
 
 GOLDEN = Path(__file__).with_name("parity.json")
 B, T, R, V, LAYERS = 8, 14, 6, 97, 2

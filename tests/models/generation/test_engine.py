@@ -24,10 +24,9 @@ from jrlhf.models import (
     to_int8,
 )
 from jrlhf.models.attention import transposes_keys
-from jrlhf.models.generation import programs
+from jrlhf.models.generation import chunks, decoding
+from jrlhf.models.generation.chunks import Programs, _Rollout
 from jrlhf.models.generation.decoding import Decoder
-from jrlhf.models.generation.engine import _Rollout
-from jrlhf.models.generation.programs import Programs
 from tests.models.test_families import CONFIGS
 
 CONFIG = ModelConfig(
@@ -100,7 +99,7 @@ def alone():
 def test_tokens_do_not_depend_on_the_schedule(alone, schedule, monkeypatch):
     setting, expected = alone
     assert len(set(expected.response_lengths.tolist())) > 5 and expected.response_lengths.max() == R
-    done = {name: 0 for name in ("admit", "chunk", "take", "grow")}
+    done = {name: 0 for name in ("admit", "_release", "take", "grow")}
 
     def counted(name, call):
         def counting(*arguments):
@@ -110,11 +109,12 @@ def test_tokens_do_not_depend_on_the_schedule(alone, schedule, monkeypatch):
         return counting
 
     for name in done:
-        monkeypatch.setattr(Programs, name, counted(name, getattr(Programs, name)))
+        owner = _Rollout if name == "_release" else Programs
+        monkeypatch.setattr(owner, name, counted(name, getattr(owner, name)))
     monkeypatch.setattr(_Rollout, "warm", lambda self: None)
     assert_same(setting.scheduled(schedule), expected)
     waves = schedule.waves(U, schedule.slots or U, P)
-    assert done["chunk"] >= R // schedule.chunk and done["admit"] >= U / waves[-1]
+    assert done["_release"] >= R // schedule.chunk and done["admit"] >= U / waves[-1]
     assert (done["take"] > 0) == (schedule.buckets > 1) and (done["grow"] > 0) == (schedule.lengths > 1)
 
 
@@ -130,7 +130,8 @@ def test_windows_and_learned_positions_count_from_a_rows_own_start(family, monke
 def test_tokens_do_not_depend_on_how_keys_are_stored(alone, monkeypatch):
     setting, expected = alone
     assert transposes_keys(setting.mesh)  # on accelerators they are stored as values are
-    monkeypatch.setattr(programs, "transposes_keys", lambda mesh: False)
+    for module in (chunks, decoding):
+        monkeypatch.setattr(module, "transposes_keys", lambda mesh: False)
     schedule = Schedule(slots=4, chunk=5, buckets=2, lengths=2, prefill=2)
     assert_same(setting.scheduled(schedule), expected)
     assert_same(setting.plain(), expected)

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from jrlhf.models.generation.schedule import EMPTY, Schedule, Table, fitting
+from jrlhf.models.generation.chunks import EMPTY, Table, fitting
+from jrlhf.models.generation.schedule import Schedule
 
 
 def test_slots_are_halved_as_long_as_every_device_keeps_a_share():

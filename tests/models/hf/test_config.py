@@ -187,10 +187,7 @@ def test_what_we_do_not_compute_is_refused_by_name(tmp_path):
             LLAMA | {"architectures": ["LlamaForTokenClassification"]},
             "LlamaForTokenClassification'.* are not supported",
         ),
-        (
-            LLAMA | {"architectures": [["x"]]},
-            r"architectures \[\['x'\]\] are not supported: known are Llama",
-        ),
+        (LLAMA | {"architectures": [["x"]]}, r"architectures \[\['x'\]\] are not supported: known are Llama"),
         (LLAMA | {"architectures": 5}, "architectures 5 are not supported"),
         (LLAMA | {"id2label": 5}, "id2label 5 must be an object"),
         (LLAMA | {"rms_norm_eps": 10**400}, r"rms_norm_eps 1000000000... \(401 digits\) is too large for a number"),
