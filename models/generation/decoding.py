@@ -169,8 +169,8 @@ class Decoder:
             token, logprob = self.draw(weights, hidden, rows)
             running = self.running(rows)
             token, logprob = jnp.where(running, token, 0), jnp.where(running, logprob, 0.0)
-            finished = rows.finished | (running & self.stops(token))
-            rows = replace(rows, lengths=rows.lengths + running, last=token, finished=finished)
+            lengths = rows.lengths + running
+            rows = replace(rows, lengths=lengths, last=token, finished=rows.finished | (running & self.stops(token)))
             return _State(
                 step=state.step + 1,
                 running=lax.psum(jnp.sum(self.running(rows)), AXES),
