@@ -23,7 +23,7 @@ from jaxtyping import Array, Float, Int
 from jrlhf.kernels.logprob import Terms, token_logprobs, token_sums
 from jrlhf.kernels.logprob.api import Implementation
 from jrlhf.meshes import AXES, GENERATE, Layout, gather
-from jrlhf.models.attention import AttentionImplementation, layer_attention, layer_rotations, of_layer
+from jrlhf.models.attention import AttentionImplementation, attention, layer_rotations, of_layer
 from jrlhf.models.collectives import TENSOR, check_rows, lookup, own_rows, place, total, vary
 from jrlhf.models.config import ModelConfig
 from jrlhf.models.lora import LoRAConfig, lora_shardings, with_adapter
@@ -149,9 +149,9 @@ class ShardedForward:
 
     def hidden(self, params: Params, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
         """The final hidden states of this device's rows, after the final norm."""
-        axes = layer_axes(self.axes)
-        rotations = layer_rotations(jnp.arange(tokens.shape[1])[None, :], self.config)
-        locality = self.config.locality
+        config, axes = self.config, layer_axes(self.axes)
+        rotations = layer_rotations(jnp.arange(tokens.shape[1])[None, :], config)
+        locality = config.locality
         # The scan's layers share one program: where they differ in locality, each gets its flag as an input.
         flags = jnp.asarray(locality) if len(set(locality)) > 1 else None
 
@@ -162,9 +162,9 @@ class ShardedForward:
             loaded = jax.tree.map(self.load, dequantised(weights, self.options.dtype, after=x), axes)
 
             def attend(*heads):  # keeps nothing
-                return layer_attention(self.config, local, *heads, implementation=self.options.attention), None
+                return attention(*heads, **config.scores, local=local, implementation=self.options.attention), None
 
-            return Block(self.config, loaded)(x, of_layer(rotations, local), attend, self.tensor, adapters)
+            return Block(config, loaded)(x, of_layer(rotations, local), attend, self.tensor, adapters)
 
         if self.layout == GENERATE:
             x, layers = self.embed(params, tokens), params["layers"]

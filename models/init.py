@@ -6,12 +6,12 @@ from itertools import count
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, Mesh
+from jax.sharding import Mesh
 from jaxtyping import Array, PRNGKeyArray
 
 from jrlhf.meshes import TRAIN
 from jrlhf.models.config import ModelConfig
-from jrlhf.models.params import HeadKind, Params, WeightInfo, nested, param_shardings, spec_tree, weights
+from jrlhf.models.params import HeadKind, Params, WeightInfo, made_in_place, nested, param_shardings, weights
 
 
 def init_lm(config: ModelConfig, key: PRNGKeyArray) -> Params:
@@ -89,7 +89,4 @@ def init_sharded(
     shardings = param_shardings(config, mesh, TRAIN, head)
     init = partial(init_lm, config) if head == "lm" else partial(init_scalar, config, zero_head=zero_head)
     with jax.set_mesh(mesh):
-        if AxisType.Explicit in mesh.axis_types:
-            # Under Explicit axes fresh random numbers are replicated: each device would make whole weights.
-            init = jax.sharding.auto_axes(init, axes=mesh.axis_names, out_sharding=spec_tree(shardings))
-        return jax.jit(init, out_shardings=shardings)(key)
+        return made_in_place(init, shardings, mesh)(key)

@@ -70,11 +70,7 @@ def adapted(config: ModelConfig, lora: LoRAConfig, tensor: int = 1) -> list[Weig
 def adapter_weights(
     config: ModelConfig, lora: LoRAConfig, head: HeadKind = "lm", tensor: int = 1
 ) -> tuple[WeightInfo, ...]:
-    """All weights of an adapter, described as `weights` describes a model's; with head="scalar" its own scalar head.
-
-    Raises:
-        ValueError: the model cannot be divided over `tensor`, or has projections that adapters do not know.
-    """
+    """All weights of an adapter, described as `weights` describes a model's; with head="scalar" its own scalar head."""
     table = []
     for weight in adapted(config, lora, tensor):
         cut = 1 + weight.inputs
@@ -119,11 +115,7 @@ def lora_axes(config: ModelConfig, lora: LoRAConfig, tensor: int, head: HeadKind
 def lora_shardings(
     config: ModelConfig, mesh: Mesh | AbstractMesh, lora: LoRAConfig, head: HeadKind = "lm"
 ) -> dict[str, Any]:
-    """Where each leaf of an adapter is stored: over `tensor` with the projection's heads or mlp, else on every device.
-
-    Raises:
-        ValueError: the model does not fit on the mesh.
-    """
+    """Where each leaf is stored: over `tensor` with the heads or the mlp of its projection, else on every device."""
     return stored(lora_axes(config, lora, mesh.shape["tensor"], head), mesh, GENERATE)
 
 

@@ -10,14 +10,14 @@ Initialization (`init`), sharding, adapters (`lora`), int8 (`quantize`), Hugging
     weight.vector                                       small weights that stay float32 in a model of another dtype
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from math import prod
 from typing import Any, Literal
 
 import jax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from jrlhf.meshes import GENERATE, Layout
 from jrlhf.meshes.layout import axis_names
@@ -68,11 +68,7 @@ class WeightInfo:
         return len(self.layer_shape) < 2
 
     def shard(self, layout: Layout, fsdp: int, tensor: int) -> tuple[int, ...]:
-        """The shape of the part that one device stores.
-
-        Raises:
-            ValueError: it does not divide.
-        """
+        """The shape of the part that one device stores."""
         sizes = {"fsdp": fsdp, "tensor": tensor}
         parts = [prod(sizes[axis] for axis in axis_names(entry)) for entry in layout.storage.spec(self.axes)]
         if any(size % part for size, part in zip(self.shape, parts, strict=True)):
@@ -172,9 +168,6 @@ def weights(config: ModelConfig, head: HeadKind = "lm", tensor: int = 1) -> tupl
     """All weights of a model, for a mesh whose `tensor` axis has this size.
 
     Key-value heads fewer than `tensor` are not sharded over it: every device stores all of them and uses one.
-
-    Raises:
-        ValueError: the model cannot be divided over `tensor` devices.
     """
     check_tensor(config, tensor)
     switches = _switches(config, head)
@@ -300,6 +293,14 @@ def stored(axes: Params, mesh: Mesh | AbstractMesh, layout: Layout) -> Params:
 def spec_tree(shardings: Params) -> Params:
     """The PartitionSpecs of a tree of NamedShardings."""
     return jax.tree.map(lambda sharding: sharding.spec, shardings)
+
+
+def made_in_place(make: Callable[..., Any], shardings: Any, mesh: Mesh) -> Callable[..., Any]:
+    """`make` jitted: every device makes only what it stores of the results."""
+    if AxisType.Explicit in mesh.axis_types:
+        # Under Explicit axes new arrays are replicated: each device would make all of them.
+        make = jax.sharding.auto_axes(make, axes=mesh.axis_names, out_sharding=spec_tree(shardings))
+    return jax.jit(make, out_shardings=shardings)
 
 
 def split_arguments(arguments: tuple[Any, ...], lora: Any) -> tuple[Params, Params, tuple[Any, ...]]:

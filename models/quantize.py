@@ -26,9 +26,6 @@ def to_int8(params: Params, *, donate: bool = False) -> Params:
     params: arrays on devices; layers stacked or a list.
     donate: delete each matrix once it is quantised, so that at no time there is more than `params` and one matrix. In a
         stack that is one of all layers. Otherwise `params` and the result are whole together at the end.
-
-    Raises:
-        ValueError: a matrix holds NaN or an infinity.
     """
     return _map_matrices(partial(_quantized, donate=donate), params)
 

@@ -22,7 +22,7 @@ from jrlhf.kernels.logprob import token_logprobs, token_sums
 from jrlhf.meshes import GENERATE, TRAIN, make_mesh
 from jrlhf.meshes.mesh import Device
 from jrlhf.models import ModelConfig, SamplingConfig, init_lm, make_generate, param_shardings
-from jrlhf.models.attention import layer_attention, layer_rotations, of_layer
+from jrlhf.models.attention import attention, layer_rotations, of_layer
 from jrlhf.models.collectives import TENSOR, lookup, total
 from jrlhf.models.modules import NO_ADAPTERS, Block
 from jrlhf.models.params import HeadKind
@@ -97,7 +97,7 @@ def layers(
 
     def layer(x, weights):
         def attend(*heads):
-            return layer_attention(shallow, local, *heads, implementation=implementation), None
+            return attention(*heads, **shallow.scores, local=local, implementation=implementation), None
 
         loaded = jax.tree.map(lambda w: w.astype(dtype) if w.ndim > 1 else w, weights)
         return Block(shallow, loaded)(x, of_layer(rotations, local), attend, None, NO_ADAPTERS)

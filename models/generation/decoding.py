@@ -23,8 +23,8 @@ from jrlhf.models.attention import (
     LayerCache,
     Rotation,
     append,
+    attention,
     cached_attention,
-    layer_attention,
     layer_rotations,
     of_layer,
     prefilled_cache,
@@ -227,7 +227,8 @@ class Decoder:
         for layer, rotation, local in self.layers(params, positions):
 
             def attend(query, key, value, local=local):
-                out = layer_attention(self.config, local, query, key, value, implementation=self.attention)
+                scores = {**self.config.scores, "local": local, "implementation": self.attention}
+                out = attention(query, key, value, **scores)
                 return out, prefilled_cache(key, value, size, transposed=transposed)
 
             x, cache = layer(x, rotation, attend)
@@ -240,13 +241,12 @@ class Decoder:
     ) -> tuple[Float[Array, "b D"], list[LayerCache]]:
         """Feeds one token a row at its position -> its final hidden state, and the longer caches."""
         tokens, at = tokens[:, None], positions[:, None]
-        scores = {"scale": self.config.query_scale, "softcap": self.config.attention_softcap}
         x, longer = self.embed(params, tokens, at), []
         for (layer, rotation, local), cache in zip(self.layers(params, at), caches, strict=True):
 
-            def attend(query, key, value, cache=cache, window=self.config.window if local else None):
+            def attend(query, key, value, cache=cache, local=local):
                 appended = append(cache, key, value, positions)
-                return cached_attention(query, appended, positions + 1, window=window, **scores), appended
+                return cached_attention(query, appended, positions + 1, **self.config.scores, local=local), appended
 
             x, cache = layer(x, rotation, attend)
             longer.append(cache)

@@ -73,10 +73,6 @@ def export_hf(
     tokenizer_dir: a directory whose tokenizer files are copied as they are.
     eos_ids: the tokens that end a response.
     shard_bytes: the largest weights file; a larger model is written as several, with an index.
-
-    Raises:
-        ValueError: the model, the tokenizer or the dtype cannot be written so.
-        FileExistsError: `directory` is a file, or holds something that an export does not write.
     """
     directory = Path(directory)
     if (adapter is None) != (lora is None):
