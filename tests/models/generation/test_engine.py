@@ -27,7 +27,7 @@ from jrlhf.models.attention import transposes_keys
 from jrlhf.models.generation import chunks, decoding
 from jrlhf.models.generation.chunks import Programs, _Rollout
 from jrlhf.models.generation.decoding import Decoder
-from tests.models.test_families import CONFIGS
+from tests.models.shared import FAMILIES
 
 CONFIG = ModelConfig(
     vocab_size=150, embed=32, layers=2, heads=4, kv_heads=2, head_dim=8, mlp=48, max_positions=64, qk_norm=True
@@ -87,6 +87,7 @@ def alone():
     return setting, setting.plain()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "schedule",
     [
@@ -123,10 +124,11 @@ def test_tokens_do_not_depend_on_the_schedule(alone, schedule, monkeypatch):
 def test_windows_and_learned_positions_count_from_a_rows_own_start(family, monkeypatch):
     """In slots that others had before, and in caches that are longer or shorter than those of one program."""
     monkeypatch.setattr(_Rollout, "warm", lambda self: None)
-    setting = Setting((1, 1, 1), config=CONFIGS[family])
+    setting = Setting((1, 1, 1), config=FAMILIES[family])
     assert_same(setting.scheduled(Schedule(slots=4, chunk=6, buckets=2, lengths=2, prefill=2)), setting.plain())
 
 
+@pytest.mark.full
 def test_tokens_do_not_depend_on_how_keys_are_stored(alone, monkeypatch):
     setting, expected = alone
     assert transposes_keys(setting.mesh)  # on accelerators they are stored as values are
