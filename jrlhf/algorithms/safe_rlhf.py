@@ -3,11 +3,11 @@
 from jax import Array
 
 from jrlhf.data.batches import Batch
-from jrlhf.ppo import Experience
+from jrlhf.ppo import Experience, Scored
 from jrlhf.rewards.mixture import Rewards
 from jrlhf.roles.actor import Actor, Reference, policy_logprobs
 from jrlhf.roles.critic import CostCritic, Critic
-from jrlhf.roles.experience import Constraint, ExperienceMaker, Scored
+from jrlhf.roles.experience import Constraint, ExperienceMaker
 
 TITLES = {"safe_rlhf": "Safe RLHF"}
 

@@ -11,7 +11,7 @@ from jrlhf.data.task import Task
 from jrlhf.errors import UserError
 from jrlhf.models import LoRAConfig, ModelConfig, lora_shardings
 from jrlhf.models.hf import load_adapter
-from jrlhf.rewards.functions import reward_function
+from jrlhf.rewards.functions import FunctionReward
 from jrlhf.rewards.text_model import reward_tokenizer
 from jrlhf.roles.pretrained import check_reward_adapter, check_weights
 from jrlhf.run.processes import from_main
@@ -49,7 +49,7 @@ def check_sources(config: Config, task: Task, actor: ModelConfig, mesh: Mesh) ->
 
 
 def _check_function(reward: RewardConfig, seed: int, kind: Literal["reward", "cost"], task: Task) -> None:
-    with reward_function(reward, seed, kind=kind) as function:
+    with FunctionReward(reward, seed, kind=kind) as function:
         if task.prompts is not None:
             function.check_columns(task.prompts.examples[0].columns)
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType
 
+from benchmarks.hlo import collectives
 from jrlhf.meshes import AXES, SCORE, TRAIN, TRAIN_TP, make_mesh
 from jrlhf.models import PRESETS, ModelConfig, init_lm, make_logprobs, make_scores, make_values, param_shardings
 from jrlhf.models.modules import Norm
@@ -25,7 +26,6 @@ from tests.models.shared import (
     shapes_on,
     weighted_sum,
 )
-from tests.support.hlo import collectives
 
 # Every switch; 2 key-value heads for up to 8 devices; a vocabulary that is no multiple of 128.
 EVERYTHING = ModelConfig(300, 32, 2, 8, 2, 8, mlp=48, max_positions=64, qk_norm=True, qkv_bias=True, softcap=20.0)
