@@ -224,7 +224,7 @@ def test_adapters_are_sliced_where_their_projection_is():
     assert specs["value_head"] == {"kernel": (None,), "bias": ()}
 
 
-@pytest.mark.parametrize("stacked", [False, True])
+@pytest.mark.parametrize("stacked", [pytest.param(False, marks=pytest.mark.full), True])
 def test_merged_weights_are_the_dense_sum_in_the_base_dtype(expected, stacked):
     config, lora = EVERYTHING, FULL
     base, (_, adapter), _ = expected(config, lora)
