@@ -117,7 +117,7 @@ SWITCHES = [(None, None, 3), (None, None, 1), (0.7, 1.5, None), (0.7, 1.5, 3), (
 
 @pytest.mark.parametrize(("scale", "softcap", "window"), SWITCHES)
 def test_scale_softcap_and_window(scale, softcap, window):
-    """Attends over whole rows and over a cache. The window is the layer's own business: a flag, traced or not, turns it on."""
+    """Attends over whole rows and over a cache. A flag, traced or not, turns a layer's window on."""
     query, key, value = normal(B, T, N, H), normal(B, T, K, H), normal(B, T, K, H + 1)[..., :H]
     options = {"scale": scale, "softcap": softcap, "window": window}
     cache, lengths, rows = prefilled_cache(key, value, size=T + 2), np.array([1, 4, 7]), np.arange(B)
