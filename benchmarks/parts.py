@@ -46,10 +46,9 @@ from jrlhf.models.flops import (
 from jrlhf.models.remat import Remat
 from jrlhf.ppo import PPOConfig, TrainState
 from jrlhf.roles.actor import Actor, Reference
-from jrlhf.roles.compiled import Compute
 from jrlhf.roles.critic import Critic, Reward
 from jrlhf.roles.experience import ExperienceMaker
-from jrlhf.roles.model import Architecture, Model
+from jrlhf.roles.model import Architecture, Compute, Model
 from jrlhf.run.clock import Clock
 
 GB, TERA = 1e9, 1e12

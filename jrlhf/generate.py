@@ -17,21 +17,19 @@ from jax.sharding import Mesh
 
 from jrlhf.config import load_config
 from jrlhf.config.schema import DatasetsData, DeviceConfig
-from jrlhf.data.batches import key_for, pad_rows, put_rows, row_keys
+from jrlhf.data.batches import key_for, pad_rows, put_rows, read_responses, row_keys
 from jrlhf.data.encode import Encoding, Prompts
 from jrlhf.data.read import read_dataset
 from jrlhf.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
-from jrlhf.data.types import Example
+from jrlhf.data.types import Example, Response
 from jrlhf.errors import UserError, exit_code_of_printing
 from jrlhf.meshes import GENERATE, make_mesh
 from jrlhf.models import ModelConfig, SamplingConfig, Schedule
 from jrlhf.models.hf import load_adapter
 from jrlhf.models.params import check_tensor
-from jrlhf.roles import compiled
-from jrlhf.roles.compiled import Compute
-from jrlhf.roles.model import Architecture, Model
+from jrlhf.roles.compiled import CompiledModel
+from jrlhf.roles.model import Architecture, Compute, Model
 from jrlhf.roles.pretrained import describe, load_weights, locate
-from jrlhf.roles.sampling import Response, read_responses
 from jrlhf.run.console import clean
 from jrlhf.run.devices import select
 from jrlhf.run.directory import CONFIG, read_summary
@@ -72,7 +70,8 @@ class Generator:
             )
         # Few widths, so that few programs are compiled; one chunk, because no answer waits for others.
         width = min(max(32, 1 << (longest - 1).bit_length()), positions - new)
-        run = compiled.generate(self.model.architecture, self.mesh, self.compute, self.sampling, Schedule(chunk=new))
+        compiled = CompiledModel(self.model.architecture, self.mesh, self.compute)
+        run = compiled.generate(self.sampling, Schedule(chunk=new))
         for start in range(0, len(prompts.ids), self.batch):
             chunk = list(prompts.ids[start : start + self.batch])
             full = chunk + [chunk[0]] * (self.batch - len(chunk))

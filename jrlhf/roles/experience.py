@@ -33,7 +33,7 @@ Values = tuple[Float[Array, "B T"], Float[Array, "B"]]  # V before every token, 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Scored:
-    """A rollout with what rewards and policies make of it.
+    """A rollout with its scores and log-probs.
 
     old, ref: log-probs under the actor and the reference; None: as in `policy_logprobs`.
     """
@@ -141,7 +141,7 @@ def align_to_tokens(rollout: Rollout, scores: Array) -> Array:
 
 
 def _of_aligned(make: Callable, rollout: Rollout, scores: Array, *others: Any, **options: Any) -> Any:
-    """`make` of scores as the rewards give them."""
+    """Calls `make` with scores as the rewards give them, aligned to tokens."""
     return make(rollout, align_to_tokens(rollout, scores), *others, **options)
 
 

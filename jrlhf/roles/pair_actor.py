@@ -6,9 +6,8 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 from jrlhf.ppo import DPOConfig, PairBatch, make_dpo_step, with_reference
-from jrlhf.roles import compiled
-from jrlhf.roles.compiled import Compute
-from jrlhf.roles.model import Model
+from jrlhf.roles.compiled import CompiledModel
+from jrlhf.roles.model import Compute, Model
 from jrlhf.roles.placement import call
 from jrlhf.roles.role import TrainedRole
 from jrlhf.run.clock import Clock
@@ -28,9 +27,9 @@ class PairActor(TrainedRole):
         clock: Clock,
     ):
         super().__init__(model, mesh, compute, optimizer, clock)
-        self._logprobs = compiled.score_logprobs(self.architecture, mesh, compute, temperature=1.0)
-        logprobs = compiled.train_logprobs(self.architecture, mesh, compute)
-        self._update = make_dpo_step(logprobs, optimizer, algorithm)
+        compiled = CompiledModel(self.architecture, mesh, compute)
+        self._logprobs = compiled.score_logprobs(temperature=1.0)
+        self._update = make_dpo_step(compiled.train_logprobs(), optimizer, algorithm)
 
     def logprobs(self, pairs: PairBatch) -> Float[Array, "2*B T"]:
         """Log-probs of the pairs' tokens under the present weights, to be measured."""

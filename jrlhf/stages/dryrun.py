@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jrlhf.algorithms.registry import graph_of
+from jrlhf.algorithms.registry import graph_of, stage_graph
 from jrlhf.config import Config, config_yaml
 from jrlhf.config.schema import DatasetsData
 from jrlhf.meshes import GENERATE, SCORE, TRAIN, Call, Layout, tree_reshard_cost
@@ -13,9 +13,8 @@ from jrlhf.meshes.plan import Plan
 from jrlhf.models import ModelConfig, param_shardings
 from jrlhf.planning.fit import backend_of, capacity, check_memory, memory_of
 from jrlhf.planning.workload import Workload, workload_of
-from jrlhf.roles.placement import LAYOUTS, place_roles
+from jrlhf.roles.planned_placement import LAYOUTS, place_roles
 from jrlhf.roles.pretrained import abstract_weights, is_here
-from jrlhf.stages.graphs import stage_graph
 from jrlhf.stages.preflight import check_sources
 from jrlhf.stages.setup import load_task, select_mesh, select_plan
 

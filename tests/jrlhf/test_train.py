@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from jrlhf.algorithms.registry import stage_graph
 from jrlhf.config import load_config
 from jrlhf.export import cli as export
 from jrlhf.meshes.hardware import Peak
@@ -30,7 +31,6 @@ from jrlhf.run.checkpoints import Checkpoints, like
 from jrlhf.run.files import read_jsonl
 from jrlhf.run.metrics import read_metrics
 from jrlhf.stages import mfu, setup
-from jrlhf.stages.graphs import stage_graph
 from jrlhf.stages.rl import RLState
 from jrlhf.stages.setup import select_mesh
 from jrlhf.train import cli, main

@@ -22,14 +22,14 @@ from jrlhf.errors import UserError
 from jrlhf.meshes import Call, make_mesh
 from jrlhf.meshes.offload import free_host, is_on_host, offload
 from jrlhf.planning.residency import residency
-from jrlhf.roles import compiled
+from jrlhf.roles.compiled import CompiledModel
 from jrlhf.roles.graph import trace
-from jrlhf.roles.offloading import Offloader, check_sleep
 from jrlhf.roles.placement import Prefetch
+from jrlhf.roles.role import Offloader
 from jrlhf.run.checkpoints import Checkpoints, fingerprint_of, like
 from jrlhf.run.clock import Clock
 from jrlhf.run.profiler import CompilationWatch
-from jrlhf.stages.setup import select_mesh
+from jrlhf.stages.setup import check_sleep, select_mesh
 from tests.jrlhf.roles.test_roles import Setup
 from tests.support.live import live_bytes
 
@@ -131,8 +131,8 @@ def awake_only(patch: pytest.MonkeyPatch, setup: Setup) -> Counter[str]:
 
         return run
 
-    scores = compiled.score_sequences
-    patch.setattr(compiled, "score_sequences", lambda *model: checked("Reward.score", scores(*model)))
+    scores = CompiledModel.score_sequences
+    patch.setattr(CompiledModel, "score_sequences", lambda model: checked("Reward.score", scores(model)))
     for role in (setup.actor, setup.critic, setup.reference):
         for name in ("_generate", "_logprobs", "_values", "_update"):
             if hasattr(role, name):

@@ -19,11 +19,12 @@ from jrlhf.meshes.plan import Placement, Plan, Slice
 from jrlhf.models import ModelConfig, SamplingConfig, init_sharded, param_shardings
 from jrlhf.ppo import PPOConfig
 from jrlhf.roles.actor import Actor, Reference
-from jrlhf.roles.compiled import Compute, relocate, weights_at
+from jrlhf.roles.compiled import CompiledModel
 from jrlhf.roles.critic import Critic, Reward
 from jrlhf.roles.experience import ExperienceMaker
-from jrlhf.roles.model import Architecture, Model
-from jrlhf.roles.placement import CallPlacement, Pending, RolePlacement, TransferCache, call, place_roles
+from jrlhf.roles.model import Architecture, Compute, Model, relocate, weights_at
+from jrlhf.roles.placement import CallPlacement, Pending, RolePlacement, TransferCache, call
+from jrlhf.roles.planned_placement import place_roles
 from jrlhf.run.clock import Clock
 from tests.support.live import live_bytes
 
@@ -285,4 +286,5 @@ def test_places_default_to_the_home():
     places = RolePlacement(CallPlacement(mesh), {"values": CallPlacement(other)})
     assert places["values"].mesh == other and places["update"].mesh == mesh
     assert RolePlacement.of(places) is places and RolePlacement.of(mesh)["anything"] == CallPlacement(mesh)
-    assert cast(Any, places["update"]).resolve(Architecture(MODEL), Compute()) == (Architecture(MODEL), mesh, Compute())
+    compiled = places["update"].compiled(Architecture(MODEL), Compute())
+    assert compiled == CompiledModel(Architecture(MODEL), mesh, Compute())

@@ -27,15 +27,14 @@ from jrlhf.models import (
     param_shardings,
 )
 from jrlhf.ppo import PPOConfig, Rollout, TrainState, experience_metrics
-from jrlhf.roles import compiled
 from jrlhf.roles.actor import Actor, Reference
-from jrlhf.roles.compiled import Compute, generation_weights
+from jrlhf.roles.compiled import CompiledModel
 from jrlhf.roles.critic import CostCritic, Critic, FusedUpdate, Reward
 from jrlhf.roles.experience import ExperienceMaker
 from jrlhf.roles.initial import stored
-from jrlhf.roles.model import Architecture, Model
-from jrlhf.roles.offloading import offloader_of
+from jrlhf.roles.model import Architecture, Compute, Model, generation_weights
 from jrlhf.roles.placement import CallPlacement, Prefetch, RolePlacement
+from jrlhf.roles.role import Offloader
 from jrlhf.run.checkpoints import fingerprint_of
 from jrlhf.run.clock import Clock
 from tests.support.live import live_bytes
@@ -85,7 +84,7 @@ class Setup:
             sampling = SamplingConfig(max_new_tokens=RESPONSE, temperature=temperature, stop_ids=(1,))
 
             def trained(name: str) -> Any:
-                offloader = offloader_of(name, sleep, clock)
+                offloader = Offloader.of(name, sleep, clock)
                 return {"optimizer": OPTIMIZER, "algorithm": ppo, "clock": clock, "offloader": offloader}
 
             self.actor = Actor(policy, *shared("actor"), sampling=sampling, **trained("actor"))
@@ -163,8 +162,8 @@ def test_an_iteration_keeps_the_invariants(setup):
     "kind, name, timed", [(Critic, "critic", "values"), (CostCritic, "cost_critic", "cost_values")]
 )
 def test_two_critics_are_timed_apart(kind, name, timed, monkeypatch):
-    monkeypatch.setattr(compiled, "score_values", lambda *_: lambda *_: (0, 0))
-    monkeypatch.setattr(compiled, "critic_step", lambda *_: lambda state, *_: (state, {"critic/grad_norm": 1.0}))
+    monkeypatch.setattr(CompiledModel, "score_values", lambda _: lambda *_: (0, 0))
+    monkeypatch.setattr(CompiledModel, "critic_step", lambda *_: lambda state, *_: (state, {"critic/grad_norm": 1.0}))
     options: Any = {"optimizer": OPTIMIZER, "algorithm": PPO, "clock": Clock()}
     critic = kind(Model(Architecture(MODEL), {}), make_mesh(1, 4, 2), Compute(), **options)
     critic = critic.bind(TrainState.create({}, OPTIMIZER))

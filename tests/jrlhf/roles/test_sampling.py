@@ -6,10 +6,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from jrlhf.data.batches import read_responses
+from jrlhf.data.types import Response
 from jrlhf.meshes import make_mesh
 from jrlhf.models import SamplingConfig, Schedule
-from jrlhf.roles.compiled import Compute
-from jrlhf.roles.sampling import Response, Sampler, read_responses
+from jrlhf.roles.model import Compute
+from jrlhf.roles.sampling import Sampler
 
 
 def test_no_more_responses_are_decoded_than_are_asked_for():

@@ -15,13 +15,13 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from jrlhf.algorithms.registry import dpo_graph
+from jrlhf.algorithms.registry import stage_graph
 from jrlhf.config import Config, load_config
 from jrlhf.config.parse import build
 from jrlhf.data.batches import pad_rows, put_rows
 from jrlhf.errors import UserError
 from jrlhf.models.hf import load_hf
-from jrlhf.roles import compiled
+from jrlhf.roles.compiled import CompiledModel
 from jrlhf.roles.model import Architecture
 from jrlhf.run.metrics import read_metrics
 from jrlhf.stages.dpo import heldout_metrics
@@ -78,7 +78,9 @@ def test_held_out_figures_are_those_of_the_exported_weights(finished, user):
     assert task.pairs is not None
     _, pairs = task.pairs(None)  # type: ignore[arg-type]
     assert len(pairs) == 8
-    score = compiled.score_logprobs(Architecture(models["actor"]), mesh, compute_of(config.compute), temperature=1.0)
+    score = CompiledModel(Architecture(models["actor"]), mesh, compute_of(config.compute)).score_logprobs(
+        temperature=1.0
+    )
 
     def sums(directory, sequences):
         with jax.set_mesh(mesh):
@@ -127,7 +129,7 @@ def test_adapters_learn_and_the_base_is_the_reference(tmp_path, settings, make_m
 
 
 def test_a_step_is_a_dataflow_of_two_calls():
-    graph = dpo_graph()
+    graph = stage_graph(Config(), "dpo")
     calls = [(call.name, call.inputs, call.outputs) for call in graph]
     assert calls == [("reference.logprobs", ("pairs",), ("ref",)), ("actor.update", ("pairs", "ref"), ("metrics",))]
 

@@ -9,7 +9,8 @@ import pytest
 from jrlhf.config.parse import build
 from jrlhf.config.schema import Config
 from jrlhf.meshes.offload import is_on_host
-from jrlhf.roles import compiled
+from jrlhf.roles import actor, critic
+from jrlhf.roles.compiled import CompiledModel
 from jrlhf.run.metrics import read_metrics
 from jrlhf.stages import finalize
 from jrlhf.train import main
@@ -82,10 +83,12 @@ def awake_only(patch: pytest.MonkeyPatch) -> None:
         return build_checked
 
     for name in ("score_logprobs", "score_logprobs_with_base", "score_values", "score_sequences", "generate"):
-        patch.setattr(compiled, name, checked(getattr(compiled, name)))
-    for name in ("actor_step", "critic_step", "on_policy_step", "on_policy_actor_step"):
-        patch.setattr(compiled, name, checked(getattr(compiled, name)))
-    switch, export = compiled.generation_weights, finalize.export_hf
+        patch.setattr(CompiledModel, name, checked(getattr(CompiledModel, name)))
+    for name in ("actor_step", "critic_step"):
+        patch.setattr(CompiledModel, name, checked(getattr(CompiledModel, name)))
+    for name in ("make_on_policy_step", "make_on_policy_actor_step"):
+        patch.setattr(critic, name, checked(getattr(critic, name)))
+    switch, export = actor.generation_weights, finalize.export_hf
 
     def switched(model, *others, **options):
         assert not is_on_host((model.params, model.frozen))
@@ -95,7 +98,7 @@ def awake_only(patch: pytest.MonkeyPatch) -> None:
         assert not is_on_host((params, options.get("adapter")))
         return export(params, *others, **options)
 
-    patch.setattr(compiled, "generation_weights", switched)
+    patch.setattr(actor, "generation_weights", switched)
     patch.setattr(finalize, "export_hf", exported)
 
 
