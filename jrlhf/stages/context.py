@@ -1,6 +1,7 @@
 """The settings and services that all stages of a run share."""
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 from jax.sharding import Mesh
@@ -8,8 +9,9 @@ from jax.sharding import Mesh
 from jrlhf.config.schema import Config
 from jrlhf.data.task import Task
 from jrlhf.models import SamplingConfig
+from jrlhf.rewards.mixture import Rewards, open_rewards
 from jrlhf.roles.initial import InitialModels
-from jrlhf.roles.model import Compute
+from jrlhf.roles.model import Compute, Model
 from jrlhf.roles.placement import RolePlacement
 from jrlhf.roles.sampling import Sampler
 from jrlhf.run.console import Console
@@ -61,6 +63,12 @@ class Context:
     def initial(self) -> InitialModels:
         """Makes the models from which the run starts."""
         return InitialModels(self.config, self.mesh, self.compute, self.console)
+
+    def open_rewards(
+        self, policy: Model, trained: Model | None
+    ) -> AbstractContextManager[tuple[Rewards, Rewards | None]]:
+        """Starts the processes of the rewards and costs, and loads their models. trained: the run's reward model."""
+        return open_rewards(self.initial, self.task, self.run.path, self.placement, policy, trained)
 
     @property
     def sampler(self) -> Sampler:
