@@ -125,7 +125,7 @@ def _parts(parts: Mapping[str, float]) -> str:
 
 
 def _row(call: Call, workload: Workload, plan: Plan | None = None) -> tuple[str, ...]:
-    """A call, its devices (with a plan), its layout, and its inputs and outputs. Without a plan it has the whole mesh."""
+    """A call, its devices (only with a plan), its layout, and its inputs and outputs."""
     flow = f"{', '.join(call.inputs)} -> {', '.join(call.outputs)}".lstrip()
     if plan is not None and call.name in plan.placements:
         placed = plan[call.name]
