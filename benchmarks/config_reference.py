@@ -21,10 +21,10 @@ from jrlhf.ppo.fields import default_of
 HEADING = """\
 # Configuration
 
-A config is a YAML file. `python -m jrlhf.train --config FILE key=value` overrides single keys, with dots between the
-names of sections: `ppo.algorithm.kl_target=2`. A stage has a section if and only if it is in `stages`. Unknown keys
-are refused with the nearest known one. `--dry-run` prints all settings of a run. Old names of keys still work and
-print a notice.
+A config is a YAML file. `python -m jrlhf.train --config FILE-or-NAME key=value` overrides single keys, with dots
+between the names of sections: `ppo.algorithm.kl_target=2`. A stage has a section if and only if it is in `stages`.
+Unknown keys are refused with the nearest known one. `--dry-run` prints all settings of a run. Old names of keys still
+work and print a notice.
 
 This page is made from the classes by `python -m benchmarks.config_reference > docs/configuration.md`.
 

@@ -111,7 +111,7 @@ class PolicyConfig(Section):
     micro_batch_tokens: int | None = None
     """Compute a minibatch in parts of about this number of tokens per device instead, padding included (verl's
     ppo_max_token_len_per_gpu); null: off. Rows of similar length are computed together and are no wider than they need
-    to be: `budget.py`. Changes time and memory, not the result; compiles the model up to four times. Where layers are
+    to be: `parts.py`. Changes time and memory, not the result; compiles the model up to four times. Where layers are
     computed in slices (adapters with mesh.tensor > 1), a device computes its slice for `tensor` times as many tokens.
     """
     # Seed of the shuffles. In a run it is the run's seed.
@@ -215,7 +215,7 @@ class DAPOConfig(GRPOConfig):
     A group with equal scores teaches nothing: prompts are drawn until the batch is full of other groups (eq. 11).
     Groups are judged by the scores that the rewards gave, before shaping and penalties. The soft overlong punishment
     is a `ScoreConfig`. Defaults are the paper's: clip_high 0.28, no KL, no entropy bonus; samples 8 instead of 16.
-    Difference: after `max_rounds` (verl's max_num_gen_batches) the batch is filled with the groups that there are,
+    Difference: after `max_rounds` (verl's max_num_gen_batches) the batch is filled with the groups collected so far,
     counted in `dapo/filled`; verl raises an error.
     """
 

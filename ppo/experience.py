@@ -1,21 +1,20 @@
-"""Makes experience from a rollout, scores and log-probs: rewards, advantages, returns. Pure functions, jittable.
+"""Makes experience from a rollout, its scores and log-probs: rewards, advantages, returns. Pure functions, jittable.
 
 All algorithms start with the same rewards of a response's tokens:
 
     r_t = -kl_coef * kl_t at every token, if the KL is in the reward        r_last += score
 
 so that a row's rewards sum to score - kl_coef * sum_t kl_t (Ouyang et al. 2022, arXiv:2203.02155, eq. 2). The score
-belongs to the last response token whether the row is finished or not. `config.truncation` decides what follows a row
-that was cut off. With "bootstrap" the critic's value after such a row replaces its score: that value is an estimate of
-this very score, which must not count twice, and no return is ever a target of that value itself. A row without any
-response token has no rewards. Scores of tokens are added at their tokens, r_t += score_t; the sum is the same with
-score = sum_t score_t. Then each algorithm computes its advantages.
+belongs to the last response token whether the row is finished or not; scores of tokens are added at their tokens. A row
+without any response token has no rewards. `config.truncation` decides what follows a row that was cut off. With
+"bootstrap" the critic's value after such a row replaces its score: it estimates this very score, which must not count
+twice. No return is a target of that value itself.
 
 Shared arguments:
-    scores: of the whole sequences; or of their tokens, read at response tokens only.
-    old_logprobs: the actor's present ones (`[:, t]` of the token at t), read at response tokens only, as are all
+    scores: of whole sequences, or of their tokens, read at response tokens only.
+    old_logprobs: of the actor before its update (`[:, t]` of the token at t), read at response tokens only, like all
         [B, T] arrays. None is allowed with `config.old_logprobs="rollout"`, which uses those of the rollout.
-    ref_logprobs: the reference's; None is allowed where `config.needs_reference` is False.
+    ref_logprobs: of the reference; None is allowed where `config.needs_reference` is False.
     kl_coef: beta, `state.kl.coef` of a `PPOState`. If the KL is in the loss, the experience carries it there.
 All functions raise ValueError for arrays whose shapes do not fit, and for None where the config needs log-probs.
 
@@ -29,7 +28,7 @@ score, cost or baseline is not finite: it cannot teach, and whitening would carr
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
@@ -49,19 +48,19 @@ from jrlhf.ppo.masked import (
     masked_whiten,
     response_mask,
 )
-from jrlhf.ppo.minibatches import row_axes
-from jrlhf.ppo.types import Experience, KLState, Rollout
+from jrlhf.ppo.parts import row_axes
+from jrlhf.ppo.types import Coefficient, Experience, KLState, Logprobs, Rollout, Scored, Scores
 
 
 def make_experience(
     rollout: Rollout,
-    scores: Float[Array, "B"] | Float[Array, "B T"],
-    old_logprobs: Float[Array, "B T"] | None,
-    ref_logprobs: Float[Array, "B T"] | None,
+    scores: Scores,
+    old_logprobs: Logprobs | None,
+    ref_logprobs: Logprobs | None,
     values: Float[Array, "B T"],
     *,
     config: PPOConfig,
-    kl_coef: float | Float[Array, ""],
+    kl_coef: Coefficient,
     bootstrap_values: Float[Array, "B"] | None = None,
 ) -> Experience:
     """PPO's experience: advantages and returns by `advantages.gae` from a critic.
@@ -69,19 +68,19 @@ def make_experience(
     values: the critic's (`[:, t]` before the token at t).
     bootstrap_values: V after each row's last token. Needed for `truncation="bootstrap"`, read in rows cut off.
     """
-    experience = rewarded(rollout, scores, old_logprobs, ref_logprobs, config=config, kl_coef=kl_coef)
+    experience = rewarded(Scored(rollout, scores, old_logprobs, ref_logprobs, kl_coef), config)
     experience = with_critic(experience, values, bootstrap_values, config)
-    return replace(experience, advantages=whitened(experience.advantages, experience.response_mask, config))
+    return with_advantages(experience, experience.advantages, config)
 
 
 def make_group_experience(
     rollout: Rollout,
-    scores: Float[Array, "B"] | Float[Array, "B T"],
-    old_logprobs: Float[Array, "B T"] | None,
-    ref_logprobs: Float[Array, "B T"] | None,
+    scores: Scores,
+    old_logprobs: Logprobs | None,
+    ref_logprobs: Logprobs | None,
     *,
     config: GRPOConfig,
-    kl_coef: float | Float[Array, ""],
+    kl_coef: Coefficient,
 ) -> Experience:
     """The experience of GRPO and its variants: every token of a response has the response's `group_advantages`.
 
@@ -89,55 +88,55 @@ def make_group_experience(
     (REINFORCE++-baseline) is over all response tokens of the batch, as in verl: long responses weigh more in it.
     Row = prompt * samples + sample; the rows must be a multiple of `config.samples`.
     """
-    experience = rewarded(rollout, scores, old_logprobs, ref_logprobs, config=config, kl_coef=kl_coef)
+    experience = rewarded(Scored(rollout, scores, old_logprobs, ref_logprobs, kl_coef), config)
     mask = experience.response_mask
-    of_rows = group_advantages(
+    advantages = group_advantages(
         jnp.sum(experience.rewards, axis=1),
         config.samples,
         baseline=config.baseline,
         divide_by_std=config.divide_by_std,
         mask=jnp.any(mask, axis=1),
     )
-    advantages = jnp.where(mask, of_rows[:, None], 0)
-    return replace(experience, advantages=whitened(advantages, mask, config))
+    return with_advantages(experience, jnp.where(mask, advantages[:, None], 0), config)
 
 
 def make_return_experience(
     rollout: Rollout,
-    scores: Float[Array, "B"] | Float[Array, "B T"],
-    old_logprobs: Float[Array, "B T"] | None,
-    ref_logprobs: Float[Array, "B T"] | None,
+    scores: Scores,
+    old_logprobs: Logprobs | None,
+    ref_logprobs: Logprobs | None,
     baselines: Float[Array, "B"] | None = None,
     *,
     config: ReinforcePPConfig | ReMaxConfig,
-    kl_coef: float | Float[Array, ""],
+    kl_coef: Coefficient,
 ) -> Experience:
     """The experience of REINFORCE++ and ReMax: A_t = `advantages.returns_to_go` - baselines[b].
 
-    baselines: one for all tokens of a row: for ReMax the score of the greedy response to its prompt, which is needed.
+    baselines: one for all tokens of a row. ReMax needs it: the score of the greedy response to the row's prompt.
         REINFORCE++ has none.
     """
     if baselines is None and isinstance(config, ReMaxConfig):
         raise ValueError("baselines=None: ReMax needs the greedy responses' scores")
     _check_shapes(rollout.prompt_lengths.shape, baselines=baselines)
-    experience = rewarded(rollout, scores, old_logprobs, ref_logprobs, baselines, config=config, kl_coef=kl_coef)
+    scored = Scored(rollout, scores, old_logprobs, ref_logprobs, kl_coef)
+    experience = rewarded(scored, config, other_scores=baselines)
     mask = experience.response_mask
     batched = jax.vmap(partial(returns_to_go, discount=config.discount))
     advantages = batched(_learned_rewards(experience, config), mask)
     if baselines is not None:
         advantages = jnp.where(mask, advantages - baselines.astype(jnp.float32)[:, None], 0)
-    return replace(experience, advantages=whitened(advantages, mask, config))
+    return with_advantages(experience, advantages, config)
 
 
 def make_custom_experience(
     rollout: Rollout,
-    scores: Float[Array, "B"] | Float[Array, "B T"],
-    old_logprobs: Float[Array, "B T"] | None,
-    ref_logprobs: Float[Array, "B T"] | None,
+    scores: Scores,
+    old_logprobs: Logprobs | None,
+    ref_logprobs: Logprobs | None,
     *others: Any,
     advantages: Callable[..., Array | Mapping[str, Array]],
     config: PolicyConfig,
-    kl_coef: float | Float[Array, ""],
+    kl_coef: Coefficient,
 ) -> Experience:
     """The experience of a user's own algorithm: A = `advantages(experience, config, *others)`.
 
@@ -146,12 +145,12 @@ def make_custom_experience(
         such as a critic's `values` and `returns`. Where the mesh's axes are Explicit, they are Auto inside it.
     others: further arrays for it, with one entry for each row.
 
-    The results are read at response tokens only; advantages are whitened if the config says so.
+    The results are read at response tokens only; advantages are whitened with `config.whiten_advantages`.
     """
-    experience = rewarded(rollout, scores, old_logprobs, ref_logprobs, config=config, kl_coef=kl_coef)
+    experience = rewarded(Scored(rollout, scores, old_logprobs, ref_logprobs, kl_coef), config)
     mask, rows = experience.response_mask, row_axes(rollout.tokens)
 
-    def fields(experience: Experience, *others: Any) -> dict[str, Array]:
+    def computed(experience: Experience, *others: Any) -> dict[str, Array]:
         result = advantages(experience, config, *others)
         named = dict(result) if isinstance(result, Mapping) else {"advantages": result}
         for name, x in named.items():
@@ -159,10 +158,11 @@ def make_custom_experience(
                 raise ValueError(f"{name} has shape {x.shape}: it must be {mask.shape[:1]} or {mask.shape}")
         return {name: _within(experience.response_mask, x.reshape(len(x), -1)) for name, x in named.items()}
 
+    auto: Any = computed
     if rows is not None:
-        fields = jax.sharding.auto_axes(fields, out_sharding=jax.P(rows))
-    experience = replace(experience, **fields(experience, *others))
-    return replace(experience, advantages=whitened(experience.advantages, mask, config))
+        auto = jax.sharding.auto_axes(computed, out_sharding=jax.P(rows))
+    experience = replace(experience, **auto(experience, *others))
+    return with_advantages(experience, experience.advantages, config)
 
 
 def sequence_kl(experience: Experience) -> Float[Array, ""]:
@@ -264,20 +264,13 @@ def _importance_metrics(experience: Experience, weights: Array) -> dict[str, Arr
 
 
 def rewarded(
-    rollout: Rollout,
-    scores: Array,
-    old_logprobs: Array | None,
-    ref_logprobs: Array | None,
-    other_scores: Array | None = None,
-    *,
-    config: PolicyConfig,
-    kl_coef: float | Array,
-    kl_sign: int = -1,
+    scored: Scored, config: PolicyConfig, *, other_scores: Array | None = None, kl_sign: int = -1
 ) -> Experience:
     """The part of an experience that all algorithms share: everything but advantages, values and returns.
 
     other_scores: further scores of the same rows. They are only checked: a row with a non-finite score is excluded.
     """
+    rollout, old_logprobs, ref_logprobs = scored.rollout, scored.old, scored.ref
     rows, time = rollout.tokens.shape
     if config.old_logprobs == "rollout":
         old_logprobs = rollout.logprobs
@@ -288,12 +281,12 @@ def rewarded(
     arrays = {"rollout.logprobs": rollout.logprobs, "old_logprobs": old_logprobs, "ref_logprobs": ref_logprobs}
     _check_shapes((rows, time), **arrays)
 
-    mask, of_rows = response_mask(rollout.prompt_lengths, rollout.response_lengths, time), scores.ndim < 2
-    placed, scores = _placed(scores, mask)
+    mask = response_mask(rollout.prompt_lengths, rollout.response_lengths, time)
+    placed, scores = _placed(scored.scores, mask)
     finite = jnp.isfinite(scores)
     if other_scores is not None:
         finite &= jnp.isfinite(_placed(other_scores, mask)[1])
-    if config.truncation == "bootstrap" and of_rows:
+    if config.truncation == "bootstrap" and scored.scores.ndim < 2:
         placed = jnp.where(rollout.finished[:, None], placed, 0)
     if config.truncation == "mask":
         finite &= rollout.finished
@@ -304,15 +297,10 @@ def rewarded(
         ref_logprobs = _within(mask, ref_logprobs)
         if config.kl_in == "reward":
             kl = kl_estimate(old_logprobs, ref_logprobs, config.kl_estimator)
-            rewards = jnp.where(mask, placed + kl_sign * kl_coef * kl, 0)
+            rewards = jnp.where(mask, placed + kl_sign * scored.kl_coef * kl, 0)
     in_loss = config.kl_in == "loss" and config.needs_reference
     return Experience(
-        tokens=rollout.tokens,
-        prompt_lengths=rollout.prompt_lengths,
-        response_lengths=rollout.response_lengths,
-        logprobs=rollout.logprobs,
-        finished=rollout.finished,
-        version=rollout.version,
+        **{item.name: getattr(rollout, item.name) for item in fields(Rollout)},
         scores=scores,
         response_mask=mask,
         old_logprobs=old_logprobs,
@@ -322,7 +310,7 @@ def rewarded(
         advantages=jnp.zeros_like(rewards),
         returns=None,
         importance=_importance(old_logprobs, rollout.logprobs, mask, config),
-        kl_coef=jnp.asarray(kl_coef, jnp.float32) if in_loss else None,
+        kl_coef=jnp.asarray(scored.kl_coef, jnp.float32) if in_loss else None,
     )
 
 
@@ -364,8 +352,11 @@ def _learned_rewards(experience: Experience, config: PolicyConfig) -> Float[Arra
     return masked_whiten(experience.rewards, experience.response_mask, shift_mean=False)
 
 
-def whitened(advantages: Array, mask: Bool[Array, "B T"], config: PolicyConfig) -> Array:
-    return masked_whiten(advantages, mask) if config.whiten_advantages else advantages
+def with_advantages(experience: Experience, advantages: Array, config: PolicyConfig) -> Experience:
+    """Sets the advantages, whitened with `config.whiten_advantages`."""
+    if config.whiten_advantages:
+        advantages = masked_whiten(advantages, experience.response_mask)
+    return replace(experience, advantages=advantages)
 
 
 def _importance(old_logprobs: Array, rollout_logprobs: Array, mask: Array, config: PolicyConfig) -> Array | None:

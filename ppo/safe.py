@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Self
 
 import jax
@@ -10,9 +9,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jrlhf.ppo.config import SafeRLHFConfig
-from jrlhf.ppo.experience import rewarded, whitened, with_critic
-from jrlhf.ppo.minibatches import whole
-from jrlhf.ppo.types import Experience, Rollout
+from jrlhf.ppo.experience import rewarded, with_advantages, with_critic
+from jrlhf.ppo.parts import whole
+from jrlhf.ppo.types import Coefficient, Experience, Logprobs, Rollout, Scored, Scores
 
 
 @jax.tree_util.register_dataclass
@@ -67,16 +66,16 @@ def update_multiplier(state: MultiplierState, costs: Float[Array, "B"], *, confi
 
 def make_safe_experience(
     rollout: Rollout,
-    scores: Float[Array, "B"] | Float[Array, "B T"],
-    costs: Float[Array, "B"] | Float[Array, "B T"],
-    old_logprobs: Float[Array, "B T"] | None,
-    ref_logprobs: Float[Array, "B T"] | None,
+    scores: Scores,
+    costs: Scores,
+    old_logprobs: Logprobs | None,
+    ref_logprobs: Logprobs | None,
     values: Float[Array, "B T"],
     cost_values: Float[Array, "B T"],
     *,
     config: SafeRLHFConfig,
-    kl_coef: float | Float[Array, ""],
-    multiplier: float | Float[Array, ""],
+    kl_coef: Coefficient,
+    multiplier: Coefficient,
     bootstrap_values: Float[Array, "B"] | None = None,
     cost_bootstrap_values: Float[Array, "B"] | None = None,
 ) -> tuple[Experience, Experience]:
@@ -85,8 +84,8 @@ def make_safe_experience(
         A = (A_reward - multiplier A_cost) / (1 + multiplier)
 
     The KL's penalty enters the rewards as -kl_coef k1 and the costs as +kl_coef k1: in A it has the weight kl_coef for
-    any multiplier. (Dai et al. 2024, arXiv:2310.12773, enter half of theirs in each.) Whitening is of A, after
-    the two are combined: of each stream on its own it would change the multiplier's meaning and that weight.
+    any multiplier. (Dai et al. 2024, arXiv:2310.12773, enter half of theirs in each.) A is whitened after the two are
+    combined: whitening each stream would change the multiplier's meaning and that weight.
 
     Arguments as those of `make_experience`, and
 
@@ -99,10 +98,10 @@ def make_safe_experience(
         The first trains the actor and the critic of rewards: A, and that critic's values and returns. The second
         trains the critic of costs: costs as scores and rewards, its values and returns, its own advantages.
     """
-    shared = partial(rewarded, old_logprobs=old_logprobs, ref_logprobs=ref_logprobs, config=config, kl_coef=kl_coef)
-    reward = shared(rollout, scores, other_scores=costs)
-    cost = shared(rollout, costs, other_scores=scores, kl_sign=1)
+    scored = Scored(rollout, scores, old_logprobs, ref_logprobs, kl_coef)
+    reward = rewarded(scored, config, other_scores=costs)
+    cost = rewarded(replace(scored, scores=costs), config, other_scores=scores, kl_sign=1)
     reward = with_critic(reward, values, bootstrap_values, config)
     cost = with_critic(cost, cost_values, cost_bootstrap_values, config, prefix="cost_")
     advantages = (reward.advantages - multiplier * cost.advantages) / (1 + multiplier)
-    return replace(reward, advantages=whitened(advantages, reward.response_mask, config)), cost
+    return with_advantages(reward, advantages, config), cost

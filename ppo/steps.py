@@ -6,7 +6,7 @@ Explicit axes (run inside `with jax.set_mesh(mesh)`); parameters may be sharded 
 
 A step donates its state: its arrays are freed, so a role that starts from the same weights needs a copy of them. It is
 called as (state, experience) or as (state, experience, frozen). `frozen` is passed to the given functions as their last
-argument: weights that they read and nobody trains, such as the base under an adapter. It is never donated.
+argument: weights that are not trained, such as the base under an adapter. It is never donated.
 """
 
 import math
@@ -23,7 +23,7 @@ from jrlhf.ppo.config import PolicyConfig, PPOConfig, Ratio
 from jrlhf.ppo.experience import sequence_kl, update_kl
 from jrlhf.ppo.losses import LOG_RATIO_LIMIT, kl_estimate, loss_weights, policy_loss, value_loss
 from jrlhf.ppo.masked import masked_sum, masked_variance, token_count
-from jrlhf.ppo.minibatches import interleave
+from jrlhf.ppo.parts import interleave
 from jrlhf.ppo.types import Experience, PPOState, SFTBatch, TrainState
 from jrlhf.ppo.updates import Metrics, check_output, run_updates
 
@@ -42,10 +42,9 @@ class LogprobFn(Protocol):
 class SumsFn(Protocol):
     """(params, tokens, data, terms[, frozen]) -> sums of `terms` over the tokens.
 
-    `data` is a `TokenRows` of [B, T] arrays, and terms(logprobs, entropy, data) -> (loss, {name: metric}) is
-    elementwise: of any tokens' log-probabilities and entropies, in any shape, with the same tokens' data. The sums are
-    over all tokens; those where `data.computed` is False add nothing and may be left out. Differentiated through the
-    loss only.
+    `data` is a `TokenRows` of [B, T] arrays. terms(logprobs, entropy, data) -> (loss, {name: metric}) is elementwise
+    in log-probabilities, entropies and data of any tokens, in any shape. The sums are over all tokens; those where
+    `data.computed` is False add nothing and may be left out. Only the loss is differentiated.
     """
 
     def __call__(
@@ -121,7 +120,7 @@ def make_actor_step(
 ) -> Callable[..., tuple[TrainState, Metrics]]:
     """A jitted step that trains the actor on one batch of experience: epochs x minibatches updates. Donates the state.
 
-    An update's loss is, of the minibatch's response tokens aggregated as `config.aggregation` says,
+    An update's loss aggregates over the minibatch's response tokens, by `config.aggregation`,
 
         importance * losses.policy_loss - entropy_coef * entropy + kl_coef * losses.kl_estimate
 
@@ -143,11 +142,11 @@ def make_actor_step(
     is not applied and ends the call.
 
     Metrics are means over the updates that were not skipped (NaN if there was none). All but the first are
-    means over tokens, whatever the aggregation:
+    means over tokens, independent of the aggregation:
         actor/pg_loss (as aggregated), actor/entropy, actor/ppo_kl (k1: mean of -log rho of tokens), actor/approx_kl
         (k3), actor/ratio, actor/pg_clipfrac, actor/pg_clipfrac_lower (dual clip), actor/grad_norm;
-        actor/kl_loss: the KL's estimate, not yet weighed, where it is in the loss;
-        actor/ptx_loss: the mean over the texts' tokens, not yet weighed, with ptx_coef; and
+        actor/kl_loss: the KL's estimate before its weight, where it is in the loss;
+        actor/ptx_loss: the mean over the texts' tokens before its weight, with ptx_coef; and
         actor/initial_ratio_gap: mean |rho - 1| in the first minibatch, 0 up to rounding with recomputed log-probs;
         actor/skipped_updates: not applied because something was not finite, or no token of the minibatch counted;
         actor/stopped_updates: not applied because of `target_kl`, which a skipped one does not reach.
@@ -243,7 +242,7 @@ def actor_update(
             )
         rows = _actor_rows(batch, kl_in_loss)
         state, run = run_updates(
-            loss_fn, optimizer, config, state, rows, frozen, names, veto, partial(_weighed, config, experience.kl_coef)
+            loss_fn, optimizer, config, state, rows, frozen, names, veto, partial(_weighted, config, experience.kl_coef)
         )
         metrics = {f"actor/{name}": value for name, value in run.means.items() if name != "ratio_gap"}
         metrics["actor/initial_ratio_gap"] = run.first["ratio_gap"]
@@ -287,7 +286,7 @@ def critic_update(
     return update
 
 
-# How the terms of tokens become a metric. Those that are summed have their denominators in their weights already.
+# The reduction of each metric. The weights of summed terms already contain their denominators.
 _METRICS: dict[str, Literal["sum", "token mean"]] = {
     **dict.fromkeys(("entropy", "ppo_kl", "approx_kl", "ratio", "ratio_gap", "kl_loss"), "token mean"),
     **dict.fromkeys(("pg_clipfrac", "pg_clipfrac_lower"), "token mean"),
@@ -326,7 +325,7 @@ def _actor_rows(batch: ActorBatch, kl_in_loss: bool) -> ActorRows:
     )
 
 
-def _weighed(config: PolicyConfig, kl_coef: Array | None, rows: ActorRows) -> TokenRows:
+def _weighted(config: PolicyConfig, kl_coef: Array | None, rows: ActorRows) -> TokenRows:
     """Computes the weights of a whole minibatch's tokens, before it is divided. Texts become additional rows."""
     weights = loss_weights(rows.mask, config.aggregation, divisor=config.aggregation_divisor)
     tokens = TokenRows(
@@ -357,7 +356,7 @@ def _policy_terms(
     # Selected before the mathematics, not after: a NaN in the padding would return through the gradient.
     text_logprobs, logprobs = logprobs, jnp.where(rows.mask, logprobs, 0)
     log_ratio = logprobs - jnp.where(rows.mask, rows.old_logprobs, 0)
-    action = log_ratio if config.ratio == "token" else _of_responses(log_ratio, rows.mask, config.ratio)
+    action = log_ratio if config.ratio == "token" else _response_ratio(log_ratio, rows.mask, config.ratio)
     if config.old_logprobs == "rollout":
         action = jnp.where(action > math.log(config.importance_cap), math.log(config.importance_cap), action)
     parts = policy_loss(
@@ -394,7 +393,7 @@ def _policy_terms(
     return loss, metrics
 
 
-def _of_responses(log_ratio: Array, mask: Array, ratio: Ratio) -> Array:
+def _response_ratio(log_ratio: Array, mask: Array, ratio: Ratio) -> Array:
     """Each response's log-ratio at all of its tokens: the sum over them or the mean."""
     total = jnp.sum(log_ratio, axis=1, keepdims=True)
     if ratio == "sequence-mean":

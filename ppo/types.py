@@ -1,4 +1,4 @@
-"""The data that algorithms pass on: frozen dataclasses registered as pytrees.
+"""The data of the algorithms: frozen dataclasses registered as pytrees.
 
 Shapes: B batch, T time = prompt + response. Rows are right-padded with no gap between prompt and response.
 
@@ -17,9 +17,12 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
-from jrlhf.ppo.minibatches import interleave
+from jrlhf.ppo.parts import interleave
 
 PyTree = Any
+Scores = Float[Array, "B"] | Float[Array, "B T"]  # of whole sequences, or of their tokens
+Logprobs = Float[Array, "B T"]
+Coefficient = float | Float[Array, ""]
 
 
 @jax.tree_util.register_dataclass
@@ -38,6 +41,18 @@ class Rollout:
     def lengths(self) -> Int[Array, "B"]:
         """The number of tokens of each row, prompt and response together."""
         return self.prompt_lengths + self.response_lengths
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Scored:
+    """A rollout with its scores and log-probs: the data from which every algorithm makes its experience."""
+
+    rollout: Rollout
+    scores: Scores
+    old: Logprobs | None  # of the actor before its update; None: those of the rollout
+    ref: Logprobs | None  # of the frozen reference; None: there is none
+    kl_coef: Coefficient
 
 
 @jax.tree_util.register_dataclass
@@ -116,7 +131,7 @@ class SFTBatch:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class PreferenceBatch:
-    """Pairs of sequences (prompt and response together) of which an annotator preferred the first."""
+    """Pairs of sequences (prompt and response together); an annotator preferred the first."""
 
     chosen: Int[Array, "B T"]
     chosen_lengths: Int[Array, "B"]
@@ -130,7 +145,7 @@ class PairBatch:
     """Pairs of answers to one prompt each, the preferred one first, for DPO.
 
     ref_chosen, ref_rejected: sum of the reference's log-probs over each response; None: not computed yet
-        (`dpo.with_reference` adds them).
+        (`supervised.with_reference` adds them).
     """
 
     chosen: Int[Array, "B T"]

@@ -11,6 +11,7 @@ from jax import Array
 from jrlhf.algorithms.dynamic_sampling import DynamicSampler as DynamicSampler
 from jrlhf.data.batches import Batch as Batch
 from jrlhf.ppo import Experience as Experience
+from jrlhf.ppo import Scored as Scored
 from jrlhf.rewards.mixture import Rewards as Rewards
 from jrlhf.roles.actor import Actor as Actor
 from jrlhf.roles.actor import Reference as Reference
@@ -20,7 +21,6 @@ from jrlhf.roles.critic import Critic as Critic
 from jrlhf.roles.critic import FusedUpdate as FusedUpdate
 from jrlhf.roles.experience import Constraint as Constraint
 from jrlhf.roles.experience import ExperienceMaker as ExperienceMaker
-from jrlhf.roles.experience import Scored as Scored
 from jrlhf.roles.pair_actor import PairActor as PairActor
 
 Number = float | Array

@@ -4,6 +4,7 @@ A section exists only if its stage or feature is used. A new setting is one line
 on its effect and unit, which is also its documentation; `parse.py` reads it and explains mistakes.
 """
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -283,8 +284,8 @@ class RewardConfig(Section):
     workers: int = count(1, **_FUNCTION)  # processes of a function
     deadline: float = positive(30.0, **_FUNCTION)  # seconds per batch, after which a function is stopped
     # The score used when a function or a model fails to give one; null: a failure ends the run.
-    on_failure: float | None = field(
-        default=None, metadata=only_if(lambda section: section.adapter is None, "{path}.adapter")
+    on_failure: float | None = checked(
+        None, math.isfinite, "finite", **only_if(lambda section: section.adapter is None, "{path}.adapter")
     )
     options: Mapping[str, Any] = field(default_factory=dict, metadata=_FUNCTION)  # a function's further arguments
     # A function's parameter: the dataset's column, where the names differ.

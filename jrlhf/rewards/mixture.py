@@ -21,7 +21,7 @@ from jrlhf.meshes import gathered, transfer
 from jrlhf.meshes.graph import Kind as CallKind
 from jrlhf.ppo import Rollout, RunningMoments, ScoreConfig, shape_scores
 from jrlhf.rewards.combine import Combined, combine, named
-from jrlhf.rewards.functions import FunctionReward, reward_function
+from jrlhf.rewards.functions import FunctionReward
 from jrlhf.rewards.text_model import TextReward
 from jrlhf.rewards.types import Sample, Scored, to_samples, weighted_sum
 from jrlhf.roles.critic import Reward
@@ -250,39 +250,7 @@ def open_rewards(
     folder: where the functions' logs are written. placement: of the roles "reward" and "cost".
     policy: the model on whose base a reward's adapter is put. trained: the reward model that this run trained.
     """
-    config, clock = initial.config, Clock(deadline=initial.config.deadline)
-    with ExitStack() as stack:
-
-        def opened(kind: Kind, section: Sequence[RewardConfig], shaping: ScoreConfig, own: Model | None) -> Rewards:
-            role = "reward" if kind == "rewards" else "cost"
-            tokens, texts = _load(kind, section, initial, task, folder, placement(role), policy, stack)
-            if own is not None:
-                stored = placement(role).store(own, donate=False)
-                tokens = {TRAINED: TokenPart(config.reward_model.weight, stored, own.fingerprint()), **tokens}
-            readers = TextRewards(texts, task.tokenizer, clock, kind=kind, deadline=config.deadline)
-            stack.callback(readers.close)  # before the functions' processes end
-            settings = {"placement": placement(role), "compute": initial.compute, "clock": clock, "kind": kind}
-            limit = config.data.max_response
-            return Rewards(tokens, readers, **settings, max_response=limit, shaping=shaping, trained=own)
-
-        rewards = opened("rewards", config.rewards, config.rl.scores, trained)
-        costs = opened("costs", config.costs, ScoreConfig(), None) if config.costs else None
-        yield rewards, costs
-
-
-def _load(
-    kind: Kind,
-    section: Sequence[RewardConfig],
-    initial: InitialModels,
-    task: Task,
-    folder: Path,
-    placement: RolePlacement,
-    policy: Model,
-    stack: ExitStack,
-) -> tuple[dict[str, TokenPart], dict[str, TextPart]]:
-    """The parts of a section of the config; processes of functions end with the stack."""
-    config, singular = initial.config, "reward" if kind == "rewards" else "cost"
-    tokens, texts = dict[str, TokenPart](), dict[str, TextPart]()
+    config, data, clock = initial.config, initial.config.data, Clock(deadline=initial.config.deadline)
 
     def start(function: FunctionReward) -> str:
         stack.enter_context(function)
@@ -291,17 +259,38 @@ def _load(
             function.check_columns(task.prompts.examples[0].columns)
         return function.fingerprint
 
-    for index, reward in enumerate(section):
-        key = f"{kind}[{index}]"
-        if reward.adapter is not None:
-            model = initial.reward_adapter(policy, reward.adapter, f"{key}.adapter")
-            tokens[reward.name] = TokenPart(reward.weight, placement.store(model), model.fingerprint())
-        elif reward.model is not None:
-            model = initial.reward(reward.model, f"{key}.model")
-            usual = config.data.max_prompt + config.data.max_response
-            scorer = TextReward(reward, f"{key}.model", model, placement, initial.compute, usual=usual)
-            texts[reward.name] = TextPart(reward.weight, scorer.score, scorer.identity, on_device=True)
-        else:
-            function = reward_function(reward, config.seed, folder / f"{singular}-{reward.name}.log", kind=singular)
-            texts[reward.name] = TextPart(reward.weight, function.score, from_main(partial(start, function)))
-    return tokens, texts
+    def opened(kind: Kind, section: Sequence[RewardConfig], shaping: ScoreConfig, own: Model | None) -> Rewards:
+        role = "reward" if kind == "rewards" else "cost"
+        places, tokens, texts = placement(role), dict[str, TokenPart](), dict[str, TextPart]()
+        if own is not None:
+            stored = places.store(own, donate=False)
+            tokens[TRAINED] = TokenPart(config.reward_model.weight, stored, own.fingerprint())
+        for index, reward in enumerate(section):
+            if reward.adapter is not None:
+                model = initial.reward_adapter(policy, reward.adapter, f"{kind}[{index}].adapter")
+                tokens[reward.name] = TokenPart(reward.weight, places.store(model), model.fingerprint())
+            elif reward.model is not None:
+                key, usual = f"{kind}[{index}].model", data.max_prompt + data.max_response
+                model = initial.reward(reward.model, key)
+                scorer = TextReward(reward, key, model, places, initial.compute, usual=usual)
+                texts[reward.name] = TextPart(reward.weight, scorer.score, scorer.identity, on_device=True)
+            else:
+                function = FunctionReward(reward, config.seed, folder / f"{role}-{reward.name}.log", kind=role)
+                texts[reward.name] = TextPart(reward.weight, function.score, from_main(partial(start, function)))
+        readers = TextRewards(texts, task.tokenizer, clock, kind=kind, deadline=config.deadline)
+        stack.callback(readers.close)  # before the functions' processes end
+        return Rewards(
+            tokens,
+            readers,
+            placement=places,
+            compute=initial.compute,
+            clock=clock,
+            max_response=data.max_response,
+            shaping=shaping,
+            kind=kind,
+            trained=own,
+        )
+
+    with ExitStack() as stack:
+        rewards = opened("rewards", config.rewards, config.rl.scores, trained)
+        yield rewards, opened("costs", config.costs, ScoreConfig(), None) if config.costs else None

@@ -5,8 +5,10 @@ a function started running, leaves its workers running when the parent is killed
 deadline per task, and one crash fails all tasks.
 """
 
+import contextlib
 import json
 import os
+import pickle
 import re
 import signal
 import socket
@@ -17,7 +19,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jrlhf.rewards.worker import LENGTH
+from jrlhf.rewards.worker import receive, send
 
 LAUNCH = """
 import json, sys
@@ -30,10 +32,6 @@ main(descriptor)
 LONGEST = 1 << 28  # bytes of an answer
 TAIL = 1 << 14  # bytes of a worker's output that are kept to explain its death
 GRACE = 1.0  # seconds beyond its deadline in which a worker may end itself, printing where it hung
-
-
-def _failure(kind: str, detail: str) -> dict[str, str]:
-    return {"failure": kind, "detail": detail}
 
 
 class Worker:
@@ -60,71 +58,63 @@ class Worker:
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
             )
+        self.pid = self._process.pid
         self._reader = threading.Thread(target=self._read_output, daemon=True)
         self._reader.start()
 
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    @property
-    def ended(self) -> bool:
-        """True once the process has closed its end of the channel: it is dead or dying."""
+    def ended(self, seconds: float = 0.0) -> bool:
+        """True if the worker has closed its end of the channel or does so within `seconds`: it is dead or dying."""
         try:
-            self._channel.settimeout(0)
+            self._channel.settimeout(max(seconds, 0.0))
             return not self._channel.recv(1, socket.MSG_PEEK)
-        except BlockingIOError:
+        except (BlockingIOError, TimeoutError):
             return False
         except OSError:
             return True
 
     def request(self, body: bytes, seconds: float) -> Mapping[str, Any]:
-        """The answer to a request, which must come within `seconds`.
+        """Returns the answer to a request, which must come within `seconds`.
 
         If the worker ended, or was killed because it must not be asked again, the answer is {"failure", "detail"}, with
         the kind "hang" (beyond the deadline) or "crash".
         """
-        began = time.monotonic()
+        deadline = time.monotonic() + seconds
+        detail = "wrote into the channel of its answers"
         try:
-            return self._exchange(body, began + seconds + GRACE)
-        except ValueError as error:
-            self.kill()
-            return _failure("crash", str(error))
+            with contextlib.suppress(BrokenPipeError):  # what it answered before it ended is still read below
+                self._channel.settimeout(seconds + GRACE)
+                send(self._channel, body)
+            answer = json.loads(receive(self._channel, deadline + GRACE, LONGEST))
+            if isinstance(answer, dict):
+                return answer
         except OSError:  # a timeout, or the channel's end
-            late = time.monotonic() - began >= seconds
+            late = time.monotonic() >= deadline
             code = self.kill()
-        if late:
-            place = _place(self._tail, rb"Thread 0x[0-9a-f]+[^\n]*\(most recent call first\):\n")
-            return _failure("hang", f"no answer within {seconds:g} s{place}")
-        ending = f"ended by {signal.Signals(-code).name}" if code < 0 else f"left with exit code {code}"
-        return _failure(
-            "crash", ending + (_place(self._tail, rb"Current thread 0x[^\n]*:\n") or _last_words(self._tail))
-        )
+            if late:
+                place = _place(self._tail, rb"Thread 0x[0-9a-f]+[^\n]*\(most recent call first\):\n")
+                return {"failure": "hang", "detail": f"no answer within {seconds:g} s{place}"}
+            detail = f"ended by {signal.Signals(-code).name}" if code < 0 else f"left with exit code {code}"
+            detail += _place(self._tail, rb"Current thread 0x[^\n]*:\n") or _last_words(self._tail)
+        except OverflowError as error:
+            detail = str(error)
+        except ValueError:
+            pass  # no JSON
+        self.kill()
+        return {"failure": "crash", "detail": detail}
 
-    def dismiss(self, goodbye: bytes) -> None:
+    def dismiss(self) -> None:
         """Asks an idle worker to exit by itself, which runs its exit handlers."""
-        try:
+        with contextlib.suppress(OSError):  # it is gone, or busy
             self._channel.settimeout(0)
-            self._channel.send(LENGTH.pack(len(goodbye)) + goodbye)
-        except OSError:
-            pass  # it is gone, or busy
-
-    def wait(self, seconds: float) -> None:
-        """Waits until the process exits, at most for `seconds`."""
-        try:
-            while self._receive(1, time.monotonic() + seconds):
-                pass
-        except OSError:
-            pass
+            send(self._channel, pickle.dumps(None))
 
     def interrupt(self) -> None:
         """Kills the process and the programs that it started; a request that waits for it ends at once."""
         with self._lock:
             if self._process.returncode is None:  # nobody has waited for it: its number is still its own
-                try:
-                    os.killpg(self._process.pid, signal.SIGKILL)
-                except (ProcessLookupError, PermissionError):
-                    pass  # nobody left (PermissionError: on macOS, only the dead)
+                # Nobody left: ProcessLookupError, or on macOS, if only the dead are, PermissionError.
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(self.pid, signal.SIGKILL)
 
     def kill(self) -> int:
         """`interrupt`, then frees what the process used; returns its exit code. May be called again."""
@@ -137,32 +127,6 @@ class Worker:
             self._reader.join(1)  # longer only if a detached program holds the pipe open
             self._channel.close()
             return code
-
-    def _exchange(self, body: bytes, until: float) -> Mapping[str, Any]:
-        try:
-            self._channel.settimeout(max(0.001, until - time.monotonic()))
-            self._channel.sendall(LENGTH.pack(len(body)) + body)
-        except BrokenPipeError:
-            pass  # what it answered before it ended is still read below
-        (length,) = LENGTH.unpack(self._receive(LENGTH.size, until))
-        if length > LONGEST:
-            raise ValueError(f"answered with {length} bytes")
-        try:
-            answer = json.loads(self._receive(length, until))
-            assert isinstance(answer, dict)
-            return answer
-        except (ValueError, AssertionError) as error:
-            raise ValueError("wrote into the channel of its answers") from error
-
-    def _receive(self, count: int, until: float) -> bytes:
-        body = bytearray()
-        while len(body) < count:
-            self._channel.settimeout(max(0.001, until - time.monotonic()))
-            part = self._channel.recv(min(count - len(body), 1 << 20))
-            if not part:
-                raise ConnectionError("the worker closed the channel")
-            body += part
-        return bytes(body)
 
     def _read_output(self) -> None:
         assert self._process.stdout is not None

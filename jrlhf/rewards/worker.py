@@ -30,6 +30,7 @@ import socket
 import struct
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -45,6 +46,27 @@ GIVEN = {  # what the program passes by itself, by the call's style; all other p
 HOOKS = ("log_extra", "log_metric")  # TRL's: further numbers to log
 
 
+def send(channel: socket.socket, body: bytes) -> None:
+    channel.sendall(LENGTH.pack(len(body)) + body)
+
+
+def receive(channel: socket.socket, until: float = math.inf, longest: float = math.inf) -> bytes:
+    """Returns the body of a frame; an OSError if the channel ends or the time `until` passes before it is there."""
+    body, length = bytearray(), LENGTH.size
+    while len(body) < length:
+        if until < math.inf:
+            channel.settimeout(max(0.001, until - time.monotonic()))
+        part = channel.recv(min(length - len(body), 1 << 20))
+        if not part:
+            raise ConnectionError("the channel was closed")
+        body += part
+        if len(body) == LENGTH.size == length:
+            length += LENGTH.unpack(body)[0]
+            if length - LENGTH.size > longest:
+                raise OverflowError(f"answered with {length - LENGTH.size} bytes")
+    return bytes(body[LENGTH.size :])
+
+
 def main(descriptor: int) -> None:
     """Serves the parent at the other end of the socket `descriptor` until it says goodbye or is gone."""
     os.set_inheritable(descriptor, False)
@@ -52,22 +74,21 @@ def main(descriptor: int) -> None:
     _keep_to_parent(channel)
     stderr = os.dup(2)  # the function may replace its own
     faulthandler.enable(stderr)
-    setup = pickle.loads(_receive(channel))
     with asyncio.Runner() as loop:
         try:
+            setup = pickle.loads(receive(channel))
             with _limit(setup["start_deadline"], stderr):
                 function = _prepare(setup["spec"], setup["options"])
+            answer: Any = {"ready": function.facts}
+            while answer is not None:
+                send(channel, json.dumps(answer).encode())
+                body = receive(channel)
+                with _limit(setup["deadline"], stderr):
+                    answer = _serve(function, loop, body, setup["deadline"])
         except UserError as error:
-            _send(channel, {"bad": str(error)})
-            return
-        _send(channel, {"ready": function.facts})
-        while True:
-            body = _receive(channel)
-            with _limit(setup["deadline"], stderr):
-                answer = _serve(function, loop, body, setup["deadline"])
-            if answer is None:
-                return
-            _send(channel, answer)
+            send(channel, json.dumps({"bad": str(error)}).encode())
+        except ConnectionError:  # the parent is gone
+            os.killpg(0, signal.SIGKILL)
 
 
 def _keep_to_parent(channel: socket.socket) -> None:
@@ -123,26 +144,26 @@ class Function(NamedTuple):
 
 
 def _prepare(spec: str, options: Mapping[str, Any]) -> Function:
-    source = load(spec, f"reward function {spec!r}")
-    function = source.function
+    called = f"reward function {spec!r}"
+    function, file, sha256 = load(spec, called)
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError) as error:
-        raise UserError(f"reward function {spec!r} has no signature to read: wrap it in a def") from error
+        raise UserError(f"{called} has no signature to read: wrap it in a def") from error
     parameters = signature.parameters.values()
     named = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     open_ended = any(p.kind == p.VAR_KEYWORD for p in parameters)
     style = "verl" if "solution_str" in named else "trl" if "completions" in named else None
     if style is None or any(p.kind == p.POSITIONAL_ONLY for p in parameters):
         raise UserError(
-            f"reward function {spec!r} has the signature {signature}: it must take (prompts, completions, **columns) "
-            "or (data_source, solution_str, ground_truth, extra_info), by name"
+            f"{called} has the signature {signature}: it must take (prompts, completions, **columns) or (data_source, "
+            "solution_str, ground_truth, extra_info), by name"
         )
     for option in options:
         if option in GIVEN[style]:
-            raise UserError(f"options.{option} of reward function {spec!r}: the program gives it, remove the option")
+            raise UserError(f"options.{option} of {called}: the program gives it, remove the option")
         if option not in named and not open_ended:
-            raise UserError(f"options.{option}: reward function {spec!r} has the parameters {', '.join(named)}")
+            raise UserError(f"options.{option}: {called} has the parameters {', '.join(named)}")
     columns = [p for p in named.values() if p.name not in GIVEN[style] and p.name not in options]
     facts = {
         "style": style,
@@ -151,8 +172,8 @@ def _prepare(spec: str, options: Mapping[str, Any]) -> Function:
         "open_ended": open_ended,
         "columns": [p.name for p in columns],
         "required": [p.name for p in columns if p.default is p.empty],
-        "file": source.file,
-        "sha256": source.sha256,
+        "file": file,
+        "sha256": sha256,
     }
     hooks = tuple(h for h in HOOKS if style == "trl" and h not in options and (open_ended or h in named))
     return Function(partial(function, **options), hooks, facts)
@@ -173,7 +194,7 @@ def _results(function: Function, loop: asyncio.Runner, call: Mapping[str, Any], 
     _seed(call["seed"])
     arguments, lengths = call["arguments"], call["lengths"]
     if isinstance(arguments, list):
-        return loop.run(_together(function.call, arguments, lengths, deadline))
+        return loop.run(_together(function.call, arguments, lengths, 0.9 * deadline))
     logged: dict[str, list[Any]] = {}
     hooks = {
         "log_extra": lambda column, values: logged.update({str(column): list(values)}),
@@ -189,9 +210,11 @@ def _results(function: Function, loop: asyncio.Runner, call: Mapping[str, Any], 
     return [_result(*row) for row in zip(values, lengths, extras, strict=True)]
 
 
-async def _together(call: Callable, arguments: list[Mapping], lengths: Sequence[int], deadline: float) -> list[Any]:
-    """The results of a coroutine function of single samples. All run at once; a failure concerns one sample."""
-    seconds = 0.9 * deadline  # before the process's deadline, which would take all of them
+async def _together(call: Callable, arguments: list[Mapping], lengths: Sequence[int], seconds: float) -> list[Any]:
+    """The results of a coroutine function of single samples. All run at once; a failure concerns one sample.
+
+    seconds: less than the process's deadline, which would take all of them.
+    """
 
     async def one(arguments: Mapping[str, Any], length: int) -> Any:
         timeout = asyncio.timeout(seconds)
@@ -203,7 +226,7 @@ async def _together(call: Callable, arguments: list[Mapping], lengths: Sequence[
         except BaseException as error:
             return _failure(Failure("hang", f"no answer within {seconds:g} s") if timeout.expired() else error)
 
-    return await asyncio.gather(*(one(*pair) for pair in zip(arguments, lengths, strict=True)))
+    return await asyncio.gather(*map(one, arguments, lengths))
 
 
 async def _finish(awaitable: Any) -> Any:
@@ -234,8 +257,7 @@ def _failure(error: BaseException) -> dict[str, str]:
 
 def _listed(values: Any, count: int) -> list[Any]:
     """The values of a batch as a list of `count`."""
-    if hasattr(values, "tolist"):
-        values = values.tolist()  # arrays and tensors
+    values = _unwrapped(values)
     if isinstance(values, (str, bytes, Mapping, set, frozenset)) or not hasattr(values, "__iter__"):
         raise Failure("type", f"returned {_show(values)}, not a list of {count} scores")
     listed = list(itertools.islice(values, count + 1))
@@ -254,8 +276,7 @@ def _result(value: Any, length: int, extras: Mapping[Any, Any] | None = None) ->
                 raise Failure("type", f"returned {_show(value)}, which has no 'score'")
             numbers = _numbers({k: v for k, v in value.items() if k != "score"}) | numbers
             value = value["score"]
-        if hasattr(value, "tolist"):
-            value = value.tolist()
+        value = _unwrapped(value)
         if not isinstance(value, (list, tuple)):
             return {"score": _score(value), "extras": numbers}
         if len(value) != length:
@@ -271,21 +292,21 @@ def _score(value: Any) -> float:
     number = _number(value)
     if number is None:
         raise Failure("type", f"returned {_show(value)}, not a number")
-    if math.isnan(number):
-        raise Failure("nan", "returned NaN")
-    if math.isinf(number):
-        raise Failure("infinite", f"returned {_show(value)}")
+    if not math.isfinite(number):
+        raise Failure("nan", "returned NaN") if math.isnan(number) else Failure("infinite", f"returned {_show(value)}")
     return number
+
+
+def _unwrapped(value: Any) -> Any:
+    """The lists and numbers in an array or a tensor; everything else as it is."""
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def _number(value: Any) -> float | None:
     """A number of Python's, NumPy's or a tensor's; booleans are 0 and 1. None for everything else."""
-    if not isinstance(value, (bool, int, float)) and hasattr(value, "tolist"):
-        value = value.tolist()
-    if not isinstance(value, (bool, int, float)):
-        return None
+    value = _unwrapped(value)
     try:
-        return float(value)
+        return float(value) if isinstance(value, (bool, int, float)) else None
     except OverflowError:
         return -math.inf if value < 0 else math.inf
 
@@ -303,26 +324,3 @@ def _show(value: Any) -> str:
     except Exception:
         text = "something that cannot be printed"
     return f"{type(value).__name__} {text[:100]}"
-
-
-# The channel
-
-
-def _send(channel: socket.socket, message: Any) -> None:
-    body = json.dumps(message).encode()
-    channel.sendall(LENGTH.pack(len(body)) + body)
-
-
-def _receive(channel: socket.socket) -> bytes:
-    (length,) = LENGTH.unpack(_exactly(channel, LENGTH.size))
-    return _exactly(channel, length)
-
-
-def _exactly(channel: socket.socket, count: int) -> bytes:
-    body = bytearray()
-    while len(body) < count:
-        part = channel.recv(min(count - len(body), 1 << 20))
-        if not part:
-            os.killpg(0, signal.SIGKILL)  # the parent is gone
-        body += part
-    return bytes(body)

@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self
 
@@ -16,6 +15,7 @@ from jrlhf.ppo import (
     PolicyConfig,
     Rollout,
     SafeRLHFConfig,
+    Scored,
     align_scores,
     make_custom_experience,
     make_experience,
@@ -28,21 +28,6 @@ from jrlhf.roles.placement import RolePlacement, call
 from jrlhf.run.clock import Clock, timed
 
 Values = tuple[Float[Array, "B T"], Float[Array, "B"]]  # V before every token, and V after each row's last token
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Scored:
-    """A rollout with its scores and log-probs.
-
-    old, ref: log-probs under the actor and the reference; None: as in `policy_logprobs`.
-    """
-
-    rollout: Rollout
-    scores: Float[Array, "B"] | Float[Array, "B R"]
-    old: Float[Array, "B T"] | None
-    ref: Float[Array, "B T"] | None
-    kl_coef: float | Float[Array, ""]
 
 
 class ExperienceMaker:

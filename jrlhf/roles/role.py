@@ -19,7 +19,7 @@ from jrlhf.config.schema import SleepConfig
 from jrlhf.meshes.graph import Kind
 from jrlhf.meshes.offload import free_host, is_on_host, offload, onload
 from jrlhf.models.params import Params
-from jrlhf.planning.residency import weights_sleep
+from jrlhf.planning.memory import weights_sleep
 from jrlhf.ppo import TrainState
 from jrlhf.roles.model import Compute, Model
 from jrlhf.roles.placement import RolePlacement

@@ -9,7 +9,7 @@ from jrlhf.config.schema import Config, RewardConfig
 from jrlhf.data.task import Task
 from jrlhf.errors import UserError
 from jrlhf.models import ModelConfig
-from jrlhf.rewards.functions import reward_function
+from jrlhf.rewards.functions import FunctionReward
 from jrlhf.rewards.text_model import reward_tokenizer
 from jrlhf.roles.pretrained import actor_adapter, check_weights, reward_adapter
 from jrlhf.run.processes import from_main
@@ -42,7 +42,7 @@ def check_sources(config: Config, task: Task, actor: ModelConfig, mesh: Mesh) ->
 
 
 def _check_function(reward: RewardConfig, seed: int, kind: Literal["reward", "cost"], task: Task) -> None:
-    with reward_function(reward, seed, kind=kind) as function:
+    with FunctionReward(reward, seed, kind=kind) as function:
         if task.prompts is not None:
             function.check_columns(task.prompts.examples[0].columns)
 

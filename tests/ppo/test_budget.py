@@ -28,7 +28,7 @@ from jrlhf.ppo import (
     make_preference_step,
     make_sft_step,
 )
-from jrlhf.ppo.budget import ByLength, bucket_widths, fold_by_length, map_by_length, row_ends
+from jrlhf.ppo.parts import ByLength, bucket_widths, fold_by_length, map_by_length, row_ends
 
 ROWS, TIME, BUDGET = 32, 64, 96
 WIDTHS = (16, 32, 48, 64)

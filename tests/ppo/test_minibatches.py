@@ -6,7 +6,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jrlhf.meshes import make_mesh
-from jrlhf.ppo.minibatches import check_divisible, draw_minibatch, split_rows
+from jrlhf.ppo.parts import check_divisible, draw_minibatch, split_rows
 
 ROWS, PARTS = 32, 4
 

@@ -33,8 +33,7 @@ from jrlhf.models.quantize import int8_shardings, to_int8
 from jrlhf.planning.activations import Backend
 from jrlhf.planning.candidates import placements
 from jrlhf.planning.fit import suggest_settings
-from jrlhf.planning.memory import call_bytes, plan_memory, resident, tiled
-from jrlhf.planning.residency import Away
+from jrlhf.planning.memory import Away, call_bytes, plan_memory, resident, tiled
 from jrlhf.planning.simulate import simulate
 from jrlhf.planning.time import CostModel
 from jrlhf.planning.workload import RoleModel, Workload
@@ -137,10 +136,10 @@ def test_states_are_those_of_the_arrays(model, sizes):
     mesh = make_mesh(1, *sizes)
     for head in ("lm", "scalar"):
         state = train_state(OptimizerConfig(), whole_weights(model, mesh, head), mesh)
-        resident_bytes = resident(RoleModel(model, head, trained=True), jnp.bfloat16, at(*sizes))
+        resident_bytes = resident(RoleModel(model, head, trained=True), 2, at(*sizes))
         assert resident_bytes == {"weights": device_bytes(state.params), "optimizer": device_bytes(state.opt_state)}
         for wide, dtype in ((False, jnp.bfloat16), (True, jnp.float32)):
-            resident_bytes = resident(RoleModel(model, head, trained=False, wide=wide), jnp.bfloat16, at(*sizes))
+            resident_bytes = resident(RoleModel(model, head, trained=False, wide=wide), 2, at(*sizes))
             assert resident_bytes == {"weights": device_bytes(whole_weights(model, mesh, head, dtype))}
 
 
@@ -153,21 +152,19 @@ def test_states_of_adapters_are_those_of_the_arrays(sizes):
     for head in ("lm", "scalar"):
         adapter = adapter_weights(model, mesh, LORA, head)
         moments = train_state(OptimizerConfig(), adapter, mesh).opt_state
-        resident_bytes = resident(RoleModel(model, head, True, LORA), jnp.bfloat16, at(*sizes))
+        resident_bytes = resident(RoleModel(model, head, True, LORA), 2, at(*sizes))
         own = {"weights": device_bytes(adapter), "optimizer": device_bytes(moments)}
         assert resident_bytes == {"base": device_bytes(base), **own}
-        resident_bytes = resident(RoleModel(model, head, False, LORA, int8=True), jnp.bfloat16, at(*sizes))
+        resident_bytes = resident(RoleModel(model, head, False, LORA, int8=True), 2, at(*sizes))
         assert resident_bytes == {"base": device_bytes(small), "weights": own["weights"]}
-    assert resident(RoleModel(model, "lm", False, is_base=True), jnp.bfloat16, at(*sizes)) == {
-        "base": device_bytes(base)
-    }
+    assert resident(RoleModel(model, "lm", False, is_base=True), 2, at(*sizes)) == {"base": device_bytes(base)}
 
 
 def test_a_model_that_does_not_divide_is_refused():
     with pytest.raises(ValueError, match="does not divide over 3"):
-        resident(RoleModel(GQA, "lm", True), jnp.float32, at(3, 1))
+        resident(RoleModel(GQA, "lm", True), 4, at(3, 1))
     with pytest.raises(ValueError, match="heads=8 cannot be divided over tensor=3"):
-        resident(RoleModel(GQA, "lm", True), jnp.float32, at(1, 3))
+        resident(RoleModel(GQA, "lm", True), 4, at(1, 3))
 
 
 # ---- calls
@@ -381,7 +378,7 @@ def test_a_learner_keeps_what_it_trains_for_the_actor():
     workload = ppo(graph=graph, models={"actor": (actor,), "learner": (actor, critic)}, minibatches=1)
     plan = everywhere(workload)
     memory = plan_memory(workload, plan)
-    own = {name: resident(model, workload.dtype, at(8, 1)) for name, model in (("actor", actor), ("critic", critic))}
+    own = {name: resident(model, workload.itemsize, at(8, 1)) for name, model in (("actor", actor), ("critic", critic))}
     assert memory.roles == own
     # What sleeps does so by its own name.
     asleep = plan_memory(workload, plan, away={("critic", "actor.generate"): {"optimizer": "pinned_host"}})

@@ -13,8 +13,9 @@ from jrlhf.meshes.hardware import HARDWARE, Cluster
 from jrlhf.models import LoRAConfig
 from jrlhf.planning import microbenchmarks as measure
 from jrlhf.planning import profile as profiles
+from jrlhf.planning.moves import Group
 from jrlhf.planning.profile import Profile, ProfiledCosts, interpolate, load, save
-from jrlhf.planning.time import Group, call_seconds
+from jrlhf.planning.time import call_seconds
 from tests.support.hlo import collectives
 
 LOCAL = Cluster(HARDWARE["h100"], 4)

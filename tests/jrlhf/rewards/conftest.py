@@ -1,14 +1,21 @@
-"""Reward functions written to files, samples, and a look at what is left when a test is over."""
+"""Reward functions written to files, samples, and a check of what is left when a test is over."""
 
 import os
 import textwrap
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from jrlhf.config.schema import RewardConfig
 from jrlhf.rewards.functions import FunctionReward
 from jrlhf.rewards.types import Sample
+
+
+def make_reward(spec: str, name: str = "judge", seed: int = 0, log: Path | None = None, **settings) -> FunctionReward:
+    own = {key: settings.pop(key) for key in ("kind", "start_deadline") if key in settings}
+    return FunctionReward(RewardConfig(name=name, function=spec, **settings), seed, log, **own)
 
 
 def make_sample(row: int = 0, response: str | None = None, tokens: int = 3, **columns) -> Sample:
@@ -25,23 +32,28 @@ def make_sample(row: int = 0, response: str | None = None, tokens: int = 3, **co
     )
 
 
-def alive(pid: int) -> bool:
-    """Is it running? A dead process that nobody has waited for is not."""
+def _state(pid: int) -> list[str]:
+    """The state of a process and the number of its parent; X for one that is gone."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
     except (FileNotFoundError, ProcessLookupError):
-        return False
+        return ["X", "0"]
+
+
+def alive(pid: int) -> bool:
+    """Returns whether a process runs; a dead one that nobody has waited for does not."""
+    return _state(pid)[0] not in "ZX"
 
 
 def gone(pid: int, within: float) -> bool:
+    return eventually(lambda: not alive(pid), within)
+
+
+def eventually(holds: Callable[[], bool], within: float) -> bool:
     until = time.monotonic() + within
-    while alive(pid) and time.monotonic() < until:
+    while not holds() and time.monotonic() < until:
         time.sleep(0.02)
-    return not alive(pid)
-
-
-def open_files() -> set[str]:
-    return {f"{fd} {os.readlink(f'/proc/self/fd/{fd}')}" for fd in os.listdir("/proc/self/fd") if _is_open(fd)}
+    return holds()
 
 
 def pids(reward: FunctionReward) -> list[int]:
@@ -49,22 +61,15 @@ def pids(reward: FunctionReward) -> list[int]:
     return [worker.pid for _, worker in sorted(reward._pool.items())]
 
 
-def _is_open(fd: str) -> bool:
-    return os.path.lexists(f"/proc/self/fd/{fd}")
+def open_files() -> set[str]:
+    descriptors = [fd for fd in os.listdir("/proc/self/fd") if os.path.lexists(f"/proc/self/fd/{fd}")]
+    return {f"{fd} {os.readlink(f'/proc/self/fd/{fd}')}" for fd in descriptors}
 
 
 def children() -> set[int]:
     """The processes that this one started, dead ones that nobody has waited for included."""
-    processes = set()
-    for entry in os.listdir("/proc"):
-        if entry.isdigit():
-            try:
-                parent = int(Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()[1])
-            except (FileNotFoundError, ProcessLookupError):
-                continue
-            if parent == os.getpid():
-                processes.add(int(entry))
-    return processes
+    processes = [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]
+    return {pid for pid in processes if _state(pid)[1] == str(os.getpid())}
 
 
 @pytest.fixture
@@ -80,7 +85,7 @@ def start(tmp_path):
         file.write_text(textwrap.dedent(source))
         arguments.setdefault("log", tmp_path / "log")
         arguments.setdefault("deadline", 20.0)
-        reward = FunctionReward("judge", f"{file}:f", **arguments)
+        reward = make_reward(f"{file}:f", **arguments)
         started.append(reward)
         return reward.__enter__()
 

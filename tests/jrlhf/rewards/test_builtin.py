@@ -10,9 +10,8 @@ import pytest
 from jrlhf.errors import UserError
 from jrlhf.rewards import builtin
 from jrlhf.rewards.builtin import exact_match, format_regex, numeric_answer, read_number, word_count
-from jrlhf.rewards.functions import FunctionReward
 
-from .conftest import make_sample
+from .conftest import make_reward, make_sample
 
 TAG = {"pattern": "<answer>(.*?)</answer>"}
 MATCHES = [  # response, answer, options, score
@@ -108,17 +107,17 @@ def test_conversations_are_judged_by_their_contents():
 
 def test_in_a_worker_with_the_answers_of_verls_rows():
     rows = [make_sample(0, "#### 4", reward_model={"ground_truth": "4"}), make_sample(1, "5", ground_truth="x")]
-    with FunctionReward("gsm8k", "numeric_answer", columns={"answer": "ground_truth"}, on_failure=-1.0) as reward:
+    with make_reward("numeric_answer", "gsm8k", columns={"answer": "ground_truth"}, on_failure=-1.0) as reward:
         scored = reward.score(rows)
     np.testing.assert_array_equal(scored.scores, [1, -1])
     assert scored.failures == {"none": 1}
-    with FunctionReward("form", "format_regex", options={"pattern": "[0-9]+", "right": 2}) as reward:
+    with make_reward("format_regex", "form", options={"pattern": "[0-9]+", "right": 2}) as reward:
         np.testing.assert_array_equal(reward.score([make_sample(0, "12"), make_sample(1, "x")]).scores, [2, 0])
     with pytest.raises(UserError, match="parameters completions, pattern, whole, right, wrong"):
-        FunctionReward("form", "format_regex", options={"regex": "x"}).__enter__()
+        make_reward("format_regex", "form", options={"regex": "x"}).__enter__()
     # A pattern that backtracks without end is a hang.
     options = {"pattern": "(a*)*b"}
-    with FunctionReward("form", "format_regex", options=options, deadline=0.5, on_failure=0.0) as reward:
+    with make_reward("format_regex", "form", options=options, deadline=0.5, on_failure=0.0) as reward:
         assert reward.score([make_sample(0, "a" * 60)]).failures == {"hang": 1}
     assert all(callable(getattr(builtin, name)) for name in builtin.NAMES)
 
@@ -138,7 +137,7 @@ def test_math_verify(monkeypatch):
     assert asked == ["$12$", "12", "$13$", "12", "\\boxed{x1}", "x1", "$4$", "none", "$?$"]
     monkeypatch.setattr("jrlhf.rewards.functions.find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"math_verify needs its extra, pip install 'jrlhf\[math\]'"):
-        FunctionReward("math", "math_verify")
+        make_reward("math_verify", "math")
 
 
 def test_math_verify_itself():

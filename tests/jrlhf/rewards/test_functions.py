@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from jrlhf.errors import UserError
-from jrlhf.rewards.functions import FunctionReward, RewardFailure
+from jrlhf.rewards.functions import RewardFailure
 
-from .conftest import make_sample, pids
+from .conftest import make_reward, make_sample, pids
 
 
 def samples_of(count: int) -> list:
@@ -286,10 +286,7 @@ SPECS = [  # spec, arguments, sentence
     ("module:", {}, "must be package.module:function"),
     (":f", {}, "must be package.module:function"),
     ("os:path join", {}, "must be package.module:function"),
-    ("exact_match", {"workers": 0}, "workers=0"),
-    ("exact_match", {"deadline": 0}, "deadline=0"),
-    ("exact_match", {"start_deadline": math.nan}, "start_deadline=nan"),
-    ("exact_match", {"on_failure": math.nan}, "on_failure=nan"),
+    ("exact_match", {"deadline": 2e6}, "deadline=2000000.0"),
 ]
 
 
@@ -302,14 +299,14 @@ def test_what_is_wrong_with_a_function_is_said_when_it_starts(start):
 def test_bad_arguments_are_refused_before_anything_runs(tmp_path):
     for spec, arguments, sentence in SPECS:
         with pytest.raises(UserError, match=f"'judge'.*{sentence}|{sentence}.*'judge'"):
-            FunctionReward("judge", spec, **arguments)
+            make_reward(spec, **arguments)
     with pytest.raises(UserError, match="^cost 'toxic': 'exact' is none of the built-in rewards"):
-        FunctionReward("toxic", "exact", kind="cost")
-    with pytest.raises(UserError, match="^workers=0 of cost 'toxic': "):
-        FunctionReward("toxic", "exact_match", workers=0, kind="cost")
-    assert FunctionReward("toxic", "exact_match", kind="cost").describe().startswith("cost toxic: ")
+        make_reward("exact", "toxic", kind="cost")
+    assert make_reward("exact_match", "toxic", kind="cost").describe().startswith("cost toxic: ")
     with pytest.raises(UserError, match="log=.*no/log .*cannot be opened"):
-        FunctionReward("judge", "exact_match", log=tmp_path / "no" / "log").__enter__()
+        make_reward("exact_match", log=tmp_path / "no" / "log").__enter__()
+    with pytest.raises(ValueError, match="on_failure=nan: it must be finite"):
+        make_reward("exact_match", on_failure=math.nan)
 
 
 def test_functions_of_modules_of_neighbours_and_of_objects(start, tmp_path, monkeypatch):
@@ -320,7 +317,7 @@ def test_functions_of_modules_of_neighbours_and_of_objects(start, tmp_path, monk
     )
     monkeypatch.syspath_prepend(tmp_path)
     for function, score in (("judge", 4), ("judge.later", 5)):
-        with FunctionReward("judge", f"my_package.judges:{function}") as reward:
+        with make_reward(f"my_package.judges:{function}") as reward:
             assert reward.score([make_sample()]).scores == [score]
     (tmp_path / "neighbour.py").write_text("VALUE = 6\n")
     source = """
@@ -384,7 +381,7 @@ def test_what_is_sent(start, monkeypatch):
 
 
 def test_a_reward_outside_its_with_is_a_mistake_of_the_program():
-    reward = FunctionReward("judge", "exact_match")
+    reward = make_reward("exact_match")
     with pytest.raises(RuntimeError, match="not started"):
         reward.score([make_sample(answer="x")])
     reward.close()

@@ -1,0 +1,183 @@
+"""Jitted steps that learn from stored data: imitation (SFT), the reward model's preferences, and DPO.
+
+They are called like those of `steps.py`: (state, batch, *frozen) -> (state, metrics), one update. They donate the
+state. Metrics include PREFIX/grad_norm and PREFIX/skipped_updates (1: something was not finite or no token counted, so
+nothing was applied). A step raises ValueError when it is first called with rows that do not divide into its
+micro-batches.
+
+Both sequences of a pair go through the model in one call of 2B rows, pair by pair, so that sharded weights are gathered
+once.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Float, Int
+
+from jrlhf.ppo.config import DPOConfig, check_one_division
+from jrlhf.ppo.losses import bradley_terry_loss, dpo_loss
+from jrlhf.ppo.masked import masked_sum, token_count
+from jrlhf.ppo.parts import ByLength, check_divisible, interleave, row_ends
+from jrlhf.ppo.steps import LogprobFn
+from jrlhf.ppo.types import PairBatch, PreferenceBatch, SFTBatch, TrainState
+from jrlhf.ppo.updates import Metrics, check_output, update_once
+
+PyTree = Any
+Step = Callable[..., tuple[TrainState, Metrics]]
+_REWARD_MODEL = ("loss", "accuracy", "margin")
+_DPO = (
+    "dpo/loss",
+    *(f"rewards/{name}" for name in ("chosen", "rejected", "accuracies", "margins")),
+    "logps/chosen",
+    "logps/rejected",
+)
+
+
+class ScoreFn(Protocol):
+    """(params, tokens, lengths) or (params, tokens, lengths, frozen) -> scores of the whole sequences."""
+
+    def __call__(
+        self, params: PyTree, tokens: Int[Array, "B T"], lengths: Int[Array, "B"], /, *frozen: Any, **_: Any
+    ) -> Float[Array, "B"]: ...
+
+
+def make_sft_step(
+    logprob_fn: LogprobFn,
+    optimizer: optax.GradientTransformation,
+    *,
+    micro_batches: int = 1,
+    micro_batch_tokens: int | None = None,
+) -> Step:
+    """A step of imitation: one update on the mean of -log pi over the tokens of the batch in `loss_mask`.
+
+    Metrics: sft/loss (nats per token), sft/entropy.
+
+    micro_batch_tokens: number of tokens of a part per device, in place of `micro_batches`, as in `PPOConfig`.
+    """
+    check_one_division(micro_batches, micro_batch_tokens)
+
+    def step(state: TrainState, batch: SFTBatch, *frozen: PyTree) -> tuple[TrainState, Metrics]:
+        check_divisible(batch.tokens, 1, micro_batches)
+        mask = batch.loss_mask & (jnp.arange(batch.tokens.shape[1]) > 0)[None, :]
+        count = token_count(mask)
+
+        def loss_fn(params: PyTree, rows: tuple[Array, Array]) -> tuple[Array, Metrics]:
+            tokens, mask = rows
+            logprobs, entropy = logprob_fn(params, tokens, *frozen)
+            check_output("logprob_fn", tokens, logprobs, entropy)
+            loss = -masked_sum(logprobs, mask) / count
+            return loss, {"loss": loss, "entropy": masked_sum(entropy, mask) / count}
+
+        names = ("loss", "entropy")
+        parts = micro_batches if micro_batch_tokens is None else ByLength(row_ends(mask), micro_batch_tokens)
+        return update_once("sft", loss_fn, optimizer, state, (batch.tokens, mask), parts, names, jnp.any(mask))
+
+    return jax.jit(step, donate_argnums=0)
+
+
+def make_preference_step(
+    score_fn: ScoreFn,
+    optimizer: optax.GradientTransformation,
+    *,
+    micro_batches: int = 1,
+    micro_batch_tokens: int | None = None,
+    centre: float = 0.0,
+) -> Step:
+    """A step of reward learning: one update on the mean `losses.bradley_terry_loss` of the pairs.
+
+    Metrics: reward_model/loss, reward_model/accuracy (ties count as wrong), reward_model/margin (mean of r_chosen -
+    r_rejected).
+
+    micro_batch_tokens: number of tokens of pairs of a part per device, in place of `micro_batches`, as in `PPOConfig`.
+    """
+    check_one_division(micro_batches, micro_batch_tokens)
+
+    def terms(params: PyTree, rows: PreferenceBatch, *frozen: PyTree) -> dict[str, Array]:
+        tokens = interleave(rows.chosen, rows.rejected)
+        lengths = interleave(rows.chosen_lengths, rows.rejected_lengths)
+        scores = score_fn(params, tokens, lengths, *frozen).reshape(-1, 2)
+        chosen, rejected = scores[:, 0], scores[:, 1]
+        loss = bradley_terry_loss(chosen, rejected, centre=centre)
+        return dict(zip(_REWARD_MODEL, (loss, (chosen > rejected).astype(jnp.float32), chosen - rejected), strict=True))
+
+    return _pair_step("reward_model", terms, _REWARD_MODEL, optimizer, micro_batches, micro_batch_tokens)
+
+
+def make_dpo_step(logprob_fn: LogprobFn, optimizer: optax.GradientTransformation, config: DPOConfig) -> Step:
+    """A step of DPO: one update on the mean `losses.dpo_loss` of the pairs, which need the reference's log-probs.
+
+    Log-probabilities must be of temperature 1. Metrics, under TRL's names: the means of `pair_terms`.
+    """
+
+    def terms(params: PyTree, rows: PairBatch, *frozen: PyTree) -> dict[str, Array]:
+        logprobs, _ = logprob_fn(params, rows.tokens, *frozen)
+        check_output("logprob_fn", rows.tokens, logprobs)
+        return pair_terms(logprobs, rows, config=config)
+
+    return _pair_step("dpo", terms, _DPO, optimizer, config.micro_batches, config.micro_batch_tokens)
+
+
+def _pair_step(
+    prefix: str,
+    terms_fn: Callable[..., dict[str, Array]],
+    names: tuple[str, ...],
+    optimizer: optax.GradientTransformation,
+    micro_batches: int,
+    micro_batch_tokens: int | None,
+) -> Step:
+    """A step on the mean over pairs of the first of `names`. terms_fn: (params, pairs, *frozen) -> [B] by name."""
+
+    def step(state: TrainState, batch: PreferenceBatch | PairBatch, *frozen: PyTree) -> tuple[TrainState, Metrics]:
+        check_divisible(batch.chosen, 1, micro_batches)
+        count, parts = batch.chosen.shape[0], micro_batches
+
+        def loss_fn(params: PyTree, rows: PreferenceBatch | PairBatch) -> tuple[Array, Metrics]:
+            terms = terms_fn(params, rows, *frozen)
+            exists = rows.chosen_lengths > 0  # the other rows fill up a micro-batch
+            shares = {name: masked_sum(term, exists) / count for name, term in terms.items()}
+            return shares[names[0]], shares
+
+        if micro_batch_tokens is not None:  # a budget for both sequences of a pair
+            longer = jnp.maximum(batch.chosen_lengths, batch.rejected_lengths)
+            parts = ByLength(longer, max(1, micro_batch_tokens // 2))
+        return update_once(prefix, loss_fn, optimizer, state, batch, parts, names)
+
+    return jax.jit(step, donate_argnums=0)
+
+
+def pair_terms(logprobs: Float[Array, "2*B T"], batch: PairBatch, *, config: DPOConfig) -> dict[str, Float[Array, "B"]]:
+    """DPO's loss and metrics of each pair, given the policy's log-probs of `batch.tokens`.
+
+    dpo/loss; rewards/chosen and rewards/rejected, beta (log pi - log pi_ref) of whole responses whatever the loss;
+    rewards/accuracies (1 where the chosen one's is higher, ties count as wrong); rewards/margins, their difference;
+    logps/chosen and logps/rejected, the policy's log-probs of whole responses.
+
+    Raises ValueError if `batch` has no log-probs of the reference.
+    """
+    if batch.ref_chosen is None or batch.ref_rejected is None:
+        raise ValueError("ref_chosen=None: the pairs need the reference's log-probs, put them in by with_reference")
+    sums = response_logprobs(logprobs, batch)
+    ref = jnp.stack([batch.ref_chosen, batch.ref_rejected], axis=1)
+    count = token_count(batch.response_mask, 1).reshape(sums.shape) if config.loss == "ipo" else jnp.ones_like(sums)
+    policy, reference = sums / count, ref / count
+    loss = dpo_loss(policy[:, 0], policy[:, 1], reference[:, 0], reference[:, 1], config=config)
+    rewards = config.beta * (sums - ref)
+    chosen, rejected = rewards[:, 0], rewards[:, 1]
+    accuracies = (chosen > rejected).astype(jnp.float32)
+    terms = (loss, chosen, rejected, accuracies, chosen - rejected, sums[:, 0], sums[:, 1])
+    return dict(zip(_DPO, terms, strict=True))
+
+
+def with_reference(batch: PairBatch, logprobs: Float[Array, "2*B T"]) -> PairBatch:
+    """The pairs with the reference's log-probs of their responses, given those of the tokens of `batch.tokens`."""
+    sums = response_logprobs(logprobs, batch)
+    return replace(batch, ref_chosen=sums[:, 0], ref_rejected=sums[:, 1])
+
+
+def response_logprobs(logprobs: Float[Array, "2*B T"], batch: PairBatch) -> Float[Array, "B 2"]:
+    """Sums over the response tokens of the chosen and of the rejected answers; other tokens do not count."""
+    return masked_sum(logprobs, batch.response_mask, 1).reshape(-1, 2)
