@@ -1,6 +1,5 @@
 """Bad input: one sentence that says what is wrong and what to do, exit code 2, and nothing written."""
 
-import hashlib
 import itertools
 import json
 import shutil
@@ -21,6 +20,7 @@ from jrlhf.models.params import HeadKind
 from jrlhf.run.directory import open_run
 from jrlhf.run.metrics import read_metrics
 from jrlhf.train import cli
+from tests.support.runs import digest
 
 WEIGHTS = "model.safetensors"
 SFT = {"stages": ["sft"], "rewards": []}  # the stage that needs least
@@ -339,6 +339,7 @@ def test_a_resumed_run_stays_as_it_is_when_its_model_is_damaged(tmp_path, settin
     assert digest(runs) == before
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("quick_programs")
 def test_a_run_is_not_resumed_on_other_data_or_another_model(tmp_path, settings, capsys, damaged, user):
     model, file = damaged(lambda directory: None), tmp_path / "rows.jsonl"
@@ -405,11 +406,6 @@ def test_a_reward_that_fails_while_the_run_goes_on(tmp_path, settings, capsys, k
     record = next(iter(read_metrics(tmp_path / "runs" / "replaced")))
     assert record["rewards/mine/failures"] == record[f"rewards/mine/failures/{kind}"] == 8
     assert record["rewards/mine/mean"] == -1.0
-
-
-def digest(path: Path) -> dict[str, str]:
-    files = sorted(file for file in path.rglob("*") if file.is_file())
-    return {str(file.relative_to(path)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
 
 
 def test_an_attention_that_the_devices_or_the_model_cannot_compute_is_refused(refused):

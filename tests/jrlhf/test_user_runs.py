@@ -1,13 +1,10 @@
 """Runs as users have them: model directories, datasets, rewards of every kind, adapters; what they leave behind."""
 
-import hashlib
 import json
 import math
-import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +21,7 @@ from jrlhf.run.files import read_jsonl
 from jrlhf.run.metrics import read_metrics
 from jrlhf.stages.setup import load_task, select_mesh
 from jrlhf.train import main
+from tests.support.runs import Training, assert_same_run, digest, stage_of, timeless
 
 WEIGHTS = {"reward_model": 0.5, "preference": 0.7, "short": 2.0, "graded": 0.3, "watched": 0.0}
 
@@ -79,7 +77,7 @@ def test_a_run_on_directories_and_datasets_leaves_what_is_promised(everything, u
 @pytest.mark.full
 def test_scores_are_the_weighted_sum_of_the_rewards_by_their_names(everything):
     path, _ = everything
-    iterations = [record for record in read_metrics(path) if record["stage"] == "ppo"]
+    iterations = stage_of(path, "ppo")
     assert len(iterations) == 4
     for record in iterations:
         total = sum(weight * record[f"rewards/{name}/mean"] for name, weight in WEIGHTS.items())
@@ -103,14 +101,14 @@ def test_invariants_hold_from_a_model_directory(everything):
 def test_a_run_settles_and_compiles_nothing_more(everything):
     """But for a reward model with its own tokenizer: a width it has not met, always a power of two."""
     for stage in ("sft", "reward_model", "ppo"):
-        compiled = [record["perf/compilations"] for record in read_metrics(everything[0]) if record["stage"] == stage]
+        compiled = [record["perf/compilations"] for record in stage_of(everything[0], stage)]
         assert compiled[0] > 0 and compiled[2:] == [0] * len(compiled[2:]), (stage, compiled)
 
 
 @pytest.mark.full
 def test_validation_is_done_every_second_iteration_and_by_source(everything):
     path, _ = everything
-    records = [record for record in read_metrics(path) if record["stage"] == "ppo"]
+    records = stage_of(path, "ppo")
     names = [f"val-core/{source}/score/{of}" for source in ("all", "a", "b") for of in ("mean@2", "best@2/mean")]
     names += [f"val-aux/{source}/{name}/mean@2" for source in ("all", "a", "b") for name in WEIGHTS]
     for record in records:
@@ -163,7 +161,7 @@ def adapted(tmp_path_factory, settings, user, make_model):
 
 @pytest.mark.full
 def test_scores_of_tokens_are_normalised_and_penalised(adapted):
-    records = [record for record in read_metrics(adapted[0]) if record["stage"] == "ppo"]
+    records = stage_of(adapted[0], "ppo")
     for record in records:
         assert math.isclose(record["score/raw/mean"], record["rewards/even/mean"], abs_tol=1e-5)
         assert record["score/missing_eos_penalty"] > 0 and abs(record["critic/score/mean"]) < 12
@@ -175,7 +173,7 @@ def test_scores_of_tokens_are_normalised_and_penalised(adapted):
 def test_adapters_are_trained_on_a_base_that_stays(adapted):
     path, actor = adapted
     mesh = select_mesh(load_config(str(path / "config.yaml")))[0]
-    first, *_, last = [record for record in read_metrics(path) if record["stage"] == "ppo"]
+    first, *_, last = stage_of(path, "ppo")
     assert first["objective/kl"] == 0.0 and first["actor/initial_ratio_gap"] < 1e-5
     assert last["objective/kl"] != 0.0
     assert first["rollout/logprob_gap_max"] < 1e-4
@@ -210,7 +208,7 @@ def test_all_stages_with_adapters_in_bfloat16(tmp_path, settings, user, base):
     )
     main(build(Config, config))
     path = tmp_path / "stages"
-    records = [record for record in read_metrics(path) if record["stage"] == "ppo"]
+    records = stage_of(path, "ppo")
     assert records[0]["objective/kl"] == 0.0 and records[0]["actor/initial_ratio_gap"] < 1e-5
     assert all(record["perf/compilations"] == 0 for record in records[2:])
     for name in ("adapter", "reward_adapter"):
@@ -228,8 +226,7 @@ def test_all_stages_with_adapters_in_bfloat16(tmp_path, settings, user, base):
 
 # --- Failure and resume ---
 
-FLAKY = '''import os
-
+FLAKY = '''
 def flaky(completions, completion_ids):
     """A score for each token, until the sign is there."""
     if os.path.exists(SIGN):
@@ -267,9 +264,7 @@ def test_a_run_that_a_reward_stopped_goes_on_in_the_same_bits(tmp_path, settings
     sign.unlink()
     main(config("stopped"), resume=True)
     one, other = tmp_path / "undisturbed", tmp_path / "stopped"
-    assert timeless(read_metrics(one)) == timeless(read_metrics(other))
-    assert (one / "samples.jsonl").read_bytes() == (other / "samples.jsonl").read_bytes()
-    assert digest(one / "model") == digest(other / "model")
+    assert_same_run(one, other)
     record = read_metrics(one)[-1]
     assert record["score/running_mean"] != 0  # normalised by what all four iterations saw
 
@@ -298,28 +293,16 @@ def test_a_run_that_is_killed_goes_on_in_the_same_bits(tmp_path, settings, user,
     file = tmp_path / "config.yaml"
     file.write_text(json.dumps(config))
 
-    def start(name: str, *more: str) -> subprocess.Popen:
-        command = [sys.executable, "-m", "jrlhf.train", "--config", str(file), f"run_dir={tmp_path}", f"name={name}"]
-        environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": str(programs)}
-        environment |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
-        with open(tmp_path / f"{name}.log", "a") as log:
-            return subprocess.Popen([*command, *more], env=environment, stdout=log, stderr=subprocess.STDOUT)
+    def start(name: str, *more: str) -> Training:
+        arguments = ["--config", file, f"run_dir={tmp_path}", f"name={name}", *more]
+        return Training(*arguments, log=tmp_path / f"{name}.log", programs=programs)
 
-    def ended(name: str, process: subprocess.Popen) -> None:
-        assert process.wait(timeout=600) == 0, (tmp_path / f"{name}.log").read_text()
-
-    ended("undisturbed", start("undisturbed"))
-    process, metrics = start("killed"), tmp_path / "killed" / "metrics.jsonl"
-    while not metrics.exists() or metrics.read_bytes().count(b"\n") < 5:  # three of sft, two of ppo
-        assert process.poll() is None, (tmp_path / "killed.log").read_text()
-        time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    ended("killed", start("killed", "--resume"))
-    one, other = tmp_path / "undisturbed", tmp_path / "killed"
-    assert timeless(read_metrics(one)) == timeless(read_metrics(other))
-    assert (one / "samples.jsonl").read_bytes() == (other / "samples.jsonl").read_bytes()
-    assert digest(one / "adapter") == digest(other / "adapter") and digest(one / "model") == digest(other / "model")
+    start("undisturbed").wait()
+    training = start("killed")
+    assert training.reach(tmp_path / "killed", 5)  # three of sft, two of ppo
+    training.stop(signal.SIGKILL)
+    start("killed", "--resume").wait()
+    assert_same_run(tmp_path / "undisturbed", tmp_path / "killed")
 
 
 # --- Parts of the whole ---
@@ -331,8 +314,7 @@ def test_stages_by_themselves(everything, tmp_path, settings, user):
     config = settings(name="alone", run_dir=str(tmp_path), stages=["sft"], rewards=[])
     summary = main(build(Config, config))
     assert "held_out" not in summary  # nothing could measure the answers
-    whole = [record for record in read_metrics(everything[0]) if record["stage"] == "sft"]
-    assert timeless(read_metrics(tmp_path / "alone")) == timeless(whole)
+    assert timeless(tmp_path / "alone") == [row for row in timeless(everything[0]) if row["stage"] == "sft"]
     assert not (tmp_path / "alone" / "reward_model").exists()
     config = settings(name="judge", run_dir=str(tmp_path), stages=["reward_model"], rewards=[])
     summary = main(build(Config, config))
@@ -371,17 +353,3 @@ def test_a_task_says_whether_the_model_is_given_conversations(settings, tmp_path
         prompts = {"path": str(tmp_path / "rows.jsonl"), "columns": {}}
         config = build(Config, settings(data={"prompts": prompts, "heldout_rows": 0, "chat": chat}))
         assert load_task(config, select_mesh(config)[1]["actor"]).chat is met
-
-
-def timeless(records: list[dict]) -> list[dict]:
-    """Records without what depends on the clock, or on what this process had compiled before."""
-    dependent = ("perf/throughput", "perf/compilations")
-    return [
-        {key: value for key, value in record.items() if not key.startswith("timing_s/") and key not in dependent}
-        for record in records
-    ]
-
-
-def digest(path: Path) -> dict[str, str]:
-    files = sorted(file for file in path.rglob("*") if file.is_file())
-    return {str(file.relative_to(path)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}

@@ -158,19 +158,17 @@ def test_an_iteration_keeps_the_invariants(setup):
     }
 
 
-@pytest.mark.parametrize(
-    "kind, name, timed", [(Critic, "critic", "values"), (CostCritic, "cost_critic", "cost_values")]
-)
-def test_two_critics_are_timed_apart(kind, name, timed, monkeypatch):
+def test_two_critics_are_timed_apart(monkeypatch):
     monkeypatch.setattr(CompiledModel, "score_values", lambda _: lambda *_: (0, 0))
     monkeypatch.setattr(CompiledModel, "critic_step", lambda *_: lambda state, *_: (state, {"critic/grad_norm": 1.0}))
-    options: Any = {"optimizer": OPTIMIZER, "algorithm": PPO, "clock": Clock()}
-    critic = kind(Model(Architecture(MODEL), {}), make_mesh(1, 4, 2), Compute(), **options)
-    critic = critic.bind(TrainState.create({}, OPTIMIZER))
     rows: Any = SimpleNamespace(tokens=None, lengths=None)
-    critic.values(rows)
-    assert critic.update(rows) == {f"{name}/grad_norm": 1.0}
-    assert set(critic.clock.take()) == {f"timing_s/{timed}", f"timing_s/update_{name}", "timing_s/step"}
+    for kind, name, timed in ((Critic, "critic", "values"), (CostCritic, "cost_critic", "cost_values")):
+        options: Any = {"optimizer": OPTIMIZER, "algorithm": PPO, "clock": Clock()}
+        critic = kind(Model(Architecture(MODEL), {}), make_mesh(1, 4, 2), Compute(), **options)
+        critic = critic.bind(TrainState.create({}, OPTIMIZER))
+        critic.values(rows)
+        assert critic.update(rows) == {f"{name}/grad_norm": 1.0}
+        assert set(critic.clock.take()) == {f"timing_s/{timed}", f"timing_s/update_{name}", "timing_s/step"}
 
 
 @pytest.mark.full

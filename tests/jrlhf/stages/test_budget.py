@@ -91,13 +91,14 @@ def responses_in(lengths):
     return starts, (np.arange(TIME)[None] >= starts[:, None]) & (np.arange(TIME)[None] < lengths[:, None])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("lora", "config", "responses"),
     [
         (None, PPOConfig(), RESPONSE),
-        pytest.param(None, PPOConfig(micro_batch_tokens=32), RESPONSE, marks=pytest.mark.full),
-        pytest.param(None, PPOConfig(micro_batch_tokens=32), None, marks=pytest.mark.full),
-        pytest.param(LoRAConfig(rank=2, alpha=4.0), PPOConfig(micro_batch_tokens=32), RESPONSE, marks=pytest.mark.full),
+        (None, PPOConfig(micro_batch_tokens=32), RESPONSE),
+        (None, PPOConfig(micro_batch_tokens=32), None),
+        (LoRAConfig(rank=2, alpha=4.0), PPOConfig(micro_batch_tokens=32), RESPONSE),
     ],
 )
 def test_an_update_is_that_of_the_whole_minibatch(mesh, rows, lora, config, responses):
