@@ -16,15 +16,15 @@ from jrlhf.ppo import GRPOConfig, PolicyConfig
 from jrlhf.roles.model import Compute, Model
 from jrlhf.roles.placement import RolePlacement
 
-# Call of the graph -> the metric `perf/mfu/...`, and the name under which the clock times the call.
+# Call of the graph -> the metric `perf/mfu/...`, the name under which the clock times it, and the roles that compute.
 CALLS = {
-    "actor.update": ("actor", "update_actor"),
-    "critic.update": ("critic", "update_critic"),
-    "cost_critic.update": ("cost_critic", "update_cost_critic"),
-    "learner.update": ("update", "update"),
-    "actor.logprobs": ("actor_infer", "old_log_prob"),
-    "actor.logprobs_with_base": ("actor_infer", "old_log_prob"),
-    "reference.logprobs": ("ref", "ref"),
+    "actor.update": ("actor", "update_actor", ("actor",)),
+    "critic.update": ("critic", "update_critic", ("critic",)),
+    "cost_critic.update": ("cost_critic", "update_cost_critic", ("cost_critic",)),
+    "learner.update": ("update", "update", ("actor", "critic")),
+    "actor.logprobs": ("actor_infer", "old_log_prob", ("actor",)),
+    "actor.logprobs_with_base": ("actor_infer", "old_log_prob", ("actor", "reference")),
+    "reference.logprobs": ("ref", "ref", ("reference",)),
 }
 
 
@@ -71,62 +71,35 @@ class Utilisation:
         texts: mask of the tokens that the actor imitates in addition.
         rounds: of generation. stopped_updates: those that the algorithm left out because the KL was too large.
         """
-        peak, operations = self.peak.operations(self.dtype), self._operations(prompts, responses, learned, texts)
-        # The update that stopped the others was computed itself, and not applied.
-        left_out = max(stopped_updates - 1, 0) / (self.algorithm.epochs * self.algorithm.minibatches)
-        times = {
-            "actor.update": self.algorithm.epochs * (1 - left_out),
-            "critic.update": self.algorithm.epochs,
-            "cost_critic.update": self.algorithm.epochs,
-        }
-        metrics = {}
-        for call in self.meshes.keys() & CALLS.keys():
-            name, timed = CALLS[call]
-            taken = seconds[f"timing_s/{timed}"] * self.meshes[call].size
-            metrics[f"perf/mfu/{name}"] = times.get(call, 1) * operations[call]() / peak / taken
-        if rounds == 1 and "actor.generate_greedy" not in self.meshes:
-            metrics["perf/roofline/gen"] = self._generation(prompts, responses) / seconds["timing_s/gen"]
-        return metrics
-
-    def _operations(
-        self,
-        prompts: Lengths,
-        responses: Lengths,
-        learned: Bool[np.ndarray, "B"] | None,
-        texts: Bool[np.ndarray, "B T"] | None,
-    ) -> dict[str, Callable[[], float]]:
-        """Call -> a function that counts the operations of one pass."""
-        lengths = prompts + responses
+        lengths, epochs = prompts + responses, self.algorithm.epochs
         if learned is None or self.algorithm.micro_batch_tokens is None:
             learned = np.ones_like(lengths, bool)
+        # The update that stopped the others was computed itself, and not applied.
+        left_out = max(stopped_updates - 1, 0) / (epochs * self.algorithm.minibatches)
+
+        def trained(role: str) -> float:
+            model = self.models[role].architecture
+            if role != "actor":
+                return epochs * training_operations(model.config, lengths[learned], "scalar", model.lora)
+            total = training_operations(model.config, lengths[learned], "lm", model.lora, responses[learned])
+            if texts is not None:
+                ends = np.where(texts, np.arange(1, texts.shape[1] + 1), 0).max(axis=1)
+                total += training_operations(model.config, ends, "lm", model.lora, texts.sum(axis=1))
+            return epochs * (1 - left_out) * total
 
         def scored(role: str) -> float:
             model = self.models[role].architecture
             return forward_operations(model.config, lengths, "lm", model.lora, responses)
 
-        def actor() -> float:
-            model = self.models["actor"].architecture
-            total = training_operations(model.config, lengths[learned], "lm", model.lora, responses[learned])
-            if texts is not None:
-                ends = np.where(texts, np.arange(1, texts.shape[1] + 1), 0).max(axis=1)
-                total += training_operations(model.config, ends, "lm", model.lora, texts.sum(axis=1))
-            return total
-
-        def values(role: str) -> float:
-            if role not in self.models:
-                return 0.0
-            model = self.models[role].architecture
-            return training_operations(model.config, lengths[learned], "scalar", model.lora)
-
-        return {
-            "actor.update": actor,
-            "critic.update": lambda: values("critic"),
-            "cost_critic.update": lambda: values("cost_critic"),
-            "learner.update": lambda: actor() + values("critic"),
-            "actor.logprobs": lambda: scored("actor"),
-            "actor.logprobs_with_base": lambda: scored("actor") + scored("reference"),
-            "reference.logprobs": lambda: scored("reference"),
-        }
+        metrics, peak = {}, self.peak.operations(self.dtype)
+        for call in self.meshes.keys() & CALLS.keys():
+            name, timed, roles = CALLS[call]
+            count = trained if call.endswith(".update") else scored
+            operations = sum(count(role) for role in roles if role in self.models)
+            metrics[f"perf/mfu/{name}"] = operations / peak / self.meshes[call].size / seconds[f"timing_s/{timed}"]
+        if rounds == 1 and "actor.generate_greedy" not in self.meshes:
+            metrics["perf/roofline/gen"] = self._generation(prompts, responses) / seconds["timing_s/gen"]
+        return metrics
 
     def _generation(self, prompts: Lengths, responses: Lengths) -> float:
         actor, mesh, itemsize = self.models["actor"], self.meshes["actor.generate"], self.dtype.itemsize
