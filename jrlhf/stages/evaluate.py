@@ -29,7 +29,7 @@ BEFORE = "before.json"  # a file of the run: the grades of the policy that its a
 class Graded:
     """One policy's answers to held-out prompts, and their scores.
 
-    measure: "gold", where the task has a measure that training never sees; else "score", the sum of the rewards.
+    measure: "gold" if the task has a measure that training never sees; else "score", the sum of the rewards.
     items: the parts of the measure. learnt: scores of the reward model that this run trained, if there is one.
     costs: the sum of the run's costs, if it has any.
     """
@@ -45,11 +45,11 @@ class Graded:
 
     def summary(self) -> dict:
         """Means with standard errors, and the number of distinct answers."""
-        means = {name: self.scores[rows] for name, rows in self.rows().items()}
-        sources = {name: {"mean": float(scores.mean()), "n": len(scores)} for name, scores in means.items()}
+        figures = {self.measure: self.scores, **({} if self.costs is None else {"cost": self.costs})}
+        by_source = {name: self.scores[rows] for name, rows in self.rows().items()}
+        sources = {name: {"mean": float(scores.mean()), "n": len(scores)} for name, scores in by_source.items()}
         return {
-            **_mean(self.measure, self.scores),
-            **({} if self.costs is None else _mean("cost", self.costs)),
+            **{key: number for name, values in figures.items() for key, number in _mean(name, values).items()},
             "items": {name: float(np.nanmean(values)) for name, values in self.items.items()},
             **({"sources": sources} if sources else {}),
             **({"failures": dict(self.failures)} if self.failures else {}),
@@ -164,7 +164,7 @@ def grade(
 def _learned_scores(
     context: Context, prompts: Prompts, responses: Sequence[Response], rewards: Rewards
 ) -> dict[str, np.ndarray]:
-    """The scores of the reward models that read tokens, by name."""
+    """The scores of the reward models that read the actor's tokens, by name."""
     sequences = [prompt + response.ids for prompt, response in zip(prompts.ids, responses, strict=True)]
     return {name: context.sampler.scores(part.model, sequences) for name, part in rewards.token_parts.items()}
 

@@ -1,4 +1,4 @@
-"""The stage of reinforcement learning: runs an algorithm on roles, placed as a plan says, against the rewards."""
+"""The stage of reinforcement learning: trains the roles of an algorithm against the rewards."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -55,7 +55,7 @@ READ = "tokens", "prompt_lengths", "response_lengths", "finished"  # fields of a
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class RLState:
-    """All that an iteration changes. A resumed run goes on from it alone."""
+    """The state of an iteration. A resumed run needs nothing else."""
 
     trained: dict[str, TrainState]  # by role: the actor, and the critics that the algorithm has
     kl: KLState
@@ -110,8 +110,9 @@ def train_rl(context: Context, policy: Model, rewards: Rewards, costs: Rewards |
         metrics |= {"objective/kl_coef": kl_coef} if algorithm.needs_reference else {}
         metrics |= {} if roles.pool is None else roles.pool.metrics()
         metrics |= {} if costs is None else costs.metrics()
+        metrics = jax.device_get(metrics)
         seconds = clock.take()
-        metrics = jax.device_get(metrics) | seconds | validated
+        metrics |= seconds | validated
         metrics |= throughput(metrics, len(batch.examples), context.mesh.size)
         masks = {"learned": learned, "texts": None if texts is None else texts.loss_mask}
         read, raw, masks = to_host(({field: getattr(experience, field) for field in READ}, raw, masks))
@@ -120,9 +121,8 @@ def train_rl(context: Context, policy: Model, rewards: Rewards, costs: Rewards |
             metrics |= utilisation.metrics(seconds, read["prompt_lengths"], read["response_lengths"], **work)
         metrics |= watch(context, batch, replace(experience, **read), raw)
         metrics[SAMPLES] += samples
-        return RLState(
-            roles.states, kl, rewards.moments, to_devices(np.int32(draws + rounds), everywhere), multiplier
-        ), metrics
+        drawn = to_devices(np.int32(draws + rounds), everywhere)
+        return RLState(roles.states, kl, rewards.moments, drawn, multiplier), metrics
 
     meta = {"corpus": task.fingerprint} | identities
     meta |= {} if (identity := dataflow_identity(config)) is None else {"dataflow": identity}
@@ -185,7 +185,7 @@ def take_texts(context: Context, step: int, mesh: Mesh) -> SFTBatch:
 def _measure(
     algorithm: PolicyConfig, episodes: int, samples: int, experience: Experience, kl: KLState
 ) -> tuple[dict[str, Array], KLState, Bool[Array, "B"]]:
-    """The metrics of an experience, the KL controller after it, and a mask of the rows that are trained on."""
+    """The metrics of an experience, the next state of the KL controller, and the mask of the rows to learn from."""
     learned = jnp.any(experience.response_mask, axis=1)
     metrics = experience_metrics(experience, samples=samples if samples > 1 else None)
     if not algorithm.needs_reference:
@@ -196,8 +196,8 @@ def _measure(
 def throughput(metrics: Mapping[str, float], rows: int, devices: int) -> dict[str, float]:
     """The number of tokens of the batch that an iteration learns from, and this number per second and device.
 
-    Counted as in verl: without ReMax's greedy responses, without what DAPO drew and did not keep; the seconds of a step
-    include its validation.
+    Counted as in verl: ReMax's greedy responses and the groups that DAPO did not keep do not count; the seconds of a
+    step include its validation.
     """
     tokens = rows * (metrics["prompt_length/mean"] + metrics["response_length/mean"])
     return {"perf/total_num_tokens": tokens, "perf/throughput": tokens / metrics["timing_s/step"] / devices}
