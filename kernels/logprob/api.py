@@ -1,4 +1,4 @@
-"""The operation's two entries: they check the arguments and pick an implementation."""
+"""The two public functions: they check the arguments and choose an implementation."""
 
 from typing import Any, Literal, get_args
 
@@ -41,9 +41,9 @@ def token_logprobs(
     Vocabulary-parallel: inside `jax.shard_map` (with its default `check_vma=True`) pass `axis_name`. Then `unembedding`
     is this device's contiguous slice of the vocabulary, the slices being in the order of the axis, while `hidden` and
     `targets` are the same rows on every device of the axis. The results are the same on all devices of the axis. The
-    gradient of `unembedding` is this slice's; that of `hidden` is summed over the axis by the transpose of whatever
-    made it vary: the caller's `all_gather` (a reduce-scatter), or else this function's own cast (a psum). Without
-    `axis_name`, too, several devices need `shard_map`: each then loops over its own tokens.
+    gradient of `unembedding` is this slice's; that of `hidden` is summed over the axis by the transpose of the
+    operation that made it vary: the caller's `all_gather` (a reduce-scatter), or this function's own cast (a psum).
+    Several devices without `axis_name` need `shard_map`, too: each then loops over its own tokens.
 
     Args:
         hidden: final hidden states, floating.
@@ -102,7 +102,7 @@ def token_sums(
     the logits once more. The other implementations compose `token_logprobs` with the sums.
 
     Differentiable (reverse mode, once) in `hidden` and `unembedding`, through the loss only: metrics and `data` have no
-    gradient. Under differentiation the forward pass holds dW in float32 and dX beside a few `[tile, V]` blocks.
+    gradient. Under differentiation the forward pass holds dW in float32 and dX in addition to a few `[tile, V]` blocks.
 
     Vocabulary-parallel as `token_logprobs`: `terms` sees whole log-probabilities on every device of `axis_name`, each
     device must bring the same `data`, and the sums are the same on all of them.
@@ -152,7 +152,7 @@ def _head(
     vocab_size: int | None,
     axis_name: str | None,
 ) -> Head:
-    """The arguments, checked, as implementations take them."""
+    """Checks the arguments and returns the numbers that implementations take."""
     _check_arrays(hidden, unembedding, targets)
     if not temperature > 0:
         raise ValueError(f"temperature must be positive, got {temperature}")

@@ -1,4 +1,4 @@
-"""What calls hand to each other: the same bits on the other mesh, by no way through the host."""
+"""Transfers between the meshes of calls: the same bits, and never through the host."""
 
 from typing import Any
 

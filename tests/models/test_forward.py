@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType
 
+from benchmarks.hlo import collectives
 from jrlhf.meshes import AXES, SCORE, TRAIN, TRAIN_TP, make_mesh
 from jrlhf.models import PRESETS, ModelConfig, init_lm, make_logprobs, make_scores, make_values, param_shardings
 from tests.models.shared import QUICK, assert_stored, batch, fast_jit, same_gradient, shapes_on, weighted_sum
-from tests.support.hlo import collectives
 
 # Every switch; 2 key-value heads for up to 8 devices; a vocabulary that is no multiple of 128.
 EVERYTHING = ModelConfig(300, 32, 2, 8, 2, 8, mlp=48, max_positions=64, qk_norm=True, qkv_bias=True, softcap=20.0)

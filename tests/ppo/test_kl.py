@@ -22,18 +22,6 @@ def test_unbiased_by_enumeration(estimator, seed):
     np.testing.assert_allclose(jnp.sum(jnp.exp(p) * kl_estimate(p, q, estimator)), exact, rtol=1e-5)
 
 
-def test_k2_is_second_order_accurate():
-    p, q = distributions(0)
-
-    def relative_error(step):
-        near = jax.nn.log_softmax(p + step * (q - p))
-        exact = jnp.sum(jnp.exp(p) * (p - near))
-        return abs(jnp.sum(jnp.exp(p) * kl_estimate(p, near, "k2")) / exact - 1)
-
-    assert relative_error(0.05) < 0.05
-    assert relative_error(0.05) < 0.6 * relative_error(0.1)
-
-
 def test_k2_gradient_is_the_gradient_of_the_exact_kl():
     # E_p[d k2] = E_p[d * grad log p] = grad KL(p, q): why k2 is the estimator to differentiate.
     p, q = distributions(1)
@@ -72,24 +60,6 @@ def test_k3_has_a_bound_and_beyond_it_no_gradient(inside, beyond):
     slope = jax.grad(lambda d: kl_estimate(d, jnp.float32(0), "k3"))
     assert slope(jnp.float32(inside)) != 0 and slope(jnp.float32(beyond)) == 0
     assert kl_estimate(jnp.float32(inside), jnp.float32(0), "k3") < 10
-
-
-def test_adaptive_controller_follows_its_formula():
-    config = PPOConfig(kl_coef=0.1, kl_target=6.0, kl_horizon=500)
-    state, expected = KLState(jnp.float32(0.1)), 0.1
-    update = jax.jit(lambda state, kl: update_kl(state, kl, 64, config=config))
-    for kl in (6.0, 6.3, 5.7, 12.0, 0.0, -1.0, 100.0):
-        state = update(state, jnp.float32(kl))
-        expected *= 1 + min(max(kl / 6.0 - 1, -0.2), 0.2) * 64 / 500
-        np.testing.assert_allclose(state.coef, expected, rtol=1e-5)
-
-
-def test_adaptive_controller_reaches_its_target():
-    config = PPOConfig(kl_coef=1.0, kl_target=4.0, kl_horizon=100)
-    state = KLState(jnp.float32(1.0))
-    for _ in range(300):
-        state = update_kl(state, 2.0 / state.coef, 16, config=config)  # a world in which KL = 2 / coef
-    np.testing.assert_allclose(state.coef, 0.5, rtol=1e-3)
 
 
 def test_fixed_controller_and_a_kl_that_is_not_finite():

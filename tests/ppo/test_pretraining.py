@@ -4,7 +4,6 @@ import numpy as np
 import optax
 import pytest
 
-from jrlhf.meshes import make_mesh
 from jrlhf.ppo import PreferenceBatch, SFTBatch, TrainState, make_preference_step, make_sft_step
 
 ROWS, TIME, RATE = 8, 7, 0.5
@@ -83,20 +82,6 @@ def test_equal_scores_count_as_wrong(toy):
     _, metrics = make_preference_step(toy.scores, OPTIMIZER)(TrainState.create(zeros, OPTIMIZER), preference_batch())
     assert metrics["reward_model/accuracy"] == 0
     np.testing.assert_allclose(metrics["reward_model/loss"], np.log(2), rtol=1e-6)
-
-
-def test_an_explicit_mesh_gives_the_same_step(toy):
-    batch = preference_batch()
-    step = make_preference_step(toy.scores, OPTIMIZER, micro_batches=2)
-    alone, _ = step(TrainState.create(toy.params()[1], OPTIMIZER), batch)
-    mesh = make_mesh(fsdp=2, tensor=2, devices=jax.devices()[:4])
-    with jax.set_mesh(mesh):
-        rows = jax.tree.map(lambda x: jax.device_put(x, jax.NamedSharding(mesh, jax.P(("fsdp", "tensor")))), batch)
-        whole = jax.device_put(toy.params()[1], jax.NamedSharding(mesh, jax.P(None)))
-        state, _ = step(TrainState.create(whole, OPTIMIZER), rows)
-        with pytest.raises(ValueError, match="the batch must be a multiple of 16 rows"):
-            make_preference_step(toy.scores, OPTIMIZER, micro_batches=4)(state, rows)
-    np.testing.assert_allclose(np.asarray(state.params["values"]), alone.params["values"], rtol=1e-6)
 
 
 def test_a_gradient_that_is_not_finite_never_reaches_the_weights_or_the_optimizer(toy):
