@@ -24,4 +24,4 @@ from jrlhf.roles.experience import ExperienceMaker as ExperienceMaker
 from jrlhf.roles.pair_actor import PairActor as PairActor
 
 Number = float | Array
-Outputs = tuple[Experience, dict[str, Array]]  # of a dataflow: the experience, and the metrics of its updates
+Result = tuple[Experience, dict[str, Array]]  # of a dataflow: the experience, and the metrics of its updates

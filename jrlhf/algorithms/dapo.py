@@ -1,15 +1,6 @@
 """DAPO: `DAPOConfig`."""
 
-from jrlhf.algorithms import (
-    Actor,
-    DynamicSampler,
-    ExperienceMaker,
-    Number,
-    Outputs,
-    Reference,
-    Rewards,
-    policy_logprobs,
-)
+from jrlhf.algorithms import Actor, DynamicSampler, ExperienceMaker, Number, Reference, Result, Rewards, policy_logprobs
 
 
 def dapo(
@@ -19,7 +10,7 @@ def dapo(
     pool: DynamicSampler,
     estimator: ExperienceMaker,
     kl_coef: Number,
-) -> Outputs:
+) -> Result:
     """GRPO on groups that can teach something: prompts are drawn until such groups fill a batch."""
     batch = None
     while pool.wants_more():

@@ -1,6 +1,6 @@
 """GRPO and its kin, whose configs change the advantages and the loss: `GRPOConfig` and its subclasses."""
 
-from jrlhf.algorithms import Actor, Batch, ExperienceMaker, Number, Outputs, Reference, Rewards, policy_logprobs
+from jrlhf.algorithms import Actor, Batch, ExperienceMaker, Number, Reference, Result, Rewards, policy_logprobs
 
 
 def grpo(
@@ -10,7 +10,7 @@ def grpo(
     estimator: ExperienceMaker,
     prompts: Batch,
     kl_coef: Number,
-) -> Outputs:
+) -> Result:
     """Several responses to each prompt are each other's baseline."""
     rollout = actor.generate(prompts)
     scores = reward.score(rollout, prompts)

@@ -1,6 +1,6 @@
 """PPO, GRPO and its kin, and REINFORCE++, where a batch gets a single update."""
 
-from jrlhf.algorithms import Actor, Batch, FusedUpdate, Number, Outputs, Reference, Rewards
+from jrlhf.algorithms import Actor, Batch, FusedUpdate, Number, Reference, Result, Rewards
 
 
 def on_policy(
@@ -10,7 +10,7 @@ def on_policy(
     reward: Rewards,
     prompts: Batch,
     kl_coef: Number,
-) -> Outputs:
+) -> Result:
     """The passes that make the experience are those that are trained."""
     rollout = actor.generate(prompts)
     scores = reward.score(rollout, prompts)

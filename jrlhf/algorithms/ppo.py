@@ -1,6 +1,6 @@
 """PPO: `PPOConfig`."""
 
-from jrlhf.algorithms import Actor, Batch, Critic, ExperienceMaker, Number, Outputs, Reference, Rewards, policy_logprobs
+from jrlhf.algorithms import Actor, Batch, Critic, ExperienceMaker, Number, Reference, Result, Rewards, policy_logprobs
 
 
 def ppo(
@@ -11,7 +11,7 @@ def ppo(
     estimator: ExperienceMaker,
     prompts: Batch,
     kl_coef: Number,
-) -> Outputs:
+) -> Result:
     """A critic estimates what each token adds to the score."""
     rollout = actor.generate(prompts)
     scores = reward.score(rollout, prompts)

@@ -1,6 +1,6 @@
 """REINFORCE++: `ReinforcePPConfig`."""
 
-from jrlhf.algorithms import Actor, Batch, ExperienceMaker, Number, Outputs, Reference, Rewards, policy_logprobs
+from jrlhf.algorithms import Actor, Batch, ExperienceMaker, Number, Reference, Result, Rewards, policy_logprobs
 
 
 def reinforce_pp(
@@ -10,7 +10,7 @@ def reinforce_pp(
     estimator: ExperienceMaker,
     prompts: Batch,
     kl_coef: Number,
-) -> Outputs:
+) -> Result:
     """Returns of tokens are whitened over the batch; one response per prompt."""
     rollout = actor.generate(prompts)
     scores = reward.score(rollout, prompts)

@@ -1,6 +1,6 @@
 """ReMax: `ReMaxConfig`."""
 
-from jrlhf.algorithms import Actor, Batch, ExperienceMaker, Number, Outputs, Reference, Rewards, policy_logprobs
+from jrlhf.algorithms import Actor, Batch, ExperienceMaker, Number, Reference, Result, Rewards, policy_logprobs
 
 
 def remax(
@@ -10,7 +10,7 @@ def remax(
     estimator: ExperienceMaker,
     prompts: Batch,
     kl_coef: Number,
-) -> Outputs:
+) -> Result:
     """The score of the greedy response is the baseline."""
     rollout = actor.generate(prompts)
     scores = reward.score(rollout, prompts)

@@ -8,8 +8,8 @@ from jrlhf.algorithms import (
     Critic,
     ExperienceMaker,
     Number,
-    Outputs,
     Reference,
+    Result,
     Rewards,
     Scored,
     policy_logprobs,
@@ -27,7 +27,7 @@ def safe_rlhf(
     estimator: ExperienceMaker,
     prompts: Batch,
     kl_coef: Number,
-) -> Outputs:
+) -> Result:
     """PPO with a cost, which a Lagrange multiplier keeps below a limit."""
     rollout = actor.generate(prompts)
     scores = reward.score(rollout, prompts)

@@ -75,36 +75,6 @@ def truncate(directory: Path) -> None:
     (directory / WEIGHTS).write_bytes(content[: len(content) // 2])
 
 
-def header(change: Callable[[dict], object]) -> Callable[[Path], object]:
-    """Rewrites the header of the weights."""
-
-    def damage(directory: Path) -> None:
-        content = (directory / WEIGHTS).read_bytes()
-        length = int.from_bytes(content[:8], "little")
-        entries = json.loads(content[8 : 8 + length])
-        change(entries)
-        text = json.dumps(entries).encode()
-        (directory / WEIGHTS).write_bytes(len(text).to_bytes(8, "little") + text + content[8 + length :])
-
-    return damage
-
-
-def first(entries: dict) -> dict:
-    return entries["model.norm.weight"]
-
-
-def index(**places: str) -> Callable[[Path], object]:
-    """Weights by an index, which names each of `places` in place of a true file."""
-
-    def damage(directory: Path) -> None:
-        (directory / WEIGHTS).rename(directory / "part.safetensors")
-        names = dict.fromkeys(load_file(directory / "part.safetensors"), "part.safetensors")
-        written = json.dumps({"weight_map": names | {"model.norm.weight": next(iter(places.values()))}})
-        (directory / "model.safetensors.index.json").write_text(written)
-
-    return damage
-
-
 def without(*names: str) -> Callable[[Path], object]:
     def damage(directory: Path) -> None:
         for name in names:
@@ -113,48 +83,17 @@ def without(*names: str) -> Callable[[Path], object]:
     return damage
 
 
-def recast(dtype: type) -> Callable[[Path], object]:
-    def damage(directory: Path) -> None:
-        tensors = load_file(directory / WEIGHTS)
-        save_file({name: tensor.astype(dtype) for name, tensor in tensors.items()}, directory / WEIGHTS)
-
-    return damage
-
-
 def only_a_pickle(directory: Path) -> None:
     (directory / WEIGHTS).rename(directory / "pytorch_model.bin")
-
-
-def endless(directory: Path) -> None:
-    edit("tokenizer_config.json", eos_token=None)(directory)
-    edit("config.json", eos_token_id=None)(directory)
-    (directory / "generation_config.json").unlink()
 
 
 def template(text: str | None) -> Callable[[Path], object]:
     return edit("tokenizer_config.json", chat_template=text)
 
 
+# What else can be wrong with the files is refused in tests/models/hf and tests/jrlhf/data.
 DAMAGES = [
     (truncate, "is cut short"),
-    (lambda directory: (directory / WEIGHTS).write_bytes(b""), "is no whole safetensors file"),
-    (lambda directory: (directory / WEIGHTS).write_bytes(b"\xff" * 64), "is no whole safetensors file"),
-    (lambda directory: (directory / WEIGHTS).write_bytes((9).to_bytes(8, "little") + b"{not json"), "not JSON"),
-    (header(lambda entries: first(entries).update(data_offsets=[0, 10**12])), "is cut short"),
-    (header(lambda entries: first(entries).update(data_offsets=[0, 4])), "model.norm.weight"),
-    (header(lambda entries: first(entries).update(shape=[-16])), "which cannot be"),
-    (header(lambda entries: first(entries).update(dtype="F99")), "which is unknown"),
-    (header(lambda entries: first(entries).pop("shape")), "no dtype, shape and data_offsets"),
-    (
-        header(lambda names: names.update(__metadata__=None) or names.pop("model.norm.weight")),
-        "belong to no tensor",
-    ),
-    (index(norm="../actor/part.safetensors"), "which is no name of a file beside it"),
-    (index(norm="gone.safetensors"), "gone.safetensors, which is not there"),
-    (recast(np.float64), "in dtype F64"),
-    (recast(np.int8), "in dtype I8"),
-    (edit("config.json", num_hidden_layers=3, layer_types=None), "has no tensor"),
-    (edit("config.json", num_hidden_layers=1, layer_types=None), "has no use for"),
     (edit("config.json", intermediate_size=64), "where config.json asks for"),
     (only_a_pickle, "which may run code"),
     (without(WEIGHTS), "holds neither model.safetensors"),
@@ -167,13 +106,9 @@ DAMAGES = [
     (edit("config.json", hidden_size="16"), "hidden_size '16' must be an integer"),
     (edit("config.json", architectures=["Qwen2ForTokenClassification"]), "Qwen2ForTokenClassification"),
     (edit("config.json", max_position_embeddings=32), "has max_positions=32"),
-    (endless, "eos"),
     (edit("config.json", vocab_size=320), "take the tokenizer that the model was trained with"),
     (without("tokenizer.json"), "has no tokenizer.json"),
-    (lambda path: (path / "tokenizer.json").rename(path / "tokenizer.model"), "convert it once"),
-    (lambda path: (path / "tokenizer.json").write_text('{"model": 1}'), "cannot be read as a tokenizer.json"),
     (template("{{ raise_exception('be polite') }}"), "be polite"),
-    (template("{% for message in %}"), "template"),
     (template("{{ messages.__class__.__mro__ }}"), "template"),
     (template(None), "has no chat template"),
 ]
@@ -194,7 +129,6 @@ def test_a_path_that_holds_no_model(refused, tmp_path, user):
 
 CONTENTS = [
     ("", "has no rows"),
-    ('{"question": "a", "answer": "b"}\n{"question": "c", "ans', "line 2 is not a whole JSON object"),
     ('{"question": "a", "answer": "b"}\n\n[1]\n', "line 3 holds a list"),
     ('{"question": "a", "answer": "b"}\n{"question": null, "answer": "b"}\n', "line 2: question is null"),
     ('{"question": "a", "answer": 3}\n', "line 1: answer is a int"),
@@ -202,7 +136,6 @@ CONTENTS = [
     ('{"query": "a", "answer": "b"}\n', "are query, answer"),
     ('{"question": [], "answer": "b"}\n', "question has no messages"),
     ('{"question": [{"role": "root", "content": "a"}], "answer": "b"}\n', "the role 'root'"),
-    ('{"question": "\\ud800", "answer": "b"}\n', "surrogate"),
 ]
 
 

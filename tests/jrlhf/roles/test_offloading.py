@@ -30,7 +30,7 @@ from jrlhf.run.checkpoints import Checkpoints, fingerprint_of, like
 from jrlhf.run.clock import Clock
 from jrlhf.run.profiler import CompilationWatch
 from jrlhf.stages.setup import check_sleep, select_mesh
-from tests.jrlhf.roles.test_roles import Setup
+from tests.jrlhf.roles.ppo_roles import Setup
 from tests.support.live import live_bytes
 
 ALL = SleepConfig(optimizer="host", actor="host", critic="host", reference="host", reward="host")
@@ -82,7 +82,7 @@ class Sleepers:
         watch, asleep, self.setup = Watch(), {}, None
         gc.collect()
         mesh = make_mesh(1, 2, 2, devices=jax.devices()[:4])
-        self.setup = Setup(0.9, mesh, watch, sleep=config, prefetch=prefetch)
+        self.setup = Setup(mesh, watch, sleep=config, prefetch=prefetch)
         for name, state in self.setup.states.items():
             asleep[name] = by_kind(state.params)["pinned_host"]
             asleep[f"{name} optimizer"] = by_kind(state.opt_state)["pinned_host"]
