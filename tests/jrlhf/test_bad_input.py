@@ -14,11 +14,13 @@ from safetensors.numpy import load_file, save_file
 
 from jrlhf.config.parse import build
 from jrlhf.config.schema import Config
+from jrlhf.errors import UserError
 from jrlhf.models import LoRAConfig, ModelConfig, init_lora
 from jrlhf.models.hf import export_adapter, read_config
 from jrlhf.models.params import HeadKind
 from jrlhf.run.directory import open_run
 from jrlhf.run.metrics import read_metrics
+from jrlhf.stages.setup import load_task, select_mesh
 from jrlhf.train import cli
 from tests.support.runs import digest
 
@@ -347,3 +349,34 @@ def test_an_attention_that_the_devices_or_the_model_cannot_compute_is_refused(re
         assert f"compute.attention={attention} runs on a {platform} only, and this is a cpu: set it to null" in error
     assert "compute.attention=flash" in refused(compute={"attention": "flash"}, **SFT)
     assert "compute.remat=none" in refused(compute={"remat": "none"}, **SFT)
+
+
+def test_prompts_that_are_too_long_are_counted(settings, tmp_path):
+    rows = [{"prompt": f"What is {n % 9} plus 1?"} for n in range(39)] + [{"prompt": "Why? " * 40}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = {"prompts": {"path": str(tmp_path / "rows.jsonl"), "columns": {}}, "heldout_rows": 0}
+
+    def description(overlong: str) -> str:
+        config = build(Config, settings(data=data | {"overlong": overlong}))
+        return load_task(config, select_mesh(config)[1]["actor"]).description
+
+    for overlong, parts in (
+        ("filter", ("39 prompts of 54 to 54 tokens", "1 too long and left out")),
+        ("truncate_left", ("40 prompts of 54 to 64 tokens", "1 too long and cut off at the beginning")),
+    ):
+        assert all(part in description(overlong) for part in parts)
+    with pytest.raises(UserError, match="line 40: .* tokens are too many for at most 64"):
+        description("error")
+
+
+def test_a_task_says_whether_the_model_is_given_conversations(settings, tmp_path):
+    table = [
+        ("Why?", False, False),
+        ("Why?", True, True),
+        ([{"role": "user", "content": "Why?"}], False, True),
+    ]
+    for prompt, chat, met in table:
+        (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": prompt}) + "\n")
+        prompts = {"path": str(tmp_path / "rows.jsonl"), "columns": {}}
+        config = build(Config, settings(data={"prompts": prompts, "heldout_rows": 0, "chat": chat}))
+        assert load_task(config, select_mesh(config)[1]["actor"]).chat is met
