@@ -160,7 +160,7 @@ def _speaks_of(subject: frozenset[str], word: str) -> bool:
 
 
 def _subject(signature: str) -> frozenset[str]:
-    """The words of class, function and parameters that mean something; defaults are not the function's own words."""
+    """Returns the content words of class, function and parameters; defaults are not the function's own words."""
     return frozenset(word for word in words(_DEFAULT_VALUE.sub("", signature.removeprefix("def "))) if is_content(word))
 
 
