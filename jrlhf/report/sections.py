@@ -222,7 +222,7 @@ def words(run: Record, name: str) -> str:
 
 
 def compared(run: Record) -> list[dict[str, Any]]:
-    """Returns tables of the measure's items and the prompts' sources. rows: (name, number of prompts, before, after)."""
+    """Returns tables of the measure's items and of the sources. rows: (name, number of prompts, before, after)."""
     old, new = (value or {} for value in run.both("items"))
     items = [(words(run, name), None, value, new.get(name)) for name, value in old.items()]
     old, new = (value or {} for value in run.both("sources"))
