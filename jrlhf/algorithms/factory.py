@@ -28,7 +28,7 @@ from jrlhf.ppo import DAPOConfig, PolicyConfig, SafeRLHFConfig
 from jrlhf.roles.initial import adamw
 from jrlhf.roles.model import Compute, Model
 from jrlhf.roles.placement import RolePlacement
-from jrlhf.roles.role import Offloader
+from jrlhf.roles.role import Offloader, Site
 from jrlhf.run.clock import Clock
 
 Trained = TypeVar("Trained", Actor, Critic, CostCritic)
@@ -63,18 +63,14 @@ class RoleFactory:
         actor = self._trained(Actor, "actor", models["actor"], section.actor, **rollouts)
         optional: dict[str, Any] = {"cost": costs}
         if "reference" in models:
-            optional["reference"] = Reference(
-                models["reference"], placement("reference"), self.compute, clock=clock, **lengths
-            )
+            optional["reference"] = Reference(models["reference"], self._site("reference"), **lengths)
         for name, kind in (("critic", Critic), ("cost_critic", CostCritic)):
             if name in models:
                 assert isinstance(section, PPOStageConfig)
                 optional[name] = self._trained(kind, name, models[name], section.critic)
         if "learner" in graph.roles:
             trained = actor, optional.get("critic")
-            optional["learner"] = FusedUpdate(
-                *trained, placement("learner"), self.compute, algorithm=algorithm, **lengths
-            )
+            optional["learner"] = FusedUpdate(*trained, self._site("learner"), algorithm=algorithm, **lengths)
         if isinstance(algorithm, SafeRLHFConfig):
             optional["constraint"] = Constraint(algorithm, clock, placement("constraint"))
         if isinstance(algorithm, DAPOConfig):
@@ -83,22 +79,16 @@ class RoleFactory:
             optional["pool"] = DynamicSampler(draw_batch, placement("pool"), **limits, clock=clock)
         return Roles(actor, rewards, ExperienceMaker(algorithm, clock, placement("estimator")), **optional)
 
+    def _site(self, role: str, offloader: Offloader | None = None) -> Site:
+        return Site(self.placement(role), self.compute, self.clock, offloader)
+
     def _trained(
         self, kind: type[Trained], name: str, model: Model, optimizer: OptimizerConfig, **options: Any
     ) -> Trained:
         """A role that is trained, with the micro-batches of its update's placement."""
-        algorithm: Any
-        algorithm, placement = self.algorithm, self.placement(name)
+        algorithm: Any = self.algorithm
         if algorithm.micro_batch_tokens is None:
-            algorithm = replace(algorithm, micro_batches=placement["update"].parts)
+            algorithm = replace(algorithm, micro_batches=self.placement(name)["update"].parts)
         updates = self.config.rl.iterations * algorithm.epochs * algorithm.minibatches
-        return kind(
-            model,
-            placement,
-            self.compute,
-            optimizer=adamw(optimizer, updates=updates),
-            algorithm=algorithm,
-            clock=self.clock,
-            offloader=Offloader.of(name, self.config.offloading, self.clock),
-            **options,
-        )
+        site = self._site(name, Offloader.of(name, self.config.offloading, self.clock))
+        return kind(model, site, optimizer=adamw(optimizer, updates=updates), algorithm=algorithm, **options)

@@ -28,6 +28,7 @@ from jrlhf.roles.critic import Reward
 from jrlhf.roles.initial import InitialModels
 from jrlhf.roles.model import Compute, Model
 from jrlhf.roles.placement import Pending, RolePlacement, Scores, call
+from jrlhf.roles.role import Site
 from jrlhf.run.clock import Clock
 from jrlhf.run.processes import from_main, is_main
 
@@ -150,7 +151,8 @@ class Rewards:
         assert token_parts or texts.parts, "nothing would score"
         self.placement, self.clock, self._kind = placement, clock, kind
         self.trained, self.token_parts, self.texts = trained, token_parts, texts
-        self._roles = {name: Reward(part.model, placement, compute, clock=clock) for name, part in token_parts.items()}
+        site = Site(placement, compute, clock)
+        self._roles = {name: Reward(part.model, site) for name, part in token_parts.items()}
         self._max_response = max_response
         weights = {name: part.weight for name, part in token_parts.items()}
         shape = partial(shape_scores, config=shaping, max_response=max_response)

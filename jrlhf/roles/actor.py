@@ -15,10 +15,10 @@ from jrlhf.models import SamplingConfig, Schedule
 from jrlhf.models.params import Params
 from jrlhf.ppo import Experience, PairBatch, PolicyConfig, Rollout, SFTBatch, TrainState
 from jrlhf.roles.compiled import CompiledModel
-from jrlhf.roles.model import Compute, Model, generation_weights
-from jrlhf.roles.placement import RolePlacement, call
-from jrlhf.roles.role import Offloader, Role, TrainedRole
-from jrlhf.run.clock import Clock, timed
+from jrlhf.roles.model import Model, generation_weights
+from jrlhf.roles.placement import call
+from jrlhf.roles.role import Role, Site, TrainedRole
+from jrlhf.run.clock import timed
 
 
 class Actor(TrainedRole):
@@ -33,35 +33,30 @@ class Actor(TrainedRole):
     def __init__(
         self,
         model: Model,
-        placement: Mesh | RolePlacement,
-        compute: Compute,
+        site: Site,
         *,
         sampling: SamplingConfig,
         samples: int = 1,
         schedule: Schedule | None = None,
         optimizer: optax.GradientTransformation,
         algorithm: PolicyConfig,
-        clock: Clock,
-        offloader: Offloader | None = None,
     ):
-        super().__init__(model, placement, compute, optimizer, clock, offloader)
+        super().__init__(model, site, optimizer)
         self._algorithm = algorithm
         temperature, span = sampling.temperature, sampling.max_new_tokens
         greedy = replace(sampling, temperature=0.0, top_k=None, top_p=None)
 
-        def on_mesh(method: str) -> CompiledModel:
-            return CompiledModel(self.architecture, self.placement[method].mesh, compute)
-
-        def placed(method: str) -> CompiledModel:
-            return self.placement[method].compiled(self.architecture, compute)
+        def on_mesh(method: str) -> CompiledModel:  # not `self.compiled`: a `Sampler` on this mesh shares the program
+            return CompiledModel(self.architecture, self.placement[method].mesh, self._compute)
 
         self._generate = on_mesh("generate").generate(sampling, schedule, samples)
         self._generate_greedy = on_mesh("generate_greedy").generate(greedy, schedule)
-        self._logprobs = placed("logprobs").score_logprobs(temperature=temperature, span=span)
+        self._logprobs = self.compiled("logprobs").score_logprobs(temperature=temperature, span=span)
         if self.architecture.lora is not None:
-            both = placed("logprobs_with_base")
+            both = self.compiled("logprobs_with_base")
             self._logprobs_with_base = both.score_logprobs_with_base(temperature=temperature, span=span)
-        self._update = placed("update").actor_step(optimizer, algorithm, temperature=temperature, responses=span)
+        update = self.compiled("update")
+        self._update = update.actor_step(optimizer, algorithm, temperature=temperature, responses=span)
 
     def bind(self, state: TrainState, texts: SFTBatch | None = None) -> Self:
         """See `TrainedRole.bind`."""
@@ -132,20 +127,10 @@ class Reference(Role):
     responses: maximum response length; only response log-probs are computed. None: all tokens (preference pairs).
     """
 
-    def __init__(
-        self,
-        model: Model,
-        placement: Mesh | RolePlacement,
-        compute: Compute,
-        *,
-        temperature: float,
-        responses: int | None,
-        clock: Clock,
-    ):
-        super().__init__(model, placement, compute, clock)
+    def __init__(self, model: Model, site: Site, *, temperature: float, responses: int | None):
+        super().__init__(model, site)
         self._reads_responses = responses is not None
-        compiled = self.placement["logprobs"].compiled(model.architecture, compute)
-        self._logprobs = compiled.score_logprobs(temperature=temperature, span=responses)
+        self._logprobs = self.compiled("logprobs").score_logprobs(temperature=temperature, span=responses)
 
     @call("infer", "ref")
     @timed("ref")

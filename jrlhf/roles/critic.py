@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from typing import Self
 
 import optax
-from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 from jrlhf.meshes.graph import Kind
@@ -23,10 +22,10 @@ from jrlhf.ppo import (
 )
 from jrlhf.roles.actor import Actor
 from jrlhf.roles.experience import align_to_tokens
-from jrlhf.roles.model import Compute, Model
+from jrlhf.roles.model import Model
 from jrlhf.roles.placement import RolePlacement, call
-from jrlhf.roles.role import Offloader, Role, TrainedRole
-from jrlhf.run.clock import Clock, timed
+from jrlhf.roles.role import Role, Site, TrainedRole
+from jrlhf.run.clock import timed
 
 
 class Critic(TrainedRole):
@@ -35,20 +34,10 @@ class Critic(TrainedRole):
     timed_values, timed_update = "values", "update_critic"
     metrics = "critic/"  # the prefix of its metrics
 
-    def __init__(
-        self,
-        model: Model,
-        placement: Mesh | RolePlacement,
-        compute: Compute,
-        *,
-        optimizer: optax.GradientTransformation,
-        algorithm: PPOConfig,
-        clock: Clock,
-        offloader: Offloader | None = None,
-    ):
-        super().__init__(model, placement, compute, optimizer, clock, offloader)
-        self._values = self.placement["values"].compiled(model.architecture, compute).score_values()
-        self._update = self.placement["update"].compiled(model.architecture, compute).critic_step(optimizer, algorithm)
+    def __init__(self, model: Model, site: Site, *, optimizer: optax.GradientTransformation, algorithm: PPOConfig):
+        super().__init__(model, site, optimizer)
+        self._values = self.compiled("values").score_values()
+        self._update = self.compiled("update").critic_step(optimizer, algorithm)
 
     @call("infer", "{role}_values", "{role}_after")
     def values(self, rollout: Rollout) -> tuple[Float[Array, "B T"], Float[Array, "B"]]:
@@ -79,7 +68,7 @@ class Reward(Role):
     @timed("reward")
     def score(self, rollout: Rollout, method: str = "score") -> Float[Array, "B"]:
         """The learned score of every row, read at its last token. method: the call of the rewards that asks for it."""
-        scores = self.placement[method].compiled(self._model.architecture, self._compute).score_sequences()
+        scores = self.compiled(method).score_sequences()
         return scores(self._weights(method), rollout.tokens, rollout.lengths, *self._model.frozen)
 
 
@@ -95,16 +84,15 @@ class FusedUpdate:
         self,
         actor: Actor,
         critic: Critic | None,
-        placement: Mesh | RolePlacement,
-        compute: Compute,
+        site: Site,
         *,
         algorithm: PolicyConfig,
         temperature: float,
         responses: int,
     ):
         self._trained: dict[str, Actor | Critic] = {"actor": actor}
-        self.clock, self.placement = actor.clock, RolePlacement.of(placement)
-        update = self.placement["update"]
+        self.clock, self.placement = site.clock, RolePlacement.of(site.placement)
+        update, compute = self.placement["update"], site.compute
         logprobs = update.compiled(actor.architecture, compute).train_logprobs(temperature=temperature, span=responses)
         if critic is None:
             make = make_group_experience if isinstance(algorithm, GRPOConfig) else make_return_experience

@@ -7,7 +7,7 @@ that when it ends. The host keeps its copy meanwhile, so that only what an updat
 
 import copy
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import jax
@@ -21,6 +21,7 @@ from jrlhf.meshes.offload import free_host, is_on_host, offload, onload
 from jrlhf.models.params import Params
 from jrlhf.planning.memory import weights_sleep
 from jrlhf.ppo import TrainState
+from jrlhf.roles.compiled import CompiledModel
 from jrlhf.roles.model import Compute, Model
 from jrlhf.roles.placement import RolePlacement
 from jrlhf.run.clock import Clock
@@ -74,27 +75,34 @@ class Offloader:
         return replace(state, params=offload(state.params)) if self._weights else state
 
 
-class Role:
-    """A frozen model and its calls, which the subclasses define.
+@dataclass(frozen=True)
+class Site:
+    """Where and how the calls of a role run.
 
-    placement: of the role's calls; or one mesh for all of them.
+    placement: of the calls; or one mesh for all of them. offloader: None: nothing is offloaded.
     """
 
-    def __init__(
-        self,
-        model: Model,
-        placement: Mesh | RolePlacement,
-        compute: Compute,
-        clock: Clock,
-        offloader: Offloader | None = None,
-    ):
-        self._model, self.placement, self._compute, self.clock = model, RolePlacement.of(placement), compute, clock
-        self.offloader = Offloader(clock) if offloader is None else offloader
+    placement: Mesh | RolePlacement
+    compute: Compute
+    clock: Clock
+    offloader: Offloader | None = None
+
+
+class Role:
+    """A frozen model and its calls, which the subclasses define."""
+
+    def __init__(self, model: Model, site: Site):
+        self._model, self._compute, self.clock = model, site.compute, site.clock
+        self.placement, self.offloader = RolePlacement.of(site.placement), site.offloader or Offloader(site.clock)
 
     @property
     def model(self) -> Model:
         """The model with its present weights."""
         return self._model
+
+    def compiled(self, method: str) -> CompiledModel:
+        """The compiled functions of the model on the devices of a call."""
+        return self.placement[method].compiled(self._model.architecture, self._compute)
 
     def prefetch(self, kind: Kind) -> None:
         """Starts bringing the offloaded arrays that the next call, of this kind, needs."""
@@ -111,16 +119,8 @@ class TrainedRole(Role):
 
     state: TrainState  # of a bound role; `update` replaces it
 
-    def __init__(
-        self,
-        model: Model,
-        placement: Mesh | RolePlacement,
-        compute: Compute,
-        optimizer: optax.GradientTransformation,
-        clock: Clock,
-        offloader: Offloader | None = None,
-    ):
-        super().__init__(model.holding({}), placement, compute, clock, offloader)  # the weights are the state's
+    def __init__(self, model: Model, site: Site, optimizer: optax.GradientTransformation):
+        super().__init__(model.holding({}), site)  # the state has the weights
         self.architecture, self.optimizer = model.architecture, optimizer
 
     def create(self, params: Params) -> TrainState:

@@ -16,6 +16,7 @@ from jrlhf.roles.actor import Reference
 from jrlhf.roles.initial import adamw
 from jrlhf.roles.model import Model
 from jrlhf.roles.pair_actor import PairActor, add_reference
+from jrlhf.roles.role import Site
 from jrlhf.run.clock import Clock
 from jrlhf.stages.context import Context
 from jrlhf.stages.loop import run_stage
@@ -27,9 +28,9 @@ def train_dpo(context: Context, policy: Model) -> Model:
     config = context.config.dpo
     optimizer, clock = adamw(config, updates=config.steps), Clock(deadline=context.config.deadline)
     reference_model = context.initial.reference(policy)
-    on_mesh = (context.mesh, context.compute)
-    built = PairActor(policy, *on_mesh, optimizer=optimizer, algorithm=config.algorithm, clock=clock)
-    reference = Reference(reference_model, *on_mesh, temperature=1.0, responses=None, clock=clock)
+    site = Site(context.mesh, context.compute, clock)
+    built = PairActor(policy, site, optimizer=optimizer, algorithm=config.algorithm)
+    reference = Reference(reference_model, site, temperature=1.0, responses=None)
     measure = jax.jit(partial(pair_terms, config=config.algorithm))
     apart = context.config.roles.reference is not None
 

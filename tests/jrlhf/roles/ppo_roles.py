@@ -21,7 +21,7 @@ from jrlhf.roles.experience import ExperienceMaker
 from jrlhf.roles.initial import stored
 from jrlhf.roles.model import Architecture, Compute, Model
 from jrlhf.roles.placement import CallPlacement, Pending, Prefetch, RolePlacement, call
-from jrlhf.roles.role import Offloader
+from jrlhf.roles.role import Offloader, Site
 from jrlhf.run.clock import Clock
 
 MODEL = ModelConfig(
@@ -76,26 +76,26 @@ class Setup:
                 params = init_sharded(model, jax.random.key(seed), mesh, head, zero_head=False)
             return at(role).store(Model(Architecture(model), params))
 
-        def trained(role: str) -> Any:
-            offloader = Offloader.of(role, sleep, self.clock)
-            return {"optimizer": optimizer, "algorithm": ppo, "clock": self.clock, "offloader": offloader}
+        def site(role: str) -> Site:
+            offloader = Offloader.of(role, sleep, self.clock) if role in ("actor", "critic") else None
+            return Site(at(role), compute, self.clock, offloader)
 
         policy, value = initial("actor", "lm", 0), initial("critic", "scalar", 1)
         sampling = SamplingConfig(max_new_tokens=RESPONSE, temperature=temperature, stop_ids=(1,))
-        self.actor = Actor(policy, at("actor"), compute, sampling=sampling, **trained("actor"))
-        self.critic = Critic(value, at("critic"), compute, **trained("critic"))
+        trained: Any = {"optimizer": optimizer, "algorithm": ppo}
+        self.actor = Actor(policy, site("actor"), sampling=sampling, **trained)
+        self.critic = Critic(value, site("critic"), **trained)
         lengths = {"temperature": temperature, "responses": RESPONSE}
         reference = stored(initial("reference", "lm", 0), sleep.reference)
-        self.reference = Reference(reference, at("reference"), compute, **lengths, clock=self.clock)
+        self.reference = Reference(reference, site("reference"), **lengths)
         reward = stored(initial("reward", "scalar", 1), sleep.reward)
-        self.reward = Reward(reward, at("reward"), compute, clock=self.clock)
+        self.reward = Reward(reward, site("reward"))
         self.states = {"actor": self.actor.create(policy.params), "critic": self.critic.create(value.params)}
         arithmetic = None if isinstance(placement, Mesh) else at("arithmetic")
         self.estimator = ExperienceMaker(ppo, self.clock if arithmetic else Clock(), arithmetic)
         self.learner = None
         if isinstance(placement, Mesh):
-            on_mesh = at("learner"), compute
-            self.learner = FusedUpdate(self.actor, self.critic, *on_mesh, algorithm=SINGLE, **lengths)
+            self.learner = FusedUpdate(self.actor, self.critic, site("learner"), algorithm=SINGLE, **lengths)
 
     @property
     def policy(self) -> Model:

@@ -25,6 +25,7 @@ from jrlhf.roles.actor import Actor, Reference
 from jrlhf.roles.compiled import CompiledModel
 from jrlhf.roles.critic import CostCritic, Critic
 from jrlhf.roles.model import Architecture, Compute, Model, generation_weights
+from jrlhf.roles.role import Site
 from jrlhf.run.checkpoints import fingerprint_of
 from jrlhf.run.clock import Clock
 from tests.jrlhf.roles.ppo_roles import MODEL, OPTIMIZER, PPO, PROMPT, RESPONSE, ROWS, SINGLE, Setup
@@ -69,8 +70,8 @@ def test_two_critics_are_timed_apart(monkeypatch):
     monkeypatch.setattr(CompiledModel, "critic_step", lambda *_: lambda state, *_: (state, {"critic/grad_norm": 1.0}))
     rows: Any = SimpleNamespace(tokens=None, lengths=None)
     for kind, name, timed in ((Critic, "critic", "values"), (CostCritic, "cost_critic", "cost_values")):
-        options: Any = {"optimizer": OPTIMIZER, "algorithm": PPO, "clock": Clock()}
-        critic = kind(Model(Architecture(MODEL), {}), make_mesh(1, 4, 2), Compute(), **options)
+        site = Site(make_mesh(1, 4, 2), Compute(), Clock())
+        critic = kind(Model(Architecture(MODEL), {}), site, optimizer=OPTIMIZER, algorithm=PPO)
         critic = critic.bind(TrainState.create({}, OPTIMIZER))
         critic.values(rows)
         assert critic.update(rows) == {f"{name}/grad_norm": 1.0}
@@ -132,10 +133,10 @@ def test_an_adapter_and_the_base_that_is_its_reference_are_scored_in_one_pass():
         base = jax.device_put(base, param_shardings(MODEL, mesh, GENERATE))
         adapter = jax.device_put(init_lora(MODEL, lora, jax.random.key(1)), lora_shardings(MODEL, mesh, lora))
         policy = Model(Architecture(MODEL, lora, shared=True), adapter, base)
-        shared, sampling = (mesh, Compute()), SamplingConfig(max_new_tokens=RESPONSE, temperature=0.7)
-        actor = Actor(policy, *shared, sampling=sampling, optimizer=optax.sgd(0.1), algorithm=PPO, clock=clock)
+        site, sampling = Site(mesh, Compute(), clock), SamplingConfig(max_new_tokens=RESPONSE, temperature=0.7)
+        actor = Actor(policy, site, sampling=sampling, optimizer=optax.sgd(0.1), algorithm=PPO)
         bare = Model(Architecture(MODEL, shared=True), base)
-        reference = Reference(bare, *shared, temperature=0.7, responses=RESPONSE, clock=clock)
+        reference = Reference(bare, site, temperature=0.7, responses=RESPONSE)
         drawn = np.random.default_rng(0).integers(2, MODEL.vocab_size, (ROWS, PROMPT + RESPONSE)).astype(np.int32)
         tokens, ends = put_rows((drawn, np.full(ROWS, PROMPT, np.int32)), mesh)
         rollout = Rollout(tokens, ends, ends, tokens * 0.0, ends > 0, jnp.zeros((), jnp.int32))
@@ -153,12 +154,11 @@ def test_an_adapter_and_the_base_that_is_its_reference_are_scored_in_one_pass():
         assert np.abs(np.asarray(old) - ref).max() > 0.01
 
         with pytest.raises(TypeError, match="a reference of pairs cannot read a Rollout"):
-            Reference(bare, *shared, temperature=0.7, responses=None, clock=clock).logprobs(rollout)
+            Reference(bare, site, temperature=0.7, responses=None).logprobs(rollout)
 
         # A reference with weights of its own has a pass of its own.
-        other = Reference(
-            bare.holding(jax.tree.map(jnp.copy, base)), *shared, temperature=0.7, responses=RESPONSE, clock=clock
-        )
+        copies = bare.holding(jax.tree.map(jnp.copy, base))
+        other = Reference(copies, site, temperature=0.7, responses=RESPONSE)
         clock.start()
         np.testing.assert_allclose(np.asarray(policy_logprobs(actor, other, rollout)[1]), ref, rtol=1e-5, atol=1e-5)
         assert set(clock.take()) == {"timing_s/old_log_prob", "timing_s/ref", "timing_s/step"}
