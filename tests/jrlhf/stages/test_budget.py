@@ -66,7 +66,8 @@ def real(x, lengths):
 def test_scores_are_those_of_the_whole_batch(mesh, rows, program, head, options, lora):
     architecture, params, base = model_of(mesh, head, lora)
     expected, got = (
-        program(architecture, mesh, compute, **options)(params, *rows, *base) for compute in (WHOLE, BUDGET)
+        program(CompiledModel(architecture, mesh, compute), **options)(params, *rows, *base)
+        for compute in (WHOLE, BUDGET)
     )
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(real(a, rows[1]), real(b, rows[1]), rtol=1e-4, atol=1e-5), got, expected
