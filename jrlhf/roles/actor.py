@@ -96,7 +96,7 @@ class Actor(TrainedRole):
         )
 
     def recomputes(self) -> bool:
-        """Whether the ratio's denominator is computed by `logprobs`, and not taken from the rollout."""
+        """True if the ratio's denominator is computed by `logprobs`, and not taken from the rollout."""
         return self._algorithm.old_logprobs == "recompute"
 
     @call("infer", "old")
@@ -144,7 +144,7 @@ class Reference(Role):
         return logprobs
 
     def is_base_of(self, actor: Actor) -> bool:
-        """Whether the actor is an adapter on this very model, which then needs no pass of its own."""
+        """True if the actor is an adapter on this very model, which then needs no pass of its own."""
         return self.model.params is actor.model.base
 
 

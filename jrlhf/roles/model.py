@@ -100,7 +100,7 @@ class Model:
         return fingerprint_of((self.params, *self.frozen))
 
     def is_stored_at(self, architecture: Architecture, mesh: Mesh) -> bool:
-        """Whether the weights are stored on `mesh` as functions of `architecture` take them."""
+        """True if the weights are stored on `mesh` as functions of `architecture` take them."""
         return self.architecture.shared == architecture.shared and self.mesh == mesh
 
 

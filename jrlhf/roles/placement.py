@@ -139,7 +139,7 @@ class Prefetch:
 
 @dataclass(frozen=True)
 class CallPlacement:
-    """Where one call runs.
+    """The mesh of one call, and how its model is stored there.
 
     layout: the layout of its model's weights; None: the usual one of calls of its kind.
     parts: the number of parts in which a device computes its rows.
@@ -161,7 +161,7 @@ class CallPlacement:
 
 @dataclass(frozen=True)
 class RolePlacement:
-    """Where the calls of one role run, by method: at `home`, where its weights are stored, except for `calls`.
+    """The placements of a role's calls, by method: `home`, where its weights are stored, except for `calls`.
 
     readers: the meshes of the calls that read a method's results.
     role: its name in the graph, by which `prefetch` finds it.

@@ -73,7 +73,7 @@ def fresh_model(model: ModelSection) -> ModelConfig:
 
 
 def is_here(path: str) -> bool:
-    """Whether a path to a model or to data is on this machine; else it may be a hub's name for it."""
+    """True if a path to a model or to data is on this machine; else it may be the name of a hub."""
     return Path(path).expanduser().exists()
 
 

@@ -48,7 +48,7 @@ class Offloader:
             self._prefetched = tree, onload(tree)
 
     def onload(self, tree: Any) -> Any:
-        """`tree` on the devices: itself, or a copy, whose memory is free as soon as nobody holds it."""
+        """`tree` on the devices: itself, or a copy, whose memory is freed with its last reference."""
         return self._clock.run("sleep", self._onload, tree) if is_on_host(tree) else tree
 
     def consume(self, state: TrainState) -> TrainState:
@@ -77,7 +77,7 @@ class Offloader:
 
 @dataclass(frozen=True)
 class Site:
-    """Where and how the calls of a role run.
+    """The devices, the settings and the services of a role's calls.
 
     placement: of the calls; or one mesh for all of them. offloader: None: nothing is offloaded.
     """

@@ -262,7 +262,7 @@ def _touch_after(metrics: Path, records: int, sign: Path) -> subprocess.Popen:
 
 
 def test_a_run_that_is_killed_goes_on_in_the_same_bits(tmp_path, settings, user, programs):
-    """In the third iteration of PPO, by the system: with own tokenizers, running moments, adapters and validation."""
+    """Killed in the third iteration of PPO, with own tokenizers, running moments, adapters and validation."""
     config = settings(
         stages=["sft", "ppo"],
         lora={"rank": 4},

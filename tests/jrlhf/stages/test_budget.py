@@ -86,7 +86,7 @@ def test_scores_of_responses_are_those_of_all_tokens(mesh, rows, compute):
 
 
 def responses_in(lengths):
-    """Where each row's response begins, and a mask of its tokens: at most RESPONSE, the last ones of the row."""
+    """The start of each row's response, and a mask of its tokens: at most RESPONSE, the last ones of the row."""
     lengths = np.asarray(lengths)
     starts = np.maximum(lengths - np.random.default_rng(2).integers(1, RESPONSE + 1, ROWS), 1).astype(np.int32)
     return starts, (np.arange(TIME)[None] >= starts[:, None]) & (np.arange(TIME)[None] < lengths[:, None])

@@ -1,4 +1,4 @@
-"""What a dry run says of rewards and costs that are adapters."""
+"""A dry run of rewards and costs that are adapters."""
 
 from functools import partial
 

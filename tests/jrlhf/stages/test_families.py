@@ -66,7 +66,7 @@ ADDED = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "
 
 
 def write(directory: Path, family: str, tokenizers: Path, head: str = "AutoModelForCausalLM", **more) -> Path:
-    """What transformers saves of a random model, with a tokenizer's files beside it."""
+    """Saves a random model with transformers, and adds the files of a tokenizer."""
     kind, tokenizer, sizes = FAMILIES[family]
     loaded = load_tokenizer(tokenizers / tokenizer)
     special = {"bos_token_id": loaded.bos_id, "eos_token_id": list(loaded.eos_ids), "pad_token_id": loaded.pad_id or 0}
