@@ -99,7 +99,7 @@ def keep_apart(datasets: Mapping[str, Dataset], count: int) -> dict[str, Split]:
 
 
 def prompt_text(example: Example) -> str:
-    """The question: a plain prompt, or what the user said in a conversation."""
+    """Returns the question: a plain prompt, or what the user said in a conversation."""
     if isinstance(example.prompt, str):
         return example.prompt or str(example.completion)
     return "\n".join(str(message.get("content")) for message in example.prompt if message.get("role") == "user")

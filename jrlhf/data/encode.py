@@ -28,7 +28,7 @@ class Rows:
     truncated: int = 0
 
     def _describe(self, unit: str, rows: Sequence[Ids], remark: str = "") -> str:
-        """One line for the log."""
+        """Returns one line for the log."""
         lengths = [len(row) for row in rows]
         line = f"{len(lengths)} {unit} of {min(lengths)} to {max(lengths)} tokens (median {median(lengths):g})"
         line += f"; {self.filtered} too long and left out" if self.filtered else ""
@@ -117,7 +117,7 @@ class Encoding:
         return Prompts(ids, texts, examples=examples, **counts)
 
     def sequences(self, data: Dataset | Sequence[Example], max_length: int) -> Sequences:
-        """Sequences of at most `max_length` tokens to imitate.
+        """Returns sequences of at most `max_length` tokens to imitate.
 
         Of a prompt and its completion, the completion and its end are learned; of a conversation without a completion,
         every assistant turn and its end; of a text, everything and its end.
@@ -150,7 +150,7 @@ class Encoding:
         return Sequences(ids, learn, lengths, examples=examples, **counts)
 
     def pairs(self, data: Dataset | Sequence[Example], max_length: int) -> Pairs:
-        """Pairs of whole sequences, each of at most `max_length` tokens, of which the first is preferred.
+        """Returns pairs of whole sequences, each of at most `max_length` tokens, of which the first is preferred.
 
         Rows whose two answers have the same tokens are left out: nothing can be learned from them.
         """
@@ -171,7 +171,7 @@ class Encoding:
     def _encoded(
         self, data: Dataset | Sequence[Example], encode: Callable[[Example, Counter[str]], tuple | None], limit: int
     ) -> tuple[Any, dict[str, Any]]:
-        """The columns of the encoded rows, and numbers of rows that were left out or cut off, by reason."""
+        """Returns the columns of the encoded rows, and numbers of rows that were left out or cut off, by reason."""
         whole = isinstance(data, Dataset)
         places = data.places if whole else [f"row {row}" for row in range(1, len(data) + 1)]
         rows, counts = [], Counter[str]()
@@ -232,7 +232,7 @@ class Encoding:
         return render_chat(self.tokenizer, messages, tools=tools_of(example.columns), **options)
 
     def _prompt(self, example: Example) -> tuple[str, Ids]:
-        """The text and the token ids of a prompt. A template writes the beginning of text itself."""
+        """Returns the text and the token ids of a prompt. A template writes the beginning of text itself."""
         if isinstance(example.prompt, str):
             return example.prompt, tuple(self.tokenizer.encode_prompt(example.prompt))
         own = example.prompt[-1]["role"] == "assistant"
@@ -291,7 +291,7 @@ def encode_answered(
     finished: bool = True,
     cut: bool = False,
 ) -> Ids:
-    """The token ids of a prompt with an answer, as a reward model reads them.
+    """Returns the token ids of a prompt with an answer, as a reward model reads them.
 
     With a chat template: the whole conversation as `apply_chat_template` gives it, a plain text being the user's turn.
     Without one: the two texts one after the other, and an end of text.
@@ -310,7 +310,7 @@ def encode_answered(
 
 
 def tools_of(columns: Mapping[str, Any]) -> Any:
-    """The JSON schemas in a row's column `tools`, written out or as JSON; None where it has none."""
+    """Returns the JSON schemas in a row's column `tools`, written out or as JSON; None where it has none."""
     tools = columns.get("tools")
     if not isinstance(tools, str):
         return tools
@@ -338,6 +338,6 @@ def _ended(tokenizer: Tokenizer, ids: Sequence[int]) -> Ids:
 
 
 def _up_to_end(tokenizer: Tokenizer, ids: Sequence[int]) -> Sequence[int]:
-    """The ids up to the last end-of-text token; all of them where there is none."""
+    """Returns the ids up to the last end-of-text token; all of them where there is none."""
     last = max((place for place, token in enumerate(ids) if token in tokenizer.eos_ids), default=len(ids) - 1)
     return ids[: last + 1]

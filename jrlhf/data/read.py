@@ -58,12 +58,12 @@ class Dataset:
     places: tuple[str, ...]  # where each example stands, for messages
 
     def take(self, rows: Sequence[int]) -> "Dataset":
-        """The dataset with only these examples, in this order. The fingerprint stays that of the whole."""
+        """Returns the dataset with only these examples, in this order. The fingerprint stays that of the whole."""
         examples, places = (tuple(column[row] for row in rows) for column in (self.examples, self.places))
         return replace(self, examples=examples, places=places)
 
     def describe(self) -> str:
-        """One line for the log: rows, shape, and which columns were read as what."""
+        """Returns one line for the log: rows, shape, and which columns were read as what."""
         chats = sum(not isinstance(example.prompt, str) for example in self.examples)
         kind = {0: "plain text", len(self.examples): "conversations"}.get(chats, f"{chats} conversations")
         used = ", ".join(name if name == column else f"{column} as {name}" for name, column in self.names.items())
@@ -127,7 +127,7 @@ def _json_lines(path: Path) -> Iterator[Numbered]:
 
 
 def _json(path: Path) -> Iterator[Numbered]:
-    """Rows of an array of objects; many files of that name hold JSON lines."""
+    """Yields the rows of an array of objects; many files of that name hold JSON lines."""
     content = path.read_bytes().removeprefix(_BOM)
     if not content.lstrip().startswith(b"["):
         yield from _json_lines(path)
@@ -252,7 +252,7 @@ def _first_line(error: Exception) -> str:
 
 
 def make_dataset(numbered: Iterable[Numbered], columns: ColumnsConfig, source: str) -> Dataset:
-    """The dataset of rows, each a mapping from a column to its value."""
+    """Returns the dataset of rows, each a mapping from a column to its value."""
     rows = list(numbered)
     if not rows:
         raise UserError(f"{source} has no rows: name a dataset that has some")
@@ -277,7 +277,7 @@ def make_dataset(numbered: Iterable[Numbered], columns: ColumnsConfig, source: s
 
 
 def _detect(columns: ColumnsConfig, there: Sequence[str], source: str) -> tuple[Shape, dict[str, str]]:
-    """The shape, and which column each field of it is read from."""
+    """Returns the shape, and which column each field of it is read from."""
     given = {name: column for name, column in asdict(columns).items() if column is not None}
     listed = f"the columns of {source} are {', '.join(there)}"
     for name, column in given.items():
@@ -298,7 +298,7 @@ def _detect(columns: ColumnsConfig, there: Sequence[str], source: str) -> tuple[
 
 
 def _example(shape: Shape, names: Mapping[str, str], row: Mapping[str, Any], there: Sequence[str]) -> Example:
-    """The example of a row. A ValueError says what is wrong with the row."""
+    """Returns the example of a row. A ValueError says what is wrong with the row."""
     texts = {name: _text(row[column], column) for name, column in names.items() if name != "source"}
     own = {column for name, column in names.items() if name == column}
     source = row[names["source"]] if "source" in names else None
@@ -346,7 +346,7 @@ def _with_prompt(example: Example) -> Example:
 
 
 def _text(value: Any, column: str) -> Text:
-    """Plain text, or the messages of a conversation."""
+    """Returns plain text, or the messages of a conversation."""
     if isinstance(value, str):
         return _well_formed(value, column)
     if value is None:
@@ -372,7 +372,7 @@ def _message(message: Any, place: str) -> Message:
 
 
 def _content(content: Any, place: str) -> str:
-    """A message's text, which may come in parts."""
+    """Returns a message's text, which may come in parts."""
     if isinstance(content, (list, tuple)):
         for part in content:
             if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
