@@ -41,6 +41,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.stages import Lowered
 
+from benchmarks.hlo import Traffic, collective_traffic, loops
 from benchmarks.records import RESULTS, joined, provenance, write
 from benchmarks.shapes import Shapes, device_bytes, generation_copy, train_state, whole_weights
 from benchmarks.targets import (
@@ -65,7 +66,6 @@ from jrlhf.roles.initial import adamw
 from jrlhf.roles.model import Architecture
 from jrlhf.stages.graphs import stage_graph
 from jrlhf.stages.setup import architectures, compute_of
-from tests.support.hlo import Traffic, collective_traffic, loops
 from tests.support.reshard import lower_reshard
 
 

@@ -24,11 +24,11 @@ class Slice:
 
     @property
     def stop(self) -> int:
-        """The number after that of the last device."""
+        """One more than the index of the last device."""
         return self.start + self.count
 
     def overlaps(self, other: "Slice") -> bool:
-        """Whether a device is in both."""
+        """True if a device is in both."""
         return self.start < other.stop and other.start < self.stop
 
 
@@ -83,11 +83,11 @@ class Plan:
 
     @property
     def devices(self) -> int:
-        """The number of devices that it needs: one more than the number of the last."""
+        """The number of devices that the plan needs: one more than the index of the last."""
         return max(placement.devices.stop for placement in self.placements.values())
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data that `plan_of` turns back into an equal plan."""
+        """Returns plain data from which `plan_of` makes an equal plan."""
         calls = {}
         for name, placement in self.placements.items():
             sizes = {axis: getattr(placement, axis) for axis in ("data", "fsdp", "tensor", "pipeline", "micro_batches")}
@@ -97,7 +97,7 @@ class Plan:
 
 
 def plan_of(mapping: Any) -> Plan:
-    """The plan that `as_dict` or a user wrote. Raises ValueError, one sentence, for what is unknown or impossible."""
+    """Parses a plan that `as_dict` or a user wrote. Raises ValueError, one sentence, for wrong entries."""
     if not isinstance(mapping, Mapping) or not isinstance(mapping.get("calls"), Mapping) or not mapping["calls"]:
         raise ValueError("a plan must hold `name` and `calls`, the calls' placements by name")
     unknown = sorted(mapping.keys() - {"name", "calls"})

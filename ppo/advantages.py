@@ -1,4 +1,4 @@
-"""Advantage estimation: of tokens by a critic or by what follows, of whole responses by their group."""
+"""Advantage estimation: for tokens by a critic or by returns, for whole responses by their group."""
 
 import chex
 import jax
@@ -78,7 +78,7 @@ def group_advantages(
     divide_by_std: bool,
     mask: Bool[Array, "B"] | None = None,
 ) -> Float[Array, "B"]:
-    """Each response's score against those of the other responses to its prompt; row = prompt * samples + sample.
+    """Compares each response's score with those of the other responses to its prompt; row = prompt * samples + sample.
 
         A_i = s_i - b_i        b_i = mean of the group ("mean"), or of its other members ("leave-one-out")
         A_i / (std + 1e-6)     with divide_by_std
@@ -118,9 +118,9 @@ def group_advantages(
 def group_spread(
     scores: Float[Array, "B"], samples: int, mask: Bool[Array, "B"] | None = None
 ) -> tuple[Float[Array, "G"], Bool[Array, "G"]]:
-    """Each group's unbiased standard deviation, and whether its scores are all equal, of the rows in `mask` or of all.
+    """Each group's unbiased standard deviation, and whether its scores are all equal; only rows in `mask` count.
 
-    A group of which fewer than two rows count has deviation 0 and is equal: it teaches as little.
+    A group with fewer than two rows that count has deviation 0 and is equal: it teaches as little.
     """
     grouped, counted = _groups(scores, samples, mask)
     count = jnp.sum(counted, axis=1)
@@ -134,7 +134,7 @@ def group_spread(
 
 
 def _groups(scores: Array, samples: int, mask: Array | None) -> tuple[Array, Array]:
-    """Scores and who counts, [B] -> [B / samples, samples]. A group may lie on several devices, so all are gathered."""
+    """Scores and the rows that count, [B] -> [B / samples, samples], gathered: several devices may share a group."""
     chex.assert_rank(scores, 1)
     if scores.shape[0] % samples:
         raise ValueError(f"{scores.shape[0]} rows do not divide into groups of samples={samples}")
@@ -143,5 +143,5 @@ def _groups(scores: Array, samples: int, mask: Array | None) -> tuple[Array, Arr
 
 
 def _rows_like(grouped: Array, rows: Array) -> Array:
-    """[G, samples] -> [B], divided over devices as `rows` are: adding zeros made from them says so to the compiler."""
+    """[G, samples] -> [B], divided over devices as `rows` are: adding zeros made from them tells the compiler."""
     return grouped.reshape(-1) + jnp.zeros_like(rows)

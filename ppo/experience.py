@@ -145,7 +145,7 @@ def make_custom_experience(
         such as a critic's `values` and `returns`. Where the mesh's axes are Explicit, they are Auto inside it.
     others: further arrays for it, with one entry for each row.
 
-    The results are read at response tokens only; advantages are whitened if the config says so.
+    The results are read at response tokens only; advantages are whitened with `config.whiten_advantages`.
     """
     experience = rewarded(Scored(rollout, scores, old_logprobs, ref_logprobs, kl_coef), config)
     mask, rows = experience.response_mask, row_axes(rollout.tokens)
@@ -158,9 +158,10 @@ def make_custom_experience(
                 raise ValueError(f"{name} has shape {x.shape}: it must be {mask.shape[:1]} or {mask.shape}")
         return {name: _within(experience.response_mask, x.reshape(len(x), -1)) for name, x in named.items()}
 
+    auto: Any = computed
     if rows is not None:
-        computed = jax.sharding.auto_axes(computed, out_sharding=jax.P(rows))
-    experience = replace(experience, **computed(experience, *others))
+        auto = jax.sharding.auto_axes(computed, out_sharding=jax.P(rows))
+    experience = replace(experience, **auto(experience, *others))
     return with_advantages(experience, experience.advantages, config)
 
 
@@ -352,7 +353,7 @@ def _learned_rewards(experience: Experience, config: PolicyConfig) -> Float[Arra
 
 
 def with_advantages(experience: Experience, advantages: Array, config: PolicyConfig) -> Experience:
-    """Sets the advantages, whitened if the config says so."""
+    """Sets the advantages, whitened with `config.whiten_advantages`."""
     if config.whiten_advantages:
         advantages = masked_whiten(advantages, experience.response_mask)
     return replace(experience, advantages=advantages)

@@ -94,7 +94,7 @@ def default_of(cls: Any, name: str) -> Any:
 
 
 def without_effect(section: Any, path: str = "") -> Iterator[tuple[str, object, str]]:
-    """Yields (key, value, reason) of every setting that has no effect beside the others of its section."""
+    """Yields (key, value, reason) of every setting that has no effect with the others of its section."""
     rules = _rules(type(section))
     for item in fields(section):
         value, key = getattr(section, item.name), f"{path}.{item.name}".lstrip(".")

@@ -104,7 +104,7 @@ def loss_weights(
         constant: 1 / (S divisor)
 
     as verl's agg_loss, where the last is "seq-mean-token-sum-norm" with a loss_scale_factor. `mask` is of the whole
-    minibatch: so the weights of its parts add up, and no mean of means over micro-batches is taken.
+    minibatch, so the weights of its parts add up: the result is no mean of means over micro-batches.
     """
     if aggregation == "token-mean":
         return mask.astype(jnp.float32) / token_count(mask)

@@ -1,4 +1,4 @@
-"""Reductions and masks over ragged rows. Nothing here looks at token ids: a pad may equal the end-of-sequence token."""
+"""Reductions and masks over ragged rows. No function reads token ids: a pad may equal the end-of-sequence token."""
 
 import jax.numpy as jnp
 from jax import lax
@@ -21,7 +21,7 @@ def last_token_mask(mask: Bool[Array, "B T"]) -> Bool[Array, "B T"]:
 
 
 def masked_sum(x: Float[Array, "*S"], mask: Bool[Array, "*S"], axis: int | None = None) -> Float[Array, "..."]:
-    """Sum of `x` where `mask`. What stands elsewhere, NaN included, has no influence."""
+    """Sum of `x` where `mask`. Other elements, NaN included, have no influence."""
     return jnp.sum(jnp.where(mask, x, 0), axis)
 
 
@@ -67,7 +67,7 @@ def masked_whiten(x: Float[Array, "*S"], mask: Bool[Array, "*S"], *, shift_mean:
 
 
 def token_count(mask: Bool[Array, "*S"], axis: int | None = None) -> Float[Array, "..."]:
-    """How many elements of `mask` are True, at least 1: a denominator, in float32.
+    """The number of True elements of `mask`, at least 1: a denominator, in float32.
 
     Counted in integers, so that the sum is exact; above 2^24 the result is the nearest float32.
     """

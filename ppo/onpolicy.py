@@ -14,8 +14,8 @@ from jaxtyping import Array, Float
 
 from jrlhf.ppo.config import PolicyConfig, PPOConfig
 from jrlhf.ppo.experience import make_experience
-from jrlhf.ppo.steps import ActorBatch, actor_update, critic_update
-from jrlhf.ppo.types import Experience, Rollout, TrainState
+from jrlhf.ppo.steps import ActorBatch, LogprobFn, actor_update, critic_update
+from jrlhf.ppo.types import Coefficient, Experience, Logprobs, Rollout, Scores, TrainState
 from jrlhf.ppo.updates import Metrics
 
 PyTree = Any
@@ -31,11 +31,11 @@ def make_on_policy_step(
 ) -> Callable[..., tuple[TrainState, TrainState, Experience, Metrics]]:
     """Builds f(actor, critic, rollout, scores, ref_logprobs, kl_coef) -> (actor, critic, experience, metrics), jitted.
 
-    The same result as `make_experience` with recomputed log-probs and values, then `make_actor_step` and
+    The result equals that of `make_experience` with recomputed log-probs and values, then `make_actor_step` and
     `make_critic_step`; with recomputed log-probs the metrics of the ratio are trivial. Donates the states. The
     residuals of both models' backward passes exist at the same time, for the whole batch.
 
-    logprob_fn: (params, tokens, starts [B]) -> as a `LogprobFn`'s, read at responses only, which begin at `starts`.
+    logprob_fn: (params, tokens, starts [B]) -> the outputs of a `LogprobFn`, read in responses only: from `starts` on.
     value_fn: (params, tokens) -> V before each token, and after a row's last one at index T.
     scores, ref_logprobs, kl_coef: as in `make_experience`.
 
@@ -47,28 +47,20 @@ def make_on_policy_step(
         actor: TrainState,
         critic: TrainState,
         rollout: Rollout,
-        scores: Float[Array, "B"] | Float[Array, "B T"],
-        ref_logprobs: Float[Array, "B T"] | None,
-        kl_coef: float | Float[Array, ""],
+        scores: Scores,
+        ref_logprobs: Logprobs | None,
+        kl_coef: Coefficient,
     ) -> tuple[TrainState, TrainState, Experience, Metrics]:
-        scored, pull_actor = _scored(logprob_fn, actor.params, rollout, config)
-        values, pull_critic = jax.vjp(lambda params: value_fn(params, rollout.tokens), critic.params)
+        old_logprobs, computed_logprobs = _run_actor(logprob_fn, actor.params, rollout, config)
+        values, pull = jax.vjp(lambda params: value_fn(params, rollout.tokens), critic.params)
+        last = jax.vmap(lambda row, length: row[length])(values, rollout.lengths)
+        before = values[:, :-1]
         experience = make_experience(
-            rollout,
-            scores,
-            scored[0],
-            ref_logprobs,
-            values[:, :-1],
-            config=config,
-            kl_coef=kl_coef,
-            bootstrap_values=jax.vmap(lambda row, length: row[length])(values, rollout.lengths),
+            rollout, scores, old_logprobs, ref_logprobs, before, config=config, kl_coef=kl_coef, bootstrap_values=last
         )
-
-        def pull_values(cotangent: Float[Array, "B T"]) -> tuple[PyTree]:
-            return pull_critic(jnp.pad(cotangent, ((0, 0), (0, 1))))
-
-        update_actor = actor_update(_known(scored, pull_actor), actor_optimizer, config, None)
-        update_critic = critic_update(_known(values[:, :-1], pull_values), critic_optimizer, config)
+        computed_values = _computed(before, lambda cotangent: pull(jnp.pad(cotangent, ((0, 0), (0, 1)))))
+        update_actor = actor_update(computed_logprobs, actor_optimizer, config, None)
+        update_critic = critic_update(computed_values, critic_optimizer, config)
         actor, actor_metrics = update_actor(actor, ActorBatch(experience))
         critic, critic_metrics = update_critic(critic, experience)
         return actor, critic, experience, actor_metrics | critic_metrics
@@ -82,23 +74,18 @@ def make_on_policy_actor_step(
     config: PolicyConfig,
     make_experience: Callable[..., Experience],
 ) -> Callable[..., tuple[TrainState, Experience, Metrics]]:
-    """Builds f(actor, rollout, scores, ref_logprobs, kl_coef) -> (actor, experience, metrics), jitted.
+    """Builds f(actor, rollout, scores, ref_logprobs, kl_coef) -> (actor, experience, metrics), jitted: no critic.
 
-    There is no critic. The same result as `make_experience` (`make_group_experience` or `make_return_experience`) with
-    recomputed log-probs, then `make_actor_step`. Donates the state. Otherwise like `make_on_policy_step`.
+    make_experience: `make_group_experience` or `make_return_experience`. Otherwise like `make_on_policy_step`.
     """
     _check_single(config)
 
     def step(
-        actor: TrainState,
-        rollout: Rollout,
-        scores: Float[Array, "B"] | Float[Array, "B T"],
-        ref_logprobs: Float[Array, "B T"] | None,
-        kl_coef: float | Float[Array, ""],
+        actor: TrainState, rollout: Rollout, scores: Scores, ref_logprobs: Logprobs | None, kl_coef: Coefficient
     ) -> tuple[TrainState, Experience, Metrics]:
-        scored, pull = _scored(logprob_fn, actor.params, rollout, config)
-        experience = make_experience(rollout, scores, scored[0], ref_logprobs, config=config, kl_coef=kl_coef)
-        actor, metrics = actor_update(_known(scored, pull), optimizer, config, None)(actor, ActorBatch(experience))
+        old_logprobs, computed_logprobs = _run_actor(logprob_fn, actor.params, rollout, config)
+        experience = make_experience(rollout, scores, old_logprobs, ref_logprobs, config=config, kl_coef=kl_coef)
+        actor, metrics = actor_update(computed_logprobs, optimizer, config, None)(actor, ActorBatch(experience))
         return actor, experience, metrics
 
     return jax.jit(step, donate_argnums=0)
@@ -114,24 +101,23 @@ def _check_single(config: PolicyConfig) -> None:
         )
 
 
-def _scored(
+def _run_actor(
     logprob_fn: ResponseLogprobFn, params: PyTree, rollout: Rollout, config: PolicyConfig
-) -> tuple[tuple[Array, Array], Callable[[PyTree], tuple[PyTree]]]:
-    """Log-probs and entropies, and their pullback: only of the log-probs if the loss has no entropy term.
-
-    (A derivative that is not finite times a cotangent of 0 is NaN.)
-    """
+) -> tuple[Logprobs, LogprobFn]:
+    """Log-probs under `params`, and a `LogprobFn` that returns this pass's outputs and knows their gradient."""
 
     def outputs(params: PyTree) -> tuple[Array, Array]:
         return logprob_fn(params, rollout.tokens, rollout.prompt_lengths)
 
     if config.entropy_coef:
-        return jax.vjp(outputs, params)
-    logprobs, pull, entropy = jax.vjp(outputs, params, has_aux=True)
-    return (logprobs, entropy), lambda cotangents: pull(cotangents[0])
+        (logprobs, entropy), pull = jax.vjp(outputs, params)
+    else:  # a derivative of the entropy that is not finite would become NaN even with a cotangent of 0
+        logprobs, pull_logprobs, entropy = jax.vjp(outputs, params, has_aux=True)
+        pull = lambda cotangents: pull_logprobs(cotangents[0])  # noqa: E731
+    return logprobs, _computed((logprobs, entropy), pull)
 
 
-def _known(outputs: PyTree, pull: Callable[[PyTree], tuple[PyTree]]) -> Callable[..., PyTree]:
+def _computed(outputs: PyTree, pull: Callable[[PyTree], tuple[PyTree]]) -> Callable[..., PyTree]:
     """Outputs that are computed already, as a function of (params, tokens) with their vector-Jacobian product."""
 
     @jax.custom_vjp

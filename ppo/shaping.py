@@ -1,4 +1,4 @@
-"""From a reward's raw scores to those that PPO sees: running normalisation, clipping, penalties. Pure and jittable."""
+"""Shapes a reward's raw scores for the algorithm: running normalisation, clipping, penalties. Pure and jittable."""
 
 from dataclasses import dataclass
 
@@ -16,7 +16,7 @@ def _is_buffer(value: float) -> bool:
 
 @dataclass(frozen=True)
 class ScoreConfig(Section):
-    """How a response's score is changed before the algorithm sees it. The default changes nothing."""
+    """Changes to a response's score before the algorithm gets it. The default changes nothing."""
 
     normalise: bool = False  # (score - running mean) / running standard deviation
     # Clip scores, normalised or not, to [-clip, clip]; null: no clipping.
@@ -73,7 +73,7 @@ class RunningMoments:
 
     @property
     def std(self) -> Float[Array, ""]:
-        """The unbiased standard deviation; 1 before there are two scores."""
+        """The unbiased standard deviation; 1 for fewer than two scores."""
         return jnp.where(self.count >= 2, jnp.sqrt(self.m2 / jnp.maximum(self.count - 1, 1)), 1)
 
 
@@ -86,7 +86,7 @@ def shape_scores(
     config: ScoreConfig,
     max_response: int,
 ) -> tuple[Float[Array, "B"] | Float[Array, "B R"], RunningMoments, dict[str, Float[Array, ""]]]:
-    """Shaped scores, the moments with this batch in them, and what to log.
+    """Shaped scores, the moments with this batch in them, and metrics.
 
         s <- (s - mean) / max(std, 1e-4 max(1, |mean|))                       normalise: moments of all batches, this
                                                                               one included
@@ -94,20 +94,19 @@ def shape_scores(
         s <- s - missing_eos_penalty [not finished] - length_penalty n        n response tokens
                - overlong_penalty min(max(n - (L - b), 0), b) / b             b the overlong_buffer, L max_response
 
-    The order. Scaling by running moments and then clipping is TRL's of its first PPO (0.11, use_score_scaling,
+    The order: scaling by running moments and then clipping is that of TRL's first PPO (0.11, use_score_scaling,
     use_score_norm, score_clip). Penalties come last: TRL subtracts its missing_eos_penalty from, and verl adds its
     overlong penalty to, the score that enters the advantages, so they are in units of that score. OpenRLHF and AReaL
-    clip after their penalties; here a clip guards against outliers of a learned score only, because a penalty that it
-    swallows at the lower bound would teach nothing. The soft overlong punishment is DAPO's (Yu et al. 2025,
-    arXiv:2503.14476, eq. 13) with a factor, as in verl and OpenRLHF; its 4096 of 20480 tokens are a
-    buffer of 0.2.
+    clip after their penalties; here a clip guards against outliers of a learned score only, because a penalty that is
+    clipped away at the lower bound teaches nothing. The soft overlong punishment is DAPO's (Yu et al. 2025,
+    arXiv:2503.14476, eq. 13) with a factor, as in verl and OpenRLHF; its 4096 of 20480 tokens are a buffer of 0.2.
 
     The floor under the deviation keeps rounding of equal scores from being blown up to order 1.
 
     Args:
-        scores: of whole responses; or of response tokens, the first response token at index 0 and what lies beyond a
-            response ignored. Then the sum of a row is what is normalised, clipped and penalised: its tokens are
-            scaled alike, and the rest of the change lands on the last token.
+        scores: of whole responses; or of response tokens, the first one at index 0; columns beyond a response are
+            ignored. Then the sum of a row is normalised, clipped and penalised: all its tokens get the same scale, and
+            the last token gets the rest of the change.
         max_response: L, the limit on response tokens.
 
     Raises:
@@ -148,7 +147,7 @@ def shape_scores(
 def on_last_token(
     scores: Float[Array, "B"], response_lengths: Int[Array, "B"], length: int
 ) -> Float[Array, "B {length}"]:
-    """Scores of rows as scores of response tokens: at each response's last token, 0 elsewhere."""
+    """Places scores of rows at each response's last token, 0 elsewhere."""
     last = jnp.arange(length)[None, :] == response_lengths[:, None] - 1
     return jnp.where(last, scores[:, None], 0)
 
@@ -156,10 +155,10 @@ def on_last_token(
 def align_scores(
     scores: Float[Array, "B R"], prompt_lengths: Int[Array, "B"], length: int
 ) -> Float[Array, "B {length}"]:
-    """Scores of response tokens moved to where the tokens stand in rows of prompt and response.
+    """Moves scores of response tokens to the positions of the tokens in rows of prompt and response.
 
-    `scores[b, i]` goes to `[b, prompt_lengths[b] + i]` of a row of `length` (T) tokens; what falls beyond it is
-    dropped, and the prompt's tokens have 0. `make_experience` ignores all that is no response token.
+    `scores[b, i]` goes to `[b, prompt_lengths[b] + i]` of a row of `length` (T) tokens; scores beyond it are dropped,
+    and the prompt's tokens have 0. `make_experience` reads response tokens only.
     """
     source = jnp.arange(length)[None, :] - prompt_lengths[:, None]
     inside = (0 <= source) & (source < scores.shape[1])
@@ -170,7 +169,7 @@ def align_scores(
 def _penalties(
     lengths: Float[Array, "B"], finished: Bool[Array, "B"], config: ScoreConfig, max_response: int
 ) -> dict[str, Float[Array, "B"]]:
-    """What is subtracted from each score, by name; nothing for what is switched off."""
+    """The penalties that are subtracted from each score, by name; none that is switched off."""
     penalties = {}
     if config.missing_eos_penalty:
         penalties["missing_eos_penalty"] = jnp.where(finished, 0.0, config.missing_eos_penalty)

@@ -6,13 +6,13 @@ Explicit axes (run inside `with jax.set_mesh(mesh)`); parameters may be sharded 
 
 A step donates its state: its arrays are freed, so a role that starts from the same weights needs a copy of them. It is
 called as (state, experience) or as (state, experience, frozen). `frozen` is passed to the given functions as their last
-argument: weights that they read and nobody trains, such as the base under an adapter. It is never donated.
+argument: weights that are not trained, such as the base under an adapter. It is never donated.
 """
 
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -42,10 +42,9 @@ class LogprobFn(Protocol):
 class SumsFn(Protocol):
     """(params, tokens, data, terms[, frozen]) -> sums of `terms` over the tokens.
 
-    `data` is a `TokenRows` of [B, T] arrays, and terms(logprobs, entropy, data) -> (loss, {name: metric}) is
-    elementwise: of any tokens' log-probabilities and entropies, in any shape, with the same tokens' data. The sums are
-    over all tokens; those where `data.computed` is False add nothing and may be left out. Differentiated through the
-    loss only.
+    `data` is a `TokenRows` of [B, T] arrays. terms(logprobs, entropy, data) -> (loss, {name: metric}) is elementwise
+    in log-probabilities, entropies and data of any tokens, in any shape. The sums are over all tokens; those where
+    `data.computed` is False add nothing and may be left out. Only the loss is differentiated.
     """
 
     def __call__(
@@ -121,13 +120,13 @@ def make_actor_step(
 ) -> Callable[..., tuple[TrainState, Metrics]]:
     """A jitted step that trains the actor on one batch of experience: epochs x minibatches updates. Donates the state.
 
-    An update's loss is, of the minibatch's response tokens aggregated as `config.aggregation` says,
+    An update's loss aggregates over the minibatch's response tokens, by `config.aggregation`,
 
         importance * losses.policy_loss - entropy_coef * entropy + kl_coef * losses.kl_estimate
 
     with the KL where `config.kl_in` is "loss" and the importance where the config has it. The ratio rho of
     `policy_loss` is a token's, or by `config.ratio` the whole response's: exp of the sum ("sequence") or the mean
-    ("sequence-mean") of log pi / pi_old over its tokens, differentiated as it stands. (verl's GSPO writes
+    ("sequence-mean") of log pi / pi_old over its tokens, differentiated directly. (verl's GSPO writes
     sg[s] pi / sg[pi]: the same wherever the tokens of a response share one advantage.) With `old_logprobs="rollout"`
     rho is min(rho, importance_cap), without a gradient beyond the cap.
 
@@ -143,11 +142,11 @@ def make_actor_step(
     is not applied and ends the call.
 
     Metrics are means over the updates that were not skipped (NaN if there was none). All but the first are
-    means over tokens, whatever the aggregation:
+    means over tokens, independent of the aggregation:
         actor/pg_loss (as aggregated), actor/entropy, actor/ppo_kl (k1: mean of -log rho of tokens), actor/approx_kl
         (k3), actor/ratio, actor/pg_clipfrac, actor/pg_clipfrac_lower (dual clip), actor/grad_norm;
-        actor/kl_loss: the KL's estimate, not yet weighed, where it is in the loss;
-        actor/ptx_loss: the mean over the texts' tokens, not yet weighed, with ptx_coef; and
+        actor/kl_loss: the KL's estimate before its weight, where it is in the loss;
+        actor/ptx_loss: the mean over the texts' tokens before its weight, with ptx_coef; and
         actor/initial_ratio_gap: mean |rho - 1| in the first minibatch, 0 up to rounding with recomputed log-probs;
         actor/skipped_updates: not applied because something was not finite, or no token of the minibatch counted;
         actor/stopped_updates: not applied because of `target_kl`, which a skipped one does not reach.
@@ -227,7 +226,7 @@ def actor_update(
 
     def loss_fn(params: PyTree, rows: TokenRows, count: Array, *frozen: PyTree) -> tuple[Array, Metrics]:
         loss, metrics = sums(params, rows.tokens, rows, terms, *frozen)
-        return loss, {name: x / count if _METRICS[name] == "token mean" else x for name, x in metrics.items()}
+        return loss, {name: x / count if name in _TOKEN_MEANS else x for name, x in metrics.items()}
 
     optional = {"kl_loss": kl_in_loss, "ptx_loss": bool(config.ptx_coef)}
     names = tuple(name for name in _METRICS if optional.get(name, True))
@@ -243,7 +242,7 @@ def actor_update(
             )
         rows = _actor_rows(batch, kl_in_loss)
         state, run = run_updates(
-            loss_fn, optimizer, config, state, rows, frozen, names, veto, partial(_weighed, config, experience.kl_coef)
+            loss_fn, optimizer, config, state, rows, frozen, names, veto, partial(_weighted, config, experience.kl_coef)
         )
         metrics = {f"actor/{name}": value for name, value in run.means.items() if name != "ratio_gap"}
         metrics["actor/initial_ratio_gap"] = run.first["ratio_gap"]
@@ -287,12 +286,9 @@ def critic_update(
     return update
 
 
-# How the terms of tokens become a metric. Those that are summed have their denominators in their weights already.
-_METRICS: dict[str, Literal["sum", "token mean"]] = {
-    **dict.fromkeys(("entropy", "ppo_kl", "approx_kl", "ratio", "ratio_gap", "kl_loss"), "token mean"),
-    **dict.fromkeys(("pg_clipfrac", "pg_clipfrac_lower"), "token mean"),
-    **dict.fromkeys(("pg_loss", "ptx_loss"), "sum"),
-}
+# Metrics that are means over tokens. The weights of the other two already contain their denominators.
+_TOKEN_MEANS = "entropy", "ppo_kl", "approx_kl", "ratio", "ratio_gap", "kl_loss", "pg_clipfrac", "pg_clipfrac_lower"
+_METRICS = (*_TOKEN_MEANS, "pg_loss", "ptx_loss")
 
 
 def _actor_batch(
@@ -326,7 +322,7 @@ def _actor_rows(batch: ActorBatch, kl_in_loss: bool) -> ActorRows:
     )
 
 
-def _weighed(config: PolicyConfig, kl_coef: Array | None, rows: ActorRows) -> TokenRows:
+def _weighted(config: PolicyConfig, kl_coef: Array | None, rows: ActorRows) -> TokenRows:
     """Computes the weights of a whole minibatch's tokens, before it is divided. Texts become additional rows."""
     weights = loss_weights(rows.mask, config.aggregation, divisor=config.aggregation_divisor)
     tokens = TokenRows(
@@ -357,7 +353,7 @@ def _policy_terms(
     # Selected before the mathematics, not after: a NaN in the padding would return through the gradient.
     text_logprobs, logprobs = logprobs, jnp.where(rows.mask, logprobs, 0)
     log_ratio = logprobs - jnp.where(rows.mask, rows.old_logprobs, 0)
-    action = log_ratio if config.ratio == "token" else _of_responses(log_ratio, rows.mask, config.ratio)
+    action = log_ratio if config.ratio == "token" else _response_ratio(log_ratio, rows.mask, config.ratio)
     if config.old_logprobs == "rollout":
         action = jnp.where(action > math.log(config.importance_cap), math.log(config.importance_cap), action)
     parts = policy_loss(
@@ -394,7 +390,7 @@ def _policy_terms(
     return loss, metrics
 
 
-def _of_responses(log_ratio: Array, mask: Array, ratio: Ratio) -> Array:
+def _response_ratio(log_ratio: Array, mask: Array, ratio: Ratio) -> Array:
     """Each response's log-ratio at all of its tokens: the sum over them or the mean."""
     total = jnp.sum(log_ratio, axis=1, keepdims=True)
     if ratio == "sequence-mean":

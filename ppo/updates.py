@@ -50,8 +50,8 @@ def apply_update(
     gradient would be 0, and an optimizer would still apply momentum and weight decay.) `metric_names` are
     the keys of the loss's metrics.
 
-    The decision is made before the optimizer runs and by `cond`: a select between old and new leaves, or a look at the
-    updates, keeps both alive together, which costs another copy of the weights (measured).
+    `cond` decides before the optimizer runs: a select between old and new leaves, or a check of the updates, keeps both
+    alive at once, which costs another copy of the weights (measured).
     """
     loss, metrics, grads = _accumulate(loss_fn, params, rows, micro_batches, metric_names)
     grad_norm = _global_norm(grads)
@@ -139,7 +139,7 @@ def run_updates(
     """epochs x minibatches updates in one loop, which ends early once `veto` holds.
 
     loss_fn: (params, rows, count, *frozen) -> (loss, metrics); count is the number of the minibatch's tokens in `mask`.
-    prepare: turns a whole minibatch into the rows of which the loss sees parts.
+    prepare: turns a whole minibatch into the rows that the loss gets in parts.
     """
     check_divisible(rows.tokens, config.minibatches, config.micro_batches)
     total = config.epochs * config.minibatches

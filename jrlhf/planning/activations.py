@@ -2,14 +2,15 @@
 
 A call is a sequence of phases (a layer's attention, its mlp, the head, the optimizer). Only the largest phase counts,
 on top of what lives through all of them. How many arrays of a kind exist at once was read from XLA's own account of its
-peaks, for each backend: these numbers (`Counts`) are all that is not derived from shapes.
+peaks, for each backend: these numbers (`COUNTS`) are all that is not derived from shapes.
 
 B rows of a device, T tokens each; D, N, K, H, F, V as in `models.config`.
 """
 
 from dataclasses import dataclass
 from math import ceil
-from typing import Any, Literal
+from types import SimpleNamespace
+from typing import Literal
 
 import jax.numpy as jnp
 
@@ -18,62 +19,53 @@ from jrlhf.models import ModelConfig
 from jrlhf.models.attention import AttentionImplementation, default_attention
 from jrlhf.models.params import HeadKind
 from jrlhf.models.remat import Remat
+from jrlhf.planning.workload import RoleModel, Workload
 
 WIDE = 4  # bytes of a float32
 Platform = Literal["cpu", "gpu", "tpu"]
 Phase = dict[str, float]  # bytes that a device holds at one time, by name
 
-
-@dataclass(frozen=True)
-class Counts:
-    """The largest number of arrays of each kind that XLA holds at once."""
-
-    scores: tuple[float, float, float]  # [B, N, T, T] float32 of a layer: forward, forward of training, backward
-    weights: tuple[float, float]  # the same after the softmax, in the compute dtype: forward, backward
-    mlp: tuple[float, float, float]  # [B, T, F]: forward, backward, while prompts are read
-    residual: float  # [B, T, D] next to the mlp's forward pass
-    backward: float  # [B, T, D] of a layer's backward pass
-    norms: tuple[float, float]  # further norms, backward: of queries and keys; [B, T, D] of those after a sublayer
-    # [V, D] float32, gathered tables and their gradients on the device's slice of the vocabulary: in the forward pass
-    # of training, in the backward pass of a language model and of a scalar one, and in the head's own phase.
-    forward_tables: float
-    backward_tables: tuple[float, float]
-    head_tables: float
-    logits: float  # [tile, V] float32
-    gathered: tuple[float, float]  # a layer's weights: with its mlp forward; in training, where two layers meet
-    copied: float  # all layers' weights, in the layout that a training step's loop over layers reads
-    cast: float  # all layers' weights in the compute dtype, ahead of the loop that scores
-    optimizer: float  # copies of all trained numbers while the optimizer steps
-    activations: tuple[float, float, float]  # what remat="gather" keeps of a layer: scores, [B, T, F], [B, T, D]
-    offloads: bool  # host memory is another memory
-    early: bool  # the head is gathered before the layers, even where no embedding shares its table
-    transposed: bool  # weights gathered along their last dimension are transposed ahead of the loop over layers
-
-
-_COUNTS: dict[str, tuple[Any, Any, Any]] = {  # cpu, gpu, tpu
-    # On CPU products, softmax and transposes are separate steps, none of which writes in place.
+# The largest number of arrays of each kind that XLA holds at once, on a CPU, a GPU and a TPU.
+_COUNTS = {
+    # [B, N, T, T] float32 of a layer: forward, forward of training, backward. On CPU products, softmax and transposes
+    # are separate steps, none of which writes in place.
     "scores": ((3, 4.25, 2), (1, 2.25, 2), (1, 2, 2)),
+    # The same after the softmax, in the compute dtype: forward, backward.
     "weights": ((0, 0), (1, 2), (1, 2)),
+    # [B, T, F]: forward, backward, while prompts are read.
     "mlp": ((3, 6, 3), (2, 3, 2), (2, 3, 1)),
+    # [B, T, D]: next to the mlp's forward pass; of a layer's backward pass.
     "residual": (1, 1, 1),
     "backward": (8, 10, 10),
+    # Further norms of the backward pass: of queries and keys; [B, T, D] of those after a sublayer.
     "norms": ((3, 4), (0, 0), (0, 0)),
+    # [V, D] float32, gathered tables and their gradients on the device's slice of the vocabulary: in the forward pass
+    # of training, in the backward pass of a language model and of a scalar one, and in the head's own phase.
     "forward_tables": (3, 1, 1),
     "backward_tables": ((1, 1), (1, 0), (4.2, 2.56)),
     "head_tables": (3, 2, 4.2),
+    # [tile, V] float32.
     "logits": (3, 1, 3),
+    # A layer's weights: with its mlp forward; in training, where two layers meet.
     "gathered": ((1 / 3, 1.6), (1, 1), (1, 1)),
+    # All layers' weights, in the layout that a training step's loop over layers reads.
     "copied": (0, 0, 1.15),
+    # All layers' weights in the compute dtype, ahead of the loop that scores.
     "cast": (0, 0, 1),
-    # On accelerators the update's results are copies next to the gradients: a conditional does not write in place.
+    # Copies of all trained numbers while the optimizer steps. On accelerators the update's results are copies next to
+    # the gradients: a conditional does not write in place.
     "optimizer": (0, 4, 4),
+    # What remat="gather" keeps of a layer: scores, [B, T, F], [B, T, D].
     "activations": ((2, 6.8, 7.6), (2.25, 7, 25), (2.25, 7, 21)),
+    # Whether host memory is another memory.
     "offloads": (False, True, True),
+    # Whether the head is gathered before the layers, even where no embedding shares its table.
     "early": (True, False, False),
+    # Whether weights gathered along their last dimension are transposed ahead of the loop over layers.
     "transposed": (False, True, False),
 }
-COUNTS: dict[str, Counts] = {
-    platform: Counts(**{name: row[column] for name, row in _COUNTS.items()})
+COUNTS = {
+    platform: SimpleNamespace(**{name: row[column] for name, row in _COUNTS.items()})
     for column, platform in enumerate(("cpu", "gpu", "tpu"))
 }
 
@@ -85,10 +77,6 @@ class Backend:
     platform: Platform = "gpu"
     attention: AttentionImplementation | None = None
 
-    @property
-    def counts(self) -> Counts:
-        return COUNTS[self.platform]
-
 
 DEFAULT = Backend()
 
@@ -99,10 +87,13 @@ class Arrays:
 
     hidden [B, T, D]. query [B, T, N H], key [B, T, K H], mlp [B, T, F]: of a layer, sliced where it is tensor-parallel.
     scores [B, N, T, T] float32. statistics [B, N, T] float32 of an attention that stores no scores. gathered: a layer's
-    matrices. table [V, D] float32: the device's slice of the vocabulary. head: the hidden states of all devices that
-    share a table. logits: of one tile.
+    matrices. table [V, D] float32: the device's slice of the vocabulary. sharing: the hidden states of all devices that
+    share a table. logits: of one tile. low: bytes of a number in the compute dtype over those of a float32.
     """
 
+    model: ModelConfig
+    head: HeadKind
+    platform: Platform
     hidden: float
     query: float
     key: float
@@ -111,30 +102,26 @@ class Arrays:
     statistics: float
     gathered: float
     table: float
-    head: float
+    sharing: float
     logits: float
-    itemsize: int
+    low: float
+
+    @property
+    def counts(self) -> SimpleNamespace:
+        return COUNTS[self.platform]
 
 
 def arrays(
-    model: ModelConfig,
-    head: HeadKind,
-    rows: float,
-    length: int,
-    layout: LayoutName,
-    tensor: int,
-    dtype: Any,
-    backend: Backend,
+    workload: Workload, role: RoleModel, rows: float, length: int, layout: LayoutName, tensor: int, backend: Backend
 ) -> Arrays:
     """Returns the bytes of the arrays for `rows` rows of a device, or of its tensor group where a layer is sliced."""
-    size = jnp.dtype(dtype).itemsize
+    model, size, dtype = role.config, workload.itemsize, jnp.dtype(workload.dtype)
     width = 1 if layout in ("train", "score") else tensor
     tokens, sharing = rows * length, rows * length * (tensor if width == 1 else 1)
-    kind = backend.attention or default_attention(
-        backend.platform, jnp.dtype(dtype), model.head_dim, model.attention_softcap, length
+    attention = backend.attention or default_attention(
+        backend.platform, dtype, model.head_dim, model.attention_softcap, length
     )
     heads, kv_heads = model.heads / width, max(model.kv_heads / width, 1)
-    square = WIDE * rows * heads * length**2
     matrices = model.embed * model.head_dim * (2 * heads + 2 * kv_heads)
     matrices += (3 if model.gated_mlp else 2) * model.embed * model.mlp / width
     vocab = model.padded_vocab / tensor
@@ -142,23 +129,27 @@ def arrays(
     tile = max(256, 2**21 // int(vocab)) if backend.platform == "cpu" else 1024
     tile = sharing if sharing <= tile else 16 * ceil(ceil(sharing / ceil(sharing / tile)) / 16)
     return Arrays(
+        model,
+        role.head,
+        backend.platform,
         hidden=tokens * model.embed * size,
         query=tokens * heads * model.head_dim * size,
         key=tokens * kv_heads * model.head_dim * size,
         mlp=tokens * model.mlp / width * size,
-        scores=square if kind == "xla" else 0.0,
-        statistics=0.0 if kind == "xla" else WIDE * tokens * heads,
+        scores=WIDE * rows * heads * length**2 if attention == "xla" else 0.0,
+        statistics=0.0 if attention == "xla" else WIDE * tokens * heads,
         gathered=0.0 if layout == "generate" else matrices * size,
-        table=WIDE * vocab * model.embed,
-        head=sharing * model.embed * size,
-        logits=WIDE * tile * vocab if head == "lm" else 0.0,
-        itemsize=size,
+        # The tables of a shared base are stored as they are used, and have no gradients.
+        table=0.0 if role.shared else WIDE * vocab * model.embed,
+        sharing=sharing * model.embed * size,
+        logits=WIDE * tile * vocab if role.head == "lm" else 0.0,
+        low=size / WIDE,
     )
 
 
-def kept_bytes(model: ModelConfig, sizes: Arrays, remat: Remat, counts: Counts) -> float:
+def kept_bytes(sizes: Arrays, remat: Remat) -> float:
     """Returns the bytes that a device keeps of all layers for the backward pass (`models.remat`)."""
-    layer = sizes.hidden
+    model, counts, layer = sizes.model, sizes.counts, sizes.hidden
     match remat:
         case "offload" if counts.offloads:  # all but the current layer's are on the host
             return layer
@@ -170,36 +161,40 @@ def kept_bytes(model: ModelConfig, sizes: Arrays, remat: Remat, counts: Counts) 
         case "gather":
             scores, mlp, hidden = counts.activations
             layer += scores * sizes.scores + mlp * sizes.mlp + hidden * sizes.hidden
-            layer += sizes.scores * sizes.itemsize / WIDE * counts.weights[0]
+            layer += sizes.scores * sizes.low * counts.weights[0]
     return model.layers * (layer + (0 if remat in ("full", "offload") else sizes.statistics))
 
 
-def infer_phase(
-    model: ModelConfig, head: HeadKind, sizes: Arrays, backend: Backend, transposed: float, cast: float
-) -> Phase:
+def infer_phase(sizes: Arrays, transposed: float, cast: float) -> Phase:
     """Returns the largest phase of a forward pass.
 
     transposed: stored bytes of the layers' matrices whose last dimension is gathered, `down` and `wo`. cast: bytes of
     the layers' weights in the compute dtype, where they are stored in another one.
     """
-    counts, low = backend.counts, sizes.itemsize / WIDE
-    table = sizes.table * low if head == "lm" else 0.0
+    counts, lm = sizes.counts, sizes.head == "lm"
+    table = sizes.table * sizes.low if lm else 0.0
     through = {
         "activations": sizes.hidden,
-        "gathered head": table if model.tie_embeddings or counts.early else 0.0,
+        "gathered head": table if sizes.model.tie_embeddings or counts.early else 0.0,
         "transposed weights": transposed if counts.transposed else 0.0,
     }
-    scores = (counts.scores[0] + counts.weights[0] * low) * sizes.scores
-    products = 0.0 if sizes.scores else sizes.query + 2 * sizes.key
-    attention = {"attention scores": scores, "attention": products, "gathered layers": sizes.gathered}
+    attention = {
+        "attention scores": (counts.scores[0] + counts.weights[0] * sizes.low) * sizes.scores,
+        "attention": 0.0 if sizes.scores else sizes.query + 2 * sizes.key,
+        "gathered layers": sizes.gathered,
+        "cast layers": counts.cast * cast,
+    }
     mlp = {
         "mlp": counts.mlp[0] * sizes.mlp + counts.residual * sizes.hidden,
         "gathered layers": counts.gathered[0] * sizes.gathered,
+        "cast layers": counts.cast * cast,
     }
-    looped = {"cast layers": counts.cast * cast}
-    logits = {"log-prob tiles": counts.logits * sizes.logits, "gathered head": table} if head == "lm" else {}
-    logits |= {"gathered hidden states": max(sizes.head - sizes.hidden, 0.0)} if head == "lm" else {}
-    return _largest(through, attention | looped, mlp | looped, logits)
+    logits = {
+        "log-prob tiles": counts.logits * sizes.logits,
+        "gathered head": table,
+        "gathered hidden states": max(sizes.sharing - sizes.hidden, 0.0),
+    }
+    return _largest(through, attention, mlp, logits if lm else {})
 
 
 def _largest(through: Phase, *phases: Phase) -> Phase:
@@ -222,34 +217,26 @@ class Gradients:
 
 
 def train_phase(
-    model: ModelConfig,
-    head: HeadKind,
-    sizes: Arrays,
-    remat: Remat,
-    gradients: Gradients,
-    micro_batches: int,
-    running: int,
-    backend: Backend,
-    transposed: float,
+    sizes: Arrays, remat: Remat, gradients: Gradients, micro_batches: int, running: int, transposed: float
 ) -> Phase:
     """Returns the largest phase of a step: forward and backward of a micro-batch, or the optimizer after the last.
 
     running: micro-batches that are in the pipeline at a time. transposed: as in `infer_phase`.
     """
-    counts, low = backend.counts, sizes.itemsize / WIDE
+    model, counts = sizes.model, sizes.counts
     sums = gradients.whole if micro_batches > 1 else 0.0
     through = {
-        "kept activations": running * kept_bytes(model, sizes, remat, counts),
+        "kept activations": running * kept_bytes(sizes, remat),
         "gradients": gradients.layers + sums,
         "transposed weights": transposed if counts.transposed else counts.copied * gradients.layers,
     }
     matrix = sizes.gathered / (3 if model.gated_mlp else 2)  # the mlp's matrices are most of a layer
-    lm, tied = head == "lm", model.tie_embeddings
+    lm, tied = sizes.head == "lm", model.tie_embeddings
     # A tied table is gathered once for both of its uses.
     tables = counts.forward_tables if lm and (tied or micro_batches > 1) else 1
     forward = {
-        "attention scores": (counts.scores[1] + counts.weights[0] * low) * sizes.scores,
-        "activations": 2 * sizes.head + sizes.hidden,
+        "attention scores": (counts.scores[1] + counts.weights[0] * sizes.low) * sizes.scores,
+        "activations": 2 * sizes.sharing + sizes.hidden,
         "gathered layers": counts.gathered[1] * sizes.gathered,
         "gradients of tables": tables * sizes.table,
     }
@@ -258,7 +245,7 @@ def train_phase(
     norms = counts.norms[0] * (sizes.query + sizes.key) if model.qk_norm else 0.0
     norms += counts.norms[1] * sizes.hidden if model.post_norms else 0.0
     backward = {
-        "attention scores": (counts.scores[2] + counts.weights[1] * low) * sizes.scores,
+        "attention scores": (counts.scores[2] + counts.weights[1] * sizes.low) * sizes.scores,
         "mlp": made_again * sizes.mlp,
         "activations": counts.backward * sizes.hidden + sizes.query + 2 * sizes.key + norms,
         "gathered layers": sizes.gathered - matrix,
@@ -267,7 +254,7 @@ def train_phase(
     logits = {
         "log-prob tiles": counts.logits * sizes.logits,
         "gradients of tables": counts.head_tables * sizes.table,
-        "activations": 2 * sizes.head + sizes.hidden,
+        "activations": 2 * sizes.sharing + sizes.hidden,
     }
     step = {"optimizer step": counts.optimizer * gradients.tiled, "relaid states": gradients.relaid}
     return max(_largest(through, forward, backward, logits if lm else {}), step, key=lambda phase: sum(phase.values()))
@@ -278,25 +265,23 @@ def cache_bytes(model: ModelConfig, rows: float, positions: int, tensor: int, it
     return 2.0 * model.layers * rows * max(model.kv_heads / tensor, 1) * positions * model.head_dim * itemsize
 
 
-def generate_phase(
-    model: ModelConfig, prompts: Arrays, cache: float, wave: float, logits: float, tensor: int, backend: Backend
-) -> Phase:
+def generate_phase(prompts: Arrays, cache: float, wave: float, logits: float, tensor: int) -> Phase:
     """Returns the largest phase of prefill and decoding.
 
     prompts: arrays of the rows that are prefilled together. cache: of all slots. wave: the prefilled rows' own cache,
         where that of all slots exists already; else 0. logits: of a step's rows, over the whole vocabulary.
     """
-    counts, layers = backend.counts, model.layers
-    scores = (counts.scores[0] + counts.weights[0] * prompts.itemsize / WIDE) * prompts.scores
+    counts, layers, tpu = prompts.counts, prompts.model.layers, prompts.platform == "tpu"
+    scores = (counts.scores[0] + counts.weights[0] * prompts.low) * prompts.scores
     # A product and its sum over devices; a TPU receives every device's part at once.
-    hidden = prompts.hidden * (tensor if backend.platform == "tpu" else min(tensor, 2))
+    hidden = prompts.hidden * (tensor if tpu else min(tensor, 2))
     # Except on a TPU, the last layer's output is not computed while prompts are read, and its cache comes last.
-    new_cache, missing = wave or cache, (0, 0) if backend.platform == "tpu" else (2, 1)
+    new_cache, missing = wave or cache, (0, 0) if tpu else (2, 1)
     first, second = (cache * bool(wave) + new_cache * max(layers - back, 0) / layers for back in missing)
     attention = {"attention scores": scores, "activations": hidden, "KV cache": first}
     mlp = {
         "mlp": counts.mlp[2] * prompts.mlp,
-        "activations": hidden if backend.platform == "tpu" else prompts.hidden,
+        "activations": hidden if tpu else prompts.hidden,
         "KV cache": second,
     }
     decode = {"KV cache": cache, "logits": counts.logits * logits}

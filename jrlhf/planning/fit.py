@@ -17,9 +17,8 @@ from jrlhf.meshes.plan import Placement, Plan, Slice
 from jrlhf.models import LoRAConfig, ModelConfig
 from jrlhf.models.remat import REMATS
 from jrlhf.planning.activations import DEFAULT, Backend
-from jrlhf.planning.memory import GIB, PlanMemory, keepers, plan_memory
+from jrlhf.planning.memory import GIB, Away, PlanMemory, away_parts, keepers, plan_memory
 from jrlhf.planning.plans import colocated
-from jrlhf.planning.residency import Away, away_parts
 from jrlhf.planning.workload import RoleModel, Workload, token_budgets, update_section, with_budgets, workload_of
 
 MOST_NAMED = 4  # settings in one sentence

@@ -5,21 +5,19 @@ is arithmetic: no device or compiler is asked.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import pairwise, product
 from math import ceil, prod
-from typing import Any, NamedTuple
+from typing import Literal
 
-import jax
-import jax.numpy as jnp
-
-from jrlhf.meshes import GENERATE, TRAIN, Call, Layout
+from jrlhf.config.schema import Config, SleepConfig
+from jrlhf.meshes import GENERATE, TRAIN, Call, Graph, Layout
 from jrlhf.meshes.graph import LEARNED, LEARNER, home_of
-from jrlhf.meshes.layout import axis_names
 from jrlhf.meshes.plan import Placement, Plan
-from jrlhf.models import LoRAConfig, ModelConfig, Schedule, init_lm, init_lora, init_scalar
-from jrlhf.models.lora import lora_axes
-from jrlhf.models.params import Axes, HeadKind, is_axes, lm_axes, scalar_axes
+from jrlhf.models import LoRAConfig, ModelConfig, Schedule
+from jrlhf.models.lora import adapter_weights
+from jrlhf.models.params import HeadKind, WeightInfo, weights
 from jrlhf.planning.activations import (
     DEFAULT,
     WIDE,
@@ -32,9 +30,8 @@ from jrlhf.planning.activations import (
     infer_phase,
     train_phase,
 )
-from jrlhf.planning.residency import Away
+from jrlhf.planning.moves import stored_alike
 from jrlhf.planning.simulate import segments
-from jrlhf.planning.time import stored_alike
 from jrlhf.planning.workload import RoleModel, Workload
 
 GIB = 2**30
@@ -48,48 +45,13 @@ GENERATED = 8  # token, log-prob
 # ---- weights
 
 
-class Weight(NamedTuple):
-    """A weight of a model, of all layers together where layers have one. axes: the logical axes of its dimensions."""
-
-    path: tuple[str, ...]
-    shape: tuple[int, ...]
-    axes: Axes
-
-    @property
-    def layered(self) -> bool:
-        return self.path[0] == "layers"
-
-    @property
-    def matrix(self) -> bool:
-        """Whether a frozen model has it in the compute dtype. Vectors stay float32."""
-        return len(self.shape) > (2 if self.layered else 1)
-
-    def shard(self, layout: Layout, fsdp: int, tensor: int) -> tuple[int, ...]:
-        """Returns the shape of a device's shard. Raises a ValueError where the weight does not divide."""
-        sizes = {"fsdp": fsdp, "tensor": tensor}
-        parts = [prod(sizes[axis] for axis in axis_names(entry)) for entry in layout.storage.spec(self.axes)]
-        for size, part in zip(self.shape, parts, strict=True):
-            if size % part:
-                raise ValueError(f"{'.'.join(self.path)} of shape {self.shape} does not divide over {fsdp} x {tensor}")
-        return tuple(size // part for size, part in zip(self.shape, parts, strict=True))
-
-    def bytes(self, layout: Layout, fsdp: int, tensor: int, itemsize: int) -> int:
-        return prod(self.shard(layout, fsdp, tensor)) * (itemsize if self.matrix else WIDE)
-
-
 @cache
-def weights(config: ModelConfig, head: HeadKind, tensor: int, lora: LoRAConfig | None = None) -> tuple[Weight, ...]:
-    """Returns all weights of a model, or of its adapter with the scalar head, for a `tensor` axis of this size."""
-    key = jax.eval_shape(lambda: jax.random.key(0))
-    if lora is not None:
-        shapes = jax.eval_shape(partial(init_lora, config, lora, head=head), key)
-        axes = lora_axes(config, lora, tensor, head)
-    else:
-        shapes = jax.eval_shape(partial(init_lm if head == "lm" else init_scalar, config), key)
-        axes = (lm_axes if head == "lm" else scalar_axes)(config, tensor)
-    named = dict(jax.tree_util.tree_flatten_with_path(axes, is_leaf=is_axes)[0])
-    leaves: Any = jax.tree_util.tree_flatten_with_path(shapes)[0]
-    return tuple(Weight(tuple(step.key for step in path), leaf.shape, named[path]) for path, leaf in leaves)
+def _shards(
+    config: ModelConfig, head: HeadKind, layout: Layout, fsdp: int, tensor: int, lora: LoRAConfig | None = None
+) -> tuple[tuple[WeightInfo, tuple[int, ...]], ...]:
+    """Returns each weight of a model, or of its adapter, with the shape of a device's shard."""
+    table = weights(config, head, tensor) if lora is None else adapter_weights(config, lora, head, tensor)
+    return tuple((weight, weight.shard(layout, fsdp, tensor)) for weight in table)
 
 
 @cache
@@ -103,24 +65,18 @@ def stored_bytes(
     lora: LoRAConfig | None = None,
 ) -> float:
     """Returns the bytes of a model's weights on a device, or of its adapter's: matrices of this item size."""
-    return float(sum(weight.bytes(layout, fsdp, tensor, itemsize) for weight in weights(config, head, tensor, lora)))
-
-
-# The leading dimensions that a matrix of a layer is summed over: int8 has one scale for each of the other entries.
-_INPUTS = {"wq": 1, "wk": 1, "wv": 1, "wo": 2, "gate": 1, "up": 1, "down": 1}
+    shards = _shards(config, head, layout, fsdp, tensor, lora)
+    return float(sum(prod(shape) * (WIDE if weight.vector else itemsize) for weight, shape in shards))
 
 
 @cache
 def base_bytes(config: ModelConfig, tensor: int, itemsize: int, int8: bool) -> float:
     """Returns the bytes of the base under adapters, which is a language model stored as generation needs it."""
-    total = 0
-    for weight in weights(config, "lm", tensor):
-        if not (int8 and weight.layered and weight.path[-1] in _INPUTS):
-            total += weight.bytes(GENERATE, 1, tensor, itemsize)
-            continue
-        shard, summed = weight.shard(GENERATE, 1, tensor), _INPUTS[weight.path[-1]]
-        total += prod(shard) + WIDE * shard[0] * prod(shard[1 + summed :])
-    return float(total)
+    total = stored_bytes(config, "lm", GENERATE, 1, tensor, itemsize)
+    for weight, shape in _shards(config, "lm", GENERATE, 1, tensor) if int8 else ():
+        if weight.inputs:  # a byte each, and a float32 scale for each output
+            total += (1 - itemsize) * prod(shape) + WIDE * shape[0] * prod(shape[1 + weight.inputs :])
+    return total
 
 
 def trained_bytes(model: RoleModel, fsdp: int, tensor: int) -> float:
@@ -130,37 +86,37 @@ def trained_bytes(model: RoleModel, fsdp: int, tensor: int) -> float:
     return stored_bytes(model.config, model.head, TRAIN, fsdp, tensor, WIDE)
 
 
-def resident(model: RoleModel, dtype: Any, placement: Placement) -> dict[str, float]:
+def resident(model: RoleModel, itemsize: int, placement: Placement) -> dict[str, float]:
     """Returns the bytes that a role keeps of one model on each device of its home, by part.
 
-    "base" is there once for all roles that share it. Raises a ValueError where the model does not divide.
+    "base" is there once for all roles that share it. itemsize: of the compute dtype. Raises a ValueError where the
+    model does not divide.
     """
-    itemsize, fsdp, tensor = jnp.dtype(dtype).itemsize, placement.fsdp, placement.tensor
     sizes: dict[str, float] = {}
     if model.shared:
-        sizes["base"] = base_bytes(model.config, tensor, itemsize, model.int8)
+        sizes["base"] = base_bytes(model.config, placement.tensor, itemsize, model.int8)
     if model.trained or model.lora is not None:
-        sizes["weights"] = trained_bytes(model, fsdp, tensor)
+        sizes["weights"] = trained_bytes(model, placement.fsdp, placement.tensor)
     elif not model.is_base:
-        size = WIDE if model.wide else itemsize
-        sizes["weights"] = stored_bytes(model.config, model.head, _storage(placement), fsdp, tensor, size)
+        sizes["weights"] = _frozen_bytes(model, WIDE if model.wide else itemsize, placement)
     if model.trained:
         sizes["optimizer"] = 2 * sizes["weights"] + COUNTERS
     return sizes
 
 
-def _storage(placement: Placement) -> Layout:
-    """Returns the layout that stores a frozen model's own weights."""
-    return GENERATE if placement.layout == "generate" else TRAIN
+def _frozen_bytes(model: RoleModel, itemsize: int, placement: Placement) -> float:
+    """Returns the bytes of a model's own weights on a device, as the placement stores them without training them."""
+    layout = GENERATE if placement.layout == "generate" else TRAIN
+    return stored_bytes(model.config, model.head, layout, placement.fsdp, placement.tensor, itemsize)
 
 
 @cache
 def _layer_numbers(config: ModelConfig, head: HeadKind, fsdp: int, tensor: int, last_gathered: bool) -> float:
     """Returns the numbers of a device's shards of the layers; with `last_gathered`, of those alone whose last dimension
     is sharded over fsdp."""
-    layered = [weight for weight in weights(config, head, tensor) if weight.layered]
-    chosen = [weight for weight in layered if weight.axes[-1] == "embed" or not last_gathered]
-    return float(sum(prod(weight.shard(TRAIN, fsdp, tensor)) for weight in chosen))
+    shards = _shards(config, head, TRAIN, fsdp, tensor)
+    chosen = (prod(shape) for row, shape in shards if row.layered and (row.axes[-1] == "embed" or not last_gathered))
+    return float(sum(chosen))
 
 
 def tiled(shape: tuple[int, ...]) -> int:
@@ -175,9 +131,64 @@ def tiled(shape: tuple[int, ...]) -> int:
 @cache
 def _tiled_numbers(config: ModelConfig, head: HeadKind, fsdp: int, tensor: int) -> tuple[float, float]:
     """Returns the numbers of a device's shards after padding to TPU tiles: of all, and of the padded arrays only."""
-    shards = [weight.shard(TRAIN, fsdp, tensor) for weight in weights(config, head, tensor) if weight.matrix]
+    shards = [shape for weight, shape in _shards(config, head, TRAIN, fsdp, tensor) if not weight.vector]
     sizes = [(tiled(shard), prod(shard)) for shard in shards]
     return float(sum(size for size, _ in sizes)), float(sum(size for size, real in sizes if size != real))
+
+
+# ---- what is offloaded
+
+
+Part = Literal["weights", "optimizer", "generation"]
+Place = Literal["device", "pinned_host", "dropped"]
+Away = Mapping[tuple[str, str], Mapping[str, Place]]
+"""(role, name of a call of any role) -> part of the role's state -> where that part is while the call runs."""
+
+
+def residency(config: Config, role: str, call: Call, following: Call | None = None) -> dict[Part, Place]:
+    """Returns where each part of a role's model is while a call of the algorithm runs.
+
+    role: a role with weights; a learner's weights are those of the actor and the critic.
+    following: the next call with a model. With `sleep.ahead`, what it needs may be on the devices already.
+
+    The parts are "weights", a trained role's "optimizer", and the actor's "generation": the copy of the weights that it
+    generates with, and the KV cache. Offloaded weights are brought to the devices while that copy is made and freed
+    when it is done. With LoRA there is no copy; "weights" are then the adapter's, for the base is never offloaded.
+    """
+    sleep = config.offloading
+    ahead = [following] if sleep.ahead and following is not None and following.role != call.role else []
+    users = [user for user in (call, *ahead) if user.role == role or (user.role == LEARNER and role in LEARNED)]
+    generates_with_copy = role == "actor" and config.lora is None
+    needed = any(user is following or user.kind != "generate" or not generates_with_copy for user in users)
+    places: dict[Part, Place] = {"weights": "pinned_host" if weights_sleep(role, sleep) and not needed else "device"}
+    if role in ("actor", "critic", "cost_critic"):
+        trained = any(user.kind == "train" for user in users)
+        places["optimizer"] = "device" if trained or sleep.optimizer == "device" else "pinned_host"
+    if role == "actor":
+        places["generation"] = "device" if call.role == role and call.kind == "generate" else "dropped"
+    return places
+
+
+def weights_sleep(role: str, sleep: SleepConfig) -> bool:
+    """Returns whether a role's weights are offloaded to host memory between its calls."""
+    section = {"cost_critic": "critic", "cost": "reward"}.get(role, role)
+    return getattr(sleep, section) == "host"
+
+
+def away_parts(config: Config, graph: Graph, roles: Mapping[str, object]) -> Away:
+    """Returns where the states of `roles` are during every call of a graph. Only RL algorithms offload anything."""
+    if graph.name != config.algorithm:
+        return {}
+    calls = [call for call in graph if call.kind != "compute"]
+    following = dict(pairwise(calls))
+    return {
+        (role, call.name): {
+            part: place
+            for part, place in residency(config, role, call, following.get(call)).items()
+            if part != "generation"
+        }
+        for role, call in product(roles, calls)
+    }
 
 
 # ---- calls
@@ -208,15 +219,11 @@ def call_bytes(workload: Workload, call: Call, placement: Placement, backend: Ba
     """
     models = workload.models.get(call.role, ())
     home, moved = home_of(workload.graph, call.role), 0.0
-    owned = home is not None and home.role == call.role
-    active: dict[str, float] = {}
-    for model in models:
-        needs = dict(_active(workload, call, _stage(model, placement), placement, backend))
-        copied = 0.0  # adapters compute with the base that is there
-        if not model.shared:
-            size, staged = jnp.dtype(workload.dtype).itemsize, _stage(model, placement)
-            layout, fsdp, tensor = _storage(placement), placement.fsdp, placement.tensor
-            copied = stored_bytes(staged.config, staged.head, layout, fsdp, tensor, size)
+    active: Phase = {}
+    for model in (_stage(model, placement) for model in models):
+        needs = _active(workload, call, model, placement, backend)
+        # Adapters compute with the base that is there.
+        copied = 0.0 if model.shared else _frozen_bytes(model, workload.itemsize, placement)
         if call.kind == "generate":
             needs["generation weights"] = copied
         else:
@@ -225,15 +232,16 @@ def call_bytes(workload: Workload, call: Call, placement: Placement, backend: Ba
             active = {part: active.get(part, 0.0) + needs.get(part, 0.0) for part in {**active, **needs}}
         else:  # one after the other
             active = max(active, needs, key=lambda parts: sum(parts.values()))
-    states = _kept(models if owned else (), workload.dtype, placement)
+    owned = home is not None and home.role == call.role
+    states = _state_bytes(models if owned else (), workload.itemsize, placement)
     return CallBytes(states, {part: size for part, size in active.items() if size}, moved)
 
 
-def _kept(models: Sequence[RoleModel], dtype: Any, home: Placement) -> dict[str, float]:
+def _state_bytes(models: Sequence[RoleModel], itemsize: int, home: Placement) -> dict[str, float]:
     """Returns the bytes that a role keeps of all its models, by part; "base" is counted once."""
     sizes: dict[str, float] = {}
     for model in models:
-        for part, size in resident(_stage(model, home), dtype, home).items():
+        for part, size in resident(_stage(model, home), itemsize, home).items():
             sizes[part] = size if part == "base" else sizes.get(part, 0.0) + size
     return sizes
 
@@ -248,36 +256,33 @@ def _stage(model: RoleModel, placement: Placement) -> RoleModel:
 
 def _active(workload: Workload, call: Call, model: RoleModel, placement: Placement, backend: Backend) -> Phase:
     """Predicts what a call adds for one model: its largest phase, and its inputs and outputs."""
-    kind, devices, fsdp, tensor = call.kind, placement.devices.count, placement.fsdp, placement.tensor
+    kind, parts, fsdp, tensor = call.kind, placement.micro_batches, placement.fsdp, placement.tensor
     rows = workload.rows_of(call)
     if kind == "compute":  # the model only waits on the devices
         return {}
+    inputs = {"generate": GENERATED, "infer": SCORED, "train": TRAINED}[kind] * rows * workload.length
+    inputs /= placement.devices.count
     if kind == "generate":
-        return _generating(workload, rows, model, placement, backend)
+        return _generating(workload, rows, model, placement, backend) | {"inputs": inputs}
     layout = "generate" if model.shared else placement.layout
     # Layouts that compute with slices give a tensor group's rows to each of its devices.
-    sharing = devices // placement.pipeline // (tensor if layout in ("generate", "train_tp") else 1)
-    computed = rows / workload.minibatches if kind == "train" else rows
-    computed /= sharing * placement.micro_batches
-    sizes = arrays(model.config, model.head, computed, workload.length, layout, tensor, workload.dtype, backend)
-    if model.shared:  # the base's tables are stored as they are used, and have no gradients
-        sizes = replace(sizes, table=0.0)
+    sharing = placement.devices.count // placement.pipeline // (tensor if layout in ("generate", "train_tp") else 1)
+    computed = (rows / workload.minibatches if kind == "train" else rows) / (sharing * parts)
+    sizes = arrays(workload, model, computed, workload.length, layout, tensor, backend)
+
+    def layers(last_gathered: bool) -> float:
+        return _layer_numbers(model.config, model.head, fsdp, tensor, last_gathered)
+
     # Weights gathered along their last dimension are transposed, unless they are gathered over both axes.
-    transposes = layout != "generate" and tensor == 1 and fsdp > 1
-    numbers = partial(_layer_numbers, model.config, model.head, fsdp, tensor)
-    stored = WIDE if kind == "train" or model.trained or model.wide else sizes.itemsize
-    transposed = numbers(True) * stored if transposes else 0.0
+    stored = WIDE if kind == "train" or model.trained or model.wide else workload.itemsize
+    transposed = layers(True) * stored if layout != "generate" and tensor == 1 and fsdp > 1 else 0.0
     if kind == "train":
-        parts = placement.micro_batches
         gradients = _gradients(model, placement, backend, loop=workload.minibatches > 1)
-        running = min(placement.pipeline, parts)
-        needs = train_phase(
-            model.config, model.head, sizes, workload.remat, gradients, parts, running, backend, transposed
-        )
+        needs = train_phase(sizes, workload.remat, gradients, parts, min(placement.pipeline, parts), transposed)
     else:
-        cast = 0.0 if stored == sizes.itemsize or layout == "generate" else numbers(False) * sizes.itemsize
-        needs = infer_phase(model.config, model.head, sizes, backend, transposed, cast)
-    return needs | {"inputs": (TRAINED if kind == "train" else SCORED) * rows * workload.length / devices}
+        casts = stored != workload.itemsize and layout != "generate"
+        needs = infer_phase(sizes, transposed, layers(False) * workload.itemsize if casts else 0.0)
+    return needs | {"inputs": inputs}
 
 
 def _gradients(model: RoleModel, placement: Placement, backend: Backend, *, loop: bool) -> Gradients:
@@ -297,8 +302,7 @@ def _gradients(model: RoleModel, placement: Placement, backend: Backend, *, loop
 
 def _generating(workload: Workload, rows: float, model: RoleModel, placement: Placement, backend: Backend) -> Phase:
     config, groups, tensor = model.config, placement.data * placement.fsdp, placement.tensor
-    size = jnp.dtype(workload.dtype).itemsize
-    computed = rows / placement.micro_batches
+    size, computed = workload.itemsize, rows / placement.micro_batches
     slots = min(workload.slots or computed, computed) / groups
     schedule = Schedule(workload.slots, workload.chunk or workload.response, prefill=workload.prefill)
     # Prompts that are prefilled together, and their cache where they wait for slots.
@@ -307,33 +311,12 @@ def _generating(workload: Workload, rows: float, model: RoleModel, placement: Pl
         room = max(1, int(slots) // workload.samples)
         together = max(schedule.waves(ceil(together), room, workload.prompt))
         wave = cache_bytes(config, together, workload.prompt, tensor, size)
-    prompts = arrays(config, model.head, together, workload.prompt, "generate", tensor, workload.dtype, backend)
+    prompts = arrays(workload, model, together, workload.prompt, "generate", tensor, backend)
     cached = cache_bytes(config, slots, workload.length, tensor, size)
-    logits = WIDE * slots / tensor * config.padded_vocab
-    needs = generate_phase(config, prompts, cached, wave, logits, tensor, backend)
-    return needs | {"inputs": GENERATED * rows * workload.length / placement.devices.count}
+    return generate_phase(prompts, cached, wave, WIDE * slots / tensor * config.padded_vocab, tensor)
 
 
 # ---- plans
-
-
-@dataclass(frozen=True)
-class DeviceBytes:
-    """One device, or several that are alike: `count` from number `start` on.
-
-    resident: role -> bytes that it keeps there; "base" is shared by all adapters. active: bytes of `worst`, the call
-    that needs most there.
-    """
-
-    start: int
-    count: int
-    resident: Mapping[str, float]
-    active: float
-    worst: str
-
-    @property
-    def total(self) -> float:
-        return sum(self.resident.values()) + self.active
 
 
 @dataclass(frozen=True)
@@ -355,7 +338,6 @@ class PlanMemory:
 
     roles: Mapping[str, Mapping[str, float]]
     phases: tuple[CallPhase, ...]
-    devices: tuple[DeviceBytes, ...] = field(default=())
 
     @property
     def peak(self) -> float:
@@ -366,15 +348,6 @@ class PlanMemory:
         return max(self.phases, key=lambda phase: phase.total)
 
 
-class Resident(NamedTuple):
-    """Bytes of a part of a role's state on each device of a placement."""
-
-    role: str
-    part: str
-    size: float
-    home: Placement
-
-
 def keepers(workload: Workload) -> dict[str, tuple[RoleModel, ...]]:
     """Returns role -> the models that it keeps. A learner's models belong to the roles that it trains."""
     models = dict(workload.models)
@@ -382,56 +355,38 @@ def keepers(workload: Workload) -> dict[str, tuple[RoleModel, ...]]:
 
 
 def plan_memory(workload: Workload, plan: Plan, backend: Backend = DEFAULT, *, away: Away | None = None) -> PlanMemory:
-    """Predicts the memory of every device and every call of a plan.
+    """Predicts the memory of every call of a plan, on the device of its slice where it needs most.
 
     away: the parts that are not on the devices during a call; None: all parts always are. Raises a ValueError where a
         model does not divide.
     """
     away = away or {}
     calls = [call for call in workload.graph if call.name in plan.placements and call.role in workload.models]
-    homes = {role: home_of(workload.graph, role, plan) for role in keepers(workload)}
-    entries = [
-        Resident(role, part, size, plan[home.name])
-        for role, models in keepers(workload).items()
-        if (home := homes[role]) is not None
-        for part, size in _kept(models, workload.dtype, plan[home.name]).items()
-    ]
-    needs = {}
+    homes = {
+        role: plan[home.name] for role in keepers(workload) if (home := home_of(workload.graph, role, plan)) is not None
+    }
+    states = {role: _state_bytes(keepers(workload)[role], workload.itemsize, home) for role, home in homes.items()}
+    phases: dict[str, CallPhase] = {}
     for call in calls:
-        placement = plan[call.name]
-        predicted = call_bytes(workload, call, placement, backend)
-        home = homes.get(call.role)
-        elsewhere = predicted.moved and home is not None and not stored_alike(plan[home.name], placement)
-        needs[call.name] = {**predicted.active, "moved weights": predicted.moved} if elsewhere else predicted.active
-    size_of = {name: sum(parts.values()) for name, parts in needs.items()}
-    devices, phases = [], {}
-    for group in segments(placement.devices for placement in plan.placements.values()):
-        here = [entry for entry in entries if entry.home.devices.overlaps(group)]
-        roles: dict[str, float] = {}
-        for entry in here:
-            if entry.part != "base":
-                roles[entry.role] = roles.get(entry.role, 0.0) + entry.size
-            else:
-                roles.setdefault(entry.role, 0.0)
-        base = max((entry.size for entry in here if entry.part == "base"), default=0.0)
-        roles |= {"base": base} if base else {}
-        running = [call for call in calls if plan[call.name].devices.overlaps(group)]
-        for call in running:
-            offloaded = sum(
-                entry.size
-                for entry in here
-                if away.get((entry.role, call.name), {}).get(entry.part, "device") != "device"
-            )
-            phase = CallPhase(call.name, sum(roles.values()) - offloaded, needs[call.name])
+        placement, home = plan[call.name], homes.get(call.role)
+        needs = call_bytes(workload, call, placement, backend)
+        active = dict(needs.active)
+        if needs.moved and home is not None and not stored_alike(home, placement):
+            active["moved weights"] = needs.moved
+        for group in segments(placement.devices for placement in plan.placements.values()):
+            if not placement.devices.overlaps(group):
+                continue
+            here = [(role, states[role]) for role, home in homes.items() if home.devices.overlaps(group)]
+            stays = max((parts["base"] for _, parts in here if "base" in parts), default=0.0)
+            for role, parts in here:
+                places = away.get((role, call.name), {})
+                stays += sum(
+                    size for part, size in parts.items() if part != "base" and places.get(part, "device") == "device"
+                )
+            phase = CallPhase(call.name, stays, active)
             if call.name not in phases or phase.total > phases[call.name].total:
                 phases[call.name] = phase
-        worst = max((call.name for call in running), key=lambda name: size_of[name], default="")
-        devices.append(DeviceBytes(group.start, group.count, roles, size_of.get(worst, 0.0), worst))
-    bases = [entry.size for entry in entries if entry.part == "base"]
-    shown: dict[str, dict[str, float]] = {"base": {"weights": max(bases)}} if bases else {}
-    shown |= {role: {} for role, home in homes.items() if home is not None}
-    for entry in entries:
-        if entry.part != "base":
-            shown[entry.role][entry.part] = entry.size
-    ordered = tuple(phases[call.name] for call in calls if call.name in phases)
-    return PlanMemory(shown, ordered, tuple(devices))
+    bases = [parts["base"] for parts in states.values() if "base" in parts]
+    roles = {"base": {"weights": max(bases)}} if bases else {}
+    roles |= {role: {part: size for part, size in parts.items() if part != "base"} for role, parts in states.items()}
+    return PlanMemory(roles, tuple(phases.values()))

@@ -28,7 +28,8 @@ from jrlhf.models.params import HeadKind
 from jrlhf.models.remat import Remat
 from jrlhf.planning import microbenchmarks
 from jrlhf.planning.candidates import powers_of_two
-from jrlhf.planning.time import Group, Parts
+from jrlhf.planning.moves import Group
+from jrlhf.planning.time import Parts
 from jrlhf.planning.workload import RoleModel, Workload
 from jrlhf.run.files import write_atomic
 

@@ -137,6 +137,11 @@ class Workload:
         """T: the width of a batch of tokens."""
         return self.prompt + self.response
 
+    @cached_property
+    def itemsize(self) -> int:
+        """Bytes of a number in the compute dtype."""
+        return jnp.dtype(self.dtype).itemsize
+
     @property
     def calls(self) -> list[Call]:
         """The calls that use a model. Only these have a placement."""

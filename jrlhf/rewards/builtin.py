@@ -13,6 +13,9 @@ from fractions import Fraction
 from typing import Any
 
 NAMES = ("exact_match", "format_regex", "numeric_answer", "math_verify", "word_count")
+# Stands for what the functions compute, in place of the file's hash, so that a run resumes although their text was
+# edited. Its value is the hash that older runs recorded. Replace it when a function gives some response another score.
+IDENTITY = "c1e9a59c1c7362ca2705b42dc56af51755f5032d8833bbc24ade19275d4580dd"
 
 NUMBER = r"[-+]?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?"
 NUMBERS = re.compile(rf"(?<![\w.])({NUMBER})(?:\s*/\s*({NUMBER}))?")

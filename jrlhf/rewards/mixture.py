@@ -112,7 +112,7 @@ class TextRewards:
         with jax.profiler.TraceAnnotation("reward_functions"):
             scored = _ask(self._functions, samples, batch.step) if is_main() else {}
         if scored:
-            self._clock.beside(f"{self._kind.removesuffix('s')}_functions", time.perf_counter() - started)
+            self._clock.add_parallel(f"{self._kind.removesuffix('s')}_functions", time.perf_counter() - started)
         return samples, scored
 
     def _summed(self, samples: Sequence[Sample], scored: Mapping[str, Scored]) -> Scored:

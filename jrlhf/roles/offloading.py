@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from jrlhf.config.schema import SleepConfig
 from jrlhf.errors import UserError
 from jrlhf.meshes.offload import check_host_memory, free_host, is_on_host, offload, onload
-from jrlhf.planning.residency import weights_sleep
+from jrlhf.planning.memory import weights_sleep
 from jrlhf.ppo import TrainState
 from jrlhf.run.clock import Clock
 

@@ -9,7 +9,7 @@ from jaxtyping import Bool
 
 from jrlhf.meshes.hardware import Peak, peak_of
 from jrlhf.models.flops import Lengths, forward_operations, generation_seconds, training_operations
-from jrlhf.models.quantize import has_int8
+from jrlhf.models.modules import has_int8
 from jrlhf.ppo import GRPOConfig, PolicyConfig, ReMaxConfig
 from jrlhf.roles.compiled import Compute
 from jrlhf.roles.model import Architecture, Model

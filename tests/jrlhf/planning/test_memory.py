@@ -33,8 +33,7 @@ from jrlhf.models.quantize import int8_shardings, to_int8
 from jrlhf.planning.activations import Backend
 from jrlhf.planning.candidates import placements
 from jrlhf.planning.fit import suggest_settings
-from jrlhf.planning.memory import call_bytes, plan_memory, resident, tiled
-from jrlhf.planning.residency import Away
+from jrlhf.planning.memory import Away, call_bytes, plan_memory, resident, tiled
 from jrlhf.planning.simulate import simulate
 from jrlhf.planning.time import CostModel
 from jrlhf.planning.workload import RoleModel, Workload
@@ -137,10 +136,10 @@ def test_states_are_those_of_the_arrays(model, sizes):
     mesh = make_mesh(1, *sizes)
     for head in ("lm", "scalar"):
         state = train_state(OptimizerConfig(), whole_weights(model, mesh, head), mesh)
-        resident_bytes = resident(RoleModel(model, head, trained=True), jnp.bfloat16, at(*sizes))
+        resident_bytes = resident(RoleModel(model, head, trained=True), 2, at(*sizes))
         assert resident_bytes == {"weights": device_bytes(state.params), "optimizer": device_bytes(state.opt_state)}
         for wide, dtype in ((False, jnp.bfloat16), (True, jnp.float32)):
-            resident_bytes = resident(RoleModel(model, head, trained=False, wide=wide), jnp.bfloat16, at(*sizes))
+            resident_bytes = resident(RoleModel(model, head, trained=False, wide=wide), 2, at(*sizes))
             assert resident_bytes == {"weights": device_bytes(whole_weights(model, mesh, head, dtype))}
 
 
@@ -153,21 +152,19 @@ def test_states_of_adapters_are_those_of_the_arrays(sizes):
     for head in ("lm", "scalar"):
         adapter = adapter_weights(model, mesh, LORA, head)
         moments = train_state(OptimizerConfig(), adapter, mesh).opt_state
-        resident_bytes = resident(RoleModel(model, head, True, LORA), jnp.bfloat16, at(*sizes))
+        resident_bytes = resident(RoleModel(model, head, True, LORA), 2, at(*sizes))
         own = {"weights": device_bytes(adapter), "optimizer": device_bytes(moments)}
         assert resident_bytes == {"base": device_bytes(base), **own}
-        resident_bytes = resident(RoleModel(model, head, False, LORA, int8=True), jnp.bfloat16, at(*sizes))
+        resident_bytes = resident(RoleModel(model, head, False, LORA, int8=True), 2, at(*sizes))
         assert resident_bytes == {"base": device_bytes(small), "weights": own["weights"]}
-    assert resident(RoleModel(model, "lm", False, is_base=True), jnp.bfloat16, at(*sizes)) == {
-        "base": device_bytes(base)
-    }
+    assert resident(RoleModel(model, "lm", False, is_base=True), 2, at(*sizes)) == {"base": device_bytes(base)}
 
 
 def test_a_model_that_does_not_divide_is_refused():
     with pytest.raises(ValueError, match="does not divide over 3"):
-        resident(RoleModel(GQA, "lm", True), jnp.float32, at(3, 1))
+        resident(RoleModel(GQA, "lm", True), 4, at(3, 1))
     with pytest.raises(ValueError, match="heads=8 cannot be divided over tensor=3"):
-        resident(RoleModel(GQA, "lm", True), jnp.float32, at(1, 3))
+        resident(RoleModel(GQA, "lm", True), 4, at(1, 3))
 
 
 # ---- calls
@@ -279,11 +276,9 @@ def test_roles_live_where_they_are_trained_and_all_that_is_kept_adds_up():
     workload = ppo()
     memory = plan_memory(workload, everywhere(workload))
     totals = {role: sum(parts.values()) for role, parts in memory.roles.items()}
-    assert set(totals) == {"actor", "critic", "reference", "reward"} and len(memory.devices) == 1
-    (device,) = memory.devices
-    assert (device.start, device.count) == (0, 8) and dict(device.resident) == totals
+    assert set(totals) == {"actor", "critic", "reference", "reward"}
     assert all(phase.resident == sum(totals.values()) for phase in memory.phases)
-    assert memory.peak == max(phase.total for phase in memory.phases) == device.total
+    assert memory.peak == max(phase.total for phase in memory.phases) == memory.largest.total
 
 
 def test_on_slices_of_their_own_roles_do_not_meet():
@@ -291,10 +286,10 @@ def test_on_slices_of_their_own_roles_do_not_meet():
     plan = everywhere(workload, fsdp=4)
     later = {name: replace(at, devices=Slice(4, 4)) for name, at in plan.placements.items() if "critic" in name}
     memory = plan_memory(workload, Plan("split", {**plan.placements, **later}))
-    first, second = memory.devices
-    assert set(first.resident) == {"actor", "reference", "reward"} and set(second.resident) == {"critic"}
+    totals = {role: sum(parts.values()) for role, parts in memory.roles.items()}
     by_call = {phase.call: phase for phase in memory.phases}
-    assert by_call["critic.update"].resident == second.resident["critic"]
+    assert by_call["critic.update"].resident == totals.pop("critic")
+    assert by_call["actor.update"].resident == sum(totals.values()) and len(totals) == 3
     # Away from home a call brings its weights.
     moved = {**plan.placements, "critic.values": replace(plan["critic.values"], devices=Slice(4, 4))}
     assert home_of(workload.graph, "critic", Plan("moved", moved)) == workload.graph["critic.update"]
@@ -369,9 +364,10 @@ def test_adapters_share_one_base():
     workload = ppo(models=models)
     memory = plan_memory(workload, everywhere(workload))
     assert memory.roles["base"]["weights"] == pytest.approx(2 * 8.030261248e9, rel=1e-3)
-    (device,) = memory.devices
-    assert device.resident["base"] == memory.roles["base"]["weights"] and device.resident.get("reference", 0) == 0
-    assert device.resident["actor"] < 0.01 * device.resident["base"]
+    base = memory.roles["base"]["weights"]
+    own = {role: sum(parts.values()) for role, parts in memory.roles.items() if role != "base"}
+    assert own["reference"] == 0 and 0 < own["actor"] < 0.01 * base
+    assert memory.phases[0].resident == base + sum(own.values())
     assert "generation weights" not in memory.phases[0].active
 
 
@@ -381,7 +377,7 @@ def test_a_learner_keeps_what_it_trains_for_the_actor():
     workload = ppo(graph=graph, models={"actor": (actor,), "learner": (actor, critic)}, minibatches=1)
     plan = everywhere(workload)
     memory = plan_memory(workload, plan)
-    own = {name: resident(model, workload.dtype, at(8, 1)) for name, model in (("actor", actor), ("critic", critic))}
+    own = {name: resident(model, workload.itemsize, at(8, 1)) for name, model in (("actor", actor), ("critic", critic))}
     assert memory.roles == own
     # What sleeps does so by its own name.
     asleep = plan_memory(workload, plan, away={("critic", "actor.generate"): {"optimizer": "pinned_host"}})

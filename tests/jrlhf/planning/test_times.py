@@ -14,17 +14,8 @@ from jrlhf.meshes.plan import Placement, Slice
 from jrlhf.models import LoRAConfig, ModelConfig
 from jrlhf.models.flops import generation_seconds, training_operations
 from jrlhf.models.presets import PRESETS
-from jrlhf.planning.time import (
-    CallTime,
-    CostModel,
-    Group,
-    call_seconds,
-    gather_seconds,
-    group,
-    reallocation_seconds,
-    reduce_seconds,
-    transfer_seconds,
-)
+from jrlhf.planning.moves import Group, gather_seconds, group, reallocation_seconds, reduce_seconds, transfer_seconds
+from jrlhf.planning.time import CallTime, CostModel, call_seconds
 
 SMALL, LARGE = PRESETS["meta-llama/Meta-Llama-3-8B"], PRESETS["meta-llama/Meta-Llama-3-70B"]
 THIRTEEN = ModelConfig(32000, 5120, 40, 40, 40, 128, 13824, 4096, tie_embeddings=False)

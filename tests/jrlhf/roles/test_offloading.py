@@ -21,7 +21,7 @@ from jrlhf.config.schema import LoRASection, SleepConfig
 from jrlhf.errors import UserError
 from jrlhf.meshes import Call, make_mesh
 from jrlhf.meshes.offload import free_host, is_on_host, offload
-from jrlhf.planning.residency import residency
+from jrlhf.planning.memory import residency
 from jrlhf.roles import compiled
 from jrlhf.roles.graph import trace
 from jrlhf.roles.offloading import Offloader, check_sleep

@@ -1,16 +1,15 @@
 """A run that the version of 2026-11-20 (commit 97cd242) left resumes, and continues as that version did."""
 
 import json
+import subprocess
+import sys
 import tarfile
 from pathlib import Path
 
 import pytest
 
-from jrlhf import train
-
-STORED = Path(__file__).with_name(
-    "stored_run.tar.gz"
-)  # 4 of 6 iterations of PPO are in the checkpoint; metrics.jsonl has 6
+# 4 of 6 iterations of PPO are in the checkpoint; metrics.jsonl has 6
+STORED = Path(__file__).with_name("stored_run.tar.gz")
 
 
 def records(run: Path) -> dict[tuple[str, int], dict[str, float]]:
@@ -23,14 +22,15 @@ def records(run: Path) -> dict[tuple[str, int], dict[str, float]]:
     }
 
 
-def test_a_run_of_an_older_version_resumes(tmp_path: Path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_a_run_of_an_older_version_resumes(tmp_path: Path):
     with tarfile.open(STORED) as archive:
-        archive.extractall(filter="data")
+        archive.extractall(tmp_path, filter="data")
     run = tmp_path / "runs" / "stored"
     expected = records(run)
     assert len(expected) == 6
-    assert train.cli(["--config", "config.yaml", "--resume"]) == 0
+    command = [sys.executable, "-m", "jrlhf.train", "--config", "config.yaml", "--resume"]
+    process = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert process.returncode == 0, process.stderr
     continued = records(run)
     assert continued.keys() == expected.keys()
     for key, metrics in expected.items():

@@ -1,0 +1,102 @@
+"""Predicted seconds of moving bytes: collectives, weights to another placement, rows to another call."""
+
+from math import prod
+from typing import NamedTuple
+
+from jrlhf.meshes.hardware import Cluster
+from jrlhf.meshes.plan import Placement, Slice
+
+
+class Group(NamedTuple):
+    """The devices of one collective: their number, and how many of them are on one node."""
+
+    size: int
+    local: int
+
+
+_AXES = ("pipeline", "data", "fsdp", "tensor")  # a device's number changes fastest along the last one
+
+
+def group(placement: Placement, node: int, *axes: str) -> Group:
+    """Returns the group of a collective over these neighbouring mesh axes, on nodes of `node` devices."""
+    inner = _AXES[_AXES.index(axes[-1]) + 1 :]
+    size = prod(getattr(placement, axis) for axis in axes)
+    stride = prod(getattr(placement, axis) for axis in inner)
+    start = placement.devices.start % node
+    here = node if start + min(placement.devices.count, node) <= node else node - start
+    return Group(size, max(1, min(size, here // stride)))
+
+
+def gather_seconds(cluster: Cluster, group: Group, size: float) -> float:
+    """Predicts an all-gather to `size` bytes on each device, or a reduce-scatter of `size` bytes.
+
+    On a ring every device sends and receives (g - 1) / g of the bytes. Between nodes, as many rings run as the group
+    has members on a node, each through its own port (as NCCL does); all of them share the link inside the node.
+    """
+    if group.size == 1:
+        return 0.0
+    hardware = cluster.hardware
+    inside = hardware.link
+    if group.local < group.size:
+        inside = min(inside, group.local * hardware.network)
+    return (group.size - 1) / group.size * size / (hardware.collective * inside) + hardware.latency
+
+
+def reduce_seconds(cluster: Cluster, group: Group, size: float) -> float:
+    """Predicts an all-reduce of `size` bytes: a reduce-scatter and an all-gather, started together."""
+    if group.size == 1:
+        return 0.0
+    return 2 * gather_seconds(cluster, group, size) - cluster.hardware.latency
+
+
+def reallocation_seconds(size: float, home: Placement, placement: Placement, cluster: Cluster) -> float:
+    """Predicts bringing weights of `size` bytes from where they are stored to where, and as, a call needs them.
+
+    A device receives its new shard without the part that it already has. Where one device sends to several, its port
+    is the bottleneck.
+    """
+    if stored_alike(home, placement):
+        return 0.0
+    received = size * max(0.0, stored_share(placement) - _kept_share(home, placement))
+    fanout = max(1.0, placement.devices.count / home.devices.count)
+    return _move_seconds(received * fanout, home.devices, placement.devices, cluster)
+
+
+def transfer_seconds(size: float, source: Placement, target: Placement, cluster: Cluster) -> float:
+    """Predicts bringing `size` bytes of rows from one call's devices to another's; rows are on all devices."""
+    if source.devices == target.devices:
+        return 0.0
+    size /= min(source.devices.count, target.devices.count)
+    return _move_seconds(size, source.devices, target.devices, cluster)
+
+
+def stored_share(placement: Placement) -> float:
+    """Returns the share of a model's matrices that each device stores in this placement."""
+    divided = placement.tensor * placement.pipeline
+    return 1 / (divided if placement.layout == "generate" else divided * placement.fsdp)
+
+
+def stored_alike(home: Placement, placement: Placement) -> bool:
+    """Returns whether both placements store the same shards: training and scoring layouts store weights alike."""
+    same_storage = (home.layout == "generate") == (placement.layout == "generate")
+    return same_storage and (home.devices, home.sizes) == (placement.devices, placement.sizes)
+
+
+def _kept_share(home: Placement, placement: Placement) -> float:
+    """Returns the share of the model that every device already has of its new shard, at the least."""
+    if not (home.devices.start <= placement.devices.start and placement.devices.stop <= home.devices.stop):
+        return 0.0
+    old, new = stored_share(home), stored_share(placement)
+    if home.sizes == placement.sizes and home.pipeline == placement.pipeline and home.devices == placement.devices:
+        return min(old, new)  # the remaining axes stay where they were: one shard contains the other
+    if home.pipeline == placement.pipeline and home.tensor == placement.tensor:
+        return old * new * home.tensor * home.pipeline  # the same slices of heads and mlp, other slices of embed
+    return old * new  # slices of different dimensions cross
+
+
+def _move_seconds(size: float, source: Slice, target: Slice, cluster: Cluster) -> float:
+    """Predicts `size` bytes a device between two slices: over links inside a node, else over the network."""
+    hardware, node = cluster.hardware, cluster.node
+    first, last = min(source.start, target.start), max(source.stop, target.stop)
+    rate = hardware.link if first // node == (last - 1) // node else min(hardware.link, hardware.network)
+    return size / (hardware.collective * rate) + hardware.latency
