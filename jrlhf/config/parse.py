@@ -141,8 +141,8 @@ def build(cls: type[T], mapping: object, path: str = "") -> T:
     """
     mapping, kinds = {} if mapping is None else mapping, _kinds(cls)
     if not isinstance(mapping, Mapping):
-        known = ", ".join(kinds)
-        raise UserError(f"{path}={_shown(mapping)}: it is a section, write {path}.KEY=VALUE for one of {known}")
+        keys = ", ".join(kinds)
+        raise UserError(f"{path}={_shown(mapping)}: it is a section, write {path}.KEY=VALUE for one of {keys}")
     mapping, derived = cls.prepare(mapping) if hasattr(cls, "prepare") else (mapping, {})  # pyright: ignore
     values: dict[str, Any] = {}
     for key, value in mapping.items():
