@@ -17,7 +17,7 @@ from jrlhf.meshes.graph import LEARNED, LEARNER, home_of
 from jrlhf.meshes.plan import Placement, Plan
 from jrlhf.models import LoRAConfig, ModelConfig, Schedule
 from jrlhf.models.lora import adapter_weights
-from jrlhf.models.weights import HeadKind, WeightInfo, weights
+from jrlhf.models.params import HeadKind, WeightInfo, weights
 from jrlhf.planning.activations import (
     DEFAULT,
     WIDE,

@@ -22,7 +22,7 @@ from jrlhf.kernels.logprob import token_logprobs, token_sums
 from jrlhf.meshes import GENERATE, TRAIN, make_mesh
 from jrlhf.meshes.mesh import Device
 from jrlhf.models import ModelConfig, SamplingConfig, init_lm, make_generate, param_shardings
-from jrlhf.models.attention import layer_attention, layer_rotations, of_layer
+from jrlhf.models.attention import attention, layer_rotations, of_layer
 from jrlhf.models.collectives import TENSOR, lookup, total
 from jrlhf.models.modules import NO_ADAPTERS, Block
 from jrlhf.models.params import HeadKind
@@ -81,7 +81,7 @@ def layers(
     remat: Remat,
     implementation: Any = None,
 ) -> Program:
-    """Builds `LAYERS` layers over `rows` rows on each device; training goes backward too, as in `models.sharded`."""
+    """Builds `LAYERS` layers over `rows` rows on each device; training goes backward too, as in `models.forward`."""
     shallow = replace(config, layers=LAYERS, local_layers=config.local_layers[:LAYERS])
     weights = init_lm(shallow, jax.random.key(0))["layers"]
     rotations = layer_rotations(jnp.arange(length)[None, :], shallow)
@@ -89,7 +89,7 @@ def layers(
 
     def layer(x, weights):
         def attend(*heads):
-            return layer_attention(shallow, local, *heads, implementation=implementation), None
+            return attention(*heads, **shallow.scores, local=local, implementation=implementation), None
 
         loaded = jax.tree.map(lambda w: w.astype(dtype) if w.ndim > 1 else w, weights)
         return Block(shallow, loaded)(x, of_layer(rotations, local), attend, None, NO_ADAPTERS)

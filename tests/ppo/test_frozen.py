@@ -70,7 +70,10 @@ def cases(toy):
     }
 
 
-@pytest.mark.parametrize("name", ["actor", "sums", "critic", "sft", "preferences"])
+@pytest.mark.parametrize(
+    "name",
+    ["actor", "sums", "critic", *(pytest.param(name, marks=pytest.mark.full) for name in ("sft", "preferences"))],
+)
 def test_differences_train_as_the_tables_do(toy, name):
     plain, split, batch = cases(toy)[name]
     tables = toy.params()[1 if name in ("critic", "preferences") else 0]
@@ -112,7 +115,7 @@ def test_actor_and_critic_share_what_is_frozen(toy):
 
 
 def test_a_step_makes_no_copy_of_what_is_frozen(toy):
-    """The loops over updates and micro-batches carry it along where it lies."""
+    """The loops over updates and micro-batches carry it along in place."""
     big = {"logits": jax.ShapeDtypeStruct((1000, toy.vocab, toy.vocab), jnp.float32)}
 
     def logprobs(params, tokens, frozen):
