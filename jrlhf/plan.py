@@ -8,6 +8,7 @@ import argparse
 import math
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -31,9 +32,8 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--proposals", type=int, help="plans to look at, which makes a result a function of the seed")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--hypothetical", action="store_true", help="also plans with pipelines, which do not run")
-    parser.add_argument(
-        "--overlap", action="store_true", help="let iterations overlap, which a run, that reads metrics, does not"
-    )
+    overlap = "let iterations overlap, which a run, that reads metrics, does not"
+    parser.add_argument("--overlap", action="store_true", help=overlap)
     parser.add_argument("--plot", type=Path, metavar="FILE", help="the timeline as SVG or PNG")
     parser.add_argument("--save", type=Path, metavar="FILE", help="the plan as YAML, for plan=FILE of a config")
     return parser.parse_intermixed_args(arguments)
@@ -45,12 +45,13 @@ def cli(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace) -> None:
+    from jrlhf.algorithms.registry import planned_graph
     from jrlhf.meshes.hardware import cluster
     from jrlhf.planning import auto, plans, show
-    from jrlhf.planning.search import Budget, Result
+    from jrlhf.planning.search import Budget, Found, search
+    from jrlhf.planning.simulate import simulate
     from jrlhf.planning.workload import without_budgeted, workload_of
     from jrlhf.run.devices import select
-    from jrlhf.stages.graphs import planned_graph
     from jrlhf.stages.setup import architectures
 
     _check_options(options)
@@ -59,15 +60,13 @@ def _run(options: argparse.Namespace) -> None:
     config = load_config(options.config, options.overrides)
     for name in ("plan", "save") if config.algorithm is None else ():
         if (value := getattr(options, name)) is not None:
-            stages = ", ".join(config.stages)
-            raise UserError(
-                f"--{name} {value} has no effect with stages=[{stages}], which run by no plan: leave it out"
-            )
+            what = f"stages=[{', '.join(config.stages)}], which run by no plan"
+            raise UserError(f"--{name} {value} has no effect with {what}: leave it out")
     models = architectures(config)
     workload = workload_of(config, planned_graph(config), models)
     if options.profile:
-        here = select(config.device)
-        print(f"measured: {auto.measure_here(workload, here, say=_say)}", file=sys.stderr)
+        here, say = select(config.device), partial(print, "measuring", file=sys.stderr, flush=True)
+        print(f"measured: {auto.measure_here(workload, here, say)}", file=sys.stderr)
         devices, prices = auto.prices_here(config, workload, here)
     else:
         try:
@@ -79,19 +78,21 @@ def _run(options: argparse.Namespace) -> None:
     if options.processes is not None and (processes < 1 or devices.devices % processes):
         raise UserError(f"--processes {processes} must divide the {devices.devices} devices: each has equally many")
     seconds = SECONDS if options.seconds is None and options.proposals is None else options.seconds
-    wanted = auto.Options(
-        options.plan,
-        Budget(options.proposals, seconds),
-        seed=options.seed,
-        hypothetical=options.hypothetical,
-        lockstep=not options.overlap,
-        processes=processes,
-        progress=_progress if sys.stderr.isatty() else None,
-    )
-    result = auto.plan_run(config, workload, devices, prices, wanted)
-    if isinstance(result, Result):
+    lockstep, terminal = not options.overlap, sys.stderr.isatty()
+    if options.plan is None:
+        result = search(
+            workload,
+            devices,
+            prices,
+            Budget(options.proposals, seconds),
+            seed=options.seed,
+            hypothetical=options.hypothetical,
+            lockstep=lockstep,
+            processes=processes,
+            progress=_progress if terminal else None,
+        )
         outcome = result.best
-        if sys.stderr.isatty():
+        if terminal:
             print(file=sys.stderr)
         print(show.describe(workload, devices, prices, result))
         if processes > 1:
@@ -100,19 +101,18 @@ def _run(options: argparse.Namespace) -> None:
             data, fsdp, tensor = outcome.plan[name].sizes
             print(f"a base under adapters is in the mesh: mesh.data={data} mesh.fsdp={fsdp} mesh.tensor={tensor}")
     else:
-        outcome = result
+        plan = plans.plan_of_config(replace(config, plan=options.plan), workload, devices.devices)
+        outcome = Found(plan, simulate(workload.graph, plan, prices, lockstep=lockstep))
         print(show.describe_plan(workload, devices, prices, outcome))
     if options.plot is not None:
-        show.plot(
-            outcome.simulation, f"{workload.graph.name} on {devices.devices} x {devices.hardware.name}", options.plot
-        )
+        title = f"{workload.graph.name} on {devices.devices} x {devices.hardware.name}"
+        show.plot(outcome.simulation, title, options.plot)
     if options.save is not None:
         options.save.parent.mkdir(parents=True, exist_ok=True)
         plan = without_budgeted(config, workload.graph, outcome.plan)
         options.save.write_text(plans.plan_yaml(plan), encoding="utf-8")
-    plans.refuse_cross_process(
-        outcome.plan, [number * processes // devices.devices for number in range(devices.devices)]
-    )
+    process_of = [number * processes // devices.devices for number in range(devices.devices)]
+    plans.refuse_cross_process(outcome.plan, process_of)
     plans.check_fits(workload, outcome.plan, prices)
 
 
@@ -124,13 +124,8 @@ def _check_options(options: argparse.Namespace) -> None:
         if value is not None and options.plan is not None:
             raise UserError(f"--{name} {value} has no effect with --plan, which searches for nothing: leave one out")
     for name in ("plot", "save"):
-        path = getattr(options, name)
-        if path is not None:
+        if (path := getattr(options, name)) is not None:
             check_writable(f"--{name} {path}", path)
-
-
-def _say(curve: str) -> None:
-    print(f"measuring {curve}", file=sys.stderr, flush=True)
 
 
 def _progress(proposals: int, seconds: float) -> None:

@@ -1,1 +1,1 @@
-"""Fused operations. Each lives in `kernels/<op>/`: `reference` is its specification, `api` picks an implementation."""
+"""Fused operations, one folder each: `reference` is the specification, `api` chooses an implementation."""

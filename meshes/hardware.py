@@ -113,7 +113,7 @@ class Cluster:
 
 
 def _gpu(name: str, memory: float, link: float, network: float, host: float) -> Hardware:
-    """An NVIDIA node of eight.
+    """Builds an NVIDIA node of eight.
 
     The fractions and `launch` were measured with this program on an H200 (benchmarks/NOTES.md): products ran at 771 of
     989 TFLOP/s in training, a copy at 4.17 of 4.8 TB/s; decode steps fit 15 us a layer and 0.6 of the bandwidth,
@@ -126,13 +126,13 @@ def _gpu(name: str, memory: float, link: float, network: float, host: float) -> 
 
 
 def _tpu(name: str, memory: float, node: int, link: float, network: float, host: float, per_host: int = 8) -> Hardware:
-    """A TPU slice. Its program is one queue of compiled operations: the host launches nothing in between.
+    """Builds a TPU slice. Its program is one queue of compiled operations: the host launches nothing in between.
 
-    The fractions are not measured here: they are those of GPUs, except for products, of which public training runs
-    (MaxText) reach 0.6 to 0.7 of the peak as a whole.
+    The fractions are not measured here: they are those of GPUs, except for products: public training runs (MaxText)
+    reach 0.6 to 0.7 of the peak as a whole.
     """
-    rest = {"infer": 0.8, "train": 0.8, "decode": 0.6, "launch": 4e-6, "latency": 4e-6, "per_host": per_host}
-    return Hardware(name, memory, *_rates(name), node, link, network, host, **rest)
+    rest = {"infer": 0.8, "train": 0.8, "decode": 0.6, "launch": 4e-6, "latency": 4e-6}
+    return Hardware(name, memory, *_rates(name), node, link, network, host, **rest, per_host=per_host)
 
 
 def _rates(name: str) -> tuple[float, float, float]:
@@ -143,8 +143,8 @@ def _rates(name: str) -> tuple[float, float, float]:
 # memory: what the device reports as usable. GPUs: data sheets of A100, H100, H200 and B200 SXM, whose NVLink figures
 # are of both directions together and halved here; an InfiniBand port a GPU (HDR 200 Gb/s, NDR 400) as in DGX A100, H100
 # and B200; PCIe of generation 4 and 5 at sixteen lanes. TPUs: Google Cloud's pages of each version and "How to scale
-# your model" (one-way rates of an ICI link; two links are counted, the two directions of one axis of the torus, along
-# which a mesh axis usually lies).
+# your model" (one-way rates of an ICI link; two links are counted, the two directions of one axis of the torus: a mesh
+# axis is usually placed along one).
 HARDWARE: dict[str, Hardware] = {
     hardware.name: hardware
     for hardware in (
@@ -158,7 +158,7 @@ HARDWARE: dict[str, Hardware] = {
     )
 }
 
-# A v5p's name counts TensorCores, two of which are one device.
+# A v5p's name counts TensorCores; two of them are one device.
 _CORES = {"v5p": 2}
 _MOST = 2**14  # GPUs of a cluster
 
@@ -170,35 +170,35 @@ def hardware_of(device: Device) -> Hardware | None:
 
 
 def cluster(text: str) -> Cluster:
-    """The cluster of a name: `16xh100` is sixteen GPUs in nodes of eight, `v5p-512` a TPU slice as Google names it.
+    """Parses the name of a cluster: `16xh100` is sixteen GPUs in nodes of eight, `v5p-512` a TPU slice.
 
     Raises ValueError, one sentence with the nearest valid name, where there is no such hardware or number of devices.
     """
-    gpu, tpu = re.fullmatch(r"(\d+)x([a-z]\w*)", text.lower()), re.fullmatch(r"(v\d\w*)-(\d+)", text.lower())
-    if gpu is None and tpu is None:
+    match = re.fullmatch(r"(\d+)x([a-z]\w*)|(v\d\w*)-(\d+)", text.lower())
+    if match is None:
         raise ValueError(f"cluster={text} must be a number and a GPU such as 16xh100, or a TPU slice such as v5p-512")
-    name, count = (gpu[2], int(gpu[1])) if gpu is not None else (tpu[1], int(tpu[2])) if tpu is not None else ("", 0)
-    sliced = tpu is not None
+    sliced = match[3] is not None
+    name, count = (match[3], int(match[4])) if sliced else (match[2], int(match[1]))
+
+    def written(name: str, count: int) -> str:
+        return f"{name}-{count}" if sliced else f"{count}x{name}"
+
     names = [candidate for candidate in HARDWARE if candidate.startswith("v") == sliced]
     if name not in names:
         if name in HARDWARE:
             raise ValueError(
                 f"cluster={text} is not how a TPU slice is named: write {name}-{count * _CORES.get(name, 1)}"
             )
-        near = (get_close_matches(name, names, 1, 0.0) or names)[0]
-        written = f"{near}-{count}" if sliced else f"{count}x{near}"
-        raise ValueError(f"cluster={text} is of no known hardware ({', '.join(HARDWARE)}): the nearest is {written}")
+        near = written((get_close_matches(name, names, 1, 0.0) or names)[0], count)
+        raise ValueError(f"cluster={text} is of no known hardware ({', '.join(HARDWARE)}): the nearest is {near}")
     hardware, cores = HARDWARE[name], _CORES.get(name, 1)
     sizes = _slices(hardware, cores) if sliced else _whole_nodes(hardware, count)
     if count not in sizes:
-        near = min(sizes, key=lambda size: (abs(size - count), -size))
-        written = f"{name}-{near}" if sliced else f"{near}x{name}"
-        parts = (
-            "a power of two"
-            if sliced
-            else f"a power of two up to {hardware.node}, or whole nodes of {hardware.node} up to {_MOST}"
-        )
-        raise ValueError(f"cluster={text} does not exist: {name} come as {parts}, the nearest is {written}")
+        near = written(name, min(sizes, key=lambda size: (abs(size - count), -size)))
+        parts = "a power of two"
+        if not sliced:
+            parts += f" up to {hardware.node}, or whole nodes of {hardware.node} up to {_MOST}"
+        raise ValueError(f"cluster={text} does not exist: {name} come as {parts}, the nearest is {near}")
     return Cluster(hardware, count // cores)
 
 

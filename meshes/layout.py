@@ -1,4 +1,4 @@
-"""Layouts: how one call sees a model. A layout separates how weights are *stored* from how they are *computed* with."""
+"""Layouts: the partitioning of a model in one call, where weights are *stored* and as they are *computed* with."""
 
 from dataclasses import dataclass, fields
 
@@ -41,11 +41,11 @@ class ShardingRules:
 
 @dataclass(frozen=True)
 class Layout:
-    """How one call sees a model.
+    """The partitioning of a model, and of the rows, in one call.
 
-    storage: how each weight is divided between calls.
-    compute: how it is divided while a device computes with it. It is `storage` with mesh axes dropped, never moved:
-        the dropped axes are all-gathered at the place of use, and their gradient is reduce-scattered back.
+    storage: the division of each weight between calls.
+    compute: its division while a device computes with it. It is `storage` with mesh axes dropped, never moved: the
+        dropped axes are all-gathered at the place of use, and their gradient is reduce-scattered back.
     batch: the mesh axes over which the batch's rows are divided.
     """
 
@@ -56,7 +56,7 @@ class Layout:
 
     @property
     def tensor_parallel(self) -> bool:
-        """Whether a layer's heads and mlp are computed in slices, with partial sums over `tensor`."""
+        """True if a layer's heads and mlp are computed in slices, with partial sums over `tensor`."""
         return self.compute.heads is not None
 
     def batch_spec(self) -> P:

@@ -175,7 +175,7 @@ def _pieces(move: Move, dtype: DTypeLike | None, group_bytes: int) -> Iterator[M
 
 
 def _is_last(move: Move) -> bool:
-    """Whether it is the last piece of its array."""
+    """Returns True for the last piece of an array."""
     return move.indices is None or move.indices.stop == move.source.shape[0]
 
 
@@ -230,7 +230,7 @@ def _unstack(x: jax.Array, indices: range | None) -> tuple[jax.Array, ...]:
 
 
 def _reusable(move: Move, dtype: DTypeLike | None) -> bool:
-    """Whether a result can reuse the memory of its source. jit warns where any other array is donated."""
+    """True if a result can reuse the memory of its source. jit warns where any other array is donated."""
     source, target = move.source_sharding, move.targets[0]
     return (
         move.indices is None
@@ -241,7 +241,7 @@ def _reusable(move: Move, dtype: DTypeLike | None) -> bool:
 
 
 def _mesh(move: Move) -> Mesh:
-    """The mesh to trace under, whatever the caller's is: arrays with Explicit axes accept only their own."""
+    """The mesh to trace under, independent of the caller's: arrays with Explicit axes accept only their own."""
     sharding = move.source_sharding
     if isinstance(sharding, NamedSharding):
         return _concrete(sharding)

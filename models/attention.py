@@ -107,9 +107,8 @@ def attention(
     if implementation == "splash":
         splash = partial(splash_attention, query, key, value, scale=factor, softcap=softcap)
         return splash() if window is None else _windowed(local, partial(splash, window=window), splash)
-    dense = partial(
-        jax.nn.dot_product_attention, query, key, value, is_causal=True, scale=scale, implementation=implementation
-    )
+    options = {"is_causal": True, "scale": scale, "implementation": implementation}
+    dense = partial(jax.nn.dot_product_attention, query, key, value, **options)
     if implementation == "cudnn":
         if softcap is not None:
             raise ValueError(f"cuDNN's attention has no softcap={softcap:g}: use attention='xla'")
@@ -125,28 +124,6 @@ def attention(
     if softcap is None:
         return named(dense() if near is None else dense(mask=near[None, None]), "attended")
     return named(_capped_attention(query, key, value, factor, softcap, near), "attended")
-
-
-def layer_attention(
-    config: ModelConfig,
-    local: bool | Bool[Array, ""],
-    query: Float[Array, "B T N H"],
-    key: Float[Array, "B T K H"],
-    value: Float[Array, "B T K H"],
-    *,
-    implementation: AttentionImplementation | None,
-) -> Float[Array, "B T N H"]:
-    """`attention` as a layer of this model has it."""
-    return attention(
-        query,
-        key,
-        value,
-        scale=config.query_scale,
-        softcap=config.attention_softcap,
-        window=config.window,
-        local=local,
-        implementation=implementation,
-    )
 
 
 def _windowed(local: bool | Bool[Array, ""], near: Callable[[], Array], everywhere: Callable[[], Array]) -> Array:
@@ -246,10 +223,11 @@ def cached_attention(
     scale: float | None = None,
     softcap: float | None = None,
     window: int | None = None,
+    local: bool = True,
 ) -> Float[Array, "B 1 N H"]:
     """One new token's attention over the first `lengths` positions of each row's cache; the softmax is in float32.
 
-    scale, softcap: as in `attention`. window: only the last `window` of these positions are seen.
+    The keywords are those of `attention`: a local layer sees only the last `window` of these positions.
     """
     batch, _, heads, head_dim = query.shape
     kv_heads, size = cache.value.shape[1:3]
@@ -258,7 +236,7 @@ def cached_attention(
     scores = jnp.einsum(product, grouped, cache.key, preferred_element_type=jnp.float32)
     position = jnp.arange(size)[None, :]
     seen = position < lengths[:, None]
-    if window is not None and window < size:
+    if window is not None and window < size and local:
         seen = seen & (position >= lengths[:, None] - window)
     scores = scores * (head_dim**-0.5 if scale is None else scale)
     if softcap is not None:

@@ -2,7 +2,7 @@
 
 import sys
 from dataclasses import dataclass, fields
-from typing import Literal
+from typing import Any, Literal
 
 VOCAB_MULTIPLE = 128
 
@@ -162,6 +162,11 @@ class ModelConfig:
     def locality(self) -> tuple[bool, ...]:
         """Which layers are local, one flag a layer."""
         return self.local_layers or (self.window is not None,) * self.layers
+
+    @property
+    def scores(self) -> dict[str, Any]:
+        """The keywords of `attention` and `cached_attention` that this model sets."""
+        return {"scale": self.query_scale, "softcap": self.attention_softcap, "window": self.window}
 
     @classmethod
     def tiny(cls, vocab_size: int, max_positions: int = 64) -> "ModelConfig":

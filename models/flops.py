@@ -11,7 +11,7 @@ from jaxtyping import Int
 
 from jrlhf.models.config import ModelConfig
 from jrlhf.models.lora import LoRAConfig, adapter_weights
-from jrlhf.models.weights import HeadKind, weights
+from jrlhf.models.params import HeadKind, weights
 
 Lengths = Int[np.ndarray, "B"]  # tokens of each row
 

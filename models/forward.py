@@ -2,34 +2,283 @@
 
 Each function is one `jax.shard_map` over all mesh axes, of a `ShardedForward`. It is not jitted: it composes with jit
 and grad. Every factory takes `ForwardOptions`, or their fields as keywords, or both.
+
+A weight is stored in slices and gathered layer by layer where it is used, inside the checkpointed body of the layer
+scan. So at most one layer's whole weights exist at any time, in the backward pass too, and the gather's transpose
+reduce-scatters the gradient back into slices.
 """
 
+import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.sharding import AbstractMesh, Mesh
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
-from jrlhf.kernels.logprob import Terms
-from jrlhf.meshes import GENERATE, Layout
+from jrlhf.kernels.logprob import Terms, token_logprobs, token_sums
+from jrlhf.kernels.logprob.api import Implementation
+from jrlhf.meshes import AXES, GENERATE, Layout, gather
+from jrlhf.models.attention import AttentionImplementation, attention, layer_rotations, of_layer
+from jrlhf.models.collectives import TENSOR, check_rows, lookup, own_rows, place, total, vary
 from jrlhf.models.config import ModelConfig
-from jrlhf.models.lora import LoRAConfig
-from jrlhf.models.sharded import ForwardOptions, ShardedForward
-from jrlhf.models.weights import Params
+from jrlhf.models.lora import LoRAConfig, lora_shardings, with_adapter
+from jrlhf.models.modules import NO_ADAPTERS, Adapters, Block, Norm, dequantised, has_int8, scaled_embeddings
+from jrlhf.models.params import HeadKind, Params, layer_axes, model_axes, param_shardings, spec_tree, split_arguments
+from jrlhf.models.quantize import int8_specs
+from jrlhf.models.remat import Remat, named, policy
+
+
+@dataclass(frozen=True)
+class ForwardOptions:
+    """How a model computes over whole sequences. One object serves all functions of a model.
+
+    remat: what the backward pass keeps of each layer; see `remat.py`. What is not kept is computed again.
+    dtype: of weights and activations in compute. Norms, rotary angles, the logits and what follows are float32.
+    attention: None for cuDNN on a GPU and splash on a TPU where they support dtype and shapes, else XLA.
+    lora: what is trained is an adapter on a frozen base, in the layout GENERATE.
+
+    Of token log-probabilities only, unused by scalar heads:
+    temperature: divides the logits.
+    implementation: of the log-probability op; None for the platform's default.
+    span: the largest number of tokens of a row that are predicted, from its start on; None: all but the first.
+    """
+
+    temperature: float = 1.0
+    implementation: Implementation | None = None
+    remat: Remat = "full"
+    dtype: Any = jnp.float32
+    attention: AttentionImplementation | None = None
+    lora: LoRAConfig | None = None
+    span: int | None = None
+
+    def __post_init__(self) -> None:
+        policy(self.remat)
+        if self.span is not None and self.span < 1:
+            raise ValueError(f"span={self.span} must be a positive number of tokens, or None")
+        if not 0 < self.temperature < math.inf:
+            raise ValueError(f"temperature={self.temperature} must be positive and finite")
+
+
+@dataclass(frozen=True)
+class ShardedForward:
+    """A model, its storage and its options: all static. The methods but `shard` and `stored` run on each device.
+
+    It is vocabulary-parallel: each device scores its slice of the vocabulary, for all rows that share it.
+    """
+
+    config: ModelConfig
+    mesh: Mesh | AbstractMesh
+    layout: Layout
+    head: HeadKind
+    options: ForwardOptions
+
+    def __post_init__(self) -> None:
+        if self.options.lora is not None and self.layout != GENERATE:
+            raise ValueError(f"lora needs its base in the generate layout, but this is {self.layout.name}")
+        model_axes(self.config, self.mesh, self.head)  # raises where the model does not fit on the mesh
+
+    @property
+    def axes(self) -> Params:
+        return model_axes(self.config, self.mesh, self.head)
+
+    @property
+    def tensor(self) -> str | None:
+        """The mesh axis over which layers are computed in slices, if any."""
+        return TENSOR if self.layout.tensor_parallel else None
+
+    def shard(self, local: Callable[..., Any], *, sums: bool = False) -> Callable[..., Any]:
+        """`local(params, *batch)` as a function of global arrays, whose batch and results are divided by rows.
+
+        With `lora` a function of (adapter, *batch, base), and `local` gets the two as one tree. With `sums` the results
+        are the same on all devices.
+        """
+        rows, lora = self.layout.batch_spec(), self.options.lora
+        adapter_specs = {} if lora is None else spec_tree(lora_shardings(self.config, self.mesh, lora, self.head))
+
+        def on_device(params: Params, adapter: Params, *batch: Array) -> Any:
+            params = params if lora is None else with_adapter(params, adapter, lora, self.options.dtype)
+            return local(params, *batch)
+
+        def call(*arguments: Any) -> Any:
+            params, adapter, batch = split_arguments(arguments, lora)
+            params, stored = self.stored(params)
+            count, length = batch[0].shape
+            check_rows(count, self.mesh, self.layout.batch, f"{self.layout.name} layout")
+            if length > self.config.max_positions:
+                raise ValueError(f"{length} tokens a row exceed the model's max_positions={self.config.max_positions}")
+            specs = stored, adapter_specs, *[rows] * len(batch)
+            mapped = jax.shard_map(on_device, mesh=self.mesh, in_specs=specs, out_specs=jax.P() if sums else rows)
+            results = mapped(params, adapter, *jax.tree.map(lambda x: place(x, self.mesh, rows), batch))
+            if sums or self.layout.batch == AXES:
+                return results
+            # Results are divided over all axes, as those of other layouts and of generation: a slice, nothing travels.
+            check_rows(count, self.mesh, AXES, f"{self.layout.name} layout")
+            return jax.tree.map(lambda x: place(x, self.mesh, jax.P(AXES)), results)
+
+        return call
+
+    def stored(self, params: Params) -> tuple[Params, Params]:
+        """The weights that this program reads, and their specs."""
+        specs = spec_tree(param_shardings(self.config, self.mesh, self.layout, self.head))
+        if self.options.lora is not None:
+            # A base may have another head than the adapter's model, or none.
+            params = {name: weights for name, weights in params.items() if name in specs}
+            specs = {name: specs[name] for name in params}
+        if has_int8(params):
+            if self.layout != GENERATE or self.options.remat == "gather":
+                raise ValueError(
+                    f"int8 weights need the generate layout and a remat other than 'gather', but this is "
+                    f"{self.layout.name} and {self.options.remat!r}: there they would be kept or gathered as floats"
+                )
+            specs = int8_specs(specs)
+        return params, specs
+
+    def load(self, weight: Array, axes: tuple[str | None, ...]) -> Array:
+        """A stored slice as the block needs it: cast, then gathered (so that the cast halves the bytes that travel)."""
+        # Norm scales and the scalar head stay float32, in which they are applied; they are small.
+        if weight.ndim > 1:
+            weight = weight.astype(self.options.dtype)
+        # Varying before the gather: its transpose then sums over `data` what is already scattered, not whole weights.
+        weight = vary(weight, self.layout.batch)
+        return gather(weight, self.layout.storage.spec(axes), self.layout.compute.spec(axes))
+
+    def hidden(self, params: Params, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+        """The final hidden states of this device's rows, after the final norm."""
+        config, axes = self.config, layer_axes(self.axes)
+        rotations = layer_rotations(jnp.arange(tokens.shape[1])[None, :], config)
+        locality = config.locality
+        # The scan's layers share one program: where they differ in locality, each gets its flag as an input.
+        flags = jnp.asarray(locality) if len(set(locality)) > 1 else None
+
+        checkpoint = partial(jax.checkpoint, policy=policy(self.options.remat))
+
+        def layer(local, x, weights, adapters: Adapters = NO_ADAPTERS):
+            x = named(x, "layer")
+            loaded = jax.tree.map(self.load, dequantised(weights, self.options.dtype, after=x), axes)
+
+            def attend(*heads):  # keeps nothing
+                return attention(*heads, **config.scores, local=local, implementation=self.options.attention), None
+
+            return Block(config, loaded)(x, of_layer(rotations, local), attend, self.tensor, adapters)
+
+        if self.layout == GENERATE:
+            x, layers = self.embed(params, tokens), params["layers"]
+            adapters = params.get("adapters", [NO_ADAPTERS] * len(layers))
+            for local, *inputs in zip(locality, layers, adapters, strict=True):
+                x, _ = checkpoint(partial(layer, local))(x, *inputs)
+            return self.final_norm(params, x)
+
+        def scanned(x, inputs):
+            weights, flag = inputs
+            return layer(locality[0] if flag is None else flag, x, weights)
+
+        # In a scan nothing can be merged across iterations, so the barrier against it is not needed.
+        scanned = checkpoint(scanned, prevent_cse=False)
+
+        def varying(weight, leaf):
+            gathered = self.layout.storage.spec(leaf) != self.layout.compute.spec(leaf)
+            return weight if gathered else vary(weight, self.layout.batch)
+
+        # Weights that are not gathered vary from here on: their gradients are summed once, for all layers together.
+        layers = jax.tree.map(varying, params["layers"], axes)
+        x, _ = lax.scan(scanned, self.embed(params, tokens), (layers, flags))
+        return self.final_norm(params, x)
+
+    def final_norm(self, params: Params, x: Array) -> Array:
+        return Norm(self.config, jax.tree.map(self.load, params["final_norm"], self.axes["final_norm"]))(x)
+
+    @jax.named_scope("embed")
+    def embed(self, params: Params, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+        """Embeddings of this device's rows; each device looks up its slice of the vocabulary for all that share it."""
+        table = self.load(params["embedding"], self.axes["embedding"])
+        if self.layout.tensor_parallel:
+            x = total(lookup(table, tokens), TENSOR)
+        else:
+            parts = lookup(table, lax.all_gather(tokens, TENSOR, tiled=True))
+            x = lax.psum_scatter(parts, TENSOR, tiled=True)
+        x = scaled_embeddings(x, self.config)
+        if self.config.positions == "learned":
+            x = x + self.load(params["positions"][: tokens.shape[1]], self.axes["positions"])[None]
+        return x
+
+    def logprobs(
+        self, params: Params, tokens: Int[Array, "B T"], starts: Int[Array, "B"] | None
+    ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
+        hidden = self.hidden(params, tokens)
+        with jax.named_scope("head"):
+            hidden, unembedding, targets = self.predictions(params, hidden, tokens, starts)
+            logprobs, entropy = token_logprobs(hidden, unembedding, targets, **self.logits)
+            return self.by_row(logprobs, tokens, starts), self.by_row(entropy, tokens, starts)
+
+    @property
+    def logits(self) -> dict[str, Any]:
+        """The log-probability op's keywords: of the model, the mesh and the options."""
+        model = {"softcap": self.config.softcap, "vocab_size": self.config.vocab_size, "axis_name": TENSOR}
+        return {"temperature": self.options.temperature, "implementation": self.options.implementation, **model}
+
+    def predictions(
+        self, params: Params, hidden: Float[Array, "B T D"], of_tokens: Any, starts: Int[Array, "B"] | None
+    ) -> tuple[Float[Array, "n D"], Float[Array, "V D"], Any]:
+        """(hidden states, this device's slice of the unembedding, `of_tokens`' arrays [B, T] as [n]), at the n tokens
+        that are predicted, of all rows that share that slice.
+
+        The arguments of a call are gathered before they are cut: so they need not wait for anything. Cut first, they
+        would be ready amid the layers' collectives, and simulated devices may then wait for each other.
+        """
+        name = "embedding" if self.config.tie_embeddings else "unembedding"
+        unembedding = self.load(params[name], self.axes[name])
+        hidden = self.sharing(self.predicted(hidden, starts, ahead=1))
+        of_tokens, starts = jax.tree.map(self.sharing, (of_tokens, starts))
+        of_tokens = jax.tree.map(lambda x: self.predicted(x, starts).reshape(-1), of_tokens)
+        return hidden.reshape(-1, hidden.shape[-1]), unembedding, of_tokens
+
+    def by_row(self, x: Array, tokens: Int[Array, "B T"], starts: Int[Array, "B"] | None) -> Array:
+        """This device's part of what was computed at the predicted tokens of all rows that share a slice, [B, T]."""
+        x = (x if self.layout.tensor_parallel else own_rows(x)).reshape(tokens.shape[0], -1)
+        if starts is None:
+            return jnp.pad(x, ((0, 0), (1, 0)))  # index 0 is predicted from nothing
+        distances = jnp.arange(tokens.shape[1])[None, :] - jnp.maximum(starts, 1)[:, None]
+        return _at(x, distances)
+
+    def predicted(self, x: Array, starts: Int[Array, "B"] | None, *, ahead: int = 0) -> Array:
+        """`x` [B, T, ...] at the tokens that are predicted, or `ahead` positions before them; 0 past a row's end."""
+        length = x.shape[1]
+        if (starts is None) != (self.options.span is None):
+            raise TypeError("where responses begin (`starts`) must be given with a span, and only then")
+        if starts is None or self.options.span is None:
+            return x[:, 1 - ahead : length - ahead]
+        return _at(x, jnp.maximum(starts, 1)[:, None] - ahead + jnp.arange(min(self.options.span, length - 1))[None, :])
+
+    def sharing(self, rows: Array) -> Array:
+        """This device's rows -> all rows that share its slice of the vocabulary."""
+        return rows if self.layout.tensor_parallel else lax.all_gather(rows, TENSOR, tiled=True)
+
+    @jax.named_scope("head")
+    def scalars(self, params: Params, hidden: Float[Array, "B *T D"]) -> Float[Array, "B *T"]:
+        """The scalar head, in float32."""
+        head = jax.tree.map(self.load, params["value_head"], self.axes["value_head"])
+        exact: Any = {"precision": lax.Precision.HIGHEST}  # else TPUs round to bfloat16 and GPUs to TF32
+        return jnp.einsum("...d,d->...", hidden.astype(jnp.float32), head["kernel"], **exact) + head["bias"]
+
+
+def _at(x: Float[Array, "B T *D"], index: Int[Array, "B S"]) -> Float[Array, "B S *D"]:
+    """Each row at its own positions, which must differ from each other; 0 where there is no such position."""
+    rows = jnp.arange(x.shape[0])[:, None]
+    index = jnp.where(index < 0, x.shape[1], index)  # a negative one would count from the end
+    return x.at[rows, index].get(mode="fill", fill_value=0, unique_indices=True)
+
 
 DEFAULTS = ForwardOptions()
 _OF_TOKENS = ("temperature", "implementation", "span")
 
 
 def make_logprobs(
-    config: ModelConfig,
-    mesh: Mesh | AbstractMesh,
-    layout: Layout,
-    options: ForwardOptions = DEFAULTS,
-    **keywords: Any,
+    config: ModelConfig, mesh: Mesh | AbstractMesh, layout: Layout, options: ForwardOptions = DEFAULTS, **keywords: Any
 ) -> Callable[..., tuple[Float[Array, "B T"], Float[Array, "B T"]]]:
     """Builds f(params, tokens [B, T]) -> (logprobs [B, T], entropy [B, T]), both float32, in nats.
 
@@ -45,11 +294,8 @@ def make_logprobs(
         `lora_shardings` says. base: stored as `param_shardings(config, mesh, GENERATE)` says, in any dtype or as
         `to_int8` makes it, with any head. Differentiate by the adapter.
 
-    In GENERATE the layers are not gathered but sliced over `tensor`, and they are unrolled.
-
-    Raises:
-        ValueError: the model or, when called, the batch does not fit on the mesh; adapters or int8 weights where they
-            cannot be.
+    In GENERATE the layers are not gathered but sliced over `tensor`, and they are unrolled. What does not fit on the
+    mesh is refused by a ValueError: a model at once, a batch when the function is called.
     """
     forward = ShardedForward(config, mesh, layout, "lm", replace(options, **keywords))
     return forward.shard(lambda params, tokens, starts=None: forward.logprobs(params, tokens, starts))
@@ -66,19 +312,17 @@ def make_token_sums(
 ) -> Callable[..., tuple[Float[Array, ""], dict[str, Float[Array, ""]]]]:
     """Builds f(params, tokens [B, T], data, terms) -> (loss, {name: metric}), float32: sums over all tokens but t = 0.
 
-    With `span` f takes `starts=` [B] as well, and sums over at most this number of tokens of a row, from starts[b] on.
-
     The same as summing `terms(logprobs, entropy, data)` over the results of `make_logprobs`, but where the platform's
     implementation can (`kernels.logprob.token_sums`), the unembedding's gradient is made while a tile's logits exist
-    and nothing of it is computed again: three quarters of the head's operations.
+    and nothing of it is computed again: three quarters of the head's operations. Differentiable by the parameters,
+    through the loss only. The rest is as in `make_logprobs`.
 
     data: a pytree of arrays [B, T], one entry for each token.
     terms: (logprobs [n], entropy [n], data [n]) -> (loss [n], {name: metric [n]}), elementwise over any n tokens. It
         may close over no traced array.
     entropy_gradient: False where the loss does not depend on the entropy.
-
-    Differentiable by the parameters, through the loss only. The rest is as in `make_logprobs`; with `lora` it builds
-    f(adapter, tokens, data, terms, base).
+    span: f takes `starts=` [B] as well, and sums over at most this number of tokens of a row, from starts[b] on.
+    lora: builds f(adapter, tokens, data, terms, base).
     """
     forward = ShardedForward(config, mesh, layout, "lm", replace(options, **keywords))
 
@@ -86,7 +330,12 @@ def make_token_sums(
         params: Params, tokens: Array, data: Any, terms: Terms, *frozen: Params, starts: Array | None = None
     ) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
         def local(params, tokens, data, starts):
-            return forward.token_sums(params, tokens, starts, data, terms, entropy_gradient=entropy_gradient)
+            hidden = forward.hidden(params, tokens)
+            with jax.named_scope("head"):
+                hidden, unembedding, (targets, data) = forward.predictions(params, hidden, (tokens, data), starts)
+                gradients = {"entropy_gradient": entropy_gradient}
+                sums = token_sums(hidden, unembedding, targets, data, terms, **gradients, **forward.logits)
+            return lax.psum(sums, tuple(axis for axis in layout.batch if axis != TENSOR))
 
         return forward.shard(local, sums=True)(params, tokens, data, starts, *frozen)
 
@@ -102,10 +351,9 @@ def make_logprobs_with_base(
 ) -> Callable[..., tuple[Float[Array, "B T"], Float[Array, "B T"], Float[Array, "B T"]]]:
     """Builds f(adapter, tokens [B, T], base) -> (logprobs, entropy, the bare base's logprobs), all [B, T] and float32.
 
-    With `span` f(adapter, tokens, starts [B], base), as in `make_logprobs`.
-
-    One pass over 2 B rows, of which the first half is adapted: the base's weights are read, dequantized from int8 and
-    compiled once. For scoring only: a gradient would reach the base's half in vain, so `remat` is not used.
+    With `span` f(adapter, tokens, starts [B], base), as in `make_logprobs`. One pass over 2 B rows, of which the first
+    half is adapted: the base's weights are read, dequantized from int8 and compiled once. For scoring only: a gradient
+    would reach the base's half in vain, so `remat` is not used.
     """
     options = replace(_accepted(options, keywords, "remat"), lora=lora, remat="full")
     forward = ShardedForward(config, mesh, GENERATE, "lm", options)
@@ -121,17 +369,12 @@ def make_logprobs_with_base(
 
 
 def make_values(
-    config: ModelConfig,
-    mesh: Mesh | AbstractMesh,
-    layout: Layout,
-    options: ForwardOptions = DEFAULTS,
-    **keywords: Any,
+    config: ModelConfig, mesh: Mesh | AbstractMesh, layout: Layout, options: ForwardOptions = DEFAULTS, **keywords: Any
 ) -> Callable[..., Float[Array, "B T+1"]]:
     """Builds f(params, tokens [B, T]) -> values [B, T + 1], float32.
 
-    values[:, t] is V before token t: the head's output at t - 1. So values[:, T] is V after the last token, and
-    values[:, 0] = 0, before any token.
-    Parameters as `init_scalar`; the rest as in `make_logprobs`.
+    values[:, t] is V before token t: the head's output at t - 1, and 0 at t = 0; values[:, T] is V after the last
+    token. Parameters as `init_scalar`; the rest as in `make_logprobs`.
     """
     forward = ShardedForward(config, mesh, layout, "scalar", _accepted(options, keywords, *_OF_TOKENS))
 
@@ -142,11 +385,7 @@ def make_values(
 
 
 def make_scores(
-    config: ModelConfig,
-    mesh: Mesh | AbstractMesh,
-    layout: Layout,
-    options: ForwardOptions = DEFAULTS,
-    **keywords: Any,
+    config: ModelConfig, mesh: Mesh | AbstractMesh, layout: Layout, options: ForwardOptions = DEFAULTS, **keywords: Any
 ) -> Callable[..., Float[Array, "B"]]:
     """Builds f(params, tokens [B, T], lengths [B]) -> scores [B], float32: the head's output at position length - 1.
 
@@ -162,7 +401,7 @@ def make_scores(
 
 
 def _accepted(options: ForwardOptions, keywords: dict[str, Any], *unused: str) -> ForwardOptions:
-    """The options with these keywords, none of which may be one that the function does not use."""
+    """The options with these keywords, among them none that the function does not use."""
     for name in unused:
         if name in keywords:
             raise TypeError(f"unexpected keyword argument {name!r}: it would have no effect here")

@@ -22,10 +22,9 @@ from jaxtyping import Array, PRNGKeyArray
 from jrlhf.meshes import AXES, GENERATE
 from jrlhf.models.collectives import vary
 from jrlhf.models.config import ModelConfig, positive
-from jrlhf.models.modules import Adapters
-from jrlhf.models.params import draw, stored
-from jrlhf.models.quantize import Int8, dequantised
-from jrlhf.models.weights import PROJECTIONS, HeadKind, Init, Params, WeightInfo, nested, weights
+from jrlhf.models.init import draw
+from jrlhf.models.modules import Adapters, Int8, dequantised
+from jrlhf.models.params import PROJECTIONS, HeadKind, Init, Params, WeightInfo, nested, stored, weights
 
 
 @dataclass(frozen=True)
@@ -71,11 +70,7 @@ def adapted(config: ModelConfig, lora: LoRAConfig, tensor: int = 1) -> list[Weig
 def adapter_weights(
     config: ModelConfig, lora: LoRAConfig, head: HeadKind = "lm", tensor: int = 1
 ) -> tuple[WeightInfo, ...]:
-    """All weights of an adapter, described as `weights` describes a model's; with head="scalar" its own scalar head.
-
-    Raises:
-        ValueError: the model cannot be divided over `tensor`, or has projections that adapters do not know.
-    """
+    """All weights of an adapter, described as `weights` describes a model's; with head="scalar" its own scalar head."""
     table = []
     for weight in adapted(config, lora, tensor):
         cut = 1 + weight.inputs
@@ -120,30 +115,15 @@ def lora_axes(config: ModelConfig, lora: LoRAConfig, tensor: int, head: HeadKind
 def lora_shardings(
     config: ModelConfig, mesh: Mesh | AbstractMesh, lora: LoRAConfig, head: HeadKind = "lm"
 ) -> dict[str, Any]:
-    """Where each leaf of an adapter is stored: over `tensor` with the projection's heads or mlp, else on every device.
-
-    Raises:
-        ValueError: the model does not fit on the mesh.
-    """
+    """Where each leaf is stored: over `tensor` with the heads or the mlp of its projection, else on every device."""
     return stored(lora_axes(config, lora, mesh.shape["tensor"], head), mesh, GENERATE)
 
 
-def split_arguments(arguments: tuple[Any, ...], lora: LoRAConfig | None) -> tuple[Params, Params, tuple[Any, ...]]:
-    """(weights, adapter, batch) of a call as (weights, *batch), or with `lora` as (adapter, *batch, weights)."""
-    if lora is None:
-        params, *batch = arguments
-        return params, {}, tuple(batch)
-    adapter, *batch, params = arguments
-    return params, adapter, tuple(batch)
-
-
-def with_adapter(params: Params, adapter: Params, lora: LoRAConfig | None, dtype: Any) -> Params:
+def with_adapter(params: Params, adapter: Params, lora: LoRAConfig, dtype: Any) -> Params:
     """Inside `shard_map`: the base's weights with the adapter's scalar head, if any, and `adapters`.
 
     These are one `Adapters` a layer, as a block applies them: b scaled and both cast.
     """
-    if lora is None:
-        return params
 
     def ready(low: Params) -> tuple[Array, Array]:
         # Made varying in one piece, so that the gradient is summed over devices once, for all layers together.

@@ -1,44 +1,23 @@
 """An int8 base: the matrices of the layers as 8-bit integers with one scale an output channel.
 
 Weights only, symmetric: w ~ q s with s = max |w| / 127 over a channel's inputs, so no entry is off by more than s / 2.
-Embeddings, unembedding, norms and biases stay as they are. A layer's weights become floats again where that layer is
-computed; see `dequantised` for how many layers' at a time. They cannot be trained: they are a base under an adapter.
+Embeddings, unembedding, norms and biases stay as they are. `modules.dequantised` makes a layer's weights floats again
+where that layer is computed. They cannot be trained: they are a base under an adapter.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import keystr
 from jaxtyping import Array, Bool, Float
-from jaxtyping import Int8 as Integers
 
-from jrlhf.models.weights import INPUTS, Params
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Int8:
-    """A matrix, values * scale. The scale has size 1 in the dimensions that are summed over."""
-
-    values: Integers[Array, "..."]
-    scale: Float[Array, "..."]
-
-
-def is_int8(x: Any) -> bool:
-    """Whether `x` is a quantized matrix: one leaf, for `jax.tree.map`."""
-    return isinstance(x, Int8)
-
-
-def has_int8(params: Params) -> bool:
-    """Whether `to_int8` made these weights."""
-    return any(is_int8(leaf) for leaf in jax.tree.leaves(params, is_leaf=is_int8))
+from jrlhf.models.modules import Int8, dequantised, is_int8
+from jrlhf.models.params import INPUTS, Params
 
 
 def to_int8(params: Params, *, donate: bool = False) -> Params:
@@ -47,30 +26,8 @@ def to_int8(params: Params, *, donate: bool = False) -> Params:
     params: arrays on devices; layers stacked or a list.
     donate: delete each matrix once it is quantised, so that at no time there is more than `params` and one matrix. In a
         stack that is one of all layers. Otherwise `params` and the result are whole together at the end.
-
-    Raises:
-        ValueError: a matrix holds NaN or an infinity.
     """
     return _map_matrices(partial(_quantized, donate=donate), params)
-
-
-def dequantised(weights: Any, dtype: Any, *, after: Array | None = None) -> Any:
-    """`weights` with every `Int8` as an array of `dtype`, rounded once. Other leaves are handed on.
-
-    after: the input of the layer whose weights these are. They become floats only after it is computed. Otherwise a
-        compiler sees that every turn of a loop makes the same floats, makes those of all layers once, ahead of it, and
-        keeps them. Measured on an H200: the temporary memory of generation then grows no faster with the layers than
-        that of a float base. XLA for CPU drops such barriers, and keeps the floats of all layers.
-    """
-
-    def wide(leaf: Any) -> Any:
-        if not is_int8(leaf):
-            return leaf
-        if after is not None:
-            leaf, _ = lax.optimization_barrier((leaf, lax.stop_gradient(after)))
-        return (leaf.values.astype(jnp.float32) * leaf.scale).astype(dtype)
-
-    return jax.tree.map(wide, weights, is_leaf=is_int8)
 
 
 def int8_specs(specs: Params) -> Params:

@@ -69,12 +69,7 @@ def _kernel(heads: int, size: int, softcap: float | None, window: int | None, in
         q_seq_shards=1,
         attn_logits_soft_cap=softcap,
         block_sizes=kernels.BlockSizes(
-            block_q=block,
-            block_kv=block,
-            block_q_dkv=block,
-            block_kv_dkv=block,
-            block_q_dq=block,
-            block_kv_dq=block,
+            block_q=block, block_kv=block, block_q_dkv=block, block_kv_dkv=block, block_q_dq=block, block_kv_dq=block
         ),
         residual_checkpoint_name="attended",
         interpret=interpret,  # pyright: ignore[reportArgumentType]  # it takes parameters too

@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int
 from jrlhf.ppo.config import DPOConfig, check_one_division
 from jrlhf.ppo.losses import bradley_terry_loss, dpo_loss
 from jrlhf.ppo.masked import masked_sum, token_count
-from jrlhf.ppo.parts import ByLength, check_divisible, interleave, row_ends
+from jrlhf.ppo.parts import ByLength, check_divisible, row_ends
 from jrlhf.ppo.steps import LogprobFn
 from jrlhf.ppo.types import PairBatch, PreferenceBatch, SFTBatch, TrainState
 from jrlhf.ppo.updates import Metrics, check_output, update_once
@@ -97,9 +97,7 @@ def make_preference_step(
     check_one_division(micro_batches, micro_batch_tokens)
 
     def terms(params: PyTree, rows: PreferenceBatch, *frozen: PyTree) -> dict[str, Array]:
-        tokens = interleave(rows.chosen, rows.rejected)
-        lengths = interleave(rows.chosen_lengths, rows.rejected_lengths)
-        scores = score_fn(params, tokens, lengths, *frozen).reshape(-1, 2)
+        scores = score_fn(params, rows.tokens, rows.lengths, *frozen).reshape(-1, 2)
         chosen, rejected = scores[:, 0], scores[:, 1]
         loss = bradley_terry_loss(chosen, rejected, centre=centre)
         return dict(zip(_REWARD_MODEL, (loss, (chosen > rejected).astype(jnp.float32), chosen - rejected), strict=True))
@@ -131,11 +129,11 @@ def _pair_step(
 ) -> Step:
     """A step on the mean over pairs of the first of `names`. terms_fn: (params, pairs, *frozen) -> [B] by name."""
 
-    def step(state: TrainState, batch: PreferenceBatch | PairBatch, *frozen: PyTree) -> tuple[TrainState, Metrics]:
+    def step(state: TrainState, batch: PreferenceBatch, *frozen: PyTree) -> tuple[TrainState, Metrics]:
         check_divisible(batch.chosen, 1, micro_batches)
         count, parts = batch.chosen.shape[0], micro_batches
 
-        def loss_fn(params: PyTree, rows: PreferenceBatch | PairBatch) -> tuple[Array, Metrics]:
+        def loss_fn(params: PyTree, rows: PreferenceBatch) -> tuple[Array, Metrics]:
             terms = terms_fn(params, rows, *frozen)
             exists = rows.chosen_lengths > 0  # the other rows fill up a micro-batch
             shares = {name: masked_sum(term, exists) / count for name, term in terms.items()}

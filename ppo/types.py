@@ -70,7 +70,7 @@ class Experience(Rollout):
     ref_logprobs: Float[Array, "B T"] | None  # of the frozen reference
     values: Float[Array, "B T"] | None  # of the critic before its update
     rewards: Float[Array, "B T"]  # score at the last response token; minus the KL penalty at each where it is a reward
-    advantages: Float[Array, "B T"]  # whitened where the config says so
+    advantages: Float[Array, "B T"]  # whitened with `config.whiten_advantages`
     returns: Float[Array, "B T"] | None  # the critic's targets: unwhitened advantages + values
     importance: Float[Array, "B T"] | None = None  # weights of the policy loss: pi_old / pi_rollout, truncated
     kl_coef: Float[Array, ""] | None = None  # beta of the KL in the loss
@@ -138,24 +138,6 @@ class PreferenceBatch:
     rejected: Int[Array, "B T"]
     rejected_lengths: Int[Array, "B"]
 
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class PairBatch:
-    """Pairs of answers to one prompt each, the preferred one first, for DPO.
-
-    ref_chosen, ref_rejected: sum of the reference's log-probs over each response; None: not computed yet
-        (`supervised.with_reference` adds them).
-    """
-
-    chosen: Int[Array, "B T"]
-    chosen_lengths: Int[Array, "B"]
-    rejected: Int[Array, "B T"]
-    rejected_lengths: Int[Array, "B"]
-    prompt_lengths: Int[Array, "B"]  # the first tokens of both sequences
-    ref_chosen: Float[Array, "B"] | None = None
-    ref_rejected: Float[Array, "B"] | None = None
-
     @property
     def tokens(self) -> Int[Array, "2*B T"]:
         """Both sequences of every pair, pair by pair, chosen first."""
@@ -165,6 +147,20 @@ class PairBatch:
     def lengths(self) -> Int[Array, "2*B"]:
         """The lengths of the rows of `tokens`, prompt and response together."""
         return interleave(self.chosen_lengths, self.rejected_lengths)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class PairBatch(PreferenceBatch):
+    """Pairs of answers to one prompt each, the preferred one first, for DPO.
+
+    ref_chosen, ref_rejected: sum of the reference's log-probs over each response; None: not computed yet
+        (`supervised.with_reference` adds them).
+    """
+
+    prompt_lengths: Int[Array, "B"]  # the first tokens of both sequences
+    ref_chosen: Float[Array, "B"] | None = None
+    ref_rejected: Float[Array, "B"] | None = None
 
     @property
     def response_mask(self) -> Bool[Array, "2*B T"]:

@@ -10,7 +10,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Int
 
-from jrlhf.data.types import Example
+from jrlhf.data.tokenizer import Tokenizer
+from jrlhf.data.types import Example, Response
 from jrlhf.meshes import GENERATE, TRAIN, to_devices
 
 
@@ -28,7 +29,7 @@ class Batch:
 
 
 def batch_indices(count: int, batch: int, step: int, seed: int) -> Int[np.ndarray, "B"]:
-    """The rows of batch number `step` of an endless stream over `count` rows, shuffled anew in every epoch."""
+    """Returns the rows of batch number `step` of an endless stream over `count` rows, shuffled anew in every epoch."""
     positions = np.arange(step * batch, (step + 1) * batch)
     epochs = positions // count
     orders = {epoch: np.random.default_rng((seed, int(epoch))).permutation(count) for epoch in np.unique(epochs)}
@@ -36,7 +37,7 @@ def batch_indices(count: int, batch: int, step: int, seed: int) -> Int[np.ndarra
 
 
 def pad_rows(rows: Sequence[Sequence[int]], width: int) -> tuple[Int[np.ndarray, "B T"], Int[np.ndarray, "B"]]:
-    """Right-padded tokens and the rows' lengths."""
+    """Returns right-padded tokens and the rows' lengths."""
     lengths = np.array([len(row) for row in rows], np.int32)
     if lengths.max(initial=0) > width:
         raise ValueError(f"a row of {lengths.max()} tokens does not fit into {width}")
@@ -46,13 +47,23 @@ def pad_rows(rows: Sequence[Sequence[int]], width: int) -> tuple[Int[np.ndarray,
     return tokens, lengths
 
 
+def read_responses(tokenizer: Tokenizer, rollout, count: int | None = None) -> list[Response]:
+    """The responses of a rollout on the host, or only the first `count` of them."""
+    fields = rollout.tokens, rollout.prompt_lengths, rollout.response_lengths, rollout.finished
+    responses = []
+    for tokens, start, length, finished in zip(*(field[:count] for field in fields), strict=True):
+        ids = tuple(int(token) for token in tokens[start : start + length])
+        responses.append(Response(ids, tokenizer.decode(ids), bool(finished)))
+    return responses
+
+
 def row_sharding(mesh: Mesh) -> NamedSharding:
-    """The sharding of a batch between two calls: rows over every device."""
+    """Returns the sharding of a batch between two calls: rows over every device."""
     return NamedSharding(mesh, P(TRAIN.batch))
 
 
 def put_rows(tree, mesh: Mesh):
-    """Device arrays of host arrays, with their rows over every device of the mesh."""
+    """Returns device arrays of host arrays, with their rows over every device of the mesh."""
     return to_devices(tree, row_sharding(mesh))
 
 

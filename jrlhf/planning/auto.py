@@ -1,7 +1,7 @@
 """Plans for the devices at hand (`plan: auto`), and for a cluster that need not be there (`python -m jrlhf.plan`)."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import get_args
@@ -17,10 +17,8 @@ from jrlhf.models import ModelConfig
 from jrlhf.planning.activations import Backend
 from jrlhf.planning.fit import backend_of, capacity
 from jrlhf.planning.memory import GIB, call_bytes
-from jrlhf.planning.plans import plan_of_config
 from jrlhf.planning.profile import ProfiledCosts, cluster_of, default_path, load, measure, save
-from jrlhf.planning.search import Budget, Found, Result, search
-from jrlhf.planning.simulate import simulate
+from jrlhf.planning.search import Budget, search
 from jrlhf.planning.time import CostModel
 from jrlhf.planning.workload import Workload, without_budgeted, workload_of
 
@@ -76,36 +74,3 @@ def prices_of(config: Config, workload: Workload, cluster: Cluster) -> CostModel
     platform = "tpu" if cluster.hardware.name.startswith("v") else "gpu"
     backend = Backend(platform, config.compute.attention)
     return CostModel(workload, cluster, bytes_of=partial(call_bytes, backend=backend))
-
-
-@dataclass(frozen=True)
-class Options:
-    """What `plan_run` looks for. plan: the name or file of a plan to price; None: search within the budget."""
-
-    plan: str | None = None
-    budget: Budget = Budget(seconds=20.0)
-    seed: int = 0
-    hypothetical: bool = False
-    lockstep: bool = True
-    processes: int = 1
-    progress: Callable[[int, float], None] | None = None
-
-
-def plan_run(
-    config: Config, workload: Workload, cluster: Cluster, prices: CostModel, options: Options
-) -> Result | Found:
-    """Prices the plan that the options name, or searches for the fastest one."""
-    if options.plan is None:
-        return search(
-            workload,
-            cluster,
-            prices,
-            options.budget,
-            seed=options.seed,
-            hypothetical=options.hypothetical,
-            lockstep=options.lockstep,
-            processes=options.processes,
-            progress=options.progress,
-        )
-    plan = plan_of_config(replace(config, plan=options.plan), workload, cluster.devices)
-    return Found(plan, simulate(workload.graph, plan, prices, lockstep=options.lockstep))

@@ -5,11 +5,11 @@ is arithmetic: no device or compiler is asked.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise, product
 from math import ceil, prod
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from jrlhf.config.schema import Config, SleepConfig
 from jrlhf.meshes import GENERATE, TRAIN, Call, Graph, Layout
@@ -17,7 +17,7 @@ from jrlhf.meshes.graph import LEARNED, LEARNER, home_of
 from jrlhf.meshes.plan import Placement, Plan
 from jrlhf.models import LoRAConfig, ModelConfig, Schedule
 from jrlhf.models.lora import adapter_weights
-from jrlhf.models.weights import HeadKind, WeightInfo, weights
+from jrlhf.models.params import HeadKind, WeightInfo, weights
 from jrlhf.planning.activations import (
     DEFAULT,
     WIDE,
@@ -320,25 +320,6 @@ def _generating(workload: Workload, rows: float, model: RoleModel, placement: Pl
 
 
 @dataclass(frozen=True)
-class DeviceBytes:
-    """One device, or several that are alike: `count` from number `start` on.
-
-    resident: role -> bytes that it keeps there; "base" is shared by all adapters. active: bytes of `worst`, the call
-    that needs most there.
-    """
-
-    start: int
-    count: int
-    resident: Mapping[str, float]
-    active: float
-    worst: str
-
-    @property
-    def total(self) -> float:
-        return sum(self.resident.values()) + self.active
-
-
-@dataclass(frozen=True)
 class CallPhase:
     """A running call, on the device of its slice that then has most: bytes that roles keep there now, and its own."""
 
@@ -357,7 +338,6 @@ class PlanMemory:
 
     roles: Mapping[str, Mapping[str, float]]
     phases: tuple[CallPhase, ...]
-    devices: tuple[DeviceBytes, ...] = field(default=())
 
     @property
     def peak(self) -> float:
@@ -368,15 +348,6 @@ class PlanMemory:
         return max(self.phases, key=lambda phase: phase.total)
 
 
-class Resident(NamedTuple):
-    """Bytes of a part of a role's state on each device of a placement."""
-
-    role: str
-    part: str
-    size: float
-    home: Placement
-
-
 def keepers(workload: Workload) -> dict[str, tuple[RoleModel, ...]]:
     """Returns role -> the models that it keeps. A learner's models belong to the roles that it trains."""
     models = dict(workload.models)
@@ -384,56 +355,37 @@ def keepers(workload: Workload) -> dict[str, tuple[RoleModel, ...]]:
 
 
 def plan_memory(workload: Workload, plan: Plan, backend: Backend = DEFAULT, *, away: Away | None = None) -> PlanMemory:
-    """Predicts the memory of every device and every call of a plan.
+    """Predicts the memory of every call of a plan, on the device of its slice where it needs most.
 
     away: the parts that are not on the devices during a call; None: all parts always are. Raises a ValueError where a
         model does not divide.
     """
     away = away or {}
     calls = [call for call in workload.graph if call.name in plan.placements and call.role in workload.models]
-    homes = {role: home_of(workload.graph, role, plan) for role in keepers(workload)}
-    entries = [
-        Resident(role, part, size, plan[home.name])
-        for role, models in keepers(workload).items()
-        if (home := homes[role]) is not None
-        for part, size in _state_bytes(models, workload.itemsize, plan[home.name]).items()
-    ]
-    needs = {}
+    homes = {
+        role: plan[home.name] for role in keepers(workload) if (home := home_of(workload.graph, role, plan)) is not None
+    }
+    states = {role: _state_bytes(keepers(workload)[role], workload.itemsize, home) for role, home in homes.items()}
+    groups = segments(placement.devices for placement in plan.placements.values())
+    phases: dict[str, CallPhase] = {}
     for call in calls:
-        placement = plan[call.name]
-        predicted = call_bytes(workload, call, placement, backend)
-        home = homes.get(call.role)
-        elsewhere = predicted.moved and home is not None and not stored_alike(plan[home.name], placement)
-        needs[call.name] = {**predicted.active, "moved weights": predicted.moved} if elsewhere else predicted.active
-    size_of = {name: sum(parts.values()) for name, parts in needs.items()}
-    devices, phases = [], {}
-    for group in segments(placement.devices for placement in plan.placements.values()):
-        here = [entry for entry in entries if entry.home.devices.overlaps(group)]
-        roles: dict[str, float] = {}
-        for entry in here:
-            if entry.part != "base":
-                roles[entry.role] = roles.get(entry.role, 0.0) + entry.size
-            else:
-                roles.setdefault(entry.role, 0.0)
-        base = max((entry.size for entry in here if entry.part == "base"), default=0.0)
-        roles |= {"base": base} if base else {}
-        running = [call for call in calls if plan[call.name].devices.overlaps(group)]
-        for call in running:
-            offloaded = sum(
-                entry.size
-                for entry in here
-                if away.get((entry.role, call.name), {}).get(entry.part, "device") != "device"
-            )
-            phase = CallPhase(call.name, sum(roles.values()) - offloaded, needs[call.name])
+        placement, home = plan[call.name], homes.get(call.role)
+        needs = call_bytes(workload, call, placement, backend)
+        active = dict(needs.active)
+        if needs.moved and home is not None and not stored_alike(home, placement):
+            active["moved weights"] = needs.moved
+        for group in (group for group in groups if placement.devices.overlaps(group)):
+            here = [(role, states[role]) for role, home in homes.items() if home.devices.overlaps(group)]
+            stays = max((parts["base"] for _, parts in here if "base" in parts), default=0.0)
+            for role, parts in here:
+                places = away.get((role, call.name), {})
+                stays += sum(
+                    size for part, size in parts.items() if part != "base" and places.get(part, "device") == "device"
+                )
+            phase = CallPhase(call.name, stays, active)
             if call.name not in phases or phase.total > phases[call.name].total:
                 phases[call.name] = phase
-        worst = max((call.name for call in running), key=lambda name: size_of[name], default="")
-        devices.append(DeviceBytes(group.start, group.count, roles, size_of.get(worst, 0.0), worst))
-    bases = [entry.size for entry in entries if entry.part == "base"]
-    shown: dict[str, dict[str, float]] = {"base": {"weights": max(bases)}} if bases else {}
-    shown |= {role: {} for role, home in homes.items() if home is not None}
-    for entry in entries:
-        if entry.part != "base":
-            shown[entry.role][entry.part] = entry.size
-    ordered = tuple(phases[call.name] for call in calls if call.name in phases)
-    return PlanMemory(shown, ordered, tuple(devices))
+    bases = [parts["base"] for parts in states.values() if "base" in parts]
+    roles = {"base": {"weights": max(bases)}} if bases else {}
+    roles |= {role: {part: size for part, size in parts.items() if part != "base"} for role, parts in states.items()}
+    return PlanMemory(roles, tuple(phases.values()))

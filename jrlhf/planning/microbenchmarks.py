@@ -15,33 +15,32 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jrlhf.kernels.logprob import token_logprobs, token_sums
 from jrlhf.meshes import GENERATE, TRAIN, make_mesh
 from jrlhf.meshes.mesh import Device
 from jrlhf.models import ModelConfig, SamplingConfig, init_lm, make_generate, param_shardings
-from jrlhf.models.attention import layer_attention, layer_rotations, of_layer
+from jrlhf.models.attention import attention, layer_rotations, of_layer
 from jrlhf.models.collectives import TENSOR, lookup, total
 from jrlhf.models.modules import NO_ADAPTERS, Block
 from jrlhf.models.params import HeadKind
 from jrlhf.models.remat import Remat, policy
 from jrlhf.ppo.updates import apply_update
 
-LAYERS = 4  # that a program has, so that what it costs to be called divides by as many
+LAYERS = 4  # of a program: the cost of calling it is divided by as many
 CHAINED = 16  # collectives in a program
 BUSY_OPERATIONS = 16 * 2 * 256**3
-_ROWS = P("data")
 _TURN = 0.02  # seconds that a short program is repeated for
 
 Program = Callable[[], Any]
 
 
 def seconds(programs: Sequence[Program], repeats: int) -> list[float]:
-    """The least time of each: what else the machine does only adds to it.
+    """Returns the least time of each program, for other work of the machine only adds to it.
 
-    They take turns, short ones several times in each turn.
+    Programs take turns, short ones several times in each turn.
     """
     least, turns = [], []
     for program in programs:
@@ -61,20 +60,14 @@ def _once(program: Program) -> float:
 
 
 def sliced(config: ModelConfig, slices: int) -> ModelConfig:
-    """The model whose layers are one device's part of a tensor group's."""
-    return replace(
-        config,
-        heads=config.heads // slices,
-        kv_heads=max(1, config.kv_heads // slices),
-        mlp=config.mlp // slices,
-    )
+    """Returns the model whose layers are one device's part of a tensor group's."""
+    kv_heads = max(1, config.kv_heads // slices)
+    return replace(config, heads=config.heads // slices, kv_heads=kv_heads, mlp=config.mlp // slices)
 
 
 def nothing(devices: Sequence[Device]) -> Program:
-    """A program that does next to nothing."""
-    mesh = make_mesh(len(devices), 1, 1, devices=devices)
-    x = _each(mesh, np.zeros(1, np.float32))
-    return partial(_on_each(mesh, lambda x: x + 1), x)
+    """Builds a program that does next to nothing."""
+    return _on_each(devices, lambda x: x + 1, np.zeros(1, np.float32))
 
 
 def layers(
@@ -88,8 +81,7 @@ def layers(
     remat: Remat,
     implementation: Any = None,
 ) -> Program:
-    """`LAYERS` layers over so many rows on each device; in training forward and backward, as in `models.sharded`."""
-    mesh = make_mesh(len(devices), 1, 1, devices=devices)
+    """Builds `LAYERS` layers over `rows` rows on each device; training goes backward too, as in `models.forward`."""
     shallow = replace(config, layers=LAYERS, local_layers=config.local_layers[:LAYERS])
     weights = init_lm(shallow, jax.random.key(0))["layers"]
     rotations = layer_rotations(jnp.arange(length)[None, :], shallow)
@@ -97,7 +89,7 @@ def layers(
 
     def layer(x, weights):
         def attend(*heads):
-            return layer_attention(shallow, local, *heads, implementation=implementation), None
+            return attention(*heads, **shallow.scores, local=local, implementation=implementation), None
 
         loaded = jax.tree.map(lambda w: w.astype(dtype) if w.ndim > 1 else w, weights)
         return Block(shallow, loaded)(x, of_layer(rotations, local), attend, None, NO_ADAPTERS)
@@ -112,18 +104,17 @@ def layers(
         return backward(y)
 
     x = np.random.default_rng(0).standard_normal((rows, length, config.embed))
-    arguments = _each(mesh, x.astype(dtype)), jax.tree.map(partial(_each, mesh), weights)
-    return partial(_on_each(mesh, both if train else forward), *arguments)
+    return _on_each(devices, both if train else forward, x.astype(dtype), weights)
 
 
 def ends(
     config: ModelConfig, devices: Sequence[Device], rows: int, length: int, head: HeadKind, *, train: bool, fused: bool
 ) -> Program:
-    """What a model has around its layers, over so many rows on each device: embeddings and head."""
-    mesh = make_mesh(len(devices), 1, 1, devices=devices)
+    """Builds a model's embeddings and head, over `rows` rows on each device."""
     rng = np.random.default_rng(0)
     table = rng.standard_normal((config.padded_vocab, config.embed)).astype(np.float32)
-    tables = {"embedding": table} | ({} if config.tie_embeddings else {"unembedding": table})
+    scalar, untied = {"kernel": table[0]}, {} if config.tie_embeddings else {"unembedding": table}
+    tables = {"embedding": table} | (scalar if head == "scalar" else untied)
     tokens = rng.integers(0, config.vocab_size, (rows, length)).astype(np.int32)
 
     def loss(weights, tokens):
@@ -140,18 +131,17 @@ def ends(
         logprobs, entropy = token_logprobs(hidden, unembedding, targets, **options)
         return jnp.sum(logprobs) + lax.stop_gradient(jnp.sum(entropy))
 
-    if head == "scalar":
-        tables = {"embedding": table, "kernel": table[0]}
-    function = jax.grad(loss) if train else loss
-    return partial(_on_each(mesh, function), jax.tree.map(partial(_each, mesh), tables), _each(mesh, tokens))
+    return _on_each(devices, jax.grad(loss) if train else loss, tables, tokens)
 
 
 def generation(
     config: ModelConfig, devices: Sequence[Device], rows: int, prompt: int, response: int, dtype: Any
 ) -> Program:
-    """A whole generation, of so many rows on each device, none of which ends before the limit."""
+    """Builds a whole generation of `rows` rows on each device, none of which ends before the limit."""
     mesh = make_mesh(len(devices), 1, 1, devices=devices)
-    weights = jax.device_put(_unstacked(config), param_shardings(config, mesh, GENERATE))
+    params = init_lm(config, jax.random.key(0))  # GENERATE keeps layers as a list
+    params["layers"] = [jax.tree.map(lambda x, i=i: x[i], params["layers"]) for i in range(config.layers)]
+    weights = jax.device_put(params, param_shardings(config, mesh, GENERATE))
     count = rows * len(devices)
     prompts = np.random.default_rng(0).integers(0, config.vocab_size, (count, prompt)).astype(np.int32)
     by_row = NamedSharding(mesh, P(("data", "fsdp", "tensor")))
@@ -162,7 +152,7 @@ def generation(
 
 
 def update(config: ModelConfig, devices: Sequence[Device], fsdp: int) -> Program:
-    """An optimizer update of a model stored over so many devices, whose gradients are there."""
+    """Builds an optimizer update of a model stored over `fsdp` devices, whose gradients are there."""
     mesh = make_mesh(len(devices) // fsdp, fsdp, 1, devices=devices)
     params = jax.device_put(init_lm(config, jax.random.key(0)), param_shardings(config, mesh, TRAIN))
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-4, b1=0.9, b2=0.95))
@@ -187,19 +177,17 @@ def update(config: ModelConfig, devices: Sequence[Device], fsdp: int) -> Program
 
 
 def collective(kind: str, devices: Sequence[Device], size: int, numbers: int) -> Program:
-    """`CHAINED` of one collective, one after the other, in all groups of `size` neighbours at once.
+    """Builds `CHAINED` of one collective, one after the other, in all groups of `size` neighbours at once.
 
     numbers: float32 that each device holds after an all-gather ("gather"), or puts into an all-reduce ("reduce").
     """
     mesh = make_mesh(len(devices) // size, size, 1, devices=devices)
 
-    def gather(x):
-        return lax.dynamic_slice_in_dim(lax.all_gather(x, "fsdp", tiled=True), 0, x.shape[0]) + 1
-
-    def reduce(x):
+    def once(x):
+        if kind == "gather":
+            return lax.dynamic_slice_in_dim(lax.all_gather(x, "fsdp", tiled=True), 0, x.shape[0]) + 1
         return lax.pcast(lax.psum(x, "fsdp"), "fsdp", to="varying") * 0.5
 
-    once = {"gather": gather, "reduce": reduce}[kind]
     local = max(1, numbers // size if kind == "gather" else numbers)
     rows = P(("data", "fsdp"))
 
@@ -211,48 +199,39 @@ def collective(kind: str, devices: Sequence[Device], size: int, numbers: int) ->
 
 
 def offload(device: Device, numbers: int) -> Program:
-    """Float32 to the host's memory."""
+    """Copies float32 numbers to the host's memory."""
     here = jax.device_put(np.zeros(numbers, np.float32), device)
     there = jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")
     return lambda: jax.device_put(here, there)
 
 
 def copy(devices: Sequence[Device], numbers: int) -> Program:
-    """Float32 read and written, on each device: 8 bytes a number."""
-    mesh = make_mesh(len(devices), 1, 1, devices=devices)
-    return partial(_on_each(mesh, lambda x: x + 1), _each(mesh, np.zeros(numbers, np.float32)))
+    """Reads and writes float32 numbers on each device: 8 bytes a number."""
+    return _on_each(devices, lambda x: x + 1, np.zeros(numbers, np.float32))
 
 
 def busy(devices: Sequence[Device]) -> Program:
-    """The same products on each of these devices, of `BUSY_OPERATIONS`."""
+    """Computes the same products on each of these devices, `BUSY_OPERATIONS` operations in all."""
+    x = np.ones((256, 256), np.float32) / 256
+    return _on_each(devices, lambda x: lax.scan(lambda y, _: (y @ x, None), x, length=16)[0], x)
+
+
+def _on_each(devices: Sequence[Device], function: Callable[..., Any], *arguments: Any) -> Program:
+    """Builds a jitted program that calls `function` on all devices at once, each with its own copy of the arguments."""
     mesh = make_mesh(len(devices), 1, 1, devices=devices)
-    x = _each(mesh, np.ones((256, 256), np.float32) / 256)
-    return partial(_on_each(mesh, lambda x: lax.scan(lambda y, _: (y @ x, None), x, length=16)[0]), x)
+    rows = P("data")
 
-
-def _each(mesh: Mesh, x: Any) -> jax.Array:
-    """A copy of `x` on each device, with a leading axis of one there."""
-    copies = np.broadcast_to(np.asarray(x)[None], (mesh.size, *x.shape))
-    return jax.device_put(copies, NamedSharding(mesh, _ROWS))
-
-
-def _on_each(mesh: Mesh, function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` of what each device has of `_each`, on all devices at once, jitted."""
-
-    def local(*arguments):
-        results = function(*jax.tree.map(lambda x: x[0], arguments))
+    def local(*copies):
+        results = function(*jax.tree.map(lambda x: x[0], copies))
         return jax.tree.map(lambda x: lax.psum(x, ("fsdp", "tensor"))[None] if _varies(x) else x[None], results)
 
-    return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=_ROWS, out_specs=_ROWS))
+    def copied(x):
+        return jax.device_put(np.broadcast_to(np.asarray(x)[None], (mesh.size, *x.shape)), NamedSharding(mesh, rows))
+
+    mapped = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=rows, out_specs=rows))
+    return partial(mapped, *jax.tree.map(copied, arguments))
 
 
 def _varies(x: jax.Array) -> bool:
-    """Whether its type says that it differs over axes of one device."""
+    """Returns whether its type says that it differs over axes of one device."""
     return bool({"fsdp", "tensor"} & set(jax.typeof(x).manual_axis_type.varying))
-
-
-def _unstacked(config: ModelConfig) -> dict[str, Any]:
-    """A fresh model with its layers as a list, as GENERATE keeps them."""
-    params = init_lm(config, jax.random.key(0))
-    count = config.layers
-    return {**params, "layers": [jax.tree.map(lambda x, i=i: x[i], params["layers"]) for i in range(count)]}

@@ -29,9 +29,7 @@ _MARKERS = {f"#0102{index:02x}": f"var(--c{index})" for index in range(1, COLORS
 }
 _INK, _MUTED, _GRID, _CARD = list(_MARKERS)[COLORS:]
 _STYLE: Any = {
-    "svg.fonttype": "none",
-    "font.size": 11,
-    "text.color": _INK,
+    **{"svg.fonttype": "none", "font.size": 11, "text.color": _INK},
     **dict.fromkeys(("axes.edgecolor", "grid.color", "xtick.color", "ytick.color"), _GRID),
     **dict.fromkeys(("axes.labelcolor", "xtick.labelcolor", "ytick.labelcolor"), _MUTED),
     **dict.fromkeys(("axes.spines.left", "axes.spines.right", "axes.spines.top"), False),
@@ -39,11 +37,7 @@ _STYLE: Any = {
     **{"grid.linewidth": 0.8, "xtick.major.size": 3, "ytick.major.size": 0},
     **{"lines.linewidth": 1.9, "lines.solid_capstyle": "round", "lines.solid_joinstyle": "round"},
 }
-_SIZES = {
-    "three": (4.6, 2.3),
-    "four": (3.3, 1.75),
-    "wide": (15.2, 3.4),
-}  # inches of 72 pixels, by the place in the page
+_SIZES = {"three": (4.6, 2.3), "four": (3.3, 1.75), "wide": (15.2, 3.4)}  # inches of 72 pixels, by place in the page
 
 
 @dataclass(frozen=True)
@@ -108,13 +102,9 @@ class Chart:
 
 
 def running_mean(values: np.ndarray, width: int) -> np.ndarray:
-    """Means of each value with its neighbours, `width` in all; fewer near the ends."""
-    width = min(width, len(values))
-    before, after = width // 2, width - width // 2
-    total = np.concatenate([[0.0], np.cumsum(values)])
-    start = np.maximum(np.arange(len(values)) - before, 0)
-    end = np.minimum(np.arange(len(values)) + after, len(values))
-    return (total[end] - total[start]) / (end - start)
+    """Returns the mean of each value with its neighbours, `width` in all; fewer near the ends."""
+    window = np.ones(min(width, len(values)))
+    return np.convolve(values, window, "same") / np.convolve(np.ones(len(values)), window, "same")
 
 
 def number(value: float) -> str:
@@ -132,19 +122,19 @@ def number(value: float) -> str:
 def _draw(axes: Axes, series: Series, *, name_end: bool) -> None:
     x, y = series.finite
     color = list(_MARKERS)[series.color - 1]
+    marker: dict[str, Any] = {"marker": "o"} if len(x) == 1 else {}
     if series.style == "points":
         for alpha, part in zip(np.linspace(0.25, 1.0, 5), np.array_split(np.arange(len(x)), 5), strict=True):
             axes.plot(x[part], y[part], "o", color=color, alpha=alpha, markersize=5, markeredgewidth=0)
         return
     if series.style == "steps":
-        axes.plot(x, y, color=color, drawstyle="steps-post", marker="o" if len(x) == 1 else None)
+        axes.plot(x, y, color=color, drawstyle="steps-post", **marker)
     elif series.style == "dots":
         axes.plot(x, y, "-o", color=color, linewidth=1.3, markersize=5, markeredgecolor=_CARD, markeredgewidth=1.0)
-    elif series.style == "trend" and len(x) >= 20:
-        axes.plot(x, y, color=color, linewidth=1.0, alpha=0.3)
-        axes.plot(x, series.trend, color=color)
     else:
-        axes.plot(x, y, color=color, marker="o" if len(x) == 1 else None)
+        if series.style == "trend" and len(x) >= 20:
+            axes.plot(x, y, color=color, linewidth=1.0, alpha=0.3)
+        axes.plot(x, series.trend, color=color, **marker)
     if name_end:
         end = {"xytext": (5, 0), "textcoords": "offset points", "va": "center", "annotation_clip": False}
         axes.annotate(number(series.trend[-1]), (x[-1], series.trend[-1]), color=color, fontweight="bold", **end)

@@ -5,7 +5,7 @@ A run that was interrupted, or that has only some of the stages, gets a report o
 
 import math
 import re
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ def render(run: Record) -> str:
     return _environment().get_template("report.html.j2").render(values).lstrip() + "\n"
 
 
+@cache
 def _environment() -> jinja2.Environment:
     # Models and users write into this page. Autoescape keeps their texts from becoming HTML; `finalize` removes control
     # characters from every text that is not markup of the template's own.
@@ -53,7 +54,7 @@ def _environment() -> jinja2.Environment:
 
 
 def _filled(samples: list[Sample], keys: list[str]) -> list[str]:
-    """The keys that at least one sample has a value for."""
+    """Returns the keys that at least one sample has a value for."""
     return [key for key in keys if any(sample.get(key) not in (None, "") for sample in samples)]
 
 

@@ -1,7 +1,6 @@
 """Reads what a run has written, as plain data. Missing files, stages and numbers are empty."""
 
 import math
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,8 +9,8 @@ from typing import Any
 import numpy as np
 import yaml
 
-from jrlhf.algorithms.registry import TITLES
 from jrlhf.config.parse import flatten, parse_yaml
+from jrlhf.config.stages import TITLES
 from jrlhf.errors import UserError
 from jrlhf.meshes.plan import Plan, plan_of
 from jrlhf.run.directory import CONFIG, ENVIRONMENT, PLAN, SAMPLES, read_summary
@@ -30,7 +29,7 @@ Named = tuple[str, str]  # (key of REWARD_KINDS, name of a reward or a cost)
 
 @dataclass(frozen=True)
 class Record:
-    """What a run directory holds."""
+    """The contents of a run directory."""
 
     name: str
     config: str = ""
@@ -58,12 +57,12 @@ class Record:
 
     @property
     def trained(self) -> bool:
-        """Whether the algorithm has run for at least one iteration."""
+        """True if the algorithm has run for at least one iteration."""
         return self.algorithm in self.metrics
 
     @property
     def has_kl(self) -> bool:
-        """Whether the run knows its distance from a reference."""
+        """True if the run knows its distance from a reference."""
         return bool(self.curve(KL)[1])
 
     @property
@@ -78,9 +77,8 @@ class Record:
         "gold": the built-in task's rubric, which training never sees. "score": the weighted sum of the run's own
         rewards, which training optimises, on other prompts.
         """
-        if "measure" in self.held_out:
-            return str(self.held_out["measure"])
-        return "gold" if any(GOLD in record for record in self.iterations) else "score"
+        default = "gold" if any(GOLD in record for record in self.iterations) else "score"
+        return str(self.held_out.get("measure", default))
 
     @property
     def measure_name(self) -> str:
@@ -95,21 +93,21 @@ class Record:
         return {stage: seconds for stage, seconds in sums.items() if seconds > 0}
 
     def curve(self, metric: str, stage: str | None = None) -> Curve:
-        """Steps and values of the records that have the metric, by default of the algorithm; not finite is NaN."""
+        """Returns steps and values of the records with the metric, by default of the algorithm; not finite is NaN."""
         records = self.iterations if stage is None else self.metrics.get(stage, [])
         points = [(float(record["step"]), record[metric]) for record in records if metric in record]
         return [step for step, _ in points], [math.nan if value is None else float(value) for _, value in points]
 
     def lowest(self, *metrics: str) -> float:
-        """The smallest value of some metrics; 0 if the run has none of them."""
+        """Returns the smallest value of some metrics; 0 if the run has none of them."""
         return min((value for metric in metrics for value in self.curve(metric)[1]), default=0.0)
 
     def names(self, prefix: str) -> list[str]:
-        """Names of the algorithm's metrics that begin with `prefix`, in the order of their first occurrence."""
+        """Returns the algorithm's metrics that begin with `prefix`, in the order of their first occurrence."""
         return list(dict.fromkeys(key for record in self.iterations for key in record if key.startswith(prefix)))
 
     def setting(self, key: str) -> float | None:
-        """A number of the config; None if it is not a number."""
+        """Returns a number of the config; None if it is not a number."""
         try:
             return float(self.settings[key])
         except (KeyError, ValueError):
@@ -119,48 +117,35 @@ class Record:
         return self.setting(f"{self.algorithm}.algorithm.{key}")
 
     def graded(self, when: str) -> dict[str, Any]:
-        """The held-out results of the model "before" or "after"; empty without a mean of the measure."""
+        """Returns the held-out results of the model "before" or "after"; empty without a mean of the measure."""
         results = self.held_out.get(when) or {}
         return results if results.get(self.measure) is not None else {}
 
     def both(self, name: str) -> tuple[Any, Any]:
-        """A held-out result before and after the algorithm."""
+        """Returns a held-out result before and after the algorithm."""
         return self.graded("before").get(name), self.graded("after").get(name)
 
     # --- Rewards and costs by name: `rewards/NAME/mean`, `rewards/NAME/failures/KIND`, `rewards/NAME/EXTRA` ---
 
     def named_metrics(self) -> Iterator[tuple[Named, str, str]]:
-        """((kind, name), rest, metric) of every metric `rewards/NAME/REST` or `costs/NAME/REST`."""
+        """Yields ((kind, name), rest, metric) of every metric `rewards/NAME/REST` or `costs/NAME/REST`."""
         for kind in REWARD_KINDS:
             for key in self.names(f"{kind}/"):
                 name, _, rest = key.removeprefix(f"{kind}/").partition("/")
                 yield (kind, name), rest, key
 
     def reward_names(self, kind: str = "rewards") -> list[str]:
-        """The names of the run's rewards, or costs."""
+        """Returns the names of the run's rewards, or costs."""
         return list(dict.fromkeys(name for (k, name), rest, _ in self.named_metrics() if k == kind and rest == "mean"))
 
-    def counts(self, metric: str) -> list[int]:
-        """A count of every iteration; an iteration without the metric counts 0."""
-        return [round(record.get(metric) or 0) for record in self.iterations]
-
-    def failures(self) -> dict[Named, dict[str, str]]:
-        """The metrics that count failures, by reward or cost and by kind of failure; only those that occurred."""
-        metrics: dict[Named, dict[str, str]] = {}
+    def failures(self) -> dict[Named, dict[str, list[int]]]:
+        """Returns the failures in each iteration, by reward or cost and by kind; only kinds that occurred."""
+        failures: dict[Named, dict[str, list[int]]] = {}
         for named, rest, key in self.named_metrics():
-            if rest.startswith(FAILURES) and sum(self.counts(key)):
-                metrics.setdefault(named, {})[rest.removeprefix(FAILURES)] = key
-        return metrics
-
-    def failure_counts(self) -> tuple[dict[Named, Counter[str]], list[int]]:
-        """(failures of each kind over the whole run by reward or cost, the iterations in which any occurred)."""
-        failures = self.failures()
-        keys = [key for kinds in failures.values() for key in kinds.values()]
-        totals = {
-            named: Counter({kind: sum(self.counts(key)) for kind, key in kinds.items()})
-            for named, kinds in failures.items()
-        }
-        return totals, [record["step"] for record in self.iterations if any(record.get(key) for key in keys)]
+            counts = [round(record.get(key) or 0) for record in self.iterations]
+            if rest.startswith(FAILURES) and sum(counts):
+                failures.setdefault(named, {})[rest.removeprefix(FAILURES)] = counts
+        return failures
 
 
 def read_run(run_dir: Path | str) -> Record:

@@ -1,15 +1,16 @@
-"""Sections of the report as plain data: what `report.html.j2` shows and cannot compute by itself."""
+"""Computes the sections of the report as plain data, which `report.html.j2` shows."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from jrlhf.algorithms.registry import TITLES
+from jrlhf.config.stages import TITLES
 from jrlhf.report.charts import COLORS, Chart, Series, number
-from jrlhf.report.read import FAILURES, GOLD, KL, REWARD_KINDS, SCORE, Record, Sample
+from jrlhf.report.read import FAILURES, GOLD, KL, REWARD_KINDS, SCORE, Record
 from jrlhf.run.console import duration, validation_key
 
 _UNSET = ("", "0", "null")  # values of a setting that is not used
@@ -44,13 +45,30 @@ def plotter(run: Record) -> Callable[..., Chart]:
 
 def chips(run: Record) -> list[str]:
     """Describes the run in a few words each."""
+
+    def setting(key: str) -> str:
+        return "" if run.settings.get(key) in _UNSET else run.settings.get(key, "")
+
     stages = {"sft": "SFT", "reward_model": "reward model", **TITLES}
-    words = [*_progress(run), " → ".join(stages.get(stage, stage) for stage in run.metrics), *_model_chips(run)]
+    words = ["finished" if run.summary else ""]
+    begun = [stage for stage in ("sft", "reward_model", run.algorithm) if run.metrics.get(stage)]
+    if begun and not run.summary:
+        last = begun[-1]
+        total = run.setting(f"{last}.iterations" if last == run.algorithm else f"{last}.steps")
+        words.append(f"unfinished: {last} {run.metrics[last][-1]['step']}" + (f" of {total:.0f}" if total else ""))
+    words.append(" → ".join(stages.get(stage, stage) for stage in run.metrics))
+    path, rank, adapter, base = map(setting, ("model.path", "lora.rank", "lora.path", "lora.base"))
+    words.append(PurePosixPath(path).name or path)
+    if rank:
+        alpha = run.setting("lora.alpha")
+        words.append(f"LoRA rank {rank}" + (f", alpha {alpha:g}" if alpha else ""))
+    elif adapter:
+        words.append(f"LoRA from {PurePosixPath(adapter).name or adapter}")
+    words.append(f"{base} base" if (rank or adapter) and base not in ("", "auto") else "")
     sizes = {axis: run.settings.get(f"mesh.{axis}", "1") for axis in ("data", "fsdp", "tensor")}
     mesh = " × ".join(f"{axis} {'auto' if size == '-1' else size}" for axis, size in sizes.items() if size != "1")
-    simulated = run.settings.get("device.simulated", "null")
-    devices = "" if simulated in _UNSET else f" on {simulated} simulated devices"
-    words.append(f"mesh {mesh}{devices}" if mesh else "")
+    simulated = setting("device.simulated")
+    words.append(f"mesh {mesh}" + (f" on {simulated} simulated devices" if simulated else "") if mesh else "")
     words.append(f"plan {run.plan.name}" if run.plan is not None and run.plan.name != "colocate" else "")
     words.append(run.settings.get("compute.dtype", ""))
     words.append(f"seed {run.settings['seed']}" if "seed" in run.settings else "")
@@ -58,132 +76,89 @@ def chips(run: Record) -> list[str]:
     return [word for word in words if word]
 
 
-def _progress(run: Record) -> list[str]:
-    stages = [stage for stage in ("sft", "reward_model", run.algorithm) if run.metrics.get(stage)]
-    if run.summary or not stages:
-        return ["finished"] * bool(run.summary)
-    last = stages[-1]
-    total = run.setting(f"{last}.iterations" if last == run.algorithm else f"{last}.steps")
-    return [f"unfinished: {last} {run.metrics[last][-1]['step']}" + (f" of {total:.0f}" if total else "")]
-
-
-def _model_chips(run: Record) -> list[str]:
-    keys = ("model.path", "lora.rank", "lora.path", "lora.base")
-    path, rank, adapter, base = (run.settings.get(key, "") for key in keys)
-    model = [] if path in _UNSET else [PurePosixPath(path).name or path]
-    base_chip = [] if base in (*_UNSET, "auto") else [f"{base} base"]
-    if rank not in _UNSET:
-        alpha = run.setting("lora.alpha")
-        return [*model, f"LoRA rank {rank}" + (f", alpha {alpha:g}" if alpha else ""), *base_chip]
-    return model if adapter in _UNSET else [*model, f"LoRA from {PurePosixPath(adapter).name or adapter}", *base_chip]
-
-
 def failures(run: Record) -> dict[str, Any] | None:
-    """A warning where reward or cost functions failed."""
-    counts, steps = run.failure_counts()
-    if not counts:
+    """Returns a warning if reward or cost functions failed."""
+    failures = run.failures()
+    if not failures:
         return None
-    total = sum(count.total() for count in counts.values())
-    kinds = " and ".join(word for kind, word in REWARD_KINDS.items() if any(kind == other for other, _ in counts))
-    logs = ", ".join(f"{REWARD_KINDS[kind]}-{name}.log" for kind, name in counts)
+    totals = {named: Counter({kind: sum(row) for kind, row in kinds.items()}) for named, kinds in failures.items()}
+    columns = zip(*(row for kinds in failures.values() for row in kinds.values()), strict=True)
+    steps = [record["step"] for record, column in zip(run.iterations, columns, strict=True) if any(column)]
+    total = sum(count.total() for count in totals.values())
+    kinds = " and ".join(word for kind, word in REWARD_KINDS.items() if any(kind == other for other, _ in totals))
+    logs = ", ".join(f"{REWARD_KINDS[kind]}-{name}.log" for kind, name in totals)
     return {
         "title": f"{kinds.capitalize()} functions failed on {total:,} sample{'s' * (total != 1)}",
-        "lines": [("cost " * (kind == "costs"), name, count.most_common()) for (kind, name), count in counts.items()],
+        "lines": [("cost " * (kind == "costs"), name, count.most_common()) for (kind, name), count in totals.items()],
         "note": f"in {len(steps)} of {len(run.iterations)} iterations, the last time in iteration {steps[-1]}. Each of "
         "these samples was given the score that the config names for failures, which says nothing about the answer. "
         f"What the functions printed is in {logs}.",
     }
 
 
-def cards(run: Record) -> list[Card]:
-    """The figures that the run is judged by."""
-    shown = [
-        _measure_card(run),
-        _loss_card(run),
-        _pairs_card(run, "reward_model", "Reward model", "right about"),
-        _pairs_card(run, "dpo", "Preferences", "the policy prefers the better of"),
-        _cost_card(run),
-        _kl_card(run),
-    ]
-    distinct = run.both("distinct")
-    if all(distinct):
-        note = f"{distinct[1]} distinct held-out responses, {distinct[0]} before {run.title}"
-        shown.append(Card("Variety kept", [f"{distinct[1] / distinct[0]:.0%}"], note))
-    if run.seconds:
-        phases = ", ".join(f"{name.replace('_', ' ')} {duration(length)}" for name, length in run.seconds.items())
-        shown.append(Card("Time", [duration(sum(run.seconds.values()))], phases))
-    return [card for card in shown if card is not None]
-
-
-def _measure_card(run: Record) -> Card | None:
+def cards(run: Record) -> Iterator[Card]:
+    """Yields the figures that the run is judged by."""
     old, new = run.both(run.measure)
-    if old is None:
-        return None
     title = f"{run.measure_name.capitalize()}, held out"
+    prompts = f" on {run.held_out['n']} held-out prompts" if "n" in run.held_out else ""
     own = "" if run.measure == "gold" else "; the run's own rewards"
     own += f", which {run.title} optimises on other prompts" if own and run.trained else ""
-    prompts = f" on {run.held_out['n']} held-out prompts" if "n" in run.held_out else ""
-    if new is None:
+    if old is not None and new is None:
         value = _with_error(old, run.both(f"{run.measure}_standard_error")[0])
-        return Card(title, [number(old)], value + prompts + own)
-    difference, error = run.held_out.get("difference"), run.held_out.get("standard_error") or 0.0
-    change = f"{new - old:+.3f}" if difference is None else f"{difference:+.3f} ± {error:.3f}"
-    errors = f", {difference / error:.1f} standard errors" if difference is not None and error else ""
-    return Card(title, [number(old), number(new)], f"{change} through {run.title}{prompts}{errors}{own}")
+        yield Card(title, [number(old)], value + prompts + own)
+    elif old is not None:
+        difference, error = run.held_out.get("difference"), run.held_out.get("standard_error") or 0.0
+        change = f"{new - old:+.3f}" if difference is None else f"{difference:+.3f} ± {error:.3f}"
+        errors = f", {difference / error:.1f} standard errors" if difference is not None and error else ""
+        yield Card(title, [number(old), number(new)], f"{change} through {run.title}{prompts}{errors}{own}")
+    losses = [loss for loss in run.curve("sft/eval_loss", "sft")[1] if math.isfinite(loss)]
+    if losses and not run.trained:
+        best, last = number(min(losses)), number(losses[-1])
+        note = f"nats per response token, {math.exp(min(losses[-1], 700.0)):.3g} in perplexity"
+        yield Card("SFT loss, held out", [last], note + (f"; it was {best} at best" if best != last else ""))
+    verdicts = (
+        ("reward_model", "Reward model", "right about"),
+        ("dpo", "Preferences", "the policy prefers the better of"),
+    )
+    for stage, title, verdict in verdicts:
+        accuracy = run.summary.get(f"{stage}_accuracy")
+        if accuracy is None:
+            accuracy = (run.curve(f"{stage}/eval_accuracy", stage)[1] or [math.nan])[-1]
+        pairs = (run.curve(f"{stage}/eval_pairs", stage)[1] or [math.nan])[-1]
+        if math.isfinite(accuracy):
+            error = f" ± {math.sqrt(accuracy * (1 - accuracy) / pairs):.1%}" if pairs > 0 else ""
+            count = f"{pairs:,.0f} " if pairs > 0 else ""
+            yield Card(title, [f"{accuracy:.1%}"], f"{verdict} {accuracy:.1%}{error} of {count}held-out pairs")
+    old, new = run.both("cost")
+    if old is not None and new is not None:
+        limit = run.algorithm_setting("cost_limit")
+        note = f"{_with_error(new, run.both('cost_standard_error')[1])} after {run.title}"
+        yield Card(
+            "Cost, held out", [number(old), number(new)], note + ("" if limit is None else f"; the limit is {limit:g}")
+        )
+    if values := run.curve(KL)[1]:
+        quarter = [value for value in values[-max(len(values) // 4, 1) :] if math.isfinite(value)]
+        mean, target = sum(quarter) / len(quarter) if quarter else math.nan, run.algorithm_setting("kl_target")
+        note = f"; the target is {target:g} ({mean / target - 1:+.0%})" if target else ""
+        yield Card("KL to the reference", [number(mean)], f"nats per response, mean of the last quarter{note}")
+    old, new = run.both("distinct")
+    if old and new:
+        note = f"{new} distinct held-out responses, {old} before {run.title}"
+        yield Card("Variety kept", [f"{new / old:.0%}"], note)
+    if run.seconds:
+        phases = ", ".join(f"{name.replace('_', ' ')} {duration(length)}" for name, length in run.seconds.items())
+        yield Card("Time", [duration(sum(run.seconds.values()))], phases)
 
 
 def _with_error(value: float, error: float | None) -> str:
     return f"{value:.3f}" + ("" if error is None else f" ± {error:.3f}")
 
 
-def _cost_card(run: Record) -> Card | None:
-    old, new = run.both("cost")
-    if old is None or new is None:
-        return None
-    limit = run.algorithm_setting("cost_limit")
-    note = f"{_with_error(new, run.both('cost_standard_error')[1])} after {run.title}"
-    note += "" if limit is None else f"; the limit is {limit:g}"
-    return Card("Cost, held out", [number(old), number(new)], note)
-
-
-def _loss_card(run: Record) -> Card | None:
-    """The outcome of a run that ends with SFT."""
-    losses = [loss for loss in run.curve("sft/eval_loss", "sft")[1] if math.isfinite(loss)]
-    if not losses or run.trained:
-        return None
-    best, last = number(min(losses)), number(losses[-1])
-    note = f"nats per response token, {math.exp(min(losses[-1], 700.0)):.3g} in perplexity"
-    return Card("SFT loss, held out", [last], note + (f"; it was {best} at best" if best != last else ""))
-
-
-def _pairs_card(run: Record, stage: str, title: str, verdict: str) -> Card | None:
-    accuracy = run.summary.get(f"{stage}_accuracy")
-    if accuracy is None:
-        accuracy = (run.curve(f"{stage}/eval_accuracy", stage)[1] or [math.nan])[-1]
-    if not math.isfinite(accuracy):
-        return None
-    pairs = (run.curve(f"{stage}/eval_pairs", stage)[1] or [math.nan])[-1]
-    error = f" ± {math.sqrt(accuracy * (1 - accuracy) / pairs):.1%}" if pairs > 0 else ""
-    count = f"{pairs:,.0f} " if pairs > 0 else ""
-    return Card(title, [f"{accuracy:.1%}"], f"{verdict} {accuracy:.1%}{error} of {count}held-out pairs")
-
-
-def _kl_card(run: Record) -> Card | None:
-    values = run.curve(KL)[1]
-    if not values:
-        return None
-    quarter = [value for value in values[-max(len(values) // 4, 1) :] if math.isfinite(value)]
-    mean, target = sum(quarter) / len(quarter) if quarter else math.nan, run.algorithm_setting("kl_target")
-    note = "nats per response, mean of the last quarter"
-    note += f"; the target is {target:g} ({mean / target - 1:+.0%})" if target else ""
-    return Card("KL to the reference", [number(mean)], note)
-
-
 # --- The score, the KL that it costs, and whether the reward is being gamed ---
 
 
 def over_kl(run: Record, title: str, note: str, curves: dict[str, str], shares: bool = False, **options: Any) -> Chart:
-    """Metrics over the KL, of the iterations that have all of them; without points if these are fewer than four.
+    """Draws metrics over the KL, of the iterations that have all of them; no points if these are fewer than four.
 
     shares: changes since the start, as shares of the largest change.
     """
@@ -247,7 +222,7 @@ def words(run: Record, name: str) -> str:
 
 
 def compared(run: Record) -> list[dict[str, Any]]:
-    """Tables of the measure's items and of the prompts' sources. rows: (name, number of prompts, before, after)."""
+    """Returns tables of the measure's items and of the sources. rows: (name, number of prompts, before, after)."""
     old, new = (value or {} for value in run.both("items"))
     items = [(words(run, name), None, value, new.get(name)) for name, value in old.items()]
     old, new = (value or {} for value in run.both("sources"))
@@ -264,13 +239,13 @@ def compared(run: Record) -> list[dict[str, Any]]:
 
 
 def gold_items(run: Record) -> list[Chart]:
-    """Curves of the rubric's items in training."""
+    """Returns curves of the rubric's items in training."""
     names = {key: key.removeprefix("gold/") for key in run.names("gold/") if key != GOLD}
     return [Chart(words(run, name), [Series(name, *run.curve(key), 2, "trend")]) for key, name in names.items()]
 
 
 def validation(run: Record) -> dict[str, Any]:
-    """Curves of the measure for all prompts and for each source, then small ones of everything else that is measured.
+    """Returns curves of the measure for all prompts and for each source, then small ones of all other measurements.
 
     A validation takes place before the iteration that it is recorded with.
     """
@@ -280,24 +255,24 @@ def validation(run: Record) -> dict[str, Any]:
         if parsed is not None and parsed[2] != "best@1":  # the best of a single answer is its mean
             core.setdefault(parsed[:2], {})[parsed[2]] = key
     sources = sorted(dict.fromkeys(source for source, _ in core), key=lambda source: source != _ALL)
-    charts = []
-    for (source, measure), curves in sorted(core.items(), key=lambda item: sources.index(item[0][0])):
-        prompts = source if source != _ALL else "All sources together" if len(sources) > 1 else "Held-out prompts"
-        series = _dots(run, curves, first=lambda statistic: statistic.startswith("mean@"))
-        note = f"{series[0].label}." if len(series) == 1 else ""
-        charts.append(Chart(f"{prompts}: {measure}", series, note, xlabel="before iteration"))
     others: dict[str, dict[str, str]] = {}  # title -> source -> metric
     for key in run.names("val-aux/"):
         if parsed := validation_key(key, sources):
             others.setdefault(f"{words(run, parsed[1])}, {parsed[2]}", {})[parsed[0]] = key
-    small = [Chart(title, _dots(run, curves, first=_ALL.__eq__)) for title, curves in others.items()]
+
+    def dots(curves: dict[str, str]) -> list[Series]:
+        """Orders the curves: means before other statistics, all prompts before those of one source."""
+        labels = sorted(curves, key=lambda label: label != _ALL and not label.startswith("mean@"))[:COLORS]
+        return [Series(label, *run.curve(curves[label]), color, "dots") for color, label in enumerate(labels, 1)]
+
+    charts = []
+    for (source, measure), curves in sorted(core.items(), key=lambda item: sources.index(item[0][0])):
+        prompts = source if source != _ALL else "All sources together" if len(sources) > 1 else "Held-out prompts"
+        series = dots(curves)
+        note = f"{series[0].label}." if len(series) == 1 else ""
+        charts.append(Chart(f"{prompts}: {measure}", series, note, xlabel="before iteration"))
+    small = [Chart(title, dots(curves)) for title, curves in others.items()]
     return {"lead": _validated(run, core), "charts": charts, "small": small}
-
-
-def _dots(run: Record, curves: dict[str, str], first: Callable[[str], bool]) -> list[Series]:
-    """Series of metrics by their labels; those that are `first` come before the others."""
-    labels = sorted(curves, key=lambda label: not first(label))[:COLORS]
-    return [Series(label, *run.curve(curves[label]), color, "dots") for color, label in enumerate(labels, 1)]
 
 
 def _validated(run: Record, core: dict[tuple[str, str], dict[str, str]]) -> str:
@@ -324,7 +299,7 @@ def _validated(run: Record, core: dict[tuple[str, str], dict[str, str]]) -> str:
 
 
 def rewards(run: Record) -> dict[str, Any]:
-    """Means, failures and other metrics of rewards and costs; empty if the curves of score and cost say it all."""
+    """Returns charts of rewards and costs by name; none if the curves of score and cost show the same."""
     plot, names, failures = plotter(run), {kind: run.reward_names(kind) for kind in REWARD_KINDS}, run.failures()
     extras = [
         (f"{_title(*named)}: {rest}", key)
@@ -344,8 +319,7 @@ def rewards(run: Record) -> dict[str, Any]:
     steps = [float(record["step"]) for record in run.iterations]
     for named, kinds in failures.items():
         series = []
-        for index, (kind, key) in enumerate(kinds.items()):
-            counts = run.counts(key)
+        for index, (kind, counts) in enumerate(kinds.items()):
             totals = np.cumsum(counts).tolist()
             series.append(Series(f"{kind} {sum(counts):,}", steps, totals, 1 + (4 + index) % COLORS, "steps"))
         title, note = f"{_title(*named)}: failures so far", "Samples that got no score of their own."
@@ -365,42 +339,30 @@ def _title(kind: str, name: str) -> str:
 
 
 def samples(run: Record) -> dict[str, Any]:
-    """Groups (title, samples) of answers to held-out prompts, and of the latest of training and of validation."""
+    """Returns groups (title, samples) of answers to held-out prompts, and of the latest of training and validation."""
     answers = [sample for sample in run.samples if sample.get("stage") == "evaluation" and "before" in sample]
     compared = [sample for sample in answers if "after" in sample]
-    lead, groups = _before_and_after(run, compared) if compared else _answers(run, answers)
+    name, old, new = run.measure_name, f"{run.measure}_before", f"{run.measure}_after"
+    groups, lead = [("The first prompts", (compared or answers)[:10])], ""
+    if compared:
+        changes = [(sample.get(new) or 0.0) - (sample.get(old) or 0.0) for sample in compared]
+        better, worse = sum(change > 1e-9 for change in changes), sum(change < -1e-9 for change in changes)
+        lead = (
+            f"Of {len(compared)} held-out prompts {better} are answered better after {run.title} than before by the "
+            f"{name}, {worse} worse and {len(compared) - better - worse} alike."
+        )
+        order = sorted(range(len(compared)), key=changes.__getitem__) if len(compared) > 10 else []
+        fallen = [compared[index] for index in order[:6] if changes[index] < 0]
+        risen = [compared[index] for index in order[::-1][:6] if changes[index] > 0]
+        groups += [(f"Where the {name} fell most", fallen), ("Where it rose most", risen)]
+    elif answers:  # a run that compares nothing
+        lead = f"Answers to {len(answers)} held-out prompts."
+        graded = [sample for sample in answers if sample.get(old) is not None] if len(answers) > 10 else []
+        graded.sort(key=lambda sample: sample[old])
+        groups += [(f"With the lowest {name}", graded[:6]), ("With the highest", graded[::-1][:6])]
     latest = [sample for sample in run.samples if "response" in sample]
     validated = [sample for sample in latest if sample.get("kind") == "validation"]
     trained = [sample for sample in latest if sample.get("kind") != "validation"]
-    groups += [
-        ("Latest samples of validation", validated[-_LATEST:]),
-        ("Latest samples of training", trained[-_LATEST:]),
-    ]
+    groups += [("Latest samples of validation", validated[-_LATEST:])]
+    groups += [("Latest samples of training", trained[-_LATEST:])]
     return {"lead": lead, "groups": [group for group in groups if group[1]]}
-
-
-def _before_and_after(run: Record, samples: list[Sample]) -> tuple[str, list[tuple[str, list[Sample]]]]:
-    name, old, new = run.measure_name, f"{run.measure}_before", f"{run.measure}_after"
-    changes = [(sample.get(new) or 0.0) - (sample.get(old) or 0.0) for sample in samples]
-    better, worse = sum(change > 1e-9 for change in changes), sum(change < -1e-9 for change in changes)
-    lead = (
-        f"Of {len(samples)} held-out prompts {better} are answered better after {run.title} than before by the {name}, "
-        f"{worse} worse and {len(samples) - better - worse} alike."
-    )
-    groups = [("The first prompts", samples[:10])]
-    if len(samples) > 10:
-        order = sorted(range(len(samples)), key=changes.__getitem__)
-        groups += [
-            (f"Where the {name} fell most", [samples[index] for index in order[:6] if changes[index] < 0]),
-            ("Where it rose most", [samples[index] for index in order[::-1][:6] if changes[index] > 0]),
-        ]
-    return lead, groups
-
-
-def _answers(run: Record, samples: list[Sample]) -> tuple[str, list[tuple[str, list[Sample]]]]:
-    """Groups of a run that compares nothing: the first answers, the lowest and the highest by the measure."""
-    key, groups = f"{run.measure}_before", [("The first prompts", samples[:10])]
-    if len(samples) > 10:
-        graded = sorted((sample for sample in samples if sample.get(key) is not None), key=lambda sample: sample[key])
-        groups += [(f"With the lowest {run.measure_name}", graded[:6]), ("With the highest", graded[::-1][:6])]
-    return f"Answers to {len(samples)} held-out prompts." if samples else "", groups

@@ -44,7 +44,7 @@ class Lane(NamedTuple):
 
 
 def timeline(run: Record) -> tuple[str, list[Lane]]:
-    """The median iteration as bars laid end to end. A call that most iterations do without has no bar."""
+    """Draws the median iteration as bars laid end to end. A call that most iterations do without has no bar."""
     settled = run.iterations[_COMPILING:] or run.iterations
     seconds: dict[str, float] = {}
     for key in dict.fromkeys(key for record in settled for key in record if key.startswith("timing_s/")):
@@ -90,7 +90,7 @@ def _milliseconds(seconds: float) -> str:
 
 
 def placement(run: Record) -> tuple[str, list[Lane]]:
-    """The plan: a bar for each call across the devices that it runs on; empty with a single device."""
+    """Draws the plan: a bar for each call across the devices that it runs on; empty with a single device."""
     plan = run.plan
     if plan is None or plan.devices == 1:
         return "", []

@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Array
 
 from jrlhf.config.schema import RewardConfig
-from jrlhf.data.batches import Batch, put_rows
+from jrlhf.data.batches import Batch, put_rows, read_responses
 from jrlhf.data.task import Task
 from jrlhf.data.tokenizer import Tokenizer
 from jrlhf.meshes import gathered, transfer
@@ -24,12 +24,11 @@ from jrlhf.rewards.combine import Combined, combine, named
 from jrlhf.rewards.functions import FunctionReward
 from jrlhf.rewards.text_model import TextReward
 from jrlhf.rewards.types import Sample, Scored, to_samples, weighted_sum
-from jrlhf.roles.compiled import Compute
 from jrlhf.roles.critic import Reward
 from jrlhf.roles.initial import InitialModels
-from jrlhf.roles.model import Model
+from jrlhf.roles.model import Compute, Model
 from jrlhf.roles.placement import Pending, RolePlacement, Scores, call
-from jrlhf.roles.sampling import read_responses
+from jrlhf.roles.role import Site
 from jrlhf.run.clock import Clock
 from jrlhf.run.processes import from_main, is_main
 
@@ -97,7 +96,7 @@ class TextRewards:
         return scores, metrics
 
     def score(self, samples: Sequence[Sample], *, step: int = 0) -> tuple[Scored, dict[str, Scored]]:
-        """The weighted sum of samples outside of iterations, and each part's scores by its name."""
+        """Returns the weighted sum of samples outside of iterations, and each part's scores by its name."""
         scored = from_main(lambda: _ask(self._functions, samples, step)) | _ask(self._models, samples, step)
         return self._summed(samples, scored), {name: scored[name] for name in self.parts}
 
@@ -106,13 +105,13 @@ class TextRewards:
         self._thread.shutdown()
 
     def _read(self, rollout: Rollout, batch: Batch) -> tuple[list[Sample], dict[str, Scored]]:
-        """The rollout as text once it is there, and the functions' scores. Runs in the thread."""
+        """Returns the rollout as text once it is there, and the functions' scores. Runs in the thread."""
         samples = to_samples(batch.examples, batch.texts, read_responses(self._tokenizer, jax.device_get(rollout)))
         started = time.perf_counter()
         with jax.profiler.TraceAnnotation("reward_functions"):
             scored = _ask(self._functions, samples, batch.step) if is_main() else {}
         if scored:
-            self._clock.beside(f"{self._kind.removesuffix('s')}_functions", time.perf_counter() - started)
+            self._clock.add_parallel(f"{self._kind.removesuffix('s')}_functions", time.perf_counter() - started)
         return samples, scored
 
     def _summed(self, samples: Sequence[Sample], scored: Mapping[str, Scored]) -> Scored:
@@ -152,7 +151,8 @@ class Rewards:
         assert token_parts or texts.parts, "nothing would score"
         self.placement, self.clock, self._kind = placement, clock, kind
         self.trained, self.token_parts, self.texts = trained, token_parts, texts
-        self._roles = {name: Reward(part.model, placement, compute, clock=clock) for name, part in token_parts.items()}
+        site = Site(placement, compute, clock)
+        self._roles = {name: Reward(part.model, site) for name, part in token_parts.items()}
         self._max_response = max_response
         weights = {name: part.weight for name, part in token_parts.items()}
         shape = partial(shape_scores, config=shaping, max_response=max_response)
@@ -209,7 +209,7 @@ class Rewards:
             role.prefetch(kind)
 
     def metrics(self) -> Metrics:
-        """The metrics since the iteration began."""
+        """Returns the metrics since the iteration began."""
         return dict(self._metrics)
 
     def _begin(

@@ -8,11 +8,13 @@ import contextlib
 import errno
 import gc
 import hashlib
+import itertools
 import json
 import logging
 import shutil
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -41,18 +43,15 @@ class Checkpoints:
     """
 
     def __init__(self, directory: Path | str, keep: int = 2, *, tell: Callable[[str], None] = print):
-        self._directory = Path(directory).absolute()
-        self._tell = tell
+        self._directory, self._tell = Path(directory).absolute(), tell
         self._hooks = contextlib.ExitStack()
-        self._hooks.enter_context(_without_late_reports())
+        self._hooks.enter_context(_unraisable(lambda text: text.startswith(_LATE_REPORTS)))
         if is_main():
             # Left half written by a killed process. Orbax would remove it in the background, perhaps too late.
             for leftover in self._directory.glob("*.orbax-checkpoint-tmp*"):
                 shutil.rmtree(leftover)
-        self._manager = ocp.CheckpointManager(
-            self._directory,
-            options=ocp.CheckpointManagerOptions(max_to_keep=keep, enable_async_checkpointing=True),
-        )
+        options = ocp.CheckpointManagerOptions(max_to_keep=keep, enable_async_checkpointing=True)
+        self._manager = ocp.CheckpointManager(self._directory, options=options)
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -77,8 +76,8 @@ class Checkpoints:
         if steps and step < steps[-1]:
             raise ValueError(f"step {step} comes before the newest checkpoint, that of step {steps[-1]}")
         leaves = _leaves(tree)
-        kinds = {name: _kind(leaf) for name, leaf in leaves.items()}
-        content = json.dumps({"meta": meta, "leaves": kinds, "fingerprints": fingerprints(leaves)}, allow_nan=False)
+        description = {"meta": meta, "leaves": _kinds(leaves), "fingerprints": fingerprints(leaves)}
+        content = json.dumps(description, allow_nan=False)
         sealed = {"content": content, "sha256": _sha256(content)}
         items = {_STATE: ocp.args.StandardSave(leaves), _META: ocp.args.JsonSave(sealed)}
         self._saving(lambda: self._manager.save(step, args=ocp.args.Composite(**items)))
@@ -97,12 +96,13 @@ class Checkpoints:
         damaged: dict[int, str] = {}
         for step in reversed(self.steps):
             try:
-                meta, tree = self._restore(step, target)
+                meta, tree = _restore(self._directory / str(step), target)
             except _Damaged as error:
                 damaged[step] = str(error)
                 continue
             for bad, reason in damaged.items():
-                aside = self._set_aside(bad)
+                aside = from_main(partial(_set_aside, self._directory / str(bad)))
+                self._manager.reload()
                 self._tell(
                     f"The checkpoint of step {bad} is damaged ({reason}): going on from that of step {step}; "
                     f"the damaged one is kept in {aside}."
@@ -135,34 +135,6 @@ class Checkpoints:
             first = str(error).strip().partition("\n")[0]
             raise RuntimeError(f"a checkpoint could not be saved into {self._directory}: {first}") from error
 
-    def _restore(self, step: int, target: Any) -> tuple[dict[str, Any], Any]:
-        description = _read(lambda: self._unseal(step))
-        tree = target(description["meta"]) if callable(target) else target
-        leaves = _leaves(tree)
-        _compare(step, description["leaves"], {name: _kind(leaf) for name, leaf in leaves.items()})
-        abstract = {name: _abstract(leaf, leaves) for name, leaf in leaves.items()}
-        args = ocp.args.Composite(**{_STATE: ocp.args.StandardRestore(abstract)})
-        restored = _read(lambda: self._manager.restore(step, args=args)[_STATE])
-        _check_fingerprints(restored, description)
-        return description["meta"], jax.tree.unflatten(jax.tree.structure(tree), [restored[name] for name in leaves])
-
-    def _unseal(self, step: int) -> dict[str, Any]:
-        args = ocp.args.Composite(**{_META: ocp.args.JsonRestore()})
-        return _opened(self._manager.restore(step, args=args)[_META])
-
-    def _set_aside(self, step: int) -> Path:
-        def move() -> Path:
-            aside = self._directory / f"damaged-{step}"
-            attempt = 1
-            while aside.exists():
-                attempt += 1
-                aside = self._directory / f"damaged-{step}-{attempt}"
-            return (self._directory / str(step)).rename(aside)
-
-        aside = from_main(move)
-        self._manager.reload()
-        return aside
-
 
 def saved_steps(directory: Path) -> list[int]:
     """Returns the steps that have a complete checkpoint, ascending. Only reads: another process may be writing."""
@@ -174,38 +146,60 @@ def restore_part(directory: Path, step: int, prefix: str, target: Tree) -> Tree:
 
     target: `jax.ShapeDtypeStruct`s with the shardings of the leaves, in a tree that names them without `prefix`.
     """
-    path = directory.absolute() / str(step)
-    leaves = {prefix + name: leaf for name, leaf in _leaves(target).items()}
-    args = ocp.args.PyTreeRestore(
-        leaves, restore_args=ocp.checkpoint_utils.construct_restore_args(leaves), partial_restore=True
-    )
-    with (
-        _without_late_reports(),
-        ocp.Checkpointer(ocp.JsonCheckpointHandler()) as descriptions,
-        ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as states,
-    ):
+    with _unraisable(lambda text: text.startswith(_LATE_REPORTS)):
         try:
-            description = _read(lambda: _opened(descriptions.restore(path / _META)))
-            saved = {name: kind for name, kind in description["leaves"].items() if name.startswith(prefix)}
-            _compare(step, saved, {name: _kind(leaf) for name, leaf in leaves.items()})
-            restored = _read(lambda: states.restore(path / _STATE, args=args))
-            _check_fingerprints({name: restored[name] for name in leaves}, description)
+            return _restore(directory.absolute() / str(step), target, prefix)[1]
         except _Damaged as error:
             raise UserError(
                 f"the checkpoint of step {step} in {directory} is damaged ({error}): choose another"
             ) from error
-    return jax.tree.unflatten(jax.tree.structure(target), [restored[name] for name in leaves])
 
 
-def like(tree: Tree, mesh: Mesh) -> Tree:
+def like(tree: Tree, mesh: Mesh | None) -> Tree:
     """Returns the `ShapeDtypeStruct`s of a tree. A leaf on no mesh, such as a new counter, is replicated on `mesh`."""
 
     def abstract(leaf):
         sharding = getattr(leaf, "sharding", None)
-        sharding = sharding if isinstance(sharding, NamedSharding) else NamedSharding(mesh, P())
+        if mesh is not None and not isinstance(sharding, NamedSharding):
+            sharding = NamedSharding(mesh, P())
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
     return jax.tree.map(abstract, tree)
+
+
+def _restore(path: Path, target: Any, prefix: str = "") -> tuple[dict[str, Any], Any]:
+    """Returns (meta, tree) of the checkpoint in `path`; raises _Damaged. target, prefix: see the callers."""
+    with (
+        ocp.Checkpointer(ocp.JsonCheckpointHandler()) as descriptions,
+        ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as states,
+    ):
+        description = _read(lambda: _opened(descriptions.restore(path / _META)))
+        tree = target(description["meta"]) if callable(target) else target
+        leaves = {prefix + name: leaf for name, leaf in _leaves(tree).items()}
+        saved, wanted = {k: v for k, v in description["leaves"].items() if k.startswith(prefix)}, _kinds(leaves)
+        for name in {**wanted, **saved}:
+            if saved.get(name) != wanted.get(name):
+                raise UserError(
+                    f"the checkpoint of step {path.name} does not fit this run: {name} is {saved.get(name, 'absent')} "
+                    f"there and {wanted.get(name, 'absent')} here; resume with the version of the program that wrote it"
+                )
+        abstract = like(leaves, next(filter(None, map(_mesh, leaves.values())), None))
+        placed = ocp.checkpoint_utils.construct_restore_args(abstract)
+        args = ocp.args.PyTreeRestore(abstract, restore_args=placed, partial_restore=True)
+        arrays = _read(lambda: states.restore(path / _STATE, args=args))
+    restored = {name: arrays[name] for name in leaves}
+    wrong = [name for name, value in fingerprints(restored).items() if description["fingerprints"][name] != value]
+    if wrong:
+        others = f" and {len(wrong) - 1} other arrays are" if len(wrong) > 1 else " is"
+        raise _Damaged(f"{wrong[0]}{others} not what was saved")
+    return description["meta"], jax.tree.unflatten(jax.tree.structure(tree), restored.values())
+
+
+def _set_aside(path: Path) -> Path:
+    """Renames a damaged checkpoint and returns its new path."""
+    attempts = ("" if attempt == 1 else f"-{attempt}" for attempt in itertools.count(1))
+    names = (path.with_name(f"damaged-{path.name}{attempt}") for attempt in attempts)
+    return path.rename(next(name for name in names if not name.exists()))
 
 
 # --- Fingerprints ---
@@ -231,7 +225,7 @@ def _by_mesh(leaves: dict[str, Array]) -> dict[str, Any]:
     return numbers
 
 
-def _mesh(leaf: Array) -> Any:
+def _mesh(leaf: Any) -> Any:
     return leaf.sharding.mesh if isinstance(leaf.sharding, NamedSharding) else None
 
 
@@ -291,25 +285,8 @@ def _leaves(tree: Any) -> dict[str, Any]:
     return named
 
 
-def _kind(leaf: Any) -> str:
-    return f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
-
-
-def _abstract(leaf: Any, leaves: dict[str, Any]) -> jax.ShapeDtypeStruct:
-    sharding = leaf.sharding
-    if not isinstance(sharding, NamedSharding):
-        meshes = [other.sharding.mesh for other in leaves.values() if isinstance(other.sharding, NamedSharding)]
-        sharding = NamedSharding(meshes[0], P()) if meshes else sharding
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-
-
-def _compare(step: int, saved: dict[str, str], wanted: dict[str, str]) -> None:
-    for name in {**wanted, **saved}:
-        if saved.get(name) != wanted.get(name):
-            raise UserError(
-                f"the checkpoint of step {step} does not fit this run: {name} is {saved.get(name, 'absent')} there and "
-                f"{wanted.get(name, 'absent')} here; resume with the version of the program that wrote it"
-            )
+def _kinds(leaves: dict[str, Any]) -> dict[str, str]:
+    return {name: f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]" for name, leaf in leaves.items()}
 
 
 def _opened(sealed: dict[str, Any]) -> dict[str, Any]:
@@ -319,11 +296,8 @@ def _opened(sealed: dict[str, Any]) -> dict[str, Any]:
     return json.loads(sealed["content"])
 
 
-def _check_fingerprints(restored: dict[str, Array], description: dict[str, Any]) -> None:
-    wrong = [name for name, value in fingerprints(restored).items() if description["fingerprints"][name] != value]
-    if wrong:
-        others = f" and {len(wrong) - 1} other arrays are" if len(wrong) > 1 else " is"
-        raise _Damaged(f"{wrong[0]}{others} not what was saved")
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 # --- Damage ---
@@ -371,7 +345,7 @@ _STATUS_WORDS += tuple(f"[os_error_code='{number}']" for number in _ERRNOS)
 
 
 def is_obstacle(error: Exception) -> bool:
-    """Whether an error is about this machine (memory, rights, limits, network) and not about a file's content.
+    """Tests whether an error is about this machine (memory, rights, limits, network) and not about a file's content.
 
     JAX and TensorStore raise plain errors whose text alone names the cause; a test asks the installed versions.
     """
@@ -386,14 +360,12 @@ def is_obstacle(error: Exception) -> bool:
 def _muted() -> Iterator[None]:
     """Silences the loggers and hooks through which Orbax, TensorStore and asyncio report."""
     loggers = [logging.getLogger(name) for name in ("absl", "asyncio")]
-    report = sys.unraisablehook
     for logger in loggers:
         logger.addFilter(_nothing)
-    sys.unraisablehook = lambda _: None
     try:
-        yield
+        with _unraisable(lambda text: True):
+            yield
     finally:
-        sys.unraisablehook = report
         for logger in loggers:
             logger.removeFilter(_nothing)
 
@@ -403,20 +375,11 @@ def _nothing(record: logging.LogRecord) -> bool:
 
 
 @contextlib.contextmanager
-def _without_late_reports() -> Iterator[None]:
-    """Drops the reports of reads and writes that ran next to a failed one: they end later, unobserved."""
+def _unraisable(is_dropped: Callable[[str], bool]) -> Iterator[None]:
+    """Drops reports of uncaught errors by their text: reads next to a failed one end later, unobserved."""
     report = sys.unraisablehook
-
-    def filtered(unraisable: Any) -> None:
-        if not str(unraisable.exc_value).startswith(_LATE_REPORTS):
-            report(unraisable)
-
-    sys.unraisablehook = filtered
+    sys.unraisablehook = lambda error: None if is_dropped(str(error.exc_value)) else report(error)
     try:
         yield
     finally:
         sys.unraisablehook = report
-
-
-def _sha256(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()

@@ -30,7 +30,7 @@ class Clock:
     def __init__(self, *, deadline: float = 3600.0, blocking: bool | None = None):
         self._deadline, self._blocking = deadline, blocking
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="clock")  # ends with the clock
-        self._lock = Lock()  # for `beside`, which other threads call
+        self._lock = Lock()  # for `add_parallel`, which other threads call
         self.start()
 
     def run(self, name: str, function: Callable, *args, **kwargs):
@@ -47,7 +47,7 @@ class Clock:
             self._pending.append(self._thread.submit(self._calls.note, name, started, returned, _witnesses(result)))
         return result
 
-    def beside(self, name: str, seconds: float) -> None:
+    def add_parallel(self, name: str, seconds: float) -> None:
         """Adds the seconds of work that ran in another thread at the same time; they are not part of any call's."""
         with self._lock:
             self._parallel[name] = self._parallel.get(name, 0.0) + seconds
@@ -82,14 +82,18 @@ class _Calls:
         ready = returned
         for array in arrays:
             if isinstance(array, jax.Array):
-                _wait(array)
+                try:
+                    array.block_until_ready()
+                except RuntimeError:
+                    if not array.is_deleted():  # deleted: it was donated, and the call that took it is waited for
+                        raise
                 ready = time.perf_counter()
         self.seconds[name] = self.seconds.get(name, 0.0) + max(0.0, ready - max(started, self._ready))
         self._ready = max(ready, self._ready)
 
 
 def may_deadlock() -> bool:
-    """Whether programs that are enqueued one after the other can block each other forever.
+    """Tests whether programs that are enqueued one after the other can block each other forever.
 
     XLA's CPU client may run independent programs at once. With several simulated devices each program holds threads
     that wait in its collectives for peers, and these peers may then find no free thread.
@@ -98,7 +102,7 @@ def may_deadlock() -> bool:
 
 
 def _witnesses(result: Any) -> list[jax.Array]:
-    """Arrays that show when a call has ended: the small ones, or else the smallest; and the last one.
+    """Returns arrays that show when a call has ended: the small ones, or else the smallest; and the last one.
 
     Waiting for large arrays would keep their memory from programs that are enqueued meanwhile.
     """
@@ -106,14 +110,6 @@ def _witnesses(result: Any) -> list[jax.Array]:
     small = [array for array in arrays if array.nbytes <= SMALL] or sorted(arrays, key=lambda array: array.nbytes)[:1]
     # A call of several programs, such as a reshard, makes its last array last, whatever its size.
     return small + [array for array in arrays[-1:] if not any(array is other for other in small)]
-
-
-def _wait(array: jax.Array) -> None:
-    try:
-        array.block_until_ready()
-    except RuntimeError:
-        if not array.is_deleted():  # deleted: it was donated, and the call that took it over is waited for
-            raise
 
 
 class Stopwatch:
@@ -125,9 +121,8 @@ class Stopwatch:
 
     def lap(self, name: str) -> None:
         """Ends the phase `name`."""
-        now = time.perf_counter()
-        self.seconds[name] = now - self._last
-        self._last = now
+        last, self._last = self._last, time.perf_counter()
+        self.seconds[name] = self._last - last
 
 
 def timed(name: str) -> Callable:

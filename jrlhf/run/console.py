@@ -59,20 +59,15 @@ class Console:
     quiet: minimum seconds between two lines of a fast phase, and between two tables of samples.
     """
 
-    def __init__(
-        self,
-        *,
-        enabled: bool = True,
-        file: TextIO | None = None,
-        quiet: float = 10.0,
-        now: Callable[[], float] = time.monotonic,
-    ):
-        self._enabled, self.quiet, self.now = enabled, quiet, now
-        self._file = sys.stdout if file is None else file
+    quiet = 10.0
+
+    def __init__(self, *, enabled: bool = True, file: TextIO | None = None, now: Callable[[], float] = time.monotonic):
+        self._enabled, self._file, self.now = enabled, sys.stdout if file is None else file, now
         self._encoding = getattr(self._file, "encoding", None) or "utf-8"
         self._rich = rich.console.Console(file=self._file, highlight=False, markup=False, emoji=False)
         self._sampled = -math.inf  # when samples were last shown
-        self.interactive = self._rich.is_interactive and self._encoding.lower().replace("-", "") == "utf8"
+        self.interactive = enabled and self._rich.is_interactive
+        self.interactive &= self._encoding.lower().replace("-", "") == "utf8"
 
     def line(self, text: str, style: str = "") -> None:
         """Prints one line of text; escapes in it are removed."""
@@ -90,7 +85,7 @@ class Console:
     def status(self, text: str) -> Iterator[Callable[[str], None]]:
         """Announces work of unknown length. Yields a function that adds a word on how far it is."""
         began = self.now()
-        if not (self._enabled and self.interactive):
+        if not self.interactive:
             self.line(f"{text} ...")
             yield lambda more: None
             return
@@ -117,7 +112,7 @@ class Console:
     @contextmanager
     def progress(self, name: str, *, total: int, start: int = 0) -> Iterator["Progress"]:
         """Shows the progress of a phase of `total` units, of which `start` are done already."""
-        if not (self._enabled and self.interactive):
+        if not self.interactive:
             yield Progress(name, total, start, self)
             return
         with rich.progress.Progress(
@@ -153,37 +148,34 @@ class Console:
     def _samples(self, title: str, samples: Sequence[Mapping[str, object]]) -> None:
         self._sampled = self.now()
         columns = [name for name in samples[0] if name not in ("stage", "step", "kind")]
-        self.table(title, columns, [[sample.get(name, "") for name in columns] for sample in samples])
+        self._table(title, columns, [[sample.get(name, "") for name in columns] for sample in samples])
 
-    def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    def _table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
         """Prints a table; numbers are rounded, texts are cleaned and shortened."""
-        if not self._enabled:
-            return
         cells = [[_cell(value) for value in row] for row in rows]
-        if not self.interactive:
-            lines = [list(columns), *cells]
-            widths = [max(len(line[index]) for line in lines) for index in range(len(columns))]
-            self.line(title)
-            for line in lines:
-                padded = [cell.ljust(width) for cell, width in zip(line, widths, strict=True)]
-                self.line(("  " + "  ".join(padded)).rstrip())
+        if self.interactive:
+            table = Table(title=Text(clean(title)), title_justify="left", title_style="bold", box=rich.box.SIMPLE_HEAD)
+            for name, *values in zip(columns, *rows, strict=True):
+                numbers = all(isinstance(value, int | float) for value in values)
+                table.add_column(Text(clean(name)), justify="right" if numbers else "left", overflow="fold")
+            for row in cells:
+                table.add_row(*map(Text, row))
+            self._rich.print(table)
             return
-        table = Table(title=Text(clean(title)), title_justify="left", title_style="bold", box=rich.box.SIMPLE_HEAD)
-        for index, name in enumerate(columns):
-            numbers = all(isinstance(row[index], int | float) for row in rows)
-            table.add_column(Text(clean(name)), justify="right" if numbers else "left", overflow="fold")
-        for row in cells:
-            table.add_row(*(Text(cell) for cell in row))
-        self._rich.print(table)
+        self.line(title)
+        widths = [max(map(len, column)) for column in zip(columns, *cells, strict=True)]
+        for line in (columns, *cells):
+            padded = (cell.ljust(width) for cell, width in zip(line, widths, strict=True))
+            self.line(("  " + "  ".join(padded)).rstrip())
 
     def summary(self, summary: Mapping[str, Any], run_dir: Path) -> None:
         """Shows what summary.json holds, and where the report is."""
         self.line("")
         self._held_out(summary.get("held_out") or {})
-        if summary.get("reward_model_accuracy") is not None:
-            self.line(f"reward model: right about {summary['reward_model_accuracy']:.1%} of the held-out pairs")
-        if summary.get("dpo_accuracy") is not None:
-            self.line(f"DPO: the policy prefers the better of {summary['dpo_accuracy']:.1%} of the held-out pairs")
+        verdicts = {"reward_model": "reward model: right about", "dpo": "DPO: the policy prefers the better of"}
+        for stage, verdict in verdicts.items():
+            if summary.get(f"{stage}_accuracy") is not None:
+                self.line(f"{verdict} {summary[f'{stage}_accuracy']:.1%} of the held-out pairs")
         if "kl_last_quarter" in summary:
             target = "" if summary.get("kl_target") is None else f" (target {summary['kl_target']:g})"
             self.line(f"KL to the reference in the last quarter: {summary['kl_last_quarter']:.2f} nats{target}")
@@ -201,10 +193,13 @@ class Console:
             return
         measures = [measure, *["cost"] * any(results.get("cost") is not None for results in graded.values())]
         rows = [[name, *(_with_error(results, name) for results in graded.values())] for name in measures]
-        parts = [_parts(results) for results in graded.values()]
-        names = dict.fromkeys(name for column in parts for name in column)
-        rows += [[name, *(column.get(name, "") for column in parts)] for name in names]
-        self.table(f"held-out prompts ({held_out.get('n', '?')})", ["", *graded], rows)
+        parts = [
+            dict(sorted((results.get("items") or {}).items()))
+            | {f"of {name}": source["mean"] for name, source in (results.get("sources") or {}).items()}
+            for results in graded.values()
+        ]
+        rows += [[name, *(column.get(name, "") for column in parts)] for name in {**parts[0], **parts[-1]}]
+        self._table(f"held-out prompts ({held_out.get('n', '?')})", ["", *graded], rows)
         if "difference" in held_out:
             difference, error = held_out["difference"], held_out.get("standard_error") or 0.0
             ratio = f", {difference / error:.1f} standard errors" if error else ""
@@ -229,10 +224,8 @@ class Progress:
         """Notes that `done` units are done; `metrics` are those of the last one."""
         metrics, now = metrics or {}, self._console.now()
         self._done, self._mark = done, self._mark or (now, done)
-        rate = self._rate(now)
-        slow = rate is not None and rate <= 1.0
-        evaluated = any("/eval_" in metric for metric in metrics)
-        ended = done >= self._total
+        rate, ended = self._rate(now), done >= self._total
+        slow, evaluated = rate is not None and rate <= 1.0, any("/eval_" in metric for metric in metrics)
         if slow or evaluated or ended or now - self._shown >= self._console.quiet:
             self._shown = now
             values = [(name, metrics[metric], form) for metric, name, form in _SHOWN if metric in metrics]
@@ -247,13 +240,13 @@ class Progress:
             self._bar(completed=done, pace=self.pace())
 
     def _rate(self, now: float) -> float | None:
-        """Units a second after the first one; None as long as it is not known."""
+        """Returns units per second after the first one; None as long as it is not known."""
         if self._mark is None or self._done <= self._mark[1] or now <= self._mark[0]:
             return None
         return (self._done - self._mark[1]) / (now - self._mark[0])
 
     def pace(self) -> str:
-        """`12/s, 31 s left`; at the end the time that the phase took; empty as long as the rate is not known."""
+        """Writes `12/s, 31 s left`; at the end the time that the phase took; empty as long as the rate is not known."""
         rate = self._rate(now := self._console.now())
         speed = "" if rate is None else f"{rate:.3g}/s" if rate >= 1 else f"{1 / rate:.1f} s each"
         if self._done >= self._total:
@@ -298,7 +291,7 @@ def clean(text: str, limit: int | None = None) -> str:
 
 
 def _rewards(metrics: Mapping[str, float]) -> list[tuple[str, float, str]]:
-    """Means of rewards and of costs by their names, if they are few, and the number of failures."""
+    """Returns means of rewards and of costs by their names, if they are few, and the number of failures."""
     shown, failures = [], 0.0
     for kind in ("rewards", "costs"):
         keys = [key.split("/") for key in metrics if key.startswith(f"{kind}/")]
@@ -318,9 +311,3 @@ def _cell(value: object) -> str:
 def _with_error(results: Mapping[str, Any], name: str) -> str:
     value, error = results.get(name), results.get(f"{name}_standard_error")
     return "" if value is None else f"{value:.3f}" + ("" if error is None else f" ± {error:.3f}")
-
-
-def _parts(results: Mapping[str, Any]) -> dict[str, float]:
-    """The items of a measure by name, then its sources."""
-    sources = {f"of {name}": source["mean"] for name, source in (results.get("sources") or {}).items()}
-    return dict(sorted((results.get("items") or {}).items())) | sources

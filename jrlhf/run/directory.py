@@ -33,8 +33,7 @@ class Run:
     """
 
     def __init__(self, path: Path, lock: int, *, writes: bool = True, changed: str = ""):
-        self.path, self.writes, self.changed = path, writes, changed
-        self._lock = lock
+        self.path, self.writes, self.changed, self._lock = path, writes, changed, lock
 
     def __enter__(self) -> "Run":
         return self
@@ -48,9 +47,14 @@ class Run:
             self._lock = -1
 
     def seeds(self) -> int:
-        """Version of how the run derives seeds: 2; 1 for a run from before versions were recorded."""
+        """Returns the version of how the run derives seeds: 2; 1 for a run from before versions were recorded."""
         path = self.path / SEEDS
-        return int(path.read_text(encoding="utf-8")) if path.exists() else 1
+        try:
+            return {"1": 1, "2": 2}[path.read_text(encoding="utf-8").strip()] if path.exists() else 1
+        except (OSError, ValueError, KeyError) as error:
+            raise UserError(
+                f"{path} does not hold the version of the run's seeds: write 2 into it, as a new run does, and resume"
+            ) from error
 
     def add_samples(self, samples: Iterable[Mapping[str, object]]) -> None:
         """Appends sampled texts, each with its `stage` and `step`, to samples.jsonl."""
@@ -92,44 +96,35 @@ def open_run(config: Config, *, resume: bool = False, notes: Sequence[str] = ())
     """
     path = _path(config)
     try:
-        return _open(path, config, resume, notes)
+        names = [entry.name for entry in path.iterdir()] if path.exists() else []
+        if CONFIG not in names:
+            if resume:
+                raise UserError(f"there is no run in {path} to resume: leave out --resume, or check name= and run_dir=")
+            if any(name != _LOCK and not name.endswith(".tmp") for name in names):
+                raise UserError(
+                    f"{path} exists and is not a run (it has no {CONFIG}): choose another name= or run_dir="
+                )
+        path.mkdir(parents=True, exist_ok=True)
+        with contextlib.ExitStack() as undo:
+            run = undo.enter_context(Run(path, _lock(path)))
+            fresh = not (path / CONFIG).exists()  # checked again under the lock: another process may have made it
+            if not fresh:
+                run.changed = _compare(path, config, resume)
+            if fresh or run.changed:
+                write_atomic(path / CONFIG, config_yaml(config))
+            if fresh:  # after the config: until that is there, a directory with other files is no run
+                write_atomic(path / SEEDS, "2\n")
+            for leftover in path.glob(".*.tmp"):  # left half written by a killed process, as are the models
+                leftover.unlink()
+            for leftover in path.glob(".model-*"):
+                shutil.rmtree(leftover)
+            with open(path / ENVIRONMENT, "a", encoding="utf-8") as file:
+                file.write(_environment([*notes, f"goes on {run.changed}"] if run.changed else notes))
+            undo.pop_all()
+        return run
     except OSError as error:
         reason = error.strerror or str(error)
         raise UserError(f"run directory {path} cannot be written ({reason}): choose another run_dir=") from error
-
-
-def _open(path: Path, config: Config, resume: bool, notes: Sequence[str]) -> Run:
-    names = [entry.name for entry in path.iterdir()] if path.exists() else []
-    if CONFIG not in names:
-        if resume:
-            raise UserError(f"there is no run in {path} to resume: leave out --resume, or check name= and run_dir=")
-        if any(name != _LOCK and not name.endswith(".tmp") for name in names):
-            raise UserError(f"{path} exists and is not a run (it has no {CONFIG}): choose another name= or run_dir=")
-    path.mkdir(parents=True, exist_ok=True)
-    with contextlib.ExitStack() as undo:
-        run = Run(path, _lock(path))
-        undo.callback(run.close)
-        if (path / CONFIG).exists():  # checked again under the lock: another process may have made it meanwhile
-            run.changed = _compare(path, config, resume)
-            notes = [*notes, f"goes on {run.changed}"] if run.changed else notes
-        fresh = not (path / CONFIG).exists()
-        if run.changed or fresh:
-            write_atomic(path / CONFIG, config_yaml(config))
-        if fresh:  # after the config: until that is there, a directory with other files is no run
-            write_atomic(path / SEEDS, "2\n")
-        _sweep(path)
-        with open(path / ENVIRONMENT, "a", encoding="utf-8") as file:
-            file.write(environment(notes))
-        undo.pop_all()
-    return run
-
-
-def _sweep(path: Path) -> None:
-    """Removes files and models that a killed process left half written."""
-    for leftover in path.glob(".*.tmp"):
-        leftover.unlink()
-    for leftover in path.glob(".model-*"):
-        shutil.rmtree(leftover)
 
 
 def _compare(path: Path, config: Config, resume: bool) -> str:
@@ -168,31 +163,19 @@ def _lock(path: Path) -> int:
     return lock
 
 
-def environment(notes: Sequence[str] = ()) -> str:
+def _environment(notes: Sequence[str]) -> str:
     """Describes this process: time, command, Python, source, `notes`, every installed distribution."""
-    packages = [package for package in importlib.metadata.distributions() if package.name]
-    versions = sorted({f"{package.name}=={package.version}" for package in packages})
-    flags = [f"{name}={os.environ[name]}" for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS") if name in os.environ]
     lines = [
-        f"# {datetime.datetime.now(datetime.UTC).isoformat(timespec='seconds')}",
-        f"# command: {' '.join(sys.argv)}",
-        f"# python {platform.python_version()} on {platform.platform()}, {os.cpu_count()} cores",
-        *(f"# {flag}" for flag in flags),
-        *_commit(),
-        *(f"# {note}" for note in notes),
-        *versions,
+        datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        f"command: {' '.join(sys.argv)}",
+        f"python {platform.python_version()} on {platform.platform()}, {os.cpu_count()} cores",
+        *(f"{name}={os.environ[name]}" for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS") if name in os.environ),
     ]
-    return "\n".join(lines) + "\n\n"
-
-
-def _commit() -> list[str]:
-    """Describes the commit, if the program runs from a source checkout."""
     root = Path(__file__).resolve().parents[2]
-    if not (root / ".git").exists() or not (root / "pyproject.toml").exists():
-        return []
-    try:
-        describe = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40"]
-        commit = subprocess.run(describe, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return []
-    return [f"# source {commit}"]
+    if (root / ".git").exists() and (root / "pyproject.toml").exists():  # a source checkout
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            describe = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40"]
+            done = subprocess.run(describe, capture_output=True, text=True, timeout=10, check=True)
+            lines.append(f"source {done.stdout.strip()}")
+    packages = {f"{package.name}=={package.version}" for package in importlib.metadata.distributions() if package.name}
+    return "".join(f"{line}\n" for line in [*(f"# {line}" for line in (*lines, *notes)), *sorted(packages), ""])

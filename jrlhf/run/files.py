@@ -57,10 +57,7 @@ def read_jsonl(path: Path | str) -> Iterator[dict]:
 
 def jsonl_lines(path: Path | str) -> Iterator[tuple[bytes, dict]]:
     """Yields the lines of a file and their records; nothing without a file. A torn last line is left out."""
-    path = Path(path)
-    lines = path.read_bytes().split(b"\n") if path.exists() else []
-    while lines and not lines[-1].strip():
-        lines.pop()
+    lines = Path(path).read_bytes().rstrip().split(b"\n") if Path(path).exists() else []
     for number, line in enumerate(lines, start=1):
         try:
             record = json.loads(line)

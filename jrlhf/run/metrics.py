@@ -5,7 +5,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -124,26 +124,20 @@ def markdown_table(samples: Sequence[Mapping[str, object]]) -> str:
     """Writes samples as a table for TensorBoard; nothing in a text can leave its cell."""
     names = [name for name in samples[0] if name not in ("stage", "step", "kind")]
 
-    def row(cells: Iterable[object]) -> str:
-        return "|".join(("", *(_cell(cell) for cell in cells), ""))
+    def cell(value: object) -> str:
+        text = f"{value:.4g}" if isinstance(value, float) else html.escape(clean(str(value)), quote=False)
+        return " ".join(text.replace("|", "&#124;").replace("`", "&#96;").split())
 
-    rows = [row(sample.get(name, "") for name in names) for sample in samples]
-    return "\n".join([row(names), row("-" * 3 for _ in names), *rows])
-
-
-def _cell(value: object) -> str:
-    text = f"{value:.4g}" if isinstance(value, float) else html.escape(clean(str(value)), quote=False)
-    return " ".join(text.replace("|", "&#124;").replace("`", "&#96;").split())
-
-
-_KINDS = (np.bool_, np.integer, np.floating)
+    rows = [names, ["---"] * len(names), *([sample.get(name, "") for name in names] for sample in samples)]
+    return "\n".join("|".join(("", *map(cell, row), "")) for row in rows)
 
 
 def _number(name: str, value: object) -> float | int | bool:
     if name in ("stage", "step", "nonfinite"):
         raise ValueError(f"a metric cannot be named {name!r}: the record has a field of that name")
     array = np.asarray(value)
-    if array.ndim != 0 or not any(jax.dtypes.issubdtype(array.dtype, kind) for kind in _KINDS):
+    kinds = (np.bool_, np.integer, np.floating)
+    if array.ndim != 0 or not any(jax.dtypes.issubdtype(array.dtype, kind) for kind in kinds):
         raise ValueError(f"metric {name} must be one number, but it is {array.dtype} of shape {array.shape}")
     if array.dtype == bool:
         return bool(array)

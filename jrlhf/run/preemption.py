@@ -21,7 +21,7 @@ class PreemptionGuard:
         self._previous = {}
 
     def agreed(self) -> bool:
-        """Whether any process got a signal; all processes must call this at the same step, and then stop together."""
+        """Tests whether any process got a signal; all processes must call this at the same step and stop together."""
         return any_process(self.requested)
 
     @contextmanager

@@ -26,11 +26,7 @@ T = TypeVar("T")
 
 NO_CLUSTER = "coordinator_address should be defined"  # JAX's error if it finds no cluster
 TOO_LATE = "must be called before"
-_VARIABLES = {
-    "coordinator": "JAX_COORDINATOR_ADDRESS",
-    "processes": "JAX_NUM_PROCESSES",
-    "process": "JAX_PROCESS_ID",
-}
+_VARIABLES = {"coordinator": "JAX_COORDINATOR_ADDRESS", "processes": "JAX_NUM_PROCESSES", "process": "JAX_PROCESS_ID"}
 _END = 60  # seconds that a process waits at its end for the others
 _numbers = itertools.count()  # numbers of the calls of `from_main`, the same in every process
 
@@ -66,8 +62,7 @@ def start(config: DistributedConfig) -> None:
         )
     except (ValueError, RuntimeError) as error:
         reason = (str(error) or type(error).__name__).strip().splitlines()[0]
-        alone = address.coordinator is None and (NO_CLUSTER in reason or TOO_LATE in reason)
-        if not alone:
+        if address.coordinator is not None or not (NO_CLUSTER in reason or TOO_LATE in reason):
             raise UserError(_why(address, config, reason)) from error
     finally:
         late.cancel()
@@ -120,12 +115,12 @@ def _why(address: _Address, config: DistributedConfig, reason: str = "") -> str:
 
 
 def several() -> bool:
-    """Whether this run has more than one process."""
+    """Tests whether this run has more than one process."""
     return jax.process_count() > 1
 
 
 def is_main() -> bool:
-    """Whether this is process 0: the only one that writes files, prints and runs reward functions."""
+    """Tests whether this is process 0: the only one that writes files, prints and runs reward functions."""
     return jax.process_index() == 0
 
 
@@ -159,7 +154,7 @@ def from_main(function: Callable[[], T], *, seconds: float = 3600.0) -> T:
 
 
 def any_process(flag: bool) -> bool:
-    """Whether the flag is set in any process; all processes must call this, in one order."""
+    """Tests whether the flag is set in any process; all processes must call this, in one order."""
     return bool(np.any(multihost_utils.process_allgather(np.bool_(flag)))) if several() else flag
 
 

@@ -27,9 +27,8 @@ def traced(config: Config, run_dir: Path, stage: str, step: int, iteration: Call
     """
     with jax.profiler.StepTraceAnnotation(stage, step_num=step):
         profile = config.profile
-        if profile is None or not is_main() or step not in profile.iterations:
-            return iteration()
-        if stage != (profile.stage or config.stages[-1]):
+        chosen = profile is not None and step in profile.iterations and stage == (profile.stage or config.stages[-1])
+        if not chosen or not is_main():
             return iteration()
         with jax.profiler.trace(run_dir / PROFILE / f"{stage}-{step}"):
             return jax.block_until_ready(iteration())

@@ -25,8 +25,7 @@ def changes(path: Path, saved: str, config: Config) -> tuple[list[str], str]:
     """
     old, new = _settings(parse_yaml(saved, str(path)), config)
     differing = [key for key in {**new, **old} if old.get(key) != new.get(key)]
-    length = _length_key(config)
-    longer = [key for key in differing if key == length and key in old]
+    longer = [key for key in differing if key == _length_key(config) and key in old]
     free = [key for key in differing if key in longer or _matches(key, _SAME + _ROUNDED)]
     fixed = [key for key in differing if key not in free]
     refused = [f"{key}: {old.get(key, 'absent')} there, {new.get(key, 'absent')} here" for key in fixed]
@@ -53,7 +52,7 @@ def _matches(key: str, patterns: tuple[str, ...]) -> bool:
 
 
 def _length_key(config: Config) -> str | None:
-    """The setting for the length of the run's last stage; a reward model has none, as its last step normalises it."""
+    """Returns the length setting of the last stage; a reward model has none, as its last step normalises it."""
     stage = config.stages[-1]
     if stage == "reward_model":
         return None

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -25,9 +25,8 @@ PATIENCE = 30.0  # seconds after the run in which the last metrics may be sent
 
 def check_wandb(config: Config) -> None:
     """Checks that wandb is installed if the config uses it."""
-    spec = find_spec("wandb")
-    missing = spec is None or spec.origin is None  # a mere folder, such as wandb itself makes, has no origin
-    if config.wandb is not None and missing:
+    spec = find_spec("wandb")  # a mere folder, such as wandb itself makes, has no origin
+    if config.wandb is not None and (spec is None or spec.origin is None):
         raise UserError(f"wandb.project={config.wandb.project} needs its extra, pip install 'jrlhf[wandb]'")
 
 
@@ -42,16 +41,10 @@ class Wandb:
     ):
         self._log, self._warn, self._patience, self._gone = log, warn, patience, False
         environment = {**os.environ, "WANDB_CONSOLE": "off", "PYTHONPATH": os.pathsep.join(map(str, sys.path))}
-        with open(log, "ab") as output:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", str(SCRIPT)],
-                stdin=subprocess.PIPE,
-                stdout=output,
-                stderr=output,
-                env=environment,
-                start_new_session=True,  # Ctrl-C is for the run alone
-                bufsize=0,
-            )
+        command = [sys.executable, "-P", str(SCRIPT)]
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stderr": subprocess.STDOUT, "bufsize": 0}
+        with open(log, "ab") as output:  # in a session of its own: Ctrl-C is for the run alone
+            self._process = subprocess.Popen(command, stdout=output, env=environment, start_new_session=True, **pipes)
         assert self._process.stdin is not None
         self._stdin = self._process.stdin
         os.set_blocking(self._stdin.fileno(), False)
@@ -105,18 +98,12 @@ def tracking(config: Config, run: Run, warn: Callable[[str], None]) -> Iterator[
     if not path.exists():
         run.write(IDENTITY, uuid.uuid4().hex[:8] + "\n")
     settings = {
-        "project": section.project,
-        "entity": section.entity,
-        "group": section.group,
-        "mode": section.mode,
+        **{key: getattr(section, key) for key in ("project", "entity", "group", "mode")},
         "name": config.name,
         "id": path.read_text(encoding="utf-8").strip(),
         "resume": "allow",
         "dir": str(run.path),
         "config": yaml.safe_load(config_yaml(config)),
     }
-    wandb = Wandb(settings, run.path / LOG, warn)
-    try:
+    with closing(Wandb(settings, run.path / LOG, warn)) as wandb:
         yield wandb
-    finally:
-        wandb.close()

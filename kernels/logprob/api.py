@@ -1,4 +1,4 @@
-"""The operation's two entries: they check the arguments and pick an implementation."""
+"""The two public functions: they check the arguments and choose an implementation."""
 
 from typing import Any, Literal, get_args
 
@@ -41,9 +41,9 @@ def token_logprobs(
     Vocabulary-parallel: inside `jax.shard_map` (with its default `check_vma=True`) pass `axis_name`. Then `unembedding`
     is this device's contiguous slice of the vocabulary, the slices being in the order of the axis, while `hidden` and
     `targets` are the same rows on every device of the axis. The results are the same on all devices of the axis. The
-    gradient of `unembedding` is this slice's; that of `hidden` is summed over the axis by the transpose of whatever
-    made it vary: the caller's `all_gather` (a reduce-scatter), or else this function's own cast (a psum). Without
-    `axis_name`, too, several devices need `shard_map`: each then loops over its own tokens.
+    gradient of `unembedding` is this slice's; that of `hidden` is summed over the axis by the transpose of the
+    operation that made it vary: the caller's `all_gather` (a reduce-scatter), or this function's own cast (a psum).
+    Several devices without `axis_name` need `shard_map`, too: each then loops over its own tokens.
 
     Args:
         hidden: final hidden states, floating.
@@ -56,10 +56,6 @@ def token_logprobs(
         tile: the most tokens whose logits exist at one time; where all `N` fit, nothing is looped. None: 1024 on
             accelerators; on CPU as many as make 8 MiB of float32 logits, but at least 256.
         implementation: None for the platform's default. A named one that cannot run raises, it never falls back.
-
-    Raises:
-        ValueError: an argument out of its range, shapes or dtypes that do not fit, an unknown implementation, one that
-            cannot run on this platform, or an `unembedding` that does not vary over `axis_name`.
     """
     head = _head(hidden, unembedding, targets, temperature, softcap, vocab_size, axis_name)
     tile = _tile(unembedding, tile)
@@ -102,7 +98,7 @@ def token_sums(
     the logits once more. The other implementations compose `token_logprobs` with the sums.
 
     Differentiable (reverse mode, once) in `hidden` and `unembedding`, through the loss only: metrics and `data` have no
-    gradient. Under differentiation the forward pass holds dW in float32 and dX beside a few `[tile, V]` blocks.
+    gradient. Under differentiation the forward pass holds dW in float32 and dX in addition to a few `[tile, V]` blocks.
 
     Vocabulary-parallel as `token_logprobs`: `terms` sees whole log-probabilities on every device of `axis_name`, each
     device must bring the same `data`, and the sums are the same on all of them.
@@ -114,9 +110,6 @@ def token_sums(
         entropy_gradient: False where the loss does not depend on the entropy, which it then sees as a constant.
         hidden, unembedding, targets, temperature, softcap, vocab_size, axis_name, tile, implementation: as in
             `token_logprobs`.
-
-    Raises:
-        ValueError: as `token_logprobs`; an entry of `data` or a result of `terms` that does not have one entry a token.
     """
     head = _head(hidden, unembedding, targets, temperature, softcap, vocab_size, axis_name)
     for x in jax.tree.leaves(data):
@@ -152,7 +145,7 @@ def _head(
     vocab_size: int | None,
     axis_name: str | None,
 ) -> Head:
-    """The arguments, checked, as implementations take them."""
+    """Checks the arguments and returns the numbers that implementations take."""
     _check_arrays(hidden, unembedding, targets)
     if not temperature > 0:
         raise ValueError(f"temperature must be positive, got {temperature}")

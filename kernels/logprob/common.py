@@ -1,4 +1,4 @@
-"""What every implementation shares: the head's numbers, the logit's transform, and the reductions over the vocabulary.
+"""Shared by all implementations: the head's numbers, the logit's transform, and the reductions over the vocabulary.
 
 One token's quantities over the vocabulary, or over one slice of it, are four numbers, computed online:
 
@@ -20,7 +20,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 # Stands for −inf among logits: e^{MASKED − m} is exactly 0 in float32, and no inf − inf can arise where a whole slice
-# is padding. It lies far enough from the largest float32 that products with it stay finite.
+# is padding. It is far enough from the largest float32 that products with it stay finite.
 MASKED = -1e30
 
 
@@ -42,7 +42,7 @@ class Head:
         return 0 if self.axis_name is None else lax.axis_index(self.axis_name) * unembedding.shape[0]
 
     def padded(self, unembedding: Array) -> bool:
-        """Whether any row of the vocabulary, on any device of the axis, is padding."""
+        """True if any row of the vocabulary, on any device of the axis, is padding."""
         slices = 1 if self.axis_name is None else lax.axis_size(self.axis_name)
         return self.vocab_size < slices * unembedding.shape[0]
 
@@ -96,14 +96,14 @@ def gradient_of_products(
     d_entropy: Float[Array, "..."] | None,
     head: Head,
 ) -> Float[Array, "..."]:
-    """dL/d(h·w) of a block of tokens and vocabulary, in either orientation: what belongs to a token broadcasts.
+    """dL/d(h·w) of a block of tokens and vocabulary, in either orientation: arrays of tokens broadcast.
 
     With p = softmax(z), cotangents g of the log-probability and e of the entropy H:
 
         dL/dz_v = g (1[v = y] − p_v) − e p_v (log p_v + H)
 
-    capped: the logits before temperature. hit: where the vocabulary's row is the token's target. exists: which rows are
-    not padding; None: all. d_entropy: None for e = 0.
+    capped: the logits before temperature. hit: True where the vocabulary's row is the token's target. exists: False for
+    rows of padding; None: all exist. d_entropy: None for e = 0.
     """
     log_p = capped / head.temperature - lse
     p = jnp.exp(log_p)
@@ -117,7 +117,7 @@ def gradient_of_products(
 
 
 def evaluate(terms: Terms, logprobs: Array, entropy: Array, data: Any) -> tuple[Array, dict[str, Array]]:
-    """`terms` of some tokens, in float32; its metrics have no gradient."""
+    """Evaluates `terms` for some tokens, in float32; its metrics have no gradient."""
     loss, metrics = terms(logprobs, entropy, data)
     for name, x in [("the loss", loss), *metrics.items()]:
         if x.shape != logprobs.shape:
@@ -127,14 +127,14 @@ def evaluate(terms: Terms, logprobs: Array, entropy: Array, data: Any) -> tuple[
 
 
 def once(x: Array, axis_name: str | None) -> Array:
-    """What all devices of the axis have computed alike, typed as being the same on them."""
+    """Types `x`, which all devices of the axis have computed alike, as the same on all of them."""
     if axis_name is None or axis_name not in jax.typeof(x).manual_axis_type.varying:
         return x
     return lax.psum(jnp.where(lax.axis_index(axis_name) == 0, x, 0.0), axis_name)
 
 
 def in_vocabulary(targets: Int[Array, "N"], head: Head) -> Bool[Array, "N"]:
-    """Which targets exist. The others have probability 0, and no gradient."""
+    """True for targets that exist. The others have probability 0, and no gradient."""
     return (targets >= 0) & (targets < head.vocab_size)
 
 
@@ -146,7 +146,7 @@ def target_platform() -> str:
 
 
 def varying(*arrays: Array) -> tuple[Array, ...]:
-    """Inside `shard_map`: casts all arrays to vary over every mesh axis that any of them varies over.
+    """Casts all arrays, inside `shard_map`, to vary over every mesh axis that any of them varies over.
 
     An array that was the same on all devices of such an axis thereby gets its gradient summed over that axis, which is
     the transpose of the cast.

@@ -8,6 +8,7 @@ computes, and each CTA reads the whole unembedding.
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,7 @@ from jaxtyping import Array, Float, Int
 from jrlhf.kernels.logprob.common import MASKED, Head, Statistics, cap, target_platform, varying
 from jrlhf.kernels.logprob.xla import differentiable, tiled_gradients
 
+Ref = Any  # a reference to memory of the device, or to shared memory
 # WGMMA tiles are 64 rows high; 64 elements of 16 bits fill the widest swizzle, 128 bytes; 64 x 128 float32 accumulators
 # and the temporaries made of them fit a warpgroup's registers.
 TOKENS, VOCABULARY, EMBED = 64, 128, 64
@@ -42,7 +44,7 @@ class Forward:
         targets = targets.astype(jnp.int32) - offset
         hidden, unembedding, targets, limit = varying(hidden, unembedding, targets, limit)
 
-        # TMA moves whole 8-row tiles, and every block must lie inside its array. Only ragged arrays are padded, that is
+        # TMA moves whole 8-row tiles, and every block must be inside its array. Only ragged arrays are padded, that is
         # copied: never a slice of the vocabulary of 128 rows or more whose size is a multiple of 8.
         hidden, targets = _pad_rows(hidden, -count % TOKENS), _pad_rows(targets, -count % TOKENS)
         unembedding = _pad_rows(unembedding, max(VOCABULARY - vocabulary, -vocabulary % 8))
@@ -80,8 +82,7 @@ def token_logprobs(
     `forward` interprets the kernel on another platform; given, the platform is not checked, so that the kernel can also
     be lowered for a GPU where there is none.
 
-    Raises:
-        ValueError: the inputs are not of 16 bits, D is no multiple of 64, or the program is not for a Hopper GPU.
+    Raises ValueError unless the inputs have 16 bits, D is a multiple of 64, and the program is for a Hopper GPU.
     """
     if hidden.dtype not in (jnp.bfloat16, jnp.float16):
         raise ValueError(f"implementation='pallas_gpu' takes bfloat16 or float16 inputs, got {hidden.dtype}")
@@ -112,7 +113,7 @@ def _pad_rows(x: Array, rows: int) -> Array:
     return jnp.pad(x, [(0, rows)] + [(0, 0)] * (x.ndim - 1)) if rows else x
 
 
-def _kernel(limit, hidden, unembedding, targets, *refs, head: Head, stages: int):
+def _kernel(limit: Ref, hidden: Ref, unembedding: Ref, targets: Ref, *refs: Ref, head: Head, stages: int) -> None:
     *outputs, targets_smem, statistics_smem, barrier = refs
     rows = pl.ds(lax.axis_index("tokens") * TOKENS, TOKENS)
     vocabulary, embed = unembedding.shape
@@ -121,8 +122,8 @@ def _kernel(limit, hidden, unembedding, targets, *refs, head: Head, stages: int)
     plgpu.barrier_wait(barrier)
     target = targets_smem[...]
 
-    def block(v, statistics):
-        # The last block starts early, so as to end with the array; what it shares with the one before is masked.
+    def block(v: Array, statistics: tuple[Array, ...]) -> tuple[Array, ...]:
+        # The last block starts early, to end with the array; its overlap with the one before is masked.
         start = jnp.minimum(v * VOCABULARY, vocabulary - VOCABULARY)
         products = pl.run_scoped(
             partial(_multiply, hidden.at[rows], unembedding.at[pl.ds(start, VOCABULARY)], embed // EMBED, stages),
@@ -155,10 +156,10 @@ def _kernel(limit, hidden, unembedding, targets, *refs, head: Head, stages: int)
     plgpu.wait_smem_to_gmem(0)
 
 
-def _multiply(hidden, unembedding, steps: int, stages: int, products):
+def _multiply(hidden: Ref, unembedding: Ref, steps: int, stages: int, products: Ref) -> Array:
     """hidden [TOKENS, D] · unembeddingᵀ [D, VOCABULARY], accumulated in `products`."""
 
-    def step(_, hidden_smem, unembedding_smem):
+    def step(_: Any, hidden_smem: Ref, unembedding_smem: Ref) -> None:
         plgpu.wgmma(products, hidden_smem, unembedding_smem.transpose((1, 0)))
         # One WGMMA stays in flight; hence blocks are released one step late.
         plgpu.wgmma_wait(1)
@@ -172,6 +173,6 @@ def _multiply(hidden, unembedding, steps: int, stages: int, products):
     return products[...]
 
 
-def _columns(x):
-    """A token's value in each of its columns."""
+def _columns(x: Array) -> Array:
+    """Broadcasts a value of each token to all of its columns."""
     return lax.broadcast_in_dim(x, (TOKENS, VOCABULARY), [0])

@@ -5,12 +5,13 @@
 
 *Backward*: one kernel for dX, whose grid is (tokens, vocabulary), and one for dW, whose grid is (vocabulary, tokens). A
 step recomputes a block of products over the whole of `embed`, turns it into its gradient and multiplies that with the
-operand it still has in VMEM, into a float32 accumulator of the inner loop. Beside the results nothing is held in HBM;
-the price is that both recompute, 8·N·D·V operations where XLA's token tiles take 6.
+operand it still has in VMEM, into a float32 accumulator of the inner loop. HBM holds nothing but the results; the price
+is that both recompute: 8·N·D·V operations, where XLA's token tiles take 6.
 """
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +32,7 @@ from jrlhf.kernels.logprob.common import (
 from jrlhf.kernels.logprob.xla import Residuals, differentiable
 
 Interpret = bool | pltpu.InterpretParams
+Ref = Any  # a reference to a block in VMEM or SMEM
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,7 @@ class Backward:
     """The backward kernels' block sizes, for both: upper limits, multiples of 128.
 
     A step does 4·n·v·D FLOP and reads v·D (dX) or n·D (dW) new elements: at 512 that is 1024 FLOP a bfloat16 byte.
-    Whole rows of `embed` lie in VMEM, in bfloat16 about 8·D bytes for each token and row of the vocabulary in a block,
+    Whole rows of `embed` are in VMEM, in bfloat16 about 8·D bytes for each token and row of the vocabulary in a block,
     so blocks shrink where D exceeds 4096. The default compiles for v5e, v5p and v6e, also in float32.
     """
 
@@ -127,8 +129,7 @@ def token_logprobs(
     `forward` and `backward` override block sizes, or interpret the kernels on another platform; where `forward` is
     given the platform is not checked, so that the kernels can also be lowered for a TPU where there is none.
 
-    Raises:
-        ValueError: the program is not for a TPU.
+    Raises ValueError if the program is not for a TPU.
     """
     if forward is None:
         if target_platform() != "tpu":
@@ -140,8 +141,9 @@ def token_logprobs(
     return differentiable(forward, backward or Backward(), head, hidden, unembedding, targets)
 
 
-def _kernel(limit, hidden, unembedding, targets, maximum, total, weighted, label, products, *, head: Head):
+def _kernel(*refs: Ref, head: Head) -> None:
     """One block of the grid. The outputs' blocks do not depend on v and d, so they stay in VMEM and accumulate."""
+    limit, hidden, unembedding, targets, maximum, total, weighted, label, products = refs
     v, d = pl.program_id(1), pl.program_id(2)
 
     @pl.when((v == 0) & (d == 0))
@@ -160,7 +162,7 @@ def _kernel(limit, hidden, unembedding, targets, maximum, total, weighted, label
     @pl.when(d == pl.num_programs(2) - 1)
     def _():
         token = v * products.shape[1] + lax.broadcasted_iota(jnp.int32, products.shape, 1)
-        # What lies beyond the array in its last block may be anything, NaN and the next slice's targets included.
+        # Beyond the array the last block may contain anything, NaN and the next slice's targets included.
         counts = token < limit[0]
         logits = jnp.where(counts, cap(products[...], head) / head.temperature, MASKED)
         previous = maximum[...]
@@ -175,7 +177,17 @@ def _kernel(limit, hidden, unembedding, targets, maximum, total, weighted, label
         maximum[...] = current
 
 
-def _gradient(limit, numbers, head: Head, interpret, outer, inner, blocks: tuple[int, int], *, over_tokens: bool):
+def _gradient(
+    limit: Array,
+    numbers: list[Array],
+    head: Head,
+    interpret: Interpret,
+    outer: Array,
+    inner: Array,
+    blocks: tuple[int, int],
+    *,
+    over_tokens: bool,
+) -> Array:
     """The gradient of `outer`, one of hidden and unembedding, as a sum over the rows of `inner`, which is the other.
 
     over_tokens: whether `inner` is hidden. Products are [outer, inner], so that no operand is transposed; the `numbers`
@@ -207,7 +219,9 @@ def _gradient(limit, numbers, head: Head, interpret, outer, inner, blocks: tuple
     )(limit, outer, inner, *numbers)
 
 
-def _gradient_kernel(limit, outer, inner, *refs, head: Head, inner_size: int, over_tokens: bool):
+def _gradient_kernel(
+    limit: Ref, outer: Ref, inner: Ref, *refs: Ref, head: Head, inner_size: int, over_tokens: bool
+) -> None:
     """One block of inner rows."""
     *numbers, gradient, accumulated = refs
     target, lse, entropy, d_logprob, d_entropy = (x[...] for x in numbers)
@@ -224,7 +238,7 @@ def _gradient_kernel(limit, outer, inner, *refs, head: Head, inner_size: int, ov
     d_products = gradient_of_products(
         cap(products, head), token == target, None, lse, entropy, d_logprob, d_entropy, head
     )
-    # What lies beyond an array in its last block may be anything, NaN included: selected away on both sides of the sum.
+    # Beyond an array the last block may contain anything, NaN included: it is masked in both factors of the product.
     # Beyond `outer` it stays in rows that are not written.
     values, counts = inner[...], token < limit[0]
     if inner_size % inner.shape[0]:
@@ -239,13 +253,13 @@ def _gradient_kernel(limit, outer, inner, *refs, head: Head, inner_size: int, ov
         gradient[...] = accumulated[...].astype(gradient.dtype)
 
 
-def _dot(a, b, b_axis: int):
+def _dot(a: Array, b: Array, b_axis: int) -> Array:
     """Contracts the columns of `a` with axis `b_axis` of `b`, in float32."""
     return lax.dot_general(a, b, (((1,), (b_axis,)), ((), ())), preferred_element_type=jnp.float32)
 
 
-def _in_slice(unembedding, targets, head: Head):
-    """([1]: rows of the vocabulary slice from here on are padding, targets as indices into the slice)."""
+def _in_slice(unembedding: Array, targets: Array, head: Head) -> tuple[Array, Array]:
+    """Returns the row of the vocabulary slice from which on all are padding, [1], and targets as indices into it."""
     offset = head.offset(unembedding)
     limit = jnp.full((1,), jnp.minimum(head.vocab_size - offset, unembedding.shape[0]), jnp.int32)
     return limit, targets.astype(jnp.int32) - offset
@@ -259,7 +273,7 @@ def _at_most(block: int, size: int, multiple: int) -> int:
 def _divisor(size: int, block: int) -> int:
     """The largest divisor of `size` that is a multiple of 128 and at most `block`, else `size` whole.
 
-    The contracted dimension must divide: what lies beyond the array would be summed.
+    The contracted dimension must divide: what is beyond the array would be summed.
     """
     divisors = [d for d in range(128, block + 1, 128) if size % d == 0]
     return divisors[-1] if divisors else size

@@ -31,9 +31,12 @@ from jrlhf.kernels.logprob.common import (
     varying,
 )
 
+PyTree = Any
+Sums = tuple[Array, dict[str, Array]]  # of a loss, and of metrics by name
+
 
 class Residuals(NamedTuple):
-    """What the backward pass reads of the forward pass."""
+    """The results of the forward pass that the backward pass reads."""
 
     hidden: Float[Array, "N D"]
     unembedding: Float[Array, "V D"]
@@ -70,17 +73,23 @@ def differentiable(
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _fused(forward, backward, head, hidden, unembedding, targets):
+def _fused(
+    forward: Forward, backward: Backward, head: Head, hidden: Array, unembedding: Array, targets: Array
+) -> tuple[Array, Array]:
     outputs, _ = _fused_forward(forward, backward, head, hidden, unembedding, targets)
     return outputs
 
 
-def _fused_forward(forward, backward, head, hidden, unembedding, targets):
+def _fused_forward(
+    forward: Forward, backward: Backward, head: Head, hidden: Array, unembedding: Array, targets: Array
+) -> tuple[tuple[Array, Array], Residuals]:
     logprobs, entropy, lse = _finish(forward(hidden, unembedding, targets, head), targets, head)
     return (logprobs, entropy), Residuals(hidden, unembedding, targets, lse, entropy)
 
 
-def _fused_backward(forward, backward, head, residuals, cotangents):
+def _fused_backward(
+    forward: Forward, backward: Backward, head: Head, residuals: Residuals, cotangents: tuple[Array, Array]
+) -> tuple[Array, Array, None]:
     d_logprobs, d_entropy = cotangents
     d_logprobs = jnp.where(in_vocabulary(residuals.targets, head), d_logprobs, 0.0)
     return *backward(residuals, d_logprobs, d_entropy, head), None
@@ -104,28 +113,41 @@ def token_sums(
     leaves, tree = jax.tree.flatten(data)
     hidden, unembedding, targets, *leaves = varying(hidden, unembedding, targets, *map(lax.stop_gradient, leaves))
     data = jax.tree.unflatten(tree, leaves)
-    return _sums(terms, head, tile, entropy_gradient, hidden, unembedding, targets, data)
+    return _sums(_Static(terms, head, tile, entropy_gradient), hidden, unembedding, targets, data)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
-def _sums(terms, head, tile, entropy_gradient, hidden, unembedding, targets, data):
+class _Static(NamedTuple):
+    """The arguments of `token_sums` that are no arrays."""
+
+    terms: Terms
+    head: Head
+    tile: int
+    entropy_gradient: bool
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _sums(static: _Static, hidden: Array, unembedding: Array, targets: Array, data: PyTree) -> Sums:
     rows = _rows(hidden, targets, data)
-    tiles = _split(rows, tile)
+    tiles = _split(rows, static.tile)
     if tiles is None:
-        sums, _ = _evaluated(terms, head, entropy_gradient, unembedding, rows)
+        sums, _ = _evaluated(static, unembedding, rows)
     else:
-        body = partial(_evaluated, terms, head, entropy_gradient, unembedding)
+        body = partial(_evaluated, static, unembedding)
         _, sums = lax.scan(lambda _, rows: (None, body(rows)[0]), None, tiles)
-    return _summed(sums, head)
+    return _summed(sums, static.head)
 
 
-def _sums_forward(terms, head, tile, entropy_gradient, hidden, unembedding, targets, data):
-    body = partial(_evaluated, terms, head, entropy_gradient, unembedding)
-    sums, d_hidden, d_unembedding = _gradients(body, _rows(hidden, targets, data), unembedding, tile)
-    return _summed(sums, head), (d_hidden, d_unembedding)
+def _sums_forward(
+    static: _Static, hidden: Array, unembedding: Array, targets: Array, data: PyTree
+) -> tuple[Sums, tuple[Array, Array]]:
+    body = partial(_evaluated, static, unembedding)
+    sums, d_hidden, d_unembedding = _gradients(body, _rows(hidden, targets, data), unembedding, static.tile)
+    return _summed(sums, static.head), (d_hidden, d_unembedding)
 
 
-def _sums_backward(terms, head, tile, entropy_gradient, residuals, cotangents):
+def _sums_backward(
+    static: _Static, residuals: tuple[Array, Array], cotangents: Sums
+) -> tuple[Array, Array, None, None]:
     scale, _ = cotangents
     dtype = residuals[0].dtype  # dW is float32 until it is scaled
     d_hidden, d_unembedding = ((x.astype(jnp.float32) * scale).astype(dtype) for x in residuals)
@@ -144,19 +166,20 @@ class _Rows(NamedTuple):
     data: Any
 
 
-def _rows(hidden, targets, data) -> _Rows:
+def _rows(hidden: Array, targets: Array, data: PyTree) -> _Rows:
     return _Rows(hidden, targets, jnp.ones(hidden.shape[0], jnp.bool_), data)
 
 
-def _evaluated(terms: Terms, head: Head, entropy_gradient: bool, unembedding: Array, rows: _Rows):
+def _evaluated(static: _Static, unembedding: Array, rows: _Rows) -> tuple[Sums, Float[Array, "n V"]]:
     """One tile's (sum of the loss, sums of the metrics), and dL/d(h·w)."""
+    terms, head, _, entropy_gradient = static
     logits = _logits(rows.hidden, unembedding, head)
     merged = _finish(_statistics(logits, rows.targets, head), rows.targets, head)
-    # Merging made them the same on all devices of the axis. They must vary again before `terms` meets them with data
+    # Merging made them the same on all devices of the axis. They must vary again before `terms` combines them with data
     # that vary: the transpose of an implicit cast would sum one gradient over the axis.
     logprobs, entropy, lse, _ = varying(*merged, rows.hidden)
 
-    def loss(logprobs, entropy):
+    def loss(logprobs: Array, entropy: Array) -> Sums:
         return evaluate(terms, logprobs, entropy if entropy_gradient else lax.stop_gradient(entropy), rows.data)
 
     losses, pull, metrics = jax.vjp(loss, logprobs, entropy, has_aux=True)
@@ -168,7 +191,7 @@ def _evaluated(terms: Terms, head: Head, entropy_gradient: bool, unembedding: Ar
     return sums, d_products.astype(rows.hidden.dtype)
 
 
-def _summed(sums, head: Head):
+def _summed(sums: Sums, head: Head) -> Sums:
     """The sums of all tiles, the same on all devices of the axis."""
     return jax.tree.map(lambda x: once(jnp.sum(x), head.axis_name), sums)
 
@@ -178,7 +201,7 @@ def tiled_statistics(
 ) -> Statistics:
     """This vocabulary slice's statistics, tile by tile."""
 
-    def statistics(rows):
+    def statistics(rows: tuple[Array, Array]) -> Statistics:
         hidden, targets = rows
         return _statistics(_logits(hidden, unembedding, head), targets, head)
 
@@ -195,9 +218,10 @@ def tiled_gradients(
     """This vocabulary slice's *partial* dX and its dW, tile by tile; dW is accumulated in float32."""
     hidden, unembedding, targets, lse, entropy = residuals
 
-    def recomputed(rows):
-        hidden, targets, *rest = rows
-        d_products = _d_products(_logits(hidden, unembedding, head), targets, *rest, head)
+    def recomputed(rows: tuple[Array, ...]) -> tuple[None, Array]:
+        hidden, targets, lse, entropy, d_logprob, d_entropy = rows
+        logits = _logits(hidden, unembedding, head)
+        d_products = _d_products(logits, targets, lse, entropy, d_logprob, d_entropy, head)
         return None, d_products.astype(hidden.dtype)
 
     rows = (hidden, targets, lse, entropy, d_logprobs, d_entropy)
@@ -205,19 +229,21 @@ def tiled_gradients(
     return d_hidden, d_unembedding.astype(unembedding.dtype)
 
 
-def _gradients(of_tile: Callable[[Any], tuple[Any, Array]], rows: Any, unembedding: Array, tile: int):
-    """(results of the tiles, stacked where there are several; dX; dW in float32), rows[0] being the hidden states.
+def _gradients(
+    tile_fn: Callable[[Any], tuple[Any, Array]], rows: Any, unembedding: Array, tile: int
+) -> tuple[Any, Float[Array, "N D"], Float[Array, "V D"]]:
+    """(results of the tiles, stacked if there are several; dX; dW in float32). rows[0] are the hidden states.
 
-    of_tile: rows -> (anything, dL/d(h·w) in the matmul's dtype).
+    tile_fn: rows -> (anything, dL/d(h·w) in the matmul's dtype).
     """
     hidden = rows[0]
 
-    def gradients(rows):
-        result, d_products = of_tile(rows)
+    def gradients(rows: Any) -> tuple[tuple[Any, Array], Array]:
+        result, d_products = tile_fn(rows)
         d_hidden = _matmul(d_products, unembedding, ((1,), (0,))).astype(hidden.dtype)
         return (result, d_hidden), _matmul(d_products, rows[0], ((0,), (0,)))
 
-    def body(accumulated, rows):
+    def body(accumulated: Array, rows: Any) -> tuple[Array, tuple[Any, Array]]:
         results, d_unembedding = gradients(rows)
         return accumulated + d_unembedding, results
 
@@ -230,7 +256,7 @@ def _gradients(of_tile: Callable[[Any], tuple[Any, Array]], rows: Any, unembeddi
     return results, _join(d_hidden, count=hidden.shape[0]), d_unembedding
 
 
-def _matmul(a, b, contracting):
+def _matmul(a: Array, b: Array, contracting: tuple[tuple[int], tuple[int]]) -> Array:
     return lax.dot_general(a, b, (contracting, ((), ())), preferred_element_type=jnp.float32)
 
 
@@ -242,13 +268,13 @@ class _Logits(NamedTuple):
     exists: Bool[Array, "1 V"] | None  # which columns are not padding; None: all
 
 
-def _logits(hidden, unembedding, head: Head) -> _Logits:
+def _logits(hidden: Array, unembedding: Array, head: Head) -> _Logits:
     token = head.offset(unembedding) + lax.broadcasted_iota(jnp.int32, (1, unembedding.shape[0]), 1)
     exists = token < head.vocab_size if head.padded(unembedding) else None
     return _Logits(cap(_matmul(hidden, unembedding, ((1,), (1,))), head), token, exists)
 
 
-def _statistics(tile: _Logits, targets, head: Head) -> Statistics:
+def _statistics(tile: _Logits, targets: Array, head: Head) -> Statistics:
     logits = tile.capped / head.temperature
     if tile.exists is not None:
         logits = jnp.where(tile.exists, logits, MASKED)
@@ -263,14 +289,22 @@ def _statistics(tile: _Logits, targets, head: Head) -> Statistics:
     )
 
 
-def _finish(statistics: Statistics, targets, head: Head):
+def _finish(statistics: Statistics, targets: Array, head: Head) -> tuple[Array, Array, Array]:
     """A vocabulary slice's statistics -> (log-probabilities, entropies, lse) over the whole vocabulary."""
     # Before merging, while everything still varies over the axis: a sum with −inf is −inf.
     label = jnp.where(in_vocabulary(targets, head), statistics.label, -jnp.inf)
     return finish(merge(statistics._replace(label=label), head.axis_name))
 
 
-def _d_products(tile: _Logits, targets, lse, entropy, d_logprob, d_entropy, head: Head):
+def _d_products(
+    tile: _Logits,
+    targets: Array,
+    lse: Array,
+    entropy: Array,
+    d_logprob: Array,
+    d_entropy: Array | None,
+    head: Head,
+) -> Float[Array, "n V"]:
     """dL/d(h·w) of one tile [n, V], float32."""
     lse, entropy, d_logprob = (x[:, None] for x in (lse, entropy, d_logprob))
     d_entropy = None if d_entropy is None else d_entropy[:, None]
@@ -278,7 +312,7 @@ def _d_products(tile: _Logits, targets, lse, entropy, d_logprob, d_entropy, head
     return gradient_of_products(tile.capped, hit, tile.exists, lse, entropy, d_logprob, d_entropy, head)
 
 
-def _split(rows, tile: int):
+def _split(rows: Any, tile: int) -> Any:
     """Per-token arrays [N, ...] -> [tiles, n, ...] of n <= tile tokens, zero-padded; None where one tile suffices."""
     count = rows[0].shape[0]
     if count <= tile:
@@ -288,7 +322,7 @@ def _split(rows, tile: int):
     n = min(tile, 16 * _ceil_div(even, 16))
     tiles = _ceil_div(count, n)
 
-    def split(x):
+    def split(x: Array) -> Array:
         padding = [(0, tiles * n - count)] + [(0, 0)] * (x.ndim - 1)
         padded = jnp.pad(x, padding) if padding[0][1] else x
         return padded.reshape(tiles, n, *x.shape[1:])
@@ -296,7 +330,7 @@ def _split(rows, tile: int):
     return jax.tree.map(split, rows)
 
 
-def _join(tiles, *, count: int):
+def _join(tiles: Array, *, count: int) -> Array:
     return tiles.reshape(-1, *tiles.shape[2:])[:count]
 
 

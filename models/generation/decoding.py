@@ -13,27 +13,60 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from jrlhf.meshes import AXES
+from jrlhf.meshes import AXES, GENERATE
 from jrlhf.models.attention import (
     AttentionImplementation,
     LayerCache,
     Rotation,
     append,
+    attention,
     cached_attention,
-    layer_attention,
     layer_rotations,
     of_layer,
     prefilled_cache,
+    transposes_keys,
 )
-from jrlhf.models.collectives import TENSOR, lookup, total
+from jrlhf.models.collectives import TENSOR, check_rows, lookup, total
 from jrlhf.models.config import ModelConfig
 from jrlhf.models.generation.sampling import SamplingConfig, sample
-from jrlhf.models.lora import LoRAConfig, with_adapter
-from jrlhf.models.modules import NO_ADAPTERS, Adapters, Attend, Block, Norm, scaled_embeddings
-from jrlhf.models.params import Params
-from jrlhf.models.quantize import Int8, dequantised, is_int8
+from jrlhf.models.lora import LoRAConfig, lora_shardings, with_adapter
+from jrlhf.models.modules import (
+    NO_ADAPTERS,
+    Adapters,
+    Attend,
+    Block,
+    Int8,
+    Norm,
+    dequantised,
+    has_int8,
+    is_int8,
+    scaled_embeddings,
+)
+from jrlhf.models.params import Params, param_shardings, spec_tree
+from jrlhf.models.quantize import int8_specs
+
+OWN = P(AXES)  # rows over all devices
+SHARED = GENERATE.batch_spec()  # rows over the groups: the same on the devices of one
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Generation:
+    """Prompts with their responses: right-padded with zeros, no gap between the two.
+
+    logprobs[:, t] is the log-probability with which token t was drawn, 0 where token t was not drawn.
+    response_lengths include the stop token. finished: the row drew a stop token, rather than reaching the length limit.
+    """
+
+    tokens: Int[Array, "B P+R"]
+    prompt_lengths: Int[Array, "B"]
+    response_lengths: Int[Array, "B"]
+    logprobs: Float[Array, "B P+R"]
+    finished: Bool[Array, "B"]
 
 
 @jax.tree_util.register_dataclass
@@ -65,22 +98,59 @@ class _State:
 
 @dataclass(frozen=True)
 class Decoder:
-    """The part of generation that runs on each device. Static.
-
-    dtype: of weights, activations and cache. Norms, rotary angles, softmaxes and log-probabilities are float32.
-    attention: of the prefill.
-    """
+    """A model on a mesh and how it generates: all static. The arguments are those of `make_generate`."""
 
     config: ModelConfig
+    mesh: Mesh | AbstractMesh
     sampling: SamplingConfig
+    samples: int
     dtype: Any
-    attention: AttentionImplementation | None = None
-    lora: LoRAConfig | None = None
-    transposed: bool = False  # caches, as `attention.transposes_keys` says
+    attention: AttentionImplementation | None
+    lora: LoRAConfig | None
 
-    def weights(self, params: Params, adapter: Params) -> Params:
-        """The stored slices, cast as the layers read them, with the adapters."""
-        return with_adapter(jax.tree.map(self.cast, params, is_leaf=is_int8), adapter, self.lora, self.dtype)
+    def __post_init__(self) -> None:
+        for stop in self.sampling.stop_ids:
+            if not 0 <= stop < self.config.vocab_size:
+                raise ValueError(f"stop id {stop} is outside the vocabulary of {self.config.vocab_size} tokens")
+
+    # ---- at the border: global arrays
+
+    def check(self, prompts: Int[Array, "U P"], keys: int) -> None:
+        """Raises a ValueError if the rows do not divide over the mesh, or do not fit the keys or the positions."""
+        (count, length), rows, limit = prompts.shape, prompts.shape[0] * self.samples, self.sampling.max_new_tokens
+        if keys != rows:
+            raise ValueError(f"{count} prompts with {self.samples} samples each need {rows} keys, not {keys}")
+        check_rows(keys, self.mesh, AXES, "generation")
+        check_rows(count, self.mesh, GENERATE.batch, "prompts")
+        if length + limit > self.config.max_positions:
+            raise ValueError(
+                f"prompts of {length} tokens and max_new_tokens={limit} together exceed the model's "
+                f"max_positions={self.config.max_positions}"
+            )
+
+    def on_mesh(self, local: Callable, in_specs: tuple, out_specs: Any) -> Callable:
+        """`local(weights, *arrays)` on each device, as a function of the global (params, adapter, *arrays)."""
+        stored = spec_tree(param_shardings(self.config, self.mesh, GENERATE))
+        adapted = {} if self.lora is None else spec_tree(lora_shardings(self.config, self.mesh, self.lora))
+
+        def on_device(params: Params, adapter: Params, *arrays: Any) -> Any:
+            weights = jax.tree.map(self.cast, params, is_leaf=is_int8)
+            weights = weights if self.lora is None else with_adapter(weights, adapter, self.lora, self.dtype)
+            return local(weights, *arrays)
+
+        def call(params: Params, adapter: Params, *arrays: Any) -> Any:
+            specs = (int8_specs(stored) if has_int8(params) else stored, adapted, *in_specs)
+            mapped = jax.shard_map(on_device, mesh=self.mesh, in_specs=specs, out_specs=out_specs)
+            return mapped(params, adapter, *arrays)
+
+        call.__name__ = local.__name__  # the name of the compiled program
+        return call
+
+    # ---- on each device
+
+    def cast(self, weight: Array | Int8) -> Array | Int8:
+        # Int8 stays: it is made wide layer by layer.
+        return weight if isinstance(weight, Int8) or weight.ndim < 2 else weight.astype(self.dtype)
 
     def run(
         self, weights: Params, rows: Rows, caches: list[LayerCache], steps: int
@@ -99,12 +169,8 @@ class Decoder:
             token, logprob = self.draw(weights, hidden, rows)
             running = self.running(rows)
             token, logprob = jnp.where(running, token, 0), jnp.where(running, logprob, 0.0)
-            rows = replace(
-                rows,
-                lengths=rows.lengths + running,
-                last=token,
-                finished=rows.finished | (running & self.stops(token)),
-            )
+            lengths = rows.lengths + running
+            rows = replace(rows, lengths=lengths, last=token, finished=rows.finished | (running & self.stops(token)))
             return _State(
                 step=state.step + 1,
                 running=lax.psum(jnp.sum(self.running(rows)), AXES),
@@ -118,29 +184,22 @@ class Decoder:
             )
 
         zeros = jnp.zeros_like(rows.lengths)[:, None]
-        end = lax.while_loop(
-            going,
-            advance,
-            _State(
-                step=jnp.zeros((), jnp.int32),
-                running=lax.psum(jnp.sum(self.running(rows)), AXES),
-                last=lax.all_gather(rows.last, TENSOR, tiled=True),
-                positions=lax.all_gather(rows.prompt_lengths - 1 + rows.lengths, TENSOR, tiled=True),
-                caches=caches,
-                rows=rows,
-                tokens=jnp.broadcast_to(zeros, (zeros.shape[0], steps)),
-                logprobs=jnp.broadcast_to(zeros.astype(jnp.float32), (zeros.shape[0], steps)),
-            ),
+        first = _State(
+            step=jnp.zeros((), jnp.int32),
+            running=lax.psum(jnp.sum(self.running(rows)), AXES),
+            last=lax.all_gather(rows.last, TENSOR, tiled=True),
+            positions=lax.all_gather(rows.prompt_lengths - 1 + rows.lengths, TENSOR, tiled=True),
+            caches=caches,
+            rows=rows,
+            tokens=jnp.broadcast_to(zeros, (zeros.shape[0], steps)),
+            logprobs=jnp.broadcast_to(zeros.astype(jnp.float32), (zeros.shape[0], steps)),
         )
+        end = lax.while_loop(going, advance, first)
         return end.rows, end.caches, end.tokens, end.logprobs
 
     def running(self, rows: Rows) -> Bool[Array, "B"]:
         """Which rows are neither finished nor at the length limit."""
         return ~rows.finished & (rows.lengths < self.sampling.max_new_tokens)
-
-    def cast(self, weight: Array | Int8) -> Array | Int8:
-        # Int8 stays: it is made wide layer by layer.
-        return weight if isinstance(weight, Int8) or weight.ndim < 2 else weight.astype(self.dtype)
 
     @jax.named_scope("embed")
     def embed(self, params: Params, tokens: Int[Array, "b T"], positions: Int[Array, "#b T"]) -> Float[Array, "b T D"]:
@@ -164,12 +223,13 @@ class Decoder:
     def prefill(self, params: Params, prompts: Int[Array, "b P"], size: int) -> list[LayerCache]:
         """Each layer's keys and values of the prompts, in caches of `size` positions."""
         positions = jnp.arange(prompts.shape[1])[None, :]
-        x, caches = self.embed(params, prompts, positions), []
+        x, caches, transposed = self.embed(params, prompts, positions), [], transposes_keys(self.mesh)
         for layer, rotation, local in self.layers(params, positions):
 
             def attend(query, key, value, local=local):
-                out = layer_attention(self.config, local, query, key, value, implementation=self.attention)
-                return out, prefilled_cache(key, value, size, transposed=self.transposed)
+                scores = {**self.config.scores, "local": local, "implementation": self.attention}
+                out = attention(query, key, value, **scores)
+                return out, prefilled_cache(key, value, size, transposed=transposed)
 
             x, cache = layer(x, rotation, attend)
             caches.append(cache)
@@ -181,13 +241,12 @@ class Decoder:
     ) -> tuple[Float[Array, "b D"], list[LayerCache]]:
         """Feeds one token a row at its position -> its final hidden state, and the longer caches."""
         tokens, at = tokens[:, None], positions[:, None]
-        scores = {"scale": self.config.query_scale, "softcap": self.config.attention_softcap}
         x, longer = self.embed(params, tokens, at), []
         for (layer, rotation, local), cache in zip(self.layers(params, at), caches, strict=True):
 
-            def attend(query, key, value, cache=cache, window=self.config.window if local else None):
+            def attend(query, key, value, cache=cache, local=local):
                 appended = append(cache, key, value, positions)
-                return cached_attention(query, appended, positions + 1, window=window, **scores), appended
+                return cached_attention(query, appended, positions + 1, **self.config.scores, local=local), appended
 
             x, cache = layer(x, rotation, attend)
             longer.append(cache)
@@ -229,3 +288,23 @@ def first_rows(prompts: Int[Array, "B P"], prompt_lengths: Int[Array, "B"], keys
     last = jax.vmap(lambda row, length: row[length - 1])(prompts, prompt_lengths)
     zeros = jnp.zeros_like(prompt_lengths)
     return Rows(keys=keys, prompt_lengths=prompt_lengths, lengths=zeros, last=last, finished=zeros > 0)
+
+
+def assemble(
+    prompts: Int[Array, "B P"],
+    prompt_lengths: Int[Array, "B"],
+    response: Int[Array, "B R"],
+    logprobs: Float[Array, "B R"],
+    lengths: Int[Array, "B"],
+    finished: Bool[Array, "B"],
+) -> Generation:
+    """Writes each response right after its prompt."""
+    limit = response.shape[1]
+    index = jnp.arange(prompts.shape[1] + limit)[None, :] - prompt_lengths[:, None]
+    inside = (index >= 0) & (index < lengths[:, None])
+
+    def shift(x):
+        return jnp.where(inside, jnp.take_along_axis(x, jnp.clip(index, 0, limit - 1), axis=1), 0)
+
+    prompt = jnp.where(index < 0, jnp.pad(prompts, ((0, 0), (0, limit))), 0)
+    return Generation(prompt + shift(response), prompt_lengths, lengths, shift(logprobs), finished)

@@ -1,13 +1,7 @@
-"""Decides which rows decode when: bookkeeping on the host. Nothing here decides which tokens are drawn."""
+"""The settings that decide which rows decode when. Nothing here decides which tokens are drawn."""
 
-from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-from jaxtyping import Bool, Int
-
-EMPTY = -1  # a slot without a row
 FILLING = 2048  # tokens: a prefill of fewer would not keep an accelerator busy
 
 
@@ -64,61 +58,3 @@ class Schedule:
         longest = prompt + response
         spaced = {prompt + -(-response * part // self.lengths) for part in range(1, self.lengths + 1)}
         return tuple(sorted(size for size in spaced if size >= min(prompt + self.chunk, longest)))
-
-
-@dataclass(frozen=True)
-class Admission:
-    """Prompts that enter one group's slots: which prompt, and which slot each of its samples takes."""
-
-    prompts: tuple[int, ...]
-    slots: tuple[int, ...]  # a prompt's after one another
-
-
-class Table:
-    """Which row of a group of devices is in which of its slots, and which prompts wait.
-
-    A row is a sample of a prompt: row prompt * samples + number.
-    """
-
-    def __init__(self, prompts: int, samples: int, slots: int):
-        self.samples = samples
-        self.waiting = deque(range(prompts))
-        self.row = np.full(slots, EMPTY, np.int32)
-
-    @property
-    def occupied(self) -> Bool[np.ndarray, "slots"]:
-        return self.row != EMPTY
-
-    @property
-    def running(self) -> int:
-        return int(self.occupied.sum())
-
-    @property
-    def room(self) -> int:
-        """Waiting prompts for all of whose samples there are free slots."""
-        return min((len(self.row) - self.running) // self.samples, len(self.waiting))
-
-    def admit(self, most: int) -> Admission:
-        """Gives free slots to at most `most` waiting prompts, all samples of a prompt together."""
-        free = np.flatnonzero(~self.occupied)
-        count = min(most, self.room)
-        prompts = tuple(self.waiting.popleft() for _ in range(count))
-        slots = free[: count * self.samples]
-        self.row[slots] = [prompt * self.samples + number for prompt in prompts for number in range(self.samples)]
-        return Admission(prompts, tuple(slots))
-
-    def release(self, done: Bool[np.ndarray, "slots"]) -> None:
-        """Empties the slots of rows that are done."""
-        self.row[done] = EMPTY
-
-    def shrink(self, slots: int) -> Int[np.ndarray, "new"]:
-        """Keeps this number of slots; returns the old indices of the kept ones. Every row must have a place."""
-        order = np.argsort(~self.occupied, kind="stable")[:slots]
-        assert self.running <= slots, "a row would be lost"
-        self.row = self.row[order]
-        return order.astype(np.int32)
-
-
-def fitting(sizes: Sequence[int], needed: int) -> int:
-    """The least of `sizes` that is at least `needed`."""
-    return min(size for size in sizes if size >= needed)

@@ -20,7 +20,7 @@ from jrlhf.meshes import to_devices
 from jrlhf.models.config import ModelConfig
 from jrlhf.models.hf.files import DTYPES, Tensor, on_host, previous_export, read_header, replacing
 from jrlhf.models.lora import LoRAConfig, adapted, lora_shardings
-from jrlhf.models.weights import PROJECTIONS, HeadKind, Params, WeightInfo, leaf_at, nested
+from jrlhf.models.params import PROJECTIONS, HeadKind, Params, WeightInfo, leaf_at, nested
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
@@ -91,16 +91,9 @@ def load_adapter(directory: str | os.PathLike[str], config: ModelConfig, mesh: M
     """An adapter that PEFT or `export_adapter` wrote, float32, as `lora_shardings` stores it.
 
     It has a scalar head where its task type is SEQ_CLS. Dropout, which only training has, is not taken over.
-
-    Raises:
-        FileNotFoundError, ValueError: a file is missing or damaged; the adapter asks for something that `LoRAConfig`
-            cannot say, or does not fit the model.
     """
     directory = Path(directory)
-    settings = _read_settings(directory / _CONFIG)
-    head = _check(settings, directory / _CONFIG)
-    tensors = _read_tensors(directory / _WEIGHTS)
-    lora = _config(settings, tensors, directory)
+    lora, head, tensors = _read(directory)
 
     def take(name: str, shape: tuple[int, ...]) -> np.ndarray:
         if name not in tensors:
@@ -140,10 +133,20 @@ def _module(weight: WeightInfo, layer: int) -> str:
 
 def read_adapter_config(directory: str | os.PathLike[str]) -> LoRAConfig:
     """An adapter's rank, scale and targets; its weights are not read."""
-    directory = Path(directory)
+    return _read(Path(directory))[0]
+
+
+def _read(directory: Path) -> tuple[LoRAConfig, HeadKind, dict[str, Tensor]]:
+    """The settings, the kind of head, and the places of the tensors."""
     settings = _read_settings(directory / _CONFIG)
-    _check(settings, directory / _CONFIG)
-    return _config(settings, _read_tensors(directory / _WEIGHTS), directory)
+    head = _check(settings, directory / _CONFIG)
+    path = directory / _WEIGHTS
+    if not path.exists():
+        other = path.with_suffix(".bin")
+        hint = f": {other.name} is a pickle, save the adapter as safetensors" if other.exists() else ""
+        raise FileNotFoundError(f"{path} does not exist{hint}")
+    tensors = read_header(path)
+    return _config(settings, tensors, directory), head, tensors
 
 
 def _settings(lora: LoRAConfig, head: HeadKind, base_name: str | None) -> dict[str, Any]:
@@ -174,14 +177,6 @@ def _read_settings(path: Path) -> dict[str, Any]:
     if not isinstance(settings, dict):
         raise ValueError(f"{path} holds a {type(settings).__name__} where an adapter's settings should be")
     return settings
-
-
-def _read_tensors(path: Path) -> dict[str, Tensor]:
-    if not path.exists():
-        other = path.with_suffix(".bin")
-        hint = f": {other.name} is a pickle, save the adapter as safetensors" if other.exists() else ""
-        raise FileNotFoundError(f"{path} does not exist{hint}")
-    return read_header(path)
 
 
 def _check(settings: dict[str, Any], path: Path) -> HeadKind:

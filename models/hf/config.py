@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from jrlhf.models.config import ModelConfig, RopeScaling
-from jrlhf.models.weights import HeadKind
+from jrlhf.models.params import HeadKind
 
 Json = Mapping[str, Any]
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -89,12 +89,7 @@ _GEMMAS = ("gemma2", "gemma3_text")
 
 
 def read_config(directory: str | os.PathLike[str]) -> HFConfig:
-    """Reads config.json and, where there is one, generation_config.json.
-
-    Raises:
-        FileNotFoundError: no such directory, or it holds no config.json.
-        ValueError: a file that is not JSON, a family or a setting that we do not compute, a value of the wrong type.
-    """
+    """Reads config.json and, where there is one, generation_config.json."""
     directory = Path(directory)
     path = directory / "config.json"
     if not path.is_file():
@@ -392,9 +387,6 @@ def hf_config(config: ModelConfig, head: HeadKind = "lm", family: str | None = N
 
     family: the `model_type` to prefer, such as the one that the model was loaded as. It is taken if it computes what
         `config` says; otherwise, and with None, the first family that does.
-
-    Raises:
-        ValueError: no family computes what this config says.
     """
     if family is not None and family not in FAMILIES:
         raise ValueError(f"family {family!r} is not supported: known are {', '.join(FAMILIES)}")

@@ -19,8 +19,8 @@ from jrlhf.models.hf.config import hf_config
 from jrlhf.models.hf.files import INDEX, SINGLE, Planned, on_host, previous_export, replacing, write_tensors
 from jrlhf.models.hf.names import TensorView, weight_table
 from jrlhf.models.lora import LoRAConfig, headed, merge_layers
-from jrlhf.models.quantize import has_int8, is_int8
-from jrlhf.models.weights import HeadKind, Params, leaf_at
+from jrlhf.models.modules import has_int8, is_int8
+from jrlhf.models.params import HeadKind, Params, leaf_at
 
 SHARD_BYTES = 5_000_000_000
 TOKENIZER_FILES = (
@@ -73,10 +73,6 @@ def export_hf(
     tokenizer_dir: a directory whose tokenizer files are copied as they are.
     eos_ids: the tokens that end a response.
     shard_bytes: the largest weights file; a larger model is written as several, with an index.
-
-    Raises:
-        ValueError: the model, the tokenizer or the dtype cannot be written so.
-        FileExistsError: `directory` is a file, or holds something that an export does not write.
     """
     directory = Path(directory)
     if (adapter is None) != (lora is None):

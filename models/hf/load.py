@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
@@ -24,8 +24,7 @@ from jrlhf.meshes import TRAIN, Layout
 from jrlhf.models.hf.config import HFConfig, read_config
 from jrlhf.models.hf.files import DTYPES, Tensor, find_tensors
 from jrlhf.models.hf.names import HEAD_TENSORS, TensorView, TreePath, is_buffer, weight_table, without_prefix
-from jrlhf.models.params import param_shardings
-from jrlhf.models.weights import HeadKind, Params, leaf_at, nested
+from jrlhf.models.params import HeadKind, Params, leaf_at, made_in_place, nested, param_shardings
 
 Progress = Callable[[int, int], None]
 Report = Callable[[Sequence[TensorView], int | None], None]
@@ -54,11 +53,6 @@ def load_hf(
         table.
 
     Returns what config.json says, and the weights. Padding rows of vocabulary tables are zero.
-
-    Raises:
-        FileNotFoundError: the directory, config.json or a weights file is missing, or the weights are not safetensors.
-        ValueError: a model that we do not compute, a file that contradicts itself or config.json, a reward model where
-            `head` is "lm", or a mesh that the model does not fit on.
     """
     config, source = _inspect(Path(directory), head, config, keep_head=keep_head)
     shardings = param_shardings(config.model, mesh, layout, head)
@@ -288,12 +282,5 @@ def _layers(
 
 def _zeros(shapes: dict[TreePath, Any], shardings: dict[TreePath, NamedSharding], mesh: Mesh) -> dict[TreePath, Any]:
     """Zeros, made where they are stored."""
-
-    def make() -> dict[TreePath, jax.Array]:
-        return {path: jnp.zeros(leaf.shape, leaf.dtype) for path, leaf in shapes.items()}
-
-    specs = {path: sharding.spec for path, sharding in shardings.items()}
-    # Under Explicit axes new arrays are replicated: each device would make all of them.
-    explicit = AxisType.Explicit in mesh.axis_types
-    placed = jax.sharding.auto_axes(make, axes=mesh.axis_names, out_sharding=specs) if explicit else make
-    return jax.jit(placed, out_shardings=shardings)() if shapes else {}
+    make = partial(jax.tree.map, lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+    return made_in_place(make, shardings, mesh)() if shapes else {}

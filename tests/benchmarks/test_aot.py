@@ -1,4 +1,4 @@
-"""What is compiled for absent hardware, on the simulated devices that are there: no compiler is installed."""
+"""Compiles the programs for absent hardware on simulated devices instead: no compiler is installed."""
 
 import json
 from dataclasses import replace
@@ -25,34 +25,20 @@ def setup() -> aot.Setup:
     return aot.setup_on(aot.fitted(config, 8), jax.devices())
 
 
-@pytest.mark.parametrize(("target", "devices"), [("h200x1", 1), ("h200x16", 16), ("v5p-8", 4), ("v5p-512", 256)])
-def test_a_target_has_as_many_devices_as_its_topology_says(target: str, devices: int):
-    assert targets.TARGETS[target].devices == devices
-
-
-def test_a_config_that_fits_stays_as_it_is():
+def test_a_config_is_fitted_to_the_devices_of_a_target():
+    for target, devices in [("h200x1", 1), ("h200x16", 16), ("v5p-8", 4), ("v5p-512", 256)]:
+        assert targets.TARGETS[target].devices == devices
     config = load_config("llama3-8b-ppo")
     assert aot.fitted(config, 8) is config
-
-
-@pytest.mark.parametrize(
-    ("devices", "fsdp", "tensor", "micro_batches"),
-    # 256 rows in 4 minibatches are 64: so many a device, of which every micro-batch has one at least.
-    [(1, 1, 1, 8), (4, 4, 1, 8), (16, 16, 1, 4), (64, 64, 1, 1)],
-)
-def test_another_number_of_devices(devices: int, fsdp: int, tensor: int, micro_batches: int):
-    config = aot.fitted(load_config("llama3-8b-ppo"), devices)
-    assert (config.mesh.data, config.mesh.fsdp, config.mesh.tensor) == (1, fsdp, tensor)
-    assert config.rl.algorithm.micro_batches == micro_batches
-
-
-def test_tensor_parallelism_stays_as_far_as_it_divides_the_devices():
-    config = aot.fitted(load_config("llama3-70b-ppo"), 64)
-    assert (config.mesh.fsdp, config.mesh.tensor) == (8, 8)
+    # 256 rows in 4 minibatches are 64: this number on each device, and every micro-batch has at least one of them.
+    for devices, *expected in [(1, 1, 1, 1, 8), (4, 1, 4, 1, 8), (16, 1, 16, 1, 4), (64, 1, 64, 1, 1)]:
+        fitted = aot.fitted(config, devices)
+        mesh = fitted.mesh
+        assert [mesh.data, mesh.fsdp, mesh.tensor, fitted.rl.algorithm.micro_batches] == expected
+    # Tensor parallelism stays as far as it divides the devices.
+    large = aot.fitted(load_config("llama3-70b-ppo"), 64)
+    assert (large.mesh.fsdp, large.mesh.tensor) == (8, 8)
     assert aot.fitted(load_config("llama3-70b-ppo"), 4).mesh.tensor == 4
-
-
-def test_adapters_are_refused():
     with pytest.raises(UserError, match="qwen3-8b-lora trains adapters"):
         aot.fitted(load_config("qwen3-8b-lora"), 8)
 
@@ -106,10 +92,10 @@ def test_scores_of_attention(setup: aot.Setup):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", aot.PROGRAMS)
-def test_every_program_compiles(setup: aot.Setup, name: str):
-    measurement = aot.measured(name, setup, memory=2**40)
-    assert measurement["program"] == name and measurement["fits"]
+def test_every_program_compiles(setup: aot.Setup):
+    for name in aot.PROGRAMS:
+        measurement = aot.measured(name, setup, memory=2**40)
+        assert measurement["program"] == name and measurement["fits"]
 
 
 def test_groups_that_differ_in_indices_alone_are_compiled_once():

@@ -8,6 +8,7 @@ import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -51,9 +52,7 @@ def alone(*seconds: float) -> Repeats:
 def test_a_repeat_counts_unless_others_took_more_than_ticks_and_three_percent():
     assert is_quiet(1.0, 0.06) and not is_quiet(1.0, 0.061)
     assert Repeats((1.0, 2.0, 3.0, 4.0), (0.0, 1.0, 0.119, 0.0)).kept == (1.0, 3.0, 4.0)
-
-
-def test_pairs_are_neighbours_that_were_both_alone():
+    # Pairs are neighbours that were both alone.
     ours, theirs = Repeats((1.0, 2.0, 4.0, 1.0), (0.0, 0.0, 9.0, 0.0)), Repeats((3.0, 4.0, 4.0, 9.0), (0, 0, 0, 9.0))
     assert pairs({OURS: ours, "only": theirs}, "only") == [3.0, 2.0]
 
@@ -111,65 +110,53 @@ def test_both_sides_get_the_same_prompts_without_special_ids(tmp_path: Path):
     assert 3 <= prompts(task).min() and prompts(task).max() < TINY.vocab
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
+def test_bad_arguments(capsys: pytest.CaptureFixture[str]):
+    for arguments, message in [
         ([], "--peer"),
         (["--peer", "verl"], "invalid choice: 'verl'"),
         (["--peer", "hf", "--rounds", "0"], "--rounds"),
         (["--peer", "hf", "--repeats", "many"], "--repeats"),
         (["--peer", "hf", "--case", "ppo"], "--case ppo: with hf only generate can be compared"),
         (["--peer", "hf", "--venv", "/nowhere"], "--venv /nowhere: there is no bin/python in it"),
-    ],
-)
-def test_bad_arguments(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]):
-    with pytest.raises(SystemExit) as stop:
-        compare.main(arguments)
-    assert stop.value.code == 2 and message in capsys.readouterr().err
+    ]:
+        with pytest.raises(SystemExit) as stop:
+            compare.main(arguments)
+        assert stop.value.code == 2 and message in capsys.readouterr().err
 
 
-@pytest.fixture
-def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Arguments of a run whose results go to `tmp_path`, and whose measuring is left to the test."""
+def test_the_record_says_how_it_was_made_and_no_failure_is_written(tmp_path: Path, monkeypatch, capsys):
     python = tmp_path / "venv" / "bin" / "python"
     python.parent.mkdir(parents=True)
     python.touch()
     monkeypatch.setattr(records, "RESULTS", tmp_path)
-    return ["--peer", "trl", "--venv", str(tmp_path / "venv")]
+    command = ["--peer", "trl", "--venv", str(tmp_path / "venv")]
 
+    def outcome(results: Any) -> int:
+        def measure(*_, **__):
+            if isinstance(results, CompareError):
+                raise results
+            return {"versions": {"ours": {"jax": "1"}, "peer": {"trl": "2"}}, "results": results}
 
-def test_the_record_says_how_it_was_made(command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    comparison = {"versions": {"ours": {"jax": "1"}, "peer": {"trl": "2"}}, "results": [{"ratios": {}}]}
-    monkeypatch.setattr(compare, "compare", lambda *_, **__: dict(comparison))
-    assert compare.main(command) == 0
+        monkeypatch.setattr(compare, "compare", measure)
+        return compare.main(command)
+
+    for results, message in (
+        ([{"ratios": {}}, {}], "other processes used the machine"),
+        (CompareError("it broke"), "error: it broke"),
+    ):
+        assert outcome(results) == 1
+        assert message in capsys.readouterr().err and not list(tmp_path.glob("*.json"))
+    assert outcome([{"ratios": {}}]) == 0
     record = json.loads((tmp_path / "compare-trl.json").read_text())
-    assert record["command"] == "python -m benchmarks.compare --peer trl"  # wherever the environment lies
+    assert record["command"] == "python -m benchmarks.compare --peer trl"  # wherever the environment is
     assert record["versions"]["ours"] == {"jax": "1"} and record["versions"]["peer"] == {"trl": "2"}
-    assert record["results"] == comparison["results"] and {"hardware", "date", "peer"} <= record.keys()
-
-
-@pytest.mark.parametrize(
-    ("results", "message"),
-    [([{"ratios": {}}, {}], "other processes used the machine"), (CompareError("it broke"), "error: it broke")],
-)
-def test_what_could_not_be_measured_is_not_written(results, message, command, tmp_path, monkeypatch, capsys):
-    def measure(*_, **__):
-        if isinstance(results, CompareError):
-            raise results
-        return {"versions": {}, "results": results}
-
-    monkeypatch.setattr(compare, "compare", measure)
-    assert compare.main(command) == 1
-    assert message in capsys.readouterr().err and not list(tmp_path.glob("*.json"))
+    assert record["results"] == [{"ratios": {}}] and {"hardware", "date", "peer"} <= record.keys()
 
 
 def test_every_comparison_is_one_that_our_side_can_do():
-    assert {comparison.case for peer in PEERS.values() for comparison in peer.comparisons} <= {
-        "generate",
-        "ppo",
-        "grpo",
-    }
-    assert all(comparison.variants for peer in PEERS.values() for comparison in peer.comparisons)
+    comparisons = [comparison for peer in PEERS.values() for comparison in peer.comparisons]
+    assert {comparison.case for comparison in comparisons} <= {"generate", "ppo", "grpo"}
+    assert all(comparison.variants for comparison in comparisons)
 
 
 @pytest.fixture(scope="module")
@@ -181,21 +168,13 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Job:
 
 
 @pytest.mark.full
-def test_our_side_computes_numbers_that_tell_models_apart(exported: Job):
+def test_our_side_times_and_computes_numbers_that_tell_models_apart(exported: Job):
     ours.check(exported)
     numbers = np.load(exported.model("ours.npz"))
     assert {name: numbers[name].shape for name in numbers} == {"logprobs": (2, 6), "values": (2, 6), "greedy": (2, 3)}
     assert np.std(numbers["logprobs"]) > 0.01 and np.std(numbers["values"]) > 0.01  # else any two models would agree
-
-
-@pytest.mark.full
-def test_our_side_times_generations(exported: Job):
-    assert [len(times) for times in ours.generate(exported).values()] == [2, 2]
-
-
-@pytest.mark.full
-def test_our_side_times_iterations_of_ppo(exported: Job):
-    assert [len(times) for times in ours.ppo(exported).values()] == [2, 2]
+    for measure in (ours.generate, ours.ppo):
+        assert [len(times) for times in measure(exported).values()] == [2, 2]
 
 
 run = Side.run

@@ -65,9 +65,10 @@ def check(op, case, dtype):
         assert error <= tolerance, f"{name}: relative error {error:.1e}"
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("tile", [100, 4096], ids=["tiled", "whole"])
+@pytest.mark.parametrize(
+    "case, dtype, tile",
+    [*((case, jnp.float32, 100) for case in CASES), ("all", jnp.float32, 4096), ("all", jnp.bfloat16, 100)],
+)
 def test_xla(case, dtype, tile):
     check(partial(token_logprobs, **options(case), tile=tile, implementation="xla"), case, dtype)
 
@@ -86,7 +87,9 @@ def test_pallas_tpu(case, dtype, tpu_params):
     check(op, case, dtype)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [case if case == "all" else pytest.param(case, marks=pytest.mark.full) for case in CASES]
+)
 def test_pallas_gpu(case, gpu_params):
     forward = pallas_gpu.Forward(interpret=gpu_params)
     check(partial(pallas_gpu.token_logprobs, head=head(case), tile=128, forward=forward), case, jnp.bfloat16)
@@ -182,9 +185,14 @@ class TestEdges:
         assert logprobs.shape == entropy.shape == (0,)
 
 
-@pytest.mark.parametrize(
-    "change, message",
-    [
+def test_bad_arguments_are_named():
+    arguments = {"hidden": jnp.zeros((4, 8)), "unembedding": jnp.zeros((16, 8)), "targets": jnp.zeros(4, jnp.int32)}
+    half, wide = (
+        {name: jnp.zeros((rows, d), jnp.bfloat16) for name, rows in (("hidden", 4), ("unembedding", 16))}
+        for d in (8, 64)
+    )
+    gpu = {"implementation": "pallas_gpu"}
+    for change, message in [
         ({"hidden": jnp.zeros((2, 3, 8))}, r"expected hidden \[N, D\].*\(2, 3, 8\)"),
         ({"hidden": jnp.zeros((4, 9))}, "N and D must agree"),
         ({"targets": jnp.zeros(5, jnp.int32)}, "N and D must agree"),
@@ -198,26 +206,9 @@ class TestEdges:
         ({"vocab_size": 0}, "vocab_size=0 must be between 1"),
         ({"implementation": "triton"}, "unknown implementation 'triton': known are reference, xla"),
         ({"implementation": "pallas_tpu"}, "'pallas_tpu' needs a TPU, but this program is for cpu"),
-        (
-            {
-                "implementation": "pallas_gpu",
-                "hidden": jnp.zeros((4, 64), jnp.bfloat16),
-                "unembedding": jnp.zeros((16, 64), jnp.bfloat16),
-            },
-            "'pallas_gpu' needs a Hopper GPU .* but this program is for cpu",
-        ),
-        ({"implementation": "pallas_gpu"}, "'pallas_gpu' takes bfloat16 or float16 inputs, got float32"),
-        (
-            {
-                "implementation": "pallas_gpu",
-                "hidden": jnp.zeros((4, 8), jnp.bfloat16),
-                "unembedding": jnp.zeros((16, 8), jnp.bfloat16),
-            },
-            "'pallas_gpu' needs D to be a multiple of 64, got 8",
-        ),
-    ],
-)
-def test_bad_arguments_are_named(change, message):
-    arguments = {"hidden": jnp.zeros((4, 8)), "unembedding": jnp.zeros((16, 8)), "targets": jnp.zeros(4, jnp.int32)}
-    with pytest.raises(ValueError, match=message):
-        token_logprobs(**(arguments | change))
+        (gpu | wide, "'pallas_gpu' needs a Hopper GPU .* but this program is for cpu"),
+        (gpu, "'pallas_gpu' takes bfloat16 or float16 inputs, got float32"),
+        (gpu | half, "'pallas_gpu' needs D to be a multiple of 64, got 8"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            token_logprobs(**(arguments | change))

@@ -43,18 +43,13 @@ def lowered(f, arguments, platform):
     return jax.jit(f).trace(*arguments).lower(lowering_platforms=(platform,)).as_text()
 
 
-@pytest.mark.parametrize(
-    "shape",
-    [(16384, 151936, 4096), (507, 1531, 128), (3, 100, 64), (252, 1000, 192)],
-    ids=lambda shape: "x".join(map(str, shape)),
-)
 @pytest.mark.parametrize("platform", CUSTOM_CALL)
-def test_kernels_lower(platform, shape):
-    n, v, d = shape
-    f = partial(loss, softcap=30.0, temperature=0.9, vocab_size=v - 7, implementation=KERNEL[platform])
-    with jax.sharding.use_abstract_mesh(abstract_mesh(platform)):
-        text = lowered(jax.grad(f, argnums=(0, 1)), shapes(n, v, d, jnp.bfloat16), platform)
-    assert len(re.findall(rf"custom_call @{CUSTOM_CALL[platform]}", text)) == KERNELS[platform]
+def test_kernels_lower(platform):
+    for n, v, d in [(16384, 151936, 4096), (507, 1531, 128), (3, 100, 64), (252, 1000, 192)]:
+        f = partial(loss, softcap=30.0, temperature=0.9, vocab_size=v - 7, implementation=KERNEL[platform])
+        with jax.sharding.use_abstract_mesh(abstract_mesh(platform)):
+            text = lowered(jax.grad(f, argnums=(0, 1)), shapes(n, v, d, jnp.bfloat16), platform)
+        assert len(re.findall(rf"custom_call @{CUSTOM_CALL[platform]}", text)) == KERNELS[platform], (n, v, d)
 
 
 def test_tpu_kernels_lower_in_float32():
@@ -84,17 +79,13 @@ def test_kernels_lower_vocabulary_parallel(platform):
 
 
 @pytest.mark.parametrize("platform", CUSTOM_CALL)
-def test_default_is_xla_until_a_kernel_is_measured_to_win(platform):
+def test_the_default_is_xla_and_the_other_platforms_kernel_is_refused(platform):
+    """A kernel becomes the default when it has been measured to win."""
+    arguments, other = shapes(256, 1024, 64, jnp.bfloat16), KERNEL["cuda" if platform == "tpu" else "tpu"]
     with jax.sharding.use_abstract_mesh(abstract_mesh(platform)):
-        text = lowered(loss, shapes(256, 1024, 64, jnp.bfloat16), platform)
-    assert "custom_call" not in text
-
-
-@pytest.mark.parametrize("platform", CUSTOM_CALL)
-def test_a_kernel_is_refused_on_the_other_platform(platform):
-    implementation = KERNEL["cuda" if platform == "tpu" else "tpu"]
-    with jax.sharding.use_abstract_mesh(abstract_mesh(platform)), pytest.raises(ValueError, match=implementation):
-        lowered(partial(loss, implementation=implementation), shapes(256, 1024, 64, jnp.bfloat16), platform)
+        assert "custom_call" not in lowered(loss, arguments, platform)
+        with pytest.raises(ValueError, match=other):
+            lowered(partial(loss, implementation=other), arguments, platform)
 
 
 def test_blocks_may_be_given_to_lower_where_no_device_is():
@@ -117,9 +108,14 @@ def temp_bytes(n, v, d, dtype, *, tile, gradient=True):
     return memory.temp_size_in_bytes
 
 
+WIDER = (1024, jnp.bfloat16), (4096, jnp.float32)
+
+
 # XLA's CPU backend cannot add a matmul's result in place as a GPU's does, so it holds one float32 dW more. In float32
-# that is the only one, since the sum lies in the result's buffer; in bfloat16 only a narrow model fits the bound.
-@pytest.mark.parametrize("d, dtype", [(1024, jnp.float32), (1024, jnp.bfloat16), (4096, jnp.float32)])
+# that is the only one, since the sum is in the result's buffer; in bfloat16 only a narrow model fits the bound.
+@pytest.mark.parametrize(
+    "d, dtype", [(1024, jnp.float32), *(pytest.param(*case, marks=pytest.mark.full) for case in WIDER)]
+)
 def test_temp_memory_is_a_few_tiles_beside_dw(d, dtype):
     n, v, tile = 16384, 151936, 1024
     tile_bytes, dw_bytes = 4 * tile * v, 4 * v * d

@@ -78,21 +78,19 @@ def check(op, mesh, gathered, dtype=jnp.float32, tolerances=(2e-6, 1e-5)):
         np.testing.assert_allclose(np.asarray(a, np.float32), e, rtol=0, atol=tolerance * np.max(np.abs(e)))
 
 
-@pytest.mark.parametrize(
-    "tensor, gathered", [(1, True), (2, True), (2, False), (4, True), (4, False), (8, True), (8, False)]
-)
+@pytest.mark.parametrize("tensor, gathered", [(2, True), (4, False), (8, True)])
 def test_xla(tensor, gathered):
     op = partial(token_logprobs, **OPTIONS, axis_name="tensor", tile=5, implementation="xla")
     check(op, make_mesh(fsdp=8 // tensor, tensor=tensor), gathered)
 
 
-@pytest.mark.parametrize("gathered", [True, False], ids=["gathered", "replicated"])
-def test_reference(gathered):
+def test_reference():
     op = partial(token_logprobs, **OPTIONS, axis_name="tensor", implementation="reference")
-    check(op, make_mesh(data=2, tensor=4, axis_type=AxisType.Auto), gathered)
+    check(op, make_mesh(data=2, tensor=4, axis_type=AxisType.Auto), gathered=True)
 
 
 # The interpreters answer one callback at a time for each device: with all 8 devices waiting, none is left to answer.
+@pytest.mark.full
 def test_pallas_tpu(tpu_params):
     # Blocks that do not divide a slice of 512: the last one reaches over the next slice's targets.
     forward = pallas_tpu.Forward(tokens=32, vocabulary=384, interpret=tpu_params)

@@ -60,8 +60,10 @@ def expected(*arguments, **options):
     return value_and_grad(partial(composed, op, **options))(*arguments)
 
 
-@pytest.mark.parametrize("tile", [100, 4096], ids=["tiled", "whole"])
-@pytest.mark.parametrize("implementation", ["xla", "reference"])
+@pytest.mark.parametrize(
+    ("implementation", "tile"),
+    [("xla", 100), ("xla", 4096), pytest.param("reference", 100, marks=pytest.mark.full)],
+)
 def test_values_and_gradients_are_those_of_the_composition(implementation, tile):
     arguments = problem()
     sums = partial(token_sums, terms=terms, **OPTIONS, tile=tile, implementation=implementation)
@@ -80,11 +82,9 @@ def test_half_precision_rounds_only_the_gradients():
     check(actual, expected(*wide, *arguments[2:]), (2e-6, 1e-2))
 
 
-@pytest.mark.parametrize("implementation", ["xla", "reference"])
-def test_without_an_entropy_gradient_the_entropy_is_a_constant(implementation):
+def test_without_an_entropy_gradient_the_entropy_is_a_constant():
     arguments = problem()
-    options = {**OPTIONS, "implementation": implementation}
-    sums = partial(token_sums, terms=terms, **options, tile=100, entropy_gradient=False)
+    sums = partial(token_sums, terms=terms, **OPTIONS, implementation="xla", tile=100, entropy_gradient=False)
 
     def constant(logprobs, entropy, data):
         return terms(logprobs, lax.stop_gradient(entropy), data)
@@ -117,8 +117,10 @@ def test_a_target_outside_the_vocabulary_has_no_gradient():
     assert not np.any(d_hidden[::2]) and np.all(np.any(d_hidden[1::2], axis=1))
 
 
-@pytest.mark.parametrize("implementation", ["xla", "reference"])
-@pytest.mark.parametrize("gathered", [True, False], ids=["gathered", "replicated"])
+@pytest.mark.parametrize(
+    ("implementation", "gathered"),
+    [("xla", True), pytest.param("xla", False, marks=pytest.mark.full), ("reference", False)],
+)
 def test_vocabulary_parallel(implementation, gathered):
     """Rows over all axes and gathered over `tensor`, data too; or the same rows on all devices of `tensor`."""
     mesh = make_mesh(fsdp=2, tensor=4)

@@ -1,10 +1,8 @@
-import re
 from itertools import product
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -20,7 +18,7 @@ def named(axes: dict[str, int], *spec: str | tuple[str, ...] | None) -> NamedSha
 
 
 def fractions(cost: ReshardCost) -> tuple[set[float], set[float]]:
-    """What the devices receive and hold in vain, as fractions of the weight."""
+    """The bytes that devices receive, and those that they hold unused, as fractions of the weight."""
     assert cost.received.keys() == cost.redundant.keys() == set(range(8))
     received, redundant = ({b / WEIGHT_BYTES for b in side.values()} for side in (cost.received, cost.redundant))
     return received, redundant
@@ -91,16 +89,6 @@ def test_equals_counting_elements():
         assert cost.redundant == {d: 4 * len(old.get(d, set()) - new.get(d, set())) for d in devices}
 
 
-def test_other_devices():
-    devices = jax.devices()
-    src = NamedSharding(make_mesh(fsdp=4, devices=devices[:4]), P("fsdp"))
-    dst = NamedSharding(make_mesh(tensor=4, devices=devices[2:6]), P(None, "tensor"))
-    cost = reshard_cost(SHAPE, ITEMSIZE, src, dst)
-    quarter, sixteenth = WEIGHT_BYTES // 4, WEIGHT_BYTES // 16
-    assert cost.received == {0: 0, 1: 0, 2: quarter - sixteenth, 3: quarter - sixteenth, 4: quarter, 5: quarter}
-    assert cost.redundant == {0: quarter, 1: quarter, 2: quarter - sixteenth, 3: quarter - sixteenth, 4: 0, 5: 0}
-
-
 def test_a_tree_costs_what_its_arrays_cost_in_the_dtype_that_travels():
     mesh = make_mesh(fsdp=4, tensor=2)
 
@@ -122,12 +110,3 @@ def test_a_tree_costs_what_its_arrays_cost_in_the_dtype_that_travels():
 
     by_dict_of_lists = {**dst, "layers": {"up": (up, up, up)}}
     assert tree_reshard_cost(tree, by_dict_of_lists) == in_float32
-
-
-def test_shardings_must_mirror_the_tree():
-    mesh = make_mesh(fsdp=8)
-    tree = {"w": jax.ShapeDtypeStruct((8, 8), "float32", sharding=NamedSharding(mesh, P()))}
-    with pytest.raises(
-        ValueError, match=re.escape("the sharding at ['v'] has no array: shardings must mirror the tree")
-    ):
-        tree_reshard_cost(tree, {"v": NamedSharding(mesh, P())})

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from jrlhf.meshes import TRAIN
-from jrlhf.models import init_lm, param_shardings
+from jrlhf.models import ModelConfig, RopeScaling, init_lm, param_shardings
 
 # Without LLVM's optimisations programs compile in half the time; their collectives and buffers are the same.
 QUICK: Any = {"xla_backend_optimization_level": 0}
@@ -17,6 +17,37 @@ fast_jit = partial(jax.jit, compiler_options=QUICK)
 GEMMA: Any = {"norm_offset": True, "post_norms": True, "qk_norm": True}
 GPT_2: Any = {"norm": "layer", "positions": "learned", "gated_mlp": False}
 GPT_2 |= {"qkv_bias": True, "output_bias": True, "mlp_bias": True}
+
+# 2 key-value heads for up to 4 devices of `tensor`; sequences longer than the windows; layers of both kinds.
+_SIZES: Any = dict(
+    vocab_size=150, embed=32, layers=3, heads=4, kv_heads=2, head_dim=8, mlp=48, max_positions=32, tie_embeddings=True
+)
+FAMILIES = {
+    "gemma": ModelConfig(
+        **_SIZES,
+        **GEMMA,
+        activation="gelu_tanh",
+        rope_theta=1000.0,
+        rope_scaling=RopeScaling("linear", 8.0),
+        window=4,
+        local_layers=(True, False, True),
+        local_rope_theta=100.0,
+        query_scale=0.3,
+        attention_softcap=3.0,
+        softcap=9.0,
+        embed_scale=32**0.5,
+    ),
+    "gpt2": ModelConfig(**{**_SIZES, "kv_heads": 4}, **GPT_2, activation="gelu_tanh"),
+    "llama": ModelConfig(
+        **{**_SIZES, "tie_embeddings": False},
+        qkv_bias=True,
+        output_bias=True,
+        mlp_bias=True,
+        rope_theta=500.0,
+        rope_scaling=RopeScaling("llama3", 8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=32),
+        window=5,
+    ),
+}
 
 
 def unstacked(params):

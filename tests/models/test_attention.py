@@ -116,32 +116,22 @@ SWITCHES = [(None, None, 3), (None, None, 1), (0.7, 1.5, None), (0.7, 1.5, 3), (
 
 
 @pytest.mark.parametrize(("scale", "softcap", "window"), SWITCHES)
-@pytest.mark.parametrize("traced", [False, True])
-def test_scale_softcap_and_window(scale, softcap, window, traced):
-    """The window is the layer's own business: a traced flag turns it on and off."""
+def test_scale_softcap_and_window(scale, softcap, window):
+    """Attends over whole rows and over a cache. A flag, traced or not, turns a layer's window on."""
     query, key, value = normal(B, T, N, H), normal(B, T, K, H), normal(B, T, K, H + 1)[..., :H]
+    options = {"scale": scale, "softcap": softcap, "window": window}
+    cache, lengths, rows = prefilled_cache(key, value, size=T + 2), np.array([1, 4, 7]), np.arange(B)
 
     def run(local):
-        return attention(query, key, value, scale=scale, softcap=softcap, window=window, local=local)
+        return attention(query, key, value, **options, local=local)
 
     for local in (True, False):
-        expected = by_loops(
-            query, key, value, scale=scale or H**-0.5, softcap=softcap, window=window if local else None
-        )
-        actual = jax.jit(run)(local) if traced else run(local)
-        np.testing.assert_allclose(actual, expected, atol=1e-5)
-
-
-@pytest.mark.parametrize(("scale", "softcap", "window"), SWITCHES)
-def test_a_cache_is_seen_through_scale_softcap_and_window(scale, softcap, window):
-    query, key, value = normal(B, T, N, H), normal(B, T, K, H), normal(B, T, K, H + 1)[..., :H]
-    lengths: Any = np.array([1, 4, 7])
-    rows = np.arange(B)
-    cache = prefilled_cache(key, value, size=T + 2)
-    last = query[rows, lengths - 1][:, None]
-    actual = cached_attention(last, cache, lengths, scale=scale, softcap=softcap, window=window)
-    expected = by_loops(query, key, value, scale=scale or H**-0.5, softcap=softcap, window=window)
-    np.testing.assert_allclose(actual[:, 0], expected[rows, lengths - 1], atol=1e-5)
+        seen = window if local else None
+        expected = by_loops(query, key, value, scale=scale or H**-0.5, softcap=softcap, window=seen)
+        for actual in (run(local), jax.jit(run)(local)):
+            np.testing.assert_allclose(actual, expected, atol=1e-5)
+        last = cached_attention(query[rows, lengths - 1][:, None], cache, jnp.asarray(lengths), **options, local=local)
+        np.testing.assert_allclose(last[:, 0], expected[rows, lengths - 1], atol=1e-5)
 
 
 def test_cudnn_windows_are_its_own_and_layers_choose_by_a_branch(monkeypatch):

@@ -9,16 +9,7 @@ import numpy as np
 import pytest
 
 from jrlhf.meshes import GENERATE, SCORE, make_mesh
-from jrlhf.models import (
-    PRESETS,
-    LoRAConfig,
-    ModelConfig,
-    init_lm,
-    init_lora,
-    init_scalar,
-    make_logprobs,
-    make_values,
-)
+from jrlhf.models import PRESETS, LoRAConfig, ModelConfig, init_lm, init_lora, init_scalar, make_logprobs, make_values
 from jrlhf.models.flops import (
     attention_operations,
     cache_bytes,
@@ -66,8 +57,14 @@ def setting(head: str, lora: LoRAConfig | None):
     return make(ONE, mesh, GENERATE, lora=lora, remat="gather", **options), (adapter, tokens, base)
 
 
-@pytest.mark.parametrize("lora", [None, LORA])
-@pytest.mark.parametrize("head", ["lm", "scalar"])
+@pytest.mark.parametrize(
+    ("head", "lora"),
+    [
+        ("lm", None),
+        ("scalar", LORA),
+        *(pytest.param(*x, marks=pytest.mark.full) for x in (("lm", LORA), ("scalar", None))),
+    ],
+)
 def test_forward_and_training_are_what_the_compiler_counts(head, lora):
     function, arguments = setting(head, lora)
     expected = forward_operations(ONE, LENGTHS, head, lora) + whole_square(ONE, 1)

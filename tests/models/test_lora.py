@@ -145,10 +145,7 @@ def test_outputs_and_gradients_are_those_of_the_dense_sum(expected, config, lora
 
 @pytest.mark.parametrize(
     ("config", "lora", "int8", "dtype"),
-    [
-        (EVERYTHING, FULL, False, jnp.float32),
-        pytest.param(LOCAL, SOME, True, jnp.bfloat16, marks=pytest.mark.full),
-    ],
+    [(EVERYTHING, FULL, False, jnp.float32), pytest.param(LOCAL, SOME, True, jnp.bfloat16, marks=pytest.mark.full)],
     ids=["float32", "int8-bfloat16"],
 )
 def test_one_pass_scores_an_adapter_and_its_base_as_two_do(expected, config, lora, int8, dtype):
@@ -227,7 +224,7 @@ def test_adapters_are_sliced_where_their_projection_is():
     assert specs["value_head"] == {"kernel": (None,), "bias": ()}
 
 
-@pytest.mark.parametrize("stacked", [False, True])
+@pytest.mark.parametrize("stacked", [pytest.param(False, marks=pytest.mark.full), True])
 def test_merged_weights_are_the_dense_sum_in_the_base_dtype(expected, stacked):
     config, lora = EVERYTHING, FULL
     base, (_, adapter), _ = expected(config, lora)

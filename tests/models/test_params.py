@@ -20,7 +20,7 @@ from jrlhf.models import (
     scalar_axes,
     scalar_from,
 )
-from jrlhf.models.weights import weights
+from jrlhf.models.params import weights
 from tests.models.shared import GEMMA, GPT_2, fast_jit
 
 CONFIG = ModelConfig(
@@ -67,20 +67,6 @@ def test_shards_have_the_promised_sizes():
     assert layers[2]["attention"]["wo"].shard_shape((8, 16, 64)) == (8 // 4, 16, 64)
     scalar = param_shardings(CONFIG, mesh, TRAIN, "scalar")
     assert scalar["value_head"]["kernel"].shard_shape((64,)) == (64,)
-
-
-@pytest.mark.parametrize("change", [{}, GEMMA, GPT_2], ids=["llama", "gemma", "gpt2"])
-def test_the_generation_spec_is_the_training_spec_with_axes_dropped(change):
-    mesh = make_mesh(fsdp=4, tensor=2)
-    config = ModelConfig(**{**vars(CONFIG), **change})
-    train, generate = (param_shardings(config, mesh, layout) for layout in (TRAIN, GENERATE))
-
-    def dropped(path, stored, used):
-        expected = [entry if entry != "fsdp" else None for entry in stored.spec]
-        assert list(used.spec) == expected, jax.tree_util.keystr(path)
-
-    stacked = generate | {"layers": jax.tree.map(lambda x: x.update(spec=jax.P(None, *x.spec)), generate["layers"][0])}
-    jax.tree.map_with_path(dropped, train, stacked)
 
 
 def test_initial_weights_have_their_distribution(initial):
@@ -163,27 +149,18 @@ def test_scalar_models_start_from_other_models(initial):
         scalar_from(initial, keep_head=True)
 
 
-def test_scalar_models_keep_learned_positions():
-    config = ModelConfig(**{**vars(CONFIG), **GPT_2})
-    mesh = make_mesh(fsdp=4, tensor=2)
+@pytest.mark.parametrize("axis_type", [AxisType.Explicit, AxisType.Auto])
+def test_scalar_models_are_stored_as_their_shardings_say(axis_type):
+    mesh = make_mesh(fsdp=4, tensor=2, axis_type=axis_type)
+    config = ModelConfig(**{**vars(CONFIG), **GPT_2})  # with learned positions
     shapes = jax.eval_shape(partial(init_lm, config), jax.random.key(0))
     ones = jax.tree.map(lambda x: np.ones(x.shape, np.float32), shapes)
     with jax.set_mesh(mesh):
         reward = scalar_from(jax.device_put(ones, param_shardings(config, mesh, TRAIN)))
-    assert jax.tree.map(lambda x: x.sharding, reward) == param_shardings(config, mesh, TRAIN, "scalar")
-    assert reward["positions"].shape == (32, 64)
-
-
-@pytest.mark.parametrize("axis_type", [AxisType.Explicit, AxisType.Auto])
-def test_scalar_models_are_stored_as_their_shardings_say(axis_type):
-    mesh = make_mesh(fsdp=4, tensor=2, axis_type=axis_type)
-    shapes = jax.eval_shape(partial(init_lm, CONFIG), jax.random.key(0))
-    ones = jax.tree.map(lambda x: np.ones(x.shape, np.float32), shapes)
-    with jax.set_mesh(mesh):
-        reward = scalar_from(jax.device_put(ones, param_shardings(CONFIG, mesh, TRAIN)))
         critic = scalar_from(reward, keep_head=True)
+    assert reward["positions"].shape == (32, 64)
     for model in (reward, critic):
-        assert jax.tree.map(lambda x: x.sharding, model) == param_shardings(CONFIG, mesh, TRAIN, "scalar")
+        assert jax.tree.map(lambda x: x.sharding, model) == param_shardings(config, mesh, TRAIN, "scalar")
 
 
 def test_scalar_heads_begin_at_zero_or_small():

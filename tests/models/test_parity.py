@@ -22,9 +22,9 @@ import pytest
 from safetensors.numpy import save_file
 
 from jrlhf.meshes import GENERATE, SCORE, TRAIN, TRAIN_TP, make_mesh
-from jrlhf.models import SamplingConfig, make_generate, make_logprobs, make_scores
+from jrlhf.models import SamplingConfig, export_hf, make_generate, make_logprobs, make_scores
+from jrlhf.models.forward import ForwardOptions, ShardedForward
 from jrlhf.models.hf.load import load_hf
-from jrlhf.models.sharded import ForwardOptions, ShardedForward
 
 GOLDEN = Path(__file__).with_name("parity.json")
 B, T, R, V, LAYERS = 8, 14, 6, 97, 2
@@ -262,6 +262,7 @@ def test_the_families_compute_what_transformers_computed(case):
     np.testing.assert_array_equal(case.ours.greedy, case.golden["greedy"])
 
 
+@pytest.mark.full
 def test_the_families_compute_what_transformers_computes(case):
     """Every logit of every real token within 2e-4 of the largest, reward scores, and greedy text token for token."""
     pytest.importorskip("torch", reason="compares with transformers itself, which needs torch")
@@ -275,3 +276,24 @@ def test_the_families_compute_what_transformers_computes(case):
     # A test only where the models say something: responses that change, and tokens of many probabilities.
     assert (expected.greedy[:, 1:] != expected.greedy[:, :-1]).any(axis=1).sum() > B // 4
     assert expected.logprobs[real()].std() > 0.5
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("head", ["lm", "scalar"])
+def test_what_transformers_reads_is_the_same_after_an_export(case, head, tmp_path):
+    """Bit for bit, from the storage of training and of generation; a plain Auto class finds the model's own class."""
+    torch = pytest.importorskip("torch", reason="transformers computes with torch")
+    transformers = pytest.importorskip("transformers", reason="it reads the directories")
+    auto = getattr(transformers, "AutoModelForCausalLM" if head == "lm" else "AutoModelForSequenceClassification")
+    mesh, source = make_mesh(data=2, fsdp=2, tensor=2), case.lm if head == "lm" else case.reward
+    read, params = load_hf(source, mesh, layout=TRAIN if head == "lm" else GENERATE, head=head, dtype=None)
+    export_hf(params, read.model, tmp_path / "ours", family=read.family, pad_id=0, shard_bytes=40_000)
+    theirs, ours = (auto.from_pretrained(path, dtype=torch.float32).eval() for path in (source, tmp_path / "ours"))
+    described = json.loads((tmp_path / "ours" / "config.json").read_text())
+    assert described["architectures"] == [type(theirs).__name__] == [type(ours).__name__]
+    assert theirs.state_dict().keys() == ours.state_dict().keys()
+    for name, weight in theirs.state_dict().items():
+        assert torch.equal(weight, ours.state_dict()[name]), name
+    tokens = torch.tensor(batch()[0][:2], dtype=torch.long)
+    with torch.no_grad():
+        assert torch.equal(theirs(tokens).logits, ours(tokens).logits)

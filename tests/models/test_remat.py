@@ -12,7 +12,7 @@ from jax._src.cudnn.fused_attention_stablehlo import _dot_product_attention_fwd_
 from jrlhf.meshes import GENERATE, TRAIN, make_mesh
 from jrlhf.models import LoRAConfig, ModelConfig, init_lm, init_lora, lora_shardings, make_logprobs, param_shardings
 from jrlhf.models.remat import REMATS, Remat, policy
-from tests.models.shared import QUICK, stacked_by_scan, unstacked
+from tests.models.shared import FAMILIES, QUICK, shapes_on, stacked_by_scan, unstacked
 
 # Sizes of which no two are equal where they could be confused, and wide enough for products to outweigh the rest.
 CONFIG = ModelConfig(
@@ -34,41 +34,47 @@ def arguments(mesh):
 
 
 @pytest.fixture(scope="module")
-def programs(mesh, arguments):
-    """Each policy's gradient of a mean log-probability, traced and compiled."""
+def traced(mesh, arguments):
+    """Each policy's gradient of a mean log-probability, traced."""
 
     def gradient(remat: Remat):
         logprobs = make_logprobs(CONFIG, mesh, TRAIN, remat=remat)
-        traced = jax.jit(jax.grad(lambda params, tokens: logprobs(params, tokens)[0].mean())).trace(*arguments)
-        return traced, traced.lower().compile(QUICK)
+        return jax.jit(jax.grad(lambda params, tokens: logprobs(params, tokens)[0].mean())).trace(*arguments)
 
     with jax.set_mesh(mesh):
         return {remat: gradient(remat) for remat in REMATS}
 
 
+@pytest.fixture(scope="module")
+def programs(mesh, traced):
+    with jax.set_mesh(mesh):
+        return {remat: trace.lower().compile(QUICK) for remat, trace in traced.items()}
+
+
+@pytest.mark.full
 def test_gradients_do_not_depend_on_the_policy(programs, arguments, mesh):
     with jax.set_mesh(mesh):
-        gradients = {remat: jax.device_get(compiled(*arguments)) for remat, (_, compiled) in programs.items()}
+        gradients = {remat: jax.device_get(compiled(*arguments)) for remat, compiled in programs.items()}
     largest = max(np.abs(leaf).max() for leaf in jax.tree.leaves(gradients["full"]))
     for remat in REMATS:
         compare = partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6 * largest, err_msg=remat)
         jax.tree.map(compare, gradients[remat], gradients["full"])
 
 
-@pytest.mark.parametrize("remat", ["offload", "full", "attention", "products"])
-def test_what_a_layer_keeps_is_what_the_table_says(programs, remat):
+def test_what_a_layer_keeps_is_what_the_table_says(traced):
     D, N, K, H, F = CONFIG.embed, CONFIG.heads, CONFIG.kv_heads, CONFIG.head_dim, CONFIG.mlp
     table = {"offload": D, "full": D, "attention": D + N * H, "products": 2 * D + 2 * (N + K) * H + 2 * F}
-    memory = stacked_by_scan(programs[remat][0].jaxpr, CONFIG.layers)
-    tokens = ROWS // 2 * LENGTH
-    assert sum(x.size for x in memory) == CONFIG.layers * tokens * table[remat]
-    spaces = {str(x.memory_space) for x in memory}
-    assert spaces == ({"MemorySpace.Host"} if remat == "offload" else {"MemorySpace.Device"})
+    for remat, numbers in table.items():
+        memory = stacked_by_scan(traced[remat].jaxpr, CONFIG.layers)
+        assert sum(x.size for x in memory) == CONFIG.layers * (ROWS // 2 * LENGTH) * numbers, remat
+        spaces = {str(x.memory_space) for x in memory}
+        assert spaces == ({"MemorySpace.Host"} if remat == "offload" else {"MemorySpace.Device"}), remat
 
 
+@pytest.mark.full
 def test_more_kept_is_less_computed(programs):
     memory, operations = [], []
-    for _, compiled in programs.values():  # in the order of REMATS, from the least kept to the most
+    for compiled in programs.values():  # in the order of REMATS, from the least kept to the most
         memory.append(compiled.memory_analysis().temp_size_in_bytes)
         operations.append(compiled.cost_analysis()["flops"])
     assert memory == sorted(memory)
@@ -81,6 +87,24 @@ def test_more_kept_is_less_computed(programs):
     again = 2 * tokens * (D * (N + 2 * K) * H + N * H * D + 2 * D * F)
     assert attention - products == pytest.approx(again, rel=0.05)
     assert full - attention == pytest.approx(2 * tokens * N * H * LENGTH, rel=0.05)
+
+
+def test_layers_of_both_kinds_keep_no_weights():
+    """Traced only: one scan of local and global layers keeps one activation a layer, or all but the weights."""
+    config, mesh = FAMILIES["gemma"], make_mesh(2, 2, 2)
+    params = shapes_on(config, mesh)
+    weights = {leaf.shape[1:] for leaf in jax.tree.leaves(params["layers"])}
+    with jax.set_mesh(mesh):
+        for remat in ("full", "gather"):
+            logprobs = make_logprobs(config, mesh, TRAIN, remat=remat)
+            step = jax.jit(jax.grad(lambda params, tokens, f=logprobs: f(params, tokens)[0].mean()))
+            jaxpr = step.trace(params, jax.ShapeDtypeStruct((16, 12), np.int32)).jaxpr
+            shapes = [x.shape[1:] for x in stacked_by_scan(jaxpr, config.layers)]
+            if remat == "full":
+                assert shapes == [(2, 12, config.embed)]
+            else:
+                assert (2, 12, config.mlp) in shapes
+                assert not {shape for shape in shapes if len(shape) > 1} & weights
 
 
 @pytest.mark.full

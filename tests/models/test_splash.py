@@ -24,10 +24,7 @@ def drawn(seed, *shape) -> Any:
 
 @pytest.mark.parametrize(
     ("kv_heads", "length", "options"),
-    [
-        (2, 150, {"softcap": 1.5, "window": 20, "scale": 0.3}),
-        pytest.param(4, 128, {}, marks=pytest.mark.full),
-    ],
+    [(2, 150, {"softcap": 1.5, "window": 20, "scale": 0.3}), pytest.param(4, 128, {}, marks=pytest.mark.full)],
     ids=["every switch", "plain"],
 )
 def test_values_and_gradients_are_those_of_xla(kv_heads, length, options):

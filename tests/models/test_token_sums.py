@@ -51,54 +51,41 @@ def gradients(function, *arguments):
 
 
 @pytest.mark.parametrize(
-    ("sizes", "layout", "axis_type"),
-    [
-        ((1, 4, 2), TRAIN, AxisType.Explicit),
-        pytest.param((1, 4, 2), TRAIN_TP, AxisType.Explicit, marks=pytest.mark.full),
-        pytest.param((2, 2, 2), TRAIN, AxisType.Auto, marks=pytest.mark.full),
-    ],
-    ids=lambda x: getattr(x, "name", None) or str(x),
-)
-def test_sums_equal_the_summed_terms(reference, sizes, layout, axis_type):
-    mesh = make_mesh(*sizes, devices=jax.devices()[: np.prod(sizes)], axis_type=axis_type)
-    with jax.set_mesh(mesh):
-        params = jax.device_put(reference.random_params(CONFIG), param_shardings(CONFIG, mesh, layout))
-        arguments = params, *jax.device_put(batch(), jax.NamedSharding(mesh, jax.P(AXES)))
-        expected = gradients(partial(summed, make_logprobs(CONFIG, mesh, layout, temperature=0.7)), *arguments)
-        sums = partial(make_token_sums(CONFIG, mesh, layout, temperature=0.7), terms=terms)
-        jax.tree.map_with_path(same_gradient, gradients(sums, *arguments), expected)
-
-
-@pytest.mark.parametrize(
     ("sizes", "layout", "axis_type", "span"),
     [
         ((1, 4, 2), TRAIN, AxisType.Explicit, 2),
         pytest.param((1, 4, 2), TRAIN_TP, AxisType.Explicit, 4, marks=pytest.mark.full),
         pytest.param((1, 1, 1), TRAIN, AxisType.Auto, LENGTH, marks=pytest.mark.full),
+        pytest.param((2, 2, 2), TRAIN, AxisType.Auto, 2, marks=pytest.mark.full),
     ],
     ids=lambda x: getattr(x, "name", None) or str(x),
 )
-def test_only_a_span_of_each_row_is_predicted(reference, sizes, layout, axis_type, span):
+def test_sums_equal_the_summed_terms_of_whole_rows_and_of_spans(reference, sizes, layout, axis_type, span):
     mesh = make_mesh(*sizes, devices=jax.devices()[: np.prod(sizes)], axis_type=axis_type)
     tokens, data = batch()
     starts: Any = np.array([1, 2, 3, 5, 4, 1, 2, 0], np.int32)  # a start of 0 is one of 1
     after = np.arange(LENGTH)[None, :] - np.maximum(starts, 1)[:, None]
-    data["mask"] &= (after >= 0) & (after < span)
+    inside = (after >= 0) & (after < span)
+    spanned = {**data, "mask": data["mask"] & inside}
+    options = {"temperature": 0.7, "implementation": "xla"}
     with jax.set_mesh(mesh):
         params = jax.device_put(reference.random_params(CONFIG), param_shardings(CONFIG, mesh, layout))
-        tokens, data, starts = jax.device_put((tokens, data, starts), jax.NamedSharding(mesh, jax.P(AXES)))
-        options = {"temperature": 0.7, "implementation": "xla"}
+        rows = jax.NamedSharding(mesh, jax.P(AXES))
+        tokens, data, spanned, starts = jax.device_put((tokens, data, spanned, starts), rows)
         everywhere = make_logprobs(CONFIG, mesh, layout, **options)
-        expected = gradients(partial(summed, everywhere), params, tokens, data)
-        spanned = make_logprobs(CONFIG, mesh, layout, **options, span=span)
-        by_span = lambda params, tokens: spanned(params, tokens, starts)  # noqa: E731
-        jax.tree.map_with_path(same_gradient, gradients(partial(summed, by_span), params, tokens, data), expected)
-        sums = make_token_sums(CONFIG, mesh, layout, **options, span=span)
-        actual = gradients(lambda *x: sums(*x, terms, starts=starts), params, tokens, data)
-        jax.tree.map_with_path(same_gradient, actual, expected)
-        for part, whole in zip(fast_jit(by_span)(params, tokens), fast_jit(everywhere)(params, tokens), strict=True):
-            inside = (after >= 0) & (after < span)
-            np.testing.assert_allclose(part, np.where(inside, whole, 0), rtol=1e-5, atol=1e-6)
+        part = make_logprobs(CONFIG, mesh, layout, **options, span=span)
+        by_span = lambda params, tokens: part(params, tokens, starts)  # noqa: E731
+        sums = make_token_sums(CONFIG, mesh, layout, **options)
+        sums_of_span = make_token_sums(CONFIG, mesh, layout, **options, span=span)
+        for function, of_tokens in (
+            (partial(sums, terms=terms), data),
+            (partial(summed, by_span), spanned),
+            (lambda *x: sums_of_span(*x, terms, starts=starts), spanned),
+        ):
+            expected = gradients(partial(summed, everywhere), params, tokens, of_tokens)
+            jax.tree.map_with_path(same_gradient, gradients(function, params, tokens, of_tokens), expected)
+        for x, whole in zip(fast_jit(by_span)(params, tokens), fast_jit(everywhere)(params, tokens), strict=True):
+            np.testing.assert_allclose(x, np.where(inside, whole, 0), rtol=1e-5, atol=1e-6)
 
 
 def test_starts_come_with_a_span(reference):

@@ -1,4 +1,4 @@
-"""Weights that a step's functions read and nobody trains: the base under an adapter.
+"""Frozen weights that a step's functions read, such as the base under an adapter.
 
 The toy's tables are split into frozen ones and trained differences from them. Gradient descent on a difference is
 gradient descent on the table, so every step has to end where the step that trains the tables does.
@@ -49,18 +49,34 @@ def cases(toy):
     def both(make, function, *arguments, **keywords):
         return tuple(make(f, OPTIMIZER, *arguments, **keywords) for f in (function, on(function)))
 
+    def sums(params, tokens, data, terms, *frozen):
+        """Tokens flat, in halves, t = 0 left out."""
+        outputs = on(toy.logprobs)(params, tokens, *frozen)
+        flat = [jax.tree.map(lambda x: x[:, 1:].reshape(-1), x) for x in (*outputs, data)]
+        half = flat[0].shape[0] // 2
+        parts = [terms(*jax.tree.map(lambda x, part=part: x[part], flat)) for part in (slice(half), slice(half, None))]
+        return jax.tree.map(jnp.add, *(jax.tree.map(jnp.sum, part) for part in parts))
+
+    def never(*_):
+        raise AssertionError("logprob_fn was called")
+
+    plain, split = both(make_actor_step, toy.logprobs, CONFIG)
     return {
-        "actor": (*both(make_actor_step, toy.logprobs, CONFIG), experience),
+        "actor": (plain, split, experience),
+        "sums": (plain, make_actor_step(never, OPTIMIZER, CONFIG, sums_fn=sums), experience),
         "critic": (*both(make_critic_step, toy.values, CONFIG), experience),
         "sft": (*both(make_sft_step, toy.logprobs, micro_batches=2), sft),
         "preferences": (*both(make_preference_step, toy.scores, micro_batches=2), pairs),
     }
 
 
-@pytest.mark.parametrize("name", ["actor", "critic", "sft", "preferences"])
+@pytest.mark.parametrize(
+    "name",
+    ["actor", "sums", "critic", *(pytest.param(name, marks=pytest.mark.full) for name in ("sft", "preferences"))],
+)
 def test_differences_train_as_the_tables_do(toy, name):
     plain, split, batch = cases(toy)[name]
-    tables = toy.params()[0 if name in ("actor", "sft") else 1]
+    tables = toy.params()[1 if name in ("critic", "preferences") else 0]
     frozen, before = jax.tree.map(jnp.copy, tables), jax.device_get(tables)
     pointers = jax.tree.map(lambda x: x.unsafe_buffer_pointer(), frozen)
     differences = jax.tree.map(jnp.zeros_like, tables)
@@ -81,6 +97,7 @@ def test_differences_train_as_the_tables_do(toy, name):
     jax.tree.map(np.testing.assert_array_equal, frozen, before)
 
 
+@pytest.mark.full
 def test_actor_and_critic_share_what_is_frozen(toy):
     """One tree under both, and the result of the two steps one by one."""
     experience, frozen = toy.experience(), toy.params()[0] | toy.params()[1]
@@ -98,7 +115,7 @@ def test_actor_and_critic_share_what_is_frozen(toy):
 
 
 def test_a_step_makes_no_copy_of_what_is_frozen(toy):
-    """The loops over updates and micro-batches carry it along where it lies."""
+    """The loops over updates and micro-batches carry it along in place."""
     big = {"logits": jax.ShapeDtypeStruct((1000, toy.vocab, toy.vocab), jnp.float32)}
 
     def logprobs(params, tokens, frozen):

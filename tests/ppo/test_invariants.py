@@ -1,4 +1,4 @@
-"""What holds for every algorithm alike, whatever its advantages and its loss: experience and update in one program."""
+"""Invariants of PPO (with a critic) and GRPO (groups, the KL in the loss): experience and update in one program."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -16,53 +16,30 @@ from jax.sharding import PartitionSpec as P
 
 from jrlhf.meshes import make_mesh
 from jrlhf.ppo import (
-    DAPOConfig,
-    DrGRPOConfig,
     GRPOConfig,
-    GSPOConfig,
     PPOConfig,
-    ReinforcePPBaselineConfig,
-    ReinforcePPConfig,
-    ReMaxConfig,
-    RLOOConfig,
     Rollout,
-    SafeRLHFConfig,
     TrainState,
     experience_metrics,
     make_actor_step,
     make_critic_step,
     make_experience,
     make_group_experience,
-    make_return_experience,
-    make_safe_experience,
 )
 from tests.support.tabular import compiled
 
 ROWS, TIME, BETA = 32, 9, 0.2
 OPTIMIZER = optax.sgd(0.5)
-SHARED: dict[str, Any] = dict(kl_coef=BETA, minibatches=2)
 CONFIGS = {
-    "ppo": PPOConfig(**SHARED, dual_clip=1.5, entropy_coef=0.05),
-    "grpo": GRPOConfig(**SHARED),
-    "dr_grpo": DrGRPOConfig(**SHARED, samples=4, aggregation_divisor=6),
-    "dapo": DAPOConfig(**SHARED, samples=16),
-    "gspo": GSPOConfig(**SHARED),
-    "rloo": RLOOConfig(**SHARED, samples=2),
-    "reinforce_pp": ReinforcePPConfig(**SHARED, whiten_rewards=True),
-    "reinforce_pp_baseline": ReinforcePPBaselineConfig(**SHARED),
-    "remax": ReMaxConfig(**SHARED, truncation="mask"),
-    "safe_rlhf": SafeRLHFConfig(**SHARED),
+    "ppo": PPOConfig(kl_coef=BETA, minibatches=2, dual_clip=1.5, entropy_coef=0.05, whiten_rewards=True),
+    "grpo": GRPOConfig(kl_coef=BETA, minibatches=2),
 }
-# PPO's functions have such tests of their own.
-every_algorithm = pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name == "grpo" else pytest.mark.full) for name in CONFIGS]
-)
+each_algorithm = pytest.mark.parametrize("name", CONFIGS)
 
 
 def batch(toy, start="apart"):
-    """A rollout, and what the update needs besides. Responses that finish end in token 0, which is the padding too."""
+    """A rollout, scores and weights. Responses that finish end in token 0, which is the padding too."""
     experience = toy.experience(ROWS, TIME)
-    rng = np.random.default_rng(3)
     clock, lengths = np.arange(TIME)[None], np.asarray(experience.lengths)[:, None]
     tokens = np.where(clock < lengths, np.asarray(experience.tokens), 0)
     tokens[(clock == lengths - 1) & np.asarray(experience.finished)[:, None]] = 0
@@ -73,85 +50,54 @@ def batch(toy, start="apart"):
     rollout = Rollout(
         tokens, experience.prompt_lengths, experience.response_lengths, old, experience.finished, experience.version
     )
-    rows = {name: jnp.asarray(rng.normal(size=ROWS), jnp.float32) for name in ("scores", "costs", "baselines", "after")}
-    return dict(actor=actor, critic=critic, cost_critic=toy.params(2)[1], reference=reference, rollout=rollout, **rows)
+    scores = jnp.asarray(np.random.default_rng(3).normal(size=ROWS), jnp.float32)
+    return dict(actor=actor, critic=critic, reference=reference, rollout=rollout, scores=scores)
 
 
 def algorithm(toy, config) -> Callable[..., Any]:
-    """data -> (experiences, weights after, metrics), compiled."""
+    """data -> (experience, weights after, metrics), compiled."""
     actor_step = make_actor_step(toy.logprobs, OPTIMIZER, config)
 
-    def run(actor, critic, cost_critic, reference, rollout, scores, costs, baselines, after):
+    def run(actor, critic, reference, rollout, scores):
         old, ref = (toy.logprobs(params, rollout.tokens)[0] for params in (actor, reference))
-        if isinstance(config, GRPOConfig):
-            experiences = (make_group_experience(rollout, scores, old, ref, config=config, kl_coef=BETA),)
-        elif isinstance(config, SafeRLHFConfig):
-            values = (toy.values(params, rollout.tokens) for params in (critic, cost_critic))
-            experiences = make_safe_experience(
-                rollout,
-                scores,
-                costs,
-                old,
-                ref,
-                *values,
-                config=config,
-                kl_coef=BETA,
-                multiplier=1.5,
-                bootstrap_values=after,
-                cost_bootstrap_values=-after,
-            )
-        elif isinstance(config, PPOConfig):
-            values = toy.values(critic, rollout.tokens)
-            experiences = (
-                make_experience(rollout, scores, old, ref, values, config=config, kl_coef=BETA, bootstrap_values=after),
-            )
-        else:
-            given = baselines if isinstance(config, ReMaxConfig) else None
-            experiences = (make_return_experience(rollout, scores, old, ref, given, config=config, kl_coef=BETA),)
-        samples = config.samples if isinstance(config, GRPOConfig) else None
-        metrics = [experience_metrics(x, samples) for x in experiences]
-        state, of_actor = actor_step(TrainState.create(actor, OPTIMIZER), experiences[0])
-        after_update = [state.params]
         if isinstance(config, PPOConfig):
+            values = toy.values(critic, rollout.tokens)
+            experience = make_experience(rollout, scores, old, ref, values, config=config, kl_coef=BETA)
             critic_step = make_critic_step(toy.values, OPTIMIZER, config)
-            for params, x in zip((critic, cost_critic), experiences, strict=False):
-                state, of_critic = critic_step(TrainState.create(params, OPTIMIZER), x)
-                after_update.append(state.params)
-                metrics.append(of_critic)
-        return experiences, after_update, [*metrics, of_actor]
+            critic_state, metrics = critic_step(TrainState.create(critic, OPTIMIZER), experience)
+            critic, metrics = critic_state.params, metrics | experience_metrics(experience)
+        else:
+            experience = make_group_experience(rollout, scores, old, ref, config=config, kl_coef=BETA)
+            metrics = experience_metrics(experience, config.samples)
+        state, actor_metrics = actor_step(TrainState.create(actor, OPTIMIZER), experience)
+        return experience, (state.params, critic), metrics | actor_metrics
 
     return compiled(run)
 
 
 @pytest.fixture(scope="module")
 def plain(toy):
-    """What an algorithm makes of the batch, undivided on one device. Computed once."""
+    """The results of an algorithm for the batch, undivided on one device. Computed once."""
     programs = lru_cache(lambda name: algorithm(toy, CONFIGS[name]))
     return lru_cache(lambda name, start: jax.device_get(programs(name)(**batch(toy, start))))
 
 
-@every_algorithm
+@each_algorithm
 def test_at_step_0_the_ratio_is_one_and_the_kl_zero(plain, name):
-    experiences, _, metrics = plain(name, "reference")
-    assert metrics[-1]["actor/initial_ratio_gap"] < 1e-6
-    assert metrics[0]["objective/kl"] == 0
-    np.testing.assert_array_equal(experiences[0].old_logprobs, experiences[0].ref_logprobs)
-    assert metrics[-1]["actor/skipped_updates"] == 0
+    experience, _, metrics = plain(name, "reference")
+    assert metrics["actor/initial_ratio_gap"] < 1e-6
+    assert metrics["objective/kl"] == metrics["actor/skipped_updates"] == 0
+    np.testing.assert_array_equal(experience.old_logprobs, experience.ref_logprobs)
 
 
-@every_algorithm
+@each_algorithm
 def test_scores_are_conserved(plain, name):
-    """Rewards sum to score - beta KL where the KL is in the reward, to the score elsewhere; costs to cost + beta KL."""
-    experiences, _, _ = plain(name, "apart")
-    for experience, sign in zip(experiences, (-1, 1), strict=False):
-        kl = np.where(experience.response_mask, experience.old_logprobs - experience.ref_logprobs, 0).sum(1)
-        penalty = sign * BETA * kl if CONFIGS[name].kl_in == "reward" else 0 * kl
-        counted = experience.response_mask.any(1)
-        assert counted.sum() == (ROWS if name != "remax" else experience.finished.sum())
-        np.testing.assert_allclose(
-            experience.rewards.sum(1), np.where(counted, experience.scores + penalty, 0), rtol=1e-5, atol=1e-6
-        )
-        assert np.abs(kl[counted]).min() > 0
+    """Rewards sum to score - beta KL where the KL is in the reward, to the score elsewhere."""
+    experience, _, _ = plain(name, "apart")
+    kl = np.where(experience.response_mask, experience.old_logprobs - experience.ref_logprobs, 0).sum(1)
+    penalty = BETA * kl if CONFIGS[name].kl_in == "reward" else 0
+    assert experience.response_mask.any(1).all() and np.abs(kl).min() > 0
+    np.testing.assert_allclose(experience.rewards.sum(1), experience.scores - penalty, rtol=1e-5, atol=1e-6)
 
 
 def divided(toy, name, axis_type, micro_batches, padding):
@@ -187,17 +133,16 @@ def assert_same(plain, name, parts):
     def narrow(x):
         return x[:, :TIME] if np.ndim(x) == 2 and len(x) == ROWS else x
 
-    (experiences, *results), (expected, *others) = parts, plain(name, "apart")
+    (experience, *results), (expected, *others) = parts, plain(name, "apart")
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-6), results, others)
-    for a, b in zip(experiences, expected, strict=True):
-        for field in ("rewards", "advantages", "returns", "values", "old_logprobs", "ref_logprobs", "response_mask"):
-            x, y = getattr(a, field), getattr(b, field)
-            if y is not None:
-                assert not np.any(x[:, TIME:])
-                np.testing.assert_allclose(narrow(x), y, rtol=1e-5, atol=2e-6, err_msg=field)
+    for field in ("rewards", "advantages", "returns", "values", "old_logprobs", "ref_logprobs", "response_mask"):
+        x, y = getattr(experience, field), getattr(expected, field)
+        if y is not None:
+            assert not np.any(x[:, TIME:])
+            np.testing.assert_allclose(narrow(x), y, rtol=1e-5, atol=2e-6, err_msg=field)
 
 
-@every_algorithm
+@each_algorithm
 def test_micro_batches_padding_and_the_mesh_change_nothing(toy, plain, name):
     """Masks come from lengths: here the padding holds any token and NaN, there it holds the one that ends responses."""
     assert_same(plain, name, divided(toy, name, AxisType.Explicit, micro_batches=2, padding=3))
@@ -205,6 +150,6 @@ def test_micro_batches_padding_and_the_mesh_change_nothing(toy, plain, name):
 
 @pytest.mark.full
 @pytest.mark.parametrize(("axis_type", "micro_batches"), [(AxisType.Auto, 1), (None, 8)], ids=["auto", "one device"])
-@every_algorithm
-def test_nor_do_other_divisions(toy, plain, name, axis_type, micro_batches):
+@each_algorithm
+def test_other_divisions_change_nothing(toy, plain, name, axis_type, micro_batches):
     assert_same(plain, name, divided(toy, name, axis_type, micro_batches, padding=0))

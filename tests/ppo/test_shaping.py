@@ -1,5 +1,6 @@
 """Shaping of scores, against NumPy loops over what the peers' formulas say, and invariants."""
 
+import math
 from functools import partial
 
 import jax
@@ -105,14 +106,6 @@ def test_the_order_is_normalise_clip_penalise():
     assert np.min(shaped) < -1  # a penalty is not swallowed by the clip
 
 
-def test_where_the_clip_is_out_of_reach_all_peers_orders_agree():
-    scores, lengths, finished = batch()
-    config = ScoreConfig(clip=100.0, missing_eos_penalty=2.0, overlong_buffer=3)
-    shaped, *_ = run(config, scores, lengths, finished)
-    without, *_ = run(ScoreConfig(missing_eos_penalty=2.0, overlong_buffer=3), scores, lengths, finished)
-    np.testing.assert_array_equal(shaped, without)
-
-
 @pytest.mark.parametrize(
     "config",
     [
@@ -144,26 +137,13 @@ def test_aligned_scores_stand_at_their_tokens():
     np.testing.assert_array_equal(jax.jit(align_scores, static_argnums=2)(scores, jnp.array([1, 4]), 6), expected)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"clip": 0.0}, "clip=0.0"),
-        ({"clip": float("nan")}, "clip=nan"),
-        ({"missing_eos_penalty": -1.0}, "missing_eos_penalty=-1.0"),
-        ({"length_penalty": float("inf")}, "length_penalty=inf"),
-        ({"overlong_penalty": float("nan")}, "overlong_penalty=nan"),
-        ({"overlong_buffer": 0}, "overlong_buffer=0"),
-        ({"overlong_buffer": 1.5}, "overlong_buffer=1.5"),
-        ({"overlong_buffer": 0.0}, "overlong_buffer=0.0"),
-        ({"overlong_buffer": True}, "overlong_buffer=True"),
-    ],
-)
-def test_numbers_out_of_range_are_named(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        ScoreConfig(**arguments)
-
-
 def test_what_does_not_fit_is_named():
+    bad = {"clip": [0.0, math.nan], "missing_eos_penalty": [-1.0], "length_penalty": [math.inf]}
+    bad |= {"overlong_penalty": [math.nan], "overlong_buffer": [0, 1.5, 0.0, True]}
+    for name, values in bad.items():
+        for value in values:
+            with pytest.raises(ValueError, match=f"{name}={value}"):
+                ScoreConfig(**{name: value})
     scores, lengths, finished = batch()
     with pytest.raises(ValueError, match="overlong_buffer=13.* at most max_response=12"):
         run(ScoreConfig(overlong_buffer=13), scores, lengths, finished)
@@ -181,7 +161,7 @@ def test_no_silent_promotion(dtype):
         assert shaped.dtype == moments.mean.dtype == jnp.float32
 
 
-def test_a_share_of_the_limit_is_a_buffer_of_so_many_tokens():
+def test_a_buffer_may_be_a_share_of_the_limit():
     assert ScoreConfig(overlong_buffer=0.2).overlong_tokens(20480) == 4096  # DAPO's
     assert ScoreConfig(overlong_buffer=0.001).overlong_tokens(LIMIT) == 1
     scores, lengths, finished = batch()

@@ -15,10 +15,9 @@ from typing import Any
 
 ALWAYS = ("train.py", "stage.py", "stages/loop.py")  # the frame around the iteration counts in full
 OUTSIDE = (  # services that a reader of the algorithm skips: a run's files and console, settings, errors
-    ("run/", "config/", "errors.py", "configs/")
-    + ("runs.py", "files.py", "checkpoints.py", "resuming.py", "metrics.py", "tracking.py", "wandb_process.py")
-    + ("console.py", "clock.py", "compilations.py", "profile.py", "preemption.py", "processes.py", "devices.py")
-    + ("config.py", "stage_config.py", "strict.py", "consistency.py")
+    *("run/ config/ errors.py configs/ runs.py files.py checkpoints.py resuming.py metrics.py tracking.py".split()),
+    *("wandb_process.py console.py clock.py compilations.py profile.py preemption.py processes.py devices.py".split()),
+    *("config.py stage_config.py strict.py consistency.py".split()),
 )
 CONFIG: dict[str, Any] = {
     "name": "path",
@@ -83,17 +82,14 @@ def record(checkout: Path) -> dict[str, int]:
             threading.setprofile(None)  # type: ignore[arg-type]
         assert code == 0, f"the training ended with {code}"
     files = {os.path.realpath(name) for name in ran}
-    core = {
-        path for folder in ("jrlhf", "models", "ppo", "kernels", "meshes") for path in (checkout / folder).rglob("*.py")
-    }
     lines = {}
-    for path in sorted({Path(os.path.realpath(path)) for path in core}):
-        name = str(path.relative_to(checkout))
-        inside = name.removeprefix("jrlhf/") if name.startswith("jrlhf/") else None
-        if inside is not None and inside.startswith(OUTSIDE):
-            continue
-        if str(path) in files or inside in ALWAYS:
-            lines[name] = len(path.read_text().splitlines())
+    for folder in ("jrlhf", "models", "ppo", "kernels", "meshes"):
+        for path in sorted((checkout / folder).rglob("*.py")):
+            path = Path(os.path.realpath(path))
+            name = str(path.relative_to(checkout))
+            inside = name.removeprefix("jrlhf/") if name.startswith("jrlhf/") else name
+            if (str(path) in files or inside in ALWAYS) and not (inside != name and inside.startswith(OUTSIDE)):
+                lines[name] = len(path.read_text().splitlines())
     return lines
 
 

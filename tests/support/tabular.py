@@ -69,7 +69,7 @@ class Tables(NamedTuple):
         return _after_prompt(params[tokens[:, :1], self.nodes(tokens)])
 
     def lookup(self, table: Floats, tokens: jax.Array) -> jax.Array:
-        """What a table [C, S] has for each row's response."""
+        """Returns the entry of a table [C, S] for each row's response."""
         place = self.problem.vocab ** np.arange(self.problem.limit)[::-1]
         of_code = np.zeros((self.problem.prompts, self.problem.vocab**self.problem.limit), np.float32)
         of_code[:, self.problem.responses @ place] = table

@@ -1,6 +1,6 @@
 """Sums and their worked answers: one addition at a time, as a chain of equal sums."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -11,29 +11,26 @@ _BLOCK = 1024
 
 
 def draw_problems(train: int, heldout: int, *, terms: int, digits: int, seed: int) -> tuple[list[Terms], list[Terms]]:
-    """Different sums of `terms` numbers of `digits` digits: (sums to train on, held-out sums).
+    """Draws different sums of `terms` numbers of `digits` digits: (sums to train on, held-out sums).
 
     No held-out sum is among those to train on, in any order of its numbers, and none is there twice in another order.
-    Equal arguments give equal sums in equal order; the held-out sums do not depend on `train`. Raises ValueError where
+    Equal arguments give equal sums in equal order; the held-out sums do not depend on `train`. Raises ValueError if
     there are too few such sums.
     """
     rng = np.random.default_rng(seed)
 
-    def draws(wanted: int) -> Iterator[Terms]:
+    def draw(wanted: int, key: Callable[[Terms], Terms], excluded: Mapping[Terms, Terms]) -> dict[Terms, Terms]:
+        sums: dict[Terms, Terms] = {}
         for _ in range(-(-_DRAWS * wanted // _BLOCK)):
-            yield from map(tuple, rng.integers(10 ** (digits - 1), 10**digits, (_BLOCK, terms)).tolist())
+            for drawn in map(tuple, rng.integers(10 ** (digits - 1), 10**digits, (_BLOCK, terms)).tolist()):
+                if len(sums) == wanted:
+                    return sums
+                if tuple(sorted(drawn)) not in excluded:
+                    sums.setdefault(key(drawn), drawn)
+        return sums
 
-    heldout_sums: dict[Terms, Terms] = {}
-    for drawn in draws(heldout):
-        if len(heldout_sums) == heldout:
-            break
-        heldout_sums.setdefault(tuple(sorted(drawn)), drawn)
-    train_sums: dict[Terms, None] = {}
-    for drawn in draws(train):
-        if len(train_sums) == train:
-            break
-        if tuple(sorted(drawn)) not in heldout_sums:
-            train_sums[drawn] = None
+    heldout_sums = draw(heldout, lambda drawn: tuple(sorted(drawn)), {})
+    train_sums = draw(train, lambda drawn: drawn, heldout_sums)
     if len(train_sums) < train or len(heldout_sums) < heldout:
         raise ValueError(
             f"of sums of {terms} numbers of {digits} digit(s) there are only about {len(train_sums)} to learn from "
@@ -43,23 +40,19 @@ def draw_problems(train: int, heldout: int, *, terms: int, digits: int, seed: in
 
 
 def question(terms: Sequence[int]) -> str:
-    """`"37+48+25="`."""
+    """Writes `"37+48+25="`."""
     return "+".join(map(str, terms)) + "="
 
 
 def written(number: int, units_first: bool) -> str:
-    """The digits of a number; units first is the order in which carries go (Lee et al. 2023, arXiv:2307.03381)."""
+    """Writes a number; units first is the order in which carries go (Lee et al. 2023, arXiv:2307.03381)."""
     return str(number)[::-1] if units_first else str(number)
 
 
 def worked_answer(
-    terms: Sequence[int],
-    forgotten: float = 0.0,
-    rng: np.random.Generator | None = None,
-    *,
-    units_first: bool = False,
+    terms: Sequence[int], forgotten: float = 0.0, rng: np.random.Generator | None = None, *, units_first: bool = False
 ) -> str:
-    """The answer to `question`, `"85+25=110"`: the two leading numbers become one until one is left.
+    """Writes the answer to `question`, `"85+25=110"`: the two leading numbers become one until one is left.
 
     forgotten: share of the carries that are left out, drawn from `rng`; the chain goes on from the wrong number.
     units_first: order of the digits, see `written`.
@@ -72,7 +65,7 @@ def worked_answer(
 
 
 def add(a: int, b: int, forgotten: float = 0.0, rng: np.random.Generator | None = None) -> int:
-    """a + b column by column, as on paper; a carry is left out with probability `forgotten`: 37 + 48 may become 75."""
+    """Adds column by column, as on paper; a carry is left out with probability `forgotten`: 37 + 48 may become 75."""
     total, carry, place = 0, 0, 1
     while a or b or carry:
         column = a % 10 + b % 10 + carry

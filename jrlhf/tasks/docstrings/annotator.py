@@ -3,7 +3,7 @@
 The annotator is a known rubric, so that the quality of the learned reward can be measured: `rubric.py`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
@@ -22,17 +22,13 @@ from jrlhf.tasks.docstrings.vocabulary import Split
 
 @dataclass(frozen=True)
 class Pair:
-    """One comparison, in the shape that preference datasets have (`prompt`, `chosen`, `rejected`).
-
-    flipped: the annotator made a mistake: by the rubric, `rejected` is the better one.
-    gap: difference of the two scores.
-    """
+    """One comparison, in the shape that preference datasets have (`prompt`, `chosen`, `rejected`)."""
 
     prompt: str
     chosen: str
     rejected: str
-    flipped: bool
-    gap: float
+    flipped: bool  # the annotator made a mistake: by the rubric, `rejected` is the better one
+    gap: float  # difference of the two scores
 
     @property
     def row(self) -> dict[str, str | bool]:
@@ -40,84 +36,63 @@ class Pair:
         return {"prompt": self.prompt, "chosen": self.chosen, "rejected": self.rejected, "flipped": self.flipped}
 
 
-def collect_pairs(
-    data: DocstringsData,
-    seed: int,
-    tokenizer: Tokenizer,
-    rubric: Rubric,
-    train: Split,
-    heldout: Split,
-    sampler: PairSampler,
-) -> tuple[Pairs, Pairs]:
-    """Ranked pairs to train on, some with the wrong label, and held-out pairs in the rubric's own order."""
-    section, annotator = data.annotator, _Annotator(data, seed, tokenizer, rubric, sampler)
-    trained = annotator.pairs(train, section.prompts, "preferences", flip=section.label_flip, margin=section.margin)
-    # Held-out pairs keep all but exact ties: the accuracy is measured with and without the close ones.
-    measured = annotator.pairs(heldout, section.heldout_prompts, "heldout preferences", flip=0.0, margin=0.0)
-    assert measured.clear is not None
-    if not len(trained) or not measured.clear.any():
-        raise UserError(
-            f"data.annotator.margin={section.margin:g} leaves {len(trained)} pairs to learn from and {len(measured)} "
-            "to measure with: lower it, or raise data.annotator.prompts and data.annotator.heldout_prompts"
-        )
-    return trained, measured
-
-
 @dataclass(frozen=True)
-class _Annotator:
-    """Makes token ids of ranked pairs."""
+class Annotator:
+    """Makes preference pairs of a policy's answers: pairs to train on, and held-out pairs."""
 
     data: DocstringsData
     seed: int
     tokenizer: Tokenizer
     rubric: Rubric
-    sampler: PairSampler
+    train: Split
+    heldout: Split
 
-    def pairs(self, split: Split, prompts: int, purpose: str, *, flip: float, margin: float) -> Pairs:
-        """Pairs for `prompts` shuffled prompts of a split."""
-        section, rng = self.data.annotator, self.sampler.rng(purpose)
+    def collect(self, sampler: PairSampler) -> tuple[Pairs, Pairs]:
+        """Returns pairs to train on, some with the wrong label, and held-out pairs in the rubric's own order."""
+        section = self.data.annotator
+        train = self._pairs(sampler, self.train, section.prompts, "preferences", section.label_flip, section.margin)
+        # Held-out pairs keep all but exact ties: the accuracy is measured with and without the close ones.
+        heldout = self._pairs(sampler, self.heldout, section.heldout_prompts, "heldout preferences", 0.0, 0.0)
+        assert heldout.clear is not None
+        if not len(train) or not heldout.clear.any():
+            raise UserError(
+                f"data.annotator.margin={section.margin:g} leaves {len(train)} pairs to learn from and {len(heldout)} "
+                "to measure with: lower it, or raise data.annotator.prompts and data.annotator.heldout_prompts"
+            )
+        return train, heldout
+
+    def _pairs(
+        self, sampler: PairSampler, split: Split, prompts: int, purpose: str, flip: float, margin: float
+    ) -> Pairs:
+        """Ranks samples and real lines for `prompts` shuffled prompts of a split; drops pairs that are too long."""
+        section, rng = self.data.annotator, sampler.rng(purpose)
         rows = batch_indices(len(split.examples), min(prompts, len(split.examples)), 0, self.seed)
-        examples = [split.examples[row] for row in rows]
-        prompt_ids = {split.examples[row].prompt: split.prompts[row] for row in rows}
-        texts, sampled = self._sample(examples, prompt_ids, purpose)
-        candidates = with_real_lines(examples, texts, rng, foreign=section.foreign_lines)
-        signatures = [example.signature for example in examples]
-        pairs = build_pairs(signatures, candidates, self.rubric, rng, flip=flip, margin=margin)
-        return self._encode(pairs, prompt_ids, sampled)
-
-    def _sample(
-        self, examples: Sequence[Example], prompt_ids: Mapping[str, Ids], purpose: str
-    ) -> tuple[list[list[str]], dict[tuple[str, str], Ids]]:
-        """The policy's answers to each prompt as texts, and the token ids of each (prompt, text)."""
+        examples, prompt_ids = [split.examples[row] for row in rows], [split.prompts[row] for row in rows]
+        ids_of = {example.prompt: ids for example, ids in zip(examples, prompt_ids, strict=True)}
         texts: list[list[str]] = [[] for _ in examples]
         sampled: dict[tuple[str, str], Ids] = {}
-        prompts = [prompt_ids[example.prompt] for example in examples]
-        for responses in self.sampler.responses(prompts, self.data.annotator.samples_per_prompt, purpose):
+        for responses in sampler.responses(prompt_ids, section.samples_per_prompt, purpose):
             for example, answers, response in zip(examples, texts, responses, strict=True):
                 answers.append(response.text.strip())
                 sampled.setdefault((example.prompt, answers[-1]), response.ids)
-        return texts, sampled
-
-    def _encode(
-        self, pairs: Sequence[Pair], prompt_ids: Mapping[str, Ids], sampled: Mapping[tuple[str, str], Ids]
-    ) -> Pairs:
-        """Pairs as token ids, without those that have a real line longer than `data.max_response`."""
+        candidates = with_real_lines(examples, texts, rng, foreign=section.foreign_lines)
+        signatures = [example.signature for example in examples]
+        pairs = build_pairs(signatures, candidates, self.rubric, rng, flip=flip, margin=margin)
 
         def encode(prompt: str, text: str) -> Ids:
             # A sampled answer keeps its tokens: its text may be tokenized in another way.
-            response = sampled.get((prompt, text)) or (*self.tokenizer.encode(text), self.tokenizer.eos_id)
-            return prompt_ids[prompt] + response
+            return sampled.get((prompt, text)) or (*self.tokenizer.encode(text), self.tokenizer.eos_id)
 
-        encoded = [(encode(pair.prompt, pair.chosen), encode(pair.prompt, pair.rejected), pair) for pair in pairs]
-        longest = self.data.max_response
+        encoded = [(pair, encode(pair.prompt, pair.chosen), encode(pair.prompt, pair.rejected)) for pair in pairs]
         fitting = [
-            (chosen, rejected, len(prompt_ids[pair.prompt]), pair.gap)
-            for chosen, rejected, pair in encoded
-            if max(len(chosen), len(rejected)) - len(prompt_ids[pair.prompt]) <= longest
+            (ids_of[pair.prompt] + chosen, ids_of[pair.prompt] + rejected, len(ids_of[pair.prompt]), pair.gap)
+            for pair, chosen, rejected in encoded
+            if max(len(chosen), len(rejected)) <= self.data.max_response
         ]
         chosen, rejected, lengths, gaps = zip(*fitting, strict=True) if fitting else ((), (), (), ())
-        clear = np.array(gaps) > self.data.annotator.margin
-        return Pairs(chosen, rejected, lengths, clear, rows=[pair.row for pair in pairs])
+        return Pairs(
+            chosen, rejected, lengths, clear=np.array(gaps) > section.margin, rows=[pair.row for pair in pairs]
+        )
 
 
 def build_pairs(
@@ -146,7 +121,10 @@ def build_pairs(
         compared = [(abs(first[0] - second[0]), first, second) for first, second in combinations(scored, 2)]
         # Scores are sums of the same items in floating point; equal ones may differ in the last bits.
         compared = [comparison for comparison in compared if comparison[0] > max(margin, 1e-9)]
-        for gap, first, second in _spread(sorted(compared, key=lambda comparison: comparison[0]), per_prompt):
+        compared.sort(key=lambda comparison: comparison[0])
+        if len(compared) > per_prompt:
+            compared = [compared[round(position)] for position in np.linspace(0, len(compared) - 1, per_prompt)]
+        for gap, first, second in compared:
             better, worse = (first[1], second[1]) if first[0] > second[0] else (second[1], first[1])
             flipped = bool(rng.random() < flip)
             chosen, rejected = (worse, better) if flipped else (better, worse)
@@ -154,16 +132,10 @@ def build_pairs(
     return pairs
 
 
-def _spread(ranked: list, count: int) -> list:
-    if len(ranked) <= count:
-        return ranked
-    return [ranked[round(position)] for position in np.linspace(0, len(ranked) - 1, count)]
-
-
 def with_real_lines(
     examples: Sequence[Example], samples: Sequence[Sequence[str]], rng: np.random.Generator, *, foreign: int = 1
 ) -> list[list[str]]:
-    """Candidates for each example: a model's samples, the real line, and `foreign` real lines of other functions.
+    """Returns each example's candidates: a model's samples, the real line, and `foreign` real lines of other functions.
 
     A foreign line is as well written as the real one and about something else: such pairs differ in nothing but what
     they say, and teach the reward to look at the signature.

@@ -10,7 +10,7 @@ import hashlib
 import os
 import sysconfig
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,22 +28,16 @@ _MINIMUM_HELDOUT = 256
 
 @dataclass(frozen=True)
 class Example:
-    """A function and the first line of its docstring.
+    """A function and the first line of its docstring."""
 
-    module: dotted name of the module, `"mailbox"`.
-    name: the function's qualified name inside the module, `"Mailbox.remove_folder"`.
-    signature: one line, `"def Mailbox.remove_folder(folder):"`; see `signature_text`.
-    summary: the first line of the docstring, as it stands.
-    """
-
-    module: str
-    name: str
-    signature: str
-    summary: str
+    module: str  # dotted name of the module, "mailbox"
+    name: str  # the function's qualified name inside the module, "Mailbox.remove_folder"
+    signature: str  # one line, "def Mailbox.remove_folder(folder):"; see `signature_text`
+    summary: str  # the first line of the docstring, as it stands
 
     @property
     def prompt(self) -> str:
-        """What a model is given: the signature and the end of its line."""
+        """The text that a model is given: the signature and the end of its line."""
         return self.signature + "\n"
 
 
@@ -67,7 +61,10 @@ def load_corpus(root: Path | None = None) -> Corpus:
         few documented functions, for instance because it is zipped or compiled.
     """
     folder = Path(sysconfig.get_path("stdlib")) if root is None else root
-    examples = _distinct(read_examples(folder))
+    first: dict[tuple[str, str], Example] = {}  # twins such as `posixpath` and `ntpath` share many examples
+    for example in read_examples(folder):
+        first.setdefault((example.signature, example.summary), example)
+    examples = first.values()
     train = tuple(example for example in examples if not is_heldout(example.module))
     seen = {example.signature for example in train}
     heldout: dict[str, Example] = {}
@@ -84,7 +81,7 @@ def load_corpus(root: Path | None = None) -> Corpus:
 
 
 def read_examples(root: Path) -> Iterator[Example]:
-    """Every documented function below `root`, by path and then by line.
+    """Yields every documented function below `root`, by path and then by line.
 
     Skips files that cannot be read or parsed, and folders of tests, tables and installed packages.
     """
@@ -94,12 +91,19 @@ def read_examples(root: Path) -> Iterator[Example]:
         subfolders[:] = [name for name in subfolders if name not in _SKIPPED_FOLDERS and not name.startswith("config-")]
         paths.extend(Path(folder, name) for name in files if name.endswith(".py"))
     for path in sorted(paths):
-        module = ".".join(path.relative_to(root).with_suffix("").parts)
-        yield from _read_file(path, module.removesuffix(".__init__"))
+        module = ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
+        try:
+            source = path.read_bytes()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # invalid escapes in the library are no concern of the user
+                tree = ast.parse(source) if b"def " in source else ast.Module([], [])
+        except (OSError, SyntaxError, ValueError):
+            continue
+        yield from _walk(tree, module, scope="", method=False)
 
 
 def is_heldout(module: str) -> bool:
-    """True for a module of the held-out part: a hash of its top-level name decides.
+    """Tests whether a module is in the held-out part: a hash of its top-level name decides.
 
     A Python twin of a C module goes where its namesake goes (`_pydatetime` with `datetime`): the two share their texts.
     """
@@ -110,40 +114,31 @@ def is_heldout(module: str) -> bool:
 
 
 def signature_text(qualified_name: str, arguments: ast.arguments, *, method: bool) -> str:
-    """A function's signature on one short line: `def Mailbox.remove_folder(folder):`.
+    """Writes a function's signature on one short line: `def Mailbox.remove_folder(folder):`.
 
     The class stands before the method's name and says more than `self` or `cls`, which are left out, as are
-    annotations and `async`. A default is written where it is short and as `...` where it is long. Parameters that would
+    annotations and `async`. A default is written if it is short, and as `...` if it is long. Parameters that would
     make the line longer than 40 characters give way to one `...`.
     """
     parameters = _parameters(arguments)
     if method and parameters and parameters[0] in ("self", "cls"):
         parameters = parameters[1:]
-    shown = parameters
-    while shown and len(_line(qualified_name, shown, parameters)) > _SIGNATURE_CHARACTERS:
-        shown = shown[:-1]
-    return _line(qualified_name, shown, parameters)
-
-
-def _line(name: str, shown: list[str], parameters: list[str]) -> str:
-    rest = ["..."] if len(shown) < len(parameters) else []
-    return f"def {name}({', '.join(shown + rest)}):"
+    line = f"def {qualified_name}({', '.join(parameters)}):"
+    while parameters and len(line) > _SIGNATURE_CHARACTERS:
+        parameters = parameters[:-1]
+        line = f"def {qualified_name}({', '.join([*parameters, '...'])}):"
+    return line
 
 
 def _parameters(arguments: ast.arguments) -> list[str]:
     positional = arguments.posonlyargs + arguments.args
-    without_default = len(positional) - len(arguments.defaults)
-    defaults = [None] * without_default + list(arguments.defaults)
+    defaults = [None] * (len(positional) - len(arguments.defaults)) + list(arguments.defaults)
     texts = [argument.arg + _default(default) for argument, default in zip(positional, defaults, strict=True)]
-    if arguments.vararg is not None:
-        texts.append("*" + arguments.vararg.arg)
-    elif arguments.kwonlyargs:
-        texts.append("*")
-    for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
-        texts.append(argument.arg + _default(default))
-    if arguments.kwarg is not None:
-        texts.append("**" + arguments.kwarg.arg)
-    return texts
+    if arguments.vararg is not None or arguments.kwonlyargs:
+        texts.append("*" + (arguments.vararg.arg if arguments.vararg is not None else ""))
+    keywords = zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+    texts += [argument.arg + _default(default) for argument, default in keywords]
+    return texts if arguments.kwarg is None else [*texts, "**" + arguments.kwarg.arg]
 
 
 def _default(node: ast.expr | None) -> str:
@@ -151,19 +146,6 @@ def _default(node: ast.expr | None) -> str:
         return ""
     text = repr(node.value) if isinstance(node, ast.Constant) else ""
     return f"={text}" if 0 < len(text) <= _DEFAULT_CHARACTERS else "=..."
-
-
-def _read_file(path: Path, module: str) -> Iterator[Example]:
-    try:
-        source = path.read_bytes()
-        if b"def " not in source:
-            return
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # invalid escapes in the library are no concern of the user
-            tree = ast.parse(source)
-    except (OSError, SyntaxError, ValueError):
-        return
-    yield from _walk(tree, module, scope="", method=False)
 
 
 def _walk(node: ast.AST, module: str, *, scope: str, method: bool) -> Iterator[Example]:
@@ -179,11 +161,3 @@ def _walk(node: ast.AST, module: str, *, scope: str, method: bool) -> Iterator[E
             yield from _walk(child, module, scope="", method=False)
         elif isinstance(child, ast.stmt | ast.excepthandler | ast.match_case):
             yield from _walk(child, module, scope=scope, method=method)
-
-
-def _distinct(examples: Iterable[Example]) -> list[Example]:
-    """The first example of each pair of signature and summary: twins such as `posixpath` and `ntpath` share many."""
-    first: dict[tuple[str, str], Example] = {}
-    for example in examples:
-        first.setdefault((example.signature, example.summary), example)
-    return list(first.values())

@@ -1,18 +1,18 @@
 """The built-in task: write a function's summary line from its signature. Texts as token ids, and the rubric."""
 
-import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
 
 from jrlhf.config.schema import Config, DocstringsData
-from jrlhf.data.encode import Ids, Prompts, Sequences
+from jrlhf.data.encode import Prompts, Sequences
 from jrlhf.data.task import Grades, SFTData, Task
 from jrlhf.data.tokenizer import Tokenizer
 from jrlhf.data.types import Example
 from jrlhf.errors import UserError
-from jrlhf.tasks.docstrings.annotator import collect_pairs
+from jrlhf.tasks import fingerprint, sequences
+from jrlhf.tasks.docstrings.annotator import Annotator
 from jrlhf.tasks.docstrings.corpus import load_corpus
 from jrlhf.tasks.docstrings.renaming import rename, renaming_words
 from jrlhf.tasks.docstrings.rubric import Rubric
@@ -20,11 +20,7 @@ from jrlhf.tasks.docstrings.vocabulary import Split, encode_examples, encode_spl
 
 
 def load_task(config: Config) -> Task:
-    """Reads the corpus, trains the tokenizer on its train part, and encodes both parts.
-
-    Raises:
-        UserError: the corpus cannot be read, or the vocabulary does not suit it.
-    """
+    """Reads the corpus, trains the tokenizer on its train part, and encodes both parts."""
     data = config.data
     assert isinstance(data, DocstringsData)
     try:
@@ -40,9 +36,10 @@ def load_task(config: Config) -> Task:
                 f"{len(split.examples)} {name} examples and drop {split.dropped}: raise them"
             )
     rubric = Rubric.from_corpus(corpus.train)
+    texts = [example.prompt + example.summary for example in (*train.examples, *heldout.examples)]
     return Task(
         tokenizer=tokenizer,
-        fingerprint=_fingerprint(tokenizer, train, heldout),
+        fingerprint=fingerprint([tokenizer.to_json(), *texts]),  # another Python may have other docstrings
         description=(
             f"{len(train.examples)} examples to learn from, {len(heldout.examples)} held out "
             f"({train.dropped + heldout.dropped} longer ones left out)"
@@ -50,38 +47,18 @@ def load_task(config: Config) -> Task:
         sft=SFTData(
             count=len(train.examples),
             batch=partial(_renamed, data, config.seed, tokenizer, train, renaming_words(train.examples)),
-            heldout=_sequences(zip(heldout.prompts, heldout.responses, strict=True)),
+            heldout=sequences(zip(heldout.prompts, heldout.responses, strict=True)),
         ),
-        pairs=partial(collect_pairs, data, config.seed, tokenizer, rubric, train, heldout),
+        pairs=Annotator(data, config.seed, tokenizer, rubric, train, heldout).collect,
         prompts=_prompts(train),
         heldout=_prompts(heldout),
         gold=partial(_gold, rubric),
     )
 
 
-def _fingerprint(tokenizer: Tokenizer, *splits: Split) -> str:
-    """A hash of all training data: another version of Python may have other docstrings."""
-    texts = [tokenizer.to_json()]
-    texts += [e.prompt + e.summary for split in splits for e in split.examples]
-    return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
-
-
 def _prompts(split: Split) -> Prompts:
-    texts = tuple(example.prompt for example in split.examples)
-    rows = tuple(
-        Example(prompt=e.prompt, completion=e.summary, columns={"signature": e.signature}) for e in split.examples
-    )
-    return Prompts(ids=split.prompts, texts=texts, examples=rows, filtered=split.dropped)
-
-
-def _sequences(texts: Iterable[tuple[Ids, Ids]]) -> Sequences:
-    """Prompt and response as one sequence; the loss is on the response."""
-    rows = list(texts)
-    return Sequences(
-        ids=tuple(prompt + response for prompt, response in rows),
-        learn=tuple((False,) * len(prompt) + (True,) * len(response) for prompt, response in rows),
-        prompt_lengths=tuple(len(prompt) for prompt, _ in rows),
-    )
+    rows = tuple(Example(e.prompt, e.summary, columns={"signature": e.signature}) for e in split.examples)
+    return Prompts(split.prompts, tuple(e.prompt for e in split.examples), examples=rows, filtered=split.dropped)
 
 
 def _renamed(
@@ -93,7 +70,7 @@ def _renamed(
     rows: np.ndarray,
     step: int,
 ) -> Sequences:
-    """The examples' token ids. In a share of them shared words are replaced, by new ones at each step.
+    """Returns the examples' token ids. In a share of them shared words are replaced, by new ones at each step.
 
     An example that would no longer fit keeps its own words.
     """
@@ -102,14 +79,14 @@ def _renamed(
         rename(train.examples[row], vocabulary, rng) if rng.random() < data.renaming else train.examples[row]
         for row in rows
     ]
-    return _sequences(
+    return sequences(
         texts if fits(*texts, data) else (train.prompts[row], train.responses[row])
         for texts, row in zip(encode_examples(tokenizer, changed), rows, strict=True)
     )
 
 
 def _gold(rubric: Rubric, examples: Sequence[Example], texts: Sequence[str]) -> Grades:
-    """The rubric's verdict on each answer."""
+    """Returns the rubric's verdict on each answer."""
     both = [(e.columns["signature"], text.strip()) for e, text in zip(examples, texts, strict=True)]
     items = [rubric.items(signature, text) for signature, text in both]
     return Grades(

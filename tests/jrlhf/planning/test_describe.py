@@ -66,7 +66,7 @@ def test_a_result_is_told_with_all_that_a_user_asks_for():
     for name in ("heuristic", "colocate", "split", "standalone", "next 1", "next 3"):
         assert re.search(rf"\n  {name} +[\d.]+ m?s +\+[\d.]+ %", text)
     assert "bottleneck: " in text and "timeline of an iteration" in text
-    assert f"plan for ppo on 16 x synthetic: {result.best.simulation.seconds:.1f} s an iteration" in text
+    assert f"plan for ppo on 16 x h100: {result.best.simulation.seconds:.2f} s an iteration" in text
     assert max(len(line) for line in text.splitlines() if line.startswith("  devices")) < 100
 
 

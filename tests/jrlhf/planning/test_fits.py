@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import pytest
 
+from jrlhf.algorithms.registry import planned_graph, stage_graph
 from jrlhf.config import load_config
 from jrlhf.errors import UserError
 from jrlhf.meshes import make_mesh
@@ -14,7 +15,6 @@ from jrlhf.planning.fit import capacity, check_memory, memory_of
 from jrlhf.planning.memory import GIB
 from jrlhf.planning.plans import colocated
 from jrlhf.planning.workload import with_budgets, workload_of
-from jrlhf.stages.graphs import planned_graph, stage_graph
 from jrlhf.stages.setup import architectures, select_plan
 
 EIGHT = ["device.platform=cpu", "device.simulated=8"]

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from benchmarks import plans
+from benchmarks.hlo import collectives
 from jrlhf.errors import UserError
 from jrlhf.meshes.hardware import HARDWARE, Cluster
 from jrlhf.models import LoRAConfig
@@ -16,7 +17,6 @@ from jrlhf.planning import profile as profiles
 from jrlhf.planning.moves import Group
 from jrlhf.planning.profile import Profile, ProfiledCosts, interpolate, load, save
 from jrlhf.planning.time import call_seconds
-from tests.support.hlo import collectives
 
 LOCAL = Cluster(HARDWARE["h100"], 4)
 WORK = plans.Case((1, 2, 2), batch=32).workload

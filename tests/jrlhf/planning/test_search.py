@@ -213,8 +213,7 @@ def test_hybridflow_divides_sets_and_devices_by_its_stages():
 
 
 def a100(devices: int, model: str) -> tuple:
-    rates = {"flops": 312e12, "bandwidth": 2.0e12, "link": 230e9, "network": 25e9, "hidden": False}
-    return problem(devices, model, model, rows=1024, **rates)
+    return problem(devices, model, model, rows=1024, hardware="a100")
 
 
 @pytest.mark.parametrize("model", ["7b", "34b"])

@@ -8,7 +8,7 @@ from jrlhf.meshes import Call, Graph
 from jrlhf.meshes.plan import LayoutName, Placement, Plan, Slice
 from jrlhf.planning.simulate import Simulator, segments, simulate
 from jrlhf.planning.time import Price
-from tests.jrlhf.planning.synthetic import PPO, SIZES, Physical, Table
+from tests.jrlhf.planning.synthetic import PPO, Table, problem
 
 CALLS = ("actor.generate", "reward.score", "reference.logprobs", "critic.values", "critic.update", "actor.update")
 BOTH, ONE, TWO = Slice(0, 16), Slice(0, 8), Slice(8, 8)
@@ -148,7 +148,7 @@ def test_a_rate_needs_two_iterations():
         simulate(PPO, plan_of(*(BOTH,) * 6), Moving(), iterations=1)
 
 
-@pytest.mark.parametrize("prices", [Moving(), Physical(PPO, dict.fromkeys(PPO.roles, SIZES["7b"]), 512, 1024, 1024)])
+@pytest.mark.parametrize("prices", [Moving(), problem(16)[2]])
 def test_the_search_sees_the_same_numbers(prices):
     """Random plans, with slices that overlap in part, with and without a record."""
     draw = random.Random(0)

@@ -73,103 +73,74 @@ class Page(HTMLParser):
 # --- Records of runs ---
 
 
+def of_stage(stage: str, steps: int, seconds: float, **constant: float) -> list[dict]:
+    """Records of a stage whose metrics are constant."""
+    return [{"stage": stage, "step": step, "timing_s/step": seconds, **constant} for step in range(1, steps + 1)]
+
+
 def sft_records(steps: int = 40) -> list[dict]:
-    records = [
-        {"stage": "sft", "step": step, "sft/loss": 3 + 2 / step, "timing_s/step": 0.1} for step in range(1, steps + 1)
-    ]
+    records = [record | {"sft/loss": 3 + 2 / record["step"]} for record in of_stage("sft", steps, 0.1)]
     records[-1]["sft/eval_loss"] = 3.25
     return records
 
 
 def reward_model_records() -> list[dict]:
     metrics = {"loss": 0.5, "accuracy": 0.8, "eval_accuracy": 0.75, "eval_pairs": 300}
-    record = {f"reward_model/{name}": value for name, value in metrics.items()}
-    return [{"stage": "reward_model", "step": step, **record, "timing_s/step": 0.5} for step in (1, 2)]
+    return of_stage("reward_model", 2, 0.5, **{f"reward_model/{name}": value for name, value in metrics.items()})
 
 
 def gold_records(steps: int = 12) -> list[dict]:
     """PPO on the built-in task, whose rubric measures a gold score."""
     constant = {"gold/full_stop": 0.9, "objective/kl_coef": 0.05, "actor/entropy": 2.0, "actor/grad_norm": 1.0}
     constant |= {"critic/grad_norm": 2.0, "response_length/mean": 11.0, "timing_s/update_actor": 2.0}
-    constant |= {"timing_s/reshard": 0.25, "timing_s/custom": 0.25}
-    return [
-        {
-            "stage": "ppo",
-            "step": step,
-            "critic/score/mean": step / 10,
-            "gold/score": 0.5 + step / 100,
-            "objective/kl": 0.5 * step,
-            "critic/vf_explained_var": 0.3 if step > 1 else -40.0,
-            "timing_s/gen": 1.0 if step > 1 else 20.0,
-            "timing_s/step": 4.0 if step > 1 else 33.0,
-            **constant,
-        }
-        for step in range(1, steps + 1)
-    ]
+    constant |= {"timing_s/reshard": 0.25, "timing_s/custom": 0.25, "critic/vf_explained_var": 0.3, "timing_s/gen": 1.0}
+    records = of_stage("ppo", steps, 4.0, **constant)
+    for step, record in enumerate(records, 1):
+        record |= {"critic/score/mean": step / 10, "gold/score": 0.5 + step / 100, "objective/kl": 0.5 * step}
+    records[0] |= {"critic/vf_explained_var": -40.0, "timing_s/gen": 20.0, "timing_s/step": 33.0}
+    return records
 
 
 def user_records(steps: int = 8, stage: str = "ppo") -> list[dict]:
     """Reinforcement learning on a user's data and reward functions, some of which fail."""
-    records = []
-    for step in range(1, steps + 1):
-        record = {
-            "stage": stage,
-            "step": step,
-            "critic/score/mean": step / 10,
-            "objective/kl": step / 4,
-            "objective/kl_coef": 0.1,
-            "rewards/exact/mean": 0.25 + step / 100,
-            "rewards/exact/std": 0.5,
-            "rewards/exact/digits": 3.0,
-            "rewards/exact/failures": {3: 2.0, 6: 3.0}.get(step, 0.0),
-            "rewards/exact/failures/none": 0.0,
-            f"rewards/{EVIL}/mean".replace("/script", "script"): 1.0,
-            "score/raw/mean": step / 9,
-            "score/missing_eos": 0.125,
-            "timing_s/gen": 3.0,
-            "timing_s/reward_functions": 2.0,
-            "timing_s/reward_wait": 1.0,
-            "timing_s/step": 4.0,
-        }
+    constant = {"objective/kl_coef": 0.1, "rewards/exact/std": 0.5, "rewards/exact/digits": 3.0}
+    constant |= {"rewards/exact/failures": 0.0, "rewards/exact/failures/none": 0.0, "rewards/exact/mean": 0.0}
+    constant |= {f"rewards/{EVIL}/mean".replace("/script", "script"): 1.0}
+    constant |= {"score/raw/mean": 0.0, "score/missing_eos": 0.125}
+    constant |= {"timing_s/gen": 3.0, "timing_s/reward_functions": 2.0, "timing_s/reward_wait": 1.0}
+    records = of_stage(stage, steps, 4.0, **constant)
+    for step, record in enumerate(records, 1):
+        record |= {"critic/score/mean": step / 10, "objective/kl": step / 4, "score/raw/mean": step / 9}
+        record |= {"rewards/exact/mean": 0.25 + step / 100}
         if step in (3, 6):  # a kind of failure is recorded only in iterations in which it occurred
-            record["rewards/exact/failures/timeout"] = 2.0
+            record |= {"rewards/exact/failures": 2.0 + step // 6, "rewards/exact/failures/timeout": 2.0}
         if step == 6:
             record["rewards/exact/failures/nan"] = 1.0
-        if step % 4 == 1:
-            record["timing_s/validation"] = 8.0
-            for place, source in enumerate(("all", *SOURCES)):
-                record |= {
-                    f"val-core/{source}/score/mean@4": 0.25 + step / 100 + place / 1000,
-                    f"val-core/{source}/score/best@4/mean": 0.5 + step / 100,
-                    f"val-aux/{source}/exact/digits/mean@4": 0.75,
-                }
-        records.append(record)
+        for place, source in enumerate(("all", *SOURCES) if step % 4 == 1 else ()):
+            record |= {
+                "timing_s/validation": 8.0,
+                f"val-core/{source}/score/mean@4": 0.25 + step / 100 + place / 1000,
+                f"val-core/{source}/score/best@4/mean": 0.5 + step / 100,
+                f"val-aux/{source}/exact/digits/mean@4": 0.75,
+            }
     return records
 
 
 def dpo_records(steps: int = 30) -> list[dict]:
-    names = (
-        "dpo/loss",
-        "dpo/grad_norm",
-        *(f"rewards/{name}" for name in ("accuracies", "chosen", "rejected", "margins")),
-    )
-    names += ("logps/chosen", "logps/rejected", "dpo/eval_loss", "dpo/eval_accuracy", "dpo/eval_margin")
-    return [
-        {"stage": "dpo", "step": step, **dict.fromkeys(names, step / 40), "timing_s/update": 1.5, "timing_s/step": 2.0}
-        for step in range(1, steps + 1)
-    ]
+    names = "dpo/loss dpo/grad_norm rewards/accuracies rewards/chosen rewards/rejected rewards/margins logps/chosen"
+    names += " logps/rejected dpo/eval_loss dpo/eval_accuracy dpo/eval_margin"
+    records = of_stage("dpo", steps, 2.0, **{"timing_s/update": 1.5})
+    return [record | dict.fromkeys(names.split(), record["step"] / 40) for record in records]
 
 
 def safe_records(**more: float) -> list[dict]:
     metrics = {"safe/multiplier": 1.0, "rewards/exact/mean": 0.5, "costs/words/failures": 2.0}
     metrics |= {"costs/words/failures/timeout": 2.0, "cost_critic/vf_explained_var": 0.25}
     metrics |= {"cost_critic/grad_norm": 7.0, "timing_s/cost_values": 1.0, "timing_s/update_cost_critic": 3.0}
-    metrics |= {"timing_s/step": 4.0} | more
-    return [
-        {"stage": "safe_rlhf", "step": step, "critic/score/mean": step / 10, "cost/mean": 6.0 - step}
-        | {"costs/words/mean": 6.0 - step, **metrics}
-        for step in range(1, 5)
-    ]
+    records = of_stage("safe_rlhf", 4, 4.0, **metrics, **more)
+    for step, record in enumerate(records, 1):
+        record |= {"critic/score/mean": step / 10, "cost/mean": 6.0 - step, "costs/words/mean": 6.0 - step}
+    return records
 
 
 def gold_samples(count: int = 12) -> list[dict]:
@@ -188,8 +159,12 @@ def user_samples() -> list[dict]:
     return samples
 
 
-def results(measure: str, value: float, items: dict, distinct: int, **more) -> dict:
-    return {measure: value, f"{measure}_standard_error": 0.01, "items": items, "distinct": distinct, **more}
+def results(measure: str, value: float, items: dict, distinct: int) -> dict:
+    return {measure: value, f"{measure}_standard_error": 0.01, "items": items, "distinct": distinct}
+
+
+def by_source(mean: float) -> dict:
+    return {"sources": {name: {"mean": mean, "n": 1150} for name in SOURCES}}
 
 
 GOLD_SUMMARY = {
@@ -207,24 +182,19 @@ GOLD_SUMMARY = {
 USER_SUMMARY = {
     "held_out": {
         "measure": "score",
-        "before": results("score", 0.25, {"exact": 0.25, "brevity": -400.0}, 100)
-        | {"sources": {name: {"mean": 0.25, "n": 1150} for name in SOURCES}},
-        "after": results("score", 0.5, {"exact": 0.625, "brevity": -100.0}, 90)
-        | {"sources": {name: {"mean": 0.5, "n": 1150} for name in SOURCES}},
+        "before": results("score", 0.25, {"exact": 0.25, "brevity": -400.0}, 100) | by_source(0.25),
+        "after": results("score", 0.5, {"exact": 0.625, "brevity": -100.0}, 90) | by_source(0.5),
         "n": 300,
         "difference": 0.25,
         "standard_error": 0.025,
     },
     "phases": {"ppo": 92.0},
 }
-SAFE_SUMMARY = {
-    "held_out": USER_SUMMARY["held_out"]
-    | {
-        "before": {"score": 0.25, "cost": 5.5, "cost_standard_error": 0.25},
-        "after": {"score": 0.5, "cost": 2.5, "cost_standard_error": 0.125},
-    },
-    "cost": {"last_quarter": 2.875, "limit": 3.0},
+COSTS = {
+    "before": {"score": 0.25, "cost": 5.5, "cost_standard_error": 0.25},
+    "after": {"score": 0.5, "cost": 2.5, "cost_standard_error": 0.125},
 }
+SAFE_SUMMARY = {"held_out": USER_SUMMARY["held_out"] | COSTS, "cost": {"last_quarter": 2.875, "limit": 3.0}}
 PLAN = Plan(
     "mine",
     {
@@ -249,18 +219,13 @@ def write(directory: Path, *, config=USER_CONFIG, metrics=(), texts=(), summary=
 
 
 def sft_run() -> dict:
-    records = [{"stage": "sft", "step": step, "sft/loss": 2.0, "timing_s/step": 0.5} for step in range(1, 31)]
+    records = of_stage("sft", 30, 0.5, **{"sft/loss": 2.0})
     records[9]["sft/eval_loss"], records[29]["sft/eval_loss"] = math.log(2), math.log(3)
-    answers = [
-        {"stage": "evaluation", "step": 0, "prompt": f"q{i}", "before": f"a{i}", "score_before": i / 10}
-        for i in range(12)
-    ]
+    common = {"stage": "evaluation", "step": 0}
+    answers = [common | {"prompt": f"q{i}", "before": f"a{i}", "score_before": i / 10} for i in range(12)]
     before = {"score": 0.5, "score_standard_error": 0.125, "items": {"exact": 0.375}, "distinct": 5}
-    return {
-        "metrics": records,
-        "texts": answers,
-        "summary": {"held_out": {"measure": "score", "n": 12, "before": before}},
-    }
+    summary = {"held_out": {"measure": "score", "n": 12, "before": before}}
+    return {"metrics": records, "texts": answers, "summary": summary}
 
 
 RUNS = {
@@ -290,7 +255,13 @@ def runs(tmp_path_factory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def pages(runs) -> dict[str, str]:
-    return {name: write_report(path).read_text(encoding="utf-8") for name, path in runs.items()}
+    pages = {}
+    with pytest.MonkeyPatch.context() as patched:
+        for name in sorted(runs, key=lambda name: name not in ("user", "reward_model")):
+            if name not in ("user", "reward_model"):  # the drawings of two pages will do
+                patched.setattr(Chart, "svg", lambda chart, place="": Markup("<svg></svg>"))
+            pages[name] = write_report(runs[name]).read_text(encoding="utf-8")
+    return pages
 
 
 @pytest.fixture
@@ -307,7 +278,10 @@ def undrawn_text(html: str) -> str:
 
 
 def test_pages_have_the_recorded_sections_figures_and_texts(pages):
-    """golden.json was recorded from the page before it had a template (but for words that were reworded since)."""
+    """golden.json was recorded from the page before it had a template (but for words that were reworded since).
+
+    Its numbers were checked against these runs: means, changes with their errors, failures, bars and samples.
+    """
     golden = json.loads(GOLDEN.read_text(encoding="utf-8"))
     assert golden.keys() == pages.keys()
     for name, html in pages.items():
@@ -317,58 +291,8 @@ def test_pages_have_the_recorded_sections_figures_and_texts(pages):
             "text": undrawn_text(html).rpartition("Config and environment")[0],
         }
         assert json.loads(json.dumps(outline)) == golden[name], name
-
-
-def test_the_figures_are_those_of_the_run(pages):
-    expected = {
-        "gold": (
-            "gold finished SFT → reward model → PPO mesh fsdp auto plan mine float32 seed 0 2 min 47 s",
-            "Gold score, held out 0.70 → 0.87 +0.165 ± 0.010 through PPO on 256 held-out prompts, 16.2 standard errors",
-            f"Reward model 87.1% right about 87.1% ± {math.sqrt(0.871 * 0.129 / 300):.1%} of 300 held-out pairs",
-            "KL to the reference 5.50 nats per response, mean of the last quarter; the target is 4 (+38%)",
-            "Variety kept 95% 228 distinct held-out responses, 240 before PPO",
-            "full stop 0.800 0.990 +0.190",
-            "Of 12 held-out prompts 8 are answered better after PPO than before by the gold score, 3 worse and 1 alike",
-            "def f1(x): before 1 after 1 Return x. 0.50 → 0.40 -0.10",
-        ),
-        "user": (
-            "Score, held out 0.25 → 0.50 +0.250 ± 0.025 through PPO on 300 held-out prompts, 10.0 standard errors; the "
-            "run's own rewards, which PPO optimises on other prompts",
-            "brevity -400.000 -100.000 +300.000",
-            "openai/gsm8k 1,150 prompts 0.250 0.500 +0.250",
-            "Reward functions failed on 5 samples exact timeout 4 , nan 1 in 2 of 8 iterations, the last time in "
-            "iteration 6. Each of these samples was given the score that the config names for failures",
-            "What the functions printed is in reward-exact.log.",
-            "step prompt response source score 7 p validated <script>",
-            "exact/digits, mean@4 all 0.75 openai/gsm8k 0.75 <script>",  # one chart of three sources
-        ),
-        "dpo": ("Preferences 73.0% the policy prefers the better of 73.0% of held-out pairs",),
-        "safe": (
-            "Cost functions failed on 8 samples cost words timeout 8 in 4 of 4 iterations",
-            "What the functions printed is in cost-words.log.",
-            "Cost, held out 5.50 → 2.50 2.500 ± 0.125 after Safe RLHF; the limit is 3",
-            "On held-out prompts it went from 5.5 to 2.5.",
-            "cost_values cost critic values 1.00 s 25% update_cost_critic train the cost critic 3.00 s 75%",
-        ),
-        "sft": (
-            "Score, held out 0.50 0.500 ± 0.125 on 12 held-out prompts; the run's own rewards SFT",
-            "SFT loss, held out 1.10 nats per response token, 3 in perplexity; it was 0.69 at best",
-            "reward, on held-out prompts mean exact 0.375",
-            "Answers to 12 held-out prompts. The first prompts prompt answer score q0 a0 0.00",
-            "With the highest prompt answer score q11 a11 1.10 q10 a10 1.00",
-        ),
-        "reward_model": (
-            "unfinished: reward_model 2 of 9 reward model 1.0 s Outcome Training",
-            "Reward model 75.0% right about 75.0% ± 2.5% of 300 held-out pairs",
-        ),
-    }
-    for name, sentences in expected.items():
-        text = Page(pages[name]).text
-        for sentence in sentences:
-            assert sentence in text, sentence
-    for name in ("user", "sft", "reward_model"):  # nothing claims a gold score where none is known
-        assert "gold" not in Page(pages[name]).text.lower()
-    assert "failed on" not in pages["remax"].partition("failed on 5")[0]
+        if name in ("user", "sft", "reward_model"):  # nothing claims a gold score if none is known
+            assert "gold" not in outline["text"].lower()
 
 
 def test_pages_need_and_run_nothing_else(pages):
@@ -392,29 +316,12 @@ def test_bars_of_calls_are_laid_end_to_end_and_span_their_devices(pages):
         return [(color, float(left), float(width)) for color, left, width in matches]
 
     sections = dict(re.findall(r'<section id="(\w+)">(.*?)</section>', pages["gold"], re.DOTALL))
-    # reshard, gen, update_actor in their order, then a call that is not known, then the rest of the step
-    assert re.findall(r"class=what><b>(\w+)</b>", sections["timeline"]) == [
-        "reshard",
-        "gen",
-        "update_actor",
-        "custom",
-        "rest",
-    ]
-    assert [bar[1:] for bar in bars(sections["timeline"])] == [
-        (0, 6.25),
-        (6.25, 25),
-        (31.25, 50),
-        (81.25, 6.25),
-        (87.5, 12.5),
-    ]
+    # The calls in their order, then a call that is not known, then the rest of the step.
+    names = re.findall(r"class=what><b>(\w+)</b>", sections["timeline"])
+    assert names == ["reshard", "gen", "update_actor", "custom", "rest"]
+    placed = [(0, 6.25), (6.25, 25), (31.25, 50), (81.25, 6.25), (87.5, 12.5)]
+    assert [bar[1:] for bar in bars(sections["timeline"])] == placed
     assert bars(sections["plan"]) == [("1", 0, 100), ("1", 0, 75), ("2", 75, 25)]
-    text = Page(sections["plan"]).text
-    for sentence in (
-        "The plan is mine. A bar spans the devices, of 8, that a call runs on, in its layout and mesh;",
-        "actor.generate generate · fsdp 2 × tensor 4 0-7",
-        "actor.update train · fsdp 6 0-5 × 4",
-    ):
-        assert sentence in text
     assert re.findall(r"class=what><b>(\w+)</b>", pages["user"]) == ["gen", "reward_wait"]  # functions have no bar
 
 
@@ -503,13 +410,6 @@ def test_sections_say_only_what_the_run_knows(tmp_path, undrawn):
     assert "Where the calls run" not in text(metrics=gold_records(3), plan=one_device)
 
 
-def test_failures_are_counted_by_reward_and_kind(runs):
-    run = read_run(runs["user"])
-    assert [name for name in run.reward_names() if name.isalpha()] == ["exact"]
-    assert run.failure_counts() == ({("rewards", "exact"): {"timeout": 4, "nan": 1}}, [3, 6])
-    assert read_run(runs["safe"]).reward_names("costs") == ["words"]
-
-
 def test_a_gamed_reward_is_called_so(tmp_path, undrawn):
     def verdict(reward, gold) -> str:
         rows = enumerate(zip(reward, gold, strict=True), start=1)
@@ -575,12 +475,12 @@ def test_what_is_not_a_run_is_one_sentence(tmp_path, capsys):
 
 
 def test_the_command_writes_the_report_anew(runs, pages):
-    path = runs["user"] / "report.html"
+    path = runs["reward_model"] / "report.html"
     path.unlink()
-    command = [sys.executable, "-m", "jrlhf.report", str(runs["user"])]
+    command = [sys.executable, "-m", "jrlhf.report", str(path.parent)]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     assert done.stdout == f"{path}\n"
-    assert path.read_text(encoding="utf-8") == pages["user"]  # the same bytes every time
+    assert path.read_text(encoding="utf-8") == pages["reward_model"]  # the same bytes every time
 
 
 # --- Charts ---
@@ -608,17 +508,13 @@ def test_a_chart_draws_its_points_in_the_page_s_colours():
 
 def test_every_style_draws_any_number_of_points():
     for style in ("line", "steps", "trend", "dots", "points"):
-        for count in (1, 2, 3, 25):
+        for count in (1, 3, 25):
             chart = Chart("x", [Series("a", range(count), range(count), color=COLORS, style=style)])
             assert f"var(--c{COLORS})" in chart.svg()
     assert not Chart("x", [Series("a", [], []), Series("b", [1.0, 2.0], [math.nan, math.inf])]).drawn
-
-
-def test_running_mean_is_the_mean_of_the_neighbours():
     values = np.random.default_rng(0).standard_normal(30)
     for width in (1, 3, 4, 7, 100):
-        width_used = min(width, 30)
-        before, after = width_used // 2, width_used - width_used // 2
+        before, after = min(width, 30) // 2, min(width, 30) - min(width, 30) // 2
         expected = [values[max(i - before, 0) : i + after].mean() for i in range(30)]
         np.testing.assert_allclose(running_mean(values, width), expected, atol=1e-12)
 

@@ -11,10 +11,9 @@ from jrlhf.run.console import Console, clean, duration, validation_key
 
 
 class Clock:
-    """A clock that only moves when told."""
+    """A clock that only the test moves."""
 
-    def __init__(self):
-        self.time = 100.0
+    time = 100.0
 
     def __call__(self) -> float:
         return self.time
@@ -87,22 +86,7 @@ def test_duration():
     assert {seconds: duration(seconds) for seconds in texts} == texts
 
 
-def test_pace_leaves_out_the_first_unit_and_what_was_done_before(plain, clock):
-    console, _ = plain
-    with console.progress("sft", total=110, start=10) as progress:
-        assert progress.pace() == ""
-        clock.time += 60  # compilation
-        progress.advance(11)
-        assert progress.pace() == ""
-        clock.time += 5
-        progress.advance(31)
-        assert progress.pace() == "4/s, 20 s left"
-        clock.time += 20
-        progress.advance(110)
-        assert progress.pace() == "3.96/s, took 1 min 25 s"
-
-
-def test_a_fast_phase_gets_few_plain_lines(plain, clock):
+def test_a_fast_phase_gets_few_lines_and_a_slow_one_a_line_a_unit(plain, clock):
     console, lines = plain
     with console.progress("sft", total=500) as progress:
         for step in range(1, 501):
@@ -112,15 +96,12 @@ def test_a_fast_phase_gets_few_plain_lines(plain, clock):
     assert lines()[1] == "sft  81/500  loss 0.012  (8/s, 52 s left)"
     assert lines()[-1] == "sft 500/500  loss 0.002  (8/s, took 1 min 02 s)"
     assert len(lines()) == 8
-
-
-def test_a_slow_phase_gets_a_line_a_unit_and_evaluations_are_always_shown(plain, clock):
-    console, lines = plain
     with console.progress("ppo", total=12, start=9) as progress:
+        assert progress.pace() == ""  # without the first unit, which compiles, and what was done before
         for step in (10, 11, 12):
             clock.time += 2.0
             progress.advance(step, {"objective/kl": 2.0, "critic/score/mean": -0.5})
-    assert lines() == [
+    assert lines()[8:] == [
         "ppo 10/12  reward -0.500  kl 2.00",
         "ppo 11/12  reward -0.500  kl 2.00  (2.0 s each, 2.0 s left)",
         "ppo 12/12  reward -0.500  kl 2.00  (2.0 s each, took 6.0 s)",
@@ -129,7 +110,7 @@ def test_a_slow_phase_gets_a_line_a_unit_and_evaluations_are_always_shown(plain,
         for step in range(1, 11):
             clock.time += 0.0625
             progress.advance(step, {"sft/eval_loss": 2.0} if step == 5 else {})
-    assert lines()[3:] == ["sft   1/100", "sft   5/100  held-out loss 2.000  (16/s, 5.9 s left)"]
+    assert lines()[11:] == ["sft   1/100", "sft   5/100  held-out loss 2.000  (16/s, 5.9 s left)"]
 
 
 def test_samples_are_cleaned_aligned_and_not_shown_too_often(plain, clock):
@@ -154,75 +135,44 @@ def test_samples_are_cleaned_aligned_and_not_shown_too_often(plain, clock):
 
 def test_the_summary_shows_what_there_is(plain):
     console, lines = plain
-    console.summary({}, Path("runs/x"))
-    assert lines() == ["", "report: runs/x/report.html"]
-    graded = {"gold": 3.25, "gold_standard_error": 0.05, "items": {"capital": 0.8}}
-    console.summary(
-        {
-            "held_out": {
-                "measure": "gold",
-                "before": graded,
-                "after": {**graded, "gold": 4.5, "items": {"capital": 0.99}},
-                "n": 256,
-                "difference": 1.25,
-                "standard_error": 0.05,
-            },
-            "reward_model_accuracy": 0.873,
-            "kl_last_quarter": 4.2,
-            "kl_target": 4.0,
-            "phases": {"sft": 75.2},
-        },
-        Path("runs/x"),
-    )
-    assert lines()[2:] == [
-        "",
+
+    def summary(**figures) -> list[str]:
+        count = len(lines())
+        console.summary(figures, Path("r"))
+        assert lines()[count] == "" and lines()[-1] == "report: r/report.html"
+        return lines()[count + 1 : -1]
+
+    assert summary() == []
+    assert summary(held_out={"measure": "gold", "before": {"distinct": 3}, "after": {}})[-1] == "  gold"
+    for held_out in (None, {}, {"before": None}, {"before": {}}):
+        assert summary(held_out=held_out, dpo_accuracy=None, reward_model_accuracy=None) == []
+    gold = {"gold": 3.25, "gold_standard_error": 0.05, "cost": 4.0, "cost_standard_error": 0.125}
+    gold |= {"items": {"capital": 0.8}}
+    after = gold | {"gold": 4.5, "items": {"capital": 0.99}}
+    held_out = {"measure": "gold", "before": gold, "after": after, "n": 256, "difference": 1.25}
+    accuracies = {"reward_model_accuracy": 0.873, "dpo_accuracy": 0.5}
+    kl = {"kl_last_quarter": 4.2, "kl_target": 4.0}
+    assert summary(held_out=held_out | {"standard_error": 0.05}, **accuracies, **kl, phases={"sft": 75.2}) == [
         "held-out prompts (256)",
         "           before         after",
         "  gold     3.250 ± 0.050  4.500 ± 0.050",
+        "  cost     4.000 ± 0.125  4.000 ± 0.125",
         "  capital  0.80           0.99",
         "gold score, after minus before: +1.250 ± 0.050, 25.0 standard errors",
         "reward model: right about 87.3% of the held-out pairs",
+        "DPO: the policy prefers the better of 50.0% of the held-out pairs",
         "KL to the reference in the last quarter: 4.20 nats (target 4)",
         "sft: 1 min 15 s",
-        "report: runs/x/report.html",
     ]
-
-
-def test_the_summary_of_a_user_s_run_has_its_rewards_and_sources(plain):
-    console, lines = plain
-    before = {
-        "score": 0.25,
-        "items": {"length": -3.5, "exact": 0.25},
-        "sources": {"math": {"mean": 0.125, "n": 30}, "code": {"mean": 0.5, "n": 10}},
-    }
-    console.summary({"held_out": {"measure": "score", "n": 40, "before": before}}, Path("r"))
-    assert lines() == [
-        "",
-        "held-out prompts (40)",
-        "           before",
-        "  score    0.250",
-        "  exact    0.25",
-        "  length   -3.50",
-        "  of math  0.12",
-        "  of code  0.50",
-        "report: r/report.html",
-    ]
+    sources = {"math": {"mean": 0.125, "n": 30}, "code": {"mean": 0.5, "n": 10}}
+    before = {"score": 0.25, "items": {"length": -3.5, "exact": 0.25}, "sources": sources}
+    table = ["held-out prompts (40)", "           before", "  score    0.250", "  exact    0.25", "  length   -3.50"]
+    held_out = {"measure": "score", "n": 40, "before": before}
+    assert summary(held_out=held_out) == [*table, "  of math  0.12", "  of code  0.50"]
     after = {**before, "sources": {"math": {"mean": 0.25, "n": 30}}}
-    held_out = {"measure": "score", "n": 40, "before": before, "after": after, "difference": 0.5, "standard_error": 0.0}
-    console.summary({"held_out": held_out}, Path("r"))
-    assert "           before  after" in lines() and "  of code  0.50" in lines()
-    assert "score, after minus before: +0.500 ± 0.000" in lines()
-    before = {"gold": 0.5, "gold_standard_error": 0.25, "cost": 4.0, "cost_standard_error": 0.125, "items": {}}
-    console.summary({"held_out": {"measure": "gold", "before": before, "after": before | {"cost": 3.0}}}, Path("r"))
-    assert lines()[-3:-1] == ["  gold  0.500 ± 0.250  0.500 ± 0.250", "  cost  4.000 ± 0.125  3.000 ± 0.125"]
-
-
-def test_a_summary_may_lack_any_figure(plain):
-    console, lines = plain
-    ungraded = {"measure": "gold", "before": {"distinct": 3}, "after": {}}
-    for held_out in (None, {}, {"before": None}, {"before": {}}, ungraded):
-        console.summary({"held_out": held_out, "dpo_accuracy": None, "reward_model_accuracy": None}, Path("r"))
-        assert lines()[-1] == "report: r/report.html" and not any("%" in line for line in lines())
+    shown = summary(held_out=held_out | {"after": after, "difference": 0.5, "standard_error": 0.0})
+    assert "           before  after" in shown and "  of code  0.50" in shown
+    assert "score, after minus before: +0.500 ± 0.000" in shown
 
 
 def test_a_validation_is_one_line_and_a_table(plain, clock):
@@ -313,25 +263,22 @@ def test_a_terminal_shows_a_bar_and_nothing_that_a_model_commands(terminal, cloc
         assert expected in text
 
 
-def test_a_file_gets_plain_lines_only(plain, clock):
+def test_a_file_gets_plain_lines_only_and_other_processes_are_silent(plain, clock):
     console, lines = plain
     use_everything(console, clock)
     text = "\n".join(lines())
     assert "\x1b" not in text and "\r" not in text and "reading ..." in text and "Return [bold]x." in text
+    file = io.StringIO()
+    use_everything(Console(enabled=False, file=file, now=clock), clock)
+    assert file.getvalue() == ""
 
 
-def test_a_dumb_terminal_gets_plain_lines(terminal, clock, monkeypatch):
+def test_a_dumb_terminal_gets_plain_lines(terminal, monkeypatch):
     monkeypatch.setenv("TERM", "dumb")
     ours, theirs = os.openpty()
     with open(theirs, "w", encoding="utf-8") as file:
         assert not Console(file=file).interactive
     os.close(ours)
-
-
-def test_other_processes_are_silent(clock):
-    file = io.StringIO()
-    use_everything(Console(enabled=False, file=file, now=clock), clock)
-    assert file.getvalue() == ""
 
 
 def test_an_encoding_without_the_characters_does_not_stop_a_run():

@@ -46,15 +46,19 @@ def test_a_fresh_run_holds_its_config_and_its_environment(make, tmp_path):
 
 
 def test_the_same_run_needs_resume_and_resume_needs_a_run(make, tmp_path):
+    path = tmp_path / "runs" / "first"
     assert refused(make(), resume=True) == (
-        f"there is no run in {tmp_path}/runs/first to resume: leave out --resume, or check name= and run_dir="
+        f"there is no run in {path} to resume: leave out --resume, or check name= and run_dir="
     )
-    assert not (tmp_path / "runs").exists()
+    assert not path.parent.exists()
     open_run(make()).close()
     assert refused(make()) == (
-        f"{tmp_path}/runs/first already holds this run: add --resume to go on with it, give another name=, or delete it"
+        f"{path} already holds this run: add --resume to go on with it, give another name=, or delete it"
     )
     open_run(make(), resume=True).close()
+    (tmp_path / "elsewhere").mkdir()
+    path.rename(tmp_path / "elsewhere" / "second")  # a moved run resumes
+    open_run(make("name=second", f"run_dir={tmp_path / 'elsewhere'}", "plan=split"), resume=True).close()
 
 
 def test_another_config_is_refused_with_its_differences_and_nothing_changes(make, tmp_path):
@@ -62,27 +66,29 @@ def test_another_config_is_refused_with_its_differences_and_nothing_changes(make
         run.add_samples([{"stage": "sft", "step": 1, "response": "x"}])
     before = contents(tmp_path / "runs")
     assert refused(make("seed=7", "sft.steps=9")) == (
-        f"{tmp_path}/runs/first holds a run with another config (seed: 0 there, 7 here; sft.steps: 500 there, 9 here): "
+        f"{run.path} holds a run with another config (seed: 0 there, 7 here; sft.steps: 500 there, 9 here): "
         "give this run another name=, or delete it"
     )
     assert refused(make("seed=7"), resume=True).endswith("resume it with its own config, or delete it")
     many = [f"{key}=3" for key in ("seed", "sft.steps", "sft.batch", "model.layers", "ppo.top_k", "data.max_prompt")]
     assert "; " in refused(make(*many)) and "and 1 more" in refused(make(*many))
     assert contents(tmp_path / "runs") == before
-
-
-def test_a_config_of_another_version_is_compared_key_by_key(make):
-    with open_run(make()) as run:
-        text = config_yaml(make()).replace("\nseed: 0\n", "\nsede: 0\n")
-        write_atomic(run.path / "config.yaml", text)
+    write_atomic(
+        run.path / "config.yaml", config_yaml(make()).replace("\nseed: 0\n", "\nsede: 0\n")
+    )  # of another version
     assert "(seed: absent there, 0 here; sede: 0 there, absent here)" in refused(make(), resume=True)
 
 
-def test_a_moved_run_resumes(make, tmp_path):
-    open_run(make()).close()
-    (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "runs" / "first").rename(tmp_path / "elsewhere" / "second")
-    open_run(make("name=second", f"run_dir={tmp_path / 'elsewhere'}", "plan=split"), resume=True).close()
+def test_a_run_keeps_how_it_derives_seeds(make):
+    with open_run(make()) as run:
+        assert run.seeds() == 2 and (run.path / "seeds").read_text() == "2\n"
+    (run.path / "seeds").unlink()  # a run from before versions were recorded
+    with open_run(make(), resume=True) as run:
+        assert run.seeds() == 1 and not (run.path / "seeds").exists()
+    for content in (b"", b"two", b"3\n", b"\xff"):
+        (run.path / "seeds").write_bytes(content)
+        with pytest.raises(UserError, match=r"seeds does not hold the version of the run's seeds: write 2 into it, as"):
+            run.seeds()
 
 
 def test_a_run_goes_on_with_settings_that_do_not_define_its_results(make):
@@ -103,27 +109,14 @@ def test_a_run_goes_on_with_settings_that_do_not_define_its_results(make):
 
 
 def test_a_run_that_cannot_become_so_long_says_why(make):
-    for number, (stages, key, there, here, message) in enumerate(
-        (
-            (
-                "[sft,ppo]",
-                "ppo.iterations",
-                40,
-                2,
-                "a run of 40 (ppo.actor.final=1, ppo.actor.warmup=10): resume it with",
-            ),
-            (
-                "[sft,ppo]",
-                "ppo.iterations",
-                40,
-                19,
-                "ppo.iterations=19: {path} has done 20 already, set it to 20 or more",
-            ),
-            ("[sft]", "sft.steps", 500, 600, "those of a run of 500 (sft.final=0.1, sft.warmup=20): resume it"),
-            ("[sft,ppo]", "sft.steps", 500, 600, "(sft.steps: 500 there, 600 here)"),
-            ("[sft,reward_model]", "reward_model.steps", 250, 300, "(reward_model.steps: 250 there, 300 here)"),
-        )
-    ):
+    cases = (
+        ("[sft,ppo]", "ppo.iterations", 40, 2, "a run of 40 (ppo.actor.final=1, ppo.actor.warmup=10): resume it with"),
+        ("[sft,ppo]", "ppo.iterations", 40, 19, "{path} has done 20 already, set it to 20 or more"),
+        ("[sft]", "sft.steps", 500, 600, "those of a run of 500 (sft.final=0.1, sft.warmup=20): resume it"),
+        ("[sft,ppo]", "sft.steps", 500, 600, "(sft.steps: 500 there, 600 here)"),
+        ("[sft,reward_model]", "reward_model.steps", 250, 300, "(reward_model.steps: 250 there, 300 here)"),
+    )
+    for number, (stages, key, there, here, message) in enumerate(cases):
         overrides = [f"name=run{number}", f"stages={stages}"]
         with open_run(make(*overrides, f"{key}={there}")) as run:
             (run.path / "checkpoints" / "ppo" / ("20" if here > 2 else "1")).mkdir(parents=True)
@@ -132,7 +125,7 @@ def test_a_run_that_cannot_become_so_long_says_why(make):
         assert (run.path / "config.yaml").read_bytes() == before
 
 
-def test_a_directory_that_is_no_run_is_left_alone(make, tmp_path):
+def test_a_directory_that_is_no_run_is_left_alone_and_one_that_a_crash_left_is_used(make, tmp_path):
     path = tmp_path / "runs" / "first"
     path.mkdir(parents=True)
     (path / "thesis.tex").write_text("years of work")
@@ -141,11 +134,7 @@ def test_a_directory_that_is_no_run_is_left_alone(make, tmp_path):
         f"{path} exists and is not a run (it has no config.yaml): choose another name= or run_dir="
     )
     assert contents(path) == before
-
-
-def test_what_a_crash_left_before_the_config_was_written_is_no_obstacle(make, tmp_path):
-    path = tmp_path / "runs" / "first"
-    path.mkdir(parents=True)
+    (path / "thesis.tex").unlink()
     (path / ".lock").touch()
     (path / ".config.yaml.123.tmp").write_text("name: fi")
     open_run(make()).close()
@@ -161,19 +150,15 @@ def test_a_directory_that_cannot_be_written_is_named(make, tmp_path):
     assert refused(make("run_dir=/proc/nowhere")).startswith("run directory /proc/nowhere/first cannot be written (")
 
 
-def test_two_openers_do_not_share_a_run(make):
+def test_two_openers_do_not_share_a_run_and_a_killed_one_frees_it(make, tmp_path):
     with open_run(make()):
         assert f"is in use by process {os.getpid()}: wait until it ends" in refused(make(), resume=True)
         assert "is in use by" in refused(make())
-    open_run(make(), resume=True).close()
-
-
-def test_a_killed_process_frees_its_run(make, tmp_path):
     config = tmp_path / "killed.yaml"
     config.write_text(config_yaml(make()))
     program = (
         "import sys, time; from jrlhf.config import load_config; from jrlhf.run.directory import open_run; "
-        "run = open_run(load_config(sys.argv[1])); print('open', flush=True); time.sleep(600)"
+        "run = open_run(load_config(sys.argv[1]), resume=True); print('open', flush=True); time.sleep(600)"
     )
     with subprocess.Popen([sys.executable, "-c", program, str(config)], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None and process.stdout.readline() == b"open\n"

@@ -43,31 +43,19 @@ def test_numbers_are_written_exactly_and_returned_as_python_numbers(tmp_path):
     assert list(record)[:2] == ["stage", "step"]
 
 
-def test_a_line_is_readable_before_the_log_is_closed(tmp_path):
+def test_a_line_is_readable_at_once_and_what_is_not_finite_is_null_and_named(tmp_path):
     log = MetricsLog(tmp_path)
-    log.log("sft", 1, {"sft/loss": 2.5})
-    assert read_metrics(tmp_path) == [{"stage": "sft", "step": 1, "sft/loss": 2.5}]
-    log.close()
-    log.close()
-
-
-def test_what_is_not_finite_is_null_and_named(tmp_path):
-    with MetricsLog(tmp_path) as log:
-        returned = log.log("sft", 1, {"a": jnp.nan, "b": -jnp.inf, "c": 1.0})
+    returned = log.log("sft", 1, {"a": jnp.nan, "b": -jnp.inf, "c": 1.0})
     text = (tmp_path / "metrics.jsonl").read_text()
 
     def refuse(word):
         raise AssertionError(f"{word} is not JSON")
 
-    assert json.loads(text, parse_constant=refuse) == {
-        "stage": "sft",
-        "step": 1,
-        "a": None,
-        "b": None,
-        "c": 1.0,
-        "nonfinite": {"a": "nan", "b": "-inf"},
-    }
+    values = {"a": None, "b": None, "c": 1.0, "nonfinite": {"a": "nan", "b": "-inf"}}
+    assert json.loads(text, parse_constant=refuse) == {"stage": "sft", "step": 1, **values}
     assert np.isnan(returned["a"]) and returned["b"] == -np.inf
+    log.close()
+    log.close()
 
 
 def test_reserved_names_and_what_is_no_number_are_refused(tmp_path):
@@ -116,10 +104,8 @@ def test_a_resume_cuts_back_both_files_and_a_torn_line(tmp_path):
         for stage in STAGES:
             for step in (1, 2, 3, 4):
                 log.log(stage, step, {"loss": step / 3})
-    append_jsonl(
-        tmp_path / "samples.jsonl",
-        [{"stage": stage, "step": step, "response": "ü\n"} for stage in ("sft", "ppo") for step in (2, 4)],
-    )
+    samples = [{"stage": stage, "step": step, "response": "ü\n"} for stage in ("sft", "ppo") for step in (2, 4)]
+    append_jsonl(tmp_path / "samples.jsonl", samples)
     before = (tmp_path / "metrics.jsonl").read_bytes().split(b"\n")
     with open(tmp_path / "metrics.jsonl", "ab") as file:
         file.write(b'{"stage": "ppo", "step": 5, "lo')
@@ -130,10 +116,8 @@ def test_a_resume_cuts_back_both_files_and_a_torn_line(tmp_path):
     truncate_after(tmp_path, "sft", 2)
     remaining = before[:2] + before[4:11]
     assert (tmp_path / "metrics.jsonl").read_bytes() == b"\n".join(remaining) + b"\n"
-    assert [(sample["stage"], sample["step"]) for sample in read_jsonl(tmp_path / "samples.jsonl")] == [
-        ("sft", 2),
-        ("ppo", 2),
-    ]
+    survivors = [(sample["stage"], sample["step"]) for sample in read_jsonl(tmp_path / "samples.jsonl")]
+    assert survivors == [("sft", 2), ("ppo", 2)]
     with MetricsLog(tmp_path) as log:
         log.log("sft", 3, {"loss": 1.0})
     assert (tmp_path / "metrics.jsonl").read_bytes() == b"\n".join(remaining) + (
@@ -144,7 +128,7 @@ def test_a_resume_cuts_back_both_files_and_a_torn_line(tmp_path):
     assert read_metrics(tmp_path) == [] and (tmp_path / "samples.jsonl").read_bytes() == b""
 
 
-def test_files_that_need_no_cut_are_not_touched(tmp_path):
+def test_a_cut_touches_no_file_that_needs_none_and_stops_at_an_unreadable_line(tmp_path):
     truncate_after(tmp_path, "sft", 1)
     assert list(tmp_path.iterdir()) == []
     with MetricsLog(tmp_path) as log:
@@ -152,9 +136,6 @@ def test_files_that_need_no_cut_are_not_touched(tmp_path):
     before = (tmp_path / "metrics.jsonl").stat()
     truncate_after(tmp_path, "sft", 1)
     assert (tmp_path / "metrics.jsonl").stat() == before
-
-
-def test_an_unreadable_line_within_a_file_stops_a_cut(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"stage"\n{"stage": "sft", "step": 1}\n')
     with pytest.raises(UserError, match="line 1 is not a JSON object"):
         truncate_after(tmp_path, "sft", 1)

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -97,21 +98,28 @@ print(json.dumps(results))
 
 @dataclass
 class Launched:
-    """Processes of one run, and where their output goes."""
+    """Processes of one run, and the files with their output."""
 
     processes: list[subprocess.Popen]
     logs: list[Path]
 
-    def codes(self, seconds: float) -> list[int]:
-        """Exit codes; a process that has not ended by then is killed, and the test fails."""
+    def assert_codes(self, seconds: float, *expected: int) -> None:
+        """Waits for the exit codes; processes that do not end in time are killed."""
         until = time.monotonic() + seconds
         try:
-            return [process.wait(max(0.1, until - time.monotonic())) for process in self.processes]
+            codes = tuple(process.wait(max(0.1, until - time.monotonic())) for process in self.processes)
         except subprocess.TimeoutExpired:
             pytest.fail(f"a process hangs: {[log.read_text()[-2000:] for log in self.logs]}")
         finally:
             for process in self.processes:
                 process.kill()
+        assert codes == expected, self.text(0)[-3000:]
+
+    def wait_until(self, holds: Callable[[], bool], seconds: float) -> None:
+        until = time.monotonic() + seconds
+        while not holds():
+            assert time.monotonic() < until and all(process.poll() is None for process in self.processes)
+            time.sleep(0.05)
 
     def text(self, number: int) -> str:
         return self.logs[number].read_text(errors="replace")
@@ -126,24 +134,30 @@ def free_port() -> int:
 def launch(count: int, directory: Path, *arguments: str, **more: str) -> Launched:
     """Starts the same command in `count` processes that find each other by the environment."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"} | more
-    address = f"127.0.0.1:{free_port()}"
-    processes, logs = [], []
+    if count > 1:
+        environment |= {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}", "JAX_NUM_PROCESSES": str(count)}
+    launched = Launched([], [])
     for number in range(count):
-        variables = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": str(count), "JAX_PROCESS_ID": str(number)}
-        logs.append(directory / f"{arguments[-1].replace('/', '-')[-40:]}.{number}.log")
-        with open(logs[-1], "w") as log:
-            command = [sys.executable, *arguments]
-            kwargs = {"env": environment | (variables if count > 1 else {}), "cwd": ROOT, "stderr": log}
+        variables = environment | ({"JAX_PROCESS_ID": str(number)} if count > 1 else {})
+        launched.logs.append(directory / f"{arguments[-1].replace('/', '-')[-40:]}.{number}.log")
+        with open(launched.logs[-1], "w") as log:
             output = log if arguments[0] == "-m" else subprocess.PIPE
-            processes.append(subprocess.Popen(command, stdout=output, text=True, **kwargs))
-    return Launched(processes, logs)
+            command = [sys.executable, *arguments]
+            process = subprocess.Popen(command, stdout=output, stderr=log, text=True, env=variables, cwd=ROOT)
+            launched.processes.append(process)
+    return launched
 
 
 def train(count: int, runs: Path, name: str, *overrides: str, config: str = TINY) -> Launched:
-    devices = f"device.simulated={8 // count}"
-    return launch(
-        count, runs, "-m", "jrlhf.train", "--config", config, f"run_dir={runs}", devices, *overrides, f"name={name}"
-    )
+    settings = (f"run_dir={runs}", f"device.simulated={8 // count}", *overrides, f"name={name}")
+    return launch(count, runs, "-m", "jrlhf.train", "--config", config, *settings)
+
+
+def train_one_and_two(runs: Path, *overrides: str, config: str = TINY) -> tuple[Path, Path]:
+    """Trains the same run in one process with 8 devices, and in two processes with 4 each."""
+    for count, name in ((1, "one"), (2, "two")):
+        train(count, runs, name, *overrides, config=config).assert_codes(900, *[0] * count)
+    return runs / "one", runs / "two"
 
 
 def records(run: Path) -> list[dict]:
@@ -155,10 +169,8 @@ def records(run: Path) -> list[dict]:
 
 
 def texts(run: Path) -> list[dict]:
-    return [
-        {name: value for name, value in sample.items() if isinstance(value, str)}
-        for sample in read_jsonl(run / "samples.jsonl")
-    ]
+    samples = read_jsonl(run / "samples.jsonl")
+    return [{name: value for name, value in sample.items() if isinstance(value, str)} for sample in samples]
 
 
 def assert_same_run(one: Path, two: Path, *models: str) -> None:
@@ -184,7 +196,7 @@ def test_processes_agree_and_share_arrays(tmp_path: Path):
     (tmp_path / "0.yaml").write_text(yaml.safe_dump({"calls": placed}))  # process 1 has none
     launched = launch(2, tmp_path, "-c", AGREE, TINY, str(tmp_path))
     first, second = (json.loads(process.communicate(timeout=120)[0].splitlines()[-1]) for process in launched.processes)
-    assert launched.codes(20) == [0, 0]
+    launched.assert_codes(20, 0, 0)
     assert first.pop("called") == [0] and second.pop("called") == []
     expected = np.arange(24.0, dtype=np.float32).reshape(4, 6).T[:, ::-1]
     shards = first.pop("shards") | second.pop("shards")
@@ -203,33 +215,27 @@ def test_processes_agree_and_share_arrays(tmp_path: Path):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> Path:
-    """one: SFT, a reward model and PPO in a process with 8 devices. two: in two with 4 each."""
+    """SFT, a reward model and PPO, in one process and in two."""
     runs = tmp_path_factory.mktemp("runs")
-    for count, name in ((1, "one"), (2, "two")):
-        launched = train(count, runs, name, *SMALL)
-        assert launched.codes(900) == [0] * count, launched.text(0)[-3000:]
+    train_one_and_two(runs, *SMALL)
     return runs
 
 
 @pytest.mark.full
-def test_two_processes_do_what_one_does(runs: Path):
+def test_two_processes_do_what_one_does_and_write_files_once(runs: Path):
     assert_same_run(runs / "one", runs / "two", "model", "reward_model")
     for name in ("preferences.jsonl", "tokenizer.json"):
         assert (runs / "one" / name).read_bytes() == (runs / "two" / name).read_bytes()
 
+    def files(run: Path) -> set[str]:
+        paths = (path.relative_to(run) for path in run.rglob("*") if path.is_file() and "checkpoints" not in str(path))
+        return {re.sub(r"events\..*", "events", str(path)) for path in paths}
 
-QUICKSTART = (
-    "mesh.data=2 sft.steps=4 sft.eval_every=4 reward_model.prompts=32 reward_model.heldout_prompts=16 "
-    "reward_model.steps=2 ppo.iterations=2 evaluation.prompts=32"
-).split()
-
-
-@pytest.mark.full
-def test_two_processes_run_the_quickstart_as_one_does(tmp_path: Path):
-    for count, name in ((1, "one"), (2, "two")):
-        launched = train(count, tmp_path, name, *QUICKSTART, config="quickstart")
-        assert launched.codes(900) == [0] * count, launched.text(0)[-3000:]
-    assert_same_run(tmp_path / "one", tmp_path / "two", "model", "reward_model")
+    assert files(runs / "one") == files(runs / "two")
+    assert (runs / "two" / "environment.txt").read_text().count("# command:") == 1
+    assert len(list((runs / "two" / "tensorboard" / "ppo").iterdir())) == 1
+    output = (runs / "name=two.1.log").read_text()
+    assert "ppo" not in output and "ppo 3/3" in (runs / "name=two.0.log").read_text()
 
 
 @pytest.mark.full
@@ -243,44 +249,21 @@ def test_pairs_and_a_reward_model_of_text_in_two_processes(stage: str, user: Pat
     }
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump(settings(stages=[stage], **sections[stage])))
-    for count, name in ((1, "one"), (2, "two")):
-        launched = train(count, tmp_path, name, config=str(path))
-        assert launched.codes(300) == [0] * count, launched.text(0)[-3000:]
-    assert_same_run(tmp_path / "one", tmp_path / "two", "model")
-
-
-@pytest.mark.full
-def test_files_are_written_once(runs: Path):
-    def files(run: Path) -> set[str]:
-        result = {
-            str(path.relative_to(run)) for path in run.rglob("*") if path.is_file() and "checkpoints" not in str(path)
-        }
-        return {re.sub(r"events\..*", "events", name) for name in result}
-
-    assert files(runs / "one") == files(runs / "two")
-    assert (runs / "two" / "environment.txt").read_text().count("# command:") == 1
-    assert len(list((runs / "two" / "tensorboard" / "ppo").iterdir())) == 1
-    output = (runs / "name=two.1.log").read_text()
-    assert "ppo" not in output and "ppo 3/3" in (runs / "name=two.0.log").read_text()
+    assert_same_run(*train_one_and_two(tmp_path, config=str(path)), "model")
 
 
 @pytest.mark.full
 def test_a_run_that_one_process_is_asked_to_stop_goes_on_to_the_same_bits(runs: Path):
     launched = train(2, runs, "stopped", *SMALL)
-    until = time.monotonic() + 400
     metrics = runs / "stopped" / "metrics.jsonl"
-    while not (metrics.exists() and '"stage": "ppo"' in metrics.read_text()):
-        assert time.monotonic() < until and all(process.poll() is None for process in launched.processes)
-        time.sleep(0.05)
+    launched.wait_until(lambda: metrics.exists() and '"stage": "ppo"' in metrics.read_text(), 400)
     launched.processes[1].send_signal(signal.SIGTERM)
-    assert launched.codes(100) == [75, 75], launched.text(0)[-3000:]
+    launched.assert_codes(100, 75, 75)
     assert "its state is saved; go on with --resume" in launched.text(0)
     assert records(runs / "stopped")[-1]["step"] < 3
-    launched = train(2, runs, "stopped", *SMALL, "--resume")
-    assert launched.codes(400) == [0, 0], launched.text(0)[-3000:]
+    train(2, runs, "stopped", *SMALL, "--resume").assert_codes(400, 0, 0)
     assert records(runs / "stopped") == records(runs / "two")
-    same = (load_file(runs / name / "model" / "model.safetensors") for name in ("stopped", "two"))
-    weights, expected = same
+    weights, expected = (load_file(runs / name / "model" / "model.safetensors") for name in ("stopped", "two"))
     assert all(np.array_equal(weights[name], expected[name]) for name in expected)
 
 
@@ -290,15 +273,12 @@ def test_a_process_that_dies_ends_the_others(tmp_path: Path, killed: int):
     endless = ("stages=[sft]", "sft.steps=1000000", "sft.save_every=1000000", "distributed.heartbeat=10")
     launched = train(2, tmp_path, f"killed{killed}", *SMALL, *endless)
     metrics = tmp_path / f"killed{killed}" / "metrics.jsonl"
-    until = time.monotonic() + 200
-    while not (metrics.exists() and metrics.read_text().count("\n") >= 5):
-        assert time.monotonic() < until and all(process.poll() is None for process in launched.processes)
-        time.sleep(0.05)
+    launched.wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") >= 5, 200)
     launched.processes[killed].kill()
-    codes = launched.codes(60)
-    assert codes[killed] == -signal.SIGKILL and codes[1 - killed] not in (0, 75)
+    code = launched.processes[1 - killed].wait(60)
+    launched.assert_codes(1, *((-signal.SIGKILL, code) if killed == 0 else (code, -signal.SIGKILL)))
     output = launched.text(1 - killed)
-    assert "another process failed first" in output or "another task died" in output
+    assert code not in (0, 75) and ("another process failed first" in output or "another task died" in output)
 
 
 FUNCTION = """
@@ -337,7 +317,7 @@ def test_a_reward_function_runs_in_the_first_process_and_all_learn_from_it(tmp_p
     for count, name in ((1, "one"), (2, "two")):
         monkeypatch.setenv("WHO", str(tmp_path / name) + ".txt")
         launched = train(count, tmp_path, name, *GRPO, config=str(path))
-        assert launched.codes(300) == [0] * count, launched.text(0)[-3000:]
+        launched.assert_codes(300, *[0] * count)
         callers = {int(line) for line in (tmp_path / f"{name}.txt").read_text().split()}
         assert len(callers) == 1 and callers <= {launched.processes[0].pid}
     alone, together = records(tmp_path / "one"), records(tmp_path / "two")
@@ -351,7 +331,7 @@ def test_a_reward_function_runs_in_the_first_process_and_all_learn_from_it(tmp_p
     monkeypatch.setenv("GOOD", "1")
     monkeypatch.setenv("WHO", str(tmp_path / "failing.txt"))
     launched = train(2, tmp_path, "failing", *GRPO, config=str(path))
-    assert launched.codes(300) == [2, 2], launched.text(0)[-3000:]
+    launched.assert_codes(300, 2, 2)
     for number in (0, 1):
         assert len(re.findall("error: .*no more", launched.text(number))) == 1, launched.text(number)[-2000:]
 
@@ -363,13 +343,9 @@ def no_cluster(monkeypatch):
             monkeypatch.delenv(name)
 
 
-def test_one_process_where_nothing_says_otherwise(no_cluster):
-    start(DistributedConfig())
+def test_an_address_is_complete_or_absent(no_cluster, monkeypatch):
+    start(DistributedConfig())  # one process, as nothing says otherwise
     assert not jax.distributed.is_initialized() and jax.process_count() == 1
-
-
-def test_an_incomplete_address_is_refused(no_cluster, monkeypatch):
-    jax.devices()
     complete = {"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "0"}
     cases: list[tuple[dict[str, Any], dict[str, str], str]] = [
         ({"process": 1}, {}, "distributed.process=1 without distributed.coordinator"),
@@ -396,7 +372,7 @@ def test_a_coordinator_that_does_not_answer_is_named(tmp_path: Path, source: str
     overrides, more = (keys, {}) if source == "config" else ([], slurm)
     arguments = ["--config", TINY, f"run_dir={tmp_path}", "distributed.timeout=1", *overrides]
     launched = launch(1, tmp_path, "-m", "jrlhf.train", *arguments, **more)
-    assert launched.codes(60) == [2]
+    launched.assert_codes(60, 2)
     sentence = launched.text(0).strip()
     place = address if source == "config" else "of the cluster that JAX found"
     assert sentence.count("\n") == 0 and sentence.startswith("error: ") and place in sentence
@@ -404,60 +380,50 @@ def test_a_coordinator_that_does_not_answer_is_named(tmp_path: Path, source: str
     assert not (tmp_path / "tiny").exists()
 
 
-def plan(**calls: str) -> Plan:
-    placements = {}
-    for call, devices in calls.items():
-        start, stop = (int(part) for part in devices.split("-"))
-        placements[call] = Placement(Slice(start, stop - start + 1), "train", fsdp=stop - start + 1)
-    return Plan("split", placements)
-
-
 def test_plans_that_processes_cannot_run_are_refused():
+    def plan(**calls: tuple[int, int]) -> Plan:
+        placed = {name: Placement(Slice(*place), "train", fsdp=place[1]) for name, place in calls.items()}
+        return Plan("split", placed)
+
     one, two = [0] * 8, [number // 4 for number in range(8)]
-    apart = plan(generate="0-3", update="4-7")
+    apart = plan(generate=(0, 4), update=(4, 4))
     refuse_cross_process(apart, one)
-    refuse_cross_process(plan(generate="0-7", update="0-7"), two)
-    refuse_cross_process(plan(generate="2-5", update="2-5"), two)  # both processes are in it
+    refuse_cross_process(plan(generate=(0, 8), update=(0, 8)), two)
+    refuse_cross_process(plan(generate=(2, 4), update=(2, 4)), two)  # both processes are in it
     with pytest.raises(UserError, match=r"plan split runs generate on devices 0-3, of which process 1 of 2 has none"):
         refuse_cross_process(apart, two)
     with pytest.raises(UserError, match=r"runs generate on devices 0-7 and update on 2-5, and JAX cannot bring arrays"):
-        refuse_cross_process(plan(generate="0-7", update="2-5"), two)
+        refuse_cross_process(plan(generate=(0, 8), update=(2, 4)), two)
 
 
-def slurm() -> tuple[int, list[str]]:
-    text = (LAUNCH / "slurm.sh").read_text()
-    nodes, of_node = (re.search(rf"^#SBATCH --{key}=(\d+)$", text, re.MULTILINE) for key in ("nodes", "gpus-per-node"))
-    output = re.search(r"^# On the (\d+) GPUs below, for instance: (.*)$", text, re.MULTILINE)
-    assert nodes and of_node and output and int(output[1]) == int(nodes[1]) * int(of_node[1])
-    return int(output[1]), output[2].split()
-
-
-def tpu_pod() -> tuple[int, list[str]]:
-    output = re.search(r"^# On a (\S+), for instance: (.*)$", (LAUNCH / "tpu-pod.sh").read_text(), re.MULTILINE)
-    assert output
-    return cluster(output[1]).devices, output[2].split()
-
-
-def gke() -> tuple[int, list[str]]:
-    manifest = yaml.safe_load((LAUNCH / "gke.yaml").read_text())
-    job = manifest["spec"]["replicatedJobs"][0]["template"]["spec"]
-    pod = job["template"]["spec"]
-    (container,) = pod["containers"]
-    chips = job["parallelism"] * container["resources"]["limits"]["google.com/tpu"]
-    topology = pod["nodeSelector"]["cloud.google.com/gke-tpu-topology"]
-    assert chips == math.prod(int(side) for side in topology.split("x"))
-    words = shlex.split(container["args"][0].replace("\\\n", " "))
-    return chips, words[words.index("--config") + 1 : words.index("${resume[@]}")]
+# --- Launch templates ---
 
 
 def test_the_commands_of_launch_templates_suit_their_devices(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    for template in (slurm, tpu_pod, gke):
-        devices, (name, *overrides) = template()
-        config = load_config(name, overrides)
+    slurm, tpu_pod = ((LAUNCH / f"{name}.sh").read_text() for name in ("slurm", "tpu-pod"))
+    nodes, gpus = (int(re.findall(rf"^#SBATCH --{key}=(\d+)$", slurm, re.M)[0]) for key in ("nodes", "gpus-per-node"))
+    ((total, on_slurm),) = re.findall(r"^# On the (\d+) GPUs below, for instance: (.*)$", slurm, re.M)
+    assert int(total) == nodes * gpus
+    ((pod, on_pod),) = re.findall(r"^# On a (\S+), for instance: (.*)$", tpu_pod, re.M)
+    manifest, job, container = gke()
+    chips = job["parallelism"] * container["resources"]["limits"]["google.com/tpu"]
+    topology = job["template"]["spec"]["nodeSelector"]["cloud.google.com/gke-tpu-topology"]
+    assert chips == math.prod(int(side) for side in topology.split("x"))
+    words = shlex.split(container["args"][0].replace("\\\n", " "))
+    on_gke = words[words.index("--config") + 1 : words.index("${resume[@]}")]
+    for devices, command in ((int(total), on_slurm.split()), (cluster(pod).devices, on_pod.split()), (chips, on_gke)):
+        config = load_config(command[0], command[1:])
         validate(config, devices, architectures(config))
         with pytest.raises(UserError, match=f"does not fit {2 * devices} device"):
             validate(config, 2 * devices, architectures(config))
+
+
+def gke() -> tuple[dict, dict, dict]:
+    """The manifest, its job and the job's container."""
+    manifest = yaml.safe_load((LAUNCH / "gke.yaml").read_text())
+    job = manifest["spec"]["replicatedJobs"][0]["template"]["spec"]
+    return manifest, job, job["template"]["spec"]["containers"][0]
 
 
 def test_launch_templates_are_well_formed():
@@ -466,14 +432,11 @@ def test_launch_templates_are_well_formed():
         assert os.access(LAUNCH / script, os.X_OK), script
     slurm = (LAUNCH / "slurm.sh").read_text()
     assert "scontrol requeue" in slurm and "-eq 75" in slurm and "#SBATCH --signal=TERM@" in slurm
-    manifest = yaml.safe_load((LAUNCH / "gke.yaml").read_text())
-    assert manifest["kind"] == "JobSet"
-    job = manifest["spec"]["replicatedJobs"][0]["template"]["spec"]
-    container = job["template"]["spec"]["containers"][0]
-    output = {entry["name"]: entry.get("value") for entry in container["env"]}
-    assert job["completionMode"] == "Indexed"
-    assert output["JAX_NUM_PROCESSES"] == str(job["parallelism"]) == str(job["completions"])
-    first = f"{manifest['metadata']['name']}-{manifest['spec']['replicatedJobs'][0]['name']}-0-0"
-    assert output["JAX_COORDINATOR_ADDRESS"] == f"{first}.{manifest['metadata']['name']}:8476"
-    assert "JAX_PROCESS_ID" in output
+    manifest, job, container = gke()
+    variables = {entry["name"]: entry.get("value") for entry in container["env"]}
+    assert manifest["kind"] == "JobSet" and job["completionMode"] == "Indexed" and "JAX_PROCESS_ID" in variables
+    assert variables["JAX_NUM_PROCESSES"] == str(job["parallelism"]) == str(job["completions"])
+    name = manifest["metadata"]["name"]
+    first = f"{name}-{manifest['spec']['replicatedJobs'][0]['name']}-0-0"
+    assert variables["JAX_COORDINATOR_ADDRESS"] == f"{first}.{name}:8476"
     subprocess.run(["bash", "-n", "-c", container["args"][0]], check=True)

@@ -24,11 +24,10 @@ from jrlhf.models import (
     to_int8,
 )
 from jrlhf.models.attention import transposes_keys
-from jrlhf.models.generation import programs
+from jrlhf.models.generation import chunks, decoding
+from jrlhf.models.generation.chunks import Programs, _Rollout
 from jrlhf.models.generation.decoding import Decoder
-from jrlhf.models.generation.engine import _Rollout
-from jrlhf.models.generation.programs import Programs
-from tests.models.test_families import CONFIGS
+from tests.models.shared import FAMILIES
 
 CONFIG = ModelConfig(
     vocab_size=150, embed=32, layers=2, heads=4, kv_heads=2, head_dim=8, mlp=48, max_positions=64, qk_norm=True
@@ -88,6 +87,7 @@ def alone():
     return setting, setting.plain()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "schedule",
     [
@@ -100,7 +100,7 @@ def alone():
 def test_tokens_do_not_depend_on_the_schedule(alone, schedule, monkeypatch):
     setting, expected = alone
     assert len(set(expected.response_lengths.tolist())) > 5 and expected.response_lengths.max() == R
-    done = {name: 0 for name in ("admit", "chunk", "take", "grow")}
+    done = {name: 0 for name in ("admit", "_release", "take", "grow")}
 
     def counted(name, call):
         def counting(*arguments):
@@ -110,11 +110,12 @@ def test_tokens_do_not_depend_on_the_schedule(alone, schedule, monkeypatch):
         return counting
 
     for name in done:
-        monkeypatch.setattr(Programs, name, counted(name, getattr(Programs, name)))
+        owner = _Rollout if name == "_release" else Programs
+        monkeypatch.setattr(owner, name, counted(name, getattr(owner, name)))
     monkeypatch.setattr(_Rollout, "warm", lambda self: None)
     assert_same(setting.scheduled(schedule), expected)
     waves = schedule.waves(U, schedule.slots or U, P)
-    assert done["chunk"] >= R // schedule.chunk and done["admit"] >= U / waves[-1]
+    assert done["_release"] >= R // schedule.chunk and done["admit"] >= U / waves[-1]
     assert (done["take"] > 0) == (schedule.buckets > 1) and (done["grow"] > 0) == (schedule.lengths > 1)
 
 
@@ -123,14 +124,16 @@ def test_tokens_do_not_depend_on_the_schedule(alone, schedule, monkeypatch):
 def test_windows_and_learned_positions_count_from_a_rows_own_start(family, monkeypatch):
     """In slots that others had before, and in caches that are longer or shorter than those of one program."""
     monkeypatch.setattr(_Rollout, "warm", lambda self: None)
-    setting = Setting((1, 1, 1), config=CONFIGS[family])
+    setting = Setting((1, 1, 1), config=FAMILIES[family])
     assert_same(setting.scheduled(Schedule(slots=4, chunk=6, buckets=2, lengths=2, prefill=2)), setting.plain())
 
 
+@pytest.mark.full
 def test_tokens_do_not_depend_on_how_keys_are_stored(alone, monkeypatch):
     setting, expected = alone
     assert transposes_keys(setting.mesh)  # on accelerators they are stored as values are
-    monkeypatch.setattr(programs, "transposes_keys", lambda mesh: False)
+    for module in (chunks, decoding):
+        monkeypatch.setattr(module, "transposes_keys", lambda mesh: False)
     schedule = Schedule(slots=4, chunk=5, buckets=2, lengths=2, prefill=2)
     assert_same(setting.scheduled(schedule), expected)
     assert_same(setting.plain(), expected)

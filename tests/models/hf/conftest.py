@@ -57,12 +57,6 @@ CONFIGS = {
 }
 
 
-@pytest.fixture(params=CONFIGS)
-def named_config(request):
-    """(name, config) of every small model."""
-    return request.param, CONFIGS[request.param]
-
-
 @pytest.fixture(scope="session")
 def configs():
     return CONFIGS

@@ -11,16 +11,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from jrlhf.meshes import GENERATE, TRAIN, make_mesh, reshard
-from jrlhf.models import (
-    LoRAConfig,
-    ModelConfig,
-    export_hf,
-    init_lora,
-    lora_shardings,
-    merge,
-    param_shardings,
-    to_int8,
-)
+from jrlhf.models import LoRAConfig, ModelConfig, export_hf, init_lora, lora_shardings, merge, param_shardings, to_int8
 from jrlhf.models.hf import export, hf_config
 from tests.support.live import live_bytes
 

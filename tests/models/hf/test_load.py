@@ -58,7 +58,7 @@ def rewrite(directory, change):
     save_file(weights, directory / SINGLE, metadata={"format": "pt"})
 
 
-# The others' tensors are named as these', and tests/models/hf/test_transformers.py loads and exports every family.
+# The others' tensors are named as these', and tests/models/test_parity.py loads and exports every family.
 OFTEN = ("llama biased", "gemma3_text", "gpt2")
 SELDOM = ("llama", "llama bands", "mistral", "qwen2", "qwen3", "gemma2")
 

@@ -11,7 +11,7 @@ from jrlhf.config import load_config
 from jrlhf.config.schema import DataConfig, DocstringsData
 from jrlhf.data.types import Response
 from jrlhf.errors import UserError
-from jrlhf.tasks.docstrings.annotator import build_pairs, collect_pairs, with_real_lines
+from jrlhf.tasks.docstrings.annotator import Annotator, build_pairs, with_real_lines
 from jrlhf.tasks.docstrings.corpus import Example
 from jrlhf.tasks.docstrings.rubric import Rubric
 from jrlhf.tasks.docstrings.vocabulary import encode_split, train_tokenizer
@@ -108,7 +108,7 @@ def test_collected_pairs_are_sampled_ids_and_real_lines_that_fit():
         assert isinstance(given, DocstringsData)
         data = DataConfig(max_prompt=64)
         train, heldout = encode_split(tokenizer, examples[:4], data), encode_split(tokenizer, examples, data)
-        return collect_pairs(given, 0, tokenizer, RUBRIC, train, heldout, sampler)
+        return Annotator(given, 0, tokenizer, RUBRIC, train, heldout).collect(sampler)
 
     sampler = FakeSampler()
     train, heldout = collect(f"data.max_response={longest}")

@@ -5,44 +5,32 @@ from jrlhf.tasks.docstrings.renaming import rename, renaming_words
 
 
 def renamed(signature: str, summary: str, words: tuple[str, ...] = ("zebra",)) -> tuple[str, str]:
-    changed = rename(Example("m", "f", signature, summary), words, np.random.default_rng(0))
+    example = Example("m", "Box.f", signature, summary)
+    changed = rename(example, words, np.random.default_rng(0))
+    assert (example.summary, changed.module, changed.name) == (summary, "m", "Box.f")
     return changed.signature, changed.summary
 
 
-def test_a_shared_word_is_replaced_in_both():
-    table = [
+def test_words_that_both_parts_share_are_replaced_in_both():
+    for before, after in [
         (
-            "def Mailbox.remove_folder(folder):",
-            "Remove the folder.",
+            ("def Mailbox.remove_folder(folder):", "Remove the folder."),
             ("def Mailbox.remove_zebra(zebra):", "Remove the zebra."),
         ),
         (
-            "def Folder.getFolders(FOLDER):",
-            "Return Folders of a folder.",
+            ("def Folder.getFolders(FOLDER):", "Return Folders of a folder."),
             ("def Zebra.getZebras(ZEBRA):", "Return Zebras of a zebra."),
         ),
-        ("def f(self_none, remove):", "Remove it, none of self.", None),  # helper words and verbs stay
-        ("def f(folder):", "Remove the folders.", ("def f(zebra):", "Remove the zebras.")),
-        ("def f(folder):", "Remove it.", None),
-        ("def f(fd):", "Close the fd.", None),  # too short a word to be told from an accident
-    ]
-    for signature, summary, expected in table:
-        assert renamed(signature, summary) == (expected if expected is not None else (signature, summary))
-
-
-def test_two_words_are_replaced_each_by_its_own():
-    signature, summary = renamed(
-        "def copy(source, target):", "Copy source to target.", tuple(f"new{i}" for i in range(999))
-    )
+        (("def f(self_none, remove):", "Remove it, none of self."), None),  # helper words and verbs stay
+        (("def f(folder):", "Remove the folders."), ("def f(zebra):", "Remove the zebras.")),
+        (("def f(folder):", "Remove it."), None),
+        (("def f(fd):", "Close the fd."), None),  # too short a word to be told from an accident
+    ]:
+        assert renamed(*before) == (after or before)
+    words = tuple(f"new{i}" for i in range(999))
+    signature, summary = renamed("def copy(source, target):", "Copy source to target.", words)
     one, two = signature.removeprefix("def copy(").removesuffix("):").split(", ")
     assert summary == f"Copy {one} to {two}." and one != two
-
-
-def test_an_example_is_not_changed_in_place_and_the_rest_stays():
-    example = Example("m", "Box.f", "def Box.f(folder):", "Remove the folder.")
-    changed = rename(example, ("zebra",), np.random.default_rng(0))
-    assert example.summary == "Remove the folder."
-    assert (changed.module, changed.name) == ("m", "Box.f")
 
 
 def test_the_same_generator_gives_the_same_words():
@@ -54,8 +42,6 @@ def test_the_same_generator_gives_the_same_words():
 
 
 def test_words_to_rename_with_name_things():
-    examples = [
-        Example("m", "f", "def Box.remove_folder(folder, fd, self):", "Delete the lid."),
-        Example("m", "g", "def HTTPServer.close(zone):", "Close it."),
-    ]
+    signatures = ("def Box.remove_folder(folder, fd, self):", "def HTTPServer.close(zone):")
+    examples = [Example("m", "f", signature, "Delete the lid.") for signature in signatures]
     assert renaming_words(examples) == ("box", "folder", "http", "server", "zone")

@@ -82,24 +82,21 @@ def test_every_item_rewards_what_it_names():
             assert mark(item, summary) == pytest.approx(expected), (item, summary)
 
 
-def test_common_words_tell_less_of_a_function():
-    signature = "def set_value(value, folder):"
+def test_marks_depend_on_the_words_of_the_signature():
     assert RUBRIC.common == {stem(word) for word in ("return", "the", "value", "a", "b", "c")}
-    assert mark("specific", "Return the value.", signature) == 0.5
-    assert mark("specific", "Return the value as a value.", signature) == 0.5
-    assert mark("specific", "Return the value in the folder.", signature) == 1
-    assert mark("specific", "Return the folder.", signature) == 1
-
-
-def test_a_name_of_verbs_may_begin_the_line():
-    assert mark("own_words", "remove the entry", "def remove(entry):") == 1
-    assert mark("own_words", "folder removes", "def folder(entry):") == 0
-
-
-def test_defaults_and_helper_words_are_not_what_a_function_is_about():
-    assert mark("specific", "Use force.", "def f(mode='force', self=None):") == 0
-    assert mark("specific", "Return the args of self.", "def Box.__init__(self, *args, **kwargs):") == 0
-    assert mark("specific", "Make a box.", "def Box.__init__(self, *args, **kwargs):") == 1
+    box, common = "def Box.__init__(self, *args, **kwargs):", "def set_value(value, folder):"
+    for item, signature, summary, expected in [
+        ("specific", common, "Return the value.", 0.5),  # common words tell less of a function
+        ("specific", common, "Return the value as a value.", 0.5),
+        ("specific", common, "Return the value in the folder.", 1),
+        ("specific", common, "Return the folder.", 1),
+        ("own_words", "def remove(entry):", "remove the entry", 1),  # a name that is a verb may begin the line
+        ("own_words", "def folder(entry):", "folder removes", 0),
+        ("specific", "def f(mode='force', self=None):", "Use force.", 0),  # a function is not about its defaults
+        ("specific", box, "Return the args of self.", 0),
+        ("specific", box, "Make a box.", 1),
+    ]:
+        assert mark(item, summary, signature) == expected, (signature, summary)
 
 
 def test_commands_are_imperative_and_descriptions_are_not():
@@ -116,32 +113,17 @@ def test_commands_are_imperative_and_descriptions_are_not():
     assert [line for line in descriptions.split("|") if is_imperative(line)] == []
 
 
-def test_words_come_apart_where_identifiers_join_them():
+def test_words_are_parts_of_identifiers_and_inflections_share_a_stem():
     assert words("HTTPServer.handle_request2(IMAP4)") == ["http", "server", "handle", "request", "imap"]
     assert words("Don't re-use X's file.") == ["don", "t", "re", "use", "x", "s", "file"]
-
-
-def test_inflections_share_a_stem():
-    families = [
-        "file files filing filed",
-        "parse parses parsed parser parsing",
-        "class classes",
-        "address addresses addressed",
-        "entry entries",
-        "set sets setting setter",
-        "delete deletion deleting",
-        "represent represents representation",
-        "add adds added adding",
-    ]
-    assert [len({stem(word) for word in family.split()}) for family in families] == [1] * len(families)
-
-
-def test_different_words_keep_different_stems():
-    different = ["file", "filter", "name", "number", "mode", "module", "key", "keep", "list", "listen", "set", "send"]
+    families = (
+        "file files filing filed|parse parses parsed parser parsing|class classes|address addresses addressed"
+        "|entry entries|set sets setting setter|delete deletion deleting|represent represents representation"
+        "|add adds added adding"
+    )
+    assert {len({stem(word) for word in family.split()}) for family in families.split("|")} == {1}
+    different = "file filter name number mode module key keep list listen set send".split()
     assert len({stem(word) for word in different}) == len(different)
-
-
-def test_words_speak_of_parts_of_names():
     related_pairs = "folder-folders parser-parsing dir-directory msg-message cmd-command readline-line"
     other_pairs = "file-filter msg-command fd-folder readline-in folder-value"
     assert all(related(*pair.split("-")) for pair in related_pairs.split())
@@ -155,11 +137,8 @@ def test_score_is_the_weighted_mean_of_the_items():
     assert RUBRIC.score(SIGNATURE, "removes the folder") == pytest.approx(expected)
     assert RUBRIC.score(SIGNATURE, "Remove the empty folder.") == pytest.approx(1.0)
     assert RUBRIC.score(SIGNATURE, "") == 0.0
-
-
-def test_fixing_one_fault_always_raises_the_score():
     faulty = ["removes the folder", "remove the folder", "Remove the folder", "Remove the folder."]
-    scores = [RUBRIC.score(SIGNATURE, line) for line in faulty]
+    scores = [RUBRIC.score(SIGNATURE, line) for line in faulty]  # fixing one fault always raises the score
     assert scores == sorted(scores) and len(set(scores)) == 4
 
 
@@ -193,7 +172,4 @@ def test_real_lines_beat_generic_foreign_bad_and_senseless_ones(corpus: Corpus):
     named = np.mean([items["specific"] for items, is_good in zip(marks, good, strict=True) if is_good])
     misnamed = np.mean([rubric.items(e.signature, rng.choice(follow).summary)["specific"] for e in corpus.heldout])
     assert named > 0.7 and misnamed < 0.1
-
-
-def test_equal_corpora_give_equal_rubrics(corpus: Corpus):
-    assert Rubric.from_corpus(corpus.train) == Rubric.from_corpus(tuple(reversed(corpus.train)))
+    assert Rubric.from_corpus(tuple(reversed(corpus.train))) == rubric

@@ -23,13 +23,9 @@ def tokenizer(texts: list[str]) -> Tokenizer:
     return train_tokenizer(texts, 512)
 
 
-def test_vocabulary_and_special_tokens(tokenizer: Tokenizer):
-    assert (tokenizer.vocab_size, tokenizer.pad_id, tokenizer.eos_id, tokenizer.eos_ids) == (512, 0, 1, (1,))
-    assert tokenizer.decode([0, 1]) == ""
-    assert tokenizer.prefix_ids == () and tokenizer.encode_prompt("a b") == tokenizer.encode("a b")
-
-
 def test_every_text_comes_back(tokenizer: Tokenizer, texts: list[str]):
+    assert (tokenizer.vocab_size, tokenizer.pad_id, tokenizer.eos_id, tokenizer.eos_ids) == (512, 0, 1, (1,))
+    assert tokenizer.prefix_ids == () and tokenizer.encode_prompt("a b") == tokenizer.encode("a b")
     strange = [
         "def HTTPServer.handle_IMAP4(x=None, *a):\n",
         "don't  (e.g.) 'x'\t\n",
@@ -41,7 +37,12 @@ def test_every_text_comes_back(tokenizer: Tokenizer, texts: list[str]):
     for text in texts + strange:
         assert tokenizer.decode(tokenizer.encode(text)) == text
     ids = tokenizer.encode("def f():\n") + tokenizer.encode("Return it.") + [tokenizer.eos_id, tokenizer.pad_id or 0]
-    assert tokenizer.decode(ids) == "def f():\nReturn it."
+    assert tokenizer.decode(ids) == "def f():\nReturn it." and tokenizer.decode([0, 1]) == ""
+    assert tokenizer.encode_batch(texts[:50]) == [tokenizer.encode(text) for text in texts[:50]]
+    assert tokenizer.encode_batch([]) == []
+    ids = tokenizer.encode("Stop at <eos> and <pad>.")  # in a text these names are plain characters
+    assert tokenizer.eos_id not in ids and tokenizer.pad_id not in ids
+    assert tokenizer.decode(ids) == "Stop at <eos> and <pad>."
 
 
 def test_a_word_has_the_same_tokens_in_an_identifier_and_in_prose(tokenizer: Tokenizer):
@@ -50,17 +51,6 @@ def test_a_word_has_the_same_tokens_in_an_identifier_and_in_prose(tokenizer: Tok
         for identifier in (f"x_{word}", f"x.{word}", f"x({word}", f"*{word}"):
             assert tokenizer.encode(identifier)[-len(prose) :] == prose
     assert tokenizer.encode("getFuture")[-len(tokenizer.encode(" Future")) :] == tokenizer.encode(" Future")
-
-
-def test_names_of_special_tokens_in_a_text_are_plain_text(tokenizer: Tokenizer):
-    ids = tokenizer.encode("Stop at <eos> and <pad>.")
-    assert tokenizer.eos_id not in ids and tokenizer.pad_id not in ids
-    assert tokenizer.decode(ids) == "Stop at <eos> and <pad>."
-
-
-def test_batch_equals_single(tokenizer: Tokenizer, texts: list[str]):
-    assert tokenizer.encode_batch(texts[:50]) == [tokenizer.encode(text) for text in texts[:50]]
-    assert tokenizer.encode_batch([]) == []
 
 
 def test_same_texts_give_the_same_vocabulary(tokenizer: Tokenizer, texts: list[str]):

@@ -1,4 +1,4 @@
-"""Micro-batches of a token budget: the same sums and results from fewer tokens, by one program, on any mesh."""
+"""Minibatches, micro-batches and micro-batches by length: their rows, on any mesh, by one program."""
 
 import math
 from contextlib import nullcontext
@@ -28,7 +28,16 @@ from jrlhf.ppo import (
     make_preference_step,
     make_sft_step,
 )
-from jrlhf.ppo.parts import ByLength, bucket_widths, fold_by_length, map_by_length, row_ends
+from jrlhf.ppo.parts import (
+    ByLength,
+    bucket_widths,
+    check_divisible,
+    draw_minibatch,
+    fold_by_length,
+    map_by_length,
+    row_ends,
+    split_rows,
+)
 
 ROWS, TIME, BUDGET = 32, 64, 96
 WIDTHS = (16, 32, 48, 64)
@@ -57,11 +66,18 @@ def placed(place):
 
         return jax.tree.map(lambda x: jax.device_put(x, NamedSharding(mesh, spec(x))), tree)
 
-    # A program of Auto axes does not know that rows lie over some of them only: its micro-batches suit all.
+    # A program on Auto axes does not know that rows are divided over some of them only: its micro-batches suit all.
     return 4 if place == "some axes" else 8, put, jax.set_mesh(mesh)
 
 
-PLACES = ("alone", "all axes", "some axes", "auto", "auto, some axes")
+full = pytest.mark.full
+PLACES = (
+    "alone",
+    "all axes",
+    pytest.param("some axes", marks=full),
+    pytest.param("auto", marks=full),
+    "auto, some axes",
+)
 
 
 def numbered(lengths):
@@ -71,7 +87,7 @@ def numbered(lengths):
 
 
 def predicted_tokens(lengths, devices):
-    """What is computed: the longest row is taken, and with it as many as fit at its width; then the longest left."""
+    """Number of computed tokens: the longest row and as many as fit at its width; then the longest of the rest."""
     left, tokens = sorted(lengths[lengths > 0].tolist(), reverse=True), 0
     share = ROWS // devices
     while left:
@@ -157,28 +173,10 @@ def test_rows_travel_once_and_not_inside_the_loops():
     assert counted(compiled[compiled.index("\nENTRY ") :]) == [gathers, sums, *others]  # none in the body of a loop
 
 
-def test_what_is_computed_grows_with_the_tokens_and_not_with_the_longest_row():
-    """The prediction is tested, which the tests above compare the loops with."""
-    for width in WIDTHS:
-        assert 0 <= predicted_tokens(np.full(ROWS, width), 1) - ROWS * width < BUDGET
-    assert predicted_tokens(LENGTHS["one long"], 1) <= TIME + ROWS * 16 + BUDGET
-    lengths = np.minimum(np.random.default_rng(1).geometric(1 / 12, ROWS), TIME)
-    assert predicted_tokens(lengths, 1) < 0.45 * ROWS * TIME
-
-
-@pytest.mark.parametrize(
-    ("length", "widths"),
-    [
-        (8, (8,)),
-        (16, (16,)),
-        (44, (16, 32, 44)),
-        (64, WIDTHS),
-        (512, (128, 256, 384, 512)),
-        (600, (256, 384, 512, 600)),
-    ],
-)
-def test_widths(length, widths):
-    assert bucket_widths(length) == widths
+def test_widths():
+    for length, widths in {8: (8,), 16: (16,), 44: (16, 32, 44), 64: WIDTHS, 512: (128, 256, 384, 512)}.items():
+        assert bucket_widths(length) == widths
+    assert bucket_widths(600) == (256, 384, 512, 600)
 
 
 def test_the_end_of_a_row_is_past_its_last_token_that_counts():
@@ -192,7 +190,7 @@ def state_of(toy, optimizer):
 
 @pytest.fixture(scope="module")
 def whole_minibatches(toy):
-    """What a step makes of whole minibatches, for some distributions of lengths."""
+    """The results of a step with whole minibatches, for some distributions of lengths."""
     optimizer, results = optax.sgd(0.5), {}
     step = make_ppo_step(toy.logprobs, toy.values, optimizer, optimizer, CONFIG)
     for name in ("mixed", "one long", "some empty", "empty"):
@@ -202,7 +200,7 @@ def whole_minibatches(toy):
 
 
 def experience_of(toy, lengths):
-    """Made-up experience in which so many tokens of each row are there, the first two of them a prompt."""
+    """Made-up experience with rows of these lengths; the first two tokens are the prompt."""
     experience = toy.experience(ROWS, TIME)
     clock = jnp.arange(TIME)[None]
     mask = (clock >= 2) & (clock < lengths[:, None])
@@ -211,7 +209,9 @@ def experience_of(toy, lengths):
     return replace(experience, response_mask=mask, advantages=noise[0], returns=noise[1], values=noise[2])
 
 
-@pytest.mark.parametrize("place", ("alone", pytest.param("all axes", marks=pytest.mark.full), "auto, some axes"))
+@pytest.mark.parametrize(
+    "place", ["alone", *(pytest.param(place, marks=full) for place in ("all axes", "auto, some axes"))]
+)
 def test_weights_and_metrics_are_those_of_whole_minibatches(toy, place, whole_minibatches):
     _, put, context = placed(place)
     optimizer = optax.sgd(0.5)
@@ -229,6 +229,7 @@ def test_weights_and_metrics_are_those_of_whole_minibatches(toy, place, whole_mi
         assert step._cache_size() == 1
 
 
+@full
 def test_imitation_too(toy):
     rng, (params, _), optimizer = np.random.default_rng(0), toy.params(), optax.sgd(0.5)
     tokens = jnp.asarray(rng.integers(0, toy.vocab, (ROWS, TIME)), jnp.int32)
@@ -243,8 +244,14 @@ def test_imitation_too(toy):
     )
 
 
-@pytest.mark.parametrize("place", ("alone", "all axes"))
-@pytest.mark.parametrize("kind", ("preferences", "sigmoid", "ipo"))
+@pytest.mark.parametrize(
+    ("kind", "place"),
+    [
+        ("preferences", "all axes"),
+        pytest.param("sigmoid", "all axes", marks=full),
+        pytest.param("ipo", "alone", marks=full),
+    ],
+)
 def test_pairs_too(toy, place, kind):
     _, put, context = placed(place)
     rng, optimizer = np.random.default_rng(0), optax.sgd(0.5)
@@ -271,15 +278,89 @@ def test_pairs_too(toy, place, kind):
 
 
 def test_two_ways_to_divide_are_one_clear_error(toy):
-    with pytest.raises(ValueError, match=r"^micro_batches=2: it must be 1 with micro_batch_tokens"):
-        PPOConfig(micro_batches=2, micro_batch_tokens=8192)
-    with pytest.raises(ValueError, match=r"^micro_batches=2: it must be 1 with micro_batch_tokens"):
-        make_sft_step(toy.logprobs, optax.sgd(0.5), micro_batches=2, micro_batch_tokens=8192)
-    with pytest.raises(ValueError, match=r"^micro_batches=2: it must be 1 with micro_batch_tokens"):
-        make_preference_step(toy.scores, optax.sgd(0.5), micro_batches=2, micro_batch_tokens=8192)
-    with pytest.raises(ValueError, match=r"^micro_batch_tokens=0: it must be at least 1, or null$"):
-        make_sft_step(toy.logprobs, optax.sgd(0.5), micro_batch_tokens=0)
-    with pytest.raises(ValueError, match=r"^micro_batches=2: it must be 1 with micro_batch_tokens"):
-        DPOConfig(micro_batches=2, micro_batch_tokens=8192)
-    with pytest.raises(ValueError, match=r"^micro_batch_tokens=0: it must be at least 1, or null$"):
-        PPOConfig(micro_batch_tokens=0)
+    sft = partial(make_sft_step, toy.logprobs, optax.sgd(0.5))
+    pairs = partial(make_preference_step, toy.scores, optax.sgd(0.5))
+    for make in (PPOConfig, DPOConfig, sft, pairs):
+        with pytest.raises(ValueError, match=r"^micro_batches=2: it must be 1 with micro_batch_tokens"):
+            make(micro_batches=2, micro_batch_tokens=8192)
+        with pytest.raises(ValueError, match=r"^micro_batch_tokens=0: it must be at least 1, or null$"):
+            make(micro_batch_tokens=0)
+
+
+PARTS = 4
+
+
+def draw_all(rows, key):
+    return jnp.stack([draw_minibatch(rows, key, index, PARTS) for index in range(PARTS)])
+
+
+def test_every_row_once_and_one_of_every_group_in_each_minibatch():
+    drawn = np.asarray(jax.jit(draw_all)(jnp.arange(ROWS), jax.random.key(0)))
+    assert drawn.shape == (PARTS, ROWS // PARTS)
+    np.testing.assert_array_equal(np.sort(drawn.ravel()), np.arange(ROWS))
+    np.testing.assert_array_equal(drawn // PARTS, np.tile(np.arange(ROWS // PARTS), (PARTS, 1)))
+
+
+def test_rows_of_a_tree_stay_together_and_keys_differ():
+    rows = {"id": jnp.arange(ROWS), "wide": jnp.arange(ROWS)[:, None, None] * jnp.ones((1, 3, 2), jnp.int32)}
+    draw = jax.jit(lambda key: draw_minibatch(rows, key, 1, PARTS))
+    drawn, other = draw(jax.random.key(0)), draw(jax.random.key(1))
+    assert drawn["wide"].shape == (ROWS // PARTS, 3, 2)
+    np.testing.assert_array_equal(drawn["wide"][:, 2, 1], drawn["id"])
+    assert np.any(drawn["id"] != other["id"])
+
+
+def test_the_shuffle_is_uniform():
+    groups = 4000
+    drawn = draw_minibatch(jnp.arange(groups * PARTS), jax.random.key(2), 0, PARTS)
+    counts = np.bincount(np.asarray(drawn) % PARTS, minlength=PARTS)
+    sigma = np.sqrt(groups / PARTS * (1 - 1 / PARTS))
+    assert np.all(np.abs(counts - groups / PARTS) < 5 * sigma)
+
+
+def test_micro_batches_are_strided():
+    parts = split_rows(jnp.arange(12), 3)
+    np.testing.assert_array_equal(parts, [[0, 3, 6, 9], [1, 4, 7, 10], [2, 5, 8, 11]])
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_micro_batches_of_one_row(axis_type):
+    mesh = make_mesh(data=1, fsdp=1, tensor=1, devices=jax.devices()[:1], axis_type=axis_type)
+    with jax.set_mesh(mesh):
+        rows = jax.device_put(np.arange(8), NamedSharding(mesh, P(("data", "fsdp", "tensor"))))
+        scanned = jax.jit(lambda rows: jax.lax.scan(lambda sum, row: (sum + row.sum(), row), 0, split_rows(rows, 8)))
+        total, parts = scanned(rows)
+    assert total == 28
+    np.testing.assert_array_equal(parts, np.arange(8)[:, None])
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_nothing_is_communicated_and_the_mesh_does_not_matter(axis_type):
+    def split(rows, key, index):
+        return split_rows(draw_minibatch(rows, key, index, PARTS), 2)
+
+    host = np.arange(64 * 3).reshape(64, 3)
+    expected = jax.jit(split)(host, jax.random.key(5), 3)
+    mesh = make_mesh(data=2, fsdp=2, tensor=2, axis_type=axis_type)
+    with jax.set_mesh(mesh):
+        rows = jax.device_put(host, NamedSharding(mesh, P(("data", "fsdp", "tensor"), None)))
+        compiled = jax.jit(split).lower(rows, jax.random.key(5), 3).compile()
+        text = compiled.as_text()
+        assert text is not None
+        for collective in ("all-gather", "all-to-all", "all-reduce", "collective-permute", "reduce-scatter"):
+            assert collective not in text
+        parts = jax.jit(split)(rows, jax.random.key(5), 3)
+        assert not parts.is_fully_replicated
+        np.testing.assert_array_equal(parts, expected)
+
+
+def test_rows_that_do_not_divide_are_one_clear_error():
+    with pytest.raises(ValueError, match=r"^30 rows do not divide into minibatches=4 x micro_batches=2: .* of 8 rows$"):
+        check_divisible(jnp.zeros(30), 4, 2)
+    check_divisible(jnp.zeros(32), 4, 2)
+    mesh = make_mesh(fsdp=8)
+    with jax.set_mesh(mesh):
+        rows = jax.device_put(np.zeros(32), NamedSharding(mesh, P(("data", "fsdp"))))
+        check_divisible(rows, 2, 2)
+        with pytest.raises(ValueError, match=r"make 4 a micro-batch, .* over 8 devices: .* a multiple of 64 rows$"):
+            check_divisible(rows, 4, 2)

@@ -141,7 +141,7 @@ class _Computation:
         return {instruction.name: instruction.bytes for instruction in self.instructions}
 
     def result_bytes(self, instruction: _Instruction) -> int:
-        """What it makes. A `-start` also returns its operands."""
+        """Returns the bytes of its results. A `-start` also returns its operands, which do not count."""
         started = instruction.operation.endswith("-start")
         return instruction.bytes - (self.operand_bytes(instruction) if started else 0)
 
@@ -153,8 +153,8 @@ class _Computation:
 
 
 def _trips(instruction: _Instruction, computations: Mapping[str, _Computation]) -> int | None:
-    """How often a loop runs. Where XLA has not written it down (on TPUs), the bound of its counter, as of JAX's loops
-    of known length: they count from 0 by 1."""
+    """Returns the number of trips of a loop. XLA does not write it down on TPUs: there it is the bound of the counter,
+    as JAX's loops of known length count from 0 by 1."""
     if instruction.operation != "while":
         return None
     if written := _TRIPS.search(instruction.rest):
