@@ -15,7 +15,7 @@ class Preempted(Exception):
 
 
 def report(error: BaseException) -> int | None:
-    """Prints why a command ended, in a sentence, and returns its exit code; None for a failure, which has a traceback."""
+    """Prints in a sentence why a command ended; returns its exit code, or None for a failure, which has a traceback."""
     if isinstance(error, UserError):
         sentence, code = f"error: {error}", BAD_INPUT
     elif isinstance(error, Preempted):
