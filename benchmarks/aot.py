@@ -51,6 +51,7 @@ from benchmarks.targets import (
     compiler_environment,
     devices_of,
 )
+from jrlhf.algorithms.registry import stage_graph
 from jrlhf.config import Config, load_config
 from jrlhf.config.check import mesh_sizes, validate
 from jrlhf.config.schema import MeshConfig
@@ -60,11 +61,9 @@ from jrlhf.meshes import AXES, GENERATE, make_mesh
 from jrlhf.models import ModelConfig, SamplingConfig, make_generate, param_shardings
 from jrlhf.planning.fit import memory_of
 from jrlhf.ppo import Experience
-from jrlhf.roles import compiled
-from jrlhf.roles.compiled import Compute
+from jrlhf.roles.compiled import CompiledModel
 from jrlhf.roles.initial import adamw
-from jrlhf.roles.model import Architecture
-from jrlhf.stages.graphs import stage_graph
+from jrlhf.roles.model import Architecture, Compute
 from jrlhf.stages.setup import architectures, compute_of
 from tests.support.reshard import lower_reshard
 
@@ -161,8 +160,8 @@ def generate(setup: Setup) -> Program:
 def score_logprobs(setup: Setup) -> Program:
     """Old log-probabilities, by the actor that is trained; the reference's program differs in its arguments' dtype."""
     actor, temperature = setup.models["actor"], setup.config.sampling.temperature
-    function = compiled.score_logprobs(
-        Architecture(actor), setup.mesh, setup.compute, temperature=temperature, span=setup.sampling.max_new_tokens
+    function = CompiledModel(Architecture(actor), setup.mesh, setup.compute).score_logprobs(
+        temperature=temperature, span=setup.sampling.max_new_tokens
     )
     weights = whole_weights(actor, setup.mesh)
     return Program([function.lower(weights, setup.rows(setup.length), *[setup.rows()] * 2)], device_bytes(weights))
@@ -171,7 +170,7 @@ def score_logprobs(setup: Setup) -> Program:
 def score_values(setup: Setup) -> Program:
     """The critic's values."""
     critic = setup.models["critic"]
-    function = compiled.score_values(Architecture(critic), setup.mesh, setup.compute)
+    function = CompiledModel(Architecture(critic), setup.mesh, setup.compute).score_values()
     weights = whole_weights(critic, setup.mesh, "scalar")
     return Program([function.lower(weights, setup.rows(setup.length), setup.rows())], device_bytes(weights))
 
@@ -182,7 +181,7 @@ def train_actor(setup: Setup) -> Program:
     optimizer = adamw(section.actor, updates=1)
     setting = Architecture(actor), setup.mesh, setup.compute
     settings = {"temperature": setup.config.sampling.temperature, "responses": setup.sampling.max_new_tokens}
-    function = compiled.actor_step(*setting, optimizer, section.algorithm, **settings)
+    function = CompiledModel(*setting).actor_step(optimizer, section.algorithm, **settings)
     state = train_state(section.actor, whole_weights(actor, setup.mesh), setup.mesh)
     return Program([function.lower(state, setup.experience)], device_bytes(state))
 
@@ -191,7 +190,7 @@ def train_critic(setup: Setup) -> Program:
     """All the critic's updates on a rollout."""
     critic, section = setup.models["critic"], setup.config.sections["ppo"]
     optimizer = adamw(section.critic, updates=1)
-    function = compiled.critic_step(Architecture(critic), setup.mesh, setup.compute, optimizer, section.algorithm)
+    function = CompiledModel(Architecture(critic), setup.mesh, setup.compute).critic_step(optimizer, section.algorithm)
     state = train_state(section.critic, whole_weights(critic, setup.mesh, "scalar"), setup.mesh)
     return Program([function.lower(state, setup.experience)], device_bytes(state))
 

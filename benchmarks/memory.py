@@ -37,9 +37,9 @@ from jrlhf.planning.activations import Backend
 from jrlhf.planning.memory import call_bytes
 from jrlhf.planning.workload import RoleModel, Workload
 from jrlhf.ppo import Experience, PPOConfig
-from jrlhf.roles import compiled as programs
+from jrlhf.roles.compiled import CompiledModel
 from jrlhf.roles.initial import adamw
-from jrlhf.roles.model import Architecture
+from jrlhf.roles.model import Architecture, Compute
 
 MIB = 2**20
 PATH = RESULTS / "memory.json"
@@ -134,7 +134,7 @@ def compiled(case: Case, devices: Sequence[Any], backend: Backend) -> Found:
 def lowered(case: Case, devices: Sequence[Any], backend: Backend) -> jax.stages.Lowered:
     """The call's program."""
     mesh, model = make_mesh(1, *case.mesh, devices=devices[: case.placement.devices.count]), case.model
-    compute = programs.Compute(
+    compute = Compute(
         dtype=jnp.dtype(case.dtype),
         remat=case.remat,
         fused_loss=case.fused_loss,
@@ -160,13 +160,13 @@ def lowered(case: Case, devices: Sequence[Any], backend: Backend) -> jax.stages.
                 copy = generation_copy(model, mesh, compute.dtype)
                 return generate.lower(copy, rows(case.prompt), rows(), rows(dtype=key))
             case "actor.logprobs":
-                return programs.score_logprobs(*setting, temperature=1.0).lower(weights, rows(length), rows())
+                return CompiledModel(*setting).score_logprobs(temperature=1.0).lower(weights, rows(length), rows())
             case "critic.values":
-                return programs.score_values(*setting).lower(weights, rows(length), rows())
+                return CompiledModel(*setting).score_values().lower(weights, rows(length), rows())
             case "actor.update":
-                step = programs.actor_step(*setting, adam, algorithm, temperature=1.0)
+                step = CompiledModel(*setting).actor_step(adam, algorithm, temperature=1.0)
             case _:
-                step = programs.critic_step(*setting, adam, algorithm)
+                step = CompiledModel(*setting).critic_step(adam, algorithm)
         floats, flat = rows(length, dtype=jnp.float32), rows()
         version: Any = jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(mesh, P()))
         experience = Experience(

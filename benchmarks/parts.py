@@ -46,10 +46,10 @@ from jrlhf.models.flops import (
 from jrlhf.models.remat import Remat
 from jrlhf.ppo import PPOConfig, TrainState
 from jrlhf.roles.actor import Actor, Reference
-from jrlhf.roles.compiled import Compute
 from jrlhf.roles.critic import Critic, Reward
 from jrlhf.roles.experience import ExperienceMaker
-from jrlhf.roles.model import Architecture, Model
+from jrlhf.roles.model import Architecture, Compute, Model
+from jrlhf.roles.role import Site
 from jrlhf.run.clock import Clock
 
 GB, TERA = 1e9, 1e12
@@ -266,17 +266,17 @@ def iteration(
     compute, clock, optimizer = Compute(jnp.dtype(jnp.bfloat16)), Clock(), optax.adamw(1e-6)
     ppo = PPOConfig(micro_batches=micro_batches)
     sampling = SamplingConfig(max_new_tokens=response)
-    architecture, shared = Architecture(config), (mesh, compute)
+    architecture, site = Architecture(config), Site(mesh, compute, clock)
     params = init_sharded(config, jax.random.key(0), mesh)
     frozen = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16) if leaf.ndim > 1 else jnp.copy(leaf), params)
     scalar = scalar_from(params)
     frozen_scalar = scalar_from(frozen)
     model = partial(Model, architecture)
-    trained: Any = {"optimizer": optimizer, "algorithm": ppo, "clock": clock}
-    actor = Actor(model(params), *shared, sampling=sampling, **trained)
-    critic = Critic(model(scalar), *shared, **trained)
-    reference = Reference(model(frozen), *shared, temperature=1.0, responses=response, clock=clock)
-    reward = Reward(model(frozen_scalar), *shared, clock=clock)
+    trained: Any = {"optimizer": optimizer, "algorithm": ppo}
+    actor = Actor(model(params), site, sampling=sampling, **trained)
+    critic = Critic(model(scalar), site, **trained)
+    reference = Reference(model(frozen), site, temperature=1.0, responses=response)
+    reward = Reward(model(frozen_scalar), site)
     states = {"actor": TrainState.create(params, optimizer), "critic": TrainState.create(scalar, optimizer)}
     del params, scalar, frozen, frozen_scalar
     estimator = ExperienceMaker(ppo, clock)

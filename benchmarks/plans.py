@@ -41,10 +41,9 @@ from jrlhf.planning.time import call_seconds
 from jrlhf.planning.workload import RoleModel, Workload
 from jrlhf.ppo import PPOConfig, TrainState
 from jrlhf.ppo.types import Experience
-from jrlhf.roles import compiled
-from jrlhf.roles.compiled import Compute
+from jrlhf.roles.compiled import CompiledModel
 from jrlhf.roles.initial import adamw
-from jrlhf.roles.model import Architecture, Model
+from jrlhf.roles.model import Architecture, Compute, Model, generation_weights
 
 DEVICES, PROMPT, RESPONSE = 4, 20, 24
 THIRDS = 3
@@ -122,15 +121,16 @@ def calls_of(case: Case) -> dict[str, Callable[[], Any]]:
     scalar = jax.device_put(scalar, param_shardings(MODEL, mesh, TRAIN, "scalar"))
     batch = _batch(mesh, case.batch)
     tokens, lengths = batch.tokens, batch.lengths
-    generate = compiled.generate(model, mesh, compute, SamplingConfig(RESPONSE), None)
+    compiled = CompiledModel(model, mesh, compute)
+    generate = compiled.generate(SamplingConfig(RESPONSE), None)
     weights = jax.block_until_ready(_generation_weights(language, mesh))
     by_group = NamedSharding(mesh, GENERATE.batch_spec())
     prompts = jax.device_put((np.asarray(tokens)[:, :PROMPT], np.asarray(batch.prompt_lengths)), by_group)
     keys = jax.device_put(jax.random.split(jax.random.key(1), case.batch), row_sharding(mesh))
-    logprobs = compiled.score_logprobs(model, mesh, compute, temperature=1.0, span=RESPONSE)
-    values, scores = compiled.score_values(model, mesh, compute), compiled.score_sequences(model, mesh, compute)
-    update_actor = compiled.actor_step(model, mesh, compute, optimizer, ppo, temperature=1.0, responses=RESPONSE)
-    update_critic = compiled.critic_step(model, mesh, compute, optimizer, ppo)
+    logprobs = compiled.score_logprobs(temperature=1.0, span=RESPONSE)
+    values, scores = compiled.score_values(), compiled.score_sequences()
+    update_actor = compiled.actor_step(optimizer, ppo, temperature=1.0, responses=RESPONSE)
+    update_critic = compiled.critic_step(optimizer, ppo)
     return {
         "actor.generate": lambda: generate(weights, *prompts, keys),
         "reward.score": lambda: scores(scalar, tokens, lengths),
@@ -156,7 +156,7 @@ def _updates(step: Callable, params: Any, optimizer: Any, batch: Experience) -> 
 
 
 def _generation_weights(params: Any, mesh: Mesh) -> Any:
-    return compiled.generation_weights(Model(Architecture(MODEL), params), mesh, Compute())
+    return generation_weights(Model(Architecture(MODEL), params), mesh, Compute())
 
 
 def _batch(mesh: Mesh, rows: int) -> Experience:

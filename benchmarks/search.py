@@ -27,6 +27,7 @@ import jax
 from benchmarks import published
 from benchmarks.exact import optimum
 from benchmarks.records import RESULTS, hardware, provenance, write
+from jrlhf.algorithms.registry import planned_graph
 from jrlhf.config import load_config
 from jrlhf.errors import UserError
 from jrlhf.meshes.hardware import HARDWARE, Cluster, cluster
@@ -37,7 +38,6 @@ from jrlhf.planning.search import Budget, Result, divisions, named_divisions, se
 from jrlhf.planning.simulate import ITERATIONS, Simulator
 from jrlhf.planning.time import CostModel
 from jrlhf.planning.workload import workload_of
-from jrlhf.stages.graphs import planned_graph
 from jrlhf.stages.setup import architectures
 
 LLAMA = {size: PRESETS[f"meta-llama/Llama-2-{size}-hf"] for size in ("13b", "70b")}

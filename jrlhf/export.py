@@ -6,7 +6,6 @@ Computes on the CPU, and only reads the run: accelerators may be at work on it m
 import argparse
 import sys
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 import jax
@@ -34,12 +33,11 @@ from jrlhf.tasks.docstrings.vocabulary import wrap
 
 
 def export_checkpoint(run: Path, step: int | None = None, out: Path | None = None) -> str:
-    """Writes out/model, and out/adapter of a trained adapter, as the end of a run does; returns a line that says so.
+    """Writes out/model, and out/adapter of a trained adapter, as the end of a run does; returns a line for the console.
 
-    Weights are those of the checkpoint to the bit. Merging an adapter into its base rounds the sum.
+    The weights have the bits of the checkpoint. Merging an adapter into its base rounds the sum.
 
-    step: of the newest stage that trains the policy; None: its newest checkpoint.
-    out: None: the run itself.
+    step: of the newest stage that trains the policy; None: its newest checkpoint. out: None: the run itself.
     """
     if not (run / CONFIG).is_file():
         raise UserError(
@@ -75,7 +73,7 @@ def export_checkpoint(run: Path, step: int | None = None, out: Path | None = Non
 
 
 def _newest_stage(run: Path, config: Config) -> tuple[str, list[int]]:
-    """The last stage that trains the policy and has checkpoints, and their steps."""
+    """The last stage that trains the policy and has checkpoints, and the steps of these."""
     stages = [stage for stage in config.stages if stage != "reward_model"]
     for stage in reversed(stages):
         if steps := saved_steps(run / "checkpoints" / stage):
@@ -99,7 +97,7 @@ def _tokenizer(run: Path, config: Config, actor: ModelConfig) -> Tokenizer:
 
 
 def _policy(config: Config, mesh: Mesh, actor: ModelConfig) -> Model:
-    """The policy, with shapes in place of what checkpoints hold: of all weights, or of an adapter on its base."""
+    """The policy, with shapes in place of the arrays that checkpoints contain: of all weights, or of an adapter."""
     if config.lora is not None:
         policy = InitialModels(config, mesh, compute_of(config.compute), Console(enabled=False)).policy()
         return policy.holding(like(policy.params, mesh))
@@ -114,12 +112,13 @@ def cli(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("run", type=Path, help="the directory of a run, such as runs/quickstart")
     parser.add_argument("--step", type=int, help="of the checkpoint; without it the newest one")
     parser.add_argument("--out", type=Path, metavar="DIR", help="where model/ is written; without it in the run")
-    return exit_code(partial(_run, parser.parse_args(arguments)))
+    options = parser.parse_args(arguments)
 
+    def run() -> None:
+        out = None if options.out is None else options.out.expanduser()
+        print(export_checkpoint(options.run.expanduser(), options.step, out))
 
-def _run(options: argparse.Namespace) -> None:
-    out = None if options.out is None else options.out.expanduser()
-    print(export_checkpoint(options.run.expanduser(), options.step, out))
+    return exit_code(run)
 
 
 if __name__ == "__main__":

@@ -17,21 +17,19 @@ from jax.sharding import Mesh
 
 from jrlhf.config import load_config
 from jrlhf.config.schema import DatasetsData, DeviceConfig
-from jrlhf.data.batches import key_for, pad_rows, put_rows, row_keys
+from jrlhf.data.batches import key_for, pad_rows, put_rows, read_responses, row_keys
 from jrlhf.data.encode import Encoding, Prompts
 from jrlhf.data.read import read_dataset
 from jrlhf.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
-from jrlhf.data.types import Example
+from jrlhf.data.types import Example, Response
 from jrlhf.errors import UserError, exit_code_of_printing
 from jrlhf.meshes import GENERATE, make_mesh
 from jrlhf.models import ModelConfig, SamplingConfig, Schedule
 from jrlhf.models.hf import load_adapter
 from jrlhf.models.params import check_tensor
-from jrlhf.roles import compiled
-from jrlhf.roles.compiled import Compute
-from jrlhf.roles.model import Architecture, Model
+from jrlhf.roles.compiled import CompiledModel
+from jrlhf.roles.model import Architecture, Compute, Model
 from jrlhf.roles.pretrained import describe, load_weights, locate
-from jrlhf.roles.sampling import Response, read_responses
 from jrlhf.run.console import clean
 from jrlhf.run.devices import select
 from jrlhf.run.directory import CONFIG, read_summary
@@ -61,7 +59,7 @@ class Generator:
     def answer(self, prompts: Prompts, key: jax.Array) -> Iterator[Response]:
         """One response to each prompt, in order.
 
-        A text depends on the key and the prompt's index, not on the batch size; in bfloat16 rounding decides near ties.
+        A text depends on the key and the prompt's index, but not on the batch size, except for rounding in bfloat16.
         """
         longest = max(len(ids) for ids in prompts.ids)
         positions, new = self.model.config.max_positions, self.sampling.max_new_tokens
@@ -70,9 +68,10 @@ class Generator:
                 f"a prompt of {longest} tokens and --max-new-tokens {new} exceed the model's {positions} positions: "
                 "shorten one of them"
             )
-        # Few widths, so that few programs are compiled; one chunk, because no answer waits for others.
+        # Few widths, so that few programs are compiled. One chunk, because no answer waits for others.
         width = min(max(32, 1 << (longest - 1).bit_length()), positions - new)
-        run = compiled.generate(self.model.architecture, self.mesh, self.compute, self.sampling, Schedule(chunk=new))
+        compiled = CompiledModel(self.model.architecture, self.mesh, self.compute)
+        run = compiled.generate(self.sampling, Schedule(chunk=new))
         for start in range(0, len(prompts.ids), self.batch):
             chunk = list(prompts.ids[start : start + self.batch])
             full = chunk + [chunk[0]] * (self.batch - len(chunk))
@@ -92,12 +91,10 @@ def load(
     platform: Literal["auto", "cpu", "gpu", "tpu"] = "auto",
     data: DatasetsData | None = None,
 ) -> Generator:
-    """A generator for a run, a model directory or a hub name.
+    """Loads a run, a model directory or a hub name.
 
-    sampling: the fields of `SamplingConfig`, without the tokens that stop a response: the tokenizer has them.
-    adapter: a PEFT directory.
-    dtype: auto: bfloat16 on an accelerator, float32 on a CPU.
-    data: the model's training data: its `eos` and the variables of its chat template.
+    sampling: fields of `SamplingConfig`; the tokenizer adds the tokens that stop a response. adapter: a PEFT directory.
+    dtype: auto is bfloat16 on an accelerator, float32 on a CPU. data: the data section of the model's training.
     """
     devices = select(DeviceConfig(platform=platform))
     directory = locate(path, "--model")
@@ -125,7 +122,7 @@ def load(
 
 
 def _tensor_parallelism(config: ModelConfig, devices: int) -> int:
-    """The largest size that the model allows; the other devices share the rows."""
+    """The largest size that the model allows. The other devices share the rows."""
     for tensor in range(devices, 1, -1):
         if devices % tensor == 0:
             with suppress(ValueError):
@@ -212,7 +209,7 @@ def _check(options: argparse.Namespace, interactive: bool) -> None:
 
 
 def _data_of(model: str) -> DatasetsData:
-    """The data section of a run, where `model` is a run; otherwise the defaults."""
+    """The data section of a run; if `model` is not a run, the defaults."""
     saved = Path(model).expanduser() / CONFIG
     if not saved.is_file():
         return DatasetsData(max_response=TOKENS)
@@ -238,7 +235,7 @@ def _write_answers(prompts: Prompts, answers: Iterator[Response], out: str) -> N
 
 
 def _converse(generator: Generator, seed: int, chat: bool, system: str | None) -> None:
-    """Answers line by line until an empty one: to the whole conversation, or, in plain text, to that line alone."""
+    """Answers each line until an empty one: with a chat template to the whole conversation, else to that line alone."""
     messages: list[dict[str, str]] = [] if system is None else [{"role": "system", "content": system}]
     for turn in itertools.count():
         try:

@@ -45,13 +45,13 @@ def cli(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace) -> None:
+    from jrlhf.algorithms.registry import planned_graph
     from jrlhf.meshes.hardware import cluster
     from jrlhf.planning import auto, plans, show
     from jrlhf.planning.search import Budget, Found, search
     from jrlhf.planning.simulate import simulate
     from jrlhf.planning.workload import without_budgeted, workload_of
     from jrlhf.run.devices import select
-    from jrlhf.stages.graphs import planned_graph
     from jrlhf.stages.setup import architectures
 
     _check_options(options)

@@ -10,7 +10,6 @@ import jax
 
 from jrlhf.config import Config, config_names, load_config
 from jrlhf.errors import exit_code, told
-from jrlhf.rewards.mixture import open_rewards
 from jrlhf.run.clock import Stopwatch
 from jrlhf.run.processes import is_main, together
 from jrlhf.stages.dpo import train_dpo
@@ -24,9 +23,9 @@ from jrlhf.stages.sft import train_sft
 
 
 def main(config: Config, *, resume: bool = False) -> dict:
-    """Runs the config's stages in their order, each with the weights of the one before, and returns the summary.
+    """Runs the stages of the config, each on the weights of the one before, and returns the summary of the run.
 
-    All files are written to `config.run_dir/config.name`.
+    Files are written to `config.run_dir/config.name`.
 
     Raises:
         UserError: bad input, found before anything is lost.
@@ -49,8 +48,7 @@ def main(config: Config, *, resume: bool = False) -> dict:
             outcome.policy = train_dpo(context, outcome.policy)
             phases.lap("dpo")
         if config.algorithm is not None:
-            sources = context.initial, context.task, context.run.path, context.placement
-            opened = open_rewards(*sources, outcome.policy, outcome.reward)
+            opened = context.open_rewards(outcome.policy, outcome.reward)
             rewards, costs = reward_processes.enter_context(opened)
             outcome.before = grade_before(context, outcome.policy, rewards, costs)
             phases.lap("evaluation")

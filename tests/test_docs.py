@@ -16,9 +16,9 @@ from benchmarks.config_reference import reference_table
 from jrlhf import plan, train
 from jrlhf.algorithms import registry as algorithms
 from jrlhf.algorithms.grpo import grpo
-from jrlhf.algorithms.registry import TITLES
 from jrlhf.config import load_config
 from jrlhf.config.check import validate
+from jrlhf.config.stages import TITLES
 from jrlhf.models.presets import PRESETS
 from jrlhf.ppo import Rollout
 

@@ -18,12 +18,12 @@ from jrlhf.meshes import make_mesh
 from jrlhf.models import ModelConfig, SamplingConfig, Schedule, export_hf, init_sharded, load_hf
 from jrlhf.models.params import HeadKind
 from jrlhf.ppo import GRPOConfig, PPOConfig, Rollout, experience_metrics
-from jrlhf.roles import compiled
 from jrlhf.roles.actor import Actor, Reference
-from jrlhf.roles.compiled import Compute
+from jrlhf.roles.compiled import CompiledModel
 from jrlhf.roles.critic import Critic, FusedUpdate, Reward
 from jrlhf.roles.initial import adamw
-from jrlhf.roles.model import Architecture, Model
+from jrlhf.roles.model import Architecture, Compute, Model, generation_weights
+from jrlhf.roles.role import Site
 from jrlhf.run.clock import Clock
 from jrlhf.run.devices import keep_freed_memory
 
@@ -87,10 +87,10 @@ def check(job: Job) -> None:
     with jax.set_mesh(mesh):
         actor, critic = load(job, "actor", mesh), load(job, "critic", mesh)
         placed, ends = put_rows((tokens, np.full(job.batch, tokens.shape[1], np.int32)), mesh)
-        logprobs, _ = compiled.score_logprobs(actor.architecture, mesh, COMPUTE, temperature=1.0)(
+        logprobs, _ = CompiledModel(actor.architecture, mesh, COMPUTE).score_logprobs(temperature=1.0)(
             actor.params, placed, ends
         )
-        values, _ = compiled.score_values(critic.architecture, mesh, COMPUTE)(critic.params, placed, ends)
+        values, _ = CompiledModel(critic.architecture, mesh, COMPUTE).score_values()(critic.params, placed, ends)
         draw = generator(actor, mesh, SamplingConfig(job.response, temperature=0))
         greedy = draw(*put_prompts(job, tokens[:, : job.prompt], 0, mesh))[:, job.prompt :]
     save_numbers(job, "ours", logprobs=logprobs[:, 1:], values=values[:, 1:], greedy=greedy)
@@ -98,9 +98,9 @@ def check(job: Job) -> None:
 
 def generator(model: Model, mesh: Mesh, sampling: SamplingConfig):
     """(prompts, lengths, keys) -> tokens [B, P+R] on the host; the weights are moved to where it wants them once."""
-    weights = compiled.generation_weights(model, mesh, COMPUTE)
+    weights = generation_weights(model, mesh, COMPUTE)
     schedule = one_chunk(sampling.max_new_tokens)
-    run = compiled.generate(model.architecture, mesh, COMPUTE, sampling, schedule)
+    run = CompiledModel(model.architecture, mesh, COMPUTE).generate(sampling, schedule)
     return lambda *arguments: np.asarray(run(weights, *arguments).tokens)
 
 
@@ -121,25 +121,23 @@ def ppo(job: Job) -> dict[str, Any]:
     mesh = mesh_of(job)
     with jax.set_mesh(mesh):
         config, optimizer, clock = PPOConfig(kl_coef=KL_COEF), make_optimizer(job), Clock()
-        models = {role: load(job, role, mesh) for role in HEADS}
+        models, site = {role: load(job, role, mesh) for role in HEADS}, Site(mesh, COMPUTE, clock)
         sampling = SamplingConfig(job.response)
         actor = Actor(
             models["actor"],
-            mesh,
-            COMPUTE,
+            site,
             sampling=sampling,
             schedule=one_chunk(job.response),
             optimizer=optimizer,
             algorithm=config,
-            clock=clock,
         )
-        critic = Critic(models["critic"], mesh, COMPUTE, optimizer=optimizer, algorithm=config, clock=clock)
+        critic = Critic(models["critic"], site, optimizer=optimizer, algorithm=config)
         scored = {"temperature": sampling.temperature, "responses": job.response}
-        reference = Reference(load(job, "actor", mesh), mesh, COMPUTE, **scored, clock=clock)
-        reward = Reward(models["reward"], mesh, COMPUTE, clock=clock)
+        reference = Reference(load(job, "actor", mesh), site, **scored)
+        reward = Reward(models["reward"], site)
         states = {"actor": actor.create(models["actor"].params), "critic": critic.create(models["critic"].params)}
         rewards: Any = SimpleNamespace(score=lambda rollout, batch: reward.score(rollout))
-        learner = FusedUpdate(actor, critic, mesh, COMPUTE, algorithm=config, **scored)
+        learner = FusedUpdate(actor, critic, site, algorithm=config, **scored)
         measure, count = jax.jit(experience_metrics), iter(range(job.steps))
 
         def step(rows: np.ndarray) -> None:
@@ -163,22 +161,20 @@ def grpo(job: Job) -> dict[str, Any]:
     mesh = mesh_of(job)
     with jax.set_mesh(mesh):
         config, optimizer, clock = GRPOConfig(samples=SAMPLES, kl_coef=KL_COEF), make_optimizer(job), Clock()
-        model, sampling = load(job, "actor", mesh), SamplingConfig(job.response)
+        model, sampling, site = load(job, "actor", mesh), SamplingConfig(job.response), Site(mesh, COMPUTE, clock)
         actor = Actor(
             model,
-            mesh,
-            COMPUTE,
+            site,
             sampling=sampling,
             samples=SAMPLES,
             schedule=one_chunk(job.response),
             optimizer=optimizer,
             algorithm=config,
-            clock=clock,
         )
         scored = {"temperature": sampling.temperature, "responses": job.response}
-        reference = Reference(load(job, "actor", mesh), mesh, COMPUTE, **scored, clock=clock)
+        reference = Reference(load(job, "actor", mesh), site, **scored)
         states = {"actor": actor.create(model.params)}
-        learner = FusedUpdate(actor, None, mesh, COMPUTE, algorithm=config, **scored)
+        learner = FusedUpdate(actor, None, site, algorithm=config, **scored)
         scores: Any = SimpleNamespace(score=lambda rollout, _: first_token_scores(rollout))
         measure, count = jax.jit(partial(experience_metrics, samples=SAMPLES)), iter(range(job.steps))
 

@@ -1,11 +1,27 @@
-"""The algorithms, each as the dataflow of one iteration, in a file of its own.
+"""The algorithms, each as the dataflow of one iteration, in a file of its own; and the types of their parameters.
 
-What they compute with is in `ppo/`; their settings are in `ppo/config.py`, whose classes describe them. A function's
-parameters name the roles that it needs and the values that it starts from: `prompts` are a `Batch`, `kl_coef` is the
-weight of the KL. A reference that is None is not needed. It returns the experience and the metrics of its updates.
-`registry.graph_of` traces it to the graph of its calls.
+Their mathematics is in `ppo/`; their settings are the classes of `ppo/config.py`, which describe them. A row of
+`config/stages.py` names an algorithm's file. A dataflow's parameters name the roles that it needs and the values from
+which it starts: `prompts` are a `Batch`, `kl_coef` is the weight of the KL. A reference that is None is not needed. A
+dataflow returns the experience and the metrics of its updates. `registry.graph_of` traces it to the graph of its calls.
 """
 
-from jrlhf.roles.actor import policy_logprobs
+from jax import Array
 
-__all__ = ["policy_logprobs"]
+from jrlhf.algorithms.dynamic_sampling import DynamicSampler as DynamicSampler
+from jrlhf.data.batches import Batch as Batch
+from jrlhf.ppo import Experience as Experience
+from jrlhf.ppo import Scored as Scored
+from jrlhf.rewards.mixture import Rewards as Rewards
+from jrlhf.roles.actor import Actor as Actor
+from jrlhf.roles.actor import Reference as Reference
+from jrlhf.roles.actor import policy_logprobs as policy_logprobs
+from jrlhf.roles.critic import CostCritic as CostCritic
+from jrlhf.roles.critic import Critic as Critic
+from jrlhf.roles.critic import FusedUpdate as FusedUpdate
+from jrlhf.roles.experience import Constraint as Constraint
+from jrlhf.roles.experience import ExperienceMaker as ExperienceMaker
+from jrlhf.roles.pair_actor import PairActor as PairActor
+
+Number = float | Array
+Result = tuple[Experience, dict[str, Array]]  # of a dataflow: the experience, and the metrics of its updates

@@ -1,14 +1,6 @@
 """DAPO: `DAPOConfig`."""
 
-from jax import Array
-
-from jrlhf.algorithms.dynamic_sampling import DynamicSampler
-from jrlhf.ppo import Experience
-from jrlhf.rewards.mixture import Rewards
-from jrlhf.roles.actor import Actor, Reference, policy_logprobs
-from jrlhf.roles.experience import ExperienceMaker
-
-TITLES = {"dapo": "DAPO"}
+from jrlhf.algorithms import Actor, DynamicSampler, ExperienceMaker, Number, Reference, Result, Rewards, policy_logprobs
 
 
 def dapo(
@@ -17,8 +9,8 @@ def dapo(
     reward: Rewards,
     pool: DynamicSampler,
     estimator: ExperienceMaker,
-    kl_coef: float | Array,
-) -> tuple[Experience, dict[str, Array]]:
+    kl_coef: Number,
+) -> Result:
     """GRPO on groups that can teach something: prompts are drawn until such groups fill a batch."""
     batch = None
     while pool.wants_more():

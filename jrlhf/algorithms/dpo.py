@@ -2,11 +2,8 @@
 
 from jax import Array
 
+from jrlhf.algorithms import PairActor, Reference
 from jrlhf.ppo import PairBatch
-from jrlhf.roles.actor import Reference
-from jrlhf.roles.pair_actor import PairActor
-
-TITLES = {"dpo": "DPO"}
 
 
 def dpo(actor: PairActor, reference: Reference, pairs: PairBatch) -> dict[str, Array]:

@@ -87,7 +87,7 @@ class DynamicSampler:
 
     @call("compute", "rollout", "scores", raw_scores=True)
     def batch(self, batch: tuple[Rollout, Scores]) -> tuple[Rollout, Array]:
-        """The batch as it is, full or not."""
+        """The batch of the iteration, full or not."""
         rollout, scores = batch
         self.raw, self._metrics = scores.raw, named("critic/score", extremes(scores.raw))
         return rollout, scores.shaped

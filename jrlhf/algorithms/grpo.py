@@ -1,20 +1,6 @@
 """GRPO and its kin, whose configs change the advantages and the loss: `GRPOConfig` and its subclasses."""
 
-from jax import Array
-
-from jrlhf.data.batches import Batch
-from jrlhf.ppo import Experience
-from jrlhf.rewards.mixture import Rewards
-from jrlhf.roles.actor import Actor, Reference, policy_logprobs
-from jrlhf.roles.experience import ExperienceMaker
-
-TITLES = {
-    "grpo": "GRPO",
-    "dr_grpo": "Dr. GRPO",
-    "gspo": "GSPO",
-    "rloo": "RLOO",
-    "reinforce_pp_baseline": "REINFORCE++-baseline",
-}
+from jrlhf.algorithms import Actor, Batch, ExperienceMaker, Number, Reference, Result, Rewards, policy_logprobs
 
 
 def grpo(
@@ -23,8 +9,8 @@ def grpo(
     reward: Rewards,
     estimator: ExperienceMaker,
     prompts: Batch,
-    kl_coef: float | Array,
-) -> tuple[Experience, dict[str, Array]]:
+    kl_coef: Number,
+) -> Result:
     """Several responses to each prompt are each other's baseline."""
     rollout = actor.generate(prompts)
     scores = reward.score(rollout, prompts)

@@ -1,12 +1,6 @@
 """PPO, GRPO and its kin, and REINFORCE++, where a batch gets a single update."""
 
-from jax import Array
-
-from jrlhf.data.batches import Batch
-from jrlhf.ppo import Experience
-from jrlhf.rewards.mixture import Rewards
-from jrlhf.roles.actor import Actor, Reference
-from jrlhf.roles.critic import FusedUpdate
+from jrlhf.algorithms import Actor, Batch, FusedUpdate, Number, Reference, Result, Rewards
 
 
 def on_policy(
@@ -15,8 +9,8 @@ def on_policy(
     reference: Reference | None,
     reward: Rewards,
     prompts: Batch,
-    kl_coef: float | Array,
-) -> tuple[Experience, dict[str, Array]]:
+    kl_coef: Number,
+) -> Result:
     """The passes that make the experience are those that are trained."""
     rollout = actor.generate(prompts)
     scores = reward.score(rollout, prompts)

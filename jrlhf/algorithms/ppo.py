@@ -1,15 +1,6 @@
 """PPO: `PPOConfig`."""
 
-from jax import Array
-
-from jrlhf.data.batches import Batch
-from jrlhf.ppo import Experience
-from jrlhf.rewards.mixture import Rewards
-from jrlhf.roles.actor import Actor, Reference, policy_logprobs
-from jrlhf.roles.critic import Critic
-from jrlhf.roles.experience import ExperienceMaker
-
-TITLES = {"ppo": "PPO"}
+from jrlhf.algorithms import Actor, Batch, Critic, ExperienceMaker, Number, Reference, Result, Rewards, policy_logprobs
 
 
 def ppo(
@@ -19,8 +10,8 @@ def ppo(
     reward: Rewards,
     estimator: ExperienceMaker,
     prompts: Batch,
-    kl_coef: float | Array,
-) -> tuple[Experience, dict[str, Array]]:
+    kl_coef: Number,
+) -> Result:
     """A critic estimates what each token adds to the score."""
     rollout = actor.generate(prompts)
     scores = reward.score(rollout, prompts)

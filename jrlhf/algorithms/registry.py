@@ -1,53 +1,72 @@
-"""The dataflow and the title of each stage, read from the algorithms' files; and the graphs of dataflows."""
+"""The dataflow of each stage, and the graph of its calls. A row of `config/stages.py` names an algorithm's file."""
 
-import pkgutil
 from collections.abc import Callable
 from importlib import import_module
 
-import jrlhf.algorithms
+from jrlhf.algorithms import PairActor, Reference
 from jrlhf.algorithms.custom import custom_dataflow, custom_graph
 from jrlhf.algorithms.on_policy import on_policy
 from jrlhf.algorithms.roles import ROLES, known_facts
 from jrlhf.config.schema import Config
-from jrlhf.meshes import Graph
-from jrlhf.roles.actor import Reference
+from jrlhf.config.stages import FILES
+from jrlhf.errors import UserError
+from jrlhf.meshes import Call, Graph
 from jrlhf.roles.graph import trace
-from jrlhf.roles.pair_actor import PairActor
 
-DATAFLOWS: dict[str, Callable] = {}  # stage -> dataflow
-TITLES: dict[str, str] = {}  # stage -> its name in texts for people
+SFT = Graph("sft", ("texts",), (Call("sft.update", "actor", "train", ("texts",), ("metrics",)),))
+REWARD_MODEL = Graph(
+    "reward_model",
+    ("pairs",),
+    (
+        Call("reward_model.update", "reward", "train", ("pairs",), ("metrics",)),
+        Call("policy", "actor", "compute", (), ("policy",)),  # the policy stays on the devices meanwhile
+    ),
+)
 
-# Every file with `TITLES` is an algorithm. Its dataflow has the file's name and serves all stages in `TITLES`.
-for _file in pkgutil.iter_modules(jrlhf.algorithms.__path__):
-    if _file.name not in ("custom", "dynamic_sampling", "on_policy", "registry", "roles"):
-        _module = import_module(f"{jrlhf.algorithms.__name__}.{_file.name}")
-        TITLES |= _module.TITLES
-        DATAFLOWS |= dict.fromkeys(_module.TITLES, getattr(_module, _file.name))
+
+def shipped_dataflow(stage: str) -> Callable:
+    """The function in the algorithm's file, which has the file's name."""
+    return getattr(import_module(f"jrlhf.algorithms.{FILES[stage]}"), FILES[stage])
 
 
 def dataflow_of(config: Config) -> Callable:
     """The dataflow of the config's stage of reinforcement learning: a user's own, or a shipped one."""
     assert config.algorithm is not None
     if config.rl.dataflow is not None:
-        return custom_dataflow(config, DATAFLOWS[config.algorithm]).function
-    return on_policy if config.compute.shared_passes else DATAFLOWS[config.algorithm]
+        return custom_dataflow(config, shipped_dataflow(config.algorithm)).function
+    return on_policy if config.compute.shared_passes else shipped_dataflow(config.algorithm)
 
 
 def dataflow_identity(config: Config) -> str | None:
     """A digest of the file of a user's own dataflow. A run cannot go on with another one."""
     if config.algorithm is None or config.rl.dataflow is None:
         return None
-    return (custom_dataflow(config, DATAFLOWS[config.algorithm]).sha256 or "")[:16]
+    return (custom_dataflow(config, shipped_dataflow(config.algorithm)).sha256 or "")[:16]
 
 
 def graph_of(config: Config) -> Graph:
-    """The calls of the dataflow of the config's stage of reinforcement learning, by tracing it."""
+    """Traces the dataflow of the config's stage of reinforcement learning to the graph of its calls."""
     assert config.algorithm is not None
     if config.rl.dataflow is not None:
-        return custom_graph(config, dataflow_of(config), DATAFLOWS[config.algorithm])
+        return custom_graph(config, dataflow_of(config), shipped_dataflow(config.algorithm))
     return trace(dataflow_of(config), ROLES, known_facts(config), name=config.algorithm)
 
 
-def dpo_graph() -> Graph:
-    """The calls of a step of DPO."""
-    return trace(DATAFLOWS["dpo"], {"actor": PairActor, "reference": Reference})
+def stage_graph(config: Config, stage: str) -> Graph:
+    """The calls of one iteration or step of a stage of the config. The graph has the stage's name."""
+    if stage == config.algorithm:
+        return graph_of(config)
+    if stage == "dpo":
+        return trace(shipped_dataflow("dpo"), {"actor": PairActor, "reference": Reference})
+    return {"sft": SFT, "reward_model": REWARD_MODEL}[stage]
+
+
+def planned_graph(config: Config) -> Graph:
+    """The graph that `jrlhf.plan` makes a plan for: of the RL algorithm, or else of DPO."""
+    stage = config.algorithm or ("dpo" if "dpo" in config.stages else None)
+    if stage is None:
+        raise UserError(
+            f"stages=[{', '.join(config.stages)}] have no calls to plan: add an algorithm of reinforcement "
+            "learning, or dpo"
+        )
+    return stage_graph(config, stage)

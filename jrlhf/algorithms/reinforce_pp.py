@@ -1,14 +1,6 @@
 """REINFORCE++: `ReinforcePPConfig`."""
 
-from jax import Array
-
-from jrlhf.data.batches import Batch
-from jrlhf.ppo import Experience
-from jrlhf.rewards.mixture import Rewards
-from jrlhf.roles.actor import Actor, Reference, policy_logprobs
-from jrlhf.roles.experience import ExperienceMaker
-
-TITLES = {"reinforce_pp": "REINFORCE++"}
+from jrlhf.algorithms import Actor, Batch, ExperienceMaker, Number, Reference, Result, Rewards, policy_logprobs
 
 
 def reinforce_pp(
@@ -17,8 +9,8 @@ def reinforce_pp(
     reward: Rewards,
     estimator: ExperienceMaker,
     prompts: Batch,
-    kl_coef: float | Array,
-) -> tuple[Experience, dict[str, Array]]:
+    kl_coef: Number,
+) -> Result:
     """Returns of tokens are whitened over the batch; one response per prompt."""
     rollout = actor.generate(prompts)
     scores = reward.score(rollout, prompts)

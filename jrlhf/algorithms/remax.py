@@ -1,14 +1,6 @@
 """ReMax: `ReMaxConfig`."""
 
-from jax import Array
-
-from jrlhf.data.batches import Batch
-from jrlhf.ppo import Experience
-from jrlhf.rewards.mixture import Rewards
-from jrlhf.roles.actor import Actor, Reference, policy_logprobs
-from jrlhf.roles.experience import ExperienceMaker
-
-TITLES = {"remax": "ReMax"}
+from jrlhf.algorithms import Actor, Batch, ExperienceMaker, Number, Reference, Result, Rewards, policy_logprobs
 
 
 def remax(
@@ -17,8 +9,8 @@ def remax(
     reward: Rewards,
     estimator: ExperienceMaker,
     prompts: Batch,
-    kl_coef: float | Array,
-) -> tuple[Experience, dict[str, Array]]:
+    kl_coef: Number,
+) -> Result:
     """The score of the greedy response is the baseline."""
     rollout = actor.generate(prompts)
     scores = reward.score(rollout, prompts)

@@ -1,15 +1,19 @@
 """Safe RLHF: `SafeRLHFConfig`."""
 
-from jax import Array
-
-from jrlhf.data.batches import Batch
-from jrlhf.ppo import Experience, Scored
-from jrlhf.rewards.mixture import Rewards
-from jrlhf.roles.actor import Actor, Reference, policy_logprobs
-from jrlhf.roles.critic import CostCritic, Critic
-from jrlhf.roles.experience import Constraint, ExperienceMaker
-
-TITLES = {"safe_rlhf": "Safe RLHF"}
+from jrlhf.algorithms import (
+    Actor,
+    Batch,
+    Constraint,
+    CostCritic,
+    Critic,
+    ExperienceMaker,
+    Number,
+    Reference,
+    Result,
+    Rewards,
+    Scored,
+    policy_logprobs,
+)
 
 
 def safe_rlhf(
@@ -22,8 +26,8 @@ def safe_rlhf(
     constraint: Constraint,
     estimator: ExperienceMaker,
     prompts: Batch,
-    kl_coef: float | Array,
-) -> tuple[Experience, dict[str, Array]]:
+    kl_coef: Number,
+) -> Result:
     """PPO with a cost, which a Lagrange multiplier keeps below a limit."""
     rollout = actor.generate(prompts)
     scores = reward.score(rollout, prompts)

@@ -1,4 +1,4 @@
-"""The sections of the stages. Each algorithm of reinforcement learning is a row in `STAGES`."""
+"""The sections of the stages. Each algorithm of reinforcement learning is a row of the table at the end."""
 
 from dataclasses import dataclass, make_dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -53,6 +53,10 @@ class PairsStageConfig(OptimizerConfig):
     batch: int = count(64)  # rows, or pairs, per update
     eval_every: int = count(50)  # steps between evaluations on rows that are kept apart
     save_every: int = count(100)  # steps between checkpoints
+
+    def evaluates(self, step: int) -> bool:
+        """True if held-out rows are evaluated after this step: the first, the last, and every `eval_every`-th."""
+        return step == 0 or (step + 1) % self.eval_every == 0 or step + 1 == self.steps
 
 
 @dataclass(frozen=True)
@@ -127,21 +131,24 @@ def _rl(algorithm: PolicyConfig, **more: Any) -> type[RLStageConfig]:
     return make_dataclass(type(algorithm).__name__, own, bases=(base,), frozen=True)
 
 
-STAGES: dict[str, type[Section]] = {
-    "sft": SFTConfig,
-    "reward_model": RewardModelConfig,
-    "dpo": DPOStageConfig,
-    "ppo": _rl(algorithms.PPOConfig()),
-    "grpo": _rl(algorithms.GRPOConfig()),
-    "dr_grpo": _rl(algorithms.DrGRPOConfig()),
-    "dapo": _rl(algorithms.DAPOConfig(), scores=DAPOScoreConfig()),
-    "gspo": _rl(algorithms.GSPOConfig()),
-    "rloo": _rl(algorithms.RLOOConfig()),
-    "reinforce_pp": _rl(algorithms.ReinforcePPConfig()),
-    "reinforce_pp_baseline": _rl(algorithms.ReinforcePPBaselineConfig()),
-    "remax": _rl(algorithms.ReMaxConfig()),
-    "safe_rlhf": _rl(algorithms.SafeRLHFConfig()),
+# Algorithm: its section, its title, and its file in algorithms/, which defines a function with the file's name.
+_ROWS: dict[str, tuple[type[Section], str, str]] = {
+    "dpo": (DPOStageConfig, "DPO", "dpo"),
+    "ppo": (_rl(algorithms.PPOConfig()), "PPO", "ppo"),
+    "grpo": (_rl(algorithms.GRPOConfig()), "GRPO", "grpo"),
+    "dr_grpo": (_rl(algorithms.DrGRPOConfig()), "Dr. GRPO", "grpo"),
+    "dapo": (_rl(algorithms.DAPOConfig(), scores=DAPOScoreConfig()), "DAPO", "dapo"),
+    "gspo": (_rl(algorithms.GSPOConfig()), "GSPO", "grpo"),
+    "rloo": (_rl(algorithms.RLOOConfig()), "RLOO", "grpo"),
+    "reinforce_pp": (_rl(algorithms.ReinforcePPConfig()), "REINFORCE++", "reinforce_pp"),
+    "reinforce_pp_baseline": (_rl(algorithms.ReinforcePPBaselineConfig()), "REINFORCE++-baseline", "grpo"),
+    "remax": (_rl(algorithms.ReMaxConfig()), "ReMax", "remax"),
+    "safe_rlhf": (_rl(algorithms.SafeRLHFConfig()), "Safe RLHF", "safe_rlhf"),
 }
+STAGES: dict[str, type[Section]] = {"sft": SFTConfig, "reward_model": RewardModelConfig}
+STAGES |= {name: section for name, (section, _, _) in _ROWS.items()}
+TITLES = {name: title for name, (_, title, _) in _ROWS.items()}
+FILES = {name: file for name, (_, _, file) in _ROWS.items()}
 ALGORITHMS = tuple(name for name, section in STAGES.items() if issubclass(section, RLStageConfig))
 
 if TYPE_CHECKING:

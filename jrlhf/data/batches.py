@@ -10,7 +10,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Int
 
-from jrlhf.data.types import Example
+from jrlhf.data.tokenizer import Tokenizer
+from jrlhf.data.types import Example, Response
 from jrlhf.meshes import GENERATE, TRAIN, to_devices
 
 
@@ -44,6 +45,16 @@ def pad_rows(rows: Sequence[Sequence[int]], width: int) -> tuple[Int[np.ndarray,
     for padded, row in zip(tokens, rows, strict=True):
         padded[: len(row)] = row
     return tokens, lengths
+
+
+def read_responses(tokenizer: Tokenizer, rollout, count: int | None = None) -> list[Response]:
+    """The responses of a rollout on the host, or only the first `count` of them."""
+    fields = rollout.tokens, rollout.prompt_lengths, rollout.response_lengths, rollout.finished
+    responses = []
+    for tokens, start, length, finished in zip(*(field[:count] for field in fields), strict=True):
+        ids = tuple(int(token) for token in tokens[start : start + length])
+        responses.append(Response(ids, tokenizer.decode(ids), bool(finished)))
+    return responses
 
 
 def row_sharding(mesh: Mesh) -> NamedSharding:

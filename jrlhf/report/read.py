@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import yaml
 
-from jrlhf.algorithms.registry import TITLES
 from jrlhf.config.parse import flatten, parse_yaml
+from jrlhf.config.stages import TITLES
 from jrlhf.errors import UserError
 from jrlhf.meshes.plan import Plan, plan_of
 from jrlhf.run.directory import CONFIG, ENVIRONMENT, PLAN, SAMPLES, read_summary

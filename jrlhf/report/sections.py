@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jrlhf.algorithms.registry import TITLES
+from jrlhf.config.stages import TITLES
 from jrlhf.report.charts import COLORS, Chart, Series, number
 from jrlhf.report.read import FAILURES, GOLD, KL, REWARD_KINDS, SCORE, Record
 from jrlhf.run.console import duration, validation_key

@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Array
 
 from jrlhf.config.schema import RewardConfig
-from jrlhf.data.batches import Batch, put_rows
+from jrlhf.data.batches import Batch, put_rows, read_responses
 from jrlhf.data.task import Task
 from jrlhf.data.tokenizer import Tokenizer
 from jrlhf.meshes import gathered, transfer
@@ -24,12 +24,11 @@ from jrlhf.rewards.combine import Combined, combine, named
 from jrlhf.rewards.functions import FunctionReward
 from jrlhf.rewards.text_model import TextReward
 from jrlhf.rewards.types import Sample, Scored, to_samples, weighted_sum
-from jrlhf.roles.compiled import Compute
 from jrlhf.roles.critic import Reward
 from jrlhf.roles.initial import InitialModels
-from jrlhf.roles.model import Model
+from jrlhf.roles.model import Compute, Model
 from jrlhf.roles.placement import Pending, RolePlacement, Scores, call
-from jrlhf.roles.sampling import read_responses
+from jrlhf.roles.role import Site
 from jrlhf.run.clock import Clock
 from jrlhf.run.processes import from_main, is_main
 
@@ -152,7 +151,8 @@ class Rewards:
         assert token_parts or texts.parts, "nothing would score"
         self.placement, self.clock, self._kind = placement, clock, kind
         self.trained, self.token_parts, self.texts = trained, token_parts, texts
-        self._roles = {name: Reward(part.model, placement, compute, clock=clock) for name, part in token_parts.items()}
+        site = Site(placement, compute, clock)
+        self._roles = {name: Reward(part.model, site) for name, part in token_parts.items()}
         self._max_response = max_response
         weights = {name: part.weight for name, part in token_parts.items()}
         shape = partial(shape_scores, config=shaping, max_response=max_response)

@@ -19,9 +19,7 @@ from jrlhf.models import ModelConfig
 from jrlhf.models.params import Params
 from jrlhf.rewards.functions import RewardFailure
 from jrlhf.rewards.types import Sample, Scored
-from jrlhf.roles import compiled
-from jrlhf.roles.compiled import Compute
-from jrlhf.roles.model import Model
+from jrlhf.roles.model import Compute, Model
 from jrlhf.roles.placement import RolePlacement
 from jrlhf.roles.pretrained import locate
 from jrlhf.run.clock import may_deadlock
@@ -56,14 +54,15 @@ class TextReward:
         self._tokenizer = reward_tokenizer(reward.model, key, model.config)
         self._cut = is_ours(reward.model, key)
         self._called, self._on_failure = f"{key.partition('s[')[0]} {reward.name}", reward.on_failure
-        _, self._mesh, compute = placement.home.resolve(self._model.architecture, compute)
+        compiled = placement.home.compiled(self._model.architecture, compute)
+        self._mesh = compiled.mesh
         divisor = self._mesh.size * placement.home.parts
         self._batch = -(-reward.batch // divisor) * divisor
         self._most = model.config.max_positions
         # The widths of texts of usual length. This tokenizer may make longer rows.
         self._widths = sorted({_width(length, self._most) for length in (usual // 4, usual // 2, usual)})
         self._warm = False
-        self._score = compiled.score_sequences(self._model.architecture, self._mesh, compute)
+        self._score = compiled.score_sequences()
 
     def score(self, samples: Sequence[Sample], step: int = 0) -> Scored:
         """Returns the model's score of every sample, read at its last token."""

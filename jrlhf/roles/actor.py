@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Self
 
 import jax.numpy as jnp
@@ -15,13 +14,11 @@ from jrlhf.meshes import transfer
 from jrlhf.models import SamplingConfig, Schedule
 from jrlhf.models.params import Params
 from jrlhf.ppo import Experience, PairBatch, PolicyConfig, Rollout, SFTBatch, TrainState
-from jrlhf.roles import compiled
-from jrlhf.roles.compiled import Compute
-from jrlhf.roles.model import Model
-from jrlhf.roles.offloading import Offloader
-from jrlhf.roles.placement import RolePlacement, call
-from jrlhf.roles.role import Role, TrainedRole, responses
-from jrlhf.run.clock import Clock, timed
+from jrlhf.roles.compiled import CompiledModel
+from jrlhf.roles.model import Model, generation_weights
+from jrlhf.roles.placement import call
+from jrlhf.roles.role import Role, Site, TrainedRole
+from jrlhf.run.clock import timed
 
 
 class Actor(TrainedRole):
@@ -36,34 +33,30 @@ class Actor(TrainedRole):
     def __init__(
         self,
         model: Model,
-        placement: Mesh | RolePlacement,
-        compute: Compute,
+        site: Site,
         *,
         sampling: SamplingConfig,
         samples: int = 1,
         schedule: Schedule | None = None,
         optimizer: optax.GradientTransformation,
         algorithm: PolicyConfig,
-        clock: Clock,
-        offloader: Offloader | None = None,
     ):
-        super().__init__(model, placement, compute, optimizer, clock, offloader)
+        super().__init__(model, site, optimizer)
         self._algorithm = algorithm
-        mesh, greedy_mesh = self.placement["generate"].mesh, self.placement["generate_greedy"].mesh
-        self._generate = compiled.generate(self.architecture, mesh, compute, sampling, schedule, samples)
+        temperature, span = sampling.temperature, sampling.max_new_tokens
         greedy = replace(sampling, temperature=0.0, top_k=None, top_p=None)
-        self._generate_greedy = compiled.generate(self.architecture, greedy_mesh, compute, greedy, schedule)
-        resolve = partial(self.placement.resolve, architecture=self.architecture, compute=compute)
-        temperature, longest = sampling.temperature, sampling.max_new_tokens
-        self._logprobs = compiled.score_logprobs(*resolve("logprobs"), temperature=temperature, span=longest)
+
+        def on_mesh(method: str) -> CompiledModel:  # not `self.compiled`: a `Sampler` on this mesh shares the program
+            return CompiledModel(self.architecture, self.placement[method].mesh, self._compute)
+
+        self._generate = on_mesh("generate").generate(sampling, schedule, samples)
+        self._generate_greedy = on_mesh("generate_greedy").generate(greedy, schedule)
+        self._logprobs = self.compiled("logprobs").score_logprobs(temperature=temperature, span=span)
         if self.architecture.lora is not None:
-            with_base = resolve("logprobs_with_base")
-            self._logprobs_with_base = compiled.score_logprobs_with_base(
-                *with_base, temperature=temperature, span=longest
-            )
-        self._update = compiled.actor_step(
-            *resolve("update"), optimizer, algorithm, temperature=temperature, responses=longest
-        )
+            both = self.compiled("logprobs_with_base")
+            self._logprobs_with_base = both.score_logprobs_with_base(temperature=temperature, span=span)
+        update = self.compiled("update")
+        self._update = update.actor_step(optimizer, algorithm, temperature=temperature, responses=span)
 
     def bind(self, state: TrainState, texts: SFTBatch | None = None) -> Self:
         """See `TrainedRole.bind`."""
@@ -87,7 +80,7 @@ class Actor(TrainedRole):
         """The weights in the layout GENERATE. A copy that was made only to onload them is freed on the way."""
         params = self.offloader.onload(self.state.params)
         model, is_copy = self._model.holding(params), params is not self.state.params
-        return compiled.generation_weights(model, self.placement[method].mesh, self._compute, donate=is_copy)
+        return generation_weights(model, self.placement[method].mesh, self._compute, donate=is_copy)
 
     @timed("gen")
     def _sample(self, generate: Callable, weights: Params, prompts: Batch, mesh: Mesh) -> Rollout:
@@ -103,14 +96,14 @@ class Actor(TrainedRole):
         )
 
     def recomputes(self) -> bool:
-        """Whether the ratio's denominator is computed by `logprobs`, and not taken from the rollout."""
+        """True if the ratio's denominator is computed by `logprobs`, and not taken from the rollout."""
         return self._algorithm.old_logprobs == "recompute"
 
     @call("infer", "old")
     @timed("old_log_prob")
     def logprobs(self, rollout: Rollout) -> Float[Array, "B T"]:
         """Log-probs of the responses' tokens under the present weights. Elsewhere they are undefined."""
-        logprobs, _ = self._logprobs(self._weights("logprobs"), *responses(rollout), *self._model.frozen)
+        logprobs, _ = self._logprobs(self._weights("logprobs"), *_responses(rollout), *self._model.frozen)
         return logprobs
 
     @call("infer", "old", "ref")
@@ -118,7 +111,7 @@ class Actor(TrainedRole):
     def logprobs_with_base(self, rollout: Rollout) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
         """An adapter's `logprobs`, and those of the base under it, in one pass."""
         params = self.offloader.onload(self.state.params)
-        logprobs, _, base = self._logprobs_with_base(params, *responses(rollout), *self._model.frozen)
+        logprobs, _, base = self._logprobs_with_base(params, *_responses(rollout), *self._model.frozen)
         return logprobs, base
 
     @call("train", "actor_metrics")
@@ -134,20 +127,10 @@ class Reference(Role):
     responses: maximum response length; only response log-probs are computed. None: all tokens (preference pairs).
     """
 
-    def __init__(
-        self,
-        model: Model,
-        placement: Mesh | RolePlacement,
-        compute: Compute,
-        *,
-        temperature: float,
-        responses: int | None,
-        clock: Clock,
-    ):
-        super().__init__(model, placement, compute, clock)
+    def __init__(self, model: Model, site: Site, *, temperature: float, responses: int | None):
+        super().__init__(model, site)
         self._reads_responses = responses is not None
-        resolved = self.placement.resolve("logprobs", model.architecture, compute)
-        self._logprobs = compiled.score_logprobs(*resolved, temperature=temperature, span=responses)
+        self._logprobs = self.compiled("logprobs").score_logprobs(temperature=temperature, span=responses)
 
     @call("infer", "ref")
     @timed("ref")
@@ -156,12 +139,12 @@ class Reference(Role):
         if self._reads_responses != isinstance(rows, Rollout):
             of = "responses" if self._reads_responses else "pairs"
             raise TypeError(f"a reference of {of} cannot read a {type(rows).__name__}")
-        tokens = responses(rows) if isinstance(rows, Rollout) else (rows.tokens, rows.lengths)
+        tokens = _responses(rows) if isinstance(rows, Rollout) else (rows.tokens, rows.lengths)
         logprobs, _ = self._logprobs(self._weights("logprobs"), *tokens, *self._model.frozen)
         return logprobs
 
     def is_base_of(self, actor: Actor) -> bool:
-        """Whether the actor is an adapter on this very model, which then needs no pass of its own."""
+        """True if the actor is an adapter on this very model, which then needs no pass of its own."""
         return self.model.params is actor.model.base
 
 
@@ -180,3 +163,8 @@ def policy_logprobs(
     if reference.is_base_of(actor):
         return actor.logprobs_with_base(rollout)
     return actor.logprobs(rollout), reference.logprobs(rollout)
+
+
+def _responses(rollout: Rollout) -> tuple[Array, Array, Array]:
+    """The tokens of a rollout, its rows' lengths, and where the responses begin."""
+    return rollout.tokens, rollout.lengths, rollout.prompt_lengths

@@ -2,24 +2,30 @@
 
 import copy
 from collections.abc import Mapping
-from functools import partial
 from typing import Self
 
 import optax
-from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 from jrlhf.meshes.graph import Kind
-from jrlhf.ppo import Experience, PolicyConfig, PPOConfig, Rollout, TrainState
-from jrlhf.roles import compiled
+from jrlhf.ppo import (
+    Experience,
+    GRPOConfig,
+    PolicyConfig,
+    PPOConfig,
+    Rollout,
+    TrainState,
+    make_group_experience,
+    make_on_policy_actor_step,
+    make_on_policy_step,
+    make_return_experience,
+)
 from jrlhf.roles.actor import Actor
-from jrlhf.roles.compiled import Compute
 from jrlhf.roles.experience import align_to_tokens
 from jrlhf.roles.model import Model
-from jrlhf.roles.offloading import Offloader
 from jrlhf.roles.placement import RolePlacement, call
-from jrlhf.roles.role import Role, TrainedRole
-from jrlhf.run.clock import Clock, timed
+from jrlhf.roles.role import Role, Site, TrainedRole
+from jrlhf.run.clock import timed
 
 
 class Critic(TrainedRole):
@@ -28,21 +34,10 @@ class Critic(TrainedRole):
     timed_values, timed_update = "values", "update_critic"
     metrics = "critic/"  # the prefix of its metrics
 
-    def __init__(
-        self,
-        model: Model,
-        placement: Mesh | RolePlacement,
-        compute: Compute,
-        *,
-        optimizer: optax.GradientTransformation,
-        algorithm: PPOConfig,
-        clock: Clock,
-        offloader: Offloader | None = None,
-    ):
-        super().__init__(model, placement, compute, optimizer, clock, offloader)
-        resolve = partial(self.placement.resolve, architecture=model.architecture, compute=compute)
-        self._values = compiled.score_values(*resolve("values"))
-        self._update = compiled.critic_step(*resolve("update"), optimizer, algorithm)
+    def __init__(self, model: Model, site: Site, *, optimizer: optax.GradientTransformation, algorithm: PPOConfig):
+        super().__init__(model, site, optimizer)
+        self._values = self.compiled("values").score_values()
+        self._update = self.compiled("update").critic_step(optimizer, algorithm)
 
     @call("infer", "{role}_values", "{role}_after")
     def values(self, rollout: Rollout) -> tuple[Float[Array, "B T"], Float[Array, "B"]]:
@@ -73,14 +68,14 @@ class Reward(Role):
     @timed("reward")
     def score(self, rollout: Rollout, method: str = "score") -> Float[Array, "B"]:
         """The learned score of every row, read at its last token. method: the call of the rewards that asks for it."""
-        scores = compiled.score_sequences(*self.placement.resolve(method, self._model.architecture, self._compute))
+        scores = self.compiled(method).score_sequences()
         return scores(self._weights(method), rollout.tokens, rollout.lengths, *self._model.frozen)
 
 
 class FusedUpdate:
     """Trains actor and critic, if there is one, by one program, which also makes the experience.
 
-    It serves algorithms that update once per batch.
+    It serves algorithms that update once per batch. responses: maximum number of tokens of a response.
     """
 
     states: Mapping[str, TrainState]  # by role, of a bound update; `update` replaces them
@@ -89,25 +84,24 @@ class FusedUpdate:
         self,
         actor: Actor,
         critic: Critic | None,
-        placement: Mesh | RolePlacement,
-        compute: Compute,
+        site: Site,
         *,
         algorithm: PolicyConfig,
         temperature: float,
         responses: int,
     ):
         self._trained: dict[str, Actor | Critic] = {"actor": actor}
-        self.clock, self.placement = actor.clock, RolePlacement.of(placement)
-        _, mesh, compute = self.placement.resolve("update", actor.architecture, compute)
+        self.clock, self.placement = site.clock, RolePlacement.of(site.placement)
+        update, compute = self.placement["update"], site.compute
+        logprobs = update.compiled(actor.architecture, compute).train_logprobs(temperature=temperature, span=responses)
         if critic is None:
-            step = partial(compiled.on_policy_actor_step, actor.architecture, mesh, compute, actor.optimizer, algorithm)
+            make = make_group_experience if isinstance(algorithm, GRPOConfig) else make_return_experience
+            self._update = make_on_policy_actor_step(logprobs, actor.optimizer, algorithm, make)
         else:
             assert isinstance(algorithm, PPOConfig)
             self._trained["critic"] = critic
-            optimizers = actor.optimizer, critic.optimizer
-            models = actor.architecture, critic.architecture
-            step = partial(compiled.on_policy_step, *models, mesh, compute, optimizers, algorithm)
-        self._update = step(temperature=temperature, responses=responses)
+            values = update.compiled(critic.architecture, compute).train_all_values()
+            self._update = make_on_policy_step(logprobs, values, actor.optimizer, critic.optimizer, algorithm)
 
     def bind(self, states: Mapping[str, TrainState]) -> Self:
         """This update with the states of an iteration, by role. They are used up; `.states` are the present ones."""

@@ -126,7 +126,7 @@ def align_to_tokens(rollout: Rollout, scores: Array) -> Array:
 
 
 def _of_aligned(make: Callable, rollout: Rollout, scores: Array, *others: Any, **options: Any) -> Any:
-    """`make` of scores as the rewards give them."""
+    """Calls `make` with scores as the rewards give them, aligned to tokens."""
     return make(rollout, align_to_tokens(rollout, scores), *others, **options)
 
 

@@ -1,8 +1,7 @@
-"""What roles start from: models (a directory, fresh weights, or another role's weights) and optimizers."""
+"""The start of each role: its model (from a directory, fresh, or a copy of another role's) and its optimizer."""
 
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 import jax
@@ -13,7 +12,6 @@ from jax.sharding import Mesh
 from jrlhf.config.schema import Config
 from jrlhf.config.stages import OptimizerConfig
 from jrlhf.data.batches import key_for
-from jrlhf.errors import UserError
 from jrlhf.meshes import GENERATE, TRAIN
 from jrlhf.models import (
     LoRAConfig,
@@ -25,11 +23,17 @@ from jrlhf.models import (
     scalar_from,
     to_int8,
 )
-from jrlhf.models.hf import load_adapter
 from jrlhf.models.params import HeadKind, Params
-from jrlhf.roles.compiled import Compute
-from jrlhf.roles.model import Architecture, Model
-from jrlhf.roles.pretrained import check_reward_adapter, copied, fresh_model, frozen_copy, load_weights, share
+from jrlhf.roles.model import Architecture, Compute, Model
+from jrlhf.roles.pretrained import (
+    actor_adapter,
+    copied,
+    fresh_model,
+    frozen_copy,
+    load_weights,
+    reward_adapter,
+    share,
+)
 from jrlhf.run.console import Console
 
 
@@ -82,12 +86,12 @@ class InitialModels:
 
     def reward_adapter(self, policy: Model, path: str, key: str) -> Model:
         """A frozen reward model that is an adapter and a head on the policy's base."""
-        lora, adapter = check_reward_adapter(self.config, path, key, policy.config, self.mesh)
+        lora, adapter = reward_adapter(self.config, path, key, policy.config, self.mesh)
         model = Model(Architecture(policy.config, lora, shared=True), adapter, policy.base)
         return stored(model, self.config.offloading.reward)
 
     def _base(self, params: Params) -> Params:
-        """The frozen base as the config stores it. Prints what rounding to int8 costs."""
+        """The frozen base in the dtype of the config. Prints the errors of rounding to int8."""
         assert self.config.lora is not None
         if self.config.lora.base == "auto":
             return params
@@ -98,23 +102,15 @@ class InitialModels:
 
     def _adapter(self, model: ModelConfig) -> tuple[LoRAConfig, Params]:
         """The adapter that the config names, or a fresh one, which changes nothing yet."""
-        section = self.config.lora
-        assert section is not None
-        try:
-            if section.path is not None:
-                lora, adapter = load_adapter(Path(section.path), model, self.mesh)
-                if "value_head" in adapter:
-                    raise ValueError(f"path={section.path} is a reward model's adapter: name one of a language model")
-                return lora, adapter
-            assert section.rank is not None
-            lora = LoRAConfig(rank=section.rank, alpha=section.alpha, targets=section.targets, rslora=section.rslora)
+        assert self.config.lora is not None
+        lora, adapter = actor_adapter(self.config.lora, model, self.mesh)
+        if adapter is None:
             init = jax.jit(partial(init_lora, model, lora), out_shardings=lora_shardings(model, self.mesh, lora))
-            return lora, init(key_for(self.config.seed, "lora"))
-        except (ValueError, OSError) as error:
-            raise UserError(f"lora: {error}") from error
+            adapter = init(key_for(self.config.seed, "lora"))
+        return lora, adapter
 
     def _frozen(self, policy: Model) -> Model:
-        """The policy as it is now, in arrays that nobody trains."""
+        """A copy of the policy as it is now, which is never trained."""
         if self.config.reference_is_base:
             assert policy.base is not None
             return Model(Architecture(policy.config, shared=True), policy.base)
@@ -141,7 +137,7 @@ def scalar_model(policy: Model) -> Model:
 
 
 def stored(model: Model, device: Literal["device", "host"]) -> Model:
-    """A frozen model where it is stored between its calls. "host" uses the given model up."""
+    """Moves a frozen model to where it is stored between its calls. "host" uses the given model up."""
     return model.offloaded() if device == "host" else model
 
 

@@ -1,21 +1,30 @@
-"""One model: its architecture and its weights."""
+"""One model: its architecture, its weights, and copies of the weights as calls elsewhere need them."""
 
 from dataclasses import dataclass, replace
+from typing import Any
 
-from jrlhf.meshes import GENERATE, Layout
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from jrlhf.kernels.logprob.api import Implementation
+from jrlhf.meshes import GENERATE, SCORE, TRAIN, Layout, reshard
 from jrlhf.meshes.offload import offload, onload
-from jrlhf.models import LoRAConfig, ModelConfig
+from jrlhf.models import ForwardOptions, LoRAConfig, ModelConfig, param_shardings
+from jrlhf.models.attention import AttentionImplementation
 from jrlhf.models.params import Params
+from jrlhf.models.remat import Remat
+from jrlhf.roles.pretrained import cast_matrices
 from jrlhf.run.checkpoints import fingerprint_of
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """What the compiled functions of a model depend on: numbers, no arrays.
+    """The part of a model that its compiled functions depend on: numbers, no arrays.
 
-    lora: what is trained is an adapter on a frozen base; None: all weights are trained, or none.
-    shared: the weights lie as GENERATE stores them, where generation, scoring and an adapter's training all use the
-        same buffers. Otherwise they lie as TRAIN stores them.
+    lora: an adapter on a frozen base is trained; None: all weights are trained, or none.
+    shared: the weights are stored in GENERATE, where generation, scoring and an adapter's training all use the same
+        buffers. Otherwise they are stored in TRAIN.
     """
 
     config: ModelConfig
@@ -23,16 +32,37 @@ class Architecture:
     shared: bool = False
 
     def layout(self, otherwise: Layout) -> Layout:
-        """How a call sees the model: as GENERATE where the weights are shared, else as this call would have it."""
+        """The layout in which a call sees the model: GENERATE if the weights are shared, else `otherwise`."""
         return GENERATE if self.shared else otherwise
 
 
 @dataclass(frozen=True)
+class Compute:
+    """Settings that all models of a run share."""
+
+    dtype: jnp.dtype = jnp.dtype(jnp.float32)
+    remat: Remat = "full"
+    logprob: Implementation | None = None  # implementation of the log-prob op; None: the platform's default
+    train_layout: Layout = TRAIN
+    score_layout: Layout = SCORE
+    score_parts: int = 1  # number of equal parts in which a device scores its rows, one after the other
+    fused_loss: bool = True  # computes and differentiates the policy's loss one tile of tokens at a time
+    attention: AttentionImplementation | None = None  # of whole sequences; None: the platform's default
+    score_tokens: int | None = None  # number of tokens that a device scores at a time; None: the whole batch
+
+    def forward(self, model: Architecture) -> ForwardOptions:
+        """The options of the forward passes of a model."""
+        return ForwardOptions(
+            implementation=self.logprob, remat=self.remat, dtype=self.dtype, attention=self.attention, lora=model.lora
+        )
+
+
+@dataclass(frozen=True)
 class Model:
-    """Weights with what is needed to compute with them.
+    """Weights with all that is needed to compute with them.
 
     params: all weights, or an adapter.
-    base: what the adapter adapts: never trained, donated or moved.
+    base: the weights under an adapter: never trained, donated or moved.
     """
 
     architecture: Architecture
@@ -45,8 +75,13 @@ class Model:
 
     @property
     def frozen(self) -> tuple[Params, ...]:
-        """What a compiled function takes after its other arguments."""
+        """The last arguments of a compiled function: the base, if there is one."""
         return () if self.base is None else (self.base,)
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh on which the weights are stored."""
+        return jax.tree.leaves(self.params)[0].sharding.mesh
 
     def holding(self, params: Params) -> "Model":
         """The same model with other weights of the same kind."""
@@ -57,9 +92,58 @@ class Model:
         return self.holding(offload(self.params))
 
     def onloaded(self) -> "Model":
-        """The same model to compute with: where it sleeps, a copy on its devices."""
+        """The same model to compute with: if it is offloaded, a copy on its devices."""
         return self.holding(onload(self.params))
 
     def fingerprint(self) -> str:
-        """One word for all weights, the base's included."""
+        """A digest of all weights, the base's included."""
         return fingerprint_of((self.params, *self.frozen))
+
+    def is_stored_at(self, architecture: Architecture, mesh: Mesh) -> bool:
+        """True if the weights are stored on `mesh` as functions of `architecture` take them."""
+        return self.architecture.shared == architecture.shared and self.mesh == mesh
+
+
+def generation_weights(model: Model, mesh: Mesh, compute: Compute, *, donate: bool = False) -> Params:
+    """The weights as generation takes them: stored in GENERATE. See `weights_at`."""
+    return weights_at(model, replace(model.architecture, shared=True), mesh, compute, donate=donate)
+
+
+def weights_at(
+    model: Model, architecture: Architecture, mesh: Mesh, compute: Compute, *, donate: bool = False
+) -> Params:
+    """The weights as functions of `architecture` on `mesh` take them: the model's own, or else a copy of them.
+
+    architecture: the model's, or the same stored in GENERATE. donate: frees the model's own while they are copied. A
+    copy is cast to the compute dtype first: then half as many bytes travel.
+    """
+    if model.is_stored_at(architecture, mesh):
+        return model.params
+    shardings = _shardings(model, architecture, mesh)
+    if architecture.shared:
+        return reshard(model.params, shardings, dtype=compute.dtype, donate=donate)
+    if compute.dtype == jnp.float32:
+        return reshard(model.params, shardings, donate=donate)
+    # Layers are stacked here: `reshard` would take their vectors for matrices and cast them, too.
+    with jax.set_mesh(model.mesh):
+        cast = _cast(model.params, compute.dtype)
+    return reshard(cast, shardings, donate=True)
+
+
+def relocate(model: Model, architecture: Architecture, mesh: Mesh, *, donate: bool) -> Model:
+    """Moves a model's weights, bit for bit, to where functions of `architecture` on `mesh` store them.
+
+    donate: frees the source buffers.
+    """
+    if model.is_stored_at(architecture, mesh):
+        return model
+    return Model(architecture, reshard(model.params, _shardings(model, architecture, mesh), donate=donate))
+
+
+def _shardings(model: Model, architecture: Architecture, mesh: Mesh) -> Any:
+    assert architecture.lora is None, "an adapter's roles are all in one place"
+    head = "scalar" if "value_head" in model.params else "lm"
+    return param_shardings(model.config, mesh, GENERATE if architecture.shared else SCORE, head)
+
+
+_cast = jax.jit(cast_matrices, static_argnames="dtype")

@@ -2,35 +2,21 @@
 
 import jax
 import optax
-from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 from jrlhf.ppo import DPOConfig, PairBatch, make_dpo_step, with_reference
-from jrlhf.roles import compiled
-from jrlhf.roles.compiled import Compute
 from jrlhf.roles.model import Model
 from jrlhf.roles.placement import call
-from jrlhf.roles.role import TrainedRole
-from jrlhf.run.clock import Clock
+from jrlhf.roles.role import Site, TrainedRole
 
 
 class PairActor(TrainedRole):
     """The policy of DPO."""
 
-    def __init__(
-        self,
-        model: Model,
-        mesh: Mesh,
-        compute: Compute,
-        *,
-        optimizer: optax.GradientTransformation,
-        algorithm: DPOConfig,
-        clock: Clock,
-    ):
-        super().__init__(model, mesh, compute, optimizer, clock)
-        self._logprobs = compiled.score_logprobs(self.architecture, mesh, compute, temperature=1.0)
-        logprobs = compiled.train_logprobs(self.architecture, mesh, compute)
-        self._update = make_dpo_step(logprobs, optimizer, algorithm)
+    def __init__(self, model: Model, site: Site, *, optimizer: optax.GradientTransformation, algorithm: DPOConfig):
+        super().__init__(model, site, optimizer)
+        self._logprobs = self.compiled("logprobs").score_logprobs(temperature=1.0)
+        self._update = make_dpo_step(self.compiled("update").train_logprobs(), optimizer, algorithm)
 
     def logprobs(self, pairs: PairBatch) -> Float[Array, "2*B T"]:
         """Log-probs of the pairs' tokens under the present weights, to be measured."""

@@ -1,4 +1,4 @@
-"""Where calls run: the devices of each call of a role, and what is brought to them.
+"""Placement of calls: the devices on which each call of a role runs, and the copies that are brought to them.
 
 A role's weights are stored where it is trained, or else where its first call runs. A call elsewhere gets a copy of them
 (`RolePlacement.weights`), and a `TransferCache` copies what calls hand to each other.
@@ -15,17 +15,14 @@ from typing import Any, Concatenate, Generic, NamedTuple, ParamSpec, Protocol, T
 import jax
 from jax.sharding import Mesh
 
-from jrlhf.meshes import GENERATE, SCORE, TRAIN, TRAIN_TP, Call, Graph, Layout, lies_elsewhere, make_mesh, transfer
-from jrlhf.meshes.graph import Kind, home_of
-from jrlhf.meshes.mesh import Device
+from jrlhf.meshes import GENERATE, TRAIN_TP, Graph, Layout, lies_elsewhere, transfer
+from jrlhf.meshes.graph import Kind
 from jrlhf.meshes.offload import is_on_host
-from jrlhf.meshes.plan import Placement, Plan
 from jrlhf.models.params import Params
-from jrlhf.roles.compiled import Compute, is_stored_at, relocate, weights_at
-from jrlhf.roles.model import Architecture, Model
+from jrlhf.roles.compiled import CompiledModel
+from jrlhf.roles.model import Architecture, Compute, Model, relocate, weights_at
 from jrlhf.run.clock import Clock
 
-LAYOUTS: dict[str, Layout] = {layout.name: layout for layout in (TRAIN, TRAIN_TP, GENERATE, SCORE)}
 CALL, CONDITION = "algorithm_call", "algorithm_loop_condition"  # attributes that the decorators set, for `trace`
 
 T = TypeVar("T")
@@ -142,9 +139,9 @@ class Prefetch:
 
 @dataclass(frozen=True)
 class CallPlacement:
-    """Where one call runs.
+    """The mesh of one call, and how its model is stored there.
 
-    layout: how it sees its model; None: as calls of its kind do.
+    layout: the layout of its model's weights; None: the usual one of calls of its kind.
     parts: the number of parts in which a device computes its rows.
     """
 
@@ -152,18 +149,19 @@ class CallPlacement:
     layout: Layout | None = None
     parts: int = 1
 
-    def resolve(self, architecture: Architecture, compute: Compute) -> tuple[Architecture, Mesh, Compute]:
-        """The arguments of the compiled functions of a call here."""
+    def compiled(self, architecture: Architecture, compute: Compute) -> CompiledModel:
+        """The compiled functions of a model's calls here."""
         if self.layout == GENERATE:
             architecture = replace(architecture, shared=True)
         if self.layout == TRAIN_TP:
             compute = replace(compute, train_layout=TRAIN_TP, score_layout=TRAIN_TP)
-        return architecture, self.mesh, compute if self.parts == 1 else replace(compute, score_parts=self.parts)
+        compute = compute if self.parts == 1 else replace(compute, score_parts=self.parts)
+        return CompiledModel(architecture, self.mesh, compute)
 
 
 @dataclass(frozen=True)
 class RolePlacement:
-    """Where the calls of one role run, by method: at `home`, where its weights are stored, except for `calls`.
+    """The placements of a role's calls, by method: `home`, where its weights are stored, except for `calls`.
 
     readers: the meshes of the calls that read a method's results.
     role: its name in the graph, by which `prefetch` finds it.
@@ -196,62 +194,24 @@ class RolePlacement:
                 self.transfers.bring(result, reader, clock)
         return result.on(mesh) if isinstance(result, Pending) else result
 
-    def resolve(self, method: str, architecture: Architecture, compute: Compute) -> tuple[Architecture, Mesh, Compute]:
-        """The arguments of the compiled functions of a call."""
-        return self[method].resolve(architecture, compute)
-
     def store(self, model: Model, *, donate: bool = True) -> Model:
         """Moves a model's weights to where they are stored. donate: frees the source buffers.
 
         An offloaded model is brought to the devices for the move, and is offloaded again there.
         """
-        architecture, mesh, _ = self.home.resolve(model.architecture, Compute())
-        if is_stored_at(model, architecture, mesh):
+        target = self.home.compiled(model.architecture, Compute())
+        if model.is_stored_at(target.architecture, target.mesh):
             return model
         offloaded = is_on_host(model.params)
-        moved = relocate(model.onloaded(), architecture, mesh, donate=donate)
+        moved = relocate(model.onloaded(), target.architecture, target.mesh, donate=donate)
         return moved.offloaded() if offloaded else moved
 
     def weights(self, method: str, model: Model, compute: Compute, clock: Clock) -> Params:
         """The role's weights as a call needs them: its own, or else a copy, which the caller drops after the call."""
-        architecture, mesh, compute = self.resolve(method, model.architecture, compute)
-        if (architecture, mesh) == (model.architecture, self.home.mesh):
+        target = self[method].compiled(model.architecture, compute)
+        if (target.architecture, target.mesh) == (model.architecture, self.home.mesh):
             return model.params
-        return clock.run("reshard", weights_at, model, architecture, mesh, compute)
-
-
-def place_roles(
-    plan: Plan, graph: Graph, devices: Sequence[Device], *, prefetch: bool = False
-) -> dict[str, RolePlacement]:
-    """The placement of every role of a graph. "arithmetic" is that of calls without a model: where the actor trains."""
-    calls = {name: _call_placement(placement, devices) for name, placement in plan.placements.items()}
-    trained = home_of(graph, "actor", plan)
-    assert trained is not None, "every algorithm trains an actor"
-    arithmetic, transfers = CallPlacement(calls[trained.name].mesh), TransferCache()
-    ahead = Prefetch(graph) if prefetch else None
-
-    def readers(call: Call) -> tuple[Mesh, ...]:
-        reading = (other for other in graph if set(call.outputs) & set(other.inputs))
-        return tuple(dict.fromkeys(calls.get(other.name, arithmetic).mesh for other in reading))
-
-    def placement(role: str) -> RolePlacement:
-        home, own = home_of(graph, role, plan), [call for call in graph if call.role == role]
-        placed = {_method(call): calls[call.name] for call in own if call.name in calls}
-        sent = {_method(call): readers(call) for call in own}
-        return RolePlacement(arithmetic if home is None else calls[home.name], placed, sent, transfers, role, ahead)
-
-    # The learner trains the actor and, if there is one, the critic, which then has no call of its own.
-    return {role: placement(role) for role in dict.fromkeys(("actor", "critic", "arithmetic", *graph.roles))}
-
-
-def _method(call: Call) -> str:
-    return call.name.partition(".")[2]
-
-
-def _call_placement(placement: Placement, devices: Sequence[Device]) -> CallPlacement:
-    chosen = devices[placement.devices.start : placement.devices.stop]
-    mesh = make_mesh(*placement.sizes, devices=chosen)
-    return CallPlacement(mesh, LAYOUTS[placement.layout], placement.micro_batches)
+        return clock.run("reshard", weights_at, model, target.architecture, target.mesh, target.compute)
 
 
 def _ready(value: Any, raw_scores: bool) -> Any:

@@ -1,4 +1,4 @@
-"""Model directories: where a path leads, what architecture lies there, and its weights on the mesh."""
+"""Model directories: their location, their architecture, and their weights on the mesh."""
 
 from collections.abc import Callable
 from functools import partial
@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jrlhf.config.schema import Config, ModelSection
+from jrlhf.config.schema import Config, LoRASection, ModelSection
 from jrlhf.errors import UserError
 from jrlhf.meshes import GENERATE, TRAIN, Layout, reshard
-from jrlhf.models import PRESETS, LoRAConfig, ModelConfig, init_lm, param_shardings
+from jrlhf.models import PRESETS, LoRAConfig, ModelConfig, init_lm, lora_shardings, param_shardings
 from jrlhf.models.hf import HFConfig, check_hf, load_adapter, load_hf, read_config
 from jrlhf.models.params import HeadKind, Params
 
@@ -24,10 +24,7 @@ _IGNORED = ["*/*", "consolidated*"]  # other formats of the same weights
 def locate(path: str, key: str, *, weights: bool = False) -> Path:
     """The directory of a model: a Hugging Face directory, a run's (its model/), or a hub name's local copy.
 
-    key: the setting that names it, for the error. weights: asked of the hub too; otherwise only what describes them.
-
-    Raises:
-        UserError: nothing there, or the hub cannot be reached.
+    key: the setting that names it, for the error. weights: download weights, too; otherwise only their description.
     """
     directory = Path(path).expanduser()
     if (directory / "config.json").is_file():
@@ -57,31 +54,17 @@ def locate(path: str, key: str, *, weights: bool = False) -> Path:
 
 
 def describe(path: str, key: str) -> HFConfig:
-    """What the config.json of a model directory says.
-
-    Raises:
-        UserError: no model there, or one that cannot be computed here.
-    """
+    """Reads the config.json of a model directory."""
     return _explained(key, path, partial(read_config, locate(path, key)))
 
 
 def architecture(path: str, key: str) -> ModelConfig:
-    """The architecture of a model directory, or of a hub name that is known without asking the hub.
-
-    Raises:
-        UserError: neither a model directory nor a name that the hub knows.
-    """
-    if not is_here(path) and path in PRESETS:
-        return PRESETS[path]
-    return describe(path, key).model
+    """The architecture of a model directory, or of a hub name that is known without asking the hub."""
+    return PRESETS[path] if not is_here(path) and path in PRESETS else describe(path, key).model
 
 
 def fresh_model(model: ModelSection) -> ModelConfig:
-    """The architecture of the sizes in a config.
-
-    Raises:
-        UserError: they do not go together.
-    """
+    """The architecture of the sizes in a config."""
     sizes = {name: getattr(model, name) for name in ModelSection.__dataclass_fields__ if name != "path"}
     try:
         return ModelConfig(**sizes)
@@ -90,7 +73,7 @@ def fresh_model(model: ModelSection) -> ModelConfig:
 
 
 def is_here(path: str) -> bool:
-    """Whether a path to a model or to data is on this machine; else it may be a hub's name for it."""
+    """True if a path to a model or to data is on this machine; else it may be the name of a hub."""
     return Path(path).expanduser().exists()
 
 
@@ -104,42 +87,39 @@ def load_weights(
     dtype: jnp.dtype | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[HFConfig, Params]:
-    """A model directory's weights, stored on the mesh as `layout` says, in `dtype`.
-
-    Raises:
-        UserError: whatever is wrong with the directory.
-    """
-    load = partial(
-        load_hf, locate(path, key, weights=True), mesh, layout=layout, head=head, dtype=dtype, progress=progress
-    )
-    return _explained(key, path, load)
+    """A model directory's weights, stored on the mesh in `layout`, in `dtype`."""
+    options = {"layout": layout, "head": head, "dtype": dtype, "progress": progress}
+    return _explained(key, path, partial(load_hf, locate(path, key, weights=True), mesh, **options))
 
 
 def check_weights(path: str, key: str, *, head: HeadKind = "lm") -> HFConfig:
-    """Whether `load_weights` will find what it needs; reads headers, no weights.
-
-    Raises:
-        UserError: whatever is wrong with the directory.
-    """
+    """Checks that `load_weights` will find what it needs. Reads headers, no weights."""
     return _explained(key, path, partial(check_hf, locate(path, key, weights=True), head=head))
 
 
-def check_reward_adapter(
-    config: Config, path: str, key: str, actor: ModelConfig, mesh: Mesh
-) -> tuple[LoRAConfig, Params]:
-    """A reward model that is an adapter and a head on the actor's base.
+def actor_adapter(section: LoRASection, actor: ModelConfig, mesh: Mesh) -> tuple[LoRAConfig, Params | None]:
+    """The adapter that a run trains, and its weights if the config names a directory. Checks that it fits the actor."""
+    try:
+        if section.path is None:
+            assert section.rank is not None
+            lora = LoRAConfig(rank=section.rank, alpha=section.alpha, targets=section.targets, rslora=section.rslora)
+            lora_shardings(actor, mesh, lora)
+            return lora, None
+        lora, adapter = load_adapter(Path(section.path), actor, mesh)
+        if "value_head" in adapter:
+            raise ValueError(f"path={section.path} is a reward model's adapter: name one of a language model")
+        return lora, adapter
+    except (ValueError, OSError) as error:
+        raise UserError(f"lora: {error}") from error
 
-    Raises:
-        UserError: there is no such base, or the adapter is none of a reward model or does not fit.
-    """
+
+def reward_adapter(config: Config, path: str, key: str, actor: ModelConfig, mesh: Mesh) -> tuple[LoRAConfig, Params]:
+    """Loads a reward model that is an adapter and a head on the actor's base."""
     if config.lora is None:
         raise UserError(f"{key}={path} is put on the actor's frozen base, which only lora has: set lora.rank")
-    try:
-        lora, adapter = load_adapter(Path(path), actor, mesh)
-        if "value_head" not in adapter:
-            raise ValueError("it has no scalar head (task type SEQ_CLS): name a reward model's adapter")
-    except (ValueError, OSError) as error:
-        raise UserError(f"{key}={path}: {error}") from error
+    lora, adapter = _explained(key, path, partial(load_adapter, Path(path), actor, mesh))
+    if "value_head" not in adapter:
+        raise UserError(f"{key}={path}: it has no scalar head (task type SEQ_CLS): name a reward model's adapter")
     return lora, adapter
 
 
@@ -151,9 +131,9 @@ def abstract_weights(model: ModelConfig, mesh: Mesh) -> Params:
 
 
 def frozen_copy(params: Params, dtype: jnp.dtype) -> Params:
-    """A copy for nobody to train: matrices in the dtype in which they are computed with, where they lie.
+    """A copy that is never trained, on the same devices, with its matrices in the compute dtype.
 
-    Results are those of the float32 weights, which are cast to that dtype where they are used.
+    Results stay the same: float32 matrices are cast to that dtype wherever they are used.
     """
     shardings = jax.tree.map(lambda x: x.sharding, params)
     return jax.jit(partial(cast_matrices, dtype=dtype), out_shardings=shardings)(params)
@@ -171,12 +151,12 @@ def cast_matrices(params: Params, dtype: jnp.dtype) -> Params:
 
 
 def share(params: Params, config: ModelConfig, mesh: Mesh, dtype: jnp.dtype) -> Params:
-    """Weights as a base that several roles use: stored in GENERATE."""
+    """Weights stored in GENERATE, as a base that several roles use."""
     return reshard(params, param_shardings(config, mesh, GENERATE), dtype=dtype)
 
 
 def copied(params: Params) -> Params:
-    """Arrays of their own, for a state that a training step will donate."""
+    """Copies of all arrays, for a state that a training step will donate."""
     return jax.tree.map(jnp.copy, params)
 
 

@@ -1,7 +1,13 @@
-"""What roles with a model have in common: weights, where they are computed with, and where they wait between calls."""
+"""Base classes of roles with a model: their weights, and how these are offloaded between calls.
+
+Offloaded weights and optimizer states are stored in pinned memory of the host while other roles compute. An array's
+sharding says whether it is on the host; there is no other record. A call brings what it needs to the devices and frees
+that when it ends. The host keeps its copy meanwhile, so that only what an update has changed must go back.
+"""
 
 import copy
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import jax
@@ -9,37 +15,94 @@ import optax
 from jax.sharding import Mesh
 from jaxtyping import Array
 
+from jrlhf.config.schema import SleepConfig
 from jrlhf.meshes.graph import Kind
+from jrlhf.meshes.offload import free_host, is_on_host, offload, onload
 from jrlhf.models.params import Params
+from jrlhf.planning.memory import weights_sleep
 from jrlhf.ppo import TrainState
-from jrlhf.roles.compiled import Compute
-from jrlhf.roles.model import Model
-from jrlhf.roles.offloading import Offloader
+from jrlhf.roles.compiled import CompiledModel
+from jrlhf.roles.model import Compute, Model
 from jrlhf.roles.placement import RolePlacement
 from jrlhf.run.clock import Clock
 
 
-class Role:
-    """A frozen model and its calls, which the subclasses define.
+class Offloader:
+    """Moves a role's arrays between host and devices. The time that this takes is `timing_s/sleep`.
 
-    placement: of the role's calls; or one mesh for all of them.
+    weights, optimizer: the parts of a trained role's state that are offloaded between its calls.
     """
 
-    def __init__(
-        self,
-        model: Model,
-        placement: Mesh | RolePlacement,
-        compute: Compute,
-        clock: Clock,
-        offloader: Offloader | None = None,
-    ):
-        self._model, self.placement, self._compute, self.clock = model, RolePlacement.of(placement), compute, clock
-        self.offloader = Offloader(clock) if offloader is None else offloader
+    def __init__(self, clock: Clock, *, weights: bool = False, optimizer: bool = False):
+        self._clock, self._weights, self._optimizer = clock, weights, optimizer
+        self._prefetched: tuple[Any, Any] | None = None  # an offloaded tree, and its copy on the devices
+
+    @classmethod
+    def of(cls, role: str, config: SleepConfig, clock: Clock) -> Self:
+        """The offloader of a trained role."""
+        return cls(clock, weights=weights_sleep(role, config), optimizer=config.optimizer == "host")
+
+    def prefetch(self, tree: Any) -> None:
+        """Starts bringing an offloaded `tree` to the devices for the role's next call. Does not wait; is not timed."""
+        if is_on_host(tree):
+            self._prefetched = tree, onload(tree)
+
+    def onload(self, tree: Any) -> Any:
+        """`tree` on the devices: itself, or a copy, whose memory is freed with its last reference."""
+        return self._clock.run("sleep", self._onload, tree) if is_on_host(tree) else tree
+
+    def consume(self, state: TrainState) -> TrainState:
+        """Like `onload`, but frees the host's copy: the update donates the state."""
+        return self._clock.run("sleep", self._consume, state) if is_on_host(state) else state
+
+    def offload(self, state: TrainState) -> TrainState:
+        """The state as it is stored until the role's next call."""
+        return self._clock.run("sleep", self._offload, state) if self._weights or self._optimizer else state
+
+    def _onload(self, tree: Any) -> Any:
+        # A prefetched copy of older weights is dropped here: copies are matched by identity.
+        prefetched, self._prefetched = self._prefetched, None
+        return prefetched[1] if prefetched is not None and prefetched[0] is tree else onload(tree)
+
+    def _consume(self, state: TrainState) -> TrainState:
+        onloaded = jax.block_until_ready(self._onload(state))
+        free_host(state)
+        return onloaded
+
+    def _offload(self, state: TrainState) -> TrainState:
+        if self._optimizer:
+            state = replace(state, opt_state=offload(state.opt_state))
+        return replace(state, params=offload(state.params)) if self._weights else state
+
+
+@dataclass(frozen=True)
+class Site:
+    """The devices, the settings and the services of a role's calls.
+
+    placement: of the calls; or one mesh for all of them. offloader: None: nothing is offloaded.
+    """
+
+    placement: Mesh | RolePlacement
+    compute: Compute
+    clock: Clock
+    offloader: Offloader | None = None
+
+
+class Role:
+    """A frozen model and its calls, which the subclasses define."""
+
+    def __init__(self, model: Model, site: Site):
+        self._model, self._compute, self.clock = model, site.compute, site.clock
+        self.placement, self.offloader = RolePlacement.of(site.placement), site.offloader or Offloader(site.clock)
 
     @property
     def model(self) -> Model:
         """The model with its present weights."""
         return self._model
+
+    def compiled(self, method: str) -> CompiledModel:
+        """The compiled functions of the model on the devices of a call."""
+        return self.placement[method].compiled(self._model.architecture, self._compute)
 
     def prefetch(self, kind: Kind) -> None:
         """Starts bringing the offloaded arrays that the next call, of this kind, needs."""
@@ -56,16 +119,8 @@ class TrainedRole(Role):
 
     state: TrainState  # of a bound role; `update` replaces it
 
-    def __init__(
-        self,
-        model: Model,
-        placement: Mesh | RolePlacement,
-        compute: Compute,
-        optimizer: optax.GradientTransformation,
-        clock: Clock,
-        offloader: Offloader | None = None,
-    ):
-        super().__init__(model.holding({}), placement, compute, clock, offloader)  # the weights are the state's
+    def __init__(self, model: Model, site: Site, optimizer: optax.GradientTransformation):
+        super().__init__(model.holding({}), site)  # the state has the weights
         self.architecture, self.optimizer = model.architecture, optimizer
 
     def create(self, params: Params) -> TrainState:
@@ -89,7 +144,7 @@ class TrainedRole(Role):
     def _train(
         self, name: str, update: Callable[..., tuple[TrainState, dict[str, Array]]], *arguments: Any
     ) -> dict[str, Array]:
-        """Replaces the state by what `update` makes of it, timed as `name`; returns the metrics."""
+        """Replaces the state by the result of `update`, timed as `name`; returns the metrics."""
         self.state = self.offloader.consume(self.state)
 
         def run() -> dict[str, Array]:
@@ -100,8 +155,3 @@ class TrainedRole(Role):
         metrics = self.clock.run(name, run)
         self.state = self.offloader.offload(self.state)
         return metrics
-
-
-def responses(rollout: Any) -> tuple[Array, Array, Array]:
-    """What a model needs to score a rollout's responses: tokens, lengths, and where the responses begin."""
-    return rollout.tokens, rollout.lengths, rollout.prompt_lengths

@@ -7,14 +7,13 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jrlhf.data.batches import pad_rows, put_rows, row_keys
+from jrlhf.data.batches import pad_rows, put_rows, read_responses, row_keys
 from jrlhf.data.tokenizer import Tokenizer
 from jrlhf.data.types import Response
 from jrlhf.meshes import to_host
 from jrlhf.models import SamplingConfig, Schedule
-from jrlhf.roles import compiled
-from jrlhf.roles.compiled import Compute
-from jrlhf.roles.model import Model
+from jrlhf.roles.compiled import CompiledModel
+from jrlhf.roles.model import Compute, Model, generation_weights, weights_at
 
 
 @dataclass(frozen=True)
@@ -43,8 +42,8 @@ class Sampler:
         """One response to each prompt. The same key gives the same texts. sampling: by default that of rollouts."""
         sampling = sampling or self.sampling
         schedule = self.schedule_for(sampling)
-        generate = compiled.generate(policy.architecture, self.mesh, self.compute, sampling, schedule)
-        weights = compiled.generation_weights(policy.onloaded(), self.mesh, self.compute)
+        generate = CompiledModel(policy.architecture, self.mesh, self.compute).generate(sampling, schedule)
+        weights = generation_weights(policy.onloaded(), self.mesh, self.compute)
         responses: list[Response] = []
         for start in range(0, len(prompts), self.batch):
             chunk = list(prompts[start : start + self.batch])
@@ -71,8 +70,8 @@ class Sampler:
     def scores(self, reward: Model, sequences: Sequence[Sequence[int]]) -> np.ndarray:
         """The reward model's score of each sequence, prompt and response together."""
         reward, length = reward.onloaded(), self.max_prompt + self.sampling.max_new_tokens
-        score = compiled.score_sequences(reward.architecture, self.mesh, self.compute)
-        weights = compiled.weights_at(reward, reward.architecture, self.mesh, self.compute)
+        score = CompiledModel(reward.architecture, self.mesh, self.compute).score_sequences()
+        weights = weights_at(reward, reward.architecture, self.mesh, self.compute)
         scores = []
         for start in range(0, len(sequences), self.batch):
             chunk = list(sequences[start : start + self.batch])
@@ -80,13 +79,3 @@ class Sampler:
             tokens, lengths = put_rows(pad_rows(full, length), self.mesh)
             scores.append(to_host(score(weights, tokens, lengths, *reward.frozen))[: len(chunk)])
         return np.concatenate(scores)
-
-
-def read_responses(tokenizer: Tokenizer, rollout, count: int | None = None) -> list[Response]:
-    """The responses of a rollout on the host, or the first `count` of them."""
-    fields = rollout.tokens, rollout.prompt_lengths, rollout.response_lengths, rollout.finished
-    responses = []
-    for tokens, start, length, finished in zip(*(field[:count] for field in fields), strict=True):
-        ids = tuple(int(token) for token in tokens[start : start + length])
-        responses.append(Response(ids, tokenizer.decode(ids), bool(finished)))
-    return responses

@@ -1,6 +1,7 @@
-"""What every stage of a run shares."""
+"""The settings and services that all stages of a run share."""
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 from jax.sharding import Mesh
@@ -8,8 +9,9 @@ from jax.sharding import Mesh
 from jrlhf.config.schema import Config
 from jrlhf.data.task import Task
 from jrlhf.models import SamplingConfig
-from jrlhf.roles.compiled import Compute
+from jrlhf.rewards.mixture import Rewards, open_rewards
 from jrlhf.roles.initial import InitialModels
+from jrlhf.roles.model import Compute, Model
 from jrlhf.roles.placement import RolePlacement
 from jrlhf.roles.sampling import Sampler
 from jrlhf.run.console import Console
@@ -31,22 +33,22 @@ class Context:
     console: Console
     preemption: PreemptionGuard
     wandb: Wandb | None = None
-    placements: Mapping[str, RolePlacement] = field(default_factory=dict)  # by role, in the stage of RL
+    placements: Mapping[str, RolePlacement] = field(default_factory=dict)  # of the roles of reinforcement learning
 
     def placement(self, role: str) -> RolePlacement:
-        """Where the calls of a role run in the stage of RL: by default, and in all other stages, on the whole mesh."""
+        """The placement of a role's calls in reinforcement learning. Without a plan, it is the whole mesh."""
         return self.placements.get(role, RolePlacement.of(self.mesh))
 
     @property
     def length(self) -> int:
-        """T: the width of every batch of tokens."""
+        """The width T of every batch of tokens."""
         return self.config.data.max_prompt + self.config.data.max_response
 
     @property
     def sampling(self) -> SamplingConfig:
-        """How responses are drawn: in rollouts, and wherever else a policy is looked at."""
+        """The sampling of responses, in rollouts and wherever else a policy answers."""
         section, tokenizer = self.config.sampling, self.task.tokenizer
-        spare = tokenizer.vocab_size < self.vocab_size  # rows of the tables that stand for no token
+        spare = tokenizer.vocab_size < self.vocab_size  # the embedding has rows without a token
         return SamplingConfig(
             max_new_tokens=self.config.data.max_response,
             temperature=section.temperature,
@@ -59,8 +61,14 @@ class Context:
 
     @property
     def initial(self) -> InitialModels:
-        """Makes the models that the run starts from."""
+        """Makes the models from which the run starts."""
         return InitialModels(self.config, self.mesh, self.compute, self.console)
+
+    def open_rewards(
+        self, policy: Model, trained: Model | None
+    ) -> AbstractContextManager[tuple[Rewards, Rewards | None]]:
+        """Starts the processes of the rewards and costs, and loads their models. trained: the run's reward model."""
+        return open_rewards(self.initial, self.task, self.run.path, self.placement, policy, trained)
 
     @property
     def sampler(self) -> Sampler:

@@ -1,6 +1,6 @@
 """Held-out evaluation: a policy's answers to prompts that it was not trained on, and their scores.
 
-Before and after an algorithm (`grade_before`, `compare`), and every few iterations while it runs (`validate`).
+It runs before and after an algorithm (`grade_before`, `compare`), and every few iterations (`validate`).
 """
 
 import json
@@ -29,7 +29,7 @@ BEFORE = "before.json"  # a file of the run: the grades of the policy that its a
 class Graded:
     """One policy's answers to held-out prompts, and their scores.
 
-    measure: "gold", where the task has a measure that training never sees; else "score", the sum of the rewards.
+    measure: "gold" if the task has a measure that training never sees; else "score", the sum of the rewards.
     items: the parts of the measure. learnt: scores of the reward model that this run trained, if there is one.
     costs: the sum of the run's costs, if it has any.
     """
@@ -45,11 +45,11 @@ class Graded:
 
     def summary(self) -> dict:
         """Means with standard errors, and the number of distinct answers."""
-        means = {name: self.scores[rows] for name, rows in self.rows().items()}
-        sources = {name: {"mean": float(scores.mean()), "n": len(scores)} for name, scores in means.items()}
+        figures = {self.measure: self.scores, **({} if self.costs is None else {"cost": self.costs})}
+        by_source = {name: self.scores[rows] for name, rows in self.rows().items()}
+        sources = {name: {"mean": float(scores.mean()), "n": len(scores)} for name, scores in by_source.items()}
         return {
-            **_mean(self.measure, self.scores),
-            **({} if self.costs is None else _mean("cost", self.costs)),
+            **{key: number for name, values in figures.items() for key, number in _mean(name, values).items()},
             "items": {name: float(np.nanmean(values)) for name, values in self.items.items()},
             **({"sources": sources} if sources else {}),
             **({"failures": dict(self.failures)} if self.failures else {}),
@@ -72,7 +72,7 @@ def grade_heldout(
     temperature: float | None = None,
     step: int = 0,
 ) -> Graded | None:
-    """A policy's answers to the first `evaluation.prompts` held-out prompts; None where nothing could measure them.
+    """Grades a policy's answers to the first `evaluation.prompts` held-out prompts; None if nothing can measure them.
 
     Equal purposes and steps draw with equal keys: two policies then make a paired test.
 
@@ -91,7 +91,7 @@ def grade_heldout(
 def grade_before(
     context: Context, policy: Model, rewards: Rewards | None = None, costs: Rewards | None = None
 ) -> Graded | None:
-    """`grade_heldout` of the policy that an algorithm is about to use up.
+    """Grades the policy from which an algorithm starts, and which it will use up. See `grade_heldout`.
 
     The run saves it in before.json. A resumed run reads it from there, unless policy, prompts or rewards have changed.
     """
@@ -114,7 +114,7 @@ def grade_before(
 
 
 def _read(path: Path, graded_as: Mapping[str, Any]) -> Graded | None:
-    """The saved grades, bit for bit; None where there are none, or those of something else."""
+    """The saved grades, bit for bit; None if there are none, or if they are of another policy, prompts or rewards."""
     if not path.exists():
         return None
     saved = json.loads(path.read_text(encoding="utf-8"), object_hook=_to_array)
@@ -164,7 +164,7 @@ def grade(
 def _learned_scores(
     context: Context, prompts: Prompts, responses: Sequence[Response], rewards: Rewards
 ) -> dict[str, np.ndarray]:
-    """The scores of the reward models that read tokens, by name."""
+    """The scores of the reward models that read the actor's tokens, by name."""
     sequences = [prompt + response.ids for prompt, response in zip(prompts.ids, responses, strict=True)]
     return {name: context.sampler.scores(part.model, sequences) for name, part in rewards.token_parts.items()}
 
@@ -210,7 +210,7 @@ def standard_error(values: np.ndarray) -> float:
 def validate(
     context: Context, policy: Model, rewards: Rewards, step: int, clock: Clock
 ) -> tuple[dict[str, float], list[dict[str, object]]]:
-    """Validation before an iteration, every `validation.every`: metrics under verl's names, and all first answers.
+    """Grades `validation.k` answers to each prompt: metrics under verl's names, and all first answers.
 
         val-core/SOURCE/MEASURE/mean@k         over prompts, of the mean over a prompt's k answers
         val-core/SOURCE/MEASURE/best@k/mean    over prompts, of the best of a prompt's k answers
@@ -220,8 +220,7 @@ def validate(
     SOURCE is `all`, and each source's name where the held-out prompts have several.
     """
     config = context.config.validation
-    if config is None or config.every is None or step % config.every:
-        return {}, []
+    assert config is not None
 
     def grade_rounds() -> list[Graded | None]:
         options = {"temperature": config.temperature, "step": step}
@@ -231,7 +230,13 @@ def validate(
     rounds = [graded for graded in clock.run("validation", grade_rounds) if graded is not None]
     if not rounds:
         return {}, []
-    metrics, samples = statistics(rounds), _samples(context, rounds[0])
+    assert context.task.heldout is not None
+    first, metrics = rounds[0], statistics(rounds)
+    rows = zip(context.task.heldout.texts, first.responses, first.scores, first.sources, strict=False)
+    samples: list[dict[str, object]] = [
+        {"kind": "validation", "prompt": text, "response": response.text, "score": float(score), "source": source}
+        for text, response, score, source in rows
+    ]
     context.console.validation(step + 1, metrics, samples[: context.config.evaluation.samples])
     return metrics, samples
 
@@ -254,12 +259,3 @@ def statistics(rounds: Sequence[Graded]) -> dict[str, float]:
         for name, values in items.items():
             metrics[f"val-aux/{source}/{name}/mean@{k}"] = float(np.nanmean(values[:, rows]))
     return metrics
-
-
-def _samples(context: Context, graded: Graded) -> list[dict[str, object]]:
-    assert context.task.heldout is not None
-    rows = zip(context.task.heldout.texts, graded.responses, graded.scores, graded.sources, strict=False)
-    return [
-        {"kind": "validation", "prompt": text, "response": response.text, "score": float(score), "source": source}
-        for text, response, score, source in rows
-    ]

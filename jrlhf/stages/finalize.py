@@ -17,7 +17,6 @@ from jrlhf.models.params import HeadKind
 from jrlhf.ppo import SafeRLHFConfig
 from jrlhf.rewards.mixture import Rewards
 from jrlhf.rewards.text_model import ENDS
-from jrlhf.roles.compiled import mesh_of
 from jrlhf.roles.model import Model
 from jrlhf.roles.pretrained import describe
 from jrlhf.run.directory import SUMMARY, Run
@@ -29,7 +28,7 @@ from jrlhf.stages.evaluate import Graded, compare, grade_heldout
 
 @dataclass
 class Outcome:
-    """What the stages of a run have made so far.
+    """The results of a run's stages so far.
 
     seconds: of each phase, in this process. reward: the reward model that the run trained, if any.
     before: the grades of the policy that the algorithm began with. rewards, costs: what the answers are scored by.
@@ -44,7 +43,7 @@ class Outcome:
 
 
 def finish(context: Context, outcome: Outcome) -> dict[str, Any]:
-    """Evaluates the policy on held-out prompts, writes all that the run leaves behind, and returns the summary."""
+    """Evaluates the policy on held-out prompts, writes models, samples, summary and report; returns the summary."""
     from jrlhf.report import write_report  # draws with matplotlib, which takes long to load
 
     config, run, tokenizer = context.config, context.run, context.task.tokenizer
@@ -54,7 +53,7 @@ def finish(context: Context, outcome: Outcome) -> dict[str, Any]:
     with context.console.status("writing the model"):
         export(run, config, tokenizer, outcome.policy)
         if outcome.reward is not None:
-            with jax.set_mesh(mesh_of(outcome.reward)):
+            with jax.set_mesh(outcome.reward.mesh):
                 export(run, config, tokenizer, outcome.reward, head="scalar")
     from_main(lambda: write_report(run.path))
     context.console.summary(summary, run.path)
@@ -130,7 +129,7 @@ def _sample(when: str, measure: str, graded: Graded, row: int) -> dict[str, obje
 
 
 def _from_metrics(context: Context) -> dict[str, Any]:
-    """The part of the summary that repeats metrics.jsonl: accuracies on held-out pairs, and the last KL and cost."""
+    """The figures of the summary from metrics.jsonl: accuracies on held-out pairs, and the last KL and cost."""
     records = read_metrics(context.run.path)
 
     def values(name: str) -> list[float]:

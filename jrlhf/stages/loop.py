@@ -18,7 +18,7 @@ from jrlhf.stages.context import Context
 
 State = TypeVar("State")
 
-SAMPLES = "samples"  # where `advance` puts texts to be kept and shown, beside its metrics
+SAMPLES = "samples"  # the key of texts to be saved and shown, among the metrics of `advance`
 SETTLED = 2  # iterations after which nothing may compile any more
 
 
@@ -34,11 +34,11 @@ def run_stage(
 ) -> State:
     """Takes `init()` through `steps` calls of `advance(state, step) -> (state, metrics)`; returns the last state.
 
-    Metrics are numbers; under `SAMPLES` there may be texts, one mapping a sample, for samples.jsonl, TensorBoard and
-    the console.
+    Metrics are numbers. Under `SAMPLES` there may be texts, each a mapping, for samples.jsonl, TensorBoard and the
+    console.
 
-    A stage that was interrupted goes on from its newest good checkpoint, one that is done only restores its last.
-    `meta` identifies what the stage builds on: a checkpoint made with another is refused.
+    An interrupted stage goes on from its newest good checkpoint. A finished one only restores its last checkpoint.
+    `meta` identifies the inputs of the stage: a checkpoint with another `meta` is refused.
 
     Raises:
         Preempted: the process was asked to stop; the state is saved.
@@ -59,7 +59,7 @@ def run_stage(
             context.preemption.iterating(),
         ):
             for step in range(start, steps):
-                with deadline(context.config.deadline), _kept(checkpoints, state, step, dict(meta)):
+                with deadline(context.config.deadline), _saved_on_error(checkpoints, state, step, dict(meta)):
                     compilations.take()  # saving compiles, too
                     state, metrics = traced(context.config, run.path, name, step + 1, partial(advance, state, step))
                     compiled, causes = compilations.take()
@@ -89,7 +89,7 @@ def run_stage(
 
 
 def memory(mesh: Mesh) -> dict[str, float]:
-    """The most that a device of this process has held so far, where devices tell (a CPU does not)."""
+    """The peak memory of the devices of this process so far. Empty if they do not report it, as CPUs do not."""
     statistics = [device.memory_stats() for device in mesh.local_devices]
     peaks = [stats["peak_bytes_in_use"] for stats in statistics if stats and "peak_bytes_in_use" in stats]
     return {"perf/max_memory_allocated_gb": max(peaks) / 1e9} if peaks else {}
@@ -97,7 +97,7 @@ def memory(mesh: Mesh) -> dict[str, float]:
 
 @contextmanager
 def deadline(seconds: float) -> Iterator[None]:
-    """Ends the process, with a trace of all threads, if the block takes longer: no hang is waited for in silence."""
+    """Ends the process, with a trace of all threads, if the block takes longer, so that no hang goes unnoticed."""
     assert sys.__stderr__ is not None
     faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__)  # a notebook's stderr has no descriptor
     try:
@@ -107,8 +107,8 @@ def deadline(seconds: float) -> Iterator[None]:
 
 
 @contextmanager
-def _kept(checkpoints: Checkpoints, state: Any, step: int, meta: dict[str, str]) -> Iterator[None]:
-    """Where the block ends with a UserError (a reward that failed, say) before it used the state up, saves that."""
+def _saved_on_error(checkpoints: Checkpoints, state: Any, step: int, meta: dict[str, str]) -> Iterator[None]:
+    """Saves the state if the block ends with a UserError, such as a failed reward, before it used the state up."""
     try:
         yield
     except UserError:
@@ -122,7 +122,7 @@ def _kept(checkpoints: Checkpoints, state: Any, step: int, meta: dict[str, str])
 def _restore(
     checkpoints: Checkpoints, name: str, init: Callable[[], State], mesh: Mesh, meta: dict[str, str]
 ) -> tuple[int, State]:
-    """(steps done, state): of the newest good checkpoint, or 0 and a fresh state."""
+    """The number of finished steps, and the state: of the newest good checkpoint, or 0 and a fresh state."""
     state = init()
     if not checkpoints.steps:
         return 0, state

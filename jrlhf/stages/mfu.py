@@ -1,153 +1,132 @@
-"""How much of what the devices can do an iteration's calls make use of."""
+"""Model FLOP utilisation: the share of the devices' peak that the calls of an iteration use."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import Bool
 
+from jrlhf.meshes import Graph
 from jrlhf.meshes.hardware import Peak, peak_of
 from jrlhf.models.flops import Lengths, forward_operations, generation_seconds, training_operations
 from jrlhf.models.modules import has_int8
-from jrlhf.ppo import GRPOConfig, PolicyConfig, ReMaxConfig
-from jrlhf.roles.compiled import Compute
-from jrlhf.roles.model import Architecture, Model
+from jrlhf.ppo import GRPOConfig, PolicyConfig
+from jrlhf.roles.model import Compute, Model
 from jrlhf.roles.placement import RolePlacement
 
+# Call of the graph -> the metric `perf/mfu/...`, the name under which the clock times it, and the roles that compute.
 CALLS = {
-    "actor": ("actor", "update"),
-    "critic": ("critic", "update"),
-    "cost_critic": ("cost_critic", "update"),
-    "update": ("learner", "update"),
-    "actor_infer": ("actor", "logprobs"),
-    "ref": ("reference", "logprobs"),
-    "gen": ("actor", "generate"),
-}  # what is measured -> role and method
+    "actor.update": ("actor", "update_actor", ("actor",)),
+    "critic.update": ("critic", "update_critic", ("critic",)),
+    "cost_critic.update": ("cost_critic", "update_cost_critic", ("cost_critic",)),
+    "learner.update": ("update", "update", ("actor", "critic")),
+    "actor.logprobs": ("actor_infer", "old_log_prob", ("actor",)),
+    "actor.logprobs_with_base": ("actor_infer", "old_log_prob", ("actor", "reference")),
+    "reference.logprobs": ("ref", "ref", ("reference",)),
+}
 
 
 @dataclass(frozen=True)
 class Utilisation:
-    """What an iteration computes, against what its devices could. Roles that the algorithm does not have are None.
+    """Compares the work of an iteration with the peak of the devices.
 
-    peak: of a device; None where it is not known, and then nothing is measured. devices: that each of `CALLS` has.
-    copies: of the generation weights. layer_itemsize: bytes of a number in their layers. samples: of each prompt.
+    models: by role. meshes: of each call of the iteration's graph. peak: of one device.
     """
 
-    actor: Architecture
-    critic: Architecture | None
-    cost_critic: Architecture | None
-    reference: Architecture | None
+    models: Mapping[str, Model]
+    meshes: Mapping[str, Mesh]
     algorithm: PolicyConfig
     dtype: Any
-    peak: Peak | None
-    devices: Mapping[str, int]
-    copies: int
-    layer_itemsize: int
-    samples: int
+    peak: Peak
 
     def metrics(
         self,
-        metrics: Mapping[str, float],
+        seconds: Mapping[str, float],
         prompts: Lengths,
         responses: Lengths,
         *,
         learned: Bool[np.ndarray, "B"] | None = None,
         texts: Bool[np.ndarray, "B T"] | None = None,
+        rounds: int = 1,
+        stopped_updates: float = 0.0,
     ) -> dict[str, float]:
         """Model FLOP utilisation of training and scoring under verl's names, and generation against its roofline.
 
             perf/mfu/actor, perf/mfu/critic     training: forward and backward of every epoch that was computed
-            perf/mfu/cost_critic                likewise, of the cost's
+            perf/mfu/cost_critic                the same for the critic of the cost
             perf/mfu/update                     actor and critic, where they share the passes that make the experience
             perf/mfu/actor_infer, perf/mfu/ref  log-probabilities of the rollout; both in the first if one pass
             perf/roofline/gen                   the least seconds that generation could take, over those that it took;
-                                                left out where these were of responses besides: ReMax's greedy ones,
-                                                DAPO's further rounds
+                                                left out where other responses were generated, too: ReMax's greedy
+                                                ones, DAPO's further rounds
 
-        A utilisation is the operations that real tokens need (`models/flops.py`: no padding, no head for prompts,
-        nothing recomputed), over what the devices of the call could have done in its seconds, which include its
-        compilation in the first iterations. A call that was not timed has none.
+        A utilisation is the number of operations that real tokens need (`models/flops.py`: no padding, no head for
+        prompts, nothing recomputed), over the number that the devices of the call could have done in its seconds, which
+        include its compilation in the first iterations.
 
-        metrics: the iteration's metrics, with `timing_s/*`. prompts, responses: tokens of each row.
+        seconds: `timing_s/*`. prompts, responses: tokens of each row.
         learned: rows with tokens to learn from; None: all. Under a token budget an update computes no others.
-        texts: tokens that the actor imitates besides.
+        texts: mask of the tokens that the actor imitates in addition.
+        rounds: of generation. stopped_updates: those that the algorithm left out because the KL was too large.
         """
-        if self.peak is None:
-            return {}
-        lengths, peak = prompts + responses, self.peak.operations(self.dtype)  # of a device
-        updates = self.algorithm.epochs * self.algorithm.minibatches
-        # The update that stopped the others was computed itself, and not applied.
-        computed = self.algorithm.epochs * (1 - max(metrics.get("actor/stopped_updates", 0.0) - 1, 0) / updates)
-        actor, critic, reference = self.actor, self.critic, self.reference
-        policy = forward_operations(actor.config, lengths, "lm", actor.lora, responses)
-        base = 0.0
-        if reference is not None:
-            base = forward_operations(reference.config, lengths, "lm", reference.lora, responses)
+        lengths, epochs = prompts + responses, self.algorithm.epochs
         if learned is None or self.algorithm.micro_batch_tokens is None:
             learned = np.ones_like(lengths, bool)
-        trained = training_operations(actor.config, lengths[learned], "lm", actor.lora, responses[learned])
-        if texts is not None:
-            ends = np.where(texts, np.arange(1, texts.shape[1] + 1), 0).max(axis=1)
-            trained += training_operations(actor.config, ends, "lm", actor.lora, texts.sum(axis=1))
-        values, cost_values = (
-            0.0 if model is None else training_operations(model.config, lengths[learned], "scalar", model.lora)
-            for model in (critic, self.cost_critic)
-        )
-        # The reference is the actor's base.
-        one_pass = "timing_s/ref" not in metrics and "timing_s/old_log_prob" in metrics
-        operations = {
-            "actor": ("update_actor", computed * trained),
-            "critic": ("update_critic", self.algorithm.epochs * values),
-            "cost_critic": ("update_cost_critic", self.algorithm.epochs * cost_values),
-            "update": ("update", trained + values),
-            "actor_infer": ("old_log_prob", policy + base if one_pass else policy),
-            "ref": ("ref", base),
-        }
-        least = {
-            f"perf/mfu/{name}": (call, work / peak / self.devices[name]) for name, (call, work) in operations.items()
-        }
-        if not isinstance(self.algorithm, ReMaxConfig) and metrics.get("dapo/rounds", 1) == 1:
-            least["perf/roofline/gen"] = "gen", self._generation(self.peak.memory, peak, prompts, responses)
-        seconds = {name: (metrics.get(f"timing_s/{call}", 0.0), best) for name, (call, best) in least.items()}
-        return {name: best / taken for name, (taken, best) in seconds.items() if taken > 0}
+        # The update that stopped the others was computed itself, and not applied.
+        left_out = max(stopped_updates - 1, 0) / (epochs * self.algorithm.minibatches)
 
-    def _generation(self, memory: float, operations: float, prompts: Lengths, responses: Lengths) -> float:
+        def trained(role: str) -> float:
+            model = self.models[role].architecture
+            if role != "actor":
+                return epochs * training_operations(model.config, lengths[learned], "scalar", model.lora)
+            total = training_operations(model.config, lengths[learned], "lm", model.lora, responses[learned])
+            if texts is not None:
+                ends = np.where(texts, np.arange(1, texts.shape[1] + 1), 0).max(axis=1)
+                total += training_operations(model.config, ends, "lm", model.lora, texts.sum(axis=1))
+            return epochs * (1 - left_out) * total
+
+        def scored(role: str) -> float:
+            model = self.models[role].architecture
+            return forward_operations(model.config, lengths, "lm", model.lora, responses)
+
+        metrics, peak = {}, self.peak.operations(self.dtype)
+        for call in self.meshes.keys() & CALLS.keys():
+            name, timed, roles = CALLS[call]
+            count = trained if call.endswith(".update") else scored
+            operations = sum(count(role) for role in roles if role in self.models)
+            metrics[f"perf/mfu/{name}"] = operations / peak / self.meshes[call].size / seconds[f"timing_s/{timed}"]
+        if rounds == 1 and "actor.generate_greedy" not in self.meshes:
+            metrics["perf/roofline/gen"] = self._generation(prompts, responses) / seconds["timing_s/gen"]
+        return metrics
+
+    def _generation(self, prompts: Lengths, responses: Lengths) -> float:
+        actor, mesh, itemsize = self.models["actor"], self.meshes["actor.generate"], self.dtype.itemsize
         return generation_seconds(
-            self.actor.config,
+            actor.config,
             prompts,
             responses,
-            memory=memory * self.devices["gen"],
-            operations=operations * self.devices["gen"],
-            itemsize=self.dtype.itemsize,
-            layer_itemsize=self.layer_itemsize,
-            copies=self.copies,
-            samples=self.samples,
+            memory=self.peak.memory * mesh.size,
+            operations=self.peak.operations(self.dtype) * mesh.size,
+            itemsize=itemsize,
+            layer_itemsize=1 if actor.base is not None and has_int8(actor.base) else itemsize,
+            copies=mesh.shape["data"] * mesh.shape["fsdp"],
+            samples=self.algorithm.samples if isinstance(self.algorithm, GRPOConfig) else 1,
         )
 
 
 def utilisation_of(
-    actor: Model,
+    graph: Graph,
     models: Mapping[str, Model],
     algorithm: PolicyConfig,
     placement_of: Callable[[str], RolePlacement],
     compute: Compute,
-) -> Utilisation:
-    """Returns the utilisation of an actor, and of the critics and the reference that may be in `models`.
+) -> Utilisation | None:
+    """Returns the utilisation of the calls of a graph; None where the peak of the devices is not known.
 
     placement_of: role -> its placement.
     """
-    meshes = {name: placement_of(role)[method].mesh for name, (role, method) in CALLS.items()}
-    generating = meshes["gen"]
-    others = ("critic", "cost_critic", "reference")
-    return Utilisation(
-        actor=actor.architecture,
-        **{name: models[name].architecture if name in models else None for name in others},
-        algorithm=algorithm,
-        dtype=compute.dtype,
-        peak=peak_of(generating.devices.flat[0]),
-        devices={name: mesh.size for name, mesh in meshes.items()},
-        copies=generating.shape["data"] * generating.shape["fsdp"],
-        layer_itemsize=1 if actor.base is not None and has_int8(actor.base) else compute.dtype.itemsize,
-        samples=algorithm.samples if isinstance(algorithm, GRPOConfig) else 1,
-    )
+    meshes = {call.name: placement_of(call.role)[call.name.partition(".")[2]].mesh for call in graph}
+    peak = peak_of(meshes["actor.generate"].devices.flat[0])
+    return None if peak is None else Utilisation(models, meshes, algorithm, compute.dtype, peak)

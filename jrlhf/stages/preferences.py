@@ -1,4 +1,4 @@
-"""Preference pairs for the stages that learn from them: read from a dataset, or sampled from the policy by the task."""
+"""Preference pairs, for the stages that learn from them: from a dataset, or sampled from the policy by the task."""
 
 import json
 import zlib
@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from jaxtyping import Array
 
-from jrlhf.data.batches import key_for
+from jrlhf.data.batches import key_for, pad_rows, put_rows
 from jrlhf.data.encode import Ids
 from jrlhf.data.task import Pairs
 from jrlhf.data.types import Response
@@ -18,7 +19,7 @@ from jrlhf.stages.context import Context
 
 
 def collect_pairs(context: Context, policy: Model) -> tuple[Pairs, Pairs]:
-    """The task's pairs to learn from and its held-out pairs. Those that were sampled are saved as preferences.jsonl."""
+    """The task's pairs to learn from, and its held-out pairs. Sampled pairs are saved in preferences.jsonl."""
     assert context.task.pairs is not None
     train, heldout = context.task.pairs(_PolicySampler(context, policy, from_main(context.run.seeds)))
     if train.rows:
@@ -27,11 +28,20 @@ def collect_pairs(context: Context, policy: Model) -> tuple[Pairs, Pairs]:
     return train, heldout
 
 
+def put_pairs(context: Context, pairs: Pairs, rows: np.ndarray) -> list[Array]:
+    """On the mesh: tokens and lengths of the chosen answers, then of the rejected ones, then the prompts' lengths."""
+    chosen, rejected = (
+        pad_rows([side[row] for row in rows], context.length) for side in (pairs.chosen, pairs.rejected)
+    )
+    prompt_lengths = np.array([pairs.prompt_lengths[row] for row in rows], np.int32)
+    return put_rows([*chosen, *rejected, prompt_lengths], context.mesh)
+
+
 @dataclass(frozen=True)
 class _PolicySampler:
-    """Answers a task's prompts with a policy, as rollouts do.
+    """Answers a task's prompts with a policy, with the settings of rollouts.
 
-    seeds: how generators are seeded, as the run's record says: 2: by the purpose; 1: by the length of its name.
+    seeds: the version of the generators' seeds, from the run's record. 2: from the purpose; 1: from its length.
     """
 
     context: Context

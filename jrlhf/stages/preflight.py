@@ -1,7 +1,6 @@
 """Preflight: opens everything a run needs later (reward functions, tokenizers, adapters), so that typos fail early."""
 
 from functools import partial
-from pathlib import Path
 from typing import Literal
 
 from jax.sharding import Mesh
@@ -9,40 +8,34 @@ from jax.sharding import Mesh
 from jrlhf.config.schema import Config, RewardConfig
 from jrlhf.data.task import Task
 from jrlhf.errors import UserError
-from jrlhf.models import LoRAConfig, ModelConfig, lora_shardings
-from jrlhf.models.hf import load_adapter
+from jrlhf.models import ModelConfig
 from jrlhf.rewards.functions import FunctionReward
 from jrlhf.rewards.text_model import reward_tokenizer
-from jrlhf.roles.pretrained import check_reward_adapter, check_weights
+from jrlhf.roles.pretrained import actor_adapter, check_weights, reward_adapter
 from jrlhf.run.processes import from_main
 from jrlhf.run.tracking import check_wandb
 
 
 def check_sources(config: Config, task: Task, actor: ModelConfig, mesh: Mesh) -> None:
-    """Looks at every model's headers, at adapters, and imports every reward function once. Loads no weights.
-
-    Raises:
-        UserError: one of them cannot be used.
-    """
+    """Reads every model's headers and all adapters, and imports every reward function once. Loads no weights."""
     from_main(partial(check_wandb, config))
     if config.model.path is not None:
         check_weights(config.model.path, "model.path")
-    check_adapter(config, actor, mesh)
-    if config.roles.reference is not None and "dpo" in config.stages:
+    if config.lora is not None:
+        actor_adapter(config.lora, actor, mesh)
+    if config.algorithm is not None and config.roles.critic is not None:
+        check_weights(config.roles.critic, "roles.critic", head="scalar")
+    if config.roles.reference is not None and (config.algorithm is not None or "dpo" in config.stages):
         check_weights(config.roles.reference, "roles.reference")
     if config.algorithm is None:
         return
-    if config.roles.critic is not None:
-        check_weights(config.roles.critic, "roles.critic", head="scalar")
-    if config.roles.reference is not None:
-        check_weights(config.roles.reference, "roles.reference")
     keys = {f"rewards[{index}]": reward for index, reward in enumerate(config.rewards)}
     keys |= {f"costs[{index}]": cost for index, cost in enumerate(config.costs)}
     for key, reward in keys.items():
         if reward.model is not None:
             _check_reward_model(reward.model, f"{key}.model")
         elif reward.adapter is not None:
-            check_reward_adapter(config, reward.adapter, f"{key}.adapter", actor, mesh)
+            reward_adapter(config, reward.adapter, f"{key}.adapter", actor, mesh)
         elif reward.function is not None:
             kind = "cost" if key.startswith("costs") else "reward"
             from_main(partial(_check_function, reward, config.seed, kind, task))
@@ -52,26 +45,6 @@ def _check_function(reward: RewardConfig, seed: int, kind: Literal["reward", "co
     with FunctionReward(reward, seed, kind=kind) as function:
         if task.prompts is not None:
             function.check_columns(task.prompts.examples[0].columns)
-
-
-def check_adapter(config: Config, actor: ModelConfig, mesh: Mesh) -> None:
-    """The adapter that a run trains.
-
-    Raises:
-        UserError: it does not fit the actor, or is not there.
-    """
-    section = config.lora
-    if section is None:
-        return
-    try:
-        if section.path is not None:
-            if "value_head" in load_adapter(Path(section.path), actor, mesh)[1]:
-                raise ValueError(f"path={section.path} is a reward model's adapter: name one of a language model")
-        elif section.rank is not None:
-            lora = LoRAConfig(rank=section.rank, alpha=section.alpha, targets=section.targets, rslora=section.rslora)
-            lora_shardings(actor, mesh, lora)
-    except (ValueError, OSError) as error:
-        raise UserError(f"lora: {error}") from error
 
 
 def _check_reward_model(path: str, key: str) -> None:

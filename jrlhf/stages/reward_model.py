@@ -1,34 +1,34 @@
-"""The reward model: a scalar head on the policy's decoder, learnt from pairs that an annotator ranked."""
+"""The stage of the reward model: a scalar head on the policy's decoder, trained on ranked pairs."""
 
 from dataclasses import replace
 from functools import cache
 
 import numpy as np
 
-from jrlhf.data.batches import batch_indices, pad_rows, put_rows
+from jrlhf.data.batches import batch_indices
 from jrlhf.data.task import Pairs
 from jrlhf.meshes import to_devices, to_host
 from jrlhf.ppo import PreferenceBatch, TrainState, make_preference_step
-from jrlhf.roles import compiled
+from jrlhf.roles.compiled import CompiledModel
 from jrlhf.roles.initial import adamw, scalar_model, stored
 from jrlhf.roles.model import Model
 from jrlhf.stages.context import Context
 from jrlhf.stages.loop import run_stage
-from jrlhf.stages.preferences import collect_pairs
+from jrlhf.stages.preferences import collect_pairs, put_pairs
 
 NORMALISED_BY = 32_768  # answers at most; a larger dataset is represented by every n-th of its answers
 
 
 def train_reward_model(context: Context, policy: Model) -> Model:
-    """Runs the stage, or what of it is not done yet; returns the reward model. The policy stays as it is.
+    """Runs the stage, or the rest of it; returns the reward model. The policy stays as it is.
 
-    Its scores are shifted and scaled at the end so that they have mean 0 and deviation 1 over the pairs it learnt from:
-    what PPO's KL coefficient is to be weighed against does not depend on the reward model's own scale.
+    At the end its scores are shifted and scaled to mean 0 and deviation 1 over the pairs of the training: so the effect
+    of PPO's KL coefficient does not depend on the scale of the reward model.
     """
     config = context.config.reward_model
     start = scalar_model(policy)
     optimizer = adamw(config, updates=config.steps)
-    scores = compiled.train_scores(start.architecture, context.mesh, context.compute)
+    scores = CompiledModel(start.architecture, context.mesh, context.compute).train_scores()
     step_fn = make_preference_step(
         scores, optimizer, micro_batches=config.micro_batches, micro_batch_tokens=config.micro_batch_tokens
     )
@@ -40,11 +40,11 @@ def train_reward_model(context: Context, policy: Model) -> Model:
     def advance(state: TrainState, step: int):
         train, heldout = pairs()
         rows = batch_indices(len(train), config.batch, step, context.config.seed)
-        state, metrics = step_fn(state, _batch(train, rows, context), *start.frozen)
-        last = step + 1 == config.steps
-        if len(heldout) and (step == 0 or (step + 1) % config.eval_every == 0 or last):
+        batch = PreferenceBatch(*put_pairs(context, train, rows)[:4])
+        state, metrics = step_fn(state, batch, *start.frozen)
+        if len(heldout) and config.evaluates(step):
             metrics = metrics | _accuracy(context, start.holding(state.params), heldout)
-        if last:
+        if step + 1 == config.steps:
             sequences = [*train.chosen, *train.rejected]
             sequences = sequences[:: -(-len(sequences) // NORMALISED_BY)]
             every = context.sampler.scores(start.holding(state.params), sequences)
@@ -60,7 +60,7 @@ def train_reward_model(context: Context, policy: Model) -> Model:
 
 
 def normalised(params, mean: float, deviation: float):
-    """A scalar model whose outputs have this mean and deviation -> one whose outputs have 0 and 1."""
+    """Changes the head of a scalar model whose outputs have this mean and deviation, so that they have 0 and 1."""
     kernel, bias = params["value_head"]["kernel"], params["value_head"]["bias"]
     scale = np.float32(1.0 / max(float(deviation), 1e-6))
     # On the host: the head is one small vector, and a loop that has settled compiles nothing.
@@ -72,7 +72,7 @@ def normalised(params, mean: float, deviation: float):
 
 
 def _accuracy(context: Context, reward: Model, pairs: Pairs) -> dict[str, float]:
-    """How often the order is the annotator's: over pairs that it could tell apart, and over all."""
+    """The share of pairs in the annotator's order: of those that it could tell apart, and of all."""
     chosen, rejected = (context.sampler.scores(reward, ids) for ids in (pairs.chosen, pairs.rejected))
     right = chosen > rejected
     if pairs.clear is None:
@@ -82,9 +82,3 @@ def _accuracy(context: Context, reward: Model, pairs: Pairs) -> dict[str, float]
         "reward_model/eval_pairs": int(pairs.clear.sum()),
         "reward_model/eval_accuracy_with_close_pairs": float(right.mean()),
     }
-
-
-def _batch(pairs: Pairs, rows, context: Context) -> PreferenceBatch:
-    chosen = put_rows(pad_rows([pairs.chosen[row] for row in rows], context.length), context.mesh)
-    rejected = put_rows(pad_rows([pairs.rejected[row] for row in rows], context.length), context.mesh)
-    return PreferenceBatch(*chosen, *rejected)

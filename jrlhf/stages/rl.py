@@ -1,4 +1,4 @@
-"""The stage of reinforcement learning: runs an algorithm on roles, placed as a plan says, against the rewards."""
+"""The stage of reinforcement learning: trains the roles of an algorithm against the rewards."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -12,10 +12,19 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
+from jrlhf.algorithms.factory import RoleFactory
 from jrlhf.algorithms.registry import dataflow_identity, dataflow_of, graph_of
-from jrlhf.algorithms.roles import RoleFactory
 from jrlhf.config.schema import Config
-from jrlhf.data.batches import Batch, batch_indices, key_for, pad_rows, put_prompts, put_rows, row_keys
+from jrlhf.data.batches import (
+    Batch,
+    batch_indices,
+    key_for,
+    pad_rows,
+    put_prompts,
+    put_rows,
+    read_responses,
+    row_keys,
+)
 from jrlhf.data.encode import Prompts
 from jrlhf.meshes import Graph, to_devices, to_host, transfer
 from jrlhf.ppo import (
@@ -34,7 +43,6 @@ from jrlhf.rewards.mixture import Rewards
 from jrlhf.roles.initial import scalar_model
 from jrlhf.roles.model import Model
 from jrlhf.roles.placement import RolePlacement
-from jrlhf.roles.sampling import read_responses
 from jrlhf.stages.context import Context
 from jrlhf.stages.evaluate import validate
 from jrlhf.stages.loop import SAMPLES, run_stage
@@ -47,7 +55,7 @@ READ = "tokens", "prompt_lengths", "response_lengths", "finished"  # fields of a
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class RLState:
-    """All that an iteration changes. A resumed run goes on from it alone."""
+    """The state of an iteration. A resumed run needs nothing else."""
 
     trained: dict[str, TrainState]  # by role: the actor, and the critics that the algorithm has
     kl: KLState
@@ -59,7 +67,7 @@ class RLState:
 def train_rl(context: Context, policy: Model, rewards: Rewards, costs: Rewards | None = None) -> Model:
     """Runs the stage, or the rest of it; returns the trained actor. The given policy is used up."""
     config, section, task, clock = context.config, context.config.rl, context.task, rewards.clock
-    name, algorithm = config.algorithm, algorithm_of(config)
+    name, algorithm, validation = config.algorithm, algorithm_of(config), config.validation
     assert name is not None and task.prompts is not None
     graph, dataflow, prompts = graph_of(config), dataflow_of(config), task.prompts
     models, identities = initial_models(context, policy, rewards, graph)
@@ -68,7 +76,7 @@ def train_rl(context: Context, policy: Model, rewards: Rewards, costs: Rewards |
     generating, updating = built.actor.placement["generate"].mesh, built.actor.placement["update"].mesh
     arithmetic = context.placement("arithmetic").home.mesh
     everywhere = NamedSharding(arithmetic, P())
-    utilisation = utilisation_of(policy, models, algorithm, context.placement, context.compute)
+    utilisation = utilisation_of(graph, models, algorithm, context.placement, context.compute)
     measure = jax.jit(partial(_measure, algorithm, section.rollout_batch, section.samples))
 
     def init() -> RLState:
@@ -83,15 +91,17 @@ def train_rl(context: Context, policy: Model, rewards: Rewards, costs: Rewards |
         draws, kl_coef = int(state.draws), state.kl.coef
         texts = take_texts(context, step, updating) if algorithm.ptx_coef > 0 else None
         roles = built.bind(state.trained, moments=state.moments, draws=draws, multiplier=state.multiplier, texts=texts)
-        validated, samples = validate(context, roles.actor.model, rewards, step, clock)
+        validated, samples = {}, []
+        if validation is not None and validation.every is not None and step % validation.every == 0:
+            validated, samples = validate(context, roles.actor.model, rewards, step, clock)
         values: dict[str, Any] = {"kl_coef": kl_coef}
         if roles.pool is None:
             values["prompts"] = take_batch(context, prompts, generating, draws)
         experience, metrics = dataflow(**roles.arguments(dataflow), **values)
         if roles.pool is None:
-            batch, raw, draws = values["prompts"], rewards.raw, draws + 1
+            batch, raw, rounds = values["prompts"], rewards.raw, 1
         else:
-            batch, raw, draws = roles.pool.prompts, roles.pool.raw, roles.pool.draws
+            batch, raw, rounds = roles.pool.prompts, roles.pool.raw, roles.pool.draws - draws
         multiplier = None if roles.constraint is None else roles.constraint.state
         with jax.set_mesh(arithmetic):
             measured, kl, learned = measure(experience, state.kl)
@@ -100,14 +110,19 @@ def train_rl(context: Context, policy: Model, rewards: Rewards, costs: Rewards |
         metrics |= {"objective/kl_coef": kl_coef} if algorithm.needs_reference else {}
         metrics |= {} if roles.pool is None else roles.pool.metrics()
         metrics |= {} if costs is None else costs.metrics()
-        metrics = jax.device_get(metrics) | clock.take() | validated
+        metrics = jax.device_get(metrics)
+        seconds = clock.take()
+        metrics |= seconds | validated
         metrics |= throughput(metrics, len(batch.examples), context.mesh.size)
         masks = {"learned": learned, "texts": None if texts is None else texts.loss_mask}
         read, raw, masks = to_host(({field: getattr(experience, field) for field in READ}, raw, masks))
-        metrics |= utilisation.metrics(metrics, read["prompt_lengths"], read["response_lengths"], **masks)
+        if utilisation is not None:
+            work = {**masks, "rounds": rounds, "stopped_updates": metrics.get("actor/stopped_updates", 0.0)}
+            metrics |= utilisation.metrics(seconds, read["prompt_lengths"], read["response_lengths"], **work)
         metrics |= watch(context, batch, replace(experience, **read), raw)
         metrics[SAMPLES] += samples
-        return RLState(roles.states, kl, rewards.moments, to_devices(np.int32(draws), everywhere), multiplier), metrics
+        drawn = to_devices(np.int32(draws + rounds), everywhere)
+        return RLState(roles.states, kl, rewards.moments, drawn, multiplier), metrics
 
     meta = {"corpus": task.fingerprint} | identities
     meta |= {} if (identity := dataflow_identity(config)) is None else {"dataflow": identity}
@@ -170,7 +185,7 @@ def take_texts(context: Context, step: int, mesh: Mesh) -> SFTBatch:
 def _measure(
     algorithm: PolicyConfig, episodes: int, samples: int, experience: Experience, kl: KLState
 ) -> tuple[dict[str, Array], KLState, Bool[Array, "B"]]:
-    """The metrics of an experience, the KL controller after it, and a mask of the rows that are trained on."""
+    """The metrics of an experience, the next state of the KL controller, and the mask of the rows to learn from."""
     learned = jnp.any(experience.response_mask, axis=1)
     metrics = experience_metrics(experience, samples=samples if samples > 1 else None)
     if not algorithm.needs_reference:
@@ -181,8 +196,8 @@ def _measure(
 def throughput(metrics: Mapping[str, float], rows: int, devices: int) -> dict[str, float]:
     """The number of tokens of the batch that an iteration learns from, and this number per second and device.
 
-    Counted as in verl: without ReMax's greedy responses, without what DAPO drew and did not keep; the seconds of a step
-    include its validation.
+    Counted as in verl: ReMax's greedy responses and the groups that DAPO did not keep do not count; the seconds of a
+    step include its validation.
     """
     tokens = rows * (metrics["prompt_length/mean"] + metrics["response_length/mean"])
     return {"perf/total_num_tokens": tokens, "perf/throughput": tokens / metrics["timing_s/step"] / devices}

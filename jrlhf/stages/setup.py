@@ -1,4 +1,4 @@
-"""From a config to a context: devices, architectures, data and the run's directory, each checked before the next."""
+"""Set-up of a run: devices, architectures, plan, data and directory, each checked before the next."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -10,15 +10,16 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jrlhf.algorithms.registry import graph_of
+from jrlhf.algorithms.registry import graph_of, stage_graph
 from jrlhf.config.check import mesh_sizes, validate
-from jrlhf.config.schema import ComputeConfig, Config, DatasetsData, ModelSection
+from jrlhf.config.schema import ComputeConfig, Config, DatasetsData, ModelSection, SleepConfig
 from jrlhf.data import datasets
 from jrlhf.data.task import Task
 from jrlhf.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer, same_tokens
 from jrlhf.errors import UserError
 from jrlhf.meshes import make_mesh
 from jrlhf.meshes.mesh import Device
+from jrlhf.meshes.offload import check_host_memory
 from jrlhf.meshes.plan import Plan
 from jrlhf.models import ModelConfig
 from jrlhf.models.attention import computes
@@ -26,9 +27,8 @@ from jrlhf.planning.auto import auto_plan
 from jrlhf.planning.fit import check_memory
 from jrlhf.planning.plans import plan_of_config, plan_yaml, read_plan, refuse_cross_process
 from jrlhf.planning.workload import workload_of
-from jrlhf.roles.compiled import Compute
-from jrlhf.roles.offloading import check_sleep
-from jrlhf.roles.placement import RolePlacement, place_roles
+from jrlhf.roles.model import Compute
+from jrlhf.roles.planned_placement import place_roles
 from jrlhf.roles.pretrained import architecture, fresh_model, locate
 from jrlhf.run.console import Console
 from jrlhf.run.devices import idle_accelerator, select
@@ -37,7 +37,6 @@ from jrlhf.run.preemption import PreemptionGuard
 from jrlhf.run.processes import from_main, is_main, several
 from jrlhf.run.tracking import tracking
 from jrlhf.stages.context import Context
-from jrlhf.stages.graphs import stage_graph
 from jrlhf.stages.preflight import check_sources
 from jrlhf.tasks.arithmetic import task as arithmetic
 from jrlhf.tasks.docstrings import task as docstrings
@@ -51,9 +50,17 @@ def open_context(config: Config, *, resume: bool) -> Iterator[Context]:
         UserError: bad input; nothing has been written.
     """
     mesh, models = select_mesh(config)
-    plan = _plan_that_fits(config, mesh, models, resume)
+    devices, graphs = list(mesh.devices.flat), [stage_graph(config, stage) for stage in config.stages]
+    plan = None if config.algorithm is None else select_plan(config, models, devices, resume=resume)
+    from_main(partial(check_memory, config, graphs, mesh, models, plan))
+    placements = {}
+    if plan is not None:
+        placements = place_roles(plan, graph_of(config), devices, prefetch=config.offloading.ahead)
     console = _open_console(config)
-    task = _read_data(config, models["actor"], console)
+    with console.status("reading the data"):
+        task = load_task(config, models["actor"])
+    for line in task.description.splitlines():
+        console.line(line)
     check_sources(config, task, models["actor"], mesh)
     with (
         _open_run(config, resume, _devices_line(mesh, plan)) as run,
@@ -65,30 +72,8 @@ def open_context(config: Config, *, resume: bool) -> Iterator[Context]:
         run.write(TOKENIZER, task.tokenizer.to_json())
         if plan is not None:
             run.write(PLAN, plan_yaml(plan))
-        yield Context(
-            config=config,
-            mesh=mesh,
-            compute=compute_of(config.compute),
-            task=task,
-            vocab_size=models["actor"].vocab_size,
-            run=run,
-            console=console,
-            preemption=preemption,
-            wandb=wandb,
-            placements={} if plan is None else _placements(config, plan, mesh),
-        )
-
-
-def _placements(config: Config, plan: Plan, mesh: Mesh) -> dict[str, RolePlacement]:
-    return place_roles(plan, graph_of(config), list(mesh.devices.flat), prefetch=config.offloading.ahead)
-
-
-def _plan_that_fits(config: Config, mesh: Mesh, models: dict[str, ModelConfig], resume: bool) -> Plan | None:
-    """The plan of the algorithm, if there is one. Refuses stages that do not fit into the devices' memory."""
-    plan = None if config.algorithm is None else select_plan(config, models, list(mesh.devices.flat), resume=resume)
-    graphs = [stage_graph(config, stage) for stage in config.stages]
-    from_main(partial(check_memory, config, graphs, mesh, models, plan))
-    return plan
+        compute, vocab_size = compute_of(config.compute), models["actor"].vocab_size
+        yield Context(config, mesh, compute, task, vocab_size, run, console, preemption, wandb, placements)
 
 
 def _open_console(config: Config) -> Console:
@@ -100,14 +85,6 @@ def _open_console(config: Config) -> Console:
     return console
 
 
-def _read_data(config: Config, actor: ModelConfig, console: Console) -> Task:
-    with console.status("reading the data"):
-        task = load_task(config, actor)
-    for line in task.description.splitlines():
-        console.line(line)
-    return task
-
-
 def _open_run(config: Config, resume: bool, note: str) -> Run:
     """The run's directory: process 0 opens and writes it; the others only read."""
     opened: list[Run] = []
@@ -116,22 +93,16 @@ def _open_run(config: Config, resume: bool, note: str) -> Run:
 
 
 def _devices_line(mesh: Mesh, plan: Plan | None) -> str:
-    """The line of environment.txt on the devices."""
+    """The line of environment.txt that describes the devices."""
     line = f"# {mesh.size} {mesh.devices.flat[0].device_kind} device(s), mesh {dict(mesh.shape)}"
     line += f", {jax.process_count()} process(es)" if several() else ""
     return line if plan is None else f"{line}, plan {plan.name}"
 
 
 def compute_of(section: ComputeConfig) -> Compute:
-    """How the run's models compute."""
-    return Compute(
-        dtype=jnp.dtype(section.dtype),
-        remat=section.remat,
-        logprob=section.logprob,
-        fused_loss=section.fused_loss,
-        attention=section.attention,
-        score_tokens=section.score_tokens,
-    )
+    """The settings that all models of the run share."""
+    names = "remat", "logprob", "fused_loss", "attention", "score_tokens"
+    return Compute(jnp.dtype(section.dtype), **{name: getattr(section, name) for name in names})
 
 
 def load_task(config: Config, actor: ModelConfig) -> Task:
@@ -144,19 +115,17 @@ def load_task(config: Config, actor: ModelConfig) -> Task:
 
 
 def actor_tokenizer(config: Config, actor: ModelConfig) -> Tokenizer:
-    """The tokenizer in the actor's directory. Refuses another one of a role that reads the actor's tokens."""
+    """The tokenizer in the actor's directory. Refuses roles that read the actor's tokens by another tokenizer."""
     assert config.model.path is not None and isinstance(config.data, DatasetsData)
     directory = locate(config.model.path, "model.path")
     tokenizer = check_vocabulary(load_tokenizer(directory, eos=config.data.eos), actor.vocab_size)
     for role in ("critic", "reference"):
         path = getattr(config.roles, role)
-        if path is not None:
-            other = load_tokenizer(locate(path, f"roles.{role}"))
-            if not same_tokens(other, tokenizer):
-                raise UserError(
-                    f"roles.{role}={path} has another tokenizer than model.path={config.model.path}: the {role} reads "
-                    "the actor's tokens, choose one of the same family"
-                )
+        if path is not None and not same_tokens(load_tokenizer(locate(path, f"roles.{role}")), tokenizer):
+            raise UserError(
+                f"roles.{role}={path} has another tokenizer than model.path={config.model.path}: the {role} reads "
+                "the actor's tokens, choose one of the same family"
+            )
     return replace(tokenizer, special_tokens={**tokenizer.special_tokens, **config.data.template})
 
 
@@ -175,9 +144,9 @@ def select_mesh(config: Config) -> tuple[Mesh, dict[str, ModelConfig]]:
 def select_plan(
     config: Config, models: dict[str, ModelConfig], devices: Sequence[Device], *, resume: bool = False
 ) -> Plan:
-    """The plan of the RL stage. Process 0 decides it for all, for its files and measurements are its own.
+    """The plan of the RL stage. Process 0 decides it for all: files and measurements of the others may differ.
 
-    resume: plan=auto is the plan that the run's first search found.
+    resume: plan=auto takes the plan that the run's first search found.
     """
     graph = graph_of(config)
 
@@ -198,28 +167,41 @@ def architectures(config: Config) -> dict[str, ModelConfig]:
     else:
         _check_sizes_untouched(config.model)
         actor = architecture(config.model.path, "model.path")
+    algorithm = None if config.algorithm is None else config.rl.algorithm
     models = {"actor": actor}
     if "reward_model" in config.stages:
         models["reward"] = actor
-    if "dpo" in config.stages or config.algorithm is not None:
-        critic = config.algorithm is not None and config.rl.algorithm.has_critic
-        reference = config.algorithm is None or config.rl.algorithm.needs_reference
-        for role in (*(("critic",) if critic else ()), *(("reference",) if reference else ())):
-            path = getattr(config.roles, role)
-            models[role] = actor if path is None else architecture(path, f"roles.{role}")
-            if models[role].vocab_size != actor.vocab_size:
-                raise UserError(
-                    f"roles.{role}={path} has a vocabulary of {models[role].vocab_size} and the actor one of "
-                    f"{actor.vocab_size}: the {role} reads the actor's tokens, choose one of the same family"
-                )
-    if config.algorithm is not None:
-        if config.algorithm == "safe_rlhf":
-            models["cost_critic"] = actor
-        for kind, parts in (("reward", config.rewards), ("cost", config.costs)):
-            for index, part in enumerate(parts):
-                if part.model is not None:
-                    models[f"{kind} {part.name}"] = architecture(part.model, f"{kind}s[{index}].model")
+    needed = {
+        "critic": algorithm is not None and algorithm.has_critic,
+        "reference": "dpo" in config.stages if algorithm is None else algorithm.needs_reference,
+    }
+    for role in (role for role, is_needed in needed.items() if is_needed):
+        path = getattr(config.roles, role)
+        models[role] = actor if path is None else architecture(path, f"roles.{role}")
+        if models[role].vocab_size != actor.vocab_size:
+            raise UserError(
+                f"roles.{role}={path} has a vocabulary of {models[role].vocab_size} and the actor one of "
+                f"{actor.vocab_size}: the {role} reads the actor's tokens, choose one of the same family"
+            )
+    if algorithm is None:
+        return models
+    if config.algorithm == "safe_rlhf":
+        models["cost_critic"] = actor
+    for kind, parts in (("reward", config.rewards), ("cost", config.costs)):
+        for index, part in enumerate(parts):
+            if part.model is not None:
+                models[f"{kind} {part.name}"] = architecture(part.model, f"{kind}s[{index}].model")
     return models
+
+
+def check_sleep(config: SleepConfig, mesh: Mesh) -> None:
+    """Checks that the devices have host memory to offload to."""
+    offloaded = [key for key in SleepConfig.SWITCHES if getattr(config, key) == "host"]
+    try:
+        if offloaded:
+            check_host_memory(mesh)
+    except ValueError as error:
+        raise UserError(f"sleep.{offloaded[0]}=host: {error}: set it to device") from error
 
 
 def _check_sizes_untouched(model: ModelSection) -> None:

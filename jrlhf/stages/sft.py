@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: the actor learns to answer a prompt as the data does."""
+"""The stage of supervised fine-tuning: the actor learns the answers of the data."""
 
 import numpy as np
 
@@ -6,7 +6,7 @@ from jrlhf.data.batches import batch_indices, pad_rows, put_rows
 from jrlhf.data.encode import Sequences
 from jrlhf.meshes import to_host
 from jrlhf.ppo import SFTBatch, TrainState, make_sft_step
-from jrlhf.roles import compiled
+from jrlhf.roles.compiled import CompiledModel
 from jrlhf.roles.initial import adamw
 from jrlhf.roles.model import Model
 from jrlhf.stages.context import Context
@@ -14,21 +14,20 @@ from jrlhf.stages.loop import run_stage
 
 
 def train_sft(context: Context, policy: Model) -> Model:
-    """Runs the stage, or what of it is not done yet; returns the trained policy. The given one is used up."""
+    """Runs the stage, or the rest of it; returns the trained policy. The given policy is used up."""
     config, data = context.config.sft, context.task.sft
     assert data is not None
     optimizer = adamw(config, updates=config.steps)
-    logprobs = compiled.train_logprobs(policy.architecture, context.mesh, context.compute)
-    step_fn = make_sft_step(
-        logprobs, optimizer, micro_batches=config.micro_batches, micro_batch_tokens=config.micro_batch_tokens
-    )
-    score = compiled.score_logprobs(policy.architecture, context.mesh, context.compute, temperature=1.0)
+    compiled = CompiledModel(policy.architecture, context.mesh, context.compute)
+    parts = {"micro_batches": config.micro_batches, "micro_batch_tokens": config.micro_batch_tokens}
+    step_fn = make_sft_step(compiled.train_logprobs(), optimizer, **parts)
+    score = compiled.score_logprobs(temperature=1.0)
 
     def advance(state: TrainState, step: int):
         rows = batch_indices(data.count, config.batch, step, context.config.seed)
         batch = SFTBatch(*put_rows(sft_rows(data.batch(rows, step), context.length), context.mesh))
         state, metrics = step_fn(state, batch, *policy.frozen)
-        if data.heldout.ids and (step == 0 or (step + 1) % config.eval_every == 0 or step + 1 == config.steps):
+        if data.heldout.ids and config.evaluates(step):
             metrics = metrics | {"sft/eval_loss": _mean_loss(context, score, policy.holding(state.params))}
         return state, metrics
 
@@ -41,23 +40,23 @@ def train_sft(context: Context, policy: Model) -> Model:
 
 
 def sft_rows(texts: Sequences, width: int) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens [B, T] of the texts, and the mask of what is learnt."""
+    """Tokens [B, T] of the texts, and the mask of the tokens that are learnt."""
     tokens, _ = pad_rows(texts.ids, width)
     learn, _ = pad_rows(texts.learn, width)
     return tokens, learn.astype(bool)
 
 
 def _mean_loss(context: Context, score, policy: Model) -> float:
-    """Nats a learnt token over the held-out texts."""
+    """The mean loss of the learnt tokens of the held-out texts, in nats."""
     assert context.task.sft is not None
     batch = context.config.sft.batch
     heldout = context.task.sft.heldout
     tokens, mask = sft_rows(heldout, context.length)
     lengths = np.array([len(ids) for ids in heldout.ids], np.int32)
-    mask[:, 0] = False  # predicted from nothing
+    mask[:, 0] = False  # nothing comes before it
     total = 0.0
     for start in range(0, len(tokens), batch):
-        rows = np.arange(start, start + batch) % len(tokens)  # the last batch is filled up with rows that do not count
+        rows = np.arange(start, start + batch) % len(tokens)  # the last batch is padded
         batch_rows = put_rows((tokens[rows], lengths[rows]), context.mesh)
         logprobs, _ = score(policy.params, *batch_rows, *policy.frozen)
         counted = mask[rows] & (np.arange(start, start + batch) < len(tokens))[:, None]

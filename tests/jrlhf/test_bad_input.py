@@ -1,6 +1,5 @@
 """Bad input: one sentence that says what is wrong and what to do, exit code 2, and nothing written."""
 
-import hashlib
 import itertools
 import json
 import shutil
@@ -15,12 +14,15 @@ from safetensors.numpy import load_file, save_file
 
 from jrlhf.config.parse import build
 from jrlhf.config.schema import Config
+from jrlhf.errors import UserError
 from jrlhf.models import LoRAConfig, ModelConfig, init_lora
 from jrlhf.models.hf import export_adapter, read_config
 from jrlhf.models.params import HeadKind
 from jrlhf.run.directory import open_run
 from jrlhf.run.metrics import read_metrics
+from jrlhf.stages.setup import load_task, select_mesh
 from jrlhf.train import cli
+from tests.support.runs import digest
 
 WEIGHTS = "model.safetensors"
 SFT = {"stages": ["sft"], "rewards": []}  # the stage that needs least
@@ -75,36 +77,6 @@ def truncate(directory: Path) -> None:
     (directory / WEIGHTS).write_bytes(content[: len(content) // 2])
 
 
-def header(change: Callable[[dict], object]) -> Callable[[Path], object]:
-    """Rewrites the header of the weights."""
-
-    def damage(directory: Path) -> None:
-        content = (directory / WEIGHTS).read_bytes()
-        length = int.from_bytes(content[:8], "little")
-        entries = json.loads(content[8 : 8 + length])
-        change(entries)
-        text = json.dumps(entries).encode()
-        (directory / WEIGHTS).write_bytes(len(text).to_bytes(8, "little") + text + content[8 + length :])
-
-    return damage
-
-
-def first(entries: dict) -> dict:
-    return entries["model.norm.weight"]
-
-
-def index(**places: str) -> Callable[[Path], object]:
-    """Weights by an index, which names each of `places` in place of a true file."""
-
-    def damage(directory: Path) -> None:
-        (directory / WEIGHTS).rename(directory / "part.safetensors")
-        names = dict.fromkeys(load_file(directory / "part.safetensors"), "part.safetensors")
-        written = json.dumps({"weight_map": names | {"model.norm.weight": next(iter(places.values()))}})
-        (directory / "model.safetensors.index.json").write_text(written)
-
-    return damage
-
-
 def without(*names: str) -> Callable[[Path], object]:
     def damage(directory: Path) -> None:
         for name in names:
@@ -113,48 +85,17 @@ def without(*names: str) -> Callable[[Path], object]:
     return damage
 
 
-def recast(dtype: type) -> Callable[[Path], object]:
-    def damage(directory: Path) -> None:
-        tensors = load_file(directory / WEIGHTS)
-        save_file({name: tensor.astype(dtype) for name, tensor in tensors.items()}, directory / WEIGHTS)
-
-    return damage
-
-
 def only_a_pickle(directory: Path) -> None:
     (directory / WEIGHTS).rename(directory / "pytorch_model.bin")
-
-
-def endless(directory: Path) -> None:
-    edit("tokenizer_config.json", eos_token=None)(directory)
-    edit("config.json", eos_token_id=None)(directory)
-    (directory / "generation_config.json").unlink()
 
 
 def template(text: str | None) -> Callable[[Path], object]:
     return edit("tokenizer_config.json", chat_template=text)
 
 
+# What else can be wrong with the files is refused in tests/models/hf and tests/jrlhf/data.
 DAMAGES = [
     (truncate, "is cut short"),
-    (lambda directory: (directory / WEIGHTS).write_bytes(b""), "is no whole safetensors file"),
-    (lambda directory: (directory / WEIGHTS).write_bytes(b"\xff" * 64), "is no whole safetensors file"),
-    (lambda directory: (directory / WEIGHTS).write_bytes((9).to_bytes(8, "little") + b"{not json"), "not JSON"),
-    (header(lambda entries: first(entries).update(data_offsets=[0, 10**12])), "is cut short"),
-    (header(lambda entries: first(entries).update(data_offsets=[0, 4])), "model.norm.weight"),
-    (header(lambda entries: first(entries).update(shape=[-16])), "which cannot be"),
-    (header(lambda entries: first(entries).update(dtype="F99")), "which is unknown"),
-    (header(lambda entries: first(entries).pop("shape")), "no dtype, shape and data_offsets"),
-    (
-        header(lambda names: names.update(__metadata__=None) or names.pop("model.norm.weight")),
-        "belong to no tensor",
-    ),
-    (index(norm="../actor/part.safetensors"), "which is no name of a file beside it"),
-    (index(norm="gone.safetensors"), "gone.safetensors, which is not there"),
-    (recast(np.float64), "in dtype F64"),
-    (recast(np.int8), "in dtype I8"),
-    (edit("config.json", num_hidden_layers=3, layer_types=None), "has no tensor"),
-    (edit("config.json", num_hidden_layers=1, layer_types=None), "has no use for"),
     (edit("config.json", intermediate_size=64), "where config.json asks for"),
     (only_a_pickle, "which may run code"),
     (without(WEIGHTS), "holds neither model.safetensors"),
@@ -167,13 +108,9 @@ DAMAGES = [
     (edit("config.json", hidden_size="16"), "hidden_size '16' must be an integer"),
     (edit("config.json", architectures=["Qwen2ForTokenClassification"]), "Qwen2ForTokenClassification"),
     (edit("config.json", max_position_embeddings=32), "has max_positions=32"),
-    (endless, "eos"),
     (edit("config.json", vocab_size=320), "take the tokenizer that the model was trained with"),
     (without("tokenizer.json"), "has no tokenizer.json"),
-    (lambda path: (path / "tokenizer.json").rename(path / "tokenizer.model"), "convert it once"),
-    (lambda path: (path / "tokenizer.json").write_text('{"model": 1}'), "cannot be read as a tokenizer.json"),
     (template("{{ raise_exception('be polite') }}"), "be polite"),
-    (template("{% for message in %}"), "template"),
     (template("{{ messages.__class__.__mro__ }}"), "template"),
     (template(None), "has no chat template"),
 ]
@@ -194,7 +131,6 @@ def test_a_path_that_holds_no_model(refused, tmp_path, user):
 
 CONTENTS = [
     ("", "has no rows"),
-    ('{"question": "a", "answer": "b"}\n{"question": "c", "ans', "line 2 is not a whole JSON object"),
     ('{"question": "a", "answer": "b"}\n\n[1]\n', "line 3 holds a list"),
     ('{"question": "a", "answer": "b"}\n{"question": null, "answer": "b"}\n', "line 2: question is null"),
     ('{"question": "a", "answer": 3}\n', "line 1: answer is a int"),
@@ -202,7 +138,6 @@ CONTENTS = [
     ('{"query": "a", "answer": "b"}\n', "are query, answer"),
     ('{"question": [], "answer": "b"}\n', "question has no messages"),
     ('{"question": [{"role": "root", "content": "a"}], "answer": "b"}\n', "the role 'root'"),
-    ('{"question": "\\ud800", "answer": "b"}\n', "surrogate"),
 ]
 
 
@@ -339,6 +274,7 @@ def test_a_resumed_run_stays_as_it_is_when_its_model_is_damaged(tmp_path, settin
     assert digest(runs) == before
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("quick_programs")
 def test_a_run_is_not_resumed_on_other_data_or_another_model(tmp_path, settings, capsys, damaged, user):
     model, file = damaged(lambda directory: None), tmp_path / "rows.jsonl"
@@ -407,14 +343,40 @@ def test_a_reward_that_fails_while_the_run_goes_on(tmp_path, settings, capsys, k
     assert record["rewards/mine/mean"] == -1.0
 
 
-def digest(path: Path) -> dict[str, str]:
-    files = sorted(file for file in path.rglob("*") if file.is_file())
-    return {str(file.relative_to(path)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
-
-
 def test_an_attention_that_the_devices_or_the_model_cannot_compute_is_refused(refused):
     for attention, platform in (("cudnn", "gpu"), ("splash", "tpu")):
         error = refused(compute={"attention": attention}, **SFT)
         assert f"compute.attention={attention} runs on a {platform} only, and this is a cpu: set it to null" in error
     assert "compute.attention=flash" in refused(compute={"attention": "flash"}, **SFT)
     assert "compute.remat=none" in refused(compute={"remat": "none"}, **SFT)
+
+
+def test_prompts_that_are_too_long_are_counted(settings, tmp_path):
+    rows = [{"prompt": f"What is {n % 9} plus 1?"} for n in range(39)] + [{"prompt": "Why? " * 40}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = {"prompts": {"path": str(tmp_path / "rows.jsonl"), "columns": {}}, "heldout_rows": 0}
+
+    def description(overlong: str) -> str:
+        config = build(Config, settings(data=data | {"overlong": overlong}))
+        return load_task(config, select_mesh(config)[1]["actor"]).description
+
+    for overlong, parts in (
+        ("filter", ("39 prompts of 54 to 54 tokens", "1 too long and left out")),
+        ("truncate_left", ("40 prompts of 54 to 64 tokens", "1 too long and cut off at the beginning")),
+    ):
+        assert all(part in description(overlong) for part in parts)
+    with pytest.raises(UserError, match="line 40: .* tokens are too many for at most 64"):
+        description("error")
+
+
+def test_a_task_says_whether_the_model_is_given_conversations(settings, tmp_path):
+    table = [
+        ("Why?", False, False),
+        ("Why?", True, True),
+        ([{"role": "user", "content": "Why?"}], False, True),
+    ]
+    for prompt, chat, met in table:
+        (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": prompt}) + "\n")
+        prompts = {"path": str(tmp_path / "rows.jsonl"), "columns": {}}
+        config = build(Config, settings(data={"prompts": prompts, "heldout_rows": 0, "chat": chat}))
+        assert load_task(config, select_mesh(config)[1]["actor"]).chat is met

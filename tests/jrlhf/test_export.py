@@ -1,4 +1,4 @@
-"""What can be done with a run that has not finished, or goes on: an export of its model, more steps, another mesh."""
+"""Uses of a run that has not finished, or goes on: an export of its model, more steps, another mesh."""
 
 import json
 import shutil

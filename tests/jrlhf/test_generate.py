@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jrlhf import generate
-from jrlhf.data.batches import pad_rows, put_rows, row_keys
+from jrlhf.data.batches import pad_rows, put_rows, read_responses, row_keys
 from jrlhf.data.encode import Encoding
 from jrlhf.data.tokenizer import load_tokenizer
 from jrlhf.data.types import Example
@@ -19,9 +19,8 @@ from jrlhf.generate import cli, load
 from jrlhf.meshes import GENERATE, make_mesh
 from jrlhf.models import LoRAConfig, SamplingConfig, init_lora, merge
 from jrlhf.models.hf import export_adapter, load_hf, read_config
-from jrlhf.roles import compiled
-from jrlhf.roles.model import Architecture
-from jrlhf.roles.sampling import read_responses
+from jrlhf.roles.compiled import CompiledModel
+from jrlhf.roles.model import Architecture, Compute
 from jrlhf.run.console import clean
 from jrlhf.run.files import read_jsonl
 
@@ -66,7 +65,7 @@ def trained_engine(directory: Path, prompts: list[str], *, adapter=None) -> list
         sampling = SamplingConfig(
             max_new_tokens=NEW, temperature=0.0, stop_ids=tokenizer.eos_ids, token_limit=tokenizer.vocab_size
         )
-        run = compiled.generate(Architecture(config.model, shared=True), built, compiled.Compute(), sampling, None)
+        run = CompiledModel(Architecture(config.model, shared=True), built, Compute()).generate(sampling, None)
         encoded = Encoding(tokenizer, chat=True).prompts([Example(prompt=text) for text in prompts], 64)
         whole = [*encoded.ids, *encoded.ids[:1] * (8 - len(prompts))]
         tokens, lengths = put_rows(pad_rows(whole, 64), built)

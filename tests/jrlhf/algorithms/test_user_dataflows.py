@@ -12,8 +12,8 @@ from jrlhf.config.check import validate
 from jrlhf.config.parse import build
 from jrlhf.errors import UserError
 from jrlhf.models import ModelConfig
-from jrlhf.run.metrics import read_metrics
 from jrlhf.train import main
+from tests.support.runs import stage_of
 
 HEAD = "import jax.numpy as jnp\nfrom jrlhf.algorithms import policy_logprobs\n"
 ADVANTAGES = """
@@ -57,43 +57,43 @@ def test_its_graph_is_that_of_its_calls(config_of):
     assert "actor.generate_greedy" in [call.name for call in graph_of(config_of(changed))]
 
 
-@pytest.mark.parametrize(
-    ("source", "settings", "message"),
-    [
-        (OWN, {"spec": "nowhere.py:own"}, r"grpo.dataflow=nowhere.py:own: there is no file .*nowhere.py$"),
-        (OWN, {"spec": "median"}, "grpo.dataflow=median: 'median' must be package.module:function or path/file.py"),
-        (OWN.replace("def own", "def other"), {}, "there is no 'own' in .*mine.py, which has jnp, .*other$"),
-        ("own = 3", {}, "mine.py:own is a int: name a function"),
-        (HEAD + "def own(:", {}, "cannot be imported: .*SyntaxError"),
-        (
-            OWN.replace("actor, ref", "critic, ref"),
-            {},
-            "has the parameter critic, and stage grpo gives actor, reference",
-        ),
-        (OWN.replace("kl_coef):", "**roles):"), {}, r"has the parameter \*\*roles, and stage grpo gives"),
-        (OWN.replace("reward.score(", "reward.scores("), {}, "reward has no call scores: its calls are score, score_"),
-        (OWN.replace("scores, old", "scores / 2, old"), {}, r"cannot be traced \(TypeError: .* at .*mine.py:12\): let"),
-        (OWN.replace("(rollout, p", "(rollout.tokens, p"), {}, "AttributeError: rollout has no tokens while the algor"),
-        (OWN.replace("return experience, ", "return "), {}, "it must return the experience and the metrics"),
-        (
-            OWN.replace(", actor.update(experience)", ", scores"),
-            {},
-            "does not call actor.update, which stage grpo needs",
-        ),
-        (
-            OWN.replace("(experience)", "(experience) | actor.update(experience)"),
-            {},
-            "calls actor.update more than once",
-        ),
-        (OWN.replace("old, ref = policy_logprobs(actor, reference, rollout)", "old = ref = actor.logprobs(rollout)"),)
-        + ({}, "does not call reference.logprobs, and grpo.algorithm.kl_coef=0.04: call it, or set that to 0"),
-        (OWN, {"stage": "ppo"}, "does not call critic.update, which stage ppo needs"),
-        (OWN, {"stage": "dapo"}, "has the parameter prompts, and stage dapo gives actor, reference, reward, pool"),
-    ],
-)
-def test_what_the_section_cannot_serve_is_refused(config_of, source, settings, message):
-    with pytest.raises(UserError, match=message):
-        graph_of(config_of(source, **settings))
+REFUSED = [
+    (OWN, {"spec": "nowhere.py:own"}, r"grpo.dataflow=nowhere.py:own: there is no file .*nowhere.py$"),
+    (OWN, {"spec": "median"}, "grpo.dataflow=median: 'median' must be package.module:function or path/file.py"),
+    (OWN.replace("def own", "def other"), {}, "there is no 'own' in .*mine.py, which has jnp, .*other$"),
+    ("own = 3", {}, "mine.py:own is a int: name a function"),
+    (HEAD + "def own(:", {}, "cannot be imported: .*SyntaxError"),
+    (
+        OWN.replace("actor, ref", "critic, ref"),
+        {},
+        "has the parameter critic, and stage grpo gives actor, reference",
+    ),
+    (OWN.replace("kl_coef):", "**roles):"), {}, r"has the parameter \*\*roles, and stage grpo gives"),
+    (OWN.replace("reward.score(", "reward.scores("), {}, "reward has no call scores: its calls are score, score_"),
+    (OWN.replace("scores, old", "scores / 2, old"), {}, r"cannot be traced \(TypeError: .* at .*mine.py:12\): let"),
+    (OWN.replace("(rollout, p", "(rollout.tokens, p"), {}, "AttributeError: rollout has no tokens while the algor"),
+    (OWN.replace("return experience, ", "return "), {}, "it must return the experience and the metrics"),
+    (
+        OWN.replace(", actor.update(experience)", ", scores"),
+        {},
+        "does not call actor.update, which stage grpo needs",
+    ),
+    (
+        OWN.replace("(experience)", "(experience) | actor.update(experience)"),
+        {},
+        "calls actor.update more than once",
+    ),
+    (OWN.replace("old, ref = policy_logprobs(actor, reference, rollout)", "old = ref = actor.logprobs(rollout)"),)
+    + ({}, "does not call reference.logprobs, and grpo.algorithm.kl_coef=0.04: call it, or set that to 0"),
+    (OWN, {"stage": "ppo"}, "does not call critic.update, which stage ppo needs"),
+    (OWN, {"stage": "dapo"}, "has the parameter prompts, and stage dapo gives actor, reference, reward, pool"),
+]
+
+
+def test_what_the_section_cannot_serve_is_refused(config_of):
+    for source, settings, message in REFUSED:
+        with pytest.raises(UserError, match=message):
+            graph_of(config_of(source, **settings))
 
 
 def test_shared_passes_have_no_place_for_it(config_of):
@@ -132,7 +132,7 @@ def test_a_run_learns_from_its_advantages_and_is_resumed_with_it_alone(tmp_path)
         np.testing.assert_allclose(experience.advantages, expected, atol=1e-6)
         assert len(np.unique(expected)) > 3
         largest.append(expected[np.asarray(experience.response_mask)].max())
-    records = [record for record in read_metrics(tmp_path / "own") if record["stage"] == "grpo"]
+    records = stage_of(tmp_path / "own", "grpo")
     assert [record["critic/advantages/max"] for record in records] == pytest.approx(largest)
 
     model = (tmp_path / "own" / "model" / "model.safetensors").read_bytes()

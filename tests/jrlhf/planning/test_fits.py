@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import pytest
 
+from jrlhf.algorithms.registry import planned_graph, stage_graph
 from jrlhf.config import load_config
 from jrlhf.errors import UserError
 from jrlhf.meshes import make_mesh
@@ -14,7 +15,6 @@ from jrlhf.planning.fit import capacity, check_memory, memory_of
 from jrlhf.planning.memory import GIB
 from jrlhf.planning.plans import colocated
 from jrlhf.planning.workload import with_budgets, workload_of
-from jrlhf.stages.graphs import planned_graph, stage_graph
 from jrlhf.stages.setup import architectures, select_plan
 
 EIGHT = ["device.platform=cpu", "device.simulated=8"]
@@ -55,7 +55,7 @@ def shard(model: ModelConfig, scalar: bool = False) -> float:
 
 
 def test_stages_before_the_algorithm_keep_what_they_train_and_the_policy():
-    """Weights and two moments in float32; beside the reward model that learns lie the policy's weights."""
+    """Weights and two moments are float32; the policy's weights are stored next to the reward model that learns."""
     config, mesh, models = loaded("llama3-8b-ppo", *LEARNING)
     actor = models["actor"]
     (sft,) = memory(config, mesh, models, stage="sft").phases

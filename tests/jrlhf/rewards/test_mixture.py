@@ -22,7 +22,7 @@ from jrlhf.rewards.combine import combine
 from jrlhf.rewards.functions import RewardFailure
 from jrlhf.rewards.mixture import Rewards, TextPart, TextRewards
 from jrlhf.rewards.types import Sample, Scored, weighted_sum
-from jrlhf.roles.compiled import Compute
+from jrlhf.roles.model import Compute
 from jrlhf.roles.placement import RolePlacement
 from jrlhf.run.clock import Clock
 

@@ -22,15 +22,15 @@ from jrlhf.errors import UserError
 from jrlhf.meshes import Call, make_mesh
 from jrlhf.meshes.offload import free_host, is_on_host, offload
 from jrlhf.planning.memory import residency
-from jrlhf.roles import compiled
+from jrlhf.roles.compiled import CompiledModel
 from jrlhf.roles.graph import trace
-from jrlhf.roles.offloading import Offloader, check_sleep
 from jrlhf.roles.placement import Prefetch
+from jrlhf.roles.role import Offloader
 from jrlhf.run.checkpoints import Checkpoints, fingerprint_of, like
 from jrlhf.run.clock import Clock
 from jrlhf.run.profiler import CompilationWatch
-from jrlhf.stages.setup import select_mesh
-from tests.jrlhf.roles.test_roles import Setup
+from jrlhf.stages.setup import check_sleep, select_mesh
+from tests.jrlhf.roles.ppo_roles import Setup
 from tests.support.live import live_bytes
 
 ALL = SleepConfig(optimizer="host", actor="host", critic="host", reference="host", reward="host")
@@ -82,7 +82,7 @@ class Sleepers:
         watch, asleep, self.setup = Watch(), {}, None
         gc.collect()
         mesh = make_mesh(1, 2, 2, devices=jax.devices()[:4])
-        self.setup = Setup(0.9, mesh, watch, sleep=config, prefetch=prefetch)
+        self.setup = Setup(mesh, watch, sleep=config, prefetch=prefetch)
         for name, state in self.setup.states.items():
             asleep[name] = by_kind(state.params)["pinned_host"]
             asleep[f"{name} optimizer"] = by_kind(state.opt_state)["pinned_host"]
@@ -131,8 +131,8 @@ def awake_only(patch: pytest.MonkeyPatch, setup: Setup) -> Counter[str]:
 
         return run
 
-    scores = compiled.score_sequences
-    patch.setattr(compiled, "score_sequences", lambda *model: checked("Reward.score", scores(*model)))
+    scores = CompiledModel.score_sequences
+    patch.setattr(CompiledModel, "score_sequences", lambda model: checked("Reward.score", scores(model)))
     for role in (setup.actor, setup.critic, setup.reference):
         for name in ("_generate", "_logprobs", "_values", "_update"):
             if hasattr(role, name):
@@ -186,13 +186,8 @@ def test_three_iterations_asleep_are_those_awake_and_every_byte_is_in_its_place(
     assert {f"timing_s/{name}" for name in (*CALLS, "sleep", "step")} == set(watch.take())
 
 
-@pytest.mark.parametrize(
-    "part",
-    [
-        pytest.param(part, marks=[] if part in ("optimizer", "actor") else pytest.mark.full)
-        for part in SleepConfig.SWITCHES
-    ],
-)
+@pytest.mark.full
+@pytest.mark.parametrize("part", SleepConfig.SWITCHES)
 def test_each_part_sleeps_by_itself(part, sleepers, awake):
     words, usual = awake
     watch, size = sleepers.begin(replace(SleepConfig(), **{part: "host"}))
@@ -276,28 +271,20 @@ def test_where_parts_rest_follows_the_config_and_the_call():
     assert residency(ahead, "critic", values, train)["optimizer"] == "pinned_host"
 
 
-@pytest.mark.parametrize(
-    ("config", "overrides", "message"),
-    [
-        (
-            "quickstart",
-            ["stages=[sft]", "sleep.optimizer=host"],
-            "sleep.optimizer=host has no effect with stages=[sft]",
-        ),
-        ("quickstart-dpo", ["sleep.reference=host"], "sleep.reference=host has no effect with stages=[sft, dpo]"),
-        (
-            "arithmetic-grpo",
-            ["sleep.reward=host"],
-            "sleep.reward=host has no effect with rewards that are all functions",
-        ),
-        ("arithmetic-grpo", ["sleep.critic=host"], "sleep.critic=host has no effect with grpo, which has none"),
-        ("quickstart", ["sleep.ahead=true"], "sleep.ahead=True has no effect with nothing asleep"),
-    ],
-)
-def test_sleep_that_has_no_effect_is_refused(config, overrides, message):
-    with pytest.raises(UserError) as refused:
-        select_mesh(load_config(config, ["device.simulated=8", *overrides]))
-    assert str(refused.value) == f"{message}: leave it out"
+WITHOUT_EFFECT = [
+    ("quickstart", "stages=[sft] sleep.optimizer=host", "sleep.optimizer=host has no effect with stages=[sft]"),
+    ("quickstart-dpo", "sleep.reference=host", "sleep.reference=host has no effect with stages=[sft, dpo]"),
+    ("arithmetic-grpo", "sleep.reward=host", "sleep.reward=host has no effect with rewards that are all functions"),
+    ("arithmetic-grpo", "sleep.critic=host", "sleep.critic=host has no effect with grpo, which has none"),
+    ("quickstart", "sleep.ahead=true", "sleep.ahead=True has no effect with nothing asleep"),
+]
+
+
+def test_sleep_that_has_no_effect_is_refused():
+    for config, overrides, message in WITHOUT_EFFECT:
+        with pytest.raises(UserError) as refused:
+            select_mesh(load_config(config, ["device.simulated=8", *overrides.split(" ")]))
+        assert str(refused.value) == f"{message}: leave it out"
 
 
 def test_the_base_under_an_adapter_never_sleeps(settings):

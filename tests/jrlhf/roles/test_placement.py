@@ -1,7 +1,7 @@
 """Roles on slices of the devices: weights and rows get to their calls, and nothing else depends on where those are."""
 
 import threading
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,21 +10,19 @@ import optax
 import pytest
 from jax.sharding import Mesh
 
-from jrlhf.algorithms.ppo import ppo
 from jrlhf.algorithms.registry import graph_of
 from jrlhf.config.schema import Config
-from jrlhf.data.batches import Batch, key_for, put_rows, row_keys
+from jrlhf.data.batches import put_rows
 from jrlhf.meshes import AXES, GENERATE, SCORE, make_mesh
 from jrlhf.meshes.plan import Placement, Plan, Slice
-from jrlhf.models import ModelConfig, SamplingConfig, init_sharded, param_shardings
+from jrlhf.models import ModelConfig, init_sharded, param_shardings
 from jrlhf.ppo import PPOConfig
-from jrlhf.roles.actor import Actor, Reference
-from jrlhf.roles.compiled import Compute, relocate, weights_at
-from jrlhf.roles.critic import Critic, Reward
-from jrlhf.roles.experience import ExperienceMaker
-from jrlhf.roles.model import Architecture, Model
-from jrlhf.roles.placement import CallPlacement, Pending, RolePlacement, TransferCache, call, place_roles
+from jrlhf.roles.compiled import CompiledModel
+from jrlhf.roles.model import Architecture, Compute, Model, relocate, weights_at
+from jrlhf.roles.placement import CallPlacement, RolePlacement, TransferCache, call
+from jrlhf.roles.planned_placement import place_roles
 from jrlhf.run.clock import Clock
+from tests.jrlhf.roles.ppo_roles import Setup
 from tests.support.live import live_bytes
 
 pytestmark = pytest.mark.usefixtures("quick_programs")
@@ -32,7 +30,6 @@ pytestmark = pytest.mark.usefixtures("quick_programs")
 MODEL = ModelConfig(
     vocab_size=64, embed=16, layers=1, heads=2, kv_heads=1, head_dim=8, mlp=32, max_positions=16, initializer_range=0.3
 )
-ROWS, PROMPT, RESPONSE = 16, 5, 6
 PPO = PPOConfig(epochs=1, minibatches=2, truncation="bootstrap")
 OPTIMIZER = optax.sgd(0.1, momentum=0.9)  # steps are as exact as gradients: Adam would make a step of their rounding
 SCALAR, LM = ("scalar", "lm")
@@ -55,10 +52,14 @@ PAIRS = {
 }
 
 
-@pytest.mark.parametrize("pair", PAIRS)
 @pytest.mark.parametrize("head", [LM, pytest.param(SCALAR, marks=pytest.mark.full)])
-def test_weights_are_brought_to_a_call_bit_for_bit(pair, head):
-    source, target = (mesh_on(*shape) for shape in PAIRS[pair])
+def test_weights_are_brought_to_a_call_bit_for_bit(head):
+    for shapes in PAIRS.values():
+        source, target = (mesh_on(*shape) for shape in shapes)
+        assert_brought(head, source, target)
+
+
+def assert_brought(head: Any, source: Mesh, target: Mesh) -> None:
     params = init_sharded(MODEL, jax.random.key(0), source, head, zero_head=False)
     model, host = Model(Architecture(MODEL), params), jax.device_get(params)
     layers = {name: jax.tree.map(lambda x: x[0], x) for name, x in host["layers"].items()}
@@ -104,60 +105,19 @@ def test_a_copy_in_bfloat16_is_what_a_frozen_model_holds():
 # ---- iterations
 
 
-class Setup:
-    """PPO's roles as a plan has them, from the same weights whatever the plan."""
+class Placed(Setup):
+    """PPO's roles where a plan places them, from the same weights whatever the plan."""
 
-    def __init__(self, **placements: Placement):
-        calls = {name.replace("__", "."): placement for name, placement in placements.items()}
-        graph = graph_of(Config())
-        self.placement = place_roles(Plan("by hand", calls), graph, jax.devices())
-        compute, self.clock, architecture = Compute(), Clock(), Architecture(MODEL)
-        whole = make_mesh(1, 4, 2)
+    def __init__(self, *placements: Placement):
+        calls = {name.replace("__", "."): placement for name, placement in plan_on(*placements).items()}
+        placed = place_roles(Plan("by hand", calls), graph_of(Config()), jax.devices())
+        super().__init__(placed, ppo=PPO, temperature=1.0, model=MODEL, optimizer=OPTIMIZER)
 
-        def model(role: str, head: Any, seed: int) -> Model:
-            params = init_sharded(MODEL, jax.random.key(seed), whole, head, zero_head=False)
-            return self.placement[role].store(Model(architecture, params))
-
-        sampling = SamplingConfig(max_new_tokens=RESPONSE, stop_ids=(1,))
-        trained: Any = {"optimizer": OPTIMIZER, "algorithm": PPO, "clock": self.clock}
-        policy, value = model("actor", LM, 0), model("critic", SCALAR, 1)
-        self.actor = Actor(policy, self.placement["actor"], compute, sampling=sampling, **trained)
-        self.critic = Critic(value, self.placement["critic"], compute, **trained)
-        self.states = {"actor": self.actor.create(policy.params), "critic": self.critic.create(value.params)}
-        home = self.placement["reference"]
-        self.reference = Reference(
-            model("reference", LM, 0), home, compute, temperature=1.0, responses=RESPONSE, clock=self.clock
-        )
-        self.reward = Scored(Reward(model("reward", SCALAR, 1), self.placement["reward"], compute, clock=self.clock))
-        self.estimator = ExperienceMaker(PPO, self.clock, self.placement["arithmetic"])
-
-    def iterate(self, step: int):
-        rng = np.random.default_rng(step)
-        tokens = rng.integers(2, MODEL.vocab_size, (ROWS, PROMPT)).astype(np.int32)
-        mesh = self.actor.placement["generate"].mesh
-        prompts = put_rows((tokens, np.full(ROWS, PROMPT, np.int32)), mesh)
-        batch = Batch((*prompts, row_keys(key_for(0, "test", step), ROWS, mesh)), (), (), step)
+    def end(self) -> Any:
+        """On the host: the last of two experiences and its metrics, and both models."""
         self.clock.start()
-        actor, critic = self.actor.bind(self.states["actor"]), self.critic.bind(self.states["critic"])
-        result = ppo(actor, critic, self.reference, cast(Any, self.reward), self.estimator, batch, 0.1)
-        self.states = {"actor": actor.state, "critic": critic.state}
-        return result
-
-    def end(self, iterations: int = 2) -> Any:
-        """On the host: the last experience and its metrics, and both models."""
-        experience, metrics = [self.iterate(step) for step in range(iterations)][-1]
+        experience, metrics = [self.iterate(step) for step in range(2)][-1]
         return jax.device_get((experience, metrics, *[state.params for state in self.states.values()]))
-
-
-class Scored:
-    """Rewards that are one reward model, as it is."""
-
-    def __init__(self, reward: Reward):
-        self.reward, self.clock, self.placement = reward, reward.clock, reward.placement
-
-    @call("infer", "scores")
-    def score(self, rollout, prompts):
-        return Pending(lambda: self.reward.score(rollout))
 
 
 def plan_on(generate: Placement, score: Placement, critic: Placement, train: Placement) -> dict[str, Placement]:
@@ -182,11 +142,11 @@ ALL, PART = Placement(Slice(0, 8), "score", 1, 4, 2), Placement(Slice(2, 2), "sc
 @pytest.fixture(scope="module")
 def half():
     """Colocated on four devices."""
-    return Setup(**plan_on(FIRST, FIRST, FIRST, FIRST)).end()
+    return Placed(FIRST, FIRST, FIRST, FIRST).end()
 
 
 def test_equal_meshes_on_other_devices_give_the_same_bits(half):
-    setup = Setup(**plan_on(FIRST, FIRST, SECOND, FIRST))
+    setup = Placed(FIRST, FIRST, SECOND, FIRST)
     jax.tree.map(np.testing.assert_array_equal, setup.end(), half)
     assert {x.sharding.mesh for x in jax.tree.leaves(setup.states["critic"])} == {mesh_on(4, 1, 2, 2)}
     timed = {name.removeprefix("timing_s/") for name in setup.clock.take()}
@@ -195,9 +155,10 @@ def test_equal_meshes_on_other_devices_give_the_same_bits(half):
     )
 
 
+@pytest.mark.full
 def test_any_placement_gives_the_same_training(half):
     """Generation on all devices, scoring on one half, the critic on the other, the actor trained on two."""
-    setup = Setup(**plan_on(ALL, FIRST, SECOND, PART))
+    setup = Placed(ALL, FIRST, SECOND, PART)
     experience, *others = setup.end()
     expected, *of_half = half
     np.testing.assert_array_equal(experience.tokens, expected.tokens)
@@ -285,4 +246,5 @@ def test_places_default_to_the_home():
     places = RolePlacement(CallPlacement(mesh), {"values": CallPlacement(other)})
     assert places["values"].mesh == other and places["update"].mesh == mesh
     assert RolePlacement.of(places) is places and RolePlacement.of(mesh)["anything"] == CallPlacement(mesh)
-    assert cast(Any, places["update"]).resolve(Architecture(MODEL), Compute()) == (Architecture(MODEL), mesh, Compute())
+    compiled = places["update"].compiled(Architecture(MODEL), Compute())
+    assert compiled == CompiledModel(Architecture(MODEL), mesh, Compute())

@@ -1,136 +1,42 @@
 """The four roles on one mesh: the invariants of an iteration, and who holds which memory when."""
 
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import Mesh
 
 from jrlhf.algorithms import policy_logprobs
-from jrlhf.algorithms.on_policy import on_policy
-from jrlhf.algorithms.ppo import ppo as run_ppo
-from jrlhf.config.schema import SleepConfig
-from jrlhf.data.batches import Batch, key_for, put_rows, row_keys
+from jrlhf.data.batches import put_rows
 from jrlhf.meshes import GENERATE, make_mesh
 from jrlhf.models import (
     LoRAConfig,
-    ModelConfig,
     SamplingConfig,
     init_lm,
     init_lora,
-    init_sharded,
     lora_shardings,
     param_shardings,
 )
-from jrlhf.ppo import PPOConfig, Rollout, TrainState, experience_metrics
-from jrlhf.roles import compiled
+from jrlhf.ppo import Rollout, TrainState, experience_metrics
 from jrlhf.roles.actor import Actor, Reference
-from jrlhf.roles.compiled import Compute, generation_weights
-from jrlhf.roles.critic import CostCritic, Critic, FusedUpdate, Reward
-from jrlhf.roles.experience import ExperienceMaker
-from jrlhf.roles.initial import stored
-from jrlhf.roles.model import Architecture, Model
-from jrlhf.roles.offloading import offloader_of
-from jrlhf.roles.placement import CallPlacement, Prefetch, RolePlacement
+from jrlhf.roles.compiled import CompiledModel
+from jrlhf.roles.critic import CostCritic, Critic
+from jrlhf.roles.model import Architecture, Compute, Model, generation_weights
+from jrlhf.roles.role import Site
 from jrlhf.run.checkpoints import fingerprint_of
 from jrlhf.run.clock import Clock
+from tests.jrlhf.roles.ppo_roles import MODEL, OPTIMIZER, PPO, PROMPT, RESPONSE, ROWS, SINGLE, Setup
 from tests.support.live import live_bytes
 
-MODEL = ModelConfig(
-    vocab_size=100, embed=16, layers=2, heads=2, kv_heads=1, head_dim=8, mlp=32, max_positions=16, initializer_range=0.3
-)
-ROWS, PROMPT, RESPONSE = 16, 6, 8
-PPO = PPOConfig(epochs=2, minibatches=2, truncation="bootstrap")
-SINGLE = PPOConfig(truncation="bootstrap")
-OPTIMIZER = optax.adamw(1e-2)
-
-
-class Scored:
-    """Rewards that are one reward model, as it is."""
-
-    def __init__(self, reward: Reward):
-        self.reward = reward
-
-    def score(self, rollout, prompts):
-        return self.reward.score(rollout)
-
-
-class Setup:
-    """Four roles and their states. Actor and reference, critic and reward model begin equal."""
-
-    def __init__(
-        self,
-        temperature: float,
-        mesh: Mesh,
-        clock: Clock,
-        ppo: PPOConfig = PPO,
-        *,
-        sleep: SleepConfig | None = None,
-        prefetch: Prefetch | None = None,
-    ):
-        self.mesh, self.clock, self._prefetch, compute = mesh, clock, prefetch, Compute()
-        sleep = sleep or SleepConfig()
-
-        def shared(name: str) -> tuple[RolePlacement, Compute]:
-            return RolePlacement(CallPlacement(mesh), role=name, prefetch=prefetch), compute
-
-        with jax.set_mesh(mesh):
-            params = init_sharded(MODEL, jax.random.key(0), mesh)
-            scalar = init_sharded(MODEL, jax.random.key(1), mesh, "scalar", zero_head=False)
-            policy, value = Model(Architecture(MODEL), params), Model(Architecture(MODEL), scalar)
-            sampling = SamplingConfig(max_new_tokens=RESPONSE, temperature=temperature, stop_ids=(1,))
-
-            def trained(name: str) -> Any:
-                offloader = offloader_of(name, sleep, clock)
-                return {"optimizer": OPTIMIZER, "algorithm": ppo, "clock": clock, "offloader": offloader}
-
-            self.actor = Actor(policy, *shared("actor"), sampling=sampling, **trained("actor"))
-            self.critic = Critic(value, *shared("critic"), **trained("critic"))
-            lengths = {"temperature": temperature, "responses": RESPONSE}
-            frozen = [model.holding(jax.tree.map(jnp.copy, model.params)) for model in (policy, value)]
-            reference, reward = (
-                stored(model, place) for model, place in zip(frozen, (sleep.reference, sleep.reward), strict=True)
-            )
-            self.reference = Reference(reference, *shared("reference"), **lengths, clock=clock)
-            self.reward = Reward(reward, *shared("reward"), clock=clock)
-            self.learner = FusedUpdate(self.actor, self.critic, *shared("learner"), algorithm=SINGLE, **lengths)
-            self.states = {"actor": self.actor.create(params), "critic": self.critic.create(scalar)}
-        self.estimator = ExperienceMaker(ppo, Clock())
-
-    @property
-    def policy(self) -> Model:
-        """The actor's model with its present weights."""
-        return self.actor.bind(self.states["actor"]).model
-
-    def iterate(self, step: int, *, shared_passes: bool = False):
-        rng = np.random.default_rng(step)
-        tokens = rng.integers(2, MODEL.vocab_size, (ROWS, PROMPT)).astype(np.int32)
-        lengths = rng.integers(1, PROMPT + 1, ROWS).astype(np.int32)
-        tokens[np.arange(PROMPT)[None, :] >= lengths[:, None]] = 0
-        actor, critic = self.actor.bind(self.states["actor"]), self.critic.bind(self.states["critic"])
-        learner = self.learner.bind(self.states)
-        if self._prefetch is not None:
-            roles = {"actor": actor, "critic": critic, "learner": learner}
-            self._prefetch.bind(roles | {"reference": self.reference, "reward": self.reward})
-        with jax.set_mesh(self.mesh):
-            prompts = (*put_rows((tokens, lengths), self.mesh), row_keys(key_for(0, "test", step), ROWS, self.mesh))
-            batch, rewards = Batch(prompts, (), (), step), cast(Any, Scored(self.reward))
-            if shared_passes:
-                result = on_policy(actor, learner, self.reference, rewards, batch, 0.1)
-                self.states = dict(learner.states)
-            else:
-                result = run_ppo(actor, critic, self.reference, rewards, self.estimator, batch, 0.1)
-                self.states = {"actor": actor.state, "critic": critic.state}
-        return result
+pytestmark = pytest.mark.usefixtures("quick_programs")
 
 
 @pytest.fixture(scope="module", params=[0.5, pytest.param(0.9, marks=pytest.mark.full)])
 def setup(request):
-    return Setup(request.param, make_mesh(1, 2, 2, devices=jax.devices()[:4]), Clock())
+    return Setup(make_mesh(1, 2, 2, devices=jax.devices()[:4]), temperature=request.param)
 
 
 def test_an_iteration_keeps_the_invariants(setup):
@@ -159,26 +65,24 @@ def test_an_iteration_keeps_the_invariants(setup):
     }
 
 
-@pytest.mark.parametrize(
-    "kind, name, timed", [(Critic, "critic", "values"), (CostCritic, "cost_critic", "cost_values")]
-)
-def test_two_critics_are_timed_apart(kind, name, timed, monkeypatch):
-    monkeypatch.setattr(compiled, "score_values", lambda *_: lambda *_: (0, 0))
-    monkeypatch.setattr(compiled, "critic_step", lambda *_: lambda state, *_: (state, {"critic/grad_norm": 1.0}))
-    options: Any = {"optimizer": OPTIMIZER, "algorithm": PPO, "clock": Clock()}
-    critic = kind(Model(Architecture(MODEL), {}), make_mesh(1, 4, 2), Compute(), **options)
-    critic = critic.bind(TrainState.create({}, OPTIMIZER))
+def test_two_critics_are_timed_apart(monkeypatch):
+    monkeypatch.setattr(CompiledModel, "score_values", lambda _: lambda *_: (0, 0))
+    monkeypatch.setattr(CompiledModel, "critic_step", lambda *_: lambda state, *_: (state, {"critic/grad_norm": 1.0}))
     rows: Any = SimpleNamespace(tokens=None, lengths=None)
-    critic.values(rows)
-    assert critic.update(rows) == {f"{name}/grad_norm": 1.0}
-    assert set(critic.clock.take()) == {f"timing_s/{timed}", f"timing_s/update_{name}", "timing_s/step"}
+    for kind, name, timed in ((Critic, "critic", "values"), (CostCritic, "cost_critic", "cost_values")):
+        site = Site(make_mesh(1, 4, 2), Compute(), Clock())
+        critic = kind(Model(Architecture(MODEL), {}), site, optimizer=OPTIMIZER, algorithm=PPO)
+        critic = critic.bind(TrainState.create({}, OPTIMIZER))
+        critic.values(rows)
+        assert critic.update(rows) == {f"{name}/grad_norm": 1.0}
+        assert set(critic.clock.take()) == {f"timing_s/{timed}", f"timing_s/update_{name}", "timing_s/step"}
 
 
 @pytest.mark.full
 def test_a_single_update_may_share_the_passes_that_made_its_experience():
     ends = []
     for shared_passes in (False, True):
-        setup = Setup(0.9, make_mesh(1, 2, 2, devices=jax.devices()[:4]), Clock(), SINGLE)
+        setup = Setup(make_mesh(1, 2, 2, devices=jax.devices()[:4]), ppo=SINGLE, temperature=0.9)
         experience, metrics = setup.iterate(0, shared_passes=shared_passes)
         ends.append(jax.device_get((experience, metrics, setup.states)))
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5), *ends)
@@ -186,14 +90,12 @@ def test_a_single_update_may_share_the_passes_that_made_its_experience():
 
 
 def test_the_generation_copy_lives_only_while_generating(setup):
-    policy = setup.policy
-    with jax.set_mesh(setup.mesh):
+    policy, mesh = setup.policy, setup.policy.mesh
+    with jax.set_mesh(mesh):
         # Waited for: on simulated devices no programs with collectives may run beside others.
-        jax.block_until_ready(
-            generation_weights(policy, setup.mesh, Compute())
-        )  # compiled, so that constants are there
+        jax.block_until_ready(generation_weights(policy, mesh, Compute()))  # compiled, so that constants are there
         before = live_bytes()
-        copy = jax.block_until_ready(generation_weights(policy, setup.mesh, Compute()))
+        copy = jax.block_until_ready(generation_weights(policy, mesh, Compute()))
         during = live_bytes()
         assert during - before == live_bytes(copy) and live_bytes(copy).total() > 0
         del copy
@@ -212,7 +114,7 @@ def test_calls_that_are_not_waited_for_give_the_same_bits():
     ends = []
     for blocking in (True, False):
         clock = Clock(blocking=blocking)
-        setup = Setup(1.0, make_mesh(1, 1, 1, devices=jax.devices()[:1]), clock)
+        setup = Setup(make_mesh(1, 1, 1, devices=jax.devices()[:1]), clock, temperature=1.0)
         for step in range(2):
             clock.start()
             experience, metrics = setup.iterate(step)
@@ -231,10 +133,10 @@ def test_an_adapter_and_the_base_that_is_its_reference_are_scored_in_one_pass():
         base = jax.device_put(base, param_shardings(MODEL, mesh, GENERATE))
         adapter = jax.device_put(init_lora(MODEL, lora, jax.random.key(1)), lora_shardings(MODEL, mesh, lora))
         policy = Model(Architecture(MODEL, lora, shared=True), adapter, base)
-        shared, sampling = (mesh, Compute()), SamplingConfig(max_new_tokens=RESPONSE, temperature=0.7)
-        actor = Actor(policy, *shared, sampling=sampling, optimizer=optax.sgd(0.1), algorithm=PPO, clock=clock)
+        site, sampling = Site(mesh, Compute(), clock), SamplingConfig(max_new_tokens=RESPONSE, temperature=0.7)
+        actor = Actor(policy, site, sampling=sampling, optimizer=optax.sgd(0.1), algorithm=PPO)
         bare = Model(Architecture(MODEL, shared=True), base)
-        reference = Reference(bare, *shared, temperature=0.7, responses=RESPONSE, clock=clock)
+        reference = Reference(bare, site, temperature=0.7, responses=RESPONSE)
         drawn = np.random.default_rng(0).integers(2, MODEL.vocab_size, (ROWS, PROMPT + RESPONSE)).astype(np.int32)
         tokens, ends = put_rows((drawn, np.full(ROWS, PROMPT, np.int32)), mesh)
         rollout = Rollout(tokens, ends, ends, tokens * 0.0, ends > 0, jnp.zeros((), jnp.int32))
@@ -252,12 +154,11 @@ def test_an_adapter_and_the_base_that_is_its_reference_are_scored_in_one_pass():
         assert np.abs(np.asarray(old) - ref).max() > 0.01
 
         with pytest.raises(TypeError, match="a reference of pairs cannot read a Rollout"):
-            Reference(bare, *shared, temperature=0.7, responses=None, clock=clock).logprobs(rollout)
+            Reference(bare, site, temperature=0.7, responses=None).logprobs(rollout)
 
         # A reference with weights of its own has a pass of its own.
-        other = Reference(
-            bare.holding(jax.tree.map(jnp.copy, base)), *shared, temperature=0.7, responses=RESPONSE, clock=clock
-        )
+        copies = bare.holding(jax.tree.map(jnp.copy, base))
+        other = Reference(copies, site, temperature=0.7, responses=RESPONSE)
         clock.start()
         np.testing.assert_allclose(np.asarray(policy_logprobs(actor, other, rollout)[1]), ref, rtol=1e-5, atol=1e-5)
         assert set(clock.take()) == {"timing_s/old_log_prob", "timing_s/ref", "timing_s/step"}

@@ -5,8 +5,8 @@ import shutil
 import pytest
 
 from jrlhf.config import load_config
-from jrlhf.run.metrics import read_metrics
 from jrlhf.train import main
+from tests.support.runs import stage_of, timeless
 
 SIZES = [
     "device.simulated=8",
@@ -47,8 +47,7 @@ def test_a_resumed_run_ends_in_the_same_bits(name, tmp_path):
     main(settings)
     path = tmp_path / name
     model, records = (path / "model" / "model.safetensors").read_bytes(), timeless(path)
-    compiled = [record["perf/compilations"] for record in read_metrics(path) if record["stage"] == stage]
-    assert compiled[2:] == [0, 0]
+    assert [record["perf/compilations"] for record in stage_of(path, stage)][2:] == [0, 0]
 
     for step in (3, 4):
         shutil.rmtree(path / "checkpoints" / stage / str(step))
@@ -64,11 +63,3 @@ def test_a_resumed_run_ends_in_the_same_bits(name, tmp_path):
     if name == "safe_rlhf":
         values = {record["safe/multiplier"] for record in records if record["stage"] == stage}
         assert len(values) == 4 and last["cost_critic/grad_norm"] > 0
-
-
-def timeless(path) -> list[dict]:
-    """The metrics but for times, rates and compilations."""
-    return [
-        {key: value for key, value in record.items() if not key.startswith(("timing_s/", "perf/"))}
-        for record in read_metrics(path)
-    ]

@@ -13,15 +13,15 @@ from jrlhf.data.batches import put_rows
 from jrlhf.meshes import GENERATE, make_mesh, reshard
 from jrlhf.models import LoRAConfig, ModelConfig, init_lora, init_sharded, lora_shardings, param_shardings
 from jrlhf.ppo import Experience, PPOConfig, PreferenceBatch, TrainState, make_preference_step
-from jrlhf.roles import compiled
-from jrlhf.roles.model import Architecture
+from jrlhf.roles.compiled import CompiledModel
+from jrlhf.roles.model import Architecture, Compute
 
 MODEL = ModelConfig(
     vocab_size=50, embed=16, layers=2, heads=2, kv_heads=1, head_dim=8, mlp=16, max_positions=20, initializer_range=0.3
 )
 ROWS, TIME = 12, 20  # widths 16 and 20
 RESPONSE = 7  # tokens at most, where only responses are predicted
-WHOLE, BUDGET = compiled.Compute(), compiled.Compute(score_tokens=32)
+WHOLE, BUDGET = Compute(), Compute(score_tokens=32)
 
 
 @pytest.fixture(scope="module")
@@ -58,15 +58,16 @@ def real(x, lengths):
 @pytest.mark.parametrize(
     ("program", "head", "options"),
     [
-        (compiled.score_logprobs, "lm", {"temperature": 0.7}),
-        pytest.param(compiled.score_values, "scalar", {}, marks=pytest.mark.full),
-        pytest.param(compiled.score_sequences, "scalar", {}, marks=pytest.mark.full),
+        (CompiledModel.score_logprobs, "lm", {"temperature": 0.7}),
+        pytest.param(CompiledModel.score_values, "scalar", {}, marks=pytest.mark.full),
+        pytest.param(CompiledModel.score_sequences, "scalar", {}, marks=pytest.mark.full),
     ],
 )
 def test_scores_are_those_of_the_whole_batch(mesh, rows, program, head, options, lora):
     architecture, params, base = model_of(mesh, head, lora)
     expected, got = (
-        program(architecture, mesh, compute, **options)(params, *rows, *base) for compute in (WHOLE, BUDGET)
+        program(CompiledModel(architecture, mesh, compute), **options)(params, *rows, *base)
+        for compute in (WHOLE, BUDGET)
     )
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(real(a, rows[1]), real(b, rows[1]), rtol=1e-4, atol=1e-5), got, expected
@@ -74,30 +75,31 @@ def test_scores_are_those_of_the_whole_batch(mesh, rows, program, head, options,
     assert jax.tree.map(lambda x: x.sharding, got) == jax.tree.map(lambda x: x.sharding, expected)
 
 
-@pytest.mark.parametrize("compute", [BUDGET, pytest.param(compiled.Compute(score_parts=3), marks=pytest.mark.full)])
+@pytest.mark.parametrize("compute", [BUDGET, pytest.param(Compute(score_parts=3), marks=pytest.mark.full)])
 def test_scores_of_responses_are_those_of_all_tokens(mesh, rows, compute):
     architecture, params, _ = model_of(mesh, "lm", None)
     starts, mask = responses_in(rows[1])
-    whole = compiled.score_logprobs(architecture, mesh, WHOLE, temperature=0.7)(params, *rows)
-    spanned = compiled.score_logprobs(architecture, mesh, compute, temperature=0.7, span=RESPONSE)
+    whole = CompiledModel(architecture, mesh, WHOLE).score_logprobs(temperature=0.7)(params, *rows)
+    spanned = CompiledModel(architecture, mesh, compute).score_logprobs(temperature=0.7, span=RESPONSE)
     for expected, got in zip(whole, spanned(params, *rows, put_rows(starts, mesh)), strict=True):
         np.testing.assert_allclose(np.where(mask, got, 0), np.where(mask, expected, 0), rtol=1e-4, atol=1e-5)
 
 
 def responses_in(lengths):
-    """Where each row's response begins, and a mask of its tokens: at most RESPONSE, the last ones of the row."""
+    """The start of each row's response, and a mask of its tokens: at most RESPONSE, the last ones of the row."""
     lengths = np.asarray(lengths)
     starts = np.maximum(lengths - np.random.default_rng(2).integers(1, RESPONSE + 1, ROWS), 1).astype(np.int32)
     return starts, (np.arange(TIME)[None] >= starts[:, None]) & (np.arange(TIME)[None] < lengths[:, None])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("lora", "config", "responses"),
     [
         (None, PPOConfig(), RESPONSE),
-        pytest.param(None, PPOConfig(micro_batch_tokens=32), RESPONSE, marks=pytest.mark.full),
-        pytest.param(None, PPOConfig(micro_batch_tokens=32), None, marks=pytest.mark.full),
-        pytest.param(LoRAConfig(rank=2, alpha=4.0), PPOConfig(micro_batch_tokens=32), RESPONSE, marks=pytest.mark.full),
+        (None, PPOConfig(micro_batch_tokens=32), RESPONSE),
+        (None, PPOConfig(micro_batch_tokens=32), None),
+        (LoRAConfig(rank=2, alpha=4.0), PPOConfig(micro_batch_tokens=32), RESPONSE),
     ],
 )
 def test_an_update_is_that_of_the_whole_minibatch(mesh, rows, lora, config, responses):
@@ -111,7 +113,7 @@ def test_an_update_is_that_of_the_whole_minibatch(mesh, rows, lora, config, resp
     results = []
     for algorithm, longest in ((PPOConfig(), None), (config, responses)):
         options = {"temperature": 1.0, "responses": longest}
-        step = compiled.actor_step(architecture, mesh, WHOLE, optimizer, algorithm, **options)  # its loss is fused
+        step = CompiledModel(architecture, mesh, WHOLE).actor_step(optimizer, algorithm, **options)  # its loss is fused
         state = TrainState.create(jax.tree.map(jnp.copy, params), optimizer)
         results.append(jax.device_get(step(state, Experience(**made_up), *base)))
     (expected, expected_metrics), (got, metrics) = results
@@ -124,7 +126,7 @@ def test_reward_learning_is_that_of_all_pairs(mesh, rows):
     tokens, lengths = rows
     batch = PreferenceBatch(tokens, lengths, *put_rows((np.asarray(tokens)[::-1], np.asarray(lengths)[::-1]), mesh))
     architecture, params, _ = model_of(mesh, "scalar", None)
-    scores, optimizer = compiled.train_scores(architecture, mesh, WHOLE), optax.sgd(1e-1)
+    scores, optimizer = CompiledModel(architecture, mesh, WHOLE).train_scores(), optax.sgd(1e-1)
     expected, got = (
         jax.device_get(
             make_preference_step(scores, optimizer, micro_batch_tokens=tokens)(

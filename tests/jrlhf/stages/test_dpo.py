@@ -1,13 +1,8 @@
 """DPO as a stage: what a run leaves, against an independent computation from its exported weights; adapters; resume."""
 
-import hashlib
 import json
 import math
-import os
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import jax
@@ -15,27 +10,23 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from jrlhf.algorithms.registry import dpo_graph
+from jrlhf.algorithms.registry import stage_graph
 from jrlhf.config import Config, load_config
 from jrlhf.config.parse import build
 from jrlhf.data.batches import pad_rows, put_rows
 from jrlhf.errors import UserError
 from jrlhf.models.hf import load_hf
-from jrlhf.roles import compiled
+from jrlhf.roles.compiled import CompiledModel
 from jrlhf.roles.model import Architecture
 from jrlhf.run.metrics import read_metrics
 from jrlhf.stages.dpo import heldout_metrics
 from jrlhf.stages.setup import compute_of, load_task, select_mesh
-from jrlhf.train import cli, main
+from jrlhf.train import main
+from tests.support.runs import Training, assert_same_run
 
 pytestmark = pytest.mark.usefixtures("quick_programs")
 
 TINY = str(Path(__file__).parents[1] / "tiny.yaml")
-TINY_DPO = [
-    "stages=[sft,dpo]",
-    "reward_model={prompts: 24, heldout_prompts: 16, samples_per_prompt: 2}",
-    "ppo={rollout_batch: 32}",
-]
 STAGE = {"steps": 4, "batch": 8, "learning_rate": 0.01, "warmup": 0, "eval_every": 2, "save_every": 2}
 
 
@@ -78,7 +69,9 @@ def test_held_out_figures_are_those_of_the_exported_weights(finished, user):
     assert task.pairs is not None
     _, pairs = task.pairs(None)  # type: ignore[arg-type]
     assert len(pairs) == 8
-    score = compiled.score_logprobs(Architecture(models["actor"]), mesh, compute_of(config.compute), temperature=1.0)
+    score = CompiledModel(Architecture(models["actor"]), mesh, compute_of(config.compute)).score_logprobs(
+        temperature=1.0
+    )
 
     def sums(directory, sequences):
         with jax.set_mesh(mesh):
@@ -127,82 +120,49 @@ def test_adapters_learn_and_the_base_is_the_reference(tmp_path, settings, make_m
 
 
 def test_a_step_is_a_dataflow_of_two_calls():
-    graph = dpo_graph()
+    graph = stage_graph(Config(), "dpo")
     calls = [(call.name, call.inputs, call.outputs) for call in graph]
     assert calls == [("reference.logprobs", ("pairs",), ("ref",)), ("actor.update", ("pairs", "ref"), ("metrics",))]
 
 
-@pytest.mark.parametrize(
-    ("sections", "message"),
-    [
-        ({"stages": ["dpo", "ppo"]}, "keep dpo or ppo"),
-        ({"stages": ["dpo", "sft"]}, "in the order sft, dpo"),
-        ({"stages": ["dpo"], "dpo": {"batch": 12}}, "dpo.batch=12 does not divide"),
-        ({"stages": ["dpo"], "dpo": {"algorithm": {"beta": 0}}}, "beta=0"),
-        ({"stages": ["dpo"], "data": {"preferences": {}}}, "stage reward_model or dpo learns from data.preferences"),
-        ({"stages": ["dpo"], "profile": {"stage": "dpo", "iterations": [251]}}, "dpo ends after 250"),
-    ],
-)
-def test_bad_input_is_one_sentence(settings, sections, message):
-    with pytest.raises(UserError, match=message) as error:
-        config = build(Config, settings(rewards=[], **sections))
-        load_task(config, select_mesh(config)[1]["actor"])
-    assert "\n" not in str(error.value)
+BAD = [
+    ({"stages": ["dpo", "ppo"]}, "keep dpo or ppo"),
+    ({"stages": ["dpo", "sft"]}, "in the order sft, dpo"),
+    ({"stages": ["dpo"], "dpo": {"batch": 12}}, "dpo.batch=12 does not divide"),
+    ({"stages": ["dpo"], "dpo": {"algorithm": {"beta": 0}}}, "beta=0"),
+    ({"stages": ["dpo"], "data": {"preferences": {}}}, "stage reward_model or dpo learns from data.preferences"),
+    ({"stages": ["dpo"], "profile": {"stage": "dpo", "iterations": [251]}}, "dpo ends after 250"),
+]
 
 
-def test_dry_run_counts_the_reference_and_prints_the_plan(tmp_path, capsys):
-    arguments = ["--config", TINY, f"run_dir={tmp_path}", *TINY_DPO, "dpo.batch=8", "--dry-run"]
-    assert cli(arguments) == 0
-    out = capsys.readouterr().out
-    assert "plan of a step of dpo" in out and "reference.logprobs" in out and "critic " not in out.split("memory of")[1]
-
-
-# --- Resume ---
+def test_bad_input_is_one_sentence(settings):
+    for sections, message in BAD:
+        with pytest.raises(UserError, match=message) as error:
+            config = build(Config, settings(rewards=[], **sections))
+            load_task(config, select_mesh(config)[1]["actor"])
+        assert "\n" not in str(error.value), sections
 
 
 @pytest.mark.full
 def test_a_run_that_is_killed_goes_on_in_the_same_bits(tmp_path, programs):
     """On the built-in task: the annotator's pairs are sampled again from the same frozen policy."""
     stage = ["dpo.steps=6", "dpo.batch=8", "dpo.eval_every=3", "dpo.save_every=2", "dpo.learning_rate=1e-3"]
+    pairs = "reward_model={prompts: 24, heldout_prompts: 16, samples_per_prompt: 2}"
 
-    def start(name: str, *more: str) -> subprocess.Popen:
-        command = [sys.executable, "-m", "jrlhf.train", "--config", TINY, f"run_dir={tmp_path}", f"name={name}"]
-        environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": str(programs)}
-        environment |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
-        with open(tmp_path / f"{name}.log", "a") as log:
-            arguments = [*command, *TINY_DPO, *stage, *more]
-            return subprocess.Popen(arguments, env=environment, stdout=log, stderr=subprocess.STDOUT)
+    def start(name: str, *more: str) -> Training:
+        arguments = ["--config", TINY, f"run_dir={tmp_path}", f"name={name}", "stages=[sft,dpo]", pairs]
+        arguments += ["ppo={rollout_batch: 32}", *stage, *more]
+        return Training(*arguments, log=tmp_path / f"{name}.log", programs=programs)
 
-    def ended(name: str, process: subprocess.Popen) -> Path:
-        assert process.wait(timeout=600) == 0, (tmp_path / f"{name}.log").read_text()
-        return tmp_path / name
-
-    one = ended("undisturbed", start("undisturbed"))
-    process = start("killed")
-    metrics = tmp_path / "killed" / "metrics.jsonl"
-    while not metrics.exists() or metrics.read_bytes().count(b"\n") < 6 + 3:  # in the third step of dpo or later
-        assert process.poll() is None, (tmp_path / "killed.log").read_text()
-        time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    other = ended("killed", start("killed", "--resume"))
-    assert timeless(read_metrics(one)) == timeless(read_metrics(other))
-    for name in ("samples.jsonl", "preferences.jsonl"):
-        assert (one / name).read_bytes() == (other / name).read_bytes()
-    assert digest(one / "model") == digest(other / "model")
+    start("undisturbed").wait()
+    one, other, training = tmp_path / "undisturbed", tmp_path / "killed", start("killed")
+    assert training.reach(other, 6 + 3)  # in the third step of dpo or later
+    training.stop(signal.SIGKILL)
+    start("killed", "--resume").wait()
+    assert_same_run(one, other, "preferences.jsonl")
     summary = json.loads((one / "summary.json").read_text())
     assert summary["held_out"]["measure"] == "gold" and "after" in summary["held_out"]
     assert summary["dpo_accuracy"] == read_metrics(one)[-1]["dpo/eval_accuracy"]
-
-
-def timeless(records: list[dict]) -> list[dict]:
-    dependent = ("timing_s/", "perf/")
-    return [{key: value for key, value in record.items() if not key.startswith(dependent)} for record in records]
-
-
-def digest(path: Path) -> dict[str, str]:
-    files = sorted(file for file in path.rglob("*") if file.is_file())
-    return {str(file.relative_to(path)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
 
 
 def test_accuracy_is_of_the_pairs_that_can_be_told_apart():
@@ -214,10 +174,7 @@ def test_accuracy_is_of_the_pairs_that_can_be_told_apart():
     every = heldout_metrics(terms, None)
     assert every == {"dpo/eval_loss": 0.5, "dpo/eval_margin": 1.0, "dpo/eval_accuracy": 0.75, "dpo/eval_pairs": 4}
     some = heldout_metrics(terms, np.array([True, True, False, False]))
-    assert (some["dpo/eval_accuracy"], some["dpo/eval_accuracy_with_close_pairs"], some["dpo/eval_pairs"]) == (
-        0.5,
-        0.75,
-        2,
-    )
+    names = ("dpo/eval_accuracy", "dpo/eval_accuracy_with_close_pairs", "dpo/eval_pairs")
+    assert [some[name] for name in names] == [0.5, 0.75, 2]
     none = heldout_metrics(terms, np.zeros(4, bool))
     assert "dpo/eval_accuracy" not in none and none["dpo/eval_pairs"] == 0 and np.isfinite(list(none.values())).all()

@@ -1,4 +1,4 @@
-"""What a dry run says of rewards and costs that are adapters."""
+"""A dry run of rewards and costs that are adapters."""
 
 from functools import partial
 
@@ -6,14 +6,13 @@ import jax
 import numpy as np
 from safetensors.numpy import load_file
 
-from jrlhf.algorithms.registry import graph_of
+from jrlhf.algorithms.registry import graph_of, stage_graph
 from jrlhf.config.parse import build
 from jrlhf.config.schema import Config
 from jrlhf.models import LoRAConfig, init_lora
 from jrlhf.models.hf import export_adapter, read_config
 from jrlhf.planning.fit import memory_of
 from jrlhf.stages.dryrun import describe
-from jrlhf.stages.graphs import stage_graph
 from jrlhf.stages.setup import select_mesh
 
 

@@ -20,9 +20,9 @@ from jrlhf.meshes import make_mesh
 from jrlhf.models.hf import load_hf
 from jrlhf.rewards.text_model import TextReward
 from jrlhf.rewards.types import Sample
-from jrlhf.roles import compiled
+from jrlhf.roles.compiled import CompiledModel
 from jrlhf.roles.initial import InitialModels
-from jrlhf.roles.model import Architecture
+from jrlhf.roles.model import Architecture, Compute
 from jrlhf.roles.placement import RolePlacement
 from jrlhf.run.console import Console
 from jrlhf.run.metrics import read_metrics
@@ -66,7 +66,7 @@ ADDED = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "
 
 
 def write(directory: Path, family: str, tokenizers: Path, head: str = "AutoModelForCausalLM", **more) -> Path:
-    """What transformers saves of a random model, with a tokenizer's files beside it."""
+    """Saves a random model with transformers, and adds the files of a tokenizer."""
     kind, tokenizer, sizes = FAMILIES[family]
     loaded = load_tokenizer(tokenizers / tokenizer)
     special = {"bos_token_id": loaded.bos_id, "eos_token_id": list(loaded.eos_ids), "pad_token_id": loaded.pad_id or 0}
@@ -138,7 +138,7 @@ def test_a_sequence_classifier_of_transformers_scores_alike(family, tmp_path, to
         with torch.no_grad():
             expected.append(theirs(ids).logits.item())
     mesh = make_mesh(1, 4, 2)
-    config, compute, key = build(Config, {}), compiled.Compute(), "rewards[0].model"
+    config, compute, key = build(Config, {}), Compute(), "rewards[0].model"
     with jax.set_mesh(mesh):
         model = InitialModels(config, mesh, compute, Console(enabled=False)).reward(str(path), key)
         own = RewardConfig(name="judge", model=str(path))
@@ -161,7 +161,7 @@ def chosen(directory: Path, tokens: np.ndarray) -> np.ndarray:
     mesh = make_mesh(1, 4, 2)
     with jax.set_mesh(mesh):
         config, params = load_hf(directory, mesh)
-        score = compiled.score_logprobs(Architecture(config.model), mesh, compiled.Compute(), temperature=1.0)
+        score = CompiledModel(Architecture(config.model), mesh, Compute()).score_logprobs(temperature=1.0)
         lengths = np.full(len(tokens), tokens.shape[1], np.int32)
         logprobs, _ = score(params, *put_rows((tokens.astype(np.int32), lengths), mesh))
         return np.asarray(logprobs)[:, 1:]

@@ -9,10 +9,11 @@ import pytest
 from jrlhf.config.parse import build
 from jrlhf.config.schema import Config
 from jrlhf.meshes.offload import is_on_host
-from jrlhf.roles import compiled
-from jrlhf.run.metrics import read_metrics
+from jrlhf.roles import actor, critic
+from jrlhf.roles.compiled import CompiledModel
 from jrlhf.stages import finalize
 from jrlhf.train import main
+from tests.support.runs import stage_of, timeless
 
 pytestmark = [pytest.mark.full, pytest.mark.usefixtures("quick_programs")]
 
@@ -55,7 +56,7 @@ def test_a_run_asleep_is_a_run_awake_also_when_it_is_resumed(name, user, setting
     expected = left(awake)
     assert left(resting) == expected
     stage = config["stages"][-1]
-    records = [record for record in read_metrics(resting) if record["stage"] == stage]
+    records = stage_of(resting, stage)
     assert all(record["timing_s/sleep"] > 0 for record in records)
     assert [record["perf/compilations"] for record in records][2:] == [0]
 
@@ -82,10 +83,12 @@ def awake_only(patch: pytest.MonkeyPatch) -> None:
         return build_checked
 
     for name in ("score_logprobs", "score_logprobs_with_base", "score_values", "score_sequences", "generate"):
-        patch.setattr(compiled, name, checked(getattr(compiled, name)))
-    for name in ("actor_step", "critic_step", "on_policy_step", "on_policy_actor_step"):
-        patch.setattr(compiled, name, checked(getattr(compiled, name)))
-    switch, export = compiled.generation_weights, finalize.export_hf
+        patch.setattr(CompiledModel, name, checked(getattr(CompiledModel, name)))
+    for name in ("actor_step", "critic_step"):
+        patch.setattr(CompiledModel, name, checked(getattr(CompiledModel, name)))
+    for name in ("make_on_policy_step", "make_on_policy_actor_step"):
+        patch.setattr(critic, name, checked(getattr(critic, name)))
+    switch, export = actor.generation_weights, finalize.export_hf
 
     def switched(model, *others, **options):
         assert not is_on_host((model.params, model.frozen))
@@ -95,16 +98,12 @@ def awake_only(patch: pytest.MonkeyPatch) -> None:
         assert not is_on_host((params, options.get("adapter")))
         return export(params, *others, **options)
 
-    patch.setattr(compiled, "generation_weights", switched)
+    patch.setattr(actor, "generation_weights", switched)
     patch.setattr(finalize, "export_hf", exported)
 
 
 def left(path: Path) -> tuple:
     """Metrics but for times and compilations, and the bytes of every model."""
-    records = [
-        {key: value for key, value in record.items() if not key.startswith(("timing_s/", "perf/"))}
-        for record in read_metrics(path)
-    ]
     models = {str(file.relative_to(path)): file.read_bytes() for file in sorted(path.glob("*model/*.safetensors"))}
-    assert records and models
-    return records, models
+    assert models
+    return timeless(path), models

@@ -22,6 +22,7 @@ from jrlhf.stages import rl
 from jrlhf.stages.loop import run_stage
 from jrlhf.stages.setup import architectures
 from jrlhf.train import main
+from tests.support.runs import timeless
 
 pytestmark = [pytest.mark.full, pytest.mark.usefixtures("quick_programs")]
 
@@ -67,14 +68,6 @@ def run(config: Config, *, resume: bool = False) -> Path:
     return Path(config.run_dir) / config.name
 
 
-def numbers(path: Path) -> list[dict[str, float]]:
-    """The metrics but for times, rates and compilations."""
-    return [
-        {key: value for key, value in record.items() if not key.startswith(("timing_s/", "perf/"))}
-        for record in read_metrics(path)
-    ]
-
-
 def assert_close(records: list[dict[str, float]], expected: list[dict[str, float]], **tolerance: Any) -> None:
     for record, other in zip(records, expected, strict=True):
         assert record.keys() == other.keys()
@@ -84,7 +77,7 @@ def assert_close(records: list[dict[str, float]], expected: list[dict[str, float
 
 
 def assert_same_bits(path: Path, other: Path) -> None:
-    assert numbers(path) == numbers(other)
+    assert timeless(path) == timeless(other)
     names = "model/model.safetensors", "samples.jsonl"
     assert all((path / name).read_bytes() == (other / name).read_bytes() for name in names)
 
@@ -127,16 +120,16 @@ def test_any_plan_trains_as_the_colocated_run_does_and_is_resumed(make, tmp_path
     file = tmp_path / "hand.yaml"
     config = make("hand", "ppo", by_hand(file, make("hand", "ppo"), **placed))
     path = run(config)
-    assert_close(numbers(path), numbers(colocated), **STEPPED)
+    assert_close(timeless(path), timeless(colocated), **STEPPED)
     ours, theirs = (load_file(directory / "model" / "model.safetensors") for directory in (path, colocated))
     for name, weight in ours.items():
         assert np.abs(weight - theirs[name]).max() < 0.2 * RATES["learning_rate"], name
 
-    whole = (path / "model" / "model.safetensors").read_bytes(), numbers(path)
+    whole = (path / "model" / "model.safetensors").read_bytes(), timeless(path)
     shutil.rmtree(path / "checkpoints" / "ppo" / "2")
     shutil.rmtree(path / "model")
     run(config, resume=True)
-    assert ((path / "model" / "model.safetensors").read_bytes(), numbers(path)) == whole
+    assert ((path / "model" / "model.safetensors").read_bytes(), timeless(path)) == whole
 
 
 UNLIKE: dict[str, tuple[str, dict[str, Any]]] = {
@@ -152,7 +145,7 @@ def test_the_first_update_under_a_plan_is_the_colocated_one(stage, make):
     colocated, planned = (
         run(make(plan_name, stage, plan_name, **{stage: {"algorithm": algorithm}})) for plan_name in ("colocate", plan)
     )
-    records, expected = numbers(planned), numbers(colocated)
+    records, expected = timeless(planned), timeless(colocated)
     assert {"actor/grad_norm", "actor/pg_loss"} <= records[0].keys()
     assert_close(records[:1], expected[:1], **ROUNDED)
     assert_close(records[1:], expected[1:], **STEPPED)
@@ -173,13 +166,13 @@ def test_a_run_goes_on_under_another_plan_from_the_same_bits(make, monkeypatch):
 
     monkeypatch.setattr(rl, "run_stage", watched)
     path = run(make("moved", "ppo"))
-    whole = numbers(path)
+    whole = timeless(path)
     shutil.rmtree(path / "checkpoints" / "ppo" / "2")
     shutil.rmtree(path / "model")
     run(make("moved", "ppo", "split"), resume=True)
     (_, fresh, _), (_, saved, _), _ = begun
     assert fresh != saved and begun[1:] == [(1, saved, set(range(8))), (1, saved, {4, 5, 6, 7})]
-    assert_close(numbers(path), whole, **STEPPED)
+    assert_close(timeless(path), whole, **STEPPED)
     assert read_plan(path / "plan.yaml").name == "split"
 
 

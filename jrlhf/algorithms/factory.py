@@ -1,0 +1,94 @@
+"""Builds the roles of a run."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, TypeVar
+
+from jax.sharding import Mesh
+
+from jrlhf.algorithms import (
+    Actor,
+    Batch,
+    Constraint,
+    CostCritic,
+    Critic,
+    DynamicSampler,
+    ExperienceMaker,
+    FusedUpdate,
+    Reference,
+    Rewards,
+)
+from jrlhf.algorithms.roles import Roles
+from jrlhf.config.schema import Config
+from jrlhf.config.stages import OptimizerConfig, PPOStageConfig
+from jrlhf.meshes import Graph
+from jrlhf.models import SamplingConfig
+from jrlhf.ppo import DAPOConfig, PolicyConfig, SafeRLHFConfig
+from jrlhf.roles.initial import adamw
+from jrlhf.roles.model import Compute, Model
+from jrlhf.roles.placement import RolePlacement
+from jrlhf.roles.role import Offloader, Site
+from jrlhf.run.clock import Clock
+
+Trained = TypeVar("Trained", Actor, Critic, CostCritic)
+
+
+@dataclass(frozen=True)
+class RoleFactory:
+    """Builds the roles of a run from its settings.
+
+    algorithm: the algorithm's settings, with those that the program fills in. placement: of each role, by name.
+    """
+
+    config: Config
+    algorithm: PolicyConfig
+    compute: Compute
+    sampling: SamplingConfig
+    placement: Callable[[str], RolePlacement]
+    clock: Clock
+
+    def roles(
+        self,
+        graph: Graph,
+        models: Mapping[str, Model],
+        rewards: Rewards,
+        costs: Rewards | None,
+        draw: Callable[[Mesh, int], Batch],
+    ) -> Roles:
+        """All roles of a graph. draw: (mesh, number of a batch) -> prompts."""
+        section, algorithm, placement, clock = self.config.rl, self.algorithm, self.placement, self.clock
+        lengths: Any = {"temperature": self.sampling.temperature, "responses": self.sampling.max_new_tokens}
+        rollouts = {"sampling": self.sampling, "samples": section.samples, "schedule": self.config.rollout}
+        actor = self._trained(Actor, "actor", models["actor"], section.actor, **rollouts)
+        optional: dict[str, Any] = {"cost": costs}
+        if "reference" in models:
+            optional["reference"] = Reference(models["reference"], self._site("reference"), **lengths)
+        for name, kind in (("critic", Critic), ("cost_critic", CostCritic)):
+            if name in models:
+                assert isinstance(section, PPOStageConfig)
+                optional[name] = self._trained(kind, name, models[name], section.critic)
+        if "learner" in graph.roles:
+            trained = actor, optional.get("critic")
+            optional["learner"] = FusedUpdate(*trained, self._site("learner"), algorithm=algorithm, **lengths)
+        if isinstance(algorithm, SafeRLHFConfig):
+            optional["constraint"] = Constraint(algorithm, clock, placement("constraint"))
+        if isinstance(algorithm, DAPOConfig):
+            limits = {"samples": algorithm.samples, "max_rounds": algorithm.max_rounds}
+            draw_batch = partial(draw, actor.placement["generate"].mesh)
+            optional["pool"] = DynamicSampler(draw_batch, placement("pool"), **limits, clock=clock)
+        return Roles(actor, rewards, ExperienceMaker(algorithm, clock, placement("estimator")), **optional)
+
+    def _site(self, role: str, offloader: Offloader | None = None) -> Site:
+        return Site(self.placement(role), self.compute, self.clock, offloader)
+
+    def _trained(
+        self, kind: type[Trained], name: str, model: Model, optimizer: OptimizerConfig, **options: Any
+    ) -> Trained:
+        """A role that is trained, with the micro-batches of its update's placement."""
+        algorithm: Any = self.algorithm
+        if algorithm.micro_batch_tokens is None:
+            algorithm = replace(algorithm, micro_batches=self.placement(name)["update"].parts)
+        updates = self.config.rl.iterations * algorithm.epochs * algorithm.minibatches
+        site = self._site(name, Offloader.of(name, self.config.offloading, self.clock))
+        return kind(model, site, optimizer=adamw(optimizer, updates=updates), algorithm=algorithm, **options)

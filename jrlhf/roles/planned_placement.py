@@ -1,0 +1,43 @@
+"""The placement of an algorithm's roles by a plan."""
+
+from collections.abc import Sequence
+
+from jax.sharding import Mesh
+
+from jrlhf.meshes import GENERATE, SCORE, TRAIN, TRAIN_TP, Call, Graph, Layout, make_mesh
+from jrlhf.meshes.graph import home_of
+from jrlhf.meshes.mesh import Device
+from jrlhf.meshes.plan import Placement, Plan
+from jrlhf.roles.placement import CallPlacement, Prefetch, RolePlacement, TransferCache
+
+LAYOUTS: dict[str, Layout] = {layout.name: layout for layout in (TRAIN, TRAIN_TP, GENERATE, SCORE)}
+
+
+def place_roles(
+    plan: Plan, graph: Graph, devices: Sequence[Device], *, prefetch: bool = False
+) -> dict[str, RolePlacement]:
+    """The placement of every role of a graph. "arithmetic" is that of calls without a model: where the actor trains."""
+
+    def placed(placement: Placement) -> CallPlacement:
+        mesh = make_mesh(*placement.sizes, devices=devices[placement.devices.start : placement.devices.stop])
+        return CallPlacement(mesh, LAYOUTS[placement.layout], placement.micro_batches)
+
+    calls = {name: placed(placement) for name, placement in plan.placements.items()}
+    trained = home_of(graph, "actor", plan)
+    assert trained is not None, "every algorithm trains an actor"
+    arithmetic, transfers = CallPlacement(calls[trained.name].mesh), TransferCache()
+    ahead = Prefetch(graph) if prefetch else None
+
+    def readers(call: Call) -> tuple[Mesh, ...]:
+        reading = (other for other in graph if set(call.outputs) & set(other.inputs))
+        return tuple(dict.fromkeys(calls.get(other.name, arithmetic).mesh for other in reading))
+
+    def placement(role: str) -> RolePlacement:
+        home = home_of(graph, role, plan)
+        methods = {call.name.partition(".")[2]: call for call in graph if call.role == role}
+        own = {method: calls[call.name] for method, call in methods.items() if call.name in calls}
+        sent = {method: readers(call) for method, call in methods.items()}
+        return RolePlacement(arithmetic if home is None else calls[home.name], own, sent, transfers, role, ahead)
+
+    # The learner trains the actor and, if there is one, the critic, which then has no call of its own.
+    return {role: placement(role) for role in dict.fromkeys(("actor", "critic", "arithmetic", *graph.roles))}
