@@ -131,8 +131,8 @@ def _tpu(name: str, memory: float, node: int, link: float, network: float, host:
     The fractions are not measured here: they are those of GPUs, except for products: public training runs (MaxText)
     reach 0.6 to 0.7 of the peak as a whole.
     """
-    rest = {"infer": 0.8, "train": 0.8, "decode": 0.6, "launch": 4e-6, "latency": 4e-6, "per_host": per_host}
-    return Hardware(name, memory, *_rates(name), node, link, network, host, **rest)
+    rest = {"infer": 0.8, "train": 0.8, "decode": 0.6, "launch": 4e-6, "latency": 4e-6}
+    return Hardware(name, memory, *_rates(name), node, link, network, host, **rest, per_host=per_host)
 
 
 def _rates(name: str) -> tuple[float, float, float]:
@@ -174,31 +174,31 @@ def cluster(text: str) -> Cluster:
 
     Raises ValueError, one sentence with the nearest valid name, where there is no such hardware or number of devices.
     """
-    gpu, tpu = re.fullmatch(r"(\d+)x([a-z]\w*)", text.lower()), re.fullmatch(r"(v\d\w*)-(\d+)", text.lower())
-    if gpu is None and tpu is None:
+    match = re.fullmatch(r"(\d+)x([a-z]\w*)|(v\d\w*)-(\d+)", text.lower())
+    if match is None:
         raise ValueError(f"cluster={text} must be a number and a GPU such as 16xh100, or a TPU slice such as v5p-512")
-    name, count = (gpu[2], int(gpu[1])) if gpu is not None else (tpu[1], int(tpu[2])) if tpu is not None else ("", 0)
-    sliced = tpu is not None
+    sliced = match[3] is not None
+    name, count = (match[3], int(match[4])) if sliced else (match[2], int(match[1]))
+
+    def written(name: str, count: int) -> str:
+        return f"{name}-{count}" if sliced else f"{count}x{name}"
+
     names = [candidate for candidate in HARDWARE if candidate.startswith("v") == sliced]
     if name not in names:
         if name in HARDWARE:
             raise ValueError(
                 f"cluster={text} is not how a TPU slice is named: write {name}-{count * _CORES.get(name, 1)}"
             )
-        near = (get_close_matches(name, names, 1, 0.0) or names)[0]
-        written = f"{near}-{count}" if sliced else f"{count}x{near}"
-        raise ValueError(f"cluster={text} is of no known hardware ({', '.join(HARDWARE)}): the nearest is {written}")
+        near = written((get_close_matches(name, names, 1, 0.0) or names)[0], count)
+        raise ValueError(f"cluster={text} is of no known hardware ({', '.join(HARDWARE)}): the nearest is {near}")
     hardware, cores = HARDWARE[name], _CORES.get(name, 1)
     sizes = _slices(hardware, cores) if sliced else _whole_nodes(hardware, count)
     if count not in sizes:
-        near = min(sizes, key=lambda size: (abs(size - count), -size))
-        written = f"{name}-{near}" if sliced else f"{near}x{name}"
-        parts = (
-            "a power of two"
-            if sliced
-            else f"a power of two up to {hardware.node}, or whole nodes of {hardware.node} up to {_MOST}"
-        )
-        raise ValueError(f"cluster={text} does not exist: {name} come as {parts}, the nearest is {written}")
+        near = written(name, min(sizes, key=lambda size: (abs(size - count), -size)))
+        parts = "a power of two"
+        if not sliced:
+            parts += f" up to {hardware.node}, or whole nodes of {hardware.node} up to {_MOST}"
+        raise ValueError(f"cluster={text} does not exist: {name} come as {parts}, the nearest is {near}")
     return Cluster(hardware, count // cores)
 
 

@@ -6,6 +6,7 @@ from math import prod
 from typing import Any, Literal
 
 LayoutName = Literal["train", "train_tp", "generate", "score"]
+_SIZES = ("data", "fsdp", "tensor", "pipeline", "micro_batches")  # the sizes of a placement
 
 
 @dataclass(frozen=True, order=True)
@@ -90,9 +91,8 @@ class Plan:
         """Returns plain data from which `plan_of` makes an equal plan."""
         calls = {}
         for name, placement in self.placements.items():
-            sizes = {axis: getattr(placement, axis) for axis in ("data", "fsdp", "tensor", "pipeline", "micro_batches")}
-            small = {axis: size for axis, size in sizes.items() if size != 1}
-            calls[name] = {"devices": str(placement.devices), "layout": placement.layout, **small}
+            sizes = {axis: getattr(placement, axis) for axis in _SIZES if getattr(placement, axis) != 1}
+            calls[name] = {"devices": str(placement.devices), "layout": placement.layout, **sizes}
         return {"name": self.name, "calls": calls}
 
 
@@ -107,17 +107,18 @@ def plan_of(mapping: Any) -> Plan:
 
 
 def _placement(call: str, mapping: Any) -> Placement:
-    axes = ("data", "fsdp", "tensor", "pipeline", "micro_batches")
     if not isinstance(mapping, Mapping) or not {"devices", "layout"} <= mapping.keys():
         raise ValueError(f"call {call} of the plan must hold `devices` (0-7) and `layout`")
-    unknown = sorted(mapping.keys() - {"devices", "layout", *axes})
+    unknown = sorted(mapping.keys() - {"devices", "layout", *_SIZES})
     if unknown:
-        raise ValueError(f"call {call} of the plan holds devices, layout, {', '.join(axes)}, not {', '.join(unknown)}")
+        raise ValueError(
+            f"call {call} of the plan holds devices, layout, {', '.join(_SIZES)}, not {', '.join(unknown)}"
+        )
     if mapping["layout"] not in LayoutName.__args__:
         raise ValueError(
             f"call {call} of the plan has layout={mapping['layout']}: it must be {', '.join(LayoutName.__args__)}"
         )
-    sizes = {axis: mapping.get(axis, 1) for axis in axes}
+    sizes = {axis: mapping.get(axis, 1) for axis in _SIZES}
     for axis, size in sizes.items():
         if not isinstance(size, int) or isinstance(size, bool):
             raise ValueError(f"call {call} of the plan has {axis}={size}: it must be a whole number")

@@ -84,44 +84,40 @@ def placements(
                         placement = Placement(
                             Slice(0, count), layout, data, fsdp, tensor, stages, micro_batches=micro_batches
                         )
-                        if any(True for _ in undivided_rows(workload, call, placement)):
+                        if next(undivided_rows(workload, call, placement), None):
                             break
                         yield placement
 
 
-@dataclass(frozen=True)
-class RowRule:
-    """A number of rows that must be a multiple of `divisor`. over: what it is divided over, in words."""
-
-    key: str
-    rows: int
-    divisor: int
-    over: str
-
-
-def undivided_rows(workload: Workload, call: Call, placement: Placement) -> Iterator[RowRule | str]:
-    """Yields the rules that a placement's rows break; a sentence for slots without room.
+def undivided_rows(workload: Workload, call: Call, placement: Placement) -> Iterator[str]:
+    """Yields what hinders a placement from dividing the rows, each with its remedy.
 
     Every device takes equally many rows in every minibatch and micro-batch. A group of devices that generates answers
     whole prompts, each with all its samples.
     """
-    parts, groups = placement.micro_batches, placement.data * placement.fsdp
+    parts, groups, slots = placement.micro_batches, placement.data * placement.fsdp, workload.slots
     count = groups * placement.tensor  # the stages of a pipeline share their rows
-    divisor, over = count * parts, f"{count} device(s)" + (f" x {parts} micro-batches" if parts > 1 else "")
-    if call.kind == "train":
-        divisor *= workload.minibatches
-        over = f"{count} device(s) x {workload.minibatches} minibatches x {parts} micro-batches"
-    if call.kind == "generate":
-        divisor, over = count, f"{count} device(s)"
-    rules = [RowRule(workload.rows_key, workload.rows, divisor, over)]
+    devices, samples = f"{count} device(s)", workload.samples * groups
     prompts = f"{workload.samples} samples of a prompt on {groups} group(s) of devices"
-    if call.kind == "generate":
-        rules.append(RowRule(workload.rows_key, workload.rows, workload.samples * groups, prompts))
-        if workload.slots is not None:
-            rules.append(RowRule("rollout.slots", workload.slots, placement.devices.count, f"{count} device(s)"))
-    yield from (rule for rule in rules if rule.rows % rule.divisor)
-    if call.kind == "generate" and workload.slots is not None and workload.slots < workload.samples * groups:
-        yield f"rollout.slots={workload.slots} has no room for {prompts}: raise it"
+    match call.kind:
+        case "train":
+            over = f"{devices} x {workload.minibatches} minibatches x {parts} micro-batches"
+            rules = [(workload.rows_key, workload.rows, count * parts * workload.minibatches, over)]
+        case "generate":
+            rules = [(workload.rows_key, workload.rows, count, devices)]
+            rules.append((workload.rows_key, workload.rows, samples, prompts))
+            if slots is not None:
+                rules.append(("rollout.slots", slots, placement.devices.count, devices))
+        case _:
+            over = devices + (f" x {parts} micro-batches" if parts > 1 else "")
+            rules = [(workload.rows_key, workload.rows, count * parts, over)]
+    yield from (undivided(*rule) for rule in rules if rule[1] % rule[2])
+    if call.kind == "generate" and slots is not None and slots < samples:
+        yield f"rollout.slots={slots} has no room for {prompts}: raise it"
+
+
+def undivided(key: str, rows: int, divisor: int, over: str) -> str:
+    return f"{key}={rows} does not divide over {over}: choose a multiple of {divisor}"
 
 
 def candidates(

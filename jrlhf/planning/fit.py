@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import combinations, product
 from math import inf
 from typing import Any
@@ -178,17 +179,17 @@ def suggest_settings(
     for devices in _doubled(plan.devices):
         if workload.rows // workload.minibatches % devices:
             break
-        more = _on_more(plan, devices // plan.devices)
-        size = peak(replace(case, plan=more))
+        more = _placed(case, partial(_on_more, times=devices // plan.devices))
+        size = peak(more)
         if size <= capacity:
-            parts = _micro_batches(workload, more)
+            parts = _micro_batches(workload, more.plan)
             changed = {} if parts == _micro_batches(workload, plan) else {"micro_batches": parts}
             return [Setting({"devices": devices, **changed}, size)]
     return []
 
 
 def _more_micro_batches(case: Case) -> Iterator[Change]:
-    training = [call.name for call in case.workload.graph if call.kind == "train" and call.name in case.plan.placements]
+    training = _calls(case.workload, case.plan, "train")
     counts = [case.plan[name].devices.count for name in training]
     rows = case.workload.rows // case.workload.minibatches
     for parts in _doubled(_micro_batches(case.workload, case.plan)) if training else ():
@@ -205,8 +206,7 @@ def _stronger_remat(case: Case) -> Iterator[Change]:
 
 def _fewer_slots(case: Case) -> Iterator[Change]:
     workload = case.workload
-    calls = [call for call in workload.graph if call.kind == "generate" and call.name in case.plan.placements]
-    generating = [case.plan[call.name] for call in calls]
+    generating = [case.plan[name] for name in _calls(workload, case.plan, "generate")]
     slots = (workload.slots or workload.rows) // 2 if generating else 0
     while slots and slots % max(at.devices.count for at in generating) == 0:
         if slots < workload.samples * max(at.data * at.fsdp for at in generating):
@@ -260,26 +260,24 @@ def _adapted(workload: Workload) -> Workload:
 
 
 def _placed(case: Case, change: Callable[[Placement], Placement], calls: Sequence[str] | None = None) -> Case:
-    placements = {
-        name: change(at) if calls is None or name in calls else at for name, at in case.plan.placements.items()
-    }
+    chosen = case.plan.placements if calls is None else calls
+    placements = {name: change(at) if name in chosen else at for name, at in case.plan.placements.items()}
     return replace(case, plan=replace(case.plan, placements=placements))
 
 
 def _micro_batches(workload: Workload, plan: Plan) -> int:
     """Returns the largest number of micro-batches of an update."""
-    training = (call.name for call in workload.graph if call.kind == "train" and call.name in plan.placements)
-    return max((plan[name].micro_batches for name in training), default=1)
+    return max((plan[name].micro_batches for name in _calls(workload, plan, "train")), default=1)
 
 
-def _on_more(plan: Plan, times: int) -> Plan:
-    """Returns the plan on `times` as many devices, all of them for fsdp, with as large micro-batches."""
+def _calls(workload: Workload, plan: Plan, kind: str) -> list[str]:
+    return [call.name for call in workload.graph if call.kind == kind and call.name in plan.placements]
 
-    def more(at: Placement) -> Placement:
-        devices = Slice(at.devices.start * times, at.devices.count * times)
-        return replace(at, devices=devices, fsdp=at.fsdp * times, micro_batches=max(1, at.micro_batches // times))
 
-    return replace(plan, placements={name: more(at) for name, at in plan.placements.items()})
+def _on_more(at: Placement, times: int) -> Placement:
+    """Returns the placement on `times` as many devices, all of them for fsdp, with as large micro-batches."""
+    devices = Slice(at.devices.start * times, at.devices.count * times)
+    return replace(at, devices=devices, fsdp=at.fsdp * times, micro_batches=max(1, at.micro_batches // times))
 
 
 def _doubled(count: int) -> Iterator[int]:

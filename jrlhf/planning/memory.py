@@ -366,6 +366,7 @@ def plan_memory(workload: Workload, plan: Plan, backend: Backend = DEFAULT, *, a
         role: plan[home.name] for role in keepers(workload) if (home := home_of(workload.graph, role, plan)) is not None
     }
     states = {role: _state_bytes(keepers(workload)[role], workload.itemsize, home) for role, home in homes.items()}
+    groups = segments(placement.devices for placement in plan.placements.values())
     phases: dict[str, CallPhase] = {}
     for call in calls:
         placement, home = plan[call.name], homes.get(call.role)
@@ -373,9 +374,7 @@ def plan_memory(workload: Workload, plan: Plan, backend: Backend = DEFAULT, *, a
         active = dict(needs.active)
         if needs.moved and home is not None and not stored_alike(home, placement):
             active["moved weights"] = needs.moved
-        for group in segments(placement.devices for placement in plan.placements.values()):
-            if not placement.devices.overlaps(group):
-                continue
+        for group in (group for group in groups if placement.devices.overlaps(group)):
             here = [(role, states[role]) for role, home in homes.items() if home.devices.overlaps(group)]
             stays = max((parts["base"] for _, parts in here if "base" in parts), default=0.0)
             for role, parts in here:

@@ -14,7 +14,7 @@ from jrlhf.meshes import Call
 from jrlhf.meshes.graph import LEARNER
 from jrlhf.meshes.plan import LayoutName, Placement, Plan, Slice, plan_of
 from jrlhf.models.flops import forward_operations
-from jrlhf.planning.candidates import RowRule, divisors, undivided_rows
+from jrlhf.planning.candidates import divisors, undivided, undivided_rows
 from jrlhf.planning.memory import GIB
 from jrlhf.planning.simulate import nested, simulate
 from jrlhf.planning.time import Prices
@@ -206,12 +206,12 @@ def _check_rows(named: str, config: Config, workload: Workload, call: Call, plac
         rows, count = workload.rows, placement.devices.count * parts
         if rows % count:
             over = f"{placement.devices.count} device(s) x {parts} micro-batches"
-            raise UserError(_indivisible_rows(named, RowRule(workload.rows_key, rows, count, over)))
+            raise UserError(f"{named}, where {undivided(workload.rows_key, rows, count, over)}")
         raise UserError(
             f"{named} in micro_batches={parts}: leave that out, and set rollout.slots, the rows that decode at a time"
         )
     for rule in undivided_rows(workload, call, placement):
-        raise UserError(_indivisible_rows(named, rule) if isinstance(rule, RowRule) else f"{named}, where {rule}")
+        raise UserError(f"{named}, where {rule}")
     keys = {"infer": "compute.score_tokens", "train": f"{workload.graph.name}.algorithm.micro_batch_tokens"}
     tokens = token_budgets(config, workload.graph.name).get(call.kind)
     if parts > 1 and tokens is not None:
@@ -220,12 +220,6 @@ def _check_rows(named: str, config: Config, workload: Workload, call: Call, plac
         )
     if parts > 1 and call.role == LEARNER:
         raise UserError(f"{named} in micro_batches={parts}, and shared passes are one: leave that out")
-
-
-def _indivisible_rows(named: str, rule: RowRule) -> str:
-    return (
-        f"{named}, where {rule.key}={rule.rows} does not divide over {rule.over}: choose a multiple of {rule.divisor}"
-    )
 
 
 def refuse_cross_process(plan: Plan, process_of: Sequence[int]) -> None:

@@ -24,7 +24,6 @@ from jrlhf.meshes.hardware import Cluster, Hardware
 from jrlhf.meshes.mesh import Device
 from jrlhf.meshes.plan import LayoutName
 from jrlhf.models import ModelConfig
-from jrlhf.models.params import HeadKind
 from jrlhf.models.remat import Remat
 from jrlhf.planning import microbenchmarks
 from jrlhf.planning.candidates import powers_of_two
@@ -175,7 +174,6 @@ def cluster_of(profile: Profile, memory: float) -> Cluster:
 
 # ---- measuring
 
-_Pass = tuple[bool, Remat, int]  # whether it trains, its remat policy, tokens of a row
 _Point = tuple[float, Callable[[], microbenchmarks.Program]]  # a size, and the program to time
 
 
@@ -239,7 +237,16 @@ def wanted_curves(
             if not _divides(config, slices):
                 continue
             part, rows = microbenchmarks.sliced(config, slices), most * slices
-            for train, remat, width in _passes(workload, config, slices, remats, layouts, config in generators):
+            # Whole layers are computed where they are gathered, else slices.
+            whole = slices == 1 or "train_tp" in layouts
+            passes: list[tuple[bool, Remat, int]] = []  # whether it trains, its remat policy, tokens of a row
+            if whole or any(model.lora is not None for model in models):
+                passes.append((False, "full", workload.length))
+            if whole and any(model.trained for model in models if model.config == config):
+                passes.extend((True, remat, workload.length) for remat in remats)
+            if config in generators:
+                passes.append((False, "full", workload.prompt))
+            for train, remat, width in passes:
                 make = partial(microbenchmarks.layers, part, devices, train=train, dtype=workload.dtype, remat=remat)
                 points = [(n * width, partial(make, n, width)) for n in _sizes(rows)]
                 yield layer_curve(config, slices, train, remat, width), points
@@ -249,33 +256,13 @@ def wanted_curves(
                 make = partial(microbenchmarks.generation, shallow, devices, **widths)
                 points = [(n, partial(make, n)) for n in _sizes(rows) if 64 * n > rows]
                 yield generation_curve(config, slices, depth), points
-    heads: dict[tuple[ModelConfig, HeadKind], None] = dict.fromkeys((model.config, model.head) for model in models)
-    for config, head in heads:
+    heads = {(model.config, model.head): model for model in models}
+    for (config, _), model in heads.items():
+        head = model.head
         for train in (False, True):
             make = partial(microbenchmarks.ends, config, devices, head=head, train=train, fused=workload.fused_loss)
             points = [(n * workload.length, partial(make, n, workload.length)) for n in _sizes(most)]
             yield ends_curve(config, head, train, workload.fused_loss), points
-
-
-def _passes(
-    workload: Workload,
-    config: ModelConfig,
-    slices: int,
-    remats: Sequence[Remat],
-    layouts: Collection[LayoutName],
-    generates: bool,
-) -> list[_Pass]:
-    """Returns the passes of layers that calls make: whole layers where they are gathered, else slices."""
-    models = [model for models in workload.models.values() for model in models]
-    sliced = slices == 1 or "train_tp" in layouts
-    passes: list[_Pass] = []
-    if sliced or any(model.lora is not None for model in models):
-        passes.append((False, "full", workload.length))
-    if sliced and any(model.trained for model in models if model.config == config):
-        passes.extend((True, remat, workload.length) for remat in remats)
-    if generates:
-        passes.append((False, "full", workload.prompt))
-    return passes
 
 
 def _divides(config: ModelConfig, slices: int) -> bool:

@@ -11,6 +11,7 @@ import random
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import cycle
 from typing import Any
 
 from jrlhf.errors import UserError
@@ -115,7 +116,33 @@ def search(
             break
         if budget.seconds is not None and spent >= budget.seconds:
             break
-    return _result(workload, prices, simulator, chains, rules, time.monotonic() - began, lockstep)
+    spent = time.monotonic() - began
+    if chains.best is None:
+        raise UserError(
+            f"no plan was found in which all models fit {prices.capacity / GIB:.0f} GiB a device: the leanest of "
+            f"{chains.proposals} needs {chains.least / GIB:.1f}, take more devices, or search for longer"
+        )
+
+    def compared(plan: Plan, seconds: float | None = None) -> Found:
+        simulation = simulate(workload.graph, plan, prices, lockstep=lockstep)
+        return Found(plan, simulation, 0.0 if seconds is None else simulation.seconds - seconds)
+
+    best = compared(simulator.plan(chains.best, "searched"))
+    seconds = best.simulation.seconds
+    others, seen = [], {_look(best.plan)}
+    for choice, _ in sorted(chains.elite.items(), key=lambda item: item[1]):
+        other = simulator.plan(choice, f"next {len(others) + 1}")
+        if _look(other) not in seen and len(others) < RUNNERS_UP:
+            seen.add(_look(other))
+            others.append(compared(other, seconds))
+    by_rule = {name: compared(rule, seconds) for name, rule in rules.items()}
+    fitting = {name: outcome for name, outcome in by_rule.items() if outcome.simulation.peak <= prices.capacity}
+    return Result(best, tuple(others), fitting, chains.proposals, spent, tuple(chains.trace))
+
+
+def _look(plan: Plan) -> tuple:
+    """Returns what makes two plans differ to a reader: each call's devices and layout."""
+    return tuple((name, placement.devices, placement.layout) for name, placement in plan.placements.items())
 
 
 class Chains:
@@ -128,22 +155,22 @@ class Chains:
     def __init__(
         self, simulator: Simulator, choices: Sequence[Sequence[int]], starts: Sequence[Sequence[int]], seed: int
     ):
-        self.simulator, self.choices = simulator, choices
-        self.random = random.Random(seed)
-        self.by_slice = [_by_size(simulator, call, numbers) for call, numbers in enumerate(choices)]
+        self.simulator, self.random = simulator, random.Random(seed)
+        self.by_size: list[list[list[int]]] = []  # of each call, its options on equally many devices
+        for call, numbers in enumerate(choices):
+            sizes: dict[int, list[int]] = {}
+            for option in numbers:
+                sizes.setdefault(simulator.options[call][option].devices.count, []).append(option)
+            self.by_size.append(list(sizes.values()))
         self.best: tuple[int, ...] | None = None
-        self.best_seconds, self.proposals = math.inf, 0
-        self.least = math.inf
+        self.best_seconds, self.least, self.proposals = math.inf, math.inf, 0
         self.elite: dict[tuple[int, ...], float] = {}
         self.trace: list[tuple[int, float]] = []
         self.states = [(tuple(start), self._cost(tuple(start))) for start in starts]
 
     def __iter__(self) -> Iterator[int]:
-        turn = 0
-        while True:
-            chain = turn % len(self.states)
+        for chain in cycle(range(len(self.states))):
             self._turn(chain, BETAS[chain % len(BETAS)])
-            turn += 1
             yield self.proposals
 
     def _turn(self, chain: int, beta: float) -> None:
@@ -163,8 +190,7 @@ class Chains:
         few, are as likely as small ones."""
         draw = self.random
         call = draw.randrange(len(state))
-        sizes = self.by_slice[call]
-        option = draw.choice(draw.choice(sizes))
+        option = draw.choice(draw.choice(self.by_size[call]))
         return state[:call] + (option,) + state[call + 1 :]
 
     def _cost(self, choice: tuple[int, ...]) -> float:
@@ -182,51 +208,6 @@ class Chains:
             if len(self.elite) > 4000:
                 self.elite = dict(sorted(self.elite.items(), key=lambda item: item[1])[:1000])
         return seconds
-
-
-def _by_size(simulator: Simulator, call: int, numbers: Sequence[int]) -> list[list[int]]:
-    """Returns the options of a call in groups of equally many devices."""
-    sizes: dict[int, list[int]] = {}
-    for option in numbers:
-        sizes.setdefault(simulator.options[call][option].devices.count, []).append(option)
-    return list(sizes.values())
-
-
-def _result(
-    workload: Workload,
-    prices: Prices,
-    simulator: Simulator,
-    chains: Chains,
-    rules: Mapping[str, Plan],
-    spent: float,
-    lockstep: bool,
-) -> Result:
-    if chains.best is None:
-        raise UserError(
-            f"no plan was found in which all models fit {prices.capacity / GIB:.0f} GiB a device: the leanest of "
-            f"{chains.proposals} needs {chains.least / GIB:.1f}, take more devices, or search for longer"
-        )
-
-    def compared(plan: Plan, seconds: float | None = None) -> Found:
-        simulation = simulate(workload.graph, plan, prices, lockstep=lockstep)
-        return Found(plan, simulation, 0.0 if seconds is None else simulation.seconds - seconds)
-
-    best = compared(simulator.plan(chains.best, "searched"))
-    seconds, plan = best.simulation.seconds, best.plan
-    others, seen = [], {_look(plan)}
-    for choice, _ in sorted(chains.elite.items(), key=lambda item: item[1]):
-        other = simulator.plan(choice, f"next {len(others) + 1}")
-        if _look(other) not in seen and len(others) < RUNNERS_UP:
-            seen.add(_look(other))
-            others.append(compared(other, seconds))
-    by_rule = {name: compared(rule, seconds) for name, rule in rules.items()}
-    fitting = {name: outcome for name, outcome in by_rule.items() if outcome.simulation.peak <= prices.capacity}
-    return Result(best, tuple(others), fitting, chains.proposals, spent, tuple(chains.trace))
-
-
-def _look(plan: Plan) -> tuple:
-    """Returns what makes two plans differ to a reader: each call's devices and layout."""
-    return tuple((name, placement.devices, placement.layout) for name, placement in plan.placements.items())
 
 
 # ---- plans by rule
@@ -258,20 +239,18 @@ def heuristic(
             tried = [candidate.placement for candidate in options[call.name]]
         trials = [Candidate(placement, prices.call(call, placement)) for placement in tried]
         widest = max((candidate.placement.tensor for candidate in trials), default=0)
+        layouts = ("generate", "train_tp") if widest > 1 else ("generate", "train_tp", "train", "score")
         choices[call.name] = [
             candidate
             for candidate in trials
-            if candidate.placement.tensor == widest
-            and (candidate.placement.layout not in ("train", "score") or widest == 1)
+            if candidate.placement.tensor == widest and candidate.placement.layout in layouts
         ]
     for sign in (1, -1):
-        fitting = _fit(
-            workload.graph,
-            choices,
-            prices.capacity,
-            first=lambda candidate, sign=sign: (sign * candidate.placement.fsdp, candidate.placement.micro_batches),
-            then=lambda candidate, sign=sign: (sign * candidate.placement.fsdp, candidate.placement.micro_batches),
-        )
+
+        def fewest(candidate: Candidate, sign: int = sign) -> tuple[int, int]:
+            return sign * candidate.placement.fsdp, candidate.placement.micro_batches
+
+        fitting = _fit(workload.graph, choices, prices.capacity, first=fewest, then=fewest)
         if fitting is not None:
             return Plan("heuristic", {name: candidate.placement for name, candidate in fitting.items()})
     return None
@@ -376,8 +355,12 @@ def _set(
     """Returns placements and seconds of each stage for a set on `count` devices, or None where it does not fit."""
     names = [call.name for call in graph if call.role in members and call.kind != "compute"]
     choices = {name: best.get((name, count), []) for name in names}
-    for first in (_seconds, _resident):
-        fitting = _fit(graph, choices, capacity, first=first, then=_seconds)
+
+    def seconds(candidate: Candidate) -> tuple[float, float]:
+        return candidate.price.seconds, candidate.price.resident
+
+    for first in (seconds, lambda candidate: seconds(candidate)[::-1]):
+        fitting = _fit(graph, choices, capacity, first=first, then=seconds)
         if fitting is not None:
             stages = tuple(
                 sum(fitting[call.name].price.seconds for call in level if call.name in fitting)
@@ -415,11 +398,3 @@ def _fit(
             return None
         result[name] = min(fitting, key=then)
     return result
-
-
-def _seconds(option: Candidate) -> tuple[float, float]:
-    return option.price.seconds, option.price.resident
-
-
-def _resident(option: Candidate) -> tuple[float, float]:
-    return option.price.resident, option.price.seconds

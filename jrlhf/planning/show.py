@@ -64,19 +64,11 @@ def _calls(workload: Workload, outcome: Found, prices: Prices) -> list[str]:
     }
     for name, placement in outcome.plan.placements.items():
         price = prices.call(workload.graph[name], placement)
-        rows.append(
-            (
-                name,
-                str(placement.devices),
-                placement.layout,
-                _mesh(placement),
-                str(placement.micro_batches),
-                _time(price.seconds),
-                _time(moves[name]) if name in moves else "-",
-                f"{price.resident / GIB:.2f} GiB" if price.resident else "-",
-                f"{(price.active + price.moved * (name in moves)) / GIB:.2f} GiB",
-            )
-        )
+        sizes = str(placement.devices), placement.layout, _mesh(placement), str(placement.micro_batches)
+        moved = _time(moves[name]) if name in moves else "-"
+        stays = f"{price.resident / GIB:.2f} GiB" if price.resident else "-"
+        runs = f"{(price.active + price.moved * (name in moves)) / GIB:.2f} GiB"
+        rows.append((name, *sizes, _time(price.seconds), moved, stays, runs))
     return _columns(rows)
 
 

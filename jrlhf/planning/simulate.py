@@ -219,13 +219,11 @@ class Simulator:
         self.order = order = topology(graph, roles, lockstep=lockstep)
         self._numbers = numbers = [index for index, has in enumerate(order.placed) if has]
         self.calls = tuple(graph.calls[number].name for number in numbers)
-        self.options: list[list[Placement]] = [[] for _ in numbers]
-        self.seconds: list[list[float]] = [[] for _ in numbers]
-        self.resident: list[list[float]] = [[] for _ in numbers]
-        self.active: list[list[float]] = [[] for _ in numbers]
-        self.moved: list[list[float]] = [[] for _ in numbers]
         self.capacity = prices.capacity
-        self._known: list[dict[Placement, int]] = [{} for _ in numbers]
+        self.options: list[list[Placement]] = [[] for _ in numbers]
+        # Lists by option, for reading them is most of the work of a search.
+        self.seconds, self.resident, self.active, self.moved = ([[] for _ in numbers] for _ in range(4))
+        self._numbers_of: list[dict[Placement, int]] = [{} for _ in numbers]
         self._slice: list[list[int]] = [[] for _ in numbers]  # of each option, the number of its slice
         self._stored: list[list[int]] = [[] for _ in numbers]  # and of its placement without micro-batches
         self._devices: dict[Slice, int] = {}
@@ -248,15 +246,13 @@ class Simulator:
 
     def add(self, call: int, placement: Placement) -> int:
         """Returns the number of this option of a call; a new option is priced."""
-        numbers = self._known[call]
+        numbers = self._numbers_of[call]
         if placement not in numbers:
             price = self.prices.call(self.graph.calls[self._numbers[call]], placement)
             numbers[placement] = len(self.options[call])
             self.options[call].append(placement)
-            self.seconds[call].append(price.seconds)
-            self.resident[call].append(price.resident)
-            self.active[call].append(price.active)
-            self.moved[call].append(price.moved)
+            for name in ("seconds", "resident", "active", "moved"):
+                getattr(self, name)[call].append(getattr(price, name))
             self._slice[call].append(self._devices.setdefault(placement.devices, len(self._devices)))
             # Micro-batches do not change where weights and rows are stored.
             self._stored[call].append(self._places.setdefault(replace(placement, micro_batches=1), len(self._places)))
@@ -290,7 +286,7 @@ class Simulator:
         group); and the numbers of the calls whose weights are brought from elsewhere. record: is extended by all work.
         """
         slices, count = self._slices(choice), len(self._readers)
-        group = slices.group
+        group, options = slices.group, self.options
         stored = [values[option] for values, option in zip(self._stored, choice, strict=True)]
         seconds, runs_on, fetch, work = [0.0] * count, [-1] * count, [(0.0, 0)] * count, []
         brought = []
@@ -300,9 +296,11 @@ class Simulator:
             work.append((seconds[number], own, own))
             home = self._home[call]
             if stored[call] != stored[home]:
-                fetching = self._reallocations[call].get((stored[home], stored[call]))
+                seconds_of, key = self._reallocations[call], (stored[home], stored[call])
+                fetching = seconds_of.get(key)
                 if fetching is None:
-                    fetching = self._reallocation(call, home, choice)
+                    places = options[home][choice[home]], options[call][choice[call]]
+                    fetching = seconds_of[key] = self._reallocation(call, *places)
                 if fetching:
                     fetch[number] = fetching, group[home]
                     brought.append(call)
@@ -314,9 +312,11 @@ class Simulator:
                 target = self._runs_with[reader]
                 moving = 0.0
                 if stored[source] != stored[target]:
-                    moving = self._transfers.get((stored[source], stored[target]))
+                    key = stored[source], stored[target]
+                    moving = self._transfers.get(key)
                     if moving is None:
-                        moving = self._transfer(source, target, choice)
+                        places = options[source][choice[source]], options[target][choice[target]]
+                        moving = self._transfers[key] = self._transfer(*places)
                 if moving:
                     there.append((reader, (moving, group[source], group[target])))
                     work.append((moving, group[source], group[target]))
@@ -432,17 +432,9 @@ class Simulator:
         self._remembered[key] = result = _Slices(ranges, group, overlapping, used, calls, nested(ranges))
         return result
 
-    def _place(self, call: int, choice: Sequence[int]) -> Placement:
-        return replace(self.options[call][choice[call]], micro_batches=1)
-
-    def _reallocation(self, call: int, home: int, choice: Sequence[int]) -> float:
-        key = self._stored[home][choice[home]], self._stored[call][choice[call]]
+    def _reallocation(self, call: int, home: Placement, placement: Placement) -> float:
         role = self.graph.calls[self._numbers[call]].role
-        seconds = self.prices.reallocation(role, self._place(home, choice), self._place(call, choice))
-        self._reallocations[call][key] = seconds
-        return seconds
+        return self.prices.reallocation(role, replace(home, micro_batches=1), replace(placement, micro_batches=1))
 
-    def _transfer(self, source: int, target: int, choice: Sequence[int]) -> float:
-        key = self._stored[source][choice[source]], self._stored[target][choice[target]]
-        self._transfers[key] = self.prices.transfer(self._place(source, choice), self._place(target, choice))
-        return self._transfers[key]
+    def _transfer(self, source: Placement, target: Placement) -> float:
+        return self.prices.transfer(replace(source, micro_batches=1), replace(target, micro_batches=1))

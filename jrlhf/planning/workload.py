@@ -210,18 +210,7 @@ def workload_of(config: Config, graph: Graph, models: Mapping[str, ModelConfig])
 def _models_of_roles(
     config: Config, models: Mapping[str, ModelConfig], graph: Graph
 ) -> dict[str, tuple[RoleModel, ...]]:
-    """Returns the models of the graph's roles; a role without a model is absent."""
-    roles: dict[str, tuple[RoleModel, ...]] = {}
-    for name, model in _role_models(config, models).items():
-        role = name.partition(" ")[0]
-        roles[role] = (*roles.get(role, ()), model)
-    if "learner" in graph.roles:
-        roles["learner"] = roles["actor"] + roles.get("critic", ())
-    return {role: roles[role] for role in graph.roles if role in roles}
-
-
-def _role_models(config: Config, models: Mapping[str, ModelConfig]) -> dict[str, RoleModel]:
-    """Returns every model of a run by name, as in `models`; rewards and costs that are adapters are added."""
+    """Returns the models of the graph's roles; rewards and costs that are adapters have one each."""
     section, lora = config.lora, None
     if section is not None and section.path is not None:
         lora = _read_adapter(section.path, "lora.path")
@@ -229,38 +218,41 @@ def _role_models(config: Config, models: Mapping[str, ModelConfig]) -> dict[str,
         assert section.rank is not None
         lora = LoRAConfig(rank=section.rank, alpha=section.alpha, targets=section.targets, rslora=section.rslora)
     int8 = section is not None and section.base == "int8"
+    roles: dict[str, tuple[RoleModel, ...]] = {}
+
+    def add(role: str, model: RoleModel) -> None:
+        roles[role] = (*roles.get(role, ()), model)
 
     def adapted(role: str, adapter: LoRAConfig | None, head: HeadKind, *, trained: bool = False) -> RoleModel:
         return RoleModel(models[role], head, trained, adapter, is_base=adapter is None, int8=int8)
 
     def policy_like(role: str, head: HeadKind, *, trained: bool, own: bool) -> RoleModel:
         """own: the role does not start from the policy but has a model of its own."""
-        return (
-            RoleModel(models[role], head, trained)
-            if lora is None or own
-            else adapted(role, lora, head, trained=trained)
-        )
+        if lora is None or own:
+            return RoleModel(models[role], head, trained)
+        return adapted(role, lora, head, trained=trained)
 
-    named = {"actor": policy_like("actor", "lm", trained=True, own=False)}
+    add("actor", policy_like("actor", "lm", trained=True, own=False))
     for role in ("critic", "cost_critic"):
         if role in models:
             own = role == "critic" and (config.roles.critic is not None or (section is not None and not section.critic))
-            named[role] = policy_like(role, "scalar", trained=True, own=own)
+            add(role, policy_like(role, "scalar", trained=True, own=own))
     if config.reference_is_base and "reference" in models:
-        named["reference"] = adapted("reference", None, "lm")
+        add("reference", adapted("reference", None, "lm"))
     elif "reference" in models:
-        named["reference"] = policy_like("reference", "lm", trained=False, own=config.roles.reference is not None)
+        add("reference", policy_like("reference", "lm", trained=False, own=config.roles.reference is not None))
     if "reward_model" in config.stages:
         trained = RoleModel(models["reward"], "scalar", trained=False, wide=True)
-        named["reward"] = trained if lora is None else adapted("reward", lora, "scalar")
+        add("reward", trained if lora is None else adapted("reward", lora, "scalar"))
     for role, parts in (("reward", config.rewards), ("cost", config.costs)):
         for index, part in enumerate(parts):
-            name = f"{role} {part.name}"
-            if part.model is not None:
-                named[name] = RoleModel(models[name], "scalar", trained=False)
             if part.adapter is not None:
-                named[name] = adapted("actor", _read_adapter(part.adapter, f"{role}s[{index}].adapter"), "scalar")
-    return named
+                add(role, adapted("actor", _read_adapter(part.adapter, f"{role}s[{index}].adapter"), "scalar"))
+            elif part.model is not None:
+                add(role, RoleModel(models[f"{role} {part.name}"], "scalar", trained=False))
+    if "learner" in graph.roles:
+        roles["learner"] = roles["actor"] + roles.get("critic", ())
+    return {role: roles[role] for role in graph.roles if role in roles}
 
 
 def _read_adapter(path: str, key: str) -> LoRAConfig:
@@ -292,13 +284,12 @@ def with_budgets(config: Config, workload: Workload, plan: Plan) -> Plan:
 
 def without_budgeted(config: Config, graph: Graph, plan: Plan) -> Plan:
     """Returns the plan without micro-batches where a token budget divides the rows."""
-    budgets = {"infer": config.compute.score_tokens, "train": config.rl.algorithm.micro_batch_tokens}
-    whole = {
-        name: replace(placement, micro_batches=1)
+    budgets = token_budgets(config, graph.name)
+    placements = {
+        name: placement if budgets.get(graph[name].kind) is None else replace(placement, micro_batches=1)
         for name, placement in plan.placements.items()
-        if budgets.get(graph[name].kind) is not None
     }
-    return Plan(plan.name, {**plan.placements, **whole})
+    return Plan(plan.name, placements)
 
 
 def token_budgets(config: Config, stage: str) -> dict[str, int | None]:

@@ -1,6 +1,5 @@
 """`python -m jrlhf.plan`: plans for clusters that are not there, and one sentence for what cannot be."""
 
-import pytest
 import yaml
 
 from jrlhf.meshes.plan import plan_of
@@ -51,48 +50,37 @@ def test_a_plan_that_does_not_fit_is_printed_and_refused(capsys):
     assert captured.err.startswith("error: plan colocate needs ") and "fewer rollout.slots" in captured.err
 
 
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (["--cluster", "16xh101"], "--cluster=16xh101 is of no known hardware"),
-        (["--cluster", "12xh100"], "the nearest is 16xh100"),
-        (["--cluster", "8xh100", "--seconds", "nan"], "--seconds nan must be more than 0 and finite"),
-        (["--cluster", "8xh100", "--save", "."], "--save . is a directory: name a file in it"),
-        (["--cluster", "8xh100", "--save", f"{__file__}/plan.yaml"], "choose another place"),
-        (["--cluster", "8xh100", "--plan", "mine.yaml"], "plan=mine.yaml is neither colocate,"),
-        (["--cluster", "8xh100", "--plan", "split", "--seconds", "1"], "--seconds 1.0 has no effect with --plan"),
-        (["--cluster", "8xh100", "--plan", "split", "stages=[sft]"], "--plan split has no effect with stages=[sft]"),
-        (["--cluster", "8xh100", "--seconds", "0"], "--seconds 0.0 must be more than 0"),
-        (["--cluster", "8xh100", "--proposals", "-1"], "--proposals -1 must be more than 0"),
-        (["--cluster", "8xh100", "--processes", "0"], "--processes 0 must divide the 8 devices: each has equally many"),
-        (["--cluster", "8xh100", "--processes", "3"], "--processes 3 must divide the 8 devices: each has equally many"),
-        (["--cluster", "8xh100", "--plot", "plan.txt"], "must end in .svg, .png, .pdf"),
-        (
-            ["--cluster", "8xh100", "--proposals", "10", "ppo.rollout_batch=510"],
-            "choose ppo.rollout_batch of 480 or 512",
-        ),
-        (["--cluster", "8xh100", "--proposals", "10", "ppo.rolout_batch=512"], "ppo.rolout_batch"),
-    ],
-)
-def test_bad_input_is_one_sentence(arguments, sentence, capsys):
-    assert cli(["--config", "llama3-8b-ppo", *arguments]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: ") and sentence in error and error.count("\n") == 1
+def test_bad_input_is_one_sentence(capsys):
+    cluster, few = "--cluster 8xh100", "--cluster 8xh100 --proposals 10"
+    for arguments, sentence in (
+        ("--cluster 16xh101", "--cluster=16xh101 is of no known hardware"),
+        ("--cluster 12xh100", "the nearest is 16xh100"),
+        (f"{cluster} --seconds nan", "--seconds nan must be more than 0 and finite"),
+        (f"{cluster} --seconds 0", "--seconds 0.0 must be more than 0"),
+        (f"{cluster} --proposals -1", "--proposals -1 must be more than 0"),
+        (f"{cluster} --save .", "--save . is a directory: name a file in it"),
+        (f"{cluster} --save {__file__}/plan.yaml", "choose another place"),
+        (f"{cluster} --plan mine.yaml", "plan=mine.yaml is neither colocate,"),
+        (f"{cluster} --plan split --seconds 1", "--seconds 1.0 has no effect with --plan"),
+        (f"{cluster} --plan split stages=[sft]", "--plan split has no effect with stages=[sft]"),
+        (f"{cluster} --processes 0", "--processes 0 must divide the 8 devices: each has equally many"),
+        (f"{cluster} --processes 3", "--processes 3 must divide the 8 devices: each has equally many"),
+        (f"{cluster} --plot plan.txt", "must end in .svg, .png, .pdf"),
+        (f"{few} ppo.rollout_batch=510", "choose ppo.rollout_batch of 480 or 512"),
+        (f"{few} ppo.rolout_batch=512", "ppo.rolout_batch"),
+        (f"--config llama3-70b-ppo {few}", "fits nowhere on 8 devices of 79 GiB: it needs "),
+    ):
+        assert cli(["--config", "llama3-8b-ppo", *arguments.split()]) == 2, arguments
+        error = capsys.readouterr().err
+        assert error.startswith("error: ") and sentence in error and error.count("\n") == 1, (arguments, error)
 
 
-def test_a_model_that_fits_nowhere_is_refused(capsys):
-    assert cli(["--config", "llama3-70b-ppo", "--cluster", "8xh100", "--proposals", "10"]) == 2
-    error = capsys.readouterr().err
-    assert "fits nowhere on 8 devices" in error and "GiB" in error and error.count("\n") == 1
+def test_a_search_that_is_broken_off(monkeypatch, capsys):
+    for raised, code, error in ((KeyboardInterrupt, 130, "interrupted\n"), (BrokenPipeError, 0, "")):
 
+        def stopped(options, raised=raised):
+            raise raised
 
-@pytest.mark.parametrize(
-    ("raised", "code", "error"), [(KeyboardInterrupt, 130, "interrupted\n"), (BrokenPipeError, 0, "")]
-)
-def test_a_search_that_is_broken_off(raised, code, error, monkeypatch, capsys):
-    def stopped(options):
-        raise raised
-
-    monkeypatch.setattr("jrlhf.plan._run", stopped)
-    assert cli(["--config", "llama3-8b-ppo", "--cluster", "8xh100"]) == code
-    assert capsys.readouterr().err == error
+        monkeypatch.setattr("jrlhf.plan._run", stopped)
+        assert cli(ARGUMENTS) == code
+        assert capsys.readouterr().err == error

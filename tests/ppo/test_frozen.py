@@ -70,7 +70,10 @@ def cases(toy):
     }
 
 
-@pytest.mark.parametrize("name", ["actor", "sums", "critic", "sft", "preferences"])
+@pytest.mark.parametrize(
+    "name",
+    ["actor", "sums", "critic", *(pytest.param(name, marks=pytest.mark.full) for name in ("sft", "preferences"))],
+)
 def test_differences_train_as_the_tables_do(toy, name):
     plain, split, batch = cases(toy)[name]
     tables = toy.params()[1 if name in ("critic", "preferences") else 0]

@@ -102,36 +102,37 @@ def moved(plan: Plan, name: str, placement: Placement) -> Plan:
 
 
 LORA: dict[str, Any] = {"lora": {"rank": 2}}
-REFUSED: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
-    "no device": ({"devices": "4-11", "fsdp": 8}, "actor.update on devices 4-11, and there are 8", {}),
-    "pipeline": ({"devices": "0-3", "fsdp": 2, "pipeline": 2}, "can be priced and not run", {}),
-    "layout": ({"devices": "0-3", "fsdp": 4, "layout": "score"}, "a call to train needs train or train_tp", {}),
-    "heads": (
+BUDGET: dict[str, Any] = {"ppo": {"algorithm": {"micro_batch_tokens": 64}}}
+# The place of actor.update, the sentence, and sections of the config.
+REFUSED: tuple[tuple[dict[str, Any], str, dict[str, Any]], ...] = (
+    ({"devices": "4-11", "fsdp": 8}, "actor.update on devices 4-11, and there are 8", {}),
+    ({"devices": "0-3", "fsdp": 2, "pipeline": 2}, "can be priced and not run", {}),
+    ({"devices": "0-3", "fsdp": 4, "layout": "score"}, "a call to train needs train or train_tp", {}),
+    (
         {"devices": "0-7", "tensor": 8},
         "actor.update with tensor=8, which does not divide its model's heads=4: choose tensor from 1, 2, 4",
         {},
     ),
-    "rows": (
+    (
         {"devices": "0-5", "fsdp": 2, "data": 3},
         "ppo.rollout_batch=128 does not divide over 6 .*: choose a multiple of 6",
         {},
     ),
-    "parts": (
+    (
         {"devices": "0-3", "fsdp": 4, "micro_batches": 2},
         "micro_batch_tokens=64 divides them, too: leave one out",
-        {"ppo": {"algorithm": {"micro_batch_tokens": 64}}},
+        BUDGET,
     ),
-}
+)
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_a_plan_that_cannot_be_run_is_one_sentence(name, tmp_path):
-    changed, message, sections = REFUSED[name]
-    mapping = chosen(config_of(**sections)).as_dict()
-    mapping["calls"]["actor.update"] = {"layout": "train", **changed}
-    config = write(tmp_path, mapping, **sections)
-    with pytest.raises(UserError, match=f"^plan={config.plan} has .*{message}"):
-        chosen(config)
+def test_a_plan_that_cannot_be_run_is_one_sentence(tmp_path):
+    for changed, message, sections in REFUSED:
+        mapping = chosen(config_of(**sections)).as_dict()
+        mapping["calls"]["actor.update"] = {"layout": "train", **changed}
+        config = write(tmp_path, mapping, **sections)
+        with pytest.raises(UserError, match=f"^plan={config.plan} has .*{message}"):
+            chosen(config)
 
 
 def write(tmp_path: Path, mapping: Any, **sections) -> Config:
@@ -166,40 +167,35 @@ def test_generation_is_divided_by_slots_and_groups_by_prompts(tmp_path):
         ({"fsdp": 8}, "grpo.rollout_batch=32 does not divide over 8 samples of a prompt on 8 group"),
     ):
         mapping["calls"]["actor.generate"] = {"devices": "0-7", "layout": "generate", **changed}
-        (tmp_path / "plan.yaml").write_text(yaml.safe_dump(mapping))
         with pytest.raises(UserError, match=message):
-            chosen(
-                config_of(
-                    "grpo", plan=str(tmp_path / "plan.yaml"), grpo={"rollout_batch": 32, "algorithm": {"samples": 8}}
-                )
-            )
+            chosen(write(tmp_path, mapping, stage="grpo", grpo=section))
 
 
-@pytest.mark.parametrize(
-    "text, message",
-    [
+def test_a_file_that_is_no_plan_is_one_sentence(tmp_path):
+    for text, message in (
         ("calls: [", "cannot be read"),
         ("name: x", "must hold `name` and `calls`"),
         ("calls: {actor.update: {devices: 0-3, layout: train, fsdp: 2}}", "choose sizes whose product is 4"),
-    ],
-)
-def test_a_file_that_is_no_plan_is_one_sentence(tmp_path, text, message):
-    (tmp_path / "plan.yaml").write_text(text)
-    with pytest.raises(UserError, match=message):
-        chosen(config_of(plan=str(tmp_path / "plan.yaml")))
+    ):
+        (tmp_path / "plan.yaml").write_text(text)
+        with pytest.raises(UserError, match=message):
+            chosen(config_of(plan=str(tmp_path / "plan.yaml")))
 
 
 def test_plans_that_cannot_be_made_say_what_to_do():
-    with pytest.raises(UserError, match="plan=splt is neither colocate, split, standalone, auto nor a file"):
-        chosen(config_of(plan="splt"))
-    with pytest.raises(UserError, match="plan=split halves 1 device.*set plan=colocate"):
-        chosen(config_of(plan="split", mesh={}), 1)
-    with pytest.raises(UserError, match="nothing to run on the second half"):
-        chosen(config_of("grpo", plan="split", rewards=FUNCTION))
-    with pytest.raises(UserError, match="a device for each of actor, reward, reference, critic, and there are 2"):
-        chosen(config_of(plan="standalone", mesh={}), 2)
-    with pytest.raises(UserError, match="plan=auto has no search"):
-        chosen(config_of(plan="auto"))
+    for config, devices, message in (
+        (config_of(plan="splt"), 8, "plan=splt is neither colocate, split, standalone, auto nor a file"),
+        (config_of(plan="split", mesh={}), 1, "plan=split halves 1 device.*set plan=colocate"),
+        (config_of("grpo", plan="split", rewards=FUNCTION), 8, "nothing to run on the second half"),
+        (
+            config_of(plan="standalone", mesh={}),
+            2,
+            "a device for each of actor, reward, reference, critic, and there are 2",
+        ),
+        (config_of(plan="auto"), 8, "plan=auto has no search"),
+    ):
+        with pytest.raises(UserError, match=message):
+            chosen(config, devices)
 
 
 def test_adapters_of_one_base_stay_together():

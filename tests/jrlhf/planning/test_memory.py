@@ -3,6 +3,8 @@
 import json
 import random
 from dataclasses import replace
+from functools import partial
+from itertools import product
 
 import jax
 import jax.numpy as jnp
@@ -74,7 +76,10 @@ def at(fsdp: int, tensor: int, layout: LayoutName = "train") -> Placement:
 @pytest.mark.parametrize(
     "case",
     [
-        Case("actor.update", replace(GQA, embed=384, mlp=1280), (4, 2), 32, 64, 112, micro_batches=2),
+        pytest.param(
+            Case("actor.update", replace(GQA, embed=384, mlp=1280), (4, 2), 32, 64, 112, micro_batches=2),
+            marks=pytest.mark.full,
+        ),
         Case("critic.update", replace(UNTIED, layers=6, mlp=1152), (2, 4), 32, 80, 80),
         Case("actor.logprobs", replace(GQA, vocab_size=20000, layers=5), (8, 1), 48, 40, 120),
         Case("actor.generate", replace(UNTIED, layers=6), (2, 4), 64, 100, 60),
@@ -130,34 +135,31 @@ def test_tiles_of_a_tpu():
 # ---- states
 
 
-@pytest.mark.parametrize("sizes", MESHES)
-@pytest.mark.parametrize("model", [GQA, GPT2, UNTIED], ids=["gqa", "gpt2", "untied"])
-def test_states_are_those_of_the_arrays(model, sizes):
-    mesh = make_mesh(1, *sizes)
-    for head in ("lm", "scalar"):
+def test_states_are_those_of_the_arrays():
+    for sizes, model, head in product(MESHES, (GQA, GPT2, UNTIED), ("lm", "scalar")):
+        mesh, place = make_mesh(1, *sizes), at(*sizes)
         state = train_state(OptimizerConfig(), whole_weights(model, mesh, head), mesh)
-        resident_bytes = resident(RoleModel(model, head, trained=True), 2, at(*sizes))
-        assert resident_bytes == {"weights": device_bytes(state.params), "optimizer": device_bytes(state.opt_state)}
+        trained = {"weights": device_bytes(state.params), "optimizer": device_bytes(state.opt_state)}
+        assert resident(RoleModel(model, head, trained=True), 2, place) == trained, (sizes, model, head)
         for wide, dtype in ((False, jnp.bfloat16), (True, jnp.float32)):
-            resident_bytes = resident(RoleModel(model, head, trained=False, wide=wide), 2, at(*sizes))
-            assert resident_bytes == {"weights": device_bytes(whole_weights(model, mesh, head, dtype))}
+            frozen = {"weights": device_bytes(whole_weights(model, mesh, head, dtype))}
+            assert resident(RoleModel(model, head, trained=False, wide=wide), 2, place) == frozen, (sizes, model, head)
 
 
-@pytest.mark.parametrize("sizes", MESHES)
-def test_states_of_adapters_are_those_of_the_arrays(sizes):
-    mesh, model = make_mesh(1, *sizes), UNTIED
-    base = generation_copy(model, mesh, jnp.bfloat16)
-    stored = int8_shardings(param_shardings(model, mesh, GENERATE))
-    small = placed(jax.eval_shape(to_int8, base), stored)
-    for head in ("lm", "scalar"):
-        adapter = adapter_weights(model, mesh, LORA, head)
-        moments = train_state(OptimizerConfig(), adapter, mesh).opt_state
-        resident_bytes = resident(RoleModel(model, head, True, LORA), 2, at(*sizes))
-        own = {"weights": device_bytes(adapter), "optimizer": device_bytes(moments)}
-        assert resident_bytes == {"base": device_bytes(base), **own}
-        resident_bytes = resident(RoleModel(model, head, False, LORA, int8=True), 2, at(*sizes))
-        assert resident_bytes == {"base": device_bytes(small), "weights": own["weights"]}
-    assert resident(RoleModel(model, "lm", False, is_base=True), 2, at(*sizes)) == {"base": device_bytes(base)}
+def test_states_of_adapters_are_those_of_the_arrays():
+    model = UNTIED
+    for sizes in MESHES:
+        mesh, place = make_mesh(1, *sizes), at(*sizes)
+        base = generation_copy(model, mesh, jnp.bfloat16)
+        small = placed(jax.eval_shape(to_int8, base), int8_shardings(param_shardings(model, mesh, GENERATE)))
+        for head in ("lm", "scalar"):
+            adapter = adapter_weights(model, mesh, LORA, head)
+            moments = train_state(OptimizerConfig(), adapter, mesh).opt_state
+            own = {"weights": device_bytes(adapter), "optimizer": device_bytes(moments)}
+            assert resident(RoleModel(model, head, True, LORA), 2, place) == {"base": device_bytes(base), **own}, sizes
+            states = resident(RoleModel(model, head, False, LORA, int8=True), 2, place)
+            assert states == {"base": device_bytes(small), "weights": own["weights"]}, sizes
+        assert resident(RoleModel(model, "lm", False, is_base=True), 2, place) == {"base": device_bytes(base)}, sizes
 
 
 def test_a_model_that_does_not_divide_is_refused():
@@ -204,26 +206,20 @@ def needs(workload: Workload, call: str, backend: Backend = GPU, **sizes) -> flo
     return sum(call_bytes(workload, workload.graph[call], plan[call], backend).active.values())
 
 
-@pytest.mark.parametrize("backend", [CPU, GPU, TPU], ids=lambda backend: backend.platform)
-def test_more_rows_longer_rows_and_fewer_parts_need_no_less(backend):
-    few = [needs(ppo(rows=rows), "actor.update", backend, parts=1) for rows in (32, 64, 128, 256)]
-    assert few == sorted(few) and few[0] < few[-1]
-    long = [needs(ppo(response=response), "actor.update", backend, parts=1) for response in (256, 512, 1024)]
-    assert long == sorted(long) and long[0] < long[-1]
-    parts = [needs(ppo(rows=1024), "actor.update", backend, parts=parts) for parts in (8, 4, 2)]
-    assert parts == sorted(parts) and parts[0] < parts[-1]
-    slots = [needs(ppo(slots=slots), "actor.generate", backend) for slots in (32, 64, 128)]
-    assert slots == sorted(slots) and slots[0] < slots[-1]
-
-
-@pytest.mark.parametrize("backend", [CPU, GPU, TPU], ids=lambda backend: backend.platform)
-def test_a_remat_that_keeps_more_needs_more(backend):
-    totals = [
-        needs(ppo(remat=remat), "actor.update", backend, parts=1)
-        for remat in ("offload", "full", "attention", "products", "gather")
-    ]
-    # Where the optimizer's step needs more than a backward pass, the weakest two are alike.
-    assert totals == sorted(totals) and len(set(totals)) >= 4
+def test_more_rows_longer_rows_and_fewer_parts_need_no_less():
+    for backend in (CPU, GPU, TPU):
+        update, generate = (partial(needs, call=call, backend=backend) for call in ("actor.update", "actor.generate"))
+        for needed in (
+            [update(ppo(rows=rows), parts=1) for rows in (32, 64, 128, 256)],
+            [update(ppo(response=response), parts=1) for response in (256, 512, 1024)],
+            [update(ppo(rows=1024), parts=parts) for parts in (8, 4, 2)],
+            [generate(ppo(slots=slots)) for slots in (32, 64, 128)],
+        ):
+            assert needed == sorted(needed) and needed[0] < needed[-1], backend
+        remats = ("offload", "full", "attention", "products", "gather")  # from the one that keeps least
+        needed = [update(ppo(remat=remat), parts=1) for remat in remats]
+        # Where the optimizer's step needs more than a backward pass, the weakest two are alike.
+        assert needed == sorted(needed) and len(set(needed)) >= 4, backend
 
 
 def test_the_cache_is_that_of_all_slots():
@@ -237,7 +233,7 @@ def test_the_cache_is_that_of_all_slots():
     assert active["generation weights"] == pytest.approx(2 * 8.030261248e9 / 4, rel=1e-3)
 
 
-def test_prompts_are_read_in_waves_beside_the_cache_of_all_slots():
+def test_prompts_are_read_in_waves_next_to_the_cache_of_all_slots():
     """The engine reads an eighth of the slots at a time, or as many as it is told to; samples share a prompt."""
     whole, waves, chunks = (
         needs(ppo(prefill=prefill, chunk=chunk), "actor.generate", CPU) for prefill, chunk in PREFILLS
@@ -297,8 +293,8 @@ def test_on_slices_of_their_own_roles_do_not_meet():
     assert "moved weights" in active["critic.values"] and "moved weights" not in active["critic.update"]
 
 
-def test_weights_lie_as_the_layout_of_their_call_stores_them():
-    """In the layout of generation every device of an fsdp axis has all: of what lives so, and of copies for a call."""
+def test_weights_are_stored_as_the_layout_of_their_call_says():
+    """In the layout of generation every device of an fsdp axis has all: of stored weights, and of copies for calls."""
     workload, mesh = ppo(), make_mesh(1, 8, 1)
     plan = everywhere(workload).placements
     shared = {name: replace(plan[name], layout="generate") for name in ("reference.logprobs", "critic.values")}

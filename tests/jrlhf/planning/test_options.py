@@ -39,23 +39,18 @@ def test_slices_of_many_nodes_are_few_and_cover_every_split_in_two():
     assert all(option.stop <= 1024 for option in options)
 
 
-@pytest.mark.parametrize("name", [call.name for call in PPO if call.kind != "compute"])
-def test_shapes_divide_devices_models_and_rows(name):
-    call = PPO[name]
-    options = list(placements(WORKLOAD, call, 16, 8))
-    assert len(options) == len(set(options)) > 5
-    for option in options:
-        assert option.devices == Slice(0, 16) and option.pipeline == 1 and option.tensor <= 8
-        parts = 16 * option.micro_batches * (8 if call.kind == "train" else 1)
-        assert 512 % parts == 0
+def test_shapes_divide_devices_models_and_rows():
     layouts = {"generate": {"generate"}, "infer": {"score", "train_tp"}, "train": {"train", "train_tp"}}
-    assert {option.layout for option in options} == layouts[call.kind]
     # 512 rows in 8 minibatches are 64: on 16 devices up to 4 micro-batches.
-    assert {option.micro_batches for option in options} == {
-        "generate": {1},
-        "infer": {1, 2, 4, 8, 16, 32},
-        "train": {1, 2, 4},
-    }[call.kind]
+    parts_of = {"generate": {1}, "infer": {1, 2, 4, 8, 16, 32}, "train": {1, 2, 4}}
+    for call in WORKLOAD.calls:
+        options = list(placements(WORKLOAD, call, 16, 8))
+        assert len(options) == len(set(options)) > 5, call.name
+        for option in options:
+            assert option.devices == Slice(0, 16) and option.pipeline == 1 and option.tensor <= 8
+            assert 512 % (16 * option.micro_batches * (8 if call.kind == "train" else 1)) == 0
+        assert {option.layout for option in options} == layouts[call.kind]
+        assert {option.micro_batches for option in options} == parts_of[call.kind]
 
 
 def test_pipelines_are_hypothetical():
@@ -113,22 +108,14 @@ def test_a_shared_base_is_everywhere_in_one_mesh():
     assert len({option.placement.devices for option in choices["reward.score"]}) > 1
 
 
-@pytest.mark.parametrize(
-    ("changes", "sentence"),
-    [
-        ({"rows": 509}, "509 rows of actor.update do not divide into 8 minibatches: choose rows of 384 or 512"),
-        ({"rows": 4}, "4 rows of actor.update do not divide into 8 minibatches: choose rows of 128"),
-        (
-            {"rows": 24, "samples": 16},
-            "24 rows of actor.generate do not divide into 16 samples of a prompt: choose rows of 16 or 32",
-        ),
-    ],
-)
-def test_rows_that_no_placement_divides_are_one_sentence(changes, sentence):
-    call = PPO["actor.generate" if "samples" in changes else "actor.update"]
-    with pytest.raises(UserError) as error:
-        call_candidates(replace(WORKLOAD, **changes), call, CLUSTER, PRICES)
-    assert str(error.value).startswith(sentence)
+def test_rows_that_no_placement_divides_are_one_sentence():
+    for call, changes, sentence in (
+        ("actor.update", {"rows": 509}, "8 minibatches: choose rows of 384 or 512"),
+        ("actor.update", {"rows": 4}, "8 minibatches: choose rows of 128"),
+        ("actor.generate", {"rows": 24, "samples": 16}, "16 samples of a prompt: choose rows of 16 or 32"),
+    ):
+        with pytest.raises(UserError, match=f"^{changes['rows']} rows of {call} do not divide into {sentence}"):
+            call_candidates(replace(WORKLOAD, **changes), PPO[call], CLUSTER, PRICES)
 
 
 def test_a_model_that_fits_nowhere_is_one_sentence_with_enough_devices():
