@@ -1,4 +1,4 @@
-"""The exceptions that users are meant to see, and what a command line makes of them."""
+"""The exceptions that users are meant to see, and how a command reports them."""
 
 import sys
 from collections.abc import Callable
@@ -14,8 +14,8 @@ class Preempted(Exception):
     """The run was asked to stop and has saved its state."""
 
 
-def told(error: BaseException) -> int | None:
-    """Says in a sentence what ended a command, and returns its exit code; None for a failure, which has a traceback."""
+def report(error: BaseException) -> int | None:
+    """Prints in a sentence why a command ended; returns its exit code, or None for a failure, which has a traceback."""
     if isinstance(error, UserError):
         sentence, code = f"error: {error}", BAD_INPUT
     elif isinstance(error, Preempted):
@@ -33,7 +33,7 @@ def exit_code(run: Callable[[], object]) -> int:
     try:
         run()
     except BaseException as error:
-        code = told(error)
+        code = report(error)
         if code is None:
             raise
         return code
@@ -41,7 +41,7 @@ def exit_code(run: Callable[[], object]) -> int:
 
 
 def exit_code_of_printing(run: Callable[[], object]) -> int:
-    """`exit_code` of a command that only prints: it is done, too, when whoever reads has enough."""
+    """`exit_code` of a command that only prints: it is also done if the reader closes the pipe."""
     try:
         return exit_code(run)
     except BrokenPipeError:

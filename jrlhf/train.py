@@ -9,7 +9,7 @@ from functools import partial
 import jax
 
 from jrlhf.config import Config, config_names, load_config
-from jrlhf.errors import exit_code, told
+from jrlhf.errors import exit_code, report
 from jrlhf.run.clock import Stopwatch
 from jrlhf.run.processes import is_main, together
 from jrlhf.stages.dpo import train_dpo
@@ -71,7 +71,7 @@ def cli(arguments: Sequence[str] | None = None) -> int:
 
 def _run(options: argparse.Namespace) -> None:
     config = load_config(options.config, options.overrides)
-    with together(told):
+    with together(report):
         if not options.dry_run:
             main(config, resume=options.resume)
             return

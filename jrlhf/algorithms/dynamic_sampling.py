@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jrlhf.data.batches import Batch, put_rows
 from jrlhf.meshes import to_host
-from jrlhf.ppo import Rollout
+from jrlhf.ppo import DAPOConfig, Rollout
 from jrlhf.rewards.combine import extremes, named
 from jrlhf.roles.placement import RolePlacement, Scores, call, loop_condition
 from jrlhf.run.clock import Clock, timed
@@ -32,16 +32,10 @@ class DynamicSampler:
     raw: Float[Array, "B"]  # the batch's scores before they were shaped
 
     def __init__(
-        self,
-        draw_batch: Callable[[int], Batch],
-        placement: Mesh | RolePlacement,
-        *,
-        samples: int,
-        max_rounds: int,
-        clock: Clock,
+        self, draw_batch: Callable[[int], Batch], placement: Mesh | RolePlacement, algorithm: DAPOConfig, clock: Clock
     ):
-        self._draw_batch, self.placement = draw_batch, RolePlacement.of(placement)
-        self._samples, self._max_rounds, self.clock = samples, max_rounds, clock
+        self._draw_batch, self.placement, self.clock = draw_batch, RolePlacement.of(placement), clock
+        self._samples, self._max_rounds = algorithm.samples, algorithm.max_rounds
         self.start(0)
 
     def start(self, draws: int) -> None:

@@ -74,9 +74,8 @@ class RoleFactory:
         if isinstance(algorithm, SafeRLHFConfig):
             optional["constraint"] = Constraint(algorithm, clock, placement("constraint"))
         if isinstance(algorithm, DAPOConfig):
-            limits = {"samples": algorithm.samples, "max_rounds": algorithm.max_rounds}
             draw_batch = partial(draw, actor.placement["generate"].mesh)
-            optional["pool"] = DynamicSampler(draw_batch, placement("pool"), **limits, clock=clock)
+            optional["pool"] = DynamicSampler(draw_batch, placement("pool"), algorithm, clock)
         return Roles(actor, rewards, ExperienceMaker(algorithm, clock, placement("estimator")), **optional)
 
     def _site(self, role: str, offloader: Offloader | None = None) -> Site:

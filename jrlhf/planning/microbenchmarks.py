@@ -1,4 +1,4 @@
-"""The parts of a call, each as a small program on the devices at hand: what `profile` takes the times of.
+"""Small programs, one for each part of a call, that `profile` times on the devices at hand.
 
 Every program runs on all devices at once, each with its own rows and its own copy of the weights, so that only the
 collectives' own programs have collectives in them; and devices that share cores, as simulated ones do, share them here.

@@ -9,7 +9,7 @@ import numpy as np
 from jrlhf.algorithms.dynamic_sampling import DynamicSampler, informative
 from jrlhf.data.batches import Batch, put_rows, row_sharding
 from jrlhf.meshes import make_mesh
-from jrlhf.ppo import Rollout
+from jrlhf.ppo import DAPOConfig, Rollout
 from jrlhf.roles.placement import Pending, Scores
 from jrlhf.run.clock import Clock
 
@@ -31,8 +31,8 @@ def fill(rounds: list[list[float]], *, max_rounds: int = 10) -> tuple[DynamicSam
     """An iteration of DAPO as far as its batch."""
     drawn = [a_round(number, scores) for number, scores in enumerate(rounds)]
     with jax.set_mesh(MESH):
-        limits = {"samples": SAMPLES, "max_rounds": max_rounds}
-        sampler = DynamicSampler(lambda number: drawn[number - 7][2], MESH, **limits, clock=Clock())
+        algorithm = DAPOConfig(samples=SAMPLES, max_rounds=max_rounds)
+        sampler = DynamicSampler(lambda number: drawn[number - 7][2], MESH, algorithm, Clock())
         sampler.start(7)
         while sampler.wants_more():
             prompts = sampler.draw()

@@ -17,7 +17,7 @@ from jrlhf.stages.setup import PLAN, architectures, select_plan
 
 @dataclass(frozen=True)
 class Device:
-    """One that is not there."""
+    """A GPU that is not there."""
 
     device_kind: str = "NVIDIA H100 80GB HBM3"
     platform: str = "gpu"

@@ -34,7 +34,7 @@ def test_the_critical_path_is_what_the_end_waits_for():
     )
 
 
-def test_work_of_no_length_beside_an_iteration_ends_the_critical_path_too():
+def test_work_of_no_length_next_to_an_iteration_ends_the_critical_path_too():
     seconds = {"actor.generate": 1e6, "reward.score": 1e-7, "critic.update": 1e-7, "actor.update": 1e-7}
     simulation = simulate(PPO, PLAN, Table({name: seconds.get(name, 1.0) for name in CALLS}))
     assert bottleneck(simulation).startswith("actor.generate; of the critical path: actor.generate 100 %")

@@ -55,7 +55,7 @@ def shard(model: ModelConfig, scalar: bool = False) -> float:
 
 
 def test_stages_before_the_algorithm_keep_what_they_train_and_the_policy():
-    """Weights and two moments in float32; beside the reward model that learns lie the policy's weights."""
+    """Weights and two moments are float32; the policy's weights are stored next to the reward model that learns."""
     config, mesh, models = loaded("llama3-8b-ppo", *LEARNING)
     actor = models["actor"]
     (sft,) = memory(config, mesh, models, stage="sft").phases

@@ -233,7 +233,7 @@ def test_the_cache_is_that_of_all_slots():
     assert active["generation weights"] == pytest.approx(2 * 8.030261248e9 / 4, rel=1e-3)
 
 
-def test_prompts_are_read_in_waves_beside_the_cache_of_all_slots():
+def test_prompts_are_read_in_waves_next_to_the_cache_of_all_slots():
     """The engine reads an eighth of the slots at a time, or as many as it is told to; samples share a prompt."""
     whole, waves, chunks = (
         needs(ppo(prefill=prefill, chunk=chunk), "actor.generate", CPU) for prefill, chunk in PREFILLS
@@ -293,8 +293,8 @@ def test_on_slices_of_their_own_roles_do_not_meet():
     assert "moved weights" in active["critic.values"] and "moved weights" not in active["critic.update"]
 
 
-def test_weights_lie_as_the_layout_of_their_call_stores_them():
-    """In the layout of generation every device of an fsdp axis has all: of what lives so, and of copies for a call."""
+def test_weights_are_stored_as_the_layout_of_their_call_says():
+    """In the layout of generation every device of an fsdp axis has all: of stored weights, and of copies for calls."""
     workload, mesh = ppo(), make_mesh(1, 8, 1)
     plan = everywhere(workload).placements
     shared = {name: replace(plan[name], layout="generate") for name in ("reference.logprobs", "critic.values")}

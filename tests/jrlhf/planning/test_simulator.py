@@ -69,7 +69,7 @@ def test_in_lockstep_an_iteration_waits_for_all_of_the_one_before():
     plan = plan_of(ONE, ONE, ONE, ONE, TWO, ONE)
     overlapping, lockstep = (simulate(PPO, plan, prices, lockstep=flag) for flag in (False, True))
     assert lockstep.seconds == lockstep.total / 5 == 4 + 1 + 2 + 1 + 8
-    assert overlapping.seconds == 4 + 1 + 2 + 1 + 3  # the critic trains beside the actor and the next generation
+    assert overlapping.seconds == 4 + 1 + 2 + 1 + 3  # the critic trains in the meantime
     assert overlapping.total == 4 * 11 + 16
     starts = {(span.call, span.iteration): span.start for span in overlapping.spans}
     assert starts["actor.generate", 1] == 11.0

@@ -105,8 +105,8 @@ def test_one_h200_as_measured():
 
 @pytest.mark.parametrize(("rows", "bound"), [(8, "bytes"), (16384, "operations")])
 def test_generation_at_the_roofline(rows: int, bound: str):
-    # Of few rows by the bytes of the weights and the cache, of many by operations: as the roofline that runs are held
-    # against says, step by step. The drawing of tokens, which it does not count, is left out.
+    # Bytes of weights and cache bound few rows, operations bound many: as `generation_seconds` says step by step, with
+    # which the report compares runs. It does not count the drawing of tokens.
     model = replace(SMALL, kv_heads=8, vocab_size=128)
     time = priced(
         place("generate", data=8), "actor.generate", IDEAL, rows=rows, prompt=64, response=64, model=model,
@@ -286,7 +286,7 @@ def test_an_adapter_trains_without_its_bases_gradient():
     whole, small = call_seconds(work, call, placed, H100), call_seconds(adapted, call, placed, H100)
     assert 0.70 < small.parts["operations"] / whole.parts["operations"] < 0.78  # three of four forwards
     assert small.parts["optimizer"] < 0.05 * whole.parts["optimizer"]
-    # It lies as generation stores it, whole on the devices of an fsdp axis, and each updates all of it.
+    # It is stored as generation needs it, whole on the devices of an fsdp axis, and each updates all of it.
     divided = call_seconds(adapted, call, place("generate", data=2, fsdp=8), H100)
     assert divided.parts["optimizer"] == small.parts["optimizer"]
 

@@ -174,20 +174,12 @@ def test_a_flood_of_output_neither_blocks_nor_fills_the_disk(start, tmp_path, ca
 
 
 def test_standard_streams_may_be_read_and_closed(start):
-    source = """
-    import os, sys
-    def f(completions):
-        assert sys.stdin.read() == ""
-        sys.stdout = None
-        os.close(1); os.close(2)
-        return [1.0]
-    """
-    reward = start(source)
-    assert reward.score([make_sample()]).scores == [1]
+    reward = start(RUN)
+    code = "assert sys.stdin.read() == ''; sys.stdout = None; os.close(1); os.close(2)"
+    assert reward.score([make_sample(0, code)]).scores == [1]
     began = time.process_time()
-    reward.on_failure = 0.0
-    reward.score([make_sample()])
-    assert time.process_time() - began < 1  # a closed pipe is not polled in circles
+    assert reward.score([make_sample(0, "time.sleep(0.3)")]).scores == [1]
+    assert time.process_time() - began < 0.2  # a closed pipe is not polled in circles
 
 
 def test_signals_to_everyone_do_not_stop_workers_but_reach_their_programs(start):
@@ -213,10 +205,10 @@ def test_signals_to_everyone_do_not_stop_workers_but_reach_their_programs(start)
 
 
 def test_a_worker_that_died_between_batches_is_replaced_without_blame(start):
-    reward = start("def f(completions): return [1.0] * len(completions)", workers=2)
+    reward = start(RUN, workers=2)
     os.kill(pids(reward)[0], signal.SIGKILL)
     assert eventually(reward._pool[0].ended, 2)
-    scored = reward.score([make_sample(0), make_sample(1)])
+    scored = reward.score([make_sample(0, "ok"), make_sample(1, "ok")])
     np.testing.assert_array_equal(scored.scores, [1, 1])
     assert not scored.failures
 
@@ -249,35 +241,18 @@ def test_an_interrupted_batch_leaves_no_answer_to_the_next(start):
 
 
 def test_a_failure_of_one_worker_stops_the_others_calls(start):
-    source = """
-    import time
-    def f(solution_str):
-        if solution_str == "bad":
-            raise ValueError
-        if solution_str == "slow":
-            time.sleep(15)
-        return 1.0
-    """
-    reward = start(source, workers=2)
+    reward = start(RUN, workers=2)
     began = time.monotonic()
-    with pytest.raises(RewardFailure, match="exception: ValueError"):
-        reward.score([make_sample(0, "bad"), make_sample(1, "slow")])
+    with pytest.raises(RewardFailure, match="exception: ZeroDivisionError"):
+        reward.score([make_sample(0, "1 / 0"), make_sample(1, "time.sleep(15)")])
     assert time.monotonic() - began < SLACK
-    np.testing.assert_array_equal(reward.score([make_sample(0), make_sample(1)]).scores, [1, 1])
+    np.testing.assert_array_equal(reward.score([make_sample(0, "ok"), make_sample(1, "ok")]).scores, [1, 1])
 
 
 def test_closing_lets_exit_handlers_run_but_not_for_ever(start, tmp_path):
-    source = """
-    import atexit, sys, threading, time
-    def f(completions): return [1.0]
-    def leave():
-        print("left")
-        {wait}
-    atexit.register(leave)
-    """
-    for wait, most in (("pass", 2.0), ("time.sleep(1000)", 2.0 + SLACK), ("print('x' * 1000000)", 2.0)):
-        reward = start(source.format(wait=wait))
-        reward.score([make_sample()])
+    for wait, most in (("None", 2.0), ("time.sleep(1000)", 2.0 + SLACK), ("print('x' * 1000000)", 2.0)):
+        reward = start(RUN)
+        reward.score([make_sample(0, f"atexit.register(lambda: (print('left'), {wait}))")])
         began = time.monotonic()
         reward.close()
         assert time.monotonic() - began < most

@@ -1,6 +1,5 @@
-"""Roles that sleep: the same bits from less memory, counted at every call."""
+"""Offloading: where parts of a role are stored when, what is refused, and checkpoints of offloaded states."""
 
-import gc
 from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
@@ -12,56 +11,21 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jrlhf.algorithms.ppo import ppo
-from jrlhf.algorithms.registry import graph_of
-from jrlhf.algorithms.roles import ROLES
 from jrlhf.config import Config, load_config
 from jrlhf.config.parse import build
 from jrlhf.config.schema import LoRASection, SleepConfig
 from jrlhf.errors import UserError
 from jrlhf.meshes import Call, make_mesh
-from jrlhf.meshes.offload import free_host, is_on_host, offload
+from jrlhf.meshes.offload import free_host, offload
 from jrlhf.planning.memory import residency
-from jrlhf.roles.compiled import CompiledModel
-from jrlhf.roles.graph import trace
-from jrlhf.roles.placement import Prefetch
 from jrlhf.roles.role import Offloader
 from jrlhf.run.checkpoints import Checkpoints, fingerprint_of, like
 from jrlhf.run.clock import Clock
-from jrlhf.run.profiler import CompilationWatch
 from jrlhf.stages.setup import check_sleep, select_mesh
-from tests.jrlhf.roles.ppo_roles import Setup
 from tests.support.live import live_bytes
 
 ALL = SleepConfig(optimizer="host", actor="host", critic="host", reference="host", reward="host")
-CALLS = ("reshard", "gen", "reward", "old_log_prob", "ref", "values", "update_critic", "update_actor")
-EVENTS = {"actor.generate": "gen", "reward.score": "reward", "actor.logprobs": "old_log_prob"}
-EVENTS |= {"reference.logprobs": "ref", "critic.values": "values", "critic.update": "update_critic"}
-EVENTS |= {"actor.update": "update_actor"}
-
 pytestmark = pytest.mark.usefixtures("quick_programs")
-
-
-class Watch(Clock):
-    """Notes what is in which memory when a call begins, and when it has ended."""
-
-    def __init__(self):
-        super().__init__()
-        self.log: list[tuple[str, Counter[str], Counter[str]]] = []
-        self.made: dict[str, int] = {}
-
-    def run(self, name, function, *args, **kwargs):
-        def watched(*args, **kwargs):
-            before = by_kind()
-            result = jax.block_until_ready(function(*args, **kwargs))
-            self.log.append((name, before, by_kind()))
-            self.made[name] = by_kind(result)["device"]
-            return result
-
-        return super().run(name, watched, *args, **kwargs)
-
-    def calls(self) -> list[tuple[str, Counter[str], Counter[str]]]:
-        return [entry for entry in self.log if entry[0] != "sleep"]
 
 
 def by_kind(tree=None) -> Counter[str]:
@@ -69,154 +33,6 @@ def by_kind(tree=None) -> Counter[str]:
     for (_, kind), size in live_bytes(tree).items():
         total[kind] += size
     return total
-
-
-class Sleepers:
-    """Four roles with weights of their own, built anew for each config."""
-
-    setup: Setup | None = None
-    trained, frozen = ("actor", "critic"), ("reference", "reward")
-
-    def begin(self, config: SleepConfig, prefetch: Prefetch | None = None) -> tuple[Watch, dict[str, int]]:
-        """Builds the roles, offloaded as the config says. Returns a clock that watches, and each part's bytes there."""
-        watch, asleep, self.setup = Watch(), {}, None
-        gc.collect()
-        mesh = make_mesh(1, 2, 2, devices=jax.devices()[:4])
-        self.setup = Setup(mesh, watch, sleep=config, prefetch=prefetch)
-        for name, state in self.setup.states.items():
-            asleep[name] = by_kind(state.params)["pinned_host"]
-            asleep[f"{name} optimizer"] = by_kind(state.opt_state)["pinned_host"]
-        for name in self.frozen:
-            asleep[name] = by_kind(getattr(self.setup, name).model.params)["pinned_host"]
-        gc.collect()
-        watch.log.clear()
-        return watch, asleep
-
-    def iterate(self, *steps: int, shared_passes: bool = False) -> list[str]:
-        """One digest of all that each iteration makes."""
-        assert self.setup is not None
-        words = []
-        for step in steps:
-            experience, metrics = self.setup.iterate(step, shared_passes=shared_passes)
-            words.append(fingerprint_of((experience, metrics, list(self.setup.states.values()))))
-            del experience, metrics
-        return words
-
-
-@pytest.fixture(scope="module")
-def sleepers():
-    return Sleepers()
-
-
-@pytest.fixture(scope="module")
-def awake(sleepers):
-    """(words, clock) of three iterations without sleep."""
-    watch, asleep = sleepers.begin(SleepConfig())
-    assert sum(asleep.values()) == 0
-    words = sleepers.iterate(0, 1, 2)
-    assert [name for name, *_ in watch.log] == [*CALLS] * 3 and len(set(words)) == 3
-    assert all(before["pinned_host"] == after["pinned_host"] == 0 for _, before, after in watch.log)
-    return words, watch
-
-
-def awake_only(patch: pytest.MonkeyPatch, setup: Setup) -> Counter[str]:
-    """Counts the roles' compiled as they are called: with arrays on devices, or an accelerator could not run them."""
-    computed: Counter[str] = Counter()
-
-    def checked(name, program):
-        def run(*arguments):
-            assert not is_on_host(arguments), name
-            computed[name] += 1
-            return program(*arguments)
-
-        return run
-
-    scores = CompiledModel.score_sequences
-    patch.setattr(CompiledModel, "score_sequences", lambda model: checked("Reward.score", scores(model)))
-    for role in (setup.actor, setup.critic, setup.reference):
-        for name in ("_generate", "_logprobs", "_values", "_update"):
-            if hasattr(role, name):
-                patch.setattr(role, name, checked(f"{type(role).__name__}.{name}", getattr(role, name)))
-    return computed
-
-
-@pytest.mark.full
-def test_three_iterations_asleep_are_those_awake_and_every_byte_is_in_its_place(sleepers, awake, monkeypatch):
-    words, usual = awake
-    watch, size = sleepers.begin(ALL)
-    total = sum(size.values())
-    computed = awake_only(monkeypatch, sleepers.setup)
-    assert all(size.values()) and by_kind()["pinned_host"] == total
-    outputs = sleepers.iterate(0, 1)
-    with CompilationWatch() as compilations:
-        outputs += sleepers.iterate(2)
-        assert compilations.take()[0] == []
-    assert outputs == words and len(computed) == 7 and set(computed.values()) == {3}
-
-    states = {name: size[name] + size[f"{name} optimizer"] for name in ("actor", "critic")}
-    # Between two calls everything sleeps, and also when those have ended that bring what they need and let it go. Else:
-    there = {"update_critic": states["critic"], "update_actor": states["actor"]}
-    for (name, *with_it), (same, *without) in zip(usual.calls(), watch.calls(), strict=True):
-        assert name == same
-        for before, now in zip(with_it, without, strict=True):
-            assert before["device"] - now["device"] == total - there.get(name, 0), name
-            used_up = there[name] if name.startswith("update") else 0
-            assert now["pinned_host"] == total - used_up, name
-
-    # The function that a memory model asks says the same of every call.
-    loans: Counter[str] = Counter()
-    for name, before, after in watch.log[: len(watch.log) // 3]:
-        gained, pending = max(after["device"] - before["device"], 0), loans.pop("", 0)
-        loans["" if name == "sleep" else name] = pending + gained if name == "sleep" else pending
-    for call in graph_of(Config(sleep=ALL)):
-        if call.kind != "compute":
-            here = {role: residency(Config(sleep=ALL), role, call) for role in (*sleepers.trained, *sleepers.frozen)}
-            amount = sum(size[role] for role, places in here.items() if places["weights"] == "device")
-            amount += sum(size[f"{role} optimizer"] for role in sleepers.trained if here[role]["optimizer"] == "device")
-            assert amount == loans[EVENTS[call.name]], call.name
-
-    moves = [after["device"] - before["device"] for name, before, after in watch.log if name == "sleep"]
-    brought = [size["actor"], size["reward"], size["actor"], size["reference"], size["critic"]]
-    updates = [states["critic"], -states["critic"], states["actor"], -states["actor"]]
-    assert moves == [*brought, *updates] * 3
-    for watching in (usual, watch):  # the copy that generates, and its cache, are gone when the rollout is there
-        begins = {name: before["device"] for name, before, _ in watching.calls()[: len(CALLS)]}
-        assert begins["reward"] == begins["reshard"] + watching.made["gen"]
-        assert watching.made["reshard"] > 0
-    assert {f"timing_s/{name}" for name in (*CALLS, "sleep", "step")} == set(watch.take())
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("part", SleepConfig.SWITCHES)
-def test_each_part_sleeps_by_itself(part, sleepers, awake):
-    words, usual = awake
-    watch, size = sleepers.begin(replace(SleepConfig(), **{part: "host"}))
-    names = ("actor optimizer", "critic optimizer") if part == "optimizer" else (part,)
-    assert {name for name, nbytes in size.items() if nbytes} == set(names)
-    assert sleepers.iterate(0) == words[:1]
-    generating = [
-        next(before["device"] for name, before, _ in clock.calls() if name == "gen") for clock in (usual, watch)
-    ]
-    assert generating[0] - generating[1] == by_kind()["pinned_host"] == sum(size.values())
-
-
-def test_what_the_next_call_needs_is_on_its_way_while_one_runs(sleepers, awake):
-    words, usual = awake
-    graph = trace(ppo, ROLES, {"actor.recomputes": True, "reference.is_base_of": False})
-    watch, size = sleepers.begin(ALL, Prefetch(graph))
-    assert sleepers.iterate(0, 1) == words[:2]
-    states = {name: size[name] + size[f"{name} optimizer"] for name in ("actor", "critic")}
-    here = {
-        "reshard": size["reward"],
-        "old_log_prob": size["reference"],
-        "ref": size["reference"] + size["critic"],
-        "values": size["critic"],
-        "update_critic": states["critic"] + states["actor"],
-        "update_actor": states["actor"],
-    }
-    for (name, before, _), (_, now, _) in zip(usual.calls(), watch.calls(), strict=False):
-        if name in here:
-            assert before["device"] - now["device"] == sum(size.values()) - here[name], name
 
 
 def test_what_was_brought_ahead_never_stands_for_newer_weights():
@@ -227,17 +43,6 @@ def test_what_was_brought_ahead_never_stands_for_newer_weights():
     assert by_kind()["device"] > usage
     np.testing.assert_array_equal(rest.onload(newer)["w"], np.full((8, 4), 2.0))
     assert by_kind()["device"] == usage  # both copies are gone
-
-
-@pytest.mark.full
-def test_shared_passes_asleep_are_those_awake(sleepers):
-    results = []
-    for config in (SleepConfig(), ALL):
-        watch, size = sleepers.begin(config)
-        results.append(sleepers.iterate(0, 1, 2, shared_passes=True))
-        assert by_kind()["pinned_host"] == sum(size.values())
-        assert ("sleep" in watch.made) == (config == ALL)
-    assert results[0] == results[1]
 
 
 def test_where_parts_rest_follows_the_config_and_the_call():
