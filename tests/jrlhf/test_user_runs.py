@@ -208,7 +208,8 @@ def test_all_stages_with_adapters_in_bfloat16(tmp_path, settings, user, base):
 
 # --- Failure and resume ---
 
-FLAKY = '''
+FLAKY = '''import os
+
 def flaky(completions, completion_ids):
     """A score for each token, until the sign is there."""
     if os.path.exists(SIGN):
