@@ -29,7 +29,7 @@ from jrlhf.models.config import ModelConfig
 from jrlhf.models.lora import LoRAConfig, lora_shardings, with_adapter
 from jrlhf.models.modules import NO_ADAPTERS, Adapters, Block, Norm, dequantised, has_int8, scaled_embeddings
 from jrlhf.models.params import HeadKind, Params, layer_axes, model_axes, param_shardings, spec_tree, split_arguments
-from jrlhf.models.quantize import int8_specs
+from jrlhf.models.quantize import int8_shardings
 from jrlhf.models.remat import Remat, named, policy
 
 
@@ -124,19 +124,19 @@ class ShardedForward:
 
     def stored(self, params: Params) -> tuple[Params, Params]:
         """The weights that this program reads, and their specs."""
-        specs = spec_tree(param_shardings(self.config, self.mesh, self.layout, self.head))
+        shardings = param_shardings(self.config, self.mesh, self.layout, self.head)
         if self.options.lora is not None:
             # A base may have another head than the adapter's model, or none.
-            params = {name: weights for name, weights in params.items() if name in specs}
-            specs = {name: specs[name] for name in params}
+            params = {name: weights for name, weights in params.items() if name in shardings}
+            shardings = {name: shardings[name] for name in params}
         if has_int8(params):
             if self.layout != GENERATE or self.options.remat == "gather":
                 raise ValueError(
                     f"int8 weights need the generate layout and a remat other than 'gather', but this is "
                     f"{self.layout.name} and {self.options.remat!r}: there they would be kept or gathered as floats"
                 )
-            specs = int8_specs(specs)
-        return params, specs
+            shardings = int8_shardings(shardings)
+        return params, spec_tree(shardings)
 
     def load(self, weight: Array, axes: tuple[str | None, ...]) -> Array:
         """A stored slice as the block needs it: cast, then gathered (so that the cast halves the bytes that travel)."""
@@ -154,7 +154,6 @@ class ShardedForward:
         locality = config.locality
         # The scan's layers share one program: where they differ in locality, each gets its flag as an input.
         flags = jnp.asarray(locality) if len(set(locality)) > 1 else None
-
         checkpoint = partial(jax.checkpoint, policy=policy(self.options.remat))
 
         def layer(local, x, weights, adapters: Adapters = NO_ADAPTERS):
@@ -166,12 +165,15 @@ class ShardedForward:
 
             return Block(config, loaded)(x, of_layer(rotations, local), attend, self.tensor, adapters)
 
+        def final_norm(x):
+            return Norm(config, jax.tree.map(self.load, params["final_norm"], self.axes["final_norm"]))(x)
+
         if self.layout == GENERATE:
             x, layers = self.embed(params, tokens), params["layers"]
             adapters = params.get("adapters", [NO_ADAPTERS] * len(layers))
             for local, *inputs in zip(locality, layers, adapters, strict=True):
                 x, _ = checkpoint(partial(layer, local))(x, *inputs)
-            return self.final_norm(params, x)
+            return final_norm(x)
 
         def scanned(x, inputs):
             weights, flag = inputs
@@ -187,10 +189,7 @@ class ShardedForward:
         # Weights that are not gathered vary from here on: their gradients are summed once, for all layers together.
         layers = jax.tree.map(varying, params["layers"], axes)
         x, _ = lax.scan(scanned, self.embed(params, tokens), (layers, flags))
-        return self.final_norm(params, x)
-
-    def final_norm(self, params: Params, x: Array) -> Array:
-        return Norm(self.config, jax.tree.map(self.load, params["final_norm"], self.axes["final_norm"]))(x)
+        return final_norm(x)
 
     @jax.named_scope("embed")
     def embed(self, params: Params, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
@@ -225,11 +224,9 @@ class ShardedForward:
         self, params: Params, hidden: Float[Array, "B T D"], of_tokens: Any, starts: Int[Array, "B"] | None
     ) -> tuple[Float[Array, "n D"], Float[Array, "V D"], Any]:
         """(hidden states, this device's slice of the unembedding, `of_tokens`' arrays [B, T] as [n]), at the n tokens
-        that are predicted, of all rows that share that slice.
-
-        The arguments of a call are gathered before they are cut: so they need not wait for anything. Cut first, they
-        would be ready amid the layers' collectives, and simulated devices may then wait for each other.
-        """
+        that are predicted, of all rows that share that slice."""
+        # A call's arguments are gathered before they are cut: so they need not wait for anything. Cut first, they would
+        # be ready amid the layers' collectives, and simulated devices may then wait for each other.
         name = "embedding" if self.config.tie_embeddings else "unembedding"
         unembedding = self.load(params[name], self.axes[name])
         hidden = self.sharing(self.predicted(hidden, starts, ahead=1))

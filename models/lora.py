@@ -160,7 +160,10 @@ def merge_layers(layers: Params, adapter: Params, index: int | slice, lora: LoRA
     merged = {part: dict(tree) for part, tree in layers.items()}
     for part, tree in adapter["layers"].items():
         for name, low in tree.items():
-            merged[part][name] = _sum(merged[part][name], low["a"][index], low["b"][index], lora.scale, dtype)
+            weight, a, b = merged[part][name], low["a"][index], low["b"][index]
+            matrix = weight.values if isinstance(weight, Int8) else weight
+            add = _adder(matrix.sharding, matrix.ndim < a.ndim + b.ndim - 2, lora.scale, dtype)
+            merged[part][name] = add(weight, a, b)
     return dequantised(merged, dtype)
 
 
@@ -172,11 +175,6 @@ def headed(base: Params, adapter: Params) -> Params:
     other = "unembedding" if "value_head" in adapter else "value_head"
     own = {name: leaf for name, leaf in adapter.items() if name != "layers"}
     return {name: leaf for name, leaf in base.items() if name != other} | own
-
-
-def _sum(weight: Array | Int8, a: Array, b: Array, scale: float, dtype: Any) -> Array:
-    stored = weight.values if isinstance(weight, Int8) else weight
-    return _adder(stored.sharding, stored.ndim < a.ndim + b.ndim - 2, scale, dtype)(weight, a, b)
 
 
 @cache

@@ -47,7 +47,7 @@ from jrlhf.models.modules import (
     scaled_embeddings,
 )
 from jrlhf.models.params import Params, param_shardings, spec_tree
-from jrlhf.models.quantize import int8_specs
+from jrlhf.models.quantize import int8_shardings
 
 OWN = P(AXES)  # rows over all devices
 SHARED = GENERATE.batch_spec()  # rows over the groups: the same on the devices of one
@@ -130,7 +130,7 @@ class Decoder:
 
     def on_mesh(self, local: Callable, in_specs: tuple, out_specs: Any) -> Callable:
         """`local(weights, *arrays)` on each device, as a function of the global (params, adapter, *arrays)."""
-        stored = spec_tree(param_shardings(self.config, self.mesh, GENERATE))
+        stored = param_shardings(self.config, self.mesh, GENERATE)
         adapted = {} if self.lora is None else spec_tree(lora_shardings(self.config, self.mesh, self.lora))
 
         def on_device(params: Params, adapter: Params, *arrays: Any) -> Any:
@@ -139,7 +139,7 @@ class Decoder:
             return local(weights, *arrays)
 
         def call(params: Params, adapter: Params, *arrays: Any) -> Any:
-            specs = (int8_specs(stored) if has_int8(params) else stored, adapted, *in_specs)
+            specs = spec_tree(int8_shardings(stored) if has_int8(params) else stored), adapted, *in_specs
             mapped = jax.shard_map(on_device, mesh=self.mesh, in_specs=specs, out_specs=out_specs)
             return mapped(params, adapter, *arrays)
 
