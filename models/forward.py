@@ -239,8 +239,7 @@ class ShardedForward:
         x = (x if self.layout.tensor_parallel else own_rows(x)).reshape(tokens.shape[0], -1)
         if starts is None:
             return jnp.pad(x, ((0, 0), (1, 0)))  # index 0 is predicted from nothing
-        distances = jnp.arange(tokens.shape[1])[None, :] - jnp.maximum(starts, 1)[:, None]
-        return _at(x, distances)
+        return _at(x, jnp.arange(tokens.shape[1])[None, :] - jnp.maximum(starts, 1)[:, None])
 
     def predicted(self, x: Array, starts: Int[Array, "B"] | None, *, ahead: int = 0) -> Array:
         """`x` [B, T, ...] at the tokens that are predicted, or `ahead` positions before them; 0 past a row's end."""
@@ -291,8 +290,7 @@ def make_logprobs(
         `lora_shardings` says. base: stored as `param_shardings(config, mesh, GENERATE)` says, in any dtype or as
         `to_int8` makes it, with any head. Differentiate by the adapter.
 
-    In GENERATE the layers are not gathered but sliced over `tensor`, and they are unrolled. What does not fit on the
-    mesh is refused by a ValueError: a model at once, a batch when the function is called.
+    In GENERATE the layers are not gathered but sliced over `tensor`, and they are unrolled.
     """
     forward = ShardedForward(config, mesh, layout, "lm", replace(options, **keywords))
     return forward.shard(lambda params, tokens, starts=None: forward.logprobs(params, tokens, starts))
@@ -330,8 +328,8 @@ def make_token_sums(
             hidden = forward.hidden(params, tokens)
             with jax.named_scope("head"):
                 hidden, unembedding, (targets, data) = forward.predictions(params, hidden, (tokens, data), starts)
-                gradients = {"entropy_gradient": entropy_gradient}
-                sums = token_sums(hidden, unembedding, targets, data, terms, **gradients, **forward.logits)
+                op = {**forward.logits, "entropy_gradient": entropy_gradient}
+                sums = token_sums(hidden, unembedding, targets, data, terms, **op)
             return lax.psum(sums, tuple(axis for axis in layout.batch if axis != TENSOR))
 
         return forward.shard(local, sums=True)(params, tokens, data, starts, *frozen)
@@ -358,8 +356,7 @@ def make_logprobs_with_base(
     def local(params, tokens, starts=None):
         count = len(tokens)
         params = {**params, "adapters": [replace(layer, rows=count) for layer in params["adapters"]]}
-        tokens, starts = jax.tree.map(lambda x: jnp.concatenate([x, x]), (tokens, starts))
-        logprobs, entropy = forward.logprobs(params, tokens, starts)
+        logprobs, entropy = forward.logprobs(params, *jax.tree.map(lambda x: jnp.concatenate([x, x]), (tokens, starts)))
         return logprobs[:count], entropy[:count], logprobs[count:]
 
     return forward.shard(local)
@@ -399,7 +396,6 @@ def make_scores(
 
 def _accepted(options: ForwardOptions, keywords: dict[str, Any], *unused: str) -> ForwardOptions:
     """The options with these keywords, among them none that the function does not use."""
-    for name in unused:
-        if name in keywords:
-            raise TypeError(f"unexpected keyword argument {name!r}: it would have no effect here")
+    for name in keywords.keys() & set(unused):
+        raise TypeError(f"unexpected keyword argument {name!r}: it would have no effect here")
     return replace(options, **keywords)
