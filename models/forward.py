@@ -149,9 +149,8 @@ class ShardedForward:
 
     def hidden(self, params: Params, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
         """The final hidden states of this device's rows, after the final norm."""
-        config, axes = self.config, layer_axes(self.axes)
+        config, locality, axes = self.config, self.config.locality, layer_axes(self.axes)
         rotations = layer_rotations(jnp.arange(tokens.shape[1])[None, :], config)
-        locality = config.locality
         # The scan's layers share one program: where they differ in locality, each gets its flag as an input.
         flags = jnp.asarray(locality) if len(set(locality)) > 1 else None
         checkpoint = partial(jax.checkpoint, policy=policy(self.options.remat))
