@@ -32,7 +32,7 @@ from jrlhf.models.attention import (
 )
 from jrlhf.models.collectives import TENSOR, check_rows, lookup, total
 from jrlhf.models.config import ModelConfig
-from jrlhf.models.generation.sampling import SamplingConfig, sample
+from jrlhf.models.generation.sampling import SamplingConfig, is_stop, sample
 from jrlhf.models.lora import LoRAConfig, lora_shardings, with_adapter
 from jrlhf.models.modules import (
     NO_ADAPTERS,
@@ -170,7 +170,9 @@ class Decoder:
             running = self.running(rows)
             token, logprob = jnp.where(running, token, 0), jnp.where(running, logprob, 0.0)
             lengths = rows.lengths + running
-            rows = replace(rows, lengths=lengths, last=token, finished=rows.finished | (running & self.stops(token)))
+            rows = replace(
+                rows, lengths=lengths, last=token, finished=rows.finished | (running & is_stop(token, self.sampling))
+            )
             return _State(
                 step=state.step + 1,
                 running=lax.psum(jnp.sum(self.running(rows)), AXES),
@@ -271,12 +273,6 @@ class Decoder:
                 vocab_size=self.config.vocab_size,
                 may_stop=rows.lengths >= self.sampling.min_new_tokens,
             )
-
-    def stops(self, token: Int[Array, "B"]) -> Bool[Array, "B"]:
-        stopped = jnp.zeros_like(token, dtype=bool)
-        for stop in self.sampling.stop_ids:
-            stopped = stopped | (token == stop)
-        return stopped
 
 
 def first_rows(prompts: Int[Array, "B P"], prompt_lengths: Int[Array, "B"], keys: PRNGKeyArray) -> Rows:
