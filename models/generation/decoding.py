@@ -169,10 +169,8 @@ class Decoder:
             token, logprob = self.draw(weights, hidden, rows)
             running = self.running(rows)
             token, logprob = jnp.where(running, token, 0), jnp.where(running, logprob, 0.0)
-            lengths = rows.lengths + running
-            rows = replace(
-                rows, lengths=lengths, last=token, finished=rows.finished | (running & is_stop(token, self.sampling))
-            )
+            lengths, stops = rows.lengths + running, is_stop(token, self.sampling)
+            rows = replace(rows, lengths=lengths, last=token, finished=rows.finished | (running & stops))
             return _State(
                 step=state.step + 1,
                 running=lax.psum(jnp.sum(self.running(rows)), AXES),

@@ -30,18 +30,6 @@ def normal(*shape) -> Any:
     return np.random.default_rng(sum(shape)).normal(size=shape).astype(np.float32)
 
 
-def test_rotated_scores_depend_on_the_distance_only():
-    query, key = normal(1, 1, 1, H), normal(1, 1, 1, H + 2)[..., :H]
-
-    def score(at_query, at_key):
-        q, k = (rotate(x, rotation(jnp.full((1, 1), at), H, 10000.0)) for x, at in ((query, at_query), (key, at_key)))
-        return float((q * k).sum())
-
-    assert score(9, 4) == pytest.approx(score(105, 100), abs=1e-5)
-    assert score(9, 4) != pytest.approx(score(9, 5), abs=1e-2)
-    assert score(6, 6) == pytest.approx(float((query * key).sum()), abs=1e-5)
-
-
 def test_bfloat16_activations_are_turned_by_exact_angles():
     x = jnp.ones((1, 2, 1, H), jnp.bfloat16)
     turned = rotate(x, rotation(jnp.array([[256, 257]]), H, 10000.0))
@@ -199,11 +187,3 @@ def test_cudnn_is_not_chosen_where_it_lacks_the_head(monkeypatch):
         for head_dim in (64, 128, 256):
             chosen = default_attention("gpu", jnp.dtype(jnp.bfloat16), head_dim, None, 1024)
             assert chosen == ("cudnn" if head_dim <= largest else "xla")
-
-
-def test_gradients_pass_through_rotation_unscaled():
-    positions = rotation(jnp.arange(5)[None], H, 10000.0)
-    _, pullback = jax.vjp(lambda x: rotate(x, positions), normal(1, 5, 2, H))
-    cotangent = normal(1, 5, 2, H)
-    # A rotation's transpose is its inverse.
-    np.testing.assert_allclose(rotate(pullback(cotangent)[0], positions), cotangent, atol=1e-5)

@@ -46,21 +46,6 @@ def test_configs_name_the_architecture(reference, tmp_path):
     assert hf_config(QWEN2)["architectures"] == ["Qwen2ForCausalLM"]
 
 
-def test_a_large_model_is_written_in_several_files(reference, tmp_path):
-    params = reference.random_params(LLAMA)
-    whole = load_file(export_hf(params, LLAMA, tmp_path / "whole") / "model.safetensors")
-    directory = export_hf(params, LLAMA, tmp_path / "parts", shard_bytes=30_000)
-    index = json.loads((directory / "model.safetensors.index.json").read_text())
-    files = sorted(directory.glob("*.safetensors"))
-    assert len(files) > 3 and files[0].name == f"model-00001-of-{len(files):05d}.safetensors"
-    assert index["metadata"]["total_size"] == sum(weight.nbytes for weight in whole.values())
-    parts = {file.name: load_file(file) for file in files}
-    assert all(sum(w.nbytes for w in part.values()) <= 30_000 for part in parts.values())
-    assert set(index["weight_map"]) == set(whole)
-    for name, file in index["weight_map"].items():
-        np.testing.assert_array_equal(parts[file][name], whole[name])
-
-
 def test_weights_on_a_mesh_in_any_storage(reference, tmp_path):
     mesh = make_mesh(data=2, fsdp=2, tensor=2)
     stacked = jax.device_put(reference.random_params(QWEN2), param_shardings(QWEN2, mesh, TRAIN))
