@@ -35,7 +35,7 @@ from jrlhf.models.remat import Remat, named, policy
 
 @dataclass(frozen=True)
 class ForwardOptions:
-    """How a model computes over whole sequences. One object serves all functions of a model.
+    """Settings with which a model computes over whole sequences. One object serves all functions of a model.
 
     remat: what the backward pass keeps of each layer; see `remat.py`. What is not kept is computed again.
     dtype: of weights and activations in compute. Norms, rotary angles, the logits and what follows are float32.

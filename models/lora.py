@@ -29,7 +29,7 @@ from jrlhf.models.params import PROJECTIONS, HeadKind, Init, Params, WeightInfo,
 
 @dataclass(frozen=True)
 class LoRAConfig:
-    """Which projections are adapted, and how.
+    """Settings of an adapter: the projections that it adapts, and its size.
 
     rank: r, the inner size of every adapter.
     alpha: scales what an adapter adds, by alpha / r.
@@ -115,7 +115,7 @@ def lora_axes(config: ModelConfig, lora: LoRAConfig, tensor: int, head: HeadKind
 def lora_shardings(
     config: ModelConfig, mesh: Mesh | AbstractMesh, lora: LoRAConfig, head: HeadKind = "lm"
 ) -> dict[str, Any]:
-    """Where each leaf is stored: over `tensor` with the heads or the mlp of its projection, else on every device."""
+    """Returns each leaf's sharding: over `tensor` with the heads or the mlp of its projection, else on every device."""
     return stored(lora_axes(config, lora, mesh.shape["tensor"], head), mesh, GENERATE)
 
 

@@ -31,7 +31,7 @@ def to_int8(params: Params, *, donate: bool = False) -> Params:
 
 
 def int8_shardings(shardings: Params) -> Params:
-    """Where `to_int8` stores weights that had these shardings."""
+    """Returns the shardings of weights that `to_int8` made of weights with these shardings."""
     return _map_matrices(lambda _, *matrix: _stored(*matrix), shardings)
 
 
@@ -92,6 +92,6 @@ def _quantizer(sharding: Any, inputs: tuple[int, ...]) -> Callable[[Array], tupl
 
 
 def _stored(sharding: NamedSharding, inputs: tuple[int, ...]) -> Any:
-    """Where the values and the scale of a matrix with this sharding are stored."""
+    """Returns the shardings of the values and the scale of a matrix with this sharding."""
     scale = PartitionSpec(*(None if dim in inputs else axes for dim, axes in enumerate(sharding.spec)))
     return Int8(sharding, NamedSharding(sharding.mesh, scale))  # pyright: ignore

@@ -198,7 +198,7 @@ class Decoder:
         return end.rows, end.caches, end.tokens, end.logprobs
 
     def running(self, rows: Rows) -> Bool[Array, "B"]:
-        """Which rows are neither finished nor at the length limit."""
+        """Returns a mask of the rows that are neither finished nor at the length limit."""
         return ~rows.finished & (rows.lengths < self.sampling.max_new_tokens)
 
     @jax.named_scope("embed")

@@ -15,7 +15,7 @@ _PARITY = 0x1BD11BDA
 
 @dataclass(frozen=True)
 class SamplingConfig:
-    """How responses are drawn.
+    """The settings with which responses are drawn.
 
     max_new_tokens: the length limit R of a response, a stop token included.
     temperature: divides the logits; 0 draws the most likely token, with the log-probabilities of temperature 1.

@@ -271,7 +271,7 @@ def _digits(value: int | float) -> str:
 
 
 def _windows(values: _Values, family: str, layers: int) -> dict[str, Any]:
-    """Which layers are local, and how far they see."""
+    """Reads which layers are local, and how far they see."""
     window = None if values["sliding_window"] is None else values.integer("sliding_window")
     types = values["layer_types"]
     if types is not None:
