@@ -56,7 +56,7 @@ class Layout:
 
     @property
     def tensor_parallel(self) -> bool:
-        """Whether a layer's heads and mlp are computed in slices, with partial sums over `tensor`."""
+        """True if a layer's heads and mlp are computed in slices, with partial sums over `tensor`."""
         return self.compute.heads is not None
 
     def batch_spec(self) -> P:

@@ -46,7 +46,7 @@ def free_host(tree: Any) -> None:
 
 
 def is_on_host(tree: Any) -> bool:
-    """Whether an array of the tree is in pinned host memory."""
+    """True if an array of the tree is in pinned host memory."""
     return any(_kind(leaf) == HOST for leaf in jax.tree.leaves(tree))
 
 

@@ -28,7 +28,7 @@ class Slice:
         return self.start + self.count
 
     def overlaps(self, other: "Slice") -> bool:
-        """Whether a device is in both."""
+        """True if a device is in both."""
         return self.start < other.stop and other.start < self.stop
 
 

@@ -230,7 +230,7 @@ def _unstack(x: jax.Array, indices: range | None) -> tuple[jax.Array, ...]:
 
 
 def _reusable(move: Move, dtype: DTypeLike | None) -> bool:
-    """Whether a result can reuse the memory of its source. jit warns where any other array is donated."""
+    """True if a result can reuse the memory of its source. jit warns where any other array is donated."""
     source, target = move.source_sharding, move.targets[0]
     return (
         move.indices is None

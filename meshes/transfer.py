@@ -28,7 +28,7 @@ def transfer(tree: Any, mesh: Mesh) -> Any:
 
 
 def lies_elsewhere(tree: Any, mesh: Mesh) -> bool:
-    """Whether `transfer` would move anything."""
+    """True if `transfer` would move anything."""
     return any(_is_away(leaf, mesh) for leaf in jax.tree.leaves(tree))
 
 

@@ -54,7 +54,7 @@ class PolicyConfig(Section):
     whiten_rewards: bool = False
     whiten_advantages: bool = False  # normalise advantages over all response tokens of the batch
     truncation: Truncation = "zero"
-    """What follows the last token of a response that the length limit cut off (`finished` False).
+    """The continuation after the last token of a response that the length limit cut off (`finished` False).
 
     "zero": nothing; the limit counts as an end. "mask": the row is left out of the losses and of the statistics.
     "bootstrap": the critic's value, as if the text went on (Pardo et al. 2018, arXiv:1712.00378). This value replaces
@@ -74,7 +74,7 @@ class PolicyConfig(Section):
     # Stop the actor's updates on a batch when KL(old, new) in nats per token exceeds this; null: never.
     target_kl: float | None = positive(None, _SWITCHED)
     aggregation: Aggregation = "token-mean"
-    """How the losses of tokens become the loss of a minibatch. Every count is over the whole minibatch.
+    """The reduction of token losses to the loss of a minibatch. Every count is over the whole minibatch.
 
     "token-mean": sum / tokens. "seq-mean-token-sum": sum / sequences. "seq-mean-token-mean": the mean over sequences of
     each sequence's mean over tokens. "constant": sum / (sequences * aggregation_divisor). A sequence without a token

@@ -12,7 +12,7 @@ argument: weights that are not trained, such as the base under an adapter. It is
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -126,7 +126,7 @@ def make_actor_step(
 
     with the KL where `config.kl_in` is "loss" and the importance where the config has it. The ratio rho of
     `policy_loss` is a token's, or by `config.ratio` the whole response's: exp of the sum ("sequence") or the mean
-    ("sequence-mean") of log pi / pi_old over its tokens, differentiated as it stands. (verl's GSPO writes
+    ("sequence-mean") of log pi / pi_old over its tokens, differentiated directly. (verl's GSPO writes
     sg[s] pi / sg[pi]: the same wherever the tokens of a response share one advantage.) With `old_logprobs="rollout"`
     rho is min(rho, importance_cap), without a gradient beyond the cap.
 
@@ -226,7 +226,7 @@ def actor_update(
 
     def loss_fn(params: PyTree, rows: TokenRows, count: Array, *frozen: PyTree) -> tuple[Array, Metrics]:
         loss, metrics = sums(params, rows.tokens, rows, terms, *frozen)
-        return loss, {name: x / count if _METRICS[name] == "token mean" else x for name, x in metrics.items()}
+        return loss, {name: x / count if name in _TOKEN_MEANS else x for name, x in metrics.items()}
 
     optional = {"kl_loss": kl_in_loss, "ptx_loss": bool(config.ptx_coef)}
     names = tuple(name for name in _METRICS if optional.get(name, True))
@@ -286,12 +286,9 @@ def critic_update(
     return update
 
 
-# The reduction of each metric. The weights of summed terms already contain their denominators.
-_METRICS: dict[str, Literal["sum", "token mean"]] = {
-    **dict.fromkeys(("entropy", "ppo_kl", "approx_kl", "ratio", "ratio_gap", "kl_loss"), "token mean"),
-    **dict.fromkeys(("pg_clipfrac", "pg_clipfrac_lower"), "token mean"),
-    **dict.fromkeys(("pg_loss", "ptx_loss"), "sum"),
-}
+# Metrics that are means over tokens. The weights of the other two already contain their denominators.
+_TOKEN_MEANS = "entropy", "ppo_kl", "approx_kl", "ratio", "ratio_gap", "kl_loss", "pg_clipfrac", "pg_clipfrac_lower"
+_METRICS = (*_TOKEN_MEANS, "pg_loss", "ptx_loss")
 
 
 def _actor_batch(

@@ -70,7 +70,7 @@ class Experience(Rollout):
     ref_logprobs: Float[Array, "B T"] | None  # of the frozen reference
     values: Float[Array, "B T"] | None  # of the critic before its update
     rewards: Float[Array, "B T"]  # score at the last response token; minus the KL penalty at each where it is a reward
-    advantages: Float[Array, "B T"]  # whitened where the config says so
+    advantages: Float[Array, "B T"]  # whitened with `config.whiten_advantages`
     returns: Float[Array, "B T"] | None  # the critic's targets: unwhitened advantages + values
     importance: Float[Array, "B T"] | None = None  # weights of the policy loss: pi_old / pi_rollout, truncated
     kl_coef: Float[Array, ""] | None = None  # beta of the KL in the loss

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
-from jrlhf.config.schema import Config, DatasetsData, DocstringsData, MeshConfig
+from jrlhf.config.schema import Config, DatasetsData, DocstringsData, MeshConfig, ProfileConfig, ValidationConfig
 from jrlhf.config.stages import ALGORITHMS
 from jrlhf.errors import UserError
 from jrlhf.models.config import ModelConfig
@@ -29,94 +29,97 @@ def mesh_sizes(mesh: MeshConfig, device_count: int) -> tuple[int, int, int]:
 
 
 def validate(config: Config, device_count: int, models: Mapping[str, ModelConfig]) -> None:
-    """Checks what no section can check alone, before anything is compiled or written.
+    """Checks what no section can check alone, before anything is compiled or written; raises the first violation.
 
     models: role -> architecture, for the roles that the stages need.
-
-    Raises:
-        UserError: the first violation, with its remedy.
     """
-    _check_stages(config)
-    _check_data(config)
-    _check_profile(config)
+    for sentence in _violations(config, device_count, models):
+        raise UserError(sentence)
+
+
+def _violations(config: Config, device_count: int, models: Mapping[str, ModelConfig]) -> Iterator[str]:
+    """Yields a sentence for each violation; later checks may rely on earlier ones."""
+    yield from _stages(config)
+    yield from _data(config)
+    if config.profile is not None:
+        yield from _profile(config, config.profile)
     for key, value, reason in (*without_effect(config), *_without_effect(config)):
-        raise UserError(f"{key}={value} has no effect with {reason}: leave it out")
-    _check_validation(config)
+        yield f"{key}={value} has no effect with {reason}: leave it out"
+    if config.validation is not None:
+        yield from _validation(config, config.validation)
     data, fsdp, tensor = mesh_sizes(config.mesh, device_count)
     for role, model in models.items():
-        _check_model(config, role, model, fsdp, tensor, device_count)
-    _check_batches(config, data * fsdp * tensor, data * fsdp)
-    _check_algorithm(config)
-    _check_shared_passes(config)
-    _check_sampling(config, models["actor"])
+        yield from _model(config, role, model, fsdp, tensor, device_count)
+    yield from _batches(config, data * fsdp * tensor, data * fsdp)
+    if config.algorithm is not None:
+        yield from _algorithm(config, config.algorithm)
+        if config.compute.shared_passes:
+            yield from _shared_passes(config, config.algorithm)
+    yield from _sampling(config, models["actor"])
 
 
-def _check_stages(config: Config) -> None:
+def _stages(config: Config) -> Iterator[str]:
     stages = config.stages
     if not stages:
-        raise UserError("stages=[]: name at least one of sft, reward_model, dpo or an algorithm, such as ppo")
+        yield "stages=[]: name at least one of sft, reward_model, dpo or an algorithm, such as ppo"
     repeated = [stage for stage in stages if stages.count(stage) > 1]
     if repeated:
-        raise UserError(f"stages={_list(stages)}: {repeated[0]} is named more than once, keep one")
+        yield f"stages={_list(stages)}: {repeated[0]} is named more than once, keep one"
     algorithms = [stage for stage in stages if stage == "dpo" or stage in ALGORITHMS]
     if len(algorithms) > 1:
-        raise UserError(f"stages={_list(stages)}: a run has one algorithm, keep {' or '.join(algorithms)}")
+        yield f"stages={_list(stages)}: a run has one algorithm, keep {' or '.join(algorithms)}"
     if "reward_model" in stages and "dpo" in stages:
-        raise UserError(
+        yield (
             f"stages={_list(stages)}: dpo learns from the pairs themselves and uses no reward model, leave "
             "reward_model out, or name another algorithm"
         )
     order = ("sft", "dpo") if algorithms == ["dpo"] else ("sft", "reward_model", *(algorithms or ["ppo"]))
     if list(stages) != sorted(stages, key=order.index):
-        raise UserError(
+        yield (
             f"stages={_list(stages)}: each starts from the result of those before it, write them in the order "
             f"{', '.join(order)}"
         )
     if config.model.path is None and stages[0] != "sft":
-        raise UserError(
+        yield (
             f"stages={_list(stages)}: {stages[0]} would start from random weights, name sft before it or give "
             "model.path"
         )
     if algorithms not in ([], ["dpo"]) and "reward_model" not in stages and not config.rewards:
-        raise UserError(
+        yield (
             f"stages={_list(stages)}: {algorithms[0]} has nothing to optimise, name reward_model before it or give "
             "rewards"
         )
     if "dpo" in stages and config.rewards:
-        raise UserError(
-            f"rewards have no effect with stages={_list(stages)}: leave them out, or name an algorithm, such as ppo"
-        )
+        yield f"rewards have no effect with stages={_list(stages)}: leave them out, or name an algorithm, such as ppo"
     if config.algorithm == "safe_rlhf" and not config.costs:
-        raise UserError("stage safe_rlhf has nothing to keep below safe_rlhf.algorithm.cost_limit: give costs")
+        yield "stage safe_rlhf has nothing to keep below safe_rlhf.algorithm.cost_limit: give costs"
     if config.algorithm not in ("safe_rlhf", None) and config.costs:
-        raise UserError("costs have no effect without stage safe_rlhf: leave them out, or make them rewards")
+        yield "costs have no effect without stage safe_rlhf: leave them out, or make them rewards"
     for section in ("rewards", "costs"):
         parts = getattr(config, section)
         names = [part.name for part in parts]
         for index, part in enumerate(parts):
             if [part.model, part.adapter, part.function].count(None) != 2:
-                raise UserError(f"{section}[{index}] ({part.name}) must be a model, an adapter or a function: give one")
+                yield f"{section}[{index}] ({part.name}) must be a model, an adapter or a function: give one"
             if names.count(part.name) > 1 or part.name == "reward_model":
                 owner = "" if names.count(part.name) > 1 else " by the stage"
-                raise UserError(
-                    f"{section}[{index}].name={part.name} is taken{owner}: it names metrics, choose another"
-                )
+                yield f"{section}[{index}].name={part.name} is taken{owner}: it names metrics, choose another"
 
 
-def _check_data(config: Config) -> None:
+def _data(config: Config) -> Iterator[str]:
     path, source = config.model.path, config.data.source
     if isinstance(config.data, DatasetsData):
         if path is None:
-            raise UserError("data.source=datasets needs a tokenizer: give model.path, the directory of a model")
+            yield "data.source=datasets needs a tokenizer: give model.path, the directory of a model"
         return
     if path is not None:
-        raise UserError(
+        yield (
             f"model.path={path}: the built-in task trains a tokenizer and a model of its own, set data.source=datasets "
             "and name your data"
         )
     unpaired = [stage for stage in config.stages if stage in ("reward_model", "dpo")]
     if source == "arithmetic" and unpaired:
-        raise UserError(
+        yield (
             f"data.source=arithmetic has no preferences for stage {unpaired[0]}: leave it out, and give rewards to "
             "an algorithm such as grpo"
         )
@@ -128,8 +131,9 @@ def _without_effect(config: Config) -> Iterator[tuple[str, object, str]]:
     data, roles, lora, sleep, compute = config.data, config.roles, config.lora, config.sleep, config.compute
     parts = (*config.rewards, *config.costs)
     scored = "reward_model" in config.stages or any(part.function is None for part in parts)
+    fresh = "fresh weights, which have no model.path for a critic of its own"
     cases: list[tuple[bool, str, object, Sequence[str], str]] = [
-        (lora is not None and config.model.path is None, "lora", lora, ("critic",), _FRESH),
+        (config.model.path is None, "lora", lora, ("critic",), fresh),
         (config.reference_is_base, "sleep", sleep, ("reference",), "lora, whose base is the reference"),
         (not scored, "sleep", sleep, ("reward",), "rewards that are all functions"),
     ]
@@ -173,49 +177,39 @@ def _without_effect(config: Config) -> Iterator[tuple[str, object, str]]:
                 yield f"{path}.{key}".lstrip("."), value, reason
 
 
-_FRESH = "fresh weights, which have no model.path for a critic of its own"
-
-
-def _check_validation(config: Config) -> None:
-    data, validation = config.data, config.validation
-    if validation is None:
-        return
+def _validation(config: Config, validation: ValidationConfig) -> Iterator[str]:
+    data = config.data
     if validation.k > 1 and validation.temperature == 0:
-        raise UserError(f"validation.k={validation.k} answers of temperature 0 are all the same: set one of them")
+        yield f"validation.k={validation.k} answers of temperature 0 are all the same: set one of them"
     datasets = isinstance(data, DatasetsData)
     if not isinstance(data, DocstringsData) and not data.heldout_rows and not (datasets and data.heldout):
         other = ", or give data.heldout.path" if datasets else ", or set it to null"
-        raise UserError(
-            f"validation.every={validation.every} has no prompts to validate on: raise data.heldout_rows{other}"
-        )
+        yield f"validation.every={validation.every} has no prompts to validate on: raise data.heldout_rows{other}"
 
 
-def _check_profile(config: Config) -> None:
-    profile = config.profile
-    if profile is None:
-        return
+def _profile(config: Config, profile: ProfileConfig) -> Iterator[str]:
     stage = profile.stage or config.stages[-1]
     if stage not in config.stages:
-        raise UserError(f"profile.stage={stage} is not among stages={_list(config.stages)}: name one that the run has")
+        yield f"profile.stage={stage} is not among stages={_list(config.stages)}: name one that the run has"
     section = config.sections[stage]
     steps = section.iterations if stage in ALGORITHMS else section.steps
     beyond = [number for number in profile.iterations if number > steps]
     if beyond:
-        raise UserError(f"profile.iterations has {beyond[0]}, but {stage} ends after {steps}: choose earlier ones")
+        yield f"profile.iterations has {beyond[0]}, but {stage} ends after {steps}: choose earlier ones"
 
 
-def _check_model(config: Config, role: str, model: ModelConfig, fsdp: int, tensor: int, device_count: int) -> None:
+def _model(config: Config, role: str, model: ModelConfig, fsdp: int, tensor: int, device_count: int) -> Iterator[str]:
     data = config.data
     name = "model" if role == "actor" else f"the {role}"
     if data.max_prompt + data.max_response > model.max_positions and not role.startswith("reward "):
-        raise UserError(
+        yield (
             f"data.max_prompt={data.max_prompt} and data.max_response={data.max_response} need "
             f"{data.max_prompt + data.max_response} positions, and {name} has max_positions={model.max_positions}: "
             "lower them, or choose a model with more"
         )
     for key, written, size, axis, parts in indivisible(model, fsdp, tensor):
         choices = ", ".join(str(divisor) for divisor in _divisors(size) if divisor <= device_count)
-        raise UserError(
+        yield (
             f"{name}.{key}={written} does not divide over mesh.{axis}={parts}: "
             f"choose another model, or mesh.{axis} from {choices}"
         )
@@ -235,127 +229,110 @@ def indivisible(model: ModelConfig, fsdp: int, tensor: int) -> Iterator[tuple[st
             yield key, written, size, axis, parts
 
 
-def _check_batches(config: Config, devices: int, groups: int) -> None:
+def _batches(config: Config, devices: int, groups: int) -> Iterator[str]:
     """Checks that rows divide over devices and parts. A group of devices generates all samples of a prompt."""
     for stage in [stage for stage in config.stages if stage not in ALGORITHMS]:
         section = config.sections[stage]
         micro_batches = (section.algorithm if stage == "dpo" else section).micro_batches
         over = f"{devices} device(s)" + _times(micro_batches, "micro-batches")
-        _check_rows(f"{stage}.batch", section.batch, devices * micro_batches, f"divide over {over}")
-    divisor, parts, samples = devices, f"divide over {devices} device(s)", 1
+        yield from _rows(f"{stage}.batch", section.batch, devices * micro_batches, f"divide over {over}")
+    divisor, parts, samples = devices, f"divide over {devices} device(s)", config.samples
     key, sampled = "sampling.batch", " (so many answers are sampled at a time)"
     if config.algorithm is not None:
-        key, sampled, algorithm, samples = (
-            f"{config.algorithm}.rollout_batch",
-            "",
-            config.rl.algorithm,
-            config.rl.samples,
-        )
+        key, sampled, algorithm = f"{config.algorithm}.rollout_batch", "", config.rl.algorithm
         divisor *= algorithm.minibatches * algorithm.micro_batches
         parts += _times(algorithm.minibatches, "minibatches") + _times(algorithm.micro_batches, "micro-batches")
     if samples > 1:
         divisor = math.lcm(divisor, samples * groups)
         parts += f" and into {samples} samples of each prompt on {groups} group(s) of devices"
-    _check_rows(key, config.sampled_rows, divisor, parts, sampled)
+    yield from _rows(key, config.sampled_rows, divisor, parts, sampled)
     slots = config.rollout.slots
     if slots is not None and slots % devices:
-        raise UserError(
+        yield (
             f"rollout.slots={slots} does not divide over {devices} device(s): choose a multiple of {devices}, or null "
             "for all rows at a time"
         )
     if slots is not None and samples > 1 and slots < samples * groups:
-        raise UserError(
+        yield (
             f"rollout.slots={slots} has no room for {samples} samples of a prompt on each of {groups} group(s) of "
             f"devices: choose a multiple of {devices}, {-(-samples * groups // devices) * devices} or more"
         )
 
 
-def _check_rows(key: str, rows: int, divisor: int, parts: str, remark: str = "") -> None:
+def _rows(key: str, rows: int, divisor: int, parts: str, remark: str = "") -> Iterator[str]:
     if rows % divisor:
         below = rows // divisor * divisor
         choices = " or ".join(str(size) for size in (below, below + divisor) if size)
-        raise UserError(f"{key}={rows}{remark} does not {parts}: choose a multiple of {divisor}, such as {choices}")
+        yield f"{key}={rows}{remark} does not {parts}: choose a multiple of {divisor}, such as {choices}"
 
 
 def _times(factor: int, parts: str) -> str:
     return f" x {factor} {parts}" if factor > 1 else ""
 
 
-def _check_shared_passes(config: Config) -> None:
-    if not config.compute.shared_passes or config.algorithm is None:
-        return
-    stage, algorithm = config.algorithm, config.rl.algorithm
+def _shared_passes(config: Config, stage: str) -> Iterator[str]:
+    algorithm = config.rl.algorithm
     if config.rl.dataflow is not None:
-        raise UserError(
+        yield (
             f"compute.shared_passes has a dataflow of its own in place of {stage}.dataflow={config.rl.dataflow}: leave "
             "one of them out"
         )
     if stage in ("dapo", "remax", "safe_rlhf"):
-        raise UserError(f"compute.shared_passes cannot compute stage {stage}: set it to false")
+        yield f"compute.shared_passes cannot compute stage {stage}: set it to false"
     for name, single in (("epochs", 1), ("minibatches", 1), ("micro_batches", 1), ("micro_batch_tokens", None)):
         if getattr(algorithm, name) != single:
-            raise UserError(
+            yield (
                 f"compute.shared_passes needs a single update on the whole batch, and not {stage}.algorithm.{name}="
                 f"{getattr(algorithm, name)}: set that to {'null' if single is None else single}, or this to false"
             )
     if algorithm.ptx_coef or algorithm.old_logprobs != "recompute":
-        raise UserError(
+        yield (
             f"compute.shared_passes has no place for {stage}.algorithm.ptx_coef={algorithm.ptx_coef:g} and "
             f"old_logprobs={algorithm.old_logprobs}: set them to 0 and recompute, or this to false"
         )
     if config.compute.score_tokens is not None:
-        raise UserError(
+        yield (
             f"compute.shared_passes reads a batch as a whole, which compute.score_tokens={config.compute.score_tokens} "
             "would divide: leave one of them out"
         )
     if config.lora is not None:
-        raise UserError("compute.shared_passes is for models that are trained whole, not lora: set it to false")
+        yield "compute.shared_passes is for models that are trained whole, not lora: set it to false"
 
 
-def _check_sampling(config: Config, actor: ModelConfig) -> None:
+def _sampling(config: Config, actor: ModelConfig) -> Iterator[str]:
     sampling, limit = config.sampling, config.data.max_response
     if sampling.min_new_tokens > limit:
-        raise UserError(
-            f"sampling.min_new_tokens={sampling.min_new_tokens} exceeds data.max_response={limit}: lower it"
-        )
+        yield f"sampling.min_new_tokens={sampling.min_new_tokens} exceeds data.max_response={limit}: lower it"
     if sampling.top_k is not None and sampling.top_k > actor.vocab_size:
-        raise UserError(
-            f"sampling.top_k={sampling.top_k} exceeds the vocabulary of {actor.vocab_size}: lower it, or null"
-        )
+        yield f"sampling.top_k={sampling.top_k} exceeds the vocabulary of {actor.vocab_size}: lower it, or null"
 
 
-def _check_algorithm(config: Config) -> None:
-    """Checks what an algorithm demands of the other sections."""
-    name, sampling = config.algorithm, config.sampling
-    if name is None:
-        return
-    section, key = config.rl, f"{name}.algorithm"
+def _algorithm(config: Config, name: str) -> Iterator[str]:
+    section, key, sampling = config.rl, f"{name}.algorithm", config.sampling
     algorithm, buffer = section.algorithm, section.scores.overlong_buffer
     if algorithm.kl_target is not None and section.rollout_batch >= 5 * algorithm.kl_horizon:
-        raise UserError(
+        yield (
             f"{key}.kl_horizon={algorithm.kl_horizon:g} must exceed a fifth of {name}.rollout_batch="
             f"{section.rollout_batch}: the KL coefficient could turn negative, raise the horizon"
         )
     if buffer is not None and buffer > config.data.max_response:
-        raise UserError(
-            f"{name}.scores.overlong_buffer={buffer:g} exceeds data.max_response={config.data.max_response}: lower it"
-        )
+        yield f"{name}.scores.overlong_buffer={buffer:g} exceeds data.max_response={config.data.max_response}: lower it"
     filters = {"top_k": sampling.top_k, "top_p": None if sampling.top_p == 1 else sampling.top_p}
     used = [f"sampling.{which}={value}" for which, value in filters.items() if value is not None]
     if used and (algorithm.old_logprobs == "rollout" or algorithm.importance is not None):
-        raise UserError(
+        yield (
             f"{used[0]} draws from another distribution than the log-probabilities are of, which {key}."
             f"{'importance' if algorithm.importance else 'old_logprobs=rollout'} would correct: leave one of them out"
         )
     if algorithm.ptx_coef > 0 and isinstance(config.data, DatasetsData) and config.data.sft is None:
-        raise UserError(f"{key}.ptx_coef={algorithm.ptx_coef:g} imitates texts of data.sft.path: give it, or set 0")
+        yield f"{key}.ptx_coef={algorithm.ptx_coef:g} imitates texts of data.sft.path: give it, or set 0"
     if algorithm.ptx_coef > 0 and sampling.temperature != 1:
-        raise UserError(
+        yield (
             f"{key}.ptx_coef={algorithm.ptx_coef:g} would imitate texts by the distribution that sampling.temperature="
             f"{sampling.temperature:g} scales: set the temperature to 1, or ptx_coef to 0"
         )
     if name == "remax" and section.scores.normalise:
-        raise UserError("remax.scores.normalise has no effect on a difference of scores but its scale: set it to false")
+        yield "remax.scores.normalise has no effect on a difference of scores but its scale: set it to false"
 
 
 def _divisors(number: int) -> list[int]:

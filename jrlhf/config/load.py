@@ -12,11 +12,7 @@ from jrlhf.errors import UserError
 
 
 def load_config(path_or_name: str, overrides: Sequence[str] = ()) -> Config:
-    """Returns the config of a YAML file, or of a name among the packaged ones, with `key=value` overrides.
-
-    Raises:
-        UserError: one sentence that names the key, the value and the remedy.
-    """
+    """Returns the config of a YAML file, or of a name among the packaged ones, with `key=value` overrides."""
     source = _find(path_or_name)
     try:
         text = source.read_text(encoding="utf-8-sig")

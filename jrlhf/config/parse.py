@@ -46,11 +46,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def parse_yaml(text: str, source: str) -> object:
-    """Returns YAML as nested dicts and lists whose scalars are text, or None for null.
-
-    Raises:
-        UserError: not YAML, or a key given twice, with the line.
-    """
+    """Returns YAML as nested dicts and lists whose scalars are text, or None for null."""
 
     def plain(node: yaml.Node) -> object:
         if isinstance(node, yaml.ScalarNode):
@@ -142,13 +138,11 @@ def build(cls: type[T], mapping: object, path: str = "") -> T:
     """Returns a dataclass made of nested dicts, each value read by the type of its field; absent keys are defaults.
 
     Values may be text, as `parse_yaml` returns it, or Python values. path: the dotted key of `mapping`.
-
-    Raises:
-        UserError: an unknown key, a value that the type does not allow, or that the class refuses.
     """
     mapping, kinds = {} if mapping is None else mapping, _kinds(cls)
     if not isinstance(mapping, Mapping):
-        raise UserError(f"{path}={_shown(mapping)}: it is a section, write {path}.KEY=VALUE for one of {_names(cls)}")
+        keys = ", ".join(kinds)
+        raise UserError(f"{path}={_shown(mapping)}: it is a section, write {path}.KEY=VALUE for one of {keys}")
     mapping, derived = cls.prepare(mapping) if hasattr(cls, "prepare") else (mapping, {})  # pyright: ignore
     values: dict[str, Any] = {}
     for key, value in mapping.items():
@@ -180,7 +174,7 @@ def convert(kind: Any, value: object, path: str) -> Any:
     if origin is tuple and isinstance(value, list | tuple):
         return tuple(convert(inner[0], item, f"{path}[{index}]") for index, item in enumerate(value))
     if origin is Mapping and isinstance(value, Mapping):
-        return {str(key): _untyped(item) for key, item in value.items()}
+        return _untyped(value)
     if origin is Literal and value in inner:
         return str(value)
     if kind is str and isinstance(value, str):
@@ -259,8 +253,10 @@ def _untyped(value: object) -> object:
         return [_untyped(item) for item in value]
     if isinstance(value, Mapping):
         return {str(key): _untyped(item) for key, item in value.items()}
-    if not isinstance(value, str) or isinstance(value, _Quoted):
-        return str(value) if isinstance(value, str) else value
+    if isinstance(value, _Quoted):
+        return str(value)
+    if not isinstance(value, str):
+        return value
     if value.lower() in ("true", "false"):
         return value.lower() == "true"
     if re.fullmatch(r"[-+]?\d+", value):
@@ -282,24 +278,18 @@ def _kinds(cls: Any) -> dict[str, Any]:
     return kinds
 
 
-def _names(cls: Any) -> str:
-    return ", ".join(_kinds(cls))
-
-
 def _suggestion(cls: Any, key: str, path: str) -> str:
     """Names the section below this one that has the key, or the nearest key, or all keys."""
     sources = {item.name: item.metadata["from"] for item in fields(cls) if "from" in item.metadata}
     if sources.get(key):
         return f"the run's {sources[key]} is used, set that"
-    below = {inner: inner.rsplit(".", 1)[-1] for inner in _paths(cls)}
-    near = difflib.get_close_matches(key, _kinds(cls), n=1)
-    meant = [inner for inner, name in below.items() if name == key] or near
+    kinds, below = _kinds(cls), {inner: inner.rsplit(".", 1)[-1] for inner in _paths(cls)}
+    meant = [inner for inner, name in below.items() if name == key] or difflib.get_close_matches(key, kinds, n=1)
     if not meant:
         near = difflib.get_close_matches(key, below.values(), n=1)
         meant = [inner for inner, name in below.items() if name in near]
-    return (
-        f"did you mean {' or '.join(_joined(path, inner) for inner in meant)}?" if meant else f"known are {_names(cls)}"
-    )
+    nearest = " or ".join(_joined(path, inner) for inner in meant)
+    return f"did you mean {nearest}?" if meant else f"known are {', '.join(kinds)}"
 
 
 def _paths(cls: Any) -> list[str]:

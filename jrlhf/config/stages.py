@@ -23,7 +23,7 @@ class OptimizerConfig(Section):
     max_grad_norm: float | None = positive(1.0)  # global norm to which gradients are clipped; null: not clipped
 
     def duration(self, updates: int) -> tuple[int, int | None]:
-        """The numbers of updates over which the learning rate rises, and then falls (None: it stays)."""
+        """Returns the numbers of updates over which the learning rate rises, and then falls (None: it stays)."""
         warmup = min(self.warmup, updates)
         return warmup, None if self.final == 1.0 else max(updates - warmup, 1)
 

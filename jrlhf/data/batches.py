@@ -28,7 +28,7 @@ class Batch:
 
 
 def batch_indices(count: int, batch: int, step: int, seed: int) -> Int[np.ndarray, "B"]:
-    """The rows of batch number `step` of an endless stream over `count` rows, shuffled anew in every epoch."""
+    """Returns the rows of batch number `step` of an endless stream over `count` rows, shuffled anew in every epoch."""
     positions = np.arange(step * batch, (step + 1) * batch)
     epochs = positions // count
     orders = {epoch: np.random.default_rng((seed, int(epoch))).permutation(count) for epoch in np.unique(epochs)}
@@ -36,7 +36,7 @@ def batch_indices(count: int, batch: int, step: int, seed: int) -> Int[np.ndarra
 
 
 def pad_rows(rows: Sequence[Sequence[int]], width: int) -> tuple[Int[np.ndarray, "B T"], Int[np.ndarray, "B"]]:
-    """Right-padded tokens and the rows' lengths."""
+    """Returns right-padded tokens and the rows' lengths."""
     lengths = np.array([len(row) for row in rows], np.int32)
     if lengths.max(initial=0) > width:
         raise ValueError(f"a row of {lengths.max()} tokens does not fit into {width}")
@@ -47,12 +47,12 @@ def pad_rows(rows: Sequence[Sequence[int]], width: int) -> tuple[Int[np.ndarray,
 
 
 def row_sharding(mesh: Mesh) -> NamedSharding:
-    """The sharding of a batch between two calls: rows over every device."""
+    """Returns the sharding of a batch between two calls: rows over every device."""
     return NamedSharding(mesh, P(TRAIN.batch))
 
 
 def put_rows(tree, mesh: Mesh):
-    """Device arrays of host arrays, with their rows over every device of the mesh."""
+    """Returns device arrays of host arrays, with their rows over every device of the mesh."""
     return to_devices(tree, row_sharding(mesh))
 
 

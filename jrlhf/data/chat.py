@@ -30,7 +30,7 @@ def render_chat(
     continue_final: bool = False,
     tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> str:
-    """The text of a conversation, as the model's chat template writes it.
+    """Returns the text of a conversation, as the model's chat template writes it.
 
     add_generation_prompt: ends with what comes before an answer.
     continue_final: ends inside the last message, which the model is to continue.
@@ -62,12 +62,12 @@ def render_chat(
 
 
 def encode_chat(tokenizer: Tokenizer, messages: Sequence[Message], **options: Any) -> list[int]:
-    """The token ids of `render_chat`'s text. The template writes its special tokens itself; none are added."""
+    """Returns the token ids of `render_chat`'s text. The template writes its special tokens itself; none are added."""
     return tokenizer.encode(render_chat(tokenizer, messages, **options))
 
 
 def _plain(message: Message) -> dict[str, Any]:
-    """The message for a template: the keys that have a value, and its reasoning under every usual name."""
+    """Returns the message for a template: the keys that have a value, and its reasoning under every usual name."""
     message = {key: value for key, value in message.items() if value is not None}
     reasoning = next((message[name] for name in _REASONING if name in message), None)
     return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}

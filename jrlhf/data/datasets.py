@@ -1,8 +1,8 @@
 """A task made of datasets: what each stage learns from, and the held-out rows."""
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple, TypeVar
 
 from jrlhf.config.schema import Config, DatasetConfig, DatasetsData
 from jrlhf.config.stages import ALGORITHMS
@@ -31,17 +31,14 @@ def load_task(config: Config, tokenizer: Tokenizer) -> Task:
     splits, examples = keep_apart(datasets, data.heldout_rows), list[Example]()
     encoding = Encoding(tokenizer, data.overlong, data.chat, data.system)
 
-    def encoded(key: str, part: str, dataset: Dataset, encode: Callable[..., Encoded], limit: int) -> Encoded | None:
-        if not dataset.examples:
-            return None
-        rows = encode(dataset, limit)
-        examples.extend(rows.examples)
-        lines.append(f"data.{key}, {part}: {rows.describe()}")
-        return rows
-
-    def parts(key: str, encode: Callable[..., Encoded], limit: int) -> tuple[Encoded | None, Encoded | None]:
-        trained = encoded(key, "to learn from", splits[key].trained, encode, limit)
-        return trained, encoded(key, "held out", splits[key].heldout, encode, limit)
+    def parts(key: str, encode: Callable[..., Encoded], limit: int) -> list[Encoded | None]:
+        encoded: list[Encoded | None] = [None, None]
+        for index, part in enumerate(("to learn from", "held out")):
+            if splits[key][index].examples:
+                encoded[index] = rows = encode(splits[key][index], limit)
+                examples.extend(rows.examples)
+                lines.append(f"data.{key}, {part}: {rows.describe()}")
+        return encoded
 
     length = data.max_prompt + data.max_response
     sft = pairs = prompts = heldout = None
@@ -102,7 +99,7 @@ def keep_apart(datasets: Mapping[str, Dataset], count: int) -> dict[str, Split]:
 
 
 def prompt_text(example: Example) -> str:
-    """The question: a plain prompt, or what the user said in a conversation."""
+    """Returns the question: a plain prompt, or what the user said in a conversation."""
     if isinstance(example.prompt, str):
         return example.prompt or str(example.completion)
     return "\n".join(str(message.get("content")) for message in example.prompt if message.get("role") == "user")
@@ -120,12 +117,8 @@ def _read(key: str, section: DatasetConfig | None) -> Dataset:
 
 
 def _rows(texts: Sequences, rows: Iterable[int]) -> Sequences:
-    rows = list(rows)
-
-    def pick(column: Sequence[Any]) -> tuple[Any, ...]:
-        return tuple(column[row] for row in rows)
-
-    return Sequences(pick(texts.ids), pick(texts.learn), pick(texts.prompt_lengths))
+    rows, columns = list(rows), (texts.ids, texts.learn, texts.prompt_lengths)
+    return Sequences(*(tuple(column[row] for row in rows) for column in columns))  # pyright: ignore
 
 
 def _fingerprint(tokenizer: Tokenizer, datasets: Mapping[str, Dataset]) -> str:

@@ -27,10 +27,12 @@ class Rows:
     filtered: int = 0
     truncated: int = 0
 
-    def _describe(self, unit: str, lengths: Sequence[int]) -> str:
+    def _describe(self, unit: str, rows: Sequence[Ids], remark: str = "") -> str:
+        """Returns one line for the log."""
+        lengths = [len(row) for row in rows]
         line = f"{len(lengths)} {unit} of {min(lengths)} to {max(lengths)} tokens (median {median(lengths):g})"
         line += f"; {self.filtered} too long and left out" if self.filtered else ""
-        return line + (f"; {self.truncated} too long and cut off at the beginning" if self.truncated else "")
+        return line + (f"; {self.truncated} too long and cut off at the beginning" if self.truncated else "") + remark
 
 
 @dataclass(frozen=True)
@@ -44,8 +46,7 @@ class Prompts(Rows):
     texts: tuple[str, ...]  # as the chat template wrote them
 
     def describe(self) -> str:
-        """One line for the log."""
-        return self._describe("prompts", [len(row) for row in self.ids])
+        return self._describe("prompts", self.ids)
 
 
 @dataclass(frozen=True)
@@ -57,9 +58,8 @@ class Sequences(Rows):
     prompt_lengths: tuple[int, ...]  # tokens before the first that is learned
 
     def describe(self) -> str:
-        """One line for the log."""
-        line = self._describe("sequences", [len(row) for row in self.ids])
-        return f"{line}; {sum(map(sum, self.learn))} of {sum(map(len, self.learn))} tokens are learnt"
+        learned = f"; {sum(map(sum, self.learn))} of {sum(map(len, self.learn))} tokens are learnt"
+        return self._describe("sequences", self.ids, learned)
 
 
 @dataclass(frozen=True)
@@ -77,10 +77,8 @@ class Pairs(Rows):
         return len(self.chosen)
 
     def describe(self) -> str:
-        """One line for the log."""
-        longest = [max(len(a), len(b)) for a, b in zip(self.chosen, self.rejected, strict=True)]
-        line = self._describe("pairs", longest)
-        return line + (f"; {self.same} with two equal answers left out" if self.same else "")
+        longer = [max(pair, key=len) for pair in zip(self.chosen, self.rejected, strict=True)]
+        return self._describe("pairs", longer, f"; {self.same} with two equal answers left out" if self.same else "")
 
 
 @dataclass(frozen=True)
@@ -115,12 +113,11 @@ class Encoding:
             fitting = self._fit(ids, 0, max_prompt, counts)
             return None if fitting is None else (fitting, text, example)
 
-        rows, counts = self._rows(data, encode, max_prompt)
-        ids, texts, examples = zip(*rows, strict=True)
+        (ids, texts, examples), counts = self._encoded(data, encode, max_prompt)
         return Prompts(ids, texts, examples=examples, **counts)
 
     def sequences(self, data: Dataset | Sequence[Example], max_length: int) -> Sequences:
-        """Sequences of at most `max_length` tokens to imitate.
+        """Returns sequences of at most `max_length` tokens to imitate.
 
         Of a prompt and its completion, the completion and its end are learned; of a conversation without a completion,
         every assistant turn and its end; of a text, everything and its end.
@@ -131,7 +128,11 @@ class Encoding:
 
         def encode(example: Example, counts: Counter[str]) -> tuple[Ids, tuple[bool, ...], int, Example] | None:
             if example.completion is None or example.prompt == "":
-                ids, learn = self._turns(example) if example.completion is None else self._whole_text(example)
+                if example.completion is None:
+                    ids, learn = self._turns(example)
+                else:
+                    ids = _ended(self.tokenizer, self.tokenizer.encode_prompt(str(example.completion)))
+                    learn = (False,) + (True,) * (len(ids) - 1)
                 begin, end = self._fit(ids, 0, max_length, counts), ()
             else:
                 begin, (end,) = self._with_answers(example, example.completion)
@@ -145,12 +146,11 @@ class Encoding:
                 raise UserError("there is nothing to learn: remove the row, or add the assistant's answer")
             return row, learn, learn.index(True), example
 
-        rows, counts = self._rows(data, encode, max_length)
-        ids, learn, lengths, examples = zip(*rows, strict=True)
+        (ids, learn, lengths, examples), counts = self._encoded(data, encode, max_length)
         return Sequences(ids, learn, lengths, examples=examples, **counts)
 
     def pairs(self, data: Dataset | Sequence[Example], max_length: int) -> Pairs:
-        """Pairs of whole sequences, each of at most `max_length` tokens, of which the first is preferred.
+        """Returns pairs of whole sequences, each of at most `max_length` tokens, of which the first is preferred.
 
         Rows whose two answers have the same tokens are left out: nothing can be learned from them.
         """
@@ -165,23 +165,17 @@ class Encoding:
             begin = self._fit(prompt, max(len(chosen), len(rejected)), max_length, counts)
             return None if begin is None else (begin + chosen, begin + rejected, len(begin), example)
 
-        rows, counts = self._rows(data, encode, max_length)
-        chosen, rejected, lengths, examples = zip(*rows, strict=True)
-        return Pairs(chosen, rejected, lengths, None, (), counts.pop("same", 0), examples=examples, **counts)
+        (chosen, rejected, lengths, examples), counts = self._encoded(data, encode, max_length)
+        return Pairs(chosen, rejected, lengths, examples=examples, **counts)
 
-    def _rows(
-        self,
-        data: Dataset | Sequence[Example],
-        encode: Callable[[Example, Counter[str]], tuple | None],
-        limit: int,
-    ) -> tuple[list[Any], Counter[str]]:
-        """The encoded rows, and numbers of rows that were left out or cut off, by reason. An error names its row."""
-        if isinstance(data, Dataset):
-            places, examples = data.places, data.examples
-        else:
-            places, examples = [f"row {row}" for row in range(1, len(data) + 1)], data
-        rows, counts = [], Counter()
-        for place, example in zip(places, examples, strict=True):
+    def _encoded(
+        self, data: Dataset | Sequence[Example], encode: Callable[[Example, Counter[str]], tuple | None], limit: int
+    ) -> tuple[Any, dict[str, Any]]:
+        """Returns the columns of the encoded rows, and numbers of rows that were left out or cut off, by reason."""
+        whole = isinstance(data, Dataset)
+        places = data.places if whole else [f"row {row}" for row in range(1, len(data) + 1)]
+        rows, counts = [], Counter[str]()
+        for place, example in zip(places, data.examples if whole else data, strict=True):
             try:
                 row = encode(self._as_conversation(example), counts)
             except UserError as error:
@@ -190,7 +184,7 @@ class Encoding:
                 rows.append(row)
         if not rows:
             raise UserError(f"no row is left: {counts['filtered']} are longer than {limit} tokens; raise the limit")
-        return rows, counts
+        return zip(*rows, strict=True), counts
 
     def _as_conversation(self, example: Example) -> Example:
         """The example as a conversation, with its system message, if one of its texts is a conversation or `chat` is
@@ -238,7 +232,7 @@ class Encoding:
         return render_chat(self.tokenizer, messages, tools=tools_of(example.columns), **options)
 
     def _prompt(self, example: Example) -> tuple[str, Ids]:
-        """The text and the token ids of a prompt. A template writes the beginning of text itself."""
+        """Returns the text and the token ids of a prompt. A template writes the beginning of text itself."""
         if isinstance(example.prompt, str):
             return example.prompt, tuple(self.tokenizer.encode_prompt(example.prompt))
         own = example.prompt[-1]["role"] == "assistant"
@@ -247,22 +241,16 @@ class Encoding:
 
     def _with_answers(self, example: Example, *answers: Text) -> tuple[Ids, list[Ids]]:
         """The token ids of the prompt, as generation gets it, and of the answers that follow it, with their ends."""
-        text, ids = self._prompt(example)
-        return ids, [_ended(self.tokenizer, self._answer(example, text, ids, answer)) for answer in answers]
+        tokenizer, (prompt, begun) = self.tokenizer, self._prompt(example)
 
-    def _answer(self, example: Example, prompt: str, begun: Ids, answer: Text) -> Sequence[int]:
-        tokenizer = self.tokenizer
-        if isinstance(answer, str):
-            return tokenizer.encode_continuation(prompt, begun[len(tokenizer.prefix_ids) :], answer)
-        whole = self._rendered(example, (*_conversation(example.prompt, "user"), *answer))
-        # What a template writes behind the end, like a line break, no model gets to write.
-        return _up_to_end(tokenizer, tokenizer.encode_continuation(prompt, begun, _rest(whole, prompt)))
+        def encode(answer: Text) -> Sequence[int]:
+            if isinstance(answer, str):
+                return tokenizer.encode_continuation(prompt, begun[len(tokenizer.prefix_ids) :], answer)
+            whole = self._rendered(example, (*_conversation(example.prompt, "user"), *answer))
+            # What a template writes behind the end, like a line break, no model gets to write.
+            return _up_to_end(tokenizer, tokenizer.encode_continuation(prompt, begun, _rest(whole, prompt)))
 
-    def _whole_text(self, example: Example) -> tuple[Ids, tuple[bool, ...]]:
-        """(ids, learn) of a text without a prompt."""
-        assert isinstance(example.completion, str)
-        ids = _ended(self.tokenizer, self.tokenizer.encode_prompt(example.completion))
-        return ids, (False,) + (True,) * (len(ids) - 1)
+        return begun, [_ended(tokenizer, encode(answer)) for answer in answers]
 
     def _turns(self, example: Example) -> tuple[Ids, tuple[bool, ...]]:
         """(ids, learn) of a whole conversation, up to the end of its last assistant turn.
@@ -303,7 +291,7 @@ def encode_answered(
     finished: bool = True,
     cut: bool = False,
 ) -> Ids:
-    """The token ids of a prompt with an answer, as a reward model reads them.
+    """Returns the token ids of a prompt with an answer, as a reward model reads them.
 
     With a chat template: the whole conversation as `apply_chat_template` gives it, a plain text being the user's turn.
     Without one: the two texts one after the other, and an end of text.
@@ -322,7 +310,7 @@ def encode_answered(
 
 
 def tools_of(columns: Mapping[str, Any]) -> Any:
-    """The JSON schemas in a row's column `tools`, written out or as JSON; None where it has none."""
+    """Returns the JSON schemas in a row's column `tools`, written out or as JSON; None where it has none."""
     tools = columns.get("tools")
     if not isinstance(tools, str):
         return tools
@@ -350,6 +338,6 @@ def _ended(tokenizer: Tokenizer, ids: Sequence[int]) -> Ids:
 
 
 def _up_to_end(tokenizer: Tokenizer, ids: Sequence[int]) -> Sequence[int]:
-    """The ids up to the last end-of-text token; all of them where there is none."""
+    """Returns the ids up to the last end-of-text token; all of them where there is none."""
     last = max((place for place, token in enumerate(ids) if token in tokenizer.eos_ids), default=len(ids) - 1)
     return ids[: last + 1]

@@ -9,6 +9,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
@@ -57,16 +58,14 @@ class Dataset:
     places: tuple[str, ...]  # where each example stands, for messages
 
     def take(self, rows: Sequence[int]) -> "Dataset":
-        """The dataset with only these examples, in this order. The fingerprint stays that of the whole."""
+        """Returns the dataset with only these examples, in this order. The fingerprint stays that of the whole."""
         examples, places = (tuple(column[row] for row in rows) for column in (self.examples, self.places))
         return replace(self, examples=examples, places=places)
 
     def describe(self) -> str:
-        """One line for the log: rows, shape, and which columns were read as what."""
+        """Returns one line for the log: rows, shape, and which columns were read as what."""
         chats = sum(not isinstance(example.prompt, str) for example in self.examples)
-        kind = (
-            "conversations" if chats == len(self.examples) else "plain text" if not chats else f"{chats} conversations"
-        )
+        kind = {0: "plain text", len(self.examples): "conversations"}.get(chats, f"{chats} conversations")
         used = ", ".join(name if name == column else f"{column} as {name}" for name, column in self.names.items())
         others = [column for column in self.columns if column not in self.names.values()]
         rest = f"; other columns: {', '.join(others)}" if others else ""
@@ -91,7 +90,9 @@ def read_dataset(source: Path | str, *, columns: ColumnsConfig = USUAL, split: s
         _check_whole(path, split)
         rows = _from_file(path)
     elif _HUB_NAME.fullmatch(str(source)) and path.suffix not in _READERS:
-        rows = _from_hub(str(source), split)
+        name, _, configuration = str(source).partition(":")
+        load = partial(_datasets(str(source)).load_dataset, name, configuration or None, split=split)
+        rows = _from_arrow(str(source), load, split)
     else:
         raise UserError(f"{source} does not exist: name a file, a directory or a dataset on the hub")
     return make_dataset(rows, columns, str(source))
@@ -126,7 +127,7 @@ def _json_lines(path: Path) -> Iterator[Numbered]:
 
 
 def _json(path: Path) -> Iterator[Numbered]:
-    """Rows of an array of objects; many files of that name hold JSON lines."""
+    """Yields the rows of an array of objects; many files of that name hold JSON lines."""
     content = path.read_bytes().removeprefix(_BOM)
     if not content.lstrip().startswith(b"["):
         yield from _json_lines(path)
@@ -192,7 +193,7 @@ def _from_directory(path: Path, split: str) -> Iterator[Numbered]:
     if several or (path / "state.json").exists():
         if not several:
             _check_whole(path, split)
-        return _from_arrow(str(path), _datasets(str(path)).load_from_disk, split)
+        return _from_arrow(str(path), partial(_datasets(str(path)).load_from_disk, str(path)), split)
     for folder in (path, path / "data"):
         files = sorted(file for file in folder.glob("*") if file.suffix.lower() in _READERS)
         if files:
@@ -219,15 +220,9 @@ def _split_of(file: str) -> str | None:
     return next((name for name in _SPLITS if re.match(rf"{name}(?![a-z])", file)), None)
 
 
-def _from_hub(source: str, split: str) -> Iterator[Numbered]:
-    name, _, configuration = source.partition(":")
-    load = _datasets(source).load_dataset
-    return _from_arrow(source, lambda _: load(name, configuration or None, split=split), split)
-
-
-def _from_arrow(source: str, load: Callable[[str], Any], split: str) -> Iterator[Numbered]:
+def _from_arrow(source: str, load: Callable[[], Any], split: str) -> Iterator[Numbered]:
     try:
-        dataset = load(source)
+        dataset = load()
     except Exception as error:  # of the library, of the network, of the file system
         raise UserError(f"the dataset {source} (split {split!r}) cannot be loaded: {_first_line(error)}") from error
     if isinstance(dataset, dict):
@@ -257,7 +252,7 @@ def _first_line(error: Exception) -> str:
 
 
 def make_dataset(numbered: Iterable[Numbered], columns: ColumnsConfig, source: str) -> Dataset:
-    """The dataset of rows, each a mapping from a column to its value."""
+    """Returns the dataset of rows, each a mapping from a column to its value."""
     rows = list(numbered)
     if not rows:
         raise UserError(f"{source} has no rows: name a dataset that has some")
@@ -282,7 +277,7 @@ def make_dataset(numbered: Iterable[Numbered], columns: ColumnsConfig, source: s
 
 
 def _detect(columns: ColumnsConfig, there: Sequence[str], source: str) -> tuple[Shape, dict[str, str]]:
-    """The shape, and which column each field of it is read from."""
+    """Returns the shape, and which column each field of it is read from."""
     given = {name: column for name, column in asdict(columns).items() if column is not None}
     listed = f"the columns of {source} are {', '.join(there)}"
     for name, column in given.items():
@@ -303,7 +298,7 @@ def _detect(columns: ColumnsConfig, there: Sequence[str], source: str) -> tuple[
 
 
 def _example(shape: Shape, names: Mapping[str, str], row: Mapping[str, Any], there: Sequence[str]) -> Example:
-    """The example of a row. A ValueError says what is wrong with the row."""
+    """Returns the example of a row. A ValueError says what is wrong with the row."""
     texts = {name: _text(row[column], column) for name, column in names.items() if name != "source"}
     own = {column for name, column in names.items() if name == column}
     source = row[names["source"]] if "source" in names else None
@@ -351,7 +346,7 @@ def _with_prompt(example: Example) -> Example:
 
 
 def _text(value: Any, column: str) -> Text:
-    """Plain text, or the messages of a conversation."""
+    """Returns plain text, or the messages of a conversation."""
     if isinstance(value, str):
         return _well_formed(value, column)
     if value is None:
@@ -377,7 +372,7 @@ def _message(message: Any, place: str) -> Message:
 
 
 def _content(content: Any, place: str) -> str:
-    """A message's text, which may come in parts."""
+    """Returns a message's text, which may come in parts."""
     if isinstance(content, (list, tuple)):
         for part in content:
             if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
@@ -410,7 +405,5 @@ def _plain(value: Any) -> Any:
         return value.hex()
     if isinstance(value, Mapping):
         return dict(value)
-    for method in ("tolist", "isoformat"):
-        if callable(convert := getattr(value, method, None)):
-            return convert()
-    return f"{type(value).__name__}"
+    convert = next((method for name in ("tolist", "isoformat") if (method := getattr(value, name, None))), None)
+    return convert() if callable(convert) else type(value).__name__

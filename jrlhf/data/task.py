@@ -19,7 +19,7 @@ class PairSampler(Protocol):
         ...
 
     def rng(self, purpose: str) -> np.random.Generator:
-        """A generator that depends on the run's seed and the purpose alone."""
+        """Returns a generator that depends on the run's seed and the purpose alone."""
         ...
 
 

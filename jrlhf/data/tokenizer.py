@@ -46,11 +46,11 @@ class Tokenizer:
         return highest if self.limit is None else min(highest, self.limit)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of one text; nothing is added to it."""
+        """Returns token ids of one text; nothing is added to it."""
         return self._checked(self.backend.encode(text, add_special_tokens=False).ids)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Token ids of many texts, as `encode` gives them."""
+        """Returns token ids of many texts, as `encode` gives them."""
         encodings = self.backend.encode_batch(list(texts), add_special_tokens=False)
         return [self._checked(encoding.ids) for encoding in encodings]
 
@@ -60,12 +60,12 @@ class Tokenizer:
         return [*self.prefix_ids, *self.encode(text)]
 
     def encode_with_ends(self, text: str) -> tuple[list[int], list[int]]:
-        """Token ids of one text, and for each the number of characters that come before its end."""
+        """Returns token ids of one text, and for each the number of characters that come before its end."""
         encoding = self.backend.encode(text, add_special_tokens=False)
         return self._checked(encoding.ids), [end for _, end in encoding.offsets]
 
     def encode_continuation(self, before: str, begun: Sequence[int], text: str) -> list[int]:
-        """Token ids of a text that follows `before`, whose tokens `begun` stay as they are.
+        """Returns token ids of a text that follows `before`, whose tokens `begun` stay as they are.
 
         They are the tokens behind `begun` in the two texts together. Where a token would reach over from one text to
         the other, they are those of the text alone, without the blank with which SentencePiece-like vocabularies begin.
@@ -83,11 +83,11 @@ class Tokenizer:
         return () if both == [*line, *self.encode("a")] else ("\n", "a", ".")
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of token ids; special tokens are left out, and bytes that are no UTF-8 become U+FFFD."""
+        """Returns the text of token ids; special tokens are left out, and bytes that are no UTF-8 become U+FFFD."""
         return self.backend.decode([int(token) for token in ids], skip_special_tokens=True)
 
     def to_json(self) -> str:
-        """The text of a `tokenizer.json`; equal tokenizers give equal texts."""
+        """Returns the text of a `tokenizer.json`; equal tokenizers give equal texts."""
         return self.backend.to_str(pretty=True)
 
     def _checked(self, ids: list[int]) -> list[int]:
@@ -130,7 +130,7 @@ def load_tokenizer(directory: Path | str, *, eos: Sequence[str] = ()) -> Tokeniz
 
 
 def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> Tokenizer:
-    """The tokenizer to use with a model whose embedding has `vocab_size` rows.
+    """Returns the tokenizer to use with a model whose embedding has `vocab_size` rows.
 
     Ordinary tokens must all have a row. Added ones beyond it (the image token of a text-only checkpoint, a padding
     token that was never trained) are tolerated as long as no text holds them: `Tokenizer.limit`.
@@ -183,7 +183,7 @@ def _read_backend(directory: Path) -> tokenizers.Tokenizer:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; empty where there is no file."""
+    """Returns the JSON object in a file; empty where there is no file."""
     if not path.exists():
         return {}
     try:
@@ -196,7 +196,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _content(token: Any) -> str | None:
-    """A token's text: files write it as a string or as an object with `content`."""
+    """Returns a token's text: files write it as a string or as an object with `content`."""
     token = token.get("content") if isinstance(token, dict) else token
     return token if isinstance(token, str) else None
 
@@ -229,7 +229,7 @@ def _named_ids(backend: tokenizers.Tokenizer, names: Iterable[str], directory: P
 
 
 def _eos_ids(backend: tokenizers.Tokenizer, special_tokens: Mapping[str, str], directory: Path) -> tuple[int, ...]:
-    """The tokenizer's own end of text first, then those that generation stops at."""
+    """Returns the tokenizer's own end of text first, then those that generation stops at."""
     name = special_tokens.get("eos_token")
     own = () if name is None else _named_ids(backend, [name], directory)
     stops: Any = None
@@ -257,7 +257,7 @@ def _eos_ids(backend: tokenizers.Tokenizer, special_tokens: Mapping[str, str], d
 
 
 def _prefix_ids(backend: tokenizers.Tokenizer) -> tuple[int, ...]:
-    """The ids that the tokenizer by itself puts before a text."""
+    """Returns the ids that the tokenizer by itself puts before a text."""
     encoding = backend.encode("a", add_special_tokens=True)
     own = [added == 0 for added in encoding.special_tokens_mask]
     return tuple(encoding.ids[: own.index(True)]) if True in own else ()

@@ -1,4 +1,4 @@
-"""Sections of the report as plain data: what `report.html.j2` shows and cannot compute by itself."""
+"""Computes the sections of the report as plain data, which `report.html.j2` shows."""
 
 import math
 from collections import Counter
@@ -158,7 +158,7 @@ def _with_error(value: float, error: float | None) -> str:
 
 
 def over_kl(run: Record, title: str, note: str, curves: dict[str, str], shares: bool = False, **options: Any) -> Chart:
-    """Metrics over the KL, of the iterations that have all of them; without points if these are fewer than four.
+    """Draws metrics over the KL, of the iterations that have all of them; no points if these are fewer than four.
 
     shares: changes since the start, as shares of the largest change.
     """
@@ -222,7 +222,7 @@ def words(run: Record, name: str) -> str:
 
 
 def compared(run: Record) -> list[dict[str, Any]]:
-    """Tables of the measure's items and of the prompts' sources. rows: (name, number of prompts, before, after)."""
+    """Returns tables of the measure's items and of the sources. rows: (name, number of prompts, before, after)."""
     old, new = (value or {} for value in run.both("items"))
     items = [(words(run, name), None, value, new.get(name)) for name, value in old.items()]
     old, new = (value or {} for value in run.both("sources"))
@@ -239,7 +239,7 @@ def compared(run: Record) -> list[dict[str, Any]]:
 
 
 def gold_items(run: Record) -> list[Chart]:
-    """Curves of the rubric's items in training."""
+    """Returns curves of the rubric's items in training."""
     names = {key: key.removeprefix("gold/") for key in run.names("gold/") if key != GOLD}
     return [Chart(words(run, name), [Series(name, *run.curve(key), 2, "trend")]) for key, name in names.items()]
 
@@ -261,7 +261,7 @@ def validation(run: Record) -> dict[str, Any]:
             others.setdefault(f"{words(run, parsed[1])}, {parsed[2]}", {})[parsed[0]] = key
 
     def dots(curves: dict[str, str]) -> list[Series]:
-        """Means come before other statistics, all prompts before those of one source."""
+        """Orders the curves: means before other statistics, all prompts before those of one source."""
         labels = sorted(curves, key=lambda label: label != _ALL and not label.startswith("mean@"))[:COLORS]
         return [Series(label, *run.curve(curves[label]), color, "dots") for color, label in enumerate(labels, 1)]
 
@@ -299,7 +299,7 @@ def _validated(run: Record, core: dict[tuple[str, str], dict[str, str]]) -> str:
 
 
 def rewards(run: Record) -> dict[str, Any]:
-    """Means, failures and other metrics of rewards and costs; empty if the curves of score and cost say it all."""
+    """Returns charts of rewards and costs by name; none if the curves of score and cost show the same."""
     plot, names, failures = plotter(run), {kind: run.reward_names(kind) for kind in REWARD_KINDS}, run.failures()
     extras = [
         (f"{_title(*named)}: {rest}", key)

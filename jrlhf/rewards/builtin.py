@@ -33,7 +33,7 @@ def exact_match(
     right: float = 1.0,
     wrong: float = 0.0,
 ) -> list[float | None]:
-    """Is the response the answer? White space around both is ignored, and Unicode compared in its composed form.
+    """Compares the response with the answer, without white space around them, in the composed form of Unicode.
 
     answer: the text; or a list of texts, each of which is right. A row without one fails ("none").
     pattern: a regular expression. The text of its last match in the response (of its first group, if it has one) is
@@ -66,7 +66,7 @@ def exact_match(
 def format_regex(
     completions: Sequence[Any], *, pattern: str, whole: bool = True, right: float = 1.0, wrong: float = 0.0
 ) -> list[float]:
-    """Does the response have this form? `pattern` must match it from beginning to end, or (`whole=False`) somewhere.
+    """Checks the form of the response: `pattern` must match from beginning to end, or (`whole=False`) somewhere.
 
     A dot matches line breaks too. A pattern that backtracks without end is stopped by the reward's deadline.
     """
@@ -84,7 +84,7 @@ def numeric_answer(
     right: float = 1.0,
     wrong: float = 0.0,
 ) -> list[float | None]:
-    """Is the response's number the answer's? They may differ by `tolerance` (absolute).
+    """Compares the number in the response with the answer's. They may differ by `tolerance` (absolute).
 
     Commas between digits, $ and % are dropped (50% is 50); 1/2 and \\frac{1}{2} are one half.
 
@@ -109,7 +109,7 @@ def numeric_answer(
 def math_verify(
     completions: Sequence[Any], answer: Sequence[Any], *, right: float = 1.0, wrong: float = 0.0
 ) -> list[float | None]:
-    """Is the response's mathematical expression the answer's? Judged by the math-verify package, an extra.
+    """Compares the mathematical expression in the response with the answer's, by the math-verify package, an extra.
 
     answer: an expression, in LaTeX or plain; or a text with one between dollars or in \\boxed{...}. A row from whose
         answer nothing can be read fails ("none").
@@ -128,12 +128,12 @@ def math_verify(
 
 
 def word_count(completions: Sequence[Any]) -> list[float]:
-    """The number of words of the response: a cost, or with a negative weight a penalty."""
+    """Returns the number of words of the response: a cost, or with a negative weight a penalty."""
     return [float(len(_text(completion).split())) for completion in completions]
 
 
 def read_number(text: str, extract: str) -> Fraction | None:
-    """The number in an answer; `extract` as in `numeric_answer`."""
+    """Returns the number in an answer; `extract` as in `numeric_answer`."""
     boxed, hashed = _boxed(text), text.rpartition("####")
     if extract == "boxed" or (extract == "auto" and boxed is not None):
         return None if boxed is None else _number(boxed, first=False)
@@ -143,7 +143,7 @@ def read_number(text: str, extract: str) -> Fraction | None:
 
 
 def _number(text: str, *, first: bool) -> Fraction | None:
-    """The first or the last number of a text."""
+    """Returns the first or the last number of a text."""
     text = text.replace("\N{MINUS SIGN}", "-").replace("$", "").replace("\\!", "").replace("{,}", ",")
     text = re.sub(r"(-?)\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}", r" \1\2/\3 ", text)
     numbers = NUMBERS.findall(text)
@@ -154,7 +154,7 @@ def _number(text: str, *, first: bool) -> Fraction | None:
 
 
 def _exact(number: str) -> Fraction | None:
-    """A number's exact value; 1 where there is none, as below a number that is no fraction."""
+    """Returns a number's exact value; 1 where there is none, as below a number that is no fraction."""
     if not number:
         return Fraction(1)
     power = re.search(r"[eE]([-+]?\d+)$", number)
@@ -164,7 +164,7 @@ def _exact(number: str) -> Fraction | None:
 
 
 def _boxed(text: str) -> str | None:
-    """The content of the last \\boxed{...}, whose braces may be nested; None where there is none, or no end to it."""
+    """Returns the content of the last \\boxed{...}, whose braces may be nested; None if it is missing or not closed."""
     start = text.rfind("\\boxed{")
     if start < 0:
         return None
@@ -177,7 +177,7 @@ def _boxed(text: str) -> str | None:
 
 
 def _text(completion: Any) -> str:
-    """The text itself, or the contents of the messages."""
+    """Returns the text itself, or the contents of the messages."""
     if isinstance(completion, str):
         return completion
     return "".join(str(message["content"]) for message in completion if isinstance(message, Mapping))

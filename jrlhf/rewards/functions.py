@@ -109,7 +109,7 @@ class FunctionReward:
                     self._log_file = None
 
     def describe(self) -> str:
-        """One line for the log: what runs, from which file, and what happens if it fails."""
+        """Returns one line for the log: what runs, from which file, and what happens if it fails."""
         config, facts = self._config, self._facts
         source = f" ({facts['file']}, sha256 {facts['sha256'][:16]})" if facts.get("sha256") else ""
         failing = "a failure stops the run" if self.on_failure is None else f"{self.on_failure:g} where it fails"
@@ -140,7 +140,7 @@ class FunctionReward:
         self._checked = True
 
     def score(self, samples: Sequence[Sample], step: int = 0) -> Scored:
-        """The scores of `samples`, in their order. Raises RewardFailure where a failure stops the run."""
+        """Returns the scores of `samples`, in their order. Raises RewardFailure where a failure stops the run."""
         if not self._pool:
             raise RuntimeError(f"{self._called} is not started: use it in a with statement")
         if not self._checked and samples:
@@ -260,7 +260,7 @@ class FunctionReward:
     # Results
 
     def _checked_results(self, answer: Mapping[str, Any], samples: Sequence[Sample]) -> Sequence[Mapping[str, Any]]:
-        """The results of a call, one for each sample; an error where a failure stops the run."""
+        """Returns the results of a call, one for each sample; an error where a failure stops the run."""
         if "bad" in answer:
             raise UserError(f"{self._called}: {answer['bad']}")
         whole = "failure" in answer
@@ -276,7 +276,7 @@ class FunctionReward:
         return results
 
     def _story(self, sample: Sample, failure: Mapping[str, str], samples: int) -> str:
-        """A failure in one line, with the sample; unprintable characters are escaped."""
+        """Returns a failure in one line, with the sample; unprintable characters are escaped."""
         among = f"a call with {samples} samples, the first of them" if samples > 1 else "the sample"
         names = dict.fromkeys(self._columns.get(c, c) for c in self._facts["columns"])
         row = _columns(sample)
@@ -301,7 +301,7 @@ class FunctionReward:
 
 
 def _resolve(called: str, spec: str) -> str:
-    """The spec as a worker takes it, as far as it can be checked without running anything."""
+    """Returns the spec as a worker takes it, as far as it can be checked without running anything."""
     if ":" in spec:
         return resolve(spec, called)
     if spec not in builtin.NAMES:
@@ -315,7 +315,7 @@ def _resolve(called: str, spec: str) -> str:
 
 
 def _columns(sample: Sample) -> dict[str, Any]:
-    """The columns that a function may ask for: the dataset's, and verl's where they are stored elsewhere."""
+    """Returns the columns that a function may ask for: the dataset's, and verl's where they are stored elsewhere."""
     row = {c: value for c, value in sample.columns.items() if c not in ("prompt", "completion", "completion_ids")}
     row.setdefault("data_source", sample.source)
     judge = row.get("reward_model")
@@ -326,7 +326,7 @@ def _columns(sample: Sample) -> dict[str, Any]:
 
 
 def _plain(text: Any) -> Any:
-    """A string, or a list of messages as TRL's functions expect them."""
+    """Returns a string, or a list of messages as TRL's functions expect them."""
     return text if isinstance(text, str) else [dict(message) for message in text]
 
 

@@ -97,7 +97,7 @@ class TextRewards:
         return scores, metrics
 
     def score(self, samples: Sequence[Sample], *, step: int = 0) -> tuple[Scored, dict[str, Scored]]:
-        """The weighted sum of samples outside of iterations, and each part's scores by its name."""
+        """Returns the weighted sum of samples outside of iterations, and each part's scores by its name."""
         scored = from_main(lambda: _ask(self._functions, samples, step)) | _ask(self._models, samples, step)
         return self._summed(samples, scored), {name: scored[name] for name in self.parts}
 
@@ -106,7 +106,7 @@ class TextRewards:
         self._thread.shutdown()
 
     def _read(self, rollout: Rollout, batch: Batch) -> tuple[list[Sample], dict[str, Scored]]:
-        """The rollout as text once it is there, and the functions' scores. Runs in the thread."""
+        """Returns the rollout as text once it is there, and the functions' scores. Runs in the thread."""
         samples = to_samples(batch.examples, batch.texts, read_responses(self._tokenizer, jax.device_get(rollout)))
         started = time.perf_counter()
         with jax.profiler.TraceAnnotation("reward_functions"):
@@ -209,7 +209,7 @@ class Rewards:
             role.prefetch(kind)
 
     def metrics(self) -> Metrics:
-        """The metrics since the iteration began."""
+        """Returns the metrics since the iteration began."""
         return dict(self._metrics)
 
     def _begin(

@@ -137,7 +137,7 @@ class Worker:
 
 
 def _place(output: bytes, header: bytes) -> str:
-    """Where the main thread was, from faulthandler's report; it lists the youngest thread first."""
+    """Returns the place of the main thread in faulthandler's report, which lists the youngest thread first."""
     blocks = re.split(header, output)
     frame = re.match(rb'\s*File "([^"]*)", line (\d+)', blocks[-1]) if len(blocks) > 1 else None
     return f", at {frame[1].decode(errors='replace')}:{frame[2].decode()}" if frame else ""

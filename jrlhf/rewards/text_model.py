@@ -66,7 +66,7 @@ class TextReward:
         self._score = compiled.score_sequences(self._model.architecture, self._mesh, compute)
 
     def score(self, samples: Sequence[Sample], step: int = 0) -> Scored:
-        """The model's score of every sample, read at its last token."""
+        """Returns the model's score of every sample, read at its last token."""
         sequences = [self._encode(sample) for sample in samples]
         params = self._model.onloaded().params
         if not self._warm:  # also compiles what later texts may need
@@ -89,7 +89,7 @@ class TextReward:
         return Scored(scores, failures=Counter({"nan": len(bad)}))
 
     def _scores(self, params: Params, sequences: Sequence[Ids], width: int) -> Float[Array, "batch"]:
-        """The scores of a batch, with more behind them where it is not full: one program for each width."""
+        """Returns the scores of a batch, with more behind them where it is not full: one program for each width."""
         full = [*sequences, *[sequences[0]] * (self._batch - len(sequences))]
         with jax.set_mesh(self._mesh):
             scores = self._score(params, *put_rows(pad_rows(full, width), self._mesh))
@@ -116,5 +116,5 @@ class TextReward:
 
 
 def _width(length: int, most: int) -> int:
-    """The width to which rows are padded: a power of two, at least 64."""
+    """Returns the width to which rows are padded: a power of two, at least 64."""
     return min(max(64, 1 << (length - 1).bit_length()), most)

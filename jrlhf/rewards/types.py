@@ -26,7 +26,7 @@ class Sample:
 
 
 def to_samples(examples: Sequence[Example], texts: Sequence[str], responses: Sequence[Response]) -> list[Sample]:
-    """Responses with all that a reward may need to know about their prompts."""
+    """Returns responses with all that a reward may need to know about their prompts."""
     samples = []
     for example, text, response in zip(examples, texts, responses, strict=True):
         plain = isinstance(example.prompt, str)
@@ -53,7 +53,7 @@ class Scored:
     failures: Counter[str] = field(default_factory=Counter)
 
     def metrics(self, name: str, kind: str = "rewards") -> dict[str, float]:
-        """Metrics `rewards/NAME/{mean,std}` (TRL's names), `.../EXTRA`, `.../failures[/KIND]`.
+        """Returns metrics `rewards/NAME/{mean,std}` (TRL's names), `.../EXTRA`, `.../failures[/KIND]`.
 
         `failures` is a count, logged also where it is 0. An extra is averaged over the rows that have it.
         """

@@ -25,7 +25,7 @@ class UserCode(NamedTuple):
 
 
 def resolve(spec: str, called: str) -> str:
-    """The spec with its file's whole path, as far as it can be checked without running anything.
+    """Returns the spec with its file's whole path, as far as it can be checked without running anything.
 
     called: the setting, for messages.
     """
@@ -69,7 +69,7 @@ def load(spec: str, called: str) -> UserCode:
 
 @functools.cache
 def _module_of(path: str, source: bytes) -> ModuleType:
-    """The module of a file with this content. No bytecode is written next to the file."""
+    """Returns the module of a file with this content. No bytecode is written next to the file."""
     folder = os.path.dirname(path)
     if folder not in sys.path:
         sys.path.append(folder)  # for its neighbours; last, so that none of them hides an installed module
@@ -82,7 +82,7 @@ def _module_of(path: str, source: bytes) -> ModuleType:
 
 
 def explain(error: BaseException) -> str:
-    """The message of an exception, and its last frame."""
+    """Returns the message of an exception, and its last frame."""
     try:
         text = "".join(traceback.format_exception_only(error)).strip()
     except Exception:  # its __str__ is the function's own

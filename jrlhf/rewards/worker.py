@@ -180,7 +180,7 @@ def _prepare(spec: str, options: Mapping[str, Any]) -> Function:
 
 
 def _serve(function: Function, loop: asyncio.Runner, body: bytes, deadline: float) -> dict[str, Any] | None:
-    """The answer to a call; None to a goodbye. Whatever the function raises, sys.exit included, is an answer."""
+    """Answers a call; None for a goodbye. Whatever the function raises, sys.exit included, becomes an answer."""
     try:
         call = pickle.loads(body)
         return None if call is None else {"results": _results(function, loop, call, deadline)}
@@ -211,7 +211,7 @@ def _results(function: Function, loop: asyncio.Runner, call: Mapping[str, Any], 
 
 
 async def _together(call: Callable, arguments: list[Mapping], lengths: Sequence[int], seconds: float) -> list[Any]:
-    """The results of a coroutine function of single samples. All run at once; a failure concerns one sample.
+    """Returns the results of a coroutine function of single samples. All run at once; a failure concerns one sample.
 
     seconds: less than the process's deadline, which would take all of them.
     """
@@ -256,7 +256,7 @@ def _failure(error: BaseException) -> dict[str, str]:
 
 
 def _listed(values: Any, count: int) -> list[Any]:
-    """The values of a batch as a list of `count`."""
+    """Returns the values of a batch as a list of `count`."""
     values = _unwrapped(values)
     if isinstance(values, (str, bytes, Mapping, set, frozenset)) or not hasattr(values, "__iter__"):
         raise Failure("type", f"returned {_show(values)}, not a list of {count} scores")
@@ -268,7 +268,7 @@ def _listed(values: Any, count: int) -> list[Any]:
 
 
 def _result(value: Any, length: int, extras: Mapping[Any, Any] | None = None) -> dict[str, Any]:
-    """A sample's score, or its scores token by token, with extra numbers; or why there is none."""
+    """Returns a sample's score, or its scores token by token, with extra numbers; or why there is none."""
     numbers = _numbers(extras or {})
     try:
         while isinstance(value, Mapping):
@@ -298,12 +298,12 @@ def _score(value: Any) -> float:
 
 
 def _unwrapped(value: Any) -> Any:
-    """The lists and numbers in an array or a tensor; everything else as it is."""
+    """Returns the lists and numbers in an array or a tensor; everything else as it is."""
     return value.tolist() if hasattr(value, "tolist") else value
 
 
 def _number(value: Any) -> float | None:
-    """A number of Python's, NumPy's or a tensor's; booleans are 0 and 1. None for everything else."""
+    """Returns a number of Python's, NumPy's or a tensor's; booleans are 0 and 1. None for everything else."""
     value = _unwrapped(value)
     try:
         return float(value) if isinstance(value, (bool, int, float)) else None
@@ -312,13 +312,13 @@ def _number(value: Any) -> float | None:
 
 
 def _numbers(values: Mapping[Any, Any]) -> dict[str, float]:
-    """The finite numbers among the values."""
+    """Returns the finite numbers among the values."""
     numbers = {str(name): _number(value) for name, value in values.items()}
     return {name: number for name, number in numbers.items() if number is not None and math.isfinite(number)}
 
 
 def _show(value: Any) -> str:
-    """A short text of anything."""
+    """Returns a short text of anything."""
     try:
         text = repr(value)
     except Exception:

@@ -240,13 +240,13 @@ class Progress:
             self._bar(completed=done, pace=self.pace())
 
     def _rate(self, now: float) -> float | None:
-        """Units a second after the first one; None as long as it is not known."""
+        """Returns units per second after the first one; None as long as it is not known."""
         if self._mark is None or self._done <= self._mark[1] or now <= self._mark[0]:
             return None
         return (self._done - self._mark[1]) / (now - self._mark[0])
 
     def pace(self) -> str:
-        """`12/s, 31 s left`; at the end the time that the phase took; empty as long as the rate is not known."""
+        """Writes `12/s, 31 s left`; at the end the time that the phase took; empty as long as the rate is not known."""
         rate = self._rate(now := self._console.now())
         speed = "" if rate is None else f"{rate:.3g}/s" if rate >= 1 else f"{1 / rate:.1f} s each"
         if self._done >= self._total:
@@ -291,7 +291,7 @@ def clean(text: str, limit: int | None = None) -> str:
 
 
 def _rewards(metrics: Mapping[str, float]) -> list[tuple[str, float, str]]:
-    """Means of rewards and of costs by their names, if they are few, and the number of failures."""
+    """Returns means of rewards and of costs by their names, if they are few, and the number of failures."""
     shown, failures = [], 0.0
     for kind in ("rewards", "costs"):
         keys = [key.split("/") for key in metrics if key.startswith(f"{kind}/")]

@@ -56,10 +56,6 @@ def token_logprobs(
         tile: the most tokens whose logits exist at one time; where all `N` fit, nothing is looped. None: 1024 on
             accelerators; on CPU as many as make 8 MiB of float32 logits, but at least 256.
         implementation: None for the platform's default. A named one that cannot run raises, it never falls back.
-
-    Raises:
-        ValueError: an argument out of its range, shapes or dtypes that do not fit, an unknown implementation, one that
-            cannot run on this platform, or an `unembedding` that does not vary over `axis_name`.
     """
     head = _head(hidden, unembedding, targets, temperature, softcap, vocab_size, axis_name)
     tile = _tile(unembedding, tile)
@@ -114,9 +110,6 @@ def token_sums(
         entropy_gradient: False where the loss does not depend on the entropy, which it then sees as a constant.
         hidden, unembedding, targets, temperature, softcap, vocab_size, axis_name, tile, implementation: as in
             `token_logprobs`.
-
-    Raises:
-        ValueError: as `token_logprobs`; an entry of `data` or a result of `terms` that does not have one entry a token.
     """
     head = _head(hidden, unembedding, targets, temperature, softcap, vocab_size, axis_name)
     for x in jax.tree.leaves(data):

@@ -42,7 +42,7 @@ class Head:
         return 0 if self.axis_name is None else lax.axis_index(self.axis_name) * unembedding.shape[0]
 
     def padded(self, unembedding: Array) -> bool:
-        """Whether any row of the vocabulary, on any device of the axis, is padding."""
+        """True if any row of the vocabulary, on any device of the axis, is padding."""
         slices = 1 if self.axis_name is None else lax.axis_size(self.axis_name)
         return self.vocab_size < slices * unembedding.shape[0]
 

@@ -82,8 +82,7 @@ def token_logprobs(
     `forward` interprets the kernel on another platform; given, the platform is not checked, so that the kernel can also
     be lowered for a GPU where there is none.
 
-    Raises:
-        ValueError: the inputs are not of 16 bits, D is no multiple of 64, or the program is not for a Hopper GPU.
+    Raises ValueError unless the inputs have 16 bits, D is a multiple of 64, and the program is for a Hopper GPU.
     """
     if hidden.dtype not in (jnp.bfloat16, jnp.float16):
         raise ValueError(f"implementation='pallas_gpu' takes bfloat16 or float16 inputs, got {hidden.dtype}")

@@ -129,8 +129,7 @@ def token_logprobs(
     `forward` and `backward` override block sizes, or interpret the kernels on another platform; where `forward` is
     given the platform is not checked, so that the kernels can also be lowered for a TPU where there is none.
 
-    Raises:
-        ValueError: the program is not for a TPU.
+    Raises ValueError if the program is not for a TPU.
     """
     if forward is None:
         if target_platform() != "tpu":
@@ -142,20 +141,9 @@ def token_logprobs(
     return differentiable(forward, backward or Backward(), head, hidden, unembedding, targets)
 
 
-def _kernel(
-    limit: Ref,
-    hidden: Ref,
-    unembedding: Ref,
-    targets: Ref,
-    maximum: Ref,
-    total: Ref,
-    weighted: Ref,
-    label: Ref,
-    products: Ref,
-    *,
-    head: Head,
-) -> None:
+def _kernel(*refs: Ref, head: Head) -> None:
     """One block of the grid. The outputs' blocks do not depend on v and d, so they stay in VMEM and accumulate."""
+    limit, hidden, unembedding, targets, maximum, total, weighted, label, products = refs
     v, d = pl.program_id(1), pl.program_id(2)
 
     @pl.when((v == 0) & (d == 0))

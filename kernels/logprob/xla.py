@@ -113,47 +113,40 @@ def token_sums(
     leaves, tree = jax.tree.flatten(data)
     hidden, unembedding, targets, *leaves = varying(hidden, unembedding, targets, *map(lax.stop_gradient, leaves))
     data = jax.tree.unflatten(tree, leaves)
-    return _sums(terms, head, tile, entropy_gradient, hidden, unembedding, targets, data)
+    return _sums(_Static(terms, head, tile, entropy_gradient), hidden, unembedding, targets, data)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
-def _sums(
-    terms: Terms,
-    head: Head,
-    tile: int,
-    entropy_gradient: bool,
-    hidden: Array,
-    unembedding: Array,
-    targets: Array,
-    data: PyTree,
-) -> Sums:
+class _Static(NamedTuple):
+    """The arguments of `token_sums` that are no arrays."""
+
+    terms: Terms
+    head: Head
+    tile: int
+    entropy_gradient: bool
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _sums(static: _Static, hidden: Array, unembedding: Array, targets: Array, data: PyTree) -> Sums:
     rows = _rows(hidden, targets, data)
-    tiles = _split(rows, tile)
+    tiles = _split(rows, static.tile)
     if tiles is None:
-        sums, _ = _evaluated(terms, head, entropy_gradient, unembedding, rows)
+        sums, _ = _evaluated(static, unembedding, rows)
     else:
-        body = partial(_evaluated, terms, head, entropy_gradient, unembedding)
+        body = partial(_evaluated, static, unembedding)
         _, sums = lax.scan(lambda _, rows: (None, body(rows)[0]), None, tiles)
-    return _summed(sums, head)
+    return _summed(sums, static.head)
 
 
 def _sums_forward(
-    terms: Terms,
-    head: Head,
-    tile: int,
-    entropy_gradient: bool,
-    hidden: Array,
-    unembedding: Array,
-    targets: Array,
-    data: PyTree,
+    static: _Static, hidden: Array, unembedding: Array, targets: Array, data: PyTree
 ) -> tuple[Sums, tuple[Array, Array]]:
-    body = partial(_evaluated, terms, head, entropy_gradient, unembedding)
-    sums, d_hidden, d_unembedding = _gradients(body, _rows(hidden, targets, data), unembedding, tile)
-    return _summed(sums, head), (d_hidden, d_unembedding)
+    body = partial(_evaluated, static, unembedding)
+    sums, d_hidden, d_unembedding = _gradients(body, _rows(hidden, targets, data), unembedding, static.tile)
+    return _summed(sums, static.head), (d_hidden, d_unembedding)
 
 
 def _sums_backward(
-    terms: Terms, head: Head, tile: int, entropy_gradient: bool, residuals: tuple[Array, Array], cotangents: Sums
+    static: _Static, residuals: tuple[Array, Array], cotangents: Sums
 ) -> tuple[Array, Array, None, None]:
     scale, _ = cotangents
     dtype = residuals[0].dtype  # dW is float32 until it is scaled
@@ -177,10 +170,9 @@ def _rows(hidden: Array, targets: Array, data: PyTree) -> _Rows:
     return _Rows(hidden, targets, jnp.ones(hidden.shape[0], jnp.bool_), data)
 
 
-def _evaluated(
-    terms: Terms, head: Head, entropy_gradient: bool, unembedding: Array, rows: _Rows
-) -> tuple[Sums, Float[Array, "n V"]]:
+def _evaluated(static: _Static, unembedding: Array, rows: _Rows) -> tuple[Sums, Float[Array, "n V"]]:
     """One tile's (sum of the loss, sums of the metrics), and dL/d(h·w)."""
+    terms, head, _, entropy_gradient = static
     logits = _logits(rows.hidden, unembedding, head)
     merged = _finish(_statistics(logits, rows.targets, head), rows.targets, head)
     # Merging made them the same on all devices of the axis. They must vary again before `terms` combines them with data

@@ -112,7 +112,7 @@ WIDER = (1024, jnp.bfloat16), (4096, jnp.float32)
 
 
 # XLA's CPU backend cannot add a matmul's result in place as a GPU's does, so it holds one float32 dW more. In float32
-# that is the only one, since the sum lies in the result's buffer; in bfloat16 only a narrow model fits the bound.
+# that is the only one, since the sum is in the result's buffer; in bfloat16 only a narrow model fits the bound.
 @pytest.mark.parametrize(
     "d, dtype", [(1024, jnp.float32), *(pytest.param(*case, marks=pytest.mark.full) for case in WIDER)]
 )

@@ -18,7 +18,7 @@ def named(axes: dict[str, int], *spec: str | tuple[str, ...] | None) -> NamedSha
 
 
 def fractions(cost: ReshardCost) -> tuple[set[float], set[float]]:
-    """What the devices receive and hold in vain, as fractions of the weight."""
+    """The bytes that devices receive, and those that they hold unused, as fractions of the weight."""
     assert cost.received.keys() == cost.redundant.keys() == set(range(8))
     received, redundant = ({b / WEIGHT_BYTES for b in side.values()} for side in (cost.received, cost.redundant))
     return received, redundant

@@ -249,7 +249,7 @@ def test_groups_bound_the_temporary_memory():
 
 @pytest.mark.parametrize("axis_type", [AxisType.Explicit, pytest.param(AxisType.Auto, marks=full)])
 def test_mesh_shapes_on_the_same_devices(axis_type: AxisType):
-    """Whatever mesh the caller computes on at the moment."""
+    """The mesh that the caller computes on does not matter."""
     for (src_shape, src_spec), (dst_shape, dst_spec) in [
         (((1, 8, 1), P("fsdp")), ((1, 1, 8), P(None, "tensor"))),
         (((1, 4, 2), P("fsdp", "tensor")), ((1, 2, 4), P("tensor", "fsdp"))),

@@ -1,5 +1,7 @@
-"""Transfers between the meshes of calls: the same bits, and never through the host."""
+"""Transfers between the meshes of calls: the same bits, never through the host; and copies to the host."""
 
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -9,7 +11,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jrlhf.meshes import AXES, lies_elsewhere, make_mesh, transfer
+from jrlhf.meshes import AXES, gathered, lies_elsewhere, make_mesh, transfer
 from jrlhf.meshes.reshard import host_transfers_refused
 from tests.support.live import live_bytes
 
@@ -91,3 +93,24 @@ def test_rows_that_do_not_divide_are_refused():
     rows = jax.device_put(np.zeros((2, 3)), NamedSharding(mesh_on(0, 1, 2, 1), P(AXES)))
     with pytest.raises(ValueError, match="divi"):
         transfer(rows, mesh_on(4, 1, 4, 1))
+
+
+@pytest.fixture
+def impatient():
+    """Threads that take turns as often as they can."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(interval)
+
+
+def test_what_is_gathered_may_be_fetched_by_several_threads_at_once(impatient):
+    mesh = make_mesh(8, 1, 1)
+    given = jax.device_put(np.arange(64.0, dtype=np.float32), NamedSharding(mesh, P("data")))
+    make = jax.jit(lambda x: [x + number for number in range(8)])
+    with ThreadPoolExecutor(3) as threads:
+        for _ in range(40):
+            whole = gathered(make(given))
+            for fetched in [threads.submit(jax.device_get, whole) for _ in range(3)]:
+                for number, array in enumerate(fetched.result(10)):
+                    np.testing.assert_array_equal(array, np.arange(64) + number)

@@ -85,6 +85,6 @@ def toy():
 
 @pytest.fixture
 def strict_dtypes():
-    """No silent promotion: a bfloat16 or integer that slips into float32 mathematics is an error."""
+    """Forbids silent promotion: a bfloat16 or integer in float32 mathematics is an error."""
     with jax.numpy_dtype_promotion("strict"):
         yield

@@ -1,4 +1,4 @@
-"""Experience whose advantages somebody else's function makes."""
+"""Experience with advantages from a user's function."""
 
 from dataclasses import replace
 from functools import partial
@@ -30,7 +30,7 @@ def inputs(seed: int = 0):
 
 
 def above_the_mean(experience, config):
-    """Advantages by someone who has never heard of meshes: a group's rows are sorted, and looked at one by one."""
+    """Advantages by a function that knows nothing of meshes: it sorts a group's rows and reads them one by one."""
     rewards = jnp.sum(experience.rewards, axis=1).reshape(-1, config.samples)
     order = jnp.argsort(rewards, axis=1)
     sorted_rewards = jnp.take_along_axis(rewards, order, axis=1)

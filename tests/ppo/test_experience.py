@@ -110,7 +110,7 @@ def test_truncation(truncation):
         bootstrap, rewards = jnp.float32(0), whole.rewards[row]
         if truncation == "bootstrap" and not rollout.finished[row]:
             bootstrap, last = after[row], int(rollout.prompt_lengths[row] + rollout.response_lengths[row]) - 1
-            rewards = rewards.at[last].add(-scores[row])  # the value stands for it
+            rewards = rewards.at[last].add(-scores[row])  # the value replaces it
             assert experience.scores[row] == scores[row] != 0
         expected = one(rewards, whole.values[row], whole.response_mask[row], bootstrap_value=bootstrap)
         np.testing.assert_allclose(experience.advantages[row], expected[0], rtol=1e-5, atol=1e-6)

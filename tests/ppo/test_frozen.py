@@ -112,7 +112,7 @@ def test_actor_and_critic_share_what_is_frozen(toy):
 
 
 def test_a_step_makes_no_copy_of_what_is_frozen(toy):
-    """The loops over updates and micro-batches carry it along where it lies."""
+    """The loops over updates and micro-batches carry it along in place."""
     big = {"logits": jax.ShapeDtypeStruct((1000, toy.vocab, toy.vocab), jnp.float32)}
 
     def logprobs(params, tokens, frozen):

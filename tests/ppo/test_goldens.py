@@ -1,4 +1,4 @@
-"""What verl 0.9.1 and TRL 1.16 compute from the same numbers, gradients included, without either of them.
+"""Comparison with results of verl 0.9.1 and TRL 1.16 for the same numbers, gradients included, without either.
 
 `goldens/*.json` hold inputs, results and provenance. `benchmarks.oracle` writes them; it has the functions of ours and
 of theirs that are compared, and the same comparison on many random inputs.

@@ -37,7 +37,7 @@ def every_value(toy):
 
 
 def at_responses(logprobs):
-    """A model's log-probabilities and entropies, and NaN before each row's response, where nobody may look."""
+    """A model's log-probabilities and entropies, and NaN before each row's response, which must not be read."""
 
     def read(params, tokens, starts):
         inside = jnp.arange(tokens.shape[1])[None, :] >= starts[:, None]
@@ -140,7 +140,7 @@ def test_a_bad_score_costs_its_row_and_nothing_else(toy, batch):
 def test_without_an_entropy_bonus_its_derivative_is_not_asked_for(toy, batch):
     def spoiled(params, tokens):
         logprobs, entropy = toy.logprobs(params, tokens)
-        return logprobs, entropy + jnp.sqrt(0 * entropy)  # of which the value is 0 and the derivative NaN
+        return logprobs, entropy + jnp.sqrt(0 * entropy)  # its value is 0, its derivative NaN
 
     results = [
         make_on_policy_step(at_responses(model), every_value(toy), OPTIMIZER, OPTIMIZER, PPOConfig())(

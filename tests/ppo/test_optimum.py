@@ -1,4 +1,4 @@
-"""Each algorithm, trained on its own samples through the public functions, ends where theory says it must.
+"""Algorithms, trained on their own samples through the public functions, reach the optimum that theory predicts.
 
 The oracle is `enumeration`: NumPy, all responses at once. Two problems: single tokens, and trees of up to three tokens
 that an end token may cut short. Policies are tables, so a policy can be every distribution over the responses.

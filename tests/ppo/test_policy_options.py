@@ -30,7 +30,7 @@ from jrlhf.ppo import (
 )
 
 ROWS, TIME, KL_COEF = 16, 9, 0.3
-OPTIMIZER = optax.sgd(1.0)  # what a step takes off the weights is the gradient
+OPTIMIZER = optax.sgd(1.0)  # the gradient is the difference of the weights
 
 
 def loss_kl(aggregation, estimator, **options):
@@ -148,7 +148,7 @@ def padded(tree, by):
 
 
 def spoiled(experience):
-    """Garbage where nobody may look."""
+    """Garbage outside the responses, which must not be read."""
     names = ("old_logprobs", "ref_logprobs", "advantages", "importance")
     arrays = {name: getattr(experience, name) for name in names}
     return replace(

@@ -20,7 +20,7 @@ OPTIMIZER = optax.sgd(RATE)
 
 @pytest.fixture(scope="module")
 def step(toy):
-    """The jitted step with so many micro-batches; each is compiled once for all tests."""
+    """The jitted step with a number of micro-batches; each is compiled once for all tests."""
     return lru_cache(
         lambda micro_batches: make_ppo_step(
             toy.logprobs, toy.values, OPTIMIZER, OPTIMIZER, replace(CONFIG, micro_batches=micro_batches)
@@ -40,7 +40,7 @@ def host(tree):
 
 
 def drawn_rows(config, step, update):
-    """Which rows the update works on. (That a draw is a fair shuffle is tested beside `draw_minibatch`.)"""
+    """The rows of an update. (`test_parts.py` proves that a draw is a fair shuffle.)"""
     key = jax.random.fold_in(jax.random.fold_in(jax.random.key(config.seed), step), update // config.minibatches)
     return np.asarray(draw_minibatch(jnp.arange(ROWS), key, update % config.minibatches, config.minibatches))
 
@@ -208,7 +208,7 @@ def test_a_model_may_return_garbage_in_the_padding_and_an_undifferentiable_entro
 
     def spoiled(params, tokens):
         logprobs, entropy = toy.logprobs(params, tokens)
-        # The value of the square root is 0 and its derivative NaN: without entropy_coef nobody may ask for it.
+        # The value of the square root is 0 and its derivative NaN: without entropy_coef it must not be computed.
         return logprobs + outside, entropy + outside + jnp.sqrt(0 * entropy)
 
     config = PPOConfig()

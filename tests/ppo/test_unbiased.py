@@ -1,4 +1,4 @@
-"""The mean gradient of each estimator, by enumeration: the objective's where theory says so, or the exact bias.
+"""The mean gradient of each estimator, by enumeration: that of the objective, or with exactly the known bias.
 
 Nothing is sampled. Two ways to an exact mean: every possible group, its gradient weighed by its probability, for
 estimators whose groups are independent; and a batch that holds every response as often as the policy would draw it,
@@ -121,7 +121,7 @@ def test_unbiased(problem, config):
 
 
 def test_a_groups_mean_as_baseline_weakens_what_is_in_the_advantage():
-    """By (n - 1) / n, a response's own share in its baseline: all with the KL in the reward, a KL in the loss not."""
+    """The factor is (n - 1) / n, for a response's own share in its baseline. It does not weaken a KL in the loss."""
     logits = logits_of(TREES)
     config = RLOOConfig(kl_coef=BETA, samples=2, baseline="mean")
     close(expected(TREES, config, logits), 1 / 2 * true_gradient(TREES, logits))

@@ -25,33 +25,18 @@ def test_bytes_by_device_and_memory_kind():
     assert len(sizes) == 16
 
 
-def test_of_the_process_by_default():
+def test_by_default_of_the_process_and_shared_memory_counts_once():
     gc.collect()  # what earlier tests left in reference cycles
     before = live_bytes()
     x = jax.device_put(np.zeros(1024, np.float32), NamedSharding(make_mesh(fsdp=8), P("fsdp")))
+    alias = jax.device_put(x, NamedSharding(make_mesh(tensor=8), P("tensor")))
+    shards = [shard.data for shard in x.addressable_shards]
+    assert shards[0].unsafe_buffer_pointer() == alias.addressable_shards[0].data.unsafe_buffer_pointer()
     sizes = live_bytes()
     assert {device: sizes[device, "device"] - before[device, "device"] for device in range(8)} == dict.fromkeys(
         range(8), 512
     )
-    x.delete()
-    assert live_bytes() == before
-
-
-def test_shared_memory_counts_once():
-    mesh = make_mesh(fsdp=8)
-    gc.collect()  # what earlier tests left in reference cycles
-    before = live_bytes()
-    x = jax.device_put(np.zeros(1024, np.float32), NamedSharding(mesh, P("fsdp")))
-    alias = jax.device_put(x, NamedSharding(make_mesh(tensor=8), P("tensor")))
-    shards = [shard.data for shard in x.addressable_shards]
-    assert shards[0].unsafe_buffer_pointer() == alias.addressable_shards[0].data.unsafe_buffer_pointer()
-    once = {key: before[key] + 512 for key in ((device, "device") for device in range(8))}
-    sizes = live_bytes()
-    assert {key: sizes[key] for key in once} == once
     assert live_bytes([x, alias, shards]) == live_bytes(x)
-
-
-def test_deleted_arrays_hold_nothing():
-    x = jax.device_put(np.zeros(16, np.float32), jax.devices()[0])
-    x.delete()
-    assert not live_bytes(x)
+    for array in (x, alias, *shards):
+        array.delete()  # deleted arrays hold nothing
+    assert not live_bytes(x) and live_bytes() == before

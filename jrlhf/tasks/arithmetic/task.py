@@ -19,7 +19,7 @@ PAD, EOS, CHARACTERS = "<pad>", "<eos>", "0123456789+="
 
 
 def make_tokenizer() -> Tokenizer:
-    """`<pad>` = 0, `<eos>` = 1, then the ten digits, + and =."""
+    """Makes the vocabulary: `<pad>` = 0, `<eos>` = 1, then the ten digits, + and =."""
     vocabulary = {token: index for index, token in enumerate((PAD, EOS, *CHARACTERS))}
     backend = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token=PAD))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
@@ -51,7 +51,7 @@ def load_task(config: Config) -> Task:
     shown = learned[: data.demonstrations]
 
     def answered(sums: Sequence[Terms], forgotten: float, step: int) -> Sequences:
-        """Question, answer and end as one text, of which all behind the question is learned."""
+        """Joins question, answer and end to one text, of which all behind the question is learned."""
         rng = np.random.default_rng((config.seed, step))
         questions = tokenizer.encode_batch([question(terms) for terms in sums])
         texts = [worked_answer(terms, forgotten, rng, units_first=units_first) for terms in sums]

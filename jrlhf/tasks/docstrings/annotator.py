@@ -22,17 +22,13 @@ from jrlhf.tasks.docstrings.vocabulary import Split
 
 @dataclass(frozen=True)
 class Pair:
-    """One comparison, in the shape that preference datasets have (`prompt`, `chosen`, `rejected`).
-
-    flipped: the annotator made a mistake: by the rubric, `rejected` is the better one.
-    gap: difference of the two scores.
-    """
+    """One comparison, in the shape that preference datasets have (`prompt`, `chosen`, `rejected`)."""
 
     prompt: str
     chosen: str
     rejected: str
-    flipped: bool
-    gap: float
+    flipped: bool  # the annotator made a mistake: by the rubric, `rejected` is the better one
+    gap: float  # difference of the two scores
 
     @property
     def row(self) -> dict[str, str | bool]:

@@ -28,18 +28,12 @@ _MINIMUM_HELDOUT = 256
 
 @dataclass(frozen=True)
 class Example:
-    """A function and the first line of its docstring.
+    """A function and the first line of its docstring."""
 
-    module: dotted name of the module, `"mailbox"`.
-    name: the function's qualified name inside the module, `"Mailbox.remove_folder"`.
-    signature: one line, `"def Mailbox.remove_folder(folder):"`; see `signature_text`.
-    summary: the first line of the docstring, as it stands.
-    """
-
-    module: str
-    name: str
-    signature: str
-    summary: str
+    module: str  # dotted name of the module, "mailbox"
+    name: str  # the function's qualified name inside the module, "Mailbox.remove_folder"
+    signature: str  # one line, "def Mailbox.remove_folder(folder):"; see `signature_text`
+    summary: str  # the first line of the docstring, as it stands
 
     @property
     def prompt(self) -> str:
@@ -97,8 +91,15 @@ def read_examples(root: Path) -> Iterator[Example]:
         subfolders[:] = [name for name in subfolders if name not in _SKIPPED_FOLDERS and not name.startswith("config-")]
         paths.extend(Path(folder, name) for name in files if name.endswith(".py"))
     for path in sorted(paths):
-        module = ".".join(path.relative_to(root).with_suffix("").parts)
-        yield from _read_file(path, module.removesuffix(".__init__"))
+        module = ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
+        try:
+            source = path.read_bytes()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # invalid escapes in the library are no concern of the user
+                tree = ast.parse(source) if b"def " in source else ast.Module([], [])
+        except (OSError, SyntaxError, ValueError):
+            continue
+        yield from _walk(tree, module, scope="", method=False)
 
 
 def is_heldout(module: str) -> bool:
@@ -145,19 +146,6 @@ def _default(node: ast.expr | None) -> str:
         return ""
     text = repr(node.value) if isinstance(node, ast.Constant) else ""
     return f"={text}" if 0 < len(text) <= _DEFAULT_CHARACTERS else "=..."
-
-
-def _read_file(path: Path, module: str) -> Iterator[Example]:
-    try:
-        source = path.read_bytes()
-        if b"def " not in source:
-            return
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # invalid escapes in the library are no concern of the user
-            tree = ast.parse(source)
-    except (OSError, SyntaxError, ValueError):
-        return
-    yield from _walk(tree, module, scope="", method=False)
 
 
 def _walk(node: ast.AST, module: str, *, scope: str, method: bool) -> Iterator[Example]:

@@ -17,13 +17,13 @@ from jrlhf.tasks.docstrings.rubric import WORD, is_content, is_imperative, words
 
 
 def renaming_words(examples: Sequence[Example]) -> tuple[str, ...]:
-    """The words that may replace others: all words of the signatures that name things, sorted."""
+    """Returns the words that may replace others: all words of the signatures that name things, sorted."""
     candidates = {word for example in examples for word in words(example.signature)}
     return tuple(sorted(word for word in candidates if _names_a_thing(word)))
 
 
 def rename(example: Example, vocabulary: Sequence[str], rng: np.random.Generator) -> Example:
-    """The example with every word that names a thing in both its signature and its summary replaced in both.
+    """Replaces every word that names a thing in both the signature and the summary of an example.
 
     Verbs stay, so that a command remains one; a plural stays a plural, and capital letters stay where they are. An
     example whose parts share no such word is returned unchanged.

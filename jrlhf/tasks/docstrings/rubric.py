@@ -144,7 +144,11 @@ def related(part: str, word: str) -> bool:
     They share a stem ("parsing", "parser"), or the part abbreviates the word ("dir", "directory"; "msg", "message"), or
     the word is inside a part that joins several ("line" in "readline").
     """
-    return _contains(part, word) or (len(part) >= 3 and (word.startswith(part) or _is_skeleton(part, word)))
+    if _contains(part, word) or (len(part) >= 3 and word.startswith(part)):
+        return True
+    letters = iter(word)  # without vowels, all letters of the part occur in the word in this order
+    consonants = len(part) >= 3 and part[0] == word[0] and not _VOWELS & set(part)
+    return consonants and all(letter in letters for letter in part)
 
 
 def _contains(part: str, word: str) -> bool:
@@ -155,13 +159,8 @@ def _speaks_of(subject: frozenset[str], word: str) -> bool:
     return is_content(word) and any(related(part, word) for part in subject)
 
 
-def _is_skeleton(part: str, word: str) -> bool:
-    letters = iter(word)
-    return part[0] == word[0] and not _VOWELS & set(part) and all(letter in letters for letter in part)
-
-
 def _subject(signature: str) -> frozenset[str]:
-    """The words of class, function and parameters that mean something; defaults are not the function's own words."""
+    """Returns the content words of class, function and parameters; defaults are not the function's own words."""
     return frozenset(word for word in words(_DEFAULT_VALUE.sub("", signature.removeprefix("def "))) if is_content(word))
 
 

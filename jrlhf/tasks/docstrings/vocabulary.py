@@ -62,7 +62,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int = 1024) -> Tokenizer:
 
 
 def wrap(backend: tokenizers.Tokenizer) -> Tokenizer:
-    """The tokenizer of a vocabulary with `<pad>` and `<eos>`. Inside a text these names are plain characters."""
+    """Makes the tokenizer of a vocabulary with `<pad>` and `<eos>`. Inside a text these names are plain characters."""
     pad_id, eos_id = backend.token_to_id(PAD), backend.token_to_id(EOS)
     if pad_id is None or eos_id is None:
         raise ValueError(f"the vocabulary lacks {PAD} or {EOS}")
@@ -81,7 +81,7 @@ class Split:
 
 
 def encode_split(tokenizer: Tokenizer, examples: Sequence[Example], data: DataConfig) -> Split:
-    """The examples of at most `data.max_prompt` and, with `<eos>`, `data.max_response` tokens."""
+    """Encodes the examples of at most `data.max_prompt` and, with `<eos>`, `data.max_response` tokens."""
     rows = [
         (example, prompt, response)
         for example, (prompt, response) in zip(examples, encode_examples(tokenizer, examples), strict=True)
@@ -92,7 +92,7 @@ def encode_split(tokenizer: Tokenizer, examples: Sequence[Example], data: DataCo
 
 
 def encode_examples(tokenizer: Tokenizer, examples: Sequence[Example]) -> list[tuple[Ids, Ids]]:
-    """Token ids of each example's prompt and of its summary with `<eos>`."""
+    """Returns token ids of each example's prompt and of its summary with `<eos>`."""
     prompts = tokenizer.encode_batch([example.prompt for example in examples])
     summaries = tokenizer.encode_batch([example.summary for example in examples])
     return [(tuple(p), (*s, tokenizer.eos_id)) for p, s in zip(prompts, summaries, strict=True)]

@@ -285,20 +285,18 @@ def test_every_setting_is_described():
 
 
 OLD = json.loads(Path(__file__).with_name("old_configs.json").read_text())
-MOVED = [("arithmetic.", "data."), ("sft.renaming", "data.renaming"), ("ppo.rollout_batch", "sampling.batch")]
-MOVED += [(f"evaluation.{key}", f"validation.{key}") for key in ("every", "k", "temperature")]
-MOVED += [
-    ("reward_model.heldout_prompts", "data.annotator.heldout_prompts"),
-    ("reward_model.prompts", "data.annotator.prompts"),
-]
-MOVED += [
-    (f"reward_model.{key}", f"data.annotator.{key}") for key in ("samples_per", "foreign_lines", "margin", "label_flip")
-]
-SAMPLING = ("temperature", "top_k", "top_p", "min_new_tokens")
+ANNOTATOR = ("heldout_prompts", "prompts", "samples_per", "foreign_lines", "margin", "label_flip")
+NEW = {
+    "arithmetic.": "data.",
+    "sft.renaming": "data.renaming",
+    "ppo.rollout_batch": "sampling.batch",
+    **{f"evaluation.{key}": f"validation.{key}" for key in ("every", "k", "temperature")},
+    **{f"reward_model.{key}": f"data.annotator.{key}" for key in ANNOTATOR},
+}
 
 
 def flat(mapping: dict, prefix: str = "") -> dict[str, object]:
-    """Dotted key -> value."""
+    """Returns dotted key -> value."""
     entries = {}
     for key, value in mapping.items():
         entries |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
@@ -306,7 +304,7 @@ def flat(mapping: dict, prefix: str = "") -> dict[str, object]:
 
 
 def nested(keys: dict[str, object]) -> dict:
-    """The mapping with these dotted keys."""
+    """Returns the mapping with these dotted keys."""
     mapping: dict = {}
     for key, value in keys.items():
         *path, name = key.split(".")
@@ -319,29 +317,29 @@ def nested(keys: dict[str, object]) -> dict:
 
 def new_key(key: str, algorithm: str | None) -> str:
     section, _, name = key.rpartition(".")
-    if section == (algorithm or "ppo") and name in SAMPLING:
+    if section == (algorithm or "ppo") and name in ("temperature", "top_k", "top_p", "min_new_tokens"):
         return f"sampling.{name}"
     if key == "ppo.rollout_batch" and algorithm:
         return key
-    return next((key.replace(old, new, 1) for old, new in MOVED if key.startswith(old)), key)
+    return next((key.replace(old, new, 1) for old, new in NEW.items() if key.startswith(old)), key)
 
 
-@pytest.mark.parametrize("name", OLD["configs"])
-def test_a_config_of_old_means_what_it_meant(tmp_path, name):
-    """So does the config.yaml of its run, with all sections spelled out: it counts as the same config on --resume."""
-    old = OLD["configs"][name]
-    config = load_config(write(tmp_path, old["file"]), old["overrides"])
-    resolved = {key: value for key, value in OLD["defaults"].items() if key.split(".")[0] not in old["absent"]}
-    resolved |= old["changed"]
-    for key in [key for key in resolved if any(other.startswith(f"{key}.") for other in resolved)]:
-        del resolved[key]  # an empty mapping that is not empty here
-    assert load_config(write(tmp_path, yaml.safe_dump(nested(resolved)))) == config
-    new, learns = flat(yaml.safe_load(config_yaml(config))), {"dpo", config.algorithm} & set(config.stages)
-    for key, value in resolved.items():
-        place = new_key(key, config.algorithm)
-        narrowed = not learns and key.split(".")[0] not in config.stages
-        # A key that has no place any more has no effect: a default, or of a stage to which the run does not come.
-        assert new.get(place, value) == value and (place in new or narrowed or value == OLD["defaults"][key]), key
+def test_old_configs_mean_what_they_meant(tmp_path):
+    """So does the config.yaml of each run, with all sections spelled out: it counts as the same config on --resume."""
+    for name, old in OLD["configs"].items():
+        config = load_config(write(tmp_path, old["file"]), old["overrides"])
+        resolved = {key: value for key, value in OLD["defaults"].items() if key.split(".")[0] not in old["absent"]}
+        resolved |= old["changed"]
+        for key in [key for key in resolved if any(other.startswith(f"{key}.") for other in resolved)]:
+            del resolved[key]  # an empty mapping that is not empty here
+        assert load_config(write(tmp_path, yaml.safe_dump(nested(resolved)))) == config, name
+        new, learns = flat(yaml.safe_load(config_yaml(config))), {"dpo", config.algorithm} & set(config.stages)
+        for key, value in resolved.items():
+            place = new_key(key, config.algorithm)
+            narrowed = not learns and key.split(".")[0] not in config.stages
+            # A key that has no place any more has no effect: a default, or of a stage to which the run does not come.
+            unmoved = place in new or narrowed or value == OLD["defaults"][key]
+            assert new.get(place, value) == value and unmoved, (name, key)
 
 
 def test_old_and_new_keys_together(tmp_path):

@@ -9,6 +9,14 @@ from jrlhf.data.read import USUAL, Dataset, make_dataset
 from jrlhf.data.tokenizer import Tokenizer
 
 
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str) -> dict[str, Any]:
+    return {"role": "assistant", "content": text}
+
+
 def from_rows(rows: Iterable[Mapping[str, Any]], *, columns: ColumnsConfig = USUAL) -> Dataset:
     return make_dataset(((f"row {number}", row) for number, row in enumerate(rows, start=1)), columns, "rows")
 

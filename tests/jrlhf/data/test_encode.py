@@ -9,35 +9,20 @@ import pytest
 from jrlhf.config.schema import ColumnsConfig as Columns
 from jrlhf.data.chat import encode_chat, render_chat
 from jrlhf.data.encode import encode_answered, tools_of
-from jrlhf.data.read import Dataset
 from jrlhf.data.tokenizer import Tokenizer, load_tokenizer
 from jrlhf.data.types import Example
 from jrlhf.errors import UserError
 
-from .conftest import encode_preferences, encode_prompts, encode_sft, from_rows
+from .conftest import assistant, encode_preferences, encode_prompts, encode_sft, from_rows, user
 
 FAMILIES = Path(__file__).parents[1] / "tokenizers"
 GOLDEN = json.loads((FAMILIES / "golden.json").read_text(encoding="utf-8"))
-NAMES = ("qwen", "llama", "gemma", "mistral")
 END = {"qwen": "<|im_end|>", "llama": "<|eot_id|>", "gemma": "<end_of_turn>", "mistral": "</s>"}
 
 
-@pytest.fixture(scope="module")
-def family() -> dict[str, Tokenizer]:
-    return {name: load_tokenizer(FAMILIES / name) for name in NAMES}
-
-
-@pytest.fixture(scope="module")
-def qwen(family: dict[str, Tokenizer]) -> Tokenizer:
-    return family["qwen"]
-
-
-def user(text: str) -> dict[str, str]:
-    return {"role": "user", "content": text}
-
-
-def assistant(text: str) -> dict[str, str]:
-    return {"role": "assistant", "content": text}
+FAMILY = {name: load_tokenizer(FAMILIES / name) for name in END}
+QWEN = FAMILY["qwen"]
+EGGS = {"prompt": [user("How many eggs?")], "completion": [assistant("16 - 3 = 13")]}
 
 
 def pieces(tokenizer: Tokenizer, ids: tuple[int, ...], learn: tuple[bool, ...]) -> list[tuple[bool, str]]:
@@ -53,49 +38,23 @@ def pieces(tokenizer: Tokenizer, ids: tuple[int, ...], learn: tuple[bool, ...]) 
 # Prompts.
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_prompts_have_the_ids_of_transformers(family: dict[str, Tokenizer], name: str):
-    """Conversations up to the answer, or into the assistant's last words; plain text with its beginning."""
+@pytest.mark.parametrize("name", END)
+def test_prompts(name: str):
+    tokenizer = FAMILY[name]
+    # Conversations up to the answer, or into the assistant's last words; plain text with its beginning: the ids of
+    # transformers.
     rows = [
         ({"prompt": messages}, expected["prompt_ids"])
         for messages, expected in zip(GOLDEN["conversations"], GOLDEN[name]["conversations"], strict=True)
         if expected is not None
     ]
     rows += [({"prompt": row["text"]}, row["ids"]) for row in GOLDEN[name]["texts"]]
-    prompts = encode_prompts(from_rows([row for row, _ in rows]), family[name], max_prompt=300)
+    prompts = encode_prompts(from_rows([row for row, _ in rows]), tokenizer, max_prompt=300)
     assert prompts.ids == tuple(tuple(ids) for _, ids in rows)
-    assert prompts.texts[0] == render_chat(family[name], rows[0][0]["prompt"], add_generation_prompt=True)
+    assert prompts.texts[0] == render_chat(tokenizer, rows[0][0]["prompt"], add_generation_prompt=True)
     assert prompts.texts[-1] == rows[-1][0]["prompt"]
     assert (prompts.filtered, prompts.truncated, len(prompts.examples)) == (0, 0, len(rows))
-
-
-def test_plain_prompts_become_the_users_turn_where_chat_is_on(qwen: Tokenizer):
-    data = from_rows([{"question": "2 + 2?", "answer": "4"}], columns=Columns(prompt="question"))
-    plain = encode_prompts(data, qwen, max_prompt=300)
-    assert plain.examples == data.examples and plain.texts == ("2 + 2?",)
-    chat = encode_prompts(data, qwen, max_prompt=300, chat=True, system="Be brief.")
-    messages = ({"role": "system", "content": "Be brief."}, user("2 + 2?"))
-    assert chat.examples == (Example(prompt=messages, columns={"question": "2 + 2?", "answer": "4"}),)
-    assert list(chat.ids[0]) == encode_chat(qwen, messages, add_generation_prompt=True)
-    own = ({"role": "system", "content": "Be wordy."}, user("2 + 2?"))
-    encoded = encode_prompts([Example(own)], qwen, max_prompt=300, system="Be brief.")
-    assert encoded.examples[0].prompt == own
-    with pytest.raises(UserError, match="row 1: a system message is given for plain text: make that a conversation"):
-        encode_prompts(data, qwen, max_prompt=300, system="Be brief.")
-
-
-def test_the_last_answer_of_whole_conversations_is_left_out(qwen: Tokenizer):
-    turns = [user("2?"), assistant("4"), user("3?"), assistant("9")]
-    prompts = encode_prompts(from_rows([{"messages": turns}]), qwen, max_prompt=300)
-    assert list(prompts.ids[0]) == encode_chat(qwen, turns[:3], add_generation_prompt=True)
-    assert prompts.examples[0].prompt == tuple(turns[:3])
-    continued = encode_prompts([Example(tuple(turns))], qwen, max_prompt=300)  # a prompt is taken as it is
-    assert list(continued.ids[0]) == encode_chat(qwen, turns, continue_final=True)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_overlong_prompts(family: dict[str, Tokenizer], name: str):
-    tokenizer = family[name]
+    # Overlong ones.
     data = from_rows([{"prompt": "eggs"}, {"prompt": "How many eggs does she eat?"}, {"prompt": "a b"}])
     ids = encode_prompts(data, tokenizer, max_prompt=300).ids
     longest = len(ids[1])
@@ -118,85 +77,96 @@ def test_overlong_prompts(family: dict[str, Tokenizer], name: str):
         encode_prompts(data, tokenizer, max_prompt=0, overlong="filter")
 
 
-def test_a_row_that_cannot_be_rendered_is_named(family: dict[str, Tokenizer]):
+def test_plain_prompts_become_the_users_turn_where_chat_is_on():
+    data = from_rows([{"question": "2 + 2?", "answer": "4"}], columns=Columns(prompt="question"))
+    plain = encode_prompts(data, QWEN, max_prompt=300)
+    assert plain.examples == data.examples and plain.texts == ("2 + 2?",)
+    chat = encode_prompts(data, QWEN, max_prompt=300, chat=True, system="Be brief.")
+    messages = ({"role": "system", "content": "Be brief."}, user("2 + 2?"))
+    assert chat.examples == (Example(prompt=messages, columns={"question": "2 + 2?", "answer": "4"}),)
+    assert list(chat.ids[0]) == encode_chat(QWEN, messages, add_generation_prompt=True)
+    own = ({"role": "system", "content": "Be wordy."}, user("2 + 2?"))
+    encoded = encode_prompts([Example(own)], QWEN, max_prompt=300, system="Be brief.")
+    assert encoded.examples[0].prompt == own
+    with pytest.raises(UserError, match="row 1: a system message is given for plain text: make that a conversation"):
+        encode_prompts(data, QWEN, max_prompt=300, system="Be brief.")
+
+
+def test_the_last_answer_of_whole_conversations_is_left_out():
+    turns = [user("2?"), assistant("4"), user("3?"), assistant("9")]
+    prompts = encode_prompts(from_rows([{"messages": turns}]), QWEN, max_prompt=300)
+    assert list(prompts.ids[0]) == encode_chat(QWEN, turns[:3], add_generation_prompt=True)
+    assert prompts.examples[0].prompt == tuple(turns[:3])
+    continued = encode_prompts([Example(tuple(turns))], QWEN, max_prompt=300)  # a prompt is taken as it is
+    assert list(continued.ids[0]) == encode_chat(QWEN, turns, continue_final=True)
+
+
+def test_a_row_that_cannot_be_rendered_is_named():
     rows = [{"prompt": [user("a")]}, {"prompt": [user("a"), user("b")]}]
     with pytest.raises(UserError, match="row 2: the chat template refuses the messages: Conversation roles must alt"):
-        encode_prompts(from_rows(rows), family["gemma"], max_prompt=99)
+        encode_prompts(from_rows(rows), FAMILY["gemma"], max_prompt=99)
     with pytest.raises(UserError, match="^row 2: the chat template refuses"):
-        encode_prompts(from_rows(rows).examples, family["gemma"], max_prompt=99)
+        encode_prompts(from_rows(rows).examples, FAMILY["gemma"], max_prompt=99)
     with pytest.raises(UserError, match="row 1: the prompt is empty"):
-        encode_prompts([Example("")], family["qwen"], max_prompt=99)
+        encode_prompts([Example("")], FAMILY["qwen"], max_prompt=99)
 
 
-def test_tools_of_a_row_reach_the_template(qwen: Tokenizer):
+def test_tools_of_a_row_reach_the_template():
     tool = {"type": "function", "function": {"name": "add"}}
     rows = [{"prompt": [user("2?")], "tools": tools} for tools in ([tool], json.dumps([tool]), None)]
-    texts = encode_prompts(from_rows(rows), qwen, max_prompt=300).texts
-    assert texts[0] == texts[1] == render_chat(qwen, [user("2?")], add_generation_prompt=True, tools=[tool])
+    texts = encode_prompts(from_rows(rows), QWEN, max_prompt=300).texts
+    assert texts[0] == texts[1] == render_chat(QWEN, [user("2?")], add_generation_prompt=True, tools=[tool])
     assert '"name": "add"' in texts[0] and "add" not in texts[2]
     pair = [row | {"chosen": [assistant("4")], "rejected": [assistant("5")]} for row in rows]
-    encoded = encode_preferences(from_rows(pair), qwen, max_length=300).chosen
+    encoded = encode_preferences(from_rows(pair), QWEN, max_length=300).chosen
     for row, ids in zip(rows, encoded, strict=True):  # what a reward model learns from is what it scores
-        assert encode_answered(qwen, (user("2?"),), (assistant("4"),), tools=tools_of(row), cut=True) == ids
+        assert encode_answered(QWEN, (user("2?"),), (assistant("4"),), tools=tools_of(row), cut=True) == ids
     assert encoded[0] == encoded[1] != encoded[2]
     with pytest.raises(UserError, match="row 1: the tools are not a list in JSON"):
-        encode_prompts(from_rows([{"prompt": [user("2?")], "tools": "[{"}]), qwen, max_prompt=300)
+        encode_prompts(from_rows([{"prompt": [user("2?")], "tools": "[{"}]), QWEN, max_prompt=300)
 
 
 # What is learnt.
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_of_a_prompt_and_its_completion_the_completion_is_learned(family: dict[str, Tokenizer], name: str):
-    tokenizer = family[name]
-    rows: list[dict] = [
-        {"prompt": "How many eggs?", "completion": " 13"},
-        {"prompt": "How many eggs?", "completion": "13"},
-    ]
+@pytest.mark.parametrize("name", END)
+def test_completions_assistant_turns_and_texts_are_learned_with_their_ends(name: str):
+    tokenizer, end = FAMILY[name], END[name]
+    # Plain answers.
+    rows = [{"prompt": "How many eggs?", "completion": " 13"}, {"prompt": "How many eggs?", "completion": "13"}]
     encoded = encode_sft(from_rows(rows), tokenizer, max_length=99)
     for row, ids, learn, length in zip(rows, encoded.ids, encoded.learn, encoded.prompt_lengths, strict=True):
-        prompt = encode_prompts([Example(row["prompt"])], tokenizer, max_prompt=99).ids[0]
-        assert ids[:length] == prompt
+        assert ids[:length] == encode_prompts([Example(row["prompt"])], tokenizer, max_prompt=99).ids[0]
         assert learn == (False,) * length + (True,) * (len(ids) - length) and ids[-1] == tokenizer.eos_id
         assert tokenizer.decode(ids) == row["prompt"] + row["completion"]
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_conversational_completion_ends_as_the_template_ends_it(family: dict[str, Tokenizer], name: str):
-    tokenizer = family[name]
-    prompt, answer = [user("How many eggs?")], [assistant("16 - 3 = 13")]
-    encoded = encode_sft(from_rows([{"prompt": prompt, "completion": answer}]), tokenizer, max_length=300)
-    whole = tuple(encode_chat(tokenizer, [*prompt, *answer]))
+    # A conversational completion: all that the template writes, up to the end of the turn.
+    encoded = encode_sft(from_rows([EGGS]), tokenizer, max_length=300)
+    whole = tuple(encode_chat(tokenizer, [*EGGS["prompt"], *EGGS["completion"]]))
     ids, length = encoded.ids[0], encoded.prompt_lengths[0]
-    assert ids[:length] == encode_prompts(from_rows([{"prompt": prompt}]), tokenizer, max_prompt=300).ids[0]
-    # All that the template writes, up to the end of the turn: no model is asked to go on behind it.
+    prompt = encode_prompts(from_rows([{"prompt": EGGS["prompt"]}]), tokenizer, max_prompt=300).ids[0]
+    assert ids[:length] == prompt
     assert ids == whole[: len(ids)] and tokenizer.decode(whole[len(ids) :]).strip() == ""
     ((begun, _), (learning, text)) = pieces(tokenizer, ids, encoded.learn[0])
-    assert (begun, learning, text.strip()) == (False, True, "16 - 3 = 13" + END[name])
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_of_a_conversation_every_assistant_turn_is_learned(family: dict[str, Tokenizer], name: str):
-    tokenizer = family[name]
+    assert (begun, learning, text.strip()) == (False, True, "16 - 3 = 13" + end)
+    # The same as a whole conversation: the tokens of generation and of training are equal for any shape of the data.
+    turns = from_rows([{"messages": [*EGGS["prompt"], *EGGS["completion"]]}])
+    assert encode_sft(turns, tokenizer, max_length=300).ids == encoded.ids
+    assert encode_prompts(turns, tokenizer, max_prompt=300).ids == (prompt,)
+    # A conversation of several turns; what comes after the last answer teaches nothing.
     turns = [user("How many?"), assistant("13 eggs."), user("And now?"), assistant("26")]
     encoded = encode_sft(from_rows([{"messages": turns}, {"messages": turns[:3]}]), tokenizer, max_length=300)
     runs = pieces(tokenizer, encoded.ids[0], encoded.learn[0])
-    assert [text.strip() for learning, text in runs if learning] == ["13 eggs." + END[name], "26" + END[name]]
+    assert [text.strip() for learning, text in runs if learning] == ["13 eggs." + end, "26" + end]
     assert encoded.ids[0] == tuple(encode_chat(tokenizer, turns))[: len(encoded.ids[0])]
-    # What comes after the last answer teaches nothing.
     assert pieces(tokenizer, encoded.ids[1], encoded.learn[1]) == runs[:2]
     assert encoded.prompt_lengths[0] == len(encode_chat(tokenizer, turns[:1], add_generation_prompt=True))
-    assert encoded.describe().endswith(
-        f"; {sum(map(sum, encoded.learn))} of {sum(map(len, encoded.ids))} tokens are learnt"
-    )
-
-
-def test_of_a_text_everything_is_learned(family: dict[str, Tokenizer]):
-    for tokenizer in family.values():
-        encoded = encode_sft(from_rows([{"text": "Janet has 16 eggs."}]), tokenizer, max_length=99)
-        assert encoded.ids == ((*tokenizer.encode_prompt("Janet has 16 eggs."), tokenizer.eos_id),)
-        assert encoded.learn == ((False, *[True] * (len(encoded.ids[0]) - 1)),)
-        assert encoded.prompt_lengths == (1,)
+    numbers = sum(map(sum, encoded.learn)), sum(map(len, encoded.ids))
+    assert encoded.describe().endswith("; {} of {} tokens are learnt".format(*numbers))
+    # A text.
+    encoded = encode_sft(from_rows([{"text": "Janet has 16 eggs."}]), tokenizer, max_length=99)
+    assert encoded.ids == ((*tokenizer.encode_prompt("Janet has 16 eggs."), tokenizer.eos_id),)
+    assert encoded.learn == ((False, *[True] * (len(encoded.ids[0]) - 1)),)
+    assert encoded.prompt_lengths == (1,)
 
 
 THINKING = """{%- for m in messages %}
@@ -207,9 +177,9 @@ THINKING = """{%- for m in messages %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
 
 
-def test_a_template_that_rewrites_earlier_turns(qwen: Tokenizer):
+def test_a_template_that_rewrites_earlier_turns():
     """Templates of reasoning models drop the thoughts of all answers but the last; what they write is learnt."""
-    tokenizer = replace(qwen, chat_template=THINKING)
+    tokenizer = replace(QWEN, chat_template=THINKING)
     turns = [user("2?"), assistant("<think>hm</think>4"), user("3?"), assistant("<think>oh</think>9")]
     encoded = encode_sft(from_rows([{"messages": turns}]), tokenizer, max_length=300)
     runs = pieces(tokenizer, encoded.ids[0], encoded.learn[0])
@@ -219,15 +189,15 @@ def test_a_template_that_rewrites_earlier_turns(qwen: Tokenizer):
         encode_sft(from_rows([{"messages": turns}]), unmarked, max_length=300)
 
 
-def test_a_template_that_does_not_go_on_from_its_prompt_is_refused(qwen: Tokenizer):
-    tokenizer = replace(qwen, chat_template="{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}")
+def test_a_template_that_does_not_go_on_from_its_prompt_is_refused():
+    tokenizer = replace(QWEN, chat_template="{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}")
     with pytest.raises(UserError, match="row 1: the chat template writes the prompt in another way once its answer"):
         encode_sft(from_rows([{"prompt": [user("a")], "completion": [assistant("b")]}]), tokenizer, max_length=99)
 
 
-def test_an_end_of_text_is_added_where_the_template_has_none(qwen: Tokenizer):
+def test_an_end_of_text_is_added_where_the_template_has_none():
     """A base model with a chat template: its turns end with a token that does not end its texts."""
-    base = replace(qwen, eos_ids=(330,))
+    base = replace(QWEN, eos_ids=(330,))
     row = {"prompt": [user("2?")], "completion": [assistant("4")]}
     encoded = encode_sft(from_rows([row]), base, max_length=99)
     assert pieces(base, encoded.ids[0], encoded.learn[0])[1] == (True, "4<|im_end|>\n<|endoftext|>")
@@ -237,76 +207,74 @@ def test_an_end_of_text_is_added_where_the_template_has_none(qwen: Tokenizer):
     assert learning == ["4<|im_end|>\n", "9<|im_end|>\n<|endoftext|>"]
 
 
-def test_a_text_that_ends_itself_is_not_ended_twice_and_plain_answers_in_a_chat(qwen: Tokenizer):
+def test_a_text_that_ends_itself_is_not_ended_twice_and_plain_answers_in_a_chat():
     rows = [{"prompt": "2?", "completion": "4<|endoftext|>"}, {"prompt": "2?", "completion": "4"}]
-    encoded = encode_sft(from_rows(rows), qwen, max_length=99)
-    assert [ids[-2:] for ids in encoded.ids] == [(*qwen.encode("4"), 330), (*qwen.encode("4"), 332)]
+    encoded = encode_sft(from_rows(rows), QWEN, max_length=99)
+    assert [ids[-2:] for ids in encoded.ids] == [(*QWEN.encode("4"), 330), (*QWEN.encode("4"), 332)]
     data = from_rows([{"question": "2?", "answer": "4"}], columns=Columns(prompt="question", completion="answer"))
-    chat = encode_sft(data, qwen, max_length=99, chat=True)
-    same = encode_sft(from_rows([{"prompt": [user("2?")], "completion": [assistant("4")]}]), qwen, max_length=99)
+    chat = encode_sft(data, QWEN, max_length=99, chat=True)
+    same = encode_sft(from_rows([{"prompt": [user("2?")], "completion": [assistant("4")]}]), QWEN, max_length=99)
     assert (chat.ids, chat.learn) == (same.ids, same.learn)
 
 
-def test_overlong_sequences(qwen: Tokenizer):
+def test_overlong_sequences():
     rows = [{"prompt": "How many eggs does she eat?", "completion": "three"}, {"prompt": "2?", "completion": "4"}]
     data = from_rows(rows)
-    whole = encode_sft(data, qwen, max_length=99)
+    whole = encode_sft(data, QWEN, max_length=99)
     size, prompt = len(whole.ids[0]), whole.prompt_lengths[0]
     with pytest.raises(UserError, match=f"row 1: {prompt} tokens of prompt and {size - prompt} of answer are too many"):
-        encode_sft(data, qwen, max_length=size - 1)
-    assert encode_sft(data, qwen, max_length=size).ids == whole.ids
-    filtered = encode_sft(data, qwen, max_length=size - 1, overlong="filter")
+        encode_sft(data, QWEN, max_length=size - 1)
+    assert encode_sft(data, QWEN, max_length=size).ids == whole.ids
+    filtered = encode_sft(data, QWEN, max_length=size - 1, overlong="filter")
     assert (filtered.ids, filtered.filtered, len(filtered.examples)) == (whole.ids[1:], 1, 1)
-    cut = encode_sft(data, qwen, max_length=size - 2, overlong="truncate_left")
+    cut = encode_sft(data, QWEN, max_length=size - 2, overlong="truncate_left")
     assert (cut.ids[0], cut.learn[0]) == (whole.ids[0][2:], whole.learn[0][2:])
     assert (cut.prompt_lengths, cut.truncated) == ((prompt - 2, whole.prompt_lengths[1]), 1)
     with pytest.raises(UserError, match="even without the prompt"):
-        encode_sft(data, qwen, max_length=size - prompt, overlong="truncate_left")
+        encode_sft(data, QWEN, max_length=size - prompt, overlong="truncate_left")
     # Whole conversations and texts lose their own beginning.
     turns = from_rows([{"messages": [user("How many eggs?"), assistant("13"), user("Now?"), assistant("26")]}])
-    everything = encode_sft(turns, qwen, max_length=300)
-    end = encode_sft(turns, qwen, max_length=30, overlong="truncate_left")
+    everything = encode_sft(turns, QWEN, max_length=300)
+    end = encode_sft(turns, QWEN, max_length=30, overlong="truncate_left")
     assert end.ids[0] == everything.ids[0][-30:]
     assert end.learn[0] == (False, *everything.learn[0][-29:])
 
 
-def test_a_row_with_nothing_to_learn_is_refused(qwen: Tokenizer):
+def test_a_row_with_nothing_to_learn_is_refused():
     rows = [{"prompt": "a"}, {"prompt": [user("a")]}, {"messages": [user("a")]}]
     for examples in ([Example("", "")], *(from_rows([row]) for row in rows)):
         with pytest.raises(UserError, match="row 1: there is nothing to learn"):
-            encode_sft(examples, qwen, max_length=300)
+            encode_sft(examples, QWEN, max_length=300)
 
 
 # Answers to compare.
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_pairs_share_their_prompt_and_end_as_answers_do(family: dict[str, Tokenizer], name: str):
-    tokenizer = family[name]
+@pytest.mark.parametrize("name", END)
+def test_pairs_have_the_tokens_of_sft_and_reward_models_read_them(name: str):
+    tokenizer = FAMILY[name]
     explicit = {"prompt": [user("2?")], "chosen": [assistant("4")], "rejected": [assistant("5, no")]}
     implicit = {"chosen": [user("2?"), assistant("4")], "rejected": [user("2?"), assistant("5, no")]}
-    plain = {"prompt": "2?", "chosen": " 4", "rejected": " 5, no"}
-    for rows in (explicit, implicit):
-        pairs = encode_preferences(from_rows([rows]), tokenizer, max_length=99)
+    for row in (explicit, implicit):
+        pairs = encode_preferences(from_rows([row]), tokenizer, max_length=99)
         for column, answer in (("chosen", "4"), ("rejected", "5, no")):
             encoded = encode_sft([Example((user("2?"),), (assistant(answer),))], tokenizer, max_length=99)
             assert getattr(pairs, column) == encoded.ids
             assert pairs.prompt_lengths == encoded.prompt_lengths
+    plain = {"prompt": "2?", "chosen": " 4", "rejected": " 5, no"}
     texts = encode_preferences(from_rows([plain]), tokenizer, max_length=99)
     assert texts.chosen == encode_sft([Example("2?", " 4")], tokenizer, max_length=99).ids
     assert texts.rejected == encode_sft([Example("2?", " 5, no")], tokenizer, max_length=99).ids
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_reward_model_reads_the_whole_template_or_what_ours_were_trained_on(family: dict[str, Tokenizer], name: str):
-    tokenizer = family[name]
-    pairs = encode_preferences(
-        from_rows([{"prompt": "2?", "chosen": "4", "rejected": "5"}]), tokenizer, max_length=99, chat=True
-    )
+    # An implicit prompt that is empty.
+    pairs = encode_preferences(from_rows([{"chosen": "Yes.", "rejected": "No."}]), tokenizer, max_length=99)
+    assert pairs.chosen == encode_sft([Example("", "Yes.")], tokenizer, max_length=99).ids
+    assert pairs.prompt_lengths == (len(tokenizer.prefix_ids),)
+    # A reward model reads the whole template; one that a run trained reads what it was trained on.
+    row = {"prompt": "2?", "chosen": "4", "rejected": "5"}
+    pairs = encode_preferences(from_rows([row]), tokenizer, max_length=99, chat=True)
     whole = tuple(encode_chat(tokenizer, [user("2?"), assistant("4")]))  # apply_chat_template's ids: test_chat.py
-    assert (
-        encode_answered(tokenizer, "2?", "4") == encode_answered(tokenizer, (user("2?"),), (assistant("4"),)) == whole
-    )
+    assert encode_answered(tokenizer, "2?", "4") == whole
+    assert encode_answered(tokenizer, (user("2?"),), (assistant("4"),)) == whole
     cut = encode_answered(tokenizer, "2?", "4", cut=True)
     assert cut == pairs.chosen[0] == whole[: len(cut)] and cut[-1] in tokenizer.eos_ids
     assert not set(whole[len(cut) :]) & set(tokenizer.eos_ids)
@@ -315,8 +283,8 @@ def test_a_reward_model_reads_the_whole_template_or_what_ours_were_trained_on(fa
     assert unfinished[-1] not in tokenizer.eos_ids
 
 
-def test_a_reward_model_without_a_template_reads_the_texts_and_their_end(qwen: Tokenizer):
-    bare = replace(qwen, chat_template=None)
+def test_a_reward_model_without_a_template_reads_the_texts_and_their_end():
+    bare = replace(QWEN, chat_template=None)
     pairs = encode_preferences(from_rows([{"prompt": "2?", "chosen": " 4", "rejected": "5"}]), bare, max_length=99)
     assert encode_answered(bare, "2?", " 4") == pairs.chosen[0]
     assert encode_answered(bare, "2?", " 4", finished=False) == pairs.chosen[0][:-1]
@@ -324,46 +292,26 @@ def test_a_reward_model_without_a_template_reads_the_texts_and_their_end(qwen: T
         encode_answered(bare, (user("2?"),), "4")
 
 
-def test_pairs_that_say_nothing_or_do_not_fit_are_counted(qwen: Tokenizer):
+def test_pairs_that_say_nothing_or_do_not_fit_are_counted():
     rows = [
         {"prompt": "How many eggs?", "chosen": "13", "rejected": "12"},
         {"prompt": "How many eggs?", "chosen": "13", "rejected": "13"},
         {"prompt": "2?", "chosen": "4", "rejected": "It is five, or so I think."},
     ]
-    pairs = encode_preferences(from_rows(rows), qwen, max_length=99)
+    pairs = encode_preferences(from_rows(rows), QWEN, max_length=99)
     assert (len(pairs.chosen), pairs.same, pairs.filtered) == (2, 1, 0)
     assert pairs.describe().endswith("; 1 with two equal answers left out")
     longest = len(pairs.rejected[1])
-    fewer = encode_preferences(from_rows(rows), qwen, max_length=longest - 1, overlong="filter")
+    fewer = encode_preferences(from_rows(rows), QWEN, max_length=longest - 1, overlong="filter")
     assert (fewer.chosen, fewer.same, fewer.filtered) == (pairs.chosen[:1], 1, 1)
     with pytest.raises(UserError, match="row 3: .* of prompt and .* of answer are too many for at most"):
-        encode_preferences(from_rows(rows), qwen, max_length=longest - 1)
+        encode_preferences(from_rows(rows), QWEN, max_length=longest - 1)
     lost = 2
     limit = max(len(pairs.chosen[0]), len(pairs.rejected[0])) - lost
-    cut = encode_preferences(from_rows(rows[:1]), qwen, max_length=limit, overlong="truncate_left")
+    cut = encode_preferences(from_rows(rows[:1]), QWEN, max_length=limit, overlong="truncate_left")
     assert cut.prompt_lengths[0] == pairs.prompt_lengths[0] - lost and cut.truncated == 1
     assert (cut.chosen[0], cut.rejected[0]) == (pairs.chosen[0][lost:], pairs.rejected[0][lost:])
     with pytest.raises(UserError, match="no row is left: 0 are longer"):
-        encode_preferences(from_rows(rows[1:2]), qwen, max_length=99)
+        encode_preferences(from_rows(rows[1:2]), QWEN, max_length=99)
     with pytest.raises(UserError, match="row 1: there are no two answers to compare"):
-        encode_preferences([Example("a", "b")], qwen, max_length=99)
-
-
-def test_an_implicit_prompt_that_is_empty(family: dict[str, Tokenizer]):
-    for tokenizer in family.values():
-        pairs = encode_preferences(from_rows([{"chosen": "Yes.", "rejected": "No."}]), tokenizer, max_length=99)
-        assert pairs.chosen == encode_sft([Example("", "Yes.")], tokenizer, max_length=99).ids
-        assert pairs.prompt_lengths == (len(tokenizer.prefix_ids),)
-
-
-def test_a_response_sampled_from_a_prompt_is_what_sft_learns(family: dict[str, Tokenizer]):
-    """Token in, token out: the prompt of generation and of training are the same tokens, for any shape of the data."""
-    for tokenizer in family.values():
-        row = {"prompt": [user("How many eggs?")], "completion": [assistant("13")]}
-        turns = {"messages": [*row["prompt"], *row["completion"]]}
-        data: list[Dataset] = [from_rows([row]), from_rows([turns])]
-        prompts = {encode_prompts(rows, tokenizer, max_prompt=99).ids for rows in data}
-        learnt = {encode_sft(rows, tokenizer, max_length=99).ids for rows in data}
-        assert len(prompts) == len(learnt) == 1
-        ((prompt,),), ((ids,),) = prompts, learnt
-        assert ids[: len(prompt)] == prompt and ids[-1] in tokenizer.eos_ids
+        encode_preferences([Example("a", "b")], QWEN, max_length=99)

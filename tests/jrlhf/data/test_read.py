@@ -12,15 +12,7 @@ from jrlhf.data.read import Dataset, read_dataset
 from jrlhf.data.types import Example
 from jrlhf.errors import UserError
 
-from .conftest import from_rows
-
-
-def user(text: str) -> dict[str, Any]:
-    return {"role": "user", "content": text}
-
-
-def assistant(text: str) -> dict[str, Any]:
-    return {"role": "assistant", "content": text}
+from .conftest import assistant, from_rows, user
 
 
 def lines(path: Path, *rows: object) -> Path:
@@ -69,17 +61,19 @@ def write(kind: str, path: Path) -> Path:
     return file
 
 
-KINDS = "jsonl", "ndjson", "json", "json lines", "csv", "parquet", "shards", "saved", "saved splits"
+KINDS = ["jsonl ndjson json csv shards".split() + ["json lines"], ["parquet"], ["saved", "saved splits"]]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_of_file_gives_the_same_dataset(kind: str, tmp_path: Path):
-    columns = Columns(prompt="question")
-    dataset = read_dataset(write(kind, tmp_path), columns=columns)
-    assert dataset.shape == "prompt-only" and dataset.columns == ("question", "answer")
-    # The columns keep the names that they have in the file: a reward function asks for `answer`.
-    assert dataset.examples == tuple(Example(prompt=row["question"], columns=row) for row in GSM8K)
-    assert dataset.fingerprint == from_rows(GSM8K, columns=columns).fingerprint
+@pytest.mark.parametrize("kinds", KINDS, ids=["files", "pyarrow", "datasets"])
+def test_every_kind_of_file_gives_the_same_dataset(kinds: list[str], tmp_path: Path):
+    for kind in kinds:
+        columns, folder = Columns(prompt="question"), tmp_path / kind
+        folder.mkdir()
+        dataset = read_dataset(write(kind, folder), columns=columns)
+        assert dataset.shape == "prompt-only" and dataset.columns == ("question", "answer"), kind
+        # The columns keep the names that they have in the file: a reward function asks for `answer`.
+        assert dataset.examples == tuple(Example(prompt=row["question"], columns=row) for row in GSM8K), kind
+        assert dataset.fingerprint == from_rows(GSM8K, columns=columns).fingerprint
 
 
 Q, A, B = user("2 + 2?"), assistant("4"), assistant("5")

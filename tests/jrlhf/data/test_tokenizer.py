@@ -1,3 +1,5 @@
+"""Tokenizers of model directories: their special tokens, their ends, and what is refused."""
+
 import json
 import shutil
 from dataclasses import replace
@@ -11,6 +13,7 @@ from jrlhf.errors import UserError
 
 FAMILIES = Path(__file__).parents[1] / "tokenizers"
 GOLDEN = json.loads((FAMILIES / "golden.json").read_text(encoding="utf-8"))
+FAMILY = {name: load_tokenizer(FAMILIES / name) for name in ("qwen", "llama", "gemma", "mistral")}
 
 
 @pytest.fixture
@@ -26,33 +29,22 @@ def change(path: Path, **settings: object) -> None:
     write(path, json.loads(path.read_text()) | settings)
 
 
-# The built-in vocabulary.
-
-
-# A model directory's.
-
-
-@pytest.mark.parametrize("name", ["qwen", "llama", "gemma", "mistral"])
-def test_plain_text_has_the_ids_of_transformers(name: str):
+def test_plain_text_has_the_ids_of_transformers():
     """Against the committed ids of transformers (tokenizers/make.py), the beginning of text included."""
-    tokenizer = load_tokenizer(FAMILIES / name)
-    assert tokenizer.special_tokens == GOLDEN[name]["special_tokens"]
-    for row in GOLDEN[name]["texts"]:
-        assert tokenizer.encode_prompt(row["text"]) == row["ids"]
-        assert tokenizer.decode(row["ids"]) == row["text"]
+    for name, tokenizer in FAMILY.items():
+        assert tokenizer.special_tokens == GOLDEN[name]["special_tokens"], name
+        for row in GOLDEN[name]["texts"]:
+            assert tokenizer.encode_prompt(row["text"]) == row["ids"], name
+            assert tokenizer.decode(row["ids"]) == row["text"]
 
 
 def test_what_the_files_say_of_special_tokens():
     def names(tokenizer: Tokenizer, ids) -> list[str | None]:
         return [None if index is None else tokenizer.backend.id_to_token(index) for index in ids]
 
-    qwen, llama, gemma, mistral = (load_tokenizer(FAMILIES / name) for name in ("qwen", "llama", "gemma", "mistral"))
-    assert names(qwen, (qwen.bos_id, qwen.pad_id, *qwen.eos_ids)) == [
-        None,
-        "<|endoftext|>",
-        "<|im_end|>",
-        "<|endoftext|>",
-    ]
+    qwen, llama, gemma, mistral = FAMILY.values()
+    ends = ["<|im_end|>", "<|endoftext|>"]
+    assert names(qwen, (qwen.bos_id, qwen.pad_id, *qwen.eos_ids)) == [None, "<|endoftext|>", *ends]
     # The tokenizer's own end is written, whatever the order in generation_config.json.
     assert names(llama, (*llama.eos_ids, llama.bos_id)) == ["<|eot_id|>", "<|end_of_text|>", "<|begin_of_text|>"]
     assert llama.pad_id is None
@@ -63,10 +55,9 @@ def test_what_the_files_say_of_special_tokens():
 
 
 def test_a_continuation_has_no_blank_of_its_own():
-    mistral = load_tokenizer(FAMILIES / "mistral")
+    mistral = FAMILY["mistral"]
     assert mistral.decode(mistral.encode("How") + mistral.encode("ever")) == "How ever"
-    for name in ("qwen", "llama", "gemma", "mistral"):
-        tokenizer = load_tokenizer(FAMILIES / name)
+    for tokenizer in FAMILY.values():
         for first in ("How", "16 -", "a ", "b\n", "", "[INST] x [/INST]"):
             for second in ("ever", " many", "\n3", "", "\n\nb", " 3", "é"):
                 begun, joined = tokenizer.encode(first), tokenizer.encode(first + second)
@@ -75,8 +66,7 @@ def test_a_continuation_has_no_blank_of_its_own():
 
 
 def test_tokens_end_where_their_characters_do():
-    for name in ("qwen", "llama", "gemma", "mistral"):
-        tokenizer = load_tokenizer(FAMILIES / name)
+    for tokenizer in FAMILY.values():
         for text in ("How many eggs?", "é 日本 🎈", "a<|im_end|>\n <eos>b", " 16 -  3"):
             ids, ends = tokenizer.encode_with_ends(text)
             assert ids == tokenizer.encode(text) and ends == sorted(ends) and ends[-1] == len(text)
@@ -87,24 +77,19 @@ def test_tokens_end_where_their_characters_do():
                     assert before == len(begun)
 
 
-def test_padding_and_truncation_that_a_file_was_saved_with_are_off(qwen: Path):
-    expected = load_tokenizer(qwen).encode("How many eggs?")
+def test_what_a_file_was_saved_with_changes_no_prompt(qwen: Path):
+    """Padding and truncation are off, and an end of text that the tokenizer adds is left out."""
     backend = tokenizers.Tokenizer.from_file(str(qwen / "tokenizer.json"))
+    end, expected = backend.token_to_id("<|endoftext|>"), load_tokenizer(qwen).encode("How many eggs?")
     backend.enable_truncation(3)
     backend.enable_padding(length=64)
-    backend.save(str(qwen / "tokenizer.json"))
-    assert load_tokenizer(qwen).encode("How many eggs?") == expected
-
-
-def test_an_end_of_text_that_the_tokenizer_adds_is_left_out_of_a_prompt(qwen: Path):
-    backend = tokenizers.Tokenizer.from_file(str(qwen / "tokenizer.json"))
-    end = backend.token_to_id("<|endoftext|>")
     backend.post_processor = tokenizers.processors.TemplateProcessing(
         single="<|endoftext|> $A <|endoftext|>", special_tokens=[("<|endoftext|>", end)]
     )
     backend.save(str(qwen / "tokenizer.json"))
     tokenizer = load_tokenizer(qwen)
-    assert tokenizer.encode_prompt("eggs") == [end, *tokenizer.encode("eggs")]
+    assert tokenizer.encode("How many eggs?") == expected
+    assert tokenizer.encode_prompt("How many eggs?") == [end, *expected]
 
 
 def test_where_the_ends_of_a_response_come_from(qwen: Path):
@@ -177,7 +162,7 @@ def test_a_directory_without_a_tokenizer_is_refused(qwen: Path):
 
 
 def test_a_vocabulary_larger_than_the_model_is_refused():
-    qwen = load_tokenizer(FAMILIES / "qwen")
+    qwen = FAMILY["qwen"]
     assert check_vocabulary(qwen, 333) is qwen and check_vocabulary(qwen, 400) is qwen
     with pytest.raises(UserError, match="qwen has ids up to 332, but the model's embedding has 332 rows"):
         check_vocabulary(qwen, 332)

@@ -257,8 +257,8 @@ def runs(tmp_path_factory) -> dict[str, Path]:
 def pages(runs) -> dict[str, str]:
     pages = {}
     with pytest.MonkeyPatch.context() as patched:
-        for name in sorted(runs, key=lambda name: name not in ("gold", "user")):
-            if name not in ("gold", "user"):  # the drawings of two pages will do
+        for name in sorted(runs, key=lambda name: name not in ("user", "reward_model")):
+            if name not in ("user", "reward_model"):  # the drawings of two pages will do
                 patched.setattr(Chart, "svg", lambda chart, place="": Markup("<svg></svg>"))
             pages[name] = write_report(runs[name]).read_text(encoding="utf-8")
     return pages
@@ -475,12 +475,12 @@ def test_what_is_not_a_run_is_one_sentence(tmp_path, capsys):
 
 
 def test_the_command_writes_the_report_anew(runs, pages):
-    path = runs["user"] / "report.html"
+    path = runs["reward_model"] / "report.html"
     path.unlink()
-    command = [sys.executable, "-m", "jrlhf.report", str(runs["user"])]
+    command = [sys.executable, "-m", "jrlhf.report", str(path.parent)]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     assert done.stdout == f"{path}\n"
-    assert path.read_text(encoding="utf-8") == pages["user"]  # the same bytes every time
+    assert path.read_text(encoding="utf-8") == pages["reward_model"]  # the same bytes every time
 
 
 # --- Charts ---

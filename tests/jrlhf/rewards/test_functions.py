@@ -15,12 +15,7 @@ from jrlhf.rewards.functions import RewardFailure
 from .conftest import make_reward, make_sample, pids
 
 
-def samples_of(count: int) -> list:
-    return [make_sample(row) for row in range(count)]
-
-
-@pytest.mark.parametrize("workers", [1, 3, 8])
-def test_trl_functions_score_rows_in_order_whatever_the_number_of_workers(start, workers):
+def test_trl_functions_score_rows_in_order_whatever_the_number_of_workers(start):
     source = """
     def f(prompts, completions, completion_ids, answer, weight=10, **columns):
         assert sorted(columns) == ["data_source", "extra_info", "log_extra", "log_metric"], columns
@@ -31,16 +26,15 @@ def test_trl_functions_score_rows_in_order_whatever_the_number_of_workers(start,
         ]
     """
     samples = [make_sample(row, tokens=row + 1, answer=str(row / 8)) for row in range(7)]
-    reward = start(source, workers=workers)
-    scored = reward.score(samples)
-    np.testing.assert_array_equal(scored.scores, [10 * row + (row + 1) / 10 + row / 8 for row in range(7)])
-    assert scored.scores.dtype == np.float64 and scored.token_scores is None
-    assert scored.extras == {} and not scored.failures
-    assert len(set(pids(reward))) == workers
-    assert reward.score([]).scores.shape == (0,)
-
-
-def test_conversations_are_lists_of_messages_as_trl_gives_them(start):
+    for workers in (1, 3, 8):
+        reward = start(source, workers=workers)
+        scored = reward.score(samples)
+        np.testing.assert_array_equal(scored.scores, [10 * row + (row + 1) / 10 + row / 8 for row in range(7)])
+        assert scored.scores.dtype == np.float64 and scored.token_scores is None
+        assert scored.extras == {} and not scored.failures
+        assert len(set(pids(reward))) == workers
+        assert reward.score([]).scores.shape == (0,)
+    # Conversations are lists of messages.
     source = """
     def f(prompts, completions):
         assert type(prompts[0]) is list and type(completions[0]) is list and type(completions[0][0]) is dict
@@ -51,7 +45,7 @@ def test_conversations_are_lists_of_messages_as_trl_gives_them(start):
     assert start(source).score([sample]).scores == [5]
 
 
-def test_verl_functions_get_a_sample_at_a_time_and_report_extras(start):
+def test_verl_functions_get_a_sample_at_a_time_and_both_kinds_report_extras(start):
     source = """
     def f(data_source, solution_str, ground_truth, extra_info=None, factor=1):
         right = solution_str.endswith(ground_truth)
@@ -71,6 +65,16 @@ def test_verl_functions_get_a_sample_at_a_time_and_report_extras(start):
     np.testing.assert_array_equal(scored.extras["acc"], [1, 0, np.nan, 1])
     means = {"mean": 1.5, "std": math.sqrt(0.75), "acc": 2 / 3, "length": 10, "here": 1, "failures": 0}
     assert scored.metrics("judge") == pytest.approx({f"rewards/judge/{key}": x for key, x in means.items()})
+    # TRL's logging hooks become extras, too.
+    source = """
+    def f(completions, log_extra, log_metric):
+        log_extra("words", (len(c.split()) for c in completions))
+        log_extra("text", completions)
+        log_metric("batch", len(completions))
+        return [0.5] * len(completions)
+    """
+    scored = start(source).score([make_sample(0, "a b"), make_sample(1, "a"), make_sample(2, "")])
+    assert {name: list(x) for name, x in scored.extras.items()} == {"words": [2, 1, 0], "batch": [3, 3, 3]}
 
 
 def test_coroutines_of_both_kinds_and_verl_ones_run_together(start):
@@ -104,18 +108,6 @@ def test_coroutines_of_both_kinds_and_verl_ones_run_together(start):
     np.testing.assert_array_equal(scored.scores, [0, 1, 2, -1, -1, -1, *range(6, 20)])
     assert scored.failures == {"exception": 2, "hang": 1}
     assert len(reward.score(rows).scores) == 20
-
-
-def test_trls_logging_hooks_become_extras(start):
-    source = """
-    def f(completions, log_extra, log_metric):
-        log_extra("words", (len(c.split()) for c in completions))
-        log_extra("text", completions)
-        log_metric("batch", len(completions))
-        return [0.5] * len(completions)
-    """
-    scored = start(source).score([make_sample(0, "a b"), make_sample(1, "a"), make_sample(2, "")])
-    assert {name: list(x) for name, x in scored.extras.items()} == {"words": [2, 1, 0], "batch": [3, 3, 3]}
 
 
 def test_scores_of_tokens(start):
@@ -194,7 +186,7 @@ def test_what_a_batch_may_return(start):
             assert scored.failures == ({} if kind is None else {kind: 3}), code
 
 
-def test_whatever_a_function_raises_is_an_exception_of_its_own_samples(start):
+def test_what_a_function_raises_is_an_exception_of_its_own_samples(start):
     source = """
     class Odd(Exception):
         def __str__(self):
@@ -206,10 +198,10 @@ def test_whatever_a_function_raises_is_an_exception_of_its_own_samples(start):
     """
     reward = start(source, on_failure=0.25)
     processes = pids(reward)
-    for raised in ("ValueError('no \\n way')", "SystemExit(3)", "KeyboardInterrupt", "Odd()"):
-        scored = reward.score([make_sample(0, "good"), make_sample(1, raised), make_sample(2, "good")])
-        np.testing.assert_array_equal(scored.scores, [1, 0.25, 1])
-        assert scored.failures == {"exception": 1}
+    raised = ["ValueError('no \\n way')", "SystemExit(3)", "KeyboardInterrupt", "Odd()"]
+    scored = reward.score([make_sample(row, text) for row, text in enumerate(["good", *raised, "good"])])
+    np.testing.assert_array_equal(scored.scores, [1, *[0.25] * 4, 1])
+    assert scored.failures == {"exception": 4}
     assert pids(reward) == processes
 
 
@@ -228,13 +220,13 @@ def test_without_a_replacement_a_failure_stops_with_the_sample(start, tmp_path):
     assert "returned None" in (tmp_path / "log").read_text()
 
 
-def test_a_failed_call_names_its_place_and_a_users_error_stops_whatever_replaces_failures(start):
+def test_a_failed_call_names_its_place_and_a_users_error_always_stops(start):
     source = "def f(completions):\n    return [1 / 0 for _ in completions]\n"
     with pytest.raises(RewardFailure, match=r"exception: ZeroDivisionError.*function0.py:2\) on a call with 4 samples"):
-        start(source).score(samples_of(4))
+        start(source).score([make_sample(row) for row in range(4)])
     source = "from jrlhf.errors import UserError\ndef f(completions):\n    raise UserError('the key has expired')\n"
     with pytest.raises(UserError, match="'judge': the key has expired"):
-        start(source, on_failure=0.0).score(samples_of(1))
+        start(source, on_failure=0.0).score([make_sample()])
 
 
 def test_columns_are_compared_and_may_be_renamed(start):
@@ -290,7 +282,7 @@ SPECS = [  # spec, arguments, sentence
 ]
 
 
-def test_what_is_wrong_with_a_function_is_said_when_it_starts(start):
+def test_a_wrong_function_is_refused_when_it_starts(start):
     for source, arguments, sentence in STARTS:
         with pytest.raises(UserError, match=f"'judge': .*{sentence}|{sentence}"):
             start(source, **arguments)
@@ -366,7 +358,7 @@ def test_randomness_depends_on_seed_step_and_row_alone(start):
     assert not np.any(start(source, seed=1).score(samples, step=1).scores == first)
 
 
-def test_what_is_sent(start, monkeypatch):
+def test_arguments_that_cannot_be_sent_are_refused_and_large_ones_arrive(start, monkeypatch):
     reward = start("def f(completions, answer): return [1.0]", on_failure=0.0)
     with pytest.raises(UserError, match="the dataset's columns cannot be sent"):
         reward.score([make_sample(answer=lambda: 1)])

@@ -140,26 +140,24 @@ def test_costs_have_names_of_their_own():
     calls.texts.close()
 
 
-@pytest.mark.parametrize("of_tokens", [False, True], ids=["of rows", "of tokens"])
-def test_scores_of_models_are_added_to_those_of_texts(of_tokens):
+def test_scores_of_models_are_added_to_those_of_texts():
     rng = np.random.default_rng(0)
     first, second = rng.normal(size=(2, ROWS)).astype(np.float32)
     texts = rng.normal(size=(ROWS, 3)).astype(np.float32)
     texts = np.where(np.arange(3) < LENGTHS[:, None], texts, 0)
-    given = texts if of_tokens else texts.sum(1)
     shape = partial(shape_scores, config=PLAIN, max_response=3)
     rest = np.asarray(LENGTHS), np.ones(ROWS, bool), RunningMoments.create()
     weights, learned = {"a": 2.0, "b": -0.5}, {"a": first, "b": second}
-    combined = jax.jit(partial(combine, shape, "rewards", weights))(learned, given, *rest)
-    rows = 2 * first - second / 2
     close = partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
-    close(combined.raw, texts.sum(1) + rows)
-    close(combined.extremes["max"], np.max(texts.sum(1) + rows))
-    close(combined.learned["rewards/b/mean"], second.mean())
-    close(combined.learned["rewards/a/std"], first.std())
-    at_end = np.zeros((ROWS, 3), np.float32)
+    rows, at_end = 2 * first - second / 2, np.zeros((ROWS, 3), np.float32)
     at_end[np.arange(ROWS), LENGTHS - 1] = rows
-    close(combined.shaped, texts + at_end if of_tokens else texts.sum(1) + rows)
+    for given, expected in ((texts, texts + at_end), (texts.sum(1), texts.sum(1) + rows)):  # of tokens, of rows
+        combined = jax.jit(partial(combine, shape, "rewards", weights))(learned, given, *rest)
+        close(combined.shaped, expected)
+        close(combined.raw, texts.sum(1) + rows)
+        close(combined.extremes["max"], np.max(texts.sum(1) + rows))
+        close(combined.learned["rewards/b/mean"], second.mean())
+        close(combined.learned["rewards/a/std"], first.std())
 
 
 def test_a_score_that_is_not_finite_leaves_the_others_in_the_metrics():

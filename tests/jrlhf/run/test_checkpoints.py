@@ -112,7 +112,7 @@ def test_a_training_state_comes_back_with_its_structure_its_places_and_its_descr
     jax.jit(lambda state: jax.tree.map(lambda leaf: leaf + 1, state))(again)  # all on the same devices
 
 
-def test_leaves_beside_the_mesh_come_back_on_it(tmp_path):
+def test_leaves_on_no_mesh_come_back_on_that_of_the_run(tmp_path):
     tree = {"w": put(np.arange(8.0, dtype=np.float32), "fsdp"), "count": jnp.int32(3)}
     assert not isinstance(tree["count"].sharding, NamedSharding)
     with Checkpoints(tmp_path) as checkpoints:

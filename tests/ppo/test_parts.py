@@ -1,4 +1,4 @@
-"""Micro-batches of a token budget: the same sums and results from fewer tokens, by one program, on any mesh."""
+"""Minibatches, micro-batches and micro-batches by length: their rows, on any mesh, by one program."""
 
 import math
 from contextlib import nullcontext
@@ -28,7 +28,16 @@ from jrlhf.ppo import (
     make_preference_step,
     make_sft_step,
 )
-from jrlhf.ppo.parts import ByLength, bucket_widths, fold_by_length, map_by_length, row_ends
+from jrlhf.ppo.parts import (
+    ByLength,
+    bucket_widths,
+    check_divisible,
+    draw_minibatch,
+    fold_by_length,
+    map_by_length,
+    row_ends,
+    split_rows,
+)
 
 ROWS, TIME, BUDGET = 32, 64, 96
 WIDTHS = (16, 32, 48, 64)
@@ -57,7 +66,7 @@ def placed(place):
 
         return jax.tree.map(lambda x: jax.device_put(x, NamedSharding(mesh, spec(x))), tree)
 
-    # A program of Auto axes does not know that rows lie over some of them only: its micro-batches suit all.
+    # A program on Auto axes does not know that rows are divided over some of them only: its micro-batches suit all.
     return 4 if place == "some axes" else 8, put, jax.set_mesh(mesh)
 
 
@@ -78,7 +87,7 @@ def numbered(lengths):
 
 
 def predicted_tokens(lengths, devices):
-    """What is computed: the longest row is taken, and with it as many as fit at its width; then the longest left."""
+    """Number of computed tokens: the longest row and as many as fit at its width; then the longest of the rest."""
     left, tokens = sorted(lengths[lengths > 0].tolist(), reverse=True), 0
     share = ROWS // devices
     while left:
@@ -181,7 +190,7 @@ def state_of(toy, optimizer):
 
 @pytest.fixture(scope="module")
 def whole_minibatches(toy):
-    """What a step makes of whole minibatches, for some distributions of lengths."""
+    """The results of a step with whole minibatches, for some distributions of lengths."""
     optimizer, results = optax.sgd(0.5), {}
     step = make_ppo_step(toy.logprobs, toy.values, optimizer, optimizer, CONFIG)
     for name in ("mixed", "one long", "some empty", "empty"):
@@ -191,7 +200,7 @@ def whole_minibatches(toy):
 
 
 def experience_of(toy, lengths):
-    """Made-up experience in which so many tokens of each row are there, the first two of them a prompt."""
+    """Made-up experience with rows of these lengths; the first two tokens are the prompt."""
     experience = toy.experience(ROWS, TIME)
     clock = jnp.arange(TIME)[None]
     mask = (clock >= 2) & (clock < lengths[:, None])
@@ -276,3 +285,82 @@ def test_two_ways_to_divide_are_one_clear_error(toy):
             make(micro_batches=2, micro_batch_tokens=8192)
         with pytest.raises(ValueError, match=r"^micro_batch_tokens=0: it must be at least 1, or null$"):
             make(micro_batch_tokens=0)
+
+
+PARTS = 4
+
+
+def draw_all(rows, key):
+    return jnp.stack([draw_minibatch(rows, key, index, PARTS) for index in range(PARTS)])
+
+
+def test_every_row_once_and_one_of_every_group_in_each_minibatch():
+    drawn = np.asarray(jax.jit(draw_all)(jnp.arange(ROWS), jax.random.key(0)))
+    assert drawn.shape == (PARTS, ROWS // PARTS)
+    np.testing.assert_array_equal(np.sort(drawn.ravel()), np.arange(ROWS))
+    np.testing.assert_array_equal(drawn // PARTS, np.tile(np.arange(ROWS // PARTS), (PARTS, 1)))
+
+
+def test_rows_of_a_tree_stay_together_and_keys_differ():
+    rows = {"id": jnp.arange(ROWS), "wide": jnp.arange(ROWS)[:, None, None] * jnp.ones((1, 3, 2), jnp.int32)}
+    draw = jax.jit(lambda key: draw_minibatch(rows, key, 1, PARTS))
+    drawn, other = draw(jax.random.key(0)), draw(jax.random.key(1))
+    assert drawn["wide"].shape == (ROWS // PARTS, 3, 2)
+    np.testing.assert_array_equal(drawn["wide"][:, 2, 1], drawn["id"])
+    assert np.any(drawn["id"] != other["id"])
+
+
+def test_the_shuffle_is_uniform():
+    groups = 4000
+    drawn = draw_minibatch(jnp.arange(groups * PARTS), jax.random.key(2), 0, PARTS)
+    counts = np.bincount(np.asarray(drawn) % PARTS, minlength=PARTS)
+    sigma = np.sqrt(groups / PARTS * (1 - 1 / PARTS))
+    assert np.all(np.abs(counts - groups / PARTS) < 5 * sigma)
+
+
+def test_micro_batches_are_strided():
+    parts = split_rows(jnp.arange(12), 3)
+    np.testing.assert_array_equal(parts, [[0, 3, 6, 9], [1, 4, 7, 10], [2, 5, 8, 11]])
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_micro_batches_of_one_row(axis_type):
+    mesh = make_mesh(data=1, fsdp=1, tensor=1, devices=jax.devices()[:1], axis_type=axis_type)
+    with jax.set_mesh(mesh):
+        rows = jax.device_put(np.arange(8), NamedSharding(mesh, P(("data", "fsdp", "tensor"))))
+        scanned = jax.jit(lambda rows: jax.lax.scan(lambda sum, row: (sum + row.sum(), row), 0, split_rows(rows, 8)))
+        total, parts = scanned(rows)
+    assert total == 28
+    np.testing.assert_array_equal(parts, np.arange(8)[:, None])
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_nothing_is_communicated_and_the_mesh_does_not_matter(axis_type):
+    def split(rows, key, index):
+        return split_rows(draw_minibatch(rows, key, index, PARTS), 2)
+
+    host = np.arange(64 * 3).reshape(64, 3)
+    expected = jax.jit(split)(host, jax.random.key(5), 3)
+    mesh = make_mesh(data=2, fsdp=2, tensor=2, axis_type=axis_type)
+    with jax.set_mesh(mesh):
+        rows = jax.device_put(host, NamedSharding(mesh, P(("data", "fsdp", "tensor"), None)))
+        compiled = jax.jit(split).lower(rows, jax.random.key(5), 3).compile()
+        text = compiled.as_text()
+        assert text is not None
+        for collective in ("all-gather", "all-to-all", "all-reduce", "collective-permute", "reduce-scatter"):
+            assert collective not in text
+        parts = jax.jit(split)(rows, jax.random.key(5), 3)
+        assert not parts.is_fully_replicated
+        np.testing.assert_array_equal(parts, expected)
+
+
+def test_rows_that_do_not_divide_are_one_clear_error():
+    with pytest.raises(ValueError, match=r"^30 rows do not divide into minibatches=4 x micro_batches=2: .* of 8 rows$"):
+        check_divisible(jnp.zeros(30), 4, 2)
+    check_divisible(jnp.zeros(32), 4, 2)
+    mesh = make_mesh(fsdp=8)
+    with jax.set_mesh(mesh):
+        rows = jax.device_put(np.zeros(32), NamedSharding(mesh, P(("data", "fsdp"))))
+        check_divisible(rows, 2, 2)
+        with pytest.raises(ValueError, match=r"make 4 a micro-batch, .* over 8 devices: .* a multiple of 64 rows$"):
+            check_divisible(rows, 4, 2)
