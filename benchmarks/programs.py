@@ -39,7 +39,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "grpo": {"stages": ["sft", "grpo"], "rewards": SHORT, "grpo": GRPO},
     "grpo-one-device": {"stages": ["sft", "grpo"], "rewards": SHORT, "grpo": GRPO, **ONE},
     "lora": {"stages": ["sft", "grpo"], "rewards": SHORT, "grpo": GRPO, "lora": {"rank": 4}},
-    "chunks": {"stages": ["sft", "grpo"], "rewards": SHORT, "grpo": GRPO, "rollout": {"chunk": 4, "slots": 8}},
+    "chunks": {"stages": ["sft", "grpo"], "rewards": SHORT, "grpo": GRPO, "rollout": {"chunk": 4, "slots": 16}},
     "dpo": {"stages": ["sft", "dpo"], "dpo": {"steps": 3, "batch": 8, "save_every": 3}},
 }
 

@@ -167,7 +167,7 @@ def default_attention(
 
 
 def computes(implementation: AttentionImplementation, head_dim: int, softcap: float | None) -> bool:
-    """Whether an implementation supports heads of this size and, if there is one, the softcap."""
+    """True if an implementation supports heads of this size and, if there is one, the softcap."""
     if implementation == "cudnn":
         return head_dim % 8 == 0 and head_dim <= largest_cudnn_head() and softcap is None
     return implementation == "xla" or splash_supports(head_dim)
@@ -246,7 +246,7 @@ def cached_attention(
 
 
 def transposes_keys(mesh: Mesh | AbstractMesh) -> bool:
-    """Whether caches on this mesh are `transposed`."""
+    """True if caches on this mesh are `transposed`."""
     device = mesh.abstract_mesh.abstract_device
     return (jax.default_backend() if device is None else device.platform) == "cpu"
 

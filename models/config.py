@@ -14,7 +14,7 @@ _CHOICES = {"activation": ("silu", "gelu_tanh"), "norm": ("rms", "layer"), "posi
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """How rotary frequencies are lowered, so that positions beyond those of pretraining have angles that it has seen.
+    """Settings that lower rotary frequencies: positions beyond those of pretraining then have angles that it has seen.
 
     kind: "linear" divides every frequency by `factor`. "llama3" divides by it those whose wavelength exceeds
         original_max_positions / low_freq_factor, leaves those whose wavelength is below original_max_positions /
@@ -160,7 +160,7 @@ class ModelConfig:
 
     @property
     def locality(self) -> tuple[bool, ...]:
-        """Which layers are local, one flag a layer."""
+        """One flag a layer: True for a local layer."""
         return self.local_layers or (self.window is not None,) * self.layers
 
     @property
@@ -177,10 +177,10 @@ class ModelConfig:
 
 
 def positive(value: float) -> bool:
-    """Whether a number is positive, and finite as a float."""
+    """True if a number is positive, and finite as a float."""
     return 0 < value <= sys.float_info.max
 
 
 def is_count(value: object) -> bool:
-    """Whether it is a positive integer, and not True."""
+    """True for a positive integer, but not for True."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1

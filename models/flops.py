@@ -52,8 +52,7 @@ def forward_operations(
 
     predicted: number of predicted tokens of each row, with the head "lm"; None: all but the first.
     """
-    dense = _dense(config, lengths, predicted, head, lora, frozen=2.0, trained=2.0)
-    return dense + attention_operations(config, lengths)
+    return _operations(config, lengths, predicted, head, lora, frozen=2.0, trained=2.0)
 
 
 def training_operations(
@@ -67,9 +66,7 @@ def training_operations(
 
     With `lora` the base is passed backward but has no gradient of its own: 4 a weight and token instead of 6.
     """
-    frozen = 6.0 if lora is None else 4.0
-    dense = _dense(config, lengths, predicted, head, lora, frozen=frozen, trained=6.0)
-    return dense + 3 * attention_operations(config, lengths)
+    return _operations(config, lengths, predicted, head, lora, frozen=6.0 if lora is None else 4.0, trained=6.0)
 
 
 def weight_bytes(config: ModelConfig, itemsize: float, *, layer_itemsize: float | None = None) -> float:
@@ -128,7 +125,7 @@ def generation_seconds(
     return float(decode) + prefill / operations
 
 
-def _dense(
+def _operations(
     config: ModelConfig,
     lengths: Lengths,
     predicted: Lengths | None,
@@ -138,14 +135,15 @@ def _dense(
     frozen: float,
     trained: float,
 ) -> float:
-    """Operations of the products with weights. frozen, trained: operations for each number and token of the base, and
-    of what is trained in addition."""
+    """Operations of all products. frozen, trained: for each number and token of the base, and of what is trained in
+    addition; attention has `trained` / 2 forward passes."""
     tokens = float(np.sum(lengths, dtype=np.float64))
     predicted = np.maximum(lengths - 1, 0) if predicted is None else predicted
     scored = float(np.sum(predicted, dtype=np.float64)) if head == "lm" else tokens
     of_head = trained if head == "scalar" else frozen  # a scalar head is the adapter's own
     adapter = 0.0 if lora is None else lora_weights(config, lora) * trained
-    return (frozen * layer_weights(config) + adapter) * tokens + of_head * head_weights(config, head) * scored
+    dense = (frozen * layer_weights(config) + adapter) * tokens + of_head * head_weights(config, head) * scored
+    return dense + trained / 2 * attention_operations(config, lengths)
 
 
 def _pairs(lengths: Lengths, window: int | None) -> float:

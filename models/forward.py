@@ -29,13 +29,13 @@ from jrlhf.models.config import ModelConfig
 from jrlhf.models.lora import LoRAConfig, lora_shardings, with_adapter
 from jrlhf.models.modules import NO_ADAPTERS, Adapters, Block, Norm, dequantised, has_int8, scaled_embeddings
 from jrlhf.models.params import HeadKind, Params, layer_axes, model_axes, param_shardings, spec_tree, split_arguments
-from jrlhf.models.quantize import int8_specs
+from jrlhf.models.quantize import int8_shardings
 from jrlhf.models.remat import Remat, named, policy
 
 
 @dataclass(frozen=True)
 class ForwardOptions:
-    """How a model computes over whole sequences. One object serves all functions of a model.
+    """Settings with which a model computes over whole sequences. One object serves all functions of a model.
 
     remat: what the backward pass keeps of each layer; see `remat.py`. What is not kept is computed again.
     dtype: of weights and activations in compute. Norms, rotary angles, the logits and what follows are float32.
@@ -124,19 +124,19 @@ class ShardedForward:
 
     def stored(self, params: Params) -> tuple[Params, Params]:
         """The weights that this program reads, and their specs."""
-        specs = spec_tree(param_shardings(self.config, self.mesh, self.layout, self.head))
+        shardings = param_shardings(self.config, self.mesh, self.layout, self.head)
         if self.options.lora is not None:
             # A base may have another head than the adapter's model, or none.
-            params = {name: weights for name, weights in params.items() if name in specs}
-            specs = {name: specs[name] for name in params}
+            params = {name: weights for name, weights in params.items() if name in shardings}
+            shardings = {name: shardings[name] for name in params}
         if has_int8(params):
             if self.layout != GENERATE or self.options.remat == "gather":
                 raise ValueError(
                     f"int8 weights need the generate layout and a remat other than 'gather', but this is "
                     f"{self.layout.name} and {self.options.remat!r}: there they would be kept or gathered as floats"
                 )
-            specs = int8_specs(specs)
-        return params, specs
+            shardings = int8_shardings(shardings)
+        return params, spec_tree(shardings)
 
     def load(self, weight: Array, axes: tuple[str | None, ...]) -> Array:
         """A stored slice as the block needs it: cast, then gathered (so that the cast halves the bytes that travel)."""
@@ -149,12 +149,10 @@ class ShardedForward:
 
     def hidden(self, params: Params, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
         """The final hidden states of this device's rows, after the final norm."""
-        config, axes = self.config, layer_axes(self.axes)
+        config, locality, axes = self.config, self.config.locality, layer_axes(self.axes)
         rotations = layer_rotations(jnp.arange(tokens.shape[1])[None, :], config)
-        locality = config.locality
         # The scan's layers share one program: where they differ in locality, each gets its flag as an input.
         flags = jnp.asarray(locality) if len(set(locality)) > 1 else None
-
         checkpoint = partial(jax.checkpoint, policy=policy(self.options.remat))
 
         def layer(local, x, weights, adapters: Adapters = NO_ADAPTERS):
@@ -166,12 +164,15 @@ class ShardedForward:
 
             return Block(config, loaded)(x, of_layer(rotations, local), attend, self.tensor, adapters)
 
+        def final_norm(x):
+            return Norm(config, jax.tree.map(self.load, params["final_norm"], self.axes["final_norm"]))(x)
+
         if self.layout == GENERATE:
             x, layers = self.embed(params, tokens), params["layers"]
             adapters = params.get("adapters", [NO_ADAPTERS] * len(layers))
             for local, *inputs in zip(locality, layers, adapters, strict=True):
                 x, _ = checkpoint(partial(layer, local))(x, *inputs)
-            return self.final_norm(params, x)
+            return final_norm(x)
 
         def scanned(x, inputs):
             weights, flag = inputs
@@ -187,10 +188,7 @@ class ShardedForward:
         # Weights that are not gathered vary from here on: their gradients are summed once, for all layers together.
         layers = jax.tree.map(varying, params["layers"], axes)
         x, _ = lax.scan(scanned, self.embed(params, tokens), (layers, flags))
-        return self.final_norm(params, x)
-
-    def final_norm(self, params: Params, x: Array) -> Array:
-        return Norm(self.config, jax.tree.map(self.load, params["final_norm"], self.axes["final_norm"]))(x)
+        return final_norm(x)
 
     @jax.named_scope("embed")
     def embed(self, params: Params, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
@@ -225,11 +223,9 @@ class ShardedForward:
         self, params: Params, hidden: Float[Array, "B T D"], of_tokens: Any, starts: Int[Array, "B"] | None
     ) -> tuple[Float[Array, "n D"], Float[Array, "V D"], Any]:
         """(hidden states, this device's slice of the unembedding, `of_tokens`' arrays [B, T] as [n]), at the n tokens
-        that are predicted, of all rows that share that slice.
-
-        The arguments of a call are gathered before they are cut: so they need not wait for anything. Cut first, they
-        would be ready amid the layers' collectives, and simulated devices may then wait for each other.
-        """
+        that are predicted, of all rows that share that slice."""
+        # A call's arguments are gathered before they are cut: so they need not wait for anything. Cut first, they would
+        # be ready amid the layers' collectives, and simulated devices may then wait for each other.
         name = "embedding" if self.config.tie_embeddings else "unembedding"
         unembedding = self.load(params[name], self.axes[name])
         hidden = self.sharing(self.predicted(hidden, starts, ahead=1))
@@ -242,8 +238,7 @@ class ShardedForward:
         x = (x if self.layout.tensor_parallel else own_rows(x)).reshape(tokens.shape[0], -1)
         if starts is None:
             return jnp.pad(x, ((0, 0), (1, 0)))  # index 0 is predicted from nothing
-        distances = jnp.arange(tokens.shape[1])[None, :] - jnp.maximum(starts, 1)[:, None]
-        return _at(x, distances)
+        return _at(x, jnp.arange(tokens.shape[1])[None, :] - jnp.maximum(starts, 1)[:, None])
 
     def predicted(self, x: Array, starts: Int[Array, "B"] | None, *, ahead: int = 0) -> Array:
         """`x` [B, T, ...] at the tokens that are predicted, or `ahead` positions before them; 0 past a row's end."""
@@ -294,8 +289,7 @@ def make_logprobs(
         `lora_shardings` says. base: stored as `param_shardings(config, mesh, GENERATE)` says, in any dtype or as
         `to_int8` makes it, with any head. Differentiate by the adapter.
 
-    In GENERATE the layers are not gathered but sliced over `tensor`, and they are unrolled. What does not fit on the
-    mesh is refused by a ValueError: a model at once, a batch when the function is called.
+    In GENERATE the layers are not gathered but sliced over `tensor`, and they are unrolled.
     """
     forward = ShardedForward(config, mesh, layout, "lm", replace(options, **keywords))
     return forward.shard(lambda params, tokens, starts=None: forward.logprobs(params, tokens, starts))
@@ -333,8 +327,8 @@ def make_token_sums(
             hidden = forward.hidden(params, tokens)
             with jax.named_scope("head"):
                 hidden, unembedding, (targets, data) = forward.predictions(params, hidden, (tokens, data), starts)
-                gradients = {"entropy_gradient": entropy_gradient}
-                sums = token_sums(hidden, unembedding, targets, data, terms, **gradients, **forward.logits)
+                op = {**forward.logits, "entropy_gradient": entropy_gradient}
+                sums = token_sums(hidden, unembedding, targets, data, terms, **op)
             return lax.psum(sums, tuple(axis for axis in layout.batch if axis != TENSOR))
 
         return forward.shard(local, sums=True)(params, tokens, data, starts, *frozen)
@@ -361,8 +355,7 @@ def make_logprobs_with_base(
     def local(params, tokens, starts=None):
         count = len(tokens)
         params = {**params, "adapters": [replace(layer, rows=count) for layer in params["adapters"]]}
-        tokens, starts = jax.tree.map(lambda x: jnp.concatenate([x, x]), (tokens, starts))
-        logprobs, entropy = forward.logprobs(params, tokens, starts)
+        logprobs, entropy = forward.logprobs(params, *jax.tree.map(lambda x: jnp.concatenate([x, x]), (tokens, starts)))
         return logprobs[:count], entropy[:count], logprobs[count:]
 
     return forward.shard(local)
@@ -402,7 +395,6 @@ def make_scores(
 
 def _accepted(options: ForwardOptions, keywords: dict[str, Any], *unused: str) -> ForwardOptions:
     """The options with these keywords, among them none that the function does not use."""
-    for name in unused:
-        if name in keywords:
-            raise TypeError(f"unexpected keyword argument {name!r}: it would have no effect here")
+    for name in keywords.keys() & set(unused):
+        raise TypeError(f"unexpected keyword argument {name!r}: it would have no effect here")
     return replace(options, **keywords)

@@ -29,7 +29,7 @@ from jrlhf.models.params import PROJECTIONS, HeadKind, Init, Params, WeightInfo,
 
 @dataclass(frozen=True)
 class LoRAConfig:
-    """Which projections are adapted, and how.
+    """Settings of an adapter: the projections that it adapts, and its size.
 
     rank: r, the inner size of every adapter.
     alpha: scales what an adapter adds, by alpha / r.
@@ -115,7 +115,7 @@ def lora_axes(config: ModelConfig, lora: LoRAConfig, tensor: int, head: HeadKind
 def lora_shardings(
     config: ModelConfig, mesh: Mesh | AbstractMesh, lora: LoRAConfig, head: HeadKind = "lm"
 ) -> dict[str, Any]:
-    """Where each leaf is stored: over `tensor` with the heads or the mlp of its projection, else on every device."""
+    """Returns each leaf's sharding: over `tensor` with the heads or the mlp of its projection, else on every device."""
     return stored(lora_axes(config, lora, mesh.shape["tensor"], head), mesh, GENERATE)
 
 
@@ -160,7 +160,10 @@ def merge_layers(layers: Params, adapter: Params, index: int | slice, lora: LoRA
     merged = {part: dict(tree) for part, tree in layers.items()}
     for part, tree in adapter["layers"].items():
         for name, low in tree.items():
-            merged[part][name] = _sum(merged[part][name], low["a"][index], low["b"][index], lora.scale, dtype)
+            weight, a, b = merged[part][name], low["a"][index], low["b"][index]
+            matrix = weight.values if isinstance(weight, Int8) else weight
+            add = _adder(matrix.sharding, matrix.ndim < a.ndim + b.ndim - 2, lora.scale, dtype)
+            merged[part][name] = add(weight, a, b)
     return dequantised(merged, dtype)
 
 
@@ -172,11 +175,6 @@ def headed(base: Params, adapter: Params) -> Params:
     other = "unembedding" if "value_head" in adapter else "value_head"
     own = {name: leaf for name, leaf in adapter.items() if name != "layers"}
     return {name: leaf for name, leaf in base.items() if name != other} | own
-
-
-def _sum(weight: Array | Int8, a: Array, b: Array, scale: float, dtype: Any) -> Array:
-    stored = weight.values if isinstance(weight, Int8) else weight
-    return _adder(stored.sharding, stored.ndim < a.ndim + b.ndim - 2, scale, dtype)(weight, a, b)
 
 
 @cache

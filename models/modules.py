@@ -82,12 +82,12 @@ class Int8:
 
 
 def is_int8(x: Any) -> bool:
-    """Whether `x` is a quantized matrix: one leaf, for `jax.tree.map`."""
+    """True if `x` is a quantized matrix: one leaf, for `jax.tree.map`."""
     return isinstance(x, Int8)
 
 
 def has_int8(params: Any) -> bool:
-    """Whether `to_int8` made these weights."""
+    """True if `to_int8` made these weights."""
     return any(is_int8(leaf) for leaf in jax.tree.leaves(params, is_leaf=is_int8))
 
 
@@ -207,7 +207,7 @@ class MLP(Module):
     def __call__(
         self, x: Float[Array, "B T D"], axis: str | None, adapters: Adapters = NO_ADAPTERS
     ) -> Float[Array, "B T D"]:
-        """Where F is sliced over `axis`, the sum of the devices' parts."""
+        """The MLP's output; where F is sliced over `axis`, the sum of the devices' parts."""
         bias, activation = self.config.mlp_bias, self.config.activation
         gate = None
         if self.config.gated_mlp:

@@ -54,7 +54,7 @@ class WeightInfo:
 
     @property
     def layered(self) -> bool:
-        """Whether each layer has one."""
+        """True if each layer has one."""
         return self.path[0] == "layers"
 
     @property
@@ -64,7 +64,7 @@ class WeightInfo:
 
     @property
     def vector(self) -> bool:
-        """Whether one layer's part has at most one dimension: norms, the scalar head, most biases."""
+        """True if one layer's part has at most one dimension: norms, the scalar head, most biases."""
         return len(self.layer_shape) < 2
 
     def shard(self, layout: Layout, fsdp: int, tensor: int) -> tuple[int, ...]:
@@ -262,7 +262,7 @@ def model_axes(config: ModelConfig, mesh: Mesh | AbstractMesh, head: HeadKind) -
 
 
 def is_axes(x: Any) -> bool:
-    """Whether `x` is one weight's logical axes, a leaf of an axes tree."""
+    """True if `x` is one weight's logical axes, a leaf of an axes tree."""
     return isinstance(x, tuple)
 
 
@@ -274,7 +274,7 @@ def layer_axes(axes: Params) -> Params:
 def param_shardings(
     config: ModelConfig, mesh: Mesh | AbstractMesh, layout: Layout, head: HeadKind = "lm"
 ) -> dict[str, Any]:
-    """Where each weight is stored, in the tree of `init_lm` or `init_scalar`; a ValueError if the mesh does not fit.
+    """Returns the sharding of each stored weight, in the tree of `init_lm` or `init_scalar`.
 
     In GENERATE "layers" is a list with one dict a layer: slicing stacked weights inside a decode loop copies every
     weight at every step.
@@ -286,7 +286,7 @@ def param_shardings(
 
 
 def stored(axes: Params, mesh: Mesh | AbstractMesh, layout: Layout) -> Params:
-    """Where `layout` stores weights with these axes: a tree of NamedShardings."""
+    """Returns a tree of NamedShardings: where `layout` stores weights with these axes."""
     return jax.tree.map(lambda leaf: NamedSharding(mesh, layout.storage.spec(leaf)), axes, is_leaf=is_axes)
 
 

@@ -30,15 +30,9 @@ def to_int8(params: Params, *, donate: bool = False) -> Params:
     return _map_matrices(partial(_quantized, donate=donate), params)
 
 
-def int8_specs(specs: Params) -> Params:
-    """A tree of PartitionSpecs for weights that `to_int8` made of weights with these specs."""
-
-    return _map_matrices(lambda _, spec, inputs: Int8(spec, _scale_spec(spec, inputs)), specs)  # pyright: ignore
-
-
 def int8_shardings(shardings: Params) -> Params:
-    """A tree of NamedShardings, as `int8_specs`: where `to_int8` stores weights that had these shardings."""
-    return _map_matrices(lambda _, sharding, inputs: _stored(sharding, inputs), shardings)
+    """Returns the shardings of weights that `to_int8` made of weights with these shardings."""
+    return _map_matrices(lambda _, *matrix: _stored(*matrix), shardings)
 
 
 def int8_error(params: Params, quantized: Params) -> dict[str, float]:
@@ -98,9 +92,6 @@ def _quantizer(sharding: Any, inputs: tuple[int, ...]) -> Callable[[Array], tupl
 
 
 def _stored(sharding: NamedSharding, inputs: tuple[int, ...]) -> Any:
-    """Where the values and the scale of a matrix with this sharding are stored."""
-    return Int8(sharding, NamedSharding(sharding.mesh, _scale_spec(sharding.spec, inputs)))  # pyright: ignore
-
-
-def _scale_spec(spec: PartitionSpec, inputs: tuple[int, ...]) -> PartitionSpec:
-    return PartitionSpec(*(None if dim in inputs else axes for dim, axes in enumerate(spec)))
+    """Returns the shardings of the values and the scale of a matrix with this sharding."""
+    scale = PartitionSpec(*(None if dim in inputs else axes for dim, axes in enumerate(sharding.spec)))
+    return Int8(sharding, NamedSharding(sharding.mesh, scale))  # pyright: ignore

@@ -214,7 +214,7 @@ class Admission:
 
 
 class Table:
-    """Which row of a group of devices is in which of its slots, and which prompts wait.
+    """Records which row of a group of devices is in which slot, and which prompts wait.
 
     A row is a sample of a prompt: row prompt * samples + number.
     """
@@ -336,7 +336,7 @@ class _Rollout:
         return int((prompts + lengths)[occupied].max(initial=0))
 
     def _may_admit(self, table: Table) -> bool:
-        """Whether there is room for a wave, or for all that waits, or for anything where nothing would decode."""
+        """True if a wave or all waiting prompts have room, or any prompt where no row would decode."""
         return table.room > 0 and (table.room >= min(self._waves[0], len(table.waiting)) or table.running == 0)
 
     def _admit(self, slots: Slots) -> None:

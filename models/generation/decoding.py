@@ -32,7 +32,7 @@ from jrlhf.models.attention import (
 )
 from jrlhf.models.collectives import TENSOR, check_rows, lookup, total
 from jrlhf.models.config import ModelConfig
-from jrlhf.models.generation.sampling import SamplingConfig, sample
+from jrlhf.models.generation.sampling import SamplingConfig, is_stop, sample
 from jrlhf.models.lora import LoRAConfig, lora_shardings, with_adapter
 from jrlhf.models.modules import (
     NO_ADAPTERS,
@@ -47,7 +47,7 @@ from jrlhf.models.modules import (
     scaled_embeddings,
 )
 from jrlhf.models.params import Params, param_shardings, spec_tree
-from jrlhf.models.quantize import int8_specs
+from jrlhf.models.quantize import int8_shardings
 
 OWN = P(AXES)  # rows over all devices
 SHARED = GENERATE.batch_spec()  # rows over the groups: the same on the devices of one
@@ -130,7 +130,7 @@ class Decoder:
 
     def on_mesh(self, local: Callable, in_specs: tuple, out_specs: Any) -> Callable:
         """`local(weights, *arrays)` on each device, as a function of the global (params, adapter, *arrays)."""
-        stored = spec_tree(param_shardings(self.config, self.mesh, GENERATE))
+        stored = param_shardings(self.config, self.mesh, GENERATE)
         adapted = {} if self.lora is None else spec_tree(lora_shardings(self.config, self.mesh, self.lora))
 
         def on_device(params: Params, adapter: Params, *arrays: Any) -> Any:
@@ -139,7 +139,7 @@ class Decoder:
             return local(weights, *arrays)
 
         def call(params: Params, adapter: Params, *arrays: Any) -> Any:
-            specs = (int8_specs(stored) if has_int8(params) else stored, adapted, *in_specs)
+            specs = spec_tree(int8_shardings(stored) if has_int8(params) else stored), adapted, *in_specs
             mapped = jax.shard_map(on_device, mesh=self.mesh, in_specs=specs, out_specs=out_specs)
             return mapped(params, adapter, *arrays)
 
@@ -169,8 +169,8 @@ class Decoder:
             token, logprob = self.draw(weights, hidden, rows)
             running = self.running(rows)
             token, logprob = jnp.where(running, token, 0), jnp.where(running, logprob, 0.0)
-            lengths = rows.lengths + running
-            rows = replace(rows, lengths=lengths, last=token, finished=rows.finished | (running & self.stops(token)))
+            lengths, stops = rows.lengths + running, is_stop(token, self.sampling)
+            rows = replace(rows, lengths=lengths, last=token, finished=rows.finished | (running & stops))
             return _State(
                 step=state.step + 1,
                 running=lax.psum(jnp.sum(self.running(rows)), AXES),
@@ -198,7 +198,7 @@ class Decoder:
         return end.rows, end.caches, end.tokens, end.logprobs
 
     def running(self, rows: Rows) -> Bool[Array, "B"]:
-        """Which rows are neither finished nor at the length limit."""
+        """Returns a mask of the rows that are neither finished nor at the length limit."""
         return ~rows.finished & (rows.lengths < self.sampling.max_new_tokens)
 
     @jax.named_scope("embed")
@@ -271,12 +271,6 @@ class Decoder:
                 vocab_size=self.config.vocab_size,
                 may_stop=rows.lengths >= self.sampling.min_new_tokens,
             )
-
-    def stops(self, token: Int[Array, "B"]) -> Bool[Array, "B"]:
-        stopped = jnp.zeros_like(token, dtype=bool)
-        for stop in self.sampling.stop_ids:
-            stopped = stopped | (token == stop)
-        return stopped
 
 
 def first_rows(prompts: Int[Array, "B P"], prompt_lengths: Int[Array, "B"], keys: PRNGKeyArray) -> Rows:

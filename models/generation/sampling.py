@@ -15,7 +15,7 @@ _PARITY = 0x1BD11BDA
 
 @dataclass(frozen=True)
 class SamplingConfig:
-    """How responses are drawn.
+    """The settings with which responses are drawn.
 
     max_new_tokens: the length limit R of a response, a stop token included.
     temperature: divides the logits; 0 draws the most likely token, with the log-probabilities of temperature 1.
@@ -135,16 +135,20 @@ def sample(
     if config.token_limit is not None and config.token_limit < vocab_size:
         allowed = jnp.where(token < config.token_limit, allowed, -jnp.inf)
     if config.min_new_tokens > 0:
-        stops = jnp.zeros_like(token, dtype=bool)
-        for stop in config.stop_ids:
-            stops = stops | (token == stop)
-        allowed = jnp.where(stops & ~may_stop[:, None], -jnp.inf, allowed)
+        allowed = jnp.where(is_stop(token, config) & ~may_stop[:, None], -jnp.inf, allowed)
     if config.temperature > 0:
         # The largest of logits with Gumbel noise is a draw from their softmax; these are jax.random.categorical's.
         allowed = restrict(allowed, config.top_k, config.top_p) + gumbel(keys, logits.shape[-1])
     drawn = largest(allowed)
     chosen = jnp.take_along_axis(scaled, drawn[:, None], axis=-1)[:, 0]
     return drawn, chosen - jax.nn.logsumexp(scaled, axis=-1)
+
+
+def is_stop(token: Int[Array, "*S"], config: SamplingConfig) -> Bool[Array, "*S"]:
+    stops = jnp.zeros_like(token, dtype=bool)
+    for stop in config.stop_ids:
+        stops = stops | (token == stop)
+    return stops
 
 
 def gumbel(keys: PRNGKeyArray, size: int) -> Float[Array, "B size"]:

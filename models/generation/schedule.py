@@ -7,7 +7,7 @@ FILLING = 2048  # tokens: a prefill of fewer would not keep an accelerator busy
 
 @dataclass(frozen=True)
 class Schedule:
-    """How the rows of a rollout share the devices' decode slots.
+    """Settings of how the rows of a rollout share the devices' decode slots.
 
     slots: rows that decode at a time, over all devices; the others wait, and take the place of rows that are done.
         None: all of them.
@@ -37,7 +37,7 @@ class Schedule:
                 raise ValueError(f"{name}={value!r} must be an integer of at least 1")
 
     def is_one_program(self, rows: int, response: int) -> bool:
-        """Whether all rows share one prefill and one chunk, and so one program."""
+        """True if all rows share one prefill and one chunk, and so one program."""
         return (self.slots is None or self.slots >= rows) and response <= self.chunk and self.prefill is None
 
     def waves(self, prompts: int, room: int, width: int) -> tuple[int, ...]:

@@ -271,7 +271,7 @@ def _digits(value: int | float) -> str:
 
 
 def _windows(values: _Values, family: str, layers: int) -> dict[str, Any]:
-    """Which layers are local, and how far they see."""
+    """Reads which layers are local, and how far they see."""
     window = None if values["sliding_window"] is None else values.integer("sliding_window")
     types = values["layer_types"]
     if types is not None:
@@ -357,13 +357,9 @@ def _scaling(parameters: Json, original: Any, values: _Values) -> RopeScaling | 
     if kind == "llama3":
         if original is None:
             original = parameters.get("original_max_position_embeddings", values.integer("max_position_embeddings"))
-        return RopeScaling(
-            kind="llama3",
-            factor=number("factor"),
-            low_freq_factor=number("low_freq_factor"),
-            high_freq_factor=number("high_freq_factor"),
-            original_max_positions=_integer("original_max_position_embeddings", original),
-        )
+        bands = {key: number(key) for key in ("factor", "low_freq_factor", "high_freq_factor")}
+        positions = _integer("original_max_position_embeddings", original)
+        return RopeScaling(kind="llama3", **bands, original_max_positions=positions)
     raise ValueError(f"rope_type {kind!r} is not supported: known are default, linear, llama3")
 
 
@@ -471,13 +467,6 @@ def _write(config: ModelConfig, family: str, head: HeadKind) -> dict[str, Any]:
 
 
 def _written_scaling(scaling: RopeScaling | None) -> dict[str, Any] | None:
-    if scaling is None:
-        return None
-    written: dict[str, Any] = {"rope_type": scaling.kind, "factor": scaling.factor}
-    if scaling.kind == "llama3":
-        written |= {
-            "low_freq_factor": scaling.low_freq_factor,
-            "high_freq_factor": scaling.high_freq_factor,
-            "original_max_position_embeddings": scaling.original_max_positions,
-        }
-    return written
+    keys = {"kind": "rope_type", "original_max_positions": "original_max_position_embeddings"}
+    values = {} if scaling is None else vars(scaling)
+    return {keys.get(name, name): value for name, value in values.items() if value is not None} or None

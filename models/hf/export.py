@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -94,29 +95,27 @@ def export_hf(
     previous_export(directory, lambda name: _WRITTEN.fullmatch(name) is not None)
 
     described = hf_config(config, head, family)
-    planned = plan_weights(params, config, dtype=dtype, family=described["model_type"])
     merged = None
     if adapter is not None and lora is not None:
-        to = _dtype(params, dtype)
+        to = params["embedding"].dtype if dtype is None else dtype  # merged matrices are rounded to it
         merged = lambda layer, index: merge_layers(layer, adapter, index, lora, to)  # noqa: E731
     tensors = hf_weights(params, config, dtype=dtype, family=described["model_type"], change=merged)
-    weights = (array for _, array in tensors)
     if jax.process_index() != 0:
-        for _ in weights:  # this process's share of fetching them
-            pass
+        for tensor in tensors:  # this process's share of fetching them
+            tensor.fetch()
         multihost_utils.sync_global_devices("export")
         return directory
 
     ids = {f"{name}_token_id": ids for name, ids in special.items()}
     with replacing(directory) as written:
-        _write_json(written / "config.json", described | ids | {"torch_dtype": planned[0].dtype.name})
+        _write_json(written / "config.json", described | ids | {"torch_dtype": tensors[0].dtype.name})
         if head == "lm":
             _write_json(written / "generation_config.json", {"do_sample": True, **ids})
         if tokenizer_json is not None:
             _write_tokenizer(written, tokenizer_json, special, config.max_positions)
         for file in copied:
             shutil.copyfile(file, written / file.name)
-        write_tensors(written, planned, weights, shard_bytes)
+        write_tensors(written, tensors, shard_bytes)
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices("export")
     return directory
@@ -129,33 +128,29 @@ def hf_weights(
     dtype: DTypeLike | None = None,
     family: str | None = None,
     change: Callable[[Params, int], Params] | None = None,
-) -> Iterator[tuple[str, np.ndarray]]:
-    """(name, array) of every weight in Hugging Face's names and order, one at a time.
+) -> list[Planned]:
+    """Every tensor of the model in Hugging Face's names and order, each of which can be fetched, best in this order.
 
     change: (a layer, its index) -> the layer that is written. The other parameters: see `export_hf`.
     """
-    current: dict[str, Any] = {}
-    for name, weights, layer in _tensors(params, config, family):
+    layers, current = params["layers"], {}
+    first = {**params, "layers": layers[0] if isinstance(layers, list) else layers}
+
+    def fetch(weights: tuple[TensorView, ...], layer: int | None) -> np.ndarray:
         if layer is not None and current.get("layer") != layer:
-            taken = _take(params["layers"], layer)
-            current = {"layer": layer, "layers": taken if change is None else change(taken, layer)}
+            taken = _take(layers, layer)
+            current.update(layer=layer, layers=taken if change is None else change(taken, layer))
         tree = params if layer is None else current
         parts = [weight.to_file(on_host(leaf_at(tree, weight.path), dtype)) for weight in weights]
-        yield name, parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)
+        return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)
 
-
-def plan_weights(
-    params: Params, config: ModelConfig, *, dtype: DTypeLike | None = None, family: str | None = None
-) -> list[Planned]:
-    """Name, shape and dtype of the arrays of `hf_weights`, without fetching them."""
-    layers = params["layers"]
-    tree = {**params, "layers": layers[0] if isinstance(layers, list) else layers}
-    planned = []
-    for name, weights, _ in _tensors(params, config, family):
-        leaf = leaf_at(tree, weights[0].path)
-        own = _dtype(params, None) if is_int8(leaf) else leaf.dtype
-        planned.append(Planned(name, weights[0].file_shape, np.dtype(own if dtype is None else dtype)))
-    return planned
+    tensors = []
+    for name, weights, layer in _tensors(params, config, family):
+        leaf = leaf_at(first, weights[0].path)
+        own = params["embedding"].dtype if is_int8(leaf) else leaf.dtype
+        written = np.dtype(own if dtype is None else dtype)
+        tensors.append(Planned(name, weights[0].file_shape, written, partial(fetch, weights, layer)))
+    return tensors
 
 
 def _tensors(
@@ -189,11 +184,6 @@ def _take(layers: Any, index: int) -> Params:
 @jax.jit
 def _take_on_devices(layers: Params, index: jax.Array) -> Params:
     return jax.tree.map(lambda stack: lax.dynamic_index_in_dim(stack, index, keepdims=False), layers)
-
-
-def _dtype(params: Params, dtype: DTypeLike | None) -> DTypeLike:
-    """The dtype that merged matrices are rounded to."""
-    return params["embedding"].dtype if dtype is None else dtype
 
 
 def _tokenizer_files(directory: Path) -> list[Path]:

@@ -9,7 +9,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
@@ -165,11 +165,12 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Planned:
-    """A tensor that is to be written."""
+    """A tensor that is to be written. `fetch` returns its numbers."""
 
     name: str
     shape: tuple[int, ...]
     dtype: np.dtype
+    fetch: Callable[[], np.ndarray]
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES.values():
@@ -193,16 +194,14 @@ def plan_files(tensors: Sequence[Planned], file_bytes: int) -> list[list[Planned
     return files
 
 
-def write_tensors(directory: Path, tensors: Sequence[Planned], arrays: Iterable[np.ndarray], file_bytes: int) -> None:
-    """Writes model.safetensors, or several files and their index. `arrays` yields each tensor's numbers in turn; only
-    one of them is in memory at a time."""
+def write_tensors(directory: Path, tensors: Sequence[Planned], file_bytes: int) -> None:
+    """Writes model.safetensors, or several files and their index. Only one tensor is in memory at a time."""
     files = plan_files(tensors, file_bytes)
     names = [SINGLE]
     if len(files) > 1:
         names = [f"model-{index + 1:05d}-of-{len(files):05d}.safetensors" for index in range(len(files))]
-    source = iter(arrays)
     for name, group in zip(names, files, strict=True):
-        _write_file(directory / name, group, source.__next__)
+        _write_file(directory / name, group)
     if len(files) > 1:
         index = {
             "metadata": {"total_size": sum(tensor.nbytes for tensor in tensors)},
@@ -211,7 +210,7 @@ def write_tensors(directory: Path, tensors: Sequence[Planned], arrays: Iterable[
         (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-def _write_file(path: Path, tensors: Sequence[Planned], following: Callable[[], np.ndarray]) -> None:
+def _write_file(path: Path, tensors: Sequence[Planned]) -> None:
     codes = {dtype: code for code, dtype in DTYPES.items()}
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     begins: dict[str, int] = {}
@@ -226,7 +225,7 @@ def _write_file(path: Path, tensors: Sequence[Planned], following: Callable[[], 
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for tensor in tensors:
-            array = following()
+            array = tensor.fetch()
             assert array.shape == tensor.shape and array.dtype == tensor.dtype, (tensor, array.shape, array.dtype)
             file.seek(8 + len(text) + begins[tensor.name])
             # In the order of the shape, whatever order the numbers have in memory.

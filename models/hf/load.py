@@ -91,17 +91,6 @@ def check_hf(directory: str | os.PathLike[str], *, head: HeadKind = "lm") -> HFC
 # ---- which tensors
 
 
-def _inspect(
-    directory: Path, head: HeadKind, config: HFConfig | None, *, keep_head: bool
-) -> tuple[HFConfig, "_Source"]:
-    config = read_config(directory) if config is None else config
-    if head == "lm" and config.head == "scalar":
-        raise ValueError(
-            f"{directory} holds a reward model, which scores no tokens: choose a language model for this role"
-        )
-    return config, _open(directory, config, head, keep_head=keep_head and config.head == "scalar")
-
-
 @dataclass(frozen=True)
 class _Source:
     """The weights of one model and the tensors that hold them, all checked before the first is read.
@@ -132,7 +121,12 @@ class _Source:
         return np.dtype(reduce(jnp.promote_types, {DTYPES[self.tensor(weight, layer).dtype] for layer in layers}))
 
 
-def _open(directory: Path, config: HFConfig, head: HeadKind, *, keep_head: bool) -> _Source:
+def _inspect(directory: Path, head: HeadKind, config: HFConfig | None, *, keep_head: bool) -> tuple[HFConfig, _Source]:
+    config = read_config(directory) if config is None else config
+    if head == "lm" and config.head == "scalar":
+        raise ValueError(
+            f"{directory} holds a reward model, which scores no tokens: choose a language model for this role"
+        )
     tensors = find_tensors(directory)
     table = weight_table(config.model, config.family, head)
     first = table[0].name
@@ -140,16 +134,13 @@ def _open(directory: Path, config: HFConfig, head: HeadKind, *, keep_head: bool)
         prefix = first.removesuffix(without_prefix(first))
         tensors = {name if name in HEAD_TENSORS else prefix + name: tensor for name, tensor in tensors.items()}
     absent = [weight for weight in table if weight.path[0] == "value_head"]
-    if keep_head:  # the kernel must be there, the bias may
+    if keep_head and config.head == "scalar":  # the kernel must be there, the bias may
         absent = [weight for weight in absent if weight.path[-1] == "bias" and weight.name not in tensors]
     present = [weight for weight in table if weight not in absent]
-    return _Source(
-        config.model.layers,
-        single=tuple(weight for weight in present if not weight.layered),
-        layered=tuple(weight for weight in present if weight.layered),
-        absent=tuple(absent),
-        tensors=_checked(directory, config, head, present, tensors),
-    )
+    single = tuple(weight for weight in present if not weight.layered)
+    layered = tuple(weight for weight in present if weight.layered)
+    checked = _checked(directory, config, head, present, tensors)
+    return config, _Source(config.model.layers, single, layered, tuple(absent), checked)
 
 
 def _checked(
@@ -244,18 +235,13 @@ def _ours(weight: TensorView, dtype: np.dtype, array: jax.Array) -> jax.Array:
 def _layers(
     source: _Source, shardings: Any, mesh: Mesh, dtype_of: Callable[[TensorView], np.dtype], report: Report
 ) -> Params | list[Params]:
-    """All layers: a list, where `shardings` is one, or else each written into the stacked weights in place.
-
-    One layer is on its way at a time: otherwise layer after layer would be in flight.
-    """
+    """All layers: a list, where `shardings` is one, or else each written into the stacked weights in place."""
     weights = {weight.path[1:]: weight for weight in source.layered}
     dtypes = {path: dtype_of(weight) for path, weight in weights.items()}
     listed = isinstance(shardings, list)
     stored = {path: leaf_at(shardings[0] if listed else shardings, path) for path in weights}
-    one = {
-        path: NamedSharding(mesh, sharding.spec if listed else P(*sharding.spec[1:]))
-        for path, sharding in stored.items()
-    }
+    specs = {path: sharding.spec if listed else P(*sharding.spec[1:]) for path, sharding in stored.items()}
+    one = {path: NamedSharding(mesh, spec) for path, spec in specs.items()}
 
     def ours(layer: dict[TreePath, jax.Array]) -> dict[TreePath, jax.Array]:
         return {path: _ours(weights[path], dtypes[path], array) for path, array in layer.items()}
@@ -270,7 +256,7 @@ def _layers(
     whole = {path: jax.ShapeDtypeStruct((source.layers, *shapes[path]), dtypes[path]) for path in weights}
     stacks = {} if listed else _zeros(whole, stored, mesh)
     layers = []
-    for index in range(source.layers):
+    for index in range(source.layers):  # waits for each layer: otherwise several would be on their way
         layer = {path: _read(weight, source.tensor(weight, index), one[path]) for path, weight in weights.items()}
         if listed:
             layers.append(nested(jax.block_until_ready(place(layer)).items()))

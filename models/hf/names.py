@@ -43,7 +43,7 @@ class TensorView:
 
     @property
     def layered(self) -> bool:
-        """Whether every layer has one."""
+        """True if every layer has one."""
         return self.path[0] == "layers"
 
     @property
@@ -99,7 +99,7 @@ def _weight(weight: WeightInfo, dialect: str) -> TensorView:
 
 
 def is_buffer(name: str) -> bool:
-    """Whether a tensor of this name is no weight, and nothing is lost without it."""
+    """True if a tensor of this name is no weight, and nothing is lost without it."""
     return _BUFFERS.fullmatch(name) is not None
 
 

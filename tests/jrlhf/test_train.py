@@ -132,9 +132,10 @@ def test_the_exported_model_is_the_last_checkpoint(finished):
             state = RLState(trained, KLState(jnp.ones(())), RunningMoments.create(), zero)
             restored = checkpoints.restore_latest(like(state, mesh))
     assert restored is not None and restored[0] == 6
-    saved = dict(hf_weights(jax.tree.map(np.asarray, restored[1].trained["actor"].params), models["actor"]))
+    tensors = hf_weights(jax.tree.map(np.asarray, restored[1].trained["actor"].params), models["actor"])
+    saved = {tensor.name: tensor.fetch() for tensor in tensors}
     weights = load_file(finished / "model" / "model.safetensors")
-    assert weights.keys() == saved.keys() and all(np.array_equal(weights[name], saved[name]) for name in weights)
+    assert weights.keys() == saved.keys() and all(np.array_equal(weights[name], saved[name]) for name in saved)
     assert not np.array_equal(weights["model.embed_tokens.weight"], np.asarray(actor.params["embedding"]))
 
 

@@ -120,12 +120,24 @@ def test_tokens_do_not_depend_on_the_schedule(alone, schedule, monkeypatch):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("family", ["gemma", "gpt2"])
-def test_windows_and_learned_positions_count_from_a_rows_own_start(family, monkeypatch):
-    """In slots that others had before, and in caches that are longer or shorter than those of one program."""
-    monkeypatch.setattr(_Rollout, "warm", lambda self: None)
-    setting = Setting((1, 1, 1), config=FAMILIES[family])
-    assert_same(setting.scheduled(Schedule(slots=4, chunk=6, buckets=2, lengths=2, prefill=2)), setting.plain())
+@pytest.mark.parametrize(
+    ("sizes", "changes"),
+    [
+        # In slots that others had before, and in caches that are longer or shorter than those of one program.
+        ((1, 1, 1), {"config": FAMILIES["gemma"]}),
+        ((1, 1, 1), {"config": FAMILIES["gpt2"]}),
+        ((1, 1, 1), {"lora": LORA}),
+        ((1, 1, 1), {"lora": LORA, "int8": True}),
+        ((1, 2, 2), {}),
+        ((2, 2, 2), {}),
+        ((1, 2, 4), {}),
+    ],
+    ids=["windows", "learned positions", "adapter", "int8", "1-2-2", "2-2-2", "1-2-4"],
+)
+def test_every_kind_of_model_and_every_mesh_is_scheduled_alike(sizes, changes):
+    """Groups of devices refill and compact together; windows and positions count from a row's own start."""
+    setting = Setting(sizes, **changes)
+    assert_same(setting.scheduled(Schedule(slots=8, chunk=6, buckets=2, lengths=2)), setting.plain())
 
 
 @pytest.mark.full
@@ -139,13 +151,6 @@ def test_tokens_do_not_depend_on_how_keys_are_stored(alone, monkeypatch):
     assert_same(setting.plain(), expected)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("sizes", [(1, 2, 2), (2, 2, 2), (1, 2, 4)])
-def test_groups_of_devices_refill_and_compact_together(sizes):
-    setting = Setting(sizes)
-    assert_same(setting.scheduled(Schedule(slots=8, chunk=6, buckets=2, lengths=1)), setting.plain())
-
-
 def test_samples_share_a_prefill_and_a_prompt(monkeypatch):
     setting = Setting((1, 1, 1), samples=3)
     expected, prefill = setting.plain(), Decoder.prefill
@@ -156,17 +161,9 @@ def test_samples_share_a_prefill_and_a_prompt(monkeypatch):
 
     monkeypatch.setattr(Decoder, "prefill", counting)
     monkeypatch.setattr(_Rollout, "warm", lambda self: None)
-    for schedule, prefilled in (Schedule(slots=7, chunk=6, lengths=1), {1, 2}), (Schedule(chunk=R), {U}):
-        seen = set()
-        assert_same(setting.scheduled(schedule), expected)
-        assert seen == prefilled
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("int8", [False, True])
-def test_adapters_and_int8_bases_decode_alike(int8):
-    setting = Setting((1, 1, 1), lora=LORA, int8=int8)
-    assert_same(setting.scheduled(Schedule(slots=8, chunk=8, buckets=1, lengths=1)), setting.plain())
+    seen = set()
+    assert_same(setting.scheduled(Schedule(slots=7, chunk=6, lengths=1)), expected)
+    assert seen == {1, 2}
 
 
 @pytest.fixture

@@ -168,24 +168,6 @@ def test_samples_of_a_prompt_are_rows_after_one_another(models, stopped):
     assert (out.tokens[::2] != out.tokens[1::2]).any(axis=1).all()
 
 
-def test_greedy_generation_is_the_argmax_of_full_forward_passes(models, reference):
-    """On one device, with a wider prompt bucket; log-probabilities are those of temperature 1."""
-    params, recompute = models[CONFIG]
-    tokens, lengths = prompts(width=P + 2)
-    greedy = Generator(CONFIG, params, SamplingConfig(R, temperature=0.0), (1, 1, 1))
-    out = greedy((tokens, lengths), row_keys())
-
-    next_logits = fast_jit(lambda tokens: reference.logits(params, CONFIG, tokens))
-    expected = np.pad(tokens, ((0, 0), (0, R)))
-    rows = np.arange(B)
-    for step in range(R):
-        at = lengths + step
-        expected[rows, at] = np.asarray(next_logits(expected))[rows, at - 1].argmax(-1)
-    np.testing.assert_array_equal(out.tokens, expected)
-    inside = in_response(out)
-    np.testing.assert_allclose(out.logprobs[inside], np.asarray(recompute(out.tokens, 1.0))[inside], atol=1e-4)
-
-
 def test_bfloat16_logprobs_are_bounded(models):
     params, recompute = models[UNTIED]
     sampling = SamplingConfig(R, temperature=1.0)
@@ -195,8 +177,7 @@ def test_bfloat16_logprobs_are_bounded(models):
     assert 1e-4 < gap.mean() < 0.15
 
 
-@pytest.mark.parametrize(("stop_ids", "steps"), [(tuple(range(150)), 1), ((), R)])
-def test_the_loop_ends_when_every_row_has_stopped(models, monkeypatch, stop_ids, steps):
+def test_the_loop_ends_when_every_row_has_stopped(models, monkeypatch):
     calls = []
     sample = decoding.sample
 
@@ -205,12 +186,10 @@ def test_the_loop_ends_when_every_row_has_stopped(models, monkeypatch, stop_ids,
         return sample(*arguments, **keywords)
 
     monkeypatch.setattr(decoding, "sample", counting)
-    run = Generator(UNTIED, models[UNTIED][0], SamplingConfig(R, stop_ids=stop_ids), (1, 1, 1))
+    run = Generator(UNTIED, models[UNTIED][0], SamplingConfig(R, stop_ids=tuple(range(150))), (1, 1, 1))
     out = run(prompts(), row_keys())
     jax.effects_barrier()
-    assert len(calls) == steps
-    assert (out.response_lengths == steps).all()
-    assert (out.finished == bool(stop_ids)).all()
+    assert len(calls) == 1 and (out.response_lengths == 1).all() and out.finished.all()
 
 
 @pytest.mark.parametrize(
