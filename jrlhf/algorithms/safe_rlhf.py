@@ -11,7 +11,6 @@ from jrlhf.algorithms import (
     Reference,
     Result,
     Rewards,
-    Scored,
     policy_logprobs,
 )
 
@@ -36,6 +35,7 @@ def safe_rlhf(
     values = critic.values(rollout)
     cost_values = cost_critic.values(rollout)
     multiplier = constraint.update(costs)
-    scored = Scored(rollout, scores, old, ref, kl_coef)
-    experience, cost_experience = estimator.safe_experience(scored, costs, values, cost_values, multiplier)
+    experience, cost_experience = estimator.safe_experience(
+        rollout, scores, costs, old, ref, *values, *cost_values, kl_coef, multiplier
+    )
     return experience, critic.update(experience) | cost_critic.update(cost_experience) | actor.update(experience)

@@ -15,7 +15,6 @@ from jrlhf.ppo import (
     PolicyConfig,
     Rollout,
     SafeRLHFConfig,
-    Scored,
     align_scores,
     make_custom_experience,
     make_experience,
@@ -76,21 +75,21 @@ class ExperienceMaker:
     @call("compute", "experience", "cost_experience")
     @timed("adv")
     def safe_experience(
-        self, scored: Scored, costs: Array, values: Values, cost_values: Values, multiplier: Float[Array, ""]
+        self, rollout: Rollout, scores, costs, old, ref, values, after, cost_values, cost_after, kl_coef, multiplier
     ) -> tuple[Experience, Experience]:
         """Advantages of reward and cost, weighted by the multiplier; and the cost critic's experience."""
         return self._jitted[make_safe_experience](
-            scored.rollout,
-            scored.scores,
-            align_to_tokens(scored.rollout, costs),
-            scored.old,
-            scored.ref,
-            values[0],
-            cost_values[0],
-            kl_coef=scored.kl_coef,
+            rollout,
+            scores,
+            align_to_tokens(rollout, costs),
+            old,
+            ref,
+            values,
+            cost_values,
+            kl_coef=kl_coef,
             multiplier=multiplier,
-            bootstrap_values=values[1],
-            cost_bootstrap_values=cost_values[1],
+            bootstrap_values=after,
+            cost_bootstrap_values=cost_after,
         )
 
 

@@ -1,6 +1,7 @@
 """One update a batch, with shared passes, against the same in separate calls."""
 
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -158,7 +159,8 @@ def test_without_an_entropy_bonus_its_derivative_is_not_asked_for(toy, batch):
 
 def test_several_updates_parts_and_texts_are_refused(toy):
     single, texts = "a single update on a whole batch needs 1, 1, 1 and null", "ptx_coef=0.5"
-    refused = {"epochs": 2}, {"minibatches": 2}, {"micro_batches": 2}, {"micro_batch_tokens": 64}, {"ptx_coef": 0.5}
+    refused: list[dict[str, Any]] = [{"epochs": 2}, {"minibatches": 2}, {"micro_batches": 2}]
+    refused += [{"micro_batch_tokens": 64}, {"ptx_coef": 0.5}]
     models = at_responses(toy.logprobs), toy.values
     for change in refused:
         message = texts if "ptx_coef" in change else single

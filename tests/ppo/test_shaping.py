@@ -2,6 +2,7 @@
 
 import math
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -138,12 +139,13 @@ def test_aligned_scores_stand_at_their_tokens():
 
 
 def test_what_does_not_fit_is_named():
-    bad = {"clip": [0.0, math.nan], "missing_eos_penalty": [-1.0], "length_penalty": [math.inf]}
+    bad: dict[str, list[Any]] = {"clip": [0.0, math.nan], "missing_eos_penalty": [-1.0], "length_penalty": [math.inf]}
     bad |= {"overlong_penalty": [math.nan], "overlong_buffer": [0, 1.5, 0.0, True]}
     for name, values in bad.items():
         for value in values:
             with pytest.raises(ValueError, match=f"{name}={value}"):
-                ScoreConfig(**{name: value})
+                setting: dict[str, Any] = {name: value}
+                ScoreConfig(**setting)
     scores, lengths, finished = batch()
     with pytest.raises(ValueError, match="overlong_buffer=13.* at most max_response=12"):
         run(ScoreConfig(overlong_buffer=13), scores, lengths, finished)

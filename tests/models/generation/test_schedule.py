@@ -1,5 +1,7 @@
 """The bookkeeping of decode slots: every row gets one slot once, in an order that does not depend on luck."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -63,4 +65,5 @@ def test_numbers_out_of_range_are_refused():
     for name in ("slots", "chunk", "buckets", "lengths", "prefill"):
         for value in (0, -1, 2.5, True):
             with pytest.raises(ValueError, match=f"{name}={value!r} must be an integer of at least 1"):
-                Schedule(**{name: value})
+                setting: dict[str, Any] = {name: value}
+                Schedule(**setting)
