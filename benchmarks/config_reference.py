@@ -10,6 +10,7 @@ import dataclasses
 import inspect
 import json
 import re
+import sys
 import textwrap
 from collections.abc import Iterator
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -78,7 +79,8 @@ def _descriptions(cls: Any) -> dict[str, str]:
     """Returns field -> description; a class that only changes a default keeps the description of the class above."""
     descriptions: dict[str, str] = {}
     for base in reversed(cls.__mro__):
-        if base.__dict__.get("__dataclass_fields__") and base.__module__.startswith("jrlhf"):
+        written = getattr(sys.modules[base.__module__], base.__name__, None) is base  # others are made by a function
+        if written and base.__dict__.get("__dataclass_fields__") and base.__module__.startswith("jrlhf"):
             descriptions |= {name: text for name, text in _described(base) if text}
     return descriptions
 
