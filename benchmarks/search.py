@@ -33,7 +33,6 @@ from jrlhf.errors import UserError
 from jrlhf.meshes.hardware import HARDWARE, Cluster, cluster
 from jrlhf.models.presets import PRESETS
 from jrlhf.planning.candidates import candidates
-from jrlhf.planning.memory import call_bytes
 from jrlhf.planning.search import Budget, Result, divisions, named_divisions, search
 from jrlhf.planning.simulate import ITERATIONS, Simulator
 from jrlhf.planning.time import CostModel
@@ -53,7 +52,7 @@ def problem(config: str, devices: str, *overrides: str):
     """(workload, cluster, prices) of a shipped config."""
     loaded = load_config(config, overrides)
     workload = workload_of(loaded, planned_graph(loaded), architectures(loaded))
-    return workload, cluster(devices), CostModel(workload, cluster(devices), bytes_of=call_bytes)
+    return workload, cluster(devices), CostModel(workload, cluster(devices))
 
 
 def cpu(work: Callable[[], Any]) -> tuple[float, Any]:
@@ -148,7 +147,7 @@ def scale(devices: str, proposals: int) -> dict[str, object]:
 def placements(actor: str, critic: str, devices: int) -> dict[str, object]:
     """The cheapest division of the models, and seconds of the named ones, of those that fit."""
     workload, target = published.workload(LLAMA[actor], LLAMA[critic], rows=1024), Cluster(A100, devices)
-    prices = CostModel(workload, target, bytes_of=call_bytes)
+    prices = CostModel(workload, target)
     setting: dict[str, object] = {"actor": actor, "critic": critic, "devices": devices}
     try:
         results = divisions(workload.graph, candidates(workload, target, prices), target, prices.capacity)

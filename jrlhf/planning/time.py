@@ -4,7 +4,7 @@ A part costs what a roofline says (`Roofline`) or what was measured (`profile.Pr
 what a compiler overlaps (gathers with products, say) is not taken off. No constant was fitted to a call.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil, prod
 from typing import Any, Protocol
@@ -15,6 +15,8 @@ from jrlhf.meshes.hardware import Cluster
 from jrlhf.meshes.plan import Placement
 from jrlhf.models.remat import Remat
 from jrlhf.planning import moves
+from jrlhf.planning.activations import DEFAULT, Backend
+from jrlhf.planning.memory import call_bytes
 from jrlhf.planning.moves import Group
 from jrlhf.planning.workload import RoleModel, Workload
 
@@ -354,7 +356,7 @@ _HANDED_OVER = 5  # numbers a token that one call hands to another: tokens, and 
 class CostModel:
     """The prices of a workload's calls on a cluster, each computed once.
 
-    bytes_of: (workload, call, placement) -> bytes of a device, as `memory.call_bytes`. costs: of parts; None: Roofline.
+    backend: what compiles the calls. costs: of parts; None: Roofline.
     """
 
     def __init__(
@@ -362,10 +364,10 @@ class CostModel:
         workload: Workload,
         cluster: Cluster,
         *,
-        bytes_of: Callable[[Workload, Call, Placement], Any],
+        backend: Backend = DEFAULT,
         costs: PartCosts | None = None,
     ):
-        self._workload, self._cluster, self._bytes = workload, cluster, bytes_of
+        self._workload, self._cluster, self._backend = workload, cluster, backend
         self._costs = costs or Roofline(workload, cluster)
         on_base = [role for role in workload.models if workload.on_base(role)]
         self._base = home_of(workload.graph, on_base[0]) if on_base else None  # the base is counted in this call only
@@ -380,7 +382,7 @@ class CostModel:
         key = call.name, placement
         if key not in self._calls:
             seconds = call_seconds(self._workload, call, placement, self._cluster, costs=self._costs).seconds
-            sizes = self._bytes(self._workload, call, placement)
+            sizes = call_bytes(self._workload, call, placement, self._backend)
             stored = sizes.resident if home_of(self._workload.graph, call.role) == call else {}
             resident = sum(size for part, size in stored.items() if part != "base" or call == self._base)
             self._calls[key] = Price(seconds, resident, sum(sizes.active.values()), sizes.moved)

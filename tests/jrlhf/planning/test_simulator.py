@@ -6,7 +6,8 @@ import pytest
 
 from jrlhf.meshes import Call, Graph
 from jrlhf.meshes.plan import LayoutName, Placement, Plan, Slice
-from jrlhf.planning.simulate import Simulator, segments, simulate
+from jrlhf.planning.memory import segments
+from jrlhf.planning.simulate import Simulator, simulate
 from jrlhf.planning.time import Price
 from tests.jrlhf.planning.synthetic import PPO, Table, problem
 
