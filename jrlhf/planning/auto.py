@@ -17,7 +17,7 @@ from jrlhf.planning.activations import Backend
 from jrlhf.planning.fit import backend_of, capacity
 from jrlhf.planning.memory import GIB
 from jrlhf.planning.profile import ProfiledCosts, cluster_of, default_path, load, measure, save
-from jrlhf.planning.search import Budget, search
+from jrlhf.planning.search import search
 from jrlhf.planning.time import CostModel
 from jrlhf.planning.workload import Workload, without_budgeted, workload_of
 
@@ -33,7 +33,7 @@ def auto_plan(config: Config, graph: Graph, models: Mapping[str, ModelConfig], d
     workload = workload_of(config, graph, models)
     cluster, prices = prices_here(config, workload, devices)
     processes = len({device.process_index for device in devices})
-    result = search(workload, cluster, prices, Budget(proposals=PROPOSALS), seed=config.seed, processes=processes)
+    result = search(workload, cluster, prices, proposals=PROPOSALS, seed=config.seed, processes=processes)
     plan = without_budgeted(config, graph, result.best.plan)
     data, fsdp, tensor = mesh_sizes(config.mesh, len(devices))
     shared = {

@@ -47,18 +47,15 @@ class Span:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of each of these devices: `resident` at all times, and (start, end, bytes) of what each call adds.
-
-    A call's bytes include its copy of the weights, so they begin with the reallocation before it.
-    """
+    """Bytes of each of these devices: `resident` at all times, and `active` more during the call that adds most."""
 
     devices: Slice
     resident: float
-    active: tuple[tuple[float, float, float], ...]
+    active: float
 
     @property
     def peak(self) -> float:
-        return self.resident + max((size for _, _, size in self.active), default=0.0)  # calls never overlap here
+        return self.resident + self.active  # calls never overlap here
 
 
 @dataclass(frozen=True)
@@ -101,19 +98,12 @@ def simulate(
     priced = {name: prices.call(graph[name], placement) for name, placement in plan.placements.items()}
     copied = {simulator.calls[call] for call in brought}
     needs = {name: price.active + price.moved * (name in copied) for name, price in priced.items()}
-    starts = {(span.call, span.iteration): span.start for span in reversed(spans) if span.kind != "transfer"}
-
-    def memory(group: Slice) -> Memory:
+    memory = []
+    for group in groups:
         used = [name for name, devices in here.items() if devices.overlaps(group)]
-        active = tuple(
-            (starts[span.call, span.iteration], span.end, needs[span.call])
-            for span in spans
-            if span.kind == "call" and span.call in used
-        )
-        return Memory(group, sum(priced[name].resident for name in used), active)
-
+        memory.append(Memory(group, sum(priced[name].resident for name in used), max(needs[name] for name in used)))
     total = max(span.end for span in spans if span.kind == "call")
-    return Simulation(max(steady, busiest), total, tuple(spans), tuple(map(memory, groups)))
+    return Simulation(max(steady, busiest), total, tuple(spans), tuple(memory))
 
 
 # ---- what a graph and slices say about order
