@@ -37,6 +37,9 @@ for name, memory in zip(sys.argv[2::2], sys.argv[3::2]):
 """
 
 
+pytestmark = pytest.mark.full
+
+
 @pytest.fixture(scope="module")
 def plans() -> Mapping[str, str]:
     """The output of `--dry-run` for each, on simulated devices; nothing may be fetched. One process for each number."""

@@ -1,8 +1,6 @@
 """How a config is loaded: what a user can write, old keys, and the sentences on what a user cannot write."""
 
 import json
-import subprocess
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -351,12 +349,3 @@ def test_old_and_new_keys_together(tmp_path):
     assert isinstance(config.data, DocstringsData) and not isinstance(config.data, DatasetsData)
     unused = load_config(write(tmp_path, "stages: [sft, ppo]\nreward_model: {steps: 9}"))
     assert unused.notices == ("section reward_model has no effect with stages=[sft, ppo]",)
-
-
-def test_loading_a_config_starts_no_backend():
-    program = (
-        "from jrlhf.config import Config, validate; from jrlhf.roles.pretrained import fresh_model; "
-        "validate(Config(), 4, {'actor': fresh_model(Config().model)}); from jax._src import xla_bridge; "
-        "assert not xla_bridge.backends_are_initialized()"
-    )
-    subprocess.run([sys.executable, "-c", program], check=True)

@@ -38,6 +38,7 @@ def test_same_ids_as_transformers():
     assert refused == ["gemma"]  # it has no system role
 
 
+@pytest.mark.full
 def test_the_committed_ids_are_what_transformers_gives_today():
     transformers = pytest.importorskip("transformers", reason="the peer that the golden ids are of")
     for name in FAMILY:
@@ -61,6 +62,7 @@ TRICKY = [
 ]
 
 
+@pytest.mark.full
 def test_same_text_as_transformers():
     """What templates use of Jinja and beyond it, rendered by the peer."""
     transformers = pytest.importorskip("transformers", reason="the peer that renders the same templates")
