@@ -167,7 +167,8 @@ def test_a_file_that_is_no_plan_is_one_sentence(tmp_path):
 
 def test_plans_that_cannot_be_made_say_what_to_do():
     roles = "actor, reward, reference, critic"
-    lora, alone = {"lora": {"rank": 2}}, "has .* what lora adapts is one base on all 8"
+    lora: dict[str, Any] = {"lora": {"rank": 2}}
+    alone = "has .* what lora adapts is one base on all 8"
     assert {placed.layout for placed in chosen(config_of(**lora)).placements.values()} == {"generate"}
     for config, devices, message in (
         (config_of(plan="splt"), 8, "plan=splt is neither colocate, split, standalone, auto nor a file"),
