@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from jrlhf.config.aliases import modernize
-from jrlhf.config.parse import Feature, changed
+from jrlhf.config.parse import Feature, changed, in_use
 from jrlhf.config.stages import (
     ALGORITHMS,
     STAGES,
@@ -405,8 +405,10 @@ class Config(Section):
     notices: tuple[str, ...] = field(default=(), compare=False, metadata={"from": ""})  # on old keys, for the log
 
     def __post_init__(self) -> None:
-        """Completes the sections of the run's stages, and drops those of other stages."""
+        """Completes the sections of the run's stages; drops those of other stages and of features that are off."""
         super().__post_init__()
+        for name, value in vars(self).items():
+            object.__setattr__(self, name, in_use(value, name))
         learner = self.algorithm or ("dpo" if "dpo" in self.stages else None)
         for name in self.sections:
             # Without a learner the run is narrowed to its first stages and may keep the sections of the others.
