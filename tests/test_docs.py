@@ -153,7 +153,7 @@ def test_commands_run(capsys, tmp_path, monkeypatch):
         _, _, module, *arguments = shlex.split(command.partition("#")[0])
         if module == "jrlhf.train" and arguments[1].startswith(("quickstart", "arithmetic")):
             code = train.cli([word for word in arguments if word != "--resume"] + ["--dry-run"])
-        elif module == "jrlhf.plan":
+        elif module == "jrlhf.plan" and arguments:
             code = plan.cli(arguments)
         else:
             continue
