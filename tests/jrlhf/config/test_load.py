@@ -1,4 +1,4 @@
-"""How a config is loaded: what a user can write, old keys, and the sentences on what a user cannot write."""
+"""Loading of configs: all that a user can write, old keys, and the sentences on mistakes."""
 
 import json
 from dataclasses import dataclass, field
@@ -298,7 +298,7 @@ def nested(keys: dict[str, object]) -> dict:
 
 
 def test_old_configs_mean_what_they_meant(tmp_path):
-    """So does the config.yaml of each run, with all sections spelled out: it counts as the same config on --resume.
+    """The config.yaml of each run, with all sections spelled out, does so, too: on --resume it is the same config.
 
     means: the values of today's keys, as text, where they differ from the usual ones in OLD["means"].
     """

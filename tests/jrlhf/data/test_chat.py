@@ -64,7 +64,7 @@ TRICKY = [
 
 @pytest.mark.full
 def test_same_text_as_transformers():
-    """What templates use of Jinja and beyond it, rendered by the peer."""
+    """The peer renders all that templates use of Jinja and beyond it."""
     transformers = pytest.importorskip("transformers", reason="the peer that renders the same templates")
     messages = [
         {"role": "user", "content": " <b>How</b>  many? ", "tool_calls": None},
