@@ -28,6 +28,7 @@ from jaxtyping import Array, Shaped, UInt32
 
 from jrlhf.errors import UserError
 from jrlhf.meshes.offload import groups, is_on_host, onload
+from jrlhf.run.files import Closing
 from jrlhf.run.processes import any_process, from_main, is_main
 
 T = TypeVar("T")
@@ -36,7 +37,7 @@ _STATE, _META = "state", "meta"
 _LATE_REPORTS = "Event loop is closed", "Encountered error while reading array index"
 
 
-class Checkpoints:
+class Checkpoints(Closing):
     """The checkpoints of a run: at most `keep`, each a tree of arrays and a JSON-like dict.
 
     tell: gets a sentence for each damaged checkpoint that is passed over.
@@ -45,19 +46,13 @@ class Checkpoints:
     def __init__(self, directory: Path | str, keep: int = 2, *, tell: Callable[[str], None] = print):
         self._directory, self._tell = Path(directory).absolute(), tell
         self._hooks = contextlib.ExitStack()
-        self._hooks.enter_context(_unraisable(lambda text: text.startswith(_LATE_REPORTS)))
+        self._hooks.enter_context(_unraisable(_LATE_REPORTS))
         if is_main():
             # Left half written by a killed process. Orbax would remove it in the background, perhaps too late.
             for leftover in self._directory.glob("*.orbax-checkpoint-tmp*"):
                 shutil.rmtree(leftover)
         options = ocp.CheckpointManagerOptions(max_to_keep=keep, enable_async_checkpointing=True)
         self._manager = ocp.CheckpointManager(self._directory, options=options)
-
-    def __enter__(self) -> "Checkpoints":
-        return self
-
-    def __exit__(self, *_) -> None:
-        self.close()
 
     @property
     def steps(self) -> list[int]:
@@ -146,7 +141,7 @@ def restore_part(directory: Path, step: int, prefix: str, target: Tree) -> Tree:
 
     target: `jax.ShapeDtypeStruct`s with the shardings of the leaves, in a tree that names them without `prefix`.
     """
-    with _unraisable(lambda text: text.startswith(_LATE_REPORTS)):
+    with _unraisable(_LATE_REPORTS):
         try:
             return _restore(directory.absolute() / str(step), target, prefix)[1]
         except _Damaged as error:
@@ -323,11 +318,8 @@ def _read(read: Callable[[], T]) -> T:
         except Exception as error:
             text = " ".join(str(error).split()).partition(". See full")[0] or type(error).__name__
             text = text if len(text) <= 100 else f"{text[:97]}..."
-            if is_obstacle(error):
-                obstacle = text
-            else:
-                damage = f"its files cannot be read: {text}"
-        if damage is not None or obstacle is not None:
+            obstacle, damage = (text, None) if is_obstacle(error) else (None, f"its files cannot be read: {text}")
+        if result is None:
             gc.collect()  # reads that failed at the same time report when they are collected
     if any_process(obstacle is not None):
         raise UserError(
@@ -360,25 +352,25 @@ def is_obstacle(error: Exception) -> bool:
 def _muted() -> Iterator[None]:
     """Silences the loggers and hooks through which Orbax, TensorStore and asyncio report."""
     loggers = [logging.getLogger(name) for name in ("absl", "asyncio")]
+
+    def nothing(record: logging.LogRecord) -> bool:
+        return False
+
     for logger in loggers:
-        logger.addFilter(_nothing)
+        logger.addFilter(nothing)
     try:
-        with _unraisable(lambda text: True):
+        with _unraisable(("",)):
             yield
     finally:
         for logger in loggers:
-            logger.removeFilter(_nothing)
-
-
-def _nothing(record: logging.LogRecord) -> bool:
-    return False
+            logger.removeFilter(nothing)
 
 
 @contextlib.contextmanager
-def _unraisable(is_dropped: Callable[[str], bool]) -> Iterator[None]:
-    """Drops reports of uncaught errors by their text: reads next to a failed one end later, unobserved."""
+def _unraisable(beginnings: tuple[str, ...]) -> Iterator[None]:
+    """Drops reports of uncaught errors that begin so: reads next to a failed one end later, unobserved."""
     report = sys.unraisablehook
-    sys.unraisablehook = lambda error: None if is_dropped(str(error.exc_value)) else report(error)
+    sys.unraisablehook = lambda error: None if str(error.exc_value).startswith(beginnings) else report(error)
     try:
         yield
     finally:

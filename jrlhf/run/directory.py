@@ -17,7 +17,7 @@ from typing import Any
 
 from jrlhf.config import Config, config_yaml
 from jrlhf.errors import UserError
-from jrlhf.run.files import append_jsonl, write_atomic
+from jrlhf.run.files import Closing, append_jsonl, write_atomic
 from jrlhf.run.resume import changes
 
 CONFIG, PLAN, ENVIRONMENT, SAMPLES = "config.yaml", "plan.yaml", "environment.txt", "samples.jsonl"
@@ -25,7 +25,7 @@ SUMMARY, TOKENIZER, SEEDS = "summary.json", "tokenizer.json", "seeds"
 _LOCK = ".lock"
 
 
-class Run:
+class Run(Closing):
     """A run directory, locked by this process until `close`, or until the process ends in any way.
 
     writes: whether this process writes into it; of several processes only the first does.
@@ -34,12 +34,6 @@ class Run:
 
     def __init__(self, path: Path, lock: int, *, writes: bool = True, changed: str = ""):
         self.path, self.writes, self.changed, self._lock = path, writes, changed, lock
-
-    def __enter__(self) -> "Run":
-        return self
-
-    def __exit__(self, *_) -> None:
-        self.close()
 
     def close(self) -> None:
         if self._lock >= 0:

@@ -98,22 +98,20 @@ class Utilisation:
             operations = sum(count(role) for role in roles if role in self.models)
             metrics[f"perf/mfu/{name}"] = operations / peak / self.meshes[call].size / seconds[f"timing_s/{timed}"]
         if rounds == 1 and "actor.generate_greedy" not in self.meshes:
-            metrics["perf/roofline/gen"] = self._generation(prompts, responses) / seconds["timing_s/gen"]
+            actor, mesh, itemsize = self.models["actor"], self.meshes["actor.generate"], self.dtype.itemsize
+            least = generation_seconds(
+                actor.config,
+                prompts,
+                responses,
+                memory=self.peak.memory * mesh.size,
+                operations=peak * mesh.size,
+                itemsize=itemsize,
+                layer_itemsize=1 if actor.base is not None and has_int8(actor.base) else itemsize,
+                copies=mesh.shape["data"] * mesh.shape["fsdp"],
+                samples=self.algorithm.samples if isinstance(self.algorithm, GRPOConfig) else 1,
+            )
+            metrics["perf/roofline/gen"] = least / seconds["timing_s/gen"]
         return metrics
-
-    def _generation(self, prompts: Lengths, responses: Lengths) -> float:
-        actor, mesh, itemsize = self.models["actor"], self.meshes["actor.generate"], self.dtype.itemsize
-        return generation_seconds(
-            actor.config,
-            prompts,
-            responses,
-            memory=self.peak.memory * mesh.size,
-            operations=self.peak.operations(self.dtype) * mesh.size,
-            itemsize=itemsize,
-            layer_itemsize=1 if actor.base is not None and has_int8(actor.base) else itemsize,
-            copies=mesh.shape["data"] * mesh.shape["fsdp"],
-            samples=self.algorithm.samples if isinstance(self.algorithm, GRPOConfig) else 1,
-        )
 
 
 def utilisation_of(
