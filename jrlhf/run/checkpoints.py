@@ -8,7 +8,6 @@ import contextlib
 import errno
 import gc
 import hashlib
-import itertools
 import json
 import logging
 import shutil
@@ -77,15 +76,12 @@ class Checkpoints(Closing):
         items = {_STATE: ocp.args.StandardSave(leaves), _META: ocp.args.JsonSave(sealed)}
         self._saving(lambda: self._manager.save(step, args=ocp.args.Composite(**items)))
 
-    def restore_latest(
-        self, target: Tree | Callable[[dict[str, Any]], Tree]
-    ) -> tuple[int, Tree, dict[str, Any]] | None:
+    def restore_latest(self, target: Tree) -> tuple[int, Tree, dict[str, Any]] | None:
         """Returns (step, tree, meta) of the newest good checkpoint; None if there is no checkpoint.
 
         Damaged checkpoints are reported, moved to `damaged-STEP`, and passed over.
 
-        target: the tree to fill, or a function of the meta that returns it: arrays, or `jax.ShapeDtypeStruct`s whose
-        shardings give the leaves their places (see `like`).
+        target: the tree to fill, of arrays or of `jax.ShapeDtypeStruct`s with the leaves' shardings (see `like`).
         """
         self.wait()
         damaged: dict[int, str] = {}
@@ -169,8 +165,7 @@ def _restore(path: Path, target: Any, prefix: str = "") -> tuple[dict[str, Any],
         ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as states,
     ):
         description = _read(lambda: _opened(descriptions.restore(path / _META)))
-        tree = target(description["meta"]) if callable(target) else target
-        leaves = {prefix + name: leaf for name, leaf in _leaves(tree).items()}
+        leaves = {prefix + name: leaf for name, leaf in _leaves(target).items()}
         saved, wanted = {k: v for k, v in description["leaves"].items() if k.startswith(prefix)}, _kinds(leaves)
         for name in {**wanted, **saved}:
             if saved.get(name) != wanted.get(name):
@@ -187,14 +182,16 @@ def _restore(path: Path, target: Any, prefix: str = "") -> tuple[dict[str, Any],
     if wrong:
         others = f" and {len(wrong) - 1} other arrays are" if len(wrong) > 1 else " is"
         raise _Damaged(f"{wrong[0]}{others} not what was saved")
-    return description["meta"], jax.tree.unflatten(jax.tree.structure(tree), restored.values())
+    return description["meta"], jax.tree.unflatten(jax.tree.structure(target), restored.values())
 
 
 def _set_aside(path: Path) -> Path:
     """Renames a damaged checkpoint and returns its new path."""
-    attempts = ("" if attempt == 1 else f"-{attempt}" for attempt in itertools.count(1))
-    names = (path.with_name(f"damaged-{path.name}{attempt}") for attempt in attempts)
-    return path.rename(next(name for name in names if not name.exists()))
+    aside, number = path.with_name(f"damaged-{path.name}"), 1
+    while aside.exists():
+        number += 1
+        aside = path.with_name(f"damaged-{path.name}-{number}")
+    return path.rename(aside)
 
 
 # --- Fingerprints ---

@@ -205,14 +205,9 @@ def standard_error(values: np.ndarray) -> float:
 def validate(
     context: Context, policy: Model, rewards: Rewards, step: int, clock: Clock
 ) -> tuple[dict[str, float], list[dict[str, object]]]:
-    """Grades `validation.k` answers to each prompt: metrics under verl's names, and all first answers.
+    """Grades `validation.k` answers to each prompt: metrics `val-*` (docs/metrics.md), and all first answers.
 
-        val-core/SOURCE/MEASURE/mean@k         over prompts, of the mean over a prompt's k answers
-        val-core/SOURCE/MEASURE/best@k/mean    over prompts, of the best of a prompt's k answers
-        val-aux/SOURCE/REWARD/mean@k           the same for each reward, or item of the measure, by itself
-        val-aux/all/REWARD/failures            answers that a reward could not score, where there are any
-
-    SOURCE is `all`, and each source's name where the held-out prompts have several.
+    Metrics are those of all prompts, and of each source where the held-out prompts have several.
     """
     config, heldout = context.config.validation, context.task.heldout
     assert config is not None

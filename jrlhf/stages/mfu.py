@@ -52,19 +52,12 @@ class Utilisation:
         rounds: int = 1,
         stopped_updates: float = 0.0,
     ) -> dict[str, float]:
-        """Model FLOP utilisation of training and scoring under verl's names, and generation against its roofline.
-
-            perf/mfu/actor, perf/mfu/critic     training: forward and backward of every epoch that was computed
-            perf/mfu/cost_critic                the same for the critic of the cost
-            perf/mfu/update                     actor and critic, where they share the passes that make the experience
-            perf/mfu/actor_infer, perf/mfu/ref  log-probabilities of the rollout; both in the first if one pass
-            perf/roofline/gen                   the least seconds that generation could take, over those that it took;
-                                                left out where other responses were generated, too: ReMax's greedy
-                                                ones, DAPO's further rounds
+        """Model FLOP utilisation of training and scoring, and generation against its roofline (docs/metrics.md).
 
         A utilisation is the number of operations that real tokens need (`models/flops.py`: no padding, no head for
         prompts, nothing recomputed), over the number that the devices of the call could have done in its seconds, which
-        include its compilation in the first iterations.
+        include its compilation in the first iterations. There is no roofline where the seconds are those of other
+        responses, too: ReMax's greedy ones, DAPO's further rounds.
 
         seconds: `timing_s/*`. prompts, responses: tokens of each row.
         learned: rows with tokens to learn from; None: all. Under a token budget an update computes no others.

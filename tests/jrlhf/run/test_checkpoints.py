@@ -99,13 +99,12 @@ def reports(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_a_training_state_comes_back_with_its_structure_its_places_and_its_description(tmp_path):
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
     meta = {"stage": "ppo", "step": 7, "kl": {"coef": 0.1}, "hash": "ab", "none": None}
-    seen = []
     with jax.set_mesh(MESH):
         state = TrainState.create(params(), optimizer)
         with Checkpoints(tmp_path) as checkpoints:
             checkpoints.save(7, state, meta)
-        step, again, described = restored(tmp_path, lambda result: seen.append(result) or like(state, MESH))
-    assert (step, described, seen) == (7, meta, [meta])
+        step, again, described = restored(tmp_path, like(state, MESH))
+    assert (step, described) == (7, meta)
     assert type(again) is TrainState and same_bits(again, state)
     for leaf, target in zip(jax.tree.leaves(again), jax.tree.leaves(like(state, MESH)), strict=True):
         assert isinstance(leaf.sharding, NamedSharding) and leaf.sharding.is_equivalent_to(target.sharding, leaf.ndim)
@@ -265,10 +264,10 @@ def test_a_file_with_a_flipped_bit_cut_or_gone_is_seen_or_has_no_effect(
     two_steps, damage_and_restore, capfd, reports, whole
 ):
     files = sorted(path for path in (two_steps / "2").rglob("*") if path.is_file())
-    cases = [(change, file) for change in CHANGES.values() for file in files[:: 1 if whole else 7]]
-    cases += [(flip, max(files, key=lambda file: file.stat().st_size))] * 4
+    cases = [(change, file) for change in CHANGES.values() for file in files[:: 1 if whole else 6]]
+    cases += [(flip, file) for file in random.Random(0).choices(files, [file.stat().st_size for file in files], k=8)]
     results = [damage_and_restore(file.relative_to(two_steps / "2"), change) for change, file in cases]
-    assert sum(step == 1 for step, _ in results) >= 5
+    assert sum(step == 1 for step, _ in results) >= 3
     # found by nothing but its fingerprint
     assert any("is not what was saved" in sentence for _, sentences in results for sentence in sentences)
     time.sleep(0.5)  # reads next to the failed ones end
