@@ -64,7 +64,7 @@ def export_checkpoint(run: Path, step: int | None = None, out: Path | None = Non
         weights = "trained.actor.params." if stage in ALGORITHMS else "params."
         params = restore_part(run / "checkpoints" / stage, chosen, weights, policy.params)
         try:
-            export(Run(out, -1), config, tokenizer, policy.holding(params))
+            export(Run(out), config, tokenizer, policy.holding(params))
         except OSError as error:
             raise UserError(f"--out {out}: {error}") from error
     section = config.sections[stage]

@@ -45,7 +45,7 @@ from jrlhf.roles.pretrained import (
 )
 from jrlhf.run.console import Console
 from jrlhf.run.devices import idle_accelerator, select
-from jrlhf.run.directory import PLAN, TOKENIZER, Run, open_run, share_run
+from jrlhf.run.directory import PLAN, TOKENIZER, open_run
 from jrlhf.run.preemption import PreemptionGuard
 from jrlhf.run.processes import from_main, is_main, several
 from jrlhf.run.tracking import check_wandb, tracking
@@ -68,7 +68,7 @@ def open_context(config: Config, *, resume: bool) -> Iterator[Context]:
         console.line(line)
     check_sources(config, task, models["actor"], mesh)
     with (
-        _open_run(config, resume, _devices_line(mesh, plan)) as run,
+        open_run(config, resume=resume, notes=[_devices_line(mesh, plan)]) as run,
         PreemptionGuard() as preemption,
         tracking(config, run, console.warn) as wandb,
     ):
@@ -88,13 +88,6 @@ def _open_console(config: Config) -> Console:
     if config.device.platform == "auto" and (warning := idle_accelerator()):
         console.warn(warning)
     return console
-
-
-def _open_run(config: Config, resume: bool, note: str) -> Run:
-    """The run's directory: process 0 opens and writes it; the others only read."""
-    opened: list[Run] = []
-    from_main(lambda: opened.append(open_run(config, resume=resume, notes=[note])))
-    return opened[0] if opened else share_run(config)
 
 
 def _devices_line(mesh: Mesh, plan: Plan | None) -> str:

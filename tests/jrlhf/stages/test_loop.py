@@ -39,7 +39,7 @@ def context(path):
     checkpoints = SimpleNamespace(keep=2)
     config = SimpleNamespace(checkpoints=checkpoints, deadline=60.0, profile=ProfileConfig(), stages=("stage",))
     services = {"console": Services(), "wandb": Services(), "preemption": PreemptionGuard()}
-    return SimpleNamespace(run=Run(path, -1), config=config, mesh=MESH, **services)
+    return SimpleNamespace(run=Run(path), config=config, mesh=MESH, **services)
 
 
 def init():
