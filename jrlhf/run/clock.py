@@ -28,7 +28,7 @@ class Clock:
     """
 
     def __init__(self, *, deadline: float = 3600.0, blocking: bool | None = None):
-        self._deadline, self._blocking = deadline, blocking
+        self.deadline, self._blocking = deadline, blocking
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="clock")  # ends with the clock
         self._lock = Lock()  # for `add_parallel`, which other threads call
         self.start()
@@ -63,7 +63,7 @@ class Clock:
 
         Raises TimeoutError after the deadline, and the error of a call that failed on the device.
         """
-        until = time.perf_counter() + self._deadline
+        until = time.perf_counter() + self.deadline
         for call in self._pending:
             call.result(max(0.0, until - time.perf_counter()))
         seconds = {f"timing_s/{name}": value for name, value in (self._calls.seconds | self._parallel).items()}

@@ -175,9 +175,9 @@ def _weighted_sum(
     total, items = np.zeros(len(responses)), dict(learned)
     for name, scores in learned.items():
         total = total + rewards.token_parts[name].weight * scores
-    if not rewards.texts.parts:
+    if not rewards.text_parts:
         return total, items, {}
-    summed, parts = rewards.texts.score(to_samples(prompts.examples, prompts.texts, responses), step=step)
+    summed, parts = rewards.score_texts(to_samples(prompts.examples, prompts.texts, responses), step)
     failures = {name: count for name, part in parts.items() if (count := sum(part.failures.values()))}
     return total + summed.scores, items | {name: part.scores for name, part in parts.items()}, failures
 
