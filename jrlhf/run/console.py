@@ -192,19 +192,16 @@ class Console:
         graded = {when: held_out[when] for when in ("before", "after") if held_out.get(when)}
         if not graded:
             return
-        measures = [measure, *["cost"] * any(results.get("cost") is not None for results in graded.values())]
 
-        def cell(results: Mapping[str, Any], name: str) -> str:
-            value = results.get(name)
-            return "" if value is None else with_error(value, results.get(f"{name}_standard_error"))
+        def column(results: Mapping[str, Any]) -> dict[str, object]:
+            figures = [name for name in (measure, "cost") if results.get(name) is not None]
+            cells = {name: with_error(results[name], results.get(f"{name}_standard_error")) for name in figures}
+            sources = {f"of {name}": source["mean"] for name, source in (results.get("sources") or {}).items()}
+            return {**cells, **dict(sorted((results.get("items") or {}).items())), **sources}
 
-        rows = [[name, *(cell(results, name) for results in graded.values())] for name in measures]
-        parts = [
-            dict(sorted((results.get("items") or {}).items()))
-            | {f"of {name}": source["mean"] for name, source in (results.get("sources") or {}).items()}
-            for results in graded.values()
-        ]
-        rows += [[name, *(column.get(name, "") for column in parts)] for name in {**parts[0], **parts[-1]}]
+        columns = [column(results) for results in graded.values()]
+        names = dict.fromkeys((measure, *columns[0], *columns[-1]))
+        rows = [[name, *(cells.get(name, "") for cells in columns)] for name in names]
         self._table(f"held-out prompts ({held_out.get('n', '?')})", ["", *graded], rows)
         if "difference" in held_out:
             difference, error = held_out["difference"], held_out.get("standard_error") or 0.0
