@@ -91,7 +91,7 @@ def test_the_error_is_measured(base):
 
 @pytest.mark.parametrize("generates", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_int8_computes_as_the_floats_that_it_stands_for(base, generates):
-    """Log-probs and an adapter's gradient, or generation, against the dequantised weights', on a mesh, for one layer."""
+    """Log-probs and an adapter's gradient, or generation, on a mesh, against the dequantised weights'. One layer."""
     config = replace(CONFIG, layers=1)
     base = {**base, "layers": jax.tree.map(lambda x: x[:1], base["layers"])}
     mesh = make_mesh(1, 1, 2, devices=jax.devices()[:2])
