@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jrlhf.meshes.plan import Slice
-from jrlhf.planning.simulate import Simulator, nested, segments
+from jrlhf.planning.memory import segments
+from jrlhf.planning.simulate import Simulator, nested
 
 
 @dataclass(frozen=True)

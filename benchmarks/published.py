@@ -129,7 +129,7 @@ def end_to_end(rows: tuple[Row, ...], seconds: Mapping[str, float], on: Cluster,
             end = max(busy[device] for device in devices) + seconds[call.name]
             busy |= dict.fromkeys(devices, end)
         total += max(busy.values())
-    prices = CostModel(work, on, bytes_of=lambda *_: None)
+    prices = CostModel(work, on)
     total += prices.reallocation("actor", placed["actor.update"], placed["actor.generate"])
     total += prices.reallocation("critic", placed["critic.update"], placed["critic.values"])
     return total

@@ -33,8 +33,7 @@ from jrlhf.errors import UserError
 from jrlhf.meshes.hardware import HARDWARE, Cluster, cluster
 from jrlhf.models.presets import PRESETS
 from jrlhf.planning.candidates import candidates
-from jrlhf.planning.memory import call_bytes
-from jrlhf.planning.search import Budget, Result, divisions, named_divisions, search
+from jrlhf.planning.search import Result, divisions, named_divisions, search
 from jrlhf.planning.simulate import ITERATIONS, Simulator
 from jrlhf.planning.time import CostModel
 from jrlhf.planning.workload import workload_of
@@ -53,7 +52,7 @@ def problem(config: str, devices: str, *overrides: str):
     """(workload, cluster, prices) of a shipped config."""
     loaded = load_config(config, overrides)
     workload = workload_of(loaded, planned_graph(loaded), architectures(loaded))
-    return workload, cluster(devices), CostModel(workload, cluster(devices), bytes_of=call_bytes)
+    return workload, cluster(devices), CostModel(workload, cluster(devices))
 
 
 def cpu(work: Callable[[], Any]) -> tuple[float, Any]:
@@ -102,7 +101,7 @@ def quality(proposals: int, seeds: int) -> dict[str, object]:
     workload, devices, prices = problem("llama3-8b-ppo", "8xh100")
     seconds, search_seconds = [], []
     for seed in range(seeds):
-        spent, result = cpu(lambda seed=seed: search(workload, devices, prices, Budget(proposals), seed=seed))
+        spent, result = cpu(lambda seed=seed: search(workload, devices, prices, proposals=proposals, seed=seed))
         seconds.append(round(spent, 2))
         search_seconds.append(result.best.simulation.seconds)
     options_of = candidates(workload, devices, prices)
@@ -131,7 +130,7 @@ def quality(proposals: int, seeds: int) -> dict[str, object]:
 
 def scale(devices: str, proposals: int) -> dict[str, object]:
     workload, target, prices = problem("llama3-70b-ppo", devices, "ppo.rollout_batch=8192")
-    spent, result = cpu(lambda: search(workload, target, prices, Budget(proposals), seed=0))
+    spent, result = cpu(lambda: search(workload, target, prices, proposals=proposals, seed=0))
     assert isinstance(result, Result)
     rules = {name: plan.simulation.seconds for name, plan in result.rules.items()}
     return {
@@ -148,7 +147,7 @@ def scale(devices: str, proposals: int) -> dict[str, object]:
 def placements(actor: str, critic: str, devices: int) -> dict[str, object]:
     """The cheapest division of the models, and seconds of the named ones, of those that fit."""
     workload, target = published.workload(LLAMA[actor], LLAMA[critic], rows=1024), Cluster(A100, devices)
-    prices = CostModel(workload, target, bytes_of=call_bytes)
+    prices = CostModel(workload, target)
     setting: dict[str, object] = {"actor": actor, "critic": critic, "devices": devices}
     try:
         results = divisions(workload.graph, candidates(workload, target, prices), target, prices.capacity)

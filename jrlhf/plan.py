@@ -48,7 +48,7 @@ def _run(options: argparse.Namespace) -> None:
     from jrlhf.algorithms.registry import planned_graph
     from jrlhf.meshes.hardware import cluster
     from jrlhf.planning import auto, plans, show
-    from jrlhf.planning.search import Budget, Found, search
+    from jrlhf.planning.search import Found, search
     from jrlhf.planning.simulate import simulate
     from jrlhf.planning.workload import without_budgeted, workload_of
     from jrlhf.run.devices import select
@@ -84,7 +84,8 @@ def _run(options: argparse.Namespace) -> None:
             workload,
             devices,
             prices,
-            Budget(options.proposals, seconds),
+            proposals=options.proposals,
+            seconds=seconds,
             seed=options.seed,
             hypothetical=options.hypothetical,
             lockstep=lockstep,

@@ -7,9 +7,8 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 # From the top down. Folders of one line do not know each other.
@@ -34,9 +33,14 @@ AT_THE_TOP = ("kernels", "meshes", "models", "ppo", "configs")
 MOST_FILES, MOST_LINES = 15, 500  # of a folder, of a file
 
 
+@cache
+def nodes(source: str) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(source)))
+
+
 def imported(source: str, package: str) -> Iterator[tuple[int, str]]:
     """(line, folder or module below jrlhf) for every import in `source`, a module of the package `package`."""
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes(source):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -69,13 +73,11 @@ def package_of(file: Path) -> str:
 
 def home_of(file: Path) -> str:
     """The folder, or the command, that a file belongs to."""
-    parts = [*package_of(file).split("."), file.stem]
-    return parts[1]
+    return [*package_of(file).split("."), file.stem][1]
 
 
-@pytest.mark.parametrize(
-    ("statement", "folders"),
-    [
+def test_the_reader_sees_every_form_of_import():
+    for statement, folders in (
         ("import jrlhf.models.config", ["models"]),
         ("from jrlhf.ppo import gae", ["ppo"]),
         ("from jrlhf import meshes, models", ["meshes", "models"]),
@@ -86,10 +88,8 @@ def home_of(file: Path) -> str:
         ("from ...ppo import steps", ["ppo"]),
         ("import models", ["bare models"]),
         ("import jax, numpy.linalg as la\nfrom jax.experimental import pallas", []),
-    ],
-)
-def test_the_reader_sees_every_form_of_import(statement: str, folders: list[str]):
-    assert [folder for _, folder in imported(statement, "jrlhf.kernels.logprob")] == folders
+    ):
+        assert [folder for _, folder in imported(statement, "jrlhf.kernels.logprob")] == folders
 
 
 def test_modules_import_only_folders_below_their_own():
@@ -109,7 +109,7 @@ def test_files_of_a_folder_form_no_cycle():
     names = {file: f"{package_of(file)}.{file.stem}".removesuffix(".__init__") for file in modules()}
     graph: dict[str, set[str]] = {name: set() for name in names.values()}
     for file, name in names.items():
-        for node in ast.walk(ast.parse(file.read_text())):
+        for node in nodes(file.read_text()):
             if isinstance(node, ast.ImportFrom) and node.module and not node.level:
                 targets = {f"{node.module}.{alias.name}" for alias in node.names}
                 graph[name] |= {target if target in graph else node.module for target in targets} - {name}
@@ -133,6 +133,9 @@ IMPORT_ALL = """
 import sys
 for name in sys.argv[1:]:
     __import__(name)
+from jrlhf.config import Config, validate
+from jrlhf.roles.pretrained import fresh_model
+validate(Config(), 4, {"actor": fresh_model(Config().model)})
 import jax
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 3)  # raises where a backend has been initialised
@@ -141,7 +144,7 @@ assert jax.device_count() == 3
 
 
 def test_imports_do_nothing():
-    """No import prints, warns, or starts a JAX backend: after all of them the devices can still be chosen."""
+    """Imports and checks of configs neither print, warn nor start a backend: the devices can still be chosen."""
     names = []
     for file in modules():
         package = package_of(file)

@@ -10,42 +10,26 @@ NO_NOUNS = {"each", "said", "told", "found", "kept", "made", "held", "beside", "
 NO_BEGINNINGS = ("Of ", "As ", "That ", "Whose ", "By which ")
 
 
-def sources() -> Iterator[tuple[str, ast.Module]]:
-    for folder in FOLDERS:
-        for path in sorted((ROOT / folder).rglob("*.py")):
-            if not any(parent.is_symlink() for parent in path.parents):
-                yield str(path.relative_to(ROOT)), ast.parse(path.read_text(encoding="utf-8"))
-
-
-def variables(module: ast.Module) -> Iterator[tuple[int, str]]:
-    """(line, name) of every variable and parameter that the module binds."""
+def violations(module: ast.Module) -> Iterator[str]:
+    """Yields the line and the name of each variable and parameter, and the first line of each docstring, at fault."""
     for node in ast.walk(module):
+        name, text = "", None
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            yield node.lineno, node.id
+            name = node.id
         elif isinstance(node, ast.arg):
-            yield node.lineno, node.arg
-
-
-def docstrings(module: ast.Module) -> Iterator[tuple[int, str]]:
-    for node in ast.walk(module):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            name = node.arg
+        elif isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             text = ast.get_docstring(node)
-            if text:
-                yield getattr(node, "lineno", 1), text
+        if name in NO_NOUNS or (text and text.startswith(NO_BEGINNINGS)):
+            yield f"{getattr(node, 'lineno', 1)} {name or str(text).splitlines()[0]}"
 
 
-def test_variables_are_nouns():
+def test_variables_are_nouns_and_docstrings_begin_with_a_subject_or_a_verb():
     wrong = [
-        f"{path}:{line} {name}" for path, module in sources() for line, name in variables(module) if name in NO_NOUNS
-    ]
-    assert wrong == []
-
-
-def test_docstrings_begin_with_a_subject_or_a_verb():
-    wrong = [
-        f"{path}:{line} {text.splitlines()[0]}"
-        for path, module in sources()
-        for line, text in docstrings(module)
-        if text.startswith(NO_BEGINNINGS)
+        f"{path.relative_to(ROOT)}:{violation}"
+        for folder in FOLDERS
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        if not any(parent.is_symlink() for parent in path.parents)
+        for violation in violations(ast.parse(path.read_text(encoding="utf-8")))
     ]
     assert wrong == []

@@ -2,8 +2,17 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
-from jrlhf.config.schema import Config, DatasetsData, DocstringsData, MeshConfig, ProfileConfig, ValidationConfig
+from jrlhf.config.schema import (
+    Config,
+    DatasetsData,
+    DocstringsData,
+    MeshConfig,
+    ProfileConfig,
+    SleepConfig,
+    ValidationConfig,
+)
 from jrlhf.config.stages import ALGORITHMS
 from jrlhf.errors import UserError
 from jrlhf.models.config import ModelConfig
@@ -127,54 +136,46 @@ def _data(config: Config) -> Iterator[str]:
 
 def _without_effect(config: Config) -> Iterator[tuple[str, object, str]]:
     """Yields (key, value, reason) of settings that have no effect because of another section."""
+    for void, keys, reason in _void_settings(config):
+        for key in keys.split() if void else ():
+            section: Any = config
+            *path, name = key.split(".")
+            for part in path:
+                section = {**vars(section), **getattr(section, "sections", {})}.get(part) if section else None
+            if section and getattr(section, name) != default_of(type(section), name):
+                yield key, getattr(section, name), reason
+
+
+def _void_settings(config: Config) -> Iterator[tuple[bool, str, str]]:
+    """Yields (condition, keys, reason): under the condition the settings have no effect."""
     name, dpo, stages = config.algorithm, "dpo" in config.stages, f"stages={_list(config.stages)}"
-    data, roles, lora, sleep, compute = config.data, config.roles, config.lora, config.sleep, config.compute
-    parts = (*config.rewards, *config.costs)
+    datasets, parts = isinstance(config.data, DatasetsData), (*config.rewards, *config.costs)
     scored = "reward_model" in config.stages or any(part.function is None for part in parts)
-    fresh = "fresh weights, which have no model.path for a critic of its own"
-    cases: list[tuple[bool, str, object, Sequence[str], str]] = [
-        (config.model.path is None, "lora", lora, ("critic",), fresh),
-        (config.reference_is_base, "sleep", sleep, ("reference",), "lora, whose base is the reference"),
-        (not scored, "sleep", sleep, ("reward",), "rewards that are all functions"),
-    ]
     texts = False  # an algorithm imitates texts in addition
+    yield config.model.path is None, "lora.critic", "fresh weights, which have no model.path for a critic of its own"
+    yield config.reference_is_base, "sleep.reference", "lora, whose base is the reference"
+    yield not scored, "sleep.reward", "rewards that are all functions"
     if name is None:
-        sampled = isinstance(data, DatasetsData)
-        cases += [
-            (True, "", config, ("plan",), stages),
-            (True, "reward_model", config.sections.get("reward_model"), ("weight",), stages),
-            (True, "validation", config.validation, ("every",), stages),
-            (True, "compute", compute, ("shared_passes", "fused_loss"), stages),
-            (True, "roles", roles, ("critic",) if dpo else ("critic", "reference"), stages),
-            (True, "lora", lora, ("critic",), stages),
-            (True, "sleep", sleep, getattr(sleep, "SWITCHES", ()), stages),
-            (sampled, "rollout", config.rollout, tuple(vars(config.rollout)), f"{stages}, which sample nothing"),
-        ]
+        yield True, "plan reward_model.weight validation.every compute.shared_passes compute.fused_loss", stages
+        yield True, "roles.critic", stages
+        yield not dpo, "roles.reference", stages
+        yield True, " ".join(["lora.critic", *(f"sleep.{switch}" for switch in SleepConfig.SWITCHES)]), stages
+        yield datasets, " ".join(f"rollout.{key}" for key in vars(config.rollout)), f"{stages}, which sample nothing"
     else:
-        algorithm, policy, critic = config.rl.algorithm, f"{name}.algorithm", ("critic",)
+        algorithm, policy = config.rl.algorithm, f"{name}.algorithm"
         texts = algorithm.ptx_coef > 0
+        yield True, "sampling.batch", f"{name}.rollout_batch"
+        yield not algorithm.has_critic, "roles.critic lora.critic sleep.critic", f"{name}, which has none"
+        yield not algorithm.needs_reference, "roles.reference", f"{policy}.kl_coef=0"
+        yield algorithm.ratio != "token", "compute.fused_loss", f"{policy}.ratio={algorithm.ratio}"
         # ReMax's baselines are scores of responses that are cut off, too; a user's dataflow may read them.
         masked = algorithm.truncation == "mask" and name != "remax" and config.rl.dataflow is None
         mask = f"{policy}.truncation=mask, which leaves such responses out"
-        cases += [
-            (True, "sampling", config.sampling, ("batch",), f"{name}.rollout_batch"),
-            *(
-                (not algorithm.has_critic, key, section, critic, f"{name}, which has none")
-                for key, section in (("roles", roles), ("lora", lora), ("sleep", sleep))
-            ),
-            (not algorithm.needs_reference, "roles", roles, ("reference",), f"{policy}.kl_coef=0"),
-            (algorithm.ratio != "token", "compute", compute, ("fused_loss",), f"{policy}.ratio={algorithm.ratio}"),
-            (masked, f"{name}.scores", config.rl.scores, ("missing_eos_penalty",), mask),
-        ]
-    if isinstance(data, DatasetsData) and (name or dpo):  # other runs may keep the data of stages to come
-        read = {"sft": "sft" in config.stages or texts, "preferences": "reward_model" in config.stages or dpo}
-        for part in ("sft", "preferences", "prompts", "heldout"):
-            cases.append((not read.get(part, name is not None), f"data.{part}", getattr(data, part), ("path",), stages))
-    for void, path, section, names, reason in cases:
-        for key in names if void and section is not None else ():
-            value = getattr(section, key)
-            if value != default_of(type(section), key):
-                yield f"{path}.{key}".lstrip("."), value, reason
+        yield masked, f"{name}.scores.missing_eos_penalty", mask
+    if datasets and (name or dpo):  # other runs may keep the data of stages to come
+        yield "sft" not in config.stages and not texts, "data.sft.path", stages
+        yield "reward_model" not in config.stages and not dpo, "data.preferences.path", stages
+        yield name is None, "data.prompts.path data.heldout.path", stages
 
 
 def _validation(config: Config, validation: ValidationConfig) -> Iterator[str]:

@@ -17,7 +17,6 @@ import jax.numpy as jnp
 from jrlhf.meshes.plan import LayoutName
 from jrlhf.models import ModelConfig
 from jrlhf.models.attention import AttentionImplementation, default_attention
-from jrlhf.models.params import HeadKind
 from jrlhf.models.remat import Remat
 from jrlhf.planning.workload import RoleModel, Workload
 
@@ -81,7 +80,6 @@ class Backend:
 DEFAULT = Backend()
 
 
-@dataclass(frozen=True)
 class Arrays:
     """Bytes of one device's arrays of each kind, while some rows are computed.
 
@@ -91,60 +89,44 @@ class Arrays:
     share a table. logits: of one tile. low: bytes of a number in the compute dtype over those of a float32.
     """
 
-    model: ModelConfig
-    head: HeadKind
-    platform: Platform
-    hidden: float
-    query: float
-    key: float
-    mlp: float
-    scores: float
-    statistics: float
-    gathered: float
-    table: float
-    sharing: float
-    logits: float
-    low: float
-
-    @property
-    def counts(self) -> SimpleNamespace:
-        return COUNTS[self.platform]
-
-
-def arrays(
-    workload: Workload, role: RoleModel, rows: float, length: int, layout: LayoutName, tensor: int, backend: Backend
-) -> Arrays:
-    """Returns the bytes of the arrays for `rows` rows of a device, or of its tensor group where a layer is sliced."""
-    model, size, dtype = role.config, workload.itemsize, jnp.dtype(workload.dtype)
-    width = 1 if layout in ("train", "score") else tensor
-    tokens, sharing = rows * length, rows * length * (tensor if width == 1 else 1)
-    attention = backend.attention or default_attention(
-        backend.platform, dtype, model.head_dim, model.attention_softcap, length
-    )
-    heads, kv_heads = model.heads / width, max(model.kv_heads / width, 1)
-    matrices = model.embed * model.head_dim * (2 * heads + 2 * kv_heads)
-    matrices += (3 if model.gated_mlp else 2) * model.embed * model.mlp / width
-    vocab = model.padded_vocab / tensor
-    # The tile of the log-prob kernel (`kernels.logprob.api`): even parts of the tokens, in multiples of 16.
-    tile = max(256, 2**21 // int(vocab)) if backend.platform == "cpu" else 1024
-    tile = sharing if sharing <= tile else 16 * ceil(ceil(sharing / ceil(sharing / tile)) / 16)
-    return Arrays(
-        model,
-        role.head,
-        backend.platform,
-        hidden=tokens * model.embed * size,
-        query=tokens * heads * model.head_dim * size,
-        key=tokens * kv_heads * model.head_dim * size,
-        mlp=tokens * model.mlp / width * size,
-        scores=WIDE * rows * heads * length**2 if attention == "xla" else 0.0,
-        statistics=0.0 if attention == "xla" else WIDE * tokens * heads,
-        gathered=0.0 if layout == "generate" else matrices * size,
+    def __init__(
+        self,
+        workload: Workload,
+        role: RoleModel,
+        rows: float,
+        length: int,
+        layout: LayoutName,
+        tensor: int,
+        backend: Backend,
+    ):
+        """rows: of a device, or of its tensor group where a layer is sliced. length: of a row."""
+        self.model, self.head, self.platform = role.config, role.head, backend.platform
+        self.counts = COUNTS[backend.platform]
+        model, size, dtype = role.config, workload.itemsize, jnp.dtype(workload.dtype)
+        width = 1 if layout in ("train", "score") else tensor
+        tokens, sharing = rows * length, rows * length * (tensor if width == 1 else 1)
+        attention = backend.attention or default_attention(
+            backend.platform, dtype, model.head_dim, model.attention_softcap, length
+        )
+        heads, kv_heads = model.heads / width, max(model.kv_heads / width, 1)
+        matrices = model.embed * model.head_dim * (2 * heads + 2 * kv_heads)
+        matrices += (3 if model.gated_mlp else 2) * model.embed * model.mlp / width
+        vocab = model.padded_vocab / tensor
+        # The tile of the log-prob kernel (`kernels.logprob.api`): even parts of the tokens, in multiples of 16.
+        tile = max(256, 2**21 // int(vocab)) if backend.platform == "cpu" else 1024
+        tile = sharing if sharing <= tile else 16 * ceil(ceil(sharing / ceil(sharing / tile)) / 16)
+        self.hidden = tokens * model.embed * size
+        self.query = tokens * heads * model.head_dim * size
+        self.key = tokens * kv_heads * model.head_dim * size
+        self.mlp = tokens * model.mlp / width * size
+        self.scores = WIDE * rows * heads * length**2 if attention == "xla" else 0.0
+        self.statistics = 0.0 if attention == "xla" else WIDE * tokens * heads
+        self.gathered = 0.0 if layout == "generate" else matrices * size
         # The tables of a shared base are stored as they are used, and have no gradients.
-        table=0.0 if role.shared else WIDE * vocab * model.embed,
-        sharing=sharing * model.embed * size,
-        logits=WIDE * tile * vocab if role.head == "lm" else 0.0,
-        low=size / WIDE,
-    )
+        self.table = 0.0 if role.shared else WIDE * vocab * model.embed
+        self.sharing = sharing * model.embed * size
+        self.logits = WIDE * tile * vocab if role.head == "lm" else 0.0
+        self.low = size / WIDE
 
 
 def kept_bytes(sizes: Arrays, remat: Remat) -> float:

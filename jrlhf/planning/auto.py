@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import get_args
 
@@ -16,9 +15,9 @@ from jrlhf.meshes.plan import LayoutName, Plan
 from jrlhf.models import ModelConfig
 from jrlhf.planning.activations import Backend
 from jrlhf.planning.fit import backend_of, capacity
-from jrlhf.planning.memory import GIB, call_bytes
+from jrlhf.planning.memory import GIB
 from jrlhf.planning.profile import ProfiledCosts, cluster_of, default_path, load, measure, save
-from jrlhf.planning.search import Budget, search
+from jrlhf.planning.search import search
 from jrlhf.planning.time import CostModel
 from jrlhf.planning.workload import Workload, without_budgeted, workload_of
 
@@ -34,7 +33,7 @@ def auto_plan(config: Config, graph: Graph, models: Mapping[str, ModelConfig], d
     workload = workload_of(config, graph, models)
     cluster, prices = prices_here(config, workload, devices)
     processes = len({device.process_index for device in devices})
-    result = search(workload, cluster, prices, Budget(proposals=PROPOSALS), seed=config.seed, processes=processes)
+    result = search(workload, cluster, prices, proposals=PROPOSALS, seed=config.seed, processes=processes)
     plan = without_budgeted(config, graph, result.best.plan)
     data, fsdp, tensor = mesh_sizes(config.mesh, len(devices))
     shared = {
@@ -56,21 +55,20 @@ def prices_here(config: Config, workload: Workload, devices: Sequence[Device]) -
     """Returns the devices as a cluster, and their prices: as measured where there is a profile, else by data sheet."""
     profile, hardware = load(default_path(devices)), hardware_of(devices[0])
     memory = capacity(config, devices) or (HOST_MEMORY * GIB if hardware is None else hardware.memory)
-    bytes_of = partial(call_bytes, backend=backend_of(config, devices[0]))
+    backend = backend_of(config, devices[0])
     if profile is not None:
         cluster = cluster_of(profile, memory)
-        return cluster, CostModel(workload, cluster, bytes_of=bytes_of, costs=ProfiledCosts(profile, workload))
+        return cluster, CostModel(workload, cluster, backend=backend, costs=ProfiledCosts(profile, workload))
     if hardware is None:
         raise UserError(
             f"nothing is known of what calls cost on {devices[0].device_kind} devices: measure them with "
             "`python -m jrlhf.plan --config C --profile`, or set plan=colocate"
         )
     cluster = Cluster(replace(hardware, memory=memory), len(devices))
-    return cluster, CostModel(workload, cluster, bytes_of=bytes_of)
+    return cluster, CostModel(workload, cluster, backend=backend)
 
 
 def prices_of(config: Config, workload: Workload, cluster: Cluster) -> CostModel:
     """Returns the prices of a workload's calls on a cluster, by its data sheet."""
     platform = "tpu" if cluster.hardware.name.startswith("v") else "gpu"
-    backend = Backend(platform, config.compute.attention)
-    return CostModel(workload, cluster, bytes_of=partial(call_bytes, backend=backend))
+    return CostModel(workload, cluster, backend=Backend(platform, config.compute.attention))

@@ -6,6 +6,7 @@ placements are kept.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 from math import lcm
 
 from jrlhf.config.check import indivisible
@@ -67,26 +68,22 @@ def placements(
 ) -> Iterator[Placement]:
     """Yields the ways to divide a call over the devices 0 to `count` - 1; with `hypothetical`, pipelines too."""
     models = [model.config for model in workload.models[call.role]]
-    for layout in workload.layouts(call):
-        for stages in divisors(count) if hypothetical else (1,):
-            for tensor in divisors(count // stages):
-                if tensor > min(TENSOR, node) or (layout == "train_tp" and tensor == 1):
-                    continue
-                for fsdp in divisors(count // (stages * tensor)):
-                    data = count // (stages * tensor * fsdp)
-                    if any(next(indivisible(model, fsdp, tensor), None) for model in models):
-                        continue
-                    if not _stages_run(workload, call, stages, count, node):
-                        continue
-                    # Generation has slots instead of micro-batches, and a learner's passes are one.
-                    once = call.kind == "generate" or call.role == LEARNER
-                    for micro_batches in powers_of_two(1 if once else workload.rows):
-                        placement = Placement(
-                            Slice(0, count), layout, data, fsdp, tensor, stages, micro_batches=micro_batches
-                        )
-                        if next(undivided_rows(workload, call, placement), None):
-                            break
-                        yield placement
+    for layout, stages in product(workload.layouts(call), divisors(count) if hypothetical else (1,)):
+        for tensor, fsdp in product(divisors(count // stages), repeat=2):
+            data, rest = divmod(count // stages, tensor * fsdp)
+            if rest or tensor > min(TENSOR, node) or (layout == "train_tp" and tensor == 1):
+                continue
+            if any(next(indivisible(model, fsdp, tensor), None) for model in models):
+                continue
+            if not _stages_run(workload, call, stages, count, node):
+                continue
+            # Generation has slots instead of micro-batches, and a learner's passes are one.
+            once = call.kind == "generate" or call.role == LEARNER
+            for micro_batches in powers_of_two(1 if once else workload.rows):
+                placement = Placement(Slice(0, count), layout, data, fsdp, tensor, stages, micro_batches)
+                if next(undivided_rows(workload, call, placement), None):
+                    break
+                yield placement
 
 
 def undivided_rows(workload: Workload, call: Call, placement: Placement) -> Iterator[str]:
@@ -156,13 +153,7 @@ def candidates(
 
 
 def call_candidates(
-    workload: Workload,
-    call: Call,
-    cluster: Cluster,
-    prices: Prices,
-    *,
-    hypothetical: bool = False,
-    processes: int = 1,
+    workload: Workload, call: Call, cluster: Cluster, prices: Prices, *, hypothetical: bool = False, processes: int = 1
 ) -> list[Candidate]:
     """Returns at most `MOST` placements of a call that fit alone, the fastest first.
 
@@ -188,10 +179,10 @@ def call_candidates(
                 survivors.append(candidate)
             least = min(least, candidate.bytes)
     if not widest:
-        parts = workload.minibatches if call.kind == "train" else workload.samples
-        what = "minibatches" if call.kind == "train" else "samples of a prompt"
+        train = call.kind == "train"
+        parts = f"{workload.minibatches} minibatches" if train else f"{workload.samples} samples of a prompt"
         remedy = _rows_for(workload, call, cluster.devices)
-        raise UserError(f"{workload.rows} rows of {call.name} do not divide into {parts} {what}: {remedy}")
+        raise UserError(f"{workload.rows} rows of {call.name} do not divide into {parts}: {remedy}")
     if not survivors:
         raise UserError(_no_room(workload, call, cluster, prices, smallest, widest))
     spread: list[Candidate] = []

@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from itertools import combinations, product
+from functools import partial, reduce
+from itertools import combinations, product, takewhile
 from math import inf
 from typing import Any
 
@@ -88,27 +88,28 @@ def backend_of(config: Config, device: Device) -> Backend:
     return Backend("tpu" if device.platform == "tpu" else "cpu" if simulated else "gpu", config.compute.attention)
 
 
+_WRITTEN = {  # a setting's change as a user writes it
+    "remat": "compute.remat={}",
+    "slots": "rollout.slots={}",
+    "fsdp": "mesh.data=1 with mesh.fsdp={}",
+    "sleep": "sleep.{}=host",
+    "lora": "lora.rank={}",
+    "devices": "{} devices",
+}
+
+
 def _keys(config: Config, setting: "Setting", workload: Workload, plan: Plan) -> str:
     """Returns a setting's changes as a user writes them."""
-    stage = workload.graph.name
-    key, budget = f"{update_section(config, stage)[0]}.micro_batch", token_budgets(config, stage)["train"]
-    training = [plan[call.name].devices.count for call in workload.graph if call.kind == "train"]
-    count = max(training) * setting.changes.get("devices", plan.devices) // plan.devices
-    tokens = workload.rows // workload.minibatches * workload.length // count  # of a minibatch on a device
-
-    def written(name: str, value: Any) -> str:
-        match name:
-            case "micro_batches":
-                return f"{key}es={value}" if budget is None else f"{key}_tokens={tokens // value}"
-            case "fsdp":
-                return f"mesh.data=1 with mesh.fsdp={value}"
-            case "sleep":
-                return f"sleep.{value}=host"
-            case "devices":
-                return f"{value} devices"
-        return f"{ {'remat': 'compute.remat', 'slots': 'rollout.slots', 'lora': 'lora.rank'}[name] }={value}"
-
-    return " with ".join(written(name, value) for name, value in setting.changes.items())
+    stage, changes = workload.graph.name, setting.changes
+    key = f"{update_section(config, stage)[0]}.micro_batch"
+    micro_batches = key + "es={}"
+    if "micro_batches" in changes and token_budgets(config, stage)["train"] is not None:
+        devices = max(plan[name].devices.count for name in _calls(workload, plan, "train"))
+        devices = devices * changes.get("devices", plan.devices) // plan.devices
+        tokens = workload.rows // workload.minibatches * workload.length // devices  # of a minibatch on a device
+        micro_batches = f"{key}_tokens={tokens // changes['micro_batches']}"
+    written = {**_WRITTEN, "micro_batches": micro_batches}
+    return " with ".join(written[name].format(value) for name, value in changes.items())
 
 
 # ---- suggestions
@@ -135,9 +136,6 @@ class Setting:
     peak: float
 
 
-Change = tuple[Any, Callable[[Case], Case]]  # a value, and what it does
-
-
 def suggest_settings(
     workload: Workload, plan: Plan, capacity: float, backend: Backend = DEFAULT, *, away: Away | None = None
 ) -> list[Setting]:
@@ -146,6 +144,7 @@ def suggest_settings(
     Settings with the fewest changes come first, each change as mild as it can be; then adapters, where they suffice
     alone. More devices are suggested only where no other setting fits. away: what is offloaded already.
     """
+    case = Case(workload, plan, away or {})
 
     def peak(case: Case) -> float:
         try:
@@ -155,23 +154,19 @@ def suggest_settings(
 
     def mildest(names: Sequence[str]) -> Setting | None:
         """Returns the first combination of these changes that fits, in the order of their steps in sum."""
-        steps = product(*(range(len(changes[name])) for name in names))
-        for step in sorted(steps, key=sum):
-            changed = case
-            for name, index in zip(names, step, strict=True):
-                changed = changes[name][index][1](changed)
-            size = peak(changed)
+        for step in sorted(product(*(range(len(ladders[name])) for name in names)), key=sum):
+            changes = {name: ladders[name][at] for name, at in zip(names, step, strict=True)}
+            size = peak(reduce(_changed, changes.items(), case))
             if size <= capacity:
-                return Setting({name: changes[name][at][0] for name, at in zip(names, step, strict=True)}, size)
+                return Setting(changes, size)
         return None
 
-    case = Case(workload, plan, away or {})
     if peak(case) <= capacity:
         return []
-    changes = {name: list(steps(case)) for name, steps in _LADDERS.items()}
+    ladders = {name: list(values) for name, values in _ladders(case)}
     adapters = [] if (setting := mildest(["lora"])) is None else [setting]  # another run rather than another setting
     for count in range(1, TOGETHER + 1):
-        fitting = [mildest(names) for names in combinations([name for name in changes if name != "lora"], count)]
+        fitting = [mildest(names) for names in combinations([name for name in ladders if name != "lora"], count)]
         if any(fitting):
             return [setting for setting in fitting if setting is not None] + adapters
     if adapters:
@@ -188,62 +183,50 @@ def suggest_settings(
     return []
 
 
-def _more_micro_batches(case: Case) -> Iterator[Change]:
-    training = _calls(case.workload, case.plan, "train")
-    counts = [case.plan[name].devices.count for name in training]
-    rows = case.workload.rows // case.workload.minibatches
-    for parts in _doubled(_micro_batches(case.workload, case.plan)) if training else ():
-        if parts > min(rows // count for count in counts) or any(rows % (count * parts) for count in counts):
-            return
-        yield parts, lambda case, parts=parts: _placed(case, lambda at: replace(at, micro_batches=parts), training)
+def _ladders(case: Case) -> Iterator[tuple[str, Iterable[Any]]]:
+    """Yields each kind of change with its values, the mildest first."""
+    workload, placements = case.workload, case.plan.placements
+    training = [placements[name].devices.count for name in _calls(workload, case.plan, "train")]
+    rows = workload.rows // workload.minibatches
+
+    def divides(parts: int) -> bool:
+        return bool(training) and not any(rows % (count * parts) for count in training)
+
+    yield "micro_batches", takewhile(divides, _doubled(_micro_batches(workload, case.plan)))
+    yield "remat", REMATS[: REMATS.index(workload.remat)][::-1]  # those that keep less
+    generating = [placements[name] for name in _calls(workload, case.plan, "generate")]
+    least = max((workload.samples * at.data * at.fsdp for at in generating), default=inf)
+
+    def holds(slots: int) -> bool:
+        return slots >= least and not any(slots % at.devices.count for at in generating)
+
+    slots = (workload.slots or workload.rows) // 2
+    yield "slots", takewhile(holds, (slots >> halved for halved in range(slots.bit_length())))
+    sizes = [at.data * at.fsdp for at in placements.values()]
+    yield "fsdp", [max(sizes)] if any(at.data > 1 for at in placements.values()) else []
+    yield "sleep", ["optimizer"]
+    actor = workload.models.get("actor")
+    adaptable = actor and actor[0].lora is None and actor[0].config.gated_mlp and actor[0].config.positions == "rotary"
+    yield "lora", [ADAPTER.rank] if adaptable else []
 
 
-def _stronger_remat(case: Case) -> Iterator[Change]:
-    stronger = tuple(reversed(REMATS))  # from the one that keeps most
-    for remat in stronger[stronger.index(case.workload.remat) + 1 :]:
-        yield remat, lambda case, remat=remat: replace(case, workload=replace(case.workload, remat=remat))
-
-
-def _fewer_slots(case: Case) -> Iterator[Change]:
+def _changed(case: Case, change: tuple[str, Any]) -> Case:
+    """Returns the case with one change."""
     workload = case.workload
-    generating = [case.plan[name] for name in _calls(workload, case.plan, "generate")]
-    slots = (workload.slots or workload.rows) // 2 if generating else 0
-    while slots and slots % max(at.devices.count for at in generating) == 0:
-        if slots < workload.samples * max(at.data * at.fsdp for at in generating):
-            return
-        yield slots, lambda case, slots=slots: replace(case, workload=replace(case.workload, slots=slots))
-        slots //= 2
-
-
-def _more_fsdp(case: Case) -> Iterator[Change]:
-    placements = case.plan.placements.values()
-    if any(at.data > 1 for at in placements):
-        fsdp = max(at.data * at.fsdp for at in placements)
-        yield fsdp, lambda case: _placed(case, lambda at: replace(at, data=1, fsdp=at.data * at.fsdp))
-
-
-def _offloaded_optimizer(case: Case) -> Iterator[Change]:
-    trained = [role for role, models in keepers(case.workload).items() if any(model.trained for model in models)]
-    calls = [call for call in case.workload.graph if call.kind in ("generate", "infer")]
-    keys = [(role, call.name) for role in trained for call in calls]
-    asleep: Away = {key: {**case.away.get(key, {}), "optimizer": "pinned_host"} for key in keys}
-    yield "optimizer", lambda case: replace(case, away={**case.away, **asleep})
-
-
-def _adapters(case: Case) -> Iterator[Change]:
-    actor = case.workload.models.get("actor")
-    if actor and actor[0].lora is None and actor[0].config.gated_mlp and actor[0].config.positions == "rotary":
-        yield ADAPTER.rank, lambda case: replace(case, workload=_adapted(case.workload))
-
-
-_LADDERS: dict[str, Callable[[Case], Iterator[Change]]] = {  # of each kind of change, the steps from the mildest on
-    "micro_batches": _more_micro_batches,
-    "remat": _stronger_remat,
-    "slots": _fewer_slots,
-    "fsdp": _more_fsdp,
-    "sleep": _offloaded_optimizer,
-    "lora": _adapters,
-}
+    match change:
+        case "micro_batches", parts:
+            training = _calls(workload, case.plan, "train")
+            return _placed(case, lambda at: replace(at, micro_batches=parts), training)
+        case "fsdp", _:
+            return _placed(case, lambda at: replace(at, data=1, fsdp=at.data * at.fsdp))
+        case "sleep", part:
+            trained = [role for role, models in keepers(workload).items() if any(model.trained for model in models)]
+            calls = [call.name for call in workload.graph if call.kind in ("generate", "infer")]
+            asleep: Away = {key: {**case.away.get(key, {}), part: "pinned_host"} for key in product(trained, calls)}
+            return replace(case, away={**case.away, **asleep})
+        case "lora", _:
+            return replace(case, workload=_adapted(workload))
+    return replace(case, workload=replace(workload, **dict([change])))  # "remat" and "slots"
 
 
 def _adapted(workload: Workload) -> Workload:

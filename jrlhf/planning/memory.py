@@ -4,7 +4,7 @@ What roles keep is exact, from the shapes of shards. What a call adds follows XL
 is arithmetic: no device or compiler is asked.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise, product
@@ -14,24 +14,13 @@ from typing import Literal
 from jrlhf.config.schema import Config, SleepConfig
 from jrlhf.meshes import GENERATE, TRAIN, Call, Graph, Layout
 from jrlhf.meshes.graph import LEARNED, LEARNER, home_of
-from jrlhf.meshes.plan import Placement, Plan
+from jrlhf.meshes.plan import Placement, Plan, Slice
 from jrlhf.models import LoRAConfig, ModelConfig, Schedule
 from jrlhf.models.lora import adapter_weights
 from jrlhf.models.params import HeadKind, WeightInfo, weights
-from jrlhf.planning.activations import (
-    DEFAULT,
-    WIDE,
-    Backend,
-    Gradients,
-    Phase,
-    arrays,
-    cache_bytes,
-    generate_phase,
-    infer_phase,
-    train_phase,
-)
+from jrlhf.planning import activations
+from jrlhf.planning.activations import DEFAULT, WIDE, Arrays, Backend, Gradients, Phase
 from jrlhf.planning.moves import stored_alike
-from jrlhf.planning.simulate import segments
 from jrlhf.planning.workload import RoleModel, Workload
 
 GIB = 2**30
@@ -206,10 +195,6 @@ class CallBytes:
     active: Mapping[str, float]
     moved: float = 0.0
 
-    @property
-    def total(self) -> float:
-        return sum(self.resident.values()) + sum(self.active.values())
-
 
 def call_bytes(workload: Workload, call: Call, placement: Placement, backend: Backend = DEFAULT) -> CallBytes:
     """Predicts the bytes of a call that has a model.
@@ -268,7 +253,7 @@ def _active(workload: Workload, call: Call, model: RoleModel, placement: Placeme
     # Layouts that compute with slices give a tensor group's rows to each of its devices.
     sharing = placement.devices.count // placement.pipeline // (tensor if layout in ("generate", "train_tp") else 1)
     computed = (rows / workload.minibatches if kind == "train" else rows) / (sharing * parts)
-    sizes = arrays(workload, model, computed, workload.length, layout, tensor, backend)
+    sizes = Arrays(workload, model, computed, workload.length, layout, tensor, backend)
 
     def layers(last_gathered: bool) -> float:
         return _layer_numbers(model.config, model.head, fsdp, tensor, last_gathered)
@@ -278,10 +263,12 @@ def _active(workload: Workload, call: Call, model: RoleModel, placement: Placeme
     transposed = layers(True) * stored if layout != "generate" and tensor == 1 and fsdp > 1 else 0.0
     if kind == "train":
         gradients = _gradients(model, placement, backend, loop=workload.minibatches > 1)
-        needs = train_phase(sizes, workload.remat, gradients, parts, min(placement.pipeline, parts), transposed)
+        running = min(placement.pipeline, parts)
+        needs = activations.train_phase(sizes, workload.remat, gradients, parts, running, transposed)
     else:
         casts = stored != workload.itemsize and layout != "generate"
-        needs = infer_phase(sizes, transposed, layers(False) * workload.itemsize if casts else 0.0)
+        cast = layers(False) * workload.itemsize if casts else 0.0
+        needs = activations.infer_phase(sizes, transposed, cast)
     return needs | {"inputs": inputs}
 
 
@@ -310,10 +297,10 @@ def _generating(workload: Workload, rows: float, model: RoleModel, placement: Pl
     if not schedule.is_one_program(ceil(computed), workload.response):
         room = max(1, int(slots) // workload.samples)
         together = max(schedule.waves(ceil(together), room, workload.prompt))
-        wave = cache_bytes(config, together, workload.prompt, tensor, size)
-    prompts = arrays(workload, model, together, workload.prompt, "generate", tensor, backend)
-    cached = cache_bytes(config, slots, workload.length, tensor, size)
-    return generate_phase(prompts, cached, wave, WIDE * slots / tensor * config.padded_vocab, tensor)
+        wave = activations.cache_bytes(config, together, workload.prompt, tensor, size)
+    prompts = Arrays(workload, model, together, workload.prompt, "generate", tensor, backend)
+    cached = activations.cache_bytes(config, slots, workload.length, tensor, size)
+    return activations.generate_phase(prompts, cached, wave, WIDE * slots / tensor * config.padded_vocab, tensor)
 
 
 # ---- plans
@@ -354,6 +341,14 @@ def keepers(workload: Workload) -> dict[str, tuple[RoleModel, ...]]:
     return models | {role: (model,) for role, model in zip(LEARNED, models.pop(LEARNER, ()), strict=False)}
 
 
+def segments(slices: Iterable[Slice]) -> list[Slice]:
+    """Divides the devices of these slices into the fewest groups of which every slice has all devices or none."""
+    ranges = set(slices)
+    bounds = sorted({bound for devices in ranges for bound in (devices.start, devices.stop)})
+    groups = [Slice(start, stop - start) for start, stop in zip(bounds, bounds[1:], strict=False)]
+    return [group for group in groups if any(group.overlaps(devices) for devices in ranges)]
+
+
 def plan_memory(workload: Workload, plan: Plan, backend: Backend = DEFAULT, *, away: Away | None = None) -> PlanMemory:
     """Predicts the memory of every call of a plan, on the device of its slice where it needs most.
 
@@ -376,13 +371,14 @@ def plan_memory(workload: Workload, plan: Plan, backend: Backend = DEFAULT, *, a
             active["moved weights"] = needs.moved
         for group in (group for group in groups if placement.devices.overlaps(group)):
             here = [(role, states[role]) for role, home in homes.items() if home.devices.overlaps(group)]
-            stays = max((parts["base"] for _, parts in here if "base" in parts), default=0.0)
-            for role, parts in here:
-                places = away.get((role, call.name), {})
-                stays += sum(
-                    size for part, size in parts.items() if part != "base" and places.get(part, "device") == "device"
-                )
-            phase = CallPhase(call.name, stays, active)
+            base = max((parts.get("base", 0.0) for _, parts in here), default=0.0)
+            own = sum(
+                size
+                for role, parts in here
+                for part, size in parts.items()
+                if part != "base" and away.get((role, call.name), {}).get(part, "device") == "device"
+            )
+            phase = CallPhase(call.name, base + own, active)
             if call.name not in phases or phase.total > phases[call.name].total:
                 phases[call.name] = phase
     bases = [parts["base"] for parts in states.values() if "base" in parts]

@@ -65,11 +65,6 @@ def sliced(config: ModelConfig, slices: int) -> ModelConfig:
     return replace(config, heads=config.heads // slices, kv_heads=kv_heads, mlp=config.mlp // slices)
 
 
-def nothing(devices: Sequence[Device]) -> Program:
-    """Builds a program that does next to nothing."""
-    return _on_each(devices, lambda x: x + 1, np.zeros(1, np.float32))
-
-
 def layers(
     config: ModelConfig,
     devices: Sequence[Device],
@@ -79,7 +74,6 @@ def layers(
     train: bool,
     dtype: Any,
     remat: Remat,
-    implementation: Any = None,
 ) -> Program:
     """Builds `LAYERS` layers over `rows` rows on each device; training goes backward too, as in `models.forward`."""
     shallow = replace(config, layers=LAYERS, local_layers=config.local_layers[:LAYERS])
@@ -89,7 +83,7 @@ def layers(
 
     def layer(x, weights):
         def attend(*heads):
-            return attention(*heads, **shallow.scores, local=local, implementation=implementation), None
+            return attention(*heads, **shallow.scores, local=local), None
 
         loaded = jax.tree.map(lambda w: w.astype(dtype) if w.ndim > 1 else w, weights)
         return Block(shallow, loaded)(x, of_layer(rotations, local), attend, None, NO_ADAPTERS)
@@ -206,7 +200,7 @@ def offload(device: Device, numbers: int) -> Program:
 
 
 def copy(devices: Sequence[Device], numbers: int) -> Program:
-    """Reads and writes float32 numbers on each device: 8 bytes a number."""
+    """Reads and writes float32 numbers on each device: 8 bytes a number. With one number it does next to nothing."""
     return _on_each(devices, lambda x: x + 1, np.zeros(numbers, np.float32))
 
 
@@ -221,17 +215,16 @@ def _on_each(devices: Sequence[Device], function: Callable[..., Any], *arguments
     mesh = make_mesh(len(devices), 1, 1, devices=devices)
     rows = P("data")
 
+    def unvaried(x):
+        # Results may be typed as if they differed over the axes of one device.
+        varies = {"fsdp", "tensor"} & set(jax.typeof(x).manual_axis_type.varying)
+        return lax.psum(x, ("fsdp", "tensor"))[None] if varies else x[None]
+
     def local(*copies):
-        results = function(*jax.tree.map(lambda x: x[0], copies))
-        return jax.tree.map(lambda x: lax.psum(x, ("fsdp", "tensor"))[None] if _varies(x) else x[None], results)
+        return jax.tree.map(unvaried, function(*jax.tree.map(lambda x: x[0], copies)))
 
     def copied(x):
         return jax.device_put(np.broadcast_to(np.asarray(x)[None], (mesh.size, *x.shape)), NamedSharding(mesh, rows))
 
     mapped = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=rows, out_specs=rows))
     return partial(mapped, *jax.tree.map(copied, arguments))
-
-
-def _varies(x: jax.Array) -> bool:
-    """Returns whether its type says that it differs over axes of one device."""
-    return bool({"fsdp", "tensor"} & set(jax.typeof(x).manual_axis_type.varying))

@@ -12,6 +12,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from itertools import product
 from math import log
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from jrlhf.meshes.hardware import Cluster, Hardware
 from jrlhf.meshes.mesh import Device
 from jrlhf.meshes.plan import LayoutName
 from jrlhf.models import ModelConfig
+from jrlhf.models.params import HeadKind
 from jrlhf.models.remat import Remat
 from jrlhf.planning import microbenchmarks
 from jrlhf.planning.candidates import powers_of_two
@@ -131,19 +133,16 @@ class ProfiledCosts:
         share *= model.numbers.trained / model.numbers.total  # adapters are small
         return {"optimizer": self._at(f"update {shape_key(model.config)}", share) * (1 + added)}
 
-    def gather(self, group: Group, size: float, pieces: int = 1) -> float:
-        return self._collective("gather", group, size, pieces)
-
-    def reduce(self, group: Group, size: float, pieces: int = 1) -> float:
-        return self._collective("reduce", group, size, pieces)
-
-    def call(self) -> Parts:
-        return {"launches": self._at("call", 1.0)}
-
-    def _collective(self, kind: str, group: Group, size: float, pieces: int) -> float:
+    def gather(self, group: Group, size: float, pieces: int = 1, *, kind: str = "gather") -> float:
         if group.size == 1:
             return 0.0
         return pieces * self._at(f"{kind} {group.size}", size / pieces) / microbenchmarks.CHAINED
+
+    def reduce(self, group: Group, size: float, pieces: int = 1) -> float:
+        return self.gather(group, size, pieces, kind="reduce")
+
+    def call(self) -> Parts:
+        return {"launches": self._at("call", 1.0)}
 
     def _at(self, name: str, size: float) -> float:
         curve = self._profile.curves.get(name)
@@ -165,16 +164,15 @@ def cluster_of(profile: Profile, memory: float) -> Cluster:
         latency = least / microbenchmarks.CHAINED
         link = size / 2 / max(seconds / microbenchmarks.CHAINED - latency, 1e-9)
     operations = microbenchmarks.BUSY_OPERATIONS / profile.busy[count]
-    rates = {"bfloat16": operations, "float32": operations, "link": link, "network": link, "host": sent / offloaded}
-    rates |= {"launch": 0.0, "latency": latency}
-    rates |= dict.fromkeys(("infer", "train", "decode", "collective", "stream"), 1.0)
-    hardware: Any = partial(Hardware, **rates)
-    return Cluster(hardware(profile.device, memory, bandwidth, node=count), count)
+    rates: dict[str, Any] = dict.fromkeys(("infer", "train", "decode", "collective", "stream"), 1.0)
+    rates |= {"bfloat16": operations, "float32": operations, "link": link, "network": link, "host": sent / offloaded}
+    hardware = Hardware(profile.device, memory, bandwidth, node=count, launch=0.0, latency=latency, **rates)
+    return Cluster(hardware, count)
 
 
 # ---- measuring
 
-_Point = tuple[float, Callable[[], microbenchmarks.Program]]  # a size, and the program to time
+_Programs = Mapping[float, Callable[[], microbenchmarks.Program]]  # size -> makes the program to time
 
 
 def measure(
@@ -192,46 +190,43 @@ def measure(
     remats: further remat policies to measure training with. layouts: those that calls may have. say: is called with the
     name of each curve that is measured.
     """
-    count, version = len(devices), jax.__version__
-    setup = devices[0].device_kind, count, version
+    setup = devices[0].device_kind, len(devices), jax.__version__
     if profile is not None and (profile.device, profile.count, profile.version) == setup:
         curves, busy = dict(profile.curves), dict(profile.busy)
     else:
-        sizes = powers_of_two(count)
+        sizes = powers_of_two(len(devices))
         programs = [microbenchmarks.busy(devices[:size]) for size in sizes]
         curves, busy = {}, dict(zip(sizes, microbenchmarks.seconds(programs, repeats), strict=True))
-    for name, points in wanted_curves(workload, devices, tuple({workload.remat, *remats}), layouts):
-        missing = [(size, make) for size, make in points if size not in dict(curves.get(name, ()))]
+    nothing = microbenchmarks.copy(devices, 1)
+    for name, programs in wanted_curves(workload, devices, tuple({workload.remat, *remats}), layouts):
+        curve = dict(curves.get(name, ()))
+        missing = {size: make for size, make in programs.items() if size not in curve}
         if missing:
             say(name)
-            programs = [microbenchmarks.nothing(devices), *(make() for _, make in missing)]
-            idle, *taken = microbenchmarks.seconds(programs, repeats)
-            curve = dict(curves.get(name, ()))
-            if name == "call":
-                curve = {1.0: idle}
-            else:
-                curve |= {size: max(total - idle, 1e-9) for (size, _), total in zip(missing, taken, strict=True)}
+            idle, *taken = microbenchmarks.seconds([nothing, *(make() for make in missing.values())], repeats)
+            launch = 0.0 if name == "call" else idle
+            curve |= {size: max(total - launch, 1e-9) for size, total in zip(missing, taken, strict=True)}
             curves[name] = tuple(sorted(curve.items()))
-    return Profile(devices[0].device_kind, count, version, busy, curves)
+    return Profile(*setup, busy, curves)
 
 
 def wanted_curves(
     workload: Workload, devices: Sequence[Device], remats: Sequence[Remat], layouts: Collection[LayoutName]
-) -> Iterator[tuple[str, Sequence[_Point]]]:
-    """Yields the name of each curve that the workload's calls ask for, with its sizes and programs."""
+) -> Iterator[tuple[str, _Programs]]:
+    """Yields the name of each curve that the workload's calls ask for, with its programs."""
     models = [model for models in workload.models.values() for model in models]
     generating = {call.role for call in workload.graph if call.kind == "generate"}
     generators = {model.config for role in generating for model in workload.models[role]}
     most, counts = max(1, workload.rows // len(devices)), powers_of_two(len(devices))  # rows of a device
-    yield "call", [(1.0, partial(microbenchmarks.nothing, devices))]
+    yield "call", {1.0: partial(microbenchmarks.copy, devices, 1)}
     for size in counts[1:]:
         for kind in ("gather", "reduce"):
             make = partial(microbenchmarks.collective, kind, devices, size)
-            yield f"{kind} {size}", [(bytes_, partial(make, int(bytes_) // 4)) for bytes_ in _BYTES]
-    yield "copy", [(8.0 * _MIB, partial(microbenchmarks.copy, devices, _MIB))]
-    yield "host", [(8.0 * _MIB, partial(microbenchmarks.offload, devices[0], 2 * _MIB))]
+            yield f"{kind} {size}", {bytes_: partial(make, int(bytes_) // 4) for bytes_ in _BYTES}
+    yield "copy", {8.0 * _MIB: partial(microbenchmarks.copy, devices, _MIB)}
+    yield "host", {8.0 * _MIB: partial(microbenchmarks.offload, devices[0], 2 * _MIB)}
     for config in dict.fromkeys(model.config for model in models):
-        shares = [(1 / fsdp, partial(microbenchmarks.update, config, devices, fsdp)) for fsdp in counts]
+        shares = {1 / fsdp: partial(microbenchmarks.update, config, devices, fsdp) for fsdp in counts}
         yield f"update {shape_key(config)}", shares
         for slices in counts:
             if not _divides(config, slices):
@@ -248,21 +243,19 @@ def wanted_curves(
                 passes.append((False, "full", workload.prompt))
             for train, remat, width in passes:
                 make = partial(microbenchmarks.layers, part, devices, train=train, dtype=workload.dtype, remat=remat)
-                points = [(n * width, partial(make, n, width)) for n in _sizes(rows)]
-                yield layer_curve(config, slices, train, remat, width), points
+                name = layer_curve(config, slices, train, remat, width)
+                yield name, {n * width: partial(make, n, width) for n in _sizes(rows)}
             for depth in DEPTHS if config in generators else ():
                 shallow = replace(part, layers=depth, local_layers=part.local_layers[:depth])
                 widths = {"prompt": workload.prompt, "response": workload.response, "dtype": workload.dtype}
                 make = partial(microbenchmarks.generation, shallow, devices, **widths)
-                points = [(n, partial(make, n)) for n in _sizes(rows) if 64 * n > rows]
-                yield generation_curve(config, slices, depth), points
-    heads = {(model.config, model.head): model for model in models}
-    for (config, _), model in heads.items():
-        head = model.head
-        for train in (False, True):
-            make = partial(microbenchmarks.ends, config, devices, head=head, train=train, fused=workload.fused_loss)
-            points = [(n * workload.length, partial(make, n, workload.length)) for n in _sizes(most)]
-            yield ends_curve(config, head, train, workload.fused_loss), points
+                name = generation_curve(config, slices, depth)
+                yield name, {n: partial(make, n) for n in _sizes(rows) if 64 * n > rows}
+    heads: dict[tuple[ModelConfig, HeadKind], None] = {(model.config, model.head): None for model in models}
+    for (config, head), train in product(heads, (False, True)):
+        make = partial(microbenchmarks.ends, config, devices, head=head, train=train, fused=workload.fused_loss)
+        name = ends_curve(config, head, train, workload.fused_loss)
+        yield name, {n * workload.length: partial(make, n, workload.length) for n in _sizes(most)}
 
 
 def _divides(config: ModelConfig, slices: int) -> bool:

@@ -35,18 +35,6 @@ STRANDED = 1.1  # a chain that is slower than the best by this factor at the end
 
 
 @dataclass(frozen=True)
-class Budget:
-    """The end of a search: a number of proposals or seconds. With proposals alone it is a function of its seed."""
-
-    proposals: int | None = None
-    seconds: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.proposals is None and self.seconds is None:
-            raise ValueError("a budget needs proposals or seconds")
-
-
-@dataclass(frozen=True)
 class Found:
     """A plan, its simulation, and the seconds that it loses to the best plan."""
 
@@ -75,21 +63,25 @@ def search(
     workload: Workload,
     cluster: Cluster,
     prices: Prices,
-    budget: Budget,
     *,
+    proposals: int | None = None,
+    seconds: float | None = None,
     seed: int = 0,
     hypothetical: bool = False,
     lockstep: bool = True,
     processes: int = 1,
     progress: Callable[[int, float], None] | None = None,
 ) -> Result:
-    """Returns the fastest plan that is found within the budget, and plans to compare it with.
+    """Returns the fastest plan that is found, and plans to compare it with.
 
+    proposals, seconds: the budget. With proposals alone the result is a function of the seed.
     hypothetical: also consider pipelines, which no program runs today. lockstep: iterations do not overlap, as in a run
     that reads the metrics of one before it begins the next. processes: of the run (`candidates`).
     progress: is called with the proposals so far and the best plan's seconds after each chain's turn; it may raise
         StopIteration to end the search.
     """
+    if proposals is None and seconds is None:
+        raise ValueError("a budget needs proposals or seconds")
     began = time.monotonic()
     options = candidates(workload, cluster, prices, hypothetical=hypothetical, processes=processes)
     simulator = Simulator(workload.graph, prices, workload.models, lockstep=lockstep)
@@ -105,16 +97,14 @@ def search(
     plans = [fastest, *rules.values(), *(division.plan for division in divided[:STARTS])]
     starts = list(dict.fromkeys(simulator.choice(plan) for plan in plans))
     chains = Chains(simulator, choices, starts, seed)
-    for proposals in chains:
+    for count in chains:
         spent = time.monotonic() - began
         try:
             if progress is not None:
-                progress(proposals, chains.best_seconds)
+                progress(count, chains.best_seconds)
         except StopIteration:
             break
-        if budget.proposals is not None and proposals >= budget.proposals:
-            break
-        if budget.seconds is not None and spent >= budget.seconds:
+        if (proposals is not None and count >= proposals) or (seconds is not None and spent >= seconds):
             break
     spent = time.monotonic() - began
     if chains.best is None:
@@ -123,19 +113,19 @@ def search(
             f"{chains.proposals} needs {chains.least / GIB:.1f}, take more devices, or search for longer"
         )
 
-    def compared(plan: Plan, seconds: float | None = None) -> Found:
+    def compared(plan: Plan) -> Found:
         simulation = simulate(workload.graph, plan, prices, lockstep=lockstep)
-        return Found(plan, simulation, 0.0 if seconds is None else simulation.seconds - seconds)
+        return Found(plan, simulation, simulation.seconds - best.simulation.seconds)
 
-    best = compared(simulator.plan(chains.best, "searched"))
-    seconds = best.simulation.seconds
+    plan = simulator.plan(chains.best, "searched")
+    best = Found(plan, simulate(workload.graph, plan, prices, lockstep=lockstep))
     others, seen = [], {_look(best.plan)}
     for choice, _ in sorted(chains.elite.items(), key=lambda item: item[1]):
         other = simulator.plan(choice, f"next {len(others) + 1}")
         if _look(other) not in seen and len(others) < RUNNERS_UP:
             seen.add(_look(other))
-            others.append(compared(other, seconds))
-    by_rule = {name: compared(rule, seconds) for name, rule in rules.items()}
+            others.append(compared(other))
+    by_rule = {name: compared(rule) for name, rule in rules.items()}
     fitting = {name: outcome for name, outcome in by_rule.items() if outcome.simulation.peak <= prices.capacity}
     return Result(best, tuple(others), fitting, chains.proposals, spent, tuple(chains.trace))
 
@@ -223,9 +213,7 @@ class Division:
     seconds: float
 
 
-def heuristic(
-    workload: Workload, cluster: Cluster, prices: Prices, options: Mapping[str, Sequence[Candidate]]
-) -> Plan | None:
+def heuristic(workload: Workload, cluster: Cluster, prices: Prices, options: Candidates) -> Plan | None:
     """Returns ReaL's symmetric heuristic: calls on all devices, tensor-parallel in a node, data-parallel beyond.
 
     Each call has the widest tensor axis that divides its model, and as few micro-batches as fit; weights are whole in
@@ -245,20 +233,18 @@ def heuristic(
             for candidate in trials
             if candidate.placement.tensor == widest and candidate.placement.layout in layouts
         ]
-    for sign in (1, -1):
-
-        def fewest(candidate: Candidate, sign: int = sign) -> tuple[int, int]:
-            return sign * candidate.placement.fsdp, candidate.placement.micro_batches
-
-        fitting = _fit(workload.graph, choices, prices.capacity, first=fewest, then=fewest)
+    orders: tuple[Callable[[Candidate], Any], ...] = (
+        lambda candidate: (candidate.placement.fsdp, candidate.placement.micro_batches),
+        lambda candidate: (-candidate.placement.fsdp, candidate.placement.micro_batches),
+    )
+    for order in orders:
+        fitting = _fit(workload.graph, choices, prices.capacity, first=order, then=order)
         if fitting is not None:
             return Plan("heuristic", {name: candidate.placement for name, candidate in fitting.items()})
     return None
 
 
-def divisions(
-    graph: Graph, options: Mapping[str, Sequence[Candidate]], cluster: Cluster, capacity: float
-) -> list[Division]:
+def divisions(graph: Graph, options: Candidates, cluster: Cluster, capacity: float) -> list[Division]:
     """Returns all plans of HybridFlow's Algorithm 1 that fit, the cheapest first.
 
     The algorithm tries every way to divide the models into sets and the devices among the sets. In a set every model

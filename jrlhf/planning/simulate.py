@@ -7,7 +7,7 @@ weights, which occupies both places; so does a transfer of values. Among things 
 first, then calls in the order in which the program makes them.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from typing import Literal
@@ -15,6 +15,7 @@ from typing import Literal
 from jrlhf.meshes import Graph
 from jrlhf.meshes.graph import LEARNER, home_of
 from jrlhf.meshes.plan import Placement, Plan, Slice
+from jrlhf.planning.memory import segments
 from jrlhf.planning.time import Prices
 
 ITERATIONS = 5  # as in ReaL's code
@@ -46,18 +47,15 @@ class Span:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of each of these devices: `resident` at all times, and (start, end, bytes) of what each call adds.
-
-    A call's bytes include its copy of the weights, so they begin with the reallocation before it.
-    """
+    """Bytes of each of these devices: `resident` at all times, and `active` more during the call that adds most."""
 
     devices: Slice
     resident: float
-    active: tuple[tuple[float, float, float], ...]
+    active: float
 
     @property
     def peak(self) -> float:
-        return self.resident + max((size for _, _, size in self.active), default=0.0)  # calls never overlap here
+        return self.resident + self.active  # calls never overlap here
 
 
 @dataclass(frozen=True)
@@ -100,27 +98,19 @@ def simulate(
     priced = {name: prices.call(graph[name], placement) for name, placement in plan.placements.items()}
     copied = {simulator.calls[call] for call in brought}
     needs = {name: price.active + price.moved * (name in copied) for name, price in priced.items()}
-    starts = {(span.call, span.iteration): span.start for span in reversed(spans) if span.kind != "transfer"}
-
-    def memory(group: Slice) -> Memory:
+    memory = []
+    for group in groups:
         used = [name for name, devices in here.items() if devices.overlaps(group)]
-        active = tuple(
-            (starts[span.call, span.iteration], span.end, needs[span.call])
-            for span in spans
-            if span.kind == "call" and span.call in used
-        )
-        return Memory(group, sum(priced[name].resident for name in used), active)
-
+        memory.append(Memory(group, sum(priced[name].resident for name in used), max(needs[name] for name in used)))
     total = max(span.end for span in spans if span.kind == "call")
-    return Simulation(max(steady, busiest), total, tuple(spans), tuple(map(memory, groups)))
+    return Simulation(max(steady, busiest), total, tuple(spans), tuple(memory))
 
 
 # ---- what a graph and slices say about order
 
 
-@dataclass(frozen=True)
 class Topology:
-    """The calls of a graph by number, in program order.
+    """The order of a graph's calls, which are numbered as the program makes them.
 
     placed: whether a call has a model, and therefore devices. Others take no time; their values are stored where call
         `anchor` runs.
@@ -131,47 +121,29 @@ class Topology:
     last: placed calls whose outputs no placed call of the iteration waits for.
     """
 
-    placed: tuple[bool, ...]
-    before: tuple[tuple[int, ...], ...]
-    updated: tuple[tuple[int, ...], ...]
-    home: tuple[int, ...]
-    anchor: int
-    last: tuple[int, ...]
+    def __init__(self, graph: Graph, roles: Collection[str], *, lockstep: bool = False):
+        """roles: those with a model. lockstep: iterations do not overlap."""
+        calls = graph.calls
+        number = {call.name: index for index, call in enumerate(calls)}
+        self.placed = placed = [call.kind != "compute" and call.role in roles for call in calls]
+        self.before = before = [[number[other.name] for other in graph.before(call)] for call in calls]
+        homes = (home_of(graph, call.role) or call for call in calls)
+        self.home = [number[at.name] if placed[index] else index for index, at in enumerate(homes)]
+        trains = [has and call.kind == "train" for has, call in zip(placed, calls, strict=True)]
+        trained = [index for index, training in enumerate(trains) if training]
+        actors = [index for index in trained if calls[index].role in ("actor", LEARNER)]
+        self.anchor = (actors or trained or [index for index, has in enumerate(placed) if has])[0]
 
+        def awaited(index: int) -> bool:
+            """Returns whether a placed call reads what call `index` returns, or what arithmetic made of it."""
+            readers = [reader for reader, reads in enumerate(before) if index in reads]
+            return any(placed[reader] or awaited(reader) for reader in readers)
 
-def topology(graph: Graph, roles: Collection[str], *, lockstep: bool = False) -> Topology:
-    """Returns the order of a graph's calls. roles: those with a model. lockstep: iterations do not overlap."""
-    calls = graph.calls
-    number = {call.name: index for index, call in enumerate(calls)}
-    placed = tuple(call.kind != "compute" and call.role in roles for call in calls)
-    before = tuple(tuple(number[other.name] for other in graph.before(call)) for call in calls)
-    homes = (home_of(graph, call.role) or call for call in calls)
-    home = tuple(number[at.name] if placed[index] else index for index, at in enumerate(homes))
-    trains = [has and call.kind == "train" for has, call in zip(placed, calls, strict=True)]
-    updated = tuple((home[index],) if has and trains[home[index]] else () for index, has in enumerate(placed))
-    trained = [index for index, training in enumerate(trains) if training]
-    actors = [index for index in trained if calls[index].role in ("actor", LEARNER)]
-    anchor = (actors or trained or [index for index, has in enumerate(placed) if has])[0]
-
-    def awaited(index: int) -> bool:
-        """Whether a placed call reads what call `index` returns, or what arithmetic made of it."""
-        readers = [reader for reader, reads in enumerate(before) if index in reads]
-        return any(placed[reader] or awaited(reader) for reader in readers)
-
-    last = tuple(index for index, has in enumerate(placed) if has and not awaited(index))
-    if lockstep:
-        updated = tuple(
-            waits if before[index] else tuple(sorted({*waits, *last})) for index, waits in enumerate(updated)
-        )
-    return Topology(placed, before, updated, home, anchor, last)
-
-
-def segments(slices: Iterable[Slice]) -> list[Slice]:
-    """Divides the devices of these slices into the fewest groups of which every slice has all devices or none."""
-    ranges = set(slices)
-    bounds = sorted({bound for devices in ranges for bound in (devices.start, devices.stop)})
-    groups = [Slice(start, stop - start) for start, stop in zip(bounds, bounds[1:], strict=False)]
-    return [group for group in groups if any(group.overlaps(devices) for devices in ranges)]
+        self.last = [index for index, has in enumerate(placed) if has and not awaited(index)]
+        self.updated = [[home] if has and trains[home] else [] for home, has in zip(self.home, placed, strict=True)]
+        if lockstep:
+            for index, waits in enumerate(self.updated):
+                self.updated[index] = waits if before[index] else sorted({*waits, *self.last})
 
 
 def nested(slices: Sequence[Slice]) -> bool:
@@ -182,20 +154,20 @@ def nested(slices: Sequence[Slice]) -> bool:
 # ---- the simulator
 
 
-@dataclass(frozen=True)
 class _Slices:
     """What follows from the calls' slices alone.
 
-    group: of each call, its number among the distinct slices. overlapping: of each group, the groups that share devices
-    with it. used, calls: of each segment of the devices, the groups and the calls that use it.
+    devices: the distinct slices. group: of each call, its number among them. overlapping: of each group, the groups
+    that share devices with it. used, calls: of each segment of the devices, the groups and the calls that use it.
     """
 
-    devices: list[Slice]
-    group: list[int]
-    overlapping: list[list[int]]
-    used: list[set[int]]
-    calls: list[list[int]]
-    nested: bool
+    def __init__(self, slices: Sequence[Slice]):
+        self.devices = ranges = list(dict.fromkeys(slices))
+        self.group = group = [ranges.index(devices) for devices in slices]
+        self.overlapping = [[index for index, other in enumerate(ranges) if own.overlaps(other)] for own in ranges]
+        self.used = [{index for index, own in enumerate(ranges) if own.overlaps(part)} for part in segments(ranges)]
+        self.calls = [[call for call, index in enumerate(group) if index in indices] for indices in self.used]
+        self.nested = nested(ranges)
 
 
 class Simulator:
@@ -216,7 +188,7 @@ class Simulator:
         lockstep: bool = False,
     ):
         self.graph, self.prices, self.iterations = graph, prices, iterations
-        self.order = order = topology(graph, roles, lockstep=lockstep)
+        self.order = order = Topology(graph, roles, lockstep=lockstep)
         self._numbers = numbers = [index for index, has in enumerate(order.placed) if has]
         self.calls = tuple(graph.calls[number].name for number in numbers)
         self.capacity = prices.capacity
@@ -286,7 +258,7 @@ class Simulator:
         group); and the numbers of the calls whose weights are brought from elsewhere. record: is extended by all work.
         """
         slices, count = self._slices(choice), len(self._readers)
-        group, options = slices.group, self.options
+        group = slices.group
         stored = [values[option] for values, option in zip(self._stored, choice, strict=True)]
         seconds, runs_on, fetch, work = [0.0] * count, [-1] * count, [(0.0, 0)] * count, []
         brought = []
@@ -299,8 +271,9 @@ class Simulator:
                 seconds_of, key = self._reallocations[call], (stored[home], stored[call])
                 fetching = seconds_of.get(key)
                 if fetching is None:
-                    places = options[home][choice[home]], options[call][choice[call]]
-                    fetching = seconds_of[key] = self._reallocation(call, *places)
+                    fetching = seconds_of[key] = self.prices.reallocation(
+                        self.graph.calls[number].role, *self._places_of(key)
+                    )
                 if fetching:
                     fetch[number] = fetching, group[home]
                     brought.append(call)
@@ -315,8 +288,7 @@ class Simulator:
                     key = stored[source], stored[target]
                     moving = self._transfers.get(key)
                     if moving is None:
-                        places = options[source][choice[source]], options[target][choice[target]]
-                        moving = self._transfers[key] = self._transfer(*places)
+                        moving = self._transfers[key] = self.prices.transfer(*self._places_of(key))
                 if moving:
                     there.append((reader, (moving, group[source], group[target])))
                     work.append((moving, group[source], group[target]))
@@ -423,18 +395,10 @@ class Simulator:
             return entry
         if len(self._remembered) > REMEMBERED:
             self._remembered.clear()
-        distinct, by_number = list(dict.fromkeys(key)), list(self._devices)
-        group = [distinct.index(number) for number in key]
-        ranges = [by_number[number] for number in distinct]
-        overlapping = [[index for index, other in enumerate(ranges) if own.overlaps(other)] for own in ranges]
-        used = [{index for index, own in enumerate(ranges) if own.overlaps(part)} for part in segments(ranges)]
-        calls = [[call for call, index in enumerate(group) if index in indices] for indices in used]
-        self._remembered[key] = result = _Slices(ranges, group, overlapping, used, calls, nested(ranges))
+        by_number = list(self._devices)
+        self._remembered[key] = result = _Slices([by_number[number] for number in key])
         return result
 
-    def _reallocation(self, call: int, home: Placement, placement: Placement) -> float:
-        role = self.graph.calls[self._numbers[call]].role
-        return self.prices.reallocation(role, replace(home, micro_batches=1), replace(placement, micro_batches=1))
-
-    def _transfer(self, source: Placement, target: Placement) -> float:
-        return self.prices.transfer(replace(source, micro_batches=1), replace(target, micro_batches=1))
+    def _places_of(self, numbers: Sequence[int]) -> list[Placement]:
+        places = list(self._places)
+        return [places[number] for number in numbers]

@@ -4,9 +4,8 @@ A part costs what a roofline says (`Roofline`) or what was measured (`profile.Pr
 what a compiler overlaps (gathers with products, say) is not taken off. No constant was fitted to a call.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from math import ceil, prod
 from typing import Any, Protocol
 
@@ -15,15 +14,10 @@ from jrlhf.meshes.graph import home_of
 from jrlhf.meshes.hardware import Cluster
 from jrlhf.meshes.plan import Placement
 from jrlhf.models.remat import Remat
-from jrlhf.planning.moves import (
-    Group,
-    gather_seconds,
-    group,
-    reallocation_seconds,
-    reduce_seconds,
-    stored_share,
-    transfer_seconds,
-)
+from jrlhf.planning import moves
+from jrlhf.planning.activations import DEFAULT, Backend
+from jrlhf.planning.memory import call_bytes
+from jrlhf.planning.moves import Group
 from jrlhf.planning.workload import RoleModel, Workload
 
 Parts = dict[str, float]  # seconds by what they are spent on
@@ -129,10 +123,10 @@ class Roofline:
         return {"optimizer": model.numbers.trained * share * size / self._stream}
 
     def gather(self, group: Group, size: float, pieces: int = 1) -> float:
-        return gather_seconds(self._cluster, group, size)  # compilers join the pieces of a layer
+        return moves.gather_seconds(self._cluster, group, size)  # compilers join the pieces of a layer
 
     def reduce(self, group: Group, size: float, pieces: int = 1) -> float:
-        return reduce_seconds(self._cluster, group, size)
+        return moves.reduce_seconds(self._cluster, group, size)
 
     def call(self) -> Parts:
         return {}
@@ -178,46 +172,44 @@ def call_seconds(
 ) -> CallTime:
     """Predicts a call that has a model, from its inputs being there to its outputs, without moving its weights."""
     costs = (costs or Roofline(workload, cluster)).on(placement.devices.count)
-    seconds = {"generate": _generate, "infer": _infer, "train": _train}[call.kind]
     total: Parts = {}
     for model in workload.models[call.role]:
-        _add(total, seconds(_Divided(workload, model, placement, cluster.node, costs), call) | costs.call())
+        divided = _Divided(workload, model, workload.rows_of(call), placement, cluster.node, costs)
+        _add(total, getattr(divided, call.kind)() | costs.call())
     return CallTime(total)
 
 
-@dataclass(frozen=True)
 class _Divided:
-    """One model and its rows, divided by a placement.
+    """A call of one model, divided by a placement. Methods predict its parts; `generate`, `infer` and `train` all.
 
     Layouts "train" and "score" compute with whole layers: every device has rows of its own and gathers each layer's
     weights. The others compute with slices of heads and mlp: the devices of a tensor group share their rows.
     """
 
-    workload: Workload
-    model: RoleModel
-    placement: Placement
-    node: int
-    costs: PartCosts
-
-    @cached_property
-    def whole_layers(self) -> bool:
-        return self.placement.layout in ("train", "score")
-
-    @cached_property
-    def slices(self) -> int:
-        return 1 if self.whole_layers else self.placement.tensor
-
-    @cached_property
-    def layers(self) -> float:
-        return self.model.config.layers / self.placement.pipeline
-
-    @cached_property
-    def width(self) -> int:
-        """Bytes of a token's hidden state."""
-        return self.model.config.embed * self.workload.itemsize
+    def __init__(
+        self, workload: Workload, model: RoleModel, rows: int, placement: Placement, node: int, costs: PartCosts
+    ):
+        config = model.config
+        self.workload, self.model, self.batch, self.costs = workload, model, rows, costs
+        self.placement, self.node = placement, node
+        self.whole_layers = placement.layout in ("train", "score")
+        self.slices = 1 if self.whole_layers else placement.tensor
+        self.layers = config.layers / placement.pipeline
+        self.matrices, self.tables = 7 if config.gated_mlp else 6, 2 if model.head == "lm" else 1
+        # Bytes of a token's hidden state, of a layer as it is computed, and of a device's slice of a table.
+        self.width = config.embed * workload.itemsize
+        self.layer = model.numbers.layer * workload.itemsize / self.slices
+        self.table = config.padded_vocab * self.width / placement.tensor
+        self.tensor, alone = self.group("tensor"), Group(1, 1)
+        # A layer is gathered from the shards of fsdp and, where slices are stored and whole layers computed, from those
+        # of tensor; embedding tables only over fsdp.
+        self.gathered = (
+            alone if placement.layout == "generate" else self.group("fsdp"),
+            self.tensor if self.whole_layers else alone,
+        )
 
     def group(self, axis: str) -> Group:
-        return group(self.placement, self.node, axis)
+        return moves.group(self.placement, self.node, axis)
 
     def rows(self, rows: float, parts: int) -> int:
         """Returns the rows of a device, or of its tensor group, in one of `parts` parts."""
@@ -236,18 +228,18 @@ class _Divided:
         spans = model.head == "lm" and ("train" if train else "infer") in workload.spanned
         predicted = workload.response / (workload.prompt + workload.response) if spans else 1.0
         _add(parts, costs.head(model, predicted * tokens / self.slices, train))
-        tensor, turns = self.group("tensor"), 2 if train else 1
+        turns = 2 if train else 1
         # Slices: a layer has two partial sums, one after attention and one after the mlp, forward and again backward;
         # recomputing the layer repeats the first one, whose result the mlp reads.
         sums = 2 * turns + (1 if train and workload.remat in ("full", "offload", "attention") else 0)
-        reduced = costs.reduce(tensor, tokens * self.width) if self.slices > 1 else 0.0
+        reduced = costs.reduce(self.tensor, tokens * self.width) if self.slices > 1 else 0.0
         # Whole layers: tokens of the tensor group meet at each device's slice of the vocabulary. An embedding meets all
         # tokens, an unembedding those that are predicted.
         sharers = self.placement.tensor if self.whole_layers else 1
-        passed = costs.gather(tensor, sharers * tokens * self.width) if sharers > 1 else 0.0
-        tables = self._tables - 1 + predicted
+        passed = costs.gather(self.tensor, sharers * tokens * self.width) if sharers > 1 else 0.0
+        tables = self.tables - 1 + predicted
         parts["tensor"] = sums * self.layers * reduced + tables * turns * passed
-        parts["gathers"] = self._gathers(train)
+        parts["gathers"] = self.gathers(train)
         if self.placement.pipeline > 1:
             parts["stages"] = turns * self.hop(tokens)
         return parts
@@ -260,96 +252,68 @@ class _Divided:
             total["bubble"] = (stages - 1) / parts * sum(part.values()) * turns
         return total
 
-    # Collectives over weights and gradients. A layer is gathered from the shards of fsdp and, where slices are stored
-    # and whole layers computed, from those of tensor; embedding tables only over fsdp.
-
-    @cached_property
-    def _gathered(self) -> tuple[Group, Group]:
-        alone = Group(1, 1)
-        fsdp = alone if self.placement.layout == "generate" else self.group("fsdp")
-        return fsdp, self.group("tensor") if self.whole_layers else alone
-
-    @cached_property
-    def _matrices(self) -> int:
-        return 7 if self.model.config.gated_mlp else 6
-
-    @cached_property
-    def _tables(self) -> int:
-        return 2 if self.model.head == "lm" else 1
-
-    @cached_property
-    def _bytes(self) -> tuple[float, float]:
-        """Bytes of a layer as it is computed, and of a device's slice of a table."""
-        layer = self.model.numbers.layer * self.workload.itemsize / self.slices
-        return layer, self.model.config.padded_vocab * self.width / self.placement.tensor
-
-    def _gathers(self, train: bool) -> float:
+    def gathers(self, train: bool) -> float:
         """Predicts gathering weights where they are used, twice in training, and scattering their gradients."""
-        (fsdp, tensor), (layer, table), gather = self._gathered, self._bytes, self.costs.gather
+        (fsdp, tensor), gather = self.gathered, self.costs.gather
         turns = 1 if not train else 2 if self.model.lora is not None else 3
-        layers = turns * gather(fsdp, layer / tensor.size, self._matrices)
-        layers += turns * gather(tensor, layer, self._matrices)
-        return self.layers * layers + self._tables * (turns * gather(fsdp, table))
+        layers = turns * gather(fsdp, self.layer / tensor.size, self.matrices)
+        layers += turns * gather(tensor, self.layer, self.matrices)
+        return self.layers * layers + self.tables * (turns * gather(fsdp, self.table))
 
     def sums(self) -> float:
         """Predicts summing gradients over data: scattered ones layer by layer, whole ones in float32 all at once."""
-        data, (layer, table), reduce = self.group("data"), self._bytes, self.costs.reduce
-        shards = prod(group.size for group in self._gathered)
+        data, reduce, shards = self.group("data"), self.costs.reduce, prod(group.size for group in self.gathered)
         if shards == 1:
-            summed = reduce(data, self.layers * layer * 4 / self.workload.itemsize, self._matrices)
+            summed = reduce(data, self.layers * self.layer * 4 / self.workload.itemsize, self.matrices)
         else:
-            summed = self.layers * reduce(data, layer / shards, self._matrices)
-        return summed + self._tables * reduce(data, table / self.placement.fsdp)
+            summed = self.layers * reduce(data, self.layer / shards, self.matrices)
+        return summed + self.tables * reduce(data, self.table / self.placement.fsdp)
 
+    def infer(self) -> Parts:
+        parts = self.placement.micro_batches
+        return self.piped(self.stage(self.rows(self.batch, parts) * self.workload.length, False), parts, parts)
 
-def _infer(divided: _Divided, call: Call) -> Parts:
-    workload, parts = divided.workload, divided.placement.micro_batches
-    tokens = divided.rows(workload.rows_of(call), parts) * workload.length
-    return divided.piped(divided.stage(tokens, False), parts, parts)
+    def train(self) -> Parts:
+        workload, placement = self.workload, self.placement
+        parts, updates = placement.micro_batches, workload.epochs * workload.minibatches
+        tokens = self.rows(self.batch / workload.minibatches, parts) * workload.length
+        total = self.piped(self.stage(tokens, True), parts, updates * parts)
+        if placement.data > 1 and self.model.lora is None:
+            # Every micro-batch sums its gradients over `data`; a pipeline sums once, after its last part.
+            total["gathers"] += updates * (parts if placement.pipeline == 1 else 1) * self.sums()
+        _add(total, self.costs.update(self.model, moves.stored_share(placement), parts), updates)
+        return total
 
+    def generate(self) -> Parts:
+        """Predicts prefill and decoding, `micro_batches` times over a part of the rows. A prompt's samples share a
+        prefill.
 
-def _train(divided: _Divided, call: Call) -> Parts:
-    workload, placement = divided.workload, divided.placement
-    parts, updates = placement.micro_batches, workload.epochs * workload.minibatches
-    tokens = divided.rows(workload.rows / workload.minibatches, parts) * workload.length
-    total = divided.piped(divided.stage(tokens, True), parts, updates * parts)
-    if placement.data > 1 and divided.model.lora is None:
-        # Every micro-batch sums its gradients over `data`; a pipeline sums once, after its last part.
-        total["gathers"] += updates * (parts if placement.pipeline == 1 else 1) * divided.sums()
-    _add(total, divided.costs.update(divided.model, stored_share(placement), parts), updates)
-    return total
-
-
-def _generate(divided: _Divided, call: Call) -> Parts:
-    """Predicts prefill and decoding, `micro_batches` times over a part of the rows. A prompt's samples share a prefill.
-
-    Without slots, rows that are done decode on until the last one is. With slots, a new row takes the place of a
-    finished one: all but the last row of a slot have the mean length.
-    """
-    workload, costs, model, placement = divided.workload, divided.costs, divided.model, divided.placement
-    rows = ceil(workload.rows / placement.micro_batches)
-    slots = rows if workload.slots is None else min(rows, workload.slots)
-    refilled = rows / slots - 1
-    steps = refilled * workload.mean_response + workload.response
-    positions = workload.mean_prompt + (workload.mean_response if refilled else workload.response) / 2
-    # In a pipeline the slots go round in as many parts as there are stages; one step of all slots takes each stage as
-    # many turns.
-    stages, slices, tensor = placement.pipeline, divided.slices, divided.group("tensor")
-    here, step, prefill = divided.rows(slots, stages), {}, {}
-    _add(step, costs.step(model, here, positions, slices), divided.layers)
-    _add(step, costs.draw(model, here, slices))
-    filled = divided.rows(rows / workload.samples, stages) * workload.prompt
-    _add(prefill, costs.layer(model, filled, workload.prompt, slices, False), divided.layers)
-    if slices > 1:
-        step["tensor"] = (2 * divided.layers + 1) * costs.reduce(tensor, here * divided.width)
-        step["tensor"] += costs.gather(tensor, here * model.config.padded_vocab * 4 / slices)
-        prefill["tensor"] = 2 * divided.layers * costs.reduce(tensor, filled * divided.width)
-    if stages > 1:
-        step["stages"] = divided.hop(here)
-    total: Parts = {}
-    _add(total, divided.piped(prefill, stages, stages), placement.micro_batches)
-    _add(total, step, placement.micro_batches * stages * steps)
-    return total
+        Without slots, rows that are done decode on until the last one is. With slots, a new row takes the place of a
+        finished one: all but the last row of a slot have the mean length.
+        """
+        workload, costs, model, placement = self.workload, self.costs, self.model, self.placement
+        rows = ceil(self.batch / placement.micro_batches)
+        slots = rows if workload.slots is None else min(rows, workload.slots)
+        refilled = rows / slots - 1
+        steps = refilled * workload.mean_response + workload.response
+        positions = workload.mean_prompt + (workload.mean_response if refilled else workload.response) / 2
+        # In a pipeline the slots go round in as many parts as there are stages; one step of all slots takes each stage
+        # as many turns.
+        stages, slices, step, prefill = placement.pipeline, self.slices, {}, {}
+        here, filled = self.rows(slots, stages), self.rows(rows / workload.samples, stages) * workload.prompt
+        _add(step, costs.step(model, here, positions, slices), self.layers)
+        _add(step, costs.draw(model, here, slices))
+        _add(prefill, costs.layer(model, filled, workload.prompt, slices, False), self.layers)
+        if slices > 1:
+            step["tensor"] = (2 * self.layers + 1) * costs.reduce(self.tensor, here * self.width)
+            step["tensor"] += costs.gather(self.tensor, here * model.config.padded_vocab * 4 / slices)
+            prefill["tensor"] = 2 * self.layers * costs.reduce(self.tensor, filled * self.width)
+        if stages > 1:
+            step["stages"] = self.hop(here)
+        total: Parts = {}
+        _add(total, self.piped(prefill, stages, stages), placement.micro_batches)
+        _add(total, step, placement.micro_batches * stages * steps)
+        return total
 
 
 def _add(total: Parts, parts: Mapping[str, float], times: float = 1.0) -> None:
@@ -392,7 +356,7 @@ _HANDED_OVER = 5  # numbers a token that one call hands to another: tokens, and 
 class CostModel:
     """The prices of a workload's calls on a cluster, each computed once.
 
-    bytes_of: (workload, call, placement) -> bytes of a device, as `memory.call_bytes`. costs: of parts; None: Roofline.
+    backend: what compiles the calls. costs: of parts; None: Roofline.
     """
 
     def __init__(
@@ -400,10 +364,10 @@ class CostModel:
         workload: Workload,
         cluster: Cluster,
         *,
-        bytes_of: Callable[[Workload, Call, Placement], Any],
+        backend: Backend = DEFAULT,
         costs: PartCosts | None = None,
     ):
-        self._workload, self._cluster, self._bytes = workload, cluster, bytes_of
+        self._workload, self._cluster, self._backend = workload, cluster, backend
         self._costs = costs or Roofline(workload, cluster)
         on_base = [role for role in workload.models if workload.on_base(role)]
         self._base = home_of(workload.graph, on_base[0]) if on_base else None  # the base is counted in this call only
@@ -418,7 +382,7 @@ class CostModel:
         key = call.name, placement
         if key not in self._calls:
             seconds = call_seconds(self._workload, call, placement, self._cluster, costs=self._costs).seconds
-            sizes = self._bytes(self._workload, call, placement)
+            sizes = call_bytes(self._workload, call, placement, self._backend)
             stored = sizes.resident if home_of(self._workload.graph, call.role) == call else {}
             resident = sum(size for part, size in stored.items() if part != "base" or call == self._base)
             self._calls[key] = Price(seconds, resident, sum(sizes.active.values()), sizes.moved)
@@ -429,9 +393,9 @@ class CostModel:
         if key not in self._moves:
             models, matrices = self._workload.models[role], self._workload.itemsize
             size = sum(model.numbers.trained * (matrices if model.lora is None else 4) for model in models)
-            self._moves[key] = reallocation_seconds(size, home, placement, self._cluster)
+            self._moves[key] = moves.reallocation_seconds(size, home, placement, self._cluster)
         return self._moves[key]
 
     def transfer(self, source: Placement, target: Placement) -> float:
         size = 4.0 * _HANDED_OVER * self._workload.rows * self._workload.length
-        return transfer_seconds(size, source, target, self._cluster)
+        return moves.transfer_seconds(size, source, target, self._cluster)

@@ -38,6 +38,7 @@ def test_same_ids_as_transformers():
     assert refused == ["gemma"]  # it has no system role
 
 
+@pytest.mark.full
 def test_the_committed_ids_are_what_transformers_gives_today():
     transformers = pytest.importorskip("transformers", reason="the peer that the golden ids are of")
     for name in FAMILY:
@@ -61,8 +62,9 @@ TRICKY = [
 ]
 
 
+@pytest.mark.full
 def test_same_text_as_transformers():
-    """What templates use of Jinja and beyond it, rendered by the peer."""
+    """The peer renders all that templates use of Jinja and beyond it."""
     transformers = pytest.importorskip("transformers", reason="the peer that renders the same templates")
     messages = [
         {"role": "user", "content": " <b>How</b>  many? ", "tool_calls": None},

@@ -11,7 +11,6 @@ from jrlhf.meshes.hardware import HARDWARE, Cluster
 from jrlhf.meshes.plan import Placement, Plan
 from jrlhf.models import ModelConfig
 from jrlhf.models.params import HeadKind
-from jrlhf.planning.memory import call_bytes
 from jrlhf.planning.simulate import simulate
 from jrlhf.planning.time import CostModel, Price, Prices
 from jrlhf.planning.workload import RoleModel, Workload
@@ -77,7 +76,7 @@ def problem(
         PPO, models, rows, 1024, 1024, 1024.0, 1024.0, minibatches=minibatches, dtype=jnp.dtype(jnp.bfloat16)
     )
     cluster = Cluster(replace(HARDWARE[hardware], **changes), devices)
-    return workload, cluster, CostModel(workload, cluster, bytes_of=call_bytes)
+    return workload, cluster, CostModel(workload, cluster)
 
 
 LAYOUTS = {"generate": ("generate",), "infer": ("score", "train_tp"), "train": ("train", "train_tp")}

@@ -6,7 +6,7 @@ import pytest
 
 from jrlhf.errors import UserError
 from jrlhf.meshes.plan import Placement, Plan, Slice
-from jrlhf.planning.search import Budget, search
+from jrlhf.planning.search import search
 from jrlhf.planning.show import bottleneck, critical_path, describe, plot, timeline
 from jrlhf.planning.simulate import simulate
 from tests.jrlhf.planning.synthetic import PPO, Table, problem
@@ -59,7 +59,7 @@ def test_the_timeline_shows_who_works_when():
 
 def test_a_result_is_told_with_all_that_a_user_asks_for():
     workload, cluster, prices = problem(16, rows=128)
-    result = search(workload, cluster, prices, Budget(proposals=1_000))
+    result = search(workload, cluster, prices, proposals=1_000)
     text = describe(workload, cluster, prices, result)
     for name, placement in result.best.plan.placements.items():
         assert re.search(rf"{re.escape(name)} +{placement.devices} +{placement.layout} ", text)

@@ -317,7 +317,7 @@ def test_a_search_and_a_run_s_check_count_the_same_bytes():
     }
     moves = 0
     for workload in (ppo(), ppo(models=adapters)):
-        prices = CostModel(workload, on, bytes_of=call_bytes)
+        prices = CostModel(workload, on)
         options = {
             call.name: [
                 replace(placement, devices=Slice(start, count))

@@ -53,9 +53,7 @@ def test_the_least_time_of_programs_that_take_turns(monkeypatch: pytest.MonkeyPa
 def invented(count: int = 4, of: float = 1e-3) -> Profile:
     """A profile of a machine on which everything takes its size times `of`."""
     questions = profiles.wanted_curves(WORK, jax.devices()[:count], ("full",), ("train", "score", "generate"))
-    curves = {
-        name: tuple((size, size * of) for size in sorted(size for size, _ in points)) for name, points in questions
-    }
+    curves = {name: tuple((size, size * of) for size in sorted(programs)) for name, programs in questions}
     return Profile("cpu", count, "0", {1: 1.0, 2: 2.0, 4: 4.0}, curves)
 
 

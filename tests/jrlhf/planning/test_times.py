@@ -14,6 +14,7 @@ from jrlhf.meshes.plan import Placement, Slice
 from jrlhf.models import LoRAConfig, ModelConfig
 from jrlhf.models.flops import generation_seconds, training_operations
 from jrlhf.models.presets import PRESETS
+from jrlhf.planning.memory import call_bytes
 from jrlhf.planning.moves import Group, gather_seconds, group, reallocation_seconds, reduce_seconds, transfer_seconds
 from jrlhf.planning.time import CallTime, CostModel, call_seconds
 
@@ -343,23 +344,17 @@ def test_transfers():
 
 
 def test_prices():
-    class Bytes:
-        resident, active, moved = {"weights": 3.0, "moments": 4.0}, {"cache": 5.0}, 6.0
-
-    work, asked = published.workload(), []
-
-    def bytes_of(*question):
-        asked.append(question)
-        return Bytes
-
-    prices = CostModel(work, H100, bytes_of=bytes_of)
+    work = published.workload()
+    prices = CostModel(work, H100)
     update, score = published.GRAPH["actor.update"], published.GRAPH["actor.generate"]
     placed = place("train", fsdp=16)
     price = prices.call(update, placed)
-    assert (price.resident, price.active, price.moved) == (7.0, 5.0, 6.0)
+    needs = call_bytes(work, update, placed)
+    sums = sum(needs.resident.values()), sum(needs.active.values())
+    assert (price.resident, price.active, price.moved) == (*sums, needs.moved) and min(sums) > needs.moved > 0
     assert price.seconds == call_seconds(work, update, placed, H100).seconds
     assert prices.call(score, place("generate", data=16)).resident == 0  # the actor lives where it is trained
-    assert prices.call(update, placed) is price and len(asked) == 2
+    assert prices.call(update, placed) is price
     assert prices.capacity == HARDWARE["h100"].memory
     assert prices.reallocation("actor", placed, placed) == 0
     assert prices.reallocation("actor", placed, place("generate", data=16)) > 0

@@ -102,12 +102,12 @@ def test_coroutines_of_both_kinds_and_verl_ones_run_together(start):
             raise SystemExit
         return ground_truth
     """
-    reward = start(verl, deadline=1.5, on_failure=-1.0)
+    reward = start(verl, deadline=1.0, on_failure=-1.0)
     rows = [make_sample(row, ground_truth=row) for row in range(20)]
     scored = reward.score(rows)
     np.testing.assert_array_equal(scored.scores, [0, 1, 2, -1, -1, -1, *range(6, 20)])
     assert scored.failures == {"exception": 2, "hang": 1}
-    assert len(reward.score(rows).scores) == 20
+    np.testing.assert_array_equal(reward.score(rows[:3]).scores, [0, 1, 2])
 
 
 def test_scores_of_tokens(start):

@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import textwrap
 import time
 from pathlib import Path
 
@@ -18,9 +17,11 @@ import pytest
 from jrlhf.errors import UserError
 from jrlhf.rewards.functions import LOG_BYTES, RewardFailure
 from jrlhf.rewards.process import GRACE
+from tests.support.processes import alive, eventually, gone
 
-from .conftest import alive, eventually, gone, make_sample, pids
+from .conftest import make_sample, pids
 
+ROOT = Path(__file__).parents[3]
 SLACK = 4.0  # seconds for starting processes on a busy machine
 RUN = """
 import atexit, faulthandler, multiprocessing, os, re, signal, stat, subprocess, sys, time
@@ -230,13 +231,13 @@ def test_an_interrupted_batch_leaves_no_answer_to_the_next(start):
     reward = start(source)
     previous = signal.signal(signal.SIGALRM, interrupt)
     try:
-        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
         with pytest.raises(Interrupted):
-            reward.score([make_sample(0, "1", answer=1.0)])
+            reward.score([make_sample(0, "1", answer=0.5)])
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, previous)
-    time.sleep(1)
+    time.sleep(0.5)
     assert reward.score([make_sample(0, "2", answer=0)]).scores == [2]
 
 
@@ -274,33 +275,38 @@ with FunctionReward(config, log=Path(os.devnull)) as reward:  # the first worker
 """
 
 
+FUNCTION = """
+import os, re, signal, subprocess, time
+def f(solution_str):
+    program = subprocess.Popen(["sleep", "1000"]) if solution_str == "program" else None
+    with open(os.path.join(os.path.dirname(__file__), solution_str), "w") as file:
+        file.write(str(program.pid if program else ""))
+    if solution_str == "deaf":
+        signal.pthread_sigmask(signal.SIG_BLOCK, range(1, 64))
+    if solution_str == "lock":
+        re.match("(a*)*b", "a" * 60)
+    time.sleep(1000)
+"""
+
+
 def test_workers_and_their_programs_end_when_their_parent_is_killed(tmp_path):
-    locked = []
+    parents = {}
     for number in (signal.SIGKILL, signal.SIGTERM):
         folder = tmp_path / number.name
         folder.mkdir()
-        (folder / "function.py").write_text(
-            textwrap.dedent(f"""
-            import re, signal, subprocess, time
-            def f(solution_str):
-                program = subprocess.Popen(["sleep", "1000"]) if solution_str == "program" else None
-                with open({str(folder)!r} + "/" + solution_str, "w") as file:
-                    file.write(str(program.pid if program else ""))
-                if solution_str == "deaf":
-                    signal.pthread_sigmask(signal.SIG_BLOCK, range(1, 64))
-                if solution_str == "lock":
-                    re.match("(a*)*b", "a" * 60)
-                time.sleep(1000)
-            """)
-        )
+        (folder / "function.py").write_text(FUNCTION)
         command = [sys.executable, "-c", PARENT, f"{folder / 'function.py'}:f"]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[3]) as parent:
-            assert parent.stdout is not None
-            workers = [int(pid) for pid in parent.stdout.readline().split()]
-            assert len(workers) == 5 and all(map(alive, workers))
-            assert eventually(lambda folder=folder: len(list(folder.iterdir())) == 5, 2.5)
+        parents[number] = folder, subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    workers: list[int] = []
+    for folder, parent in parents.values():
+        assert parent.stdout is not None
+        workers += map(int, parent.stdout.readline().split())
+        assert eventually(lambda folder=folder: len(list(folder.iterdir())) == 5, 2.5)
+    assert len(workers) == 10 and all(map(alive, workers))
+    for number, (_, parent) in parents.items():
+        with parent:
             parent.send_signal(number)
             assert parent.wait(10) == -number
-        locked.append(workers.pop())
-        assert all(gone(pid, 2.0) for pid in [*workers, int((folder / "program").read_text())])
-    assert all(gone(pid, 3.0 + SLACK) for pid in locked)  # the deadline
+    programs = [int((folder / "program").read_text()) for folder, _ in parents.values()]
+    assert all(gone(pid, 2.0) for pid in [*workers[:4], *workers[5:9], *programs])
+    assert all(gone(pid, 3.0 + SLACK) for pid in (workers[4], workers[9]))  # they hold the lock until their deadline

@@ -54,13 +54,14 @@ def real(x, lengths):
     return np.where(np.arange(x.shape[1])[None] < np.asarray(lengths)[:, None], x, 0) if x.ndim > 1 else x
 
 
-@pytest.mark.parametrize("lora", [None, pytest.param(LoRAConfig(rank=2, alpha=4.0), marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("lora", [None, LoRAConfig(rank=2, alpha=4.0)])
 @pytest.mark.parametrize(
     ("program", "head", "options"),
     [
         (CompiledModel.score_logprobs, "lm", {"temperature": 0.7}),
-        pytest.param(CompiledModel.score_values, "scalar", {}, marks=pytest.mark.full),
-        pytest.param(CompiledModel.score_sequences, "scalar", {}, marks=pytest.mark.full),
+        (CompiledModel.score_values, "scalar", {}),
+        (CompiledModel.score_sequences, "scalar", {}),
     ],
 )
 def test_scores_are_those_of_the_whole_batch(mesh, rows, program, head, options, lora):
@@ -139,7 +140,6 @@ def test_reward_learning_is_that_of_all_pairs(mesh, rows):
 
 
 def test_two_ways_to_divide_a_batch_are_refused():
-    with pytest.raises(ValueError, match="^micro_batches=4: it must be 1 with micro_batch_tokens"):
-        SFTConfig(micro_batches=4, micro_batch_tokens=4096)
-    with pytest.raises(ValueError, match="^micro_batches=4: it must be 1 with micro_batch_tokens"):
-        RewardModelConfig(micro_batches=4, micro_batch_tokens=4096)
+    for section in (SFTConfig, RewardModelConfig):
+        with pytest.raises(ValueError, match="^micro_batches=4: it must be 1 with micro_batch_tokens"):
+            section(micro_batches=4, micro_batch_tokens=4096)
