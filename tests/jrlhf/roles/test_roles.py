@@ -348,10 +348,10 @@ def test_three_iterations_asleep_are_those_awake_and_every_byte_is_in_its_place(
     updates = [states["critic"], -states["critic"], states["actor"], -states["actor"]]
     assert moves == [*brought, *updates] * 3
     # The copy that generates, and its cache, are gone when the rollout is there.
-    for calls, made in ((awake.calls, awake.made), (watch.calls(), watch.made)):
+    for calls, results in ((awake.calls, awake.made), (watch.calls(), watch.made)):
         begins = {name: before["device"] for name, before, _ in calls[: len(CALLS)]}
-        assert begins["reward"] == begins["reshard"] + made["gen"]
-        assert made["reshard"] > 0
+        assert begins["reward"] == begins["reshard"] + results["gen"]
+        assert results["reshard"] > 0
     assert {f"timing_s/{name}" for name in (*CALLS, "sleep", "step")} == set(watch.take())
 
 
