@@ -95,8 +95,8 @@ class _Calls:
 def may_deadlock() -> bool:
     """Tests whether programs that are enqueued one after the other can block each other forever.
 
-    XLA's CPU client may run independent programs at once. With several simulated devices each program holds threads
-    that wait in its collectives for peers, and these peers may then find no free thread.
+    XLA's CPU client may run programs at once. With several simulated devices each holds threads that wait in its
+    collectives for peers, which may then find no free thread.
     """
     return jax.default_backend() == "cpu" and jax.device_count() > 1
 

@@ -68,7 +68,7 @@ def test_the_policy_before_is_graded_once_and_read_back_bit_for_bit(tmp_path, mo
     monkeypatch.setattr(
         "jrlhf.stages.evaluate.grade_heldout", lambda context, policy, *_: graded.append(policy.word) or grades
     )
-    services = {"run": Run(tmp_path, -1), "console": Console(enabled=False), "task": SimpleNamespace(fingerprint="t")}
+    services = {"run": Run(tmp_path), "console": Console(enabled=False), "task": SimpleNamespace(fingerprint="t")}
     run = cast(Any, SimpleNamespace(**services, config=SimpleNamespace(evaluation=SimpleNamespace(prompts=3))))
 
     def before(word: str, **rewards: tuple[float, Any]) -> Graded:
