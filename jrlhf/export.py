@@ -15,13 +15,13 @@ from jax.sharding import Mesh
 from jrlhf.config import Config, load_config
 from jrlhf.config.schema import DatasetsData, DeviceConfig
 from jrlhf.config.stages import ALGORITHMS
-from jrlhf.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
+from jrlhf.data.tokenizer import Tokenizer
 from jrlhf.errors import UserError, exit_code
 from jrlhf.meshes import make_mesh
 from jrlhf.models import ModelConfig
 from jrlhf.roles.initial import InitialModels
 from jrlhf.roles.model import Architecture, Model
-from jrlhf.roles.pretrained import abstract_weights, architecture, fresh_model, locate
+from jrlhf.roles.pretrained import abstract_weights, architecture, fresh_model, own_tokenizer
 from jrlhf.run.checkpoints import like, restore_part, saved_steps
 from jrlhf.run.console import Console
 from jrlhf.run.devices import select
@@ -64,7 +64,7 @@ def export_checkpoint(run: Path, step: int | None = None, out: Path | None = Non
         weights = "trained.actor.params." if stage in ALGORITHMS else "params."
         params = restore_part(run / "checkpoints" / stage, chosen, weights, policy.params)
         try:
-            export(Run(out, -1), config, tokenizer, policy.holding(params))
+            export(Run(out), config, tokenizer, policy.holding(params))
         except OSError as error:
             raise UserError(f"--out {out}: {error}") from error
     section = config.sections[stage]
@@ -91,9 +91,7 @@ def _tokenizer(run: Path, config: Config, actor: ModelConfig) -> Tokenizer:
         except Exception as error:  # the library raises bare `Exception`
             raise UserError(f"{run / TOKENIZER} cannot be read ({error}): bring it back from a backup") from error
     assert config.model.path is not None
-    return check_vocabulary(
-        load_tokenizer(locate(config.model.path, "model.path"), eos=config.data.eos), actor.vocab_size
-    )
+    return own_tokenizer(config.model.path, "model.path", config.data, actor.vocab_size)
 
 
 def _policy(config: Config, mesh: Mesh, actor: ModelConfig) -> Model:

@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -17,10 +17,10 @@ from jax.sharding import Mesh
 
 from jrlhf.config import load_config
 from jrlhf.config.schema import DatasetsData, DeviceConfig
-from jrlhf.data.batches import key_for, pad_rows, put_rows, read_responses, row_keys
+from jrlhf.data.batches import key_for, pad_rows, put_rows, read_responses, row_keys, whole_batches
 from jrlhf.data.encode import Encoding, Prompts
 from jrlhf.data.read import read_dataset
-from jrlhf.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
+from jrlhf.data.tokenizer import Tokenizer
 from jrlhf.data.types import Example, Response
 from jrlhf.errors import UserError, exit_code_of_printing
 from jrlhf.meshes import GENERATE, make_mesh
@@ -29,7 +29,7 @@ from jrlhf.models.hf import load_adapter
 from jrlhf.models.params import check_tensor
 from jrlhf.roles.compiled import CompiledModel
 from jrlhf.roles.model import Architecture, Compute, Model
-from jrlhf.roles.pretrained import describe, load_weights, locate
+from jrlhf.roles.pretrained import describe, load_weights, own_tokenizer
 from jrlhf.run.console import clean
 from jrlhf.run.devices import select
 from jrlhf.run.directory import CONFIG, read_summary
@@ -49,12 +49,17 @@ class Generator:
     sampling: SamplingConfig
     batch: int
 
+    @property
+    def longest(self) -> int:
+        """The most tokens of a prompt."""
+        return self.model.config.max_positions - self.sampling.max_new_tokens
+
     def encode(self, examples: Sequence[Example], *, chat: bool, system: str | None) -> Prompts:
         """The examples' prompts as token ids."""
-        positions, new = self.model.config.max_positions, self.sampling.max_new_tokens
-        if positions <= new:
+        if self.longest <= 0:
+            positions, new = self.model.config.max_positions, self.sampling.max_new_tokens
             raise UserError(f"--max-new-tokens {new} leaves no room for a prompt: the model has {positions} positions")
-        return Encoding(self.tokenizer, chat=chat, system=system).prompts(examples, positions - new)
+        return Encoding(self.tokenizer, chat=chat, system=system).prompts(examples, self.longest)
 
     def answer(self, prompts: Prompts, key: jax.Array) -> Iterator[Response]:
         """One response to each prompt, in order.
@@ -62,23 +67,15 @@ class Generator:
         A text depends on the key and the prompt's index, but not on the batch size, except for rounding in bfloat16.
         """
         longest = max(len(ids) for ids in prompts.ids)
-        positions, new = self.model.config.max_positions, self.sampling.max_new_tokens
-        if longest > positions - new:
-            raise UserError(
-                f"a prompt of {longest} tokens and --max-new-tokens {new} exceed the model's {positions} positions: "
-                "shorten one of them"
-            )
         # Few widths, so that few programs are compiled. One chunk, because no answer waits for others.
-        width = min(max(32, 1 << (longest - 1).bit_length()), positions - new)
+        width = min(max(32, 1 << (longest - 1).bit_length()), self.longest)
         compiled = CompiledModel(self.model.architecture, self.mesh, self.compute)
-        run = compiled.generate(self.sampling, Schedule(chunk=new))
-        for start in range(0, len(prompts.ids), self.batch):
-            chunk = list(prompts.ids[start : start + self.batch])
-            full = chunk + [chunk[0]] * (self.batch - len(chunk))
-            tokens, lengths = put_rows(pad_rows(full, width), self.mesh)
-            keys = row_keys(key, self.batch, self.mesh, first=start)
+        run = compiled.generate(self.sampling, Schedule(chunk=self.sampling.max_new_tokens))
+        for rows, count in whole_batches(len(prompts.ids), self.batch):
+            tokens, lengths = put_rows(pad_rows([prompts.ids[row] for row in rows], width), self.mesh)
+            keys = row_keys(key, self.batch, self.mesh, first=rows[0])
             generation = run(self.model.params, tokens, lengths, keys, *self.model.frozen)
-            yield from read_responses(self.tokenizer, jax.device_get(generation), len(chunk))
+            yield from read_responses(self.tokenizer, jax.device_get(generation), count)
 
 
 def load(
@@ -97,16 +94,12 @@ def load(
     dtype: auto is bfloat16 on an accelerator, float32 on a CPU. data: the data section of the model's training.
     """
     devices = select(DeviceConfig(platform=platform))
-    directory = locate(path, "--model")
+    config = describe(path, "--model").model
+    tokenizer = own_tokenizer(path, "--model", data or DatasetsData(), config.vocab_size)
     if dtype == "auto":
         dtype = "float32" if devices[0].platform == "cpu" else "bfloat16"
-    compute = Compute(jnp.dtype(dtype))
-    config = describe(path, "--model").model
-    tensor = _tensor_parallelism(config, len(devices))
+    compute, tensor = Compute(jnp.dtype(dtype)), _tensor_parallelism(config, len(devices))
     mesh = make_mesh(len(devices) // tensor, 1, tensor, devices=devices)
-    data = data or DatasetsData()
-    tokenizer = check_vocabulary(load_tokenizer(directory, eos=data.eos), config.vocab_size)
-    tokenizer = replace(tokenizer, special_tokens={**tokenizer.special_tokens, **data.template})
     with jax.set_mesh(mesh):
         _, params = load_weights(path, "--model", mesh, layout=GENERATE, dtype=compute.dtype)
         model = Model(Architecture(config, shared=True), params)
@@ -131,7 +124,8 @@ def _tensor_parallelism(config: ModelConfig, devices: int) -> int:
     return 1
 
 
-def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+def cli(arguments: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit code: 0 done, 2 bad input, 130 interrupted."""
     parser = argparse.ArgumentParser(
         prog="python -m jrlhf.generate", description="Answers prompts. Without --prompt or --file: a conversation."
     )
@@ -151,12 +145,7 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=8, help="prompts at a time")
     parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto")
     parser.add_argument("--platform", choices=("auto", "cpu", "gpu", "tpu"), default="auto")
-    return parser.parse_args(arguments)
-
-
-def cli(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit code: 0 done, 2 bad input, 130 interrupted."""
-    return exit_code_of_printing(partial(_run, _arguments(arguments)))
+    return exit_code_of_printing(partial(_run, parser.parse_args(arguments)))
 
 
 def _run(options: argparse.Namespace) -> None:
@@ -173,15 +162,9 @@ def _run(options: argparse.Namespace) -> None:
     except ValueError as error:
         raise UserError(str(error)) from error
     plain = options.raw or not read_summary(Path(options.model).expanduser()).get("chat", True)  # as a run was trained
-    generator = load(
-        options.model,
-        sampling,
-        adapter=options.adapter,
-        batch=1 if interactive else min(options.batch, len(examples) * options.n),
-        dtype=options.dtype,
-        platform=options.platform,
-        data=data,
-    )
+    batch = 1 if interactive else min(options.batch, len(examples) * options.n)
+    hardware = {"dtype": options.dtype, "platform": options.platform}
+    generator = load(options.model, sampling, adapter=options.adapter, batch=batch, data=data, **hardware)
     system = data.system if options.system is None and not options.raw else options.system
     chat = generator.tokenizer.chat_template is not None and not plain
     with jax.set_mesh(generator.mesh):

@@ -3,7 +3,6 @@
 import argparse
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack
 from functools import partial
 
 import jax
@@ -25,15 +24,11 @@ from jrlhf.stages.sft import train_sft
 def main(config: Config, *, resume: bool = False) -> dict:
     """Runs the stages of the config, each on the weights of the one before, and returns the summary of the run.
 
-    Files are written to `config.run_dir/config.name`.
-
-    Raises:
-        UserError: bad input, found before anything is lost.
-        Preempted: the process was asked to stop, and has saved its state.
-        KeyboardInterrupt: Ctrl-C, outside of iterations or a second time; what was saved is whole.
+    Files are written to `config.run_dir/config.name`. Bad input raises UserError before anything is lost. A process
+    that was asked to stop saves its state and raises Preempted.
     """
     phases = Stopwatch()
-    with open_context(config, resume=resume) as context, jax.set_mesh(context.mesh), ExitStack() as reward_processes:
+    with open_context(config, resume=resume) as context, jax.set_mesh(context.mesh):
         outcome = Outcome(context.initial.policy(), phases.seconds)
         phases.lap("start")
         if "sft" in config.stages:
@@ -47,15 +42,15 @@ def main(config: Config, *, resume: bool = False) -> dict:
             phases.lap("evaluation")
             outcome.policy = train_dpo(context, outcome.policy)
             phases.lap("dpo")
-        if config.algorithm is not None:
-            opened = context.open_rewards(outcome.policy, outcome.reward)
-            rewards, costs = reward_processes.enter_context(opened)
+        if config.algorithm is None:
+            return finish(context, outcome)
+        with context.open_rewards(outcome.policy, outcome.reward) as (rewards, costs):
             outcome.before = grade_before(context, outcome.policy, rewards, costs)
             phases.lap("evaluation")
             outcome.policy = train_rl(context, outcome.policy, rewards, costs)
             phases.lap(config.algorithm)
             outcome.reward, outcome.rewards, outcome.costs = rewards.trained, rewards, costs
-        return finish(context, outcome)
+            return finish(context, outcome)
 
 
 def cli(arguments: Sequence[str] | None = None) -> int:

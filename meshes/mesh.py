@@ -23,9 +23,6 @@ def make_mesh(
 
     At most one size may be -1: it takes the devices that the others leave. `tensor` is the innermost axis, so its
     collectives, the most frequent ones, run between neighbouring devices.
-
-    Raises:
-        ValueError: the product of the sizes is not the number of devices.
     """
     devices = jax.devices() if devices is None else list(devices)
     count = len(devices)

@@ -105,11 +105,7 @@ class Move:
 
 
 def pair(tree: Any, shardings: Any) -> tuple[list[Move], Any]:
-    """One `Move` for each array of `tree`, and the structure of the results, which is that of `shardings`.
-
-    Raises ValueError for an array without a sharding, a sharding without an array, or a list that is not as long as
-    axis 0, and TypeError for a leaf of `tree` that is on no device.
-    """
+    """One `Move` for each array of `tree`, and the structure of the results, which is that of `shardings`."""
     sources = dict(jax.tree.leaves_with_path(tree))
     targets, treedef = jax.tree.flatten_with_path(shardings)
     routes: dict[KeyPath, dict[int | None, int]] = {path: {} for path in sources}

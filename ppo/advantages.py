@@ -90,11 +90,7 @@ def group_advantages(
     Equal scores have advantage exactly 0, and a deviation of a few units in the last place of the scores is not
     divided by: it is rounding, which would be blown up to order 1.
 
-    Args:
-        mask: rows that count; the others are in no mean and have advantage 0. None: all.
-
-    Raises:
-        ValueError: the rows are no multiple of `samples`.
+    mask: rows that count; the others are in no mean and have advantage 0. None: all.
     """
     grouped, counted = _groups(scores, samples, mask)
     count = jnp.sum(counted, axis=1, keepdims=True).astype(scores.dtype)

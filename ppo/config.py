@@ -23,6 +23,11 @@ PreferenceLoss = Literal["sigmoid", "ipo"]
 _POSITIVE = "positive and finite"
 _SWITCHED = f"{_POSITIVE}, or null to switch it off"
 _KL = only_if(lambda section: section.kl_coef, "{path}.kl_coef=0")
+_ADAPTIVE = only_if(lambda section: section.kl_target is not None, "{path}.kl_target=null")
+_WEIGHTED = only_if(
+    lambda section: section.importance is not None or section.old_logprobs == "rollout",
+    "{path}.importance=null and old_logprobs=recompute",
+)
 
 
 def _whole(default: int | None, expected: str = "at least 1", least: int = 1) -> Any:
@@ -34,19 +39,15 @@ class PolicyConfig(Section):
     """Settings shared by all algorithms that train a policy on its own samples."""
 
     # --- KL to the reference ---
-    kl_in: KLPlace = field(
-        default="reward", metadata=_KL
-    )  # reward: a penalty on each token's reward; loss: a loss term
+    kl_in: KLPlace = checked("reward", **_KL)  # reward: a penalty on each token's reward; loss: a loss term
     # How the KL is estimated from samples. With + (in the loss only): this value, with the gradient of k2.
-    kl_estimator: KLEstimator = field(default="k1", metadata=_KL)
+    kl_estimator: KLEstimator = checked("k1", **_KL)
     # Weight of the KL (beta); the start value if it adapts. 0 with kl_target null: no reference model is needed.
     kl_coef: float = non_negative(0.05)
     # Goal of the adaptive controller for objective/kl, in nats per sequence; null: kl_coef stays fixed.
     kl_target: float | None = positive(None, _SWITCHED)
     # Time constant of the adaptive controller, in sequences.
-    kl_horizon: float = positive(
-        10_000.0, _POSITIVE, **only_if(lambda section: section.kl_target is not None, "{path}.kl_target=null")
-    )
+    kl_horizon: float = positive(10_000.0, _POSITIVE, **_ADAPTIVE)
 
     # --- Rewards and advantages ---
     discount: float = between(1.0, 0, 1, "in [0, 1]")  # gamma, per token
@@ -91,15 +92,7 @@ class PolicyConfig(Section):
     # Weight tokens or sequences by min(pi_old / pi_rollout, importance_cap); null: no weights.
     importance: Importance | None = None
     # Upper bound of these weights.
-    importance_cap: float = checked(
-        2.0,
-        lambda value: value >= 1,
-        "at least 1",
-        **only_if(
-            lambda section: section.importance is not None or section.old_logprobs == "rollout",
-            "{path}.importance=null and old_logprobs=recompute",
-        ),
-    )
+    importance_cap: float = checked(2.0, lambda value: value >= 1, "at least 1", **_WEIGHTED)
 
     # --- Updates on one batch of experience ---
     # Weight of the imitation loss on texts, PPO-ptx (arXiv:2203.02155, eq. 2); 0: none.

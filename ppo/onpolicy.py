@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 
 from jrlhf.ppo.config import PolicyConfig, PPOConfig
 from jrlhf.ppo.experience import make_experience
-from jrlhf.ppo.steps import ActorBatch, LogprobFn, actor_update, critic_update
+from jrlhf.ppo.steps import LogprobFn, actor_update, critic_update
 from jrlhf.ppo.types import Coefficient, Experience, Logprobs, Rollout, Scores, TrainState
 from jrlhf.ppo.updates import Metrics
 
@@ -61,7 +61,7 @@ def make_on_policy_step(
         computed_values = _computed(before, lambda cotangent: pull(jnp.pad(cotangent, ((0, 0), (0, 1)))))
         update_actor = actor_update(computed_logprobs, actor_optimizer, config, None)
         update_critic = critic_update(computed_values, critic_optimizer, config)
-        actor, actor_metrics = update_actor(actor, ActorBatch(experience))
+        actor, actor_metrics = update_actor(actor, experience)
         critic, critic_metrics = update_critic(critic, experience)
         return actor, critic, experience, actor_metrics | critic_metrics
 
@@ -85,7 +85,7 @@ def make_on_policy_actor_step(
     ) -> tuple[TrainState, Experience, Metrics]:
         old_logprobs, computed_logprobs = _run_actor(logprob_fn, actor.params, rollout, config)
         experience = make_experience(rollout, scores, old_logprobs, ref_logprobs, config=config, kl_coef=kl_coef)
-        actor, metrics = actor_update(computed_logprobs, optimizer, config, None)(actor, ActorBatch(experience))
+        actor, metrics = actor_update(computed_logprobs, optimizer, config, None)(actor, experience)
         return actor, experience, metrics
 
     return jax.jit(step, donate_argnums=0)

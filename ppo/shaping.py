@@ -108,9 +108,6 @@ def shape_scores(
             ignored. Then the sum of a row is normalised, clipped and penalised: all its tokens get the same scale, and
             the last token gets the rest of the change.
         max_response: L, the limit on response tokens.
-
-    Raises:
-        ValueError: an overlong_buffer longer than the limit, or shapes that do not fit.
     """
     rows = response_lengths.shape[0]
     if scores.ndim not in (1, 2) or scores.shape[0] != rows or finished.shape != (rows,):

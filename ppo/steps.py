@@ -58,15 +58,8 @@ class ValueFn(Protocol):
     def __call__(self, params: PyTree, tokens: Int[Array, "B T"], /, *frozen: Any, **_: Any) -> Float[Array, "B T"]: ...
 
 
-class ActorBatch(NamedTuple):
-    """The data of an actor's step."""
-
-    experience: Experience
-    texts: SFTBatch | None = None  # to imitate, with `config.ptx_coef`
-
-
 class ActorRows(NamedTuple):
-    """The arrays that the policy loss reads of an `ActorBatch`."""
+    """The arrays that the policy loss reads of an experience, and of texts to imitate."""
 
     tokens: Int[Array, "B T"]
     mask: Bool[Array, "B T"]
@@ -154,13 +147,7 @@ def make_actor_step(
     Raises ValueError when first called with rows that do not divide into minibatches x micro_batches, with texts of
     another shape, or with an experience that was made with another config.
     """
-    update = actor_update(logprob_fn, optimizer, config, sums_fn)
-
-    def step(state: TrainState, experience: Experience, *others: PyTree) -> tuple[TrainState, Metrics]:
-        batch, frozen = _actor_batch(config, experience, others)
-        return update(state, batch, *frozen)
-
-    return jax.jit(step, donate_argnums=0)
+    return jax.jit(actor_update(logprob_fn, optimizer, config, sums_fn), donate_argnums=0)
 
 
 def make_critic_step(
@@ -196,8 +183,8 @@ def make_ppo_step(
     update_critic = critic_update(value_fn, critic_optimizer, config)
 
     def step(state: PPOState, experience: Experience, *others: PyTree) -> tuple[PPOState, Metrics]:
-        batch, frozen = _actor_batch(config, experience, others)
-        actor, actor_metrics = update_actor(state.actor, batch, *frozen)
+        frozen = others[1:] if config.ptx_coef else others
+        actor, actor_metrics = update_actor(state.actor, experience, *others)
         critic, critic_metrics = update_critic(state.critic, experience, *frozen)
         metrics = {**actor_metrics, **critic_metrics}
         if experience.ref_logprobs is None:
@@ -212,6 +199,7 @@ def make_ppo_step(
 def actor_update(
     logprob_fn: LogprobFn, optimizer: optax.GradientTransformation, config: PolicyConfig, sums_fn: SumsFn | None
 ) -> Callable[..., tuple[TrainState, Metrics]]:
+    """(state, experience, *frozen) -> (state, metrics), with texts after the experience if there is a `ptx_coef`."""
     if config.aggregation == "constant" and config.aggregation_divisor is None:
         raise ValueError("aggregation_divisor=None: aggregation='constant' needs it, usually the response limit")
     terms = partial(_policy_terms, config)
@@ -233,17 +221,15 @@ def actor_update(
     target_kl = config.target_kl
     veto = None if target_kl is None else lambda metrics: metrics["approx_kl"] > target_kl
 
-    def update(state: TrainState, batch: ActorBatch, *frozen: PyTree) -> tuple[TrainState, Metrics]:
-        experience = batch.experience
+    def update(state: TrainState, experience: Experience, *others: PyTree) -> tuple[TrainState, Metrics]:
+        texts, *frozen = others if config.ptx_coef else (None, *others)
         if (experience.importance is None) != (config.importance is None):
             weights = "no weights" if experience.importance is None else "weights"
             raise ValueError(
                 f"importance={config.importance!r}: the experience has {weights}, make it with the same config"
             )
-        rows = _actor_rows(batch, kl_in_loss)
-        state, run = run_updates(
-            loss_fn, optimizer, config, state, rows, frozen, names, veto, partial(_weighted, config, experience.kl_coef)
-        )
+        rows, weighted = _actor_rows(experience, texts, kl_in_loss), partial(_weighted, config, experience.kl_coef)
+        state, run = run_updates(loss_fn, optimizer, config, state, rows, tuple(frozen), names, veto, weighted)
         metrics = {f"actor/{name}": value for name, value in run.means.items() if name != "ratio_gap"}
         metrics["actor/initial_ratio_gap"] = run.first["ratio_gap"]
         metrics["actor/skipped_updates"] = run.skipped.astype(jnp.float32)
@@ -291,18 +277,7 @@ _TOKEN_MEANS = "entropy", "ppo_kl", "approx_kl", "ratio", "ratio_gap", "kl_loss"
 _METRICS = (*_TOKEN_MEANS, "pg_loss", "ptx_loss")
 
 
-def _actor_batch(
-    config: PolicyConfig, experience: Experience, others: tuple[PyTree, ...]
-) -> tuple[ActorBatch, tuple[PyTree, ...]]:
-    """The further arguments of a step: texts if `config.ptx_coef` asks for them, then `frozen` if there is any."""
-    if not config.ptx_coef:
-        return ActorBatch(experience), others
-    texts, *frozen = others
-    return ActorBatch(experience, texts), tuple(frozen)
-
-
-def _actor_rows(batch: ActorBatch, kl_in_loss: bool) -> ActorRows:
-    experience, texts = batch
+def _actor_rows(experience: Experience, texts: SFTBatch | None, kl_in_loss: bool) -> ActorRows:
     if kl_in_loss and (experience.ref_logprobs is None or experience.kl_coef is None):
         raise ValueError("kl_in='loss' needs ref_logprobs and kl_coef in the experience: make it with the same config")
     if texts is not None and texts.tokens.shape != experience.tokens.shape:

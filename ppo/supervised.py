@@ -153,8 +153,6 @@ def pair_terms(logprobs: Float[Array, "2*B T"], batch: PairBatch, *, config: DPO
     dpo/loss; rewards/chosen and rewards/rejected, beta (log pi - log pi_ref) of whole responses whatever the loss;
     rewards/accuracies (1 where the chosen one's is higher, ties count as wrong); rewards/margins, their difference;
     logps/chosen and logps/rejected, the policy's log-probs of whole responses.
-
-    Raises ValueError if `batch` has no log-probs of the reference.
     """
     if batch.ref_chosen is None or batch.ref_rejected is None:
         raise ValueError("ref_chosen=None: the pairs need the reference's log-probs, put them in by with_reference")

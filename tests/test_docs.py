@@ -49,6 +49,7 @@ def test_the_readme_is_short():
     assert len(README.encode()) <= 12_000
 
 
+@pytest.mark.full
 def test_the_example_with_a_foreign_model_trains_it():
     _, code = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     vocabulary, rows, time = 11, 8, 6
@@ -149,11 +150,12 @@ def test_commands_run(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (own,) = re.findall(r"```python\n(.*?)```", ALGORITHMS, re.DOTALL)
     (tmp_path / "median.py").write_text(own)
+    here = ["--dry-run", "device.simulated=8", "mesh={fsdp: 8}"]  # the devices of this process
     for command in COMMANDS:
         _, _, module, *arguments = shlex.split(command.partition("#")[0])
         if module == "jrlhf.train" and arguments[1].startswith(("quickstart", "arithmetic")):
-            code = train.cli([word for word in arguments if word != "--resume"] + ["--dry-run"])
-        elif module == "jrlhf.plan":
+            code = train.cli([word for word in arguments if word not in ("--resume", "--dry-run")] + here)
+        elif module == "jrlhf.plan" and arguments:
             code = plan.cli(arguments)
         else:
             continue

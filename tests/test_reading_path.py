@@ -1,6 +1,7 @@
 """The reading path in docs/internals.md is what one iteration runs."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -9,13 +10,14 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-MOST_FILES, MOST_LINES = 47, 9300  # may only fall
+MOST_FILES, MOST_LINES = 47, 9250  # may only fall
 
 
 @pytest.mark.full
 def test_the_documented_files_are_those_that_an_iteration_runs():
     command = [sys.executable, "-m", "tests.support.reading_path"]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    environment = os.environ | {"XLA_FLAGS": "--xla_backend_optimization_level=0"}  # compiles in half the time
+    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stderr
     path = json.loads(run.stdout[run.stdout.index("\n{\n") :])["path"]
     section = (ROOT / "docs/internals.md").read_text().split("## The reading path")[1].split("\n## ")[0]

@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class Feature(Section):
-    """A section that a config has only if the feature is used. One that leaves every switch at its default is None."""
+    """A section that a config has only if the feature is used: `in_use`."""
 
     SWITCHES: ClassVar[tuple[str, ...]]  # the fields that turn the feature on
     OFF: ClassVar[str]  # the name in sentences for a config without it; {path} stands for the section's key
@@ -205,12 +205,15 @@ def _convert_union(kinds: list[Any], value: object, path: str) -> Any:
         return _convert_tagged(kinds, parsed(value, path), path)
     if (parsed(value, path) if isinstance(value, Override) else value) is None:
         return None
-    section = convert(kinds[0], value, path)
-    if not isinstance(section, Feature) or any(key in section.SWITCHES for key, _ in changed(section)):
-        return section
-    for key, setting in changed(section):
-        reason = section.OFF.format(path=path)
-        raise UserError(f"{path}.{key}={setting} has no effect with {reason}: leave it out")
+    return in_use(convert(kinds[0], value, path), path)
+
+
+def in_use(value: Any, path: str) -> Any:
+    """Returns a setting, but None for a feature that is off; one whose other settings were changed is refused."""
+    if not isinstance(value, Feature) or any(key in value.SWITCHES for key, _ in changed(value)):
+        return value
+    for key, setting in changed(value):
+        raise UserError(f"{path}.{key}={setting} has no effect with {value.OFF.format(path=path)}: leave it out")
     return None
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from jrlhf.config.aliases import modernize
-from jrlhf.config.parse import Feature, changed
+from jrlhf.config.parse import Feature, changed, in_use
 from jrlhf.config.stages import (
     ALGORITHMS,
     STAGES,
@@ -130,7 +130,7 @@ class LoRASection(Feature):
 
 @dataclass(frozen=True)
 class ComputeConfig(Section):
-    """How models compute."""
+    """The computation of models."""
 
     # Type of activations, of the copy that generates and of frozen models; weights in training are float32.
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -195,7 +195,7 @@ class DatasetConfig(Feature):
 
 @dataclass(frozen=True)
 class DataConfig(Section):
-    """What a run learns from: one of three kinds of data, chosen by `source`."""
+    """The data that a run learns from, of one of three kinds, which `source` names."""
 
     source: str = ""  # the kind of data
     max_prompt: int = count(20)  # longest prompt in tokens
@@ -300,7 +300,7 @@ class RewardConfig(Section):
 
 @dataclass(frozen=True)
 class SamplingSection(Section):
-    """How responses are drawn, in rollouts and in all other sampling."""
+    """The drawing of responses, in rollouts and in all other sampling."""
 
     temperature: float = positive(1.0)  # logits are divided by it
     top_k: int | None = count(None)  # draw from the k most likely tokens; null: from all
@@ -405,8 +405,10 @@ class Config(Section):
     notices: tuple[str, ...] = field(default=(), compare=False, metadata={"from": ""})  # on old keys, for the log
 
     def __post_init__(self) -> None:
-        """Completes the sections of the run's stages, and drops those of other stages."""
+        """Completes the sections of the run's stages; drops those of other stages and of features that are off."""
         super().__post_init__()
+        for name, value in vars(self).items():
+            object.__setattr__(self, name, in_use(value, name))
         learner = self.algorithm or ("dpo" if "dpo" in self.stages else None)
         for name in self.sections:
             # Without a learner the run is narrowed to its first stages and may keep the sections of the others.
@@ -455,7 +457,7 @@ class Config(Section):
 
     @property
     def offloading(self) -> SleepConfig:
-        """Where the models wait, also in a run in which none sleeps."""
+        """The memory in which each model waits, also in a run in which none sleeps."""
         return self.sleep or SleepConfig()
 
     @property

@@ -1,7 +1,7 @@
 """Batches: the rows of a step, padded, and put on the mesh. All of it is a function of (seed, step)."""
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -34,6 +34,12 @@ def batch_indices(count: int, batch: int, step: int, seed: int) -> Int[np.ndarra
     epochs = positions // count
     orders = {epoch: np.random.default_rng((seed, int(epoch))).permutation(count) for epoch in np.unique(epochs)}
     return np.array([orders[epoch][position % count] for epoch, position in zip(epochs, positions, strict=True)])
+
+
+def whole_batches(count: int, batch: int) -> Iterator[tuple[Int[np.ndarray, "B"], int]]:
+    """Yields the rows of one batch after the other, and how many of them count: the last one is filled with others."""
+    for start in range(0, count, batch):
+        yield np.arange(start, start + batch) % count, min(batch, count - start)
 
 
 def pad_rows(rows: Sequence[Sequence[int]], width: int) -> tuple[Int[np.ndarray, "B T"], Int[np.ndarray, "B"]]:

@@ -59,77 +59,15 @@ class TokenPart:
 Answers = Future[tuple[list[Sample], dict[str, Scored]]]  # a rollout as text, and the functions' scores by name
 
 
-class TextRewards:
-    """The rewards that read text. Functions work in a thread while the devices compute; models are asked afterwards.
-
-    kind: names the metrics: `rewards/NAME/mean` or `costs/NAME/mean`.
-    deadline: seconds that all processes of a run wait for the functions.
-    """
-
-    def __init__(
-        self, parts: Mapping[str, TextPart], tokenizer: Tokenizer, clock: Clock, *, kind: Kind, deadline: float
-    ):
-        self.parts = parts
-        self._models = {name: part for name, part in parts.items() if part.on_device}
-        self._functions = {name: part for name, part in parts.items() if not part.on_device}
-        self._tokenizer, self._clock, self._kind, self._deadline = tokenizer, clock, kind, deadline
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="rewards")
-
-    def begin(self, rollout: Rollout, batch: Batch) -> Answers:
-        """Starts to read a rollout and to ask the functions, in the thread."""
-        # Gathered here and not in the thread: programs must reach all devices in one order.
-        return self._thread.submit(self._read, gathered(rollout), batch)
-
-    def finish(self, answers: Answers, batch: Batch, max_response: int) -> tuple[np.ndarray, Metrics]:
-        """Waits for the functions and asks the models: the sum of rows or of tokens, and the metrics of all parts."""
-        scored = self._clock.run("reward_wait", from_main, lambda: answers.result()[1], seconds=self._deadline)
-        samples, _ = answers.result()
-        if self._models:
-            scored = scored | self._clock.run("reward", _ask, self._models, samples, batch.step)
-        total = self._summed(samples, scored)
-        metrics = {key: x for name in self.parts for key, x in scored[name].metrics(name, self._kind).items()}
-        if total.token_scores is None:
-            return total.scores.astype(np.float32), metrics
-        scores = np.zeros((len(samples), max_response), np.float32)
-        for row, tokens in zip(scores, total.token_scores, strict=True):
-            row[: len(tokens)] = tokens
-        return scores, metrics
-
-    def score(self, samples: Sequence[Sample], *, step: int = 0) -> tuple[Scored, dict[str, Scored]]:
-        """Returns the weighted sum of samples outside of iterations, and each part's scores by its name."""
-        scored = from_main(lambda: _ask(self._functions, samples, step)) | _ask(self._models, samples, step)
-        return self._summed(samples, scored), {name: scored[name] for name in self.parts}
-
-    def close(self) -> None:
-        """Waits for functions that are still at work; their processes may end then."""
-        self._thread.shutdown()
-
-    def _read(self, rollout: Rollout, batch: Batch) -> tuple[list[Sample], dict[str, Scored]]:
-        """Returns the rollout as text once it is there, and the functions' scores. Runs in the thread."""
-        samples = to_samples(batch.examples, batch.texts, read_responses(self._tokenizer, jax.device_get(rollout)))
-        started = time.perf_counter()
-        with jax.profiler.TraceAnnotation("reward_functions"):
-            scored = _ask(self._functions, samples, batch.step) if is_main() else {}
-        if scored:
-            self._clock.add_parallel(f"{self._kind.removesuffix('s')}_functions", time.perf_counter() - started)
-        return samples, scored
-
-    def _summed(self, samples: Sequence[Sample], scored: Mapping[str, Scored]) -> Scored:
-        lengths = [len(sample.response_ids) for sample in samples]
-        return weighted_sum([(part.weight, scored[name]) for name, part in self.parts.items()], lengths)
-
-
-def _ask(parts: Mapping[str, TextPart], samples: Sequence[Sample], step: int) -> dict[str, Scored]:
-    return {name: part.score(samples, step) for name, part in parts.items()}
-
-
 class Rewards:
     """The role that scores rollouts: the weighted sum of a run's rewards, or of its costs. One thread makes all calls.
 
-    An iteration begins with `start`. Afterwards `moments`, `raw` and `metrics()` are its results.
+    Functions work in another thread while the devices compute; models that read text are asked afterwards. An iteration
+    begins with `start`. Afterwards `moments`, `raw` and `metrics()` are its results.
 
-    trained: the reward model that this run trained, where it was trained until `free_original`.
     placement: where its calls run, and where its models are stored.
+    kind: names the metrics: `rewards/NAME/mean` or `costs/NAME/mean`.
+    trained: the reward model that this run trained, where it was trained until `free_original`.
     """
 
     moments: RunningMoments  # of the scores so far
@@ -138,31 +76,33 @@ class Rewards:
     def __init__(
         self,
         token_parts: Mapping[str, TokenPart],
-        texts: TextRewards,
+        text_parts: Mapping[str, TextPart],
         *,
         placement: RolePlacement,
         compute: Compute,
         clock: Clock,
+        tokenizer: Tokenizer,
         max_response: int,
         shaping: ScoreConfig,
         kind: Kind = "rewards",
         trained: Model | None = None,
     ):
-        assert token_parts or texts.parts, "nothing would score"
+        assert token_parts or text_parts, "nothing would score"
+        self.token_parts, self.text_parts, self.trained = token_parts, text_parts, trained
         self.placement, self.clock, self._kind = placement, clock, kind
-        self.trained, self.token_parts, self.texts = trained, token_parts, texts
+        self._tokenizer, self._max_response = tokenizer, max_response
         site = Site(placement, compute, clock)
         self._roles = {name: Reward(part.model, site) for name, part in token_parts.items()}
-        self._max_response = max_response
         weights = {name: part.weight for name, part in token_parts.items()}
         shape = partial(shape_scores, config=shaping, max_response=max_response)
         self._combine = jax.jit(partial(combine, shape, kind, weights))
         self._metrics: Metrics = {}
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="rewards")
 
     @property
     def identities(self) -> dict[str, str]:
         """One word for each reward: a run that goes on with another one would not be the same run."""
-        parts = {**self.token_parts, **self.texts.parts}
+        parts = {**self.token_parts, **self.text_parts}
         return {name: part.identity for name, part in parts.items()}
 
     def free_original(self) -> None:
@@ -171,6 +111,10 @@ class Rewards:
             for leaf in jax.tree.leaves(self.trained.params):
                 leaf.delete()
             self.trained = stored
+
+    def close(self) -> None:
+        """Waits for functions that are still at work; their processes may end then."""
+        self._thread.shutdown()
 
     def start(self, moments: RunningMoments) -> None:
         """Begins an iteration: forgets the metrics of the one before."""
@@ -212,17 +156,23 @@ class Rewards:
         """Returns the metrics since the iteration began."""
         return dict(self._metrics)
 
+    def score_texts(self, samples: Sequence[Sample], step: int = 0) -> tuple[Scored, dict[str, Scored]]:
+        """Returns the weighted sum of the rewards that read text, outside of iterations, and each one's scores."""
+        scored = from_main(lambda: self._ask(samples, step, on_device=False))
+        return self._summed(samples, scored | self._ask(samples, step, on_device=True))
+
     def _begin(
         self, method: str, rollout: Rollout, prompts: Batch, note: Callable[[Combined, Metrics], None]
     ) -> Pending:
         learned = {name: role.score(rollout, method) for name, role in self._roles.items()}
         mesh = self.placement[method].mesh
-        answers = self.texts.begin(rollout, prompts) if self.texts.parts else None
+        # Gathered here and not in the thread: programs must reach all devices in one order.
+        answers = self._thread.submit(self._read, gathered(rollout), prompts) if self.text_parts else None
 
         def scores() -> Scores:
             texts, metrics = None, {}
             if answers is not None:
-                texts, metrics = self.texts.finish(answers, prompts, self._max_response)
+                texts, metrics = self._finish(answers, prompts.step)
                 texts = put_rows(texts, mesh)
             moments = transfer(self.moments, mesh)
             combined = self._combine(learned, texts, rollout.response_lengths, rollout.finished, moments)
@@ -230,6 +180,42 @@ class Rewards:
             return Scores(combined.shaped, combined.raw)
 
         return Pending(scores)
+
+    def _read(self, rollout: Rollout, batch: Batch) -> tuple[list[Sample], dict[str, Scored]]:
+        """Returns the rollout as text once it is there, and the functions' scores. Runs in the thread."""
+        samples = to_samples(batch.examples, batch.texts, read_responses(self._tokenizer, jax.device_get(rollout)))
+        started = time.perf_counter()
+        with jax.profiler.TraceAnnotation("reward_functions"):
+            scored = self._ask(samples, batch.step, on_device=False) if is_main() else {}
+        if scored:
+            self.clock.add_parallel(f"{self._kind.removesuffix('s')}_functions", time.perf_counter() - started)
+        return samples, scored
+
+    def _finish(self, answers: Answers, step: int) -> tuple[np.ndarray, Metrics]:
+        """Waits for the functions and asks the models: the sum of rows or of tokens, and the metrics of all parts."""
+        deadline = self.clock.deadline  # also of the processes that wait for the functions' scores
+        scored = self.clock.run("reward_wait", from_main, lambda: answers.result()[1], seconds=deadline)
+        samples, _ = answers.result()
+        if any(part.on_device for part in self.text_parts.values()):
+            scored = scored | self.clock.run("reward", self._ask, samples, step, on_device=True)
+        total, parts = self._summed(samples, scored)
+        metrics: Metrics = {key: x for name, part in parts.items() for key, x in part.metrics(name, self._kind).items()}
+        if total.token_scores is None:
+            return total.scores.astype(np.float32), metrics
+        scores = np.zeros((len(samples), self._max_response), np.float32)
+        for row, tokens in zip(scores, total.token_scores, strict=True):
+            row[: len(tokens)] = tokens
+        return scores, metrics
+
+    def _ask(self, samples: Sequence[Sample], step: int, *, on_device: bool) -> dict[str, Scored]:
+        parts = {name: part for name, part in self.text_parts.items() if part.on_device == on_device}
+        return {name: part.score(samples, step) for name, part in parts.items()}
+
+    def _summed(self, samples: Sequence[Sample], scored: Mapping[str, Scored]) -> tuple[Scored, dict[str, Scored]]:
+        """Returns the weighted sum, and the scores of the parts in the order of the config."""
+        weighted = [(part.weight, scored[name]) for name, part in self.text_parts.items()]
+        total = weighted_sum(weighted, [len(sample.response_ids) for sample in samples])
+        return total, {name: scored[name] for name in self.text_parts}
 
     def _note(self, metrics: Mapping[str, float | Array]) -> None:
         """Adds the metrics of a scoring. Failures are counted over all scorings of an iteration."""
@@ -279,19 +265,20 @@ def open_rewards(
             else:
                 function = FunctionReward(reward, config.seed, folder / f"{role}-{reward.name}.log", kind=role)
                 texts[reward.name] = TextPart(reward.weight, function.score, from_main(partial(start, function)))
-        readers = TextRewards(texts, task.tokenizer, clock, kind=kind, deadline=config.deadline)
-        stack.callback(readers.close)  # before the functions' processes end
-        return Rewards(
+        rewards = Rewards(
             tokens,
-            readers,
+            texts,
             placement=places,
             compute=initial.compute,
             clock=clock,
+            tokenizer=task.tokenizer,
             max_response=data.max_response,
             shaping=shaping,
             kind=kind,
             trained=own,
         )
+        stack.callback(rewards.close)  # before the functions' processes end
+        return rewards
 
     with ExitStack() as stack:
         rewards = opened("rewards", config.rewards, config.rl.scores, trained)

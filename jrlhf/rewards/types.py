@@ -70,7 +70,7 @@ class Scored:
 
 
 def weighted_sum(parts: Sequence[tuple[float, Scored]], response_lengths: Sequence[int]) -> Scored:
-    """sum_i weight_i score_i of (weight, scores) of the same samples. Extras stay with the parts.
+    """Returns sum_i weight_i score_i of (weight, scores) of the same samples. Extras stay with the parts.
 
     If any part scored tokens, the sum does too: a part's score of a whole response is put on the last token, where
     experience would place it.

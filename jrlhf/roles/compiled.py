@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
-from jaxtyping import Array, Int
 
 from jrlhf.meshes import Layout
 from jrlhf.models import (
@@ -99,12 +98,7 @@ class CompiledModel:
         Beyond a row's length they are undefined.
         """
         logprobs = self._make(make_logprobs, self.compute.score_layout, temperature=temperature, span=span)
-
-        def score(params, tokens, lengths, *others):
-            starts, base = ((), others) if span is None else (others[:1], others[1:])
-            return self._by_length(lambda rows: logprobs(params, *rows, *base), (tokens, *starts), lengths)
-
-        return jax.jit(score)
+        return self._scoring(logprobs, arrays=0 if span is None else 1)
 
     @_shared
     def score_logprobs_with_base(self, *, temperature: float, span: int) -> Function:
@@ -112,37 +106,23 @@ class CompiledModel:
         model = self.architecture
         assert model.lora is not None
         options = replace(self.compute.forward(model), temperature=temperature, span=span)
-        logprobs = make_logprobs_with_base(model.config, self.mesh, model.lora, options)
-
-        def score(adapter, tokens, lengths, starts, base):
-            return self._by_length(lambda rows: logprobs(adapter, *rows, base), (tokens, starts), lengths)
-
-        return jax.jit(score)
+        return self._scoring(make_logprobs_with_base(model.config, self.mesh, model.lora, options), arrays=1)
 
     @_shared
     def score_values(self) -> Function:
         """(params, tokens, lengths) -> (V before each token [B, T], V after each row's last token [B])."""
         values = self._make(make_values, self.compute.score_layout)
 
-        def score(params, tokens, lengths, *base):
-            def split(rows):
-                tokens, lengths = rows
-                states = values(params, tokens, *base)  # [B, T + 1]: of the states before each token and after the last
-                return states[:, :-1], jax.vmap(lambda row, length: row[length])(states, lengths)
+        def split(params, tokens, lengths, *base):
+            states = values(params, tokens, *base)  # [B, T + 1]: of the states before each token and after the last
+            return states[:, :-1], jax.vmap(lambda row, length: row[length])(states, lengths)
 
-            return self._by_length(split, (tokens, lengths), lengths)
-
-        return jax.jit(score)
+        return self._scoring(split, reads_lengths=True)
 
     @_shared
     def score_sequences(self) -> Function:
         """(params, tokens, lengths) -> scores [B]."""
-        scores = self._make(make_scores, self.compute.score_layout)
-
-        def score(params, tokens, lengths, *base):
-            return self._by_length(lambda rows: scores(params, *rows, *base), (tokens, lengths), lengths)
-
-        return jax.jit(score)
+        return self._scoring(self._make(make_scores, self.compute.score_layout), reads_lengths=True)
 
     @_shared
     def generate(self, sampling: SamplingConfig, schedule: Schedule | None, samples: int = 1) -> Engine:
@@ -154,9 +134,22 @@ class CompiledModel:
         model = self.architecture
         return make(model.config, self.mesh, model.layout(layout), self.compute.forward(model), **keywords)
 
-    def _by_length(self, function: Callable[[Any], Any], rows: Any, lengths: Int[Array, "B"]) -> Any:
-        """`function(rows)`, computed within the budget of tokens if there is one, else in parts: both save memory."""
+    def _scoring(self, function: Function, *, arrays: int = 0, reads_lengths: bool = False) -> Function:
+        """(params, tokens, lengths, *arrays, *base) -> what `function(params, tokens, *arrays, *base)` returns, jitted.
+
+        It computes within the budget of tokens if there is one, else in parts: both save memory.
+        arrays: number of further arrays with one entry for each row. reads_lengths: the lengths are one of them.
+        """
         compute = self.compute
-        if compute.score_tokens is not None:
-            return map_by_length(function, rows, ByLength(lengths, compute.score_tokens))
-        return function(rows) if compute.score_parts == 1 else map_parts(function, rows, compute.score_parts)
+
+        def score(params, tokens, lengths, *others):
+            rows, base = (tokens, *([lengths] if reads_lengths else []), *others[:arrays]), others[arrays:]
+
+            def of_rows(rows: Any) -> Any:
+                return function(params, *rows, *base)
+
+            if compute.score_tokens is not None:
+                return map_by_length(of_rows, rows, ByLength(lengths, compute.score_tokens))
+            return of_rows(rows) if compute.score_parts == 1 else map_parts(of_rows, rows, compute.score_parts)
+
+        return jax.jit(score)

@@ -1,6 +1,7 @@
 """Model directories: their location, their architecture, and their weights on the mesh."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -8,7 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jrlhf.config.schema import Config, LoRASection, ModelSection
+from jrlhf.config.schema import Config, DatasetsData, LoRASection, ModelSection
+from jrlhf.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from jrlhf.errors import UserError
 from jrlhf.meshes import GENERATE, TRAIN, Layout, reshard
 from jrlhf.models import PRESETS, LoRAConfig, ModelConfig, init_lm, lora_shardings, param_shardings
@@ -61,6 +63,12 @@ def describe(path: str, key: str) -> HFConfig:
 def architecture(path: str, key: str) -> ModelConfig:
     """The architecture of a model directory, or of a hub name that is known without asking the hub."""
     return PRESETS[path] if not is_here(path) and path in PRESETS else describe(path, key).model
+
+
+def own_tokenizer(path: str, key: str, data: DatasetsData, vocab_size: int) -> Tokenizer:
+    """The tokenizer in a model's directory, with the settings of the data."""
+    tokenizer = check_vocabulary(load_tokenizer(locate(path, key), eos=data.eos), vocab_size)
+    return replace(tokenizer, special_tokens={**tokenizer.special_tokens, **data.template})
 
 
 def fresh_model(model: ModelSection) -> ModelConfig:

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jrlhf.data.batches import pad_rows, put_rows, read_responses, row_keys
+from jrlhf.data.batches import pad_rows, put_rows, read_responses, row_keys, whole_batches
 from jrlhf.data.tokenizer import Tokenizer
 from jrlhf.data.types import Response
 from jrlhf.meshes import to_host
@@ -45,13 +45,11 @@ class Sampler:
         generate = CompiledModel(policy.architecture, self.mesh, self.compute).generate(sampling, schedule)
         weights = generation_weights(policy.onloaded(), self.mesh, self.compute)
         responses: list[Response] = []
-        for start in range(0, len(prompts), self.batch):
-            chunk = list(prompts[start : start + self.batch])
-            full = chunk + [prompts[0]] * (self.batch - len(chunk))  # one shape, so that one program serves
-            tokens, lengths = put_rows(pad_rows(full, self.max_prompt), self.mesh)
-            keys = row_keys(jax.random.fold_in(key, start), self.batch, self.mesh)
+        for rows, count in whole_batches(len(prompts), self.batch):  # one shape, so that one program serves
+            tokens, lengths = put_rows(pad_rows([prompts[row] for row in rows], self.max_prompt), self.mesh)
+            keys = row_keys(jax.random.fold_in(key, rows[0]), self.batch, self.mesh)
             generation = generate(weights, tokens, lengths, keys, *policy.frozen)
-            responses += read_responses(self.tokenizer, to_host(generation), len(chunk))
+            responses += read_responses(self.tokenizer, to_host(generation), count)
         return responses
 
     def schedule_for(self, sampling: SamplingConfig) -> Schedule:
@@ -73,9 +71,7 @@ class Sampler:
         score = CompiledModel(reward.architecture, self.mesh, self.compute).score_sequences()
         weights = weights_at(reward, reward.architecture, self.mesh, self.compute)
         scores = []
-        for start in range(0, len(sequences), self.batch):
-            chunk = list(sequences[start : start + self.batch])
-            full = chunk + [chunk[0]] * (self.batch - len(chunk))
-            tokens, lengths = put_rows(pad_rows(full, length), self.mesh)
-            scores.append(to_host(score(weights, tokens, lengths, *reward.frozen))[: len(chunk)])
+        for rows, count in whole_batches(len(sequences), self.batch):
+            tokens, lengths = put_rows(pad_rows([sequences[row] for row in rows], length), self.mesh)
+            scores.append(to_host(score(weights, tokens, lengths, *reward.frozen))[:count])
         return np.concatenate(scores)

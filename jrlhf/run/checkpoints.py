@@ -8,7 +8,6 @@ import contextlib
 import errno
 import gc
 import hashlib
-import itertools
 import json
 import logging
 import shutil
@@ -28,6 +27,7 @@ from jaxtyping import Array, Shaped, UInt32
 
 from jrlhf.errors import UserError
 from jrlhf.meshes.offload import groups, is_on_host, onload
+from jrlhf.run.files import Closing
 from jrlhf.run.processes import any_process, from_main, is_main
 
 T = TypeVar("T")
@@ -36,7 +36,7 @@ _STATE, _META = "state", "meta"
 _LATE_REPORTS = "Event loop is closed", "Encountered error while reading array index"
 
 
-class Checkpoints:
+class Checkpoints(Closing):
     """The checkpoints of a run: at most `keep`, each a tree of arrays and a JSON-like dict.
 
     tell: gets a sentence for each damaged checkpoint that is passed over.
@@ -45,19 +45,13 @@ class Checkpoints:
     def __init__(self, directory: Path | str, keep: int = 2, *, tell: Callable[[str], None] = print):
         self._directory, self._tell = Path(directory).absolute(), tell
         self._hooks = contextlib.ExitStack()
-        self._hooks.enter_context(_unraisable(lambda text: text.startswith(_LATE_REPORTS)))
+        self._hooks.enter_context(_unraisable(_LATE_REPORTS))
         if is_main():
             # Left half written by a killed process. Orbax would remove it in the background, perhaps too late.
             for leftover in self._directory.glob("*.orbax-checkpoint-tmp*"):
                 shutil.rmtree(leftover)
         options = ocp.CheckpointManagerOptions(max_to_keep=keep, enable_async_checkpointing=True)
         self._manager = ocp.CheckpointManager(self._directory, options=options)
-
-    def __enter__(self) -> "Checkpoints":
-        return self
-
-    def __exit__(self, *_) -> None:
-        self.close()
 
     @property
     def steps(self) -> list[int]:
@@ -82,15 +76,12 @@ class Checkpoints:
         items = {_STATE: ocp.args.StandardSave(leaves), _META: ocp.args.JsonSave(sealed)}
         self._saving(lambda: self._manager.save(step, args=ocp.args.Composite(**items)))
 
-    def restore_latest(
-        self, target: Tree | Callable[[dict[str, Any]], Tree]
-    ) -> tuple[int, Tree, dict[str, Any]] | None:
+    def restore_latest(self, target: Tree) -> tuple[int, Tree, dict[str, Any]] | None:
         """Returns (step, tree, meta) of the newest good checkpoint; None if there is no checkpoint.
 
         Damaged checkpoints are reported, moved to `damaged-STEP`, and passed over.
 
-        target: the tree to fill, or a function of the meta that returns it: arrays, or `jax.ShapeDtypeStruct`s whose
-        shardings give the leaves their places (see `like`).
+        target: the tree to fill, of arrays or of `jax.ShapeDtypeStruct`s with the leaves' shardings (see `like`).
         """
         self.wait()
         damaged: dict[int, str] = {}
@@ -146,7 +137,7 @@ def restore_part(directory: Path, step: int, prefix: str, target: Tree) -> Tree:
 
     target: `jax.ShapeDtypeStruct`s with the shardings of the leaves, in a tree that names them without `prefix`.
     """
-    with _unraisable(lambda text: text.startswith(_LATE_REPORTS)):
+    with _unraisable(_LATE_REPORTS):
         try:
             return _restore(directory.absolute() / str(step), target, prefix)[1]
         except _Damaged as error:
@@ -174,8 +165,7 @@ def _restore(path: Path, target: Any, prefix: str = "") -> tuple[dict[str, Any],
         ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as states,
     ):
         description = _read(lambda: _opened(descriptions.restore(path / _META)))
-        tree = target(description["meta"]) if callable(target) else target
-        leaves = {prefix + name: leaf for name, leaf in _leaves(tree).items()}
+        leaves = {prefix + name: leaf for name, leaf in _leaves(target).items()}
         saved, wanted = {k: v for k, v in description["leaves"].items() if k.startswith(prefix)}, _kinds(leaves)
         for name in {**wanted, **saved}:
             if saved.get(name) != wanted.get(name):
@@ -192,14 +182,16 @@ def _restore(path: Path, target: Any, prefix: str = "") -> tuple[dict[str, Any],
     if wrong:
         others = f" and {len(wrong) - 1} other arrays are" if len(wrong) > 1 else " is"
         raise _Damaged(f"{wrong[0]}{others} not what was saved")
-    return description["meta"], jax.tree.unflatten(jax.tree.structure(tree), restored.values())
+    return description["meta"], jax.tree.unflatten(jax.tree.structure(target), restored.values())
 
 
 def _set_aside(path: Path) -> Path:
     """Renames a damaged checkpoint and returns its new path."""
-    attempts = ("" if attempt == 1 else f"-{attempt}" for attempt in itertools.count(1))
-    names = (path.with_name(f"damaged-{path.name}{attempt}") for attempt in attempts)
-    return path.rename(next(name for name in names if not name.exists()))
+    aside, number = path.with_name(f"damaged-{path.name}"), 1
+    while aside.exists():
+        number += 1
+        aside = path.with_name(f"damaged-{path.name}-{number}")
+    return path.rename(aside)
 
 
 # --- Fingerprints ---
@@ -323,11 +315,8 @@ def _read(read: Callable[[], T]) -> T:
         except Exception as error:
             text = " ".join(str(error).split()).partition(". See full")[0] or type(error).__name__
             text = text if len(text) <= 100 else f"{text[:97]}..."
-            if is_obstacle(error):
-                obstacle = text
-            else:
-                damage = f"its files cannot be read: {text}"
-        if damage is not None or obstacle is not None:
+            obstacle, damage = (text, None) if is_obstacle(error) else (None, f"its files cannot be read: {text}")
+        if result is None:
             gc.collect()  # reads that failed at the same time report when they are collected
     if any_process(obstacle is not None):
         raise UserError(
@@ -360,25 +349,25 @@ def is_obstacle(error: Exception) -> bool:
 def _muted() -> Iterator[None]:
     """Silences the loggers and hooks through which Orbax, TensorStore and asyncio report."""
     loggers = [logging.getLogger(name) for name in ("absl", "asyncio")]
+
+    def nothing(record: logging.LogRecord) -> bool:
+        return False
+
     for logger in loggers:
-        logger.addFilter(_nothing)
+        logger.addFilter(nothing)
     try:
-        with _unraisable(lambda text: True):
+        with _unraisable(("",)):
             yield
     finally:
         for logger in loggers:
-            logger.removeFilter(_nothing)
-
-
-def _nothing(record: logging.LogRecord) -> bool:
-    return False
+            logger.removeFilter(nothing)
 
 
 @contextlib.contextmanager
-def _unraisable(is_dropped: Callable[[str], bool]) -> Iterator[None]:
-    """Drops reports of uncaught errors by their text: reads next to a failed one end later, unobserved."""
+def _unraisable(beginnings: tuple[str, ...]) -> Iterator[None]:
+    """Drops reports of uncaught errors that begin so: reads next to a failed one end later, unobserved."""
     report = sys.unraisablehook
-    sys.unraisablehook = lambda error: None if is_dropped(str(error.exc_value)) else report(error)
+    sys.unraisablehook = lambda error: None if str(error.exc_value).startswith(beginnings) else report(error)
     try:
         yield
     finally:

@@ -28,7 +28,7 @@ class Clock:
     """
 
     def __init__(self, *, deadline: float = 3600.0, blocking: bool | None = None):
-        self._deadline, self._blocking = deadline, blocking
+        self.deadline, self._blocking = deadline, blocking
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="clock")  # ends with the clock
         self._lock = Lock()  # for `add_parallel`, which other threads call
         self.start()
@@ -63,7 +63,7 @@ class Clock:
 
         Raises TimeoutError after the deadline, and the error of a call that failed on the device.
         """
-        until = time.perf_counter() + self._deadline
+        until = time.perf_counter() + self.deadline
         for call in self._pending:
             call.result(max(0.0, until - time.perf_counter()))
         seconds = {f"timing_s/{name}": value for name, value in (self._calls.seconds | self._parallel).items()}
@@ -95,8 +95,8 @@ class _Calls:
 def may_deadlock() -> bool:
     """Tests whether programs that are enqueued one after the other can block each other forever.
 
-    XLA's CPU client may run independent programs at once. With several simulated devices each program holds threads
-    that wait in its collectives for peers, and these peers may then find no free thread.
+    XLA's CPU client may run programs at once. With several simulated devices each holds threads that wait in its
+    collectives for peers, which may then find no free thread.
     """
     return jax.default_backend() == "cpu" and jax.device_count() > 1
 

@@ -12,12 +12,14 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from jrlhf.config import Config, config_yaml
 from jrlhf.errors import UserError
-from jrlhf.run.files import append_jsonl, write_atomic
+from jrlhf.run.files import Closing, append_jsonl, write_atomic
+from jrlhf.run.processes import from_main, is_main
 from jrlhf.run.resume import changes
 
 CONFIG, PLAN, ENVIRONMENT, SAMPLES = "config.yaml", "plan.yaml", "environment.txt", "samples.jsonl"
@@ -25,21 +27,36 @@ SUMMARY, TOKENIZER, SEEDS = "summary.json", "tokenizer.json", "seeds"
 _LOCK = ".lock"
 
 
-class Run:
-    """A run directory, locked by this process until `close`, or until the process ends in any way.
+class Run(Closing):
+    """A run directory, which `lock` locks until `close`, or until the process ends in any way.
 
     writes: whether this process writes into it; of several processes only the first does.
     changed: a line on the settings that a resume has changed, mostly empty.
     """
 
-    def __init__(self, path: Path, lock: int, *, writes: bool = True, changed: str = ""):
-        self.path, self.writes, self.changed, self._lock = path, writes, changed, lock
+    def __init__(self, path: Path, *, writes: bool = True):
+        self.path, self.writes, self.changed, self._lock = path, writes, "", -1
 
-    def __enter__(self) -> "Run":
-        return self
-
-    def __exit__(self, *_) -> None:
-        self.close()
+    def lock(self) -> None:
+        """Locks the directory. The lock lives as long as its file is open in this process."""
+        lock = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.read(lock, 100).decode(errors="replace").strip()
+            os.close(lock)
+            user = f"process {holder}" if holder else "another process"
+            raise UserError(
+                f"{self.path} is in use by {user}: wait until it ends, or give this run another name="
+            ) from None
+        except OSError as error:
+            # Some network and FUSE file systems have no locks; a run there is as safe as its user is careful.
+            if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP, errno.EINVAL):
+                os.close(lock)
+                raise
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
+        self._lock = lock
 
     def close(self) -> None:
         if self._lock >= 0:
@@ -79,22 +96,19 @@ def read_summary(directory: Path) -> dict[str, Any]:
     return summary
 
 
-def share_run(config: Config) -> Run:
-    """Returns the run in a process that only reads its directory, once `open_run` has returned in the first one."""
-    return Run(_path(config), -1, writes=False)
-
-
-def _path(config: Config) -> Path:
-    return Path(config.run_dir).expanduser() / config.name
-
-
 def open_run(config: Config, *, resume: bool = False, notes: Sequence[str] = ()) -> Run:
     """Makes the directory `config.run_dir/config.name`, or with `resume` opens the run that is in it.
 
     A new run gets config.yaml, and so does a resumed one whose settings changed; each start adds to environment.txt,
-    with the lines of `notes`. Nothing else of an existing run is overwritten.
+    with the lines of `notes`. Nothing else of an existing run is overwritten. Process 0 does all this for the others.
     """
-    path = _path(config)
+    run = Run(Path(config.run_dir).expanduser() / config.name, writes=is_main())
+    from_main(partial(_open, run, config, resume, notes))
+    return run
+
+
+def _open(run: Run, config: Config, resume: bool, notes: Sequence[str]) -> None:
+    path = run.path
     try:
         names = [entry.name for entry in path.iterdir()] if path.exists() else []
         if CONFIG not in names:
@@ -106,7 +120,8 @@ def open_run(config: Config, *, resume: bool = False, notes: Sequence[str] = ())
                 )
         path.mkdir(parents=True, exist_ok=True)
         with contextlib.ExitStack() as undo:
-            run = undo.enter_context(Run(path, _lock(path)))
+            run.lock()
+            undo.callback(run.close)
             fresh = not (path / CONFIG).exists()  # checked again under the lock: another process may have made it
             if not fresh:
                 run.changed = _compare(path, config, resume)
@@ -121,7 +136,6 @@ def open_run(config: Config, *, resume: bool = False, notes: Sequence[str] = ())
             with open(path / ENVIRONMENT, "a", encoding="utf-8") as file:
                 file.write(_environment([*notes, f"goes on {run.changed}"] if run.changed else notes))
             undo.pop_all()
-        return run
     except OSError as error:
         reason = error.strerror or str(error)
         raise UserError(f"run directory {path} cannot be written ({reason}): choose another run_dir=") from error
@@ -141,26 +155,6 @@ def _compare(path: Path, config: Config, resume: bool) -> str:
             f"{path} already holds this run: add --resume to go on with it, give another name=, or delete it"
         )
     return line
-
-
-def _lock(path: Path) -> int:
-    """Returns an open, locked file descriptor. The lock lives as long as it is open in this process."""
-    lock = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        holder = os.read(lock, 100).decode(errors="replace").strip()
-        os.close(lock)
-        who = f"process {holder}" if holder else "another process"
-        raise UserError(f"{path} is in use by {who}: wait until it ends, or give this run another name=") from None
-    except OSError as error:
-        # Some network and FUSE file systems have no locks; a run there is as safe as its user is careful.
-        if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP, errno.EINVAL):
-            os.close(lock)
-            raise
-    os.ftruncate(lock, 0)
-    os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
-    return lock
 
 
 def _environment(notes: Sequence[str]) -> str:

@@ -5,8 +5,22 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Self
 
 from jrlhf.errors import UserError
+
+
+class Closing:
+    """A base of classes with a method `close`, which ends a `with` block."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+    def close(self) -> None:
+        raise NotImplementedError
 
 
 def write_atomic(path: Path | str, data: str | bytes) -> None:

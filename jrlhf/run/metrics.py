@@ -14,7 +14,7 @@ import numpy as np
 
 from jrlhf.run.console import clean
 from jrlhf.run.directory import SAMPLES
-from jrlhf.run.files import jsonl_lines, read_jsonl, write_atomic
+from jrlhf.run.files import Closing, jsonl_lines, read_jsonl, write_atomic
 
 if TYPE_CHECKING:
     from tensorboardX import SummaryWriter
@@ -23,14 +23,13 @@ METRICS, TENSORBOARD = "metrics.jsonl", "tensorboard"
 Metrics = dict[str, float | int | bool]
 
 
-class MetricsLog:
+class MetricsLog(Closing):
     """Writes one line of JSON for each iteration, and the same numbers as TensorBoard scalars, one folder a stage.
 
     A line is `{"stage": ..., "step": ..., metric: number, ...}`. JSON has no NaN and infinities: such a metric is null,
     and `"nonfinite"` says which it was. Numbers of device arrays are written exactly.
 
-    When `log` returns, the operating system has the line; it is on disk within a second or after `sync`. So a killed
-    process loses no line, and a machine that fails loses none from before a `sync`.
+    When `log` returns, a killed process loses no line. A machine that fails loses none from before a `sync`.
 
     enabled: False in every process of a run but the first: `log` then only returns the numbers.
     """
@@ -40,12 +39,6 @@ class MetricsLog:
         self._file = open(self._directory / METRICS, "ab") if enabled else None
         self._synced = time.monotonic()
         self._writers: dict[str, SummaryWriter] = {}
-
-    def __enter__(self) -> "MetricsLog":
-        return self
-
-    def __exit__(self, *_) -> None:
-        self.close()
 
     def log(
         self, stage: str, step: int, metrics: Mapping[str, Any], samples: Sequence[Mapping[str, object]] = ()

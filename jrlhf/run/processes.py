@@ -38,11 +38,7 @@ class _Address(NamedTuple):
 
 
 def start(config: DistributedConfig) -> None:
-    """Joins the other processes of this run, if there are any; call this before JAX has started a backend.
-
-    With mode=auto there are others if the config or JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID say
-    so, or if JAX itself finds a cluster: Slurm, Open MPI, a TPU pod, an indexed job of Kubernetes.
-    """
+    """Joins the other processes of this run, if `distributed.mode` finds any; JAX must not have started a backend."""
     if config.mode == "off" or jax.distributed.is_initialized():
         return
     address = _address(config)

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from jrlhf.algorithms.dpo import dpo
-from jrlhf.data.batches import batch_indices
+from jrlhf.data.batches import batch_indices, whole_batches
 from jrlhf.data.task import Pairs
 from jrlhf.meshes import to_host
 from jrlhf.ppo import PairBatch, TrainState, pair_terms
@@ -42,10 +42,9 @@ def train_dpo(context: Context, policy: Model) -> Model:
     def heldout() -> list[tuple[PairBatch, int]]:
         """The held-out pairs in batches, with the reference's log-probs, and the number of pairs that count in each."""
         measured, batches = pairs()[1], []
-        for start in range(0, len(measured), config.batch):
-            rows = np.arange(start, start + config.batch) % len(measured)  # the last batch is padded
+        for rows, count in whole_batches(len(measured), config.batch):
             batch = PairBatch(*put_pairs(context, measured, rows))
-            batches.append((add_reference(batch, reference.logprobs(batch)), min(config.batch, len(measured) - start)))
+            batches.append((add_reference(batch, reference.logprobs(batch)), count))
         return batches
 
     def evaluate(actor: PairActor) -> dict[str, float]:

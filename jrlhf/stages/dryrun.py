@@ -12,12 +12,11 @@ from jrlhf.config.schema import DatasetsData
 from jrlhf.meshes import GENERATE, SCORE, TRAIN, Call, Layout, tree_reshard_cost
 from jrlhf.meshes.plan import Plan
 from jrlhf.models import ModelConfig, param_shardings
-from jrlhf.planning.fit import backend_of, capacity, check_memory, memory_of
+from jrlhf.planning.fit import backend_of, capacity, memory_of
 from jrlhf.planning.workload import Workload, workload_of
 from jrlhf.roles.planned_placement import LAYOUTS, place_roles
 from jrlhf.roles.pretrained import abstract_weights, is_here
-from jrlhf.stages.preflight import check_sources
-from jrlhf.stages.setup import load_task, select_mesh, select_plan
+from jrlhf.stages.setup import check_sources, load_task, rewards_and_costs, select_resources
 
 MIB = 2**20
 
@@ -27,10 +26,7 @@ def describe(config: Config) -> str:
 
     A hub is never asked: of its weights and data only what is known by name is described.
     """
-    mesh, models = select_mesh(config)
-    plan = None if config.algorithm is None else select_plan(config, models, list(mesh.devices.flat))
-    check_memory(config, [stage_graph(config, stage) for stage in config.stages], mesh, models, plan)
-    run = _DryRun(config, mesh, models, plan)
+    run = _DryRun(config, *select_resources(config))
     parts = [[config_yaml(config), *run.sources()], [*run.memory()], run.calls(), run.plan_rows(), run.dpo_rows()]
     return "\n\n".join("\n".join(lines) for lines in parts if lines)
 
@@ -49,8 +45,7 @@ class _DryRun:
         config = self.config
         paths = {"model.path": config.model.path, "roles.critic": config.roles.critic}
         paths |= {"roles.reference": config.roles.reference}
-        paths |= {f"rewards[{index}].model": reward.model for index, reward in enumerate(config.rewards)}
-        paths |= {f"costs[{index}].model": cost.model for index, cost in enumerate(config.costs)}
+        paths |= {f"{key}.model": part.model for key, _, part in rewards_and_costs(config)}
         if isinstance(config.data, DatasetsData):
             datasets = {part: getattr(config.data, part) for part in ("sft", "preferences", "prompts", "heldout")}
             paths |= {f"data.{part}.path": dataset.path for part, dataset in datasets.items() if dataset is not None}
@@ -91,11 +86,9 @@ class _DryRun:
         graph = graph_of(config)
         workload = workload_of(config, graph, self.models)
         rows: list[tuple[str, ...]] = [_row(call, workload, plan) for call in graph]
-        for kind, parts in (("reward", config.rewards), ("cost", config.costs)):
-            for part in parts:
-                kinds = {"model": part.model, "adapter": part.adapter, "function": part.function}
-                source = " ".join(f"{name} {value}" for name, value in kinds.items() if value is not None)
-                rows.append((f"{kind}.{part.name}", "", f"{source}, weight {part.weight:g}"))
+        for _, role, part in rewards_and_costs(config):
+            source = getattr(part, str(part.kind))
+            rows.append((f"{role}.{part.name}", "", f"{part.kind} {source}, weight {part.weight:g}"))
         head = f"plan of an iteration of {config.algorithm}, {plan.name}, on {self.mesh.size} device(s):"
         if config.lora is not None:
             last = f"  no switch: training and generation use one base, stored as {GENERATE.name} stores it"

@@ -4,6 +4,7 @@ It runs before and after an algorithm (`grade_before`, `compare`), and every few
 """
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -45,11 +46,14 @@ class Graded:
 
     def summary(self) -> dict:
         """Means with standard errors, and the number of distinct answers."""
-        figures = {self.measure: self.scores, **({} if self.costs is None else {"cost": self.costs})}
+        figures = {}
+        for name, values in {self.measure: self.scores, "cost": self.costs}.items():
+            if values is not None:
+                figures |= {name: float(values.mean()), f"{name}_standard_error": standard_error(values)}
         by_source = {name: self.scores[rows] for name, rows in self.rows().items()}
         sources = {name: {"mean": float(scores.mean()), "n": len(scores)} for name, scores in by_source.items()}
         return {
-            **{key: number for name, values in figures.items() for key, number in _mean(name, values).items()},
+            **figures,
             "items": {name: float(np.nanmean(values)) for name, values in self.items.items()},
             **({"sources": sources} if sources else {}),
             **({"failures": dict(self.failures)} if self.failures else {}),
@@ -78,10 +82,9 @@ def grade_heldout(
 
     temperature: None for that of the rollouts.
     """
-    task, count = context.task, context.config.evaluation.prompts
-    if task.heldout is None or not task.heldout.ids or (task.gold is None and rewards is None):
+    every, count = context.task.heldout, context.config.evaluation.prompts
+    if every is None or not every.ids or (context.task.gold is None and rewards is None):
         return None
-    every = task.heldout
     heldout = replace(every, ids=every.ids[:count], texts=every.texts[:count], examples=every.examples[:count])
     sampling = context.sampling if temperature is None else replace(context.sampling, temperature=temperature)
     responses = context.sampler.sample(policy, heldout.ids, key_for(context.config.seed, purpose, step), sampling)
@@ -144,29 +147,25 @@ def grade(
 ) -> Graded:
     """Scores of responses by the task's measure, or else by the run's rewards; and their costs."""
     gold, sources = context.task.gold, tuple(example.source for example in prompts.examples)
-    learned = {} if rewards is None else _learned_scores(context, prompts, responses, rewards)
-    failures: dict[str, int] = {}
+    sequences = [prompt + response.ids for prompt, response in zip(prompts.ids, responses, strict=True)]
+
+    def learned_scores(mixture: Rewards) -> dict[str, np.ndarray]:
+        """The scores of the reward models that read the actor's tokens, by name."""
+        return {name: context.sampler.scores(part.model, sequences) for name, part in mixture.token_parts.items()}
+
+    learned = {} if rewards is None else learned_scores(rewards)
+    total_costs, failures = None, dict[str, int]()
     if gold is not None:
         grades = gold(prompts.examples, [response.text for response in responses])
         scores, items = grades.scores, grades.items
     else:
         assert rewards is not None
         scores, items, failures = _weighted_sum(rewards, learned, prompts, responses, step)
-    total_costs = None
     if costs is not None:
-        learned_costs = _learned_scores(context, prompts, responses, costs)
-        total_costs, _, failed = _weighted_sum(costs, learned_costs, prompts, responses, step)
+        total_costs, _, failed = _weighted_sum(costs, learned_scores(costs), prompts, responses, step)
         failures |= failed
     measure = "score" if gold is None else "gold"
     return Graded(measure, tuple(responses), sources, scores, items, learned.get(TRAINED), failures, total_costs)
-
-
-def _learned_scores(
-    context: Context, prompts: Prompts, responses: Sequence[Response], rewards: Rewards
-) -> dict[str, np.ndarray]:
-    """The scores of the reward models that read the actor's tokens, by name."""
-    sequences = [prompt + response.ids for prompt, response in zip(prompts.ids, responses, strict=True)]
-    return {name: context.sampler.scores(part.model, sequences) for name, part in rewards.token_parts.items()}
 
 
 def _weighted_sum(
@@ -176,9 +175,9 @@ def _weighted_sum(
     total, items = np.zeros(len(responses)), dict(learned)
     for name, scores in learned.items():
         total = total + rewards.token_parts[name].weight * scores
-    if not rewards.texts.parts:
+    if not rewards.text_parts:
         return total, items, {}
-    summed, parts = rewards.texts.score(to_samples(prompts.examples, prompts.texts, responses), step=step)
+    summed, parts = rewards.score_texts(to_samples(prompts.examples, prompts.texts, responses), step)
     failures = {name: count for name, part in parts.items() if (count := sum(part.failures.values()))}
     return total + summed.scores, items | {name: part.scores for name, part in parts.items()}, failures
 
@@ -198,10 +197,6 @@ def compare(before: Graded, after: Graded | None) -> dict:
     }
 
 
-def _mean(name: str, values: np.ndarray) -> dict[str, float]:
-    return {name: float(values.mean()), f"{name}_standard_error": standard_error(values)}
-
-
 def standard_error(values: np.ndarray) -> float:
     """Standard error of the mean."""
     return float(values.std(ddof=1) / np.sqrt(len(values))) if len(values) > 1 else 0.0
@@ -210,16 +205,11 @@ def standard_error(values: np.ndarray) -> float:
 def validate(
     context: Context, policy: Model, rewards: Rewards, step: int, clock: Clock
 ) -> tuple[dict[str, float], list[dict[str, object]]]:
-    """Grades `validation.k` answers to each prompt: metrics under verl's names, and all first answers.
+    """Grades `validation.k` answers to each prompt: metrics `val-*` (docs/metrics.md), and all first answers.
 
-        val-core/SOURCE/MEASURE/mean@k         over prompts, of the mean over a prompt's k answers
-        val-core/SOURCE/MEASURE/best@k/mean    over prompts, of the best of a prompt's k answers
-        val-aux/SOURCE/REWARD/mean@k           the same for each reward, or item of the measure, by itself
-        val-aux/all/REWARD/failures            answers that a reward could not score, where there are any
-
-    SOURCE is `all`, and each source's name where the held-out prompts have several.
+    Metrics are those of all prompts, and of each source where the held-out prompts have several.
     """
-    config = context.config.validation
+    config, heldout = context.config.validation, context.task.heldout
     assert config is not None
 
     def grade_rounds() -> list[Graded | None]:
@@ -228,11 +218,10 @@ def validate(
         return [grade_heldout(context, policy, rewards, purpose=purpose, **options) for purpose in purposes]
 
     rounds = [graded for graded in clock.run("validation", grade_rounds) if graded is not None]
-    if not rounds:
+    if not rounds or heldout is None:
         return {}, []
-    assert context.task.heldout is not None
     first, metrics = rounds[0], statistics(rounds)
-    rows = zip(context.task.heldout.texts, first.responses, first.scores, first.sources, strict=False)
+    rows = zip(heldout.texts, first.responses, first.scores, first.sources, strict=False)
     samples: list[dict[str, object]] = [
         {"kind": "validation", "prompt": text, "response": response.text, "score": float(score), "source": source}
         for text, response, score, source in rows
@@ -246,11 +235,8 @@ def statistics(rounds: Sequence[Graded]) -> dict[str, float]:
     first, k = rounds[0], len(rounds)
     scores = np.stack([graded.scores for graded in rounds])
     items = {name: np.stack([graded.items[name] for graded in rounds]) for name in first.items}
-    failures: dict[str, float] = {}
-    for graded in rounds:
-        for name, count in graded.failures.items():
-            failures[name] = failures.get(name, 0.0) + count
-    metrics = {f"val-aux/all/{name}/failures": count for name, count in failures.items()}
+    failures = sum((Counter(graded.failures) for graded in rounds), Counter())
+    metrics = {f"val-aux/all/{name}/failures": float(count) for name, count in failures.items()}
     by_source = {source or "unnamed": rows for source, rows in first.rows().items()}
     for source, rows in ({"all": np.ones(len(first.sources), bool)} | by_source).items():
         core = f"val-core/{source}/{first.measure}"

@@ -1,7 +1,7 @@
 """The end of a run: held-out evaluation, the models in Hugging Face form, samples, the summary and the report."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -106,26 +106,19 @@ def export(run: Run, config: Config, tokenizer: Tokenizer, model: Model, head: H
 
 def _write_samples(context: Context, before: Graded, after: Graded | None) -> None:
     truncate_after(context.run.path, "evaluation", -1)  # what an earlier end of this run wrote
-    heldout, measure = context.task.heldout, before.measure
+    heldout = context.task.heldout
     assert heldout is not None
-    several = len(set(before.sources)) > 1
-    context.run.add_samples(
-        {
-            "stage": "evaluation",
-            "step": 0,
-            "prompt": heldout.texts[row],
-            **({"reference": example.completion} if isinstance(example.completion, str) else {}),
-            **({"source": example.source} if several else {}),
-            **_sample("before", measure, before, row),
-            **({} if after is None else _sample("after", measure, after, row)),
-        }
-        for row, example in enumerate(heldout.examples[: len(before.responses)])
-    )
-
-
-def _sample(when: str, measure: str, graded: Graded, row: int) -> dict[str, object]:
-    learnt = {} if graded.learnt is None else {f"reward_{when}": float(graded.learnt[row])}
-    return {when: graded.responses[row].text, f"{measure}_{when}": float(graded.scores[row]), **learnt}
+    samples = []
+    for row, example in enumerate(heldout.examples[: len(before.responses)]):
+        sample: dict[str, object] = {"stage": "evaluation", "step": 0, "prompt": heldout.texts[row]}
+        sample |= {"reference": example.completion} if isinstance(example.completion, str) else {}
+        sample |= {"source": example.source} if len(set(before.sources)) > 1 else {}
+        for when, graded in {"before": before, "after": after}.items():
+            if graded is not None:
+                sample |= {when: graded.responses[row].text, f"{before.measure}_{when}": float(graded.scores[row])}
+                sample |= {} if graded.learnt is None else {f"reward_{when}": float(graded.learnt[row])}
+        samples.append(sample)
+    context.run.add_samples(samples)
 
 
 def _from_metrics(context: Context) -> dict[str, Any]:
@@ -135,19 +128,16 @@ def _from_metrics(context: Context) -> dict[str, Any]:
     def values(name: str) -> list[float]:
         return [record[name] for record in records if record.get(name) is not None]
 
+    def last_quarter(numbers: list[float]) -> float:
+        return float(np.mean(numbers[-max(len(numbers) // 4, 1) :]))
+
     summary: dict[str, Any] = {}
     for stage in ("reward_model", "dpo"):
         if accuracies := values(f"{stage}/eval_accuracy"):
             summary[f"{stage}_accuracy"] = accuracies[-1]
     algorithm = context.config.rl.algorithm if context.config.algorithm else None
     if (costs := values("cost/mean")) and isinstance(algorithm, SafeRLHFConfig):
-        summary["cost"] = {"last_quarter": _last_quarter(costs), "limit": algorithm.cost_limit}
+        summary["cost"] = {"last_quarter": last_quarter(costs), "limit": algorithm.cost_limit}
     if algorithm and (kl := values("objective/kl")):
-        summary["kl_last_quarter"] = _last_quarter(kl)
-        summary["kl_target"] = algorithm.kl_target
+        summary |= {"kl_last_quarter": last_quarter(kl), "kl_target": algorithm.kl_target}
     return summary
-
-
-def _last_quarter(values: Sequence[float]) -> float:
-    """The mean over the last quarter of the iterations."""
-    return float(np.mean(values[-max(len(values) // 4, 1) :]))

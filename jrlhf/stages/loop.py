@@ -38,11 +38,8 @@ def run_stage(
     console.
 
     An interrupted stage goes on from its newest good checkpoint. A finished one only restores its last checkpoint.
-    `meta` identifies the inputs of the stage: a checkpoint with another `meta` is refused.
-
-    Raises:
-        Preempted: the process was asked to stop; the state is saved.
-        UserError: the checkpoints do not belong to this stage as it is now.
+    `meta` identifies the inputs of the stage: a checkpoint with another `meta` is refused. A process that was asked to
+    stop raises Preempted, with its state saved.
     """
     run, console = context.run, context.console
     directory, keep = run.path / "checkpoints" / name, context.config.checkpoints.keep
@@ -131,15 +128,11 @@ def _restore(
         leaf.delete()
     restored = checkpoints.restore_latest(target)
     assert restored is not None, "there are steps, and a damaged last one raises"
-    start, state, built_on = restored
-    _check_meta(name, built_on, meta)
-    return start, state
-
-
-def _check_meta(name: str, meta: dict[str, Any], expected: dict[str, Any]) -> None:
-    for key in {**expected, **meta}:
-        if meta.get(key) != expected.get(key):
+    start, state, there = restored
+    for key in {**meta, **there}:
+        if there.get(key) != meta.get(key):
             raise UserError(
-                f"the checkpoint of stage {name} was made with another {key} ({meta.get(key)} there, "
-                f"{expected.get(key)} here): restore the earlier stages' checkpoints, or delete the run to start over"
+                f"the checkpoint of stage {name} was made with another {key} ({there.get(key)} there, "
+                f"{meta.get(key)} here): restore the earlier stages' checkpoints, or delete the run to start over"
             )
+    return start, state

@@ -52,19 +52,12 @@ class Utilisation:
         rounds: int = 1,
         stopped_updates: float = 0.0,
     ) -> dict[str, float]:
-        """Model FLOP utilisation of training and scoring under verl's names, and generation against its roofline.
-
-            perf/mfu/actor, perf/mfu/critic     training: forward and backward of every epoch that was computed
-            perf/mfu/cost_critic                the same for the critic of the cost
-            perf/mfu/update                     actor and critic, where they share the passes that make the experience
-            perf/mfu/actor_infer, perf/mfu/ref  log-probabilities of the rollout; both in the first if one pass
-            perf/roofline/gen                   the least seconds that generation could take, over those that it took;
-                                                left out where other responses were generated, too: ReMax's greedy
-                                                ones, DAPO's further rounds
+        """Model FLOP utilisation of training and scoring, and generation against its roofline (docs/metrics.md).
 
         A utilisation is the number of operations that real tokens need (`models/flops.py`: no padding, no head for
         prompts, nothing recomputed), over the number that the devices of the call could have done in its seconds, which
-        include its compilation in the first iterations.
+        include its compilation in the first iterations. There is no roofline where the seconds are those of other
+        responses, too: ReMax's greedy ones, DAPO's further rounds.
 
         seconds: `timing_s/*`. prompts, responses: tokens of each row.
         learned: rows with tokens to learn from; None: all. Under a token budget an update computes no others.
@@ -98,22 +91,20 @@ class Utilisation:
             operations = sum(count(role) for role in roles if role in self.models)
             metrics[f"perf/mfu/{name}"] = operations / peak / self.meshes[call].size / seconds[f"timing_s/{timed}"]
         if rounds == 1 and "actor.generate_greedy" not in self.meshes:
-            metrics["perf/roofline/gen"] = self._generation(prompts, responses) / seconds["timing_s/gen"]
+            actor, mesh, itemsize = self.models["actor"], self.meshes["actor.generate"], self.dtype.itemsize
+            least = generation_seconds(
+                actor.config,
+                prompts,
+                responses,
+                memory=self.peak.memory * mesh.size,
+                operations=peak * mesh.size,
+                itemsize=itemsize,
+                layer_itemsize=1 if actor.base is not None and has_int8(actor.base) else itemsize,
+                copies=mesh.shape["data"] * mesh.shape["fsdp"],
+                samples=self.algorithm.samples if isinstance(self.algorithm, GRPOConfig) else 1,
+            )
+            metrics["perf/roofline/gen"] = least / seconds["timing_s/gen"]
         return metrics
-
-    def _generation(self, prompts: Lengths, responses: Lengths) -> float:
-        actor, mesh, itemsize = self.models["actor"], self.meshes["actor.generate"], self.dtype.itemsize
-        return generation_seconds(
-            actor.config,
-            prompts,
-            responses,
-            memory=self.peak.memory * mesh.size,
-            operations=self.peak.operations(self.dtype) * mesh.size,
-            itemsize=itemsize,
-            layer_itemsize=1 if actor.base is not None and has_int8(actor.base) else itemsize,
-            copies=mesh.shape["data"] * mesh.shape["fsdp"],
-            samples=self.algorithm.samples if isinstance(self.algorithm, GRPOConfig) else 1,
-        )
 
 
 def utilisation_of(

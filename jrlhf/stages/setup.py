@@ -1,10 +1,13 @@
-"""Set-up of a run: devices, architectures, plan, data and directory, each checked before the next."""
+"""Set-up of a run: devices, architectures, plan, data and directory, each checked before the next.
+
+Opens everything a run needs later (reward functions, tokenizers, adapters), so that typos fail early.
+"""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +15,10 @@ from jax.sharding import Mesh
 
 from jrlhf.algorithms.registry import graph_of, stage_graph
 from jrlhf.config.check import mesh_sizes, validate
-from jrlhf.config.schema import ComputeConfig, Config, DatasetsData, ModelSection, SleepConfig
+from jrlhf.config.schema import ComputeConfig, Config, DatasetsData, ModelSection, RewardConfig, SleepConfig
 from jrlhf.data import datasets
 from jrlhf.data.task import Task
-from jrlhf.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer, same_tokens
+from jrlhf.data.tokenizer import Tokenizer, load_tokenizer, same_tokens
 from jrlhf.errors import UserError
 from jrlhf.meshes import make_mesh
 from jrlhf.meshes.mesh import Device
@@ -27,35 +30,37 @@ from jrlhf.planning.auto import auto_plan
 from jrlhf.planning.fit import check_memory
 from jrlhf.planning.plans import plan_of_config, plan_yaml, read_plan, refuse_cross_process
 from jrlhf.planning.workload import workload_of
+from jrlhf.rewards.functions import FunctionReward
+from jrlhf.rewards.text_model import reward_tokenizer
 from jrlhf.roles.model import Compute
 from jrlhf.roles.planned_placement import place_roles
-from jrlhf.roles.pretrained import architecture, fresh_model, locate
+from jrlhf.roles.pretrained import (
+    actor_adapter,
+    architecture,
+    check_weights,
+    fresh_model,
+    locate,
+    own_tokenizer,
+    reward_adapter,
+)
 from jrlhf.run.console import Console
 from jrlhf.run.devices import idle_accelerator, select
-from jrlhf.run.directory import PLAN, TOKENIZER, Run, open_run, share_run
+from jrlhf.run.directory import PLAN, TOKENIZER, open_run
 from jrlhf.run.preemption import PreemptionGuard
 from jrlhf.run.processes import from_main, is_main, several
-from jrlhf.run.tracking import tracking
+from jrlhf.run.tracking import check_wandb, tracking
 from jrlhf.stages.context import Context
-from jrlhf.stages.preflight import check_sources
 from jrlhf.tasks.arithmetic import task as arithmetic
 from jrlhf.tasks.docstrings import task as docstrings
 
 
 @contextmanager
 def open_context(config: Config, *, resume: bool) -> Iterator[Context]:
-    """Checks everything that a run needs, cheapest first, and opens its directory and services.
-
-    Raises:
-        UserError: bad input; nothing has been written.
-    """
-    mesh, models = select_mesh(config)
-    devices, graphs = list(mesh.devices.flat), [stage_graph(config, stage) for stage in config.stages]
-    plan = None if config.algorithm is None else select_plan(config, models, devices, resume=resume)
-    from_main(partial(check_memory, config, graphs, mesh, models, plan))
+    """Checks everything that a run needs, cheapest first, and opens its directory and services."""
+    mesh, models, plan = select_resources(config, resume=resume)
     placements = {}
     if plan is not None:
-        placements = place_roles(plan, graph_of(config), devices, prefetch=config.offloading.ahead)
+        placements = place_roles(plan, graph_of(config), list(mesh.devices.flat), prefetch=config.offloading.ahead)
     console = _open_console(config)
     with console.status("reading the data"):
         task = load_task(config, models["actor"])
@@ -63,7 +68,7 @@ def open_context(config: Config, *, resume: bool) -> Iterator[Context]:
         console.line(line)
     check_sources(config, task, models["actor"], mesh)
     with (
-        _open_run(config, resume, _devices_line(mesh, plan)) as run,
+        open_run(config, resume=resume, notes=[_devices_line(mesh, plan)]) as run,
         PreemptionGuard() as preemption,
         tracking(config, run, console.warn) as wandb,
     ):
@@ -83,13 +88,6 @@ def _open_console(config: Config) -> Console:
     if config.device.platform == "auto" and (warning := idle_accelerator()):
         console.warn(warning)
     return console
-
-
-def _open_run(config: Config, resume: bool, note: str) -> Run:
-    """The run's directory: process 0 opens and writes it; the others only read."""
-    opened: list[Run] = []
-    from_main(lambda: opened.append(open_run(config, resume=resume, notes=[note])))
-    return opened[0] if opened else share_run(config)
 
 
 def _devices_line(mesh: Mesh, plan: Plan | None) -> str:
@@ -117,8 +115,7 @@ def load_task(config: Config, actor: ModelConfig) -> Task:
 def actor_tokenizer(config: Config, actor: ModelConfig) -> Tokenizer:
     """The tokenizer in the actor's directory. Refuses roles that read the actor's tokens by another tokenizer."""
     assert config.model.path is not None and isinstance(config.data, DatasetsData)
-    directory = locate(config.model.path, "model.path")
-    tokenizer = check_vocabulary(load_tokenizer(directory, eos=config.data.eos), actor.vocab_size)
+    tokenizer = own_tokenizer(config.model.path, "model.path", config.data, actor.vocab_size)
     for role in ("critic", "reference"):
         path = getattr(config.roles, role)
         if path is not None and not same_tokens(load_tokenizer(locate(path, f"roles.{role}")), tokenizer):
@@ -126,7 +123,18 @@ def actor_tokenizer(config: Config, actor: ModelConfig) -> Tokenizer:
                 f"roles.{role}={path} has another tokenizer than model.path={config.model.path}: the {role} reads "
                 "the actor's tokens, choose one of the same family"
             )
-    return replace(tokenizer, special_tokens={**tokenizer.special_tokens, **config.data.template})
+    return tokenizer
+
+
+def select_resources(config: Config, *, resume: bool = False) -> tuple[Mesh, dict[str, ModelConfig], Plan | None]:
+    """The mesh, the architectures and the algorithm's plan of a run that fits into the memory of its devices."""
+    mesh, models = select_mesh(config)
+    plan = None
+    if config.algorithm is not None:
+        plan = select_plan(config, models, list(mesh.devices.flat), resume=resume)
+    graphs = [stage_graph(config, stage) for stage in config.stages]
+    from_main(partial(check_memory, config, graphs, mesh, models, plan))
+    return mesh, models, plan
 
 
 def select_mesh(config: Config) -> tuple[Mesh, dict[str, ModelConfig]]:
@@ -187,11 +195,18 @@ def architectures(config: Config) -> dict[str, ModelConfig]:
         return models
     if config.algorithm == "safe_rlhf":
         models["cost_critic"] = actor
-    for kind, parts in (("reward", config.rewards), ("cost", config.costs)):
-        for index, part in enumerate(parts):
-            if part.model is not None:
-                models[f"{kind} {part.name}"] = architecture(part.model, f"{kind}s[{index}].model")
+    for key, kind, part in rewards_and_costs(config):
+        if part.model is not None:
+            models[f"{kind} {part.name}"] = architecture(part.model, f"{key}.model")
     return models
+
+
+def rewards_and_costs(config: Config) -> Iterator[tuple[str, Literal["reward", "cost"], RewardConfig]]:
+    """Yields each reward and each cost with its key, such as `rewards[0]`, and its kind."""
+    for index, reward in enumerate(config.rewards):
+        yield f"rewards[{index}]", "reward", reward
+    for index, cost in enumerate(config.costs):
+        yield f"costs[{index}]", "cost", cost
 
 
 def check_sleep(config: SleepConfig, mesh: Mesh) -> None:
@@ -236,3 +251,39 @@ def _check_kernels(config: Config, models: dict[str, ModelConfig], platform: str
                 f"compute.attention={compute.attention} cannot compute the {role}'s attention with "
                 f"head_dim={model.head_dim} and softcap={model.attention_softcap}: set it to null"
             )
+
+
+def check_sources(config: Config, task: Task, actor: ModelConfig, mesh: Mesh) -> None:
+    """Reads every model's headers and all adapters, and imports every reward function once. Loads no weights."""
+    from_main(partial(check_wandb, config))
+    if config.model.path is not None:
+        check_weights(config.model.path, "model.path")
+    if config.lora is not None:
+        actor_adapter(config.lora, actor, mesh)
+    if config.algorithm is not None and config.roles.critic is not None:
+        check_weights(config.roles.critic, "roles.critic", head="scalar")
+    if config.roles.reference is not None and (config.algorithm is not None or "dpo" in config.stages):
+        check_weights(config.roles.reference, "roles.reference")
+    for key, kind, part in rewards_and_costs(config) if config.algorithm is not None else ():
+        if part.model is not None:
+            _check_reward_model(part.model, f"{key}.model")
+        elif part.adapter is not None:
+            reward_adapter(config, part.adapter, f"{key}.adapter", actor, mesh)
+        elif part.function is not None:
+            from_main(partial(_check_function, part, config.seed, kind, task))
+
+
+def _check_function(reward: RewardConfig, seed: int, kind: Literal["reward", "cost"], task: Task) -> None:
+    with FunctionReward(reward, seed, kind=kind) as function:
+        if task.prompts is not None:
+            function.check_columns(task.prompts.examples[0].columns)
+
+
+def _check_reward_model(path: str, key: str) -> None:
+    checkpoint = check_weights(path, key, head="scalar")
+    if checkpoint.head != "scalar":
+        raise UserError(
+            f"{key}={path} is a language model, which has no head to score with: name a sequence classifier with one "
+            "label, such as the reward_model/ of a run"
+        )
+    reward_tokenizer(path, key, checkpoint.model)

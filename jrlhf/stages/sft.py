@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from jrlhf.data.batches import batch_indices, pad_rows, put_rows
+from jrlhf.data.batches import batch_indices, pad_rows, put_rows, whole_batches
 from jrlhf.data.encode import Sequences
 from jrlhf.meshes import to_host
 from jrlhf.ppo import SFTBatch, TrainState, make_sft_step
@@ -49,16 +49,12 @@ def sft_rows(texts: Sequences, width: int) -> tuple[np.ndarray, np.ndarray]:
 def _mean_loss(context: Context, score, policy: Model) -> float:
     """The mean loss of the learnt tokens of the held-out texts, in nats."""
     assert context.task.sft is not None
-    batch = context.config.sft.batch
     heldout = context.task.sft.heldout
     tokens, mask = sft_rows(heldout, context.length)
     lengths = np.array([len(ids) for ids in heldout.ids], np.int32)
     mask[:, 0] = False  # nothing comes before it
     total = 0.0
-    for start in range(0, len(tokens), batch):
-        rows = np.arange(start, start + batch) % len(tokens)  # the last batch is padded
-        batch_rows = put_rows((tokens[rows], lengths[rows]), context.mesh)
-        logprobs, _ = score(policy.params, *batch_rows, *policy.frozen)
-        counted = mask[rows] & (np.arange(start, start + batch) < len(tokens))[:, None]
-        total -= to_host(logprobs)[counted].sum(dtype=np.float64)
+    for rows, count in whole_batches(len(tokens), context.config.sft.batch):
+        logprobs, _ = score(policy.params, *put_rows((tokens[rows], lengths[rows]), context.mesh), *policy.frozen)
+        total -= to_host(logprobs)[:count][mask[rows[:count]]].sum(dtype=np.float64)
     return float(total / mask.sum())

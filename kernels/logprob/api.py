@@ -58,20 +58,7 @@ def token_logprobs(
         implementation: None for the platform's default. A named one that cannot run raises, it never falls back.
     """
     head = _head(hidden, unembedding, targets, temperature, softcap, vocab_size, axis_name)
-    tile = _tile(unembedding, tile)
-    match _implementation(implementation):
-        case "reference":
-            return reference.token_logprobs(hidden, unembedding, targets, head)
-        case "xla":
-            return xla.token_logprobs(hidden, unembedding, targets, head, tile=tile)
-        case "pallas_tpu":
-            from jrlhf.kernels.logprob import pallas_tpu  # Pallas takes long to import: only where it is used
-
-            return pallas_tpu.token_logprobs(hidden, unembedding, targets, head)
-        case "pallas_gpu":
-            from jrlhf.kernels.logprob import pallas_gpu
-
-            return pallas_gpu.token_logprobs(hidden, unembedding, targets, head, tile=tile)
+    return _logprobs(hidden, unembedding, targets, head, tile, implementation)
 
 
 def token_sums(
@@ -120,20 +107,34 @@ def token_sums(
         return xla.token_sums(
             hidden, unembedding, targets, data, terms, head, tile=tile, entropy_gradient=entropy_gradient
         )
-    logprobs, entropy = token_logprobs(
-        hidden,
-        unembedding,
-        targets,
-        temperature=temperature,
-        softcap=softcap,
-        vocab_size=vocab_size,
-        axis_name=axis_name,
-        tile=tile,
-        implementation=implementation,
-    )
+    logprobs, entropy = _logprobs(hidden, unembedding, targets, head, tile, implementation)
     entropy = entropy if entropy_gradient else lax.stop_gradient(entropy)
     terms_of_tokens = evaluate(terms, logprobs, entropy, jax.tree.map(lax.stop_gradient, data))
     return jax.tree.map(lambda x: once(jax.numpy.sum(x), axis_name), terms_of_tokens)
+
+
+def _logprobs(
+    hidden: Array,
+    unembedding: Array,
+    targets: Array,
+    head: Head,
+    tile: int | None,
+    implementation: Implementation | None,
+) -> tuple[Array, Array]:
+    tile = _tile(unembedding, tile)
+    match _implementation(implementation):
+        case "reference":
+            return reference.token_logprobs(hidden, unembedding, targets, head)
+        case "xla":
+            return xla.token_logprobs(hidden, unembedding, targets, head, tile=tile)
+        case "pallas_tpu":
+            from jrlhf.kernels.logprob import pallas_tpu  # Pallas takes long to import: only where it is used
+
+            return pallas_tpu.token_logprobs(hidden, unembedding, targets, head)
+        case "pallas_gpu":
+            from jrlhf.kernels.logprob import pallas_gpu
+
+            return pallas_gpu.token_logprobs(hidden, unembedding, targets, head, tile=tile)
 
 
 def _head(

@@ -46,6 +46,12 @@ class Head:
         slices = 1 if self.axis_name is None else lax.axis_size(self.axis_name)
         return self.vocab_size < slices * unembedding.shape[0]
 
+    def in_slice(self, unembedding: Array, targets: Array) -> tuple[Int[Array, "1"], Int[Array, "N"]]:
+        """The row of this device's vocabulary slice from which on all are padding, and targets as indices into it."""
+        offset = self.offset(unembedding)
+        limit = jnp.full((1,), jnp.minimum(self.vocab_size - offset, unembedding.shape[0]), jnp.int32)
+        return limit, targets.astype(jnp.int32) - offset
+
 
 class Statistics(NamedTuple):
     """One token's reductions over a vocabulary slice (see the module's text), float32."""

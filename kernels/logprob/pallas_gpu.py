@@ -38,10 +38,7 @@ class Forward:
     ) -> Statistics:
         """This vocabulary slice's statistics."""
         count, vocabulary = hidden.shape[0], unembedding.shape[0]
-        # Rows of the slice from `limit` on are padding; targets become indices into the slice.
-        offset = head.offset(unembedding)
-        limit = jnp.full((1,), jnp.minimum(head.vocab_size - offset, vocabulary), jnp.int32)
-        targets = targets.astype(jnp.int32) - offset
+        limit, targets = head.in_slice(unembedding, targets)
         hidden, unembedding, targets, limit = varying(hidden, unembedding, targets, limit)
 
         # TMA moves whole 8-row tiles, and every block must be inside its array. Only ragged arrays are padded, that is

@@ -58,7 +58,7 @@ class Forward:
         block_d = _divisor(embed, self.embed)
         grid = (pl.cdiv(count, block_n), pl.cdiv(vocabulary, block_v), embed // block_d)
 
-        limit, targets = _in_slice(unembedding, targets, head)
+        limit, targets = head.in_slice(unembedding, targets)
         hidden, unembedding, targets, limit = varying(hidden, unembedding, targets[:, None], limit)
 
         column = pl.BlockSpec((block_n, 1), lambda n, v, d: (n, 0))
@@ -107,7 +107,7 @@ class Backward:
         block_n = _at_most(min(self.tokens, largest), count, 128)
         block_v = _at_most(min(self.vocabulary, largest), vocabulary, 128)
 
-        limit, targets = _in_slice(unembedding, targets, head)
+        limit, targets = head.in_slice(unembedding, targets)
         arrays = varying(limit, hidden, unembedding, targets, lse, entropy, d_logprobs, d_entropy)
         limit, hidden, unembedding, *numbers = arrays
         gradient = partial(_gradient, limit, numbers, head, self.interpret)
@@ -256,13 +256,6 @@ def _gradient_kernel(
 def _dot(a: Array, b: Array, b_axis: int) -> Array:
     """Contracts the columns of `a` with axis `b_axis` of `b`, in float32."""
     return lax.dot_general(a, b, (((1,), (b_axis,)), ((), ())), preferred_element_type=jnp.float32)
-
-
-def _in_slice(unembedding: Array, targets: Array, head: Head) -> tuple[Array, Array]:
-    """Returns the row of the vocabulary slice from which on all are padding, [1], and targets as indices into it."""
-    offset = head.offset(unembedding)
-    limit = jnp.full((1,), jnp.minimum(head.vocab_size - offset, unembedding.shape[0]), jnp.int32)
-    return limit, targets.astype(jnp.int32) - offset
 
 
 def _at_most(block: int, size: int, multiple: int) -> int:

@@ -22,12 +22,12 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Bool, Int, PRNGKeyArray
 
 from jrlhf.meshes import AXES, GENERATE, to_devices, to_host
 from jrlhf.models.attention import LayerCache, empty_cache, filled_cache, grown_cache, transposes_keys
 from jrlhf.models.collectives import TENSOR, all_rows, check_rows, own_rows
-from jrlhf.models.generation.decoding import OWN, SHARED, Decoder, Generation, Rows, assemble, first_rows
+from jrlhf.models.generation.decoding import OWN, SHARED, Decoder, Generation, Results, Rows, assemble, first_rows
 from jrlhf.models.generation.schedule import Schedule
 from jrlhf.models.params import Params, split_arguments
 
@@ -43,17 +43,6 @@ class Prompts:
     prompts: Int[Array, "U P"]
     lengths: Int[Array, "U"]
     keys: PRNGKeyArray  # [N]
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Results:
-    """The tokens drawn so far, of all rows: those that wait, decode or are done."""
-
-    tokens: Int[Array, "N R"]
-    logprobs: Float[Array, "N R"]
-    lengths: Int[Array, "N"]
-    finished: Bool[Array, "N"]
 
 
 @jax.tree_util.register_dataclass
@@ -165,7 +154,7 @@ class Programs:
 
     def _assembled(self, prompts: Int[Array, "u P"], lengths: Int[Array, "u"], results: Results) -> Generation:
         prompts, lengths = (own_rows(jnp.repeat(x, self.samples, axis=0)) for x in (prompts, lengths))
-        return assemble(prompts, lengths, results.tokens, results.logprobs, results.lengths, results.finished)
+        return assemble(prompts, lengths, results)
 
     def _all_done(self, prompts: Prompts, count: int) -> Rows:
         return self._mapped(partial(_done, count=count), SHARED, OWN)(prompts)
@@ -205,12 +194,8 @@ def _done(prompts: Prompts, count: int) -> Rows:
     return Rows(keys=prompts.keys[zeros], prompt_lengths=zeros + 1, lengths=zeros, last=zeros, finished=zeros == 0)
 
 
-@dataclass(frozen=True)
-class Admission:
-    """Prompts that enter one group's slots: which prompt, and which slot each of its samples takes."""
-
-    prompts: tuple[int, ...]
-    slots: tuple[int, ...]  # a prompt's after one another
+# Prompts that enter one group's slots, and the slots that their samples take, a prompt's after one another.
+Admission = tuple[Sequence[int], Sequence[int]]
 
 
 class Table:
@@ -244,7 +229,7 @@ class Table:
         prompts = tuple(self.waiting.popleft() for _ in range(count))
         slots = free[: count * self.samples]
         self.row[slots] = [prompt * self.samples + number for prompt in prompts for number in range(self.samples)]
-        return Admission(prompts, tuple(slots))
+        return prompts, slots.tolist()
 
     def release(self, done: Bool[np.ndarray, "slots"]) -> None:
         """Empties the slots of rows that are done."""
@@ -351,12 +336,13 @@ class _Rollout:
         """The admissions as arrays of the size of a whole wave."""
 
         def of_group(admission: Admission) -> tuple[Int[np.ndarray, "_"], ...]:
+            entering, slots = admission
             prompts = np.zeros(wave, np.int32)
-            prompts[: len(admission.prompts)] = admission.prompts
+            prompts[: len(entering)] = entering
             source = np.repeat(np.arange(wave, dtype=np.int32), self._samples)
             number = np.tile(np.arange(self._samples, dtype=np.int32), wave)
             slot = np.full(len(source), self._counts[0], np.int32)  # past the end: none
-            slot[: len(admission.slots)] = admission.slots
+            slot[: len(slots)] = slots
             return prompts, source, prompts[source] * self._samples + number, slot
 
         return Admitted(*map(self._programs.per_group, zip(*map(of_group, admissions), strict=True)))
@@ -373,7 +359,7 @@ class _Rollout:
         """Compiles every program that such a call may need, by running it where all rows are done."""
         programs = self._programs
         for wave in self._waves:
-            nobody = self._admitted([Admission((), ())] * programs.groups, wave)
+            nobody = self._admitted([((), ())] * programs.groups, wave)
             prefilled = programs.prefill(*self._weights, self._prompts, nobody.prompts)
             slots = programs.empty(self._prompts, self._counts[0], self._lengths[0])
             for length in self._lengths:

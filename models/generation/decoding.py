@@ -71,6 +71,17 @@ class Generation:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
+class Results:
+    """The tokens drawn so far, of all rows: those that wait, decode or are done."""
+
+    tokens: Int[Array, "N R"]
+    logprobs: Float[Array, "N R"]
+    lengths: Int[Array, "N"]
+    finished: Bool[Array, "N"]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class Rows:
     """The states of a device's own rows. The host needs no more than this to decide what happens to rows."""
 
@@ -284,21 +295,15 @@ def first_rows(prompts: Int[Array, "B P"], prompt_lengths: Int[Array, "B"], keys
     return Rows(keys=keys, prompt_lengths=prompt_lengths, lengths=zeros, last=last, finished=zeros > 0)
 
 
-def assemble(
-    prompts: Int[Array, "B P"],
-    prompt_lengths: Int[Array, "B"],
-    response: Int[Array, "B R"],
-    logprobs: Float[Array, "B R"],
-    lengths: Int[Array, "B"],
-    finished: Bool[Array, "B"],
-) -> Generation:
+def assemble(prompts: Int[Array, "N P"], prompt_lengths: Int[Array, "N"], results: Results) -> Generation:
     """Writes each response right after its prompt."""
-    limit = response.shape[1]
+    limit = results.tokens.shape[1]
     index = jnp.arange(prompts.shape[1] + limit)[None, :] - prompt_lengths[:, None]
-    inside = (index >= 0) & (index < lengths[:, None])
+    inside = (index >= 0) & (index < results.lengths[:, None])
 
     def shift(x):
         return jnp.where(inside, jnp.take_along_axis(x, jnp.clip(index, 0, limit - 1), axis=1), 0)
 
     prompt = jnp.where(index < 0, jnp.pad(prompts, ((0, 0), (0, limit))), 0)
-    return Generation(prompt + shift(response), prompt_lengths, lengths, shift(logprobs), finished)
+    tokens, logprobs = prompt + shift(results.tokens), shift(results.logprobs)
+    return Generation(tokens, prompt_lengths, results.lengths, logprobs, results.finished)

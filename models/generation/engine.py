@@ -13,7 +13,7 @@ from jrlhf.models.attention import AttentionImplementation
 from jrlhf.models.collectives import own_rows, place
 from jrlhf.models.config import ModelConfig
 from jrlhf.models.generation.chunks import ChunkedRollouts
-from jrlhf.models.generation.decoding import OWN, SHARED, Decoder, Generation, assemble, first_rows
+from jrlhf.models.generation.decoding import OWN, SHARED, Decoder, Generation, Results, assemble, first_rows
 from jrlhf.models.generation.sampling import SamplingConfig
 from jrlhf.models.generation.schedule import Schedule
 from jrlhf.models.lora import LoRAConfig
@@ -55,7 +55,7 @@ def make_generate(
         start = first_rows(own_prompts, own_lengths, keys)
         caches = jax.tree.map(repeat, decoder.prefill(weights, prompts, prompts.shape[1] + limit))
         end, _, tokens, logprobs = decoder.run(weights, start, caches, limit)
-        return assemble(own_prompts, end.prompt_lengths, tokens, logprobs, end.lengths, end.finished)
+        return assemble(own_prompts, end.prompt_lengths, Results(tokens, logprobs, end.lengths, end.finished))
 
     mapped = decoder.on_mesh(on_device, (SHARED, SHARED, OWN), OWN)
 

@@ -4,7 +4,6 @@ import io
 import os
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +15,7 @@ from benchmarks.compare import OURS, SMALL, alternate
 from benchmarks.peers import common
 from benchmarks.peers.common import Job, Repetitions
 from benchmarks.sides import CompareError, Side, environment, take_turns
+from tests.support.processes import gone
 
 
 def job(directory: Path, **fields) -> Job:
@@ -159,18 +159,6 @@ def test_one_that_fails_ends_the_others(takes_turns: Side, tmp_path: Path):
     log = (tmp_path / "log").read_text().splitlines()
     assert [line.split()[0] for line in log] == ["first", "first", "failing", "failing"]
     assert all(gone(int(line.split()[-1])) for line in log)
-
-
-def gone(pid: int) -> bool:
-    """Tests whether a process ends within seconds; whoever inherits it may leave it as a zombie."""
-    for _ in range(100):
-        try:
-            if (Path("/proc") / str(pid) / "stat").read_text().rsplit(")", 1)[1].split()[0] == "Z":
-                return True
-        except (FileNotFoundError, ProcessLookupError):
-            return True
-        time.sleep(0.05)
-    return False
 
 
 def test_an_environment_is_made_once_and_again_for_other_versions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

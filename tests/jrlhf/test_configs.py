@@ -83,59 +83,52 @@ def test_a_dry_run_needs_neither_weights_nor_data(plans):
         assert len(totals) >= 3 and 0 < max(totals.values()) < 1024 * memory, name
 
 
-def held(plan: str, row: str) -> dict[str, float]:
-    """Part -> GB of a device that a role keeps, or a call needs."""
-    line = re.search(rf"^  {row} +[\d. ]+  (\D.*)$", plan, re.MULTILINE)
-    assert line is not None, row
-    return {part.rsplit(" ", 1)[0]: float(part.rsplit(" ", 1)[1]) * 2**20 / GB for part in line[1].split(", ")}
+QWEN, LLAMA, LLAMA_70B = 0.494032768, 8.030261248, 70.553706496  # parameters in units of 1e9
+SCALAR = LLAMA - 128256 * 4096 / 1e9  # a scalar model has no unembedding
+# The sides of a layer's seven projections in Qwen3 8B, each of which gets an adapter of rank 32.
+EMBED, HEADS, KV_HEADS, MLP = 4096, 32 * 128, 8 * 128, 12288
+SIDES = [(EMBED, HEADS), (EMBED, KV_HEADS), (EMBED, KV_HEADS), (HEADS, EMBED), *[(EMBED, MLP)] * 3]
+ADAPTER = 36 * 32 * sum(map(sum, SIDES)) / GB
+# Gemma 2 27B: 27,227,128,320 parameters, embeddings tied; every device has all norms, four a layer, in float32.
+NORMS = 46 * 4 * 4608
+GEMMA = 2 * (27_227_128_320 - NORMS) / 256 + 4 * NORMS
+MEMORY = [  # config, what a role keeps or a call needs of a device, GB by the published sizes, relative tolerance
+    # Float32 weights, two moments, a bfloat16 copy; the reference is another.
+    ("gsm8k-ppo", "actor", "weights", 4 * QWEN, 1e-3),
+    ("gsm8k-ppo", "actor", "optimizer", 8 * QWEN, 1e-3),
+    ("gsm8k-ppo", "actor.generate", "generation weights", 2 * QWEN, 1e-3),
+    ("gsm8k-ppo", "reference", "weights", 2 * QWEN, 1e-3),
+    ("llama3-8b-ppo", "actor", "weights", 4 * LLAMA / 8, 1e-3),
+    ("llama3-8b-ppo", "actor.generate", "generation weights", 2 * LLAMA, 1e-3),
+    ("llama3-8b-ppo", "critic", "optimizer", 8 * SCALAR / 8, 1e-3),
+    ("llama3-8b-ppo", "reference", "weights", 2 * LLAMA / 8, 1e-3),
+    ("llama3-8b-ppo", "reward", "weights", 2 * SCALAR / 8, 1e-3),
+    # 8,190,735,360 parameters in bfloat16, and adapters.
+    ("qwen3-8b-lora", "base", "weights", 16.38, 6e-4),
+    ("qwen3-8b-lora", "actor", "weights", 4 * ADAPTER, 1e-3),
+    ("qwen3-8b-lora", "critic", "optimizer", 8 * ADAPTER, 1e-3),
+    # The generation copy is divided over tensor=8 alone.
+    ("llama3-70b-ppo", "actor", "weights", 4 * LLAMA_70B / 256, 5e-3),
+    ("llama3-70b-ppo", "actor.generate", "generation weights", 2 * LLAMA_70B / 8, 5e-3),
+    ("llama3-70b-ppo", "reward", "weights", GEMMA / GB, 1e-3),
+]
 
 
-def test_memory_of_qwen_2_5_0_5b_is_its_published_size(plans):
-    """494,032,768 parameters: float32 weights, two moments, a bfloat16 copy; the reference is another."""
-    actor, generation = held(plans["gsm8k-ppo"], "actor"), held(plans["gsm8k-ppo"], "actor.generate")
-    assert actor["weights"] == pytest.approx(4 * 0.494032768, rel=1e-3)
-    assert actor["optimizer"] == pytest.approx(8 * 0.494032768, rel=1e-3)
-    assert generation["generation weights"] == pytest.approx(2 * 0.494032768, rel=1e-3)
+def test_memory_is_that_of_the_published_sizes(plans):
+    def needed(plan: str, row: str) -> dict[str, float]:
+        """Part -> GB of a device."""
+        line = re.search(rf"^  {row} +[\d. ]+  (\D.*)$", plan, re.MULTILINE)
+        assert line is not None, row
+        return {part.rsplit(" ", 1)[0]: float(part.rsplit(" ", 1)[1]) * 2**20 / GB for part in line[1].split(", ")}
+
+    for name, row, part, size, tolerance in MEMORY:
+        assert needed(plans[name], row)[part] == pytest.approx(size, rel=tolerance), (name, row, part)
     config = load_config("gsm8k-ppo")
     positions = config.data.max_prompt + config.data.max_response
     cache = 2 * 24 * 2 * 64 * positions * config.rl.rollout_batch * 2  # k and v, layers, heads, size, bfloat16
-    assert cache / GB < generation["KV cache"] < 1.1 * cache / GB  # and that of the prompts that are read
-    assert held(plans["gsm8k-ppo"], "reference")["weights"] == pytest.approx(2 * 0.494032768, rel=1e-3)
-
-
-def test_memory_of_llama_3_1_8b_is_its_published_size_over_eight_devices(plans):
-    """8,030,261,248 parameters, of which an unembedding of 128256 x 4096 that a scalar model does not have."""
-    plan = plans["llama3-8b-ppo"]
-    whole, headless = 8.030261248, 8.030261248 - 128256 * 4096 / 1e9
-    assert held(plan, "actor")["weights"] == pytest.approx(4 * whole / 8, rel=1e-3)
-    assert held(plan, "actor.generate")["generation weights"] == pytest.approx(2 * whole, rel=1e-3)
-    assert held(plan, "critic")["optimizer"] == pytest.approx(8 * headless / 8, rel=1e-3)
-    assert held(plan, "reference")["weights"] == pytest.approx(2 * whole / 8, rel=1e-3)
-    assert held(plan, "reward")["weights"] == pytest.approx(2 * headless / 8, rel=1e-3)
-
-
-def test_memory_of_qwen_3_8b_is_one_base_and_adapters(plans):
-    """8,190,735,360 parameters in bfloat16 are 16.4 GB; an adapter of rank 32 on all seven projections."""
-    plan = plans["qwen3-8b-lora"]
-    assert held(plan, "base")["weights"] == pytest.approx(16.38, abs=0.01)
-    embed, heads, kv_heads, mlp = 4096, 32 * 128, 8 * 128, 12288
-    sides = [(embed, heads), (embed, kv_heads), (embed, kv_heads), (heads, embed)]
-    sides += [(embed, mlp), (embed, mlp), (mlp, embed)]
-    adapter = 36 * 32 * sum(a + b for a, b in sides)
-    assert held(plan, "actor")["weights"] == pytest.approx(4 * adapter / GB, rel=1e-3)
-    assert held(plan, "critic")["optimizer"] == pytest.approx(8 * adapter / GB, rel=1e-3)
-    assert "\n  reference " not in plan and "no switch" in plan
-
-
-def test_memory_of_llama_3_1_70b_is_its_published_size_over_a_pod(plans):
-    """70,553,706,496 parameters; the generation copy is divided over tensor=8 alone."""
-    plan = plans["llama3-70b-ppo"]
-    assert held(plan, "actor")["weights"] == pytest.approx(4 * 70.553706496 / 256, rel=5e-3)
-    assert held(plan, "actor.generate")["generation weights"] == pytest.approx(2 * 70.553706496 / 8, rel=5e-3)
-    # Gemma 2 27B: 27,227,128,320 parameters, embeddings tied; every device has all norms, four a layer, in float32.
-    norms = 46 * 4 * 4608
-    reward = 2 * (27_227_128_320 - norms) / 256 + 4 * norms
-    assert held(plan, "reward")["weights"] == pytest.approx(reward / GB, rel=1e-3)
+    measured = needed(plans["gsm8k-ppo"], "actor.generate")["KV cache"]
+    assert cache / GB < measured < 1.1 * cache / GB  # and that of the prompts that are read
+    assert "\n  reference " not in plans["qwen3-8b-lora"] and "no switch" in plans["qwen3-8b-lora"]
 
 
 def test_the_plan_says_where_functions_score_and_its_columns_align(plans):

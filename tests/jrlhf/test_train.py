@@ -5,31 +5,23 @@ import math
 import random
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
 import yaml
-from safetensors.numpy import load_file
 
 from jrlhf.algorithms.registry import stage_graph
 from jrlhf.config import load_config
 from jrlhf.export import cli as export
 from jrlhf.meshes.hardware import Peak
 from jrlhf.models import init_sharded
-from jrlhf.models.hf.export import hf_weights
 from jrlhf.planning.fit import memory_of
-from jrlhf.ppo import KLState, TrainState
-from jrlhf.ppo.shaping import RunningMoments
+from jrlhf.ppo import TrainState
 from jrlhf.roles.initial import adamw
-from jrlhf.run.checkpoints import Checkpoints, like
 from jrlhf.run.files import read_jsonl
 from jrlhf.run.metrics import read_metrics
 from jrlhf.stages import mfu, setup
-from jrlhf.stages.rl import RLState
 from jrlhf.stages.setup import select_mesh
 from jrlhf.train import cli, main
 from tests.support.live import live_bytes
@@ -47,25 +39,35 @@ SUMS = {  # PPO on the sums of two digits, on one device
     "arithmetic": {"terms": 2, "digits": 1, "problems": 60},
     "rewards": [{"name": "correct", "function": "exact_match"}],
     "stages": ["sft", "ppo"],
-    "sft": {"steps": 4, "batch": 8, "warmup": 1, "eval_every": 2, "save_every": 2},
-    "ppo": {"iterations": 4, "rollout_batch": 16, "save_every": 2, "algorithm": {"epochs": 2, "minibatches": 2}},
+    "sft": {"steps": 3, "batch": 8, "warmup": 1, "eval_every": 2, "save_every": 3},
+    "ppo": {"iterations": 3, "rollout_batch": 16, "save_every": 3, "algorithm": {"epochs": 2, "minibatches": 2}},
     "evaluation": {"prompts": 8},
 }
 
 
-@pytest.fixture(scope="module", params=["sums", pytest.param("tiny", marks=pytest.mark.full)])
-def finished(request, tmp_path_factory) -> Iterator[Path]:
-    """The directory of a finished run: by the command on one device, or by the function on eight."""
-    directory = tmp_path_factory.mktemp("runs")
-    if request.param == "sums":
-        (directory / "sums.yaml").write_text(yaml.safe_dump(SUMS | {"run_dir": str(directory)}))
-        Training("--config", directory / "sums.yaml", log=directory / "log.txt").wait()
-    else:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(mfu, "peak_of", lambda device: Peak(1e9, 1e10, 1e10))
-            summary = main(load_config(TINY, [f"run_dir={directory}", "profile.iterations=[3]"]))
-        assert json.loads((directory / "tiny" / "summary.json").read_text()) == summary
-    yield directory / request.param
+@pytest.fixture(scope="module")
+def sums(tmp_path_factory) -> Path:
+    """The directory of a run that the command finished on one device, in a process of its own."""
+    directory = tmp_path_factory.mktemp("sums")
+    (directory / "sums.yaml").write_text(yaml.safe_dump(SUMS | {"run_dir": str(directory)}))
+    Training("--config", directory / "sums.yaml", log=directory / "log.txt").wait()
+    return directory / "sums"
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory) -> Path:
+    """The directory of a run that the function finished on eight devices, whose peak it is told."""
+    directory = tmp_path_factory.mktemp("tiny")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mfu, "peak_of", lambda device: Peak(1e9, 1e10, 1e10))
+        summary = main(load_config(TINY, [f"run_dir={directory}", "profile.iterations=[3]"]))
+    assert json.loads((directory / "tiny" / "summary.json").read_text()) == summary
+    return directory / "tiny"
+
+
+@pytest.fixture(params=["sums", pytest.param("tiny", marks=pytest.mark.full)])
+def finished(request) -> Path:
+    return request.getfixturevalue(request.param)
 
 
 def test_a_run_leaves_what_is_promised(finished):
@@ -93,7 +95,7 @@ def test_the_invariants_of_training_hold(finished):
 
 
 def test_the_export_of_the_last_checkpoint_is_the_model_that_the_run_left(finished, tmp_path, capsys):
-    steps = 6 if finished.name == "tiny" else 4
+    steps = 6 if finished.name == "tiny" else 3
     assert export([str(finished), "--out", str(tmp_path)]) == 0
     assert capsys.readouterr().out == f"{tmp_path}/model is the policy of ppo after step {steps} of {steps}\n"
     assert digest(tmp_path / "model") == digest(finished / "model")
@@ -101,57 +103,28 @@ def test_the_export_of_the_last_checkpoint_is_the_model_that_the_run_left(finish
 
 
 @pytest.mark.full
-def test_an_iteration_tells_how_well_it_used_its_devices(finished):
-    if finished.name == "sums":
-        pytest.skip("the peak of a CPU is not known")
+def test_an_iteration_tells_how_well_it_used_its_devices(tiny):
     names = {f"perf/{name}" for name in ("mfu/actor", "mfu/critic", "mfu/actor_infer", "mfu/ref", "roofline/gen")}
-    for record in read_metrics(finished):
+    for record in read_metrics(tiny):
         shares = {name: record[name] for name in record if name.startswith(("perf/mfu", "perf/roofline"))}
         assert set(shares) == (names if record["stage"] == "ppo" else set())
         assert all(share > 0 for share in shares.values())
         times = {name: seconds for name, seconds in record.items() if name.startswith("timing_s/")}
         assert sum(times.values()) <= 2 * times.get("timing_s/step", math.inf)
-    assert [entry.name for entry in (finished / "profile").iterdir()] == ["ppo-3"]
+    assert [entry.name for entry in (tiny / "profile").iterdir()] == ["ppo-3"]
 
 
 @pytest.mark.full
-def test_the_exported_model_is_the_last_checkpoint(finished):
-    if finished.name == "sums":
-        pytest.skip("the devices of this process are not those of the run")
-    config = load_config(str(finished / "config.yaml"))
-    assert config == load_config(TINY, [f"run_dir={finished.parent}", "profile.iterations=[3]"])
-    mesh, models = select_mesh(config)
-    with jax.set_mesh(mesh):
-        optimizer = adamw(config.rl.actor, updates=1)
-        actor, critic = (
-            TrainState.create(init_sharded(models["actor"], jax.random.key(9), mesh, head), optimizer)
-            for head in ("lm", "scalar")
-        )
-        with Checkpoints(finished / "checkpoints" / "ppo") as checkpoints:
-            trained, zero = {"actor": actor, "critic": critic}, jnp.zeros((), jnp.int32)
-            state = RLState(trained, KLState(jnp.ones(())), RunningMoments.create(), zero)
-            restored = checkpoints.restore_latest(like(state, mesh))
-    assert restored is not None and restored[0] == 6
-    tensors = hf_weights(jax.tree.map(np.asarray, restored[1].trained["actor"].params), models["actor"])
-    saved = {tensor.name: tensor.fetch() for tensor in tensors}
-    weights = load_file(finished / "model" / "model.safetensors")
-    assert weights.keys() == saved.keys() and all(np.array_equal(weights[name], saved[name]) for name in saved)
-    assert not np.array_equal(weights["model.embed_tokens.weight"], np.asarray(actor.params["embedding"]))
-
-
-@pytest.mark.full
-def test_the_same_seed_gives_the_same_run_and_a_finished_one_is_not_overwritten(finished, tmp_path, capsys):
-    if finished.name == "sums":
-        pytest.skip("the devices of this process are not those of the run")
-    main(load_config(TINY, [f"run_dir={tmp_path}", "name=again", "profile.iterations=[3]"]))
-    assert timeless(tmp_path / "again") == timeless(finished)
-    before = digest(finished)
-    assert digest(tmp_path / "again" / "model") == digest(finished / "model")
-    again = ["--config", TINY, f"run_dir={finished.parent}", "profile.iterations=[3]"]
+def test_the_same_seed_gives_the_same_run_and_a_finished_one_is_not_overwritten(tiny, undisturbed, capsys):
+    """The other run is that of another process, and without a trace."""
+    assert timeless(tiny) == timeless(undisturbed)
+    before = digest(tiny)
+    assert digest(tiny / "model") == digest(undisturbed / "model")
+    again = ["--config", TINY, f"run_dir={tiny.parent}", "profile.iterations=[3]"]
     for more, message in (([], "already holds this run"), (["seed=1"], "seed: 0 there, 1 here")):
         assert cli([*again, *more]) == 2
         assert message in capsys.readouterr().err
-    assert digest(finished) == before
+    assert digest(tiny) == before
 
 
 def test_an_interrupt_before_the_run_begins_is_one_sentence(tmp_path, capsys, monkeypatch):
@@ -164,10 +137,12 @@ def test_an_interrupt_before_the_run_begins_is_one_sentence(tmp_path, capsys, mo
 
 
 def test_a_dry_run_prints_config_memory_and_plan_and_writes_nothing(tmp_path, capsys):
-    assert cli(["--config", TINY, f"run_dir={tmp_path}", "--dry-run"]) == 0
+    sums = SUMS | {"device": {"platform": "cpu", "simulated": 8}, "mesh": {"data": 8, "fsdp": 1, "tensor": 1}}
+    (tmp_path / "sums.yaml").write_text(yaml.safe_dump(sums | {"run_dir": str(tmp_path)}))
+    assert cli(["--config", str(tmp_path / "sums.yaml"), "--dry-run"]) == 0
     out = capsys.readouterr().out
-    assert "embed: 32" in out and "actor.generate" in out and "layout generate" in out and "critic" in out
-    assert list(tmp_path.iterdir()) == []
+    assert "embed: 16" in out and "actor.generate" in out and "layout generate" in out and "critic" in out
+    assert [entry.name for entry in tmp_path.iterdir()] == ["sums.yaml"]
 
 
 def test_a_dry_run_counts_the_bytes_that_states_really_take():
@@ -185,17 +160,12 @@ def test_a_dry_run_counts_the_bytes_that_states_really_take():
 
 BAD = [
     ("sft.lerning_rate=1", "did you mean sft.learning_rate"),
-    ("sft.steps=0", "sft.steps=0: it must be at least 1"),
-    ("mesh.fsdp=3", "choose sizes whose product is 8"),
     ("model.heads=3 model.kv_heads=3", "model.heads=3 does not divide"),
     ("ppo.rollout_batch=24", "ppo.rollout_batch=24 does not divide"),
     ("data.max_response=100", "choose a model with more"),
-    ("stages=[ppo]", "name sft before it or give model.path"),
     ("device.simulated=5 mesh.fsdp=5 mesh.tensor=1", "restart the process"),
-    ("model.vocab_size=100", "vocab_size=100 is too small"),
     ("--resume", "leave out --resume"),
     ("run_dir=/proc/none", "cannot be written"),
-    ("sft.steps", "write key=value"),
     ("--config quikstart", "did you mean quickstart"),
 ]
 
@@ -225,25 +195,19 @@ def start(directory: Path, *more: str) -> Training:
 
 
 @pytest.mark.full
-def test_a_run_killed_at_random_moments_ends_in_the_same_bits(undisturbed, tmp_path):
+def test_a_run_stopped_and_killed_at_random_moments_ends_in_the_same_bits(undisturbed, tmp_path):
     moments, kills, run = random.Random(0), 0, tmp_path / "tiny"
     training = start(tmp_path)
+    assert training.reach(run, 2)
+    training.process.send_signal(signal.SIGTERM)
+    assert "saved; go on with --resume" in training.wait(75)
+    training = start(tmp_path, "--resume")
     # Killed soon after it made progress, at any moment of an iteration or of a save.
-    while training.reach(run, (len(read_metrics(run)) if kills else 0) + 1 + moments.randrange(3)):
+    while training.reach(run, len(read_metrics(run)) + 2 + moments.randrange(2)):
         time.sleep(moments.random() * 0.5)
         training.stop(signal.SIGKILL)
         kills += 1
         training = start(tmp_path, "--resume")
     training.wait()
-    assert kills >= 5
+    assert kills >= 3
     assert_same_run(run, undisturbed, "preferences.jsonl")
-
-
-@pytest.mark.full
-def test_a_run_that_is_asked_to_stop_saves_and_goes_on(undisturbed, tmp_path):
-    training = start(tmp_path)
-    assert training.reach(tmp_path / "tiny", 14)  # in the third stage
-    training.process.send_signal(signal.SIGTERM)
-    assert "its state is saved" in training.wait(75)
-    start(tmp_path, "--resume").wait()
-    assert_same_run(tmp_path / "tiny", undisturbed)

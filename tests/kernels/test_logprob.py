@@ -76,7 +76,7 @@ def test_xla(case, dtype, tile):
 @pytest.mark.parametrize(
     "case, dtype",
     [
-        *(pytest.param(case, jnp.float32, marks=[] if case == "all" else pytest.mark.full) for case in CASES),
+        *(pytest.param(case, jnp.float32, marks=pytest.mark.full) for case in CASES),  # see also the parallel one
         ("all", jnp.bfloat16),
     ],
 )

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -90,11 +91,14 @@ def test_reference():
 
 
 # The interpreters answer one callback at a time for each device: with all 8 devices waiting, none is left to answer.
-@pytest.mark.full
-def test_pallas_tpu(tpu_params):
-    # Blocks that do not divide a slice of 512: the last one reaches over the next slice's targets.
-    forward = pallas_tpu.Forward(tokens=32, vocabulary=384, interpret=tpu_params)
-    backward = pallas_tpu.Backward(tokens=128, vocabulary=128, interpret=tpu_params)
+# Blocks of 384 that do not divide a slice of 512: the last one reaches over the next slice's targets.
+@pytest.mark.parametrize("blocks", [512, pytest.param(128, marks=pytest.mark.full)])
+def test_pallas_tpu(request, blocks):
+    """In few steps, or in many with race detection."""
+    plain = pltpu.InterpretParams(uninitialized_memory="nan")
+    interpret = plain if blocks == 512 else request.getfixturevalue("tpu_params")
+    forward = pallas_tpu.Forward(tokens=blocks // 4, vocabulary=384, interpret=interpret)
+    backward = pallas_tpu.Backward(tokens=128, vocabulary=blocks, interpret=interpret)
     head = Head(**OPTIONS, axis_name="tensor")
     op = partial(pallas_tpu.token_logprobs, head=head, forward=forward, backward=backward)
     check(op, make_mesh(tensor=2, devices=jax.devices()[:2]), gathered=True)

@@ -233,8 +233,8 @@ def goldens(tmp_path_factory):
     return json.loads(GOLDEN.read_text())
 
 
-# What these compute, the other families compute too.
-REPEATED = ("llama_linear", "mistral", "qwen2", "qwen2_windows")
+# What these compute, the other families compute too; Gemma 3 has Qwen 3's norms of queries and keys.
+REPEATED = ("llama_linear", "mistral", "qwen2", "qwen2_windows", "qwen3")
 
 
 @pytest.fixture(

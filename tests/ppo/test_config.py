@@ -18,39 +18,6 @@ from jrlhf.ppo import (
     SafeRLHFConfig,
 )
 
-NUMBERS = {
-    "discount": [1.1],
-    "gae_lambda": [-0.1],
-    "truncation": ["drop"],
-    "clip_low": [0.0, 1.5],
-    "clip_high": [0, math.inf],
-    "dual_clip": [1.0],
-    "entropy_coef": [math.nan],
-    "target_kl": [0.0],
-    "value_clip": [-0.2],
-    "epochs": [0],
-    "minibatches": [2.0],
-    "micro_batches": [-1],
-    "kl_estimator": ["k4"],
-    "kl_coef": [-0.1],
-    "kl_target": [0.0],
-    "kl_horizon": [0.0],
-}
-
-
-def test_a_bad_number_is_named_with_its_value():
-    for name, values in NUMBERS.items():
-        for value in values:
-            with pytest.raises(ValueError, match=f"^{name}={value!r}: it must be "):
-                PPOConfig(**{name: value})
-    with pytest.raises(ValueError, match="kl_coef=0.0"):
-        PPOConfig(kl_coef=0.0, kl_target=1.0)  # an adaptive controller cannot start at zero
-
-
-def test_the_edges_of_the_ranges_are_allowed():
-    PPOConfig(discount=0, gae_lambda=1, clip_low=1, kl_coef=0, dual_clip=None, value_clip=None, target_kl=None)
-
-
 ALGORITHMS = (
     PPOConfig,
     GRPOConfig,
@@ -66,6 +33,25 @@ ALGORITHMS = (
 
 
 REFUSED: list[tuple[Any, str, dict[str, Any]]] = [
+    (PPOConfig, "discount", {"discount": 1.1}),
+    (PPOConfig, "gae_lambda", {"gae_lambda": -0.1}),
+    (PPOConfig, "truncation", {"truncation": "drop"}),
+    (PPOConfig, "clip_low", {"clip_low": 0.0}),
+    (PPOConfig, "clip_low", {"clip_low": 1.5}),
+    (PPOConfig, "clip_high", {"clip_high": 0}),
+    (PPOConfig, "clip_high", {"clip_high": math.inf}),
+    (PPOConfig, "dual_clip", {"dual_clip": 1.0}),
+    (PPOConfig, "entropy_coef", {"entropy_coef": math.nan}),
+    (PPOConfig, "target_kl", {"target_kl": 0.0}),
+    (PPOConfig, "value_clip", {"value_clip": -0.2}),
+    (PPOConfig, "epochs", {"epochs": 0}),
+    (PPOConfig, "minibatches", {"minibatches": 2.0}),
+    (PPOConfig, "micro_batches", {"micro_batches": -1}),
+    (PPOConfig, "kl_estimator", {"kl_estimator": "k4"}),
+    (PPOConfig, "kl_coef", {"kl_coef": -0.1}),
+    (PPOConfig, "kl_coef", {"kl_coef": 0.0, "kl_target": 1.0}),  # an adaptive controller cannot start at zero
+    (PPOConfig, "kl_target", {"kl_target": 0.0}),
+    (PPOConfig, "kl_horizon", {"kl_horizon": 0.0}),
     (PolicyConfig, "kl_in", {"kl_in": "both"}),
     (PolicyConfig, "kl_estimator", {"kl_estimator": "k3+"}),
     (PolicyConfig, "kl_estimator", {"kl_in": "loss"}),
@@ -115,7 +101,12 @@ def test_what_an_algorithm_refuses_is_named():
         assert str(error.value).startswith(f"{name}={value!r}: "), (config, options)
 
 
-def test_only_algorithms_with_a_critic_bootstrap_and_none_does_unless_told():
+def test_what_an_algorithm_allows():
+    PPOConfig(discount=0, gae_lambda=1, clip_low=1, kl_coef=0, dual_clip=None, value_clip=None, target_kl=None)
+    # Rewards are whitened where one deviation fits all of them.
+    assert PPOConfig(whiten_rewards=True).whiten_rewards and ReinforcePPConfig(whiten_rewards=True).whiten_rewards
+    # Only algorithms with a critic bootstrap, and only if they are told to.
+    assert {config for config in ALGORITHMS if config.has_critic} == {PPOConfig, SafeRLHFConfig}
     for config in ALGORITHMS:
         assert config().truncation == "zero"
         if config.has_critic:
@@ -123,8 +114,3 @@ def test_only_algorithms_with_a_critic_bootstrap_and_none_does_unless_told():
         else:
             with pytest.raises(ValueError, match="truncation='bootstrap'"):
                 config(truncation="bootstrap")
-    assert {config for config in ALGORITHMS if config.has_critic} == {PPOConfig, SafeRLHFConfig}
-
-
-def test_rewards_are_whitened_where_one_deviation_fits_all_of_them():
-    assert PPOConfig(whiten_rewards=True).whiten_rewards and ReinforcePPConfig(whiten_rewards=True).whiten_rewards

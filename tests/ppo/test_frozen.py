@@ -72,7 +72,7 @@ def cases(toy):
 
 @pytest.mark.parametrize(
     "name",
-    ["actor", "sums", "critic", *(pytest.param(name, marks=pytest.mark.full) for name in ("sft", "preferences"))],
+    ["sums", "critic", *(pytest.param(name, marks=pytest.mark.full) for name in ("actor", "sft", "preferences"))],
 )
 def test_differences_train_as_the_tables_do(toy, name):
     plain, split, batch = cases(toy)[name]

@@ -1,4 +1,5 @@
-"""Invariants of PPO (with a critic) and GRPO (groups, the KL in the loss): experience and update in one program."""
+"""Invariants: of PPO (with a critic) and GRPO (groups, the KL in the loss) in one program of experience and update; of
+the other algorithms' experience, whose updates are the same."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -16,15 +17,22 @@ from jax.sharding import PartitionSpec as P
 
 from jrlhf.meshes import make_mesh
 from jrlhf.ppo import (
+    DAPOConfig,
     GRPOConfig,
     PPOConfig,
+    ReinforcePPConfig,
+    ReMaxConfig,
+    RLOOConfig,
     Rollout,
+    SafeRLHFConfig,
     TrainState,
     experience_metrics,
     make_actor_step,
     make_critic_step,
     make_experience,
     make_group_experience,
+    make_return_experience,
+    make_safe_experience,
 )
 from tests.support.tabular import compiled
 
@@ -100,8 +108,8 @@ def test_scores_are_conserved(plain, name):
     np.testing.assert_allclose(experience.rewards.sum(1), experience.scores - penalty, rtol=1e-5, atol=1e-6)
 
 
-def divided(toy, name, axis_type, micro_batches, padding):
-    """The same algorithm and batch in parts, wider, with anything in the padding, on eight devices or one."""
+def divided(toy, program, axis_type, padding):
+    """A program's results for the same batch, wider, with anything in the padding, on eight devices or one."""
     data: dict[str, Any] = batch(toy)
     rollout = data["rollout"]
 
@@ -126,30 +134,52 @@ def divided(toy, name, axis_type, micro_batches, padding):
 
         data = jax.tree.map(place, data)
     with context:
-        return jax.device_get(algorithm(toy, replace(CONFIGS[name], micro_batches=micro_batches))(**data))
+        return jax.device_get(program(**data))
 
 
-def assert_same(plain, name, parts):
-    def narrow(x):
-        return x[:, :TIME] if np.ndim(x) == 2 and len(x) == ROWS else x
+def assert_same(actual, expected):
+    """Compares trees of experiences and other results; those of tokens up to the width of the batch."""
 
-    (experience, *results), (expected, *others) = parts, plain(name, "apart")
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-6), results, others)
-    for field in ("rewards", "advantages", "returns", "values", "old_logprobs", "ref_logprobs", "response_mask"):
-        x, y = getattr(experience, field), getattr(expected, field)
-        if y is not None:
-            assert not np.any(x[:, TIME:])
-            np.testing.assert_allclose(narrow(x), y, rtol=1e-5, atol=2e-6, err_msg=field)
+    def same(path, x, y):
+        if np.ndim(y) == 2 and y.shape == (ROWS, TIME):
+            assert not np.any(x[:, TIME:]) or path[-1].name in ("tokens", "logprobs")
+            x = x[:, :TIME]
+        if getattr(path[-1], "name", None) not in ("tokens", "logprobs"):  # what the padding holds is there
+            np.testing.assert_allclose(x, y, rtol=1e-5, atol=2e-6, err_msg=jax.tree_util.keystr(path))
+
+    jax.tree.map_with_path(same, actual, expected)
 
 
 @each_algorithm
 def test_micro_batches_padding_and_the_mesh_change_nothing(toy, plain, name):
     """Masks come from lengths: here the padding holds any token and NaN, there it holds the one that ends responses."""
-    assert_same(plain, name, divided(toy, name, AxisType.Explicit, micro_batches=2, padding=3))
+    program = algorithm(toy, replace(CONFIGS[name], micro_batches=2))
+    assert_same(divided(toy, program, AxisType.Explicit, padding=3), plain(name, "apart"))
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(("axis_type", "micro_batches"), [(AxisType.Auto, 1), (None, 8)], ids=["auto", "one device"])
 @each_algorithm
 def test_other_divisions_change_nothing(toy, plain, name, axis_type, micro_batches):
-    assert_same(plain, name, divided(toy, name, axis_type, micro_batches, padding=0))
+    program = algorithm(toy, replace(CONFIGS[name], micro_batches=micro_batches))
+    assert_same(divided(toy, program, axis_type, padding=0), plain(name, "apart"))
+
+
+def test_no_other_algorithms_experience_depends_on_padding_or_the_mesh(toy):
+    @compiled
+    def experiences(actor, critic, reference, rollout, scores):
+        old, ref = (toy.logprobs(params, rollout.tokens)[0] for params in (actor, reference))
+        values, given, beta = toy.values(critic, rollout.tokens), (rollout, scores, old, ref), {"kl_coef": BETA}
+        safe = SafeRLHFConfig(truncation="zero", discount=0.9)
+        streams = rollout, scores, jnp.sin(scores), old, ref, values, 2 * values
+        return {
+            "rloo": make_group_experience(*given, config=RLOOConfig(samples=4), **beta),
+            "dapo": make_group_experience(*given, config=DAPOConfig(samples=4, kl_coef=BETA), **beta),
+            "reinforce_pp": make_return_experience(*given, config=ReinforcePPConfig(discount=0.9), **beta),
+            "remax": make_return_experience(*given, jnp.sin(scores), config=ReMaxConfig(), **beta),
+            "safe_rlhf": make_safe_experience(*streams, config=safe, multiplier=0.5, **beta),
+        }
+
+    expected = jax.device_get(experiences(**batch(toy)))
+    assert all(np.any(x.advantages) for x in [*list(expected.values())[:-1], *expected["safe_rlhf"]])
+    assert_same(divided(toy, experiences, AxisType.Explicit, padding=3), expected)

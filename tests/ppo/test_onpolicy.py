@@ -87,7 +87,10 @@ def separately(toy, config, rollout, scores, ref):
             PPOConfig(truncation="mask", entropy_coef=0.1, kl_estimator="k2", value_clip=None, target_kl=0.1),
             marks=pytest.mark.full,
         ),
-        PPOConfig(kl_in="loss", kl_estimator="k3", aggregation="seq-mean-token-mean", importance="token"),
+        pytest.param(
+            PPOConfig(kl_in="loss", kl_estimator="k3", aggregation="seq-mean-token-mean", importance="token"),
+            marks=pytest.mark.full,
+        ),
         pytest.param(
             PPOConfig(kl_coef=0.0, ratio="sequence", aggregation="seq-mean-token-mean"), marks=pytest.mark.full
         ),

@@ -78,6 +78,17 @@ def test_grpo_reaches_another_fixed_point():
     assert total_variation(policy, fixed) < 0.02  # far less than the distance of the optimum
 
 
+def test_the_kl_controller_settles_where_the_optimums_kl_is_its_target():
+    """KL(pi*, ref) falls with beta: so the target names one beta, at which the controller rests, and one optimum."""
+    optimum, reference = TOKENS.optimum(BETA), TOKENS.probabilities(TOKENS.reference)
+    target = float((optimum * np.log(optimum / reference)).sum(1).mean())
+    config = PPOConfig(kl_coef=4 * BETA, kl_target=target, kl_horizon=6 * 768, truncation="zero")
+    result = train(TOKENS, config, rows=768, iterations=150)
+    np.testing.assert_allclose(result.metrics["objective/kl_coef"][-50:].mean(), BETA, rtol=0.02)
+    np.testing.assert_allclose(result.metrics["objective/kl"][-50:].mean(), target, rtol=0.02)
+    assert total_variation(result.policy, optimum) < 0.01
+
+
 @slow
 def test_dpo_reaches_the_optimum_from_pairs():
     """Pairs that the reference drew and Bradley-Terry judged: the likelihood is maximal at ref exp(r / beta)."""

@@ -1,62 +1,43 @@
-"""Lists the core files that one iteration runs: `python -m tests.support.reading_path [CHECKOUT]`.
+"""Lists the core files that one iteration runs: `python -m tests.support.reading_path`.
 
 Trains GRPO on one device and records every file of the core in which a function body runs during the third iteration.
-All compiled programs are dropped before that iteration, so that tracing counts, too. Works on older checkouts.
+All compiled programs are dropped before that iteration, so that tracing counts, too.
 """
 
 import json
-import os
 import sys
 import tempfile
 import threading
 from pathlib import Path
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any
 
-ALWAYS = ("train.py", "stage.py", "stages/loop.py")  # the frame around the iteration counts in full
-OUTSIDE = (  # services that a reader of the algorithm skips: a run's files and console, settings, errors
-    *("run/ config/ errors.py configs/ runs.py files.py checkpoints.py resuming.py metrics.py tracking.py".split()),
-    *("wandb_process.py console.py clock.py compilations.py profile.py preemption.py processes.py devices.py".split()),
-    *("config.py stage_config.py strict.py consistency.py".split()),
-)
-CONFIG: dict[str, Any] = {
-    "name": "path",
-    "device": {"platform": "cpu", "simulated": 1},
-    "mesh": {"data": 1, "fsdp": 1, "tensor": 1},
-    "model": {"vocab_size": 14, "embed": 16, "layers": 2, "heads": 2, "kv_heads": 1, "head_dim": 8, "mlp": 32}
-    | {"max_positions": 16},
-    "data": {"source": "arithmetic", "max_prompt": 6, "max_response": 4, "heldout_rows": 8},
-    "arithmetic": {"terms": 2, "digits": 1, "problems": 60},
-    "rewards": [{"name": "correct", "function": "exact_match"}],
-    "stages": ["sft", "grpo"],
-    "sft": {"steps": 2, "batch": 8, "warmup": 1},
-    "grpo": {"iterations": 3, "rollout_batch": 16, "save_every": 3, "algorithm": {"samples": 4, "kl_coef": 0.02}},
-    "evaluation": {"prompts": 8},
-}
+import jax
+
+from jrlhf import train
+from jrlhf.stages import loop
+
+ROOT = Path(__file__).resolve().parents[2]
+ALWAYS = ("jrlhf/train.py", "jrlhf/stages/loop.py")  # the frame around the iteration counts in full
+# Services that a reader of the algorithm skips: a run's files and console, settings, errors.
+OUTSIDE = ("jrlhf/run/", "jrlhf/config/", "jrlhf/errors.py")
+SETTINGS = (
+    "name=path model.embed=16 model.layers=2 model.heads=2 model.kv_heads=1 model.head_dim=8 model.mlp=32 "
+    "compute.remat=full data.digits=1 data.problems=60 data.heldout_rows=8 sft.steps=2 sft.batch=8 sft.warmup=1 "
+    "grpo.iterations=3 grpo.rollout_batch=16 grpo.save_every=3 grpo.algorithm.samples=4 evaluation.prompts=8"
+).split()
 
 
-def record(checkout: Path) -> dict[str, int]:
-    """Core file (relative to the checkout) -> its number of lines, for all files on the path of the third iteration."""
-    import jax
-    import yaml
-
+def record() -> dict[str, int]:
+    """Core file -> its number of lines, for all files on the path of the third iteration."""
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 1)
-    sys.path.insert(0, str(checkout))
-    from jrlhf import train
-
-    try:
-        from jrlhf.stages import loop
-    except ImportError:
-        from jrlhf import stage as loop  # type: ignore[attr-defined, no-redef]
-
-    ran: set[str] = set()
+    files: set[str] = set()
     recording = threading.Event()
 
     def tracer(frame: FrameType, event: str, argument: Any) -> None:
-        code: CodeType = frame.f_code
-        if recording.is_set() and code.co_name != "<module>":
-            ran.add(code.co_filename)
+        if recording.is_set() and frame.f_code.co_name != "<module>":
+            files.add(frame.f_code.co_filename)
 
     original = loop.traced
 
@@ -64,35 +45,27 @@ def record(checkout: Path) -> dict[str, int]:
         if name == "grpo" and step == 3:
             jax.clear_caches()
             recording.set()
+            sys.setprofile(tracer)
         try:
             return original(config, path, name, step, advance)
         finally:
+            sys.setprofile(None)
             recording.clear()
 
     loop.traced = traced
     with tempfile.TemporaryDirectory() as directory:
-        config = Path(directory) / "config.yaml"
-        config.write_text(yaml.safe_dump({**CONFIG, "run_dir": directory}))
-        threading.setprofile(tracer)
-        sys.setprofile(tracer)
+        threading.setprofile(tracer)  # of threads that start before the iteration, too
         try:
-            code = train.cli(["--config", str(config)])
+            code = train.cli(["--config", "arithmetic-grpo", f"run_dir={directory}", *SETTINGS])
         finally:
-            sys.setprofile(None)
             threading.setprofile(None)  # type: ignore[arg-type]
-        assert code == 0, f"the training ended with {code}"
-    files = {os.path.realpath(name) for name in ran}
-    lines = {}
-    for folder in ("jrlhf", "models", "ppo", "kernels", "meshes"):
-        for path in sorted((checkout / folder).rglob("*.py")):
-            path = Path(os.path.realpath(path))
-            name = str(path.relative_to(checkout))
-            inside = name.removeprefix("jrlhf/") if name.startswith("jrlhf/") else name
-            if (str(path) in files or inside in ALWAYS) and not (inside != name and inside.startswith(OUTSIDE)):
-                lines[name] = len(path.read_text().splitlines())
-    return lines
+    assert code == 0, f"the training ended with {code}"
+    paths = {str(Path(file).resolve().relative_to(ROOT)) for file in files if Path(file).resolve().is_relative_to(ROOT)}
+    core = tuple(f"{folder}/" for folder in ("jrlhf", "models", "ppo", "kernels", "meshes"))
+    names = sorted(name for name in {*paths, *ALWAYS} if name.startswith(core) and not name.startswith(OUTSIDE))
+    return {name: len((ROOT / name).read_text().splitlines()) for name in names}
 
 
 if __name__ == "__main__":
-    path = record(Path(sys.argv[1] if len(sys.argv) > 1 else ".").resolve())
+    path = record()
     print(json.dumps({"files": len(path), "lines": sum(path.values()), "path": path}, indent=2))

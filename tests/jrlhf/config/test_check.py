@@ -1,4 +1,4 @@
-"""What a config's sections demand of each other, and of the devices."""
+"""The demands of a config's sections on each other, and on the devices."""
 
 from pathlib import Path
 

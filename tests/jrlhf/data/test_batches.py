@@ -1,4 +1,4 @@
-"""Which rows a step takes, how they are padded, and where the randomness comes from."""
+"""The rows of a step, their padding, and the source of the randomness."""
 
 import jax
 import numpy as np

@@ -1,4 +1,4 @@
-"""Which rows are learnt from and which are held out."""
+"""Rows to learn from, and rows that are held out."""
 
 import pytest
 

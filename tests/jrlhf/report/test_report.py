@@ -334,40 +334,37 @@ def test_every_name_that_calls_are_timed_under_is_explained():
 def test_any_part_of_a_run_may_be_missing(runs, tmp_path, undrawn):
     """Files, stages, summaries, metrics (absent or not finite), held-out figures: every page is still whole."""
     parts = ("config.yaml", "environment.txt", "metrics.jsonl", "samples.jsonl", "summary.json")
-    for count in range(1, 5):
-        for present in itertools.combinations(parts, count):
-            shutil.rmtree(tmp_path / "parts", ignore_errors=True)
-            (tmp_path / "parts").mkdir()
-            for name in present:
-                shutil.copy(runs["gold"] / name, tmp_path / "parts" / name)
-            if {"config.yaml", "metrics.jsonl"} & set(present):
-                Page(render(read_run(tmp_path / "parts")))
-            else:
-                with pytest.raises(UserError, match="holds no run"):
-                    read_run(tmp_path / "parts")
+    for present in itertools.chain.from_iterable(itertools.combinations(parts, count) for count in range(1, 5)):
+        shutil.rmtree(tmp_path / "parts", ignore_errors=True)
+        (tmp_path / "parts").mkdir()
+        for name in present:
+            shutil.copy(runs["gold"] / name, tmp_path / "parts" / name)
+        if {"config.yaml", "metrics.jsonl"} & set(present):
+            Page(render(read_run(tmp_path / "parts")))
+        else:
+            with pytest.raises(UserError, match="holds no run"):
+                read_run(tmp_path / "parts")
+
+    def text(**run) -> str:
+        return Page(render(read_run(write(tmp_path / "run", **run)))).text
+
     records = {"sft": sft_records(3), "reward_model": reward_model_records(), "ppo": gold_records(9)}
     graded = {"held_out": {"measure": "gold", "before": {"gold": 0.7}, "after": {"gold": 0.8}}}
     for stages in (("sft",), ("sft", "reward_model"), ("ppo",), ()):
         metrics = [record for stage in stages for record in records[stage]]
         for summary in ({}, {"held_out": {}}, {"held_out": None}, graded, GOLD_SUMMARY):
-            run = write(tmp_path / "run", metrics=metrics, texts=gold_samples(2), summary=summary)
-            text = Page(render(read_run(run))).text
-            assert ("SFT loss" in text) == ("sft" in stages) and ("The median of" in text) == ("ppo" in stages)
-            assert ("Is the reward being gamed?" in text) == ("ppo" in stages)
+            page = text(metrics=metrics, texts=gold_samples(2), summary=summary)
+            assert ("SFT loss" in page) == ("sft" in stages) and ("The median of" in page) == ("ppo" in stages)
+            assert ("Is the reward being gamed?" in page) == ("ppo" in stages)
     for complete in (gold_records(9), user_records(), dpo_records(9), safe_records()):
         for key in sorted(set(complete[0]) - {"stage", "step"}):
             for value in ({}, {key: None}):
                 metrics = [{name: record[name] for name in record if name != key} | value for record in complete]
-                Page(render(read_run(write(tmp_path / "run", metrics=metrics, summary=USER_SUMMARY))))
+                text(metrics=metrics, summary=USER_SUMMARY)
     held_out: dict = USER_SUMMARY["held_out"]
-    for name in held_out:
-        for figures in (
-            {key: value for key, value in held_out.items() if key != name},
-            held_out | {"before": {"score": 0.25}, "after": {"score": 0.5}},
-            held_out | {"before": {}, "after": None},
-        ):
-            run = write(tmp_path / "run", metrics=user_records(), texts=user_samples(), summary={"held_out": figures})
-            Page(render(read_run(run)))
+    few = [held_out | {"before": {"score": 0.25}, "after": {"score": 0.5}}, held_out | {"before": {}, "after": None}]
+    for figures in [{key: held_out[key] for key in held_out if key != name} for name in held_out] + few:
+        text(metrics=user_records(), texts=user_samples(), summary={"held_out": figures})
 
 
 def test_sections_say_only_what_the_run_knows(tmp_path, undrawn):
@@ -507,10 +504,9 @@ def test_a_chart_draws_its_points_in_the_page_s_colours():
 
 
 def test_every_style_draws_any_number_of_points():
-    for style in ("line", "steps", "trend", "dots", "points"):
-        for count in (1, 3, 25):
-            chart = Chart("x", [Series("a", range(count), range(count), color=COLORS, style=style)])
-            assert f"var(--c{COLORS})" in chart.svg()
+    for style, count in itertools.product(("line", "steps", "trend", "dots", "points"), (1, 3, 25)):
+        chart = Chart("x", [Series("a", range(count), range(count), color=COLORS, style=style)])
+        assert f"var(--c{COLORS})" in chart.svg()
     assert not Chart("x", [Series("a", [], []), Series("b", [1.0, 2.0], [math.nan, math.inf])]).drawn
     values = np.random.default_rng(0).standard_normal(30)
     for width in (1, 3, 4, 7, 100):

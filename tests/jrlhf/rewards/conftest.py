@@ -2,8 +2,6 @@
 
 import os
 import textwrap
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,6 +9,7 @@ import pytest
 from jrlhf.config.schema import RewardConfig
 from jrlhf.rewards.functions import FunctionReward
 from jrlhf.rewards.types import Sample
+from tests.support.processes import alive, state
 
 
 def make_reward(spec: str, name: str = "judge", seed: int = 0, log: Path | None = None, **settings) -> FunctionReward:
@@ -32,30 +31,6 @@ def make_sample(row: int = 0, response: str | None = None, tokens: int = 3, **co
     )
 
 
-def _state(pid: int) -> list[str]:
-    """The state of a process and the number of its parent; X for one that is gone."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
-    except (FileNotFoundError, ProcessLookupError):
-        return ["X", "0"]
-
-
-def alive(pid: int) -> bool:
-    """Returns whether a process runs; a dead one that nobody has waited for does not."""
-    return _state(pid)[0] not in "ZX"
-
-
-def gone(pid: int, within: float) -> bool:
-    return eventually(lambda: not alive(pid), within)
-
-
-def eventually(holds: Callable[[], bool], within: float) -> bool:
-    until = time.monotonic() + within
-    while not holds() and time.monotonic() < until:
-        time.sleep(0.02)
-    return holds()
-
-
 def pids(reward: FunctionReward) -> list[int]:
     """The process numbers of the workers, in their order."""
     return [worker.pid for _, worker in sorted(reward._pool.items())]
@@ -69,7 +44,7 @@ def open_files() -> set[str]:
 def children() -> set[int]:
     """The processes that this one started, dead ones that nobody has waited for included."""
     processes = [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]
-    return {pid for pid in processes if _state(pid)[1] == str(os.getpid())}
+    return {pid for pid in processes if state(pid)[1] == str(os.getpid())}
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from jrlhf.ppo import Rollout, RunningMoments
 from jrlhf.ppo.shaping import ScoreConfig, shape_scores
 from jrlhf.rewards.combine import combine
 from jrlhf.rewards.functions import RewardFailure
-from jrlhf.rewards.mixture import Rewards, TextPart, TextRewards
+from jrlhf.rewards.mixture import Rewards, TextPart
 from jrlhf.rewards.types import Sample, Scored, weighted_sum
 from jrlhf.roles.model import Compute
 from jrlhf.roles.placement import RolePlacement
@@ -44,10 +44,9 @@ class Calls:
     def __init__(self, shaping: ScoreConfig = PLAIN, kind: Any = "rewards", **parts: TextPart):
         self.names: list[str] = []
         self.dispatched = threading.Event()
-        tokenizer, clock = cast(Any, SimpleNamespace(decode=lambda ids: "x" * len(ids))), Clock()
-        self.texts = TextRewards(parts, tokenizer, clock, kind=kind, deadline=10.0)
-        own = {"placement": RolePlacement.of(MESH), "compute": Compute(), "clock": clock, "max_response": 3}
-        self.rewards = Rewards({}, self.texts, **own, shaping=shaping, kind=kind)
+        tokenizer = cast(Any, SimpleNamespace(decode=lambda ids: "x" * len(ids)))
+        own = {"placement": RolePlacement.of(MESH), "compute": Compute(), "clock": Clock(deadline=10.0)}
+        self.rewards = Rewards({}, parts, **own, tokenizer=tokenizer, max_response=3, shaping=shaping, kind=kind)
         self.rewards.start(jax.device_put(RunningMoments.create()))
 
     def score(self, method: str = "score") -> Any:
@@ -91,7 +90,7 @@ def test_scoring_is_dispatched_while_functions_are_at_work():
     assert set(taken) == {f"timing_s/{name}" for name in ("reward_functions", "reward_wait", "reward", "step")}
     assert calls.rewards.metrics()["rewards/function/mean"] == LENGTHS.mean()
     assert calls.rewards.identities == {"model": "model", "function": "function"}
-    calls.texts.close()
+    calls.rewards.close()
     assert not threads[0].is_alive()
 
 
@@ -103,7 +102,7 @@ def test_a_function_that_fails_stops_the_iteration_before_anything_is_trained():
     with pytest.raises(RewardFailure, match="the judge is out"):
         calls.iterate()
     assert calls.names == ["logprobs", "logprobs", "values"]
-    calls.texts.close()
+    calls.rewards.close()
 
 
 def test_a_baseline_is_shaped_like_the_scores_and_counts_as_none_of_them():
@@ -124,7 +123,7 @@ def test_a_baseline_is_shaped_like_the_scores_and_counts_as_none_of_them():
     assert metrics["rewards/function/failures"] == 6.0 == metrics["rewards/function/failures/nan"]  # of all scorings
     rewards.start(rewards.moments)
     assert rewards.metrics() == {}
-    calls.texts.close()
+    calls.rewards.close()
 
 
 def test_costs_have_names_of_their_own():
@@ -137,7 +136,7 @@ def test_costs_have_names_of_their_own():
     totals, words = ("mean", "max", "min", "nonfinite"), ("mean", "std", "failures")
     assert set(metrics) == {*(f"cost/{x}" for x in totals), *(f"costs/words/{x}" for x in words)}
     assert metrics["cost/max"] == 3.5
-    calls.texts.close()
+    calls.rewards.close()
 
 
 def test_scores_of_models_are_added_to_those_of_texts():

@@ -17,8 +17,9 @@ import pytest
 from jrlhf.errors import UserError
 from jrlhf.rewards.functions import LOG_BYTES, RewardFailure
 from jrlhf.rewards.process import GRACE
+from tests.support.processes import alive, eventually, gone
 
-from .conftest import alive, eventually, gone, make_sample, pids
+from .conftest import make_sample, pids
 
 ROOT = Path(__file__).parents[3]
 SLACK = 4.0  # seconds for starting processes on a busy machine

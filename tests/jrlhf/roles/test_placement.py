@@ -52,11 +52,14 @@ PAIRS = {
 }
 
 
-@pytest.mark.parametrize("head", [LM, pytest.param(SCALAR, marks=pytest.mark.full)])
-def test_weights_are_brought_to_a_call_bit_for_bit(head):
-    for shapes in PAIRS.values():
-        source, target = (mesh_on(*shape) for shape in shapes)
-        assert_brought(head, source, target)
+@pytest.mark.parametrize(
+    ("head", "pairs"),
+    [(LM, ("same devices", "disjoint")), *(pytest.param(head, PAIRS, marks=pytest.mark.full) for head in (LM, SCALAR))],
+    ids=["some", LM, SCALAR],
+)
+def test_weights_are_brought_to_a_call_bit_for_bit(head, pairs):
+    for pair in pairs:
+        assert_brought(head, *(mesh_on(*shape) for shape in PAIRS[pair]))
 
 
 def assert_brought(head: Any, source: Mesh, target: Mesh) -> None:

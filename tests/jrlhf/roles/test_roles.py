@@ -4,7 +4,7 @@ import gc
 from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -54,35 +54,26 @@ EVENTS |= {"actor.update": "update_actor"}
 pytestmark = pytest.mark.usefixtures("quick_programs")
 
 
-@pytest.fixture(scope="module", params=[0.5, pytest.param(0.9, marks=pytest.mark.full)])
-def setup(request):
-    return Setup(make_mesh(1, 2, 2, devices=jax.devices()[:4]), temperature=request.param)
+@pytest.mark.parametrize("temperature", [0.5, pytest.param(0.9, marks=pytest.mark.full)])
+def test_an_iteration_keeps_the_invariants(request, temperature):
+    if temperature == 0.5:
+        iterations, clock = request.getfixturevalue("awake").iterations, request.getfixturevalue("awake").clock
+    else:
+        setup = Setup(make_mesh(1, 2, 2, devices=jax.devices()[:4]), temperature=temperature)
+        iterations, clock = [Iteration.of(setup, step) for step in range(2)], setup.clock
+    first, second = iterations[:2]
+    assert first.figures()["objective/kl"] == 0.0 != second.figures()["objective/kl"]
+    assert first.metrics["actor/initial_ratio_gap"] < 1e-5
+    assert first.figures()["rollout/logprob_gap_max"] < 1e-4
+    e = first.experience
+    scores = np.where(e.finished, e.scores, 0)  # of a row that was cut off the value stands for it
+    np.testing.assert_allclose(e.rewards.sum(1), scores, rtol=1e-5)
 
-
-def test_an_iteration_keeps_the_invariants(setup):
-    frozen = setup.reference.model.fingerprint(), setup.reward.model.fingerprint()
-    before = setup.policy.fingerprint(), fingerprint_of((setup.states["critic"].params,))
-    assert before[0] == frozen[0] and before[1] == frozen[1]
-
-    experience, metrics = setup.iterate(0)
-    figures = jax.device_get(experience_metrics(experience))
-    assert figures["objective/kl"] == 0.0
-    assert float(metrics["actor/initial_ratio_gap"]) < 1e-5
-    assert figures["rollout/logprob_gap_max"] < 1e-4
-    scores = np.where(experience.finished, experience.scores, 0)  # of a row that was cut off the value stands for it
-    np.testing.assert_allclose(np.asarray(experience.rewards).sum(1), scores, rtol=1e-5)
-
-    assert (setup.reference.model.fingerprint(), setup.reward.model.fingerprint()) == frozen
-    assert setup.policy.fingerprint() != before[0]
-    assert fingerprint_of((setup.states["critic"].params,)) != before[1]
-    assert setup.states["actor"].step == 1
-
-    experience, _ = setup.iterate(1)
-    assert jax.device_get(experience_metrics(experience))["objective/kl"] != 0.0
-    assert set(setup.clock.take()) == {
-        f"timing_s/{name}"
-        for name in ("reshard gen reward old_log_prob ref values update_critic update_actor step").split()
-    }
+    before, after = first.before, first.after
+    assert before["actor"] == before["reference"] and before["critic"] == before["reward"]
+    assert {name for name in before if before[name] != after[name]} == {"actor", "critic"}
+    assert first.step == 1
+    assert set(clock.take()) == {f"timing_s/{name}" for name in (*CALLS, "step")}
 
 
 def test_two_critics_are_timed_apart(monkeypatch):
@@ -109,7 +100,10 @@ def test_a_single_update_may_share_the_passes_that_made_its_experience():
     assert "timing_s/update" in setup.clock.take()
 
 
-def test_the_generation_copy_lives_only_while_generating(setup):
+def test_the_generation_copy_lives_only_while_generating(sleepers, awake):
+    if sleepers.config != SleepConfig():
+        sleepers.begin(SleepConfig())
+    setup = sleepers.setup
     policy, mesh = setup.policy, setup.policy.mesh
     with jax.set_mesh(mesh):
         # Waited for: on simulated devices no programs with collectives may run beside others.
@@ -216,15 +210,43 @@ def by_kind(tree=None) -> Counter[str]:
     return total
 
 
+class Iteration(NamedTuple):
+    """What an iteration made, on the host."""
+
+    experience: Any
+    metrics: Any
+    before: dict[str, str]  # digests of the roles' weights
+    after: dict[str, str]
+    step: int
+    word: str  # a digest of all that it made
+
+    @classmethod
+    def of(cls, setup: Setup, step: int) -> "Iteration":
+        before = digests(setup)
+        experience, metrics = setup.iterate(step)
+        word = fingerprint_of((experience, metrics, list(setup.states.values())))
+        host = jax.device_get((experience, metrics))
+        return cls(*host, before, digests(setup), int(setup.states["actor"].step), word)
+
+    def figures(self) -> Any:
+        return jax.device_get(experience_metrics(jax.tree.map(jnp.asarray, self.experience)))
+
+
+def digests(setup: Setup) -> dict[str, str]:
+    trained = {name: fingerprint_of((state.params,)) for name, state in setup.states.items()}
+    return trained | {name: getattr(setup, name).model.fingerprint() for name in Sleepers.frozen}
+
+
 class Sleepers:
     """Four roles with weights of their own, built anew for each config."""
 
     setup: Setup | None = None
+    config: SleepConfig | None = None
     trained, frozen = ("actor", "critic"), ("reference", "reward")
 
     def begin(self, config: SleepConfig, prefetch: Prefetch | None = None) -> tuple[Watch, dict[str, int]]:
         """Builds the roles, offloaded as the config says. Returns a clock that watches, and each part's bytes there."""
-        watch, asleep, self.setup = Watch(), {}, None
+        watch, asleep, self.setup, self.config = Watch(), {}, None, config
         gc.collect()
         mesh = make_mesh(1, 2, 2, devices=jax.devices()[:4])
         self.setup = Setup(mesh, watch, sleep=config, prefetch=prefetch)
@@ -255,13 +277,15 @@ def sleepers():
 
 @pytest.fixture(scope="module")
 def awake(sleepers):
-    """(words, clock) of three iterations without sleep."""
+    """Three iterations without sleep."""
     watch, asleep = sleepers.begin(SleepConfig())
     assert sum(asleep.values()) == 0
-    words = sleepers.iterate(0, 1, 2)
+    iterations = [Iteration.of(sleepers.setup, step) for step in range(3)]
+    words = [iteration.word for iteration in iterations]
     assert [name for name, *_ in watch.log] == [*CALLS] * 3 and len(set(words)) == 3
     assert all(before["pinned_host"] == after["pinned_host"] == 0 for _, before, after in watch.log)
-    return words, watch
+    # Copies, for other tests go on with these roles.
+    return SimpleNamespace(iterations=iterations, words=words, clock=watch, calls=watch.calls(), made=dict(watch.made))
 
 
 def awake_only(patch: pytest.MonkeyPatch, setup: Setup) -> Counter[str]:
@@ -287,7 +311,6 @@ def awake_only(patch: pytest.MonkeyPatch, setup: Setup) -> Counter[str]:
 
 @pytest.mark.full
 def test_three_iterations_asleep_are_those_awake_and_every_byte_is_in_its_place(sleepers, awake, monkeypatch):
-    words, usual = awake
     watch, size = sleepers.begin(ALL)
     total = sum(size.values())
     computed = awake_only(monkeypatch, sleepers.setup)
@@ -296,12 +319,12 @@ def test_three_iterations_asleep_are_those_awake_and_every_byte_is_in_its_place(
     with CompilationWatch() as compilations:
         outputs += sleepers.iterate(2)
         assert compilations.take()[0] == []
-    assert outputs == words and len(computed) == 7 and set(computed.values()) == {3}
+    assert outputs == awake.words and len(computed) == 7 and set(computed.values()) == {3}
 
     states = {name: size[name] + size[f"{name} optimizer"] for name in ("actor", "critic")}
     # Between two calls everything sleeps, and also when those have ended that bring what they need and let it go. Else:
     there = {"update_critic": states["critic"], "update_actor": states["actor"]}
-    for (name, *with_it), (same, *without) in zip(usual.calls(), watch.calls(), strict=True):
+    for (name, *with_it), (same, *without) in zip(awake.calls, watch.calls(), strict=True):
         assert name == same
         for before, now in zip(with_it, without, strict=True):
             assert before["device"] - now["device"] == total - there.get(name, 0), name
@@ -324,32 +347,31 @@ def test_three_iterations_asleep_are_those_awake_and_every_byte_is_in_its_place(
     brought = [size["actor"], size["reward"], size["actor"], size["reference"], size["critic"]]
     updates = [states["critic"], -states["critic"], states["actor"], -states["actor"]]
     assert moves == [*brought, *updates] * 3
-    for watching in (usual, watch):  # the copy that generates, and its cache, are gone when the rollout is there
-        begins = {name: before["device"] for name, before, _ in watching.calls()[: len(CALLS)]}
-        assert begins["reward"] == begins["reshard"] + watching.made["gen"]
-        assert watching.made["reshard"] > 0
+    # The copy that generates, and its cache, are gone when the rollout is there.
+    for calls, results in ((awake.calls, awake.made), (watch.calls(), watch.made)):
+        begins = {name: before["device"] for name, before, _ in calls[: len(CALLS)]}
+        assert begins["reward"] == begins["reshard"] + results["gen"]
+        assert results["reshard"] > 0
     assert {f"timing_s/{name}" for name in (*CALLS, "sleep", "step")} == set(watch.take())
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("part", SleepConfig.SWITCHES)
 def test_each_part_sleeps_by_itself(part, sleepers, awake):
-    words, usual = awake
     watch, size = sleepers.begin(replace(SleepConfig(), **{part: "host"}))
     names = ("actor optimizer", "critic optimizer") if part == "optimizer" else (part,)
     assert {name for name, nbytes in size.items() if nbytes} == set(names)
-    assert sleepers.iterate(0) == words[:1]
+    assert sleepers.iterate(0) == awake.words[:1]
     generating = [
-        next(before["device"] for name, before, _ in clock.calls() if name == "gen") for clock in (usual, watch)
+        next(before["device"] for name, before, _ in calls if name == "gen") for calls in (awake.calls, watch.calls())
     ]
     assert generating[0] - generating[1] == by_kind()["pinned_host"] == sum(size.values())
 
 
 def test_what_the_next_call_needs_is_on_its_way_while_one_runs(sleepers, awake):
-    words, usual = awake
     graph = trace(ppo, ROLES, {"actor.recomputes": True, "reference.is_base_of": False})
     watch, size = sleepers.begin(ALL, Prefetch(graph))
-    assert sleepers.iterate(0, 1) == words[:2]
+    assert sleepers.iterate(0, 1) == awake.words[:2]
     states = {name: size[name] + size[f"{name} optimizer"] for name in ("actor", "critic")}
     here = {
         "reshard": size["reward"],
@@ -359,7 +381,7 @@ def test_what_the_next_call_needs_is_on_its_way_while_one_runs(sleepers, awake):
         "update_critic": states["critic"] + states["actor"],
         "update_actor": states["actor"],
     }
-    for (name, before, _), (_, now, _) in zip(usual.calls(), watch.calls(), strict=False):
+    for (name, before, _), (_, now, _) in zip(awake.calls, watch.calls(), strict=False):
         if name in here:
             assert before["device"] - now["device"] == sum(size.values()) - here[name], name
 

@@ -11,7 +11,7 @@ import pytest
 
 from jrlhf.data.encode import Prompts
 from jrlhf.data.types import Example, Response
-from jrlhf.rewards.mixture import Rewards, TextPart, TextRewards
+from jrlhf.rewards.mixture import Rewards, TextPart
 from jrlhf.rewards.types import Scored
 from jrlhf.run.console import Console
 from jrlhf.run.directory import Run
@@ -34,8 +34,7 @@ def sum_of(**parts: tuple[float, Any]) -> Rewards:
     """Rewards of text alone, which need no devices."""
     rewards = object.__new__(Rewards)
     rewards.token_parts = {}
-    texts = {name: TextPart(weight, score, name) for name, (weight, score) in parts.items()}
-    rewards.texts = TextRewards(texts, cast(Any, None), cast(Any, None), kind="rewards", deadline=10.0)
+    rewards.text_parts = {name: TextPart(weight, score, name) for name, (weight, score) in parts.items()}
     return rewards
 
 
@@ -69,7 +68,7 @@ def test_the_policy_before_is_graded_once_and_read_back_bit_for_bit(tmp_path, mo
     monkeypatch.setattr(
         "jrlhf.stages.evaluate.grade_heldout", lambda context, policy, *_: graded.append(policy.word) or grades
     )
-    services = {"run": Run(tmp_path, -1), "console": Console(enabled=False), "task": SimpleNamespace(fingerprint="t")}
+    services = {"run": Run(tmp_path), "console": Console(enabled=False), "task": SimpleNamespace(fingerprint="t")}
     run = cast(Any, SimpleNamespace(**services, config=SimpleNamespace(evaluation=SimpleNamespace(prompts=3))))
 
     def before(word: str, **rewards: tuple[float, Any]) -> Graded:

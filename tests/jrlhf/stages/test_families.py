@@ -50,16 +50,12 @@ SIZES = {
 LLAMA_3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA_3 |= {"original_max_position_embeddings": 32, "rope_theta": 10000.0}
 GPT_2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "initializer_range": 0.2}
-GEMMA = {"head_dim": 8, "query_pre_attn_scalar": 12, "sliding_window": 16}
-# The class of its config, the tokenizer, and what differs from SIZES.
+# The class of its config, the tokenizer, and what differs from SIZES. Forward passes and exports of all families are
+# tested in tests/models.
 FAMILIES = {
-    "llama": ("LlamaConfig", "llama", SIZES),
     "llama3": ("LlamaConfig", "llama", SIZES | {"rope_parameters": LLAMA_3, "tie_word_embeddings": True}),
-    "mistral": ("MistralConfig", "mistral", SIZES | {"sliding_window": 16, "head_dim": 16}),
-    "qwen2": ("Qwen2Config", "qwen", SIZES | {"tie_word_embeddings": True}),
     "qwen3": ("Qwen3Config", "qwen", SIZES | {"head_dim": 16}),
-    "gemma2": ("Gemma2Config", "gemma", SIZES | GEMMA),
-    "gemma3": ("Gemma3TextConfig", "gemma", SIZES | GEMMA),
+    "gemma2": ("Gemma2Config", "gemma", SIZES | {"head_dim": 8, "query_pre_attn_scalar": 12, "sliding_window": 16}),
     "gpt2": ("GPT2Config", "qwen", GPT_2),
 }
 ADDED = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
@@ -121,9 +117,8 @@ def test_a_directory_of_transformers_goes_through_a_run_and_out_again(family, tm
     assert encoded.ids == (tuple(ids),)
 
 
-@pytest.mark.parametrize("family", ["gemma2", "qwen3"])
-def test_a_sequence_classifier_of_transformers_scores_alike(family, tmp_path, tokenizers):
-    path = write(tmp_path, family, tokenizers, "AutoModelForSequenceClassification", num_labels=1)
+def test_a_sequence_classifier_of_transformers_scores_alike(tmp_path, tokenizers):
+    path = write(tmp_path, "gemma2", tokenizers, "AutoModelForSequenceClassification", num_labels=1)
     theirs = transformers.AutoModelForSequenceClassification.from_pretrained(path, attn_implementation="eager")
     tokenizer = transformers.AutoTokenizer.from_pretrained(path)
     answers = ["3", "It is 3, because 1 and 2 are 3.", "I do not know", "é 日本", "It is 3, " * 9]

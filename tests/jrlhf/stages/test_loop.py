@@ -23,14 +23,12 @@ from jrlhf.stages.loop import run_stage
 MESH = make_mesh(1, 8, 1)
 
 
-class Told:
-    """A console that remembers warnings."""
+class Services:
+    """A console that remembers warnings, and a wandb that remembers what it is sent."""
 
     def __init__(self):
-        self.warnings: list[str] = []
-
-    def warn(self, text: str) -> None:
-        self.warnings.append(text)
+        self.warnings, self.entries = [], []
+        self.warn, self.log = self.warnings.append, lambda *entry: self.entries.append(entry)
 
     @contextlib.contextmanager
     def progress(self, *_, **__):
@@ -38,26 +36,10 @@ class Told:
 
 
 def context(path):
-    return SimpleNamespace(
-        run=Run(path, -1),
-        console=Told(),
-        config=SimpleNamespace(
-            checkpoints=SimpleNamespace(keep=2), deadline=60.0, profile=ProfileConfig(), stages=("stage",)
-        ),
-        preemption=PreemptionGuard(),
-        mesh=MESH,
-        wandb=Followed(),
-    )
-
-
-class Followed:
-    """Notes what wandb would be told."""
-
-    def __init__(self):
-        self.entries = []
-
-    def log(self, *entry):
-        self.entries.append(entry)
+    checkpoints = SimpleNamespace(keep=2)
+    config = SimpleNamespace(checkpoints=checkpoints, deadline=60.0, profile=ProfileConfig(), stages=("stage",))
+    services = {"console": Services(), "wandb": Services(), "preemption": PreemptionGuard()}
+    return SimpleNamespace(run=Run(path), config=config, mesh=MESH, **services)
 
 
 def init():
@@ -78,26 +60,36 @@ def run(here, steps=6, step=advance, meta=None, save_every=2):
         return run_stage(here, "sft", steps, init, step, save_every=save_every, meta=meta or {})
 
 
-def test_a_stage_goes_on_from_its_newest_checkpoint(tmp_path):
+def test_a_stage_saves_when_it_is_asked_to_stop_and_goes_on_from_its_newest_checkpoint(tmp_path):
+    here = context(tmp_path)
+
+    def asked(state, step):
+        here.preemption.requested = step == 2
+        return advance(state, step)
+
+    with pytest.raises(Preempted, match="sft stopped at step 3 of 6"):
+        run(here, step=asked, save_every=6)
+    here, taken = context(tmp_path), []
+
     def broken(state, step):
+        taken.append(step)
         if step == 5:
             raise RuntimeError("lost")
         return advance(state, step)
 
-    here = context(tmp_path)
     with pytest.raises(RuntimeError, match="lost"):
         run(here, step=broken)
+    assert taken == [3, 4, 5]
     losses = [(stage, step, numbers["loss"]) for stage, step, numbers in here.wandb.entries]
-    assert losses == [("sft", step + 1, float(step)) for step in range(5)]
+    assert losses == [("sft", step + 1, float(step)) for step in (3, 4)]
     assert [record["step"] for record in read_metrics(tmp_path)] == [1, 2, 3, 4, 5]
-    taken = []
 
     def counted(state, step):
         taken.append(step)
         return advance(state, step)
 
     state = run(context(tmp_path), step=counted)
-    assert taken == [4, 5]
+    assert taken == [3, 4, 5, 4, 5]
     np.testing.assert_array_equal(state["x"], np.full(8, 15.0))
     records = [(record["step"], record["loss"]) for record in read_metrics(tmp_path)]
     assert records == [(step + 1, float(step)) for step in range(6)]
@@ -105,18 +97,6 @@ def test_a_stage_goes_on_from_its_newest_checkpoint(tmp_path):
     assert finished["x"].sharding == state["x"].sharding
     with pytest.raises(UserError, match=r"stage sft was made with another reference \(None there, b here\)"):
         run(context(tmp_path), meta={"reference": "b"})
-
-
-def test_a_stage_that_is_asked_to_stop_saves_first(tmp_path):
-    here = context(tmp_path)
-
-    def asked(state, step):
-        here.preemption.requested = step == 2
-        return advance(state, step)
-
-    with pytest.raises(Preempted, match="sft stopped at step 3 of 4"):
-        run(here, steps=4, step=asked, save_every=4)
-    np.testing.assert_array_equal(run(context(tmp_path), steps=4, save_every=4)["x"], np.full(8, 6.0))
 
 
 def test_a_compilation_after_the_first_iterations_is_told_with_its_cause(tmp_path):

@@ -11,15 +11,15 @@ from jrlhf.models import SamplingConfig
 from jrlhf.models.generation.sampling import gumbel, largest, restrict, sample, threefry2x32
 
 V = 12
-ROWS = 20_000
+ROWS = 8192  # of every draw, so that each operation is compiled once
 
 
 def draw(logits, config, *, rows=ROWS, vocab_size=V, may_stop=True, seed=0):
-    """Many rows with the same logits."""
-    keys = jax.random.split(jax.random.key(seed), rows)
-    repeated = jnp.broadcast_to(jnp.asarray(logits, jnp.float32)[None, :], (rows, len(logits)))
-    tokens, logprobs = sample(repeated, keys, config, vocab_size=vocab_size, may_stop=jnp.full(rows, may_stop))
-    return np.asarray(tokens), np.asarray(logprobs)
+    """The first `rows` of many with the same logits."""
+    keys = jax.random.split(jax.random.key(seed), ROWS)
+    repeated = jnp.broadcast_to(jnp.asarray(logits, jnp.float32)[None, :], (ROWS, len(logits)))
+    tokens, logprobs = sample(repeated, keys, config, vocab_size=vocab_size, may_stop=jnp.full(ROWS, may_stop))
+    return np.asarray(tokens)[:rows], np.asarray(logprobs)[:rows]
 
 
 def softmax(z):

@@ -41,10 +41,10 @@ def test_every_row_has_a_slot_exactly_once():
     for samples, slots in ((1, 4), (1, 7), (3, 7)):
         table, seen = Table(prompts, samples, slots), []
         while (table.waiting or table.running) and len(seen) <= prompts * samples:
-            admission = table.admit(most=2)
-            assert len(admission.slots) == samples * len(admission.prompts) <= slots
-            rows = table.row[list(admission.slots)]
-            np.testing.assert_array_equal(rows // samples, np.repeat(admission.prompts, samples))
+            admitted, taken = table.admit(most=2)
+            assert len(taken) == samples * len(admitted) <= slots
+            rows = table.row[list(taken)]
+            np.testing.assert_array_equal(rows // samples, np.repeat(admitted, samples))
             seen += rows.tolist()
             table.release(generator.random(slots) < 0.3)
         assert sorted(seen) == list(range(prompts * samples))

@@ -4,7 +4,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from jrlhf.config import load_config
+from jrlhf.errors import UserError
 from jrlhf.tasks.docstrings.corpus import Corpus, Example, is_heldout, load_corpus, read_examples, signature_text
+from jrlhf.tasks.docstrings.task import load_task
 
 
 @pytest.fixture(scope="module")
@@ -30,10 +33,7 @@ def test_signature_is_one_short_line():
     name = "A" * 50
     for source, expected in [
         ("def f(): pass", "def f():"),
-        (
-            "def f(a: int, b: str = 'x', *args: int, c=None, **kw): pass",
-            "def f(a, b='x', *args, c=None, **kw):",
-        ),
+        ("def f(a: int, b: str = 'x', *args: int, c=None, **kw): pass", "def f(a, b='x', *args, c=None, **kw):"),
         ("def f(a, /, b, *, c): pass", "def f(a, b, *, c):"),
         ("def f(a=1.5, b=(), c='long default', d=-1): pass", "def f(a=1.5, b=..., c=..., d=...):"),
         ("def f(self, a): pass", "def f(self, a):"),
@@ -128,6 +128,8 @@ def test_the_library_is_large_enough_and_its_lines_are_lines(corpus: Corpus, tmp
     with pytest.raises(ValueError, match="holds 0 documented functions to train on and 0 to hold out.*as .py") as error:
         load_corpus(tmp_path)
     assert str(tmp_path) in str(error.value) and "\n" not in str(error.value)
+    with pytest.raises(UserError, match="vocab_size=100 is too small"):
+        load_task(load_config("quickstart", ["model.vocab_size=100"]))
 
 
 def test_same_files_give_the_same_corpus(tmp_path: Path):

@@ -1,0 +1,29 @@
+"""Processes that tests wait for."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+
+def state(pid: int) -> list[str]:
+    """The state of a process and the number of its parent; X for one that is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
+    except (FileNotFoundError, ProcessLookupError):
+        return ["X", "0"]
+
+
+def alive(pid: int) -> bool:
+    """Returns whether a process runs; a dead one that nobody has waited for does not."""
+    return state(pid)[0] not in "ZX"
+
+
+def gone(pid: int, within: float = 5.0) -> bool:
+    return eventually(lambda: not alive(pid), within)
+
+
+def eventually(holds: Callable[[], bool], within: float) -> bool:
+    until = time.monotonic() + within
+    while not holds() and time.monotonic() < until:
+        time.sleep(0.02)
+    return holds()
