@@ -106,6 +106,17 @@ def _read_index(path: Path) -> dict[str, str]:
     return files
 
 
+def read_object(path: Path, remedy: str, wanted: str) -> dict[str, Any]:
+    """The object in a JSON file. Otherwise a ValueError with the remedy, or with what is wanted there."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not JSON ({error}): {remedy}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds a {type(content).__name__} where {wanted}")
+    return content
+
+
 def read_header(path: Path) -> dict[str, Tensor]:
     """Name -> place of every tensor in one file. Every byte of it must belong to exactly one tensor."""
 
