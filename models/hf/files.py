@@ -21,6 +21,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jrlhf.meshes import to_host
+from jrlhf.meshes.reshard import grouped
 
 DTYPES: Mapping[str, np.dtype] = {
     "F32": np.dtype(np.float32),
@@ -192,22 +193,9 @@ class Planned:
         return prod(self.shape) * self.dtype.itemsize
 
 
-def plan_files(tensors: Sequence[Planned], file_bytes: int) -> list[list[Planned]]:
-    """The tensors of each file, in their order: as many as fit in `file_bytes`, at least one."""
-    files: list[list[Planned]] = []
-    size = 0
-    for tensor in tensors:
-        if not files or size + tensor.nbytes > file_bytes:
-            files.append([])
-            size = 0
-        files[-1].append(tensor)
-        size += tensor.nbytes
-    return files
-
-
 def write_tensors(directory: Path, tensors: Sequence[Planned], file_bytes: int) -> None:
     """Writes model.safetensors, or several files and their index. Only one tensor is in memory at a time."""
-    files = plan_files(tensors, file_bytes)
+    files = list(grouped(tensors, lambda tensor: tensor.nbytes, file_bytes))
     names = [SINGLE]
     if len(files) > 1:
         names = [f"model-{index + 1:05d}-of-{len(files):05d}.safetensors" for index in range(len(files))]

@@ -1,7 +1,6 @@
 """PPO's four roles, small, with their states: on one mesh or as a plan places them."""
 
 from collections.abc import Mapping
-from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -14,9 +13,7 @@ from jrlhf.algorithms.on_policy import on_policy
 from jrlhf.algorithms.ppo import ppo as run_ppo
 from jrlhf.config.schema import SleepConfig
 from jrlhf.data.batches import Batch, key_for, put_rows, row_keys
-from jrlhf.meshes import TRAIN
-from jrlhf.models import ModelConfig, SamplingConfig, init_lm, init_scalar, param_shardings
-from jrlhf.models.params import HeadKind
+from jrlhf.models import ModelConfig, SamplingConfig, init_sharded
 from jrlhf.ppo import PPOConfig
 from jrlhf.roles.actor import Actor, Reference
 from jrlhf.roles.critic import Critic, FusedUpdate, Reward
@@ -34,13 +31,6 @@ ROWS, PROMPT, RESPONSE = 16, 6, 8
 PPO = PPOConfig(epochs=2, minibatches=2, truncation="bootstrap")
 SINGLE = PPOConfig(truncation="bootstrap")
 OPTIMIZER = optax.adamw(1e-2)
-
-
-@cache
-def first_weights(model: ModelConfig, head: HeadKind, seed: int) -> Any:
-    """The weights on the host, so that one program makes those of all set-ups."""
-    init = init_lm if head == "lm" else partial(init_scalar, zero_head=False)
-    return jax.device_get(jax.jit(partial(init, model))(jax.random.key(seed)))
 
 
 class Scored:
@@ -81,8 +71,9 @@ class Setup:
             return placement[role]
 
         def initial(role: str, head: Any, seed: int) -> Model:
-            shardings = param_shardings(model, at("actor").home.mesh, TRAIN, head)
-            params = jax.device_put(first_weights(model, head, seed), shardings)
+            mesh = at("actor").home.mesh
+            with jax.set_mesh(mesh):
+                params = init_sharded(model, jax.random.key(seed), mesh, head, zero_head=False)
             return at(role).store(Model(Architecture(model), params))
 
         def site(role: str) -> Site:

@@ -226,6 +226,8 @@ class Iteration(NamedTuple):
         experience, metrics = setup.iterate(step)
         word = fingerprint_of((experience, metrics, list(setup.states.values())))
         host = jax.device_get((experience, metrics))
+        del experience, metrics
+        gc.collect()
         return cls(*host, before, digests(setup), int(setup.states["actor"].step), word)
 
     def figures(self) -> Any:
@@ -267,6 +269,7 @@ class Sleepers:
             experience, metrics = self.setup.iterate(step, shared_passes=shared_passes)
             words.append(fingerprint_of((experience, metrics, list(self.setup.states.values()))))
             del experience, metrics
+            gc.collect()  # arrays in cycles of objects would count in the next iteration
         return words
 
 
