@@ -11,7 +11,7 @@ import numpy as np
 from jrlhf.config.stages import TITLES
 from jrlhf.report.charts import COLORS, Chart, Series, number
 from jrlhf.report.read import FAILURES, GOLD, KL, REWARD_KINDS, SCORE, Record
-from jrlhf.run.console import duration, validation_key
+from jrlhf.run.console import duration, validation_key, with_error
 
 _UNSET = ("", "0", "null")  # values of a setting that is not used
 _ALL = "all"  # the source of a validation that stands for every prompt
@@ -104,7 +104,7 @@ def cards(run: Record) -> Iterator[Card]:
     own = "" if run.measure == "gold" else "; the run's own rewards"
     own += f", which {run.title} optimises on other prompts" if own and run.trained else ""
     if old is not None and new is None:
-        value = _with_error(old, run.both(f"{run.measure}_standard_error")[0])
+        value = with_error(old, run.both(f"{run.measure}_standard_error")[0])
         yield Card(title, [number(old)], value + prompts + own)
     elif old is not None:
         difference, error = run.held_out.get("difference"), run.held_out.get("standard_error") or 0.0
@@ -132,7 +132,7 @@ def cards(run: Record) -> Iterator[Card]:
     old, new = run.both("cost")
     if old is not None and new is not None:
         limit = run.algorithm_setting("cost_limit")
-        note = f"{_with_error(new, run.both('cost_standard_error')[1])} after {run.title}"
+        note = f"{with_error(new, run.both('cost_standard_error')[1])} after {run.title}"
         yield Card(
             "Cost, held out", [number(old), number(new)], note + ("" if limit is None else f"; the limit is {limit:g}")
         )
@@ -148,10 +148,6 @@ def cards(run: Record) -> Iterator[Card]:
     if run.seconds:
         phases = ", ".join(f"{name.replace('_', ' ')} {duration(length)}" for name, length in run.seconds.items())
         yield Card("Time", [duration(sum(run.seconds.values()))], phases)
-
-
-def _with_error(value: float, error: float | None) -> str:
-    return f"{value:.3f}" + ("" if error is None else f" ± {error:.3f}")
 
 
 # --- The score, the KL that it costs, and whether the reward is being gamed ---

@@ -10,6 +10,7 @@ import time
 import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
@@ -191,14 +192,16 @@ class Console:
         graded = {when: held_out[when] for when in ("before", "after") if held_out.get(when)}
         if not graded:
             return
-        measures = [measure, *["cost"] * any(results.get("cost") is not None for results in graded.values())]
-        rows = [[name, *(_with_error(results, name) for results in graded.values())] for name in measures]
-        parts = [
-            dict(sorted((results.get("items") or {}).items()))
-            | {f"of {name}": source["mean"] for name, source in (results.get("sources") or {}).items()}
-            for results in graded.values()
-        ]
-        rows += [[name, *(column.get(name, "") for column in parts)] for name in {**parts[0], **parts[-1]}]
+
+        def column(results: Mapping[str, Any]) -> dict[str, object]:
+            figures = [name for name in (measure, "cost") if results.get(name) is not None]
+            cells = {name: with_error(results[name], results.get(f"{name}_standard_error")) for name in figures}
+            sources = {f"of {name}": source["mean"] for name, source in (results.get("sources") or {}).items()}
+            return {**cells, **dict(sorted((results.get("items") or {}).items())), **sources}
+
+        columns = [column(results) for results in graded.values()]
+        names = dict.fromkeys((measure, *columns[0], *columns[-1]))
+        rows = [[name, *(cells.get(name, "") for cells in columns)] for name in names]
         self._table(f"held-out prompts ({held_out.get('n', '?')})", ["", *graded], rows)
         if "difference" in held_out:
             difference, error = held_out["difference"], held_out.get("standard_error") or 0.0
@@ -207,51 +210,52 @@ class Console:
             self.line(f"{name}, after minus before: {difference:+.3f} ± {error:.3f}{ratio}", style="bold")
 
 
+@dataclass
 class Progress:
-    """The progress of a phase. A slow phase gets a line for each unit; a fast one a line now and then and at its end.
+    """The progress of a phase. A slow phase gets a line for each unit; a fast one few lines, and one at its end."""
 
-    bar: updates rich's progress bar, if there is one.
-    """
+    name: str
+    total: int
+    done: int
+    console: Console
+    bar: Callable[..., object] | None = None  # updates rich's progress bar, if there is one
 
-    def __init__(
-        self, name: str, total: int, start: int, console: Console, bar: Callable[..., object] | None = None
-    ) -> None:
-        self._name, self._total, self._done, self._console, self._bar = name, total, start, console, bar
-        self._began, self._shown = console.now(), -math.inf
+    def __post_init__(self) -> None:
+        self._began, self._shown = self.console.now(), -math.inf
         self._mark: tuple[float, int] | None = None  # (time, done) after the first unit, which contains compilation
 
     def advance(self, done: int, metrics: Mapping[str, float] | None = None) -> None:
         """Notes that `done` units are done; `metrics` are those of the last one."""
-        metrics, now = metrics or {}, self._console.now()
-        self._done, self._mark = done, self._mark or (now, done)
-        rate, ended = self._rate(now), done >= self._total
+        metrics, now = metrics or {}, self.console.now()
+        self.done, self._mark = done, self._mark or (now, done)
+        rate, ended = self._rate(now), done >= self.total
         slow, evaluated = rate is not None and rate <= 1.0, any("/eval_" in metric for metric in metrics)
-        if slow or evaluated or ended or now - self._shown >= self._console.quiet:
+        if slow or evaluated or ended or now - self._shown >= self.console.quiet:
             self._shown = now
             values = [(name, metrics[metric], form) for metric, name, form in _SHOWN if metric in metrics]
             values += _rewards(metrics)
-            parts = [f"{self._name} {done:>{len(str(self._total))}}/{self._total}"]
+            parts = [f"{self.name} {done:>{len(str(self.total))}}/{self.total}"]
             parts += [f"{name} {value:{form}}" for name, value, form in values]
-            if self.pace() and (self._bar is None or ended):
+            if self.pace() and (self.bar is None or ended):
                 parts.append(f"({self.pace()})")
             finite = all(math.isfinite(value) for _, value, _ in values)
-            self._console.line("  ".join(parts), style="" if finite else "bold red")
-        if self._bar is not None:
-            self._bar(completed=done, pace=self.pace())
+            self.console.line("  ".join(parts), style="" if finite else "bold red")
+        if self.bar is not None:
+            self.bar(completed=done, pace=self.pace())
 
     def _rate(self, now: float) -> float | None:
         """Returns units per second after the first one; None as long as it is not known."""
-        if self._mark is None or self._done <= self._mark[1] or now <= self._mark[0]:
+        if self._mark is None or self.done <= self._mark[1] or now <= self._mark[0]:
             return None
-        return (self._done - self._mark[1]) / (now - self._mark[0])
+        return (self.done - self._mark[1]) / (now - self._mark[0])
 
     def pace(self) -> str:
         """Writes `12/s, 31 s left`; at the end the time that the phase took; empty as long as the rate is not known."""
-        rate = self._rate(now := self._console.now())
+        rate = self._rate(now := self.console.now())
         speed = "" if rate is None else f"{rate:.3g}/s" if rate >= 1 else f"{1 / rate:.1f} s each"
-        if self._done >= self._total:
+        if self.done >= self.total:
             return ", ".join(part for part in (speed, f"took {duration(now - self._began)}") if part)
-        return "" if rate is None else f"{speed}, {duration((self._total - self._done) / rate)} left"
+        return "" if rate is None else f"{speed}, {duration((self.total - self.done) / rate)} left"
 
 
 def validation_key(key: str, sources: Sequence[str] = ()) -> tuple[str, str, str] | None:
@@ -308,6 +312,6 @@ def _cell(value: object) -> str:
     return clean(str(value), 160)
 
 
-def _with_error(results: Mapping[str, Any], name: str) -> str:
-    value, error = results.get(name), results.get(f"{name}_standard_error")
-    return "" if value is None else f"{value:.3f}" + ("" if error is None else f" ± {error:.3f}")
+def with_error(value: float, error: float | None) -> str:
+    """Writes `0.703 ± 0.010`, or `0.703` if the error is not known."""
+    return f"{value:.3f}" if error is None else f"{value:.3f} ± {error:.3f}"

@@ -15,16 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jrlhf.algorithms.factory import RoleFactory
 from jrlhf.algorithms.registry import dataflow_identity, dataflow_of, graph_of
 from jrlhf.config.schema import Config
-from jrlhf.data.batches import (
-    Batch,
-    batch_indices,
-    key_for,
-    pad_rows,
-    put_prompts,
-    put_rows,
-    read_responses,
-    row_keys,
-)
+from jrlhf.data.batches import Batch, batch_indices, key_for, pad_rows, put_prompts, put_rows, read_responses, row_keys
 from jrlhf.data.encode import Prompts
 from jrlhf.meshes import Graph, to_devices, to_host, transfer
 from jrlhf.ppo import (

@@ -176,13 +176,16 @@ def test_adapters_are_trained_on_a_base_that_stays(adapted):
     assert lora.rank == 4
 
 
-def test_all_stages_with_adapters_on_int8_in_bfloat16(tmp_path, settings):
+def test_all_stages_with_adapters_on_int8_in_bfloat16(tmp_path, settings, make_model):
+    model = {"path": str(make_model(tmp_path / "actor", seed=3, layers=1))}
     config = settings(
+        model=model,
         run_dir=str(tmp_path),
         name="stages",
         stages=["sft", "reward_model", "ppo"],
         lora={"rank": 4, "base": "int8"},
         compute={"dtype": "bfloat16"},
+        ppo={"iterations": 3},
     )
     main(build(Config, config))
     path = tmp_path / "stages"
@@ -195,7 +198,7 @@ def test_all_stages_with_adapters_on_int8_in_bfloat16(tmp_path, settings):
     assert json.loads((path / "reward_adapter" / "adapter_config.json").read_text())["task_type"] == "SEQ_CLS"
     # The adapter can be gone on from, and a reward adapter's head lies with it.
     lora = {"path": str(path / "adapter"), "base": "int8"}
-    main(build(Config, settings(run_dir=str(tmp_path), name="again", lora=lora, ppo={"iterations": 1})))
+    main(build(Config, settings(run_dir=str(tmp_path), name="again", model=model, lora=lora, ppo={"iterations": 1})))
     record = next(iter(read_metrics(tmp_path / "again")))
     assert record["objective/kl"] == 0.0
 

@@ -49,10 +49,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int = 1024) -> Tokenizer:
     )
     backend.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Fuse(), decoders.Replace(_JOINER, "")])
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[PAD, EOS],
-        initial_alphabet=sorted(alphabet),
-        show_progress=False,
+        vocab_size=vocab_size, special_tokens=[PAD, EOS], initial_alphabet=sorted(alphabet), show_progress=False
     )
     backend.train_from_iterator(texts, trainer)
     trained = backend.get_vocab_size()

@@ -33,10 +33,7 @@ def test_signature_is_one_short_line():
     name = "A" * 50
     for source, expected in [
         ("def f(): pass", "def f():"),
-        (
-            "def f(a: int, b: str = 'x', *args: int, c=None, **kw): pass",
-            "def f(a, b='x', *args, c=None, **kw):",
-        ),
+        ("def f(a: int, b: str = 'x', *args: int, c=None, **kw): pass", "def f(a, b='x', *args, c=None, **kw):"),
         ("def f(a, /, b, *, c): pass", "def f(a, b, *, c):"),
         ("def f(a=1.5, b=(), c='long default', d=-1): pass", "def f(a=1.5, b=..., c=..., d=...):"),
         ("def f(self, a): pass", "def f(self, a):"),
