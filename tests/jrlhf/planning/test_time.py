@@ -147,7 +147,6 @@ def test_prompts_have_a_head_where_a_call_does_not_span_responses_only():
         )
         assert whole - spanned == pytest.approx(products * head, rel=1e-6)
 
-
     """Each of g devices in a ring sends (g - 1) / g of the bytes."""
     """Of a ring of g devices each sends (g - 1) / g of the bytes."""
     for call, part, placement, minibatches, moved in (
