@@ -147,8 +147,9 @@ def test_prompts_have_a_head_where_a_call_does_not_span_responses_only():
         )
         assert whole - spanned == pytest.approx(products * head, rel=1e-6)
 
+
+def test_collectives_of_a_call():
     """Each of g devices in a ring sends (g - 1) / g of the bytes."""
-    """Of a ring of g devices each sends (g - 1) / g of the bytes."""
     for call, part, placement, minibatches, moved in (
         # Each micro-batch of training gathers every matrix twice and scatters its gradient once; scoring gathers once.
         ("actor.update", "gathers", place("train", fsdp=8, micro_batches=2), 4, 8 * 3 * 7 / 8 * 2 * (LAYERS + TABLES)),
