@@ -7,7 +7,7 @@ from typing import Any, Literal
 import jax
 from jax.sharding import Mesh
 
-from jrlhf.meshes.reshard import GROUP_BYTES, host_transfers_refused
+from jrlhf.meshes.reshard import GROUP_BYTES, grouped, host_transfers_refused
 
 MemoryKind = Literal["device", "pinned_host"]
 DEVICE: MemoryKind = "device"
@@ -52,17 +52,8 @@ def is_on_host(tree: Any) -> bool:
 
 def groups(arrays: Sequence[jax.Array], group_bytes: int = GROUP_BYTES) -> Iterator[list[int]]:
     """Indices of neighbours that together have at most `group_bytes` on a device; a larger array is alone."""
-    group: list[int] = []
-    size = 0
-    for i, array in enumerate(arrays):
-        shard = array.dtype.itemsize * prod(array.sharding.shard_shape(array.shape))
-        if group and size + shard > group_bytes:
-            yield group
-            group, size = [], 0
-        group.append(i)
-        size += shard
-    if group:
-        yield group
+    shards = [array.dtype.itemsize * prod(array.sharding.shard_shape(array.shape)) for array in arrays]
+    return grouped(range(len(shards)), shards.__getitem__, group_bytes)
 
 
 def _move(tree: Any, kind: MemoryKind, *, free: bool, group_bytes: int) -> Any:

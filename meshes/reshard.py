@@ -1,11 +1,12 @@
 """Moves arrays from one layout to another over the devices' own links, never through the host."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import groupby
 from math import gcd, prod
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,7 @@ from jrlhf.meshes.layout import axis_names
 from jrlhf.meshes.mesh import Device
 
 GROUP_BYTES = 256 * 2**20
+T = TypeVar("T")
 
 
 def reshard(
@@ -143,19 +145,25 @@ def _move(name: str, source: Any, route: dict[int | None, int], targets: list[Na
 # ---- groups of moves
 
 
-def _groups(moves: Sequence[Move], dtype: DTypeLike | None, group_bytes: int) -> Iterator[list[Move]]:
-    """Groups of neighbours in the tree that move between the same devices: as many as fit, at least one."""
-    group: list[Move] = []
-    size = 0
-    for piece in (piece for move in moves for piece in _pieces(move, dtype, group_bytes)):
-        piece_bytes = piece.target_bytes(dtype)
-        if group and (size + piece_bytes > group_bytes or piece.devices() != group[0].devices()):
+def grouped(items: Iterable[T], size: Callable[[T], int], limit: int) -> Iterator[list[T]]:
+    """Groups of neighbours whose sizes add up to at most `limit`; a larger item is alone."""
+    group: list[T] = []
+    total = 0
+    for item in items:
+        if group and total + size(item) > limit:
             yield group
-            group, size = [], 0
-        group.append(piece)
-        size += piece_bytes
+            group, total = [], 0
+        group.append(item)
+        total += size(item)
     if group:
         yield group
+
+
+def _groups(moves: Sequence[Move], dtype: DTypeLike | None, group_bytes: int) -> Iterator[list[Move]]:
+    """Groups of neighbours in the tree that move between the same devices."""
+    pieces = (piece for move in moves for piece in _pieces(move, dtype, group_bytes))
+    for _, alike in groupby(pieces, key=Move.devices):
+        yield from grouped(alike, lambda piece: piece.target_bytes(dtype), group_bytes)
 
 
 def _pieces(move: Move, dtype: DTypeLike | None, group_bytes: int) -> Iterator[Move]:

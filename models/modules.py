@@ -1,6 +1,6 @@
 """The decoder's layers as Flax NNX modules: a thin shell around weights that says how a block computes.
 
-Weights are plain nested dicts (`weights.py` lists them). `sharded.py` and `generation` put a `Block` around one layer's
+Weights are plain nested dicts (`params.py` lists them). `forward.py` and `generation` put a `Block` around one layer's
 weights where they compute it; nothing is ever mutated. The same block runs with whole weights and with one device's
 slice of the heads and the mlp: the sizes come from the weights.
 """

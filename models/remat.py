@@ -17,7 +17,7 @@ Layers with a norm after their contributions keep D more under "products", the n
 At D 2048, N 16, K 8, H 128, F 6144 in bfloat16: 4, 8 and 45 kB; 40, 38 and 0 million multiply-adds at T 1024.
 
 None of them keeps gathered weights: they are gathered again. Names are given where the values are made, in `modules.py`
-and `sharded.py`, by `jax.ad_checkpoint.checkpoint_name`, which changes no program that has no policy.
+and `forward.py`, by `jax.ad_checkpoint.checkpoint_name`, which changes no program that has no policy.
 """
 
 from collections.abc import Callable

@@ -38,8 +38,8 @@ def render_chat(
     """
     if tokenizer.chat_template is None:
         raise UserError(
-            f"the tokenizer{'' if tokenizer.directory is None else f' in {tokenizer.directory}'} has no chat template, "
-            "but the data are conversations: add chat_template.jinja to it, or give plain-text prompts"
+            f"{tokenizer.called} has no chat template, but the data are conversations: add chat_template.jinja to it, "
+            "or give plain-text prompts"
         )
     if not messages:
         raise UserError("a conversation without messages cannot be rendered: remove it")

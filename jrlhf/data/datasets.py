@@ -7,7 +7,7 @@ from typing import NamedTuple, TypeVar
 from jrlhf.config.schema import Config, DatasetConfig, DatasetsData
 from jrlhf.config.stages import ALGORITHMS
 from jrlhf.data.encode import Encoding, Pairs, Prompts, Sequences
-from jrlhf.data.read import Dataset, read_dataset
+from jrlhf.data.read import Dataset, fingerprint, read_dataset
 from jrlhf.data.task import SFTData, Task
 from jrlhf.data.tokenizer import Tokenizer
 from jrlhf.data.types import Example
@@ -55,9 +55,10 @@ def load_task(config: Config, tokenizer: Tokenizer) -> Task:
         prompts, heldout = parts("prompts", encoding.prompts, data.max_prompt)
     if "heldout" in datasets:
         _, heldout = parts("heldout", encoding.prompts, data.max_prompt)
+    words = [f"{key} {dataset.fingerprint}" for key, dataset in datasets.items()]
     return Task(
         tokenizer=tokenizer,
-        fingerprint=_fingerprint(tokenizer, datasets),
+        fingerprint=fingerprint([tokenizer.to_json(), str(tokenizer.chat_template), *words]),
         description="\n".join(lines),
         sft=sft,
         pairs=pairs,
@@ -119,9 +120,3 @@ def _read(key: str, section: DatasetConfig | None) -> Dataset:
 def _rows(texts: Sequences, rows: Iterable[int]) -> Sequences:
     rows, columns = list(rows), (texts.ids, texts.learn, texts.prompt_lengths)
     return Sequences(*(tuple(column[row] for row in rows) for column in columns))  # pyright: ignore
-
-
-def _fingerprint(tokenizer: Tokenizer, datasets: Mapping[str, Dataset]) -> str:
-    words = [tokenizer.to_json(), str(tokenizer.chat_template)]
-    words += [f"{key} {dataset.fingerprint}" for key, dataset in datasets.items()]
-    return hashlib.sha256("\0".join(words).encode()).hexdigest()[:16]

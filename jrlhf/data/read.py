@@ -392,6 +392,11 @@ def _well_formed(text: str, place: str) -> str:
     return text
 
 
+def fingerprint(texts: Iterable[str]) -> str:
+    """Returns one word for all these texts: a run that others began is not resumed."""
+    return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
+
+
 def _fingerprint(shape: Shape, examples: Iterable[Example]) -> str:
     digest = hashlib.sha256(shape.encode())
     for example in examples:

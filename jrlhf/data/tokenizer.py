@@ -35,6 +35,11 @@ class Tokenizer:
             raise ValueError("a tokenizer needs an end-of-text id: without one no response ever ends")
 
     @property
+    def called(self) -> str:
+        """The tokenizer, for messages."""
+        return "the tokenizer" if self.directory is None else f"the tokenizer in {self.directory}"
+
+    @property
     def eos_id(self) -> int:
         """The id that is written to end a text."""
         return self.eos_ids[0]
@@ -141,9 +146,8 @@ def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> Tokenizer:
     highest = max((ordinary, *tokenizer.eos_ids, *tokenizer.prefix_ids))
     if highest >= vocab_size:
         raise UserError(
-            f"the tokenizer{'' if tokenizer.directory is None else f' in {tokenizer.directory}'} has ids up to "
-            f"{highest}, but the model's embedding has {vocab_size} rows: take the tokenizer that the model was "
-            "trained with"
+            f"{tokenizer.called} has ids up to {highest}, but the model's embedding has {vocab_size} rows: take the "
+            "tokenizer that the model was trained with"
         )
     if tokenizer.vocab_size <= vocab_size:
         return tokenizer

@@ -261,10 +261,6 @@ def generate_phase(prompts: Arrays, cache: float, wave: float, logits: float, te
     new_cache, missing = wave or cache, (0, 0) if tpu else (2, 1)
     first, second = (cache * bool(wave) + new_cache * max(layers - back, 0) / layers for back in missing)
     attention = {"attention scores": scores, "activations": hidden, "KV cache": first}
-    mlp = {
-        "mlp": counts.mlp[2] * prompts.mlp,
-        "activations": hidden if tpu else prompts.hidden,
-        "KV cache": second,
-    }
+    mlp = {"mlp": counts.mlp[2] * prompts.mlp, "activations": hidden if tpu else prompts.hidden, "KV cache": second}
     decode = {"KV cache": cache, "logits": counts.logits * logits}
     return _largest({}, attention, mlp, decode)

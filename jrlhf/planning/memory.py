@@ -255,19 +255,19 @@ def _active(workload: Workload, call: Call, model: RoleModel, placement: Placeme
     computed = (rows / workload.minibatches if kind == "train" else rows) / (sharing * parts)
     sizes = Arrays(workload, model, computed, workload.length, layout, tensor, backend)
 
-    def layers(last_gathered: bool) -> float:
-        return _layer_numbers(model.config, model.head, fsdp, tensor, last_gathered)
-
-    # Weights gathered along their last dimension are transposed, unless they are gathered over both axes.
     stored = WIDE if kind == "train" or model.trained or model.wide else workload.itemsize
-    transposed = layers(True) * stored if layout != "generate" and tensor == 1 and fsdp > 1 else 0.0
+    transposed = 0.0
+    if layout != "generate" and tensor == 1 and fsdp > 1:
+        # Weights gathered along their last dimension are transposed, unless they are gathered over both axes.
+        transposed = _layer_numbers(model.config, model.head, fsdp, tensor, True) * stored
     if kind == "train":
         gradients = _gradients(model, placement, backend, loop=workload.minibatches > 1)
         running = min(placement.pipeline, parts)
         needs = activations.train_phase(sizes, workload.remat, gradients, parts, running, transposed)
     else:
-        casts = stored != workload.itemsize and layout != "generate"
-        cast = layers(False) * workload.itemsize if casts else 0.0
+        cast = 0.0
+        if stored != workload.itemsize and layout != "generate":
+            cast = _layer_numbers(model.config, model.head, fsdp, tensor, False) * workload.itemsize
         needs = activations.infer_phase(sizes, transposed, cast)
     return needs | {"inputs": inputs}
 

@@ -66,14 +66,7 @@ def sliced(config: ModelConfig, slices: int) -> ModelConfig:
 
 
 def layers(
-    config: ModelConfig,
-    devices: Sequence[Device],
-    rows: int,
-    length: int,
-    *,
-    train: bool,
-    dtype: Any,
-    remat: Remat,
+    config: ModelConfig, devices: Sequence[Device], rows: int, length: int, *, train: bool, dtype: Any, remat: Remat
 ) -> Program:
     """Builds `LAYERS` layers over `rows` rows on each device; training goes backward too, as in `models.forward`."""
     shallow = replace(config, layers=LAYERS, local_layers=config.local_layers[:LAYERS])

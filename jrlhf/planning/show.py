@@ -175,7 +175,6 @@ def check_picture(path: Path) -> None:
 
 def plot(simulation: Simulation, title: str, path: Path) -> None:
     """Draws the iterations around a steady one into a file: rows are groups of devices; other iterations are pale."""
-    check_picture(path)
     # Imported here: it takes long, and only pictures need it.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

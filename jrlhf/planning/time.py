@@ -360,12 +360,7 @@ class CostModel:
     """
 
     def __init__(
-        self,
-        workload: Workload,
-        cluster: Cluster,
-        *,
-        backend: Backend = DEFAULT,
-        costs: PartCosts | None = None,
+        self, workload: Workload, cluster: Cluster, *, backend: Backend = DEFAULT, costs: PartCosts | None = None
     ):
         self._workload, self._cluster, self._backend = workload, cluster, backend
         self._costs = costs or Roofline(workload, cluster)

@@ -11,7 +11,7 @@ from jrlhf.config.schema import Config
 from jrlhf.errors import UserError
 from jrlhf.meshes import Call, Graph
 from jrlhf.meshes.graph import Kind
-from jrlhf.meshes.plan import LayoutName, Placement, Plan
+from jrlhf.meshes.plan import LayoutName, Plan
 from jrlhf.models import LoRAConfig, ModelConfig
 from jrlhf.models.flops import head_weights, layer_weights, lora_weights
 from jrlhf.models.hf import read_adapter_config
@@ -183,25 +183,22 @@ def workload_of(config: Config, graph: Graph, models: Mapping[str, ModelConfig])
         if stage != "sft":  # batches of pairs
             rows, key = 2 * rows, f"2 x {key}"
         return Workload(graph, roles, rows=rows, rows_key=key, fused_loss=False, spanned=(), **widths, **compute)
-    section = config.rl
-    algorithm = section.algorithm
+    section, algorithm = config.rl, config.rl.algorithm
     # A learner's passes make the experience too, so it has the head of a plain forward pass.
     learner = "learner" in graph.roles
     fused = config.compute.fused_loss and algorithm.ratio == "token" and not learner
     spanned = learner or (fused and not algorithm.ptx_coef)  # texts of the pretraining mix have no response
+    parts = {"samples": section.samples, "epochs": algorithm.epochs, "minibatches": algorithm.minibatches}
+    engine = {"slots": config.rollout.slots, "chunk": config.rollout.chunk, "prefill": config.rollout.prefill}
     return Workload(
         graph,
         roles,
         rows=section.rollout_batch,
         rows_key=f"{stage}.rollout_batch",
-        samples=section.samples,
-        epochs=algorithm.epochs,
-        minibatches=algorithm.minibatches,
-        slots=config.rollout.slots,
-        chunk=config.rollout.chunk,
-        prefill=config.rollout.prefill,
         fused_loss=fused,
         spanned=("infer", "train") if spanned else ("infer",),
+        **parts,
+        **engine,
         **widths,
         **compute,
     )
@@ -264,29 +261,24 @@ def _read_adapter(path: str, key: str) -> LoRAConfig:
 
 def with_budgets(config: Config, workload: Workload, plan: Plan) -> Plan:
     """Returns the plan with the micro-batches that token budgets and the batches of reward models lead to."""
-    budgets = token_budgets(config, workload.graph.name)
-
-    def micro_batches(call: Call, placement: Placement) -> int:
-        if call.role in ("reward", "cost") and call.kind == "infer":
-            return max(placement.micro_batches, _reward_batches(config, call.role, workload.rows))
+    budgets, placements = token_budgets(config, workload.graph.name), {}
+    for name, placement in plan.placements.items():
+        call, parts = workload.graph[name], placement.micro_batches
         budget = budgets.get(call.kind)
-        if budget is None:
-            return placement.micro_batches
-        rows = workload.rows // (placement.devices.count * (workload.minibatches if call.kind == "train" else 1))
-        return max(1, -(-rows * workload.length // budget))
-
-    calls = plan.placements.items()
-    return replace(
-        plan,
-        placements={name: replace(at, micro_batches=micro_batches(workload.graph[name], at)) for name, at in calls},
-    )
+        if call.role in ("reward", "cost") and call.kind == "infer":
+            parts = max(parts, _reward_batches(config, call.role, workload.rows))
+        elif budget is not None:
+            rows = workload.rows // (placement.devices.count * (workload.minibatches if call.kind == "train" else 1))
+            parts = max(1, -(-rows * workload.length // budget))
+        placements[name] = replace(placement, micro_batches=parts)
+    return replace(plan, placements=placements)
 
 
 def without_budgeted(config: Config, graph: Graph, plan: Plan) -> Plan:
     """Returns the plan without micro-batches where a token budget divides the rows."""
-    budgets = token_budgets(config, graph.name)
+    divided = [kind for kind, budget in token_budgets(config, graph.name).items() if budget is not None]
     placements = {
-        name: placement if budgets.get(graph[name].kind) is None else replace(placement, micro_batches=1)
+        name: replace(placement, micro_batches=1) if graph[name].kind in divided else placement
         for name, placement in plan.placements.items()
     }
     return Plan(plan.name, placements)

@@ -1,6 +1,5 @@
 """Reward functions in worker processes: a deadline for each call, and no failure that goes unnoticed."""
 
-import hashlib
 import os
 import pickle
 import threading
@@ -15,6 +14,7 @@ from typing import Any, Literal, Self
 import numpy as np
 
 from jrlhf.config.schema import RewardConfig
+from jrlhf.data.read import fingerprint
 from jrlhf.errors import UserError
 from jrlhf.rewards import builtin
 from jrlhf.rewards.process import Worker
@@ -123,8 +123,7 @@ class FunctionReward:
         """One word for the function's file and the options that it is called with."""
         ours = self._spec.startswith(f"{builtin.__name__}:")
         source = builtin.IDENTITY if ours else self._facts.get("sha256", "")
-        words = [self._spec, source, repr(sorted(self._config.options.items()))]
-        return hashlib.sha256("\0".join(words).encode()).hexdigest()[:16]
+        return fingerprint([self._spec, source, repr(sorted(self._config.options.items()))])
 
     def check_columns(self, columns: Iterable[str]) -> None:
         """Compares the function's parameters with a dataset's columns, before anything is trained."""

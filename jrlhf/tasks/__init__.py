@@ -1,6 +1,5 @@
 """Built-in tasks, written as a user would write a task."""
 
-import hashlib
 from collections.abc import Iterable
 
 from jrlhf.data.encode import Ids, Sequences
@@ -14,8 +13,3 @@ def sequences(texts: Iterable[tuple[Ids, Ids]]) -> Sequences:
         learn=tuple((False,) * len(prompt) + (True,) * len(response) for prompt, response in rows),
         prompt_lengths=tuple(len(prompt) for prompt, _ in rows),
     )
-
-
-def fingerprint(texts: Iterable[str]) -> str:
-    """Returns one word for all data of a task: a run that other data began is not resumed."""
-    return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]

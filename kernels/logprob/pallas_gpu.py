@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from jrlhf.kernels.logprob.common import MASKED, Head, Statistics, cap, target_platform, varying
+from jrlhf.kernels.logprob.common import MASKED, Head, Statistics, absorb, cap, target_platform, varying
 from jrlhf.kernels.logprob.xla import differentiable, tiled_gradients
 
 Ref = Any  # a reference to memory of the device, or to shared memory
@@ -119,7 +119,7 @@ def _kernel(limit: Ref, hidden: Ref, unembedding: Ref, targets: Ref, *refs: Ref,
     plgpu.barrier_wait(barrier)
     target = targets_smem[...]
 
-    def block(v: Array, statistics: tuple[Array, ...]) -> tuple[Array, ...]:
+    def block(v: Array, statistics: Statistics) -> Statistics:
         # The last block starts early, to end with the array; its overlap with the one before is masked.
         start = jnp.minimum(v * VOCABULARY, vocabulary - VOCABULARY)
         products = pl.run_scoped(
@@ -129,21 +129,9 @@ def _kernel(limit: Ref, hidden: Ref, unembedding: Ref, targets: Ref, *refs: Ref,
         token = start + lax.broadcasted_iota(jnp.int32, products.shape, 1)
         counts = (token >= v * VOCABULARY) & (token < end)
         logits = jnp.where(counts, cap(products, head) / head.temperature, MASKED)
-        maximum, total, weighted, label = statistics
-        current = jnp.maximum(maximum, jnp.max(logits, axis=1))
-        shift = maximum - current
-        scale = jnp.exp(shift)
-        shifted = logits - _columns(current)
-        weights = jnp.exp(shifted)
-        hits = counts & (token == _columns(target))
-        return (
-            current,
-            total * scale + jnp.sum(weights, axis=1),
-            (weighted + total * shift) * scale + jnp.sum(weights * shifted, axis=1),
-            label + jnp.sum(jnp.where(hits, logits, 0.0), axis=1),
-        )
+        return absorb(statistics, logits, counts & (token == _columns(target)), columns=_columns)
 
-    initial = tuple(jnp.full((TOKENS,), value, jnp.float32) for value in (MASKED, 0.0, 0.0, 0.0))
+    initial = Statistics(*(jnp.full((TOKENS,), value, jnp.float32) for value in (MASKED, 0.0, 0.0, 0.0)))
     statistics = lax.fori_loop(0, pl.cdiv(vocabulary, VOCABULARY), block, initial)
     for i, value in enumerate(statistics):
         statistics_smem[i] = value

@@ -24,6 +24,7 @@ from jrlhf.kernels.logprob.common import (
     MASKED,
     Head,
     Statistics,
+    absorb,
     cap,
     gradient_of_products,
     target_platform,
@@ -143,15 +144,13 @@ def token_logprobs(
 
 def _kernel(*refs: Ref, head: Head) -> None:
     """One block of the grid. The outputs' blocks do not depend on v and d, so they stay in VMEM and accumulate."""
-    limit, hidden, unembedding, targets, maximum, total, weighted, label, products = refs
+    limit, hidden, unembedding, targets, *outputs, products = refs
     v, d = pl.program_id(1), pl.program_id(2)
 
     @pl.when((v == 0) & (d == 0))
     def _():
-        maximum[...] = jnp.full_like(maximum, MASKED)
-        total[...] = jnp.zeros_like(total)
-        weighted[...] = jnp.zeros_like(weighted)
-        label[...] = jnp.zeros_like(label)
+        for output, value in zip(outputs, (MASKED, 0.0, 0.0, 0.0), strict=True):
+            output[...] = jnp.full_like(output, value)
 
     @pl.when(d == 0)
     def _():
@@ -165,16 +164,10 @@ def _kernel(*refs: Ref, head: Head) -> None:
         # Beyond the array the last block may contain anything, NaN and the next slice's targets included.
         counts = token < limit[0]
         logits = jnp.where(counts, cap(products[...], head) / head.temperature, MASKED)
-        previous = maximum[...]
-        current = jnp.maximum(previous, jnp.max(logits, axis=1, keepdims=True))
-        shift = previous - current
-        scale = jnp.exp(shift)
-        shifted = logits - current
-        weights = jnp.exp(shifted)
-        weighted[...] = (weighted[...] + total[...] * shift) * scale + jnp.sum(weights * shifted, axis=1, keepdims=True)
-        total[...] = total[...] * scale + jnp.sum(weights, axis=1, keepdims=True)
-        label[...] += jnp.sum(jnp.where(counts & (token == targets[...]), logits, 0.0), axis=1, keepdims=True)
-        maximum[...] = current
+        before = Statistics(*(output[...] for output in outputs))
+        after = absorb(before, logits, counts & (token == targets[...]))
+        for output, value in zip(outputs, after, strict=True):
+            output[...] = value
 
 
 def _gradient(

@@ -18,7 +18,7 @@ from safetensors.numpy import save_file
 
 from jrlhf.meshes import to_devices
 from jrlhf.models.config import ModelConfig
-from jrlhf.models.hf.files import DTYPES, Tensor, on_host, previous_export, read_header, replacing
+from jrlhf.models.hf.files import DTYPES, Tensor, on_host, previous_export, read_header, read_object, replacing
 from jrlhf.models.lora import LoRAConfig, adapted, lora_shardings
 from jrlhf.models.params import PROJECTIONS, HeadKind, Params, WeightInfo, leaf_at, nested
 
@@ -170,13 +170,7 @@ def _settings(lora: LoRAConfig, head: HeadKind, base_name: str | None) -> dict[s
 def _read_settings(path: Path) -> dict[str, Any]:
     if not path.exists():
         raise FileNotFoundError(f"{path} does not exist: an adapter is a directory with {_CONFIG} and {_WEIGHTS}")
-    try:
-        settings = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not JSON ({error}): fetch it again") from error
-    if not isinstance(settings, dict):
-        raise ValueError(f"{path} holds a {type(settings).__name__} where an adapter's settings should be")
-    return settings
+    return read_object(path, "fetch it again", "an adapter's settings should be")
 
 
 def _check(settings: dict[str, Any], path: Path) -> HeadKind:

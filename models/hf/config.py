@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from jrlhf.models.config import ModelConfig, RopeScaling
+from jrlhf.models.hf.files import read_object
 from jrlhf.models.params import HeadKind
 
 Json = Mapping[str, Any]
@@ -130,13 +131,7 @@ def _no_config(directory: Path) -> str:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not JSON ({error}): fetch the file again") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} holds a {type(content).__name__} where an object is expected: fetch the file again")
-    return content
+    return read_object(path, "fetch the file again", "an object is expected: fetch the file again")
 
 
 def _known_family(raw: Json) -> str:

@@ -21,6 +21,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jrlhf.meshes import to_host
+from jrlhf.meshes.reshard import grouped
 
 DTYPES: Mapping[str, np.dtype] = {
     "F32": np.dtype(np.float32),
@@ -106,6 +107,17 @@ def _read_index(path: Path) -> dict[str, str]:
     return files
 
 
+def read_object(path: Path, remedy: str, wanted: str) -> dict[str, Any]:
+    """The object in a JSON file. Otherwise a ValueError with the remedy, or with what is wanted there."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not JSON ({error}): {remedy}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds a {type(content).__name__} where {wanted}")
+    return content
+
+
 def read_header(path: Path) -> dict[str, Tensor]:
     """Name -> place of every tensor in one file. Every byte of it must belong to exactly one tensor."""
 
@@ -181,22 +193,9 @@ class Planned:
         return prod(self.shape) * self.dtype.itemsize
 
 
-def plan_files(tensors: Sequence[Planned], file_bytes: int) -> list[list[Planned]]:
-    """The tensors of each file, in their order: as many as fit in `file_bytes`, at least one."""
-    files: list[list[Planned]] = []
-    size = 0
-    for tensor in tensors:
-        if not files or size + tensor.nbytes > file_bytes:
-            files.append([])
-            size = 0
-        files[-1].append(tensor)
-        size += tensor.nbytes
-    return files
-
-
 def write_tensors(directory: Path, tensors: Sequence[Planned], file_bytes: int) -> None:
     """Writes model.safetensors, or several files and their index. Only one tensor is in memory at a time."""
-    files = plan_files(tensors, file_bytes)
+    files = list(grouped(tensors, lambda tensor: tensor.nbytes, file_bytes))
     names = [SINGLE]
     if len(files) > 1:
         names = [f"model-{index + 1:05d}-of-{len(files):05d}.safetensors" for index in range(len(files))]

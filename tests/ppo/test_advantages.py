@@ -111,14 +111,6 @@ def test_groups_match_numpy(baseline, divide_by_std):
         np.testing.assert_allclose(got, expected, rtol=2e-5, atol=2e-6)
 
 
-def test_by_hand():
-    scores = jnp.array([1.0, 2.0, 3.0, 6.0])
-    np.testing.assert_allclose(grouped(scores, 4, divide_by_std=False), [-2, -1, 0, 3])
-    loo = grouped(scores, 4, baseline="leave-one-out", divide_by_std=False)
-    np.testing.assert_allclose(loo, [-8 / 3, -4 / 3, 0, 4], rtol=1e-6)
-    np.testing.assert_allclose(grouped(scores, 2, divide_by_std=True), np.array([-1, 1, -1, 1]) / np.sqrt(2), rtol=1e-5)
-
-
 @pytest.mark.parametrize("value", [0.1, 1234.567, -3e7])
 def test_equal_scores_teach_exactly_nothing(value):
     rounded = np.full(14, value, np.float32)

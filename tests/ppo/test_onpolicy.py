@@ -1,6 +1,5 @@
 """One update a batch, with shared passes, against the same in separate calls."""
 
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -125,19 +124,6 @@ def test_each_model_is_run_once(toy, batch):
     )
     jax.effects_barrier()
     assert calls == {"actor": 1, "critic": 1}
-
-
-@pytest.mark.full
-def test_a_bad_score_costs_its_row_and_nothing_else(toy, batch):
-    rollout, scores, ref = batch
-    step = make_on_policy_step(at_responses(toy.logprobs), every_value(toy), OPTIMIZER, OPTIMIZER, PPOConfig())
-    actor, critic, _, metrics = step(*states(toy), rollout, scores.at[2].set(jnp.nan), ref, KL_COEF)
-    without = replace(rollout, response_lengths=rollout.response_lengths.at[2].set(0))
-    *expected, _, _ = step(*states(toy), without, scores, ref, KL_COEF)
-    for state, other, fresh in zip((actor, critic), expected, states(toy), strict=True):
-        jax.tree.map(np.testing.assert_array_equal, state.params, other.params)
-        assert all(np.any(x != y) for x, y in zip(*map(jax.tree.leaves, (state.params, fresh.params)), strict=True))
-    assert metrics["actor/skipped_updates"] == metrics["critic/skipped_updates"] == 0
 
 
 @pytest.mark.full

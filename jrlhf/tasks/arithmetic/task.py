@@ -8,11 +8,12 @@ from tokenizers import Regex, decoders, models, pre_tokenizers
 
 from jrlhf.config.schema import ArithmeticData, Config
 from jrlhf.data.encode import Prompts, Sequences
+from jrlhf.data.read import fingerprint
 from jrlhf.data.task import SFTData, Task
 from jrlhf.data.tokenizer import Tokenizer
 from jrlhf.data.types import Example
 from jrlhf.errors import UserError
-from jrlhf.tasks import fingerprint, sequences
+from jrlhf.tasks import sequences
 from jrlhf.tasks.arithmetic.problems import Terms, draw_problems, question, worked_answer, written
 
 PAD, EOS, CHARACTERS = "<pad>", "<eos>", "0123456789+="

@@ -7,11 +7,12 @@ import numpy as np
 
 from jrlhf.config.schema import Config, DocstringsData
 from jrlhf.data.encode import Prompts, Sequences
+from jrlhf.data.read import fingerprint
 from jrlhf.data.task import Grades, SFTData, Task
 from jrlhf.data.tokenizer import Tokenizer
 from jrlhf.data.types import Example
 from jrlhf.errors import UserError
-from jrlhf.tasks import fingerprint, sequences
+from jrlhf.tasks import sequences
 from jrlhf.tasks.docstrings.annotator import Annotator
 from jrlhf.tasks.docstrings.corpus import load_corpus
 from jrlhf.tasks.docstrings.renaming import rename, renaming_words

@@ -1,12 +1,19 @@
-"""Datasets of rows in memory, encoded in one line."""
+"""Tokenizers of four families and the ids that transformers gives; datasets of rows in memory, encoded in one line."""
 
+import json
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from jrlhf.config.schema import ColumnsConfig
 from jrlhf.data.encode import Encoding, Pairs, Prompts, Sequences
 from jrlhf.data.read import USUAL, Dataset, make_dataset
-from jrlhf.data.tokenizer import Tokenizer
+from jrlhf.data.tokenizer import Tokenizer, load_tokenizer
+
+FAMILIES = Path(__file__).parents[1] / "tokenizers"
+GOLDEN = json.loads((FAMILIES / "golden.json").read_text(encoding="utf-8"))
+FAMILY = {name: load_tokenizer(FAMILIES / name) for name in ("qwen", "llama", "gemma", "mistral")}
+QWEN = FAMILY["qwen"]
 
 
 def user(text: str) -> dict[str, Any]:

@@ -1,24 +1,15 @@
 """Chat templates: the ids that transformers gives, and templates that misbehave."""
 
-import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from jrlhf.data.chat import encode_chat, render_chat
-from jrlhf.data.tokenizer import Tokenizer, load_tokenizer
 from jrlhf.errors import UserError
 
-FAMILIES = Path(__file__).parents[1] / "tokenizers"
-GOLDEN = json.loads((FAMILIES / "golden.json").read_text(encoding="utf-8"))
-FAMILY = {name: load_tokenizer(FAMILIES / name) for name in ("qwen", "llama", "gemma", "mistral")}
-QWEN = FAMILY["qwen"]
+from .conftest import FAMILIES, FAMILY, GOLDEN, QWEN
+
 USER = ({"role": "user", "content": "How many eggs?"},)
-
-
-def with_template(tokenizer: Tokenizer, template: str) -> Tokenizer:
-    return replace(tokenizer, chat_template=template)
 
 
 def test_same_ids_as_transformers():
@@ -73,7 +64,7 @@ def test_same_text_as_transformers():
     theirs = transformers.AutoTokenizer.from_pretrained(FAMILIES / "qwen")
     for template in TRICKY:
         expected = theirs.apply_chat_template(messages, chat_template=template, tools=TOOLS, tokenize=False)
-        assert render_chat(with_template(QWEN, template), messages, tools=TOOLS) == expected, template
+        assert render_chat(replace(QWEN, chat_template=template), messages, tools=TOOLS) == expected, template
 
 
 def test_a_continued_message_ends_where_its_text_does():
@@ -82,7 +73,7 @@ def test_a_continued_message_ends_where_its_text_does():
     # The template of llama strips.
     assert render_chat(FAMILY["llama"], messages, continue_final=True).endswith("\n\nIt is")
     with pytest.raises(UserError, match="does not show the last message"):
-        render_chat(with_template(QWEN, "{{ messages[0].content }}"), messages, continue_final=True)
+        render_chat(replace(QWEN, chat_template="{{ messages[0].content }}"), messages, continue_final=True)
     with pytest.raises(UserError, match="no text that could be continued"):
         render_chat(QWEN, ({"role": "assistant", "tool_calls": [{}]},), continue_final=True)
     with pytest.raises(ValueError, match="choose one"):
@@ -91,7 +82,7 @@ def test_a_continued_message_ends_where_its_text_does():
 
 def test_switches_of_a_template_reach_it():
     template = "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}{{ eos_token }}"
-    tokenizer = with_template(QWEN, template)
+    tokenizer = replace(QWEN, chat_template=template)
     assert render_chat(tokenizer, USER) == "<|im_end|>"
     tokenizer = replace(tokenizer, special_tokens={**tokenizer.special_tokens, "enable_thinking": False})
     assert render_chat(tokenizer, USER) == "<think></think><|im_end|>"
@@ -116,7 +107,7 @@ MISBEHAVING = {
 def test_a_template_that_misbehaves_is_one_sentence_with_its_cause():
     for template, sentence in MISBEHAVING.items():
         with pytest.raises(UserError, match=sentence) as caught:
-            render_chat(with_template(QWEN, template), USER)
+            render_chat(replace(QWEN, chat_template=template), USER)
         assert caught.value.__cause__ is not None
 
 

@@ -2,26 +2,29 @@
 
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from jrlhf.config.schema import ColumnsConfig as Columns
 from jrlhf.data.chat import encode_chat, render_chat
 from jrlhf.data.encode import encode_answered, tools_of
-from jrlhf.data.tokenizer import Tokenizer, load_tokenizer
+from jrlhf.data.tokenizer import Tokenizer
 from jrlhf.data.types import Example
 from jrlhf.errors import UserError
 
-from .conftest import assistant, encode_preferences, encode_prompts, encode_sft, from_rows, user
+from .conftest import (
+    FAMILY,
+    GOLDEN,
+    QWEN,
+    assistant,
+    encode_preferences,
+    encode_prompts,
+    encode_sft,
+    from_rows,
+    user,
+)
 
-FAMILIES = Path(__file__).parents[1] / "tokenizers"
-GOLDEN = json.loads((FAMILIES / "golden.json").read_text(encoding="utf-8"))
 END = {"qwen": "<|im_end|>", "llama": "<|eot_id|>", "gemma": "<end_of_turn>", "mistral": "</s>"}
-
-
-FAMILY = {name: load_tokenizer(FAMILIES / name) for name in END}
-QWEN = FAMILY["qwen"]
 EGGS = {"prompt": [user("How many eggs?")], "completion": [assistant("16 - 3 = 13")]}
 
 

@@ -11,9 +11,7 @@ import tokenizers
 from jrlhf.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from jrlhf.errors import UserError
 
-FAMILIES = Path(__file__).parents[1] / "tokenizers"
-GOLDEN = json.loads((FAMILIES / "golden.json").read_text(encoding="utf-8"))
-FAMILY = {name: load_tokenizer(FAMILIES / name) for name in ("qwen", "llama", "gemma", "mistral")}
+from .conftest import FAMILIES, FAMILY, GOLDEN
 
 
 @pytest.fixture

@@ -67,24 +67,28 @@ def test_stages_before_the_algorithm_keep_what_they_train_and_the_policy():
     assert set(adapted.roles) == {"base", "actor", "reward"} and "optimizer" not in adapted.roles["actor"]
 
 
-@pytest.mark.parametrize("stage", ["sft", "reward_model"])
-def test_a_stage_before_the_algorithm_that_cannot_fit_is_refused(stage):
-    alone = ("llama3-8b-ppo", f"stages=[{stage}]", "rewards=[]", f"{stage}.batch=1024")
-    need = memory(*loaded(*alone, "device.memory=1000")).peak / GIB
-    check(*loaded(*alone, f"device.memory={need + 0.001}"))
-    small = f"device.memory={need - 0.001}"
-    with pytest.raises(UserError, match=rf"^{stage}.update needs .* choose .*{stage}.micro_batches=2 or ") as error:
-        check(*loaded(*alone, small))
-    assert "\n" not in str(error.value)
-    check(*loaded(*alone, small, f"{stage}.micro_batches=2"))
-    check(*loaded(*alone, small, f"{stage}.micro_batch_tokens=65536"))
+def test_a_stage_before_the_algorithm_that_cannot_fit_is_refused():
+    for stage in ("sft", "reward_model"):
+        alone = ("llama3-8b-ppo", f"stages=[{stage}]", "rewards=[]", f"{stage}.batch=1024")
+        need = memory(*loaded(*alone, "device.memory=1000")).peak / GIB
+        check(*loaded(*alone, f"device.memory={need + 0.001}"))
+        small = f"device.memory={need - 0.001}"
+        with pytest.raises(UserError, match=rf"^{stage}.update needs .* choose .*{stage}.micro_batches=2 or ") as error:
+            check(*loaded(*alone, small))
+        assert "\n" not in str(error.value)
+        check(*loaded(*alone, small, f"{stage}.micro_batches=2"))
+        check(*loaded(*alone, small, f"{stage}.micro_batch_tokens=65536"))
 
 
-def test_where_memory_is_not_known_nothing_is_refused():
+def test_the_memory_is_that_of_a_device_of_this_process():
+    """Where it is not known nothing is refused. JAX raises where a device of another process is asked."""
     config, mesh, models = loaded("llama3-8b-ppo")
     assert capacity(config, mesh.devices.flat) is None
     check(config, mesh, models)
     assert memory(config, mesh, models).peak > 40 * 2**30
+    ours = SimpleNamespace(platform="gpu", process_index=0, memory_stats=lambda: {"bytes_limit": 7})
+    devices = SimpleNamespace(platform="gpu", process_index=1), ours
+    assert capacity(config, cast(Any, devices)) == 7
 
 
 def test_what_sleeps_of_shared_passes_needs_no_room():
@@ -95,12 +99,12 @@ def test_what_sleeps_of_shared_passes_needs_no_room():
     assert first.call == same.call == "actor.generate" and first.total - same.total == moments > 8 * 2**30
 
 
-@pytest.mark.parametrize("plan", ["colocate", "split"])
-def test_budgets_of_tokens_divide_rows_whatever_the_plan(plan):
-    config, mesh, models = loaded("llama3-8b-ppo", f"plan={plan}", "compute.score_tokens=4096")
-    result = memory(config, mesh, models, select_plan(config, models, list(mesh.devices.flat)))
-    active = {phase.call: phase.active for phase in result.phases}
-    assert active["critic.values"]["activations"] == 4096 * 4096 * 2  # tokens of a part, of 4096 bfloat16
+def test_budgets_of_tokens_divide_rows_whatever_the_plan():
+    for plan in ("colocate", "split"):
+        config, mesh, models = loaded("llama3-8b-ppo", f"plan={plan}", "compute.score_tokens=4096")
+        result = memory(config, mesh, models, select_plan(config, models, list(mesh.devices.flat)))
+        active = {phase.call: phase.active for phase in result.phases}
+        assert active["critic.values"]["activations"] == 4096 * 4096 * 2  # tokens of a part, of 4096 bfloat16
 
 
 def test_settings_are_named_as_the_config_has_them():
@@ -115,13 +119,6 @@ def test_settings_are_named_as_the_config_has_them():
     check(*loaded("llama3-8b-ppo", *budget, key.group()))
 
 
-def test_the_memory_is_that_of_a_device_of_this_process():
-    """JAX raises where a device of another process is asked."""
-    ours = SimpleNamespace(platform="gpu", process_index=0, memory_stats=lambda: {"bytes_limit": 7})
-    devices = SimpleNamespace(platform="gpu", process_index=1), ours
-    assert capacity(loaded("llama3-8b-ppo")[0], cast(Any, devices)) == 7
-
-
 def test_a_config_s_workload_has_its_roles_rows_and_parts():
     config, _, models = loaded("llama3-8b-ppo")
     workload = workload_of(config, planned_graph(config), models)
@@ -133,22 +130,20 @@ def test_a_config_s_workload_has_its_roles_rows_and_parts():
     assert plan["actor.generate"].layout == "generate" and plan.devices == 8
 
 
-@pytest.mark.parametrize(
-    ("overrides", "fused", "spanned"),
-    [
-        ([], True, ("infer", "train")),
-        (["compute.fused_loss=false"], False, ("infer",)),
-        (["ppo.algorithm.ptx_coef=0.1", "stages=[sft, reward_model, ppo]"], True, ("infer",)),
-        (["compute.shared_passes=true", "ppo.algorithm.minibatches=1"], False, ("infer", "train")),
-        (["stages=[sft, dpo]"], False, ()),
-    ],
-    ids=["fused", "not fused", "with texts", "shared passes", "pairs"],
-)
-def test_a_workload_knows_which_heads_are_for_responses_only(overrides, fused, spanned):
-    name = "quickstart-dpo" if "stages=[sft, dpo]" in overrides else "quickstart"
-    config, _, models = loaded(name, *overrides)
-    workload = workload_of(config, planned_graph(config), models)
-    assert (workload.fused_loss, workload.spanned) == (fused, spanned)
+def test_a_workload_knows_which_heads_are_for_responses_only():
+    for name, overrides, fused, spanned in (
+        ("quickstart", [], True, ("infer", "train")),
+        ("quickstart", ["compute.fused_loss=false"], False, ("infer",)),
+        ("quickstart", ["ppo.algorithm.ptx_coef=0.1", "stages=[sft, reward_model, ppo]"], True, ("infer",)),
+        ("quickstart", ["compute.shared_passes=true", "ppo.algorithm.minibatches=1"], False, ("infer", "train")),
+        ("quickstart-dpo", ["stages=[sft, dpo]"], False, ()),
+    ):
+        config, _, models = loaded(name, *overrides)
+        workload = workload_of(config, planned_graph(config), models)
+        assert (workload.fused_loss, workload.spanned) == (fused, spanned)
+    config, _, models = loaded("quickstart", "stages=[sft]")
+    with pytest.raises(UserError, match="have no calls to plan"):
+        workload_of(config, planned_graph(config), models)
 
 
 def test_adapters_are_on_one_base_and_the_reference_is_that_base():
@@ -159,9 +154,3 @@ def test_adapters_are_on_one_base_and_the_reference_is_that_base():
     config, _, models = loaded("quickstart", "lora.rank=4")
     (reference,) = workload_of(config, planned_graph(config), models).models.get("reference", (None,))
     assert reference is None or reference.shared
-
-
-def test_a_config_without_calls_has_no_workload():
-    config, _, models = loaded("quickstart", "stages=[sft]")
-    with pytest.raises(UserError, match="have no calls to plan"):
-        workload_of(config, planned_graph(config), models)

@@ -5,23 +5,13 @@ import random
 from dataclasses import replace
 from functools import partial
 from itertools import product
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks.memory import (
-    LAYOUTS,
-    PATH,
-    Case,
-    Found,
-    accelerator_cases,
-    compiled,
-    cpu_cases,
-    predicted,
-    row,
-    within,
-)
+from benchmarks.memory import LAYOUTS, PATH, Case, Found, accelerator_cases, compiled, cpu_cases, predicted, row, within
 from benchmarks.shapes import adapter_weights, device_bytes, generation_copy, placed, train_state, whole_weights
 from jrlhf.algorithms.registry import graph_of
 from jrlhf.config.schema import Config, LoRASection
@@ -43,27 +33,22 @@ from jrlhf.planning.workload import RoleModel, Workload
 CPU, GPU, TPU = Backend("cpu"), Backend("gpu"), Backend("tpu")
 MESHES = ((8, 1), (4, 2), (2, 4), (1, 8))
 GQA = ModelConfig(8190, embed=256, layers=4, heads=8, kv_heads=2, head_dim=32, mlp=768, max_positions=2048)
+BIASES: dict[str, Any] = {"qkv_bias": True, "mlp_bias": True, "output_bias": True}
 GPT2 = ModelConfig(
-    1000,
-    embed=64,
-    layers=3,
-    heads=8,
-    kv_heads=8,
-    head_dim=16,
-    mlp=96,
-    max_positions=64,
-    norm="layer",
-    positions="learned",
-    gated_mlp=False,
-    qkv_bias=True,
-    mlp_bias=True,
-    output_bias=True,
+    1000, 64, 3, 8, 8, 16, mlp=96, max_positions=64, norm="layer", positions="learned", gated_mlp=False, **BIASES
 )
 UNTIED = replace(GQA, vocab_size=6000, kv_heads=8, qk_norm=True, post_norms=True, tie_embeddings=False)
 LLAMA = ModelConfig(
     128256, 4096, layers=32, heads=32, kv_heads=8, head_dim=128, mlp=14336, max_positions=8192, tie_embeddings=False
 )
 LORA = LoRAConfig(rank=4, alpha=8.0)
+ACTOR, CRITIC = RoleModel(LLAMA, "lm", True), RoleModel(LLAMA, "scalar", True)
+FROZEN = {"reference": (RoleModel(LLAMA, "lm", False),), "reward": (RoleModel(LLAMA, "scalar", False),)}
+ADAPTED = {
+    "actor": (replace(ACTOR, lora=LORA),),
+    "critic": (replace(CRITIC, lora=LORA),),
+    "reference": (RoleModel(LLAMA, "lm", False, is_base=True),),
+}
 
 
 def at(fsdp: int, tensor: int, layout: LayoutName = "train") -> Placement:
@@ -174,31 +159,16 @@ def test_a_model_that_does_not_divide_is_refused():
 
 def ppo(**changes) -> Workload:
     """PPO with two models of 8 billion parameters, a reference and a reward model, on 8 devices."""
-    models = {
-        "actor": (RoleModel(LLAMA, "lm", True),),
-        "critic": (RoleModel(LLAMA, "scalar", True),),
-        "reference": (RoleModel(LLAMA, "lm", False),),
-        "reward": (RoleModel(LLAMA, "scalar", False),),
-    }
-    lengths = {"prompt": 1024, "response": 1024, "mean_prompt": 512.0, "mean_response": 700.0}
-    workload = Workload(
-        graph_of(Config(stages=("ppo",))),
-        models,
-        rows=256,
-        minibatches=4,
-        dtype=jnp.dtype(jnp.bfloat16),
-        **lengths,
-    )
-    return replace(workload, **changes)
+    models = {"actor": (ACTOR,), "critic": (CRITIC,), **FROZEN}
+    graph, dtype = graph_of(Config(stages=("ppo",))), jnp.dtype(jnp.bfloat16)
+    return replace(Workload(graph, models, 256, 1024, 1024, 512.0, 700.0, minibatches=4, dtype=dtype), **changes)
 
 
-def everywhere(workload: Workload, fsdp: int = 8, tensor: int = 1, parts: int = 8, data: int = 1) -> Plan:
-    def at(kind: str) -> Placement:
-        sizes = {"data": data, "fsdp": fsdp, "tensor": tensor}
-        parts_of = parts if kind == "train" else 1
-        return Placement(Slice(0, data * fsdp * tensor), LAYOUTS[kind], **sizes, micro_batches=parts_of)
+def everywhere(workload: Workload, fsdp: int = 8, tensor: int = 1, parts: int = 8) -> Plan:
+    def place(kind: str) -> Placement:
+        return replace(at(fsdp, tensor, LAYOUTS[kind]), micro_batches=parts if kind == "train" else 1)
 
-    return Plan("colocate", {call.name: at(call.kind) for call in workload.graph if workload.models.get(call.role)})
+    return Plan("colocate", {call.name: place(call.kind) for call in workload.graph if workload.has_model(call)})
 
 
 def needs(workload: Workload, call: str, backend: Backend = GPU, **sizes) -> float:
@@ -225,22 +195,18 @@ def test_more_rows_longer_rows_and_fewer_parts_need_no_less():
 def test_the_cache_is_that_of_all_slots():
     """2 x layers x kv-heads x head_dim numbers a token, of 2 bytes."""
     workload = ppo(slots=128)
-    active = call_bytes(
-        workload, workload.graph["actor.generate"], everywhere(workload, 2, 4)["actor.generate"], GPU
-    ).active
+    call = workload.graph["actor.generate"]
+    active = call_bytes(workload, call, everywhere(workload, 2, 4)["actor.generate"], GPU).active
     cache = 2 * 32 * 2 * 128 * 2 * 2048 * (128 // 2)  # 2 of the 8 kv-heads, rows over fsdp=2
     assert cache <= active["KV cache"] < 1.2 * cache
     assert active["generation weights"] == pytest.approx(2 * 8.030261248e9 / 4, rel=1e-3)
-
-
-def test_prompts_are_read_in_waves_next_to_the_cache_of_all_slots():
-    """The engine reads an eighth of the slots at a time, or as many as it is told to; samples share a prompt."""
-    whole, waves, chunks = (
-        needs(ppo(prefill=prefill, chunk=chunk), "actor.generate", CPU) for prefill, chunk in PREFILLS
+    # Prompts are read in waves next to it: an eighth of the slots, or as many as are asked for. Samples share a prompt.
+    whole, waves, chunks, shared = (
+        needs(ppo(**settings), "actor.generate", CPU)
+        for settings in ({}, {"chunk": 64}, {"chunk": 64, "prefill": 16}, {"samples": 8})
     )
     rows, position = 256 // 8, 2 * 32 * 8 * 128 * 2
-    assert whole > waves and chunks > waves
-    assert whole > needs(ppo(samples=8), "actor.generate", CPU) > position * rows * 2048
+    assert whole > waves and chunks > waves and whole > shared > position * rows * 2048
     assert chunks > 2 * 8.03e9 + position * (rows * 2048 + 16 * 1024 * 31 / 32)
 
 
@@ -251,13 +217,9 @@ def test_a_pipeline_keeps_the_activations_of_all_micro_batches_on_their_way():
     assert active["kept activations"] == 8 * 4 * 14 * 2048 * 4096 * 2
 
 
-PREFILLS = (None, None), (None, 64), (16, 64)
-
-
 def test_a_pass_that_scores_the_base_too_has_every_row_twice():
     config = Config(stages=("grpo",), lora=LoRASection(rank=4))
-    adapter = {"actor": (RoleModel(LLAMA, "lm", True, LORA),)}
-    both = ppo(graph=graph_of(config), models=adapter, rows=64)
+    both = ppo(graph=graph_of(config), models={"actor": ADAPTED["actor"]}, rows=64)
     (scored,) = (call for call in both.graph if call.kind == "infer" and call.role == "actor")
     assert scored.name == "actor.logprobs_with_base"
     alone = replace(both, graph=Graph("alone", ("rollout",), (replace(scored, name="actor.logprobs"),)), rows=128)
@@ -275,10 +237,7 @@ def test_roles_live_where_they_are_trained_and_all_that_is_kept_adds_up():
     assert set(totals) == {"actor", "critic", "reference", "reward"}
     assert all(phase.resident == sum(totals.values()) for phase in memory.phases)
     assert memory.peak == max(phase.total for phase in memory.phases) == memory.largest.total
-
-
-def test_on_slices_of_their_own_roles_do_not_meet():
-    workload = ppo()
+    # On slices of their own, roles do not meet.
     plan = everywhere(workload, fsdp=4)
     later = {name: replace(at, devices=Slice(4, 4)) for name, at in plan.placements.items() if "critic" in name}
     memory = plan_memory(workload, Plan("split", {**plan.placements, **later}))
@@ -287,9 +246,9 @@ def test_on_slices_of_their_own_roles_do_not_meet():
     assert by_call["critic.update"].resident == totals.pop("critic")
     assert by_call["actor.update"].resident == sum(totals.values()) and len(totals) == 3
     # Away from home a call brings its weights.
-    moved = {**plan.placements, "critic.values": replace(plan["critic.values"], devices=Slice(4, 4))}
-    assert home_of(workload.graph, "critic", Plan("moved", moved)) == workload.graph["critic.update"]
-    active = {phase.call: phase.active for phase in plan_memory(workload, Plan("moved", moved)).phases}
+    moved = Plan("moved", {**plan.placements, "critic.values": later["critic.values"]})
+    assert home_of(workload.graph, "critic", moved) == workload.graph["critic.update"]
+    active = {phase.call: phase.active for phase in plan_memory(workload, moved).phases}
     assert "moved weights" in active["critic.values"] and "moved weights" not in active["critic.update"]
 
 
@@ -309,14 +268,8 @@ def test_weights_are_stored_as_the_layout_of_their_call_says():
 def test_a_search_and_a_run_s_check_count_the_same_bytes():
     """The simulator's peak from the calls' prices is the peak of the plan's memory, for random plans."""
     on, draw = cluster("8xh100"), random.Random(0)
-    adapters = {
-        "actor": (RoleModel(LLAMA, "lm", True, LORA),),
-        "critic": (RoleModel(LLAMA, "scalar", True, LORA),),
-        "reference": (RoleModel(LLAMA, "lm", False, is_base=True),),
-        "reward": (RoleModel(LLAMA, "scalar", False),),
-    }
     moves = 0
-    for workload in (ppo(), ppo(models=adapters)):
+    for workload in (ppo(), ppo(models={**ADAPTED, "reward": FROZEN["reward"]})):
         prices = CostModel(workload, on)
         options = {
             call.name: [
@@ -352,12 +305,7 @@ def test_what_sleeps_is_not_on_the_devices():
 
 
 def test_adapters_share_one_base():
-    models = {
-        "actor": (RoleModel(LLAMA, "lm", True, LORA),),
-        "critic": (RoleModel(LLAMA, "scalar", True, LORA),),
-        "reference": (RoleModel(LLAMA, "lm", False, is_base=True),),
-    }
-    workload = ppo(models=models)
+    workload = ppo(models=ADAPTED)
     memory = plan_memory(workload, everywhere(workload))
     assert memory.roles["base"]["weights"] == pytest.approx(2 * 8.030261248e9, rel=1e-3)
     base = memory.roles["base"]["weights"]
@@ -369,11 +317,10 @@ def test_adapters_share_one_base():
 
 def test_a_learner_keeps_what_it_trains_for_the_actor():
     graph = graph_of(Config(stages=("ppo",), compute=replace(Config().compute, shared_passes=True)))
-    actor, critic = RoleModel(LLAMA, "lm", True), RoleModel(LLAMA, "scalar", True)
-    workload = ppo(graph=graph, models={"actor": (actor,), "learner": (actor, critic)}, minibatches=1)
+    workload = ppo(graph=graph, models={"actor": (ACTOR,), "learner": (ACTOR, CRITIC)}, minibatches=1)
     plan = everywhere(workload)
     memory = plan_memory(workload, plan)
-    own = {name: resident(model, workload.itemsize, at(8, 1)) for name, model in (("actor", actor), ("critic", critic))}
+    own = {name: resident(model, workload.itemsize, at(8, 1)) for name, model in (("actor", ACTOR), ("critic", CRITIC))}
     assert memory.roles == own
     # What sleeps does so by its own name.
     asleep = plan_memory(workload, plan, away={("critic", "actor.generate"): {"optimizer": "pinned_host"}})
@@ -400,20 +347,14 @@ def test_suggestions_fit_and_are_as_mild_as_can_be():
     assert tried >= 5
 
 
-def test_more_devices_are_the_last_resort():
-    workload = ppo(models={"actor": (RoleModel(LLAMA, "lm", True),), "critic": (RoleModel(LLAMA, "scalar", True),)})
+def test_more_devices_that_divide_model_and_rows_are_the_last_resort():
+    workload = ppo(models={"actor": (ACTOR,), "critic": (CRITIC,)})
     plan = everywhere(workload)
     (setting,) = suggest_settings(workload, plan, 19 * 2**30)
     assert setting.changes["devices"] > 8 and setting.peak <= 19 * 2**30
-    assert suggest_settings(workload, plan, 2**30) == []  # the generation weights alone are more
-
-
-def test_only_devices_that_divide_model_and_rows_are_suggested():
-    models = {"actor": (RoleModel(replace(LLAMA, embed=2560), "lm", True),)}
-    assert (
-        suggest_settings(ppo(models=models, rows=4096 * 4), everywhere(ppo(models=models)), 2**30) == []
-    )  # 2560 is 5 x 512
-    assert suggest_settings(ppo(models=models), everywhere(ppo(models=models), parts=1), 2**30) == []
-    few = ppo(models={"actor": (RoleModel(LLAMA, "lm", True),), "critic": (RoleModel(LLAMA, "scalar", True),)})
-    (setting,) = suggest_settings(few, everywhere(few), 19 * 2**30)
     assert 64 % (setting.changes["devices"] * setting.changes.get("micro_batches", 8)) == 0  # rows of a minibatch
+    assert suggest_settings(workload, plan, 2**30) == []  # the generation weights alone are more
+    narrow = {"actor": (RoleModel(replace(LLAMA, embed=2560), "lm", True),)}  # 2560 is 5 x 512
+    for rows, parts in ((4096 * 4, 8), (256, 1)):
+        workload = ppo(models=narrow, rows=rows)
+        assert suggest_settings(workload, everywhere(workload, parts=parts), 2**30) == []

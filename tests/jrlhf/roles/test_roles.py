@@ -93,7 +93,7 @@ def test_two_critics_are_timed_apart(monkeypatch):
 def test_a_single_update_may_share_the_passes_that_made_its_experience():
     ends = []
     for shared_passes in (False, True):
-        setup = Setup(make_mesh(1, 2, 2, devices=jax.devices()[:4]), ppo=SINGLE, temperature=0.9)
+        setup = Setup(make_mesh(1, 2, 2, devices=jax.devices()[:4]), ppo=SINGLE)
         experience, metrics = setup.iterate(0, shared_passes=shared_passes)
         ends.append(jax.device_get((experience, metrics, setup.states)))
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5), *ends)
@@ -128,7 +128,7 @@ def test_calls_that_are_not_waited_for_give_the_same_bits():
     ends = []
     for blocking in (True, False):
         clock = Clock(blocking=blocking)
-        setup = Setup(make_mesh(1, 1, 1, devices=jax.devices()[:1]), clock, temperature=1.0)
+        setup = Setup(make_mesh(1, 1, 1, devices=jax.devices()[:1]), clock, model=replace(MODEL, layers=1))
         for step in range(2):
             clock.start()
             experience, metrics = setup.iterate(step)
@@ -226,6 +226,8 @@ class Iteration(NamedTuple):
         experience, metrics = setup.iterate(step)
         word = fingerprint_of((experience, metrics, list(setup.states.values())))
         host = jax.device_get((experience, metrics))
+        del experience, metrics
+        gc.collect()
         return cls(*host, before, digests(setup), int(setup.states["actor"].step), word)
 
     def figures(self) -> Any:
@@ -267,6 +269,7 @@ class Sleepers:
             experience, metrics = self.setup.iterate(step, shared_passes=shared_passes)
             words.append(fingerprint_of((experience, metrics, list(self.setup.states.values()))))
             del experience, metrics
+            gc.collect()  # arrays in cycles of objects would count in the next iteration
         return words
 
 

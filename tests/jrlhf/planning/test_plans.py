@@ -1,0 +1,306 @@
+"""The placements that a call may choose from, the plan that a config names, and the plans that are refused."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import yaml
+
+from jrlhf.algorithms.registry import graph_of
+from jrlhf.config.parse import build
+from jrlhf.config.schema import Config
+from jrlhf.errors import UserError
+from jrlhf.meshes.hardware import Cluster
+from jrlhf.meshes.plan import Placement, Plan, Slice
+from jrlhf.models import LoRAConfig
+from jrlhf.planning.candidates import call_candidates, candidates, placements
+from jrlhf.planning.candidates import slices as slices_of
+from jrlhf.planning.plans import check_fits, plan_of_config, plan_yaml, read_plan, refuse_partial_overlap
+from jrlhf.planning.simulate import nested
+from jrlhf.planning.workload import workload_of
+from jrlhf.stages.setup import architectures
+from tests.jrlhf.planning.synthetic import LAYOUTS, PPO, problem
+
+MODEL = {"embed": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 16, "mlp": 64}
+FUNCTION = [{"name": "words", "function": "word_count"}]
+
+
+def config_of(stage: str = "ppo", **sections) -> Config:
+    learnt = ["sft", "reward_model", stage] if "rewards" not in sections else ["sft", stage]
+    return build(Config, {"stages": learnt, "mesh": {"fsdp": 4, "tensor": 2}, "model": MODEL, **sections})
+
+
+def chosen(config: Config, devices: int = 8, **options) -> Plan:
+    return plan_of_config(config, workload_of(config, graph_of(config), architectures(config)), devices, **options)
+
+
+def test_colocate_is_everything_on_all_devices_in_the_configs_mesh():
+    plan = chosen(config_of(ppo={"algorithm": {"micro_batches": 4, "minibatches": 2}}))
+    calls = "actor.generate reward.score actor.logprobs reference.logprobs critic.values critic.update actor.update"
+    assert set(plan.placements) == set(calls.split())
+    for name, placed in plan.placements.items():
+        assert (placed.devices, placed.sizes) == (Slice(0, 8), (1, 4, 2))
+        trains = name.endswith(".update")
+        assert placed.layout == ("train" if trains else "generate" if name == "actor.generate" else "score")
+        assert placed.micro_batches == (4 if trains else 1)
+
+
+def test_split_has_a_half_for_the_actor_and_one_for_the_critic():
+    plan = chosen(config_of(plan="split"))
+    for name, placed in plan.placements.items():
+        assert str(placed.devices) == ("0-3" if name.startswith(("actor", "reference")) else "4-7")
+        assert placed.sizes == (1, 2, 2)
+    wide = config_of(plan="split", mesh={"data": 2, "fsdp": 2, "tensor": 2})
+    assert {placed.sizes for placed in chosen(wide).placements.values()} == {(1, 2, 2)}  # replicas go first
+
+
+def test_standalone_gives_devices_to_roles_in_proportion_to_their_work():
+    plan = chosen(config_of(plan="standalone"))
+    slices = {name.partition(".")[0]: placed.devices for name, placed in plan.placements.items()}
+    # actor: 3 + 1 + 4 passes; critic: 1 + 4; reference and reward: 1 each.
+    counts = {role: devices.count for role, devices in slices.items()}
+    assert counts == {"actor": 4, "critic": 2, "reward": 1, "reference": 1}
+    used = [device for devices in slices.values() for device in range(devices.start, devices.stop)]
+    assert sorted(used) == list(range(8))
+    assert all(devices.start % devices.count == 0 for devices in slices.values())
+    assert len({str(placed.devices) for name, placed in plan.placements.items() if name.startswith("actor")}) == 1
+
+
+def test_shared_passes_keep_actor_and_critic_together():
+    for name in ("split", "standalone"):
+        plan = chosen(config_of(plan=name, compute={"shared_passes": True}))
+        assert plan["learner.update"].devices == plan["actor.generate"].devices
+
+
+def test_functions_have_no_place():
+    config = config_of("safe_rlhf", plan="split", rewards=FUNCTION, costs=FUNCTION)
+    plan = chosen(config)
+    assert not {"reward.score", "cost.score"} & set(plan.placements)
+    assert str(plan["cost_critic.update"].devices) == "4-7"
+
+
+def test_a_file_is_read_back(tmp_path):
+    config = config_of(plan=str(tmp_path / "plan.yaml"))
+    plan = chosen(config_of(plan="split"))
+    (tmp_path / "plan.yaml").write_text(plan_yaml(plan))
+    assert read_plan(tmp_path / "plan.yaml") == plan == chosen(config)
+
+
+def test_auto_is_what_a_search_finds():
+    config, plan = config_of(plan="auto"), chosen(config_of(plan="standalone"))
+    assert chosen(config, search=lambda *_: plan) is plan
+    with pytest.raises(UserError, match="numbered from 0"):
+        chosen(config, search=lambda *_: moved(plan, "actor.update", Placement(Slice(8, 1), "train")))
+
+
+def moved(plan: Plan, name: str, placement: Placement) -> Plan:
+    return Plan(plan.name, {**plan.placements, name: placement})
+
+
+FOUR: dict[str, Any] = {"layout": "train", "devices": "0-3", "fsdp": 4}
+BUDGET: dict[str, Any] = {"ppo": {"algorithm": {"micro_batch_tokens": 64}}}
+SAMPLES: dict[str, Any] = {"stage": "grpo", "grpo": {"rollout_batch": 32, "algorithm": {"samples": 8}}}
+# Changed calls of the colocated plan, None for one that is left out; the sentence; and sections of the config.
+REFUSED: tuple[tuple[dict[str, Any], str, dict[str, Any]], ...] = (
+    ({"actor.update": {"devices": "4-11", "fsdp": 8}}, "actor.update on devices 4-11, and there are 8", {}),
+    ({"actor.update": {"devices": "0-3", "fsdp": 2, "pipeline": 2}}, "can be priced and not run", {}),
+    ({"actor.update": {**FOUR, "layout": "score"}}, "a call to train needs train or train_tp", {}),
+    (
+        {"actor.update": {"devices": "0-7", "tensor": 8}},
+        "actor.update with tensor=8, which does not divide its model's heads=4: choose tensor from 1, 2, 4",
+        {},
+    ),
+    (
+        {"actor.update": {"devices": "0-5", "fsdp": 2, "data": 3}},
+        "ppo.rollout_batch=128 does not divide over 6 .*: choose a multiple of 6",
+        {},
+    ),
+    ({"actor.update": {**FOUR, "micro_batches": 2}}, "micro_batch_tokens=64 divides them, too: leave one out", BUDGET),
+    ({"critic.values": None}, "has no place for critic.values: add it", {}),
+    (
+        {"estimator.experience": {"devices": "0", "layout": "score"}},
+        "a place for estimator.experience, which ppo does not call with a model",
+        {},
+    ),
+    (
+        {"actor.update": FOUR, "critic.update": {**FOUR, "devices": "2-5"}},
+        "overlap in part: .* such as 0-5 and ",
+        {"rewards": FUNCTION},
+    ),
+    (
+        {"actor.generate": {"micro_batches": 2, "devices": "0-7", "fsdp": 4, "tensor": 2, "layout": "generate"}},
+        "set rollout.slots",
+        SAMPLES,
+    ),
+    (
+        {"actor.generate": {"devices": "0-7", "fsdp": 8, "layout": "generate"}},
+        "grpo.rollout_batch=32 does not divide over 8 samples of a prompt on 8 group",
+        SAMPLES,
+    ),
+)
+
+
+def test_a_plan_that_cannot_be_run_is_one_sentence(tmp_path):
+    path = tmp_path / "plan.yaml"
+    for changes, message, sections in REFUSED:
+        mapping = chosen(config_of(**sections)).as_dict()
+        for call, changed in changes.items():
+            mapping["calls"][call] = {"layout": "train", **(changed or {})}
+            if changed is None:
+                del mapping["calls"][call]
+        path.write_text(yaml.safe_dump(mapping))
+        with pytest.raises(UserError, match=message) as error:
+            chosen(config_of(plan=str(path), **sections))
+        assert str(error.value).startswith((f"plan={path} has ", "devices ")) and "\n" not in str(error.value)
+
+
+def test_a_file_that_is_no_plan_is_one_sentence(tmp_path):
+    for text, message in (
+        ("calls: [", "cannot be read"),
+        ("name: x", "must hold `name` and `calls`"),
+        ("calls: {actor.update: {devices: 0-3, layout: train, fsdp: 2}}", "choose sizes whose product is 4"),
+    ):
+        (tmp_path / "plan.yaml").write_text(text)
+        with pytest.raises(UserError, match=message):
+            chosen(config_of(plan=str(tmp_path / "plan.yaml")))
+
+
+def test_plans_that_cannot_be_made_say_what_to_do():
+    roles = "actor, reward, reference, critic"
+    lora: dict[str, Any] = {"lora": {"rank": 2}}
+    alone = "has .* what lora adapts is one base on all 8"
+    assert {placed.layout for placed in chosen(config_of(**lora)).placements.values()} == {"generate"}
+    for config, devices, message in (
+        (config_of(plan="splt"), 8, "plan=splt is neither colocate, split, standalone, auto nor a file"),
+        (config_of(plan="split", mesh={}), 1, "plan=split halves 1 device.*set plan=colocate"),
+        (config_of("grpo", plan="split", rewards=FUNCTION), 8, "nothing to run on the second half"),
+        (config_of(plan="standalone", mesh={}), 2, f"a device for each of {roles}, and there are 2"),
+        (config_of(plan="auto"), 8, "plan=auto has no search"),
+        (config_of(plan="split", **lora), 8, f"plan=split {alone}"),
+        (config_of(plan="standalone", **lora), 8, f"plan=standalone {alone}"),
+    ):
+        with pytest.raises(UserError, match=message):
+            chosen(config, devices)
+
+
+# ---- candidates
+
+WORKLOAD, CLUSTER, PRICES = problem(16)
+
+
+def test_slices_are_powers_of_two_in_a_node_and_ranges_of_nodes():
+    options = slices_of(CLUSTER)
+    assert len(options) == len(set(options)) == 2 * (8 + 4 + 2) + 3
+    assert {option for option in options if option.count >= 8} == {Slice(0, 8), Slice(8, 8), Slice(0, 16)}
+    assert all(option.start % option.count == 0 for option in options)
+    four = slices_of(replace(CLUSTER, devices=4))
+    assert set(map(str, four)) == {"0", "1", "2", "3", "0-1", "2-3", "0-3"}
+    ranges = [option for option in slices_of(replace(CLUSTER, devices=32)) if option.count >= 8]
+    assert len(ranges) == 4 + 3 + 2 + 1  # every range of four nodes
+    assert {option.count for option in slices_of(Cluster(CLUSTER.hardware, 6))} == {1, 2, 4, 6}  # a part of a node
+    # Of many nodes they are few, and cover every division in two.
+    options = slices_of(replace(CLUSTER, devices=1024))
+    nodes = [option for option in options if option.count >= 8]
+    assert len(nodes) < 1000 and Slice(0, 1024) in nodes and all(option.stop <= 1024 for option in options)
+    for power in (1, 2, 4, 8, 16, 32, 64):
+        assert {Slice(0, power * 8), Slice(1024 - power * 8, power * 8)} <= set(nodes)
+
+
+def test_shapes_divide_devices_models_and_rows():
+    # 512 rows in 8 minibatches are 64: on 16 devices up to 4 micro-batches.
+    parts_of = {"generate": {1}, "infer": {1, 2, 4, 8, 16, 32}, "train": {1, 2, 4}}
+    for call in WORKLOAD.calls:
+        options = list(placements(WORKLOAD, call, 16, 8))
+        assert len(options) == len(set(options)) > 5, call.name
+        for option in options:
+            assert option.devices == Slice(0, 16) and option.pipeline == 1 and option.tensor <= 8
+            assert 512 % (16 * option.micro_batches * (8 if call.kind == "train" else 1)) == 0
+        assert {option.layout for option in options} == set(LAYOUTS[call.kind])
+        assert {option.micro_batches for option in options} == parts_of[call.kind]
+
+    call = PPO["actor.update"]
+    options = list(placements(WORKLOAD, call, 16, 8, hypothetical=True))
+    assert {option.pipeline for option in options} == {1, 2, 4, 8}  # as ReaL: at most 8, two rows of a minibatch each
+    assert [option for option in options if option.pipeline == 1] == list(placements(WORKLOAD, call, 16, 8))
+
+
+def test_samples_of_a_prompt_stay_with_their_group_and_slots_divide():
+    for changes, count, node, groups in (
+        ({"samples": 64}, 16, 16, {2, 4, 8}),  # of 16 devices, 512 / 64 prompts; tensor is at most 8
+        ({"samples": 64, "slots": 256}, 16, 16, {2, 4}),  # each has slots for a prompt's samples
+        ({"slots": 24}, 16, 16, set()),
+        ({"samples": 4, "slots": 8}, 16, 8, set()),
+        ({"samples": 4, "slots": 8}, 8, 8, {1, 2}),  # two groups have 8 of a prompt's samples
+    ):
+        options = placements(replace(WORKLOAD, **changes), PPO["actor.generate"], count, node)
+        assert {option.data * option.fsdp for option in options} == groups, changes
+
+
+def test_options_fit_and_begin_with_the_fastest():
+    options = call_candidates(WORKLOAD, PPO["actor.update"], CLUSTER, PRICES)
+    seconds = [option.price.seconds for option in options]
+    assert seconds == sorted(seconds) and seconds[0] < seconds[-1]
+    assert all(option.price.resident + option.price.active <= PRICES.capacity for option in options)
+    everything = [
+        PRICES.call(PPO["actor.update"], placement)
+        for count in (1, 2, 4, 8, 16)
+        for placement in placements(WORKLOAD, PPO["actor.update"], count, 8)
+    ]
+    assert seconds[0] == min(price.seconds for price in everything if price.resident + price.active <= PRICES.capacity)
+    # 16 bytes a weight and gathered tables are more than two devices have.
+    assert {option.placement.devices for option in options} == {
+        devices for devices in slices_of(CLUSTER) if devices.count > 2
+    }
+
+
+def test_a_shared_base_is_everywhere_in_one_mesh():
+    lora = LoRAConfig(rank=8, alpha=16.0)
+    adapted = {role: (replace(models[0], lora=lora),) for role, models in WORKLOAD.models.items() if role != "reward"}
+    choices = candidates(replace(WORKLOAD, models={**WORKLOAD.models, **adapted}), CLUSTER, PRICES)
+    shared = [option.placement for name, options in choices.items() if name != "reward.score" for option in options]
+    assert {placement.layout for placement in shared} == {"generate"}
+    assert {placement.devices for placement in shared} == {Slice(0, 16)}
+    assert len({placement.sizes for placement in shared}) == 1
+    assert len({option.placement.devices for option in choices["reward.score"]}) > 1
+
+
+def test_rows_that_no_placement_divides_are_one_sentence():
+    for call, changes, sentence in (
+        ("actor.update", {"rows": 509}, "8 minibatches: choose rows of 384 or 512"),
+        ("actor.update", {"rows": 4}, "8 minibatches: choose rows of 128"),
+        ("actor.generate", {"rows": 24, "samples": 16}, "16 samples of a prompt: choose rows of 16 or 32"),
+    ):
+        with pytest.raises(UserError, match=f"^{changes['rows']} rows of {call} do not divide into {sentence}"):
+            call_candidates(replace(WORKLOAD, **changes), PPO[call], CLUSTER, PRICES)
+
+
+def test_a_model_that_fits_nowhere_is_one_sentence_with_enough_devices():
+    workload, cluster, prices = problem(8, "70b", "70b")
+    with pytest.raises(
+        UserError, match="fits nowhere on 8 devices of 79 GiB: it needs .* GiB of each, take 32 devices"
+    ):
+        call_candidates(workload, PPO["actor.update"], cluster, prices)
+    workload, cluster, prices = problem(32, "70b", "70b")
+    assert call_candidates(workload, PPO["actor.update"], cluster, prices)
+
+
+def test_what_overlaps_in_part_or_does_not_fit_is_one_sentence():
+    whole = Slice(0, 16)
+    usual = {
+        "generate": Placement(whole, "generate", data=2, tensor=8),
+        "infer": Placement(whole, "score", fsdp=16),
+        "train": Placement(whole, "train", fsdp=16),
+    }
+    plan = Plan("mine", {call.name: usual[call.kind] for call in PPO if call.kind != "compute"})
+    refuse_partial_overlap(moved(plan, "reward.score", Placement(Slice(8, 4), "score", tensor=4)))
+    check_fits(WORKLOAD, plan, PRICES)
+    first = moved(plan, "reward.score", Placement(Slice(0, 8), "score", fsdp=8))
+    message = "^devices 0-7 of reward.score and 4-11 of critic.values overlap in part: .* such as 0-11 and 4-11$"
+    with pytest.raises(UserError, match=message):
+        refuse_partial_overlap(moved(first, "critic.values", Placement(Slice(4, 8), "score", fsdp=8)))
+    assert nested([Slice(0, 8), Slice(4, 4), Slice(4, 1), Slice(8, 2)])
+    assert not nested([Slice(0, 8), Slice(4, 8)]) and not nested([Slice(4, 8), Slice(0, 5)])
+    two = Placement(Slice(0, 2), "train", fsdp=2)
+    message = "^plan mine needs .* GiB on each of devices 0-1, which have 79.1, .* for what stays and the rest for "
+    with pytest.raises(UserError, match=message):
+        check_fits(WORKLOAD, moved(moved(plan, "actor.update", two), "critic.update", two), PRICES)
