@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int
 from jrlhf.ppo.config import DPOConfig, check_one_division
 from jrlhf.ppo.losses import bradley_terry_loss, dpo_loss
 from jrlhf.ppo.masked import masked_sum, token_count
-from jrlhf.ppo.parts import ByLength, check_divisible, row_ends
+from jrlhf.ppo.parts import ByLength, check_divisible, groups, row_ends
 from jrlhf.ppo.steps import LogprobFn
 from jrlhf.ppo.types import PairBatch, PreferenceBatch, SFTBatch, TrainState
 from jrlhf.ppo.updates import Metrics, check_output, update_once
@@ -97,7 +97,7 @@ def make_preference_step(
     check_one_division(micro_batches, micro_batch_tokens)
 
     def terms(params: PyTree, rows: PreferenceBatch, *frozen: PyTree) -> dict[str, Array]:
-        scores = score_fn(params, rows.tokens, rows.lengths, *frozen).reshape(-1, 2)
+        scores = groups(score_fn(params, rows.tokens, rows.lengths, *frozen), 2)
         chosen, rejected = scores[:, 0], scores[:, 1]
         loss = bradley_terry_loss(chosen, rejected, centre=centre)
         return dict(zip(_REWARD_MODEL, (loss, (chosen > rejected).astype(jnp.float32), chosen - rejected), strict=True))
@@ -158,7 +158,7 @@ def pair_terms(logprobs: Float[Array, "2*B T"], batch: PairBatch, *, config: DPO
         raise ValueError("ref_chosen=None: the pairs need the reference's log-probs, put them in by with_reference")
     sums = response_logprobs(logprobs, batch)
     ref = jnp.stack([batch.ref_chosen, batch.ref_rejected], axis=1)
-    count = token_count(batch.response_mask, 1).reshape(sums.shape) if config.loss == "ipo" else jnp.ones_like(sums)
+    count = groups(token_count(batch.response_mask, 1), 2) if config.loss == "ipo" else jnp.ones_like(sums)
     policy, reference = sums / count, ref / count
     loss = dpo_loss(policy[:, 0], policy[:, 1], reference[:, 0], reference[:, 1], config=config)
     rewards = config.beta * (sums - ref)
@@ -176,4 +176,4 @@ def with_reference(batch: PairBatch, logprobs: Float[Array, "2*B T"]) -> PairBat
 
 def response_logprobs(logprobs: Float[Array, "2*B T"], batch: PairBatch) -> Float[Array, "B 2"]:
     """Sums over the response tokens of the chosen and of the rejected answers; other tokens do not count."""
-    return masked_sum(logprobs, batch.response_mask, 1).reshape(-1, 2)
+    return groups(masked_sum(logprobs, batch.response_mask, 1), 2)

@@ -108,7 +108,7 @@ def test_scores_are_conserved(plain, name):
     np.testing.assert_allclose(experience.rewards.sum(1), experience.scores - penalty, rtol=1e-5, atol=1e-6)
 
 
-def divided(toy, program, axis_type, padding):
+def divided(toy, program, axis_type, padding, sizes=(2, 2, 2)):
     """A program's results for the same batch, wider, with anything in the padding, on eight devices or one."""
     data: dict[str, Any] = batch(toy)
     rollout = data["rollout"]
@@ -125,7 +125,7 @@ def divided(toy, program, axis_type, padding):
     )
     context = nullcontext()
     if axis_type is not None:
-        mesh = make_mesh(data=2, fsdp=2, tensor=2, axis_type=axis_type)
+        mesh = make_mesh(*sizes, axis_type=axis_type)
         context = jax.set_mesh(mesh)
 
         def place(x):
@@ -163,6 +163,14 @@ def test_micro_batches_padding_and_the_mesh_change_nothing(toy, plain, name):
 def test_other_divisions_change_nothing(toy, plain, name, axis_type, micro_batches):
     program = algorithm(toy, replace(CONFIGS[name], micro_batches=micro_batches))
     assert_same(divided(toy, program, axis_type, padding=0), plain(name, "apart"))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("sizes", [(8, 1, 1), (1, 8, 1), (2, 4, 1), (1, 2, 4)], ids=str)
+@each_algorithm
+def test_axes_of_one_device_change_nothing(toy, plain, name, sizes):
+    program = algorithm(toy, replace(CONFIGS[name], micro_batches=2))
+    assert_same(divided(toy, program, AxisType.Explicit, padding=0, sizes=sizes), plain(name, "apart"))
 
 
 def test_no_other_algorithms_experience_depends_on_padding_or_the_mesh(toy):

@@ -1,13 +1,17 @@
 """SFT, preference learning and DPO against independent NumPy computations, and their invariants."""
 
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
+from jrlhf.meshes import make_mesh
 from jrlhf.ppo import (
     DPOConfig,
     PairBatch,
@@ -217,6 +221,29 @@ def test_preference_learning_is_gradient_descent_on_bradley_terry(toy, micro_bat
     assert metrics.keys() == {f"reward_model/{name}" for name in expected}
     for name, value in expected.items():
         np.testing.assert_allclose(metrics[f"reward_model/{name}"], value, rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+@pytest.mark.parametrize("sizes", [(8, 1, 1), (1, 8, 1), (2, 4, 1), (1, 2, 4)], ids=str)
+def test_the_mesh_does_not_matter(toy, sizes):
+    """Checks all steps, with parts of equal numbers of rows and with parts by length."""
+    actor, critic = toy.params()
+    division: dict[str, Any] = {"micro_batches": 2} if sizes[0] == 2 else {"micro_batch_tokens": 2 * WIDTH}
+    ipo = DPOConfig(loss="ipo", beta=0.2, **division)
+    cases = {
+        "sft": (make_sft_step(toy.logprobs, OPTIMIZER, **division), actor, sft_batch()),
+        "preferences": (make_preference_step(toy.scores, OPTIMIZER, **division), critic, preference_batch()),
+        "dpo": (make_dpo_step(toy.logprobs, OPTIMIZER, ipo), actor, pair_batch()),
+    }
+    mesh = make_mesh(*sizes)
+    for name, (step, params, batch) in cases.items():
+        params, batch = jax.device_get((params, jax.tree.map(lambda x: jnp.concatenate([x, x[::-1]]), batch)))
+        expected = jax.device_get(step(TrainState.create(params, OPTIMIZER), batch))
+        with jax.set_mesh(mesh):
+            placed = jax.device_put(batch, NamedSharding(mesh, P(mesh.axis_names)))
+            weights = jax.device_put(params, NamedSharding(mesh, P()))
+            state, metrics = step(TrainState.create(weights, OPTIMIZER), placed)
+        for leaf, other in zip(jax.tree.leaves((state, metrics)), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_allclose(leaf, other, rtol=1e-5, atol=1e-6, err_msg=name)
 
 
 def test_equal_scores_count_as_wrong(toy):
