@@ -23,9 +23,10 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "proofs"
 PARTS = {
     "oracle": "values and gradients against verl and TRL",
-    "memory": "predicted against compiled memory, all programs of the matrix",
-    "kills": "runs killed at random moments and resumed to the same bits",
-    "families": "all families against transformers and PEFT",
+    "memory": "predicted against compiled memory, all programs of the matrix; runs whose models sleep",
+    "kills": "runs killed at random moments and resumed to the same bits; every file of a checkpoint damaged",
+    "families": "all families against transformers and PEFT, and through whole runs",
+    "processes": "runs of two processes against runs of one",
 }
 PACKAGES = ("jax", "flax", "optax", "numpy", "orbax-checkpoint")
 

@@ -130,7 +130,7 @@ class LoRASection(Feature):
 
 @dataclass(frozen=True)
 class ComputeConfig(Section):
-    """The computation of models."""
+    """Settings of the computation of models."""
 
     # Type of activations, of the copy that generates and of frozen models; weights in training are float32.
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -300,7 +300,7 @@ class RewardConfig(Section):
 
 @dataclass(frozen=True)
 class SamplingSection(Section):
-    """The drawing of responses, in rollouts and in all other sampling."""
+    """Settings of the drawing of responses, in rollouts and in all other sampling."""
 
     temperature: float = positive(1.0)  # logits are divided by it
     top_k: int | None = count(None)  # draw from the k most likely tokens; null: from all

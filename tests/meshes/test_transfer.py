@@ -66,7 +66,7 @@ def test_rows_lie_over_the_devices_of_the_other_mesh(pair):
     np.testing.assert_array_equal(jax.random.key_data(moved_keys), jax.random.key_data(keys))
     assert moved["tokens"].sharding == NamedSharding(target, P(AXES))
     assert moved["version"].sharding == NamedSharding(target, P())
-    assert moved_keys.sharding == NamedSharding(target, P(("data", "fsdp")))
+    assert moved_keys.sharding.is_equivalent_to(NamedSharding(target, P(("data", "fsdp"))), 1)
     assert not lies_elsewhere((moved, moved_keys), target)
     assert live_bytes() - before == live_bytes((moved, jax.random.key_data(moved_keys)))
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(rows), host)

@@ -262,7 +262,7 @@ def test_the_families_compute_what_transformers_computed(case):
     np.testing.assert_array_equal(case.ours.greedy, case.golden["greedy"])
 
 
-@pytest.mark.full
+@pytest.mark.proof("families")
 def test_the_families_compute_what_transformers_computes(case):
     """Every logit of every real token within 2e-4 of the largest, reward scores, and greedy text token for token."""
     pytest.importorskip("torch", reason="compares with transformers itself, which needs torch")
@@ -278,7 +278,7 @@ def test_the_families_compute_what_transformers_computes(case):
     assert expected.logprobs[real()].std() > 0.5
 
 
-@pytest.mark.full
+@pytest.mark.proof("families")
 @pytest.mark.parametrize("head", ["lm", "scalar"])
 def test_what_transformers_reads_is_the_same_after_an_export(case, head, tmp_path):
     """Bit for bit, from the storage of training and of generation; a plain Auto class finds the model's own class."""

@@ -63,7 +63,7 @@ def at(fsdp: int, tensor: int, layout: LayoutName = "train") -> Placement:
     [
         pytest.param(
             Case("actor.update", replace(GQA, embed=384, mlp=1280), (4, 2), 32, 64, 112, micro_batches=2),
-            marks=pytest.mark.full,
+            marks=pytest.mark.proof("memory"),
         ),
         Case("critic.update", replace(UNTIED, layers=6, mlp=1152), (2, 4), 32, 80, 80),
         Case("actor.logprobs", replace(GQA, vocab_size=20000, layers=5), (8, 1), 48, 40, 120),
@@ -77,7 +77,7 @@ def test_memory_of_a_compiled_call_is_as_predicted(case):
     assert prediction.buffers == pytest.approx(measurement.buffers, rel=0.01)  # states are exact, inputs all but
 
 
-@pytest.mark.full
+@pytest.mark.proof("memory")
 @pytest.mark.parametrize(
     "case", list(cpu_cases()), ids=lambda case: f"{case.call}-{case.model.embed}-{case.mesh}-{case.remat}"
 )

@@ -259,7 +259,7 @@ def flip(content: bytes) -> bytes:
 CHANGES = {"flipped": flip, "cut": lambda content: content[: len(content) // 2], "gone": lambda _: None}
 
 
-@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.full)], ids=["some", "all"])
+@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.proof("kills"))], ids=["some", "all"])
 def test_a_file_with_a_flipped_bit_cut_or_gone_is_seen_or_has_no_effect(
     two_steps, damage_and_restore, capfd, reports, whole
 ):
@@ -436,7 +436,7 @@ def check_newest(directory: Path, first: int, last: int) -> int:
     return step
 
 
-@pytest.mark.parametrize("stride", [6, pytest.param(1, marks=pytest.mark.full)])
+@pytest.mark.parametrize("stride", [6, pytest.param(1, marks=pytest.mark.proof("kills"))])
 def test_a_kill_at_any_write_of_a_save_leaves_a_good_checkpoint(tmp_path, stride):
     """SIGKILL before each write by Python: directories, metadata, the rename that commits, the removal of old steps."""
     command = [sys.executable, "-W", "ignore", "-c", _SWEEP, str(tmp_path), str(stride)]

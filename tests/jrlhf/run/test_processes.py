@@ -221,7 +221,7 @@ def runs(tmp_path_factory) -> Path:
     return runs
 
 
-@pytest.mark.full
+@pytest.mark.proof("processes")
 def test_two_processes_do_what_one_does_and_write_files_once(runs: Path):
     assert_same_run(runs / "one", runs / "two", "model", "reward_model")
     for name in ("preferences.jsonl", "tokenizer.json"):
@@ -238,7 +238,7 @@ def test_two_processes_do_what_one_does_and_write_files_once(runs: Path):
     assert "ppo" not in output and "ppo 3/3" in (runs / "name=two.0.log").read_text()
 
 
-@pytest.mark.full
+@pytest.mark.proof("processes")
 def test_a_run_that_one_process_is_asked_to_stop_goes_on_to_the_same_bits(runs: Path):
     launched = train(2, runs, "stopped", *SMALL)
     metrics = runs / "stopped" / "metrics.jsonl"
@@ -281,7 +281,7 @@ def shorter(completions):
 RATES = {"learning_rate": 1e-3, "warmup": 0}
 
 
-@pytest.mark.full
+@pytest.mark.proof("processes")
 def test_pairs_in_two_processes(settings, tmp_path: Path):
     path = tmp_path / "config.yaml"
     stage = {"steps": 3, "batch": 8, "eval_every": 2, **RATES}
@@ -289,7 +289,7 @@ def test_pairs_in_two_processes(settings, tmp_path: Path):
     assert_same_run(*train_one_and_two(tmp_path, config=str(path)), "model")
 
 
-@pytest.mark.full
+@pytest.mark.proof("processes")
 def test_all_processes_learn_from_a_model_of_text_and_from_a_function_in_the_first(
     user: Path, settings, tmp_path: Path, monkeypatch
 ):

@@ -33,7 +33,7 @@ torch = pytest.importorskip("torch", reason="the peer of these tests is torch: p
 transformers = pytest.importorskip("transformers", reason="the peer is transformers: pip install 'jrlhf[dev]'")
 
 pytestmark = [
-    pytest.mark.full,
+    pytest.mark.proof("families"),
     pytest.mark.usefixtures("quick_programs"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),  # the peer's own
 ]

@@ -134,7 +134,7 @@ def test_an_adapter_computes_what_peft_computed(written, head):
     compare(ours(head, written / head), np.array(json.loads(GOLDEN.read_text())[head], np.float32))
 
 
-@pytest.mark.full
+@pytest.mark.proof("families")
 @pytest.mark.parametrize("head", ["lm", "scalar"])
 def test_peft_reads_what_we_write_and_we_read_what_peft_writes(written, head, tmp_path):
     expected, model = theirs(head, written)

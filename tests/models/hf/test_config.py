@@ -104,7 +104,7 @@ def test_our_numbers_survive_a_config(tmp_path, configs):
         assert (scalar.head, scalar.model) == ("scalar", config)
 
 
-@pytest.mark.full
+@pytest.mark.proof("families")
 def test_transformers_has_the_same_defaults_and_writes_the_same_numbers(tmp_path, configs):
     """Compares every family, in the keys of version 5."""
     auto = pytest.importorskip("transformers", reason="it says what its defaults are").AutoConfig

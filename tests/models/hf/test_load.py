@@ -63,7 +63,9 @@ OFTEN = ("llama biased", "gemma3_text", "gpt2")
 SELDOM = ("llama", "llama bands", "mistral", "qwen2", "qwen3", "gemma2")
 
 
-@pytest.mark.parametrize("name", [*OFTEN, *(pytest.param(name, marks=pytest.mark.full) for name in SELDOM)])
+@pytest.mark.parametrize(
+    "name", [*OFTEN, *(pytest.param(name, marks=pytest.mark.proof("families")) for name in SELDOM)]
+)
 def test_every_bit_of_every_family_in_every_storage(reference, tmp_path, mesh, configs, name):
     assert {*OFTEN, *SELDOM} == configs.keys()
     config = configs[name]
