@@ -177,7 +177,8 @@ def test_no_other_algorithms_experience_depends_on_padding_or_the_mesh(toy):
     @compiled
     def experiences(actor, critic, reference, rollout, scores):
         old, ref = (toy.logprobs(params, rollout.tokens)[0] for params in (actor, reference))
-        values, given, beta = toy.values(critic, rollout.tokens), (rollout, scores, old, ref), {"kl_coef": BETA}
+        values, given = toy.values(critic, rollout.tokens), (rollout, scores, old, ref)
+        beta: dict[str, Any] = {"kl_coef": BETA}
         safe = SafeRLHFConfig(truncation="zero", discount=0.9)
         streams = rollout, scores, jnp.sin(scores), old, ref, values, 2 * values
         return {

@@ -225,10 +225,10 @@ class Iteration(NamedTuple):
         before = digests(setup)
         experience, metrics = setup.iterate(step)
         word = fingerprint_of((experience, metrics, list(setup.states.values())))
-        host = jax.device_get((experience, metrics))
+        host_experience, host_metrics = jax.device_get((experience, metrics))
         del experience, metrics
         gc.collect()
-        return cls(*host, before, digests(setup), int(setup.states["actor"].step), word)
+        return cls(host_experience, host_metrics, before, digests(setup), int(setup.states["actor"].step), word)
 
     def figures(self) -> Any:
         return jax.device_get(experience_metrics(jax.tree.map(jnp.asarray, self.experience)))
