@@ -34,6 +34,7 @@ PACKAGES = ("jax", "flax", "optax", "numpy", "orbax-checkpoint")
 def run(part: str) -> int:
     """Runs the tests of a part and records the outcome; returns pytest's exit code."""
     seed = secrets.randbelow(2**31)
+    (RESULTS / f"{part}.json").unlink(missing_ok=True)  # a run that is ended leaves no result of an older one
     selection = ["benchmarks/oracle"] if part == "oracle" else ["tests", "--proof", part]
     with tempfile.TemporaryDirectory() as directory:
         report = Path(directory) / "junit.xml"

@@ -93,7 +93,7 @@ def make_on_policy_actor_step(
 
 def _check_single(config: PolicyConfig) -> None:
     if config.ptx_coef:
-        raise ValueError(f"ptx_coef={config.ptx_coef:g}: texts need passes of their own, so make_actor_step it is")
+        raise ValueError(f"ptx_coef={config.ptx_coef:g}: texts need passes of their own: use make_actor_step")
     if (config.epochs, config.minibatches, config.micro_batches, config.micro_batch_tokens) != (1, 1, 1, None):
         raise ValueError(
             f"epochs={config.epochs}, minibatches={config.minibatches}, micro_batches={config.micro_batches}, "

@@ -48,7 +48,7 @@ def _check_stage(config: Config, workload: Workload, mesh: Mesh, plan: Plan | No
         return
     worst, source = memory.largest, "device.memory" if config.device.memory is not None else "a device"
     settings = suggest_settings(workload, plan, limit, backend, away=away)
-    remedy = " or ".join(_keys(config, setting, workload, plan) for setting in settings[:MOST_NAMED])
+    remedy = " or ".join(_written(config, setting, workload, plan) for setting in settings[:MOST_NAMED])
     raise UserError(
         f"{worst.call} needs {worst.total / GIB:.4g} GiB of each device, of which roles keep "
         f"{worst.resident / GIB:.4g}, and {source} has {limit / GIB:.4g}: "
@@ -98,7 +98,7 @@ _WRITTEN = {  # a setting's change as a user writes it
 }
 
 
-def _keys(config: Config, setting: "Setting", workload: Workload, plan: Plan) -> str:
+def _written(config: Config, setting: "Setting", workload: Workload, plan: Plan) -> str:
     """Returns a setting's changes as a user writes them."""
     stage, changes = workload.graph.name, setting.changes
     key = f"{update_section(config, stage)[0]}.micro_batch"
@@ -108,8 +108,8 @@ def _keys(config: Config, setting: "Setting", workload: Workload, plan: Plan) ->
         devices = devices * changes.get("devices", plan.devices) // plan.devices
         tokens = workload.rows // workload.minibatches * workload.length // devices  # of a minibatch on a device
         micro_batches = f"{key}_tokens={tokens // changes['micro_batches']}"
-    written = {**_WRITTEN, "micro_batches": micro_batches}
-    return " with ".join(written[name].format(value) for name, value in changes.items())
+    texts = {**_WRITTEN, "micro_batches": micro_batches}
+    return " with ".join(texts[name].format(value) for name, value in changes.items())
 
 
 # ---- suggestions
@@ -117,7 +117,7 @@ def _keys(config: Config, setting: "Setting", workload: Workload, plan: Plan) ->
 
 @dataclass(frozen=True)
 class Case:
-    """What settings change."""
+    """The state that a change of settings turns into another one."""
 
     workload: Workload
     plan: Plan
@@ -163,7 +163,7 @@ def suggest_settings(
 
     if peak(case) <= capacity:
         return []
-    ladders = {name: list(values) for name, values in _ladders(case)}
+    ladders = {name: list(values) for name, values in _changes_mildest_first(case)}
     adapters = [] if (setting := mildest(["lora"])) is None else [setting]  # another run rather than another setting
     for count in range(1, TOGETHER + 1):
         fitting = [mildest(names) for names in combinations([name for name in ladders if name != "lora"], count)]
@@ -183,7 +183,7 @@ def suggest_settings(
     return []
 
 
-def _ladders(case: Case) -> Iterator[tuple[str, Iterable[Any]]]:
+def _changes_mildest_first(case: Case) -> Iterator[tuple[str, Iterable[Any]]]:
     """Yields each kind of change with its values, the mildest first."""
     workload, placements = case.workload, case.plan.placements
     training = [placements[name].devices.count for name in _calls(workload, case.plan, "train")]

@@ -133,13 +133,16 @@ class ProfiledCosts:
         share *= model.numbers.trained / model.numbers.total  # adapters are small
         return {"optimizer": self._at(f"update {shape_key(model.config)}", share) * (1 + added)}
 
-    def gather(self, group: Group, size: float, pieces: int = 1, *, kind: str = "gather") -> float:
+    def gather(self, group: Group, size: float, pieces: int = 1) -> float:
+        return self._collective("gather", group, size, pieces)
+
+    def reduce(self, group: Group, size: float, pieces: int = 1) -> float:
+        return self._collective("reduce", group, size, pieces)
+
+    def _collective(self, kind: str, group: Group, size: float, pieces: int) -> float:
         if group.size == 1:
             return 0.0
         return pieces * self._at(f"{kind} {group.size}", size / pieces) / microbenchmarks.CHAINED
-
-    def reduce(self, group: Group, size: float, pieces: int = 1) -> float:
-        return self.gather(group, size, pieces, kind="reduce")
 
     def call(self) -> Parts:
         return {"launches": self._at("call", 1.0)}

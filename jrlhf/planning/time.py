@@ -175,7 +175,14 @@ def call_seconds(
     total: Parts = {}
     for model in workload.models[call.role]:
         divided = _Divided(workload, model, workload.rows_of(call), placement, cluster.node, costs)
-        _add(total, getattr(divided, call.kind)() | costs.call())
+        match call.kind:
+            case "generate":
+                parts = divided.generate()
+            case "infer":
+                parts = divided.infer()
+            case "train":
+                parts = divided.train()
+        _add(total, parts | costs.call())
     return CallTime(total)
 
 
@@ -245,7 +252,7 @@ class _Divided:
         return parts
 
     def piped(self, part: Parts, parts: int, turns: int) -> Parts:
-        """Predicts `turns` parts through the stages; after every `parts` of them the stages run dry."""
+        """Predicts `turns` parts through the stages; after every `parts` of them the stages are empty."""
         stages = self.placement.pipeline
         total = {name: seconds * turns for name, seconds in part.items()}
         if stages > 1:

@@ -71,7 +71,7 @@ class Clock:
 
 
 class _Calls:
-    """Calls laid end to end."""
+    """Seconds of calls: where two overlap, the time counts for the earlier one only."""
 
     def __init__(self, started: float):
         self.seconds: dict[str, float] = {}

@@ -193,15 +193,19 @@ class Console:
         if not graded:
             return
 
-        def column(results: Mapping[str, Any]) -> dict[str, object]:
-            figures = [name for name in (measure, "cost") if results.get(name) is not None]
-            cells = {name: with_error(results[name], results.get(f"{name}_standard_error")) for name in figures}
-            sources = {f"of {name}": source["mean"] for name, source in (results.get("sources") or {}).items()}
-            return {**cells, **dict(sorted((results.get("items") or {}).items())), **sources}
+        def cell(results: Mapping[str, Any], name: str) -> str:
+            value = results.get(name)
+            return "" if value is None else with_error(value, results.get(f"{name}_standard_error"))
 
-        columns = [column(results) for results in graded.values()]
-        names = dict.fromkeys((measure, *columns[0], *columns[-1]))
-        rows = [[name, *(cells.get(name, "") for cells in columns)] for name in names]
+        def parts(results: Mapping[str, Any]) -> dict[str, float]:
+            sources = {f"of {name}": source["mean"] for name, source in (results.get("sources") or {}).items()}
+            return {**dict(sorted((results.get("items") or {}).items())), **sources}
+
+        # Items have rows of their own: a reward may be named as the measure is.
+        measures = [measure, *["cost"] * any(results.get("cost") is not None for results in graded.values())]
+        rows = [[name, *(cell(results, name) for results in graded.values())] for name in measures]
+        columns = [parts(results) for results in graded.values()]
+        rows += [[name, *(column.get(name, "") for column in columns)] for name in {**columns[0], **columns[-1]}]
         self._table(f"held-out prompts ({held_out.get('n', '?')})", ["", *graded], rows)
         if "difference" in held_out:
             difference, error = held_out["difference"], held_out.get("standard_error") or 0.0

@@ -29,7 +29,8 @@ class MetricsLog(Closing):
     A line is `{"stage": ..., "step": ..., metric: number, ...}`. JSON has no NaN and infinities: such a metric is null,
     and `"nonfinite"` says which it was. Numbers of device arrays are written exactly.
 
-    When `log` returns, a killed process loses no line. A machine that fails loses none from before a `sync`.
+    A process that is killed loses no line for which `log` has returned. A machine that fails may lose the lines since
+    the last `sync`.
 
     enabled: False in every process of a run but the first: `log` then only returns the numbers.
     """

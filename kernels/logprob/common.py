@@ -47,7 +47,7 @@ class Head:
         return self.vocab_size < slices * unembedding.shape[0]
 
     def in_slice(self, unembedding: Array, targets: Array) -> tuple[Int[Array, "1"], Int[Array, "N"]]:
-        """The row of this device's vocabulary slice from which on all are padding, and targets as indices into it."""
+        """The first padding row of this device's vocabulary slice, and the targets as row numbers in the slice."""
         offset = self.offset(unembedding)
         limit = jnp.full((1,), jnp.minimum(self.vocab_size - offset, unembedding.shape[0]), jnp.int32)
         return limit, targets.astype(jnp.int32) - offset
@@ -72,8 +72,8 @@ def absorb(
 ) -> Statistics:
     """The statistics with one more block of logits in them, whose second axis is the vocabulary's.
 
-    hits: where a column is the token's target. columns: broadcasts the statistics over a block's columns; None: they
-        have such an axis already, of size 1.
+    hits: where a column is the token's target. columns: adds a column axis to a statistic; None: they have one, of
+        size 1.
     """
     maximum, total, weighted, label = statistics
     by_token = {"axis": 1, "keepdims": columns is None}

@@ -164,6 +164,9 @@ def test_the_summary_shows_what_there_is(plain):
         "KL to the reference in the last quarter: 4.20 nats (target 4)",
         "sft: 1 min 15 s",
     ]
+    namesake = {"score": 0.5, "score_standard_error": 0.01, "cost": 2.5, "items": {"score": 1.0, "cost": 9.0}}
+    table = ["  score  0.500 ± 0.010", "  cost   2.500", "  cost   9.00", "  score  1.00"]
+    assert summary(held_out={"measure": "score", "before": namesake})[2:] == table
     sources = {"math": {"mean": 0.125, "n": 30}, "code": {"mean": 0.5, "n": 10}}
     before = {"score": 0.25, "items": {"length": -3.5, "exact": 0.25}, "sources": sources}
     table = ["held-out prompts (40)", "           before", "  score    0.250", "  exact    0.25", "  length   -3.50"]
