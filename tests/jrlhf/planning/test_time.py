@@ -23,6 +23,7 @@ from jrlhf.planning.memory import call_bytes
 from jrlhf.planning.moves import Group, gather_seconds, group, reallocation_seconds, reduce_seconds, transfer_seconds
 from jrlhf.planning.profile import Profile, ProfiledCosts, interpolate, load, save
 from jrlhf.planning.time import CallTime, CostModel, call_seconds
+from jrlhf.planning.workload import RoleModel, Workload
 
 SMALL, LARGE = PRESETS["meta-llama/Meta-Llama-3-8B"], PRESETS["meta-llama/Meta-Llama-3-70B"]
 THIRTEEN = ModelConfig(32000, 5120, 40, 40, 40, 128, 13824, 4096, tie_embeddings=False)
@@ -429,6 +430,27 @@ def test_devices_at_hand_as_hardware():
 
 
 # ---- the programs that are measured are what they are called
+
+
+@pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.full)])
+def test_every_program_that_is_measured_runs(count):
+    """On one device those that no other test runs: embeddings and heads."""
+    tiny = ModelConfig(16, 16, 1, heads=2, kv_heads=2, head_dim=8, mlp=16, max_positions=16)
+    models = {"actor": (RoleModel(tiny, "lm", True),), "critic": (RoleModel(tiny, "scalar", True),)}
+    layouts, kinds = ("train", "train_tp", "score", "generate"), set()
+    for fused in (True, False):
+        work = Workload(plans.GRAPH, models, 4, 2, 2, 2.0, 2.0, fused_loss=fused)
+        for name, programs in profiles.wanted_curves(work, jax.devices()[:count], ("full",), layouts):
+            ends, forward = name.startswith("ends"), name.endswith("forward")
+            if not ends and (not fused or count == 1):
+                continue
+            kinds.add(name.split()[0])
+            results = jax.tree.leaves(programs[min(programs)]()())
+            assert all(np.isfinite(np.asarray(x)).all() for x in results if x.dtype == np.float32), name
+            if ends and not forward:  # gradients of the tables
+                assert all(np.abs(gradient).max() > 0 for gradient in results)
+    rest = {"call", "gather", "reduce", "copy", "host", "update", "layer", "generation"}
+    assert kinds == {"ends"} | (rest if count > 1 else set())
 
 
 @pytest.mark.full
