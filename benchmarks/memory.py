@@ -22,7 +22,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from benchmarks.records import RESULTS, provenance, write
-from benchmarks.shapes import generation_copy, train_state, whole_weights
+from benchmarks.shapes import adapter_weights, generation_copy, shared_base, train_state, whole_weights
 from benchmarks.targets import TARGETS, Target, compiler_environment, devices_of
 from jrlhf.algorithms.registry import graph_of
 from jrlhf.config.schema import Config
@@ -31,7 +31,8 @@ from jrlhf.data.batches import row_sharding
 from jrlhf.meshes import TRAIN, make_mesh
 from jrlhf.meshes.layout import TRAIN_TP
 from jrlhf.meshes.plan import LayoutName, Placement, Slice
-from jrlhf.models import ModelConfig, SamplingConfig, make_generate
+from jrlhf.models import LoRAConfig, ModelConfig, SamplingConfig, make_generate
+from jrlhf.models.params import HeadKind
 from jrlhf.models.remat import Remat
 from jrlhf.planning.activations import Backend
 from jrlhf.planning.memory import call_bytes
@@ -50,7 +51,7 @@ LAYOUTS: dict[str, LayoutName] = {"generate": "generate", "infer": "score", "tra
 
 @dataclass(frozen=True)
 class Case:
-    """A call of PPO on 8 devices. call: its name in the graph. mesh: fsdp, tensor."""
+    """A call of PPO on 8 devices. call: its name in the graph. mesh: fsdp, tensor. lora: the rank of adapters."""
 
     call: str
     model: ModelConfig
@@ -64,11 +65,21 @@ class Case:
     fused_loss: bool = True
     tensor_parallel: bool = False
     dtype: str = "float32"
+    data: int = 1
+    lora: int | None = None
+    int8: bool = False
+
+    @property
+    def adapter(self) -> LoRAConfig | None:
+        return None if self.lora is None else LoRAConfig(rank=self.lora, alpha=float(self.lora))
 
     @property
     def workload(self) -> Workload:
         """PPO with both of its trained models of this architecture."""
-        models = {"actor": (RoleModel(self.model, "lm", True),), "critic": (RoleModel(self.model, "scalar", True),)}
+        heads: dict[str, HeadKind] = {"actor": "lm", "critic": "scalar"}
+        models = {
+            role: (RoleModel(self.model, head, True, self.adapter, int8=self.int8),) for role, head in heads.items()
+        }
         return Workload(
             graph_of(Config(stages=("ppo",))),
             models,
@@ -86,10 +97,10 @@ class Case:
     @property
     def placement(self) -> Placement:
         kind = self.workload.graph[self.call].kind
-        layout = "train_tp" if self.tensor_parallel else LAYOUTS[kind]
+        layout = "generate" if self.lora else "train_tp" if self.tensor_parallel else LAYOUTS[kind]
         fsdp, tensor = self.mesh
         parts = self.micro_batches if kind == "train" else 1
-        return Placement(Slice(0, fsdp * tensor), layout, fsdp=fsdp, tensor=tensor, micro_batches=parts)
+        return Placement(Slice(0, self.data * fsdp * tensor), layout, self.data, fsdp, tensor, micro_batches=parts)
 
 
 @dataclass(frozen=True)
@@ -120,8 +131,11 @@ def predicted(case: Case, backend: Backend) -> Found:
     needs = call_bytes(workload, call, case.placement, backend)
     active = dict(needs.active)
     inputs, copy = active.pop("inputs"), active.pop("generation weights", 0.0)
-    states = {"train": sum(needs.resident.values()), "infer": needs.resident["weights"], "generate": copy}[call.kind]
-    return Found(states + inputs, sum(active.values()))
+    base, weights = needs.resident.get("base", 0.0), needs.resident["weights"]
+    if base and call.role == "critic" and not case.model.tie_embeddings:  # which reads no unembedding
+        base -= case.model.padded_vocab * case.model.embed * workload.itemsize / case.placement.tensor
+    states = {"train": weights + needs.resident["optimizer"], "infer": weights, "generate": copy or weights}[call.kind]
+    return Found(base + states + inputs, sum(active.values()))
 
 
 def compiled(case: Case, devices: Sequence[Any], backend: Backend) -> Found:
@@ -133,7 +147,8 @@ def compiled(case: Case, devices: Sequence[Any], backend: Backend) -> Found:
 
 def lowered(case: Case, devices: Sequence[Any], backend: Backend) -> jax.stages.Lowered:
     """The call's program."""
-    mesh, model = make_mesh(1, *case.mesh, devices=devices[: case.placement.devices.count]), case.model
+    mesh, model = make_mesh(case.data, *case.mesh, devices=devices[: case.placement.devices.count]), case.model
+    lora = case.adapter
     compute = Compute(
         dtype=jnp.dtype(case.dtype),
         remat=case.remat,
@@ -147,22 +162,30 @@ def lowered(case: Case, devices: Sequence[Any], backend: Backend) -> jax.stages.
 
     head = "scalar" if case.call.startswith("critic") else "lm"
     length, optimizer = case.prompt + case.response, OptimizerConfig()
-    setting, adam = (Architecture(model), mesh, compute), adamw(optimizer, updates=1)
+    setting, adam = (Architecture(model, lora, lora is not None), mesh, compute), adamw(optimizer, updates=1)
     algorithm = PPOConfig(minibatches=case.minibatches, micro_batches=case.micro_batches)
     with jax.set_mesh(mesh):
-        weights = whole_weights(model, mesh, head)
+        if lora is None:
+            weights, base = whole_weights(model, mesh, head), ()
+        else:
+            weights, base = (
+                adapter_weights(model, mesh, lora, head),
+                (shared_base(model, mesh, compute.dtype, case.int8),),
+            )
         match case.call:
             case "actor.generate":
                 sampling = SamplingConfig(max_new_tokens=case.response, stop_ids=(0,))
                 key = jax.eval_shape(lambda: jax.random.key(0)).dtype
-                options = {"dtype": compute.dtype, "attention": backend.attention}
+                options = {"dtype": compute.dtype, "attention": backend.attention, "lora": lora}
                 generate = jax.jit(make_generate(model, mesh, sampling, **options))
-                copy = generation_copy(model, mesh, compute.dtype)
-                return generate.lower(copy, rows(case.prompt), rows(), rows(dtype=key))
+                copy = generation_copy(model, mesh, compute.dtype) if lora is None else weights
+                return generate.lower(copy, rows(case.prompt), rows(), rows(dtype=key), *base)
             case "actor.logprobs":
-                return CompiledModel(*setting).score_logprobs(temperature=1.0).lower(weights, rows(length), rows())
+                return (
+                    CompiledModel(*setting).score_logprobs(temperature=1.0).lower(weights, rows(length), rows(), *base)
+                )
             case "critic.values":
-                return CompiledModel(*setting).score_values().lower(weights, rows(length), rows())
+                return CompiledModel(*setting).score_values().lower(weights, rows(length), rows(), *base)
             case "actor.update":
                 step = CompiledModel(*setting).actor_step(adam, algorithm, temperature=1.0)
             case _:
@@ -185,7 +208,7 @@ def lowered(case: Case, devices: Sequence[Any], backend: Backend) -> jax.stages.
             advantages=floats,
             returns=floats,
         )
-        return step.lower(train_state(optimizer, weights, mesh), experience)
+        return step.lower(train_state(optimizer, weights, mesh), experience, *base)
 
 
 # ---- the grid

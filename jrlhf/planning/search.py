@@ -14,12 +14,11 @@ from dataclasses import dataclass, replace
 from itertools import cycle
 from typing import Any
 
-from jrlhf.errors import UserError
 from jrlhf.meshes import Graph
 from jrlhf.meshes.graph import LEARNER, home_of
 from jrlhf.meshes.hardware import Cluster
 from jrlhf.meshes.plan import Placement, Plan, Slice
-from jrlhf.planning.candidates import Candidate, candidates, placements, slices
+from jrlhf.planning.candidates import Candidate, NoPlan, candidates, placements, slices
 from jrlhf.planning.memory import GIB
 from jrlhf.planning.moves import stored_alike
 from jrlhf.planning.simulate import Simulation, Simulator, simulate
@@ -109,9 +108,9 @@ def search(
             break
     spent = time.monotonic() - began
     if chains.best is None:
-        raise UserError(
+        raise NoPlan(
             f"no plan was found in which all models fit {prices.capacity / GIB:.0f} GiB a device: the leanest of "
-            f"{chains.proposals} needs {chains.least / GIB:.1f}, take more devices, or search for longer"
+            f"{chains.proposals} needs {chains.least / GIB:.1f}"
         )
 
     def compared(plan: Plan) -> Found:
@@ -280,6 +279,11 @@ def divisions(graph: Graph, options: Candidates, cluster: Cluster, capacity: flo
             plan = Plan("+".join("/".join(members) for members in sets), {name: placed[name] for name in options})
             results.append(Division(plan, tuple(map(tuple, sets)), sizes, seconds))
     return sorted(results, key=lambda division: division.seconds)
+
+
+def colocates(graph: Graph, options: Candidates, devices: int, capacity: float) -> bool:
+    """Returns whether all models fit together on all devices. A search begins there, among other plans."""
+    return _set(graph, graph.roles, _fastest(options), devices, capacity) is not None
 
 
 def named_divisions(all_divisions: Sequence[Division]) -> dict[str, Division]:

@@ -204,5 +204,4 @@ def plot(simulation: Simulation, title: str, path: Path) -> None:
     handles = [Patch(facecolor=colour, label=name) for name, colour in colours.items()]
     handles += [Patch(facecolor="0.4", label="moves")] if any(span.kind != "call" for span in shown) else []
     figure.legend(handles=handles, loc="outside lower center", ncols=4, frameon=False)
-    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)

@@ -105,7 +105,8 @@ NOTHING = Found(1, 1)
 
 def id_of(result):
     """A result's case, without what was found."""
-    given = {name: value for name, value in result.items() if not name.endswith("error")}
+    given = {"data": 1, "lora": None, "int8": False}  # which older files do not name
+    given |= {name: value for name, value in result.items() if not name.endswith("error")}
     return json.dumps({**given, "predicted": None, "compiled": None, "within": None}, sort_keys=True)
 
 

@@ -90,7 +90,7 @@ def test_7b_and_7b_on_8_devices_come_within_a_hundredth_of_the_optimum(rows):
 
 def test_within_what_branch_and_bound_can_prove_on_4_devices():
     workload, cluster, prices = problem(4, rows=32, minibatches=2, memory=160e9)
-    result = search(workload, cluster, prices, proposals=4_000, seed=1, lockstep=False)
+    result = search(workload, cluster, prices, proposals=8_000, seed=1, lockstep=False)
     evaluator, choices = space(workload, cluster, prices, lambda placement: placement.micro_batches == 1)
     assert optimum(evaluator, choices, below=0.99 * result.best.simulation.seconds).choice is None
 

@@ -20,7 +20,15 @@ from jrlhf.models.presets import PRESETS
 from jrlhf.planning import microbenchmarks as measure
 from jrlhf.planning import profile as profiles
 from jrlhf.planning.memory import call_bytes
-from jrlhf.planning.moves import Group, gather_seconds, group, reallocation_seconds, reduce_seconds, transfer_seconds
+from jrlhf.planning.moves import (
+    Group,
+    gather_seconds,
+    group,
+    reallocation_seconds,
+    reduce_seconds,
+    stored_share,
+    transfer_seconds,
+)
 from jrlhf.planning.profile import Profile, ProfiledCosts, interpolate, load, save
 from jrlhf.planning.time import CallTime, CostModel, call_seconds
 from jrlhf.planning.workload import RoleModel, Workload
@@ -288,7 +296,12 @@ def test_weights_and_values_travel():
         (place("generate", start=8, data=4, tensor=2), 1 / 2, 50e9),
         (place("score", start=8, fsdp=8), 1 / 8, 50e9),
     ):
-        assert reallocation_seconds(size, train, target, on) == pytest.approx(moved * size / rate)
+        casts = (2 * size / 8 + size * stored_share(target)) / (on.hardware.bandwidth * on.hardware.stream)
+        expected = moved * size / rate + (casts if target != train else 0)
+        assert reallocation_seconds(2 * size, size, train, target, on) == pytest.approx(expected)
+    # Whole weights that stay where they are are read as float32 and written in the compute dtype.
+    alone = reallocation_seconds(2 * size, size, place("train", data=8), place("generate", data=8), on)
+    assert alone == pytest.approx(3 * size / (on.hardware.bandwidth * on.hardware.stream))
     here, there = place("generate", data=8), place("score", start=8, fsdp=8)
     assert transfer_seconds(1e6, here, place("score", fsdp=8), H100) == 0
     assert transfer_seconds(8e9, here, there, H100) == pytest.approx(1e9 / (0.75 * 50e9), rel=1e-2)

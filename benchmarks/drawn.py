@@ -1,0 +1,80 @@
+"""Programs that are drawn at random: `python -m benchmarks.drawn --seeds 1000:1200` compares their memory.
+
+A seed is a program: a call of PPO on 8 devices, with a model of one of the supported families, in float32. Sizes are
+those of models whose layers and tables weigh as in real ones, a few hundred MiB of a device. Programs are compiled for
+simulated CPU devices and never run. Those of less than 100 MiB do not count.
+"""
+
+import random
+from dataclasses import replace
+from typing import Any
+
+from benchmarks.memory import Case
+from jrlhf.models import ModelConfig
+from jrlhf.models.remat import REMATS
+
+MESHES = [(data, fsdp, 8 // data // fsdp) for data in (1, 2, 4, 8) for fsdp in (1, 2, 4, 8) if data * fsdp <= 8]
+CALLS = ("actor.update", "critic.update", "actor.logprobs", "critic.values", "actor.generate")
+
+
+def family(draw: random.Random, layers: int, head_dim: int, embed: int) -> tuple[str, dict[str, Any]]:
+    """Returns the name of a family and its switches."""
+    windows = tuple(bool((index + 1) % 2) for index in range(layers))
+    gemma = {"norm_offset": True, "post_norms": True, "activation": "gelu_tanh", "embed_scale": embed**0.5}
+    gemma |= {"window": draw.choice((32, 128, 512)), "local_layers": windows, "query_scale": head_dim**-0.5}
+    biases = {"qkv_bias": True, "mlp_bias": True, "output_bias": True}
+    families: dict[str, dict[str, Any]] = {
+        "llama": {},
+        "mistral": {"window": draw.choice((32, 128, 512))},
+        "qwen2": {"qkv_bias": True},
+        "qwen3": {"qk_norm": True},
+        "gemma2": {**gemma, "softcap": 30.0, "attention_softcap": 50.0},
+        "gemma3": {**gemma, "qk_norm": True, "local_rope_theta": 10000.0},
+        "gpt2": {"norm": "layer", "positions": "learned", "gated_mlp": False, "activation": "gelu_tanh", **biases},
+    }
+    name = draw.choice(list(families))
+    tied = name.startswith("gemma") or name == "gpt2" or draw.random() < 0.4
+    return name, {**families[name], "tie_embeddings": tied}
+
+
+def drawn(seed: int) -> tuple[str, Case]:
+    """Returns the family and the program of a seed."""
+    draw = random.Random(seed)
+    while True:
+        call, adapters = draw.choice(CALLS), draw.random() < 0.3
+        unrolled = adapters or call == "actor.generate"
+        layers, head_dim = draw.randint(2, 3 if unrolled else 12), draw.choice((32, 64, 128))
+        embed = 64 * draw.randint(4, 20)
+        name, switches = family(draw, layers, head_dim, embed)
+        kv_heads = draw.choice((1, 2, 4, 8))
+        heads = kv_heads * draw.choice((1, 2, 4))
+        if name == "gpt2":
+            kv_heads = heads
+        data, fsdp, tensor = draw.choice(MESHES)
+        mlp = 128 * max(1, round(embed * draw.uniform(1.5, 4.5) / 128))
+        prompt, response = 16 * draw.randint(2, 16), 16 * draw.randint(2, 16)
+        model = ModelConfig(
+            128 * draw.randint(8, 400), embed, layers, heads, kv_heads, head_dim, mlp, max_positions=512, **switches
+        )
+        minibatches, micro_batches = draw.choice((1, 1, 2, 4)), draw.choice((1, 1, 2, 4))
+        training = call.endswith("update")
+        rows = 8 * draw.choice((1, 2, 4, 8, 16, 32)) * (minibatches * micro_batches if training else 1)
+        case = Case(call, model, (fsdp, tensor), rows, prompt, response, data=data)
+        if training:
+            remats = [remat for remat in REMATS if not (adapters and remat == "gather")]
+            case = replace(
+                case,
+                minibatches=minibatches,
+                micro_batches=micro_batches,
+                remat=draw.choice(remats),
+                fused_loss=draw.random() < 0.7,
+                tensor_parallel=tensor > 1 and draw.random() < 0.3,
+            )
+        if adapters:
+            case = replace(case, lora=draw.choice((4, 8, 16, 64)), int8=draw.random() < 0.4, tensor_parallel=False)
+        weights = layers * embed * (2 * (heads + kv_heads) * head_dim + 3 * mlp) + 2 * embed * model.padded_vocab
+        divided = heads % tensor == 0 and (kv_heads % tensor == 0 or tensor % kv_heads == 0) and not mlp % tensor
+        if adapters and name == "gpt2" or not divided or embed % fsdp:
+            continue
+        if weights < 60e6:
+            return name, case
