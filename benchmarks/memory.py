@@ -3,6 +3,7 @@
     python -m benchmarks.memory
     python -m benchmarks.memory --target h200x8
     python -m benchmarks.memory --target v5p-16
+    python -m benchmarks.memory --again        # the compiled figures stay, predictions are made anew
 
 Programs are compiled and never run: for 8 simulated CPU devices, or for hardware that is not there (`targets.py`). They
 have a head for every token, as is predicted; a run's have one for responses. The shapes are others than those that the
@@ -262,14 +263,18 @@ def accelerator_cases() -> Iterator[Case]:
         yield Case("actor.generate", replace(model, layers=4), (4, 2), **sizes)
 
 
+def asked(case: Case) -> dict[str, Any]:
+    """A case, as it is written: what adapters and replicas add only where there are some."""
+    sizes = {name: getattr(case.model, name) for name in ("embed", "layers", "heads", "kv_heads", "mlp", "vocab_size")}
+    new = {"data": 1, "lora": None, "int8": False}
+    rest = {name: value for name, value in asdict(case).items() if name not in new or value != new[name]}
+    return {**rest, "mesh": list(case.mesh), "model": sizes}
+
+
 def row(case: Case, prediction: Found, measurement: Found) -> dict[str, Any]:
     """A result, as it is written."""
-    sizes = {name: getattr(case.model, name) for name in ("embed", "layers", "heads", "kv_heads", "mlp", "vocab_size")}
-    rest = {name: value for name, value in asdict(case).items() if name != "model"}
     result = {
-        **rest,
-        "mesh": list(case.mesh),
-        "model": sizes,
+        **asked(case),
         "predicted": prediction.record(),
         "compiled": measurement.record(),
     }
@@ -290,8 +295,8 @@ def within(prediction: Found, measurement: Found) -> bool:
     return abs(prediction.total / measurement.total - 1) <= 0.1 and temp
 
 
-def measure(target: str) -> None:
-    """Compiles all cases of a target, prints a line each and writes them."""
+def measure(target: str, *, again: bool = False) -> None:
+    """Compiles all cases of a target, prints a line each and writes them. again: takes the file's compiled figures."""
     targets = {**TARGETS, V5P_16.name: V5P_16}
     if target == "cpu":
         backend, devices, cases = Backend("cpu"), jax.devices(), cpu_cases()
@@ -301,8 +306,13 @@ def measure(target: str) -> None:
         backend, devices = Backend(platform, "xla" if platform == "gpu" else None), devices_of(targets[target])
         cases = accelerator_cases()
     results: list[dict[str, Any]] = []
-    for case in cases:
-        prediction, measurement = predicted(case, backend), compiled(case, devices, backend)
+    records = json.loads(PATH.read_text())["targets"][target]["results"] if again else []
+    for number, case in enumerate(cases):
+        prediction = predicted(case, backend)
+        measurement = Found.of(records[number]["compiled"]) if again else compiled(case, devices, backend)
+        assert not again or {**records[number], **asked(case)} == records[number], (
+            f"{case} is not in {PATH}: compile it"
+        )
         results.append(row(case, prediction, measurement))
         sizes = f"{measurement.total / MIB:9.1f} MiB, temp {measurement.temp / MIB:9.1f}"
         errors = f"{results[-1]['total_error']:+7.1%} {results[-1]['temp_error']:+7.1%}"
@@ -325,11 +335,12 @@ def merge(target: str, results: Sequence[dict[str, Any]]) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Predicted memory against that of compiled programs.")
     parser.add_argument("--target", choices=["cpu", *TARGETS, V5P_16.name], default="cpu")
+    parser.add_argument("--again", action="store_true", help="of a CPU: compile nothing, predict anew")
     parser.add_argument("--compile", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.target == "cpu":
         jax.config.update("jax_num_cpu_devices", 8)
-        measure("cpu")
+        measure("cpu", again=options.again)
     elif options.compile:
         measure(options.target)
     else:

@@ -26,6 +26,7 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     group = parser.add_mutually_exclusive_group(required=True)
     group.add_argument("--cluster", help="its devices: 16xh100, v5p-512")
     group.add_argument("--profile", action="store_true", help="the devices at hand, measured: minutes, the first time")
+    parser.add_argument("--mean-response", type=float, help="tokens of a response in the mean; default: the maximum")
     parser.add_argument("--processes", type=int, help="of the run; by default one a host of the cluster")
     parser.add_argument("--plan", metavar="FILE", help="price this one: a file, colocate, split or standalone")
     parser.add_argument("--seconds", type=float, help=f"to search, {SECONDS:g} by default")
@@ -65,7 +66,11 @@ def _run(options: argparse.Namespace) -> None:
             raise UserError(f"--{name} {value} has no effect with {what}: leave it out")
     models = architectures(config)
     graph = planned_graph(config)
-    workload = workload_of(config, graph, models)
+    workload, mean = workload_of(config, graph, models), options.mean_response
+    if mean is not None:
+        if not 1 <= mean <= workload.response:
+            raise UserError(f"--mean-response {mean:g} must be from 1 to data.max_response={workload.response}")
+        workload = replace(workload, mean_response=mean)
     if options.profile:
         here, say = select(config.device), partial(print, "measuring", file=sys.stderr, flush=True)
         print(f"measured: {auto.measure_here(workload, here, say)}", file=sys.stderr)
@@ -83,7 +88,7 @@ def _run(options: argparse.Namespace) -> None:
     lockstep, terminal = not options.overlap, sys.stderr.isatty()
     if options.plan is None:
         measured = lambda changed, workload, _: auto.prices_here(changed, workload, here)[1]  # noqa: E731
-        setting = auto.Setting(config, graph, models, devices, measured if options.profile else auto.prices_of)
+        setting = auto.Setting(config, graph, models, devices, measured if options.profile else auto.prices_of, mean)
         result = setting.search(
             prices,
             grows=not options.profile,

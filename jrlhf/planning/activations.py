@@ -94,7 +94,7 @@ class Arrays:
 
     hidden [B, T, D]. query [B, T, N H], key [B, T, K H], mlp [B, T, F]: of a layer, sliced where it is tensor-parallel.
     scores [B, N, T, T] float32. statistics [B, N, T] float32 of an attention that stores no scores. gathered: a layer's
-    matrices. table [V, D] float32: the device's slice of the vocabulary; lookup: the part of it that must be gathered or
+    matrices. table [V, D] float32: the device's slice of the vocabulary; lookup: of it what must be gathered or
     cast. dequantised: all layers' matrices, of an int8 base. sharing: the hidden states of all devices that
     share a table. logits: of one tile. low: bytes of a number in the compute dtype over those of a float32.
     """

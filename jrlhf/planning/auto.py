@@ -52,17 +52,22 @@ def auto_plan(config: Config, graph: Graph, models: Mapping[str, ModelConfig], d
 
 @dataclass(frozen=True)
 class Setting:
-    """A config's algorithm on a cluster. price: the prices of a workload's calls under a config on a cluster."""
+    """A config's algorithm on a cluster. price: the prices of a workload's calls under a config on a cluster.
+
+    mean_response: tokens of a response in the mean; None: as many as there are at most.
+    """
 
     config: Config
     graph: Graph
     models: Mapping[str, ModelConfig]
     cluster: Cluster
     price: Callable[[Config, Workload, Cluster], CostModel]
+    mean_response: float | None = None
 
     @property
     def workload(self) -> Workload:
-        return workload_of(self.config, self.graph, self.models)
+        workload = workload_of(self.config, self.graph, self.models)
+        return workload if self.mean_response is None else replace(workload, mean_response=self.mean_response)
 
     def search(self, prices: CostModel, *, grows: bool = True, processes: int = 1, **budget: Any) -> Result:
         """Searches for the fastest plan. Where none fits, the error names the nearest setting with one.

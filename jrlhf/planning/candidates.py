@@ -191,9 +191,9 @@ def call_candidates(
             reason = f"{reason.rsplit(':', 1)[0]}: {_rows_for(workload, cluster)}"
         raise UserError(f"{call.name} runs nowhere, for {reason}")
     if not survivors:
-        where = "" if widest == cluster.devices else f", {widest} of which can divide its {workload.rows} rows"
+        limit = "" if widest == cluster.devices else f", {widest} of which can divide its {workload.rows} rows"
         raise NoPlan(
-            f"{call.name} fits nowhere on {cluster.devices} device(s) of {prices.capacity / GIB:.0f} GiB{where}: it "
+            f"{call.name} fits nowhere on {cluster.devices} device(s) of {prices.capacity / GIB:.0f} GiB{limit}: it "
             f"needs {smallest / GIB:.1f} GiB of each"
         )
     spread: list[Candidate] = []

@@ -9,10 +9,13 @@ from dataclasses import dataclass
 from math import ceil, prod
 from typing import Any, Protocol
 
+import numpy as np
+
 from jrlhf.meshes import Call
 from jrlhf.meshes.graph import LEARNED, LEARNER, home_of
 from jrlhf.meshes.hardware import Cluster
 from jrlhf.meshes.plan import Placement
+from jrlhf.models.flops import forward_operations, training_operations
 from jrlhf.models.remat import Remat
 from jrlhf.planning import moves
 from jrlhf.planning.activations import DEFAULT, Backend
@@ -184,6 +187,17 @@ def call_seconds(
                 parts = divided.train()
         _add(total, parts | costs.call())
     return CallTime(total)
+
+
+def operations(workload: Workload, call: Call) -> float:
+    """Returns the operations that a call's models need (`models.flops`), for rows of the mean length: those of MFU."""
+    lengths, response = np.array([round(workload.mean_prompt + workload.mean_response)]), round(workload.mean_response)
+    total = 0.0
+    for model in workload.models[call.role]:
+        count = training_operations if call.kind == "train" else forward_operations
+        spans = call.kind == "generate" or call.kind in workload.spanned
+        total += count(model.config, lengths, model.head, model.lora, np.array([response]) if spans else None)
+    return total * workload.rows_of(call) * (workload.epochs if call.kind == "train" else 1)
 
 
 class _Divided:

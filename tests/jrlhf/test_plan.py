@@ -30,6 +30,16 @@ def test_a_plan_is_printed_saved_drawn_and_priced_again(tmp_path, capsys):
     assert {budgeted[name].micro_batches for name in calls} == {1}
 
 
+def test_shorter_responses_take_less(capsys):
+    seconds = []
+    for mean in ("1024", "100"):
+        assert cli([*ARGUMENTS, "--plan", "colocate", "--mean-response", mean, "rollout.slots=64"]) == 0
+        output = capsys.readouterr().out
+        assert f"rows of {1024 + int(mean)} tokens in the mean and 2048 at most" in output
+        seconds += map(float, re.findall(r"h100: ([\d.]+) s an iteration", output))
+    assert seconds[1] < 0.9 * seconds[0]
+
+
 def test_what_is_proposed_for_several_hosts_runs_in_their_processes(tmp_path, capsys):
     """Slices would be faster on two nodes; but from one to another no two processes bring arrays."""
     saved = tmp_path / "plan.yaml"
@@ -68,10 +78,10 @@ def test_who_follows_the_remedy_has_a_plan(seed, capsys):
         overrides = [f"{CONFIGS[name]}.rollout_batch={draw.choice((96, 256, 1024, 1000))}"]
         overrides += draw.choice(([], ["compute.remat=products"], ["sleep.optimizer=host"]))
         colocated = ["--plan", "colocate", "mesh.data=1", "mesh.fsdp=-1", "mesh.tensor=1"]
-        how = draw.choice((["--proposals", "1"], colocated))
+        options = draw.choice((["--proposals", "1"], colocated))
 
         def run(count, *more):
-            code = cli(["--config", name, "--cluster", cluster.format(count), *how, *overrides, *more])  # noqa: B023
+            code = cli(["--config", name, "--cluster", cluster.format(count), *options, *overrides, *more])  # noqa: B023
             return code, capsys.readouterr().err.rpartition(": choose ")[2].strip()
 
         code, remedy = run(count)
@@ -97,6 +107,7 @@ def test_bad_input_is_one_sentence(capsys):
         (f"{cluster} --plan mine.yaml", "plan=mine.yaml is neither colocate,"),
         (f"{cluster} --plan split --seconds 1", "--seconds 1.0 has no effect with --plan"),
         (f"{cluster} --plan split stages=[sft]", "--plan split has no effect with stages=[sft]"),
+        (f"{cluster} --mean-response 9e9", "--mean-response 9e+09 must be from 1 to data.max_response=1024"),
         (f"{cluster} --processes 0", "--processes 0 must divide the 8 devices: each has equally many"),
         (f"{cluster} --processes 3", "--processes 3 must divide the 8 devices: each has equally many"),
         (f"{cluster} --plot plan.txt", "must end in .svg, .png, .pdf"),

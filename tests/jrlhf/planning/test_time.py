@@ -2,7 +2,7 @@
 
 import json
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import numpy as np
@@ -13,7 +13,7 @@ from benchmarks.hlo import collectives
 from benchmarks.records import RESULTS
 from jrlhf.errors import UserError
 from jrlhf.meshes.hardware import HARDWARE, Cluster, cluster
-from jrlhf.meshes.plan import Placement, Slice
+from jrlhf.meshes.plan import LayoutName, Placement, Slice
 from jrlhf.models import LoRAConfig, ModelConfig
 from jrlhf.models.flops import generation_seconds, training_operations
 from jrlhf.models.presets import PRESETS
@@ -450,10 +450,10 @@ def test_every_program_that_is_measured_runs(count):
     """On one device those that no other test runs: embeddings and heads."""
     tiny = ModelConfig(16, 16, 1, heads=2, kv_heads=2, head_dim=8, mlp=16, max_positions=16)
     models = {"actor": (RoleModel(tiny, "lm", True),), "critic": (RoleModel(tiny, "scalar", True),)}
-    layouts, kinds = ("train", "train_tp", "score", "generate"), set()
+    kinds: set[str] = set()
     for fused in (True, False):
         work = Workload(plans.GRAPH, models, 4, 2, 2, 2.0, 2.0, fused_loss=fused)
-        for name, programs in profiles.wanted_curves(work, jax.devices()[:count], ("full",), layouts):
+        for name, programs in profiles.wanted_curves(work, jax.devices()[:count], ("full",), get_args(LayoutName)):
             ends, forward = name.startswith("ends"), name.endswith("forward")
             if not ends and (not fused or count == 1):
                 continue
