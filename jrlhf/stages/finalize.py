@@ -98,6 +98,7 @@ def export(run: Run, config: Config, tokenizer: Tokenizer, model: Model, head: H
         eos_ids=tokenizer.eos_ids,
         pad_id=tokenizer.pad_id,
         bos_id=tokenizer.bos_id,
+        generation=None if origin is None else origin.generation,
     )
     if head == "scalar" and run.writes:
         settings = json.loads((run.path / name / "config.json").read_text(encoding="utf-8")) | {ENDS: "eos"}
