@@ -206,10 +206,10 @@ def _check(settings: dict[str, Any], path: Path) -> HeadKind:
 
 def _config(settings: dict[str, Any], tensors: dict[str, Tensor], directory: Path) -> LoRAConfig:
     """The adapter's settings. Its targets are those that the file has weights for: in adapter_config.json they may be a
-    pattern."""
+    pattern, and some of them excluded."""
     targets = {name.partition(".lora_")[0].rpartition(".")[2] for name in tensors if ".lora_" in name}
     named = settings.get("target_modules")
-    if isinstance(named, list):
+    if isinstance(named, list) and not settings.get("exclude_modules"):
         targets |= {str(module).rpartition(".")[2] for module in named}
     unknown = targets - set(PROJECTIONS)
     if unknown or not targets:

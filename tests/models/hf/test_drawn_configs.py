@@ -118,7 +118,7 @@ def test_drawn_configs(tmp_path):
 
 @pytest.mark.proof("configs")
 @pytest.mark.parametrize("part", range(PARTS))
-def test_many_drawn_configs(part, tmp_path, record_property):
+def test_many_drawn_configs(part, tmp_path):
     start = int(os.environ.get("PROOF_SEED", "0")) + part * CONFIGS
     outcomes = check_all(range(start, start + CONFIGS), tmp_path)
     assert outcomes["equal"] >= CONFIGS / 2 and outcomes["refused"] > 0, outcomes
@@ -131,7 +131,8 @@ def test_every_key_that_transformers_reads_is_known(family, tmp_path, monkeypatc
     config = next(config for config in map(draw, range(99)) if config.family == family and not config.refused)
     assert theirs(config, tmp_path / "model") is not None
     kind = type(transformers.AutoConfig.from_pretrained(tmp_path / "model"))
-    reads, original = set(), kind.__getattribute__
+    reads: set[str] = set()
+    original: Any = kind.__getattribute__
 
     def recorded(self: Any, key: str) -> Any:
         reads.add(key)
