@@ -353,6 +353,6 @@ def check_drawn(seed, base_directory, directory):
 @pytest.mark.proof("configs")
 @pytest.mark.parametrize("part", range(4))
 def test_drawn_settings_compute_what_peft_computes_or_are_refused(written, tmp_path, part):
-    start = int(os.environ.get("PROOF_SEED", "0")) + 20 * part
-    outcomes = Counter(check_drawn(seed, written / "base", tmp_path / str(seed)) for seed in range(start, start + 20))
-    assert outcomes["equal"] >= 5 and outcomes["neither"] < 8, outcomes
+    start = int(os.environ.get("PROOF_SEED", "0")) + 10 * part
+    outcomes = Counter(check_drawn(seed, written / "base", tmp_path / str(seed)) for seed in range(start, start + 10))
+    assert outcomes["equal"] >= 3 and outcomes["refused"] + outcomes["equal"] > outcomes["neither"], outcomes

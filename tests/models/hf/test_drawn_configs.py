@@ -26,7 +26,7 @@ transformers = pytest.importorskip("transformers", reason="the peer is transform
 torch.set_num_threads(1)
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # the peer's own
 TOKENS = np.random.default_rng(0).integers(0, VOCAB, (2, 14)).astype(np.int32)
-PARTS, CONFIGS = 8, 70  # tests of the proof, and configs of each
+PARTS, CONFIGS = 12, 42  # tests of the proof, and configs of each
 
 
 def ours(directory: Path) -> tuple[Any, Any, np.ndarray]:
