@@ -121,7 +121,7 @@ def test_drawn_configs(tmp_path):
 def test_many_drawn_configs(part, tmp_path):
     start = int(os.environ.get("PROOF_SEED", "0")) + part * CONFIGS
     outcomes = check_all(range(start, start + CONFIGS), tmp_path)
-    assert outcomes["equal"] >= CONFIGS / 2 and outcomes["refused"] > 0, outcomes
+    assert outcomes["equal"] >= CONFIGS / 2, outcomes
 
 
 @pytest.mark.full
