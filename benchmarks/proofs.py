@@ -26,7 +26,6 @@ PARTS = {
     "memory": "predicted against compiled memory, all programs of the matrix; runs whose models sleep",
     "kills": "runs killed at random moments and resumed to the same bits; every file of a checkpoint damaged",
     "families": "all families against transformers and PEFT, and through whole runs",
-    "configs": "random config.json and adapter_config.json files against transformers and PEFT",
     "processes": "runs of two processes against runs of one",
 }
 PACKAGES = ("jax", "flax", "optax", "numpy", "orbax-checkpoint")

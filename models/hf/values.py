@@ -57,8 +57,8 @@ def _digits(value: int | float) -> str:
 
 
 def object_at(settings: Json, key: str, absent: Json | None = None) -> dict[str, Any]:
-    """The object at a key; a copy of `absent` for null and where there is none."""
-    value = (absent or {}) if settings.get(key) is None else settings[key]
+    """The object at a key; a copy of `absent` for null, for false and where there is none."""
+    value = (absent or {}) if settings.get(key) in (None, False) else settings[key]
     if not isinstance(value, dict):
         raise ValueError(f"{key} {value!r} must be an object")
     return dict(value)

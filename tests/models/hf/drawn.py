@@ -60,7 +60,7 @@ NO_EFFECT: dict[str, list[Any]] = {
     "mlp_layer_types": [None],
     "vision_aspect_ratio": ["other"],
     "vision_feature_layer": [1],
-    "vision_feature_select_strategy": ["other"],
+    "vision_feature_select_strategy": ["default"],
     "kv_sharing_modes": [None],
     "attention_chunk_size": [None],
     "default_theta": [77.0],
@@ -213,8 +213,9 @@ def _windows(rng: random.Random, drawn: Drawn, layers: int, *, gemma: bool, qwen
     if rng.random() < (0.15 if family == "llama" else 0.45):
         types = rng.choice([[GLOBAL] * layers, [LOCAL] * layers, [rng.choice([LOCAL, GLOBAL]) for _ in range(layers)]])
         config["layer_types"] = types
-        if family == "mistral" and config.get("head_dim") is None:  # which it needs, as transformers makes it Ministral
-            config["head_dim"] = 8
+        if family == "mistral":  # transformers makes it Ministral, which needs a head_dim and a window
+            config["head_dim"] = config.get("head_dim") or 8
+            config["sliding_window"] = config.get("sliding_window") or 4
         windowed = config.get("sliding_window", 4096 if family == "mistral" else None) is not None
         if types and family in ("llama", "mistral"):
             if set(types) != {LOCAL if windowed and family == "mistral" else GLOBAL}:

@@ -350,7 +350,7 @@ def check_drawn(seed, base_directory, directory):
     return "equal"
 
 
-@pytest.mark.proof("configs")
+@pytest.mark.proof("families")
 @pytest.mark.parametrize("part", range(4))
 def test_drawn_settings_compute_what_peft_computes_or_are_refused(written, tmp_path, part):
     start = int(os.environ.get("PROOF_SEED", "0")) + 10 * part

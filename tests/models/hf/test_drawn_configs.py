@@ -116,7 +116,7 @@ def test_drawn_configs(tmp_path):
     assert check_all(range(14), tmp_path)["equal"] >= 7
 
 
-@pytest.mark.proof("configs")
+@pytest.mark.proof("families")
 @pytest.mark.parametrize("part", range(PARTS))
 def test_many_drawn_configs(part, tmp_path):
     start = int(os.environ.get("PROOF_SEED", "0")) + part * CONFIGS
