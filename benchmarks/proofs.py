@@ -27,6 +27,7 @@ PARTS = {
     "kills": "runs killed at random moments and resumed to the same bits; every file of a checkpoint damaged",
     "families": "all families against transformers and PEFT, and through whole runs",
     "processes": "runs of two processes against runs of one",
+    "numbers": "whole runs with numbers that float32 cannot bear: refused, counted or ended, never in weights",
 }
 PACKAGES = ("jax", "flax", "optax", "numpy", "orbax-checkpoint")
 
