@@ -47,8 +47,8 @@ def injection(draw, kind, root, user):
         there["reward"] = {"rewards": [{"name": "learned", "model": path}]}
         return there[kind], {2}, spoil(root / kind, draw)
     if kind in ("unfit", "huge"):
-        number, each = draw.choice(UNFIT if kind == "unfit" else HUGE), kind == "huge" or draw.random() < 0.5
-        function.write_text(FUNCTION.replace("NUMBER", f"float('{number}')").replace("EACH", str(each)))
+        number, all_rows = draw.choice(UNFIT if kind == "unfit" else HUGE), kind == "huge" or draw.random() < 0.5
+        function.write_text(FUNCTION.replace("NUMBER", f"float('{number}')").replace("EACH", str(all_rows)))
         on_failure = draw.choice([None, -1.0])
         code = 1 if kind == "huge" else 2 if on_failure is None else 0
         return {"rewards": [reward | {"on_failure": on_failure}]}, {code}, ["unfit"] if code == 2 else []
@@ -72,7 +72,7 @@ def refuse(word):
     "kind",
     [
         *(pytest.param(kind, marks=pytest.mark.full) for kind in ("actor", "huge")),
-        *(pytest.param(kind, marks=pytest.mark.proof("numbers")) for kind in KINDS),
+        *(pytest.param(kind, marks=pytest.mark.proof("kills")) for kind in KINDS),
     ],
 )
 def test_a_number_that_float32_cannot_bear(kind, tmp_path, settings, user, capsys):
