@@ -3,11 +3,15 @@
 import sys
 from collections.abc import Callable
 
-DONE, BAD_INPUT, PREEMPTED, INTERRUPTED = 0, 2, 75, 130  # 75: to be queued again; 130: as shells have it
+DONE, FAILED, BAD_INPUT, PREEMPTED, INTERRUPTED = 0, 1, 2, 75, 130  # 75: to be queued again; 130: as shells have it
 
 
 class UserError(Exception):
     """Bad input, in one sentence: what is wrong, its value, the remedy. The program prints it and exits with 2."""
+
+
+class NothingLearned(Exception):
+    """The run's updates do not reach the weights any more, as one sentence says, which ends it with 1."""
 
 
 class Preempted(Exception):
@@ -18,6 +22,8 @@ def report(error: BaseException) -> int | None:
     """Prints in a sentence why a command ended; returns its exit code, or None for a failure, which has a traceback."""
     if isinstance(error, UserError):
         sentence, code = f"error: {error}", BAD_INPUT
+    elif isinstance(error, NothingLearned):
+        sentence, code = f"error: {error}", FAILED
     elif isinstance(error, Preempted):
         sentence, code = f"{error}; go on with --resume", PREEMPTED
     elif isinstance(error, KeyboardInterrupt):
@@ -29,7 +35,7 @@ def report(error: BaseException) -> int | None:
 
 
 def exit_code(run: Callable[[], object]) -> int:
-    """Runs a command. Returns 0 done, 2 bad input, 75 preempted after saving, 130 interrupted; raises a failure."""
+    """Runs a command. Returns 0 done or what `report` returns; raises a failure."""
     try:
         run()
     except BaseException as error:

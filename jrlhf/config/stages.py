@@ -14,7 +14,8 @@ class OptimizerConfig(Section):
     """AdamW with a clipped global norm. One update is one step of the optimizer."""
 
     learning_rate: float = non_negative(1e-5)  # after the warm-up
-    warmup: int = natural(20)  # updates over which the learning rate rises linearly from 0
+    # Updates over which the learning rate rises linearly from 0; a tenth of the updates where there are not more.
+    warmup: int = natural(20)
     final: float = between(0.1, 0.0, 1.0)  # share of the learning rate at the end of its cosine decay; 1: no decay
     weight_decay: float = non_negative(0.01)  # as in AdamW, times the learning rate
     b1: float = checked(0.9, lambda value: 0 <= value < 1, "at least 0 and below 1")  # decay of the gradients' mean
@@ -24,7 +25,7 @@ class OptimizerConfig(Section):
 
     def duration(self, updates: int) -> tuple[int, int | None]:
         """Returns the numbers of updates over which the learning rate rises, and then falls (None: it stays)."""
-        warmup = min(self.warmup, updates)
+        warmup = self.warmup if self.warmup < updates else updates // 10
         return warmup, None if self.final == 1.0 else max(updates - warmup, 1)
 
 
@@ -33,7 +34,8 @@ class ActorOptimizerConfig(OptimizerConfig):
     """The actor's AdamW in reinforcement learning."""
 
     learning_rate: float = 1e-6  # after the warm-up
-    warmup: int = 10  # updates over which the learning rate rises linearly from 0
+    # Updates over which the learning rate rises linearly from 0; a tenth of the updates where there are not more.
+    warmup: int = 10
     final: float = 1.0  # share of the learning rate at the end of its cosine decay; 1: no decay
     weight_decay: float = 0.0  # as in AdamW, times the learning rate
 
@@ -53,6 +55,11 @@ class PairsStageConfig(OptimizerConfig):
     batch: int = count(64)  # rows, or pairs, per update
     eval_every: int = count(50)  # steps between evaluations on rows that are kept apart
     save_every: int = count(100)  # steps between checkpoints
+
+    @property
+    def updates(self) -> int:
+        """The number of updates of the stage."""
+        return self.steps
 
     def evaluates(self, step: int) -> bool:
         """True if held-out rows are evaluated after this step: the first, the last, and every `eval_every`-th."""
@@ -107,6 +114,15 @@ class RLStageConfig(Section):
     scores: ScoreConfig = ScoreConfig()  # changes a response's score before the algorithm sees it
 
     @property
+    def updates(self) -> int:
+        """The number of updates of each trained role in the stage."""
+        return self.iterations * self.algorithm.epochs * self.algorithm.minibatches
+
+    def optimizer_of(self, role: str) -> ActorOptimizerConfig:
+        """The optimizer of a trained role: the actor's, or the critics'."""
+        return self.actor
+
+    @property
     def samples(self) -> int:
         """The number of responses to each prompt."""
         return self.algorithm.samples if isinstance(self.algorithm, GRPOConfig) else 1
@@ -115,6 +131,9 @@ class RLStageConfig(Section):
 @dataclass(frozen=True)
 class PPOStageConfig(RLStageConfig):
     critic: CriticOptimizerConfig = CriticOptimizerConfig()
+
+    def optimizer_of(self, role: str) -> ActorOptimizerConfig:
+        return self.actor if role == "actor" else self.critic
 
 
 @dataclass(frozen=True)

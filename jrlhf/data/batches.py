@@ -36,6 +36,11 @@ def batch_indices(count: int, batch: int, step: int, seed: int) -> Int[np.ndarra
     return np.array([orders[epoch][position % count] for epoch, position in zip(epochs, positions, strict=True)])
 
 
+def epoch_of(count: int, batch: int, step: int) -> int:
+    """Returns the number of the epoch, from 0, in which batch number `step` of `batch_indices` begins."""
+    return step * batch // count
+
+
 def whole_batches(count: int, batch: int) -> Iterator[tuple[Int[np.ndarray, "B"], int]]:
     """Yields the rows of one batch after the other, and how many of them count: the last one is filled with others."""
     for start in range(0, count, batch):

@@ -1,5 +1,6 @@
 """The rewards of a run: models and functions, weighted and summed, each measured by its name."""
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -7,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -21,7 +22,7 @@ from jrlhf.meshes import gathered, transfer
 from jrlhf.meshes.graph import Kind as CallKind
 from jrlhf.ppo import Rollout, RunningMoments, ScoreConfig, shape_scores
 from jrlhf.rewards.combine import Combined, combine, named
-from jrlhf.rewards.functions import FunctionReward
+from jrlhf.rewards.functions import FunctionReward, RewardFailure
 from jrlhf.rewards.text_model import TextReward
 from jrlhf.rewards.types import Sample, Scored, to_samples, weighted_sum
 from jrlhf.roles.critic import Reward
@@ -54,6 +55,7 @@ class TokenPart:
     weight: float
     model: Model
     identity: str  # one word for its weights, wherever they are stored
+    on_failure: float | None  # the score in place of one that is not finite; None: the run ends
 
 
 Answers = Future[tuple[list[Sample], dict[str, Scored]]]  # a rollout as text, and the functions' scores by name
@@ -95,7 +97,10 @@ class Rewards:
         self._roles = {name: Reward(part.model, site) for name, part in token_parts.items()}
         weights = {name: part.weight for name, part in token_parts.items()}
         shape = partial(shape_scores, config=shaping, max_response=max_response)
-        self._combine = jax.jit(partial(combine, shape, kind, weights))
+        on_failure = {
+            name: math.nan if part.on_failure is None else part.on_failure for name, part in token_parts.items()
+        }
+        self._combine = jax.jit(partial(combine, shape, kind, weights, on_failure))
         self._metrics: Metrics = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rewards")
 
@@ -142,7 +147,8 @@ class Rewards:
         """Scores responses that nothing learns from: the baseline of other responses to the same prompts."""
 
         def note(combined: Combined, texts: Metrics) -> None:
-            failures = {name: number for name, number in texts.items() if "/failures" in name}
+            both = texts | combined.learned
+            failures = {name: number for name, number in both.items() if "/failures" in name}
             self._note(failures | named("critic/baseline", combined.extremes))
 
         return self._begin("score_baseline", rollout, prompts, note)
@@ -155,6 +161,16 @@ class Rewards:
     def metrics(self) -> Metrics:
         """Returns the metrics since the iteration began."""
         return dict(self._metrics)
+
+    def check(self, metrics: Mapping[str, Any]) -> None:
+        """Raises RewardFailure if metrics of an iteration count failures of a model that names no score for them."""
+        for name, part in self.token_parts.items():
+            if part.on_failure is None and (failures := metrics.get(f"{self._kind}/{name}/failures")):
+                called = f"{self._kind.removesuffix('s')} {name!r}"
+                raise RewardFailure(
+                    f"{called} gave {failures:.0f} responses a score that is not finite: use another adapter, or set "
+                    f"on_failure of {called} to a score for such responses"
+                )
 
     def score_texts(self, samples: Sequence[Sample], step: int = 0) -> tuple[Scored, dict[str, Scored]]:
         """Returns the weighted sum of the rewards that read text, outside of iterations, and each one's scores."""
@@ -200,12 +216,13 @@ class Rewards:
             scored = scored | self.clock.run("reward", self._ask, samples, step, on_device=True)
         total, parts = self._summed(samples, scored)
         metrics: Metrics = {key: x for name, part in parts.items() for key, x in part.metrics(name, self._kind).items()}
-        if total.token_scores is None:
-            return total.scores.astype(np.float32), metrics
-        scores = np.zeros((len(samples), self._max_response), np.float32)
-        for row, tokens in zip(scores, total.token_scores, strict=True):
-            row[: len(tokens)] = tokens
-        return scores, metrics
+        with np.errstate(over="ignore"):  # an infinite sum is counted, and its row teaches nothing
+            if total.token_scores is None:
+                return total.scores.astype(np.float32), metrics
+            scores = np.zeros((len(samples), self._max_response), np.float32)
+            for row, tokens in zip(scores, total.token_scores, strict=True):
+                row[: len(tokens)] = tokens
+            return scores, metrics
 
     def _ask(self, samples: Sequence[Sample], step: int, *, on_device: bool) -> dict[str, Scored]:
         parts = {name: part for name, part in self.text_parts.items() if part.on_device == on_device}
@@ -252,11 +269,12 @@ def open_rewards(
         places, tokens, texts = placement(role), dict[str, TokenPart](), dict[str, TextPart]()
         if own is not None:
             stored = places.store(own, donate=False)
-            tokens[TRAINED] = TokenPart(config.reward_model.weight, stored, own.fingerprint())
+            tokens[TRAINED] = TokenPart(config.reward_model.weight, stored, own.fingerprint(), on_failure=math.nan)
         for index, reward in enumerate(section):
             if reward.adapter is not None:
                 model = initial.reward_adapter(policy, reward.adapter, f"{kind}[{index}].adapter")
-                tokens[reward.name] = TokenPart(reward.weight, places.store(model), model.fingerprint())
+                identity = model.fingerprint()
+                tokens[reward.name] = TokenPart(reward.weight, places.store(model), identity, reward.on_failure)
             elif reward.model is not None:
                 key, usual = f"{kind}[{index}].model", data.max_prompt + data.max_response
                 model = initial.reward(reward.model, key)

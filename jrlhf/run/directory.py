@@ -78,7 +78,7 @@ class Run(Closing):
         if self.writes:
             append_jsonl(self.path / SAMPLES, samples)
 
-    def write(self, name: str, text: str) -> None:
+    def write(self, name: str, text: str | bytes) -> None:
         """Replaces a file of the directory."""
         if self.writes:
             write_atomic(self.path / name, text)

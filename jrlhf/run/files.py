@@ -2,6 +2,7 @@
 
 import errno
 import json
+import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -55,11 +56,36 @@ def check_writable(setting: str, path: Path) -> None:
         raise UserError(f"{setting} cannot be written in {parent}: choose another place")
 
 
+def to_json(record: Mapping[str, object], indent: int | None = None) -> bytes:
+    """Returns a record as a line of JSON; over several lines with `indent`.
+
+    JSON has no NaN and infinities: such a number is null, and the record's `"nonfinite"` says by its name which it was;
+    a number inside of others is named by all their keys, with dots between them.
+    """
+    nonfinite: dict[str, str] = {}
+
+    def finite(value: object, *keys: object) -> object:
+        if isinstance(value, Mapping):
+            return {key: finite(x, *keys, key) for key, x in value.items()}
+        if isinstance(value, list | tuple):
+            return [finite(x, *keys, index) for index, x in enumerate(value)]
+        if not isinstance(value, float) or math.isfinite(value):
+            return value
+        nonfinite[".".join(map(str, keys))] = str(float(value))
+        return None
+
+    numbers = {key: finite(value, key) for key, value in record.items()}
+    text = json.dumps(
+        numbers | ({"nonfinite": nonfinite} if nonfinite else {}), ensure_ascii=False, allow_nan=False, indent=indent
+    )
+    return f"{text}\n".encode("utf-8", "backslashreplace")
+
+
 def append_jsonl(path: Path | str, records: Iterable[Mapping[str, object]]) -> None:
-    """Appends one line of JSON for each record and waits until they are on disk. NaN and infinities are errors."""
-    lines = "".join(json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n" for record in records)
+    """Appends one line of JSON (`to_json`) for each record and waits until they are on disk."""
+    lines = b"".join(map(to_json, records))
     with open(path, "ab") as file:
-        file.write(lines.encode("utf-8", "backslashreplace"))
+        file.write(lines)
         file.flush()
         os.fsync(file.fileno())
 

@@ -1,7 +1,6 @@
 """Metrics of a run: metrics.jsonl, which plots and tests read, and the same as TensorBoard events."""
 
 import html
-import json
 import math
 import os
 import time
@@ -14,7 +13,7 @@ import numpy as np
 
 from jrlhf.run.console import clean
 from jrlhf.run.directory import SAMPLES
-from jrlhf.run.files import Closing, jsonl_lines, read_jsonl, write_atomic
+from jrlhf.run.files import Closing, jsonl_lines, read_jsonl, to_json, write_atomic
 
 if TYPE_CHECKING:
     from tensorboardX import SummaryWriter
@@ -26,8 +25,8 @@ Metrics = dict[str, float | int | bool]
 class MetricsLog(Closing):
     """Writes one line of JSON for each iteration, and the same numbers as TensorBoard scalars, one folder a stage.
 
-    A line is `{"stage": ..., "step": ..., metric: number, ...}`. JSON has no NaN and infinities: such a metric is null,
-    and `"nonfinite"` says which it was. Numbers of device arrays are written exactly.
+    A line is `{"stage": ..., "step": ..., metric: number, ...}`, as `to_json` writes it. Numbers of device arrays are
+    written exactly.
 
     A process that is killed loses no line for which `log` has returned. A machine that fails may lose the lines since
     the last `sync`.
@@ -51,17 +50,13 @@ class MetricsLog(Closing):
         numbers = {name: _number(name, value) for name, value in jax.device_get(dict(metrics)).items()}
         if self._file is None:
             return numbers
-        nonfinite = {name: str(number) for name, number in numbers.items() if not math.isfinite(number)}
-        record: dict[str, object] = {"stage": stage, "step": int(step), **numbers, **dict.fromkeys(nonfinite)}
-        if nonfinite:
-            record["nonfinite"] = nonfinite
-        self._file.write(json.dumps(record, allow_nan=False).encode() + b"\n")
+        self._file.write(to_json({"stage": stage, "step": int(step), **numbers}))
         self._file.flush()
         if time.monotonic() - self._synced > 1.0:
             self.sync()
         writer = self._writer(stage, step)
         for name, number in numbers.items():
-            if name not in nonfinite:
+            if math.isfinite(number):
                 writer.add_scalar(name, number, step)
         for kind in dict.fromkeys(sample.get("kind", "samples") for sample in samples):
             rows = [sample for sample in samples if sample.get("kind", "samples") == kind]

@@ -15,7 +15,17 @@ from jaxtyping import Array, Bool, Float, Int
 from jrlhf.algorithms.factory import RoleFactory
 from jrlhf.algorithms.registry import dataflow_identity, dataflow_of, graph_of
 from jrlhf.config.schema import Config
-from jrlhf.data.batches import Batch, batch_indices, key_for, pad_rows, put_prompts, put_rows, read_responses, row_keys
+from jrlhf.data.batches import (
+    Batch,
+    batch_indices,
+    epoch_of,
+    key_for,
+    pad_rows,
+    put_prompts,
+    put_rows,
+    read_responses,
+    row_keys,
+)
 from jrlhf.data.encode import Prompts
 from jrlhf.meshes import Graph, to_devices, to_host, transfer
 from jrlhf.ppo import (
@@ -102,6 +112,10 @@ def train_rl(context: Context, policy: Model, rewards: Rewards, costs: Rewards |
         metrics |= {} if roles.pool is None else roles.pool.metrics()
         metrics |= {} if costs is None else costs.metrics()
         metrics = jax.device_get(metrics)
+        for scored in (rewards, costs):
+            if scored is not None:
+                scored.check(metrics)
+        metrics["training/epoch"] = epoch_of(len(prompts.ids), section.rollout_batch // section.samples, draws)
         seconds = clock.take()
         metrics |= seconds | validated
         metrics |= throughput(metrics, len(batch.examples), context.mesh.size)

@@ -18,7 +18,16 @@ from safetensors.numpy import save_file
 
 from jrlhf.meshes import to_devices
 from jrlhf.models.config import ModelConfig
-from jrlhf.models.hf.files import DTYPES, Tensor, on_host, previous_export, read_header, read_object, replacing
+from jrlhf.models.hf.files import (
+    DTYPES,
+    NOT_FINITE,
+    Tensor,
+    on_host,
+    previous_export,
+    read_header,
+    read_object,
+    replacing,
+)
 from jrlhf.models.hf.values import is_one_of
 from jrlhf.models.lora import LoRAConfig, adapted, lora_shardings
 from jrlhf.models.params import PROJECTIONS, HeadKind, Params, WeightInfo, leaf_at, nested
@@ -109,7 +118,10 @@ def load_adapter(directory: str | os.PathLike[str], config: ModelConfig, mesh: M
             )
         if tensor.dtype not in DTYPES:
             raise ValueError(f"{directory / _WEIGHTS}: {name} is {tensor.dtype}: known are {', '.join(DTYPES)}")
-        return tensor.view().astype(np.float32)
+        array = tensor.view().astype(np.float32)
+        if not np.isfinite(array).all():
+            raise ValueError(f"{directory / _WEIGHTS} holds {name!r} with {NOT_FINITE}")
+        return array
 
     leaves: list[tuple[tuple[str, ...], np.ndarray]] = []
     for weight in adapted(config, lora):
