@@ -7,7 +7,6 @@ notice a flipped bit in an array file, so every leaf has a fingerprint, made on 
 import contextlib
 import errno
 import gc
-import hashlib
 import json
 import logging
 import shutil
@@ -27,7 +26,7 @@ from jaxtyping import Array, Shaped, UInt32
 
 from jrlhf.errors import UserError
 from jrlhf.meshes.offload import groups, is_on_host, onload
-from jrlhf.run.files import Closing
+from jrlhf.run.files import Closing, sha256
 from jrlhf.run.processes import any_process, from_main, is_main
 
 T = TypeVar("T")
@@ -72,7 +71,7 @@ class Checkpoints(Closing):
         leaves = _leaves(tree)
         description = {"meta": meta, "leaves": _kinds(leaves), "fingerprints": fingerprints(leaves)}
         content = json.dumps(description, allow_nan=False)
-        sealed = {"content": content, "sha256": _sha256(content)}
+        sealed = {"content": content, "sha256": sha256(content)}
         items = {_STATE: ocp.args.StandardSave(leaves), _META: ocp.args.JsonSave(sealed)}
         self._saving(lambda: self._manager.save(step, args=ocp.args.Composite(**items)))
 
@@ -185,13 +184,13 @@ def _restore(path: Path, target: Any, prefix: str = "") -> tuple[dict[str, Any],
     return description["meta"], jax.tree.unflatten(jax.tree.structure(target), restored.values())
 
 
-def _set_aside(path: Path) -> Path:
+def _set_aside(path: Path) -> str:
     """Renames a damaged checkpoint and returns its new path."""
     aside, number = path.with_name(f"damaged-{path.name}"), 1
     while aside.exists():
         number += 1
         aside = path.with_name(f"damaged-{path.name}-{number}")
-    return path.rename(aside)
+    return str(path.rename(aside))
 
 
 # --- Fingerprints ---
@@ -223,7 +222,7 @@ def _mesh(leaf: Any) -> Any:
 
 def fingerprint_of(tree: Any) -> str:
     """Returns a short word for a whole tree of arrays: equal trees have equal words, on any mesh."""
-    return _sha256(json.dumps(fingerprints(_leaves(tree)), sort_keys=True))[:16]
+    return sha256(json.dumps(fingerprints(_leaves(tree)), sort_keys=True))[:16]
 
 
 @jax.jit
@@ -283,13 +282,9 @@ def _kinds(leaves: dict[str, Any]) -> dict[str, str]:
 
 def _opened(sealed: dict[str, Any]) -> dict[str, Any]:
     """Checks and parses the description of a checkpoint."""
-    if _sha256(sealed["content"]) != sealed["sha256"]:
+    if sha256(sealed["content"]) != sealed["sha256"]:
         raise _Damaged("its description is not what was saved")
     return json.loads(sealed["content"])
-
-
-def _sha256(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 # --- Damage ---

@@ -1,11 +1,12 @@
 """Metrics of a run: metrics.jsonl, which plots and tests read, and the same as TensorBoard events."""
 
+import hashlib
 import html
 import json
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -94,19 +95,47 @@ class MetricsLog(Closing):
         return self._writers[stage]
 
 
-def truncate_after(run_dir: Path | str, stage: str, step: int) -> None:
-    """Drops the records of `stage` after `step` from metrics.jsonl and samples.jsonl; call it before opening the log.
+class StageRecords:
+    """The lines of a stage in metrics.jsonl and samples.jsonl. Its checkpoints record their number and a checksum.
 
-    A torn last line is dropped, too. Each file is replaced atomically, and only if it changes.
+    Drops the records of the stage after `step`; make it before opening the log. A torn last line is dropped, too. Each
+    file is replaced atomically, and only if it changes.
     """
-    for name in (METRICS, SAMPLES):
-        path = Path(run_dir) / name
-        if path.exists():
-            lines = jsonl_lines(path)
-            before = [line for line, record in lines if record.get("stage") != stage or record.get("step", 0) <= step]
-            text = b"".join(line + b"\n" for line in before)
-            if text != path.read_bytes():
+
+    def __init__(self, run_dir: Path | str, stage: str, step: int):
+        self._files: dict[
+            Path, tuple[int, int, Any]
+        ] = {}  # path -> bytes that were read, lines of the stage, their hash
+        for path in (Path(run_dir) / METRICS, Path(run_dir) / SAMPLES):
+            lines = [line for line, record in jsonl_lines(path) if not _is_after(record, stage, step)]
+            text = b"".join(line + b"\n" for line in lines)
+            if path.exists() and text != path.read_bytes():
                 write_atomic(path, text)
+            own = [line for line in lines if json.loads(line).get("stage") == stage]
+            self._files[path] = len(text), len(own), hashlib.sha256(b"".join(line + b"\n" for line in own))
+
+    def tally(self) -> dict[str, list[Any]]:
+        """Returns file -> (number of lines, checksum), with all lines that were appended since: the stage's own."""
+        for path, (size, count, digest) in self._files.items():
+            if path.exists():
+                with open(path, "rb") as file:
+                    file.seek(size)
+                    digest.update(text := file.read())
+                self._files[path] = size + len(text), count + text.count(b"\n"), digest
+        return {path.name: [count, digest.hexdigest()] for path, (_, count, digest) in self._files.items()}
+
+    def differences(self, saved: Mapping[str, Sequence[Any]]) -> Iterator[str]:
+        """Yields a sentence for each file that is not what it was when a checkpoint saved its tally."""
+        for name, (count, digest) in self.tally().items():
+            if name in saved and saved[name] != [count, digest]:
+                before = saved[name][0]
+                lost = f"{count} of {before} lines are left" if count < before else "lines were changed"
+                yield f"{name} is not what the run wrote ({lost}): its figures and the report tell what is left"
+
+
+def _is_after(record: Mapping[str, Any], stage: str, step: int) -> bool:
+    number = record.get("step", 0)
+    return record.get("stage") == stage and isinstance(number, int | float) and number > step
 
 
 def read_metrics(run_dir: Path | str) -> list[dict[str, Any]]:

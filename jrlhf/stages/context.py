@@ -16,6 +16,7 @@ from jrlhf.roles.placement import RolePlacement
 from jrlhf.roles.sampling import Sampler
 from jrlhf.run.console import Console
 from jrlhf.run.directory import Run
+from jrlhf.run.identity import Identity
 from jrlhf.run.preemption import PreemptionGuard
 from jrlhf.run.tracking import Wandb
 
@@ -32,6 +33,7 @@ class Context:
     run: Run
     console: Console
     preemption: PreemptionGuard
+    identity: Identity
     wandb: Wandb | None = None
     placements: Mapping[str, RolePlacement] = field(default_factory=dict)  # of the roles of reinforcement learning
 

@@ -20,7 +20,7 @@ from jrlhf.rewards.text_model import ENDS
 from jrlhf.roles.model import Model
 from jrlhf.roles.pretrained import describe
 from jrlhf.run.directory import SUMMARY, Run
-from jrlhf.run.metrics import read_metrics, truncate_after
+from jrlhf.run.metrics import StageRecords, read_metrics
 from jrlhf.run.processes import from_main
 from jrlhf.stages.context import Context
 from jrlhf.stages.evaluate import Graded, compare, grade_heldout
@@ -47,6 +47,7 @@ def finish(context: Context, outcome: Outcome) -> dict[str, Any]:
     from jrlhf.report import write_report  # draws with matplotlib, which takes long to load
 
     config, run, tokenizer = context.config, context.run, context.task.tokenizer
+    run.begin(context.console.line)
     with context.console.status("answering the held-out prompts"):
         after = grade_heldout(context, outcome.policy, outcome.rewards, outcome.costs)
     summary = from_main(partial(_summarise, context, outcome, after))
@@ -55,7 +56,7 @@ def finish(context: Context, outcome: Outcome) -> dict[str, Any]:
         if outcome.reward is not None:
             with jax.set_mesh(outcome.reward.mesh):
                 export(run, config, tokenizer, outcome.reward, head="scalar")
-    from_main(lambda: write_report(run.path))
+    from_main(lambda: str(write_report(run.path)))
     context.console.summary(summary, run.path)
     return summary
 
@@ -105,7 +106,7 @@ def export(run: Run, config: Config, tokenizer: Tokenizer, model: Model, head: H
 
 
 def _write_samples(context: Context, before: Graded, after: Graded | None) -> None:
-    truncate_after(context.run.path, "evaluation", -1)  # what an earlier end of this run wrote
+    StageRecords(context.run.path, "evaluation", -1)  # what an earlier end of this run wrote
     heldout = context.task.heldout
     assert heldout is not None
     samples = []

@@ -12,13 +12,14 @@ from jax.sharding import Mesh
 
 from jrlhf.errors import Preempted, UserError
 from jrlhf.run.checkpoints import Checkpoints, like
-from jrlhf.run.metrics import MetricsLog, truncate_after
+from jrlhf.run.metrics import MetricsLog, StageRecords
 from jrlhf.run.profiler import CompilationWatch, traced
 from jrlhf.stages.context import Context
 
 State = TypeVar("State")
 
 SAMPLES = "samples"  # the key of texts to be saved and shown, among the metrics of `advance`
+RECORDS = "records"  # the key of a checkpoint's `meta` for the tally of the files of records
 SETTLED = 2  # iterations after which nothing may compile any more
 
 
@@ -42,13 +43,20 @@ def run_stage(
     stop raises Preempted, with its state saved.
     """
     run, console = context.run, context.console
+    meta = context.identity.of_stage(meta)
     directory, keep = run.path / "checkpoints" / name, context.config.checkpoints.keep
     with Checkpoints(directory, keep=keep, tell=console.warn) as checkpoints:
-        start, state = _restore(checkpoints, name, init, context.mesh, dict(meta))
-        if run.writes:
-            truncate_after(run.path, name, start)
+        start, state, saved = _restore(checkpoints, name, init, context, meta)
+        records = StageRecords(run.path, name, start) if run.writes else None
+        for difference in () if records is None else records.differences(saved):
+            console.warn(difference)
         if start == steps:
             return state
+        run.begin(console.line)
+
+        def save(step: int, state: State) -> None:
+            checkpoints.save(step, state, {**meta, RECORDS: {} if records is None else records.tally()})
+
         with (
             MetricsLog(run.path, enabled=run.writes) as log,
             CompilationWatch() as compilations,
@@ -56,10 +64,11 @@ def run_stage(
             context.preemption.iterating(),
         ):
             for step in range(start, steps):
-                with deadline(context.config.deadline), _saved_on_error(checkpoints, state, step, dict(meta)):
+                with deadline(context.config.deadline), _saved_on_error(checkpoints, state, step, save):
                     compilations.take()  # saving compiles, too
                     state, metrics = traced(context.config, run.path, name, step + 1, partial(advance, state, step))
                     compiled, causes = compilations.take()
+                run.check_present()
                 samples = metrics.pop(SAMPLES, ())
                 metrics |= {"perf/compilations": len(compiled)} | memory(context.mesh)
                 if step - start >= SETTLED and compiled:
@@ -77,7 +86,7 @@ def run_stage(
                 stop = context.preemption.agreed()
                 if (step + 1) % save_every == 0 or step + 1 == steps or stop:
                     log.sync()
-                    checkpoints.save(step + 1, state, dict(meta))
+                    save(step + 1, state)
                 if stop:
                     checkpoints.wait()
                     raise Preempted(f"{name} stopped at step {step + 1} of {steps}; its state is saved")
@@ -104,35 +113,35 @@ def deadline(seconds: float) -> Iterator[None]:
 
 
 @contextmanager
-def _saved_on_error(checkpoints: Checkpoints, state: Any, step: int, meta: dict[str, str]) -> Iterator[None]:
+def _saved_on_error(checkpoints: Checkpoints, state: Any, step: int, save: Callable[..., None]) -> Iterator[None]:
     """Saves the state if the block ends with a UserError, such as a failed reward, before it used the state up."""
     try:
         yield
     except UserError:
         whole = not any(leaf.is_deleted() for leaf in jax.tree.leaves(state))
         if step > 0 and step not in checkpoints.steps and whole:
-            checkpoints.save(step, state, meta)
+            save(step, state)
             checkpoints.wait()
         raise
 
 
 def _restore(
-    checkpoints: Checkpoints, name: str, init: Callable[[], State], mesh: Mesh, meta: dict[str, str]
-) -> tuple[int, State]:
-    """The number of finished steps, and the state: of the newest good checkpoint, or 0 and a fresh state."""
+    checkpoints: Checkpoints, name: str, init: Callable[[], State], context: Context, meta: dict[str, str]
+) -> tuple[int, State, dict[str, Any]]:
+    """The number of finished steps, and the state: of the newest good checkpoint, or 0 and a fresh state.
+
+    And the tally of the records that were written by then.
+    """
     state = init()
     if not checkpoints.steps:
-        return 0, state
-    target = like(state, mesh)
+        return 0, state, {}
+    target = like(state, context.mesh)
     for leaf in jax.tree.leaves(state):  # only its shapes are needed: two states at a time may be one too many
         leaf.delete()
     restored = checkpoints.restore_latest(target)
     assert restored is not None, "there are steps, and a damaged last one raises"
     start, state, there = restored
-    for key in {**meta, **there}:
-        if there.get(key) != meta.get(key):
-            raise UserError(
-                f"the checkpoint of stage {name} was made with another {key} ({there.get(key)} there, "
-                f"{meta.get(key)} here): restore the earlier stages' checkpoints, or delete the run to start over"
-            )
-    return start, state
+    tally = there.pop(RECORDS, {})
+    for notice in context.identity.compare(context.run, name, there, meta):
+        context.console.line(notice)
+    return start, state, tally

@@ -16,6 +16,7 @@ from jrlhf.config.schema import ProfileConfig
 from jrlhf.errors import Preempted, UserError
 from jrlhf.meshes import make_mesh
 from jrlhf.run.directory import Run
+from jrlhf.run.identity import Identity
 from jrlhf.run.metrics import read_metrics
 from jrlhf.run.preemption import PreemptionGuard
 from jrlhf.stages.loop import run_stage
@@ -29,6 +30,7 @@ class Services:
     def __init__(self):
         self.warnings, self.entries = [], []
         self.warn, self.log = self.warnings.append, lambda *entry: self.entries.append(entry)
+        self.line = self.warn
 
     @contextlib.contextmanager
     def progress(self, *_, **__):
@@ -39,7 +41,7 @@ def context(path):
     checkpoints = SimpleNamespace(keep=2)
     config = SimpleNamespace(checkpoints=checkpoints, deadline=60.0, profile=ProfileConfig(), stages=("stage",))
     services = {"console": Services(), "wandb": Services(), "preemption": PreemptionGuard()}
-    return SimpleNamespace(run=Run(path), config=config, mesh=MESH, **services)
+    return SimpleNamespace(run=Run(path), config=config, mesh=MESH, identity=Identity(), **services)
 
 
 def init():
