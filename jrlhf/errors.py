@@ -1,6 +1,8 @@
 """The exceptions that users are meant to see, and how a command reports them."""
 
+import logging
 import sys
+import threading
 from collections.abc import Callable
 
 DONE, FAILED, BAD_INPUT, PREEMPTED, INTERRUPTED = 0, 1, 2, 75, 130  # 75: to be queued again; 130: as shells have it
@@ -24,6 +26,9 @@ def report(error: BaseException) -> int | None:
         sentence, code = f"error: {error}", BAD_INPUT
     elif isinstance(error, RunFailure):
         sentence, code = f"error: {error}", FAILED
+        # Threads that still write fail for the same reason; each would print a traceback of its own.
+        logging.disable()
+        threading.excepthook = sys.unraisablehook = lambda *_: None
     elif isinstance(error, Preempted):
         sentence, code = f"{error}; go on with --resume", PREEMPTED
     elif isinstance(error, KeyboardInterrupt):

@@ -11,7 +11,7 @@ import json
 import logging
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -45,6 +45,7 @@ class Checkpoints(Closing):
         self._directory, self._tell = Path(directory).absolute(), tell
         self._hooks = contextlib.ExitStack()
         self._hooks.enter_context(_unraisable(_LATE_REPORTS))
+        self._hooks.enter_context(_filtered(("absl",), lambda record: "orbax" not in record.pathname))  # it raises, too
         if is_main():
             # Left half written by a killed process. Orbax would remove it in the background, perhaps too late.
             for leftover in self._directory.glob("*.orbax-checkpoint-tmp*"):
@@ -343,19 +344,21 @@ def is_obstacle(error: Exception) -> bool:
 @contextlib.contextmanager
 def _muted() -> Iterator[None]:
     """Silences the loggers and hooks through which Orbax, TensorStore and asyncio report."""
-    loggers = [logging.getLogger(name) for name in ("absl", "asyncio")]
+    with _filtered(("absl", "asyncio"), lambda record: False), _unraisable(("",)):
+        yield
 
-    def nothing(record: logging.LogRecord) -> bool:
-        return False
 
+@contextlib.contextmanager
+def _filtered(names: Sequence[str], keep: Callable[[logging.LogRecord], bool]) -> Iterator[None]:
+    """Logs only the records that `keep` accepts, of the loggers with these names."""
+    loggers = [logging.getLogger(name) for name in names]
     for logger in loggers:
-        logger.addFilter(nothing)
+        logger.addFilter(keep)
     try:
-        with _unraisable(("",)):
-            yield
+        yield
     finally:
         for logger in loggers:
-            logger.removeFilter(nothing)
+            logger.removeFilter(keep)
 
 
 @contextlib.contextmanager

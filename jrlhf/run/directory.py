@@ -204,7 +204,11 @@ def _open(run: Run, config: Config, resume: bool) -> None:
 
 def _compare(path: Path, config: Config, resume: bool) -> str:
     """Returns a line on the settings that the config changes; refuses changes that define the results."""
-    refused, line = changes(path, (path / CONFIG).read_text(encoding="utf-8"), config)
+    try:
+        saved = (path / CONFIG).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path / CONFIG} is damaged ({error}): bring it back from a backup") from error
+    refused, line = changes(path, saved, config)
     if refused:
         more = f" and {len(refused) - 5} more" if len(refused) > 5 else ""
         remedy = "resume it with its own config" if resume else "give this run another name="

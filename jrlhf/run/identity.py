@@ -28,8 +28,10 @@ class Identity:
     accepts: bool = False
 
     def of_stage(self, words: Mapping[str, str]) -> dict[str, str]:
-        """Returns all words of a stage, for its checkpoints."""
-        return {_VERSION: "1", **self.words, **words}
+        """Returns all words of a stage, for its checkpoints; those of the modules of functions that it calls."""
+        functions = {key: key.removesuffix(MODULES) for key in self.words}
+        shared = {key: word for key, word in self.words.items() if functions[key] not in self.functions - {*words}}
+        return {_VERSION: "1", **shared, **words}
 
     def compare(self, run: Run, stage: str, there: Mapping[str, str], here: Mapping[str, str]) -> Iterator[str]:
         """Compares the words of a checkpoint with those of this process; refuses another input.

@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
@@ -16,9 +16,6 @@ import numpy as np
 from jrlhf.run.console import clean
 from jrlhf.run.directory import SAMPLES
 from jrlhf.run.files import Closing, jsonl_lines, read_jsonl, write_atomic
-
-if TYPE_CHECKING:
-    from tensorboardX import SummaryWriter
 
 METRICS, TENSORBOARD = "metrics.jsonl", "tensorboard"
 Metrics = dict[str, float | int | bool]
@@ -40,7 +37,7 @@ class MetricsLog(Closing):
         self._directory = Path(run_dir)
         self._file = open(self._directory / METRICS, "ab") if enabled else None
         self._synced = time.monotonic()
-        self._writers: dict[str, SummaryWriter] = {}
+        self._writers: dict[str, TensorBoardEvents] = {}
 
     def log(
         self, stage: str, step: int, metrics: Mapping[str, Any], samples: Sequence[Mapping[str, object]] = ()
@@ -60,14 +57,11 @@ class MetricsLog(Closing):
         self._file.flush()
         if time.monotonic() - self._synced > 1.0:
             self.sync()
-        writer = self._writer(stage, step)
-        for name, number in numbers.items():
-            if name not in nonfinite:
-                writer.add_scalar(name, number, step)
-        for kind in dict.fromkeys(sample.get("kind", "samples") for sample in samples):
-            rows = [sample for sample in samples if sample.get("kind", "samples") == kind]
-            writer.add_text(str(kind), markdown_table(rows), step)
-        writer.flush()
+        kinds = dict.fromkeys(sample.get("kind", "samples") for sample in samples)
+        rows = {kind: [sample for sample in samples if sample.get("kind", "samples") == kind] for kind in kinds}
+        finite = {name: number for name, number in numbers.items() if name not in nonfinite}
+        texts = {str(kind): markdown_table(table) for kind, table in rows.items()}
+        self._events(stage, step).add(int(step), finite, texts)
         return numbers
 
     def sync(self) -> None:
@@ -84,15 +78,40 @@ class MetricsLog(Closing):
             writer.close()
         self._writers.clear()
 
-    def _writer(self, stage: str, step: int) -> "SummaryWriter":
+    def _events(self, stage: str, step: int) -> "TensorBoardEvents":
         if stage not in self._writers:
-            from tensorboardX import SummaryWriter  # takes half a second to import
-
-            # TensorBoard forgets what an earlier process wrote at this step or later. The suffix keeps the writer from
-            # overwriting that process's file, whose name is otherwise the same within a second.
-            folder = str(self._directory / TENSORBOARD / stage)
-            self._writers[stage] = SummaryWriter(folder, purge_step=step, filename_suffix=f".{time.time_ns()}")
+            self._writers[stage] = TensorBoardEvents(self._directory / TENSORBOARD / stage, step)
         return self._writers[stage]
+
+
+class TensorBoardEvents(Closing):
+    """A TensorBoard file. tensorboardX's own `SummaryWriter` writes in a thread, which hangs the run on a full disk."""
+
+    def __init__(self, folder: Path, step: int):
+        from tensorboardX.event_file_writer import EventsWriter  # takes half a second to import
+
+        folder.mkdir(parents=True, exist_ok=True)
+        # The suffix keeps it from overwriting an earlier process's file, whose name is the same within a second.
+        self._writer = EventsWriter(str(folder / "events"), f".{time.time_ns()}")
+        # TensorBoard forgets what an earlier process wrote at this step or later.
+        self._write(step, session_log={"status": 1})
+
+    def add(self, step: int, scalars: Mapping[str, float], texts: Mapping[str, str]) -> None:
+        """Writes the values of a step; waits until the system has them."""
+        from tensorboardX.summary import scalar, text
+
+        summaries = [scalar(name, value) for name, value in scalars.items()]
+        for summary in [*summaries, *(text(name, value) for name, value in texts.items())]:
+            self._write(step, summary=summary)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+    def _write(self, step: int, **content: Any) -> None:
+        from tensorboardX.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
+
+        self._writer.write_event(Event(wall_time=time.time(), step=step, **content))
 
 
 class StageRecords:
@@ -106,12 +125,14 @@ class StageRecords:
         self._files: dict[
             Path, tuple[int, int, Any]
         ] = {}  # path -> bytes that were read, lines of the stage, their hash
-        for path in (Path(run_dir) / METRICS, Path(run_dir) / SAMPLES):
-            lines = [line for line, record in jsonl_lines(path) if not _is_after(record, stage, step)]
-            text = b"".join(line + b"\n" for line in lines)
+        paths = Path(run_dir) / METRICS, Path(run_dir) / SAMPLES
+        records = {path: list(jsonl_lines(path)) for path in paths}  # both are read before one is changed
+        for path in paths:
+            lines = [(line, record) for line, record in records[path] if not _is_after(record, stage, step)]
+            text = b"".join(line + b"\n" for line, _ in lines)
             if path.exists() and text != path.read_bytes():
                 write_atomic(path, text)
-            own = [line for line in lines if json.loads(line).get("stage") == stage]
+            own = [line for line, record in lines if record.get("stage") == stage]
             self._files[path] = len(text), len(own), hashlib.sha256(b"".join(line + b"\n" for line in own))
 
     def tally(self) -> dict[str, list[Any]]:

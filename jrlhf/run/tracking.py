@@ -99,7 +99,7 @@ def tracking(config: Config, run: Run, warn: Callable[[str], None]) -> Iterator[
     settings = {
         **{key: getattr(section, key) for key in ("project", "entity", "group", "mode")},
         "name": config.name,
-        "id": _identity(run, warn),
+        "id": run_id(run, warn),
         "resume": "allow",
         "dir": str(run.path),
         "config": yaml.safe_load(config_yaml(config)),
@@ -108,7 +108,7 @@ def tracking(config: Config, run: Run, warn: Callable[[str], None]) -> Iterator[
         yield wandb
 
 
-def _identity(run: Run, warn: Callable[[str], None]) -> str:
+def run_id(run: Run, warn: Callable[[str], None]) -> str:
     """Returns the id of the run in wandb: 8 random digits, and 8 that check them (older versions wrote none)."""
     path, first = run.path / IDENTITY, uuid.uuid4().hex[:8]
     if path.exists():
