@@ -16,9 +16,9 @@ from jrlhf.roles.placement import RolePlacement
 from jrlhf.roles.sampling import Sampler
 from jrlhf.run.console import Console
 from jrlhf.run.directory import Run
-from jrlhf.run.identity import Identity
 from jrlhf.run.preemption import PreemptionGuard
 from jrlhf.run.tracking import Wandb
+from jrlhf.stages.identity import Identity
 
 
 @dataclass(frozen=True)

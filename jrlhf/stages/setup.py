@@ -31,7 +31,7 @@ from jrlhf.planning.auto import auto_plan
 from jrlhf.planning.fit import check_memory
 from jrlhf.planning.plans import plan_of_config, plan_yaml, read_plan, refuse_cross_process
 from jrlhf.planning.workload import workload_of
-from jrlhf.rewards.functions import FunctionReward, RewardFailure
+from jrlhf.rewards.functions import MODULES, FunctionReward, RewardFailure
 from jrlhf.rewards.text_model import is_ours, reward_tokenizer
 from jrlhf.roles.model import Compute
 from jrlhf.roles.planned_placement import place_roles
@@ -48,11 +48,11 @@ from jrlhf.run.console import Console
 from jrlhf.run.devices import idle_accelerator, select
 from jrlhf.run.directory import PLAN, TOKENIZER, explained, open_run
 from jrlhf.run.files import seal, unsealed
-from jrlhf.run.identity import MODULES, Identity, note_failure, numbers
 from jrlhf.run.preemption import PreemptionGuard
 from jrlhf.run.processes import from_main, is_main, several
 from jrlhf.run.tracking import check_wandb, tracking
 from jrlhf.stages.context import Context
+from jrlhf.stages.identity import Identity, note_failure, numbers
 from jrlhf.tasks.arithmetic import task as arithmetic
 from jrlhf.tasks.docstrings import task as docstrings
 

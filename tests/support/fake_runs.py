@@ -33,11 +33,11 @@ from jrlhf.errors import Preempted, RunFailure, UserError
 from jrlhf.meshes import make_mesh
 from jrlhf.run.directory import explained, open_run
 from jrlhf.run.files import read_jsonl
-from jrlhf.run.identity import Identity
 from jrlhf.run.preemption import PreemptionGuard
 from jrlhf.run.tracking import run_id
 from jrlhf.stages import evaluate
 from jrlhf.stages.evaluate import Graded
+from jrlhf.stages.identity import Identity
 from jrlhf.stages.loop import SAMPLES, run_stage
 from tests.support.runs import digest
 

@@ -16,9 +16,9 @@ from jrlhf.config.schema import ProfileConfig
 from jrlhf.errors import Preempted, UserError
 from jrlhf.meshes import make_mesh
 from jrlhf.run.directory import Run
-from jrlhf.run.identity import Identity
 from jrlhf.run.metrics import read_metrics
 from jrlhf.run.preemption import PreemptionGuard
+from jrlhf.stages.identity import Identity
 from jrlhf.stages.loop import run_stage
 
 MESH = make_mesh(1, 8, 1)

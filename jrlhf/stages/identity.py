@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from jrlhf.errors import UserError
+from jrlhf.rewards.functions import MODULES
 from jrlhf.run.directory import Run
 from jrlhf.run.files import append_jsonl, read_jsonl
 
 FAILURES = "failures.jsonl"  # a file of the run: the reward functions that stopped it
-MODULES = " modules"  # ends the key of what a user's file imports
 _VERSION = "identity"  # a key that checkpoints of older versions lack
 
 
@@ -64,10 +64,8 @@ def numbers(name: str, section: Any) -> dict[str, str]:
 
     So a field that a later version adds does not change the words of a run that does not use it.
     """
-    values = {item.name: getattr(section, item.name) for item in fields(section)}
-    return {
-        f"{name}.{item.name}": str(values[item.name]) for item in fields(section) if values[item.name] != item.default
-    }
+    changed = {item.name: value for item in fields(section) if (value := getattr(section, item.name)) != item.default}
+    return {f"{name}.{key}": str(value) for key, value in changed.items()}
 
 
 def note_failure(run: Run, function: Mapping[str, str], message: str) -> None:
@@ -79,4 +77,5 @@ def note_failure(run: Run, function: Mapping[str, str], message: str) -> None:
 def _stopped(run: Path, function: str, there: Mapping[str, str]) -> bool:
     """Tests whether the function with which a checkpoint was made is one that has stopped the run."""
     keys = [key for key in (function, function + MODULES) if key in there]
-    return any(all(record.get(key) == there[key] for key in keys) for record in read_jsonl(run / FAILURES))
+    records = read_jsonl(run / FAILURES) if function in there else ()
+    return any(all(record.get(key) == there[key] for key in keys) for record in records)
