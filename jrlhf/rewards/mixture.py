@@ -174,7 +174,7 @@ class Rewards:
 
     def score_texts(self, samples: Sequence[Sample], step: int = 0) -> tuple[Scored, dict[str, Scored]]:
         """Returns the weighted sum of the rewards that read text, outside of iterations, and each one's scores."""
-        scored = from_main(lambda: self._ask(samples, step, on_device=False))
+        scored = _from_main(lambda: self._ask(samples, step, on_device=False))
         return self._summed(samples, scored | self._ask(samples, step, on_device=True))
 
     def _begin(
@@ -210,7 +210,7 @@ class Rewards:
     def _finish(self, answers: Answers, step: int) -> tuple[np.ndarray, Metrics]:
         """Waits for the functions and asks the models: the sum of rows or of tokens, and the metrics of all parts."""
         deadline = self.clock.deadline  # also of the processes that wait for the functions' scores
-        scored = self.clock.run("reward_wait", from_main, lambda: answers.result()[1], seconds=deadline)
+        scored = self.clock.run("reward_wait", _from_main, lambda: answers.result()[1], seconds=deadline)
         samples, _ = answers.result()
         if any(part.on_device for part in self.text_parts.values()):
             scored = scored | self.clock.run("reward", self._ask, samples, step, on_device=True)
@@ -239,6 +239,12 @@ class Rewards:
         for name, number in metrics.items():
             counted = "/failures" in name and name in self._metrics
             self._metrics[name] = self._metrics[name] + number if counted else number
+
+
+def _from_main(ask: Callable[[], dict[str, Scored]], **options) -> dict[str, Scored]:
+    """Returns the functions' scores, which only process 0 has, in every process."""
+    scored = from_main(lambda: {name: vars(scores) for name, scores in ask().items()}, **options)
+    return {name: Scored.of(**values) for name, values in scored.items()}
 
 
 @contextmanager

@@ -52,6 +52,11 @@ class Scored:
     extras: Mapping[str, Float[np.ndarray, "B"]] = field(default_factory=dict)
     failures: Counter[str] = field(default_factory=Counter)
 
+    @classmethod
+    def of(cls, scores: Any, token_scores: Any, extras: Any, failures: Any) -> "Scored":
+        """Makes scores of their fields as JSON returns them (`jrlhf.run.files.decode`)."""
+        return cls(scores, None if token_scores is None else tuple(token_scores), extras, Counter(failures))
+
     def metrics(self, name: str, kind: str = "rewards") -> dict[str, float]:
         """Returns metrics `rewards/NAME/{mean,std}` (TRL's names), `.../EXTRA`, `.../failures[/KIND]`.
 

@@ -44,6 +44,7 @@ from jrlhf.rewards.mixture import Rewards
 from jrlhf.roles.initial import scalar_model
 from jrlhf.roles.model import Model
 from jrlhf.roles.placement import RolePlacement
+from jrlhf.run.checkpoints import fingerprint_of
 from jrlhf.stages.context import Context
 from jrlhf.stages.evaluate import validate
 from jrlhf.stages.loop import SAMPLES, run_stage
@@ -129,8 +130,7 @@ def train_rl(context: Context, policy: Model, rewards: Rewards, costs: Rewards |
         drawn = to_devices(np.int32(draws + rounds), everywhere)
         return RLState(roles.states, kl, rewards.moments, drawn, multiplier), metrics
 
-    meta = {"corpus": task.fingerprint} | identities
-    meta |= {} if (identity := dataflow_identity(config)) is None else {"dataflow": identity}
+    meta = {"corpus": task.fingerprint} | identities | dataflow_identity(config)
     meta |= {f"reward {reward}": digest for reward, digest in rewards.identities.items()}
     meta |= {} if costs is None else {f"cost {cost}": digest for cost, digest in costs.identities.items()}
     state = run_stage(context, name, section.iterations, init, advance, save_every=section.save_every, meta=meta)
@@ -159,6 +159,8 @@ def initial_models(
         reference = initial.reference(policy)
         identities["reference"] = reference.fingerprint()
         models["reference"] = placement("reference").store(reference)
+    elif policy.base is not None:
+        identities["base"] = fingerprint_of(policy.base)
     if context.config.rl.algorithm.has_critic:
         models["critic"] = placement("critic").store(initial.critic(policy, rewards.trained))
         if "cost_critic" in graph.roles:
