@@ -39,7 +39,7 @@ class Run(Closing):
 
     def __init__(self, path: Path, *, writes: bool = True, notes: Sequence[str] = ()):
         self.path, self.writes, self.notes, self.changes, self._lock = path, writes, notes, list[str](), -1
-        self._pending: dict[str, str] | None = None  # what is to be written at the beginning
+        self._pending: dict[str, str | bytes] | None = None  # what is to be written at the beginning
 
     def lock(self) -> None:
         """Locks the directory. The lock lives as long as its file is open in this process."""
