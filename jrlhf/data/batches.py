@@ -13,6 +13,7 @@ from jaxtyping import Array, Int
 from jrlhf.data.tokenizer import Tokenizer
 from jrlhf.data.types import Example, Response
 from jrlhf.meshes import GENERATE, TRAIN, to_devices
+from jrlhf.ppo.types import Rollout
 
 
 @dataclass(frozen=True)
@@ -20,12 +21,14 @@ class Batch:
     """The prompts of an iteration: U prompts with `samples` rows each, B = U * samples; a prompt's rows are neighbours.
 
     examples, texts: the examples and their rendered texts, one for each row.
+    rollout: responses that were drawn ahead. None: the actor draws them when it is called.
     """
 
     arrays: tuple[Array, Array, Array]  # on the mesh: tokens [U, P], lengths [U], row keys [B]
     examples: Sequence[Example]
     texts: Sequence[str]
     step: int
+    rollout: Rollout | None = None
 
 
 def batch_indices(count: int, batch: int, step: int, seed: int) -> Int[np.ndarray, "B"]:

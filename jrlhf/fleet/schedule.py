@@ -1,4 +1,4 @@
-"""The rules of an asynchronous run, as pure functions of counts and of virtual times. The simulator and a run share them.
+"""The rules of an asynchronous run, as pure functions of counts and of virtual times; the simulator shares them.
 
 A group is the responses to one prompt. Version v of the weights is the one after v updates. Times are virtual: a decode
 step of the rollout side takes 1. So nothing here depends on how fast the hardware is.
@@ -18,7 +18,7 @@ class Rules:
 
     batch: int
     staleness: int
-    update: float
+    update: int
 
 
 def may_start(rules: Rules, started: int, version: int) -> bool:
@@ -31,7 +31,7 @@ def may_start(rules: Rules, started: int, version: int) -> bool:
     return started < rules.batch * (version + rules.staleness + 1)
 
 
-def first_batch(complete: Sequence[tuple[float, int]], rules: Rules) -> tuple[float, list[int]] | None:
+def first_batch(complete: Sequence[tuple[int, int]], rules: Rules) -> tuple[int, list[int]] | None:
     """The time at which the next batch is complete, and the numbers of its groups, rising. None: too few are complete.
 
     complete: (time of completion, number) of the groups that wait. Those that were completed first form the batch; of

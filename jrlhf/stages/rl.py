@@ -17,6 +17,8 @@ from jrlhf.algorithms.registry import dataflow_identity, dataflow_of, graph_of
 from jrlhf.config.schema import Config
 from jrlhf.data.batches import Batch, batch_indices, key_for, pad_rows, put_prompts, put_rows, read_responses, row_keys
 from jrlhf.data.encode import Prompts
+from jrlhf.fleet.asynchronous import open_fleet
+from jrlhf.fleet.slices import FleetState
 from jrlhf.meshes import Graph, to_devices, to_host, transfer
 from jrlhf.ppo import (
     Experience,
@@ -53,6 +55,7 @@ class RLState:
     moments: RunningMoments  # of the scores so far
     draws: Int[Array, ""]  # batches of prompts drawn so far
     multiplier: MultiplierState | None = None  # of Safe RLHF
+    fleet: FleetState | None = None  # of asynchronous rollouts
 
 
 def train_rl(context: Context, policy: Model, rewards: Rewards, costs: Rewards | None = None) -> Model:
@@ -67,6 +70,9 @@ def train_rl(context: Context, policy: Model, rewards: Rewards, costs: Rewards |
     generating, updating = built.actor.placement["generate"].mesh, built.actor.placement["update"].mesh
     arithmetic = context.placement("arithmetic").home.mesh
     everywhere = NamedSharding(arithmetic, P())
+    fleet = None
+    if section.asynchronous is not None:
+        fleet = open_fleet(built.actor, section, context.sampling, config, partial(take_batch, context, prompts))
     utilisation = utilisation_of(graph, models, algorithm, context.placement, context.compute)
     measure = jax.jit(partial(_measure, algorithm, section.rollout_batch, section.samples))
 
@@ -74,7 +80,7 @@ def train_rl(context: Context, policy: Model, rewards: Rewards, costs: Rewards |
         start = KLState(jnp.asarray(algorithm.kl_coef, jnp.float32)), RunningMoments.create(), jnp.zeros((), jnp.int32)
         multiplier = MultiplierState.create(algorithm) if isinstance(algorithm, SafeRLHFConfig) else None
         trained = {role: built.trained[role].create(models[role].params) for role in built.trained}
-        state = RLState(trained, *to_devices((*start, multiplier), everywhere))
+        state = RLState(trained, *to_devices((*start, multiplier), everywhere), None if fleet is None else fleet.state)
         return replace(state, moments=transfer(state.moments, rewards.placement["score"].mesh))
 
     def advance(state: RLState, step: int) -> tuple[RLState, dict[str, Any]]:
@@ -86,13 +92,19 @@ def train_rl(context: Context, policy: Model, rewards: Rewards, costs: Rewards |
         if validation is not None and validation.every is not None and step % validation.every == 0:
             validated, samples = validate(context, roles.actor.model, rewards, step, clock)
         values: dict[str, Any] = {"kl_coef": kl_coef}
-        if roles.pool is None:
+        if fleet is not None:
+            assert state.fleet is not None
+            fleet.start(state.fleet, roles.actor)
+            values["prompts"] = clock.run("gen", fleet.collect, draws)
+        elif roles.pool is None:
             values["prompts"] = take_batch(context, prompts, generating, draws)
         experience, metrics = dataflow(**roles.arguments(dataflow), **values)
         if roles.pool is None:
             batch, raw, rounds = values["prompts"], rewards.raw, 1
         else:
             batch, raw, rounds = roles.pool.prompts, roles.pool.raw, roles.pool.draws - draws
+        if fleet is not None:
+            metrics |= clock.run("gen", fleet.publish, roles.actor)
         multiplier = None if roles.constraint is None else roles.constraint.state
         with jax.set_mesh(arithmetic):
             measured, kl, learned = measure(experience, state.kl)
@@ -113,7 +125,8 @@ def train_rl(context: Context, policy: Model, rewards: Rewards, costs: Rewards |
         metrics |= watch(context, batch, replace(experience, **read), raw)
         metrics[SAMPLES] += samples
         drawn = to_devices(np.int32(draws + rounds), everywhere)
-        return RLState(roles.states, kl, rewards.moments, drawn, multiplier), metrics
+        drawing = None if fleet is None else fleet.state
+        return RLState(roles.states, kl, rewards.moments, drawn, multiplier, drawing), metrics
 
     meta = {"corpus": task.fingerprint} | identities
     meta |= {} if (identity := dataflow_identity(config)) is None else {"dataflow": identity}

@@ -1,0 +1,247 @@
+"""Rollouts on a slice of this process's devices, which go on while other devices train. Ordered by the virtual clock.
+
+The program hands each chunk to the rollouts' devices while the trainer's devices still compute the update: JAX does not
+wait for either. Which chunks come before which update is decided by counts alone, so a run has the same bits on any
+hardware, and again after a kill.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Bool, Float, Int
+
+from jrlhf.fleet.identity import Identity, differences, drawing_identity
+from jrlhf.fleet.schedule import Rules, first_batch, may_start
+from jrlhf.meshes import to_devices, to_host
+from jrlhf.models.generation.chunks import Slots
+from jrlhf.models.generation.continuous import ContinuousBatch, Decoding, Prompt, Weights
+
+OnNewWeights = Literal["keep_cache", "prefill_again", "finish"]
+FREE = -1  # a place in `Started` without a group
+NEVER = np.iinfo(np.int32).max  # the time of completion of a group that is not complete
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Started:
+    """The groups that have started and were not learned from: Q places for groups of S rows with up to R tokens."""
+
+    number: Any  # [Q]: of the group, or FREE
+    time: Any  # [Q]: at which it was complete, or NEVER
+    tokens: Any  # [Q, S, R]
+    logprobs: Any  # [Q, S, R]
+    versions: Any  # [Q, S, R]: of the weights that drew each token
+    lengths: Any  # [Q, S]
+    finished: Any  # [Q, S]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Times:
+    """Counts and virtual times, in decode steps."""
+
+    groups: Any  # that have started so far
+    version: Any  # of the weights that draw
+    rollouts: Any  # time of the side that draws
+    trainer: Any  # time of the side that learns
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class FleetState:
+    """All that a resumed run needs: the slots that decode, the groups that started, the clock."""
+
+    decoding: Decoding
+    started: Started
+    times: Times
+
+
+class WrongWeights(Exception):
+    """The weights that draw are not those that the trainer made."""
+
+
+class Collected(NamedTuple):
+    """A batch of groups, in the order of their numbers: B = groups * S rows."""
+
+    numbers: Int[np.ndarray, "U"]
+    tokens: Int[np.ndarray, "B R"]
+    logprobs: Float[np.ndarray, "B R"]
+    versions: Int[np.ndarray, "B R"]
+    lengths: Int[np.ndarray, "B"]
+    finished: Bool[np.ndarray, "B"]
+
+
+class SliceFleet:
+    """Draws groups by the rules of an asynchronous run. Mutable; `state` and `start` save and restore it.
+
+    prompt_of: number of a group -> its prompt.
+    """
+
+    def __init__(
+        self,
+        batch: ContinuousBatch,
+        mesh: Mesh,
+        rules: Rules,
+        on_new_weights: OnNewWeights,
+        prompt_of: Callable[[int], Prompt],
+        *,
+        samples: int,
+        limit: int,
+    ):
+        self._batch, self.mesh, self._rules, self._prompt_of = batch, mesh, rules, prompt_of
+        self._on_new_weights, self._samples = on_new_weights, samples
+        places = rules.batch * (rules.staleness + 1)  # no more groups than that are ever under way: `may_start`
+        rows = (places, samples)
+        self._started = Started(
+            number=np.full(places, FREE, np.int32),
+            time=np.full(places, NEVER, np.int32),
+            tokens=np.zeros((*rows, limit), np.int32),
+            logprobs=np.zeros((*rows, limit), np.float32),
+            versions=np.zeros((*rows, limit), np.int32),
+            lengths=np.zeros(rows, np.int32),
+            finished=np.zeros(rows, bool),
+        )
+        self._times = Times(0, 0, 0, 0)
+        self._weights: Weights | None = None
+        self._expected: Identity = {}
+        self._proofs: list[tuple[int, Identity, Identity]] = []  # version, identity of what draws, what it must be
+        self._ready = 0  # time at which the batch in training was complete
+        self._waits = {"trainer": 0, "rollouts": 0}
+
+    # ---- what a run keeps
+
+    @property
+    def state(self) -> FleetState:
+        """The state as arrays on the rollouts' devices, which the next chunk uses up."""
+        host = self._batch.state.owner, self._batch.state.drawn, self._started, jax.tree.map(np.int32, self._times)
+        owner, drawn, started, times = to_devices(host, NamedSharding(self.mesh, P()))
+        decoding = replace(self._batch.state, owner=owner, drawn=drawn)
+        return FleetState(_with_keys(decoding, jax.random.key_data), started, times)
+
+    @property
+    def started(self) -> bool:
+        """True if the fleet has weights."""
+        return self._weights is not None
+
+    def start(self, state: FleetState, weights: Weights, expected: Identity) -> None:
+        """Goes on from a state, with the weights of its version and their identity."""
+        host = to_host((state.decoding.owner, state.decoding.drawn, state.started, state.times))
+        owner, drawn, self._started, times = jax.tree.map(np.array, host)
+        decoding = replace(state.decoding, owner=owner, drawn=drawn)
+        self._batch.state, self._times = _with_keys(decoding, jax.random.wrap_key_data), jax.tree.map(int, times)
+        self._take(weights, expected)
+
+    @property
+    def version(self) -> int:
+        """The version of the weights that draw."""
+        return self._times.version
+
+    # ---- what an iteration does
+
+    def collect(self) -> Collected:
+        """Draws until the next batch is complete, and takes it out."""
+        while (batch := first_batch(self._complete(), self._rules)) is None:
+            self._advance(admit=True)
+        self._ready, numbers = batch
+        started = self._started
+        at = np.array([int(np.flatnonzero(started.number == number)[0]) for number in numbers])
+        fields = started.tokens, started.logprobs, started.versions, started.lengths, started.finished
+        rows = (field[at].reshape(len(at) * self._samples, *field.shape[2:]) for field in fields)
+        collected = Collected(np.array(numbers), *rows)
+        started.number[at], started.time[at] = FREE, NEVER
+        self._check()
+        return collected
+
+    def publish(self, weights: Weights, expected: Identity) -> None:
+        """Draws as long as the update takes, and then takes the new weights.
+
+        expected: the identity of these weights, as the trainer computes it from its own. A batch that other weights may
+        have drawn is not given out: the next `collect` raises WrongWeights.
+        """
+        times, on_new_weights = self._times, self._on_new_weights
+        start = max(times.trainer, self._ready)
+        end = start + self._rules.update
+        self._waits = {"trainer": start - times.trainer, "rollouts": 0}
+        while self._times.rollouts < end and (len(self._batch.rows) or self._may_start()):
+            self._advance(admit=True)
+        while on_new_weights == "finish" and len(self._batch.rows):
+            self._advance(admit=False)
+        self._waits["rollouts"] = max(0, end - self._times.rollouts)
+        self._prove()  # that nothing has changed them meanwhile
+        self._times = Times(self._times.groups, times.version + 1, max(self._times.rollouts, end), end)
+        self._take(weights, expected)
+        if on_new_weights == "prefill_again" and len(self._batch.rows):
+            self._batch.prefill_again(weights, self._prompt_of)
+
+    def metrics(self) -> dict[str, float]:
+        """How long each side waited for the other in the last iteration, in decode steps, and what is under way."""
+        waits = {f"async/{side}_wait": float(steps) for side, steps in self._waits.items()}
+        complete = int((self._started.time != NEVER).sum())
+        return waits | {"async/running_rows": float(len(self._batch.rows)), "async/waiting_groups": float(complete)}
+
+    # ---- identity
+
+    def _take(self, weights: Weights, expected: Identity) -> None:
+        self._weights, self._expected = weights, expected
+        self._prove()
+
+    def _prove(self) -> None:
+        """Begins to compare the weights that draw with what they must be; `_check` waits for it."""
+        assert self._weights is not None
+        self._proofs.append((self._times.version, drawing_identity(self._weights[0]), self._expected))
+
+    def _check(self) -> None:
+        proofs, self._proofs = self._proofs, []
+        for version, *identities in proofs:
+            if wrong := differences(*to_host(identities)):
+                raise WrongWeights(
+                    f"the rollouts' weights of version {version} are not the trainer's: {len(wrong)} of "
+                    f"{len(self._expected)} differ, {wrong[0]} first; nothing was learned from what they drew"
+                )
+
+    # ---- between two chunks
+
+    def _complete(self) -> list[tuple[int, int]]:
+        started = self._started
+        return [(int(started.time[at]), int(started.number[at])) for at in np.flatnonzero(started.time != NEVER)]
+
+    def _may_start(self) -> bool:
+        return may_start(self._rules, self._times.groups, self._times.version)
+
+    def _advance(self, *, admit: bool) -> None:
+        """Fills the free slots, if it may, and decodes a chunk."""
+        assert self._weights is not None
+        prompts, started = [], self._started
+        while admit and len(prompts) < self._batch.room and self._may_start():
+            number = self._times.groups
+            at = int(np.flatnonzero(started.number == FREE)[0])
+            started.number[at], started.lengths[at] = number, 0
+            prompts.append(self._prompt_of(number))
+            self._times = replace(self._times, groups=number + 1)
+        if prompts:
+            self._batch.admit(self._weights, prompts)
+        progress = self._batch.decode(self._weights)
+        steps = max(row.end - row.start for row in progress)
+        self._times = replace(self._times, rollouts=self._times.rollouts + steps)
+        place = {int(number): at for at, number in enumerate(started.number) if number != FREE}
+        for row in progress:
+            number, sample = divmod(row.row, self._samples)
+            at = place[number], sample
+            started.versions[at][row.start : row.end] = self._times.version
+            if row.response is not None:
+                started.tokens[at], started.logprobs[at], started.finished[at] = row.response
+                started.lengths[at] = row.end
+                if started.lengths[place[number]].all():
+                    started.time[place[number]] = self._times.rollouts
+
+
+def _with_keys(decoding: Decoding, convert: Callable[[Array], Array]) -> Decoding:
+    """The same state with its PRNG keys as data, which a checkpoint can hold, or as keys again."""
+    slots = decoding.slots
+    rows = replace(slots.rows, keys=convert(slots.rows.keys))
+    return replace(decoding, slots=Slots(list(slots.caches), rows))
