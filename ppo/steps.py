@@ -142,6 +142,7 @@ def make_actor_step(
         actor/ptx_loss: the mean over the texts' tokens before its weight, with ptx_coef; and
         actor/initial_ratio_gap: mean |rho - 1| in the first minibatch, 0 up to rounding with recomputed log-probs;
         actor/skipped_updates: not applied because something was not finite, or no token of the minibatch counted;
+        actor/nonfinite_updates: those of them in which something was not finite;
         actor/stopped_updates: not applied because of `target_kl`, which a skipped one does not reach.
 
     Raises ValueError when first called with rows that do not divide into minibatches x micro_batches, with texts of
@@ -158,8 +159,9 @@ def make_critic_step(
     An update's loss is the mean over the minibatch's response tokens of `losses.value_loss`.
 
     Metrics: critic/vf_loss, critic/vf_clipfrac, critic/vpred_mean, critic/grad_norm as means over the updates that were
-    not skipped; critic/skipped_updates as in `make_actor_step`; and critic/vf_explained_var = 1 - Var(returns - values)
-    / (Var(returns) + 1e-5) of the values in the experience, i.e. before the update (verl's definition).
+    not skipped; critic/skipped_updates and critic/nonfinite_updates as in `make_actor_step`; and
+    critic/vf_explained_var = 1 - Var(returns - values) / (Var(returns) + 1e-5) of the values in the experience, i.e.
+    before the update (verl's definition).
     """
     return jax.jit(critic_update(value_fn, optimizer, config), donate_argnums=0)
 
@@ -232,9 +234,7 @@ def actor_update(
         state, run = run_updates(loss_fn, optimizer, config, state, rows, tuple(frozen), names, veto, weighted)
         metrics = {f"actor/{name}": value for name, value in run.means.items() if name != "ratio_gap"}
         metrics["actor/initial_ratio_gap"] = run.first["ratio_gap"]
-        metrics["actor/skipped_updates"] = run.skipped.astype(jnp.float32)
-        metrics["actor/stopped_updates"] = run.stopped.astype(jnp.float32)
-        return state, metrics
+        return state, metrics | {f"actor/{name}": count for name, count in run.counts.items()}
 
     return update
 
@@ -266,8 +266,8 @@ def critic_update(
         state, run = run_updates(loss_fn, optimizer, config, state, rows, frozen, names)
         metrics = {f"critic/{name}": value for name, value in run.means.items()}
         metrics["critic/vf_explained_var"] = 1 - unexplained / (masked_variance(returns, mask) + 1e-5)
-        metrics["critic/skipped_updates"] = run.skipped.astype(jnp.float32)
-        return state, metrics
+        counts = {f"critic/{name}": run.counts[name] for name in ("skipped_updates", "nonfinite_updates")}
+        return state, metrics | counts
 
     return update
 
