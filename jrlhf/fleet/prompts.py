@@ -1,8 +1,8 @@
 """The prompts of a run by the number of their group, and batches of groups that were drawn ahead."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -44,21 +44,26 @@ class PromptStream:
         stretch = self._stretch(batch)
         return Prompt(number, stretch.tokens[at], int(stretch.lengths[at]), stretch.keys[at])
 
-    def batch(self, collected: Collected, step: int, version: int) -> Batch:
+    def batch(self, collected: Collected, step: int, version: int, answers: Mapping[str, Any]) -> Batch:
         """The batch of groups that were drawn ahead, with their rollout. version: of the weights that draw now."""
         prompts = [self.prompt(int(number)) for number in collected.numbers]
         tokens, lengths = (np.stack([getattr(prompt, name) for prompt in prompts]) for name in ("tokens", "length"))
         tokens, lengths = put_prompts((tokens, lengths.astype(np.int32)), self._mesh, self._samples)
         keys = put_rows(jax.random.wrap_key_data(np.concatenate([prompt.keys for prompt in prompts])), self._mesh)
-        rows = [
-            (divmod(int(number), self._groups), sample)
-            for number in collected.numbers
-            for sample in range(self._samples)
-        ]
-        examples = [self._stretch(batch).examples[at * self._samples + sample] for (batch, at), sample in rows]
-        texts = [self._stretch(batch).texts[at * self._samples + sample] for (batch, at), sample in rows]
+        examples, texts = self.rows(collected)
         rollout = self._rollout(prompts, collected, version)
-        return Batch((tokens, lengths, keys), examples, texts, step, rollout)
+        return Batch((tokens, lengths, keys), examples, texts, step, rollout, answers)
+
+    def rows(self, collected: Collected) -> tuple[list[Example], list[str]]:
+        """The examples and their texts, one for each row."""
+        places = [divmod(int(number), self._groups) for number in collected.numbers]
+        rows = [(self._stretch(batch), at * self._samples + s) for batch, at in places for s in range(self._samples)]
+        return [own.examples[row] for own, row in rows], [own.texts[row] for own, row in rows]
+
+    def place(self, number: int) -> tuple[int, int]:
+        """The batch of a group, and the number of the group's first row in it."""
+        batch, at = divmod(number, self._groups)
+        return batch, at * self._samples
 
     def _read(self, number: int) -> _Stretch:
         batch = self._take(number)

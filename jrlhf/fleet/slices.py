@@ -46,6 +46,7 @@ class Times:
     """Counts and virtual times, in decode steps."""
 
     groups: Any  # that have started so far
+    spare: Any  # batches that were taken beyond one a version: dynamic sampling does not learn from all
     version: Any  # of the weights that draw
     rollouts: Any  # time of the side that draws
     trainer: Any  # time of the side that learns
@@ -79,7 +80,7 @@ class Collected(NamedTuple):
 class SliceFleet:
     """Draws groups by the rules of an asynchronous run. Mutable; `state` and `start` save and restore it.
 
-    prompt_of: number of a group -> its prompt.
+    prompt_of: number of a group -> its prompt. on_complete: is called with each group as soon as it is complete.
     """
 
     def __init__(
@@ -89,12 +90,13 @@ class SliceFleet:
         rules: Rules,
         on_new_weights: OnNewWeights,
         prompt_of: Callable[[int], Prompt],
+        on_complete: Callable[[Collected], None],
         *,
         samples: int,
         limit: int,
     ):
         self._batch, self.mesh, self._rules, self._prompt_of = batch, mesh, rules, prompt_of
-        self._on_new_weights, self._samples = on_new_weights, samples
+        self._on_new_weights, self._on_complete, self._samples = on_new_weights, on_complete, samples
         places = rules.batch * (rules.staleness + 1)  # no more groups than that are ever under way: `may_start`
         rows = (places, samples)
         self._started = Started(
@@ -106,7 +108,8 @@ class SliceFleet:
             lengths=np.zeros(rows, np.int32),
             finished=np.zeros(rows, bool),
         )
-        self._times = Times(0, 0, 0, 0)
+        self._times = Times(0, 0, 0, 0, 0)
+        self._taken = False  # a batch of this version
         self._weights: Weights | None = None
         self._expected: Identity = {}
         self._proofs: list[tuple[int, Identity, Identity]] = []  # version, identity of what draws, what it must be
@@ -135,6 +138,8 @@ class SliceFleet:
         decoding = replace(state.decoding, owner=owner, drawn=drawn)
         self._batch.state, self._times = _with_keys(decoding, jax.random.wrap_key_data), jax.tree.map(int, times)
         self._take(weights, expected)
+        for at in np.flatnonzero(self._started.time != NEVER):
+            self._on_complete(self._collected(np.array([at])))
 
     @property
     def version(self) -> int:
@@ -144,15 +149,15 @@ class SliceFleet:
     # ---- what an iteration does
 
     def collect(self) -> Collected:
-        """Draws until the next batch is complete, and takes it out."""
+        """Draws until the next batch is complete, and takes it out. An update may take several."""
+        self._times = replace(self._times, spare=self._times.spare + self._taken)
+        self._taken = True
         while (batch := first_batch(self._complete(), self._rules)) is None:
             self._advance(admit=True)
         self._ready, numbers = batch
         started = self._started
         at = np.array([int(np.flatnonzero(started.number == number)[0]) for number in numbers])
-        fields = started.tokens, started.logprobs, started.versions, started.lengths, started.finished
-        rows = (field[at].reshape(len(at) * self._samples, *field.shape[2:]) for field in fields)
-        collected = Collected(np.array(numbers), *rows)
+        collected = self._collected(at)
         started.number[at], started.time[at] = FREE, NEVER
         self._check()
         return collected
@@ -173,7 +178,8 @@ class SliceFleet:
             self._advance(admit=False)
         self._waits["rollouts"] = max(0, end - self._times.rollouts)
         self._prove()  # that nothing has changed them meanwhile
-        self._times = Times(self._times.groups, times.version + 1, max(self._times.rollouts, end), end)
+        rollouts, self._taken = max(self._times.rollouts, end), False
+        self._times = replace(self._times, version=times.version + 1, rollouts=rollouts, trainer=end)
         self._take(weights, expected)
         if on_new_weights == "prefill_again" and len(self._batch.rows):
             self._batch.prefill_again(weights, self._prompt_of)
@@ -206,12 +212,20 @@ class SliceFleet:
 
     # ---- between two chunks
 
+    def _collected(self, at: Int[np.ndarray, "U"]) -> Collected:
+        """The groups in these places."""
+        started = self._started
+        fields = started.tokens, started.logprobs, started.versions, started.lengths, started.finished
+        rows = (field[at].reshape(len(at) * self._samples, *field.shape[2:]) for field in fields)
+        return Collected(started.number[at], *rows)
+
     def _complete(self) -> list[tuple[int, int]]:
         started = self._started
         return [(int(started.time[at]), int(started.number[at])) for at in np.flatnonzero(started.time != NEVER)]
 
     def _may_start(self) -> bool:
-        return may_start(self._rules, self._times.groups, self._times.version)
+        times = self._times
+        return may_start(self._rules, times.groups - times.spare * self._rules.batch, times.version)
 
     def _advance(self, *, admit: bool) -> None:
         """Fills the free slots, if it may, and decodes a chunk."""
@@ -238,6 +252,7 @@ class SliceFleet:
                 started.lengths[at] = row.end
                 if started.lengths[place[number]].all():
                     started.time[place[number]] = self._times.rollouts
+                    self._on_complete(self._collected(np.array([place[number]])))
 
 
 def _with_keys(decoding: Decoding, convert: Callable[[Array], Array]) -> Decoding:

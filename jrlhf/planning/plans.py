@@ -156,6 +156,8 @@ def validate_plan(plan: Plan, config: Config, workload: Workload, devices: int) 
     for name, call in calls.items():
         _check_placement(f"{named} has {name}", workload, call, plan[name], devices)
         _check_rows(f"{named} has {name}", config, workload, call, plan[name])
+    if config.algorithm is not None and config.rl.asynchronous is not None:
+        _check_asynchronous(named, workload, plan, config.algorithm)
     for name, call in calls.items():
         mesh = plan[name].devices.count, plan[name].sizes
         if workload.on_base(call.role) and mesh != (devices, mesh_sizes(config.mesh, devices)):
@@ -164,21 +166,24 @@ def validate_plan(plan: Plan, config: Config, workload: Workload, devices: int) 
                 f"all {devices} in the config's mesh, which its roles share: put it there, or set plan=colocate"
             )
     refuse_partial_overlap(plan)
-    if config.algorithm is not None and config.rl.asynchronous is not None:
-        _check_apart(named, workload, plan, config.algorithm)
 
 
-def _check_apart(named: str, workload: Workload, plan: Plan, algorithm: str) -> None:
-    """Refuses a plan that draws where it computes anything else, for an asynchronous run."""
+def _check_asynchronous(named: str, workload: Workload, plan: Plan, algorithm: str) -> None:
+    """Refuses what rollouts on devices of their own cannot do."""
+    key = f"{algorithm}.asynchronous"
     drawing = [call.name for call in workload.calls if call.kind == "generate"]
+    if drawing != ["actor.generate"]:
+        raise UserError(
+            f"{key} draws each prompt's responses once and ahead, and {algorithm} calls {', '.join(drawing)}: leave "
+            "asynchronous out"
+        )
+    if workload.on_base("actor"):
+        raise UserError(f"{key} needs weights on devices of their own, and lora shares one base: leave one of them out")
     for call in workload.calls:
-        shared = [
-            name for name in drawing if name != call.name and plan[name].devices.overlaps(plan[call.name].devices)
-        ]
-        if shared:
+        if call.name not in drawing and plan[call.name].devices.overlaps(plan[drawing[0]].devices):
             raise UserError(
-                f"{named} has {shared[0]} and {call.name} on the same devices, and {algorithm}.asynchronous draws on "
-                "devices of its own: set plan=disaggregated, or leave asynchronous out"
+                f"{named} has {drawing[0]} and {call.name} on the same devices, and {key} draws on devices of its own: "
+                "set plan=disaggregated, or leave asynchronous out"
             )
 
 

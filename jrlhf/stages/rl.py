@@ -17,7 +17,7 @@ from jrlhf.algorithms.registry import dataflow_identity, dataflow_of, graph_of
 from jrlhf.config.schema import Config
 from jrlhf.data.batches import Batch, batch_indices, key_for, pad_rows, put_prompts, put_rows, read_responses, row_keys
 from jrlhf.data.encode import Prompts
-from jrlhf.fleet.asynchronous import open_fleet
+from jrlhf.fleet.asynchronous import AsynchronousRollouts
 from jrlhf.fleet.slices import FleetState
 from jrlhf.meshes import Graph, to_devices, to_host, transfer
 from jrlhf.ppo import (
@@ -66,13 +66,18 @@ def train_rl(context: Context, policy: Model, rewards: Rewards, costs: Rewards |
     graph, dataflow, prompts = graph_of(config), dataflow_of(config), task.prompts
     models, identities = initial_models(context, policy, rewards, graph)
     factory = RoleFactory(config, algorithm, context.compute, context.sampling, context.placement, clock)
-    built = factory.roles(graph, models, rewards, costs, partial(take_batch, context, prompts))
+    fleet = None
+
+    def draw(mesh: Mesh, number: int) -> Batch:
+        return take_batch(context, prompts, mesh, number) if fleet is None else fleet.collect(number)
+
+    built = factory.roles(graph, models, rewards, costs, draw)
     generating, updating = built.actor.placement["generate"].mesh, built.actor.placement["update"].mesh
     arithmetic = context.placement("arithmetic").home.mesh
     everywhere = NamedSharding(arithmetic, P())
-    fleet = None
     if section.asynchronous is not None:
-        fleet = open_fleet(built.actor, section, context.sampling, config, partial(take_batch, context, prompts))
+        take, scoring = partial(take_batch, context, prompts), [rewards, *([] if costs is None else [costs])]
+        fleet = AsynchronousRollouts(config, built.actor, context.sampling, task.tokenizer, take, scoring)
     utilisation = utilisation_of(graph, models, algorithm, context.placement, context.compute)
     measure = jax.jit(partial(_measure, algorithm, section.rollout_batch, section.samples))
 
@@ -95,16 +100,15 @@ def train_rl(context: Context, policy: Model, rewards: Rewards, costs: Rewards |
         if fleet is not None:
             assert state.fleet is not None
             fleet.start(state.fleet, roles.actor)
-            values["prompts"] = clock.run("gen", fleet.collect, draws)
-        elif roles.pool is None:
-            values["prompts"] = take_batch(context, prompts, generating, draws)
+        if roles.pool is None:
+            values["prompts"] = draw(generating, draws)
         experience, metrics = dataflow(**roles.arguments(dataflow), **values)
         if roles.pool is None:
             batch, raw, rounds = values["prompts"], rewards.raw, 1
         else:
             batch, raw, rounds = roles.pool.prompts, roles.pool.raw, roles.pool.draws - draws
         if fleet is not None:
-            metrics |= clock.run("gen", fleet.publish, roles.actor)
+            metrics |= fleet.publish(roles.actor)
         multiplier = None if roles.constraint is None else roles.constraint.state
         with jax.set_mesh(arithmetic):
             measured, kl, learned = measure(experience, state.kl)

@@ -136,7 +136,7 @@ def test_nothing_is_learned_from_what_wrong_weights_drew(versions):
             self.number = number
 
     def fleet() -> Any:
-        made: Any = SliceFleet(Batch(), mesh, Rules(2, 1, 1), "keep_cache", Numbered, samples=1, limit=1)  # type: ignore
+        made: Any = SliceFleet(Batch(), mesh, Rules(2, 1, 1), "keep_cache", Numbered, print, samples=1, limit=1)  # type: ignore
         made._take((old, {}), trained_identity(first, dtype=jnp.dtype(jnp.bfloat16)))
         return made
 

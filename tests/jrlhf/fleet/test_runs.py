@@ -1,6 +1,7 @@
 """Whole asynchronous runs: the same bits as the synchronous run, twice, and after a kill."""
 
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +26,12 @@ SETTINGS = (
 SECTION = "iterations=4", "rollout_batch=16", "save_every=1", "actor.learning_rate=0.01", "actor.warmup=0"
 ALGORITHMS = {
     "grpo": ("grpo.algorithm.samples=2",),
+    "dapo": ("dapo.algorithm.samples=2", "dapo.algorithm.max_rounds=3"),
     "ppo": ("ppo.critic.learning_rate=0.01", "ppo.critic.warmup=0"),
 }
 
 
-def config(directory: Path, name: str, algorithm: str = "grpo", **asynchronous: Any):
+def config(directory: Path, name: str, algorithm: str = "grpo", settings: Sequence[str] = (), **asynchronous: Any):
     options = [f"{algorithm}.asynchronous.{key}={value}" for key, value in asynchronous.items()]
     section = [f"{algorithm}.{setting}" for setting in SECTION]
     named = [f"run_dir={directory}", f"name={name}", f"stages=[sft, {algorithm}]"]
@@ -37,7 +39,7 @@ def config(directory: Path, name: str, algorithm: str = "grpo", **asynchronous: 
     text = Path("configs/arithmetic-grpo.yaml").read_text().partition("\ngrpo:")[0]
     file = directory / f"{name}.yaml"
     file.write_text(text + "\nevaluation: {prompts: 8}\n")
-    return load_config(str(file), [*SETTINGS, *named, *section, *ALGORITHMS[algorithm], *options])
+    return load_config(str(file), [*SETTINGS, *named, *section, *ALGORITHMS.get(algorithm, ()), *options, *settings])
 
 
 def run(config: Any, *, resume: bool = False) -> Path:
@@ -50,7 +52,9 @@ def learned(path: Path) -> list[dict[str, Any]]:
     return [{name: x for name, x in record.items() if not name.startswith("async/")} for record in timeless(path)]
 
 
-@pytest.mark.parametrize("algorithm", ["grpo", pytest.param("ppo", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "algorithm", ["grpo", *(pytest.param(name, marks=pytest.mark.full) for name in ("dapo", "ppo"))]
+)
 def test_with_staleness_0_the_run_is_the_synchronous_one_bit_for_bit(algorithm, tmp_path):
     paths = [
         run(config(tmp_path, "plain", algorithm)),
@@ -65,7 +69,7 @@ def test_with_staleness_0_the_run_is_the_synchronous_one_bit_for_bit(algorithm, 
 @pytest.mark.parametrize("on_new_weights", ["keep_cache", "prefill_again", "finish"])
 def test_a_run_that_goes_on_from_any_step_has_the_same_bits(on_new_weights, tmp_path):
     options = {"staleness": 2, "update_steps": 3, "on_new_weights": on_new_weights}
-    path = run(config(tmp_path, "whole", **options, **{}))
+    path = run(config(tmp_path, "whole", **options))
     expected = timeless(path), (path / "model" / "model.safetensors").read_bytes()
     assert [record["perf/compilations"] for record in read_metrics(path) if record["stage"] == "grpo"][2:] == [0, 0]
     shutil.rmtree(path / "model")
@@ -76,8 +80,13 @@ def test_a_run_that_goes_on_from_any_step_has_the_same_bits(on_new_weights, tmp_
             assert (timeless(path), (path / "model" / "model.safetensors").read_bytes()) == expected
 
 
-def test_rollouts_need_devices_of_their_own(tmp_path):
-    asynchronous = config(tmp_path, "colocated", staleness=1)
-    object.__setattr__(asynchronous, "plan", "colocate")
-    with pytest.raises(UserError, match="grpo.asynchronous draws on devices of its own: set plan=disaggregated"):
-        select_resources(asynchronous)
+def test_what_cannot_be_asynchronous_is_one_sentence(tmp_path):
+    for algorithm, settings, sentence in (
+        ("grpo", ["plan=colocate"], "on the same devices, and grpo.asynchronous draws on devices of its own"),
+        ("grpo", ["lora.rank=2"], "grpo.asynchronous needs weights on devices of their own, and lora shares one base"),
+        ("remax", [], "remax calls actor.generate, actor.generate_greedy: leave asynchronous out"),
+    ):
+        with pytest.raises(UserError, match=sentence):
+            select_resources(config(tmp_path, "refused", algorithm, settings, staleness=1))
+    with pytest.raises(UserError, match="grpo.asynchronous.staleness=-1: it must be at least 0"):
+        config(tmp_path, "negative", staleness=-1)
