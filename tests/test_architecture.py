@@ -19,6 +19,7 @@ ORDER = (
     ("tasks",),
     ("algorithms",),
     ("rewards",),
+    ("fleet",),
     ("roles",),
     ("planning",),
     ("data",),
