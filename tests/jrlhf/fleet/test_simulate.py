@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import pytest
 
+from benchmarks.staleness import PUBLISHED
 from jrlhf.fleet.predict import predict, summarise, token_versions, trade_off
 from jrlhf.fleet.schedule import Rules
 from jrlhf.fleet.simulate import DROPPED, Setting, lognormal, measured, simulate
@@ -144,6 +145,7 @@ def test_it_plays_what_steps_and_tokens_do(seed):
         assert [group.dropped for group in groups[:count]] == (trace.trained[:count] == DROPPED).tolist(), setting
         assert [group.tokens[0][0] for group in learned] == trace.drawn[trace.trained >= 0].tolist()
         rows, drew, tokens = token_versions(trace, trace.trained >= 0)
+        assert tokens.min() > 0
         simulated = [np.repeat(drew[rows == row], tokens[rows == row]).tolist() for row in range(rows.max() + 1)]
         assert simulated == [tokens for group in learned for tokens in group.tokens], setting
 
@@ -167,46 +169,9 @@ def test_shares_are_those_of_single_tokens():
     np.testing.assert_allclose(predicted.full_weight, [np.mean(np.array(part) <= 1) for part in quartiles], rtol=0.02)
 
 
-def maximum_over_mean(sigma: float, samples: int) -> float:
-    """E[longest of the samples] / E[length] of a lognormal, by integration."""
-    z = np.linspace(-9, 12, 20001)
-    density = np.exp(-(z**2) / 2) / math.sqrt(2 * math.pi)
-    below = np.cumsum(density) * (z[1] - z[0])
-    return float(np.sum(np.exp(sigma * z - sigma**2 / 2) * samples * below ** (samples - 1) * density) * (z[1] - z[0]))
-
-
-def sigma_for(ratio: float, samples: int) -> float:
-    low, high = 0.0, 3.0
-    for _ in range(40):
-        middle = (low + high) / 2
-        low, high = (middle, high) if maximum_over_mean(middle, samples) < ratio else (low, middle)
-    return low
-
-
-@pytest.mark.parametrize(
-    ("slots", "rows", "queue", "rho", "ratio"),
-    [
-        (120, 240, 2, 0.63, 1.42),
-        (240, 120, 2, 0.92, 1.43),
-        (128, 128, 2, 1.07, 1.44),
-        (240, 120, 1, 0.86, 1.42),
-        (120, 120, 1, 0.67, 1.42),
-        (128, 128, 1, 1.14, 1.45),
-    ],
-)
-def test_mean_staleness_of_published_runs(slots, rows, queue, rho, ratio):
-    """Applied Compute's closed form ("Staleness in fully asynchronous RL", 2026) at the parameters of its six runs.
-
-    C slots, B rows in a batch, the oldest groups dropped from a queue of q batches, rho = rate of rollouts over rate of
-    training, M = E[longest row of a group] / E[length].
-    """
-    samples, mean = 8, 300
-    lengths = lognormal(mean, sigma_for(ratio, samples))
-    rules = Rules(rows // samples, 0, rho * rows * mean / slots)
-    setting = Setting(rules, slots, samples, lengths, rule="drop_oldest", queue=queue, together=False)
-    flight = slots * ratio / (rows * max(rho, 1))
-    formula = flight + (rho if rho < 1 else (2 * queue + rho - 1) / (2 * rho))
-    assert abs(predict(setting, versions=400).group_age - formula) < 0.1
+@pytest.mark.parametrize("published", PUBLISHED, ids=str)
+def test_mean_staleness_in_closed_form(published):
+    assert abs(predict(published.setting, versions=400).group_age - published.formula) < 0.1
 
 
 @pytest.mark.parametrize("on_new_weights", ["finish", "keep_cache", "prefill_again"])
