@@ -58,6 +58,12 @@ class AsynchronousRollouts:
         """See `SliceFleet.state`."""
         return self._fleet.state
 
+    def fresh(self, actor: Actor) -> FleetState:
+        """The state before anything is drawn, with the actor's weights."""
+        weights, expected = _published(actor)
+        with jax.set_mesh(self._mesh):
+            return self._fleet.fresh(weights, expected)
+
     def start(self, state: FleetState, actor: Actor) -> None:
         """Goes on from a state, with the actor's weights. Later calls change nothing: the state is the fleet's own."""
         if not self._fleet.started:

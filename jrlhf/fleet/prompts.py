@@ -85,6 +85,7 @@ class PromptStream:
             tokens[row, response] = collected.tokens[row, :length]
             logprobs[row, response] = collected.logprobs[row, :length]
             versions[row, response] = collected.versions[row, :length]
-        arrays = tokens, starts, collected.lengths, logprobs, collected.finished
-        newest = to_devices(np.int32(version), NamedSharding(self._mesh, P()))
-        return Rollout(*put_rows(arrays, self._mesh), newest)
+        *arrays, versions = put_rows(
+            (tokens, starts, collected.lengths, logprobs, collected.finished, versions), self._mesh
+        )
+        return Rollout(*arrays, to_devices(np.int32(version), NamedSharding(self._mesh, P())), versions=versions)

@@ -1,4 +1,4 @@
-"""The rules of an asynchronous run, as pure functions of counts and of virtual times; the simulator shares them.
+"""The rules of an asynchronous run: pure functions of counts and of virtual times, shared by the simulator and a run.
 
 A group is the responses to one prompt. Version v of the weights is the one after v updates. Times are virtual: a decode
 step of the rollout side takes 1. So nothing here depends on how fast the hardware is.
@@ -6,32 +6,35 @@ step of the rollout side takes 1. So nothing here depends on how fast the hardwa
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from jaxtyping import Bool, Int
+
+OnNewWeights = Literal["finish", "keep_cache", "prefill_again"]
 
 
 @dataclass(frozen=True)
 class Rules:
     """batch: groups that one update learns from. staleness: versions by which a token may be older than the weights
-    that learn from it. update: time of one update, in decode steps."""
+    that learn from it; a fraction admits a part of a batch. update: time of one update, in decode steps."""
 
     batch: int
-    staleness: int
-    update: int
+    staleness: float
+    update: float
 
 
 def may_start(rules: Rules, started: int, version: int) -> bool:
     """True if one more group may start, after `started` others, while `version` draws.
 
     The capacity rule of AReaL (Fu et al. 2025, arXiv:2505.24298, eq. 3): a group may start if the groups before it fill
-    at most the batches up to version + staleness. It bounds the mean age of tokens, and the groups in the system; no
-    group is discarded. The age of single tokens is bounded by `fresh`.
+    at most the batches up to version + staleness. It bounds the groups in the system, and the mean age of groups, from
+    their first token on; no group is discarded. The age of single tokens is bounded by `fresh`.
     """
     return started < rules.batch * (version + rules.staleness + 1)
 
 
-def first_batch(complete: Sequence[tuple[int, int]], rules: Rules) -> tuple[int, list[int]] | None:
+def first_batch(complete: Sequence[tuple[float, int]], rules: Rules) -> tuple[float, list[int]] | None:
     """The time at which the next batch is complete, and the numbers of its groups, rising. None: too few are complete.
 
     complete: (time of completion, number) of the groups that wait. Those that were completed first form the batch; of
@@ -43,6 +46,19 @@ def first_batch(complete: Sequence[tuple[int, int]], rules: Rules) -> tuple[int,
     return batch[-1][0], sorted(number for _, number in batch)
 
 
-def fresh(versions: Int[np.ndarray, "B T"], version: int, staleness: int) -> Bool[np.ndarray, "B T"]:
+def may_swap(on_new_weights: OnNewWeights, running: int) -> bool:
+    """True if the rollout side may take new weights while this number of rows is running.
+
+    `keep_cache` (PipelineRL, arXiv:2509.19128) and `prefill_again` (AReaL) take them in the middle of rows, which go on
+    with the caches of older weights, or with caches that are computed again. `finish` waits until no row is running:
+    rows start as long as `may_start` admits them with the old weights, then all end. So no token is ever older than the
+    bound.
+    """
+    return on_new_weights != "finish" or running == 0
+
+
+def fresh(
+    versions: Int[np.ndarray, "*tokens"], version: int | Int[np.ndarray, "*tokens"], staleness: float
+) -> Bool[np.ndarray, "*tokens"]:
     """The tokens that may be learned from: those that weights drew which are at most `staleness` versions older."""
     return version - versions <= staleness

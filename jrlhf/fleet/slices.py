@@ -7,7 +7,7 @@ hardware, and again after a kill.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -16,12 +16,11 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
 from jrlhf.fleet.identity import Identity, differences, drawing_identity
-from jrlhf.fleet.schedule import Rules, first_batch, may_start
+from jrlhf.fleet.schedule import OnNewWeights, Rules, first_batch, may_start, may_swap
 from jrlhf.meshes import to_devices, to_host
 from jrlhf.models.generation.chunks import Slots
 from jrlhf.models.generation.continuous import ContinuousBatch, Decoding, Prompt, Weights
 
-OnNewWeights = Literal["keep_cache", "prefill_again", "finish"]
 FREE = -1  # a place in `Started` without a group
 NEVER = np.iinfo(np.int32).max  # the time of completion of a group that is not complete
 
@@ -48,6 +47,7 @@ class Times:
     groups: Any  # that have started so far
     spare: Any  # batches that were taken beyond one a version: dynamic sampling does not learn from all
     version: Any  # of the weights that draw
+    published: Any  # the newest version
     rollouts: Any  # time of the side that draws
     trainer: Any  # time of the side that learns
 
@@ -60,6 +60,7 @@ class FleetState:
     decoding: Decoding
     started: Started
     times: Times
+    weights: Any = None  # that draw, where they may be older than the trainer's, with their identity
 
 
 class WrongWeights(Exception):
@@ -108,36 +109,43 @@ class SliceFleet:
             lengths=np.zeros(rows, np.int32),
             finished=np.zeros(rows, bool),
         )
-        self._times = Times(0, 0, 0, 0, 0)
+        self._times = Times(0, 0, 0, 0, 0, 0)
         self._taken = False  # a batch of this version
+        self.started = False
         self._weights: Weights | None = None
         self._expected: Identity = {}
+        self._newest: tuple[Weights, Identity] | None = None  # published, and not taken yet
         self._proofs: list[tuple[int, Identity, Identity]] = []  # version, identity of what draws, what it must be
         self._ready = 0  # time at which the batch in training was complete
         self._waits = {"trainer": 0, "rollouts": 0}
 
     # ---- what a run keeps
 
+    def fresh(self, weights: Weights, expected: Identity) -> FleetState:
+        """The state before anything is drawn, with the first weights."""
+        self._weights, self._expected = weights, expected
+        return self.state
+
     @property
     def state(self) -> FleetState:
         """The state as arrays on the rollouts' devices, which the next chunk uses up."""
         host = self._batch.state.owner, self._batch.state.drawn, self._started, jax.tree.map(np.int32, self._times)
         owner, drawn, started, times = to_devices(host, NamedSharding(self.mesh, P()))
-        decoding = replace(self._batch.state, owner=owner, drawn=drawn)
-        return FleetState(_with_keys(decoding, jax.random.key_data), started, times)
-
-    @property
-    def started(self) -> bool:
-        """True if the fleet has weights."""
-        return self._weights is not None
+        decoding = _with_keys(replace(self._batch.state, owner=owner, drawn=drawn), jax.random.key_data)
+        lagging = self._on_new_weights == "finish"
+        return FleetState(decoding, started, times, (self._weights, self._expected) if lagging else None)
 
     def start(self, state: FleetState, weights: Weights, expected: Identity) -> None:
-        """Goes on from a state, with the weights of its version and their identity."""
+        """Goes on from a state, with the trainer's present weights and their identity."""
         host = to_host((state.decoding.owner, state.decoding.drawn, state.started, state.times))
         owner, drawn, self._started, times = jax.tree.map(np.array, host)
         decoding = replace(state.decoding, owner=owner, drawn=drawn)
         self._batch.state, self._times = _with_keys(decoding, jax.random.wrap_key_data), jax.tree.map(int, times)
+        if self._times.version < self._times.published:
+            self._newest = weights, expected
+            weights, expected = state.weights
         self._take(weights, expected)
+        self.started = True
         for at in np.flatnonzero(self._started.time != NEVER):
             self._on_complete(self._collected(np.array([at])))
 
@@ -153,7 +161,7 @@ class SliceFleet:
         self._times = replace(self._times, spare=self._times.spare + self._taken)
         self._taken = True
         while (batch := first_batch(self._complete(), self._rules)) is None:
-            self._advance(admit=True)
+            self._advance()
         self._ready, numbers = batch
         started = self._started
         at = np.array([int(np.flatnonzero(started.number == number)[0]) for number in numbers])
@@ -163,26 +171,21 @@ class SliceFleet:
         return collected
 
     def publish(self, weights: Weights, expected: Identity) -> None:
-        """Draws as long as the update takes, and then takes the new weights.
+        """Draws as long as the update takes, and then takes the new weights, as soon as they may be taken.
 
         expected: the identity of these weights, as the trainer computes it from its own. A batch that other weights may
         have drawn is not given out: the next `collect` raises WrongWeights.
         """
-        times, on_new_weights = self._times, self._on_new_weights
+        times, self._taken = self._times, False
         start = max(times.trainer, self._ready)
-        end = start + self._rules.update
-        self._waits = {"trainer": start - times.trainer, "rollouts": 0}
-        while self._times.rollouts < end and (len(self._batch.rows) or self._may_start()):
-            self._advance(admit=True)
-        while on_new_weights == "finish" and len(self._batch.rows):
-            self._advance(admit=False)
-        self._waits["rollouts"] = max(0, end - self._times.rollouts)
-        self._prove()  # that nothing has changed them meanwhile
-        rollouts, self._taken = max(self._times.rollouts, end), False
-        self._times = replace(self._times, version=times.version + 1, rollouts=rollouts, trainer=end)
-        self._take(weights, expected)
-        if on_new_weights == "prefill_again" and len(self._batch.rows):
-            self._batch.prefill_again(weights, self._prompt_of)
+        end = start + int(self._rules.update)
+        while self._times.rollouts < end and (self._may_swap or len(self._batch.rows) or self._may_start()):
+            self._advance()
+        drawn = self._times.rollouts
+        self._waits = {"trainer": start - times.trainer, "rollouts": max(0, end - drawn)}
+        self._times = replace(self._times, published=times.published + 1, rollouts=max(drawn, end), trainer=end)
+        self._newest = weights, expected
+        self._swap()
 
     def metrics(self) -> dict[str, float]:
         """How long each side waited for the other in the last iteration, in decode steps, and what is under way."""
@@ -227,11 +230,28 @@ class SliceFleet:
         times = self._times
         return may_start(self._rules, times.groups - times.spare * self._rules.batch, times.version)
 
-    def _advance(self, *, admit: bool) -> None:
-        """Fills the free slots, if it may, and decodes a chunk."""
+    @property
+    def _may_swap(self) -> bool:
+        return self._newest is not None and may_swap(self._on_new_weights, len(self._batch.rows))
+
+    def _swap(self) -> None:
+        """Takes the newest weights, if there are newer ones and they may be taken."""
+        if self._newest is None or not self._may_swap:
+            return
+        self._prove()  # that nothing has changed the old ones meanwhile
+        self._times = replace(self._times, version=self._times.published)
+        self._take(*self._newest)
+        self._newest = None
+        if self._on_new_weights == "prefill_again" and len(self._batch.rows):
+            assert self._weights is not None
+            self._batch.prefill_again(self._weights, self._prompt_of)
+
+    def _advance(self) -> None:
+        """Takes new weights, fills the free slots, where it may, and decodes a chunk."""
+        self._swap()
         assert self._weights is not None
         prompts, started = [], self._started
-        while admit and len(prompts) < self._batch.room and self._may_start():
+        while len(prompts) < self._batch.room and self._may_start():
             number = self._times.groups
             at = int(np.flatnonzero(started.number == FREE)[0])
             started.number[at], started.lengths[at] = number, 0

@@ -85,7 +85,8 @@ def train_rl(context: Context, policy: Model, rewards: Rewards, costs: Rewards |
         start = KLState(jnp.asarray(algorithm.kl_coef, jnp.float32)), RunningMoments.create(), jnp.zeros((), jnp.int32)
         multiplier = MultiplierState.create(algorithm) if isinstance(algorithm, SafeRLHFConfig) else None
         trained = {role: built.trained[role].create(models[role].params) for role in built.trained}
-        state = RLState(trained, *to_devices((*start, multiplier), everywhere), None if fleet is None else fleet.state)
+        drawing = None if fleet is None else fleet.fresh(built.actor.bind(trained["actor"]))
+        state = RLState(trained, *to_devices((*start, multiplier), everywhere), drawing)
         return replace(state, moments=transfer(state.moments, rewards.placement["score"].mesh))
 
     def advance(state: RLState, step: int) -> tuple[RLState, dict[str, Any]]:
@@ -143,7 +144,9 @@ def train_rl(context: Context, policy: Model, rewards: Rewards, costs: Rewards |
 
 def algorithm_of(config: Config) -> PolicyConfig:
     """The algorithm's settings, with those that the program fills in."""
-    algorithm = replace(config.rl.algorithm, seed=config.seed)
+    asynchronous = config.rl.asynchronous
+    staleness = None if asynchronous is None else asynchronous.staleness
+    algorithm = replace(config.rl.algorithm, seed=config.seed, staleness=staleness)
     if algorithm.aggregation == "constant" and algorithm.aggregation_divisor is None:
         return replace(algorithm, aggregation_divisor=config.data.max_response)
     return algorithm
