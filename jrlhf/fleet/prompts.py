@@ -5,6 +5,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -49,7 +50,7 @@ class PromptStream:
         prompts = [self.prompt(int(number)) for number in collected.numbers]
         tokens, lengths = (np.stack([getattr(prompt, name) for prompt in prompts]) for name in ("tokens", "length"))
         tokens, lengths = put_prompts((tokens, lengths.astype(np.int32)), self._mesh, self._samples)
-        keys = put_rows(jax.random.wrap_key_data(np.concatenate([prompt.keys for prompt in prompts])), self._mesh)
+        keys = put_rows(jax.random.wrap_key_data(jnp.concatenate([prompt.keys for prompt in prompts])), self._mesh)
         examples, texts = self.rows(collected)
         rollout = self._rollout(prompts, collected, version)
         return Batch((tokens, lengths, keys), examples, texts, step, rollout, answers)
@@ -74,8 +75,8 @@ class PromptStream:
 
     def _rollout(self, prompts: Sequence[Prompt], collected: Collected, version: int) -> Rollout:
         """Writes each response right after its prompt."""
-        (rows, limit), width = collected.tokens.shape, len(prompts[0].tokens)
-        tokens, starts = np.zeros((rows, width + limit), np.int32), np.zeros(rows, np.int32)
+        (count, limit), width = collected.tokens.shape, len(prompts[0].tokens)
+        tokens, starts = np.zeros((count, width + limit), np.int32), np.zeros(count, np.int32)
         logprobs, versions = np.zeros(tokens.shape, np.float32), np.zeros_like(tokens)
         for row, length in enumerate(collected.lengths):
             prompt = prompts[row // self._samples]
@@ -85,7 +86,7 @@ class PromptStream:
             tokens[row, response] = collected.tokens[row, :length]
             logprobs[row, response] = collected.logprobs[row, :length]
             versions[row, response] = collected.versions[row, :length]
-        *arrays, versions = put_rows(
-            (tokens, starts, collected.lengths, logprobs, collected.finished, versions), self._mesh
-        )
-        return Rollout(*arrays, to_devices(np.int32(version), NamedSharding(self._mesh, P())), versions=versions)
+        rows = tokens, starts, collected.lengths, logprobs, collected.finished, versions
+        tokens, starts, lengths, logprobs, finished, versions = put_rows(rows, self._mesh)
+        newest = to_devices(np.int32(version), NamedSharding(self._mesh, P()))
+        return Rollout(tokens, starts, lengths, logprobs, finished, newest, versions=versions)

@@ -97,8 +97,9 @@ class SliceFleet:
         limit: int,
     ):
         self._batch, self.mesh, self._rules, self._prompt_of = batch, mesh, rules, prompt_of
-        self._on_new_weights, self._on_complete, self._samples = on_new_weights, on_complete, samples
-        places = rules.batch * (rules.staleness + 1)  # no more groups than that are ever under way: `may_start`
+        self._on_new_weights: OnNewWeights = on_new_weights
+        self._on_complete, self._samples = on_complete, samples
+        places = int(rules.batch * (rules.staleness + 1))  # no more groups than that are ever under way: `may_start`
         rows = (places, samples)
         self._started = Started(
             number=np.full(places, FREE, np.int32),

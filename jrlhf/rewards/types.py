@@ -1,7 +1,7 @@
 """Samples, which rewards score, and scores."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -86,7 +86,7 @@ def joined(parts: Sequence[Scored], response_lengths: Sequence[int]) -> Scored:
     )
 
 
-def _by_token(scored: Scored, response_lengths: Sequence[int]) -> Sequence[Float[np.ndarray, "R"]]:
+def _by_token(scored: Scored, response_lengths: Iterable[int]) -> Sequence[Float[np.ndarray, "R"]]:
     """Returns the scores of each row's tokens; a score of a whole response is put on its last token."""
     if scored.token_scores is not None:
         return scored.token_scores

@@ -86,7 +86,7 @@ def train_rl(context: Context, policy: Model, rewards: Rewards, costs: Rewards |
         multiplier = MultiplierState.create(algorithm) if isinstance(algorithm, SafeRLHFConfig) else None
         trained = {role: built.trained[role].create(models[role].params) for role in built.trained}
         drawing = None if fleet is None else fleet.fresh(built.actor.bind(trained["actor"]))
-        state = RLState(trained, *to_devices((*start, multiplier), everywhere), drawing)
+        state = RLState(trained, *to_devices((*start, multiplier), everywhere), fleet=drawing)
         return replace(state, moments=transfer(state.moments, rewards.placement["score"].mesh))
 
     def advance(state: RLState, step: int) -> tuple[RLState, dict[str, Any]]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Bool, Float, Int
@@ -138,7 +139,7 @@ class ContinuousBatch:
         groups, width = [], self._width + self._limit
         for first in range(0, len(state.owner), self._own):
             slots = first + np.flatnonzero(state.owner[first : first + self._own] != EMPTY)
-            groups.append([(slot - first, self._whole(prompt_of, slot, drawn[slot])) for slot in slots])
+            groups.append([(slot - first, self._whole(prompt_of, int(slot), drawn[slot])) for slot in slots])
         for wave, rows in _waves(groups, [size * samples for size in self._waves]):
             entries = [[entry for _, entry in own] for own in rows]
             slots = [np.array([slot for slot, _ in own], np.int32) for own in rows]
@@ -160,7 +161,8 @@ class ContinuousBatch:
         entries = [entry for own in groups for entry in (*own, *[blank] * (size - len(own)))]
         tokens, lengths, data = (np.stack([entry[part] for entry in entries]) for part in range(3))
         prompts, lengths = self._programs.put((tokens, lengths.astype(np.int32)))
-        return Prompts(prompts, lengths, self._programs.put(jax.random.wrap_key_data(data.reshape(-1, data.shape[-1]))))
+        row_keys = jax.random.wrap_key_data(jnp.asarray(data.reshape(-1, data.shape[-1])))
+        return Prompts(prompts, lengths, self._programs.put(row_keys))
 
     def _admitted(self, slots: Sequence[np.ndarray], size: int, samples: int) -> Admitted:
         """The slots of each group's entries, `samples` an entry, in their order."""
