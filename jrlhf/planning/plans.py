@@ -177,6 +177,10 @@ def _check_asynchronous(named: str, workload: Workload, plan: Plan, algorithm: s
             f"{key} draws each prompt's responses once and ahead, and {algorithm} calls {', '.join(drawing)}: leave "
             "asynchronous out"
         )
+    if LEARNER in workload.graph.roles:
+        raise UserError(
+            f"{key} learns from older rollouts, and compute.shared_passes from its own: leave one of them out"
+        )
     if workload.on_base("actor"):
         raise UserError(f"{key} needs weights on devices of their own, and lora shares one base: leave one of them out")
     for call in workload.calls:
