@@ -206,6 +206,8 @@ def test_staleness_0_is_the_synchronous_run():
     predicted = summarise(trace)
     assert predicted.max_age == 0 and predicted.full_weight == (1.0, 1.0, 1.0, 1.0)
     assert math.isclose(predicted.trainer_waits, 1 - 1000 / predicted.step)
+    tokens = trace.lengths.reshape(-1, 128)[11:50].sum()  # between the beginnings of updates 10 and 49
+    assert math.isclose(1 - predicted.rollouts_wait, tokens / (39 * predicted.step) / 128)
 
 
 def test_what_other_rules_cost():
