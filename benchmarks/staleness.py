@@ -115,6 +115,9 @@ RULES: Mapping[str, Setting] = {
         )
         for bound in (1, 2, 4, 8)
     },
+    "the same, staleness 2, lengths cut at twice the mean": replace(
+        RUN, rules=replace(RUN.rules, staleness=2), lengths=lognormal(1000, 1.0, 2000)
+    ),
 }
 
 
