@@ -115,12 +115,16 @@ RULES: Mapping[str, Setting] = {
         )
         for bound in (1, 2, 4, 8)
     },
+    "the same, staleness 2, lengths cut at twice the mean": replace(
+        RUN, rules=replace(RUN.rules, staleness=2), lengths=lognormal(1000, 1.0, 2000)
+    ),
 }
 
 
 def cost(setting: Setting, prediction: Prediction) -> dict[str, Any]:
-    """A prediction as a record. Its step is in times of an update: 1 if the trainer never waits."""
-    return {**asdict(prediction), "step": prediction.step / setting.rules.update}
+    """A prediction as a record, with times in times of an update: 1 if the trainer never waits."""
+    update = setting.rules.update
+    return asdict(replace(prediction, step=prediction.step / update, time_per_batch=prediction.time_per_batch / update))
 
 
 def rules() -> list[dict[str, Any]]:
@@ -137,14 +141,21 @@ def prefill_price() -> float:
 PRICED = ("decode", "8B", 128)
 
 
+WAYS: Mapping[str, dict[str, Any]] = {
+    "keep_cache": {"on_new_weights": "keep_cache"},
+    "prefill_again": {"on_new_weights": "prefill_again"},
+    "finish": {"on_new_weights": "finish"},
+    "finish, late": {"on_new_weights": "finish", "late": True},  # for comparison
+}
+
+
 def settings(sigmas: Sequence[float] = SIGMAS, bounds: Sequence[int] = BOUNDS) -> list[dict[str, Any]]:
     rows = []
     for sigma in sigmas:
-        for on_new_weights in ("keep_cache", "prefill_again", "finish"):
-            lengths = lognormal(1000, sigma)
-            setting = replace(RUN, lengths=lengths, on_new_weights=on_new_weights, prefill=prefill_price())
+        for title in WAYS:
+            setting = replace(RUN, lengths=lognormal(1000, sigma), prefill=prefill_price(), **WAYS[title])
             for bound, prediction in zip(bounds, trade_off(setting, bounds, VERSIONS), strict=True):
-                name = {"sigma": sigma, "on_new_weights": on_new_weights, "staleness": bound}
+                name = {"sigma": sigma, "on_new_weights": title, "staleness": bound}
                 rows.append({**name, **cost(setting, prediction)})
     return rows
 
@@ -222,17 +233,18 @@ def tables(record: Mapping[str, Any]) -> dict[str, str]:
     names = ("slots", "rows", "queue", "rho", "M", "measured", "formula", "simulated")
     rules = [
         (row["rule"], f"{row['step']:.2f}", f"{row['mean_age']:.1f}", row["max_age"])
-        + (f"{row['discarded']:.0%}", f"{row['zero_weight']:.0%}", _quartiles(row), f"{row['length_ratio']:.2f}")
+        + (f"{row['discarded']:.0%}", f"{row['zero_weight']:.0%}", _quartiles(row))
+        + (f"{row['length_ratio']:.2f}", f"{row['time_per_batch']:.2f}")
         for row in record["rules"]
     ]
     costs = ("step", "mean age", "max age", "rows dropped", "tokens of weight 0", "full weight by quartile of length")
     settings = [
-        (row["sigma"], f"`{row['on_new_weights']}`", row["staleness"], f"{row['step']:.2f}")
+        (row["sigma"], row["on_new_weights"], row["staleness"], f"{row['step']:.2f}")
         + (f"{row['trainer_waits']:.0%}", f"{row['mean_age']:.1f}", row["max_age"], f"{row['discarded']:.0%}")
-        + (f"{row['older']:.1%}", _quartiles(row), f"{row['step'] / (1 - row['zero_weight']):.2f}")
+        + (f"{row['older']:.1%}", _quartiles(row), f"{row['time_per_batch']:.2f}")
         for row in record["settings"]
     ]
-    older = ("rows dropped", "older tokens", "full weight by quartile of length", "step / weighted share")
+    older = ("rows dropped", "older tokens", "full weight by quartile of length", "time per batch")
     verl = record["verl"]
     ranges = {name: [row[name] for row in verl["with_other_lengths"]] for name in verl["published"]}
     seconds = [
@@ -242,7 +254,7 @@ def tables(record: Mapping[str, Any]) -> dict[str, str]:
     ]
     return {
         "closed_form": _table(names, published),
-        "rules": _table(("rule", *costs, "length ratio"), rules),
+        "rules": _table(("rule", *costs, "length ratio", "time per batch"), rules),
         "settings": _table(
             ("sigma", "on_new_weights", "staleness", "step", "trainer waits", "mean age", "max age", *older), settings
         ),
@@ -321,8 +333,7 @@ def chart(record: Mapping[str, Any], path: Path) -> None:
     """Draws time and lost tokens over the bound."""
     plt = _pyplot()
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.8), layout="constrained")
-    titles = {"keep_cache": COLORS[0], "prefill_again": COLORS[1], "finish": COLORS[2]}
-    for name, color in titles.items():
+    for name, color in zip(WAYS, COLORS, strict=False):
         for sigma, style in zip(SIGMAS, ("--", "-"), strict=True):
             chosen = [row for row in record["settings"] if (row["sigma"], row["on_new_weights"]) == (sigma, name)]
             places = range(len(chosen))
@@ -335,7 +346,7 @@ def chart(record: Mapping[str, Any], path: Path) -> None:
     left.minorticks_off()
     right.set(xlabel="staleness", ylim=(0, None))
     right.set_title("sampled tokens of weight 0, %", fontsize=10)
-    figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=8)
+    figure.legend(loc="outside lower center", ncols=4, frameon=False, fontsize=8)
     figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
     plt.close(figure)
 

@@ -23,6 +23,7 @@ class Prediction:
         a truncated importance weight no more than itself.
     zero_weight: share of sampled tokens with weight 0 where older ones are masked, those of dropped rows included.
     full_weight: tokens with full weight over sampled tokens, by quartile of row length, shortest rows first.
+    time_per_batch: time in which as many tokens are learned from with full weight as a batch of sampled rows has.
     length_ratio: mean length of the rows that updates read over that of the rows that started in the meantime.
     """
 
@@ -38,6 +39,7 @@ class Prediction:
     older: float
     zero_weight: float
     full_weight: tuple[float, ...]
+    time_per_batch: float
     length_ratio: float
 
 
@@ -74,6 +76,7 @@ def summarise(trace: Trace) -> Prediction:
     weighted[learned] = np.bincount(rows, tokens * full, weighted[learned].size).reshape(-1, setting.samples)
     lengths, weighted = trace.lengths[middle].ravel(), weighted[middle].ravel()
     quartiles = np.array_split(np.argsort(lengths, kind="stable"), 4)
+    length_ratio = float(trace.lengths[read].mean() / trace.lengths[started].mean())
     group_ages = (trace.trained - trace.drawn)[learned]
     return Prediction(
         step=step,
@@ -88,7 +91,8 @@ def summarise(trace: Trace) -> Prediction:
         older=float(tokens[~young].sum() / lengths.sum()),
         zero_weight=float(1 - weighted.sum() / lengths.sum()),
         full_weight=tuple(float(weighted[quartile].sum() / lengths[quartile].sum()) for quartile in quartiles),
-        length_ratio=float(trace.lengths[read].mean() / trace.lengths[started].mean()),
+        time_per_batch=float(step / length_ratio * tokens.sum() / tokens[full].sum()),
+        length_ratio=length_ratio,
     )
 
 

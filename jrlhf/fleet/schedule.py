@@ -6,12 +6,13 @@ step of the rollout side takes 1. So nothing here depends on how fast the hardwa
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
 import numpy as np
 from jaxtyping import Bool, Int
 
 OnNewWeights = Literal["finish", "keep_cache", "prefill_again"]
+Time = TypeVar("Time", int, float)
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ def may_start(rules: Rules, started: int, version: int) -> bool:
     return started < rules.batch * (version + rules.staleness + 1)
 
 
-def first_batch(complete: Sequence[tuple[float, int]], rules: Rules) -> tuple[float, list[int]] | None:
+def first_batch(complete: Sequence[tuple[Time, int]], rules: Rules) -> tuple[Time, list[int]] | None:
     """The time at which the next batch is complete, and the numbers of its groups, rising. None: too few are complete.
 
     complete: (time of completion, number) of the groups that wait. Those that were completed first form the batch; of
@@ -50,9 +51,8 @@ def may_swap(on_new_weights: OnNewWeights, running: int) -> bool:
     """True if the rollout side may take new weights while this number of rows is running.
 
     `keep_cache` (PipelineRL, arXiv:2509.19128) and `prefill_again` (AReaL) take them in the middle of rows, which go on
-    with the caches of older weights, or with caches that are computed again. `finish` waits until no row is running:
-    rows start as long as `may_start` admits them with the old weights, then all end. So no token is ever older than the
-    bound.
+    with the caches of older weights, or with caches that are computed again. `finish` waits until no row is running;
+    then groups are complete in the order of their versions, and no token is ever older than the bound.
     """
     return on_new_weights != "finish" or running == 0
 

@@ -43,7 +43,9 @@ class Setting:
     """An asynchronous run, as far as its schedule depends on it. Times are in decode steps.
 
     slots: rows that decode at a time. samples: rows of a group. lengths: sampler of row lengths, in tokens.
-    on_new_weights: see `schedule.may_swap`. chunk: steps between two looks at rows and weights.
+    on_new_weights: see `schedule.may_swap`. late: with `finish`, rows start with the old weights as long as admission
+        allows; otherwise none starts once there are new weights.
+    chunk: steps between two looks at rows and weights; fewer where all rows have ended.
     together: all samples of a prompt enter the slots together, as in the engine; otherwise a row takes any free slot.
     reward: time from the last token of a group to its score. transfer: time that decoding stops for new weights.
     prefill: time to compute the cache of one token again, for `prefill_again`. prompt: tokens of a prompt.
@@ -61,6 +63,7 @@ class Setting:
     samples: int
     lengths: Lengths
     on_new_weights: OnNewWeights = "keep_cache"
+    late: bool = False
     chunk: int = 1
     together: bool = True
     reward: float = 0.0
@@ -133,6 +136,7 @@ class _Pipeline:
         self.busy, self.area = [], 0.0
         # Rows in slots advance in lockstep, so their last steps order them: (last step, group, first step).
         self.running: list[tuple[int, int, int]] = []
+        self.last = 0  # the largest of the last steps
         self.pending: list[int] = []  # lengths of the newest group's rows that have no slot yet
         self.complete: list[tuple[float, int]] = []
         self.lengths: list[list[int]] = []
@@ -160,6 +164,8 @@ class _Pipeline:
 
     def start_rows(self) -> None:
         setting = self.setting
+        if setting.on_new_weights == "finish" and not setting.late and self.newest != self.version:
+            return
         room = setting.samples if setting.together else 1
         while setting.slots - len(self.running) >= room:
             if not self.pending and not self.start_group():
@@ -167,6 +173,7 @@ class _Pipeline:
             group, length = len(self.drawn) - 1, self.pending.pop()
             self.starts[group].append(self.step)
             heappush(self.running, (self.step + length, group, self.step))
+            self.last = max(self.last, self.step + length)
             room = 1 if self.pending or not setting.together else setting.samples
 
     def start_group(self) -> bool:
@@ -192,7 +199,7 @@ class _Pipeline:
             steps = self.running[0][0] - self.step
             if times:
                 steps = min(steps, math.ceil((min(times) - self.now) / pace))
-            steps = -(-steps // setting.chunk) * setting.chunk
+            steps = min(-(-steps // setting.chunk) * setting.chunk, self.last - self.step)
             self.step += steps
             self.now += steps * pace
             self.area += active * steps * pace

@@ -20,6 +20,26 @@ def test_the_document_has_the_tables_of_the_results():
         assert table in DOCUMENT, title
 
 
+def test_the_document_concludes_from_the_results():
+    """The figures in the sentences."""
+    text = " ".join(DOCUMENT.split())
+    rows = {(row["sigma"], row["on_new_weights"], row["staleness"]): row for row in RECORD["settings"]}
+    halves = [rows[sigma, "keep_cache", 0]["step"] / 2 for sigma in staleness.SIGMAS]
+    assert f"{halves[0]:.2f} at sigma 0.25 and {halves[1]:.2f} at sigma 1." in text
+    slower, faster = (rows[0.25, "keep_cache", bound]["time_per_batch"] for bound in (1, 4))
+    assert slower > halves[0] and f"slower than that ({slower:.2f})" in text
+    assert f"with 4 it is {halves[0] / faster:.1f} times as fast" in text
+    ages = [rows[sigma, "keep_cache", 16]["group_age"] for sigma in staleness.SIGMAS]
+    assert f"{ages[0]:.1f} at sigma 0.25" in text and max(abs(ages[0] - 2.4), abs(ages[1] - 4.1)) < 0.2
+    assert [round(rows[1.0, "keep_cache", bound]["zero_weight"], 2) for bound in (1, 2, 8)] == [0.22, 0.25, 0.05]
+    oldest = next(row for row in RECORD["rules"] if row["rule"] == "admission by capacity alone, staleness 4")
+    assert f"is {oldest['max_age']} versions old at `staleness` 4" in text
+    assert f"a bound of 2 masks {RECORD['rules'][-1]['zero_weight']:.0%}" in text
+    assert f"{RECORD['prefill_of_a_token_in_decode_steps']:.4f} decode steps per token" in text
+    assert f"takes {RECORD['cpu_seconds_of_1000_versions']:.1f} s for 1,000 versions" in text
+    assert all(abs(row["simulated"] - row["formula"]) < 0.1 for row in RECORD["closed_form"])
+
+
 def test_results_are_reproduced():
     (stored,) = (row for row in RECORD["rules"] if row["rule"] == "admission by capacity alone, staleness 2")
     predicted = staleness.cost(setting := staleness.RULES[stored["rule"]], predict(setting, staleness.VERSIONS))

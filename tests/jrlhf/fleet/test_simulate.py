@@ -81,7 +81,8 @@ def play(setting: Setting, versions: int, seed: int) -> tuple[list[Group], list[
             finished = len([begin for begin in begins if begin + update <= now])
             if not (finish and running):
                 version = finished // setting.publish * setting.publish
-            while True:
+            drains = finish and not setting.late and version != finished // setting.publish * setting.publish
+            while not drains:
                 free = setting.slots - len(running)
                 if not waiting:
                     if free < (setting.samples if setting.together else 1):
@@ -104,6 +105,8 @@ def play(setting: Setting, versions: int, seed: int) -> tuple[list[Group], list[
                 if len(group.tokens[row]) < group.lengths[row]:
                     group.tokens[row].append(version)
             left -= 1
+            if all(len(group.tokens[row]) == group.lengths[row] for group, row in running):
+                left = 0
         now += 1
     return groups, begins
 
@@ -120,6 +123,7 @@ def random_setting(rng: np.random.Generator) -> Setting:
         samples=samples,
         lengths=measured(rng.integers(1, 30, 50).tolist()),
         on_new_weights=one_of("keep_cache", "prefill_again", "finish") if "d_" not in rule else "keep_cache",
+        late=one_of(True, False),
         chunk=one_of(1, 1, 3, 8),
         together=one_of(True, False),
         reward=0.0 if rule in ("drop_oldest", "discard_stale") else float(rng.integers(0, 2) * rng.integers(0, 50)),
@@ -163,6 +167,7 @@ def test_shares_are_those_of_single_tokens():
     assert math.isclose(predicted.mean_age, statistics.mean(flat))
     assert predicted.max_age == max(flat) > 1 == predicted.max_full_age
     old = sum(age > 1 for age in flat) / len(flat)
+    assert math.isclose(predicted.time_per_batch, predicted.step / predicted.length_ratio / (1 - old))
     assert 0.05 < old < 0.5 and math.isclose(predicted.older, old) and math.isclose(predicted.zero_weight, old)
     ranked = sorted(ages, key=len)
     quartiles = [[age for row in part for age in row] for part in np.array_split(np.array(ranked, object), 4)]
@@ -171,14 +176,16 @@ def test_shares_are_those_of_single_tokens():
 
 @pytest.mark.parametrize("published", PUBLISHED, ids=str)
 def test_mean_staleness_in_closed_form(published):
-    assert abs(predict(published.setting, versions=400).group_age - published.formula) < 0.1
+    assert abs(predict(published.setting, versions=250).group_age - published.formula) < 0.1
 
 
-@pytest.mark.parametrize("on_new_weights", ["finish", "keep_cache", "prefill_again"])
+@pytest.mark.parametrize(
+    ("on_new_weights", "late"), [("finish", False), ("finish", True), ("keep_cache", False), ("prefill_again", False)]
+)
 @pytest.mark.parametrize("sigma", [0.25, 1.0])
-def test_the_rule_of_a_run(sigma, on_new_weights):
+def test_the_rule_of_a_run(sigma, on_new_weights, late):
     """It drops no row, weights no token beyond the bound, and is the faster, the higher the bound."""
-    setting = replace(RUN, lengths=lognormal(1000, sigma), on_new_weights=on_new_weights, prefill=0.001)
+    setting = replace(RUN, lengths=lognormal(1000, sigma), on_new_weights=on_new_weights, late=late, prefill=0.001)
     predictions = trade_off(setting, BOUNDS, versions=200)
     for bound, predicted in zip(BOUNDS, predictions, strict=True):
         assert predicted.discarded == 0 and abs(predicted.length_ratio - 1) < 0.01
@@ -186,7 +193,8 @@ def test_the_rule_of_a_run(sigma, on_new_weights):
         if on_new_weights == "finish":
             assert predicted.max_age <= bound and predicted.older == 0
     steps = [predicted.step for predicted in predictions]
-    assert steps == sorted(steps, reverse=True) and steps[-1] < 0.5 * steps[0]
+    assert np.diff(steps).max() <= 0.005 * steps[-1]  # `finish` gains nothing above 2, and its batches differ a little
+    assert steps[-1] < 0.7 * steps[0]
 
 
 def test_staleness_0_is_the_synchronous_run():
@@ -198,6 +206,8 @@ def test_staleness_0_is_the_synchronous_run():
     predicted = summarise(trace)
     assert predicted.max_age == 0 and predicted.full_weight == (1.0, 1.0, 1.0, 1.0)
     assert math.isclose(predicted.trainer_waits, 1 - 1000 / predicted.step)
+    tokens = trace.lengths.reshape(-1, 128)[11:50].sum()  # between the beginnings of updates 10 and 49
+    assert math.isclose(1 - predicted.rollouts_wait, tokens / (39 * predicted.step) / 128)
 
 
 def test_what_other_rules_cost():
@@ -207,7 +217,8 @@ def test_what_other_rules_cost():
         for rule in ("capacity", "in_order", "discard_stale")
     )
     dropping = predict(replace(RUN, rule="drop_oldest"), versions=200)
-    assert capacity.max_group_age > 20 and capacity.max_full_age > 20 and capacity.discarded == 0
+    assert capacity.max_group_age > 20 and capacity.max_full_age > 20
+    assert capacity.discarded == capacity.zero_weight == 0 and capacity.older > 0.1
     assert in_order.max_group_age == 4 and in_order.step > 2.2 * capacity.step
     assert discard.max_group_age == 4 and discard.discarded > 0.1 and discard.length_ratio < 0.95
     assert discard.full_weight[0] > discard.full_weight[3] + 0.1
@@ -220,7 +231,7 @@ def test_pauses_and_costs_of_steps():
     assert predict(setting, 20).step == 16
     assert predict(replace(setting, transfer=3.0), 20).step == 19
     assert predict(replace(setting, reward=5.0), 20).step == 21
-    assert predict(replace(setting, chunk=8), 20).step == 22
+    assert predict(replace(setting, chunk=8), 20).step == 16  # the second chunk ends with the row
     assert predict(replace(setting, empty=0.5), 20).step == 6 + 10 * (0.5 + 0.5 / 4)
     assert predict(replace(setting, rules=Rules(1, 1, 6.0)), 21).step == (10 + 6) / 2  # two rows take turns
     again = replace(setting, rules=Rules(1, 2, 7.0), slots=1, on_new_weights="prefill_again", prefill=0.5, prompt=4)
