@@ -145,7 +145,6 @@ WAYS: Mapping[str, dict[str, Any]] = {
     "keep_cache": {"on_new_weights": "keep_cache"},
     "prefill_again": {"on_new_weights": "prefill_again"},
     "finish": {"on_new_weights": "finish"},
-    "finish, late": {"on_new_weights": "finish", "late": True},  # for comparison
 }
 
 

@@ -43,8 +43,7 @@ class Setting:
     """An asynchronous run, as far as its schedule depends on it. Times are in decode steps.
 
     slots: rows that decode at a time. samples: rows of a group. lengths: sampler of row lengths, in tokens.
-    on_new_weights: see `schedule.may_swap`. late: with `finish`, rows start with the old weights as long as admission
-        allows; otherwise none starts once there are new weights.
+    on_new_weights: see `schedule.may_swap`.
     chunk: steps between two looks at rows and weights; fewer where all rows have ended.
     together: all samples of a prompt enter the slots together, as in the engine; otherwise a row takes any free slot.
     reward: time from the last token of a group to its score. transfer: time that decoding stops for new weights.
@@ -63,7 +62,6 @@ class Setting:
     samples: int
     lengths: Lengths
     on_new_weights: OnNewWeights = "keep_cache"
-    late: bool = False
     chunk: int = 1
     together: bool = True
     reward: float = 0.0
@@ -164,8 +162,6 @@ class _Pipeline:
 
     def start_rows(self) -> None:
         setting = self.setting
-        if setting.on_new_weights == "finish" and not setting.late and self.newest != self.version:
-            return
         room = setting.samples if setting.together else 1
         while setting.slots - len(self.running) >= room:
             if not self.pending and not self.start_group():

@@ -81,8 +81,7 @@ def play(setting: Setting, versions: int, seed: int) -> tuple[list[Group], list[
             finished = len([begin for begin in begins if begin + update <= now])
             if not (finish and running):
                 version = finished // setting.publish * setting.publish
-            drains = finish and not setting.late and version != finished // setting.publish * setting.publish
-            while not drains:
+            while True:
                 free = setting.slots - len(running)
                 if not waiting:
                     if free < (setting.samples if setting.together else 1):
@@ -123,7 +122,6 @@ def random_setting(rng: np.random.Generator) -> Setting:
         samples=samples,
         lengths=measured(rng.integers(1, 30, 50).tolist()),
         on_new_weights=one_of("keep_cache", "prefill_again", "finish") if "d_" not in rule else "keep_cache",
-        late=one_of(True, False),
         chunk=one_of(1, 1, 3, 8),
         together=one_of(True, False),
         reward=0.0 if rule in ("drop_oldest", "discard_stale") else float(rng.integers(0, 2) * rng.integers(0, 50)),
@@ -179,13 +177,11 @@ def test_mean_staleness_in_closed_form(published):
     assert abs(predict(published.setting, versions=250).group_age - published.formula) < 0.1
 
 
-@pytest.mark.parametrize(
-    ("on_new_weights", "late"), [("finish", False), ("finish", True), ("keep_cache", False), ("prefill_again", False)]
-)
+@pytest.mark.parametrize("on_new_weights", ["finish", "keep_cache", "prefill_again"])
 @pytest.mark.parametrize("sigma", [0.25, 1.0])
-def test_the_rule_of_a_run(sigma, on_new_weights, late):
+def test_the_rule_of_a_run(sigma, on_new_weights):
     """It drops no row, weights no token beyond the bound, and is the faster, the higher the bound."""
-    setting = replace(RUN, lengths=lognormal(1000, sigma), on_new_weights=on_new_weights, late=late, prefill=0.001)
+    setting = replace(RUN, lengths=lognormal(1000, sigma), on_new_weights=on_new_weights, prefill=0.001)
     predictions = trade_off(setting, BOUNDS, versions=200)
     for bound, predicted in zip(BOUNDS, predictions, strict=True):
         assert predicted.discarded == 0 and abs(predicted.length_ratio - 1) < 0.01
@@ -193,7 +189,7 @@ def test_the_rule_of_a_run(sigma, on_new_weights, late):
         if on_new_weights == "finish":
             assert predicted.max_age <= bound and predicted.older == 0
     steps = [predicted.step for predicted in predictions]
-    assert np.diff(steps).max() <= 0.005 * steps[-1]  # `finish` gains nothing above 2, and its batches differ a little
+    assert np.diff(steps).max() <= 0.005 * steps[-1]
     assert steps[-1] < 0.7 * steps[0]
 
 
