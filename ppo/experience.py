@@ -276,12 +276,12 @@ def age_metrics(experience: Experience, ages: Int[Array, "B T"]) -> dict[str, Fl
     ages = ages.astype(jnp.float32)
     newest = jnp.min(jnp.where(mask, ages, jnp.inf), axis=1)
     oldest = jnp.max(jnp.where(mask, ages, -jnp.inf), axis=1)
-    name, rows = "training/off_policy", jnp.any(mask, axis=1)
+    rows = jnp.any(mask, axis=1)
     return {
-        **_spread(f"{name}/trajectory_spans", oldest - newest + 1, rows),
-        **_spread(f"{name}/trajectory_staleness", newest, rows),
-        **_spread(f"{name}/trajectory_staleness_worst", oldest, rows),
-        **_spread(f"{name}/token_staleness", ages, mask),
+        **_spread("training/off_policy/trajectory_spans", oldest - newest + 1, rows),
+        **_spread("training/off_policy/trajectory_staleness", newest, rows),
+        **_spread("training/off_policy/trajectory_staleness_worst", oldest, rows),
+        **_spread("training/off_policy/token_staleness", ages, mask),
     }
 
 

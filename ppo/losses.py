@@ -71,7 +71,7 @@ def cispo_loss(
     clip_low: float = 0.2,
     clip_high: float = 0.2,
 ) -> PolicyLoss:
-    """CISPO's loss (MiniMax-M1, 2025, arXiv:2506.13585), for each token.
+    """CISPO's loss (MiniMax-M1, 2025, arXiv:2506.13585, eq. 4-5), for each token.
 
         L = -sg[clip(rho, 1 - clip_low, 1 + clip_high)] A log pi        log rho = log_ratio
 

@@ -207,10 +207,10 @@ VERL = (
     ),
     Check(
         "verl/masks/icepop",
-        partial(ours.group, config=_weighing(importance="token", importance_cap=3.0, mask_token=(0.7, 3.0))),
+        partial(ours.group, config=_weighing(importance="token", importance_cap=3.0, mask_token=(0.8, 3.0))),
         "verl_icepop",
-        {"bounds": (0.7, 3.0)},
-        shapes=(RAGGED, SINGLE_TOKENS, EXTREME, SMALL),
+        {"bounds": (0.8, 3.0)},
+        shapes=(RAGGED,),  # verl divides by 0 where no weight is left
         rtol=2e-5,
     ),
     _verl_policy("cispo", surrogate="cispo", clip_high=0.28),

@@ -58,13 +58,21 @@ CONFIGS = {
         staleness=4,
     ),
     "interpolate, rows": GSPOConfig(
-        **dict(kl_coef=0.0, clip_low=0.1, clip_high=0.1, old_logprobs="interpolate", importance="sequence"),
-        **dict(mask_token=(0, 1.5), mask_sequence=(0.4, 2), mask_sequence_mean=(0.8, 1.3), mask_k3=0.08, staleness=4),
+        kl_coef=0.0,
+        clip_low=0.1,
+        clip_high=0.1,
+        old_logprobs="interpolate",
+        importance="sequence",
+        mask_token=(0, 1.5),
+        mask_sequence=(0.4, 2),
+        mask_sequence_mean=(0.8, 1.3),
+        mask_k3=0.08,
+        staleness=4,
     ),
 }
 
-FAST = [("token-mean", "whole"), ("interpolate, rows", "whole")]
-FAST += [(name, "parts") for name in ("constant", "sequence-mean", "rollout", "ptx", "cispo", "interpolate")]
+FAST = [("token-mean", "whole")]
+FAST += [(name, "parts") for name in ("constant", "sequence-mean", "rollout", "ptx", "interpolate")]
 SLOW = [case for case in product(CONFIGS, ("whole", "parts")) if case not in FAST]
 
 
@@ -124,7 +132,10 @@ def correction(log_rho, config):
 
 
 def numpy_loss(logits, e, texts, config, *, straight_through, fixed=None):
-    """The minibatch's loss and its parts, in float64, a response at a time. fixed: the logits of what has no gradient."""
+    """The minibatch's loss and its parts, in float64, a response at a time.
+
+    fixed: the logits of what has no gradient.
+    """
     logp, constant = log_softmax(logits), log_softmax(logits if fixed is None else fixed)
     responses = [[(row, t) for t in range(TIME) if e.response_mask[row, t]] for row in range(ROWS)]
     responses = [response for response in responses if response]
