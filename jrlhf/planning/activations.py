@@ -58,9 +58,8 @@ _COUNTS = {
     "dequantised": ((1, 0.6), (0, 0), (0, 0)),
     # Whether layers that are not in a loop are merged with their recomputation, so that no remat policy saves anything.
     "merged": (True, False, False),
-    # Copies of all trained numbers while the optimizer steps. On accelerators the update's results are copies next to
-    # the gradients: a conditional does not write in place.
-    "optimizer": (0, 4, 4),
+    # Gradients, and copies of all trained numbers, while the optimizer steps: a GPU writes in place.
+    "optimizer": (0, 1, 4),
     # What remat="gather" keeps of a layer: scores, [B, T, F], [B, T, D].
     "activations": ((2, 6.8, 7.6), (2.25, 7, 25), (2.25, 7, 21)),
     # What it keeps in addition: scores under a softcap, [B, T, D] of norms after a sublayer, normed queries and keys.
