@@ -60,6 +60,8 @@ _COUNTS = {
     "merged": (True, False, False),
     # Gradients, and copies of all trained numbers, while the optimizer steps: a GPU writes in place.
     "optimizer": (0, 1, 4),
+    # Copies of what is trained, its weights and both moments, that a step begins with.
+    "states": (3, 0, 0),
     # What remat="gather" keeps of a layer: scores, [B, T, F], [B, T, D].
     "activations": ((2, 6.8, 7.6), (2.25, 7, 25), (2.25, 7, 21)),
     # What it keeps in addition: scores under a softcap, [B, T, D] of norms after a sublayer, normed queries and keys.
@@ -231,6 +233,7 @@ def train_phase(
     through = {
         "kept activations": running * kept_bytes(sizes, remat),
         "gradients": gradients.layers + sums,
+        "copied states": counts.states * gradients.whole,
         "transposed weights": transposed if counts.transposed else counts.copied * gradients.layers,
     }
     matrix = sizes.gathered / (3 if model.gated_mlp else 2)  # the mlp's matrices are most of a layer

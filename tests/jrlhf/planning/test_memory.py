@@ -369,6 +369,6 @@ def test_memory_of_drawn_programs_is_as_recorded():
     for results in (sets["fitting"], sets["fresh"]):
         again = [drawn_row(result["seed"], Found.of(result["compiled"])) for result in results["results"]]
         assert again == results["results"], "predict them anew: python -m benchmarks.drawn"
-        assert summary(again) == results["summary"] and len(again) >= 90
+        assert summary(again) == results["summary"] and len(again) >= 50
     assert sets["fitting"]["summary"]["within 10 %"] >= 0.9 * len(sets["fitting"]["results"])
     assert sets["fresh"]["summary"]["within 20 %"] >= 0.9 * len(sets["fresh"]["results"])
