@@ -101,6 +101,23 @@ class DPOStageConfig(PairsStageConfig):
 
 
 @dataclass(frozen=True)
+class AsynchronousConfig(Section):
+    """Rollouts on devices of their own (`plan: disaggregated`), which go on while the actor is trained.
+
+    Which tokens an update learns from follows from counts alone: a virtual clock takes 1 for a decode step and
+    `update_steps` for an update. So a run has the same bits on any hardware, and again after a kill.
+    """
+
+    # Versions by which the weights that drew a token may be older than those that learn from it; 0: a synchronous run.
+    staleness: int = natural(1)
+    on_new_weights: Literal["keep_cache", "prefill_again", "finish"] = "keep_cache"
+    """What rows do that are half drawn when new weights arrive. "keep_cache": they go on with the new weights and the
+    keys and values of the old ones (PipelineRL, arXiv:2509.19128). "prefill_again": their caches are computed again
+    (AReaL, arXiv:2505.24298). "finish": they are finished with the old weights, and no row starts meanwhile."""
+    update_steps: int = count(128)  # time of one update on the virtual clock, in decode steps
+
+
+@dataclass(frozen=True)
 class RLStageConfig(Section):
     """Reinforcement learning against the rewards. Every algorithm's section has these keys and its own `algorithm`."""
 
@@ -112,6 +129,7 @@ class RLStageConfig(Section):
     actor: ActorOptimizerConfig = ActorOptimizerConfig()
     algorithm: PolicyConfig = PolicyConfig()
     scores: ScoreConfig = ScoreConfig()  # changes a response's score before the algorithm sees it
+    asynchronous: AsynchronousConfig | None = None
 
     @property
     def updates(self) -> int:

@@ -1,14 +1,23 @@
-"""Files that a crash cannot tear: whole files are replaced atomically, JSON lines are appended whole."""
+"""Files that a crash cannot tear: whole files are replaced atomically, JSON lines are appended whole.
+
+A text with a seal is known to be what was written: a changed bit is noticed.
+"""
 
 import errno
+import hashlib
 import json
 import math
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
+
+import numpy as np
 
 from jrlhf.errors import UserError
+
+_SEAL = re.compile(r'\{"sha256": "(\w{64})", |# sha256 (\w{64})\n')
 
 
 class Closing:
@@ -45,6 +54,44 @@ def write_atomic(path: Path | str, data: str | bytes) -> None:
             raise
     finally:
         os.close(directory)
+
+
+def encode(value: Any) -> str:
+    """Returns JSON from which `decode` makes an equal value, arrays of numbers included, bit for bit."""
+    return json.dumps(value, default=lambda array: {"ndarray": array.dtype.name, "values": array.tolist()})
+
+
+def decode(text: str | bytes) -> Any:
+    def array(saved: dict[str, Any]) -> Any:
+        return np.array(saved["values"], saved["ndarray"]) if saved.keys() == {"ndarray", "values"} else saved
+
+    return json.loads(text, object_hook=array)
+
+
+def sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def seal(text: str) -> str:
+    """Returns a JSON object or a YAML text with its checksum, as a first key or a comment. `unsealed` reads it."""
+    digest = sha256(text)
+    return f'{{"sha256": "{digest}", {text[1:]}' if text.startswith("{") else f"# sha256 {digest}\n{text}"
+
+
+def unsealed(path: Path, *, older: bool = False) -> str | None:
+    """Returns the text of a sealed file; None if there is none, or if it is not what was written.
+
+    older: returns a text without a seal, which an older version wrote, as it is.
+    """
+    try:
+        content = path.read_text(encoding="utf-8")
+    except (FileNotFoundError, UnicodeDecodeError):
+        return None
+    match = _SEAL.match(content)
+    if match is None:
+        return content if older else None
+    text = "{" * content.startswith("{") + content[match.end() :]
+    return text if sha256(text) in match.groups() else None
 
 
 def check_writable(setting: str, path: Path) -> None:

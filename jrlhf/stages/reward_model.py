@@ -7,7 +7,7 @@ import numpy as np
 
 from jrlhf.data.batches import batch_indices, epoch_of
 from jrlhf.data.task import Pairs
-from jrlhf.errors import NothingLearned
+from jrlhf.errors import RunFailure
 from jrlhf.meshes import to_devices, to_host
 from jrlhf.ppo import PreferenceBatch, TrainState, make_preference_step
 from jrlhf.roles.compiled import CompiledModel
@@ -51,7 +51,7 @@ def train_reward_model(context: Context, policy: Model) -> Model:
             sequences = sequences[:: -(-len(sequences) // NORMALISED_BY)]
             every = context.sampler.scores(start.holding(state.params), sequences)
             if not np.isfinite(every).all():
-                raise NothingLearned(
+                raise RunFailure(
                     f"reward_model ends at step {step + 1} with scores that are not finite: lower its learning rate"
                 )
             state = replace(state, params=normalised(state.params, every.mean(), every.std()))

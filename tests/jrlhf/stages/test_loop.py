@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from jrlhf.config.schema import ProfileConfig
 from jrlhf.config.stages import SFTConfig
-from jrlhf.errors import NothingLearned, Preempted, UserError
+from jrlhf.errors import Preempted, RunFailure, UserError
 from jrlhf.meshes import make_mesh
 from jrlhf.ppo import SFTBatch, TrainState, make_sft_step
 from jrlhf.roles.initial import adamw
@@ -22,6 +22,7 @@ from jrlhf.run.checkpoints import saved_steps
 from jrlhf.run.directory import Run
 from jrlhf.run.metrics import read_metrics
 from jrlhf.run.preemption import PreemptionGuard
+from jrlhf.stages.identity import Identity
 from jrlhf.stages.loop import run_stage
 
 MESH = make_mesh(1, 8, 1)
@@ -33,6 +34,7 @@ class Services:
     def __init__(self):
         self.warnings, self.entries = [], []
         self.warn, self.log = self.warnings.append, lambda *entry: self.entries.append(entry)
+        self.line = self.warn
 
     @contextlib.contextmanager
     def progress(self, *_, **__):
@@ -47,7 +49,7 @@ def context(path, *, section=None, stop_after_skipped=5):
     }
     config = SimpleNamespace(checkpoints=SimpleNamespace(keep=2), deadline=60.0, profile=ProfileConfig(), **own)
     services = {"console": Services(), "wandb": Services(), "preemption": PreemptionGuard()}
-    return SimpleNamespace(run=Run(path), config=config, mesh=MESH, **services)
+    return SimpleNamespace(run=Run(path), config=config, mesh=MESH, identity=Identity(), **services)
 
 
 def init():
@@ -169,7 +171,7 @@ def test_updates_that_nothing_is_learned_from_are_told_and_counted_and_end_the_r
                 run_stage(here, "sft", len(kinds), init, advance, save_every=3, meta={})
             assert end is None
             ends["done"] += 1
-        except NothingLearned as error:
+        except RunFailure as error:
             assert str(error).startswith(f"sft ends at step {end} of {len(kinds)}: {row} updates of sft in a row")
             assert (end in saved_steps(here.run.path / "checkpoints" / "sft")) == (end < len(kinds))
             ends["in a row" if row >= limit else "none at all"] += 1
