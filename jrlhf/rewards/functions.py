@@ -153,8 +153,12 @@ class FunctionReward:
                 )
         self._checked = True
 
-    def score(self, samples: Sequence[Sample], step: int = 0) -> Scored:
-        """Returns the scores of `samples`, in their order. Raises RewardFailure where a failure stops the run."""
+    def score(self, samples: Sequence[Sample], step: int = 0, first: int = 0) -> Scored:
+        """Returns the scores of `samples`, in their order. Raises RewardFailure where a failure stops the run.
+
+        The functions' random numbers follow from the seed, the step and the number of a call's first sample, `first`
+        and the following ones.
+        """
         if not self._pool:
             raise RuntimeError(f"{self._called} is not started: use it in a with statement")
         if not self._checked and samples:
@@ -167,7 +171,7 @@ class FunctionReward:
             size = 1 if one_by_one else max(last - first, 1)
             for row in range(first, last, size):
                 chosen = samples[row : row + size]
-                request = self._request(chosen, f"{self._seed}/{step}/{row}")
+                request = self._request(chosen, f"{self._seed}/{step}/{first + row}")
                 if self._pool[index].ended():  # in an earlier call, or since
                     self._pool[index].kill()
                     self._start(index)

@@ -43,6 +43,7 @@ GIVEN = {  # what the program passes by itself, by the call's style; all other p
     "trl": ("prompts", "completions", "completion_ids", "log_extra", "log_metric"),
     "verl": ("solution_str",),
 }
+LARGEST = (2 - 2**-23) * 2.0**127  # of float32, in which scores are trained on
 HOOKS = ("log_extra", "log_metric")  # TRL's: further numbers to log
 
 
@@ -282,7 +283,9 @@ def _result(value: Any, length: int, extras: Mapping[Any, Any] | None = None) ->
             return {"score": _score(value), "extras": numbers}
         if len(value) != length:
             raise Failure("length", f"returned {len(value)} scores for a response of {length} tokens")
-        return {"score": [_score(x) for x in value], "extras": numbers}
+        scores = [_score(x) for x in value]
+        _score(math.fsum(scores))  # what the response gets
+        return {"score": scores, "extras": numbers}
     except Failure as failure:
         return _failure(failure)
 
@@ -293,8 +296,10 @@ def _score(value: Any) -> float:
     number = _number(value)
     if number is None:
         raise Failure("type", f"returned {_show(value)}, not a number")
-    if not math.isfinite(number):
-        raise Failure("nan", "returned NaN") if math.isnan(number) else Failure("infinite", f"returned {_show(value)}")
+    if math.isnan(number):
+        raise Failure("nan", "returned NaN")
+    if abs(number) > LARGEST:
+        raise Failure("infinite", f"returned {_show(value)}, which float32 does not hold")
     return number
 
 

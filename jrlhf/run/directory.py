@@ -39,7 +39,7 @@ class Run(Closing):
 
     def __init__(self, path: Path, *, writes: bool = True, notes: Sequence[str] = ()):
         self.path, self.writes, self.notes, self.changes, self._lock = path, writes, notes, list[str](), -1
-        self._pending: dict[str, str] | None = None  # what is to be written at the beginning
+        self._pending: dict[str, str | bytes] | None = None  # what is to be written at the beginning
 
     def lock(self) -> None:
         """Locks the directory. The lock lives as long as its file is open in this process."""
@@ -86,7 +86,7 @@ class Run(Closing):
         """Collects, from now until `begin`, what is to be written."""
         self._pending = {}
 
-    def write(self, name: str, text: str) -> None:
+    def write(self, name: str, text: str | bytes) -> None:
         """Replaces a file of the directory."""
         if self._pending is not None:
             self._pending[name] = text

@@ -2,7 +2,6 @@
 
 import hashlib
 import html
-import json
 import math
 import os
 import time
@@ -15,7 +14,7 @@ import numpy as np
 
 from jrlhf.run.console import clean
 from jrlhf.run.directory import SAMPLES
-from jrlhf.run.files import Closing, jsonl_lines, read_jsonl, write_atomic
+from jrlhf.run.files import Closing, jsonl_lines, read_jsonl, to_json, write_atomic
 
 METRICS, TENSORBOARD = "metrics.jsonl", "tensorboard"
 Metrics = dict[str, float | int | bool]
@@ -24,8 +23,8 @@ Metrics = dict[str, float | int | bool]
 class MetricsLog(Closing):
     """Writes one line of JSON for each iteration, and the same numbers as TensorBoard scalars, one folder a stage.
 
-    A line is `{"stage": ..., "step": ..., metric: number, ...}`. JSON has no NaN and infinities: such a metric is null,
-    and `"nonfinite"` says which it was. Numbers of device arrays are written exactly.
+    A line is `{"stage": ..., "step": ..., metric: number, ...}`, as `to_json` writes it. Numbers of device arrays are
+    written exactly.
 
     A process that is killed loses no line for which `log` has returned. A machine that fails may lose the lines since
     the last `sync`.
@@ -49,17 +48,13 @@ class MetricsLog(Closing):
         numbers = {name: _number(name, value) for name, value in jax.device_get(dict(metrics)).items()}
         if self._file is None:
             return numbers
-        nonfinite = {name: str(number) for name, number in numbers.items() if not math.isfinite(number)}
-        record: dict[str, object] = {"stage": stage, "step": int(step), **numbers, **dict.fromkeys(nonfinite)}
-        if nonfinite:
-            record["nonfinite"] = nonfinite
-        self._file.write(json.dumps(record, allow_nan=False).encode() + b"\n")
+        self._file.write(to_json({"stage": stage, "step": int(step), **numbers}))
         self._file.flush()
         if time.monotonic() - self._synced > 1.0:
             self.sync()
         kinds = dict.fromkeys(sample.get("kind", "samples") for sample in samples)
         rows = {kind: [sample for sample in samples if sample.get("kind", "samples") == kind] for kind in kinds}
-        finite = {name: number for name, number in numbers.items() if name not in nonfinite}
+        finite = {name: number for name, number in numbers.items() if math.isfinite(number)}
         texts = {str(kind): markdown_table(table) for kind, table in rows.items()}
         self._events(stage, step).add(int(step), finite, texts)
         return numbers

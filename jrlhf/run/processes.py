@@ -20,7 +20,7 @@ from orbax.checkpoint import multihost
 
 from jrlhf.config.schema import DistributedConfig
 from jrlhf.errors import FAILED, UserError
-from jrlhf.run.files import from_json, to_json
+from jrlhf.run.files import decode, encode
 
 T = TypeVar("T")
 
@@ -124,7 +124,7 @@ def from_main(function: Callable[[], T], *, seconds: float = 3600.0) -> T:
     """Calls `function` in process 0 and returns its value in every process.
 
     All processes must call this, from their main thread and in one order. The value goes through the coordinator as
-    JSON (`to_json`: plain data and arrays), which anyone on its network can write; no device takes part. The others
+    JSON (`encode`: plain data and arrays), which anyone on its network can write; no device takes part. The others
     wait at most `seconds`. A UserError of process 0 is raised in all processes, any other error as RuntimeError in the
     others.
     """
@@ -137,11 +137,11 @@ def from_main(function: Callable[[], T], *, seconds: float = 3600.0) -> T:
             value = function()
         except BaseException as error:
             kind, reason = ("bad", str(error)) if isinstance(error, UserError) else ("failed", repr(error))
-            client.key_value_set_bytes(key, to_json({kind: reason}).encode())
+            client.key_value_set_bytes(key, encode({kind: reason}).encode())
             raise
-        client.key_value_set_bytes(key, to_json({"value": value}).encode())
+        client.key_value_set_bytes(key, encode({"value": value}).encode())
     else:
-        answer = from_json(client.blocking_key_value_get_bytes(key, int(seconds * 1000)))
+        answer = decode(client.blocking_key_value_get_bytes(key, int(seconds * 1000)))
         if "bad" in answer:
             raise UserError(answer["bad"])
         if "failed" in answer:

@@ -13,7 +13,14 @@ from jrlhf.run.checkpoints import saved_steps
 # Patterns of keys that may change. The results stay the same,
 _SAME = ("name", "run_dir", "distributed.*", "deadline", "sleep.*", "profile.*", "checkpoints.*", "export.*")
 _SAME += tuple(f"{kind}[[]*.{key}" for kind in ("rewards", "costs") for key in ("deadline", "workers", "on_failure"))
-_SAME += ("wandb.*", "evaluation.*", "validation.*", "*.eval_every", "*.save_every")  # these only observe
+_SAME += (
+    "stop_after_skipped",
+    "wandb.*",
+    "evaluation.*",
+    "validation.*",
+    "*.eval_every",
+    "*.save_every",
+)  # these only observe
 # or the same up to rounding, as sums are computed in another order.
 _ROUNDED = ("plan", "device.*", "mesh.*", "rollout.*", "*.micro_batches", "*.micro_batch_tokens")
 _ROUNDED += ("compute.remat", "compute.logprob", "compute.fused_loss", "compute.attention", "compute.score_tokens")

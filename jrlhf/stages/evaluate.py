@@ -18,7 +18,7 @@ from jrlhf.rewards.mixture import TRAINED, Rewards
 from jrlhf.rewards.types import to_samples
 from jrlhf.roles.model import Model
 from jrlhf.run.clock import Clock
-from jrlhf.run.files import from_json, seal, to_json, unsealed
+from jrlhf.run.files import decode, encode, seal, unsealed
 from jrlhf.run.processes import from_main
 from jrlhf.stages.context import Context
 
@@ -111,7 +111,7 @@ def grade_before(
     with context.console.status("answering the held-out prompts"):
         graded = grade_heldout(context, policy, rewards, costs)
     if graded is not None:
-        context.run.write(BEFORE, seal(to_json({"graded_as": graded_as, "graded": asdict(graded)}) + "\n"))
+        context.run.write(BEFORE, seal(encode({"graded_as": graded_as, "graded": asdict(graded)}) + "\n"))
     return graded
 
 
@@ -121,7 +121,7 @@ def _read(context: Context, graded_as: Mapping[str, Any]) -> dict[str, Any] | No
     text = unsealed(path)
     if text is None and path.exists():
         context.console.warn(f"{path} is damaged, or of an older version: the held-out prompts are answered again")
-    saved = {} if text is None else from_json(text)
+    saved = {} if text is None else decode(text)
     return saved["graded"] if saved.get("graded_as") == graded_as else None
 
 

@@ -20,6 +20,7 @@ from jrlhf.rewards.text_model import ENDS
 from jrlhf.roles.model import Model
 from jrlhf.roles.pretrained import describe
 from jrlhf.run.directory import SUMMARY, Run
+from jrlhf.run.files import to_json
 from jrlhf.run.metrics import StageRecords, read_metrics
 from jrlhf.run.processes import from_main
 from jrlhf.stages.context import Context
@@ -69,7 +70,7 @@ def _summarise(context: Context, outcome: Outcome, after: Graded | None) -> dict
         _write_samples(context, first, second)
         summary["held_out"] = compare(first, second)
     summary |= {**_from_metrics(context), "chat": context.task.chat, "phases": dict(outcome.seconds)}
-    context.run.write(SUMMARY, json.dumps(summary, indent=2, allow_nan=False) + "\n")
+    context.run.write(SUMMARY, to_json(summary, indent=2))
     return summary
 
 
@@ -99,6 +100,7 @@ def export(run: Run, config: Config, tokenizer: Tokenizer, model: Model, head: H
         eos_ids=tokenizer.eos_ids,
         pad_id=tokenizer.pad_id,
         bos_id=tokenizer.bos_id,
+        generation=None if origin is None else origin.generation,
     )
     if head == "scalar" and run.writes:
         settings = json.loads((run.path / name / "config.json").read_text(encoding="utf-8")) | {ENDS: "eos"}

@@ -10,11 +10,12 @@ from typing import Any, TypeVar
 import jax
 from jax.sharding import Mesh
 
-from jrlhf.errors import Preempted, UserError
+from jrlhf.errors import Preempted, RunFailure, UserError
 from jrlhf.run.checkpoints import Checkpoints, like
 from jrlhf.run.metrics import MetricsLog, StageRecords
 from jrlhf.run.profiler import CompilationWatch, traced
 from jrlhf.stages.context import Context
+from jrlhf.stages.learning import Learning
 
 State = TypeVar("State")
 
@@ -40,7 +41,7 @@ def run_stage(
 
     An interrupted stage goes on from its newest good checkpoint. A finished one only restores its last checkpoint.
     `meta` identifies the inputs of the stage: a checkpoint with another `meta` is refused. A process that was asked to
-    stop raises Preempted, with its state saved.
+    stop raises Preempted, with its state saved. So does RunFailure, unless the stage would then be finished.
     """
     run, console = context.run, context.console
     meta = context.identity.of_stage(meta)
@@ -52,6 +53,7 @@ def run_stage(
             console.warn(difference)
         if start == steps:
             return state
+        learning = Learning(context.config, name, state, console.warn)
         run.begin(console.line)
 
         def save(step: int, state: State) -> None:
@@ -70,7 +72,8 @@ def run_stage(
                     compiled, causes = compilations.take()
                 run.check_present()
                 samples = metrics.pop(SAMPLES, ())
-                metrics |= {"perf/compilations": len(compiled)} | memory(context.mesh)
+                metrics |= {"perf/compilations": len(compiled), "training/global_step": step + 1} | memory(context.mesh)
+                metrics |= learning.measure(state, metrics, step + 1)
                 if step - start >= SETTLED and compiled:
                     console.warn(f"{name} step {step + 1} compiled {', '.join(compiled)} again: {' '.join(causes)}")
                 elif step - start == SETTLED - 1:
@@ -84,9 +87,13 @@ def run_stage(
                     context.wandb.log(name, step + 1, numbers)
                 progress.advance(step + 1, numbers)
                 stop = context.preemption.agreed()
-                if (step + 1) % save_every == 0 or step + 1 == steps or stop:
+                last, in_vain = step + 1 == steps, learning.in_vain(step + 1, steps)
+                if (stop or in_vain or (step + 1) % save_every == 0 or last) and not (in_vain and last):
                     log.sync()
                     save(step + 1, state)
+                if in_vain:
+                    checkpoints.wait()
+                    raise RunFailure(in_vain)
                 if stop:
                     checkpoints.wait()
                     raise Preempted(f"{name} stopped at step {step + 1} of {steps}; its state is saved")

@@ -206,5 +206,7 @@ def test_json_lines_survive_a_torn_end_and_any_text(tmp_path):
         file.write(b"\n" + json.dumps({"c": 3}).encode() + b"\n")
     with pytest.raises(UserError, match=r"lines.jsonl line 3 is not a JSON object"):
         list(read_jsonl(path))
-    with pytest.raises(ValueError, match="JSON"):
-        append_jsonl(path, [{"a": float("nan")}])
+    inner = {"a": [1.0, {"b": float("-inf")}], "c": float("nan")}
+    append_jsonl(tmp_path / "numbers.jsonl", [inner])
+    named = {"a": [1.0, {"b": None}], "c": None, "nonfinite": {"a.1.b": "-inf", "c": "nan"}}
+    assert list(read_jsonl(tmp_path / "numbers.jsonl")) == [named]
