@@ -1,16 +1,18 @@
 """Checks before anything is loaded that a run fits into its devices' memory, and suggests settings that do."""
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial, reduce
 from itertools import combinations, product, takewhile
 from math import inf
+from pathlib import Path
 from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
-from jrlhf.config.schema import Config
+from jrlhf.config.schema import MOST_DEVICES, Config
 from jrlhf.errors import UserError
 from jrlhf.meshes import Graph
 from jrlhf.meshes.mesh import Device
@@ -23,7 +25,6 @@ from jrlhf.planning.plans import colocated
 from jrlhf.planning.workload import RoleModel, Workload, token_budgets, update_section, with_budgets, workload_of
 
 MOST_NAMED = 4  # settings in one sentence
-MOST_DEVICES = 4096
 TOGETHER = 3  # settings that are changed at a time
 ADAPTER = LoRAConfig(rank=16, alpha=32.0)
 
@@ -36,17 +37,21 @@ def check_memory(
     graphs: of the stages. plan: of the algorithm, where there is one.
     """
     limit = capacity(config, mesh.devices.flat)
-    if limit is not None:
-        for graph in graphs:
-            _check_stage(config, workload_of(config, graph, models), mesh, plan, limit)
+    for graph in graphs:
+        _check_stage(config, workload_of(config, graph, models), mesh, plan, limit)
 
 
-def _check_stage(config: Config, workload: Workload, mesh: Mesh, plan: Plan | None, limit: float) -> None:
+def _check_stage(config: Config, workload: Workload, mesh: Mesh, plan: Plan | None, limit: float | None) -> None:
     plan, backend, away = _planned(config, workload, mesh, plan)
+    source = "a device" if config.device.memory is None else "device.memory"
+    if limit is None:
+        limit, source = _share_of_host(config, mesh, plan), "its share of this machine"
+    if limit is None:
+        return
     memory = plan_memory(workload, plan, backend, away=away)
     if memory.peak <= limit:
         return
-    worst, source = memory.largest, "device.memory" if config.device.memory is not None else "a device"
+    worst = memory.largest
     settings = suggest_settings(workload, plan, limit, backend, away=away)
     remedy = " or ".join(_written(config, setting, workload, plan) for setting in settings[:MOST_NAMED])
     raise UserError(
@@ -54,6 +59,18 @@ def _check_stage(config: Config, workload: Workload, mesh: Mesh, plan: Plan | No
         f"{worst.resident / GIB:.4g}, and {source} has {limit / GIB:.4g}: "
         + (f"choose {remedy}" if remedy else "no setting makes it fit, choose smaller models or more memory")
     )
+
+
+def _share_of_host(config: Config, mesh: Mesh, plan: Plan) -> float | None:
+    """Returns the bytes of each CPU device that a call runs on; None where the run can only be described here.
+
+    Devices that a call does not use are counted as empty, so no plan is refused that may fit.
+    """
+    path = config.model.path
+    if mesh.devices.flat[0].platform != "cpu" or (path is not None and not Path(path).expanduser().exists()):
+        return None
+    devices = min([len(mesh.local_devices), *(placement.devices.count for placement in plan.placements.values())])
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / devices
 
 
 def memory_of(

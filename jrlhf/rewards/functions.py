@@ -52,10 +52,6 @@ class FunctionReward:
         self._config, self._seed, self._kind, self._start_deadline = config, seed, kind, start_deadline
         self._called = f"{kind} {config.name!r}"
         self.on_failure, self._columns = config.on_failure, config.columns
-        if config.deadline > 1e6:
-            raise UserError(
-                f"deadline={config.deadline!r} of {self._called}: it must be positive, in seconds, at most 1e6"
-            )
         self._spec = _resolve(self._called, config.function)
         self._workers = 1 if log is None else config.workers
         self._pool: dict[int, Worker] = {}

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from jrlhf.models.config import ModelConfig, RopeScaling
+from jrlhf.models.config import MOST_LAYERS, ModelConfig, RopeScaling
 from jrlhf.models.hf.files import read_object
 from jrlhf.models.params import HeadKind
 
@@ -21,7 +21,6 @@ Json = Mapping[str, Any]
 _DTYPES = ("float32", "bfloat16", "float16")
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
 LOCAL, GLOBAL = "sliding_attention", "full_attention"
-_MOST_LAYERS = 10_000  # a config.json may say anything, and each layer has an entry in what is made of it
 
 
 @dataclass(frozen=True)
@@ -229,7 +228,7 @@ class _Values:
         if kind is bool:
             return self.flag(key)
         if kind is int:
-            return self.integer(key, _MOST_LAYERS if name == "layers" else 2**31)
+            return self.integer(key, MOST_LAYERS if name == "layers" else 2**31)
         if name == "activation":
             return self.activation(key)
         return None if self[key] is None and kind is not float else self.number(key)

@@ -35,6 +35,7 @@ _BYTES |= {"F8_E5M2": 1, "F8_E4M3": 1, "F8_E8M0": 1, "F8_E5M2FNUZ": 1, "F8_E4M3F
 _HEADER_LIMIT = 100_000_000  # safetensors' own
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _AGAIN = "fetch the file again"
+_DEPTH = 100  # levels of a JSON text: what reads it further may walk it by recursion
 
 
 @dataclass(frozen=True)
@@ -94,9 +95,9 @@ def _no_weights(directory: Path) -> str:
 
 def _read_index(path: Path) -> dict[str, str]:
     try:
-        places = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        places = parse_json(path.read_bytes())["weight_map"]
         files = dict(places.items())
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is not an index with a weight_map ({error!r}): {_AGAIN}") from error
     if not files:
         raise ValueError(f"{path} names no tensor: {_AGAIN}")
@@ -107,11 +108,28 @@ def _read_index(path: Path) -> dict[str, str]:
     return files
 
 
+def parse_json(text: bytes | str, **options: Any) -> Any:
+    """Returns the value that a JSON text of anyone describes. ValueError: it is none, or nested too deeply to use."""
+    text = text.decode("utf-8-sig") if isinstance(text, bytes) else text
+    try:
+        value = json.loads(text, **options)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+    inner = [value] if text.count("[") + text.count("{") > _DEPTH else []
+    for _ in range(_DEPTH):
+        values = (item for one in inner for item in (one.values() if isinstance(one, dict) else one))
+        inner = [item for item in values if isinstance(item, dict | list)]
+    if inner:
+        raise ValueError(f"it is nested more than {_DEPTH} levels deep")
+    return value
+
+
 def read_object(path: Path, remedy: str, wanted: str) -> dict[str, Any]:
     """The object in a JSON file. Otherwise a ValueError with the remedy, or with what is wanted there."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
+        content = parse_json(path.read_bytes())
+        json.dumps(content, ensure_ascii=False).encode()  # fails on halves of surrogate pairs
+    except ValueError as error:
         raise ValueError(f"{path} is not JSON ({error}): {remedy}") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path} holds a {type(content).__name__} where {wanted}")
@@ -131,8 +149,8 @@ def read_header(path: Path) -> dict[str, Tensor]:
             raise wrong(f"is no whole safetensors file: its {size} bytes cannot hold the header of {length}")
         text = file.read(length)
     try:
-        header = json.loads(text, object_pairs_hook=_unique)
-    except (ValueError, RecursionError) as error:
+        header = parse_json(text, object_pairs_hook=_unique)
+    except ValueError as error:
         raise wrong(f"has a header that is not JSON ({error})") from error
     if not isinstance(header, dict):
         raise wrong("has a header that is not an object")

@@ -17,6 +17,7 @@ from jrlhf.tasks import sequences
 from jrlhf.tasks.arithmetic.problems import Terms, draw_problems, question, worked_answer, written
 
 PAD, EOS, CHARACTERS = "<pad>", "<eos>", "0123456789+="
+MOST_TOKENS = 10**8  # all sums are written before a run begins, in some minutes
 
 
 def make_tokenizer() -> Tokenizer:
@@ -41,6 +42,9 @@ def load_task(config: Config) -> Task:
             f"model.vocab_size={config.model.vocab_size} is too small: data.source=arithmetic has "
             f"{tokenizer.vocab_size} tokens, raise it"
         )
+    # The lengths of a question, of the shortest answer and of its end, before anything is written.
+    prompt, shortest = data.terms * (data.digits + 1), (data.digits + 1) * data.terms * (data.terms - 1) // 2
+    _check_lengths(data, prompt, shortest)
     sizes = {"terms": data.terms, "digits": data.digits, "seed": config.seed}
     try:
         learned, heldout = draw_problems(data.problems, data.heldout_rows, **sizes)
@@ -68,12 +72,7 @@ def load_task(config: Config) -> Task:
         return Prompts(ids=tuple(map(tuple, tokenizer.encode_batch(texts))), texts=texts, examples=examples)
 
     right = answered((*learned, *heldout), 0.0, 0)
-    prompt, response = right.prompt_lengths[0], max(map(len, right.ids)) - right.prompt_lengths[0]
-    if prompt > data.max_prompt or response > data.max_response:
-        raise UserError(
-            f"data.max_prompt={data.max_prompt} and data.max_response={data.max_response} are too short for sums of "
-            f"{prompt} tokens and answers of {response}: raise them"
-        )
+    _check_lengths(data, prompt, max(map(len, right.ids)) - prompt)
     texts = [" ".join(map(question, part)) for part in (learned, heldout, shown)]
     return Task(
         tokenizer=tokenizer,
@@ -89,3 +88,17 @@ def load_task(config: Config) -> Task:
         prompts=prompts(learned),
         heldout=prompts(heldout),
     )
+
+
+def _check_lengths(data: ArithmeticData, prompt: int, response: int) -> None:
+    if prompt > data.max_prompt or response > data.max_response:
+        raise UserError(
+            f"data.max_prompt={data.max_prompt} and data.max_response={data.max_response} are too short for sums of "
+            f"{prompt} tokens and answers of {response}: raise them"
+        )
+    tokens = (data.problems + data.heldout_rows) * (prompt + response)
+    if tokens > MOST_TOKENS:
+        raise UserError(
+            f"data.problems={data.problems} and data.heldout_rows={data.heldout_rows} sums of {prompt + response} "
+            f"tokens are {tokens} tokens, more than {MOST_TOKENS}: lower them, or data.terms"
+        )

@@ -102,7 +102,9 @@ def test_every_scalar_is_read_by_the_type_of_its_field():
     assert outer("label: null").label is None and outer("label: ").label is None
     assert outer("label: 'null'").label == "null" and outer("inner: ").inner == Inner()
     assert outer("extra: {size: null, colour: red}").extra is None  # a feature that is off has no section
-    assert parse_yaml("a: !!python/object/apply:os.getcwd []", "test.yaml") == {"a": []}  # tags construct nothing
+    for tag in ("!!python/object/apply:os.getcwd []", "!foo 1", "!!str 1", "! 1", "!foo {b: 1}"):
+        with pytest.raises(UserError, match="test.yaml, line 1, column 4: not valid YAML: tags are not read"):
+            parse_yaml(f"a: {tag}", "test.yaml")
 
 
 def test_python_values_are_accepted_where_their_type_fits():
@@ -268,7 +270,11 @@ def test_the_resolved_config_reads_back_equal_and_has_the_sections_in_use(tmp_pa
     assert load_config(write(tmp_path, resolved)) == config
     sections = set(yaml.safe_load(resolved))
     assert "sft" in sections and not {"reward_model", "ppo", "grpo", "lora", "sleep", "wandb", "validation"} & sections
-    assert load_config(write(tmp_path, "")) == Config() == Config(lora=LoRASection())  # an empty file is all defaults
+    assert load_config(write(tmp_path, "seed: 0")) == Config() == Config(lora=LoRASection())  # all else is defaults
+    for empty in ("", "# nothing", "{}", "null"):
+        assert load_config(write(tmp_path, empty), ["stages=[sft]"]).stages == ("sft",)
+        with pytest.raises(UserError, match="is empty: name the run's stages"):
+            load_config(write(tmp_path, empty), ["seed=1"])
     assert load_config(write(tmp_path, "\ufeffseed: 3")).seed == 3  # a byte order mark is no key
     assert flatten(parse_yaml("a: {b: 1, c: {d: null}}\ne: [1, 2]", "x")) == {
         "a.b": "1",
@@ -303,7 +309,7 @@ def test_old_configs_mean_what_they_meant(tmp_path):
     means: the values of today's keys, as text, where they differ from the usual ones in OLD["means"].
     """
     for name, old in OLD["configs"].items():
-        config = load_config(write(tmp_path, old["file"]), old["overrides"])
+        config = load_config(write(tmp_path, old["file"] or "seed: 0"), old["overrides"])
         resolved = {key: value for key, value in OLD["defaults"].items() if key.split(".")[0] not in old["absent"]}
         resolved |= old["changed"]
         for key in [key for key in resolved if any(other.startswith(f"{key}.") for other in resolved)]:
