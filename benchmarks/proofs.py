@@ -27,6 +27,7 @@ PARTS = {
     "kills": "runs killed at random moments and resumed to the same bits; every file of a checkpoint damaged",
     "families": "all families against transformers and PEFT, and through whole runs",
     "processes": "runs of two processes against runs of one",
+    "inputs": "5,400 malformed inputs, read in one process, and 120 commands: one sentence and exit code 2, or a run",
 }
 PACKAGES = ("jax", "flax", "optax", "numpy", "orbax-checkpoint")
 

@@ -20,6 +20,7 @@ from jrlhf.errors import UserError
 from jrlhf.ppo.fields import Section, default_of
 
 T = TypeVar("T")
+_LARGEST = 1 << 20  # characters of YAML, which is read by a slow parser
 
 
 class Feature(Section):
@@ -68,6 +69,8 @@ def parse_yaml(text: str, source: str) -> object:
             mapping[key.value] = plain(value)
         return mapping
 
+    if len(text) > _LARGEST:
+        raise UserError(f"{source}: not a config: it has {len(text)} characters, at most {_LARGEST} are read")
     try:
         node = yaml.compose(text, Loader=_Loader)
         return None if node is None else plain(node)

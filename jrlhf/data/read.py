@@ -17,7 +17,8 @@ from typing import Any, Literal
 from jrlhf.config.schema import ColumnsConfig
 from jrlhf.data.types import Example, Message, Text
 from jrlhf.errors import UserError
-from jrlhf.models.hf.files import parse_json
+from jrlhf.models.hf.files import check_file, parse_json
+from jrlhf.run.devices import host_memory
 
 Shape = Literal["preference", "prompt-completion", "verl", "prompt-only", "messages", "text"]
 Numbered = tuple[str, Any]  # where a row stands, for messages; and the row
@@ -117,7 +118,10 @@ def _from_file(path: Path) -> Iterator[Numbered]:
     if reader is None:
         raise UserError(f"{path} is none of {', '.join(_READERS)}: convert it, or rename it to what it is")
     try:
+        check_file(path, host_memory())
         yield from reader(path)
+    except ValueError as error:
+        raise UserError(str(error)) from error
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror or error}") from error
 

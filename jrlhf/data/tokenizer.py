@@ -10,7 +10,7 @@ from typing import Any
 import tokenizers
 
 from jrlhf.errors import UserError
-from jrlhf.models.hf.files import read_object
+from jrlhf.models.hf.files import check_file, read_object
 
 # The names that chat templates have for special tokens.
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -190,9 +190,10 @@ def _read_backend(directory: Path) -> tokenizers.Tokenizer:
             )
         raise UserError(f"{directory} has no tokenizer.json: name a directory that holds the model's tokenizer")
     try:
+        check_file(path)
         backend = _asked(str(path), tokenizers.Tokenizer.from_file, str(path))
-    except UserError as error:
-        raise UserError(f"{path} cannot be read as a tokenizer.json ({error.__cause__}): fetch it again") from error
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read ({error}): fetch the file again") from error
     backend.no_truncation()  # a file may have been saved while they were on
     backend.no_padding()
     return backend
@@ -294,6 +295,7 @@ def _chat_template(directory: Path, settings: Mapping[str, Any]) -> str | None:
     path = directory / "chat_template.jinja"
     if path.exists():
         try:
+            check_file(path)
             return path.read_text(encoding="utf-8")
         except (OSError, ValueError) as error:
             raise UserError(f"{path} cannot be read ({error}): fetch the file again") from error

@@ -1,6 +1,5 @@
 """Checks before anything is loaded that a run fits into its devices' memory, and suggests settings that do."""
 
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial, reduce
@@ -23,6 +22,7 @@ from jrlhf.planning.activations import DEFAULT, Backend
 from jrlhf.planning.memory import GIB, Away, PlanMemory, away_parts, keepers, plan_memory
 from jrlhf.planning.plans import colocated
 from jrlhf.planning.workload import RoleModel, Workload, token_budgets, update_section, with_budgets, workload_of
+from jrlhf.run.devices import host_memory
 
 MOST_NAMED = 4  # settings in one sentence
 TOGETHER = 3  # settings that are changed at a time
@@ -53,6 +53,8 @@ def _check_stage(config: Config, workload: Workload, mesh: Mesh, plan: Plan | No
         return
     worst = memory.largest
     settings = suggest_settings(workload, plan, limit, backend, away=away)
+    if source not in ("device.memory", "a device"):  # more simulated devices have smaller shares
+        settings = [setting for setting in settings if "devices" not in setting.changes]
     remedy = " or ".join(_written(config, setting, workload, plan) for setting in settings[:MOST_NAMED])
     raise UserError(
         f"{worst.call} needs {worst.total / GIB:.4g} GiB of each device, of which roles keep "
@@ -70,7 +72,7 @@ def _share_of_host(config: Config, mesh: Mesh, plan: Plan) -> float | None:
     if mesh.devices.flat[0].platform != "cpu" or (path is not None and not Path(path).expanduser().exists()):
         return None
     devices = min([len(mesh.local_devices), *(placement.devices.count for placement in plan.placements.values())])
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / devices
+    return host_memory() / devices
 
 
 def memory_of(

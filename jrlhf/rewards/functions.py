@@ -17,10 +17,10 @@ from jrlhf.config.schema import RewardConfig
 from jrlhf.data.read import fingerprint
 from jrlhf.errors import UserError
 from jrlhf.rewards import builtin
-from jrlhf.rewards.process import Worker
 from jrlhf.rewards.types import Sample, Scored
 from jrlhf.rewards.user_code import resolve
 from jrlhf.rewards.worker import GIVEN
+from jrlhf.run.child import Worker
 
 LOG_BYTES = 16 << 20  # of the functions' output, kept in the log file
 SHOWN = 300  # characters of a text in a message
@@ -185,7 +185,7 @@ class FunctionReward:
         environment = {"PYTHONHASHSEED": str(self._seed % 2**32), **os.environ, "JAX_PLATFORMS": "cpu"}
         deadlines = {"deadline": self._config.deadline, "start_deadline": self._start_deadline}
         request = self._pickle({"spec": self._spec, "options": self._config.options, **deadlines}, "its options")
-        worker = self._pool[index] = Worker(environment, self._write)
+        worker = self._pool[index] = Worker("jrlhf.rewards.worker", environment, self._write)
         if self._stopping.is_set():
             worker.interrupt()
         answer = worker.request(request, self._start_deadline)

@@ -6,8 +6,10 @@ dtype, shape and bytes), the tensors' bytes one after another. https://github.co
 """
 
 import json
+import math
 import os
 import shutil
+import stat
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -33,6 +35,7 @@ _BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2,
 _BYTES |= {"U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1, "C64": 8}
 _BYTES |= {"F8_E5M2": 1, "F8_E4M3": 1, "F8_E8M0": 1, "F8_E5M2FNUZ": 1, "F8_E4M3FNUZ": 1}
 _HEADER_LIMIT = 100_000_000  # safetensors' own
+_LARGEST = 1 << 28  # bytes of a file of JSON, of which the largest are tokenizers
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _AGAIN = "fetch the file again"
 _DEPTH = 100  # levels of a JSON text: what reads it further may walk it by recursion
@@ -95,6 +98,7 @@ def _no_weights(directory: Path) -> str:
 
 def _read_index(path: Path) -> dict[str, str]:
     try:
+        check_file(path)
         places = parse_json(path.read_bytes())["weight_map"]
         files = dict(places.items())
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -106,6 +110,15 @@ def _read_index(path: Path) -> dict[str, str]:
         if not isinstance(file, str) or not file or {"/", "\\", "\0"} & set(file) or file in (".", ".."):
             raise ValueError(f"{path} places {name!r} in {file!r}, which is no name of a file beside it: {_AGAIN}")
     return files
+
+
+def check_file(path: Path, most: float = _LARGEST) -> None:
+    """Raises ValueError unless the path is a file of at most `most` bytes. A pipe or a device may have no end."""
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise ValueError(f"{path} is no regular file: {_AGAIN}")
+    if status.st_size > most:
+        raise ValueError(f"{path} has {status.st_size} bytes, more than {most:.0f}: {_AGAIN}")
 
 
 def parse_json(text: bytes | str, **options: Any) -> Any:
@@ -126,6 +139,7 @@ def parse_json(text: bytes | str, **options: Any) -> Any:
 
 def read_object(path: Path, remedy: str, wanted: str) -> dict[str, Any]:
     """The object in a JSON file. Otherwise a ValueError with the remedy, or with what is wanted there."""
+    check_file(path)
     try:
         content = parse_json(path.read_bytes())
         json.dumps(content, ensure_ascii=False).encode()  # fails on halves of surrogate pairs
@@ -142,6 +156,7 @@ def read_header(path: Path) -> dict[str, Tensor]:
     def wrong(what: str) -> ValueError:
         return ValueError(f"{path} {what}: {_AGAIN}")
 
+    check_file(path, math.inf)
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")

@@ -17,7 +17,7 @@ from jrlhf.tasks import sequences
 from jrlhf.tasks.arithmetic.problems import Terms, draw_problems, question, worked_answer, written
 
 PAD, EOS, CHARACTERS = "<pad>", "<eos>", "0123456789+="
-MOST_TOKENS = 10**8  # all sums are written before a run begins, in some minutes
+MOST_TOKENS = 2 * 10**7  # all sums are written before a run begins, in half a minute
 
 
 def make_tokenizer() -> Tokenizer:
@@ -42,9 +42,13 @@ def load_task(config: Config) -> Task:
             f"model.vocab_size={config.model.vocab_size} is too small: data.source=arithmetic has "
             f"{tokenizer.vocab_size} tokens, raise it"
         )
-    # The lengths of a question, of the shortest answer and of its end, before anything is written.
-    prompt, shortest = data.terms * (data.digits + 1), (data.digits + 1) * data.terms * (data.terms - 1) // 2
-    _check_lengths(data, prompt, shortest)
+    # The lengths of a question, of the shortest answer and of its end.
+    tokens = data.terms * (data.digits + 1) + (data.digits + 1) * data.terms * (data.terms - 1) // 2
+    if (data.problems + data.heldout_rows) * tokens > MOST_TOKENS:
+        raise UserError(
+            f"data.problems={data.problems} with data.heldout_rows={data.heldout_rows} are sums of data.terms="
+            f"{data.terms}, {tokens} tokens each, and at most {MOST_TOKENS} tokens are written in all: lower them"
+        )
     sizes = {"terms": data.terms, "digits": data.digits, "seed": config.seed}
     try:
         learned, heldout = draw_problems(data.problems, data.heldout_rows, **sizes)
@@ -72,7 +76,12 @@ def load_task(config: Config) -> Task:
         return Prompts(ids=tuple(map(tuple, tokenizer.encode_batch(texts))), texts=texts, examples=examples)
 
     right = answered((*learned, *heldout), 0.0, 0)
-    _check_lengths(data, prompt, max(map(len, right.ids)) - prompt)
+    prompt, response = right.prompt_lengths[0], max(map(len, right.ids)) - right.prompt_lengths[0]
+    if prompt > data.max_prompt or response > data.max_response:
+        raise UserError(
+            f"data.max_prompt={data.max_prompt} and data.max_response={data.max_response} are too short for sums of "
+            f"{prompt} tokens and answers of {response}: raise them"
+        )
     texts = [" ".join(map(question, part)) for part in (learned, heldout, shown)]
     return Task(
         tokenizer=tokenizer,
@@ -88,17 +97,3 @@ def load_task(config: Config) -> Task:
         prompts=prompts(learned),
         heldout=prompts(heldout),
     )
-
-
-def _check_lengths(data: ArithmeticData, prompt: int, response: int) -> None:
-    if prompt > data.max_prompt or response > data.max_response:
-        raise UserError(
-            f"data.max_prompt={data.max_prompt} and data.max_response={data.max_response} are too short for sums of "
-            f"{prompt} tokens and answers of {response}: raise them"
-        )
-    tokens = (data.problems + data.heldout_rows) * (prompt + response)
-    if tokens > MOST_TOKENS:
-        raise UserError(
-            f"data.problems={data.problems} and data.heldout_rows={data.heldout_rows} sums of {prompt + response} "
-            f"tokens are {tokens} tokens, more than {MOST_TOKENS}: lower them, or data.terms"
-        )

@@ -144,7 +144,7 @@ def test_a_directory_without_a_tokenizer_is_refused(qwen: Path):
         load_tokenizer(qwen / "tokenizer.json")
     text = (qwen / "tokenizer.json").read_text()
     (qwen / "tokenizer.json").write_text(text[:-20])
-    with pytest.raises(UserError, match="cannot be read as a tokenizer.json"):
+    with pytest.raises(UserError, match="tokenizer.json (fails|cannot be read)"):
         load_tokenizer(qwen)
     (qwen / "tokenizer.json").unlink()
     with pytest.raises(UserError, match="has no tokenizer.json"):
