@@ -42,10 +42,6 @@ def non_negative(default: float | None, **more: Any) -> Any:
     return checked(default, lambda value: value >= 0 and math.isfinite(value), "at least 0 and finite", **more)
 
 
-def seconds(default: float, most: float = LONGEST, **more: Any) -> Any:
-    return positive(default, most=most, **more)
-
-
 def between(default: float | None, low: float, high: float, expected: str = "", **more: Any) -> Any:
     return checked(default, lambda value: low <= value <= high, expected or f"from {low:g} to {high:g}", **more)
 

@@ -24,18 +24,7 @@ from jrlhf.config.stages import (
 )
 from jrlhf.models.config import MOST_LAYERS
 from jrlhf.models.generation.schedule import Schedule
-from jrlhf.ppo.fields import (
-    LONGEST,
-    Section,
-    between,
-    checked,
-    count,
-    natural,
-    non_negative,
-    only_if,
-    positive,
-    seconds,
-)
+from jrlhf.ppo.fields import LONGEST, Section, between, checked, count, natural, non_negative, only_if, positive
 
 MOST_DEVICES = 4096  # of a process
 
@@ -308,7 +297,7 @@ class RewardConfig(Section):
     function: str | None = place()  # package.module:function, file.py:function, or one of jrlhf/rewards/builtin.py
     weight: float = 1.0  # factor in the sum; 0: it is measured and logged, and nothing learns from it
     workers: int = count(1, most=1024, **_FUNCTION)  # processes of a function
-    deadline: float = seconds(30.0, most=1e6, **_FUNCTION)  # seconds per batch, after which a function is stopped
+    deadline: float = positive(30.0, most=1e6, **_FUNCTION)  # seconds per batch, after which a function is stopped
     # The score used when a function or a model fails to give one; null: a failure ends the run.
     on_failure: float | None = checked(
         None, math.isfinite, "finite", **only_if(lambda section: section.adapter is None, "{path}.adapter")
@@ -405,7 +394,8 @@ class Config(Section):
     # Of all random numbers.
     seed: int = checked(0, lambda value: 0 <= value < 2**32, "from 0 to 4294967295", most=2**32 - 1)
     run_dir: str = place("runs")  # directory of all runs
-    deadline: float = seconds(3600.0)  # seconds per iteration; a longer one ends the run and shows where it hung
+    # Seconds per iteration; a longer one ends the run and shows where it hung.
+    deadline: float = positive(3600.0, most=LONGEST)
     stages: tuple[Stage, ...] = ("sft", "reward_model", "ppo")  # what the run does, in this order
     device: DeviceConfig = DeviceConfig()
     distributed: DistributedConfig = DistributedConfig()

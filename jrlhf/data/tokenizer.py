@@ -173,8 +173,7 @@ def _asked(called: str, method: Callable, *arguments: Any, **options: Any) -> An
     except (KeyboardInterrupt, SystemExit, MemoryError):
         raise
     except BaseException as error:  # the library raises bare `Exception`, and Rust's panics as `BaseException`
-        reason = str(error).split("\n")[0]
-        raise UserError(f"{called} fails ({reason}): see its tokenizer.json and the text that it is given") from error
+        raise UserError(f"{called} fails ({error}): see its tokenizer.json and the text that it is given") from error
 
 
 def _read_backend(directory: Path) -> tokenizers.Tokenizer:
@@ -205,9 +204,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         return {}
     try:
         return read_object(path, "fetch the file again", "a JSON object should be: fetch the file again")
-    except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror}): fetch the file again") from error
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         raise UserError(str(error)) from error
 
 

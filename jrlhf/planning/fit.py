@@ -36,24 +36,21 @@ def check_memory(
 
     graphs: of the stages. plan: of the algorithm, where there is one.
     """
-    limit = capacity(config, mesh.devices.flat)
     for graph in graphs:
-        _check_stage(config, workload_of(config, graph, models), mesh, plan, limit)
+        _check_stage(config, workload_of(config, graph, models), mesh, plan)
 
 
-def _check_stage(config: Config, workload: Workload, mesh: Mesh, plan: Plan | None, limit: float | None) -> None:
+def _check_stage(config: Config, workload: Workload, mesh: Mesh, plan: Plan | None) -> None:
     plan, backend, away = _planned(config, workload, mesh, plan)
-    source = "a device" if config.device.memory is None else "device.memory"
+    limit, source = capacity(config, mesh.devices.flat), "device.memory" if config.device.memory else "a device"
     if limit is None:
         limit, source = _share_of_host(config, mesh, plan), "its share of this machine"
-    if limit is None:
-        return
     memory = plan_memory(workload, plan, backend, away=away)
     if memory.peak <= limit:
         return
     worst = memory.largest
     settings = suggest_settings(workload, plan, limit, backend, away=away)
-    if source not in ("device.memory", "a device"):  # more simulated devices have smaller shares
+    if source.startswith("its"):  # more simulated devices have smaller shares
         settings = [setting for setting in settings if "devices" not in setting.changes]
     remedy = " or ".join(_written(config, setting, workload, plan) for setting in settings[:MOST_NAMED])
     raise UserError(
@@ -63,14 +60,14 @@ def _check_stage(config: Config, workload: Workload, mesh: Mesh, plan: Plan | No
     )
 
 
-def _share_of_host(config: Config, mesh: Mesh, plan: Plan) -> float | None:
-    """Returns the bytes of each CPU device that a call runs on; None where the run can only be described here.
+def _share_of_host(config: Config, mesh: Mesh, plan: Plan) -> float:
+    """Returns the bytes of each CPU device that a call runs on; infinity where the run can only be described here.
 
     Devices that a call does not use are counted as empty, so no plan is refused that may fit.
     """
     path = config.model.path
     if mesh.devices.flat[0].platform != "cpu" or (path is not None and not Path(path).expanduser().exists()):
-        return None
+        return inf
     devices = min([len(mesh.local_devices), *(placement.devices.count for placement in plan.placements.values())])
     return host_memory() / devices
 

@@ -251,14 +251,15 @@ def _models_of_roles(
 
 def adapter_of(section: LoRASection, actor: ModelConfig) -> LoRAConfig:
     """Returns the settings of the actor's adapter, a new one's or a file's; refuses one that the actor cannot have."""
-    if section.path is not None:
-        return _read_adapter(section.path, "lora.path")
     try:
-        assert section.rank is not None
-        lora = LoRAConfig(rank=section.rank, alpha=section.alpha, targets=section.targets, rslora=section.rslora)
+        if section.path is not None:
+            lora = read_adapter_config(section.path)
+        else:
+            assert section.rank is not None
+            lora = LoRAConfig(rank=section.rank, alpha=section.alpha, targets=section.targets, rslora=section.rslora)
         adapter_weights(actor, lora)
         return lora
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         raise UserError(f"lora: {error}") from error
 
 
