@@ -235,8 +235,10 @@ def _listed(decoder: Any, file: Path) -> list[tuple[int, tokenizers.AddedToken]]
     """Returns the tokens of `added_tokens_decoder` with their ids, rising."""
     try:
         entries = sorted((int(index), entry) for index, entry in (decoder or {}).items())
-        return [(index, tokenizers.AddedToken(**entry)) for index, entry in entries if _content(entry) is not None]
-    except (AttributeError, TypeError, ValueError) as error:
+        if not all(isinstance(entry["content"], str) for _, entry in entries):
+            raise TypeError("a token's content is no text")
+        return [(index, tokenizers.AddedToken(**entry)) for index, entry in entries]
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise UserError(
             f"added_tokens_decoder in {file} is no object of tokens by their ids ({error}): fetch the file again"
         ) from error
