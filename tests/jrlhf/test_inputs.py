@@ -180,8 +180,8 @@ def test_commands_on_malformed_inputs(tmp_path, user, bases, monkeypatch, block)
             error = process.stderr.decode()
             fault = None if listing(case.place) == before else "something was written"
             if process.returncode == 2:
-                line = error.removeprefix("error: ").removesuffix("\n")
-                fault = fault or (error.startswith("usage: ") and None) or fault_of(case, line)
+                usage = error.startswith("usage: ")  # of argparse, before its sentence
+                fault = fault or fault_of(case, error.splitlines()[-1] if usage else error.removesuffix("\n"))
             elif process.returncode != 0 or error:
                 fault = f"exit code {process.returncode}: {error[-1500:]}"
             if fault is not None:
