@@ -60,15 +60,15 @@ def receive(channel: socket.socket, until: float = math.inf, longest: float = ma
 def channel_to_parent(descriptor: int) -> socket.socket:
     """Returns the socket to the parent, in a child, which from now on lives exactly as long as the parent wants.
 
-    Ctrl-C and a scheduler's SIGTERM reach many processes at once, but only the parent knows when to stop: they do
-    nothing here. (Handlers, not SIG_IGN, because programs that the function starts would inherit SIG_IGN.) The parent
-    stops this process by SIGKILL. If the parent itself is killed, a thread here sees the socket close and ends the
+    Ctrl-C, a hang-up and a scheduler's SIGTERM reach many processes at once, but only the parent knows when to stop:
+    they do nothing here. (Handlers, not SIG_IGN, because programs that the function starts would inherit SIG_IGN.)
+    The parent stops this process by SIGKILL. If the parent itself is killed, a thread here sees the socket close and ends the
     process group. A call that holds the interpreter lock keeps that thread from running; only the parent, or a
     C thread (`faulthandler`), ends such a call at its deadline.
     """
     os.set_inheritable(descriptor, False)
     channel = socket.socket(fileno=descriptor)
-    numbers = (signal.SIGINT, signal.SIGTERM)
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
     def in_forked_child() -> None:
         channel.close()  # or the parent would not see this process end while the child lives
