@@ -62,8 +62,8 @@ def channel_to_parent(descriptor: int) -> socket.socket:
 
     Ctrl-C, a hang-up and a scheduler's SIGTERM reach many processes at once, but only the parent knows when to stop:
     they do nothing here. (Handlers, not SIG_IGN, because programs that the function starts would inherit SIG_IGN.)
-    The parent stops this process by SIGKILL. If the parent itself is killed, a thread here sees the socket close and ends the
-    process group. A call that holds the interpreter lock keeps that thread from running; only the parent, or a
+    The parent stops this process by SIGKILL. If the parent itself is killed, a thread here sees the socket close and
+    ends the process group. A call that holds the interpreter lock keeps that thread from running; only the parent, or a
     C thread (`faulthandler`), ends such a call at its deadline.
     """
     os.set_inheritable(descriptor, False)
