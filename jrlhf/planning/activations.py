@@ -58,8 +58,9 @@ _COUNTS = {
     "dequantised": ((1, 0.6), (0, 0), (0, 0)),
     # Whether layers that are not in a loop are merged with their recomputation, so that no remat policy saves anything.
     "merged": (True, False, False),
-    # Gradients, and copies of all trained numbers, while the optimizer steps: a GPU writes in place.
-    "optimizer": (0, 1, 4),
+    # Copies of all trained numbers while the optimizer steps. On accelerators the update's results are copies next to
+    # the gradients: a conditional does not write in place.
+    "optimizer": (0, 4, 4),
     # Copies of what is trained, its weights and both moments, that a step begins with.
     "states": (3, 0, 0),
     # What remat="gather" keeps of a layer: scores, [B, T, F], [B, T, D].

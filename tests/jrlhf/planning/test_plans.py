@@ -158,7 +158,7 @@ def test_a_plan_that_cannot_be_run_is_one_sentence(tmp_path):
 
 def test_a_file_that_is_no_plan_is_one_sentence(tmp_path):
     for text, message in (
-        ("calls: [", "cannot be read"),
+        ("calls: [", "plan=.*plan.yaml, line 1, column 9: not valid YAML"),
         ("name: x", "must hold `name` and `calls`"),
         ("calls: {actor.update: {devices: 0-3, layout: train, fsdp: 2}}", "choose sizes whose product is 4"),
     ):
@@ -173,7 +173,7 @@ def test_plans_that_cannot_be_made_say_what_to_do():
     alone = "has .* what lora adapts is one base on all 8"
     assert {placed.layout for placed in chosen(config_of(**lora)).placements.values()} == {"generate"}
     for config, devices, message in (
-        (config_of(plan="splt"), 8, "plan=splt is neither colocate, split, standalone, auto nor a file"),
+        (config_of(plan="splt"), 8, "plan=splt is neither colocate, split, standalone, disaggregated, auto nor a file"),
         (config_of(plan="split", mesh={}), 1, "plan=split halves 1 device.*set plan=colocate"),
         (config_of("grpo", plan="split", rewards=FUNCTION), 8, "nothing to run on the second half"),
         (config_of(plan="standalone", mesh={}), 2, f"a device for each of {roles}, and there are 2"),
