@@ -54,10 +54,9 @@ def _tables(path: str, cls: Any, base: Any = None) -> Iterator[str]:
         if "from" in item.metadata or "table" in item.metadata:
             continue
         kind, key = hints[item.name], f"{path}.{item.name}".lstrip(".")
-        kinds = [kind, *get_args(kind)]
-        sections: list[Any] = [part for part in kinds if dataclasses.is_dataclass(part)]
+        kinds, sections = [kind, *get_args(kind)], list(_sections(kind))
         for section in sections:
-            same = None if base is None else get_type_hints(base).get(item.name)
+            same = None if base is None else next(_sections(get_type_hints(base).get(item.name)), None)
             inner.setdefault((section, same), []).append(f"{key}[]" if get_origin(kind) is tuple else key)
         default = default_of(cls, item.name)
         shared = base is not None and item.name in base.__dataclass_fields__
@@ -73,6 +72,11 @@ def _tables(path: str, cls: Any, base: Any = None) -> Iterator[str]:
     for (section, same), keys in inner.items():
         for number, table in enumerate(_tables(keys[0], section, same)):
             yield table if number else table.replace(keys[0], ", ".join(keys), 1)
+
+
+def _sections(kind: Any) -> Iterator[Any]:
+    """Yields the sections that a value of this type may be."""
+    yield from (part for part in (kind, *get_args(kind)) if dataclasses.is_dataclass(part))
 
 
 def _descriptions(cls: Any) -> dict[str, str]:

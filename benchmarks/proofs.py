@@ -24,7 +24,9 @@ RESULTS = ROOT / "benchmarks" / "results" / "proofs"
 PARTS = {
     "oracle": "values and gradients against verl and TRL",
     "memory": "predicted against compiled memory, all programs of the matrix; runs whose models sleep",
-    "kills": "runs killed at random moments and resumed to the same bits; every file of a checkpoint damaged",
+    "kills": "runs killed at random moments and resumed to the same bits; every file of a checkpoint damaged; "
+    "runs with numbers that float32 cannot bear",
+    "failures": "random kills, hangs, signals, full disks and changed files: the same bits, or refused in a sentence",
     "families": "all families against transformers and PEFT, and through whole runs",
     "processes": "runs of two processes against runs of one",
 }

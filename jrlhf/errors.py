@@ -1,13 +1,19 @@
 """The exceptions that users are meant to see, and how a command reports them."""
 
+import logging
 import sys
+import threading
 from collections.abc import Callable
 
-DONE, BAD_INPUT, PREEMPTED, INTERRUPTED = 0, 2, 75, 130  # 75: to be queued again; 130: as shells have it
+DONE, FAILED, BAD_INPUT, PREEMPTED, INTERRUPTED = 0, 1, 2, 75, 130  # 75: to be queued again; 130: as shells have it
 
 
 class UserError(Exception):
     """Bad input, in one sentence: what is wrong, its value, the remedy. The program prints it and exits with 2."""
+
+
+class RunFailure(Exception):
+    """The run cannot go on, although its input is good, such as where a disk is full: one sentence, exit code 1."""
 
 
 class Preempted(Exception):
@@ -15,21 +21,31 @@ class Preempted(Exception):
 
 
 def report(error: BaseException) -> int | None:
-    """Prints in a sentence why a command ended; returns its exit code, or None for a failure, which has a traceback."""
+    """Prints in a sentence why a command ended; returns its exit code, or None for an error that has a traceback."""
     if isinstance(error, UserError):
         sentence, code = f"error: {error}", BAD_INPUT
+    elif isinstance(error, RunFailure):
+        sentence, code = f"error: {error}", FAILED
+        # Threads that still write fail for the same reason; each would print a traceback of its own.
+        logging.disable()
+        threading.excepthook = sys.unraisablehook = lambda *_: None
     elif isinstance(error, Preempted):
         sentence, code = f"{error}; go on with --resume", PREEMPTED
     elif isinstance(error, KeyboardInterrupt):
         sentence, code = "interrupted", INTERRUPTED
     else:
         return None
-    print(sentence, file=sys.stderr)
+    print(printable(sentence), file=sys.stderr)
     return code
 
 
+def printable(text: str) -> str:
+    """Returns the text with control and direction characters escaped, except for line ends: a terminal obeys them."""
+    return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
+
+
 def exit_code(run: Callable[[], object]) -> int:
-    """Runs a command. Returns 0 done, 2 bad input, 75 preempted after saving, 130 interrupted; raises a failure."""
+    """Runs a command and returns its exit code. Raises the errors that no sentence explains."""
     try:
         run()
     except BaseException as error:

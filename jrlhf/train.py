@@ -1,4 +1,4 @@
-"""`python -m jrlhf.train --config FILE-or-NAME [key=value ...] [--dry-run] [--resume]`."""
+"""`python -m jrlhf.train --config FILE-or-NAME [key=value ...] [--dry-run] [--resume [--accept-rewards]]`."""
 
 import argparse
 import sys
@@ -21,14 +21,16 @@ from jrlhf.stages.setup import open_context
 from jrlhf.stages.sft import train_sft
 
 
-def main(config: Config, *, resume: bool = False) -> dict:
+def main(config: Config, *, resume: bool = False, accept_rewards: bool = False) -> dict:
     """Runs the stages of the config, each on the weights of the one before, and returns the summary of the run.
 
     Files are written to `config.run_dir/config.name`. Bad input raises UserError before anything is lost. A process
     that was asked to stop saves its state and raises Preempted.
+
+    accept_rewards: a resume takes reward functions that were changed since its checkpoint.
     """
     phases = Stopwatch()
-    with open_context(config, resume=resume) as context, jax.set_mesh(context.mesh):
+    with open_context(config, resume=resume, accept_rewards=accept_rewards) as context, jax.set_mesh(context.mesh):
         outcome = Outcome(context.initial.policy(), phases.seconds)
         phases.lap("start")
         if "sft" in config.stages:
@@ -61,6 +63,8 @@ def cli(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings in place of the file's: seed=1")
     parser.add_argument("--dry-run", action="store_true", help="check everything, print config, memory and plan, exit")
     parser.add_argument("--resume", action="store_true", help="go on with the run of this name")
+    accept = "with --resume: go on although reward functions were changed"
+    parser.add_argument("--accept-rewards", action="store_true", help=accept)
     return exit_code(partial(_run, parser.parse_intermixed_args(arguments)))
 
 
@@ -68,7 +72,7 @@ def _run(options: argparse.Namespace) -> None:
     config = load_config(options.config, options.overrides)
     with together(report):
         if not options.dry_run:
-            main(config, resume=options.resume)
+            main(config, resume=options.resume, accept_rewards=options.accept_rewards)
             return
         described = describe(config)
         if is_main():

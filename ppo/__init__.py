@@ -15,6 +15,7 @@ from jrlhf.ppo.config import ReinforcePPConfig as ReinforcePPConfig
 from jrlhf.ppo.config import ReMaxConfig as ReMaxConfig
 from jrlhf.ppo.config import RLOOConfig as RLOOConfig
 from jrlhf.ppo.config import SafeRLHFConfig as SafeRLHFConfig
+from jrlhf.ppo.experience import age_metrics as age_metrics
 from jrlhf.ppo.experience import experience_metrics as experience_metrics
 from jrlhf.ppo.experience import make_custom_experience as make_custom_experience
 from jrlhf.ppo.experience import make_experience as make_experience
@@ -23,10 +24,13 @@ from jrlhf.ppo.experience import make_return_experience as make_return_experienc
 from jrlhf.ppo.experience import sequence_kl as sequence_kl
 from jrlhf.ppo.experience import update_kl as update_kl
 from jrlhf.ppo.losses import bradley_terry_loss as bradley_terry_loss
+from jrlhf.ppo.losses import cispo_loss as cispo_loss
 from jrlhf.ppo.losses import dpo_loss as dpo_loss
+from jrlhf.ppo.losses import importance_weights as importance_weights
 from jrlhf.ppo.losses import kl_estimate as kl_estimate
 from jrlhf.ppo.losses import loss_weights as loss_weights
 from jrlhf.ppo.losses import policy_loss as policy_loss
+from jrlhf.ppo.losses import proximal_logprobs as proximal_logprobs
 from jrlhf.ppo.losses import value_loss as value_loss
 from jrlhf.ppo.masked import masked_mean as masked_mean
 from jrlhf.ppo.masked import masked_variance as masked_variance

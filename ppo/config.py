@@ -15,8 +15,10 @@ KLPlace = Literal["reward", "loss"]
 Truncation = Literal["bootstrap", "zero", "mask"]
 Ratio = Literal["token", "sequence", "sequence-mean"]
 Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "constant"]
-OldLogprobs = Literal["recompute", "rollout"]
+Surrogate = Literal["ppo", "cispo"]
+OldLogprobs = Literal["recompute", "rollout", "interpolate"]
 Importance = Literal["token", "sequence"]
+Bounds = tuple[float, float]
 Baseline = Literal["mean", "leave-one-out"]
 PreferenceLoss = Literal["sigmoid", "ipo"]
 
@@ -26,12 +28,20 @@ _KL = only_if(lambda section: section.kl_coef, "{path}.kl_coef=0")
 _ADAPTIVE = only_if(lambda section: section.kl_target is not None, "{path}.kl_target=null")
 _WEIGHTED = only_if(
     lambda section: section.importance is not None or section.old_logprobs == "rollout",
-    "{path}.importance=null and old_logprobs=recompute",
+    "{path}.importance=null and old_logprobs={section.old_logprobs}",
 )
 
 
 def _whole(default: int | None, expected: str = "at least 1", least: int = 1) -> Any:
     return checked(default, lambda value: isinstance(value, int) and value >= least, expected)
+
+
+def _bounds() -> Any:
+    return checked(
+        None,
+        lambda value: len(value) == 2 and 0 <= value[0] <= 1 <= value[1] < math.inf,
+        "two bounds, the first from 0 to 1 and the second at least 1 and finite, or null",
+    )
 
 
 @dataclass(frozen=True)
@@ -64,6 +74,10 @@ class PolicyConfig(Section):
     """
 
     # --- Policy loss ---
+    surrogate: Surrogate = "ppo"
+    """The policy loss of a token. "ppo": the clipped surrogate, in which a token whose ratio is clipped does not learn.
+    "cispo": the clipped ratio is a constant that multiplies log pi, so that every token learns (MiniMax-M1,
+    arXiv:2506.13585, which has no lower bound: clip_low=1)."""
     ratio: Ratio = "token"
     """Unit of the ratio pi / pi_old: each token, or the whole response as one action ("sequence": the product over
     its tokens; "sequence-mean": their geometric mean)."""
@@ -88,11 +102,24 @@ class PolicyConfig(Section):
     old_logprobs: OldLogprobs = "recompute"
     """The denominator of the ratio. "recompute": the trainer computes it with the weights that sampled. "rollout": what
     the rollout recorded, which saves a pass; the ratio then also corrects the difference between the two programs and
-    is truncated at importance_cap."""
+    is truncated at importance_cap. "interpolate": no pass either; the denominator lies between the log-probs of the
+    rollout and those of the present weights, by the token's age in versions (`losses.proximal_logprobs`)."""
     # Weight tokens or sequences by min(pi_old / pi_rollout, importance_cap); null: no weights.
     importance: Importance | None = None
     # Upper bound of these weights.
     importance_cap: float = checked(2.0, lambda value: value >= 1, "at least 1", **_WEIGHTED)
+    # Weight 0 for tokens whose rho = pi_old / pi_rollout is outside these two bounds; null: no such mask.
+    mask_token: Bounds | None = _bounds()
+    # Weight 0 for all tokens of a response whose product of rho is outside these bounds (verl's Seq-MIS).
+    mask_sequence: Bounds | None = _bounds()
+    # The same by the geometric mean of rho, which does not depend on the length (verl's Geo-RS).
+    mask_sequence_mean: Bounds | None = _bounds()
+    # The same where the mean of rho - 1 - log rho is above this number (verl's K3-RS); usually 0.001 to 0.01.
+    mask_k3: float | None = positive(None, _SWITCHED)
+    # Weight 0 for tokens that weights drew which are more than this number of updates older; null: no bound.
+    staleness: int | None = checked(
+        None, lambda value: isinstance(value, int) and value >= 0, "at least 0, or null", **{"from": ""}
+    )
 
     # --- Updates on one batch of experience ---
     # Weight of the imitation loss on texts, PPO-ptx (arXiv:2203.02155, eq. 2); 0: none.
@@ -112,10 +139,24 @@ class PolicyConfig(Section):
 
     has_critic: ClassVar[bool] = False
 
+    # The settings that weigh or mask tokens by pi_old / pi_rollout.
+    CORRECTIONS: ClassVar = ("importance", "mask_token", "mask_sequence", "mask_sequence_mean", "mask_k3")
+
     @property
     def needs_reference(self) -> bool:
         """The KL to a reference enters the rewards or the loss."""
         return self.kl_coef > 0
+
+    @property
+    def corrections(self) -> tuple[str, ...]:
+        """The names of the CORRECTIONS that are set."""
+        return tuple(name for name in self.CORRECTIONS if getattr(self, name) is not None)
+
+    @property
+    def couples_tokens(self) -> bool:
+        """The loss of a token depends on the other tokens of its response."""
+        rows = self.importance == "sequence" or {"mask_sequence", "mask_sequence_mean", "mask_k3"} & {*self.corrections}
+        return self.ratio != "token" or (self.old_logprobs == "interpolate" and bool(rows))
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -129,8 +170,11 @@ class PolicyConfig(Section):
         self.require("aggregation", action, f"seq-mean-token-mean with ratio={self.ratio}")
         divided = self.aggregation == "constant" or self.aggregation_divisor is None
         self.require("aggregation_divisor", divided, "null without aggregation=constant")
-        gap = self.importance is None or self.old_logprobs == "recompute"
-        self.require("importance", gap, "null with old_logprobs=rollout, where there is no gap to weigh")
+        for name in self.corrections:
+            gap = self.old_logprobs != "rollout"
+            self.require(name, gap, "null with old_logprobs=rollout, where there is no gap to weigh")
+        whole = self.surrogate == "ppo" or (self.ratio == "token" and self.dual_clip is None)
+        self.require("surrogate", whole, "ppo with dual_clip or a ratio of sequences")
         check_one_division(self.micro_batches, self.micro_batch_tokens)
         adaptive = self.kl_target is None or self.kl_coef > 0
         self.require("kl_coef", adaptive, "above 0 with kl_target: the controller multiplies it")

@@ -13,14 +13,16 @@ twice. No return is a target of that value itself.
 Shared arguments:
     scores: of whole sequences, or of their tokens, read at response tokens only.
     old_logprobs: of the actor before its update (`[:, t]` of the token at t), read at response tokens only, like all
-        [B, T] arrays. None is allowed with `config.old_logprobs="rollout"`, which uses those of the rollout.
+        [B, T] arrays. None is allowed unless `config.old_logprobs` is "recompute": those of the rollout are used.
     ref_logprobs: of the reference; None is allowed where `config.needs_reference` is False.
     kl_coef: beta, `state.kl.coef` of a `PPOState`. If the KL is in the loss, the experience carries it there.
 All functions raise ValueError for arrays whose shapes do not fit, and for None where the config needs log-probs.
 
-With `config.importance` the experience has weights min(pi_old / pi_rollout, importance_cap): truncated importance
-sampling for a rollout whose numbers differ from the trainer's (verl's rollout_is). With `config.whiten_rewards` PPO and
-REINFORCE++ compute advantages from whitened rewards, while `Experience.rewards` are those above.
+With `config.corrections` the experience has weights of the policy loss, `losses.importance_weights` of pi_old /
+pi_rollout, for a rollout whose numbers or weights differ from the trainer's (verl's rollout_correction). A token or row
+of weight 0 keeps its place in returns, values, whitening and the statistics of its group; verl removes it from the
+response mask first, and with it, from PPO's returns, a score at a masked last token. With `config.whiten_rewards` PPO
+and REINFORCE++ compute advantages from whitened rewards, while `Experience.rewards` are those above.
 
 A row that `truncation="mask"` excludes counts in no statistic, neither of the batch nor of its group. (verl and TRL
 exclude such rows from the loss, but not their scores from the group's statistics.) The same holds for a row whose
@@ -34,11 +36,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from jrlhf.ppo.advantages import gae, group_advantages, group_spread, returns_to_go
 from jrlhf.ppo.config import GRPOConfig, PolicyConfig, PPOConfig, ReinforcePPConfig, ReMaxConfig
-from jrlhf.ppo.losses import LOG_RATIO_LIMIT, kl_estimate
+from jrlhf.ppo.losses import LOG_RATIO_LIMIT, importance_weights, kl_estimate
 from jrlhf.ppo.masked import (
     last_token_mask,
     masked_extremes,
@@ -263,6 +265,26 @@ def _importance_metrics(experience: Experience, weights: Array) -> dict[str, Arr
     }
 
 
+def age_metrics(experience: Experience, ages: Int[Array, "B T"]) -> dict[str, Float[Array, ""]]:
+    """Metrics of tokens drawn by weights `ages` versions before those that learn, under verl's names where it has one.
+
+    Of the rows that count: training/off_policy/trajectory_spans, the versions from a row's oldest to its newest token,
+    both included; trajectory_staleness and trajectory_staleness_worst, the ages of its newest and of its oldest token.
+    Of response tokens: training/off_policy/token_staleness. Mean, max and min of all.
+    """
+    mask = experience.response_mask
+    ages = ages.astype(jnp.float32)
+    newest = jnp.min(jnp.where(mask, ages, jnp.inf), axis=1)
+    oldest = jnp.max(jnp.where(mask, ages, -jnp.inf), axis=1)
+    rows = jnp.any(mask, axis=1)
+    return {
+        **_spread("training/off_policy/trajectory_spans", oldest - newest + 1, rows),
+        **_spread("training/off_policy/trajectory_staleness", newest, rows),
+        **_spread("training/off_policy/trajectory_staleness_worst", oldest, rows),
+        **_spread("training/off_policy/token_staleness", ages, mask),
+    }
+
+
 def rewarded(
     scored: Scored, config: PolicyConfig, *, other_scores: Array | None = None, kl_sign: int = -1
 ) -> Experience:
@@ -272,7 +294,7 @@ def rewarded(
     """
     rollout, old_logprobs, ref_logprobs = scored.rollout, scored.old, scored.ref
     rows, time = rollout.tokens.shape
-    if config.old_logprobs == "rollout":
+    if config.old_logprobs != "recompute":
         old_logprobs = rollout.logprobs
     if old_logprobs is None:
         raise ValueError(f"old_logprobs=None: they are needed with config.old_logprobs={config.old_logprobs!r}")
@@ -309,7 +331,11 @@ def rewarded(
         rewards=rewards,
         advantages=jnp.zeros_like(rewards),
         returns=None,
-        importance=_importance(old_logprobs, rollout.logprobs, mask, config),
+        importance=(
+            importance_weights(old_logprobs - rollout.logprobs.astype(jnp.float32), mask, config)
+            if config.corrections and config.old_logprobs == "recompute"
+            else None
+        ),
         kl_coef=jnp.asarray(scored.kl_coef, jnp.float32) if in_loss else None,
     )
 
@@ -357,17 +383,6 @@ def with_advantages(experience: Experience, advantages: Array, config: PolicyCon
     if config.whiten_advantages:
         advantages = masked_whiten(advantages, experience.response_mask)
     return replace(experience, advantages=advantages)
-
-
-def _importance(old_logprobs: Array, rollout_logprobs: Array, mask: Array, config: PolicyConfig) -> Array | None:
-    """min(pi_old / pi_rollout, importance_cap) of each token, or of each response for all of its tokens."""
-    if config.importance is None:
-        return None
-    log_weight = jnp.where(mask, old_logprobs - rollout_logprobs.astype(jnp.float32), 0)
-    if config.importance == "sequence":
-        log_weight = jnp.sum(log_weight, axis=1, keepdims=True)
-    weight = jnp.exp(jnp.clip(log_weight, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
-    return jnp.where(mask, jnp.minimum(weight, config.importance_cap), 0)
 
 
 def _within(mask: Array, x: Array) -> Array:

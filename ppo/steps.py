@@ -11,6 +11,7 @@ argument: weights that are not trained, such as the base under an adapter. It is
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -20,9 +21,18 @@ import optax
 from jaxtyping import Array, Bool, Float, Int
 
 from jrlhf.ppo.config import PolicyConfig, PPOConfig, Ratio
-from jrlhf.ppo.experience import sequence_kl, update_kl
-from jrlhf.ppo.losses import LOG_RATIO_LIMIT, kl_estimate, loss_weights, policy_loss, value_loss
-from jrlhf.ppo.masked import masked_sum, masked_variance, token_count
+from jrlhf.ppo.experience import age_metrics, sequence_kl, update_kl
+from jrlhf.ppo.losses import (
+    LOG_RATIO_LIMIT,
+    cispo_loss,
+    importance_weights,
+    kl_estimate,
+    loss_weights,
+    policy_loss,
+    proximal_logprobs,
+    value_loss,
+)
+from jrlhf.ppo.masked import masked_mean, masked_sum, masked_variance, token_count
 from jrlhf.ppo.parts import interleave
 from jrlhf.ppo.types import Experience, PPOState, SFTBatch, TrainState
 from jrlhf.ppo.updates import Metrics, check_output, run_updates
@@ -69,6 +79,7 @@ class ActorRows(NamedTuple):
     importance: Float[Array, "B T"] | None
     texts: Int[Array, "B T"] | None  # a text to imitate for each row
     text_mask: Bool[Array, "B T"] | None
+    ages: Int[Array, "B T"] | None = None  # in versions, where old log-probs are interpolated
 
 
 class TokenRows(NamedTuple):
@@ -82,6 +93,7 @@ class TokenRows(NamedTuple):
     pg_weights: Float[Array, "B T"]  # weights times importance
     ref_logprobs: Float[Array, "B T"] | None = None
     kl_weights: Float[Array, "B T"] | None = None  # kl_coef * weights
+    ages: Int[Array, "B T"] | None = None
     text_weights: Float[Array, "B T"] | None = None  # of tokens to imitate, on rows whose mask is empty
 
     @property
@@ -117,11 +129,19 @@ def make_actor_step(
 
         importance * losses.policy_loss - entropy_coef * entropy + kl_coef * losses.kl_estimate
 
-    with the KL where `config.kl_in` is "loss" and the importance where the config has it. The ratio rho of
+    with `losses.cispo_loss` where `config.surrogate` says so, the KL where `config.kl_in` is "loss" and the importance
+    where the config has it. (With recomputed log-probs and importance "token" this is AReaL's decoupled PPO,
+    arXiv:2505.24298, eq. 4, except that it truncates no weight; its code masks those above a bound, as
+    `mask_token` does.) The ratio rho of
     `policy_loss` is a token's, or by `config.ratio` the whole response's: exp of the sum ("sequence") or the mean
     ("sequence-mean") of log pi / pi_old over its tokens, differentiated directly. (verl's GSPO writes
     sg[s] pi / sg[pi]: the same wherever the tokens of a response share one advantage.) With `old_logprobs="rollout"`
-    rho is min(rho, importance_cap), without a gradient beyond the cap.
+    rho is min(rho, importance_cap), without a gradient beyond the cap. With "interpolate" rho is pi / pi_prox of
+    `losses.proximal_logprobs` and the importance comes from pi_prox / pi_rollout, both in the step's own forward pass.
+
+    With `config.staleness` the importance of a token is 0 if more than this number of updates lie between the weights
+    that drew it and `state.step`. Tokens of weight 0 count in every denominator, in entropy and KL, but not in the
+    ratio of a whole response, so that no gradient of the policy loss reaches them.
 
     `sums_fn` is for models that sum a loss faster than they return log-probabilities. If given, it computes the same
     loss without `logprob_fn`, except for ratios of responses, which are not elementwise.
@@ -142,7 +162,13 @@ def make_actor_step(
         actor/ptx_loss: the mean over the texts' tokens before its weight, with ptx_coef; and
         actor/initial_ratio_gap: mean |rho - 1| in the first minibatch, 0 up to rounding with recomputed log-probs;
         actor/skipped_updates: not applied because something was not finite, or no token of the minibatch counted;
+        actor/nonfinite_updates: those of them in which something was not finite;
         actor/stopped_updates: not applied because of `target_kl`, which a skipped one does not reach.
+    With `config.corrections` or `config.staleness`, shares of the batch's response tokens under verl's names:
+    rollout_corr/rollout_rs_masked_fraction (of weight 0), rollout_corr/rollout_rs_seq_masked_fraction (rows with such a
+    token) and rollout_corr/rollout_is_ratio_fraction_high (truncated). Where the weights are interpolated, they are
+    means over the updates, without the second, and rollout_corr/rollout_is_mean is the weights' mean. Where the
+    experience has versions, the metrics of `age_metrics`.
 
     Raises ValueError when first called with rows that do not divide into minibatches x micro_batches, with texts of
     another shape, or with an experience that was made with another config.
@@ -158,8 +184,9 @@ def make_critic_step(
     An update's loss is the mean over the minibatch's response tokens of `losses.value_loss`.
 
     Metrics: critic/vf_loss, critic/vf_clipfrac, critic/vpred_mean, critic/grad_norm as means over the updates that were
-    not skipped; critic/skipped_updates as in `make_actor_step`; and critic/vf_explained_var = 1 - Var(returns - values)
-    / (Var(returns) + 1e-5) of the values in the experience, i.e. before the update (verl's definition).
+    not skipped; critic/skipped_updates and critic/nonfinite_updates as in `make_actor_step`; and
+    critic/vf_explained_var = 1 - Var(returns - values) / (Var(returns) + 1e-5) of the values in the experience, i.e.
+    before the update (verl's definition).
     """
     return jax.jit(critic_update(value_fn, optimizer, config), donate_argnums=0)
 
@@ -210,31 +237,41 @@ def actor_update(
         check_output("logprob_fn", tokens, logprobs, entropy)
         return jax.tree.map(jnp.sum, terms(logprobs, entropy, data))
 
-    sums = sums_fn if sums_fn is not None and config.ratio == "token" else summed
+    sums = summed if sums_fn is None or config.couples_tokens else sums_fn
 
     def loss_fn(params: PyTree, rows: TokenRows, count: Array, *frozen: PyTree) -> tuple[Array, Metrics]:
         loss, metrics = sums(params, rows.tokens, rows, terms, *frozen)
         return loss, {name: x / count if name in _TOKEN_MEANS else x for name, x in metrics.items()}
 
-    optional = {"kl_loss": kl_in_loss, "ptx_loss": bool(config.ptx_coef)}
+    weighed = bool(config.corrections) and config.old_logprobs == "interpolate"  # in the loss, not in the experience
+    optional = {"kl_loss": kl_in_loss, "ptx_loss": bool(config.ptx_coef), **dict.fromkeys(_WEIGHT_MEANS, weighed)}
     names = tuple(name for name in _METRICS if optional.get(name, True))
     target_kl = config.target_kl
     veto = None if target_kl is None else lambda metrics: metrics["approx_kl"] > target_kl
 
     def update(state: TrainState, experience: Experience, *others: PyTree) -> tuple[TrainState, Metrics]:
         texts, *frozen = others if config.ptx_coef else (None, *others)
-        if (experience.importance is None) != (config.importance is None):
+        if (experience.importance is None) != (weighed or not config.corrections):
             weights = "no weights" if experience.importance is None else "weights"
+            name = (*config.corrections, "importance")[0]
             raise ValueError(
-                f"importance={config.importance!r}: the experience has {weights}, make it with the same config"
+                f"{name}={getattr(config, name)!r}: the experience has {weights}, make it with the same config"
             )
+        ages = experience.ages(state.step)
+        if config.staleness is not None:
+            experience = _without_older(experience, ages, config.staleness)
         rows, weighted = _actor_rows(experience, texts, kl_in_loss), partial(_weighted, config, experience.kl_coef)
+        if config.old_logprobs == "interpolate":
+            rows = rows._replace(ages=ages)
         state, run = run_updates(loss_fn, optimizer, config, state, rows, tuple(frozen), names, veto, weighted)
-        metrics = {f"actor/{name}": value for name, value in run.means.items() if name != "ratio_gap"}
+        means = {name: value for name, value in run.means.items() if name != "ratio_gap"}
+        metrics = {name if "/" in name else f"actor/{name}": value for name, value in means.items()}
+        if experience.importance is not None and not weighed:
+            metrics |= _shares(experience.importance, experience.response_mask, config)
+        if experience.versions is not None:
+            metrics |= age_metrics(experience, ages)
         metrics["actor/initial_ratio_gap"] = run.first["ratio_gap"]
-        metrics["actor/skipped_updates"] = run.skipped.astype(jnp.float32)
-        metrics["actor/stopped_updates"] = run.stopped.astype(jnp.float32)
-        return state, metrics
+        return state, metrics | {f"actor/{name}": count for name, count in run.counts.items()}
 
     return update
 
@@ -266,14 +303,19 @@ def critic_update(
         state, run = run_updates(loss_fn, optimizer, config, state, rows, frozen, names)
         metrics = {f"critic/{name}": value for name, value in run.means.items()}
         metrics["critic/vf_explained_var"] = 1 - unexplained / (masked_variance(returns, mask) + 1e-5)
-        metrics["critic/skipped_updates"] = run.skipped.astype(jnp.float32)
-        return state, metrics
+        counts = {f"critic/{name}": run.counts[name] for name in ("skipped_updates", "nonfinite_updates")}
+        return state, metrics | counts
 
     return update
 
 
 # Metrics that are means over tokens. The weights of the other two already contain their denominators.
+_WEIGHT_MEANS = tuple(
+    f"rollout_corr/{name}"
+    for name in ("rollout_is_mean", "rollout_is_ratio_fraction_high", "rollout_rs_masked_fraction")
+)
 _TOKEN_MEANS = "entropy", "ppo_kl", "approx_kl", "ratio", "ratio_gap", "kl_loss", "pg_clipfrac", "pg_clipfrac_lower"
+_TOKEN_MEANS += _WEIGHT_MEANS
 _METRICS = (*_TOKEN_MEANS, "pg_loss", "ptx_loss")
 
 
@@ -297,6 +339,29 @@ def _actor_rows(experience: Experience, texts: SFTBatch | None, kl_in_loss: bool
     )
 
 
+def _without_older(experience: Experience, ages: Array, staleness: int) -> Experience:
+    """The experience with weight 0 for tokens whose age exceeds the bound."""
+    weights = experience.importance
+    if weights is None:
+        weights = experience.response_mask.astype(jnp.float32)
+    return replace(experience, importance=jnp.where(ages <= staleness, weights, 0))
+
+
+def _shares(weights: Array, mask: Array, config: PolicyConfig) -> Metrics:
+    """The shares of a batch's tokens, and of its rows, that weights truncate or leave out."""
+    _, *terms = _weight_terms(weights, config).items()
+    rows = jnp.any(mask & (weights == 0), axis=1).astype(jnp.float32)
+    masked = masked_mean(rows, jnp.any(mask, axis=1))
+    return {name: masked_mean(x, mask) for name, x in terms} | {"rollout_corr/rollout_rs_seq_masked_fraction": masked}
+
+
+def _weight_terms(weights: Array, config: PolicyConfig) -> dict[str, Array]:
+    """The _WEIGHT_MEANS of each token: its weight, whether it is truncated, whether it is 0."""
+    cap = math.inf if config.importance is None else config.importance_cap
+    terms = (weights, (weights >= cap).astype(jnp.float32), (weights == 0).astype(jnp.float32))
+    return dict(zip(_WEIGHT_MEANS, terms, strict=True))
+
+
 def _weighted(config: PolicyConfig, kl_coef: Array | None, rows: ActorRows) -> TokenRows:
     """Computes the weights of a whole minibatch's tokens, before it is divided. Texts become additional rows."""
     weights = loss_weights(rows.mask, config.aggregation, divisor=config.aggregation_divisor)
@@ -309,6 +374,7 @@ def _weighted(config: PolicyConfig, kl_coef: Array | None, rows: ActorRows) -> T
         pg_weights=weights if rows.importance is None else jnp.where(rows.mask, weights * rows.importance, 0),
         ref_logprobs=rows.ref_logprobs,
         kl_weights=None if rows.ref_logprobs is None or kl_coef is None else kl_coef * weights,
+        ages=rows.ages,
     )
     if rows.texts is None or rows.text_mask is None:
         return tokens
@@ -327,21 +393,27 @@ def _policy_terms(
     """Every token's loss and metrics; 0 outside the masks. Elementwise if ratios are of tokens."""
     # Selected before the mathematics, not after: a NaN in the padding would return through the gradient.
     text_logprobs, logprobs = logprobs, jnp.where(rows.mask, logprobs, 0)
-    log_ratio = logprobs - jnp.where(rows.mask, rows.old_logprobs, 0)
-    action = log_ratio if config.ratio == "token" else _response_ratio(log_ratio, rows.mask, config.ratio)
+    old_logprobs, pg_weights, weights = jnp.where(rows.mask, rows.old_logprobs, 0), rows.pg_weights, None
+    if rows.ages is not None:
+        rollout_logprobs, old_logprobs = old_logprobs, proximal_logprobs(logprobs, old_logprobs, rows.ages)
+        if config.corrections:
+            weights = importance_weights(old_logprobs - rollout_logprobs, rows.mask, config)
+            weights = jnp.where(pg_weights > 0, weights, 0)
+            pg_weights *= weights
+    action = log_ratio = logprobs - old_logprobs
+    if config.ratio != "token":
+        action = jnp.where(rows.mask, _response_ratio(log_ratio, pg_weights > 0, config.ratio), 0)
     if config.old_logprobs == "rollout":
         action = jnp.where(action > math.log(config.importance_cap), math.log(config.importance_cap), action)
-    parts = policy_loss(
-        action,
-        jnp.zeros_like(action),
-        jnp.where(rows.mask, rows.advantages, 0),
-        clip_low=config.clip_low,
-        clip_high=config.clip_high,
-        dual_clip=config.dual_clip,
-    )
+    advantages = jnp.where(rows.mask, rows.advantages, 0)
+    clips = {"clip_low": config.clip_low, "clip_high": config.clip_high}
+    if config.surrogate == "cispo":
+        parts = cispo_loss(logprobs, action, advantages, **clips)
+    else:
+        parts = policy_loss(action, jnp.zeros_like(action), advantages, **clips, dual_clip=config.dual_clip)
     log_ratio = jnp.clip(log_ratio, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     metrics = {
-        "pg_loss": rows.pg_weights * parts.loss,
+        "pg_loss": pg_weights * parts.loss,
         "entropy": entropy,
         "ppo_kl": -log_ratio,
         "approx_kl": jnp.expm1(log_ratio) - log_ratio,
@@ -353,6 +425,8 @@ def _policy_terms(
     if rows.ref_logprobs is not None:
         ref_logprobs = jnp.where(rows.mask, rows.ref_logprobs, 0)
         metrics["kl_loss"] = kl_estimate(logprobs, ref_logprobs, config.kl_estimator)
+    if weights is not None:
+        metrics |= _weight_terms(weights, config)
     metrics = {name: jnp.where(rows.mask, x, 0) for name, x in metrics.items()}
     loss = metrics["pg_loss"]
     if config.entropy_coef:  # otherwise the entropy's gradient is not computed
@@ -366,8 +440,6 @@ def _policy_terms(
 
 
 def _response_ratio(log_ratio: Array, mask: Array, ratio: Ratio) -> Array:
-    """Each response's log-ratio at all of its tokens: the sum over them or the mean."""
-    total = jnp.sum(log_ratio, axis=1, keepdims=True)
-    if ratio == "sequence-mean":
-        total /= token_count(mask, axis=1)[:, None]
-    return jnp.where(mask, total, 0)
+    """The log-ratio of each response: the sum over its tokens in `mask`, or their mean."""
+    total = jnp.sum(jnp.where(mask, log_ratio, 0), axis=1, keepdims=True)
+    return total if ratio == "sequence" else total / token_count(mask, axis=1)[:, None]

@@ -1,9 +1,9 @@
 """Jitted steps that learn from stored data: imitation (SFT), the reward model's preferences, and DPO.
 
 They are called like those of `steps.py`: (state, batch, *frozen) -> (state, metrics), one update. They donate the
-state. Metrics include PREFIX/grad_norm and PREFIX/skipped_updates (1: something was not finite or no token counted, so
-nothing was applied). A step raises ValueError when it is first called with rows that do not divide into its
-micro-batches.
+state. Metrics include PREFIX/grad_norm, PREFIX/skipped_updates (1: something was not finite or no token counted, so
+nothing was applied) and PREFIX/nonfinite_updates (1: something was not finite). A step raises ValueError when it is
+first called with rows that do not divide into its micro-batches.
 
 Both sequences of a pair go through the model in one call of 2B rows, pair by pair, so that sharded weights are gathered
 once.

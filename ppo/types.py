@@ -6,7 +6,7 @@ Time: `logprobs[:, t]` is log pi(tokens[:, t] | tokens[:, :t]) and `values[:, t]
 the action at t, in the state before it. Index 0 has neither and is never a response.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 import jax
@@ -36,11 +36,18 @@ class Rollout:
     logprobs: Float[Array, "B T"]  # of the behaviour policy, when it drew the token; read at response tokens only
     finished: Bool[Array, "B"]  # False: cut off by the length limit
     version: Int[Array, ""]  # of the weights that sampled
+    # Of the weights that drew each token, read at response tokens only; None: `version` drew them all.
+    versions: Int[Array, "B T"] | None = field(default=None, kw_only=True)
 
     @property
     def lengths(self) -> Int[Array, "B"]:
         """The number of tokens of each row, prompt and response together."""
         return self.prompt_lengths + self.response_lengths
+
+    def ages(self, version: Int[Array, ""]) -> Int[Array, "B T"]:
+        """The number of updates between the weights that drew a token and the weights `version`."""
+        drawn = self.version if self.versions is None else self.versions
+        return version - drawn + jnp.zeros_like(self.tokens)
 
 
 @jax.tree_util.register_dataclass
@@ -72,7 +79,7 @@ class Experience(Rollout):
     rewards: Float[Array, "B T"]  # score at the last response token; minus the KL penalty at each where it is a reward
     advantages: Float[Array, "B T"]  # whitened with `config.whiten_advantages`
     returns: Float[Array, "B T"] | None  # the critic's targets: unwhitened advantages + values
-    importance: Float[Array, "B T"] | None = None  # weights of the policy loss: pi_old / pi_rollout, truncated
+    importance: Float[Array, "B T"] | None = None  # weights of the policy loss: see `losses.importance_weights`
     kl_coef: Float[Array, ""] | None = None  # beta of the KL in the loss
 
 

@@ -27,7 +27,8 @@ class Update(NamedTuple):
     params: PyTree
     opt_state: PyTree
     metrics: Metrics  # the loss's own, and "grad_norm"
-    sound: Bool[Array, ""]  # loss and gradients were finite and some row counted; otherwise nothing was applied
+    finite: Bool[Array, ""]  # the loss, the gradients and the weights that the update would make
+    sound: Bool[Array, ""]  # finite, and some row counted; otherwise nothing was applied
 
 
 def apply_update(
@@ -44,30 +45,31 @@ def apply_update(
 ) -> Update:
     """Differentiate `loss_fn` over `rows`, in `micro_batches` parts or parts by length, and step the optimizer once.
 
-    Weights and optimizer state stay as they were, bit for bit, when the loss or a gradient is not finite
-    (optax.apply_if_finite lets the bad step through after a few; clip_by_global_norm turns one inf into NaN
-    everywhere), when `veto(metrics)` holds, or when `counted` is False: no token of the rows counts in the loss. (Its
-    gradient would be 0, and an optimizer would still apply momentum and weight decay.) `metric_names` are
-    the keys of the loss's metrics.
+    Weights and optimizer state stay as they were, bit for bit, when the loss, the gradients' norm or the norm of the
+    weights that the optimizer would make is not finite in float32 (optax.apply_if_finite lets the bad step through
+    after a few; clip_by_global_norm turns one inf into NaN everywhere), when `veto(metrics)` holds, or when `counted`
+    is False: no token of the rows counts in the loss. (Its gradient would be 0, and an optimizer would still apply
+    momentum and weight decay.) `metric_names` are the keys of the loss's metrics.
 
-    `cond` decides before the optimizer runs: a select between old and new leaves, or a check of the updates, keeps both
-    alive at once, which costs another copy of the weights (measured).
+    A loop of one turn or none applies the update, because it writes in place: on GPUs a `cond` copies the weights and
+    the optimizer's state. For the same reason the norm of the new weights is made of a first update, which is stored
+    nowhere, and not of the one that is applied.
     """
     loss, metrics, grads = _accumulate(loss_fn, params, rows, micro_batches, metric_names)
     grad_norm = _global_norm(grads)
-    sound = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
-    if counted is not None:
-        sound &= counted
-    metrics = {**metrics, "grad_norm": grad_norm}
-    accepted = sound if veto is None else sound & ~veto(metrics)
 
     @jax.named_scope("optimizer")
-    def accept() -> tuple[PyTree, PyTree]:
-        updates, new_opt_state = optimizer.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), new_opt_state
+    def apply(params: PyTree, opt_state: PyTree) -> tuple[PyTree, PyTree]:
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
 
-    params, opt_state = lax.cond(accepted, accept, lambda: (params, opt_state))
-    return Update(params, opt_state, metrics, sound)
+    finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm) & jnp.isfinite(_global_norm(apply(params, opt_state)[0]))
+    sound = finite if counted is None else finite & counted
+    metrics = {**metrics, "grad_norm": grad_norm}
+    accepted = sound if veto is None else sound & ~veto(metrics)
+    done, start = jnp.zeros_like(accepted), (accepted, params, opt_state)
+    _, params, opt_state = lax.while_loop(lambda carry: carry[0], lambda carry: (done, *apply(*carry[1:])), start)
+    return Update(params, opt_state, metrics, finite, sound)
 
 
 def check_output(name: str, tokens: Array, *outputs: Array) -> None:
@@ -89,7 +91,8 @@ def update_once(
 ) -> tuple[TrainState, Metrics]:
     """A step of one update: the next state, and its metrics. Names without a "/" get the prefix.
 
-    prefix/grad_norm and prefix/skipped_updates (1: something was not finite, nothing was applied) are added.
+    prefix/grad_norm is added, and for an update that was not applied prefix/skipped_updates, and
+    prefix/nonfinite_updates if it was not because something was not finite.
     """
     update = apply_update(
         loss_fn,
@@ -102,7 +105,8 @@ def update_once(
         counted=counted,
     )
     metrics = {name if "/" in name else f"{prefix}/{name}": value for name, value in update.metrics.items()}
-    metrics[f"{prefix}/skipped_updates"] = 1 - update.sound.astype(jnp.float32)
+    metrics[f"{prefix}/skipped_updates"] = (~update.sound).astype(jnp.float32)
+    metrics[f"{prefix}/nonfinite_updates"] = (~update.finite).astype(jnp.float32)
     return TrainState(update.params, update.opt_state, state.step + 1), metrics
 
 
@@ -111,8 +115,7 @@ class Run(NamedTuple):
 
     means: Metrics  # over the updates that were not skipped
     first: Metrics  # of the first update
-    skipped: Int[Array, ""]
-    stopped: Int[Array, ""]
+    counts: Metrics  # of updates that were not applied, by the reason
 
 
 class _Carry(NamedTuple):
@@ -120,6 +123,7 @@ class _Carry(NamedTuple):
     params: PyTree
     opt_state: PyTree
     stop: Bool[Array, ""]
+    finite: Int[Array, ""]  # number of them in which all was finite
     sound: Int[Array, ""]  # number of them that were not skipped
     sums: Metrics  # over the sound ones
     first: Metrics
@@ -165,6 +169,7 @@ def run_updates(
             params=update.params,
             opt_state=update.opt_state,
             stop=carry.stop if veto is None else update.sound & veto(update.metrics),
+            finite=carry.finite + update.finite.astype(jnp.int32),
             sound=carry.sound + update.sound.astype(jnp.int32),
             sums=jax.tree.map(lambda s, x: s + jnp.where(update.sound, x, 0), carry.sums, update.metrics),
             first=jax.tree.map(lambda f, x: jnp.where(carry.index == 0, x, f), carry.first, update.metrics),
@@ -172,14 +177,15 @@ def run_updates(
 
     none = jnp.zeros((), jnp.int32)
     zeros = dict.fromkeys((*names, "grad_norm"), jnp.zeros((), jnp.float32))
-    start = _Carry(none, state.params, state.opt_state, jnp.zeros((), jnp.bool_), none, zeros, zeros)
+    start = _Carry(none, state.params, state.opt_state, jnp.zeros((), jnp.bool_), none, none, zeros, zeros)
     end = lax.while_loop(lambda carry: (carry.index < total) & ~carry.stop, one, start)
-    run = Run(
-        means=jax.tree.map(lambda s: s / end.sound.astype(jnp.float32), end.sums),
-        first=end.first,
-        skipped=end.index - end.sound,
-        stopped=jnp.where(end.stop, total - end.index + 1, 0),
-    )
+    means = jax.tree.map(lambda s: s / end.sound.astype(jnp.float32), end.sums)
+    counts = {
+        "skipped_updates": end.index - end.sound,
+        "nonfinite_updates": end.index - end.finite,
+        "stopped_updates": jnp.where(end.stop, total - end.index + 1, 0),
+    }
+    run = Run(means, end.first, {name: count.astype(jnp.float32) for name, count in counts.items()})
     return TrainState(end.params, end.opt_state, state.step + 1), run
 
 

@@ -18,6 +18,7 @@ ORDER = (
     ("report",),
     ("tasks",),
     ("algorithms",),
+    ("fleet",),
     ("rewards",),
     ("roles",),
     ("planning",),

@@ -171,7 +171,8 @@ def test_every_metric_has_a_meaning():
         for name in names[1:]:
             documented |= {names[0].rpartition(mark)[0] + mark * (mark == "/") + name for mark in ("/", "_")}
     prefixes = (
-        "actor|critic|cost|cost_critic|objective|rollout|rollout_corr|perf|group|dapo|safe|sft|dpo|reward_model|logps"
+        "actor|critic|cost|cost_critic|objective|rollout|rollout_corr|training|perf|group|dapo|safe|sft|dpo|"
+        "reward_model|logps"
     )
     sources = [path for folder in ("jrlhf", "ppo") for path in (ROOT / folder).rglob("*.py")]
     text = "\n".join(path.read_text(encoding="utf-8") for path in sources)

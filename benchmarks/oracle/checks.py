@@ -105,6 +105,8 @@ def _verl_policy(name: str, draw: Draw = cases.batch, shapes: tuple[Shape, ...] 
 def _trl_policy(name: str, loss_type: str, shapes: tuple[Shape, ...], aggregation: str, **options: Any) -> Check:
     theirs = {"loss_type": loss_type, **options}
     width = options.pop("width", None)
+    if loss_type == "cispo":
+        options |= {"surrogate": "cispo", "clip_low": 1.0}  # TRL has no lower bound
     config = PolicyConfig(
         aggregation=aggregation,  # type: ignore[arg-type]
         aggregation_divisor=width,
@@ -116,6 +118,14 @@ def _trl_policy(name: str, loss_type: str, shapes: tuple[Shape, ...], aggregatio
 PREFIX = (RAGGED, SINGLE_TOKENS, SMALL)
 PAIRS = (RAGGED, SINGLE_TOKENS, EXTREME)
 WITHOUT_EMPTY = (RAGGED, SINGLE_TOKENS, GAPS, SMALL)
+
+MASKS: dict[str, dict[str, Any]] = {
+    "token": dict(mask_token=(0.8, 1.1)),
+    "sequence": dict(mask_sequence=(0.6, 1.5), importance="sequence", importance_cap=1.2),
+    "sequence-mean": dict(mask_sequence_mean=(0.9, 1.2)),
+    "k3": dict(mask_k3=0.04, importance="token", importance_cap=1.3),
+    "all": dict(mask_token=(0.5, 1.6), mask_sequence=(0.3, 3.0), mask_sequence_mean=(0.7, 1.3), mask_k3=0.1),
+}
 
 GROUPS = tuple(
     Check(
@@ -183,6 +193,35 @@ VERL = (
             rtol=2e-5,
         )
         for level, cap in (("token", 2.0), ("sequence", 1.5))
+    ),
+    *(
+        Check(
+            f"verl/masks/{name}",
+            partial(ours.group, config=_weighing(**options)),
+            "verl_masked_importance",
+            options,
+            shapes=(RAGGED, SINGLE_TOKENS, EXTREME, SMALL),
+            rtol=2e-5,
+        )
+        for name, options in MASKS.items()
+    ),
+    Check(
+        "verl/masks/icepop",
+        partial(ours.group, config=_weighing(importance="token", importance_cap=3.0, mask_token=(0.8, 3.0))),
+        "verl_icepop",
+        {"bounds": (0.8, 3.0)},
+        shapes=(RAGGED,),  # verl divides by 0 where no weight is left
+        rtol=2e-5,
+    ),
+    _verl_policy("cispo", surrogate="cispo", clip_high=0.28),
+    _verl_policy(
+        "cispo-importance",
+        _weighted,
+        surrogate="cispo",
+        clip_low=1.0,
+        clip_high=0.5,
+        aggregation="seq-mean-token-mean",
+        entropy_coef=0.02,
     ),
     _verl_policy("token-mean", clip_high=0.28),
     _verl_policy("dual-clip", dual_clip=3.0),
@@ -264,6 +303,7 @@ TRL = (
     _trl_policy("gspo", "grpo", WITHOUT_EMPTY, "seq-mean-token-mean", ratio="sequence-mean", clip_low=0.1),
     _trl_policy("bnpo", "bnpo", (*WITHOUT_EMPTY, EMPTY_ROWS), "token-mean", entropy_coef=0.01),
     _trl_policy("dapo", "dapo", (*WITHOUT_EMPTY, EMPTY_ROWS), "token-mean", clip_high=0.28),
+    _trl_policy("cispo", "cispo", (*WITHOUT_EMPTY, EMPTY_ROWS), "token-mean", clip_high=1.0),
     _trl_policy("dr_grpo", "dr_grpo", WITHOUT_EMPTY, "constant", width=7),
     Check(
         "trl/rloo-loss",

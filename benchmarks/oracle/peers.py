@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 Arrays = dict[str, np.ndarray]
+Bounds = tuple[float, float]
 VERSIONS = {"verl": "0.9.1", "trl": "1.16.0"}  # that these calls fit
 VERL_AGGREGATION = {"constant": "seq-mean-token-sum-norm"}
 VERL_KL = {"k1": "kl", "k2": "mse", "k3": "low_var_kl", "k1+": "k1+", "k3+": "k3+"}
@@ -113,6 +114,7 @@ def verl_policy(
     arrays: Arrays,
     *,
     ratio: str = "token",
+    surrogate: str = "ppo",
     clip_low: float = 0.2,
     clip_high: float = 0.2,
     dual_clip: float | None = None,
@@ -135,7 +137,8 @@ def verl_policy(
         clip_ratio_c=NEVER if dual_clip is None else dual_clip,
         global_batch_info={"loss_scale_factor": aggregation_divisor},
     )
-    function = core.get_policy_loss_fn("vanilla" if ratio == "token" else "gspo")
+    name = "cispo" if surrogate == "cispo" else "vanilla" if ratio == "token" else "gspo"
+    function = core.get_policy_loss_fn(name)
     weights = x.importance if "importance" in arrays else None
     policy, metrics = function(x.old_logprobs, x.logprobs, x.advantages, x.mask, mode, config, weights)
     total = policy
@@ -183,6 +186,38 @@ def verl_importance(arrays: Arrays, *, importance: str, importance_cap: float) -
     if importance == "token":
         names += ("rollout_is_max", "rollout_is_min")
     return {"importance": numpy(weights), **{name: np.asarray(metrics[name]) for name in names}}
+
+
+def verl_masked_importance(
+    arrays: Arrays,
+    *,
+    importance: str | None = None,
+    importance_cap: float = 2.0,
+    mask_token: Bounds | None = None,
+    mask_sequence: Bounds | None = None,
+    mask_sequence_mean: Bounds | None = None,
+    mask_k3: float | None = None,
+) -> Arrays:
+    """Weights times the response mask that verl's rejections leave; its k1 bounds are of the reciprocal ratio."""
+    x = tensors(arrays)
+    log_ratio = x.old_logprobs - x.rollout_logprobs
+    weights, given = x.mask, {"token_k1": mask_token, "seq_sum_k1": mask_sequence, "seq_mean_k1": mask_sequence_mean}
+    bounds = {name: f"{1 / high!r}_{1 / low!r}" for name, (low, high) in ((n, b) for n, b in given.items() if b)}
+    if mask_k3 is not None:
+        bounds["seq_mean_k3"] = repr(mask_k3)
+    mask, _ = correction.compute_rollout_rejection_mask(log_ratio, x.mask, ",".join(bounds), ",".join(bounds.values()))
+    if importance is not None:
+        weights, _ = correction.compute_rollout_correction_weights(log_ratio, x.mask, importance, importance_cap)
+    return {"importance": numpy(weights * mask)}
+
+
+def verl_icepop(arrays: Arrays, *, bounds: Bounds) -> Arrays:
+    """verl's weights with two bounds, outside which they are 0."""
+    x = tensors(arrays)
+    weights, _ = correction.compute_rollout_correction_weights(
+        x.old_logprobs - x.rollout_logprobs, x.mask, "token", f"{bounds[0]}_{bounds[1]}"
+    )
+    return {"importance": numpy(weights)}
 
 
 def verl_tokens(arrays: Arrays, *, temperature: float) -> Arrays:
@@ -270,7 +305,7 @@ def trl_grpo(
             args=SimpleNamespace(use_bias_correction_kl=bias_correction, delta=dual_clip, steps_per_generation=1),
             loss_type=loss_type,
             epsilon_low=clip_low,
-            epsilon_high=clip_high,
+            epsilon_high=clip_high + (loss_type == "cispo"),  # there a bound of the ratio itself
             use_vllm=False,
             max_completion_length=width,
             _entropy_bonus_enabled=coef != 0,

@@ -150,6 +150,44 @@ def test_weights_of_tokens_meet_a_sequence_ratio_differently_in_verl():
     assert np.abs(got["d_logprobs"] - theirs["d_logprobs"]).max() > 1e-3
 
 
+@pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-mean"])
+def test_a_masked_token_counts_in_the_denominators_here_and_not_in_verl(aggregation):
+    arrays = cases.batch(3, Shape(rows=6, time=8))
+    mask = arrays["mask"]
+    keep = mask & (np.abs(arrays["values"]) < 1)
+    got = ours.policy(
+        {**arrays, "importance": keep.astype(np.float32)}, PolicyConfig(kl_coef=0.0, aggregation=aggregation)
+    )
+    theirs = peers.verl_policy({**arrays, "mask": keep}, aggregation=aggregation)["d_logprobs"]
+    assert keep.any(1).all() and keep.sum() < mask.sum()
+    if aggregation == "token-mean":
+        close(got["d_logprobs"] * mask.sum() / keep.sum(), theirs, rtol=2e-5)
+    else:
+        close(got["d_logprobs"] * mask.sum(1, keepdims=True) / keep.sum(1, keepdims=True), theirs, rtol=2e-5)
+
+
+def test_a_score_at_a_masked_token_reaches_the_returns_here_and_not_in_verl():
+    arrays = cases.batch(3, replace(RAGGED, rows=2))
+    arrays["rewards"] = np.zeros_like(arrays["rewards"])
+    for row, mask in enumerate(arrays["mask"]):
+        arrays["rewards"][row, np.flatnonzero(mask)[-1]] = 10
+    options = {"discount": 1.0, "gae_lambda": 1.0}
+    masked = arrays["mask"] & (arrays["rewards"] == 0)
+    assert masked.any(1).all()
+    close(ours.table_gae(arrays, **options)["returns"][masked], 10)
+    assert np.abs(peers.verl_gae({**arrays, "mask": masked}, **options)["returns"]).max() < 10 - 1
+
+
+def test_verls_bounds_of_a_ratio_are_of_its_reciprocal():
+    arrays = cases.batch(3, RAGGED)
+    arrays["old_logprobs"] = arrays["rollout_logprobs"] + np.float32(np.log(1.5))  # more likely to the trainer
+    x = peers.tensors(arrays)
+    gap = x.old_logprobs - x.rollout_logprobs
+    for bounds, kept in (("0.9_2.0", 0), ("0.5_1.1", 1)):
+        mask, _ = peers.correction.compute_rollout_rejection_mask(gap, x.mask, "token_k1", bounds)
+        close(peers.numpy(mask), kept * arrays["mask"])
+
+
 def test_whitening_one_number_raises_in_verl_and_is_nothing_here():
     mask, values = np.array([[True, False]]), np.array([[3.0, 1.0]], np.float32)
     with pytest.raises(ValueError, match="mask is one"):

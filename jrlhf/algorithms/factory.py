@@ -88,6 +88,7 @@ class RoleFactory:
         algorithm: Any = self.algorithm
         if algorithm.micro_batch_tokens is None:
             algorithm = replace(algorithm, micro_batches=self.placement(name)["update"].parts)
-        updates = self.config.rl.iterations * algorithm.epochs * algorithm.minibatches
         site = self._site(name, Offloader.of(name, self.config.offloading, self.clock))
-        return kind(model, site, optimizer=adamw(optimizer, updates=updates), algorithm=algorithm, **options)
+        return kind(
+            model, site, optimizer=adamw(optimizer, updates=self.config.rl.updates), algorithm=algorithm, **options
+        )

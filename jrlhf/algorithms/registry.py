@@ -37,11 +37,13 @@ def dataflow_of(config: Config) -> Callable:
     return on_policy if config.compute.shared_passes else shipped_dataflow(config.algorithm)
 
 
-def dataflow_identity(config: Config) -> str | None:
-    """A digest of the file of a user's own dataflow. A run cannot go on with another one."""
+def dataflow_identity(config: Config) -> dict[str, str]:
+    """Digests of the file of a user's own dataflow and of what it imports. A run cannot go on with another one."""
     if config.algorithm is None or config.rl.dataflow is None:
-        return None
-    return (custom_dataflow(config, shipped_dataflow(config.algorithm)).sha256 or "")[:16]
+        return {}
+    code = custom_dataflow(config, shipped_dataflow(config.algorithm))
+    modules = {f"dataflow module {name}": digest[:16] for name, digest in code.modules.items()}
+    return {"dataflow": (code.sha256 or "")[:16], **modules}
 
 
 def graph_of(config: Config) -> Graph:

@@ -167,7 +167,12 @@ def _void_settings(config: Config) -> Iterator[tuple[bool, str, str]]:
         yield True, "sampling.batch", f"{name}.rollout_batch"
         yield not algorithm.has_critic, "roles.critic lora.critic sleep.critic", f"{name}, which has none"
         yield not algorithm.needs_reference, "roles.reference", f"{policy}.kl_coef=0"
-        yield algorithm.ratio != "token", "compute.fused_loss", f"{policy}.ratio={algorithm.ratio}"
+        why = (
+            f"ratio={algorithm.ratio}"
+            if algorithm.ratio != "token"
+            else "old_logprobs=interpolate and its rows' weights"
+        )
+        yield algorithm.couples_tokens, "compute.fused_loss", f"{policy}.{why}"
         # ReMax's baselines are scores of responses that are cut off, too; a user's dataflow may read them.
         masked = algorithm.truncation == "mask" and name != "remax" and config.rl.dataflow is None
         mask = f"{policy}.truncation=mask, which leaves such responses out"
@@ -320,10 +325,11 @@ def _algorithm(config: Config, name: str) -> Iterator[str]:
         yield f"{name}.scores.overlong_buffer={buffer:g} exceeds data.max_response={config.data.max_response}: lower it"
     filters = {"top_k": sampling.top_k, "top_p": None if sampling.top_p == 1 else sampling.top_p}
     used = [f"sampling.{which}={value}" for which, value in filters.items() if value is not None]
-    if used and (algorithm.old_logprobs == "rollout" or algorithm.importance is not None):
+    compared = (*algorithm.corrections, f"old_logprobs={algorithm.old_logprobs}")[0]
+    if used and compared != "old_logprobs=recompute":
         yield (
-            f"{used[0]} draws from another distribution than the log-probabilities are of, which {key}."
-            f"{'importance' if algorithm.importance else 'old_logprobs=rollout'} would correct: leave one of them out"
+            f"{used[0]} draws from another distribution than the log-probabilities are of, which {key}.{compared} "
+            "would correct: leave one of them out"
         )
     if algorithm.ptx_coef > 0 and isinstance(config.data, DatasetsData) and config.data.sft is None:
         yield f"{key}.ptx_coef={algorithm.ptx_coef:g} imitates texts of data.sft.path: give it, or set 0"

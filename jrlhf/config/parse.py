@@ -42,6 +42,9 @@ class _Loader(yaml.SafeLoader):
         if self.check_event(yaml.AliasEvent):
             mark = self.peek_event().start_mark
             raise yaml.MarkedYAMLError(problem="aliases are not read, write the value out", problem_mark=mark)
+        if tag := getattr(self.peek_event(), "tag", None):
+            mark, problem = self.peek_event().start_mark, f"tags ({tag}) are not read, write a plain value"
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=mark)
         return super().compose_node(parent, index)
 
 

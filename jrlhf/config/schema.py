@@ -4,7 +4,6 @@ A section exists only if its stage or feature is used. A new setting is one line
 on its effect and unit, which is also its documentation; `parse.py` reads it and explains mistakes.
 """
 
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -284,9 +283,7 @@ class RewardConfig(Section):
     workers: int = count(1, **_FUNCTION)  # processes of a function
     deadline: float = positive(30.0, **_FUNCTION)  # seconds per batch, after which a function is stopped
     # The score used when a function or a model fails to give one; null: a failure ends the run.
-    on_failure: float | None = checked(
-        None, math.isfinite, "finite", **only_if(lambda section: section.adapter is None, "{path}.adapter")
-    )
+    on_failure: float | None = checked(None, lambda value: abs(value) < 3.4e38, "finite in float32")
     options: Mapping[str, Any] = field(default_factory=dict, metadata=_FUNCTION)  # a function's further arguments
     # A function's parameter: the dataset's column, where the names differ.
     columns: Mapping[str, Any] = field(default_factory=dict, metadata=_FUNCTION)
@@ -379,6 +376,9 @@ class Config(Section):
     seed: int = checked(0, lambda value: 0 <= value < 2**32, "from 0 to 4294967295")  # of all random numbers
     run_dir: str = "runs"  # directory of all runs
     deadline: float = positive(3600.0)  # seconds per iteration; a longer one ends the run and shows where it hung
+    # Updates in a row after which a run ends because numbers that are not finite kept all of them from a model's
+    # weights; 0 or null: it goes on.
+    stop_after_skipped: int | None = natural(5)
     stages: tuple[Stage, ...] = ("sft", "reward_model", "ppo")  # what the run does, in this order
     device: DeviceConfig = DeviceConfig()
     distributed: DistributedConfig = DistributedConfig()

@@ -14,7 +14,8 @@ class OptimizerConfig(Section):
     """AdamW with a clipped global norm. One update is one step of the optimizer."""
 
     learning_rate: float = non_negative(1e-5)  # after the warm-up
-    warmup: int = natural(20)  # updates over which the learning rate rises linearly from 0
+    # Updates over which the learning rate rises linearly from 0; a tenth of the updates where there are not more.
+    warmup: int = natural(20)
     final: float = between(0.1, 0.0, 1.0)  # share of the learning rate at the end of its cosine decay; 1: no decay
     weight_decay: float = non_negative(0.01)  # as in AdamW, times the learning rate
     b1: float = checked(0.9, lambda value: 0 <= value < 1, "at least 0 and below 1")  # decay of the gradients' mean
@@ -24,7 +25,7 @@ class OptimizerConfig(Section):
 
     def duration(self, updates: int) -> tuple[int, int | None]:
         """Returns the numbers of updates over which the learning rate rises, and then falls (None: it stays)."""
-        warmup = min(self.warmup, updates)
+        warmup = self.warmup if self.warmup < updates else updates // 10
         return warmup, None if self.final == 1.0 else max(updates - warmup, 1)
 
 
@@ -33,7 +34,8 @@ class ActorOptimizerConfig(OptimizerConfig):
     """The actor's AdamW in reinforcement learning."""
 
     learning_rate: float = 1e-6  # after the warm-up
-    warmup: int = 10  # updates over which the learning rate rises linearly from 0
+    # Updates over which the learning rate rises linearly from 0; a tenth of the updates where there are not more.
+    warmup: int = 10
     final: float = 1.0  # share of the learning rate at the end of its cosine decay; 1: no decay
     weight_decay: float = 0.0  # as in AdamW, times the learning rate
 
@@ -53,6 +55,11 @@ class PairsStageConfig(OptimizerConfig):
     batch: int = count(64)  # rows, or pairs, per update
     eval_every: int = count(50)  # steps between evaluations on rows that are kept apart
     save_every: int = count(100)  # steps between checkpoints
+
+    @property
+    def updates(self) -> int:
+        """The number of updates of the stage."""
+        return self.steps
 
     def evaluates(self, step: int) -> bool:
         """True if held-out rows are evaluated after this step: the first, the last, and every `eval_every`-th."""
@@ -94,6 +101,23 @@ class DPOStageConfig(PairsStageConfig):
 
 
 @dataclass(frozen=True)
+class AsynchronousConfig(Section):
+    """Rollouts on devices of their own (`plan: disaggregated`), which go on while the actor is trained.
+
+    Which tokens an update learns from follows from counts alone: a virtual clock takes 1 for a decode step and
+    `update_steps` for an update. So a run has the same bits on any hardware, and again after a kill.
+    """
+
+    # Versions by which the weights that drew a token may be older than those that learn from it; 0: a synchronous run.
+    staleness: int = natural(1)
+    on_new_weights: Literal["keep_cache", "prefill_again", "finish"] = "keep_cache"
+    """What rows do that are half drawn when new weights arrive. "keep_cache": they go on with the new weights and the
+    keys and values of the old ones (PipelineRL, arXiv:2509.19128). "prefill_again": their caches are computed again
+    (AReaL, arXiv:2505.24298). "finish": they are finished with the old weights, and no row starts meanwhile."""
+    update_steps: int = count(128)  # time of one update on the virtual clock, in decode steps
+
+
+@dataclass(frozen=True)
 class RLStageConfig(Section):
     """Reinforcement learning against the rewards. Every algorithm's section has these keys and its own `algorithm`."""
 
@@ -105,6 +129,16 @@ class RLStageConfig(Section):
     actor: ActorOptimizerConfig = ActorOptimizerConfig()
     algorithm: PolicyConfig = PolicyConfig()
     scores: ScoreConfig = ScoreConfig()  # changes a response's score before the algorithm sees it
+    asynchronous: AsynchronousConfig | None = None
+
+    @property
+    def updates(self) -> int:
+        """The number of updates of each trained role in the stage."""
+        return self.iterations * self.algorithm.epochs * self.algorithm.minibatches
+
+    def optimizer_of(self, role: str) -> ActorOptimizerConfig:
+        """The optimizer of a trained role: the actor's, or the critics'."""
+        return self.actor
 
     @property
     def samples(self) -> int:
@@ -115,6 +149,9 @@ class RLStageConfig(Section):
 @dataclass(frozen=True)
 class PPOStageConfig(RLStageConfig):
     critic: CriticOptimizerConfig = CriticOptimizerConfig()
+
+    def optimizer_of(self, role: str) -> ActorOptimizerConfig:
+        return self.actor if role == "actor" else self.critic
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,9 @@
 """Batches: the rows of a step, padded, and put on the mesh. All of it is a function of (seed, step)."""
 
 import zlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 import numpy as np
@@ -13,6 +14,7 @@ from jaxtyping import Array, Int
 from jrlhf.data.tokenizer import Tokenizer
 from jrlhf.data.types import Example, Response
 from jrlhf.meshes import GENERATE, TRAIN, to_devices
+from jrlhf.ppo.types import Rollout
 
 
 @dataclass(frozen=True)
@@ -20,12 +22,16 @@ class Batch:
     """The prompts of an iteration: U prompts with `samples` rows each, B = U * samples; a prompt's rows are neighbours.
 
     examples, texts: the examples and their rendered texts, one for each row.
+    rollout: responses that were drawn ahead. None: the actor draws them when it is called.
+    answers: kind of rewards -> what their functions say of these responses, where they were asked ahead.
     """
 
     arrays: tuple[Array, Array, Array]  # on the mesh: tokens [U, P], lengths [U], row keys [B]
     examples: Sequence[Example]
     texts: Sequence[str]
     step: int
+    rollout: Rollout | None = None
+    answers: Mapping[str, Any] = field(default_factory=dict)
 
 
 def batch_indices(count: int, batch: int, step: int, seed: int) -> Int[np.ndarray, "B"]:
@@ -34,6 +40,11 @@ def batch_indices(count: int, batch: int, step: int, seed: int) -> Int[np.ndarra
     epochs = positions // count
     orders = {epoch: np.random.default_rng((seed, int(epoch))).permutation(count) for epoch in np.unique(epochs)}
     return np.array([orders[epoch][position % count] for epoch, position in zip(epochs, positions, strict=True)])
+
+
+def epoch_of(count: int, batch: int, step: int) -> int:
+    """Returns the number of the epoch, from 0, in which batch number `step` of `batch_indices` begins."""
+    return step * batch // count
 
 
 def whole_batches(count: int, batch: int) -> Iterator[tuple[Int[np.ndarray, "B"], int]]:
@@ -56,10 +67,19 @@ def pad_rows(rows: Sequence[Sequence[int]], width: int) -> tuple[Int[np.ndarray,
 def read_responses(tokenizer: Tokenizer, rollout, count: int | None = None) -> list[Response]:
     """The responses of a rollout on the host, or only the first `count` of them."""
     fields = rollout.tokens, rollout.prompt_lengths, rollout.response_lengths, rollout.finished
+    tokens, starts, lengths, finished = (field[:count] for field in fields)
+    own = [row[start:] for row, start in zip(tokens, starts, strict=True)]
+    return to_responses(tokenizer, own, lengths, finished)
+
+
+def to_responses(
+    tokenizer: Tokenizer, tokens: Iterable[np.ndarray], lengths: Iterable[int], finished: Iterable[bool]
+) -> list[Response]:
+    """Responses on the host as text: of each row the first `length` tokens."""
     responses = []
-    for tokens, start, length, finished in zip(*(field[:count] for field in fields), strict=True):
-        ids = tuple(int(token) for token in tokens[start : start + length])
-        responses.append(Response(ids, tokenizer.decode(ids), bool(finished)))
+    for row, length, done in zip(tokens, lengths, finished, strict=True):
+        ids = tuple(int(token) for token in row[:length])
+        responses.append(Response(ids, tokenizer.decode(ids), bool(done)))
     return responses
 
 

@@ -20,7 +20,7 @@ from jrlhf.planning.simulate import nested, simulate
 from jrlhf.planning.time import Prices
 from jrlhf.planning.workload import LAYOUTS, Workload, token_budgets, update_section
 
-NAMES = ("colocate", "split", "standalone", "auto")
+NAMES = ("colocate", "split", "standalone", "disaggregated", "auto")
 PASSES = {"generate": 3.0, "infer": 1.0, "train": 4.0}  # a call's cost in forward passes; decoding waits for memory
 
 
@@ -30,21 +30,24 @@ def plan_of_config(config: Config, workload: Workload, devices: int, search: Cal
         colocate    every call on all devices, as `mesh` divides them
         split       actor and reference on one half, critics and reward models on the other
         standalone  each role on devices of its own, in powers of two, in proportion to what its calls compute
+        disaggregated  rollouts on the second half of the devices, everything else on the first
         auto        the plan that `search` returns
         FILE        a file with such a plan as runs write into plan.yaml
 
     On a part of the devices `mesh` is scaled down: first its replicas, then fsdp, then tensor.
     """
-    if config.plan in ("colocate", "split", "standalone"):
-        whole = Slice(0, devices)
-        if config.plan == "colocate":
-            slices = {call.role: whole for call in workload.calls}
-        elif config.plan == "split":
-            slices = _halves(workload.calls, devices)
-        else:
-            slices = _own_slices(workload, devices)
+    if config.plan in ("colocate", "split", "standalone", "disaggregated"):
         calls = workload.calls
-        placed = {call.name: _placement(config, workload, call, slices[call.role], devices) for call in calls}
+        if config.plan == "disaggregated":
+            first, second = _two_halves(config.plan, devices)
+            slices = {call.name: second if call.kind == "generate" else first for call in calls}
+        else:
+            if config.plan == "colocate":
+                of_roles = {call.role: Slice(0, devices) for call in calls}
+            else:
+                of_roles = _halves(calls, devices) if config.plan == "split" else _own_slices(workload, devices)
+            slices = {call.name: of_roles[call.role] for call in calls}
+        placed = {call.name: _placement(config, workload, call, slices[call.name], devices) for call in calls}
         plan = Plan(config.plan, placed)
     elif config.plan != "auto":
         plan = read_plan(Path(config.plan))
@@ -90,10 +93,14 @@ def _placement(config: Config, workload: Workload, call: Call, devices: Slice, c
     return Placement(devices, layout, devices.count // (fsdp * tensor), fsdp, tensor, micro_batches=micro_batches)
 
 
-def _halves(calls: Sequence[Call], devices: int) -> dict[str, Slice]:
+def _two_halves(plan: str, devices: int) -> tuple[Slice, Slice]:
     if devices % 2:
-        raise UserError(f"plan=split halves {devices} device(s): use an even number of them, or set plan=colocate")
-    first, second = Slice(0, devices // 2), Slice(devices // 2, devices // 2)
+        raise UserError(f"plan={plan} halves {devices} device(s): use an even number of them, or set plan=colocate")
+    return Slice(0, devices // 2), Slice(devices // 2, devices // 2)
+
+
+def _halves(calls: Sequence[Call], devices: int) -> dict[str, Slice]:
+    first, second = _two_halves("split", devices)
     slices = {call.role: first if call.role in ("actor", LEARNER, "reference") else second for call in calls}
     if second not in slices.values():
         raise UserError(
@@ -149,6 +156,8 @@ def validate_plan(plan: Plan, config: Config, workload: Workload, devices: int) 
     for name, call in calls.items():
         _check_placement(f"{named} has {name}", workload, call, plan[name], devices)
         _check_rows(f"{named} has {name}", config, workload, call, plan[name])
+    if config.algorithm is not None and config.rl.asynchronous is not None:
+        _check_asynchronous(named, workload, plan, config.algorithm)
     for name, call in calls.items():
         mesh = plan[name].devices.count, plan[name].sizes
         if workload.on_base(call.role) and mesh != (devices, mesh_sizes(config.mesh, devices)):
@@ -157,6 +166,29 @@ def validate_plan(plan: Plan, config: Config, workload: Workload, devices: int) 
                 f"all {devices} in the config's mesh, which its roles share: put it there, or set plan=colocate"
             )
     refuse_partial_overlap(plan)
+
+
+def _check_asynchronous(named: str, workload: Workload, plan: Plan, algorithm: str) -> None:
+    """Refuses what rollouts on devices of their own cannot do."""
+    key = f"{algorithm}.asynchronous"
+    drawing = [call.name for call in workload.calls if call.kind == "generate"]
+    if drawing != ["actor.generate"]:
+        raise UserError(
+            f"{key} draws each prompt's responses once and ahead, and {algorithm} calls {', '.join(drawing)}: leave "
+            "asynchronous out"
+        )
+    if LEARNER in workload.graph.roles:
+        raise UserError(
+            f"{key} learns from older rollouts, and compute.shared_passes from its own: leave one of them out"
+        )
+    if workload.on_base("actor"):
+        raise UserError(f"{key} needs weights on devices of their own, and lora shares one base: leave one of them out")
+    for call in workload.calls:
+        if call.name not in drawing and plan[call.name].devices.overlaps(plan[drawing[0]].devices):
+            raise UserError(
+                f"{named} has {drawing[0]} and {call.name} on the same devices, and {key} draws on devices of its own: "
+                "set plan=disaggregated, or leave asynchronous out"
+            )
 
 
 def refuse_partial_overlap(plan: Plan) -> None:

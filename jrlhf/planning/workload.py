@@ -186,7 +186,7 @@ def workload_of(config: Config, graph: Graph, models: Mapping[str, ModelConfig])
     section, algorithm = config.rl, config.rl.algorithm
     # A learner's passes make the experience too, so it has the head of a plain forward pass.
     learner = "learner" in graph.roles
-    fused = config.compute.fused_loss and algorithm.ratio == "token" and not learner
+    fused = config.compute.fused_loss and not algorithm.couples_tokens and not learner
     spanned = learner or (fused and not algorithm.ptx_coef)  # texts of the pretraining mix have no response
     parts = {"samples": section.samples, "epochs": algorithm.epochs, "minibatches": algorithm.minibatches}
     engine = {"slots": config.rollout.slots, "chunk": config.rollout.chunk, "prefill": config.rollout.prefill}

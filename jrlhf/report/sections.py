@@ -96,6 +96,29 @@ def failures(run: Record) -> dict[str, Any] | None:
     }
 
 
+def skipped(run: Record) -> dict[str, Any] | None:
+    """Returns a warning if updates were skipped."""
+    suffix, lines, steps = "/skipped_updates", [], Counter[str]()
+    for stage, records in run.metrics.items():
+        for role in dict.fromkeys(key.removesuffix(suffix) for record in records for key in record if suffix in key):
+            counts = [round(record.get(role + suffix) or 0) for record in records]
+            nonfinite = round(sum(record.get(f"{role}/nonfinite_updates") or 0 for record in records))
+            if total := sum(counts):
+                lines.append((f"{stage} ", role, [("skipped", total), ("not finite", nonfinite)]))
+                steps[stage] = max(
+                    steps[stage], *(r["step"] for r, count in zip(records, counts, strict=True) if count)
+                )
+    if not lines:
+        return None
+    last = ", ".join(f"{stage} {step}" for stage, step in steps.items())
+    return {
+        "title": "Updates were skipped",
+        "lines": lines,
+        "note": "They changed no weight, because a loss, a gradient or a weight was not finite, or no token "
+        f"counted. The last time: step {last}.",
+    }
+
+
 def cards(run: Record) -> Iterator[Card]:
     """Yields the figures that the run is judged by."""
     old, new = run.both(run.measure)

@@ -20,7 +20,7 @@ class Combined(NamedTuple):
     shaped: RowsOrTokens
     moments: RunningMoments  # with these scores in them
     raw: Float[Array, "B"]  # each row's sum of rewards before it was shaped: verl's critic/score
-    learned: dict[str, Array]  # statistics of each reward model of tokens
+    learned: dict[str, Array]  # statistics of each reward model of tokens, and the number of scores that it failed on
     extremes: dict[str, Array]  # of the sums
     shaping: dict[str, Array]
 
@@ -29,13 +29,19 @@ def combine(
     shape: Callable[..., tuple[RowsOrTokens, RunningMoments, dict[str, Array]]],
     kind: str,
     weights: Mapping[str, float],
+    on_failure: Mapping[str, float],
     learned: Mapping[str, Float[Array, "B"]],
     texts: RowsOrTokens | None,
     response_lengths: Int[Array, "B"],
     finished: Bool[Array, "B"],
     moments: RunningMoments,
 ) -> Combined:
-    """Adds weighted scores of reward models of tokens to those of the rewards that read text, and shapes the sum."""
+    """Adds weighted scores of reward models of tokens to those of the rewards that read text, and shapes the sum.
+
+    on_failure: what replaces the scores of a model that are not finite; a row without a finite sum teaches nothing.
+    """
+    failed = {name: ~jnp.isfinite(scores) for name, scores in learned.items()}
+    learned = {name: jnp.where(failed[name], on_failure[name], scores) for name, scores in learned.items()}
     rows = sum((weights[name] * scores for name, scores in learned.items()), jnp.zeros_like(finished, jnp.float32))
     if texts is None:
         scores = rows
@@ -47,7 +53,9 @@ def combine(
     shaped, moments, shaping = shape(scores, response_lengths, finished, moments)
     statistics = {}
     for name, own in learned.items():
-        statistics |= named(f"{kind}/{name}", {"mean": jnp.mean(own), "std": jnp.std(own)})
+        failures = jnp.sum(failed[name], dtype=jnp.float32)
+        numbers = {"mean": jnp.mean(own), "std": jnp.std(own), "failures": failures, "failures/nan": failures}
+        statistics |= named(f"{kind}/{name}", numbers)
     return Combined(shaped, moments, raw, statistics, extremes(raw), shaping)
 
 

@@ -23,11 +23,19 @@ from jrlhf.rewards.user_code import resolve
 from jrlhf.rewards.worker import GIVEN
 
 LOG_BYTES = 16 << 20  # of the functions' output, kept in the log file
+MODULES = " modules"  # ends the word of what a function's file imports
 SHOWN = 300  # characters of a text in a message
 
 
 class RewardFailure(UserError):
-    """A reward function failed on a sample, and no setting says which score such samples get."""
+    """A reward function failed on a sample, and no setting says which score such samples get.
+
+    identity: of the function that failed, as `FunctionReward.identity`.
+    """
+
+    def __init__(self, message: str, identity: Mapping[str, str] | None = None):
+        super().__init__(message)
+        self.identity = dict(identity or {})
 
 
 class FunctionReward:
@@ -125,6 +133,13 @@ class FunctionReward:
         source = builtin.IDENTITY if ours else self._facts.get("sha256", "")
         return fingerprint([self._spec, source, repr(sorted(self._config.options.items()))])
 
+    @property
+    def identity(self) -> dict[str, str]:
+        """The words of a checkpoint's `meta` that name the function: its own, and one for the modules it imports."""
+        modules, key = self._facts.get("modules"), f"{self._kind} {self._config.name}"
+        imported = {f"{key}{MODULES}": fingerprint(map(str, sorted(modules.items())))} if modules else {}
+        return {key: self.fingerprint} | imported
+
     def check_columns(self, columns: Iterable[str]) -> None:
         """Compares the function's parameters with a dataset's columns, before anything is trained."""
         columns = set(columns)
@@ -138,8 +153,12 @@ class FunctionReward:
                 )
         self._checked = True
 
-    def score(self, samples: Sequence[Sample], step: int = 0) -> Scored:
-        """Returns the scores of `samples`, in their order. Raises RewardFailure where a failure stops the run."""
+    def score(self, samples: Sequence[Sample], step: int = 0, first: int = 0) -> Scored:
+        """Returns the scores of `samples`, in their order. Raises RewardFailure where a failure stops the run.
+
+        The functions' random numbers follow from the seed, the step and the number of a call's first sample, `first`
+        and the following ones.
+        """
         if not self._pool:
             raise RuntimeError(f"{self._called} is not started: use it in a with statement")
         if not self._checked and samples:
@@ -152,7 +171,7 @@ class FunctionReward:
             size = 1 if one_by_one else max(last - first, 1)
             for row in range(first, last, size):
                 chosen = samples[row : row + size]
-                request = self._request(chosen, f"{self._seed}/{step}/{row}")
+                request = self._request(chosen, f"{self._seed}/{step}/{first + row}")
                 if self._pool[index].ended():  # in an earlier call, or since
                     self._pool[index].kill()
                     self._start(index)
@@ -261,7 +280,7 @@ class FunctionReward:
     def _checked_results(self, answer: Mapping[str, Any], samples: Sequence[Sample]) -> Sequence[Mapping[str, Any]]:
         """Returns the results of a call, one for each sample; an error where a failure stops the run."""
         if "bad" in answer:
-            raise UserError(f"{self._called}: {answer['bad']}")
+            raise RewardFailure(f"{self._called}: {answer['bad']}", self.identity)
         whole = "failure" in answer
         results = [answer] * len(samples) if whole else answer["results"]
         failed = next((pair for pair in zip(samples, results, strict=True) if "failure" in pair[1]), None)
@@ -270,7 +289,9 @@ class FunctionReward:
             self._write(f"{story}\n".encode("utf-8", "backslashreplace"))
             if self.on_failure is None:
                 raise RewardFailure(
-                    f"{story}: mend the function, or set on_failure of {self._called} to a score for such samples"
+                    f"{story}: mend the function, or set on_failure of {self._called} to a score for such samples, and "
+                    "go on with --resume",
+                    self.identity,
                 )
         return results
 

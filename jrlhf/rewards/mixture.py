@@ -1,5 +1,6 @@
 """The rewards of a run: models and functions, weighted and summed, each measured by its name."""
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -7,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -17,13 +18,14 @@ from jrlhf.config.schema import RewardConfig
 from jrlhf.data.batches import Batch, put_rows, read_responses
 from jrlhf.data.task import Task
 from jrlhf.data.tokenizer import Tokenizer
+from jrlhf.data.types import Example, Response
 from jrlhf.meshes import gathered, transfer
 from jrlhf.meshes.graph import Kind as CallKind
 from jrlhf.ppo import Rollout, RunningMoments, ScoreConfig, shape_scores
 from jrlhf.rewards.combine import Combined, combine, named
-from jrlhf.rewards.functions import FunctionReward
+from jrlhf.rewards.functions import FunctionReward, RewardFailure
 from jrlhf.rewards.text_model import TextReward
-from jrlhf.rewards.types import Sample, Scored, to_samples, weighted_sum
+from jrlhf.rewards.types import Sample, Scored, joined, to_samples, weighted_sum
 from jrlhf.roles.critic import Reward
 from jrlhf.roles.initial import InitialModels
 from jrlhf.roles.model import Compute, Model
@@ -39,10 +41,10 @@ TRAINED = "reward_model"  # the name of the reward model that the run itself tra
 
 @dataclass(frozen=True)
 class TextPart:
-    """A reward that reads text: (samples, step) -> scores."""
+    """A reward that reads text: (samples, step) -> scores. A function also takes `first` (`FunctionReward.score`)."""
 
     weight: float
-    score: Callable[[Sequence[Sample], int], Scored]
+    score: Callable[..., Scored]
     identity: str  # one word for a model's weights or a function's file
     on_device: bool = False  # a model on the mesh, rather than a function in its own processes
 
@@ -54,6 +56,7 @@ class TokenPart:
     weight: float
     model: Model
     identity: str  # one word for its weights, wherever they are stored
+    on_failure: float | None  # the score in place of one that is not finite; None: the run ends
 
 
 Answers = Future[tuple[list[Sample], dict[str, Scored]]]  # a rollout as text, and the functions' scores by name
@@ -89,13 +92,16 @@ class Rewards:
     ):
         assert token_parts or text_parts, "nothing would score"
         self.token_parts, self.text_parts, self.trained = token_parts, text_parts, trained
-        self.placement, self.clock, self._kind = placement, clock, kind
+        self.placement, self.clock, self.kind = placement, clock, kind
         self._tokenizer, self._max_response = tokenizer, max_response
         site = Site(placement, compute, clock)
         self._roles = {name: Reward(part.model, site) for name, part in token_parts.items()}
         weights = {name: part.weight for name, part in token_parts.items()}
         shape = partial(shape_scores, config=shaping, max_response=max_response)
-        self._combine = jax.jit(partial(combine, shape, kind, weights))
+        on_failure = {
+            name: math.nan if part.on_failure is None else part.on_failure for name, part in token_parts.items()
+        }
+        self._combine = jax.jit(partial(combine, shape, kind, weights, on_failure))
         self._metrics: Metrics = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rewards")
 
@@ -131,7 +137,7 @@ class Rewards:
 
         def note(combined: Combined, texts: Metrics) -> None:
             self.moments, self.raw = combined.moments, combined.raw
-            costs = self._kind == "costs"
+            costs = self.kind == "costs"
             totals = named("cost" if costs else "critic/score", combined.extremes)
             self._note(texts | combined.learned | totals | ({} if costs else combined.shaping))
 
@@ -142,7 +148,8 @@ class Rewards:
         """Scores responses that nothing learns from: the baseline of other responses to the same prompts."""
 
         def note(combined: Combined, texts: Metrics) -> None:
-            failures = {name: number for name, number in texts.items() if "/failures" in name}
+            both = texts | combined.learned
+            failures = {name: number for name, number in both.items() if "/failures" in name}
             self._note(failures | named("critic/baseline", combined.extremes))
 
         return self._begin("score_baseline", rollout, prompts, note)
@@ -156,10 +163,41 @@ class Rewards:
         """Returns the metrics since the iteration began."""
         return dict(self._metrics)
 
+    def check(self, metrics: Mapping[str, Any]) -> None:
+        """Raises RewardFailure if metrics of an iteration count failures of a model that names no score for them."""
+        for name, part in self.token_parts.items():
+            if part.on_failure is None and (failures := metrics.get(f"{self.kind}/{name}/failures")):
+                called = f"{self.kind.removesuffix('s')} {name!r}"
+                raise RewardFailure(
+                    f"{called} gave {failures:.0f} responses a score that is not finite: use another adapter, or set "
+                    f"on_failure of {called} to a score for such responses"
+                )
+
     def score_texts(self, samples: Sequence[Sample], step: int = 0) -> tuple[Scored, dict[str, Scored]]:
         """Returns the weighted sum of the rewards that read text, outside of iterations, and each one's scores."""
-        scored = from_main(lambda: self._ask(samples, step, on_device=False))
+        scored = _from_main(lambda: self._ask(samples, step, on_device=False))
         return self._summed(samples, scored | self._ask(samples, step, on_device=True))
+
+    def ask_ahead(
+        self, examples: Sequence[Example], texts: Sequence[str], responses: Sequence[Response], step: int, first: int
+    ) -> Answers:
+        """Begins to ask the functions about some rows of a batch, before the others are drawn.
+
+        step: number of the batch. first: the number of these rows' first one in it.
+        """
+        samples = to_samples(examples, texts, responses)
+        return self._thread.submit(partial(self._ask_functions, samples, step, first=first))
+
+    def join(self, answers: Sequence[Answers]) -> Answers:
+        """The answers about a batch, of those about its rows."""
+
+        def join() -> tuple[list[Sample], dict[str, Scored]]:
+            parts = [part.result() for part in answers]
+            samples = [sample for own, _ in parts for sample in own]
+            lengths = [len(sample.response_ids) for sample in samples]
+            return samples, {name: joined([scored[name] for _, scored in parts], lengths) for name in parts[0][1]}
+
+        return self._thread.submit(join)
 
     def _begin(
         self, method: str, rollout: Rollout, prompts: Batch, note: Callable[[Combined, Metrics], None]
@@ -167,7 +205,9 @@ class Rewards:
         learned = {name: role.score(rollout, method) for name, role in self._roles.items()}
         mesh = self.placement[method].mesh
         # Gathered here and not in the thread: programs must reach all devices in one order.
-        answers = self._thread.submit(self._read, gathered(rollout), prompts) if self.text_parts else None
+        answers = prompts.answers.get(self.kind)
+        if answers is None and self.text_parts:
+            answers = self._thread.submit(self._read, gathered(rollout), prompts)
 
         def scores() -> Scores:
             texts, metrics = None, {}
@@ -184,32 +224,36 @@ class Rewards:
     def _read(self, rollout: Rollout, batch: Batch) -> tuple[list[Sample], dict[str, Scored]]:
         """Returns the rollout as text once it is there, and the functions' scores. Runs in the thread."""
         samples = to_samples(batch.examples, batch.texts, read_responses(self._tokenizer, jax.device_get(rollout)))
+        return self._ask_functions(samples, batch.step)
+
+    def _ask_functions(self, samples: list[Sample], step: int, **place: int) -> tuple[list[Sample], dict[str, Scored]]:
         started = time.perf_counter()
         with jax.profiler.TraceAnnotation("reward_functions"):
-            scored = self._ask(samples, batch.step, on_device=False) if is_main() else {}
+            scored = self._ask(samples, step, on_device=False, **place) if is_main() else {}
         if scored:
-            self.clock.add_parallel(f"{self._kind.removesuffix('s')}_functions", time.perf_counter() - started)
+            self.clock.add_parallel(f"{self.kind.removesuffix('s')}_functions", time.perf_counter() - started)
         return samples, scored
 
     def _finish(self, answers: Answers, step: int) -> tuple[np.ndarray, Metrics]:
         """Waits for the functions and asks the models: the sum of rows or of tokens, and the metrics of all parts."""
         deadline = self.clock.deadline  # also of the processes that wait for the functions' scores
-        scored = self.clock.run("reward_wait", from_main, lambda: answers.result()[1], seconds=deadline)
+        scored = self.clock.run("reward_wait", _from_main, lambda: answers.result()[1], seconds=deadline)
         samples, _ = answers.result()
         if any(part.on_device for part in self.text_parts.values()):
             scored = scored | self.clock.run("reward", self._ask, samples, step, on_device=True)
         total, parts = self._summed(samples, scored)
-        metrics: Metrics = {key: x for name, part in parts.items() for key, x in part.metrics(name, self._kind).items()}
-        if total.token_scores is None:
-            return total.scores.astype(np.float32), metrics
-        scores = np.zeros((len(samples), self._max_response), np.float32)
-        for row, tokens in zip(scores, total.token_scores, strict=True):
-            row[: len(tokens)] = tokens
-        return scores, metrics
+        metrics: Metrics = {key: x for name, part in parts.items() for key, x in part.metrics(name, self.kind).items()}
+        with np.errstate(over="ignore"):  # an infinite sum is counted, and its row teaches nothing
+            if total.token_scores is None:
+                return total.scores.astype(np.float32), metrics
+            scores = np.zeros((len(samples), self._max_response), np.float32)
+            for row, tokens in zip(scores, total.token_scores, strict=True):
+                row[: len(tokens)] = tokens
+            return scores, metrics
 
-    def _ask(self, samples: Sequence[Sample], step: int, *, on_device: bool) -> dict[str, Scored]:
+    def _ask(self, samples: Sequence[Sample], step: int, *, on_device: bool, **place: int) -> dict[str, Scored]:
         parts = {name: part for name, part in self.text_parts.items() if part.on_device == on_device}
-        return {name: part.score(samples, step) for name, part in parts.items()}
+        return {name: part.score(samples, step, **place) for name, part in parts.items()}
 
     def _summed(self, samples: Sequence[Sample], scored: Mapping[str, Scored]) -> tuple[Scored, dict[str, Scored]]:
         """Returns the weighted sum, and the scores of the parts in the order of the config."""
@@ -222,6 +266,12 @@ class Rewards:
         for name, number in metrics.items():
             counted = "/failures" in name and name in self._metrics
             self._metrics[name] = self._metrics[name] + number if counted else number
+
+
+def _from_main(ask: Callable[[], dict[str, Scored]], **options) -> dict[str, Scored]:
+    """Returns the functions' scores, which only process 0 has, in every process."""
+    scored = from_main(lambda: {name: vars(scores) for name, scores in ask().items()}, **options)
+    return {name: Scored.of(**values) for name, values in scored.items()}
 
 
 @contextmanager
@@ -252,11 +302,12 @@ def open_rewards(
         places, tokens, texts = placement(role), dict[str, TokenPart](), dict[str, TextPart]()
         if own is not None:
             stored = places.store(own, donate=False)
-            tokens[TRAINED] = TokenPart(config.reward_model.weight, stored, own.fingerprint())
+            tokens[TRAINED] = TokenPart(config.reward_model.weight, stored, own.fingerprint(), on_failure=math.nan)
         for index, reward in enumerate(section):
             if reward.adapter is not None:
                 model = initial.reward_adapter(policy, reward.adapter, f"{kind}[{index}].adapter")
-                tokens[reward.name] = TokenPart(reward.weight, places.store(model), model.fingerprint())
+                identity = model.fingerprint()
+                tokens[reward.name] = TokenPart(reward.weight, places.store(model), identity, reward.on_failure)
             elif reward.model is not None:
                 key, usual = f"{kind}[{index}].model", data.max_prompt + data.max_response
                 model = initial.reward(reward.model, key)

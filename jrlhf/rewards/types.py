@@ -1,7 +1,7 @@
 """Samples, which rewards score, and scores."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,6 +52,11 @@ class Scored:
     extras: Mapping[str, Float[np.ndarray, "B"]] = field(default_factory=dict)
     failures: Counter[str] = field(default_factory=Counter)
 
+    @classmethod
+    def of(cls, scores: Any, token_scores: Any, extras: Any, failures: Any) -> "Scored":
+        """Makes scores of their fields as JSON returns them (`jrlhf.run.files.decode`)."""
+        return cls(scores, None if token_scores is None else tuple(token_scores), extras, Counter(failures))
+
     def metrics(self, name: str, kind: str = "rewards") -> dict[str, float]:
         """Returns metrics `rewards/NAME/{mean,std}` (TRL's names), `.../EXTRA`, `.../failures[/KIND]`.
 
@@ -67,6 +72,33 @@ class Scored:
         metrics["failures"] = float(sum(self.failures.values()))
         metrics |= {f"failures/{failure}": float(count) for failure, count in self.failures.items()}
         return {f"{kind}/{name}/{key}": value for key, value in metrics.items()}
+
+
+def joined(parts: Sequence[Scored], response_lengths: Sequence[int]) -> Scored:
+    """Returns the scores of several batches of samples as those of one. If any part scored tokens, the whole does."""
+    names = dict.fromkeys(name for part in parts for name in part.extras)
+    missing = {id(part): np.full(len(part.scores), np.nan) for part in parts}
+    tokens = None
+    if any(part.token_scores is not None for part in parts):
+        starts = np.cumsum([len(part.scores) for part in parts])[:-1]
+        lengths = np.split(np.asarray(response_lengths), starts)
+        tokens = tuple(row for part, own in zip(parts, lengths, strict=True) for row in _by_token(part, own))
+    return Scored(
+        scores=np.concatenate([part.scores for part in parts]),
+        token_scores=tokens,
+        extras={name: np.concatenate([part.extras.get(name, missing[id(part)]) for part in parts]) for name in names},
+        failures=sum((part.failures for part in parts), Counter()),
+    )
+
+
+def _by_token(scored: Scored, response_lengths: Iterable[int]) -> Sequence[Float[np.ndarray, "R"]]:
+    """Returns the scores of each row's tokens; a score of a whole response is put on its last token."""
+    if scored.token_scores is not None:
+        return scored.token_scores
+    rows = [np.zeros(length) for length in response_lengths]
+    for row, score in zip(rows, scored.scores, strict=True):
+        row[-1:] = score
+    return rows
 
 
 def weighted_sum(parts: Sequence[tuple[float, Scored]], response_lengths: Sequence[int]) -> Scored:

@@ -1,5 +1,6 @@
 """A user's functions, as a config names them: `package.module:function` or `path/file.py:function`. Imports no JAX."""
 
+import ast
 import functools
 import hashlib
 import importlib
@@ -7,21 +8,23 @@ import importlib.util
 import os
 import sys
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from jrlhf.errors import UserError
+from jrlhf.errors import UserError, printable
 
 DETAIL = 500  # characters of an explanation
 
 
 class UserCode(NamedTuple):
-    """A user's function, its file, and the sha256 of the file's content."""
+    """A user's function, its file, the sha256 of the file's content, and those of the modules that it imports."""
 
     function: Any
     file: str | None
     sha256: str | None
+    modules: dict[str, str]
 
 
 def resolve(spec: str, called: str) -> str:
@@ -63,8 +66,60 @@ def load(spec: str, called: str) -> UserCode:
     if not callable(function):
         raise UserError(f"{called} is a {type(function).__name__}: name a function")
     file = getattr(module, "__file__", None)
-    readable = file is not None and os.path.isfile(file)
-    return UserCode(function, file, hashlib.sha256(Path(file).read_bytes()).hexdigest() if file and readable else None)
+    if file is None or not os.path.isfile(file):
+        return UserCode(function, file, None, {})
+    modules = imported_modules(file, getattr(module, "__package__", None) or "")
+    return UserCode(function, file, _sha256(file), modules)
+
+
+def imported_modules(file: str, package: str = "") -> dict[str, str]:
+    """Returns module -> sha256 of its file, for all that a Python file imports, directly or through others.
+
+    Without the standard library, installed packages and this program. An import whose name is computed is not seen.
+    """
+    modules: dict[str, str] = {}
+    pending = [(file, package)]
+    while pending:
+        for name in _imports(*pending.pop()):
+            top = name.partition(".")[0]
+            if name in modules or top == "jrlhf" or top in sys.stdlib_module_names:
+                continue
+            try:
+                spec = importlib.util.find_spec(name)
+            except Exception:  # it is an attribute of a module, or absent and caught by the one that imports it
+                continue
+            origin = None if spec is None or not spec.has_location else spec.origin
+            if spec is None or origin is None or {"site-packages", "dist-packages"} & set(Path(origin).parts):
+                continue
+            modules[name] = _sha256(origin)
+            pending.append((origin, spec.parent or ""))
+    return modules
+
+
+def _imports(file: str, package: str) -> Iterator[str]:
+    """Yields the names of what a file may import: modules, the packages that they are in, and attributes.
+
+    package: the one that the file is in, to which relative imports refer.
+    """
+    try:
+        nodes = list(ast.walk(ast.parse(Path(file).read_bytes())))
+    except (SyntaxError, ValueError):  # not Python, such as a compiled module
+        return
+    for node in nodes:
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            parents = package.split(".")[: len(package.split(".")) + 1 - node.level] if node.level else []
+            base = ".".join(filter(None, [*parents, node.module]))
+            names = [base, *(f"{base}.{alias.name}" for alias in node.names)]
+        for name in names:
+            parts = name.split(".")
+            yield from (".".join(parts[:depth]) for depth in range(1, len(parts) + 1))
+
+
+def _sha256(file: str) -> str:
+    return hashlib.sha256(Path(file).read_bytes()).hexdigest()
 
 
 @functools.cache
@@ -89,4 +144,4 @@ def explain(error: BaseException) -> str:
         text = type(error).__name__
     frames = traceback.extract_tb(error.__traceback__)
     place = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
-    return " ".join(text.split())[:DETAIL] + place
+    return printable(" ".join(text.split())[:DETAIL] + place)

@@ -43,6 +43,7 @@ GIVEN = {  # what the program passes by itself, by the call's style; all other p
     "trl": ("prompts", "completions", "completion_ids", "log_extra", "log_metric"),
     "verl": ("solution_str",),
 }
+LARGEST = (2 - 2**-23) * 2.0**127  # of float32, in which scores are trained on
 HOOKS = ("log_extra", "log_metric")  # TRL's: further numbers to log
 
 
@@ -94,13 +95,13 @@ def main(descriptor: int) -> None:
 def _keep_to_parent(channel: socket.socket) -> None:
     """Makes this process live exactly as long as the parent wants.
 
-    Ctrl-C and a scheduler's SIGTERM reach many processes at once, but only the parent knows when to stop: they do
-    nothing here. (Handlers, not SIG_IGN, because programs that the function starts would inherit SIG_IGN.) The parent
-    stops this process by SIGKILL. If the parent itself is killed, a thread here sees the socket close and ends the
-    process group. A call that holds the interpreter lock keeps that thread from running; `_limit` ends such a call at
-    its deadline.
+    Ctrl-C, a hang-up and a scheduler's SIGTERM reach many processes at once, but only the parent knows when to stop:
+    they do nothing here. (Handlers, not SIG_IGN, because programs that the function starts would inherit SIG_IGN.) The
+    parent stops this process by SIGKILL. If the parent itself is killed, a thread here sees the socket close and ends
+    the process group. A call that holds the interpreter lock keeps that thread from running; `_limit` ends such a call
+    at its deadline.
     """
-    numbers = (signal.SIGINT, signal.SIGTERM)
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
     def in_forked_child() -> None:
         channel.close()  # or the parent would not see this process end while the child lives
@@ -145,7 +146,7 @@ class Function(NamedTuple):
 
 def _prepare(spec: str, options: Mapping[str, Any]) -> Function:
     called = f"reward function {spec!r}"
-    function, file, sha256 = load(spec, called)
+    function, file, sha256, modules = load(spec, called)
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError) as error:
@@ -174,6 +175,7 @@ def _prepare(spec: str, options: Mapping[str, Any]) -> Function:
         "required": [p.name for p in columns if p.default is p.empty],
         "file": file,
         "sha256": sha256,
+        "modules": modules,
     }
     hooks = tuple(h for h in HOOKS if style == "trl" and h not in options and (open_ended or h in named))
     return Function(partial(function, **options), hooks, facts)
@@ -281,7 +283,9 @@ def _result(value: Any, length: int, extras: Mapping[Any, Any] | None = None) ->
             return {"score": _score(value), "extras": numbers}
         if len(value) != length:
             raise Failure("length", f"returned {len(value)} scores for a response of {length} tokens")
-        return {"score": [_score(x) for x in value], "extras": numbers}
+        scores = [_score(x) for x in value]
+        _score(math.fsum(scores))  # what the response gets
+        return {"score": scores, "extras": numbers}
     except Failure as failure:
         return _failure(failure)
 
@@ -292,8 +296,10 @@ def _score(value: Any) -> float:
     number = _number(value)
     if number is None:
         raise Failure("type", f"returned {_show(value)}, not a number")
-    if not math.isfinite(number):
-        raise Failure("nan", "returned NaN") if math.isnan(number) else Failure("infinite", f"returned {_show(value)}")
+    if math.isnan(number):
+        raise Failure("nan", "returned NaN")
+    if abs(number) > LARGEST:
+        raise Failure("infinite", f"returned {_show(value)}, which float32 does not hold")
     return number
 
 

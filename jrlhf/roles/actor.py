@@ -66,7 +66,12 @@ class Actor(TrainedRole):
 
     @call("generate", "rollout")
     def generate(self, prompts: Batch) -> Rollout:
-        """Samples responses to every prompt. The rows of one prompt follow one another."""
+        """Samples responses to every prompt. The rows of one prompt follow one another.
+
+        Responses that were drawn ahead are returned as they are.
+        """
+        if prompts.rollout is not None:
+            return prompts.rollout
         return self._sample(self._generate, self._switch("generate"), prompts, self.placement["generate"].mesh)
 
     @call("generate", "greedy")
@@ -74,6 +79,11 @@ class Actor(TrainedRole):
         """The most likely response to every prompt, token by token."""
         mesh = self.placement["generate_greedy"].mesh
         return self._sample(self._generate_greedy, self._switch("generate_greedy"), prompts, mesh)
+
+    def drawing_weights(self) -> tuple[Params, Params]:
+        """(weights, adapter) as decoding programs take them: a copy in the layout GENERATE, and no adapter."""
+        assert self.architecture.lora is None
+        return self._switch("generate"), {}
 
     @timed("reshard")
     def _switch(self, method: str) -> Params:

@@ -24,6 +24,8 @@ from jrlhf.models import (
     make_token_sums,
     make_values,
 )
+from jrlhf.models.generation.continuous import ContinuousBatch
+from jrlhf.models.generation.decoding import Decoder
 from jrlhf.ppo import ByLength, PolicyConfig, PPOConfig, make_actor_step, make_critic_step, map_by_length, map_parts
 from jrlhf.roles.model import Architecture, Compute
 
@@ -129,6 +131,14 @@ class CompiledModel:
         """(weights in GENERATE, prompts, lengths, row keys) -> Generation. samples: responses per prompt."""
         model, options = self.architecture, {"dtype": self.compute.dtype, "attention": self.compute.attention}
         return Engine(model.config, self.mesh, sampling, schedule, samples=samples, lora=model.lora, **options)
+
+    def continuous(
+        self, sampling: SamplingConfig, schedule: Schedule, samples: int, slots: int, width: int
+    ) -> ContinuousBatch:
+        """Decode slots that are filled again and again. width: of the prompts."""
+        model, compute = self.architecture, self.compute
+        decoder = Decoder(model.config, self.mesh, sampling, samples, compute.dtype, compute.attention, model.lora)
+        return ContinuousBatch(decoder, self.mesh, schedule, slots, width)
 
     def _make(self, make: Function, layout: Layout, **keywords: Any) -> Function:
         model = self.architecture

@@ -141,17 +141,22 @@ def stored(model: Model, device: Literal["device", "host"]) -> Model:
     return model.offloaded() if device == "host" else model
 
 
-def adamw(config: OptimizerConfig, *, updates: int) -> optax.GradientTransformation:
-    """AdamW under a clipped global norm, for a run of `updates` updates.
+def learning_rate(config: OptimizerConfig, *, updates: int) -> optax.Schedule:
+    """The learning rate by the number of updates before, in a run of `updates` updates.
 
-    The rate rises linearly over `config.warmup` updates, then falls by a cosine to `config.final` of itself.
+    It rises linearly over `config.warmup` updates, then falls by a cosine to `config.final` of itself.
     """
     warmup, fall_updates = config.duration(updates)
     rise = optax.linear_schedule(config.learning_rate / max(warmup, 1), config.learning_rate, max(warmup - 1, 1))
     fall = optax.constant_schedule(config.learning_rate)
     if fall_updates is not None:
         fall = optax.cosine_decay_schedule(config.learning_rate, fall_updates, alpha=config.final)
-    schedule = optax.join_schedules([rise, fall], [warmup])
+    return optax.join_schedules([rise, fall], [warmup])
+
+
+def adamw(config: OptimizerConfig, *, updates: int) -> optax.GradientTransformation:
+    """AdamW under a clipped global norm, with the `learning_rate` of a run of `updates` updates."""
+    schedule = learning_rate(config, updates=updates)
     clip = optax.identity() if config.max_grad_norm is None else optax.clip_by_global_norm(config.max_grad_norm)
     adam = optax.adamw(schedule, b1=config.b1, b2=config.b2, eps=config.eps, weight_decay=config.weight_decay)
     return optax.chain(clip, adam)

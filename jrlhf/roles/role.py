@@ -100,6 +100,11 @@ class Role:
         """The model with its present weights."""
         return self._model
 
+    @property
+    def compute(self) -> Compute:
+        """The settings that all models of the run share."""
+        return self._compute
+
     def compiled(self, method: str) -> CompiledModel:
         """The compiled functions of the model on the devices of a call."""
         return self.placement[method].compiled(self._model.architecture, self._compute)

@@ -7,12 +7,11 @@ notice a flipped bit in an array file, so every leaf has a fingerprint, made on 
 import contextlib
 import errno
 import gc
-import hashlib
 import json
 import logging
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -27,7 +26,7 @@ from jaxtyping import Array, Shaped, UInt32
 
 from jrlhf.errors import UserError
 from jrlhf.meshes.offload import groups, is_on_host, onload
-from jrlhf.run.files import Closing
+from jrlhf.run.files import Closing, sha256
 from jrlhf.run.processes import any_process, from_main, is_main
 
 T = TypeVar("T")
@@ -46,6 +45,7 @@ class Checkpoints(Closing):
         self._directory, self._tell = Path(directory).absolute(), tell
         self._hooks = contextlib.ExitStack()
         self._hooks.enter_context(_unraisable(_LATE_REPORTS))
+        self._hooks.enter_context(_filtered(("absl",), lambda record: "orbax" not in record.pathname))  # it raises, too
         if is_main():
             # Left half written by a killed process. Orbax would remove it in the background, perhaps too late.
             for leftover in self._directory.glob("*.orbax-checkpoint-tmp*"):
@@ -72,7 +72,7 @@ class Checkpoints(Closing):
         leaves = _leaves(tree)
         description = {"meta": meta, "leaves": _kinds(leaves), "fingerprints": fingerprints(leaves)}
         content = json.dumps(description, allow_nan=False)
-        sealed = {"content": content, "sha256": _sha256(content)}
+        sealed = {"content": content, "sha256": sha256(content)}
         items = {_STATE: ocp.args.StandardSave(leaves), _META: ocp.args.JsonSave(sealed)}
         self._saving(lambda: self._manager.save(step, args=ocp.args.Composite(**items)))
 
@@ -185,13 +185,13 @@ def _restore(path: Path, target: Any, prefix: str = "") -> tuple[dict[str, Any],
     return description["meta"], jax.tree.unflatten(jax.tree.structure(target), restored.values())
 
 
-def _set_aside(path: Path) -> Path:
+def _set_aside(path: Path) -> str:
     """Renames a damaged checkpoint and returns its new path."""
     aside, number = path.with_name(f"damaged-{path.name}"), 1
     while aside.exists():
         number += 1
         aside = path.with_name(f"damaged-{path.name}-{number}")
-    return path.rename(aside)
+    return str(path.rename(aside))
 
 
 # --- Fingerprints ---
@@ -223,7 +223,7 @@ def _mesh(leaf: Any) -> Any:
 
 def fingerprint_of(tree: Any) -> str:
     """Returns a short word for a whole tree of arrays: equal trees have equal words, on any mesh."""
-    return _sha256(json.dumps(fingerprints(_leaves(tree)), sort_keys=True))[:16]
+    return sha256(json.dumps(fingerprints(_leaves(tree)), sort_keys=True))[:16]
 
 
 @jax.jit
@@ -283,13 +283,9 @@ def _kinds(leaves: dict[str, Any]) -> dict[str, str]:
 
 def _opened(sealed: dict[str, Any]) -> dict[str, Any]:
     """Checks and parses the description of a checkpoint."""
-    if _sha256(sealed["content"]) != sealed["sha256"]:
+    if sha256(sealed["content"]) != sealed["sha256"]:
         raise _Damaged("its description is not what was saved")
     return json.loads(sealed["content"])
-
-
-def _sha256(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 # --- Damage ---
@@ -348,19 +344,21 @@ def is_obstacle(error: Exception) -> bool:
 @contextlib.contextmanager
 def _muted() -> Iterator[None]:
     """Silences the loggers and hooks through which Orbax, TensorStore and asyncio report."""
-    loggers = [logging.getLogger(name) for name in ("absl", "asyncio")]
+    with _filtered(("absl", "asyncio"), lambda record: False), _unraisable(("",)):
+        yield
 
-    def nothing(record: logging.LogRecord) -> bool:
-        return False
 
+@contextlib.contextmanager
+def _filtered(names: Sequence[str], keep: Callable[[logging.LogRecord], bool]) -> Iterator[None]:
+    """Logs only the records that `keep` accepts, of the loggers with these names."""
+    loggers = [logging.getLogger(name) for name in names]
     for logger in loggers:
-        logger.addFilter(nothing)
+        logger.addFilter(keep)
     try:
-        with _unraisable(("",)):
-            yield
+        yield
     finally:
         for logger in loggers:
-            logger.removeFilter(nothing)
+            logger.removeFilter(keep)
 
 
 @contextlib.contextmanager

@@ -4,7 +4,9 @@ On a terminal with `rich`; elsewhere (a pipe, a log file, a notebook's `!command
 """
 
 import math
+import os
 import re
+import select
 import sys
 import time
 import unicodedata
@@ -74,10 +76,14 @@ class Console:
         """Prints one line of text; escapes in it are removed."""
         if not self._enabled:
             return
-        if self.interactive:
-            self._rich.print(Text(clean(text), style=style), soft_wrap=True)
-        else:
-            print(clean(text).encode(self._encoding, "replace").decode(self._encoding), file=self._file, flush=True)
+        try:
+            if self.interactive:
+                self._rich.print(Text(clean(text), style=style), soft_wrap=True)
+            else:
+                print(clean(text).encode(self._encoding, "replace").decode(self._encoding), file=self._file, flush=True)
+        except OSError:
+            if not drop_closed_outputs():
+                raise
 
     def warn(self, text: str) -> None:
         self.line(f"warning: {text}", style="yellow")
@@ -260,6 +266,23 @@ class Progress:
         if self.done >= self.total:
             return ", ".join(part for part in (speed, f"took {duration(now - self._began)}") if part)
         return "" if rate is None else f"{speed}, {duration((self.total - self.done) / rate)} left"
+
+
+def drop_closed_outputs() -> bool:
+    """Sends standard output and error nowhere if their reader is gone, such as a closed terminal: a run goes on.
+
+    Returns whether one was gone.
+    """
+    gone = []
+    for descriptor in (1, 2):
+        reader = select.poll()
+        reader.register(descriptor, 0)  # errors and hang-ups are always reported
+        if reader.poll(0):
+            gone.append(descriptor)
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, descriptor)
+            os.close(null)
+    return bool(gone)
 
 
 def validation_key(key: str, sources: Sequence[str] = ()) -> tuple[str, str, str] | None:

@@ -11,13 +11,13 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from jrlhf.config import Config, config_yaml
-from jrlhf.errors import UserError
+from jrlhf.errors import Preempted, RunFailure, UserError
 from jrlhf.run.files import Closing, append_jsonl, write_atomic
 from jrlhf.run.processes import from_main, is_main
 from jrlhf.run.resume import changes
@@ -25,17 +25,21 @@ from jrlhf.run.resume import changes
 CONFIG, PLAN, ENVIRONMENT, SAMPLES = "config.yaml", "plan.yaml", "environment.txt", "samples.jsonl"
 SUMMARY, TOKENIZER, SEEDS = "summary.json", "tokenizer.json", "seeds"
 _LOCK = ".lock"
+_FULL = {errno.ENOSPC: "No space left on device", errno.EDQUOT: "quota exceeded", errno.EFBIG: "File too large"}
 
 
 class Run(Closing):
     """A run directory, which `lock` locks until `close`, or until the process ends in any way.
 
+    From `open_run` until `begin` it only collects what is to be written: a resume that is refused changes nothing.
+
     writes: whether this process writes into it; of several processes only the first does.
-    changed: a line on the settings that a resume has changed, mostly empty.
+    notes: lines for environment.txt. changes: clauses on what a resume has changed, mostly none.
     """
 
-    def __init__(self, path: Path, *, writes: bool = True):
-        self.path, self.writes, self.changed, self._lock = path, writes, "", -1
+    def __init__(self, path: Path, *, writes: bool = True, notes: Sequence[str] = ()):
+        self.path, self.writes, self.notes, self.changes, self._lock = path, writes, notes, list[str](), -1
+        self._pending: dict[str, str | bytes] | None = None  # what is to be written at the beginning
 
     def lock(self) -> None:
         """Locks the directory. The lock lives as long as its file is open in this process."""
@@ -78,10 +82,67 @@ class Run(Closing):
         if self.writes:
             append_jsonl(self.path / SAMPLES, samples)
 
-    def write(self, name: str, text: str) -> None:
+    def wait(self) -> None:
+        """Collects, from now until `begin`, what is to be written."""
+        self._pending = {}
+
+    def write(self, name: str, text: str | bytes) -> None:
         """Replaces a file of the directory."""
-        if self.writes:
+        if self._pending is not None:
+            self._pending[name] = text
+        elif self.writes:
             write_atomic(self.path / name, text)
+
+    def begin(self, tell: Callable[[str], None] = lambda line: None) -> None:
+        """Writes what was collected, adds this start to environment.txt, and tells what has changed."""
+        if self._pending is None:
+            return
+        pending, self._pending = self._pending, None
+        for name, text in pending.items():
+            self.write(name, text)
+        for change in self.changes:
+            tell(f"going on {change}")
+        if self.writes:
+            with open(self.path / ENVIRONMENT, "a", encoding="utf-8") as file:
+                file.write(_environment([*self.notes, *(f"goes on {change}" for change in self.changes)]))
+
+    def check_present(self) -> None:
+        """Raises RunFailure if the directory was deleted or moved while the run uses it."""
+        try:
+            present = self._lock < 0 or os.path.samestat(os.stat(self.path / _LOCK), os.fstat(self._lock))
+        except OSError:
+            present = False
+        if not present:
+            raise RunFailure(
+                f"{self.path} was deleted or moved while the run was using it: bring it back and go on with --resume"
+            )
+
+
+@contextlib.contextmanager
+def explained(run: Run) -> Iterator[None]:
+    """Turns an error of the block into RunFailure if the run's directory is gone or its disk is full."""
+    try:
+        yield
+    except Preempted:
+        raise
+    except Exception as error:
+        run.check_present()
+        if (reason := full_disk(error)) is not None:
+            raise RunFailure(
+                f"{run.path} cannot be written ({reason}): free some space there and go on with --resume"
+            ) from error
+        raise
+
+
+def full_disk(error: BaseException | None) -> str | None:
+    """Returns the reason if an error, or one that it came from, is of a full disk. TensorStore's are plain text."""
+    while error is not None:
+        for number, reason in _FULL.items():
+            words = reason, f"os_error_code='{number}'"
+            if (isinstance(error, OSError) and error.errno == number) or any(word in str(error) for word in words):
+                return reason
+        error = error.__cause__ or error.__context__
+    return None
 
 
 def read_summary(directory: Path) -> dict[str, Any]:
@@ -99,15 +160,15 @@ def read_summary(directory: Path) -> dict[str, Any]:
 def open_run(config: Config, *, resume: bool = False, notes: Sequence[str] = ()) -> Run:
     """Makes the directory `config.run_dir/config.name`, or with `resume` opens the run that is in it.
 
-    A new run gets config.yaml, and so does a resumed one whose settings changed; each start adds to environment.txt,
-    with the lines of `notes`. Nothing else of an existing run is overwritten. Process 0 does all this for the others.
+    A new run gets config.yaml at once. A resumed one whose settings changed gets it when it begins (`Run.begin`). Each
+    start adds to environment.txt, with the lines of `notes`. Process 0 does all this for the others.
     """
-    run = Run(Path(config.run_dir).expanduser() / config.name, writes=is_main())
-    from_main(partial(_open, run, config, resume, notes))
+    run = Run(Path(config.run_dir).expanduser() / config.name, writes=is_main(), notes=notes)
+    from_main(partial(_open, run, config, resume))
     return run
 
 
-def _open(run: Run, config: Config, resume: bool, notes: Sequence[str]) -> None:
+def _open(run: Run, config: Config, resume: bool) -> None:
     path = run.path
     try:
         names = [entry.name for entry in path.iterdir()] if path.exists() else []
@@ -122,19 +183,19 @@ def _open(run: Run, config: Config, resume: bool, notes: Sequence[str]) -> None:
         with contextlib.ExitStack() as undo:
             run.lock()
             undo.callback(run.close)
+            run.wait()
             fresh = not (path / CONFIG).exists()  # checked again under the lock: another process may have made it
-            if not fresh:
-                run.changed = _compare(path, config, resume)
-            if fresh or run.changed:
-                write_atomic(path / CONFIG, config_yaml(config))
-            if fresh:  # after the config: until that is there, a directory with other files is no run
-                write_atomic(path / SEEDS, "2\n")
+            if not fresh and (change := _compare(path, config, resume)):
+                run.changes.append(change)
+            if fresh or run.changes:
+                run.write(CONFIG, config_yaml(config))
+            if fresh:
+                run.write(SEEDS, "2\n")  # after the config: until that is there, a directory with other files is no run
+                run.begin()
             for leftover in path.glob(".*.tmp"):  # left half written by a killed process, as are the models
                 leftover.unlink()
             for leftover in path.glob(".model-*"):
                 shutil.rmtree(leftover)
-            with open(path / ENVIRONMENT, "a", encoding="utf-8") as file:
-                file.write(_environment([*notes, f"goes on {run.changed}"] if run.changed else notes))
             undo.pop_all()
     except OSError as error:
         reason = error.strerror or str(error)
@@ -143,7 +204,11 @@ def _open(run: Run, config: Config, resume: bool, notes: Sequence[str]) -> None:
 
 def _compare(path: Path, config: Config, resume: bool) -> str:
     """Returns a line on the settings that the config changes; refuses changes that define the results."""
-    refused, line = changes(path, (path / CONFIG).read_text(encoding="utf-8"), config)
+    try:
+        saved = (path / CONFIG).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path / CONFIG} is damaged ({error}): bring it back from a backup") from error
+    refused, line = changes(path, saved, config)
     if refused:
         more = f" and {len(refused) - 5} more" if len(refused) > 5 else ""
         remedy = "resume it with its own config" if resume else "give this run another name="

@@ -1,13 +1,23 @@
-"""Files that a crash cannot tear: whole files are replaced atomically, JSON lines are appended whole."""
+"""Files that a crash cannot tear: whole files are replaced atomically, JSON lines are appended whole.
+
+A text with a seal is known to be what was written: a changed bit is noticed.
+"""
 
 import errno
+import hashlib
 import json
+import math
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
+
+import numpy as np
 
 from jrlhf.errors import UserError
+
+_SEAL = re.compile(r'\{"sha256": "(\w{64})", |# sha256 (\w{64})\n')
 
 
 class Closing:
@@ -46,6 +56,44 @@ def write_atomic(path: Path | str, data: str | bytes) -> None:
         os.close(directory)
 
 
+def encode(value: Any) -> str:
+    """Returns JSON from which `decode` makes an equal value, arrays of numbers included, bit for bit."""
+    return json.dumps(value, default=lambda array: {"ndarray": array.dtype.name, "values": array.tolist()})
+
+
+def decode(text: str | bytes) -> Any:
+    def array(saved: dict[str, Any]) -> Any:
+        return np.array(saved["values"], saved["ndarray"]) if saved.keys() == {"ndarray", "values"} else saved
+
+    return json.loads(text, object_hook=array)
+
+
+def sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def seal(text: str) -> str:
+    """Returns a JSON object or a YAML text with its checksum, as a first key or a comment. `unsealed` reads it."""
+    digest = sha256(text)
+    return f'{{"sha256": "{digest}", {text[1:]}' if text.startswith("{") else f"# sha256 {digest}\n{text}"
+
+
+def unsealed(path: Path, *, older: bool = False) -> str | None:
+    """Returns the text of a sealed file; None if there is none, or if it is not what was written.
+
+    older: returns a text without a seal, which an older version wrote, as it is.
+    """
+    try:
+        content = path.read_text(encoding="utf-8")
+    except (FileNotFoundError, UnicodeDecodeError):
+        return None
+    match = _SEAL.match(content)
+    if match is None:
+        return content if older else None
+    text = "{" * content.startswith("{") + content[match.end() :]
+    return text if sha256(text) in match.groups() else None
+
+
 def check_writable(setting: str, path: Path) -> None:
     """Refuses a file that cannot be written, before the work that makes its content. setting: for the error."""
     if path.is_dir():
@@ -55,11 +103,36 @@ def check_writable(setting: str, path: Path) -> None:
         raise UserError(f"{setting} cannot be written in {parent}: choose another place")
 
 
+def to_json(record: Mapping[str, object], indent: int | None = None) -> bytes:
+    """Returns a record as a line of JSON; over several lines with `indent`.
+
+    JSON has no NaN and infinities: such a number is null, and the record's `"nonfinite"` says by its name which it was;
+    a number inside of others is named by all their keys, with dots between them.
+    """
+    nonfinite: dict[str, str] = {}
+
+    def finite(value: object, *keys: object) -> object:
+        if isinstance(value, Mapping):
+            return {key: finite(x, *keys, key) for key, x in value.items()}
+        if isinstance(value, list | tuple):
+            return [finite(x, *keys, index) for index, x in enumerate(value)]
+        if not isinstance(value, float) or math.isfinite(value):
+            return value
+        nonfinite[".".join(map(str, keys))] = str(float(value))
+        return None
+
+    numbers = {key: finite(value, key) for key, value in record.items()}
+    text = json.dumps(
+        numbers | ({"nonfinite": nonfinite} if nonfinite else {}), ensure_ascii=False, allow_nan=False, indent=indent
+    )
+    return f"{text}\n".encode("utf-8", "backslashreplace")
+
+
 def append_jsonl(path: Path | str, records: Iterable[Mapping[str, object]]) -> None:
-    """Appends one line of JSON for each record and waits until they are on disk. NaN and infinities are errors."""
-    lines = "".join(json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n" for record in records)
+    """Appends one line of JSON (`to_json`) for each record and waits until they are on disk."""
+    lines = b"".join(map(to_json, records))
     with open(path, "ab") as file:
-        file.write(lines.encode("utf-8", "backslashreplace"))
+        file.write(lines)
         file.flush()
         os.fsync(file.fileno())
 

@@ -1,23 +1,20 @@
 """Metrics of a run: metrics.jsonl, which plots and tests read, and the same as TensorBoard events."""
 
+import hashlib
 import html
-import json
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
 
 from jrlhf.run.console import clean
 from jrlhf.run.directory import SAMPLES
-from jrlhf.run.files import Closing, jsonl_lines, read_jsonl, write_atomic
-
-if TYPE_CHECKING:
-    from tensorboardX import SummaryWriter
+from jrlhf.run.files import Closing, jsonl_lines, read_jsonl, to_json, write_atomic
 
 METRICS, TENSORBOARD = "metrics.jsonl", "tensorboard"
 Metrics = dict[str, float | int | bool]
@@ -26,8 +23,8 @@ Metrics = dict[str, float | int | bool]
 class MetricsLog(Closing):
     """Writes one line of JSON for each iteration, and the same numbers as TensorBoard scalars, one folder a stage.
 
-    A line is `{"stage": ..., "step": ..., metric: number, ...}`. JSON has no NaN and infinities: such a metric is null,
-    and `"nonfinite"` says which it was. Numbers of device arrays are written exactly.
+    A line is `{"stage": ..., "step": ..., metric: number, ...}`, as `to_json` writes it. Numbers of device arrays are
+    written exactly.
 
     A process that is killed loses no line for which `log` has returned. A machine that fails may lose the lines since
     the last `sync`.
@@ -39,7 +36,7 @@ class MetricsLog(Closing):
         self._directory = Path(run_dir)
         self._file = open(self._directory / METRICS, "ab") if enabled else None
         self._synced = time.monotonic()
-        self._writers: dict[str, SummaryWriter] = {}
+        self._writers: dict[str, TensorBoardEvents] = {}
 
     def log(
         self, stage: str, step: int, metrics: Mapping[str, Any], samples: Sequence[Mapping[str, object]] = ()
@@ -51,22 +48,15 @@ class MetricsLog(Closing):
         numbers = {name: _number(name, value) for name, value in jax.device_get(dict(metrics)).items()}
         if self._file is None:
             return numbers
-        nonfinite = {name: str(number) for name, number in numbers.items() if not math.isfinite(number)}
-        record: dict[str, object] = {"stage": stage, "step": int(step), **numbers, **dict.fromkeys(nonfinite)}
-        if nonfinite:
-            record["nonfinite"] = nonfinite
-        self._file.write(json.dumps(record, allow_nan=False).encode() + b"\n")
+        self._file.write(to_json({"stage": stage, "step": int(step), **numbers}))
         self._file.flush()
         if time.monotonic() - self._synced > 1.0:
             self.sync()
-        writer = self._writer(stage, step)
-        for name, number in numbers.items():
-            if name not in nonfinite:
-                writer.add_scalar(name, number, step)
-        for kind in dict.fromkeys(sample.get("kind", "samples") for sample in samples):
-            rows = [sample for sample in samples if sample.get("kind", "samples") == kind]
-            writer.add_text(str(kind), markdown_table(rows), step)
-        writer.flush()
+        kinds = dict.fromkeys(sample.get("kind", "samples") for sample in samples)
+        rows = {kind: [sample for sample in samples if sample.get("kind", "samples") == kind] for kind in kinds}
+        finite = {name: number for name, number in numbers.items() if math.isfinite(number)}
+        texts = {str(kind): markdown_table(table) for kind, table in rows.items()}
+        self._events(stage, step).add(int(step), finite, texts)
         return numbers
 
     def sync(self) -> None:
@@ -83,30 +73,85 @@ class MetricsLog(Closing):
             writer.close()
         self._writers.clear()
 
-    def _writer(self, stage: str, step: int) -> "SummaryWriter":
+    def _events(self, stage: str, step: int) -> "TensorBoardEvents":
         if stage not in self._writers:
-            from tensorboardX import SummaryWriter  # takes half a second to import
-
-            # TensorBoard forgets what an earlier process wrote at this step or later. The suffix keeps the writer from
-            # overwriting that process's file, whose name is otherwise the same within a second.
-            folder = str(self._directory / TENSORBOARD / stage)
-            self._writers[stage] = SummaryWriter(folder, purge_step=step, filename_suffix=f".{time.time_ns()}")
+            self._writers[stage] = TensorBoardEvents(self._directory / TENSORBOARD / stage, step)
         return self._writers[stage]
 
 
-def truncate_after(run_dir: Path | str, stage: str, step: int) -> None:
-    """Drops the records of `stage` after `step` from metrics.jsonl and samples.jsonl; call it before opening the log.
+class TensorBoardEvents(Closing):
+    """A TensorBoard file. tensorboardX's own `SummaryWriter` writes in a thread, which hangs the run on a full disk."""
 
-    A torn last line is dropped, too. Each file is replaced atomically, and only if it changes.
+    def __init__(self, folder: Path, step: int):
+        from tensorboardX.event_file_writer import EventsWriter  # takes half a second to import
+
+        folder.mkdir(parents=True, exist_ok=True)
+        # The suffix keeps it from overwriting an earlier process's file, whose name is the same within a second.
+        self._writer = EventsWriter(str(folder / "events"), f".{time.time_ns()}")
+        # TensorBoard forgets what an earlier process wrote at this step or later.
+        self._write(step, session_log={"status": 1})
+
+    def add(self, step: int, scalars: Mapping[str, float], texts: Mapping[str, str]) -> None:
+        """Writes the values of a step; waits until the system has them."""
+        from tensorboardX.summary import scalar, text
+
+        summaries = [scalar(name, value) for name, value in scalars.items()]
+        for summary in [*summaries, *(text(name, value) for name, value in texts.items())]:
+            self._write(step, summary=summary)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+    def _write(self, step: int, **content: Any) -> None:
+        from tensorboardX.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
+
+        self._writer.write_event(Event(wall_time=time.time(), step=step, **content))
+
+
+class StageRecords:
+    """The lines of a stage in metrics.jsonl and samples.jsonl. Its checkpoints record their number and a checksum.
+
+    Drops the records of the stage after `step`; make it before opening the log. A torn last line is dropped, too. Each
+    file is replaced atomically, and only if it changes.
     """
-    for name in (METRICS, SAMPLES):
-        path = Path(run_dir) / name
-        if path.exists():
-            lines = jsonl_lines(path)
-            before = [line for line, record in lines if record.get("stage") != stage or record.get("step", 0) <= step]
-            text = b"".join(line + b"\n" for line in before)
-            if text != path.read_bytes():
+
+    def __init__(self, run_dir: Path | str, stage: str, step: int):
+        self._files: dict[
+            Path, tuple[int, int, Any]
+        ] = {}  # path -> bytes that were read, lines of the stage, their hash
+        paths = Path(run_dir) / METRICS, Path(run_dir) / SAMPLES
+        records = {path: list(jsonl_lines(path)) for path in paths}  # both are read before one is changed
+        for path in paths:
+            lines = [(line, record) for line, record in records[path] if not _is_after(record, stage, step)]
+            text = b"".join(line + b"\n" for line, _ in lines)
+            if path.exists() and text != path.read_bytes():
                 write_atomic(path, text)
+            own = [line for line, record in lines if record.get("stage") == stage]
+            self._files[path] = len(text), len(own), hashlib.sha256(b"".join(line + b"\n" for line in own))
+
+    def tally(self) -> dict[str, list[Any]]:
+        """Returns file -> (number of lines, checksum), with all lines that were appended since: the stage's own."""
+        for path, (size, count, digest) in self._files.items():
+            if path.exists():
+                with open(path, "rb") as file:
+                    file.seek(size)
+                    digest.update(text := file.read())
+                self._files[path] = size + len(text), count + text.count(b"\n"), digest
+        return {path.name: [count, digest.hexdigest()] for path, (_, count, digest) in self._files.items()}
+
+    def differences(self, saved: Mapping[str, Sequence[Any]]) -> Iterator[str]:
+        """Yields a sentence for each file that is not what it was when a checkpoint saved its tally."""
+        for name, (count, digest) in self.tally().items():
+            if name in saved and saved[name] != [count, digest]:
+                before = saved[name][0]
+                lost = f"{count} of {before} lines are left" if count < before else "lines were changed"
+                yield f"{name} is not what the run wrote ({lost}): its figures and the report tell what is left"
+
+
+def _is_after(record: Mapping[str, Any], stage: str, step: int) -> bool:
+    number = record.get("step", 0)
+    return record.get("stage") == stage and isinstance(number, int | float) and number > step
 
 
 def read_metrics(run_dir: Path | str) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Preemption: SIGTERM or Ctrl-C lets the current iteration finish and save; the run then exits with code 75 (requeue).
+"""Preemption: SIGTERM, SIGHUP or Ctrl-C lets the current iteration finish and save; the run exits with 75 (requeue).
 
 It is enough that one process of the run gets the signal. Outside of iterations everything is saved already, so Ctrl-C
 ends the run at once.
@@ -7,13 +7,14 @@ ends the run at once.
 import os
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
+from jrlhf.run.console import drop_closed_outputs
 from jrlhf.run.processes import any_process
 
 
 class PreemptionGuard:
-    """While entered, SIGTERM only sets `requested`, and so does a first SIGINT in a block of `iterating`."""
+    """While entered, SIGTERM and SIGHUP only set `requested`, and so does a first SIGINT in a block of `iterating`."""
 
     def __init__(self):
         self.requested = False
@@ -34,7 +35,8 @@ class PreemptionGuard:
             self._iterating = False
 
     def __enter__(self) -> "PreemptionGuard":
-        for number in (signal.SIGTERM, signal.SIGINT):
+        hangup = [signal.SIGHUP] * (signal.getsignal(signal.SIGHUP) != signal.SIG_IGN)  # ignored under nohup
+        for number in (signal.SIGTERM, signal.SIGINT, *hangup):
             self._previous[number] = signal.signal(number, self._request)
         return self
 
@@ -46,4 +48,7 @@ class PreemptionGuard:
         if number == signal.SIGINT and (self.requested or not self._iterating):
             raise KeyboardInterrupt
         self.requested = True
-        os.write(2, b"\nstopping: the iteration is finished and saved first\n")  # print is not safe in a handler
+        if number == signal.SIGHUP:
+            drop_closed_outputs()
+        with suppress(OSError):
+            os.write(2, b"\nstopping: the iteration is finished and saved first\n")  # print is not safe in a handler

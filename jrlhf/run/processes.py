@@ -6,7 +6,6 @@ differ between processes (a signal, a clock, the score of a reward function) is 
 
 import itertools
 import os
-import pickle
 import sys
 import threading
 import traceback
@@ -20,7 +19,8 @@ from jax.experimental import multihost_utils
 from orbax.checkpoint import multihost
 
 from jrlhf.config.schema import DistributedConfig
-from jrlhf.errors import UserError
+from jrlhf.errors import FAILED, UserError
+from jrlhf.run.files import decode, encode
 
 T = TypeVar("T")
 
@@ -123,9 +123,10 @@ def is_main() -> bool:
 def from_main(function: Callable[[], T], *, seconds: float = 3600.0) -> T:
     """Calls `function` in process 0 and returns its value in every process.
 
-    All processes must call this, from their main thread and in one order. The value is pickled and goes through the
-    coordinator; no device takes part. The others wait at most `seconds`. A UserError of process 0 is raised in all
-    processes, any other error as RuntimeError in the others.
+    All processes must call this, from their main thread and in one order. The value goes through the coordinator as
+    JSON (`encode`: plain data and arrays), which anyone on its network can write; no device takes part. The others
+    wait at most `seconds`. A UserError of process 0 is raised in all processes, any other error as RuntimeError in the
+    others.
     """
     if not several():
         return function()
@@ -135,14 +136,17 @@ def from_main(function: Callable[[], T], *, seconds: float = 3600.0) -> T:
         try:
             value = function()
         except BaseException as error:
-            reason = error if isinstance(error, UserError) else RuntimeError(f"process 0 failed: {error!r}")
-            client.key_value_set_bytes(key, pickle.dumps((None, reason)))
+            kind, reason = ("bad", str(error)) if isinstance(error, UserError) else ("failed", repr(error))
+            client.key_value_set_bytes(key, encode({kind: reason}).encode())
             raise
-        client.key_value_set_bytes(key, pickle.dumps((value, None)))
+        client.key_value_set_bytes(key, encode({"value": value}).encode())
     else:
-        value, error = pickle.loads(client.blocking_key_value_get_bytes(key, int(seconds * 1000)))
-        if error is not None:
-            raise error
+        answer = decode(client.blocking_key_value_get_bytes(key, int(seconds * 1000)))
+        if "bad" in answer:
+            raise UserError(answer["bad"])
+        if "failed" in answer:
+            raise RuntimeError(f"process 0 failed: {answer['failed']}")
+        value = answer["value"]
     client.wait_at_barrier(f"{key} is read", int(seconds * 1000))
     if is_main():
         client.key_value_delete(key)
@@ -170,6 +174,7 @@ def together(code_of: Callable[[BaseException], int | None]) -> Iterator[None]:
         code = code_of(error)
         if code is None:
             traceback.print_exc()
+        if code in (None, FAILED):
             print(
                 f"process {jax.process_index()} of {jax.process_count()} ends, and with it the run: if the error above "
                 "is that a connection was closed, another process failed first, and its output says why",
@@ -181,4 +186,4 @@ def together(code_of: Callable[[BaseException], int | None]) -> Iterator[None]:
                 jax.distributed.shutdown()
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(1 if code is None else code)
+        os._exit(FAILED if code is None else code)

@@ -12,7 +12,15 @@ from jrlhf.run.checkpoints import saved_steps
 
 # Patterns of keys that may change. The results stay the same,
 _SAME = ("name", "run_dir", "distributed.*", "deadline", "sleep.*", "profile.*", "checkpoints.*", "export.*")
-_SAME += ("wandb.*", "evaluation.*", "validation.*", "*.eval_every", "*.save_every")  # these only observe
+_SAME += tuple(f"{kind}[[]*.{key}" for kind in ("rewards", "costs") for key in ("deadline", "workers", "on_failure"))
+_SAME += (
+    "stop_after_skipped",
+    "wandb.*",
+    "evaluation.*",
+    "validation.*",
+    "*.eval_every",
+    "*.save_every",
+)  # these only observe
 # or the same up to rounding, as sums are computed in another order.
 _ROUNDED = ("plan", "device.*", "mesh.*", "rollout.*", "*.micro_batches", "*.micro_batch_tokens")
 _ROUNDED += ("compute.remat", "compute.logprob", "compute.fused_loss", "compute.attention", "compute.score_tokens")
@@ -42,9 +50,18 @@ def _settings(saved: object, config: Config) -> tuple[dict[str, str], dict[str, 
     try:
         began = build(Config, saved)  # reads keys of older versions, too
     except UserError:  # keys of a newer version: compared as they are written
-        return flatten(saved), flatten(parse_yaml(config_yaml(config), "config"))
-    old, new = (flatten(parse_yaml(config_yaml(version, off=True), "config")) for version in (began, config))
+        return _keys(saved), _keys(parse_yaml(config_yaml(config), "config"))
+    old, new = (_keys(parse_yaml(config_yaml(version, off=True), "config")) for version in (began, config))
     return old, new
+
+
+def _keys(parsed: object) -> dict[str, str]:
+    """Returns dotted key -> value of a parsed config, with keys for each reward, such as `rewards[0].workers`."""
+    sections: dict[str, object] = {}
+    for key, value in (parsed if isinstance(parsed, dict) else {}).items():
+        rewards = isinstance(value, list) and key in ("rewards", "costs")
+        sections |= {f"{key}[{index}]": item for index, item in enumerate(value)} if rewards else {key: value}
+    return flatten(sections)
 
 
 def _matches(key: str, patterns: tuple[str, ...]) -> bool:

@@ -3,6 +3,7 @@ run. (wandb alone would delay the end of a run while its server hangs.)"""
 
 import json
 import os
+import re
 import subprocess
 import sys
 import uuid
@@ -17,6 +18,7 @@ import yaml
 from jrlhf.config import Config, config_yaml
 from jrlhf.errors import UserError
 from jrlhf.run.directory import Run
+from jrlhf.run.files import sha256
 
 SCRIPT = Path(__file__).with_name("wandb_process.py")
 IDENTITY, LOG = "wandb.id", "wandb.log"  # files of the run
@@ -94,16 +96,25 @@ def tracking(config: Config, run: Run, warn: Callable[[str], None]) -> Iterator[
     if section is None or not run.writes:
         yield None
         return
-    path = run.path / IDENTITY
-    if not path.exists():
-        run.write(IDENTITY, uuid.uuid4().hex[:8] + "\n")
     settings = {
         **{key: getattr(section, key) for key in ("project", "entity", "group", "mode")},
         "name": config.name,
-        "id": path.read_text(encoding="utf-8").strip(),
+        "id": run_id(run, warn),
         "resume": "allow",
         "dir": str(run.path),
         "config": yaml.safe_load(config_yaml(config)),
     }
     with closing(Wandb(settings, run.path / LOG, warn)) as wandb:
         yield wandb
+
+
+def run_id(run: Run, warn: Callable[[str], None]) -> str:
+    """Returns the id of the run in wandb: 8 random digits, and 8 that check them (older versions wrote none)."""
+    path, first = run.path / IDENTITY, uuid.uuid4().hex[:8]
+    if path.exists():
+        saved = path.read_text(encoding="utf-8", errors="replace").strip()
+        if re.fullmatch(r"[0-9a-f]{8}", saved) or saved == saved[:8] + sha256(saved[:8])[:8]:
+            return saved
+        warn(f"{path} is damaged: the metrics go to a new run of wandb")
+    run.write(IDENTITY, f"{first}{sha256(first)[:8]}\n")
+    return first + sha256(first)[:8]

@@ -18,6 +18,7 @@ from jrlhf.run.console import Console
 from jrlhf.run.directory import Run
 from jrlhf.run.preemption import PreemptionGuard
 from jrlhf.run.tracking import Wandb
+from jrlhf.stages.identity import Identity
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class Context:
     run: Run
     console: Console
     preemption: PreemptionGuard
+    identity: Identity
     wandb: Wandb | None = None
     placements: Mapping[str, RolePlacement] = field(default_factory=dict)  # of the roles of reinforcement learning
 

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from jrlhf.algorithms.dpo import dpo
-from jrlhf.data.batches import batch_indices, whole_batches
+from jrlhf.data.batches import batch_indices, epoch_of, whole_batches
 from jrlhf.data.task import Pairs
 from jrlhf.meshes import to_host
 from jrlhf.ppo import PairBatch, TrainState, pair_terms
@@ -59,6 +59,7 @@ def train_dpo(context: Context, policy: Model) -> Model:
         batch = PairBatch(*put_pairs(context, trained, rows))
         clock.start()
         metrics = jax.device_get(dpo(actor, reference, batch)) | clock.take()
+        metrics |= {"training/epoch": epoch_of(len(trained), config.batch, step)}
         if len(measured) and config.evaluates(step):
             metrics |= evaluate(actor)
         return actor.state, metrics

@@ -3,12 +3,10 @@
 It runs before and after an algorithm (`grade_before`, `compare`), and every few iterations (`validate`).
 """
 
-import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +18,7 @@ from jrlhf.rewards.mixture import TRAINED, Rewards
 from jrlhf.rewards.types import to_samples
 from jrlhf.roles.model import Model
 from jrlhf.run.clock import Clock
+from jrlhf.run.files import decode, encode, seal, unsealed
 from jrlhf.run.processes import from_main
 from jrlhf.stages.context import Context
 
@@ -105,35 +104,25 @@ def grade_before(
         "rewards": None if rewards is None else rewards.identities,
         "costs": None if costs is None else costs.identities,
     }
-    saved = from_main(partial(_read, context.run.path / BEFORE, graded_as))
+    saved = from_main(partial(_read, context, graded_as))
     if saved is not None:
-        return saved
+        responses = tuple(Response(**row | {"ids": tuple(row["ids"])}) for row in saved["responses"])
+        return Graded(**saved | {"responses": responses, "sources": tuple(saved["sources"])})
     with context.console.status("answering the held-out prompts"):
         graded = grade_heldout(context, policy, rewards, costs)
     if graded is not None:
-        text = json.dumps({"graded_as": graded_as, "graded": asdict(graded)}, default=_from_array)
-        context.run.write(BEFORE, text + "\n")
+        context.run.write(BEFORE, seal(encode({"graded_as": graded_as, "graded": asdict(graded)}) + "\n"))
     return graded
 
 
-def _read(path: Path, graded_as: Mapping[str, Any]) -> Graded | None:
+def _read(context: Context, graded_as: Mapping[str, Any]) -> dict[str, Any] | None:
     """The saved grades, bit for bit; None if there are none, or if they are of another policy, prompts or rewards."""
-    if not path.exists():
-        return None
-    saved = json.loads(path.read_text(encoding="utf-8"), object_hook=_to_array)
-    if saved["graded_as"] != graded_as:
-        return None
-    graded = saved["graded"]
-    responses = tuple(Response(**row | {"ids": tuple(row["ids"])}) for row in graded["responses"])
-    return Graded(**graded | {"responses": responses, "sources": tuple(graded["sources"])})
-
-
-def _from_array(array: np.ndarray) -> dict[str, Any]:
-    return {"ndarray": array.dtype.name, "values": array.tolist()}
-
-
-def _to_array(saved: dict[str, Any]) -> Any:
-    return np.array(saved["values"], saved["ndarray"]) if saved.keys() == {"ndarray", "values"} else saved
+    path = context.run.path / BEFORE
+    text = unsealed(path)
+    if text is None and path.exists():
+        context.console.warn(f"{path} is damaged, or of an older version: the held-out prompts are answered again")
+    saved = {} if text is None else decode(text)
+    return saved["graded"] if saved.get("graded_as") == graded_as else None
 
 
 def grade(

@@ -20,7 +20,8 @@ from jrlhf.rewards.text_model import ENDS
 from jrlhf.roles.model import Model
 from jrlhf.roles.pretrained import describe
 from jrlhf.run.directory import SUMMARY, Run
-from jrlhf.run.metrics import read_metrics, truncate_after
+from jrlhf.run.files import to_json
+from jrlhf.run.metrics import StageRecords, read_metrics
 from jrlhf.run.processes import from_main
 from jrlhf.stages.context import Context
 from jrlhf.stages.evaluate import Graded, compare, grade_heldout
@@ -47,6 +48,7 @@ def finish(context: Context, outcome: Outcome) -> dict[str, Any]:
     from jrlhf.report import write_report  # draws with matplotlib, which takes long to load
 
     config, run, tokenizer = context.config, context.run, context.task.tokenizer
+    run.begin(context.console.line)
     with context.console.status("answering the held-out prompts"):
         after = grade_heldout(context, outcome.policy, outcome.rewards, outcome.costs)
     summary = from_main(partial(_summarise, context, outcome, after))
@@ -55,7 +57,7 @@ def finish(context: Context, outcome: Outcome) -> dict[str, Any]:
         if outcome.reward is not None:
             with jax.set_mesh(outcome.reward.mesh):
                 export(run, config, tokenizer, outcome.reward, head="scalar")
-    from_main(lambda: write_report(run.path))
+    from_main(lambda: str(write_report(run.path)))
     context.console.summary(summary, run.path)
     return summary
 
@@ -68,7 +70,7 @@ def _summarise(context: Context, outcome: Outcome, after: Graded | None) -> dict
         _write_samples(context, first, second)
         summary["held_out"] = compare(first, second)
     summary |= {**_from_metrics(context), "chat": context.task.chat, "phases": dict(outcome.seconds)}
-    context.run.write(SUMMARY, json.dumps(summary, indent=2, allow_nan=False) + "\n")
+    context.run.write(SUMMARY, to_json(summary, indent=2))
     return summary
 
 
@@ -98,6 +100,7 @@ def export(run: Run, config: Config, tokenizer: Tokenizer, model: Model, head: H
         eos_ids=tokenizer.eos_ids,
         pad_id=tokenizer.pad_id,
         bos_id=tokenizer.bos_id,
+        generation=None if origin is None else origin.generation,
     )
     if head == "scalar" and run.writes:
         settings = json.loads((run.path / name / "config.json").read_text(encoding="utf-8")) | {ENDS: "eos"}
@@ -105,7 +108,7 @@ def export(run: Run, config: Config, tokenizer: Tokenizer, model: Model, head: H
 
 
 def _write_samples(context: Context, before: Graded, after: Graded | None) -> None:
-    truncate_after(context.run.path, "evaluation", -1)  # what an earlier end of this run wrote
+    StageRecords(context.run.path, "evaluation", -1)  # what an earlier end of this run wrote
     heldout = context.task.heldout
     assert heldout is not None
     samples = []

@@ -10,15 +10,17 @@ from typing import Any, TypeVar
 import jax
 from jax.sharding import Mesh
 
-from jrlhf.errors import Preempted, UserError
+from jrlhf.errors import Preempted, RunFailure, UserError
 from jrlhf.run.checkpoints import Checkpoints, like
-from jrlhf.run.metrics import MetricsLog, truncate_after
+from jrlhf.run.metrics import MetricsLog, StageRecords
 from jrlhf.run.profiler import CompilationWatch, traced
 from jrlhf.stages.context import Context
+from jrlhf.stages.learning import Learning
 
 State = TypeVar("State")
 
 SAMPLES = "samples"  # the key of texts to be saved and shown, among the metrics of `advance`
+RECORDS = "records"  # the key of a checkpoint's `meta` for the tally of the files of records
 SETTLED = 2  # iterations after which nothing may compile any more
 
 
@@ -39,16 +41,24 @@ def run_stage(
 
     An interrupted stage goes on from its newest good checkpoint. A finished one only restores its last checkpoint.
     `meta` identifies the inputs of the stage: a checkpoint with another `meta` is refused. A process that was asked to
-    stop raises Preempted, with its state saved.
+    stop raises Preempted, with its state saved. So does RunFailure, unless the stage would then be finished.
     """
     run, console = context.run, context.console
+    meta = context.identity.of_stage(meta)
     directory, keep = run.path / "checkpoints" / name, context.config.checkpoints.keep
     with Checkpoints(directory, keep=keep, tell=console.warn) as checkpoints:
-        start, state = _restore(checkpoints, name, init, context.mesh, dict(meta))
-        if run.writes:
-            truncate_after(run.path, name, start)
+        start, state, saved = _restore(checkpoints, name, init, context, meta)
+        records = StageRecords(run.path, name, start) if run.writes else None
+        for difference in () if records is None else records.differences(saved):
+            console.warn(difference)
         if start == steps:
             return state
+        learning = Learning(context.config, name, state, console.warn)
+        run.begin(console.line)
+
+        def save(step: int, state: State) -> None:
+            checkpoints.save(step, state, {**meta, RECORDS: {} if records is None else records.tally()})
+
         with (
             MetricsLog(run.path, enabled=run.writes) as log,
             CompilationWatch() as compilations,
@@ -56,12 +66,14 @@ def run_stage(
             context.preemption.iterating(),
         ):
             for step in range(start, steps):
-                with deadline(context.config.deadline), _saved_on_error(checkpoints, state, step, dict(meta)):
+                with deadline(context.config.deadline), _saved_on_error(checkpoints, state, step, save):
                     compilations.take()  # saving compiles, too
                     state, metrics = traced(context.config, run.path, name, step + 1, partial(advance, state, step))
                     compiled, causes = compilations.take()
+                run.check_present()
                 samples = metrics.pop(SAMPLES, ())
-                metrics |= {"perf/compilations": len(compiled)} | memory(context.mesh)
+                metrics |= {"perf/compilations": len(compiled), "training/global_step": step + 1} | memory(context.mesh)
+                metrics |= learning.measure(state, metrics, step + 1)
                 if step - start >= SETTLED and compiled:
                     console.warn(f"{name} step {step + 1} compiled {', '.join(compiled)} again: {' '.join(causes)}")
                 elif step - start == SETTLED - 1:
@@ -75,9 +87,13 @@ def run_stage(
                     context.wandb.log(name, step + 1, numbers)
                 progress.advance(step + 1, numbers)
                 stop = context.preemption.agreed()
-                if (step + 1) % save_every == 0 or step + 1 == steps or stop:
+                last, in_vain = step + 1 == steps, learning.in_vain(step + 1, steps)
+                if (stop or in_vain or (step + 1) % save_every == 0 or last) and not (in_vain and last):
                     log.sync()
-                    checkpoints.save(step + 1, state, dict(meta))
+                    save(step + 1, state)
+                if in_vain:
+                    checkpoints.wait()
+                    raise RunFailure(in_vain)
                 if stop:
                     checkpoints.wait()
                     raise Preempted(f"{name} stopped at step {step + 1} of {steps}; its state is saved")
@@ -104,35 +120,35 @@ def deadline(seconds: float) -> Iterator[None]:
 
 
 @contextmanager
-def _saved_on_error(checkpoints: Checkpoints, state: Any, step: int, meta: dict[str, str]) -> Iterator[None]:
+def _saved_on_error(checkpoints: Checkpoints, state: Any, step: int, save: Callable[..., None]) -> Iterator[None]:
     """Saves the state if the block ends with a UserError, such as a failed reward, before it used the state up."""
     try:
         yield
     except UserError:
         whole = not any(leaf.is_deleted() for leaf in jax.tree.leaves(state))
         if step > 0 and step not in checkpoints.steps and whole:
-            checkpoints.save(step, state, meta)
+            save(step, state)
             checkpoints.wait()
         raise
 
 
 def _restore(
-    checkpoints: Checkpoints, name: str, init: Callable[[], State], mesh: Mesh, meta: dict[str, str]
-) -> tuple[int, State]:
-    """The number of finished steps, and the state: of the newest good checkpoint, or 0 and a fresh state."""
+    checkpoints: Checkpoints, name: str, init: Callable[[], State], context: Context, meta: dict[str, str]
+) -> tuple[int, State, dict[str, Any]]:
+    """The number of finished steps, and the state: of the newest good checkpoint, or 0 and a fresh state.
+
+    And the tally of the records that were written by then.
+    """
     state = init()
     if not checkpoints.steps:
-        return 0, state
-    target = like(state, mesh)
+        return 0, state, {}
+    target = like(state, context.mesh)
     for leaf in jax.tree.leaves(state):  # only its shapes are needed: two states at a time may be one too many
         leaf.delete()
     restored = checkpoints.restore_latest(target)
     assert restored is not None, "there are steps, and a damaged last one raises"
     start, state, there = restored
-    for key in {**meta, **there}:
-        if there.get(key) != meta.get(key):
-            raise UserError(
-                f"the checkpoint of stage {name} was made with another {key} ({there.get(key)} there, "
-                f"{meta.get(key)} here): restore the earlier stages' checkpoints, or delete the run to start over"
-            )
-    return start, state
+    tally = there.pop(RECORDS, {})
+    for notice in context.identity.compare(context.run, name, there, meta):
+        context.console.line(notice)
+    return start, state, tally

@@ -1,6 +1,5 @@
 """Preference pairs, for the stages that learn from them: from a dataset, or sampled from the policy by the task."""
 
-import json
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from jrlhf.data.task import Pairs
 from jrlhf.data.types import Response
 from jrlhf.errors import Preempted
 from jrlhf.roles.model import Model
+from jrlhf.run.files import to_json
 from jrlhf.run.processes import from_main
 from jrlhf.stages.context import Context
 
@@ -23,8 +23,7 @@ def collect_pairs(context: Context, policy: Model) -> tuple[Pairs, Pairs]:
     assert context.task.pairs is not None
     train, heldout = context.task.pairs(_PolicySampler(context, policy, from_main(context.run.seeds)))
     if train.rows:
-        lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in train.rows]
-        context.run.write("preferences.jsonl", "".join(lines))
+        context.run.write("preferences.jsonl", b"".join(map(to_json, train.rows)))
     return train, heldout
 
 

@@ -5,8 +5,9 @@ from functools import cache
 
 import numpy as np
 
-from jrlhf.data.batches import batch_indices
+from jrlhf.data.batches import batch_indices, epoch_of
 from jrlhf.data.task import Pairs
+from jrlhf.errors import RunFailure
 from jrlhf.meshes import to_devices, to_host
 from jrlhf.ppo import PreferenceBatch, TrainState, make_preference_step
 from jrlhf.roles.compiled import CompiledModel
@@ -42,12 +43,17 @@ def train_reward_model(context: Context, policy: Model) -> Model:
         rows = batch_indices(len(train), config.batch, step, context.config.seed)
         batch = PreferenceBatch(*put_pairs(context, train, rows)[:4])
         state, metrics = step_fn(state, batch, *start.frozen)
+        metrics = metrics | {"training/epoch": epoch_of(len(train), config.batch, step)}
         if len(heldout) and config.evaluates(step):
             metrics = metrics | _accuracy(context, start.holding(state.params), heldout)
         if step + 1 == config.steps:
             sequences = [*train.chosen, *train.rejected]
             sequences = sequences[:: -(-len(sequences) // NORMALISED_BY)]
             every = context.sampler.scores(start.holding(state.params), sequences)
+            if not np.isfinite(every).all():
+                raise RunFailure(
+                    f"reward_model ends at step {step + 1} with scores that are not finite: lower its learning rate"
+                )
             state = replace(state, params=normalised(state.params, every.mean(), every.std()))
         return state, metrics
 

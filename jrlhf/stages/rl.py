@@ -15,8 +15,20 @@ from jaxtyping import Array, Bool, Float, Int
 from jrlhf.algorithms.factory import RoleFactory
 from jrlhf.algorithms.registry import dataflow_identity, dataflow_of, graph_of
 from jrlhf.config.schema import Config
-from jrlhf.data.batches import Batch, batch_indices, key_for, pad_rows, put_prompts, put_rows, read_responses, row_keys
+from jrlhf.data.batches import (
+    Batch,
+    batch_indices,
+    epoch_of,
+    key_for,
+    pad_rows,
+    put_prompts,
+    put_rows,
+    read_responses,
+    row_keys,
+)
 from jrlhf.data.encode import Prompts
+from jrlhf.fleet.asynchronous import AsynchronousRollouts
+from jrlhf.fleet.slices import FleetState
 from jrlhf.meshes import Graph, to_devices, to_host, transfer
 from jrlhf.ppo import (
     Experience,
@@ -34,6 +46,7 @@ from jrlhf.rewards.mixture import Rewards
 from jrlhf.roles.initial import scalar_model
 from jrlhf.roles.model import Model
 from jrlhf.roles.placement import RolePlacement
+from jrlhf.run.checkpoints import fingerprint_of
 from jrlhf.stages.context import Context
 from jrlhf.stages.evaluate import validate
 from jrlhf.stages.loop import SAMPLES, run_stage
@@ -53,6 +66,7 @@ class RLState:
     moments: RunningMoments  # of the scores so far
     draws: Int[Array, ""]  # batches of prompts drawn so far
     multiplier: MultiplierState | None = None  # of Safe RLHF
+    fleet: FleetState | None = None  # of asynchronous rollouts
 
 
 def train_rl(context: Context, policy: Model, rewards: Rewards, costs: Rewards | None = None) -> Model:
@@ -63,10 +77,18 @@ def train_rl(context: Context, policy: Model, rewards: Rewards, costs: Rewards |
     graph, dataflow, prompts = graph_of(config), dataflow_of(config), task.prompts
     models, identities = initial_models(context, policy, rewards, graph)
     factory = RoleFactory(config, algorithm, context.compute, context.sampling, context.placement, clock)
-    built = factory.roles(graph, models, rewards, costs, partial(take_batch, context, prompts))
+    fleet = None
+
+    def draw(mesh: Mesh, number: int) -> Batch:
+        return take_batch(context, prompts, mesh, number) if fleet is None else fleet.collect(number)
+
+    built = factory.roles(graph, models, rewards, costs, draw)
     generating, updating = built.actor.placement["generate"].mesh, built.actor.placement["update"].mesh
     arithmetic = context.placement("arithmetic").home.mesh
     everywhere = NamedSharding(arithmetic, P())
+    if section.asynchronous is not None:
+        take, scoring = partial(take_batch, context, prompts), [rewards, *([] if costs is None else [costs])]
+        fleet = AsynchronousRollouts(config, built.actor, context.sampling, task.tokenizer, take, scoring)
     utilisation = utilisation_of(graph, models, algorithm, context.placement, context.compute)
     measure = jax.jit(partial(_measure, algorithm, section.rollout_batch, section.samples))
 
@@ -74,7 +96,8 @@ def train_rl(context: Context, policy: Model, rewards: Rewards, costs: Rewards |
         start = KLState(jnp.asarray(algorithm.kl_coef, jnp.float32)), RunningMoments.create(), jnp.zeros((), jnp.int32)
         multiplier = MultiplierState.create(algorithm) if isinstance(algorithm, SafeRLHFConfig) else None
         trained = {role: built.trained[role].create(models[role].params) for role in built.trained}
-        state = RLState(trained, *to_devices((*start, multiplier), everywhere))
+        drawing = None if fleet is None else fleet.fresh(built.actor.bind(trained["actor"]))
+        state = RLState(trained, *to_devices((*start, multiplier), everywhere), fleet=drawing)
         return replace(state, moments=transfer(state.moments, rewards.placement["score"].mesh))
 
     def advance(state: RLState, step: int) -> tuple[RLState, dict[str, Any]]:
@@ -86,13 +109,18 @@ def train_rl(context: Context, policy: Model, rewards: Rewards, costs: Rewards |
         if validation is not None and validation.every is not None and step % validation.every == 0:
             validated, samples = validate(context, roles.actor.model, rewards, step, clock)
         values: dict[str, Any] = {"kl_coef": kl_coef}
+        if fleet is not None:
+            assert state.fleet is not None
+            fleet.start(state.fleet, roles.actor)
         if roles.pool is None:
-            values["prompts"] = take_batch(context, prompts, generating, draws)
+            values["prompts"] = draw(generating, draws)
         experience, metrics = dataflow(**roles.arguments(dataflow), **values)
         if roles.pool is None:
             batch, raw, rounds = values["prompts"], rewards.raw, 1
         else:
             batch, raw, rounds = roles.pool.prompts, roles.pool.raw, roles.pool.draws - draws
+        if fleet is not None:
+            metrics |= fleet.publish(roles.actor)
         multiplier = None if roles.constraint is None else roles.constraint.state
         with jax.set_mesh(arithmetic):
             measured, kl, learned = measure(experience, state.kl)
@@ -102,6 +130,10 @@ def train_rl(context: Context, policy: Model, rewards: Rewards, costs: Rewards |
         metrics |= {} if roles.pool is None else roles.pool.metrics()
         metrics |= {} if costs is None else costs.metrics()
         metrics = jax.device_get(metrics)
+        for scored in (rewards, costs):
+            if scored is not None:
+                scored.check(metrics)
+        metrics["training/epoch"] = epoch_of(len(prompts.ids), section.rollout_batch // section.samples, draws)
         seconds = clock.take()
         metrics |= seconds | validated
         metrics |= throughput(metrics, len(batch.examples), context.mesh.size)
@@ -113,10 +145,10 @@ def train_rl(context: Context, policy: Model, rewards: Rewards, costs: Rewards |
         metrics |= watch(context, batch, replace(experience, **read), raw)
         metrics[SAMPLES] += samples
         drawn = to_devices(np.int32(draws + rounds), everywhere)
-        return RLState(roles.states, kl, rewards.moments, drawn, multiplier), metrics
+        drawing = None if fleet is None else fleet.state
+        return RLState(roles.states, kl, rewards.moments, drawn, multiplier, drawing), metrics
 
-    meta = {"corpus": task.fingerprint} | identities
-    meta |= {} if (identity := dataflow_identity(config)) is None else {"dataflow": identity}
+    meta = {"corpus": task.fingerprint} | identities | dataflow_identity(config)
     meta |= {f"reward {reward}": digest for reward, digest in rewards.identities.items()}
     meta |= {} if costs is None else {f"cost {cost}": digest for cost, digest in costs.identities.items()}
     state = run_stage(context, name, section.iterations, init, advance, save_every=section.save_every, meta=meta)
@@ -126,7 +158,9 @@ def train_rl(context: Context, policy: Model, rewards: Rewards, costs: Rewards |
 
 def algorithm_of(config: Config) -> PolicyConfig:
     """The algorithm's settings, with those that the program fills in."""
-    algorithm = replace(config.rl.algorithm, seed=config.seed)
+    asynchronous = config.rl.asynchronous
+    staleness = None if asynchronous is None else asynchronous.staleness
+    algorithm = replace(config.rl.algorithm, seed=config.seed, staleness=staleness)
     if algorithm.aggregation == "constant" and algorithm.aggregation_divisor is None:
         return replace(algorithm, aggregation_divisor=config.data.max_response)
     return algorithm
@@ -145,6 +179,8 @@ def initial_models(
         reference = initial.reference(policy)
         identities["reference"] = reference.fingerprint()
         models["reference"] = placement("reference").store(reference)
+    elif policy.base is not None:
+        identities["base"] = fingerprint_of(policy.base)
     if context.config.rl.algorithm.has_critic:
         models["critic"] = placement("critic").store(initial.critic(policy, rewards.trained))
         if "cost_critic" in graph.roles:

@@ -3,7 +3,7 @@
 Opens everything a run needs later (reward functions, tokenizers, adapters), so that typos fail early.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -17,21 +17,22 @@ from jrlhf.algorithms.registry import graph_of, stage_graph
 from jrlhf.config.check import mesh_sizes, validate
 from jrlhf.config.schema import ComputeConfig, Config, DatasetsData, ModelSection, RewardConfig, SleepConfig
 from jrlhf.data import datasets
+from jrlhf.data.read import fingerprint
 from jrlhf.data.task import Task
 from jrlhf.data.tokenizer import Tokenizer, load_tokenizer, same_tokens
 from jrlhf.errors import UserError
 from jrlhf.meshes import make_mesh
 from jrlhf.meshes.mesh import Device
 from jrlhf.meshes.offload import check_host_memory
-from jrlhf.meshes.plan import Plan
+from jrlhf.meshes.plan import Plan, plan_of
 from jrlhf.models import ModelConfig
 from jrlhf.models.attention import computes
 from jrlhf.planning.auto import auto_plan
 from jrlhf.planning.fit import check_memory
 from jrlhf.planning.plans import plan_of_config, plan_yaml, read_plan, refuse_cross_process
 from jrlhf.planning.workload import workload_of
-from jrlhf.rewards.functions import FunctionReward
-from jrlhf.rewards.text_model import reward_tokenizer
+from jrlhf.rewards.functions import MODULES, FunctionReward, RewardFailure
+from jrlhf.rewards.text_model import is_ours, reward_tokenizer
 from jrlhf.roles.model import Compute
 from jrlhf.roles.planned_placement import place_roles
 from jrlhf.roles.pretrained import (
@@ -45,17 +46,19 @@ from jrlhf.roles.pretrained import (
 )
 from jrlhf.run.console import Console
 from jrlhf.run.devices import idle_accelerator, select
-from jrlhf.run.directory import PLAN, TOKENIZER, open_run
+from jrlhf.run.directory import PLAN, TOKENIZER, explained, open_run
+from jrlhf.run.files import seal, unsealed
 from jrlhf.run.preemption import PreemptionGuard
 from jrlhf.run.processes import from_main, is_main, several
 from jrlhf.run.tracking import check_wandb, tracking
 from jrlhf.stages.context import Context
+from jrlhf.stages.identity import Identity, note_failure, numbers
 from jrlhf.tasks.arithmetic import task as arithmetic
 from jrlhf.tasks.docstrings import task as docstrings
 
 
 @contextmanager
-def open_context(config: Config, *, resume: bool) -> Iterator[Context]:
+def open_context(config: Config, *, resume: bool, accept_rewards: bool = False) -> Iterator[Context]:
     """Checks everything that a run needs, cheapest first, and opens its directory and services."""
     mesh, models, plan = select_resources(config, resume=resume)
     placements = {}
@@ -66,19 +69,37 @@ def open_context(config: Config, *, resume: bool) -> Iterator[Context]:
         task = load_task(config, models["actor"])
     for line in task.description.splitlines():
         console.line(line)
-    check_sources(config, task, models["actor"], mesh)
+    words = check_sources(config, task, models["actor"], mesh) | _model_words(models, task.tokenizer)
+    functions = {f"{kind} {part.name}" for _, kind, part in rewards_and_costs(config) if part.function is not None}
     with (
         open_run(config, resume=resume, notes=[_devices_line(mesh, plan)]) as run,
+        explained(run),
         PreemptionGuard() as preemption,
         tracking(config, run, console.warn) as wandb,
     ):
-        if run.changed:
-            console.line(f"going on {run.changed}")
         run.write(TOKENIZER, task.tokenizer.to_json())
         if plan is not None:
-            run.write(PLAN, plan_yaml(plan))
+            run.write(PLAN, seal(plan_yaml(plan)))
         compute, vocab_size = compute_of(config.compute), models["actor"].vocab_size
-        yield Context(config, mesh, compute, task, vocab_size, run, console, preemption, wandb, placements)
+        words["seeds"] = str(from_main(run.seeds))
+        identity = Identity(words, frozenset(functions), accept_rewards)
+        try:
+            yield Context(
+                config, mesh, compute, task, vocab_size, run, console, preemption, identity, wandb, placements
+            )
+        except RewardFailure as failure:
+            note_failure(run, failure.identity, str(failure))
+            raise
+
+
+def _model_words(models: Mapping[str, ModelConfig], tokenizer: Tokenizer) -> dict[str, str]:
+    """Returns the numbers of the models, and the ids of the tokens that a tokenizer's text does not name."""
+    actor, words = models["actor"], {}
+    for role, model in models.items():
+        words |= numbers(role, model) if role == "actor" or model != actor else {}
+    ids = {name: str(getattr(tokenizer, name)) for name in ("eos_ids", "pad_id", "bos_id", "prefix_ids")}
+    ids["special_tokens"] = str(sorted(tokenizer.special_tokens.items()))
+    return words | {f"tokenizer.{name}": text for name, text in ids.items()}
 
 
 def _open_console(config: Config) -> Console:
@@ -160,10 +181,18 @@ def select_plan(
 
     def search() -> Plan:
         path = Path(config.run_dir).expanduser() / config.name / PLAN
-        last = read_plan(path) if resume and path.exists() else None
-        return last if last is not None and last.name == "auto" else auto_plan(config, graph, models, devices)
+        if resume and path.exists():
+            if unsealed(path, older=True) is None:
+                raise UserError(
+                    f"{path} is not what was saved: delete it to search for a plan again; results are the same up to "
+                    "rounding"
+                )
+            if (last := read_plan(path)).name == "auto":
+                return last
+        return auto_plan(config, graph, models, devices)
 
-    plan = from_main(lambda: plan_of_config(config, workload_of(config, graph, models), len(devices), search))
+    workload = workload_of(config, graph, models)
+    plan = plan_of(from_main(lambda: plan_of_config(config, workload, len(devices), search).as_dict()))
     refuse_cross_process(plan, [device.process_index for device in devices])
     return plan
 
@@ -253,37 +282,48 @@ def _check_kernels(config: Config, models: dict[str, ModelConfig], platform: str
             )
 
 
-def check_sources(config: Config, task: Task, actor: ModelConfig, mesh: Mesh) -> None:
-    """Reads every model's headers and all adapters, and imports every reward function once. Loads no weights."""
+def check_sources(config: Config, task: Task, actor: ModelConfig, mesh: Mesh) -> dict[str, str]:
+    """Reads every model's headers and all adapters, and imports every reward function once. Loads no weights.
+
+    Returns words that identify adapters, the tokenizers of reward models and the modules of reward functions.
+    """
+    words: dict[str, str] = {}
     from_main(partial(check_wandb, config))
     if config.model.path is not None:
         check_weights(config.model.path, "model.path")
     if config.lora is not None:
-        actor_adapter(config.lora, actor, mesh)
+        words |= numbers("lora", actor_adapter(config.lora, actor, mesh)[0])
     if config.algorithm is not None and config.roles.critic is not None:
         check_weights(config.roles.critic, "roles.critic", head="scalar")
     if config.roles.reference is not None and (config.algorithm is not None or "dpo" in config.stages):
         check_weights(config.roles.reference, "roles.reference")
     for key, kind, part in rewards_and_costs(config) if config.algorithm is not None else ():
         if part.model is not None:
-            _check_reward_model(part.model, f"{key}.model")
+            words[f"{kind} {part.name} tokenizer"] = _check_reward_model(part.model, f"{key}.model")
         elif part.adapter is not None:
-            reward_adapter(config, part.adapter, f"{key}.adapter", actor, mesh)
+            adapter, _ = reward_adapter(config, part.adapter, f"{key}.adapter", actor, mesh)
+            words |= numbers(f"{kind} {part.name}", adapter)
         elif part.function is not None:
-            from_main(partial(_check_function, part, config.seed, kind, task))
+            identity = from_main(partial(_check_function, part, config.seed, kind, task))
+            words |= {name: word for name, word in identity.items() if name.endswith(MODULES)}
+    return words
 
 
-def _check_function(reward: RewardConfig, seed: int, kind: Literal["reward", "cost"], task: Task) -> None:
+def _check_function(reward: RewardConfig, seed: int, kind: Literal["reward", "cost"], task: Task) -> dict[str, str]:
     with FunctionReward(reward, seed, kind=kind) as function:
         if task.prompts is not None:
             function.check_columns(task.prompts.examples[0].columns)
+        return function.identity
 
 
-def _check_reward_model(path: str, key: str) -> None:
+def _check_reward_model(path: str, key: str) -> str:
+    """Checks a reward model that reads text; returns one word for its tokenizer."""
     checkpoint = check_weights(path, key, head="scalar")
     if checkpoint.head != "scalar":
         raise UserError(
             f"{key}={path} is a language model, which has no head to score with: name a sequence classifier with one "
             "label, such as the reward_model/ of a run"
         )
-    reward_tokenizer(path, key, checkpoint.model)
+    tokenizer = reward_tokenizer(path, key, checkpoint.model)
+    ids = tokenizer.eos_ids, tokenizer.prefix_ids, sorted(tokenizer.special_tokens.items()), is_ours(path, key)
+    return fingerprint([tokenizer.to_json(), str(tokenizer.chat_template), str(ids)])

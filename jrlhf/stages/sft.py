@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from jrlhf.data.batches import batch_indices, pad_rows, put_rows, whole_batches
+from jrlhf.data.batches import batch_indices, epoch_of, pad_rows, put_rows, whole_batches
 from jrlhf.data.encode import Sequences
 from jrlhf.meshes import to_host
 from jrlhf.ppo import SFTBatch, TrainState, make_sft_step
@@ -27,6 +27,7 @@ def train_sft(context: Context, policy: Model) -> Model:
         rows = batch_indices(data.count, config.batch, step, context.config.seed)
         batch = SFTBatch(*put_rows(sft_rows(data.batch(rows, step), context.length), context.mesh))
         state, metrics = step_fn(state, batch, *policy.frozen)
+        metrics = metrics | {"training/epoch": epoch_of(data.count, config.batch, step)}
         if data.heldout.ids and config.evaluates(step):
             metrics = metrics | {"sft/eval_loss": _mean_loss(context, score, policy.holding(state.params))}
         return state, metrics

@@ -7,7 +7,10 @@ One token's quantities over the vocabulary, or over one slice of it, are four nu
 
 Slices merge exactly. With M the maximum of maxima, total and weighted of a slice are rescaled by e^{maximum − M}:
 
-    lse = M + log Σ total     log p_y = Σ label − lse     entropy = log Σ total − Σ weighted / Σ total
+    log p_v = (z_v − M) − log Σ total     z_y = Σ label     entropy = log Σ total − Σ weighted / Σ total
+
+M and log Σ total stay two numbers: float32 holds their sum only to 2^-10 where logits reach 2^14, and e^{…} turns that
+into the same relative error of every probability.
 """
 
 from collections.abc import Callable
@@ -108,18 +111,29 @@ def merge(statistics: Statistics, axis_name: str | None) -> Statistics:
     return Statistics(maximum, total, weighted, label)
 
 
-def finish(statistics: Statistics) -> tuple[Float[Array, "N"], Float[Array, "N"], Float[Array, "N"]]:
-    """Merged statistics -> (log-probabilities, entropies, lse)."""
-    log_total = jnp.log(statistics.total)
-    lse = statistics.maximum + log_total
-    return statistics.label - lse, log_total - statistics.weighted / statistics.total, lse
+class Normaliser(NamedTuple):
+    """One token's softmax over the whole vocabulary, float32: log p_v = (z_v − maximum) − log_total."""
+
+    maximum: Float[Array, "..."]
+    log_total: Float[Array, "..."]
+
+    def log_probs(self, logits: Float[Array, "..."]) -> Float[Array, "..."]:
+        """Returns log-probabilities of logits, which broadcast with the token's numbers."""
+        return (logits - self.maximum) - self.log_total
+
+
+def finish(statistics: Statistics) -> tuple[Float[Array, "N"], Float[Array, "N"], Normaliser]:
+    """Merged statistics -> (log-probabilities, entropies, normalisers)."""
+    normaliser = Normaliser(statistics.maximum, jnp.log(statistics.total))
+    entropy = normaliser.log_total - statistics.weighted / statistics.total
+    return normaliser.log_probs(statistics.label), entropy, normaliser
 
 
 def gradient_of_products(
     capped: Float[Array, "..."],
     hit: Bool[Array, "..."],
     exists: Bool[Array, "..."] | None,
-    lse: Float[Array, "..."],
+    normaliser: Normaliser,
     entropy: Float[Array, "..."],
     d_logprob: Float[Array, "..."],
     d_entropy: Float[Array, "..."] | None,
@@ -134,7 +148,7 @@ def gradient_of_products(
     capped: the logits before temperature. hit: True where the vocabulary's row is the token's target. exists: False for
     rows of padding; None: all exist. d_entropy: None for e = 0.
     """
-    log_p = capped / head.temperature - lse
+    log_p = normaliser.log_probs(capped / head.temperature)
     p = jnp.exp(log_p)
     if exists is not None:
         p = jnp.where(exists, p, 0.0)

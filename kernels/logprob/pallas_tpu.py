@@ -23,6 +23,7 @@ from jaxtyping import Array, Float, Int
 from jrlhf.kernels.logprob.common import (
     MASKED,
     Head,
+    Normaliser,
     Statistics,
     absorb,
     cap,
@@ -102,14 +103,14 @@ class Backward:
         self, residuals: Residuals, d_logprobs: Float[Array, "N"], d_entropy: Float[Array, "N"], head: Head
     ) -> tuple[Float[Array, "N D"], Float[Array, "V D"]]:
         """This vocabulary slice's partial dX and its dW, in the dtype of the inputs."""
-        hidden, unembedding, targets, lse, entropy = residuals
+        hidden, unembedding, targets, normaliser, entropy = residuals
         (count, embed), vocabulary = hidden.shape, unembedding.shape[0]
         largest = max(128, 2**21 // embed // 128 * 128)
         block_n = _at_most(min(self.tokens, largest), count, 128)
         block_v = _at_most(min(self.vocabulary, largest), vocabulary, 128)
 
         limit, targets = head.in_slice(unembedding, targets)
-        arrays = varying(limit, hidden, unembedding, targets, lse, entropy, d_logprobs, d_entropy)
+        arrays = varying(limit, hidden, unembedding, targets, *normaliser, entropy, d_logprobs, d_entropy)
         limit, hidden, unembedding, *numbers = arrays
         gradient = partial(_gradient, limit, numbers, head, self.interpret)
         d_hidden = gradient(hidden, unembedding, (block_n, block_v), over_tokens=False)
@@ -217,7 +218,7 @@ def _gradient_kernel(
 ) -> None:
     """One block of inner rows."""
     *numbers, gradient, accumulated = refs
-    target, lse, entropy, d_logprob, d_entropy = (x[...] for x in numbers)
+    target, maximum, log_total, entropy, d_logprob, d_entropy = (x[...] for x in numbers)
     step = pl.program_id(1)
 
     @pl.when(step == 0)
@@ -228,8 +229,9 @@ def _gradient_kernel(
     rows = [pl.program_id(axis) * ref.shape[0] for axis, ref in enumerate((outer, inner))]
     index = [row + lax.broadcasted_iota(jnp.int32, products.shape, axis) for axis, row in enumerate(rows)]
     token = index[0 if over_tokens else 1]
+    normaliser = Normaliser(maximum, log_total)
     d_products = gradient_of_products(
-        cap(products, head), token == target, None, lse, entropy, d_logprob, d_entropy, head
+        cap(products, head), token == target, None, normaliser, entropy, d_logprob, d_entropy, head
     )
     # Beyond an array the last block may contain anything, NaN included: it is masked in both factors of the product.
     # Beyond `outer` it stays in rows that are not written.

@@ -27,8 +27,9 @@ def token_logprobs(
     maximum = lax.stop_gradient(jnp.max(logits, axis=-1))
     if head.axis_name is not None:
         maximum = lax.pmax(maximum, head.axis_name)
-    lse = maximum + jnp.log(over_devices(jnp.sum(jnp.exp(logits - maximum[:, None]), axis=-1)))
-    log_p = jnp.where(exists, logits - lse[:, None], 0.0)
+    shifted = logits - maximum[:, None]  # `maximum + log_total` would lose digits where logits are large
+    log_total = jnp.log(over_devices(jnp.sum(jnp.exp(shifted), axis=-1)))
+    log_p = jnp.where(exists, shifted - log_total[:, None], 0.0)
     label = jnp.sum(jnp.where(exists & (token == targets[:, None]), log_p, 0.0), axis=-1)
     logprobs = over_devices(jnp.where(in_vocabulary(targets, head), label, -jnp.inf))
     entropy = -over_devices(jnp.sum(jnp.where(exists, jnp.exp(log_p) * log_p, 0.0), axis=-1))

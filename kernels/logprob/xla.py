@@ -19,6 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jrlhf.kernels.logprob.common import (
     MASKED,
     Head,
+    Normaliser,
     Statistics,
     Terms,
     cap,
@@ -41,7 +42,7 @@ class Residuals(NamedTuple):
     hidden: Float[Array, "N D"]
     unembedding: Float[Array, "V D"]
     targets: Int[Array, "N"]
-    lse: Float[Array, "N"]
+    normaliser: Normaliser
     entropy: Float[Array, "N"]
 
 
@@ -83,8 +84,8 @@ def _fused(
 def _fused_forward(
     forward: Forward, backward: Backward, head: Head, hidden: Array, unembedding: Array, targets: Array
 ) -> tuple[tuple[Array, Array], Residuals]:
-    logprobs, entropy, lse = _finish(forward(hidden, unembedding, targets, head), targets, head)
-    return (logprobs, entropy), Residuals(hidden, unembedding, targets, lse, entropy)
+    logprobs, entropy, normaliser = _finish(forward(hidden, unembedding, targets, head), targets, head)
+    return (logprobs, entropy), Residuals(hidden, unembedding, targets, normaliser, entropy)
 
 
 def _fused_backward(
@@ -174,10 +175,10 @@ def _evaluated(static: _Static, unembedding: Array, rows: _Rows) -> tuple[Sums, 
     """One tile's (sum of the loss, sums of the metrics), and dL/d(h·w)."""
     terms, head, _, entropy_gradient = static
     logits = _logits(rows.hidden, unembedding, head)
-    merged = _finish(_statistics(logits, rows.targets, head), rows.targets, head)
+    logprobs, entropy, normaliser = _finish(_statistics(logits, rows.targets, head), rows.targets, head)
     # Merging made them the same on all devices of the axis. They must vary again before `terms` combines them with data
     # that vary: the transpose of an implicit cast would sum one gradient over the axis.
-    logprobs, entropy, lse, _ = varying(*merged, rows.hidden)
+    logprobs, entropy, *normaliser, _ = varying(logprobs, entropy, *normaliser, rows.hidden)
 
     def loss(logprobs: Array, entropy: Array) -> Sums:
         return evaluate(terms, logprobs, entropy if entropy_gradient else lax.stop_gradient(entropy), rows.data)
@@ -186,7 +187,7 @@ def _evaluated(static: _Static, unembedding: Array, rows: _Rows) -> tuple[Sums, 
     d_logprob, d_entropy = pull(jnp.ones_like(losses))
     d_logprob = jnp.where(rows.counts & in_vocabulary(rows.targets, head), d_logprob, 0.0)
     d_entropy = jnp.where(rows.counts, d_entropy, 0.0) if entropy_gradient else None
-    d_products = _d_products(logits, rows.targets, lse, entropy, d_logprob, d_entropy, head)
+    d_products = _d_products(logits, rows.targets, Normaliser(*normaliser), entropy, d_logprob, d_entropy, head)
     sums = jax.tree.map(lambda x: jnp.sum(jnp.where(rows.counts, x, 0.0)), (losses, metrics))
     return sums, d_products.astype(rows.hidden.dtype)
 
@@ -216,15 +217,15 @@ def tiled_gradients(
     residuals: Residuals, d_logprobs: Float[Array, "N"], d_entropy: Float[Array, "N"], head: Head, *, tile: int
 ) -> tuple[Float[Array, "N D"], Float[Array, "V D"]]:
     """This vocabulary slice's *partial* dX and its dW, tile by tile; dW is accumulated in float32."""
-    hidden, unembedding, targets, lse, entropy = residuals
+    hidden, unembedding, targets, normaliser, entropy = residuals
 
-    def recomputed(rows: tuple[Array, ...]) -> tuple[None, Array]:
-        hidden, targets, lse, entropy, d_logprob, d_entropy = rows
+    def recomputed(rows: tuple[Any, ...]) -> tuple[None, Array]:
+        hidden, targets, normaliser, entropy, d_logprob, d_entropy = rows
         logits = _logits(hidden, unembedding, head)
-        d_products = _d_products(logits, targets, lse, entropy, d_logprob, d_entropy, head)
+        d_products = _d_products(logits, targets, normaliser, entropy, d_logprob, d_entropy, head)
         return None, d_products.astype(hidden.dtype)
 
-    rows = (hidden, targets, lse, entropy, d_logprobs, d_entropy)
+    rows = (hidden, targets, normaliser, entropy, d_logprobs, d_entropy)
     _, d_hidden, d_unembedding = _gradients(recomputed, rows, unembedding, tile)
     return d_hidden, d_unembedding.astype(unembedding.dtype)
 
@@ -289,8 +290,8 @@ def _statistics(tile: _Logits, targets: Array, head: Head) -> Statistics:
     )
 
 
-def _finish(statistics: Statistics, targets: Array, head: Head) -> tuple[Array, Array, Array]:
-    """A vocabulary slice's statistics -> (log-probabilities, entropies, lse) over the whole vocabulary."""
+def _finish(statistics: Statistics, targets: Array, head: Head) -> tuple[Array, Array, Normaliser]:
+    """A vocabulary slice's statistics -> (log-probabilities, entropies, normalisers) over the whole vocabulary."""
     # Before merging, while everything still varies over the axis: a sum with −inf is −inf.
     label = jnp.where(in_vocabulary(targets, head), statistics.label, -jnp.inf)
     return finish(merge(statistics._replace(label=label), head.axis_name))
@@ -299,17 +300,18 @@ def _finish(statistics: Statistics, targets: Array, head: Head) -> tuple[Array, 
 def _d_products(
     tile: _Logits,
     targets: Array,
-    lse: Array,
+    normaliser: Normaliser,
     entropy: Array,
     d_logprob: Array,
     d_entropy: Array | None,
     head: Head,
 ) -> Float[Array, "n V"]:
     """dL/d(h·w) of one tile [n, V], float32."""
-    lse, entropy, d_logprob = (x[:, None] for x in (lse, entropy, d_logprob))
-    d_entropy = None if d_entropy is None else d_entropy[:, None]
+    normaliser, entropy, d_logprob, d_entropy = jax.tree.map(
+        lambda x: x[:, None], (normaliser, entropy, d_logprob, d_entropy)
+    )
     hit = tile.token == targets[:, None]
-    return gradient_of_products(tile.capped, hit, tile.exists, lse, entropy, d_logprob, d_entropy, head)
+    return gradient_of_products(tile.capped, hit, tile.exists, normaliser, entropy, d_logprob, d_entropy, head)
 
 
 def _split(rows: Any, tile: int) -> Any:

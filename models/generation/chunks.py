@@ -116,9 +116,13 @@ class Programs:
 
     def admit(self, slots: Slots, prefilled: list[LayerCache], prompts: Prompts, admitted: Admitted) -> None:
         """Gives slots to all samples of prefilled prompts."""
+        self.fill_caches(slots, prefilled, admitted)
+        slots.rows = self._fill_rows(slots.rows, prompts, admitted)
+
+    def fill_caches(self, slots: Slots, prefilled: list[LayerCache], admitted: Admitted) -> None:
+        """Replaces the caches of slots by prefilled ones."""
         for layer, cache in enumerate(slots.caches):
             slots.caches[layer] = self._fill_cache(cache, prefilled[layer], admitted)
-        slots.rows = self._fill_rows(slots.rows, prompts, admitted)
 
     def take(self, slots: Slots, chosen: Int[Array, "b"]) -> None:
         """Leaves only these slots, in this order."""

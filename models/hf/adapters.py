@@ -18,7 +18,17 @@ from safetensors.numpy import save_file
 
 from jrlhf.meshes import to_devices
 from jrlhf.models.config import ModelConfig
-from jrlhf.models.hf.files import DTYPES, Tensor, on_host, previous_export, read_header, read_object, replacing
+from jrlhf.models.hf.files import (
+    DTYPES,
+    NOT_FINITE,
+    Tensor,
+    on_host,
+    previous_export,
+    read_header,
+    read_object,
+    replacing,
+)
+from jrlhf.models.hf.values import is_one_of
 from jrlhf.models.lora import LoRAConfig, adapted, lora_shardings
 from jrlhf.models.params import PROJECTIONS, HeadKind, Params, WeightInfo, leaf_at, nested
 
@@ -35,6 +45,8 @@ _SUPPORTED = frozenset(
     peft_version qalora_group_size revision runtime_config
     """.split()
 )
+
+_UNSET = (None, False, {}, [])  # a setting that is not in use
 
 
 def export_adapter(
@@ -106,7 +118,10 @@ def load_adapter(directory: str | os.PathLike[str], config: ModelConfig, mesh: M
             )
         if tensor.dtype not in DTYPES:
             raise ValueError(f"{directory / _WEIGHTS}: {name} is {tensor.dtype}: known are {', '.join(DTYPES)}")
-        return tensor.view().astype(np.float32)
+        array = tensor.view().astype(np.float32)
+        if not np.isfinite(array).all():
+            raise ValueError(f"{directory / _WEIGHTS} holds {name!r} with {NOT_FINITE}")
+        return array
 
     leaves: list[tuple[tuple[str, ...], np.ndarray]] = []
     for weight in adapted(config, lora):
@@ -181,7 +196,8 @@ def _check(settings: dict[str, Any], path: Path) -> HeadKind:
     if task not in (None, *_TASKS):
         raise ValueError(f"{path}: task_type={task!r} is not supported: known are {', '.join(_TASKS)}")
     head = "lm" if task is None else _TASKS[task]
-    saved = settings.get("modules_to_save") or []
+    saved = settings.get("modules_to_save")
+    saved = [] if saved is None else saved
     head_modules = ("classifier", "score") if head == "scalar" else ()
     if not isinstance(saved, list) or not all(module in head_modules for module in saved):
         raise ValueError(
@@ -195,17 +211,17 @@ def _check(settings: dict[str, Any], path: Path) -> HeadKind:
     if not (isinstance(begun, bool) or begun in ("gaussian", "eva", "orthogonal")):
         raise ValueError(f"{path}: init_lora_weights={begun!r} is not supported: it changes the base's weights")
     for name, value in settings.items():
-        if name not in _SUPPORTED and value not in (None, False, {}, []):
+        if name not in _SUPPORTED and not is_one_of(value, _UNSET):
             raise ValueError(f"{path}: {name}={value!r} is not supported: load it without, or merge it into its base")
     return head
 
 
 def _config(settings: dict[str, Any], tensors: dict[str, Tensor], directory: Path) -> LoRAConfig:
     """The adapter's settings. Its targets are those that the file has weights for: in adapter_config.json they may be a
-    pattern."""
+    pattern, and some of them excluded."""
     targets = {name.partition(".lora_")[0].rpartition(".")[2] for name in tensors if ".lora_" in name}
     named = settings.get("target_modules")
-    if isinstance(named, list):
+    if isinstance(named, list) and not settings.get("exclude_modules"):
         targets |= {str(module).rpartition(".")[2] for module in named}
     unknown = targets - set(PROJECTIONS)
     if unknown or not targets:
@@ -216,7 +232,7 @@ def _config(settings: dict[str, Any], tensors: dict[str, Tensor], directory: Pat
     rank, alpha = settings.get("r"), settings.get("lora_alpha")
     if isinstance(alpha, bool) or not isinstance(rank, int) or not isinstance(alpha, int | float):
         raise ValueError(f"{directory / _CONFIG}: r={rank!r} and lora_alpha={alpha!r} must be numbers")
-    rslora = settings.get("use_rslora") or False
-    if not isinstance(rslora, bool):
+    rslora = settings.get("use_rslora")
+    if not isinstance(rslora, bool | None):
         raise ValueError(f"{directory / _CONFIG}: use_rslora={rslora!r} must be true or false")
-    return LoRAConfig(rank, alpha, tuple(targets), rslora=rslora)
+    return LoRAConfig(rank, alpha, tuple(targets), rslora=bool(rslora))

@@ -8,6 +8,7 @@ then computes the same is a description of the model.
 import json
 import math
 import os
+import reprlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -15,9 +16,9 @@ from typing import Any
 
 from jrlhf.models.config import ModelConfig, RopeScaling
 from jrlhf.models.hf.files import read_object
+from jrlhf.models.hf.values import Json, Values, integer, number, object_at, refuse_others
 from jrlhf.models.params import HeadKind
 
-Json = Mapping[str, Any]
 _DTYPES = ("float32", "bfloat16", "float16")
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
 LOCAL, GLOBAL = "sliding_attention", "full_attention"
@@ -35,6 +36,7 @@ class HFConfig:
         where it names them. Empty and None where there is none; an id outside the vocabulary, which nothing can draw,
         is none.
     dtype: what the weights were written in: float32, bfloat16 or float16.
+    generation: generation_config.json as it is; empty without one.
     """
 
     model: ModelConfig
@@ -44,6 +46,7 @@ class HFConfig:
     bos_id: int | None
     pad_id: int | None
     dtype: str
+    generation: Json = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,10 @@ class Family:
     keys: a field of ModelConfig -> the key that says the same; read and written by this table.
     constants: fields of ModelConfig that the family fixes.
     defaults: the values of keys that a config.json omits.
+    neutral: keys that transformers reads and we do not compute -> the values that change nothing; others are refused.
+    aliases: other names of keys; where a config.json has both, the other name counts.
+
+    All other keys change nothing that is computed, whatever their values.
     """
 
     causal: str
@@ -62,6 +69,8 @@ class Family:
     keys: Mapping[str, str]
     constants: Json
     defaults: Json = field(repr=False)
+    neutral: Mapping[str, list[Any]]
+    aliases: Mapping[str, str] = field(default_factory=dict)
 
     def architecture(self, head: HeadKind) -> str:
         """The name of the class with this head."""
@@ -69,17 +78,18 @@ class Family:
 
 
 # What a null stands for, from the fields that are known already.
-_FILLED: Mapping[str, Callable[[dict[str, Any]], int]] = {
+_FILLED: Mapping[str, Callable[[Json], int]] = {
     "num_key_value_heads": lambda values: values["heads"],
     "head_dim": lambda values: values["embed"] // values["heads"],
     "n_inner": lambda values: 4 * values["embed"],
 }
 
 
-# model_type -> family, in the order in which an export prefers them.
+# families.json: model_type -> family, in the order in which an export prefers them; under "neutral", what all have.
+_TABLE = json.loads(Path(__file__).with_name("families.json").read_text(encoding="utf-8"))
+_NEUTRAL = _TABLE.pop("neutral")
 FAMILIES: Mapping[str, Family] = {
-    name: Family(**row)
-    for name, row in json.loads(Path(__file__).with_name("families.json").read_text(encoding="utf-8")).items()
+    name: Family(**{**row, "neutral": _NEUTRAL | row.get("neutral", {})}) for name, row in _TABLE.items()
 }
 # Families whose configs transformers refuses where the heads do not divide the hidden size, head_dim or not.
 _WHOLE_HEADS = ("llama", "gemma2", "gemma3_text")
@@ -116,6 +126,7 @@ def read_config(directory: str | os.PathLike[str]) -> HFConfig:
             bos_id=_token_id("bos_token_id", tokens["bos_token_id"], model),
             pad_id=_token_id("pad_token_id", tokens["pad_token_id"], model),
             dtype=dtype,
+            generation=settings,
         )
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
@@ -151,10 +162,10 @@ def _head(raw: Json, family: Family) -> HeadKind:
     if architectures not in ([name] for name in heads):
         raise ValueError(f"architectures {architectures} are not supported: known are {', '.join(heads)}")
     head = heads[architectures[0]]
-    names = raw.get("id2label") or {"0": "LABEL_0", "1": "LABEL_1"}  # two labels unless it says otherwise
-    if not isinstance(names, dict):
+    names = raw.get("id2label")
+    if not isinstance(names, dict | None):
         raise ValueError(f"id2label {names!r} must be an object")
-    labels = raw.get("num_labels", len(names))
+    labels = len(names) if names else raw.get("num_labels", 2)  # as transformers counts them
     if head == "scalar" and labels != 1:
         raise ValueError(f"num_labels {labels} is not supported: a reward model has 1")
     return head
@@ -162,110 +173,61 @@ def _head(raw: Json, family: Family) -> HeadKind:
 
 def model_of(raw: Json, family: str) -> ModelConfig:
     """The decoder that a config.json of this family describes."""
-    values, kind = _Values(raw, FAMILIES[family].defaults), FAMILIES[family]
+    kind = FAMILIES[family]
+    refuse_others(raw, kind.neutral)
+    own = {kind.aliases[key]: raw[key] for key in kind.aliases if key in raw}
+    values = Values({**raw, **own}, kind.defaults)
+    for layer in object_at(raw, "per_layer_config").values():
+        if not isinstance(layer, dict) or any(values.get(key, value) != value for key, value in layer.items()):
+            raise ValueError(f"per_layer_config {reprlib.repr(layer)} is not supported: all layers have the same sizes")
     embed, heads = (values.integer(kind.keys[name]) for name in ("embed", "heads"))
     if (family == "gpt2" or values["head_dim"] is None) and (heads < 1 or embed % heads):
         keys = f"{kind.keys['embed']} {embed} cannot be divided by {kind.keys['heads']} {heads}"
         raise ValueError(keys if family == "gpt2" else f"{keys}, and no head_dim is given")
     settings = dict(kind.constants)
     for name, key in kind.keys.items():
-        settings[name] = values.field(name, key, settings)
+        settings[name] = _field(values, name, key, settings)
     if family == "gpt2":
         return ModelConfig(**settings, **_gpt2(values, embed, heads))
     settings.setdefault("output_bias", "attention_bias" in kind.keys.values() and settings["qkv_bias"])
     windows = _windows(values, family, settings["layers"])
-    settings |= windows | _positions(values, family, local=windows["window"] is not None)
-    return ModelConfig(**settings, **(_gemma(values, family, embed) if family in _GEMMAS else {}))
+    local = windows.get("local_layers") or [windows["window"] is not None]
+    settings |= windows | _positions(values, family, {LOCAL if flag else GLOBAL for flag in local})
+    return ModelConfig(**settings, **(_gemma(values, embed) if family in _GEMMAS else {}))
 
 
-def _gpt2(values: "_Values", embed: int, heads: int) -> dict[str, Any]:
-    for key in ("scale_attn_by_inverse_layer_idx", "add_cross_attention"):
-        if values.flag(key):
-            raise ValueError(f"{key} is not supported: choose a model without it")
+def _gpt2(values: Values, embed: int, heads: int) -> dict[str, Any]:
     scale = None if values.flag("scale_attn_weights") else 1.0
     return {"kv_heads": heads, "head_dim": embed // heads, "query_scale": scale}
 
 
-def _gemma(values: "_Values", family: str, embed: int) -> dict[str, Any]:
-    if values["use_bidirectional_attention"]:
-        raise ValueError("use_bidirectional_attention is not supported: choose a causal model")
+def _gemma(values: Values, embed: int) -> dict[str, Any]:
     scalar = values.number("query_pre_attn_scalar")
     if not scalar > 0:
         raise ValueError(f"query_pre_attn_scalar {scalar} must be positive")
-    if family == "gemma3_text" and values["attn_logit_softcapping"] is not None:
-        # transformers' Gemma 3 takes the key and does nothing with it.
-        cap = values.number("attn_logit_softcapping")
-        raise ValueError(f"attn_logit_softcapping {cap} is not supported: set it to null")
     return {"embed_scale": embed**0.5, "query_scale": scalar**-0.5}
 
 
 _TYPES = {field.name: field.type for field in fields(ModelConfig)}
 
 
-@dataclass(frozen=True)
-class _Values:
-    """A config.json with its family's defaults; every value is checked for its type where it is read."""
-
-    raw: Json
-    defaults: Json
-
-    def integer(self, key: str, below: int = 2**31) -> int:
-        return _integer(key, self[key], below)
-
-    def number(self, key: str) -> float:
-        return _number(key, self[key])
-
-    def flag(self, key: str) -> bool:
-        value = self[key]
-        if not isinstance(value, bool):
-            raise ValueError(f"{key} {value!r} must be true or false")
-        return value
-
-    def field(self, name: str, key: str, settings: dict[str, Any]) -> Any:
-        """A field of ModelConfig, checked for its type. settings: the fields that were read before."""
-        kind = _TYPES[name]
-        if self[key] is None and key in _FILLED:
-            return _FILLED[key](settings)
-        if kind is bool:
-            return self.flag(key)
-        if kind is int:
-            return self.integer(key, _MOST_LAYERS if name == "layers" else 2**31)
-        if name == "activation":
-            return self.activation(key)
-        return None if self[key] is None and kind is not float else self.number(key)
-
-    def activation(self, key: str) -> str:
-        value = self[key]
+def _field(values: Values, name: str, key: str, settings: Json) -> Any:
+    """A field of ModelConfig from the value at `key`. settings: the fields that were read before."""
+    kind, value = _TYPES[name], values[key]
+    if value is None and key in _FILLED:
+        return _FILLED[key](settings)
+    if kind is bool:
+        return values.flag(key)
+    if kind is int:
+        return values.integer(key, _MOST_LAYERS if name == "layers" else 2**31)
+    if name == "activation":
         if not isinstance(value, str) or value not in _ACTIVATIONS:
             raise ValueError(f"{key} {value!r} is not supported: known are {', '.join(_ACTIVATIONS)}")
         return _ACTIVATIONS[value]
-
-    def __getitem__(self, key: str) -> Any:
-        return self.raw[key] if key in self.raw else self.defaults[key]
+    return None if value is None and kind is not float else values.number(key)
 
 
-def _integer(key: str, value: Any, below: int = 2**31) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError(f"{key} {value!r} must be an integer")
-    if abs(value) >= below:
-        raise ValueError(f"{key} {_digits(value)} is no size of a model")
-    return value
-
-
-def _number(key: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(f"{key} {value!r} must be a number")
-    try:
-        return float(value)
-    except OverflowError as error:
-        raise ValueError(f"{key} {_digits(value)} is too large for a number") from error
-
-
-def _digits(value: int | float) -> str:
-    return text if len(text := str(value)) < 20 else f"{text[:10]}... ({len(text)} digits)"
-
-
-def _windows(values: _Values, family: str, layers: int) -> dict[str, Any]:
+def _windows(values: Values, family: str, layers: int) -> dict[str, Any]:
     """Reads which layers are local, and how far they see."""
     window = None if values["sliding_window"] is None else values.integer("sliding_window")
     types = values["layer_types"]
@@ -275,15 +237,13 @@ def _windows(values: _Values, family: str, layers: int) -> dict[str, Any]:
         unknown = sorted(set(map(str, types)) - {LOCAL, GLOBAL})
         if unknown:
             raise ValueError(f"layer_types {', '.join(unknown)} are not supported: known are {LOCAL}, {GLOBAL}")
-    if family == "llama":
-        window = None
-    if family in ("qwen2", "qwen3") and not values.flag("use_sliding_window"):
+    if family == "llama" or (family in ("qwen2", "qwen3") and not values.flag("use_sliding_window")):
         window = None
     if family in ("llama", "mistral"):
+        local = [window is not None] * layers
         if types is not None and set(types) != {GLOBAL if window is None else LOCAL}:
             raise ValueError(f"layer_types are not supported in a {family} model, whose layers are all alike")
-        return {"window": window}
-    if types is not None:
+    elif types is not None:
         local = [kind == LOCAL for kind in types]
     elif family == "gemma2":
         local = [index % 2 == 0 for index in range(layers)]
@@ -293,67 +253,87 @@ def _windows(values: _Values, family: str, layers: int) -> dict[str, Any]:
             raise ValueError(f"sliding_window_pattern {pattern} must be positive")
         local = [(index + 1) % pattern != 0 for index in range(layers)]
     else:
-        local = [index >= values.integer("max_window_layers") for index in range(layers)]
-    if window is None and any(local) and family in ("gemma2", "gemma3_text"):
-        raise ValueError(f"{sum(local)} layers are local, but there is no sliding_window")
-    if window is None or not any(local):
+        first = values.integer("max_window_layers")
+        local = [window is not None and index >= first for index in range(layers)]
+    if not any(local):
         return {"window": None}
+    if window is None:
+        raise ValueError(
+            f"{sum(local)} layers are local, but there is no sliding_window: give one, or other layer_types"
+        )
     return {"window": window, "local_layers": () if all(local) else tuple(local)}
 
 
-def _positions(values: _Values, family: str, *, local: bool) -> dict[str, Any]:
+def _positions(values: Values, family: str, kinds: set[str]) -> dict[str, Any]:
     """The rotary bases and their scaling, of either dialect: version 5 has one object with both, for Gemma 3 one for
     each type of layer.
 
-    local: whether there are local layers.
+    kinds: the types of the layers that there are.
     """
-    raw = values.raw
-    theta = _number("rope_theta", raw.get("rope_theta", 1e6 if family == "gemma3_text" else 1e4))
-    local_theta = _number("rope_local_base_freq", raw.get("rope_local_base_freq", 1e4))
-    parameters = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
-    if not isinstance(parameters, dict):
-        raise ValueError(f"rope_parameters {parameters!r} must be an object")
-    nested = sorted({LOCAL, GLOBAL} & parameters.keys())
-    if family == "gemma3_text":
+    scaling, parameters = (object_at(values.raw, key) for key in ("rope_scaling", "rope_parameters"))
+    written = scaling or parameters
+    nested = sorted({LOCAL, GLOBAL} & written.keys())
+    refuse_others(object_at(written, GLOBAL) if nested else written, _NEUTRAL)  # partial_rotary_factor
+    if family != "gemma3_text":
         if nested:
-            inner = parameters.get(LOCAL) or {}
-            parameters = parameters.get(GLOBAL) or {}
-            if not isinstance(inner, dict) or not isinstance(parameters, dict):
-                raise ValueError(f"rope_parameters of {LOCAL} and {GLOBAL} must be objects")
-            if _rope_type(inner) != "default":
-                raise ValueError(f"rope_type {_rope_type(inner)!r} is not supported in the local layers")
-            local_theta = _number("rope_theta", inner.get("rope_theta", local_theta))
-    elif nested:
-        raise ValueError(f"rope_parameters of their own for {', '.join(nested)} are not supported in a {family} model")
-    for place in (raw, parameters):
-        if place.get("partial_rotary_factor", 1.0) not in (None, 1.0):
-            raise ValueError(f"partial_rotary_factor {place['partial_rotary_factor']} is not supported: only 1.0 is")
-    scaling = _scaling(parameters, raw.get("original_max_position_embeddings"), values)
-    rope = {"rope_theta": _number("rope_theta", parameters.get("rope_theta", theta)), "rope_scaling": scaling}
-    return rope | ({"local_rope_theta": local_theta} if local and family == "gemma3_text" else {})
+            raise ValueError(
+                f"rope_parameters of their own for {', '.join(nested)} are not supported in a {family} model"
+            )
+        theta, rope_scaling = _rope(written, values, original=values.raw.get("original_max_position_embeddings"))
+        return {"rope_theta": theta, "rope_scaling": rope_scaling}
+    rope = []
+    for kind, base in ((GLOBAL, "rope_theta"), (LOCAL, "rope_local_base_freq")):
+        own = object_at(parameters, kind, {"rope_type": "default"}) | (scaling if kind == GLOBAL else {})
+        if kind == LOCAL and _rope_type(own) != "default":
+            raise ValueError(f"rope_type {_rope_type(own)!r} is not supported in the local layers")
+        rope.append(_rope(own, values, base))
+        # What transformers leaves unread and older versions did not: flat parameters, a nested scaling, a lone `type`.
+        unread = object_at(written, kind) if nested else written if kind == GLOBAL else {}
+        meant = own | unread | {"rope_type": _rope_type(unread, _rope_type(own))}
+        if kind in kinds and _rope(meant, values, base) != rope[-1]:
+            raise ValueError(
+                f"{'rope_scaling' if scaling else 'rope_parameters'} {reprlib.repr(written)} is not supported in a "
+                f"{family} model: give rope_parameters of {GLOBAL} and of {LOCAL}, each with its rope_type"
+            )
+    (theta, rope_scaling), (local_theta, _) = rope
+    local_theta = local_theta if LOCAL in kinds else None
+    return {"rope_theta": theta, "rope_scaling": rope_scaling, "local_rope_theta": local_theta}
 
 
-def _rope_type(parameters: Json) -> str:
-    return str(parameters.get("rope_type", parameters.get("type", "default")))
+def _rope_type(parameters: Json, absent: str = "default") -> str:
+    return str(parameters.get("rope_type", parameters.get("type", absent)))
 
 
-def _scaling(parameters: Json, original: Any, values: _Values) -> RopeScaling | None:
+def _rope(
+    parameters: Json, values: Values, base: str = "rope_theta", original: Any = None
+) -> tuple[float, RopeScaling | None]:
+    """The rotary base and the scaling that `parameters` give.
+
+    base: the key of config.json that holds the base where they have none.
+    original: original_max_position_embeddings of config.json, which counts before theirs; None where it is not read.
+    """
+    theta = number("rope_theta", parameters["rope_theta"]) if "rope_theta" in parameters else values.number(base)
+    return theta, _scaling(parameters, original, values)
+
+
+def _scaling(parameters: Json, original: Any, values: Values) -> RopeScaling | None:
     kind = _rope_type(parameters)
     if kind == "default":
         return None
+    refuse_others(parameters, _NEUTRAL)
 
-    def number(key: str) -> float:
+    def needed(key: str) -> float:
         if key not in parameters:
             raise ValueError(f"rope_type {kind} needs a {key}")
-        return _number(key, parameters[key])
+        return number(key, parameters[key])
 
     if kind == "linear":
-        return RopeScaling(kind="linear", factor=number("factor"))
+        return RopeScaling(kind="linear", factor=needed("factor"))
     if kind == "llama3":
         if original is None:
             original = parameters.get("original_max_position_embeddings", values.integer("max_position_embeddings"))
-        bands = {key: number(key) for key in ("factor", "low_freq_factor", "high_freq_factor")}
-        positions = _integer("original_max_position_embeddings", original)
+        bands = {key: needed(key) for key in ("factor", "low_freq_factor", "high_freq_factor")}
+        positions = integer("original_max_position_embeddings", original)
         return RopeScaling(kind="llama3", **bands, original_max_positions=positions)
     raise ValueError(f"rope_type {kind!r} is not supported: known are default, linear, llama3")
 
@@ -427,7 +407,9 @@ def _write(config: ModelConfig, family: str, head: HeadKind) -> dict[str, Any]:
     written: dict[str, Any] = {"architectures": [kind.architecture(head)], "model_type": family}
     if head == "scalar":
         written |= {"num_labels": 1, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
-    written |= {key: getattr(config, name) for name, key in kind.keys.items()}
+    for name, key in kind.keys.items():
+        value = getattr(config, name)
+        written[key] = float(value) if type(value) is int and _TYPES[name] is not int else value  # 1 is no float there
     activation = config.activation
     if activation == "gelu_tanh":
         activation = "gelu_new" if family == "gpt2" else "gelu_pytorch_tanh"
@@ -444,9 +426,10 @@ def _write(config: ModelConfig, family: str, head: HeadKind) -> dict[str, Any]:
         written |= {
             "hidden_act": activation,
             "query_pre_attn_scalar": round(scalar),  # version 5 takes only integers; `_faults` sees the difference
-            "sliding_window": config.window,
             "layer_types": types,
         }
+        if config.window is not None:  # transformers makes the mask of local layers even where there are none
+            written["sliding_window"] = config.window
         if family == "gemma3_text":
             written |= {"attn_logit_softcapping": None, "rope_local_base_freq": config.local_rope_theta or 10000.0}
             period = next((n + 1 for n, flag in enumerate(local) if not flag), config.layers + 1)

@@ -36,6 +36,7 @@ TOKENIZER_FILES = (
     "tokenizer.model",
 )
 _NAMES = ("config.json", "generation_config.json", SINGLE, INDEX, *TOKENIZER_FILES)
+_OF_ITS_WRITER = ("transformers_version", "_from_model_config")  # no settings of generation
 _WRITTEN = re.compile("|".join(map(re.escape, _NAMES)) + r"|model-\d{5}-of-\d{5}\.safetensors")
 
 
@@ -53,6 +54,7 @@ def export_hf(
     eos_ids: Sequence[int] = (),
     pad_id: int | None = None,
     bos_id: int | None = None,
+    generation: Mapping[str, Any] | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> Path:
     """Writes a model as config.json and safetensors, with its tokenizer if given.
@@ -73,6 +75,7 @@ def export_hf(
     tokenizer_json: the text of a `tokenizers` tokenizer.json.
     tokenizer_dir: a directory whose tokenizer files are copied as they are.
     eos_ids: the tokens that end a response.
+    generation: settings of the generation_config.json, as `HFConfig.generation`; its token ids are those given here.
     shard_bytes: the largest weights file; a larger model is written as several, with an index.
     """
     directory = Path(directory)
@@ -110,7 +113,8 @@ def export_hf(
     with replacing(directory) as written:
         _write_json(written / "config.json", described | ids | {"torch_dtype": tensors[0].dtype.name})
         if head == "lm":
-            _write_json(written / "generation_config.json", {"do_sample": True, **ids})
+            settings = {key: value for key, value in (generation or {}).items() if key not in _OF_ITS_WRITER}
+            _write_json(written / "generation_config.json", {"do_sample": True, **settings, **ids})
         if tokenizer_json is not None:
             _write_tokenizer(written, tokenizer_json, special, config.max_positions)
         for file in copied:

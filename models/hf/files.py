@@ -28,6 +28,7 @@ DTYPES: Mapping[str, np.dtype] = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
     "F16": np.dtype(np.float16),
 }
+NOT_FINITE = "numbers that are not finite: fetch the weights again, or take others"  # the end of a refusal
 # Bytes an element of all that a header may name, to check offsets; what is not in DTYPES is refused where it is needed.
 _BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1}
 _BYTES |= {"U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1, "C64": 8}

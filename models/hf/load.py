@@ -22,7 +22,7 @@ from jax.typing import DTypeLike
 
 from jrlhf.meshes import TRAIN, Layout
 from jrlhf.models.hf.config import HFConfig, read_config
-from jrlhf.models.hf.files import DTYPES, Tensor, find_tensors
+from jrlhf.models.hf.files import DTYPES, NOT_FINITE, Tensor, find_tensors
 from jrlhf.models.hf.names import HEAD_TENSORS, TensorView, TreePath, is_buffer, weight_table, without_prefix
 from jrlhf.models.params import HeadKind, Params, leaf_at, made_in_place, nested, param_shardings
 
@@ -76,6 +76,7 @@ def load_hf(
             array = _read(weight, source.tensor(weight), leaf_at(shardings, weight.path))
             if array.dtype != dtype_of(weight):  # no table or vector has its axes in another order in the file
                 array = jax.jit(partial(_ours, weight, dtype_of(weight)))(array)
+            source.check_finite({weight: _finite(array)})
             leaves[weight.path] = array
             report([weight], None)
         absent = {weight.path: jax.ShapeDtypeStruct(weight.split, np.float32) for weight in source.absent}
@@ -111,6 +112,13 @@ class _Source:
 
     def tensor(self, weight: TensorView, layer: int | None = None) -> Tensor:
         return self.tensors[weight.name.format(layer=layer)]
+
+    def check_finite(self, finite: Mapping[TensorView, jax.Array], layer: int | None = None) -> None:
+        """Raises ValueError on the first weight that `finite` denies to have only finite numbers."""
+        for weight, is_finite in finite.items():
+            if not is_finite:
+                tensor = self.tensor(weight, layer)
+                raise ValueError(f"{tensor.file} holds {weight.name.format(layer=layer)!r} with {NOT_FINITE}")
 
     def bytes_of(self, weight: TensorView, layer: int | None) -> int:
         return self.tensor(weight, layer).nbytes // weight.parts
@@ -232,6 +240,12 @@ def _ours(weight: TensorView, dtype: np.dtype, array: jax.Array) -> jax.Array:
     return array.transpose(weight.order).astype(dtype)
 
 
+@jax.jit
+def _finite(array: jax.Array) -> jax.Array:
+    """True if all numbers are finite."""
+    return jnp.all(jnp.isfinite(array))
+
+
 def _layers(
     source: _Source, shardings: Any, mesh: Mesh, dtype_of: Callable[[TensorView], np.dtype], report: Report
 ) -> Params | list[Params]:
@@ -243,15 +257,18 @@ def _layers(
     specs = {path: sharding.spec if listed else P(*sharding.spec[1:]) for path, sharding in stored.items()}
     one = {path: NamedSharding(mesh, spec) for path, spec in specs.items()}
 
-    def ours(layer: dict[TreePath, jax.Array]) -> dict[TreePath, jax.Array]:
-        return {path: _ours(weights[path], dtypes[path], array) for path, array in layer.items()}
+    def ours(layer: dict[TreePath, jax.Array]) -> tuple[dict[TreePath, jax.Array], dict[TreePath, jax.Array]]:
+        new = {path: _ours(weights[path], dtypes[path], array) for path, array in layer.items()}
+        return new, {path: _finite(array) for path, array in new.items()}
 
-    @partial(jax.jit, donate_argnums=0, out_shardings=stored)
+    both = stored, NamedSharding(mesh, P())
+
+    @partial(jax.jit, donate_argnums=0, out_shardings=both)
     def write(stacks: dict[TreePath, jax.Array], layer: dict[TreePath, jax.Array], index: jax.Array):
-        new = ours(layer)
-        return {path: lax.dynamic_update_index_in_dim(stacks[path], new[path], index, axis=0) for path in new}
+        new, finite = ours(layer)
+        return {path: lax.dynamic_update_index_in_dim(stacks[path], new[path], index, axis=0) for path in new}, finite
 
-    place = jax.jit(ours, out_shardings=stored)
+    place = jax.jit(ours, out_shardings=both)
     shapes = {path: tuple(weight.split[axis] for axis in weight.order) for path, weight in weights.items()}
     whole = {path: jax.ShapeDtypeStruct((source.layers, *shapes[path]), dtypes[path]) for path in weights}
     stacks = {} if listed else _zeros(whole, stored, mesh)
@@ -259,9 +276,11 @@ def _layers(
     for index in range(source.layers):  # waits for each layer: otherwise several would be on their way
         layer = {path: _read(weight, source.tensor(weight, index), one[path]) for path, weight in weights.items()}
         if listed:
-            layers.append(nested(jax.block_until_ready(place(layer)).items()))
+            placed, finite = jax.block_until_ready(place(layer))
+            layers.append(nested(placed.items()))
         else:
-            stacks = jax.block_until_ready(write(stacks, layer, np.int32(index)))
+            stacks, finite = jax.block_until_ready(write(stacks, layer, np.int32(index)))
+        source.check_finite({weights[path]: is_finite for path, is_finite in finite.items()}, index)
         report(source.layered, index)
     return layers if listed else nested(stacks.items())
 

@@ -285,13 +285,15 @@ def test_a_run_is_not_resumed_on_other_data_or_another_model(tmp_path, settings,
     (tmp_path / "config.yaml").write_text(json.dumps(config))
     command = ["--config", str(tmp_path / "config.yaml")]
     assert cli(command) == 0
-    digests = digest(tmp_path / "runs" / "kept" / "checkpoints")
+    contents = digest(tmp_path / "runs" / "kept")
 
     def refusal() -> str:
         capsys.readouterr()
-        assert cli([*command, "--resume"]) == 2
-        assert digest(tmp_path / "runs" / "kept" / "checkpoints") == digests
-        return capsys.readouterr().err
+        assert cli([*command, "--resume", "deadline=77"]) == 2
+        assert digest(tmp_path / "runs" / "kept") == contents
+        printed = capsys.readouterr()
+        assert "going on" not in printed.out
+        return printed.err
 
     file.write_text("".join(rows[1:]))
     assert "was made with another corpus" in refusal()
@@ -299,6 +301,10 @@ def test_a_run_is_not_resumed_on_other_data_or_another_model(tmp_path, settings,
     tensors = load_file(Path(model) / WEIGHTS)
     save_file(tensors | {"model.norm.weight": tensors["model.norm.weight"] + 1}, Path(model) / WEIGHTS)
     assert "was made with another start" in refusal()
+    save_file(tensors, Path(model) / WEIGHTS)
+    settings_of_model = json.loads((Path(model) / "config.json").read_text())
+    (Path(model) / "config.json").write_text(json.dumps(settings_of_model | {"rms_norm_eps": 0.25}))
+    assert "was made with another actor.norm_eps (" in refusal()
 
 
 FAULTY = """import os, time

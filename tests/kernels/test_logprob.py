@@ -109,6 +109,53 @@ def numpy_logprobs(hidden, unembedding, targets, temperature, softcap, vocab_siz
     return np.array(logprobs), np.array(entropies)
 
 
+def exact_problem(magnitude):
+    """Logits around `magnitude` whose products float32 holds exactly, so that only what is made of them is rounded."""
+    rng = np.random.default_rng(0)
+    hidden, unembedding = (rng.integers(-16, 17, size=(rows, 64)) / 8 for rows in (64, 256))
+    hidden[:, 16:], hidden[:, 0], unembedding[:, 0] = 0, 1, magnitude
+    return hidden, unembedding, rng.integers(0, 256, size=64, dtype=np.int32), rng.normal(size=(2, 64))
+
+
+def float64_value_and_vjp(hidden, unembedding, targets, cotangents):
+    """In NumPy, and the sums of the magnitudes of what is added up in each gradient."""
+    z, rows = hidden @ unembedding.T, np.arange(len(targets))
+    shifted = z - z.max(axis=1, keepdims=True)
+    log_p = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
+    p, d_logprobs, d_entropy = np.exp(log_p), *cotangents[..., None]
+    entropy = -(p * log_p).sum(axis=1)
+    d_z = -p * (d_logprobs + d_entropy * (log_p + entropy[:, None]))
+    d_z[rows, targets] += cotangents[0]
+    sizes = np.abs(d_z) @ np.abs(unembedding), np.abs(d_z).T @ np.abs(hidden)
+    return (log_p[rows, targets], entropy, d_z @ unembedding, d_z.T @ hidden), (1, 1, *sizes)
+
+
+@pytest.mark.parametrize(
+    "implementation",
+    ["reference", "xla", *(pytest.param(name, marks=pytest.mark.full) for name in ("pallas_tpu", "pallas_gpu"))],
+)
+def test_precision_does_not_depend_on_the_magnitude_of_the_logits(implementation, request):
+    dtype, op = jnp.float32, partial(token_logprobs, tile=48, implementation=implementation)
+    plain = Head(1.0, None, 256, None)
+    if implementation == "pallas_tpu":
+        interpret = request.getfixturevalue("tpu_params")
+        forward, backward = pallas_tpu.Forward(interpret=interpret), pallas_tpu.Backward(interpret=interpret)
+        op = partial(pallas_tpu.token_logprobs, head=plain, forward=forward, backward=backward)
+    elif implementation == "pallas_gpu":
+        dtype, forward = jnp.bfloat16, pallas_gpu.Forward(interpret=request.getfixturevalue("gpu_params"))
+        op = partial(pallas_gpu.token_logprobs, head=plain, tile=48, forward=forward)
+    run = jax.jit(partial(value_and_vjp, op))
+    for magnitude in (0, -(2**10), 27 * 2**10):
+        hidden, unembedding, targets, cotangents = exact_problem(magnitude)
+        arrays = hidden.astype(dtype), unembedding.astype(dtype), targets, tuple(cotangents.astype(np.float32))
+        expected, sizes = float64_value_and_vjp(hidden, unembedding, targets, cotangents)
+        for actual, e, size, tolerance in zip(
+            run(*arrays), expected, sizes, np.repeat(TOLERANCE[dtype], 2), strict=True
+        ):
+            error = np.max(np.abs(np.asarray(actual, np.float64) - e) / np.maximum(size, 1))
+            assert error <= 5 * tolerance, (magnitude, error)
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_reference_is_the_log_softmax(case):
     hidden, unembedding, targets, _ = problem(case, jnp.float32)

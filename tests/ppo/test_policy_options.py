@@ -29,7 +29,7 @@ from jrlhf.ppo import (
     make_ppo_step,
 )
 
-ROWS, TIME, KL_COEF = 16, 9, 0.3
+ROWS, TIME, KL_COEF, STEP = 16, 9, 0.3, 5  # STEP: the version of the weights that learn
 OPTIMIZER = optax.sgd(1.0)  # the gradient is the difference of the weights
 
 
@@ -47,9 +47,32 @@ CONFIGS = {
     "rollout": GRPOConfig(old_logprobs="rollout", importance_cap=1.1, clip_high=0.3),
     "rollout, sequence": GSPOConfig(old_logprobs="rollout", importance_cap=1.05, clip_low=0.3, clip_high=0.3),
     "ptx": PolicyConfig(ptx_coef=0.7, kl_coef=0.0),
+    "cispo": loss_kl("token-mean", "k3", surrogate="cispo", importance="token", clip_high=0.3, staleness=3),
+    "stale, sequence": RLOOConfig(kl_coef=0.0, aggregation="seq-mean-token-mean", staleness=2),
+    "interpolate": PolicyConfig(
+        kl_coef=0.0,
+        old_logprobs="interpolate",
+        importance="token",
+        importance_cap=1.2,
+        mask_token=(0.7, 2),
+        staleness=4,
+    ),
+    "interpolate, rows": GSPOConfig(
+        kl_coef=0.0,
+        clip_low=0.1,
+        clip_high=0.1,
+        old_logprobs="interpolate",
+        importance="sequence",
+        mask_token=(0, 1.5),
+        mask_sequence=(0.4, 2),
+        mask_sequence_mean=(0.8, 1.3),
+        mask_k3=0.08,
+        staleness=4,
+    ),
 }
 
-FAST = [("token-mean", "whole"), *((name, "parts") for name in ("constant", "sequence-mean", "rollout", "ptx"))]
+FAST = [("token-mean", "whole")]
+FAST += [(name, "parts") for name in ("constant", "sequence-mean", "rollout", "ptx", "interpolate")]
 SLOW = [case for case in product(CONFIGS, ("whole", "parts")) if case not in FAST]
 
 
@@ -59,14 +82,17 @@ def experience_of(toy, config):
     rng = np.random.default_rng(7)
     first = jnp.argmax(e.response_mask[4])
     keep = e.response_mask.at[3].set(False).at[4].set(jnp.arange(TIME) == first)
-    importance = np.where(keep, rng.uniform(0.3, 2, keep.shape), 0) if config.importance else None
-    if config.importance == "sequence":
+    weighed = config.importance is not None and config.old_logprobs == "recompute"
+    importance = np.where(keep, rng.uniform(0.3, 2, keep.shape), 0) if weighed else None
+    if weighed and config.importance == "sequence":
         importance = np.where(keep, rng.uniform(0.3, 2, (ROWS, 1)), 0)
+    versions = None if config.staleness is None else jnp.asarray(rng.integers(0, STEP + 1, keep.shape), jnp.int32)
     in_loss = config.kl_in == "loss" and config.needs_reference
     return replace(
         e,
         response_mask=keep,
         importance=None if importance is None else jnp.asarray(importance, jnp.float32),
+        versions=versions,
         kl_coef=jnp.float32(KL_COEF) if in_loss else None,
         ref_logprobs=e.ref_logprobs if in_loss else None,
     )
@@ -78,18 +104,61 @@ def texts_of(toy):
     return SFTBatch(jnp.asarray(rng.integers(0, toy.vocab, (ROWS, TIME)), jnp.int32), jnp.asarray(mask))
 
 
-def numpy_loss(logits, e, texts, config, *, straight_through):
-    """The minibatch's loss and its parts, in float64, a response at a time."""
-    logp = logits - np.log(np.exp(logits).sum(1, keepdims=True))
+def log_softmax(logits):
+    return logits - np.log(np.exp(logits).sum(1, keepdims=True))
+
+
+def proximal(e, r, t, logp):
+    """AReaL's formula for the weights one update before the present ones."""
+    drawn = e.versions[r, t]
+    alpha = np.clip((STEP - 1 - drawn) / (STEP - drawn), 0, 1) if STEP > drawn else 0
+    return e.old_logprobs[r, t] + alpha * (logp - e.old_logprobs[r, t])
+
+
+def correction(log_rho, config):
+    """The weights of a response's tokens, from log pi_old / pi_rollout."""
+    log_rho = np.array(log_rho)
+    rho, product, n = np.exp(log_rho), np.exp(log_rho.sum()), len(log_rho)
+    weights = np.ones(n)
+    if config.importance is not None:
+        weights = np.minimum(rho if config.importance == "token" else np.full(n, product), config.importance_cap)
+    for bounds, x in (
+        (config.mask_token, rho),
+        (config.mask_sequence, product),
+        (config.mask_sequence_mean, product ** (1 / n)),
+    ):
+        weights = weights if bounds is None else weights * ((bounds[0] <= x) & (x <= bounds[1]))
+    return weights * (config.mask_k3 is None or np.mean(rho - 1 - log_rho) <= config.mask_k3)
+
+
+def numpy_loss(logits, e, texts, config, *, straight_through, fixed=None):
+    """The minibatch's loss and its parts, in float64, a response at a time.
+
+    fixed: the logits of what has no gradient.
+    """
+    logp, constant = log_softmax(logits), log_softmax(logits if fixed is None else fixed)
     responses = [[(row, t) for t in range(TIME) if e.response_mask[row, t]] for row in range(ROWS)]
     responses = [response for response in responses if response]
     total, sequences = sum(map(len, responses)), len(responses)
     loss = dict.fromkeys(("pg_loss", "entropy", "kl_loss", "ptx_loss"), 0.0)
     sum_of_all, ratios, kl_mean = 0.0, [], []
     for response in responses:
-        log_ratios = [logp[e.tokens[r, t - 1], e.tokens[r, t]] - e.old_logprobs[r, t] for r, t in response]
+        of_tokens = [logp[e.tokens[r, t - 1], e.tokens[r, t]] for r, t in response]
+        constants = [constant[e.tokens[r, t - 1], e.tokens[r, t]] for r, t in response]
+        old = rolled = [e.old_logprobs[r, t] for r, t in response]
+        factors = [1 if e.importance is None else e.importance[r, t] for r, t in response]
+        if config.old_logprobs == "interpolate":
+            old = [proximal(e, r, t, x) for (r, t), x in zip(response, constants, strict=True)]
+            factors = correction(np.subtract(old, rolled), config)
+        if config.staleness is not None:
+            factors = [
+                w if STEP - e.versions[rt] <= config.staleness else 0 for w, rt in zip(factors, response, strict=True)
+            ]
+        log_ratios = np.subtract(of_tokens, old)
+        frozen = np.subtract(constants, old)
         if config.ratio != "token":
-            one = np.sum(log_ratios) if config.ratio == "sequence" else np.mean(log_ratios)
+            counted = log_ratios[np.array(factors) > 0]
+            one = np.sum(counted) if config.ratio == "sequence" else np.mean(counted) if len(counted) else 0.0
             log_ratios = [one] * len(response)
         weight = {
             "token-mean": 1 / total,
@@ -97,7 +166,7 @@ def numpy_loss(logits, e, texts, config, *, straight_through):
             "seq-mean-token-mean": 1 / sequences / len(response),
             "constant": 1 / sequences / (config.aggregation_divisor or 1),
         }[config.aggregation]
-        for (r, t), log_ratio in zip(response, log_ratios, strict=True):
+        for i, ((r, t), log_ratio) in enumerate(zip(response, log_ratios, strict=True)):
             if config.old_logprobs == "rollout":
                 log_ratio = min(log_ratio, np.log(config.importance_cap))
             a, ratio, p = e.advantages[r, t], np.exp(log_ratio), logp[e.tokens[r, t - 1]]
@@ -105,7 +174,9 @@ def numpy_loss(logits, e, texts, config, *, straight_through):
             pg = max(-a * ratio, -a * min(max(ratio, 1 - config.clip_low), 1 + config.clip_high))
             if config.dual_clip is not None and a < 0:
                 pg = min(pg, -a * config.dual_clip)
-            pg *= 1 if e.importance is None else e.importance[r, t]
+            if config.surrogate == "cispo":
+                pg = -min(max(np.exp(frozen[i]), 1 - config.clip_low), 1 + config.clip_high) * a * of_tokens[i]
+            pg *= factors[i]
             entropy = -(np.exp(p) * p).sum()
             kl = 0.0
             if e.kl_coef is not None:
@@ -130,7 +201,7 @@ def numpy_gradient(logits, *case):
     for index in np.ndindex(*logits.shape):
         step = np.zeros_like(logits)
         step[index] = 1e-6
-        up, down = (numpy_loss(logits + s, *case, straight_through=True)[0] for s in (step, -step))
+        up, down = (numpy_loss(logits + s, *case, straight_through=True, fixed=logits)[0] for s in (step, -step))
         gradient[index] = (up - down) / 2e-6
     return gradient
 
@@ -189,7 +260,8 @@ def test_gradients_and_metrics_match_loops(toy, name, division):
     changed = replace(config, micro_batches=4 if division == "parts" else 1)
     before = toy.params()[0]
     step = make_actor_step(toy.logprobs, OPTIMIZER, changed, sums_fn=sums_fn)
-    state, metrics = step(TrainState.create(before, OPTIMIZER), experience, *([texts] if config.ptx_coef else []))
+    state = replace(TrainState.create(before, OPTIMIZER), step=jnp.int32(STEP))
+    state, metrics = step(state, experience, *([texts] if config.ptx_coef else []))
     check(toy, config, state, metrics, host(toy.params()[0])["logits"])
 
 
@@ -215,7 +287,7 @@ def test_parts_by_length_with_texts_longer_than_the_responses(toy):
 
 @pytest.mark.parametrize("axis_type", [pytest.param(AxisType.Auto, marks=pytest.mark.full), AxisType.Explicit])
 def test_the_mesh_does_not_matter(toy, axis_type):
-    config = GSPOConfig(kl_coef=0.05, clip_low=0.1, clip_high=0.1, importance="sequence", ptx_coef=0.5)
+    config = GSPOConfig(kl_coef=0.05, clip_low=0.1, clip_high=0.1, importance="sequence", ptx_coef=0.5, staleness=3)
     mesh = make_mesh(data=2, fsdp=2, tensor=2, axis_type=axis_type)
     inputs = experience_of(toy, config), texts_of(toy)
     results = []
@@ -226,11 +298,11 @@ def test_the_mesh_does_not_matter(toy, axis_type):
                 spec = P(axes, *[None] * (x.ndim - 1)) if x.ndim else P()
                 return x if axes is None else jax.device_put(np.asarray(x), NamedSharding(mesh, spec))
 
-            state = TrainState.create(toy.params()[0], OPTIMIZER)
+            state = replace(TrainState.create(toy.params()[0], OPTIMIZER), step=jnp.int32(STEP))
             step = make_actor_step(toy.logprobs, OPTIMIZER, config)
             results.append(jax.tree.map(np.asarray, step(state, *jax.tree.map(put, inputs))))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), *results)
-    assert results[0][1]["actor/ptx_loss"] > 0
+    assert results[0][1]["actor/ptx_loss"] > 0 and results[0][1]["rollout_corr/rollout_rs_masked_fraction"] > 0.1
 
 
 def test_weights_of_a_minibatch_by_hand():

@@ -135,6 +135,8 @@ def test_weights_and_metrics_match_numpy_whatever_the_micro_batches_and_padding(
         "actor/initial_ratio_gap": np.mean(gaps),
         "actor/skipped_updates": 0,
         "actor/stopped_updates": 0,
+        "actor/nonfinite_updates": 0,
+        "critic/nonfinite_updates": 0,
         "critic/skipped_updates": 0,
         "critic/vf_explained_var": 1 - unexplained / (e.returns[mask].var(ddof=1) + 1e-5),
         "objective/kl": kl,

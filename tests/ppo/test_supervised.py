@@ -91,7 +91,7 @@ def test_a_step_is_gradient_descent_on_the_mean_loss_of_the_pairs(toy, config, m
     step = make_dpo_step(toy.logprobs, OPTIMIZER, replace(config, micro_batches=micro_batches))
     state, metrics = step(TrainState.create(params, OPTIMIZER), batch)
     np.testing.assert_allclose(state.params["logits"], logits - RATE * gradient, rtol=1e-5, atol=1e-5)
-    expected |= {"dpo/grad_norm": np.sqrt((gradient**2).sum()), "dpo/skipped_updates": 0}
+    expected |= {"dpo/grad_norm": np.sqrt((gradient**2).sum()), "dpo/skipped_updates": 0, "dpo/nonfinite_updates": 0}
     assert metrics.keys() == expected.keys() and params["logits"].is_deleted() and state.step == 1
     for name, value in expected.items():
         np.testing.assert_allclose(metrics[name], value, rtol=1e-4, atol=1e-5, err_msg=name)
@@ -188,6 +188,7 @@ def test_sft_is_gradient_descent_on_the_mean_negative_log_likelihood(toy, micro_
         gradient[previous] -= (np.eye(5)[token] - p) / len(positions)
     np.testing.assert_allclose(state.params["logits"], logits - RATE * gradient, rtol=1e-5, atol=1e-6)
     expected = {"loss": loss, "entropy": entropy, "grad_norm": np.sqrt((gradient**2).sum()), "skipped_updates": 0}
+    expected["nonfinite_updates"] = 0
     assert metrics.keys() == {f"sft/{name}" for name in expected}
     for name, value in expected.items():
         np.testing.assert_allclose(metrics[f"sft/{name}"], value, rtol=1e-5, err_msg=name)
@@ -217,6 +218,7 @@ def test_preference_learning_is_gradient_descent_on_bradley_terry(toy, micro_bat
         "margin": np.mean(c - r),
         "grad_norm": np.sqrt((gradient**2).sum()),
         "skipped_updates": 0,
+        "nonfinite_updates": 0,
     }
     assert metrics.keys() == {f"reward_model/{name}" for name in expected}
     for name, value in expected.items():

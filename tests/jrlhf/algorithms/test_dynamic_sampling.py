@@ -24,7 +24,8 @@ def a_round(number: int, scores: list[float]) -> tuple[Rollout, jax.Array, Batch
     placed = put_rows((tokens, own, own + 1, floats, own % 2 == 0), MESH)
     texts = [str(row) for row in own]
     batch = Batch(cast(Any, ()), cast(Any, texts), texts, number)
-    return Rollout(*placed, version=jnp.int32(number)), put_rows(np.array(scores, np.float32), MESH), batch
+    rollout = Rollout(*placed, version=jnp.int32(number), versions=placed[0])
+    return rollout, put_rows(np.array(scores, np.float32), MESH), batch
 
 
 def fill(rounds: list[list[float]], *, max_rounds: int = 10) -> tuple[DynamicSampler, Rollout, jax.Array]:
@@ -58,6 +59,7 @@ def test_groups_of_equal_scores_give_their_places_to_later_ones():
     sampler, rollout, scores = fill([[0, 1, 1, 1, 0, 0, 1, 0], [0, 0, 0, 1, 1, 1, 0, 0], ALL])
     rows = [0, 1, 102, 103, 200, 201, 6, 7]  # the second and third group were dull; round 1 had one other, then round 2
     np.testing.assert_array_equal(rollout.tokens[:, 0], rows)
+    np.testing.assert_array_equal(rollout.versions, rollout.tokens)
     np.testing.assert_array_equal(rollout.prompt_lengths, rows)
     np.testing.assert_array_equal(rollout.finished, np.array(rows) % 2 == 0)
     np.testing.assert_array_equal(sampler.raw, [0, 1, 0, 1, 0, 1, 1, 0])

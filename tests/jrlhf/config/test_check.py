@@ -134,8 +134,8 @@ rewards=[{name: a, adapter: m, columns: {k: l}}]
     rewards[0].columns={'k': 'l'} has no effect with rewards[0].adapter:
 rewards=[{name: a, adapter: m, batch: 2}]
     rewards[0].batch=2 has no effect with rewards[0].adapter:
-rewards=[{name: a, adapter: m, on_failure: 0}]
-    rewards[0].on_failure=0.0 has no effect with rewards[0].adapter:
+rewards=[{name: a, adapter: m, on_failure: 3.5e38}]
+    rewards[0].on_failure=3.5e+38: it must be finite in float32
 rewards=[{name: a, function: f, batch: 2}]
     rewards[0].batch=2 has no effect with rewards[0].function:
 stages=[sft, reward_model, safe_rlhf] ; costs=[{name: a, function: f, batch: 2}]

@@ -102,7 +102,9 @@ def test_every_scalar_is_read_by_the_type_of_its_field():
     assert outer("label: null").label is None and outer("label: ").label is None
     assert outer("label: 'null'").label == "null" and outer("inner: ").inner == Inner()
     assert outer("extra: {size: null, colour: red}").extra is None  # a feature that is off has no section
-    assert parse_yaml("a: !!python/object/apply:os.getcwd []", "test.yaml") == {"a": []}  # tags construct nothing
+    for value in ("!!python/object/apply:os.getcwd []", "!!int '3'", "!mine {b: 1}"):
+        with pytest.raises(UserError, match=r"^test.yaml, line 1, column 4: not valid YAML: tags \(.+\) are not read"):
+            parse_yaml(f"a: {value}", "test.yaml")
 
 
 def test_python_values_are_accepted_where_their_type_fits():

@@ -151,7 +151,9 @@ def test_scores_of_models_are_added_to_those_of_texts():
     rows, at_end = 2 * first - second / 2, np.zeros((ROWS, 3), np.float32)
     at_end[np.arange(ROWS), LENGTHS - 1] = rows
     for given, expected in ((texts, texts + at_end), (texts.sum(1), texts.sum(1) + rows)):  # of tokens, of rows
-        combined = jax.jit(partial(combine, shape, "rewards", weights))(learned, given, *rest)
+        combined = jax.jit(partial(combine, shape, "rewards", weights, dict.fromkeys(weights, 0.0)))(
+            learned, given, *rest
+        )
         close(combined.shaped, expected)
         close(combined.raw, texts.sum(1) + rows)
         close(combined.extremes["max"], np.max(texts.sum(1) + rows))
@@ -163,7 +165,7 @@ def test_a_score_that_is_not_finite_leaves_the_others_in_the_metrics():
     texts: Any = np.arange(ROWS, dtype=np.float32)
     texts[[0, 2]] = np.nan, np.inf
     rest: Any = np.asarray(LENGTHS), np.ones(ROWS, bool), RunningMoments.create()
-    combined = combine(partial(shape_scores, config=PLAIN, max_response=3), "rewards", {}, {}, texts, *rest)
+    combined = combine(partial(shape_scores, config=PLAIN, max_response=3), "rewards", {}, {}, {}, texts, *rest)
     finite = texts[np.isfinite(texts)]
     expected = {"mean": finite.mean(), "max": finite.max(), "min": finite.min(), "nonfinite": 2.0}
     assert {name: float(x) for name, x in combined.extremes.items()} == pytest.approx(expected)

@@ -94,15 +94,25 @@ def test_a_run_keeps_how_it_derives_seeds(make):
 def test_a_run_goes_on_with_settings_that_do_not_define_its_results(make):
     open_run(make()).close()
     with open_run(make("sleep.actor=host", "ppo.save_every=3", "ppo.iterations=50"), resume=True) as run:
-        line = "with sleep.actor=host (was device), ppo.iterations=50 (was 40), ppo.save_every=3 (was 10)"
-        assert run.changed == line
-        assert f"\n# goes on {run.changed}\n" in (run.path / "environment.txt").read_text()
+        line, lines = "with sleep.actor=host (was device), ppo.iterations=50 (was 40), ppo.save_every=3 (was 10)", []
+        run.write("tokenizer.json", "{}")
+        assert (
+            load_config(str(run.path / "config.yaml")).rl.iterations == 40
+            and not (run.path / "tokenizer.json").exists()
+        )
+        run.begin(lines.append)
+        assert lines == [f"going on {line}"] and (run.path / "tokenizer.json").read_text() == "{}"
+        assert f"\n# goes on {line}\n" in (run.path / "environment.txt").read_text()
         assert load_config(str(run.path / "config.yaml")).rl.iterations == 50
+        run.begin(lines.append)
+        assert len(lines) == 1
     changed = ("ppo.iterations=50", "mesh.tensor=2", "ppo.algorithm.micro_batches=2", "evaluation.every=5")
     with open_run(make(*changed), resume=True) as run:
-        assert "mesh.tensor=2 (was 1)" in run.changed and run.changed.endswith("; results are the same up to rounding")
+        (line,) = run.changes
+        assert "mesh.tensor=2 (was 1)" in line and line.endswith("; results are the same up to rounding")
+        run.begin()
     with open_run(make(*changed), resume=True) as run:
-        assert run.changed == ""
+        assert run.changes == []
     assert "already holds this run" in refused(make(*changed, "deadline=5"))
     changed += ("deadline=5", "ppo.scores.clip=3")
     assert "(ppo.scores.clip: null there, 3.0 here)" in refused(make(*changed), resume=True)
@@ -196,5 +206,7 @@ def test_json_lines_survive_a_torn_end_and_any_text(tmp_path):
         file.write(b"\n" + json.dumps({"c": 3}).encode() + b"\n")
     with pytest.raises(UserError, match=r"lines.jsonl line 3 is not a JSON object"):
         list(read_jsonl(path))
-    with pytest.raises(ValueError, match="JSON"):
-        append_jsonl(path, [{"a": float("nan")}])
+    inner = {"a": [1.0, {"b": float("-inf")}], "c": float("nan")}
+    append_jsonl(tmp_path / "numbers.jsonl", [inner])
+    named = {"a": [1.0, {"b": None}], "c": None, "nonfinite": {"a.1.b": "-inf", "c": "nan"}}
+    assert list(read_jsonl(tmp_path / "numbers.jsonl")) == [named]

@@ -11,7 +11,7 @@ from tensorboardX.proto.event_pb2 import Event  # pyright: ignore[reportAttribut
 
 from jrlhf.errors import UserError
 from jrlhf.run.files import append_jsonl, read_jsonl
-from jrlhf.run.metrics import MetricsLog, read_metrics, truncate_after
+from jrlhf.run.metrics import MetricsLog, StageRecords, read_metrics
 
 STAGES = ("sft", "reward_model", "ppo")
 
@@ -110,10 +110,10 @@ def test_a_resume_cuts_back_both_files_and_a_torn_line(tmp_path):
     with open(tmp_path / "metrics.jsonl", "ab") as file:
         file.write(b'{"stage": "ppo", "step": 5, "lo')
 
-    truncate_after(tmp_path, "ppo", 4)
+    StageRecords(tmp_path, "ppo", 4)
     assert (tmp_path / "metrics.jsonl").read_bytes().split(b"\n") == before
-    truncate_after(tmp_path, "ppo", 3)
-    truncate_after(tmp_path, "sft", 2)
+    StageRecords(tmp_path, "ppo", 3)
+    StageRecords(tmp_path, "sft", 2)
     remaining = before[:2] + before[4:11]
     assert (tmp_path / "metrics.jsonl").read_bytes() == b"\n".join(remaining) + b"\n"
     survivors = [(sample["stage"], sample["step"]) for sample in read_jsonl(tmp_path / "samples.jsonl")]
@@ -124,18 +124,18 @@ def test_a_resume_cuts_back_both_files_and_a_torn_line(tmp_path):
         b'\n{"stage": "sft", "step": 3, "loss": 1.0}\n'
     )
     for stage in STAGES:
-        truncate_after(tmp_path, stage, 0)
+        StageRecords(tmp_path, stage, 0)
     assert read_metrics(tmp_path) == [] and (tmp_path / "samples.jsonl").read_bytes() == b""
 
 
 def test_a_cut_touches_no_file_that_needs_none_and_stops_at_an_unreadable_line(tmp_path):
-    truncate_after(tmp_path, "sft", 1)
+    StageRecords(tmp_path, "sft", 1)
     assert list(tmp_path.iterdir()) == []
     with MetricsLog(tmp_path) as log:
         log.log("sft", 1, {"loss": 1.0})
     before = (tmp_path / "metrics.jsonl").stat()
-    truncate_after(tmp_path, "sft", 1)
+    StageRecords(tmp_path, "sft", 1)
     assert (tmp_path / "metrics.jsonl").stat() == before
     (tmp_path / "metrics.jsonl").write_text('{"stage"\n{"stage": "sft", "step": 1}\n')
     with pytest.raises(UserError, match="line 1 is not a JSON object"):
-        truncate_after(tmp_path, "sft", 1)
+        StageRecords(tmp_path, "sft", 1)

@@ -87,6 +87,36 @@ def test_signals_wait_for_an_iteration_and_a_second_interrupt_for_nothing():
         assert not guard.requested
 
 
+_HANGS_UP = """
+import os, signal, sys
+from jrlhf.run.console import Console
+from jrlhf.run.preemption import PreemptionGuard
+with PreemptionGuard() as guard, guard.iterating():
+    console = Console()
+    console.line("begun")
+    sys.stdin.readline()
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        os.kill(os.getpid(), signal.SIGHUP)
+    console.line("saved")
+    open(sys.argv[1], "w").write(f"{guard.requested}")
+"""
+
+
+def test_a_hang_up_stops_the_run_after_an_iteration_although_nobody_reads_any_more(tmp_path):
+    for ignored in (False, True):  # as nohup has it
+        command = [sys.executable, "-c", _HANGS_UP, str(tmp_path / "end")]
+        before = signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
+        pipe = subprocess.PIPE
+        process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe)
+        signal.signal(signal.SIGHUP, before)
+        assert process.stdin and process.stdout and process.stderr and process.stdout.readline() == b"begun\n"
+        process.stdout.close()
+        process.stderr.close()
+        process.stdin.write(b"\n")
+        process.stdin.close()
+        assert process.wait(60) == 0 and (tmp_path / "end").read_text() == str(not ignored)
+
+
 def test_devices_that_cannot_be_had_are_refused(monkeypatch):
     keeps = []
     monkeypatch.setattr(devices, "keep_freed_memory", lambda: keeps.append(True))

@@ -66,7 +66,7 @@ def test_every_number_arrives_under_its_stage_and_a_resumed_run_keeps_its_id(tmp
             wandb.log("ppo", 1, {"critic/score/mean": float("nan")})
     lines = messages()
     first, second = [line[1] for line in lines if line[0] == "init"]
-    assert first["id"] == second["id"] and len(first["id"]) == 8
+    assert first["id"] == second["id"] and len(first["id"]) == 16
     assert (first["mode"], second["mode"], first["resume"]) == ("offline", "online", "allow")
     assert (first["project"], first["entity"], first["name"]) == ("sums", None, "followed")
     assert first["dir"] == str(tmp_path / "followed") and first["config"]["ppo"]["rollout_batch"] == 128

@@ -22,7 +22,17 @@ SIZES = [
 ]
 # (config, stage, what is set besides): draws of DAPO, greedy baselines, texts beside rollouts, costs and multiplier.
 RUNS = {
-    "dapo": ("arithmetic-dapo", "dapo", ["dapo.algorithm.max_rounds=3"]),
+    "dapo": (
+        "arithmetic-dapo",
+        "dapo",
+        [
+            "dapo.algorithm.max_rounds=3",
+            "dapo.algorithm.surrogate=cispo",
+            "dapo.algorithm.old_logprobs=interpolate",
+            "dapo.algorithm.importance=token",
+            "dapo.algorithm.mask_token=[0.5, 2]",
+        ],
+    ),
     "remax": ("arithmetic-remax", "remax", ["remax.algorithm.old_logprobs=rollout"]),
     "ptx": ("arithmetic-rloo", "rloo", ["rloo.algorithm.ptx_coef=0.1", "rloo.algorithm.importance=sequence"]),
     "safe_rlhf": (
@@ -58,6 +68,10 @@ def test_a_resumed_run_ends_in_the_same_bits(name, tmp_path):
     last = [record for record in records if record["stage"] == stage][-1]
     if name == "dapo":
         assert any(record["dapo/rounds"] > 1 for record in records if record["stage"] == stage)
+        assert (
+            abs(last["rollout_corr/rollout_is_mean"] - 1) < 1e-3
+            and last["rollout_corr/rollout_rs_masked_fraction"] == 0
+        )
     if name == "ptx":
         assert last["actor/ptx_loss"] > 0 and "rollout_corr/rollout_is_mean" in last
     if name == "safe_rlhf":

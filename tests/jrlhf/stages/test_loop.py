@@ -13,11 +13,16 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jrlhf.config.schema import ProfileConfig
-from jrlhf.errors import Preempted, UserError
+from jrlhf.config.stages import SFTConfig
+from jrlhf.errors import Preempted, RunFailure, UserError
 from jrlhf.meshes import make_mesh
+from jrlhf.ppo import SFTBatch, TrainState, make_sft_step
+from jrlhf.roles.initial import adamw
+from jrlhf.run.checkpoints import saved_steps
 from jrlhf.run.directory import Run
 from jrlhf.run.metrics import read_metrics
 from jrlhf.run.preemption import PreemptionGuard
+from jrlhf.stages.identity import Identity
 from jrlhf.stages.loop import run_stage
 
 MESH = make_mesh(1, 8, 1)
@@ -29,17 +34,22 @@ class Services:
     def __init__(self):
         self.warnings, self.entries = [], []
         self.warn, self.log = self.warnings.append, lambda *entry: self.entries.append(entry)
+        self.line = self.warn
 
     @contextlib.contextmanager
     def progress(self, *_, **__):
         yield SimpleNamespace(advance=lambda *_: None)
 
 
-def context(path):
-    checkpoints = SimpleNamespace(keep=2)
-    config = SimpleNamespace(checkpoints=checkpoints, deadline=60.0, profile=ProfileConfig(), stages=("stage",))
+def context(path, *, section=None, stop_after_skipped=5):
+    own = {
+        "sections": {"sft": section or SFTConfig(warmup=0)},
+        "stop_after_skipped": stop_after_skipped,
+        "stages": ("stage",),
+    }
+    config = SimpleNamespace(checkpoints=SimpleNamespace(keep=2), deadline=60.0, profile=ProfileConfig(), **own)
     services = {"console": Services(), "wandb": Services(), "preemption": PreemptionGuard()}
-    return SimpleNamespace(run=Run(path), config=config, mesh=MESH, **services)
+    return SimpleNamespace(run=Run(path), config=config, mesh=MESH, identity=Identity(), **services)
 
 
 def init():
@@ -118,3 +128,62 @@ def test_a_hang_ends_the_process_and_shows_where_it_was():
     code = "import time\nfrom jrlhf.stages.loop import deadline\nwith deadline(0.2):\n    time.sleep(60)"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50)
     assert ended.returncode == 1 and "Timeout" in ended.stderr and "line 4" in ended.stderr
+
+
+def test_updates_that_nothing_is_learned_from_are_told_and_counted_and_end_the_run(tmp_path):
+    """Random weights that are lost, gradients and rates: a model of what a user must see, against the loop."""
+    config = SFTConfig(learning_rate=0.1, warmup=3, final=0.5, steps=20)
+    optimizer, tokens = adamw(config, updates=20), jnp.zeros((8, 2), jnp.int32)
+
+    def logprobs(params, tokens, factor):  # the factor stands for whatever is not finite in a batch
+        return params["w"].sum() * factor + jnp.zeros(tokens.shape), jnp.zeros(tokens.shape)
+
+    step_fn = make_sft_step(logprobs, optimizer)
+    batch = SFTBatch(tokens, jnp.ones((8, 2), bool))
+    nothing, rng = batch.loss_mask & False, np.random.default_rng(0)
+    ends = {"in a row": 0, "none at all": 0, "done": 0}
+    for number in range(8):
+        limit, share = rng.choice([0, 1, 3, 5]), rng.choice([0.0, 0.3, 0.7, 1.0])
+        kinds = rng.choice(
+            ["bad", "empty", "good"], p=[share, (1 - share) / 2, (1 - share) / 2], size=rng.integers(2, 9)
+        )
+        factors = [rng.choice(np.float32([np.nan, np.inf, -np.inf, 3e38])) if kind == "bad" else 1 for kind in kinds]
+        here = context(tmp_path / str(number), section=config, stop_after_skipped=int(limit))
+        here.run.path.mkdir()
+
+        def advance(state, step, kinds=kinds, factors=factors):
+            rows = SFTBatch(tokens, nothing) if kinds[step] == "empty" else batch
+            return step_fn(state, rows, jnp.float32(factors[step]))
+
+        def init():
+            return TrainState.create({"w": jax.device_put(jnp.ones(8), NamedSharding(MESH, P("fsdp")))}, optimizer)
+
+        row, applied, rates, end = 0, 0, [], None
+        for step, kind in enumerate(kinds, start=1):
+            applied, row = applied + (kind == "good"), 0 if kind == "good" else row + (kind == "bad")
+            count = max(applied - 1, 0)
+            rates.append(0.1 * (min(count + 1, 3) / 3 if count < 3 else 0.75 + 0.25 * np.cos(np.pi * (count - 3) / 17)))
+            if limit and (row >= limit or (row and step == len(kinds) and not applied)):
+                end = step
+                break
+        try:
+            with jax.set_mesh(MESH):
+                run_stage(here, "sft", len(kinds), init, advance, save_every=3, meta={})
+            assert end is None
+            ends["done"] += 1
+        except RunFailure as error:
+            assert str(error).startswith(f"sft ends at step {end} of {len(kinds)}: {row} updates of sft in a row")
+            assert (end in saved_steps(here.run.path / "checkpoints" / "sft")) == (end < len(kinds))
+            ends["in a row" if row >= limit else "none at all"] += 1
+        records, skipped = read_metrics(here.run.path), [step for step, kind in enumerate(kinds) if kind != "good"]
+        assert [record["sft/nonfinite_updates"] for record in records] == [*(kinds == "bad")[:end]]
+        np.testing.assert_allclose([record["sft/lr"] for record in records], rates, rtol=1e-5)
+        assert [record["training/global_step"] for record in records] == list(range(1, len(rates) + 1))
+        why = ["is not finite" if kinds[step] == "bad" else "no token of it counts" for step in skipped[:1]]
+        warned = [
+            f"sft step {step + 1}: an update of sft is skipped, because" for step in skipped[:1] if step < len(rates)
+        ]
+        assert len(here.console.warnings) == len(warned)
+        for text, start, reason in zip(here.console.warnings, warned, why, strict=False):
+            assert text.startswith(start) and text.endswith(reason)
+    assert all(ends.values()), ends

@@ -155,6 +155,47 @@ def test_an_unknown_family_is_refused(configs):
 
 LLAMA = {"model_type": "llama", "vocab_size": 100, "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2}
 GEMMA3 = LLAMA | {"model_type": "gemma3_text"}
+TYPES = ["sliding_attention", "full_attention"]
+QWEN2 = LLAMA | {"model_type": "qwen2", "num_key_value_heads": 2, "layer_types": TYPES}
+
+
+def test_the_rotary_parameters_of_gemma_3(tmp_path):
+    """As transformers 5.24 reads them: a scaling belongs to the global layers, whose other parameters stay."""
+    bands = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    nested = {
+        "full_attention": {"rope_theta": 500.0, "original_max_position_embeddings": 24},
+        "sliding_attention": {"rope_theta": 50.0},
+    }
+    cases: Any = (
+        ({}, 1e6, 1e4, None),
+        ({"rope_theta": 7, "rope_local_base_freq": 9.0}, 7.0, 9.0, None),
+        ({"rope_parameters": nested}, 500.0, 50.0, None),
+        ({"rope_parameters": nested, "rope_theta": 7.0, "rope_scaling": {"rope_type": "linear", "factor": 2.0}},)
+        + (500.0, 50.0, RopeScaling("linear", 2.0)),
+        ({"rope_parameters": nested, "rope_scaling": bands, "original_max_position_embeddings": 8},)
+        + (500.0, 50.0, RopeScaling("llama3", 8.0, 1.0, 4.0, 24)),
+        ({"rope_scaling": bands, "original_max_position_embeddings": 8, "max_position_embeddings": 99},)
+        + (1e6, 1e4, RopeScaling("llama3", 8.0, 1.0, 4.0, 99)),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}, "rope_theta": 7.0}, 7.0, 1e4, None),
+    )
+    for settings, theta, local, scaling in cases:
+        model = read_config(write(tmp_path, GEMMA3 | {"layer_types": TYPES} | settings)).model
+        assert (model.rope_theta, model.local_rope_theta, model.rope_scaling) == (theta, local, scaling), settings
+
+
+def test_other_names_of_keys(tmp_path):
+    """GPT-2's general names count before its own."""
+    names = {"hidden_size": 32, "n_embd": 64, "num_attention_heads": 2, "n_head": 4, "max_position_embeddings": 99}
+    model = read_config(write(tmp_path, {"model_type": "gpt2", **names})).model
+    assert (model.embed, model.heads, model.max_positions, model.layers) == (32, 2, 99, 12)
+
+
+def test_numbers_are_written_as_transformers_takes_them(configs):
+    """A float never as an integer; and a Gemma without local layers has a window, which transformers asks for."""
+    for name in ("gemma2", "gemma3_text"):
+        written = hf_config(replace(configs[name], window=None, local_layers=(), local_rope_theta=None, softcap=3))
+        assert written.get("sliding_window", 4096) is not None and set(written["layer_types"]) == {"full_attention"}
+        assert repr(written["final_logit_softcapping"]) == "3.0"
 
 
 def test_what_we_do_not_compute_is_refused_by_name(tmp_path):
@@ -166,7 +207,7 @@ def test_what_we_do_not_compute_is_refused_by_name(tmp_path):
         (LLAMA | {"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "rope_type 'dynamic' is not supported"),
         (LLAMA | {"rope_parameters": {"rope_type": "longrope"}}, "rope_type 'longrope' is not supported"),
         (LLAMA | {"rope_scaling": {"rope_type": "linear"}}, "rope_type linear needs a factor"),
-        (LLAMA | {"rope_scaling": "linear"}, "rope_parameters 'linear' must be an object"),
+        (LLAMA | {"rope_scaling": "linear"}, "rope_scaling 'linear' must be an object"),
         (LLAMA | {"rope_parameters": {"full_attention": {}}}, "for full_attention are not supported in a llama"),
         (LLAMA | {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5 is not supported"),
         (
@@ -193,16 +234,33 @@ def test_what_we_do_not_compute_is_refused_by_name(tmp_path):
         (LLAMA | {"hidden_size": 10**400}, r"hidden_size 1000000000... \(401 digits\) is no size of a model"),
         (LLAMA | {"num_hidden_layers": 2**30}, "num_hidden_layers 1073741824 is no size of a model"),
         (LLAMA | {"vocab_size": 2**31}, "vocab_size 2147483648 is no size of a model"),
-        (GEMMA3 | {"rope_parameters": {"sliding_attention": 5}}, "rope_parameters of sliding_attention and .* objects"),
+        (GEMMA3 | {"rope_parameters": {"sliding_attention": 5}}, "sliding_attention 5 must be an object"),
         (LLAMA | {"architectures": ["LlamaForSequenceClassification"]}, "num_labels 2 is not supported"),
         (LLAMA | {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types are not supported in a llama"),
         (GEMMA3 | {"layer_types": ["full_attention", "chunked_attention"]}, "layer_types chunked_attention are not"),
         (GEMMA3 | {"layer_types": ["full_attention"]}, "must list one type for each of the 2 layers"),
         (GEMMA3 | {"sliding_window": None}, "2 layers are local, but there is no sliding_window"),
-        (GEMMA3 | {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping 50.0 is not supported: set it to null"),
-        (GEMMA3 | {"use_bidirectional_attention": True}, "use_bidirectional_attention is not supported"),
+        (GEMMA3 | {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping 50.0 is not supported: .* with .* null"),
+        (GEMMA3 | {"use_bidirectional_attention": True}, "use_bidirectional_attention True is not .*null or false"),
         (GEMMA3 | {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar 0.0 must be positive"),
-        ({"model_type": "gpt2", "scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is not"),
+        ({"model_type": "gpt2", "scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx True is"),
+        (LLAMA | {"is_causal": None}, "is_causal None is not supported: choose a model with is_causal true"),
+        (LLAMA | {"is_causal": 0}, "is_causal 0 is not supported"),
+        (LLAMA | {"text_config": {"vocab_size": 5}}, "text_config {'vocab_size': 5} is not supported"),
+        (
+            LLAMA | {"per_layer_config": {"1": {"head_dim": 4}}},
+            "per_layer_config {'head_dim': 4} is not supported: all",
+        ),
+        (
+            QWEN2 | {"use_sliding_window": True, "sliding_window": None},
+            "1 layers are local, but there is no sliding_wi",
+        ),
+        (QWEN2 | {"use_sliding_window": False}, "1 layers are local, but there is no sliding_window"),
+        (
+            GEMMA3 | {"rope_parameters": {"rope_theta": 5.0}, "layer_types": TYPES},
+            "rope_parameters .* each with its rope_type",
+        ),
+        (GEMMA3 | {"rope_scaling": {"type": "linear", "factor": 2.0}, "layer_types": TYPES}, "each with its rope_type"),
         ({"model_type": "gpt2", "n_embd": 30}, "n_embd 30 cannot be divided by n_head 12"),
     )
     for config, message in cases:

@@ -12,7 +12,7 @@ from safetensors.numpy import load_file
 
 from jrlhf.meshes import GENERATE, TRAIN, make_mesh, reshard
 from jrlhf.models import LoRAConfig, ModelConfig, export_hf, init_lora, lora_shardings, merge, param_shardings, to_int8
-from jrlhf.models.hf import export, hf_config
+from jrlhf.models.hf import export, hf_config, read_config
 from tests.support.live import live_bytes
 
 LLAMA = ModelConfig(
@@ -98,6 +98,21 @@ def test_a_reward_model_is_a_classifier_with_one_label(reference, tmp_path):
     assert "lm_head.weight" not in weights
     np.testing.assert_array_equal(weights["score.weight"], params["value_head"]["kernel"][None])
     np.testing.assert_array_equal(weights["score.bias"], params["value_head"]["bias"][None])
+
+
+def test_the_settings_of_generation_go_round(reference, tmp_path):
+    """All but the ids, which are those of the export, and what names their writer."""
+    params = reference.random_params(LLAMA)
+    settings = {"do_sample": False, "temperature": 0.6, "top_p": 0.9, "top_k": 20, "repetition_penalty": 1.05}
+    source = export_hf(params, LLAMA, tmp_path / "source", eos_ids=(3,))
+    assert json.loads((source / "generation_config.json").read_text())["do_sample"] is True
+    more = {"eos_token_id": [7, 8], "transformers_version": "4.42.3", "_from_model_config": True}
+    (source / "generation_config.json").write_text(json.dumps(settings | more))
+    read = read_config(source)
+    assert read.eos_ids == (7, 8)
+    out = export_hf(params, LLAMA, tmp_path / "out", eos_ids=(5,), pad_id=0, generation=read.generation)
+    written = json.loads((out / "generation_config.json").read_text())
+    assert written == settings | {"eos_token_id": 5, "pad_token_id": 0, "bos_token_id": None}
 
 
 def test_an_export_is_all_or_nothing(reference, tmp_path, monkeypatch):

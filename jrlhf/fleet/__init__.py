@@ -1,0 +1,1 @@
+"""Asynchronous rollouts: which weights draw which tokens, and when the trainer learns from them."""

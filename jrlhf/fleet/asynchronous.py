@@ -1,0 +1,110 @@
+"""The rollouts of an asynchronous run, as its iterations see them: batches with their responses, drawn ahead."""
+
+from collections.abc import Callable, Sequence
+
+import jax
+from jax.sharding import Mesh
+
+from jrlhf.config.schema import Config
+from jrlhf.data.batches import Batch, to_responses
+from jrlhf.data.tokenizer import Tokenizer
+from jrlhf.fleet.identity import Identity, trained_identity
+from jrlhf.fleet.prompts import PromptStream
+from jrlhf.fleet.schedule import Rules
+from jrlhf.fleet.slices import Collected, FleetState, SliceFleet
+from jrlhf.models import SamplingConfig
+from jrlhf.models.generation.continuous import Weights
+from jrlhf.rewards.mixture import Answers, Rewards
+from jrlhf.roles.actor import Actor
+
+
+class AsynchronousRollouts:
+    """The fleet on the devices of `actor.generate`, its prompts, and functions, which are asked group by group.
+
+    take: (mesh, number of a batch) -> its prompts. rewards: all that score, of the reward and of the cost.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        actor: Actor,
+        sampling: SamplingConfig,
+        tokenizer: Tokenizer,
+        take: Callable[[Mesh, int], Batch],
+        rewards: Sequence[Rewards],
+    ):
+        section, options, samples = config.rl, config.rl.asynchronous, config.samples
+        assert options is not None
+        self._mesh, self._clock, self._tokenizer = actor.placement["generate"].mesh, actor.clock, tokenizer
+        self._rewards, self._answers = rewards, dict[int, dict[str, Answers]]()  # by group and kind of reward
+        groups = section.rollout_batch // samples
+        self._stream = PromptStream(lambda number: take(self._mesh, number), self._mesh, groups, samples)
+        slots, compiled = config.rollout.slots or section.rollout_batch, actor.compiled("generate")
+        with jax.set_mesh(self._mesh):
+            decoding = compiled.continuous(sampling, config.rollout, samples, slots, config.data.max_prompt)
+            self._fleet = SliceFleet(
+                decoding,
+                self._mesh,
+                Rules(groups, options.staleness, options.update_steps),
+                options.on_new_weights,
+                self._stream.prompt,
+                self._ask,
+                samples=samples,
+                limit=sampling.max_new_tokens,
+            )
+
+    @property
+    def state(self) -> FleetState:
+        """See `SliceFleet.state`."""
+        return self._fleet.state
+
+    def fresh(self, actor: Actor) -> FleetState:
+        """The state before anything is drawn, with the actor's weights."""
+        weights, expected = _published(actor)
+        with jax.set_mesh(self._mesh):
+            return self._fleet.fresh(weights, expected)
+
+    def start(self, state: FleetState, actor: Actor) -> None:
+        """Goes on from a state, with the actor's weights. Later calls change nothing: the state is the fleet's own."""
+        if not self._fleet.started:
+            weights, expected = _published(actor)
+            with jax.set_mesh(self._mesh):
+                self._fleet.start(state, weights, expected)
+
+    def collect(self, step: int) -> Batch:
+        """The next batch, with its rollout and what functions say of it."""
+        with jax.set_mesh(self._mesh):
+            collected = self._clock.run("gen", self._fleet.collect)
+            asked = [self._answers.pop(int(number)) for number in collected.numbers]
+            answers = {
+                rewards.kind: rewards.join([of_group[rewards.kind] for of_group in asked])
+                for rewards in self._rewards
+                if rewards.kind in asked[0]
+            }
+            return self._stream.batch(collected, step, self._fleet.version, answers)
+
+    def publish(self, actor: Actor) -> dict[str, float]:
+        """Hands the actor's new weights to the fleet; returns metrics."""
+        weights, expected = _published(actor)
+        with jax.set_mesh(self._mesh):
+            self._clock.run("gen", self._fleet.publish, weights, expected)
+        return self._fleet.metrics()
+
+    def _ask(self, group: Collected) -> None:
+        """Begins to ask the functions about a complete group."""
+        number = int(group.numbers[0])
+        examples, texts = self._stream.rows(group)
+        responses = to_responses(self._tokenizer, group.tokens, group.lengths, group.finished)
+        place = self._stream.place(number)
+        self._answers[number] = {
+            rewards.kind: rewards.ask_ahead(examples, texts, responses, *place)
+            for rewards in self._rewards
+            if rewards.text_parts
+        }
+
+
+def _published(actor: Actor) -> tuple[Weights, Identity]:
+    """The weights as decoding programs take them, and the identity that they must have."""
+    with jax.set_mesh(actor.model.mesh):
+        expected = trained_identity(actor.model.params, dtype=actor.compute.dtype)
+    return actor.drawing_weights(), expected

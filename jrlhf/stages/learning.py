@@ -1,0 +1,73 @@
+"""Whether a stage learns: its learning rates, and whether its updates reach the weights."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import optax
+
+from jrlhf.config.schema import Config
+from jrlhf.config.stages import OptimizerConfig
+from jrlhf.ppo import TrainState
+from jrlhf.roles.initial import learning_rate
+
+
+class Learning:
+    """Follows the updates of a stage. Warns of a warm-up that does not fit, and at each role's first skipped update."""
+
+    def __init__(self, config: Config, stage: str, state: Any, warn: Callable[[str], None]):
+        self._stage, self._warn, self._limit = stage, warn, config.stop_after_skipped
+        self._applied = self._start = _applied(stage, state)
+        self._skipped, self._warned = dict.fromkeys(self._applied, 0), set[str]()
+        section, self._rates = config.sections[stage], {}
+        for role in self._applied:
+            own = isinstance(section, OptimizerConfig)
+            optimizer, key = (section, stage) if own else (section.optimizer_of(role), f"{stage}.{role}")
+            self._rates[role] = learning_rate(optimizer, updates=section.updates)
+            if optimizer.warmup >= section.updates and role != "cost_critic":
+                warmup, _ = optimizer.duration(section.updates)
+                warn(f"{key}.warmup={optimizer.warmup} is not below the {section.updates} updates: it is {warmup} here")
+
+    def measure(self, state: Any, metrics: Mapping[str, Any], step: int) -> dict[str, float]:
+        """Returns the learning rates of the last updates, after iteration `step`, which had these metrics."""
+        before, self._applied = self._applied, _applied(self._stage, state)
+        # A row whose score is not finite does not count: an update without any other row is skipped for that.
+        lost = int(sum(metrics.get(f"{score}/nonfinite", 0) for score in ("critic/score", "cost")))
+        if lost:
+            self._warn_once("scores", step, f"{lost} scores are not finite, and nothing is learned from their rows")
+        for role, applied in self._applied.items():
+            skipped, nonfinite = (int(metrics.get(f"{role}/{kind}_updates", 0)) for kind in ("skipped", "nonfinite"))
+            bad = skipped if lost else nonfinite
+            self._skipped[role] = 0 if applied > before[role] else self._skipped[role] + bad
+            if skipped:
+                why = "a loss, a gradient, a weight or a score is not finite" if bad else "no token of it counts"
+                self._warn_once(role, step, f"an update of {role} is skipped, because {why}")
+        return {f"{role}/lr": float(self._rates[role](max(n - 1, 0))) for role, n in self._applied.items()}
+
+    def _warn_once(self, subject: str, step: int, text: str) -> None:
+        if subject not in self._warned:
+            self._warned.add(subject)
+            self._warn(f"{self._stage} step {step}: {text}")
+
+    def in_vain(self, step: int, steps: int) -> str:
+        """Says why the run must end after this step; mostly empty.
+
+        It must after too many skipped updates in a row, and at the end of a stage if a role has made no other.
+        """
+        for role, skipped in self._skipped.items():
+            none = step == steps and skipped and self._applied[role] == self._start[role]
+            if self._limit and (skipped >= self._limit or none):
+                return (
+                    f"{self._stage} ends at step {step} of {steps}: {skipped} updates of {role} in a row were skipped, "
+                    "because a loss, a gradient, a weight or a score is not finite; the last good weights are in "
+                    "checkpoints/, and nothing is exported: look at learning rates, temperature and scores, or set "
+                    "stop_after_skipped=0"
+                )
+        return ""
+
+
+def _applied(stage: str, state: Any) -> dict[str, int]:
+    """The number of updates that each role's optimizer has made. A stage without roles trains one of its own name."""
+    trained = {stage: state} if isinstance(state, TrainState) else getattr(state, "trained", {})
+    counts = {role: optax.tree.get_all_with_path(own.opt_state, "count")[0][1] for role, own in trained.items()}
+    return {role: int(count) for role, count in jax.device_get(counts).items()}

@@ -1,0 +1,184 @@
+"""Continuous batching: decode slots that take one prompt after the other, between whose chunks the weights may change.
+
+Chunks, prefills and caches are the programs of `chunks`, so the same rows with the same weights are drawn alike.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Bool, Float, Int
+
+from jrlhf.meshes import AXES, to_host
+from jrlhf.models.collectives import check_rows
+from jrlhf.models.generation.chunks import EMPTY, Admitted, Programs, Prompts, Slots
+from jrlhf.models.generation.decoding import Decoder, Results
+from jrlhf.models.generation.schedule import Schedule
+from jrlhf.models.params import Params
+
+Weights = tuple[Params, Params]  # all weights and no adapter; or a base and its adapter
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt whose `samples` rows enter together. Its rows are number * samples and the following ones."""
+
+    number: int
+    tokens: Int[np.ndarray, "P"]  # right-padded
+    length: int
+    keys: np.ndarray  # [samples, ...]: the data of one PRNG key a row
+
+
+@dataclass(frozen=True)
+class Progress:
+    """The tokens that a row drew in a chunk: numbers start to end of its response.
+
+    response: all of its tokens [R], their log-probabilities [R], and if it drew a stop token. None: it goes on.
+    """
+
+    row: int
+    start: int
+    end: int
+    response: tuple[Int[np.ndarray, "R"], Float[np.ndarray, "R"], bool] | None
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Decoding:
+    """The state between two chunks. The programs of `ContinuousBatch` use it up."""
+
+    slots: Slots
+    results: Results  # of the row in each slot
+    owner: Any  # [slots]: the row in each slot, or EMPTY
+    drawn: Any  # [slots]: the tokens that it drew so far
+
+
+class ContinuousBatch:
+    """Decode slots on a mesh, filled with new prompts as rows are done. Mutable: `state` is all that changes.
+
+    slots: over all groups of devices. width: of the prompts, P.
+    """
+
+    state: Decoding
+
+    def __init__(self, decoder: Decoder, mesh: Mesh, schedule: Schedule, slots: int, width: int):
+        limit = decoder.sampling.max_new_tokens
+        self._programs = programs = Programs(decoder, mesh, min(schedule.chunk, limit))
+        check_rows(slots, mesh, AXES, "decode slots")
+        self._own, self._width, self._limit = slots // programs.groups, width, limit  # slots of one group
+        if self._own < programs.samples:
+            raise ValueError(f"slots={slots}: each of {programs.groups} groups needs {programs.samples}, raise it")
+        room = self._own // programs.samples
+        self._waves = schedule.waves(room, room, width)
+        self._row_of = programs.per_group([np.arange(self._own, dtype=np.int32)] * programs.groups)
+        self._blank = self._put([[] for _ in range(programs.groups)], width, self._waves[0], programs.samples)
+        self.state = self.fresh()
+
+    def fresh(self) -> Decoding:
+        """The state in which no slot is taken."""
+        programs, count = self._programs, self._own * self._programs.groups
+        slots = programs.empty(self._blank, self._own, self._width + self._limit)
+        owner, drawn = np.full(count, EMPTY, np.int32), np.zeros(count, np.int32)
+        return Decoding(slots, programs.no_results(count), owner, drawn)
+
+    @property
+    def _free(self) -> Bool[np.ndarray, "groups slots"]:
+        return (self.state.owner == EMPTY).reshape(self._programs.groups, self._own)
+
+    @property
+    def room(self) -> int:
+        """The number of prompts for all of whose rows there are free slots."""
+        return int((self._free.sum(axis=1) // self._programs.samples).sum())
+
+    @property
+    def rows(self) -> Int[np.ndarray, "n"]:
+        """The rows that decode."""
+        return self.state.owner[self.state.owner != EMPTY]
+
+    def admit(self, weights: Weights, prompts: Sequence[Prompt]) -> None:
+        """Gives slots to all rows of these prompts, at most `room` of them."""
+        programs, samples, waiting, entering = self._programs, self._programs.samples, list(prompts), []
+        for free in self._free.sum(axis=1) // samples:
+            entering.append(waiting[:free])
+            del waiting[:free]
+        assert not waiting, "more prompts than slots"
+        for wave, groups in _waves(entering, self._waves):
+            rows = [[prompt.number * samples + number for prompt in own for number in range(samples)] for own in groups]
+            slots = [np.flatnonzero(free)[: len(own)] for free, own in zip(self._free, rows, strict=True)]
+            entries = [[(prompt.tokens, prompt.length, prompt.keys) for prompt in own] for own in groups]
+            on_mesh, admitted = self._put(entries, self._width, wave, samples), self._admitted(slots, wave, samples)
+            prefilled = programs.prefill(*weights, on_mesh, admitted.prompts)
+            programs.admit(self.state.slots, prefilled, on_mesh, admitted)
+            taken = np.concatenate([group * self._own + own for group, own in enumerate(slots)])
+            self.state.owner[taken], self.state.drawn[taken] = np.concatenate(rows), 0
+
+    def decode(self, weights: Weights) -> list[Progress]:
+        """Decodes a chunk. Returns what each row drew; rows that are done leave their slots."""
+        state = self.state
+        slots, results = self._programs.chunk(*weights, state.slots, state.results, self._row_of)
+        lengths, finished = to_host((slots.rows.lengths, slots.rows.finished))
+        taken = np.flatnonzero(state.owner != EMPTY)
+        done = taken[finished[taken] | (lengths[taken] >= self._limit)]
+        tokens, logprobs = to_host((results.tokens, results.logprobs)) if len(done) else (None, None)
+        progress = []
+        for slot in taken:
+            response = (tokens[slot], logprobs[slot], bool(finished[slot])) if slot in done else None  # type: ignore
+            progress.append(Progress(int(state.owner[slot]), int(state.drawn[slot]), int(lengths[slot]), response))
+        state.owner[done], state.drawn[taken] = EMPTY, lengths[taken]
+        self.state = Decoding(slots, results, state.owner, state.drawn)
+        return progress
+
+    def prefill_again(self, weights: Weights, prompt_of: Callable[[int], Prompt]) -> None:
+        """Computes the caches of all rows again with other weights. prompt_of: a prompt's number -> the prompt."""
+        state, programs, samples = self.state, self._programs, self._programs.samples
+        drawn = to_host(state.results.tokens)
+        groups, width = [], self._width + self._limit
+        for first in range(0, len(state.owner), self._own):
+            slots = first + np.flatnonzero(state.owner[first : first + self._own] != EMPTY)
+            groups.append([(slot - first, self._whole(prompt_of, int(slot), drawn[slot])) for slot in slots])
+        for wave, rows in _waves(groups, [size * samples for size in self._waves]):
+            entries = [[entry for _, entry in own] for own in rows]
+            slots = [np.array([slot for slot, _ in own], np.int32) for own in rows]
+            on_mesh, admitted = self._put(entries, width, wave, 1), self._admitted(slots, wave, 1)
+            prefilled = programs.prefill(*weights, on_mesh, admitted.prompts)
+            programs.fill_caches(state.slots, prefilled, admitted)
+
+    def _whole(self, prompt_of: Callable[[int], Prompt], slot: int, drawn: Int[np.ndarray, "R"]) -> "_Entry":
+        """A row so far, prompt and response, as an entry that is prefilled."""
+        number, sample = divmod(int(self.state.owner[slot]), self._programs.samples)
+        prompt, count = prompt_of(number), self.state.drawn[slot]
+        tokens = np.concatenate([prompt.tokens[: prompt.length], drawn[:count]])
+        padded = np.pad(tokens, (0, self._width + self._limit - len(tokens)))
+        return padded, len(tokens), prompt.keys[sample : sample + 1]
+
+    def _put(self, groups: Sequence[Sequence["_Entry"]], width: int, size: int, keys: int) -> Prompts:
+        """Entries of each group on its devices, filled up to `size` entries with `keys` keys each."""
+        blank = np.zeros(width, np.int32), 1, np.asarray(jax.random.key_data(jax.random.split(jax.random.key(0), keys)))
+        entries = [entry for own in groups for entry in (*own, *[blank] * (size - len(own)))]
+        tokens, lengths, data = (np.stack([entry[part] for entry in entries]) for part in range(3))
+        prompts, lengths = self._programs.put((tokens, lengths.astype(np.int32)))
+        row_keys = jax.random.wrap_key_data(jnp.asarray(data.reshape(-1, data.shape[-1])))
+        return Prompts(prompts, lengths, self._programs.put(row_keys))
+
+    def _admitted(self, slots: Sequence[np.ndarray], size: int, samples: int) -> Admitted:
+        """The slots of each group's entries, `samples` an entry, in their order."""
+        entries, rows = np.arange(size, dtype=np.int32), np.arange(size * samples, dtype=np.int32)
+        padded = [np.pad(own.astype(np.int32), (0, len(rows) - len(own)), constant_values=self._own) for own in slots]
+        arrays = [(entries, rows // samples, rows, own) for own in padded]
+        return Admitted(*map(self._programs.per_group, zip(*arrays, strict=True)))
+
+
+_Entry = tuple[Int[np.ndarray, "T"], int, np.ndarray]  # tokens, their number, data of keys
+
+
+def _waves(groups: Sequence[list], sizes: Sequence[int]) -> Iterator[tuple[int, list[list]]]:
+    """Yields waves of entries: the size, which at least one group fills if any can, and the entries of each group."""
+    waiting = [list(own) for own in groups]
+    while most := max(map(len, waiting)):
+        size = max((size for size in sizes if size <= most), default=sizes[0])
+        yield size, [own[:size] for own in waiting]
+        waiting = [own[size:] for own in waiting]

@@ -1,0 +1,79 @@
+"""Values of a JSON object, checked for their type where they are read; each error names the key."""
+
+import json
+import reprlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Json = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Values:
+    """An object, and the values of keys that it omits."""
+
+    raw: Json
+    defaults: Json
+
+    def integer(self, key: str, below: int = 2**31) -> int:
+        return integer(key, self[key], below)
+
+    def number(self, key: str) -> float:
+        return number(key, self[key])
+
+    def flag(self, key: str) -> bool:
+        value = self[key]
+        if not isinstance(value, bool):
+            raise ValueError(f"{key} {value!r} must be true or false")
+        return value
+
+    def __getitem__(self, key: str) -> Any:
+        return self.raw[key] if key in self.raw else self.defaults[key]
+
+    def get(self, key: str, absent: Any) -> Any:
+        return self.raw.get(key, self.defaults.get(key, absent))
+
+
+def integer(key: str, value: Any, below: int = 2**31) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f"{key} {value!r} must be an integer")
+    if abs(value) >= below:
+        raise ValueError(f"{key} {_digits(value)} is no size of a model")
+    return value
+
+
+def number(key: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"{key} {value!r} must be a number")
+    try:
+        return float(value)
+    except OverflowError as error:
+        raise ValueError(f"{key} {_digits(value)} is too large for a number") from error
+
+
+def _digits(value: int | float) -> str:
+    return text if len(text := str(value)) < 20 else f"{text[:10]}... ({len(text)} digits)"
+
+
+def object_at(settings: Json, key: str, absent: Json | None = None) -> dict[str, Any]:
+    """The object at a key; a copy of `absent` for null, for false and where there is none."""
+    value = (absent or {}) if settings.get(key) in (None, False) else settings[key]
+    if not isinstance(value, dict):
+        raise ValueError(f"{key} {value!r} must be an object")
+    return dict(value)
+
+
+def is_one_of(value: Any, allowed: Sequence[Any]) -> bool:
+    """True if `value` is one of these as JSON, where 0 is not false and 1.0 is not 1."""
+    return json.dumps(value) in map(json.dumps, allowed)
+
+
+def refuse_others(settings: Json, neutral: Mapping[str, Sequence[Any]]) -> None:
+    """Refuses a value that is not neutral. neutral: key -> the values that change nothing."""
+    for key, allowed in neutral.items():
+        if key in settings and not is_one_of(settings[key], allowed):
+            wanted = " or ".join(map(json.dumps, allowed))
+            raise ValueError(
+                f"{key} {reprlib.repr(settings[key])} is not supported: choose a model with {key} {wanted}"
+            )

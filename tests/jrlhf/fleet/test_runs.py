@@ -1,0 +1,88 @@
+"""Whole asynchronous runs: the same bits as the synchronous run, twice, and after a kill."""
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jrlhf.config import load_config
+from jrlhf.errors import UserError
+from jrlhf.run.metrics import read_metrics
+from jrlhf.stages.setup import select_resources
+from jrlhf.train import main
+from tests.support.runs import timeless
+
+pytestmark = pytest.mark.usefixtures("quick_programs")
+
+SETTINGS = (
+    "device.simulated=8 mesh.data=4 mesh.fsdp=2 compute.remat=full "
+    "model.embed=16 model.layers=2 model.heads=2 model.kv_heads=1 model.head_dim=8 model.mlp=32 "
+    "data.digits=1 data.problems=60 data.heldout_rows=8 data.max_prompt=4 data.max_response=6 model.max_positions=16 "
+    "sft.steps=2 sft.batch=8 sft.warmup=1 evaluation.prompts=8 plan=disaggregated "
+    "rollout.chunk=2 rollout.buckets=1 rollout.lengths=1"
+).split()
+SECTION = "iterations=4", "rollout_batch=16", "save_every=1", "actor.learning_rate=0.01", "actor.warmup=0"
+ALGORITHMS = {
+    "grpo": ("grpo.algorithm.samples=2",),
+    "dapo": ("dapo.algorithm.samples=2", "dapo.algorithm.max_rounds=3"),
+    "ppo": ("ppo.critic.learning_rate=0.01", "ppo.critic.warmup=0"),
+}
+
+
+def config(directory: Path, name: str, algorithm: str = "grpo", settings: Sequence[str] = (), **asynchronous: Any):
+    options = [f"{algorithm}.asynchronous.{key}={value}" for key, value in asynchronous.items()]
+    section = [f"{algorithm}.{setting}" for setting in SECTION]
+    named = [f"run_dir={directory}", f"name={name}", f"stages=[sft, {algorithm}]"]
+    # The packaged config's section of GRPO is left out: it would be another algorithm's.
+    text = Path("configs/arithmetic-grpo.yaml").read_text().partition("\ngrpo:")[0]
+    file = directory / f"{name}.yaml"
+    file.write_text(text + "\nevaluation: {prompts: 8}\n")
+    return load_config(str(file), [*SETTINGS, *named, *section, *ALGORITHMS.get(algorithm, ()), *options, *settings])
+
+
+def run(config: Any, *, resume: bool = False) -> Path:
+    main(config, resume=resume)
+    return Path(config.run_dir) / config.name
+
+
+@pytest.mark.parametrize(
+    "algorithm", ["grpo", *(pytest.param(name, marks=pytest.mark.full) for name in ("dapo", "ppo"))]
+)
+def test_with_staleness_0_the_run_is_the_synchronous_one_bit_for_bit(algorithm, tmp_path):
+    paths = [
+        run(config(tmp_path, "plain", algorithm)),
+        run(config(tmp_path, "fleet", algorithm, staleness=0, update_steps=3)),
+    ]
+    for plain, fleet in zip(*map(timeless, paths), strict=True):
+        assert plain == {name: fleet[name] for name in plain}  # the other metrics speak of the fleet
+    plain, fleet = ((path / "model" / "model.safetensors").read_bytes() for path in paths)
+    assert plain == fleet
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("on_new_weights", ["keep_cache", "prefill_again", "finish"])
+def test_a_run_that_goes_on_from_any_step_has_the_same_bits(on_new_weights, tmp_path):
+    options = {"staleness": 2, "update_steps": 3, "on_new_weights": on_new_weights}
+    path = run(config(tmp_path, "whole", **options))
+    expected = timeless(path), (path / "model" / "model.safetensors").read_bytes()
+    assert [record["perf/compilations"] for record in read_metrics(path) if record["stage"] == "grpo"][2:] == [0, 0]
+    shutil.rmtree(path / "model")
+    for step in (4, 3):  # only the last two are kept
+        shutil.rmtree(path / "checkpoints" / "grpo" / str(step), ignore_errors=True)
+        if step == 4:
+            run(config(tmp_path, "whole", **options), resume=True)
+            assert (timeless(path), (path / "model" / "model.safetensors").read_bytes()) == expected
+
+
+def test_what_cannot_be_asynchronous_is_one_sentence(tmp_path):
+    for algorithm, settings, sentence in (
+        ("grpo", ["plan=colocate"], "on the same devices, and grpo.asynchronous draws on devices of its own"),
+        ("grpo", ["lora.rank=2"], "grpo.asynchronous needs weights on devices of their own, and lora shares one base"),
+        ("remax", [], "remax calls actor.generate, actor.generate_greedy: leave asynchronous out"),
+    ):
+        with pytest.raises(UserError, match=sentence):
+            select_resources(config(tmp_path, "refused", algorithm, settings, staleness=1))
+    with pytest.raises(UserError, match="grpo.asynchronous.staleness=-1: it must be at least 0"):
+        config(tmp_path, "negative", staleness=-1)

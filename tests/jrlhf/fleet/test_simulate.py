@@ -1,0 +1,247 @@
+"""The simulator of an asynchronous run, against a play of it step by step and token by token, and closed forms."""
+
+import math
+import statistics
+import time
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import pytest
+
+from benchmarks.staleness import PUBLISHED
+from jrlhf.fleet.predict import predict, summarise, token_versions, trade_off
+from jrlhf.fleet.schedule import Rules
+from jrlhf.fleet.simulate import DROPPED, Setting, lognormal, measured, simulate
+
+BOUNDS = (0, 1, 2, 4, 8)
+# 16 groups of 8 rows, as many slots as rows, and an update that takes as long as decoding a batch in full slots.
+RUN = Setting(Rules(16, 0, 1000.0), slots=128, samples=8, lengths=lognormal(1000, 1.0))
+
+
+@dataclass
+class Group:
+    """tokens: of each row, the versions that drew its tokens. done: time at which its score is known."""
+
+    lengths: list[int]
+    tokens: list[list[int]] = field(default_factory=list)
+    done: int | None = None
+    trained: int | None = None
+    dropped: bool = False
+
+
+def play(setting: Setting, versions: int, seed: int) -> tuple[list[Group], list[int]]:
+    """Plays a run one time step after the other; returns its groups and the times at which updates began.
+
+    Written from the description of the rules. All times must be whole numbers.
+    """
+    rules, rule, finish = setting.rules, setting.rule, setting.on_new_weights == "finish"
+    batch, bound, update = rules.batch, rules.staleness, int(rules.update)
+    groups: list[Group] = []
+    running: list[tuple[Group, int]] = []
+    begins: list[int] = []
+    drawn: dict[int, int] = {}  # version at the start of a group, by its number
+    version, left = 0, 0  # left: steps of the chunk that runs
+    supply = iter(setting.lengths(np.random.default_rng(seed), (1024, setting.samples)).tolist())
+    waiting: list[tuple[Group, int]] = []  # rows without a slot
+    now = 0
+
+    def train() -> None:
+        if begins and now < begins[-1] + update:
+            return
+        if rule == "discard_stale":
+            for number, group in enumerate(groups):
+                if group.done is not None and group.trained is None and len(begins) - drawn[number] > bound:
+                    group.dropped = True
+        ready = [
+            (group.done, number)
+            for number, group in enumerate(groups)
+            if group.done is not None and group.done <= now and group.trained is None and not group.dropped
+        ]
+        if rule == "in_order":
+            ready = [item for item in ready if item[1] // batch == len(begins)]
+        if len(ready) >= batch:
+            for _, number in sorted(ready)[:batch]:
+                groups[number].trained = len(begins)
+            begins.append(now)
+
+    while len(begins) < versions:
+        train()
+        if left == 0:
+            for group, _ in running:
+                if all(len(tokens) == length for tokens, length in zip(group.tokens, group.lengths, strict=False)):
+                    if len(group.tokens) == setting.samples and group.done is None:
+                        group.done = now + int(setting.reward)
+            running = [(group, row) for group, row in running if len(group.tokens[row]) < group.lengths[row]]
+            if rule == "drop_oldest":
+                queue = [group for group in groups if group.done is not None and group.trained is None]
+                queue = sorted((group for group in queue if not group.dropped), key=lambda group: group.done or 0)
+                for group in queue[: max(len(queue) - setting.queue * batch, 0)]:
+                    group.dropped = True
+            train()
+            finished = len([begin for begin in begins if begin + update <= now])
+            if not (finish and running):
+                version = finished // setting.publish * setting.publish
+            while True:
+                free = setting.slots - len(running)
+                if not waiting:
+                    if free < (setting.samples if setting.together else 1):
+                        break
+                    capacity = batch * (version + bound + 1)
+                    if rule in ("token_bound", "capacity", "in_order") and len(groups) >= capacity:
+                        break
+                    groups.append(Group(next(supply)))
+                    drawn[len(groups) - 1] = version
+                    waiting = [(groups[-1], row) for row in range(setting.samples)]
+                entering, waiting = waiting[:free], waiting[free:]
+                for group, row in entering:
+                    group.tokens.append([])
+                    running.append((group, row))
+                if waiting:
+                    break
+            left = setting.chunk if running else 0
+        if running:
+            for group, row in running:
+                if len(group.tokens[row]) < group.lengths[row]:
+                    group.tokens[row].append(version)
+            left -= 1
+            if all(len(group.tokens[row]) == group.lengths[row] for group, row in running):
+                left = 0
+        now += 1
+    return groups, begins
+
+
+def random_setting(rng: np.random.Generator) -> Setting:
+    def one_of(*values):
+        return values[rng.integers(len(values))]
+
+    rule = one_of("token_bound", "token_bound", "capacity", "in_order", "drop_oldest", "discard_stale")
+    samples, publish = int(rng.integers(1, 5)), one_of(1, 1, 2)
+    return Setting(
+        Rules(int(rng.integers(1, 4)), publish - 1 + one_of(0, 1, 2, 2.5, 5), float(rng.integers(1, 40))),
+        slots=samples + int(rng.integers(0, 12)),
+        samples=samples,
+        lengths=measured(rng.integers(1, 30, 50).tolist()),
+        on_new_weights=one_of("keep_cache", "prefill_again", "finish") if "d_" not in rule else "keep_cache",
+        chunk=one_of(1, 1, 3, 8),
+        together=one_of(True, False),
+        reward=0.0 if rule in ("drop_oldest", "discard_stale") else float(rng.integers(0, 2) * rng.integers(0, 50)),
+        publish=publish,
+        rule=rule,
+        queue=one_of(1, 2),
+    )
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_it_plays_what_steps_and_tokens_do(seed):
+    """Same batches, times, drops and version of every token, for random settings."""
+    rng = np.random.default_rng(seed)
+    for number in range(10):
+        setting, versions = random_setting(rng), 14
+        groups, begins = play(setting, versions, number)
+        trace = simulate(setting, versions, number)
+        np.testing.assert_array_equal(trace.begins, begins, err_msg=str(setting))
+        count = max(number for number, group in enumerate(groups) if group.trained is not None) + 1
+        learned = [group for group in groups if group.trained is not None]
+        assert [group.trained for group in learned] == trace.trained[trace.trained >= 0].tolist(), setting
+        assert [group.lengths for group in groups[:count]] == trace.lengths[:count].tolist()
+        assert [group.dropped for group in groups[:count]] == (trace.trained[:count] == DROPPED).tolist(), setting
+        assert [group.tokens[0][0] for group in learned] == trace.drawn[trace.trained >= 0].tolist()
+        rows, drew, tokens = token_versions(trace, trace.trained >= 0)
+        assert tokens.min() > 0
+        simulated = [np.repeat(drew[rows == row], tokens[rows == row]).tolist() for row in range(rows.max() + 1)]
+        assert simulated == [tokens for group in learned for tokens in group.tokens], setting
+
+
+def test_shares_are_those_of_single_tokens():
+    """Ages and weights of a prediction against loops over the tokens of the play."""
+    setting = replace(RUN, rules=Rules(3, 1, 60.0), slots=16, samples=2, lengths=lognormal(40, 1.0))
+    versions = 60
+    groups, _ = play(setting, versions, seed=1)
+    middle = [group for group in groups if group.trained is not None and 12 <= group.tokens[0][0] < 48]
+    rows = [(tokens, group.trained or 0) for group in middle for tokens in group.tokens]
+    ages = [[trained - version for version in tokens] for tokens, trained in rows]
+    flat = [age for row in ages for age in row]
+    predicted = predict(setting, versions, seed=1)
+    assert math.isclose(predicted.mean_age, statistics.mean(flat))
+    assert predicted.max_age == max(flat) > 1 == predicted.max_full_age
+    old = sum(age > 1 for age in flat) / len(flat)
+    assert math.isclose(predicted.time_per_batch, predicted.step / predicted.length_ratio / (1 - old))
+    assert 0.05 < old < 0.5 and math.isclose(predicted.older, old) and math.isclose(predicted.zero_weight, old)
+    ranked = sorted(ages, key=len)
+    quartiles = [[age for row in part for age in row] for part in np.array_split(np.array(ranked, object), 4)]
+    np.testing.assert_allclose(predicted.full_weight, [np.mean(np.array(part) <= 1) for part in quartiles], rtol=0.02)
+
+
+@pytest.mark.parametrize("published", PUBLISHED, ids=str)
+def test_mean_staleness_in_closed_form(published):
+    assert abs(predict(published.setting, versions=250).group_age - published.formula) < 0.1
+
+
+@pytest.mark.parametrize("on_new_weights", ["finish", "keep_cache", "prefill_again"])
+@pytest.mark.parametrize("sigma", [0.25, 1.0])
+def test_the_rule_of_a_run(sigma, on_new_weights):
+    """It drops no row, weights no token beyond the bound, and is the faster, the higher the bound."""
+    setting = replace(RUN, lengths=lognormal(1000, sigma), on_new_weights=on_new_weights, prefill=0.001)
+    predictions = trade_off(setting, BOUNDS, versions=200)
+    for bound, predicted in zip(BOUNDS, predictions, strict=True):
+        assert predicted.discarded == 0 and abs(predicted.length_ratio - 1) < 0.01
+        assert predicted.max_full_age <= bound and predicted.group_age <= bound + 0.01
+        if on_new_weights == "finish":
+            assert predicted.max_age <= bound and predicted.older == 0
+    steps = [predicted.step for predicted in predictions]
+    assert np.diff(steps).max() <= 0.005 * steps[-1]
+    assert steps[-1] < 0.7 * steps[0]
+
+
+def test_staleness_0_is_the_synchronous_run():
+    trace = simulate(RUN, versions=50)
+    np.testing.assert_array_equal(trace.drawn[: 50 * 16], np.repeat(np.arange(50), 16))
+    np.testing.assert_array_equal(trace.trained[: 50 * 16], trace.drawn[: 50 * 16])
+    longest = trace.lengths.reshape(-1, 128)[:50].max(1)  # all rows of a batch start together
+    np.testing.assert_allclose(np.diff(trace.begins), longest[1:] + 1000.0)
+    predicted = summarise(trace)
+    assert predicted.max_age == 0 and predicted.full_weight == (1.0, 1.0, 1.0, 1.0)
+    assert math.isclose(predicted.trainer_waits, 1 - 1000 / predicted.step)
+    tokens = trace.lengths.reshape(-1, 128)[11:50].sum()  # between the beginnings of updates 10 and 49
+    assert math.isclose(1 - predicted.rollouts_wait, tokens / (39 * predicted.step) / 128)
+
+
+def test_what_other_rules_cost():
+    """Dropping shortens what is learned from; admission alone does not bound the age; to wait for order is slow."""
+    capacity, in_order, discard = (
+        predict(replace(RUN, rules=Rules(16, 4, 1000.0), rule=rule), versions=200)
+        for rule in ("capacity", "in_order", "discard_stale")
+    )
+    dropping = predict(replace(RUN, rule="drop_oldest"), versions=200)
+    assert capacity.max_group_age > 20 and capacity.max_full_age > 20
+    assert capacity.discarded == capacity.zero_weight == 0 and capacity.older > 0.1
+    assert in_order.max_group_age == 4 and in_order.step > 2.2 * capacity.step
+    assert discard.max_group_age == 4 and discard.discarded > 0.1 and discard.length_ratio < 0.95
+    assert discard.full_weight[0] > discard.full_weight[3] + 0.1
+    assert 0.04 < dropping.discarded < 0.12
+
+
+def test_pauses_and_costs_of_steps():
+    """Times in closed form, one row of 10 tokens at a time and one in an update."""
+    setting = Setting(Rules(1, 0, 6.0), slots=4, samples=1, lengths=measured([10]))
+    assert predict(setting, 20).step == 16
+    assert predict(replace(setting, transfer=3.0), 20).step == 19
+    assert predict(replace(setting, reward=5.0), 20).step == 21
+    assert predict(replace(setting, chunk=8), 20).step == 16  # the second chunk ends with the row
+    assert predict(replace(setting, empty=0.5), 20).step == 6 + 10 * (0.5 + 0.5 / 4)
+    assert predict(replace(setting, rules=Rules(1, 1, 6.0)), 21).step == (10 + 6) / 2  # two rows take turns
+    again = replace(setting, rules=Rules(1, 2, 7.0), slots=1, on_new_weights="prefill_again", prefill=0.5, prompt=4)
+    assert predict(again, 40).step == 10 + 0.5 * (7 + 4)  # weights come when the running row has 7 tokens
+
+
+def test_a_thousand_versions_take_two_seconds():
+    before = time.process_time()
+    predict(replace(RUN, rules=Rules(16, 4, 1000.0)), versions=1000)
+    assert time.process_time() - before < 2
+
+
+def test_settings_that_cannot_run_are_refused():
+    with pytest.raises(ValueError, match="slots=7 cannot hold the samples=8"):
+        replace(RUN, slots=7)
+    with pytest.raises(ValueError, match="staleness=0.*publish=2"):
+        replace(RUN, publish=2)

@@ -1,0 +1,97 @@
+"""What a run builds on outside its checkpoints: any change is refused, but of reward functions that stopped the run."""
+
+import random
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+
+from jrlhf.errors import UserError
+from jrlhf.models import ModelConfig
+from jrlhf.models.config import RopeScaling
+from jrlhf.rewards.user_code import imported_modules
+from jrlhf.run.directory import Run
+from jrlhf.stages.identity import Identity, note_failure, numbers
+
+MODEL = ModelConfig(vocab_size=64, embed=16, layers=2, heads=2, kv_heads=2, head_dim=8, mlp=32, max_positions=32)
+FUNCTIONS = frozenset({"reward mine", "cost other"})
+
+
+def test_every_number_of_a_model_is_part_of_its_words():
+    others = {"rope_scaling": RopeScaling("linear", 2.0), "local_layers": (True, False), "window": 4}
+    words, changed = numbers("actor", MODEL), 0
+    for item in fields(ModelConfig):
+        value = getattr(MODEL, item.name)
+        numeric = {bool: lambda x: not x, int: lambda x: 2 * x, float: lambda x: x / 2}.get(type(value), lambda x: 0.5)
+        names = {"activation": "gelu_tanh", "norm": "layer", "positions": "learned"}
+        other = others.get(item.name) or names.get(item.name) or numeric(value)
+        needs = {"window": 4} if item.name in ("local_layers", "local_rope_theta") else {}
+        try:
+            model = replace(MODEL, **needs, **{item.name: other}) if item.name not in needs else MODEL
+        except ValueError:  # a number that depends on another
+            continue
+        assert numbers("actor", model) != words, item.name
+        changed += 1
+    assert changed > 20 and words["actor.vocab_size"] == "64" and "actor.norm_eps" not in words
+
+
+def test_any_other_word_is_refused_but_of_a_function_that_stopped_the_run(tmp_path):
+    draw = random.Random(0)
+    shared = {f"actor.{name}": name for name in "abc"} | {"reward mine modules": "m", "seeds": "2"}
+    stage = {"corpus": "c", "reward mine": "f", "cost other": "o"}
+    for number in range(60):
+        run, accepts = Run(tmp_path / str(number)), draw.random() < 0.3
+        run.path.mkdir()
+        here = Identity(shared, FUNCTIONS, accepts).of_stage(stage)
+        there, changed = dict(here), draw.sample(sorted(here.keys() - {"identity"}), draw.choice((0, 1, 1, 2)))
+        for key in changed:
+            there[key] = "was"
+            if draw.random() < 0.3:
+                del there[key]
+        stopped = draw.random() < 0.5
+        if stopped:
+            failed = {key: there[key] for key in ("reward mine", "reward mine modules") if key in there}
+            note_failure(run, failed, "failed")
+        mended = {"reward mine", "reward mine modules"} if stopped and "reward mine" in there else set()
+        mended |= {"reward mine", "reward mine modules", "cost other"} if accepts else set()
+        try:
+            notices = list(Identity(shared, FUNCTIONS, accepts).compare(run, "ppo", there, here))
+        except UserError as error:
+            assert set(changed) - mended and any(f"made with another {key} (" in str(error) for key in changed)
+        else:
+            assert set(changed) <= mended and notices == [] and len(run.changes) == len(changed)
+
+
+def test_a_checkpoint_of_an_older_version_is_taken_with_a_notice(tmp_path):
+    identity = Identity({"actor.vocab_size": "64"})
+    here = identity.of_stage({"corpus": "c"})
+    assert list(identity.compare(Run(tmp_path), "sft", here, here)) == []
+    (notice,) = identity.compare(Run(tmp_path), "sft", {"corpus": "c"}, here)
+    assert "is of an older version, which did not record identity, actor.vocab_size" in notice
+    with pytest.raises(UserError, match="made with another corpus"):
+        list(identity.compare(Run(tmp_path), "sft", {"corpus": "d"}, here))
+
+
+def test_what_a_reward_file_imports_is_found(tmp_path, monkeypatch):
+    files = {
+        "main.py": "import os, numpy, helper\nfrom package.inner import f\n\ndef score():\n    import late\n",
+        "helper.py": "import other_helper as o\nfrom jrlhf.errors import UserError\n",
+        "other_helper.py": "import helper\nimport absent\n",
+        "late.py": "",
+        "unused.py": "",
+        "package/__init__.py": "",
+        "package/inner.py": "from . import sibling\nfrom .sibling import g\nfrom ..package import cousin\n",
+        "package/sibling.py": "g = f = 1\n",
+        "package/cousin.py": "x = (\n",
+    }
+    for name, text in files.items():
+        Path(tmp_path / name).parent.mkdir(exist_ok=True)
+        Path(tmp_path / name).write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    modules = imported_modules(str(tmp_path / "main.py"))
+    inner = {"package", "package.inner", "package.sibling", "package.cousin"}
+    assert modules.keys() == {"helper", "other_helper", "late"} | inner
+    for name in ("helper.py", "other_helper.py", "late.py", "package/sibling.py", "unused.py"):
+        (tmp_path / name).write_text(files[name] + "# changed\n")
+        assert (imported_modules(str(tmp_path / "main.py")) != modules) == (name != "unused.py"), name
+        (tmp_path / name).write_text(files[name])

@@ -1,0 +1,158 @@
+"""Continuous batching: the engine's tokens, and log-probabilities of the weights that drew each token."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jrlhf.meshes import GENERATE, make_mesh
+from jrlhf.models import ModelConfig, SamplingConfig, Schedule, make_generate, param_shardings
+from jrlhf.models.generation.continuous import ContinuousBatch, Prompt
+from jrlhf.models.generation.decoding import Decoder
+from tests.models.conftest import random_params
+from tests.models.shared import unstacked
+
+CONFIG = ModelConfig(vocab_size=50, embed=16, layers=2, heads=4, kv_heads=2, head_dim=8, mlp=24, max_positions=32)
+U, S, P, R = 12, 2, 5, 12
+SAMPLING = SamplingConfig(R, temperature=1.0, min_new_tokens=2, stop_ids=tuple(range(0, 50, 12)))
+EVERY = 2  # chunks between two versions of the weights
+
+
+class Setting:
+    """A model's versions on a mesh, prompts, and a batch of slots."""
+
+    def __init__(self, sizes, versions: int):
+        self.mesh = make_mesh(*sizes, devices=jax.devices()[: np.prod(sizes)])
+        self.versions = [random_params(CONFIG, seed=seed) for seed in range(versions)]
+        shardings = param_shardings(CONFIG, self.mesh, GENERATE)
+        self.weights = [(jax.device_put(unstacked(params), shardings), {}) for params in self.versions]
+        generator = np.random.default_rng(3)
+        lengths = generator.integers(1, P + 1, U).astype(np.int32)
+        tokens = generator.integers(0, CONFIG.vocab_size, (U, P)).astype(np.int32)
+        self.tokens = np.where(np.arange(P)[None, :] < lengths[:, None], tokens, 0)
+        self.lengths, self.keys = lengths, jax.random.split(jax.random.key(7), U * S)
+        data = np.asarray(jax.random.key_data(self.keys)).reshape(U, S, -1)
+        self.prompts = [Prompt(n, self.tokens[n], int(lengths[n]), data[n]) for n in range(U)]
+        decoder = Decoder(CONFIG, self.mesh, SAMPLING, S, jnp.float32, None, None)
+        with jax.set_mesh(self.mesh):
+            self.batch = ContinuousBatch(decoder, self.mesh, Schedule(chunk=3), 8, P)
+
+    def draw(self, *, prefill_again: bool = False):
+        """Row -> (tokens, log-probabilities, versions, drew a stop token). Every second chunk has newer weights."""
+        waiting, rows, versions, chunks = list(self.prompts), {}, np.zeros((U * S, R), int), 0
+        with jax.set_mesh(self.mesh):
+            while waiting or len(self.batch.rows):
+                version = min(chunks // EVERY, len(self.weights) - 1)
+                if prefill_again and version != min((chunks - 1) // EVERY, version):
+                    self.batch.prefill_again(self.weights[version], lambda number: self.prompts[number])
+                entering = [waiting.pop(0) for _ in range(min(self.batch.room, len(waiting)))]
+                self.batch.admit(self.weights[version], entering)
+                for row in self.batch.decode(self.weights[version]):
+                    versions[row.row, row.start : row.end] = version
+                    if row.response is not None:
+                        tokens, logprobs, finished = row.response
+                        own = tokens[: row.end], logprobs[: row.end], versions[row.row, : row.end]
+                        rows[row.row] = *own, finished
+                chunks += 1
+        return rows
+
+    def sequence(self, row: int, tokens) -> np.ndarray:
+        prompt = row // S
+        return np.concatenate([self.tokens[prompt, : self.lengths[prompt]], tokens])
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 1), pytest.param((2, 1, 2), marks=pytest.mark.full)])
+def test_rows_are_those_of_one_program_for_all(sizes):
+    setting = Setting(sizes, versions=1)
+    rows = setting.draw()
+    program = jax.jit(make_generate(CONFIG, setting.mesh, SAMPLING, samples=S))
+    with jax.set_mesh(setting.mesh):
+        whole = program(setting.weights[0][0], setting.tokens, setting.lengths, setting.keys)
+    whole = jax.device_get(whole)
+    assert sorted(rows) == list(range(U * S))
+    for row, (tokens, logprobs, _, finished) in rows.items():
+        start = whole.prompt_lengths[row]
+        response = slice(start, start + whole.response_lengths[row])
+        np.testing.assert_array_equal(tokens, whole.tokens[row, response])
+        np.testing.assert_allclose(logprobs, whole.logprobs[row, response], atol=1e-5)
+        assert finished == whole.finished[row]
+
+
+def test_with_caches_made_anew_log_probabilities_are_those_of_the_recorded_version(reference):
+    setting = Setting((1, 1, 1), versions=4)
+    rows = setting.draw(prefill_again=True)
+    assert max(len(set(versions)) for _, _, versions, _ in rows.values()) > 1
+    for row, (tokens, logprobs, versions, _) in rows.items():
+        sequence = setting.sequence(row, tokens)
+        for version in set(versions):
+            expected = reference.logprobs(setting.versions[version], CONFIG, sequence[None])[0][0, -len(tokens) :]
+            np.testing.assert_allclose(logprobs[versions == version], expected[versions == version], atol=2e-4)
+
+
+def test_with_kept_caches_log_probabilities_are_those_of_the_recorded_mixture():
+    setting = Setting((1, 1, 1), versions=3)
+    rows = setting.draw()
+    assert max(len(set(versions)) for _, _, versions, _ in rows.values()) > 1
+    for row, (tokens, logprobs, versions, _) in rows.items():
+        sequence, start = setting.sequence(row, tokens), setting.lengths[row // S]
+        # Position t is fed with the weights that draw token t + 1; the prompt before with those that draw the first.
+        fed = np.concatenate([np.full(start, versions[0]), versions])[1:]
+        expected = mixture(setting.versions, fed, sequence)
+        np.testing.assert_allclose(logprobs, expected[-len(tokens) :], atol=2e-4)
+
+
+def mixture(versions, fed, sequence) -> np.ndarray:
+    """The log-probability of each token but the first, where position t is computed with weights number fed[t]."""
+    T, H = len(fed), CONFIG.head_dim
+
+    def mixed(compute) -> np.ndarray:  # [T, ...]: at each position the result of its own weights
+        results = np.stack([np.asarray(compute(params), np.float64) for params in versions])
+        return results[fed, np.arange(T)]
+
+    def norm(x, scale):
+        return x / np.sqrt((x**2).mean(-1, keepdims=True) + CONFIG.norm_eps) * scale
+
+    def rotated(x):  # [T, heads, H]
+        angles = np.arange(T)[:, None] * CONFIG.rope_theta ** (-2 * np.arange(H // 2) / H)
+        turned = (x[..., : H // 2] + 1j * x[..., H // 2 :]) * np.exp(1j * angles)[:, None]
+        return np.concatenate([turned.real, turned.imag], -1)
+
+    x = mixed(lambda params: params["embedding"][sequence[:-1]])
+    for index in range(CONFIG.layers):
+        layers = {id(p): jax.tree.map(lambda weight, index=index: weight[index], p["layers"]) for p in versions}
+
+        def of(params, *path, layers=layers):
+            part = layers[id(params)]
+            for name in path:
+                part = part[name]
+            return np.asarray(part, np.float64)
+
+        def projected(name, x=x, of=of):
+            def compute(params):
+                h = norm(x, of(params, "attention_norm", "scale"))
+                return (h @ of(params, "attention", name).reshape(CONFIG.embed, -1)).reshape(T, -1, H)
+
+            return mixed(compute)
+
+        q, k, v = rotated(projected("wq")), rotated(projected("wk")), projected("wv")
+        k, v = (np.repeat(y, CONFIG.heads // CONFIG.kv_heads, axis=1) for y in (k, v))
+        scores = np.einsum("qnh,snh->nqs", q, k) / np.sqrt(H)
+        scores = np.where(np.tri(T, dtype=bool), scores, -np.inf)
+        weights = np.exp(scores - scores.max(-1, keepdims=True))
+        out = np.einsum("nqs,snh->qnh", weights / weights.sum(-1, keepdims=True), v).reshape(T, -1)
+        x = x + mixed(lambda params, out=out, of=of: out @ of(params, "attention", "wo").reshape(-1, CONFIG.embed))
+
+        def mlp(params, x=x, of=of):
+            h = norm(x, of(params, "mlp_norm", "scale"))
+            gate = h @ of(params, "mlp", "gate")
+            return (gate / (1 + np.exp(-gate)) * (h @ of(params, "mlp", "up"))) @ of(params, "mlp", "down")
+
+        x = x + mixed(mlp)
+
+    def logits(params):
+        table = params["embedding" if CONFIG.tie_embeddings else "unembedding"][: CONFIG.vocab_size]
+        return norm(x, np.asarray(params["final_norm"]["scale"], np.float64)) @ np.asarray(table, np.float64).T
+
+    z = mixed(logits)
+    log_p = z - np.log(np.exp(z - z.max(-1, keepdims=True)).sum(-1, keepdims=True)) - z.max(-1, keepdims=True)
+    return log_p[np.arange(T), sequence[1:]]
