@@ -1,6 +1,6 @@
 """The search for fused pipeline schedules: the instances that RLHFuse's authors published, and generated ones.
 
-    python -m benchmarks.fusion          # writes benchmarks/results/fusion.json; about ten minutes on one core
+    python -m benchmarks.fusion          # writes benchmarks/results/fusion.json; about three minutes on one core
 
 Seconds are of the processor. The published makespans, peak memories and seconds of the authors' search (some 768
 processes) are in the traces of github.com/FlexFusion/FlexFusion, commit 212c257.
@@ -15,7 +15,7 @@ from benchmarks.records import RESULTS, provenance, write
 from jrlhf.meshes.pipeline import violation
 from jrlhf.planning.fusion import Fused, Model, Problem, fuse, search
 
-GENERATED, SEED, NODES = 60, 0, 50_000
+GENERATED, SEED, NODES = 60, 0, 20_000
 
 
 def pair(depths, micro_batches, forwards, activations) -> Problem:

@@ -16,11 +16,11 @@ from jrlhf.meshes.pipeline import Table, makespan, peak
 from jrlhf.planning.fusion.dispatch import Dispatched, Dispatcher, Rules, Values
 from jrlhf.planning.fusion.problem import Problem
 
-_STEPS = 2_000_000  # operations that the search for the makespan dispatches at most, about two seconds a million
-_STEPS_OF_LIMIT = 2_000_000  # the same for each limit of memory
+_STEPS = 1_000_000  # operations that the search for the makespan dispatches at most, about two seconds a million
+_STEPS_OF_LIMIT = 1_000_000  # the same for each limit of memory
 _LIMITS = 6  # limits of memory that are tried
 _STALL = 40  # schedules without a gain, after which new priorities are drawn
-_PATIENCE = (0.5, 1.0)
+_PATIENCE = (0.0, 0.5, 1.0)
 _NOISE = (0.0, 0.3, 1.0, 2.0, 4.0)  # of the longest operation
 _TOLERANCE = 1e-9  # of sums of floating-point numbers
 
