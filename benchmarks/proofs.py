@@ -29,6 +29,7 @@ PARTS = {
     "failures": "random kills, hangs, signals, full disks and changed files: the same bits, or refused in a sentence",
     "families": "all families against transformers and PEFT, and through whole runs",
     "processes": "runs of two processes against runs of one",
+    "inputs": "5,400 malformed inputs, read in one process, and 120 commands: one sentence and exit code 2, or a run",
 }
 PACKAGES = ("jax", "flax", "optax", "numpy", "orbax-checkpoint")
 

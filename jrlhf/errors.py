@@ -8,8 +8,19 @@ from collections.abc import Callable
 DONE, FAILED, BAD_INPUT, PREEMPTED, INTERRUPTED = 0, 1, 2, 75, 130  # 75: to be queued again; 130: as shells have it
 
 
+LONGEST = 1500  # characters of a sentence, which may quote input of any length
+
+
 class UserError(Exception):
-    """Bad input, in one sentence: what is wrong, its value, the remedy. The program prints it and exits with 2."""
+    """Bad input, in one sentence: what is wrong, its value, the remedy. The program prints it and exits with 2.
+
+    Its text has one line and no control characters. Of long words, and of a long text, the middle is left out.
+    """
+
+    def __str__(self) -> str:
+        words = (word if len(word) < 300 else f"{word[:150]}...{word[-100:]}" for word in super().__str__().split())
+        text = "".join(letter if letter.isprintable() else "\ufffd" for letter in " ".join(words))
+        return text if len(text) <= LONGEST else f"{text[: LONGEST - 500]} ... {text[-400:]}"
 
 
 class RunFailure(Exception):

@@ -1,5 +1,6 @@
 """Plans as data: the devices and the partitioning of each call of a graph."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
@@ -97,7 +98,8 @@ class Plan:
 
 
 def plan_of(mapping: Any) -> Plan:
-    """Parses a plan that `as_dict` or a user wrote. Raises ValueError, one sentence, for wrong entries."""
+    """Parses a plan that `as_dict` or a user wrote; numbers may be text. Raises ValueError, one sentence, for wrong
+    entries."""
     if not isinstance(mapping, Mapping) or not isinstance(mapping.get("calls"), Mapping) or not mapping["calls"]:
         raise ValueError("a plan must hold `name` and `calls`, the calls' placements by name")
     unknown = sorted(mapping.keys() - {"name", "calls"})
@@ -118,20 +120,20 @@ def _placement(call: str, mapping: Any) -> Placement:
         raise ValueError(
             f"call {call} of the plan has layout={mapping['layout']}: it must be {', '.join(LayoutName.__args__)}"
         )
-    sizes = {axis: mapping.get(axis, 1) for axis in _SIZES}
-    for axis, size in sizes.items():
-        if not isinstance(size, int) or isinstance(size, bool):
-            raise ValueError(f"call {call} of the plan has {axis}={size}: it must be a whole number")
+    written = {axis: str(mapping.get(axis, 1)) for axis in _SIZES}
+    for axis, size in written.items():
+        if not re.fullmatch(r"-?\d{1,9}", size, re.ASCII):
+            raise ValueError(f"call {call} of the plan has {axis}={size[:20]}: it must be a whole number")
     try:
+        sizes = {axis: int(size) for axis, size in written.items()}
         return Placement(_slice(mapping["devices"]), mapping["layout"], **sizes)
     except ValueError as error:
         raise ValueError(f"call {call} of the plan: {error}") from None
 
 
 def _slice(text: Any) -> Slice:
-    first, _, last = str(text).partition("-")
-    try:
-        start, stop = int(first), int(last or first) + 1
-    except ValueError:
-        raise ValueError(f"devices={text} must be a number or a range such as 0-7") from None
-    return Slice(start, stop - start)
+    match = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", str(text), re.ASCII)
+    if match is None:
+        raise ValueError(f"devices={str(text)[:20]} must be a number or a range such as 0-7")
+    start, last = int(match[1]), int(match[2] or match[1])
+    return Slice(start, last + 1 - start)

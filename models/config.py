@@ -5,6 +5,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 VOCAB_MULTIPLE = 128
+MOST_LAYERS = 10_000  # a config may say anything, and each layer has an entry in what is made of it
 
 Activation = Literal["silu", "gelu_tanh"]
 NormKind = Literal["rms", "layer"]

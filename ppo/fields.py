@@ -6,11 +6,14 @@ from dataclasses import MISSING, field, fields
 from functools import cache
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+MOST = 2**31 - 1  # the largest number of an integer field that names no other: sizes and steps are int32 in programs
+LONGEST = 1e9  # seconds, some thirty years: no clock of an operating system waits much longer
+
 
 def checked(default: Any = MISSING, holds: Callable[[Any], bool] | None = None, expected: str = "", **more: Any) -> Any:
     """Returns a dataclass field whose value must satisfy `holds`. None, where the type allows it, always does.
 
-    more: further metadata, such as `**only_if(...)`.
+    more: further metadata, such as `most`, the largest value, or `**only_if(...)`.
     """
     return field(default=default, metadata={"holds": holds, "expected": expected, **more})
 
@@ -62,6 +65,8 @@ class Section:
                 self.require(name, False, f"one of {', '.join(choices)}" + ", or null" * rules["optional"])
             if rules.get("holds"):
                 self.require(name, rules["holds"](value), rules["expected"])
+            if rules["most"] is not None:
+                self.require(name, value <= rules["most"], f"at most {rules['most']:.10g}")
 
     def require(self, name: str, holds: bool, expected: str) -> None:
         """Raises ValueError unless the field's value satisfies a condition, `holds`, on several fields."""
@@ -83,6 +88,7 @@ def _rules(cls: type[Section]) -> dict[str, dict[str, Any]]:
             rules[name] |= {
                 "choices": () if literal is None or is_tuple else get_args(literal),
                 "optional": type(None) in get_args(kind),
+                "most": rules[name].get("most", MOST if int in (kind, *get_args(kind)) and not is_tuple else None),
             }
     return rules
 

@@ -183,9 +183,9 @@ def test_verls_bounds_of_a_ratio_are_of_its_reciprocal():
     arrays["old_logprobs"] = arrays["rollout_logprobs"] + np.float32(np.log(1.5))  # more likely to the trainer
     x = peers.tensors(arrays)
     gap = x.old_logprobs - x.rollout_logprobs
-    for bounds, kept in (("0.9_2.0", 0), ("0.5_1.1", 1)):
+    for bounds, weight in (("0.9_2.0", 0), ("0.5_1.1", 1)):
         mask, _ = peers.correction.compute_rollout_rejection_mask(gap, x.mask, "token_k1", bounds)
-        close(peers.numpy(mask), kept * arrays["mask"])
+        close(peers.numpy(mask), weight * arrays["mask"])
 
 
 def test_whitening_one_number_raises_in_verl_and_is_nothing_here():

@@ -28,10 +28,10 @@ def mesh_sizes(mesh: MeshConfig, device_count: int) -> tuple[int, int, int]:
     product = math.prod(size for size in sizes if size != -1)
     wrong = device_count % product if -1 in sizes else device_count - product
     if wrong:
-        divisors = ", ".join(map(str, _divisors(device_count)))
+        choices = ", ".join(map(str, divisors(device_count)))
         raise UserError(
             f"{written} does not fit {device_count} device(s): choose sizes whose product is {device_count} "
-            f"(its divisors are {divisors}), or set device.simulated={product} to simulate that many on the CPU"
+            f"(its divisors are {choices}), or set device.simulated={product} to simulate that many on the CPU"
         )
     data, fsdp, tensor = (device_count // product if size == -1 else size for size in sizes)
     return data, fsdp, tensor
@@ -214,7 +214,7 @@ def _model(config: Config, role: str, model: ModelConfig, fsdp: int, tensor: int
             "lower them, or choose a model with more"
         )
     for key, written, size, axis, parts in indivisible(model, fsdp, tensor):
-        choices = ", ".join(str(divisor) for divisor in _divisors(size) if divisor <= device_count)
+        choices = ", ".join(str(divisor) for divisor in divisors(size) if divisor <= device_count)
         yield (
             f"{name}.{key}={written} does not divide over mesh.{axis}={parts}: "
             f"choose another model, or mesh.{axis} from {choices}"
@@ -342,8 +342,10 @@ def _algorithm(config: Config, name: str) -> Iterator[str]:
         yield "remax.scores.normalise has no effect on a difference of scores but its scale: set it to false"
 
 
-def _divisors(number: int) -> list[int]:
-    return [candidate for candidate in range(1, number + 1) if number % candidate == 0]
+def divisors(number: int) -> list[int]:
+    """Returns all divisors of a number, rising."""
+    small = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
+    return sorted({*small, *(number // divisor for divisor in small)})
 
 
 def _list(items: Sequence[str]) -> str:

@@ -20,11 +20,13 @@ def load_config(path_or_name: str, overrides: Sequence[str] = ()) -> Config:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise UserError(f"config {path_or_name} cannot be read: {reason}") from error
     mapping = parse_yaml(text, path_or_name)
-    mapping = {} if mapping is None else mapping
+    empty, mapping = not mapping, {} if mapping is None else mapping
     if not isinstance(mapping, dict):
         raise UserError(f"config {path_or_name} must hold `key: value` lines, but it holds no keys")
     for assignment in overrides:
         override(mapping, assignment)
+    if empty and "stages" not in mapping:
+        raise UserError(f"config {path_or_name} is empty: name the run's stages, for example stages: [sft, ppo]")
     return build(Config, mapping)
 
 

@@ -20,6 +20,7 @@ from jrlhf.errors import UserError
 from jrlhf.ppo.fields import Section, default_of
 
 T = TypeVar("T")
+_LARGEST = 1 << 20  # characters of YAML, which is read by a slow parser
 
 
 class Feature(Section):
@@ -49,7 +50,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def parse_yaml(text: str, source: str) -> object:
-    """Returns YAML as nested dicts and lists whose scalars are text, or None for null."""
+    """Returns YAML as nested dicts and lists whose scalars are text, or None for null. Tags and aliases are refused."""
 
     def plain(node: yaml.Node) -> object:
         if isinstance(node, yaml.ScalarNode):
@@ -68,6 +69,8 @@ def parse_yaml(text: str, source: str) -> object:
             mapping[key.value] = plain(value)
         return mapping
 
+    if len(text) > _LARGEST:
+        raise UserError(f"{source}: not a config: it has {len(text)} characters, at most {_LARGEST} are read")
     try:
         node = yaml.compose(text, Loader=_Loader)
         return None if node is None else plain(node)
@@ -165,6 +168,8 @@ def build(cls: type[T], mapping: object, path: str = "") -> T:
 def convert(kind: Any, value: object, path: str) -> Any:
     """Returns `value` as a `kind`: bool, int, float, str, Literal, X | None, tuple[X, ...], Mapping or dataclasses."""
     origin, inner = get_origin(kind), get_args(kind)
+    if kind is str and isinstance(value, str) and not _is_text(value):
+        raise UserError(f"{path}={value!r}: it must be text, without NUL and halves of surrogate pairs")
     if origin in (Union, types.UnionType):
         return _convert_union([member for member in inner if member is not type(None)], value, path)
     if kind is str and isinstance(value, Override):
@@ -196,7 +201,7 @@ def convert(kind: Any, value: object, path: str) -> Any:
         close = difflib.get_close_matches(str(value), inner, n=1)
         expected = f"one of {', '.join(inner)}" + (f", did you mean {close[0]}" if close else "")
     elif kind is int:
-        expected = "a whole number" + (f", write {int(number)}" if number.is_integer() else "")
+        expected = "a whole number" + (f", write {int(number)}" if abs(number) < 1e15 and number.is_integer() else "")
     else:
         expected = {bool: "true or false", float: "a finite number", str: "text"}[kind]
     raise UserError(f"{path}={_shown(value)}: it must be {expected}")
@@ -244,6 +249,11 @@ def changed(section: Any) -> Iterator[tuple[str, object]]:
             yield from ((f"{item.name}.{key}", inner) for key, inner in changed(value))
         elif value != default:
             yield item.name, value
+
+
+def _is_text(value: str) -> bool:
+    """False for what neither a path nor a file can hold."""
+    return "\0" not in value and not any("\ud800" <= letter <= "\udfff" for letter in value)
 
 
 def _number(value: object) -> float:

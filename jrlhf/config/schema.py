@@ -4,6 +4,7 @@ A section exists only if its stage or feature is used. A new setting is one line
 on its effect and unit, which is also its documentation; `parse.py` reads it and explains mistakes.
 """
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -20,8 +21,20 @@ from jrlhf.config.stages import (
     SFTConfig,
     Stage,
 )
+from jrlhf.models.config import MOST_LAYERS
 from jrlhf.models.generation.schedule import Schedule
-from jrlhf.ppo.fields import Section, between, checked, count, natural, non_negative, only_if, positive
+from jrlhf.ppo.fields import LONGEST, Section, between, checked, count, natural, non_negative, only_if, positive
+
+MOST_DEVICES = 4096  # of a process
+
+
+def place(default: str | None = None) -> Any:
+    """A field with a path, or a name that is looked for as a path first."""
+    return checked(default, _is_path, "a path on this machine, with names of at most 255 bytes and without ://")
+
+
+def _is_path(text: str) -> bool:
+    return "://" not in text and len(text) < 4000 and all(len(os.fsencode(name)) < 256 for name in text.split("/"))
 
 
 @dataclass(frozen=True)
@@ -29,7 +42,8 @@ class DeviceConfig(Section):
     """The devices of this process."""
 
     platform: Literal["auto", "cpu", "gpu", "tpu"] = "auto"  # the kind of device; auto: the best that JAX finds
-    simulated: int | None = count(None)  # number of devices into which each process splits its CPU; null: one
+    # Number of devices into which each process splits its CPU; null: one.
+    simulated: int | None = count(None, most=MOST_DEVICES)
     memory: float | None = positive(None)  # GiB per device that a run may need; null: what an accelerator reports
 
     def __post_init__(self) -> None:
@@ -48,9 +62,10 @@ class DistributedConfig(Section):
     coordinator: str | None = None  # HOST:PORT of process 0, the same in every process; null: detected
     processes: int | None = count(None)  # number of processes; null: detected
     process: int | None = natural(None)  # number of this process, starting at 0; null: detected
-    timeout: float = checked(300.0, lambda value: value >= 1, "at least 1")  # seconds in which all must have connected
+    # Seconds in which all must have connected.
+    timeout: float = checked(300.0, lambda value: value >= 1, "at least 1", most=LONGEST)
     # Heartbeat timeout in seconds: the run aborts when a process misses it.
-    heartbeat: float = checked(100.0, lambda value: value >= 1, "at least 1")
+    heartbeat: float = checked(100.0, lambda value: value >= 1, "at least 1", most=LONGEST)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -75,10 +90,10 @@ class MeshConfig(Section):
 class ModelSection(Section):
     """The actor: a model directory, or fresh weights of these sizes."""
 
-    path: str | None = None  # a Hugging Face directory, a run's directory or a hub name; null: fresh weights
+    path: str | None = place()  # a Hugging Face directory, a run's directory or a hub name; null: fresh weights
     vocab_size: int = count(1024)  # number of tokens
     embed: int = count(128)  # width of the residual stream
-    layers: int = count(4)  # number of layers
+    layers: int = count(4, most=MOST_LAYERS)  # number of layers
     heads: int = count(4)  # number of attention heads
     kv_heads: int = count(2)  # number of key and value heads; divides heads
     head_dim: int = checked(
@@ -95,8 +110,8 @@ class ModelSection(Section):
 class RolesConfig(Section):
     """Model directories of the roles that do not start from the actor. Their tokenizer must be the actor's."""
 
-    critic: str | None = None  # null: the reward model that this run trained, else the actor with a new head
-    reference: str | None = None  # null: the actor as it is before reinforcement learning
+    critic: str | None = place()  # null: the reward model that this run trained, else the actor with a new head
+    reference: str | None = place()  # null: the actor as it is before reinforcement learning
 
 
 LoRATarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -110,7 +125,7 @@ class LoRASection(Feature):
     SWITCHES: ClassVar[tuple[str, ...]] = ("rank", "path")
     OFF: ClassVar[str] = "a run without lora.rank"
     rank: int | None = count(None)  # rank of new adapters; null: path is given
-    path: str | None = None  # a PEFT adapter of the actor to start from, with its own rank, alpha and targets
+    path: str | None = place()  # a PEFT adapter of the actor to start from, with its own rank, alpha and targets
     alpha: float = positive(32.0, **_OWN_RANK)  # the adapter's output is scaled by alpha / rank
     rslora: bool = field(default=False, metadata=_OWN_RANK)  # scale by alpha / sqrt(rank) instead
     targets: tuple[LoRATarget, ...] = field(  # the matrices that get an adapter
@@ -187,7 +202,7 @@ class DatasetConfig(Feature):
 
     SWITCHES: ClassVar[tuple[str, ...]] = ("path",)
     OFF: ClassVar[str] = "{path}.path=null"
-    path: str | None = None  # a file (jsonl, csv, parquet), a directory, or a hub name
+    path: str | None = place()  # a file (jsonl, csv, parquet), a directory, or a hub name
     split: str = "train"  # the split of a directory or a hub dataset that has several
     columns: ColumnsConfig = ColumnsConfig()
 
@@ -276,12 +291,12 @@ class RewardConfig(Section):
 
     # The name in metrics.
     name: str = checked("reward", lambda value: re.fullmatch(r"[\w.-]+", value) is not None, "a word: it names metrics")
-    model: str | None = None  # a directory with a sequence classifier of one label, such as a run's reward_model
-    adapter: str | None = None  # a PEFT directory of a reward model on the actor's base; it reads the actor's tokens
-    function: str | None = None  # package.module:function, file.py:function, or one of jrlhf/rewards/builtin.py
+    model: str | None = place()  # a directory with a sequence classifier of one label, such as a run's reward_model
+    adapter: str | None = place()  # a PEFT directory of a reward model on the actor's base; it reads the actor's tokens
+    function: str | None = place()  # package.module:function, file.py:function, or one of jrlhf/rewards/builtin.py
     weight: float = 1.0  # factor in the sum; 0: it is measured and logged, and nothing learns from it
-    workers: int = count(1, **_FUNCTION)  # processes of a function
-    deadline: float = positive(30.0, **_FUNCTION)  # seconds per batch, after which a function is stopped
+    workers: int = count(1, most=1024, **_FUNCTION)  # processes of a function
+    deadline: float = positive(30.0, most=1e6, **_FUNCTION)  # seconds per batch, after which a function is stopped
     # The score used when a function or a model fails to give one; null: a failure ends the run.
     on_failure: float | None = checked(None, lambda value: abs(value) < 3.4e38, "finite in float32")
     options: Mapping[str, Any] = field(default_factory=dict, metadata=_FUNCTION)  # a function's further arguments
@@ -373,9 +388,11 @@ class Config(Section):
         lambda value: re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]*", value) is not None,
         "letters, digits, '.', '_' and '-': it names the run's directory",
     )
-    seed: int = checked(0, lambda value: 0 <= value < 2**32, "from 0 to 4294967295")  # of all random numbers
-    run_dir: str = "runs"  # directory of all runs
-    deadline: float = positive(3600.0)  # seconds per iteration; a longer one ends the run and shows where it hung
+    # Of all random numbers.
+    seed: int = checked(0, lambda value: 0 <= value < 2**32, "from 0 to 4294967295", most=2**32 - 1)
+    run_dir: str = place("runs")  # directory of all runs
+    # Seconds per iteration; a longer one ends the run and shows where it hung.
+    deadline: float = positive(3600.0, most=LONGEST)
     # Updates in a row after which a run ends because numbers that are not finite kept all of them from a model's
     # weights; 0 or null: it goes on.
     stop_after_skipped: int | None = natural(5)
@@ -384,7 +401,7 @@ class Config(Section):
     distributed: DistributedConfig = DistributedConfig()
     mesh: MeshConfig = MeshConfig()
     # Devices of each call of reinforcement learning: colocate, split, standalone, auto, or the file of a plan.
-    plan: str = "colocate"
+    plan: str = place("colocate")
     model: ModelSection = ModelSection()
     compute: ComputeConfig = ComputeConfig()
     sleep: SleepConfig | None = None

@@ -1,20 +1,16 @@
-"""Renders conversations as text by a model's own chat template, in a sandbox."""
+"""Renders conversations as text by a model's own chat template."""
 
-import json
+import os
+import pickle
+import threading
 from collections.abc import Mapping, Sequence
-from datetime import datetime
-from functools import lru_cache
 from typing import Any
 
-import jinja2
-import jinja2.ext
-from jinja2 import nodes
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-
+from jrlhf.data.template import SECONDS
 from jrlhf.data.tokenizer import Tokenizer
 from jrlhf.data.types import Message
 from jrlhf.errors import UserError
+from jrlhf.run.child import Worker
 
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 # Written behind a message that is to be continued, to find its end in the rendered text. The blank behind it shows
@@ -73,48 +69,22 @@ def _plain(message: Message) -> dict[str, Any]:
     return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 
-def _render(source: str, variables: Mapping[str, Any]) -> str:
-    try:
-        return _compiled(source).render(variables)
-    except jinja2.TemplateSyntaxError as error:
-        raise UserError(f"the chat template is not valid Jinja: {error.message} (line {error.lineno})") from error
-    except jinja2.exceptions.SecurityError as error:
-        raise UserError(f"the chat template tries to do what templates must not: {error}") from error
-    except jinja2.TemplateError as error:
-        raise UserError(f"the chat template refuses the messages: {error.message}") from error
-    except Exception as error:  # whatever an expression in a template may raise
-        raise UserError(f"the chat template fails on the messages: {type(error).__name__}: {error}") from error
+class _Renderer:
+    """Renders templates in a process of its own, which ends with this one, and which a failure ends."""
+
+    def __init__(self):
+        self._lock = threading.Lock()
+        self._worker: Worker | None = None
+
+    def __call__(self, source: str, variables: Mapping[str, Any]) -> str:
+        request = pickle.dumps((source, variables))
+        with self._lock:
+            worker = self._worker or Worker("jrlhf.data.template", os.environ, lambda output: None)
+            answer = worker.request(request, SECONDS)
+            self._worker = None if "failure" in answer else worker
+        if "text" in answer:
+            return answer["text"]
+        raise UserError(f"the chat template {answer.get('bad') or 'does not end well: ' + answer['detail']}")
 
 
-class _Generation(jinja2.ext.Extension):
-    """`{% generation %}` ... `{% endgeneration %}`: some templates mark the words of the assistant so."""
-
-    tags = {"generation"}
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.Scope(body).set_lineno(line)
-
-
-def _refuse(message: str) -> None:
-    raise jinja2.TemplateError(message)
-
-
-def _to_json(value: Any, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
-    """Jinja's own filter writes `<` as `\\u003c`, for web pages."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _now(form: str) -> str:
-    return datetime.now().strftime(form)
-
-
-@lru_cache(maxsize=32)
-def _compiled(source: str) -> jinja2.Template:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals |= {"raise_exception": _refuse, "strftime_now": _now}
-    return environment.from_string(source)
+_render = _Renderer()

@@ -1,6 +1,5 @@
 """Examples to token ids: prompts to answer, sequences to learn, answers to compare."""
 
-import json
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +14,7 @@ from jrlhf.data.read import Dataset
 from jrlhf.data.tokenizer import Tokenizer
 from jrlhf.data.types import Conversation, Example, Ids, Text
 from jrlhf.errors import UserError
+from jrlhf.models.hf.files import parse_json
 
 Overlong = Literal["error", "filter", "truncate_left"]
 
@@ -312,10 +312,11 @@ def encode_answered(
 def tools_of(columns: Mapping[str, Any]) -> Any:
     """Returns the JSON schemas in a row's column `tools`, written out or as JSON; None where it has none."""
     tools = columns.get("tools")
-    if not isinstance(tools, str):
-        return tools
     try:
-        return json.loads(tools)  # a table's cell
+        tools = parse_json(tools) if isinstance(tools, str) else tools  # a table's cell
+        if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, Mapping) for tool in tools)):
+            raise ValueError("they must be a list of objects")
+        return tools
     except ValueError as error:
         raise UserError(f"the tools are not a list in JSON ({error}): repair the row") from error
 

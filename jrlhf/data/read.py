@@ -17,6 +17,8 @@ from typing import Any, Literal
 from jrlhf.config.schema import ColumnsConfig
 from jrlhf.data.types import Example, Message, Text
 from jrlhf.errors import UserError
+from jrlhf.models.hf.files import check_file, parse_json
+from jrlhf.run.devices import host_memory
 
 Shape = Literal["preference", "prompt-completion", "verl", "prompt-only", "messages", "text"]
 Numbered = tuple[str, Any]  # where a row stands, for messages; and the row
@@ -89,13 +91,18 @@ def read_dataset(source: Path | str, *, columns: ColumnsConfig = USUAL, split: s
     elif path.exists():
         _check_whole(path, split)
         rows = _from_file(path)
-    elif _HUB_NAME.fullmatch(str(source)) and path.suffix not in _READERS:
-        name, _, configuration = str(source).partition(":")
-        load = partial(_datasets(str(source)).load_dataset, name, configuration or None, split=split)
-        rows = _from_arrow(str(source), load, split)
     else:
-        raise UserError(f"{source} does not exist: name a file, a directory or a dataset on the hub")
+        name, _, configuration = str(source).partition(":")
+        load = partial(hub_library(source).load_dataset, name, configuration or None, split=split)
+        rows = _from_arrow(str(source), load, split)
     return make_dataset(rows, columns, str(source))
+
+
+def hub_library(source: Path | str) -> ModuleType:
+    """Returns the library that loads a dataset from the hub; refuses what is no name there."""
+    if not _HUB_NAME.fullmatch(str(source)) or Path(source).suffix in _READERS:
+        raise UserError(f"{source} does not exist: name a file, a directory or a dataset on the hub")
+    return _datasets(str(source))
 
 
 def _check_whole(path: Path, split: str) -> None:
@@ -111,7 +118,10 @@ def _from_file(path: Path) -> Iterator[Numbered]:
     if reader is None:
         raise UserError(f"{path} is none of {', '.join(_READERS)}: convert it, or rename it to what it is")
     try:
+        check_file(path, host_memory())
         yield from reader(path)
+    except ValueError as error:
+        raise UserError(str(error)) from error
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror or error}") from error
 
@@ -121,7 +131,7 @@ def _json_lines(path: Path) -> Iterator[Numbered]:
         place = f"{path} line {number}"
         try:
             if line.strip():
-                yield place, json.loads(line)
+                yield place, parse_json(line)
         except ValueError as error:
             raise UserError(f"{place} is not a whole JSON object ({error}): repair it or remove the line") from error
 
@@ -133,7 +143,7 @@ def _json(path: Path) -> Iterator[Numbered]:
         yield from _json_lines(path)
         return
     try:
-        rows = json.loads(content)
+        rows = parse_json(content)
     except ValueError as error:
         raise UserError(f"{path} is not a whole JSON array ({error}): repair the file") from error
     yield from _numbered(path, rows)

@@ -1,7 +1,7 @@
 """Text to token ids and back: a thin frozen wrapper around `tokenizers`, and its loading from a model directory."""
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -10,6 +10,7 @@ from typing import Any
 import tokenizers
 
 from jrlhf.errors import UserError
+from jrlhf.models.hf.files import check_file, read_object
 
 # The names that chat templates have for special tokens.
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -47,16 +48,16 @@ class Tokenizer:
     @cached_property
     def vocab_size(self) -> int:
         """The highest id + 1, special ones included: ids from here on mean nothing and must never be drawn."""
-        highest = max(self.backend.get_vocab(with_added_tokens=True).values()) + 1
+        highest = max(self.backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         return highest if self.limit is None else min(highest, self.limit)
 
     def encode(self, text: str) -> list[int]:
         """Returns token ids of one text; nothing is added to it."""
-        return self._checked(self.backend.encode(text, add_special_tokens=False).ids)
+        return self._checked(_asked(self.called, self.backend.encode, text, add_special_tokens=False).ids)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Returns token ids of many texts, as `encode` gives them."""
-        encodings = self.backend.encode_batch(list(texts), add_special_tokens=False)
+        encodings = _asked(self.called, self.backend.encode_batch, list(texts), add_special_tokens=False)
         return [self._checked(encoding.ids) for encoding in encodings]
 
     def encode_prompt(self, text: str) -> list[int]:
@@ -66,7 +67,7 @@ class Tokenizer:
 
     def encode_with_ends(self, text: str) -> tuple[list[int], list[int]]:
         """Returns token ids of one text, and for each the number of characters that come before its end."""
-        encoding = self.backend.encode(text, add_special_tokens=False)
+        encoding = _asked(self.called, self.backend.encode, text, add_special_tokens=False)
         return self._checked(encoding.ids), [end for _, end in encoding.offsets]
 
     def encode_continuation(self, before: str, begun: Sequence[int], text: str) -> list[int]:
@@ -127,7 +128,7 @@ def load_tokenizer(directory: Path | str, *, eos: Sequence[str] = ()) -> Tokeniz
         eos_ids=_named_ids(backend, eos, directory) if eos else _eos_ids(backend, special_tokens, directory),
         pad_id=backend.token_to_id(special_tokens.get("pad_token", "")),
         bos_id=backend.token_to_id(special_tokens.get("bos_token", "")),
-        prefix_ids=_prefix_ids(backend),
+        prefix_ids=_prefix_ids(backend, directory),
         chat_template=_chat_template(directory, settings),
         special_tokens=special_tokens,
         directory=directory,
@@ -165,6 +166,16 @@ def same_tokens(one: Tokenizer, other: Tokenizer) -> bool:
     return all(ours[index] == theirs[index] for index in ours.keys() & theirs.keys())
 
 
+def _asked(called: str, method: Callable, *arguments: Any, **options: Any) -> Any:
+    """Returns what a method of the library returns, for a tokenizer file of anyone and texts of anyone."""
+    try:
+        return method(*arguments, **options)
+    except (KeyboardInterrupt, SystemExit, MemoryError):
+        raise
+    except BaseException as error:  # the library raises bare `Exception`, and Rust's panics as `BaseException`
+        raise UserError(f"{called} fails ({error}): see its tokenizer.json and the text that it is given") from error
+
+
 def _read_backend(directory: Path) -> tokenizers.Tokenizer:
     path = directory / "tokenizer.json"
     if not directory.is_dir():
@@ -178,9 +189,10 @@ def _read_backend(directory: Path) -> tokenizers.Tokenizer:
             )
         raise UserError(f"{directory} has no tokenizer.json: name a directory that holds the model's tokenizer")
     try:
-        backend = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises bare `Exception`
-        raise UserError(f"{path} cannot be read as a tokenizer.json ({error}): fetch the file again") from error
+        check_file(path)
+        backend = _asked(str(path), tokenizers.Tokenizer.from_file, str(path))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read ({error}): fetch the file again") from error
     backend.no_truncation()  # a file may have been saved while they were on
     backend.no_padding()
     return backend
@@ -191,12 +203,9 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
-        content = json.loads(path.read_text(encoding="utf-8-sig"))
+        return read_object(path, "fetch the file again", "a JSON object should be: fetch the file again")
     except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read as JSON ({error}): fetch the file again") from error
-    if not isinstance(content, dict):
-        raise UserError(f"{path} holds a {type(content).__name__}, not a JSON object: fetch the file again")
-    return content
+        raise UserError(str(error)) from error
 
 
 def _content(token: Any) -> str | None:
@@ -207,19 +216,32 @@ def _content(token: Any) -> str | None:
 
 def _add_missing(backend: tokenizers.Tokenizer, settings: Mapping[str, Any], directory: Path) -> None:
     """Adds the special tokens that only tokenizer_config.json lists."""
-    listed = settings.get("added_tokens_decoder", {})
+    file = directory / "tokenizer_config.json"
     contents = {token.content for token in backend.get_added_tokens_decoder().values()}
-    for index, entry in sorted(((int(index), entry) for index, entry in listed.items())):
-        if entry["content"] not in contents:
-            backend.add_tokens([tokenizers.AddedToken(**entry)])
-            if (here := backend.token_to_id(entry["content"])) != index:
+    for index, token in _listed(settings.get("added_tokens_decoder"), file):
+        if token.content not in contents:
+            backend.add_tokens([token])
+            if (here := backend.token_to_id(token.content)) != index:
                 raise UserError(
-                    f"{directory / 'tokenizer_config.json'} gives {entry['content']!r} the id {index}, but by "
-                    f"tokenizer.json it is {here}: the two files are of different models, fetch them again"
+                    f"{file} gives {token.content!r} the id {index}, but by tokenizer.json it is {here}: the two files "
+                    "are of different models, fetch them again"
                 )
     contents = {token.content for token in backend.get_added_tokens_decoder().values()}
     named = [text for name in _NAMED if (text := _content(settings.get(name))) is not None and text not in contents]
     backend.add_special_tokens([text for text in named if backend.token_to_id(text) is not None])
+
+
+def _listed(decoder: Any, file: Path) -> list[tuple[int, tokenizers.AddedToken]]:
+    """Returns the tokens of `added_tokens_decoder` with their ids, rising."""
+    try:
+        entries = sorted((int(index), entry) for index, entry in (decoder or {}).items())
+        if not all(isinstance(entry["content"], str) for _, entry in entries):
+            raise TypeError("a token's content is no text")
+        return [(index, tokenizers.AddedToken(**entry)) for index, entry in entries]
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise UserError(
+            f"added_tokens_decoder in {file} is no object of tokens by their ids ({error}): fetch the file again"
+        ) from error
 
 
 def _named_ids(backend: tokenizers.Tokenizer, names: Iterable[str], directory: Path) -> tuple[int, ...]:
@@ -239,11 +261,12 @@ def _eos_ids(backend: tokenizers.Tokenizer, special_tokens: Mapping[str, str], d
     stops: Any = None
     for file in ("generation_config.json", "config.json"):
         settings = _read_json(directory / file)
-        stops = settings.get("eos_token_id", (settings.get("text_config") or {}).get("eos_token_id"))
+        inner = settings.get("text_config")
+        stops = settings.get("eos_token_id", inner.get("eos_token_id") if isinstance(inner, dict) else None)
         if stops is not None:
             break
     listed = stops if isinstance(stops, list) else [] if stops is None else [stops]
-    if not all(isinstance(index, int) and not isinstance(index, bool) for index in listed):
+    if not all(type(index) is int and 0 <= index < 2**32 for index in listed):
         raise UserError(f"eos_token_id in {directory / file} is {stops!r}, not an id or a list of ids: correct it")
     ids = tuple(dict.fromkeys((*own, *listed)))
     if not ids:
@@ -260,9 +283,9 @@ def _eos_ids(backend: tokenizers.Tokenizer, special_tokens: Mapping[str, str], d
     return ids
 
 
-def _prefix_ids(backend: tokenizers.Tokenizer) -> tuple[int, ...]:
+def _prefix_ids(backend: tokenizers.Tokenizer, directory: Path) -> tuple[int, ...]:
     """Returns the ids that the tokenizer by itself puts before a text."""
-    encoding = backend.encode("a", add_special_tokens=True)
+    encoding = _asked(f"the tokenizer in {directory}", backend.encode, "a", add_special_tokens=True)
     own = [added == 0 for added in encoding.special_tokens_mask]
     return tuple(encoding.ids[: own.index(True)]) if True in own else ()
 
@@ -271,6 +294,7 @@ def _chat_template(directory: Path, settings: Mapping[str, Any]) -> str | None:
     path = directory / "chat_template.jinja"
     if path.exists():
         try:
+            check_file(path)
             return path.read_text(encoding="utf-8")
         except (OSError, ValueError) as error:
             raise UserError(f"{path} cannot be read ({error}): fetch the file again") from error
@@ -278,6 +302,6 @@ def _chat_template(directory: Path, settings: Mapping[str, Any]) -> str | None:
     if template is None:
         template = _read_json(directory / "chat_template.json").get("chat_template")
     if isinstance(template, list):  # named ones: [{"name": "default", "template": "..."}, ...]
-        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
-        template = named.get("default")
+        named = [entry for entry in template if isinstance(entry, dict) and entry.get("name") == "default"]
+        template = named[-1].get("template") if named else None
     return template if isinstance(template, str) else None

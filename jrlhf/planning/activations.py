@@ -51,8 +51,9 @@ _COUNTS = {
     "copied": (0, 0, 1.15),
     # All layers' weights in the compute dtype, ahead of the loop that scores.
     "cast": (0, 0, 1),
-    # Gradients, and copies of all trained numbers, while the optimizer steps: a GPU writes in place.
-    "optimizer": (0, 1, 4),
+    # Copies of all trained numbers while the optimizer steps. On accelerators the update's results are copies next to
+    # the gradients: a conditional does not write in place.
+    "optimizer": (0, 4, 4),
     # What remat="gather" keeps of a layer: scores, [B, T, F], [B, T, D].
     "activations": ((2, 6.8, 7.6), (2.25, 7, 25), (2.25, 7, 21)),
     # Whether host memory is another memory.

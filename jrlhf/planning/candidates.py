@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from math import lcm
 
-from jrlhf.config.check import indivisible
+from jrlhf.config.check import divisors, indivisible
 from jrlhf.errors import UserError
 from jrlhf.meshes import Call
 from jrlhf.meshes.graph import LEARNER
@@ -236,7 +236,3 @@ def _no_room(workload: Workload, call: Call, cluster: Cluster, prices: Prices, s
 
 def powers_of_two(most: int) -> list[int]:
     return [2**power for power in range(most.bit_length()) if 2**power <= most]
-
-
-def divisors(number: int) -> list[int]:
-    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]

@@ -5,12 +5,13 @@ from dataclasses import dataclass, replace
 from functools import partial, reduce
 from itertools import combinations, product, takewhile
 from math import inf
+from pathlib import Path
 from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
-from jrlhf.config.schema import Config
+from jrlhf.config.schema import MOST_DEVICES, Config
 from jrlhf.errors import UserError
 from jrlhf.meshes import Graph
 from jrlhf.meshes.mesh import Device
@@ -21,9 +22,9 @@ from jrlhf.planning.activations import DEFAULT, Backend
 from jrlhf.planning.memory import GIB, Away, PlanMemory, away_parts, keepers, plan_memory
 from jrlhf.planning.plans import colocated
 from jrlhf.planning.workload import RoleModel, Workload, token_budgets, update_section, with_budgets, workload_of
+from jrlhf.run.devices import host_memory
 
 MOST_NAMED = 4  # settings in one sentence
-MOST_DEVICES = 4096
 TOGETHER = 3  # settings that are changed at a time
 ADAPTER = LoRAConfig(rank=16, alpha=32.0)
 
@@ -35,25 +36,40 @@ def check_memory(
 
     graphs: of the stages. plan: of the algorithm, where there is one.
     """
-    limit = capacity(config, mesh.devices.flat)
-    if limit is not None:
-        for graph in graphs:
-            _check_stage(config, workload_of(config, graph, models), mesh, plan, limit)
+    for graph in graphs:
+        _check_stage(config, workload_of(config, graph, models), mesh, plan)
 
 
-def _check_stage(config: Config, workload: Workload, mesh: Mesh, plan: Plan | None, limit: float) -> None:
+def _check_stage(config: Config, workload: Workload, mesh: Mesh, plan: Plan | None) -> None:
     plan, backend, away = _planned(config, workload, mesh, plan)
+    limit, source = capacity(config, mesh.devices.flat), "device.memory" if config.device.memory else "a device"
+    if limit is None:
+        limit, source = _share_of_host(config, mesh, plan), "its share of this machine"
     memory = plan_memory(workload, plan, backend, away=away)
     if memory.peak <= limit:
         return
-    worst, source = memory.largest, "device.memory" if config.device.memory is not None else "a device"
+    worst = memory.largest
     settings = suggest_settings(workload, plan, limit, backend, away=away)
+    if source.startswith("its"):  # more simulated devices have smaller shares
+        settings = [setting for setting in settings if "devices" not in setting.changes]
     remedy = " or ".join(_written(config, setting, workload, plan) for setting in settings[:MOST_NAMED])
     raise UserError(
         f"{worst.call} needs {worst.total / GIB:.4g} GiB of each device, of which roles keep "
         f"{worst.resident / GIB:.4g}, and {source} has {limit / GIB:.4g}: "
         + (f"choose {remedy}" if remedy else "no setting makes it fit, choose smaller models or more memory")
     )
+
+
+def _share_of_host(config: Config, mesh: Mesh, plan: Plan) -> float:
+    """Returns the bytes of each CPU device that a call runs on; infinity where the run can only be described here.
+
+    Devices that a call does not use are counted as empty, so no plan is refused that may fit.
+    """
+    path = config.model.path
+    if mesh.devices.flat[0].platform != "cpu" or (path is not None and not Path(path).expanduser().exists()):
+        return inf
+    devices = min([len(mesh.local_devices), *(placement.devices.count for placement in plan.placements.values())])
+    return host_memory() / devices
 
 
 def memory_of(

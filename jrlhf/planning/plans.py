@@ -7,14 +7,15 @@ from pathlib import Path
 import numpy as np
 import yaml
 
-from jrlhf.config.check import indivisible, mesh_sizes
+from jrlhf.config.check import divisors, indivisible, mesh_sizes
+from jrlhf.config.parse import parse_yaml
 from jrlhf.config.schema import Config
 from jrlhf.errors import UserError
 from jrlhf.meshes import Call
 from jrlhf.meshes.graph import LEARNER
 from jrlhf.meshes.plan import LayoutName, Placement, Plan, Slice, plan_of
 from jrlhf.models.flops import forward_operations
-from jrlhf.planning.candidates import divisors, undivided, undivided_rows
+from jrlhf.planning.candidates import undivided, undivided_rows
 from jrlhf.planning.memory import GIB
 from jrlhf.planning.simulate import nested, simulate
 from jrlhf.planning.time import Prices
@@ -70,8 +71,8 @@ def read_plan(path: Path) -> Plan:
     if not path.is_file():
         raise UserError(f"plan={path} is neither {', '.join(NAMES)} nor a file that exists: name one of them")
     try:
-        return plan_of(yaml.safe_load(path.read_text(encoding="utf-8")))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        return plan_of(parse_yaml(path.read_text(encoding="utf-8"), f"plan={path}"))
+    except (OSError, UnicodeDecodeError) as error:
         reason = str(error).split("\n")[0]
         raise UserError(f"plan={path} cannot be read ({reason}): it must be YAML with `calls`") from error
     except ValueError as error:

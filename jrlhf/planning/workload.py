@@ -7,7 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jrlhf.config.schema import Config
+from jrlhf.config.schema import Config, LoRASection
 from jrlhf.errors import UserError
 from jrlhf.meshes import Call, Graph
 from jrlhf.meshes.graph import Kind
@@ -15,6 +15,7 @@ from jrlhf.meshes.plan import LayoutName, Plan
 from jrlhf.models import LoRAConfig, ModelConfig
 from jrlhf.models.flops import head_weights, layer_weights, lora_weights
 from jrlhf.models.hf import read_adapter_config
+from jrlhf.models.lora import adapter_weights
 from jrlhf.models.params import HeadKind
 from jrlhf.models.remat import Remat
 
@@ -208,12 +209,8 @@ def _models_of_roles(
     config: Config, models: Mapping[str, ModelConfig], graph: Graph
 ) -> dict[str, tuple[RoleModel, ...]]:
     """Returns the models of the graph's roles; rewards and costs that are adapters have one each."""
-    section, lora = config.lora, None
-    if section is not None and section.path is not None:
-        lora = _read_adapter(section.path, "lora.path")
-    elif section is not None:
-        assert section.rank is not None
-        lora = LoRAConfig(rank=section.rank, alpha=section.alpha, targets=section.targets, rslora=section.rslora)
+    section = config.lora
+    lora = None if section is None else adapter_of(section, models["actor"])
     int8 = section is not None and section.base == "int8"
     roles: dict[str, tuple[RoleModel, ...]] = {}
 
@@ -250,6 +247,20 @@ def _models_of_roles(
     if "learner" in graph.roles:
         roles["learner"] = roles["actor"] + roles.get("critic", ())
     return {role: roles[role] for role in graph.roles if role in roles}
+
+
+def adapter_of(section: LoRASection, actor: ModelConfig) -> LoRAConfig:
+    """Returns the settings of the actor's adapter, a new one's or a file's; refuses one that the actor cannot have."""
+    try:
+        if section.path is not None:
+            lora = read_adapter_config(section.path)
+        else:
+            assert section.rank is not None
+            lora = LoRAConfig(rank=section.rank, alpha=section.alpha, targets=section.targets, rslora=section.rslora)
+        adapter_weights(actor, lora)
+        return lora
+    except (ValueError, OSError) as error:
+        raise UserError(f"lora: {error}") from error
 
 
 def _read_adapter(path: str, key: str) -> LoRAConfig:

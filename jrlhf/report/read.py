@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 
 from jrlhf.config.parse import flatten, parse_yaml
 from jrlhf.config.stages import TITLES
@@ -158,8 +157,8 @@ def read_run(run_dir: Path | str) -> Record:
         return (directory / name).read_text(encoding="utf-8") if (directory / name).exists() else ""
 
     try:
-        plan = plan_of(yaml.safe_load(text(PLAN))) if text(PLAN) else None
-    except (ValueError, yaml.YAMLError) as error:
+        plan = plan_of(parse_yaml(text(PLAN), PLAN)) if text(PLAN) else None
+    except (ValueError, UserError) as error:
         reason = str(error).split("\n")[0]
         raise UserError(f"{directory / PLAN} holds no plan ({reason}): delete it and resume the run") from error
     metrics: dict[str, list[Metrics]] = {}

@@ -17,10 +17,10 @@ from jrlhf.config.schema import RewardConfig
 from jrlhf.data.read import fingerprint
 from jrlhf.errors import UserError
 from jrlhf.rewards import builtin
-from jrlhf.rewards.process import Worker
 from jrlhf.rewards.types import Sample, Scored
 from jrlhf.rewards.user_code import resolve
 from jrlhf.rewards.worker import GIVEN
+from jrlhf.run.child import Worker
 
 LOG_BYTES = 16 << 20  # of the functions' output, kept in the log file
 MODULES = " modules"  # ends the word of what a function's file imports
@@ -60,10 +60,6 @@ class FunctionReward:
         self._config, self._seed, self._kind, self._start_deadline = config, seed, kind, start_deadline
         self._called = f"{kind} {config.name!r}"
         self.on_failure, self._columns = config.on_failure, config.columns
-        if config.deadline > 1e6:
-            raise UserError(
-                f"deadline={config.deadline!r} of {self._called}: it must be positive, in seconds, at most 1e6"
-            )
         self._spec = _resolve(self._called, config.function)
         self._workers = 1 if log is None else config.workers
         self._pool: dict[int, Worker] = {}
@@ -208,7 +204,7 @@ class FunctionReward:
         environment = {"PYTHONHASHSEED": str(self._seed % 2**32), **os.environ, "JAX_PLATFORMS": "cpu"}
         deadlines = {"deadline": self._config.deadline, "start_deadline": self._start_deadline}
         request = self._pickle({"spec": self._spec, "options": self._config.options, **deadlines}, "its options")
-        worker = self._pool[index] = Worker(environment, self._write)
+        worker = self._pool[index] = Worker("jrlhf.rewards.worker", environment, self._write)
         if self._stopping.is_set():
             worker.interrupt()
         answer = worker.request(request, self._start_deadline)

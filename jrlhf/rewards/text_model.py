@@ -1,6 +1,5 @@
 """Reward models with a tokenizer of their own, which read an answer as text."""
 
-import json
 from collections import Counter
 from collections.abc import Sequence
 
@@ -16,6 +15,7 @@ from jrlhf.data.types import Ids
 from jrlhf.errors import UserError
 from jrlhf.meshes import to_host
 from jrlhf.models import ModelConfig
+from jrlhf.models.hf.files import parse_json
 from jrlhf.models.params import Params
 from jrlhf.rewards.functions import RewardFailure
 from jrlhf.rewards.types import Sample, Scored
@@ -35,7 +35,7 @@ def reward_tokenizer(path: str, key: str, model: ModelConfig) -> Tokenizer:
 
 def is_ours(path: str, key: str) -> bool:
     """True for a reward model that a run trained: it reads an answer up to its end-of-text token."""
-    return json.loads((locate(path, key) / "config.json").read_text(encoding="utf-8")).get(ENDS) == "eos"
+    return parse_json((locate(path, key) / "config.json").read_bytes()).get(ENDS) == "eos"
 
 
 class TextReward:

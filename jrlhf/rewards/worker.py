@@ -24,21 +24,16 @@ import math
 import os
 import pickle
 import random
-import select
 import signal
-import socket
-import struct
 import sys
-import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 from jrlhf.errors import UserError
 from jrlhf.rewards.user_code import explain, load
+from jrlhf.run.child import channel_to_parent, receive, send
 
-LENGTH = struct.Struct(">I")
 GIVEN = {  # what the program passes by itself, by the call's style; all other parameters are columns
     "trl": ("prompts", "completions", "completion_ids", "log_extra", "log_metric"),
     "verl": ("solution_str",),
@@ -47,32 +42,9 @@ LARGEST = (2 - 2**-23) * 2.0**127  # of float32, in which scores are trained on
 HOOKS = ("log_extra", "log_metric")  # TRL's: further numbers to log
 
 
-def send(channel: socket.socket, body: bytes) -> None:
-    channel.sendall(LENGTH.pack(len(body)) + body)
-
-
-def receive(channel: socket.socket, until: float = math.inf, longest: float = math.inf) -> bytes:
-    """Returns the body of a frame; an OSError if the channel ends or the time `until` passes before it is there."""
-    body, length = bytearray(), LENGTH.size
-    while len(body) < length:
-        if until < math.inf:
-            channel.settimeout(max(0.001, until - time.monotonic()))
-        part = channel.recv(min(length - len(body), 1 << 20))
-        if not part:
-            raise ConnectionError("the channel was closed")
-        body += part
-        if len(body) == LENGTH.size == length:
-            length += LENGTH.unpack(body)[0]
-            if length - LENGTH.size > longest:
-                raise OverflowError(f"answered with {length - LENGTH.size} bytes")
-    return bytes(body[LENGTH.size :])
-
-
 def main(descriptor: int) -> None:
     """Serves the parent at the other end of the socket `descriptor` until it says goodbye or is gone."""
-    os.set_inheritable(descriptor, False)
-    channel = socket.socket(fileno=descriptor)
-    _keep_to_parent(channel)
+    channel = channel_to_parent(descriptor)
     stderr = os.dup(2)  # the function may replace its own
     faulthandler.enable(stderr)
     with asyncio.Runner() as loop:
@@ -90,34 +62,6 @@ def main(descriptor: int) -> None:
             send(channel, json.dumps({"bad": str(error)}).encode())
         except ConnectionError:  # the parent is gone
             os.killpg(0, signal.SIGKILL)
-
-
-def _keep_to_parent(channel: socket.socket) -> None:
-    """Makes this process live exactly as long as the parent wants.
-
-    Ctrl-C, a hang-up and a scheduler's SIGTERM reach many processes at once, but only the parent knows when to stop:
-    they do nothing here. (Handlers, not SIG_IGN, because programs that the function starts would inherit SIG_IGN.) The
-    parent stops this process by SIGKILL. If the parent itself is killed, a thread here sees the socket close and ends
-    the process group. A call that holds the interpreter lock keeps that thread from running; `_limit` ends such a call
-    at its deadline.
-    """
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-    def in_forked_child() -> None:
-        channel.close()  # or the parent would not see this process end while the child lives
-        for number in numbers:
-            signal.signal(number, signal.SIG_DFL)
-
-    def watch() -> None:
-        hangup = select.poll()
-        hangup.register(channel, 0)  # POLLHUP and POLLERR are always reported
-        hangup.poll()
-        os.killpg(0, signal.SIGKILL)
-
-    for number in numbers:
-        signal.signal(number, lambda *_: None)
-    os.register_at_fork(after_in_child=in_forked_child)
-    threading.Thread(target=watch, daemon=True).start()
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ from jrlhf.meshes import GENERATE, TRAIN, Layout, reshard
 from jrlhf.models import PRESETS, LoRAConfig, ModelConfig, init_lm, lora_shardings, param_shardings
 from jrlhf.models.hf import HFConfig, check_hf, load_adapter, load_hf, read_config
 from jrlhf.models.params import HeadKind, Params
+from jrlhf.planning.workload import adapter_of
 
 # What a model directory may hold that is of use here. Never code, and no weights but safetensors.
 _DESCRIPTIONS = ["*.json", "*.jinja", "tokenizer.model", "merges.txt"]
@@ -109,8 +110,7 @@ def actor_adapter(section: LoRASection, actor: ModelConfig, mesh: Mesh) -> tuple
     """The adapter that a run trains, and its weights if the config names a directory. Checks that it fits the actor."""
     try:
         if section.path is None:
-            assert section.rank is not None
-            lora = LoRAConfig(rank=section.rank, alpha=section.alpha, targets=section.targets, rslora=section.rslora)
+            lora = adapter_of(section, actor)
             lora_shardings(actor, mesh, lora)
             return lora, None
         lora, adapter = load_adapter(Path(section.path), actor, mesh)

@@ -79,6 +79,11 @@ def keep_freed_memory() -> bool:
     return False
 
 
+def host_memory() -> float:
+    """Returns the bytes of this machine's memory."""
+    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+
+
 def idle_accelerator() -> str | None:
     """Returns a warning if the machine has an accelerator that JAX does not use."""
     if jax.default_backend() != "cpu":

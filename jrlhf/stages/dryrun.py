@@ -9,6 +9,7 @@ from jax.sharding import Mesh
 from jrlhf.algorithms.registry import graph_of, stage_graph
 from jrlhf.config import Config, config_yaml
 from jrlhf.config.schema import DatasetsData
+from jrlhf.data.read import hub_library
 from jrlhf.meshes import GENERATE, SCORE, TRAIN, Call, Layout, tree_reshard_cost
 from jrlhf.meshes.plan import Plan
 from jrlhf.models import ModelConfig, param_shardings
@@ -48,7 +49,10 @@ class _DryRun:
         paths |= {f"{key}.model": part.model for key, _, part in rewards_and_costs(config)}
         if isinstance(config.data, DatasetsData):
             datasets = {part: getattr(config.data, part) for part in ("sft", "preferences", "prompts", "heldout")}
-            paths |= {f"data.{part}.path": dataset.path for part, dataset in datasets.items() if dataset is not None}
+            used = {f"data.{part}.path": dataset.path for part, dataset in datasets.items() if dataset is not None}
+            for path in (path for path in used.values() if path is not None and not is_here(path)):
+                hub_library(path)
+            paths |= used
         missing = {key: path for key, path in paths.items() if path is not None and not is_here(path)}
         if missing:
             return [f"{key}={path} is not here: not looked at" for key, path in missing.items()]

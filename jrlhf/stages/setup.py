@@ -5,6 +5,7 @@ Opens everything a run needs later (reward functions, tokenizers, adapters), so 
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -15,6 +16,7 @@ from jax.sharding import Mesh
 
 from jrlhf.algorithms.registry import graph_of, stage_graph
 from jrlhf.config.check import mesh_sizes, validate
+from jrlhf.config.parse import changed
 from jrlhf.config.schema import ComputeConfig, Config, DatasetsData, ModelSection, RewardConfig, SleepConfig
 from jrlhf.data import datasets
 from jrlhf.data.read import fingerprint
@@ -249,13 +251,11 @@ def check_sleep(config: SleepConfig, mesh: Mesh) -> None:
 
 
 def _check_sizes_untouched(model: ModelSection) -> None:
-    fresh = ModelSection(path=model.path)
-    for name in ModelSection.__dataclass_fields__:
-        if getattr(model, name) != getattr(fresh, name):
-            raise UserError(
-                f"model.{name}={getattr(model, name)} and model.path={model.path} are both given: a model directory "
-                "has its own sizes, leave one of the two out"
-            )
+    for name, size in changed(replace(model, path=None)):
+        raise UserError(
+            f"model.{name}={size} and model.path={model.path} are both given: a model directory has its own sizes, "
+            "leave one of the two out"
+        )
 
 
 def _check_kernels(config: Config, models: dict[str, ModelConfig], platform: str) -> None:

@@ -33,8 +33,8 @@ class Schedule:
         for name in ("slots", "chunk", "buckets", "lengths", "prefill"):
             value = getattr(self, name)
             optional = value is None and name in ("slots", "prefill")
-            if not optional and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise ValueError(f"{name}={value!r} must be an integer of at least 1")
+            if not optional and (isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**31):
+                raise ValueError(f"{name}={value!r} must be an integer of at least 1 and below 2**31")
 
     def is_one_program(self, rows: int, response: int) -> bool:
         """True if all rows share one prefill and one chunk, and so one program."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from jrlhf.models.config import ModelConfig, RopeScaling
+from jrlhf.models.config import MOST_LAYERS, ModelConfig, RopeScaling
 from jrlhf.models.hf.files import read_object
 from jrlhf.models.hf.values import Json, Values, integer, number, object_at, refuse_others
 from jrlhf.models.params import HeadKind
@@ -22,7 +22,6 @@ from jrlhf.models.params import HeadKind
 _DTYPES = ("float32", "bfloat16", "float16")
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
 LOCAL, GLOBAL = "sliding_attention", "full_attention"
-_MOST_LAYERS = 10_000  # a config.json may say anything, and each layer has an entry in what is made of it
 
 
 @dataclass(frozen=True)
@@ -219,7 +218,7 @@ def _field(values: Values, name: str, key: str, settings: Json) -> Any:
     if kind is bool:
         return values.flag(key)
     if kind is int:
-        return values.integer(key, _MOST_LAYERS if name == "layers" else 2**31)
+        return values.integer(key, MOST_LAYERS if name == "layers" else 2**31)
     if name == "activation":
         if not isinstance(value, str) or value not in _ACTIVATIONS:
             raise ValueError(f"{key} {value!r} is not supported: known are {', '.join(_ACTIVATIONS)}")

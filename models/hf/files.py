@@ -6,8 +6,10 @@ dtype, shape and bytes), the tensors' bytes one after another. https://github.co
 """
 
 import json
+import math
 import os
 import shutil
+import stat
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -34,8 +36,10 @@ _BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2,
 _BYTES |= {"U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1, "C64": 8}
 _BYTES |= {"F8_E5M2": 1, "F8_E4M3": 1, "F8_E8M0": 1, "F8_E5M2FNUZ": 1, "F8_E4M3FNUZ": 1}
 _HEADER_LIMIT = 100_000_000  # safetensors' own
+_LARGEST = 1 << 28  # bytes of a file of JSON, of which the largest are tokenizers
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _AGAIN = "fetch the file again"
+_DEPTH = 100  # levels of a JSON text: what reads it further may walk it by recursion
 
 
 @dataclass(frozen=True)
@@ -95,9 +99,10 @@ def _no_weights(directory: Path) -> str:
 
 def _read_index(path: Path) -> dict[str, str]:
     try:
-        places = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        check_file(path)
+        places = parse_json(path.read_bytes())["weight_map"]
         files = dict(places.items())
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is not an index with a weight_map ({error!r}): {_AGAIN}") from error
     if not files:
         raise ValueError(f"{path} names no tensor: {_AGAIN}")
@@ -108,11 +113,38 @@ def _read_index(path: Path) -> dict[str, str]:
     return files
 
 
+def check_file(path: Path, most: float = _LARGEST) -> None:
+    """Raises ValueError unless the path is a file of at most `most` bytes. A pipe or a device may have no end."""
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise ValueError(f"{path} is no regular file: {_AGAIN}")
+    if status.st_size > most:
+        raise ValueError(f"{path} has {status.st_size} bytes, more than {most:.0f}: {_AGAIN}")
+
+
+def parse_json(text: bytes | str, **options: Any) -> Any:
+    """Returns the value that a JSON text of anyone describes. ValueError: it is none, or nested too deeply to use."""
+    text = text.decode("utf-8-sig") if isinstance(text, bytes) else text
+    try:
+        value = json.loads(text, **options)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+    inner = [value] if text.count("[") + text.count("{") > _DEPTH else []
+    for _ in range(_DEPTH):
+        values = (item for one in inner for item in (one.values() if isinstance(one, dict) else one))
+        inner = [item for item in values if isinstance(item, dict | list)]
+    if inner:
+        raise ValueError(f"it is nested more than {_DEPTH} levels deep")
+    return value
+
+
 def read_object(path: Path, remedy: str, wanted: str) -> dict[str, Any]:
     """The object in a JSON file. Otherwise a ValueError with the remedy, or with what is wanted there."""
+    check_file(path)
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
+        content = parse_json(path.read_bytes())
+        json.dumps(content, ensure_ascii=False).encode()  # fails on halves of surrogate pairs
+    except ValueError as error:
         raise ValueError(f"{path} is not JSON ({error}): {remedy}") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path} holds a {type(content).__name__} where {wanted}")
@@ -125,6 +157,7 @@ def read_header(path: Path) -> dict[str, Tensor]:
     def wrong(what: str) -> ValueError:
         return ValueError(f"{path} {what}: {_AGAIN}")
 
+    check_file(path, math.inf)
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -132,8 +165,8 @@ def read_header(path: Path) -> dict[str, Tensor]:
             raise wrong(f"is no whole safetensors file: its {size} bytes cannot hold the header of {length}")
         text = file.read(length)
     try:
-        header = json.loads(text, object_pairs_hook=_unique)
-    except (ValueError, RecursionError) as error:
+        header = parse_json(text, object_pairs_hook=_unique)
+    except ValueError as error:
         raise wrong(f"has a header that is not JSON ({error})") from error
     if not isinstance(header, dict):
         raise wrong("has a header that is not an object")

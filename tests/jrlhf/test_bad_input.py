@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 
 from jrlhf.config.parse import build
 from jrlhf.config.schema import Config
-from jrlhf.errors import UserError
+from jrlhf.errors import UserError, exit_code
 from jrlhf.models import LoRAConfig, ModelConfig, init_lora
 from jrlhf.models.hf import export_adapter, read_config
 from jrlhf.models.params import HeadKind
@@ -114,6 +114,16 @@ DAMAGES = [
     (template("{{ messages.__class__.__mro__ }}"), "template"),
     (template(None), "has no chat template"),
 ]
+
+
+def test_a_sentence_is_one_line_whatever_it_quotes(capsys):
+    def run() -> None:
+        raise UserError(f"key=\x1b[2J{'x' * 10_000}\nis wrong, {'one of ' * 1000}: correct it")
+
+    assert exit_code(run) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: key=") and error.endswith("one of : correct it\n")
+    assert error.count("\n") == 1 and "\x1b" not in error and len(error) < 2000
 
 
 def test_a_model_directory_that_is_not_what_it_says(refused, damaged):

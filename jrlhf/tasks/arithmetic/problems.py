@@ -17,6 +17,9 @@ def draw_problems(train: int, heldout: int, *, terms: int, digits: int, seed: in
     Equal arguments give equal sums in equal order; the held-out sums do not depend on `train`. Raises ValueError if
     there are too few such sums.
     """
+    possible = (9 * 10 ** (digits - 1)) ** terms
+    if train + heldout > possible:
+        raise ValueError(f"of sums of {terms} numbers of {digits} digit(s) there are {possible} in all")
     rng = np.random.default_rng(seed)
 
     def draw(wanted: int, key: Callable[[Terms], Terms], excluded: Mapping[Terms, Terms]) -> dict[Terms, Terms]:

@@ -17,6 +17,7 @@ from jrlhf.tasks import sequences
 from jrlhf.tasks.arithmetic.problems import Terms, draw_problems, question, worked_answer, written
 
 PAD, EOS, CHARACTERS = "<pad>", "<eos>", "0123456789+="
+MOST_TOKENS = 2 * 10**7  # all sums are written before a run begins, in half a minute
 
 
 def make_tokenizer() -> Tokenizer:
@@ -40,6 +41,13 @@ def load_task(config: Config) -> Task:
         raise UserError(
             f"model.vocab_size={config.model.vocab_size} is too small: data.source=arithmetic has "
             f"{tokenizer.vocab_size} tokens, raise it"
+        )
+    # The lengths of a question, of the shortest answer and of its end.
+    tokens = data.terms * (data.digits + 1) + (data.digits + 1) * data.terms * (data.terms - 1) // 2
+    if (data.problems + data.heldout_rows) * tokens > MOST_TOKENS:
+        raise UserError(
+            f"data.problems={data.problems} with data.heldout_rows={data.heldout_rows} are sums of data.terms="
+            f"{data.terms}, {tokens} tokens each, and at most {MOST_TOKENS} tokens are written in all: lower them"
         )
     sizes = {"terms": data.terms, "digits": data.digits, "seed": config.seed}
     try:

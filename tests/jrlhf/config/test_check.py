@@ -195,8 +195,8 @@ SETS ; GIVEN ; data.sft.path=s ; grpo.algorithm.ptx_coef=0.1
 
 def defaults(tmp_path: Path, overrides: list[str]) -> Config:
     """The defaults with these settings."""
-    path = tmp_path / "empty.yaml"
-    path.touch()
+    path = tmp_path / "seed.yaml"
+    path.write_text("seed: 0\n")
     return load_config(str(path), overrides)
 
 

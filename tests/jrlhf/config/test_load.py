@@ -200,6 +200,14 @@ OVERRIDES = {
     "sft.learning_rate=nan": "sft.learning_rate=nan: it must be a finite number",
     "sft.steps=0": "sft.steps=0: it must be at least 1",
     "sft.steps=[1": "sft.steps, line 1",
+    "sft.steps=2147483648": "sft.steps=2147483648: it must be at most 2147483647",
+    "model.layers=100000000": "model.layers=100000000: it must be at most 10000",
+    "rewards=[{name: a, function: f, workers: 9999}]": "rewards[0].workers=9999: it must be at most 1024",
+    "deadline=1e30": "deadline=1e+30: it must be at most 1000000000",
+    "run_dir=gs://bucket/runs": "run_dir='gs://bucket/runs': it must be a path on this machine",
+    "run_dir=a\0b": "run_dir='a\\x00b': it must be text, without NUL",
+    "run_dir=\ud800": "run_dir='\\ud800': it must be text, without NUL and halves of surrogate pairs",
+    f"model.path={'x' * 300}": "model.path='xxx",
     "ppo.algorithm.clip_low=7": "ppo.algorithm.clip_low=7.0: it must be in (0, 1]",
     "ppo.algorithm.kl_estimator=k4": "ppo.algorithm.kl_estimator=k4: it must be one of k1, k2, k3",
     "ppo.algorithm.seed=1": "ppo.algorithm.seed is not a known key: the run's seed is used, set that",
@@ -270,7 +278,11 @@ def test_the_resolved_config_reads_back_equal_and_has_the_sections_in_use(tmp_pa
     assert load_config(write(tmp_path, resolved)) == config
     sections = set(yaml.safe_load(resolved))
     assert "sft" in sections and not {"reward_model", "ppo", "grpo", "lora", "sleep", "wandb", "validation"} & sections
-    assert load_config(write(tmp_path, "")) == Config() == Config(lora=LoRASection())  # an empty file is all defaults
+    assert load_config(write(tmp_path, "seed: 0")) == Config() == Config(lora=LoRASection())  # all else is defaults
+    for empty in ("", "# nothing", "{}", "null"):
+        assert load_config(write(tmp_path, empty), ["stages=[sft]"]).stages == ("sft",)
+        with pytest.raises(UserError, match="is empty: name the run's stages"):
+            load_config(write(tmp_path, empty), ["seed=1"])
     assert load_config(write(tmp_path, "\ufeffseed: 3")).seed == 3  # a byte order mark is no key
     assert flatten(parse_yaml("a: {b: 1, c: {d: null}}\ne: [1, 2]", "x")) == {
         "a.b": "1",
@@ -305,7 +317,7 @@ def test_old_configs_mean_what_they_meant(tmp_path):
     means: the values of today's keys, as text, where they differ from the usual ones in OLD["means"].
     """
     for name, old in OLD["configs"].items():
-        config = load_config(write(tmp_path, old["file"]), old["overrides"])
+        config = load_config(write(tmp_path, old["file"] or "seed: 0"), old["overrides"])
         resolved = {key: value for key, value in OLD["defaults"].items() if key.split(".")[0] not in old["absent"]}
         resolved |= old["changed"]
         for key in [key for key in resolved if any(other.startswith(f"{key}.") for other in resolved)]:

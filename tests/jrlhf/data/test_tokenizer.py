@@ -137,6 +137,34 @@ def test_tokens_that_only_the_settings_list_are_added(qwen: Path):
         load_tokenizer(qwen)
 
 
+def test_settings_of_another_form_are_one_sentence(qwen: Path):
+    wrong = [
+        "<tool>",
+        ["<tool>"],
+        3,
+        {"500": None},
+        {"500": "<tool>"},
+        {"500": {}},
+        {"500": {"content": 3}},
+        {"x": {"content": "<tool>"}},
+        {"500": {"content": "a", "special": "yes"}},
+    ]
+    for listed in wrong:
+        change(qwen / "tokenizer_config.json", added_tokens_decoder=listed)
+        with pytest.raises(UserError, match="added_tokens_decoder in .*tokenizer_config.json is no object of tokens"):
+            load_tokenizer(qwen)
+    for listed in (None, {}):
+        change(qwen / "tokenizer_config.json", added_tokens_decoder=listed)
+        assert load_tokenizer(qwen).vocab_size == FAMILY["qwen"].vocab_size
+    for stops in (-1, 2**40, [1, -5], [[1]], "1", True, {"a": 1}):
+        write(qwen / "generation_config.json", {"eos_token_id": stops})
+        with pytest.raises(UserError, match="eos_token_id in .*generation_config.json is .*: correct it"):
+            load_tokenizer(qwen)
+    (qwen / "generation_config.json").unlink()
+    write(qwen / "config.json", {"text_config": "text"})
+    assert load_tokenizer(qwen).eos_ids == (FAMILY["qwen"].eos_ids[0],)
+
+
 def test_a_directory_without_a_tokenizer_is_refused(qwen: Path):
     with pytest.raises(UserError, match="nowhere is not a directory"):
         load_tokenizer(qwen / "nowhere")
@@ -144,7 +172,7 @@ def test_a_directory_without_a_tokenizer_is_refused(qwen: Path):
         load_tokenizer(qwen / "tokenizer.json")
     text = (qwen / "tokenizer.json").read_text()
     (qwen / "tokenizer.json").write_text(text[:-20])
-    with pytest.raises(UserError, match="cannot be read as a tokenizer.json"):
+    with pytest.raises(UserError, match="tokenizer.json (fails|cannot be read)"):
         load_tokenizer(qwen)
     (qwen / "tokenizer.json").unlink()
     with pytest.raises(UserError, match="has no tokenizer.json"):
@@ -155,7 +183,7 @@ def test_a_directory_without_a_tokenizer_is_refused(qwen: Path):
     (qwen / "tokenizer.json").write_text(text)
     for content in ("{", "[]", "\udcff"):
         (qwen / "tokenizer_config.json").write_text(content, errors="surrogateescape")
-        with pytest.raises(UserError, match="tokenizer_config.json (cannot be read as JSON|holds a list)"):
+        with pytest.raises(UserError, match="tokenizer_config.json (is not JSON|holds a list)"):
             load_tokenizer(qwen)
 
 

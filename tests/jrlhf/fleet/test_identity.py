@@ -137,9 +137,10 @@ def test_nothing_is_learned_from_what_wrong_weights_drew(versions):
             self.number = number
 
     def fleet() -> Any:
-        made: Any = SliceFleet(Batch(), mesh, Rules(2, 1, 1), "keep_cache", Numbered, print, samples=1, limit=1)  # type: ignore
-        made._take((old, {}), trained_identity(first, dtype=jnp.dtype(jnp.bfloat16)))
-        return made
+        rules, decoding = Rules(2, 1, 1), Batch()
+        own: Any = SliceFleet(decoding, mesh, rules, "keep_cache", Numbered, print, samples=1, limit=1)  # type: ignore
+        own._take((old, {}), trained_identity(first, dtype=jnp.dtype(jnp.bfloat16)))
+        return own
 
     expected = trained_identity(second, dtype=jnp.dtype(jnp.bfloat16))
     with jax.set_mesh(mesh):

@@ -11,6 +11,7 @@ from jrlhf.config import load_config
 from jrlhf.errors import UserError
 from jrlhf.meshes import make_mesh
 from jrlhf.models import ModelConfig
+from jrlhf.planning import fit
 from jrlhf.planning.fit import capacity, check_memory, memory_of
 from jrlhf.planning.memory import GIB
 from jrlhf.planning.plans import colocated
@@ -33,6 +34,23 @@ def test_a_run_that_cannot_fit_is_refused_with_settings_that_do():
     assert "rollout.slots=128" in message and "lora.rank=16" in message
     check(*loaded("llama3-8b-ppo", "device.memory=46", "rollout.slots=128"))
     check(*loaded("llama3-8b-ppo", "device.memory=80"))
+
+
+def test_on_cpus_a_run_must_fit_into_the_memory_of_the_machine(monkeypatch):
+    """Each simulated device has a share of it. A given memory is that of other devices, which are only described."""
+    need = memory(*loaded("quickstart", "mesh={fsdp: 8}")).peak
+    monkeypatch.setattr(fit, "host_memory", lambda: 8.5 * need)
+    check(*loaded("quickstart", "mesh={fsdp: 8}"))
+    monkeypatch.setattr(fit, "host_memory", lambda: 7.5 * need)
+    with pytest.raises(UserError, match="its share of this machine has") as error:
+        check(*loaded("quickstart", "mesh={fsdp: 8}"))
+    assert "devices:" not in str(error.value) and " 16 devices" not in str(error.value)
+    check(*loaded("quickstart", "mesh={fsdp: 8}", "device.memory=1"))
+    check(*loaded("llama3-8b-ppo"))  # whose model is not here
+    monkeypatch.undo()
+    for huge in ("sft.batch=1000000000", "model.vocab_size=2000000000", "data.max_prompt=100000000"):
+        with pytest.raises(UserError, match="its share of this machine has"):
+            check(*loaded("quickstart", "mesh={fsdp: 8}", huge))
 
 
 def check(config, mesh, models):

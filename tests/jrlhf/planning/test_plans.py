@@ -156,7 +156,7 @@ def test_a_plan_that_cannot_be_run_is_one_sentence(tmp_path):
 
 def test_a_file_that_is_no_plan_is_one_sentence(tmp_path):
     for text, message in (
-        ("calls: [", "cannot be read"),
+        ("calls: [", "plan=.*plan.yaml, line 1, column 9: not valid YAML"),
         ("name: x", "must hold `name` and `calls`"),
         ("calls: {actor.update: {devices: 0-3, layout: train, fsdp: 2}}", "choose sizes whose product is 4"),
     ):

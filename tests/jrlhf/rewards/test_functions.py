@@ -278,7 +278,6 @@ SPECS = [  # spec, arguments, sentence
     ("module:", {}, "must be package.module:function"),
     (":f", {}, "must be package.module:function"),
     ("os:path join", {}, "must be package.module:function"),
-    ("exact_match", {"deadline": 2e6}, "deadline=2000000.0"),
 ]
 
 

@@ -16,7 +16,7 @@ import pytest
 
 from jrlhf.errors import UserError
 from jrlhf.rewards.functions import LOG_BYTES, RewardFailure
-from jrlhf.rewards.process import GRACE
+from jrlhf.run.child import GRACE
 from tests.support.processes import alive, eventually, gone
 
 from .conftest import make_sample, pids

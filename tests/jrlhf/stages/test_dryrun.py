@@ -1,14 +1,17 @@
 """A dry run of rewards and costs that are adapters."""
 
+import sys
 from functools import partial
 
 import jax
 import numpy as np
+import pytest
 from safetensors.numpy import load_file
 
 from jrlhf.algorithms.registry import graph_of, stage_graph
 from jrlhf.config.parse import build
 from jrlhf.config.schema import Config
+from jrlhf.errors import UserError
 from jrlhf.models import LoRAConfig, init_lora
 from jrlhf.models.hf import export_adapter, read_config
 from jrlhf.planning.fit import memory_of
@@ -44,6 +47,19 @@ def test_adapters_of_rewards_and_costs_are_counted_and_lie_on_the_base(tmp_path,
     functions = sections | {"costs": [{"name": "words", "function": "word_count"}]}
     text = describe(build(Config, without_ppo(settings(**functions))))
     assert "cost.score" in text and text.count("functions, beside the rest") == 1 and "cost words" not in text
+
+
+def test_datasets_that_a_run_could_not_read_are_refused(settings, monkeypatch):
+    def config(path: str) -> Config:
+        sft = {"path": path, "columns": {}}
+        return build(Config, settings(stages=["sft"], rewards=[], data={"sft": sft}))
+
+    assert "data.sft.path=someone/rows is not here: not looked at" in describe(config("someone/rows"))
+    with pytest.raises(UserError, match="gone.jsonl does not exist: name a file, a directory or a dataset on the hub"):
+        describe(config("gone.jsonl"))
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(UserError, match=r"someone/rows is no file: .*pip install 'jrlhf\[hf\]'"):
+        describe(config("someone/rows"))
 
 
 def without_ppo(sections: dict) -> dict:

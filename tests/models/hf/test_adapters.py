@@ -311,12 +311,12 @@ def check_drawn(seed, base_directory, directory):
     transformers = pytest.importorskip("transformers", reason="compares with peft itself, which needs transformers")
     peft = pytest.importorskip("peft", reason="compares with peft itself")
     rng, settings, refused = random.Random(seed), {"target_modules": ["o_proj"]}, set()
-    for key, (known, others) in DRAWN.items():
+    for key, (supported, others) in DRAWN.items():
         if others and rng.random() < 0.04:
             settings[key] = rng.choice(others)
             refused.add(key)
         elif rng.random() < 0.5:
-            settings[key] = rng.choice(known)
+            settings[key] = rng.choice(supported)
     tokens = torch.tensor(batch()[0], dtype=torch.long)
     mask = (np.arange(T)[None, :] < batch()[1][:, None]).astype(np.int64)
     own = {key: value for key, value in settings.items() if key != "of_a_later_version"}

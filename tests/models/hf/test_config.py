@@ -160,7 +160,7 @@ QWEN2 = LLAMA | {"model_type": "qwen2", "num_key_value_heads": 2, "layer_types":
 
 
 def test_the_rotary_parameters_of_gemma_3(tmp_path):
-    """As transformers 5.24 reads them: a scaling belongs to the global layers, whose other parameters stay."""
+    """A scaling belongs to the global layers, whose other parameters stay: so transformers 5.24 reads them."""
     bands = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     nested = {
         "full_attention": {"rope_theta": 500.0, "original_max_position_embeddings": 24},

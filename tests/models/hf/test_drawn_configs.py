@@ -145,7 +145,7 @@ def test_every_key_that_transformers_reads_is_known(family, tmp_path, monkeypatc
         model.generate(torch.tensor(TOKENS, dtype=torch.long), max_new_tokens=2)
     own = {field.name for field in fields(kind)}
     reads = {key for key in reads if not key.startswith("_") and (key in own or not hasattr(kind, key))}
-    known = {*NO_EFFECT, *DRAWN, *vars(transformers.GenerationConfig())}
+    table_keys = {*NO_EFFECT, *DRAWN, *vars(transformers.GenerationConfig())}
     for table in FAMILIES.values():
-        known |= {*table.keys.values(), *table.defaults, *table.neutral, *table.aliases}
-    assert sorted(reads - known) == []
+        table_keys |= {*table.keys.values(), *table.defaults, *table.neutral, *table.aliases}
+    assert sorted(reads - table_keys) == []

@@ -7,11 +7,14 @@ deadline per task, and one crash fails all tasks.
 
 import contextlib
 import json
+import math
 import os
 import pickle
 import re
+import select
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -19,19 +22,70 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jrlhf.rewards.worker import receive, send
-
 LAUNCH = """
 import json, sys
 sys.path[:] = json.loads(sys.argv[1])
 descriptor = int(sys.argv[2])
 del sys.argv[1:]
-from jrlhf.rewards.worker import main
+from {module} import main
 main(descriptor)
 """
 LONGEST = 1 << 28  # bytes of an answer
 TAIL = 1 << 14  # bytes of a worker's output that are kept to explain its death
+LENGTH = struct.Struct(">I")  # of a frame, before its body
 GRACE = 1.0  # seconds beyond its deadline in which a worker may end itself, printing where it hung
+
+
+def send(channel: socket.socket, body: bytes) -> None:
+    channel.sendall(LENGTH.pack(len(body)) + body)
+
+
+def receive(channel: socket.socket, until: float = math.inf, longest: float = math.inf) -> bytes:
+    """Returns the body of a frame; an OSError if the channel ends or the time `until` passes before it is there."""
+    body, length = bytearray(), LENGTH.size
+    while len(body) < length:
+        if until < math.inf:
+            channel.settimeout(max(0.001, until - time.monotonic()))
+        part = channel.recv(min(length - len(body), 1 << 20))
+        if not part:
+            raise ConnectionError("the channel was closed")
+        body += part
+        if len(body) == LENGTH.size == length:
+            length += LENGTH.unpack(body)[0]
+            if length - LENGTH.size > longest:
+                raise OverflowError(f"answered with {length - LENGTH.size} bytes")
+    return bytes(body[LENGTH.size :])
+
+
+def channel_to_parent(descriptor: int) -> socket.socket:
+    """Returns the socket to the parent, in a child, which from now on lives exactly as long as the parent wants.
+
+    Ctrl-C, a hang-up and a scheduler's SIGTERM reach many processes at once, but only the parent knows when to stop:
+    they do nothing here. (Handlers, not SIG_IGN, because programs that the function starts would inherit SIG_IGN.)
+    The parent stops this process by SIGKILL. If the parent itself is killed, a thread here sees the socket close and
+    ends the process group. A call that holds the interpreter lock keeps that thread from running; only the parent, or a
+    C thread (`faulthandler`), ends such a call at its deadline.
+    """
+    os.set_inheritable(descriptor, False)
+    channel = socket.socket(fileno=descriptor)
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+    def in_forked_child() -> None:
+        channel.close()  # or the parent would not see this process end while the child lives
+        for number in numbers:
+            signal.signal(number, signal.SIG_DFL)
+
+    def watch() -> None:
+        hangup = select.poll()
+        hangup.register(channel, 0)  # POLLHUP and POLLERR are always reported
+        hangup.poll()
+        os.killpg(0, signal.SIGKILL)
+
+    for number in numbers:
+        signal.signal(number, lambda *_: None)
+    os.register_at_fork(after_in_child=in_forked_child)
+    threading.Thread(target=watch, daemon=True).start()
+    return channel
 
 
 class Worker:
@@ -40,16 +94,18 @@ class Worker:
     It has a session of its own: a signal to the terminal's process group passes it by, and the programs that it starts
     can be killed with it. It is started by exec, not by fork (this process has threads), and does not import the
     parent's main module. `log` gets its output, from a thread that reads until the process closes it.
+
+    module: its function `main` is given the descriptor of the child's end of the channel.
     """
 
-    def __init__(self, environment: Mapping[str, str], log: Callable[[bytes], None]):
+    def __init__(self, module: str, environment: Mapping[str, str], log: Callable[[bytes], None]):
         self._log, self._tail = log, b""
         self._lock = threading.RLock()  # of ending the process
         self._channel, theirs = socket.socketpair()
         paths = json.dumps([str(path) for path in sys.path])
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-u", "-c", LAUNCH, paths, str(theirs.fileno())],
+                [sys.executable, "-P", "-u", "-c", LAUNCH.format(module=module), paths, str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,

@@ -1,0 +1,88 @@
+"""The process that renders chat templates: a template is a program of anyone, and may take all time and memory.
+
+    parent: a pickle of (source, variables)     worker: {"text"} | {"bad": what is wrong}
+
+Jinja's sandbox refuses what would reach beyond the template; the process limits what it uses.
+"""
+
+import contextlib
+import json
+import pickle
+import resource
+from collections.abc import Mapping
+from datetime import datetime
+from functools import lru_cache
+from typing import Any
+
+import jinja2
+import jinja2.ext
+from jinja2 import nodes
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from jrlhf.run.child import channel_to_parent, receive, send
+
+SECONDS = 20.0  # of one text, which takes milliseconds; and of the process's start
+MEMORY = 1 << 30  # bytes of the process
+LONGEST = 1 << 25  # characters of a text
+
+
+def main(descriptor: int) -> None:
+    """Answers the parent at the other end of the socket `descriptor`."""
+    channel = channel_to_parent(descriptor)
+    with contextlib.suppress(ValueError, OSError):  # macOS has no such limit
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    with contextlib.suppress(ConnectionError):
+        while True:
+            answer = _render(*pickle.loads(receive(channel)))
+            send(channel, json.dumps(answer).encode())
+
+
+def _render(source: str, variables: Mapping[str, Any]) -> dict[str, str]:
+    try:
+        text = _compiled(source).render(variables)
+        return {"text": text} if len(text) <= LONGEST else {"bad": f"writes more than {LONGEST} characters"}
+    except jinja2.TemplateSyntaxError as error:
+        return {"bad": f"is not valid Jinja: {error.message} (line {error.lineno})"}
+    except jinja2.exceptions.SecurityError as error:
+        return {"bad": f"tries to do what templates must not: {error}"}
+    except jinja2.TemplateError as error:
+        return {"bad": f"refuses the messages: {error.message}"}
+    except MemoryError:
+        return {"bad": f"takes more than {MEMORY >> 30} GiB of memory"}
+    except Exception as error:  # whatever an expression in a template may raise
+        return {"bad": f"fails on the messages: {type(error).__name__}: {error}"}
+
+
+class _Generation(jinja2.ext.Extension):
+    """`{% generation %}` ... `{% endgeneration %}`: some templates mark the words of the assistant so."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body).set_lineno(line)
+
+
+def _refuse(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _to_json(value: Any, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
+    """Jinja's own filter writes `<` as `\\u003c`, for web pages."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _now(form: str) -> str:
+    return datetime.now().strftime(form)
+
+
+@lru_cache(maxsize=32)
+def _compiled(source: str) -> jinja2.Template:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals |= {"raise_exception": _refuse, "strftime_now": _now}
+    return environment.from_string(source)
