@@ -1,6 +1,6 @@
 """The search for fused pipeline schedules: the instances that RLHFuse's authors published, and generated ones.
 
-    python -m benchmarks.fusion          # writes benchmarks/results/fusion.json; about three minutes on one core
+    python -m benchmarks.fusion          # writes benchmarks/results/fusion.json; about four minutes on one core
 
 Seconds are of the processor. The published makespans, peak memories and seconds of the authors' search (some 768
 processes) are in the traces of github.com/FlexFusion/FlexFusion, commit 212c257.

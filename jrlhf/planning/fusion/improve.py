@@ -1,9 +1,9 @@
 """The search for a fused schedule: the shortest first, then the one of that length with the lowest peak memory.
 
 A dispatcher makes a schedule from priorities. The next schedule is made in the other direction of time, and takes its
-priorities from the last one: what ended last begins first. Each pass shifts operations along the longest path, and a
-repeating order of steps passes from one end of the step to the other (forward-backward improvement: Li and Willis,
-EJOR 56, 1992; Valls, Ballestin and Quintanilla, EJOR 165, 2005). Noise on the priorities leaves local optima.
+priorities from the last one: what ended last begins first (forward-backward improvement: Li and Willis, EJOR 56, 1992;
+Valls, Ballestin and Quintanilla, EJOR 165, 2005). So operations on the longest path come first, and the order of steps
+in which a schedule repeats itself spreads. Noise on the priorities leaves local optima.
 """
 
 import math
@@ -16,8 +16,8 @@ from jrlhf.meshes.pipeline import Table, makespan, peak
 from jrlhf.planning.fusion.dispatch import Dispatched, Dispatcher, Rules, Values
 from jrlhf.planning.fusion.problem import Problem
 
-_STEPS = 1_000_000  # operations that the search for the makespan dispatches at most, about two seconds a million
-_STEPS_OF_LIMIT = 1_000_000  # the same for each limit of memory
+_STEPS = 2_000_000  # operations that the search for the makespan dispatches at most, about two seconds a million
+_STEPS_OF_LIMIT = 2_000_000  # the same for each limit of memory
 _LIMITS = 6  # limits of memory that are tried
 _STALL = 40  # schedules without a gain, after which new priorities are drawn
 _PATIENCE = (0.0, 0.5, 1.0)

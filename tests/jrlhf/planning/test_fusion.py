@@ -1,11 +1,14 @@
 """Fused schedules against published bounds and makespans, and against all schedules of small instances."""
 
+import json
 import random
+import re
 from itertools import permutations, product
 
 import pytest
 
 from benchmarks.fusion import PUBLISHED, generated, optimum
+from benchmarks.records import RESULTS
 from jrlhf.meshes.pipeline import arrange, makespan, peak, violation
 from jrlhf.planning.fusion import Model, Problem, fuse, search
 
@@ -20,6 +23,27 @@ def small(generator: random.Random, micro_batches: int) -> Problem:
         for depth in depths
     )
     return fuse(actor, critic)
+
+
+def test_the_example_and_the_figures_of_the_docs():
+    text = (RESULTS.parents[1] / "docs/plans.md").read_text(encoding="utf-8").partition("## Fused pipelines")[2]
+    for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+        exec(code, {})
+    record = json.loads((RESULTS / "fusion.json").read_text(encoding="utf-8"))
+    published, others, summary = record["published"], record["generated"], record["summary"]
+    assert [row["makespan"] for row in published] == [row["bound"] for row in published] == BOUNDS
+    excess = sorted(row["makespan"] / row["bound"] - 1 for row in others if row["makespan"] > row["bound"])
+    far = [share for share in excess if share > 0.03]
+    more = max(row["memory"] / row["published"]["memory"] for row in published) - 1
+    for sentence in (
+        f"at most {max(row['seconds'] for row in published):.0f} s of one core",
+        f"at most theirs in {summary['published_memory_at_most_theirs']} of the 12, and up to {100 * more:.0f} % above",
+        f"Of {len(others)} random pairs",
+        f"{len(others) - len(excess)} reach the bound, so that they are optimal",
+        f"{len(excess) - len(far)} end at most {100 * max(set(excess) - set(far)):.1f} % above it",
+        f"{len(far)} between {100 * far[0]:.1f} and {100 * far[-1]:.1f} %",
+    ):
+        assert sentence in " ".join(text.split()), sentence
 
 
 def test_the_bounds_are_those_of_the_authors():
