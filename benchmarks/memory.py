@@ -3,6 +3,7 @@
     python -m benchmarks.memory
     python -m benchmarks.memory --target h200x8
     python -m benchmarks.memory --target v5p-16
+    python -m benchmarks.memory --again        # the compiled figures stay, predictions are made anew
 
 Programs are compiled and never run: for 8 simulated CPU devices, or for hardware that is not there (`targets.py`). They
 have a head for every token, as is predicted; a run's have one for responses. The shapes are others than those that the
@@ -22,7 +23,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from benchmarks.records import RESULTS, provenance, write
-from benchmarks.shapes import generation_copy, train_state, whole_weights
+from benchmarks.shapes import adapter_weights, generation_copy, shared_base, train_state, whole_weights
 from benchmarks.targets import TARGETS, Target, compiler_environment, devices_of
 from jrlhf.algorithms.registry import graph_of
 from jrlhf.config.schema import Config
@@ -31,7 +32,8 @@ from jrlhf.data.batches import row_sharding
 from jrlhf.meshes import TRAIN, make_mesh
 from jrlhf.meshes.layout import TRAIN_TP
 from jrlhf.meshes.plan import LayoutName, Placement, Slice
-from jrlhf.models import ModelConfig, SamplingConfig, make_generate
+from jrlhf.models import LoRAConfig, ModelConfig, SamplingConfig, make_generate
+from jrlhf.models.params import HeadKind
 from jrlhf.models.remat import Remat
 from jrlhf.planning.activations import Backend
 from jrlhf.planning.memory import call_bytes
@@ -50,7 +52,7 @@ LAYOUTS: dict[str, LayoutName] = {"generate": "generate", "infer": "score", "tra
 
 @dataclass(frozen=True)
 class Case:
-    """A call of PPO on 8 devices. call: its name in the graph. mesh: fsdp, tensor."""
+    """A call of PPO on 8 devices. call: its name in the graph. mesh: fsdp, tensor. lora: the rank of adapters."""
 
     call: str
     model: ModelConfig
@@ -64,11 +66,21 @@ class Case:
     fused_loss: bool = True
     tensor_parallel: bool = False
     dtype: str = "float32"
+    data: int = 1
+    lora: int | None = None
+    int8: bool = False
+
+    @property
+    def adapter(self) -> LoRAConfig | None:
+        return None if self.lora is None else LoRAConfig(rank=self.lora, alpha=float(self.lora))
 
     @property
     def workload(self) -> Workload:
         """PPO with both of its trained models of this architecture."""
-        models = {"actor": (RoleModel(self.model, "lm", True),), "critic": (RoleModel(self.model, "scalar", True),)}
+        heads: dict[str, HeadKind] = {"actor": "lm", "critic": "scalar"}
+        models = {
+            role: (RoleModel(self.model, head, True, self.adapter, int8=self.int8),) for role, head in heads.items()
+        }
         return Workload(
             graph_of(Config(stages=("ppo",))),
             models,
@@ -86,10 +98,10 @@ class Case:
     @property
     def placement(self) -> Placement:
         kind = self.workload.graph[self.call].kind
-        layout = "train_tp" if self.tensor_parallel else LAYOUTS[kind]
+        layout = "generate" if self.lora else "train_tp" if self.tensor_parallel else LAYOUTS[kind]
         fsdp, tensor = self.mesh
         parts = self.micro_batches if kind == "train" else 1
-        return Placement(Slice(0, fsdp * tensor), layout, fsdp=fsdp, tensor=tensor, micro_batches=parts)
+        return Placement(Slice(0, self.data * fsdp * tensor), layout, self.data, fsdp, tensor, micro_batches=parts)
 
 
 @dataclass(frozen=True)
@@ -120,8 +132,11 @@ def predicted(case: Case, backend: Backend) -> Found:
     needs = call_bytes(workload, call, case.placement, backend)
     active = dict(needs.active)
     inputs, copy = active.pop("inputs"), active.pop("generation weights", 0.0)
-    states = {"train": sum(needs.resident.values()), "infer": needs.resident["weights"], "generate": copy}[call.kind]
-    return Found(states + inputs, sum(active.values()))
+    base, weights = needs.resident.get("base", 0.0), needs.resident["weights"]
+    if base and call.role == "critic" and not case.model.tie_embeddings:  # which reads no unembedding
+        base -= case.model.padded_vocab * case.model.embed * workload.itemsize / case.placement.tensor
+    states = {"train": weights + needs.resident["optimizer"], "infer": weights, "generate": copy or weights}[call.kind]
+    return Found(base + states + inputs, sum(active.values()))
 
 
 def compiled(case: Case, devices: Sequence[Any], backend: Backend) -> Found:
@@ -133,7 +148,8 @@ def compiled(case: Case, devices: Sequence[Any], backend: Backend) -> Found:
 
 def lowered(case: Case, devices: Sequence[Any], backend: Backend) -> jax.stages.Lowered:
     """The call's program."""
-    mesh, model = make_mesh(1, *case.mesh, devices=devices[: case.placement.devices.count]), case.model
+    mesh, model = make_mesh(case.data, *case.mesh, devices=devices[: case.placement.devices.count]), case.model
+    lora = case.adapter
     compute = Compute(
         dtype=jnp.dtype(case.dtype),
         remat=case.remat,
@@ -147,22 +163,30 @@ def lowered(case: Case, devices: Sequence[Any], backend: Backend) -> jax.stages.
 
     head = "scalar" if case.call.startswith("critic") else "lm"
     length, optimizer = case.prompt + case.response, OptimizerConfig()
-    setting, adam = (Architecture(model), mesh, compute), adamw(optimizer, updates=1)
+    setting, adam = (Architecture(model, lora, lora is not None), mesh, compute), adamw(optimizer, updates=1)
     algorithm = PPOConfig(minibatches=case.minibatches, micro_batches=case.micro_batches)
     with jax.set_mesh(mesh):
-        weights = whole_weights(model, mesh, head)
+        if lora is None:
+            weights, base = whole_weights(model, mesh, head), ()
+        else:
+            weights, base = (
+                adapter_weights(model, mesh, lora, head),
+                (shared_base(model, mesh, compute.dtype, case.int8),),
+            )
         match case.call:
             case "actor.generate":
                 sampling = SamplingConfig(max_new_tokens=case.response, stop_ids=(0,))
                 key = jax.eval_shape(lambda: jax.random.key(0)).dtype
-                options = {"dtype": compute.dtype, "attention": backend.attention}
+                options = {"dtype": compute.dtype, "attention": backend.attention, "lora": lora}
                 generate = jax.jit(make_generate(model, mesh, sampling, **options))
-                copy = generation_copy(model, mesh, compute.dtype)
-                return generate.lower(copy, rows(case.prompt), rows(), rows(dtype=key))
+                copy = generation_copy(model, mesh, compute.dtype) if lora is None else weights
+                return generate.lower(copy, rows(case.prompt), rows(), rows(dtype=key), *base)
             case "actor.logprobs":
-                return CompiledModel(*setting).score_logprobs(temperature=1.0).lower(weights, rows(length), rows())
+                return (
+                    CompiledModel(*setting).score_logprobs(temperature=1.0).lower(weights, rows(length), rows(), *base)
+                )
             case "critic.values":
-                return CompiledModel(*setting).score_values().lower(weights, rows(length), rows())
+                return CompiledModel(*setting).score_values().lower(weights, rows(length), rows(), *base)
             case "actor.update":
                 step = CompiledModel(*setting).actor_step(adam, algorithm, temperature=1.0)
             case _:
@@ -185,7 +209,7 @@ def lowered(case: Case, devices: Sequence[Any], backend: Backend) -> jax.stages.
             advantages=floats,
             returns=floats,
         )
-        return step.lower(train_state(optimizer, weights, mesh), experience)
+        return step.lower(train_state(optimizer, weights, mesh), experience, *base)
 
 
 # ---- the grid
@@ -239,14 +263,18 @@ def accelerator_cases() -> Iterator[Case]:
         yield Case("actor.generate", replace(model, layers=4), (4, 2), **sizes)
 
 
+def asked(case: Case) -> dict[str, Any]:
+    """A case, as it is written: what adapters and replicas add only where there are some."""
+    sizes = {name: getattr(case.model, name) for name in ("embed", "layers", "heads", "kv_heads", "mlp", "vocab_size")}
+    new = {"data": 1, "lora": None, "int8": False}
+    rest = {name: value for name, value in asdict(case).items() if name not in new or value != new[name]}
+    return {**rest, "mesh": list(case.mesh), "model": sizes}
+
+
 def row(case: Case, prediction: Found, measurement: Found) -> dict[str, Any]:
     """A result, as it is written."""
-    sizes = {name: getattr(case.model, name) for name in ("embed", "layers", "heads", "kv_heads", "mlp", "vocab_size")}
-    rest = {name: value for name, value in asdict(case).items() if name != "model"}
     result = {
-        **rest,
-        "mesh": list(case.mesh),
-        "model": sizes,
+        **asked(case),
         "predicted": prediction.record(),
         "compiled": measurement.record(),
     }
@@ -267,8 +295,8 @@ def within(prediction: Found, measurement: Found) -> bool:
     return abs(prediction.total / measurement.total - 1) <= 0.1 and temp
 
 
-def measure(target: str) -> None:
-    """Compiles all cases of a target, prints a line each and writes them."""
+def measure(target: str, *, again: bool = False) -> None:
+    """Compiles all cases of a target, prints a line each and writes them. again: takes the file's compiled figures."""
     targets = {**TARGETS, V5P_16.name: V5P_16}
     if target == "cpu":
         backend, devices, cases = Backend("cpu"), jax.devices(), cpu_cases()
@@ -278,8 +306,13 @@ def measure(target: str) -> None:
         backend, devices = Backend(platform, "xla" if platform == "gpu" else None), devices_of(targets[target])
         cases = accelerator_cases()
     results: list[dict[str, Any]] = []
-    for case in cases:
-        prediction, measurement = predicted(case, backend), compiled(case, devices, backend)
+    records = json.loads(PATH.read_text())["targets"][target]["results"] if again else []
+    for number, case in enumerate(cases):
+        prediction = predicted(case, backend)
+        measurement = Found.of(records[number]["compiled"]) if again else compiled(case, devices, backend)
+        assert not again or {**records[number], **asked(case)} == records[number], (
+            f"{case} is not in {PATH}: compile it"
+        )
         results.append(row(case, prediction, measurement))
         sizes = f"{measurement.total / MIB:9.1f} MiB, temp {measurement.temp / MIB:9.1f}"
         errors = f"{results[-1]['total_error']:+7.1%} {results[-1]['temp_error']:+7.1%}"
@@ -302,11 +335,12 @@ def merge(target: str, results: Sequence[dict[str, Any]]) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Predicted memory against that of compiled programs.")
     parser.add_argument("--target", choices=["cpu", *TARGETS, V5P_16.name], default="cpu")
+    parser.add_argument("--again", action="store_true", help="of a CPU: compile nothing, predict anew")
     parser.add_argument("--compile", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.target == "cpu":
         jax.config.update("jax_num_cpu_devices", 8)
-        measure("cpu")
+        measure("cpu", again=options.again)
     elif options.compile:
         measure(options.target)
     else:

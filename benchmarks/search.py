@@ -41,11 +41,7 @@ from jrlhf.stages.setup import architectures
 
 LLAMA = {size: PRESETS[f"meta-llama/Llama-2-{size}-hf"] for size in ("13b", "70b")}
 LLAMA["34b"] = replace(LLAMA["70b"], layers=48, mlp=22016)  # Code Llama's
-A100 = replace(
-    HARDWARE["a100"],
-    name="a100 under ReaL",
-    **{key: getattr(published.REAL, key) for key in ("infer", "train", "stream", "collective", "launch")},
-)
+A100 = replace(HARDWARE["a100"], name="a100 under ReaL", **published.ENGINE)
 
 
 def problem(config: str, devices: str, *overrides: str):

@@ -13,6 +13,7 @@ from jrlhf.config.stages import OptimizerConfig
 from jrlhf.meshes import GENERATE, TRAIN
 from jrlhf.models import LoRAConfig, ModelConfig, init_lm, init_lora, init_scalar, lora_shardings, param_shardings
 from jrlhf.models.params import HeadKind
+from jrlhf.models.quantize import int8_shardings, to_int8
 from jrlhf.ppo import TrainState
 from jrlhf.roles.initial import adamw
 from jrlhf.roles.pretrained import cast_matrices
@@ -44,6 +45,14 @@ def generation_copy(model: ModelConfig, mesh: Mesh, dtype: Any) -> Shapes:
     cast = jax.eval_shape(partial(cast_matrices, dtype=dtype), shapes)
     layer = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), cast["layers"])
     return placed({**cast, "layers": [layer] * model.layers}, param_shardings(model, mesh, GENERATE))
+
+
+def shared_base(model: ModelConfig, mesh: Mesh, dtype: Any, int8: bool) -> Shapes:
+    """The base under adapters: as generation takes it, or with the layers' matrices as int8."""
+    base = generation_copy(model, mesh, dtype)
+    if not int8:
+        return base
+    return placed(jax.eval_shape(to_int8, base), int8_shardings(param_shardings(model, mesh, GENERATE)))
 
 
 def train_state(config: OptimizerConfig, params: Shapes, mesh: Mesh) -> TrainState:

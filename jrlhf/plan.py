@@ -7,7 +7,7 @@ With --plan FILE, or the name of a usual one, what that plan takes; nothing is s
 import argparse
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -26,6 +26,7 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     group = parser.add_mutually_exclusive_group(required=True)
     group.add_argument("--cluster", help="its devices: 16xh100, v5p-512")
     group.add_argument("--profile", action="store_true", help="the devices at hand, measured: minutes, the first time")
+    parser.add_argument("--mean-response", type=float, help="tokens of a response in the mean; default: the maximum")
     parser.add_argument("--processes", type=int, help="of the run; by default one a host of the cluster")
     parser.add_argument("--plan", metavar="FILE", help="price this one: a file, colocate, split or standalone")
     parser.add_argument("--seconds", type=float, help=f"to search, {SECONDS:g} by default")
@@ -46,9 +47,10 @@ def cli(arguments: Sequence[str] | None = None) -> int:
 
 def _run(options: argparse.Namespace) -> None:
     from jrlhf.algorithms.registry import planned_graph
+    from jrlhf.config.check import mesh_sizes
     from jrlhf.meshes.hardware import cluster
-    from jrlhf.planning import auto, plans, show
-    from jrlhf.planning.search import Found, search
+    from jrlhf.planning import auto, fit, plans, show
+    from jrlhf.planning.search import Found
     from jrlhf.planning.simulate import simulate
     from jrlhf.planning.workload import without_budgeted, workload_of
     from jrlhf.run.devices import select
@@ -63,7 +65,12 @@ def _run(options: argparse.Namespace) -> None:
             what = f"stages=[{', '.join(config.stages)}], which run by no plan"
             raise UserError(f"--{name} {value} has no effect with {what}: leave it out")
     models = architectures(config)
-    workload = workload_of(config, planned_graph(config), models)
+    graph = planned_graph(config)
+    workload, mean = workload_of(config, graph, models), options.mean_response
+    if mean is not None:
+        if not 1 <= mean <= workload.response:
+            raise UserError(f"--mean-response {mean:g} must be from 1 to data.max_response={workload.response}")
+        workload = replace(workload, mean_response=mean)
     if options.profile:
         here, say = select(config.device), partial(print, "measuring", file=sys.stderr, flush=True)
         print(f"measured: {auto.measure_here(workload, here, say)}", file=sys.stderr)
@@ -80,10 +87,11 @@ def _run(options: argparse.Namespace) -> None:
     seconds = SECONDS if options.seconds is None and options.proposals is None else options.seconds
     lockstep, terminal = not options.overlap, sys.stderr.isatty()
     if options.plan is None:
-        result = search(
-            workload,
-            devices,
+        measured = lambda changed, workload, _: auto.prices_here(changed, workload, here)[1]  # noqa: E731
+        setting = auto.Setting(config, graph, models, devices, measured if options.profile else auto.prices_of, mean)
+        result = setting.search(
             prices,
+            grows=not options.profile,
             proposals=options.proposals,
             seconds=seconds,
             seed=options.seed,
@@ -102,19 +110,28 @@ def _run(options: argparse.Namespace) -> None:
             data, fsdp, tensor = outcome.plan[name].sizes
             print(f"a base under adapters is in the mesh: mesh.data={data} mesh.fsdp={fsdp} mesh.tensor={tensor}")
     else:
+        if not options.profile and options.plan in plans.NAMES:
+            mesh_sizes(config.mesh, devices.devices, simulates=False)
         plan = plans.plan_of_config(replace(config, plan=options.plan), workload, devices.devices)
         outcome = Found(plan, simulate(workload.graph, plan, prices, lockstep=lockstep))
         print(show.describe_plan(workload, devices, prices, outcome))
     if options.plot is not None:
         title = f"{workload.graph.name} on {devices.devices} x {devices.hardware.name}"
-        show.plot(outcome.simulation, title, options.plot)
+        _write("plot", options.plot, partial(show.plot, outcome.simulation, title))
     if options.save is not None:
-        options.save.parent.mkdir(parents=True, exist_ok=True)
-        plan = without_budgeted(config, workload.graph, outcome.plan)
-        options.save.write_text(plans.plan_yaml(plan), encoding="utf-8")
+        text = plans.plan_yaml(without_budgeted(config, graph, outcome.plan))
+        _write("save", options.save, lambda path: path.write_text(text, encoding="utf-8"))
     process_of = [number * processes // devices.devices for number in range(devices.devices)]
     plans.refuse_cross_process(outcome.plan, process_of)
-    plans.check_fits(workload, outcome.plan, prices)
+    fit.check_fits(config, workload, outcome.plan, prices, prices.backend)
+
+
+def _write(option: str, path: Path, write: Callable[[Path], object]) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write(path)
+    except OSError as error:
+        raise UserError(f"--{option} {path} cannot be written ({error.strerror}): choose another place") from error
 
 
 def _check_options(options: argparse.Namespace) -> None:

@@ -170,11 +170,12 @@ def hardware_of(device: Device) -> Hardware | None:
 
 
 def cluster(text: str) -> Cluster:
-    """Parses the name of a cluster: `16xh100` is sixteen GPUs in nodes of eight, `v5p-512` a TPU slice.
+    """Parses the name of a cluster: `16xh100` is sixteen GPUs in nodes of eight, `v5p-512` a TPU slice, and so is
+    `v5litepod-16`, Google's name of a v5e-16.
 
     Raises ValueError, one sentence with the nearest valid name, where there is no such hardware or number of devices.
     """
-    match = re.fullmatch(r"(\d+)x([a-z]\w*)|(v\d\w*)-(\d+)", text.lower())
+    match = re.fullmatch(r"(\d+)x([a-z]\w*)|(v\d\w*)-(\d+)", text.lower().replace("v5litepod", "v5e"))
     if match is None:
         raise ValueError(f"cluster={text} must be a number and a GPU such as 16xh100, or a TPU slice such as v5p-512")
     sliced = match[3] is not None

@@ -19,8 +19,8 @@ from jrlhf.models.config import ModelConfig
 from jrlhf.ppo.fields import default_of, without_effect
 
 
-def mesh_sizes(mesh: MeshConfig, device_count: int) -> tuple[int, int, int]:
-    """Returns the sizes of (data, fsdp, tensor) on this number of devices, -1 resolved."""
+def mesh_sizes(mesh: MeshConfig, device_count: int, *, simulates: bool = True) -> tuple[int, int, int]:
+    """Returns the sizes of (data, fsdp, tensor) on this number of devices, -1 resolved. simulates: as a remedy."""
     sizes = [mesh.data, mesh.fsdp, mesh.tensor]
     written = f"mesh data={mesh.data}, fsdp={mesh.fsdp}, tensor={mesh.tensor}"
     if sizes.count(-1) > 1:
@@ -31,7 +31,8 @@ def mesh_sizes(mesh: MeshConfig, device_count: int) -> tuple[int, int, int]:
         choices = ", ".join(map(str, divisors(device_count)))
         raise UserError(
             f"{written} does not fit {device_count} device(s): choose sizes whose product is {device_count} "
-            f"(its divisors are {choices}), or set device.simulated={product} to simulate that many on the CPU"
+            f"(its divisors are {choices})"
+            + (f", or set device.simulated={product} to simulate that many on the CPU" if simulates else "")
         )
     data, fsdp, tensor = (device_count // product if size == -1 else size for size in sizes)
     return data, fsdp, tensor

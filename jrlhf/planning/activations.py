@@ -31,13 +31,16 @@ _COUNTS = {
     "scores": ((3, 4.25, 2), (1, 2.25, 2), (1, 2, 2)),
     # The same after the softmax, in the compute dtype: forward, backward.
     "weights": ((0, 0), (1, 2), (1, 2)),
-    # [B, T, F]: forward, backward, while prompts are read.
+    # [B, T, F]: forward, backward, while prompts are read; and what the products of adapters add, forward.
     "mlp": ((3, 6, 3), (2, 3, 2), (2, 3, 1)),
+    "adapters": (2, 0, 0),
     # [B, T, D]: next to the mlp's forward pass; of a layer's backward pass.
     "residual": (1, 1, 1),
     "backward": (8, 10, 10),
-    # Further norms of the backward pass: of queries and keys; [B, T, D] of those after a sublayer.
-    "norms": ((3, 4), (0, 0), (0, 0)),
+    # Further arrays of the backward pass: norms of queries and keys; of norms after a sublayer [B, T, D] and
+    # [B, T, N H]; the latter too where layers are sliced.
+    "norms": ((3, 4, 2.6), (0, 0, 0), (0, 0, 0)),
+    "sliced": (6, 0, 0),
     # [V, D] float32, gathered tables and their gradients on the device's slice of the vocabulary: in the forward pass
     # of training, in the backward pass of a language model and of a scalar one, and in the head's own phase.
     "forward_tables": (3, 1, 1),
@@ -51,11 +54,19 @@ _COUNTS = {
     "copied": (0, 0, 1.15),
     # All layers' weights in the compute dtype, ahead of the loop that scores.
     "cast": (0, 0, 1),
+    # All layers' matrices of an int8 base as floats, during the first layer's attention and mlp; elsewhere a layer's.
+    "dequantised": ((1, 0.6), (0, 0), (0, 0)),
+    # Whether layers that are not in a loop are merged with their recomputation, so that no remat policy saves anything.
+    "merged": (True, False, False),
     # Copies of all trained numbers while the optimizer steps. On accelerators the update's results are copies next to
     # the gradients: a conditional does not write in place.
     "optimizer": (0, 4, 4),
+    # Copies of what is trained, its weights and both moments, that a step begins with.
+    "states": (3, 0, 0),
     # What remat="gather" keeps of a layer: scores, [B, T, F], [B, T, D].
     "activations": ((2, 6.8, 7.6), (2.25, 7, 25), (2.25, 7, 21)),
+    # What it keeps in addition: scores under a softcap, [B, T, D] of norms after a sublayer, normed queries and keys.
+    "kept": ((3.1, 10.1, 5.4), (0, 0, 0), (0, 0, 0)),
     # Whether host memory is another memory.
     "offloads": (False, True, True),
     # Whether the head is gathered before the layers, even where no embedding shares its table.
@@ -85,7 +96,8 @@ class Arrays:
 
     hidden [B, T, D]. query [B, T, N H], key [B, T, K H], mlp [B, T, F]: of a layer, sliced where it is tensor-parallel.
     scores [B, N, T, T] float32. statistics [B, N, T] float32 of an attention that stores no scores. gathered: a layer's
-    matrices. table [V, D] float32: the device's slice of the vocabulary. sharing: the hidden states of all devices that
+    matrices. table [V, D] float32: the device's slice of the vocabulary; lookup: of it what must be gathered or
+    cast. dequantised: all layers' matrices, of an int8 base. sharing: the hidden states of all devices that
     share a table. logits: of one tile. low: bytes of a number in the compute dtype over those of a float32.
     """
 
@@ -98,6 +110,7 @@ class Arrays:
         layout: LayoutName,
         tensor: int,
         backend: Backend,
+        fsdp: int = 1,
     ):
         """rows: of a device, or of its tensor group where a layer is sliced. length: of a row."""
         self.model, self.head, self.platform = role.config, role.head, backend.platform
@@ -109,6 +122,7 @@ class Arrays:
             backend.platform, dtype, model.head_dim, model.attention_softcap, length
         )
         heads, kv_heads = model.heads / width, max(model.kv_heads / width, 1)
+        self.sliced = width > 1
         matrices = model.embed * model.head_dim * (2 * heads + 2 * kv_heads)
         matrices += (3 if model.gated_mlp else 2) * model.embed * model.mlp / width
         vocab = model.padded_vocab / tensor
@@ -124,6 +138,8 @@ class Arrays:
         self.gathered = 0.0 if layout == "generate" else matrices * size
         # The tables of a shared base are stored as they are used, and have no gradients.
         self.table = 0.0 if role.shared else WIDE * vocab * model.embed
+        self.lookup = 0.0 if fsdp == 1 and size == WIDE else self.table * size / WIDE
+        self.adapted, self.dequantised = role.lora is not None, model.layers * matrices * size * role.int8
         self.sharing = sharing * model.embed * size
         self.logits = WIDE * tile * vocab if role.head == "lm" else 0.0
         self.low = size / WIDE
@@ -144,6 +160,9 @@ def kept_bytes(sizes: Arrays, remat: Remat) -> float:
             scores, mlp, hidden = counts.activations
             layer += scores * sizes.scores + mlp * sizes.mlp + hidden * sizes.hidden
             layer += sizes.scores * sizes.low * counts.weights[0]
+            layer += counts.kept[0] * sizes.scores if model.attention_softcap is not None else 0
+            layer += counts.kept[1] * sizes.hidden if model.post_norms else 0
+            layer += counts.kept[2] * (sizes.query + sizes.key) if model.qk_norm else 0
     return model.layers * (layer + (0 if remat in ("full", "offload") else sizes.statistics))
 
 
@@ -154,29 +173,32 @@ def infer_phase(sizes: Arrays, transposed: float, cast: float) -> Phase:
     the layers' weights in the compute dtype, where they are stored in another one.
     """
     counts, lm = sizes.counts, sizes.head == "lm"
-    table = sizes.table * sizes.low if lm else 0.0
+    table = sizes.lookup if lm else 0.0
     through = {
         "activations": sizes.hidden,
         "gathered head": table if sizes.model.tie_embeddings or counts.early else 0.0,
         "transposed weights": transposed if counts.transposed else 0.0,
     }
     attention = {
+        "dequantised layers": counts.dequantised[0] * sizes.dequantised,
         "attention scores": (counts.scores[0] + counts.weights[0] * sizes.low) * sizes.scores,
         "attention": 0.0 if sizes.scores else sizes.query + 2 * sizes.key,
         "gathered layers": sizes.gathered,
         "cast layers": counts.cast * cast,
     }
     mlp = {
-        "mlp": counts.mlp[0] * sizes.mlp + counts.residual * sizes.hidden,
+        "dequantised layers": counts.dequantised[1] * sizes.dequantised,
+        "mlp": (counts.mlp[0] + counts.adapters * sizes.adapted) * sizes.mlp + counts.residual * sizes.hidden,
         "gathered layers": counts.gathered[0] * sizes.gathered,
         "cast layers": counts.cast * cast,
     }
+    embedding = {"gathered embedding": sizes.lookup, "embeddings": sizes.sharing}
     logits = {
         "log-prob tiles": counts.logits * sizes.logits,
         "gathered head": table,
         "gathered hidden states": max(sizes.sharing - sizes.hidden, 0.0),
     }
-    return _largest(through, attention, mlp, logits if lm else {})
+    return _largest(through, embedding, attention, mlp, logits if lm else {})
 
 
 def _largest(through: Phase, *phases: Phase) -> Phase:
@@ -206,10 +228,13 @@ def train_phase(
     running: micro-batches that are in the pipeline at a time. transposed: as in `infer_phase`.
     """
     model, counts = sizes.model, sizes.counts
+    if sizes.adapted and counts.merged:
+        return merged_phase(sizes)
     sums = gradients.whole if micro_batches > 1 else 0.0
     through = {
         "kept activations": running * kept_bytes(sizes, remat),
         "gradients": gradients.layers + sums,
+        "copied states": counts.states * gradients.whole,
         "transposed weights": transposed if counts.transposed else counts.copied * gradients.layers,
     }
     matrix = sizes.gathered / (3 if model.gated_mlp else 2)  # the mlp's matrices are most of a layer
@@ -225,7 +250,8 @@ def train_phase(
     made_again = counts.mlp[1] - (0 if remat not in ("products", "gather") else 2)
     shard = gradients.whole - gradients.layers
     norms = counts.norms[0] * (sizes.query + sizes.key) if model.qk_norm else 0.0
-    norms += counts.norms[1] * sizes.hidden if model.post_norms else 0.0
+    norms += counts.norms[1] * sizes.hidden + counts.norms[2] * sizes.query if model.post_norms else 0.0
+    norms += counts.sliced * sizes.query if sizes.sliced else 0.0
     backward = {
         "attention scores": (counts.scores[2] + counts.weights[1] * sizes.low) * sizes.scores,
         "mlp": made_again * sizes.mlp,
@@ -240,6 +266,34 @@ def train_phase(
     }
     step = {"optimizer step": counts.optimizer * gradients.tiled, "relaid states": gradients.relaid}
     return max(_largest(through, forward, backward, logits if lm else {}), step, key=lambda phase: sum(phase.values()))
+
+
+def merged_phase(sizes: Arrays) -> Phase:
+    """Returns the largest phase of an adapter's step where all layers' activations live at one time.
+
+    The counts were fitted to compiled programs (`benchmarks.drawn`).
+    """
+    model = sizes.model
+    scores, mlp, query, key, hidden, tiles = _MERGED
+    normed = 3.0 * (sizes.query + sizes.key) if model.qk_norm else 0.0
+    scores += 9.4 if model.attention_softcap is not None else 0.0
+    return {
+        "attention scores": model.layers * scores * sizes.scores,
+        "mlp": model.layers * mlp * sizes.mlp,
+        "activations": model.layers * (query * sizes.query + key * sizes.key + normed) + hidden * sizes.hidden,
+        "dequantised layers": sizes.dequantised,
+        "log-prob tiles": tiles * sizes.logits,
+    }
+
+
+_MERGED = (
+    1.85,
+    8.4,
+    0.3,
+    11.6,
+    13.0,
+    2.0,
+)  # of scores, mlp, query and key a layer; of hidden states and tiles at the end
 
 
 def cache_bytes(model: ModelConfig, rows: float, positions: int, tensor: int, itemsize: int) -> float:
@@ -261,6 +315,9 @@ def generate_phase(prompts: Arrays, cache: float, wave: float, logits: float, te
     new_cache, missing = wave or cache, (0, 0) if tpu else (2, 1)
     first, second = (cache * bool(wave) + new_cache * max(layers - back, 0) / layers for back in missing)
     attention = {"attention scores": scores, "activations": hidden, "KV cache": first}
-    mlp = {"mlp": counts.mlp[2] * prompts.mlp, "activations": hidden if tpu else prompts.hidden, "KV cache": second}
+    products = counts.mlp[2] + counts.adapters * prompts.adapted
+    mlp = {"mlp": products * prompts.mlp, "activations": hidden if tpu else prompts.hidden, "KV cache": second}
     decode = {"KV cache": cache, "logits": counts.logits * logits}
+    for phase, count in zip((attention, mlp), counts.dequantised, strict=True):
+        phase["dequantised layers"] = count * prompts.dequantised
     return _largest({}, attention, mlp, decode)

@@ -22,7 +22,12 @@ from jrlhf.planning.workload import Workload
 TENSOR = 8  # slices of a layer at most, as in ReaL
 ALL_RANGES = 8  # nodes; up to this number every range of nodes is a slice
 MOST = 1000  # candidates of a call, as in ReaL
+MOST_STEPS = 100  # of rows, to what every call can divide
 OF_A_SIZE = 16  # candidates on slices of one size that are kept even if they save no memory
+
+
+class NoPlan(UserError):
+    """No placement or plan runs and fits. The message is the problem, without a remedy."""
 
 
 @dataclass(frozen=True)
@@ -179,12 +184,18 @@ def call_candidates(
                 survivors.append(candidate)
             least = min(least, candidate.bytes)
     if not widest:
-        train = call.kind == "train"
-        parts = f"{workload.minibatches} minibatches" if train else f"{workload.samples} samples of a prompt"
-        remedy = _rows_for(workload, call, cluster.devices)
-        raise UserError(f"{workload.rows} rows of {call.name} do not divide into {parts}: {remedy}")
+        count = min(by_size)
+        layout = workload.layouts(call)[0]
+        reason = next(undivided_rows(workload, call, Placement(Slice(0, count), layout, data=count)))
+        if reason.startswith(workload.rows_key):  # else slots
+            reason = f"{reason.rsplit(':', 1)[0]}: {_rows_for(workload, cluster)}"
+        raise UserError(f"{call.name} runs nowhere, for {reason}")
     if not survivors:
-        raise UserError(_no_room(workload, call, cluster, prices, smallest, widest))
+        limit = "" if widest == cluster.devices else f", {widest} of which can divide its {workload.rows} rows"
+        raise NoPlan(
+            f"{call.name} fits nowhere on {cluster.devices} device(s) of {prices.capacity / GIB:.0f} GiB{limit}: it "
+            f"needs {smallest / GIB:.1f} GiB of each"
+        )
     spread: list[Candidate] = []
     for candidate in sorted(survivors, key=lambda one: one.price.seconds):
         for devices in by_size[candidate.placement.devices.count]:
@@ -206,32 +217,19 @@ def _stages_run(workload: Workload, call: Call, stages: int, count: int, node: i
     return stages <= max(-(-count // node), 8) and stages <= layers and rows >= stages
 
 
-def _rows_for(workload: Workload, call: Call, devices: int) -> str:
-    """Returns the nearest rows that divide over all devices, as a remedy."""
-    parts = devices * workload.minibatches if call.kind == "train" else lcm(devices, workload.samples)
-    below = workload.rows // parts * parts
-    choices = " or ".join(str(size) for size in (below, below + parts) if size)
-    return f"choose {workload.rows_key} of {choices}"
+def _rows_for(workload: Workload, cluster: Cluster) -> str:
+    """Returns the nearest rows that every call can divide over all devices, as a remedy."""
 
+    def divide(rows: int) -> bool:
+        tried = replace(workload, rows=rows)
+        return all(any(placements(tried, call, cluster.devices, cluster.node)) for call in workload.calls)
 
-def _no_room(workload: Workload, call: Call, cluster: Cluster, prices: Prices, smallest: float, widest: int) -> str:
-    """Returns the error sentence with the nearest remedy: rows that divide over more devices, or enough devices."""
-    if widest < cluster.devices:
-        remedy = _rows_for(workload, call, cluster.devices)
-        return (
-            f"{workload.rows} rows of {call.name} divide over at most {widest} of {cluster.devices} devices, where it "
-            f"needs {smallest / GIB:.1f} GiB of {prices.capacity / GIB:.0f}: {remedy}"
-        )
-    problem = (
-        f"{call.name} fits nowhere on {cluster.devices} devices of {prices.capacity / GIB:.0f} GiB: it needs "
-        f"{smallest / GIB:.1f} GiB of each"
-    )
-    for doubled in range(1, 7):
-        count = cluster.devices * 2**doubled
-        for placement in placements(workload, call, count, cluster.hardware.node):
-            if Candidate(placement, prices.call(call, placement)).bytes <= prices.capacity:
-                return f"{problem}, take {count} devices, devices with more memory, or shorter responses"
-    return f"{problem}, take devices with more memory, a smaller model, or shorter responses"
+    step = lcm(workload.samples, cluster.devices)
+    below = workload.rows // step * step
+    lower = next((rows for rows in range(below, 0, -step) if divide(rows)), None)
+    higher = next((rows for rows in range(below + step, below + MOST_STEPS * step, step) if divide(rows)), None)
+    choices = " or ".join(str(rows) for rows in (lower, higher) if rows is not None)
+    return f"choose {workload.rows_key} of {choices}" if choices else "choose another number of devices"
 
 
 def powers_of_two(most: int) -> list[int]:

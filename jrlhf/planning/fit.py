@@ -20,7 +20,9 @@ from jrlhf.models import LoRAConfig, ModelConfig
 from jrlhf.models.remat import REMATS
 from jrlhf.planning.activations import DEFAULT, Backend
 from jrlhf.planning.memory import GIB, Away, PlanMemory, away_parts, keepers, plan_memory
-from jrlhf.planning.plans import colocated
+from jrlhf.planning.plans import NAMES, colocated
+from jrlhf.planning.simulate import simulate
+from jrlhf.planning.time import Prices
 from jrlhf.planning.workload import RoleModel, Workload, token_budgets, update_section, with_budgets, workload_of
 from jrlhf.run.devices import host_memory
 
@@ -57,6 +59,24 @@ def _check_stage(config: Config, workload: Workload, mesh: Mesh, plan: Plan | No
         f"{worst.call} needs {worst.total / GIB:.4g} GiB of each device, of which roles keep "
         f"{worst.resident / GIB:.4g}, and {source} has {limit / GIB:.4g}: "
         + (f"choose {remedy}" if remedy else "no setting makes it fit, choose smaller models or more memory")
+    )
+
+
+def check_fits(config: Config, workload: Workload, plan: Plan, prices: Prices, backend: Backend) -> None:
+    """Refuses a plan whose calls do not fit the devices' memory together, with the nearest settings that do."""
+    result = simulate(workload.graph, plan, prices, iterations=2)
+    if result.peak <= prices.capacity:
+        return
+    fullest = max(result.memory, key=lambda group: group.peak)
+    here = [name for name, placement in plan.placements.items() if placement.devices.overlaps(fullest.devices)]
+    largest = max(here, key=lambda name: prices.call(workload.graph[name], plan[name]).active)
+    away = away_parts(config, workload.graph, keepers(workload))
+    settings = suggest_settings(workload, plan, prices.capacity, backend, away=away)
+    remedy = " or ".join(_written(config, setting, workload, plan) for setting in settings[:MOST_NAMED])
+    raise UserError(
+        f"plan {plan.name} needs {result.peak / GIB:.1f} GiB on each of devices {fullest.devices}, which have "
+        f"{prices.capacity / GIB:.1f}, {fullest.resident / GIB:.1f} of it for what stays and the rest for {largest}: "
+        + (f"choose {remedy}" if remedy else "no setting makes it fit, search for another plan")
     )
 
 
@@ -125,6 +145,8 @@ def _written(config: Config, setting: "Setting", workload: Workload, plan: Plan)
         tokens = workload.rows // workload.minibatches * workload.length // devices  # of a minibatch on a device
         micro_batches = f"{key}_tokens={tokens // changes['micro_batches']}"
     texts = {**_WRITTEN, "micro_batches": micro_batches}
+    if plan.name not in NAMES:  # a file's calls have meshes and parts of their own
+        texts |= {"micro_batches": "micro_batches={} in its updates", "fsdp": "data=1 with fsdp={} in its calls"}
     return " with ".join(texts[name].format(value) for name, value in changes.items())
 
 

@@ -253,7 +253,7 @@ def _active(workload: Workload, call: Call, model: RoleModel, placement: Placeme
     # Layouts that compute with slices give a tensor group's rows to each of its devices.
     sharing = placement.devices.count // placement.pipeline // (tensor if layout in ("generate", "train_tp") else 1)
     computed = (rows / workload.minibatches if kind == "train" else rows) / (sharing * parts)
-    sizes = Arrays(workload, model, computed, workload.length, layout, tensor, backend)
+    sizes = Arrays(workload, model, computed, workload.length, layout, tensor, backend, fsdp)
 
     stored = WIDE if kind == "train" or model.trained or model.wide else workload.itemsize
     transposed = 0.0

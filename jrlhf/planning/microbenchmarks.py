@@ -23,7 +23,7 @@ from jrlhf.meshes import GENERATE, TRAIN, make_mesh
 from jrlhf.meshes.mesh import Device
 from jrlhf.models import ModelConfig, SamplingConfig, init_lm, make_generate, param_shardings
 from jrlhf.models.attention import attention, layer_rotations, of_layer
-from jrlhf.models.collectives import TENSOR, lookup, total
+from jrlhf.models.collectives import TENSOR, lookup, total, vary
 from jrlhf.models.modules import NO_ADAPTERS, Block
 from jrlhf.models.params import HeadKind
 from jrlhf.models.remat import Remat, policy
@@ -105,7 +105,8 @@ def ends(
     tokens = rng.integers(0, config.vocab_size, (rows, length)).astype(np.int32)
 
     def loss(weights, tokens):
-        x = total(lookup(weights["embedding"], tokens), TENSOR)
+        # A run's table differs between the devices of `tensor`, as its gradient does.
+        x = total(lookup(vary(weights["embedding"], TENSOR), tokens), TENSOR)
         if head == "scalar":
             return jnp.sum(jnp.einsum("btd,d->bt", x, weights["kernel"]))
         unembedding = weights.get("unembedding", weights["embedding"])

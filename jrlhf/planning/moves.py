@@ -49,17 +49,19 @@ def reduce_seconds(cluster: Cluster, group: Group, size: float) -> float:
     return 2 * gather_seconds(cluster, group, size) - cluster.hardware.latency
 
 
-def reallocation_seconds(size: float, home: Placement, placement: Placement, cluster: Cluster) -> float:
-    """Predicts bringing weights of `size` bytes from where they are stored to where, and as, a call needs them.
+def reallocation_seconds(stored: float, size: float, home: Placement, placement: Placement, cluster: Cluster) -> float:
+    """Predicts bringing weights from where they are stored, as `stored` bytes, to where a call needs them, as `size`.
 
-    A device receives its new shard without the part that it already has. Where one device sends to several, its port
-    is the bottleneck.
+    A device reads and casts what it stores, and writes its new shard, of which it receives the part that it did not
+    have. Where one device sends to several, its port is the bottleneck.
     """
     if stored_alike(home, placement):
         return 0.0
     received = size * max(0.0, stored_share(placement) - _kept_share(home, placement))
     fanout = max(1.0, placement.devices.count / home.devices.count)
-    return _move_seconds(received * fanout, home.devices, placement.devices, cluster)
+    hardware = cluster.hardware
+    written = (stored * stored_share(home) + size * stored_share(placement)) / (hardware.bandwidth * hardware.stream)
+    return written + _move_seconds(received * fanout, home.devices, placement.devices, cluster)
 
 
 def transfer_seconds(size: float, source: Placement, target: Placement, cluster: Cluster) -> float:

@@ -16,9 +16,7 @@ from jrlhf.meshes.graph import LEARNER
 from jrlhf.meshes.plan import LayoutName, Placement, Plan, Slice, plan_of
 from jrlhf.models.flops import forward_operations
 from jrlhf.planning.candidates import undivided, undivided_rows
-from jrlhf.planning.memory import GIB
-from jrlhf.planning.simulate import nested, simulate
-from jrlhf.planning.time import Prices
+from jrlhf.planning.simulate import nested
 from jrlhf.planning.workload import LAYOUTS, Workload, token_budgets, update_section
 
 NAMES = ("colocate", "split", "standalone", "disaggregated", "auto")
@@ -284,19 +282,3 @@ def refuse_cross_process(plan: Plan, process_of: Sequence[int]) -> None:
                 f"plan {plan.name} runs {first} on devices {slice_of_first} and {call} on {devices}, and JAX cannot "
                 f"bring arrays from one to the other where they belong to {len(processes)} processes: {remedy}"
             )
-
-
-def check_fits(workload: Workload, plan: Plan, prices: Prices) -> None:
-    """Refuses a plan whose calls do not fit the devices' memory together."""
-    result = simulate(workload.graph, plan, prices, iterations=2)
-    if result.peak <= prices.capacity:
-        return
-    fullest = max(result.memory, key=lambda group: group.peak)
-    here = [name for name, placement in plan.placements.items() if placement.devices.overlaps(fullest.devices)]
-    largest = max(here, key=lambda name: prices.call(workload.graph[name], plan[name]).active)
-    parts = "fewer rollout.slots" if workload.graph[largest].kind == "generate" else "more micro_batches"
-    raise UserError(
-        f"plan {plan.name} needs {result.peak / GIB:.1f} GiB on each of devices {fullest.devices}, which have "
-        f"{prices.capacity / GIB:.1f}, {fullest.resident / GIB:.1f} of it for what stays and the rest for {largest}: "
-        f"give {largest} {parts}, or its role more devices or fsdp"
-    )

@@ -14,13 +14,13 @@ from dataclasses import dataclass, replace
 from itertools import cycle
 from typing import Any
 
-from jrlhf.errors import UserError
 from jrlhf.meshes import Graph
 from jrlhf.meshes.graph import LEARNER, home_of
 from jrlhf.meshes.hardware import Cluster
 from jrlhf.meshes.plan import Placement, Plan, Slice
-from jrlhf.planning.candidates import Candidate, candidates, placements, slices
+from jrlhf.planning.candidates import Candidate, NoPlan, candidates, placements, slices
 from jrlhf.planning.memory import GIB
+from jrlhf.planning.moves import stored_alike
 from jrlhf.planning.simulate import Simulation, Simulator, simulate
 from jrlhf.planning.time import Prices
 from jrlhf.planning.workload import Workload
@@ -108,9 +108,9 @@ def search(
             break
     spent = time.monotonic() - began
     if chains.best is None:
-        raise UserError(
+        raise NoPlan(
             f"no plan was found in which all models fit {prices.capacity / GIB:.0f} GiB a device: the leanest of "
-            f"{chains.proposals} needs {chains.least / GIB:.1f}, take more devices, or search for longer"
+            f"{chains.proposals} needs {chains.least / GIB:.1f}"
         )
 
     def compared(plan: Plan) -> Found:
@@ -281,6 +281,11 @@ def divisions(graph: Graph, options: Candidates, cluster: Cluster, capacity: flo
     return sorted(results, key=lambda division: division.seconds)
 
 
+def colocates(graph: Graph, options: Candidates, devices: int, capacity: float) -> bool:
+    """Returns whether all models fit together on all devices. A search begins there, among other plans."""
+    return _set(graph, graph.roles, _fastest(options), devices, capacity) is not None
+
+
 def named_divisions(all_divisions: Sequence[Division]) -> dict[str, Division]:
     """Returns the best division of each of HybridFlow's kinds.
 
@@ -367,20 +372,26 @@ def _fit(
     """Chooses one candidate a call, all on the same devices.
 
     As in HybridFlow, placements that keep states are chosen first, by `first`; the calls get the memory that is left,
-    and are chosen by `then`.
+    and are chosen by `then`. A call whose weights are stored otherwise also needs a copy of them.
     """
     if not all(choices.values()):
         return None
-    homes = [home_of(graph, call.role) for call in graph if call.name in choices]
-    state_bytes = {name: min(choices[name], key=first).price.resident for name in choices if graph[name] in homes}
+    home = {call.name: (home_of(graph, call.role) or call).name for call in graph if call.name in choices}
+    state_bytes = {name: min(choices[name], key=first).price.resident for name in choices if home[name] == name}
     left, result = capacity - sum(state_bytes.values()), {}
-    for name, options in choices.items():
+    for name in sorted(choices, key=lambda name: home[name] != name):
+        stored = result.get(home[name])
+
+        def needed(candidate: Candidate, stored: Candidate | None = stored) -> float:
+            copied = stored is not None and not stored_alike(stored.placement, candidate.placement)
+            return candidate.price.active + candidate.price.moved * copied
+
         fitting = [
             candidate
-            for candidate in options
-            if candidate.price.active <= left and candidate.price.resident <= state_bytes.get(name, 0.0)
+            for candidate in choices[name]
+            if candidate.price.resident <= state_bytes.get(name, 0.0) and needed(candidate) <= left
         ]
         if not fitting:
             return None
         result[name] = min(fitting, key=then)
-    return result
+    return {name: result[name] for name in choices}

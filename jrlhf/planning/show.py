@@ -10,7 +10,7 @@ from jrlhf.meshes.plan import Placement, Plan
 from jrlhf.planning.memory import GIB
 from jrlhf.planning.search import RULES, Found, Result
 from jrlhf.planning.simulate import Simulation, Span
-from jrlhf.planning.time import Prices
+from jrlhf.planning.time import CostModel, operations
 from jrlhf.planning.workload import Workload
 
 WIDTH = 72  # characters of the timeline
@@ -18,7 +18,7 @@ STEADY = 2  # the iteration that is shown: those before it differ by their start
 FORMATS = (".svg", ".png", ".pdf")
 
 
-def describe(workload: Workload, cluster: Cluster, prices: Prices, result: Result) -> str:
+def describe(workload: Workload, cluster: Cluster, prices: CostModel, result: Result) -> str:
     """Returns the best plan of a search, and what other plans lose."""
     rows = []
     seconds = result.best.simulation.seconds
@@ -36,7 +36,7 @@ def describe(workload: Workload, cluster: Cluster, prices: Prices, result: Resul
     return "\n".join(lines)
 
 
-def describe_plan(workload: Workload, cluster: Cluster, prices: Prices, outcome: Found) -> str:
+def describe_plan(workload: Workload, cluster: Cluster, prices: CostModel, outcome: Found) -> str:
     """Returns a plan's calls and timeline, and its bottleneck."""
     lines = [
         f"plan for {workload.graph.name} on {cluster.devices} x {cluster.hardware.name}: "
@@ -45,6 +45,8 @@ def describe_plan(workload: Workload, cluster: Cluster, prices: Prices, outcome:
         "",
         *_calls(workload, outcome, prices),
         "",
+        *_reasons(workload, cluster, outcome, prices),
+        "",
         *timeline(outcome.simulation),
         "",
         f"bottleneck: {bottleneck(outcome.simulation)}",
@@ -52,7 +54,7 @@ def describe_plan(workload: Workload, cluster: Cluster, prices: Prices, outcome:
     return "\n".join(lines)
 
 
-def _calls(workload: Workload, outcome: Found, prices: Prices) -> list[str]:
+def _calls(workload: Workload, outcome: Found, prices: CostModel) -> list[str]:
     """Returns a table of the calls: devices, layout, mesh, micro-batches, seconds, and GiB of each device."""
     rows = [
         ("call", "devices", "layout", "mesh", "micro-batches", "seconds", "weights from home", "stays", "while it runs")
@@ -70,6 +72,22 @@ def _calls(workload: Workload, outcome: Found, prices: Prices) -> list[str]:
         runs = f"{(price.active + price.moved * (name in moves)) / GIB:.2f} GiB"
         rows.append((name, *sizes, _time(price.seconds), moved, stays, runs))
     return _columns(rows)
+
+
+def _reasons(workload: Workload, cluster: Cluster, outcome: Found, prices: CostModel) -> list[str]:
+    """Returns a table of what each call's time is spent on, and its MFU: operations of the model over the peak's."""
+    peak = cluster.hardware.bfloat16 if workload.itemsize == 2 else cluster.hardware.float32
+    rows = [("call", "MFU", "bound by")]
+    for name, placement in outcome.plan.placements.items():
+        call = workload.graph[name]
+        time = prices.time(call, placement)
+        ordered = sorted(time.parts.items(), key=lambda part: -part[1])
+        most = [(part, size / time.seconds) for part, size in ordered if size > 0.05 * time.seconds]
+        shares = ", ".join(f"{part} {100 * share:.0f} %" for part, share in most)
+        available = time.seconds * placement.devices.count * peak
+        rows.append((name, f"{100 * operations(workload, call) / available:.0f} %", shares))
+    mean, most = workload.mean_prompt + workload.mean_response, workload.length
+    return [f"where the time goes, for rows of {mean:.0f} tokens in the mean and {most} at most:", *_columns(rows)]
 
 
 def _mesh(placement: Placement) -> str:
@@ -204,5 +222,4 @@ def plot(simulation: Simulation, title: str, path: Path) -> None:
     handles = [Patch(facecolor=colour, label=name) for name, colour in colours.items()]
     handles += [Patch(facecolor="0.4", label="moves")] if any(span.kind != "call" for span in shown) else []
     figure.legend(handles=handles, loc="outside lower center", ncols=4, frameon=False)
-    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)

@@ -9,14 +9,17 @@ from dataclasses import dataclass
 from math import ceil, prod
 from typing import Any, Protocol
 
+import numpy as np
+
 from jrlhf.meshes import Call
-from jrlhf.meshes.graph import home_of
+from jrlhf.meshes.graph import LEARNED, LEARNER, home_of
 from jrlhf.meshes.hardware import Cluster
 from jrlhf.meshes.plan import Placement
+from jrlhf.models.flops import forward_operations, training_operations
 from jrlhf.models.remat import Remat
 from jrlhf.planning import moves
 from jrlhf.planning.activations import DEFAULT, Backend
-from jrlhf.planning.memory import call_bytes
+from jrlhf.planning.memory import Away, call_bytes
 from jrlhf.planning.moves import Group
 from jrlhf.planning.workload import RoleModel, Workload
 
@@ -184,6 +187,17 @@ def call_seconds(
                 parts = divided.train()
         _add(total, parts | costs.call())
     return CallTime(total)
+
+
+def operations(workload: Workload, call: Call) -> float:
+    """Returns the operations that a call's models need (`models.flops`), for rows of the mean length: those of MFU."""
+    lengths, response = np.array([round(workload.mean_prompt + workload.mean_response)]), round(workload.mean_response)
+    total = 0.0
+    for model in workload.models[call.role]:
+        count = training_operations if call.kind == "train" else forward_operations
+        spans = call.kind == "generate" or call.kind in workload.spanned
+        total += count(model.config, lengths, model.head, model.lora, np.array([response]) if spans else None)
+    return total * workload.rows_of(call) * (workload.epochs if call.kind == "train" else 1)
 
 
 class _Divided:
@@ -363,13 +377,20 @@ _HANDED_OVER = 5  # numbers a token that one call hands to another: tokens, and 
 class CostModel:
     """The prices of a workload's calls on a cluster, each computed once.
 
-    backend: what compiles the calls. costs: of parts; None: Roofline.
+    backend: what compiles the calls. costs: of parts; None: Roofline. away: what is offloaded; what only the call at
+    its role's home needs is then active there, and travels to the host and back.
     """
 
     def __init__(
-        self, workload: Workload, cluster: Cluster, *, backend: Backend = DEFAULT, costs: PartCosts | None = None
+        self,
+        workload: Workload,
+        cluster: Cluster,
+        *,
+        backend: Backend = DEFAULT,
+        costs: PartCosts | None = None,
+        away: Away | None = None,
     ):
-        self._workload, self._cluster, self._backend = workload, cluster, backend
+        self._workload, self._cluster, self.backend, self._away = workload, cluster, backend, away or {}
         self._costs = costs or Roofline(workload, cluster)
         on_base = [role for role in workload.models if workload.on_base(role)]
         self._base = home_of(workload.graph, on_base[0]) if on_base else None  # the base is counted in this call only
@@ -383,19 +404,34 @@ class CostModel:
     def call(self, call: Call, placement: Placement) -> Price:
         key = call.name, placement
         if key not in self._calls:
-            seconds = call_seconds(self._workload, call, placement, self._cluster, costs=self._costs).seconds
-            sizes = call_bytes(self._workload, call, placement, self._backend)
+            seconds = self.time(call, placement).seconds
+            sizes = call_bytes(self._workload, call, placement, self.backend)
             stored = sizes.resident if home_of(self._workload.graph, call.role) == call else {}
-            resident = sum(size for part, size in stored.items() if part != "base" or call == self._base)
-            self._calls[key] = Price(seconds, resident, sum(sizes.active.values()), sizes.moved)
+            asleep = sum(size for part, size in stored.items() if self._sleeps(call, part))
+            resident = sum(size for part, size in stored.items() if part != "base" or call == self._base) - asleep
+            seconds += 2 * asleep / self._cluster.hardware.host
+            self._calls[key] = Price(seconds, resident, sum(sizes.active.values()) + asleep, sizes.moved)
         return self._calls[key]
+
+    def time(self, call: Call, placement: Placement) -> CallTime:
+        """Predicts what a call takes, by part."""
+        return call_seconds(self._workload, call, placement, self._cluster, costs=self._costs)
+
+    def _sleeps(self, home: Call, part: str) -> bool:
+        """Returns whether a part of a role's state is offloaded during every call but that at the role's home."""
+        roles = LEARNED if home.role == LEARNER else (home.role,)
+        places = [parts.get(part) for (role, call), parts in self._away.items() if role in roles and call != home.name]
+        return bool(places) and all(place == "pinned_host" for place in places)
 
     def reallocation(self, role: str, home: Placement, placement: Placement) -> float:
         key = role, home, placement
         if key not in self._moves:
-            models, matrices = self._workload.models[role], self._workload.itemsize
-            size = sum(model.numbers.trained * (matrices if model.lora is None else 4) for model in models)
-            self._moves[key] = moves.reallocation_seconds(size, home, placement, self._cluster)
+            stored = size = 0.0
+            for model in self._workload.models[role]:
+                wide = model.trained or model.wide or model.lora is not None
+                stored += model.numbers.trained * (4 if wide else self._workload.itemsize)
+                size += model.numbers.trained * (4 if model.lora is not None else self._workload.itemsize)
+            self._moves[key] = moves.reallocation_seconds(stored, size, home, placement, self._cluster)
         return self._moves[key]
 
     def transfer(self, source: Placement, target: Placement) -> float:

@@ -1,5 +1,9 @@
 """`python -m jrlhf.plan`: plans for clusters that are not there, and one sentence for what cannot be."""
 
+import random
+import re
+
+import pytest
 import yaml
 
 from jrlhf.meshes.plan import plan_of
@@ -26,6 +30,16 @@ def test_a_plan_is_printed_saved_drawn_and_priced_again(tmp_path, capsys):
     assert {budgeted[name].micro_batches for name in calls} == {1}
 
 
+def test_shorter_responses_take_less(capsys):
+    seconds = []
+    for mean in ("1024", "100"):
+        assert cli([*ARGUMENTS, "--plan", "colocate", "--mean-response", mean, "rollout.slots=64"]) == 0
+        output = capsys.readouterr().out
+        assert f"rows of {1024 + int(mean)} tokens in the mean and 2048 at most" in output
+        seconds += map(float, re.findall(r"h100: ([\d.]+) s an iteration", output))
+    assert seconds[1] < 0.9 * seconds[0]
+
+
 def test_what_is_proposed_for_several_hosts_runs_in_their_processes(tmp_path, capsys):
     """Slices would be faster on two nodes; but from one to another no two processes bring arrays."""
     saved = tmp_path / "plan.yaml"
@@ -47,7 +61,37 @@ def test_a_plan_that_does_not_fit_is_printed_and_refused(capsys):
     assert cli([*ARGUMENTS, "--plan", "colocate", "ppo.rollout_batch=8192"]) == 2
     captured = capsys.readouterr()
     assert "bottleneck: " in captured.out
-    assert captured.err.startswith("error: plan colocate needs ") and "fewer rollout.slots" in captured.err
+    assert captured.err.startswith("error: plan colocate needs ") and "rest for actor.generate: choose " in captured.err
+
+
+CONFIGS = {"llama3-8b-ppo": "ppo", "llama3-70b-ppo": "ppo", "qwen3-8b-lora": "ppo"}
+CLUSTERS = ("{}xh100", "{}xa100", "{}xh200")
+
+
+@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.full) for seed in range(3, 12))])
+def test_who_follows_the_remedy_has_a_plan(seed, capsys):
+    """One sentence suffices: with what it names the same command finds a plan, or prices the given one as it fits."""
+    draw, followed = random.Random(seed), 0
+    while followed < 2:
+        name = draw.choice(list(CONFIGS))
+        cluster, count = draw.choice(CLUSTERS), draw.choice((1, 2, 4, 8, 16, 64))
+        overrides = [f"{CONFIGS[name]}.rollout_batch={draw.choice((96, 256, 1024, 1000))}"]
+        overrides += draw.choice(([], ["compute.remat=products"], ["sleep.optimizer=host"]))
+        colocated = ["--plan", "colocate", "mesh.data=1", "mesh.fsdp=-1", "mesh.tensor=1"]
+        options = draw.choice((["--proposals", "1"], colocated))
+
+        def run(count, *more):
+            code = cli(["--config", name, "--cluster", cluster.format(count), *options, *overrides, *more])  # noqa: B023
+            return code, capsys.readouterr().err.rpartition(": choose ")[2].strip()
+
+        code, remedy = run(count)
+        if not code or "fit" in remedy or remedy.startswith(("a smaller model", "a multiple", "another number")):
+            continue  # it fits, or nothing that a setting changes would make it fit
+        assert code == 2
+        changes = [re.sub(r" of (\d+).*", r"=\1", change) for change in remedy.partition(" or ")[0].split(" with ")]
+        more = next((int(change.split()[0]) for change in changes if change.endswith(" devices")), count)
+        followed += 1
+        assert run(more, *(change for change in changes if "=" in change))[0] == 0, (name, count, remedy)
 
 
 def test_bad_input_is_one_sentence(capsys):
@@ -63,12 +107,15 @@ def test_bad_input_is_one_sentence(capsys):
         (f"{cluster} --plan mine.yaml", "plan=mine.yaml is neither colocate,"),
         (f"{cluster} --plan split --seconds 1", "--seconds 1.0 has no effect with --plan"),
         (f"{cluster} --plan split stages=[sft]", "--plan split has no effect with stages=[sft]"),
+        (f"{cluster} --mean-response 9e9", "--mean-response 9e+09 must be from 1 to data.max_response=1024"),
         (f"{cluster} --processes 0", "--processes 0 must divide the 8 devices: each has equally many"),
         (f"{cluster} --processes 3", "--processes 3 must divide the 8 devices: each has equally many"),
         (f"{cluster} --plot plan.txt", "must end in .svg, .png, .pdf"),
         (f"{few} ppo.rollout_batch=510", "choose ppo.rollout_batch of 480 or 512"),
+        (f"{few} --plot /proc/none/plan.svg", "cannot be written (No such file or directory): choose another place"),
+        ("--cluster 4xh100 --plan colocate", "(its divisors are 1, 2, 4)\n"),
         (f"{few} ppo.rolout_batch=512", "ppo.rolout_batch"),
-        (f"--config llama3-70b-ppo {few}", "fits nowhere on 8 devices of 79 GiB: it needs "),
+        (f"--config llama3-70b-ppo {few}", "fits nowhere on 8 device(s) of 79 GiB: it needs "),
     ):
         assert cli(["--config", "llama3-8b-ppo", *arguments.split()]) == 2, arguments
         error = capsys.readouterr().err

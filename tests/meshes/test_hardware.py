@@ -8,6 +8,7 @@ def test_names_of_clusters():
     assert (cluster("16xh100").devices, cluster("16xh100").node) == (16, 8)
     assert (cluster("4xH200").devices, cluster("4xH200").node) == (4, 4)
     assert cluster("v5p-512").devices == 256  # a v5p's two cores are one device
+    assert cluster("v5litepod-16") == cluster("v5e-16")
     assert (cluster("v6e-8").devices, cluster("v6e-8").node) == (8, 8)
 
 

@@ -8,6 +8,7 @@ from jrlhf.meshes.plan import Placement, Plan, Slice
 from jrlhf.planning.search import search
 from jrlhf.planning.show import bottleneck, critical_path, describe, plot, timeline
 from jrlhf.planning.simulate import simulate
+from jrlhf.planning.time import operations
 from tests.jrlhf.planning.synthetic import PPO, Table, problem
 
 CALLS = [call.name for call in PPO if call.kind != "compute"]
@@ -59,6 +60,11 @@ def test_a_result_is_told_with_all_that_a_user_asks_for():
         assert re.search(rf"{re.escape(name)} +{placement.devices} +{placement.layout} ", text)
     for name in ("heuristic", "colocate", "split", "standalone", "next 1", "next 3"):
         assert re.search(rf"\n  {name} +[\d.]+ m?s +\+[\d.]+ %", text)
+    for name, at in result.best.plan.placements.items():  # MFU and shares of what was priced
+        [(mfu, first)] = re.findall(rf"\n  {name} +(\d+) % +\w+ (\d+) %", text)
+        time, peak = prices.time(PPO[name], at), cluster.hardware.bfloat16 * at.devices.count
+        assert int(first) == round(100 * max(time.parts.values()) / time.seconds)
+        assert int(mfu) == round(100 * operations(workload, PPO[name]) / time.seconds / peak) < 100
     assert "bottleneck: " in text and "timeline of an iteration" in text
     assert f"plan for ppo on 16 x h100: {result.best.simulation.seconds:.2f} s an iteration" in text
     assert max(len(line) for line in text.splitlines() if line.startswith("  devices")) < 100
@@ -66,8 +72,8 @@ def test_a_result_is_told_with_all_that_a_user_asks_for():
 
 def test_the_timeline_is_drawn(tmp_path):
     for ending, begins in ((".svg", b"<?xml"), (".png", b"\x89PNG")):
-        path = tmp_path / "deep" / f"plan{ending}"
+        path = tmp_path / f"plan{ending}"
         plot(simulate(PPO, PLAN, TABLE), "PPO", path)
         assert path.read_bytes().startswith(begins)
     # One box a call, iteration and group of devices: 2 groups, 3 iterations, 4 calls each.
-    assert (tmp_path / "deep" / "plan.svg").read_text().count('id="patch_') >= 2 * 3 * 4
+    assert (tmp_path / "plan.svg").read_text().count('id="patch_') >= 2 * 3 * 4

@@ -11,6 +11,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from benchmarks.drawn import PATH as DRAWN
+from benchmarks.drawn import row as drawn_row
+from benchmarks.drawn import summary
 from benchmarks.memory import LAYOUTS, PATH, Case, Found, accelerator_cases, compiled, cpu_cases, predicted, row, within
 from benchmarks.shapes import adapter_weights, device_bytes, generation_copy, placed, train_state, whole_weights
 from jrlhf.algorithms.registry import graph_of
@@ -358,3 +361,14 @@ def test_more_devices_that_divide_model_and_rows_are_the_last_resort():
     for rows, parts in ((4096 * 4, 8), (256, 1)):
         workload = ppo(models=narrow, rows=rows)
         assert suggest_settings(workload, everywhere(workload, parts=parts), 2**30) == []
+
+
+def test_memory_of_drawn_programs_is_as_recorded():
+    """Programs of every family and kind: those that the counts were fitted to, and others."""
+    sets = json.loads(DRAWN.read_text())["sets"]
+    for results in (sets["fitting"], sets["fresh"]):
+        again = [drawn_row(result["seed"], Found.of(result["compiled"])) for result in results["results"]]
+        assert again == results["results"], "predict them anew: python -m benchmarks.drawn"
+        assert summary(again) == results["summary"] and len(again) >= 50
+    assert sets["fitting"]["summary"]["within 10 %"] >= 0.9 * len(sets["fitting"]["results"])
+    assert sets["fresh"]["summary"]["within 20 %"] >= 0.9 * len(sets["fresh"]["results"])

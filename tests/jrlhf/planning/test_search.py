@@ -10,7 +10,7 @@ import pytest
 from benchmarks.exact import optimum
 from jrlhf.errors import UserError
 from jrlhf.meshes import Call
-from jrlhf.meshes.plan import Placement, Slice
+from jrlhf.meshes.plan import Placement, Plan, Slice
 from jrlhf.planning.candidates import candidates
 from jrlhf.planning.search import allocations, divisions, heuristic, named_divisions, partitions, search
 from jrlhf.planning.simulate import Simulator, simulate
@@ -90,7 +90,7 @@ def test_7b_and_7b_on_8_devices_come_within_a_hundredth_of_the_optimum(rows):
 
 def test_within_what_branch_and_bound_can_prove_on_4_devices():
     workload, cluster, prices = problem(4, rows=32, minibatches=2, memory=160e9)
-    result = search(workload, cluster, prices, proposals=4_000, seed=1, lockstep=False)
+    result = search(workload, cluster, prices, proposals=8_000, seed=1, lockstep=False)
     evaluator, choices = space(workload, cluster, prices, lambda placement: placement.micro_batches == 1)
     assert optimum(evaluator, choices, below=0.99 * result.best.simulation.seconds).choice is None
 
@@ -200,6 +200,33 @@ def test_hybridflow_divides_sets_and_devices_by_its_stages():
     kinds = named_divisions(results)
     assert {name: len(kind.sets) for name, kind in kinds.items()} == {"colocate": 1, "split": 2, "standalone": 4}
     assert kinds["split"].plan["actor.update"].devices.count == kinds["split"].plan["critic.update"].devices.count == 8
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_rule_plans_have_room_for_the_copies_of_weights_that_they_need(seed):
+    """Where memory is scarce; and there is one set of devices wherever states that are divided most leave room."""
+    draw = random.Random(seed)
+    for _ in range(2):
+        memory = draw.uniform(34e9, 70e9)
+        workload, cluster, prices = problem(16, draw.choice(("7b", "34b")), rows=draw.choice((64, 128)), memory=memory)
+        try:
+            options = candidates(workload, cluster, prices)
+        except UserError:  # a model alone does not fit
+            continue
+        results = divisions(PPO, options, cluster, memory)
+        plans = [division.plan for division in results]
+        symmetric = heuristic(workload, cluster, prices, options)
+        for plan in plans if symmetric is None else [symmetric, *plans]:
+            assert simulate(PPO, plan, prices).peak <= memory, plan.name
+        everywhere = [[option for option in some if option.placement.devices.count == 16] for some in options.values()]
+        if all(everywhere):
+            lean = {name: min(some, key=_needs).placement for name, some in zip(options, everywhere, strict=True)}
+            fits = simulate(PPO, Plan("lean", lean), prices).peak <= memory
+            assert not fits or any(len(division.sets) == 1 for division in results)
+
+
+def _needs(option):
+    return option.price.resident, option.price.active + option.price.moved
 
 
 def test_colocation_is_best_on_few_devices_and_loses_its_lead_on_many():

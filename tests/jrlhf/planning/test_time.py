@@ -2,7 +2,7 @@
 
 import json
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import numpy as np
@@ -13,16 +13,25 @@ from benchmarks.hlo import collectives
 from benchmarks.records import RESULTS
 from jrlhf.errors import UserError
 from jrlhf.meshes.hardware import HARDWARE, Cluster, cluster
-from jrlhf.meshes.plan import Placement, Slice
+from jrlhf.meshes.plan import LayoutName, Placement, Slice
 from jrlhf.models import LoRAConfig, ModelConfig
 from jrlhf.models.flops import generation_seconds, training_operations
 from jrlhf.models.presets import PRESETS
 from jrlhf.planning import microbenchmarks as measure
 from jrlhf.planning import profile as profiles
 from jrlhf.planning.memory import call_bytes
-from jrlhf.planning.moves import Group, gather_seconds, group, reallocation_seconds, reduce_seconds, transfer_seconds
+from jrlhf.planning.moves import (
+    Group,
+    gather_seconds,
+    group,
+    reallocation_seconds,
+    reduce_seconds,
+    stored_share,
+    transfer_seconds,
+)
 from jrlhf.planning.profile import Profile, ProfiledCosts, interpolate, load, save
 from jrlhf.planning.time import CallTime, CostModel, call_seconds
+from jrlhf.planning.workload import RoleModel, Workload
 
 SMALL, LARGE = PRESETS["meta-llama/Meta-Llama-3-8B"], PRESETS["meta-llama/Meta-Llama-3-70B"]
 THIRTEEN = ModelConfig(32000, 5120, 40, 40, 40, 128, 13824, 4096, tie_embeddings=False)
@@ -287,7 +296,12 @@ def test_weights_and_values_travel():
         (place("generate", start=8, data=4, tensor=2), 1 / 2, 50e9),
         (place("score", start=8, fsdp=8), 1 / 8, 50e9),
     ):
-        assert reallocation_seconds(size, train, target, on) == pytest.approx(moved * size / rate)
+        casts = (2 * size / 8 + size * stored_share(target)) / (on.hardware.bandwidth * on.hardware.stream)
+        expected = moved * size / rate + (casts if target != train else 0)
+        assert reallocation_seconds(2 * size, size, train, target, on) == pytest.approx(expected)
+    # Whole weights that stay where they are are read as float32 and written in the compute dtype.
+    alone = reallocation_seconds(2 * size, size, place("train", data=8), place("generate", data=8), on)
+    assert alone == pytest.approx(3 * size / (on.hardware.bandwidth * on.hardware.stream))
     here, there = place("generate", data=8), place("score", start=8, fsdp=8)
     assert transfer_seconds(1e6, here, place("score", fsdp=8), H100) == 0
     assert transfer_seconds(8e9, here, there, H100) == pytest.approx(1e9 / (0.75 * 50e9), rel=1e-2)
@@ -429,6 +443,27 @@ def test_devices_at_hand_as_hardware():
 
 
 # ---- the programs that are measured are what they are called
+
+
+@pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.full)])
+def test_every_program_that_is_measured_runs(count):
+    """On one device those that no other test runs: embeddings and heads."""
+    tiny = ModelConfig(16, 16, 1, heads=2, kv_heads=2, head_dim=8, mlp=16, max_positions=16)
+    models = {"actor": (RoleModel(tiny, "lm", True),), "critic": (RoleModel(tiny, "scalar", True),)}
+    kinds: set[str] = set()
+    for fused in (True, False):
+        work = Workload(plans.GRAPH, models, 4, 2, 2, 2.0, 2.0, fused_loss=fused)
+        for name, programs in profiles.wanted_curves(work, jax.devices()[:count], ("full",), get_args(LayoutName)):
+            ends, forward = name.startswith("ends"), name.endswith("forward")
+            if not ends and (not fused or count == 1):
+                continue
+            kinds.add(name.split()[0])
+            results = jax.tree.leaves(programs[min(programs)]()())
+            assert all(np.isfinite(np.asarray(x)).all() for x in results if x.dtype == np.float32), name
+            if ends and not forward:  # gradients of the tables
+                assert all(np.abs(gradient).max() > 0 for gradient in results)
+    rest = {"call", "gather", "reduce", "copy", "host", "update", "layer", "generation"}
+    assert kinds == {"ends"} | (rest if count > 1 else set())
 
 
 @pytest.mark.full
