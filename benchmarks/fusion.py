@@ -1,0 +1,207 @@
+"""The search for fused pipeline schedules: the instances that RLHFuse's authors published, and generated ones.
+
+    python -m benchmarks.fusion          # writes benchmarks/results/fusion.json; about four minutes on one core
+
+Seconds are of the processor. The published makespans, peak memories and seconds of the authors' search (some 768
+processes) are in the traces of github.com/FlexFusion/FlexFusion, commit 212c257.
+"""
+
+import random
+import time
+from math import inf
+from typing import Any
+
+from benchmarks.records import RESULTS, provenance, write
+from jrlhf.meshes.pipeline import violation
+from jrlhf.planning.fusion import Fused, Model, Problem, fuse, search
+
+GENERATED, SEED, NODES = 60, 0, 20_000
+
+
+def pair(depths, micro_batches, forwards, activations) -> Problem:
+    """Returns an instance of the authors: a backward takes twice the time of a forward."""
+    actor, critic = (
+        Model(depth, count, forward, 2 * forward, size)
+        for depth, count, forward, size in zip(depths, micro_batches, forwards, activations, strict=True)
+    )
+    return fuse(actor, critic)
+
+
+def _published(depths, forwards, activations, *rows):
+    return [
+        (
+            pair(depths, micro_batches, forwards, activations),
+            dict(zip(("makespan", "memory", "seconds"), row, strict=True)),
+        )
+        for micro_batches, *row in rows
+    ]
+
+
+# Micro-batches of a pipeline of each model; makespan and peak memory of the authors, seconds of their search.
+PUBLISHED = [
+    *_published(
+        (8, 4), (5, 4), (1.95, 2), ((32, 16), 708, 19.70, 918), ((16, 8), 372, 15.75, 473), ((8, 4), 225, 15.60, 20)
+    ),
+    *_published(
+        (8, 8), (5, 2), (1.95, 1), ((32, 32), 702, 20.50, 4979), ((16, 16), 366, 18.55, 1416), ((8, 8), 225, 15.60, 167)
+    ),
+    *_published(
+        (16, 8),
+        (2, 2),
+        (1.64, 2),
+        ((64, 32), 618, 39.72, 4042),
+        ((32, 16), 330, 29.88, 1075),
+        ((16, 8), 186, 26.24, 679),
+    ),
+    *_published(
+        (16, 16),
+        (2, 1),
+        (1.64, 1),
+        ((64, 64), 613, 38.72, 3976),
+        ((32, 32), 318, 32.16, 1564),
+        ((16, 16), 186, 26.24, 249),
+    ),
+]
+
+
+def generated(seed: int, count: int) -> list[Problem]:
+    """Returns random pairs: depths of 2 to 16, forwards whose seconds differ up to 8 times, 1 to 4 micro-batches for
+    each stage, one or more critic pipelines for each actor pipeline."""
+    generator, problems = random.Random(seed), []
+    while len(problems) < count:
+        copies, depth = generator.choice((1, 1, 2, 3, 4)), generator.randint(2, 16)
+        if copies * depth > 16:
+            continue
+        ratio, unit = generator.uniform(1, 8), generator.randint(1, 4)
+        forwards = [round(unit * ratio), unit]
+        generator.shuffle(forwards)
+        actor, critic = (
+            Model(depth, generator.randint(depth, 4 * depth), forward, 2 * forward)
+            for depth, forward in zip((copies * depth, depth), forwards, strict=True)
+        )
+        problems.append(fuse(actor, critic))
+    return problems
+
+
+class Exhausted(Exception):
+    """The tree of schedules has more nodes than allowed."""
+
+
+def optimum(problem: Problem, below: float = inf, nodes: int = NODES) -> float:
+    """Returns the least makespan of all schedules, or `below` if none is shorter; raises Exhausted after these nodes.
+
+    Some active schedule is optimal, in which no operation can start earlier without another one starting later. All of
+    them follow by Giffler and Thompson (Operations Research 8, 1960): of the operations that can be next, take the one
+    that ends first; some operation of its device that can start before that is next on it. A branch ends where a
+    device's or a micro-batch's remaining work cannot be done in time.
+    """
+    ways = []
+    for number, pipeline in enumerate(problem.pipelines):
+        model = problem.models[number]
+        up = [(device, model.forward) for device in pipeline.devices]
+        down = [(device, model.backward) for device in reversed(pipeline.devices)]
+        ways += [up + down] * pipeline.micro_batches
+    alike = [ways[index] is ways[index - 1] for index in range(len(ways))]
+    alike[0] = False
+    tails = [[sum(cost for _, cost in way[place:]) for place in range(len(way) + 1)] for way in ways]
+    work = [sum(cost for way in ways for there, cost in way if there == device) for device in range(problem.devices)]
+    places, ready, free = [0] * len(ways), [0.0] * len(ways), [0.0] * problem.devices
+    visited = 0
+
+    def descend(below: float) -> float:
+        nonlocal visited
+        visited += 1
+        if visited > nodes:
+            raise Exhausted
+        options = []
+        for micro_batch, way in enumerate(ways):
+            place = places[micro_batch]
+            if place < len(way) and not (alike[micro_batch] and places[micro_batch - 1] <= place):
+                device, cost = way[place]
+                start = max(ready[micro_batch], free[device])
+                if start + tails[micro_batch][place] >= below:
+                    return below
+                options.append((start + cost, start, micro_batch, device, cost))
+        if not options:
+            return min(below, max(free))
+        if any(free[device] + work[device] >= below for device in range(len(free)) if work[device]):
+            return below
+        end, _, _, device, _ = min(options)
+        for after, start, micro_batch, there, cost in sorted(options, key=lambda option: option[1]):
+            if there == device and start < end:
+                state = ready[micro_batch], free[device]
+                places[micro_batch] += 1
+                ready[micro_batch] = free[device] = after
+                work[device] -= cost
+                below = descend(below)
+                places[micro_batch] -= 1
+                ready[micro_batch], free[device] = state
+                work[device] += cost
+        return below
+
+    return descend(below)
+
+
+def proved(problem: Problem, fused: Fused) -> float | None:
+    """Returns the optimum where it is known: the bound was reached, or all schedules could be tried."""
+    if fused.makespan <= fused.bound:
+        return fused.bound
+    try:
+        return optimum(problem, fused.makespan)
+    except (Exhausted, RecursionError):
+        return None
+
+
+def _row(problem: Problem, seed: int, memory: bool) -> dict[str, Any]:
+    start = time.process_time()
+    fused = search(problem, seed, memory=memory)
+    taken = time.process_time() - start
+    assert violation(fused.table, fused.memory, problem.activations) is None
+    actor, critic = problem.models[0], problem.models[-1]
+    return {
+        "depths": [actor.depth, critic.depth],
+        "pipelines": [problem.models.count(actor), len(problem.models) - problem.models.count(actor)],
+        "micro_batches": [actor.micro_batches, critic.micro_batches],
+        "forward": [actor.forward, critic.forward],
+        "activations": [actor.activations, critic.activations],
+        "makespan": fused.makespan,
+        "bound": fused.bound,
+        "memory": round(fused.memory, 3),
+        "least_memory": round(problem.least_memory, 3),
+        "seconds": round(taken, 2),
+        "optimum": proved(problem, fused),
+    }
+
+
+def main() -> None:
+    rows, random_rows = [], []
+    for problem, theirs in PUBLISHED:
+        rows.append(_row(problem, SEED, memory=True) | {"published": theirs})
+        print(rows[-1], flush=True)
+    for problem in generated(SEED, GENERATED):
+        random_rows.append(_row(problem, SEED, memory=False))
+        print(random_rows[-1], flush=True)
+    close = [row for row in random_rows if row["makespan"] <= (row["optimum"] or 1.03 * row["bound"])]
+    write(
+        RESULTS / "fusion.json",
+        provenance()
+        | {
+            "command": "python -m benchmarks.fusion",
+            "seed": SEED,
+            "published": rows,
+            "generated": random_rows,
+            "summary": {
+                "published_at_bound": sum(row["makespan"] == row["bound"] for row in rows),
+                "published_memory_at_most_theirs": sum(row["memory"] <= row["published"]["memory"] for row in rows),
+                "generated": len(random_rows),
+                "generated_proved_optimal": sum(row["optimum"] == row["makespan"] for row in random_rows),
+                "generated_optimal_or_within_3_percent": len(close),
+                "generated_others": [row for row in random_rows if row not in close],
+                "longest_seconds": max(row["seconds"] for row in rows + random_rows),
+            },
+        },
+    )
+
+
+if __name__ == "__main__":
+    main()

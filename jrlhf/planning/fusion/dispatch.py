@@ -1,0 +1,162 @@
+"""A schedule from priorities: every device computes what is ready and most urgent."""
+
+from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
+from typing import TypeAlias
+
+from jrlhf.meshes.pipeline import Step, Table, arrange
+from jrlhf.planning.fusion.problem import Problem
+
+Values: TypeAlias = list[list[list[float]]]  # of each device, class of operations and operation
+
+
+@dataclass(frozen=True)
+class Rules:
+    """How a device chooses.
+
+    patience: a device rather waits where a more urgent operation arrives within this share of an operation's seconds.
+    ranks: of each pipeline; a device keeps room for one micro-batch of every pipeline of a smaller rank, so that memory
+        does not lead to a deadlock.
+    """
+
+    patience: float
+    ranks: list[int]
+
+
+@dataclass(frozen=True)
+class Dispatched:
+    """starts: seconds at which operations start. backwards: time runs from the end of the step to its beginning."""
+
+    makespan: float
+    starts: Values
+    backwards: bool
+
+
+class Dispatcher:
+    """Makes schedules of one problem.
+
+    Micro-batches of a pipeline are alike, so that they keep their order. The operations of a device fall into classes:
+    2 p for the forwards of pipeline p, 2 p + 1 for its backwards. Seen from the end of the step, a schedule is one of
+    the same pipelines with the seconds of forward and backward exchanged; one method makes both.
+    """
+
+    def __init__(self, problem: Problem):
+        self.problem = problem
+        self.counts = [model.micro_batches for model in problem.models for _ in range(2)]
+        self.operations = sum(2 * model.micro_batches * model.depth for model in problem.models)
+        self._pipelines = [
+            [number for number, pipeline in enumerate(problem.pipelines) if device in pipeline.devices]
+            for device in range(problem.devices)
+        ]
+        self._next: list[list[tuple[int, int] | None]] = [
+            [None] * len(self.counts) for _ in range(problem.devices)
+        ]  # device and class of the next operation of a micro-batch
+        for number, pipeline in enumerate(problem.pipelines):
+            way = [(device, 2 * number) for device in pipeline.devices]
+            way += [(device, 2 * number + 1) for device in reversed(pipeline.devices)]
+            for (device, kind), after in zip(way, way[1:], strict=False):
+                self._next[device][kind] = after
+
+    def values(self, value) -> Values:
+        """Returns `value(device, class, number)` of every operation."""
+        return [
+            [
+                [value(device, kind, number) for number in range(count)] if kind // 2 in here else []
+                for kind, count in enumerate(self.counts)
+            ]
+            for device, here in enumerate(self._pipelines)
+        ]
+
+    def run(self, keys: Values, memory: float, rules: Rules, backwards: bool) -> Dispatched:
+        """Returns the schedule in which every device takes the operation of the smallest key of those that are ready.
+
+        memory: the most activations that a device may have in flight.
+        """
+        problem, counts, ranks = self.problem, self.counts, rules.ranks
+        sizes, costs = problem.activations, self._costs(backwards)
+        arrivals = self.values(lambda *_: 0.0)
+        for device, kinds in enumerate(arrivals):
+            for kind in range(len(kinds)):
+                if kind % 2 or problem.pipelines[kind // 2].devices[0] != device:
+                    kinds[kind] = []
+        starts: Values = [[[] for _ in counts] for _ in arrivals]
+        used, free = [0.0] * len(arrivals), [0.0] * len(arrivals)
+        events: list[tuple[float, int, int]] = [(0.0, device, -1) for device in range(len(arrivals))]
+        heapify(events)
+        now = 0.0
+        while events:
+            now, awake = events[0][0], set()
+            while events and events[0][0] == now:
+                _, device, kind = heappop(events)
+                awake.add(device)
+                if kind >= 0:
+                    if kind % 2:
+                        used[device] -= sizes[kind // 2]
+                    if after := self._next[device][kind]:
+                        awake.add(after[0])
+            for device in awake:
+                if free[device] > now:
+                    continue
+                arrived, begun, key = arrivals[device], starts[device], keys[device]
+                candidates = []
+                for pipeline in self._pipelines[device]:
+                    kind = 2 * pipeline
+                    if len(arrived[kind + 1]) > (number := len(begun[kind + 1])):
+                        candidates.append((key[kind + 1][number], arrived[kind + 1][number], kind + 1))
+                    if len(arrived[kind]) > (number := len(begun[kind])):
+                        need = used[device] + sizes[pipeline]
+                        for other in self._pipelines[device]:
+                            if ranks[other] < ranks[pipeline] and (
+                                len(begun[2 * other]) == len(begun[2 * other + 1]) < counts[2 * other]
+                            ):
+                                need += sizes[other]
+                        if need <= memory:
+                            candidates.append((key[kind][number], arrived[kind][number], kind))
+                candidates.sort()
+                horizon = float("inf")
+                for _, arrival, kind in candidates:
+                    if arrival > now:
+                        horizon = min(horizon, arrival)
+                    elif now + rules.patience * costs[kind] <= horizon:
+                        break
+                else:
+                    continue  # nothing is ready, or it is worth waiting
+                begun[kind].append(now)
+                free[device] = end = now + costs[kind]
+                if not kind % 2:
+                    used[device] += sizes[kind // 2]
+                if after := self._next[device][kind]:
+                    arrivals[after[0]][after[1]].append(end)
+                heappush(events, (end, device, kind))
+        return Dispatched(now, starts, backwards)
+
+    def turned(self, schedule: Dispatched) -> Values:
+        """Returns the start of every operation if time runs in the other direction."""
+        costs = self._costs(schedule.backwards)
+        return [
+            [
+                [schedule.makespan - start - costs[kind ^ 1] for start in reversed(kinds[kind ^ 1])]
+                for kind in range(len(kinds))
+            ]
+            for kinds in schedule.starts
+        ]
+
+    def table(self, schedule: Dispatched) -> Table:
+        """Returns the schedule as a table: each device computes in this order, as soon as it can."""
+        starts = self.turned(schedule) if schedule.backwards else schedule.starts
+        orders = []
+        for device, kinds in enumerate(starts):
+            order = [
+                (start, Step(kind // 2, self._stage(kind, device), number, "backward" if kind % 2 else "forward"))
+                for kind, times in enumerate(kinds)
+                for number, start in enumerate(times)
+            ]
+            orders.append([step for _, step in sorted(order)])
+        return arrange(self.problem.pipelines, orders)
+
+    def _stage(self, kind: int, device: int) -> int:
+        return self.problem.pipelines[kind // 2].devices.index(device)
+
+    def _costs(self, backwards: bool) -> list[float]:
+        both = [(model.forward, model.backward) for model in self.problem.models]
+        return [cost for pair in both for cost in (reversed(pair) if backwards else pair)]

@@ -1,0 +1,256 @@
+"""Pipeline schedules as plain data: which stage computes what for which micro-batch, and when.
+
+A pipeline cuts a model into stages of consecutive layers. Forwards go up the stages, backwards come down. A table lists
+the operations of one training step, of one model or of several that share the devices. Nothing here computes with
+arrays.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, TypeAlias, get_args
+
+Kind = Literal["forward", "backward", "weight"]
+
+
+class Step(NamedTuple):
+    """What a device computes at one time. model: the number of its pipeline in the table."""
+
+    model: int
+    stage: int
+    micro_batch: int
+    kind: Kind
+
+    def __str__(self) -> str:
+        return f"{self.kind} of model {self.model}, stage {self.stage}, micro-batch {self.micro_batch}"
+
+
+class Operation(NamedTuple):
+    tick: int
+    step: Step
+
+
+Seconds: TypeAlias = Callable[[Step], float]
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """The stages of one model.
+
+    devices: the device of each stage, first layers first. Interleaved stages share devices.
+    split: weight gradients are operations of their own, and "backward" computes only the gradient of a stage's input.
+    """
+
+    devices: tuple[int, ...]
+    micro_batches: int
+    split: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.devices or self.micro_batches < 1:
+            raise ValueError(f"a pipeline of {len(self.devices)} stages and {self.micro_batches} micro-batches")
+
+    @property
+    def kinds(self) -> tuple[Kind, ...]:
+        return ("forward", "backward", "weight") if self.split else ("forward", "backward")
+
+    @property
+    def last(self) -> Kind:
+        """The operation after which a stage no longer needs the activations of a micro-batch."""
+        return self.kinds[-1]
+
+
+@dataclass(frozen=True)
+class Table:
+    """A schedule. Operations are in the order of their ticks; a device computes its own in this order."""
+
+    pipelines: tuple[Pipeline, ...]
+    operations: tuple[Operation, ...]
+
+    @property
+    def devices(self) -> int:
+        return 1 + max(device for pipeline in self.pipelines for device in pipeline.devices)
+
+    @property
+    def orders(self) -> list[list[Step]]:
+        """Returns the steps of each device in its order."""
+        orders: list[list[Step]] = [[] for _ in range(self.devices)]
+        for _, step in self.operations:
+            orders[self.pipelines[step.model].devices[step.stage]].append(step)
+        return orders
+
+
+def arrange(pipelines: Sequence[Pipeline], orders: Sequence[Sequence[Step]]) -> Table:
+    """Returns the table in which every device computes its steps in the given order, each at the first possible tick.
+
+    Raises ValueError if the orders of the devices wait for each other.
+    """
+    times = _times(pipelines, orders, lambda step: 1)
+    operations = sorted(Operation(round(start), step) for step, (start, _) in times.items())
+    return Table(tuple(pipelines), tuple(operations))
+
+
+def gpipe(stages: int, micro_batches: int) -> Table:
+    """Returns the table of GPipe (arXiv 1811.06965): all forwards, then all backwards."""
+    return _table(Pipeline(tuple(range(stages)), micro_batches), lambda stage: micro_batches)
+
+
+def one_forward_one_backward(stages: int, micro_batches: int) -> Table:
+    """Returns the table of 1F1B (PipeDream-Flush, arXiv 2006.09503): at most S - s micro-batches in flight."""
+    return _table(Pipeline(tuple(range(stages)), micro_batches), lambda stage: stages - stage - 1)
+
+
+def interleaved(stages: int, micro_batches: int, chunks: int) -> Table:
+    """Returns Megatron's interleaved 1F1B (arXiv 2104.04473): device d has stages d, d + S, d + 2 S, ...
+
+    stages: devices S. chunks: stages of each device. Micro-batches go in groups of S, which must divide their number.
+    """
+    if micro_batches % stages:
+        raise ValueError(f"interleaved schedule: {micro_batches} micro-batches are no multiple of {stages} devices")
+    pipeline = Pipeline(tuple(range(stages)) * chunks, micro_batches)
+    return _table(pipeline, lambda device: 2 * (stages - device - 1) + (chunks - 1) * stages)
+
+
+def zero_bubble(stages: int, micro_batches: int) -> Table:
+    """Returns ZB-H1 (arXiv 2401.10241): weight gradients fill the bubble, and memory stays that of 1F1B's first stage.
+
+    Stage s computes the weight gradient of a micro-batch s backwards later.
+    """
+    pipeline = Pipeline(tuple(range(stages)), micro_batches, split=True)
+    return _table(pipeline, lambda stage: stages - stage - 1)
+
+
+def _table(pipeline: Pipeline, warmup: Callable[[int], int]) -> Table:
+    """Returns the table of one model: forwards to fill the pipeline, then a forward and a backward in turn, then
+    backwards.
+
+    warmup: the forwards of a device before its first pair.
+    """
+    count = 1 + max(pipeline.devices)
+    chunks = len(pipeline.devices) // count
+    orders = []
+    for device in range(count):
+        forwards, backwards = (
+            [
+                Step(0, (chunks - 1 - chunk if kind == "backward" else chunk) * count + device, group + index, kind)
+                for group in range(0, pipeline.micro_batches, count)
+                for chunk in range(chunks)
+                for index in range(min(count, pipeline.micro_batches - group))
+            ]
+            for kind in pipeline.kinds[:2]
+        )
+        first = min(warmup(device), len(forwards))
+        order = forwards[:first]
+        for number, backward in enumerate(backwards):
+            order += [*forwards[first + number : first + number + 1], backward]
+            if pipeline.split and number >= device:
+                order.append(backwards[number - device]._replace(kind="weight"))
+        if pipeline.split:
+            order += [step._replace(kind="weight") for step in backwards[max(0, len(backwards) - device) :]]
+        orders.append(order)
+    return arrange([pipeline], orders)
+
+
+def violation(table: Table, memory: float | None = None, activations: Sequence[float] | None = None) -> str | None:
+    """Returns one sentence on the first rule that the table breaks, None if it is valid.
+
+    The rules: every operation of every model once; one operation of a device at a tick; forwards up the stages,
+    backwards down, a backward after its forward, a weight gradient after its backward, all at later ticks, so that no
+    device waits for ever; activations in flight within `memory` on each device (see `peak`).
+    """
+    expected = {step for number, pipeline in enumerate(table.pipelines) for step in _steps(number, pipeline)}
+    ticks: dict[Step, int] = {}
+    for tick, step in table.operations:
+        if step not in expected:
+            return f"tick {tick}: there is no {step}"
+        if step in ticks:
+            return f"tick {tick}: {step}, was computed at tick {ticks[step]} already"
+        ticks[step] = tick
+    if missing := expected - ticks.keys():
+        return f"no operation computes the {min(missing)}"
+    taken: dict[tuple[int, int], Step] = {}
+    for tick, step in table.operations:
+        device = table.pipelines[step.model].devices[step.stage]
+        if (other := taken.setdefault((tick, device), step)) != step:
+            return f"tick {tick}: device {device} computes two operations, {other}, and {step}"
+        for need in _needs(table.pipelines, step):
+            if ticks[need] >= tick:
+                return f"tick {tick}: {step}, needs the {need}, which comes at tick {ticks[need]}"
+    if [operation.tick for operation in table.operations] != sorted(ticks.values()):
+        return "the operations are not in the order of their ticks"
+    if memory is not None:
+        for device, most in enumerate(peak(table, activations)):
+            if most > memory * (1 + 1e-9):
+                return f"device {device} keeps activations of {most:g} in flight, more than {memory:g}"
+    return None
+
+
+def makespan(table: Table, seconds: Seconds) -> float:
+    """Returns the seconds of the table: every operation starts as soon as its device and what it needs are ready."""
+    return max(end for _, end in _times(table.pipelines, table.orders, seconds).values())
+
+
+def bubble(table: Table, seconds: Seconds) -> float:
+    """Returns the share of the devices' time in which they wait."""
+    work = sum(seconds(step) for _, step in table.operations)
+    return 1 - work / (table.devices * makespan(table, seconds))
+
+
+def peak(table: Table, activations: Sequence[float] | None = None) -> list[float]:
+    """Returns the most activations that each device has in flight, from a forward until its last backward operation.
+
+    activations: of a micro-batch on a stage of each model, in any unit; default 1.
+    """
+    most, now = ([0.0] * table.devices for _ in range(2))
+    for device, order in enumerate(table.orders):
+        for step in order:
+            size = 1.0 if activations is None else activations[step.model]
+            if step.kind == "forward":
+                now[device] += size
+                most[device] = max(most[device], now[device])
+            elif step.kind == table.pipelines[step.model].last:
+                now[device] -= size
+    return most
+
+
+def _steps(number: int, pipeline: Pipeline) -> Iterator[Step]:
+    for stage in range(len(pipeline.devices)):
+        for micro_batch in range(pipeline.micro_batches):
+            for kind in pipeline.kinds:
+                yield Step(number, stage, micro_batch, kind)
+
+
+def _needs(pipelines: Sequence[Pipeline], step: Step) -> Iterator[Step]:
+    """Yields the steps whose results this one reads."""
+    if step.kind == "forward":
+        if step.stage:
+            yield step._replace(stage=step.stage - 1)
+        return
+    yield step._replace(kind=get_args(Kind)[get_args(Kind).index(step.kind) - 1])
+    if step.kind == "backward" and step.stage + 1 < len(pipelines[step.model].devices):
+        yield step._replace(stage=step.stage + 1)
+
+
+def _times(
+    pipelines: Sequence[Pipeline], orders: Sequence[Sequence[Step]], seconds: Seconds
+) -> dict[Step, tuple[float, float]]:
+    """Returns when each step starts and ends, if each device computes its steps in the given order."""
+    times: dict[Step, tuple[float, float]] = {}
+    heads, free = [0] * len(orders), [0.0] * len(orders)
+    waiting = list(range(len(orders)))
+    blocked: dict[Step, list[int]] = {}  # by the step that they wait for: devices
+    while waiting:
+        device = waiting.pop()
+        for step in orders[device][heads[device] :]:
+            needs = list(_needs(pipelines, step))
+            if (late := next((need for need in needs if need not in times), None)) is not None:
+                blocked.setdefault(late, []).append(device)
+                break
+            start = max([free[device], *(times[need][1] for need in needs)])
+            free[device] = start + seconds(step)
+            times[step] = start, free[device]
+            heads[device] += 1
+            waiting += blocked.pop(step, [])
+    if blocked:
+        need, devices = min(blocked.items())
+        step = orders[devices[0]][heads[devices[0]]]
+        raise ValueError(f"the devices wait for each other: device {devices[0]} for the {need}, before the {step}")
+    return times

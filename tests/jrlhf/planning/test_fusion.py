@@ -1,0 +1,111 @@
+"""Fused schedules against published bounds and makespans, and against all schedules of small instances."""
+
+import json
+import random
+import re
+from itertools import permutations, product
+
+import pytest
+
+from benchmarks.fusion import PUBLISHED, generated, optimum
+from benchmarks.records import RESULTS
+from jrlhf.meshes.pipeline import arrange, makespan, peak, violation
+from jrlhf.planning.fusion import Model, Problem, fuse, search
+
+# get-lower-bound.py of github.com/FlexFusion/FlexFusion, in the order of PUBLISHED.
+BOUNDS = [708, 372, 225, 702, 366, 225, 618, 330, 186, 606, 318, 186]
+
+
+def small(generator: random.Random, micro_batches: int) -> Problem:
+    depths, costs = generator.choice(((2, 2), (2, 1), (4, 2))), (1, 2, 3, 5, 8)
+    actor, critic = (
+        Model(depth, generator.randint(1, micro_batches), generator.choice(costs), generator.choice(costs))
+        for depth in depths
+    )
+    return fuse(actor, critic)
+
+
+def test_the_example_and_the_figures_of_the_docs():
+    text = (RESULTS.parents[1] / "docs/plans.md").read_text(encoding="utf-8").partition("## Fused pipelines")[2]
+    for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+        exec(code, {})
+    record = json.loads((RESULTS / "fusion.json").read_text(encoding="utf-8"))
+    published, others, summary = record["published"], record["generated"], record["summary"]
+    assert [row["makespan"] for row in published] == [row["bound"] for row in published] == BOUNDS
+    excess = sorted(row["makespan"] / row["bound"] - 1 for row in others if row["makespan"] > row["bound"])
+    far = [share for share in excess if share > 0.03]
+    more = max(row["memory"] / row["published"]["memory"] for row in published) - 1
+    for sentence in (
+        f"at most {max(row['seconds'] for row in published):.0f} s of one core",
+        f"at most theirs in {summary['published_memory_at_most_theirs']} of the 12, and up to {100 * more:.0f} % above",
+        f"Of {len(others)} random pairs",
+        f"{len(others) - len(excess)} reach the bound, so that they are optimal",
+        f"{len(excess) - len(far)} end at most {100 * max(set(excess) - set(far)):.1f} % above it",
+        f"{len(far)} between {100 * far[0]:.1f} and {100 * far[-1]:.1f} %",
+    ):
+        assert sentence in " ".join(text.split()), sentence
+
+
+def test_the_bounds_are_those_of_the_authors():
+    assert [problem.bound for problem, _ in PUBLISHED] == BOUNDS
+
+
+def test_pipelines_run_against_each_other():
+    problem = fuse(Model(6, 2, 1, 2), Model(4, 3, 1, 2))
+    assert [pipeline.devices for pipeline in problem.pipelines] == [
+        *((0, 1, 2, 3, 4, 5), (6, 7, 8, 9, 10, 11)),
+        *((11, 10, 9, 8), (7, 6, 5, 4), (3, 2, 1, 0)),
+    ]
+    assert [model.depth for model in problem.models] == [6, 6, 4, 4, 4]
+
+
+@pytest.mark.parametrize("number", range(len(PUBLISHED)))
+def test_published_instances_reach_the_bound(number):
+    problem, theirs = PUBLISHED[number]
+    fused = search(problem, memory=False, effort=0.2)
+    assert fused.makespan == BOUNDS[number] <= theirs["makespan"]
+    assert violation(fused.table, fused.memory, problem.activations) is None
+    assert makespan(fused.table, problem.seconds) == fused.makespan
+    assert max(peak(fused.table, problem.activations)) == fused.memory
+
+
+def test_memory_falls_at_the_same_makespan_and_runs_repeat():
+    problem, theirs = PUBLISHED[5]
+    shortest, least = (search(problem, memory=memory, effort=0.1) for memory in (False, True))
+    assert least.makespan == shortest.makespan == 225
+    assert least.memory == pytest.approx(theirs["memory"])
+    assert least.memory < shortest.memory
+    assert search(problem, effort=0.1) == least
+
+
+def test_branch_and_bound_is_the_best_of_all_orders():
+    generator = random.Random(0)
+    for _ in range(3):
+        actor, critic = (Model(2, 1, generator.randint(1, 5), generator.randint(1, 5)) for _ in range(2))
+        problem = fuse(actor, critic)
+        fused = search(problem, memory=False, effort=0.01)
+        spans = []
+        for orders in product(*(permutations(order) for order in fused.table.orders)):
+            try:
+                spans.append(makespan(arrange(problem.pipelines, orders), problem.seconds))
+            except ValueError:  # the devices would wait for each other
+                pass
+        assert min(spans) == optimum(problem) == fused.makespan >= problem.bound
+
+
+def test_the_optimum_of_small_instances_is_reached():
+    generator, above = random.Random(1), 0
+    for _ in range(20):
+        problem = small(generator, 2)
+        fused = search(problem, memory=False, effort=0.01)
+        assert problem.bound <= fused.makespan == optimum(problem, fused.makespan)
+        above += fused.makespan > problem.bound
+    assert above  # the bound is not always the optimum
+
+
+def test_random_instances_respect_their_rules():
+    for problem in generated(seed=1, count=3):
+        fused = search(problem, memory=False, effort=0.05)
+        assert violation(fused.table, fused.memory, problem.activations) is None
+        assert problem.bound <= fused.makespan == makespan(fused.table, problem.seconds)
+        assert problem.least_memory <= fused.memory
