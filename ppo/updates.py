@@ -1,7 +1,6 @@
 """Optimizer updates: gradients summed over micro-batches, applied only if everything is finite."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -52,8 +51,9 @@ def apply_update(
     is False: no token of the rows counts in the loss. (Its gradient would be 0, and an optimizer would still apply
     momentum and weight decay.) `metric_names` are the keys of the loss's metrics.
 
-    The update is applied in place, without copies of the weights and the optimizer's state. So the norm of the new
-    weights is made of a first update, which is stored nowhere, and not of the one that is applied.
+    A loop of one turn or none applies the update, because it writes in place: on GPUs a `cond` copies the weights and
+    the optimizer's state. For the same reason the norm of the new weights is made of a first update, which is stored
+    nowhere, and not of the one that is applied.
     """
     loss, metrics, grads = _accumulate(loss_fn, params, rows, micro_batches, metric_names)
     grad_norm = _global_norm(grads)
@@ -67,21 +67,9 @@ def apply_update(
     sound = finite if counted is None else finite & counted
     metrics = {**metrics, "grad_norm": grad_norm}
     accepted = sound if veto is None else sound & ~veto(metrics)
-    gated = partial(lax.platform_dependent, accepted, params, opt_state, tpu=partial(_once_by_cond, apply))
-    params, opt_state = gated(default=partial(_once_in_place, apply))
-    return Update(params, opt_state, metrics, finite, sound)
-
-
-def _once_in_place(apply: Callable, accepted: Array, params: PyTree, opt_state: PyTree) -> tuple[PyTree, PyTree]:
-    """`apply`, if accepted. A loop of one turn or none writes in place, where a `cond` copies its results: on GPUs."""
     done, start = jnp.zeros_like(accepted), (accepted, params, opt_state)
     _, params, opt_state = lax.while_loop(lambda carry: carry[0], lambda carry: (done, *apply(*carry[1:])), start)
-    return params, opt_state
-
-
-def _once_by_cond(apply: Callable, accepted: Array, params: PyTree, opt_state: PyTree) -> tuple[PyTree, PyTree]:
-    """`apply`, if accepted. On TPUs a `cond` copies nothing, and a loop does."""
-    return lax.cond(accepted, apply, lambda *state: state, params, opt_state)
+    return Update(params, opt_state, metrics, finite, sound)
 
 
 def check_output(name: str, tokens: Array, *outputs: Array) -> None:
