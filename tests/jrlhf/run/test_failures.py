@@ -35,4 +35,4 @@ def test_whatever_happens_to_a_run_it_resumes_to_the_same_bits_or_says_why_not(t
 @pytest.mark.parametrize("part", range(2))
 def test_real_runs_too(tmp_path, part):
     """tests/support/real_runs.py: SFT and PPO by the command, with a reward file that fails and is mended."""
-    assert len(cases("real_runs", tmp_path, SEED + part, 28)) == 28
+    assert len(cases("real_runs", tmp_path, SEED + part, 6)) == 6
