@@ -163,9 +163,9 @@ class FunctionReward:
         one_by_one = self._facts["style"] == "verl" and not self._facts["async"]
 
         def work(index: int) -> None:
-            first, last = (len(samples) * number // self._workers for number in (index, index + 1))
-            size = 1 if one_by_one else max(last - first, 1)
-            for row in range(first, last, size):
+            start, stop = (len(samples) * number // self._workers for number in (index, index + 1))
+            size = 1 if one_by_one else max(stop - start, 1)
+            for row in range(start, stop, size):
                 chosen = samples[row : row + size]
                 request = self._request(chosen, f"{self._seed}/{step}/{first + row}")
                 if self._pool[index].ended():  # in an earlier call, or since

@@ -34,5 +34,6 @@ def test_a_run_of_an_older_version_resumes(tmp_path: Path):
     continued = records(run)
     assert continued.keys() == expected.keys()
     for key, metrics in expected.items():
-        assert continued[key] == pytest.approx(metrics, rel=1e-3, abs=1e-5), key  # machines round differently
+        old = {name: continued[key][name] for name in metrics}  # later versions have more metrics
+        assert old == pytest.approx(metrics, rel=1e-3, abs=1e-5), key  # machines round differently
     assert (run / "model" / "model.safetensors").is_file()

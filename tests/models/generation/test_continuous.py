@@ -57,6 +57,7 @@ class Setting:
         return rows
 
     def sequence(self, row: int, tokens) -> np.ndarray:
+        """The row's prompt and these tokens."""
         prompt = row // S
         return np.concatenate([self.tokens[prompt, : self.lengths[prompt]], tokens])
 
@@ -82,11 +83,15 @@ def test_with_caches_made_anew_log_probabilities_are_those_of_the_recorded_versi
     setting = Setting((1, 1, 1), versions=4)
     rows = setting.draw(prefill_again=True)
     assert max(len(set(versions)) for _, _, versions, _ in rows.values()) > 1
-    for row, (tokens, logprobs, versions, _) in rows.items():
+    padded = np.zeros((U * S, P + R), np.int32)
+    for row, (tokens, *_) in rows.items():
         sequence = setting.sequence(row, tokens)
-        for version in set(versions):
-            expected = reference.logprobs(setting.versions[version], CONFIG, sequence[None])[0][0, -len(tokens) :]
-            np.testing.assert_allclose(logprobs[versions == version], expected[versions == version], atol=2e-4)
+        padded[row, : len(sequence)] = sequence
+    expected = [np.asarray(reference.logprobs(params, CONFIG, padded)[0]) for params in setting.versions]
+    for row, (tokens, logprobs, versions, _) in rows.items():
+        at = setting.lengths[row // S] + np.arange(len(tokens))
+        wanted = [expected[version][row, t] for version, t in zip(versions, at, strict=True)]
+        np.testing.assert_allclose(logprobs, wanted, atol=2e-4)
 
 
 def test_with_kept_caches_log_probabilities_are_those_of_the_recorded_mixture():
