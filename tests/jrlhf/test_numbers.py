@@ -5,6 +5,7 @@ import os
 import random
 import re
 import shutil
+from typing import Any
 
 import numpy as np
 import pytest
@@ -43,7 +44,7 @@ def injection(draw, kind, root, user):
     if kind in ("actor", "critic", "reward"):
         shutil.copytree(user / kind, root / kind)
         path = str(root / kind)
-        there = {"actor": {"model": {"path": path}}, "critic": {"roles": {"critic": path}}}
+        there: dict[str, Any] = {"actor": {"model": {"path": path}}, "critic": {"roles": {"critic": path}}}
         there["reward"] = {"rewards": [{"name": "learned", "model": path}]}
         return there[kind], {2}, spoil(root / kind, draw)
     if kind in ("unfit", "huge"):

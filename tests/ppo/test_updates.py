@@ -9,7 +9,7 @@ import pytest
 from jrlhf.ppo import SFTBatch, TrainState, make_sft_step
 from jrlhf.ppo.updates import apply_update
 
-HUGE = np.float32([np.nan, np.inf, -np.inf, 3e38, -3e38, 1e25])
+HUGE = np.array([np.nan, np.inf, -np.inf, 3e38, -3e38, 1e25], np.float32)
 OPTIMIZERS = {
     "adamw": optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(optax.linear_schedule(0.1, 0.01, 9))),
     "injected": optax.inject_hyperparams(optax.lion)(learning_rate=optax.linear_schedule(0.1, 0.0, 9)),
@@ -28,7 +28,7 @@ def test_an_update_is_plain_optax_or_nothing(optimizer):
     """A sequence of updates, at random one with a number in loss, gradient or rate that float32 cannot bear."""
 
     def loss(params, gradient):
-        return sum(jax.tree.leaves(jax.tree.map(lambda p, g: jnp.sum(p * g), params, gradient))), {}
+        return sum(jax.tree.leaves(jax.tree.map(lambda p, g: jnp.sum(p * g), params, gradient)), jnp.zeros(())), {}
 
     @jax.jit
     def ours(params, state, gradient):
@@ -82,5 +82,6 @@ def test_an_update_needs_no_copy_of_weights_or_optimizer_state():
         return update.params, update.opt_state
 
     lowered = jax.jit(step, donate_argnums=(0, 1)).lower(params, jax.eval_shape(optimizer.init, params))
-    assert lowered.compile().memory_analysis().temp_size_in_bytes <= 2.1 * 512 * 256 * 4
+    memory = lowered.compile().memory_analysis()
+    assert memory is not None and memory.temp_size_in_bytes <= 2.1 * 512 * 256 * 4
     assert "stablehlo.case" not in lowered.as_text()  # a conditional, whose results a GPU copies
