@@ -239,7 +239,7 @@ def _models_of_roles(
         trained = RoleModel(models["reward"], "scalar", trained=False, wide=True)
         add("reward", trained if lora is None else adapted("reward", lora, "scalar"))
     for role, parts in (("reward", config.rewards), ("cost", config.costs)):
-        for index, part in enumerate(parts):
+        for index, part in enumerate(parts if config.algorithm is not None else ()):  # no other stage asks them
             if part.adapter is not None:
                 add(role, adapted("actor", _read_adapter(part.adapter, f"{role}s[{index}].adapter"), "scalar"))
             elif part.model is not None:
