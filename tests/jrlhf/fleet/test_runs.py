@@ -47,8 +47,13 @@ def run(config: Any, *, resume: bool = False) -> Path:
     return Path(config.run_dir) / config.name
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("algorithm", ["grpo", "dapo", "ppo"])
+def proven(*names: str) -> list[Any]:
+    """The first one among the full tests, the others in `.ci/full kills`."""
+    marks = [pytest.mark.full] + [pytest.mark.proof("kills")] * (len(names) - 1)
+    return [pytest.param(name, marks=mark) for name, mark in zip(names, marks, strict=True)]
+
+
+@pytest.mark.parametrize("algorithm", proven("grpo", "dapo", "ppo"))
 def test_with_staleness_0_the_run_is_the_synchronous_one_bit_for_bit(algorithm, tmp_path):
     paths = [
         run(config(tmp_path, "plain", algorithm)),
@@ -60,8 +65,7 @@ def test_with_staleness_0_the_run_is_the_synchronous_one_bit_for_bit(algorithm, 
     assert plain == fleet
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("on_new_weights", ["keep_cache", "prefill_again", "finish"])
+@pytest.mark.parametrize("on_new_weights", proven("keep_cache", "prefill_again", "finish"))
 def test_a_run_that_goes_on_from_any_step_has_the_same_bits(on_new_weights, tmp_path):
     options = {"staleness": 2, "update_steps": 3, "on_new_weights": on_new_weights}
     path = run(config(tmp_path, "whole", **options))
