@@ -251,13 +251,13 @@ def _write_csv(path: Path, rows: Any) -> None:
 
 
 def _write_parquet(path: Path, rows: Any) -> None:
-    import pyarrow
-    from pyarrow import parquet
-
     try:
+        import pyarrow
+        from pyarrow import parquet
+
         table = pyarrow.Table.from_pylist(json.loads(written(rows)))
         parquet.write_table(table, path)
-    except Exception:  # a table cannot hold these rows
+    except Exception:  # a table cannot hold these rows, or the package is not installed
         path.write_bytes(b"PAR1" + written(rows).encode("utf-8", "surrogatepass") + b"PAR1")
 
 
