@@ -102,7 +102,11 @@ def test_an_update_is_that_of_the_whole_minibatch(mesh, rows, lora, responses):
     optimizer, rng = optax.sgd(1e-1), np.random.default_rng(1)
     _, mask = responses_in(lengths)
     noise = put_rows(rng.normal(size=(ROWS, TIME)).astype(np.float32), mesh)
-    made_up: Any = dict.fromkeys(Experience.__dataclass_fields__, lengths) | {"importance": None, "kl_coef": None}
+    made_up: Any = dict.fromkeys(Experience.__dataclass_fields__, lengths) | {
+        "importance": None,
+        "kl_coef": None,
+        "versions": None,
+    }
     made_up |= {"tokens": tokens, "response_mask": put_rows(mask, mesh), "advantages": noise, "old_logprobs": noise}
     results = []
     for algorithm, longest in ((PPOConfig(), None), (PPOConfig(micro_batch_tokens=32), responses)):
