@@ -105,6 +105,7 @@ def test_an_update_is_that_of_the_whole_minibatch(mesh, rows, lora, responses):
     made_up: Any = dict.fromkeys(Experience.__dataclass_fields__, lengths) | {
         "importance": None,
         "kl_coef": None,
+        "version": jnp.int32(0),
         "versions": None,
     }
     made_up |= {"tokens": tokens, "response_mask": put_rows(mask, mesh), "advantages": noise, "old_logprobs": noise}
