@@ -2,6 +2,7 @@
 
 import sys
 from functools import partial
+from types import ModuleType
 
 import jax
 import numpy as np
@@ -54,6 +55,7 @@ def test_datasets_that_a_run_could_not_read_are_refused(settings, monkeypatch):
         sft = {"path": path, "columns": {}}
         return build(Config, settings(stages=["sft"], rewards=[], data={"sft": sft}))
 
+    monkeypatch.setitem(sys.modules, "datasets", ModuleType("datasets"))  # an extra: not everywhere
     assert "data.sft.path=someone/rows is not here: not looked at" in describe(config("someone/rows"))
     with pytest.raises(UserError, match="gone.jsonl does not exist: name a file, a directory or a dataset on the hub"):
         describe(config("gone.jsonl"))
