@@ -54,7 +54,7 @@ def main(descriptor):
         command, count = decode(receive(channel)), count + 1
         if command.get("once") and not os.path.exists(command["once"]):
             open(command["once"], "w").close()
-            os.kill(os.getpid(), signal.SIGKILL) if command["how"] == "kill" else time.sleep(99)
+            os.kill(os.getpid(), signal.SIGKILL) if command["fault"] == "kill" else time.sleep(99)
         if command.get("always"):
             raise SystemExit("no memory")
         answer = count if "draws" not in command else os.getpid()
@@ -79,14 +79,14 @@ def process(tmp_path, monkeypatch):
         own.close()
 
 
-@pytest.mark.parametrize("how", ["kill", "hang"])
-def test_a_lost_process_is_replaced_and_its_successor_repeats_what_was_done(how, process, tmp_path):
+@pytest.mark.parametrize("fault", ["kill", "hang"])
+def test_a_lost_process_is_replaced_and_its_successor_repeats_what_was_done(fault, process, tmp_path):
     make, sentences = process
-    own = make(deadline=20.0 if how == "kill" else 0.5)
+    own = make(deadline=20.0 if fault == "kill" else 0.5)
     assert [own.ask({}), own.ask({})] == [1, 2]
-    assert own.ask({"once": str(tmp_path / "failed"), "how": how}) == 3
+    assert own.ask({"once": str(tmp_path / "failed"), "fault": fault}) == 3
     assert own.ask({}) == 4
-    reason = "ended by SIGKILL" if how == "kill" else "no answer within 0.5 s"
+    reason = "ended by SIGKILL" if fault == "kill" else "no answer within 0.5 s"
     assert (
         len(sentences) == 1
         and sentences[0].startswith(f"rollout process 1 {reason}")
