@@ -4,11 +4,13 @@ import os
 import random
 import signal
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from jrlhf.config import config_yaml
 from jrlhf.errors import RunFailure
 from jrlhf.fleet import worker
 from jrlhf.fleet.processes import ProcessWorkers, _Process
@@ -16,7 +18,7 @@ from jrlhf.fleet.shared import SharedArrays, read
 from jrlhf.run.child import Worker
 from tests.jrlhf.fleet.test_runs import config, proven, run
 from tests.support.processes import alive, gone
-from tests.support.runs import timeless
+from tests.support.runs import Training, timeless
 
 pytestmark = pytest.mark.usefixtures("quick_programs")
 
@@ -121,8 +123,10 @@ def test_processes_end_with_their_parent(process):
     assert gone(pid)
 
 
-@pytest.mark.parametrize("algorithm", proven("grpo", "ppo"))
-@pytest.mark.parametrize("staleness", [2, pytest.param(0, marks=pytest.mark.proof("kills"))])
+@pytest.mark.full
+@pytest.mark.proof("kills")
+@pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
+@pytest.mark.parametrize("staleness", [2, 0])
 def test_bits_do_not_depend_on_processes(algorithm, staleness, tmp_path):
     options = {"staleness": staleness, "update_steps": 3, "logical_workers": 2}
     expected = bits(run(config(tmp_path, "one", algorithm, **options)))
@@ -149,3 +153,27 @@ def test_bits_do_not_depend_on_kills_of_processes(on_new_weights, tmp_path, monk
     monkeypatch.setattr(ProcessWorkers, "decode", killing)
     assert bits(run(config(tmp_path, "killed", "grpo", ["fleet.workers=2"], **options))) == expected
     assert len(lost) >= 3
+
+
+@pytest.mark.full
+@pytest.mark.proof("kills")
+def test_bits_do_not_depend_on_kills_of_the_run(tmp_path, programs):
+    """The run is killed at random moments of its rollouts and resumed; nothing of it lives on."""
+    options = {"staleness": 2, "update_steps": 3, "logical_workers": 2}
+    for name, workers in (("one", []), ("killed", ["fleet.workers=2"])):
+        (tmp_path / f"{name}.yaml").write_text(config_yaml(config(tmp_path, name, "grpo", workers, **options)))
+    Training("--config", tmp_path / "one.yaml", log=tmp_path / "log", programs=programs).wait()
+    path, rng, kills = tmp_path / "killed", random.Random(0), 0
+    while True:
+        arguments = ["--config", tmp_path / "killed.yaml", *(["--resume"] if path.exists() else [])]
+        training = Training(*arguments, log=tmp_path / "log", programs=programs)
+        if kills == 6 or not training.reach(path, 3 + kills // 2):  # records: two of sft, four of grpo
+            training.wait()
+            break
+        time.sleep(rng.random())
+        threads = Path(f"/proc/{training.process.pid}/task").glob("*/children")
+        children = [int(pid) for thread in threads for pid in thread.read_text().split()]
+        training.stop(signal.SIGKILL)
+        assert all(gone(pid) for pid in children)
+        kills += 1
+    assert kills >= 3 and bits(path) == bits(tmp_path / "one")
