@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from jrlhf.config import load_config
+from jrlhf.config.check import uncorrected
 from jrlhf.errors import UserError
 from jrlhf.run.metrics import read_metrics
 from jrlhf.stages.setup import select_resources
@@ -100,3 +101,10 @@ def test_what_cannot_be_asynchronous_is_one_sentence(tmp_path):
         select_resources(config(tmp_path, "refused", "grpo", ["fleet.workers=2"]))
     with pytest.raises(UserError, match="grpo.asynchronous.staleness=-1: it must be at least 0"):
         config(tmp_path, "negative", staleness=-1)
+
+
+def test_a_run_without_a_correction_is_warned_of(tmp_path):
+    assert uncorrected(config(tmp_path, "fresh", staleness=0)) is None
+    assert uncorrected(config(tmp_path, "weighted", "grpo", ["grpo.algorithm.importance=token"], staleness=1)) is None
+    warning = uncorrected(config(tmp_path, "plain", staleness=1))
+    assert warning is not None and "staleness=1 without an off-policy correction" in warning
