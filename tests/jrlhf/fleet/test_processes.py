@@ -177,3 +177,17 @@ def test_bits_do_not_depend_on_kills_of_the_run(tmp_path, programs):
         assert all(gone(pid) for pid in children)
         kills += 1
     assert kills >= 3 and bits(path) == bits(tmp_path / "one")
+
+
+@pytest.mark.full
+@pytest.mark.proof("kills")
+def test_an_update_that_does_not_arrive_ends_the_run(tmp_path, monkeypatch):
+    put, handles = ProcessWorkers.put, []
+
+    def stale(self, weights):
+        handles.append(put(self, weights))
+        return handles[0]
+
+    monkeypatch.setattr(ProcessWorkers, "put", stale)
+    with pytest.raises(RunFailure, match="the rollouts' weights of version 1 are not the trainer's"):
+        run(config(tmp_path, "stale", "grpo", ["fleet.workers=1"], staleness=1, update_steps=3))
