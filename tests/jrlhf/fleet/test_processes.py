@@ -123,7 +123,6 @@ def test_processes_end_with_their_parent(process):
     assert gone(pid)
 
 
-@pytest.mark.full
 @pytest.mark.proof("kills")
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
 @pytest.mark.parametrize("staleness", [2, 0])
@@ -155,7 +154,6 @@ def test_bits_do_not_depend_on_kills_of_processes(on_new_weights, tmp_path, monk
     assert len(lost) >= 3
 
 
-@pytest.mark.full
 @pytest.mark.proof("kills")
 def test_bits_do_not_depend_on_kills_of_the_run(tmp_path, programs):
     """The run is killed at random moments of its rollouts and resumed; nothing of it lives on."""
@@ -179,7 +177,6 @@ def test_bits_do_not_depend_on_kills_of_the_run(tmp_path, programs):
     assert kills >= 3 and bits(path) == bits(tmp_path / "one")
 
 
-@pytest.mark.full
 @pytest.mark.proof("kills")
 def test_an_update_that_does_not_arrive_ends_the_run(tmp_path, monkeypatch):
     put, handles = ProcessWorkers.put, []
