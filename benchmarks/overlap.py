@@ -16,10 +16,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from benchmarks import sleeps
-from benchmarks.records import RESULTS, provenance, write
+from benchmarks.records import RESULTS, hardware, provenance, write
 from jrlhf.config import load_config
 from jrlhf.fleet import processes
 from jrlhf.fleet.fleet import Fleet
@@ -85,7 +86,8 @@ def main() -> None:
             row |= {"speed_up": first["seconds"] / mean, "theory": first["steps"] / theory}
             print(row, flush=True)
     sizes = {"step": STEP, "length": LENGTH, "chunk": CHUNK, "update": UPDATE, "groups": GROUPS, "samples": SAMPLES}
-    write(output, {**provenance(), "sleeps": sizes, "runs": rows})
+    packages = provenance("jax", "numpy")
+    write(output, {**packages, "hardware": hardware(jax.devices()[0]), "sleeps": sizes, "runs": rows})
 
 
 if __name__ == "__main__":
