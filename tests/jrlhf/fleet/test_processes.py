@@ -142,7 +142,7 @@ def test_bits_do_not_depend_on_kills_of_processes(on_new_weights, tmp_path, monk
     decode = ProcessWorkers.decode
 
     def killing(self, prompts):
-        if rng.random() < 0.2:
+        if rng.random() < 0.4:
             victim = rng.choice(self._processes)
             lost.append(victim)
             delay = rng.random() * 0.02  # before, while or after it decodes
