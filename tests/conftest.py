@@ -2,6 +2,7 @@
 
 import os
 import re
+import tempfile
 from collections.abc import Callable
 
 import jax
@@ -14,6 +15,9 @@ spare_threads(8)
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
+# Programs of this process are compiled, so that they can be looked at. Those of runs in other processes are kept.
+jax.config.update("jax_enable_compilation_cache", False)
+os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

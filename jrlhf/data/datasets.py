@@ -29,6 +29,9 @@ def load_task(config: Config, tokenizer: Tokenizer) -> Task:
     datasets = {key: _read(key, getattr(data, key)) for key in used}
     lines = [f"data.{key}: {dataset.describe()}" for key, dataset in datasets.items()]
     splits, examples = keep_apart(datasets, data.heldout_rows), list[Example]()
+    for key, (learned, measured) in splits.items():
+        if key != "heldout" and (lost := len(datasets[key].examples) - len(learned.examples) - len(measured.examples)):
+            lines.append(f"data.{key}: {lost} more rows left out, whose prompts are held out")
     encoding = Encoding(tokenizer, data.overlong, data.chat, data.system)
 
     def parts(key: str, encode: Callable[..., Encoded], limit: int) -> list[Encoded | None]:
