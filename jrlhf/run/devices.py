@@ -65,7 +65,8 @@ def keep_programs() -> None:
     In `~/.cache/jrlhf/programs`, unless JAX_COMPILATION_CACHE_DIR names another place. Off with
     JAX_ENABLE_COMPILATION_CACHE=false.
     """
-    if jax.config.jax_enable_compilation_cache and jax.config.jax_compilation_cache_dir is None:
+    settings = jax.config.values
+    if settings["jax_enable_compilation_cache"] and settings["jax_compilation_cache_dir"] is None:
         jax.config.update("jax_compilation_cache_dir", str(cache_directory() / "programs"))
 
 
