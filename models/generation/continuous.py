@@ -4,7 +4,7 @@ Chunks, prefills and caches are the programs of `chunks`, so the same rows with 
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -49,7 +49,10 @@ class Progress:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Decoding:
-    """The state between two chunks. The programs of `ContinuousBatch` use it up."""
+    """The state between two chunks. The programs of `ContinuousBatch` use it up.
+
+    Arrays of the host are replaced and never written to: a checkpoint may be writing them.
+    """
 
     slots: Slots
     results: Results  # of the row in each slot
@@ -114,7 +117,9 @@ class ContinuousBatch:
             prefilled = programs.prefill(*weights, on_mesh, admitted.prompts)
             programs.admit(self.state.slots, prefilled, on_mesh, admitted)
             taken = np.concatenate([group * self._own + own for group, own in enumerate(slots)])
-            self.state.owner[taken], self.state.drawn[taken] = np.concatenate(rows), 0
+            owner, drawn = np.array(self.state.owner), np.array(self.state.drawn)
+            owner[taken], drawn[taken] = np.concatenate(rows), 0
+            self.state = replace(self.state, owner=owner, drawn=drawn)
 
     def decode(self, weights: Weights) -> list[Progress]:
         """Decodes a chunk. Returns what each row drew; rows that are done leave their slots."""
@@ -128,8 +133,9 @@ class ContinuousBatch:
         for slot in taken:
             response = (tokens[slot], logprobs[slot], bool(finished[slot])) if slot in done else None  # type: ignore
             progress.append(Progress(int(state.owner[slot]), int(state.drawn[slot]), int(lengths[slot]), response))
-        state.owner[done], state.drawn[taken] = EMPTY, lengths[taken]
-        self.state = Decoding(slots, results, state.owner, state.drawn)
+        owner, drawn = np.array(state.owner), np.array(state.drawn)
+        owner[done], drawn[taken] = EMPTY, lengths[taken]
+        self.state = Decoding(slots, results, owner, drawn)
         return progress
 
     def prefill_again(self, weights: Weights, prompt_of: Callable[[int], Prompt]) -> None:
