@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float, Int
 
 from jrlhf.meshes import AXES, to_host
 from jrlhf.models.collectives import check_rows
-from jrlhf.models.generation.chunks import EMPTY, Admitted, Programs, Prompts, Slots
+from jrlhf.models.generation.chunks import EMPTY, Programs, Prompts, Slots
 from jrlhf.models.generation.decoding import Decoder, Results
 from jrlhf.models.generation.schedule import Schedule
 from jrlhf.models.params import Params
@@ -113,7 +113,8 @@ class ContinuousBatch:
             rows = [[prompt.number * samples + number for prompt in own for number in range(samples)] for own in groups]
             slots = [np.flatnonzero(free)[: len(own)] for free, own in zip(self._free, rows, strict=True)]
             entries = [[(prompt.tokens, prompt.length, prompt.keys) for prompt in own] for own in groups]
-            on_mesh, admitted = self._put(entries, self._width, wave, samples), self._admitted(slots, wave, samples)
+            on_mesh = self._put(entries, self._width, wave, samples)
+            admitted = programs.admitted([(range(wave), own.tolist()) for own in slots], wave, samples, self._own)
             prefilled = programs.prefill(*weights, on_mesh, admitted.prompts)
             programs.admit(self.state.slots, prefilled, on_mesh, admitted)
             taken = np.concatenate([group * self._own + own for group, own in enumerate(slots)])
@@ -148,8 +149,9 @@ class ContinuousBatch:
             groups.append([(slot - first, self._whole(prompt_of, int(slot), drawn[slot])) for slot in slots])
         for wave, rows in _waves(groups, [size * samples for size in self._waves]):
             entries = [[entry for _, entry in own] for own in rows]
-            slots = [np.array([slot for slot, _ in own], np.int32) for own in rows]
-            on_mesh, admitted = self._put(entries, width, wave, 1), self._admitted(slots, wave, 1)
+            slots = [[slot for slot, _ in own] for own in rows]
+            on_mesh = self._put(entries, width, wave, 1)
+            admitted = programs.admitted([(range(wave), own) for own in slots], wave, 1, self._own)
             prefilled = programs.prefill(*weights, on_mesh, admitted.prompts)
             programs.fill_caches(state.slots, prefilled, admitted)
 
@@ -169,13 +171,6 @@ class ContinuousBatch:
         prompts, lengths = self._programs.put((tokens, lengths.astype(np.int32)))
         row_keys = jax.random.wrap_key_data(jnp.asarray(data.reshape(-1, data.shape[-1])))
         return Prompts(prompts, lengths, self._programs.put(row_keys))
-
-    def _admitted(self, slots: Sequence[np.ndarray], size: int, samples: int) -> Admitted:
-        """The slots of each group's entries, `samples` an entry, in their order."""
-        entries, rows = np.arange(size, dtype=np.int32), np.arange(size * samples, dtype=np.int32)
-        padded = [np.pad(own.astype(np.int32), (0, len(rows) - len(own)), constant_values=self._own) for own in slots]
-        arrays = [(entries, rows // samples, rows, own) for own in padded]
-        return Admitted(*map(self._programs.per_group, zip(*arrays, strict=True)))
 
 
 _Entry = tuple[Int[np.ndarray, "T"], int, np.ndarray]  # tokens, their number, data of keys
