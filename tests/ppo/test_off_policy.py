@@ -1,6 +1,5 @@
 """Tokens that older weights drew: bounds of their age, weights, masks, interpolated log-probs and CISPO."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
@@ -26,19 +25,12 @@ from jrlhf.ppo import (
     proximal_logprobs,
 )
 
-pytestmark = pytest.mark.usefixtures("strict_dtypes")
+pytestmark = pytest.mark.usefixtures("strict_dtypes", "quick_compilation")
 ROWS, TIME, STEP = 8, 9, 6
 EVERYTHING = [
     PolicyConfig(importance="token", mask_token=(0.5, 2)),
     PolicyConfig(importance="sequence", mask_sequence=(0, 1), mask_sequence_mean=(1, 1), mask_k3=1e-9),
 ]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_compilation() -> Iterator[None]:
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 def drawn_by_many(toy, seed=0):
