@@ -7,6 +7,7 @@ import jax
 import numpy as np
 
 from jrlhf.fleet.identity import drawing_identity
+from jrlhf.fleet.prompts import PromptStream
 from jrlhf.fleet.schedule import Rules
 from jrlhf.fleet.slices import SliceFleet
 from jrlhf.meshes import make_mesh
@@ -69,3 +70,9 @@ def test_a_state_stays_as_it_is_while_the_fleet_goes_on():
         after = jax.device_get((state.started, state.decoding.owner, state.decoding.drawn))
         jax.tree.map(np.testing.assert_array_equal, after, before)
         assert not np.array_equal(fleet.state.started.number, before[0].number)
+
+
+def test_the_place_of_a_group_is_that_of_its_rows_in_a_synchronous_batch():
+    """So a reward function draws the same random numbers whether its group was drawn ahead or not."""
+    stream = PromptStream(lambda number: None, None, groups=3, samples=2)  # type: ignore[arg-type]
+    assert [stream.place(number) for number in (0, 2, 3, 7)] == [(0, 0), (0, 4), (1, 0), (2, 2)]
