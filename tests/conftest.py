@@ -3,7 +3,7 @@
 import os
 import re
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import jax
 import pytest
@@ -54,3 +54,12 @@ def scopes() -> Callable[..., set[str]]:
         return {name for path in re.findall(r'loc\("([^".]+/[^".]+)"', text) for name in re.findall(r"\w+", path)}
 
     return find
+
+
+@pytest.fixture(scope="module")
+def quick_compilation() -> Iterator[None]:
+    """Programs are optimised little: most run shorter than they compile."""
+    usual = jax.config.values["jax_disable_most_optimizations"]
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", usual)
