@@ -110,16 +110,18 @@ class AsynchronousConfig(Section):
     """
 
     # Versions by which the weights that drew a token may be older than those that learn from it; 0: a synchronous run.
-    staleness: int = natural(1)
+    staleness: int = natural(1, most=1000)
     on_new_weights: Literal["keep_cache", "prefill_again", "finish"] = "keep_cache"
     """What rows do that are half drawn when new weights arrive. "keep_cache": they go on with the new weights and the
     keys and values of the old ones (PipelineRL, arXiv:2509.19128). "prefill_again": their caches are computed again
     (AReaL, arXiv:2505.24298). "finish": they are finished with the old weights, and no row starts meanwhile."""
     update_steps: int = count(128)  # time of one update on the virtual clock, in decode steps
-    reward_steps: int = natural(0)  # time from the last token of a prompt's responses to their scores, likewise
+    reward_steps: int = natural(
+        0, most=10**6
+    )  # time from the last token of a prompt's responses to their scores, likewise
     # Batches of decode slots, each with the same share of the slots. Results depend on it, and not on the processes
     # that decode. null: fleet.workers, else 1.
-    logical_workers: int | None = count(None)
+    logical_workers: int | None = count(None, most=1024)
 
 
 @dataclass(frozen=True)

@@ -119,7 +119,9 @@ def unpack(started: Started, count: int) -> tuple[Groups[int], dict[int, Drawn]]
 
 def saved(decoding: Decoding, mesh: Mesh) -> Decoding:
     """The state of slots as arrays on devices, which a checkpoint can hold: without PRNG keys."""
-    owner, drawn = to_devices((decoding.owner, decoding.drawn), NamedSharding(mesh, P()))
+    # Copies: the arrays of a CPU may share the host's memory, which the next chunk may change.
+    host = np.array(decoding.owner), np.array(decoding.drawn)
+    owner, drawn = to_devices(host, NamedSharding(mesh, P()))
     return _with_keys(replace(decoding, owner=owner, drawn=drawn), jax.random.key_data)
 
 
