@@ -40,13 +40,14 @@ class AsynchronousRollouts(Closing):
         sampling: SamplingConfig,
         tokenizer: Tokenizer,
         take: Callable[[Mesh, int], Batch],
-        rewards: Sequence[Rewards],
+        rewards: Sequence[Rewards | None],
         tell: Callable[[str], None],
     ):
         section, options, samples = config.rl, config.rl.asynchronous, config.samples
         assert options is not None
         self._mesh, self._clock, self._tokenizer = actor.placement["generate"].mesh, actor.clock, tokenizer
-        self._rewards, self._answers = rewards, dict[int, dict[str, Answers]]()  # by group and kind of reward
+        self._rewards = [own for own in rewards if own is not None]
+        self._answers = dict[int, dict[str, Answers]]()  # by group and kind of reward
         groups = section.rollout_batch // samples
         self._stream = PromptStream(lambda number: take(self._mesh, number), self._mesh, groups, samples)
         count, compiled = config.logical_workers, actor.compiled("generate")
@@ -74,8 +75,6 @@ class AsynchronousRollouts(Closing):
                 reward=options.reward_steps,
             )
 
-        self.identity = {} if count == 1 else {f"{config.algorithm}.asynchronous.logical_workers": str(count)}
-
     def close(self) -> None:
         """Ends the fleet's processes."""
         self._fleet.close()
@@ -91,9 +90,10 @@ class AsynchronousRollouts(Closing):
         with jax.set_mesh(self._mesh):
             return self._fleet.fresh(weights, expected)
 
-    def start(self, state: FleetState, actor: Actor) -> None:
+    def start(self, state: FleetState | None, actor: Actor) -> None:
         """Goes on from a state, with the actor's weights. Later calls change nothing: the state is the fleet's own."""
         if not self._fleet.started:
+            assert state is not None
             weights, expected = _published(actor)
             with jax.set_mesh(self._mesh):
                 self._fleet.start(state, weights, expected)
