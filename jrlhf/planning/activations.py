@@ -311,23 +311,22 @@ def train_phase(
 def merged_phase(sizes: Arrays) -> Phase:
     """Returns the largest phase of an adapter's step where all layers' activations live at one time.
 
-    Of each layer: the scores' softmax and its quotient, and their tanh under a softcap; gate and up of the base and of
-    the adapter, the activation, its product and their gradient [B, T, F]; query, key and value before and after the
-    rotation, and their norms; the inputs and norms of both sublayers; and what each adapter's first matrix makes. Once:
-    the products of the layer that is differentiated.
+    Of each layer: the scores' softmax and its quotient, and their tanh under a softcap; gate and up of the base and
+    of the adapter, activation and product, and where layers meet their gradients [B, T, F]; queries in three layouts,
+    keys, the norms of both; inputs and norms of the sublayers [B, T, D]; what each adapter's first matrix makes. Once:
+    the gradients [B, T, D] of a layer and of the head, and its tiles.
     """
     model, normed = sizes.model, 2.0 * sizes.model.qk_norm
-    heads = (3.0 + normed) * sizes.query + (1.5 + normed) * sizes.key
+    heads = (3.0 + normed) * sizes.query + (1.0 + normed) * sizes.key
     of_layers = {
         "attention scores": (2.0 + (model.attention_softcap is not None)) * sizes.scores,
-        "mlp": 7.0 * sizes.mlp,
-        "activations": heads + (3.0 + 4.0 * model.post_norms) * sizes.hidden,
+        "mlp": 7.5 * sizes.mlp,
+        "activations": heads + (4.0 + 4.0 * model.post_norms) * sizes.hidden,
         "adapters": len(PROJECTIONS) * sizes.hidden * sizes.rank / model.embed,
     }
     phase = {name: model.layers * size for name, size in of_layers.items()}
-    phase["mlp"] += 1.5 * sizes.mlp
     phase["activations"] += 9.0 * sizes.hidden
-    return phase | {"dequantised layers": sizes.dequantised, "log-prob tiles": 2.0 * sizes.logits}
+    return phase | {"dequantised layers": sizes.dequantised, "log-prob tiles": 1.5 * sizes.logits}
 
 
 def cache_bytes(model: ModelConfig, rows: float, positions: int, tensor: int, itemsize: int) -> float:
