@@ -76,7 +76,7 @@ def test_an_update_needs_no_copy_of_weights_or_optimizer_state():
 
     def step(params, state):
         def loss(p, x):
-            return sum(jnp.sum(jnp.square(w) * x) for w in p.values()), {}
+            return sum((jnp.sum(jnp.square(w) * x) for w in p.values()), jnp.zeros(())), {}
 
         rows = jnp.ones((512, 1))
         update = apply_update(loss, optimizer, params, state, rows, micro_batches=1, metric_names=())
