@@ -13,7 +13,7 @@ Programs are dispatched in the order of the table and run when their inputs are 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -22,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array
 
 from jrlhf.meshes import Layout, transfer
-from jrlhf.meshes.pipeline import Step, Table
+from jrlhf.meshes.pipeline import SCHEDULES, ScheduleName, Step, Table
 from jrlhf.models.config import ModelConfig
 from jrlhf.models.forward import ForwardOptions, make_hidden
 from jrlhf.models.params import Params
@@ -35,17 +35,27 @@ _FIRST, _LAST = ("embedding", "positions"), ("final_norm", "unembedding", "value
 class Stages:
     """The stages of a model.
 
-    config: of the whole model. meshes: of each stage, of one shape; interleaved stages share meshes.
+    config: of the whole model. groups: the meshes, of one shape; each has a stage, or several if they are interleaved.
     """
 
     config: ModelConfig
-    meshes: tuple[Mesh, ...]
+    groups: tuple[Mesh, ...]
     layout: Layout
     options: ForwardOptions = ForwardOptions()
+    schedule: ScheduleName = "1f1b"
 
     def __post_init__(self) -> None:
         if len(self.meshes) > self.config.layers:
             raise ValueError(f"{self.config.layers} layers do not fill {len(self.meshes)} stages: use fewer stages")
+
+    def table(self, micro_batches: int) -> Table:
+        """The operations of a minibatch."""
+        return SCHEDULES[self.schedule](len(self.groups), micro_batches)
+
+    @cached_property
+    def meshes(self) -> tuple[Mesh, ...]:
+        """The mesh of each stage."""
+        return tuple(self.groups[group] for group in self.table(len(self.groups)).pipelines[0].devices)
 
     @property
     def last(self) -> int:
@@ -74,6 +84,13 @@ class Stages:
             part["layers"] = _on(_mesh(layers), _sliced, layers, own.start, own.stop)
         return transfer(part, self.meshes[stage])
 
+    def gradients(
+        self, loss: "Loss", params: Params, rows: Any, others: tuple[Any, ...], frozen: tuple[Params, ...]
+    ) -> "Gradients":
+        """The sums over a minibatch; see `Task`."""
+        task = Task(self, loss, params, rows, others, frozen)
+        return run(self.table(task.micro_batches), [task])[0]
+
 
 @dataclass(frozen=True)
 class Task:
@@ -81,7 +98,7 @@ class Task:
 
     loss: differentiated by the weights of the last stage, among which is its input, "hidden". One object for all
         minibatches: it is compiled once.
-    rows: a tree of arrays [M, b, ...] on the mesh of the last stage, with `tokens` [M, b, T].
+    rows: a tree of arrays [M, b, ...] on the mesh of the last stage. A micro-batch of them has `tokens` [b, T].
     others: further arguments of the loss, on that mesh. frozen: a base under an adapter.
     """
 
@@ -91,6 +108,11 @@ class Task:
     rows: Any
     others: tuple[Any, ...] = ()
     frozen: tuple[Params, ...] = ()
+
+    @property
+    def micro_batches(self) -> int:
+        """The number M of micro-batches."""
+        return jax.tree.leaves(self.rows)[0].shape[0]
 
 
 class Gradients(NamedTuple):
@@ -121,12 +143,13 @@ class _Running:
         self.weights = [stages.cut(task.params, stage, head=head) for stage in numbers]
         *frozen, last = [tuple(stages.cut(base, stage, head=head) for base in task.frozen) for stage in numbers]
         self.others = [*frozen, (*task.others, *last)]
-        self.rows = [*(transfer(task.rows.tokens, mesh) for mesh in stages.meshes[:-1]), task.rows]
+        rows = {mesh: transfer(task.rows, mesh) for mesh in stages.meshes}
+        self.rows = [rows[mesh] for mesh in stages.meshes]
         self.functions = [*(_stage(stages, stage) for stage in numbers[:-1]), _last(task.loss)]
         self.sums = [_on(mesh, _zeros, weights) for mesh, weights in zip(stages.meshes, self.weights, strict=True)]
         self.shares: list[tuple[Array, dict[str, Array]]] = []  # of the micro-batches: loss and metrics
         # In flight, by stage and micro-batch: the stage's input, and the gradient of its output.
-        self.inputs: dict[tuple[int, int], Params] = {(0, number): {} for number in range(task.rows.tokens.shape[0])}
+        self.inputs: dict[tuple[int, int], Params] = {(0, number): {} for number in range(task.micro_batches)}
         self.gradients: dict[tuple[int, int], Any] = {}
 
     def compute(self, step: Step, split: bool) -> None:
@@ -158,7 +181,8 @@ class _Running:
     def result(self) -> Gradients:
         home = _mesh(self.task.params)
         sums, shares = transfer((self.sums, self.shares), home)
-        return Gradients(*_on(home, _total, shares), _on(home, _joined, self.task.params, sums))
+        loss, metrics = _on(home, _total, shares)
+        return Gradients(loss, metrics, _on(home, _joined, self.task.params, sums))
 
 
 Function = Callable[..., tuple[Array, Any]]
@@ -169,7 +193,7 @@ Function = Callable[..., tuple[Array, Any]]
 def _stage(stages: Stages, stage: int) -> Function:
     """The function of a stage but the last: its output is the hidden states."""
     hidden = make_hidden(stages.part(stage), stages.meshes[stage], stages.layout, stages.options)
-    return lambda *arguments: (hidden(*arguments), ())
+    return lambda params, rows, *frozen: (hidden(params, rows.tokens, *frozen), ())
 
 
 @cache

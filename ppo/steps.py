@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 import optax
+from jax.tree_util import Partial
 from jaxtyping import Array, Bool, Float, Int
 
 from jrlhf.ppo.config import PolicyConfig, PPOConfig, Ratio
@@ -35,7 +36,7 @@ from jrlhf.ppo.losses import (
 from jrlhf.ppo.masked import masked_mean, masked_sum, masked_variance, token_count
 from jrlhf.ppo.parts import interleave
 from jrlhf.ppo.types import Experience, PPOState, SFTBatch, TrainState
-from jrlhf.ppo.updates import Metrics, check_output, run_updates
+from jrlhf.ppo.updates import Metrics, Pipeline, check_output, make_step, run_updates
 
 PyTree = Any
 Terms = Callable[[Array, Array, Any], tuple[Array, dict[str, Array]]]
@@ -122,6 +123,7 @@ def make_actor_step(
     config: PolicyConfig,
     *,
     sums_fn: SumsFn | None = None,
+    pipeline: Pipeline | None = None,
 ) -> Callable[..., tuple[TrainState, Metrics]]:
     """A jitted step that trains the actor on one batch of experience: epochs x minibatches updates. Donates the state.
 
@@ -144,7 +146,8 @@ def make_actor_step(
     ratio of a whole response, so that no gradient of the policy loss reaches them.
 
     `sums_fn` is for models that sum a loss faster than they return log-probabilities. If given, it computes the same
-    loss without `logprob_fn`, except for ratios of responses, which are not elementwise.
+    loss without `logprob_fn`, except for ratios of responses, which are not elementwise. With a `pipeline` both are
+    functions of its last stage, and the step is not jitted as a whole.
 
     With `config.ptx_coef` a step is called as (state, experience, texts) or (state, experience, texts, frozen), and
     ptx_coef times the mean of -log pi over the minibatch's tokens in the texts' loss_mask is added. `texts` is an
@@ -173,13 +176,15 @@ def make_actor_step(
     Raises ValueError when first called with rows that do not divide into minibatches x micro_batches, with texts of
     another shape, or with an experience that was made with another config.
     """
-    return jax.jit(actor_update(logprob_fn, optimizer, config, sums_fn), donate_argnums=0)
+    return make_step(actor_update(logprob_fn, optimizer, config, sums_fn, pipeline), pipeline)
 
 
 def make_critic_step(
-    value_fn: ValueFn, optimizer: optax.GradientTransformation, config: PPOConfig
+    value_fn: ValueFn, optimizer: optax.GradientTransformation, config: PPOConfig, *, pipeline: Pipeline | None = None
 ) -> Callable[..., tuple[TrainState, Metrics]]:
     """A jitted step that trains the critic on one batch of experience: epochs x minibatches updates. Donates the state.
+
+    With a `pipeline`, `value_fn` is a function of its last stage, and the step is not jitted as a whole.
 
     An update's loss is the mean over the minibatch's response tokens of `losses.value_loss`.
 
@@ -188,7 +193,7 @@ def make_critic_step(
     critic/vf_explained_var = 1 - Var(returns - values) / (Var(returns) + 1e-5) of the values in the experience, i.e.
     before the update (verl's definition).
     """
-    return jax.jit(critic_update(value_fn, optimizer, config), donate_argnums=0)
+    return make_step(critic_update(value_fn, optimizer, config, pipeline), pipeline)
 
 
 def make_ppo_step(
@@ -224,12 +229,16 @@ def make_ppo_step(
 
 
 def actor_update(
-    logprob_fn: LogprobFn, optimizer: optax.GradientTransformation, config: PolicyConfig, sums_fn: SumsFn | None
+    logprob_fn: LogprobFn,
+    optimizer: optax.GradientTransformation,
+    config: PolicyConfig,
+    sums_fn: SumsFn | None,
+    pipeline: Pipeline | None = None,
 ) -> Callable[..., tuple[TrainState, Metrics]]:
     """(state, experience, *frozen) -> (state, metrics), with texts after the experience if there is a `ptx_coef`."""
     if config.aggregation == "constant" and config.aggregation_divisor is None:
         raise ValueError("aggregation_divisor=None: aggregation='constant' needs it, usually the response limit")
-    terms = partial(_policy_terms, config)
+    terms, weigh = partial(_policy_terms, config), partial(_weighted, config)
     kl_in_loss = config.kl_in == "loss" and config.needs_reference
 
     def summed(params: PyTree, tokens: Array, data: TokenRows, terms: Terms, *frozen: PyTree) -> tuple[Array, Metrics]:
@@ -260,10 +269,11 @@ def actor_update(
         ages = experience.ages(state.step)
         if config.staleness is not None:
             experience = _without_older(experience, ages, config.staleness)
-        rows, weighted = _actor_rows(experience, texts, kl_in_loss), partial(_weighted, config, experience.kl_coef)
+        rows, weighted = _actor_rows(experience, texts, kl_in_loss), Partial(weigh, experience.kl_coef)
         if config.old_logprobs == "interpolate":
             rows = rows._replace(ages=ages)
-        state, run = run_updates(loss_fn, optimizer, config, state, rows, tuple(frozen), names, veto, weighted)
+        updates = run_updates(loss_fn, optimizer, config, state, rows, tuple(frozen), names, veto, weighted, pipeline)
+        state, run = updates
         means = {name: value for name, value in run.means.items() if name != "ratio_gap"}
         metrics = {name if "/" in name else f"actor/{name}": value for name, value in means.items()}
         if experience.importance is not None and not weighed:
@@ -277,7 +287,7 @@ def actor_update(
 
 
 def critic_update(
-    value_fn: ValueFn, optimizer: optax.GradientTransformation, config: PPOConfig
+    value_fn: ValueFn, optimizer: optax.GradientTransformation, config: PPOConfig, pipeline: Pipeline | None = None
 ) -> Callable[..., tuple[TrainState, Metrics]]:
     def loss_fn(params: PyTree, rows: CriticRows, count: Array, *frozen: PyTree) -> tuple[Array, Metrics]:
         values = value_fn(params, rows.tokens, *frozen)
@@ -300,7 +310,7 @@ def critic_update(
             raise ValueError("values=None: a critic's step needs values and returns in the experience")
         unexplained = masked_variance(returns - values, mask)
         rows = CriticRows(experience.tokens, mask, values, returns)
-        state, run = run_updates(loss_fn, optimizer, config, state, rows, frozen, names)
+        state, run = run_updates(loss_fn, optimizer, config, state, rows, frozen, names, pipeline=pipeline)
         metrics = {f"critic/{name}": value for name, value in run.means.items()}
         metrics["critic/vf_explained_var"] = 1 - unexplained / (masked_variance(returns, mask) + 1e-5)
         counts = {f"critic/{name}": run.counts[name] for name in ("skipped_updates", "nonfinite_updates")}
