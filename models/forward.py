@@ -281,18 +281,6 @@ DEFAULTS = ForwardOptions()
 _OF_TOKENS = ("temperature", "implementation", "span")
 
 
-def make_hidden(
-    config: ModelConfig, mesh: Mesh | AbstractMesh, layout: Layout, options: ForwardOptions = DEFAULTS
-) -> Callable[..., Float[Array, "B T D"]]:
-    """Builds f(params, tokens [B, T]) -> hidden states [B, T, D] in the compute dtype: a pipeline's stage but the last.
-
-    config: of the stage's layers. params: the stage's part of the weights, and but for the first stage its input as
-    "hidden" [B, T, D]. With `lora` f(adapter, tokens, base), and "hidden" is in the adapter. See `pipeline.py`.
-    """
-    forward = ShardedForward(config, mesh, layout, "lm", options)
-    return forward.shard(forward.hidden)
-
-
 def make_logprobs(
     config: ModelConfig, mesh: Mesh | AbstractMesh, layout: Layout, options: ForwardOptions = DEFAULTS, **keywords: Any
 ) -> Callable[..., tuple[Float[Array, "B T"], Float[Array, "B T"]]]:

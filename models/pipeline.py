@@ -19,16 +19,25 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
-from jaxtyping import Array
+from jaxtyping import Array, Float
 
 from jrlhf.meshes import Layout, transfer
 from jrlhf.meshes.pipeline import SCHEDULES, ScheduleName, Step, Table
 from jrlhf.models.config import ModelConfig
-from jrlhf.models.forward import ForwardOptions, make_hidden
+from jrlhf.models.forward import ForwardOptions, ShardedForward
 from jrlhf.models.params import Params
 
 Loss = Callable[..., tuple[Array, dict[str, Array]]]  # (params, micro-batch, *others, *frozen) -> (loss, metrics)
 _FIRST, _LAST = ("embedding", "positions"), ("final_norm", "unembedding", "value_head")
+
+
+@dataclass(frozen=True)
+class PipelinePlacement:
+    """The meshes of a pipeline's groups of devices, first layers first, and the mesh of all of their devices."""
+
+    groups: tuple[Mesh, ...]
+    whole: Mesh
+    schedule: ScheduleName
 
 
 @dataclass(frozen=True)
@@ -187,6 +196,18 @@ class _Running:
 
 Function = Callable[..., tuple[Array, Any]]
 """(weights, input, rows of all micro-batches, micro-batch, *others) -> (output, loss and metrics of the last stage)"""
+
+
+def make_hidden(
+    config: ModelConfig, mesh: Mesh, layout: Layout, options: ForwardOptions
+) -> Callable[..., Float[Array, "B T D"]]:
+    """Builds f(params, tokens [B, T]) -> hidden states [B, T, D] in the compute dtype: a stage but the last.
+
+    config: of the stage's layers. params: the stage's part of the weights, and but for the first stage its input as
+    "hidden" [B, T, D]. With `lora` f(adapter, tokens, base), and "hidden" is in the adapter.
+    """
+    forward = ShardedForward(config, mesh, layout, "lm", options)
+    return forward.shard(forward.hidden)
 
 
 @cache

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jrlhf.ppo.config import DPOConfig, check_one_division
 from jrlhf.ppo.losses import bradley_terry_loss, dpo_loss
@@ -23,7 +23,7 @@ from jrlhf.ppo.masked import masked_sum, token_count
 from jrlhf.ppo.parts import ByLength, check_divisible, groups, row_ends
 from jrlhf.ppo.steps import LogprobFn
 from jrlhf.ppo.types import PairBatch, PreferenceBatch, SFTBatch, TrainState
-from jrlhf.ppo.updates import Metrics, Pipeline, check_output, make_step, update_once
+from jrlhf.ppo.updates import LossFn, Metrics, Pipeline, apply_update, check_output, make_step
 
 PyTree = Any
 Step = Callable[..., tuple[TrainState, Metrics]]
@@ -72,7 +72,7 @@ def make_sft_step(
         rows, given = replace(batch, loss_mask=mask), {"others": (token_count(mask),), "frozen": frozen}
         names = ("loss", "entropy")
         parts = micro_batches if micro_batch_tokens is None else ByLength(row_ends(mask), micro_batch_tokens)
-        return update_once(
+        return _update_once(
             "sft", loss_fn, optimizer, state, rows, parts, names, jnp.any(mask), **given, pipeline=pipeline
         )
 
@@ -149,9 +149,47 @@ def _pair_step(
         if micro_batch_tokens is not None:  # a budget for both sequences of a pair
             longer = jnp.maximum(batch.chosen_lengths, batch.rejected_lengths)
             parts = ByLength(longer, max(1, micro_batch_tokens // 2))
-        return update_once(prefix, loss_fn, optimizer, state, batch, parts, names, **given, pipeline=pipeline)
+        return _update_once(prefix, loss_fn, optimizer, state, batch, parts, names, **given, pipeline=pipeline)
 
     return make_step(step, pipeline)
+
+
+def _update_once(
+    prefix: str,
+    loss_fn: LossFn,
+    optimizer: optax.GradientTransformation,
+    state: TrainState,
+    rows: PyTree,
+    micro_batches: int | ByLength,
+    names: tuple[str, ...],
+    counted: Bool[Array, ""] | None = None,
+    *,
+    others: tuple[PyTree, ...] = (),
+    frozen: tuple[PyTree, ...] = (),
+    pipeline: Pipeline | None = None,
+) -> tuple[TrainState, Metrics]:
+    """A step of one update: the next state, and its metrics. Names without a "/" get the prefix.
+
+    prefix/grad_norm is added, and for an update that was not applied prefix/skipped_updates, and
+    prefix/nonfinite_updates if it was not because something was not finite.
+    """
+    update = apply_update(
+        loss_fn,
+        optimizer,
+        state.params,
+        state.opt_state,
+        rows,
+        micro_batches=micro_batches,
+        metric_names=names,
+        counted=counted,
+        others=others,
+        frozen=frozen,
+        pipeline=pipeline,
+    )
+    metrics = {name if "/" in name else f"{prefix}/{name}": value for name, value in update.metrics.items()}
+    metrics[f"{prefix}/skipped_updates"] = (~update.sound).astype(jnp.float32)
+    metrics[f"{prefix}/nonfinite_updates"] = (~update.finite).astype(jnp.float32)
+    return TrainState(update.params, update.opt_state, state.step + 1), metrics
 
 
 def pair_terms(logprobs: Float[Array, "2*B T"], batch: PairBatch, *, config: DPOConfig) -> dict[str, Float[Array, "B"]]:

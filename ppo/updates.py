@@ -139,44 +139,6 @@ def check_output(name: str, tokens: Array, *outputs: Array) -> None:
             raise ValueError(f"{name} returned an array of shape {x.shape} for tokens of shape {tokens.shape}")
 
 
-def update_once(
-    prefix: str,
-    loss_fn: LossFn,
-    optimizer: optax.GradientTransformation,
-    state: TrainState,
-    rows: PyTree,
-    micro_batches: int | ByLength,
-    names: tuple[str, ...],
-    counted: Bool[Array, ""] | None = None,
-    *,
-    others: tuple[PyTree, ...] = (),
-    frozen: tuple[PyTree, ...] = (),
-    pipeline: Pipeline | None = None,
-) -> tuple[TrainState, Metrics]:
-    """A step of one update: the next state, and its metrics. Names without a "/" get the prefix.
-
-    prefix/grad_norm is added, and for an update that was not applied prefix/skipped_updates, and
-    prefix/nonfinite_updates if it was not because something was not finite.
-    """
-    update = apply_update(
-        loss_fn,
-        optimizer,
-        state.params,
-        state.opt_state,
-        rows,
-        micro_batches=micro_batches,
-        metric_names=names,
-        counted=counted,
-        others=others,
-        frozen=frozen,
-        pipeline=pipeline,
-    )
-    metrics = {name if "/" in name else f"{prefix}/{name}": value for name, value in update.metrics.items()}
-    metrics[f"{prefix}/skipped_updates"] = (~update.sound).astype(jnp.float32)
-    metrics[f"{prefix}/nonfinite_updates"] = (~update.finite).astype(jnp.float32)
-    return TrainState(update.params, update.opt_state, state.step + 1), metrics
-
-
 class Run(NamedTuple):
     """The result of all updates on one batch."""
 

@@ -14,7 +14,6 @@ import optax
 from jax.sharding import Mesh
 
 from jrlhf.meshes import Layout
-from jrlhf.meshes.pipeline import ScheduleName
 from jrlhf.models import (
     Engine,
     SamplingConfig,
@@ -27,7 +26,7 @@ from jrlhf.models import (
 )
 from jrlhf.models.generation.continuous import ContinuousBatch
 from jrlhf.models.generation.decoding import Decoder
-from jrlhf.models.pipeline import Stages
+from jrlhf.models.pipeline import PipelinePlacement, Stages
 from jrlhf.ppo import ByLength, PolicyConfig, PPOConfig, make_actor_step, make_critic_step, map_by_length, map_parts
 from jrlhf.roles.model import Architecture, Compute
 
@@ -35,15 +34,6 @@ Function = Callable[..., Any]  # its docstring tells the arguments and results
 
 # Functions that score or generate: all roles and stages of one architecture on one mesh share one program.
 _shared = cache
-
-
-@dataclass(frozen=True)
-class PipelinePlacement:
-    """The meshes of a pipeline's groups of devices, first layers first, and the mesh of all of their devices."""
-
-    groups: tuple[Mesh, ...]
-    whole: Mesh
-    schedule: ScheduleName
 
 
 @dataclass(frozen=True)

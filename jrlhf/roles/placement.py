@@ -19,7 +19,8 @@ from jrlhf.meshes import GENERATE, TRAIN_TP, Graph, Layout, lies_elsewhere, tran
 from jrlhf.meshes.graph import Kind
 from jrlhf.meshes.offload import is_on_host
 from jrlhf.models.params import Params
-from jrlhf.roles.compiled import CompiledModel, PipelinePlacement
+from jrlhf.models.pipeline import PipelinePlacement
+from jrlhf.roles.compiled import CompiledModel
 from jrlhf.roles.model import Architecture, Compute, Model, relocate, weights_at
 from jrlhf.run.clock import Clock
 

@@ -8,7 +8,7 @@ from jrlhf.meshes import GENERATE, SCORE, TRAIN, TRAIN_TP, Call, Graph, Layout, 
 from jrlhf.meshes.graph import home_of
 from jrlhf.meshes.mesh import Device
 from jrlhf.meshes.plan import Placement, Plan
-from jrlhf.roles.compiled import PipelinePlacement
+from jrlhf.models.pipeline import PipelinePlacement
 from jrlhf.roles.placement import CallPlacement, Prefetch, RolePlacement, TransferCache
 
 LAYOUTS: dict[str, Layout] = {layout.name: layout for layout in (TRAIN, TRAIN_TP, GENERATE, SCORE)}

@@ -45,7 +45,7 @@ ROWS, LENGTH, PARTS = 32, 7, 4
 # Keeps the gradients that it is given, and changes no weight.
 RECORDER = optax.GradientTransformation(
     lambda params: jax.tree.map(jnp.zeros_like, params),
-    lambda gradients, state, params=None: (jax.tree.map(jnp.zeros_like, gradients), gradients),
+    lambda updates, state, params=None: (jax.tree.map(jnp.zeros_like, updates), updates),
 )
 
 
@@ -59,12 +59,12 @@ def arrays(config) -> dict[str, Any]:
     return {"tokens": tokens, "lengths": lengths, "mask": (place >= 3) & (place < lengths[0][:, None]), "x": numbers}
 
 
-def batch_of(kind, config):
+def batch_of(kind, config) -> Any:
     """The batch of a step; where the two rows of a pair begin with the same prompt does not matter here."""
     given = arrays(config)
     tokens, lengths, mask, x = (given[name] for name in ("tokens", "lengths", "mask", "x"))
     pairs = tokens[0], lengths[0], tokens[1], lengths[1]
-    starts = np.full(ROWS, 3, np.int32)
+    starts: Any = np.full(ROWS, 3, np.int32)
     match kind:
         case "sft":
             return SFTBatch(tokens[0], mask)
@@ -73,26 +73,27 @@ def batch_of(kind, config):
         case "dpo":
             return PairBatch(*pairs, starts, x[0, :, 0], x[1, :, 0])
     old = x[0] * 0.1 - 5  # near the log-probs of random weights: ratios on both sides of the clips
-    masked = {name: np.where(mask, x[i], 0) for i, name in enumerate(("values", "rewards", "advantages", "returns"), 1)}
+    masked: Any = {
+        name: np.where(mask, x[i], 0) for i, name in enumerate(("values", "rewards", "advantages", "returns"), 1)
+    }
+    single: Any = {"finished": np.ones(ROWS, bool), "version": np.int32(0), "kl_coef": np.float32(0.1)}
     return Experience(
         tokens=tokens[0],
         prompt_lengths=starts,
         response_lengths=lengths[0] - 3,
         logprobs=old,
-        finished=np.ones(ROWS, bool),
-        version=np.int32(0),
         scores=x[0, :, 0],
         response_mask=mask,
         old_logprobs=old,
         ref_logprobs=old + 0.1 * x[1],
-        kl_coef=np.float32(0.1),
+        **single,
         **masked,
     )
 
 
 def step_of(kind, config, mesh, layout, options, pipeline=None):
     """The step, by functions of this model; with a pipeline the model is its last stage."""
-    parts = {"minibatches": 1, "micro_batches": PARTS}
+    parts: Any = {"minibatches": 1, "micro_batches": PARTS}
     logprobs = make_logprobs(config, mesh, layout, options)
     match kind:
         case "sft":
@@ -132,7 +133,7 @@ def weights_of(reference, kind, config, mesh, layout, lora):
     return jax.device_put(adapter, lora_shardings(config, mesh, lora, head)), (base,)
 
 
-def gradients(reference, kind, config, home, layout, options, groups=(), schedule="1f1b"):
+def gradients(reference, kind, config, home, layout, options, groups=(), schedule: Any = "1f1b"):
     """Metrics and gradients of one step, by the model on `home`, or in stages on `groups`."""
     params, frozen = weights_of(reference, kind, config, home, layout, options.lora)
     if groups:
@@ -150,10 +151,10 @@ def gradients(reference, kind, config, home, layout, options, groups=(), schedul
 
 LORA = LoRAConfig(2, 4.0)
 # kind, family, schedule, layout, remat, LoRA, sizes of the whole mesh and of each group
-CASES = {
+CASES: dict[str, Any] = {
     "ppo": ("ppo", "gemma", "1f1b", TRAIN, "full", None, (1, 2, 2), (1, 1, 2)),
 }
-MORE = {
+MORE: dict[str, Any] = {
     "grpo": ("grpo", "llama", "gpipe", TRAIN_TP, "products", None, (1, 4, 2), (1, 2, 2)),
     "critic": ("critic", "gpt2", "zb-h1", TRAIN, "gather", None, (2, 2, 2), (2, 1, 2)),
     "dpo": ("dpo", "gemma", "interleaved", TRAIN, "attention", None, (1, 2, 1), (1, 1, 1)),
@@ -196,7 +197,7 @@ def test_two_models_in_one_table_are_trained_as_one_after_the_other(reference):
         outputs = make_values(*last) if scalar else make_logprobs(*last)
 
         def loss(params, rows, scale):
-            result = outputs(params, rows.tokens)
+            result: Any = outputs(params, rows.tokens)
             result = result[:, 1:] if scalar else result[0]
             return scale * jnp.sum(result * rows.loss_mask), {"sum": jnp.sum(result)}
 

@@ -214,9 +214,10 @@ def test_the_cache_is_that_of_all_slots():
 
 
 def test_a_stage_keeps_the_inputs_of_all_micro_batches_on_their_way():
-    """And of one the activations of its 8 layers: 14 rows each. GPipe has all of them on their way."""
-    workload = ppo(rows=896)
-    row = 14 * 2048 * 4096 * 2
+    """And of one the activations of its 8 layers: 56 rows each. GPipe has all of them on their way."""
+    workload = ppo(rows=3584)
+    row: Any = 56 * 2048 * 4096 * 2
+    schedule: Any
     for schedule, inputs in (("1f1b", 4), ("gpipe", 8)):
         placed = Placement(Slice(0, 8), "train", fsdp=2, pipeline=4, micro_batches=8, schedule=schedule)
         active = call_bytes(workload, workload.graph["actor.update"], placed).active
