@@ -63,6 +63,8 @@ class Placement:
                 raise ValueError(f"{name}={size} must be at least 1")
         if self.schedule not in ScheduleName.__args__:
             raise ValueError(f"schedule={self.schedule} must be one of {', '.join(ScheduleName.__args__)}")
+        if self.pipeline == 1 and self.schedule != "1f1b":
+            raise ValueError(f"schedule={self.schedule} has no effect with pipeline=1: leave it out")
         if prod(sizes.values()) != self.devices.count:
             described = " x ".join(f"{axis}={size}" for axis, size in sizes.items())
             raise ValueError(

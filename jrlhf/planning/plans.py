@@ -287,6 +287,11 @@ def refuse_cross_process(plan: Plan, process_of: Sequence[int]) -> None:
     first, slice_of_first = None, None
     for call, placement in plan.placements.items():
         devices = placement.devices
+        if placement.pipeline > 1:
+            raise UserError(
+                f"plan {plan.name} runs {call} in pipeline={placement.pipeline} stages, which need one process, and "
+                f"there are {len(processes)}: use fsdp or tensor instead, or run in one process"
+            )
         present = set(process_of[devices.start : devices.stop])
         if absent := [process for process in processes if process not in present]:
             raise UserError(
