@@ -152,9 +152,10 @@ def gradients(reference, kind, config, home, layout, options, groups=(), schedul
 LORA = LoRAConfig(2, 4.0)
 # kind, family, schedule, layout, remat, LoRA, sizes of the whole mesh and of each group
 CASES: dict[str, Any] = {
-    "ppo": ("ppo", "gemma", "1f1b", TRAIN, "full", None, (1, 2, 2), (1, 1, 2)),
+    "tied": ("sft", "gemma", "1f1b", TRAIN, "full", None, (1, 2, 1), (1, 1, 1)),
 }
 MORE: dict[str, Any] = {
+    "ppo": ("ppo", "gemma", "1f1b", TRAIN, "full", None, (1, 2, 2), (1, 1, 2)),
     "grpo": ("grpo", "llama", "gpipe", TRAIN_TP, "products", None, (1, 4, 2), (1, 2, 2)),
     "critic": ("critic", "gpt2", "zb-h1", TRAIN, "gather", None, (2, 2, 2), (2, 1, 2)),
     "dpo": ("dpo", "gemma", "interleaved", TRAIN, "attention", None, (1, 2, 1), (1, 1, 1)),
