@@ -129,12 +129,11 @@ def test_any_plan_trains_as_the_colocated_run_does_and_is_resumed(make, tmp_path
     assert ((path / "model" / "model.safetensors").read_bytes(), timeless(path)) == whole
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
-def test_a_run_in_stages_is_the_colocated_one_and_resumes_without_them(make, tmp_path, schedule):
+def test_a_run_in_stages_is_the_colocated_one_and_resumes_without_them(make, tmp_path):
     """Actor and critic are trained in two stages on all devices; its first update is that of one stage up to
     rounding. Checkpoints do not know of stages."""
     section = {"algorithm": {"epochs": 1, "minibatches": 1}}
-    staged = {"fsdp": 2, "pipeline": 2, "micro_batches": 2, "schedule": schedule}
+    staged = {"fsdp": 2, "pipeline": 2, "micro_batches": 2}
     file = tmp_path / "stages.yaml"
     placed = {f"{role}_update": {"devices": "0-7", "tensor": 2, **staged} for role in ("actor", "critic")}
     plan = by_hand(file, make("staged", "ppo"), actor_generate=ALL, **placed)
