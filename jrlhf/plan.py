@@ -31,7 +31,9 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, help=f"to search, {SECONDS:g} by default")
     parser.add_argument("--proposals", type=int, help="plans to look at, which makes a result a function of the seed")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--hypothetical", action="store_true", help="also plans with pipelines, which do not run")
+    parser.add_argument(
+        "--hypothetical", action="store_true", help="also plans with stages of any call; only training runs in stages"
+    )
     overlap = "let iterations overlap, which a run, that reads metrics, does not"
     parser.add_argument("--overlap", action="store_true", help=overlap)
     parser.add_argument("--plot", type=Path, metavar="FILE", help="the timeline as SVG or PNG")
@@ -116,7 +118,7 @@ def _run(options: argparse.Namespace) -> None:
         print(show.describe_plan(workload, devices, prices, outcome))
     if options.plot is not None:
         title = f"{workload.graph.name} on {devices.devices} x {devices.hardware.name}"
-        _write("plot", options.plot, partial(show.plot, outcome.simulation, title))
+        _write("plot", options.plot, partial(show.plot, outcome.simulation, outcome.plan, title))
     if options.save is not None:
         text = plans.plan_yaml(without_budgeted(config, graph, outcome.plan))
         _write("save", options.save, lambda path: path.write_text(text, encoding="utf-8"))

@@ -7,9 +7,11 @@ arrays.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, NamedTuple, TypeAlias, get_args
 
 Kind = Literal["forward", "backward", "weight"]
+ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zb-h1"]
 
 
 class Step(NamedTuple):
@@ -116,6 +118,15 @@ def zero_bubble(stages: int, micro_batches: int) -> Table:
     """
     pipeline = Pipeline(tuple(range(stages)), micro_batches, split=True)
     return _table(pipeline, lambda stage: stages - stage - 1)
+
+
+# (devices, micro-batches) -> table. Interleaved: two stages of each device.
+SCHEDULES: dict[ScheduleName, Callable[[int, int], Table]] = {
+    "gpipe": gpipe,
+    "1f1b": one_forward_one_backward,
+    "interleaved": partial(interleaved, chunks=2),
+    "zb-h1": zero_bubble,
+}
 
 
 def _table(pipeline: Pipeline, warmup: Callable[[int], int]) -> Table:

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any, Literal
 
+from jrlhf.meshes.pipeline import ScheduleName
+
 LayoutName = Literal["train", "train_tp", "generate", "score"]
 _SIZES = ("data", "fsdp", "tensor", "pipeline", "micro_batches")  # the sizes of a placement
 
@@ -40,7 +42,8 @@ class Placement:
 
     devices: the slice; `data * fsdp * tensor * pipeline` is its count.
     layout: the name of a layout in `meshes.layout`. data, fsdp, tensor: sizes of the mesh axes.
-    pipeline: number of stages. The planner can price more than one; no run executes them.
+    pipeline: number of groups of neighbouring devices, each with the mesh data x fsdp x tensor, that consecutive layers
+        are divided over. schedule: the order in which they compute; see `meshes.pipeline`.
     micro_batches: parts in which a device computes its rows (of a minibatch, where the call trains).
     """
 
@@ -51,12 +54,17 @@ class Placement:
     tensor: int = 1
     pipeline: int = 1
     micro_batches: int = 1
+    schedule: ScheduleName = "1f1b"
 
     def __post_init__(self) -> None:
         sizes = {"data": self.data, "fsdp": self.fsdp, "tensor": self.tensor, "pipeline": self.pipeline}
         for name, size in (sizes | {"micro_batches": self.micro_batches}).items():
             if size < 1:
                 raise ValueError(f"{name}={size} must be at least 1")
+        if self.schedule not in ScheduleName.__args__:
+            raise ValueError(f"schedule={self.schedule} must be one of {', '.join(ScheduleName.__args__)}")
+        if self.pipeline == 1 and self.schedule != "1f1b":
+            raise ValueError(f"schedule={self.schedule} has no effect with pipeline=1: leave it out")
         if prod(sizes.values()) != self.devices.count:
             described = " x ".join(f"{axis}={size}" for axis, size in sizes.items())
             raise ValueError(
@@ -93,7 +101,8 @@ class Plan:
         calls = {}
         for name, placement in self.placements.items():
             sizes = {axis: getattr(placement, axis) for axis in _SIZES if getattr(placement, axis) != 1}
-            calls[name] = {"devices": str(placement.devices), "layout": placement.layout, **sizes}
+            schedule = {"schedule": placement.schedule} if placement.pipeline > 1 else {}
+            calls[name] = {"devices": str(placement.devices), "layout": placement.layout, **sizes, **schedule}
         return {"name": self.name, "calls": calls}
 
 
@@ -111,10 +120,10 @@ def plan_of(mapping: Any) -> Plan:
 def _placement(call: str, mapping: Any) -> Placement:
     if not isinstance(mapping, Mapping) or not {"devices", "layout"} <= mapping.keys():
         raise ValueError(f"call {call} of the plan must hold `devices` (0-7) and `layout`")
-    unknown = sorted(mapping.keys() - {"devices", "layout", *_SIZES})
+    unknown = sorted(mapping.keys() - {"devices", "layout", *_SIZES, "schedule"})
     if unknown:
         raise ValueError(
-            f"call {call} of the plan holds devices, layout, {', '.join(_SIZES)}, not {', '.join(unknown)}"
+            f"call {call} of the plan holds devices, layout, {', '.join(_SIZES)}, schedule, not {', '.join(unknown)}"
         )
     if mapping["layout"] not in LayoutName.__args__:
         raise ValueError(
@@ -126,7 +135,8 @@ def _placement(call: str, mapping: Any) -> Placement:
             raise ValueError(f"call {call} of the plan has {axis}={size[:20]}: it must be a whole number")
     try:
         sizes = {axis: int(size) for axis, size in written.items()}
-        return Placement(_slice(mapping["devices"]), mapping["layout"], **sizes)
+        schedule: Any = str(mapping.get("schedule", "1f1b"))
+        return Placement(_slice(mapping["devices"]), mapping["layout"], **sizes, schedule=schedule)
     except ValueError as error:
         raise ValueError(f"call {call} of the plan: {error}") from None
 

@@ -100,20 +100,24 @@ class ShardedForward:
         rows, lora = self.layout.batch_spec(), self.options.lora
         adapter_specs = {} if lora is None else spec_tree(lora_shardings(self.config, self.mesh, lora, self.head))
 
-        def on_device(params: Params, adapter: Params, *batch: Array) -> Any:
+        def on_device(params: Params, adapter: Params, inputs: Params, *batch: Array) -> Any:
             params = params if lora is None else with_adapter(params, adapter, lora, self.options.dtype)
-            return local(params, *batch)
+            return local({**params, **inputs}, *batch)
 
         def call(*arguments: Any) -> Any:
             params, adapter, batch = split_arguments(arguments, lora)
+            # A later stage of a pipeline is differentiated by its input, too, which is therefore among its weights.
+            trained = params if lora is None else adapter
+            inputs = {"hidden": trained["hidden"]} if "hidden" in trained else {}
+            adapter = {name: adapter[name] for name in adapter_specs if name in adapter}
             params, stored = self.stored(params)
             count, length = batch[0].shape
             check_rows(count, self.mesh, self.layout.batch, f"{self.layout.name} layout")
             if length > self.config.max_positions:
                 raise ValueError(f"{length} tokens a row exceed the model's max_positions={self.config.max_positions}")
-            specs = stored, adapter_specs, *[rows] * len(batch)
+            specs = stored, {name: adapter_specs[name] for name in adapter}, *[rows] * (1 + len(batch))
             mapped = jax.shard_map(on_device, mesh=self.mesh, in_specs=specs, out_specs=jax.P() if sums else rows)
-            results = mapped(params, adapter, *jax.tree.map(lambda x: place(x, self.mesh, rows), batch))
+            results = mapped(params, adapter, *jax.tree.map(lambda x: place(x, self.mesh, rows), (inputs, *batch)))
             if sums or self.layout.batch == AXES:
                 return results
             # Results are divided over all axes, as those of other layouts and of generation: a slice, nothing travels.
@@ -125,10 +129,9 @@ class ShardedForward:
     def stored(self, params: Params) -> tuple[Params, Params]:
         """The weights that this program reads, and their specs."""
         shardings = param_shardings(self.config, self.mesh, self.layout, self.head)
-        if self.options.lora is not None:
-            # A base may have another head than the adapter's model, or none.
-            params = {name: weights for name, weights in params.items() if name in shardings}
-            shardings = {name: shardings[name] for name in params}
+        # A stage of a pipeline has a part of the weights; a base may have another head than the adapter's model.
+        params = {name: weights for name, weights in params.items() if name in shardings}
+        shardings = {name: shardings[name] for name in params}
         if has_int8(params):
             if self.layout != GENERATE or self.options.remat == "gather":
                 raise ValueError(
@@ -148,7 +151,10 @@ class ShardedForward:
         return gather(weight, self.layout.storage.spec(axes), self.layout.compute.spec(axes))
 
     def hidden(self, params: Params, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-        """The final hidden states of this device's rows, after the final norm."""
+        """The final hidden states of this device's rows, after the final norm.
+
+        A stage of a pipeline begins with the hidden states that it got, and only the last one has the norm.
+        """
         config, locality, axes = self.config, self.config.locality, layer_axes(self.axes)
         rotations = layer_rotations(jnp.arange(tokens.shape[1])[None, :], config)
         # The scan's layers share one program: where they differ in locality, each gets its flag as an input.
@@ -165,10 +171,13 @@ class ShardedForward:
             return Block(config, loaded)(x, of_layer(rotations, local), attend, self.tensor, adapters)
 
         def final_norm(x):
+            if "final_norm" not in params:
+                return x
             return Norm(config, jax.tree.map(self.load, params["final_norm"], self.axes["final_norm"]))(x)
 
+        x = params["hidden"] if "hidden" in params else self.embed(params, tokens)
         if self.layout == GENERATE:
-            x, layers = self.embed(params, tokens), params["layers"]
+            layers = params["layers"]
             adapters = params.get("adapters", [NO_ADAPTERS] * len(layers))
             for local, *inputs in zip(locality, layers, adapters, strict=True):
                 x, _ = checkpoint(partial(layer, local))(x, *inputs)
@@ -187,7 +196,7 @@ class ShardedForward:
 
         # Weights that are not gathered vary from here on: their gradients are summed once, for all layers together.
         layers = jax.tree.map(varying, params["layers"], axes)
-        x, _ = lax.scan(scanned, self.embed(params, tokens), (layers, flags))
+        x, _ = lax.scan(scanned, x, (layers, flags))
         return final_norm(x)
 
     @jax.named_scope("embed")

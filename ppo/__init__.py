@@ -15,6 +15,10 @@ from jrlhf.ppo.config import ReinforcePPConfig as ReinforcePPConfig
 from jrlhf.ppo.config import ReMaxConfig as ReMaxConfig
 from jrlhf.ppo.config import RLOOConfig as RLOOConfig
 from jrlhf.ppo.config import SafeRLHFConfig as SafeRLHFConfig
+from jrlhf.ppo.critic import make_critic_step as make_critic_step
+from jrlhf.ppo.critic import make_on_policy_actor_step as make_on_policy_actor_step
+from jrlhf.ppo.critic import make_on_policy_step as make_on_policy_step
+from jrlhf.ppo.critic import make_ppo_step as make_ppo_step
 from jrlhf.ppo.experience import age_metrics as age_metrics
 from jrlhf.ppo.experience import experience_metrics as experience_metrics
 from jrlhf.ppo.experience import make_custom_experience as make_custom_experience
@@ -36,8 +40,6 @@ from jrlhf.ppo.masked import masked_mean as masked_mean
 from jrlhf.ppo.masked import masked_variance as masked_variance
 from jrlhf.ppo.masked import masked_whiten as masked_whiten
 from jrlhf.ppo.masked import response_mask as response_mask
-from jrlhf.ppo.onpolicy import make_on_policy_actor_step as make_on_policy_actor_step
-from jrlhf.ppo.onpolicy import make_on_policy_step as make_on_policy_step
 from jrlhf.ppo.parts import ByLength as ByLength
 from jrlhf.ppo.parts import bucket_widths as bucket_widths
 from jrlhf.ppo.parts import map_by_length as map_by_length
@@ -50,8 +52,6 @@ from jrlhf.ppo.shaping import ScoreConfig as ScoreConfig
 from jrlhf.ppo.shaping import align_scores as align_scores
 from jrlhf.ppo.shaping import shape_scores as shape_scores
 from jrlhf.ppo.steps import make_actor_step as make_actor_step
-from jrlhf.ppo.steps import make_critic_step as make_critic_step
-from jrlhf.ppo.steps import make_ppo_step as make_ppo_step
 from jrlhf.ppo.supervised import make_dpo_step as make_dpo_step
 from jrlhf.ppo.supervised import make_preference_step as make_preference_step
 from jrlhf.ppo.supervised import make_sft_step as make_sft_step

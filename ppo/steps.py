@@ -18,10 +18,11 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 import optax
+from jax.tree_util import Partial
 from jaxtyping import Array, Bool, Float, Int
 
-from jrlhf.ppo.config import PolicyConfig, PPOConfig, Ratio
-from jrlhf.ppo.experience import age_metrics, sequence_kl, update_kl
+from jrlhf.ppo.config import PolicyConfig, Ratio
+from jrlhf.ppo.experience import age_metrics
 from jrlhf.ppo.losses import (
     LOG_RATIO_LIMIT,
     cispo_loss,
@@ -30,12 +31,11 @@ from jrlhf.ppo.losses import (
     loss_weights,
     policy_loss,
     proximal_logprobs,
-    value_loss,
 )
-from jrlhf.ppo.masked import masked_mean, masked_sum, masked_variance, token_count
+from jrlhf.ppo.masked import masked_mean, token_count
 from jrlhf.ppo.parts import interleave
-from jrlhf.ppo.types import Experience, PPOState, SFTBatch, TrainState
-from jrlhf.ppo.updates import Metrics, check_output, run_updates
+from jrlhf.ppo.types import Experience, SFTBatch, TrainState
+from jrlhf.ppo.updates import Metrics, Pipeline, check_output, make_step, run_updates
 
 PyTree = Any
 Terms = Callable[[Array, Array, Any], tuple[Array, dict[str, Array]]]
@@ -60,12 +60,6 @@ class SumsFn(Protocol):
     def __call__(
         self, params: PyTree, tokens: Int[Array, "B T"], data: PyTree, terms: Terms, /, *frozen: Any, **_: Any
     ) -> tuple[Float[Array, ""], Metrics]: ...
-
-
-class ValueFn(Protocol):
-    """(params, tokens) or (params, tokens, frozen) -> values, `[:, t]` *before* token t."""
-
-    def __call__(self, params: PyTree, tokens: Int[Array, "B T"], /, *frozen: Any, **_: Any) -> Float[Array, "B T"]: ...
 
 
 class ActorRows(NamedTuple):
@@ -102,26 +96,13 @@ class TokenRows(NamedTuple):
         return self.mask if self.text_weights is None else self.mask | (self.text_weights > 0)
 
 
-class CriticRows(NamedTuple):
-    """The arrays that the value loss reads of an experience."""
-
-    tokens: Int[Array, "B T"]
-    mask: Bool[Array, "B T"]
-    old_values: Float[Array, "B T"]
-    returns: Float[Array, "B T"]
-
-    @property
-    def computed(self) -> Bool[Array, "B T"]:
-        """The tokens that the loss reads."""
-        return self.mask
-
-
 def make_actor_step(
     logprob_fn: LogprobFn,
     optimizer: optax.GradientTransformation,
     config: PolicyConfig,
     *,
     sums_fn: SumsFn | None = None,
+    pipeline: Pipeline | None = None,
 ) -> Callable[..., tuple[TrainState, Metrics]]:
     """A jitted step that trains the actor on one batch of experience: epochs x minibatches updates. Donates the state.
 
@@ -144,7 +125,8 @@ def make_actor_step(
     ratio of a whole response, so that no gradient of the policy loss reaches them.
 
     `sums_fn` is for models that sum a loss faster than they return log-probabilities. If given, it computes the same
-    loss without `logprob_fn`, except for ratios of responses, which are not elementwise.
+    loss without `logprob_fn`, except for ratios of responses, which are not elementwise. With a `pipeline` both are
+    functions of its last stage, and the step is not jitted as a whole.
 
     With `config.ptx_coef` a step is called as (state, experience, texts) or (state, experience, texts, frozen), and
     ptx_coef times the mean of -log pi over the minibatch's tokens in the texts' loss_mask is added. `texts` is an
@@ -173,63 +155,20 @@ def make_actor_step(
     Raises ValueError when first called with rows that do not divide into minibatches x micro_batches, with texts of
     another shape, or with an experience that was made with another config.
     """
-    return jax.jit(actor_update(logprob_fn, optimizer, config, sums_fn), donate_argnums=0)
-
-
-def make_critic_step(
-    value_fn: ValueFn, optimizer: optax.GradientTransformation, config: PPOConfig
-) -> Callable[..., tuple[TrainState, Metrics]]:
-    """A jitted step that trains the critic on one batch of experience: epochs x minibatches updates. Donates the state.
-
-    An update's loss is the mean over the minibatch's response tokens of `losses.value_loss`.
-
-    Metrics: critic/vf_loss, critic/vf_clipfrac, critic/vpred_mean, critic/grad_norm as means over the updates that were
-    not skipped; critic/skipped_updates and critic/nonfinite_updates as in `make_actor_step`; and
-    critic/vf_explained_var = 1 - Var(returns - values) / (Var(returns) + 1e-5) of the values in the experience, i.e.
-    before the update (verl's definition).
-    """
-    return jax.jit(critic_update(value_fn, optimizer, config), donate_argnums=0)
-
-
-def make_ppo_step(
-    logprob_fn: LogprobFn,
-    value_fn: ValueFn,
-    actor_optimizer: optax.GradientTransformation,
-    critic_optimizer: optax.GradientTransformation,
-    config: PPOConfig,
-    *,
-    sums_fn: SumsFn | None = None,
-) -> Callable[..., tuple[PPOState, Metrics]]:
-    """One jitted step that trains actor and critic and moves the KL controller. Donates the state.
-
-    Both functions read the same `frozen`, if there is any. `target_kl` stops the actor only. `sums_fn` and the texts of
-    `config.ptx_coef` are the actor's, as in `make_actor_step`. Metrics are those of both steps and, if the experience
-    has a reference, objective/kl (the controller's input) and objective/kl_coef (the coefficient before the update).
-    """
-    update_actor = actor_update(logprob_fn, actor_optimizer, config, sums_fn)
-    update_critic = critic_update(value_fn, critic_optimizer, config)
-
-    def step(state: PPOState, experience: Experience, *others: PyTree) -> tuple[PPOState, Metrics]:
-        frozen = others[1:] if config.ptx_coef else others
-        actor, actor_metrics = update_actor(state.actor, experience, *others)
-        critic, critic_metrics = update_critic(state.critic, experience, *frozen)
-        metrics = {**actor_metrics, **critic_metrics}
-        if experience.ref_logprobs is None:
-            return PPOState(actor, critic, state.kl), metrics
-        kl = sequence_kl(experience)
-        controller = update_kl(state.kl, kl, experience.tokens.shape[0], config=config)
-        return PPOState(actor, critic, controller), metrics | {"objective/kl": kl, "objective/kl_coef": state.kl.coef}
-
-    return jax.jit(step, donate_argnums=0)
+    return make_step(actor_update(logprob_fn, optimizer, config, sums_fn, pipeline), pipeline)
 
 
 def actor_update(
-    logprob_fn: LogprobFn, optimizer: optax.GradientTransformation, config: PolicyConfig, sums_fn: SumsFn | None
+    logprob_fn: LogprobFn,
+    optimizer: optax.GradientTransformation,
+    config: PolicyConfig,
+    sums_fn: SumsFn | None,
+    pipeline: Pipeline | None = None,
 ) -> Callable[..., tuple[TrainState, Metrics]]:
     """(state, experience, *frozen) -> (state, metrics), with texts after the experience if there is a `ptx_coef`."""
     if config.aggregation == "constant" and config.aggregation_divisor is None:
         raise ValueError("aggregation_divisor=None: aggregation='constant' needs it, usually the response limit")
-    terms = partial(_policy_terms, config)
+    terms, weigh = partial(_policy_terms, config), partial(_weighted, config)
     kl_in_loss = config.kl_in == "loss" and config.needs_reference
 
     def summed(params: PyTree, tokens: Array, data: TokenRows, terms: Terms, *frozen: PyTree) -> tuple[Array, Metrics]:
@@ -260,10 +199,11 @@ def actor_update(
         ages = experience.ages(state.step)
         if config.staleness is not None:
             experience = _without_older(experience, ages, config.staleness)
-        rows, weighted = _actor_rows(experience, texts, kl_in_loss), partial(_weighted, config, experience.kl_coef)
+        rows, weighted = _actor_rows(experience, texts, kl_in_loss), Partial(weigh, experience.kl_coef)
         if config.old_logprobs == "interpolate":
             rows = rows._replace(ages=ages)
-        state, run = run_updates(loss_fn, optimizer, config, state, rows, tuple(frozen), names, veto, weighted)
+        updates = run_updates(loss_fn, optimizer, config, state, rows, tuple(frozen), names, veto, weighted, pipeline)
+        state, run = updates
         means = {name: value for name, value in run.means.items() if name != "ratio_gap"}
         metrics = {name if "/" in name else f"actor/{name}": value for name, value in means.items()}
         if experience.importance is not None and not weighed:
@@ -272,39 +212,6 @@ def actor_update(
             metrics |= age_metrics(experience, ages)
         metrics["actor/initial_ratio_gap"] = run.first["ratio_gap"]
         return state, metrics | {f"actor/{name}": count for name, count in run.counts.items()}
-
-    return update
-
-
-def critic_update(
-    value_fn: ValueFn, optimizer: optax.GradientTransformation, config: PPOConfig
-) -> Callable[..., tuple[TrainState, Metrics]]:
-    def loss_fn(params: PyTree, rows: CriticRows, count: Array, *frozen: PyTree) -> tuple[Array, Metrics]:
-        values = value_fn(params, rows.tokens, *frozen)
-        check_output("value_fn", rows.tokens, values)
-        values = jnp.where(rows.mask, values, 0)
-        with jax.named_scope("value_loss"):
-            parts = value_loss(values, rows.old_values, rows.returns, clip=config.value_clip)
-        loss = masked_sum(parts.loss, rows.mask) / count
-        return loss, {
-            "vf_loss": loss,
-            "vf_clipfrac": masked_sum(parts.clipped.astype(jnp.float32), rows.mask) / count,
-            "vpred_mean": masked_sum(values, rows.mask) / count,
-        }
-
-    names = ("vf_loss", "vf_clipfrac", "vpred_mean")
-
-    def update(state: TrainState, experience: Experience, *frozen: PyTree) -> tuple[TrainState, Metrics]:
-        mask, values, returns = experience.response_mask, experience.values, experience.returns
-        if values is None or returns is None:
-            raise ValueError("values=None: a critic's step needs values and returns in the experience")
-        unexplained = masked_variance(returns - values, mask)
-        rows = CriticRows(experience.tokens, mask, values, returns)
-        state, run = run_updates(loss_fn, optimizer, config, state, rows, frozen, names)
-        metrics = {f"critic/{name}": value for name, value in run.means.items()}
-        metrics["critic/vf_explained_var"] = 1 - unexplained / (masked_variance(returns, mask) + 1e-5)
-        counts = {f"critic/{name}": run.counts[name] for name in ("skipped_updates", "nonfinite_updates")}
-        return state, metrics | counts
 
     return update
 

@@ -13,10 +13,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Protocol
 
-import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jrlhf.ppo.config import DPOConfig, check_one_division
 from jrlhf.ppo.losses import bradley_terry_loss, dpo_loss
@@ -24,7 +23,7 @@ from jrlhf.ppo.masked import masked_sum, token_count
 from jrlhf.ppo.parts import ByLength, check_divisible, groups, row_ends
 from jrlhf.ppo.steps import LogprobFn
 from jrlhf.ppo.types import PairBatch, PreferenceBatch, SFTBatch, TrainState
-from jrlhf.ppo.updates import Metrics, check_output, update_once
+from jrlhf.ppo.updates import LossFn, Metrics, Pipeline, apply_update, check_output, make_step
 
 PyTree = Any
 Step = Callable[..., tuple[TrainState, Metrics]]
@@ -51,6 +50,7 @@ def make_sft_step(
     *,
     micro_batches: int = 1,
     micro_batch_tokens: int | None = None,
+    pipeline: Pipeline | None = None,
 ) -> Step:
     """A step of imitation: one update on the mean of -log pi over the tokens of the batch in `loss_mask`.
 
@@ -60,23 +60,23 @@ def make_sft_step(
     """
     check_one_division(micro_batches, micro_batch_tokens)
 
+    def loss_fn(params: PyTree, rows: SFTBatch, count: Array, *frozen: PyTree) -> tuple[Array, Metrics]:
+        logprobs, entropy = logprob_fn(params, rows.tokens, *frozen)
+        check_output("logprob_fn", rows.tokens, logprobs, entropy)
+        loss = -masked_sum(logprobs, rows.loss_mask) / count
+        return loss, {"loss": loss, "entropy": masked_sum(entropy, rows.loss_mask) / count}
+
     def step(state: TrainState, batch: SFTBatch, *frozen: PyTree) -> tuple[TrainState, Metrics]:
         check_divisible(batch.tokens, 1, micro_batches)
         mask = batch.loss_mask & (jnp.arange(batch.tokens.shape[1]) > 0)[None, :]
-        count = token_count(mask)
-
-        def loss_fn(params: PyTree, rows: tuple[Array, Array]) -> tuple[Array, Metrics]:
-            tokens, mask = rows
-            logprobs, entropy = logprob_fn(params, tokens, *frozen)
-            check_output("logprob_fn", tokens, logprobs, entropy)
-            loss = -masked_sum(logprobs, mask) / count
-            return loss, {"loss": loss, "entropy": masked_sum(entropy, mask) / count}
-
+        rows, given = replace(batch, loss_mask=mask), {"others": (token_count(mask),), "frozen": frozen}
         names = ("loss", "entropy")
         parts = micro_batches if micro_batch_tokens is None else ByLength(row_ends(mask), micro_batch_tokens)
-        return update_once("sft", loss_fn, optimizer, state, (batch.tokens, mask), parts, names, jnp.any(mask))
+        return _update_once(
+            "sft", loss_fn, optimizer, state, rows, parts, names, jnp.any(mask), **given, pipeline=pipeline
+        )
 
-    return jax.jit(step, donate_argnums=0)
+    return make_step(step, pipeline)
 
 
 def make_preference_step(
@@ -86,6 +86,7 @@ def make_preference_step(
     micro_batches: int = 1,
     micro_batch_tokens: int | None = None,
     centre: float = 0.0,
+    pipeline: Pipeline | None = None,
 ) -> Step:
     """A step of reward learning: one update on the mean `losses.bradley_terry_loss` of the pairs.
 
@@ -102,10 +103,16 @@ def make_preference_step(
         loss = bradley_terry_loss(chosen, rejected, centre=centre)
         return dict(zip(_REWARD_MODEL, (loss, (chosen > rejected).astype(jnp.float32), chosen - rejected), strict=True))
 
-    return _pair_step("reward_model", terms, _REWARD_MODEL, optimizer, micro_batches, micro_batch_tokens)
+    return _pair_step("reward_model", terms, _REWARD_MODEL, optimizer, micro_batches, micro_batch_tokens, pipeline)
 
 
-def make_dpo_step(logprob_fn: LogprobFn, optimizer: optax.GradientTransformation, config: DPOConfig) -> Step:
+def make_dpo_step(
+    logprob_fn: LogprobFn,
+    optimizer: optax.GradientTransformation,
+    config: DPOConfig,
+    *,
+    pipeline: Pipeline | None = None,
+) -> Step:
     """A step of DPO: one update on the mean `losses.dpo_loss` of the pairs, which need the reference's log-probs.
 
     Log-probabilities must be of temperature 1. Metrics, under TRL's names: the means of `pair_terms`.
@@ -116,7 +123,7 @@ def make_dpo_step(logprob_fn: LogprobFn, optimizer: optax.GradientTransformation
         check_output("logprob_fn", rows.tokens, logprobs)
         return pair_terms(logprobs, rows, config=config)
 
-    return _pair_step("dpo", terms, _DPO, optimizer, config.micro_batches, config.micro_batch_tokens)
+    return _pair_step("dpo", terms, _DPO, optimizer, config.micro_batches, config.micro_batch_tokens, pipeline)
 
 
 def _pair_step(
@@ -126,25 +133,63 @@ def _pair_step(
     optimizer: optax.GradientTransformation,
     micro_batches: int,
     micro_batch_tokens: int | None,
+    pipeline: Pipeline | None,
 ) -> Step:
     """A step on the mean over pairs of the first of `names`. terms_fn: (params, pairs, *frozen) -> [B] by name."""
 
+    def loss_fn(params: PyTree, rows: PreferenceBatch, count: Array, *frozen: PyTree) -> tuple[Array, Metrics]:
+        terms = terms_fn(params, rows, *frozen)
+        exists = rows.chosen_lengths > 0  # the other rows fill up a micro-batch
+        shares = {name: masked_sum(term, exists) / count for name, term in terms.items()}
+        return shares[names[0]], shares
+
     def step(state: TrainState, batch: PreferenceBatch, *frozen: PyTree) -> tuple[TrainState, Metrics]:
         check_divisible(batch.chosen, 1, micro_batches)
-        count, parts = batch.chosen.shape[0], micro_batches
-
-        def loss_fn(params: PyTree, rows: PreferenceBatch) -> tuple[Array, Metrics]:
-            terms = terms_fn(params, rows, *frozen)
-            exists = rows.chosen_lengths > 0  # the other rows fill up a micro-batch
-            shares = {name: masked_sum(term, exists) / count for name, term in terms.items()}
-            return shares[names[0]], shares
-
+        parts, given = micro_batches, {"others": (jnp.asarray(batch.chosen.shape[0]),), "frozen": frozen}
         if micro_batch_tokens is not None:  # a budget for both sequences of a pair
             longer = jnp.maximum(batch.chosen_lengths, batch.rejected_lengths)
             parts = ByLength(longer, max(1, micro_batch_tokens // 2))
-        return update_once(prefix, loss_fn, optimizer, state, batch, parts, names)
+        return _update_once(prefix, loss_fn, optimizer, state, batch, parts, names, **given, pipeline=pipeline)
 
-    return jax.jit(step, donate_argnums=0)
+    return make_step(step, pipeline)
+
+
+def _update_once(
+    prefix: str,
+    loss_fn: LossFn,
+    optimizer: optax.GradientTransformation,
+    state: TrainState,
+    rows: PyTree,
+    micro_batches: int | ByLength,
+    names: tuple[str, ...],
+    counted: Bool[Array, ""] | None = None,
+    *,
+    others: tuple[PyTree, ...] = (),
+    frozen: tuple[PyTree, ...] = (),
+    pipeline: Pipeline | None = None,
+) -> tuple[TrainState, Metrics]:
+    """A step of one update: the next state, and its metrics. Names without a "/" get the prefix.
+
+    prefix/grad_norm is added, and for an update that was not applied prefix/skipped_updates, and
+    prefix/nonfinite_updates if it was not because something was not finite.
+    """
+    update = apply_update(
+        loss_fn,
+        optimizer,
+        state.params,
+        state.opt_state,
+        rows,
+        micro_batches=micro_batches,
+        metric_names=names,
+        counted=counted,
+        others=others,
+        frozen=frozen,
+        pipeline=pipeline,
+    )
+    metrics = {name if "/" in name else f"{prefix}/{name}": value for name, value in update.metrics.items()}
+    metrics[f"{prefix}/skipped_updates"] = (~update.sound).astype(jnp.float32)
+    metrics[f"{prefix}/nonfinite_updates"] = (~update.finite).astype(jnp.float32)
+    return TrainState(update.params, update.opt_state, state.step + 1), metrics
 
 
 def pair_terms(logprobs: Float[Array, "2*B T"], batch: PairBatch, *, config: DPOConfig) -> dict[str, Float[Array, "B"]]:

@@ -1,6 +1,12 @@
-"""Optimizer updates: gradients summed over micro-batches, applied only if everything is finite."""
+"""Optimizer updates: gradients summed over micro-batches, applied only if everything is finite.
+
+A step is one jitted program. If a `Pipeline` computes the gradients, by programs on several meshes, a step is a loop on
+the host around the same functions, each of which is jitted: rows are on the mesh where the loss is computed, weights
+and optimizer state on their own.
+"""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -9,6 +15,7 @@ import optax
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from jrlhf.meshes import transfer
 from jrlhf.ppo.config import PolicyConfig
 from jrlhf.ppo.masked import token_count
 from jrlhf.ppo.parts import ByLength, check_divisible, draw_minibatch, fold_by_length, row_ends, split_rows
@@ -16,9 +23,13 @@ from jrlhf.ppo.types import TrainState
 
 PyTree = Any
 Metrics = dict[str, Float[Array, ""]]
-LossFn = Callable[[PyTree, PyTree], tuple[Float[Array, ""], Metrics]]
-"""(params, rows) -> (loss, metrics), each the *share* of these rows in the mean over the minibatch: sums divided by the
-minibatch's global count. Shares add up, so results do not depend on how rows are divided."""
+Gradients = tuple[Float[Array, ""], Metrics, PyTree]  # loss, metrics, gradients
+Pipeline = Callable[..., Gradients]
+"""(loss_fn, params, rows, others, frozen) -> the sums over the micro-batches of loss_fn(params, micro-batch, *others,
+*frozen), on the mesh of `params`. The rows are [M, b, ...], and micro-batches have `tokens`."""
+LossFn = Callable[..., tuple[Float[Array, ""], Metrics]]
+"""(params, rows, *others) -> (loss, metrics), each the *share* of these rows in the mean over the minibatch: sums
+divided by the minibatch's global count. Shares add up, so results do not depend on how rows are divided."""
 
 
 class Update(NamedTuple):
@@ -42,8 +53,13 @@ def apply_update(
     metric_names: tuple[str, ...],
     counted: Bool[Array, ""] | None = None,
     veto: Callable[[Metrics], Bool[Array, ""]] | None = None,
+    others: tuple[PyTree, ...] = (),
+    frozen: tuple[PyTree, ...] = (),
+    pipeline: Pipeline | None = None,
 ) -> Update:
     """Differentiate `loss_fn` over `rows`, in `micro_batches` parts or parts by length, and step the optimizer once.
+
+    loss_fn: (params, rows, *others, *frozen) -> (loss, metrics); `frozen` are weights.
 
     Weights and optimizer state stay as they were, bit for bit, when the loss, the gradients' norm or the square of a
     weight that the optimizer would make is not finite in float32 (optax.apply_if_finite lets the bad step through
@@ -55,7 +71,32 @@ def apply_update(
     the optimizer's state. For the same reason the new weights' squares are those of a first update, which is stored
     nowhere, and not of the one that is applied. (They are not summed: of a sum, XLA stores operands on CPUs.)
     """
-    loss, metrics, grads = _accumulate(loss_fn, params, rows, micro_batches, metric_names)
+    if pipeline is None:
+        given = *others, *frozen
+        gradients = _accumulate(
+            lambda params, micro: loss_fn(params, micro, *given), params, rows, micro_batches, metric_names
+        )
+        return _apply(optimizer, veto, params, opt_state, gradients, counted)
+    if isinstance(micro_batches, ByLength):
+        raise ValueError(f"micro_batch_tokens={micro_batches.tokens}: a pipeline needs equal parts, set micro_batches")
+    gradients = pipeline(loss_fn, params, _split_rows(rows, micro_batches), others, frozen)
+    home, mesh = (jax.tree.leaves(tree)[0].sharding.mesh for tree in (params, rows))
+    counted = transfer(counted, home)
+    with jax.set_mesh(home):
+        update = _apply_at_home(optimizer, veto, params, opt_state, gradients, counted)
+    return update._replace(**transfer({name: getattr(update, name) for name in ("metrics", "finite", "sound")}, mesh))
+
+
+def _apply(
+    optimizer: optax.GradientTransformation,
+    veto: Callable[[Metrics], Bool[Array, ""]] | None,
+    params: PyTree,
+    opt_state: PyTree,
+    gradients: Gradients,
+    counted: Bool[Array, ""] | None,
+) -> Update:
+    """The second half of `apply_update`."""
+    loss, metrics, grads = gradients
     grad_norm = _global_norm(grads)
 
     @jax.named_scope("optimizer")
@@ -77,42 +118,30 @@ def apply_update(
     return Update(params, opt_state, metrics, finite, sound)
 
 
+_apply_at_home = jax.jit(_apply, static_argnums=(0, 1), donate_argnums=(2, 3))
+
+
+def make_step(
+    update: Callable[..., tuple[TrainState, Metrics]], pipeline: Pipeline | None
+) -> Callable[..., tuple[TrainState, Metrics]]:
+    """`update` jitted, or as a loop on the host where a pipeline computes its gradients. Donates the state."""
+    if pipeline is None:
+        return jax.jit(update, donate_argnums=0)
+
+    def step(state: TrainState, *arguments: PyTree) -> tuple[TrainState, Metrics]:
+        # On the host, because the rows are on another mesh.
+        number = jnp.asarray(jax.device_get(state.step))
+        after, metrics = update(replace(state, step=number), *arguments)
+        return replace(after, step=jax.device_put(after.step, state.step.sharding)), metrics
+
+    return step
+
+
 def check_output(name: str, tokens: Array, *outputs: Array) -> None:
     """Raises ValueError if a given function did not return a number for each of `tokens`."""
     for x in outputs:
         if x.shape != tokens.shape:
             raise ValueError(f"{name} returned an array of shape {x.shape} for tokens of shape {tokens.shape}")
-
-
-def update_once(
-    prefix: str,
-    loss_fn: LossFn,
-    optimizer: optax.GradientTransformation,
-    state: TrainState,
-    rows: PyTree,
-    micro_batches: int | ByLength,
-    names: tuple[str, ...],
-    counted: Bool[Array, ""] | None = None,
-) -> tuple[TrainState, Metrics]:
-    """A step of one update: the next state, and its metrics. Names without a "/" get the prefix.
-
-    prefix/grad_norm is added, and for an update that was not applied prefix/skipped_updates, and
-    prefix/nonfinite_updates if it was not because something was not finite.
-    """
-    update = apply_update(
-        loss_fn,
-        optimizer,
-        state.params,
-        state.opt_state,
-        rows,
-        micro_batches=micro_batches,
-        metric_names=names,
-        counted=counted,
-    )
-    metrics = {name if "/" in name else f"{prefix}/{name}": value for name, value in update.metrics.items()}
-    metrics[f"{prefix}/skipped_updates"] = (~update.sound).astype(jnp.float32)
-    metrics[f"{prefix}/nonfinite_updates"] = (~update.finite).astype(jnp.float32)
-    return TrainState(update.params, update.opt_state, state.step + 1), metrics
 
 
 class Run(NamedTuple):
@@ -143,23 +172,24 @@ def run_updates(
     frozen: tuple[PyTree, ...],
     names: tuple[str, ...],
     veto: Callable[[Metrics], Bool[Array, ""]] | None = None,
-    prepare: Callable[[Any], Any] = lambda rows: rows,
+    prepare: Callable[[Any], Any] | None = None,
+    pipeline: Pipeline | None = None,
 ) -> tuple[TrainState, Run]:
     """epochs x minibatches updates in one loop, which ends early once `veto` holds.
 
     loss_fn: (params, rows, count, *frozen) -> (loss, metrics); count is the number of the minibatch's tokens in `mask`.
-    prepare: turns a whole minibatch into the rows that the loss gets in parts.
+    prepare: turns a whole minibatch into the rows that the loss gets in parts; a `Partial` of arrays.
     """
     check_divisible(rows.tokens, config.minibatches, config.micro_batches)
     total = config.epochs * config.minibatches
     key = jax.random.fold_in(jax.random.key(config.seed), state.step)
+    draw, loop = (_draw, lax.while_loop) if pipeline is None else (_drawn, _loop_on_host)
 
     def one(carry: _Carry) -> _Carry:
-        epoch, minibatch = carry.index // config.minibatches, carry.index % config.minibatches
-        batch = prepare(draw_minibatch(rows, jax.random.fold_in(key, epoch), minibatch, config.minibatches))
-        count, tokens = token_count(batch.mask), config.micro_batch_tokens
+        batch, count = draw(config, rows, prepare, key, carry.index)
+        tokens = config.micro_batch_tokens
         update = apply_update(
-            lambda params, micro: loss_fn(params, micro, count, *frozen),
+            loss_fn,
             optimizer,
             carry.params,
             carry.opt_state,
@@ -168,6 +198,9 @@ def run_updates(
             metric_names=names,
             counted=jnp.any(batch.computed),
             veto=veto,
+            others=(count,),
+            frozen=frozen,
+            pipeline=pipeline,
         )
         return _Carry(
             index=carry.index + 1,
@@ -183,7 +216,7 @@ def run_updates(
     none = jnp.zeros((), jnp.int32)
     zeros = dict.fromkeys((*names, "grad_norm"), jnp.zeros((), jnp.float32))
     start = _Carry(none, state.params, state.opt_state, jnp.zeros((), jnp.bool_), none, none, zeros, zeros)
-    end = lax.while_loop(lambda carry: (carry.index < total) & ~carry.stop, one, start)
+    end = loop(lambda carry: (carry.index < total) & ~carry.stop, one, start)
     means = jax.tree.map(lambda s: s / end.sound.astype(jnp.float32), end.sums)
     counts = {
         "skipped_updates": end.index - end.sound,
@@ -192,6 +225,26 @@ def run_updates(
     }
     run = Run(means, end.first, {name: count.astype(jnp.float32) for name, count in counts.items()})
     return TrainState(end.params, end.opt_state, state.step + 1), run
+
+
+def _draw(
+    config: PolicyConfig, rows: Any, prepare: Callable[[Any], Any] | None, key: Array, index: Array
+) -> tuple[Any, Array]:
+    """Minibatch `index` of all epochs, and the number of its tokens."""
+    epoch, minibatch = index // config.minibatches, index % config.minibatches
+    batch = draw_minibatch(rows, jax.random.fold_in(key, epoch), minibatch, config.minibatches)
+    batch = batch if prepare is None else prepare(batch)
+    return batch, token_count(batch.mask)
+
+
+def _loop_on_host(condition: Callable[[Any], Array], turn: Callable[[Any], Any], carry: Any) -> Any:
+    while condition(carry):
+        carry = turn(carry)
+    return carry
+
+
+_drawn = jax.jit(_draw, static_argnums=0)
+_split_rows = jax.jit(split_rows, static_argnums=1)
 
 
 def _accumulate(

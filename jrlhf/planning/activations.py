@@ -245,19 +245,17 @@ class Gradients:
     relaid: float = 0.0
 
 
-def train_phase(
-    sizes: Arrays, remat: Remat, gradients: Gradients, micro_batches: int, running: int, transposed: float
-) -> Phase:
+def train_phase(sizes: Arrays, remat: Remat, gradients: Gradients, micro_batches: int, transposed: float) -> Phase:
     """Returns the largest phase of a step: forward and backward of a micro-batch, or the optimizer after the last.
 
-    running: micro-batches that are in the pipeline at a time. transposed: as in `infer_phase`.
+    transposed: as in `infer_phase`.
     """
     model, counts = sizes.model, sizes.counts
     if sizes.adapted and counts.merged:
         return merged_phase(sizes)
     sums = gradients.whole if micro_batches > 1 else 0.0
     through = {
-        "kept activations": running * kept_bytes(sizes, remat),
+        "kept activations": kept_bytes(sizes, remat),
         "gradients": gradients.layers + sums,
         "transposed weights": transposed if counts.transposed else counts.copied * gradients.layers,
     }

@@ -14,6 +14,7 @@ from typing import Literal
 from jrlhf.config.schema import Config, SleepConfig
 from jrlhf.meshes import GENERATE, TRAIN, Call, Graph, Layout
 from jrlhf.meshes.graph import LEARNED, LEARNER, home_of
+from jrlhf.meshes.pipeline import SCHEDULES, peak
 from jrlhf.meshes.plan import Placement, Plan, Slice
 from jrlhf.models import LoRAConfig, ModelConfig, Schedule
 from jrlhf.models.lora import adapter_weights
@@ -262,14 +263,22 @@ def _active(workload: Workload, call: Call, model: RoleModel, placement: Placeme
         transposed = _layer_numbers(model.config, model.head, fsdp, tensor, True) * stored
     if kind == "train":
         gradients = _gradients(model, placement, backend, loop=workload.minibatches > 1)
-        running = min(placement.pipeline, parts)
-        needs = activations.train_phase(sizes, workload.remat, gradients, parts, running, transposed)
+        needs = activations.train_phase(sizes, workload.remat, gradients, parts, transposed)
+        if placement.pipeline > 1:
+            # A stage keeps its inputs on their way and a copy of its weights; in the end the gradients go back.
+            needs["inputs in flight"] = _in_flight(placement) * sizes.hidden
+            needs["copies of stages"] = 2 * gradients.whole
     else:
         cast = 0.0
         if stored != workload.itemsize and layout != "generate":
             cast = _layer_numbers(model.config, model.head, fsdp, tensor, False) * workload.itemsize
         needs = activations.infer_phase(sizes, transposed, cast)
     return needs | {"inputs": inputs}
+
+
+def _in_flight(placement: Placement) -> float:
+    """Returns the most inputs of stages that a device of a pipeline keeps."""
+    return max(peak(SCHEDULES[placement.schedule](placement.pipeline, placement.micro_batches)))
 
 
 def _gradients(model: RoleModel, placement: Placement, backend: Backend, *, loop: bool) -> Gradients:

@@ -222,10 +222,7 @@ def _check_placement(named: str, workload: Workload, call: Call, placement: Plac
             "more"
         )
     if placement.pipeline > 1:
-        raise UserError(
-            f"{named} in pipeline={placement.pipeline} stages, which can be priced and not run: use fsdp or tensor "
-            "instead"
-        )
+        _check_stages(named, workload, call, placement)
     layouts, whose = workload.layouts(call), f"a call to {call.kind}"
     if workload.on_base(call.role):
         whose = "a shared base"
@@ -234,12 +231,33 @@ def _check_placement(named: str, workload: Workload, call: Call, placement: Plac
     if placement.layout not in layouts:
         raise UserError(f"{named} in layout={placement.layout}, and {whose} needs {' or '.join(layouts)}: choose that")
     for model in workload.models[call.role]:
-        for key, written, size, axis, parts in indivisible(model.config, placement.fsdp, placement.tensor):
+        # Between calls the weights are divided over the devices of all stages.
+        fsdp = placement.fsdp * placement.pipeline
+        for key, written, size, axis, parts in indivisible(model.config, fsdp, placement.tensor):
             choices = ", ".join(str(divisor) for divisor in divisors(size) if divisor <= placement.devices.count)
             raise UserError(
                 f"{named} with {axis}={parts}, which does not divide its model's {key}={written}: choose {axis} from "
                 f"{choices}"
             )
+
+
+def _check_stages(named: str, workload: Workload, call: Call, placement: Placement) -> None:
+    """Refuses pipelines that no run executes."""
+    stages, parts = placement.pipeline, placement.micro_batches
+    named = f"{named} in pipeline={stages} stages"
+    if call.kind != "train" or call.role == LEARNER:
+        raise UserError(f"{named}, and only calls that update one model run in stages: use fsdp or tensor instead")
+    layers = min(model.config.layers for model in workload.models[call.role])
+    if layers < (needed := stages * (2 if placement.schedule == "interleaved" else 1)):
+        raise UserError(
+            f"{named} of schedule={placement.schedule}, which need {needed} layers, and its model has {layers}: choose "
+            f"fewer stages"
+        )
+    if parts < stages or (placement.schedule == "interleaved" and parts % stages):
+        needed = "a multiple of" if placement.schedule == "interleaved" else "at least"
+        raise UserError(
+            f"{named} with micro_batches={parts}: schedule={placement.schedule} needs {needed} {stages} of them"
+        )
 
 
 def _check_rows(named: str, config: Config, workload: Workload, call: Call, placement: Placement) -> None:
@@ -280,6 +298,11 @@ def refuse_cross_process(plan: Plan, process_of: Sequence[int]) -> None:
     first, slice_of_first = None, None
     for call, placement in plan.placements.items():
         devices = placement.devices
+        if placement.pipeline > 1:
+            raise UserError(
+                f"plan {plan.name} runs {call} in pipeline={placement.pipeline} stages, which need one process, and "
+                f"there are {len(processes)}: use fsdp or tensor instead, or run in one process"
+            )
         present = set(process_of[devices.start : devices.stop])
         if absent := [process for process in processes if process not in present]:
             raise UserError(

@@ -6,6 +6,7 @@ from typing import Any
 
 from jrlhf.errors import UserError
 from jrlhf.meshes.hardware import Cluster
+from jrlhf.meshes.pipeline import SCHEDULES, bubble
 from jrlhf.meshes.plan import Placement, Plan
 from jrlhf.planning.memory import GIB
 from jrlhf.planning.search import RULES, Found, Result
@@ -15,6 +16,7 @@ from jrlhf.planning.workload import Workload
 
 WIDTH = 72  # characters of the timeline
 STEADY = 2  # the iteration that is shown: those before it differ by their start
+MOST_NUMBERED = 400  # operations of a schedule that show their micro-batches
 FORMATS = (".svg", ".png", ".pdf")
 
 
@@ -191,8 +193,11 @@ def check_picture(path: Path) -> None:
         raise UserError(f"--plot {path} must end in {', '.join(FORMATS)}")
 
 
-def plot(simulation: Simulation, title: str, path: Path) -> None:
-    """Draws the iterations around a steady one into a file: rows are groups of devices; other iterations are pale."""
+def plot(simulation: Simulation, plan: Plan, title: str, path: Path) -> None:
+    """Draws the iterations around a steady one into a file: rows are groups of devices; other iterations are pale.
+
+    Below them are the ticks of each call that trains in stages.
+    """
     # Imported here: it takes long, and only pictures need it.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -201,9 +206,13 @@ def plot(simulation: Simulation, title: str, path: Path) -> None:
     groups = simulation.memory
     names = list(dict.fromkeys(span.call for span in simulation.spans if span.kind == "call"))
     colours = {name: f"C{index % 10}" for index, name in enumerate(names)}
-    figure = Figure(figsize=(11, 1.8 + 0.6 * len(groups)), layout="constrained")
+    staged = {name: place for name, place in plan.placements.items() if place.pipeline > 1 and "train" in place.layout}
+    heights = [1.8 + 0.6 * len(groups), *(1.0 + 0.3 * place.pipeline for place in staged.values())]
+    figure = Figure(figsize=(11, sum(heights)), layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
+    axes, *others = figure.subplots(len(heights), squeeze=False, height_ratios=heights)[:, 0]
+    for below, (name, place) in zip(others, staged.items(), strict=True):
+        _draw_ticks(below, name, place)
     shown = [span for span in simulation.spans if abs(span.iteration - STEADY) <= 1]
     origin = min(span.start for span in shown)
     for span in shown:
@@ -223,3 +232,23 @@ def plot(simulation: Simulation, title: str, path: Path) -> None:
     handles += [Patch(facecolor="0.4", label="moves")] if any(span.kind != "call" for span in shown) else []
     figure.legend(handles=handles, loc="outside lower center", ncols=4, frameon=False)
     figure.savefig(path)
+
+
+def _draw_ticks(axes: Any, name: str, placement: Placement) -> None:
+    """Draws what each group of devices computes at each tick: micro-batches as numbers, kinds as colours."""
+    from matplotlib.patches import Patch, Rectangle
+
+    table = SCHEDULES[placement.schedule](placement.pipeline, placement.micro_batches)
+    (pipeline,) = table.pipelines
+    colours = dict(zip(pipeline.kinds, ("C0", "C2", "C1"), strict=False))
+    for tick, step in table.operations:
+        row, colour = pipeline.devices[step.stage], colours[step.kind]
+        axes.add_patch(Rectangle((tick, row - 0.45), 1, 0.9, facecolor=colour, edgecolor="white", linewidth=0.5))
+        if len(table.operations) <= MOST_NUMBERED:
+            axes.text(tick + 0.5, row, step.micro_batch, ha="center", va="center", color="white", fontsize=6)
+    axes.set_xlim(0, 1 + table.operations[-1].tick)
+    axes.set_ylim(placement.pipeline - 0.5, -0.5)
+    axes.set_yticks(range(placement.pipeline), [f"group {group}" for group in range(placement.pipeline)])
+    axes.set_xlabel("ticks")
+    axes.set_title(f"{name}: {placement.schedule}, bubble {100 * bubble(table, lambda step: 1):.0f} %")
+    axes.legend(handles=[Patch(facecolor=colour, label=kind) for kind, colour in colours.items()], loc="upper left")

@@ -26,6 +26,7 @@ from jrlhf.models import (
 )
 from jrlhf.models.generation.continuous import ContinuousBatch
 from jrlhf.models.generation.decoding import Decoder
+from jrlhf.models.pipeline import PipelinePlacement, Stages
 from jrlhf.ppo import ByLength, PolicyConfig, PPOConfig, make_actor_step, make_critic_step, map_by_length, map_parts
 from jrlhf.roles.model import Architecture, Compute
 
@@ -37,7 +38,7 @@ _shared = cache
 
 @dataclass(frozen=True)
 class CompiledModel:
-    """The functions of one architecture on one mesh.
+    """The functions of one architecture on one mesh; of a pipeline, what trains on its stages.
 
     Those that score or generate are jitted. The results of `train_*` are to be differentiated inside a jitted step.
     `span`, `temperature`: as in `make_logprobs`.
@@ -46,6 +47,16 @@ class CompiledModel:
     architecture: Architecture
     mesh: Mesh
     compute: Compute
+    pipeline: PipelinePlacement | None = None
+
+    @property
+    def stages(self) -> Stages | None:
+        """The model in the stages of its training; None: in one piece."""
+        if self.pipeline is None:
+            return None
+        model, layout = self.architecture, self.architecture.layout(self.compute.train_layout)
+        options = self.compute.forward(model)
+        return Stages(model.config, self.pipeline.groups, layout, options, self.pipeline.schedule)
 
     def train_logprobs(self, *, temperature: float = 1.0, span: int | None = None) -> Function:
         """(params, tokens) -> (logprobs, entropy). With `span` (params, tokens, starts)."""
@@ -77,8 +88,9 @@ class CompiledModel:
         responses: maximum number of tokens of a response; None: that of the row.
         """
         logprobs = self.train_logprobs(temperature=temperature)
+        pipeline = None if self.stages is None else self.stages.gradients
         if not self.compute.fused_loss:
-            return make_actor_step(logprobs, optimizer, algorithm)
+            return make_actor_step(logprobs, optimizer, algorithm, pipeline=pipeline)
         # Texts that are imitated in addition are trained on from their first token.
         span = None if algorithm.ptx_coef else responses
         options = {"temperature": temperature, "span": span, "entropy_gradient": algorithm.entropy_coef != 0}
@@ -87,11 +99,13 @@ class CompiledModel:
         def of_responses(params, tokens, data, *others):
             return sums(params, tokens, data, *others, starts=jnp.argmax(data.computed, axis=1))
 
-        return make_actor_step(logprobs, optimizer, algorithm, sums_fn=sums if span is None else of_responses)
+        sums_fn = sums if span is None else of_responses
+        return make_actor_step(logprobs, optimizer, algorithm, sums_fn=sums_fn, pipeline=pipeline)
 
     def critic_step(self, optimizer: optax.GradientTransformation, ppo: PPOConfig) -> Function:
         """(state, experience) -> (state, metrics), jitted: all of the critic's updates on a batch."""
-        return make_critic_step(self.train_values(), optimizer, ppo)
+        pipeline = None if self.stages is None else self.stages.gradients
+        return make_critic_step(self.train_values(), optimizer, ppo, pipeline=pipeline)
 
     @_shared
     def score_logprobs(self, *, temperature: float, span: int | None = None) -> Function:
@@ -141,8 +155,9 @@ class CompiledModel:
         return ContinuousBatch(decoder, self.mesh, schedule, slots, width)
 
     def _make(self, make: Function, layout: Layout, **keywords: Any) -> Function:
-        model = self.architecture
-        return make(model.config, self.mesh, model.layout(layout), self.compute.forward(model), **keywords)
+        model, stages = self.architecture, self.stages
+        config = model.config if stages is None else stages.part(stages.last)
+        return make(config, self.mesh, model.layout(layout), self.compute.forward(model), **keywords)
 
     def _scoring(self, function: Function, *, arrays: int = 0, reads_lengths: bool = False) -> Function:
         """(params, tokens, lengths, *arrays, *base) -> what `function(params, tokens, *arrays, *base)` returns, jitted.

@@ -19,6 +19,7 @@ from jrlhf.meshes import GENERATE, TRAIN_TP, Graph, Layout, lies_elsewhere, tran
 from jrlhf.meshes.graph import Kind
 from jrlhf.meshes.offload import is_on_host
 from jrlhf.models.params import Params
+from jrlhf.models.pipeline import PipelinePlacement
 from jrlhf.roles.compiled import CompiledModel
 from jrlhf.roles.model import Architecture, Compute, Model, relocate, weights_at
 from jrlhf.run.clock import Clock
@@ -143,11 +144,18 @@ class CallPlacement:
 
     layout: the layout of its model's weights; None: the usual one of calls of its kind.
     parts: the number of parts in which a device computes its rows.
+    pipeline: the stages that compute in the place of one mesh; `mesh` is that of the last one, where rows are read.
     """
 
     mesh: Mesh
     layout: Layout | None = None
     parts: int = 1
+    pipeline: PipelinePlacement | None = None
+
+    @property
+    def stored(self) -> "CallPlacement":
+        """The placement of the weights between calls."""
+        return self if self.pipeline is None else CallPlacement(self.pipeline.whole, self.layout)
 
     def compiled(self, architecture: Architecture, compute: Compute) -> CompiledModel:
         """The compiled functions of a model's calls here."""
@@ -156,7 +164,7 @@ class CallPlacement:
         if self.layout == TRAIN_TP:
             compute = replace(compute, train_layout=TRAIN_TP, score_layout=TRAIN_TP)
         compute = compute if self.parts == 1 else replace(compute, score_parts=self.parts)
-        return CompiledModel(architecture, self.mesh, compute)
+        return CompiledModel(architecture, self.mesh, compute, self.pipeline)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from jrlhf.meshes import GENERATE, SCORE, TRAIN, TRAIN_TP, Call, Graph, Layout, 
 from jrlhf.meshes.graph import home_of
 from jrlhf.meshes.mesh import Device
 from jrlhf.meshes.plan import Placement, Plan
+from jrlhf.models.pipeline import PipelinePlacement
 from jrlhf.roles.placement import CallPlacement, Prefetch, RolePlacement, TransferCache
 
 LAYOUTS: dict[str, Layout] = {layout.name: layout for layout in (TRAIN, TRAIN_TP, GENERATE, SCORE)}
@@ -19,8 +20,16 @@ def place_roles(
     """The placement of every role of a graph. "arithmetic" is that of calls without a model: where the actor trains."""
 
     def placed(placement: Placement) -> CallPlacement:
-        mesh = make_mesh(*placement.sizes, devices=devices[placement.devices.start : placement.devices.stop])
-        return CallPlacement(mesh, LAYOUTS[placement.layout], placement.micro_batches)
+        own = devices[placement.devices.start : placement.devices.stop]
+        data, fsdp, tensor = placement.sizes
+        whole, pipeline = make_mesh(data, placement.pipeline * fsdp, tensor, devices=own), None
+        mesh = whole
+        if placement.pipeline > 1:
+            count = data * fsdp * tensor
+            starts = range(0, len(own), count)
+            groups = tuple(make_mesh(data, fsdp, tensor, devices=own[start : start + count]) for start in starts)
+            mesh, pipeline = groups[-1], PipelinePlacement(groups, whole, placement.schedule)
+        return CallPlacement(mesh, LAYOUTS[placement.layout], placement.micro_batches, pipeline)
 
     calls = {name: placed(placement) for name, placement in plan.placements.items()}
     trained = home_of(graph, "actor", plan)
@@ -37,7 +46,8 @@ def place_roles(
         methods = {call.name.partition(".")[2]: call for call in graph if call.role == role}
         own = {method: calls[call.name] for method, call in methods.items() if call.name in calls}
         sent = {method: readers(call) for method, call in methods.items()}
-        return RolePlacement(arithmetic if home is None else calls[home.name], own, sent, transfers, role, ahead)
+        stored = arithmetic if home is None else calls[home.name].stored
+        return RolePlacement(stored, own, sent, transfers, role, ahead)
 
     # The learner trains the actor and, if there is one, the critic, which then has no call of its own.
     return {role: placement(role) for role in dict.fromkeys(("actor", "critic", "arithmetic", *graph.roles))}

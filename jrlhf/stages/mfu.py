@@ -118,6 +118,6 @@ def utilisation_of(
 
     placement_of: role -> its placement.
     """
-    meshes = {call.name: placement_of(call.role)[call.name.partition(".")[2]].mesh for call in graph}
+    meshes = {call.name: placement_of(call.role)[call.name.partition(".")[2]].stored.mesh for call in graph}
     peak = peak_of(meshes["actor.generate"].devices.flat[0])
     return None if peak is None else Utilisation(models, meshes, algorithm, compute.dtype, peak)

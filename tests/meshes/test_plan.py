@@ -9,6 +9,7 @@ PLAN = Plan(
     {
         "actor.generate": Placement(Slice(0, 8), "generate", data=2, tensor=4),
         "reward.score": Placement(Slice(4, 1), "score", micro_batches=2),
+        "actor.update": Placement(Slice(0, 8), "train", fsdp=4, pipeline=2, micro_batches=4, schedule="zb-h1"),
     },
 )
 
@@ -37,6 +38,8 @@ def test_a_plan_that_cannot_be_is_one_sentence():
         ({"calls": {"a": {"devices": "3-0", "layout": "train"}}}, "count at least 1"),
         ({"calls": {"a": {"devices": "0-3", "layout": "train", "data": -2, "fsdp": -2}}}, "data=-2 must be at least 1"),
         ({"calls": {"a": {"devices": "all", "layout": "train"}}}, "must be a number or a range"),
+        ({"calls": {"a": {"devices": "0", "layout": "train", "schedule": "2f2b"}}}, "must be one of gpipe, 1f1b, "),
+        ({"calls": {"a": {"devices": "0", "layout": "train", "schedule": "gpipe"}}}, "no effect with pipeline=1"),
     ]:
         with pytest.raises(ValueError) as error:
             plan_of(mapping)

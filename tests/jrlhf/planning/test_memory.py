@@ -213,11 +213,15 @@ def test_the_cache_is_that_of_all_slots():
     assert chunks > 2 * 8.03e9 + position * (rows * 2048 + 16 * 1024 * 31 / 32)
 
 
-def test_a_pipeline_keeps_the_activations_of_all_micro_batches_on_their_way():
-    """Where one alone would need less than the optimizer's step: of 8 layers of a stage, 4 x 14 rows."""
-    workload, placed = ppo(rows=448), Placement(Slice(0, 8), "train", fsdp=2, pipeline=4, micro_batches=4)
-    active = call_bytes(workload, workload.graph["actor.update"], placed).active
-    assert active["kept activations"] == 8 * 4 * 14 * 2048 * 4096 * 2
+def test_a_stage_keeps_the_inputs_of_all_micro_batches_on_their_way():
+    """And of one the activations of its 8 layers: 56 rows each. GPipe has all of them on their way."""
+    workload = ppo(rows=3584)
+    row: Any = 56 * 2048 * 4096 * 2
+    schedule: Any
+    for schedule, inputs in (("1f1b", 4), ("gpipe", 8)):
+        placed = Placement(Slice(0, 8), "train", fsdp=2, pipeline=4, micro_batches=8, schedule=schedule)
+        active = call_bytes(workload, workload.graph["actor.update"], placed).active
+        assert (active["kept activations"], active["inputs in flight"]) == (8 * row, inputs * row)
 
 
 def test_a_pass_that_scores_the_base_too_has_every_row_twice():

@@ -105,7 +105,18 @@ SAMPLES: dict[str, Any] = {"stage": "grpo", "grpo": {"rollout_batch": 32, "algor
 # Changed calls of the colocated plan, None for one that is left out; the sentence; and sections of the config.
 REFUSED: tuple[tuple[dict[str, Any], str, dict[str, Any]], ...] = (
     ({"actor.update": {"devices": "4-11", "fsdp": 8}}, "actor.update on devices 4-11, and there are 8", {}),
-    ({"actor.update": {"devices": "0-3", "fsdp": 2, "pipeline": 2}}, "can be priced and not run", {}),
+    ({"actor.logprobs": {**FOUR, "layout": "score", "fsdp": 2, "pipeline": 2}}, "only calls that update one model", {}),
+    ({"actor.update": {**FOUR, "fsdp": 2, "pipeline": 2}}, "micro_batches=1: .*1f1b needs at least 2 of them", {}),
+    (
+        {"actor.update": {**FOUR, "fsdp": 1, "pipeline": 4, "micro_batches": 4}},
+        "pipeline=4 stages of schedule=1f1b, which need 4 layers, and its model has 2: choose fewer stages",
+        {},
+    ),
+    (
+        {"actor.update": {**FOUR, "fsdp": 2, "pipeline": 2, "micro_batches": 2, "schedule": "interleaved"}},
+        "pipeline=2 stages of schedule=interleaved, which need 4 layers, and its model has 2",
+        {},
+    ),
     ({"actor.update": {**FOUR, "layout": "score"}}, "a call to train needs train or train_tp", {}),
     (
         {"actor.update": {"devices": "0-7", "tensor": 8}},

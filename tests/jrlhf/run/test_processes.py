@@ -375,6 +375,10 @@ def test_plans_that_processes_cannot_run_are_refused():
         refuse_cross_process(apart, two)
     with pytest.raises(UserError, match=r"runs generate on devices 0-7 and update on 2-5, and JAX cannot bring arrays"):
         refuse_cross_process(plan(generate=(0, 8), update=(2, 4)), two)
+    staged = Plan("mine", {"update": Placement(Slice(0, 8), "train", fsdp=4, pipeline=2, micro_batches=2)})
+    refuse_cross_process(staged, one)
+    with pytest.raises(UserError, match=r"update in pipeline=2 stages, which need one process, and there are 2"):
+        refuse_cross_process(staged, two)
 
 
 # --- Launch templates ---

@@ -129,6 +129,25 @@ def test_any_plan_trains_as_the_colocated_run_does_and_is_resumed(make, tmp_path
     assert ((path / "model" / "model.safetensors").read_bytes(), timeless(path)) == whole
 
 
+def test_a_run_in_stages_is_the_colocated_one_and_resumes_without_them(make, tmp_path):
+    """Actor and critic are trained in two stages on all devices; its first update is that of one stage up to
+    rounding. Checkpoints do not know of stages."""
+    section = {"algorithm": {"epochs": 1, "minibatches": 1}}
+    staged = {"fsdp": 2, "pipeline": 2, "micro_batches": 2}
+    file = tmp_path / "stages.yaml"
+    placed = {f"{role}_update": {"devices": "0-7", "tensor": 2, **staged} for role in ("actor", "critic")}
+    plan = by_hand(file, make("staged", "ppo"), actor_generate=ALL, **placed)
+    colocated, path = run(make("colocated", "ppo", ppo=section)), run(make("staged", "ppo", plan, ppo=section))
+    records, expected = timeless(path), timeless(colocated)
+    assert_close(records[:1], expected[:1], **ROUNDED)
+    assert_close(records[1:], expected[1:], **STEPPED)
+    assert [record["perf/compilations"] for record in read_metrics(path)][1:] == [0]
+    shutil.rmtree(path / "checkpoints" / "ppo" / "2")
+    shutil.rmtree(path / "model")
+    run(make("staged", "ppo", ppo=section), resume=True)
+    assert_close(timeless(path), expected, **STEPPED)
+
+
 def test_the_first_update_under_a_plan_is_the_colocated_one(make):
     """Its metrics, the gradients' norms among them, are those before any optimizer has made a step."""
     section = {"algorithm": {"epochs": 1, "minibatches": 1}}

@@ -1,0 +1,294 @@
+"""A model cut into stages of consecutive layers, on meshes of their own, and the loop that runs a table of operations.
+
+Between two updates a model is stored whole, on the mesh of all devices of its stages. For an update each stage gets a
+copy of its layers (the first one the embeddings as well, the last one final norm and head), and its gradients go
+back. Where embeddings are tied, the last stage has a copy too, and the gradients of both are summed.
+
+A stage keeps the input of a micro-batch from the forward to the last backward operation, which computes the forward
+pass again: so what is in flight follows from the table alone (`meshes.pipeline.peak`). The last stage computes in its
+backward operation only. What a backward operation keeps within its stage is `ForwardOptions.remat`.
+
+Programs are dispatched in the order of the table and run when their inputs are there.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, cached_property, partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+from jaxtyping import Array, Float
+
+from jrlhf.meshes import Layout, transfer
+from jrlhf.meshes.pipeline import SCHEDULES, ScheduleName, Step, Table
+from jrlhf.models.config import ModelConfig
+from jrlhf.models.forward import ForwardOptions, ShardedForward
+from jrlhf.models.params import Params
+
+Loss = Callable[..., tuple[Array, dict[str, Array]]]  # (params, micro-batch, *others, *frozen) -> (loss, metrics)
+_FIRST, _LAST = ("embedding", "positions"), ("final_norm", "unembedding", "value_head")
+
+
+@dataclass(frozen=True)
+class PipelinePlacement:
+    """The meshes of a pipeline's groups of devices, first layers first, and the mesh of all of their devices."""
+
+    groups: tuple[Mesh, ...]
+    whole: Mesh
+    schedule: ScheduleName
+
+
+@dataclass(frozen=True)
+class Stages:
+    """The stages of a model.
+
+    config: of the whole model. groups: the meshes, of one shape; each has a stage, or several if they are interleaved.
+    """
+
+    config: ModelConfig
+    groups: tuple[Mesh, ...]
+    layout: Layout
+    options: ForwardOptions = ForwardOptions()
+    schedule: ScheduleName = "1f1b"
+
+    def __post_init__(self) -> None:
+        if len(self.meshes) > self.config.layers:
+            raise ValueError(f"{self.config.layers} layers do not fill {len(self.meshes)} stages: use fewer stages")
+
+    def table(self, micro_batches: int) -> Table:
+        """The operations of a minibatch."""
+        return SCHEDULES[self.schedule](len(self.groups), micro_batches)
+
+    @cached_property
+    def meshes(self) -> tuple[Mesh, ...]:
+        """The mesh of each stage."""
+        return tuple(self.groups[group] for group in self.table(len(self.groups)).pipelines[0].devices)
+
+    @property
+    def last(self) -> int:
+        """The number of the last stage."""
+        return len(self.meshes) - 1
+
+    def layers(self, stage: int) -> range:
+        """The layers of a stage. The numbers of layers of two stages differ by at most one."""
+        return range(*(self.config.layers * number // len(self.meshes) for number in (stage, stage + 1)))
+
+    def part(self, stage: int) -> ModelConfig:
+        """The config of a stage."""
+        layers, flags = self.layers(stage), self.config.local_layers
+        return replace(self.config, layers=len(layers), local_layers=flags[layers.start : layers.stop])
+
+    def cut(self, params: Params, stage: int, *, head: bool) -> Params:
+        """Returns a stage's part of weights, gradients or an adapter, on its mesh. head: params may have tied ones."""
+        names = (*(_FIRST if stage == 0 else ()), *(_LAST if stage == self.last else ()))
+        if stage == self.last and head and self.config.tie_embeddings:
+            names += ("embedding",)
+        part = {name: params[name] for name in names if name in params}
+        layers, own = params["layers"], self.layers(stage)
+        if isinstance(layers, list):
+            part["layers"] = layers[own.start : own.stop]
+        else:
+            part["layers"] = _on(_mesh(layers), _sliced, layers, own.start, own.stop)
+        return transfer(part, self.meshes[stage])
+
+    def gradients(
+        self, loss: "Loss", params: Params, rows: Any, others: tuple[Any, ...], frozen: tuple[Params, ...]
+    ) -> "Gradients":
+        """The sums over a minibatch; see `Task`."""
+        task = Task(self, loss, params, rows, others, frozen)
+        return run(self.table(task.micro_batches), [task])[0]
+
+
+@dataclass(frozen=True)
+class Task:
+    """The training of one model on the micro-batches of one minibatch.
+
+    loss: differentiated by the weights of the last stage, among which is its input, "hidden". One object for all
+        minibatches: it is compiled once.
+    rows: a tree of arrays [M, b, ...] on the mesh of the last stage. A micro-batch of them has `tokens` [b, T].
+    others: further arguments of the loss, on that mesh. frozen: a base under an adapter.
+    """
+
+    stages: Stages
+    loss: Loss
+    params: Params
+    rows: Any
+    others: tuple[Any, ...] = ()
+    frozen: tuple[Params, ...] = ()
+
+    @property
+    def micro_batches(self) -> int:
+        """The number M of micro-batches."""
+        return jax.tree.leaves(self.rows)[0].shape[0]
+
+
+class Gradients(NamedTuple):
+    loss: Array
+    metrics: dict[str, Array]
+    gradients: Params
+
+
+def run(table: Table, tasks: Sequence[Task]) -> list[Gradients]:
+    """Returns the sums over the micro-batches of each task: loss and metrics on the mesh and gradients in the form and
+    on the mesh of its weights.
+
+    table: has a pipeline for each task, whose stages and micro-batches are the task's.
+    """
+    running = [_Running(task) for task in tasks]
+    for _, step in table.operations:
+        running[step.model].compute(step, split=table.pipelines[step.model].split)
+    return [task.result() for task in running]
+
+
+class _Running:
+    """A task's weights, what is in flight, and the sums, by stage."""
+
+    def __init__(self, task: Task):
+        stages, head = task.stages, "value_head" not in task.params
+        numbers = range(len(stages.meshes))
+        self.task = task
+        self.weights = [stages.cut(task.params, stage, head=head) for stage in numbers]
+        *frozen, last = [tuple(stages.cut(base, stage, head=head) for base in task.frozen) for stage in numbers]
+        self.others = [*frozen, (*task.others, *last)]
+        rows = {mesh: transfer(task.rows, mesh) for mesh in stages.meshes}
+        self.rows = [rows[mesh] for mesh in stages.meshes]
+        self.functions = [*(_stage(stages, stage) for stage in numbers[:-1]), _last(task.loss)]
+        self.sums = [_on(mesh, _zeros, weights) for mesh, weights in zip(stages.meshes, self.weights, strict=True)]
+        self.shares: list[tuple[Array, dict[str, Array]]] = []  # of the micro-batches: loss and metrics
+        # In flight, by stage and micro-batch: the stage's input, and the gradient of its output.
+        self.inputs: dict[tuple[int, int], Params] = {(0, number): {} for number in range(task.micro_batches)}
+        self.gradients: dict[tuple[int, int], Any] = {}
+
+    def compute(self, step: Step, split: bool) -> None:
+        """Dispatches one operation and sends its result to the next stage."""
+        stage, place = step.stage, (step.stage, step.micro_batch)
+        last = stage == self.task.stages.last
+        arguments = self.weights[stage], self.inputs[place], self.rows[stage], step.micro_batch, self.others[stage]
+        with jax.set_mesh(self.task.stages.meshes[stage]):
+            if step.kind == "forward":
+                if not last:
+                    self._send(self.inputs, stage + 1, step, {"hidden": _forward(self.functions[stage], *arguments)})
+                return
+            arguments = *arguments, self.gradients.setdefault(place, jnp.ones(()))
+            if step.kind == "backward" and split:
+                of_input = _gradient_of_input(self.functions[stage], *arguments)
+            else:
+                of_input, self.sums[stage], shares = _gradients(self.functions[stage], self.sums[stage], *arguments)
+                self.shares += [shares] if last else []
+                del self.inputs[place], self.gradients[place]
+            if step.kind == "backward" and stage:
+                self._send(self.gradients, stage - 1, step, of_input["hidden"])
+
+    def _send(self, inbox: dict[tuple[int, int], Any], stage: int, step: Step, tree: Any) -> None:
+        mesh = self.task.stages.meshes[stage]
+        # Both meshes divide the array alike, so each device copies what it has to its neighbour.
+        placed = jax.tree.map(lambda x: jax.device_put(x, NamedSharding(mesh, x.sharding.spec)), tree)
+        inbox[stage, step.micro_batch] = placed
+
+    def result(self) -> Gradients:
+        home = _mesh(self.task.params)
+        sums, shares = transfer((self.sums, self.shares), home)
+        loss, metrics = _on(home, _total, shares)
+        return Gradients(loss, metrics, _on(home, _joined, self.task.params, sums))
+
+
+Function = Callable[..., tuple[Array, Any]]
+"""(weights, input, rows of all micro-batches, micro-batch, *others) -> (output, loss and metrics of the last stage)"""
+
+
+def make_hidden(
+    config: ModelConfig, mesh: Mesh, layout: Layout, options: ForwardOptions
+) -> Callable[..., Float[Array, "B T D"]]:
+    """Builds f(params, tokens [B, T]) -> hidden states [B, T, D] in the compute dtype: a stage but the last.
+
+    config: of the stage's layers. params: the stage's part of the weights, and but for the first stage its input as
+    "hidden" [B, T, D]. With `lora` f(adapter, tokens, base), and "hidden" is in the adapter.
+    """
+    forward = ShardedForward(config, mesh, layout, "lm", options)
+    return forward.shard(forward.hidden)
+
+
+@cache
+def _stage(stages: Stages, stage: int) -> Function:
+    """The function of a stage but the last: its output is the hidden states."""
+    hidden = make_hidden(stages.part(stage), stages.meshes[stage], stages.layout, stages.options)
+    return lambda params, rows, *frozen: (hidden(params, rows.tokens, *frozen), ())
+
+
+@cache
+def _last(loss: Loss) -> Function:
+    """The function of the last stage: its output is the loss."""
+
+    def function(*arguments: Any) -> tuple[Array, Any]:
+        output, metrics = loss(*arguments)
+        return output, (output, metrics)
+
+    return function
+
+
+def _apply(function: Function, weights: Params, given: Params, rows: Any, number: Array, others: Any) -> Any:
+    micro_batch = jax.tree.map(lambda x: x[number], rows)
+    return function({**weights, **given}, micro_batch, *others)
+
+
+@partial(jax.jit, static_argnums=0)
+def _forward(*arguments: Any) -> Array:
+    return _apply(*arguments)[0]
+
+
+def _pull(function: Function, weights: Params, given: Params, rows: Any, number: Array, others: Any, gradient: Array):
+    """Returns the gradients of weights and input, given that of the output, and the loss and metrics."""
+    _, pull, shares = jax.vjp(
+        lambda weights, given: _apply(function, weights, given, rows, number, others), weights, given, has_aux=True
+    )
+    return *pull(gradient), shares
+
+
+@partial(jax.jit, static_argnums=0)
+def _gradient_of_input(*arguments: Any) -> Params:
+    return _pull(*arguments)[1]
+
+
+@partial(jax.jit, static_argnums=0, donate_argnums=1)
+def _gradients(function: Function, sums: Params, *arguments: Any) -> tuple[Params, Params, Any]:
+    of_weights, of_input, shares = _pull(function, *arguments)
+    return of_input, jax.tree.map(lambda s, g: s + g.astype(s.dtype), sums, of_weights), shares
+
+
+@jax.jit
+def _zeros(weights: Params) -> Params:
+    return jax.tree.map(lambda w: jnp.zeros_like(w, jnp.promote_types(w.dtype, jnp.float32)), weights)
+
+
+@jax.jit
+def _total(shares: list[tuple[Array, dict[str, Array]]]) -> tuple[Array, dict[str, Array]]:
+    return jax.tree.map(lambda *x: sum(x), *shares)
+
+
+@jax.jit
+def _joined(params: Params, parts: list[Params]) -> Params:
+    """The stages' gradients as one tree, in the dtypes of `params`. A tied embedding is in two of them."""
+
+    def join(name: str) -> Any:
+        trees = [part[name] for part in parts if name in part]
+        if name == "layers":
+            return jax.tree.map(lambda *x: jnp.concatenate(x), *trees)
+        return jax.tree.map(lambda *x: sum(x[1:], start=x[0]), *trees)
+
+    return jax.tree.map(lambda p, g: g.astype(p.dtype), params, {name: join(name) for name in params})
+
+
+@partial(jax.jit, static_argnums=(1, 2))
+def _sliced(layers: Params, start: int, stop: int) -> Params:
+    return jax.tree.map(lambda x: x[start:stop], layers)
+
+
+def _mesh(tree: Any) -> Mesh:
+    return jax.tree.leaves(tree)[0].sharding.mesh
+
+
+def _on(mesh: Mesh, function: Callable[..., Any], *arguments: Any) -> Any:
+    with jax.set_mesh(mesh):
+        return function(*arguments)

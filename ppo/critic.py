@@ -1,0 +1,233 @@
+"""Steps of the critic, and steps that train actor and critic, if there is one, by one program.
+
+The on-policy steps are for algorithms with one update per batch: experience and update share their forward passes. With
+one epoch of one minibatch, old log-probs and values come from the weights that the update starts from, so its forward
+passes would repeat theirs. Here each model runs forward once and backward once.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Bool, Float, Int
+
+from jrlhf.ppo.config import PolicyConfig, PPOConfig
+from jrlhf.ppo.experience import make_experience, sequence_kl, update_kl
+from jrlhf.ppo.losses import value_loss
+from jrlhf.ppo.masked import masked_sum, masked_variance
+from jrlhf.ppo.steps import LogprobFn, SumsFn, actor_update
+from jrlhf.ppo.types import Coefficient, Experience, Logprobs, PPOState, Rollout, Scores, TrainState
+from jrlhf.ppo.updates import Metrics, Pipeline, check_output, make_step, run_updates
+
+PyTree = Any
+ResponseLogprobFn = Callable[[PyTree, Array, Array], tuple[Float[Array, "B T"], Float[Array, "B T"]]]
+
+
+class ValueFn(Protocol):
+    """(params, tokens) or (params, tokens, frozen) -> values, `[:, t]` *before* token t."""
+
+    def __call__(self, params: PyTree, tokens: Int[Array, "B T"], /, *frozen: Any, **_: Any) -> Float[Array, "B T"]: ...
+
+
+class CriticRows(NamedTuple):
+    """The arrays that the value loss reads of an experience."""
+
+    tokens: Int[Array, "B T"]
+    mask: Bool[Array, "B T"]
+    old_values: Float[Array, "B T"]
+    returns: Float[Array, "B T"]
+
+    @property
+    def computed(self) -> Bool[Array, "B T"]:
+        """The tokens that the loss reads."""
+        return self.mask
+
+
+def make_critic_step(
+    value_fn: ValueFn, optimizer: optax.GradientTransformation, config: PPOConfig, *, pipeline: Pipeline | None = None
+) -> Callable[..., tuple[TrainState, Metrics]]:
+    """A jitted step that trains the critic on one batch of experience: epochs x minibatches updates. Donates the state.
+
+    With a `pipeline`, `value_fn` is a function of its last stage, and the step is not jitted as a whole.
+
+    An update's loss is the mean over the minibatch's response tokens of `losses.value_loss`.
+
+    Metrics: critic/vf_loss, critic/vf_clipfrac, critic/vpred_mean, critic/grad_norm as means over the updates that were
+    not skipped; critic/skipped_updates and critic/nonfinite_updates as in `make_actor_step`; and
+    critic/vf_explained_var = 1 - Var(returns - values) / (Var(returns) + 1e-5) of the values in the experience, i.e.
+    before the update (verl's definition).
+    """
+    return make_step(critic_update(value_fn, optimizer, config, pipeline), pipeline)
+
+
+def make_ppo_step(
+    logprob_fn: LogprobFn,
+    value_fn: ValueFn,
+    actor_optimizer: optax.GradientTransformation,
+    critic_optimizer: optax.GradientTransformation,
+    config: PPOConfig,
+    *,
+    sums_fn: SumsFn | None = None,
+) -> Callable[..., tuple[PPOState, Metrics]]:
+    """One jitted step that trains actor and critic and moves the KL controller. Donates the state.
+
+    Both functions read the same `frozen`, if there is any. `target_kl` stops the actor only. `sums_fn` and the texts of
+    `config.ptx_coef` are the actor's, as in `make_actor_step`. Metrics are those of both steps and, if the experience
+    has a reference, objective/kl (the controller's input) and objective/kl_coef (the coefficient before the update).
+    """
+    update_actor = actor_update(logprob_fn, actor_optimizer, config, sums_fn)
+    update_critic = critic_update(value_fn, critic_optimizer, config)
+
+    def step(state: PPOState, experience: Experience, *others: PyTree) -> tuple[PPOState, Metrics]:
+        frozen = others[1:] if config.ptx_coef else others
+        actor, actor_metrics = update_actor(state.actor, experience, *others)
+        critic, critic_metrics = update_critic(state.critic, experience, *frozen)
+        metrics = {**actor_metrics, **critic_metrics}
+        if experience.ref_logprobs is None:
+            return PPOState(actor, critic, state.kl), metrics
+        kl = sequence_kl(experience)
+        controller = update_kl(state.kl, kl, experience.tokens.shape[0], config=config)
+        return PPOState(actor, critic, controller), metrics | {"objective/kl": kl, "objective/kl_coef": state.kl.coef}
+
+    return jax.jit(step, donate_argnums=0)
+
+
+def critic_update(
+    value_fn: ValueFn, optimizer: optax.GradientTransformation, config: PPOConfig, pipeline: Pipeline | None = None
+) -> Callable[..., tuple[TrainState, Metrics]]:
+    def loss_fn(params: PyTree, rows: CriticRows, count: Array, *frozen: PyTree) -> tuple[Array, Metrics]:
+        values = value_fn(params, rows.tokens, *frozen)
+        check_output("value_fn", rows.tokens, values)
+        values = jnp.where(rows.mask, values, 0)
+        with jax.named_scope("value_loss"):
+            parts = value_loss(values, rows.old_values, rows.returns, clip=config.value_clip)
+        loss = masked_sum(parts.loss, rows.mask) / count
+        return loss, {
+            "vf_loss": loss,
+            "vf_clipfrac": masked_sum(parts.clipped.astype(jnp.float32), rows.mask) / count,
+            "vpred_mean": masked_sum(values, rows.mask) / count,
+        }
+
+    names = ("vf_loss", "vf_clipfrac", "vpred_mean")
+
+    def update(state: TrainState, experience: Experience, *frozen: PyTree) -> tuple[TrainState, Metrics]:
+        mask, values, returns = experience.response_mask, experience.values, experience.returns
+        if values is None or returns is None:
+            raise ValueError("values=None: a critic's step needs values and returns in the experience")
+        unexplained = masked_variance(returns - values, mask)
+        rows = CriticRows(experience.tokens, mask, values, returns)
+        state, run = run_updates(loss_fn, optimizer, config, state, rows, frozen, names, pipeline=pipeline)
+        metrics = {f"critic/{name}": value for name, value in run.means.items()}
+        metrics["critic/vf_explained_var"] = 1 - unexplained / (masked_variance(returns, mask) + 1e-5)
+        counts = {f"critic/{name}": run.counts[name] for name in ("skipped_updates", "nonfinite_updates")}
+        return state, metrics | counts
+
+    return update
+
+
+def make_on_policy_step(
+    logprob_fn: ResponseLogprobFn,
+    value_fn: Callable[..., Float[Array, "B T+1"]],
+    actor_optimizer: optax.GradientTransformation,
+    critic_optimizer: optax.GradientTransformation,
+    config: PPOConfig,
+) -> Callable[..., tuple[TrainState, TrainState, Experience, Metrics]]:
+    """Builds f(actor, critic, rollout, scores, ref_logprobs, kl_coef) -> (actor, critic, experience, metrics), jitted.
+
+    The result equals that of `make_experience` with recomputed log-probs and values, then `make_actor_step` and
+    `make_critic_step`; with recomputed log-probs the metrics of the ratio are trivial. Donates the states. The
+    residuals of both models' backward passes exist at the same time, for the whole batch.
+
+    logprob_fn: (params, tokens, starts [B]) -> the outputs of a `LogprobFn`, read in responses only: from `starts` on.
+    value_fn: (params, tokens) -> V before each token, and after a row's last one at index T.
+    scores, ref_logprobs, kl_coef: as in `make_experience`.
+
+    Raises ValueError if `config` asks for several updates, for a batch in parts, or for texts (`ptx_coef`).
+    """
+    _check_single(config)
+
+    def step(
+        actor: TrainState,
+        critic: TrainState,
+        rollout: Rollout,
+        scores: Scores,
+        ref_logprobs: Logprobs | None,
+        kl_coef: Coefficient,
+    ) -> tuple[TrainState, TrainState, Experience, Metrics]:
+        old_logprobs, computed_logprobs = _run_actor(logprob_fn, actor.params, rollout, config)
+        values, pull = jax.vjp(lambda params: value_fn(params, rollout.tokens), critic.params)
+        last = jax.vmap(lambda row, length: row[length])(values, rollout.lengths)
+        before = values[:, :-1]
+        experience = make_experience(
+            rollout, scores, old_logprobs, ref_logprobs, before, config=config, kl_coef=kl_coef, bootstrap_values=last
+        )
+        computed_values = _computed(before, lambda cotangent: pull(jnp.pad(cotangent, ((0, 0), (0, 1)))))
+        update_actor = actor_update(computed_logprobs, actor_optimizer, config, None)
+        update_critic = critic_update(computed_values, critic_optimizer, config)
+        actor, actor_metrics = update_actor(actor, experience)
+        critic, critic_metrics = update_critic(critic, experience)
+        return actor, critic, experience, actor_metrics | critic_metrics
+
+    return jax.jit(step, donate_argnums=(0, 1))
+
+
+def make_on_policy_actor_step(
+    logprob_fn: ResponseLogprobFn,
+    optimizer: optax.GradientTransformation,
+    config: PolicyConfig,
+    make_experience: Callable[..., Experience],
+) -> Callable[..., tuple[TrainState, Experience, Metrics]]:
+    """Builds f(actor, rollout, scores, ref_logprobs, kl_coef) -> (actor, experience, metrics), jitted: no critic.
+
+    make_experience: `make_group_experience` or `make_return_experience`. Otherwise like `make_on_policy_step`.
+    """
+    _check_single(config)
+
+    def step(
+        actor: TrainState, rollout: Rollout, scores: Scores, ref_logprobs: Logprobs | None, kl_coef: Coefficient
+    ) -> tuple[TrainState, Experience, Metrics]:
+        old_logprobs, computed_logprobs = _run_actor(logprob_fn, actor.params, rollout, config)
+        experience = make_experience(rollout, scores, old_logprobs, ref_logprobs, config=config, kl_coef=kl_coef)
+        actor, metrics = actor_update(computed_logprobs, optimizer, config, None)(actor, experience)
+        return actor, experience, metrics
+
+    return jax.jit(step, donate_argnums=0)
+
+
+def _check_single(config: PolicyConfig) -> None:
+    if config.ptx_coef:
+        raise ValueError(f"ptx_coef={config.ptx_coef:g}: texts need passes of their own: use make_actor_step")
+    if (config.epochs, config.minibatches, config.micro_batches, config.micro_batch_tokens) != (1, 1, 1, None):
+        raise ValueError(
+            f"epochs={config.epochs}, minibatches={config.minibatches}, micro_batches={config.micro_batches}, "
+            f"micro_batch_tokens={config.micro_batch_tokens}: a single update on a whole batch needs 1, 1, 1 and null"
+        )
+
+
+def _run_actor(
+    logprob_fn: ResponseLogprobFn, params: PyTree, rollout: Rollout, config: PolicyConfig
+) -> tuple[Logprobs, LogprobFn]:
+    """Log-probs under `params`, and a `LogprobFn` that returns this pass's outputs and knows their gradient."""
+
+    def outputs(params: PyTree) -> tuple[Array, Array]:
+        return logprob_fn(params, rollout.tokens, rollout.prompt_lengths)
+
+    if config.entropy_coef:
+        (logprobs, entropy), pull = jax.vjp(outputs, params)
+    else:  # a derivative of the entropy that is not finite would become NaN even with a cotangent of 0
+        logprobs, pull_logprobs, entropy = jax.vjp(outputs, params, has_aux=True)
+        pull = lambda cotangents: pull_logprobs(cotangents[0])  # noqa: E731
+    return logprobs, _computed((logprobs, entropy), pull)
+
+
+def _computed(outputs: PyTree, pull: Callable[[PyTree], tuple[PyTree]]) -> Callable[..., PyTree]:
+    """Outputs that are computed already, as a function of (params, tokens) with their vector-Jacobian product."""
+
+    @jax.custom_vjp
+    def run(params: PyTree) -> PyTree:
+        return outputs
+
+    run.defvjp(lambda params: (outputs, None), lambda _, cotangents: pull(cotangents))
+    return lambda params, tokens: run(params)
