@@ -59,7 +59,7 @@ def play(directory: Path, *, resume: bool = False, before: Before = lambda step:
         line=lambda text, style="": None,
         samples=lambda rows: None,
         status=lambda text: nullcontext(),
-        progress=lambda *_, **__: nullcontext(SimpleNamespace(advance=lambda *_: None)),
+        progress=lambda *_, **__: nullcontext(SimpleNamespace(advance=lambda *_: None, compiling=lambda count: None)),
     )
     config = load_config(str(source), settings)
     with open_run(config, resume=resume) as run, explained(run), PreemptionGuard() as guard, jax.set_mesh(mesh):
