@@ -85,12 +85,12 @@ class Actor(TrainedRole):
         assert self.architecture.lora is None
         return self._switch("generate"), {}
 
-    @timed("reshard")
     def _switch(self, method: str) -> Params:
         """The weights in the layout GENERATE. A copy that was made only to onload them is freed on the way."""
         params = self.offloader.onload(self.state.params)
         model, is_copy = self._model.holding(params), params is not self.state.params
-        return generation_weights(model, self.placement[method].mesh, self._compute, donate=is_copy)
+        mesh = self.placement[method].mesh
+        return self.clock.run("reshard", generation_weights, model, mesh, self._compute, donate=is_copy)
 
     @timed("gen")
     def _sample(self, generate: Callable, weights: Params, prompts: Batch, mesh: Mesh) -> Rollout:

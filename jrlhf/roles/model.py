@@ -1,6 +1,7 @@
 """One model: its architecture, its weights, and copies of the weights as calls elsewhere need them."""
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -57,6 +58,7 @@ class Compute:
         )
 
 
+@partial(jax.tree_util.register_dataclass, data_fields=("params", "base"), meta_fields=("architecture",))
 @dataclass(frozen=True)
 class Model:
     """Weights with all that is needed to compute with them.
