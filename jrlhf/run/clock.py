@@ -42,7 +42,7 @@ class Clock:
 
     including its tracing, compilation and other work on the host. A call that returns no arrays has worked on the host
     until it returned. So calls on the same devices follow each other without overlaps, and the sum of their seconds is
-    at most the whole time. Calls on separate devices may overlap. Host work beside that of the devices adds nothing.
+    at most the whole time. Calls on separate devices may overlap. Host work during that of the devices adds nothing.
 
     deadline: seconds within which calls must end. blocking: wait for each call before the next one is made; by default
     only for calls on several devices that one CPU simulates.
