@@ -121,10 +121,10 @@ def _measured(run: Record, settled: list[Metrics]) -> tuple[int, float, list[Spa
     lengths = {record["step"]: record["timing_s/step"] for record in settled if record.get("timing_s/step")}
     try:
         own = {line["step"]: line["calls"] for line in run.timelines if line["stage"] == run.algorithm}
-        known = sorted(own.keys() & lengths.keys(), key=lambda step: lengths[step])
-        if not known:
+        steps = sorted(own.keys() & lengths.keys(), key=lambda step: lengths[step])
+        if not steps:
             return None
-        step = known[(len(known) - 1) // 2]
+        step = steps[(len(steps) - 1) // 2]
         spans = [
             Span(str(call["name"]), float(call["start"]), float(call["end"]), Slice.of(call["devices"]), call["copies"])
             for call in own[step]

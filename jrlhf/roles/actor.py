@@ -86,11 +86,12 @@ class Actor(TrainedRole):
         return self._switch("generate"), {}
 
     def _switch(self, method: str) -> Params:
+        return self.clock.run("reshard", self._copy, self.state.params, self.placement[method].mesh)
+
+    def _copy(self, stored: Params, mesh: Mesh) -> Params:
         """The weights in the layout GENERATE. A copy that was made only to onload them is freed on the way."""
-        params = self.offloader.onload(self.state.params)
-        model, is_copy = self._model.holding(params), params is not self.state.params
-        mesh = self.placement[method].mesh
-        return self.clock.run("reshard", generation_weights, model, mesh, self._compute, donate=is_copy)
+        params = self.offloader.onload(stored)
+        return generation_weights(self._model.holding(params), mesh, self._compute, donate=params is not stored)
 
     @timed("gen")
     def _sample(self, generate: Callable, weights: Params, prompts: Batch, mesh: Mesh) -> Rollout:

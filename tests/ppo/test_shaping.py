@@ -96,7 +96,7 @@ def test_scores_of_any_size_leave_finite_moments_of_those_that_float32_can_squar
         fit = scores[np.abs(scores) <= 1e15].astype(float)
         own += [*fit]
         assert metrics["score/beyond_moments"] == ROWS - len(fit) and np.isfinite(shaped).all()
-        mean, std = np.mean(own), np.std(own, ddof=1)
+        mean, std = float(np.mean(own)), float(np.std(own, ddof=1))
         np.testing.assert_allclose([moments.count, moments.std], [len(own), std], rtol=1e-4)
         np.testing.assert_allclose(moments.mean, mean, rtol=1e-4, atol=1e-6 * std)
         expected = np.clip((scores.astype(float) - mean) / max(std, 1e-4 * max(1, abs(mean))), -5, 5)
