@@ -383,8 +383,8 @@ class ProfileConfig(Feature):
 class Config(Section):
     """The settings of the whole run."""
 
-    name: str = checked(  # the run's directory in run_dir
-        "quickstart",
+    name: str = checked(  # the run's directory in run_dir; a file that does not give it gives its own name
+        "run",
         lambda value: re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]*", value) is not None,
         "letters, digits, '.', '_' and '-': it names the run's directory",
     )

@@ -109,7 +109,7 @@ class AsynchronousConfig(Section):
     """
 
     # Versions by which the weights that drew a token may be older than those that learn from it; 0: a synchronous run.
-    staleness: int = natural(1)
+    staleness: int = natural(1, most=1000)
     on_new_weights: Literal["keep_cache", "prefill_again", "finish"] = "keep_cache"
     """What rows do that are half drawn when new weights arrive. "keep_cache": they go on with the new weights and the
     keys and values of the old ones (PipelineRL, arXiv:2509.19128). "prefill_again": their caches are computed again

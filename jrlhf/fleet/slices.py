@@ -128,7 +128,8 @@ class SliceFleet:
     def state(self) -> FleetState:
         """The state as arrays on the rollouts' devices, which the next chunk uses up."""
         host = self._batch.state.owner, self._batch.state.drawn, self._started, jax.tree.map(np.int32, self._times)
-        owner, drawn, started, times = to_devices(host, NamedSharding(self.mesh, P()))
+        # A copy: the arrays of a CPU may share the host's memory, which the next chunk changes.
+        owner, drawn, started, times = to_devices(jax.tree.map(np.array, host), NamedSharding(self.mesh, P()))
         decoding = _with_keys(replace(self._batch.state, owner=owner, drawn=drawn), jax.random.key_data)
         lagging = self._on_new_weights == "finish"
         return FleetState(decoding, started, times, (self._weights, self._expected) if lagging else None)

@@ -1,6 +1,5 @@
 """Whole asynchronous runs: the same bits as the synchronous run, twice, and after a kill."""
 
-import shutil
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -14,7 +13,7 @@ from jrlhf.run.files import read_jsonl
 from jrlhf.run.metrics import read_metrics
 from jrlhf.stages.setup import select_resources
 from jrlhf.train import main
-from tests.support.runs import timeless
+from tests.support.runs import resumed, timeless
 
 pytestmark = pytest.mark.usefixtures("quick_programs")
 
@@ -44,8 +43,8 @@ def config(directory: Path, name: str, algorithm: str = "grpo", settings: Sequen
     return load_config(str(file), [*SETTINGS, *named, *section, *ALGORITHMS.get(algorithm, ()), *options, *settings])
 
 
-def run(config: Any, *, resume: bool = False) -> Path:
-    main(config, resume=resume)
+def run(config: Any) -> Path:
+    main(config)
     return Path(config.run_dir) / config.name
 
 
@@ -70,15 +69,13 @@ def test_with_staleness_0_the_run_is_the_synchronous_one_bit_for_bit(algorithm, 
 @pytest.mark.parametrize("on_new_weights", proven("keep_cache", "prefill_again", "finish"))
 def test_a_run_that_goes_on_from_any_step_has_the_same_bits(on_new_weights, tmp_path):
     options = {"staleness": 2, "update_steps": 3, "on_new_weights": on_new_weights}
-    path = run(config(tmp_path, "whole", **options))
+    whole = config(tmp_path, "whole", settings=["checkpoints.keep=4"], **options)
+    path = run(whole)
     expected = timeless(path), (path / "model" / "model.safetensors").read_bytes()
     assert [record["perf/compilations"] for record in read_metrics(path) if record["stage"] == "grpo"][2:] == [0, 0]
-    shutil.rmtree(path / "model")
-    for step in (4, 3):  # only the last two are kept
-        shutil.rmtree(path / "checkpoints" / "grpo" / str(step), ignore_errors=True)
-        if step == 4:
-            run(config(tmp_path, "whole", **options), resume=True)
-            assert (timeless(path), (path / "model" / "model.safetensors").read_bytes()) == expected
+    for step in (4, 2):
+        resumed(whole, *range(step, 5))
+        assert (timeless(path), (path / "model" / "model.safetensors").read_bytes()) == expected
     lines = [line for line in read_jsonl(path / "timeline.jsonl") if line["stage"] == "grpo"]
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
     for line in lines:  # slices of several devices that one CPU simulates: no call overlaps with another
