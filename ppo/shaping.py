@@ -60,10 +60,7 @@ class RunningMoments:
         return cls(*(jnp.zeros((), jnp.float32) for _ in range(3)))
 
     def add(self, x: Float[Array, "B"]) -> "RunningMoments":
-        """Adds the elements of `x` up to LARGEST, two-pass and merged as in Chan, Golub & LeVeque 1979 (eq. 2.1).
-
-        One NaN, or one square that is infinite, would otherwise stay for good.
-        """
+        """Adds elements up to LARGEST, two-pass, as in Chan, Golub & LeVeque 1979 (2.1). Others would never leave."""
         fits = jnp.abs(x) <= LARGEST
         x = jnp.where(fits, x, 0).astype(jnp.float32)
         n = jnp.sum(fits).astype(jnp.float32)

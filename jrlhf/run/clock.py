@@ -12,8 +12,6 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh
 
-from jrlhf.meshes.plan import Slice
-
 SMALL = 16 << 20  # bytes
 
 
@@ -118,9 +116,9 @@ class Clock:
         records = []
         for span in self.spans():
             own = [numbers[device] for device in span.devices if device in numbers] or list(numbers.values())
-            devices = Slice(min(own), max(own) + 1 - min(own))
+            devices = str(own[0]) if len(own) == 1 else f"{min(own)}-{max(own)}"
             times = {"start": round(span.start, 6), "end": round(span.end, 6)}
-            records.append({"name": span.name, "devices": str(devices), **times, "copies": span.copies})
+            records.append({"name": span.name, "devices": devices, **times, "copies": span.copies})
         return records
 
 
