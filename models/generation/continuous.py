@@ -69,7 +69,7 @@ class ContinuousBatch:
     state: Decoding
 
     def __init__(self, decoder: Decoder, mesh: Mesh, schedule: Schedule, slots: int, width: int):
-        limit = decoder.sampling.max_new_tokens
+        self.mesh, limit = mesh, decoder.sampling.max_new_tokens
         self._programs = programs = Programs(decoder, mesh, min(schedule.chunk, limit))
         check_rows(slots, mesh, AXES, "decode slots")
         self._own, self._width, self._limit = slots // programs.groups, width, limit  # slots of one group

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from jrlhf.config import load_config
+from jrlhf.config.check import uncorrected
 from jrlhf.errors import UserError
 from jrlhf.run.files import read_jsonl
 from jrlhf.run.metrics import read_metrics
@@ -92,5 +93,23 @@ def test_what_cannot_be_asynchronous_is_one_sentence(tmp_path):
     ):
         with pytest.raises(UserError, match=sentence):
             select_resources(config(tmp_path, "refused", algorithm, settings, staleness=1))
+    for settings, sentence in (
+        (["fleet.workers=2", "grpo.asynchronous.logical_workers=1"], "=2 exceeds grpo.asynchronous.logical_workers=1"),
+        (["grpo.asynchronous.logical_workers=3"], "rollout.slots=16 must give each of 3 logical worker.s. a multiple"),
+        (["fleet.workers=2", "fleet.devices=[a]"], "names the GPUs of 1 process.es., and fleet.workers=2: give each"),
+        (["fleet.workers=1", "fleet.devices=[a]"], r"fleet.devices=\[a\] has no effect on a CPU"),
+        (["fleet.deadline=9"], "fleet.deadline=9.0 has no effect with a run without fleet.workers"),
+    ):
+        with pytest.raises(UserError, match=sentence):
+            select_resources(config(tmp_path, "refused", "grpo", settings, staleness=1))
+    with pytest.raises(UserError, match="fleet.workers=2 draws .* give grpo a section asynchronous"):
+        select_resources(config(tmp_path, "refused", "grpo", ["fleet.workers=2"]))
     with pytest.raises(UserError, match="grpo.asynchronous.staleness=-1: it must be at least 0"):
         config(tmp_path, "negative", staleness=-1)
+
+
+def test_a_run_without_a_correction_is_warned_of(tmp_path):
+    assert uncorrected(config(tmp_path, "fresh", staleness=0)) is None
+    assert uncorrected(config(tmp_path, "weighted", "grpo", ["grpo.algorithm.importance=token"], staleness=1)) is None
+    warning = uncorrected(config(tmp_path, "plain", staleness=1))
+    assert warning is not None and "staleness=1 without an off-policy correction" in warning

@@ -6,10 +6,11 @@ from typing import Any
 import jax
 import numpy as np
 
+from jrlhf.fleet.fleet import Fleet
 from jrlhf.fleet.identity import drawing_identity
 from jrlhf.fleet.prompts import PromptStream
 from jrlhf.fleet.schedule import Rules
-from jrlhf.fleet.slices import SliceFleet
+from jrlhf.fleet.slices import SliceWorkers
 from jrlhf.meshes import make_mesh
 from jrlhf.models.generation.chunks import EMPTY, Slots
 from jrlhf.models.generation.continuous import Decoding, Progress
@@ -30,7 +31,8 @@ class Batch:
 
     room, rows = 4, ()
 
-    def __init__(self):
+    def __init__(self, mesh):
+        self.mesh = mesh
         keys = jax.random.split(jax.random.key(0), 4)
         slots = Slots([], Rows(keys, *[np.zeros(4, np.int32)] * 4))  # type: ignore[arg-type]
         results: Any = ()
@@ -49,19 +51,11 @@ class Batch:
 def test_a_state_stays_as_it_is_while_the_fleet_goes_on():
     mesh, weights = make_mesh(devices=jax.devices()[:1]), ({"layers": [{"bias": np.ones(1, np.float32)}]}, {})
     with jax.set_mesh(mesh):
-        fleet: Any = SliceFleet(
-            Batch(),  # type: ignore[arg-type]
-            mesh,
-            Rules(2, 1, 1),
-            "keep_cache",
-            lambda number: SimpleNamespace(number=number),  # type: ignore[arg-type]
-            lambda group: None,
-            samples=1,
-            limit=1,
-        )
+        workers = SliceWorkers([Batch(mesh)])  # type: ignore[list-item]
+        fleet: Any = Fleet(workers, mesh, Rules(2, 1, 1), "keep_cache", lambda group: None, samples=1, limit=1)
         expected = drawing_identity(weights[0])
-        fleet._take(weights, expected)
-        fleet._started = jax.tree.map(aligned, fleet._started)
+        fleet._take(0, weights, weights, expected)
+        fleet.submit([SimpleNamespace(number=number) for number in range(9)])
         fleet.collect()
         state = fleet.state
         before = jax.tree.map(np.array, jax.device_get((state.started, state.decoding.owner, state.decoding.drawn)))
