@@ -21,8 +21,8 @@ from tests.jrlhf.planning.synthetic import PPO, assert_runs, problem
 
 
 def in_full_or_proof(count: int) -> list:
-    """The first two among the full tests, the others in `.ci/full memory`."""
-    marks = [pytest.mark.full] * 2 + [pytest.mark.proof("memory")] * (count - 2)
+    """The first one among the full tests, the others in `.ci/full memory`."""
+    marks = [pytest.mark.full] + [pytest.mark.proof("memory")] * (count - 1)
     return [pytest.param(number, marks=mark) for number, mark in enumerate(marks)]
 
 
