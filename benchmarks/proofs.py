@@ -23,7 +23,8 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "proofs"
 PARTS = {
     "oracle": "values and gradients against verl and TRL",
-    "memory": "predicted against compiled memory, all programs of the matrix; runs whose models sleep",
+    "memory": "predicted against compiled memory, all programs of the matrix; runs whose models sleep; searches where "
+    "memory is scarce, against optima",
     "kills": "runs killed at random moments and resumed to the same bits; every file of a checkpoint damaged; "
     "runs with numbers that float32 cannot bear",
     "failures": "random kills, hangs, signals, full disks and changed files: the same bits, or refused in a sentence",

@@ -26,6 +26,15 @@ class Slice:
     def __str__(self) -> str:
         return str(self.start) if self.count == 1 else f"{self.start}-{self.stop - 1}"
 
+    @classmethod
+    def of(cls, text: Any) -> "Slice":
+        """Parses what `str` returns. Raises ValueError for other texts."""
+        match = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", str(text), re.ASCII)
+        if match is None:
+            raise ValueError(f"devices={str(text)[:20]} must be a number or a range such as 0-7")
+        start, last = int(match[1]), int(match[2] or match[1])
+        return cls(start, last + 1 - start)
+
     @property
     def stop(self) -> int:
         """One more than the index of the last device."""
@@ -136,14 +145,6 @@ def _placement(call: str, mapping: Any) -> Placement:
     try:
         sizes = {axis: int(size) for axis, size in written.items()}
         schedule: Any = str(mapping.get("schedule", "1f1b"))
-        return Placement(_slice(mapping["devices"]), mapping["layout"], **sizes, schedule=schedule)
+        return Placement(Slice.of(mapping["devices"]), mapping["layout"], **sizes, schedule=schedule)
     except ValueError as error:
         raise ValueError(f"call {call} of the plan: {error}") from None
-
-
-def _slice(text: Any) -> Slice:
-    match = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", str(text), re.ASCII)
-    if match is None:
-        raise ValueError(f"devices={str(text)[:20]} must be a number or a range such as 0-7")
-    start, last = int(match[1]), int(match[2] or match[1])
-    return Slice(start, last + 1 - start)

@@ -42,6 +42,9 @@ class ScoreConfig(Section):
         return int(buffer) if buffer >= 1 else max(1, round(buffer * max_response))
 
 
+LARGEST = 1e15  # of the scores in `RunningMoments`: float32 has the sum of 2^24 squares of their differences
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class RunningMoments:
@@ -57,15 +60,12 @@ class RunningMoments:
         return cls(*(jnp.zeros((), jnp.float32) for _ in range(3)))
 
     def add(self, x: Float[Array, "B"]) -> "RunningMoments":
-        """Adds the finite elements of `x`, two-pass over them and merged as in Chan, Golub & LeVeque 1979 (eq. 2.1).
-
-        One NaN would otherwise stay for good.
-        """
-        finite = jnp.isfinite(x)
-        x = jnp.where(finite, x, 0).astype(jnp.float32)
-        n = jnp.sum(finite).astype(jnp.float32)
+        """Adds elements up to LARGEST, two-pass, as in Chan, Golub & LeVeque 1979 (2.1). Others would never leave."""
+        fits = jnp.abs(x) <= LARGEST
+        x = jnp.where(fits, x, 0).astype(jnp.float32)
+        n = jnp.sum(fits).astype(jnp.float32)
         mean = jnp.sum(x) / jnp.maximum(n, 1)
-        m2 = jnp.sum(jnp.where(finite, jnp.square(x - mean), 0))
+        m2 = jnp.sum(jnp.where(fits, jnp.square(x - mean), 0))
         count = self.count + n
         share = n / jnp.maximum(count, 1)
         delta = mean - self.mean
@@ -130,6 +130,7 @@ def shape_scores(
         factor = 1 / jnp.maximum(moments.std, 1e-4 * jnp.maximum(1, jnp.abs(moments.mean)))
         scores = (scores - moments.mean) * factor
         metrics |= {"score/running_mean": moments.mean, "score/running_std": moments.std}
+        metrics["score/beyond_moments"] = jnp.sum(~(jnp.abs(raw) <= LARGEST), dtype=jnp.float32)
     if config.clip is not None:
         metrics["score/clip_fraction"] = jnp.mean(jnp.abs(scores) > config.clip, dtype=jnp.float32)
         scores = jnp.clip(scores, -config.clip, config.clip)

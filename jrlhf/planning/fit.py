@@ -58,7 +58,11 @@ def _check_stage(config: Config, workload: Workload, mesh: Mesh, plan: Plan | No
     raise UserError(
         f"{worst.call} needs {worst.total / GIB:.4g} GiB of each device, of which roles keep "
         f"{worst.resident / GIB:.4g}, and {source} has {limit / GIB:.4g}: "
-        + (f"choose {remedy}" if remedy else "no setting makes it fit, choose smaller models or more memory")
+        + (
+            f"choose {remedy}"
+            if remedy
+            else "no other setting makes it fit, choose fewer rows, smaller models or more memory"
+        )
     )
 
 

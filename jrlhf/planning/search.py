@@ -2,8 +2,9 @@
 
 As in ReaL (arXiv 2406.14088), a proposal changes one call's placement and is accepted with probability
 min(1, exp(-beta * slower / T_best)); a plan that does not fit the memory counts as slower. Here the temperature has no
-dimension, so one beta serves models of every size. Several chains run in turn: from each call's fastest candidate, from
-ReaL's symmetric heuristic, and from HybridFlow's placements of whole models (arXiv 2409.19256).
+dimension, so one beta serves models of every size. A part of the proposals changes the devices of two calls: where
+memory is scarce, often no plan fits in which only one of them has moved. Several chains run in turn: from each call's
+fastest candidate, from ReaL's symmetric heuristic, and from HybridFlow's placements of whole models (arXiv 2409.19256).
 """
 
 import math
@@ -28,6 +29,7 @@ from jrlhf.planning.workload import Workload
 Candidates = Mapping[str, Sequence[Candidate]]
 RULES = ("heuristic", "colocate", "split", "standalone")
 BETAS = (20.0, 40.0, 80.0)  # of the chains, in turn
+PAIRS = 0.2  # share of proposals that move two calls
 TURN = 250  # proposals of a chain before the next one's
 STARTS = 4  # chains that start from HybridFlow's placements, in addition to the named ones
 RUNNERS_UP = 3
@@ -147,11 +149,16 @@ class Chains:
     ):
         self.simulator, self.random = simulator, random.Random(seed)
         self.by_size: list[list[list[int]]] = []  # of each call, its options on equally many devices
+        self.by_slice: list[dict[Slice, list[int]]] = []  # and those on the same devices, the fastest first
         for call, numbers in enumerate(choices):
             sizes: dict[int, list[int]] = {}
             for option in numbers:
                 sizes.setdefault(simulator.options[call][option].devices.count, []).append(option)
             self.by_size.append(list(sizes.values()))
+            on: dict[Slice, list[int]] = {}
+            for option in sorted(numbers, key=simulator.seconds[call].__getitem__):
+                on.setdefault(simulator.options[call][option].devices, []).append(option)
+            self.by_slice.append(on)
         self.best: tuple[int, ...] | None = None
         self.best_seconds, self.least, self.proposals = math.inf, math.inf, 0
         self.elite: dict[tuple[int, ...], float] = {}
@@ -179,9 +186,30 @@ class Chains:
         """Draws another candidate for one call: first a number of devices, so that large slices, of which there are
         few, are as likely as small ones."""
         draw = self.random
+        if len(state) > 1 and draw.random() < PAIRS and (moved := self._move_two(state)) is not None:
+            return moved
         call = draw.randrange(len(state))
         option = draw.choice(draw.choice(self.by_size[call]))
         return state[:call] + (option,) + state[call + 1 :]
+
+    def _move_two(self, state: tuple[int, ...]) -> tuple[int, ...] | None:
+        """Draws two calls, and moves them to the halves of their common devices, from two halves to the whole, or to
+        each other's devices. Fast candidates are more likely. None if there are none."""
+        calls = self.random.sample(range(len(state)), 2)
+        first, second = (self.simulator.options[call][state[call]].devices for call in calls)
+        count, changed = first.count, list(state)
+        if first == second:
+            targets = Slice(first.start, max(count // 2, 1)), Slice(first.start + count // 2, max(count // 2, 1))
+        elif first.stop == second.start and count == second.count:
+            targets = (Slice(first.start, 2 * count),) * 2
+        else:
+            targets = second, first
+        for call, devices in zip(calls, targets, strict=True):
+            options = self.by_slice[call].get(devices)
+            if options is None:
+                return None
+            changed[call] = options[int(len(options) * self.random.random() ** 3)]
+        return tuple(changed)
 
     def _cost(self, choice: tuple[int, ...]) -> float:
         """Returns seconds; for a plan that does not fit or run at least twice as many, and more the less it fits."""

@@ -14,7 +14,7 @@ from jrlhf.errors import UserError
 from jrlhf.meshes.plan import Plan, plan_of
 from jrlhf.run.directory import CONFIG, ENVIRONMENT, PLAN, SAMPLES, read_summary
 from jrlhf.run.files import read_jsonl
-from jrlhf.run.metrics import METRICS, read_metrics
+from jrlhf.run.metrics import METRICS, TIMELINE, read_metrics
 
 REWARD_KINDS = {"rewards": "reward", "costs": "cost"}  # prefix of the metrics -> the word for one of them
 FAILURES = "failures/"
@@ -38,6 +38,7 @@ class Record:
     samples: list[Sample] = field(default_factory=list)
     summary: dict[str, Any] = field(default_factory=dict)
     plan: Plan | None = None  # the devices of each call of the algorithm
+    timelines: list[Metrics] = field(default_factory=list)  # the calls of iterations, of all stages
 
     @property
     def held_out(self) -> dict[str, Any]:
@@ -173,4 +174,5 @@ def read_run(run_dir: Path | str) -> Record:
         samples=list(read_jsonl(directory / SAMPLES)),
         summary=read_summary(directory),
         plan=plan,
+        timelines=list(read_jsonl(directory / TIMELINE)),
     )

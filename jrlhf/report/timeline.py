@@ -4,9 +4,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jrlhf.errors import UserError
+from jrlhf.meshes.plan import Slice
+from jrlhf.planning.memory import segments
 from jrlhf.report.charts import COLORS
-from jrlhf.report.read import Record
+from jrlhf.report.read import Metrics, Record
 from jrlhf.run.console import duration
+from jrlhf.run.metrics import TIMELINE
 
 # The calls of an iteration in the order in which they run, and what each does.
 _CALLS = {
@@ -32,19 +36,42 @@ _PARALLEL = {"reward_functions": "reward functions", "cost_functions": "cost fun
 _COMPILING = 2  # iterations at the start that compile
 
 
-class Lane(NamedTuple):
-    """A bar in a row of its own. start, width: shares of the row; numbers: texts at its end."""
+class Bar(NamedTuple):
+    """A part of a lane. start, width: shares of the lane."""
 
-    name: str
-    note: str
     start: float
     width: float
     color: int
+
+
+class Lane(NamedTuple):
+    """A row of bars. numbers: texts at its end."""
+
+    name: str
+    note: str
+    bars: list[Bar]
     numbers: tuple[str, str]
 
 
+class Span(NamedTuple):
+    """A call, in seconds of its iteration. devices: None where they are not known."""
+
+    name: str
+    start: float
+    end: float
+    devices: Slice | None = None
+    copies: bool = False
+
+    def is_on(self, devices: Slice) -> bool:
+        return self.devices is not None and self.devices.overlaps(devices)
+
+
 def timeline(run: Record) -> tuple[str, list[Lane]]:
-    """Draws the median iteration as bars laid end to end. A call that most iterations do without has no bar."""
+    """Draws an iteration: a lane for each slice of the devices, if there are several, and one for each call.
+
+    The iteration is the one of median length, as its calls began and ended. Older runs know only the seconds of calls:
+    their medians are laid end to end. A call that most iterations do without has no lane.
+    """
     settled = run.iterations[_COMPILING:] or run.iterations
     seconds: dict[str, float] = {}
     for key in dict.fromkeys(key for record in settled for key in record if key.startswith("timing_s/")):
@@ -55,17 +82,84 @@ def timeline(run: Record) -> tuple[str, list[Lane]]:
     if not seconds:
         return "", []
     seconds = {name: seconds[name] for name in [*(name for name in _CALLS if name in seconds), *seconds]}
-    rest = step - sum(seconds.values())
-    if rest > 0.005 * step:
+    number, length, spans = _measured(run, settled) or (None, step, _end_to_end(seconds))
+    spans = [span for span in spans if span.name in seconds]
+    length = max([length, *(span.end for span in spans)])
+    gaps = _gaps(spans, length)
+    if (rest := sum(span.end - span.start for span in gaps)) > 0.005 * length:
         seconds["rest"] = rest
-    total = sum(seconds.values())
-    lanes, start = [], 0.0
-    for index, (name, length) in enumerate(seconds.items()):
-        share = length / total
-        numbers = _milliseconds(length), f"{share:.1%}" if share < 0.0095 else f"{share:.0%}"
-        lanes.append(Lane(name, _CALLS.get(name, ""), start / total, share, index % COLORS + 1, numbers))
-        start += length
-    return _summary(run, seconds, total, parallel, len(settled)), lanes
+        spans += [gap for gap in gaps if gap.end - gap.start > 0.002 * length]
+    total = length if number is None else step
+    colors = {name: index % COLORS + 1 for index, name in enumerate(seconds)}
+
+    def lane(name: str, note: str, chosen: list[Span], busy: float, whole: float) -> Lane:
+        bars = [Bar(span.start / length, (span.end - span.start) / length, colors[span.name]) for span in chosen]
+        return Lane(name, note, bars, (_milliseconds(busy), _share(busy / whole)))
+
+    lanes = [
+        lane(name, _CALLS.get(name, ""), [span for span in spans if span.name == name], busy, total)
+        for name, busy in seconds.items()
+    ]
+    text = _summary(run, seconds, total, parallel, len(settled))
+    if number is not None:
+        text += f" Drawn are the calls of step {number} from their beginning to their end."
+    groups = segments(span.devices for span in spans if span.devices is not None)
+    if len(groups) > 1:
+        calls, on_slices = [span for span in spans if span.devices is not None and not span.copies], []
+        for group in groups:
+            # Copies first, so that no call is hidden behind one of them.
+            own = sorted((span for span in spans if span.is_on(group)), key=lambda span: not span.copies)
+            busy = _sum(_lasting([span for span in calls if span.is_on(group)]))
+            on_slices.append(lane(f"devices {group}", "in the colours of the calls", own, busy, length))
+        lanes = on_slices + lanes
+        text += f" Calls on separate devices overlap for {_share(_sum(_lasting(calls, 2)) / length)} of it."
+    return text, lanes
+
+
+def _measured(run: Record, settled: list[Metrics]) -> tuple[int, float, list[Span]] | None:
+    """Returns the step of median length among those with a timeline, its length and its calls."""
+    lengths = {record["step"]: record["timing_s/step"] for record in settled if record.get("timing_s/step")}
+    try:
+        own = {line["step"]: line["calls"] for line in run.timelines if line["stage"] == run.algorithm}
+        steps = sorted(own.keys() & lengths.keys(), key=lambda step: lengths[step])
+        if not steps:
+            return None
+        step = steps[(len(steps) - 1) // 2]
+        spans = [
+            Span(str(call["name"]), float(call["start"]), float(call["end"]), Slice.of(call["devices"]), call["copies"])
+            for call in own[step]
+        ]
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{run.name}/{TIMELINE} holds a line that is no timeline ({error}): delete the file") from error
+    return step, lengths[step], spans
+
+
+def _end_to_end(seconds: dict[str, float]) -> list[Span]:
+    ends = np.cumsum(list(seconds.values())).tolist()
+    return [Span(name, start, end) for name, start, end in zip(seconds, [0.0, *ends], ends, strict=False)]
+
+
+def _lasting(spans: list[Span], least: int = 1) -> list[tuple[float, float]]:
+    """Returns the times, as (start, end), at which at least so many of the spans last."""
+    changes = sorted(change for span in spans for change in ((span.start, 1), (span.end, -1)))
+    lasting, start, times = 0, 0.0, []
+    for when, change in changes:
+        if lasting < least <= lasting + change:
+            start = when
+        elif lasting + change < least <= lasting:
+            times.append((start, when))
+        lasting += change
+    return times
+
+
+def _sum(times: list[tuple[float, float]]) -> float:
+    return sum(end - start for start, end in times)
+
+
+def _gaps(spans: list[Span], length: float) -> list[Span]:
+    """Returns the times at which no span lasts."""
+    bounds = [0.0, *(bound for times in _lasting(spans) for bound in times), length]
+    return [Span("rest", start, end) for start, end in zip(bounds[::2], bounds[1::2], strict=True) if end > start]
 
 
 def _summary(run: Record, seconds: dict[str, float], total: float, parallel: dict[str, float], count: int) -> str:
@@ -89,6 +183,10 @@ def _milliseconds(seconds: float) -> str:
     return f"{1000 * seconds:.0f} ms" if seconds < 1 else f"{seconds:.2f} s"
 
 
+def _share(share: float) -> str:
+    return f"{share:.1%}" if share < 0.0095 else f"{share:.0%}"
+
+
 def placement(run: Record) -> tuple[str, list[Lane]]:
     """Draws the plan: a bar for each call across the devices that it runs on; empty with a single device."""
     plan = run.plan
@@ -105,8 +203,8 @@ def placement(run: Record) -> tuple[str, list[Lane]]:
     for name, call in plan.placements.items():
         sizes = zip(("data", "fsdp", "tensor"), call.sizes, strict=True)
         mesh = " × ".join(f"{axis} {size}" for axis, size in sizes if size > 1) or "one device"
-        start, width = call.devices.start / plan.devices, call.devices.count / plan.devices
         parts = f"× {call.micro_batches}" if call.micro_batches > 1 else ""
         color = roles.index(name.partition(".")[0]) % COLORS + 1
-        lanes.append(Lane(name, f"{call.layout} · {mesh}", start, width, color, (str(call.devices), parts)))
+        bar = Bar(call.devices.start / plan.devices, call.devices.count / plan.devices, color)
+        lanes.append(Lane(name, f"{call.layout} · {mesh}", [bar], (str(call.devices), parts)))
     return text, lanes

@@ -85,12 +85,13 @@ class Actor(TrainedRole):
         assert self.architecture.lora is None
         return self._switch("generate"), {}
 
-    @timed("reshard")
     def _switch(self, method: str) -> Params:
+        return self.clock.run("reshard", self._copy, self.state.params, self.placement[method].mesh)
+
+    def _copy(self, stored: Params, mesh: Mesh) -> Params:
         """The weights in the layout GENERATE. A copy that was made only to onload them is freed on the way."""
-        params = self.offloader.onload(self.state.params)
-        model, is_copy = self._model.holding(params), params is not self.state.params
-        return generation_weights(model, self.placement[method].mesh, self._compute, donate=is_copy)
+        params = self.offloader.onload(stored)
+        return generation_weights(self._model.holding(params), mesh, self._compute, donate=params is not stored)
 
     @timed("gen")
     def _sample(self, generate: Callable, weights: Params, prompts: Batch, mesh: Mesh) -> Rollout:

@@ -1,6 +1,6 @@
 """One model: its architecture, its weights, and copies of the weights as calls elsewhere need them."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -57,6 +57,7 @@ class Compute:
         )
 
 
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Model:
     """Weights with all that is needed to compute with them.
@@ -65,7 +66,7 @@ class Model:
     base: the weights under an adapter: never trained, donated or moved.
     """
 
-    architecture: Architecture
+    architecture: Architecture = field(metadata={"static": True})
     params: Params
     base: Params | None = None
 

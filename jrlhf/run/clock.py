@@ -2,34 +2,54 @@
 
 import functools
 import time
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Set
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from threading import Lock
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+from jax.sharding import Mesh
 
 SMALL = 16 << 20  # bytes
 
 
+class Span(NamedTuple):
+    """When a call kept its devices busy: seconds since the iteration began.
+
+    devices: the ids of the devices on which its results are, or of those of the mesh that it was made on.
+    copies: it brought arrays from other devices. Such a copy may overlap with calls on the same devices.
+    """
+
+    name: str
+    devices: frozenset[int]
+    start: float
+    end: float
+    copies: bool = False
+
+
 class Clock:
-    """Collects the seconds of timed calls until they are taken, without blocking the calls.
+    """Notes when calls begin and end, without blocking them.
 
-    A call only enqueues work on the device. A thread waits for the calls' arrays in the order of the calls and notes
-    when they are ready. The seconds of a call are those that it adds to the calls before it:
+    A call only enqueues work on its devices. Threads, one for all calls on the same devices, wait for the calls' arrays
+    in the order of the calls and note when they are ready. A call begins when it is made, its inputs are ready, and its
+    devices have ended the calls before it:
 
-        seconds = ready - max(started, ready of the previous call)
+        seconds = ready - max(made, inputs ready, ready of the previous call on one of its devices)
 
-    including its tracing, compilation and other work on the host. So the seconds of all calls follow each other without
-    gaps or overlaps, and their sum is at most the whole time. Host work that overlaps with the device adds nothing.
+    including its tracing, compilation and other work on the host. A call that returns no arrays has worked on the host
+    until it returned. So calls on the same devices follow each other without overlaps, and the sum of their seconds is
+    at most the whole time. Calls on separate devices may overlap. Host work during that of the devices adds nothing.
 
     deadline: seconds within which calls must end. blocking: wait for each call before the next one is made; by default
-    only if several devices are simulated on one CPU.
+    only for calls on several devices that one CPU simulates.
     """
 
     def __init__(self, *, deadline: float = 3600.0, blocking: bool | None = None):
         self.deadline, self._blocking = deadline, blocking
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="clock")  # ends with the clock
+        # By devices, and those of inputs on other devices. The threads end with the clock.
+        self._threads = defaultdict[tuple, ThreadPoolExecutor](partial(ThreadPoolExecutor, 1, "clock"))
         self._lock = Lock()  # for `add_parallel`, which other threads call
         self.start()
 
@@ -39,12 +59,16 @@ class Clock:
         with jax.profiler.TraceAnnotation(name):
             result = function(*args, **kwargs)
         returned = time.perf_counter()
-        if self._blocking is None:
-            self._blocking = may_deadlock()
-        if self._blocking:
-            self._calls.note(name, started, returned, jax.tree.leaves(result))
+        devices = _devices(result)
+        inputs = _arrays((args, kwargs)) if devices else []
+        devices, sources = devices or _own_devices(), _devices(inputs)
+        call = _Call(name, devices, started, returned, copies=not sources <= devices)
+        self._calls.append(call)
+        if may_deadlock(len(devices)) if self._blocking is None else self._blocking:
+            call.wait([], _arrays(result))
         else:
-            self._pending.append(self._thread.submit(self._calls.note, name, started, returned, _witnesses(result)))
+            thread = self._threads[devices, sources - devices]
+            self._pending.append(thread.submit(call.wait, _small(inputs), _witnesses(result)))
         return result
 
     def add_parallel(self, name: str, seconds: float) -> None:
@@ -55,7 +79,7 @@ class Clock:
     def start(self) -> None:
         """Forgets what was collected: an iteration begins."""
         self._started = time.perf_counter()
-        self._calls, self._pending = _Calls(self._started), []
+        self._calls, self._pending = list[_Call](), []
         self._parallel: dict[str, float] = {}
 
     def take(self) -> dict[str, float]:
@@ -66,50 +90,101 @@ class Clock:
         until = time.perf_counter() + self.deadline
         for call in self._pending:
             call.result(max(0.0, until - time.perf_counter()))
-        seconds = {f"timing_s/{name}": value for name, value in (self._calls.seconds | self._parallel).items()}
+        seconds: dict[str, float] = {}
+        for span in self.spans():
+            seconds[span.name] = seconds.get(span.name, 0.0) + span.end - span.start
+        seconds = {f"timing_s/{name}": value for name, value in (seconds | self._parallel).items()}
         return seconds | {"timing_s/step": time.perf_counter() - self._started}
 
+    def spans(self) -> list[Span]:
+        """Returns the calls that have ended since `start`, in the order in which they were made."""
+        free: dict[Any, float] = {}  # when a device has ended all calls so far
+        spans = []
+        for call in self._calls:
+            busy = [] if call.copies else [free.get(device, 0.0) for device in call.devices]
+            start = max(self._started, call.started, call.inputs, *busy)
+            end = max(start, call.ready)
+            if not call.copies:
+                free |= dict.fromkeys(call.devices, end)
+            ids, origin = frozenset(device.id for device in call.devices), self._started
+            spans.append(Span(call.name, ids, start - origin, end - origin, call.copies))
+        return spans
 
-class _Calls:
-    """Seconds of calls: where two overlap, the time counts for the earlier one only."""
-
-    def __init__(self, started: float):
-        self.seconds: dict[str, float] = {}
-        self._ready = started
-
-    def note(self, name: str, started: float, returned: float, arrays: list[Any]) -> None:
-        """Waits for the arrays of a call and adds its seconds."""
-        ready = returned
-        for array in arrays:
-            if isinstance(array, jax.Array):
-                try:
-                    array.block_until_ready()
-                except RuntimeError:
-                    if not array.is_deleted():  # deleted: it was donated, and the call that took it is waited for
-                        raise
-                ready = time.perf_counter()
-        self.seconds[name] = self.seconds.get(name, 0.0) + max(0.0, ready - max(started, self._ready))
-        self._ready = max(ready, self._ready)
+    def calls(self, mesh: Mesh) -> list[dict[str, Any]]:
+        """Returns the spans as records, with the numbers of their devices in a run on `mesh`, as a plan names them."""
+        numbers = {device.id: number for number, device in enumerate(mesh.devices.flat)}
+        records = []
+        for span in self.spans():
+            own = [numbers[device] for device in span.devices if device in numbers] or list(numbers.values())
+            devices = str(own[0]) if len(own) == 1 else f"{min(own)}-{max(own)}"
+            times = {"start": round(span.start, 6), "end": round(span.end, 6)}
+            records.append({"name": span.name, "devices": devices, **times, "copies": span.copies})
+        return records
 
 
-def may_deadlock() -> bool:
-    """Tests whether programs that are enqueued one after the other can block each other forever.
+class _Call:
+    """A call, and when its inputs and its results were ready."""
+
+    def __init__(self, name: str, devices: Set[Any], started: float, returned: float, *, copies: bool):
+        self.name, self.devices, self.started, self.copies = name, devices, started, copies
+        self.inputs, self.ready = started, returned
+
+    def wait(self, inputs: list[jax.Array], results: list[jax.Array]) -> None:
+        """Waits for the arrays and notes the times."""
+        self.inputs = _wait(inputs, self.inputs)
+        self.ready = _wait(results, self.ready)
+
+
+def _wait(arrays: list[jax.Array], otherwise: float) -> float:
+    """Returns the time at which the arrays were ready."""
+    for array in arrays:
+        try:
+            array.block_until_ready()
+        except RuntimeError:
+            if not array.is_deleted():  # deleted: it was donated, and the call that took it is waited for
+                raise
+    return time.perf_counter() if arrays else otherwise
+
+
+def may_deadlock(devices: int = 2) -> bool:
+    """Tests whether programs on so many devices that are enqueued one after the other can block each other forever.
 
     XLA's CPU client may run programs at once. With several simulated devices each holds threads that wait in its
     collectives for peers, which may then find no free thread.
     """
-    return jax.default_backend() == "cpu" and jax.device_count() > 1
+    return jax.default_backend() == "cpu" and min(devices, jax.device_count()) > 1
+
+
+def _arrays(tree: Any) -> list[jax.Array]:
+    return [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)]
+
+
+def _devices(tree: Any) -> frozenset[Any]:
+    """Returns the devices of all arrays."""
+    shardings = {array.sharding for array in _arrays(tree)}  # fewer than arrays
+    return frozenset().union(*(sharding.device_set for sharding in shardings))
+
+
+def _own_devices() -> frozenset[Any]:
+    """Returns the devices of the present mesh, or all devices without one."""
+    mesh = jax.sharding.get_mesh()
+    return frozenset(jax.devices() if mesh.empty else mesh.devices.flat)
 
 
 def _witnesses(result: Any) -> list[jax.Array]:
-    """Returns arrays that show when a call has ended: the small ones, or else the smallest; and the last one.
+    """Returns arrays that show when a call has ended: the small ones, and the last one."""
+    arrays = _arrays(result)
+    small = _small(arrays)
+    # A call of several programs, such as a reshard, makes its last array last, whatever its size.
+    return small + [array for array in arrays[-1:] if not any(array is other for other in small)]
+
+
+def _small(arrays: list[jax.Array]) -> list[jax.Array]:
+    """Returns the small arrays, or else the smallest.
 
     Waiting for large arrays would keep their memory from programs that are enqueued meanwhile.
     """
-    arrays = [leaf for leaf in jax.tree.leaves(result) if isinstance(leaf, jax.Array)]
-    small = [array for array in arrays if array.nbytes <= SMALL] or sorted(arrays, key=lambda array: array.nbytes)[:1]
-    # A call of several programs, such as a reshard, makes its last array last, whatever its size.
-    return small + [array for array in arrays[-1:] if not any(array is other for other in small)]
+    return [array for array in arrays if array.nbytes <= SMALL] or sorted(arrays, key=lambda array: array.nbytes)[:1]
 
 
 class Stopwatch:

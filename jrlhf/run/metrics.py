@@ -16,7 +16,7 @@ from jrlhf.run.console import clean
 from jrlhf.run.directory import SAMPLES
 from jrlhf.run.files import Closing, jsonl_lines, read_jsonl, to_json, write_atomic
 
-METRICS, TENSORBOARD = "metrics.jsonl", "tensorboard"
+METRICS, TIMELINE, TENSORBOARD = "metrics.jsonl", "timeline.jsonl", "tensorboard"
 Metrics = dict[str, float | int | bool]
 
 
@@ -24,7 +24,7 @@ class MetricsLog(Closing):
     """Writes one line of JSON for each iteration, and the same numbers as TensorBoard scalars, one folder a stage.
 
     A line is `{"stage": ..., "step": ..., metric: number, ...}`, as `to_json` writes it. Numbers of device arrays are
-    written exactly.
+    written exactly. The calls of an iteration are a line of timeline.jsonl, which the report draws.
 
     A process that is killed loses no line for which `log` has returned. A machine that fails may lose the lines since
     the last `sync`.
@@ -34,22 +34,31 @@ class MetricsLog(Closing):
 
     def __init__(self, run_dir: Path | str, *, enabled: bool = True):
         self._directory = Path(run_dir)
-        self._file = open(self._directory / METRICS, "ab") if enabled else None
+        self._files = [open(self._directory / name, "ab") for name in (METRICS, TIMELINE) if enabled]
         self._synced = time.monotonic()
         self._writers: dict[str, TensorBoardEvents] = {}
 
     def log(
-        self, stage: str, step: int, metrics: Mapping[str, Any], samples: Sequence[Mapping[str, object]] = ()
+        self,
+        stage: str,
+        step: int,
+        metrics: Mapping[str, Any],
+        samples: Sequence[Mapping[str, object]] = (),
+        calls: Sequence[Mapping[str, object]] = (),
     ) -> Metrics:
         """Logs scalars, on device or host, and returns them as Python numbers. All device arrays are fetched at once.
 
-        samples: texts, for TensorBoard only.
+        samples: texts, for TensorBoard only. calls: each a mapping, for timeline.jsonl.
         """
         numbers = {name: _number(name, value) for name, value in jax.device_get(dict(metrics)).items()}
-        if self._file is None:
+        if not self._files:
             return numbers
-        self._file.write(to_json({"stage": stage, "step": int(step), **numbers}))
-        self._file.flush()
+        whose, (lines, timeline) = {"stage": stage, "step": int(step)}, self._files
+        lines.write(to_json(whose | numbers))
+        lines.flush()
+        if calls:
+            timeline.write(to_json({**whose, "calls": list(calls)}))
+            timeline.flush()
         if time.monotonic() - self._synced > 1.0:
             self.sync()
         kinds = dict.fromkeys(sample.get("kind", "samples") for sample in samples)
@@ -61,14 +70,15 @@ class MetricsLog(Closing):
 
     def sync(self) -> None:
         """Waits until every line is on disk. Call this before each checkpoint: a resume cuts the log back to it."""
-        if self._file is not None:
-            os.fsync(self._file.fileno())
+        for file in self._files:
+            os.fsync(file.fileno())
         self._synced = time.monotonic()
 
     def close(self) -> None:
-        if self._file is not None and not self._file.closed:
+        if any(not file.closed for file in self._files):
             self.sync()
-            self._file.close()
+        for file in self._files:
+            file.close()
         for writer in self._writers.values():
             writer.close()
         self._writers.clear()
@@ -110,17 +120,17 @@ class TensorBoardEvents(Closing):
 
 
 class StageRecords:
-    """The lines of a stage in metrics.jsonl and samples.jsonl. Its checkpoints record their number and a checksum.
+    """The lines of a stage in metrics.jsonl, samples.jsonl and timeline.jsonl.
 
-    Drops the records of the stage after `step`; make it before opening the log. A torn last line is dropped, too. Each
-    file is replaced atomically, and only if it changes.
+    Checkpoints record their number and a checksum. Drops the records of the stage after `step`; make it before opening
+    the log. A torn last line is dropped, too. Each file is replaced atomically, and only if it changes.
     """
 
     def __init__(self, run_dir: Path | str, stage: str, step: int):
         self._files: dict[
             Path, tuple[int, int, Any]
         ] = {}  # path -> bytes that were read, lines of the stage, their hash
-        paths = Path(run_dir) / METRICS, Path(run_dir) / SAMPLES
+        paths = [Path(run_dir) / name for name in (METRICS, SAMPLES, TIMELINE)]
         records = {path: list(jsonl_lines(path)) for path in paths}  # both are read before one is changed
         for path in paths:
             lines = [(line, record) for line, record in records[path] if not _is_after(record, stage, step)]

@@ -19,7 +19,7 @@ from jrlhf.roles.pair_actor import PairActor, add_reference
 from jrlhf.roles.role import Site
 from jrlhf.run.clock import Clock
 from jrlhf.stages.context import Context
-from jrlhf.stages.loop import run_stage
+from jrlhf.stages.loop import CALLS, run_stage
 from jrlhf.stages.preferences import collect_pairs, put_pairs
 
 
@@ -58,7 +58,7 @@ def train_dpo(context: Context, policy: Model) -> Model:
         rows = batch_indices(len(trained), config.batch, step, context.config.seed)
         batch = PairBatch(*put_pairs(context, trained, rows))
         clock.start()
-        metrics = jax.device_get(dpo(actor, reference, batch)) | clock.take()
+        metrics = jax.device_get(dpo(actor, reference, batch)) | clock.take() | {CALLS: clock.calls(context.mesh)}
         metrics |= {"training/epoch": epoch_of(len(trained), config.batch, step)}
         if len(measured) and config.evaluates(step):
             metrics |= evaluate(actor)

@@ -20,6 +20,7 @@ from jrlhf.stages.learning import Learning
 State = TypeVar("State")
 
 SAMPLES = "samples"  # the key of texts to be saved and shown, among the metrics of `advance`
+CALLS = "calls"  # the key of the calls of an iteration, among the same
 RECORDS = "records"  # the key of a checkpoint's `meta` for the tally of the files of records
 SETTLED = 2  # iterations after which nothing may compile any more
 
@@ -37,7 +38,7 @@ def run_stage(
     """Takes `init()` through `steps` calls of `advance(state, step) -> (state, metrics)`; returns the last state.
 
     Metrics are numbers. Under `SAMPLES` there may be texts, each a mapping, for samples.jsonl, TensorBoard and the
-    console.
+    console; under `CALLS` the calls of the iteration, for timeline.jsonl.
 
     An interrupted stage goes on from its newest good checkpoint. A finished one only restores its last checkpoint.
     `meta` identifies the inputs of the stage: a checkpoint with another `meta` is refused. A process that was asked to
@@ -71,7 +72,7 @@ def run_stage(
                     state, metrics = traced(context.config, run.path, name, step + 1, partial(advance, state, step))
                     compiled, causes = compilations.take()
                 run.check_present()
-                samples = metrics.pop(SAMPLES, ())
+                samples, calls = metrics.pop(SAMPLES, ()), metrics.pop(CALLS, ())
                 metrics |= {"perf/compilations": len(compiled), "training/global_step": step + 1} | memory(context.mesh)
                 metrics |= learning.measure(state, metrics, step + 1)
                 if step - start >= SETTLED and compiled:
@@ -82,7 +83,7 @@ def run_stage(
                     samples = [{"stage": name, "step": step + 1, **sample} for sample in samples]
                     run.add_samples(samples)
                     console.samples([sample for sample in samples if "kind" not in sample])
-                numbers = log.log(name, step + 1, metrics, samples)
+                numbers = log.log(name, step + 1, metrics, samples, calls)
                 if context.wandb is not None:
                     context.wandb.log(name, step + 1, numbers)
                 progress.advance(step + 1, numbers)

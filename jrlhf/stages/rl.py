@@ -50,7 +50,7 @@ from jrlhf.roles.placement import RolePlacement
 from jrlhf.run.checkpoints import fingerprint_of
 from jrlhf.stages.context import Context
 from jrlhf.stages.evaluate import validate
-from jrlhf.stages.loop import SAMPLES, run_stage
+from jrlhf.stages.loop import CALLS, SAMPLES, run_stage
 from jrlhf.stages.mfu import utilisation_of
 from jrlhf.stages.sft import sft_rows
 
@@ -135,7 +135,7 @@ def train_rl(context: Context, policy: Model, rewards: Rewards, costs: Rewards |
                 scored.check(metrics)
         metrics["training/epoch"] = epoch_of(len(prompts.ids), section.rollout_batch // section.samples, draws)
         seconds = clock.take()
-        metrics |= seconds | validated
+        metrics |= seconds | validated | {CALLS: clock.calls(context.mesh)}
         metrics |= throughput(metrics, len(batch.examples), context.mesh.size)
         masks = {"learned": learned, "texts": None if texts is None else texts.loss_mask}
         read, raw, masks = to_host(({field: getattr(experience, field) for field in READ}, raw, masks))

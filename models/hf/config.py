@@ -35,7 +35,8 @@ class HFConfig:
         where it names them. Empty and None where there is none; an id outside the vocabulary, which nothing can draw,
         is none.
     dtype: what the weights were written in: float32, bfloat16 or float16.
-    generation: generation_config.json as it is; empty without one.
+    generation: generation_config.json as it is; without one the settings of generation in config.json, where older
+        versions of transformers wrote them.
     """
 
     model: ModelConfig
@@ -93,6 +94,15 @@ FAMILIES: Mapping[str, Family] = {
 # Families whose configs transformers refuses where the heads do not divide the hidden size, head_dim or not.
 _WHOLE_HEADS = ("llama", "gemma2", "gemma3_text")
 _GEMMAS = ("gemma2", "gemma3_text")
+# Settings of generation in transformers 4 and 5 that say which tokens are drawn, token ids excepted.
+_GENERATION = (
+    "max_length max_new_tokens min_length min_new_tokens max_time stop_strings do_sample early_stopping num_beams "
+    "num_beam_groups diversity_penalty penalty_alpha dola_layers guidance_scale temperature top_k top_p top_h min_p "
+    "typical_p epsilon_cutoff eta_cutoff repetition_penalty encoder_repetition_penalty length_penalty "
+    "no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids force_words_ids constraints sequence_bias "
+    "renormalize_logits remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens "
+    "forced_bos_token_id forced_eos_token_id num_return_sequences token_healing"
+).split()
 
 
 # ---- reading
@@ -113,7 +123,7 @@ def read_config(directory: str | os.PathLike[str]) -> HFConfig:
         if dtype not in _DTYPES:
             raise ValueError(f"dtype {dtype!r} is unknown: known are {', '.join(_DTYPES)}")
         generation = directory / "generation_config.json"
-        settings = _read_json(generation) if generation.is_file() else {}
+        settings = _read_json(generation) if generation.is_file() else _legacy_settings(raw)
         chosen = {key: value for key, value in settings.items() if value is not None}
         defaults = FAMILIES[name].defaults
         tokens = {**defaults, **raw, **chosen}
@@ -129,6 +139,13 @@ def read_config(directory: str | os.PathLike[str]) -> HFConfig:
         )
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
+
+
+def _legacy_settings(raw: Json) -> Json:
+    """Returns the settings of generation in a config.json, as `GenerationConfig.from_model_config` finds them."""
+    inner = raw.get("text_config")
+    settings = {**(inner if isinstance(inner, dict) else {}), **raw}
+    return {key: settings[key] for key in _GENERATION if settings.get(key) is not None}
 
 
 def _no_config(directory: Path) -> str:

@@ -82,6 +82,27 @@ def test_scores_that_are_not_finite_do_not_stay_in_the_moments():
     jax.tree.map(np.testing.assert_array_equal, empty, RunningMoments.create())
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_scores_of_any_size_leave_finite_moments_of_those_that_float32_can_square(seed):
+    """Against float64, over batches whose scores are of size 1e-3 to 3.4e38; others are counted."""
+    draw, moments, own = np.random.default_rng(seed), RunningMoments.create(), []
+    for _ in range(4):
+        scores = draw.normal(size=ROWS) * 10.0 ** draw.uniform(-3, draw.choice([3, 14, 38.5]), ROWS)
+        scores = np.clip(scores, *(np.finfo(np.float32).max * np.array([-1, 1]))).astype(np.float32)
+        _, lengths, finished = batch()
+        shaped, moments, metrics = run(
+            ScoreConfig(normalise=True, clip=5.0), jnp.asarray(scores), lengths, finished, moments
+        )
+        fit = scores[np.abs(scores) <= 1e15].astype(float)
+        own += [*fit]
+        assert metrics["score/beyond_moments"] == ROWS - len(fit) and np.isfinite(shaped).all()
+        mean, std = float(np.mean(own)), float(np.std(own, ddof=1))
+        np.testing.assert_allclose([moments.count, moments.std], [len(own), std], rtol=1e-4)
+        np.testing.assert_allclose(moments.mean, mean, rtol=1e-4, atol=1e-6 * std)
+        expected = np.clip((scores.astype(float) - mean) / max(std, 1e-4 * max(1, abs(mean))), -5, 5)
+        np.testing.assert_allclose(shaped, expected, rtol=1e-3, atol=1e-3)
+
+
 @pytest.mark.parametrize("value", [0.0, 0.1, 1234.567, -3e6])
 def test_equal_scores_become_0_not_blown_up_rounding(value):
     _, lengths, finished = batch()

@@ -1,6 +1,7 @@
 """Whole asynchronous runs: the same bits as the synchronous run, twice, and after a kill."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 from jrlhf.config import load_config
 from jrlhf.config.check import uncorrected
 from jrlhf.errors import UserError
+from jrlhf.run.files import read_jsonl
 from jrlhf.run.metrics import read_metrics
 from jrlhf.stages.setup import select_resources
 from jrlhf.train import main
@@ -75,6 +77,12 @@ def test_a_run_that_goes_on_from_any_step_has_the_same_bits(on_new_weights, tmp_
     for step in (4, 2):
         resumed(whole, *range(step, 5))
         assert (timeless(path), (path / "model" / "model.safetensors").read_bytes()) == expected
+    lines = [line for line in read_jsonl(path / "timeline.jsonl") if line["stage"] == "grpo"]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    for line in lines:  # slices of several devices that one CPU simulates: no call overlaps with another
+        calls = sorted((call for call in line["calls"] if not call["copies"]), key=lambda call: call["start"])
+        assert {call["devices"] for call in calls} == {"0-3", "4-7"}
+        assert all(call["end"] <= later["start"] + 2e-6 for call, later in pairwise(calls)), calls
 
 
 def test_what_cannot_be_asynchronous_is_one_sentence(tmp_path):

@@ -2,8 +2,10 @@
 
 import math
 import random
+import re
 from dataclasses import dataclass
 from itertools import product
+from typing import Any
 
 import pytest
 
@@ -16,6 +18,12 @@ from jrlhf.planning.search import allocations, divisions, heuristic, named_divis
 from jrlhf.planning.simulate import Simulator, simulate
 from jrlhf.planning.time import Price
 from tests.jrlhf.planning.synthetic import PPO, assert_runs, problem
+
+
+def in_full_or_proof(count: int) -> list:
+    """The first one among the full tests, the others in `.ci/full memory`."""
+    marks = [pytest.mark.full] + [pytest.mark.proof("memory")] * (count - 1)
+    return [pytest.param(number, marks=mark) for number, mark in enumerate(marks)]
 
 
 def space(workload, cluster, prices, keep=lambda placement: True, *, lockstep=False):
@@ -145,6 +153,33 @@ def test_no_best_plan_exceeds_the_memory():
     workload, cluster, prices = problem(8, rows=64, memory=36e9)
     with pytest.raises(UserError, match="no plan was found in which all models fit 34 GiB a device: the leanest of"):
         search(workload, cluster, prices, proposals=1_000, seed=0)
+
+
+def scarce(number: int):
+    """A drawn problem, with little more memory than the leanest plan needs that many proposals meet."""
+    draw = random.Random(number)
+    devices, actor, critic = draw.choice((4, 8)), draw.choice(("7b", "34b")), draw.choice(("7b", "34b"))
+    sizes: dict[str, Any] = {"rows": draw.choice((32, 64, 128)), "minibatches": draw.choice((1, 2, 4))}
+    states = sum({"7b": 165e9, "34b": 809e9}[name] for name in (actor, critic))  # of the leanest plans, about
+    for share in (0.99, 0.95, 0.9, 0.8, 0.7):
+        try:
+            search(*problem(devices, actor, critic, **sizes, memory=share * states / devices), proposals=10_000)
+        except UserError as error:
+            (least,) = re.findall(r"the leanest of \d+ needs ([\d.]+)", str(error))
+            memory = 2**30 * float(least) * draw.choice((1.002, 1.01, 1.03, 1.06))
+            return problem(devices, actor, critic, **sizes, memory=memory)
+    raise AssertionError("every plan fits")
+
+
+@pytest.mark.parametrize("number", in_full_or_proof(20))
+def test_where_memory_is_scarce_six_seeds_come_within_a_hundredth_of_the_optimum(number):
+    workload, cluster, prices = scarce(number)
+    seconds = [
+        search(workload, cluster, prices, proposals=8_000, seed=seed).best.simulation.seconds for seed in range(6)
+    ]
+    evaluator, choices = space(workload, cluster, prices, lockstep=True)
+    assert math.prod(map(len, choices)) > 1e8
+    assert optimum(evaluator, choices, below=0.99 * max(seconds)).choice is None, seconds
 
 
 def test_pipelines_are_proposed_only_when_asked_for():

@@ -1,4 +1,4 @@
-"""The clock: calls that nobody waits for are laid end to end, and what goes wrong on the device is not lost."""
+"""The clock: when calls begin and end that nobody waits for, and what goes wrong on the device is not lost."""
 
 import gc
 import threading
@@ -8,20 +8,30 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jrlhf.meshes import make_mesh
 from jrlhf.run import clock as clock_module
 from jrlhf.run.clock import Clock
+
+
+def mesh_on(start: int, count: int) -> jax.sharding.Mesh:
+    return make_mesh(1, count, 1, devices=jax.devices()[start : start + count])
 
 
 class Fake(jax.Array):
     """An array whose moment the test chooses."""
 
-    def __init__(self, size: int = 4):
+    def __init__(self, size: int = 4, *devices: int):
         self.there, self.deleted, self._size = threading.Event(), False, size
+        self._sharding = jax.NamedSharding(mesh_on(*(devices or (0, 1))), jax.P())
         self.error: Exception | None = None
 
     @property
     def nbytes(self) -> int:
         return self._size
+
+    @property
+    def sharding(self):
+        return self._sharding
 
     def block_until_ready(self):
         assert self.there.wait(10)
@@ -57,7 +67,7 @@ def test_calls_are_not_waited_for_and_lie_end_to_end(now):
     clock.run("second", lambda: second)
     now[0] = 3.0
     first.there.set()
-    eventually(lambda: clock._calls.seconds == {"first": 3.0})
+    eventually(lambda: clock._calls[0].ready == 3.0)
     now[0] = 5.0
     second.there.set()
     # Started at 1, but the device was busy with the first until 3.
@@ -68,7 +78,7 @@ def test_calls_are_not_waited_for_and_lie_end_to_end(now):
         clock.run("call", lambda array=array: array)
         now[0] = end
         array.there.set()
-        eventually(lambda end=end: clock._calls._ready == end)
+        eventually(lambda end=end: clock._calls[-1].ready == end)
     assert clock.take() == {"timing_s/call": 1.5, "timing_s/step": 4.5}
     clock.start()
     assert clock.take() == {"timing_s/step": 0.0}
@@ -81,7 +91,7 @@ def test_waiting_on_the_host_counts_as_far_as_the_device_had_nothing_to_do(now):
     def host() -> str:
         now[0] = 2.0
         array.there.set()
-        eventually(lambda: "device" in clock._calls.seconds)
+        eventually(lambda: clock._calls[0].ready == 2.0)
         now[0] = 5.0
         return "no array"
 
@@ -153,7 +163,80 @@ def test_threads_end_with_their_clock():
 
 def test_simulated_devices_are_waited_for_in_order(now):
     assert clock_module.may_deadlock()
-    clock, array = Clock(), Fake()
+    clock, array, single = Clock(), Fake(4, 0, 2), Fake(4, 1, 1)
     array.there.set()
     clock.run("call", lambda: array)
-    assert clock._pending == [] and clock._calls.seconds == {"call": 0.0}
+    with jax.set_mesh(mesh_on(2, 4)):
+        clock.run("without an array", lambda: None)
+    assert clock._pending == []
+    clock.run("on one device", lambda: single)  # it needs no peer
+    assert len(clock._pending) == 1
+    single.there.set()
+    clock.take()
+    assert [call["devices"] for call in clock.calls(mesh_on(0, 8))] == ["0-1", "2-5", "1"]
+
+
+def test_calls_on_separate_devices_overlap_and_copies_wait_for_what_they_copy(now):
+    """Two slices: a call on all devices, then one on each at a time, a copy from one to the other, and its reader."""
+    clock, mesh = Clock(blocking=False), make_mesh(2, 1, 1, devices=jax.devices()[:2])
+    everything, update, rollout, copy, reader = Fake(), Fake(), Fake(4, 1, 1), Fake(), Fake()
+
+    def end(array: Fake, when: float) -> None:
+        now[0] = when
+        array.there.set()
+        eventually(lambda: when in [call.ready for call in clock._calls])
+
+    with jax.set_mesh(mesh):
+        clock.run("both", lambda later: None, everything)  # returns no array: waits for none, on the mesh's devices
+    clock.run("update", lambda: update)
+    clock.run("gen", lambda: rollout)
+    clock.run("transfer", lambda rows: copy, rollout)
+    clock.run("reader", lambda rows: reader, copy)
+    clock.run("update", lambda: everything)
+    end(update, 2.0)
+    end(rollout, 5.0)
+    end(copy, 6.0)
+    end(reader, 8.0)
+    end(everything, 9.0)
+    assert clock.take() == {
+        "timing_s/both": 0.0,
+        "timing_s/update": 3.0,
+        "timing_s/gen": 5.0,
+        "timing_s/transfer": 1.0,
+        "timing_s/reader": 2.0,
+        "timing_s/step": 9.0,
+    }
+    assert [tuple(call.values()) for call in clock.calls(mesh)] == [
+        ("both", "0-1", 0.0, 0.0, False),
+        ("update", "0", 0.0, 2.0, False),
+        ("gen", "1", 0.0, 5.0, False),
+        ("transfer", "0", 5.0, 6.0, True),
+        ("reader", "0", 6.0, 8.0, False),
+        ("update", "0", 8.0, 9.0, False),
+    ]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_of_simulated_devices_only_single_ones_compute_at_the_same_time(size):
+    """Real programs of equal length on two slices, timed by default: XLA's CPU client overlaps those on one device."""
+    meshes = [mesh_on(index * size, size) for index in range(2)]
+    turn = jnp.eye(64) / 2
+
+    def work(x: jax.Array) -> jax.Array:
+        def body(x: jax.Array) -> jax.Array:
+            looped = jax.lax.fori_loop(0, 4000, lambda _, y: jnp.sin(y @ turn), jnp.ones((64, 64)) * x[0])
+            return jax.lax.psum(looped.sum(), "fsdp")[None]
+
+        return jax.shard_map(body, in_specs=jax.P("fsdp"), out_specs=jax.P(), check_vma=False)(x)
+
+    program, clock = jax.jit(work), Clock()
+    for _ in range(2):  # the first time they compile
+        clock.start()
+        for mesh in meshes:
+            with jax.set_mesh(mesh):
+                rows = jax.device_put(jnp.ones(size), jax.NamedSharding(mesh, jax.P("fsdp")))
+                clock.run("work", program, rows)
+        clock.take()
+    first, second = clock.spans()
+    overlap = min(first.end, second.end) - max(first.start, second.start)
+    assert overlap > 0 if size == 1 else overlap <= 0

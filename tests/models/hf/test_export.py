@@ -2,6 +2,8 @@
 
 import gc
 import json
+import random
+import re
 from functools import partial
 
 import jax
@@ -13,6 +15,7 @@ from safetensors.numpy import load_file
 from jrlhf.meshes import GENERATE, TRAIN, make_mesh, reshard
 from jrlhf.models import LoRAConfig, ModelConfig, export_hf, init_lora, lora_shardings, merge, param_shardings, to_int8
 from jrlhf.models.hf import export, hf_config, read_config
+from jrlhf.models.hf.config import _GENERATION
 from tests.support.live import live_bytes
 
 LLAMA = ModelConfig(
@@ -113,6 +116,37 @@ def test_the_settings_of_generation_go_round(reference, tmp_path):
     out = export_hf(params, LLAMA, tmp_path / "out", eos_ids=(5,), pad_id=0, generation=read.generation)
     written = json.loads((out / "generation_config.json").read_text())
     assert written == settings | {"eos_token_id": 5, "pad_token_id": 0, "bos_token_id": None}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_settings_of_generation_in_an_older_config_are_those_that_transformers_finds(seed, reference, tmp_path):
+    """Random ones, also next to a generation_config.json, which then counts alone."""
+    peer = pytest.importorskip("transformers", reason="the peer is transformers").GenerationConfig
+    draw, params = random.Random(seed), reference.random_params(LLAMA)
+    source = export_hf(params, LLAMA, tmp_path / "source", eos_ids=(3,))
+    if seed:
+        (source / "generation_config.json").unlink()
+    config = json.loads((source / "config.json").read_text())
+    config |= {"do_sample": draw.random() < 0.5, "use_cache": True, "output_attentions": False, "top_h": None}
+    for name in ("temperature", "top_p", "typical_p", "repetition_penalty", "length_penalty"):
+        config |= {name: round(draw.uniform(0.1, 0.9), 3)} if draw.random() < 0.7 else {}
+    for name in ("max_length", "min_length", "top_k", "num_beams", "no_repeat_ngram_size", "num_return_sequences"):
+        config |= {name: draw.randint(2, 9)} if draw.random() < 0.7 else {}
+    (source / "config.json").write_text(json.dumps(config | {"suppress_tokens": [4], "bad_words_ids": [[1, 2]]}))
+    out = export_hf(params, LLAMA, tmp_path / "out", eos_ids=(3,), generation=read_config(source).generation)
+    file = "config.json" if seed else "generation_config.json"
+    theirs = peer.from_pretrained(source, config_file_name=file, _from_model_config=bool(seed)).to_dict()
+    ours = peer.from_pretrained(out).to_dict()
+    ours |= {name: theirs[name] for name in ("_from_model_config", "use_cache", "output_attentions")}
+    assert ours == theirs
+
+
+def test_every_setting_of_transformers_that_chooses_tokens_is_known():
+    """Those that it has in addition choose no token: outputs, caches, speed of the same tokens, ids and metadata."""
+    peer = pytest.importorskip("transformers", reason="the peer is transformers").GenerationConfig()
+    others = r"(use|output|return|cache|compile|disable|low|prefill|is|max_cache|prompt_lookup|assistant|num_assistant|"
+    others += r"target|max_matching|speculation|continuous|watermarking|decoder_start|bos|eos|pad|_|transformers)_?.*"
+    assert {name for name in peer.to_dict() if not re.fullmatch(others, name)} <= set(_GENERATION)
 
 
 def test_an_export_is_all_or_nothing(reference, tmp_path, monkeypatch):

@@ -1,0 +1,83 @@
+"""The timeline of a report against a random schedule, painted second by second."""
+
+import random
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jrlhf.errors import UserError
+from jrlhf.meshes.plan import Slice
+from jrlhf.report.html import render
+from jrlhf.report.read import read_run
+from jrlhf.report.timeline import timeline
+from jrlhf.run.metrics import MetricsLog
+
+SLICES = ("0-3", "4-7", "0-7", "6-7")
+
+
+def schedule(draw: random.Random) -> tuple[list[dict], int]:
+    """Calls in whole seconds; those on common devices follow each other."""
+    free, calls = [0] * 8, []
+    for number in range(8):
+        devices, length = Slice.of(draw.choice(SLICES)), draw.randint(1, 9)
+        own = slice(devices.start, devices.stop)
+        start = max(free[own]) + draw.randint(0, 2)
+        free[own] = [start + length] * devices.count
+        calls.append({"name": f"call{number}", "devices": str(devices), "start": start, "end": start + length})
+    return [call | {"copies": False} for call in calls], max(free) + 1
+
+
+def write(directory: Path, calls: list[dict], length: int) -> None:
+    seconds: dict[str, float] = {}
+    for call in calls:
+        seconds[f"timing_s/{call['name']}"] = float(call["end"] - call["start"])
+    with MetricsLog(directory) as log:
+        for step, slower in enumerate((9, 9, 2, 0, -1), 1):  # the median of those after two that compile is step 4
+            log.log("ppo", step, seconds | {"timing_s/step": float(length + slower)}, calls=calls if step == 4 else ())
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_lanes_of_slices_and_calls_are_what_ran_when(seed, tmp_path):
+    calls, length = schedule(random.Random(seed))
+    write(tmp_path, calls, length)
+    run = read_run(tmp_path)
+    text, lanes = timeline(run)
+    busy, names = np.zeros((8, length), int), {}
+    for call in calls:
+        devices = Slice.of(call["devices"])
+        busy[devices.start : devices.stop, call["start"] : call["end"]] += 1
+        names[call["name"]] = (call["start"], call["end"])
+    assert busy.max() == 1
+    drawn = {lane.name: [(bar.start * length, (bar.start + bar.width) * length) for bar in lane.bars] for lane in lanes}
+    for name, times in names.items():
+        assert drawn[name] == [pytest.approx(times)]
+    groups = [Slice.of(name.removeprefix("devices ")) for name in drawn if name.startswith("devices ")]
+    assert len(groups) > 1 and [group.start for group in groups] == sorted(group.start for group in groups)
+    for group in groups:
+        painted = np.zeros(length, int)
+        for start, end in drawn[f"devices {group}"]:
+            painted[round(start) : round(end)] += 1
+        for device in range(group.start, group.stop):
+            np.testing.assert_array_equal(painted, busy[device])
+    # Calls at the same time: each counts once, on however many devices it runs.
+    running = np.zeros(length, int)
+    for start, end in names.values():
+        running[start:end] += 1
+    rest = sum(end - start for start, end in drawn["rest"])
+    assert rest == pytest.approx((running == 0).sum())
+    (overlap,) = map(float, re.findall(r"overlap for ([\d.]+)% of it", text))
+    assert overlap == pytest.approx(100 * (running > 1).mean(), abs=0.51)
+    assert "Drawn are the calls of step 4 " in text and render(run).count("devices ") >= len(groups)
+
+
+def test_a_slice_of_its_own_has_no_lane_and_a_line_that_is_no_timeline_is_one_sentence(tmp_path):
+    calls = [{"name": "gen", "devices": "0-7", "start": 0.0, "end": 2.0, "copies": False}]
+    calls += [{"name": "gen", "devices": "0-7", "start": 3.0, "end": 4.0, "copies": False}]
+    write(tmp_path, calls, 4)
+    _, lanes = timeline(read_run(tmp_path))
+    assert [lane.name for lane in lanes] == ["gen", "rest"] and len(lanes[0].bars) == 2
+    write(tmp_path, [calls[0] | {"devices": "all"}], 4)
+    with pytest.raises(UserError, match=r"timeline.jsonl holds a line that is no timeline \(devices=all must be"):
+        render(read_run(tmp_path))
