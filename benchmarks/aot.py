@@ -37,13 +37,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh
 from jax.stages import Lowered
 
 from benchmarks.hlo import Traffic, collective_traffic, loops
 from benchmarks.records import RESULTS, joined, provenance, write
-from benchmarks.shapes import Shapes, device_bytes, generation_copy, train_state, whole_weights
+from benchmarks.shapes import Shapes, device_bytes, experience, generation_copy, train_state, whole_weights
 from benchmarks.targets import (
     GB,
     TARGETS,
@@ -60,7 +59,6 @@ from jrlhf.errors import UserError
 from jrlhf.meshes import AXES, GENERATE, make_mesh
 from jrlhf.models import ModelConfig, SamplingConfig, make_generate, param_shardings
 from jrlhf.planning.fit import memory_of
-from jrlhf.ppo import Experience
 from jrlhf.roles.compiled import CompiledModel
 from jrlhf.roles.initial import adamw
 from jrlhf.roles.model import Architecture, Compute
@@ -106,24 +104,7 @@ class Setup:
 
     @property
     def experience(self) -> Shapes:
-        version: Any = jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(self.mesh, P()))
-        flat, floats = self.rows(), self.rows(self.length, dtype=jnp.float32)
-        return Experience(
-            tokens=self.rows(self.length),
-            prompt_lengths=flat,
-            response_lengths=flat,
-            logprobs=floats,
-            finished=self.rows(dtype=jnp.bool_),
-            version=version,
-            scores=self.rows(dtype=jnp.float32),
-            response_mask=self.rows(self.length, dtype=jnp.bool_),
-            old_logprobs=floats,
-            ref_logprobs=floats,
-            values=floats,
-            rewards=floats,
-            advantages=floats,
-            returns=floats,
-        )
+        return experience(self.mesh, self.rows, self.length)
 
 
 @dataclass(frozen=True)

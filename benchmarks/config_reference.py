@@ -24,8 +24,8 @@ HEADING = """\
 
 A config is a YAML file. `python -m jrlhf.train --config FILE-or-NAME key=value` overrides single keys, with dots
 between the names of sections: `ppo.algorithm.kl_target=2`. A stage has a section if and only if it is in `stages`.
-Unknown keys are refused with the nearest known one. `--dry-run` prints all settings of a run. Old names of keys still
-work and print a notice.
+Unknown keys are refused with the nearest known one; names of TRL and verl lead to ours. `--dry-run` prints the settings
+that are not the defaults, with `--all` all of them. Old names of keys still work and print a notice.
 
 This page is made from the classes by `python -m benchmarks.config_reference > docs/configuration.md`.
 

@@ -19,11 +19,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from benchmarks.records import RESULTS, provenance, write
-from benchmarks.shapes import adapter_weights, generation_copy, shared_base, train_state, whole_weights
+from benchmarks.shapes import adapter_weights, experience, generation_copy, shared_base, train_state, whole_weights
 from benchmarks.targets import TARGETS, Target, compiler_environment, devices_of
 from jrlhf.algorithms.registry import graph_of
 from jrlhf.config.schema import Config
@@ -38,7 +36,7 @@ from jrlhf.models.remat import Remat
 from jrlhf.planning.activations import Backend
 from jrlhf.planning.memory import call_bytes
 from jrlhf.planning.workload import RoleModel, Workload
-from jrlhf.ppo import Experience, PPOConfig
+from jrlhf.ppo import PPOConfig
 from jrlhf.roles.compiled import CompiledModel
 from jrlhf.roles.initial import adamw
 from jrlhf.roles.model import Architecture, Compute
@@ -191,25 +189,7 @@ def lowered(case: Case, devices: Sequence[Any], backend: Backend) -> jax.stages.
                 step = CompiledModel(*setting).actor_step(adam, algorithm, temperature=1.0)
             case _:
                 step = CompiledModel(*setting).critic_step(adam, algorithm)
-        floats, flat = rows(length, dtype=jnp.float32), rows()
-        version: Any = jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(mesh, P()))
-        experience = Experience(
-            tokens=rows(length),
-            prompt_lengths=flat,
-            response_lengths=flat,
-            logprobs=floats,
-            finished=rows(dtype=jnp.bool_),
-            version=version,
-            scores=rows(dtype=jnp.float32),
-            response_mask=rows(length, dtype=jnp.bool_),
-            old_logprobs=floats,
-            ref_logprobs=floats,
-            values=floats,
-            rewards=floats,
-            advantages=floats,
-            returns=floats,
-        )
-        return step.lower(train_state(optimizer, weights, mesh), experience, *base)
+        return step.lower(train_state(optimizer, weights, mesh), experience(mesh, rows, length), *base)
 
 
 # ---- the grid

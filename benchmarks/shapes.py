@@ -1,5 +1,6 @@
 """The arrays of a run before there are any: `jax.ShapeDtypeStruct`s that say where each would lie on the mesh."""
 
+from collections.abc import Callable
 from functools import partial
 from math import prod
 from typing import Any
@@ -14,7 +15,7 @@ from jrlhf.meshes import GENERATE, TRAIN
 from jrlhf.models import LoRAConfig, ModelConfig, init_lm, init_lora, init_scalar, lora_shardings, param_shardings
 from jrlhf.models.params import HeadKind
 from jrlhf.models.quantize import int8_shardings, to_int8
-from jrlhf.ppo import TrainState
+from jrlhf.ppo import Experience, TrainState
 from jrlhf.roles.initial import adamw
 from jrlhf.roles.pretrained import cast_matrices
 
@@ -79,3 +80,25 @@ def _shard_shape(x: jax.ShapeDtypeStruct) -> tuple[int, ...]:
 
 def _key() -> jax.ShapeDtypeStruct:
     return jax.eval_shape(lambda: jax.random.key(0))
+
+
+def experience(mesh: Mesh, rows: Callable[..., Any], length: int) -> Shapes:
+    """Experience of PPO with rows of this length. rows: (*shape, dtype) -> an array with a rollout's rows."""
+    flat, floats = rows(), rows(length, dtype=jnp.float32)
+    version: Any = jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(mesh, P()))
+    return Experience(
+        tokens=rows(length),
+        prompt_lengths=flat,
+        response_lengths=flat,
+        logprobs=floats,
+        finished=rows(dtype=jnp.bool_),
+        version=version,
+        scores=rows(dtype=jnp.float32),
+        response_mask=rows(length, dtype=jnp.bool_),
+        old_logprobs=floats,
+        ref_logprobs=floats,
+        values=floats,
+        rewards=floats,
+        advantages=floats,
+        returns=floats,
+    )

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
 from jrlhf.config import load_config
@@ -25,6 +26,7 @@ from jrlhf.data.types import Example, Response
 from jrlhf.errors import UserError, exit_code_of_printing
 from jrlhf.meshes import GENERATE, make_mesh
 from jrlhf.models import ModelConfig, SamplingConfig, Schedule
+from jrlhf.models.generation.continuous import Prompt
 from jrlhf.models.hf import load_adapter
 from jrlhf.models.params import check_tensor
 from jrlhf.roles.compiled import CompiledModel
@@ -36,6 +38,7 @@ from jrlhf.run.directory import CONFIG, read_summary
 from jrlhf.run.files import check_writable, write_atomic
 
 TOKENS = 256  # default maximum of an answer
+STREAMED = 8  # tokens of an answer that a conversation shows at a time
 
 
 @dataclass(frozen=True)
@@ -66,16 +69,33 @@ class Generator:
 
         A text depends on the key and the prompt's index, but not on the batch size, except for rounding in bfloat16.
         """
-        longest = max(len(ids) for ids in prompts.ids)
-        # Few widths, so that few programs are compiled. One chunk, because no answer waits for others.
-        width = min(max(32, 1 << (longest - 1).bit_length()), self.longest)
+        width = self._width(max(len(ids) for ids in prompts.ids))
         compiled = CompiledModel(self.model.architecture, self.mesh, self.compute)
+        # One chunk, because no answer waits for others.
         run = compiled.generate(self.sampling, Schedule(chunk=self.sampling.max_new_tokens))
         for rows, count in whole_batches(len(prompts.ids), self.batch):
             tokens, lengths = put_rows(pad_rows([prompts.ids[row] for row in rows], width), self.mesh)
             keys = row_keys(key, self.batch, self.mesh, first=rows[0])
             generation = run(self.model.params, tokens, lengths, keys, *self.model.frozen)
             yield from read_responses(self.tokenizer, jax.device_get(generation), count)
+
+    def stream(self, ids: Sequence[int], key: jax.Array) -> Iterator[str]:
+        """The text of one response so far, again and again until it is complete: what `answer` gives for one prompt."""
+        width, seeds = self._width(len(ids)), np.asarray(jax.random.key_data(row_keys(key, self.batch, self.mesh)))
+        compiled = CompiledModel(self.model.architecture, self.mesh, self.compute)
+        slots = compiled.continuous(self.sampling, Schedule(chunk=STREAMED), 1, self.batch, width)
+        base = self.model.frozen
+        weights = (base[0], self.model.params) if base else (self.model.params, {})
+        slots.admit(weights, [Prompt(0, pad_rows([ids], width)[0][0], len(ids), seeds[:1])])
+        while len(slots.rows):
+            at = int(np.flatnonzero(slots.state.owner == 0)[0])
+            (row,) = slots.decode(weights)
+            tokens = row.response[0] if row.response else jax.device_get(slots.state.results.tokens)[at]
+            yield self.tokenizer.decode([int(token) for token in tokens[: row.end]])
+
+    def _width(self, longest: int) -> int:
+        """The width of prompts: few of them, so that few programs are compiled."""
+        return min(max(32, 1 << (longest - 1).bit_length()), self.longest)
 
 
 def load(
@@ -151,7 +171,9 @@ def cli(arguments: Sequence[str] | None = None) -> int:
 def _run(options: argparse.Namespace) -> None:
     interactive = not options.prompt and options.file is None
     _check(options, interactive)
-    examples = [Example(prompt=text) for text in options.prompt or ()]
+    summary = read_summary(Path(options.model).expanduser())
+    end = summary.get("prompt_end", "")  # as a run was trained
+    examples = [Example(prompt=_ended(text, end)) for text in options.prompt or ()]
     examples += read_dataset(options.file).examples if options.file is not None else []
     data = _data_of(options.model)
     sampling = {name: getattr(options, name) for name in ("max_new_tokens", "temperature", "top_k", "top_p")}
@@ -161,7 +183,7 @@ def _run(options: argparse.Namespace) -> None:
         SamplingConfig(**sampling)  # before the model, which takes longer
     except ValueError as error:
         raise UserError(str(error)) from error
-    plain = options.raw or not read_summary(Path(options.model).expanduser()).get("chat", True)  # as a run was trained
+    plain = options.raw or not summary.get("chat", True)
     batch = 1 if interactive else min(options.batch, len(examples) * options.n)
     hardware = {"dtype": options.dtype, "platform": options.platform}
     generator = load(options.model, sampling, adapter=options.adapter, batch=batch, data=data, **hardware)
@@ -169,7 +191,9 @@ def _run(options: argparse.Namespace) -> None:
     chat = generator.tokenizer.chat_template is not None and not plain
     with jax.set_mesh(generator.mesh):
         if interactive:
-            _converse(generator, options.seed, chat, system)
+            if sys.stdin.isatty():
+                print(f"{options.model} answers in up to {sampling['max_new_tokens']} tokens; an empty line ends this")
+            _converse(generator, options.seed, chat, system, end)
             return
         repeated = [example for example in examples for _ in range(options.n)]
         prompts = generator.encode(repeated, chat=chat, system=system)
@@ -217,7 +241,7 @@ def _write_answers(prompts: Prompts, answers: Iterator[Response], out: str) -> N
     print(f"{len(rows)} answers in {out}")
 
 
-def _converse(generator: Generator, seed: int, chat: bool, system: str | None) -> None:
+def _converse(generator: Generator, seed: int, chat: bool, system: str | None, end: str) -> None:
     """Answers each line until an empty one: with a chat template to the whole conversation, else to that line alone."""
     messages: list[dict[str, str]] = [] if system is None else [{"role": "system", "content": system}]
     for turn in itertools.count():
@@ -228,10 +252,20 @@ def _converse(generator: Generator, seed: int, chat: bool, system: str | None) -
         if not line:
             return
         messages.append({"role": "user", "content": line})
-        prompts = generator.encode([Example(prompt=tuple(messages) if chat else line)], chat=chat, system=system)
-        response = next(generator.answer(prompts, key_for(seed, "generate", turn)))
-        messages.append({"role": "assistant", "content": response.text})
-        print(clean(response.text), flush=True)
+        prompt = tuple(messages) if chat else _ended(line, end)
+        (ids,) = generator.encode([Example(prompt=prompt)], chat=chat, system=system).ids
+        text, shown = "", 0
+        for text in generator.stream(ids, key_for(seed, "generate", turn)):
+            whole = clean(text.rstrip("\ufffd"))  # a character may have several tokens, of which the last are to come
+            print(whole[shown:], end="", flush=True)
+            shown = max(shown, len(whole))
+        print(clean(text)[shown:], flush=True)
+        messages.append({"role": "assistant", "content": text})
+
+
+def _ended(line: str, end: str) -> str:
+    """A typed line as the prompt that the model was trained on."""
+    return line if line.endswith(end) else line + end
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from jrlhf.config import load_config
+from jrlhf.config import load_config, parse_with_settings
 from jrlhf.errors import UserError, exit_code_of_printing
 from jrlhf.run.files import check_writable
 
@@ -22,7 +22,6 @@ SECONDS = 20.0
 def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m jrlhf.plan", description=__doc__)
     parser.add_argument("--config", required=True, help="a YAML file, or the name of a shipped config: quickstart")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings in place of the file's: seed=1")
     group = parser.add_mutually_exclusive_group(required=True)
     group.add_argument("--cluster", help="its devices: 16xh100, v5p-512")
     group.add_argument("--profile", action="store_true", help="the devices at hand, measured: minutes, the first time")
@@ -37,7 +36,7 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--overlap", action="store_true", help=overlap)
     parser.add_argument("--plot", type=Path, metavar="FILE", help="the timeline as SVG or PNG")
     parser.add_argument("--save", type=Path, metavar="FILE", help="the plan as YAML, for plan=FILE of a config")
-    return parser.parse_intermixed_args(arguments)
+    return parse_with_settings(parser, arguments)
 
 
 def cli(arguments: Sequence[str] | None = None) -> int:

@@ -1,4 +1,4 @@
-"""`python -m jrlhf.train --config FILE-or-NAME [key=value ...] [--dry-run] [--resume [--accept-rewards]]`."""
+"""`python -m jrlhf.train --config FILE-or-NAME [key=value ...] [--dry-run [--all]] [--resume [--accept-rewards]]`."""
 
 import argparse
 import sys
@@ -7,8 +7,8 @@ from functools import partial
 
 import jax
 
-from jrlhf.config import Config, config_names, load_config
-from jrlhf.errors import exit_code, report
+from jrlhf.config import Config, config_names, load_config, parse_with_settings
+from jrlhf.errors import UserError, exit_code, report
 from jrlhf.run.clock import Stopwatch
 from jrlhf.run.processes import is_main, together
 from jrlhf.stages.dpo import train_dpo
@@ -60,21 +60,23 @@ def cli(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m jrlhf.train", description="RLHF in JAX.")
     shipped = ", ".join(config_names())
     parser.add_argument("--config", required=True, help=f"a YAML file, or the name of a shipped config: {shipped}")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings in place of the file's: seed=1")
-    parser.add_argument("--dry-run", action="store_true", help="check everything, print config, memory and plan, exit")
+    parser.add_argument("--dry-run", action="store_true", help="check everything, print memory and plan, exit")
+    parser.add_argument("--all", action="store_true", help="with --dry-run: print all settings, also the defaults")
     parser.add_argument("--resume", action="store_true", help="go on with the run of this name")
     accept = "with --resume: go on although reward functions were changed"
     parser.add_argument("--accept-rewards", action="store_true", help=accept)
-    return exit_code(partial(_run, parser.parse_intermixed_args(arguments)))
+    return exit_code(partial(_run, parse_with_settings(parser, arguments)))
 
 
 def _run(options: argparse.Namespace) -> None:
+    if options.all and not options.dry_run:
+        raise UserError("--all has no effect without --dry-run: leave it out")
     config = load_config(options.config, options.overrides)
     with together(report):
         if not options.dry_run:
             main(config, resume=options.resume, accept_rewards=options.accept_rewards)
             return
-        described = describe(config)
+        described = describe(config, all_settings=options.all)
         if is_main():
             print(described)
 

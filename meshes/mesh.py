@@ -19,7 +19,11 @@ def make_mesh(
     devices: Sequence[Device] | None = None,
     axis_type: AxisType = AxisType.Explicit,
 ) -> Mesh:
-    """A `("data", "fsdp", "tensor")` mesh over `devices` (default: all of them).
+    """Returns a `("data", "fsdp", "tensor")` mesh over `devices` (default: all of them).
+
+    axis_type: of all axes. Explicit, the default, makes shardings a part of the types of arrays: `jax.set_mesh(mesh)`
+    is then needed around programs, and an operation whose result could be divided in two ways must be told which one
+    (`out_sharding=`). With `AxisType.Auto` the compiler chooses, as on a mesh from `jax.sharding.Mesh`.
 
     At most one size may be -1: it takes the devices that the others leave. `tensor` is the innermost axis, so its
     collectives, the most frequent ones, run between neighbouring devices.

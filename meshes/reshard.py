@@ -40,8 +40,9 @@ def reshard(
 
     Args:
         tree: arrays on devices.
-        shardings: NamedShardings that mirror `tree`. One list more on the way to a leaf unstacks that array along
-            axis 0: `{"w": x}` may go to `{"w": [s0, s1]}` as well as to `[{"w": s0}, {"w": s1}]`.
+        shardings: NamedShardings that mirror `tree`, or one for all its arrays. One list more on the way to a leaf
+            unstacks that array along axis 0: `{"w": x}` may go to `{"w": [s0, s1]}` as well as to
+            `[{"w": s0}, {"w": s1}]`.
         dtype: floating arrays are cast to it *before* they travel. Vectors keep theirs: norm scales are small, and a
             model applies them in float32.
         donate: frees each array of `tree` once it has moved. Otherwise the result shares no memory with `tree`, so
@@ -52,6 +53,8 @@ def reshard(
     Returns the arrays in the structure of `shardings`. Raises ValueError if that does not mirror `tree`, and TypeError
     if a leaf of `tree` is on no device.
     """
+    if isinstance(shardings, Sharding):
+        shardings = jax.tree.map(lambda _, one=shardings: one, tree)
     moves, treedef = pair(tree, shardings)
     results: list[jax.Array | None] = [None] * treedef.num_leaves
     with host_transfers_refused():

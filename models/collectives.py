@@ -37,23 +37,23 @@ def total(x: Array, axis: str | None) -> Array:
     return x if axis is None else lax.psum(x, axis)
 
 
-def own_rows(x: Array, axis: str = TENSOR) -> Array:
-    """This device's rows, of rows that were gathered over `axis`."""
-    rows = x.shape[0] // lax.axis_size(axis)
-    return lax.dynamic_slice_in_dim(vary(x, axis), lax.axis_index(axis) * rows, rows)
+def own_rows(x: Array) -> Array:
+    """This device's rows, of rows that were gathered over `tensor`."""
+    rows = x.shape[0] // lax.axis_size(TENSOR)
+    return lax.dynamic_slice_in_dim(vary(x, TENSOR), lax.axis_index(TENSOR) * rows, rows)
 
 
-def all_rows(tree: Any, axis: str = TENSOR) -> Any:
-    """The rows of all devices along `axis`, for a tree of arrays that hold this device's rows."""
-    return jax.tree.map(lambda x: lax.all_gather(x, axis, tiled=True), tree)
+def all_rows(tree: Any) -> Any:
+    """The rows of all devices along `tensor`, for a tree of arrays that hold this device's rows."""
+    return jax.tree.map(lambda x: lax.all_gather(x, TENSOR, tiled=True), tree)
 
 
-def lookup(table: Array, tokens: Int[Array, "B T"], axis: str = TENSOR) -> Array:
+def lookup(table: Array, tokens: Int[Array, "B T"]) -> Array:
     """This device's part of an embedding lookup: the rows that its slice of the vocabulary has, and zeros elsewhere.
 
-    Summed over `axis` the parts are the embeddings. No device holds the whole table, nor its gradient.
+    Summed over `tensor` the parts are the embeddings. No device holds the whole table, nor its gradient.
     """
-    local = tokens - lax.axis_index(axis) * table.shape[0]
+    local = tokens - lax.axis_index(TENSOR) * table.shape[0]
     inside = (local >= 0) & (local < table.shape[0])
     # An index past the end is filled with zeros and has no gradient; a negative one would count from the end.
     return _rows_of(table, jnp.where(inside, local, table.shape[0]))

@@ -170,11 +170,9 @@ class ModelConfig:
         return {"scale": self.query_scale, "softcap": self.attention_softcap, "window": self.window}
 
     @classmethod
-    def tiny(cls, vocab_size: int, max_positions: int = 64) -> "ModelConfig":
+    def tiny(cls, vocab_size: int) -> "ModelConfig":
         """4 layers of 128: about a million parameters at a vocabulary of 1024, trained in minutes on a laptop."""
-        return cls(
-            vocab_size, embed=128, layers=4, heads=4, kv_heads=2, head_dim=32, mlp=384, max_positions=max_positions
-        )
+        return cls(vocab_size, embed=128, layers=4, heads=4, kv_heads=2, head_dim=32, mlp=384, max_positions=64)
 
 
 def positive(value: float) -> bool:

@@ -122,7 +122,13 @@ class PPOState:
 
     @classmethod
     def create(cls, actor: TrainState, critic: TrainState, *, kl_coef: float) -> Self:
-        """A fresh state whose KL coefficient starts at `kl_coef`."""
+        """Returns a fresh state whose KL coefficient starts at `kl_coef`.
+
+        Raises ValueError if actor and critic hold the same arrays: a step would free them twice.
+        """
+        arrays = [{id(leaf) for leaf in jax.tree.leaves(state)} for state in (actor, critic)]
+        if arrays[0] & arrays[1]:
+            raise ValueError("actor and critic hold the same arrays: give one a copy, jax.tree.map(jnp.copy, params)")
         return cls(actor, critic, KLState(_on_mesh_of(actor.params, jnp.asarray(kl_coef, jnp.float32))))
 
 

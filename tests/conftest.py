@@ -2,7 +2,8 @@
 
 import os
 import re
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 
 import jax
 import pytest
@@ -13,6 +14,9 @@ prepare_simulated(8)
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
+# Programs of this process are compiled, so that they can be looked at. Those of runs in other processes are kept.
+jax.config.update("jax_enable_compilation_cache", False)
+os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -49,3 +53,12 @@ def scopes() -> Callable[..., set[str]]:
         return {name for path in re.findall(r'loc\("([^".]+/[^".]+)"', text) for name in re.findall(r"\w+", path)}
 
     return find
+
+
+@pytest.fixture(scope="module")
+def quick_compilation() -> Iterator[None]:
+    """Programs are optimised little: most run shorter than they compile."""
+    usual = jax.config.values["jax_disable_most_optimizations"]
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", usual)

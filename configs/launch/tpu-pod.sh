@@ -16,7 +16,7 @@ on_all() {
     gcloud compute tpus tpu-vm ssh "$TPU" --zone="$ZONE" --worker=all --command="$1"
 }
 
-on_all "pip install --quiet 'jrlhf[tpu] @ $SOURCE'"
+on_all "pip install --quiet 'jrlhf[tpu,hf] @ $SOURCE'"
 on_all "mkdir -p ~/runs && (mountpoint -q ~/runs || gcsfuse --implicit-dirs '${BUCKET#gs://}' ~/runs)"
 if [[ -f "$config" ]]; then
     gcloud compute tpus tpu-vm scp "$config" "$TPU:config.yaml" --zone="$ZONE" --worker=all

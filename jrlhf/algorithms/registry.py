@@ -38,12 +38,16 @@ def dataflow_of(config: Config) -> Callable:
 
 
 def dataflow_identity(config: Config) -> dict[str, str]:
-    """Digests of the file of a user's own dataflow and of what it imports. A run cannot go on with another one."""
-    if config.algorithm is None or config.rl.dataflow is None:
+    """What a run cannot go on with if it is another: files of a user's own dataflow, the number of logical workers."""
+    if config.algorithm is None:
         return {}
+    several = config.rl.asynchronous is not None and config.logical_workers > 1
+    words = {"asynchronous.logical_workers": str(config.logical_workers)} if several else {}
+    if config.rl.dataflow is None:
+        return words
     code = custom_dataflow(config, shipped_dataflow(config.algorithm))
     modules = {f"dataflow module {name}": digest[:16] for name, digest in code.modules.items()}
-    return {"dataflow": (code.sha256 or "")[:16], **modules}
+    return {"dataflow": (code.sha256 or "")[:16], **modules, **words}
 
 
 def graph_of(config: Config) -> Graph:

@@ -47,6 +47,19 @@ def validate(config: Config, device_count: int, models: Mapping[str, ModelConfig
         raise UserError(sentence)
 
 
+def uncorrected(config: Config) -> str | None:
+    """Returns a warning if tokens of older weights are learned from as if the present weights had drawn them."""
+    if config.algorithm is None or config.rl.asynchronous is None or not config.rl.asynchronous.staleness:
+        return None
+    name, algorithm = config.algorithm, config.rl.algorithm
+    if algorithm.corrections or algorithm.old_logprobs != "recompute":
+        return None
+    return (
+        f"{name}.asynchronous.staleness={config.rl.asynchronous.staleness} without an off-policy correction learns "
+        f"from tokens of older weights as if the present ones had drawn them: set {name}.algorithm.importance=token"
+    )
+
+
 def _violations(config: Config, device_count: int, models: Mapping[str, ModelConfig]) -> Iterator[str]:
     """Yields a sentence for each violation; later checks may rely on earlier ones."""
     yield from _stages(config)
@@ -61,6 +74,7 @@ def _violations(config: Config, device_count: int, models: Mapping[str, ModelCon
     for role, model in models.items():
         yield from _model(config, role, model, fsdp, tensor, device_count)
     yield from _batches(config, data * fsdp * tensor, data * fsdp)
+    yield from _fleet(config)
     if config.algorithm is not None:
         yield from _algorithm(config, config.algorithm)
         if config.compute.shared_passes:
@@ -182,6 +196,28 @@ def _void_settings(config: Config) -> Iterator[tuple[bool, str, str]]:
         yield "sft" not in config.stages and not texts, "data.sft.path", stages
         yield "reward_model" not in config.stages and not dpo, "data.preferences.path", stages
         yield name is None, "data.prompts.path data.heldout.path", stages
+
+
+def _fleet(config: Config) -> Iterator[str]:
+    fleet, name = config.fleet, config.algorithm
+    if fleet is None or fleet.workers is None:
+        return
+    if name is None or config.rl.asynchronous is None:
+        section = "an algorithm" if name is None else name
+        yield (
+            f"fleet.workers={fleet.workers} draws the rollouts of asynchronous training: give {section} a section "
+            "asynchronous, or leave fleet out"
+        )
+    elif fleet.workers > config.logical_workers:
+        yield (
+            f"fleet.workers={fleet.workers} exceeds {name}.asynchronous.logical_workers={config.logical_workers}, and "
+            "a process draws for at least one of those: lower the former or raise the latter"
+        )
+    if fleet.devices and len(fleet.devices) != fleet.workers:
+        yield (
+            f"fleet.devices names the GPUs of {len(fleet.devices)} process(es), and fleet.workers={fleet.workers}: "
+            "give each process an entry"
+        )
 
 
 def _validation(config: Config, validation: ValidationConfig) -> Iterator[str]:
@@ -322,6 +358,13 @@ def _algorithm(config: Config, name: str) -> Iterator[str]:
             f"{key}.kl_horizon={algorithm.kl_horizon:g} must exceed a fifth of {name}.rollout_batch="
             f"{section.rollout_batch}: the KL coefficient could turn negative, raise the horizon"
         )
+    if section.asynchronous is not None:
+        steps = section.asynchronous.update_steps
+        if section.iterations * (steps + config.data.max_response) >= 2**30:  # the clock is an int32
+            yield (
+                f"{name}.asynchronous.update_steps={steps} with {name}.iterations={section.iterations} and "
+                f"data.max_response={config.data.max_response} is more than the virtual clock counts: lower it"
+            )
     if buffer is not None and buffer > config.data.max_response:
         yield f"{name}.scores.overlong_buffer={buffer:g} exceeds data.max_response={config.data.max_response}: lower it"
     filters = {"top_k": sampling.top_k, "top_p": None if sampling.top_p == 1 else sampling.top_p}

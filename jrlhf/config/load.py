@@ -1,6 +1,8 @@
 """Finds and loads configs: the file, or the packaged one of a name, with `key=value` overrides."""
 
+import argparse
 import difflib
+import re
 from collections.abc import Sequence
 from importlib import resources
 from importlib.resources.abc import Traversable
@@ -12,7 +14,10 @@ from jrlhf.errors import UserError
 
 
 def load_config(path_or_name: str, overrides: Sequence[str] = ()) -> Config:
-    """Returns the config of a YAML file, or of a name among the packaged ones, with `key=value` overrides."""
+    """Returns the config of a YAML file, or of a name among the packaged ones, with `key=value` overrides.
+
+    A run without a name is called as its file is.
+    """
     source = _find(path_or_name)
     try:
         text = source.read_text(encoding="utf-8-sig")
@@ -25,9 +30,23 @@ def load_config(path_or_name: str, overrides: Sequence[str] = ()) -> Config:
         raise UserError(f"config {path_or_name} must hold `key: value` lines, but it holds no keys")
     for assignment in overrides:
         override(mapping, assignment)
+    if isinstance(source, Path):
+        mapping.setdefault("name", re.sub(r"[^A-Za-z0-9._-]", "-", source.stem).lstrip(".-") or "run")
     if empty and "stages" not in mapping:
         raise UserError(f"config {path_or_name} is empty: name the run's stages, for example stages: [sft, ppo]")
     return build(Config, mapping)
+
+
+def parse_with_settings(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Parses a command line whose words `key=value`, or `--key=value`, are settings: the list `overrides`."""
+    help_text = "settings in place of the file's: seed=1"
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help=help_text)
+    options, unknown = parser.parse_known_intermixed_args(arguments)
+    for word in unknown:
+        if "=" not in word:
+            parser.error(f"{word} is no option; a setting is written {word.lstrip('-')}=VALUE")
+    options.overrides += unknown
+    return options
 
 
 def config_names() -> list[str]:

@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin,
 
 import yaml
 
+from jrlhf.config.peers import PEERS
 from jrlhf.errors import UserError
 from jrlhf.ppo.fields import Section, default_of
 
@@ -118,21 +119,25 @@ def parsed(value: object, path: str) -> object:
     return parse_yaml(value, path) if isinstance(value, Override) else value
 
 
-def to_yaml(config: object, *, off: bool = False) -> str:
+def to_yaml(config: object, *, off: bool = False, defaults: bool = True) -> str:
     """Returns a config dataclass as YAML that `build` reads back to an equal one.
 
-    off: also write sections of features that are off, with their defaults.
+    off: also write sections of features that are off, with their defaults. defaults: also write settings that have
+    their default value.
     """
 
     def plain(value: Any) -> Any:
         if not is_dataclass(value):
             return [plain(item) for item in value] if isinstance(value, tuple) else value
-        values = {item.name: getattr(value, item.name) for item in fields(value)}
+        own = values = {item.name: getattr(value, item.name) for item in fields(value)}
         for item in fields(value):
-            values |= values.pop(item.name) if "table" in item.metadata else {}
+            values = values | (own[item.name] if "table" in item.metadata else {})
         mapping = {}
         for name, kind in _kinds(type(value)).items():
             absent = _classes(kind) and values.get(name) is None
+            is_tag = get_origin(kind) is Literal and len(get_args(kind)) == 1
+            if not (defaults or is_tag) and name in own and own[name] == default_of(type(value), name):
+                continue
             if name in values and (off or not absent):
                 mapping[name] = plain(_classes(kind)[0]() if absent else values[name])
         return mapping
@@ -153,7 +158,9 @@ def build(cls: type[T], mapping: object, path: str = "") -> T:
     values: dict[str, Any] = {}
     for key, value in mapping.items():
         if key not in kinds:
-            raise UserError(f"{_joined(path, key)} is not a known key: {_suggestion(cls, str(key), path)}")
+            leaf = next(iter(flatten(value, str(key)))).rsplit(".", 1)[-1]
+            meant = _suggestion(cls, leaf if leaf in PEERS else str(key), path, mapping)
+            raise UserError(f"{_joined(path, key)} is not a known key: {meant}")
         values[key] = convert(kinds[key], value, _joined(path, key))
     for item in fields(cls):  # pyright: ignore[reportArgumentType]
         if "table" in item.metadata:
@@ -294,13 +301,17 @@ def _kinds(cls: Any) -> dict[str, Any]:
     return kinds
 
 
-def _suggestion(cls: Any, key: str, path: str) -> str:
+def _suggestion(cls: Any, key: str, path: str, mapping: Mapping[str, Any]) -> str:
     """Names the section below this one that has the key, or the nearest key, or all keys."""
     sources = {item.name: item.metadata["from"] for item in fields(cls) if "from" in item.metadata}
     if sources.get(key):
         return f"the run's {sources[key]} is used, set that"
-    kinds, below = _kinds(cls), {inner: inner.rsplit(".", 1)[-1] for inner in _paths(cls)}
-    meant = [inner for inner, name in below.items() if name == key] or difflib.get_close_matches(key, kinds, n=1)
+    kinds, key = _kinds(cls), PEERS.get(key, key)
+    table = [name for item in fields(cls) for name in item.metadata.get("table", ())]
+    absent = set(table) - set(mapping) if set(table) & set(mapping) else set()  # stages that this run does not have
+    below = {inner: inner.rsplit(".", 1)[-1] for inner in _paths(cls) if inner.split(".")[0] not in absent}
+    meant = [inner for inner, name in below.items() if key in (inner, name)]
+    meant = meant or difflib.get_close_matches(key, kinds, n=1)
     if not meant:
         near = difflib.get_close_matches(key, below.values(), n=1)
         meant = [inner for inner, name in below.items() if name in near]

@@ -16,6 +16,7 @@ from jrlhf.config.stages import (
     ALGORITHMS,
     STAGES,
     DPOStageConfig,
+    FleetSection,
     RewardModelConfig,
     RLStageConfig,
     SFTConfig,
@@ -383,8 +384,8 @@ class ProfileConfig(Feature):
 class Config(Section):
     """The settings of the whole run."""
 
-    name: str = checked(  # the run's directory in run_dir
-        "quickstart",
+    name: str = checked(  # the run's directory in run_dir; a file that does not give it gives its own name
+        "run",
         lambda value: re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]*", value) is not None,
         "letters, digits, '.', '_' and '-': it names the run's directory",
     )
@@ -413,6 +414,7 @@ class Config(Section):
     sections: Mapping[str, Any] = field(default_factory=dict, metadata={"table": STAGES})  # stage -> its settings
     sampling: SamplingSection = SamplingSection()
     rollout: Schedule = Schedule()  # how rows share the devices while they are generated
+    fleet: FleetSection | None = None
     checkpoints: CheckpointConfig = CheckpointConfig()
     export: ExportConfig = ExportConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
@@ -471,6 +473,12 @@ class Config(Section):
     def samples(self) -> int:
         """The number of responses to each prompt in an iteration; 1 without reinforcement learning."""
         return self.rl.samples if self.algorithm else 1
+
+    @property
+    def logical_workers(self) -> int:
+        """The number of logical workers of asynchronous rollouts."""
+        assert self.rl.asynchronous is not None
+        return self.rl.asynchronous.logical_workers or (1 if self.fleet is None else self.fleet.workers or 1)
 
     @property
     def offloading(self) -> SleepConfig:

@@ -1,11 +1,12 @@
 """The sections of the stages. Each algorithm of reinforcement learning is a row of the table at the end."""
 
 from dataclasses import dataclass, make_dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from jrlhf.config.parse import Feature
 from jrlhf.ppo import config as algorithms
 from jrlhf.ppo.config import DPOConfig, GRPOConfig, PolicyConfig, check_one_division
-from jrlhf.ppo.fields import Section, between, checked, count, natural, non_negative, positive
+from jrlhf.ppo.fields import LONGEST, Section, between, checked, count, natural, non_negative, positive
 from jrlhf.ppo.shaping import ScoreConfig
 
 
@@ -109,12 +110,32 @@ class AsynchronousConfig(Section):
     """
 
     # Versions by which the weights that drew a token may be older than those that learn from it; 0: a synchronous run.
-    staleness: int = natural(1)
+    staleness: int = natural(1, most=1000)
     on_new_weights: Literal["keep_cache", "prefill_again", "finish"] = "keep_cache"
     """What rows do that are half drawn when new weights arrive. "keep_cache": they go on with the new weights and the
     keys and values of the old ones (PipelineRL, arXiv:2509.19128). "prefill_again": their caches are computed again
     (AReaL, arXiv:2505.24298). "finish": they are finished with the old weights, and no row starts meanwhile."""
     update_steps: int = count(128)  # time of one update on the virtual clock, in decode steps
+    reward_steps: int = natural(
+        0, most=10**6
+    )  # time from the last token of a prompt's responses to their scores, likewise
+    # Batches of decode slots, each with the same share of the slots. Results depend on it, and not on the processes
+    # that decode. null: fleet.workers, else 1.
+    logical_workers: int | None = count(None, most=1024)
+
+
+@dataclass(frozen=True)
+class FleetSection(Feature):
+    """Processes that draw the rollouts of asynchronous training, each with devices of its own."""
+
+    SWITCHES: ClassVar[tuple[str, ...]] = ("workers",)
+    OFF: ClassVar[str] = "a run without fleet.workers"
+    workers: int | None = count(None, most=1024)  # number of processes; results do not depend on it
+    engine: Literal["local"] = "local"  # where they run; local: on this machine
+    # The GPUs of each process, as CUDA_VISIBLE_DEVICES, such as ["4,5", "6,7"]; empty: on CPUs, simulated devices.
+    devices: tuple[str, ...] = ()
+    # Seconds for one chunk or one transfer, after which a process is replaced; the first chunk compiles.
+    deadline: float = positive(600.0, most=LONGEST)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,5 @@
 """A task made of datasets: what each stage learns from, and the held-out rows."""
 
-import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple, TypeVar
 
@@ -12,6 +11,7 @@ from jrlhf.data.task import SFTData, Task
 from jrlhf.data.tokenizer import Tokenizer
 from jrlhf.data.types import Example
 from jrlhf.errors import UserError
+from jrlhf.run.files import sha256
 
 Encoded = TypeVar("Encoded", Prompts, Sequences, Pairs)
 # Data -> the stages that learn from it.
@@ -29,6 +29,9 @@ def load_task(config: Config, tokenizer: Tokenizer) -> Task:
     datasets = {key: _read(key, getattr(data, key)) for key in used}
     lines = [f"data.{key}: {dataset.describe()}" for key, dataset in datasets.items()]
     splits, examples = keep_apart(datasets, data.heldout_rows), list[Example]()
+    for key, (learned, measured) in splits.items():
+        if key != "heldout" and (lost := len(datasets[key].examples) - len(learned.examples) - len(measured.examples)):
+            lines.append(f"data.{key}: {lost} more rows left out, whose prompts are held out")
     encoding = Encoding(tokenizer, data.overlong, data.chat, data.system)
 
     def parts(key: str, encode: Callable[..., Encoded], limit: int) -> list[Encoded | None]:
@@ -85,7 +88,7 @@ def keep_apart(datasets: Mapping[str, Dataset], count: int) -> dict[str, Split]:
     chosen: dict[str, list[int]] = {}
     for key, texts in prompts.items():
         wanted = len(texts) if key == "heldout" else 0 if key == "prompts" and "heldout" in prompts else count
-        chosen[key] = sorted(range(len(texts)), key=lambda row, texts=texts: (_hash(texts[row]), row))[:wanted]
+        chosen[key] = sorted(range(len(texts)), key=lambda row, texts=texts: (sha256(texts[row]), row))[:wanted]
     heldout = {prompts[key][row] for key, rows in chosen.items() for row in rows}
     splits = {}
     for key, dataset in datasets.items():
@@ -104,10 +107,6 @@ def prompt_text(example: Example) -> str:
     if isinstance(example.prompt, str):
         return example.prompt or str(example.completion)
     return "\n".join(str(message.get("content")) for message in example.prompt if message.get("role") == "user")
-
-
-def _hash(text: str) -> str:
-    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def _read(key: str, section: DatasetConfig | None) -> Dataset:

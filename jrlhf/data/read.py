@@ -19,6 +19,7 @@ from jrlhf.data.types import Example, Message, Text
 from jrlhf.errors import UserError
 from jrlhf.models.hf.files import check_file, parse_json
 from jrlhf.run.devices import host_memory
+from jrlhf.run.files import sha256
 
 Shape = Literal["preference", "prompt-completion", "verl", "prompt-only", "messages", "text"]
 Numbered = tuple[str, Any]  # where a row stands, for messages; and the row
@@ -404,7 +405,7 @@ def _well_formed(text: str, place: str) -> str:
 
 def fingerprint(texts: Iterable[str]) -> str:
     """Returns one word for all these texts: a run that others began is not resumed."""
-    return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
+    return sha256("\0".join(texts))[:16]
 
 
 def _fingerprint(shape: Shape, examples: Iterable[Example]) -> str:

@@ -55,3 +55,4 @@ class Task:
     heldout: Prompts | None = None  # to validate on
     gold: Callable[[Sequence[Example], Sequence[str]], Grades] | None = None  # a measure that only measures
     chat: bool = False  # whether the model is given conversations, or plain text
+    prompt_end: str = ""  # the end of each plain prompt, which a typed line lacks

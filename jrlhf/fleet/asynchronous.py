@@ -1,6 +1,7 @@
 """The rollouts of an asynchronous run, as its iterations see them: batches with their responses, drawn ahead."""
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import jax
 from jax.sharding import Mesh
@@ -8,20 +9,28 @@ from jax.sharding import Mesh
 from jrlhf.config.schema import Config
 from jrlhf.data.batches import Batch, to_responses
 from jrlhf.data.tokenizer import Tokenizer
+from jrlhf.fleet.fleet import Fleet
 from jrlhf.fleet.identity import Identity, trained_identity
+from jrlhf.fleet.processes import ProcessWorkers
 from jrlhf.fleet.prompts import PromptStream
 from jrlhf.fleet.schedule import Rules
-from jrlhf.fleet.slices import Collected, FleetState, SliceFleet
+from jrlhf.fleet.slices import SliceWorkers
+from jrlhf.fleet.state import Collected, FleetState
+from jrlhf.fleet.worker import describe
 from jrlhf.models import SamplingConfig
-from jrlhf.models.generation.continuous import Weights
+from jrlhf.models.generation.continuous import ContinuousBatch, Weights
 from jrlhf.rewards.mixture import Answers, Rewards
 from jrlhf.roles.actor import Actor
+from jrlhf.run.files import Closing
 
 
-class AsynchronousRollouts:
-    """The fleet on the devices of `actor.generate`, its prompts, and functions, which are asked group by group.
+class AsynchronousRollouts(Closing):
+    """The fleet, its prompts, and functions, which are asked group by group.
+
+    It draws on the devices of `actor.generate`, or in processes with the same mesh on devices of their own.
 
     take: (mesh, number of a batch) -> its prompts. rewards: all that score, of the reward and of the cost.
+    tell: is given a sentence about each process that is lost.
     """
 
     def __init__(
@@ -31,31 +40,48 @@ class AsynchronousRollouts:
         sampling: SamplingConfig,
         tokenizer: Tokenizer,
         take: Callable[[Mesh, int], Batch],
-        rewards: Sequence[Rewards],
+        rewards: Sequence[Rewards | None],
+        tell: Callable[[str], None],
     ):
         section, options, samples = config.rl, config.rl.asynchronous, config.samples
         assert options is not None
         self._mesh, self._clock, self._tokenizer = actor.placement["generate"].mesh, actor.clock, tokenizer
-        self._rewards, self._answers = rewards, dict[int, dict[str, Answers]]()  # by group and kind of reward
+        self._rewards = [own for own in rewards if own is not None]
+        self._answers = dict[int, dict[str, Answers]]()  # by group and kind of reward
         groups = section.rollout_batch // samples
         self._stream = PromptStream(lambda number: take(self._mesh, number), self._mesh, groups, samples)
-        slots, compiled = config.rollout.slots or section.rollout_batch, actor.compiled("generate")
+        count, compiled = config.logical_workers, actor.compiled("generate")
+        slots, width = (config.rollout.slots or section.rollout_batch) // count, config.data.max_prompt
         with jax.set_mesh(self._mesh):
-            decoding = compiled.continuous(sampling, config.rollout, samples, slots, config.data.max_prompt)
-            self._fleet = SliceFleet(
-                decoding,
+
+            def batch() -> ContinuousBatch:
+                return compiled.continuous(sampling, config.rollout, samples, slots, width)
+
+            if config.fleet is None:
+                workers = SliceWorkers([batch() for _ in range(count)])
+            else:
+                model, numbers = actor.architecture.config, {"samples": samples, "slots": slots, "width": width}
+                setup = describe(self._mesh, model, actor.compute, sampling, config.rollout, **numbers)
+                folder = Path(config.run_dir).expanduser() / config.name
+                workers = ProcessWorkers(batch(), count, setup, config.fleet, folder, tell)
+            self._fleet = Fleet(
+                workers,
                 self._mesh,
                 Rules(groups, options.staleness, options.update_steps),
                 options.on_new_weights,
-                self._stream.prompt,
                 self._ask,
                 samples=samples,
                 limit=sampling.max_new_tokens,
+                reward=options.reward_steps,
             )
+
+    def close(self) -> None:
+        """Ends the fleet's processes."""
+        self._fleet.close()
 
     @property
     def state(self) -> FleetState:
-        """See `SliceFleet.state`."""
+        """See `Fleet.state`."""
         return self._fleet.state
 
     def fresh(self, actor: Actor) -> FleetState:
@@ -64,9 +90,10 @@ class AsynchronousRollouts:
         with jax.set_mesh(self._mesh):
             return self._fleet.fresh(weights, expected)
 
-    def start(self, state: FleetState, actor: Actor) -> None:
+    def start(self, state: FleetState | None, actor: Actor) -> None:
         """Goes on from a state, with the actor's weights. Later calls change nothing: the state is the fleet's own."""
         if not self._fleet.started:
+            assert state is not None
             weights, expected = _published(actor)
             with jax.set_mesh(self._mesh):
                 self._fleet.start(state, weights, expected)
@@ -74,14 +101,18 @@ class AsynchronousRollouts:
     def collect(self, step: int) -> Batch:
         """The next batch, with its rollout and what functions say of it."""
         with jax.set_mesh(self._mesh):
-            collected = self._clock.run("gen", self._fleet.collect)
+            collected = self._clock.run("gen", self._collect)
             asked = [self._answers.pop(int(number)) for number in collected.numbers]
             answers = {
                 rewards.kind: rewards.join([of_group[rewards.kind] for of_group in asked])
                 for rewards in self._rewards
                 if rewards.kind in asked[0]
             }
-            return self._stream.batch(collected, step, self._fleet.version, answers)
+            return self._stream.batch(collected, step, answers)
+
+    def _collect(self) -> Collected:
+        self._fleet.submit([self._stream.prompt(number) for number in self._fleet.wanted()])
+        return self._fleet.collect()
 
     def publish(self, actor: Actor) -> dict[str, float]:
         """Hands the actor's new weights to the fleet; returns metrics."""

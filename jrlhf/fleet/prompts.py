@@ -9,23 +9,20 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Int
 
 from jrlhf.data.batches import Batch, put_prompts, put_rows
 from jrlhf.data.types import Example
-from jrlhf.fleet.slices import Collected
+from jrlhf.fleet.state import Collected
 from jrlhf.meshes import to_devices, to_host
 from jrlhf.models.generation.continuous import Prompt
 from jrlhf.ppo import Rollout
 
 
-class _Stretch(NamedTuple):
-    """The prompts of one synchronous batch, on the host."""
+class _Group(NamedTuple):
+    """A group's prompt, on the host, and what its rows are about."""
 
-    tokens: Int[np.ndarray, "U P"]
-    lengths: Int[np.ndarray, "U"]
-    keys: np.ndarray  # [U, S, ...]: data of the rows' PRNG keys
-    examples: Sequence[Example]  # of rows
+    prompt: Prompt
+    examples: Sequence[Example]
     texts: Sequence[str]
 
 
@@ -37,43 +34,52 @@ class PromptStream:
 
     def __init__(self, take: Callable[[int], Batch], mesh: Mesh, groups: int, samples: int):
         self._take, self._mesh, self._groups, self._samples = take, mesh, groups, samples
-        self._stretch = lru_cache(maxsize=16)(self._read)
+        self._read = lru_cache(maxsize=2)(self._read_batch)
+        self._under_way: dict[int, _Group] = {}
 
     def prompt(self, number: int) -> Prompt:
-        """The prompt of a group, with its rows' keys."""
-        batch, at = divmod(number, self._groups)
-        stretch = self._stretch(batch)
-        return Prompt(number, stretch.tokens[at], int(stretch.lengths[at]), stretch.keys[at])
+        """The prompt of a group, with its rows' keys. The group is remembered until it is in a batch."""
+        return self._group(number).prompt
 
-    def batch(self, collected: Collected, step: int, version: int, answers: Mapping[str, Any]) -> Batch:
-        """The batch of groups that were drawn ahead, with their rollout. version: of the weights that draw now."""
-        prompts = [self.prompt(int(number)) for number in collected.numbers]
+    def batch(self, collected: Collected, step: int, answers: Mapping[str, Any]) -> Batch:
+        """The batch of groups that were drawn ahead, with their rollout."""
+        examples, texts = self.rows(collected)
+        prompts = [self._under_way.pop(int(number)).prompt for number in collected.numbers]
         tokens, lengths = (np.stack([getattr(prompt, name) for prompt in prompts]) for name in ("tokens", "length"))
         tokens, lengths = put_prompts((tokens, lengths.astype(np.int32)), self._mesh, self._samples)
         keys = put_rows(jax.random.wrap_key_data(jnp.concatenate([prompt.keys for prompt in prompts])), self._mesh)
-        examples, texts = self.rows(collected)
-        rollout = self._rollout(prompts, collected, version)
+        rollout = self._rollout(prompts, collected)
         return Batch((tokens, lengths, keys), examples, texts, step, rollout, answers)
 
     def rows(self, collected: Collected) -> tuple[list[Example], list[str]]:
         """The examples and their texts, one for each row."""
-        places = [divmod(int(number), self._groups) for number in collected.numbers]
-        rows = [(self._stretch(batch), at * self._samples + s) for batch, at in places for s in range(self._samples)]
-        return [own.examples[row] for own, row in rows], [own.texts[row] for own, row in rows]
+        groups = [self._group(int(number)) for number in collected.numbers]
+        return [row for group in groups for row in group.examples], [row for group in groups for row in group.texts]
 
     def place(self, number: int) -> tuple[int, int]:
         """The batch of a group, and the number of the group's first row in it."""
         batch, at = divmod(number, self._groups)
         return batch, at * self._samples
 
-    def _read(self, number: int) -> _Stretch:
-        batch = self._take(number)
-        tokens, lengths, keys = batch.arrays
-        tokens, lengths, data = to_host((tokens, lengths, jax.random.key_data(keys)))
-        keys = data.reshape(self._groups, self._samples, -1)
-        return _Stretch(tokens, lengths, keys, batch.examples, batch.texts)
+    def _group(self, number: int) -> _Group:
+        if number not in self._under_way:
+            batch, at = divmod(number, self._groups)
+            self._under_way[number] = self._read(batch)[at]
+        return self._under_way[number]
 
-    def _rollout(self, prompts: Sequence[Prompt], collected: Collected, version: int) -> Rollout:
+    def _read_batch(self, batch: int) -> list[_Group]:
+        """The groups of a batch."""
+        prompts = self._take(batch)
+        tokens, lengths, keys = prompts.arrays
+        tokens, lengths, data = to_host((tokens, lengths, jax.random.key_data(keys)))
+        keys, groups = data.reshape(self._groups, self._samples, -1), []
+        for at, (ids, length, own) in enumerate(zip(tokens, lengths, keys, strict=True)):
+            rows = slice(at * self._samples, (at + 1) * self._samples)
+            prompt = Prompt(batch * self._groups + at, ids, int(length), own)
+            groups.append(_Group(prompt, prompts.examples[rows], prompts.texts[rows]))
+        return groups
+
+    def _rollout(self, prompts: Sequence[Prompt], collected: Collected) -> Rollout:
         """Writes each response right after its prompt."""
         (count, limit), width = collected.tokens.shape, len(prompts[0].tokens)
         tokens, starts = np.zeros((count, width + limit), np.int32), np.zeros(count, np.int32)
@@ -88,5 +94,5 @@ class PromptStream:
             versions[row, response] = collected.versions[row, :length]
         rows = tokens, starts, collected.lengths, logprobs, collected.finished, versions
         tokens, starts, lengths, logprobs, finished, versions = put_rows(rows, self._mesh)
-        newest = to_devices(np.int32(version), NamedSharding(self._mesh, P()))
+        newest = to_devices(np.int32(collected.version), NamedSharding(self._mesh, P()))
         return Rollout(tokens, starts, lengths, logprobs, finished, newest, versions=versions)

@@ -5,8 +5,8 @@ step of the rollout side takes 1. So nothing here depends on how fast the hardwa
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal, TypeVar
+from dataclasses import dataclass, field
+from typing import Generic, Literal, TypeVar
 
 import numpy as np
 from jaxtyping import Bool, Int
@@ -23,6 +23,38 @@ class Rules:
     batch: int
     staleness: float
     update: float
+
+
+@dataclass
+class Groups(Generic[Time]):
+    """The groups that have started and were not learned from.
+
+    started: number of all groups so far; they are numbered in the order in which they start. unfinished: number of a
+    group -> its rows that are not done. complete: (time of completion, number) of the others.
+    """
+
+    started: int = 0
+    unfinished: dict[int, int] = field(default_factory=dict)
+    complete: list[tuple[Time, int]] = field(default_factory=list)
+
+    def start(self, rows: int) -> int:
+        """Starts a group of this number of rows; returns its number."""
+        self.unfinished[self.started] = rows
+        self.started += 1
+        return self.started - 1
+
+    def end_row(self, number: int, time: Time) -> bool:
+        """Notes that a row of a group is done. True if it was the last one: the group is complete at `time`."""
+        self.unfinished[number] -= 1
+        if self.unfinished[number]:
+            return False
+        del self.unfinished[number]
+        self.complete.append((time, number))
+        return True
+
+    def remove(self, numbers: Sequence[int]) -> None:
+        """Removes complete groups, which were learned from or dropped."""
+        self.complete = [item for item in self.complete if item[1] not in numbers]
 
 
 def may_start(rules: Rules, started: int, version: int) -> bool:

@@ -13,7 +13,7 @@ from typing import Literal
 import numpy as np
 from jaxtyping import Float, Int
 
-from jrlhf.fleet.schedule import OnNewWeights, Rules, first_batch, may_start, may_swap
+from jrlhf.fleet.schedule import Groups, OnNewWeights, Rules, first_batch, may_start, may_swap
 
 Lengths = Callable[[np.random.Generator, tuple[int, int]], Int[np.ndarray, "G S"]]
 WAITING, DROPPED = -1, -2  # groups that no update has learned from
@@ -136,12 +136,11 @@ class _Pipeline:
         self.running: list[tuple[int, int, int]] = []
         self.last = 0  # the largest of the last steps
         self.pending: list[int] = []  # lengths of the newest group's rows that have no slot yet
-        self.complete: list[tuple[float, int]] = []
+        self.groups: Groups[float] = Groups()
         self.lengths: list[list[int]] = []
         self.drawn: list[int] = []
         self.trained: list[int] = []
         self.starts: list[list[int]] = []
-        self.unfinished: list[int] = []  # rows of a group
 
     @property
     def newest(self) -> int:
@@ -166,24 +165,24 @@ class _Pipeline:
         while setting.slots - len(self.running) >= room:
             if not self.pending and not self.start_group():
                 return
-            group, length = len(self.drawn) - 1, self.pending.pop()
+            group, length = self.groups.started - 1, self.pending.pop()
             self.starts[group].append(self.step)
             heappush(self.running, (self.step + length, group, self.step))
             self.last = max(self.last, self.step + length)
             room = 1 if self.pending or not setting.together else setting.samples
 
     def start_group(self) -> bool:
-        setting, group = self.setting, len(self.drawn)
+        setting, group = self.setting, self.groups.started
         bounded = setting.rule in ("token_bound", "capacity", "in_order")
         if bounded and not may_start(setting.rules, group, self.version):
             return False
         if group == len(self.lengths):
             self.lengths += setting.lengths(self.rng, (1024, setting.samples)).tolist()
+        self.groups.start(setting.samples)
         self.pending = self.lengths[group][::-1]
         self.drawn.append(self.version)
         self.trained.append(WAITING)
         self.starts.append([])
-        self.unfinished.append(setting.samples)
         return True
 
     def advance(self) -> None:
@@ -209,11 +208,9 @@ class _Pipeline:
         setting = self.setting
         while self.running and self.running[0][0] <= self.step:
             _, group, _ = heappop(self.running)
-            self.unfinished[group] -= 1
-            if self.unfinished[group] == 0:
-                self.complete.append((self.now + setting.reward, group))
+            self.groups.end_row(group, self.now + setting.reward)
         if setting.rule == "drop_oldest":
-            self.drop(sorted(self.complete)[: -setting.queue * setting.rules.batch])
+            self.drop(sorted(self.groups.complete)[: -setting.queue * setting.rules.batch])
 
     def train(self) -> None:
         """Begins all updates that may begin by now."""
@@ -225,21 +222,21 @@ class _Pipeline:
                 return
             for group in groups:
                 self.trained[group] = len(self.begins)
-            self.complete = [item for item in self.complete if self.trained[item[1]] == WAITING]
+            self.groups.remove(groups)
             self.begins.append(max(self.trainer_free, time))
             self.busy.append(self.area)
             self.trainer_free = self.begins[-1] + self.setting.rules.update
 
     def batch(self) -> tuple[float, list[int]] | None:
-        rules, version, complete = self.setting.rules, len(self.begins), self.complete
+        rules, version, complete = self.setting.rules, len(self.begins), self.groups.complete
         if self.setting.rule == "in_order":
             complete = [item for item in complete if item[1] < rules.batch * (version + 1)]
         elif self.setting.rule == "discard_stale":
             self.drop([item for item in complete if version - self.drawn[item[1]] > rules.staleness])
-            complete = self.complete
+            complete = self.groups.complete
         return first_batch(complete, rules)
 
     def drop(self, items: Sequence[tuple[float, int]]) -> None:
         for item in items:
             self.trained[item[1]] = DROPPED
-            self.complete.remove(item)
+        self.groups.remove([number for _, number in items])

@@ -156,7 +156,7 @@ def validate_plan(plan: Plan, config: Config, workload: Workload, devices: int) 
         _check_placement(f"{named} has {name}", workload, call, plan[name], devices)
         _check_rows(f"{named} has {name}", config, workload, call, plan[name])
     if config.algorithm is not None and config.rl.asynchronous is not None:
-        _check_asynchronous(named, workload, plan, config.algorithm)
+        _check_asynchronous(named, config, workload, plan)
     for name, call in calls.items():
         mesh = plan[name].devices.count, plan[name].sizes
         if workload.on_base(call.role) and mesh != (devices, mesh_sizes(config.mesh, devices)):
@@ -167,8 +167,9 @@ def validate_plan(plan: Plan, config: Config, workload: Workload, devices: int) 
     refuse_partial_overlap(plan)
 
 
-def _check_asynchronous(named: str, workload: Workload, plan: Plan, algorithm: str) -> None:
+def _check_asynchronous(named: str, config: Config, workload: Workload, plan: Plan) -> None:
     """Refuses what rollouts on devices of their own cannot do."""
+    algorithm = config.algorithm
     key = f"{algorithm}.asynchronous"
     drawing = [call.name for call in workload.calls if call.kind == "generate"]
     if drawing != ["actor.generate"]:
@@ -182,6 +183,16 @@ def _check_asynchronous(named: str, workload: Workload, plan: Plan, algorithm: s
         )
     if workload.on_base("actor"):
         raise UserError(f"{key} needs weights on devices of their own, and lora shares one base: leave one of them out")
+    groups, slots = plan[drawing[0]].devices.count // plan[drawing[0]].tensor, config.rollout.slots
+    slots, workers = slots or config.rl.rollout_batch, config.logical_workers
+    if slots % (workers * plan[drawing[0]].devices.count) or slots // (workers * groups) < config.samples:
+        raise UserError(
+            f"rollout.slots={slots} must give each of {workers} logical worker(s) a multiple of its "
+            f"{plan[drawing[0]].devices.count} device(s), and {config.samples} slots for each of {groups} group(s) of "
+            "devices: change it"
+        )
+    if config.fleet is not None:
+        return
     for call in workload.calls:
         if call.name not in drawing and plan[call.name].devices.overlaps(plan[drawing[0]].devices):
             raise UserError(

@@ -6,7 +6,6 @@ profile takes minutes and is kept in a file, for the device, its number and JAX'
 """
 
 import json
-import os
 import re
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -32,7 +31,7 @@ from jrlhf.planning.candidates import powers_of_two
 from jrlhf.planning.moves import Group
 from jrlhf.planning.time import Parts
 from jrlhf.planning.workload import RoleModel, Workload
-from jrlhf.run.files import write_atomic
+from jrlhf.run.files import cache_directory, write_atomic
 
 DEPTHS = 1, 4  # layers of two generations, whose difference is the cost of layers
 _ACCUMULATE = 1 / 3  # the share of an update's bytes that a further micro-batch reads and writes (`time._ACCUMULATE`)
@@ -55,9 +54,8 @@ class Profile:
 
 def default_path(devices: Sequence[Device]) -> Path:
     """Returns where the profile of these devices is kept."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "jrlhf"
     kind = re.sub(r"[^a-z0-9]+", "-", devices[0].device_kind.lower()).strip("-")
-    return cache / f"profile-{kind}-{len(devices)}-{jax.__version__}.json"
+    return cache_directory() / f"profile-{kind}-{len(devices)}-{jax.__version__}.json"
 
 
 def load(path: Path) -> Profile | None:

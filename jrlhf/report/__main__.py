@@ -9,7 +9,7 @@ from jrlhf.errors import UserError, exit_code
 from jrlhf.report.html import write_report
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def cli(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code: 0 done, 2 bad input, 130 interrupted."""
     parser = argparse.ArgumentParser(prog="python -m jrlhf.report", description="Writes a run's report.html anew.")
     parser.add_argument("run_dir", help="the directory of a run, such as runs/quickstart")
@@ -25,4 +25,4 @@ def _write(run_dir: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(cli())

@@ -191,6 +191,8 @@ class Console:
         for name, seconds in summary.get("phases", {}).items():
             self.line(f"{name}: {duration(seconds)}", style="dim")
         self.line(f"report: {run_dir / 'report.html'}")
+        self.line(f"model: {run_dir / 'model'}, in Hugging Face form")
+        self.line(f"to talk to it: python -m jrlhf.generate --model {run_dir}")
 
     def _held_out(self, held_out: Mapping[str, Any]) -> None:
         """Shows the measure, its items and its sources on held-out prompts; with `after`, also their change."""
@@ -252,6 +254,16 @@ class Progress:
             self.console.line("  ".join(parts), style="" if finite else "bold red")
         if self.bar is not None:
             self.bar(completed=done, pace=self.pace())
+
+    def compiling(self, count: int) -> None:
+        """Shows, before the first unit is done, that the programs of the phase are compiled: `count` so far."""
+        if self._mark is not None:
+            return
+        if self.bar is not None:
+            self.bar(pace=f"compiling, {count} programs so far")
+        elif (now := self.console.now()) - max(self._shown, self._began) >= self.console.quiet:
+            self._shown = now
+            self.console.line(f"{self.name}: compiling, {count} programs so far")
 
     def _rate(self, now: float) -> float | None:
         """Returns units per second after the first one; None as long as it is not known."""

@@ -12,6 +12,7 @@ from jrlhf.config.schema import DeviceConfig, DistributedConfig
 from jrlhf.errors import UserError
 from jrlhf.meshes.mesh import Device
 from jrlhf.run import processes
+from jrlhf.run.files import cache_directory
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 KEPT_BLOCK, KEPT_MEMORY = 1 << 30, (1 << 31) - 1  # bytes: the largest block that malloc keeps, and all that it keeps
@@ -56,7 +57,19 @@ def select(config: DeviceConfig, distributed: DistributedConfig | None = None) -
         )
     if running == "cpu":
         keep_freed_memory()
+    keep_programs()
     return devices
+
+
+def keep_programs() -> None:
+    """Keeps compiled programs on disk, so that a resumed run need not compile them again.
+
+    In `~/.cache/jrlhf/programs`, unless JAX_COMPILATION_CACHE_DIR names another place. Off with
+    JAX_ENABLE_COMPILATION_CACHE=false.
+    """
+    settings = jax.config.values
+    if settings["jax_enable_compilation_cache"] and settings["jax_compilation_cache_dir"] is None:
+        jax.config.update("jax_compilation_cache_dir", str(cache_directory() / "programs"))
 
 
 def prepare_simulated(simulated: int) -> None:

@@ -33,6 +33,11 @@ class Closing:
         raise NotImplementedError
 
 
+def cache_directory() -> Path:
+    """Returns the directory of files that may be deleted at any time: measured times, compiled programs."""
+    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "jrlhf"
+
+
 def write_atomic(path: Path | str, data: str | bytes) -> None:
     """Writes a whole file: after a crash at any moment the path holds all of the old content or all of the new."""
     path = Path(path)

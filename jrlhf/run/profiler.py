@@ -35,10 +35,14 @@ def traced(config: Config, run_dir: Path, stage: str, step: int, iteration: Call
 
 
 class CompilationWatch(logging.Handler):
-    """Counts compilations in this process. As a context manager it also collects JAX's explanations of cache misses."""
+    """Counts compilations in this process. As a context manager it also collects JAX's explanations of cache misses.
 
-    def __init__(self):
+    tell: is called with the number of programs so far, after each one.
+    """
+
+    def __init__(self, tell: Callable[[int], object] = lambda count: None):
         super().__init__()
+        self._tell, self._count = tell, 0
         self._names: list[str] = []
         self._causes: list[str] = []
         self._propagate = True
@@ -70,6 +74,8 @@ class CompilationWatch(logging.Handler):
     def _on_event(self, event: str, duration_secs: float, **details) -> None:
         if event == _COMPILED:
             self._names.append(str(details.get("fun_name", "a function")))
+            self._count += 1
+            self._tell(self._count)
 
     def emit(self, record: logging.LogRecord) -> None:
         message = record.getMessage()

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from textwrap import indent
 
 import jax.numpy as jnp
 from jax.sharding import Mesh
@@ -22,13 +23,16 @@ from jrlhf.stages.setup import check_sources, load_task, rewards_and_costs, sele
 MIB = 2**20
 
 
-def describe(config: Config) -> str:
-    """The resolved config, the data, the memory of each role on a device, and the plan, as text.
+def describe(config: Config, *, all_settings: bool = False) -> str:
+    """The memory of each role on a device, the plan, the data, and the settings that are not the defaults, as text.
 
     A hub is never asked: of its weights and data only what is known by name is described.
     """
     run = _DryRun(config, *select_resources(config))
-    parts = [[config_yaml(config), *run.sources()], [*run.memory()], run.calls(), run.plan_rows(), run.dpo_rows()]
+    data = run.sources()
+    settings = config_yaml(config, defaults=all_settings).rstrip()
+    head = "all settings:" if all_settings else "settings that are not the defaults (--all prints all):"
+    parts = [run.memory(), run.calls(), run.plan_rows(), run.dpo_rows(), data, [head, indent(settings, "  ")]]
     return "\n\n".join("\n".join(lines) for lines in parts if lines)
 
 

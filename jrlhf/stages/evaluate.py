@@ -215,7 +215,8 @@ def validate(
         {"kind": "validation", "prompt": text, "response": response.text, "score": float(score), "source": source}
         for text, response, score, source in rows
     ]
-    context.console.validation(step + 1, metrics, samples[: context.config.evaluation.samples])
+    of_prompts = list({str(sample["prompt"]): sample for sample in samples}.values())  # a prompt may have many rows
+    context.console.validation(step + 1, metrics, of_prompts[: context.config.evaluation.samples])
     return metrics, samples
 
 

@@ -69,7 +69,8 @@ def _summarise(context: Context, outcome: Outcome, after: Graded | None) -> dict
     if first is not None:
         _write_samples(context, first, second)
         summary["held_out"] = compare(first, second)
-    summary |= {**_from_metrics(context), "chat": context.task.chat, "phases": dict(outcome.seconds)}
+    asked = {"chat": context.task.chat, "prompt_end": context.task.prompt_end}  # `jrlhf.generate` asks alike
+    summary |= {**_from_metrics(context), **asked, "phases": dict(outcome.seconds)}
     context.run.write(SUMMARY, to_json(summary, indent=2))
     return summary
 

@@ -61,8 +61,8 @@ def run_stage(
 
         with (
             MetricsLog(run.path, enabled=run.writes) as log,
-            CompilationWatch() as compilations,
             console.progress(name, total=steps, start=start) as progress,
+            CompilationWatch(progress.compiling) as compilations,
             context.preemption.iterating(),
         ):
             for step in range(start, steps):

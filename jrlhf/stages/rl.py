@@ -1,6 +1,7 @@
 """The stage of reinforcement learning: trains the roles of an algorithm against the rewards."""
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -28,7 +29,7 @@ from jrlhf.data.batches import (
 )
 from jrlhf.data.encode import Prompts
 from jrlhf.fleet.asynchronous import AsynchronousRollouts
-from jrlhf.fleet.slices import FleetState
+from jrlhf.fleet.state import FleetState
 from jrlhf.meshes import Graph, to_devices, to_host, transfer
 from jrlhf.ppo import (
     Experience,
@@ -87,8 +88,8 @@ def train_rl(context: Context, policy: Model, rewards: Rewards, costs: Rewards |
     arithmetic = context.placement("arithmetic").home.mesh
     everywhere = NamedSharding(arithmetic, P())
     if section.asynchronous is not None:
-        take, scoring = partial(take_batch, context, prompts), [rewards, *([] if costs is None else [costs])]
-        fleet = AsynchronousRollouts(config, built.actor, context.sampling, task.tokenizer, take, scoring)
+        take, tell, scoring = partial(take_batch, context, prompts), context.console.warn, (rewards, costs)
+        fleet = AsynchronousRollouts(config, built.actor, context.sampling, task.tokenizer, take, scoring, tell)
     utilisation = utilisation_of(graph, models, algorithm, context.placement, context.compute)
     measure = jax.jit(partial(_measure, algorithm, section.rollout_batch, section.samples))
 
@@ -110,7 +111,6 @@ def train_rl(context: Context, policy: Model, rewards: Rewards, costs: Rewards |
             validated, samples = validate(context, roles.actor.model, rewards, step, clock)
         values: dict[str, Any] = {"kl_coef": kl_coef}
         if fleet is not None:
-            assert state.fleet is not None
             fleet.start(state.fleet, roles.actor)
         if roles.pool is None:
             values["prompts"] = draw(generating, draws)
@@ -145,13 +145,13 @@ def train_rl(context: Context, policy: Model, rewards: Rewards, costs: Rewards |
         metrics |= watch(context, batch, replace(experience, **read), raw)
         metrics[SAMPLES] += samples
         drawn = to_devices(np.int32(draws + rounds), everywhere)
-        drawing = None if fleet is None else fleet.state
-        return RLState(roles.states, kl, rewards.moments, drawn, multiplier, drawing), metrics
+        return RLState(roles.states, kl, rewards.moments, drawn, multiplier, fleet and fleet.state), metrics
 
     meta = {"corpus": task.fingerprint} | identities | dataflow_identity(config)
     meta |= {f"reward {reward}": digest for reward, digest in rewards.identities.items()}
     meta |= {} if costs is None else {f"cost {cost}": digest for cost, digest in costs.identities.items()}
-    state = run_stage(context, name, section.iterations, init, advance, save_every=section.save_every, meta=meta)
+    with fleet or nullcontext():
+        state = run_stage(context, name, section.iterations, init, advance, save_every=section.save_every, meta=meta)
     trained = models["actor"].holding(state.trained["actor"].params)
     return RolePlacement.of(context.mesh).store(trained)
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jrlhf.algorithms.registry import graph_of, stage_graph
-from jrlhf.config.check import mesh_sizes, validate
+from jrlhf.config.check import mesh_sizes, uncorrected, validate
 from jrlhf.config.parse import changed
 from jrlhf.config.schema import ComputeConfig, Config, DatasetsData, ModelSection, RewardConfig, SleepConfig
 from jrlhf.data import datasets
@@ -23,6 +23,7 @@ from jrlhf.data.read import fingerprint
 from jrlhf.data.task import Task
 from jrlhf.data.tokenizer import Tokenizer, load_tokenizer, same_tokens
 from jrlhf.errors import UserError
+from jrlhf.fleet.processes import check_processes
 from jrlhf.meshes import make_mesh
 from jrlhf.meshes.mesh import Device
 from jrlhf.meshes.offload import check_host_memory
@@ -108,8 +109,9 @@ def _open_console(config: Config) -> Console:
     console = Console(enabled=is_main())
     for notice in config.notices:
         console.line(notice)
-    if config.device.platform == "auto" and (warning := idle_accelerator()):
-        console.warn(warning)
+    for warning in (config.device.platform == "auto" and idle_accelerator(), uncorrected(config)):
+        if warning:
+            console.warn(warning)
     return console
 
 
@@ -155,6 +157,8 @@ def select_resources(config: Config, *, resume: bool = False) -> tuple[Mesh, dic
     plan = None
     if config.algorithm is not None:
         plan = select_plan(config, models, list(mesh.devices.flat), resume=resume)
+        if config.fleet is not None:
+            check_processes(config.fleet, mesh.devices.flat[0].platform, plan["actor.generate"].devices.count)
     graphs = [stage_graph(config, stage) for stage in config.stages]
     from_main(partial(check_memory, config, graphs, mesh, models, plan))
     return mesh, models, plan

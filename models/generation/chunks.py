@@ -56,6 +56,10 @@ class Admitted:
     slot: Int[Array, "m"]
 
 
+# Prompts that enter one group's slots, and the slots that their samples take, a prompt's after one another.
+Admission = tuple[Sequence[int], Sequence[int]]
+
+
 @jax.tree_util.register_dataclass
 @dataclass
 class Slots:
@@ -113,6 +117,19 @@ class Programs:
         tokens, lengths = np.zeros((rows, limit), np.int32), np.zeros(rows, np.int32)
         results = Results(tokens, tokens.astype(np.float32), lengths, lengths > 0)  # type: ignore[arg-type]
         return self.put(results, OWN)
+
+    def admitted(self, admissions: Sequence[Admission], size: int, samples: int, slots: int) -> Admitted:
+        """Each group's admission as arrays of `size` prompts with `samples` rows each. slots: of a group."""
+        source = np.repeat(np.arange(size, dtype=np.int32), samples)
+        number = np.tile(np.arange(samples, dtype=np.int32), size)
+
+        def of_group(admission: Admission) -> tuple[Int[np.ndarray, "_"], ...]:
+            entering, taken = admission
+            prompts = np.array([*entering, *[0] * (size - len(entering))], np.int32)
+            slot = np.array([*taken, *[slots] * (len(source) - len(taken))], np.int32)  # past the end: none
+            return prompts, source, prompts[source] * samples + number, slot
+
+        return Admitted(*map(self.per_group, zip(*map(of_group, admissions), strict=True)))
 
     def admit(self, slots: Slots, prefilled: list[LayerCache], prompts: Prompts, admitted: Admitted) -> None:
         """Gives slots to all samples of prefilled prompts."""
@@ -196,10 +213,6 @@ def _done(prompts: Prompts, count: int) -> Rows:
     """The states of this number of rows of a device, all of them done."""
     zeros = own_rows(jnp.zeros(count * lax.axis_size(TENSOR), jnp.int32)) + 0 * prompts.lengths[:1]
     return Rows(keys=prompts.keys[zeros], prompt_lengths=zeros + 1, lengths=zeros, last=zeros, finished=zeros == 0)
-
-
-# Prompts that enter one group's slots, and the slots that their samples take, a prompt's after one another.
-Admission = tuple[Sequence[int], Sequence[int]]
 
 
 class Table:
@@ -332,24 +345,10 @@ class _Rollout:
         """Admits one wave of every group, the largest that one of them fills."""
         most = max(table.room for table in self._tables)
         wave = max((size for size in self._waves if size <= most), default=self._waves[0])
-        admitted = self._admitted([table.admit(wave if self._may_admit(table) else 0) for table in self._tables], wave)
+        admissions = [table.admit(wave if self._may_admit(table) else 0) for table in self._tables]
+        admitted = self._programs.admitted(admissions, wave, self._samples, self._counts[0])
         prefilled = self._programs.prefill(*self._weights, self._prompts, admitted.prompts)
         self._programs.admit(slots, prefilled, self._prompts, admitted)
-
-    def _admitted(self, admissions: Sequence[Admission], wave: int) -> Admitted:
-        """The admissions as arrays of the size of a whole wave."""
-
-        def of_group(admission: Admission) -> tuple[Int[np.ndarray, "_"], ...]:
-            entering, slots = admission
-            prompts = np.zeros(wave, np.int32)
-            prompts[: len(entering)] = entering
-            source = np.repeat(np.arange(wave, dtype=np.int32), self._samples)
-            number = np.tile(np.arange(self._samples, dtype=np.int32), wave)
-            slot = np.full(len(source), self._counts[0], np.int32)  # past the end: none
-            slot[: len(slots)] = slots
-            return prompts, source, prompts[source] * self._samples + number, slot
-
-        return Admitted(*map(self._programs.per_group, zip(*map(of_group, admissions), strict=True)))
 
     def _shrink(self, slots: Slots) -> None:
         """Moves the rows into fewer slots, if they have room there and no prompt waits for one."""
@@ -363,7 +362,7 @@ class _Rollout:
         """Compiles every program that such a call may need, by running it where all rows are done."""
         programs = self._programs
         for wave in self._waves:
-            nobody = self._admitted([((), ())] * programs.groups, wave)
+            nobody = programs.admitted([((), ())] * programs.groups, wave, self._samples, self._counts[0])
             prefilled = programs.prefill(*self._weights, self._prompts, nobody.prompts)
             slots = programs.empty(self._prompts, self._counts[0], self._lengths[0])
             for length in self._lengths:

@@ -4,7 +4,7 @@ Chunks, prefills and caches are the programs of `chunks`, so the same rows with 
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float, Int
 
 from jrlhf.meshes import AXES, to_host
 from jrlhf.models.collectives import check_rows
-from jrlhf.models.generation.chunks import EMPTY, Admitted, Programs, Prompts, Slots
+from jrlhf.models.generation.chunks import EMPTY, Programs, Prompts, Slots
 from jrlhf.models.generation.decoding import Decoder, Results
 from jrlhf.models.generation.schedule import Schedule
 from jrlhf.models.params import Params
@@ -49,7 +49,10 @@ class Progress:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Decoding:
-    """The state between two chunks. The programs of `ContinuousBatch` use it up."""
+    """The state between two chunks. The programs of `ContinuousBatch` use it up.
+
+    Arrays of the host are replaced and never written to: a checkpoint may be writing them.
+    """
 
     slots: Slots
     results: Results  # of the row in each slot
@@ -66,7 +69,7 @@ class ContinuousBatch:
     state: Decoding
 
     def __init__(self, decoder: Decoder, mesh: Mesh, schedule: Schedule, slots: int, width: int):
-        limit = decoder.sampling.max_new_tokens
+        self.mesh, limit = mesh, decoder.sampling.max_new_tokens
         self._programs = programs = Programs(decoder, mesh, min(schedule.chunk, limit))
         check_rows(slots, mesh, AXES, "decode slots")
         self._own, self._width, self._limit = slots // programs.groups, width, limit  # slots of one group
@@ -110,11 +113,14 @@ class ContinuousBatch:
             rows = [[prompt.number * samples + number for prompt in own for number in range(samples)] for own in groups]
             slots = [np.flatnonzero(free)[: len(own)] for free, own in zip(self._free, rows, strict=True)]
             entries = [[(prompt.tokens, prompt.length, prompt.keys) for prompt in own] for own in groups]
-            on_mesh, admitted = self._put(entries, self._width, wave, samples), self._admitted(slots, wave, samples)
+            on_mesh = self._put(entries, self._width, wave, samples)
+            admitted = programs.admitted([(range(wave), own.tolist()) for own in slots], wave, samples, self._own)
             prefilled = programs.prefill(*weights, on_mesh, admitted.prompts)
             programs.admit(self.state.slots, prefilled, on_mesh, admitted)
             taken = np.concatenate([group * self._own + own for group, own in enumerate(slots)])
-            self.state.owner[taken], self.state.drawn[taken] = np.concatenate(rows), 0
+            owner, drawn = np.array(self.state.owner), np.array(self.state.drawn)
+            owner[taken], drawn[taken] = np.concatenate(rows), 0
+            self.state = replace(self.state, owner=owner, drawn=drawn)
 
     def decode(self, weights: Weights) -> list[Progress]:
         """Decodes a chunk. Returns what each row drew; rows that are done leave their slots."""
@@ -128,8 +134,9 @@ class ContinuousBatch:
         for slot in taken:
             response = (tokens[slot], logprobs[slot], bool(finished[slot])) if slot in done else None  # type: ignore
             progress.append(Progress(int(state.owner[slot]), int(state.drawn[slot]), int(lengths[slot]), response))
-        state.owner[done], state.drawn[taken] = EMPTY, lengths[taken]
-        self.state = Decoding(slots, results, state.owner, state.drawn)
+        owner, drawn = np.array(state.owner), np.array(state.drawn)
+        owner[done], drawn[taken] = EMPTY, lengths[taken]
+        self.state = Decoding(slots, results, owner, drawn)
         return progress
 
     def prefill_again(self, weights: Weights, prompt_of: Callable[[int], Prompt]) -> None:
@@ -142,8 +149,9 @@ class ContinuousBatch:
             groups.append([(slot - first, self._whole(prompt_of, int(slot), drawn[slot])) for slot in slots])
         for wave, rows in _waves(groups, [size * samples for size in self._waves]):
             entries = [[entry for _, entry in own] for own in rows]
-            slots = [np.array([slot for slot, _ in own], np.int32) for own in rows]
-            on_mesh, admitted = self._put(entries, width, wave, 1), self._admitted(slots, wave, 1)
+            slots = [[slot for slot, _ in own] for own in rows]
+            on_mesh = self._put(entries, width, wave, 1)
+            admitted = programs.admitted([(range(wave), own) for own in slots], wave, 1, self._own)
             prefilled = programs.prefill(*weights, on_mesh, admitted.prompts)
             programs.fill_caches(state.slots, prefilled, admitted)
 
@@ -163,13 +171,6 @@ class ContinuousBatch:
         prompts, lengths = self._programs.put((tokens, lengths.astype(np.int32)))
         row_keys = jax.random.wrap_key_data(jnp.asarray(data.reshape(-1, data.shape[-1])))
         return Prompts(prompts, lengths, self._programs.put(row_keys))
-
-    def _admitted(self, slots: Sequence[np.ndarray], size: int, samples: int) -> Admitted:
-        """The slots of each group's entries, `samples` an entry, in their order."""
-        entries, rows = np.arange(size, dtype=np.int32), np.arange(size * samples, dtype=np.int32)
-        padded = [np.pad(own.astype(np.int32), (0, len(rows) - len(own)), constant_values=self._own) for own in slots]
-        arrays = [(entries, rows // samples, rows, own) for own in padded]
-        return Admitted(*map(self._programs.per_group, zip(*arrays, strict=True)))
 
 
 _Entry = tuple[Int[np.ndarray, "T"], int, np.ndarray]  # tokens, their number, data of keys

@@ -280,7 +280,8 @@ def _positions(values: Values, family: str, kinds: set[str]) -> dict[str, Any]:
             )
         theta, rope_scaling = _rope(written, values, original=values.raw.get("original_max_position_embeddings"))
         return {"rope_theta": theta, "rope_scaling": rope_scaling}
-    rope = []
+    rope, given = [], [key for key in ("rope_scaling", "rope_parameters") if values.raw.get(key) is not None]
+    no_place = len(given) == 2 and parameters.get(GLOBAL) is None  # transformers puts the scaling there
     for kind, base in ((GLOBAL, "rope_theta"), (LOCAL, "rope_local_base_freq")):
         own = object_at(parameters, kind, {"rope_type": "default"}) | (scaling if kind == GLOBAL else {})
         if kind == LOCAL and _rope_type(own) != "default":
@@ -289,7 +290,7 @@ def _positions(values: Values, family: str, kinds: set[str]) -> dict[str, Any]:
         # What transformers leaves unread and older versions did not: flat parameters, a nested scaling, a lone `type`.
         unread = object_at(written, kind) if nested else written if kind == GLOBAL else {}
         meant = own | unread | {"rope_type": _rope_type(unread, _rope_type(own))}
-        if kind in kinds and _rope(meant, values, base) != rope[-1]:
+        if no_place or kind in kinds and _rope(meant, values, base) != rope[-1]:
             raise ValueError(
                 f"{'rope_scaling' if scaling else 'rope_parameters'} {reprlib.repr(written)} is not supported in a "
                 f"{family} model: give rope_parameters of {GLOBAL} and of {LOCAL}, each with its rope_type"

@@ -51,6 +51,7 @@ def programs(tmp_path_factory) -> Path:
 def quick_programs(programs: Path) -> Iterator[None]:
     """Programs are optimised little and kept on disk: whole runs then spend less on compiling, and once a shape."""
     wanted = {
+        "jax_enable_compilation_cache": True,
         "jax_compilation_cache_dir": str(programs),
         "jax_persistent_cache_min_compile_time_secs": 0.0,
         "jax_disable_most_optimizations": True,

@@ -55,7 +55,7 @@ def rows(ask, path: Path, *arguments: str, prompts: int = 2, **options) -> list[
     return answers
 
 
-def trained_engine(directory: Path, prompts: list[str], *, adapter=None) -> list[str]:
+def trained_engine(directory: Path, prompts: list[str], *, adapter=None, chat: bool = True) -> list[str]:
     """The greedy answers of the program that training generates with, on a mesh with another division."""
     tokenizer, built = load_tokenizer(directory), make_mesh(2, 2, 2)
     with jax.set_mesh(built):
@@ -66,7 +66,7 @@ def trained_engine(directory: Path, prompts: list[str], *, adapter=None) -> list
             max_new_tokens=NEW, temperature=0.0, stop_ids=tokenizer.eos_ids, token_limit=tokenizer.vocab_size
         )
         run = CompiledModel(Architecture(config.model, shared=True), built, Compute()).generate(sampling, None)
-        encoded = Encoding(tokenizer, chat=True).prompts([Example(prompt=text) for text in prompts], 64)
+        encoded = Encoding(tokenizer, chat=chat).prompts([Example(prompt=text) for text in prompts], 64)
         whole = [*encoded.ids, *encoded.ids[:1] * (8 - len(prompts))]
         tokens, lengths = put_rows(pad_rows(whole, 64), built)
         generation = run(params, tokens, lengths, row_keys(jax.random.key(0), 8, built))
@@ -141,6 +141,18 @@ def test_a_run_that_learnt_from_plain_text_is_asked_in_plain_text(ask, tmp_path,
         (tmp_path / "summary.json").write_text(damaged)
         code, printed, error = ask("--prompt", "Why?", model=tmp_path)
         assert code == 2 and "summary.json is not" in error and error.count("\n") == 1 and printed == ""
+
+
+def test_a_typed_line_ends_as_prompts_did_in_training(ask, tmp_path, user, monkeypatch):
+    (tmp_path / "model").symlink_to(user / "actor")
+    (tmp_path / "summary.json").write_text(json.dumps({"chat": False, "prompt_end": "\n"}))
+    expected = trained_engine(user / "actor", ["Why?\n"], chat=False)[0]
+    assert expected != trained_engine(user / "actor", ["Why?"], chat=False)[0]
+    monkeypatch.setattr("sys.stdin", io.StringIO("Why?\n\n"))
+    assert ask("--temperature", "0", model=tmp_path) == (0, f"{clean(expected)}\n", "")
+    for prompt in ("Why?", "Why?\n"):
+        code, printed, _ = ask("--prompt", prompt, "--temperature", "0", model=tmp_path)
+        assert (code, printed) == (0, f"> Why?\n{clean(expected)}\n\n")
 
 
 def test_answers_of_a_run_are_as_long_as_in_its_training(tmp_path, user, monkeypatch):

@@ -11,6 +11,7 @@ import jax
 import pytest
 import yaml
 
+import jrlhf.__main__
 from jrlhf.algorithms.registry import stage_graph
 from jrlhf.config import load_config
 from jrlhf.export import cli as export
@@ -148,6 +149,10 @@ def test_a_dry_run_prints_config_memory_and_plan_and_writes_nothing(eight, tmp_p
     assert cli([*eight, "--dry-run"]) == 0
     out = capsys.readouterr().out
     assert "embed: 16" in out and "actor.generate" in out and "layout generate" in out and "critic" in out
+    assert out.index("actor.generate") < out.index("embed: 16") and "rope_theta" not in out
+    assert cli([*eight, "--dry-run", "--all", "--seed=5"]) == 0
+    out = capsys.readouterr().out
+    assert "rope_theta" in out and "seed: 5" in out
     assert not (tmp_path / "runs").exists()
 
 
@@ -173,6 +178,7 @@ BAD = [
     ("--resume", "leave out --resume"),
     ("run_dir=/proc/none", "cannot be written"),
     ("--config quikstart", "did you mean quickstart"),
+    ("--all", "--all has no effect without --dry-run"),
 ]
 
 
@@ -182,6 +188,18 @@ def test_bad_input_is_one_sentence_and_exit_code_2(eight, tmp_path, capsys):
         error = capsys.readouterr().err
         assert message in error and error.startswith("error: ") and error.count("\n") == 1, (arguments, error)
         assert not (tmp_path / "runs").exists()
+
+
+def test_one_command_leads_to_all(eight, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        jrlhf.__main__.cli(["train", *eight, "--seed", "1"])
+    assert "--seed is no option; a setting is written seed=VALUE" in capsys.readouterr().err
+    for name in jrlhf.__main__.COMMANDS:
+        with pytest.raises(SystemExit, match="0"):
+            jrlhf.__main__.cli([name, "--help"])
+        assert "usage: " in capsys.readouterr().out
+    assert jrlhf.__main__.cli(["--help"]) == 0 and "jrlhf train" in capsys.readouterr().out
+    assert jrlhf.__main__.cli(["trian"]) == 2 and "error: trian is no command" in capsys.readouterr().err
 
 
 # ---- interrupted runs

@@ -371,6 +371,17 @@ def test_both_forms_of_unstacking():
     assert_equal_bits(list_of_dicts, [{"a": x[0], "b": -x[0]}, {"a": x[1], "b": -x[1]}])
 
 
+def test_one_sharding_is_for_all_arrays():
+    mesh = make_mesh(fsdp=8)
+    rows, whole = NamedSharding(mesh, P("fsdp")), NamedSharding(mesh, P())
+    tree = jax.device_put({"a": np.arange(8.0), "b": [np.arange(16.0).reshape(8, 2)]}, rows)
+    moved = reshard(tree, whole)
+    assert jax.tree.structure(moved) == jax.tree.structure(tree)
+    for one, other in zip(jax.tree.leaves(moved), jax.tree.leaves(tree), strict=True):
+        assert one.sharding == whole
+        np.testing.assert_array_equal(one, other)
+
+
 def test_lists_of_the_tree_are_mirrored():
     mesh = make_mesh(fsdp=8)
     s = NamedSharding(mesh, P("fsdp"))

@@ -4,24 +4,14 @@
 of theirs that are compared, and the same comparison on many random inputs.
 """
 
-from collections.abc import Iterator
-
-import jax
 import pytest
 
 from benchmarks.oracle.checks import CHECKS, Check
 from benchmarks.oracle.goldens import read
 
-pytestmark = pytest.mark.usefixtures("strict_dtypes")
+pytestmark = pytest.mark.usefixtures("strict_dtypes", "quick_compilation")
 
 GOLDENS = {name: (arrays, result) for name, arrays, result in read()}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_compilation() -> Iterator[None]:
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 def test_every_check_has_a_golden():

@@ -1,6 +1,5 @@
 """Tokens that older weights drew: bounds of their age, weights, masks, interpolated log-probs and CISPO."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
@@ -26,19 +25,12 @@ from jrlhf.ppo import (
     proximal_logprobs,
 )
 
-pytestmark = pytest.mark.usefixtures("strict_dtypes")
+pytestmark = pytest.mark.usefixtures("strict_dtypes", "quick_compilation")
 ROWS, TIME, STEP = 8, 9, 6
 EVERYTHING = [
     PolicyConfig(importance="token", mask_token=(0.5, 2)),
     PolicyConfig(importance="sequence", mask_sequence=(0, 1), mask_sequence_mean=(1, 1), mask_k3=1e-9),
 ]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_compilation() -> Iterator[None]:
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 def drawn_by_many(toy, seed=0):
@@ -125,6 +117,14 @@ def test_without_a_gap_every_correction_is_plain_ppo(toy):
     fresh = replace(experience, versions=STEP - jnp.minimum(experience.versions, 1))
     interpolated = PolicyConfig(kl_coef=0.0, old_logprobs="interpolate", importance="token", staleness=1)
     np.testing.assert_array_equal(gradient(interpolated, fresh, logprobs)[0], plain)
+
+
+def test_k3_is_of_the_ratio_and_not_of_its_inverse():
+    """A mean of rho - 1 - log rho: e - 2 = 0.72 where all log-ratios are 1, 1 / e = 0.37 where they are -1."""
+    gap, mask = jnp.array([[1.0, 1.0, 9.0], [-1.0, -1.0, 9.0]]), jnp.array([[True, True, False]] * 2)
+    for bound, rows in ((0.36, (0, 0)), (0.38, (0, 1)), (0.71, (0, 1)), (0.73, (1, 1))):
+        weights = importance_weights(gap, mask, PolicyConfig(mask_k3=bound))
+        np.testing.assert_array_equal(weights, np.outer(rows, [1, 1, 0]))
 
 
 def test_masks_and_weights_move_no_advantage(toy):

@@ -27,6 +27,7 @@ from jrlhf.ppo import (
     loss_weights,
     make_actor_step,
     make_ppo_step,
+    make_sft_step,
 )
 
 ROWS, TIME, KL_COEF, STEP = 16, 9, 0.3, 5  # STEP: the version of the weights that learn
@@ -325,6 +326,16 @@ def test_plus_has_one_estimators_value_and_anothers_gradient():
         value, pull = jax.vjp(lambda d, e=estimator: kl_estimate(d, jnp.zeros(5), e), d)
         np.testing.assert_array_equal(value, kl_estimate(d, jnp.zeros(5), plain))
         np.testing.assert_array_equal(pull(jnp.ones(5))[0], d)  # of d^2 / 2
+
+
+def test_texts_are_imitated_where_no_response_counts(toy):
+    config, experience, texts = PolicyConfig(ptx_coef=1.0), toy.experience(ROWS, TIME), texts_of(toy)
+    none = replace(experience, response_mask=jnp.zeros((ROWS, TIME), bool))
+    states = [TrainState.create(toy.params()[0], OPTIMIZER) for _ in range(2)]
+    state, metrics = make_actor_step(toy.logprobs, OPTIMIZER, config)(states[0], none, texts)
+    expected, supervised = make_sft_step(toy.logprobs, OPTIMIZER)(states[1], texts)
+    np.testing.assert_allclose(state.params["logits"], expected.params["logits"], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(metrics["actor/ptx_loss"], supervised["sft/loss"], rtol=1e-6)
 
 
 def test_a_ppo_step_takes_texts_and_does_without_a_reference(toy):

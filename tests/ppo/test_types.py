@@ -2,6 +2,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -16,10 +17,18 @@ def test_every_leaf_of_a_fresh_state_lies_on_the_mesh_of_its_weights():
     with jax.set_mesh(mesh):
         sharding = NamedSharding(mesh, P("fsdp", "tensor"))
         actor = TrainState.create({"w": jax.device_put(np.ones((8, 4), np.float32), sharding)}, OPTIMIZER)
-        state = PPOState.create(actor, actor, kl_coef=0.05)
+        state = PPOState.create(actor, jax.tree.map(jnp.copy, actor), kl_coef=0.05)
     for x in jax.tree.leaves(state):
         assert x.sharding == (sharding if x.ndim else NamedSharding(mesh, P()))
     np.testing.assert_allclose(state.kl.coef, 0.05)
+
+
+def test_actor_and_critic_do_not_share_arrays_which_a_step_would_free_twice():
+    params = {"w": jnp.ones((8, 4)), "b": jnp.ones(4)}
+    actor = TrainState.create(params, OPTIMIZER)
+    for shared in (params, {"w": jnp.ones((8, 4)), "b": params["b"]}):
+        with pytest.raises(ValueError, match="actor and critic hold the same arrays"):
+            PPOState.create(actor, TrainState.create(shared, OPTIMIZER), kl_coef=0.05)
 
 
 def test_without_a_mesh_a_state_stays_where_it_is_and_its_shapes_are_known_without_arrays():

@@ -23,3 +23,11 @@ def live_bytes(tree: Any = None) -> Counter[tuple[int, str]]:
     for (device, kind, _), size in sizes.items():
         total[device, kind] += size
     return total
+
+
+def bytes_by_kind(tree: Any = None) -> Counter[str]:
+    """`live_bytes` of all devices together, by memory kind."""
+    total: Counter[str] = Counter()
+    for (_, kind), size in live_bytes(tree).items():
+        total[kind] += size
+    return total

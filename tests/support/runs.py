@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from jrlhf.run.metrics import read_metrics
+from jrlhf.train import main
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -39,6 +41,15 @@ def assert_same_run(path: Path, other: Path, *names: str) -> None:
         assert (path / name).read_bytes() == (other / name).read_bytes(), name
     for model in ("model", "adapter"):
         assert digest(path / model) == digest(other / model)
+
+
+def resumed(config: Any, *steps: int) -> None:
+    """Deletes these last checkpoints of a run's last stage, and its model, and resumes it."""
+    path = Path(config.run_dir) / config.name
+    for step in steps:
+        shutil.rmtree(path / "checkpoints" / config.stages[-1] / str(step))
+    shutil.rmtree(path / "model")
+    main(config, resume=True)
 
 
 class Training:

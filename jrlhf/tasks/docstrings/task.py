@@ -54,6 +54,7 @@ def load_task(config: Config) -> Task:
         prompts=_prompts(train),
         heldout=_prompts(heldout),
         gold=partial(_gold, rubric),
+        prompt_end="\n",
     )
 
 

@@ -1,7 +1,7 @@
 """Loading of configs: all that a user can write, old keys, and the sentences on mistakes."""
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -11,6 +11,8 @@ import yaml
 from benchmarks.config_reference import reference_table
 from jrlhf.config import Config, build, config_names, config_yaml, load, load_config, validate
 from jrlhf.config.parse import Feature, flatten, parse_yaml
+from jrlhf.config.parse import override as put
+from jrlhf.config.peers import PEERS
 from jrlhf.config.schema import DatasetsData, DocstringsData, LoRASection
 from jrlhf.errors import UserError
 from jrlhf.ppo.fields import Section, checked, count
@@ -278,7 +280,7 @@ def test_the_resolved_config_reads_back_equal_and_has_the_sections_in_use(tmp_pa
     assert load_config(write(tmp_path, resolved)) == config
     sections = set(yaml.safe_load(resolved))
     assert "sft" in sections and not {"reward_model", "ppo", "grpo", "lora", "sleep", "wandb", "validation"} & sections
-    assert load_config(write(tmp_path, "seed: 0")) == Config() == Config(lora=LoRASection())  # all else is defaults
+    assert load_config(write(tmp_path, "name: run")) == Config() == Config(lora=LoRASection())  # all defaults
     for empty in ("", "# nothing", "{}", "null"):
         assert load_config(write(tmp_path, empty), ["stages=[sft]"]).stages == ("sft",)
         with pytest.raises(UserError, match="is empty: name the run's stages"):
@@ -289,6 +291,54 @@ def test_the_resolved_config_reads_back_equal_and_has_the_sections_in_use(tmp_pa
         "a.c.d": "null",
         "e": "[1, 2]",
     }
+
+
+def test_settings_that_are_not_the_defaults_read_back_to_the_same_config(tmp_path):
+    overrides = ["lora.rank=4", "rewards=[{function: exact_match}]", "grpo.asynchronous={staleness: 2}"]
+    for name, changes in (*((name, []) for name in config_names()), ("arithmetic-grpo", overrides)):
+        config = load_config(name, changes)
+        short = config_yaml(config, defaults=False)
+        assert load_config(write(tmp_path, short)) == config
+        assert len(short.splitlines()) < len(config_yaml(config).splitlines()) / 2
+        for key, value in flatten(parse_yaml(short, name)).items():  # nothing may be left out
+            rest = [f"{other}={given}" for other, given in flatten(parse_yaml(short, name)).items() if other != key]
+            tag = key in ("data.source", "name") or value == "{}"
+            assert tag or not same(config, rest), (name, key)
+
+
+def same(config: Config, assignments: list[str]) -> bool:
+    mapping: dict = {}
+    for assignment in assignments:
+        put(mapping, assignment)
+    try:
+        return build(Config, mapping) == config
+    except UserError:
+        return False
+
+
+def test_a_run_is_called_as_its_file(tmp_path):
+    for file, name in (
+        ("mine.yaml", "mine"),
+        ("my file (2).yaml", "my-file--2-"),
+        (".yaml", "yaml"),
+        ("??.yml", "run"),
+    ):
+        path = tmp_path / file
+        path.write_text("seed: 1")
+        assert load_config(str(path)).name == name
+        assert load_config(str(path), ["name=other"]).name == "other"
+
+
+def test_names_of_trl_and_verl_lead_to_ours(tmp_path):
+    path = write(tmp_path, "stages: [sft, ppo, grpo]\nsft: {}\nppo: {}\ngrpo: {}\ndata: {source: datasets}")
+    for name in PEERS:
+        with pytest.raises(UserError) as refused:
+            load_config(path, [f"{name}=1"])
+        meant = str(refused.value).split("did you mean ")[1].rstrip("?").split(" or ")
+        assert all(key == PEERS[name] or key.endswith(f".{PEERS[name]}") for key in meant), (name, meant)
+    for key in ("actor_rollout_ref.rollout.n", "grpo.num_generations"):
+        with pytest.raises(UserError, match=r"did you mean grpo\.algorithm\.samples"):
+            load_config("arithmetic-grpo", [f"{key}=4"])
 
 
 def test_every_setting_is_described():
@@ -320,10 +370,11 @@ def test_old_configs_mean_what_they_meant(tmp_path):
         config = load_config(write(tmp_path, old["file"] or "seed: 0"), old["overrides"])
         resolved = {key: value for key, value in OLD["defaults"].items() if key.split(".")[0] not in old["absent"]}
         resolved |= old["changed"]
+        resolved_name, resolved["name"] = resolved["name"], config.name  # a file's run is now called as the file is
         for key in [key for key in resolved if any(other.startswith(f"{key}.") for other in resolved)]:
             del resolved[key]  # an empty mapping that is not empty here
         assert load_config(write(tmp_path, yaml.safe_dump(nested(resolved)))) == config, name
-        new = flatten(parse_yaml(config_yaml(config), name))
+        new = flatten(parse_yaml(config_yaml(replace(config, name=resolved_name)), name))
         assert old["means"].keys() <= new.keys(), name
         means = OLD["means"] | old["means"]
         assert {key: value for key, value in new.items() if means.get(key, value) != value} == {}, name

@@ -1,8 +1,13 @@
 """Rows to learn from, and rows that are held out."""
 
+import json
+
 import pytest
 
-from jrlhf.data.datasets import keep_apart, prompt_text
+from jrlhf.config.parse import build
+from jrlhf.config.schema import Config
+from jrlhf.data.datasets import keep_apart, load_task, prompt_text
+from jrlhf.data.tokenizer import load_tokenizer
 from jrlhf.errors import UserError
 
 from .conftest import from_rows
@@ -44,3 +49,15 @@ def test_what_one_dataset_holds_out_no_other_learns_from():
     splits = keep_apart({"prompts": dataset(ASKED), "heldout": dataset(ASKED[:5])}, 8)
     assert sorted(texts(splits["heldout"].heldout)) == ASKED[:5]
     assert not splits["prompts"].heldout.examples and texts(splits["prompts"].trained) == ASKED[5:]
+
+
+def test_rows_that_are_left_out_are_counted(tmp_path, user):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"q {row // 3}"}) + "\n" for row in range(30)))  # each prompt thrice
+    data = {"source": "datasets", "prompts": {"path": str(path)}, "heldout_rows": 4, "max_prompt": 16}
+    grpo = {"rollout_batch": 8, "algorithm": {"samples": 2}}
+    sections = {"stages": ["grpo"], "model": {"path": str(user / "actor")}, "data": data, "grpo": grpo}
+    config = build(Config, sections | {"rewards": [{"function": "exact_match"}]})
+    description = load_task(config, load_tokenizer(user / "actor")).description
+    # 4 rows are of two prompts, of which all 6 rows are not learned from.
+    assert "data.prompts: 2 more rows left out, whose prompts are held out" in description

@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 
 from jrlhf.errors import RunFailure
+from jrlhf.fleet.fleet import Fleet
 from jrlhf.fleet.identity import differences, drawing_identity, trained_identity
 from jrlhf.fleet.schedule import Rules
-from jrlhf.fleet.slices import SliceFleet
+from jrlhf.fleet.slices import SliceWorkers
 from jrlhf.meshes import GENERATE, TRAIN, make_mesh, reshard
 from jrlhf.models import ModelConfig, init_lm, param_shardings
+from jrlhf.models.generation.continuous import Progress, Prompt
 
 CONFIG = ModelConfig(
     vocab_size=30, embed=16, layers=3, heads=2, kv_heads=2, head_dim=8, mlp=16, max_positions=8, tie_embeddings=False
@@ -122,8 +124,6 @@ class Batch:
         self.rows = tuple(prompt.number for prompt in prompts)
 
     def decode(self, weights):
-        from jrlhf.models.generation.continuous import Progress
-
         rows, self.rows = self.rows, ()
         return [Progress(row, 0, 1, (np.zeros(1, np.int32), np.zeros(1, np.float32), True)) for row in rows]
 
@@ -132,14 +132,11 @@ def test_nothing_is_learned_from_what_wrong_weights_drew(versions):
     (first, second), (old, new) = versions
     mesh = make_mesh(**MESH)
 
-    class Numbered:
-        def __init__(self, number):
-            self.number = number
-
     def fleet() -> Any:
-        rules, decoding = Rules(2, 1, 1), Batch()
-        own: Any = SliceFleet(decoding, mesh, rules, "keep_cache", Numbered, print, samples=1, limit=1)  # type: ignore
-        own._take((old, {}), trained_identity(first, dtype=jnp.dtype(jnp.bfloat16)))
+        rules, workers = Rules(2, 1, 1), SliceWorkers([Batch()])  # type: ignore[list-item]
+        own: Any = Fleet(workers, mesh, rules, "keep_cache", print, samples=1, limit=1)
+        own._take(0, (old, {}), (old, {}), trained_identity(first, dtype=jnp.dtype(jnp.bfloat16)))
+        own.submit([Prompt(number, np.zeros(1, np.int32), 1, np.zeros(1)) for number in range(9)])
         return own
 
     expected = trained_identity(second, dtype=jnp.dtype(jnp.bfloat16))
@@ -153,7 +150,7 @@ def test_nothing_is_learned_from_what_wrong_weights_drew(versions):
         with pytest.raises(RunFailure, match="version 1 are not the trainer's: .* differ, .* first"):
             lost.collect()
         changing.publish((new, {}), expected)
-        changing._weights = old, {}  # they change while they draw
+        changing._workers._weights = old, {}  # they change while they draw
         changing.publish((new, {}), expected)
         with pytest.raises(RunFailure, match="version 1"):
             changing.collect()

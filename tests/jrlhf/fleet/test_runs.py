@@ -1,6 +1,5 @@
 """Whole asynchronous runs: the same bits as the synchronous run, twice, and after a kill."""
 
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -8,11 +7,12 @@ from typing import Any
 import pytest
 
 from jrlhf.config import load_config
+from jrlhf.config.check import uncorrected
 from jrlhf.errors import UserError
 from jrlhf.run.metrics import read_metrics
 from jrlhf.stages.setup import select_resources
 from jrlhf.train import main
-from tests.support.runs import timeless
+from tests.support.runs import resumed, timeless
 
 pytestmark = pytest.mark.usefixtures("quick_programs")
 
@@ -42,8 +42,8 @@ def config(directory: Path, name: str, algorithm: str = "grpo", settings: Sequen
     return load_config(str(file), [*SETTINGS, *named, *section, *ALGORITHMS.get(algorithm, ()), *options, *settings])
 
 
-def run(config: Any, *, resume: bool = False) -> Path:
-    main(config, resume=resume)
+def run(config: Any) -> Path:
+    main(config)
     return Path(config.run_dir) / config.name
 
 
@@ -68,15 +68,13 @@ def test_with_staleness_0_the_run_is_the_synchronous_one_bit_for_bit(algorithm, 
 @pytest.mark.parametrize("on_new_weights", proven("keep_cache", "prefill_again", "finish"))
 def test_a_run_that_goes_on_from_any_step_has_the_same_bits(on_new_weights, tmp_path):
     options = {"staleness": 2, "update_steps": 3, "on_new_weights": on_new_weights}
-    path = run(config(tmp_path, "whole", **options))
+    whole = config(tmp_path, "whole", settings=["checkpoints.keep=4"], **options)
+    path = run(whole)
     expected = timeless(path), (path / "model" / "model.safetensors").read_bytes()
     assert [record["perf/compilations"] for record in read_metrics(path) if record["stage"] == "grpo"][2:] == [0, 0]
-    shutil.rmtree(path / "model")
-    for step in (4, 3):  # only the last two are kept
-        shutil.rmtree(path / "checkpoints" / "grpo" / str(step), ignore_errors=True)
-        if step == 4:
-            run(config(tmp_path, "whole", **options), resume=True)
-            assert (timeless(path), (path / "model" / "model.safetensors").read_bytes()) == expected
+    for step in (4, 2):
+        resumed(whole, *range(step, 5))
+        assert (timeless(path), (path / "model" / "model.safetensors").read_bytes()) == expected
 
 
 def test_what_cannot_be_asynchronous_is_one_sentence(tmp_path):
@@ -87,5 +85,23 @@ def test_what_cannot_be_asynchronous_is_one_sentence(tmp_path):
     ):
         with pytest.raises(UserError, match=sentence):
             select_resources(config(tmp_path, "refused", algorithm, settings, staleness=1))
+    for settings, sentence in (
+        (["fleet.workers=2", "grpo.asynchronous.logical_workers=1"], "=2 exceeds grpo.asynchronous.logical_workers=1"),
+        (["grpo.asynchronous.logical_workers=3"], "rollout.slots=16 must give each of 3 logical worker.s. a multiple"),
+        (["fleet.workers=2", "fleet.devices=[a]"], "names the GPUs of 1 process.es., and fleet.workers=2: give each"),
+        (["fleet.workers=1", "fleet.devices=[a]"], r"fleet.devices=\[a\] has no effect on a CPU"),
+        (["fleet.deadline=9"], "fleet.deadline=9.0 has no effect with a run without fleet.workers"),
+    ):
+        with pytest.raises(UserError, match=sentence):
+            select_resources(config(tmp_path, "refused", "grpo", settings, staleness=1))
+    with pytest.raises(UserError, match="fleet.workers=2 draws .* give grpo a section asynchronous"):
+        select_resources(config(tmp_path, "refused", "grpo", ["fleet.workers=2"]))
     with pytest.raises(UserError, match="grpo.asynchronous.staleness=-1: it must be at least 0"):
         config(tmp_path, "negative", staleness=-1)
+
+
+def test_a_run_without_a_correction_is_warned_of(tmp_path):
+    assert uncorrected(config(tmp_path, "fresh", staleness=0)) is None
+    assert uncorrected(config(tmp_path, "weighted", "grpo", ["grpo.algorithm.importance=token"], staleness=1)) is None
+    warning = uncorrected(config(tmp_path, "plain", staleness=1))
+    assert warning is not None and "staleness=1 without an off-policy correction" in warning

@@ -11,6 +11,7 @@ from benchmarks.fusion import PUBLISHED, generated, optimum
 from benchmarks.records import RESULTS
 from jrlhf.meshes.pipeline import arrange, makespan, peak, violation
 from jrlhf.planning.fusion import Model, Problem, fuse, search
+from jrlhf.planning.fusion.dispatch import Dispatcher, Rules
 
 # get-lower-bound.py of github.com/FlexFusion/FlexFusion, in the order of PUBLISHED.
 BOUNDS = [708, 372, 225, 702, 366, 225, 618, 330, 186, 606, 318, 186]
@@ -109,3 +110,16 @@ def test_random_instances_respect_their_rules():
         assert violation(fused.table, fused.memory, problem.activations) is None
         assert problem.bound <= fused.makespan == makespan(fused.table, problem.seconds)
         assert problem.least_memory <= fused.memory
+
+
+def test_no_limit_of_memory_that_1f1b_respects_leads_to_a_deadlock():
+    """Random priorities and ranks: all operations are dispatched, within the limit."""
+    generator = random.Random(0)
+    for _ in range(200):
+        sizes = [(generator.choice((1, 2, 4)), generator.randint(1, 6)) for _ in range(2)]
+        problem = fuse(*(Model(*size, 1.0, 2.0, generator.choice((0.5, 1.0, 2.0))) for size in sizes))
+        dispatcher, ranks = Dispatcher(problem), list(range(len(problem.pipelines)))
+        generator.shuffle(ranks)
+        keys, rules = dispatcher.values(lambda *_: generator.random()), Rules(generator.choice((0, 0.5, 1)), ranks)
+        schedule = dispatcher.run(keys, problem.least_memory, rules, backwards=generator.random() < 0.5)
+        assert violation(dispatcher.table(schedule), problem.least_memory, problem.activations) is None

@@ -21,7 +21,7 @@ from jrlhf.errors import UserError
 from jrlhf.meshes.plan import Placement, Plan, Slice
 from jrlhf.planning.plans import plan_yaml
 from jrlhf.report import read_run, render, write_report
-from jrlhf.report.__main__ import main
+from jrlhf.report.__main__ import cli
 from jrlhf.report.charts import COLORS, Chart, Series, number, running_mean
 from jrlhf.report.timeline import _CALLS
 from jrlhf.run.files import append_jsonl
@@ -453,18 +453,18 @@ def test_texts_and_bars_fit_their_places(tmp_path, undrawn):
 
 
 def test_what_is_not_a_run_is_one_sentence(tmp_path, capsys):
-    assert main([str(tmp_path)]) == 2
+    assert cli([str(tmp_path)]) == 2
     assert capsys.readouterr().err == (
         f"error: {tmp_path} holds no run (neither config.yaml nor metrics.jsonl): name a run's directory\n"
     )
     (tmp_path / "metrics.jsonl").touch()
     (tmp_path / "summary.json").write_text("{")
-    assert main([str(tmp_path)]) == 2
+    assert cli([str(tmp_path)]) == 2
     assert "summary.json is not JSON" in capsys.readouterr().err
     assert not (tmp_path / "report.html").exists()
     (tmp_path / "summary.json").unlink()
     (tmp_path / "report.html").mkdir()
-    assert main([str(tmp_path)]) == 2
+    assert cli([str(tmp_path)]) == 2
     assert f"the report of {tmp_path} cannot be made (Is a directory)" in capsys.readouterr().err
     (tmp_path / "plan.yaml").write_text("calls: 3")
     with pytest.raises(UserError, match="plan.yaml holds no plan .*: delete it and resume the run"):

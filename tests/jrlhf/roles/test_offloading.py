@@ -1,6 +1,5 @@
 """Offloading: where parts of a role are stored when, what is refused, and checkpoints of offloaded states."""
 
-from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
@@ -22,27 +21,20 @@ from jrlhf.roles.role import Offloader
 from jrlhf.run.checkpoints import Checkpoints, fingerprint_of, like
 from jrlhf.run.clock import Clock
 from jrlhf.stages.setup import check_sleep, select_mesh
-from tests.support.live import live_bytes
+from tests.support.live import bytes_by_kind
 
 ALL = SleepConfig(optimizer="host", actor="host", critic="host", reference="host", reward="host")
 pytestmark = pytest.mark.usefixtures("quick_programs")
 
 
-def by_kind(tree=None) -> Counter[str]:
-    total: Counter[str] = Counter()
-    for (_, kind), size in live_bytes(tree).items():
-        total[kind] += size
-    return total
-
-
 def test_what_was_brought_ahead_never_stands_for_newer_weights():
     rest, sharding = Offloader(Clock()), NamedSharding(make_mesh(1, 8, 1), P("fsdp"))
     older, newer = (offload({"w": jax.device_put(np.full((8, 4), value), sharding)}) for value in (1.0, 2.0))
-    usage = by_kind()["device"]
+    usage = bytes_by_kind()["device"]
     rest.prefetch(older)
-    assert by_kind()["device"] > usage
+    assert bytes_by_kind()["device"] > usage
     np.testing.assert_array_equal(rest.onload(newer)["w"], np.full((8, 4), 2.0))
-    assert by_kind()["device"] == usage  # both copies are gone
+    assert bytes_by_kind()["device"] == usage  # both copies are gone
 
 
 def test_where_parts_rest_follows_the_config_and_the_call():

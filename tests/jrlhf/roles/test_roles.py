@@ -42,7 +42,7 @@ from jrlhf.run.checkpoints import fingerprint_of
 from jrlhf.run.clock import Clock
 from jrlhf.run.profiler import CompilationWatch
 from tests.jrlhf.roles.ppo_roles import MODEL, OPTIMIZER, PPO, PROMPT, RESPONSE, ROWS, SINGLE, Setup
-from tests.support.live import live_bytes
+from tests.support.live import bytes_by_kind, live_bytes
 
 ALL = SleepConfig(optimizer="host", actor="host", critic="host", reference="host", reward="host")
 CALLS = ("reshard", "gen", "reward", "old_log_prob", "ref", "values", "update_critic", "update_actor")
@@ -191,23 +191,16 @@ class Watch(Clock):
 
     def run(self, name, function, *args, **kwargs):
         def watched(*args, **kwargs):
-            before = by_kind()
+            before = bytes_by_kind()
             result = jax.block_until_ready(function(*args, **kwargs))
-            self.log.append((name, before, by_kind()))
-            self.made[name] = by_kind(result)["device"]
+            self.log.append((name, before, bytes_by_kind()))
+            self.made[name] = bytes_by_kind(result)["device"]
             return result
 
         return super().run(name, watched, *args, **kwargs)
 
     def calls(self) -> list[tuple[str, Counter[str], Counter[str]]]:
         return [entry for entry in self.log if entry[0] != "sleep"]
-
-
-def by_kind(tree=None) -> Counter[str]:
-    total: Counter[str] = Counter()
-    for (_, kind), size in live_bytes(tree).items():
-        total[kind] += size
-    return total
 
 
 class Iteration(NamedTuple):
@@ -253,10 +246,10 @@ class Sleepers:
         mesh = make_mesh(1, 2, 2, devices=jax.devices()[:4])
         self.setup = Setup(mesh, watch, sleep=config, prefetch=prefetch)
         for name, state in self.setup.states.items():
-            asleep[name] = by_kind(state.params)["pinned_host"]
-            asleep[f"{name} optimizer"] = by_kind(state.opt_state)["pinned_host"]
+            asleep[name] = bytes_by_kind(state.params)["pinned_host"]
+            asleep[f"{name} optimizer"] = bytes_by_kind(state.opt_state)["pinned_host"]
         for name in self.frozen:
-            asleep[name] = by_kind(getattr(self.setup, name).model.params)["pinned_host"]
+            asleep[name] = bytes_by_kind(getattr(self.setup, name).model.params)["pinned_host"]
         gc.collect()
         watch.log.clear()
         return watch, asleep
@@ -317,7 +310,7 @@ def test_three_iterations_asleep_are_those_awake_and_every_byte_is_in_its_place(
     watch, size = sleepers.begin(ALL)
     total = sum(size.values())
     computed = awake_only(monkeypatch, sleepers.setup)
-    assert all(size.values()) and by_kind()["pinned_host"] == total
+    assert all(size.values()) and bytes_by_kind()["pinned_host"] == total
     outputs = sleepers.iterate(0, 1)
     with CompilationWatch() as compilations:
         outputs += sleepers.iterate(2)
@@ -368,7 +361,7 @@ def test_each_part_sleeps_by_itself(part, sleepers, awake):
     generating = [
         next(before["device"] for name, before, _ in calls if name == "gen") for calls in (awake.calls, watch.calls())
     ]
-    assert generating[0] - generating[1] == by_kind()["pinned_host"] == sum(size.values())
+    assert generating[0] - generating[1] == bytes_by_kind()["pinned_host"] == sum(size.values())
 
 
 def test_what_the_next_call_needs_is_on_its_way_while_one_runs(sleepers, awake):
@@ -395,6 +388,6 @@ def test_shared_passes_asleep_are_those_awake(sleepers):
     for config in (SleepConfig(), ALL):
         watch, size = sleepers.begin(config)
         results.append(sleepers.iterate(0, 1, 2, shared_passes=True))
-        assert by_kind()["pinned_host"] == sum(size.values())
+        assert bytes_by_kind()["pinned_host"] == sum(size.values())
         assert ("sleep" in watch.made) == (config == ALL)
     assert results[0] == results[1]

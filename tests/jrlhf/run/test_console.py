@@ -113,6 +113,19 @@ def test_a_fast_phase_gets_few_lines_and_a_slow_one_a_line_a_unit(plain, clock):
     assert lines()[11:] == ["sft   1/100", "sft   5/100  held-out loss 2.000  (16/s, 5.9 s left)"]
 
 
+def test_a_phase_that_compiles_for_long_is_not_silent(plain, clock):
+    console, lines = plain
+    with console.progress("ppo", total=3) as progress:
+        for count in range(1, 8):
+            clock.time += 4
+            progress.compiling(count)
+        progress.advance(1)
+        clock.time += 60
+        progress.compiling(9)
+    assert lines()[:2] == ["ppo: compiling, 3 programs so far", "ppo: compiling, 6 programs so far"]
+    assert not any("9 programs" in line for line in lines())
+
+
 def test_samples_are_cleaned_aligned_and_not_shown_too_often(plain, clock):
     console, lines = plain
     sample = {"stage": "ppo", "step": 3, "prompt": "def f(x):\n", "response": "\x1b[31mReturn [x].", "score": 0.5}
@@ -139,8 +152,9 @@ def test_the_summary_shows_what_there_is(plain):
     def summary(**figures) -> list[str]:
         count = len(lines())
         console.summary(figures, Path("r"))
-        assert lines()[count] == "" and lines()[-1] == "report: r/report.html"
-        return lines()[count + 1 : -1]
+        assert lines()[count] == "" and lines()[-3] == "report: r/report.html"
+        assert lines()[-1] == "to talk to it: python -m jrlhf.generate --model r"
+        return lines()[count + 1 : -3]
 
     assert summary() == []
     assert summary(held_out={"measure": "gold", "before": {"distinct": 3}, "after": {}})[-1] == "  gold"

@@ -13,7 +13,7 @@ from jrlhf.config import config_yaml, load_config
 from jrlhf.errors import UserError
 from jrlhf.run import directory
 from jrlhf.run.directory import open_run
-from jrlhf.run.files import append_jsonl, read_jsonl, write_atomic
+from jrlhf.run.files import append_jsonl, read_jsonl, seal, unsealed, write_atomic
 
 
 @pytest.fixture
@@ -190,6 +190,22 @@ def test_write_atomic_replaces_whole_files_or_nothing(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="No space left"):
         write_atomic(path, "newer")
     assert path.read_bytes() == b"\x00new" and os.listdir(tmp_path) == ["file"]
+
+
+@pytest.mark.parametrize("text", ['{"a": "ü"}', "{}", "a: 1\n# b\n"])
+def test_a_sealed_text_is_what_was_written_to_the_bit(text, tmp_path):
+    path = tmp_path / "file"
+    assert unsealed(path) is None
+    path.write_text(text, encoding="utf-8")
+    assert (unsealed(path), unsealed(path, older=True)) == (None, text)
+    path.write_text(seal(text), encoding="utf-8")
+    assert unsealed(path) == unsealed(path, older=True) == text
+    whole = path.read_bytes()
+    for bit in range(8 * len(whole)):
+        damaged = bytearray(whole)
+        damaged[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(damaged)
+        assert unsealed(path) is None, bytes(damaged)
 
 
 def test_json_lines_survive_a_torn_end_and_any_text(tmp_path):

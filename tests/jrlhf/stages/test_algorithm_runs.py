@@ -1,12 +1,10 @@
 """Whole runs of the algorithms that keep more than PPO does: what is resumed ends in the bits of what never stopped."""
 
-import shutil
-
 import pytest
 
 from jrlhf.config import load_config
 from jrlhf.train import main
-from tests.support.runs import stage_of, timeless
+from tests.support.runs import resumed, stage_of, timeless
 
 SIZES = [
     "device.simulated=8",
@@ -59,10 +57,7 @@ def test_a_resumed_run_ends_in_the_same_bits(name, tmp_path):
     model, records = (path / "model" / "model.safetensors").read_bytes(), timeless(path)
     assert [record["perf/compilations"] for record in stage_of(path, stage)][2:] == [0, 0]
 
-    for step in (3, 4):
-        shutil.rmtree(path / "checkpoints" / stage / str(step))
-    shutil.rmtree(path / "model")
-    main(settings, resume=True)
+    resumed(settings, 3, 4)
     assert (path / "model" / "model.safetensors").read_bytes() == model
     assert timeless(path) == records
     last = [record for record in records if record["stage"] == stage][-1]

@@ -39,7 +39,7 @@ def test_any_other_word_is_refused_but_of_a_function_that_stopped_the_run(tmp_pa
     draw = random.Random(0)
     shared = {f"actor.{name}": name for name in "abc"} | {"reward mine modules": "m", "seeds": "2"}
     stage = {"corpus": "c", "reward mine": "f", "cost other": "o"}
-    for number in range(60):
+    for number in range(300):
         run, accepts = Run(tmp_path / str(number)), draw.random() < 0.3
         run.path.mkdir()
         here = Identity(shared, FUNCTIONS, accepts).of_stage(stage)
@@ -49,9 +49,11 @@ def test_any_other_word_is_refused_but_of_a_function_that_stopped_the_run(tmp_pa
             if draw.random() < 0.3:
                 del there[key]
         stopped = draw.random() < 0.5
+        failed = {key: there[key] for key in ("reward mine", "reward mine modules") if key in there}
         if stopped:
-            failed = {key: there[key] for key in ("reward mine", "reward mine modules") if key in there}
             note_failure(run, failed, "failed")
+        elif "reward mine" in there:  # an earlier version of the function stopped the run, not this one
+            note_failure(run, failed | {draw.choice(sorted(failed)): "earlier"}, "failed")
         mended = {"reward mine", "reward mine modules"} if stopped and "reward mine" in there else set()
         mended |= {"reward mine", "reward mine modules", "cost other"} if accepts else set()
         try:
@@ -60,6 +62,12 @@ def test_any_other_word_is_refused_but_of_a_function_that_stopped_the_run(tmp_pa
             assert set(changed) - mended and any(f"made with another {key} (" in str(error) for key in changed)
         else:
             assert set(changed) <= mended and notices == [] and len(run.changes) == len(changed)
+
+
+def test_a_stage_records_the_modules_of_the_functions_that_it_calls():
+    identity = Identity({"seeds": "2", "reward mine modules": "m"}, FUNCTIONS)
+    assert "reward mine modules" in identity.of_stage({"reward mine": "f"})
+    assert identity.of_stage({"corpus": "c"}).keys() == {"identity", "seeds", "corpus"}
 
 
 def test_a_checkpoint_of_an_older_version_is_taken_with_a_notice(tmp_path):

@@ -9,11 +9,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jrlhf.config.schema import ProfileConfig
+from jrlhf.config.schema import Config, ProfileConfig
 from jrlhf.config.stages import SFTConfig
 from jrlhf.errors import Preempted, RunFailure, UserError
 from jrlhf.meshes import make_mesh
@@ -24,6 +25,7 @@ from jrlhf.run.directory import Run
 from jrlhf.run.metrics import read_metrics
 from jrlhf.run.preemption import PreemptionGuard
 from jrlhf.stages.identity import Identity
+from jrlhf.stages.learning import Learning
 from jrlhf.stages.loop import run_stage
 
 MESH = make_mesh(1, 8, 1)
@@ -129,6 +131,29 @@ def test_a_hang_ends_the_process_and_shows_where_it_was():
     code = "import time\nfrom jrlhf.stages.loop import deadline\nwith deadline(0.2):\n    time.sleep(60)"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50)
     assert ended.returncode == 1 and "Timeout" in ended.stderr and "line 4" in ended.stderr
+
+
+def test_an_update_without_a_row_whose_score_is_finite_is_one_that_is_not_finite():
+    """And one that is applied begins the count of those in a row again, whatever was skipped with it."""
+    config, warnings = Config(stop_after_skipped=3), []
+    optimizer = adamw(config.rl.actor, updates=config.rl.updates)
+    states = [TrainState.create({"w": jnp.ones(2)}, optimizer)]
+    for _ in range(3):
+        updates, opt_state = optimizer.update({"w": jnp.ones(2)}, states[-1].opt_state, states[-1].params)
+        states.append(TrainState(optax.apply_updates(states[-1].params, updates), opt_state, states[-1].step))
+    state = [SimpleNamespace(trained={"actor": state}) for state in states]
+    learning, step = Learning(config, "ppo", state[0], warnings.append), 0
+
+    def measure(applied: int, lost: int) -> str:
+        nonlocal step
+        step += 1
+        metrics = {"critic/score/nonfinite": lost, "actor/skipped_updates": 1, "actor/nonfinite_updates": 0}
+        learning.measure(state[applied], metrics, step)
+        return learning.in_vain(step, 100)
+
+    assert [measure(0, 2), measure(0, 2), measure(1, 2), measure(1, 2), measure(1, 0), measure(1, 2)] == [""] * 6
+    assert "3 updates of actor in a row were skipped" in measure(1, 2)
+    assert len(warnings) == 2 and "2 scores are not finite" in warnings[0] and "a score is not finite" in warnings[1]
 
 
 def test_updates_that_nothing_is_learned_from_are_told_and_counted_and_end_the_run(tmp_path):

@@ -1,6 +1,5 @@
 """Whole runs whose roles sleep leave what runs leave whose roles do not, also when they are killed and resumed."""
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from jrlhf.roles import actor, critic
 from jrlhf.roles.compiled import CompiledModel
 from jrlhf.stages import finalize
 from jrlhf.train import main
-from tests.support.runs import stage_of, timeless
+from tests.support.runs import resumed, stage_of, timeless
 
 pytestmark = [pytest.mark.proof("memory"), pytest.mark.usefixtures("quick_programs")]
 
@@ -60,10 +59,7 @@ def test_a_run_asleep_is_a_run_awake_also_when_it_is_resumed(name, user, setting
     assert all(record["timing_s/sleep"] > 0 for record in records)
     assert [record["perf/compilations"] for record in records][2:] == [0]
 
-    for step in (2, 3):
-        shutil.rmtree(resting / "checkpoints" / stage / str(step))
-    shutil.rmtree(resting / "model")
-    main(build(Config, config | {"checkpoints": {"keep": 4}}), resume=True)
+    resumed(build(Config, config | {"checkpoints": {"keep": 4}}), 2, 3)
     assert left(resting) == expected
 
 

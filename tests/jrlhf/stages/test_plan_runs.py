@@ -1,6 +1,5 @@
 """Whole runs under plans: what is trained does not depend on where."""
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from jrlhf.stages import rl
 from jrlhf.stages.loop import run_stage
 from jrlhf.stages.setup import architectures
 from jrlhf.train import main
-from tests.support.runs import timeless
+from tests.support.runs import resumed, timeless
 
 pytestmark = [pytest.mark.full, pytest.mark.usefixtures("quick_programs")]
 
@@ -63,8 +62,8 @@ def by_hand(path: Path, config: Config, **placed: dict[str, Any]) -> str:
     return str(path)
 
 
-def run(config: Config, *, resume: bool = False) -> Path:
-    main(config, resume=resume)
+def run(config: Config) -> Path:
+    main(config)
     return Path(config.run_dir) / config.name
 
 
@@ -126,9 +125,7 @@ def test_any_plan_trains_as_the_colocated_run_does_and_is_resumed(make, tmp_path
         assert np.abs(weight - theirs[name]).max() < 0.2 * RATES["learning_rate"], name
 
     whole = (path / "model" / "model.safetensors").read_bytes(), timeless(path)
-    shutil.rmtree(path / "checkpoints" / "ppo" / "2")
-    shutil.rmtree(path / "model")
-    run(config, resume=True)
+    resumed(config, 2)
     assert ((path / "model" / "model.safetensors").read_bytes(), timeless(path)) == whole
 
 
@@ -157,9 +154,7 @@ def test_a_run_goes_on_under_another_plan_from_the_same_bits(make, monkeypatch):
     monkeypatch.setattr(rl, "run_stage", watched)
     path = run(make("moved", "ppo"))
     whole = timeless(path)
-    shutil.rmtree(path / "checkpoints" / "ppo" / "2")
-    shutil.rmtree(path / "model")
-    run(make("moved", "ppo", "split"), resume=True)
+    resumed(make("moved", "ppo", "split"), 2)
     (_, fresh, _), (_, saved, _), _ = begun
     assert fresh != saved and begun[1:] == [(1, saved, set(range(8))), (1, saved, {4, 5, 6, 7})]
     assert_close(timeless(path), whole, **STEPPED)

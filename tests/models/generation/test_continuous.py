@@ -62,6 +62,18 @@ class Setting:
         return np.concatenate([self.tokens[prompt, : self.lengths[prompt]], tokens])
 
 
+def test_arrays_of_the_host_are_replaced_and_not_written_to():
+    """A checkpoint may still be writing them: on CPUs an array on a device may share the memory of the host's."""
+    setting = Setting((1, 1, 1), versions=1)
+    batch, states = setting.batch, []
+    with jax.set_mesh(setting.mesh):
+        for call in (lambda weights: batch.admit(weights, setting.prompts[:2]), batch.decode):
+            states.append((batch.state, np.array([batch.state.owner, batch.state.drawn])))
+            call(setting.weights[0])
+    for state, before in states:
+        np.testing.assert_array_equal([state.owner, state.drawn], before)
+
+
 @pytest.mark.parametrize("sizes", [(1, 1, 1), pytest.param((2, 1, 2), marks=pytest.mark.full)])
 def test_rows_are_those_of_one_program_for_all(sizes):
     setting = Setting(sizes, versions=1)

@@ -312,7 +312,7 @@ def check_drawn(seed, base_directory, directory):
     peft = pytest.importorskip("peft", reason="compares with peft itself")
     rng, settings, refused = random.Random(seed), {"target_modules": ["o_proj"]}, set()
     for key, (supported, others) in DRAWN.items():
-        if others and rng.random() < 0.04:
+        if others and seed % 2 and rng.random() < 0.08:  # every other seed draws only what we compute
             settings[key] = rng.choice(others)
             refused.add(key)
         elif rng.random() < 0.5:

@@ -257,6 +257,10 @@ def test_what_we_do_not_compute_is_refused_by_name(tmp_path):
         ),
         (QWEN2 | {"use_sliding_window": False}, "1 layers are local, but there is no sliding_window"),
         (
+            GEMMA3 | {"rope_scaling": {"rope_type": "default"}, "rope_parameters": {"rope_type": "default"}},
+            "rope_scaling .* each with its rope_type",
+        ),
+        (
             GEMMA3 | {"rope_parameters": {"rope_theta": 5.0}, "layer_types": TYPES},
             "rope_parameters .* each with its rope_type",
         ),

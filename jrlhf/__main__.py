@@ -1,0 +1,33 @@
+"""`jrlhf COMMAND ...`, or `python -m jrlhf COMMAND ...`: the commands under one name."""
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+COMMANDS = {
+    "train": ("jrlhf.train", "trains: --config FILE-or-NAME [key=value ...]"),
+    "generate": ("jrlhf.generate", "answers prompts, or talks: --model RUN-or-DIRECTORY"),
+    "plan": ("jrlhf.plan", "searches the fastest plan on a cluster: --config FILE-or-NAME --cluster 16xh100"),
+    "export": ("jrlhf.export", "writes the model of a checkpoint: RUN"),
+    "report": ("jrlhf.report.__main__", "writes the page of a run again: RUN"),
+}
+
+
+def cli(arguments: Sequence[str] | None = None) -> int:
+    """Runs a command; returns its exit code, or 2 and prints what there is if it is none."""
+    name, *rest = (sys.argv[1:] if arguments is None else arguments) or ("--help",)
+    if name in COMMANDS:
+        return import_module(COMMANDS[name][0]).cli(rest)
+    lines = [f"  jrlhf {command:<9} {purpose}" for command, (_, purpose) in COMMANDS.items()]
+    asked = name in ("-h", "--help")
+    head = (
+        "usage: jrlhf COMMAND ..., where --help after a command explains its options"
+        if asked
+        else (f"error: {name} is no command; the commands are:")
+    )
+    print("\n".join([head, *lines]), file=sys.stdout if asked else sys.stderr)
+    return 0 if asked else 2
+
+
+if __name__ == "__main__":
+    sys.exit(cli())

@@ -1,0 +1,218 @@
+"""Logical workers in processes of this machine, each with devices of its own.
+
+The parent decides what is drawn and when; a process does as it is told. So it does not matter which process does it: if
+one ends or hangs, another repeats the commands since the last recorded state, and goes on.
+"""
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import astuple
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jrlhf.config.stages import FleetSection
+from jrlhf.errors import RunFailure, UserError
+from jrlhf.fleet.identity import Identity
+from jrlhf.fleet.shared import AVAILABLE, SharedArrays, read
+from jrlhf.fleet.state import saved
+from jrlhf.fleet.worker import program
+from jrlhf.meshes import to_devices, to_host
+from jrlhf.models.generation.continuous import ContinuousBatch, Decoding, Progress, Prompt, Weights
+from jrlhf.run.child import Worker
+from jrlhf.run.files import decode, encode
+from jrlhf.run.processes import several
+
+ATTEMPTS = 3  # processes in a row that may fail at one command
+
+
+def check_processes(section: FleetSection, platform: str, devices: int) -> None:
+    """Refuses processes that this machine cannot run. devices: that each needs, as the plan's `actor.generate`."""
+    named, listed = f"fleet.workers={section.workers}", f"fleet.devices=[{', '.join(section.devices)}]"
+    if not AVAILABLE:
+        raise UserError(f"{named} needs the memory files of Linux, which this machine lacks: leave fleet out")
+    if several():
+        raise UserError(f"{named} serves a trainer of one process, and this run has several: leave fleet out")
+    if platform == "tpu":
+        raise UserError(f"{named} needs GPUs or CPUs, and a TPU serves one process: leave fleet out")
+    if platform == "cpu" and section.devices:
+        raise UserError(f"{listed} has no effect on a CPU, whose devices are simulated: leave it out")
+    if platform == "gpu" and any(len(entry.split(",")) != devices for entry in section.devices or [""]):
+        raise UserError(
+            f"{listed} must name {devices} GPU(s) for each process, as many as actor.generate has in the plan, and "
+            "other ones than the trainer's CUDA_VISIBLE_DEVICES: set it"
+        )
+
+
+class ProcessWorkers:
+    """Logical workers in `section.workers` processes. See `Workers`.
+
+    template: a batch of slots like that of a logical worker, for the shapes of its state. count: of logical workers.
+    description: as of `worker.describe`. folder: for the processes' logs. tell: is given a sentence about each loss.
+    """
+
+    own_devices = True
+
+    def __init__(
+        self,
+        template: ContinuousBatch,
+        count: int,
+        description: Mapping[str, Any],
+        section: FleetSection,
+        folder: Path,
+        tell: Callable[[str], None],
+    ):
+        assert section.workers is not None
+        del template.state  # its memory
+        self._template, self._count = template, count
+        leaves, self._treedef = jax.tree.flatten(saved(template.fresh(), template.mesh))
+        self._shardings = [leaf.sharding for leaf in leaves]
+        self._shares = np.array_split(np.arange(count), section.workers)  # logical workers of each process
+        self._processes = []
+        for number, share in enumerate(self._shares):
+            environment = dict(os.environ)
+            if section.devices:
+                environment["CUDA_VISIBLE_DEVICES"] = section.devices[number]
+            setup = {**description, "workers": len(share), "deadline": section.deadline}
+            log = folder / f"worker-{number}.log"
+            self._processes.append(_Process(number, setup, environment, log, tell))
+        self._threads = ThreadPoolExecutor(len(self._processes), "workers")
+        self._weights = SharedArrays.of([])
+        self._rooms, self.running = [0] * count, 0
+
+    @property
+    def rooms(self) -> list[int]:
+        return list(self._rooms)
+
+    def fresh(self) -> list[Decoding]:
+        return [saved(self._template.fresh(), self._template.mesh) for _ in range(self._count)]
+
+    def start(self, states: Sequence[Decoding]) -> None:
+        shares = [to_host(jax.tree.leaves([states[worker] for worker in share])) for share in self._shares]
+        shared = [SharedArrays.of(arrays) for arrays in shares]
+        self._note_room(self._ask([{"start": arrays.path} for arrays in shared], shared))
+
+    def states(self) -> list[Decoding]:
+        states = []
+        for process, share in zip(self._processes, self._shares, strict=True):
+            shared = SharedArrays.opened(process.ask({"states": None}))
+            arrays, count = read(shared.path), len(self._shardings)
+            for first in range(0, count * len(share), count):
+                placed = to_devices(arrays[first : first + count], self._shardings)
+                states.append(self._treedef.unflatten(placed))
+            process.repeat_from([({"start": shared.path}, shared), (self._command(self._weights), self._weights)])
+        return states
+
+    def put(self, weights: Weights) -> SharedArrays:
+        return SharedArrays.of(to_host(jax.tree.leaves(weights[0])))
+
+    def take(self, weights: SharedArrays, again: Mapping[int, Prompt] | None) -> list[tuple[Identity | None, Identity]]:
+        self._weights = weights
+        prompts = None if again is None else [astuple(prompt) for prompt in again.values()]
+        return self._ask([self._command(weights, prompts)] * len(self._processes), [weights] * len(self._processes))
+
+    def decode(self, prompts: Sequence[Sequence[Prompt]]) -> list[Progress]:
+        commands = [
+            {"decode": [[astuple(prompt) for prompt in prompts[worker]] for worker in share]} for share in self._shares
+        ]
+        answers = self._ask(commands, [None] * len(commands))
+        self._note_room(answers)
+        return [Progress(*row) for answer in answers for row in answer["progress"]]
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.close()
+        self._threads.shutdown()
+
+    def _ask(self, commands: Sequence[Mapping[str, Any]], shared: Sequence[SharedArrays | None]) -> list[Any]:
+        """The answers of all processes, which work at the same time, in the order of the processes."""
+        return list(self._threads.map(_Process.ask, self._processes, commands, shared))
+
+    @staticmethod
+    def _command(weights: SharedArrays, again: Any = None) -> dict[str, Any]:
+        return {"take": {"path": weights.path, "again": again}}
+
+    def _note_room(self, answers: Sequence[Mapping[str, Any]]) -> None:
+        self._rooms = [room for answer in answers for room in answer["rooms"]]
+        self.running = sum(answer["running"] for answer in answers)
+
+
+class _Process:
+    """A process that is replaced if it ends or hangs. Its successor repeats what was done since the last state."""
+
+    def __init__(
+        self,
+        number: int,
+        setup: Mapping[str, Any],
+        environment: Mapping[str, str],
+        log: Path,
+        tell: Callable[[str], None],
+    ):
+        self._number, self._deadline, self._environment, self._log = number, setup["deadline"], environment, log
+        self._tell, self._worker, self._closed = tell, None, False
+        self._setup = encode(setup)
+        # Commands that a successor repeats, their answers if they are known, and what they refer to.
+        self._done: list[tuple[str, str | None, SharedArrays | None]] = []
+        program()  # as the files are now
+
+    def ask(self, command: Mapping[str, Any], shared: SharedArrays | None = None) -> Any:
+        """Returns the answer to a command. shared: what it refers to."""
+        text, reason = encode(command), ""
+        for _ in range(ATTEMPTS):
+            try:
+                answer = self._send(self._started(), text)
+            except _Lost as lost:
+                reason = str(lost)
+                self._tell(f"rollout process {self._number} {reason}; another one takes its place")
+            else:
+                self._done.append((text, answer, shared))
+                return decode(answer)
+        raise RunFailure(f"{ATTEMPTS} times in a row rollout process {self._number} {reason}: see {self._log}")
+
+    def repeat_from(self, commands: Sequence[tuple[Mapping[str, Any], SharedArrays]]) -> None:
+        """Lets a successor begin with these commands instead of all so far."""
+        self._done = [(encode(command), None, shared) for command, shared in commands]
+
+    def close(self) -> None:
+        """Ends the process. A command that waits for it fails."""
+        self._closed = True
+        if self._worker is not None:
+            self._worker.interrupt()
+            self._worker.kill()
+
+    def _started(self) -> Worker:
+        if self._worker is None:
+            self._worker = Worker("jrlhf.fleet.worker", self._environment, self._write)
+            facts = decode(self._send(self._worker, self._setup))
+            if facts["program"] != program():
+                raise RunFailure(
+                    f"rollout process {self._number} runs another version of the program than the trainer, which was "
+                    "started before its files were changed: resume the run with one version"
+                )
+            for text, answer, _ in self._done:
+                if self._send(self._worker, text) != answer and answer is not None:
+                    raise RunFailure(
+                        f"rollout process {self._number} was replaced and does not repeat what the one before it drew: "
+                        "nothing was learned from it; see that all processes run on devices of one kind"
+                    )
+        return self._worker
+
+    def _send(self, worker: Worker, text: str) -> str:
+        answer = worker.request(text.encode(), self._deadline)
+        if "failure" in answer:
+            self._worker = None
+            if self._closed:
+                raise RunFailure(f"rollout process {self._number} was ended")
+            raise _Lost(answer["detail"])
+        return answer["answer"]
+
+    def _write(self, output: bytes) -> None:
+        with open(self._log, "ab") as log:
+            log.write(output)
+
+
+class _Lost(Exception):
+    """A process ended or hung. Its argument: how."""

@@ -1,0 +1,137 @@
+"""What an asynchronous run keeps from one iteration to the next, and the same as arrays for a checkpoint."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Bool, Float, Int
+
+from jrlhf.fleet.schedule import Groups
+from jrlhf.meshes import to_devices, to_host
+from jrlhf.models.generation.chunks import Slots
+from jrlhf.models.generation.continuous import Decoding
+
+FREE = -1  # a place in `Started` without a group
+NEVER = np.iinfo(np.int32).max  # the time of completion of a group that is not complete
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Started:
+    """The groups that have started and were not learned from: Q places for groups of S rows with up to R tokens."""
+
+    number: Any  # [Q]: of the group, or FREE
+    time: Any  # [Q]: at which it was complete, or NEVER
+    tokens: Any  # [Q, S, R]
+    logprobs: Any  # [Q, S, R]
+    versions: Any  # [Q, S, R]: of the weights that drew each token
+    lengths: Any  # [Q, S]: 0 for a row that is not done
+    finished: Any  # [Q, S]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Times:
+    """Counts and virtual times, in decode steps."""
+
+    groups: Any  # that have started so far
+    spare: Any  # batches that were taken beyond one a version: dynamic sampling does not learn from all
+    version: Any  # of the weights that draw
+    published: Any  # the newest version
+    rollouts: Any  # time of the side that draws
+    trainer: Any  # time of the side that learns
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class FleetState:
+    """All that a resumed run needs: the slots that decode, the groups that started, the clock."""
+
+    decoding: Any  # the `Decoding` of the logical worker; of several, a tuple
+    started: Started
+    times: Times
+    weights: Any = None  # that draw, where they may be older than the trainer's, with their identity
+
+
+class Collected(NamedTuple):
+    """A batch of groups, in the order of their numbers: B = groups * S rows."""
+
+    numbers: Int[np.ndarray, "U"]
+    tokens: Int[np.ndarray, "B R"]
+    logprobs: Float[np.ndarray, "B R"]
+    versions: Int[np.ndarray, "B R"]
+    lengths: Int[np.ndarray, "B"]
+    finished: Bool[np.ndarray, "B"]
+    version: int  # of the weights that draw when the batch is given out
+
+
+class Drawn(NamedTuple):
+    """What a group's S rows drew so far, as in `Started`. The arrays are written to."""
+
+    tokens: Int[np.ndarray, "S R"]
+    logprobs: Float[np.ndarray, "S R"]
+    versions: Int[np.ndarray, "S R"]
+    lengths: Int[np.ndarray, "S"]
+    finished: Bool[np.ndarray, "S"]
+
+    @classmethod
+    def blank(cls, *rows: int, limit: int) -> "Drawn":
+        """Rows without tokens."""
+        tokens, lengths = np.zeros((*rows, limit), np.int32), np.zeros(rows, np.int32)
+        return cls(tokens, tokens.astype(np.float32), tokens.copy(), lengths, lengths > 0)
+
+
+def collected(numbers: Sequence[int], drawn: Mapping[int, Drawn], version: int) -> Collected:
+    """The batch of these groups."""
+    rows = (np.concatenate(arrays) for arrays in zip(*(drawn[number] for number in numbers), strict=True))
+    return Collected(np.array(numbers), *rows, version=version)  # type: ignore[call-arg]
+
+
+def pack(groups: Groups[int], drawn: Mapping[int, Drawn], places: int, blank: Drawn) -> Started:
+    """The groups under way as arrays of a fixed size."""
+    number, time = np.full(places, FREE, np.int32), np.full(places, NEVER, np.int32)
+    arrays = Drawn(*(np.repeat(array[None], places, axis=0) for array in blank))
+    times = {complete: at for at, complete in groups.complete}
+    for place, (group, own) in enumerate(drawn.items()):
+        number[place], time[place] = group, times.get(group, NEVER)
+        for array, values in zip(arrays, own, strict=True):
+            array[place] = values
+    return Started(number, time, *arrays)
+
+
+def unpack(started: Started, count: int) -> tuple[Groups[int], dict[int, Drawn]]:
+    """The inverse of `pack`. count: groups that have started so far."""
+    groups, drawn = Groups[int](count), {}
+    arrays = started.tokens, started.logprobs, started.versions, started.lengths, started.finished
+    for place in np.flatnonzero(started.number != FREE):
+        number, time = int(started.number[place]), int(started.time[place])
+        drawn[number] = own = Drawn(*(np.array(array[place]) for array in arrays))
+        if time == NEVER:
+            groups.unfinished[number] = int((own.lengths == 0).sum())
+        else:
+            groups.complete.append((time, number))
+    return groups, drawn
+
+
+def saved(decoding: Decoding, mesh: Mesh) -> Decoding:
+    """The state of slots as arrays on devices, which a checkpoint can hold: without PRNG keys."""
+    # Copies: the arrays of a CPU may share the host's memory, which the next chunk may change.
+    host = np.array(decoding.owner), np.array(decoding.drawn)
+    owner, drawn = to_devices(host, NamedSharding(mesh, P()))
+    return _with_keys(replace(decoding, owner=owner, drawn=drawn), jax.random.key_data)
+
+
+def restored(decoding: Decoding) -> Decoding:
+    """The inverse of `saved`."""
+    owner, drawn = jax.tree.map(np.array, to_host((decoding.owner, decoding.drawn)))
+    return _with_keys(replace(decoding, owner=owner, drawn=drawn), jax.random.wrap_key_data)
+
+
+def _with_keys(decoding: Decoding, convert: Any) -> Decoding:
+    slots = decoding.slots
+    rows = replace(slots.rows, keys=convert(slots.rows.keys))
+    return replace(decoding, slots=Slots(list(slots.caches), rows))

@@ -1,0 +1,141 @@
+"""A rollout process: does what `ProcessWorkers` asks for, with logical workers on its own devices.
+
+The channel is a socket whose other end only the parent has. Messages are JSON; large arrays are in `SharedArrays`.
+
+    parent: the description of `describe`          process: {program, devices}
+    parent: {start: path of states}                process: {rooms, running}
+    parent: {take: path of weights, again}         process: [identities before, identities after]
+    parent: {decode: prompts of each worker}       process: {progress, rooms, running}
+    parent: {states: null}                         process: path of states
+"""
+
+import faulthandler
+import os
+import signal
+from collections.abc import Mapping
+from dataclasses import asdict, astuple
+from functools import cache
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+import jrlhf
+from jrlhf.config.schema import DeviceConfig
+from jrlhf.fleet.shared import SharedArrays, read
+from jrlhf.fleet.slices import SliceWorkers
+from jrlhf.meshes import GENERATE, make_mesh, to_devices, to_host
+from jrlhf.models import ModelConfig, SamplingConfig, Schedule, param_shardings
+from jrlhf.models.config import RopeScaling
+from jrlhf.models.generation.continuous import Prompt
+from jrlhf.roles.model import Architecture, Compute
+from jrlhf.roles.placement import CallPlacement
+from jrlhf.run.child import channel_to_parent, receive, send
+from jrlhf.run.devices import select
+from jrlhf.run.files import decode, encode
+
+# Settings of JAX that are of the process, not of its programs.
+_OWN = ("jax_platforms", "jax_num_cpu_devices", "jax_cpu_collectives_implementation", "jax_cuda_visible_devices")
+
+
+@cache
+def program() -> str:
+    """Returns one word for the program's files and for JAX, as they were when this was first called."""
+    digest = sha256(jax.__version__.encode())
+    root = Path(str(jrlhf.__file__)).parent
+    for folder in (root, *(root / name for name in ("kernels", "meshes", "models", "ppo"))):
+        for path in sorted(folder.resolve().rglob("*.py")):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def describe(
+    mesh: Mesh, model: ModelConfig, compute: Compute, sampling: SamplingConfig, schedule: Schedule, **numbers: int
+) -> dict[str, Any]:
+    """Returns all that a process must know. numbers: the arguments of `CompiledModel.continuous`, and deadline."""
+    settings = {name: x for name, x in jax.config.values.items() if isinstance(x, bool | int | float | str | None)}
+    return {
+        "platform": mesh.devices.flat[0].platform,
+        "mesh": mesh.devices.shape,
+        "model": asdict(model),
+        "dtype": compute.dtype.name,
+        "attention": compute.attention,
+        "sampling": asdict(sampling),
+        "schedule": asdict(schedule),
+        "settings": {name: value for name, value in settings.items() if name not in _OWN},
+        **numbers,
+    }
+
+
+def main(descriptor: int) -> None:
+    """Serves the parent at the other end of the socket `descriptor` until it is gone."""
+    channel = channel_to_parent(descriptor)
+    faulthandler.enable()
+    try:
+        setup = decode(receive(channel))
+        faulthandler.dump_traceback_later(setup["deadline"], exit=True)
+        process = _Process(setup)
+        answer: Any = {"program": program(), "devices": jax.device_count()}
+        while True:
+            faulthandler.cancel_dump_traceback_later()
+            send(channel, encode({"answer": encode(answer)}).encode())
+            ((command, argument),) = decode(receive(channel)).items()
+            faulthandler.dump_traceback_later(setup["deadline"], exit=True)
+            with jax.set_mesh(process.mesh):
+                answer = getattr(process, command)(argument)
+    except ConnectionError:  # the parent is gone
+        os.killpg(0, signal.SIGKILL)
+
+
+class _Process:
+    """The logical workers of a process. Each public method is a command."""
+
+    def __init__(self, setup: Mapping[str, Any]):
+        for name, value in setup["settings"].items():
+            if jax.config.values.get(name) != value:
+                jax.config.update(name, value)
+        sizes, platform = setup["mesh"], setup["platform"]
+        select(DeviceConfig(platform=platform, simulated=int(np.prod(sizes)) if platform == "cpu" else None))
+        self.mesh = make_mesh(*sizes, devices=jax.devices()[: int(np.prod(sizes))])
+        model = _model(setup["model"])
+        sampling = SamplingConfig(**{**setup["sampling"], "stop_ids": tuple(setup["sampling"]["stop_ids"])})
+        schedule, self._shardings = Schedule(**setup["schedule"]), param_shardings(model, self.mesh, GENERATE)
+        compute = Compute(jnp.dtype(setup["dtype"]), attention=setup["attention"])
+        compiled = CallPlacement(self.mesh).compiled(Architecture(model), compute)
+        with jax.set_mesh(self.mesh):
+            numbers = setup["samples"], setup["slots"], setup["width"]
+            batches = [compiled.continuous(sampling, schedule, *numbers) for _ in range(setup["workers"])]
+        self._workers, self._states = SliceWorkers(batches), None
+
+    def start(self, path: str) -> Any:
+        leaves, treedef = jax.tree.flatten(self._workers.fresh())
+        arrays = zip(read(path), leaves, strict=True)
+        self._workers.start(treedef.unflatten([to_devices(array, leaf.sharding) for array, leaf in arrays]))
+        return self._room()
+
+    def take(self, argument: Mapping[str, Any]) -> Any:
+        leaves, treedef = jax.tree.flatten(self._shardings)
+        arrays = [to_devices(array, leaf) for array, leaf in zip(read(argument["path"]), leaves, strict=True)]
+        again = None if argument["again"] is None else {row[0]: Prompt(*row) for row in argument["again"]}
+        return to_host(self._workers.take((treedef.unflatten(arrays), {}), again))[0]
+
+    def decode(self, prompts: Any) -> Any:
+        progress = self._workers.decode([[Prompt(*row) for row in own] for own in prompts])
+        return self._room() | {"progress": [astuple(row) for row in progress]}
+
+    def states(self, argument: None) -> str:
+        self._states = SharedArrays.of(to_host(jax.tree.leaves(self._workers.states())))
+        return self._states.path
+
+    def _room(self) -> dict[str, Any]:
+        return {"rooms": self._workers.rooms, "running": self._workers.running}
+
+
+def _model(values: Mapping[str, Any]) -> ModelConfig:
+    scaling = values["rope_scaling"]
+    own = {"local_layers": tuple(values["local_layers"]), "rope_scaling": scaling and RopeScaling(**scaling)}
+    return ModelConfig(**{**values, **own})

@@ -1,0 +1,103 @@
+"""The schedule of a run against that of the simulator, for rows of the same lengths."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from jrlhf.fleet.fleet import Fleet
+from jrlhf.fleet.predict import token_versions
+from jrlhf.fleet.schedule import Rules
+from jrlhf.fleet.simulate import Setting, measured, simulate
+from jrlhf.meshes import make_mesh
+from jrlhf.models.generation.continuous import Progress, Prompt
+
+VERSIONS = 14
+
+
+class Rows:
+    """Stands for logical workers: rows of given lengths, which draw nothing."""
+
+    own_devices = False
+
+    def __init__(self, setting: Setting, lengths: np.ndarray):
+        self.setting, self.lengths = setting, lengths
+        self.rows: dict[int, int] = {}  # row -> the tokens that it drew
+
+    @property
+    def rooms(self) -> list[int]:
+        return [(self.setting.slots - len(self.rows)) // self.setting.samples]
+
+    @property
+    def running(self) -> int:
+        return len(self.rows)
+
+    def put(self, weights):
+        return weights
+
+    def take(self, weights, again):
+        return []
+
+    def decode(self, prompts: Sequence[Sequence[Prompt]]) -> list[Progress]:
+        samples = self.setting.samples
+        self.rows |= {prompt.number * samples + s: 0 for prompt in prompts[0] for s in range(samples)}
+        progress = []
+        for row, start in list(self.rows.items()):
+            length = int(self.lengths.ravel()[row])
+            self.rows[row] = end = min(start + self.setting.chunk, length)
+            response = (np.zeros(self.lengths.max(), np.int32), np.zeros(self.lengths.max(), np.float32), True)
+            progress.append(Progress(row, start, end, response if end == length else None))
+            if end == length:
+                del self.rows[row]
+        return progress
+
+
+def play(setting: Setting, lengths: np.ndarray) -> tuple[dict[int, int], dict[int, list[list[int]]]]:
+    """Group -> the version that learned from it; group -> the versions of its rows' tokens."""
+    trained, versions = {}, {}
+    fleet = Fleet(
+        Rows(setting, lengths),  # type: ignore[arg-type]
+        make_mesh(8, 1, 1),
+        setting.rules,
+        setting.on_new_weights,
+        lambda group: None,
+        samples=setting.samples,
+        limit=int(lengths.max()),
+        reward=int(setting.reward),
+    )
+    for version in range(VERSIONS):
+        fleet.submit([Prompt(number, np.zeros(1, np.int32), 1, np.zeros(1)) for number in fleet.wanted()])
+        batch = fleet.collect()
+        rows = [row[:length].tolist() for row, length in zip(batch.versions, batch.lengths, strict=True)]
+        for at, number in enumerate(batch.numbers):
+            trained[int(number)] = version
+            versions[int(number)] = rows[at * setting.samples : (at + 1) * setting.samples]
+        fleet.publish(({}, {}), {})
+    return trained, versions
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_versions_of_tokens_are_those_of_the_simulator(seed):
+    rng, ages = np.random.default_rng(seed), set()
+    for number in range(10):
+        samples = int(rng.integers(1, 4))
+        setting = Setting(
+            Rules(int(rng.integers(1, 4)), int(rng.integers(0, 4)), float(rng.integers(1, 40))),
+            slots=samples + int(rng.integers(0, 9)),
+            samples=samples,
+            lengths=measured(rng.integers(1, 30, 50).tolist()),
+            on_new_weights=("keep_cache", "prefill_again", "finish")[rng.integers(3)],
+            chunk=int(rng.integers(1, 9)),
+            reward=float(rng.integers(0, 2) * rng.integers(0, 50)),
+        )
+        trace = simulate(setting, VERSIONS, number)
+        trained, versions = play(setting, setting.lengths(np.random.default_rng(number), (1024, samples)))
+        learned = np.flatnonzero(trace.trained >= 0)
+        assert {int(group): int(trace.trained[group]) for group in learned} == trained, setting
+        rows, drew, tokens = token_versions(trace, trace.trained >= 0)
+        simulated = [
+            np.repeat(drew[rows == row], tokens[rows == row]).tolist() for row in range(len(learned) * samples)
+        ]
+        assert simulated == [row for group in learned for row in versions[int(group)]], setting
+        ages |= {trained[group] - version for group in trained for row in versions[group] for version in row}
+    assert max(ages) > 1 and min(ages) == 0

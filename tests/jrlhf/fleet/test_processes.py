@@ -1,0 +1,190 @@
+"""Rollouts in processes of their own: the bits of one process, whoever draws, dies or hangs."""
+
+import os
+import random
+import signal
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jrlhf.config import config_yaml
+from jrlhf.errors import RunFailure
+from jrlhf.fleet import worker
+from jrlhf.fleet.processes import ProcessWorkers, _Process
+from jrlhf.fleet.shared import SharedArrays, read
+from jrlhf.run.child import Worker
+from tests.jrlhf.fleet.test_runs import config, proven, run
+from tests.support.processes import alive, gone
+from tests.support.runs import Training, timeless
+
+pytestmark = pytest.mark.usefixtures("quick_programs")
+
+
+def bits(path: Path):
+    return timeless(path), (path / "model" / "model.safetensors").read_bytes()
+
+
+def test_arrays_are_read_as_they_were_written():
+    arrays = [np.arange(6, dtype=np.float32).reshape(2, 3), np.zeros((0, 2), np.int32), np.array(True), np.uint32(7)]
+    shared = SharedArrays.of(arrays)
+    opened = SharedArrays.opened(shared.path)
+    for written, there in zip(arrays, read(opened.path), strict=True):
+        np.testing.assert_array_equal(written, there)
+        assert there.dtype == written.dtype and there.shape == written.shape
+    with open(shared.path, "r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"x")
+    with pytest.raises(ValueError, match="not what was written"):
+        read(shared.path)
+
+
+# Stands for the process of a logical worker: answers with the number of commands so far, and fails as it is sentences.
+STAND_IN = """
+import os, signal, time
+from jrlhf.run.child import channel_to_parent, receive, send
+from jrlhf.run.files import decode, encode
+
+def main(descriptor):
+    channel, count = channel_to_parent(descriptor), 0
+    setup = decode(receive(channel))
+    answer = {"program": setup["program"]}
+    while True:
+        send(channel, encode({"answer": encode(answer)}).encode())
+        command, count = decode(receive(channel)), count + 1
+        if command.get("once") and not os.path.exists(command["once"]):
+            open(command["once"], "w").close()
+            os.kill(os.getpid(), signal.SIGKILL) if command["fault"] == "kill" else time.sleep(99)
+        if command.get("always"):
+            raise SystemExit("no memory")
+        answer = count if "draws" not in command else os.getpid()
+"""
+
+
+@pytest.fixture
+def process(tmp_path, monkeypatch):
+    """A `_Process` whose process is the stand-in, and the sentences that it tells."""
+    (tmp_path / "stand_in.py").write_text(STAND_IN)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr("jrlhf.fleet.processes.Worker", lambda module, *rest: Worker("stand_in", *rest))
+    sentences: list[str] = []
+
+    def make(**setup):
+        setup = {"deadline": 2.0, "program": worker.program()} | setup
+        return _Process(1, setup, dict(os.environ), tmp_path / "worker.log", sentences.append)
+
+    processes = []
+    yield lambda **setup: processes.append(make(**setup)) or processes[-1], sentences
+    for own in processes:
+        own.close()
+
+
+@pytest.mark.parametrize("fault", ["kill", "hang"])
+def test_a_lost_process_is_replaced_and_its_successor_repeats_what_was_done(fault, process, tmp_path):
+    make, sentences = process
+    own = make(deadline=20.0 if fault == "kill" else 0.5)
+    assert [own.ask({}), own.ask({})] == [1, 2]
+    assert own.ask({"once": str(tmp_path / "failed"), "fault": fault}) == 3
+    assert own.ask({}) == 4
+    reason = "ended by SIGKILL" if fault == "kill" else "no answer within 0.5 s"
+    assert (
+        len(sentences) == 1
+        and sentences[0].startswith(f"rollout process 1 {reason}")
+        and "takes its place" in sentences[0]
+    )
+    own.repeat_from([({}, SharedArrays.of([]))])
+    os.kill(own._worker.pid, signal.SIGKILL)
+    assert own.ask({}) == 2  # after the one command that a successor repeats from here
+
+
+def test_what_no_successor_mends_is_one_sentence(process):
+    make, sentences = process
+    with pytest.raises(RunFailure, match="3 times in a row rollout process 1 left with exit code 1, .*'no memory'"):
+        make().ask({"always": True})
+    assert len(sentences) == 3
+    with pytest.raises(RunFailure, match="another version of the program than the trainer"):
+        make(program="of yesterday").ask({})
+    other = make()
+    other.ask({"draws": True})
+    other._worker.kill()
+    with pytest.raises(RunFailure, match="does not repeat what the one before it drew"):
+        other.ask({})
+
+
+def test_processes_end_with_their_parent(process):
+    make, _ = process
+    own = make()
+    own.ask({})
+    pid = own._worker.pid
+    assert alive(pid)
+    own.close()
+    assert gone(pid)
+
+
+@pytest.mark.proof("kills")
+@pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
+@pytest.mark.parametrize("staleness", [2, 0])
+def test_bits_do_not_depend_on_processes(algorithm, staleness, tmp_path):
+    options = {"staleness": staleness, "update_steps": 3, "logical_workers": 2}
+    expected = bits(run(config(tmp_path, "one", algorithm, **options)))
+    for workers in (1, 2):
+        path = run(config(tmp_path, f"with-{workers}", algorithm, [f"fleet.workers={workers}"], **options))
+        assert bits(path) == expected
+
+
+@pytest.mark.parametrize("on_new_weights", proven("keep_cache", "prefill_again", "finish"))
+def test_bits_do_not_depend_on_kills_of_processes(on_new_weights, tmp_path, monkeypatch):
+    options = {"staleness": 2, "update_steps": 3, "logical_workers": 2, "on_new_weights": on_new_weights}
+    expected = bits(run(config(tmp_path, "one", **options)))
+    rng, lost = random.Random(on_new_weights), []
+    decode = ProcessWorkers.decode
+
+    def killing(self, prompts):
+        if rng.random() < 0.4:
+            victim = rng.choice(self._processes)
+            lost.append(victim)
+            delay = rng.random() * 0.02  # before, while or after it decodes
+            threading.Timer(delay, lambda: victim._worker and victim._worker.interrupt()).start()
+        return decode(self, prompts)
+
+    monkeypatch.setattr(ProcessWorkers, "decode", killing)
+    assert bits(run(config(tmp_path, "killed", "grpo", ["fleet.workers=2"], **options))) == expected
+    assert len(lost) >= 3
+
+
+@pytest.mark.proof("kills")
+def test_bits_do_not_depend_on_kills_of_the_run(tmp_path, programs):
+    """The run is killed at random moments of its rollouts and resumed; nothing of it lives on."""
+    options = {"staleness": 2, "update_steps": 3, "logical_workers": 2}
+    for name, workers in (("one", []), ("killed", ["fleet.workers=2"])):
+        (tmp_path / f"{name}.yaml").write_text(config_yaml(config(tmp_path, name, "grpo", workers, **options)))
+    Training("--config", tmp_path / "one.yaml", log=tmp_path / "log", programs=programs).wait()
+    path, rng, kills = tmp_path / "killed", random.Random(0), 0
+    while True:
+        arguments = ["--config", tmp_path / "killed.yaml", *(["--resume"] if path.exists() else [])]
+        training = Training(*arguments, log=tmp_path / "log", programs=programs)
+        if kills == 6 or not training.reach(path, 3 + kills // 2):  # records: two of sft, four of grpo
+            training.wait()
+            break
+        time.sleep(rng.random())
+        threads = Path(f"/proc/{training.process.pid}/task").glob("*/children")
+        children = [int(pid) for thread in threads for pid in thread.read_text().split()]
+        training.stop(signal.SIGKILL)
+        assert all(gone(pid) for pid in children)
+        kills += 1
+    assert kills >= 3 and bits(path) == bits(tmp_path / "one")
+
+
+@pytest.mark.proof("kills")
+def test_an_update_that_does_not_arrive_ends_the_run(tmp_path, monkeypatch):
+    put, handles = ProcessWorkers.put, []
+
+    def stale(self, weights):
+        handles.append(put(self, weights))
+        return handles[0]
+
+    monkeypatch.setattr(ProcessWorkers, "put", stale)
+    with pytest.raises(RunFailure, match="the rollouts' weights of version 1 are not the trainer's"):
+        run(config(tmp_path, "stale", "grpo", ["fleet.workers=1"], staleness=1, update_steps=3))

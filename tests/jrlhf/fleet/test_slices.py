@@ -1,0 +1,72 @@
+"""The state of a fleet, which a checkpoint writes while the fleet goes on."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import numpy as np
+
+from jrlhf.fleet.fleet import Fleet
+from jrlhf.fleet.identity import drawing_identity
+from jrlhf.fleet.prompts import PromptStream
+from jrlhf.fleet.schedule import Rules
+from jrlhf.fleet.slices import SliceWorkers
+from jrlhf.meshes import make_mesh
+from jrlhf.models.generation.chunks import EMPTY, Slots
+from jrlhf.models.generation.continuous import Decoding, Progress
+from jrlhf.models.generation.decoding import Rows
+
+
+def aligned(x: np.ndarray) -> np.ndarray:
+    """An equal array whose memory JAX takes as it is, where devices are CPUs."""
+    memory = np.zeros(x.nbytes + 64, np.uint8)
+    start = -memory.ctypes.data % 64
+    own = memory[start : start + x.nbytes].view(x.dtype).reshape(x.shape)
+    own[...] = x
+    return own
+
+
+class Batch:
+    """Stands for the decoding: 4 rows of one token, which change the numbers of the slots as they are drawn."""
+
+    room, rows = 4, ()
+
+    def __init__(self, mesh):
+        self.mesh = mesh
+        keys = jax.random.split(jax.random.key(0), 4)
+        slots = Slots([], Rows(keys, *[np.zeros(4, np.int32)] * 4))  # type: ignore[arg-type]
+        results: Any = ()
+        self.state = Decoding(slots, results, aligned(np.full(4, EMPTY, np.int32)), aligned(np.zeros(4, np.int32)))
+
+    def admit(self, weights, prompts):
+        self.rows = tuple(prompt.number for prompt in prompts)
+        self.state.owner[: len(prompts)] = self.rows
+
+    def decode(self, weights):
+        self.state.drawn[:] += 1
+        rows, self.rows = self.rows, ()
+        return [Progress(row, 0, 1, (np.full(1, row, np.int32), np.zeros(1, np.float32), True)) for row in rows]
+
+
+def test_a_state_stays_as_it_is_while_the_fleet_goes_on():
+    mesh, weights = make_mesh(devices=jax.devices()[:1]), ({"layers": [{"bias": np.ones(1, np.float32)}]}, {})
+    with jax.set_mesh(mesh):
+        workers = SliceWorkers([Batch(mesh)])  # type: ignore[list-item]
+        fleet: Any = Fleet(workers, mesh, Rules(2, 1, 1), "keep_cache", lambda group: None, samples=1, limit=1)
+        expected = drawing_identity(weights[0])
+        fleet._take(0, weights, weights, expected)
+        fleet.submit([SimpleNamespace(number=number) for number in range(9)])
+        fleet.collect()
+        state = fleet.state
+        before = jax.tree.map(np.array, jax.device_get((state.started, state.decoding.owner, state.decoding.drawn)))
+        fleet.publish(weights, expected)
+        fleet.collect()
+        after = jax.device_get((state.started, state.decoding.owner, state.decoding.drawn))
+        jax.tree.map(np.testing.assert_array_equal, after, before)
+        assert not np.array_equal(fleet.state.started.number, before[0].number)
+
+
+def test_the_place_of_a_group_is_that_of_its_rows_in_a_synchronous_batch():
+    """So a reward function draws the same random numbers whether its group was drawn ahead or not."""
+    stream = PromptStream(lambda number: None, None, groups=3, samples=2)  # type: ignore[arg-type]
+    assert [stream.place(number) for number in (0, 2, 3, 7)] == [(0, 0), (0, 4), (1, 0), (2, 2)]
