@@ -1,12 +1,14 @@
 """Memory of programs that are drawn at random, predicted and as compiled.
 
-    python -m benchmarks.drawn fitting 0:160
-    python -m benchmarks.drawn fresh 10000:10200
+    python -m benchmarks.drawn fitting 0:141
+    python -m benchmarks.drawn fresh 20050:20210
 
 A seed is a program: a call of PPO on 8 devices, with a model of one of the supported families, in float32. Programs are
 compiled for simulated CPU devices and never run; those of less than 100 MiB are left out. The counts of
-`jrlhf.planning.activations` were fitted to the programs of "fitting"; "fresh" ones were not looked at before. Compiles
-the seeds that `benchmarks/results/memory-drawn.json` lacks, and predicts all of its programs anew.
+`jrlhf.planning.activations` were fitted to the programs of "fitting": seeds 0:141 and 20000:20050, and of 141:394 those
+that do not train. "fresh" ones were not looked at before.
+
+Compiles the seeds that `benchmarks/results/memory-drawn.json` lacks, and predicts all of its programs anew.
 """
 
 import argparse

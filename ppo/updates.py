@@ -45,30 +45,35 @@ def apply_update(
 ) -> Update:
     """Differentiate `loss_fn` over `rows`, in `micro_batches` parts or parts by length, and step the optimizer once.
 
-    Weights and optimizer state stay as they were, bit for bit, when the loss, the gradients' norm or the norm of the
-    weights that the optimizer would make is not finite in float32 (optax.apply_if_finite lets the bad step through
+    Weights and optimizer state stay as they were, bit for bit, when the loss, the gradients' norm or the square of a
+    weight that the optimizer would make is not finite in float32 (optax.apply_if_finite lets the bad step through
     after a few; clip_by_global_norm turns one inf into NaN everywhere), when `veto(metrics)` holds, or when `counted`
     is False: no token of the rows counts in the loss. (Its gradient would be 0, and an optimizer would still apply
     momentum and weight decay.) `metric_names` are the keys of the loss's metrics.
 
     A loop of one turn or none applies the update, because it writes in place: on GPUs a `cond` copies the weights and
-    the optimizer's state. For the same reason the norm of the new weights is made of a first update, which is stored
-    nowhere, and not of the one that is applied.
+    the optimizer's state. For the same reason the new weights' squares are those of a first update, which is stored
+    nowhere, and not of the one that is applied. (They are not summed: of a sum, XLA stores operands on CPUs.)
     """
     loss, metrics, grads = _accumulate(loss_fn, params, rows, micro_batches, metric_names)
     grad_norm = _global_norm(grads)
 
     @jax.named_scope("optimizer")
-    def apply(params: PyTree, opt_state: PyTree) -> tuple[PyTree, PyTree]:
+    def apply(grads: PyTree, params: PyTree, opt_state: PyTree) -> tuple[PyTree, PyTree]:
         updates, opt_state = optimizer.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state
 
-    finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm) & jnp.isfinite(_global_norm(apply(params, opt_state)[0]))
+    finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm) & _squares_finite(apply(grads, params, opt_state)[0])
     sound = finite if counted is None else finite & counted
     metrics = {**metrics, "grad_norm": grad_norm}
     accepted = sound if veto is None else sound & ~veto(metrics)
-    done, start = jnp.zeros_like(accepted), (accepted, params, opt_state)
-    _, params, opt_state = lax.while_loop(lambda carry: carry[0], lambda carry: (done, *apply(*carry[1:])), start)
+
+    def turn(carry: tuple[Array, PyTree, PyTree]) -> tuple[Array, PyTree, PyTree]:
+        # Else XLA takes what it can compute of the gradients alone out of the loop, and stores it: two copies of them.
+        inside, pending = lax.optimization_barrier((grads, carry[0]))
+        return (~pending, *apply(inside, *carry[1:]))
+
+    _, params, opt_state = lax.while_loop(lambda carry: carry[0], turn, (accepted, params, opt_state))
     return Update(params, opt_state, metrics, finite, sound)
 
 
@@ -222,3 +227,9 @@ def _global_norm(tree: PyTree) -> Float[Array, ""]:
     """L2 norm of all leaves together, in float32."""
     squares = [jnp.sum(jnp.square(x.astype(jnp.float32))) for x in jax.tree.leaves(tree)]
     return jnp.sqrt(sum(squares, start=jnp.zeros((), jnp.float32)))
+
+
+def _squares_finite(tree: PyTree) -> Bool[Array, ""]:
+    """Whether every number of all leaves has a finite square in float32."""
+    flags = [jnp.all(jnp.isfinite(jnp.square(x.astype(jnp.float32)))) for x in jax.tree.leaves(tree)]
+    return jnp.all(jnp.stack(flags))

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jrlhf.meshes.plan import LayoutName
 from jrlhf.models import ModelConfig
 from jrlhf.models.attention import AttentionImplementation, default_attention
+from jrlhf.models.params import PROJECTIONS
 from jrlhf.models.remat import Remat
 from jrlhf.planning.workload import RoleModel, Workload
 
@@ -34,8 +35,11 @@ _COUNTS = {
     # [B, T, F]: forward, backward, while prompts are read; and what the products of adapters add, forward.
     "mlp": ((3, 6, 3), (2, 3, 2), (2, 3, 1)),
     "adapters": (2, 0, 0),
-    # [B, T, D]: next to the mlp's forward pass; of a layer's backward pass.
-    "residual": (1, 1, 1),
+    # Of these, without a gate.
+    "ungated": (1, 0, 0),
+    # Whether the mlp's arrays may lie where a layer's inputs were.
+    "packed": (True, False, False),
+    # [B, T, D] of a layer's backward pass.
     "backward": (8, 10, 10),
     # Further arrays of the backward pass: norms of queries and keys; of norms after a sublayer [B, T, D] and
     # [B, T, N H]; the latter too where layers are sliced.
@@ -60,9 +64,7 @@ _COUNTS = {
     "merged": (True, False, False),
     # Copies of all trained numbers while the optimizer steps. On accelerators the update's results are copies next to
     # the gradients: a conditional does not write in place.
-    "optimizer": (0, 4, 4),
-    # Copies of what is trained, its weights and both moments, that a step begins with.
-    "states": (3, 0, 0),
+    "optimizer": (2, 4, 4),
     # What remat="gather" keeps of a layer: scores, [B, T, F], [B, T, D].
     "activations": ((2, 6.8, 7.6), (2.25, 7, 25), (2.25, 7, 21)),
     # What it keeps in addition: scores under a softcap, [B, T, D] of norms after a sublayer, normed queries and keys.
@@ -71,6 +73,8 @@ _COUNTS = {
     "offloads": (False, True, True),
     # Whether the head is gathered before the layers, even where no embedding shares its table.
     "early": (True, False, False),
+    # Copies of a table's shard, in the order of numbers in which it is gathered.
+    "reordered": (1, 0, 0),
     # Whether weights gathered along their last dimension are transposed ahead of the loop over layers.
     "transposed": (False, True, False),
 }
@@ -122,7 +126,7 @@ class Arrays:
             backend.platform, dtype, model.head_dim, model.attention_softcap, length
         )
         heads, kv_heads = model.heads / width, max(model.kv_heads / width, 1)
-        self.sliced = width > 1
+        self.sliced, self.fsdp = width > 1, fsdp
         matrices = model.embed * model.head_dim * (2 * heads + 2 * kv_heads)
         matrices += (3 if model.gated_mlp else 2) * model.embed * model.mlp / width
         vocab = model.padded_vocab / tensor
@@ -139,6 +143,7 @@ class Arrays:
         # The tables of a shared base are stored as they are used, and have no gradients.
         self.table = 0.0 if role.shared else WIDE * vocab * model.embed
         self.lookup = 0.0 if fsdp == 1 and size == WIDE else self.table * size / WIDE
+        self.rank = 0 if role.lora is None else role.lora.rank
         self.adapted, self.dequantised = role.lora is not None, model.layers * matrices * size * role.int8
         self.sharing = sharing * model.embed * size
         self.logits = WIDE * tile * vocab if role.head == "lm" else 0.0
@@ -186,19 +191,39 @@ def infer_phase(sizes: Arrays, transposed: float, cast: float) -> Phase:
         "gathered layers": sizes.gathered,
         "cast layers": counts.cast * cast,
     }
+    products = forward_products(sizes, counts.mlp[0])
     mlp = {
         "dequantised layers": counts.dequantised[1] * sizes.dequantised,
-        "mlp": (counts.mlp[0] + counts.adapters * sizes.adapted) * sizes.mlp + counts.residual * sizes.hidden,
+        "mlp": products,
+        "activations": 2 * sizes.hidden - covered(sizes, attention["attention scores"], products),
         "gathered layers": counts.gathered[0] * sizes.gathered,
         "cast layers": counts.cast * cast,
     }
-    embedding = {"gathered embedding": sizes.lookup, "embeddings": sizes.sharing}
+    # The head's table takes the place of the shard.
+    shard = 0.0 if through["gathered head"] else counts.reordered * sizes.lookup / sizes.fsdp
+    embedding = {"gathered embedding": sizes.lookup + shard, "embeddings": sizes.sharing}
     logits = {
         "log-prob tiles": counts.logits * sizes.logits,
         "gathered head": table,
         "gathered hidden states": max(sizes.sharing - sizes.hidden, 0.0),
     }
-    return _largest(through, embedding, attention, mlp, logits if lm else {})
+    # The residual stream, a product of the base, the adapter's, and their sum.
+    output = {"activations": 4 * sizes.hidden} if sizes.adapted and counts.packed else {}
+    return _largest(through, embedding, attention, mlp, output, logits if lm else {})
+
+
+def forward_products(sizes: Arrays, count: float) -> float:
+    """Returns the bytes of an mlp's arrays in the forward pass, `count` of them where it has a gate."""
+    counts = sizes.counts
+    return (count + counts.adapters * sizes.adapted - counts.ungated * (not sizes.model.gated_mlp)) * sizes.mlp
+
+
+def covered(sizes: Arrays, scores: float, products: float) -> float:
+    """Returns the bytes of a layer's inputs that lie where the mlp's arrays are later: next to attention's scores.
+
+    Inputs are dead once attention's output is added to them, but their place must be free while there are scores.
+    """
+    return sizes.hidden if sizes.counts.packed and scores + sizes.hidden <= products else 0.0
 
 
 def _largest(through: Phase, *phases: Phase) -> Phase:
@@ -234,13 +259,27 @@ def train_phase(
     through = {
         "kept activations": running * kept_bytes(sizes, remat),
         "gradients": gradients.layers + sums,
-        "copied states": counts.states * gradients.whole,
         "transposed weights": transposed if counts.transposed else counts.copied * gradients.layers,
     }
     matrix = sizes.gathered / (3 if model.gated_mlp else 2)  # the mlp's matrices are most of a layer
     lm, tied = sizes.head == "lm", model.tie_embeddings
     # A tied table is gathered once for both of its uses.
     tables = counts.forward_tables if lm and (tied or micro_batches > 1) else 1
+    in_head, behind = counts.head_tables, counts.backward_tables[0 if lm else 1]
+    shard = gradients.whole - gradients.layers
+    head_tiles = counts.logits * sizes.logits
+    scatter: Phase = {}
+    if counts.packed:
+        # Gathered tables stay where a loop over micro-batches reads them again, and the head's until its gradient is
+        # whole. Gradients of tables begin as zeros, ahead of all else.
+        gathered = sizes.fsdp > 1
+        again = gathered * (micro_batches > 1) * (2 if lm and not tied else 1)
+        tables = 1 + lm + max(again, gathered * lm)
+        in_head, behind, shard = tables, 1 + again, sizes.table / sizes.fsdp * lm
+        # A tile's part of the table's gradient is made of one array of the tile.
+        head_tiles = max(head_tiles, sizes.table + sizes.logits)
+        # The embedding's gradient once more, as it is scattered.
+        scatter = {"gradients of tables": (1 + again + gathered) * sizes.table + shard, "activations": sizes.sharing}
     forward = {
         "attention scores": (counts.scores[1] + counts.weights[0] * sizes.low) * sizes.scores,
         "activations": 2 * sizes.sharing + sizes.hidden,
@@ -248,7 +287,6 @@ def train_phase(
         "gradients of tables": tables * sizes.table,
     }
     made_again = counts.mlp[1] - (0 if remat not in ("products", "gather") else 2)
-    shard = gradients.whole - gradients.layers
     norms = counts.norms[0] * (sizes.query + sizes.key) if model.qk_norm else 0.0
     norms += counts.norms[1] * sizes.hidden + counts.norms[2] * sizes.query if model.post_norms else 0.0
     norms += counts.sliced * sizes.query if sizes.sliced else 0.0
@@ -257,43 +295,38 @@ def train_phase(
         "mlp": made_again * sizes.mlp,
         "activations": counts.backward * sizes.hidden + sizes.query + 2 * sizes.key + norms,
         "gathered layers": sizes.gathered - matrix,
-        "gradients of tables": counts.backward_tables[0 if lm else 1] * sizes.table + shard,
+        "gradients of tables": behind * sizes.table + shard,
     }
     logits = {
-        "log-prob tiles": counts.logits * sizes.logits,
-        "gradients of tables": counts.head_tables * sizes.table,
+        "log-prob tiles": head_tiles,
+        "gradients of tables": in_head * sizes.table,
         "activations": 2 * sizes.sharing + sizes.hidden,
     }
     step = {"optimizer step": counts.optimizer * gradients.tiled, "relaid states": gradients.relaid}
-    return max(_largest(through, forward, backward, logits if lm else {}), step, key=lambda phase: sum(phase.values()))
+    return max(
+        _largest(through, forward, backward, logits if lm else {}, scatter), step, key=lambda phase: sum(phase.values())
+    )
 
 
 def merged_phase(sizes: Arrays) -> Phase:
     """Returns the largest phase of an adapter's step where all layers' activations live at one time.
 
-    The counts were fitted to compiled programs (`benchmarks.drawn`).
+    Of each layer: the scores' softmax and its quotient, and their tanh under a softcap; gate and up of the base and
+    of the adapter, activation and product, and where layers meet their gradients [B, T, F]; queries in three layouts,
+    keys, the norms of both; inputs and norms of the sublayers [B, T, D]; what each adapter's first matrix makes. Once:
+    the gradients [B, T, D] of a layer and of the head, and its tiles.
     """
-    model = sizes.model
-    scores, mlp, query, key, hidden, tiles = _MERGED
-    normed = 3.0 * (sizes.query + sizes.key) if model.qk_norm else 0.0
-    scores += 9.4 if model.attention_softcap is not None else 0.0
-    return {
-        "attention scores": model.layers * scores * sizes.scores,
-        "mlp": model.layers * mlp * sizes.mlp,
-        "activations": model.layers * (query * sizes.query + key * sizes.key + normed) + hidden * sizes.hidden,
-        "dequantised layers": sizes.dequantised,
-        "log-prob tiles": tiles * sizes.logits,
+    model, normed = sizes.model, 2.0 * sizes.model.qk_norm
+    heads = (3.0 + normed) * sizes.query + (1.0 + normed) * sizes.key
+    of_layers = {
+        "attention scores": (2.0 + (model.attention_softcap is not None)) * sizes.scores,
+        "mlp": 7.5 * sizes.mlp,
+        "activations": heads + (4.0 + 4.0 * model.post_norms) * sizes.hidden,
+        "adapters": len(PROJECTIONS) * sizes.hidden * sizes.rank / model.embed,
     }
-
-
-_MERGED = (
-    1.85,
-    8.4,
-    0.3,
-    11.6,
-    13.0,
-    2.0,
-)  # of scores, mlp, query and key a layer; of hidden states and tiles at the end
+    phase = {name: model.layers * size for name, size in of_layers.items()}
+    phase["activations"] += 9.0 * sizes.hidden
+    return phase | {"dequantised layers": sizes.dequantised, "log-prob tiles": 1.5 * sizes.logits}
 
 
 def cache_bytes(model: ModelConfig, rows: float, positions: int, tensor: int, itemsize: int) -> float:
@@ -310,14 +343,19 @@ def generate_phase(prompts: Arrays, cache: float, wave: float, logits: float, te
     counts, layers, tpu = prompts.counts, prompts.model.layers, prompts.platform == "tpu"
     scores = (counts.scores[0] + counts.weights[0] * prompts.low) * prompts.scores
     # A product and its sum over devices; a TPU receives every device's part at once.
-    hidden = prompts.hidden * (tensor if tpu else min(tensor, 2))
+    summed = prompts.hidden * (tensor if tpu else min(tensor, 2))
     # Except on a TPU, the last layer's output is not computed while prompts are read, and its cache comes last.
     new_cache, missing = wave or cache, (0, 0) if tpu else (2, 1)
     first, second = (cache * bool(wave) + new_cache * max(layers - back, 0) / layers for back in missing)
-    attention = {"attention scores": scores, "activations": hidden, "KV cache": first}
-    products = counts.mlp[2] + counts.adapters * prompts.adapted
-    mlp = {"mlp": products * prompts.mlp, "activations": hidden if tpu else prompts.hidden, "KV cache": second}
+    packed = counts.packed
+    attention = {"attention scores": scores, "activations": prompts.hidden if packed else summed, "KV cache": first}
+    products = forward_products(prompts, counts.mlp[2])
+    inputs = 2 * prompts.hidden - covered(prompts, scores, products) if packed else summed if tpu else prompts.hidden
+    mlp = {"mlp": products, "activations": inputs, "KV cache": second}
+    # The residual stream, a product, and its sum or norm.
+    summing = packed and (tensor > 1 or prompts.model.post_norms)
+    output = {"activations": 3 * prompts.hidden, "KV cache": second} if summing else {}
     decode = {"KV cache": cache, "logits": counts.logits * logits}
     for phase, count in zip((attention, mlp), counts.dequantised, strict=True):
         phase["dequantised layers"] = count * prompts.dequantised
-    return _largest({}, attention, mlp, decode)
+    return _largest({}, attention, mlp, output, decode)

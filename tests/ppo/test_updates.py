@@ -71,11 +71,12 @@ def test_an_update_that_would_make_weights_infinite_is_not_applied(toy, rate):
 
 def test_an_update_needs_no_copy_of_weights_or_optimizer_state():
     """Memory beside the state: the gradients, and once more as much for the change that is applied."""
-    optimizer, params = OPTIMIZERS["adamw"], {"w": jax.ShapeDtypeStruct((512, 256), jnp.float32)}
+    # Of equal shapes, XLA also shares what it stores.
+    optimizer, params = OPTIMIZERS["adamw"], dict.fromkeys("ab", jax.ShapeDtypeStruct((512, 256), jnp.float32))
 
     def step(params, state):
         def loss(p, x):
-            return jnp.sum(jnp.square(p["w"]) * x), {}
+            return sum((jnp.sum(jnp.square(w) * x) for w in p.values()), jnp.zeros(())), {}
 
         rows = jnp.ones((512, 1))
         update = apply_update(loss, optimizer, params, state, rows, micro_batches=1, metric_names=())
@@ -83,5 +84,5 @@ def test_an_update_needs_no_copy_of_weights_or_optimizer_state():
 
     lowered = jax.jit(step, donate_argnums=(0, 1)).lower(params, jax.eval_shape(optimizer.init, params))
     memory = lowered.compile().memory_analysis()
-    assert memory is not None and memory.temp_size_in_bytes <= 2.1 * 512 * 256 * 4
+    assert memory is not None and memory.temp_size_in_bytes <= 2.1 * 2 * 512 * 256 * 4
     assert "stablehlo.case" not in lowered.as_text()  # a conditional, whose results a GPU copies
