@@ -8,10 +8,9 @@ from collections.abc import Callable, Iterator
 import jax
 import pytest
 
-from jrlhf.run.devices import spare_threads
+from jrlhf.run.devices import prepare_simulated
 
-os.environ.setdefault("NPROC", "32")
-spare_threads(8)
+prepare_simulated(8)
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -30,7 +29,7 @@ def pytest_configure(config: pytest.Config) -> None:
     Tests marked `full` and the parts of .ci/full are compiled as users' programs are.
     """
     if config.option.markexpr == "not full" and config.option.proof is None:
-        os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+        os.environ["XLA_FLAGS"] = f"--xla_backend_optimization_level=0 {os.environ['XLA_FLAGS']}"
 
 
 @pytest.hookimpl(tryfirst=True)

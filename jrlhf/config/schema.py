@@ -65,7 +65,7 @@ class DistributedConfig(Section):
     process: int | None = natural(None)  # number of this process, starting at 0; null: detected
     # Seconds in which all must have connected.
     timeout: float = checked(300.0, lambda value: value >= 1, "at least 1", most=LONGEST)
-    # Heartbeat timeout in seconds: the run aborts when a process misses it.
+    # Seconds without a sign of life of a process, after which the others end.
     heartbeat: float = checked(100.0, lambda value: value >= 1, "at least 1", most=LONGEST)
 
     def __post_init__(self) -> None:

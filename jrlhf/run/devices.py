@@ -16,6 +16,8 @@ from jrlhf.run.files import cache_directory
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 KEPT_BLOCK, KEPT_MEMORY = 1 << 30, (1 << 31) - 1  # bytes: the largest block that malloc keeps, and all that it keeps
+POOL = 8  # threads for each simulated device: for one running program, and for dispatches from seven threads
+NO_DEADLINE = "--xla_cpu_collective_call_terminate_timeout_seconds=-1"
 _PLATFORMS = {"cpu": "cpu", "gpu": "cuda", "tpu": "tpu"}
 
 
@@ -28,7 +30,7 @@ def select(config: DeviceConfig, distributed: DistributedConfig | None = None) -
         if config.platform != "auto":
             jax.config.update("jax_platforms", _PLATFORMS[config.platform])
         if config.simulated is not None:
-            spare_threads(config.simulated)
+            prepare_simulated(config.simulated)
             jax.config.update("jax_num_cpu_devices", config.simulated)
     except RuntimeError:
         pass  # JAX has started already, as in a notebook: its devices are checked below
@@ -70,13 +72,18 @@ def keep_programs() -> None:
         jax.config.update("jax_compilation_cache_dir", str(cache_directory() / "programs"))
 
 
-def spare_threads(simulated: int) -> None:
-    """Gives XLA's CPU client more threads than simulated devices.
+def prepare_simulated(simulated: int) -> None:
+    """Keeps XLA's CPU client from ending the process because simulated devices wait for each other.
 
-    By default it has as many threads as devices. Each device of a running program waits in a thread for its peers, so a
-    single thread that compiles meanwhile would keep one device from starting: a deadlock.
+    Each device of a program waits in a thread of one pool. Programs beyond the 32 that may be under way wait there,
+    too: one a thread of Python that gives programs to the devices, on all devices. By default the pool has as many
+    threads as devices, so that none is left to run what they wait for. And on a busy machine one device may come a
+    minute after the others, where XLA would end the process. A flag that the user sets comes later and holds.
     """
-    os.environ.setdefault("NPROC", str(max(2 * simulated, os.cpu_count() or 1)))
+    os.environ.setdefault("NPROC", str(max(POOL * simulated, os.cpu_count() or 1)))
+    flags = os.environ.get("XLA_FLAGS", "")
+    if NO_DEADLINE not in flags:
+        os.environ["XLA_FLAGS"] = f"{NO_DEADLINE} {flags}".strip()
 
 
 def keep_freed_memory() -> bool:

@@ -8,6 +8,7 @@ import itertools
 import os
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -15,6 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
+from jax._src import distributed
 from jax.experimental import multihost_utils
 from orbax.checkpoint import multihost
 
@@ -28,7 +30,12 @@ NO_CLUSTER = "coordinator_address should be defined"  # JAX's error if it finds 
 TOO_LATE = "must be called before"
 _VARIABLES = {"coordinator": "JAX_COORDINATOR_ADDRESS", "processes": "JAX_NUM_PROCESSES", "process": "JAX_PROCESS_ID"}
 _END = 60  # seconds that a process waits at its end for the others
+_CUT_OFF = ("Gloo", "UNAVAILABLE", "Connection")  # errors of a process that lost another one
+_BEATS = 10  # signs of life that a process gives within `distributed.heartbeat`
 _numbers = itertools.count()  # numbers of the calls of `from_main`, the same in every process
+
+
+_watch: "_Watch | None" = None
 
 
 class _Address(NamedTuple):
@@ -39,6 +46,7 @@ class _Address(NamedTuple):
 
 def start(config: DistributedConfig) -> None:
     """Joins the other processes of this run, if `distributed.mode` finds any; JAX must not have started a backend."""
+    global _watch
     if config.mode == "off" or jax.distributed.is_initialized():
         return
     address = _address(config)
@@ -53,7 +61,7 @@ def start(config: DistributedConfig) -> None:
             num_processes=address.processes,
             process_id=address.process,
             initialization_timeout=int(config.timeout) + 60,
-            heartbeat_timeout_seconds=int(config.heartbeat),
+            heartbeat_timeout_seconds=int(2 * config.heartbeat) + 60,
             shutdown_timeout_seconds=_END,
         )
     except (ValueError, RuntimeError) as error:
@@ -62,6 +70,60 @@ def start(config: DistributedConfig) -> None:
             raise UserError(_why(address, config, reason)) from error
     finally:
         late.cancel()
+    state = distributed.global_state
+    if (state.num_processes or 1) > 1:
+        _watch = _Watch(state.client, state.process_id, state.num_processes, config.heartbeat)
+
+
+class _Watch:
+    """Ends this process, in a sentence, `seconds` after the last sign of life of another one.
+
+    Each process counts up a key of the coordinator, which runs in process 0, and reads the keys of all. Where process 0
+    is killed, JAX notices it first: it aborts the others at once.
+    """
+
+    def __init__(self, client: Any, number: int, processes: int, seconds: float):
+        self._client, self._number, self._processes, self.seconds = client, number, processes, seconds
+        now = time.monotonic()
+        self._answered, self._signs = now, dict.fromkeys(range(processes), ("", now))
+        for task in (self._beat, self._judge):
+            threading.Thread(target=task, name="watch", daemon=True).start()
+
+    def _beat(self) -> None:
+        for turn in itertools.count():
+            with suppress(Exception):  # the coordinator does not answer: `_judge` counts the time
+                self._client.key_value_set(f"jrlhf/alive/{self._number}", str(turn), allow_overwrite=True)
+                signs = self._client.key_value_dir_get("jrlhf/alive/")
+                self._answered = time.monotonic()
+                for key, sign in signs:
+                    other = int(key.rpartition("/")[2])
+                    if self._signs[other][0] != sign:
+                        self._signs[other] = sign, self._answered
+            time.sleep(self.seconds / _BEATS)
+
+    def _judge(self) -> None:
+        while (silent := self._silent()) is None:
+            time.sleep(self.seconds / _BEATS)
+        role = ", the coordinator," if silent == 0 else ""
+        print(
+            f"error: process {silent} of {self._processes}{role} gave no sign of life to process {self._number} for "
+            f"distributed.heartbeat={self.seconds:g} seconds: see why it ended or cannot be reached, and go on with "
+            "--resume",
+            file=sys.stderr,
+            flush=True,
+        )
+        if self._number == 0:
+            time.sleep(3 * self.seconds / _BEATS)  # the others need the coordinator to come to the same conclusion
+        os._exit(FAILED)
+
+    def _silent(self) -> int | None:
+        """Returns the number of the process that was silent first, and for too long."""
+        first = min(self._signs, key=lambda other: self._signs[other][1])
+        since, late = self._signs[first][1], time.monotonic() - self.seconds
+        if since > late and self._answered > late:
+            return None
+        # Where the coordinator ends, the signs of all others end, too.
+        return first if since < self._answered - 3 * self.seconds / _BEATS else 0
 
 
 def _give_up(sentence: str) -> None:
@@ -172,6 +234,8 @@ def together(code_of: Callable[[BaseException], int | None]) -> Iterator[None]:
         if not jax.distributed.is_initialized() or not several():
             raise
         code = code_of(error)
+        if code is None and _watch is not None and any(word in str(error) for word in _CUT_OFF):
+            time.sleep(1.5 * _watch.seconds)  # in which the watch names the process that failed first
         if code is None:
             traceback.print_exc()
         if code in (None, FAILED):
