@@ -70,14 +70,15 @@ class Case:
     def plan(self) -> Plan:
         data, fsdp, tensor = self.mesh
         layouts: dict[Kind, LayoutName] = {"generate": "generate", "infer": "score", "train": "train"}
-        sizes = {"data": data, "fsdp": fsdp, "tensor": tensor}
         return Plan(
             self.name,
             {
                 call.name: Placement(
                     Slice(0, DEVICES),
                     layouts[call.kind],
-                    **sizes,
+                    data,
+                    fsdp,
+                    tensor,
                     micro_batches=self.micro_batches if call.kind == "train" else 1,
                 )
                 for call in CALLS

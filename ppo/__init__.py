@@ -52,6 +52,8 @@ from jrlhf.ppo.shaping import ScoreConfig as ScoreConfig
 from jrlhf.ppo.shaping import align_scores as align_scores
 from jrlhf.ppo.shaping import shape_scores as shape_scores
 from jrlhf.ppo.steps import make_actor_step as make_actor_step
+from jrlhf.ppo.supervised import PairBatch as PairBatch
+from jrlhf.ppo.supervised import PreferenceBatch as PreferenceBatch
 from jrlhf.ppo.supervised import make_dpo_step as make_dpo_step
 from jrlhf.ppo.supervised import make_preference_step as make_preference_step
 from jrlhf.ppo.supervised import make_sft_step as make_sft_step
@@ -60,9 +62,7 @@ from jrlhf.ppo.supervised import response_logprobs as response_logprobs
 from jrlhf.ppo.supervised import with_reference as with_reference
 from jrlhf.ppo.types import Experience as Experience
 from jrlhf.ppo.types import KLState as KLState
-from jrlhf.ppo.types import PairBatch as PairBatch
 from jrlhf.ppo.types import PPOState as PPOState
-from jrlhf.ppo.types import PreferenceBatch as PreferenceBatch
 from jrlhf.ppo.types import Rollout as Rollout
 from jrlhf.ppo.types import Scored as Scored
 from jrlhf.ppo.types import SFTBatch as SFTBatch

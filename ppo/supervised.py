@@ -10,9 +10,10 @@ once.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+import jax
 import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, Float, Int
@@ -20,9 +21,9 @@ from jaxtyping import Array, Bool, Float, Int
 from jrlhf.ppo.config import DPOConfig, check_one_division
 from jrlhf.ppo.losses import bradley_terry_loss, dpo_loss
 from jrlhf.ppo.masked import masked_sum, token_count
-from jrlhf.ppo.parts import ByLength, check_divisible, groups, row_ends
+from jrlhf.ppo.parts import ByLength, check_divisible, groups, interleave, row_ends
 from jrlhf.ppo.steps import LogprobFn
-from jrlhf.ppo.types import PairBatch, PreferenceBatch, SFTBatch, TrainState
+from jrlhf.ppo.types import SFTBatch, TrainState
 from jrlhf.ppo.updates import LossFn, Metrics, Pipeline, apply_update, check_output, make_step
 
 PyTree = Any
@@ -34,6 +35,48 @@ _DPO = (
     "logps/chosen",
     "logps/rejected",
 )
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class PreferenceBatch:
+    """Pairs of sequences (prompt and response together); an annotator preferred the first."""
+
+    chosen: Int[Array, "B T"]
+    chosen_lengths: Int[Array, "B"]
+    rejected: Int[Array, "B T"]
+    rejected_lengths: Int[Array, "B"]
+
+    @property
+    def tokens(self) -> Int[Array, "2*B T"]:
+        """Both sequences of every pair, pair by pair, chosen first."""
+        return interleave(self.chosen, self.rejected)
+
+    @property
+    def lengths(self) -> Int[Array, "2*B"]:
+        """The lengths of the rows of `tokens`, prompt and response together."""
+        return interleave(self.chosen_lengths, self.rejected_lengths)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class PairBatch(PreferenceBatch):
+    """Pairs of answers to one prompt each, the preferred one first, for DPO.
+
+    ref_chosen, ref_rejected: sum of the reference's log-probs over each response; None: not computed yet
+        (`with_reference` adds them).
+    """
+
+    prompt_lengths: Int[Array, "B"]  # the first tokens of both sequences
+    ref_chosen: Float[Array, "B"] | None = None
+    ref_rejected: Float[Array, "B"] | None = None
+
+    @property
+    def response_mask(self) -> Bool[Array, "2*B T"]:
+        """The response tokens of `tokens`. Index 0 has no log-probability and never counts."""
+        start = jnp.maximum(interleave(self.prompt_lengths, self.prompt_lengths), 1)[:, None]
+        time = jnp.arange(self.chosen.shape[1])[None, :]
+        return (start <= time) & (time < self.lengths[:, None])
 
 
 class ScoreFn(Protocol):

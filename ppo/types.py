@@ -17,8 +17,6 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
-from jrlhf.ppo.parts import interleave
-
 PyTree = Any
 Scores = Float[Array, "B"] | Float[Array, "B T"]  # of whole sequences, or of their tokens
 Logprobs = Float[Array, "B T"]
@@ -139,48 +137,6 @@ class SFTBatch:
 
     tokens: Int[Array, "B T"]
     loss_mask: Bool[Array, "B T"]  # tokens to learn; index 0 has no log-probability and never counts
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class PreferenceBatch:
-    """Pairs of sequences (prompt and response together); an annotator preferred the first."""
-
-    chosen: Int[Array, "B T"]
-    chosen_lengths: Int[Array, "B"]
-    rejected: Int[Array, "B T"]
-    rejected_lengths: Int[Array, "B"]
-
-    @property
-    def tokens(self) -> Int[Array, "2*B T"]:
-        """Both sequences of every pair, pair by pair, chosen first."""
-        return interleave(self.chosen, self.rejected)
-
-    @property
-    def lengths(self) -> Int[Array, "2*B"]:
-        """The lengths of the rows of `tokens`, prompt and response together."""
-        return interleave(self.chosen_lengths, self.rejected_lengths)
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class PairBatch(PreferenceBatch):
-    """Pairs of answers to one prompt each, the preferred one first, for DPO.
-
-    ref_chosen, ref_rejected: sum of the reference's log-probs over each response; None: not computed yet
-        (`supervised.with_reference` adds them).
-    """
-
-    prompt_lengths: Int[Array, "B"]  # the first tokens of both sequences
-    ref_chosen: Float[Array, "B"] | None = None
-    ref_rejected: Float[Array, "B"] | None = None
-
-    @property
-    def response_mask(self) -> Bool[Array, "2*B T"]:
-        """The response tokens of `tokens`. Index 0 has no log-probability and never counts."""
-        start = jnp.maximum(interleave(self.prompt_lengths, self.prompt_lengths), 1)[:, None]
-        time = jnp.arange(self.chosen.shape[1])[None, :]
-        return (start <= time) & (time < self.lengths[:, None])
 
 
 def _on_mesh_of(params: PyTree, tree: PyTree) -> PyTree:

@@ -19,6 +19,7 @@ from jrlhf.ppo import (
     Experience,
     GRPOConfig,
     KLState,
+    PairBatch,
     PolicyConfig,
     PPOConfig,
     ReinforcePPConfig,
@@ -36,7 +37,6 @@ from jrlhf.ppo import (
     masked_whiten,
     update_kl,
 )
-from jrlhf.ppo.types import PairBatch
 
 Arrays = dict[str, np.ndarray]
 

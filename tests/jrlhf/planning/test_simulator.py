@@ -18,7 +18,7 @@ LAYOUTS: dict[str, LayoutName] = {"generate": "generate", "infer": "score", "tra
 
 def placed(call: str, devices: Slice, **sizes: int) -> Placement:
     sizes = sizes or {"fsdp": devices.count}
-    return Placement(devices, LAYOUTS[PPO[call].kind], **sizes)
+    return Placement(devices, LAYOUTS[PPO[call].kind], **sizes)  # pyright: ignore[reportArgumentType]
 
 
 def plan_of(*slices: Slice) -> Plan:

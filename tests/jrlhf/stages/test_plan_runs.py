@@ -142,9 +142,7 @@ def test_a_run_in_stages_is_the_colocated_one_and_resumes_without_them(make, tmp
     assert_close(records[:1], expected[:1], **ROUNDED)
     assert_close(records[1:], expected[1:], **STEPPED)
     assert [record["perf/compilations"] for record in read_metrics(path)][1:] == [0]
-    shutil.rmtree(path / "checkpoints" / "ppo" / "2")
-    shutil.rmtree(path / "model")
-    run(make("staged", "ppo", ppo=section), resume=True)
+    resumed(make("staged", "ppo", ppo=section), 2)
     assert_close(timeless(path), expected, **STEPPED)
 
 
