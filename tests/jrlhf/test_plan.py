@@ -32,13 +32,13 @@ def test_a_plan_is_printed_saved_drawn_and_priced_again(tmp_path, capsys):
 
 def test_stages_are_priced_and_drawn(tmp_path, capsys):
     """The bubble of 1F1B is (S - 1) / (M + S - 1), where all operations take a tick."""
-    saved, drawn = tmp_path / "plan.yaml", tmp_path / "plan.svg"
-    assert cli([*ARGUMENTS, "--proposals", "50", "--save", str(saved)]) == 0
+    saved, drawn, roomy = tmp_path / "plan.yaml", tmp_path / "plan.svg", ("--cluster", "8xh200")
+    assert cli([*ARGUMENTS, *roomy, "--proposals", "50", "--save", str(saved)]) == 0
     mapping = yaml.safe_load(saved.read_text())
     update = {"devices": "0-7", "layout": "train", "fsdp": 2, "pipeline": 4, "micro_batches": 8}
     saved.write_text(yaml.safe_dump({**mapping, "calls": {**mapping["calls"], "actor.update": update}}))
     capsys.readouterr()
-    assert cli([*ARGUMENTS, "--plan", str(saved), "--plot", str(drawn)]) == 0
+    assert cli([*ARGUMENTS, *roomy, "--plan", str(saved), "--plot", str(drawn)]) == 0
     assert "fsdp=2 x pipeline=4" in capsys.readouterr().out
     assert f"actor.update: 1f1b, bubble {100 * 3 / 11:.0f} %" in drawn.read_text()
 
