@@ -149,12 +149,24 @@ def gradients(reference, kind, config, home, layout, options, groups=(), schedul
     return jax.device_get((metrics, after.opt_state))
 
 
+def same_gradients(actual, expected) -> None:
+    """Compares leaf by leaf. Some leaves are zero up to rounding: a key's bias adds the same to all scores of a query,
+    and the head's bias does to both scores of a pair."""
+    nothing = 1e-6 * max(np.abs(leaf).max() for leaf in jax.tree.leaves(expected))
+
+    def same(path, actual, expected) -> None:
+        if np.abs(expected).max() < nothing:
+            assert np.abs(actual).max() < nothing, path
+        else:
+            same_gradient(path, actual, expected)
+
+    jax.tree.map_with_path(same, actual, expected)
+
+
 LORA = LoRAConfig(2, 4.0)
 # kind, family, schedule, layout, remat, LoRA, sizes of the whole mesh and of each group
 CASES: dict[str, Any] = {
     "tied": ("sft", "gemma", "1f1b", TRAIN, "full", None, (1, 2, 1), (1, 1, 1)),
-}
-MORE: dict[str, Any] = {
     "ppo": ("ppo", "gemma", "1f1b", TRAIN, "full", None, (1, 2, 2), (1, 1, 2)),
     "grpo": ("grpo", "llama", "gpipe", TRAIN_TP, "products", None, (1, 4, 2), (1, 2, 2)),
     "critic": ("critic", "gpt2", "zb-h1", TRAIN, "gather", None, (2, 2, 2), (2, 1, 2)),
@@ -166,10 +178,11 @@ MORE: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("case", [*CASES, *(pytest.param(name, marks=pytest.mark.full) for name in MORE)])
+@pytest.mark.full
+@pytest.mark.parametrize("case", CASES)
 def test_gradients_of_stages_are_those_of_the_whole_model(reference, case):
     """Three layers are cut into stages of 1 and 2, and five into four stages."""
-    kind, family, schedule, layout, remat, lora, whole, part = (CASES | MORE)[case]
+    kind, family, schedule, layout, remat, lora, whole, part = CASES[case]
     config, devices = FAMILIES[family], jax.devices()
     if schedule == "interleaved":
         config = replace(config, layers=5, local_layers=(True, False, True, True, False))
@@ -181,7 +194,7 @@ def test_gradients_of_stages_are_those_of_the_whole_model(reference, case):
     assert actual[0].keys() == expected[0].keys()
     for name, value in expected[0].items():
         np.testing.assert_allclose(actual[0][name], value, rtol=1e-5, atol=1e-6, err_msg=name)
-    jax.tree.map_with_path(same_gradient, actual[1], expected[1])
+    same_gradients(actual[1], expected[1])
 
 
 @pytest.mark.full
@@ -217,7 +230,8 @@ def test_two_models_in_one_table_are_trained_as_one_after_the_other(reference):
     assert len(tasks) == 3
     alone = [one.stages.gradients(one.loss, one.params, one.rows, one.others, ()) for one in tasks]
     for together, apart in zip(jax.device_get(run(table, tasks)), jax.device_get(alone), strict=True):
-        jax.tree.map_with_path(same_gradient, together, apart)
+        same_gradients(together.gradients, apart.gradients)
+        np.testing.assert_allclose(together.loss, apart.loss, rtol=1e-5)
 
 
 def test_a_stage_without_a_layer_is_refused():
