@@ -132,7 +132,7 @@ def test_memory_is_that_of_the_published_sizes(plans):
 
 
 def test_the_plan_says_where_functions_score_and_its_columns_align(plans):
-    plan = plans["quickstart-safe"].split("plan of ")[1].splitlines()[1:-1]
+    plan = plans["quickstart-safe"].split("plan of ")[1].split("\n\n")[0].splitlines()[1:-1]
     rows = [re.split(r"  +", line.strip()) for line in plan]
     layouts = {row[0]: " ".join(row[1:-1]) for row in rows}
     assert layouts["cost.score"] == "functions, beside the rest"

@@ -253,8 +253,16 @@ def test_a_run_that_one_process_is_asked_to_stop_goes_on_to_the_same_bits(runs: 
     assert all(np.array_equal(weights[name], expected[name]) for name in expected)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("loss, lost", [("SIGKILL", 0), ("SIGKILL", 1), ("SIGSTOP", 0)])
+@pytest.mark.parametrize(
+    "loss, lost",
+    [
+        pytest.param("SIGSTOP", 0, marks=pytest.mark.full),
+        *(
+            pytest.param(*case, marks=pytest.mark.proof("processes"))
+            for case in (("SIGSTOP", 1), ("SIGKILL", 0), ("SIGKILL", 1))
+        ),
+    ],
+)
 def test_a_process_that_is_lost_ends_the_others(tmp_path: Path, loss: str, lost: int):
     endless = ("stages=[sft]", "sft.steps=1000000", "sft.save_every=1000000", "distributed.heartbeat=10")
     launched = train(2, tmp_path, f"lost{lost}", *SMALL, *endless)
