@@ -79,6 +79,8 @@ class CompilationWatch(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         message = record.getMessage()
+        if "persistent" in message.lower():
+            return  # of programs on disk: no cause of a compilation, and news of each small program that is not kept
         if "CACHE MISS" in message:
             self._causes.append(" ".join(message.split()))
         elif self._propagate:

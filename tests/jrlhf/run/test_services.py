@@ -58,6 +58,12 @@ def test_a_compilation_is_counted_and_after_settling_explained(caplog):
         double(three)
         names, causes = watch.take()
         assert len(names) == 1 and "i32[3]" in causes[0] and "i32[2]" in causes[0]
+        for message in (
+            "Not writing persistent cache entry for 'jit_f'",
+            "PERSISTENT COMPILATION CACHE MISS for 'jit_f'",
+        ):
+            logging.getLogger("jax._src.compiler").warning(message)
+        assert watch.take() == ([], [])
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert not jax.config.jax_explain_cache_misses  # pyright: ignore[reportAttributeAccessIssue]
     double(jnp.arange(4))
