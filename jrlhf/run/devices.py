@@ -57,7 +57,8 @@ def select(config: DeviceConfig, distributed: DistributedConfig | None = None) -
         )
     if running == "cpu":
         keep_freed_memory()
-    keep_programs()
+    if jax.process_count() == 1:
+        keep_programs()
     return devices
 
 
