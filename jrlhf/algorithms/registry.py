@@ -38,7 +38,7 @@ def dataflow_of(config: Config) -> Callable:
 
 
 def dataflow_identity(config: Config) -> dict[str, str]:
-    """What a run cannot go on with if it is another: files of a user's own dataflow, the number of logical workers."""
+    """Returns what a resumed run must have again: the code of a user's own dataflow, the number of logical workers."""
     if config.algorithm is None:
         return {}
     several = config.rl.asynchronous is not None and config.logical_workers > 1

@@ -129,15 +129,14 @@ def to_yaml(config: object, *, off: bool = False, defaults: bool = True) -> str:
     def plain(value: Any) -> Any:
         if not is_dataclass(value):
             return [plain(item) for item in value] if isinstance(value, tuple) else value
-        own = values = {item.name: getattr(value, item.name) for item in fields(value)}
-        for item in fields(value):
-            values = values | (own[item.name] if "table" in item.metadata else {})
-        mapping = {}
+        own = {item.name: getattr(value, item.name) for item in fields(value)}
+        tables = [own[item.name] for item in fields(value) if "table" in item.metadata]  # of sections, by key
+        values, mapping = {key: section for part in (own, *tables) for key, section in part.items()}, {}
         for name, kind in _kinds(type(value)).items():
-            absent = _classes(kind) and values.get(name) is None
             is_tag = get_origin(kind) is Literal and len(get_args(kind)) == 1
             if not (defaults or is_tag) and name in own and own[name] == default_of(type(value), name):
                 continue
+            absent = _classes(kind) and values.get(name) is None
             if name in values and (off or not absent):
                 mapping[name] = plain(_classes(kind)[0]() if absent else values[name])
         return mapping

@@ -116,9 +116,8 @@ class AsynchronousConfig(Section):
     keys and values of the old ones (PipelineRL, arXiv:2509.19128). "prefill_again": their caches are computed again
     (AReaL, arXiv:2505.24298). "finish": they are finished with the old weights, and no row starts meanwhile."""
     update_steps: int = count(128)  # time of one update on the virtual clock, in decode steps
-    reward_steps: int = natural(
-        0, most=10**6
-    )  # time from the last token of a prompt's responses to their scores, likewise
+    # Time from the last token of a prompt's responses to their scores, in decode steps as well.
+    reward_steps: int = natural(0, most=10**6)
     # Batches of decode slots, each with the same share of the slots. Results depend on it, and not on the processes
     # that decode. null: fleet.workers, else 1.
     logical_workers: int | None = count(None, most=1024)

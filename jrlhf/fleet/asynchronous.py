@@ -125,7 +125,7 @@ class AsynchronousRollouts(Closing):
         """Begins to ask the functions about a complete group."""
         number = int(group.numbers[0])
         examples, texts = self._stream.rows(group)
-        responses = to_responses(self._tokenizer, group.tokens, group.lengths, group.finished)
+        responses = to_responses(self._tokenizer, group.rows.tokens, group.rows.lengths, group.rows.finished)
         place = self._stream.place(number)
         self._answers[number] = {
             rewards.kind: rewards.ask_ahead(examples, texts, responses, *place)

@@ -81,18 +81,19 @@ class PromptStream:
 
     def _rollout(self, prompts: Sequence[Prompt], collected: Collected) -> Rollout:
         """Writes each response right after its prompt."""
-        (count, limit), width = collected.tokens.shape, len(prompts[0].tokens)
+        drawn, width = collected.rows, len(prompts[0].tokens)
+        count, limit = drawn.tokens.shape
         tokens, starts = np.zeros((count, width + limit), np.int32), np.zeros(count, np.int32)
         logprobs, versions = np.zeros(tokens.shape, np.float32), np.zeros_like(tokens)
-        for row, length in enumerate(collected.lengths):
+        for row, length in enumerate(drawn.lengths):
             prompt = prompts[row // self._samples]
             starts[row] = prompt.length
             response = slice(prompt.length, prompt.length + length)
             tokens[row, : prompt.length] = prompt.tokens[: prompt.length]
-            tokens[row, response] = collected.tokens[row, :length]
-            logprobs[row, response] = collected.logprobs[row, :length]
-            versions[row, response] = collected.versions[row, :length]
-        rows = tokens, starts, collected.lengths, logprobs, collected.finished, versions
+            tokens[row, response] = drawn.tokens[row, :length]
+            logprobs[row, response] = drawn.logprobs[row, :length]
+            versions[row, response] = drawn.versions[row, :length]
+        rows = tokens, starts, drawn.lengths, logprobs, drawn.finished, versions
         tokens, starts, lengths, logprobs, finished, versions = put_rows(rows, self._mesh)
         newest = to_devices(np.int32(collected.version), NamedSharding(self._mesh, P()))
         return Rollout(tokens, starts, lengths, logprobs, finished, newest, versions=versions)

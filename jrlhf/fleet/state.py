@@ -19,18 +19,30 @@ FREE = -1  # a place in `Started` without a group
 NEVER = np.iinfo(np.int32).max  # the time of completion of a group that is not complete
 
 
+class Drawn(NamedTuple):
+    """What rows drew so far, up to R tokens each: the S rows of a group, or those of several groups."""
+
+    tokens: Int[np.ndarray, "*S R"]
+    logprobs: Float[np.ndarray, "*S R"]
+    versions: Int[np.ndarray, "*S R"]  # of the weights that drew each token
+    lengths: Int[np.ndarray, "*S"]  # 0 for a row that is not done
+    finished: Bool[np.ndarray, "*S"]  # whether it drew a stop token
+
+    @classmethod
+    def blank(cls, *rows: int, limit: int) -> "Drawn":
+        """Returns rows without tokens, which are written to."""
+        tokens, lengths = np.zeros((*rows, limit), np.int32), np.zeros(rows, np.int32)
+        return cls(tokens, tokens.astype(np.float32), tokens.copy(), lengths, lengths > 0)
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Started:
-    """The groups that have started and were not learned from: Q places for groups of S rows with up to R tokens."""
+    """The groups that have started and were not learned from: Q places for groups of S rows."""
 
     number: Any  # [Q]: of the group, or FREE
     time: Any  # [Q]: at which it was complete, or NEVER
-    tokens: Any  # [Q, S, R]
-    logprobs: Any  # [Q, S, R]
-    versions: Any  # [Q, S, R]: of the weights that drew each token
-    lengths: Any  # [Q, S]: 0 for a row that is not done
-    finished: Any  # [Q, S]
+    rows: Drawn  # [Q, S]
 
 
 @jax.tree_util.register_dataclass
@@ -61,55 +73,34 @@ class Collected(NamedTuple):
     """A batch of groups, in the order of their numbers: B = groups * S rows."""
 
     numbers: Int[np.ndarray, "U"]
-    tokens: Int[np.ndarray, "B R"]
-    logprobs: Float[np.ndarray, "B R"]
-    versions: Int[np.ndarray, "B R"]
-    lengths: Int[np.ndarray, "B"]
-    finished: Bool[np.ndarray, "B"]
+    rows: Drawn  # [B]
     version: int  # of the weights that draw when the batch is given out
 
 
-class Drawn(NamedTuple):
-    """What a group's S rows drew so far, as in `Started`. The arrays are written to."""
-
-    tokens: Int[np.ndarray, "S R"]
-    logprobs: Float[np.ndarray, "S R"]
-    versions: Int[np.ndarray, "S R"]
-    lengths: Int[np.ndarray, "S"]
-    finished: Bool[np.ndarray, "S"]
-
-    @classmethod
-    def blank(cls, *rows: int, limit: int) -> "Drawn":
-        """Rows without tokens."""
-        tokens, lengths = np.zeros((*rows, limit), np.int32), np.zeros(rows, np.int32)
-        return cls(tokens, tokens.astype(np.float32), tokens.copy(), lengths, lengths > 0)
-
-
 def collected(numbers: Sequence[int], drawn: Mapping[int, Drawn], version: int) -> Collected:
-    """The batch of these groups."""
-    rows = (np.concatenate(arrays) for arrays in zip(*(drawn[number] for number in numbers), strict=True))
-    return Collected(np.array(numbers), *rows, version=version)  # type: ignore[call-arg]
+    """Returns the batch of these groups."""
+    rows = Drawn(*(np.concatenate(arrays) for arrays in zip(*(drawn[number] for number in numbers), strict=True)))
+    return Collected(np.array(numbers), rows, version)
 
 
 def pack(groups: Groups[int], drawn: Mapping[int, Drawn], places: int, blank: Drawn) -> Started:
-    """The groups under way as arrays of a fixed size."""
+    """Returns the groups under way as arrays of a fixed size."""
     number, time = np.full(places, FREE, np.int32), np.full(places, NEVER, np.int32)
-    arrays = Drawn(*(np.repeat(array[None], places, axis=0) for array in blank))
+    rows = Drawn(*(np.repeat(array[None], places, axis=0) for array in blank))
     times = {complete: at for at, complete in groups.complete}
     for place, (group, own) in enumerate(drawn.items()):
         number[place], time[place] = group, times.get(group, NEVER)
-        for array, values in zip(arrays, own, strict=True):
+        for array, values in zip(rows, own, strict=True):
             array[place] = values
-    return Started(number, time, *arrays)
+    return Started(number, time, rows)
 
 
 def unpack(started: Started, count: int) -> tuple[Groups[int], dict[int, Drawn]]:
-    """The inverse of `pack`. count: groups that have started so far."""
+    """Inverts `pack`. count: groups that have started so far."""
     groups, drawn = Groups[int](count), {}
-    arrays = started.tokens, started.logprobs, started.versions, started.lengths, started.finished
     for place in np.flatnonzero(started.number != FREE):
         number, time = int(started.number[place]), int(started.time[place])
-        drawn[number] = own = Drawn(*(np.array(array[place]) for array in arrays))
+        drawn[number] = own = Drawn(*(np.array(array[place]) for array in started.rows))
         if time == NEVER:
             groups.unfinished[number] = int((own.lengths == 0).sum())
         else:
@@ -118,7 +109,7 @@ def unpack(started: Started, count: int) -> tuple[Groups[int], dict[int, Drawn]]
 
 
 def saved(decoding: Decoding, mesh: Mesh) -> Decoding:
-    """The state of slots as arrays on devices, which a checkpoint can hold: without PRNG keys."""
+    """Returns the state of slots as arrays on devices, which a checkpoint can hold: without PRNG keys."""
     # Copies: the arrays of a CPU may share the host's memory, which the next chunk may change.
     host = np.array(decoding.owner), np.array(decoding.drawn)
     owner, drawn = to_devices(host, NamedSharding(mesh, P()))
@@ -126,7 +117,7 @@ def saved(decoding: Decoding, mesh: Mesh) -> Decoding:
 
 
 def restored(decoding: Decoding) -> Decoding:
-    """The inverse of `saved`."""
+    """Inverts `saved`."""
     owner, drawn = jax.tree.map(np.array, to_host((decoding.owner, decoding.drawn)))
     return _with_keys(replace(decoding, owner=owner, drawn=drawn), jax.random.wrap_key_data)
 

@@ -55,14 +55,10 @@ def _check_stage(config: Config, workload: Workload, mesh: Mesh, plan: Plan | No
     if source.startswith("its"):  # more simulated devices have smaller shares
         settings = [setting for setting in settings if "devices" not in setting.changes]
     remedy = " or ".join(_written(config, setting, workload, plan) for setting in settings[:MOST_NAMED])
+    remedy = remedy or "fewer rows, smaller models or more memory, for no other setting fits"
     raise UserError(
         f"{worst.call} needs {worst.total / GIB:.4g} GiB of each device, of which roles keep "
-        f"{worst.resident / GIB:.4g}, and {source} has {limit / GIB:.4g}: "
-        + (
-            f"choose {remedy}"
-            if remedy
-            else "no other setting makes it fit, choose fewer rows, smaller models or more memory"
-        )
+        f"{worst.resident / GIB:.4g}, and {source} has {limit / GIB:.4g}: choose {remedy}"
     )
 
 

@@ -234,6 +234,7 @@ class Progress:
 
     def __post_init__(self) -> None:
         self._began, self._shown = self.console.now(), -math.inf
+        self._told = self._began  # when `compiling` last printed a line
         self._mark: tuple[float, int] | None = None  # (time, done) after the first unit, which contains compilation
 
     def advance(self, done: int, metrics: Mapping[str, float] | None = None) -> None:
@@ -261,8 +262,8 @@ class Progress:
             return
         if self.bar is not None:
             self.bar(pace=f"compiling, {count} programs so far")
-        elif (now := self.console.now()) - max(self._shown, self._began) >= self.console.quiet:
-            self._shown = now
+        elif (now := self.console.now()) - self._told >= self.console.quiet:
+            self._told = now
             self.console.line(f"{self.name}: compiling, {count} programs so far")
 
     def _rate(self, now: float) -> float | None:

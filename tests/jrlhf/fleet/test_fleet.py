@@ -68,7 +68,7 @@ def play(setting: Setting, lengths: np.ndarray) -> tuple[dict[int, int], dict[in
     for version in range(VERSIONS):
         fleet.submit([Prompt(number, np.zeros(1, np.int32), 1, np.zeros(1)) for number in fleet.wanted()])
         batch = fleet.collect()
-        rows = [row[:length].tolist() for row, length in zip(batch.versions, batch.lengths, strict=True)]
+        rows = [row[:length].tolist() for row, length in zip(batch.rows.versions, batch.rows.lengths, strict=True)]
         for at, number in enumerate(batch.numbers):
             trained[int(number)] = version
             versions[int(number)] = rows[at * setting.samples : (at + 1) * setting.samples]
