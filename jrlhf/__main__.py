@@ -14,7 +14,7 @@ COMMANDS = {
 
 
 def cli(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command; returns its exit code, or 2 and prints what there is if it is none."""
+    """Runs a command and returns its exit code. Where there is no such command, prints all of them and returns 2."""
     name, *rest = (sys.argv[1:] if arguments is None else arguments) or ("--help",)
     if name in COMMANDS:
         return import_module(COMMANDS[name][0]).cli(rest)

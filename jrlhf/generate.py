@@ -80,7 +80,7 @@ class Generator:
             yield from read_responses(self.tokenizer, jax.device_get(generation), count)
 
     def stream(self, ids: Sequence[int], key: jax.Array) -> Iterator[str]:
-        """The text of one response so far, again and again until it is complete: what `answer` gives for one prompt."""
+        """Yields the text of one response as it grows. The last text is what `answer` gives for the prompt."""
         width, seeds = self._width(len(ids)), np.asarray(jax.random.key_data(row_keys(key, self.batch, self.mesh)))
         compiled = CompiledModel(self.model.architecture, self.mesh, self.compute)
         slots = compiled.continuous(self.sampling, Schedule(chunk=STREAMED), 1, self.batch, width)
@@ -94,7 +94,7 @@ class Generator:
             yield self.tokenizer.decode([int(token) for token in tokens[: row.end]])
 
     def _width(self, longest: int) -> int:
-        """The width of prompts: few of them, so that few programs are compiled."""
+        """Returns the width of prompts. There are few widths, so that few programs are compiled."""
         return min(max(32, 1 << (longest - 1).bit_length()), self.longest)
 
 

@@ -283,6 +283,6 @@ def _global_norm(tree: PyTree) -> Float[Array, ""]:
 
 
 def _squares_finite(tree: PyTree) -> Bool[Array, ""]:
-    """Whether every number of all leaves has a finite square in float32."""
+    """Tests whether the square of every number in all leaves is finite in float32."""
     flags = [jnp.all(jnp.isfinite(jnp.square(x.astype(jnp.float32)))) for x in jax.tree.leaves(tree)]
     return jnp.all(jnp.stack(flags))

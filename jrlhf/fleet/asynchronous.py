@@ -25,7 +25,7 @@ from jrlhf.run.files import Closing
 
 
 class AsynchronousRollouts(Closing):
-    """The fleet, its prompts, and functions, which are asked group by group.
+    """The fleet, its prompts, and the reward functions, which score each group as soon as it is complete.
 
     It draws on the devices of `actor.generate`, or in processes with the same mesh on devices of their own.
 

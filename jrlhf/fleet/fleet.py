@@ -27,7 +27,7 @@ from jrlhf.models.generation.continuous import Decoding, Progress, Prompt, Weigh
 class Workers(Protocol):
     """The decode slots of all logical workers, wherever they are."""
 
-    own_devices: bool  # of another process: decoding does not use JAX in this one
+    own_devices: bool  # True: rows decode in other processes, and this one may wait for them in a thread
 
     @property
     def rooms(self) -> list[int]:
@@ -40,15 +40,15 @@ class Workers(Protocol):
         ...
 
     def fresh(self) -> list[Decoding]:
-        """The states in which no slot is taken, as `saved`."""
+        """Returns the states in which no slot is taken, in the form of `saved`."""
         ...
 
     def states(self) -> list[Decoding]:
-        """The states, as `saved`. The next chunk uses them up."""
+        """Returns the states in the form of `saved`. The next chunk uses them up."""
         ...
 
     def start(self, states: Sequence[Decoding]) -> None:
-        """Goes on from these states, in all of which `take` comes first."""
+        """Goes on from these states. `take` must be called before `decode`."""
         ...
 
     def put(self, weights: Weights) -> Any:
@@ -98,10 +98,10 @@ class Fleet:
         self._on_complete, self._samples, self._limit = on_complete, samples, limit
         self._groups, self._drawn = Groups[int](), dict[int, Drawn]()
         self._prompts: dict[int, Prompt] = {}
-        self._times = Times(0, 0, 0, 0, 0, 0)
-        self._taken = False  # a batch of this version
+        self._times = Times(0, 0, 0, 0, 0)
+        self._taken = False  # whether this version has learned from a batch
         self.started = False
-        self._weights: Weights | None = None  # that draw, where they may be older than the trainer's
+        self._weights: Weights | None = None  # with "finish": those that draw, which may be older than the trainer's
         self._expected: Identity = {}  # of the weights that draw
         self._newest: tuple[Any, Weights, Identity] | None = None  # published, and not taken yet
         self._proofs: list[tuple[int, Identity, Identity]] = []  # version, identity of what draws, what it must be
@@ -125,8 +125,8 @@ class Fleet:
     def _state(self, decoding: list[Decoding]) -> FleetState:
         places = int(self._rules.batch * (self._rules.staleness + 1))  # no more groups are ever under way: `may_start`
         started = pack(self._groups, self._drawn, places, Drawn.blank(self._samples, limit=self._limit))
-        times = jax.tree.map(np.int32, replace(self._times, groups=self._groups.started))
-        started, times = to_devices((started, times), NamedSharding(self.mesh, P()))
+        host = started, jax.tree.map(np.int32, self._times)
+        started, times = to_devices(host, NamedSharding(self.mesh, P()))
         lagging = None if self._weights is None else (self._weights, self._expected)
         return FleetState(decoding[0] if len(decoding) == 1 else tuple(decoding), started, times, lagging)
 
@@ -134,7 +134,7 @@ class Fleet:
         """Goes on from a state, with the trainer's present weights and their identity."""
         started, times = to_host((state.started, state.times))
         self._times = jax.tree.map(int, times)
-        self._groups, self._drawn = unpack(started, self._times.groups)
+        self._groups, self._drawn = unpack(started)
         self._workers.start(state.decoding if isinstance(state.decoding, tuple) else [state.decoding])
         if self._times.version < self._times.published:
             self._newest = self._workers.put(weights), weights, expected
@@ -197,7 +197,7 @@ class Fleet:
         self._swap()
 
     def metrics(self) -> dict[str, float]:
-        """How long each side waited for the other in the last iteration, in decode steps, and what is under way."""
+        """Returns how long each side waited for the other, in decode steps, and counts of rows and groups."""
         waits = {f"async/{side}_wait": float(steps) for side, steps in self._waits.items()}
         running, waiting = float(self._workers.running), float(len(self._groups.complete))
         return waits | {"async/running_rows": running, "async/waiting_groups": waiting}
@@ -214,7 +214,7 @@ class Fleet:
     ) -> None:
         """Draws with these weights from now on. Notes what `_check` compares."""
         for old, new in self._workers.take(handle, again):
-            if old is not None:  # that nothing has changed the old ones meanwhile
+            if old is not None:  # the old ones must not have changed meanwhile
                 self._proofs.append((self._times.version, old, self._expected))
             self._proofs.append((version, new, expected))
         self._hold(weights, expected)

@@ -30,7 +30,7 @@ ATTEMPTS = 3  # processes in a row that may fail at one command
 
 
 def check_processes(section: FleetSection, platform: str, devices: int) -> None:
-    """Refuses processes that this machine cannot run. devices: that each needs, as the plan's `actor.generate`."""
+    """Refuses processes that this machine cannot run. devices: number for each, that of the plan's `actor.generate`."""
     named, listed = f"fleet.workers={section.workers}", f"fleet.devices=[{', '.join(section.devices)}]"
     if not AVAILABLE:
         raise UserError(f"{named} needs the memory files of Linux, which this machine lacks: leave fleet out")
@@ -51,7 +51,8 @@ class ProcessWorkers:
     """Logical workers in `section.workers` processes. See `Workers`.
 
     template: a batch of slots like that of a logical worker, for the shapes of its state. count: of logical workers.
-    description: as of `worker.describe`. folder: for the processes' logs. tell: is given a sentence about each loss.
+    description: what `worker.describe` returns. folder: for the processes' logs. tell: is given a sentence about each
+        process that is lost.
     """
 
     own_devices = True
@@ -177,7 +178,7 @@ class _Process:
         self._done = [(encode(command), None, shared) for command, shared in commands]
 
     def close(self) -> None:
-        """Ends the process. A command that waits for it fails."""
+        """Ends the process. A command that waits for its answer fails."""
         self._closed = True
         if self._worker is not None:
             self._worker.interrupt()
@@ -215,4 +216,4 @@ class _Process:
 
 
 class _Lost(Exception):
-    """A process ended or hung. Its argument: how."""
+    """Tells that a process ended or hung; the argument says how."""

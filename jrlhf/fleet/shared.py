@@ -17,7 +17,7 @@ AVAILABLE = hasattr(os, "memfd_create")  # on Linux
 
 
 class SharedArrays:
-    """A file in memory. It exists as long as this object, and longer for who has opened it by then."""
+    """A file in memory. It exists as long as this object, or an object that has opened it."""
 
     def __init__(self, descriptor: int):
         self._descriptor = descriptor
@@ -40,12 +40,12 @@ class SharedArrays:
 
     @classmethod
     def opened(cls, path: str) -> "SharedArrays":
-        """The file of another process, which may end now."""
+        """Opens the file of another process, which may end after that."""
         return cls(os.open(path, os.O_RDONLY))
 
 
 def read(path: str) -> list[np.ndarray]:
-    """Returns the arrays in a file; ValueError if they are not what was written."""
+    """Returns the arrays of a file. Raises ValueError if they are not what was written."""
     with Path(path).open("rb") as file:
         header = file.readline()
         types, checksum = decode(header)

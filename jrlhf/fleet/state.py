@@ -1,4 +1,4 @@
-"""What an asynchronous run keeps from one iteration to the next, and the same as arrays for a checkpoint."""
+"""The state of an asynchronous run between two iterations, and the same as arrays for a checkpoint."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +20,7 @@ NEVER = np.iinfo(np.int32).max  # the time of completion of a group that is not 
 
 
 class Drawn(NamedTuple):
-    """What rows drew so far, up to R tokens each: the S rows of a group, or those of several groups."""
+    """The tokens that rows have drawn so far, up to R each: S rows of a group, or the rows of several groups."""
 
     tokens: Int[np.ndarray, "*S R"]
     logprobs: Float[np.ndarray, "*S R"]
@@ -40,6 +40,7 @@ class Drawn(NamedTuple):
 class Started:
     """The groups that have started and were not learned from: Q places for groups of S rows."""
 
+    count: Any  # of all groups that have started so far
     number: Any  # [Q]: of the group, or FREE
     time: Any  # [Q]: at which it was complete, or NEVER
     rows: Drawn  # [Q, S]
@@ -50,7 +51,6 @@ class Started:
 class Times:
     """Counts and virtual times, in decode steps."""
 
-    groups: Any  # that have started so far
     spare: Any  # batches that were taken beyond one a version: dynamic sampling does not learn from all
     version: Any  # of the weights that draw
     published: Any  # the newest version
@@ -66,7 +66,7 @@ class FleetState:
     decoding: Any  # the `Decoding` of the logical worker; of several, a tuple
     started: Started
     times: Times
-    weights: Any = None  # that draw, where they may be older than the trainer's, with their identity
+    weights: Any = None  # with "finish": the weights that draw, which may be older than the trainer's; their identity
 
 
 class Collected(NamedTuple):
@@ -92,12 +92,12 @@ def pack(groups: Groups[int], drawn: Mapping[int, Drawn], places: int, blank: Dr
         number[place], time[place] = group, times.get(group, NEVER)
         for array, values in zip(rows, own, strict=True):
             array[place] = values
-    return Started(number, time, rows)
+    return Started(np.int32(groups.started), number, time, rows)
 
 
-def unpack(started: Started, count: int) -> tuple[Groups[int], dict[int, Drawn]]:
-    """Inverts `pack`. count: groups that have started so far."""
-    groups, drawn = Groups[int](count), {}
+def unpack(started: Started) -> tuple[Groups[int], dict[int, Drawn]]:
+    """Inverts `pack`."""
+    groups, drawn = Groups[int](int(started.count)), {}
     for place in np.flatnonzero(started.number != FREE):
         number, time = int(started.number[place]), int(started.time[place])
         drawn[number] = own = Drawn(*(np.array(array[place]) for array in started.rows))

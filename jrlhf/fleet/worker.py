@@ -1,4 +1,4 @@
-"""A rollout process: does what `ProcessWorkers` asks for, with logical workers on its own devices.
+"""A rollout process: executes the commands of `ProcessWorkers` with logical workers on its own devices.
 
 The channel is a socket whose other end only the parent has. Messages are JSON; large arrays are in `SharedArrays`.
 
@@ -38,7 +38,7 @@ from jrlhf.run.child import channel_to_parent, receive, send
 from jrlhf.run.devices import select
 from jrlhf.run.files import decode, encode
 
-# Settings of JAX that are of the process, not of its programs.
+# Settings of JAX that belong to a process and not to its programs.
 _OWN = ("jax_platforms", "jax_num_cpu_devices", "jax_cpu_collectives_implementation", "jax_cuda_visible_devices")
 
 
