@@ -57,19 +57,24 @@ def select(config: DeviceConfig, distributed: DistributedConfig | None = None) -
         )
     if running == "cpu":
         keep_freed_memory()
-    if jax.process_count() == 1:
-        keep_programs()
+    keep_programs(running)
     return devices
 
 
-def keep_programs() -> None:
-    """Keeps compiled programs on disk, so that a resumed run need not compile them again.
+def keep_programs(platform: str) -> None:
+    """Keeps the compiled programs of a run of one process on disk, so that a resumed run need not compile them again.
 
     In `~/.cache/jrlhf/programs`, unless JAX_COMPILATION_CACHE_DIR names another place. Off with
     JAX_ENABLE_COMPILATION_CACHE=false.
+
+    Several processes on CPUs keep none, wherever: a program that was read from disk waits for its peers forever
+    (seen with jax 0.10.2).
     """
     settings = jax.config.values
-    if settings["jax_enable_compilation_cache"] and settings["jax_compilation_cache_dir"] is None:
+    if jax.process_count() > 1:
+        if platform == "cpu":
+            jax.config.update("jax_enable_compilation_cache", False)
+    elif settings["jax_enable_compilation_cache"] and settings["jax_compilation_cache_dir"] is None:
         jax.config.update("jax_compilation_cache_dir", str(cache_directory() / "programs"))
 
 

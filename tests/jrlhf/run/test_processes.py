@@ -150,7 +150,8 @@ def launch(count: int, directory: Path, *arguments: str, **more: str) -> Launche
 
 def train(count: int, runs: Path, name: str, *overrides: str, config: str = TINY) -> Launched:
     settings = (f"run_dir={runs}", f"device.simulated={8 // count}", *overrides, f"name={name}")
-    return launch(count, runs, "-m", "jrlhf.train", "--config", config, *settings)
+    command = ("-m", "jrlhf.train", "--config", config, *settings)
+    return launch(count, runs, *command, JAX_COMPILATION_CACHE_DIR=str(runs / "programs"))
 
 
 def train_one_and_two(runs: Path, *overrides: str, config: str = TINY) -> tuple[Path, Path]:
