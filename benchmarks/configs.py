@@ -31,7 +31,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from benchmarks.records import hardware, path_for, provenance, write
+from benchmarks.records import FIRST_RUN, hardware, path_for, provenance, write
 from jrlhf.config import load_config
 from jrlhf.data.tokenizer import load_tokenizer
 from jrlhf.errors import DONE, PREEMPTED
@@ -82,7 +82,7 @@ def shrunk(config: ModelConfig) -> ModelConfig:
 
 def train(name: str, overrides: Sequence[str], run: Path, iterations: int) -> None:
     """`jrlhf.train` until its metrics hold so many iterations: then it is asked to stop, saves and leaves."""
-    process = subprocess.Popen([sys.executable, "-m", "jrlhf.train", "--config", name, *overrides])
+    process = subprocess.Popen([sys.executable, "-m", "jrlhf.train", "--config", name, *overrides], env=FIRST_RUN)
     try:
         while process.poll() is None and len(read_metrics(run)) < iterations:
             time.sleep(0.5)

@@ -6,7 +6,6 @@ list of the differing programs where it is not. A reorganisation of the code mus
 """
 
 import argparse
-import os
 import re
 import subprocess
 import sys
@@ -16,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+
+from benchmarks.records import FIRST_RUN
 
 SMALL = 40  # lines: shorter programs move or convert arrays, outside of any role's function
 
@@ -64,7 +65,7 @@ def programs(checkout: Path, settings: dict[str, Any], directory: Path) -> dict[
     """Stripped text -> names of the programs with that text, of one training in `checkout`."""
     dumps, config = directory / "dumps", directory / "config.yaml"
     config.write_text(yaml.safe_dump({**TINY, **settings, "run_dir": str(directory)}))
-    environment = {**os.environ, "JAX_DUMP_IR_TO": str(dumps), "PYTHONPATH": str(checkout)}
+    environment = {**FIRST_RUN, "JAX_DUMP_IR_TO": str(dumps), "PYTHONPATH": str(checkout)}
     command = [sys.executable, "-m", "jrlhf.train", "--config", str(config)]
     run = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True)
     if run.returncode:

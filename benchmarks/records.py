@@ -13,6 +13,8 @@ from typing import Any
 from jrlhf.meshes.mesh import Device
 
 RESULTS = Path(__file__).parent / "results"
+# The environment of runs that are timed: each compiles all its programs, as a first run does.
+FIRST_RUN = os.environ | {"JAX_ENABLE_COMPILATION_CACHE": "false"}
 
 
 def hardware(device: Device) -> str:
