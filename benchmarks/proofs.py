@@ -28,7 +28,8 @@ PARTS = {
     "kills": "runs killed at random moments and resumed to the same bits; every file of a checkpoint damaged; "
     "runs with numbers that float32 cannot bear",
     "failures": "random kills, hangs, signals, full disks and changed files: the same bits, or refused in a sentence",
-    "families": "all families against transformers and PEFT, and through whole runs",
+    "families": "all families against transformers and PEFT, through whole runs and through pipelines",
+    "runs": "whole runs of every algorithm, plan and option, killed and resumed to the same bits",
     "processes": "runs of two processes against runs of one",
     "inputs": "5,400 malformed inputs, read in one process, and 120 commands: one sentence and exit code 2, or a run",
 }

@@ -44,7 +44,7 @@ def interrupt(*_, **__):
     raise KeyboardInterrupt
 
 
-@pytest.mark.full
+@pytest.mark.proof("runs")
 @pytest.mark.usefixtures("quick_programs")
 @pytest.mark.parametrize("own", [[], ["lora.rank=2", "model.layers=1"]], ids=["weights", "adapter"])
 def test_a_run_without_its_end_gives_its_model_and_goes_on(own, tmp_path, monkeypatch, capsys):

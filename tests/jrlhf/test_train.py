@@ -218,7 +218,7 @@ def start(directory: Path, *more: str) -> Training:
     return Training("--config", TINY, f"run_dir={directory}", *more, log=directory / "log.txt", programs=programs)
 
 
-@pytest.mark.full
+@pytest.mark.proof("kills")
 def test_a_run_stopped_and_killed_at_random_moments_ends_in_the_same_bits(undisturbed, tmp_path):
     moments, kills, run = random.Random(0), 0, tmp_path / "tiny"
     training = start(tmp_path)

@@ -141,6 +141,7 @@ def adapted(tmp_path_factory, settings, user, make_model):
     return root / "adapted", actor
 
 
+@pytest.mark.proof("runs")
 def test_scores_of_tokens_are_normalised_and_penalised(adapted):
     records = stage_of(adapted[0], "ppo")
     for record in records:
@@ -150,6 +151,7 @@ def test_scores_of_tokens_are_normalised_and_penalised(adapted):
     assert math.isclose(records[-1]["score/running_mean"], seen, rel_tol=1e-4)
 
 
+@pytest.mark.proof("runs")
 def test_adapters_are_trained_on_a_base_that_stays(adapted):
     path, actor = adapted
     mesh = select_mesh(load_config(str(path / "config.yaml")))[0]
@@ -176,6 +178,7 @@ def test_adapters_are_trained_on_a_base_that_stays(adapted):
     assert lora.rank == 4
 
 
+@pytest.mark.proof("runs")
 def test_all_stages_with_adapters_on_int8_in_bfloat16(tmp_path, settings, make_model):
     model = {"path": str(make_model(tmp_path / "actor", seed=3, layers=1))}
     config = settings(

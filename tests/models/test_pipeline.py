@@ -176,10 +176,13 @@ CASES: dict[str, Any] = {
     "lora": ("gspo", "gemma", "1f1b", GENERATE, "full", LORA, (1, 4, 2), (1, 2, 2)),
     "lora critic": ("critic", "llama", "zb-h1", GENERATE, "products", LORA, (1, 2, 2), (1, 1, 2)),
 }
+OFTEN = "tied", "grpo", "critic", "lora"
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [x if x in OFTEN else pytest.param(x, marks=pytest.mark.proof("families")) for x in CASES]
+)
 def test_gradients_of_stages_are_those_of_the_whole_model(reference, case):
     """Three layers are cut into stages of 1 and 2, and five into four stages."""
     kind, family, schedule, layout, remat, lora, whole, part = CASES[case]

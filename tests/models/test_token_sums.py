@@ -53,9 +53,9 @@ def gradients(function, *arguments):
 @pytest.mark.parametrize(
     ("sizes", "layout", "axis_type", "span"),
     [
-        ((1, 4, 2), TRAIN, AxisType.Explicit, 2),
+        ((1, 1, 1), TRAIN, AxisType.Auto, 2),
+        pytest.param((1, 4, 2), TRAIN, AxisType.Explicit, LENGTH, marks=pytest.mark.full),
         pytest.param((1, 4, 2), TRAIN_TP, AxisType.Explicit, 4, marks=pytest.mark.full),
-        pytest.param((1, 1, 1), TRAIN, AxisType.Auto, LENGTH, marks=pytest.mark.full),
         pytest.param((2, 2, 2), TRAIN, AxisType.Auto, 2, marks=pytest.mark.full),
     ],
     ids=lambda x: getattr(x, "name", None) or str(x),

@@ -105,7 +105,7 @@ def test_shared_passes_have_no_place_for_it(config_of):
         validate(config, 1, dict.fromkeys(("actor", "reference"), ModelConfig(1024, 128, 4, 4, 2, 32, 384, 64)))
 
 
-@pytest.mark.full
+@pytest.mark.proof("runs")
 @pytest.mark.usefixtures("quick_programs")
 def test_a_run_learns_from_its_advantages_and_is_resumed_with_it_alone(tmp_path):
     """The experience is looked at as the run made it; every text has a score of its own, so groups differ."""

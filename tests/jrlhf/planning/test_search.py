@@ -75,7 +75,7 @@ def test_branch_and_bound_finds_what_trying_everything_finds(seed, lockstep):
     assert optimum(evaluator, choices, below=best[0] * 1.001).choice == best[1]
 
 
-@pytest.mark.full
+@pytest.mark.proof("memory")
 @pytest.mark.parametrize("rows", [512, 64])
 def test_7b_and_7b_on_8_devices_come_within_a_hundredth_of_the_optimum(rows):
     """At least 99 % for each of 6 seeds in 50,000 proposals, proven by branch and bound on slices of 4 devices or more

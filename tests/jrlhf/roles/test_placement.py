@@ -148,6 +148,7 @@ def half():
     return Placed(FIRST, FIRST, FIRST, FIRST).end()
 
 
+@pytest.mark.full
 def test_equal_meshes_on_other_devices_give_the_same_bits(half):
     setup = Placed(FIRST, FIRST, SECOND, FIRST)
     jax.tree.map(np.testing.assert_array_equal, setup.end(), half)

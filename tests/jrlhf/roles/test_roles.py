@@ -364,6 +364,7 @@ def test_each_part_sleeps_by_itself(part, sleepers, awake):
     assert generating[0] - generating[1] == bytes_by_kind()["pinned_host"] == sum(size.values())
 
 
+@pytest.mark.full
 def test_what_the_next_call_needs_is_on_its_way_while_one_runs(sleepers, awake):
     graph = trace(ppo, ROLES, {"actor.recomputes": True, "reference.is_base_of": False})
     watch, size = sleepers.begin(ALL, Prefetch(graph))

@@ -25,7 +25,10 @@ def cases(program: str, directory: Path, *arguments: object) -> list[dict[str, s
     return outcomes
 
 
-@pytest.mark.parametrize("damages, kills", [(6, 1), pytest.param(170, 30, marks=pytest.mark.proof("failures"))])
+@pytest.mark.parametrize(
+    "damages, kills",
+    [pytest.param(6, 1, marks=pytest.mark.full), pytest.param(170, 30, marks=pytest.mark.proof("failures"))],
+)
 def test_whatever_happens_to_a_run_it_resumes_to_the_same_bits_or_says_why_not(tmp_path, damages, kills):
     """tests/support/fake_runs.py: a small stage with the real directory, loop, records and checkpoints."""
     assert len(cases("fake_runs", tmp_path, SEED, damages, kills)) == damages + kills

@@ -77,7 +77,8 @@ def test_scores_are_those_of_the_whole_batch(mesh, rows, program, head, options,
     assert jax.tree.map(lambda x: x.sharding, got) == jax.tree.map(lambda x: x.sharding, expected)
 
 
-@pytest.mark.parametrize("compute", [BUDGET, pytest.param(Compute(score_parts=3), marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("compute", [BUDGET, Compute(score_parts=3)])
 def test_scores_of_responses_are_those_of_all_tokens(mesh, rows, compute):
     architecture, params, _ = model_of(mesh, "lm", None)
     starts, mask = responses_in(rows[1])

@@ -38,6 +38,7 @@ def finished(tmp_path_factory, settings):
     return directory / "pairs", main(build(Config, config))
 
 
+@pytest.mark.full
 def test_a_run_leaves_what_is_promised(finished, user):
     path, summary = finished
     records = read_metrics(path)
@@ -52,6 +53,7 @@ def test_a_run_leaves_what_is_promised(finished, user):
     assert "Implicit rewards" in shown and "Log-probability" in shown and "the policy prefers the better of" in shown
 
 
+@pytest.mark.full
 def test_the_first_step_finds_the_policy_at_the_reference(finished):
     first, *_, last = read_metrics(finished[0])
     assert math.isclose(first["dpo/loss"], math.log(2), rel_tol=1e-6)
@@ -60,6 +62,7 @@ def test_the_first_step_finds_the_policy_at_the_reference(finished):
     assert last["rewards/margins"] > 0.1 and last["dpo/loss"] < first["dpo/loss"]
 
 
+@pytest.mark.full
 def test_held_out_figures_are_those_of_the_exported_weights(finished, user):
     """Loss, margin and accuracy once more, from the directories, in float64."""
     path, _ = finished

@@ -24,6 +24,7 @@ from jrlhf.train import main
 from tests.support.runs import resumed, timeless
 
 pytestmark = [pytest.mark.full, pytest.mark.usefixtures("quick_programs")]
+RUN = pytest.mark.proof("runs")
 
 FIRST = {"devices": "0-3", "fsdp": 2, "tensor": 2}
 SECOND = {"devices": "4-7", "fsdp": 2, "tensor": 2}
@@ -89,7 +90,7 @@ STAGES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", ["ppo", *(pytest.param(x, marks=RUN) for x in STAGES if x != "ppo")])
 def test_a_split_run_is_the_run_of_half_the_devices(stage, make, tmp_path):
     half = run(
         make("half", stage, by_hand(tmp_path / "half.yaml", make("half", stage, **STAGES[stage])), **STAGES[stage])
@@ -104,6 +105,7 @@ def test_a_split_run_is_the_run_of_half_the_devices(stage, make, tmp_path):
     assert not any("timing_s/transfer" in record for record in read_metrics(half))
 
 
+@RUN
 def test_any_plan_trains_as_the_colocated_run_does_and_is_resumed(make, tmp_path):
     """Generation on all devices, the actor trained on two of them, the critic on the other half, in several layouts."""
     placed = {
@@ -178,6 +180,7 @@ def test_a_run_goes_on_under_another_plan_from_the_same_bits(make, monkeypatch):
     assert read_plan(path / "plan.yaml").name == "split"
 
 
+@RUN
 def test_a_split_run_asleep_is_the_one_awake_and_keeps_its_own_reward_model_once(make, monkeypatch):
     starts = rl.initial_models
     places = []

@@ -91,6 +91,7 @@ def test_rows_are_those_of_one_program_for_all(sizes):
         assert finished == whole.finished[row]
 
 
+@pytest.mark.full
 def test_with_caches_made_anew_log_probabilities_are_those_of_the_recorded_version(reference):
     setting = Setting((1, 1, 1), versions=4)
     rows = setting.draw(prefill_again=True)
