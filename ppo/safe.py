@@ -91,7 +91,8 @@ def make_safe_experience(
 
     Args:
         costs: like `scores`; their mean is to stay below `config.cost_limit`.
-        cost_values, cost_bootstrap_values: the cost critic's.
+        cost_values: the cost critic's values.
+        cost_bootstrap_values: that critic's `bootstrap_values`.
         multiplier: lambda, the `MultiplierState`'s value.
 
     Returns:

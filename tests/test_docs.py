@@ -27,10 +27,11 @@ DOCUMENTS = {
     path: path.read_text(encoding="utf-8")
     for path in (
         *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "configs/launch/README.md")),
-        *sorted((ROOT / "docs").glob("*.md")),
+        *sorted((ROOT / "docs").rglob("*.md")),
     )
 }
 FOLDERS = (".ci", "benchmarks", "colab", "configs", "docs", "jrlhf", "kernels", "meshes", "models", "ppo", "tests")
+ROOT_PAGES = ("index.md", "changelog.md", "contributing.md")  # of the site, made from files at the root
 README, ALGORITHMS, METRICS, RESULTS = (
     DOCUMENTS[ROOT / name] for name in ("README.md", "docs/algorithms.md", "docs/metrics.md", "docs/results.md")
 )
@@ -42,6 +43,12 @@ COMMANDS = sorted(
     }
     | {command for text in DOCUMENTS.values() for command in re.findall(r"`(python -m [^`]+)`", text)}
 )
+
+
+def test_every_page_is_in_the_navigation():
+    site = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:\n")[2]
+    pages = [path.relative_to(ROOT / "docs").as_posix() for path in DOCUMENTS if path.is_relative_to(ROOT / "docs")]
+    assert sorted(re.findall(r"([\w/-]+\.md)$", site, re.MULTILINE)) == sorted([*pages, *ROOT_PAGES])
 
 
 def test_the_readme_is_short():

@@ -88,15 +88,13 @@ def token_sums(
     gradient. Under differentiation the forward pass holds dW in float32 and dX in addition to a few `[tile, V]` blocks.
 
     Vocabulary-parallel as `token_logprobs`: `terms` sees whole log-probabilities on every device of `axis_name`, each
-    device must bring the same `data`, and the sums are the same on all of them.
+    device must bring the same `data`, and the sums are the same on all of them. Other arguments: see there.
 
     Args:
         data: a pytree of arrays [N, ...], one entry a token.
         terms: (logprobs [n], entropy [n], data of these n tokens) -> (loss [n], {name: metric [n]}). It is called on
             one tile at a time, must treat each token by itself, and may close over no traced array: these are `data`.
         entropy_gradient: False where the loss does not depend on the entropy, which it then sees as a constant.
-        hidden, unembedding, targets, temperature, softcap, vocab_size, axis_name, tile, implementation: as in
-            `token_logprobs`.
     """
     head = _head(hidden, unembedding, targets, temperature, softcap, vocab_size, axis_name)
     for x in jax.tree.leaves(data):
