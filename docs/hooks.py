@@ -11,7 +11,9 @@ from griffe import Docstring, Extension  # pyright: ignore[reportMissingImports]
 from mkdocs.structure.files import File  # pyright: ignore[reportMissingImports, reportMissingModuleSource]
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = {"README.md": "index.md", "CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md"}
+PAGES = {"README.md": "index.md"} | {
+    f"{name.upper()}.md": f"{name}.md" for name in ("changelog", "contributing", "security")
+}
 LINK = re.compile(r"(?<=\]\()(?![a-z]+:)([^)#\s]+)")
 
 

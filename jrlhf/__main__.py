@@ -4,6 +4,8 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
+from jrlhf import __version__
+
 COMMANDS = {
     "train": ("jrlhf.train", "trains: --config FILE-or-NAME [key=value ...]"),
     "generate": ("jrlhf.generate", "answers prompts, or talks: --model RUN-or-DIRECTORY"),
@@ -14,10 +16,16 @@ COMMANDS = {
 
 
 def cli(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command and returns its exit code. Where there is no such command, prints all of them and returns 2."""
+    """Runs a command and returns its exit code. Where there is no such command, prints all of them and returns 2.
+
+    `--version` prints the version.
+    """
     name, *rest = (sys.argv[1:] if arguments is None else arguments) or ("--help",)
     if name in COMMANDS:
         return import_module(COMMANDS[name][0]).cli(rest)
+    if name == "--version":
+        print(f"jrlhf {__version__}")
+        return 0
     lines = [f"  jrlhf {command:<9} {purpose}" for command, (_, purpose) in COMMANDS.items()]
     asked = name in ("-h", "--help")
     head = (

@@ -26,12 +26,12 @@ ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = {
     path: path.read_text(encoding="utf-8")
     for path in (
-        *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "configs/launch/README.md")),
+        *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "configs/launch/README.md")),
         *sorted((ROOT / "docs").rglob("*.md")),
     )
 }
 FOLDERS = (".ci", "benchmarks", "colab", "configs", "docs", "jrlhf", "kernels", "meshes", "models", "ppo", "tests")
-ROOT_PAGES = ("index.md", "changelog.md", "contributing.md")  # of the site, made from files at the root
+ROOT_PAGES = ("index.md", "changelog.md", "contributing.md", "security.md")  # of the site, made from files at the root
 README, ALGORITHMS, METRICS, RESULTS = (
     DOCUMENTS[ROOT / name] for name in ("README.md", "docs/algorithms.md", "docs/metrics.md", "docs/results.md")
 )

@@ -4,11 +4,20 @@ Three places must then agree: the list in pyproject.toml, the links in jrlhf/, a
 """
 
 import fnmatch
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
 import tomllib
+import zipfile
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
+
+from jrlhf import __version__
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("configs", "kernels", "meshes", "models", "ppo")
@@ -60,3 +69,65 @@ def test_data_files_are_packaged(setuptools: dict[str, Any]):
                 if not any(fnmatch.fnmatch(file.name, pattern) for pattern in patterns):
                     unlisted.append(file.relative_to(ROOT).as_posix())
     assert unlisted == []
+
+
+def run(*command: str | Path, cwd: Path, **environment: str) -> str:
+    done = subprocess.run(command, cwd=cwd, env=os.environ | environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+BUILD = "import sys, setuptools.build_meta as backend; print(getattr(backend, sys.argv[1])(sys.argv[2]))"
+
+
+@pytest.mark.full
+def test_distributions_hold_the_project_and_the_wheel_runs_elsewhere(tmp_path):
+    """The wheel is built from the unpacked source distribution, without a network, and used far from the checkout."""
+    if not (ROOT / ".git").exists():
+        pytest.skip("only a checkout says which files are the project's")
+    names = run("git", "ls-files", "--cached", "--others", "--exclude-standard", cwd=ROOT).splitlines()
+    files = {name for name in names if (ROOT / name).is_file()}  # not the links
+    source = tmp_path / "source"
+    for name in files:
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, source / name)
+    run(sys.executable, "-c", BUILD, "build_sdist", tmp_path, cwd=source)
+    title = f"jrlhf-{__version__}"
+    with tarfile.open(tmp_path / f"{title}.tar.gz") as archive:
+        archive.extractall(tmp_path, filter="data")
+    unpacked = tmp_path / title
+    contents = {path.relative_to(unpacked).as_posix() for path in unpacked.rglob("*") if path.is_file()}
+    made_by_setuptools = {name for name in contents if name.startswith("jrlhf.egg-info/")} | {"PKG-INFO", "setup.cfg"}
+    assert contents - made_by_setuptools == files - {".gitignore"}
+
+    run(sys.executable, "-c", BUILD, "build_wheel", tmp_path, cwd=unpacked)
+    installed, elsewhere = tmp_path / "installed", tmp_path / "elsewhere"
+    with zipfile.ZipFile(tmp_path / f"{title}-py3-none-any.whl") as wheel:
+        wheel.extractall(installed)
+    folders = {file.split("/")[0] for file in os.listdir(installed)}
+    assert folders == {"jrlhf", f"{title}.dist-info"}  # no folder that a user's own package may be called
+    elsewhere.mkdir()
+    location = run(
+        sys.executable, "-c", "import jrlhf.configs as c; print(c.__file__)", cwd=elsewhere, PYTHONPATH=str(installed)
+    )
+    assert Path(location.strip()) == installed / "jrlhf" / "configs" / "__init__.py"
+    command = [sys.executable, "-m", "jrlhf"]
+    assert run(*command, "--version", cwd=elsewhere, PYTHONPATH=str(installed)) == f"jrlhf {__version__}\n"
+    dry = ["train", "--config", "quickstart", "--dry-run"]
+    assert "  actor " in run(*command, *dry, cwd=elsewhere, PYTHONPATH=str(installed))
+
+
+def test_forms_of_the_repository_are_valid():
+    """GitHub shows a form only if its keys are right; a citation needs these."""
+    for path in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"):
+        form = yaml.safe_load(path.read_text())
+        if path.name == "config.yml":
+            continue
+        assert {"name", "description", "body"} <= form.keys() <= {"name", "description", "body", "labels", "title"}
+        identifiers = [block["id"] for block in form["body"]]
+        assert len(set(identifiers)) == len(identifiers) > 0
+        for block in form["body"]:
+            assert block["type"] in ("textarea", "input", "dropdown") and block["attributes"]["label"]
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert {"cff-version", "message", "title", "authors", "license"} <= citation.keys()
+    assert "version" not in citation  # it stands in jrlhf/__init__.py alone

@@ -12,6 +12,7 @@ from typing import Any
 import jinja2
 from markupsafe import Markup, escape
 
+from jrlhf import __version__
 from jrlhf.report import sections, timeline
 from jrlhf.report.charts import number
 from jrlhf.report.read import GOLD, KL, SCORE, Record, Sample, read_run
@@ -32,7 +33,13 @@ def write_report(run_dir: Path | str) -> Path:
 def render(run: Record) -> str:
     """Returns the whole page."""
     values = {"run": run, "plot": sections.plotter(run), "over_kl": partial(sections.over_kl, run)}
-    values |= {"sections": sections, "timelines": timeline, "from_0": (0, None), "log2": math.log(2)}
+    values |= {
+        "sections": sections,
+        "timelines": timeline,
+        "from_0": (0, None),
+        "log2": math.log(2),
+        "version": __version__,
+    }
     values |= {"SCORE": SCORE, "GOLD": GOLD, "KL": KL}
     return _environment().get_template("report.html.j2").render(values).lstrip() + "\n"
 

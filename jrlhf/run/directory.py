@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from jrlhf import __version__
 from jrlhf.config import Config, config_yaml
 from jrlhf.errors import Preempted, RunFailure, UserError
 from jrlhf.run.files import Closing, append_jsonl, write_atomic
@@ -227,7 +228,7 @@ def _environment(notes: Sequence[str]) -> str:
     lines = [
         datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         f"command: {' '.join(sys.argv)}",
-        f"python {platform.python_version()} on {platform.platform()}, {os.cpu_count()} cores",
+        f"jrlhf {__version__}, python {platform.python_version()} on {platform.platform()}, {os.cpu_count()} cores",
         *(f"{name}={os.environ[name]}" for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS") if name in os.environ),
     ]
     root = Path(__file__).resolve().parents[2]

@@ -198,6 +198,8 @@ def test_one_command_leads_to_all(eight, capsys):
         with pytest.raises(SystemExit, match="0"):
             jrlhf.__main__.cli([name, "--help"])
         assert "usage: " in capsys.readouterr().out
+    assert jrlhf.__main__.cli(["--version"]) == 0
+    assert capsys.readouterr().out == f"jrlhf {jrlhf.__version__}\n"
     assert jrlhf.__main__.cli(["--help"]) == 0 and "jrlhf train" in capsys.readouterr().out
     assert jrlhf.__main__.cli(["trian"]) == 2 and "error: trian is no command" in capsys.readouterr().err
 

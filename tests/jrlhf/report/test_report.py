@@ -298,6 +298,7 @@ def test_pages_have_the_recorded_sections_figures_and_texts(pages):
 def test_pages_need_and_run_nothing_else(pages):
     for html in pages.values():
         page = Page(html)
+        assert ("meta", {"name": "generator", "content": f"jrlhf {jrlhf.__version__}"}) in page.tags
         forbidden = {"script", "img", "link", "iframe", "object", "image", "base", "form"}
         assert {tag for tag, _ in page.tags}.isdisjoint(forbidden) and "\x1b" not in html
         ids = {attributes["id"] for _, attributes in page.tags if "id" in attributes}

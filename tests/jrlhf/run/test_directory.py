@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import jrlhf
 from jrlhf.config import config_yaml, load_config
 from jrlhf.errors import UserError
 from jrlhf.run import directory
@@ -39,7 +40,10 @@ def test_a_fresh_run_holds_its_config_and_its_environment(make, tmp_path):
         assert run.path == tmp_path / "runs" / "first"
         assert load_config(str(run.path / "config.yaml")) == make()
         environment = (run.path / "environment.txt").read_text()
-    assert f"python {sys.version.split()[0]}" in environment and "\njax==" in environment
+    assert (
+        f"\n# jrlhf {jrlhf.__version__}, python {sys.version.split()[0]} on " in environment
+        and "\njax==" in environment
+    )
     assert "\n# 4 cpu devices\n" in environment
     if (Path(__file__).parents[3] / ".git").exists():
         assert re.search(r"\n# source [0-9a-f]{7}", environment)
