@@ -77,7 +77,7 @@ class Generator:
             tokens, lengths = put_rows(pad_rows([prompts.ids[row] for row in rows], width), self.mesh)
             keys = row_keys(key, self.batch, self.mesh, first=rows[0])
             generation = run(self.model.params, tokens, lengths, keys, *self.model.frozen)
-            yield from read_responses(self.tokenizer, jax.device_get(generation), count)
+            yield from read_responses(self.tokenizer, jax.device_get(generation), slice(count))
 
     def stream(self, ids: Sequence[int], key: jax.Array) -> Iterator[str]:
         """Yields the text of one response as it grows. The last text is what `answer` gives for the prompt."""

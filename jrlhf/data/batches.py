@@ -64,10 +64,15 @@ def pad_rows(rows: Sequence[Sequence[int]], width: int) -> tuple[Int[np.ndarray,
     return tokens, lengths
 
 
-def read_responses(tokenizer: Tokenizer, rollout, count: int | None = None) -> list[Response]:
-    """The responses of a rollout on the host, or only the first `count` of them."""
+def distinct_first(rows: int, samples: int) -> Int[np.ndarray, "rows"]:
+    """The order of the rows in which one response of every prompt comes before a second one of any."""
+    return np.argsort(np.arange(rows) % samples, kind="stable")
+
+
+def read_responses(tokenizer: Tokenizer, rollout, rows: slice | np.ndarray = slice(None)) -> list[Response]:
+    """The responses of a rollout on the host, or only those of `rows`."""
     fields = rollout.tokens, rollout.prompt_lengths, rollout.response_lengths, rollout.finished
-    tokens, starts, lengths, finished = (field[:count] for field in fields)
+    tokens, starts, lengths, finished = (field[rows] for field in fields)
     own = [row[start:] for row, start in zip(tokens, starts, strict=True)]
     return to_responses(tokenizer, own, lengths, finished)
 

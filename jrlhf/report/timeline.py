@@ -33,6 +33,7 @@ _CALLS = {
     "sleep": "offload weights and states and bring them back",
 }
 _PARALLEL = {"reward_functions": "reward functions", "cost_functions": "cost functions"}  # run in other processes
+_NO_CALLS = {"testing", "save_checkpoint"}  # verl's name of the validation; a save is no call of the iteration
 _COMPILING = 2  # iterations at the start that compile
 
 
@@ -77,6 +78,8 @@ def timeline(run: Record) -> tuple[str, list[Lane]]:
     for key in dict.fromkeys(key for record in settled for key in record if key.startswith("timing_s/")):
         seconds[key.removeprefix("timing_s/")] = float(np.median([record.get(key) or 0.0 for record in settled]))
     step = seconds.pop("step", 0.0)
+    for name in _NO_CALLS & seconds.keys():
+        del seconds[name]
     parallel = {words: seconds.pop(name) for name, words in _PARALLEL.items() if seconds.get(name)}
     seconds = {name: length for name, length in seconds.items() if length > 0}
     if not seconds:

@@ -49,7 +49,7 @@ class Sampler:
             tokens, lengths = put_rows(pad_rows([prompts[row] for row in rows], self.max_prompt), self.mesh)
             keys = row_keys(jax.random.fold_in(key, rows[0]), self.batch, self.mesh)
             generation = generate(weights, tokens, lengths, keys, *policy.frozen)
-            responses += read_responses(self.tokenizer, to_host(generation), count)
+            responses += read_responses(self.tokenizer, to_host(generation), slice(count))
         return responses
 
     def schedule_for(self, sampling: SamplingConfig) -> Schedule:

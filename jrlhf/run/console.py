@@ -256,15 +256,15 @@ class Progress:
         if self.bar is not None:
             self.bar(completed=done, pace=self.pace())
 
-    def compiling(self, count: int) -> None:
-        """Shows, before the first unit is done, that the programs of the phase are compiled: `count` so far."""
+    def compiling(self, number: int, program: str) -> None:
+        """Shows, before the first unit is done, which program of the phase is compiled, the `number`-th of it."""
         if self._mark is not None:
             return
         if self.bar is not None:
-            self.bar(pace=f"compiling, {count} programs so far")
+            self.bar(pace=f"compiling {program}, program {number}")
         elif (now := self.console.now()) - self._told >= self.console.quiet:
             self._told = now
-            self.console.line(f"{self.name}: compiling, {count} programs so far")
+            self.console.line(f"{self.name}: compiling {program}, program {number}")
 
     def _rate(self, now: float) -> float | None:
         """Returns units per second after the first one; None as long as it is not known."""

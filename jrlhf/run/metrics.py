@@ -18,6 +18,7 @@ from jrlhf.run.files import Closing, jsonl_lines, read_jsonl, to_json, write_ato
 
 METRICS, TIMELINE, TENSORBOARD = "metrics.jsonl", "timeline.jsonl", "tensorboard"
 Metrics = dict[str, float | int | bool]
+PER_TOKEN = "gen", "ref", "values", "adv", "update_critic", "update_actor"  # the calls whose times verl gives per token
 
 
 class MetricsLog(Closing):
@@ -87,6 +88,24 @@ class MetricsLog(Closing):
         if stage not in self._writers:
             self._writers[stage] = TensorBoardEvents(self._directory / TENSORBOARD / stage, step)
         return self._writers[stage]
+
+
+def verl_figures(metrics: Mapping[str, float], rows: int, devices: int) -> Metrics:
+    """Returns tokens, throughput and milliseconds per token of an iteration, counted and named as in verl.
+
+    ReMax's greedy responses and the groups that DAPO did not keep are no tokens; the seconds of a step include its
+    validation, which verl names testing. `timing_per_token_ms/gen` is per token of the responses, the rest of all.
+    """
+    responses = rows * metrics["response_length/mean"]
+    tokens = rows * metrics["prompt_length/mean"] + responses
+    seconds = {name: metrics[f"timing_s/{name}"] for name in PER_TOKEN if f"timing_s/{name}" in metrics}
+    counts = {name: responses if name == "gen" else tokens for name in seconds}
+    return {
+        "perf/total_num_tokens": tokens,
+        "perf/throughput": tokens / metrics["timing_s/step"] / devices,
+        **({"timing_s/testing": metrics["timing_s/validation"]} if "timing_s/validation" in metrics else {}),
+        **{f"timing_per_token_ms/{name}": 1e3 * seconds[name] / counts[name] for name in seconds if counts[name]},
+    }
 
 
 class TensorBoardEvents(Closing):

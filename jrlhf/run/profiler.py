@@ -1,6 +1,7 @@
 """Watching a stage's loop: traces of chosen iterations, and compilations in a loop that should compile nothing."""
 
 import logging
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -37,10 +38,10 @@ def traced(config: Config, run_dir: Path, stage: str, step: int, iteration: Call
 class CompilationWatch(logging.Handler):
     """Counts compilations in this process. As a context manager it also collects JAX's explanations of cache misses.
 
-    tell: is called with the number of programs so far, after each one.
+    tell: is called as each program begins to compile, with its number and the name of its function.
     """
 
-    def __init__(self, tell: Callable[[int], object] = lambda count: None):
+    def __init__(self, tell: Callable[[int, str], object] = lambda number, name: None):
         super().__init__()
         self._tell, self._count = tell, 0
         self._names: list[str] = []
@@ -48,7 +49,8 @@ class CompilationWatch(logging.Handler):
         self._propagate = True
 
     def __enter__(self) -> "CompilationWatch":
-        jax.monitoring.register_event_duration_secs_listener(self._on_event)
+        jax.monitoring.register_scalar_listener(self._on_begin)
+        jax.monitoring.register_event_duration_secs_listener(self._on_end)
         logger = logging.getLogger("jax")
         self._propagate, logger.propagate = logger.propagate, False  # `emit` passes on what is not ours
         logger.addHandler(self)
@@ -59,7 +61,8 @@ class CompilationWatch(logging.Handler):
         logger = logging.getLogger("jax")
         logger.removeHandler(self)
         logger.propagate = self._propagate
-        jax.monitoring.unregister_event_duration_listener(self._on_event)
+        jax.monitoring.unregister_event_duration_listener(self._on_end)
+        jax.monitoring.unregister_scalar_listener(self._on_begin)
 
     def explain(self) -> None:
         """Lets JAX log the cause of every cache miss from now on; costs nothing while there is none."""
@@ -71,11 +74,14 @@ class CompilationWatch(logging.Handler):
         self._names, self._causes = [], []
         return taken
 
-    def _on_event(self, event: str, duration_secs: float, **details) -> None:
-        if event == _COMPILED:
-            self._names.append(str(details.get("fun_name", "a function")))
+    def _on_begin(self, event: str, value: float | int, **details) -> None:
+        if event == _COMPILED:  # JAX reports the time at which it begins under the same name
             self._count += 1
-            self._tell(self._count)
+            self._tell(self._count, re.sub(r"^jit[(_](.*?)\)?$", r"\1", _name(details)).strip("_"))
+
+    def _on_end(self, event: str, duration_secs: float, **details) -> None:
+        if event == _COMPILED:
+            self._names.append(_name(details))
 
     def emit(self, record: logging.LogRecord) -> None:
         message = record.getMessage()
@@ -85,3 +91,7 @@ class CompilationWatch(logging.Handler):
             self._causes.append(" ".join(message.split()))
         elif self._propagate:
             logging.getLogger().handle(record)
+
+
+def _name(details: dict) -> str:
+    return str(details.get("fun_name", "a function"))

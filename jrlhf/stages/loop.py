@@ -2,6 +2,7 @@
 
 import faulthandler
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -57,8 +58,12 @@ def run_stage(
         learning = Learning(context.config, name, state, console.warn)
         run.begin(console.line)
 
+        waited: dict[str, float] = {}
+
         def save(step: int, state: State) -> None:
+            began = time.perf_counter()
             checkpoints.save(step, state, {**meta, RECORDS: {} if records is None else records.tally()})
+            waited["timing_s/save_checkpoint"] = time.perf_counter() - began
 
         with (
             MetricsLog(run.path, enabled=run.writes) as log,
@@ -74,7 +79,8 @@ def run_stage(
                 run.check_present()
                 samples, calls = metrics.pop(SAMPLES, ()), metrics.pop(CALLS, ())
                 metrics |= {"perf/compilations": len(compiled), "training/global_step": step + 1} | memory(context.mesh)
-                metrics |= learning.measure(state, metrics, step + 1)
+                metrics |= learning.measure(state, metrics, step + 1) | waited
+                waited.clear()  # of the checkpoint before this iteration
                 if step - start >= SETTLED and compiled:
                     console.warn(f"{name} step {step + 1} compiled {', '.join(compiled)} again: {' '.join(causes)}")
                 elif step - start == SETTLED - 1:
@@ -136,10 +142,7 @@ def _saved_on_error(checkpoints: Checkpoints, state: Any, step: int, save: Calla
 def _restore(
     checkpoints: Checkpoints, name: str, init: Callable[[], State], context: Context, meta: dict[str, str]
 ) -> tuple[int, State, dict[str, Any]]:
-    """The number of finished steps, and the state: of the newest good checkpoint, or 0 and a fresh state.
-
-    And the tally of the records that were written by then.
-    """
+    """The finished steps, the state then, and the tally of its records: of the newest good checkpoint, or fresh."""
     state = init()
     if not checkpoints.steps:
         return 0, state, {}

@@ -1,6 +1,5 @@
 """The stage of reinforcement learning: trains the roles of an algorithm against the rewards."""
 
-from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,6 +18,7 @@ from jrlhf.config.schema import Config
 from jrlhf.data.batches import (
     Batch,
     batch_indices,
+    distinct_first,
     epoch_of,
     key_for,
     pad_rows,
@@ -48,6 +48,7 @@ from jrlhf.roles.initial import scalar_model
 from jrlhf.roles.model import Model
 from jrlhf.roles.placement import RolePlacement
 from jrlhf.run.checkpoints import fingerprint_of
+from jrlhf.run.metrics import verl_figures
 from jrlhf.stages.context import Context
 from jrlhf.stages.evaluate import validate
 from jrlhf.stages.loop import CALLS, SAMPLES, run_stage
@@ -136,7 +137,7 @@ def train_rl(context: Context, policy: Model, rewards: Rewards, costs: Rewards |
         metrics["training/epoch"] = epoch_of(len(prompts.ids), section.rollout_batch // section.samples, draws)
         seconds = clock.take()
         metrics |= seconds | validated | {CALLS: clock.calls(context.mesh)}
-        metrics |= throughput(metrics, len(batch.examples), context.mesh.size)
+        metrics |= verl_figures(metrics, len(batch.examples), context.mesh.size)
         masks = {"learned": learned, "texts": None if texts is None else texts.loss_mask}
         read, raw, masks = to_host(({field: getattr(experience, field) for field in READ}, raw, masks))
         if utilisation is not None:
@@ -220,29 +221,20 @@ def _measure(
     return metrics, update_kl(kl, metrics["objective/kl"], episodes, config=algorithm), learned
 
 
-def throughput(metrics: Mapping[str, float], rows: int, devices: int) -> dict[str, float]:
-    """The number of tokens of the batch that an iteration learns from, and this number per second and device.
-
-    Counted as in verl: ReMax's greedy responses and the groups that DAPO did not keep do not count; the seconds of a
-    step include its validation.
-    """
-    tokens = rows * (metrics["prompt_length/mean"] + metrics["response_length/mean"])
-    return {"perf/total_num_tokens": tokens, "perf/throughput": tokens / metrics["timing_s/step"] / devices}
-
-
 def watch(context: Context, batch: Batch, experience: Experience, scores: Float[np.ndarray, "B"]) -> dict[str, Any]:
-    """A few samples, and the task's gold scores of all responses, if it has any. Training never sees gold scores."""
-    count, task = min(context.config.evaluation.samples, len(batch.examples)), context.task
-    responses = read_responses(task.tokenizer, experience, count if task.gold is None else None)
+    """Samples of different prompts, and the task's gold scores, if any, of all. Training never sees gold scores."""
+    task, rows = context.task, distinct_first(len(batch.examples), context.config.rl.samples)
+    rows = rows[: context.config.evaluation.samples]
+    responses = [response.text for response in read_responses(task.tokenizer, experience, rows)]
     shown = [
-        {"prompt": batch.texts[row], "response": responses[row].text, "score": float(scores[row])}
-        for row in range(count)
+        {"prompt": batch.texts[row], "response": text, "score": float(scores[row])}
+        for row, text in zip(rows, responses, strict=True)
     ]
     if task.gold is None:
         return {SAMPLES: shown}
-    gold = task.gold(batch.examples, [response.text for response in responses])
+    gold = task.gold(batch.examples, [response.text for response in read_responses(task.tokenizer, experience)])
     return {
-        SAMPLES: [sample | {"gold": float(gold.scores[row])} for row, sample in enumerate(shown)],
+        SAMPLES: [sample | {"gold": float(gold.scores[row])} for row, sample in zip(rows, shown, strict=True)],
         "gold/score": float(gold.scores.mean()),
         **{f"gold/{name}": float(values.mean()) for name, values in gold.items.items()},
     }

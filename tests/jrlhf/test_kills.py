@@ -59,7 +59,7 @@ def outcome(run: Path) -> tuple[dict[tuple[str, int], dict[str, Any]], bytes]:
         record = json.loads(line)
         key = record["stage"], record["step"]
         assert key not in records, "a step is recorded once"
-        records[key] = {name: x for name, x in record.items() if not name.startswith(("timing_s/", "perf/"))}
+        records[key] = {name: x for name, x in record.items() if not name.startswith(("timing_", "perf/"))}
     return records, (run / "model" / "model.safetensors").read_bytes()
 
 

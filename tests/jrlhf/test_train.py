@@ -59,6 +59,7 @@ def sums(tmp_path_factory) -> Path:
 def tiny(tmp_path_factory) -> Path:
     """The directory of a run that the function finished on eight devices, whose peak it is told."""
     directory = tmp_path_factory.mktemp("tiny")
+    jax.clear_caches()  # other tests of this process compile the same programs with fewer optimisations: other bits
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(mfu, "peak_of", lambda device: Peak(1e9, 1e10, 1e10))
         summary = main(load_config(TINY, [f"run_dir={directory}", "profile.iterations=[3]"]))

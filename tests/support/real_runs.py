@@ -82,7 +82,7 @@ def ended(pid: int) -> int:
 def outcome(run: Path) -> tuple[list[Any], bytes]:
     """Metrics without times, and the bytes of the final weights."""
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    timeless = [{k: v for k, v in row.items() if not k.startswith(("timing_s/", "perf/"))} for row in records]
+    timeless = [{k: v for k, v in row.items() if not k.startswith(("timing_", "perf/"))} for row in records]
     return timeless, (run / "model" / "model.safetensors").read_bytes()
 
 

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def timeless(path: Path) -> list[dict[str, Any]]:
     """A run's metrics, without those that depend on the clock or on what this process had compiled before."""
     return [
-        {name: x for name, x in record.items() if not name.startswith(("timing_s/", "perf/"))}
+        {name: x for name, x in record.items() if not name.startswith(("timing_", "perf/"))}
         for record in read_metrics(path)
     ]
 

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from jrlhf.data.batches import batch_indices, key_for, pad_rows, put_rows, row_keys
+from jrlhf.data.batches import batch_indices, distinct_first, key_for, pad_rows, put_rows, row_keys
 from jrlhf.meshes import make_mesh
 
 
@@ -21,6 +21,11 @@ def test_a_batch_depends_on_its_step_alone():
     again = [batch_indices(10, 4, step, seed=1) for step in reversed(range(5))][::-1]
     np.testing.assert_array_equal(first, again)
     assert not np.array_equal(first[0], batch_indices(10, 4, 0, seed=2))
+
+
+def test_rows_of_different_prompts_come_first():
+    np.testing.assert_array_equal(distinct_first(6, 3), [0, 3, 1, 4, 2, 5])
+    np.testing.assert_array_equal(distinct_first(3, 1), [0, 1, 2])
 
 
 def test_rows_are_padded_on_the_right_and_too_long_ones_refused():

@@ -28,7 +28,7 @@ def test_no_more_responses_are_decoded_than_are_asked_for():
         finished=np.array([True, False, True]),
     )
     expected = [Response((1, 2), "3", True), Response((6, 7), "13", False), Response((9, 10, 11), "30", True)]
-    assert read_responses(tokenizer, rollout, 2) == expected[:2]
+    assert read_responses(tokenizer, rollout, slice(2)) == expected[:2]
     assert decoded == [(1, 2), (6, 7)]
     assert read_responses(tokenizer, rollout) == expected
 

@@ -116,13 +116,13 @@ def test_a_fast_phase_gets_few_lines_and_a_slow_one_a_line_a_unit(plain, clock):
 def test_a_phase_that_compiles_for_long_is_not_silent(plain, clock):
     console, lines = plain
     with console.progress("ppo", total=3) as progress:
-        for count in range(1, 8):
+        for number in range(1, 8):
             clock.time += 4
-            progress.compiling(count)
+            progress.compiling(number, "update")
         progress.advance(1)
         clock.time += 60
-        progress.compiling(9)
-    assert lines() == ["ppo: compiling, 3 programs so far", "ppo: compiling, 6 programs so far", "ppo 1/3"]
+        progress.compiling(9, "update")
+    assert lines() == ["ppo: compiling update, program 3", "ppo: compiling update, program 6", "ppo 1/3"]
 
 
 def test_samples_are_cleaned_aligned_and_not_shown_too_often(plain, clock):

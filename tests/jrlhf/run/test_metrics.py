@@ -11,7 +11,7 @@ from tensorboardX.proto.event_pb2 import Event  # pyright: ignore[reportAttribut
 
 from jrlhf.errors import UserError
 from jrlhf.run.files import append_jsonl, read_jsonl
-from jrlhf.run.metrics import MetricsLog, StageRecords, read_metrics
+from jrlhf.run.metrics import MetricsLog, StageRecords, read_metrics, verl_figures
 
 STAGES = ("sft", "reward_model", "ppo")
 
@@ -56,6 +56,17 @@ def test_a_line_is_readable_at_once_and_what_is_not_finite_is_null_and_named(tmp
     assert np.isnan(returned["a"]) and returned["b"] == -np.inf
     log.close()
     log.close()
+
+
+def test_figures_of_an_iteration_are_counted_as_in_verl():
+    """Two rows of 10 + 30 tokens: their sums, `timing_per_token_ms` as verl's compute_timing_metrics divides them."""
+    metrics = {"prompt_length/mean": 10.0, "response_length/mean": 30.0, "timing_s/step": 4.0}
+    metrics |= {"timing_s/gen": 1.5, "timing_s/update_actor": 0.4, "timing_s/reshard": 0.1}
+    expected = {"perf/total_num_tokens": 80.0, "perf/throughput": 80.0 / 4.0 / 8}
+    expected |= {"timing_per_token_ms/gen": 1500.0 / 60, "timing_per_token_ms/update_actor": 400.0 / 80}
+    assert verl_figures(metrics, rows=2, devices=8) == pytest.approx(expected)
+    validated = verl_figures(metrics | {"timing_s/validation": 0.5}, rows=2, devices=8)
+    assert validated["timing_s/testing"] == 0.5
 
 
 def test_reserved_names_and_what_is_no_number_are_refused(tmp_path):

@@ -164,7 +164,7 @@ def train_one_and_two(runs: Path, *overrides: str, config: str = TINY) -> tuple[
 def records(run: Path) -> list[dict]:
     """The metrics that do not depend on time or machine."""
     return [
-        {name: value for name, value in record.items() if not name.startswith(("timing_s/", "perf/"))}
+        {name: value for name, value in record.items() if not name.startswith(("timing_", "perf/"))}
         for record in read_metrics(run)
     ]
 

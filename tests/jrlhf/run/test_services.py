@@ -46,9 +46,12 @@ def test_clock_and_stopwatch_add_up_seconds():
 
 
 def test_a_compilation_is_counted_and_after_settling_explained(caplog):
-    double = jax.jit(lambda x: 2 * x)
+    def twice(x):
+        return 2 * x
+
+    double, begun = jax.jit(twice), []
     two, three = jnp.arange(2), jnp.arange(3)
-    with CompilationWatch() as watch:
+    with CompilationWatch(lambda number, name: begun.append((number, name))) as watch:
         double(two)
         names, causes = watch.take()
         assert len(names) == 1 and causes == []
@@ -64,6 +67,7 @@ def test_a_compilation_is_counted_and_after_settling_explained(caplog):
         ):
             logging.getLogger("jax._src.compiler").warning(message)
         assert watch.take() == ([], [])
+    assert begun == [(1, "twice"), (2, "twice")]
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert not jax.config.jax_explain_cache_misses  # pyright: ignore[reportAttributeAccessIssue]
     double(jnp.arange(4))

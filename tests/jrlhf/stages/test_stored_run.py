@@ -15,7 +15,7 @@ STORED = Path(__file__).with_name("stored_run.tar.gz")
 def records(run: Path) -> dict[tuple[str, int], dict[str, float]]:
     """(stage, step) -> metrics, without times and rates."""
     lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    timed = ("timing_s/", "perf/")
+    timed = ("timing_", "perf/")
     return {
         (line.pop("stage"), line.pop("step")): {name: x for name, x in line.items() if not name.startswith(timed)}
         for line in lines
