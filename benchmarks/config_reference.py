@@ -1,21 +1,16 @@
 """The reference of all settings, as markdown: key, default and effect, read from the classes of the config.
 
-    python -m benchmarks.config_reference > docs/configuration.md
-
-A field's description is the comment at its end, the comment above it, the string below it, or the class's docstring.
+python -m benchmarks.config_reference > docs/configuration.md
 """
 
-import ast
 import dataclasses
-import inspect
 import json
-import re
-import sys
 import textwrap
 from collections.abc import Iterator
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from jrlhf.config import Config
+from jrlhf.config.descriptions import descriptions
 from jrlhf.config.stages import ALGORITHMS, STAGES
 from jrlhf.ppo.fields import default_of
 
@@ -26,6 +21,9 @@ A config is a YAML file. `python -m jrlhf.train --config FILE-or-NAME key=value`
 between the names of sections: `ppo.algorithm.kl_target=2`. A stage has a section if and only if it is in `stages`.
 Unknown keys are refused with the nearest known one; names of TRL and verl lead to ours. `--dry-run` prints the settings
 that are not the defaults, with `--all` all of them. Old names of keys still work and print a notice.
+
+Editors complete and check a config by `configs/schema.json`, which does not have the old names. In VS Code install the
+YAML extension and begin the config with `# yaml-language-server: $schema=PATH-TO/configs/schema.json`.
 
 This page is made from the classes by `python -m benchmarks.config_reference > docs/configuration.md`.
 
@@ -48,7 +46,7 @@ def reference_table() -> str:
 
 def _tables(path: str, cls: Any, base: Any = None) -> Iterator[str]:
     """Yields the table of a section, then those of the sections in it. base: a class whose settings are left out."""
-    rows, descriptions, hints = [], _descriptions(cls), get_type_hints(cls)
+    rows, texts, hints = [], descriptions(cls), get_type_hints(cls)
     inner: dict[tuple[Any, Any], list[str]] = {}  # (section, its base class) -> the keys that are such a section
     for item in dataclasses.fields(cls):
         if "from" in item.metadata or "table" in item.metadata:
@@ -63,7 +61,7 @@ def _tables(path: str, cls: Any, base: Any = None) -> Iterator[str]:
         if not sections and not (shared and default_of(base, item.name) == default):
             choices = [str(choice) for part in kinds if get_origin(part) is Literal for choice in get_args(part)]
             allowed = f" ({', '.join(choices)})" if choices else ""
-            rows.append(f"| `{item.name}` | `{json.dumps(default)}` | {descriptions.get(item.name, '')}{allowed} |")
+            rows.append(f"| `{item.name}` | `{json.dumps(default)}` | {texts.get(item.name, '')}{allowed} |")
     if rows:
         about = textwrap.dedent(cls.__doc__ or "").split("\n\n")[0].replace("\n", " ")
         about = "" if about.startswith(f"{cls.__name__}(") else f"{about}\n\n"
@@ -77,35 +75,6 @@ def _tables(path: str, cls: Any, base: Any = None) -> Iterator[str]:
 def _sections(kind: Any) -> Iterator[Any]:
     """Yields the sections that a value of this type may be."""
     yield from (part for part in (kind, *get_args(kind)) if dataclasses.is_dataclass(part))
-
-
-def _descriptions(cls: Any) -> dict[str, str]:
-    """Returns field -> description; a class that only changes a default keeps the description of the class above."""
-    descriptions: dict[str, str] = {}
-    for base in reversed(cls.__mro__):
-        written = getattr(sys.modules[base.__module__], base.__name__, None) is base  # others are made by a function
-        if written and base.__dict__.get("__dataclass_fields__") and base.__module__.startswith("jrlhf"):
-            descriptions |= {name: text for name, text in _described(base) if text}
-    return descriptions
-
-
-def _described(cls: type) -> Iterator[tuple[str, str]]:
-    for name, text in re.findall(r"^(\w+): (.+?)(?=^\w+: |\n\n|\Z)", inspect.getdoc(cls) or "", re.M | re.S):
-        yield name, " ".join(text.split())
-    source = textwrap.dedent(inspect.getsource(cls))
-    lines, (tree,) = source.splitlines(), ast.parse(source).body
-    assert isinstance(tree, ast.ClassDef)
-    for node, following in zip(tree.body, [*tree.body[1:], None], strict=True):
-        if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name):
-            continue
-        comments = [line.partition("  # ")[2] for line in lines[node.lineno - 1 : node.end_lineno] if "  # " in line]
-        row = node.lineno - 2
-        while lines[row].strip().startswith("# ") and "---" not in lines[row]:
-            row -= 1
-        above = [line.strip().removeprefix("# ") for line in lines[row + 1 : node.lineno - 1]]
-        below = following.value if isinstance(following, ast.Expr) else None
-        text = below.value if isinstance(below, ast.Constant) else " ".join(comments or above)
-        yield node.target.id, " ".join(str(text).split())
 
 
 if __name__ == "__main__":

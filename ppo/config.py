@@ -33,7 +33,9 @@ _WEIGHTED = only_if(
 
 
 def _whole(default: int | None, expected: str = "at least 1", least: int = 1) -> Any:
-    return checked(default, lambda value: isinstance(value, int) and value >= least, expected)
+    return checked(
+        default, lambda value: isinstance(value, int) and value >= least, expected, bounds={"minimum": least}
+    )
 
 
 def _bounds() -> Any:

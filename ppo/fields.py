@@ -13,7 +13,8 @@ LONGEST = 1e9  # seconds, some thirty years: no clock of an operating system wai
 def checked(default: Any = MISSING, holds: Callable[[Any], bool] | None = None, expected: str = "", **more: Any) -> Any:
     """Returns a dataclass field whose value must satisfy `holds`. None, where the type allows it, always does.
 
-    more: further metadata, such as `most`, the largest value, or `**only_if(...)`.
+    more: further metadata, such as `most`, the largest value, `bounds`, what JSON Schema calls its bounds, or
+        `**only_if(...)`.
     """
     return field(default=default, metadata={"holds": holds, "expected": expected, **more})
 
@@ -27,23 +28,32 @@ def only_if(holds: Callable[[Any], object], reason: str) -> dict[str, Any]:
 
 
 def count(default: int | None, **more: Any) -> Any:
-    return checked(default, lambda value: value >= 1, "at least 1", **more)
+    return checked(default, lambda value: value >= 1, "at least 1", bounds={"minimum": 1}, **more)
 
 
 def natural(default: int | None, **more: Any) -> Any:
-    return checked(default, lambda value: value >= 0, "at least 0", **more)
+    return checked(default, lambda value: value >= 0, "at least 0", bounds={"minimum": 0}, **more)
 
 
 def positive(default: float | None, expected: str = "above 0 and finite", **more: Any) -> Any:
-    return checked(default, lambda value: value > 0 and math.isfinite(value), expected, **more)
+    return checked(
+        default, lambda value: value > 0 and math.isfinite(value), expected, bounds={"exclusiveMinimum": 0}, **more
+    )
 
 
 def non_negative(default: float | None, **more: Any) -> Any:
-    return checked(default, lambda value: value >= 0 and math.isfinite(value), "at least 0 and finite", **more)
+    return checked(
+        default,
+        lambda value: value >= 0 and math.isfinite(value),
+        "at least 0 and finite",
+        bounds={"minimum": 0},
+        **more,
+    )
 
 
 def between(default: float | None, low: float, high: float, expected: str = "", **more: Any) -> Any:
-    return checked(default, lambda value: low <= value <= high, expected or f"from {low:g} to {high:g}", **more)
+    expected, bounds = expected or f"from {low:g} to {high:g}", {"minimum": low, "maximum": high}
+    return checked(default, lambda value: low <= value <= high, expected, bounds=bounds, **more)
 
 
 class Section:
@@ -56,7 +66,7 @@ class Section:
     """
 
     def __post_init__(self) -> None:
-        for name, rules in _rules(type(self)).items():
+        for name, rules in rules_of(type(self)).items():
             value = getattr(self, name)
             if value is None and rules["optional"]:
                 continue
@@ -75,8 +85,8 @@ class Section:
 
 
 @cache
-def _rules(cls: type[Section]) -> dict[str, dict[str, Any]]:
-    """Field -> its metadata, those of the classes above included, its choices, and whether it may be None."""
+def rules_of(cls: type[Section]) -> dict[str, dict[str, Any]]:
+    """Returns field -> its metadata, those of the classes above included, its choices, and whether it may be None."""
     rules: dict[str, dict[str, Any]] = {}
     for base in reversed(cls.__mro__):
         for item in base.__dict__.get("__dataclass_fields__", {}).values():
@@ -101,7 +111,7 @@ def default_of(cls: Any, name: str) -> Any:
 
 def without_effect(section: Any, path: str = "") -> Iterator[tuple[str, object, str]]:
     """Yields (key, value, reason) of every setting that has no effect with the others of its section."""
-    rules = _rules(type(section))
+    rules = rules_of(type(section))
     for item in fields(section):
         value, key = getattr(section, item.name), f"{path}.{item.name}".lstrip(".")
         if "only_if" in rules[item.name] and value != default_of(type(section), item.name):

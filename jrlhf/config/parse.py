@@ -132,13 +132,13 @@ def to_yaml(config: object, *, off: bool = False, defaults: bool = True) -> str:
         own = {item.name: getattr(value, item.name) for item in fields(value)}
         tables = [own[item.name] for item in fields(value) if "table" in item.metadata]  # of sections, by key
         values, mapping = {key: section for part in (own, *tables) for key, section in part.items()}, {}
-        for name, kind in _kinds(type(value)).items():
+        for name, kind in kinds_of(type(value)).items():
             is_tag = get_origin(kind) is Literal and len(get_args(kind)) == 1
             if not (defaults or is_tag) and name in own and own[name] == default_of(type(value), name):
                 continue
-            absent = _classes(kind) and values.get(name) is None
+            absent = classes_of(kind) and values.get(name) is None
             if name in values and (off or not absent):
-                mapping[name] = plain(_classes(kind)[0]() if absent else values[name])
+                mapping[name] = plain(classes_of(kind)[0]() if absent else values[name])
         return mapping
 
     return yaml.safe_dump(plain(config), sort_keys=False, allow_unicode=True, width=1000)
@@ -149,7 +149,7 @@ def build(cls: type[T], mapping: object, path: str = "") -> T:
 
     Values may be text, as `parse_yaml` returns it, or Python values. path: the dotted key of `mapping`.
     """
-    mapping, kinds = {} if mapping is None else mapping, _kinds(cls)
+    mapping, kinds = {} if mapping is None else mapping, kinds_of(cls)
     if not isinstance(mapping, Mapping):
         keys = ", ".join(kinds)
         raise UserError(f"{path}={_shown(mapping)}: it is a section, write {path}.KEY=VALUE for one of {keys}")
@@ -238,10 +238,10 @@ def _convert_tagged(kinds: list[Any], value: object, path: str) -> Any:
         return build(kinds[0], value, path)
     given = dict(value or {})
     chosen = convert(Literal[tuple(members)], given.get(tag, next(iter(members))), f"{path}.{tag}")
-    for key in [key for key in given if key not in _kinds(members[chosen])]:
-        other = next((kind for kind in kinds if key in _kinds(kind)), None)
+    for key in [key for key in given if key not in kinds_of(members[chosen])]:
+        other = next((kind for kind in kinds if key in kinds_of(kind)), None)
         if other is not None:  # a key of another member may be given if it has its default there
-            setting = convert(_kinds(other)[key], given.pop(key), f"{path}.{key}")
+            setting = convert(kinds_of(other)[key], given.pop(key), f"{path}.{key}")
             if setting != default_of(other, key):
                 raise UserError(other.unread(f"{path}.{key}", setting, f"{path}.{tag}={chosen}"))
     return build(members[chosen], given, path)
@@ -286,12 +286,12 @@ def _untyped(value: object) -> object:
     return float(value) if re.fullmatch(r"[-+]?(\d*\.?\d+([eE][-+]?\d+)?|\d+\.)", value) else str(value)
 
 
-def _classes(kind: Any) -> list[Any]:
+def classes_of(kind: Any) -> list[Any]:
     """Returns the sections that a value of this type may be."""
     return [one for one in (kind, *get_args(kind)) if is_dataclass(one) and get_origin(kind) is not tuple]
 
 
-def _kinds(cls: Any) -> dict[str, Any]:
+def kinds_of(cls: Any) -> dict[str, Any]:
     """Returns key -> type for the keys that a config may give, not for fields that are filled in `from` others."""
     kinds, hints = {}, get_type_hints(cls)
     for item in fields(cls):
@@ -305,7 +305,7 @@ def _suggestion(cls: Any, key: str, path: str, mapping: Mapping[str, Any]) -> st
     sources = {item.name: item.metadata["from"] for item in fields(cls) if "from" in item.metadata}
     if sources.get(key):
         return f"the run's {sources[key]} is used, set that"
-    kinds, key = _kinds(cls), PEERS.get(key, key)
+    kinds, key = kinds_of(cls), PEERS.get(key, key)
     table = [name for item in fields(cls) for name in item.metadata.get("table", ())]
     absent = set(table) - set(mapping) if set(table) & set(mapping) else set()  # stages that this run does not have
     below = {inner: inner.rsplit(".", 1)[-1] for inner in _paths(cls) if inner.split(".")[0] not in absent}
@@ -321,8 +321,8 @@ def _suggestion(cls: Any, key: str, path: str, mapping: Mapping[str, Any]) -> st
 def _paths(cls: Any) -> list[str]:
     """Returns the dotted keys of all settings below a section."""
     keys = []
-    for name, kind in _kinds(cls).items():
-        inner = [f"{name}.{path}" for section in _classes(kind) for path in _paths(section)]
+    for name, kind in kinds_of(cls).items():
+        inner = [f"{name}.{path}" for section in classes_of(kind) for path in _paths(section)]
         keys += inner or [name]
     return list(dict.fromkeys(keys))
 

@@ -1,0 +1,103 @@
+"""The JSON Schema of a config file, by which editors complete and check it, read from the classes of the config.
+
+    python -m benchmarks.config_schema > configs/schema.json
+
+It has every key, type, choice and description, and the bounds of most numbers. What settings demand of each other, only
+the program itself checks. Old names of keys, which it still reads, are not in the schema.
+"""
+
+import json
+import types
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any, Literal, Union, get_args, get_origin
+
+from jrlhf.config import Config
+from jrlhf.config.descriptions import descriptions
+from jrlhf.config.parse import kinds_of
+from jrlhf.config.stages import STAGES
+from jrlhf.ppo.fields import default_of, rules_of
+
+Schema = dict[str, Any]
+_TEXT = ["string", "number", "boolean"]  # a text may look like a number
+
+
+def config_schema() -> str:
+    """Returns the schema (draft 7), a line for every setting."""
+    definitions: dict[str, Schema] = {}
+    root = _section(Config, definitions)
+    head = {"$schema": "http://json-schema.org/draft-07/schema#", "title": "The config of a run of jrlhf"}
+    return _printed({**head, **root, "definitions": definitions})
+
+
+def _section(cls: Any, definitions: dict[str, Schema]) -> Schema:
+    texts, rules, properties = descriptions(cls), rules_of(cls), {}
+    for name, kind in kinds_of(cls).items():
+        setting = {"description": texts[name]} if texts.get(name) else {}
+        setting |= _value(kind, rules.get(name, {}), definitions)
+        if name in rules and not is_dataclass(default := default_of(cls, name)):
+            setting["default"] = default
+        properties[name] = setting
+    about = (cls.__doc__ or "").split("\n\n")[0]
+    about = {} if about.startswith(f"{cls.__name__}(") else {"description": " ".join(about.split())}
+    return {**about, "type": ["object", "null"], "additionalProperties": False, "properties": properties}
+
+
+def _value(kind: Any, rules: Mapping[str, Any], definitions: dict[str, Schema]) -> Schema:
+    """Returns the schema of the values that `parse.convert` reads as a `kind`, within the bounds of `rules`."""
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin in (Union, types.UnionType):
+        options = [option for option in inner if option is not type(None)]
+        if len(options) > 1:
+            return _tagged(options, definitions)
+        value = _value(options[0], rules, definitions)
+        if "enum" in value:
+            value["enum"].append(None)
+        elif "type" in value:
+            value["type"] = [*([value["type"]] if isinstance(value["type"], str) else value["type"]), "null"]
+        return value
+    if is_dataclass(kind):
+        return _reference(kind, definitions)
+    if origin is Literal:
+        return {"enum": [*inner]}
+    if origin is tuple:
+        size = {} if inner[-1] is Ellipsis else {"minItems": len(inner), "maxItems": len(inner)}
+        return {"type": "array", "items": _value(inner[0], {}, definitions), **size}
+    if origin is Mapping:
+        return {"type": "object"}
+    if kind in (int, float):
+        most = {} if rules.get("most") is None else {"maximum": rules["most"]}
+        return {"type": "integer" if kind is int else "number", **most, **rules.get("bounds", {})}
+    return {"type": "boolean"} if kind is bool else {"type": _TEXT}
+
+
+def _reference(cls: Any, definitions: dict[str, Schema]) -> Schema:
+    name = next((stage for stage, section in STAGES.items() if section is cls), cls.__name__)
+    if name not in definitions:
+        definitions[name] = {}  # its place
+        definitions[name] = _section(cls, definitions)
+    return {"$ref": f"#/definitions/{name}"}
+
+
+def _tagged(kinds: list[Any], definitions: dict[str, Schema]) -> Schema:
+    """Returns the schema of sections that differ in the value of their first key; without it, of the first one."""
+    tag = fields(kinds[0])[0].name
+    first, *others = kinds
+    schema = _reference(first, definitions)
+    for kind in others:
+        chosen = {"required": [tag], "properties": {tag: {"const": default_of(kind, tag)}}}
+        schema = {"if": chosen, "then": _reference(kind, definitions), "else": schema}
+    tags = {tag: {"enum": [default_of(kind, tag) for kind in kinds]}}
+    return {"type": ["object", "null"], "properties": tags, **schema}
+
+
+def _printed(schema: object, indent: str = "") -> str:
+    """Returns JSON of which a setting is a line."""
+    if not isinstance(schema, dict) or not any(isinstance(value, dict) for value in schema.values()):
+        return json.dumps(schema, ensure_ascii=False)
+    rows = [f"{indent} {json.dumps(key)}: {_printed(value, indent + ' ')}" for key, value in schema.items()]
+    return "{\n" + ",\n".join(rows) + f"\n{indent}}}"
+
+
+if __name__ == "__main__":
+    print(config_schema())
