@@ -31,6 +31,7 @@ PARTS = {
     "families": "all families against transformers and PEFT, through whole runs and through pipelines",
     "runs": "whole runs of every algorithm, plan and option, killed and resumed to the same bits",
     "processes": "runs of two processes against runs of one",
+    "notebooks": "all notebooks from top to bottom, and their installation beside an old and a fitting JAX",
     "inputs": "5,400 malformed inputs, read in one process, and 120 commands: one sentence and exit code 2, or a run",
 }
 PACKAGES = ("jax", "flax", "optax", "numpy", "orbax-checkpoint")

@@ -110,12 +110,27 @@ def host_memory() -> float:
     return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 
+def accelerator() -> str | None:
+    """Returns `gpu` or `tpu` where the machine seems to have one, whether JAX uses it or not."""
+    if shutil.which("nvidia-smi") is not None or Path("/proc/driver/nvidia/version").exists():
+        return "gpu"
+    if any(Path("/dev").glob("accel*")) or any(Path("/dev/vfio").glob("[0-9]*")):
+        return "tpu"
+    return None
+
+
 def idle_accelerator() -> str | None:
     """Returns a warning if the machine has an accelerator that JAX does not use."""
-    if jax.default_backend() != "cpu":
-        return None
-    if shutil.which("nvidia-smi") is not None or Path("/proc/driver/nvidia/version").exists():
+    present = accelerator() if jax.default_backend() == "cpu" else None
+    if present == "gpu":
         return "an NVIDIA GPU is present but JAX runs on the CPU: install jrlhf[cuda12] or jrlhf[cuda13], then restart"
-    if any(Path("/dev").glob("accel*")) or any(Path("/dev/vfio").glob("[0-9]*")):
+    if present == "tpu":
         return "a TPU seems to be present but JAX runs on the CPU: install jrlhf[tpu], then restart"
     return None
+
+
+def machine_settings() -> list[str]:
+    """Returns settings for all devices of this machine's accelerator in place of simulated ones; none without one."""
+    if accelerator() is None:
+        return []
+    return ["device.platform=auto", "device.simulated=null", "mesh.data=1", "mesh.fsdp=-1", "mesh.tensor=1"]

@@ -1,0 +1,165 @@
+"""The notebooks run from top to bottom, on tiny settings; their first cell installs jrlhf beside JAX as on Colab."""
+
+import json
+import os
+import re
+import runpy
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from jrlhf.config import load_config
+from jrlhf.run import devices
+
+ROOT = Path(__file__).resolve().parents[1]
+COLAB = ROOT / "colab"
+INSTALL = runpy.run_path(str(COLAB / "install.py"), run_name="install")
+TINY = (
+    "model.embed=32 model.layers=2 model.heads=2 model.kv_heads=2 model.head_dim=16 model.mlp=64 sft.steps=4 "
+    "sft.batch=16 reward_model.prompts=24 reward_model.heldout_prompts=16 reward_model.samples_per_prompt=2 "
+    "reward_model.steps=4 reward_model.batch=8 ppo.iterations=3 ppo.rollout_batch=16 evaluation.prompts=16"
+)
+pytestmark = pytest.mark.filterwarnings("ignore")  # those of Jupyter's own libraries
+
+
+class Notebook:
+    """A notebook and the kernel that executes it."""
+
+    def __init__(self, name: str, folder: Path, kernel: str = "python3"):
+        import nbformat
+        from nbclient import NotebookClient
+
+        self.cells = nbformat.read(COLAB / f"{name}.ipynb", as_version=4)
+        self._settings = {"timeout": 600, "kernel_name": kernel, "resources": {"metadata": {"path": str(folder)}}}
+        self._client = NotebookClient(self.cells, **self._settings)
+
+    @contextmanager
+    def kernel(self) -> Iterator[None]:
+        """A new kernel, which is killed at the end."""
+        with self._client.setup_kernel():
+            yield
+
+    def run(self, first: int = 0, last: int | None = None) -> str:
+        """Executes code cells first..last-1 in the running kernel; returns what they print. Raises their errors."""
+        code = [(index, cell) for index, cell in enumerate(self.cells.cells) if cell.cell_type == "code"]
+        chosen = code[first:last]
+        for index, cell in chosen:
+            self._client.execute_cell(cell, index)
+        return "".join(output.get("text", "") for _, cell in chosen for output in cell.outputs)
+
+
+def test_notebooks_are_stored_without_outputs():
+    for path in COLAB.glob("*.ipynb"):
+        text = path.read_text(encoding="utf-8")
+        notebook = json.loads(text)
+        assert text == json.dumps(notebook, indent=1, ensure_ascii=False) + "\n", path
+        for cell in notebook["cells"]:
+            assert cell["cell_type"] == "markdown" or (cell["outputs"] == [] and cell["execution_count"] is None)
+
+
+def test_a_machine_with_an_accelerator_is_never_given_simulated_devices(monkeypatch):
+    assert devices.machine_settings() == []
+    for kind, sentence in (("tpu", "a TPU seems"), ("gpu", "an NVIDIA GPU is")):
+        monkeypatch.setattr(devices, "accelerator", lambda kind=kind: kind)
+        config = load_config("quickstart", devices.machine_settings())
+        assert (config.device.platform, config.device.simulated) == ("auto", None)
+        assert (config.mesh.data, config.mesh.fsdp, config.mesh.tensor) == (1, -1, 1)
+        warning = devices.idle_accelerator()  # this process runs on CPUs
+        assert warning is not None and "JAX runs on the CPU" in warning and warning.startswith(sentence)
+
+
+def test_jax_and_its_plugin_are_kept_as_they_are():
+    present = {"jax": "0.10.2", "jaxlib": "0.10.2", "libtpu": "0.0.41", "numpy": "2.0.2"}
+    assert INSTALL["kept_versions"](present) == "jax==0.10.2\njaxlib==0.10.2\nlibtpu==0.0.41\n"
+    assert INSTALL["kept_versions"]({"numpy": "2.0.2"}) == ""
+    extra = INSTALL["extra_for"]
+    assert extra(present, False, True) == "tpu" and extra(present, False, False) == ""
+    assert extra({"jax-cuda13-plugin": "0.12.0"}, True, False) == "cuda13" and extra({}, True, False) == "cuda12"
+
+
+def test_the_versions_to_install_are_in_the_bounds_of_the_project():
+    from packaging.requirements import Requirement
+    from packaging.version import Version
+
+    project = [
+        Requirement(line)
+        for line in re.findall(r'^  "(.*)",$', (ROOT / "pyproject.toml").read_text(), re.M)
+        if re.match(r"(jax|flax)\b", line)
+    ]
+    pins = [Requirement(line) for line in (COLAB / "constraints.txt").read_text().splitlines() if line[0] != "#"]
+    for python in ("3.11", "3.12", "3.13"):
+        here = {"python_version": python}
+        apply = [pin for pin in pins if pin.marker is None or pin.marker.evaluate(here)]
+        assert sorted(pin.name for pin in apply) == ["flax", "jax"]
+        for pin in apply:
+            (version,) = (Version(part.version) for part in pin.specifier)
+            bounds = [r for r in project if r.name == pin.name and (r.marker is None or r.marker.evaluate(here))]
+            assert bounds and all(version in bound.specifier for bound in bounds)
+
+
+@pytest.mark.full
+def test_the_quickstart_runs(tmp_path, monkeypatch):
+    monkeypatch.setenv("JRLHF_NOTEBOOK_OVERRIDES", TINY)
+    notebook = Notebook("quickstart", tmp_path)
+    with notebook.kernel():
+        assert "gold on 16 held-out signatures" in notebook.run()
+    assert (tmp_path / "runs" / "quickstart" / "report.html").exists()
+
+
+@pytest.fixture
+def fresh_kernel(tmp_path, monkeypatch):
+    """A function: pip's arguments -> the Python of a kernel `fresh`, which has them and Jupyter, but no jrlhf."""
+
+    def create(*packages: str) -> Path:
+        monkeypatch.setenv("XLA_FLAGS", f"--xla_backend_optimization_level=0 {os.environ['XLA_FLAGS']}")
+        monkeypatch.delenv("PYTHONPATH", raising=False)
+        monkeypatch.setenv("JUPYTER_PATH", str(tmp_path / "venv/share/jupyter"))
+        monkeypatch.setenv("JRLHF_SOURCE", str(ROOT))
+        python = tmp_path / "venv/bin/python"
+        for command in (
+            [sys.executable, "-m", "venv", str(tmp_path / "venv")],
+            [str(python), "-m", "pip", "install", "-q", "ipykernel", *packages],
+            [str(python), "-m", "ipykernel", "install", "--prefix", str(tmp_path / "venv"), "--name", "fresh"],
+        ):
+            subprocess.run(command, check=True, capture_output=True)
+        return python
+
+    return create
+
+
+def version_of(python: Path, package: str) -> str:
+    program = f"from importlib.metadata import version; print(version('{package}'))"
+    return subprocess.run([python, "-c", program], check=True, capture_output=True, text=True).stdout.strip()
+
+
+@pytest.mark.proof("notebooks")
+def test_an_old_jax_is_replaced_and_the_next_cell_survives_the_restart(tmp_path, monkeypatch, fresh_kernel):
+    from nbclient.exceptions import CellExecutionError
+
+    monkeypatch.setenv("JRLHF_NOTEBOOK_OVERRIDES", TINY)
+    python = fresh_kernel("jax==0.7.2", "flax==0.11.2")
+    notebook = Notebook("quickstart", tmp_path, "fresh")
+    notebook.cells.cells[2].source = f"import jax\n{notebook.cells.cells[2].source}"  # something has loaded JAX
+    with notebook.kernel(), pytest.raises(CellExecutionError, match="Restart the session now.*in use: .*jax"):
+        notebook.run(0, 1)
+    pins = (COLAB / "constraints.txt").read_text()
+    assert f"jax=={version_of(python, 'jax')};" in pins and f"flax=={version_of(python, 'flax')};" in pins
+    with notebook.kernel():
+        assert "gold on 16 held-out signatures" in notebook.run(1)
+    with notebook.kernel():  # and from the top: nothing is left to install
+        assert "CpuDevice" in notebook.run(0, 2)
+
+
+@pytest.mark.proof("notebooks")
+def test_a_jax_that_fits_stays_and_needs_no_restart(tmp_path, fresh_kernel):
+    older = "0.11.1" if sys.version_info >= (3, 12) else "0.10.2"
+    python = fresh_kernel(f"jax=={older}")
+    notebook = Notebook("quickstart", tmp_path, "fresh")
+    with notebook.kernel():
+        printed = notebook.run(0, 2)
+    assert f"with jax {older}, which was there" in printed and "CpuDevice(id=3)" in printed
+    assert version_of(python, "jax") == older
