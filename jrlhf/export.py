@@ -27,7 +27,7 @@ from jrlhf.run.console import Console
 from jrlhf.run.devices import select
 from jrlhf.run.directory import CONFIG, TOKENIZER, Run
 from jrlhf.run.files import check_writable
-from jrlhf.stages.finalize import export
+from jrlhf.stages.finalize import card_facts, export
 from jrlhf.stages.setup import compute_of
 from jrlhf.tasks.docstrings.vocabulary import wrap
 
@@ -56,6 +56,7 @@ def export_checkpoint(run: Path, step: int | None = None, out: Path | None = Non
     out = run if out is None else out
     check_writable(f"--out {out}", out / "model" / "config.json")
 
+    facts = card_facts(Run(run), config, stage, chosen)
     mesh = make_mesh(1, 1, 1, devices=select(DeviceConfig(platform="cpu"))[:1])
     actor = fresh_model(config.model) if config.model.path is None else architecture(config.model.path, "model.path")
     tokenizer = _tokenizer(run, config, actor)
@@ -64,12 +65,10 @@ def export_checkpoint(run: Path, step: int | None = None, out: Path | None = Non
         weights = "trained.actor.params." if stage in ALGORITHMS else "params."
         params = restore_part(run / "checkpoints" / stage, chosen, weights, policy.params)
         try:
-            export(Run(out), config, tokenizer, policy.holding(params))
+            export(Run(out), config, tokenizer, policy.holding(params), facts)
         except OSError as error:
             raise UserError(f"--out {out}: {error}") from error
-    section = config.sections[stage]
-    length = section.iterations if stage in ALGORITHMS else section.steps
-    return f"{out / 'model'} is the policy of {stage} after step {chosen} of {length}"
+    return f"{out / 'model'} is the policy of {stage} after step {chosen} of {config.length(stage)}"
 
 
 def _newest_stage(run: Path, config: Config) -> tuple[str, list[int]]:

@@ -234,8 +234,7 @@ def _profile(config: Config, profile: ProfileConfig) -> Iterator[str]:
     stage = profile.stage or config.stages[-1]
     if stage not in config.stages:
         yield f"profile.stage={stage} is not among stages={_list(config.stages)}: name one that the run has"
-    section = config.sections[stage]
-    steps = section.iterations if stage in ALGORITHMS else section.steps
+    steps = config.length(stage)
     beyond = [number for number in profile.iterations if number > steps]
     if beyond:
         yield f"profile.iterations has {beyond[0]}, but {stage} ends after {steps}: choose earlier ones"

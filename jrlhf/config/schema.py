@@ -464,6 +464,11 @@ class Config(Section):
     def dpo(self) -> DPOStageConfig:
         return self.sections["dpo"]
 
+    def length(self, stage: str) -> int:
+        """The number of iterations, or steps, of a stage."""
+        section = self.sections[stage]
+        return section.iterations if stage in ALGORITHMS else section.steps
+
     @property
     def sampled_rows(self) -> int:
         """The number of rows that are sampled or scored at a time."""

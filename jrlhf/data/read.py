@@ -101,9 +101,15 @@ def read_dataset(source: Path | str, *, columns: ColumnsConfig = USUAL, split: s
 
 def hub_library(source: Path | str) -> ModuleType:
     """Returns the library that loads a dataset from the hub; refuses what is no name there."""
-    if not _HUB_NAME.fullmatch(str(source)) or Path(source).suffix in _READERS:
+    if not is_hub_name(source):
         raise UserError(f"{source} does not exist: name a file, a directory or a dataset on the hub")
     return _datasets(str(source))
+
+
+def is_hub_name(source: Path | str) -> bool:
+    """True for what can only be a dataset on the hub: no file or directory, and no file's name."""
+    path = Path(source).expanduser()
+    return bool(_HUB_NAME.fullmatch(str(source))) and path.suffix not in _READERS and not path.exists()
 
 
 def _check_whole(path: Path, split: str) -> None:

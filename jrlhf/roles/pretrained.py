@@ -1,5 +1,6 @@
 """Model directories: their location, their architecture, and their weights on the mesh."""
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -15,11 +16,12 @@ from jrlhf.errors import UserError
 from jrlhf.meshes import GENERATE, TRAIN, Layout, reshard
 from jrlhf.models import PRESETS, LoRAConfig, ModelConfig, init_lm, lora_shardings, param_shardings
 from jrlhf.models.hf import HFConfig, check_hf, load_adapter, load_hf, read_config
+from jrlhf.models.hf.files import CARD
 from jrlhf.models.params import HeadKind, Params
 from jrlhf.planning.workload import adapter_of
 
 # What a model directory may hold that is of use here. Never code, and no weights but safetensors.
-_DESCRIPTIONS = ["*.json", "*.jinja", "tokenizer.model", "merges.txt"]
+_DESCRIPTIONS = ["*.json", "*.jinja", "tokenizer.model", "merges.txt", CARD]
 _WEIGHTS = ["*.safetensors"]
 _IGNORED = ["*/*", "consolidated*"]  # other formats of the same weights
 
@@ -84,6 +86,15 @@ def fresh_model(model: ModelSection) -> ModelConfig:
 def is_here(path: str) -> bool:
     """True if a path to a model or to data is on this machine; else it may be the name of a hub."""
     return Path(path).expanduser().exists()
+
+
+def hub_model(path: str | None) -> str | None:
+    """Returns the hub name of a model that is given by it, or as a directory of the hub's cache; else None."""
+    if path is None:
+        return None
+    if cached := re.search(r"/models--([^/]+)--([^/]+)/snapshots/[^/]+/?$", path):
+        return f"{cached[1]}/{cached[2]}"
+    return path if _hub_name(path) and not is_here(path) else None
 
 
 def load_weights(

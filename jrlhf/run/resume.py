@@ -45,6 +45,11 @@ def changes(path: Path, saved: str, config: Config) -> tuple[list[str], str]:
     return refused, line if free else ""
 
 
+def defines_results(key: str) -> bool:
+    """False for settings that only say where and how a run computes, or what it observes and writes."""
+    return not _matches(key, _SAME + _ROUNDED)
+
+
 def _settings(saved: object, config: Config) -> tuple[dict[str, str], dict[str, str]]:
     """Returns the settings of a saved config and of `config`, key -> value."""
     try:

@@ -2,9 +2,9 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -18,13 +18,16 @@ from jrlhf.ppo import SafeRLHFConfig
 from jrlhf.rewards.mixture import Rewards
 from jrlhf.rewards.text_model import ENDS
 from jrlhf.roles.model import Model
-from jrlhf.roles.pretrained import describe
+from jrlhf.roles.pretrained import describe, hub_model, locate
 from jrlhf.run.directory import SUMMARY, Run
 from jrlhf.run.files import to_json
 from jrlhf.run.metrics import StageRecords, read_metrics
 from jrlhf.run.processes import from_main
 from jrlhf.stages.context import Context
 from jrlhf.stages.evaluate import Graded, compare, grade_heldout
+
+if TYPE_CHECKING:
+    from jrlhf.report.card import Facts
 
 
 @dataclass
@@ -53,10 +56,12 @@ def finish(context: Context, outcome: Outcome) -> dict[str, Any]:
         after = grade_heldout(context, outcome.policy, outcome.rewards, outcome.costs)
     summary = from_main(partial(_summarise, context, outcome, after))
     with context.console.status("writing the model"):
-        export(run, config, tokenizer, outcome.policy)
+        stage = [name for name in config.stages if name != "reward_model" or len(config.stages) == 1][-1]
+        facts = card_facts(run, config, stage, config.length(stage)) if run.writes else None
+        export(run, config, tokenizer, outcome.policy, facts)
         if outcome.reward is not None:
             with jax.set_mesh(outcome.reward.mesh):
-                export(run, config, tokenizer, outcome.reward, head="scalar")
+                export(run, config, tokenizer, outcome.reward, facts, head="scalar")
     from_main(lambda: str(write_report(run.path)))
     context.console.summary(summary, run.path)
     return summary
@@ -70,15 +75,27 @@ def _summarise(context: Context, outcome: Outcome, after: Graded | None) -> dict
         _write_samples(context, first, second)
         summary["held_out"] = compare(first, second)
     asked = {"chat": context.task.chat, "prompt_end": context.task.prompt_end}  # `jrlhf.generate` asks alike
-    summary |= {**_from_metrics(context), **asked, "phases": dict(outcome.seconds)}
+    steps = {stage: context.config.length(stage) for stage in context.config.stages}
+    summary |= {**_from_metrics(context), **asked, "steps": steps, "phases": dict(outcome.seconds)}
     context.run.write(SUMMARY, to_json(summary, indent=2))
     return summary
 
 
-def export(run: Run, config: Config, tokenizer: Tokenizer, model: Model, head: HeadKind = "lm") -> None:
+def card_facts(run: Run, config: Config, stage: str, step: int) -> "Facts":
+    """The contents of the cards of a run's models, after a step of the stage that trained the policy last."""
+    from jrlhf.report import read_run
+    from jrlhf.report.card import facts_of
+
+    base = None if config.model.path is None else locate(config.model.path, "model.path")
+    return facts_of(config, read_run(run.path), stage, step, base)
+
+
+def export(
+    run: Run, config: Config, tokenizer: Tokenizer, model: Model, facts: "Facts | None", head: HeadKind = "lm"
+) -> None:
     """Writes a model in Hugging Face form to model/ or reward_model/; an adapter also to adapter/, in PEFT's form.
 
-    Replaces what an earlier export of this run wrote.
+    Replaces what an earlier export of this run wrote. facts: for the cards; None in a process that writes nothing.
     """
     origin = None if config.model.path is None else describe(config.model.path, "model.path")
     dtype = config.export.dtype
@@ -87,7 +104,9 @@ def export(run: Run, config: Config, tokenizer: Tokenizer, model: Model, head: H
     name, adapter_name = ("model", "adapter") if head == "lm" else ("reward_model", "reward_adapter")
     params, lora = model.onloaded().params, model.architecture.lora
     if lora is not None:
-        export_adapter(params, model.config, lora, run.path / adapter_name, base_name=config.model.path)
+        base_name = hub_model(config.model.path) or config.model.path
+        card = _card(facts, head, adapter=True)
+        export_adapter(params, model.config, lora, run.path / adapter_name, base_name=base_name, card=card)
     export_hf(
         params if model.base is None else model.base,
         model.config,
@@ -102,10 +121,19 @@ def export(run: Run, config: Config, tokenizer: Tokenizer, model: Model, head: H
         pad_id=tokenizer.pad_id,
         bos_id=tokenizer.bos_id,
         generation=None if origin is None else origin.generation,
+        card=_card(facts, head),
     )
     if head == "scalar" and run.writes:
         settings = json.loads((run.path / name / "config.json").read_text(encoding="utf-8")) | {ENDS: "eos"}
         run.write(f"{name}/config.json", json.dumps(settings, indent=2) + "\n")
+
+
+def _card(facts: "Facts | None", head: HeadKind, *, adapter: bool = False) -> dict[str, bytes]:
+    if facts is None:
+        return {}
+    from jrlhf.report.card import files
+
+    return files(replace(facts, head=head, adapter=adapter))
 
 
 def _write_samples(context: Context, before: Graded, after: Graded | None) -> None:

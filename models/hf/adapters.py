@@ -6,6 +6,7 @@ a critic's scalar head is saved with them as `score`, as PEFT does for task type
 
 import json
 import os
+from collections.abc import Mapping
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,10 @@ from safetensors.numpy import save_file
 from jrlhf.meshes import to_devices
 from jrlhf.models.config import ModelConfig
 from jrlhf.models.hf.files import (
+    CARD,
     DTYPES,
     NOT_FINITE,
+    PLOT,
     Tensor,
     on_host,
     previous_export,
@@ -56,6 +59,7 @@ def export_adapter(
     directory: str | os.PathLike[str],
     *,
     base_name: str | None = None,
+    card: Mapping[str, bytes] | None = None,
 ) -> Path:
     """Writes an adapter as PEFT reads it; one with a scalar head for task type SEQ_CLS, else for CAUSAL_LM.
 
@@ -66,9 +70,10 @@ def export_adapter(
     adapter: as `init_lora`, on the host or on a mesh. If several processes share it, all of them must call this, and
         process 0 writes.
     base_name: the hub name or the directory of the base, for PEFT to find it.
+    card: README.md and progress.png, name -> bytes, which are written beside the weights.
     """
     directory = Path(directory)
-    previous_export(directory, {_CONFIG, _WEIGHTS}.__contains__)
+    previous_export(directory, {_CONFIG, _WEIGHTS, CARD, PLOT}.__contains__)
     host = jax.tree.map(on_host, adapter)
     if jax.process_index() != 0:
         multihost_utils.sync_global_devices("adapter")
@@ -94,6 +99,8 @@ def export_adapter(
         contiguous = {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
         save_file(contiguous, written / _WEIGHTS, metadata={"format": "pt"})
         (written / _WEIGHTS).chmod(0o644)  # safetensors makes it private
+        for name, content in (card or {}).items():
+            (written / name).write_bytes(content)
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices("adapter")
     return directory

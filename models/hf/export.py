@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 
 from jrlhf.models.config import ModelConfig
 from jrlhf.models.hf.config import hf_config
-from jrlhf.models.hf.files import INDEX, SINGLE, Planned, on_host, previous_export, replacing, write_tensors
+from jrlhf.models.hf.files import CARD, INDEX, PLOT, SINGLE, Planned, on_host, previous_export, replacing, write_tensors
 from jrlhf.models.hf.names import TensorView, weight_table
 from jrlhf.models.lora import LoRAConfig, headed, merge_layers
 from jrlhf.models.modules import has_int8, is_int8
@@ -35,7 +35,7 @@ TOKENIZER_FILES = (
     "merges.txt",
     "tokenizer.model",
 )
-_NAMES = ("config.json", "generation_config.json", SINGLE, INDEX, *TOKENIZER_FILES)
+_NAMES = ("config.json", "generation_config.json", SINGLE, INDEX, CARD, PLOT, *TOKENIZER_FILES)
 _OF_ITS_WRITER = ("transformers_version", "_from_model_config")  # no settings of generation
 _WRITTEN = re.compile("|".join(map(re.escape, _NAMES)) + r"|model-\d{5}-of-\d{5}\.safetensors")
 
@@ -55,6 +55,7 @@ def export_hf(
     pad_id: int | None = None,
     bos_id: int | None = None,
     generation: Mapping[str, Any] | None = None,
+    card: Mapping[str, bytes] | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> Path:
     """Writes a model as config.json and safetensors, with its tokenizer if given.
@@ -76,6 +77,7 @@ def export_hf(
     tokenizer_dir: a directory whose tokenizer files are copied as they are.
     eos_ids: the tokens that end a response.
     generation: settings of the generation_config.json, as `HFConfig.generation`; its token ids are those given here.
+    card: README.md and progress.png, name -> bytes, which are written beside the weights.
     shard_bytes: the largest weights file; a larger model is written as several, with an index.
     """
     directory = Path(directory)
@@ -117,6 +119,8 @@ def export_hf(
             _write_json(written / "generation_config.json", {"do_sample": True, **settings, **ids})
         if tokenizer_json is not None:
             _write_tokenizer(written, tokenizer_json, special, config.max_positions)
+        for name, content in (card or {}).items():
+            (written / name).write_bytes(content)
         for file in copied:
             shutil.copyfile(file, written / file.name)
         write_tensors(written, tensors, shard_bytes)

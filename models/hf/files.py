@@ -38,6 +38,8 @@ _BYTES |= {"F8_E5M2": 1, "F8_E4M3": 1, "F8_E8M0": 1, "F8_E5M2FNUZ": 1, "F8_E4M3F
 _HEADER_LIMIT = 100_000_000  # safetensors' own
 _LARGEST = 1 << 28  # bytes of a file of JSON, of which the largest are tokenizers
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+CARD, PLOT = "README.md", "progress.png"  # what may lie beside the weights for people to read
+SIGNATURE = "Trained by jrlhf"  # a card without it is not ours
 _AGAIN = "fetch the file again"
 _DEPTH = 100  # levels of a JSON text: what reads it further may walk it by recursion
 
@@ -278,7 +280,7 @@ def on_host(array: Any, dtype: DTypeLike | None = None) -> np.ndarray:
 
 def previous_export(directory: Path, ours: Callable[[str], bool]) -> None:
     """Checks that an export may replace `directory`: it is not there, empty, or holds only plain files that the same
-    kind of export writes.
+    kind of export writes, and no card but ours.
 
     ours: whether an export writes a file of this name.
     """
@@ -288,12 +290,17 @@ def previous_export(directory: Path, ours: Callable[[str], bool]) -> None:
         raise FileExistsError(f"{directory} is a file: choose another directory for the export")
     entries = sorted(directory.iterdir())
     foreign = [path.name for path in entries if path.is_symlink() or not path.is_file() or not ours(path.name)]
+    foreign += [CARD] if CARD not in foreign and _is_foreign_card(directory / CARD) else []
     if foreign:
         more = f" and {len(foreign) - 1} more" if len(foreign) > 1 else ""
         raise FileExistsError(
             f"{directory} holds {foreign[0]!r}{more}, which an export does not write and would delete: choose another "
             "directory for it"
         )
+
+
+def _is_foreign_card(path: Path) -> bool:
+    return path.is_file() and SIGNATURE.encode() not in path.read_bytes()
 
 
 @contextmanager

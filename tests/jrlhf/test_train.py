@@ -74,6 +74,7 @@ def finished(request) -> Path:
 
 def test_a_run_leaves_what_is_promised(finished):
     files = ["config.yaml", "before.json", "metrics.jsonl", "samples.jsonl", "report.html", "tokenizer.json"]
+    files += ["model/README.md", "model/progress.png"]
     for name in [*files, *(["preferences.jsonl"] if finished.name == "tiny" else [])]:
         assert (finished / name).stat().st_size > 0, name
     assert list(finished.glob("tensorboard/*/events.*"))

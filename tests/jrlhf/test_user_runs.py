@@ -118,6 +118,8 @@ def test_the_exported_models_load_again(everything, user):
     assert weights.keys() == start.keys()
     assert all(not np.array_equal(weights[name], start[name]) for name in weights)
     assert load_hf(path / "reward_model", mesh, head="scalar")[0].head == "scalar"
+    assert "# actor, trained with SFT and PPO" in (path / "model" / "README.md").read_text()
+    assert "# A reward model of actor" in (path / "reward_model" / "README.md").read_text()
     assert load_tokenizer(path / "model").eos_ids == load_tokenizer(user / "actor").eos_ids
 
 
@@ -162,6 +164,7 @@ def test_adapters_are_trained_on_a_base_that_stays(adapted):
     config = json.loads((path / "adapter" / "adapter_config.json").read_text())
     assert (config["peft_type"], config["task_type"], config["r"]) == ("LORA", "CAUSAL_LM", 4)
     assert config["base_model_name_or_path"] == str(actor)
+    assert "library_name: peft" in (path / "adapter" / "README.md").read_text()
     start = load_file(actor / "model.safetensors")
     merged = load_file(path / "model" / "model.safetensors")
     tensors = load_file(path / "adapter" / "adapter_model.safetensors")

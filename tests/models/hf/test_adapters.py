@@ -169,8 +169,10 @@ def test_files_go_round_bit_for_bit(written, head, tmp_path):
         adapter["value_head"]["bias"] = np.float32(0.75) * np.ones_like(adapter["value_head"]["bias"])
     with jax.set_mesh(mesh):
         placed = jax.device_put(adapter, lora_shardings(CONFIG, mesh, LORA[head], head))
-    export_adapter(placed, CONFIG, LORA[head], tmp_path / "out")
+    export_adapter(placed, CONFIG, LORA[head], tmp_path / "out", card={"README.md": b"Trained by jrlhf"})
+    assert (tmp_path / "out" / "README.md").read_bytes() == b"Trained by jrlhf"
     export_adapter(placed, CONFIG, LORA[head], tmp_path / "out")  # in the place of the first
+    assert not (tmp_path / "out" / "README.md").exists()
     settings = json.loads(GOLDEN.read_text())[f"{head} settings"]
     for theirs in (False, True):
         if theirs:

@@ -196,7 +196,9 @@ def test_only_an_exports_own_files_are_replaced(reference, tmp_path):
     real, link = tmp_path / "real", tmp_path / "link"
     link.symlink_to(real)
     for shard_bytes in (30_000, 10**9, 30_000):  # of one kind over the other
-        assert write(link, shard_bytes=shard_bytes) == link
+        card = {"README.md": b"Trained by jrlhf, %d" % shard_bytes, "progress.png": b"\x89"}
+        assert write(link, shard_bytes=shard_bytes, card=card) == link
+        assert all((real / name).read_bytes() == content for name, content in card.items())
         assert link.is_symlink() and (real / "tokenizer.json").exists()
         assert (real / "model.safetensors.index.json").exists() == (shard_bytes < 10**9)
     before = sorted(real.iterdir())

@@ -1,0 +1,338 @@
+"""The model card of an export: README.md with the metadata that the Hugging Face hub reads, and a plot beside it.
+
+It has no times, dates or places: a run that was resumed gives the bytes of one that was not.
+"""
+
+import io
+import platform
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+import yaml
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from jrlhf.config import Config, config_yaml
+from jrlhf.config.schema import DatasetsData, RewardConfig
+from jrlhf.config.stages import ALGORITHMS, TITLES
+from jrlhf.data.read import is_hub_name
+from jrlhf.models.hf.files import CARD, PLOT, SIGNATURE, check_file
+from jrlhf.models.params import HeadKind
+from jrlhf.report.charts import number, running_mean
+from jrlhf.report.read import GOLD, KL, SCORE, Curve, Record
+from jrlhf.report.sections import words
+from jrlhf.roles.pretrained import hub_model
+from jrlhf.run.console import clean, validation_key, with_error
+from jrlhf.run.resume import defines_results
+
+HUB = "https://huggingface.co"
+_NAMES = {"sft": "SFT", "reward_model": "reward model", **TITLES}
+_SECRET = re.compile(r"secret|passw|credential|(api|access|private)_?key|(auth|access|hf|api)_?token", re.IGNORECASE)
+_BLOCK = re.compile(r"\A---\n(.*?)\n---\n", re.DOTALL)  # of metadata, at the head of a card
+_ROLES = {"sft": "SFT", "preferences": "preferences", "prompts": "prompts", "heldout": "held-out prompts"}
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a card tells.
+
+    config: of the run. record: what the run wrote until the exported step. stage: the stage that trained the policy
+    last. step: its last step. head: "scalar" for a reward model. adapter: the directory holds only an adapter.
+    license: the metadata of the base's own card that are about its licence.
+    """
+
+    config: Config
+    record: Record
+    stage: str
+    step: int
+    head: HeadKind = "lm"
+    adapter: bool = False
+    license: Mapping[str, str] | None = None
+
+
+def facts_of(config: Config, record: Record, stage: str, step: int, base: Path | None) -> Facts:
+    """Returns the facts of a policy after a step of a stage.
+
+    record: of the whole run, whose later steps are left out, and its summary if it is of another step.
+    base: the directory of the model that the run began with.
+    """
+    earlier = {"reward_model", *config.stages[: config.stages.index(stage)]}
+    metrics = {name: rows for name, rows in record.metrics.items() if name in earlier}
+    if own := [row for row in record.metrics.get(stage, []) if row["step"] <= step]:
+        metrics[stage] = own
+    ended = record.summary.get("steps", {}).get(stage) == step
+    record = replace(record, metrics=metrics, summary=record.summary if ended else {})
+    return Facts(config, record, stage, step, license=None if base is None else license_of(base))
+
+
+def files(facts: Facts) -> dict[str, bytes]:
+    """Returns name -> bytes of the card and, where something was measured several times, of its plot."""
+    plot = progress(facts)
+    parts = {CARD: card(facts, plot="" if plot is None else plot[0]).encode()}
+    return parts if plot is None else {**parts, PLOT: plot[1]}
+
+
+def card(facts: Facts, *, plot: str = "") -> str:
+    """Returns the Markdown text. plot: what the picture beside it shows; empty: there is none."""
+    sections = [
+        f"---\n{_metadata(facts)}---\n\n# {_title(facts)}",
+        f"{SIGNATURE}, which does RLHF in JAX.",
+        *_results(facts, plot),
+        "## Recipe",
+        *_recipe(facts),
+        *_data(facts.config),
+        *_rewards(facts.config),
+        *_use(facts),
+        "## Versions",
+        f"jrlhf {version('jrlhf')}, jax {version('jax')}, flax {version('flax')}, "
+        f"Python {platform.python_version()}; format of the weights: Hugging Face, safetensors.",
+    ]
+    return "\n\n".join(sections) + "\n"
+
+
+def license_of(base: Path) -> dict[str, str]:
+    """Returns what the card in a model's directory says of its licence; empty if there is none."""
+    try:
+        check_file(base / CARD)
+        block = _BLOCK.match((base / CARD).read_text(encoding="utf-8"))
+        metadata = yaml.safe_load(block[1]) if block else None
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}
+    keys = ("license", "license_name", "license_link")
+    return {key: str(metadata[key]) for key in keys if key in metadata} if isinstance(metadata, dict) else {}
+
+
+def _short(path: str) -> str:
+    """Returns an absolute path by its last part, a directory of the hub's cache by its hub name, others as they are."""
+    return hub_model(path) or clean(Path(path).name if re.match(r"(~|/[^/]+)/", path) else path)
+
+
+def _metadata(facts: Facts) -> str:
+    config, scalar = facts.config, facts.head == "scalar"
+    values: dict[str, Any] = {"library_name": "peft" if facts.adapter else "transformers"}
+    values["pipeline_tag"] = "text-classification" if scalar else "text-generation"
+    values |= facts.license or {}
+    if base := hub_model(config.model.path):
+        values |= {"base_model": base, "base_model_relation": "adapter" if facts.adapter else "finetune"}
+    if names := [path.partition(":")[0] for _, path, _ in _datasets(config) if is_hub_name(path)]:
+        values["datasets"] = list(dict.fromkeys(names))
+    stages = ["reward-model"] if scalar else [stage.replace("_", "-") for stage in _done(facts)]
+    lora = ["lora"] if config.lora is not None else []
+    values["tags"] = list(dict.fromkeys(["jrlhf", *stages, *lora]))
+    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+
+
+def _done(facts: Facts) -> list[str]:
+    """The stages of the exported model, in their order."""
+    stages = facts.config.stages
+    return ["reward_model"] if facts.head == "scalar" else list(stages[: stages.index(facts.stage) + 1])
+
+
+def _title(facts: Facts) -> str:
+    path = facts.config.model.path
+    trained = " and ".join(_NAMES[stage] for stage in _done(facts) if stage != "reward_model")
+    base = "A language model" if path is None else _short(path)
+    if facts.head == "scalar":
+        return "A reward model" if path is None else f"A reward model of {base}"
+    kind = ": a LoRA adapter" if facts.adapter else "" if path is None else ","
+    return f"{base}{kind} trained with {trained}" if trained else base
+
+
+# --- Results ---
+
+
+def _results(facts: Facts, plot: str) -> list[str]:
+    rows = _reward_model_rows(facts.record) if facts.head == "scalar" else _rows(facts.record)
+    picture = [f"![{plot}]({PLOT})", f"{plot[0].upper()}{plot[1:]}."] if plot else []
+    if not rows and not picture:
+        return []
+    before = any(old for _, old, _ in rows)
+    head = ["", "before", "after"] if before else ["", ""]
+    cells = [[name, old, new] if before else [name, new] for name, old, new in rows]
+    return ["## Results", *([_table(head, cells)] if rows else []), *picture]
+
+
+def _rows(run: Record) -> list[tuple[str, str, str]]:
+    """(name, before the algorithm, after it) of the figures that a run is judged by."""
+    rows, measure = [], run.measure
+    old, new = run.graded("before"), run.graded("after")
+
+    def add(name: str, key: str, before: Mapping[str, Any], after: Mapping[str, Any], error: str = "") -> None:
+        if before.get(key) is None:
+            return
+        cells = ["" if one.get(key) is None else with_error(one[key], one.get(error)) for one in (before, after)]
+        rows.append((name, *cells) if cells[1] else (name, "", cells[0]))
+
+    count = f", {run.held_out['n']} held-out prompts" if "n" in run.held_out else ""
+    add(f"{run.measure_name}{count}", measure, old, new, f"{measure}_standard_error")
+    add("cost, held out", "cost", old, new, "cost_standard_error")
+    first, last = old.get("items") or {}, new.get("items") or {}
+    for name in first if len(first) > 1 else ():
+        add(words(run, name), name, first, last)
+    rows += _reward_model_rows(run) if run.trained else []
+    if accuracies := _finite(run.curve("dpo/eval_accuracy", "dpo")):
+        rows.append(("held-out pairs whose better answer the policy prefers", "", f"{accuracies[-1]:.1%}"))
+    if not run.trained and (losses := _finite(run.curve("sft/eval_loss", "sft"))):
+        rows.append(("held-out SFT loss, nats per token", "", number(losses[-1])))
+    names = {SCORE: "score in training", KL: "KL to the reference, nats per response"}
+    names |= {"response_length/mean": "response length in training, tokens"}
+    for metric, name in names.items():
+        if values := _finite(run.curve(metric)):
+            rows.append((f"{name}, last quarter", "", number(float(np.mean(values[-max(len(values) // 4, 1) :])))))
+    return rows
+
+
+def _reward_model_rows(run: Record) -> list[tuple[str, str, str]]:
+    accuracies = _finite(run.curve("reward_model/eval_accuracy", "reward_model"))
+    return [("held-out pairs that the reward model is right about", "", f"{accuracies[-1]:.1%}")] if accuracies else []
+
+
+def _finite(curve: Curve) -> list[float]:
+    return [value for value in curve[1] if np.isfinite(value)]
+
+
+def progress(facts: Facts) -> tuple[str, bytes] | None:
+    """Returns (what it shows, a PNG) of the held-out score, or else of the score in training or the loss over time.
+
+    None if nothing was measured twice. The same metrics give the same bytes.
+    """
+    run = facts.record
+    validated = {key: parsed for key in run.names("val-core/") if (parsed := validation_key(key)) is not None}
+    means = [key for key, (source, _, statistic) in validated.items() if source == "all" and statistic[:4] == "mean"]
+    training = f"in the iterations of {run.title}"
+    curves = [(f"{run.measure_name} on held-out prompts before each iteration", key, None) for key in means]
+    curves += [(f"gold score of the answers {training}", GOLD, None), (f"mean score {training}", SCORE, None)]
+    curves += [("share of held-out pairs whose better answer the policy prefers", "dpo/eval_accuracy", "dpo")]
+    losses = [("loss on held-out rows in SFT", "sft/eval_loss", "sft"), ("loss in SFT", "sft/loss", "sft")]
+    if facts.head == "scalar":
+        shown = "share of held-out pairs that the reward model is right about"
+        curves, losses = [(shown, "reward_model/eval_accuracy", "reward_model")], []
+    for label, metric, stage in curves + losses:
+        x, y = (np.asarray(values, float) for values in run.curve(metric, stage))
+        x, y = x[np.isfinite(y)], y[np.isfinite(y)]
+        if len(x) > 1:
+            return clean(label), _draw(x, y, clean(label), "iteration" if stage is None else "step")
+    return None
+
+
+def _draw(x: np.ndarray, y: np.ndarray, label: str, xlabel: str) -> bytes:
+    many = len(x) >= 20
+    with matplotlib.rc_context({"font.family": ["DejaVu Sans"], "axes.spines.top": False, "axes.spines.right": False}):
+        figure = Figure(figsize=(6.4, 3.2), dpi=120, layout="constrained")
+        axes = figure.add_subplot()
+        if many:
+            axes.plot(x, y, color="#2a78d6", linewidth=1.0, alpha=0.3)
+        axes.plot(x, running_mean(y, max(len(y) // 15, 3)) if many else y, "-" if many else "-o", color="#2a78d6")
+        axes.set_title(label, fontsize=10, loc="left")
+        axes.set_xlabel(xlabel)
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=6, steps=[1, 2, 5, 10], integer=True))
+        axes.grid(axis="y", alpha=0.3)
+        file = io.BytesIO()
+        figure.savefig(file, format="png", metadata={"Software": None})
+    return file.getvalue()
+
+
+# --- Recipe, data and rewards ---
+
+
+def _recipe(facts: Facts) -> list[str]:
+    config, lines = facts.config, []
+    for stage in _done(facts):
+        unit, length = "iterations" if stage in ALGORITHMS else "steps", config.length(stage)
+        done = facts.step if stage == facts.stage and facts.head == "lm" else length
+        count = f"{done} {unit}" if done == length else f"{done} of {length} {unit}"
+        lines.append(f"{len(lines) + 1}. {_NAMES[stage]}: {count}")
+    settings = yaml.safe_dump(_settings(config), sort_keys=False, allow_unicode=True, width=1000).rstrip()
+    fence = "`" * max(3, *(len(run) + 1 for run in re.findall("`+", settings)), 3)
+    text = (
+        "The settings that are not the defaults, without those that only say where and how it is computed. Paths are "
+        "given by their last part. In a file, with full paths, they train the model again: "
+        "`python -m jrlhf.train --config FILE`."
+    )
+    return ["\n".join(lines), text, f"{fence}yaml\n{settings}\n{fence}"]
+
+
+def _settings(config: Config) -> dict[str, Any]:
+    """The settings that define the results and are not the defaults, with paths shortened and secrets left out."""
+
+    def plain(value: Any, key: str) -> Any:
+        if isinstance(value, list) and key in ("rewards", "costs"):
+            return [plain(part, f"{key}[{index}]") for index, part in enumerate(value)]
+        if not isinstance(value, dict):
+            return _short(value) if isinstance(value, str) and "/" in value else value
+        mapping = {}
+        for name, part in value.items():
+            inner = f"{key}.{name}" if key else name
+            if isinstance(part, dict) and part:
+                part = plain(part, inner)
+                mapping |= {name: part} if part else {}
+            elif defines_results(inner):
+                mapping[name] = "(left out)" if _SECRET.search(str(name)) else plain(part, inner)
+        return mapping
+
+    return plain(yaml.safe_load(config_yaml(config, defaults=False)), "")
+
+
+def _datasets(config: Config) -> list[tuple[str, str, str]]:
+    """(what it is for, path, split) of all datasets that a run reads."""
+    if not isinstance(config.data, DatasetsData):
+        return []
+    parts = [(title, getattr(config.data, part)) for part, title in _ROLES.items()]
+    return [(title, part.path, part.split) for title, part in parts if part is not None and part.path is not None]
+
+
+def _data(config: Config) -> list[str]:
+    lines = []
+    for title, path, split in _datasets(config):
+        link = f"[{path}]({HUB}/datasets/{path.partition(':')[0]})"
+        lines.append(f"- {title}: {link if is_hub_name(path) else f'`{_short(path)}`'}, split `{split}`")
+    lines = lines or [f"The built-in task `{config.data.source}`."]
+    limits = f"At most {config.data.max_prompt} tokens of prompt and {config.data.max_response} of response."
+    return ["## Data", "\n".join(lines), limits]
+
+
+def _rewards(config: Config) -> list[str]:
+    def row(kind: str, part: RewardConfig) -> list[str]:
+        source = _short(str(getattr(part, str(part.kind))))
+        return [part.name, kind, f"{part.kind} `{source}`", f"{part.weight:g}"]
+
+    rows = [row("reward", part) for part in config.rewards] + [row("cost", part) for part in config.costs]
+    if "reward_model" in config.stages and config.algorithm:
+        weight = config.sections["reward_model"].weight
+        rows.insert(0, ["reward_model", "reward", "the reward model that the run trained", f"{weight:g}"])
+    return ["## Rewards", _table(["name", "kind", "source", "weight"], rows)] if rows else []
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(clean(cell).replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
+# --- Use ---
+
+
+def _use(facts: Facts) -> list[str]:
+    config, scalar = facts.config, facts.head == "scalar"
+    task = "SequenceClassification" if scalar else "CausalLM"
+    name, library = (f"AutoPeftModelFor{task}", "peft") if facts.adapter else (f"AutoModelFor{task}", "transformers")
+    code = f'from {library} import {name}\n\nmodel = {name}.from_pretrained("MODEL")'
+    parts = ["## Use", "`MODEL` is the directory of this file, or its name on the hub."]
+    if not scalar and not facts.adapter:
+        parts.append("    python -m jrlhf.generate --model MODEL")
+        if end := facts.record.summary.get("prompt_end"):
+            parts.append(f"Prompts of the training end in `{end!r}`.")
+    parts.append(f"```python\n{code}\n```")
+    kind = "adapter" if facts.adapter else "model"
+    if scalar:
+        remedy = f"In a config, it is the reward of a run as `rewards: [{{{kind}: MODEL}}]`."
+    else:
+        remedy = f"Training begins with it where a config says `{'lora' if facts.adapter else 'model'}.path: MODEL`."
+    resume = "A run that was stopped goes on with `python -m jrlhf.train --config RUN/config.yaml --resume`, where "
+    resume += "`RUN` is its directory."
+    return [*parts, "## Continue", *([remedy] if scalar or config.model.path is not None else []), resume]
