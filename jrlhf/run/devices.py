@@ -112,9 +112,11 @@ def host_memory() -> float:
 
 def accelerator() -> str | None:
     """Returns `gpu` or `tpu` where the machine seems to have one, whether JAX uses it or not."""
-    if shutil.which("nvidia-smi") is not None or Path("/proc/driver/nvidia/version").exists():
+    nvidia = any(Path(place).exists() for place in ("/proc/driver/nvidia/version", "/dev/nvidia0"))
+    if nvidia or shutil.which("nvidia-smi") is not None:
         return "gpu"
-    if any(Path("/dev").glob("accel*")) or any(Path("/dev/vfio").glob("[0-9]*")):
+    devices = [*Path("/dev").glob("accel*"), *Path("/dev/vfio").glob("[0-9]*")]
+    if devices or "TPU_ACCELERATOR_TYPE" in os.environ:
         return "tpu"
     return None
 

@@ -121,7 +121,7 @@ def test_every_default_is_valid(stage):
 
 
 def test_the_schema_takes_what_the_reader_takes_of_every_setting():
-    """A value that the reader takes is valid, a wrong one is neither. Of each setting there are values of both kinds."""
+    """A value that the reader takes is valid, a wrong one is neither; each setting has values of both kinds."""
     every = list(settings())
     assert len(every) > 700
     for path, kind, classes in every:
