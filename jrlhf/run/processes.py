@@ -4,8 +4,11 @@ Every process reads the same config and data, and gives the same programs to the
 differ between processes (a signal, a clock, the score of a reward function) is decided once, by the functions here.
 """
 
+import ctypes
 import itertools
 import os
+import signal
+import socket
 import sys
 import threading
 import time
@@ -36,6 +39,7 @@ _numbers = itertools.count()  # numbers of the calls of `from_main`, the same in
 
 
 _watch: "_Watch | None" = None
+_on_abort: Any = None  # the handler, which C calls for as long as the process lives
 
 
 class _Address(NamedTuple):
@@ -73,13 +77,15 @@ def start(config: DistributedConfig) -> None:
     state = distributed.global_state
     if (state.num_processes or 1) > 1:
         _watch = _Watch(state.client, state.process_id, state.num_processes, config.heartbeat)
+        if state.process_id > 0 and state.coordinator_address is not None:
+            _explain_abort(state.coordinator_address, state.process_id, state.num_processes)
 
 
 class _Watch:
     """Ends this process, in a sentence, `seconds` after the last sign of life of another one.
 
     Each process counts up a key of the coordinator, which runs in process 0, and reads the keys of all. Where process 0
-    is killed, JAX notices it first: it aborts the others at once.
+    is killed, JAX notices it first and aborts the others: see `_explain_abort`.
     """
 
     def __init__(self, client: Any, number: int, processes: int, seconds: float):
@@ -124,6 +130,26 @@ class _Watch:
             return None
         # Where the coordinator ends, the signs of all others end, too.
         return first if since < self._answered - 3 * self.seconds / _BEATS else 0
+
+
+def _explain_abort(coordinator: str, number: int, processes: int) -> None:
+    """Ends this process in a sentence where JAX aborts it, because process 0 and with it the coordinator has ended.
+
+    The thread of JAX that loses the coordinator calls C's abort(), which runs handlers of C, and none of Python's. An
+    abort for another reason goes on.
+    """
+    global _on_abort
+    host, _, port = coordinator.rpartition(":")
+
+    def explain(_: int) -> None:
+        with suppress(OSError), socket.create_connection((host.strip("[]"), int(port)), timeout=5):
+            return  # the coordinator lives
+        sentence = f"error: process 0 of {processes}, the coordinator, ended or cannot be reached by process {number}: "
+        os.write(2, f"{sentence}see why it ended, and go on with --resume\n".encode())
+        os._exit(FAILED)
+
+    _on_abort = ctypes.CFUNCTYPE(None, ctypes.c_int)(explain)
+    ctypes.CDLL(None).signal(int(signal.SIGABRT), _on_abort)
 
 
 def _give_up(sentence: str) -> None:

@@ -274,9 +274,6 @@ def test_a_process_that_is_lost_ends_the_others(tmp_path: Path, loss: str, lost:
     launched.processes[lost].kill()
     launched.processes[lost].wait()
     output = launched.text(1 - lost)
-    if (loss, lost) == ("SIGKILL", 0):  # the coordinator is gone with it: JAX aborts the others
-        assert code not in (0, 75) and ("another process failed first" in output or "another task died" in output)
-        return
     sentences = re.findall(r"^error: .*", output, re.M)
     assert code == 1 and "Traceback" not in output, output
     assert len(sentences) == 1 and f"process {lost} of 2" in sentences[0], output
