@@ -1,6 +1,7 @@
 """The rollouts of an asynchronous run, as its iterations see them: batches with their responses, drawn ahead."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -13,6 +14,7 @@ from jrlhf.fleet.fleet import Fleet
 from jrlhf.fleet.identity import Identity, trained_identity
 from jrlhf.fleet.processes import ProcessWorkers
 from jrlhf.fleet.prompts import PromptStream
+from jrlhf.fleet.recompute import Recompute
 from jrlhf.fleet.schedule import Rules
 from jrlhf.fleet.slices import SliceWorkers
 from jrlhf.fleet.state import Collected, FleetState
@@ -64,6 +66,15 @@ class AsynchronousRollouts(Closing):
                 setup = describe(self._mesh, model, actor.compute, sampling, config.rollout, **numbers)
                 folder = Path(config.run_dir).expanduser() / config.name
                 workers = ProcessWorkers(batch(), count, setup, config.fleet, folder, tell)
+            scored = replace(actor.compute.forward(actor.architecture), temperature=sampling.temperature)
+            recompute = Recompute(
+                actor.architecture.config,
+                self._mesh,
+                scored,
+                workers=count,
+                length=width + sampling.max_new_tokens,
+                keeps=options.on_new_weights == "keep_cache",
+            )
             self._fleet = Fleet(
                 workers,
                 self._mesh,
@@ -73,6 +84,7 @@ class AsynchronousRollouts(Closing):
                 samples=samples,
                 limit=sampling.max_new_tokens,
                 reward=options.reward_steps,
+                recompute=recompute,
             )
 
     def close(self) -> None:
@@ -82,7 +94,8 @@ class AsynchronousRollouts(Closing):
     @property
     def state(self) -> FleetState:
         """See `Fleet.state`."""
-        return self._fleet.state
+        with jax.set_mesh(self._mesh):
+            return self._fleet.state
 
     def fresh(self, actor: Actor) -> FleetState:
         """The state before anything is drawn, with the actor's weights."""

@@ -5,7 +5,7 @@ Which chunks come before which update follows from counts alone, so a run has th
 after a kill.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache, partial
@@ -18,8 +18,9 @@ from jax.sharding import PartitionSpec as P
 
 from jrlhf.errors import RunFailure
 from jrlhf.fleet.identity import Identity, differences
+from jrlhf.fleet.recompute import Compared, Recompute, Row, Tracked
 from jrlhf.fleet.schedule import Groups, OnNewWeights, Rules, first_batch, may_start, may_swap
-from jrlhf.fleet.state import Collected, Drawn, FleetState, Times, collected, pack, unpack
+from jrlhf.fleet.state import Collected, Drawn, FleetState, Times, collected, drawn_rows, pack, unpack
 from jrlhf.meshes import to_devices, to_host
 from jrlhf.models.generation.continuous import Decoding, Progress, Prompt, Weights
 
@@ -55,6 +56,10 @@ class Workers(Protocol):
         """Begins to hand weights over; returns what `take` is given."""
         ...
 
+    def weights(self, handle: Any) -> Weights:
+        """Returns what `put` was given, on the devices of the trainer's process: themselves, or a copy."""
+        ...
+
     def take(self, weights: Any, again: Mapping[int, Prompt] | None) -> list[tuple[Identity | None, Identity]]:
         """Draws with these weights from now on. Returns identities of the weights before and of these.
 
@@ -79,6 +84,7 @@ class Fleet:
 
     mesh: where `state` is. on_complete: is called with each group as soon as it is complete, from that thread, too.
     samples: rows of a group. limit: tokens of a row. reward: time from a group's last token to its score.
+    recompute: None: log-probabilities are not compared.
     """
 
     def __init__(
@@ -92,12 +98,14 @@ class Fleet:
         samples: int,
         limit: int,
         reward: int = 0,
+        recompute: Recompute | None = None,
     ):
         self._workers, self.mesh, self._rules, self._reward = workers, mesh, rules, reward
         self._on_new_weights: OnNewWeights = on_new_weights
         self._on_complete, self._samples, self._limit = on_complete, samples, limit
         self._groups, self._drawn = Groups[int](), dict[int, Drawn]()
         self._prompts: dict[int, Prompt] = {}
+        self._worker: dict[int, int] = {}  # that draws a group
         self._times = Times(0, 0, 0, 0, 0)
         self._taken = False  # whether this version has learned from a batch
         self.started = False
@@ -105,6 +113,9 @@ class Fleet:
         self._expected: Identity = {}  # of the weights that draw
         self._newest: tuple[Any, Weights, Identity] | None = None  # published, and not taken yet
         self._proofs: list[tuple[int, Identity, Identity]] = []  # version, identity of what draws, what it must be
+        self._recompute, self._tracked, self._compared = recompute, None, Compared()
+        # The version that draws, as the last one, and those before it whose tokens are not all compared; with handles.
+        self._drew: list[tuple[int, Any]] = []
         self._ready = 0  # time at which the batch in training was complete
         self._waits = {"trainer": 0, "rollouts": 0}
         self._thread = ThreadPoolExecutor(1, "fleet") if workers.own_devices else None
@@ -115,26 +126,33 @@ class Fleet:
     def fresh(self, weights: Weights, expected: Identity) -> FleetState:
         """The state before anything is drawn, with the first weights."""
         self._hold(weights, expected)
+        self._tracked = None if self._recompute is None else self._recompute.fresh()
         return self._state(self._workers.fresh())
 
     @property
     def state(self) -> FleetState:
-        """The state as arrays on devices, which the next chunk uses up."""
-        return self._state(self._workers.states())
+        """The state as arrays on devices, which the next chunk uses up. Raises RunFailure as `collect` does."""
+        decoding = self._workers.states()
+        self._check()
+        self._compare_retired(decoding)
+        return self._state(decoding)
 
     def _state(self, decoding: list[Decoding]) -> FleetState:
         places = int(self._rules.batch * (self._rules.staleness + 1))  # no more groups are ever under way: `may_start`
-        started = pack(self._groups, self._drawn, places, Drawn.blank(self._samples, limit=self._limit))
+        blank = Drawn.blank(self._samples, limit=self._limit)
+        started = pack(self._groups, self._drawn, self._worker, places, blank)
         host = started, jax.tree.map(np.int32, self._times)
         started, times = to_devices(host, NamedSharding(self.mesh, P()))
         lagging = None if self._weights is None else (self._weights, self._expected)
-        return FleetState(decoding[0] if len(decoding) == 1 else tuple(decoding), started, times, lagging)
+        slots = decoding[0] if len(decoding) == 1 else tuple(decoding)
+        return FleetState(slots, started, times, lagging, self._tracked)
 
     def start(self, state: FleetState, weights: Weights, expected: Identity) -> None:
         """Goes on from a state, with the trainer's present weights and their identity."""
         started, times = to_host((state.started, state.times))
         self._times = jax.tree.map(int, times)
-        self._groups, self._drawn = unpack(started)
+        self._groups, self._drawn, self._worker = unpack(started)
+        self._tracked = state.tracked
         self._workers.start(state.decoding if isinstance(state.decoding, tuple) else [state.decoding])
         if self._times.version < self._times.published:
             self._newest = self._workers.put(weights), weights, expected
@@ -157,7 +175,7 @@ class Fleet:
         self._ahead()
         rules, times = self._rules, self._times
         limit = int(rules.batch * (times.published + rules.staleness + 1 + times.spare + self._taken))
-        numbers = [*self._groups.unfinished, *range(self._groups.started, limit)]
+        numbers = [*self._drawn, *range(self._groups.started, limit)]
         return [number for number in numbers if number not in self._prompts]
 
     def submit(self, prompts: Sequence[Prompt]) -> None:
@@ -165,27 +183,34 @@ class Fleet:
         self._prompts |= {prompt.number: prompt for prompt in prompts}
 
     def collect(self) -> Collected:
-        """Draws until the next batch is complete, and takes it out. An update may take several."""
+        """Draws until the next batch is complete, and takes it out. An update may take several.
+
+        Raises RunFailure if other weights may have drawn it, or the right ones wrongly.
+        """
         self._ahead()
+        self._compared = self._compared if self._taken else Compared()
         self._times = replace(self._times, spare=self._times.spare + self._taken)
         self._taken = True
         while (batch := first_batch(self._groups.complete, self._rules)) is None:
             self._advance()
         self._ready, numbers = batch
         rows = collected(numbers, self._drawn, self._times.version)
+        drew, view = list(self._drew), self._rows(numbers)
         self._groups.remove(numbers)
         for number in numbers:
-            del self._drawn[number]
+            del self._drawn[number], self._prompts[number], self._worker[number]
         self._check()
         start = partial(self._draw_until, self._end)
         self._ahead = cache(start) if self._thread is None else self._thread.submit(start).result
+        for version, handle in drew:
+            self._compared += self._compare(version, handle, view)[0]
         return rows
 
     def publish(self, weights: Weights, expected: Identity) -> None:
         """Draws as long as the update takes, and then takes the new weights, as soon as they may be taken.
 
         expected: the identity of these weights, as the trainer computes it from its own. A batch that other weights may
-        have drawn is not given out: the next `collect` raises RunFailure.
+        have drawn is not given out: the next `state` or `collect` raises RunFailure.
         """
         newest = self._workers.put(weights), weights, expected
         self._ahead()
@@ -197,10 +222,14 @@ class Fleet:
         self._swap()
 
     def metrics(self) -> dict[str, float]:
-        """Returns how long each side waited for the other, in decode steps, and counts of rows and groups."""
-        waits = {f"async/{side}_wait": float(steps) for side, steps in self._waits.items()}
+        """Returns how long each side waited for the other, in decode steps, counts of rows and groups, and how far the
+        log-probabilities of tokens are from those that were computed again."""
+        metrics = {f"async/{side}_wait": float(steps) for side, steps in self._waits.items()}
         running, waiting = float(self._workers.running), float(len(self._groups.complete))
-        return waits | {"async/running_rows": running, "async/waiting_groups": waiting}
+        metrics |= {"async/running_rows": running, "async/waiting_groups": waiting}
+        compared = self._compared
+        metrics["async/recomputed_tokens"] = float(compared.tokens)
+        return metrics | ({"async/logprob_distance": compared.distance / compared.tokens} if compared.tokens else {})
 
     # ---- identity
 
@@ -212,11 +241,12 @@ class Fleet:
         expected: Identity,
         again: Mapping[int, Prompt] | None = None,
     ) -> None:
-        """Draws with these weights from now on. Notes what `_check` compares."""
+        """Draws with these weights from now on. Notes what `_check` and `_compare_retired` compare."""
         for old, new in self._workers.take(handle, again):
             if old is not None:  # the old ones must not have changed meanwhile
                 self._proofs.append((self._times.version, old, self._expected))
             self._proofs.append((version, new, expected))
+        self._drew.append((version, handle))
         self._hold(weights, expected)
         self._times = replace(self._times, version=version)
 
@@ -233,6 +263,36 @@ class Fleet:
                     f"the rollouts' weights of version {version} are not the trainer's: {len(wrong)} of "
                     f"{len(expected)} differ, {wrong[0]} first; nothing was learned from what they drew"
                 )
+
+    # ---- log-probabilities
+
+    def _rows(self, numbers: Iterable[int], decoding: Sequence[Decoding] = ()) -> list[Row]:
+        """The rows of these groups, as far as they are drawn. decoding: the slots of those that are not done."""
+        if self._recompute is None:
+            return []
+        rows, running = [], drawn_rows(decoding)
+        for number in numbers:
+            prompt, drawn = self._prompts[number], self._drawn[number]
+            for sample in range(self._samples):
+                row, own = number * self._samples + sample, slice(drawn.lengths[sample])
+                tokens, logprobs = running.get(row, (drawn.tokens[sample, own], drawn.logprobs[sample, own]))
+                versions = drawn.versions[sample, : len(tokens)]
+                ids = prompt.tokens[: prompt.length]
+                rows.append(Row(row, self._worker[number], ids, tokens, logprobs, versions, row in running))
+        return rows
+
+    def _compare(self, version: int, handle: Any, rows: Sequence[Row]) -> tuple[Compared, Tracked | None]:
+        """See `Recompute.compare`."""
+        if self._recompute is None or self._tracked is None or not any(version in row.versions for row in rows):
+            return Compared(), self._tracked
+        return self._recompute.compare(version, self._workers.weights(handle), rows, self._tracked)
+
+    def _compare_retired(self, decoding: Sequence[Decoding]) -> None:
+        """Compares what the versions before the present one drew, and lets them go: they draw no more."""
+        retired, self._drew = self._drew[:-1], self._drew[-1:]
+        rows = self._rows(self._drawn, decoding)
+        for version, handle in retired:
+            _, self._tracked = self._compare(version, handle, rows)
 
     # ---- between two chunks
 
@@ -261,6 +321,8 @@ class Fleet:
         if self._on_new_weights == "prefill_again" and self._workers.running:
             again = {number: self._prompts[number] for number in self._groups.unfinished}
         self._take(self._times.published, *newest, again)
+        if self._on_new_weights == "finish" and self._thread is None:
+            self._compare_retired(())  # all rows are done, and the memory of these weights is needed
 
     def _advance(self) -> None:
         """Takes new weights, fills the free slots, where it may, and decodes a chunk."""
@@ -269,7 +331,7 @@ class Fleet:
         entering: list[list[Prompt]] = [[] for _ in rooms]
         while max(rooms) > 0 and self._may_start():
             number, worker = self._groups.start(self._samples), rooms.index(max(rooms))
-            self._drawn[number] = Drawn.blank(self._samples, limit=self._limit)
+            self._drawn[number], self._worker[number] = Drawn.blank(self._samples, limit=self._limit), worker
             entering[worker].append(self._prompts[number])
             rooms[worker] -= 1
         progress = self._workers.decode(entering)
@@ -287,5 +349,4 @@ class Fleet:
                     self._complete(number)
 
     def _complete(self, number: int) -> None:
-        self._prompts.pop(number, None)
         self._on_complete(collected([number], self._drawn, self._times.version))

@@ -108,7 +108,12 @@ class ProcessWorkers:
         return states
 
     def put(self, weights: Weights) -> SharedArrays:
+        self._places = jax.tree.map(lambda leaf: leaf.sharding, weights[0])
         return SharedArrays.of(to_host(jax.tree.leaves(weights[0])))
+
+    def weights(self, handle: SharedArrays) -> Weights:
+        leaves, treedef = jax.tree.flatten(self._places)
+        return treedef.unflatten(to_devices(read(handle.path), leaves)), {}
 
     def take(self, weights: SharedArrays, again: Mapping[int, Prompt] | None) -> list[tuple[Identity | None, Identity]]:
         self._weights = weights

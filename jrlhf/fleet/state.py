@@ -10,9 +10,10 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Bool, Float, Int
 
+from jrlhf.fleet.recompute import Tracked
 from jrlhf.fleet.schedule import Groups
 from jrlhf.meshes import to_devices, to_host
-from jrlhf.models.generation.chunks import Slots
+from jrlhf.models.generation.chunks import EMPTY, Slots
 from jrlhf.models.generation.continuous import Decoding
 
 FREE = -1  # a place in `Started` without a group
@@ -43,6 +44,7 @@ class Started:
     count: Any  # of all groups that have started so far
     number: Any  # [Q]: of the group, or FREE
     time: Any  # [Q]: at which it was complete, or NEVER
+    worker: Any  # [Q]: that draws it
     rows: Drawn  # [Q, S]
 
 
@@ -67,6 +69,7 @@ class FleetState:
     started: Started
     times: Times
     weights: Any = None  # with "finish": the weights that draw, which may be older than the trainer's; their identity
+    tracked: Tracked | None = None
 
 
 class Collected(NamedTuple):
@@ -83,29 +86,43 @@ def collected(numbers: Sequence[int], drawn: Mapping[int, Drawn], version: int) 
     return Collected(np.array(numbers), rows, version)
 
 
-def pack(groups: Groups[int], drawn: Mapping[int, Drawn], places: int, blank: Drawn) -> Started:
-    """Returns the groups under way as arrays of a fixed size."""
+def pack(
+    groups: Groups[int], drawn: Mapping[int, Drawn], worker: Mapping[int, int], places: int, blank: Drawn
+) -> Started:
+    """Returns the groups under way as arrays of a fixed size. worker: of each group."""
     number, time = np.full(places, FREE, np.int32), np.full(places, NEVER, np.int32)
+    workers = np.zeros(places, np.int32)
     rows = Drawn(*(np.repeat(array[None], places, axis=0) for array in blank))
     times = {complete: at for at, complete in groups.complete}
     for place, (group, own) in enumerate(drawn.items()):
-        number[place], time[place] = group, times.get(group, NEVER)
+        number[place], time[place], workers[place] = group, times.get(group, NEVER), worker[group]
         for array, values in zip(rows, own, strict=True):
             array[place] = values
-    return Started(np.int32(groups.started), number, time, rows)
+    return Started(np.int32(groups.started), number, time, workers, rows)
 
 
-def unpack(started: Started) -> tuple[Groups[int], dict[int, Drawn]]:
+def unpack(started: Started) -> tuple[Groups[int], dict[int, Drawn], dict[int, int]]:
     """Inverts `pack`."""
-    groups, drawn = Groups[int](int(started.count)), {}
+    groups, drawn, worker = Groups[int](int(started.count)), {}, {}
     for place in np.flatnonzero(started.number != FREE):
         number, time = int(started.number[place]), int(started.time[place])
+        worker[number] = int(started.worker[place])
         drawn[number] = own = Drawn(*(np.array(array[place]) for array in started.rows))
         if time == NEVER:
             groups.unfinished[number] = int((own.lengths == 0).sum())
         else:
             groups.complete.append((time, number))
-    return groups, drawn
+    return groups, drawn, worker
+
+
+def drawn_rows(decoding: Sequence[Decoding]) -> dict[int, tuple[np.ndarray, np.ndarray]]:
+    """Returns the tokens and the log-probabilities so far of each row that decodes, by its number."""
+    rows = {}
+    for own in to_host([(d.owner, d.drawn, d.results.tokens, d.results.logprobs) for d in decoding]):
+        for row, count, tokens, logprobs in zip(*own, strict=True):
+            if row != EMPTY:
+                rows[int(row)] = tokens[:count], logprobs[:count]
+    return rows
 
 
 def saved(decoding: Decoding, mesh: Mesh) -> Decoding:

@@ -49,7 +49,7 @@ def run(config: Any) -> Path:
     return Path(config.run_dir) / config.name
 
 
-def proven(*names: str) -> list[Any]:
+def proven(*names: Any) -> list[Any]:
     """The first one among the full tests, the others in `.ci/full kills`."""
     marks = [pytest.mark.full] + [pytest.mark.proof("kills")] * (len(names) - 1)
     return [pytest.param(name, marks=mark) for name, mark in zip(names, marks, strict=True)]

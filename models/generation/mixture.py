@@ -1,0 +1,80 @@
+"""Log-probabilities of rows that several versions of the weights drew, each going on from the keys of the one before.
+
+The passes are those of scoring, over whole rows, and share no program with decoding.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, Int
+
+from jrlhf.kernels.logprob import token_logprobs
+from jrlhf.meshes import GENERATE
+from jrlhf.models.attention import attention, layer_rotations, of_layer
+from jrlhf.models.collectives import TENSOR
+from jrlhf.models.config import ModelConfig
+from jrlhf.models.forward import ForwardOptions, ShardedForward
+from jrlhf.models.lora import lora_shardings, with_adapter
+from jrlhf.models.modules import NO_ADAPTERS, Block, Norm, dequantised
+from jrlhf.models.params import Params, layer_axes, spec_tree
+
+CACHES = P(GENERATE.batch, None, TENSOR)  # rows over the groups, and heads over a group's devices
+
+Caches = Sequence[tuple[Float[Array, "B T K H"], Float[Array, "B T K H"]]]  # each layer's rotated keys, and values
+
+
+def make_mixture(
+    config: ModelConfig, mesh: Mesh, options: ForwardOptions
+) -> Callable[..., tuple[Float[Array, "B T"], Caches | None]]:
+    """Builds f(weights, adapter, tokens [B, T], since [B], caches) -> (logprobs [B, T], caches).
+
+    logprobs[:, t] = log pi(tokens[:, t] | tokens[:, :t]), where positions from `since` on are computed with these
+    weights, and those before are keys and values that are there already. It is meant where t > since; other weights
+    drew the tokens before.
+
+    weights, adapter: as decoding takes them; no adapter without `options.lora`.
+    caches: keys and values of the positions before `since`; other positions are not read. What is returned has those of
+        all positions, for the next version. None where no row goes on: then `since` is 0.
+    """
+    forward, lora = ShardedForward(config, mesh, GENERATE, "lm", options), options.lora
+    rows, adapted = GENERATE.batch_spec(), {}
+    if lora is not None:
+        adapted = spec_tree(lora_shardings(config, mesh, lora))
+
+    def on_device(
+        params: Params, adapter: Params, tokens: Int[Array, "b T"], since: Int[Array, "b"], caches: Caches | None
+    ) -> tuple[Float[Array, "b T"], Caches | None]:
+        if lora is not None:
+            params = with_adapter(params, adapter, lora, options.dtype)
+        positions = jnp.arange(tokens.shape[1])[None, :]
+        old = (positions < since[:, None])[:, :, None, None]
+        rotations, x, now = layer_rotations(positions, config), forward.embed(params, tokens), []
+        adapters, blank = params.get("adapters", [NO_ADAPTERS] * config.layers), [None] * config.layers
+        for layer, low, local, there in zip(params["layers"], adapters, config.locality, caches or blank, strict=True):
+
+            def attend(query, key, value, local=local, there=there):
+                pair = key, value
+                if there is not None:
+                    pair = tuple(jnp.where(old, x.astype(key.dtype), new) for x, new in zip(there, pair, strict=True))
+                scores = {**config.scores, "local": local, "implementation": options.attention}
+                return attention(query, *pair, **scores), pair
+
+            loaded = jax.tree.map(forward.load, dequantised(layer, options.dtype, after=x), layer_axes(forward.axes))
+            x, pair = Block(config, loaded)(x, of_layer(rotations, local), attend, TENSOR, low)
+            now.append(pair)
+        hidden = Norm(config, params["final_norm"])(x)
+        hidden, unembedding, targets = forward.predictions(params, hidden, tokens, None)
+        logprobs, _ = token_logprobs(hidden, unembedding, targets, **forward.logits)
+        return forward.by_row(logprobs, tokens, None), None if caches is None else now
+
+    def call(params: Params, adapter: Params, tokens: Array, since: Array, caches: Caches | None) -> Any:
+        params, stored = forward.stored(params)
+        specs = stored, adapted, rows, rows, CACHES
+        mapped = jax.shard_map(on_device, mesh=mesh, in_specs=specs, out_specs=(rows, CACHES))
+        return mapped(params, adapter, tokens, since, caches)
+
+    return call
