@@ -39,8 +39,9 @@ class Notebook:
 
     @contextmanager
     def kernel(self) -> Iterator[None]:
-        """A new kernel, which is killed at the end."""
-        with self._client.setup_kernel():
+        """A new kernel, killed at the end. Programs are optimised little: most run shorter than they compile."""
+        flags = f"--xla_backend_optimization_level=0 {os.environ['XLA_FLAGS']}"
+        with self._client.setup_kernel(env={**os.environ, "XLA_FLAGS": flags}):
             yield
 
     def run(self, first: int = 0, last: int | None = None) -> str:
@@ -50,6 +51,16 @@ class Notebook:
         for index, cell in chosen:
             self._client.execute_cell(cell, index)
         return "".join(output.get("text", "") for _, cell in chosen for output in cell.outputs)
+
+
+def code_of(name: str) -> list[str]:
+    """The code cells of a notebook."""
+    cells = json.loads((COLAB / f"{name}.ipynb").read_text(encoding="utf-8"))["cells"]
+    return ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+
+
+def test_notebooks_begin_with_the_same_installation():
+    assert len({code_of(path.stem)[0] for path in COLAB.glob("*.ipynb")}) == 1
 
 
 def test_notebooks_are_stored_without_outputs():
@@ -110,12 +121,56 @@ def test_the_quickstart_runs(tmp_path, monkeypatch):
     assert (tmp_path / "runs" / "quickstart" / "report.html").exists()
 
 
+def test_the_walkthrough_is_short_and_uses_no_program():
+    cells = code_of("walkthrough")
+    assert sum(len(cell.splitlines()) for cell in cells) <= 300
+    imported = set(re.findall(r"(?:from|import) (jrlhf[\w.]*)", "\n".join(cells)))
+    assert imported == {
+        "jrlhf.config.schema",  # for the choice of devices
+        "jrlhf.run.devices",
+        "jrlhf.kernels.logprob",
+        "jrlhf.meshes",
+        "jrlhf.ppo",
+    }
+
+
+def scores(printed: str) -> list[list[float]]:
+    """The pairs `score ... 0.1 -> 0.9` of a text."""
+    return [[float(first), float(last)] for first, last in re.findall(r"score.* ([\d.]+) -> ([\d.]+)", printed)]
+
+
+@pytest.mark.proof("notebooks")
+def test_the_reward_of_the_walkthrough_rises(tmp_path, monkeypatch):
+    monkeypatch.setenv("WALKTHROUGH_SFT", "200")
+    monkeypatch.setenv("WALKTHROUGH_PPO", "12")
+    notebook = Notebook("walkthrough", tmp_path)
+    with notebook.kernel():
+        printed = notebook.run()
+    ((before, after),) = scores(printed)
+    assert before < 0.6 and after > before + 0.25
+    assert "redundant 0" in printed
+    divergences = [float(value) for value in re.findall(r"KL ([\d.]+) nats", printed)]
+    assert divergences[0] == 0.0 < divergences[-1] < 3
+
+
+@pytest.mark.proof("notebooks")
+def test_the_steps_train_foreign_models_alike_on_every_mesh(tmp_path, monkeypatch):
+    monkeypatch.setenv("STEPS_ITERATIONS", "12")
+    notebook = Notebook("steps_in_your_own_jax", tmp_path)
+    with notebook.kernel():
+        printed = notebook.run()
+    assert len(scores(printed)) == 2 and all(after > before + 0.05 for before, after in scores(printed))
+    pairs = re.findall(r": (-?[\d.]+) on 4 devices, (-?[\d.]+) on one", printed)
+    assert len(pairs) == 3
+    for many, one in pairs:
+        assert float(many) == pytest.approx(float(one), rel=1e-4, abs=1e-6)
+
+
 @pytest.fixture
 def fresh_kernel(tmp_path, monkeypatch):
     """A function: pip's arguments -> the Python of a kernel `fresh`, which has them and Jupyter, but no jrlhf."""
 
     def create(*packages: str) -> Path:
-        monkeypatch.setenv("XLA_FLAGS", f"--xla_backend_optimization_level=0 {os.environ['XLA_FLAGS']}")
         monkeypatch.delenv("PYTHONPATH", raising=False)
         monkeypatch.setenv("JUPYTER_PATH", str(tmp_path / "venv/share/jupyter"))
         monkeypatch.setenv("JRLHF_SOURCE", str(ROOT))
