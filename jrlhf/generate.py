@@ -17,6 +17,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jrlhf.config import load_config
+from jrlhf.config.places import is_address
 from jrlhf.config.schema import DatasetsData, DeviceConfig
 from jrlhf.data.batches import key_for, pad_rows, put_rows, read_responses, row_keys, whole_batches
 from jrlhf.data.encode import Encoding, Prompts
@@ -36,6 +37,7 @@ from jrlhf.run.console import clean
 from jrlhf.run.devices import select
 from jrlhf.run.directory import CONFIG, read_summary
 from jrlhf.run.files import check_writable, write_atomic
+from jrlhf.storage.models import fetch_run
 
 TOKENS = 256  # default maximum of an answer
 STREAMED = 8  # tokens of an answer that a conversation shows at a time
@@ -108,7 +110,7 @@ def load(
     platform: Literal["auto", "cpu", "gpu", "tpu"] = "auto",
     data: DatasetsData | None = None,
 ) -> Generator:
-    """Loads a run, a model directory or a hub name.
+    """Loads a run, a model directory, the address of one of them in an object store, or a hub name.
 
     sampling: fields of `SamplingConfig`; the tokenizer adds the tokens that stop a response. adapter: a PEFT directory.
     dtype: auto is bfloat16 on an accelerator, float32 on a CPU. data: the data section of the model's training.
@@ -171,11 +173,13 @@ def cli(arguments: Sequence[str] | None = None) -> int:
 def _run(options: argparse.Namespace) -> None:
     interactive = not options.prompt and options.file is None
     _check(options, interactive)
-    summary = read_summary(Path(options.model).expanduser())
+    remote = is_address(options.model)
+    home = fetch_run(options.model, "--model") if remote else Path(options.model).expanduser()
+    summary = read_summary(home)
     end = summary.get("prompt_end", "")  # as a run was trained
     examples = [Example(prompt=_ended(text, end)) for text in options.prompt or ()]
     examples += read_dataset(options.file).examples if options.file is not None else []
-    data = _data_of(options.model)
+    data = _data_of(home)
     sampling = {name: getattr(options, name) for name in ("max_new_tokens", "temperature", "top_k", "top_p")}
     if options.max_new_tokens is None:
         sampling["max_new_tokens"] = data.max_response
@@ -215,9 +219,9 @@ def _check(options: argparse.Namespace, interactive: bool) -> None:
         raise UserError(f"-n {options.n} answers need a --prompt or a --file: in a conversation each turn has one")
 
 
-def _data_of(model: str) -> DatasetsData:
-    """The data section of a run; if `model` is not a run, the defaults."""
-    saved = Path(model).expanduser() / CONFIG
+def _data_of(home: Path) -> DatasetsData:
+    """The data section of a run; if `home` is not a run, the defaults."""
+    saved = home / CONFIG
     if not saved.is_file():
         return DatasetsData(max_response=TOKENS)
     data = load_config(str(saved)).data

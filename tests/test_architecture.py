@@ -24,6 +24,7 @@ ORDER = (
     ("roles",),
     ("planning",),
     ("data",),
+    ("storage",),
     ("run",),
     ("config",),
     ("ppo", "models"),

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from jrlhf.config.places import is_address
 from jrlhf.config.schema import (
     Config,
     DatasetsData,
@@ -169,6 +170,11 @@ def _void_settings(config: Config) -> Iterator[tuple[bool, str, str]]:
     texts = False  # an algorithm imitates texts in addition
     yield config.model.path is None, "lora.critic", "fresh weights, which have no model.path for a critic of its own"
     yield config.reference_is_base, "sleep.reference", "lora, whose base is the reference"
+    yield (
+        not is_address(config.run_dir),
+        "storage.scratch storage.timeout storage.patience storage.lease",
+        (f"run_dir={config.run_dir}, which is no address"),
+    )
     yield not scored, "sleep.reward", "rewards that are all functions"
     if name is None:
         yield True, "plan reward_model.weight validation.every compute.shared_passes compute.fused_loss", stages

@@ -4,7 +4,6 @@ A section exists only if its stage or feature is used. A new setting is one line
 on its effect and unit, which is also its documentation; `parse.py` reads it and explains mistakes.
 """
 
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,6 +11,7 @@ from typing import Any, ClassVar, Literal
 
 from jrlhf.config.aliases import modernize
 from jrlhf.config.parse import Feature, changed, in_use
+from jrlhf.config.places import StorageConfig, address, place
 from jrlhf.config.stages import (
     ALGORITHMS,
     STAGES,
@@ -27,15 +27,6 @@ from jrlhf.models.generation.schedule import Schedule
 from jrlhf.ppo.fields import LONGEST, Section, between, checked, count, natural, non_negative, only_if, positive
 
 MOST_DEVICES = 4096  # of a process
-
-
-def place(default: str | None = None) -> Any:
-    """A field with a path, or a name that is looked for as a path first."""
-    return checked(default, _is_path, "a path on this machine, with names of at most 255 bytes and without ://")
-
-
-def _is_path(text: str) -> bool:
-    return "://" not in text and len(text) < 4000 and all(len(os.fsencode(name)) < 256 for name in text.split("/"))
 
 
 @dataclass(frozen=True)
@@ -91,7 +82,7 @@ class MeshConfig(Section):
 class ModelSection(Section):
     """The actor: a model directory, or fresh weights of these sizes."""
 
-    path: str | None = place()  # a Hugging Face directory, a run's directory or a hub name; null: fresh weights
+    path: str | None = address()  # a Hugging Face directory, a run's directory or a hub name; null: fresh weights
     vocab_size: int = count(1024)  # number of tokens
     embed: int = count(128)  # width of the residual stream
     layers: int = count(4, most=MOST_LAYERS)  # number of layers
@@ -111,8 +102,8 @@ class ModelSection(Section):
 class RolesConfig(Section):
     """Model directories of the roles that do not start from the actor. Their tokenizer must be the actor's."""
 
-    critic: str | None = place()  # null: the reward model that this run trained, else the actor with a new head
-    reference: str | None = place()  # null: the actor as it is before reinforcement learning
+    critic: str | None = address()  # null: the reward model that this run trained, else the actor with a new head
+    reference: str | None = address()  # null: the actor as it is before reinforcement learning
 
 
 LoRATarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -292,7 +283,7 @@ class RewardConfig(Section):
 
     # The name in metrics.
     name: str = checked("reward", lambda value: re.fullmatch(r"[\w.-]+", value) is not None, "a word: it names metrics")
-    model: str | None = place()  # a directory with a sequence classifier of one label, such as a run's reward_model
+    model: str | None = address()  # a directory with a sequence classifier of one label, such as a run's reward_model
     adapter: str | None = place()  # a PEFT directory of a reward model on the actor's base; it reads the actor's tokens
     function: str | None = place()  # package.module:function, file.py:function, or one of jrlhf/rewards/builtin.py
     weight: float = 1.0  # factor in the sum; 0: it is measured and logged, and nothing learns from it
@@ -391,7 +382,7 @@ class Config(Section):
     )
     # Of all random numbers.
     seed: int = checked(0, lambda value: 0 <= value < 2**32, "from 0 to 4294967295", most=2**32 - 1)
-    run_dir: str = place("runs")  # directory of all runs
+    run_dir: str = address("runs")  # directory of all runs, or its address in an object store
     # Seconds per iteration; a longer one ends the run and shows where it hung.
     deadline: float = positive(3600.0, most=LONGEST)
     # Updates in a row after which a run ends because numbers that are not finite kept all of them from a model's
@@ -417,6 +408,7 @@ class Config(Section):
     fleet: FleetSection | None = None
     checkpoints: CheckpointConfig = CheckpointConfig()
     export: ExportConfig = ExportConfig()
+    storage: StorageConfig = StorageConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     validation: ValidationConfig | None = None
     wandb: WandbConfig | None = None

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import jax
 from jax.sharding import Mesh
@@ -23,6 +22,7 @@ from jrlhf.models import SamplingConfig
 from jrlhf.models.generation.continuous import ContinuousBatch, Weights
 from jrlhf.rewards.mixture import Answers, Rewards
 from jrlhf.roles.actor import Actor
+from jrlhf.run.directory import run_path
 from jrlhf.run.files import Closing
 
 
@@ -64,8 +64,7 @@ class AsynchronousRollouts(Closing):
             else:
                 model, numbers = actor.architecture.config, {"samples": samples, "slots": slots, "width": width}
                 setup = describe(self._mesh, model, actor.compute, sampling, config.rollout, **numbers)
-                folder = Path(config.run_dir).expanduser() / config.name
-                workers = ProcessWorkers(batch(), count, setup, config.fleet, folder, tell)
+                workers = ProcessWorkers(batch(), count, setup, config.fleet, run_path(config), tell)
             scored = replace(actor.compute.forward(actor.architecture), temperature=sampling.temperature)
             recompute = Recompute(
                 actor.architecture.config,

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from jrlhf.config.places import is_address
 from jrlhf.config.schema import Config, DatasetsData, LoRASection, ModelSection
 from jrlhf.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from jrlhf.errors import UserError
@@ -19,18 +20,22 @@ from jrlhf.models.hf import HFConfig, check_hf, load_adapter, load_hf, read_conf
 from jrlhf.models.hf.files import CARD
 from jrlhf.models.params import HeadKind, Params
 from jrlhf.planning.workload import adapter_of
+from jrlhf.storage.models import fetch
 
 # What a model directory may hold that is of use here. Never code, and no weights but safetensors.
-_DESCRIPTIONS = ["*.json", "*.jinja", "tokenizer.model", "merges.txt", CARD]
-_WEIGHTS = ["*.safetensors"]
+_DESCRIPTIONS = ("*.json", "*.jinja", "tokenizer.model", "merges.txt", CARD)
+_WEIGHTS = ("*.safetensors",)
 _IGNORED = ["*/*", "consolidated*"]  # other formats of the same weights
 
 
 def locate(path: str, key: str, *, weights: bool = False) -> Path:
-    """The directory of a model: a Hugging Face directory, a run's (its model/), or a hub name's local copy.
+    """The directory of a model: a Hugging Face directory, a run's (its model/), or the copy of an address or hub name.
 
     key: the setting that names it, for the error. weights: download weights, too; otherwise only their description.
     """
+    wanted = _DESCRIPTIONS + (_WEIGHTS if weights else ())
+    if is_address(path):
+        return fetch(path, key, wanted)
     directory = Path(path).expanduser()
     if (directory / "config.json").is_file():
         return directory
@@ -47,9 +52,8 @@ def locate(path: str, key: str, *, weights: bool = False) -> Path:
         raise UserError(f"{key}={path} does not exist: name a model directory, a run, or a hub name such as org/model")
     import huggingface_hub
 
-    wanted = _DESCRIPTIONS + (_WEIGHTS if weights else [])
     try:
-        return Path(huggingface_hub.snapshot_download(path, allow_patterns=wanted, ignore_patterns=_IGNORED))
+        return Path(huggingface_hub.snapshot_download(path, allow_patterns=[*wanted], ignore_patterns=_IGNORED))
     except Exception as error:  # the library's own, the network's, the file system's
         reason = str(error).strip().split("\n")[0]
         raise UserError(

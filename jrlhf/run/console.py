@@ -175,7 +175,7 @@ class Console:
             padded = (cell.ljust(width) for cell, width in zip(line, widths, strict=True))
             self.line(("  " + "  ".join(padded)).rstrip())
 
-    def summary(self, summary: Mapping[str, Any], run_dir: Path) -> None:
+    def summary(self, summary: Mapping[str, Any], run_dir: Path | str) -> None:
         """Shows what summary.json holds, and where the report is."""
         self.line("")
         self._held_out(summary.get("held_out") or {})
@@ -190,8 +190,8 @@ class Console:
             self.line("cost in the last quarter: {last_quarter:.3f} (limit {limit:g})".format(**summary["cost"]))
         for name, seconds in summary.get("phases", {}).items():
             self.line(f"{name}: {duration(seconds)}", style="dim")
-        self.line(f"report: {run_dir / 'report.html'}")
-        self.line(f"model: {run_dir / 'model'}, in Hugging Face form")
+        self.line(f"report: {run_dir}/report.html")
+        self.line(f"model: {run_dir}/model, in Hugging Face form")
         self.line(f"to talk to it: python -m jrlhf.generate --model {run_dir}")
 
     def _held_out(self, held_out: Mapping[str, Any]) -> None:

@@ -18,8 +18,9 @@ from typing import Any
 
 from jrlhf import __version__
 from jrlhf.config import Config, config_yaml
+from jrlhf.config.places import is_address
 from jrlhf.errors import Preempted, RunFailure, UserError
-from jrlhf.run.files import Closing, append_jsonl, write_atomic
+from jrlhf.run.files import Closing, append_jsonl, cache_directory, write_atomic
 from jrlhf.run.processes import from_main, is_main
 from jrlhf.run.resume import changes
 
@@ -40,6 +41,8 @@ class Run(Closing):
 
     def __init__(self, path: Path, *, writes: bool = True, notes: Sequence[str] = ()):
         self.path, self.writes, self.notes, self.changes, self._lock = path, writes, notes, list[str](), -1
+        self.shown: Path | str = path  # where users find it
+        self.watch: Callable[[], None] = lambda: None  # raises RunFailure if the run must not go on
         self._pending: dict[str, str | bytes] | None = None  # what is to be written at the beginning
 
     def lock(self) -> None:
@@ -108,7 +111,8 @@ class Run(Closing):
                 file.write(_environment([*self.notes, *(f"goes on {change}" for change in self.changes)]))
 
     def check_present(self) -> None:
-        """Raises RunFailure if the directory was deleted or moved while the run uses it."""
+        """Raises RunFailure if the directory was deleted or moved while the run uses it, or cannot be copied."""
+        self.watch()
         try:
             present = self._lock < 0 or os.path.samestat(os.stat(self.path / _LOCK), os.fstat(self._lock))
         except OSError:
@@ -158,13 +162,22 @@ def read_summary(directory: Path) -> dict[str, Any]:
     return summary
 
 
+def run_path(config: Config) -> Path:
+    """Returns the directory in which a run works: run_dir/name, or for an address its place in storage.scratch."""
+    if not is_address(config.run_dir):
+        return Path(config.run_dir).expanduser() / config.name
+    scratch = config.storage.scratch
+    place = cache_directory() / "runs" if scratch is None else Path(scratch).expanduser()
+    return place.joinpath(*config.run_dir.replace("://", "/").rstrip("/").split("/"), config.name)
+
+
 def open_run(config: Config, *, resume: bool = False, notes: Sequence[str] = ()) -> Run:
-    """Makes the directory `config.run_dir/config.name`, or with `resume` opens the run that is in it.
+    """Makes the directory `run_path(config)`, or with `resume` opens the run that is in it.
 
     A new run gets config.yaml at once. A resumed one whose settings changed gets it when it begins (`Run.begin`). Each
     start adds to environment.txt, with the lines of `notes`. Process 0 does all this for the others.
     """
-    run = Run(Path(config.run_dir).expanduser() / config.name, writes=is_main(), notes=notes)
+    run = Run(run_path(config), writes=is_main(), notes=notes)
     from_main(partial(_open, run, config, resume))
     return run
 
@@ -209,6 +222,11 @@ def _compare(path: Path, config: Config, resume: bool) -> str:
         saved = (path / CONFIG).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise UserError(f"{path / CONFIG} is damaged ({error}): bring it back from a backup") from error
+    return refuse_other(path, saved, config, resume)
+
+
+def refuse_other(path: Path | str, saved: str, config: Config, resume: bool) -> str:
+    """Refuses a config that does not go on with the run in `path`, whose config.yaml is `saved`; see `_compare`."""
     refused, line = changes(path, saved, config)
     if refused:
         more = f" and {len(refused) - 5} more" if len(refused) > 5 else ""

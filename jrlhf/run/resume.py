@@ -15,6 +15,7 @@ _SAME = ("name", "run_dir", "distributed.*", "deadline", "fleet.*", "sleep.*", "
 _SAME += tuple(f"{kind}[[]*.{key}" for kind in ("rewards", "costs") for key in ("deadline", "workers", "on_failure"))
 _SAME += (
     "stop_after_skipped",
+    "storage.*",
     "wandb.*",
     "evaluation.*",
     "validation.*",
@@ -26,10 +27,11 @@ _ROUNDED = ("plan", "device.*", "mesh.*", "rollout.*", "*.micro_batches", "*.mic
 _ROUNDED += ("compute.remat", "compute.logprob", "compute.fused_loss", "compute.attention", "compute.score_tokens")
 
 
-def changes(path: Path, saved: str, config: Config) -> tuple[list[str], str]:
+def changes(path: Path | str, saved: str, config: Config) -> tuple[list[str], str]:
     """Compares a config with that of a run's start: (clauses on changes that are refused, a line on the others).
 
-    path: the run's directory. saved: its config.yaml. The line is empty if there are no other changes.
+    path: the run's directory, or an address, whose checkpoints are not looked at. saved: its config.yaml.
+    The line is empty if there are no other changes.
     """
     old, new = _settings(parse_yaml(saved, str(path)), config)
     differing = [key for key in {**new, **old} if old.get(key) != new.get(key)]
@@ -81,10 +83,10 @@ def _length_key(config: Config) -> str | None:
     return f"{stage}.steps" if isinstance(config.sections[stage], OptimizerConfig) else f"{stage}.iterations"
 
 
-def _check_length(path: Path, config: Config, key: str, old: Mapping[str, str]) -> None:
+def _check_length(path: Path | str, config: Config, key: str, old: Mapping[str, str]) -> None:
     stage, _, name = key.rpartition(".")
     before, length = int(old[key]), getattr(config.sections[stage], name)
-    done = max(saved_steps(path / "checkpoints" / stage), default=0)
+    done = max(saved_steps(Path(path, "checkpoints", stage)), default=0)
     if length < done:
         raise UserError(f"{key}={length}: {path} has done {done} already, set it to {done} or more")
     for name, optimizer, updates in _optimizers(config):

@@ -63,7 +63,7 @@ def finish(context: Context, outcome: Outcome) -> dict[str, Any]:
             with jax.set_mesh(outcome.reward.mesh):
                 export(run, config, tokenizer, outcome.reward, facts, head="scalar")
     from_main(lambda: str(write_report(run.path)))
-    context.console.summary(summary, run.path)
+    context.console.summary(summary, run.shown)
     return summary
 
 

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Literal
 
 import jax
@@ -49,13 +48,14 @@ from jrlhf.roles.pretrained import (
 )
 from jrlhf.run.console import Console
 from jrlhf.run.devices import idle_accelerator, select
-from jrlhf.run.directory import PLAN, TOKENIZER, explained, open_run
+from jrlhf.run.directory import PLAN, TOKENIZER, explained, open_run, run_path
 from jrlhf.run.files import seal, unsealed
 from jrlhf.run.preemption import PreemptionGuard
 from jrlhf.run.processes import from_main, is_main, several
 from jrlhf.run.tracking import check_wandb, tracking
 from jrlhf.stages.context import Context
 from jrlhf.stages.identity import Identity, note_failure, numbers
+from jrlhf.storage.mirror import Mirror, mirrored
 from jrlhf.tasks.arithmetic import task as arithmetic
 from jrlhf.tasks.docstrings import task as docstrings
 
@@ -63,6 +63,16 @@ from jrlhf.tasks.docstrings import task as docstrings
 @contextmanager
 def open_context(config: Config, *, resume: bool, accept_rewards: bool = False) -> Iterator[Context]:
     """Checks everything that a run needs, cheapest first, and opens its directory and services."""
+    select(config.device, config.distributed)  # the processes meet
+    with (
+        mirrored(config, resume=resume, tell=print) as mirror,
+        _open_context(config, mirror, resume, accept_rewards) as context,
+    ):
+        yield context
+
+
+@contextmanager
+def _open_context(config: Config, mirror: Mirror, resume: bool, accept_rewards: bool) -> Iterator[Context]:
     mesh, models, plan = select_resources(config, resume=resume)
     placements = {}
     if plan is not None:
@@ -74,12 +84,14 @@ def open_context(config: Config, *, resume: bool, accept_rewards: bool = False) 
         console.line(line)
     words = check_sources(config, task, models["actor"], mesh) | _model_words(models, task.tokenizer)
     functions = {f"{kind} {part.name}" for _, kind, part in rewards_and_costs(config) if part.function is not None}
+    mirror.begin()
     with (
         open_run(config, resume=resume, notes=[_devices_line(mesh, plan)]) as run,
         explained(run),
         PreemptionGuard() as preemption,
         tracking(config, run, console.warn) as wandb,
     ):
+        mirror.start(run)
         run.write(TOKENIZER, task.tokenizer.to_json())
         if plan is not None:
             run.write(PLAN, seal(plan_yaml(plan)))
@@ -186,7 +198,7 @@ def select_plan(
     graph = graph_of(config)
 
     def search() -> Plan:
-        path = Path(config.run_dir).expanduser() / config.name / PLAN
+        path = run_path(config) / PLAN
         if resume and path.exists():
             if unsealed(path, older=True) is None:
                 raise UserError(

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
-from jrlhf.config.parse import _classes, _kinds
+from jrlhf.config.parse import classes_of, kinds_of
 from jrlhf.config.schema import Config
 
 KINDS = ("config", "dataset", "tokenizer", "model", "plan", "adapter")
@@ -35,7 +35,7 @@ NUMBERS += [48, 64, 256, 2**12, 2**16, 2**20, 2**24, 2**30]
 NUMBERS += [0.5, -0.0, 1e-30, 5e-324, 1e30, 1e38, 1e308, -1e30]
 NUMBERS += list(map(Raw, ("1e3", "0x10", "1_000", "010", "1e999", ".nan", "-.inf", "NaN", "Infinity", "1" * 5000)))
 TEXTS = ["", " ", "a", "null", "~", "true", "10", "a b", "a\nb", "é😀", "\x1b[31m", "\0", "\ud800", "x" * 5000]
-TEXTS += ["/", "..", "/dev/null", "/dev/zero", "gs://bucket/x", "hf://a/b", "a/b", "a//b", "nobody/nothing", "C:\\x"]
+TEXTS += ["/", "..", "/dev/null", "/dev/zero", "ftp://host/x", "hf://a/b", "a/b", "a//b", "nobody/nothing", "C:\\x"]
 TEXTS += ["{{ x }}", "%s", "@file", "<eos>", "<|im_end|>", "0-7", "auto", "x" * 200 + "/" + "y" * 300]
 SHAPES: list[Any] = [None, True, False, [], {}, [[]], [None], [1, -5], ["a", 1], {"a": 1}, {"": None}, [{"a": []}]]
 SHAPES += [{"name": "x"}, {"path": 1}, {str(n): n for n in range(200)}, list(range(300))]
@@ -114,9 +114,9 @@ def changed(draw: random.Random, tree: Any, value: Callable[[random.Random], Any
 
 def keys(cls: Any = Config, path: str = "") -> Iterator[tuple[str, Any]]:
     """Yields the dotted key and the type of every setting, those of sections included."""
-    for name, kind in _kinds(cls).items():
+    for name, kind in kinds_of(cls).items():
         yield f"{path}{name}", kind
-        for section in _classes(kind):
+        for section in classes_of(kind):
             yield from keys(section, f"{path}{name}.")
 
 

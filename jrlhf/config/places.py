@@ -1,0 +1,41 @@
+"""Settings that name a place: a path on this machine, or an address in an object store."""
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from jrlhf.ppo.fields import LONGEST, Section, checked, positive
+
+
+def place(default: str | None = None) -> Any:
+    """A field with a path, or a name that is looked for as a path first."""
+    return checked(default, _is_path, "a path on this machine, with names of at most 255 bytes and without ://")
+
+
+def address(default: str | None = None) -> Any:
+    """A field with a path, a name that is looked for as a path first, or an address of an object store."""
+    kinds = "a path on this machine, s3://BUCKET/PREFIX or gs://BUCKET/PREFIX, with names of at most 255 bytes"
+    return checked(default, lambda text: _is_path(text) or is_address(text), kinds)
+
+
+def _is_path(text: str) -> bool:
+    return "://" not in text and len(text) < 4000 and all(len(os.fsencode(name)) < 256 for name in text.split("/"))
+
+
+def is_address(text: str) -> bool:
+    """Tests whether a setting names a place in an object store, such as s3://bucket/runs. `memory` is one of tests."""
+    scheme, separator, rest = text.partition("://")
+    names = rest.rstrip("/").split("/")
+    return separator != "" and scheme in ("s3", "gs", "memory") and _is_path(rest) and not {"", ".", ".."} & {*names}
+
+
+@dataclass(frozen=True)
+class StorageConfig(Section):
+    """The object store of a run whose run_dir is an address."""
+
+    # Directory on a disk, in which such runs work before their files are copied; null: ~/.cache/jrlhf/runs
+    scratch: str | None = place()
+    # Seconds in which a request must be answered; large files get one more for each MB.
+    timeout: float = positive(60.0, most=LONGEST)
+    patience: float = positive(600.0, most=LONGEST)  # seconds of failed requests after which the run ends
+    lease: float = positive(60.0, most=LONGEST)  # seconds without a sign of life after which another process takes over

@@ -1,0 +1,365 @@
+"""A run whose run_dir is an address: it works in a local directory, and its finished files are copied to the store.
+
+The store has the files of a run under the same names, and `.mirror/checkpoints/STAGE/STEP.json` for each checkpoint
+that is whole there: the sizes and checksums of its files. A checkpoint's files come first, then the records that it
+counts on (metrics.jsonl and all other files beside it), then this marker. Objects are written whole or not at all, so a
+resume works from what a kill at any moment leaves. The store alone says what a resume starts from.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from jrlhf.config import Config
+from jrlhf.config.places import is_address
+from jrlhf.errors import Preempted, RunFailure, UserError
+from jrlhf.run.checkpoints import saved_steps
+from jrlhf.run.directory import CONFIG, Run, refuse_other, run_path
+from jrlhf.run.files import Closing, write_atomic
+from jrlhf.run.processes import any_process, from_main, several
+from jrlhf.storage.claim import Claim
+from jrlhf.storage.store import Store, StoreError
+
+OWN = ".mirror"  # the folder of what this module writes, here and in the store
+MARKERS = f"{OWN}/checkpoints"
+CHECKPOINTS = "checkpoints"
+_LOOK, _COPY = 1.0, 30.0  # seconds between looks for a new checkpoint, and between copies of the records
+_WHOLE = 2**28  # bytes up to which a file is read as a whole, so that it cannot change while it is copied
+
+
+class _Copies:
+    """Copies the files of a run to its address, from a thread of process 0."""
+
+    def __init__(self, config: Config, tell: Callable[[str], None]):
+        self.address = f"{config.run_dir.rstrip('/')}/{config.name}"
+        self._config, self._path, self._tell = config, run_path(config), tell
+        self._store = Store(self.address, config.storage)
+        lock = self._path.with_name(f".{self._path.name}.claim")
+        self._claim = Claim(self._store, lock, config.storage.lease)
+        self._whole = dict[str, set[int]]()  # stage -> steps of the checkpoints that are whole in the store
+        self._copied = dict[str, tuple[Any, str]]()  # name -> what tells that a file did not change, its checksum
+        self._end, self._failure, self._claimed, self._started = threading.Event(), "", False, False
+        self._thread = threading.Thread(target=self._work, name="mirror", daemon=True)
+
+    # --- The start ---
+
+    def open(self, resume: bool) -> None:
+        """Refuses a run that cannot start. For a resume: claims the address and brings the run here."""
+        with self._explained():
+            saved = self._store.read(CONFIG)
+            if saved is None and resume:
+                raise UserError(
+                    f"there is no run in {self.address} to resume: leave out --resume, or check name= and run_dir="
+                )
+            if saved is not None:
+                refuse_other(self.address, saved.decode(errors="replace"), self._config, resume)
+                self._begin(resume=True)
+
+    def begin(self) -> None:
+        """Claims the address of a new run. Call it when nothing else can refuse the run."""
+        if not self._claimed:
+            with self._explained():
+                self._begin(resume=False)
+
+    def _begin(self, resume: bool) -> None:
+        self._claim.take(self._tell)
+        self._claimed = True
+        names = self._store.sizes()
+        if resume:
+            self._bring(names)
+            return
+        if any(not name.startswith(f"{OWN}/") for name in names):  # written since the first look, or by others
+            raise UserError(f"{self.address} exists and is not a run, or was begun meanwhile: choose another name=")
+        shutil.rmtree(self._path, ignore_errors=True)  # left by a run that was deleted from the store
+
+    def _bring(self, names: dict[str, int]) -> None:
+        """Makes the local directory what the store has: files at the top, and each stage's newest good checkpoint."""
+        self._path.mkdir(parents=True, exist_ok=True)
+        for entry in self._path.iterdir():
+            if entry.is_dir() and entry.name != CHECKPOINTS:
+                shutil.rmtree(entry)
+            elif not entry.is_dir():
+                entry.unlink()
+        for name in (name for name in names if "/" not in name):
+            if (data := self._store.read(name)) is not None:
+                write_atomic(self._path / name, data)
+                self._copied[name] = _signature(self._path / name), _checksum(data)
+        markers = (name.removeprefix(f"{MARKERS}/").removesuffix(".json") for name in names if name.startswith(MARKERS))
+        for stage, _, step in (name.partition("/") for name in markers):
+            self._whole.setdefault(stage, set()).add(int(step))
+        local = self._path / CHECKPOINTS
+        chosen = {stage: self._bring_newest(stage, sorted(steps)) for stage, steps in self._whole.items()}
+        for stage in local.glob("*"):
+            for other in stage.iterdir():
+                if other.name != str(chosen.get(stage.name)):
+                    shutil.rmtree(other)
+
+    def _bring_newest(self, stage: str, steps: list[int]) -> int:
+        """Brings the newest good checkpoint of a stage here and returns its step."""
+        damage = list[str]()
+        for step in reversed(steps):
+            reason = self._bring_checkpoint(stage, step)
+            if reason is None:
+                for sentence in damage:
+                    self._tell(f"{sentence}: going on from that of step {step}")
+                return step
+            damage.append(f"The checkpoint of step {step} in {self.address} is damaged ({reason})")
+            self._whole[stage].discard(step)
+        raise UserError(
+            f"no checkpoint of {stage} in {self.address} is good ({'; '.join(damage)}): bring one back from a backup, "
+            "or delete the run to start over"
+        )
+
+    def _bring_checkpoint(self, stage: str, step: int) -> str | None:
+        """Brings the files of a checkpoint here, those that differ; returns why it is damaged, else None."""
+        try:
+            files = json.loads(self._store.read(_marker(stage, step)) or b"")["files"]
+        except (ValueError, KeyError, TypeError):
+            return "its marker is not what was written"
+        final = self._path / CHECKPOINTS / stage / str(step)
+        place = final if final.exists() else self._path / OWN / stage / str(step)
+        for name, (size, checksum) in files.items():
+            file = place / name
+            for _ in range(3):  # what a network garbled once may come right
+                if file.is_file() and file.stat().st_size == size and _checksum_of(file) == checksum:
+                    break
+                if not self._store.download(f"{CHECKPOINTS}/{stage}/{step}/{name}", file, size):
+                    return f"{name} is missing"
+            else:
+                if file.stat().st_size != size or _checksum_of(file) != checksum:
+                    return f"{name} is not what was written"
+        for file in [file for file in place.rglob("*") if file.is_file()]:
+            if file.relative_to(place).as_posix() not in files:
+                file.unlink()
+        if place != final:
+            final.parent.mkdir(parents=True, exist_ok=True)
+            place.rename(final)
+        return None
+
+    # --- The run ---
+
+    def start(self) -> None:
+        """Copies what the run has written so far; from now on a thread copies what is finished."""
+        with self._explained():
+            self._copy()
+        self._started = True
+        self._thread.start()
+
+    def check(self) -> None:
+        """Raises RunFailure if files can no longer be copied."""
+        if reason := self._failure or self._claim.failure:
+            raise RunFailure(self._sentence(reason))
+
+    def close(self) -> None:
+        """Copies the rest and gives the address back; raises RunFailure if files are left that could not be copied."""
+        self._end.set()
+        try:
+            if self._started:
+                self._thread.join()
+                self.check()
+                self._checkpoints()
+                self._claim.check()
+                self._copy()
+        except StoreError as error:
+            raise RunFailure(self._sentence(str(error))) from error
+        finally:
+            self._claim.close()
+
+    def _work(self) -> None:
+        copied = time.monotonic()
+        try:
+            while not self._end.wait(_LOOK):
+                if self._checkpoints():
+                    copied = time.monotonic()
+                if time.monotonic() - copied > _COPY:
+                    self._claim.check()
+                    self._copy(folders=False)
+                    copied = time.monotonic()
+        except Exception as error:
+            self._failure = str(error) or type(error).__name__
+
+    def _checkpoints(self) -> bool:
+        """Copies the finished checkpoints that the store lacks, the newest first; returns whether there were any."""
+        count = 0
+        for folder in sorted((self._path / CHECKPOINTS).glob("*")):
+            for step in reversed(saved_steps(folder)):
+                if step not in self._whole.setdefault(folder.name, set()):
+                    count += self._checkpoint(folder.name, step)
+        return count > 0
+
+    def _checkpoint(self, stage: str, step: int) -> bool:
+        """Copies a checkpoint, then the records, then its marker, and deletes older ones that the run has deleted."""
+        snapshot, files = self._path / OWN / stage / str(step), dict[str, tuple[int, str]]()
+        shutil.rmtree(snapshot, ignore_errors=True)
+        try:  # the run deletes its old checkpoints whenever it likes
+            shutil.copytree(self._path / CHECKPOINTS / stage / str(step), snapshot, copy_function=_link)
+        except (OSError, shutil.Error):
+            return False
+        self._claim.check()
+        for file in sorted(file for file in snapshot.rglob("*") if file.is_file()):
+            name = file.relative_to(snapshot).as_posix()
+            checksum = _checksum_of(file)
+            self._store.upload(file, f"{CHECKPOINTS}/{stage}/{step}/{name}")
+            files[name] = file.stat().st_size, checksum
+        shutil.rmtree(snapshot)
+        self._copy()
+        self._claim.check()
+        self._store.write(_marker(stage, step), json.dumps({"files": files}).encode())
+        self._whole[stage].add(step)
+        self._clean(stage, {*saved_steps(self._path / CHECKPOINTS / stage), step})
+        return True
+
+    def _clean(self, stage: str, wanted: set[int]) -> None:
+        """Deletes the checkpoints of a stage that the run has deleted, and parts of some that were never whole."""
+        for step in self._whole[stage] - wanted:
+            self._store.delete(_marker(stage, step))  # first, so that it does not promise files that are gone
+        self._whole[stage] &= wanted
+        for name in self._store.sizes(f"{CHECKPOINTS}/{stage}"):
+            if name.split("/")[2] not in map(str, wanted):
+                self._store.delete(name)
+
+    def _copy(self, *, folders: bool = True) -> None:
+        """Copies all files but checkpoints that have changed; a model's config.json last. Hidden files stay here."""
+        files = (self._path.rglob if folders else self._path.glob)("*")
+        names = [file.relative_to(self._path) for file in files if file.is_file()]
+        for name in sorted(names, key=lambda name: (name.name == "config.json", name)):
+            if name.parts[0] != CHECKPOINTS and not any(part.startswith(".") for part in name.parts):
+                with suppress(FileNotFoundError):  # replaced or deleted meanwhile
+                    self._copy_file(name.as_posix())
+
+    def _copy_file(self, name: str) -> None:
+        file = self._path / name
+        signature, checksum = _signature(file), ""
+        before, last = self._copied.get(name, (None, ""))
+        if signature == before:
+            return
+        if file.stat().st_size < _WHOLE:
+            data = file.read_bytes()
+            if (checksum := _checksum(data)) != last:
+                self._store.write(name, data)
+        elif (checksum := _checksum_of(file)) != last:
+            self._store.upload(file, name)
+        self._copied[name] = signature, checksum
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Turns an error of the store into a UserError. For the start of a run, which loses nothing by it."""
+        try:
+            yield
+        except StoreError as error:
+            raise UserError(
+                f"run_dir={self._config.run_dir} cannot be used ({error}): see that the bucket exists, that the "
+                "credentials of this machine may list, read, write and delete there, and that it can be reached"
+            ) from error
+
+    def _sentence(self, reason: str) -> str:
+        return (
+            f"{self.address} cannot be written ({reason}): go on with --resume once that is mended, from the newest "
+            f"checkpoint there; what was not copied is in {self._path} until then"
+        )
+
+
+class Mirror(Closing):
+    """The copies of a run, in each of its processes; of these only process 0 copies. It does nothing for a path."""
+
+    def __init__(self, config: Config):
+        self._config, self._copies = config, None
+
+    def open(self, resume: bool, tell: Callable[[str], None]) -> None:
+        """Refuses a run that cannot start, and brings one that is resumed here; tell: gets sentences on this."""
+        if is_address(self._config.run_dir):
+            from_main(partial(self._open, resume, tell))
+            self._check_shared()
+
+    def _open(self, resume: bool, tell: Callable[[str], None]) -> None:
+        self._copies = _Copies(self._config, tell)
+        self._copies.open(resume)
+
+    def begin(self) -> None:
+        """Claims the address of a new run. Call it when nothing but the run's directory can refuse the run."""
+        if is_address(self._config.run_dir):
+            from_main(lambda: None if self._copies is None else self._copies.begin())
+
+    def start(self, run: Run) -> None:
+        """Begins to copy. From now on the run fails if its files cannot be copied."""
+        if self._copies is not None:
+            self._copies.start()
+            run.shown, run.watch = self._copies.address, self._copies.check
+
+    def close(self) -> None:
+        """Copies the rest. Raises RunFailure if that fails."""
+        if self._copies is not None:
+            self._copies.close()
+
+    def _check_shared(self) -> None:
+        """Refuses processes that do not share the scratch directory: each writes its shards of a checkpoint."""
+        if not several():
+            return
+        file, word = run_path(self._config).parent / ".shared", os.urandom(8).hex()
+        word = from_main(partial(_leave, file, word))
+        if any_process(not file.exists() or file.read_text() != word):
+            raise UserError(
+                f"run_dir={self._config.run_dir}: the processes do not see the same {file.parent}, where each writes "
+                "its shards of a checkpoint: set storage.scratch to a directory of a file system that all of them share"
+            )
+
+
+@contextmanager
+def mirrored(config: Config, *, resume: bool, tell: Callable[[str], None]) -> Iterator[Mirror]:
+    """Yields what copies the run to its address. At the end the rest is copied, also at that of a run that fails."""
+    mirror = Mirror(config)
+    try:
+        mirror.open(resume, tell)
+        yield mirror
+    except Exception as error:
+        try:
+            mirror.close()
+        except RunFailure as failure:
+            if isinstance(error, Preempted):
+                raise failure from error
+            tell(f"warning: {failure}")
+        raise
+    except BaseException:
+        mirror.close()
+        raise
+    mirror.close()
+
+
+def _leave(file: Path, word: str) -> str:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(word)
+    return word
+
+
+def _marker(stage: str, step: int) -> str:
+    return f"{MARKERS}/{stage}/{step}.json"
+
+
+def _link(source: str, target: str) -> None:
+    """Gives a file a second name, so that it stays when the first is deleted; copies it where that is impossible."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
+
+
+def _signature(file: Path) -> tuple[int, int, int]:
+    status = file.stat()
+    return status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def _checksum(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def _checksum_of(file: Path) -> str:
+    with open(file, "rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -1,0 +1,66 @@
+"""Model directories in an object store, fetched into a cache on this machine."""
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from functools import cache
+from pathlib import Path
+
+from jrlhf.config.places import StorageConfig
+from jrlhf.errors import UserError
+from jrlhf.run.files import cache_directory, sha256
+from jrlhf.storage.store import Store, StoreError
+
+PATIENCE = 60.0  # seconds of failed requests
+
+
+@cache
+def fetch(address: str, key: str, patterns: Sequence[str]) -> Path:
+    """Returns a directory with the files of a model that match one of `patterns`, from an address.
+
+    The address is that of a directory with a config.json, or of a run, whose model/ is taken. The files stay in
+    ~/.cache/jrlhf/models, and are fetched again when those at the address have changed. key: the setting that names it.
+    """
+    with _explained(address, key):
+        store = Store(address, StorageConfig(patience=PATIENCE))
+        objects = store.versions()
+        roots = [root for root in ("", "model/") if f"{root}config.json" in objects]
+        if not roots:
+            unfinished = "config.yaml" in objects
+            reason = "is a run that has not finished" if unfinished else "holds no config.json and no model/config.json"
+            raise UserError(f"{key}={address} {reason}: name a model directory, or a run that has finished")
+        files = {name: version for name, version in objects.items() if name.rpartition("/")[0] == roots[0].rstrip("/")}
+        return _download(store, files, patterns)
+
+
+@cache
+def fetch_run(address: str, key: str) -> Path:
+    """Returns a directory with the config.yaml and the summary.json at an address, if it is that of a run."""
+    with _explained(address, key):
+        store = Store(address, StorageConfig(patience=PATIENCE))
+        files = {name: version for name, version in store.versions().items() if "/" not in name}
+        return _download(store, files, ("config.yaml", "summary.json"))
+
+
+def _download(store: Store, files: Mapping[str, tuple[int, str]], patterns: Sequence[str]) -> Path:
+    """Returns the directory of these versions of files, after those that match a pattern were downloaded."""
+    directory = cache_directory() / "models" / sha256(store.address + str(sorted(files.items())))[:16]
+    for name, (size, _) in files.items():
+        file = directory / name.rpartition("/")[2]
+        if not file.exists() and any(fnmatchcase(file.name, pattern) for pattern in patterns):
+            part = file.with_name(f".{file.name}.{os.getpid()}.tmp")
+            store.download(name, part, size)
+            os.replace(part, file)
+    return directory
+
+
+@contextmanager
+def _explained(address: str, key: str) -> Iterator[None]:
+    try:
+        yield
+    except StoreError as error:
+        raise UserError(
+            f"{key}={address} cannot be fetched ({error}): see that the bucket exists, that the credentials of this "
+            "machine may list and read there, and that it can be reached"
+        ) from error

@@ -1,0 +1,299 @@
+"""Runs at an address, in fsspec's store in memory: its state after every write, and what a resume makes of it."""
+
+import json
+import os
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+
+from jrlhf.config import Config, config_yaml, load_config
+from jrlhf.errors import RunFailure, UserError
+from jrlhf.run.directory import open_run, run_path
+from jrlhf.storage import mirror as module
+from jrlhf.storage import store as store_module
+from jrlhf.storage.claim import Claim
+from jrlhf.storage.mirror import Mirror, mirrored
+from jrlhf.storage.store import Store, StoreError
+from jrlhf.train import main
+from tests.support.runs import digest, timeless
+
+CONFIG = {
+    "device": "{platform: cpu, simulated: 8}",
+    "mesh": "{data: 1, fsdp: 8, tensor: 1}",
+    "model": "{vocab_size: 14, embed: 16, layers: 1, heads: 2, kv_heads: 1, head_dim: 8, mlp: 32, max_positions: 16}",
+    "data": "{source: arithmetic, max_prompt: 6, max_response: 4, heldout_rows: 8, terms: 2, digits: 1, problems: 60}",
+    "stages": "[sft]",
+    "sft": "{steps: 4, batch: 8, warmup: 1, save_every: 1}",
+    "evaluation": "{prompts: 8}",
+}
+
+
+@pytest.fixture
+def memory() -> Any:
+    """The store in memory, empty."""
+    files = fsspec.filesystem("memory")
+    files.store.clear()
+    yield files
+    files.store.clear()
+
+
+@pytest.fixture
+def config(tmp_path, memory) -> Config:
+    path = tmp_path / "given.yaml"
+    path.write_text("".join(f"{key}: {value}\n" for key, value in CONFIG.items()))
+    overrides = [f"storage.scratch={tmp_path / 'scratch'}", "storage.lease=0.2", "storage.patience=0.01"]
+    return load_config(str(path), [*overrides, "run_dir=memory://bucket/runs", "name=run"])
+
+
+def objects(memory: Any) -> dict[str, bytes]:
+    return {name.removeprefix("/bucket/runs/run/"): memory.cat_file(name) for name in memory.find("/bucket")}
+
+
+def put(memory: Any, contents: dict[str, bytes]) -> None:
+    memory.store.clear()
+    for name, data in contents.items():
+        memory.pipe_file(f"/bucket/runs/run/{name}", data)
+
+
+def step(path: Path, number: int, *, keep: int = 2) -> None:
+    """What a run leaves after an iteration with a checkpoint: two stages, records, files that Orbax would write."""
+    for stage in ("one", "two"):
+        folder = path / "checkpoints" / stage
+        (folder / str(number) / "d").mkdir(parents=True)
+        for name in ("meta", "d/array"):
+            (folder / str(number) / name).write_text(f"{stage} {number} {name}")
+        shutil.rmtree(folder / str(number - keep), ignore_errors=True)
+    with open(path / "metrics.jsonl", "a") as file:
+        file.write(f"{number}\n")
+
+
+def test_a_store_that_lost_its_run_after_any_write_holds_one_that_can_be_resumed(memory, config, monkeypatch):
+    """Every state of the store during five checkpoints, one of them resumed, is opened as a resume would."""
+    states = list[dict[str, bytes]]()
+    for name in ("write", "upload", "delete"):
+        method = getattr(Store, name)
+
+        def recorded(self: Store, *arguments: Any, method: Any = method, **options: Any) -> Any:
+            result = method(self, *arguments, **options)
+            states.append(objects(memory))
+            return result
+
+        monkeypatch.setattr(Store, name, recorded)
+    monkeypatch.setattr(module, "_LOOK", 1e6)
+    for first in (1, 4):
+        mirror = Mirror(config)
+        mirror.open(first > 1, print)
+        mirror.begin()
+        with open_run(config, resume=first > 1) as run:
+            mirror.start(run)
+            for number in (first, first + 1, first + 2):
+                assert mirror._copies is not None
+                step(run.path, number)
+                mirror._copies._checkpoints()
+            (run.path / "model").mkdir(exist_ok=True)
+            (run.path / "model" / "config.json").write_text("{}")
+        mirror.close()
+    monkeypatch.undo()
+    assert len(states) > 80 and "model/config.json" in states[-1]
+    newest = 0
+    for state in states:
+        put(memory, {name: data for name, data in state.items() if name != ".mirror/claim.json"})
+        if "config.yaml" not in state:
+            continue
+        shutil.rmtree(run_path(config), ignore_errors=True)
+        mirror = Mirror(config)
+        mirror.open(True, pytest.fail)
+        path, steps = run_path(config), dict[str, int]()
+        for stage in (path / "checkpoints").glob("*"):
+            (only,) = stage.iterdir()
+            steps[stage.name] = int(only.name)
+            names = {file.relative_to(only).as_posix(): file.read_text() for file in only.rglob("*") if file.is_file()}
+            assert names == {name: f"{stage.name} {only.name} {name}" for name in ("meta", "d/array")}
+        if steps:
+            lines = (path / "metrics.jsonl").read_text().splitlines()
+            assert lines[: max(steps.values())] == [str(number + 1) for number in range(max(steps.values()))]
+        assert sum(steps.values()) >= newest  # what was whole in the store stays so
+        newest = sum(steps.values())
+        mirror.close()
+    assert newest == 12
+    left = {name.split("/")[2] for name in states[-1] if name.startswith("checkpoints/")}
+    assert left == {"5", "6"} and ".mirror/claim.json" not in states[-1]
+
+
+@pytest.mark.full
+def test_a_run_at_an_address_and_its_resume_elsewhere_are_those_of_a_directory(memory, config, tmp_path):
+    main(load_config(str(tmp_path / "given.yaml"), [f"run_dir={tmp_path}", "name=local"]))
+    main(config)
+    stored, local = objects(memory), tmp_path / "local"
+    assert ".mirror/claim.json" not in stored and ".lock" not in stored
+    assert timeless(run_path(config)) == timeless(local) and digest(run_path(config) / "model") == digest(
+        local / "model"
+    )
+    for name in ("model/model.safetensors", "summary.json", "report.html", "metrics.jsonl", "config.yaml"):
+        assert stored[name] == (run_path(config) / name).read_bytes()
+    # Killed after its third checkpoint; a resume on another machine.
+    late = "checkpoints/sft/4/", ".mirror/checkpoints/sft/4.json", "model/", "summary.json", "tensorboard/"
+    put(memory, {name: data for name, data in stored.items() if not name.startswith(late)})
+    elsewhere = [f"storage.scratch={tmp_path / 'elsewhere'}", "run_dir=memory://bucket/runs", "name=run"]
+    moved = load_config(str(tmp_path / "given.yaml"), elsewhere)
+    main(moved, resume=True)
+    assert timeless(run_path(moved)) == timeless(local)
+    assert objects(memory)["model/model.safetensors"] == stored["model/model.safetensors"]
+    markers = {name for name in objects(memory) if name.startswith(".mirror/checkpoints")}
+    assert markers == {f".mirror/checkpoints/sft/{step}.json" for step in (3, 4)}
+
+
+@pytest.mark.parametrize(
+    "change, resume, sentence",
+    [
+        ([], False, "memory://bucket/runs/run already holds this run: add --resume"),
+        (["seed=7"], True, "memory://bucket/runs/run holds a run with another config (seed: 0 there, 7 here)"),
+        (["name=other"], True, "there is no run in memory://bucket/runs/other to resume"),
+        (["name=foreign"], False, "memory://bucket/runs/foreign exists and is not a run"),
+    ],
+)
+def test_a_run_that_is_refused_leaves_the_store_as_it_is(memory, config, tmp_path, change, resume, sentence):
+    memory.pipe_file("/bucket/runs/foreign/notes.txt", b"mine")
+    memory.pipe_file("/bucket/runs/run/config.yaml", config_yaml(config).encode())
+    before = objects(memory)
+    given = [f"storage.scratch={tmp_path}", "run_dir=memory://bucket/runs", "name=run", *change]
+    with pytest.raises(UserError) as refusal:
+        main(load_config(str(tmp_path / "given.yaml"), given), resume=resume)
+    assert str(refusal.value).startswith(sentence)
+    assert objects(memory) == before
+
+
+def test_a_new_run_that_its_config_refuses_claims_nothing(memory, config, tmp_path):
+    bad = ["run_dir=memory://bucket/runs", "name=run", "mesh.fsdp=3"]
+    with pytest.raises(UserError, match="mesh data=1, fsdp=3"):
+        main(load_config(str(tmp_path / "given.yaml"), bad))
+    assert objects(memory) == {}
+
+
+def copied_run(memory: Any, config: Config) -> dict[str, bytes]:
+    with mirrored(config, resume=False, tell=print) as mirror:
+        mirror.begin()
+        with open_run(config) as run:
+            mirror.start(run)
+            step(run.path, 1)
+            step(run.path, 2)
+    return objects(memory)
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_none_that_is_good_is_an_error(memory, config):
+    stored, sentences = copied_run(memory, config), list[str]()
+    assert stored["checkpoints/one/2/d/array"] == b"one 2 d/array"
+    put(memory, stored | {"checkpoints/one/2/d/array": b"one 3 d/array"})
+    shutil.rmtree(run_path(config))
+    with mirrored(config, resume=True, tell=sentences.append):
+        folders = (run_path(config) / "checkpoints").iterdir()
+        steps = {folder.name: [step.name for step in folder.iterdir()] for folder in folders}
+        assert steps == {"one": ["1"], "two": ["2"]}
+    assert "step 2 in memory://bucket/runs/run is damaged (d/array is not what was written): going on" in sentences[0]
+    without = {name: data for name, data in stored.items() if not name.endswith("one/2/meta")}
+    put(memory, without | {".mirror/checkpoints/one/1.json": b"{"})
+    with pytest.raises(UserError, match=r"no checkpoint of one .* is good .*meta is missing.*marker is not"):
+        with mirrored(config, resume=True, tell=sentences.append):
+            pass
+    assert ".mirror/claim.json" not in objects(memory)
+
+
+def test_what_did_not_change_is_not_copied_again(memory, config, monkeypatch):
+    copied_run(memory, config)
+    written = list[str]()
+    monkeypatch.setattr(Claim, "check", lambda self: None)
+    monkeypatch.setattr(Store, "write", lambda self, name, data, **_: written.append(name) is None)
+    with mirrored(config, resume=True, tell=print) as mirror:
+        with open_run(config, resume=True) as run:
+            mirror.start(run)
+            (run.path / "metrics.jsonl").write_text("1\n2\n")  # as it was
+            (run.path / "plan.yaml").write_text("new")
+    assert [name for name in written if not name.startswith(".mirror")] == ["plan.yaml"]
+
+
+def test_one_run_holds_an_address_until_it_gives_no_sign_of_life(memory, config, tmp_path):
+    def claim(lock: str) -> Claim:
+        return Claim(Store("memory://bucket/runs/run", config.storage), tmp_path / lock, 0.2)
+
+    first, second, sentences = claim("a"), claim("b"), list[str]()
+    first.take(sentences.append)
+    with pytest.raises(UserError, match="run is in use by process .*: wait until it ends, or give this run another"):
+        second.take(sentences.append)
+    with pytest.raises(UserError, match="another process of this machine"):
+        claim("a").take(sentences.append)
+    second.close()
+    first._end.set()  # it is killed
+    first._thread.join()
+    third = claim("b")
+    third.take(sentences.append)
+    assert "waiting up to storage.lease=0.2 seconds" in sentences[-1]
+    with pytest.raises(StoreError, match="this run's claim was taken over"):
+        first.check()
+    first.close()
+    third.check()  # the first one removed only its own
+    third._end.set()
+    third._thread.join()
+    os.close(third._descriptor)
+    sentences.clear()
+    claim("b").take(sentences.append)  # on the same machine nothing needs to be waited for
+    assert sentences == []
+
+
+def test_a_run_whose_files_cannot_be_copied_ends_in_a_sentence(memory, config, monkeypatch):
+    def broken(self: Any, path: str, data: bytes, **_: Any) -> None:
+        raise OSError("503 SlowDown")
+
+    with pytest.raises(RunFailure, match=r"memory://bucket/runs/run cannot be written \(for .*503 SlowDown\): go on"):
+        with mirrored(config, resume=False, tell=print) as mirror:
+            mirror.begin()
+            with open_run(config) as run:
+                mirror.start(run)
+                run.check_present()
+                step(run.path, 1)
+                monkeypatch.setattr(type(memory), "pipe_file", broken)
+                assert mirror._copies is not None
+                mirror._copies._thread.join(20)
+                run.check_present()
+
+
+def test_failed_requests_are_repeated_and_a_hang_has_a_deadline(memory, config, monkeypatch):
+    monkeypatch.setattr(store_module, "_PAUSES", (0.0, 0.0))
+    answers = [OSError("503 SlowDown"), TimeoutError("late"), b"data"]
+
+    def answer(path: str) -> bytes:
+        result = answers.pop(0)
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    store = Store("memory://bucket/x", config.storage)
+    store._files = type("Files", (), {"cat_file": staticmethod(answer)})()
+    store._section = type(config.storage)(timeout=0.1, patience=20.0)
+    assert store.read("name") == b"data"
+    answers[:] = [PermissionError("Forbidden")]
+    with pytest.raises(StoreError, match="PermissionError: Forbidden"):
+        store.read("name")
+    store._section = type(config.storage)(timeout=0.05, patience=0.01)
+    store._files.cat_file = lambda path: time.sleep(30)
+    with pytest.raises(StoreError, match="for storage.patience=0.01 seconds, TimeoutError: no answer within 0.05 s"):
+        store.read("name")
+
+
+def test_an_address_needs_its_package(config, monkeypatch):
+    def missing(name: str) -> None:
+        raise ImportError(name)
+
+    monkeypatch.setattr(store_module.importlib, "import_module", missing)
+    with pytest.raises(UserError, match=r"s3://bucket/runs needs s3fs: install it with pip install 'jrlhf\[storage\]'"):
+        Store("s3://bucket/runs", config.storage)
+
+
+def test_a_claim_is_no_secret(memory, config):
+    """Its object says who holds the address, for those who wonder."""
+    with mirrored(config, resume=False, tell=print) as mirror:
+        mirror.begin()
+        assert json.loads(objects(memory)[".mirror/claim.json"]).keys() == {"token", "process", "machine", "sign"}

@@ -1,0 +1,146 @@
+"""The protocols of S3 (moto) and Google Cloud Storage (a part of it): objects, errors, and runs that are killed."""
+
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from jrlhf.config.places import StorageConfig
+from jrlhf.errors import UserError
+from jrlhf.roles.pretrained import architecture, locate
+from jrlhf.run.directory import read_summary
+from jrlhf.storage.models import fetch, fetch_run
+from jrlhf.storage.store import Store, StoreError
+from tests.jrlhf.storage.test_mirror import CONFIG
+from tests.support.object_stores import Faults, gcs, s3
+from tests.support.runs import Training, digest, timeless
+
+SEED = int(os.environ.get("PROOF_SEED", "0"))
+pytestmark = pytest.mark.filterwarnings("ignore")  # the clients leave sockets to the garbage collector
+
+
+@pytest.fixture
+def faults() -> Faults:
+    return Faults()
+
+
+@pytest.fixture(params=["s3", "gs"])
+def scheme(request, faults, monkeypatch) -> Iterator[str]:
+    """A server runs and is what clients of this process and of its children talk to."""
+    with s3(faults) if request.param == "s3" else gcs(faults, {}) as environment:
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        yield request.param
+
+
+@pytest.mark.full
+def test_objects_are_whole_and_errors_are_sentences(scheme, faults, tmp_path):
+    store = Store(f"{scheme}://bucket/runs/x", StorageConfig(timeout=20.0, patience=3.0))
+    assert store.sizes() == {} and store.read("a") is None
+    assert store.write("a", b"1\n\r\n", new=True) and not store.write("a", b"2", new=True)
+    assert store.read("a") == b"1\n\r\n" and store.write("a", b"22") and store.read("a") == b"22"
+    large, empty = tmp_path / "large", tmp_path / "empty"
+    large.write_bytes(random.Random(0).randbytes(12_000_000))
+    empty.write_bytes(b"")
+    store.upload(large, "d/e/large")
+    store.upload(empty, "d/e/empty")
+    assert store.sizes("d") == {"d/e/large": 12_000_000, "d/e/empty": 0} and store.sizes("nothing") == {}
+    before = store.versions()
+    for name in ("large", "empty"):
+        assert store.download(f"d/e/{name}", tmp_path / "back", 1)
+        assert (tmp_path / "back").read_bytes() == (tmp_path / name).read_bytes()
+    assert not store.download("d/e/none", tmp_path / "back", 1)
+    store.write("a", b"33")
+    assert {name for name, version in store.versions().items() if version != before[name]} == {"a"}
+    store.delete("a")
+    store.delete("a")
+    assert store.sizes().keys() == {"d/e/large", "d/e/empty"}
+
+    nobody = Store(f"{scheme}://nobody/runs/x", StorageConfig(patience=0.1))
+    with pytest.raises(StoreError, match="there is no bucket nobody"):
+        nobody.write("a", b"1", new=True)
+    answers = iter(["503", "503"])
+    faults.choose = lambda method, path: next(answers, None)
+    assert store.read("d/e/empty") == b""
+    store._section = StorageConfig(timeout=1.0, patience=0.1)
+    for fault in ("503", "hang"):
+        faults.choose = lambda method, path, fault=fault: fault
+        with pytest.raises(StoreError, match=r"for storage.patience=0.1 seconds, "):
+            store.read("d/e/empty")
+
+
+@pytest.mark.full
+def test_a_model_is_fetched_once_and_again_when_it_changes(scheme, tmp_path, faults, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    store, address = Store(f"{scheme}://bucket/runs/x", StorageConfig()), f"{scheme}://bucket/runs/x"
+    config = Path(__file__).parents[1] / "tokenizers" / "qwen" / "config.json"
+    with pytest.raises(UserError, match=f"model.path={address} holds no config.json and no model/config.json"):
+        locate(address, "model.path")
+    store.write("config.yaml", b"")
+    with pytest.raises(UserError, match=f"model.path={address} is a run that has not finished"):
+        locate(address, "model.path")
+    for name in ("config.json", "model.safetensors", "merges.txt", "code.py", "deep/config.json"):
+        store.write(f"model/{name}", config.read_bytes() if config.exists() else b"{}")
+    first = locate(address, "model.path")
+    assert {file.name for file in first.iterdir()} == {"config.json", "merges.txt"}
+    assert locate(address, "model.path", weights=True) == first
+    assert (first / "model.safetensors").exists() and not (first / "code.py").exists()
+    count = len(faults.requests)
+    assert locate(address, "model.path") == first and len(faults.requests) == count
+    fetch.cache_clear()
+    store.write("model/config.json", b'{"model_type": "none"}')
+    assert locate(address, "model.path") != first
+    store.write("summary.json", b'{"chat": true}')
+    assert read_summary(fetch_run(address, "--model")) == {"chat": True}
+    with pytest.raises(UserError, match=f"model.path={address}"):
+        architecture(address, "model.path")
+
+
+@pytest.mark.parametrize(
+    "scheme, kills",
+    [
+        pytest.param("s3", 1, marks=pytest.mark.full),
+        pytest.param("s3", 8, marks=pytest.mark.proof("failures")),
+        pytest.param("gs", 8, marks=pytest.mark.proof("failures")),
+    ],
+    indirect=["scheme"],
+)
+def test_a_run_that_is_killed_goes_on_from_its_store_to_the_same_bits(scheme, faults, tmp_path, kills):
+    """On other machines, with scratch directories of their own, while a fifth of all requests is answered with 503."""
+    config = tmp_path / "given.yaml"
+    config.write_text("".join(f"{key}: {value}\n" for key, value in CONFIG.items()))
+    steps = ["sft.steps=40", "device.simulated=1", "mesh.fsdp=1", "checkpoints.keep=3"]
+    command = ["--config", config, "name=run", *steps]
+    began = time.monotonic()
+    Training(*command, f"run_dir={tmp_path}", log=tmp_path / "log", programs=tmp_path / "programs").wait()
+    seconds, draw = time.monotonic() - began, random.Random(f"{SEED} {scheme}")
+    local, store = tmp_path / "run", Store(f"{scheme}://bucket/runs/run", StorageConfig())
+    command += [f"run_dir={scheme}://bucket/runs", "storage.lease=2", "storage.timeout=20"]
+    outcomes = list[str]()
+    for kill in range(kills + 1):
+        last = kill == kills
+        faults.choose = lambda method, path: "503" if draw.random() < 0.2 else None
+        log, begun = tmp_path / f"log-{kill}", store.read("config.yaml") is not None
+        scratch = tmp_path / f"scratch-{draw.randrange(3)}"
+        options = ["--resume"] * begun + [f"storage.scratch={scratch}"]
+        training = Training(*command, *options, log=log, programs=tmp_path / "programs")
+        moment = time.monotonic() + draw.uniform(0.3, 2.0) * seconds
+        while not last and training.process.poll() is None and time.monotonic() < moment:
+            time.sleep(0.01)
+        if not last and training.process.poll() is None:
+            training.stop(signal.SIGKILL)
+            outcomes.append(f"killed with {sorted(store.sizes('.mirror/checkpoints'))}")
+        else:
+            training.wait()
+            outcomes.append("done")
+    print(outcomes)
+    scratch_run = scratch / scheme / "bucket" / "runs" / "run"
+    assert timeless(scratch_run) == timeless(local) and digest(scratch_run / "model") == digest(local / "model")
+    for name in ("metrics.jsonl", "model/model.safetensors", "report.html"):
+        assert store.read(name) == (scratch_run / name).read_bytes()
+    markers = {".mirror/checkpoints/sft/40.json"}
+    assert markers <= store.sizes(".mirror").keys() and ".mirror/claim.json" not in store.sizes(".mirror")
