@@ -1,4 +1,5 @@
-"""`python -m jrlhf.export RUN [--step N] [--out DIR]`: the policy of a checkpoint, of a run that has not finished say.
+"""`python -m jrlhf.export RUN [--step N] [--out DIR] [--push USER/NAME]`: the policy of a checkpoint, also of a run
+that has not finished; and its upload to the Hugging Face hub.
 
 Computes on the CPU, and only reads the run: accelerators may be at work on it meanwhile.
 """
@@ -15,6 +16,7 @@ from jax.sharding import Mesh
 from jrlhf.config import Config, load_config
 from jrlhf.config.schema import DatasetsData, DeviceConfig
 from jrlhf.config.stages import ALGORITHMS
+from jrlhf.data.hub import account_name, push
 from jrlhf.data.tokenizer import Tokenizer
 from jrlhf.errors import UserError, exit_code
 from jrlhf.meshes import make_mesh
@@ -109,11 +111,24 @@ def cli(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("run", type=Path, help="the directory of a run, such as runs/quickstart")
     parser.add_argument("--step", type=int, help="of the checkpoint; without it the newest one")
     parser.add_argument("--out", type=Path, metavar="DIR", help="where model/ is written; without it in the run")
+    parser.add_argument("--push", metavar="NAME", help="a repository of the Hugging Face hub, USER/NAME, to upload to")
+    parser.add_argument("--private", action="store_true", help="makes it a private one")
+    parser.add_argument("--revision", metavar="BRANCH", help="the branch to upload to; without it the main one")
+    parser.add_argument("--adapter", action="store_true", help="uploads adapter/ instead of model/")
     options = parser.parse_args(arguments)
+    if options.push is None and (options.private or options.revision or options.adapter):
+        parser.error("--private, --revision and --adapter say how to --push: add --push USER/NAME")
 
     def run() -> None:
+        name = None if options.push is None else account_name(options.push)
         out = None if options.out is None else options.out.expanduser()
-        print(export_checkpoint(options.run.expanduser(), options.step, out))
+        directory = options.run.expanduser()
+        print(export_checkpoint(directory, options.step, out))
+        if name is not None:
+            exported = (out or directory) / ("adapter" if options.adapter else "model")
+            if not exported.is_dir():
+                raise UserError(f"--adapter: {options.run} trains no adapter: leave it out, or set lora.rank in a run")
+            print(push(exported, name, private=options.private, revision=options.revision))
 
     return exit_code(run)
 

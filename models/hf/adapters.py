@@ -20,6 +20,7 @@ from safetensors.numpy import save_file
 from jrlhf.meshes import to_devices
 from jrlhf.models.config import ModelConfig
 from jrlhf.models.hf.files import (
+    ADAPTER_FILES,
     CARD,
     DTYPES,
     NOT_FINITE,
@@ -35,7 +36,7 @@ from jrlhf.models.hf.values import is_one_of
 from jrlhf.models.lora import LoRAConfig, adapted, lora_shardings
 from jrlhf.models.params import PROJECTIONS, HeadKind, Params, WeightInfo, leaf_at, nested
 
-_CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_CONFIG, _WEIGHTS = ADAPTER_FILES
 _PREFIX = "base_model.model."
 _TASKS: dict[str, HeadKind] = {"CAUSAL_LM": "lm", "SEQ_CLS": "scalar"}
 

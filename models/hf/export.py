@@ -17,7 +17,18 @@ from jax.typing import DTypeLike
 
 from jrlhf.models.config import ModelConfig
 from jrlhf.models.hf.config import hf_config
-from jrlhf.models.hf.files import CARD, INDEX, PLOT, SINGLE, Planned, on_host, previous_export, replacing, write_tensors
+from jrlhf.models.hf.files import (
+    ADAPTER_FILES,
+    CARD,
+    INDEX,
+    PLOT,
+    SINGLE,
+    Planned,
+    on_host,
+    previous_export,
+    replacing,
+    write_tensors,
+)
 from jrlhf.models.hf.names import TensorView, weight_table
 from jrlhf.models.lora import LoRAConfig, headed, merge_layers
 from jrlhf.models.modules import has_int8, is_int8
@@ -127,6 +138,11 @@ def export_hf(
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices("export")
     return directory
+
+
+def is_of_export(name: str) -> bool:
+    """True for the names of files that `export_hf` or `export_adapter` writes."""
+    return _WRITTEN.fullmatch(name) is not None or name in ADAPTER_FILES
 
 
 def hf_weights(

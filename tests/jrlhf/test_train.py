@@ -4,6 +4,8 @@ import json
 import math
 import random
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -25,8 +27,9 @@ from jrlhf.run.metrics import read_metrics
 from jrlhf.stages import mfu, setup
 from jrlhf.stages.setup import select_mesh
 from jrlhf.train import cli, main
+from tests.support.hub import serving
 from tests.support.live import live_bytes
-from tests.support.runs import Training, assert_same_run, digest, stage_of, timeless
+from tests.support.runs import ROOT, Training, assert_same_run, digest, stage_of, timeless
 
 TINY = str(Path(__file__).with_name("tiny.yaml"))
 STAGES = {"tiny": ("sft", "reward_model", "ppo"), "sums": ("sft", "ppo")}
@@ -103,6 +106,21 @@ def test_the_export_of_the_last_checkpoint_is_the_model_that_the_run_left(finish
     assert capsys.readouterr().out == f"{tmp_path}/model is the policy of ppo after step {steps} of {steps}\n"
     assert digest(tmp_path / "model") == digest(finished / "model")
     assert [entry.name for entry in tmp_path.iterdir()] == ["model"]
+
+
+@pytest.mark.full
+def test_the_export_is_pushed_to_the_hub(sums, tmp_path):
+    command = [sys.executable, "-m", "jrlhf.export", str(sums), "--out", str(tmp_path)]
+    with serving() as hub:
+        environment = hub.environment(tmp_path / "home")
+        pushed = [*command, "--push", "sums"]
+        done = subprocess.run(pushed, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0 and done.stdout.splitlines()[-1] == f"{hub.address}/someone/sums", done.stderr
+        files = hub.repositories["models/someone/sums"].branches["main"]
+        assert files == {path.name: path.read_bytes() for path in (sums / "model").iterdir()}
+        pushed = [*command, "--push", "sums", "--adapter"]
+        done = subprocess.run(pushed, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 2 and "trains no adapter: leave it out" in done.stderr
 
 
 @pytest.mark.full

@@ -1,0 +1,127 @@
+"""The Hugging Face hub: uploads of exports, and sentences on what it refuses."""
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+from jrlhf.errors import UserError
+
+T = TypeVar("T")
+_WAITS = (1.0, 4.0)  # seconds before a request that failed is tried again
+LOG_IN = "`hf auth login`, or set HF_TOKEN"
+
+
+def push(directory: Path, name: str, *, private: bool = False, revision: str | None = None) -> str:
+    """Uploads the files of an export in one commit, and makes the repository if it is missing; returns its address.
+
+    Files of an earlier export that this one has not are deleted in the same commit; other files stay. What was
+    uploaded before an error is not uploaded again, and is not seen until the commit.
+
+    name: as `account_name` returns it. private: of a new repository; one that is there must be private already.
+    revision: a branch, which is made if it is missing; None: the main one.
+    """
+    import huggingface_hub
+
+    from jrlhf.models.hf.export import is_of_export
+
+    hub = huggingface_hub.HfApi(library_name="jrlhf")
+
+    def upload() -> str:
+        address = str(hub.create_repo(name, private=private or None, exist_ok=True))
+        if private and not hub.model_info(name).private:
+            raise UserError(f"--push {name} --private: it is there already and public: make it private on its page")
+        if revision is not None:
+            hub.create_branch(name, branch=revision, exist_ok=True)
+        files = {path.name: path for path in sorted(directory.iterdir())}
+        there = hub.list_repo_files(name, revision=revision)
+        old = [file for file in there if is_of_export(file) and file not in files]
+        operations = [huggingface_hub.CommitOperationDelete(file) for file in old]
+        operations += [huggingface_hub.CommitOperationAdd(file, path) for file, path in files.items()]
+        hub.create_commit(name, operations, commit_message="Upload a model of jrlhf", revision=revision)
+        return address if revision is None else f"{address}/tree/{revision}"
+
+    return _explained(f"--push {name}", name, lambda: _patiently(upload), "nothing was committed")
+
+
+def account_name(name: str) -> str:
+    """Returns USER/NAME of a repository that is to be written. Checks the name, and the token with the hub."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.utils import validate_repo_id
+
+    def check() -> str:
+        validate_repo_id(name)
+        user = HfApi(library_name="jrlhf").whoami()["name"]
+        return name if "/" in name else f"{user}/{name}"
+
+    return _explained(f"--push {name}", name, lambda: _patiently(check), "nothing was exported")
+
+
+def hub_reason(error: BaseException, name: str) -> str | None:
+    """Returns why the hub does not give `name`, and the remedy; None where the error is not of the hub."""
+    for cause in _chain(error):
+        kinds = {kind.__name__ for kind in type(cause).__mro__}
+        status = getattr(getattr(cause, "response", None), "status_code", None)
+        if "GatedRepoError" in kinds:
+            return f"{name} is gated: accept its licence on its page, then {LOG_IN}"
+        if "HFValidationError" in kinds:
+            return f"{name} is no name of the hub: write USER/NAME, with letters, digits, '-', '_' and '.'"
+        if "RepositoryNotFoundError" in kinds:
+            return f"the hub has no {name} for you: check the name; if it is private, {LOG_IN}"
+        if "LocalTokenNotFoundError" in kinds:
+            return f"there is no token for the hub: {LOG_IN}, with a token that may write"
+        if status == 401:
+            return f"the hub does not know the token: {LOG_IN}, with a new one"
+        if status == 403:
+            return f"the token may not do this with {name}: check the name, or {LOG_IN} with a token that may"
+        if "OfflineModeIsEnabled" in kinds:
+            return f"HF_HUB_OFFLINE is set and {name} is not in the cache: unset it, or download it first"
+        if kinds & {"TransportError", "ConnectionError", "Timeout"}:
+            return f"the hub cannot be reached ({type(cause).__name__}: {_first_line(cause)}): try again when it can"
+        if status is not None:
+            return f"the hub answers with {status} ({_first_line(cause)}): try again later"
+    return None
+
+
+def _explained(setting: str, name: str, work: Callable[[], T], state: str) -> T:
+    try:
+        return work()
+    except UserError:
+        raise
+    except Exception as error:  # the library's own, of its transports, of the file system
+        reason = hub_reason(error, name) or f"{type(error).__name__}: {_first_line(error)}"
+        raise UserError(f"{setting}: {state}, because {reason}") from error
+
+
+def _patiently(work: Callable[[], T]) -> T:
+    """Tries again where the hub could not be reached or was too busy. The library repeats some of its requests only."""
+    for wait in _WAITS:
+        try:
+            return work()
+        except Exception as error:
+            if not _passes(error):
+                raise
+            time.sleep(wait)
+    return work()
+
+
+def _passes(error: BaseException) -> bool:
+    kinds = {kind.__name__ for cause in _chain(error) for kind in type(cause).__mro__}
+    statuses = [getattr(getattr(cause, "response", None), "status_code", None) for cause in _chain(error)]
+    busy = any(status is not None and (status == 429 or status >= 500) for status in statuses)
+    lost = bool(kinds & {"TransportError", "ConnectionError", "Timeout"}) and "OfflineModeIsEnabled" not in kinds
+    return busy or lost
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """Yields an error and those that it came from, the outermost first."""
+    seen: list[BaseException] = []
+    while error is not None and error not in seen:
+        seen.append(error)
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

@@ -1,0 +1,120 @@
+"""Uploads to a stand-in of the hub: the bytes of the export in one commit, retries, and a sentence for each refusal."""
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support.hub import TOKEN, Hub, Repository, serving
+
+ROOT = Path(__file__).resolve().parents[3]
+PROGRAM = """
+import json, os, sys
+from pathlib import Path
+from jrlhf.data import hub
+from jrlhf.errors import UserError
+hub._WAITS = (0.0, 0.0)
+for token, function, arguments, options in json.loads(sys.argv[1]):
+    os.environ.pop("HF_TOKEN", None)
+    os.environ |= {"HF_TOKEN": token} if token else {}
+    if function == "push":
+        arguments[0] = Path(arguments[0])
+    try:
+        print(json.dumps(getattr(hub, function)(*arguments, **options)))
+    except UserError as error:
+        print(json.dumps(f"error: {error}"))
+"""
+Call = tuple[str | None, str, list[Any], dict[str, Any]]  # token, function of jrlhf.data.hub, arguments, options
+
+
+@pytest.fixture
+def hub() -> Iterator[Hub]:
+    with serving() as hub:
+        yield hub
+
+
+@pytest.fixture
+def exported(tmp_path: Path) -> Path:
+    directory = tmp_path / "model"
+    directory.mkdir()
+    draw = np.random.default_rng(0)
+    for name, size in {"model.safetensors": 300_000, "progress.png": 5000}.items():
+        (directory / name).write_bytes(draw.bytes(size))
+    (directory / "README.md").write_text("---\nlibrary_name: transformers\n---\n\n# Mine\n")
+    (directory / "config.json").write_text('{"vocab_size": 8}\n')
+    return directory
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
+def call(hub: Hub, home: Path, calls: list[Call], **variables: str) -> list[str]:
+    """Runs the calls in one process, which uses the hub; returns the result of each, or its sentence."""
+    command = [sys.executable, "-c", PROGRAM, json.dumps(calls)]
+    environment = hub.environment(home) | {"PYTHONPATH": str(ROOT)} | variables
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def push(directory: Path, name: str, **options: Any) -> Call:
+    return TOKEN, "push", [str(directory), name], options
+
+
+def test_an_export_is_uploaded_bit_for_bit_in_one_commit(hub: Hub, exported: Path, tmp_path: Path):
+    shards = tmp_path / "shards"
+    shards.mkdir()
+    for name in ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "README.md"):
+        (shards / name).write_bytes(name.encode())
+    calls = [push(exported, "someone/new"), push(exported, "lab/new", private=True, revision="trial")]
+    assert call(hub, tmp_path, calls) == [f"{hub.address}/someone/new", f"{hub.address}/lab/new/tree/trial"]
+    first, second = hub.repositories["models/someone/new"], hub.repositories["models/lab/new"]
+    assert first.branches == {"main": contents(exported)} and first.commits == 1 and not first.private
+    assert second.branches == {"main": {}, "trial": contents(exported)} and second.commits == 1 and second.private
+    uploads = sum(count for request, count in hub.requests.items() if request.startswith("PUT"))
+    assert uploads == 2  # the second time they were there
+
+    first.branches["main"]["notes.txt"] = b"mine"
+    call(hub, tmp_path, [push(shards, "someone/new")])
+    assert first.branches == {"main": contents(shards) | {"notes.txt": b"mine"}} and first.commits == 2
+
+
+def test_what_fails_in_passing_is_tried_again_and_nothing_is_half_committed(hub: Hub, exported: Path, tmp_path: Path):
+    repository = hub.repositories["models/someone/mine"] = Repository()
+    later = tmp_path / "later"
+    shutil.copytree(exported, later)
+    (later / "config.json").write_text("{}")
+    commit = ("POST", "/api/models/someone/mine/commit")
+    hub.failures = {("PUT", "/objects"): [500], commit: [503, 0, 200, 0, 0, 0, 500, 500, 500]}
+    address, lost, broken = call(hub, tmp_path, [push(folder, "someone/mine") for folder in (exported, later, later)])
+    assert address == f"{hub.address}/someone/mine"
+    start = "error: --push someone/mine: nothing was committed, because the hub"
+    assert lost.startswith(f"{start} cannot be reached (") and broken.startswith(f"{start} answers with 500")
+    assert repository.branches == {"main": contents(exported)} and repository.commits == 1
+    assert hub.failures == {("PUT", "/objects"): [], commit: []}
+
+
+def test_what_cannot_be_uploaded_is_one_sentence(hub: Hub, exported: Path, tmp_path: Path):
+    hub.repositories["models/someone/public"] = Repository()
+    cases: dict[str, Call] = {
+        "there is no token for the hub: `hf auth login`, or set HF_TOKEN": (None, "account_name", ["mine"], {}),
+        "the hub does not know the token": ("hf_old", "account_name", ["mine"], {}),
+        "a//b is no name of the hub: write USER/NAME": (TOKEN, "account_name", ["a//b"], {}),
+        "the token may not do this with other/mine": push(exported, "other/mine"),
+        "make it private on its page": push(exported, "someone/public", private=True),
+    }
+    answers = call(hub, tmp_path, [*cases.values(), (TOKEN, "account_name", ["mine"], {})])
+    assert answers[-1] == "someone/mine"
+    for expected, sentence in zip(cases, answers, strict=False):
+        assert sentence.startswith("error: --push ") and expected in sentence
+    assert hub.repositories == {"models/someone/public": Repository()}
+    calls: list[Call] = [(TOKEN, "account_name", ["mine"], {})]
+    assert "HF_HUB_OFFLINE is set" in call(hub, tmp_path, calls, HF_HUB_OFFLINE="1")[0]
+    assert "the hub cannot be reached (" in call(hub, tmp_path, calls, HF_ENDPOINT="http://127.0.0.1:9")[0]
