@@ -412,6 +412,7 @@ class Config(Section):
     evaluation: EvaluationConfig = EvaluationConfig()
     validation: ValidationConfig | None = None
     wandb: WandbConfig | None = None
+    prometheus: bool = False  # write metrics.prom after each iteration, for the textfile collector of node_exporter
     profile: ProfileConfig | None = None
     notices: tuple[str, ...] = field(default=(), compare=False, metadata={"from": ""})  # on old keys, for the log
 

@@ -17,6 +17,7 @@ _SAME += (
     "stop_after_skipped",
     "storage.*",
     "wandb.*",
+    "prometheus",
     "evaluation.*",
     "validation.*",
     "*.eval_every",

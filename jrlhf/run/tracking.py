@@ -1,14 +1,19 @@
-"""Weights & Biases: metrics go there in addition to metrics.jsonl, through a process that can neither stop nor slow the
-run. (wandb alone would delay the end of a run while its server hangs.)"""
+"""Those who follow a run: Weights & Biases, and Prometheus by a file.
 
+Metrics go to wandb through a process that can neither stop nor slow the run. (wandb alone would delay the end of a run
+while its server hangs.)
+"""
+
+import itertools
 import json
 import os
 import re
 import subprocess
 import sys
+import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -16,12 +21,13 @@ from typing import Any
 import yaml
 
 from jrlhf.config import Config, config_yaml
+from jrlhf.config.schema import WandbConfig
 from jrlhf.errors import UserError
 from jrlhf.run.directory import Run
-from jrlhf.run.files import sha256
+from jrlhf.run.files import sha256, write_atomic
 
 SCRIPT = Path(__file__).with_name("wandb_process.py")
-IDENTITY, LOG = "wandb.id", "wandb.log"  # files of the run
+IDENTITY, LOG, PROMETHEUS = "wandb.id", "wandb.log", "metrics.prom"  # files of the run
 PATIENCE = 30.0  # seconds after the run in which the last metrics may be sent
 
 
@@ -89,13 +95,58 @@ class Wandb:
         self._warn(f"nothing more is sent to wandb, and the run goes on ({reason}): see {self._log}")
 
 
+class Prometheus:
+    """Writes the metrics of the newest iteration to a file that the textfile collector of node_exporter reads.
+
+    A metric such as `critic/score/mean` is the gauge `jrlhf_critic_score_mean` with the labels run and stage; where two
+    would have one name, the later one ends in `_2`. `jrlhf_step` and `jrlhf_timestamp_seconds` say how far the run is,
+    and when it got there. A file is replaced atomically.
+    """
+
+    def __init__(self, path: Path, name: str):
+        self._path, self._name = path, name
+
+    def log(self, stage: str, step: int, metrics: Mapping[str, Any]) -> None:
+        """Replaces the file."""
+        own = {"step": step, "timestamp_seconds": time.time()}
+        names, lines = set[str](), list[str]()
+        for metric, value in {**own, **metrics}.items():
+            gauge = first = "jrlhf_" + re.sub(r"\W", "_", metric, flags=re.ASCII)
+            for number in itertools.count(2):
+                if gauge not in names:
+                    break
+                gauge = f"{first}_{number}"
+            names.add(gauge)
+            number = repr(float(value)).replace("inf", "Inf").replace("nan", "NaN")
+            lines += [f"# TYPE {gauge} gauge", f'{gauge}{{run="{self._name}",stage="{stage}"}} {number}']
+        write_atomic(self._path, "\n".join(lines) + "\n")
+
+
+class Trackers:
+    """Hands the metrics of an iteration to all that follow the run."""
+
+    def __init__(self, trackers: Sequence[Wandb | Prometheus]):
+        self._trackers = trackers
+
+    def log(self, stage: str, step: int, metrics: Mapping[str, Any]) -> None:
+        for tracker in self._trackers:
+            tracker.log(stage, step, metrics)
+
+
 @contextmanager
-def tracking(config: Config, run: Run, warn: Callable[[str], None]) -> Iterator[Wandb | None]:
-    """Yields the connection to wandb, under one id for all resumes of the run; None without the section `wandb`."""
-    section = config.wandb
-    if section is None or not run.writes:
-        yield None
-        return
+def tracking(config: Config, run: Run, warn: Callable[[str], None]) -> Iterator[Trackers | None]:
+    """Yields what follows the run beside its own files; None without `wandb` and `prometheus`."""
+    with ExitStack() as stack:
+        trackers = list[Wandb | Prometheus]()
+        if config.wandb is not None and run.writes:
+            trackers.append(stack.enter_context(closing(_connect(config, config.wandb, run, warn))))
+        if config.prometheus and run.writes:
+            trackers.append(Prometheus(run.path / PROMETHEUS, config.name))
+        yield Trackers(trackers) if trackers else None
+
+
+def _connect(config: Config, section: WandbConfig, run: Run, warn: Callable[[str], None]) -> Wandb:
+    """Returns the connection to wandb, under one id for all resumes of the run."""
     settings = {
         **{key: getattr(section, key) for key in ("project", "entity", "group", "mode")},
         "name": config.name,
@@ -104,8 +155,7 @@ def tracking(config: Config, run: Run, warn: Callable[[str], None]) -> Iterator[
         "dir": str(run.path),
         "config": yaml.safe_load(config_yaml(config)),
     }
-    with closing(Wandb(settings, run.path / LOG, warn)) as wandb:
-        yield wandb
+    return Wandb(settings, run.path / LOG, warn)
 
 
 def run_id(run: Run, warn: Callable[[str], None]) -> str:

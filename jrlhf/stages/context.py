@@ -17,7 +17,7 @@ from jrlhf.roles.sampling import Sampler
 from jrlhf.run.console import Console
 from jrlhf.run.directory import Run
 from jrlhf.run.preemption import PreemptionGuard
-from jrlhf.run.tracking import Wandb
+from jrlhf.run.tracking import Trackers
 from jrlhf.stages.identity import Identity
 
 
@@ -34,7 +34,7 @@ class Context:
     console: Console
     preemption: PreemptionGuard
     identity: Identity
-    wandb: Wandb | None = None
+    trackers: Trackers | None = None
     placements: Mapping[str, RolePlacement] = field(default_factory=dict)  # of the roles of reinforcement learning
 
     def placement(self, role: str) -> RolePlacement:

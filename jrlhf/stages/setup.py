@@ -89,7 +89,7 @@ def _open_context(config: Config, mirror: Mirror, resume: bool, accept_rewards: 
         open_run(config, resume=resume, notes=[_devices_line(mesh, plan)]) as run,
         explained(run),
         PreemptionGuard() as preemption,
-        tracking(config, run, console.warn) as wandb,
+        tracking(config, run, console.warn) as trackers,
     ):
         mirror.start(run)
         run.write(TOKENIZER, task.tokenizer.to_json())
@@ -100,7 +100,7 @@ def _open_context(config: Config, mirror: Mirror, resume: bool, accept_rewards: 
         identity = Identity(words, frozenset(functions), accept_rewards)
         try:
             yield Context(
-                config, mesh, compute, task, vocab_size, run, console, preemption, identity, wandb, placements
+                config, mesh, compute, task, vocab_size, run, console, preemption, identity, trackers, placements
             )
         except RewardFailure as failure:
             note_failure(run, failure.identity, str(failure))

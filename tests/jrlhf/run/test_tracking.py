@@ -1,6 +1,7 @@
 """Metrics to Weights & Biases, which a stand-in replaces: it gets every number, and it cannot stop the run."""
 
 import json
+import re
 import time
 
 import pytest
@@ -117,3 +118,31 @@ def test_what_is_missing_is_said_before_anything_runs(tmp_path, monkeypatch):
         assert wandb is None
     with pytest.raises(UserError, match="wandb.mode=offline has no effect with wandb.project=null: leave it out"):
         validate(build(Config, {"wandb": {"mode": "offline"}}), 1, {"actor": ModelConfig(8, 8, 1, 1, 1, 8, 8, 64)})
+
+
+SAMPLE = re.compile(r'([a-zA-Z_:][a-zA-Z0-9_:]*)\{run="([^"\\\n]*)",stage="([^"\\\n]*)"\} ([-+.\w]+)')
+
+
+def test_prometheus_reads_each_number_of_the_newest_iteration_under_a_name_of_its_own(tmp_path):
+    """By the grammar of the text format: a TYPE line before each sample, no name twice, a line end after the last."""
+    config = build(Config, {"name": "followed", "run_dir": str(tmp_path), "prometheus": "true"})
+    metrics = {"critic/score/mean": 0.1, "critic/score_mean": 2, "timing_s/gen": 1e-300, "a-b": float("nan")}
+    metrics |= {"actor/infinite": float("-inf"), "flag": True, "perf/\u00e9": 7}
+    before = time.time()
+    with open_run(config) as run, tracking.tracking(config, run, print) as trackers:
+        assert trackers is not None
+        trackers.log("sft", 9, {"old": 1.0})
+        trackers.log("ppo", 3, metrics)
+        *lines, end = (run.path / "metrics.prom").read_text(encoding="utf-8").split("\n")
+        assert end == "" and [file.name for file in run.path.glob("*.prom")] == ["metrics.prom"]
+    samples = dict[str, str]()
+    for comment, line in zip(lines[::2], lines[1::2], strict=True):
+        match = SAMPLE.fullmatch(line)
+        assert match is not None and match.group(2, 3) == ("followed", "ppo")
+        assert comment == f"# TYPE {match[1]} gauge" and match[1] not in samples
+        samples[match[1]] = match[4]
+    assert samples.pop("jrlhf_step") == "3.0"
+    assert before <= float(samples.pop("jrlhf_timestamp_seconds")) <= time.time()
+    names = ["jrlhf_critic_score_mean", "jrlhf_critic_score_mean_2", "jrlhf_timing_s_gen", "jrlhf_a_b"]
+    assert list(samples) == [*names, "jrlhf_actor_infinite", "jrlhf_flag", "jrlhf_perf__"]
+    assert list(samples.values()) == ["0.1", "2.0", "1e-300", "NaN", "-Inf", "1.0", "7.0"]
