@@ -5,12 +5,11 @@ python -m benchmarks.config_reference > docs/configuration.md
 
 import dataclasses
 import json
-import textwrap
 from collections.abc import Iterator
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from jrlhf.config import Config
-from jrlhf.config.descriptions import descriptions
+from jrlhf.config.descriptions import descriptions, summary
 from jrlhf.config.stages import ALGORITHMS, STAGES
 from jrlhf.ppo.fields import default_of
 
@@ -63,8 +62,7 @@ def _tables(path: str, cls: Any, base: Any = None) -> Iterator[str]:
             allowed = f" ({', '.join(choices)})" if choices else ""
             rows.append(f"| `{item.name}` | `{json.dumps(default)}` | {texts.get(item.name, '')}{allowed} |")
     if rows:
-        about = textwrap.dedent(cls.__doc__ or "").split("\n\n")[0].replace("\n", " ")
-        about = "" if about.startswith(f"{cls.__name__}(") else f"{about}\n\n"
+        about = f"{summary(cls)}\n\n".lstrip()
         rule = "\n".join(["| key | default | effect |", "|---|---|---|", *rows])
         yield f"## {path or 'The run'}\n\n{about}{rule}\n"
     for (section, same), keys in inner.items():

@@ -13,7 +13,7 @@ from dataclasses import fields, is_dataclass
 from typing import Any, Literal, Union, get_args, get_origin
 
 from jrlhf.config import Config
-from jrlhf.config.descriptions import descriptions
+from jrlhf.config.descriptions import descriptions, summary
 from jrlhf.config.parse import kinds_of
 from jrlhf.config.stages import STAGES
 from jrlhf.ppo.fields import default_of, rules_of
@@ -38,8 +38,7 @@ def _section(cls: Any, definitions: dict[str, Schema]) -> Schema:
         if name in rules and not is_dataclass(default := default_of(cls, name)):
             setting["default"] = default
         properties[name] = setting
-    about = (cls.__doc__ or "").split("\n\n")[0]
-    about = {} if about.startswith(f"{cls.__name__}(") else {"description": " ".join(about.split())}
+    about = {"description": text} if (text := summary(cls)) else {}
     return {**about, "type": ["object", "null"], "additionalProperties": False, "properties": properties}
 
 

@@ -7,6 +7,7 @@ from importlib import import_module
 from jrlhf import __version__
 
 COMMANDS = {
+    "init": ("jrlhf.new_config", "asks for model, data and reward, and writes a config"),
     "train": ("jrlhf.train", "trains: --config FILE-or-NAME [key=value ...]"),
     "generate": ("jrlhf.generate", "answers prompts, or talks: --model RUN-or-DIRECTORY"),
     "plan": ("jrlhf.plan", "searches the fastest plan on a cluster: --config FILE-or-NAME --cluster 16xh100"),

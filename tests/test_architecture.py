@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # From the top down. Folders of one line do not know each other.
 ORDER = (
     ("__main__",),
-    ("train", "generate", "export", "plan", "doctor"),
+    ("train", "generate", "export", "plan", "doctor", "new_config"),
     ("stages",),
     ("report",),
     ("tasks",),

@@ -6,9 +6,17 @@ import re
 import sys
 import textwrap
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 
+def summary(cls: Any) -> str:
+    """Returns the first paragraph of what a section's class says of itself, in one line; "" if it says nothing."""
+    about = (cls.__doc__ or "").split("\n\n")[0]
+    return "" if about.startswith(f"{cls.__name__}(") else " ".join(about.split())
+
+
+@cache
 def descriptions(cls: Any) -> dict[str, str]:
     """Returns field -> description of a section's class.
 

@@ -1,0 +1,112 @@
+"""`jrlhf init`: every combination of answers is a config that loads and is right, or is refused in a sentence."""
+
+import itertools
+import re
+import runpy
+
+import pytest
+
+import jrlhf.__main__
+from jrlhf import train
+from jrlhf.config import load_config, validate
+from jrlhf.config.descriptions import descriptions
+from jrlhf.config.schema import DatasetsData
+from jrlhf.config.stages import ALGORITHMS
+from jrlhf.errors import UserError
+from jrlhf.models.presets import PRESETS
+from jrlhf.new_config import Answers, complete, write
+from jrlhf.rewards.builtin import NAMES
+from jrlhf.roles.pretrained import fresh_model
+
+QWEN = "Qwen/Qwen2.5-0.5B-Instruct"
+MODELS, DATA = ("tiny", QWEN), ("docstrings", "arithmetic", "rows.jsonl")
+REWARDS = ("", "learned", "function", "numeric_answer", "mine.py:score", "org/reward-model")
+DEVICES = {"auto": 1, "cpu": 1, "4xcpu": 4, "6xgpu": 6, "8xgpu": 8, "256xtpu": 256}
+
+
+def sensible(model: str, data: str, algorithm: str, reward: str) -> bool:
+    if (model == "tiny") == (data == "rows.jsonl"):
+        return False  # tasks train a model of their own
+    if algorithm == "dpo":
+        return data != "arithmetic" and reward == ""  # pairs
+    return reward != ("numeric_answer" if data == "docstrings" else "learned")  # answers, preferences
+
+
+def test_every_combination_is_a_right_config_or_refused(tmp_path):
+    for number, algorithm in enumerate((*ALGORITHMS, "dpo")):
+        check_combinations(algorithm, tmp_path / algorithm, [[*DEVICES][number % len(DEVICES)]])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("algorithm", (*ALGORITHMS, "dpo"))
+def test_every_combination_fits_every_number_of_devices(algorithm, tmp_path):
+    check_combinations(algorithm, tmp_path, [*DEVICES])
+
+
+def check_combinations(algorithm, tmp_path, kinds):
+    for number, (model, data, reward) in enumerate(itertools.product(MODELS, DATA, REWARDS)):
+        given = {"model": model, "data": data, "algorithm": algorithm, "reward": reward}
+        if not sensible(model, data, algorithm, reward):
+            with pytest.raises(UserError, match="(data|algorithm|reward)="):
+                complete(given, None)
+            continue
+        for devices in kinds:
+            answers = complete(given | {"devices": devices}, None)
+            file = tmp_path / f"{number}-{devices}" / "mine.yaml"
+            written = write(answers, file)
+            config = load_config(str(file))
+            size = fresh_model(config.model) if model == "tiny" else PRESETS[QWEN]
+            validate(config, DEVICES[devices], dict.fromkeys(("actor", "critic", "reference"), size))
+            assert config.stages[-1] == algorithm and config.name == "mine"
+            assert isinstance(config.data, DatasetsData) == (model == QWEN) and config.device.platform in devices
+            assert [path.name for path in written[1:]] == ["reward.py"] * (answers.reward == "function")
+            assert len(config.rewards) == (answers.reward not in ("", "learned"))
+
+
+def test_settings_have_their_meaning_as_comment_and_the_reward_scores(tmp_path):
+    answers = Answers(QWEN, "rows.jsonl", "grpo", "function", "8xgpu")
+    file, reward = write(answers, tmp_path / "mine.yaml")
+    text, words = file.read_text(), " ".join(re.sub(r"\n *#", " ", file.read_text()).split())
+    config = load_config(str(file))
+    for section in (config.model, config.data, config.rl, config.rl.algorithm, config.rl.actor, config.device):
+        for key in re.findall(r"^ +(\w+): ", text, re.MULTILINE):
+            meaning = descriptions(type(section)).get(key, "") if hasattr(section, key) else ""
+            assert meaning.partition(". ")[0] in words, key
+    assert text.startswith(f"# Written by jrlhf init --model {QWEN} --data rows.jsonl --algorithm grpo --reward")
+    assert max(map(len, text.splitlines())) <= 120
+    score = runpy.run_path(str(reward))["reward"]
+    twenty, one = "word " * 20, "word"
+    assert score(prompts=["p"] * 2, completions=[twenty, one], answer=["a"] * 2) == [1.0, pytest.approx(0.05)]
+    assert score(["p"], [[{"role": "assistant", "content": twenty}]]) == [1.0]
+
+
+def test_questions_have_defaults_and_are_repeated_after_a_wrong_answer(capsys):
+    answers = iter(["", "no-task", "arithmetic", "grop", "grpo", "", "3xabacus", "4xcpu"])
+    assert complete({}, lambda question, usual: next(answers)) == Answers(
+        "tiny", "arithmetic", "grpo", "exact_match", "4xcpu"
+    )
+    out = capsys.readouterr().out
+    assert out.count("\n") == 3 and "did you mean grpo" in out and "devices=3xabacus" in out
+    assert complete({"data": "docstrings", "algorithm": "dpo"}, None).reward == ""
+    with pytest.raises(UserError, match="data has no answer: give --data"):
+        complete({"model": QWEN}, None)
+    with pytest.raises(UserError, match="reward=lerned"):
+        complete({"reward": "lerned"}, None)
+    for name in NAMES:
+        assert complete({"reward": name, "data": "arithmetic"}, None).reward == name
+
+
+def test_the_command_overwrites_nothing_and_ends_with_what_is_next(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    command = ["init", "--data", "arithmetic", "--reward", "function", "--devices", "8xcpu", "-o", "sums.yaml"]
+    assert jrlhf.__main__.cli(command) == 0
+    first, *following = capsys.readouterr().out.splitlines()
+    assert first == "wrote sums.yaml and reward.py; next:"
+    assert following == [f"  python -m jrlhf.train --config sums.yaml{more}" for more in (" --dry-run", "")]
+    before = {path: path.read_text() for path in tmp_path.iterdir()}
+    assert jrlhf.__main__.cli(command) == 2 and "sums.yaml exists" in capsys.readouterr().err
+    assert jrlhf.__main__.cli([*command[:-1], "more.yaml"]) == 2
+    assert "give --reward reward.py:FUNCTION" in capsys.readouterr().err
+    assert {path: path.read_text() for path in tmp_path.iterdir()} == before
+    assert train.cli(["--config", "sums.yaml", "--dry-run"]) == 0
+    assert "reward.py:reward" in capsys.readouterr().out
