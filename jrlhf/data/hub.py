@@ -1,4 +1,4 @@
-"""The Hugging Face hub: uploads of exports, and sentences on what it refuses."""
+"""The Hugging Face hub: uploads of exports, and sentences on what it refuses or does not give."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -58,15 +58,16 @@ def account_name(name: str) -> str:
 
 
 def hub_reason(error: BaseException, name: str) -> str | None:
-    """Returns why the hub does not give `name`, and the remedy; None where the error is not of the hub."""
+    """Returns why the hub does not give or take `name`, and the remedy; None where the error is not of the hub."""
     for cause in _chain(error):
         kinds = {kind.__name__ for kind in type(cause).__mro__}
         status = getattr(getattr(cause, "response", None), "status_code", None)
-        if "GatedRepoError" in kinds:
+        missing = "DatasetNotFoundError" in kinds  # of the library `datasets`, which drops its cause
+        if "GatedRepoError" in kinds or (missing and "gated" in str(cause)):
             return f"{name} is gated: accept its licence on its page, then {LOG_IN}"
         if "HFValidationError" in kinds:
             return f"{name} is no name of the hub: write USER/NAME, with letters, digits, '-', '_' and '.'"
-        if "RepositoryNotFoundError" in kinds:
+        if "RepositoryNotFoundError" in kinds or missing:
             return f"the hub has no {name} for you: check the name; if it is private, {LOG_IN}"
         if "LocalTokenNotFoundError" in kinds:
             return f"there is no token for the hub: {LOG_IN}, with a token that may write"
@@ -75,11 +76,11 @@ def hub_reason(error: BaseException, name: str) -> str | None:
         if status == 403:
             return f"the token may not do this with {name}: check the name, or {LOG_IN} with a token that may"
         if "OfflineModeIsEnabled" in kinds:
-            return f"HF_HUB_OFFLINE is set and {name} is not in the cache: unset it, or download it first"
+            return f"HF_HUB_OFFLINE is set and {name} is not whole in the cache: unset it, or bring the cache"
         if kinds & {"TransportError", "ConnectionError", "Timeout"}:
-            return f"the hub cannot be reached ({type(cause).__name__}: {_first_line(cause)}): try again when it can"
-        if status is not None:
-            return f"the hub answers with {status} ({_first_line(cause)}): try again later"
+            return f"the hub cannot be reached ({type(cause).__name__}: {first_line(cause)}): try again when it can"
+        if _is_busy(status):
+            return f"the hub answers with {status} ({first_line(cause)}): try again later"
     return None
 
 
@@ -89,7 +90,7 @@ def _explained(setting: str, name: str, work: Callable[[], T], state: str) -> T:
     except UserError:
         raise
     except Exception as error:  # the library's own, of its transports, of the file system
-        reason = hub_reason(error, name) or f"{type(error).__name__}: {_first_line(error)}"
+        reason = hub_reason(error, name) or f"{type(error).__name__}: {first_line(error)}"
         raise UserError(f"{setting}: {state}, because {reason}") from error
 
 
@@ -108,9 +109,13 @@ def _patiently(work: Callable[[], T]) -> T:
 def _passes(error: BaseException) -> bool:
     kinds = {kind.__name__ for cause in _chain(error) for kind in type(cause).__mro__}
     statuses = [getattr(getattr(cause, "response", None), "status_code", None) for cause in _chain(error)]
-    busy = any(status is not None and (status == 429 or status >= 500) for status in statuses)
+    busy = any(map(_is_busy, statuses))
     lost = bool(kinds & {"TransportError", "ConnectionError", "Timeout"}) and "OfflineModeIsEnabled" not in kinds
     return busy or lost
+
+
+def _is_busy(status: int | None) -> bool:
+    return status is not None and (status == 429 or status >= 500)
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
@@ -122,6 +127,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """Returns the first line of an error's text, or else its kind."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__

@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Any, Literal
 
 from jrlhf.config.schema import ColumnsConfig
+from jrlhf.data.hub import first_line, hub_reason
 from jrlhf.data.types import Example, Message, Text
 from jrlhf.errors import UserError
 from jrlhf.models.hf.files import check_file, parse_json
@@ -189,7 +190,7 @@ def _parquet(path: Path) -> Iterator[Numbered]:
         with parquet.ParquetFile(path) as file:
             yield from _numbered(path, (row for batch in file.iter_batches() for row in batch.to_pylist()))
     except (pyarrow.ArrowException, OSError) as error:
-        raise UserError(f"{path} cannot be read as Parquet ({_first_line(error)}): fetch the file again") from error
+        raise UserError(f"{path} cannot be read as Parquet ({first_line(error)}): fetch the file again") from error
 
 
 _READERS: dict[str, Callable[[Path], Iterator[Numbered]]] = {
@@ -241,7 +242,8 @@ def _from_arrow(source: str, load: Callable[[], Any], split: str) -> Iterator[Nu
     try:
         dataset = load()
     except Exception as error:  # of the library, of the network, of the file system
-        raise UserError(f"the dataset {source} (split {split!r}) cannot be loaded: {_first_line(error)}") from error
+        reason = hub_reason(error, source) or first_line(error)
+        raise UserError(f"the dataset {source} (split {split!r}) cannot be loaded: {reason}") from error
     if isinstance(dataset, dict):
         if split not in dataset:
             raise UserError(f"{source} has no split {split!r}: it has {', '.join(dataset)}")
@@ -258,11 +260,6 @@ def _datasets(source: str) -> ModuleType:
             f"{source} is no file: to load it from disk or the hub, pip install 'jrlhf[hf]', which brings datasets"
         ) from error
     return datasets
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
 
 
 # Rows -> examples.

@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 
 from jrlhf.config.places import is_address
 from jrlhf.config.schema import Config, DatasetsData, LoRASection, ModelSection
+from jrlhf.data.hub import first_line, hub_reason
 from jrlhf.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from jrlhf.errors import UserError
 from jrlhf.meshes import GENERATE, TRAIN, Layout, reshard
@@ -50,16 +51,17 @@ def locate(path: str, key: str, *, weights: bool = False) -> Path:
         raise UserError(f"{key}={path} holds no model: there is neither a config.json nor a model/config.json in it")
     if not _hub_name(path):
         raise UserError(f"{key}={path} does not exist: name a model directory, a run, or a hub name such as org/model")
-    import huggingface_hub
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
-        return Path(huggingface_hub.snapshot_download(path, allow_patterns=[*wanted], ignore_patterns=_IGNORED))
+        try:
+            return Path(snapshot_download(path, allow_patterns=[*wanted], ignore_patterns=_IGNORED))
+        except LocalEntryNotFoundError:  # without the hub, a cache without a card will do
+            return Path(snapshot_download(path, allow_patterns=[*wanted], ignore_patterns=[*_IGNORED, CARD]))
     except Exception as error:  # the library's own, the network's, the file system's
-        reason = str(error).strip().split("\n")[0]
-        raise UserError(
-            f"{key}={path} is no directory here, and the hub does not give it ({type(error).__name__}: {reason}): "
-            "download it and name its directory"
-        ) from error
+        reason = hub_reason(error, path) or f"it cannot be downloaded ({type(error).__name__}: {first_line(error)})"
+        raise UserError(f"{key}={path} is no directory here, and {reason}") from error
 
 
 def describe(path: str, key: str) -> HFConfig:

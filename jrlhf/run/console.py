@@ -23,6 +23,8 @@ import rich.progress
 from rich.table import Table
 from rich.text import Text
 
+from jrlhf.config.stages import ALGORITHMS
+
 _ESCAPES = re.compile(
     r"\x1b\[[0-?]*[ -/]*[@-~]"  # CSI: colours, cursor movements
     r"|\x1b[\]PX^_].*?(?:\x1b\\|\x07|$)"  # OSC and other strings: titles, links, clipboard
@@ -193,6 +195,10 @@ class Console:
         self.line(f"report: {run_dir}/report.html")
         self.line(f"model: {run_dir}/model, in Hugging Face form")
         self.line(f"to talk to it: python -m jrlhf.generate --model {run_dir}")
+        self.line(f"to upload it: python -m jrlhf.export {run_dir} --push USER/NAME")
+        if (stage := ["", *summary.get("steps", {})][-1]) not in ("", "reward_model"):
+            length = f"{stage}.{'iterations' if stage in ALGORITHMS else 'steps'}=N"
+            self.line(f"to train it longer: python -m jrlhf.train --config {run_dir}/config.yaml --resume {length}")
 
     def _held_out(self, held_out: Mapping[str, Any]) -> None:
         """Shows the measure, its items and its sources on held-out prompts; with `after`, also their change."""

@@ -225,8 +225,11 @@ class _Handler(BaseHTTPRequestHandler):
             described = {"id": repo, "sha": sha(files), "private": repository.private, "siblings": siblings}
             self._send(200, described | {"tags": [], "gated": "auto" if repository.gated else False})
 
-    def tree(self, body: bytes, kind: str, repo: str, revision: str) -> None:
+    def tree(self, body: bytes, kind: str, repo: str, revision: str, folder: str | None = None) -> None:
         if repository := self._readable(kind, repo):
+            if folder is not None:
+                self._send(404, {"error": f"{folder} does not exist"}, X_Error_Code="EntryNotFound")
+                return
             files = repository.files(revision) or {}
             oids = {name: hashlib.sha1(content).hexdigest() for name, content in files.items()}
             rows = [{"type": "file", "path": n, "size": len(c), "oid": oids[n]} for n, c in files.items()]
@@ -257,7 +260,7 @@ _ROUTES = (
     ("POST", rf"{_API}/commit/(?P<revision>.+)", "commit"),
     ("POST", rf"/{_REPO}\.git/info/lfs/objects/batch", "batch"),
     ("PUT", "/objects/(?P<oid>[0-9a-f]+)", "put"),
-    ("GET", rf"{_API}/tree/(?P<revision>[^/]+)", "tree"),
+    ("GET", rf"{_API}/tree/(?P<revision>[^/]+)(/(?P<folder>.+))?", "tree"),
     ("GET", rf"{_API}(/revision/(?P<revision>[^/]+))?", "info"),
     ("GET HEAD", rf"/((?P<kind>datasets)/)?{_REPO}/resolve/(?P<revision>[^/]+)/(?P<file>.+)", "resolve"),
 )

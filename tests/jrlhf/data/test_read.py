@@ -313,7 +313,10 @@ def test_a_hub_dataset_that_cannot_be_reached_is_one_sentence(monkeypatch: pytes
     assert dataset.source == "openai/gsm8k:main" and len(dataset.examples) == 3
     with pytest.raises(UserError) as caught:
         read_dataset("someone/rows")
-    assert str(caught.value) == "the dataset someone/rows (split 'train') cannot be loaded: Couldn't reach the hub"
+    assert str(caught.value) == (
+        "the dataset someone/rows (split 'train') cannot be loaded: the hub cannot be reached (ConnectionError: "
+        "Couldn't reach the hub): try again when it can"
+    )
     assert asked == [("openai/gsm8k", "main", "test"), ("someone/rows", None, "train")]
 
 

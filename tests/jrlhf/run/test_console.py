@@ -151,11 +151,19 @@ def test_the_summary_shows_what_there_is(plain):
     def summary(**figures) -> list[str]:
         count = len(lines())
         console.summary(figures, Path("r"))
-        assert lines()[count] == "" and lines()[-3] == "report: r/report.html"
-        assert lines()[-1] == "to talk to it: python -m jrlhf.generate --model r"
-        return lines()[count + 1 : -3]
+        shown = lines()[count:]
+        end = shown.index("report: r/report.html")
+        assert shown[0] == "" and shown[end + 2 : end + 4] == [
+            "to talk to it: python -m jrlhf.generate --model r",
+            "to upload it: python -m jrlhf.export r --push USER/NAME",
+        ]
+        return shown[1:end] + shown[end + 4 :]
 
     assert summary() == []
+    longer = "to train it longer: python -m jrlhf.train --config r/config.yaml --resume"
+    assert summary(steps={"sft": 3, "grpo": 9}) == [f"{longer} grpo.iterations=N"]
+    assert summary(steps={"sft": 3}) == [f"{longer} sft.steps=N"]
+    assert summary(steps={"sft": 3, "reward_model": 9}) == []
     assert summary(held_out={"measure": "gold", "before": {"distinct": 3}, "after": {}})[-1] == "  gold"
     for held_out in (None, {}, {"before": None}, {"before": {}}):
         assert summary(held_out=held_out, dpo_accuracy=None, reward_model_accuracy=None) == []

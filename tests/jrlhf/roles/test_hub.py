@@ -1,0 +1,81 @@
+"""Models and datasets by their hub names, from a stand-in of the hub and from its cache."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.hub import TOKEN, Repository, serving
+from tests.support.runs import ROOT
+
+PROGRAM = """
+import json, os, sys
+from pathlib import Path
+from jrlhf.data.read import read_dataset
+from jrlhf.errors import UserError
+from jrlhf.roles.pretrained import check_weights, hub_model, locate
+for name in sys.argv[1:]:
+    try:
+        if name.startswith("rows:"):
+            print(json.dumps([example.prompt for example in read_dataset(name.removeprefix("rows:")).examples]))
+        else:
+            check_weights(name, "model.path")
+            directory = locate(name, "model.path")
+            files = {path.name: path.stat().st_size for path in directory.iterdir()}
+            print(json.dumps([files, hub_model(str(directory))]))
+    except UserError as error:
+        print(json.dumps(f"error: {error}"))
+"""
+
+
+def ask(environment: dict[str, str], *names: str) -> list:
+    """The answers for some names in a process of its own: files and hub name, rows of a dataset, or a sentence."""
+    command = [sys.executable, "-c", PROGRAM, *names]
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_models_come_by_their_hub_name_or_with_a_sentence(make_model, tmp_path: Path):
+    model, home = make_model(tmp_path / "model"), tmp_path / "home"
+    expected = {path.name: path.stat().st_size for path in model.iterdir()}
+    with serving() as hub:
+        hub.add("models/lab/tiny", model)
+        hub.add("models/lab/gated", model, gated=True)
+        hub.add("models/lab/private", model, private=True)
+        hub.repositories["models/lab/tiny"].branches["main"] |= {"model.bin": b"a pickle", "code.py": b"raise"}
+        names = ("lab/tiny", "lab/gated", "lab/private", "lab/none")
+        tiny, gated, private, none = ask(hub.environment(home, token=None), *names)
+        assert tiny == [expected, "lab/tiny"]
+        assert gated == (
+            "error: model.path=lab/gated is no directory here, and lab/gated is gated: accept its licence on its page, "
+            "then `hf auth login`, or set HF_TOKEN"
+        )
+        for name, sentence in {"private": private, "none": none}.items():
+            assert f"the hub has no lab/{name} for you: check the name; if it is private, `hf auth login`" in sentence
+        with_token = hub.environment(home)
+        assert with_token["HF_TOKEN"] == TOKEN and ask(with_token, "lab/private") == [[expected, "lab/private"]]
+        hub.repositories["models/lab/tiny"] = Repository()
+    # Now the hub is gone.
+    cached, gated = ask(with_token | {"HF_HUB_OFFLINE": "1"}, "lab/private", "lab/gated")
+    assert cached == [expected, "lab/private"] and "HF_HUB_OFFLINE is set and lab/gated is not whole" in gated
+    cached, other = ask(with_token, "lab/private", "lab/other")
+    assert cached == [expected, "lab/private"] and "and the hub cannot be reached (" in other
+
+
+@pytest.mark.full
+def test_datasets_come_by_their_hub_name_or_with_a_sentence(tmp_path: Path):
+    pytest.importorskip("datasets", reason="hub datasets are read by the hf extra")
+    rows = tmp_path / "rows"
+    rows.mkdir()
+    (rows / "train.jsonl").write_text('{"prompt": "one"}\n{"prompt": "two"}\n')
+    with serving() as hub:
+        hub.add("datasets/lab/rows", rows)
+        hub.add("datasets/lab/gated", rows, gated=True)
+        read, gated, none = ask(hub.environment(tmp_path / "home"), "rows:lab/rows", "rows:lab/gated", "rows:lab/none")
+    assert read == ["one", "two"]
+    start = "error: the dataset lab/{} (split 'train') cannot be loaded: "
+    assert gated.startswith(start.format("gated") + "lab/gated is gated: accept its licence on its page")
+    assert none.startswith(start.format("none") + "the hub has no lab/none for you: check the name")
