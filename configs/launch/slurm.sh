@@ -1,5 +1,6 @@
 #!/bin/bash
 # One process a GPU, on every node: sbatch configs/launch/slurm.sh CONFIG [key=value ...]
+# A token for gated models: export HF_TOKEN before; sbatch hands on the environment.
 # On the 16 GPUs below, for instance: llama3-8b-ppo mesh.fsdp=16 ppo.algorithm.micro_batches=4
 #SBATCH --job-name=jrlhf
 #SBATCH --nodes=2

@@ -3,6 +3,7 @@
 #   TPU=my-tpu ZONE=us-east5-a BUCKET=gs://my-bucket SOURCE=git+https://HOST/jrlhf.git@COMMIT \
 #       configs/launch/tpu-pod.sh CONFIG [key=value ...]
 # On a v5p-512, for instance: llama3-70b-ppo
+# SECRET names a secret of Secret Manager with a token for gated models, which the hosts' service account may read.
 # The runs lie in the bucket, which every host mounts: process 0 writes, all of them save and restore checkpoints.
 set -euo pipefail
 
@@ -23,10 +24,16 @@ if [[ -f "$config" ]]; then
     config=config.yaml
 fi
 
+token=
+if [[ -n "${SECRET:-}" ]]; then # read by each host: a value on a command line can be seen by others
+    token="HF_TOKEN=\$(gcloud secrets versions access latest --secret=$SECRET) && export HF_TOKEN"
+fi
+
 # JAX finds the other hosts by the TPU's metadata. A run that was preempted leaves with 75 and goes on.
 overrides=${*:+$(printf ' %q' "$@")}
 on_all "
     set -u
+    $token
     while true; do
         resume=\$(test -e ~/runs/$name/config.yaml && echo --resume)
         python3 -u -m jrlhf.train --config $config run_dir=\$HOME/runs name=$name device.platform=tpu$overrides \$resume

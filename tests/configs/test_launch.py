@@ -1,36 +1,310 @@
-"""The launch scripts, with a stand-in for the command that reaches the machines."""
+"""The templates in configs/launch/: their shape, their commands, and what they do when a run leaves with 75."""
 
+import math
 import os
+import re
 import shlex
 import subprocess
+import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+import jsonschema
 import pytest
+import yaml
 
-LAUNCH = Path(__file__).resolve().parents[2] / "configs" / "launch"
+from jrlhf.config import load_config
+from jrlhf.config.check import validate
+from jrlhf.errors import UserError
+from jrlhf.meshes.hardware import cluster
+from jrlhf.stages.setup import architectures
+
+ROOT = Path(__file__).resolve().parents[2]
+LAUNCH = ROOT / "configs" / "launch"
+JOBSETS = ("gke", "gke-gpu")
+
+
+def closed(required: str, optional: str = "", **kinds: Any) -> dict[str, Any]:
+    """A JSON Schema of an object with these keys and no others."""
+    keys = [*required.split(), *optional.split()]
+    properties = {key: kinds.get(key.replace("-", "_"), {}) for key in keys}
+    return {"type": "object", "required": required.split(), "properties": properties, "additionalProperties": False}
+
+
+def several(item: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "array", "items": item, "minItems": 1}
+
+
+TEXT, COUNT = {"type": "string"}, {"type": "integer", "minimum": 0}
+# The part of JobSet v1alpha2, and of the Job and Pod in it, that the templates use: Kubernetes may ignore other keys.
+CONTAINER = closed(
+    "name image ports env command args resources volumeMounts",
+    ports=several(closed("containerPort", containerPort=COUNT)),
+    env=several(
+        closed("name", "value valueFrom", name=TEXT, value=TEXT, valueFrom=closed("", "fieldRef secretKeyRef"))
+    ),
+    command=several(TEXT),
+    args=several(TEXT),
+    resources=closed("limits", "requests"),
+    volumeMounts=several(closed("name mountPath")),
+)
+POD = closed(
+    "restartPolicy terminationGracePeriodSeconds nodeSelector containers volumes",
+    "tolerations",
+    restartPolicy={"const": "Never"},  # what a podFailurePolicy demands
+    terminationGracePeriodSeconds=COUNT,
+    containers=several(CONTAINER),
+    volumes=several(closed("name", "persistentVolumeClaim emptyDir")),
+)
+RULE = closed(
+    "action",
+    "onExitCodes onPodConditions",
+    action={"enum": ["FailJob", "FailIndex", "Ignore", "Count"]},
+    onExitCodes=closed("operator values", "containerName", operator={"enum": ["In", "NotIn"]}, values=several(COUNT)),
+    onPodConditions=several(closed("type status")),
+)
+JOB = closed(
+    "completionMode parallelism completions backoffLimit podFailurePolicy template",
+    completionMode={"const": "Indexed"},
+    parallelism=COUNT,
+    completions=COUNT,
+    backoffLimit=COUNT,
+    podFailurePolicy=closed("rules", rules=several(RULE)),
+    template=closed("spec", spec=POD),
+)
+RESTART = {"enum": ["FailJobSet", "RestartJobSet", "RestartJobSetAndIgnoreMaxRestarts"]}
+POLICY = closed(
+    "maxRestarts rules", maxRestarts=COUNT, rules=several(closed("name action onJobFailureReasons", action=RESTART))
+)
+JOBSET = closed(
+    "apiVersion kind metadata spec",
+    apiVersion={"const": "jobset.x-k8s.io/v1alpha2"},
+    kind={"const": "JobSet"},
+    metadata=closed("name", "annotations"),
+    spec=closed(
+        "network failurePolicy replicatedJobs",
+        failurePolicy=POLICY,
+        replicatedJobs=several(closed("name replicas template", template=closed("spec", spec=JOB))),
+    ),
+)
+
+
+def jobset(name: str) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """A manifest, its job and the job's container."""
+    manifest = yaml.safe_load((LAUNCH / f"{name}.yaml").read_text())
+    job = manifest["spec"]["replicatedJobs"][0]["template"]["spec"]
+    return manifest, job, job["template"]["spec"]["containers"][0]
+
+
+@pytest.mark.parametrize("name", JOBSETS)
+def test_the_processes_of_a_jobset_find_each_other(name):
+    manifest, job, container = jobset(name)
+    jsonschema.validate(manifest, JOBSET)
+    variables = {entry["name"]: entry.get("value") for entry in container["env"]}
+    assert variables["JAX_NUM_PROCESSES"] == str(job["parallelism"]) == str(job["completions"])
+    title, port = manifest["metadata"]["name"], container["ports"][0]["containerPort"]
+    first = f"{title}-{manifest['spec']['replicatedJobs'][0]['name']}-0-0"
+    assert variables["JAX_COORDINATOR_ADDRESS"] == f"{first}.{title}:{port}"
+    assert manifest["spec"]["network"] == {"enableDNSHostnames": True} and "JAX_PROCESS_ID" in variables
+    volumes = {volume["name"] for volume in job["template"]["spec"]["volumes"]}
+    assert {mount["name"] for mount in container["volumeMounts"]} == volumes
+    (token,) = (entry["valueFrom"] for entry in container["env"] if entry["name"] == "HF_TOKEN")
+    assert token["secretKeyRef"] == {"name": "jrlhf-tokens", "key": "HF_TOKEN", "optional": True}
+    subprocess.run(["bash", "-n", "-c", container["args"][0]], check=True)
+
+
+def restart(manifest: dict[str, Any], job: dict[str, Any], code: int, conditions: Mapping[str, str] = {}) -> str:
+    """What a JobSet does after a pod ended with this code, by the rules of Kubernetes: the first that fits."""
+
+    def fits(rule: dict[str, Any]) -> bool:
+        if "onExitCodes" in rule:
+            inside = code in rule["onExitCodes"]["values"]
+            return code != 0 and inside == (rule["onExitCodes"]["operator"] == "In")
+        return any(conditions.get(wanted["type"]) == wanted["status"] for wanted in rule["onPodConditions"])
+
+    rule = next((rule for rule in job["podFailurePolicy"]["rules"] if fits(rule)), {"action": "Count"})
+    assert rule["action"] in ("FailJob", "Count") and job["backoffLimit"] == 0
+    reason = "PodFailurePolicy" if rule["action"] == "FailJob" else "BackoffLimitExceeded"
+    rules = manifest["spec"]["failurePolicy"]["rules"]
+    return next((rule["action"] for rule in rules if reason in rule["onJobFailureReasons"]), "RestartJobSet")
+
+
+@pytest.mark.parametrize("name", JOBSETS)
+def test_a_jobset_counts_crashes_and_no_requeues(name):
+    manifest, job, container = jobset(name)
+    assert restart(manifest, job, 75) == "RestartJobSetAndIgnoreMaxRestarts"
+    assert restart(manifest, job, 137, {"DisruptionTarget": "True"}) == "RestartJobSetAndIgnoreMaxRestarts"
+    assert {restart(manifest, job, code) for code in (1, 2, 137)} == {"RestartJobSet"}
+    assert manifest["spec"]["failurePolicy"]["maxRestarts"] < 10
+    names = [
+        rule["onExitCodes"].get("containerName") for rule in job["podFailurePolicy"]["rules"] if "onExitCodes" in rule
+    ]
+    assert names == [container["name"]]
+
+
+def words(script: str) -> list[str]:
+    """The config and the overrides of the command in a script."""
+    parts = shlex.split(script.replace("\\\n", " "), comments=True)
+    return parts[parts.index("--config") + 1 : parts.index("${resume[@]}")]
+
+
+def test_the_commands_of_launch_templates_suit_their_devices(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    slurm, tpu_pod = ((LAUNCH / f"{name}.sh").read_text() for name in ("slurm", "tpu-pod"))
+    nodes, gpus = (int(re.findall(rf"^#SBATCH --{key}=(\d+)$", slurm, re.M)[0]) for key in ("nodes", "gpus-per-node"))
+    ((total, on_slurm),) = re.findall(r"^# On the (\d+) GPUs below, for instance: (.*)$", slurm, re.M)
+    assert int(total) == nodes * gpus
+    ((pod, on_pod),) = re.findall(r"^# On a (\S+), for instance: (.*)$", tpu_pod, re.M)
+    _, job, container = jobset("gke")
+    chips = job["parallelism"] * container["resources"]["limits"]["google.com/tpu"]
+    topology = job["template"]["spec"]["nodeSelector"]["cloud.google.com/gke-tpu-topology"]
+    assert chips == math.prod(int(side) for side in topology.split("x"))
+    _, gpu_job, gpu_container = jobset("gke-gpu")
+    on_nodes = gpu_job["parallelism"] * gpu_container["resources"]["limits"]["nvidia.com/gpu"]
+    sky = yaml.safe_load((LAUNCH / "skypilot.yaml").read_text())
+    sky_gpus = sky["num_nodes"] * int(sky["resources"]["accelerators"].partition(":")[2])
+    on_sky = [word.replace("$RUN_DIR", "s3://bucket/runs") for word in words(sky["run"])]
+    commands = [(int(total), on_slurm.split()), (cluster(pod).devices, on_pod.split())]
+    commands += [(chips, words(container["args"][0])), (on_nodes, words(gpu_container["args"][0])), (sky_gpus, on_sky)]
+    for devices, command in commands:
+        config = load_config(command[0], command[1:])
+        validate(config, devices, architectures(config))
+        with pytest.raises(UserError, match=f"does not fit {2 * devices} device"):
+            validate(config, 2 * devices, architectures(config))
+
+
+# --- Scripts, with stand-ins for what they call ---
+
+
+def stand_in(folder: Path, name: str, script: str) -> None:
+    """A command that notes its arguments in `called`, NUL between them and a line end after them, and runs `script`."""
+    folder.mkdir(exist_ok=True)
+    note = f"(printf '%s\\0' {name} \"$@\"; echo) >>{shlex.quote(str(folder / 'called'))}\n"
+    (folder / name).write_text(f"#!/bin/bash\n{note}{script}\n")
+    (folder / name).chmod(0o755)
+
+
+def calls(folder: Path, name: str) -> list[list[str]]:
+    lines = (folder / "called").read_text().split("\0\n") if (folder / "called").exists() else []
+    return [line.split("\0")[1:] for line in lines if line.split("\0")[0] == name]
+
+
+def bash(folder: Path, *arguments: str | Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    paths = {"PATH": f"{folder}:{os.environ['PATH']}", "HOME": str(folder)}
+    command = ["bash", *map(str, arguments)]
+    return subprocess.run(
+        command, env=os.environ | paths | variables, cwd=folder, timeout=60, capture_output=True, text=True
+    )
+
+
+def codes(folder: Path, *numbers: int) -> str:
+    """A script that ends with the first code when it is called first, and so on."""
+    (folder / "codes").write_text("\n".join(map(str, numbers)) + "\n")
+    return f"code=$(head -n1 {folder}/codes); sed -i 1d {folder}/codes; exit $code"
+
+
+@pytest.mark.parametrize("code", [0, 1, 2, 75])
+def test_slurm_requeues_after_75_only(tmp_path, code):
+    slurm = (LAUNCH / "slurm.sh").read_text()
+    assert "#SBATCH --signal=TERM@" in slurm and "#SBATCH --requeue" in slurm
+    stand_in(tmp_path, "srun", f"exit {code}")
+    stand_in(tmp_path, "scontrol", "exit 0")
+    variables = {"SLURM_JOB_ID": "7", "SLURM_SUBMIT_DIR": str(tmp_path)}
+    for resumed in (False, True):
+        done = bash(tmp_path, LAUNCH / "slurm.sh", "quickstart", "seed=1", **variables)
+        assert done.returncode == code
+        assert ("--resume" in calls(tmp_path, "srun")[-1]) == resumed and "seed=1" in calls(tmp_path, "srun")[-1]
+        (tmp_path / "runs" / "quickstart-7").mkdir(parents=True, exist_ok=True)
+        (tmp_path / "runs" / "quickstart-7" / "config.yaml").touch()
+    assert calls(tmp_path, "scontrol") == [["requeue", "7"]] * (2 if code == 75 else 0)
+
+
+def on_pod(tmp_path: Path, *overrides: str, **more: str) -> list[str]:
+    """What tpu-pod.sh has every host run."""
+    stand_in(tmp_path, "gcloud", "exit 0")
+    variables = {"TPU": "pod", "ZONE": "here", "BUCKET": "gs://bucket", "SOURCE": "https://host/jrlhf.whl", **more}
+    assert bash(tmp_path, LAUNCH / "tpu-pod.sh", "quickstart", *overrides, **variables).returncode == 0
+    return [call[-1].removeprefix("--command=") for call in calls(tmp_path, "gcloud")]
 
 
 @pytest.mark.parametrize("overrides", [[], ["seed=1", "ppo.algorithm={epochs: 2, minibatches: 4}"]])
 def test_every_host_of_a_pod_gets_the_overrides_and_nothing_else(tmp_path, overrides):
-    """gcloud is a script that writes down its arguments, NUL between them."""
-    (tmp_path / "gcloud").write_text('#!/bin/bash\nprintf \'%s\\0\' "$@" >>"$CALLED"\n')
-    (tmp_path / "gcloud").chmod(0o755)
-    variables = {"TPU": "pod", "ZONE": "here", "BUCKET": "gs://bucket", "SOURCE": "https://host/jrlhf.whl"}
-    paths = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "CALLED": str(tmp_path / "called")}
-    command = ["bash", str(LAUNCH / "tpu-pod.sh"), "quickstart", *overrides]
-    subprocess.run(command, check=True, env=os.environ | variables | paths, cwd=tmp_path, timeout=60)
-    *_, last = (tmp_path / "called").read_text().removesuffix("\0").split("\0")
+    install, *_, last = on_pod(tmp_path, *overrides)
+    assert "jrlhf[tpu,hf] @ https://host/jrlhf.whl" in install
     (train,) = (line for line in last.splitlines() if "jrlhf.train" in line)
     _, given = train.split("device.platform=tpu")
     assert shlex.split(given) == [*overrides, "$resume"]
 
 
-def test_what_a_pod_needs_is_asked_for():
-    missing = subprocess.run(
-        ["bash", str(LAUNCH / "tpu-pod.sh"), "quickstart"],
-        env={"PATH": os.environ["PATH"], "TPU": "pod", "ZONE": "here", "BUCKET": "gs://bucket"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+@pytest.mark.parametrize("ends, code", [((75, 75, 0), 0), ((75, 2), 2), ((1,), 1)])
+def test_a_host_of_a_pod_starts_again_after_75_only(tmp_path, ends, code):
+    last = on_pod(tmp_path, SECRET="tokens")[-1]
+    stand_in(tmp_path, "python3", f'test "$HF_TOKEN" = secret || exit 9; {codes(tmp_path, *ends)}')
+    stand_in(tmp_path, "sleep", "mkdir -p $HOME/runs/quickstart; touch $HOME/runs/quickstart/config.yaml")
+    stand_in(tmp_path, "gcloud", 'test "$*" = "secrets versions access latest --secret=tokens" && echo secret')
+    assert bash(tmp_path, "-c", last).returncode == code
+    starts = calls(tmp_path, "python3")
+    assert [start[-1] == "--resume" for start in starts] == [False, *[True] * (len(ends) - 1)]
+
+
+def test_what_a_pod_needs_is_asked_for(tmp_path):
+    missing = bash(tmp_path, LAUNCH / "tpu-pod.sh", "quickstart", TPU="pod", ZONE="here", BUCKET="gs://bucket")
     assert missing.returncode != 0 and "SOURCE" in missing.stderr
+
+
+def test_skypilot_recovers_after_75_without_counting_it_and_resumes(tmp_path):
+    sky = yaml.safe_load((LAUNCH / "skypilot.yaml").read_text())
+    assert sky.keys() == {"name", "num_nodes", "resources", "envs", "secrets", "setup", "run"}
+    recovery = sky["resources"]["job_recovery"]
+    assert recovery == {"max_restarts_on_errors": 3, "recover_on_exit_codes": [75]}
+    assert {*sky["envs"].values(), *sky["secrets"].values()} == {None}  # SkyPilot refuses to start without them
+    stand_in(tmp_path, "python", codes(tmp_path, 1, 75, 0, 75))  # no run in the bucket; then one
+    for resume in ([], ["--resume"]):
+        done = bash(tmp_path, "-c", sky["run"], RUN_DIR="s3://bucket/runs")
+        assert done.returncode == 75
+        test, train = calls(tmp_path, "python")[-2:]
+        assert test[-1] == "s3://bucket/runs/llama3-8b-ppo/config.yaml"
+        assert train[3:] == ["--config", "llama3-8b-ppo", "run_dir=s3://bucket/runs", *resume]
+    program = tmp_path / "stored"
+    program.mkdir()
+    for name, code in (("there", 0), ("absent", 1)):
+        (program / "there").touch()
+        done = subprocess.run([sys.executable, *test[:-1], f"file://{program / name}"], timeout=60)
+        assert done.returncode == code
+
+
+@pytest.mark.parametrize("script", ["slurm.sh", "tpu-pod.sh"])
+def test_scripts_can_be_run(script):
+    subprocess.run(["bash", "-n", LAUNCH / script], check=True)
+    assert os.access(LAUNCH / script, os.X_OK)
+
+
+def test_the_image_has_what_the_templates_run():
+    """Read as hadolint would: versions are pinned, no cache of pip, the process gets the signals."""
+    text = (ROOT / "Dockerfile").read_text().replace("\\\n", " ")
+    lines = [line for line in text.splitlines() if line.strip() and not line.startswith("#")]
+    instructions = [line.split(maxsplit=1) for line in lines]
+    assert {word for word, _ in instructions} <= {"FROM", "ARG", "WORKDIR", "COPY", "RUN", "ENV", "ENTRYPOINT", "CMD"}
+    (base,) = (rest for word, rest in instructions if word == "FROM")
+    assert re.fullmatch(r"python:3\.\d+-slim-\w+", base)
+    for word, rest in instructions:
+        if word in ("ENTRYPOINT", "CMD"):
+            assert isinstance(yaml.safe_load(rest), list)  # a shell would keep SIGTERM from the process
+        if word == "RUN":
+            assert rest.count("pip install") == rest.count("--no-cache-dir")
+            subprocess.run(["bash", "-n", "-c", rest], check=True)
+        if word == "COPY":
+            assert all((ROOT / source).exists() for source in rest.split()[:-1])
+    program = re.search(r'python -c "(import tomllib.*?)"\s+>', text, re.S)
+    assert program is not None
+    for extra in ("tpu", "cuda12", "cuda13"):
+        script = program[1].replace("${EXTRA}", extra)
+        done = subprocess.run(
+            [sys.executable, "-c", script],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+        )
+        names = {re.split(r"[\[<>=;]", line)[0] for line in done.stdout.splitlines()}
+        assert {"jax", "flax", "transformers", "fsspec"} <= names and f"jax[{extra}]" in done.stdout.splitlines()

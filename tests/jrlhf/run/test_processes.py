@@ -1,10 +1,8 @@
 """Several processes on one machine: they agree, run what one process runs, and end together."""
 
 import json
-import math
 import os
 import re
-import shlex
 import signal
 import socket
 import subprocess
@@ -23,19 +21,15 @@ from safetensors.numpy import load_file
 
 from jrlhf.algorithms.registry import graph_of
 from jrlhf.config import Config, load_config
-from jrlhf.config.check import validate
 from jrlhf.config.schema import DistributedConfig
 from jrlhf.errors import UserError
-from jrlhf.meshes.hardware import cluster
 from jrlhf.meshes.plan import Placement, Plan, Slice
 from jrlhf.planning.plans import refuse_cross_process
 from jrlhf.run.files import read_jsonl
 from jrlhf.run.metrics import read_metrics
 from jrlhf.run.processes import start
-from jrlhf.stages.setup import architectures
 
 ROOT = Path(__file__).parents[3]
-LAUNCH = ROOT / "configs" / "launch"
 TINY = str(Path(__file__).parents[1] / "tiny.yaml")
 SMALL = (
     "sft.steps=3 sft.batch=8 sft.eval_every=2 reward_model.steps=2 reward_model.prompts=8 "
@@ -391,49 +385,3 @@ def test_plans_that_processes_cannot_run_are_refused():
     refuse_cross_process(staged, one)
     with pytest.raises(UserError, match=r"update in pipeline=2 stages, which need one process, and there are 2"):
         refuse_cross_process(staged, two)
-
-
-# --- Launch templates ---
-
-
-def test_the_commands_of_launch_templates_suit_their_devices(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    slurm, tpu_pod = ((LAUNCH / f"{name}.sh").read_text() for name in ("slurm", "tpu-pod"))
-    nodes, gpus = (int(re.findall(rf"^#SBATCH --{key}=(\d+)$", slurm, re.M)[0]) for key in ("nodes", "gpus-per-node"))
-    ((total, on_slurm),) = re.findall(r"^# On the (\d+) GPUs below, for instance: (.*)$", slurm, re.M)
-    assert int(total) == nodes * gpus
-    ((pod, on_pod),) = re.findall(r"^# On a (\S+), for instance: (.*)$", tpu_pod, re.M)
-    manifest, job, container = gke()
-    chips = job["parallelism"] * container["resources"]["limits"]["google.com/tpu"]
-    topology = job["template"]["spec"]["nodeSelector"]["cloud.google.com/gke-tpu-topology"]
-    assert chips == math.prod(int(side) for side in topology.split("x"))
-    words = shlex.split(container["args"][0].replace("\\\n", " "))
-    on_gke = words[words.index("--config") + 1 : words.index("${resume[@]}")]
-    for devices, command in ((int(total), on_slurm.split()), (cluster(pod).devices, on_pod.split()), (chips, on_gke)):
-        config = load_config(command[0], command[1:])
-        validate(config, devices, architectures(config))
-        with pytest.raises(UserError, match=f"does not fit {2 * devices} device"):
-            validate(config, 2 * devices, architectures(config))
-
-
-def gke() -> tuple[dict, dict, dict]:
-    """The manifest, its job and the job's container."""
-    manifest = yaml.safe_load((LAUNCH / "gke.yaml").read_text())
-    job = manifest["spec"]["replicatedJobs"][0]["template"]["spec"]
-    return manifest, job, job["template"]["spec"]["containers"][0]
-
-
-def test_launch_templates_are_well_formed():
-    for script in ("slurm.sh", "tpu-pod.sh"):
-        subprocess.run(["bash", "-n", LAUNCH / script], check=True)
-        assert os.access(LAUNCH / script, os.X_OK), script
-    slurm = (LAUNCH / "slurm.sh").read_text()
-    assert "scontrol requeue" in slurm and "-eq 75" in slurm and "#SBATCH --signal=TERM@" in slurm
-    manifest, job, container = gke()
-    variables = {entry["name"]: entry.get("value") for entry in container["env"]}
-    assert manifest["kind"] == "JobSet" and job["completionMode"] == "Indexed" and "JAX_PROCESS_ID" in variables
-    assert variables["JAX_NUM_PROCESSES"] == str(job["parallelism"]) == str(job["completions"])
-    name = manifest["metadata"]["name"]
-    first = f"{name}-{manifest['spec']['replicatedJobs'][0]['name']}-0-0"
-    assert variables["JAX_COORDINATOR_ADDRESS"] == f"{first}.{name}:8476"
-    subprocess.run(["bash", "-n", "-c", container["args"][0]], check=True)

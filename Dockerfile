@@ -1,0 +1,26 @@
+# An image for configs/launch/: docker build --build-arg EXTRA=tpu -t jrlhf:tpu . (or EXTRA=cuda12, EXTRA=cuda13)
+# Wheels bring JAX's libraries; of the machine a GPU image needs only the driver.
+FROM python:3.12-slim-bookworm
+
+ARG EXTRA=tpu
+WORKDIR /opt/jrlhf
+
+# First the requirements alone: they stay in the cache of layers while the sources change.
+COPY pyproject.toml README.md LICENSE ./
+RUN python -c "import tomllib; project = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
+extras = project['optional-dependencies']; \
+print(*project['dependencies'], *(line for name in ('${EXTRA}', 'hf', 'storage') for line in extras[name]), sep='\n')" \
+    > requirements.txt && \
+    pip install --no-cache-dir -r requirements.txt
+
+COPY . .
+RUN pip install --no-cache-dir --no-deps . && python -c "import jrlhf.train"
+
+# Lines appear at once; compiled programs and models of the hub go where a volume may be mounted.
+ENV PYTHONUNBUFFERED=1 \
+    XDG_CACHE_HOME=/cache \
+    HF_HOME=/cache/huggingface
+WORKDIR /work
+# The form without a shell: SIGTERM reaches the process, which saves and leaves with 75.
+ENTRYPOINT ["jrlhf"]
+CMD ["--help"]
