@@ -25,11 +25,12 @@ from typing import Any, Literal
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from jrlhf.errors import DONE, FAILED, exit_code_of_printing, printable
+from jrlhf.errors import DONE, FAILED, UserError, exit_code_of_printing, printable
 
 GIB = 2**30
 LEAST_FREE, FEW_FREE = 1 * GIB, 20 * GIB  # bytes for runs: below the first a problem, below the second a note
-START_SECONDS, HUB_SECONDS = 180, 4  # deadlines
+START_SECONDS, HUB_SECONDS, STORE_SECONDS = 180, 4, 10  # deadlines
+_OBJECT = "jrlhf-doctor"  # is written to an object store and deleted
 TOLERANCE = 0.05  # of log-probs in nats: accelerators multiply float32 in fewer bits
 _FOR_WORK_ON_JRLHF = ("dev", "docs", "test")
 _ACCELERATORS = {"gpu": ("an NVIDIA GPU", ("cuda12", "cuda13")), "tpu": ("a TPU", ("tpu",))}
@@ -60,7 +61,7 @@ class Facts:
     hub_token: bool = False
     run_dir: str = "runs"
     run_dir_error: str | None = None  # why no file can be written there
-    free: int = FEW_FREE  # bytes
+    free: int | None = None  # bytes; None: no bound is known, as of an object store
 
 
 def diagnose(facts: Facts) -> list[Finding]:
@@ -124,12 +125,13 @@ def check_devices(facts: Facts) -> Iterator[Finding]:
     devices = facts.backend.get("devices")
     if not devices:
         reason = facts.backend.get("error", "no devices")
-        remedy = "mend the packages that are named above, or see whether another process holds the devices"
+        remedy = "mend the packages named above, free devices that another process holds, or start all hosts of a pod"
         yield Finding("devices", "problem", f"JAX does not start: {reason}", remedy)
         return
     for kind, memory in dict.fromkeys(map(tuple, devices)):
         count = sum(tuple(device) == (kind, memory) for device in devices)
-        size = "" if memory is None else f", {memory / GIB:.1f} GiB each"
+        shared = facts.backend.get("host_memory") if kind == "cpu" else None
+        size = f", {memory / GIB:.1f} GiB each" if memory else f", {shared / GIB:.1f} GiB in all" if shared else ""
         yield Finding("devices", "ok", f"{count} x {kind}{size}")
 
 
@@ -165,17 +167,17 @@ def check_hub(facts: Facts) -> Iterator[Finding]:
 
 def check_run_dir(facts: Facts) -> Iterator[Finding]:
     """Yields whether runs can be written, and the space for them."""
-    free = f"{facts.free / GIB:,.1f} GiB free"
+    free = "no bound is known" if facts.free is None else f"{facts.free / GIB:,.1f} GiB free"
     if facts.run_dir_error is not None:
         text = f"{facts.run_dir} cannot be written ({facts.run_dir_error})"
-        yield Finding("run_dir", "problem", text, "choose another place: run_dir=PLACE")
+        yield Finding("run_dir", "problem", text, "mend that, or choose another place: run_dir=PLACE")
+    elif facts.free is None or facts.free >= FEW_FREE:
+        yield Finding("run_dir", "ok", f"{facts.run_dir}: can be written, {free}")
     elif facts.free < LEAST_FREE:
         yield Finding("run_dir", "problem", f"{facts.run_dir}: {free}", "make room, or choose another place")
-    elif facts.free < FEW_FREE:
+    else:
         remedy = "a checkpoint takes 12 bytes per trained weight: see that they fit"
         yield Finding("run_dir", "note", f"{facts.run_dir}: {free}", remedy)
-    else:
-        yield Finding("run_dir", "ok", f"{facts.run_dir}: can be written, {free}")
 
 
 def _extras(requirement: Requirement) -> set[str]:
@@ -256,12 +258,13 @@ def probe() -> None:
         import numpy as np
 
         from jrlhf.kernels.logprob import token_logprobs
-        from jrlhf.run.devices import accelerator
+        from jrlhf.run.devices import accelerator, host_memory
 
         facts["accelerator"] = accelerator()
-        devices = jax.devices()
+        devices = jax.local_devices()
         facts["platform"] = devices[0].platform
         limits = [(device.memory_stats() or {}).get("bytes_limit") for device in devices]
+        facts["host_memory"] = host_memory()
         facts["devices"] = [(device.device_kind, limit) for device, limit in zip(devices, limits, strict=True)]
         start = time.perf_counter()
         assert float(jax.jit(lambda x: jnp.sum(x @ x))(jnp.ones((64, 64)))) == 64.0**3
@@ -283,8 +286,10 @@ def probe() -> None:
 
 
 def _hub() -> dict[str, Any]:
-    from huggingface_hub import constants, get_token
-
+    try:
+        from huggingface_hub import constants, get_token
+    except ImportError as error:
+        return {"hub_error": str(error)}
     facts: dict[str, Any] = {"hub_offline": constants.HF_HUB_OFFLINE, "hub_token": get_token() is not None}
     if constants.HF_HUB_OFFLINE:
         return facts
@@ -307,6 +312,8 @@ def _hub() -> dict[str, Any]:
 
 
 def _storage(run_dir: str) -> dict[str, Any]:
+    if "://" in run_dir:
+        return {"run_dir": run_dir, "run_dir_error": _store_error(run_dir)}
     path = Path(run_dir).absolute()
     place = next(folder for folder in (path, *path.parents) if folder.exists())
     try:
@@ -317,11 +324,31 @@ def _storage(run_dir: str) -> dict[str, Any]:
     return {"run_dir": str(path), "run_dir_error": reason, "free": shutil.disk_usage(place).free}
 
 
+def _store_error(address: str) -> str | None:
+    """Writes and deletes an object; returns why that fails."""
+    try:
+        from jrlhf.config.places import StorageConfig, is_address
+        from jrlhf.storage.store import Store, StoreError
+    except Exception as error:  # of packages that do not fit each other
+        return f"{type(error).__name__}: {error}"
+    if not is_address(address):
+        return "it is not s3://BUCKET/PREFIX or gs://BUCKET/PREFIX"
+    try:
+        store = Store(address, StorageConfig(timeout=STORE_SECONDS, patience=STORE_SECONDS))
+        store.write(_OBJECT, b"")
+        store.delete(_OBJECT)
+    except (StoreError, UserError) as error:
+        return str(error)
+    return None
+
+
 def cli(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code: 0 without a problem, else 1."""
     parser = argparse.ArgumentParser(prog="python -m jrlhf.doctor", description="Is this machine set up for runs?")
     parser.add_argument("--json", action="store_true", help="print a JSON object, for programs and for bug reports")
-    parser.add_argument("--run-dir", default="runs", help="where runs are to be written; default: runs")
+    parser.add_argument(
+        "--run-dir", default="runs", help="where runs are to be written, a path, s3:// or gs://; default: runs"
+    )
     options, findings = parser.parse_args(arguments), []
 
     def run() -> None:

@@ -23,6 +23,7 @@ import yaml
 from jrlhf.config import Config, build
 from jrlhf.config.descriptions import descriptions, summary
 from jrlhf.config.parse import classes_of, kinds_of, parse_yaml
+from jrlhf.config.places import is_address
 from jrlhf.config.stages import ALGORITHMS, STAGES, RLStageConfig
 from jrlhf.errors import UserError, exit_code, printable
 from jrlhf.ppo.fields import default_of
@@ -70,8 +71,8 @@ class Answers:
 
 
 def _check_model(value: str, given: Mapping[str, str]) -> None:
-    if "://" in value:
-        raise UserError(f"model={value}: it must be {TINY}, a directory or a hub name")
+    if "://" in value and not is_address(value):
+        raise UserError(f"model={value}: it must be {TINY}, a directory, a hub name, or s3:// or gs://BUCKET/PREFIX")
 
 
 def _check_data(value: str, given: Mapping[str, str]) -> None:

@@ -5,7 +5,9 @@ from dataclasses import replace
 
 import jrlhf.__main__
 from jrlhf import doctor
+from jrlhf.config.places import StorageConfig
 from jrlhf.doctor import GIB, Facts, Finding, diagnose
+from jrlhf.storage.store import Store
 
 JAX = ("jaxlib<=0.10.2,>=0.10.1", "ml-dtypes>=0.5") + tuple(
     f'{line}; extra == "{extra}"'
@@ -35,6 +37,7 @@ VERSIONS = {
 }
 CUDA = VERSIONS | {"jax-cuda12-plugin": "0.10.2"}
 CPU = {"accelerator": None, "platform": "cpu", "devices": [["cpu", None]] * 4, "seconds": 1.0, "logprob_error": 1e-7}
+CPU["host_memory"] = 16.0 * GIB
 GPU = CPU | {"accelerator": "gpu", "platform": "gpu", "devices": [["NVIDIA H100", 80 * GIB]] * 2}
 GOOD = Facts("3.11.7", ">=3.11", VERSIONS, {"jrlhf": OURS, "jax": JAX}, backend=CPU, hub_token=True, free=500 * GIB)
 
@@ -53,6 +56,7 @@ def the_only(facts: Facts, state: str) -> Finding:
 def test_a_good_machine_has_no_other_finding():
     for facts in (GOOD, replace(GOOD, versions=CUDA, backend=GPU)):
         assert others(facts) == []
+    assert "4 x cpu, 16.0 GiB in all" in [finding.text for finding in diagnose(GOOD)]
     texts = {finding.part: finding.text for finding in diagnose(replace(GOOD, versions=CUDA, backend=GPU))}
     assert texts["devices"] == "2 x NVIDIA H100, 80.0 GiB each" and texts["accelerator"] == "JAX runs on the gpu"
     assert texts["extra hf"] == texts["extra cuda12"] == "installed" and not {"extra dev", "extra tpu"} & texts.keys()
@@ -116,6 +120,15 @@ def test_hub_and_disk():
     assert "Permission" in the_only(replace(GOOD, run_dir_error="Permission denied"), "problem").text
 
 
+def test_an_object_store_is_written_to():
+    facts = doctor._storage("memory://bucket/runs")
+    assert facts == {"run_dir": "memory://bucket/runs", "run_dir_error": None}
+    finding = next(one for one in diagnose(replace(GOOD, **facts, free=None)) if one.part == "run_dir")
+    assert finding.state == "ok" and "can be written" in finding.text
+    assert Store("memory://bucket/runs", StorageConfig()).sizes() == {}
+    assert "it is not s3://" in str(doctor._storage("ftp://bucket/runs")["run_dir_error"])
+
+
 def test_this_machine_is_examined_in_its_own_process(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(doctor, "_hub", lambda: {"hub_offline": True})
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
@@ -123,7 +136,7 @@ def test_this_machine_is_examined_in_its_own_process(monkeypatch, tmp_path, caps
     code = jrlhf.__main__.cli(arguments)
     findings = {one["part"]: one for one in json.loads(capsys.readouterr().out)["findings"]}
     assert code == any(one["state"] == "problem" for one in findings.values())
-    assert findings["devices"]["text"].endswith(" x cpu") and findings["programs"]["state"] == "ok"
+    assert findings["devices"]["text"].endswith(" GiB in all") and findings["programs"]["state"] == "ok"
     assert findings["hub"]["text"].startswith("offline") and not (tmp_path / "runs").exists()
     (tmp_path / "runs").touch()
     monkeypatch.setattr(doctor, "_backend", lambda: CPU)

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from jrlhf.run import devices
+
 ROOT = Path(__file__).parents[3]
 PROGRAMS = """
 import threading
@@ -43,3 +45,14 @@ def test_programs_that_are_dispatched_from_many_threads_without_waiting_all_end(
     command = [sys.executable, "-c", PROGRAMS]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=100)
     assert done.stdout == "True\n", done.stderr[-2000:]
+
+
+def test_an_accelerator_is_seen_without_jax(monkeypatch):
+    monkeypatch.setattr(devices, "Path", lambda place: Path("/no/such/place"))
+    monkeypatch.setattr(devices.shutil, "which", lambda name: None)
+    monkeypatch.delenv("TPU_ACCELERATOR_TYPE", raising=False)
+    assert devices.accelerator() is None and devices.idle_accelerator() is None
+    monkeypatch.setenv("TPU_ACCELERATOR_TYPE", "v5litepod-8")
+    assert devices.accelerator() == "tpu" and "jrlhf[tpu]" in str(devices.idle_accelerator())
+    monkeypatch.setattr(devices.shutil, "which", {"nvidia-smi": "/usr/bin/nvidia-smi"}.get)
+    assert devices.accelerator() == "gpu" and "jrlhf[cuda12]" in str(devices.idle_accelerator())
