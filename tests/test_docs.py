@@ -38,10 +38,11 @@ README, ALGORITHMS, METRICS, RESULTS = (
 COMMANDS = sorted(
     {
         command
-        for text in DOCUMENTS.values()
+        for path, text in DOCUMENTS.items()
+        if path.parent.name != "tutorials"  # whose configs are in the pages: tests/jrlhf/test_tutorials.py runs them
         for command in re.findall(r"^    (?:.*&& )?(python -m .*?)(?:  +#.*)?$", text, re.M)
+        + re.findall(r"`(python -m [^`]+)`", text)
     }
-    | {command for text in DOCUMENTS.values() for command in re.findall(r"`(python -m [^`]+)`", text)}
 )
 
 

@@ -38,7 +38,6 @@ PEERS = {
     "clip_ratio": "clip_low",
     "clip_ratio_high": "clip_high",
     "clip_ratio_low": "clip_low",
-    "cliprange_critic": "value_clip",
     "enable_gradient_checkpointing": "compute.remat",
     "experiment_name": "name",
     "kl_loss_coef": "kl_coef",
