@@ -8,7 +8,7 @@ from functools import partial
 import jax
 
 from jrlhf.config import Config, config_names, load_config, parse_with_settings
-from jrlhf.errors import UserError, exit_code, report
+from jrlhf.errors import UserError, exit_code, exit_code_of_printing, report
 from jrlhf.run.clock import Stopwatch
 from jrlhf.run.processes import is_main, together
 from jrlhf.stages.dpo import train_dpo
@@ -63,9 +63,9 @@ def cli(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--dry-run", action="store_true", help="check everything, print memory and plan, exit")
     parser.add_argument("--all", action="store_true", help="with --dry-run: print all settings, also the defaults")
     parser.add_argument("--resume", action="store_true", help="go on with the run of this name")
-    accept = "with --resume: go on although reward functions were changed"
-    parser.add_argument("--accept-rewards", action="store_true", help=accept)
-    return exit_code(partial(_run, parse_with_settings(parser, arguments)))
+    parser.add_argument("--accept-rewards", action="store_true", help="with --resume: also if reward code was changed")
+    options = parse_with_settings(parser, arguments)
+    return (exit_code_of_printing if options.dry_run else exit_code)(partial(_run, options))
 
 
 def _run(options: argparse.Namespace) -> None:

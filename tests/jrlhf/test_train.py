@@ -210,6 +210,17 @@ def test_bad_input_is_one_sentence_and_exit_code_2(eight, tmp_path, capsys):
         assert not (tmp_path / "runs").exists()
 
 
+def test_a_dry_run_is_done_if_its_reader_leaves(eight, monkeypatch):
+    def stopped(*arguments, **options):
+        raise BrokenPipeError
+
+    monkeypatch.setattr("jrlhf.train.describe", stopped)
+    monkeypatch.setattr("jrlhf.train.main", stopped)
+    assert cli([*eight, "--dry-run"]) == 0
+    with pytest.raises(BrokenPipeError):
+        cli(eight)
+
+
 def test_one_command_leads_to_all(eight, capsys):
     with pytest.raises(SystemExit, match="2"):
         jrlhf.__main__.cli(["train", *eight, "--seed", "1"])
