@@ -195,6 +195,8 @@ class Console:
         self.line(f"report: {run_dir}/report.html")
         self.line(f"model: {run_dir}/model, in Hugging Face form")
         self.line(f"to talk to it: python -m jrlhf.generate --model {run_dir}")
+        if not isinstance(run_dir, Path):
+            return  # an address, which these commands do not take
         self.line(f"to upload it: python -m jrlhf.export {run_dir} --push USER/NAME")
         if (stage := ["", *summary.get("steps", {})][-1]) not in ("", "reward_model"):
             length = f"{stage}.{'iterations' if stage in ALGORITHMS else 'steps'}=N"

@@ -41,7 +41,7 @@ class _Copies:
     def __init__(self, config: Config, tell: Callable[[str], None]):
         self.address = f"{config.run_dir.rstrip('/')}/{config.name}"
         self._config, self._path, self._tell = config, run_path(config), tell
-        self._store = Store(self.address, config.storage)
+        self._store = Store(self.address, config.storage, tell)
         lock = self._path.with_name(f".{self._path.name}.claim")
         self._claim = Claim(self._store, lock, config.storage.lease)
         self._whole = dict[str, set[int]]()  # stage -> steps of the checkpoints that are whole in the store
@@ -166,6 +166,9 @@ class _Copies:
                 self._thread.join()
                 self.check()
                 self._checkpoints()
+                for folder in (self._path / CHECKPOINTS).glob("*"):
+                    if left := {*saved_steps(folder)} - self._whole.get(folder.name, set()):
+                        raise StoreError(f"the checkpoints of steps {sorted(left)} could not be read here")
                 self._claim.check()
                 self._copy()
         except StoreError as error:

@@ -18,10 +18,12 @@ from jrlhf.errors import UserError
 T = TypeVar("T")
 
 _PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "memory": "fsspec"}
-_PAUSES = 0.5, 30.0  # seconds before the second attempt; the longest, after repeated doubling
+# Seconds before the second attempt; the longest, after repeated doubling; the one of which users are told.
+_PAUSES = 0.5, 30.0, 8.0
 _SLOWEST = 1e6  # bytes per second of a transfer that is not yet given up
 # Words of errors that no repetition cures.
-_DENIED = "credentials", "anonymous", "access denied", "accessdenied", "forbidden", "invalid_grant", "401", "403"
+_DENIED = "credentials", "anonymous", "access denied", "accessdenied", "forbidden", "invalid_grant"
+_DENIED += "invalidaccesskeyid", "signaturedoesnotmatch", "expiredtoken"
 _MISSING = "nosuchbucket", "bucket does not exist", "bucket not found"
 
 
@@ -32,11 +34,12 @@ class StoreError(Exception):
 class Store:
     """The objects whose names begin with an address, such as s3://bucket/runs/quickstart.
 
-    Names are relative to the address. Every method raises StoreError where the store cannot be used.
+    Names are relative to the address. Every method raises StoreError where the store cannot be used. tell: gets a
+    sentence when a request fails and is going to be repeated.
     """
 
-    def __init__(self, address: str, section: StorageConfig):
-        self.address, self._section = address.rstrip("/"), section
+    def __init__(self, address: str, section: StorageConfig, tell: Callable[[str], None] = lambda sentence: None):
+        self.address, self._section, self._tell = address.rstrip("/"), section, tell
         scheme, _, self._root = self.address.partition("://")
         package = _PACKAGES[scheme]
         try:
@@ -75,7 +78,7 @@ class Store:
             try:
                 self._files.pipe_file(self._path(name), data, mode=mode)
             except Exception as error:
-                if new and (isinstance(error, FileExistsError) or _says(error, "precondition", "412")):
+                if new and (isinstance(error, FileExistsError) or _says(error, "precondition")):
                     return False
                 raise
             return True
@@ -111,10 +114,14 @@ class Store:
                 if absent:
                     return missing["missing"]
                 reason = " ".join(f"{type(error).__name__}: {error}".split())
-                if isinstance(error, PermissionError) or _says(error, *_DENIED):
+                denied = isinstance(error, PermissionError) or getattr(error, "code", None) in (401, 403)
+                if denied or _says(error, *_DENIED):
                     raise StoreError(reason) from error
                 if time.monotonic() + pause > until:
                     raise StoreError(f"for storage.patience={self._section.patience:g} seconds, {reason}") from error
+                if pause == _PAUSES[2]:
+                    patience = f"storage.patience={self._section.patience:g} seconds"
+                    self._tell(f"{self.address} does not answer as it should ({reason}): trying for {patience}")
             time.sleep(pause)
             pause = min(2 * pause, _PAUSES[1])
 

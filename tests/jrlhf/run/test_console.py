@@ -275,6 +275,16 @@ def use_everything(console: Console, clock: Clock) -> None:
     console.summary({}, Path("runs/x"))
 
 
+def test_an_address_is_shown_with_the_commands_that_take_one(plain):
+    console, written = plain
+    console.summary({"steps": {"sft": 4}}, "s3://bucket/runs/x")
+    assert written()[-3:] == [
+        "report: s3://bucket/runs/x/report.html",
+        "model: s3://bucket/runs/x/model, in Hugging Face form",
+        "to talk to it: python -m jrlhf.generate --model s3://bucket/runs/x",
+    ]
+
+
 def test_a_terminal_shows_a_bar_and_nothing_that_a_model_commands(terminal, clock):
     console, written = terminal
     assert console.interactive

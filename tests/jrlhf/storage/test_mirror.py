@@ -261,7 +261,7 @@ def test_a_run_whose_files_cannot_be_copied_ends_in_a_sentence(memory, config, m
 
 
 def test_failed_requests_are_repeated_and_a_hang_has_a_deadline(memory, config, monkeypatch):
-    monkeypatch.setattr(store_module, "_PAUSES", (0.0, 0.0))
+    monkeypatch.setattr(store_module, "_PAUSES", (0.01, 0.02, 0.02))
     answers = [OSError("503 SlowDown"), TimeoutError("late"), b"data"]
 
     def answer(path: str) -> bytes:
@@ -270,10 +270,14 @@ def test_failed_requests_are_repeated_and_a_hang_has_a_deadline(memory, config, 
             raise result
         return result
 
-    store = Store("memory://bucket/x", config.storage)
+    sentences = list[str]()
+    store = Store("memory://bucket/x", config.storage, sentences.append)
     store._files = type("Files", (), {"cat_file": staticmethod(answer)})()
     store._section = type(config.storage)(timeout=0.1, patience=20.0)
     assert store.read("name") == b"data"
+    assert sentences == [
+        "memory://bucket/x does not answer as it should (TimeoutError: late): trying for storage.patience=20 seconds"
+    ]
     answers[:] = [PermissionError("Forbidden")]
     with pytest.raises(StoreError, match="PermissionError: Forbidden"):
         store.read("name")

@@ -3,6 +3,7 @@
 import os
 import random
 import signal
+import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -144,3 +145,37 @@ def test_a_run_that_is_killed_goes_on_from_its_store_to_the_same_bits(scheme, fa
         assert store.read(name) == (scratch_run / name).read_bytes()
     markers = {".mirror/checkpoints/sft/40.json"}
     assert markers <= store.sizes(".mirror").keys() and ".mirror/claim.json" not in store.sizes(".mirror")
+
+
+@pytest.mark.proof("processes")
+@pytest.mark.parametrize("scheme", ["s3"], indirect=True)
+def test_two_processes_share_a_scratch_directory_and_the_first_one_copies(scheme, tmp_path, monkeypatch):
+    config = tmp_path / "given.yaml"
+    config.write_text("".join(f"{key}: {value}\n" for key, value in CONFIG.items()))
+
+    def train(scratches: tuple[str, str], expected: int, *options: str) -> str:
+        with socket.socket() as port:
+            port.bind(("127.0.0.1", 0))
+            monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", f"127.0.0.1:{port.getsockname()[1]}")
+        monkeypatch.setenv("JAX_NUM_PROCESSES", "2")
+        command, trainings = ["--config", config, "name=run", "device.simulated=4", *options], list[Training]()
+        for number, scratch in enumerate(scratches):
+            monkeypatch.setenv("JAX_PROCESS_ID", str(number))
+            place = [f"storage.scratch={tmp_path / scratch}"] * ("run_dir=s3://bucket/runs" in options)
+            log = tmp_path / f"log-{time.monotonic_ns()}"
+            trainings.append(Training(*command, *place, log=log))
+        return "".join(training.wait(expected) for training in trainings)
+
+    train(("", ""), 0, f"run_dir={tmp_path}")
+    local, address = tmp_path / "run", "run_dir=s3://bucket/runs"
+    store = Store("s3://bucket/runs/run", StorageConfig())
+    assert train(("a", "b"), 2, address).count("the processes do not see the same") == 2
+    assert store.sizes() == {}
+    train(("a", "a"), 0, address)
+    assert any("process_1" in name for name in store.sizes("checkpoints"))
+    for name in [name for name in store.sizes() if name.startswith(("model/", ".mirror/checkpoints/sft/4"))]:
+        store.delete(name)
+    train(("c", "c"), 0, address, "--resume")
+    run = tmp_path / "c" / "s3" / "bucket" / "runs" / "run"
+    assert timeless(run) == timeless(local) and digest(run / "model") == digest(local / "model")
+    assert store.read("model/model.safetensors") == (local / "model" / "model.safetensors").read_bytes()
