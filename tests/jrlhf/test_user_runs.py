@@ -2,10 +2,13 @@
 
 import json
 import math
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 from safetensors.numpy import load_file
 
 from jrlhf.config import Config, load_config
@@ -18,7 +21,8 @@ from jrlhf.run.files import read_jsonl
 from jrlhf.run.metrics import MetricsLog, read_metrics
 from jrlhf.stages.setup import select_mesh
 from jrlhf.train import main
-from tests.support.runs import assert_same_run, digest, stage_of, timeless
+from tests.support.hub import serving
+from tests.support.runs import ROOT, assert_same_run, digest, stage_of, timeless
 
 WEIGHTS = {"reward_model": 0.5, "preference": 0.7, "short": 2.0, "graded": 0.3, "watched": 0.0}
 
@@ -179,6 +183,24 @@ def test_adapters_are_trained_on_a_base_that_stays(adapted):
         np.testing.assert_allclose(merged[name], before + config["lora_alpha"] / 4 * product, atol=1e-5)
     lora, _ = load_adapter(path / "adapter", read_config(actor).model, mesh)
     assert lora.rank == 4
+
+
+def test_an_adapter_names_the_hub_name_of_its_base(tmp_path, settings, user, make_model):
+    actor, one = make_model(tmp_path / "actor"), {"device": {"simulated": 1}, "mesh": {"fsdp": 1, "tensor": 1}}
+    (actor / "README.md").write_text("---\nlicense: apache-2.0\n---\n# Tiny\n")
+    config = settings(name="named", run_dir=str(tmp_path), stages=["sft"], model={"path": "lab/tiny"}, **one)
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config | {"lora": {"rank": 2}}))
+    command = [sys.executable, "-m", "jrlhf.train", "--config", str(tmp_path / "config.yaml")]
+    with serving() as hub:
+        hub.add("models/lab/tiny", actor)
+        environment = hub.environment(tmp_path / "home")
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    written = json.loads((tmp_path / "named" / "adapter" / "adapter_config.json").read_text())
+    assert written["base_model_name_or_path"] == "lab/tiny"
+    for name in ("adapter", "model"):
+        card = (tmp_path / "named" / name / "README.md").read_text()
+        assert "license: apache-2.0\nbase_model: lab/tiny\n" in card and str(tmp_path) not in card
 
 
 @pytest.mark.proof("runs")
