@@ -50,6 +50,9 @@ def _in_the_repository(page: str, link: str) -> str:
 def _names(package: str) -> Iterator[str]:
     """Yields the names that a package's __init__.py imports, under the module that each comes from."""
     file = ROOT / package.replace(".", "/") / "__init__.py"
+    if not file.is_file():  # a module, or one name: mkdocstrings knows what to do
+        yield f"::: jrlhf.{package}"
+        return
     modules: dict[str, list[str]] = {}
     for node in ast.parse(file.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.ImportFrom):

@@ -5,12 +5,14 @@ import inspect
 import json
 import re
 import shlex
+import textwrap
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import yaml
 
 from benchmarks.config_reference import reference_table
 from jrlhf import plan, train
@@ -150,6 +152,22 @@ def test_settings_are_understood(tmp_path):
             load_config(name, [word for word in rest if not word.startswith("--") and "dataflow" not in word])
             understood += 1
     assert understood >= 6
+
+
+@pytest.mark.parametrize("name", ["asynchronous", "data-and-rewards"])
+def test_settings_of_a_part_are_understood(name: str, tmp_path):
+    """A block that shows some settings is a config together with those of arithmetic-grpo."""
+    text = DOCUMENTS[ROOT / f"docs/{name}.md"]
+    blocks = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL) + re.findall(
+        r"(?<=\n\n)(?: {4}rewards:\n(?: {6}.*\n)+)", text
+    )
+    assert blocks
+    for block in blocks:
+        config = yaml.safe_load((ROOT / "configs/arithmetic-grpo.yaml").read_text())
+        for key, value in yaml.safe_load(textwrap.dedent(block)).items():
+            config[key] = config[key] | value if isinstance(value, dict) and key in config else value
+        (tmp_path / "part.yaml").write_text(yaml.safe_dump(config))
+        load_config(str(tmp_path / "part.yaml"))
 
 
 @pytest.mark.full
