@@ -1,6 +1,7 @@
 """Whole asynchronous runs: the same bits as the synchronous run, twice, and after a kill."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,8 @@ import pytest
 
 from jrlhf.config import load_config
 from jrlhf.config.check import uncorrected
-from jrlhf.errors import UserError
+from jrlhf.errors import RunFailure, UserError
+from jrlhf.models.generation.continuous import ContinuousBatch
 from jrlhf.run.files import read_jsonl
 from jrlhf.run.metrics import read_metrics
 from jrlhf.stages.setup import select_resources
@@ -83,6 +85,24 @@ def test_a_run_that_goes_on_from_any_step_has_the_same_bits(on_new_weights, tmp_
         calls = sorted((call for call in line["calls"] if not call["copies"]), key=lambda call: call["start"])
         assert {call["devices"] for call in calls} == {"0-3", "4-7"}
         assert all(call["end"] <= later["start"] + 2e-6 for call, later in pairwise(calls)), calls
+
+
+@pytest.mark.proof("kills")
+def test_a_run_ends_before_it_learns_from_wrong_log_probabilities(tmp_path, monkeypatch):
+    decode, chunks = ContinuousBatch.decode, []
+
+    def wrong(self, weights):
+        chunks.append(decode(self, weights))
+        if len(chunks) < 12:
+            return chunks[-1]
+        responses = [row.response and (row.response[0], row.response[1] - 0.1, row.response[2]) for row in chunks[-1]]
+        return [replace(row, response=own) for row, own in zip(chunks[-1], responses, strict=True)]
+
+    monkeypatch.setattr(ContinuousBatch, "decode", wrong)
+    with pytest.raises(RunFailure, match="logical worker 0 does not draw as the weights of version"):
+        run(config(tmp_path, "wrong", staleness=1, update_steps=3))
+    records = [record for record in read_metrics(tmp_path / "wrong") if record["stage"] == "grpo"]
+    assert 0 < len(records) < 4 and all(record["async/logprob_distance"] < 1e-4 for record in records)
 
 
 def test_what_cannot_be_asynchronous_is_one_sentence(tmp_path):
