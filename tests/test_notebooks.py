@@ -14,6 +14,7 @@ import pytest
 
 from jrlhf.config import load_config
 from jrlhf.run import devices
+from jrlhf.run.metrics import read_metrics
 
 ROOT = Path(__file__).resolve().parents[1]
 COLAB = ROOT / "colab"
@@ -164,6 +165,59 @@ def test_the_steps_train_foreign_models_alike_on_every_mesh(tmp_path, monkeypatc
     assert len(pairs) == 3
     for many, one in pairs:
         assert float(many) == pytest.approx(float(one), rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.proof("notebooks")
+def test_a_reward_of_ones_own_rises_on_held_out_prompts(tmp_path, monkeypatch):
+    monkeypatch.setenv("JRLHF_NOTEBOOK_OVERRIDES", "grpo.iterations=10")
+    notebook = Notebook("grpo_your_reward", tmp_path)
+    with notebook.kernel():
+        printed = notebook.run()
+    ((before, after),) = scores(printed)
+    assert after > before + 0.05 and printed.count("  before: ") == 4
+    model = tmp_path / "grpo_your_reward/vowels/model"
+    assert json.loads((model / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
+
+
+@pytest.mark.proof("notebooks")
+def test_an_algorithm_of_ones_own_is_trained_beside_grpo(tmp_path, monkeypatch):
+    monkeypatch.setenv(
+        "JRLHF_NOTEBOOK_OVERRIDES",
+        "sft.steps=200 sft.eval_every=200 sft.save_every=200 grpo.iterations=3 grpo.rollout_batch=256 "
+        "grpo.save_every=3 evaluation.prompts=32",
+    )
+    notebook = Notebook("algorithm_of_your_own", tmp_path)
+    with notebook.kernel():
+        printed = notebook.run()
+    assert re.findall(r"(\w+): right on held-out sums", printed) == ["grpo", "median"]
+    grpo, median = (
+        [record for record in read_metrics(tmp_path / "algorithm_of_your_own" / name) if record["stage"] == "grpo"]
+        for name in ("grpo", "median")
+    )
+    assert len(grpo) == len(median) == 3
+    # The same weights draw the same answers first; then the updates differ.
+    assert grpo[0]["critic/score/mean"] == median[0]["critic/score/mean"]
+    assert grpo[0]["critic/advantages/mean"] != median[0]["critic/advantages/mean"]
+
+
+def test_the_algorithm_of_the_notebook_is_the_documented_one():
+    (documented,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/algorithms.md").read_text(), re.DOTALL)
+    written = next(cell for cell in code_of("algorithm_of_your_own") if cell.startswith("%%writefile"))
+    assert "".join(written.split()) == "%%writefilemedian.py" + "".join(documented.split())
+
+
+@pytest.mark.proof("notebooks")
+def test_plans_are_searched_without_devices(tmp_path, monkeypatch):
+    monkeypatch.setenv("PLANS_PROPOSALS", "60")
+    notebook = Notebook("plans", tmp_path)
+    with notebook.kernel():
+        printed = notebook.run()
+    table = re.findall(r"^(\S+) +(\S+) +(?:[\d.]+ s an iteration|(does not fit: .*choose .+))", printed, re.MULTILINE)
+    assert len(table) == 16
+    fits = {(name, where) for name, where, problem in table if not problem}
+    assert {("gsm8k-ppo", "1xh100"), ("llama3-8b-ppo", "8xh100")} <= fits
+    assert not {("llama3-8b-ppo", "1xh100"), ("llama3-70b-ppo", "16xh200")} & fits
+    assert {path.name for path in tmp_path.glob("*.png")} == {"plan.png", "colocate.png", "split.png"}
 
 
 @pytest.fixture
