@@ -62,6 +62,7 @@ TARGETS = {
         _h100(1, 1),
         _h100(1),
         _h100(8),
+        Target("v5e-1", "tpu", "v5e:1x1", int(15.75 * 2**30)),
         Target("v5p-8", "tpu", "v5p:2x2x1", int(95.74 * 2**30)),
         Target("v5p-128", "tpu", "v5p:4x4x4", int(95.74 * 2**30)),
         Target("v5p-512", "tpu", "v5p:4x8x8", int(95.74 * 2**30)),
@@ -73,7 +74,8 @@ TARGETS = {
 def devices_of(target: Target) -> Sequence[Any]:
     """Devices that can be compiled for, and nothing else."""
     if target.platform == "tpu":
-        return topologies.get_topology_desc(target.topology, platform="tpu").devices
+        single = {"chips_per_host_bounds": (1, 1, 1)} if target.devices == 1 else {}  # a host has four otherwise
+        return topologies.get_topology_desc(target.topology, platform="tpu", **single).devices
     described = {"target_config": hopper_description(target), "topology": target.topology}
     return topologies.get_topology_desc(target.chip, platform="cuda", **described).devices
 

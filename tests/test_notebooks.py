@@ -214,7 +214,7 @@ def test_plans_are_searched_without_devices(tmp_path, monkeypatch):
         printed = notebook.run()
     table = re.findall(r"^(\S+) +(\S+) +(?:[\d.]+ s an iteration|(does not fit: .*choose .+))", printed, re.MULTILINE)
     assert len(table) == 16
-    fits = {(name, where) for name, where, problem in table if not problem}
+    fits = {(name, place) for name, place, problem in table if not problem}
     assert {("gsm8k-ppo", "1xh100"), ("llama3-8b-ppo", "8xh100")} <= fits
     assert not {("llama3-8b-ppo", "1xh100"), ("llama3-70b-ppo", "16xh200")} & fits
     assert {path.name for path in tmp_path.glob("*.png")} == {"plan.png", "colocate.png", "split.png"}
