@@ -1,7 +1,7 @@
 """`python -m jrlhf.export RUN [--step N] [--out DIR] [--push USER/NAME]`: the policy of a checkpoint, also of a run
 that has not finished; and its upload to the Hugging Face hub.
 
-Computes on the CPU, and only reads the run: accelerators may be at work on it meanwhile.
+The command computes on the CPU, and only reads the run: accelerators may be at work on it meanwhile.
 """
 
 import argparse
@@ -50,16 +50,20 @@ def export_checkpoint(run: Path, step: int | None = None, out: Path | None = Non
     chosen = steps[-1] if step is None else step
     if chosen not in steps:
         available = ", ".join(map(str, steps))
-        raise UserError(f"--step {chosen}: {run} keeps no such checkpoint of stage {stage}, choose among {available}")
+        raise UserError(f"step={chosen}: {run} keeps no such checkpoint of stage {stage}, choose among {available}")
     if out is None and chosen != steps[-1]:
         raise UserError(
-            f"--step {chosen}: in {run}/model is the place of step {steps[-1]}, name another with --out DIR"
+            f"step={chosen}: in {run}/model is the place of step {steps[-1]}, name another directory in out"
         )
     out = run if out is None else out
-    check_writable(f"--out {out}", out / "model" / "config.json")
+    check_writable(f"out={out}", out / "model" / "config.json")
 
     facts = card_facts(Run(run), config, stage, chosen)
-    mesh = make_mesh(1, 1, 1, devices=select(DeviceConfig(platform="cpu"))[:1])
+    try:
+        devices = jax.local_devices(backend="cpu")
+    except RuntimeError:  # this process runs on accelerators alone
+        devices = jax.local_devices()
+    mesh = make_mesh(1, 1, 1, devices=devices[:1])
     actor = fresh_model(config.model) if config.model.path is None else architecture(config.model.path, "model.path")
     tokenizer = _tokenizer(run, config, actor)
     with jax.set_mesh(mesh):
@@ -69,7 +73,7 @@ def export_checkpoint(run: Path, step: int | None = None, out: Path | None = Non
         try:
             export(Run(out), config, tokenizer, policy.holding(params), facts)
         except OSError as error:
-            raise UserError(f"--out {out}: {error}") from error
+            raise UserError(f"out={out}: {error}") from error
     return f"{out / 'model'} is the policy of {stage} after step {chosen} of {config.length(stage)}"
 
 
@@ -122,6 +126,7 @@ def cli(arguments: Sequence[str] | None = None) -> int:
     def run() -> None:
         name = None if options.push is None else account_name(options.push)
         out = None if options.out is None else options.out.expanduser()
+        select(DeviceConfig(platform="cpu"))
         directory = options.run.expanduser()
         print(export_checkpoint(directory, options.step, out))
         if name is not None:

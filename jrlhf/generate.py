@@ -4,9 +4,9 @@ import argparse
 import itertools
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -38,6 +38,7 @@ from jrlhf.run.devices import select
 from jrlhf.run.directory import CONFIG, read_summary
 from jrlhf.run.files import check_writable, write_atomic
 from jrlhf.storage.models import fetch_run
+from jrlhf.tasks.docstrings.task import PROMPT_END
 
 TOKENS = 256  # default maximum of an answer
 STREAMED = 8  # tokens of an answer that a conversation shows at a time
@@ -53,18 +54,24 @@ class Generator:
     compute: Compute
     sampling: SamplingConfig
     batch: int
+    asked: "Asked"
 
     @property
     def longest(self) -> int:
         """The most tokens of a prompt."""
         return self.model.config.max_positions - self.sampling.max_new_tokens
 
-    def encode(self, examples: Sequence[Example], *, chat: bool, system: str | None) -> Prompts:
+    @property
+    def chat(self) -> bool:
+        """Whether prompts become conversations."""
+        return self.tokenizer.chat_template is not None and self.asked.chat
+
+    def encode(self, examples: Sequence[Example]) -> Prompts:
         """The examples' prompts as token ids."""
         if self.longest <= 0:
             positions, new = self.model.config.max_positions, self.sampling.max_new_tokens
-            raise UserError(f"--max-new-tokens {new} leaves no room for a prompt: the model has {positions} positions")
-        return Encoding(self.tokenizer, chat=chat, system=system).prompts(examples, self.longest)
+            raise UserError(f"max_new_tokens={new} leaves no room for a prompt: the model has {positions} positions")
+        return Encoding(self.tokenizer, chat=self.chat, system=self.asked.system).prompts(examples, self.longest)
 
     def answer(self, prompts: Prompts, key: jax.Array) -> Iterator[Response]:
         """One response to each prompt, in order.
@@ -100,40 +107,87 @@ class Generator:
         return min(max(32, 1 << (longest - 1).bit_length()), self.longest)
 
 
+@dataclass(frozen=True)
+class Asked:
+    """How a model is asked: as it was trained.
+
+    chat: in conversations, if its tokenizer has a chat template. end: of a plain prompt, which a typed line lacks.
+    """
+
+    data: DatasetsData
+    chat: bool = True
+    end: str = ""
+    system: str | None = None
+
+    def example(self, line: str) -> Example:
+        """A typed line as the prompt that the model was trained on."""
+        return Example(prompt=line if line.endswith(self.end) else line + self.end)
+
+
+def asked_of(path: str) -> Asked:
+    """How the model of a run is asked; if `path` is not a run, the defaults."""
+    directory = fetch_run(path, "model") if is_address(path) else Path(path).expanduser()
+    summary, saved = read_summary(directory), directory / CONFIG
+    if not saved.is_file():
+        asked = Asked(DatasetsData(max_response=TOKENS))
+    else:
+        data = load_config(str(saved)).data
+        if isinstance(data, DatasetsData):
+            asked = Asked(data, system=data.system)
+        else:
+            end = PROMPT_END if data.source == "docstrings" else ""
+            asked = Asked(DatasetsData(max_response=data.max_response), chat=False, end=end)
+    return replace(asked, chat=summary.get("chat", asked.chat), end=summary.get("prompt_end", asked.end))
+
+
 def load(
     path: str,
-    sampling: dict[str, Any],
+    sampling: Mapping[str, Any],
+    asked: Asked | None = None,
     *,
     adapter: str | None = None,
     batch: int = 8,
     dtype: Literal["auto", "float32", "bfloat16"] = "auto",
     platform: Literal["auto", "cpu", "gpu", "tpu"] = "auto",
-    data: DatasetsData | None = None,
 ) -> Generator:
     """Loads a run, a model directory, the address of one of them in an object store, or a hub name.
 
     sampling: fields of `SamplingConfig`; the tokenizer adds the tokens that stop a response. adapter: a PEFT directory.
-    dtype: auto is bfloat16 on an accelerator, float32 on a CPU. data: the data section of the model's training.
+    dtype: auto is bfloat16 on an accelerator, float32 on a CPU. asked: None: as the run says, if it is one.
     """
+    asked = asked_of(path) if asked is None else asked
+    sampling = {"max_new_tokens": asked.data.max_response, **sampling}
+    with_sampling(SamplingConfig(max_new_tokens=TOKENS), sampling)  # before the model, which takes longer
     devices = select(DeviceConfig(platform=platform))
-    config = describe(path, "--model").model
-    tokenizer = own_tokenizer(path, "--model", data or DatasetsData(), config.vocab_size)
+    config = describe(path, "model").model
+    tokenizer = own_tokenizer(path, "model", asked.data, config.vocab_size)
     if dtype == "auto":
         dtype = "float32" if devices[0].platform == "cpu" else "bfloat16"
     compute, tensor = Compute(jnp.dtype(dtype)), _tensor_parallelism(config, len(devices))
     mesh = make_mesh(len(devices) // tensor, 1, tensor, devices=devices)
     with jax.set_mesh(mesh):
-        _, params = load_weights(path, "--model", mesh, layout=GENERATE, dtype=compute.dtype)
+        _, params = load_weights(path, "model", mesh, layout=GENERATE, dtype=compute.dtype)
         model = Model(Architecture(config, shared=True), params)
         if adapter is not None:
             try:
                 lora, weights = load_adapter(Path(adapter), config, mesh)
             except (ValueError, OSError) as error:
-                raise UserError(f"--adapter={adapter}: {error}") from error
+                raise UserError(f"adapter={adapter}: {error}") from error
             model = Model(Architecture(config, lora, shared=True), weights, params)
     limit = tokenizer.vocab_size if tokenizer.vocab_size < config.vocab_size else None
     options = SamplingConfig(**sampling, stop_ids=tokenizer.eos_ids, token_limit=limit)
-    return Generator(model, tokenizer, mesh, compute, options, -(-batch // mesh.size) * mesh.size)
+    return Generator(model, tokenizer, mesh, compute, options, -(-batch // mesh.size) * mesh.size, asked)
+
+
+def with_sampling(sampling: SamplingConfig, changes: Mapping[str, Any]) -> SamplingConfig:
+    """Returns the sampling with some fields replaced."""
+    if unknown := [name for name in changes if name not in SamplingConfig.__dataclass_fields__]:
+        fields = ", ".join(SamplingConfig.__dataclass_fields__)
+        raise UserError(f"{unknown[0]} is no setting of sampling: choose among {fields}")
+    try:
+        return replace(sampling, **changes)
+    except ValueError as error:
+        raise UserError(str(error)) from error
 
 
 def _tensor_parallelism(config: ModelConfig, devices: int) -> int:
@@ -173,34 +227,21 @@ def cli(arguments: Sequence[str] | None = None) -> int:
 def _run(options: argparse.Namespace) -> None:
     interactive = not options.prompt and options.file is None
     _check(options, interactive)
-    remote = is_address(options.model)
-    home = fetch_run(options.model, "--model") if remote else Path(options.model).expanduser()
-    summary = read_summary(home)
-    end = summary.get("prompt_end", "")  # as a run was trained
-    examples = [Example(prompt=_ended(text, end)) for text in options.prompt or ()]
+    asked = asked_of(options.model)
+    system = asked.system if options.system is None and not options.raw else options.system
+    asked = replace(asked, system=system, chat=asked.chat and not options.raw)
+    examples = [asked.example(text) for text in options.prompt or ()]
     examples += read_dataset(options.file).examples if options.file is not None else []
-    data = _data_of(home)
-    sampling = {name: getattr(options, name) for name in ("max_new_tokens", "temperature", "top_k", "top_p")}
-    if options.max_new_tokens is None:
-        sampling["max_new_tokens"] = data.max_response
-    try:
-        SamplingConfig(**sampling)  # before the model, which takes longer
-    except ValueError as error:
-        raise UserError(str(error)) from error
-    plain = options.raw or not summary.get("chat", True)
+    names = "max_new_tokens", "temperature", "top_k", "top_p"
+    sampling = {name: value for name in names if (value := getattr(options, name)) is not None}
     batch = 1 if interactive else min(options.batch, len(examples) * options.n)
     hardware = {"dtype": options.dtype, "platform": options.platform}
-    generator = load(options.model, sampling, adapter=options.adapter, batch=batch, data=data, **hardware)
-    system = data.system if options.system is None and not options.raw else options.system
-    chat = generator.tokenizer.chat_template is not None and not plain
+    generator = load(options.model, sampling, asked, adapter=options.adapter, batch=batch, **hardware)
     with jax.set_mesh(generator.mesh):
         if interactive:
-            if sys.stdin.isatty():
-                print(f"{options.model} answers in up to {sampling['max_new_tokens']} tokens; an empty line ends this")
-            _converse(generator, options.seed, chat, system, end)
+            converse(generator, options.model, options.seed, terminal=sys.stdin.isatty())
             return
-        repeated = [example for example in examples for _ in range(options.n)]
-        prompts = generator.encode(repeated, chat=chat, system=system)
+        prompts = generator.encode([example for example in examples for _ in range(options.n)])
         answers = generator.answer(prompts, key_for(options.seed, "generate"))
         if options.out is None:
             _print_answers(prompts, answers)
@@ -217,15 +258,6 @@ def _check(options: argparse.Namespace, interactive: bool) -> None:
         check_writable(f"--out {options.out}", Path(options.out))
     if interactive and options.n > 1:
         raise UserError(f"-n {options.n} answers need a --prompt or a --file: in a conversation each turn has one")
-
-
-def _data_of(home: Path) -> DatasetsData:
-    """The data section of a run; if `home` is not a run, the defaults."""
-    saved = home / CONFIG
-    if not saved.is_file():
-        return DatasetsData(max_response=TOKENS)
-    data = load_config(str(saved)).data
-    return data if isinstance(data, DatasetsData) else DatasetsData(max_response=data.max_response)
 
 
 def _print_answers(prompts: Prompts, answers: Iterator[Response]) -> None:
@@ -245,19 +277,25 @@ def _write_answers(prompts: Prompts, answers: Iterator[Response], out: str) -> N
     print(f"{len(rows)} answers in {out}")
 
 
-def _converse(generator: Generator, seed: int, chat: bool, system: str | None, end: str) -> None:
-    """Answers each line until an empty one: with a chat template to the whole conversation, else to that line alone."""
+def converse(generator: Generator, name: str, seed: int = 0, *, terminal: bool = True) -> None:
+    """Answers each line until an empty one: with a chat template to the whole conversation, else to that line alone.
+
+    terminal: whether somebody types the lines, and is told how.
+    """
+    system = generator.asked.system
+    if terminal:
+        print(f"{name} answers in up to {generator.sampling.max_new_tokens} tokens; an empty line ends this")
     messages: list[dict[str, str]] = [] if system is None else [{"role": "system", "content": system}]
     for turn in itertools.count():
         try:
-            line = input("you> " if sys.stdin.isatty() else "").strip()
+            line = input("you> " if terminal else "").strip()
         except EOFError:
             return
         if not line:
             return
         messages.append({"role": "user", "content": line})
-        prompt = tuple(messages) if chat else _ended(line, end)
-        (ids,) = generator.encode([Example(prompt=prompt)], chat=chat, system=system).ids
+        example = Example(prompt=tuple(messages)) if generator.chat else generator.asked.example(line)
+        (ids,) = generator.encode([example]).ids
         text, shown = "", 0
         for text in generator.stream(ids, key_for(seed, "generate", turn)):
             whole = clean(text.rstrip("\ufffd"))  # a character may have several tokens, of which the last are to come
@@ -265,11 +303,6 @@ def _converse(generator: Generator, seed: int, chat: bool, system: str | None, e
             shown = max(shown, len(whole))
         print(clean(text)[shown:], flush=True)
         messages.append({"role": "assistant", "content": text})
-
-
-def _ended(line: str, end: str) -> str:
-    """A typed line as the prompt that the model was trained on."""
-    return line if line.endswith(end) else line + end
 
 
 if __name__ == "__main__":

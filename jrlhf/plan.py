@@ -8,13 +8,23 @@ import argparse
 import math
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from jrlhf.config import load_config, parse_with_settings
 from jrlhf.errors import UserError, exit_code_of_printing
 from jrlhf.run.files import check_writable
+
+if TYPE_CHECKING:  # so that --help is fast
+    from jrlhf.config import Config
+    from jrlhf.meshes import Graph
+    from jrlhf.meshes.hardware import Cluster
+    from jrlhf.meshes.plan import Plan
+    from jrlhf.planning.search import Found
+    from jrlhf.planning.time import CostModel
+    from jrlhf.planning.workload import Workload
 
 SECONDS = 20.0
 
@@ -47,84 +57,187 @@ def cli(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace) -> None:
+    from jrlhf.planning.show import check_picture
+
+    for name in ("plot", "save"):
+        if (path := getattr(options, name)) is not None:
+            check_writable(f"--{name} {path}", path)
+    if options.plot is not None:
+        check_picture(options.plot)
+    config = load_config(options.config, options.overrides)
+    if config.algorithm is None and options.save is not None:
+        raise UserError(f"--save {options.save} has no effect with {_unplanned(config)}: leave it out")
+    say = partial(print, file=sys.stderr, flush=True)
+    names = "mean_response", "processes", "plan", "seconds", "proposals", "seed", "hypothetical", "overlap"
+    wanted = {name: getattr(options, name) for name in names}
+    planned = make_plan(config, options.cluster, **wanted, say=say, progress=_progress if sys.stderr.isatty() else None)
+    print(planned.text)
+    if options.plot is not None:
+        _write("plot", options.plot, planned.plot)
+    if options.save is not None:
+        _write("save", options.save, planned.save)
+    planned.check()
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A plan of a config on a cluster, and what it takes. `str` gives a table of its calls and a timeline.
+
+    outcome: the plan and its simulation. prices: the seconds and bytes of calls. text: what the command prints.
+    problem: why no run takes the plan; empty if one does.
+    """
+
+    config: "Config"
+    graph: "Graph"
+    workload: "Workload"
+    cluster: "Cluster"
+    prices: "CostModel"
+    outcome: "Found"
+    text: str
+    problem: str = ""
+
+    @property
+    def plan(self) -> "Plan":
+        """Call -> devices, layout, mesh and micro-batches."""
+        return self.outcome.plan
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of an iteration."""
+        return self.outcome.simulation.seconds
+
+    @property
+    def peak(self) -> float:
+        """Bytes on the fullest device."""
+        return self.outcome.simulation.peak
+
+    def plot(self, path: Path) -> None:
+        """Draws the timeline into an SVG, PNG or PDF."""
+        from jrlhf.planning import show
+
+        show.check_picture(Path(path))
+        title = f"{self.workload.graph.name} on {self.cluster.devices} x {self.cluster.hardware.name}"
+        show.plot(self.outcome.simulation, self.plan, title, Path(path))
+
+    def save(self, path: Path) -> None:
+        """Writes the plan as YAML, for `plan: FILE` of a config."""
+        from jrlhf.planning import plans
+        from jrlhf.planning.workload import without_budgeted
+
+        text = plans.plan_yaml(without_budgeted(self.config, self.graph, self.plan))
+        Path(path).write_text(text, encoding="utf-8")
+
+    def check(self) -> None:
+        """Raises UserError if no run takes the plan: it does not fit, or a call spans a part of several processes."""
+        if self.problem:
+            raise UserError(self.problem)
+
+    def __str__(self) -> str:
+        return f"{self.text}\n{self.problem}".strip()
+
+
+def make_plan(
+    config: "Config",
+    cluster: str | None = None,
+    *,
+    mean_response: float | None = None,
+    processes: int | None = None,
+    plan: str | None = None,
+    seconds: float | None = None,
+    proposals: int | None = None,
+    seed: int = 0,
+    hypothetical: bool = False,
+    overlap: bool = False,
+    say: Callable[[str], None] | None = None,
+    progress: Callable[[int, float], None] | None = None,
+) -> Planned:
+    """Searches the fastest plan of a config on a cluster, or prices the given one. docs/plans.md tells how.
+
+    cluster: its devices, such as "16xh100", which need not be there; None: those at hand, measured. plan: a file, or
+    the name of a usual plan: nothing is searched for. mean_response: tokens; None: the maximum. seconds, proposals:
+    when the search ends. say: told what is measured, and where. progress: (plans, seconds of the best).
+    """
     from jrlhf.algorithms.registry import planned_graph
     from jrlhf.config.check import mesh_sizes
-    from jrlhf.meshes.hardware import cluster
+    from jrlhf.meshes.hardware import cluster as cluster_of
     from jrlhf.planning import auto, fit, plans, show
     from jrlhf.planning.search import Found
     from jrlhf.planning.simulate import simulate
-    from jrlhf.planning.workload import without_budgeted, workload_of
+    from jrlhf.planning.workload import workload_of
     from jrlhf.run.devices import select
     from jrlhf.stages.setup import architectures
 
-    _check_options(options)
-    if options.plot is not None:
-        show.check_picture(options.plot)
-    config = load_config(options.config, options.overrides)
-    for name in ("plan", "save") if config.algorithm is None else ():
-        if (value := getattr(options, name)) is not None:
-            what = f"stages=[{', '.join(config.stages)}], which run by no plan"
-            raise UserError(f"--{name} {value} has no effect with {what}: leave it out")
+    for name, value in (("seconds", seconds), ("proposals", proposals)):
+        if value is not None and not 0 < value < math.inf:
+            raise UserError(f"{name}={value} must be more than 0 and finite")
+        if value is not None and plan is not None:
+            raise UserError(f"{name}={value} has no effect with plan={plan}, which searches for nothing: leave one out")
+    if config.algorithm is None and plan is not None:
+        raise UserError(f"plan={plan} has no effect with {_unplanned(config)}: leave it out")
     models = architectures(config)
     graph = planned_graph(config)
-    workload, mean = workload_of(config, graph, models), options.mean_response
-    if mean is not None:
-        if not 1 <= mean <= workload.response:
-            raise UserError(f"--mean-response {mean:g} must be from 1 to data.max_response={workload.response}")
-        workload = replace(workload, mean_response=mean)
-    if options.profile:
-        here, say = select(config.device), partial(print, "measuring", file=sys.stderr, flush=True)
-        print(f"measured: {auto.measure_here(workload, here, say)}", file=sys.stderr)
+    workload = workload_of(config, graph, models)
+    if mean_response is not None:
+        if not 1 <= mean_response <= workload.response:
+            raise UserError(f"mean_response={mean_response:g} must be from 1 to data.max_response={workload.response}")
+        workload = replace(workload, mean_response=mean_response)
+    here = select(config.device) if cluster is None else []
+    if cluster is None:
+        say = say or (lambda text: None)
+        say(f"measured: {auto.measure_here(workload, here, lambda part: say(f'measuring {part}'))}")
         devices, prices = auto.prices_here(config, workload, here)
     else:
         try:
-            devices = cluster(options.cluster)
+            devices = cluster_of(cluster)
         except ValueError as error:
-            raise UserError(f"--{error}") from error
+            raise UserError(str(error)) from error
         prices = auto.prices_of(config, workload, devices)
-    processes = (1 if options.profile else devices.hosts) if options.processes is None else options.processes
-    if options.processes is not None and (processes < 1 or devices.devices % processes):
-        raise UserError(f"--processes {processes} must divide the {devices.devices} devices: each has equally many")
-    seconds = SECONDS if options.seconds is None and options.proposals is None else options.seconds
-    lockstep, terminal = not options.overlap, sys.stderr.isatty()
-    if options.plan is None:
+    if processes is not None and (processes < 1 or devices.devices % processes):
+        raise UserError(f"processes={processes} must divide the {devices.devices} devices: each has equally many")
+    processes = processes or (1 if cluster is None else devices.hosts)
+    if plan is None:
         measured = lambda changed, workload, _: auto.prices_here(changed, workload, here)[1]  # noqa: E731
-        setting = auto.Setting(config, graph, models, devices, measured if options.profile else auto.prices_of, mean)
-        result = setting.search(
+        price = measured if cluster is None else auto.prices_of
+        result = auto.Setting(config, graph, models, devices, price, mean_response).search(
             prices,
-            grows=not options.profile,
-            proposals=options.proposals,
-            seconds=seconds,
-            seed=options.seed,
-            hypothetical=options.hypothetical,
-            lockstep=lockstep,
+            grows=cluster is not None,
+            proposals=proposals,
+            seconds=SECONDS if seconds is None and proposals is None else seconds,
+            seed=seed,
+            hypothetical=hypothetical,
+            lockstep=not overlap,
             processes=processes,
-            progress=_progress if terminal else None,
+            progress=progress,
         )
-        outcome = result.best
-        if terminal:
+        if progress is not None:
             print(file=sys.stderr)
-        print(show.describe(workload, devices, prices, result))
+        outcome, lines = result.best, [show.describe(workload, devices, prices, result)]
         if processes > 1:
-            print(f"{processes} processes run every call on all devices; --processes 1 shows what slices would gain")
+            alone = "--processes 1 (processes=1 in Python) shows what slices would gain"
+            lines.append(f"{processes} processes run every call on all devices; {alone}")
         for name in [call.name for call in workload.calls if workload.on_base(call.role)][:1]:
             data, fsdp, tensor = outcome.plan[name].sizes
-            print(f"a base under adapters is in the mesh: mesh.data={data} mesh.fsdp={fsdp} mesh.tensor={tensor}")
+            lines.append(
+                f"a base under adapters is in the mesh: mesh.data={data} mesh.fsdp={fsdp} mesh.tensor={tensor}"
+            )
     else:
-        if not options.profile and options.plan in plans.NAMES:
+        if cluster is not None and plan in plans.NAMES:
             mesh_sizes(config.mesh, devices.devices, simulates=False)
-        plan = plans.plan_of_config(replace(config, plan=options.plan), workload, devices.devices)
-        outcome = Found(plan, simulate(workload.graph, plan, prices, lockstep=lockstep))
-        print(show.describe_plan(workload, devices, prices, outcome))
-    if options.plot is not None:
-        title = f"{workload.graph.name} on {devices.devices} x {devices.hardware.name}"
-        _write("plot", options.plot, partial(show.plot, outcome.simulation, outcome.plan, title))
-    if options.save is not None:
-        text = plans.plan_yaml(without_budgeted(config, graph, outcome.plan))
-        _write("save", options.save, lambda path: path.write_text(text, encoding="utf-8"))
+        priced = plans.plan_of_config(replace(config, plan=plan), workload, devices.devices)
+        outcome = Found(priced, simulate(workload.graph, priced, prices, lockstep=not overlap))
+        lines = [show.describe_plan(workload, devices, prices, outcome)]
+    planned = Planned(config, graph, workload, devices, prices, outcome, "\n".join(lines))
     process_of = [number * processes // devices.devices for number in range(devices.devices)]
-    plans.refuse_cross_process(outcome.plan, process_of)
-    fit.check_fits(config, workload, outcome.plan, prices, prices.backend)
+    try:
+        plans.refuse_cross_process(planned.plan, process_of)
+        fit.check_fits(config, workload, planned.plan, prices, prices.backend)
+    except UserError as error:
+        return replace(planned, problem=str(error))
+    return planned
+
+
+def _unplanned(config: "Config") -> str:
+    return f"stages=[{', '.join(config.stages)}], which run by no plan"
 
 
 def _write(option: str, path: Path, write: Callable[[Path], object]) -> None:
@@ -133,18 +246,6 @@ def _write(option: str, path: Path, write: Callable[[Path], object]) -> None:
         write(path)
     except OSError as error:
         raise UserError(f"--{option} {path} cannot be written ({error.strerror}): choose another place") from error
-
-
-def _check_options(options: argparse.Namespace) -> None:
-    for name in ("seconds", "proposals"):
-        value = getattr(options, name)
-        if value is not None and not 0 < value < math.inf:
-            raise UserError(f"--{name} {value} must be more than 0 and finite")
-        if value is not None and options.plan is not None:
-            raise UserError(f"--{name} {value} has no effect with --plan, which searches for nothing: leave one out")
-    for name in ("plot", "save"):
-        if (path := getattr(options, name)) is not None:
-            check_writable(f"--{name} {path}", path)
 
 
 def _progress(proposals: int, seconds: float) -> None:

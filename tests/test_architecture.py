@@ -13,7 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 # From the top down. Folders of one line do not know each other.
 ORDER = (
-    ("__main__",),
+    ("__main__", "api"),
     ("train", "generate", "export", "plan", "doctor", "new_config"),
     ("stages",),
     ("report",),

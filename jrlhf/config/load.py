@@ -3,12 +3,14 @@
 import argparse
 import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
+from typing import Any
 
-from jrlhf.config.parse import build, override, parse_yaml
+from jrlhf.config.parse import build, override, parse_yaml, section_in
 from jrlhf.config.schema import Config
 from jrlhf.errors import UserError
 
@@ -18,6 +20,53 @@ def load_config(path_or_name: str, overrides: Sequence[str] = ()) -> Config:
 
     A run without a name is called as its file is.
     """
+
+    def change(mapping: dict[str, Any]) -> None:
+        for assignment in overrides:
+            override(mapping, assignment)
+
+    return _build_file(path_or_name, change)
+
+
+def make_config(source: str | Path | Mapping[str, Any], changes: Mapping[str, Any] | None = None) -> Config:
+    """Returns the config of a file, a packaged name or a nested mapping, with some settings changed.
+
+    changes: dotted keys or sections -> values. A mapping changes only those keys of a section that it has.
+    """
+    change = partial(_merge, changes=_plain(changes or {}))
+    if not isinstance(source, Mapping):
+        return _build_file(str(source), change)
+    mapping = {"name": "run", **_plain(source)}
+    change(mapping)
+    return build(Config, mapping)
+
+
+def _merge(mapping: dict[str, Any], changes: Mapping[str, Any]) -> None:
+    """Puts the changes into a parsed mapping, in place."""
+    for key, value in changes.items():
+        section, (*sections, name) = mapping, key.split(".")
+        for depth, part in enumerate(sections, start=1):
+            section = section_in(section, part)
+            if not isinstance(section, dict):
+                raise UserError(f"{key}: {'.'.join(sections[:depth])}={section} is no section, it has no {name}")
+        if isinstance(value, Mapping) and isinstance(section.get(name), dict):
+            _merge(section[name], value)
+        else:
+            section[name] = value
+
+
+def _plain(value: Any) -> Any:
+    """Returns a Python value as a config file would hold it: paths are text, tuples lists, numbers Python's own."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    if isinstance(value, Path):
+        return str(value)
+    return value.item() if hasattr(value, "dtype") and value.ndim == 0 else value
+
+
+def _build_file(path_or_name: str, change: Callable[[dict[str, Any]], None]) -> Config:
     source = _find(path_or_name)
     try:
         text = source.read_text(encoding="utf-8-sig")
@@ -28,8 +77,7 @@ def load_config(path_or_name: str, overrides: Sequence[str] = ()) -> Config:
     empty, mapping = not mapping, {} if mapping is None else mapping
     if not isinstance(mapping, dict):
         raise UserError(f"config {path_or_name} must hold `key: value` lines, but it holds no keys")
-    for assignment in overrides:
-        override(mapping, assignment)
+    change(mapping)
     if isinstance(source, Path):
         mapping.setdefault("name", re.sub(r"[^A-Za-z0-9._-]", "-", source.stem).lstrip(".-") or "run")
     if empty and "stages" not in mapping:

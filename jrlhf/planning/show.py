@@ -190,7 +190,7 @@ def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
 def check_picture(path: Path) -> None:
     """Refuses a file whose ending names no picture."""
     if path.suffix.lower() not in FORMATS:
-        raise UserError(f"--plot {path} must end in {', '.join(FORMATS)}")
+        raise UserError(f"the picture {path} must end in {', '.join(FORMATS)}")
 
 
 def plot(simulation: Simulation, plan: Plan, title: str, path: Path) -> None:

@@ -286,7 +286,7 @@ class FunctionReward:
             if self.on_failure is None:
                 raise RewardFailure(
                     f"{story}: mend the function, or set on_failure of {self._called} to a score for such samples, and "
-                    "go on with --resume",
+                    "resume the run",
                     self.identity,
                 )
         return results

@@ -119,7 +119,7 @@ class Run(Closing):
             present = False
         if not present:
             raise RunFailure(
-                f"{self.path} was deleted or moved while the run was using it: bring it back and go on with --resume"
+                f"{self.path} was deleted or moved while the run was using it: bring it back and resume the run"
             )
 
 
@@ -134,7 +134,7 @@ def explained(run: Run) -> Iterator[None]:
         run.check_present()
         if (reason := full_disk(error)) is not None:
             raise RunFailure(
-                f"{run.path} cannot be written ({reason}): free some space there and go on with --resume"
+                f"{run.path} cannot be written ({reason}): free some space there and resume the run"
             ) from error
         raise
 
@@ -188,7 +188,7 @@ def _open(run: Run, config: Config, resume: bool) -> None:
         names = [entry.name for entry in path.iterdir()] if path.exists() else []
         if CONFIG not in names:
             if resume:
-                raise UserError(f"there is no run in {path} to resume: leave out --resume, or check name= and run_dir=")
+                raise UserError(f"there is no run in {path} to resume: start a new one, or check name= and run_dir=")
             if any(name != _LOCK and not name.endswith(".tmp") for name in names):
                 raise UserError(
                     f"{path} exists and is not a run (it has no {CONFIG}): choose another name= or run_dir="
@@ -236,7 +236,8 @@ def refuse_other(path: Path | str, saved: str, config: Config, resume: bool) -> 
         )
     if not resume:
         raise UserError(
-            f"{path} already holds this run: add --resume to go on with it, give another name=, or delete it"
+            f"{path} already holds this run: resume it (--resume, resume=True in Python), give another name=, or "
+            "delete it"
         )
     return line
 

@@ -1,11 +1,12 @@
 """Preemption: SIGTERM, SIGHUP or Ctrl-C lets the current iteration finish and save; the run exits with 75 (requeue).
 
 It is enough that one process of the run gets the signal. Outside of iterations everything is saved already, so Ctrl-C
-ends the run at once.
+ends the run at once. A run outside of the main thread, where Python gives no signals, ignores them.
 """
 
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
@@ -35,6 +36,8 @@ class PreemptionGuard:
             self._iterating = False
 
     def __enter__(self) -> "PreemptionGuard":
+        if threading.current_thread() is not threading.main_thread():
+            return self
         hangup = [signal.SIGHUP] * (signal.getsignal(signal.SIGHUP) != signal.SIG_IGN)  # ignored under nohup
         for number in (signal.SIGTERM, signal.SIGINT, *hangup):
             self._previous[number] = signal.signal(number, self._request)

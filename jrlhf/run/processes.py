@@ -113,8 +113,8 @@ class _Watch:
         role = ", the coordinator," if silent == 0 else ""
         print(
             f"error: process {silent} of {self._processes}{role} gave no sign of life to process {self._number} for "
-            f"distributed.heartbeat={self.seconds:g} seconds: see why it ended or cannot be reached, and go on with "
-            "--resume",
+            f"distributed.heartbeat={self.seconds:g} seconds: see why it ended or cannot be reached, and resume the "
+            "run",
             file=sys.stderr,
             flush=True,
         )

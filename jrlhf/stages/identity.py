@@ -52,7 +52,10 @@ class Identity:
                 run.changes.append(f"with {difference}")
                 continue
             else:
-                remedy = "bring its files back, or add --accept-rewards to go on with the changed function"
+                remedy = (
+                    "bring its files back, or go on with the changed function by --accept-rewards "
+                    "(accept_rewards=True in Python)"
+                )
             raise UserError(f"the checkpoint of stage {stage} was made with {difference}: {remedy}")
         if unknown:
             names = ", ".join(unknown)

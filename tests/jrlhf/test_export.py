@@ -120,8 +120,8 @@ def test_what_cannot_be_exported_is_one_sentence(tmp_path, capsys):
     assert "has no checkpoint of sft or grpo yet: wait for the first, or lower sft.save_every" in refused()
     for step in (10, 20):
         (path / "checkpoints" / "grpo" / str(step)).mkdir(parents=True)
-    assert "--step 15: " in refused("--step", "15") and "of stage grpo, choose among 10, 20" in refused("--step", "15")
-    assert "is the place of step 20, name another with --out DIR" in refused("--step", "10")
+    assert "step=15: " in refused("--step", "15") and "of stage grpo, choose among 10, 20" in refused("--step", "15")
+    assert "is the place of step 20, name another directory in out" in refused("--step", "10")
     (tmp_path / "file").touch()
     assert "cannot be written in" in refused("--out", str(tmp_path / "file"))
     (path / "tokenizer.json").write_bytes(b"")

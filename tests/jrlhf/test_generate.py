@@ -158,8 +158,8 @@ def test_a_typed_line_ends_as_prompts_did_in_training(ask, tmp_path, user, monke
 def test_answers_of_a_run_are_as_long_as_in_its_training(tmp_path, user, monkeypatch):
     asked = []
 
-    def stop(path, sampling, **_):
-        asked.append(sampling["max_new_tokens"])
+    def stop(path, sampling, answering, **_):
+        asked.append(answering.data.max_response)
         raise UserError("far enough")
 
     monkeypatch.setattr(generate, "load", stop)

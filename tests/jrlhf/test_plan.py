@@ -59,7 +59,10 @@ def test_what_is_proposed_for_several_hosts_runs_in_their_processes(tmp_path, ca
     cluster = ["--config", "llama3-8b-ppo", "--cluster", "16xh100", "ppo.algorithm.micro_batches=4"]
     search = [*cluster, "--proposals", "2000", "--save", str(saved)]
     assert cli(search) == 0
-    assert "2 processes run every call on all devices; --processes 1 shows" in capsys.readouterr().out
+    assert (
+        "2 processes run every call on all devices; --processes 1 (processes=1 in Python) shows"
+        in capsys.readouterr().out
+    )
     proposed = plan_of(yaml.safe_load(saved.read_text()))
     assert {(place.devices.start, place.devices.stop) for place in proposed.placements.values()} == {(0, 16)}
     assert cli([*search, "--processes", "1"]) == 0
@@ -110,19 +113,19 @@ def test_who_follows_the_remedy_has_a_plan(seed, capsys):
 def test_bad_input_is_one_sentence(capsys):
     cluster, few = "--cluster 8xh100", "--cluster 8xh100 --proposals 10"
     for arguments, sentence in (
-        ("--cluster 16xh101", "--cluster=16xh101 is of no known hardware"),
+        ("--cluster 16xh101", "cluster=16xh101 is of no known hardware"),
         ("--cluster 12xh100", "the nearest is 16xh100"),
-        (f"{cluster} --seconds nan", "--seconds nan must be more than 0 and finite"),
-        (f"{cluster} --seconds 0", "--seconds 0.0 must be more than 0"),
-        (f"{cluster} --proposals -1", "--proposals -1 must be more than 0"),
+        (f"{cluster} --seconds nan", "seconds=nan must be more than 0 and finite"),
+        (f"{cluster} --seconds 0", "seconds=0.0 must be more than 0"),
+        (f"{cluster} --proposals -1", "proposals=-1 must be more than 0"),
         (f"{cluster} --save .", "--save . is a directory: name a file in it"),
         (f"{cluster} --save {__file__}/plan.yaml", "choose another place"),
         (f"{cluster} --plan mine.yaml", "plan=mine.yaml is neither colocate,"),
-        (f"{cluster} --plan split --seconds 1", "--seconds 1.0 has no effect with --plan"),
-        (f"{cluster} --plan split stages=[sft]", "--plan split has no effect with stages=[sft]"),
-        (f"{cluster} --mean-response 9e9", "--mean-response 9e+09 must be from 1 to data.max_response=1024"),
-        (f"{cluster} --processes 0", "--processes 0 must divide the 8 devices: each has equally many"),
-        (f"{cluster} --processes 3", "--processes 3 must divide the 8 devices: each has equally many"),
+        (f"{cluster} --plan split --seconds 1", "seconds=1.0 has no effect with plan=split"),
+        (f"{cluster} --plan split stages=[sft]", "plan=split has no effect with stages=[sft]"),
+        (f"{cluster} --mean-response 9e9", "mean_response=9e+09 must be from 1 to data.max_response=1024"),
+        (f"{cluster} --processes 0", "processes=0 must divide the 8 devices: each has equally many"),
+        (f"{cluster} --processes 3", "processes=3 must divide the 8 devices: each has equally many"),
         (f"{cluster} --plot plan.txt", "must end in .svg, .png, .pdf"),
         (f"{few} ppo.rollout_batch=510", "choose ppo.rollout_batch of 480 or 512"),
         (f"{few} --plot /proc/none/plan.svg", "cannot be written (No such file or directory): choose another place"),

@@ -19,6 +19,8 @@ from jrlhf.tasks.docstrings.renaming import rename, renaming_words
 from jrlhf.tasks.docstrings.rubric import Rubric
 from jrlhf.tasks.docstrings.vocabulary import Split, encode_examples, encode_split, fits, train_tokenizer
 
+PROMPT_END = "\n"  # ends each prompt; a typed line lacks it
+
 
 def load_task(config: Config) -> Task:
     """Reads the corpus, trains the tokenizer on its train part, and encodes both parts."""
@@ -54,7 +56,7 @@ def load_task(config: Config) -> Task:
         prompts=_prompts(train),
         heldout=_prompts(heldout),
         gold=partial(_gold, rubric),
-        prompt_end="\n",
+        prompt_end=PROMPT_END,
     )
 
 

@@ -52,12 +52,12 @@ def test_a_fresh_run_holds_its_config_and_its_environment(make, tmp_path):
 def test_the_same_run_needs_resume_and_resume_needs_a_run(make, tmp_path):
     path = tmp_path / "runs" / "first"
     assert refused(make(), resume=True) == (
-        f"there is no run in {path} to resume: leave out --resume, or check name= and run_dir="
+        f"there is no run in {path} to resume: start a new one, or check name= and run_dir="
     )
     assert not path.parent.exists()
     open_run(make()).close()
     assert refused(make()) == (
-        f"{path} already holds this run: add --resume to go on with it, give another name=, or delete it"
+        f"{path} already holds this run: resume it (--resume, resume=True in Python), give another name=, or delete it"
     )
     open_run(make(), resume=True).close()
     (tmp_path / "elsewhere").mkdir()

@@ -1,0 +1,302 @@
+"""Trains, loads and plans from Python: what the commands do, as functions that return values.
+
+    from jrlhf.api import load, plan, train
+
+    run = train("quickstart", run_dir="runs")
+    print(run.column("critic/score/mean"), run.summary["held_out"])
+    print(run.actor.generate(["def add(a, b):"], temperature=0.0))
+
+Errors are exceptions of `jrlhf.errors`: UserError for bad input, RunFailure where a run cannot go on.
+"""
+
+import gc
+import io
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import numpy as np
+from jaxtyping import Float
+from matplotlib.figure import Figure
+
+from jrlhf import plan as planner
+from jrlhf.config import make_config
+from jrlhf.data.batches import key_for, pad_rows, put_rows, whole_batches
+from jrlhf.data.tokenizer import Tokenizer
+from jrlhf.data.types import Example
+from jrlhf.errors import Preempted, UserError
+from jrlhf.export import export_checkpoint
+from jrlhf.generate import Asked, Generator, asked_of, converse, with_sampling
+from jrlhf.generate import load as load_generator
+from jrlhf.meshes import to_host
+from jrlhf.plan import Planned
+from jrlhf.report.read import Record, read_run
+from jrlhf.roles.compiled import CompiledModel
+from jrlhf.run.directory import run_path
+from jrlhf.run.metrics import read_metrics
+from jrlhf.train import main
+
+__all__ = ["Planned", "Policy", "Run", "load", "plan", "train"]
+
+Source = str | Path | Mapping[str, Any]
+Conversation = Sequence[Mapping[str, str]]
+
+
+def train(config: Source, *, resume: bool = False, accept_rewards: bool = False, **settings: Any) -> "Run":
+    """Runs the stages of a config in this process; returns the run.
+
+    config: a packaged name, a YAML file, or the settings as a nested dict. settings: further ones, which replace those
+    of the config: sections as dicts, which change the keys that they have, or dotted keys. docs/configuration.md lists
+    all. resume: go on with the run of this name. accept_rewards: although its reward functions were changed.
+
+    Ctrl-C in a training loop finishes the iteration, saves it, and returns the run: `train(..., resume=True)` goes on.
+    Ctrl-C at another time raises KeyboardInterrupt; what was saved before is there. Outside of the main thread
+    Python gives no signals: such a run ends when it is done. Signal handlers are put back. Device memory is freed.
+
+    Raises UserError for bad input, in one sentence, and RunFailure where the run cannot go on.
+
+        run = train("quickstart", run_dir="runs", ppo={"iterations": 10}, **{"sft.steps": 100})
+    """
+    wanted = make_config(config, settings)
+    try:
+        main(wanted, resume=resume, accept_rewards=accept_rewards)
+    except Preempted as stop:
+        print(f"{stop}; go on with resume=True", flush=True)
+    finally:
+        gc.collect()  # arrays in cycles of references
+    return Run.open(run_path(wanted))
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run's directory, finished or not. Everything is read from its files when it is asked for.
+
+    path: the directory, which docs/running.md describes.
+
+        run = Run.open("runs/quickstart")
+        run.plot("critic/score/mean", "objective/kl")
+    """
+
+    path: Path
+
+    @staticmethod
+    def open(path: str | Path) -> "Run":
+        """The run in a directory. Raises UserError if there is none."""
+        run = Run(Path(path).expanduser())
+        run.record  # noqa: B018
+        return run
+
+    @property
+    def record(self) -> Record:
+        """The contents of the directory, as the report reads them."""
+        return read_run(self.path)
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """One row an iteration or step, of all stages, in order; docs/metrics.md explains the names."""
+        return read_metrics(self.path)
+
+    @property
+    def names(self) -> list[str]:
+        """The names of all metrics."""
+        return list(dict.fromkeys(name for row in self.metrics for name in row if name not in ("stage", "step")))
+
+    def column(self, name: str, stage: str | None = None) -> Float[np.ndarray, "rows"]:
+        """A metric of every row that has it, in order; what is not finite is NaN. stage: None: of all stages."""
+        return self._curve(name, stage)[1]
+
+    def _curve(self, name: str, stage: str | None) -> tuple[np.ndarray, np.ndarray]:
+        rows = [row for row in self.metrics if name in row and stage in (None, row["stage"])]
+        if not rows:
+            place = f"{self.path}" if stage is None else f"stage {stage} of {self.path}"
+            raise UserError(f"{place} has no metric {name}: it has {', '.join(self.names) or 'none yet'}")
+        return (
+            np.array([row["step"] for row in rows]),
+            np.array([np.nan if row[name] is None else row[name] for row in rows], np.float64),
+        )
+
+    @property
+    def samples(self) -> list[dict[str, Any]]:
+        """Texts that were sampled during the run, and those to held-out prompts at its end."""
+        return self.record.samples
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """The figures of the end of the run; empty if it was interrupted."""
+        return self.record.summary
+
+    def plot(self, *names: str, stage: str | None = None) -> Figure:
+        """Draws metrics over the steps, one above the other; by default score and KL of the algorithm, or the losses.
+
+        In a notebook the figure shows itself; `savefig(path)` writes it.
+        """
+        if not names:
+            present = self.names
+            names = tuple(name for name in ("critic/score/mean", "objective/kl") if name in present)
+            names = names or tuple(name for name in present if name.endswith("loss"))
+        figure = _Picture(figsize=(7, 1 + 1.8 * len(names)), layout="constrained")
+        for name, axes in zip(names, np.ravel(figure.subplots(max(len(names), 1), 1)), strict=False):
+            axes.plot(*self._curve(name, stage), marker="." if len(self.metrics) < 50 else None)
+            axes.set(ylabel=name, xlabel="step" if name == names[-1] else "")
+            axes.grid(alpha=0.3)
+        return figure
+
+    @property
+    def actor(self) -> "Policy":
+        """The trained policy, loaded; of a run without its end, that of the newest checkpoint."""
+        if (self.path / "model" / "config.json").is_file():
+            return load(self.path)
+        with tempfile.TemporaryDirectory() as folder:
+            export_checkpoint(self.path, out=Path(folder))
+            return _load(folder, asked_of(str(self.path)), str(self.path))
+
+    def export(self, path: str | Path, step: int | None = None) -> Path:
+        """Writes the policy in Hugging Face form to PATH/model, of an adapter also PATH/adapter; returns PATH/model.
+
+        step: of a checkpoint that the run keeps; None: of the newest.
+        """
+        out = Path(path).expanduser()
+        export_checkpoint(self.path, step, out)
+        return out / "model"
+
+
+class _Picture(Figure):
+    """A figure that a notebook shows without pyplot."""
+
+    def _repr_png_(self) -> bytes:
+        buffer = io.BytesIO()
+        self.savefig(buffer, format="png")
+        return buffer.getvalue()
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A loaded language model that answers and scores texts, on all devices of this process.
+
+    name: what it was loaded from. It is asked as it was trained: prompts become conversations if its tokenizer has a
+    chat template and it was not trained on plain text.
+    """
+
+    generator: Generator
+    name: str
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Text to token ids and back."""
+        return self.generator.tokenizer
+
+    def generate(
+        self, prompts: str | Conversation | Sequence[str | Conversation], *, n: int = 1, seed: int = 0, **sampling: Any
+    ) -> list[str]:
+        """Returns `n` answers to each prompt, those of one prompt next to each other.
+
+        prompts: texts or conversations, [{"role": "user", "content": ...}, ...]; or one of them. sampling: fields of
+        `SamplingConfig`: temperature (0: always the most likely token), top_k, top_p, max_new_tokens, ... A text
+        depends on the seed and the prompt's index alone.
+
+            load("runs/quickstart").generate(["def add(a, b):"], temperature=0.0, max_new_tokens=16)
+        """
+        if n < 1:
+            raise UserError(f"n={n} must be at least 1")
+        single = isinstance(prompts, str) or isinstance(next(iter(prompts), None), Mapping)
+        listed: list[Any] = [prompts] if single else list(prompts)
+        if not listed:
+            return []
+        examples = [
+            self.generator.asked.example(prompt) if isinstance(prompt, str) else Example(prompt=tuple(prompt))
+            for prompt in listed
+            for _ in range(n)
+        ]
+        generator = self._sampled(sampling)
+        with jax.set_mesh(generator.mesh):
+            return [answer.text for answer in generator.answer(generator.encode(examples), key_for(seed, "generate"))]
+
+    def _sampled(self, sampling: Mapping[str, Any]) -> Generator:
+        return replace(self.generator, sampling=with_sampling(self.generator.sampling, sampling))
+
+    def logprobs(self, texts: str | Sequence[str], *, temperature: float = 1.0) -> list[Float[np.ndarray, "T-1"]]:
+        """Returns for each text of T tokens the log-probabilities of its tokens after the first, float32 [T - 1].
+
+        Entry t is log p(token t + 1 | tokens 0 to t), of the softmax at the temperature. Texts are read as they are,
+        without a chat template; a token that begins every text is among the T.
+
+            [ours] = load("runs/quickstart").logprobs("def add(a, b):")
+        """
+        listed, generator = [texts] if isinstance(texts, str) else list(texts), self.generator
+        rows = [self.tokenizer.encode_prompt(text) for text in listed]
+        longest, most = max(map(len, rows), default=0), generator.model.config.max_positions
+        if longest > most:
+            raise UserError(f"a text has {longest} tokens, and the model {most} positions: shorten it")
+        width = min(max(32, 1 << max(longest - 1, 0).bit_length()), most)  # few widths, so that few programs compile
+        model = generator.model
+        score = CompiledModel(model.architecture, generator.mesh, generator.compute).score_logprobs(
+            temperature=temperature
+        )
+
+        def scored() -> Iterator[np.ndarray]:
+            for batch, count in whole_batches(len(rows), generator.batch):
+                tokens, lengths = put_rows(pad_rows([rows[row] for row in batch], width), generator.mesh)
+                yield from to_host(score(model.params, tokens, lengths, *model.frozen)[0])[:count]
+
+        with jax.set_mesh(generator.mesh):
+            return [values[1 : len(row)] for values, row in zip(scored(), rows, strict=True)]
+
+    def chat(self, seed: int = 0, **sampling: Any) -> None:
+        """Talks: reads lines from the keyboard and prints the answers as they grow, until an empty line."""
+        generator = replace(self._sampled(sampling), batch=self.generator.mesh.size)
+        with jax.set_mesh(generator.mesh):
+            converse(generator, self.name, seed)
+
+
+def load(
+    path: str | Path,
+    *,
+    adapter: str | Path | None = None,
+    batch: int = 8,
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto",
+) -> Policy:
+    """Loads the policy of a run, of a Hugging Face directory, or of a hub name, onto all devices.
+
+    adapter: a PEFT directory, put on the model. batch: rows at a time. dtype: auto is bfloat16 on an accelerator and
+    float32 on a CPU.
+
+        policy = load("runs/quickstart")
+    """
+    return _load(
+        str(path), None, str(path), adapter=None if adapter is None else str(adapter), batch=batch, dtype=dtype
+    )
+
+
+def _load(path: str, asked: Asked | None, name: str, **options: Any) -> Policy:
+    return Policy(load_generator(path, {}, asked, **options), name)
+
+
+def plan(
+    config: Source,
+    cluster: str | None = None,
+    *,
+    mean_response: float | None = None,
+    processes: int | None = None,
+    plan: str | None = None,
+    seconds: float | None = None,
+    proposals: int | None = None,
+    seed: int = 0,
+    **settings: Any,
+) -> Planned:
+    """Searches the fastest plan of a config on a cluster that need not be there; returns it with what it takes.
+
+    config, settings: as in `train`, except that `plan` and `seed` are of the search. cluster: "16xh100", "v5p-512";
+    None: the devices at hand, which are measured first. plan: a file, "colocate", "split" or "standalone", which is
+    priced, and nothing is searched for. mean_response: tokens; None: the maximum. seconds, proposals: when the search
+    ends; with proposals the result is a function of the seed.
+
+        planned = plan("llama3-8b-ppo", "8xh200", proposals=100)
+        print(planned)  # a table of the calls, and a timeline
+    """
+    search: dict[str, Any] = {"processes": processes, "plan": plan, "seconds": seconds, "proposals": proposals}
+    search |= {"mean_response": mean_response, "seed": seed}
+    return planner.make_plan(make_config(config, settings), cluster, **search, say=partial(print, flush=True))

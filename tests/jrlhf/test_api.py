@@ -1,0 +1,202 @@
+"""The commands as Python functions: what they return, what they leave behind, and their errors."""
+
+import gc
+import io
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from jrlhf.api import Run, load, plan, train
+from jrlhf.config import load_config, make_config
+from jrlhf.errors import UserError
+from jrlhf.run.console import clean
+from jrlhf.run.files import append_jsonl
+from jrlhf.run.metrics import METRICS
+
+ITERATIONS = 12
+TINY = {
+    "stages": ["sft", "grpo"],
+    "mesh": {"fsdp": -1},
+    "model": {"vocab_size": 14, "embed": 16, "layers": 1, "heads": 2, "kv_heads": 2, "head_dim": 8, "mlp": 32}
+    | {"max_positions": 16},
+    "data": {
+        "source": "arithmetic",
+        "digits": 1,
+        "problems": 40,
+        "heldout_rows": 8,
+        "max_prompt": 4,
+        "max_response": 3,
+    },
+    "sft": {"steps": 2, "batch": 8},
+    "rewards": [{"name": "correct", "function": "exact_match"}],
+    "grpo": {"iterations": ITERATIONS, "rollout_batch": 16, "save_every": 4, "algorithm": {"samples": 2}},
+    "evaluation": {"prompts": 8},
+}
+
+
+def refused(function, *arguments, **keywords) -> str:
+    with pytest.raises(UserError) as caught:
+        function(*arguments, **keywords)
+    return str(caught.value)
+
+
+def test_settings_in_python_are_those_of_the_command_line(tmp_path):
+    written = ["run_dir=x", "seed=3", "mesh.fsdp=2", "grpo.algorithm.samples=4", "model.path=null", "stages=[grpo]"]
+    settings = {"run_dir": Path("x"), "seed": np.int64(3), "mesh": {"fsdp": 2}, "stages": ("grpo",), "model.path": None}
+    settings["grpo.algorithm"] = {"samples": 4}
+    assert make_config("arithmetic-grpo", settings) == load_config("arithmetic-grpo", written)
+    (tmp_path / "own.yaml").write_text("stages: [sft]\nmodel: {embed: 32}\n")
+    of_dict = make_config({"name": "own", "stages": ["sft"], "model": {"embed": 32}}, {"sft": {"steps": 7}})
+    assert of_dict == make_config(tmp_path / "own.yaml", {"sft.steps": 7})
+    assert make_config({"stages": ["sft"]}).name == "run"
+    assert "did you mean grpo.rollout_batch" in refused(make_config, "arithmetic-grpo", {"grpo.rolout_batch": 3})
+    assert "seed=3 is no section, it has no x" in refused(make_config, {"seed": 3}, {"seed.x": 3})
+    assert "did you mean quickstart" in refused(make_config, "quickstar")
+
+
+def test_a_run_is_a_table(tmp_path):
+    assert "holds no run" in refused(Run.open, tmp_path)
+    rows = [{"stage": "sft", "step": step, "sft/loss": 1.0 / step} for step in (1, 2)]
+    rows += [{"stage": "grpo", "step": step, "critic/score/mean": step / 4, "objective/kl": None} for step in (1, 2, 3)]
+    append_jsonl(tmp_path / METRICS, rows)
+    run = Run.open(str(tmp_path))
+    assert run.metrics == rows and run.summary == {} and run.samples == []
+    np.testing.assert_array_equal(run.column("critic/score/mean"), [0.25, 0.5, 0.75])
+    np.testing.assert_array_equal(run.column("sft/loss", "sft"), [1.0, 0.5])
+    assert np.isnan(run.column("objective/kl")).all()
+    assert "has no metric score: it has sft/loss, critic/score/mean, objective/kl" in refused(run.column, "score")
+    figure = run.plot()
+    assert [axes.get_ylabel() for axes in figure.axes] == ["critic/score/mean", "objective/kl"]
+    np.testing.assert_array_equal(figure.axes[0].lines[0].get_xydata(), [[1, 0.25], [2, 0.5], [3, 0.75]])
+    assert figure._repr_png_().startswith(b"\x89PNG")  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_bad_input_is_an_exception_without_words_of_the_command_line(tmp_path):
+    assert len(jax.devices()) == 8
+    for sentence, settings in (
+        ("device.simulated=16 asks for that many CPU devices, but JAX already runs on 8", {"device.simulated": 16}),
+        ("mesh", {"mesh.fsdp": 16, "sft.batch": 16}),
+        ("there is no run in", {"resume": True}),
+    ):
+        message = refused(train, TINY, run_dir=tmp_path, **settings)
+        assert sentence in message and "--" not in message
+    assert "processes=3 must divide" in refused(plan, "llama3-8b-ppo", "8xh100", processes=3)
+    assert "does not exist" in refused(load, tmp_path / "none")
+
+
+def test_a_plan_is_what_the_command_prints(capsys, tmp_path):
+    from jrlhf.plan import cli
+
+    arguments = ["--cluster", "8xh100", "--plan", "colocate"]
+    assert cli(["--config", "llama3-8b-ppo", *arguments]) == 0
+    planned = plan("llama3-8b-ppo", "8xh100", plan="colocate")
+    assert str(planned) == capsys.readouterr().out.rstrip("\n") and planned.seconds > 0
+    assert {place.devices.count for place in planned.plan.placements.values()} == {8}
+    planned.save(tmp_path / "plan.yaml")
+    assert plan("llama3-8b-ppo", "8xh100", plan=str(tmp_path / "plan.yaml")).seconds == planned.seconds
+    crowded = plan("llama3-8b-ppo", "8xh100", plan="colocate", **{"ppo.rollout_batch": 8192})
+    assert "rest for actor.generate: choose " in refused(crowded.check) and str(crowded).endswith(crowded.problem)
+
+
+@pytest.mark.usefixtures("quick_programs")
+def test_a_policy_answers_and_scores(user, capsys, monkeypatch):
+    from jrlhf.generate import cli
+
+    policy = load(user / "actor")
+    question = "What is 1 plus 2?"
+    (answer,) = policy.generate(question, temperature=0.0, max_new_tokens=8)
+    turn = {"role": "user", "content": question}
+    assert policy.generate([question, [turn]], temperature=0.0, max_new_tokens=8) == [answer, answer]
+    assert policy.generate([turn], temperature=0.0, max_new_tokens=8) == [answer]
+    arguments = ["--model", str(user / "actor"), "--temperature", "0", "--max-new-tokens", "8"]
+    assert cli([*arguments, "--prompt", question]) == 0
+    assert capsys.readouterr().out.endswith(f"\n{clean(answer)}\n\n")
+    assert len(set(policy.generate(question, n=8, max_new_tokens=8))) > 4 and policy.generate([]) == []
+    assert "top is no setting of sampling: choose among max_new_tokens" in refused(policy.generate, "a", top=1)
+    assert "temperature=-1" in refused(policy.generate, "a", temperature=-1)
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"{question}\n\n"))
+    policy.chat(temperature=0.0, max_new_tokens=8)
+    assert f"{clean(answer)}\n" in capsys.readouterr().out
+
+    # Given a beginning, the probabilities of all tokens are 1 in sum.
+    [short, long] = policy.logprobs(["What", "What is 1 plus 2?"])
+    ids = policy.tokenizer.encode_prompt(question)
+    assert len(short) == len(policy.tokenizer.encode_prompt("What")) - 1 and long.shape == (len(ids) - 1,)
+    (flat,) = policy.logprobs([question], temperature=1e6)
+    np.testing.assert_allclose(flat, -np.log(policy.tokenizer.vocab_size + 3), rtol=1e-3)  # of a uniform softmax
+    assert "shorten it" in refused(policy.logprobs, "plus " * 200)
+
+
+@pytest.mark.full
+def test_logprobs_are_those_of_transformers(user):
+    transformers, torch = pytest.importorskip("transformers"), pytest.importorskip("torch")
+    policy, texts = load(user / "actor"), ["What is 1 plus 2?", "Why?"]
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(user / "actor").eval()
+    for text, ours in zip(texts, policy.logprobs(texts), strict=True):
+        ids = torch.tensor([policy.tokenizer.encode_prompt(text)])
+        with torch.no_grad():
+            expected = theirs(ids).logits.log_softmax(-1)[0, :-1].gather(1, ids[0, 1:, None])[:, 0].numpy()
+        np.testing.assert_allclose(ours, expected, atol=1e-4)
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("quick_programs")
+def test_an_interrupted_run_is_usable_and_a_thread_resumes_it(tmp_path):
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    gc.collect()
+    before = len(jax.live_arrays())
+    metrics = tmp_path / "run" / METRICS
+
+    def interrupt():
+        while not metrics.exists() or b"grpo" not in metrics.read_bytes():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    run = train(TINY, run_dir=tmp_path)
+    thread.join()
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
+    assert len(jax.live_arrays()) == before
+    assert run.summary == {} and 1 <= len(run.column("critic/score/mean")) < ITERATIONS
+    (answer,) = run.actor.generate("1+2=", temperature=0.0)
+    assert run.export(tmp_path / "out") == tmp_path / "out" / "model"
+    assert load(tmp_path / "out" / "model").generate("1+2=", temperature=0.0, max_new_tokens=3) == [answer]
+    gc.collect()
+    assert len(jax.live_arrays()) == before
+
+    message = refused(train, TINY, run_dir=tmp_path)
+    assert "already holds this run: resume it (--resume, resume=True in Python)" in message
+    with ThreadPoolExecutor(1) as threads:
+        resumed = threads.submit(train, TINY, run_dir=tmp_path, resume=True).result()
+    gc.collect()
+    assert len(jax.live_arrays()) == before
+    assert resumed.path == run.path and len(resumed.column("critic/score/mean")) == ITERATIONS
+    assert resumed.summary["held_out"]["measure"] == "score" and len(resumed.samples) > 0
+    (answer,) = resumed.actor.generate("1+2=", temperature=0.0)
+    resumed.export(tmp_path / "end")
+    assert load(tmp_path / "end" / "model").generate("1+2=", temperature=0.0, max_new_tokens=3) == [answer]
+
+
+@pytest.mark.proof("runs")
+def test_the_page_runs_from_top_to_bottom(tmp_path):
+    """Runs the code as users do, on devices of its own."""
+    page = Path(__file__).resolve().parents[2] / "docs/python.md"
+    code = "\n".join(re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL))
+    environment = os.environ | {"PYTHONPATH": str(page.parents[1])}
+    run = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert run.returncode == 0, run.stderr
+    for name in ("curves.png", "exported/model/model.safetensors", "plan.yaml", "runs/short/report.html"):
+        assert (tmp_path / name).exists(), name
