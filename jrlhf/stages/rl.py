@@ -223,13 +223,10 @@ def _measure(
 
 def watch(context: Context, batch: Batch, experience: Experience, scores: Float[np.ndarray, "B"]) -> dict[str, Any]:
     """Samples of different prompts, and the task's gold scores, if any, of all. Training never sees gold scores."""
-    task, rows = context.task, distinct_first(len(batch.examples), context.config.rl.samples)
-    rows = rows[: context.config.evaluation.samples]
-    responses = [response.text for response in read_responses(task.tokenizer, experience, rows)]
-    shown = [
-        {"prompt": batch.texts[row], "response": text, "score": float(scores[row])}
-        for row, text in zip(rows, responses, strict=True)
-    ]
+    task, config = context.task, context.config
+    rows = distinct_first(len(batch.examples), config.rl.samples)[: config.evaluation.samples]
+    texts = zip(rows, (response.text for response in read_responses(task.tokenizer, experience, rows)), strict=True)
+    shown = [{"prompt": batch.texts[row], "response": text, "score": float(scores[row])} for row, text in texts]
     if task.gold is None:
         return {SAMPLES: shown}
     gold = task.gold(batch.examples, [response.text for response in read_responses(task.tokenizer, experience)])

@@ -18,17 +18,17 @@ DEFAULTS: dict[str, Implementation] = {"cpu": "xla", "gpu": "xla", "tpu": "xla"}
 
 
 def token_logprobs(
-    hidden: Float[Array, "N D"],
+    hidden: Float[Array, "*N D"],
     unembedding: Float[Array, "V D"],
-    targets: Int[Array, "N"],
+    targets: Int[Array, "*N"],
     *,
-    temperature: float = 1.0,
+    temperature: float | Float[Array, ""] = 1.0,
     softcap: float | None = None,
     vocab_size: int | None = None,
     axis_name: str | None = None,
     tile: int | None = None,
     implementation: Implementation | None = None,
-) -> tuple[Float[Array, "N"], Float[Array, "N"]]:
+) -> tuple[Float[Array, "*N"], Float[Array, "*N"]]:
     """Log-probabilities of `targets` and the entropy of the whole distribution, one pair a token, in nats.
 
         z = softcap·tanh(hidden·unembeddingᵀ / softcap) / temperature   (no softcap: hidden·unembeddingᵀ / temperature)
@@ -46,10 +46,10 @@ def token_logprobs(
     Several devices without `axis_name` need `shard_map`, too: each then loops over its own tokens.
 
     Args:
-        hidden: final hidden states, floating.
+        hidden: final hidden states, floating, such as [N, D] or [B, T, D].
         unembedding: one row per token, in the dtype of `hidden`.
         targets: token ids. One outside [0, vocab_size) has log-probability −inf and no gradient.
-        temperature: divides the logits after the softcap.
+        temperature: divides the logits after the softcap; an array, even if traced, divides `hidden`, without softcap.
         softcap: bound of the logits before temperature; None for none.
         vocab_size: rows with this global index and above are padding and have probability 0; None: all rows count.
         axis_name: the mesh axis over which the vocabulary is divided.
@@ -57,8 +57,16 @@ def token_logprobs(
             accelerators; on CPU as many as make 8 MiB of float32 logits, but at least 256.
         implementation: None for the platform's default. A named one that cannot run raises, it never falls back.
     """
+    if isinstance(temperature, Array):
+        if softcap is not None:
+            raise ValueError(f"softcap={softcap} needs a temperature that is a Python number, got an array")
+        hidden, temperature = (hidden.astype(jax.numpy.float32) / temperature).astype(hidden.dtype), 1.0
+    shape = targets.shape
+    if len(shape) != 1 and hidden.shape[:-1] == shape:
+        hidden, targets = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
     head = _head(hidden, unembedding, targets, temperature, softcap, vocab_size, axis_name)
-    return _logprobs(hidden, unembedding, targets, head, tile, implementation)
+    logprobs, entropy = _logprobs(hidden, unembedding, targets, head, tile, implementation)
+    return logprobs.reshape(shape), entropy.reshape(shape)
 
 
 def token_sums(
@@ -157,8 +165,7 @@ def _head(
             f"inside jax.shard_map with check_vma=True, pass each device its slice of the vocabulary"
         )
     rows = unembedding.shape[0] * (1 if axis_name is None else lax.axis_size(axis_name))
-    if vocab_size is None:
-        vocab_size = rows
+    vocab_size = rows if vocab_size is None else vocab_size
     if not 1 <= vocab_size <= rows:
         raise ValueError(f"vocab_size={vocab_size} must be between 1 and the unembedding's {rows} rows")
     return Head(float(temperature), None if softcap is None else float(softcap), vocab_size, axis_name)
@@ -182,10 +189,8 @@ def _implementation(implementation: Implementation | None) -> Implementation:
 
 def _check_arrays(hidden: Array, unembedding: Array, targets: Array) -> None:
     shapes = f"hidden {hidden.shape}, unembedding {unembedding.shape}, targets {targets.shape}"
-    if (hidden.ndim, unembedding.ndim, targets.ndim) != (2, 2, 1):
-        raise ValueError(f"expected hidden [N, D], unembedding [V, D], targets [N], got {shapes}")
-    if hidden.shape[1] != unembedding.shape[1] or hidden.shape[0] != targets.shape[0]:
-        raise ValueError(f"N and D must agree, got {shapes}")
+    if (hidden.shape[-1:], hidden.shape[:-1]) != (unembedding.shape[1:], targets.shape) or targets.ndim != 1:
+        raise ValueError(f"expected hidden [N, D], unembedding [V, D], targets [N] of one N and D, got {shapes}")
     if hidden.dtype != unembedding.dtype or not jax.numpy.issubdtype(hidden.dtype, jax.numpy.floating):
         raise ValueError(
             f"hidden and unembedding must have one floating dtype, got {hidden.dtype} and {unembedding.dtype}"

@@ -95,6 +95,29 @@ def test_pallas_gpu(case, gpu_params):
     check(partial(pallas_gpu.token_logprobs, head=head(case), tile=128, forward=forward), case, jnp.bfloat16)
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_rows_of_sequences_with_a_traced_temperature(dtype):
+    hidden, unembedding, targets = map(jnp.asarray, problem("temperature", dtype)[:3])
+    expected = token_logprobs(hidden, unembedding, targets, temperature=0.5)
+
+    rows, sequences = hidden.reshape(3, 169, -1), targets.reshape(3, 169)
+
+    def total(temperature):
+        logprobs, entropy = token_logprobs(rows, unembedding, sequences, temperature=temperature)
+        return logprobs.sum(), (logprobs, entropy)
+
+    (_, (logprobs, entropy)), slope = jax.jit(jax.value_and_grad(total, has_aux=True))(jnp.asarray(0.5))
+    assert logprobs.shape == entropy.shape == (3, 169)
+    np.testing.assert_allclose(logprobs.ravel(), expected[0], rtol=1e-5)  # halves: nothing is rounded
+    np.testing.assert_allclose(entropy.ravel(), expected[1], rtol=1e-5)
+    # d log p_y / d t = -(z_y - E z) / t = -(log p_y + entropy) / t
+    np.testing.assert_allclose(slope, -np.sum(np.asarray(logprobs + entropy, np.float64)) / 0.5, rtol=1e-3)
+    with pytest.raises(ValueError, match="softcap=3.0 needs a temperature that is a Python number"):
+        token_logprobs(hidden, unembedding, targets, temperature=jnp.asarray(0.5), softcap=3.0)
+    with pytest.raises(ValueError, match="of one N and D"):
+        token_logprobs(rows, unembedding, targets)
+
+
 def numpy_logprobs(hidden, unembedding, targets, temperature, softcap, vocab_size):
     """Float64, one token at a time, over the real vocabulary only."""
     logprobs, entropies = [], []
@@ -241,8 +264,8 @@ def test_bad_arguments_are_named():
     gpu = {"implementation": "pallas_gpu"}
     for change, message in [
         ({"hidden": jnp.zeros((2, 3, 8))}, r"expected hidden \[N, D\].*\(2, 3, 8\)"),
-        ({"hidden": jnp.zeros((4, 9))}, "N and D must agree"),
-        ({"targets": jnp.zeros(5, jnp.int32)}, "N and D must agree"),
+        ({"hidden": jnp.zeros((4, 9))}, "of one N and D"),
+        ({"targets": jnp.zeros(5, jnp.int32)}, "of one N and D"),
         ({"hidden": jnp.zeros((4, 8), jnp.bfloat16)}, "one floating dtype, got bfloat16 and float32"),
         ({"targets": jnp.zeros(4)}, "targets must be integers, got float32"),
         ({"temperature": 0.0}, "temperature must be positive, got 0.0"),
