@@ -79,9 +79,7 @@ def run_stage(
                 run.check_present()
                 samples, calls = metrics.pop(SAMPLES, ()), metrics.pop(CALLS, ())
                 metrics |= {"perf/compilations": len(compiled), "training/global_step": step + 1} | memory(context.mesh)
-                metrics |= learning.measure(state, metrics, step + 1) | {
-                    name: waited.pop(name) for name in list(waited)
-                }
+                metrics |= learning.measure(state, metrics, step + 1) | dict(waited.popitem() for _ in list(waited))
                 if step - start >= SETTLED and compiled:
                     console.warn(f"{name} step {step + 1} compiled {', '.join(compiled)} again: {' '.join(causes)}")
                 elif step - start == SETTLED - 1:
