@@ -35,6 +35,7 @@ from jrlhf.generate import load as load_generator
 from jrlhf.meshes import to_host
 from jrlhf.plan import Planned
 from jrlhf.report.read import Record, read_run
+from jrlhf.rewards.python_code import python_functions
 from jrlhf.roles.compiled import CompiledModel
 from jrlhf.run.directory import run_path
 from jrlhf.run.metrics import read_metrics
@@ -51,7 +52,9 @@ def train(config: Source, *, resume: bool = False, accept_rewards: bool = False,
 
     config: a packaged name, a YAML file, or the settings as a nested dict. settings: further ones, which replace those
     of the config: sections as dicts, which change the keys that they have, or dotted keys. docs/configuration.md lists
-    all. resume: go on with the run of this name. accept_rewards: although its reward functions were changed.
+    all. Reward functions and dataflows may be Python functions, also lambdas and closures: `rewards=[f]`,
+    `rewards=[{"name": "short", "function": f, "weight": 0.1}]`, `grpo={"dataflow": f}`. resume: go on with the run of
+    this name. accept_rewards: although its reward functions were changed.
 
     Ctrl-C in a training loop finishes the iteration, saves it, and returns the run: `train(..., resume=True)` goes on.
     Ctrl-C at another time raises KeyboardInterrupt; what was saved before is there. Outside of the main thread
@@ -61,13 +64,14 @@ def train(config: Source, *, resume: bool = False, accept_rewards: bool = False,
 
         run = train("quickstart", run_dir="runs", ppo={"iterations": 10}, **{"sft.steps": 100})
     """
-    wanted = make_config(config, settings)
-    try:
-        main(wanted, resume=resume, accept_rewards=accept_rewards)
-    except Preempted as stop:
-        print(f"{stop}; go on with resume=True", flush=True)
-    finally:
-        gc.collect()  # arrays in cycles of references
+    with python_functions(config, settings) as named:
+        wanted = make_config(*named)
+        try:
+            main(wanted, resume=resume, accept_rewards=accept_rewards)
+        except Preempted as stop:
+            print(f"{stop}; go on with resume=True", flush=True)
+        finally:
+            gc.collect()  # arrays in cycles of references
     return Run.open(run_path(wanted))
 
 
@@ -299,4 +303,5 @@ def plan(
     """
     search: dict[str, Any] = {"processes": processes, "plan": plan, "seconds": seconds, "proposals": proposals}
     search |= {"mean_response": mean_response, "seed": seed}
-    return planner.make_plan(make_config(config, settings), cluster, **search, say=partial(print, flush=True))
+    with python_functions(config, settings) as named:
+        return planner.make_plan(make_config(*named), cluster, **search, say=partial(print, flush=True))

@@ -12,6 +12,7 @@ from jrlhf.config.stages import FILES
 from jrlhf.errors import UserError
 from jrlhf.meshes import Call, Graph
 from jrlhf.roles.graph import trace
+from jrlhf.run.processes import from_main
 
 SFT = Graph("sft", ("texts",), (Call("sft.update", "actor", "train", ("texts",), ("metrics",)),))
 REWARD_MODEL = Graph(
@@ -47,7 +48,11 @@ def dataflow_identity(config: Config) -> dict[str, str]:
         return words
     code = custom_dataflow(config, shipped_dataflow(config.algorithm))
     modules = {f"dataflow module {name}": digest[:16] for name, digest in code.modules.items()}
-    return {"dataflow": (code.sha256 or "")[:16], **modules, **words}
+    own = {"dataflow": (code.sha256 or "")[:16], **modules}
+    if from_main(lambda: own) != own:
+        key = f"{config.algorithm}.dataflow={config.rl.dataflow}"
+        raise UserError(f"{key} is not the same function in all processes: start them with one program and its files")
+    return own | words
 
 
 def graph_of(config: Config) -> Graph:

@@ -18,7 +18,7 @@ from jrlhf.data.read import fingerprint
 from jrlhf.errors import UserError
 from jrlhf.rewards import builtin
 from jrlhf.rewards.types import Sample, Scored
-from jrlhf.rewards.user_code import resolve
+from jrlhf.rewards.user_code import resolve, shipped
 from jrlhf.rewards.worker import GIVEN
 from jrlhf.run.child import Worker
 
@@ -61,12 +61,12 @@ class FunctionReward:
         self._called = f"{kind} {config.name!r}"
         self.on_failure, self._columns = config.on_failure, config.columns
         self._spec = _resolve(self._called, config.function)
+        self._shipped = shipped(self._spec, self._called)
         self._workers = 1 if log is None else config.workers
         self._pool: dict[int, Worker] = {}
         self._facts: dict[str, Any] = {}  # about the function, from the first worker that was ready
         self._log, self._log_file, self._logged, self._log_lock = log, None, 0, threading.Lock()
-        self._checked = False
-        self._stopping = threading.Event()
+        self._checked, self._stopping = False, threading.Event()
 
     def __enter__(self) -> Self:
         """Starts the workers and imports the function in each."""
@@ -202,8 +202,9 @@ class FunctionReward:
     def _start(self, index: int) -> None:
         # Strings hash alike in every worker and every run, and no JAX of the function's takes an accelerator.
         environment = {"PYTHONHASHSEED": str(self._seed % 2**32), **os.environ, "JAX_PLATFORMS": "cpu"}
+        what = {"spec": self._spec, "shipped": self._shipped, "options": self._config.options}
         deadlines = {"deadline": self._config.deadline, "start_deadline": self._start_deadline}
-        request = self._pickle({"spec": self._spec, "options": self._config.options, **deadlines}, "its options")
+        request = self._pickle(what | deadlines, "its options")
         worker = self._pool[index] = Worker("jrlhf.rewards.worker", environment, self._write)
         if self._stopping.is_set():
             worker.interrupt()

@@ -1,4 +1,7 @@
-"""A user's functions, as a config names them: `package.module:function` or `path/file.py:function`. Imports no JAX."""
+"""A user's functions, as a config names them: `package.module:function` or `path/file.py:function`. Imports no JAX.
+
+`<python>:NAME` is a function that a Python program has passed to a run (`python_code.py`).
+"""
 
 import ast
 import functools
@@ -6,14 +9,16 @@ import hashlib
 import importlib
 import importlib.util
 import os
+import pickle
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
 from jrlhf.errors import UserError, printable
+from jrlhf.rewards.python_code import PREFIX, python_code
 
 DETAIL = 500  # characters of an explanation
 
@@ -32,6 +37,9 @@ def resolve(spec: str, called: str) -> str:
 
     called: the setting, for messages.
     """
+    if spec.startswith(PREFIX):
+        python_code(spec, called)
+        return spec
     module, _, function = spec.rpartition(":")
     if not module or not all(part.isidentifier() for part in function.split(".")):
         raise UserError(f"{called}: {spec!r} must be package.module:function or path/file.py:function")
@@ -47,6 +55,16 @@ def resolve(spec: str, called: str) -> str:
 
 def load(spec: str, called: str) -> UserCode:
     """Imports the function that a resolved spec names; a file anew where its content has changed."""
+    if spec.startswith(PREFIX):
+        code = python_code(spec, called)
+        code.identify(called)
+        modules: dict[str, str] = {}
+        for name in code.modules:
+            module = sys.modules[name]
+            file = getattr(module, "__file__", None)
+            if file is not None:  # a package may have none
+                modules |= {name: _sha256(file)} | imported_modules(file, getattr(module, "__package__", None) or "")
+        return UserCode(code.function, None, code.sha256, modules)
     source, _, name = spec.rpartition(":")
     try:
         if source.endswith(".py"):
@@ -70,6 +88,28 @@ def load(spec: str, called: str) -> UserCode:
         return UserCode(function, file, None, {})
     modules = imported_modules(file, getattr(module, "__package__", None) or "")
     return UserCode(function, file, _sha256(file), modules)
+
+
+def shipped(spec: str, called: str) -> dict[str, Any] | None:
+    """Returns what a worker needs to call a Python function of this process; None for another spec."""
+    if not spec.startswith(PREFIX):
+        return None
+    code = load(spec, called)
+    return {
+        "code": python_code(spec, called).pickled(called),
+        "sha256": code.sha256,
+        "modules": code.modules,
+        "path": sys.path,
+    }
+
+
+def received(code: Mapping[str, Any], called: str) -> UserCode:
+    """Makes a function again, in a worker, of what `shipped` returned."""
+    sys.path.extend(path for path in code["path"] if path not in sys.path)
+    try:
+        return UserCode(pickle.loads(code["code"]), "a Python function", code["sha256"], code["modules"])
+    except (Exception, SystemExit) as error:
+        raise UserError(f"{called} cannot be made in its process: {explain(error)}") from error
 
 
 def imported_modules(file: str, package: str = "") -> dict[str, str]:

@@ -4,7 +4,7 @@ The channel is a socket whose other end only the parent holds. A frame is 4 byte
 pickles (a dataset's columns may hold anything, and the parent is trusted). Answers go as JSON, so that the parent never
 unpickles anything that the function made.
 
-    parent: {spec, options, start_deadline, deadline}   worker: {"ready": facts about the function} | {"bad": text}
+    parent: {spec, options, deadlines, shipped}   worker: {"ready": facts about the function} | {"bad": text}
     parent: {arguments, lengths, seed}                  worker: {"results"} | {"failure", "detail"} | {"bad": text}
     parent: None                                        worker: exits, running its exit handlers
 
@@ -31,7 +31,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from jrlhf.errors import UserError
-from jrlhf.rewards.user_code import explain, load
+from jrlhf.rewards.user_code import explain, load, received
 from jrlhf.run.child import channel_to_parent, receive, send
 
 GIVEN = {  # what the program passes by itself, by the call's style; all other parameters are columns
@@ -51,7 +51,7 @@ def main(descriptor: int) -> None:
         try:
             setup = pickle.loads(receive(channel))
             with _limit(setup["start_deadline"], stderr):
-                function = _prepare(setup["spec"], setup["options"])
+                function = _prepare(setup["spec"], setup["options"], setup["shipped"])
             answer: Any = {"ready": function.facts}
             while answer is not None:
                 send(channel, json.dumps(answer).encode())
@@ -88,9 +88,9 @@ class Function(NamedTuple):
     facts: dict[str, Any]
 
 
-def _prepare(spec: str, options: Mapping[str, Any]) -> Function:
+def _prepare(spec: str, options: Mapping[str, Any], shipped: Mapping[str, Any] | None = None) -> Function:
     called = f"reward function {spec!r}"
-    function, file, sha256, modules = load(spec, called)
+    function, file, sha256, modules = load(spec, called) if shipped is None else received(shipped, called)
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError) as error:

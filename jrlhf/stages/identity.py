@@ -53,7 +53,7 @@ class Identity:
                 continue
             else:
                 remedy = (
-                    "bring its files back, or go on with the changed function by --accept-rewards "
+                    "bring its code back, or go on with the changed function by --accept-rewards "
                     "(accept_rewards=True in Python)"
                 )
             raise UserError(f"the checkpoint of stage {stage} was made with {difference}: {remedy}")

@@ -11,6 +11,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -20,8 +21,10 @@ from jrlhf.api import Run, load, plan, train
 from jrlhf.config import load_config, make_config
 from jrlhf.errors import UserError
 from jrlhf.run.console import clean
+from jrlhf.run.directory import CONFIG
 from jrlhf.run.files import append_jsonl
 from jrlhf.run.metrics import METRICS
+from jrlhf.train import main
 
 ITERATIONS = 12
 TINY = {
@@ -42,6 +45,22 @@ TINY = {
     "grpo": {"iterations": ITERATIONS, "rollout_batch": 16, "save_every": 4, "algorithm": {"samples": 2}},
     "evaluation": {"prompts": 8},
 }
+
+
+def interrupted(run_dir: Path, **settings) -> Run:
+    """Trains until Ctrl-C, which comes in an iteration of GRPO."""
+    metrics = run_dir / "run" / METRICS
+
+    def interrupt():
+        while not metrics.exists() or b"grpo" not in metrics.read_bytes():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    run = train(TINY, run_dir=run_dir, **settings)
+    thread.join()
+    return run
 
 
 def refused(function, *arguments, **keywords) -> str:
@@ -155,17 +174,7 @@ def test_an_interrupted_run_is_usable_and_a_thread_resumes_it(tmp_path):
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     gc.collect()
     before = len(jax.live_arrays())
-    metrics = tmp_path / "run" / METRICS
-
-    def interrupt():
-        while not metrics.exists() or b"grpo" not in metrics.read_bytes():
-            time.sleep(0.01)
-        os.kill(os.getpid(), signal.SIGINT)
-
-    thread = threading.Thread(target=interrupt)
-    thread.start()
-    run = train(TINY, run_dir=tmp_path)
-    thread.join()
+    run = interrupted(tmp_path)
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
     assert len(jax.live_arrays()) == before
     assert run.summary == {} and 1 <= len(run.column("critic/score/mean")) < ITERATIONS
@@ -186,6 +195,64 @@ def test_an_interrupted_run_is_usable_and_a_thread_resumes_it(tmp_path):
     (answer,) = resumed.actor.generate("1+2=", temperature=0.0)
     resumed.export(tmp_path / "end")
     assert load(tmp_path / "end" / "model").generate("1+2=", temperature=0.0, max_new_tokens=3) == [answer]
+
+
+DATAFLOW = """
+def own(actor, reference, reward, estimator, prompts, kl_coef):
+    rollout = actor.generate(prompts)
+    scores = reward.score(rollout, prompts)
+    old, ref = actor.logprobs(rollout), reference.logprobs(rollout)
+    experience = estimator.custom_experience(advantages, rollout, scores, old, ref, kl_coef)
+    return experience, actor.update(experience)
+def advantages(experience, config):
+    scores = experience.scores.reshape(-1, config.samples)
+    return (scores - scores.mean(axis=1, keepdims=True)).reshape(-1)
+"""
+REWARD = """
+def close(completions, answer, scale=2.0):
+    return [scale * (text == right) + len(text) for text, right in zip(completions, answer)]
+"""
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("quick_programs")
+def test_functions_train_as_files_do_and_are_asked_for_again(tmp_path):
+    (tmp_path / "own.py").write_text(DATAFLOW + REWARD)
+    names: dict[str, Any] = {"__name__": "__main__"}
+    exec(DATAFLOW, names)
+
+    def closeness(scale: float):
+        def close(completions, answer):
+            return [scale * (text == right) + len(text) for text, right in zip(completions, answer, strict=True)]
+
+        return close
+
+    functions: dict[str, Any] = {"rewards": [closeness(2.0)], "grpo.dataflow": names["own"], "grpo.iterations": 4}
+    run = interrupted(tmp_path, **functions)
+    assert 1 <= len(run.column("critic/score/mean")) < 4
+    saved = (run.path / CONFIG).read_text()
+    assert "function: <python>:close" in saved and "dataflow: <python>:own" in saved
+
+    again: dict[str, Any] = {"run_dir": tmp_path, "resume": True}
+    other = functions | {"rewards": [closeness(3.0)]}
+    assert "was made with another reward close" in refused(train, TINY, **again, **other)
+    exec(DATAFLOW.replace("mean(", "min("), names)
+    other = functions | {"grpo.dataflow": names["own"]}
+    assert "was made with another dataflow" in refused(train, TINY, **again, **other)
+    sentence = "own was a Python function of the program that began the run"
+    assert sentence in refused(main, load_config(str(run.path / CONFIG)), resume=True)
+
+    exec(DATAFLOW, names)
+    resumed = train(TINY, **again, **functions | {"grpo.dataflow": names["own"]})
+    files: dict[str, Any] = {"rewards": [{"name": "close", "function": f"{tmp_path}/own.py:close"}]}
+    files |= {"grpo.dataflow": f"{tmp_path}/own.py:own", "grpo.iterations": 4}
+    whole = train(TINY, run_dir=tmp_path, name="files", **files)
+    assert len(set(whole.column("critic/score/mean"))) > 2
+    for name in ("critic/score/mean", "actor/pg_loss", "actor/grad_norm", "rewards/close/mean"):
+        np.testing.assert_array_equal(resumed.column(name, "grpo"), whole.column(name, "grpo"))
+    weights = "model/model.safetensors"
+    assert (resumed.path / weights).read_bytes() == (whole.path / weights).read_bytes()
+    assert Run.open(resumed.path).samples == whole.samples
 
 
 @pytest.mark.proof("runs")

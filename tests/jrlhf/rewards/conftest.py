@@ -8,6 +8,7 @@ import pytest
 
 from jrlhf.config.schema import RewardConfig
 from jrlhf.rewards.functions import FunctionReward
+from jrlhf.rewards.python_code import PREFIX
 from jrlhf.rewards.types import Sample
 from tests.support.processes import alive, state
 
@@ -49,7 +50,7 @@ def children() -> set[int]:
 
 @pytest.fixture
 def start(tmp_path):
-    """start(source, ...) -> a started FunctionReward of the function f in `source`. Nothing of it may be left after.
+    """start(source, ...) -> a started FunctionReward of f in `source`, or of a spec. Nothing of it may be left after.
 
     Every process is gone, waited for, and every file descriptor closed, whatever the function did.
     """
@@ -57,10 +58,11 @@ def start(tmp_path):
 
     def begin(source: str, **arguments) -> FunctionReward:
         file = tmp_path / f"function{len(started)}.py"
-        file.write_text(textwrap.dedent(source))
+        if not source.startswith(PREFIX):
+            file.write_text(textwrap.dedent(source))
         arguments.setdefault("log", tmp_path / "log")
         arguments.setdefault("deadline", 20.0)
-        reward = make_reward(f"{file}:f", **arguments)
+        reward = make_reward(source if source.startswith(PREFIX) else f"{file}:f", **arguments)
         started.append(reward)
         return reward.__enter__()
 
