@@ -150,7 +150,7 @@ def test_a_run_at_an_address_and_its_resume_elsewhere_are_those_of_a_directory(m
 @pytest.mark.parametrize(
     "change, resume, sentence",
     [
-        ([], False, "memory://bucket/runs/run already holds this run: add --resume"),
+        ([], False, "memory://bucket/runs/run already holds this run: resume it (--resume"),
         (["seed=7"], True, "memory://bucket/runs/run holds a run with another config (seed: 0 there, 7 here)"),
         (["name=other"], True, "there is no run in memory://bucket/runs/other to resume"),
         (["name=foreign"], False, "memory://bucket/runs/foreign exists and is not a run"),
