@@ -39,7 +39,6 @@ _numbers = itertools.count()  # numbers of the calls of `from_main`, the same in
 
 
 _watch: "_Watch | None" = None
-_on_abort: Any = None  # the handler, which C calls for as long as the process lives
 
 
 class _Address(NamedTuple):
@@ -78,14 +77,14 @@ def start(config: DistributedConfig) -> None:
     if (state.num_processes or 1) > 1:
         _watch = _Watch(state.client, state.process_id, state.num_processes, config.heartbeat)
         if state.process_id > 0 and state.coordinator_address is not None:
-            _explain_abort(state.coordinator_address, state.process_id, state.num_processes)
+            _watch_coordinator(state.coordinator_address, state.process_id, state.num_processes)
 
 
 class _Watch:
     """Ends this process, in a sentence, `seconds` after the last sign of life of another one.
 
     Each process counts up a key of the coordinator, which runs in process 0, and reads the keys of all. Where process 0
-    is killed, JAX notices it first and aborts the others: see `_explain_abort`.
+    is killed, JAX notices it first and aborts the others: see `_watch_coordinator`.
     """
 
     def __init__(self, client: Any, number: int, processes: int, seconds: float):
@@ -132,24 +131,33 @@ class _Watch:
         return first if since < self._answered - 3 * self.seconds / _BEATS else 0
 
 
-def _explain_abort(coordinator: str, number: int, processes: int) -> None:
-    """Ends this process in a sentence where JAX aborts it, because process 0 and with it the coordinator has ended.
+def _watch_coordinator(coordinator: str, number: int, processes: int) -> None:
+    """Ends this process in a sentence where process 0 ends, and with it the coordinator.
 
-    The thread of JAX that loses the coordinator calls C's abort(), which runs handlers of C, and none of Python's. An
-    abort for another reason goes on.
+    A thread of JAX then calls abort(), which runs handlers of C and none of Python's. So C's `sleep` is the handler: it
+    gets the signal's number, 6, as its seconds, in which the sentence is written. Other aborts end the process after
+    them. A SIGABRT that another process sends has no effect.
     """
-    global _on_abort
     host, _, port = coordinator.rpartition(":")
+    ctypes.CDLL(None).signal(int(signal.SIGABRT), ctypes.CDLL(None).sleep)
 
-    def explain(_: int) -> None:
-        with suppress(OSError), socket.create_connection((host.strip("[]"), int(port)), timeout=5):
-            return  # the coordinator lives
-        sentence = f"error: process 0 of {processes}, the coordinator, ended or cannot be reached by process {number}: "
-        os.write(2, f"{sentence}see why it ended, and go on with --resume\n".encode())
-        os._exit(FAILED)
+    def watch() -> None:
+        while distributed.global_state.client is not None:
+            try:
+                with socket.create_connection((host.strip("[]"), int(port)), timeout=60) as connection:
+                    connection.settimeout(None)
+                    while connection.recv(4096):  # ends with the coordinator, or where it tires of a silent peer
+                        pass
+            except ConnectionRefusedError:
+                time.sleep(1)  # at the end of a run this process leaves JAX's cluster meanwhile
+                if distributed.global_state.client is not None:
+                    sentence = f"error: process 0 of {processes}, the coordinator of process {number}, ended: "
+                    os.write(2, f"{sentence}see why, and go on with --resume\n".encode())
+                    os._exit(FAILED)
+            except OSError:  # `_Watch` judges a coordinator that cannot be reached
+                time.sleep(1)
 
-    _on_abort = ctypes.CFUNCTYPE(None, ctypes.c_int)(explain)
-    ctypes.CDLL(None).signal(int(signal.SIGABRT), _on_abort)
+    threading.Thread(target=watch, name="watch coordinator", daemon=True).start()
 
 
 def _give_up(sentence: str) -> None:

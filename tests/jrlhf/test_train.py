@@ -195,7 +195,7 @@ BAD = [
     ("ppo.rollout_batch=24", "ppo.rollout_batch=24 does not divide"),
     ("data.max_response=100", "choose a model with more"),
     ("device.simulated=5 mesh.fsdp=5 mesh.tensor=1", "restart the process"),
-    ("--resume", "leave out --resume"),
+    ("--resume", "to resume: start a new one"),
     ("run_dir=/proc/none", "cannot be written"),
     ("--config quikstart", "did you mean quickstart"),
     ("--all", "--all has no effect without --dry-run"),

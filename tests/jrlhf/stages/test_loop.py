@@ -41,7 +41,7 @@ class Services:
 
     @contextlib.contextmanager
     def progress(self, *_, **__):
-        yield SimpleNamespace(advance=lambda *_: None, compiling=lambda count: None)
+        yield SimpleNamespace(advance=lambda *_: None, compiling=lambda number, program: None)
 
 
 def context(path, *, section=None, stop_after_skipped=5):
