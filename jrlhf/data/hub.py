@@ -1,5 +1,6 @@
 """The Hugging Face hub: uploads of exports, and sentences on what it refuses or does not give."""
 
+import contextlib
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,30 +16,43 @@ LOG_IN = "`hf auth login`, or set HF_TOKEN"
 def push(directory: Path, name: str, *, private: bool = False, revision: str | None = None) -> str:
     """Uploads the files of an export in one commit, and makes the repository if it is missing; returns its address.
 
-    Files of an earlier export that this one has not are deleted in the same commit; other files stay. What was
+    Files of an earlier export that this one has not are deleted in the same commit; other files stay. Refused are a
+    repository with files that has no card of ours, and a commit on what another one has changed meanwhile. What was
     uploaded before an error is not uploaded again, and is not seen until the commit.
 
     name: as `account_name` returns it. private: of a new repository; one that is there must be private already.
     revision: a branch, which is made if it is missing; None: the main one.
     """
     import huggingface_hub
+    from huggingface_hub.errors import RevisionNotFoundError
 
     from jrlhf.models.hf.export import is_of_export
+    from jrlhf.models.hf.files import CARD, is_foreign_card
 
     hub = huggingface_hub.HfApi(library_name="jrlhf")
 
     def upload() -> str:
         address = str(hub.create_repo(name, private=private or None, exist_ok=True))
-        if private and not hub.model_info(name).private:
+        head = hub.model_info(name)
+        if private and not head.private:
             raise UserError(f"--push {name} --private: it is there already and public: make it private on its page")
+        with contextlib.suppress(RevisionNotFoundError):  # a new branch begins as the main one
+            head = hub.model_info(name, revision=revision)
+        there = hub.list_repo_files(name, revision=head.sha)
+        ours = CARD in there and not is_foreign_card(Path(hub.hf_hub_download(name, CARD, revision=head.sha)))
+        if not ours and (foreign := [file for file in there if file != ".gitattributes"]):
+            raise UserError(
+                f"--push {name}: it holds {foreign[0]} and no {CARD} of jrlhf, so they are of no export: choose "
+                "another name, or delete them there"
+            )
         if revision is not None:
-            hub.create_branch(name, branch=revision, exist_ok=True)
+            hub.create_branch(name, branch=revision, revision=head.sha, exist_ok=True)
         files = {path.name: path for path in sorted(directory.iterdir())}
-        there = hub.list_repo_files(name, revision=revision)
         old = [file for file in there if is_of_export(file) and file not in files]
         operations = [huggingface_hub.CommitOperationDelete(file) for file in old]
         operations += [huggingface_hub.CommitOperationAdd(file, path) for file, path in files.items()]
-        hub.create_commit(name, operations, commit_message="Upload a model of jrlhf", revision=revision)
+        message = "Upload a model of jrlhf"
+        hub.create_commit(name, operations, commit_message=message, revision=revision, parent_commit=head.sha)
         return address if revision is None else f"{address}/tree/{revision}"
 
     return _explained(f"--push {name}", name, lambda: _patiently(upload), "nothing was committed")
@@ -79,6 +93,8 @@ def hub_reason(error: BaseException, name: str) -> str | None:
             return f"HF_HUB_OFFLINE is set and {name} is not whole in the cache: unset it, or bring the cache"
         if kinds & {"TransportError", "ConnectionError", "Timeout"}:
             return f"the hub cannot be reached ({type(cause).__name__}: {first_line(cause)}): try again when it can"
+        if status == 412:
+            return f"{name} was changed meanwhile: look at it and push again"
         if _is_busy(status):
             return f"the hub answers with {status} ({first_line(cause)}): try again later"
     return None

@@ -291,7 +291,7 @@ def previous_export(directory: Path, ours: Callable[[str], bool]) -> None:
         raise FileExistsError(f"{directory} is a file: choose another directory for the export")
     entries = sorted(directory.iterdir())
     foreign = [path.name for path in entries if path.is_symlink() or not path.is_file() or not ours(path.name)]
-    foreign += [CARD] if CARD not in foreign and _is_foreign_card(directory / CARD) else []
+    foreign += [CARD] if CARD not in foreign and is_foreign_card(directory / CARD) else []
     if foreign:
         more = f" and {len(foreign) - 1} more" if len(foreign) > 1 else ""
         raise FileExistsError(
@@ -300,7 +300,8 @@ def previous_export(directory: Path, ours: Callable[[str], bool]) -> None:
         )
 
 
-def _is_foreign_card(path: Path) -> bool:
+def is_foreign_card(path: Path) -> bool:
+    """True for a card that no export has written."""
     return path.is_file() and SIGNATURE.encode() not in path.read_bytes()
 
 

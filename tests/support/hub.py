@@ -35,12 +35,14 @@ class Repository:
 @dataclass
 class Hub:
     """What the server holds. failures: (method, start of a path) -> statuses of the next answers; 200 is no
-    failure, and 0 drops the connection. requests: how often each was asked for."""
+    failure, and 0 drops the connection. requests: how often each was asked for. between: files that
+    someone else commits just before the next commit."""
 
     repositories: dict[str, Repository] = field(default_factory=dict)  # "models/USER/NAME"
     objects: dict[str, bytes] = field(default_factory=dict)  # large files, by their SHA-256
     failures: dict[tuple[str, str], list[int]] = field(default_factory=dict)
     requests: Counter[str] = field(default_factory=Counter)
+    between: dict[str, bytes] = field(default_factory=dict)
     address: str = ""
 
     def environment(self, home: Path, token: str | None = TOKEN) -> dict[str, str]:
@@ -202,8 +204,13 @@ class _Handler(BaseHTTPRequestHandler):
     def commit(self, body: bytes, kind: str, repo: str, revision: str) -> None:
         if repository := self._writable(kind, repo):
             files = repository.branches[revision]
-            for line in body.splitlines():
-                operation = json.loads(line)
+            operations = [json.loads(line) for line in body.splitlines()]
+            files |= self.hub.between
+            self.hub.between = {}
+            if operations[0]["value"].get("parentCommit", sha(files)) != sha(files):
+                self._send(412, {"error": "A commit has happened since. Please refresh and try again."})
+                return
+            for operation in operations:
                 value = operation["value"]
                 if operation["key"] == "file":
                     files[value["path"]] = base64.b64decode(value["content"])

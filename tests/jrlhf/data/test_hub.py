@@ -46,7 +46,7 @@ def exported(tmp_path: Path) -> Path:
     draw = np.random.default_rng(0)
     for name, size in {"model.safetensors": 300_000, "progress.png": 5000}.items():
         (directory / name).write_bytes(draw.bytes(size))
-    (directory / "README.md").write_text("---\nlibrary_name: transformers\n---\n\n# Mine\n")
+    (directory / "README.md").write_text("---\nlibrary_name: transformers\n---\n\nTrained by jrlhf, which\n")
     (directory / "config.json").write_text('{"vocab_size": 8}\n')
     return directory
 
@@ -72,7 +72,7 @@ def test_an_export_is_uploaded_bit_for_bit_in_one_commit(hub: Hub, exported: Pat
     shards = tmp_path / "shards"
     shards.mkdir()
     for name in ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "README.md"):
-        (shards / name).write_bytes(name.encode())
+        (shards / name).write_bytes(f"Trained by jrlhf {name}".encode())
     calls = [push(exported, "someone/new"), push(exported, "lab/new", private=True, revision="trial")]
     assert call(hub, tmp_path, calls) == [f"{hub.address}/someone/new", f"{hub.address}/lab/new/tree/trial"]
     first, second = hub.repositories["models/someone/new"], hub.repositories["models/lab/new"]
@@ -84,6 +84,32 @@ def test_an_export_is_uploaded_bit_for_bit_in_one_commit(hub: Hub, exported: Pat
     first.branches["main"]["notes.txt"] = b"mine"
     call(hub, tmp_path, [push(shards, "someone/new")])
     assert first.branches == {"main": contents(shards) | {"notes.txt": b"mine"}} and first.commits == 2
+
+
+def test_weights_that_are_not_of_an_export_stay(hub: Hub, exported: Path, tmp_path: Path):
+    files = {name: b"theirs" for name in ("config.json", "merges.txt", "model-00001-of-00002.safetensors")}
+    trials = {"bare": files, "card": files | {"README.md": b"# Theirs"}, "weights": {"pytorch_model.bin": b"theirs"}}
+    for name, content in trials.items():
+        hub.repositories[f"models/someone/{name}"] = Repository(branches={"main": dict(content)})
+    ours = hub.repositories["models/someone/card"].branches["ours"] = {"README.md": b"Trained by jrlhf"}
+    hub.repositories["models/someone/new"] = Repository(branches={"main": {".gitattributes": b"*.bin"}})
+    revisions = [push(exported, "someone/card", revision=name) for name in ("fresh", "ours")]
+    calls = [*(push(exported, f"someone/{name}") for name in trials), *revisions, push(exported, "someone/new")]
+    *refused, branch, new = call(hub, tmp_path, calls)
+    for sentence in refused:
+        assert "and no README.md of jrlhf" in sentence and "choose another name, or delete them there" in sentence
+    for name, content in trials.items():
+        assert hub.repositories[f"models/someone/{name}"].branches["main"] == content
+    assert set(hub.repositories["models/someone/card"].branches) == {"main", "ours"} and ours == contents(exported)
+    assert not branch.startswith("error") and new == f"{hub.address}/someone/new"
+
+
+def test_a_commit_of_someone_else_in_between_stays(hub: Hub, exported: Path, tmp_path: Path):
+    repository = hub.repositories["models/someone/mine"] = Repository()
+    hub.between = {"config.json": b"theirs"}
+    (sentence,) = call(hub, tmp_path, [push(exported, "someone/mine")])
+    assert sentence.endswith("because someone/mine was changed meanwhile: look at it and push again")
+    assert repository.branches == {"main": {"config.json": b"theirs"}} and repository.commits == 0
 
 
 def test_what_fails_in_passing_is_tried_again_and_nothing_is_half_committed(hub: Hub, exported: Path, tmp_path: Path):
