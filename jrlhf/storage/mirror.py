@@ -9,6 +9,7 @@ resume works from what a kill at any moment leaves. The store alone says what a 
 import hashlib
 import json
 import os
+import re
 import shutil
 import threading
 import time
@@ -31,6 +32,7 @@ from jrlhf.storage.store import Store, StoreError
 OWN = ".mirror"  # the folder of what this module writes, here and in the store
 MARKERS = f"{OWN}/checkpoints"
 CHECKPOINTS = "checkpoints"
+_MARKER = re.compile(rf"{re.escape(MARKERS)}/([^/]+)/(\d+)\.json")  # other names there are not ours
 _LOOK, _COPY = 1.0, 30.0  # seconds between looks for a new checkpoint, and between copies of the records
 _WHOLE = 2**28  # bytes up to which a file is read as a whole, so that it cannot change while it is copied
 
@@ -92,9 +94,8 @@ class _Copies:
             if (data := self._store.read(name)) is not None:
                 write_atomic(self._path / name, data)
                 self._copied[name] = _signature(self._path / name), _checksum(data)
-        markers = (name.removeprefix(f"{MARKERS}/").removesuffix(".json") for name in names if name.startswith(MARKERS))
-        for stage, _, step in (name.partition("/") for name in markers):
-            self._whole.setdefault(stage, set()).add(int(step))
+        for marker in filter(None, (_MARKER.fullmatch(name) for name in names)):
+            self._whole.setdefault(marker[1], set()).add(int(marker[2]))
         local = self._path / CHECKPOINTS
         chosen = {stage: self._bring_newest(stage, sorted(steps)) for stage, steps in self._whole.items()}
         for stage in local.glob("*"):
@@ -222,12 +223,15 @@ class _Copies:
 
     def _clean(self, stage: str, wanted: set[int]) -> None:
         """Deletes the checkpoints of a stage that the run has deleted, and parts of some that were never whole."""
-        for step in self._whole[stage] - wanted:
-            self._store.delete(_marker(stage, step))  # first, so that it does not promise files that are gone
-        self._whole[stage] &= wanted
+        self._claim.check()
+        files = dict[int, list[str]]()  # by step; those of older steps only, as newer ones would be of another run
         for name in self._store.sizes(f"{CHECKPOINTS}/{stage}"):
-            if name.split("/")[2] not in map(str, wanted):
+            if (step := name.split("/")[2]).isdecimal() and int(step) < max(wanted):
+                files.setdefault(int(step), []).append(name)
+        for step in sorted(({*files} | self._whole[stage]) - wanted):
+            for name in (_marker(stage, step), *files.get(step, ())):  # the marker first: it promises the files
                 self._store.delete(name)
+        self._whole[stage] &= wanted
 
     def _copy(self, *, folders: bool = True) -> None:
         """Copies all files but checkpoints that have changed; a model's config.json last. Hidden files stay here."""

@@ -4,6 +4,8 @@ import json
 import os
 import shutil
 import time
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -200,6 +202,45 @@ def test_a_damaged_checkpoint_is_passed_over_and_none_that_is_good_is_an_error(m
         with mirrored(config, resume=True, tell=sentences.append):
             pass
     assert ".mirror/claim.json" not in objects(memory)
+
+
+def test_a_run_that_was_cut_off_deletes_nothing_of_the_one_that_took_over(memory, config, tmp_path, monkeypatch):
+    """The first one stalls once its marker of step 3 is written, and wakes when the second one has saved 4, 5 and 6."""
+    monkeypatch.setattr(module, "_LOOK", 1e6)
+    moved = replace(config, storage=replace(config.storage, scratch=str(tmp_path / "elsewhere")))
+    first, second, states = Mirror(config), Mirror(moved), list[dict[str, bytes]]()
+
+    def take_over(stage: str, wanted: set[int], clean: Any) -> None:
+        if 3 in wanted and stage == "two" and not states:
+            assert first._copies is not None
+            first._copies._claim._end.set()
+            memory.pipe_file("/bucket/runs/run/.mirror/checkpoints/one/mine.json", b"not of a run")
+            second.open(True, print)
+            with open_run(moved, resume=True) as run:
+                second.start(run)
+                assert second._copies is not None
+                for number in (4, 5, 6):
+                    step(run.path, number)
+                    second._copies._checkpoints()
+            states.append(objects(memory))
+        clean(stage, wanted)
+
+    first.open(False, print)
+    first.begin()
+    with open_run(config) as run:
+        first.start(run)
+        assert first._copies is not None
+        monkeypatch.setattr(first._copies, "_clean", partial(take_over, clean=first._copies._clean))
+        with pytest.raises(StoreError, match="this run's claim was taken over"):
+            for number in (1, 2, 3):
+                step(run.path, number)
+                first._copies._checkpoints()
+        files = {name: data for name, data in states[0].items() if "/claim" not in name}
+        assert files.items() <= objects(memory).items() and "checkpoints/two/6/meta" in files
+        monkeypatch.setattr(first._copies._claim, "check", lambda: None)  # it is lost only after the look
+        first._copies._clean("two", {2, 3})
+        assert files.items() <= objects(memory).items()
+    second.close()
 
 
 def test_what_did_not_change_is_not_copied_again(memory, config, monkeypatch):
