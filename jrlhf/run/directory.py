@@ -26,6 +26,7 @@ from jrlhf.run.resume import changes
 
 CONFIG, PLAN, ENVIRONMENT, SAMPLES = "config.yaml", "plan.yaml", "environment.txt", "samples.jsonl"
 SUMMARY, TOKENIZER, SEEDS = "summary.json", "tokenizer.json", "seeds"
+NO_LOCKS = errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP, errno.EINVAL  # of some network and FUSE file systems
 _LOCK = ".lock"
 _FULL = {errno.ENOSPC: "No space left on device", errno.EDQUOT: "quota exceeded", errno.EFBIG: "File too large"}
 
@@ -58,8 +59,7 @@ class Run(Closing):
                 f"{self.path} is in use by {user}: wait until it ends, or give this run another name="
             ) from None
         except OSError as error:
-            # Some network and FUSE file systems have no locks; a run there is as safe as its user is careful.
-            if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP, errno.EINVAL):
+            if error.errno not in NO_LOCKS:
                 os.close(lock)
                 raise
         os.ftruncate(lock, 0)

@@ -1,8 +1,9 @@
 """The claim of one run on an address: an object that only its holder renews, so that two runs never write to one place.
 
 A store has no locks. It writes an object only if there is none, and that is enough: the claim is such an object. Its
-holder changes it every few seconds; whoever sees it unchanged for a whole lease removes it and tries again. A holder
-that was cut off finds another claim in its place and stops before it writes.
+holder changes it every few seconds; whoever sees it unchanged for a whole lease, its own or the holder's, whichever is
+longer, removes it and tries again. A holder that was cut off finds another claim in its place and stops before it
+writes.
 """
 
 import fcntl
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from jrlhf.errors import UserError
+from jrlhf.run.directory import NO_LOCKS
 from jrlhf.run.files import Closing
 from jrlhf.storage.store import Store, StoreError
 
@@ -29,7 +31,8 @@ class Claim(Closing):
     """Holds an address from `take` until `close`.
 
     lock: a file beside the run's scratch directory. It is locked while this process lives and names its claim, so that
-    the next process on this machine needs not wait for the lease of one that was killed.
+    the next process on this machine needs not wait for the lease of one that was killed. On a disk that machines
+    share a lock may hold for one of them only, so that it says nothing of the others.
     """
 
     def __init__(self, store: Store, lock: Path, lease: float):
@@ -40,61 +43,81 @@ class Claim(Closing):
             "token": uuid.uuid4().hex,
             "process": os.getpid(),
             "machine": platform.node(),
+            "lease": lease,
             "sign": 0,
         }
         self.failure: str | None = None  # a clause on why the claim may be lost
 
     def take(self, tell: Callable[[str], None]) -> None:
         """Claims the address; raises UserError if another run holds it."""
-        self._lock.parent.mkdir(parents=True, exist_ok=True)
-        self._descriptor = os.open(self._lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise self._in_use("another process of this machine") from error
-        ours = os.read(self._descriptor, 10_000).decode(errors="replace").split()  # of processes that have ended
-        os.write(self._descriptor, f"{self._own['token']}\n".encode())
-        first, since = None, time.monotonic()
+        ended, seen, taken_over, since = self._lock_here(), None, False, time.monotonic()
         while not self._store.write(NAME, self._encoded(), new=True):
-            other = self._read()
-            if other is None:
+            holder = self._read()
+            if holder is None:
                 continue
-            token = other.get("token")
-            if token == self._own["token"]:  # the store wrote it and the answer was lost
+            if holder.get("token") == self._own["token"]:  # the store wrote it and the answer was lost
                 break
-            first = first or other
-            if other != first:
-                raise self._in_use("process {process} of {machine}".format(**{"process": "?", "machine": "?"} | other))
-            if token in ours or time.monotonic() - since > self._lease:
+            if seen not in (None, holder):
+                raise self._in_use(_process(holder))
+            lease = max(self._lease, holder.get("lease", 0.0))  # it gives its signs by its own
+            if holder.get("machine") == platform.node() and holder.get("token") in ended:
+                lease = 0.0
+            if time.monotonic() - since >= lease:
                 self._store.delete(NAME)
+                taken_over = True
                 continue
-            if first is other:
-                tell(
-                    f"{self._store.address} was in use by process {other.get('process')} of {other.get('machine')}: "
-                    f"waiting up to storage.lease={self._lease:g} seconds for its signs of life"
-                )
+            if seen is None:
+                seen = holder
+                self._tell_wait(tell, holder, lease)
             time.sleep(self._lease / (4 * _SIGNS))
+        if taken_over:  # whoever waited with us may have deleted our claim for the old one
+            time.sleep(self._lease / (4 * _SIGNS))
+            if (holder := self._read()) is None or holder.get("token") != self._own["token"]:
+                raise self._in_use(_process(holder))
         os.ftruncate(self._descriptor, 0)
         os.pwrite(self._descriptor, f"{self._own['token']}\n".encode(), 0)
         self._held = True
         self._thread.start()
 
+    def _lock_here(self) -> list[str]:
+        """Locks the lock file and adds the token to it; returns the tokens of processes that have surely ended."""
+        self._lock.parent.mkdir(parents=True, exist_ok=True)
+        self._descriptor = os.open(self._lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        locked = True
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise self._in_use("another process of this machine") from error
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise
+            locked = False
+        tokens = os.read(self._descriptor, 10_000).decode(errors="replace").split()
+        os.write(self._descriptor, f"{self._own['token']}\n".encode())
+        return tokens if locked else []
+
+    def _tell_wait(self, tell: Callable[[str], None], holder: dict[str, Any], lease: float) -> None:
+        tell(
+            f"{self._store.address} was in use by {_process(holder)}: waiting up to storage.lease={lease:g} seconds "
+            "for its signs of life"
+        )
+
     def check(self) -> None:
         """Raises StoreError if this run does not hold the address any more. Call it before what must not be undone."""
-        other = self._read()
-        if other is None or other.get("token") != self._own["token"]:
-            holder = "nobody" if other is None else "process {process} of {machine}".format(**other)
+        holder = self._read()
+        if holder is None or holder.get("token") != self._own["token"]:
             self._held = False
-            raise StoreError(f"this run's claim was taken over (it is held by {holder})")
+            raise StoreError(f"this run's claim was taken over (it is held by {_process(holder)})")
 
     def close(self) -> None:
         """Gives the address back."""
         self._end.set()
         if self._held:
-            self._thread.join(self._lease)  # a sign of life that comes late would bring the claim back
-            with suppress(StoreError):
-                self.check()
-                self._store.delete(NAME)
+            self._thread.join(self._lease)
+            if not self._thread.is_alive():  # else its sign of life would come late and bring the claim back
+                with suppress(StoreError):
+                    self.check()
+                    self._store.delete(NAME)
         self._held = False
         if self._descriptor >= 0:
             os.close(self._descriptor)
@@ -114,9 +137,10 @@ class Claim(Closing):
     def _read(self) -> dict[str, Any] | None:
         data = self._store.read(NAME)
         try:
-            return None if data is None else json.loads(data)
+            holder = None if data is None else json.loads(data)
         except ValueError:
-            return {"token": None}
+            return {}
+        return holder if holder is None or isinstance(holder, dict) else {}
 
     def _encoded(self) -> bytes:
         return json.dumps(self._own).encode()
@@ -125,3 +149,7 @@ class Claim(Closing):
         return UserError(
             f"{self._store.address} is in use by {user}: wait until it ends, or give this run another name="
         )
+
+
+def _process(holder: dict[str, Any] | None) -> str:
+    return "nobody" if holder is None else f"process {holder.get('process', '?')} of {holder.get('machine', '?')}"

@@ -1,8 +1,10 @@
 """Runs at an address, in fsspec's store in memory: its state after every write, and what a resume makes of it."""
 
+import errno
 import json
 import os
 import shutil
+import threading
 import time
 from dataclasses import replace
 from functools import partial
@@ -15,6 +17,7 @@ import pytest
 from jrlhf.config import Config, config_yaml, load_config
 from jrlhf.errors import RunFailure, UserError
 from jrlhf.run.directory import open_run, run_path
+from jrlhf.storage import claim as claim_module
 from jrlhf.storage import mirror as module
 from jrlhf.storage import store as store_module
 from jrlhf.storage.claim import Claim
@@ -284,6 +287,72 @@ def test_one_run_holds_an_address_until_it_gives_no_sign_of_life(memory, config,
     assert sentences == []
 
 
+def test_a_claim_lasts_for_the_longer_lease_and_locks_of_other_machines_say_nothing(
+    memory, config, tmp_path, monkeypatch
+):
+    """The lease of the holder, a lock file of a shared disk, a disk without locks, a process that surely has ended."""
+
+    def claim(lock: str, lease: float) -> Claim:
+        return Claim(Store("memory://bucket/runs/run", config.storage), tmp_path / lock, lease)
+
+    def no_locks(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOTSUP, "not supported")
+
+    with claim("a", 1.0) as holder:
+        holder.take(print)
+        (tmp_path / "b").write_text((tmp_path / "a").read_text())  # as another machine sees it, whose flock is its own
+        with monkeypatch.context() as patch:
+            patch.setattr(claim_module.platform, "node", lambda: "elsewhere")
+            with pytest.raises(UserError, match="in use by process"), claim("b", 0.1) as other:
+                other.take(print)
+        with monkeypatch.context() as patch:
+            patch.setattr(claim_module.fcntl, "flock", no_locks)
+            with pytest.raises(UserError, match="in use by process"), claim("a", 0.1) as other:
+                other.take(print)
+        holder.check()
+    memory.pipe_file("/bucket/runs/run/.mirror/claim.json", b"[]")
+    with claim("c", 0.1) as other:
+        other.take(print)
+        other.check()
+
+
+def test_of_two_that_wait_for_one_claim_only_one_gets_it(memory, config, tmp_path):
+    """The slower one deletes the claim of the faster one, which it takes for the old one."""
+    old = {"token": "0", "process": 1, "machine": claim_module.platform.node(), "sign": 0}
+    memory.pipe_file("/bucket/runs/run/.mirror/claim.json", json.dumps(old).encode())
+    claims = list[Claim]()
+    for name in "ab":
+        (tmp_path / name).write_text("0\n")  # of a process that has ended
+        claims.append(Claim(Store("memory://bucket/runs/run", config.storage), tmp_path / name, 4.0))
+    faster, slower = claims
+    outcomes = list[str]()
+
+    def take() -> None:
+        try:
+            faster.take(print)
+            outcomes.append("taken")
+        except UserError as error:
+            outcomes.append(str(error))
+
+    thread, delete = threading.Thread(target=take), slower._store.delete
+
+    def late(name: str) -> None:
+        slower._store.delete = delete
+        thread.start()
+        while memory.cat_file(f"/bucket/runs/run/{name}") in (b"", json.dumps(old).encode()):
+            time.sleep(0.001)
+        delete(name)
+
+    slower._store.delete = late
+    slower.take(print)
+    thread.join()
+    (outcome,) = outcomes
+    assert "is in use by process" in outcome
+    slower.check()
+    for claim in claims:
+        claim.close()
+
+
 def test_a_run_whose_files_cannot_be_copied_ends_in_a_sentence(memory, config, monkeypatch):
     def broken(self: Any, path: str, data: bytes, **_: Any) -> None:
         raise OSError("503 SlowDown")
@@ -341,4 +410,10 @@ def test_a_claim_is_no_secret(memory, config):
     """Its object says who holds the address, for those who wonder."""
     with mirrored(config, resume=False, tell=print) as mirror:
         mirror.begin()
-        assert json.loads(objects(memory)[".mirror/claim.json"]).keys() == {"token", "process", "machine", "sign"}
+        assert json.loads(objects(memory)[".mirror/claim.json"]).keys() == {
+            "token",
+            "process",
+            "machine",
+            "lease",
+            "sign",
+        }
