@@ -7,7 +7,7 @@ version again, with the weights of that version and the programs of scoring.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -25,9 +25,11 @@ from jrlhf.models.generation.continuous import Weights
 from jrlhf.models.generation.mixture import CACHES, make_mixture
 
 ROWS = 2  # of each logical worker and version: one that goes on from older weights, where there is one, and one more
-ROUNDING = 6.0  # times as far from the exact pass as the program of scoring a token may be on average
+ROUNDING = 2.0  # times as far from the exact pass as the program of scoring, on the same tokens
+SPREAD = 6.0  # standard deviations of what is rounded, too: two programs need not round alike
 LEAST = 2e-4  # nats by which a token's log-probability may differ in any dtype
-FEW = 8  # the rounding of fewer tokens is no mean: so many are allowed for
+FEW = 64  # tokens of a worker in a verdict, at least: of fewer, one alone may be this far off by rounding
+KNOWN = 256  # tokens of all workers after which the spread of rounding is known, and not before
 NONE = -1  # a place whose row does not go on
 
 
@@ -55,24 +57,25 @@ class Tracked:
 
 @dataclass(frozen=True)
 class Compared:
-    """A number of tokens, and the sum of the distances between two log-probabilities of each, in nats."""
+    """Sums over tokens of how far log-probabilities are from those of the exact pass, in nats."""
 
     tokens: int = 0
-    distance: float = 0.0
-
-    @classmethod
-    def of(cls, differences: Float[np.ndarray, "n"]) -> "Compared":
-        return cls(len(differences), float(np.abs(differences, dtype=np.float64).sum()))
+    distance: float = 0.0  # of what workers recorded
+    rounding: float = 0.0  # of the pass in the compute dtype
+    squares: float = 0.0  # of the same pass, squared
+    versions: tuple[int, ...] = ()  # of the weights that drew them
 
     def __add__(self, other: "Compared") -> "Compared":
-        return Compared(self.tokens + other.tokens, self.distance + other.distance)
+        both = (getattr(self, own.name) + getattr(other, own.name) for own in fields(self)[:-1])
+        return Compared(*both, versions=tuple(sorted({*self.versions, *other.versions})))
 
 
 class Recompute:
     """Compares the log-probabilities that workers recorded with those that the trainer computes.
 
     A version is compared in N places: place n has a row of worker n modulo `workers`. The computation is done in the
-    compute dtype and in float32. How far the two are from each other on average is the measure of what rounding does.
+    compute dtype and in float32. How far the two are from each other is the measure of what rounding does: to the same
+    tokens, since it grows with how peaked a distribution is, and by its spread over all tokens so far.
 
     options: of the passes that score, with the temperature of the rollouts. length: of a prompt and a response.
     keeps: whether rows go on with the keys and values of older weights.
@@ -88,6 +91,7 @@ class Recompute:
         # Neither cuDNN nor splash computes in float32.
         exactly = make_mixture(config, mesh, replace(options, dtype=jnp.float32, attention="xla", implementation=None))
         same = options.dtype == jnp.float32 and mesh.devices.flat[0].platform == "cpu"  # no TF32 there
+        self._known = 0 if same else KNOWN
 
         @jax.jit
         def both(weights: Weights, tokens: Any, since: Any, caches: Any) -> Any:
@@ -99,7 +103,8 @@ class Recompute:
             return logprobs, exact, now
 
         self._both = both
-        self._rounding = Compared()  # between the two passes, so far
+        self._all = Compared()  # so far
+        self._pools = dict[int, Compared]()  # of a worker: what no verdict about enough tokens was given on
 
     def fresh(self) -> Tracked:
         """No row that goes on."""
@@ -129,20 +134,23 @@ class Recompute:
         on_mesh = to_devices((tokens, starts), NamedSharding(self._mesh, GENERATE.batch_spec()))
         logprobs, exact, caches = self._both(weights, *on_mesh, tracked.caches)
         logprobs, exact = to_host((logprobs, exact))
-        distances = dict[int, list[Float[np.ndarray, "n"]]]()
+        owns = dict[int, Compared]()
         row, since = np.full_like(going, NONE), np.zeros_like(since)
         for place, own in chosen.items():
             drawn = np.flatnonzero(own.versions == version)
             at = place, len(own.prompt) + drawn
-            self._rounding += Compared.of(logprobs[at] - exact[at])
-            distances.setdefault(own.worker, []).append(own.logprobs[drawn] - exact[at])
+            recorded, scored = np.abs(np.stack([own.logprobs[drawn], logprobs[at]]).astype(np.float64) - exact[at])
+            self._finite(version, own.worker, recorded, scored)
+            sums = float(recorded.sum()), float(scored.sum()), float((scored**2).sum())
+            owns[own.worker] = owns.get(own.worker, Compared()) + Compared(len(drawn), *sums, (version,))
             if self._keeps and own.goes_on:  # its newest token is not fed yet
                 row[place], since[place] = own.number, len(own.prompt) + len(own.tokens) - 1
-        total = Compared()
-        for worker, differences in distances.items():
-            own = Compared.of(np.concatenate(differences))
-            self._judge(version, worker, own)
-            total += own
+        total = sum(owns.values(), Compared())
+        self._all += total
+        for worker, own in owns.items():
+            pool = self._pools.get(worker, Compared()) + own
+            judged = [self._judge(worker, tokens) for tokens in (own, pool)]
+            self._pools[worker] = Compared() if judged[1] and pool.tokens >= FEW else pool
         return total, self._placed(Tracked(row, since, caches))
 
     def _chosen(self, version: int, rows: Sequence[Row], going: Sequence[int]) -> dict[int, Row]:
@@ -165,15 +173,36 @@ class Recompute:
                 chosen[place] = ranked[0][0]
         return chosen
 
-    def _judge(self, version: int, worker: int, own: Compared) -> None:
-        rounding = self._rounding.distance / max(1, self._rounding.tokens)
-        most = ROUNDING * rounding * max(own.tokens, FEW) + LEAST * own.tokens
-        if not own.distance <= most:  # NaN, too
+    def _finite(
+        self, version: int, worker: int, recorded: Float[np.ndarray, "n"], scored: Float[np.ndarray, "n"]
+    ) -> None:
+        """Raises RunFailure where distances are not finite: the trainer's own, in `scored`, are no worker's fault."""
+        if not np.isfinite(scored).all():
             raise RunFailure(
-                f"logical worker {worker} does not draw as the weights of version {version} do: the log-probabilities "
-                f"of {own.tokens} tokens are off by {own.distance / own.tokens:.2g} on average, and rounding explains "
-                f"{most / own.tokens:.2g}; nothing was learned from them"
+                f"the trainer's own log-probabilities under the weights of version {version} are not finite: its "
+                "weights or its programs are at fault, and no worker; nothing was learned from what they drew"
             )
+        if not np.isfinite(recorded).all():
+            raise RunFailure(
+                f"logical worker {worker} does not draw as the weights of version {version} do: of {len(recorded)} "
+                f"log-probabilities {(~np.isfinite(recorded)).sum()} are not finite; nothing was learned from them"
+            )
+
+    def _judge(self, worker: int, own: Compared) -> bool:
+        """Whether there is a verdict about these tokens: not before the spread of rounding is known."""
+        if self._all.tokens < self._known:
+            return False
+        spread = math.sqrt(self._all.squares / max(1, self._all.tokens) * max(own.tokens, FEW))
+        most = ROUNDING * own.rounding + SPREAD * spread + LEAST * own.tokens
+        if own.distance > most:
+            first, last = own.versions[0], own.versions[-1]
+            versions = f"version {first}" if first == last else f"versions {first} to {last}"
+            raise RunFailure(
+                f"logical worker {worker} does not draw as the weights of {versions} do: the log-probabilities of "
+                f"{own.tokens} tokens are off by {own.distance / own.tokens:.2g} on average, and rounding explains "
+                f"{most / own.tokens:.2g}; nothing was learned from the newest of them"
+            )
+        return True
 
     def _placed(self, tracked: Tracked) -> Tracked:
         row, since = to_devices((tracked.row, tracked.since), NamedSharding(self._mesh, P()))

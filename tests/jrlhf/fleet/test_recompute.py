@@ -52,19 +52,30 @@ FLOAT, BFLOAT = jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16)
 class Setting:
     """Batches of slots that share programs, what compares, and versions of the weights.
 
-    lora: all versions are adapters on one base.
+    lora: all versions are adapters on one base. peak: times as large is the unembedding. update: size of an update.
     """
 
-    def __init__(self, sizes: tuple[int, int, int], dtype: Any, mode: Any, lora: LoRAConfig | None = None):
+    def __init__(
+        self,
+        sizes: tuple[int, int, int],
+        dtype: Any,
+        mode: Any,
+        lora: LoRAConfig | None = None,
+        *,
+        config: ModelConfig = CONFIG,
+        peak: float = 1.0,
+        update: float = 0.03,
+    ):
         self.mesh, self.mode, self.dtype = make_mesh(*sizes, devices=jax.devices()[: np.prod(sizes)]), mode, dtype
-        self._lora = lora
+        self._lora, self._config = lora, config
         first = self.batch()
         self.batches = [first, copy.copy(first)]
         options = ForwardOptions(dtype=dtype, temperature=SAMPLING.temperature, lora=lora)
         numbers = {"workers": WORKERS, "length": P + R}
-        self.recompute = Recompute(CONFIG, self.mesh, options, keeps=mode == "keep_cache", **numbers)
+        self.recompute = Recompute(config, self.mesh, options, keeps=mode == "keep_cache", **numbers)
         self.shardings = param_shardings(CONFIG, self.mesh, GENERATE), {}
-        weights: Any = unstacked(random_params(CONFIG)), {}
+        base = random_params(config)
+        weights: Any = unstacked({**base, "unembedding": peak * base["unembedding"]}), {}
         if lora is not None:
             self.shardings = self.shardings[0], lora_shardings(CONFIG, self.mesh, lora)
             weights = weights[0], init_lora(CONFIG, lora, jax.random.key(0))
@@ -72,7 +83,7 @@ class Setting:
         @partial(jax.jit, out_shardings=self.shardings)
         def updated(weights, version):
             def leaf(x):
-                return x + 0.03 * jnp.sin(7 * x + version + jnp.arange(x.size, dtype=FLOAT).reshape(x.shape))
+                return x + update * jnp.sin(7 * x + version + jnp.arange(x.size, dtype=FLOAT).reshape(x.shape))
 
             base, adapter = weights
             base = jax.tree.map(leaf, base) if lora is None else base
@@ -81,9 +92,9 @@ class Setting:
         weights = jax.device_put(weights, self.shardings)
         self.version = cache(lambda version: updated(weights, version))
 
-    def batch(self, config=CONFIG, sampling=SAMPLING, dtype=None) -> ContinuousBatch:
+    def batch(self, config=None, sampling=SAMPLING, dtype=None) -> ContinuousBatch:
         with jax.set_mesh(self.mesh):
-            decoder = Decoder(config, self.mesh, sampling, S, dtype or self.dtype, None, self._lora)
+            decoder = Decoder(config or self._config, self.mesh, sampling, S, dtype or self.dtype, None, self._lora)
             return ContinuousBatch(decoder, self.mesh, Schedule(chunk=2), 8, P)
 
     def published(self, version: int) -> Any:
@@ -91,7 +102,7 @@ class Setting:
 
     def fleet(self, state: Any = None, wrap: Callable[[list[Any]], list[Any]] = list) -> Any:
         """A fleet that draws with version 0, or goes on from a state. wrap: the batches -> batches with faults."""
-        self.recompute._rounding = Compared()
+        self.recompute._all, self.recompute._pools = Compared(), {}
         with jax.set_mesh(self.mesh):
             for batch in self.batches:
                 batch.state = batch.fresh()
@@ -324,7 +335,10 @@ ADAPTERS = {
 def seen(
     make: Callable, mode: str = "keep_cache", *, onset: int = 0, worker: int = 1, lora: Any = None, dtype: Any = FLOAT
 ) -> None:
-    """Asserts that a fault of one worker, from a version on, is seen before a batch has such a token."""
+    """Asserts that a fault of one worker, from a version on, is seen: in float32 before a batch has such a token.
+
+    In bfloat16 some versions later, since a version draws few tokens here.
+    """
     own = setting((1, 1, 1), dtype, mode, lora)
 
     def wrap(batches):
@@ -332,9 +346,10 @@ def seen(
 
     fleet = own.fleet(wrap=wrap)
     with pytest.raises(RunFailure, match=f"logical worker {worker} does not draw as the weights of version"):
-        for version in range(1, onset + 3):
+        for version in range(1, onset + (3 if dtype == FLOAT else 20)):
             batch, _ = own.iterate(fleet, version)
-            assert max(row[:n].max() for row, n in zip(batch.rows.versions, batch.rows.lengths, strict=True)) < onset
+            newest = max(row[:n].max() for row, n in zip(batch.rows.versions, batch.rows.lengths, strict=True))
+            assert dtype == BFLOAT or newest < onset
 
 
 @pytest.mark.parametrize("name", [*CACHES, *REPORTS])
@@ -367,15 +382,8 @@ def test_faults_of_adapters_are_seen(name):
     seen(ADAPTERS[name], onset=1, lora=LoRAConfig(2, 8.0))
 
 
-# Where programs compute in bfloat16 anyway, these faults are no larger than rounding, or the updates are as small.
-WITHIN_ROUNDING = {
-    "log-probabilities are in float8",
-    "caches are rounded to float8",
-    "matrices were rounded to float8 on the way",
-    "matrices were rounded to bfloat16",
-    "new weights are read one chunk late",
-    "prompts are read by older weights",
-}
+# Where programs compute in bfloat16 anyway, these faults are no larger than rounding.
+WITHIN_ROUNDING = {"log-probabilities are in float8", "matrices were rounded to bfloat16"}
 
 
 @pytest.mark.proof("kills")
@@ -383,10 +391,6 @@ WITHIN_ROUNDING = {
 def test_faults_beyond_rounding_are_seen_in_bfloat16(name):
     mode, onset = ("prefill_again", 1) if name in AGAIN else ("keep_cache", 0 if name in REPORTS else 2)
     seen({**REPORTS, **CHANGED, **CACHES, **AGAIN}[name], mode, onset=onset, worker=0, dtype=BFLOAT)
-
-
-def test_there_are_many_kinds_of_faults():
-    assert len(CHANGED) + len(CACHES) + len(REPORTS) + len(PROGRAMS) + len(AGAIN) + len(ADAPTERS) == 46
 
 
 @pytest.mark.parametrize(
@@ -428,11 +432,43 @@ def test_no_state_is_saved_with_what_nothing_has_proven():
         _ = fleet.state
 
 
+def test_what_is_not_finite_in_the_trainers_own_passes_is_no_workers_fault(monkeypatch):
+    own = setting((1, 1, 1), FLOAT, "keep_cache")
+    fleet, both = own.fleet(), own.recompute._both
+
+    def poisoned(*arguments):
+        logprobs, exact, caches = both(*arguments)
+        return logprobs, exact * np.float32(np.nan), caches
+
+    with monkeypatch.context() as patch, pytest.raises(RunFailure, match="the trainer's own .* and no worker"):
+        patch.setattr(own.recompute, "_both", poisoned)
+        own.iterate(fleet, 1)
+    assert own.recompute._all == Compared()
+
+
+def test_rounding_is_judged_by_the_same_tokens_and_by_its_spread():
+    """One of 256 tokens had rounding 16 and the others none: σ is 1, and 64 tokens may be off by 6 · 8 σ."""
+    own = setting((1, 1, 1), BFLOAT, "keep_cache").recompute
+    own._all = Compared(255, 16.0, 16.0, 256.0)
+    assert not own._judge(0, Compared(64, 1e3))  # the spread is not known yet
+    own._all += Compared(1)
+    for tokens in (Compared(64, 48.0), Compared(2, 48.0), Compared(64, 88.0, 20.0), Compared(256, 96.0)):
+        assert own._judge(0, tokens)
+    for tokens in (Compared(64, 48.1), Compared(2, 48.1), Compared(64, 88.1, 20.0), Compared(256, 96.1)):
+        with pytest.raises(RunFailure, match="logical worker 0 does not draw as the weights of versions 3 to 5 do"):
+            own._judge(0, replace(tokens, versions=(3, 5)))
+
+
 @pytest.mark.proof("kills")
 @pytest.mark.parametrize("mode", ["keep_cache", "prefill_again"])
-@pytest.mark.parametrize("dtype", [FLOAT, BFLOAT], ids=str)
-def test_a_thousand_clean_updates_raise_no_alarm(dtype, mode):
-    own = setting((1, 1, 1), dtype, mode)
+@pytest.mark.parametrize(
+    ("dtype", "config", "peak"),
+    [(FLOAT, CONFIG, 1.0), (BFLOAT, CONFIG, 1.0), (BFLOAT, replace(CONFIG, softcap=None), 4.0)],
+    ids=["float32", "bfloat16", "peaked"],
+)
+def test_a_thousand_clean_updates_raise_no_alarm(dtype, config, peak, mode):
+    """Peaked: half a nat per token. There rounding has a heavy tail."""
+    own = setting((1, 1, 1), dtype, mode, config=config, peak=peak)
     fleet = own.fleet()
     for version in range(1, 1001):
         own.iterate(fleet, version)
