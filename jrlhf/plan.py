@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jrlhf.config import load_config, parse_with_settings
+from jrlhf.config import config_names, load_config, parse_with_settings
 from jrlhf.errors import UserError, exit_code_of_printing
 from jrlhf.run.files import check_writable
 
@@ -31,15 +31,18 @@ SECONDS = 20.0
 
 def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m jrlhf.plan", description=__doc__)
-    parser.add_argument("--config", required=True, help="a YAML file, or the name of a shipped config: quickstart")
+    shipped = ", ".join(config_names())
+    parser.add_argument("--config", required=True, help=f"a YAML file, or the name of a shipped config: {shipped}")
     group = parser.add_mutually_exclusive_group(required=True)
     group.add_argument("--cluster", help="its devices: 16xh100, v5p-512")
     group.add_argument("--profile", action="store_true", help="the devices at hand, measured: minutes, the first time")
     parser.add_argument("--mean-response", type=float, help="tokens of a response in the mean; default: the maximum")
     parser.add_argument("--processes", type=int, help="of the run; by default one a host of the cluster")
-    parser.add_argument("--plan", metavar="FILE", help="price this one: a file, colocate, split or standalone")
+    usual = "price this one: a file, colocate, split, standalone or disaggregated"
+    parser.add_argument("--plan", metavar="FILE", help=usual)
     parser.add_argument("--seconds", type=float, help=f"to search, {SECONDS:g} by default")
-    parser.add_argument("--proposals", type=int, help="plans to look at, which makes a result a function of the seed")
+    proposals = "plans to price, rounded up to whole turns; a result is then a function of the seed"
+    parser.add_argument("--proposals", type=int, help=proposals)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--hypothetical", action="store_true", help="also plans with stages of any call; only training runs in stages"

@@ -392,7 +392,8 @@ class Config(Section):
     device: DeviceConfig = DeviceConfig()
     distributed: DistributedConfig = DistributedConfig()
     mesh: MeshConfig = MeshConfig()
-    # Devices of each call of reinforcement learning: colocate, split, standalone, auto, or the file of a plan.
+    # Devices of each call of reinforcement learning: colocate, split, standalone, disaggregated, auto, or the file of a
+    # plan.
     plan: str = place("colocate")
     model: ModelSection = ModelSection()
     compute: ComputeConfig = ComputeConfig()
@@ -400,7 +401,7 @@ class Config(Section):
     roles: RolesConfig = RolesConfig()
     lora: LoRASection | None = None
     data: DocstringsData | ArithmeticData | DatasetsData = DocstringsData()
-    rewards: tuple[RewardConfig, ...] = ()  # in addition to the reward model that the run trains
+    rewards: tuple[RewardConfig, ...] = ()  # what scores answers, beside a reward model that the run trains
     costs: tuple[RewardConfig, ...] = ()  # of safe_rlhf, which keeps their sum below its limit
     sections: Mapping[str, Any] = field(default_factory=dict, metadata={"table": STAGES})  # stage -> its settings
     sampling: SamplingSection = SamplingSection()

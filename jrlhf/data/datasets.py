@@ -68,6 +68,7 @@ def load_task(config: Config, tokenizer: Tokenizer) -> Task:
         prompts=prompts,
         heldout=heldout,
         chat=any(isinstance(example.prompt, tuple) for example in examples),
+        prompt_end=_common_end(examples),
     )
 
 
@@ -107,6 +108,13 @@ def prompt_text(example: Example) -> str:
     if isinstance(example.prompt, str):
         return example.prompt or str(example.completion)
     return "\n".join(str(message.get("content")) for message in example.prompt if message.get("role") == "user")
+
+
+def _common_end(examples: Iterable[Example]) -> str:
+    """Returns the white space in which all prompts end; empty where they end differently, or in conversations."""
+    prompts = [example.prompt if isinstance(example.prompt, str) else "" for example in examples]
+    ends = {prompt[len(prompt.rstrip()) :] for prompt in prompts}
+    return ends.pop() if len(ends) == 1 else ""
 
 
 def _read(key: str, section: DatasetConfig | None) -> Dataset:

@@ -9,7 +9,7 @@ from jrlhf.meshes.hardware import Cluster
 from jrlhf.meshes.pipeline import SCHEDULES, bubble
 from jrlhf.meshes.plan import Placement, Plan
 from jrlhf.planning.memory import GIB
-from jrlhf.planning.search import RULES, Found, Result
+from jrlhf.planning.search import RULES, TURN, Found, Result
 from jrlhf.planning.simulate import Simulation, Span
 from jrlhf.planning.time import CostModel, operations
 from jrlhf.planning.workload import Workload
@@ -31,7 +31,7 @@ def describe(workload: Workload, cluster: Cluster, prices: CostModel, result: Re
     lines = [
         describe_plan(workload, cluster, prices, result.best),
         "",
-        f"of {result.proposals} plans, looked at in {result.seconds:.1f} s, what the others lose:",
+        f"{result.proposals} plans priced in {result.seconds:.1f} s, in whole turns of {TURN}; what the others lose:",
         *(_columns(rows) if rows else ()),
         *([f"  none that runs and fits: {', '.join(absent)}"] if absent else ()),
     ]

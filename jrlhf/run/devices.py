@@ -42,7 +42,7 @@ def select(config: DeviceConfig, distributed: DistributedConfig | None = None) -
         reason = (str(error) or "JAX has no plugin for it").splitlines()[0]
         raise UserError(
             f"device.platform={config.platform} is not available here ({reason}): set it to auto or cpu; for a dry run "
-            "add device.simulated=8, or as many as there will be"
+            "set device.platform=cpu device.simulated=8, or as many as there will be"
         ) from error
     running = devices[0].platform
     if config.platform != "auto" and running != config.platform:

@@ -18,6 +18,8 @@ def test_a_plan_is_printed_saved_drawn_and_priced_again(tmp_path, capsys):
     assert cli([*search, "--plot", str(drawn)]) == 0
     output = capsys.readouterr().out
     assert "plan for ppo on 8 x h100: " in output and "bottleneck: " in output and "heuristic" in output
+    priced = int(re.findall(r"(\d+) plans priced in [\d.]+ s, in whole turns of 250; what the others lose:", output)[0])
+    assert 500 < priced < 750  # the plans that a search starts from, and two turns
     plan = plan_of(yaml.safe_load(saved.read_text()))
     calls = {"actor.generate", "reward.score", "actor.logprobs", "reference.logprobs", "critic.values"}
     assert plan.placements.keys() == calls | {"critic.update", "actor.update"}

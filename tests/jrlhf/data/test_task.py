@@ -51,6 +51,18 @@ def test_what_one_dataset_holds_out_no_other_learns_from():
     assert not splits["prompts"].heldout.examples and texts(splits["prompts"].trained) == ASKED[5:]
 
 
+@pytest.mark.parametrize("ends, expected", [("\n\n", "\n"), ("\n ", ""), (": ", ""), ("?!", "")])
+def test_a_typed_line_is_to_end_as_all_prompts_do(tmp_path, user, ends, expected):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"q {row}{ends[row % 2]}"}) + "\n" for row in range(16)))
+    data = {"source": "datasets", "prompts": {"path": str(path)}, "heldout_rows": 4, "max_prompt": 16}
+    sections = {"stages": ["grpo"], "model": {"path": str(user / "actor")}, "data": data}
+    for chat in (False, True):
+        config = build(Config, sections | {"data": data | {"chat": chat, "max_prompt": 100}})
+        task = load_task(config, load_tokenizer(user / "actor"))
+        assert (task.chat, task.prompt_end) == (chat, "" if chat else expected)
+
+
 def test_rows_that_are_left_out_are_counted(tmp_path, user):
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps({"prompt": f"q {row // 3}"}) + "\n" for row in range(30)))  # each prompt thrice

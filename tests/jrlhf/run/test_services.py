@@ -148,7 +148,7 @@ def test_devices_that_cannot_be_had_are_refused(monkeypatch):
         monkeypatch.setattr(jax, "devices", absent)
         with pytest.raises(UserError, match=rf"not available here \({reason}\)") as caught:
             select(DeviceConfig())
-        assert "\n" not in str(caught.value)
+        assert "\n" not in str(caught.value) and "device.platform=cpu device.simulated=8" in str(caught.value)
 
 
 _TWICE = """
