@@ -23,11 +23,11 @@ from jrlhf.meshes import make_mesh
 from jrlhf.models import ModelConfig
 from jrlhf.roles.initial import InitialModels
 from jrlhf.roles.model import Architecture, Model
-from jrlhf.roles.pretrained import abstract_weights, architecture, fresh_model, own_tokenizer
+from jrlhf.roles.pretrained import abstract_weights, architecture, fresh_model, hub_model, own_tokenizer
 from jrlhf.run.checkpoints import like, restore_part, saved_steps
 from jrlhf.run.console import Console
 from jrlhf.run.devices import select
-from jrlhf.run.directory import CONFIG, TOKENIZER, Run
+from jrlhf.run.directory import CONFIG, HUB, TOKENIZER, Run
 from jrlhf.run.files import check_writable
 from jrlhf.stages.finalize import card_facts, export
 from jrlhf.stages.setup import compute_of
@@ -107,6 +107,18 @@ def _policy(config: Config, mesh: Mesh, actor: ModelConfig) -> Model:
     return Model(Architecture(actor), abstract_weights(actor, mesh))
 
 
+def _check_base(run: Path) -> None:
+    """Refuses the upload of an adapter that would name a directory of this machine as its base."""
+    from jrlhf.report import read_run
+
+    path = load_config(str(run / CONFIG)).model.path
+    if hub_model(path, read_run(run).hub) is None:
+        raise UserError(
+            f"--adapter: {run / HUB} does not list its base, model.path={path}, so nobody else may find it: leave "
+            "--adapter out to upload the merged model, or train from a hub name"
+        )
+
+
 def cli(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code: 0 done, 2 bad input, 130 interrupted."""
     parser = argparse.ArgumentParser(
@@ -133,6 +145,8 @@ def cli(arguments: Sequence[str] | None = None) -> int:
             exported = (out or directory) / ("adapter" if options.adapter else "model")
             if not exported.is_dir():
                 raise UserError(f"--adapter: {options.run} trains no adapter: leave it out, or set lora.rank in a run")
+            if options.adapter:
+                _check_base(directory)
             print(push(exported, name, private=options.private, revision=options.revision))
 
     return exit_code(run)

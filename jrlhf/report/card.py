@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin
 
 import matplotlib
 import numpy as np
@@ -19,9 +19,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from jrlhf.config import Config, config_yaml
+from jrlhf.config.parse import classes_of, kinds_of
 from jrlhf.config.schema import DatasetsData, RewardConfig
 from jrlhf.config.stages import ALGORITHMS, TITLES
-from jrlhf.data.read import is_hub_name
 from jrlhf.models.hf.files import CARD, PLOT, SIGNATURE, check_file
 from jrlhf.models.params import HeadKind
 from jrlhf.report.charts import number, running_mean
@@ -33,7 +33,9 @@ from jrlhf.run.resume import defines_results
 
 HUB = "https://huggingface.co"
 _NAMES = {"sft": "SFT", "reward_model": "reward model", **TITLES}
-_SECRET = re.compile(r"secret|passw|credential|(api|access|private)_?key|(auth|access|hf|api)_?token", re.IGNORECASE)
+_LEFT_OUT = "(left out)"
+_PLACES = ("path", "critic", "reference", "model", "adapter", "function", "dataflow")  # settings
+_NAMES_OF_PARTS = ("name", "split")  # settings that the tables show, too
 _BLOCK = re.compile(r"\A---\n(.*?)\n---\n", re.DOTALL)  # of metadata, at the head of a card
 _ROLES = {"sft": "SFT", "preferences": "preferences", "prompts": "prompts", "heldout": "held-out prompts"}
 
@@ -53,7 +55,7 @@ class Facts:
     step: int
     head: HeadKind = "lm"
     adapter: bool = False
-    license: Mapping[str, str] | None = None
+    license: Mapping[str, str | list[str]] | None = None
 
 
 def facts_of(config: Config, record: Record, stage: str, step: int, base: Path | None) -> Facts:
@@ -86,8 +88,8 @@ def card(facts: Facts, *, plot: str = "") -> str:
         *_results(facts, plot),
         "## Recipe",
         *_recipe(facts),
-        *_data(facts.config),
-        *_rewards(facts.config),
+        *_data(facts),
+        *_rewards(facts),
         *_use(facts),
         "## Versions",
         f"jrlhf {version('jrlhf')}, jax {version('jax')}, flax {version('flax')}, "
@@ -96,7 +98,7 @@ def card(facts: Facts, *, plot: str = "") -> str:
     return "\n\n".join(sections) + "\n"
 
 
-def license_of(base: Path) -> dict[str, str]:
+def license_of(base: Path) -> dict[str, str | list[str]]:
     """Returns what the card in a model's directory says of its licence; empty if there is none."""
     try:
         check_file(base / CARD)
@@ -104,13 +106,37 @@ def license_of(base: Path) -> dict[str, str]:
         metadata = yaml.safe_load(block[1]) if block else None
     except (OSError, ValueError, yaml.YAMLError):
         return {}
-    keys = ("license", "license_name", "license_link")
-    return {key: str(metadata[key]) for key in keys if key in metadata} if isinstance(metadata, dict) else {}
+    terms: dict[str, str | list[str]] = {}
+    for key in ("license", "license_name", "license_link"):
+        value = metadata.get(key) if isinstance(metadata, dict) else None
+        if isinstance(value, str):
+            terms[key] = clean(value)
+        elif isinstance(value, list) and all(isinstance(part, str) for part in value):
+            terms[key] = [clean(part) for part in value]
+    return terms
 
 
-def _short(path: str) -> str:
-    """Returns an absolute path by its last part, a directory of the hub's cache by its hub name, others as they are."""
-    return hub_model(path) or clean(Path(path).name if re.match(r"(~|/[^/]+)/", path) else path)
+def _short(path: str, facts: Facts) -> str:
+    """Returns a model or dataset of the hub by its name there, any other place by the last part of its path."""
+    last = re.split(r"[/\\]", path.rstrip("/\\"))[-1].rpartition("@")[2]
+    return hub_model(path, facts.record.hub) or (_LEFT_OUT if last.startswith("~") else clean(last))
+
+
+def _text(text: str) -> str:
+    """Returns a text of the user as one line that Markdown shows as it is."""
+    return re.sub(r"([\\`*_\[\]<>&|~#])", r"\\\1", clean(text))
+
+
+def _code(text: str) -> str:
+    """Returns a text of the user as a code span of Markdown."""
+    text = clean(text)
+    ticks = _ticks(text, 1)
+    return f"{ticks} {text} {ticks}" if "`" in text else f"{ticks}{text}{ticks}"
+
+
+def _ticks(text: str, least: int) -> str:
+    """Returns more backticks than stand in a row anywhere in a text."""
+    return "`" * max(least, *(len(run) + 1 for run in re.findall("`+", text)), 0)
 
 
 def _metadata(facts: Facts) -> str:
@@ -118,9 +144,9 @@ def _metadata(facts: Facts) -> str:
     values: dict[str, Any] = {"library_name": "peft" if facts.adapter else "transformers"}
     values["pipeline_tag"] = "text-classification" if scalar else "text-generation"
     values |= facts.license or {}
-    if base := hub_model(config.model.path):
+    if base := hub_model(config.model.path, facts.record.hub):
         values |= {"base_model": base, "base_model_relation": "adapter" if facts.adapter else "finetune"}
-    if names := [path.partition(":")[0] for _, path, _ in _datasets(config) if is_hub_name(path)]:
+    if names := [path.partition(":")[0] for _, path, _ in _datasets(config) if path in facts.record.hub]:
         values["datasets"] = list(dict.fromkeys(names))
     stages = ["reward-model"] if scalar else [stage.replace("_", "-") for stage in _done(facts)]
     lora = ["lora"] if config.lora is not None else []
@@ -137,7 +163,7 @@ def _done(facts: Facts) -> list[str]:
 def _title(facts: Facts) -> str:
     path = facts.config.model.path
     trained = " and ".join(_NAMES[stage] for stage in _done(facts) if stage != "reward_model")
-    base = "A language model" if path is None else _short(path)
+    base = "A language model" if path is None else _text(_short(path, facts))
     if facts.head == "scalar":
         return "A reward model" if path is None else f"A reward model of {base}"
     kind = ": a LoRA adapter" if facts.adapter else "" if path is None else ","
@@ -248,35 +274,56 @@ def _recipe(facts: Facts) -> list[str]:
         done = facts.step if stage == facts.stage and facts.head == "lm" else length
         count = f"{done} {unit}" if done == length else f"{done} of {length} {unit}"
         lines.append(f"{len(lines) + 1}. {_NAMES[stage]}: {count}")
-    settings = yaml.safe_dump(_settings(config), sort_keys=False, allow_unicode=True, width=1000).rstrip()
-    fence = "`" * max(3, *(len(run) + 1 for run in re.findall("`+", settings)), 3)
+    settings = yaml.safe_dump(_settings(facts), sort_keys=False, allow_unicode=True, width=1000).rstrip()
+    fence = _ticks(settings, 3)
     text = (
         "The settings that are not the defaults, without those that only say where and how it is computed. Paths are "
-        "given by their last part. In a file, with full paths, they train the model again: "
+        f"given by their last part, and `{_LEFT_OUT}` stands for texts, options and columns. In a file, with these in "
+        "full, they train the model again: "
         "`python -m jrlhf.train --config FILE`."
     )
     return ["\n".join(lines), text, f"{fence}yaml\n{settings}\n{fence}"]
 
 
-def _settings(config: Config) -> dict[str, Any]:
-    """The settings that define the results and are not the defaults, with paths shortened and secrets left out."""
+def _settings(facts: Facts) -> dict[str, Any]:
+    """The settings that define the results and are not the defaults.
 
-    def plain(value: Any, key: str) -> Any:
-        if isinstance(value, list) and key in ("rewards", "costs"):
-            return [plain(part, f"{key}[{index}]") for index, part in enumerate(value)]
-        if not isinstance(value, dict):
-            return _short(value) if isinstance(value, str) and "/" in value else value
-        mapping = {}
-        for name, part in value.items():
+    Numbers and words of a choice stay, and paths are shortened. Of all other values, which may hold anything, only the
+    names stay.
+    """
+
+    def plain(value: Any, kind: Any, key: str) -> Any:
+        if isinstance(value, list):
+            inner = get_args(kind)[0] if get_origin(kind) is tuple else kind
+            return [plain(part, inner, f"{key}[{index}]") for index, part in enumerate(value)]
+        if isinstance(value, dict):
+            return section(value, kind, key) if classes_of(kind) else _names(value)
+        if not isinstance(value, str) or value in _choices(kind):
+            return value
+        name = key.rpartition(".")[2]
+        return _short(value, facts) if name in _PLACES else clean(value) if name in _NAMES_OF_PARTS else _LEFT_OUT
+
+    def section(values: Mapping[str, Any], kind: Any, key: str) -> dict[str, Any]:
+        kinds, mapping = kinds_of(type(facts.config.data) if key == "data" else classes_of(kind)[0]), {}
+        for name, value in values.items():
             inner = f"{key}.{name}" if key else name
-            if isinstance(part, dict) and part:
-                part = plain(part, inner)
+            if isinstance(value, dict) and value:
+                part = plain(value, kinds[name], inner)
                 mapping |= {name: part} if part else {}
             elif defines_results(inner):
-                mapping[name] = "(left out)" if _SECRET.search(str(name)) else plain(part, inner)
+                mapping[name] = plain(value, kinds[name], inner)
         return mapping
 
-    return plain(yaml.safe_load(config_yaml(config, defaults=False)), "")
+    return section(yaml.safe_load(config_yaml(facts.config, defaults=False)), Config, "")
+
+
+def _choices(kind: Any) -> set[str]:
+    """The words that a setting of this type may be chosen from."""
+    return {kind} if isinstance(kind, str) else set().union(*map(_choices, get_args(kind)))
+
+
+def _names(options: Mapping[Any, Any]) -> dict[str, str]:
+    return {name if str(name).isidentifier() else _LEFT_OUT: _LEFT_OUT for name in options}
 
 
 def _datasets(config: Config) -> list[tuple[str, str, str]]:
@@ -287,20 +334,23 @@ def _datasets(config: Config) -> list[tuple[str, str, str]]:
     return [(title, part.path, part.split) for title, part in parts if part is not None and part.path is not None]
 
 
-def _data(config: Config) -> list[str]:
-    lines = []
+def _data(facts: Facts) -> list[str]:
+    config, lines = facts.config, []
     for title, path, split in _datasets(config):
         link = f"[{path}]({HUB}/datasets/{path.partition(':')[0]})"
-        lines.append(f"- {title}: {link if is_hub_name(path) else f'`{_short(path)}`'}, split `{split}`")
+        named = link if path in facts.record.hub else _code(_short(path, facts))
+        lines.append(f"- {title}: {named}, split {_code(split)}")
     lines = lines or [f"The built-in task `{config.data.source}`."]
     limits = f"At most {config.data.max_prompt} tokens of prompt and {config.data.max_response} of response."
     return ["## Data", "\n".join(lines), limits]
 
 
-def _rewards(config: Config) -> list[str]:
+def _rewards(facts: Facts) -> list[str]:
+    config = facts.config
+
     def row(kind: str, part: RewardConfig) -> list[str]:
-        source = _short(str(getattr(part, str(part.kind))))
-        return [part.name, kind, f"{part.kind} `{source}`", f"{part.weight:g}"]
+        source = _short(str(getattr(part, str(part.kind))), facts)
+        return [part.name, kind, f"{part.kind} {_code(source)}", f"{part.weight:g}"]
 
     rows = [row("reward", part) for part in config.rewards] + [row("cost", part) for part in config.costs]
     if "reward_model" in config.stages and config.algorithm:
@@ -326,7 +376,7 @@ def _use(facts: Facts) -> list[str]:
     if not scalar and not facts.adapter:
         parts.append("    python -m jrlhf.generate --model MODEL")
         if end := facts.record.summary.get("prompt_end"):
-            parts.append(f"Prompts of the training end in `{end!r}`.")
+            parts.append(f"Prompts of the training end in {_code(repr(end))}.")
     parts.append(f"```python\n{code}\n```")
     kind = "adapter" if facts.adapter else "model"
     if scalar:

@@ -1,7 +1,7 @@
 """Model directories: their location, their architecture, and their weights on the mesh."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 from jrlhf.config.places import is_address
 from jrlhf.config.schema import Config, DatasetsData, LoRASection, ModelSection
 from jrlhf.data.hub import first_line, hub_reason
+from jrlhf.data.read import is_hub_name
 from jrlhf.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from jrlhf.errors import UserError
 from jrlhf.meshes import GENERATE, TRAIN, Layout, reshard
@@ -94,13 +95,28 @@ def is_here(path: str) -> bool:
     return Path(path).expanduser().exists()
 
 
-def hub_model(path: str | None) -> str | None:
-    """Returns the hub name of a model that is given by it, or as a directory of the hub's cache; else None."""
+def hub_names(config: Config) -> list[str]:
+    """Returns the settings that name a model or a dataset of the hub, as seen from the current directory."""
+    models = [config.model.path, config.roles.critic, config.roles.reference]
+    models += [part.model for part in (*config.rewards, *config.costs)]
+    names = [path for path in models if path is not None and _hub_name(path) and not is_here(path)]
+    if isinstance(config.data, DatasetsData):
+        parts = (config.data.sft, config.data.preferences, config.data.prompts, config.data.heldout)
+        paths = [part.path for part in parts if part is not None and part.path is not None]
+        names += [path for path in paths if is_hub_name(path)]
+    return list(dict.fromkeys(names))
+
+
+def hub_model(path: str | None, names: Collection[str]) -> str | None:
+    """Returns the hub name of a model that is given by it, or as a directory of the hub's cache; else None.
+
+    names: those that the run took from the hub. A relative directory may look like one.
+    """
     if path is None:
         return None
     if cached := re.search(r"/models--([^/]+)--([^/]+)/snapshots/[^/]+/?$", path):
         return f"{cached[1]}/{cached[2]}"
-    return path if _hub_name(path) and not is_here(path) else None
+    return path if path in names else None
 
 
 def load_weights(

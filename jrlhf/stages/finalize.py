@@ -104,7 +104,7 @@ def export(
     name, adapter_name = ("model", "adapter") if head == "lm" else ("reward_model", "reward_adapter")
     params, lora = model.onloaded().params, model.architecture.lora
     if lora is not None:
-        base_name = hub_model(config.model.path) or config.model.path
+        base_name = hub_model(config.model.path, facts.record.hub if facts else ()) or config.model.path
         card = _card(facts, head, adapter=True)
         export_adapter(params, model.config, lora, run.path / adapter_name, base_name=base_name, card=card)
     export_hf(

@@ -42,13 +42,14 @@ from jrlhf.roles.pretrained import (
     architecture,
     check_weights,
     fresh_model,
+    hub_names,
     locate,
     own_tokenizer,
     reward_adapter,
 )
 from jrlhf.run.console import Console
 from jrlhf.run.devices import idle_accelerator, select
-from jrlhf.run.directory import PLAN, TOKENIZER, explained, open_run, run_path
+from jrlhf.run.directory import HUB, PLAN, TOKENIZER, explained, open_run, run_path
 from jrlhf.run.files import seal, unsealed
 from jrlhf.run.preemption import PreemptionGuard
 from jrlhf.run.processes import from_main, is_main, several
@@ -93,6 +94,8 @@ def _open_context(config: Config, mirror: Mirror, resume: bool, accept_rewards: 
     ):
         mirror.start(run)
         run.write(TOKENIZER, task.tokenizer.to_json())
+        if not (run.path / HUB).exists():
+            run.write(HUB, "".join(f"{name}\n" for name in hub_names(config)))
         if plan is not None:
             run.write(PLAN, seal(plan_yaml(plan)))
         compute, vocab_size = compute_of(config.compute), models["actor"].vocab_size

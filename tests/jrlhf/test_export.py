@@ -10,6 +10,7 @@ import orbax.checkpoint as ocp
 import pytest
 from safetensors.numpy import load_file
 
+from jrlhf import export as command
 from jrlhf.config import load_config
 from jrlhf.export import cli
 from jrlhf.generate import cli as generate
@@ -105,6 +106,25 @@ def assert_holds(model: Path, checkpoint: Path) -> None:
     for path, leaf in leaves:
         name = jax.tree_util.keystr(path, simple=True, separator=".")
         np.testing.assert_array_equal(np.asarray(leaf), saved[name], err_msg=name)
+
+
+def test_an_adapter_whose_base_only_this_machine_has_is_not_pushed(tmp_path, monkeypatch, capsys):
+    pushed = []
+    monkeypatch.setattr(command, "account_name", str)
+    monkeypatch.setattr(command, "export_checkpoint", lambda *_: "exported")
+    monkeypatch.setattr(command, "push", lambda directory, *_, **__: pushed.append(directory.name))
+    path = tmp_path / "run"
+    open_run(settings(path, "model={path: team/base}", "lora.rank=2")).close()
+    (path / "adapter").mkdir()
+    arguments = [str(path), "--push", "someone/mine", "--adapter"]
+    assert cli(arguments) == 2
+    error = capsys.readouterr().err
+    assert (
+        error.count("\n") == 1
+        and f"--adapter: {path}/hub.txt does not list its base, model.path=team/base, so" in error
+    )
+    (path / "hub.txt").write_text("team/base\n")
+    assert cli(arguments) == 0 and pushed == ["adapter"]
 
 
 def test_what_cannot_be_exported_is_one_sentence(tmp_path, capsys):

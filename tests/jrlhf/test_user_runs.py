@@ -198,6 +198,7 @@ def test_an_adapter_names_the_hub_name_of_its_base(tmp_path, settings, user, mak
     assert done.returncode == 0, done.stderr
     written = json.loads((tmp_path / "named" / "adapter" / "adapter_config.json").read_text())
     assert written["base_model_name_or_path"] == "lab/tiny"
+    assert (tmp_path / "named" / "hub.txt").read_text() == "lab/tiny\n"
     for name in ("adapter", "model"):
         card = (tmp_path / "named" / name / "README.md").read_text()
         assert "license: apache-2.0\nbase_model: lab/tiny\n" in card and str(tmp_path) not in card

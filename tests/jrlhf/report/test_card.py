@@ -1,10 +1,12 @@
 """The model card: right figures, metadata that the hub reads, a recipe that can be read back, and nothing private."""
 
 import io
+import random
 import re
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin
 
 import matplotlib.image
 import numpy as np
@@ -12,10 +14,11 @@ import pytest
 import yaml
 
 from jrlhf.config import Config, config_yaml
-from jrlhf.config.parse import build
+from jrlhf.config.parse import build, classes_of, kinds_of
+from jrlhf.config.schema import DatasetsData, RewardConfig
 from jrlhf.report.card import Facts, card, facts_of, files, license_of
-from jrlhf.report.read import Record
-from jrlhf.roles.pretrained import hub_model
+from jrlhf.report.read import Record, read_run
+from jrlhf.roles.pretrained import hub_model, hub_names
 from jrlhf.run.resume import changes
 
 USER: dict[str, Any] = {
@@ -56,7 +59,8 @@ def record_of(steps: int = 40, seconds: float = 1.0, **options) -> Record:
         for step in range(1, steps + 1)
     ]
     sft = [{"stage": "sft", "step": step, "sft/loss": 3.0 / step, "sft/eval_loss": 2.0} for step in range(1, 31)]
-    return Record("mine", metrics={"sft": sft, "grpo": rows}, **options)
+    hub = ("Qwen/Qwen2.5-0.5B", "openai/gsm8k:main", "org/judge", "org/rows")
+    return Record("mine", metrics={"sft": sft, "grpo": rows}, hub=hub, **options)
 
 
 def facts(step: int = 40, given: dict = USER, **options) -> Facts:
@@ -112,17 +116,94 @@ def test_nothing_private_is_told():
     local = facts(given=USER | {"model": {"path": "/home/someone/base"}})
     assert "# base: a LoRA adapter trained with SFT and GRPO" in card(replace(local, adapter=True))
     text = card(facts())
-    assert "someone" not in text and "hunter2" not in text and "(left out)" in text
-    assert "`rows.jsonl`" in text and "function `rewards.py:exact`" in text and "limit: 3" in text
+    assert "someone" not in text and "hunter2" not in text and "limit: (left out)" in text and "```" in text
+    assert "`rows.jsonl`" in text and "function `rewards.py:exact`" in text
     assert "[openai/gsm8k:main](https://huggingface.co/datasets/openai/gsm8k)" in text
+
+
+def filled(kind: Any, name: str, secret: Callable[[str], Any]) -> Any:
+    """A value for a setting of this type that gives all texts of the user, all places and all options; None: none."""
+    arguments = get_args(kind)
+    if classes := classes_of(kind):
+        given = {key: filled(inner, key, secret) for key, inner in kinds_of(classes[-1]).items()}
+        if classes[-1] is RewardConfig:
+            given |= {"name": "word", "model": None, "adapter": None}
+        return {key: value for key, value in given.items() if value not in (None, {}, [])}
+    if get_origin(kind) is Mapping:
+        return {"token": secret("text"), "list": [{"inner": secret("text")}], "number": secret("number")}
+    if get_origin(kind) is tuple:
+        parts = [filled(arguments[0], name, secret), filled(arguments[0], name, secret)]
+        return [part for part in parts if part is not None]
+    if kind is str or str in arguments:
+        return secret("place" if name in ("path", "critic", "reference", "model", "adapter", "function") else "text")
+    return None
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_no_text_option_or_directory_of_a_config_is_told(seed: int):
+    """Random secrets stand in every setting of data and rewards that takes them, a new one included, and in others."""
+    draw, secrets = random.Random(seed), []
+
+    def secret(kind: str) -> Any:
+        secrets.append(str(draw.randrange(10**15, 10**16)))
+        hidden = secrets[-1]
+        places = ("/home/{}/x", "{}/x", "~{}/x", "a/../{}/x", "s3://me:{}@host/x", "s3://me:{}@host")
+        texts = ("{}", "token={}", "--in=/home/{}/x", "https://me:{}@host", "a\n```\n{}", "/{}", "`{}`")
+        return int(hidden) if kind == "number" else draw.choice(places if kind == "place" else texts).format(hidden)
+
+    data = filled(DatasetsData, "data", secret) | {"source": "datasets"}
+    for part in ("sft", "preferences", "prompts", "heldout"):
+        data[part] |= {"split": "train"}  # is told
+        data[part]["path"] = data[part]["path"].replace("s3://", "s3:/")
+    reward = [filled(RewardConfig, "", secret) for _ in range(2)]
+    for number, part in enumerate(reward):
+        part |= {"name": f"word{number}", "function": part["function"].replace("s3://", "s3:/")}
+    given = USER | {"data": data, "rewards": reward, "model": {"path": secret("place")}}
+    given |= {"roles": {"reference": secret("place")}, "wandb": {"project": secret("text"), "group": secret("text")}}
+    given["grpo"] = USER["grpo"] | {"dataflow": secret("place")}
+    config = build(Config, given)
+    assert sum(hidden in config_yaml(config) for hidden in secrets) >= 57
+    run = replace(record_of(), hub=())
+    for adapter in (False, True):
+        text = card(Facts(config, run, "grpo", 40, adapter=adapter))
+        assert [hidden for hidden in secrets if hidden in text] == []
+
+
+def test_a_directory_is_no_name_of_the_hub(tmp_path: Path, monkeypatch):
+    """The start of a run tells them apart; an export from elsewhere, where the directory is not seen, goes by that."""
+    (tmp_path / "team" / "prompts").mkdir(parents=True)
+    local = {"path": "team/prompts", "split": "train"}
+    given = USER | {"data": USER["data"] | {"prompts": local}}
+    monkeypatch.chdir(tmp_path)
+    names = hub_names(build(Config, given))
+    assert names == ["Qwen/Qwen2.5-0.5B", "org/judge"]
+    monkeypatch.chdir("/")
+    (tmp_path / "config.yaml").write_text(config_yaml(build(Config, given)))
+    (tmp_path / "hub.txt").write_text("".join(f"{name}\n" for name in names))
+    run = read_run(tmp_path)
+    text = card(Facts(build(Config, given), run, "grpo", 40))
+    assert "datasets" not in metadata(text) and "team" not in text and "- prompts: `prompts`, split `train`" in text
+    assert metadata(text)["base_model"] == "Qwen/Qwen2.5-0.5B"
+    text = card(Facts(build(Config, given), replace(run, hub=("team/prompts",)), "grpo", 40))
+    assert metadata(text)["datasets"] == ["team/prompts"] and "base_model" not in metadata(text)
+
+
+def test_texts_of_the_user_are_no_markdown():
+    data = {"path": "/data/a`b\n# c.jsonl", "split": "train\n\n# Injected\n`x`"}
+    given = USER | {"data": USER["data"] | {"prompts": data}, "model": {"path": "/x/[a](b)\n<i>_c_"}}
+    text = card(facts(given=given))
+    assert "\n# \\[a\\](b) \\<i\\>\\_c\\_, trained with SFT and GRPO\n" in text
+    assert "- prompts: `` a`b # c.jsonl ``, split `` train  # Injected `x` ``\n" in text
+    assert "\n# Injected" not in text and "\n# c.jsonl" not in text
 
 
 def test_the_recipe_can_be_read_back(tmp_path: Path):
     """It gives a config that may resume the run, so with all settings that define the results."""
     given = USER | {"rewards": USER["rewards"][1:]}
-    given["data"] = USER["data"] | {"sft": {"path": "org/rows"}}
+    given["data"] = USER["data"] | {"sft": {"path": "org/rows"}, "system": "(left out)"}
+    given["data"]["prompts"] = USER["data"]["prompts"] | {"columns": {"prompt": "(left out)"}}
     text = card(facts(given=given))
-    (recipe,) = re.findall(r"^(`{4,})yaml\n(.*?)\n\1$", text, re.DOTALL | re.MULTILINE)
+    (recipe,) = re.findall(r"^(`{3,})yaml\n(.*?)\n\1$", text, re.DOTALL | re.MULTILINE)
     config = build(Config, yaml.safe_load(recipe[1]))
     assert config.name != "mine" and "samples: 4" in recipe[1] and "max_grad_norm: null" in recipe[1]
     refused, line = changes(tmp_path, config_yaml(build(Config, given)), config)
@@ -154,6 +235,8 @@ def test_a_licence_is_told_only_where_the_base_tells_it(tmp_path: Path):
     assert license_of(tmp_path) == {}
     for text, expected in {
         "---\nlicense: other\nlicense_name: mine\ntags: [a]\n---\n# x": {"license": "other", "license_name": "mine"},
+        "---\nlicense: [mit, apache-2.0]\n---\n": {"license": ["mit", "apache-2.0"]},
+        '---\nlicense: null\nlicense_name: {a: b}\nlicense_link: "a\\nb"\n---\n': {"license_link": "a b"},
         "# license: mit": {},
         "---\nlicense: [\n---\n": {},
         "---\n- license\n---\n": {},
@@ -166,5 +249,8 @@ def test_a_licence_is_told_only_where_the_base_tells_it(tmp_path: Path):
 def test_a_directory_of_the_hubs_cache_has_its_hub_name(end, tmp_path: Path):
     cached = tmp_path / "models--Qwen--Qwen2.5-0.5B" / "snapshots" / "0a1b2c"
     cached.mkdir(parents=True)
-    assert hub_model(f"{cached}{end}") == "Qwen/Qwen2.5-0.5B" == hub_model("Qwen/Qwen2.5-0.5B")
-    assert hub_model(str(tmp_path)) is None and hub_model(None) is None and hub_model("runs/a/b") is None
+    names = ["Qwen/Qwen2.5-0.5B"]
+    assert hub_model(f"{cached}{end}", []) == "Qwen/Qwen2.5-0.5B" == hub_model("Qwen/Qwen2.5-0.5B", names)
+    assert (
+        hub_model(str(tmp_path), names) is None and hub_model(None, names) is None and hub_model("a/b", names) is None
+    )

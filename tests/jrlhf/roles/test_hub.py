@@ -24,7 +24,7 @@ for name in sys.argv[1:]:
             check_weights(name, "model.path")
             directory = locate(name, "model.path")
             files = {path.name: path.stat().st_size for path in directory.iterdir()}
-            print(json.dumps([files, hub_model(str(directory))]))
+            print(json.dumps([files, hub_model(str(directory), [])]))
     except UserError as error:
         print(json.dumps(f"error: {error}"))
 """
