@@ -17,6 +17,7 @@ import tempfile
 import threading
 import urllib.error
 import urllib.request
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -30,7 +31,6 @@ from jrlhf.errors import DONE, FAILED, UserError, exit_code_of_printing, printab
 GIB = 2**30
 LEAST_FREE, FEW_FREE = 1 * GIB, 20 * GIB  # bytes for runs: below the first a problem, below the second a note
 START_SECONDS, HUB_SECONDS, STORE_SECONDS = 180, 4, 10  # deadlines
-_OBJECT = "jrlhf-doctor"  # is written to an object store and deleted
 TOLERANCE = 0.05  # of log-probs in nats: accelerators multiply float32 in fewer bits
 _FOR_WORK_ON_JRLHF = ("dev", "docs", "test")
 _ACCELERATORS = {"gpu": ("an NVIDIA GPU", ("cuda12", "cuda13")), "tpu": ("a TPU", ("tpu",))}
@@ -335,8 +335,9 @@ def _store_error(address: str) -> str | None:
         return "it is not s3://BUCKET/PREFIX or gs://BUCKET/PREFIX"
     try:
         store = Store(address, StorageConfig(timeout=STORE_SECONDS, patience=STORE_SECONDS))
-        store.write(_OBJECT, b"")
-        store.delete(_OBJECT)
+        name = f"jrlhf-doctor-{uuid.uuid4().hex}"  # no object of the user
+        store.write(name, b"", new=True)
+        store.delete(name)
     except (StoreError, UserError) as error:
         return str(error)
     return None

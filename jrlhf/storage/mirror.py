@@ -27,7 +27,7 @@ from jrlhf.run.directory import CONFIG, Run, refuse_other, run_path
 from jrlhf.run.files import Closing, write_atomic
 from jrlhf.run.processes import any_process, from_main, several
 from jrlhf.storage.claim import Claim
-from jrlhf.storage.store import Store, StoreError
+from jrlhf.storage.store import Store, StoreError, refused
 
 OWN = ".mirror"  # the folder of what this module writes, here and in the store
 MARKERS = f"{OWN}/checkpoints"
@@ -46,16 +46,18 @@ class _Copies:
         self._store = Store(self.address, config.storage, tell)
         lock = self._path.with_name(f".{self._path.name}.claim")
         self._claim = Claim(self._store, lock, config.storage.lease)
-        self._whole = dict[str, set[int]]()  # stage -> steps of the checkpoints that are whole in the store
+        self._stored = dict[str, set[int]]()  # stage -> steps of the checkpoints that are whole in the store
         self._copied = dict[str, tuple[Any, str]]()  # name -> what tells that a file did not change, its checksum
+        self._changing = set[str]()  # names of config.json of models whose files are being copied
         self._end, self._failure, self._claimed, self._started = threading.Event(), "", False, False
+        self._refused = partial(refused, f"run_dir={config.run_dir} cannot be used", "list, read, write and delete")
         self._thread = threading.Thread(target=self._work, name="mirror", daemon=True)
 
     # --- The start ---
 
     def open(self, resume: bool) -> None:
         """Refuses a run that cannot start. For a resume: claims the address and brings the run here."""
-        with self._explained():
+        with self._refused():
             saved = self._store.read(CONFIG)
             if saved is None and resume:
                 raise UserError(
@@ -68,7 +70,7 @@ class _Copies:
     def begin(self) -> None:
         """Claims the address of a new run. Call it when nothing else can refuse the run."""
         if not self._claimed:
-            with self._explained():
+            with self._refused():
                 self._begin(resume=False)
 
     def _begin(self, resume: bool) -> None:
@@ -95,9 +97,9 @@ class _Copies:
                 write_atomic(self._path / name, data)
                 self._copied[name] = _signature(self._path / name), _checksum(data)
         for marker in filter(None, (_MARKER.fullmatch(name) for name in names)):
-            self._whole.setdefault(marker[1], set()).add(int(marker[2]))
+            self._stored.setdefault(marker[1], set()).add(int(marker[2]))
         local = self._path / CHECKPOINTS
-        chosen = {stage: self._bring_newest(stage, sorted(steps)) for stage, steps in self._whole.items()}
+        chosen = {stage: self._bring_newest(stage, sorted(steps)) for stage, steps in self._stored.items()}
         for stage in local.glob("*"):
             for other in stage.iterdir():
                 if other.name != str(chosen.get(stage.name)):
@@ -113,7 +115,7 @@ class _Copies:
                     self._tell(f"{sentence}: going on from that of step {step}")
                 return step
             damage.append(f"The checkpoint of step {step} in {self.address} is damaged ({reason})")
-            self._whole[stage].discard(step)
+            self._stored[stage].discard(step)
         raise UserError(
             f"no checkpoint of {stage} in {self.address} is good ({'; '.join(damage)}): bring one back from a backup, "
             "or delete the run to start over"
@@ -149,7 +151,7 @@ class _Copies:
 
     def start(self) -> None:
         """Copies what the run has written so far; from now on a thread copies what is finished."""
-        with self._explained():
+        with self._refused():
             self._copy()
         self._started = True
         self._thread.start()
@@ -168,7 +170,7 @@ class _Copies:
                 self.check()
                 self._checkpoints()
                 for folder in (self._path / CHECKPOINTS).glob("*"):
-                    if left := {*saved_steps(folder)} - self._whole.get(folder.name, set()):
+                    if left := {*saved_steps(folder)} - self._stored.get(folder.name, set()):
                         raise StoreError(f"the checkpoints of steps {sorted(left)} could not be read here")
                 self._claim.check()
                 self._copy()
@@ -195,7 +197,7 @@ class _Copies:
         count = 0
         for folder in sorted((self._path / CHECKPOINTS).glob("*")):
             for step in reversed(saved_steps(folder)):
-                if step not in self._whole.setdefault(folder.name, set()):
+                if step not in self._stored.setdefault(folder.name, set()):
                     count += self._checkpoint(folder.name, step)
         return count > 0
 
@@ -217,7 +219,7 @@ class _Copies:
         self._copy()
         self._claim.check()
         self._store.write(_marker(stage, step), json.dumps({"files": files}).encode())
-        self._whole[stage].add(step)
+        self._stored[stage].add(step)
         self._clean(stage, {*saved_steps(self._path / CHECKPOINTS / stage), step})
         return True
 
@@ -228,13 +230,17 @@ class _Copies:
         for name in self._store.sizes(f"{CHECKPOINTS}/{stage}"):
             if (step := name.split("/")[2]).isdecimal() and int(step) < max(wanted):
                 files.setdefault(int(step), []).append(name)
-        for step in sorted(({*files} | self._whole[stage]) - wanted):
+        for step in sorted(({*files} | self._stored[stage]) - wanted):
             for name in (_marker(stage, step), *files.get(step, ())):  # the marker first: it promises the files
                 self._store.delete(name)
-        self._whole[stage] &= wanted
+        self._stored[stage] &= wanted
 
     def _copy(self, *, folders: bool = True) -> None:
-        """Copies all files but checkpoints that have changed; a model's config.json last. Hidden files stay here."""
+        """Copies all files but checkpoints that have changed. Hidden files stay here.
+
+        A model's config.json is deleted before the first of its other files changes and copied last, so that a model
+        that has one is whole.
+        """
         files = (self._path.rglob if folders else self._path.glob)("*")
         names = [file.relative_to(self._path) for file in files if file.is_file()]
         for name in sorted(names, key=lambda name: (name.name == "config.json", name)):
@@ -248,24 +254,19 @@ class _Copies:
         before, last = self._copied.get(name, (None, ""))
         if signature == before:
             return
-        if file.stat().st_size < _WHOLE:
-            data = file.read_bytes()
-            if (checksum := _checksum(data)) != last:
+        data = file.read_bytes() if file.stat().st_size < _WHOLE else None
+        if (checksum := _checksum_of(file) if data is None else _checksum(data)) != last:
+            config = file.with_name("config.json").relative_to(self._path).as_posix()
+            if "/" in name and name != config and config not in self._changing and (self._path / config).exists():
+                self._store.delete(config)
+                self._copied.pop(config, None)
+                self._changing.add(config)
+            if data is None:
+                self._store.upload(file, name)
+            else:
                 self._store.write(name, data)
-        elif (checksum := _checksum_of(file)) != last:
-            self._store.upload(file, name)
+            self._changing.discard(name)
         self._copied[name] = signature, checksum
-
-    @contextmanager
-    def _explained(self) -> Iterator[None]:
-        """Turns an error of the store into a UserError. For the start of a run, which loses nothing by it."""
-        try:
-            yield
-        except StoreError as error:
-            raise UserError(
-                f"run_dir={self._config.run_dir} cannot be used ({error}): see that the bucket exists, that the "
-                "credentials of this machine may list, read, write and delete there, and that it can be reached"
-            ) from error
 
     def _sentence(self, reason: str) -> str:
         return (

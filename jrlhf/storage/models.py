@@ -1,28 +1,24 @@
 """Model directories in an object store, fetched into a cache on this machine."""
 
-import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
-from functools import cache
 from pathlib import Path
 
 from jrlhf.config.places import StorageConfig
 from jrlhf.errors import UserError
 from jrlhf.run.files import cache_directory, sha256
-from jrlhf.storage.store import Store, StoreError
+from jrlhf.storage.store import Store, StoreError, refused
 
 PATIENCE = 60.0  # seconds of failed requests
 
 
-@cache
 def fetch(address: str, key: str, patterns: Sequence[str]) -> Path:
     """Returns a directory with the files of a model that match one of `patterns`, from an address.
 
     The address is that of a directory with a config.json, or of a run, whose model/ is taken. The files stay in
     ~/.cache/jrlhf/models, and are fetched again when those at the address have changed. key: the setting that names it.
     """
-    with _explained(address, key):
+    with refused(f"{key}={address} cannot be fetched", "list and read"):
         store = Store(address, StorageConfig(patience=PATIENCE))
         objects = store.versions()
         roots = [root for root in ("", "model/") if f"{root}config.json" in objects]
@@ -34,10 +30,9 @@ def fetch(address: str, key: str, patterns: Sequence[str]) -> Path:
         return _download(store, files, patterns)
 
 
-@cache
 def fetch_run(address: str, key: str) -> Path:
     """Returns a directory with the config.yaml and the summary.json at an address, if it is that of a run."""
-    with _explained(address, key):
+    with refused(f"{key}={address} cannot be fetched", "list and read"):
         store = Store(address, StorageConfig(patience=PATIENCE))
         files = {name: version for name, version in store.versions().items() if "/" not in name}
         return _download(store, files, ("config.yaml", "summary.json"))
@@ -49,18 +44,6 @@ def _download(store: Store, files: Mapping[str, tuple[int, str]], patterns: Sequ
     for name, (size, _) in files.items():
         file = directory / name.rpartition("/")[2]
         if not file.exists() and any(fnmatchcase(file.name, pattern) for pattern in patterns):
-            part = file.with_name(f".{file.name}.{os.getpid()}.tmp")
-            store.download(name, part, size)
-            os.replace(part, file)
+            if not store.download(name, file, size):
+                raise StoreError(f"{name} was deleted meanwhile")
     return directory
-
-
-@contextmanager
-def _explained(address: str, key: str) -> Iterator[None]:
-    try:
-        yield
-    except StoreError as error:
-        raise UserError(
-            f"{key}={address} cannot be fetched ({error}): see that the bucket exists, that the credentials of this "
-            "machine may list and read there, and that it can be reached"
-        ) from error

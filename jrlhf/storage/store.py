@@ -5,9 +5,12 @@ Every request has a deadline. One that fails for a reason that may pass, such as
 
 import importlib
 import logging
+import os
 import threading
 import time
-from collections.abc import Callable
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
@@ -21,14 +24,24 @@ _PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "memory": "fsspec"}
 # Seconds before the second attempt; the longest, after repeated doubling; the one of which users are told.
 _PAUSES = 0.5, 30.0, 8.0
 _SLOWEST = 1e6  # bytes per second of a transfer that is not yet given up
-# Words of errors that no repetition cures.
-_DENIED = "credentials", "anonymous", "access denied", "accessdenied", "forbidden", "invalid_grant"
-_DENIED += "invalidaccesskeyid", "signaturedoesnotmatch", "expiredtoken"
-_MISSING = "nosuchbucket", "bucket does not exist", "bucket not found"
+# Codes of errors that no repetition cures: words of S3, numbers of HTTP.
+_DENIED = "401", "403", "AccessDenied", "ExpiredToken", "InvalidAccessKeyId", "SignatureDoesNotMatch"
 
 
 class StoreError(Exception):
     """The store does not do what it is asked: a clause that says why."""
+
+
+@contextmanager
+def refused(failure: str, verbs: str) -> Iterator[None]:
+    """Turns a StoreError into a UserError that begins with `failure`. verbs: what the credentials must allow."""
+    try:
+        yield
+    except StoreError as error:
+        raise UserError(
+            f"{failure} ({error}): see that the bucket exists, that the credentials of this machine may {verbs} "
+            "there, and that it can be reached"
+        ) from error
 
 
 class Store:
@@ -78,44 +91,63 @@ class Store:
             try:
                 self._files.pipe_file(self._path(name), data, mode=mode)
             except Exception as error:
-                if new and (isinstance(error, FileExistsError) or _says(error, "precondition")):
+                if new and (isinstance(error, FileExistsError) or _code(error) in ("PreconditionFailed", "412")):
                     return False
                 raise
             return True
 
-        return self._repeated(write, len(data))
+        return self._repeated(write, len(data), changes=True)
 
     def upload(self, file: Path, name: str) -> None:
         """Writes an object from a file, whole or not at all."""
-        self._repeated(lambda: self._files.put_file(str(file), self._path(name)), file.stat().st_size)
+        self._repeated(lambda: self._files.put_file(str(file), self._path(name)), file.stat().st_size, changes=True)
 
     def download(self, name: str, file: Path, size: int) -> bool:
         """Writes a file from an object of about `size` bytes; returns False if there is none."""
         file.parent.mkdir(parents=True, exist_ok=True)
-        return self._repeated(lambda: self._files.get_file(self._path(name), str(file)) or True, size, missing=False)
+        parts = list[Path]()  # one for each attempt, as one that is given up may still write
+
+        def fetch() -> Path:
+            part = file.with_name(f".{uuid.uuid4().hex}.tmp")
+            parts.append(part)
+            self._files.get_file(self._path(name), str(part))
+            return part
+
+        try:
+            part = self._repeated(fetch, size, missing=None)
+            if part is not None:
+                os.replace(part, file)
+            return part is not None
+        finally:
+            for part in parts:
+                part.unlink(missing_ok=True)
 
     def delete(self, name: str) -> None:
         """Deletes an object if there is one."""
-        self._repeated(lambda: self._files.rm_file(self._path(name)), missing=None)
+        self._repeated(lambda: self._files.rm_file(self._path(name)), changes=True, missing=None)
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}"
 
-    def _repeated(self, request: Callable[[], T], size: int = 0, **missing: Any) -> T:
-        """Calls `request` until it succeeds. missing: what to return where there is no object."""
+    def _repeated(self, request: Callable[[], T], size: int = 0, *, changes: bool = False, **missing: Any) -> T:
+        """Calls `request` until it succeeds. missing: what to return where there is no object.
+
+        changes: whether it changes the store. Such a request is never repeated, nor followed by another one, while it
+        may still come to pass: then old content could replace new. It is waited for as long as the patience lasts.
+        """
         pause, until = _PAUSES[0], time.monotonic() + self._section.patience
         while True:
+            limit = self._section.timeout + size / _SLOWEST
             try:
-                return _within(self._section.timeout + size / _SLOWEST, request)
+                return _within(max(limit, until - time.monotonic()) if changes else limit, request)
             except Exception as error:
                 absent = isinstance(error, FileNotFoundError)
-                if _says(error, *_MISSING) or (absent and not missing):
+                if _code(error) == "NoSuchBucket" or (absent and not missing):
                     raise StoreError(f"there is no bucket {self._root.partition('/')[0]}") from error
                 if absent:
                     return missing["missing"]
                 reason = " ".join(f"{type(error).__name__}: {error}".split())
-                denied = isinstance(error, PermissionError) or getattr(error, "code", None) in (401, 403)
-                if denied or _says(error, *_DENIED):
+                if _denied(error):
                     raise StoreError(reason) from error
                 if time.monotonic() + pause > until:
                     raise StoreError(f"for storage.patience={self._section.patience:g} seconds, {reason}") from error
@@ -126,13 +158,33 @@ class Store:
             pause = min(2 * pause, _PAUSES[1])
 
 
-def _says(error: BaseException | None, *words: str) -> bool:
-    """Tests whether an error, or one that it came from, has one of these words."""
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """Yields an error and those that it came from."""
     while error is not None:
-        if any(word in f"{type(error).__name__} {error}".lower() for word in words):
-            return True
+        yield error
         error = error.__cause__
-    return False
+
+
+def _code(error: BaseException) -> str:
+    """Returns the code of an error, or of one that it came from: a word of S3 or a number of HTTP; "" if none."""
+    for one in _chain(error):
+        response = getattr(one, "response", None)  # of botocore
+        code = response.get("Error", {}).get("Code") if isinstance(response, dict) else getattr(one, "code", None)
+        if code is not None:
+            return str(code)
+    return ""
+
+
+def _denied(error: BaseException) -> bool:
+    """Tests whether the credentials are missing, wrong or do not suffice."""
+    return _code(error) in _DENIED or any(
+        isinstance(one, PermissionError)
+        or "Credential" in type(one).__name__  # of botocore and google.auth
+        # gcsfs and google.auth say it in the first word only.
+        or (isinstance(one, OSError) and str(one).startswith("Forbidden: "))
+        or (type(one).__name__ == "RefreshError" and "invalid_grant" in str(one))
+        for one in _chain(error)
+    )
 
 
 def _within(seconds: float, request: Callable[[], T]) -> T:

@@ -397,6 +397,35 @@ def test_failed_requests_are_repeated_and_a_hang_has_a_deadline(memory, config, 
         store.read("name")
 
 
+def test_a_model_that_is_exported_again_is_never_in_the_store_in_part(memory, config, monkeypatch):
+    states = list[dict[str, bytes]]()
+    for name in ("write", "upload", "delete"):
+        method = getattr(Store, name)
+
+        def recorded(self: Store, *arguments: Any, method: Any = method, **options: Any) -> Any:
+            result = method(self, *arguments, **options)
+            states.append({name: data for name, data in objects(memory).items() if name.startswith("model/")})
+            return result
+
+        monkeypatch.setattr(Store, name, recorded)
+    monkeypatch.setattr(module, "_LOOK", 1e6)
+    names = ["config.json", "model-1.safetensors", "model-2.safetensors"]
+    with mirrored(config, resume=False, tell=print) as mirror:
+        mirror.begin()
+        with open_run(config) as run:
+            mirror.start(run)
+            (run.path / "model").mkdir()
+            for content in ("old", "new"):
+                for name in names[1:]:
+                    (run.path / "model" / name).write_text(content)
+                (run.path / "model" / "config.json").write_text("{}")
+                assert mirror._copies is not None
+                mirror._copies._copy()
+    whole = [state for state in states if "model/config.json" in state]
+    assert all(len({state[f"model/{name}"] for name in names[1:]}) == 1 for state in whole)
+    assert states[-1] == {"model/config.json": b"{}"} | {f"model/{name}": b"new" for name in names[1:]}
+
+
 def test_an_address_needs_its_package(config, monkeypatch):
     def missing(name: str) -> None:
         raise ImportError(name)

@@ -15,7 +15,7 @@ from jrlhf.config.places import StorageConfig
 from jrlhf.errors import UserError
 from jrlhf.roles.pretrained import architecture, locate
 from jrlhf.run.directory import read_summary
-from jrlhf.storage.models import fetch, fetch_run
+from jrlhf.storage.models import fetch_run
 from jrlhf.storage.store import Store, StoreError
 from tests.jrlhf.storage.test_mirror import CONFIG
 from tests.support.object_stores import Faults, gcs, s3
@@ -92,8 +92,8 @@ def test_a_model_is_fetched_once_and_again_when_it_changes(scheme, tmp_path, fau
     assert locate(address, "model.path", weights=True) == first
     assert (first / "model.safetensors").exists() and not (first / "code.py").exists()
     count = len(faults.requests)
-    assert locate(address, "model.path") == first and len(faults.requests) == count
-    fetch.cache_clear()
+    assert locate(address, "model.path") == first
+    assert not [request for request in faults.requests[count:] if "merges.txt" in request]  # only the list is new
     store.write("model/config.json", b'{"model_type": "none"}')
     assert locate(address, "model.path") != first
     store.write("summary.json", b'{"chat": true}')

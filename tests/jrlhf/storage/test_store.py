@@ -1,0 +1,155 @@
+"""Requests that come late, errors that no repetition cures, and models that change, in fsspec's store in memory."""
+
+import threading
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import fsspec
+import pytest
+
+from jrlhf.config.places import StorageConfig
+from jrlhf.doctor import _store_error
+from jrlhf.errors import UserError
+from jrlhf.storage import store as module
+from jrlhf.storage.claim import NAME, Claim
+from jrlhf.storage.models import fetch
+from jrlhf.storage.store import Store, StoreError
+
+ADDRESS, ROOT = "memory://bucket/x", "/bucket/x"
+
+
+@pytest.fixture
+def memory() -> Any:
+    """The store in memory, empty."""
+    files = fsspec.filesystem("memory")
+    files.store.clear()
+    yield files
+    files.store.clear()
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch) -> None:
+    monkeypatch.setattr(module, "_PAUSES", (0.01, 0.02, 0.02))
+
+
+def slow_first(method: Any, seconds: float = 0.3) -> Any:
+    """Returns a method whose first call sleeps before it does its work; the others do not."""
+    first = threading.Lock()
+
+    def call(*arguments: Any, **options: Any) -> Any:
+        if first.acquire(blocking=False):
+            time.sleep(seconds)
+        return method(*arguments, **options)
+
+    return call
+
+
+def test_a_write_that_comes_late_does_not_replace_a_newer_one(memory, tmp_path, monkeypatch):
+    (tmp_path / "new").write_text("new")
+    store = Store(ADDRESS, StorageConfig(timeout=0.05, patience=20.0))
+    monkeypatch.setattr(store._files, "pipe_file", slow_first(store._files.pipe_file, 0.3))
+    store.write("a", b"old")
+    store.write("a", b"new")
+    monkeypatch.setattr(store._files, "rm_file", slow_first(store._files.rm_file, 0.3))
+    store.delete("b")
+    store.write("b", b"new")
+    monkeypatch.setattr(store._files, "put_file", slow_first(store._files.put_file, 0.3))
+    (tmp_path / "old").write_text("old")
+    store.upload(tmp_path / "old", "c")
+    store.upload(tmp_path / "new", "c")
+    time.sleep(0.5)
+    assert [store.read(name) for name in "abc"] == [b"new"] * 3
+
+
+def test_a_download_that_comes_late_changes_no_file(memory, tmp_path):
+    memory.pipe_file(f"{ROOT}/a", b"whole")
+    store, attempts = Store(ADDRESS, StorageConfig(timeout=0.05, patience=20.0)), list[str]()
+
+    def get_file(path: str, file: str) -> None:
+        attempts.append(file)
+        if len(attempts) == 1:
+            time.sleep(0.3)
+            with open(file, "w") as late:
+                late.write("half")
+            return
+        memory.get_file(path, file)
+
+    store._files = SimpleNamespace(get_file=get_file)
+    assert store.download("a", tmp_path / "a", 5) and (tmp_path / "a").read_bytes() == b"whole"
+    time.sleep(0.4)
+    assert len(attempts) == 2 and (tmp_path / "a").read_bytes() == b"whole"
+
+
+def test_a_sign_of_life_that_comes_late_does_not_bring_a_claim_back(memory, tmp_path, monkeypatch):
+    store = Store(ADDRESS, StorageConfig())
+    claim = Claim(store, tmp_path / "lock", 0.1)
+    claim.take(print)
+    monkeypatch.setattr(store._files, "pipe_file", slow_first(store._files.pipe_file, 0.4))
+    time.sleep(0.1)
+    claim.close()
+    after = memory.exists(f"{ROOT}/{NAME}")
+    claim._thread.join()
+    assert memory.exists(f"{ROOT}/{NAME}") == after
+
+
+class NoCredentialsError(Exception):
+    """The name that botocore gives to it."""
+
+
+def caused(error: Exception, code: str) -> Exception:
+    error.__cause__ = type("ClientError", (Exception,), {"response": {"Error": {"Code": code}}})()
+    return error
+
+
+def coded(code: int) -> Exception:
+    error = Exception("message")
+    error.code = code  # type: ignore[attr-defined]
+    return error
+
+
+@pytest.mark.parametrize(
+    "error, repeated",
+    [
+        (OSError("503 of bucket/forbidden/credentials/access denied/invalid_grant/nosuchbucket/anonymous"), True),
+        (caused(OSError("bucket/forbidden"), "SlowDown"), True),
+        (coded(503), True),
+        (PermissionError("x"), False),
+        (caused(OSError("x"), "InvalidAccessKeyId"), False),
+        (coded(401), False),
+        (OSError("Forbidden: https://x"), False),
+        (NoCredentialsError("x"), False),
+        (caused(FileNotFoundError("x"), "NoSuchBucket"), False),
+    ],
+)
+def test_what_no_repetition_cures_is_told_by_codes_and_types(memory, error, repeated):
+    store, attempts = Store(ADDRESS, StorageConfig(patience=0.05)), list[str]()
+
+    def cat_file(path: str) -> bytes:
+        attempts.append(path)
+        raise error
+
+    store._files = SimpleNamespace(cat_file=cat_file)
+    with pytest.raises(StoreError):
+        store.read("a")
+    assert (len(attempts) > 1) == repeated
+
+
+def test_a_model_that_changed_is_fetched_again_and_one_that_vanishes_is_a_sentence(memory, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    memory.pipe_file(f"{ROOT}/config.json", b"old")
+    first = fetch(ADDRESS, "model.path", ("*.json",))
+    time.sleep(0.01)
+    memory.pipe_file(f"{ROOT}/config.json", b"new")
+    second = fetch(ADDRESS, "model.path", ("*.json",))
+    assert [(path / "config.json").read_bytes() for path in (first, second)] == [b"old", b"new"]
+    memory.pipe_file(f"{ROOT}/other.json", b"")
+    monkeypatch.setattr(Store, "download", lambda *arguments: False)
+    with pytest.raises(UserError, match=r"model.path=memory://bucket/x cannot be fetched \(.*json was deleted"):
+        fetch(ADDRESS, "model.path", ("*.json",))
+
+
+def test_the_doctor_leaves_objects_of_the_user_alone(memory):
+    memory.pipe_file(f"{ROOT}/jrlhf-doctor", b"mine")
+    assert _store_error(ADDRESS) is None
+    assert {name: memory.cat_file(name) for name in memory.find(ROOT)} == {f"{ROOT}/jrlhf-doctor": b"mine"}
