@@ -89,7 +89,8 @@ class Recompute:
         self.places = math.ceil(ROWS * workers / groups) * groups
         scored = make_mixture(config, mesh, options)
         # Neither cuDNN nor splash computes in float32.
-        exactly = make_mixture(config, mesh, replace(options, dtype=jnp.float32, attention="xla", implementation=None))
+        exact = replace(options, dtype=jnp.float32, attention="xla", implementation=None)
+        exactly = make_mixture(config, mesh, exact, by_head=True)  # XLA stores [T, T] scores
         same = options.dtype == jnp.float32 and mesh.devices.flat[0].platform == "cpu"  # no TF32 there
         self._known = 0 if same else KNOWN
 

@@ -4,10 +4,12 @@ The passes are those of scoring, over whole rows, and share no program with deco
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
@@ -28,7 +30,7 @@ Caches = Sequence[tuple[Float[Array, "B T K H"], Float[Array, "B T K H"]]]  # ea
 
 
 def make_mixture(
-    config: ModelConfig, mesh: Mesh, options: ForwardOptions
+    config: ModelConfig, mesh: Mesh, options: ForwardOptions, *, by_head: bool = False
 ) -> Callable[..., tuple[Float[Array, "B T"], Caches | None]]:
     """Builds f(weights, adapter, tokens [B, T], since [B], caches) -> (logprobs [B, T], caches).
 
@@ -39,6 +41,7 @@ def make_mixture(
     weights, adapter: as decoding takes them; no adapter without `options.lora`.
     caches: keys and values of the positions before `since`; other positions are not read. What is returned has those of
         all positions, for the next version. None where no row goes on: then `since` is 0.
+    by_head: rows and their key-value heads attend one after the other, so that the scores of one are in memory.
     """
     forward, lora = ShardedForward(config, mesh, GENERATE, "lm", options), options.lora
     rows, adapted = GENERATE.batch_spec(), {}
@@ -61,7 +64,8 @@ def make_mixture(
                 if there is not None:
                     pair = tuple(jnp.where(old, x.astype(key.dtype), new) for x, new in zip(there, pair, strict=True))
                 scores = {**config.scores, "local": local, "implementation": options.attention}
-                return attention(query, *pair, **scores), pair
+                attends = partial(attention, **scores)
+                return (_by_head(attends, query, *pair) if by_head else attends(query, *pair)), pair
 
             loaded = jax.tree.map(forward.load, dequantised(layer, options.dtype, after=x), layer_axes(forward.axes))
             x, pair = Block(config, loaded)(x, of_layer(rotations, local), attend, TENSOR, low)
@@ -78,3 +82,13 @@ def make_mixture(
         return mapped(params, adapter, tokens, since, caches)
 
     return call
+
+
+def _by_head(
+    attends: Callable[..., Array], query: Float[Array, "B T N H"], key: Float[Array, "B T K H"], value: Array
+) -> Float[Array, "B T N H"]:
+    batch, length, heads, size = key.shape
+    grouped = query.reshape(batch, length, heads, -1, size), key[:, :, :, None], value[:, :, :, None]
+    flat = [jnp.moveaxis(x, 2, 1).reshape(batch * heads, 1, length, -1, size) for x in grouped]
+    attended = lax.map(lambda own: attends(*own), flat).reshape(batch, heads, length, -1, size)
+    return jnp.moveaxis(attended, 1, 2).reshape(query.shape)

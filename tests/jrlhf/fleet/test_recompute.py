@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
 
 from jrlhf.errors import RunFailure
 from jrlhf.fleet.fleet import Fleet
@@ -18,10 +19,11 @@ from jrlhf.fleet.recompute import Compared, Recompute
 from jrlhf.fleet.schedule import Rules
 from jrlhf.fleet.slices import SliceWorkers
 from jrlhf.fleet.state import Collected, FleetState
-from jrlhf.meshes import GENERATE, make_mesh
+from jrlhf.meshes import GENERATE, make_mesh, to_devices
 from jrlhf.models import ForwardOptions, ModelConfig, SamplingConfig, Schedule, param_shardings
 from jrlhf.models.generation.continuous import ContinuousBatch, Prompt
 from jrlhf.models.generation.decoding import Decoder
+from jrlhf.models.generation.mixture import make_mixture
 from jrlhf.models.lora import LoRAConfig, init_lora, lora_shardings
 from tests.jrlhf.fleet.test_identity import FAULTS as WEIGHTS
 from tests.jrlhf.fleet.test_runs import proven
@@ -430,6 +432,16 @@ def test_no_state_is_saved_with_what_nothing_has_proven():
         fleet.collect()
         fleet.publish(own.version(1), own.published(2)[1])
         _ = fleet.state
+
+
+def test_heads_that_attend_one_after_the_other_give_the_same():
+    own = setting((1, 1, 1), FLOAT, "keep_cache")
+    tokens = np.random.default_rng(0).integers(0, CONFIG.vocab_size, (3, 16)).astype(np.int32)
+    on_mesh = to_devices((tokens, np.zeros(3, np.int32)), NamedSharding(own.mesh, GENERATE.batch_spec()))
+    with jax.set_mesh(own.mesh):
+        mixtures = [make_mixture(CONFIG, own.mesh, ForwardOptions(dtype=FLOAT), by_head=by) for by in (False, True)]
+        at_once, one_by_one = (jax.jit(mixture)(*own.version(0), *on_mesh, None)[0] for mixture in mixtures)
+    np.testing.assert_allclose(one_by_one, at_once, atol=1e-5)
 
 
 def test_what_is_not_finite_in_the_trainers_own_passes_is_no_workers_fault(monkeypatch):
