@@ -6,7 +6,8 @@
     print(run.column("critic/score/mean"), run.summary["held_out"])
     print(run.actor.generate(["def add(a, b):"], temperature=0.0))
 
-Errors are exceptions of `jrlhf.errors`: UserError for bad input, RunFailure where a run cannot go on.
+Errors are exceptions of `jrlhf.errors`: UserError for bad input, RunFailure where a run cannot go on, Preempted where
+it was told to end.
 """
 
 import gc
@@ -37,6 +38,7 @@ from jrlhf.plan import Planned
 from jrlhf.report.read import Record, read_run
 from jrlhf.rewards.python_code import python_functions
 from jrlhf.roles.compiled import CompiledModel
+from jrlhf.run.checkpoints import saved_steps
 from jrlhf.run.directory import run_path
 from jrlhf.run.metrics import read_metrics
 from jrlhf.train import main
@@ -57,10 +59,12 @@ def train(config: Source, *, resume: bool = False, accept_rewards: bool = False,
     this name. accept_rewards: although its reward functions were changed.
 
     Ctrl-C in a training loop finishes the iteration, saves it, and returns the run: `train(..., resume=True)` goes on.
-    Ctrl-C at another time raises KeyboardInterrupt; what was saved before is there. Outside of the main thread
-    Python gives no signals: such a run ends when it is done. Signal handlers are put back. Device memory is freed.
+    Ctrl-C at another time raises KeyboardInterrupt; what was saved before is there. After SIGTERM or SIGHUP, as
+    schedulers send them, the iteration is finished and saved, too, and Preempted is raised: the program should end.
+    Outside of the main thread Python gives no signals: such a run ends when it is done. Signal handlers are put back.
+    Device memory is freed.
 
-    Raises UserError for bad input, in one sentence, and RunFailure where the run cannot go on.
+    Raises UserError for bad input, in one sentence, RunFailure where the run cannot go on, and Preempted.
 
         run = train("quickstart", run_dir="runs", ppo={"iterations": 10}, **{"sft.steps": 100})
     """
@@ -69,6 +73,8 @@ def train(config: Source, *, resume: bool = False, accept_rewards: bool = False,
         try:
             main(wanted, resume=resume, accept_rewards=accept_rewards)
         except Preempted as stop:
+            if not stop.by_hand:
+                raise
             print(f"{stop}; go on with resume=True", flush=True)
         finally:
             gc.collect()  # arrays in cycles of references
@@ -152,7 +158,10 @@ class Run:
     @property
     def actor(self) -> "Policy":
         """The trained policy, loaded; of a run without its end, that of the newest checkpoint."""
-        if (self.path / "model" / "config.json").is_file():
+        steps, saved = self.summary.get("steps", {}), (self.path / "checkpoints").glob("*")
+        newest = {stage.name: numbers[-1] for stage in saved if (numbers := saved_steps(stage))}
+        # A run that goes on for more steps has the model of its last end.
+        if (self.path / "model" / "config.json").is_file() and newest.items() <= steps.items():
             return load(self.path)
         with tempfile.TemporaryDirectory() as folder:
             export_checkpoint(self.path, out=Path(folder))

@@ -28,7 +28,9 @@ class RunFailure(Exception):
 
 
 class Preempted(Exception):
-    """The run was asked to stop and has saved its state."""
+    """The run was asked to stop and has saved its state. by_hand: by Ctrl-C, in this process."""
+
+    by_hand = False
 
 
 def report(error: BaseException) -> int | None:

@@ -33,7 +33,7 @@ def modernize(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]
         section, _, name = pattern.replace("RL", rl).partition(".")
         if section not in mapping or (name == "rollout_batch" and learner in ALGORITHMS):
             continue
-        old_section = section_in(mapping, section)
+        old_section = parsed(mapping[section], section)
         if not isinstance(old_section, dict) or name not in old_section:
             continue
         mapping[section] = {key: value for key, value in old_section.items() if key != name}

@@ -10,7 +10,7 @@ from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
 
-from jrlhf.config.parse import build, override, parse_yaml, section_in
+from jrlhf.config.parse import Override, build, override, parse_yaml, section_in
 from jrlhf.config.schema import Config
 from jrlhf.errors import UserError
 
@@ -31,12 +31,13 @@ def load_config(path_or_name: str, overrides: Sequence[str] = ()) -> Config:
 def make_config(source: str | Path | Mapping[str, Any], changes: Mapping[str, Any] | None = None) -> Config:
     """Returns the config of a file, a packaged name or a nested mapping, with some settings changed.
 
-    changes: dotted keys or sections -> values. A mapping changes only those keys of a section that it has.
+    Keys of mappings may be dotted. A mapping in changes changes only those keys of a section that it has.
     """
     change = partial(_merge, changes=_plain(changes or {}))
     if not isinstance(source, Mapping):
         return _build_file(str(source), change)
-    mapping = {"name": "run", **_plain(source)}
+    mapping: dict[str, Any] = {"name": "run"}
+    _merge(mapping, _plain(source))
     change(mapping)
     return build(Config, mapping)
 
@@ -49,10 +50,12 @@ def _merge(mapping: dict[str, Any], changes: Mapping[str, Any]) -> None:
             section = section_in(section, part)
             if not isinstance(section, dict):
                 raise UserError(f"{key}: {'.'.join(sections[:depth])}={section} is no section, it has no {name}")
-        if isinstance(value, Mapping) and isinstance(section.get(name), dict):
+        is_section = isinstance(section.get(name), dict)
+        if isinstance(value, Mapping):
+            section[name] = section[name] if is_section else {}
             _merge(section[name], value)
-        else:
-            section[name] = value
+        else:  # a null in place of a section is refused, unless the feature may be off
+            section[name] = Override("null") if value is None and is_section else value
 
 
 def _plain(value: Any) -> Any:

@@ -12,6 +12,7 @@ import re
 import types
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
+from functools import reduce
 from typing import Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import yaml
@@ -157,6 +158,9 @@ def build(cls: type[T], mapping: object, path: str = "") -> T:
     values: dict[str, Any] = {}
     for key, value in mapping.items():
         if key not in kinds:
+            if "." in (parts := str(key)) and parts in _paths(cls):
+                nested = reduce(lambda inner, part: {part: inner}, reversed(parts.split(".")), value)
+                raise UserError(f"{_joined(path, key)}: dots in keys are not read here, write {_shown(nested)}")
             leaf = next(iter(flatten(value, str(key)))).rsplit(".", 1)[-1]
             meant = _suggestion(cls, leaf if leaf in PEERS else str(key), path, mapping)
             raise UserError(f"{_joined(path, key)} is not a known key: {meant}")
@@ -180,8 +184,8 @@ def convert(kind: Any, value: object, path: str) -> Any:
         return _convert_union([member for member in inner if member is not type(None)], value, path)
     if kind is str and isinstance(value, Override):
         return str(value)
-    value = parsed(value, path)
-    if is_dataclass(kind):
+    was_set, value = isinstance(value, Override), parsed(value, path)
+    if is_dataclass(kind) and not (was_set and value is None):  # a null on a command line would undo a file's section
         return build(kind, value, path)  # pyright: ignore[reportArgumentType]
     if value is None:
         raise UserError(f"{path} has no value: give it one, or leave the key out for its default")
@@ -215,9 +219,10 @@ def convert(kind: Any, value: object, path: str) -> Any:
 
 def _convert_union(kinds: list[Any], value: object, path: str) -> Any:
     """Reads `X | None`, or one of several sections that differ in the Literal of their first field."""
+    given = parsed(value, path)
     if len(kinds) > 1:
-        return _convert_tagged(kinds, parsed(value, path), path)
-    if (parsed(value, path) if isinstance(value, Override) else value) is None:
+        return convert(kinds[0], value, path) if given is None else _convert_tagged(kinds, given, path)
+    if given is None:
         return None
     return in_use(convert(kinds[0], value, path), path)
 

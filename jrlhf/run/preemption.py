@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
+from jrlhf.errors import Preempted
 from jrlhf.run.console import drop_closed_outputs
 from jrlhf.run.processes import any_process
 
@@ -20,6 +21,7 @@ class PreemptionGuard:
     def __init__(self):
         self.requested = False
         self._iterating = False
+        self._number = 0  # of the last signal
         self._previous = {}
 
     def agreed(self) -> bool:
@@ -43,14 +45,16 @@ class PreemptionGuard:
             self._previous[number] = signal.signal(number, self._request)
         return self
 
-    def __exit__(self, *_):
+    def __exit__(self, kind, error, trace):
         for number, handler in self._previous.items():
             signal.signal(number, handler)
+        if isinstance(error, Preempted):
+            error.by_hand = self._number == signal.SIGINT
 
     def _request(self, number, frame) -> None:
         if number == signal.SIGINT and (self.requested or not self._iterating):
             raise KeyboardInterrupt
-        self.requested = True
+        self.requested, self._number = True, number
         if number == signal.SIGHUP:
             drop_closed_outputs()
         with suppress(OSError):

@@ -19,7 +19,7 @@ import pytest
 
 from jrlhf.api import Run, load, plan, train
 from jrlhf.config import load_config, make_config
-from jrlhf.errors import UserError
+from jrlhf.errors import Preempted, UserError
 from jrlhf.run.console import clean
 from jrlhf.run.directory import CONFIG
 from jrlhf.run.files import append_jsonl
@@ -47,14 +47,14 @@ TINY = {
 }
 
 
-def interrupted(run_dir: Path, **settings) -> Run:
-    """Trains until Ctrl-C, which comes in an iteration of GRPO."""
+def interrupted(run_dir: Path, number: int = signal.SIGINT, after: int = 0, **settings) -> Run:
+    """Trains until a signal, by default Ctrl-C, which comes after `after` iterations of GRPO and another one."""
     metrics = run_dir / "run" / METRICS
 
     def interrupt():
-        while not metrics.exists() or b"grpo" not in metrics.read_bytes():
+        while not metrics.exists() or metrics.read_bytes().count(b'"grpo"') <= after:
             time.sleep(0.01)
-        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), number)
 
     thread = threading.Thread(target=interrupt)
     thread.start()
@@ -77,6 +77,10 @@ def test_settings_in_python_are_those_of_the_command_line(tmp_path):
     (tmp_path / "own.yaml").write_text("stages: [sft]\nmodel: {embed: 32}\n")
     of_dict = make_config({"name": "own", "stages": ["sft"], "model": {"embed": 32}}, {"sft": {"steps": 7}})
     assert of_dict == make_config(tmp_path / "own.yaml", {"sft.steps": 7})
+    assert make_config({"stages": ["sft"], "model.embed": 32, "sft": {"steps": 7}, "name": "own"}) == of_dict
+    assert make_config({"stages": ["grpo"], "grpo": {"algorithm.samples": 4}}).rl.algorithm.samples == 4
+    assert make_config("qwen3-8b-lora", {"lora": None, "compute.quantize": None}).lora is None
+    assert refused(make_config, "arithmetic-grpo", {"grpo": None}).startswith("grpo has no value: give it one")
     assert make_config({"stages": ["sft"]}).name == "run"
     assert "did you mean grpo.rollout_batch" in refused(make_config, "arithmetic-grpo", {"grpo.rolout_batch": 3})
     assert "seed=3 is no section, it has no x" in refused(make_config, {"seed": 3}, {"seed.x": 3})
@@ -184,6 +188,9 @@ def test_an_interrupted_run_is_usable_and_a_thread_resumes_it(tmp_path):
     gc.collect()
     assert len(jax.live_arrays()) == before
 
+    with pytest.raises(Preempted):  # a scheduler's signal ends the program
+        interrupted(tmp_path, signal.SIGTERM, len(run.column("critic/score/mean")), resume=True)
+
     message = refused(train, TINY, run_dir=tmp_path)
     assert "already holds this run: resume it (--resume, resume=True in Python)" in message
     with ThreadPoolExecutor(1) as threads:
@@ -195,6 +202,11 @@ def test_an_interrupted_run_is_usable_and_a_thread_resumes_it(tmp_path):
     (answer,) = resumed.actor.generate("1+2=", temperature=0.0)
     resumed.export(tmp_path / "end")
     assert load(tmp_path / "end" / "model").generate("1+2=", temperature=0.0, max_new_tokens=3) == [answer]
+    longer = interrupted(tmp_path, after=ITERATIONS, resume=True, **{"grpo.iterations": 99})
+    longer.export(tmp_path / "newest")
+    newest, model = load(tmp_path / "newest" / "model").logprobs("1+2=")[0], load(longer.path).logprobs("1+2=")[0]
+    np.testing.assert_array_equal(longer.actor.logprobs("1+2=")[0], newest)
+    assert (newest != model).any()
 
 
 DATAFLOW = """
