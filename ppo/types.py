@@ -26,15 +26,19 @@ Coefficient = float | Float[Array, ""]
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Rollout:
-    """Prompts with the responses that the behaviour policy sampled."""
+    """Prompts with the responses that the behaviour policy sampled: B rows of T tokens, right-padded, without a gap.
+
+    prompt_lengths, response_lengths: tokens, of a response with its end-of-sequence token. logprobs: of the behaviour
+    policy, when it drew the token; read at response tokens only. finished: False: cut off by the length limit.
+    version: of the weights that sampled. versions: of those that drew each token; None: `version` drew them all.
+    """
 
     tokens: Int[Array, "B T"]
     prompt_lengths: Int[Array, "B"]
-    response_lengths: Int[Array, "B"]  # tokens, the end-of-sequence token included
-    logprobs: Float[Array, "B T"]  # of the behaviour policy, when it drew the token; read at response tokens only
-    finished: Bool[Array, "B"]  # False: cut off by the length limit
-    version: Int[Array, ""]  # of the weights that sampled
-    # Of the weights that drew each token, read at response tokens only; None: `version` drew them all.
+    response_lengths: Int[Array, "B"]
+    logprobs: Float[Array, "B T"]
+    finished: Bool[Array, "B"]
+    version: Int[Array, ""]
     versions: Int[Array, "B T"] | None = field(default=None, kw_only=True)
 
     @property
@@ -96,9 +100,7 @@ class TrainState:
 
         (A scalar left on one device changes its sharding in the first step, so the second one would recompile.)
         """
-        opt_state = optimizer.init(params)
-        step = jnp.zeros((), jnp.int32)
-        return cls(params, *_on_mesh_of(params, (opt_state, step)))
+        return cls(params, *_on_mesh_of(params, (optimizer.init(params), jnp.zeros((), jnp.int32))))
 
 
 @jax.tree_util.register_dataclass
@@ -149,7 +151,4 @@ def _on_mesh_of(params: PyTree, tree: PyTree) -> PyTree:
     if not meshes:
         return tree
     replicated = NamedSharding(meshes[0], P())
-    return jax.tree.map(
-        lambda x: x if isinstance(sharding(x), NamedSharding) else jax.device_put(x, replicated),
-        tree,
-    )
+    return jax.tree.map(lambda x: x if isinstance(sharding(x), NamedSharding) else jax.device_put(x, replicated), tree)
