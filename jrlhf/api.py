@@ -3,7 +3,7 @@
     from jrlhf.api import load, plan, train
 
     run = train("quickstart", run_dir="runs")
-    print(run.column("critic/score/mean"), run.summary["held_out"])
+    print(run.column("critic/score/mean"), run.summary.get("held_out"))
     print(run.actor.generate(["def add(a, b):"], temperature=0.0))
 
 Errors are exceptions of `jrlhf.errors`: UserError for bad input, RunFailure where a run cannot go on, Preempted where
@@ -13,8 +13,9 @@ it was told to end.
 import gc
 import io
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -26,6 +27,9 @@ from matplotlib.figure import Figure
 
 from jrlhf import plan as planner
 from jrlhf.config import make_config
+from jrlhf.config.load import plain_value
+from jrlhf.config.parse import build, convert
+from jrlhf.config.places import is_address
 from jrlhf.data.batches import key_for, pad_rows, put_rows, whole_batches
 from jrlhf.data.tokenizer import Tokenizer
 from jrlhf.data.types import Example
@@ -35,6 +39,7 @@ from jrlhf.generate import Asked, Generator, asked_of, converse, with_sampling
 from jrlhf.generate import load as load_generator
 from jrlhf.meshes import to_host
 from jrlhf.plan import Planned
+from jrlhf.ppo.fields import Section, count, natural, positive
 from jrlhf.report.read import Record, read_run
 from jrlhf.rewards.python_code import python_functions
 from jrlhf.roles.compiled import CompiledModel
@@ -44,6 +49,37 @@ from jrlhf.run.metrics import read_metrics
 from jrlhf.train import main
 
 __all__ = ["Planned", "Policy", "Run", "load", "plan", "train"]
+
+
+@dataclass(frozen=True)
+class _Arguments(Section):
+    """The arguments that are numbers or words, which are read as settings are."""
+
+    n: int = count(1)
+    seed: int = natural(0, most=2**32 - 1)
+    temperature: float = positive(1.0)
+    batch: int = count(8, most=2**16)
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    step: int | None = None
+    cluster: str | None = None
+    plan: str | None = None
+    mean_response: float | None = None
+    processes: int | None = None
+    seconds: float | None = None
+    proposals: int | None = None
+
+
+def _checked(**arguments: Any) -> _Arguments:
+    return build(_Arguments, plain_value(arguments))
+
+
+def _path(path: object) -> Path:
+    return Path(convert(str, plain_value(path), "path")).expanduser()
+
+
+def _listed(given: Any) -> list[Any]:
+    return list(given) if isinstance(given, Iterable) and not isinstance(given, str | Mapping) else [given]
+
 
 Source = str | Path | Mapping[str, Any]
 Conversation = Sequence[Mapping[str, str]]
@@ -96,7 +132,11 @@ class Run:
     @staticmethod
     def open(path: str | Path) -> "Run":
         """The run in a directory. Raises UserError if there is none."""
-        run = Run(Path(path).expanduser())
+        if is_address(str(path)):
+            raise UserError(
+                f"{path} is an address: open its scratch directory, which is train(...).path, or a copy of it"
+            )
+        run = Run(_path(path))
         run.record  # noqa: B018
         return run
 
@@ -120,10 +160,14 @@ class Run:
         return self._curve(name, stage)[1]
 
     def _curve(self, name: str, stage: str | None) -> tuple[np.ndarray, np.ndarray]:
+        name = convert(str, plain_value(name), "name")
         rows = [row for row in self.metrics if name in row and stage in (None, row["stage"])]
         if not rows:
             place = f"{self.path}" if stage is None else f"stage {stage} of {self.path}"
-            raise UserError(f"{place} has no metric {name}: it has {', '.join(self.names) or 'none yet'}")
+            word = "score" if "reward" in name else name
+            near = [other for other in self.names if word in other.split("/")] or get_close_matches(name, self.names)
+            hint = f"did you mean {' or '.join(near[:3])}? It" if near else "it"
+            raise UserError(f"{place} has no metric {name}: {hint} has {', '.join(self.names) or 'none yet'}")
         return (
             np.array([row["step"] for row in rows]),
             np.array([np.nan if row[name] is None else row[name] for row in rows], np.float64),
@@ -172,8 +216,8 @@ class Run:
 
         step: of a checkpoint that the run keeps; None: of the newest.
         """
-        out = Path(path).expanduser()
-        export_checkpoint(self.path, step, out)
+        out = _path(path)
+        export_checkpoint(self.path, _checked(step=step).step, out)
         return out / "model"
 
 
@@ -213,20 +257,30 @@ class Policy:
 
             load("runs/quickstart").generate(["def add(a, b):"], temperature=0.0, max_new_tokens=16)
         """
-        if n < 1:
-            raise UserError(f"n={n} must be at least 1")
-        single = isinstance(prompts, str) or isinstance(next(iter(prompts), None), Mapping)
-        listed: list[Any] = [prompts] if single else list(prompts)
+        asked, listed = _checked(n=n, seed=seed), _listed(prompts)
+        if listed and isinstance(listed[0], Mapping):
+            listed = [listed]
+        for prompt in listed:
+            turns = list(prompt) if isinstance(prompt, list | tuple) else [None]
+            if not isinstance(prompt, str) and not (
+                turns and all(isinstance(turn, Mapping) and isinstance(turn.get("role"), str) for turn in turns)
+            ):
+                raise UserError(
+                    f'prompt {prompt!r} is no text, and no conversation [{{"role": "user", "content": ...}}]'
+                )
+            if not isinstance(prompt, str) and self.tokenizer.chat_template is None:
+                raise UserError(f"{self.name} has no chat template: give it texts instead of conversations")
         if not listed:
             return []
         examples = [
             self.generator.asked.example(prompt) if isinstance(prompt, str) else Example(prompt=tuple(prompt))
             for prompt in listed
-            for _ in range(n)
+            for _ in range(asked.n)
         ]
         generator = self._sampled(sampling)
         with jax.set_mesh(generator.mesh):
-            return [answer.text for answer in generator.answer(generator.encode(examples), key_for(seed, "generate"))]
+            answers = generator.answer(generator.encode(examples), key_for(asked.seed, "generate"))
+            return [answer.text for answer in answers]
 
     def _sampled(self, sampling: Mapping[str, Any]) -> Generator:
         return replace(self.generator, sampling=with_sampling(self.generator.sampling, sampling))
@@ -239,7 +293,8 @@ class Policy:
 
             [ours] = load("runs/quickstart").logprobs("def add(a, b):")
         """
-        listed, generator = [texts] if isinstance(texts, str) else list(texts), self.generator
+        listed, generator = convert(tuple[str, ...], _listed(texts), "texts"), self.generator
+        temperature = _checked(temperature=temperature).temperature
         rows = [self.tokenizer.encode_prompt(text) for text in listed]
         longest, most = max(map(len, rows), default=0), generator.model.config.max_positions
         if longest > most:
@@ -251,9 +306,9 @@ class Policy:
         )
 
         def scored() -> Iterator[np.ndarray]:
-            for batch, count in whole_batches(len(rows), generator.batch):
+            for batch, whole in whole_batches(len(rows), generator.batch):
                 tokens, lengths = put_rows(pad_rows([rows[row] for row in batch], width), generator.mesh)
-                yield from to_host(score(model.params, tokens, lengths, *model.frozen)[0])[:count]
+                yield from to_host(score(model.params, tokens, lengths, *model.frozen)[0])[:whole]
 
         with jax.set_mesh(generator.mesh):
             return [values[1 : len(row)] for values, row in zip(scored(), rows, strict=True)]
@@ -262,26 +317,29 @@ class Policy:
         """Talks: reads lines from the keyboard and prints the answers as they grow, until an empty line."""
         generator = replace(self._sampled(sampling), batch=self.generator.mesh.size)
         with jax.set_mesh(generator.mesh):
-            converse(generator, self.name, seed)
+            converse(generator, self.name, _checked(seed=seed).seed)
+
+    def __repr__(self) -> str:
+        return f"Policy({self.name!r})"
 
 
 def load(
-    path: str | Path,
+    path: str | Path | Run,
     *,
     adapter: str | Path | None = None,
     batch: int = 8,
     dtype: Literal["auto", "float32", "bfloat16"] = "auto",
 ) -> Policy:
-    """Loads the policy of a run, of a Hugging Face directory, or of a hub name, onto all devices.
+    """Loads the policy of a run that has ended, of a Hugging Face directory, or of a hub name, onto all devices.
 
     adapter: a PEFT directory, put on the model. batch: rows at a time. dtype: auto is bfloat16 on an accelerator and
     float32 on a CPU.
 
         policy = load("runs/quickstart")
     """
-    return _load(
-        str(path), None, str(path), adapter=None if adapter is None else str(adapter), batch=batch, dtype=dtype
-    )
+    name, asked = str(path.path if isinstance(path, Run) else path), _checked(batch=batch, dtype=dtype)
+    options = {"adapter": None if adapter is None else str(adapter), "batch": asked.batch, "dtype": asked.dtype}
+    return _load(name, None, name, **options)
 
 
 def _load(path: str, asked: Asked | None, name: str, **options: Any) -> Policy:
@@ -311,6 +369,7 @@ def plan(
         print(planned)  # a table of the calls, and a timeline
     """
     search: dict[str, Any] = {"processes": processes, "plan": plan, "seconds": seconds, "proposals": proposals}
-    search |= {"mean_response": mean_response, "seed": seed}
+    search |= {"mean_response": mean_response, "seed": seed, "cluster": cluster}
+    search = {name: getattr(_checked(**search), name) for name in search}
     with python_functions(config, settings) as named:
-        return planner.make_plan(make_config(*named), cluster, **search, say=partial(print, flush=True))
+        return planner.make_plan(make_config(*named), **search, say=partial(print, flush=True))

@@ -17,6 +17,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jrlhf.config import load_config
+from jrlhf.config.parse import convert, kinds_of
 from jrlhf.config.places import is_address
 from jrlhf.config.schema import DatasetsData, DeviceConfig
 from jrlhf.data.batches import key_for, pad_rows, put_rows, read_responses, row_keys, whole_batches
@@ -71,7 +72,13 @@ class Generator:
         if self.longest <= 0:
             positions, new = self.model.config.max_positions, self.sampling.max_new_tokens
             raise UserError(f"max_new_tokens={new} leaves no room for a prompt: the model has {positions} positions")
-        return Encoding(self.tokenizer, chat=self.chat, system=self.asked.system).prompts(examples, self.longest)
+        encoding = Encoding(self.tokenizer, chat=self.chat, system=self.asked.system)
+        prompts = encoding.prompts(examples, sys.maxsize)
+        for row, ids in enumerate(prompts.ids, start=1):
+            if len(ids) > self.longest:
+                room = f"with max_new_tokens={self.sampling.max_new_tokens} the model takes {self.longest}"
+                raise UserError(f"prompt {row} has {len(ids)} tokens, and {room}: shorten it, or lower max_new_tokens")
+        return prompts
 
     def answer(self, prompts: Prompts, key: jax.Array) -> Iterator[Response]:
         """One response to each prompt, in order.
@@ -184,8 +191,9 @@ def with_sampling(sampling: SamplingConfig, changes: Mapping[str, Any]) -> Sampl
     if unknown := [name for name in changes if name not in SamplingConfig.__dataclass_fields__]:
         fields = ", ".join(SamplingConfig.__dataclass_fields__)
         raise UserError(f"{unknown[0]} is no setting of sampling: choose among {fields}")
+    kinds = kinds_of(SamplingConfig)
     try:
-        return replace(sampling, **changes)
+        return replace(sampling, **{name: convert(kinds[name], value, name) for name, value in changes.items()})
     except ValueError as error:
         raise UserError(str(error)) from error
 

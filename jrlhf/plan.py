@@ -128,7 +128,10 @@ class Planned:
         from jrlhf.planning.workload import without_budgeted
 
         text = plans.plan_yaml(without_budgeted(self.config, self.graph, self.plan))
-        Path(path).write_text(text, encoding="utf-8")
+        try:
+            Path(path).write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"{path} cannot be written ({error.strerror}): choose another place") from error
 
     def check(self) -> None:
         """Raises UserError if no run takes the plan: it does not fit, or a call spans a part of several processes."""

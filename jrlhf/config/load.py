@@ -33,11 +33,13 @@ def make_config(source: str | Path | Mapping[str, Any], changes: Mapping[str, An
 
     Keys of mappings may be dotted. A mapping in changes changes only those keys of a section that it has.
     """
-    change = partial(_merge, changes=_plain(changes or {}))
+    if not isinstance(source, str | Path | Mapping) or source == "":
+        raise UserError(f"config={source!r}: it must be the name of a config, a YAML file, or a dict of settings")
+    change = partial(_merge, changes=plain_value(changes or {}))
     if not isinstance(source, Mapping):
         return _build_file(str(source), change)
     mapping: dict[str, Any] = {"name": "run"}
-    _merge(mapping, _plain(source))
+    _merge(mapping, plain_value(source))
     change(mapping)
     return build(Config, mapping)
 
@@ -58,12 +60,12 @@ def _merge(mapping: dict[str, Any], changes: Mapping[str, Any]) -> None:
             section[name] = Override("null") if value is None and is_section else value
 
 
-def _plain(value: Any) -> Any:
+def plain_value(value: Any) -> Any:
     """Returns a Python value as a config file would hold it: paths are text, tuples lists, numbers Python's own."""
     if isinstance(value, Mapping):
-        return {str(key): _plain(inner) for key, inner in value.items()}
+        return {str(key): plain_value(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(inner) for inner in value]
+        return [plain_value(inner) for inner in value]
     if isinstance(value, Path):
         return str(value)
     return value.item() if hasattr(value, "dtype") and value.ndim == 0 else value

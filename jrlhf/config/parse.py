@@ -311,6 +311,8 @@ def _suggestion(cls: Any, key: str, path: str, mapping: Mapping[str, Any]) -> st
     if sources.get(key):
         return f"the run's {sources[key]} is used, set that"
     kinds, key = kinds_of(cls), PEERS.get(key, key)
+    if " " in key:
+        return key
     table = [name for item in fields(cls) for name in item.metadata.get("table", ())]
     absent = set(table) - set(mapping) if set(table) & set(mapping) else set()  # stages that this run does not have
     below = {inner: inner.rsplit(".", 1)[-1] for inner in _paths(cls) if inner.split(".")[0] not in absent}

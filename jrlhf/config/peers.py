@@ -1,4 +1,6 @@
-"""Names of settings in TRL 1.16 and verl 0.9, and what they are called here. They are suggested, and never read."""
+"""Names of settings in TRL 1.16 and verl 0.9, and what they are called here. They are suggested, and never read.
+
+What has no key here has a sentence."""
 
 PEERS = {
     # TRL: the fields of its configs
@@ -17,6 +19,10 @@ PEERS = {
     "lora_alpha": "lora.alpha",
     "lora_r": "lora.rank",
     "lora_target_modules": "lora.targets",
+    "log_completions": "samples are always written, to samples.jsonl, leave it out",
+    "logging_steps": "every iteration is logged, leave it out",
+    "loss_type": "aggregation",
+    "lr_scheduler_type": "final",
     "max_completion_length": "data.max_response",
     "max_steps": "iterations",
     "model_name_or_path": "model.path",
@@ -25,12 +31,15 @@ PEERS = {
     "num_ppo_epochs": "epochs",
     "output_dir": "run_dir",
     "per_device_train_batch_size": "rollout_batch",
+    "push_to_hub": "python -m jrlhf.export RUN --push USER/NAME uploads a model, leave it out",
     "report_to": "wandb.project",
     "reward_funcs": "rewards",
     "reward_model_path": "rewards",
     "run_name": "name",
     "save_steps": "save_every",
     "scale_rewards": "divide_by_std",
+    "use_peft": "lora.rank",
+    "use_vllm": "jrlhf draws the responses itself, leave it out",
     "vllm_tensor_parallel_size": "mesh.tensor",
     "warmup_steps": "warmup",
     # verl: the last parts of its keys

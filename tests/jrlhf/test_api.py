@@ -97,7 +97,12 @@ def test_a_run_is_a_table(tmp_path):
     np.testing.assert_array_equal(run.column("critic/score/mean"), [0.25, 0.5, 0.75])
     np.testing.assert_array_equal(run.column("sft/loss", "sft"), [1.0, 0.5])
     assert np.isnan(run.column("objective/kl")).all()
-    assert "has no metric score: it has sft/loss, critic/score/mean, objective/kl" in refused(run.column, "score")
+    assert (
+        "has no metric score: did you mean critic/score/mean? It has sft/loss, critic/score/mean, objective/kl"
+        in refused(run.column, "score")
+    )
+    assert "did you mean critic/score/mean?" in refused(run.column, "reward")
+    assert "name=[sft/loss]: it must be text" in refused(run.plot, ["sft/loss"])
     figure = run.plot()
     assert [axes.get_ylabel() for axes in figure.axes] == ["critic/score/mean", "objective/kl"]
     np.testing.assert_array_equal(figure.axes[0].lines[0].get_xydata(), [[1, 0.25], [2, 0.5], [3, 0.75]])
@@ -115,6 +120,20 @@ def test_bad_input_is_an_exception_without_words_of_the_command_line(tmp_path):
         assert sentence in message and "--" not in message
     assert "processes=3 must divide" in refused(plan, "llama3-8b-ppo", "8xh100", processes=3)
     assert "does not exist" in refused(load, tmp_path / "none")
+    for sentence, function, *arguments, settings in (
+        ("config=['quickstart']: it must be the name of a config", train, ["quickstart"], {}),
+        ("config='': it must be the name of a config", train, "", {}),
+        ("path has no value", Run.open, None, {}),
+        ("path has no value", Run(tmp_path).export, None, {}),
+        ("memory://x/m is an address: open its scratch directory", Run.open, "memory://x/m", {}),
+        ("dtype=fp16: it must be one of auto, float32, bfloat16", load, tmp_path, {"dtype": "fp16"}),
+        ("batch=0: it must be at least 1", load, tmp_path, {"batch": 0}),
+        ("batch=many: it must be a whole number", load, tmp_path, {"batch": "many"}),
+        ("cluster=8: it must be text", plan, "quickstart", 8, {}),
+        ("proposals=few: it must be a whole number", plan, "quickstart", {"proposals": "few"}),
+        ("seed=x: it must be a whole number", plan, "quickstart", {"seed": "x"}),
+    ):
+        assert sentence in refused(function, *arguments, **settings), sentence
 
 
 def test_a_plan_is_what_the_command_prints(capsys, tmp_path):
@@ -126,6 +145,7 @@ def test_a_plan_is_what_the_command_prints(capsys, tmp_path):
     assert str(planned) == capsys.readouterr().out.rstrip("\n") and planned.seconds > 0
     assert {place.devices.count for place in planned.plan.placements.values()} == {8}
     planned.save(tmp_path / "plan.yaml")
+    assert "cannot be written (No such file or directory)" in refused(planned.save, tmp_path / "gone" / "plan.yaml")
     assert plan("llama3-8b-ppo", "8xh100", plan=str(tmp_path / "plan.yaml")).seconds == planned.seconds
     crowded = plan("llama3-8b-ppo", "8xh100", plan="colocate", **{"ppo.rollout_batch": 8192})
     assert "rest for actor.generate: choose " in refused(crowded.check) and str(crowded).endswith(crowded.problem)
@@ -147,6 +167,19 @@ def test_a_policy_answers_and_scores(user, capsys, monkeypatch):
     assert len(set(policy.generate(question, n=8, max_new_tokens=8))) > 4 and policy.generate([]) == []
     assert "top is no setting of sampling: choose among max_new_tokens" in refused(policy.generate, "a", top=1)
     assert "temperature=-1" in refused(policy.generate, "a", temperature=-1)
+    for sentence, prompts, settings in (
+        ("n=1.5: it must be a whole number", "a", {"n": 1.5}),
+        ("temperature=hot: it must be a finite number", "a", {"temperature": "hot"}),
+        ("seed has no value", "a", {"seed": None}),
+        ("prompt None is no text", None, {}),
+        ("prompt 1 is no text", [1, 2], {}),
+        ("is no text, and no conversation", [{"rol": "user"}], {}),
+        ("prompt 2 has 241 tokens, and with max_new_tokens=8 the model takes", ["a", "a " * 200], {}),
+    ):
+        assert sentence in refused(policy.generate, prompts, **{"max_new_tokens": 8, **settings}), sentence
+    assert "texts[0] has no value" in refused(policy.logprobs, None)
+    assert "temperature=0.0: it must be above 0" in refused(policy.logprobs, "a", temperature=0.0)
+    assert repr(policy) == f"Policy('{user / 'actor'}')"
     monkeypatch.setattr("sys.stdin", io.StringIO(f"{question}\n\n"))
     policy.chat(temperature=0.0, max_new_tokens=8)
     assert f"{clean(answer)}\n" in capsys.readouterr().out

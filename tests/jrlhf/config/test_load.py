@@ -339,6 +339,9 @@ def test_names_of_trl_and_verl_lead_to_ours(tmp_path):
     for name in PEERS:
         with pytest.raises(UserError) as refused:
             load_config(path, [f"{name}=1"])
+        if " " in PEERS[name]:
+            assert str(refused.value) == f"{name} is not a known key: {PEERS[name]}"
+            continue
         meant = str(refused.value).split("did you mean ")[1].rstrip("?").split(" or ")
         assert all(key == PEERS[name] or key.endswith(f".{PEERS[name]}") for key in meant), (name, meant)
     for key in ("actor_rollout_ref.rollout.n", "grpo.num_generations"):
