@@ -202,7 +202,7 @@ def convert(kind: Any, value: object, path: str) -> Any:
     number = _number(value) if kind in (int, float) else math.nan
     if math.isfinite(number) and (kind is float or number.is_integer()):
         with contextlib.suppress(ValueError):  # of int("1e3")
-            return kind(value)  # pyright: ignore[reportArgumentType]  # a number, or text that float() reads
+            return kind(value)  # pyright: ignore  # a number, or text that float() reads
     if origin is tuple:
         expected = f"a list, write [{_shown(value)}]"
     elif origin is Mapping:

@@ -78,7 +78,7 @@ def test_settings_in_python_are_those_of_the_command_line(tmp_path):
     of_dict = make_config({"name": "own", "stages": ["sft"], "model": {"embed": 32}}, {"sft": {"steps": 7}})
     assert of_dict == make_config(tmp_path / "own.yaml", {"sft.steps": 7})
     assert make_config({"stages": ["sft"], "model.embed": 32, "sft": {"steps": 7}, "name": "own"}) == of_dict
-    assert make_config({"stages": ["grpo"], "grpo": {"algorithm.samples": 4}}).rl.algorithm.samples == 4
+    assert make_config({"stages": ["grpo"], "grpo": {"actor.warmup": 4}}).rl.actor.warmup == 4
     assert make_config("qwen3-8b-lora", {"lora": None}).lora is None
     assert refused(make_config, "arithmetic-grpo", {"grpo": None}).startswith("grpo has no value: give it one")
     assert make_config({"stages": ["sft"]}).name == "run"
