@@ -5,6 +5,7 @@ or packages that do not fit each other, are findings as well.
 """
 
 import argparse
+import http.client
 import importlib.metadata
 import json
 import os
@@ -19,6 +20,7 @@ import urllib.error
 import urllib.request
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -55,10 +57,13 @@ class Facts:
     versions: Mapping[str, str] = field(default_factory=dict)  # of installed distributions
     requirements: Mapping[str, Sequence[str]] = field(default_factory=dict)  # of jrlhf and jax, as in their metadata
     jax_platforms: str = ""  # the environment variable JAX_PLATFORMS
+    xla_flags: str = ""  # and XLA_FLAGS
     backend: Mapping[str, Any] = field(default_factory=dict)  # what `probe` printed
     hub_offline: bool = False
     hub_error: str | None = None  # why the hub was not reached
     hub_token: bool = False
+    hub_token_wrong: bool = False  # it holds what no token does
+    unwritable: Mapping[str, str] = field(default_factory=dict)  # variable -> its place, and why no file can be there
     run_dir: str = "runs"
     run_dir_error: str | None = None  # why no file can be written there
     free: int | None = None  # bytes; None: no bound is known, as of an object store
@@ -66,7 +71,8 @@ class Facts:
 
 def diagnose(facts: Facts) -> list[Finding]:
     """Returns the findings of all checks."""
-    checks = (check_packages, check_extras, check_accelerator, check_devices, check_programs, check_hub, check_run_dir)
+    checks = (check_packages, check_extras, check_accelerator, check_devices, check_programs)
+    checks += (check_hub, check_places, check_run_dir)
     return [finding for check in checks for finding in check(facts)]
 
 
@@ -125,7 +131,10 @@ def check_devices(facts: Facts) -> Iterator[Finding]:
     devices = facts.backend.get("devices")
     if not devices:
         reason = facts.backend.get("error", "no devices")
+        variables = {"JAX_PLATFORMS": facts.jax_platforms, "XLA_FLAGS": facts.xla_flags}
+        named = " and ".join(f"{name}={value}" for name, value in variables.items() if value)
         remedy = "mend the packages named above, free devices that another process holds, or start all hosts of a pod"
+        remedy = f"mend or unset {named}; else {remedy}" if named else remedy
         yield Finding("devices", "problem", f"JAX does not start: {reason}", remedy)
         return
     for kind, memory in dict.fromkeys(map(tuple, devices)):
@@ -155,14 +164,23 @@ def check_hub(facts: Facts) -> Iterator[Finding]:
     if facts.hub_offline:
         yield Finding("hub", "note", "offline, as HF_HUB_OFFLINE says: only what was downloaded before has a name")
     elif facts.hub_error is not None:
-        remedy = "if you need it, see network and proxy; directories and files need no hub"
+        remedy = "if you need it, see network, proxy and HF_ENDPOINT; directories and files need no hub"
         yield Finding("hub", "note", f"not reached ({facts.hub_error})", remedy)
     else:
         yield Finding("hub", "ok", "reached")
-    if facts.hub_token:
+    if facts.hub_token_wrong:
+        remedy = "hf auth login, or set HF_TOKEN to the token alone"
+        yield Finding("hub token", "problem", "it holds a space or another character that no token has", remedy)
+    elif facts.hub_token:
         yield Finding("hub token", "ok", "present")
     else:
         yield Finding("hub token", "note", "none, which gated models need", "hf auth login, or set HF_TOKEN")
+
+
+def check_places(facts: Facts) -> Iterator[Finding]:
+    """Yields the places beside `run_dir` in which files cannot be written: the hub's cache, the temporary directory."""
+    for variable, text in facts.unwritable.items():
+        yield Finding(variable, "problem", text, f"set {variable} to a directory that can be written")
 
 
 def check_run_dir(facts: Facts) -> Iterator[Finding]:
@@ -227,6 +245,8 @@ def gather(run_dir: str) -> Facts:
         versions=versions,
         requirements=requirements,
         jax_platforms=os.environ.get("JAX_PLATFORMS", ""),
+        xla_flags=os.environ.get("XLA_FLAGS", ""),
+        unwritable=_unwritable_places(),
         backend=_backend(),
         **_hub(),
         **_storage(run_dir),
@@ -281,7 +301,7 @@ def probe() -> None:
         facts["seconds"] = time.perf_counter() - start
         facts["logprob_error"] = float(np.abs(np.asarray(logprobs) - right).max())
     except Exception as error:  # whatever a driver or a package raises
-        facts["error"] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        facts["error"] = ": ".join([type(error).__name__, *str(error).splitlines()[:1]])  # an assertion has no text
     print(json.dumps(facts))
 
 
@@ -290,7 +310,9 @@ def _hub() -> dict[str, Any]:
         from huggingface_hub import constants, get_token
     except ImportError as error:
         return {"hub_error": str(error)}
-    facts: dict[str, Any] = {"hub_offline": constants.HF_HUB_OFFLINE, "hub_token": get_token() is not None}
+    token = get_token()
+    facts: dict[str, Any] = {"hub_offline": constants.HF_HUB_OFFLINE, "hub_token": token is not None}
+    facts["hub_token_wrong"] = token is not None and not re.fullmatch(r"[!-~]+", token)
     if constants.HF_HUB_OFFLINE:
         return facts
     facts["hub_error"] = f"no answer within {HUB_SECONDS} s"
@@ -302,8 +324,8 @@ def _hub() -> dict[str, Any]:
             facts["hub_error"] = None
         except urllib.error.HTTPError:
             facts["hub_error"] = None  # it answers
-        except OSError as error:
-            facts["hub_error"] = str(getattr(error, "reason", error))
+        except (OSError, ValueError, http.client.HTTPException) as error:  # also of an address that is none
+            facts["hub_error"] = f"{constants.ENDPOINT}: {getattr(error, 'reason', error)}"
 
     asking = threading.Thread(target=ask, daemon=True)  # a name server that does not answer has no deadline
     asking.start()
@@ -315,13 +337,37 @@ def _storage(run_dir: str) -> dict[str, Any]:
     if "://" in run_dir:
         return {"run_dir": run_dir, "run_dir_error": _store_error(run_dir)}
     path = Path(run_dir).absolute()
-    place = next(folder for folder in (path, *path.parents) if folder.exists())
+    place = _existing(path)
+    return {"run_dir": str(path), "run_dir_error": _write_error(place), "free": shutil.disk_usage(place).free}
+
+
+def _existing(path: Path) -> Path:
+    return next(folder for folder in (path, *path.parents) if folder.exists())
+
+
+def _write_error(place: Path) -> str | None:
+    """Returns why no file can be written in a directory."""
     try:
         tempfile.TemporaryFile(dir=place).close()
-        reason = None
     except OSError as error:
-        reason = error.strerror or str(error)
-    return {"run_dir": str(path), "run_dir_error": reason, "free": shutil.disk_usage(place).free}
+        return error.strerror or str(error)
+    return None
+
+
+def _unwritable_places() -> dict[str, str]:
+    """Returns the variables whose directory cannot be written, each with a text on it."""
+    temporary = os.environ.get("TMPDIR", "/tmp")
+    places = {"TMPDIR": ("the temporary directory", temporary, Path(temporary))}  # must be there
+    with suppress(ImportError):
+        from huggingface_hub.constants import HF_HUB_CACHE
+
+        places["HF_HOME"] = ("the cache of the hub", HF_HUB_CACHE, _existing(Path(HF_HUB_CACHE).absolute()))
+    errors = {variable: _write_error(place) for variable, (_, _, place) in places.items()}
+    return {
+        variable: f"{what} {name} cannot be written ({errors[variable]})"
+        for variable, (what, name, _) in places.items()
+        if errors[variable] is not None
+    }
 
 
 def _store_error(address: str) -> str | None:
@@ -353,6 +399,8 @@ def cli(arguments: Sequence[str] | None = None) -> int:
     options, findings = parser.parse_args(arguments), []
 
     def run() -> None:
+        if not options.run_dir:
+            raise UserError("--run-dir is empty: name a place, or leave it out")
         findings.extend(diagnose(gather(options.run_dir)))
         if options.json:
             print(json.dumps({"findings": [asdict(finding) for finding in findings]}, indent=1))

@@ -3,6 +3,8 @@
 import json
 from dataclasses import replace
 
+import pytest
+
 import jrlhf.__main__
 from jrlhf import doctor
 from jrlhf.config.places import StorageConfig
@@ -106,6 +108,8 @@ def test_programs_that_do_not_run_or_are_wrong_are_problems():
     started = {key: GPU[key] for key in ("accelerator", "platform", "devices")} | {"error": "XlaRuntimeError: no ptxas"}
     assert "no ptxas" in the_only(replace(GOOD, versions=CUDA, backend=started), "problem").text
     assert "no answer" in the_only(replace(GOOD, backend={"error": "no answer within 180 s"}), "problem").text
+    unset = replace(GOOD, backend={"error": "AssertionError"}, jax_platforms="cuda", xla_flags="--bogus")
+    assert the_only(unset, "problem").remedy.startswith("mend or unset JAX_PLATFORMS=cuda and XLA_FLAGS=--bogus; ")
     for error in (0.3, float("nan")):
         assert "off by" in the_only(replace(GOOD, backend=CPU | {"logprob_error": error}), "problem").text
 
@@ -115,9 +119,25 @@ def test_hub_and_disk():
     assert others(replace(GOOD, hub_offline=True))[0].state == "note"
     assert "no route" in the_only(replace(GOOD, hub_error="no route"), "note").text
     assert "HF_TOKEN" in the_only(replace(GOOD, hub_token=False), "note").remedy
+    assert "the token alone" in the_only(replace(GOOD, hub_token_wrong=True), "problem").remedy
+    assert the_only(replace(GOOD, unwritable={"TMPDIR": "no"}), "problem").remedy.startswith("set TMPDIR to")
     assert the_only(replace(GOOD, free=GIB // 2), "problem").part == "run_dir"
     assert the_only(replace(GOOD, free=5 * GIB), "note").part == "run_dir"
     assert "Permission" in the_only(replace(GOOD, run_dir_error="Permission denied"), "problem").text
+
+
+def test_variables_that_name_nothing_are_findings(monkeypatch, capsys):
+    constants = pytest.importorskip("huggingface_hub.constants")
+    for name, value in {"ENDPOINT": "nonsense", "HF_HUB_OFFLINE": False, "HF_HUB_CACHE": "/dev/null/hub"}.items():
+        monkeypatch.setattr(constants, name, value)
+    monkeypatch.setenv("HF_TOKEN", "bad token")
+    facts = doctor._hub()
+    assert facts["hub_error"] == "nonsense: unknown url type: 'nonsense'" and facts["hub_token_wrong"]
+    monkeypatch.setenv("TMPDIR", "/no/such/place")
+    places = doctor._unwritable_places()
+    assert places["TMPDIR"] == "the temporary directory /no/such/place cannot be written (No such file or directory)"
+    assert places["HF_HOME"].startswith("the cache of the hub /dev/null/hub cannot be written (")
+    assert doctor.cli(["--run-dir", ""]) == 2 and "--run-dir is empty" in capsys.readouterr().err
 
 
 def test_an_object_store_is_written_to():
