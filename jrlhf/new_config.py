@@ -303,6 +303,8 @@ def _comment(text: str, indent: str) -> list[str]:
 
 def write(answers: Answers, out: Path) -> list[Path]:
     """Writes the config, and a function of rewards where one was asked for; returns the files. None is overwritten."""
+    if out.is_dir():  # also an empty text
+        raise UserError(f"-o {out} is a directory: name a file in it, such as mine.yaml")
     reward_file = out.with_name("reward.py")
     options = shlex.join(word for name, value in vars(answers).items() if value for word in (f"--{name}", value))
     head = (
@@ -318,15 +320,21 @@ def write(answers: Answers, out: Path) -> list[Path]:
             raise UserError(f"{path} exists and is not overwritten: {remedy}")
         check_writable(str(path), path)
     for path, text in files.items():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "x", encoding="utf-8") as file:
-            file.write(text)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with open(path, "x", encoding="utf-8") as file:
+                file.write(text)
+        except OSError as error:
+            raise UserError(f"{path} cannot be written ({error.strerror}): choose another one with -o") from error
     return list(files)
+
+
+DESCRIPTION = "Writes a config to start from. Asks for what no option says; without a terminal it takes the defaults."
 
 
 def cli(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code. On a terminal it asks for what no option answers."""
-    parser = argparse.ArgumentParser(prog="jrlhf init", description="Writes a config to start from.")
+    parser = argparse.ArgumentParser(prog="jrlhf init", description=DESCRIPTION)
     for name, (question, _, _) in QUESTIONS.items():
         parser.add_argument(f"--{name}", help=question.partition(": ")[2])
     parser.add_argument("-o", "--out", type=Path, default=Path("mine.yaml"), help="the file; default: mine.yaml")

@@ -107,6 +107,8 @@ def test_the_command_overwrites_nothing_and_ends_with_what_is_next(tmp_path, mon
     assert jrlhf.__main__.cli(command) == 2 and "sums.yaml exists" in capsys.readouterr().err
     assert jrlhf.__main__.cli([*command[:-1], "more.yaml"]) == 2
     assert "give --reward reward.py:FUNCTION" in capsys.readouterr().err
+    for out, reason in (("", "is a directory"), (".", "is a directory"), ("/proc/x.yaml", "cannot be written")):
+        assert jrlhf.__main__.cli([*command[:-1], out]) == 2 and reason in capsys.readouterr().err
     assert {path: path.read_text() for path in tmp_path.iterdir()} == before
     assert train.cli(["--config", "sums.yaml", "--dry-run"]) == 0
     assert "reward.py:reward" in capsys.readouterr().out
