@@ -150,10 +150,11 @@ def test_commands_run(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (own,) = re.findall(r"```python\n(.*?)```", ALGORITHMS, re.DOTALL)
     (tmp_path / "median.py").write_text(own)
+    (tmp_path / "mine.yaml").write_text((ROOT / "configs" / "llama3-8b-ppo.yaml").read_text(encoding="utf-8"))
     here = ["--dry-run", "device.simulated=8", "mesh={fsdp: 8}"]  # the devices of this process
     for command in COMMANDS:
         _, _, module, *arguments = shlex.split(command.partition("#")[0])
-        if module == "jrlhf.train" and arguments[1].startswith(("quickstart", "arithmetic")):
+        if module == "jrlhf.train" and "".join(arguments[1:2]).startswith(("quickstart", "arithmetic")):
             code = train.cli([word for word in arguments if word not in ("--resume", "--dry-run")] + here)
         elif module == "jrlhf.plan" and arguments:
             code = plan.cli(arguments)

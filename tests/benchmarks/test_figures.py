@@ -28,4 +28,4 @@ def test_the_timeline_is_that_of_the_plan(tmp_path: Path):
 
 def test_the_example_of_layouts_runs():
     (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "layouts.md").read_text(), re.DOTALL)
-    exec(code, {})
+    exec(re.sub(r"^jax\.config\.update.*\n", "", code, flags=re.MULTILINE), {})  # this process has its devices already

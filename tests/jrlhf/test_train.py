@@ -130,7 +130,10 @@ def test_an_iteration_tells_how_well_it_used_its_devices(tiny):
         shares = {name: record[name] for name in record if name.startswith(("perf/mfu", "perf/roofline"))}
         assert set(shares) == (names if record["stage"] == "ppo" else set())
         assert all(share > 0 for share in shares.values())
-        times = {name: seconds for name, seconds in record.items() if name.startswith("timing_s/")}
+        others = "timing_s/testing", "timing_s/save_checkpoint"  # a name of verl's, and a time after the last iteration
+        times = {
+            name: seconds for name, seconds in record.items() if name.startswith("timing_s/") and name not in others
+        }
         assert sum(times.values()) <= 2 * times.get("timing_s/step", math.inf)
     assert [entry.name for entry in (tiny / "profile").iterdir()] == ["ppo-3"]
 

@@ -59,7 +59,9 @@ def play(directory: Path, *, resume: bool = False, before: Before = lambda step:
         line=lambda text, style="": None,
         samples=lambda rows: None,
         status=lambda text: nullcontext(),
-        progress=lambda *_, **__: nullcontext(SimpleNamespace(advance=lambda *_: None, compiling=lambda count: None)),
+        progress=lambda *_, **__: nullcontext(
+            SimpleNamespace(advance=lambda *_: None, compiling=lambda number, program: None)
+        ),
     )
     config = load_config(str(source), settings)
     with open_run(config, resume=resume) as run, explained(run), PreemptionGuard() as guard, jax.set_mesh(mesh):
@@ -82,7 +84,8 @@ def play(directory: Path, *, resume: bool = False, before: Before = lambda step:
         state = run_stage(context, "sft", STEPS, init, advance, save_every=2, meta={"corpus": "task"})
         run.begin()
         records = [[row for row in read_jsonl(run.path / name)] for name in ("metrics.jsonl", "samples.jsonl")]
-        metrics = [{key: value for key, value in row.items() if not key.startswith("perf/")} for row in records[0]]
+        timed = "perf/", "timing_"
+        metrics = [{key: value for key, value in row.items() if not key.startswith(timed)} for row in records[0]]
         bits = np.asarray(state["x"]).tobytes().hex(), graded.scores.tobytes().hex()
         return {"bits": bits, "metrics": metrics, "samples": records[1], "wandb": wandb}, warnings
 

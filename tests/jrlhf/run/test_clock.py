@@ -181,10 +181,11 @@ def test_calls_on_separate_devices_overlap_and_copies_wait_for_what_they_copy(no
     clock, mesh = Clock(blocking=False), make_mesh(2, 1, 1, devices=jax.devices()[:2])
     everything, update, rollout, copy, reader = Fake(), Fake(), Fake(4, 1, 1), Fake(), Fake()
 
-    def end(array: Fake, when: float) -> None:
+    def end(array: Fake, when: float, readers: int = 0) -> None:
+        """Also waits until the calls that read the array have noted its time."""
         now[0] = when
         array.there.set()
-        eventually(lambda: when in [call.ready for call in clock._calls])
+        eventually(lambda: sum(when in (call.ready, call.inputs) for call in clock._calls) == 1 + readers)
 
     with jax.set_mesh(mesh):
         clock.run("both", lambda later: None, everything)  # returns no array: waits for none, on the mesh's devices
@@ -194,8 +195,8 @@ def test_calls_on_separate_devices_overlap_and_copies_wait_for_what_they_copy(no
     clock.run("reader", lambda rows: reader, copy)
     clock.run("update", lambda: everything)
     end(update, 2.0)
-    end(rollout, 5.0)
-    end(copy, 6.0)
+    end(rollout, 5.0, readers=1)
+    end(copy, 6.0, readers=1)
     end(reader, 8.0)
     end(everything, 9.0)
     assert clock.take() == {
