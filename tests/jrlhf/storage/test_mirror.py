@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import pytest
 
 from jrlhf.config import Config, config_yaml, load_config
@@ -36,15 +35,6 @@ CONFIG = {
     "sft": "{steps: 4, batch: 8, warmup: 1, save_every: 1}",
     "evaluation": "{prompts: 8}",
 }
-
-
-@pytest.fixture
-def memory() -> Any:
-    """The store in memory, empty."""
-    files = fsspec.filesystem("memory")
-    files.store.clear()
-    yield files
-    files.store.clear()
 
 
 @pytest.fixture

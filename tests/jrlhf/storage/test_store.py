@@ -5,7 +5,6 @@ import time
 from types import SimpleNamespace
 from typing import Any
 
-import fsspec
 import pytest
 
 from jrlhf.config.places import StorageConfig
@@ -17,15 +16,6 @@ from jrlhf.storage.models import fetch
 from jrlhf.storage.store import Store, StoreError
 
 ADDRESS, ROOT = "memory://bucket/x", "/bucket/x"
-
-
-@pytest.fixture
-def memory() -> Any:
-    """The store in memory, empty."""
-    files = fsspec.filesystem("memory")
-    files.store.clear()
-    yield files
-    files.store.clear()
 
 
 @pytest.fixture(autouse=True)
