@@ -2,12 +2,16 @@
 
     python -m benchmarks.proofs list          prints the names of the parts
     python -m benchmarks.proofs run PART      runs a part and writes results/proofs/PART.json
-    python -m benchmarks.proofs check         exit code 1 if a part was not run or failed; prints the age of each
+    python -m benchmarks.proofs check         exit code 1 if a part was not run or failed; prints the age of each, and
+                                              how many tests it has now where that number has changed
 
 A part is the tests marked `proof("PART")`, or a folder of tests beside them (`oracle`).
 """
 
+import collections
+import contextlib
 import datetime
+import io
 import json
 import os
 import platform
@@ -18,6 +22,7 @@ import tempfile
 import xml.etree.ElementTree as ElementTree
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "proofs"
@@ -71,9 +76,32 @@ def run(part: str) -> int:
     return code
 
 
+class Counter:
+    """Counts the tests of each part while pytest collects them, before it leaves out those of parts."""
+
+    def __init__(self) -> None:
+        self.tests: collections.Counter[str] = collections.Counter()
+
+    def pytest_itemcollected(self, item: Any) -> None:
+        if mark := item.get_closest_marker("proof"):
+            self.tests[mark.args[0]] += 1
+
+
+def sizes() -> collections.Counter[str]:
+    """Part -> number of its tests now; without the oracle's, which need packages of their own to be collected."""
+    import pytest  # .ci/full asks for the names of parts before anything is installed
+
+    counter = Counter()
+    with contextlib.redirect_stdout(io.StringIO()):
+        code = pytest.main(["--collect-only", "-m", "", "-n", "0", "tests"], plugins=[counter])
+    if code not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
+        raise SystemExit(f"pytest cannot collect the tests: exit code {code}")
+    return counter.tests
+
+
 def problems() -> list[str]:
     """One sentence for every part that is missing, failed or ran no test; prints the age of each good one."""
-    today, faults = datetime.datetime.now(datetime.UTC), []
+    today, faults, now = datetime.datetime.now(datetime.UTC), [], sizes()
     for part in PARTS:
         path = RESULTS / f"{part}.json"
         if not path.is_file():
@@ -85,7 +113,8 @@ def problems() -> list[str]:
             faults.append(f"the proofs of part {part} failed at {result['commit'][:9]}: {result['failed']}")
             continue
         age = today - datetime.datetime.fromisoformat(result["date"])
-        print(f"{part}: {passed} passed at {result['commit'][:9]}, {age.days} days ago")
+        size = "" if part == "oracle" or now[part] == result["tests"] else f"; it has {now[part]} tests now"
+        print(f"{part}: {passed} passed at {result['commit'][:9]}, {age.days} days ago{size}")
     return faults
 
 
