@@ -20,6 +20,12 @@ from jrlhf.ppo.fields import default_of, rules_of
 
 Schema = dict[str, Any]
 _TEXT = ["string", "number", "boolean"]  # a text may look like a number
+# What the reader takes in quotes, too. YAML 1.1 takes some numbers, such as 3e-4, for text.
+_QUOTED = {
+    int: r"^[-+]?\d+(_\d+)*$",
+    float: r"^[-+]?(\d+(_\d+)*\.?\d*|\.\d+)([eE][-+]?\d+)?$",
+    bool: "^([Tt]rue|TRUE|[Ff]alse|FALSE)$",
+}
 
 
 def config_schema() -> str:
@@ -64,10 +70,11 @@ def _value(kind: Any, rules: Mapping[str, Any], definitions: dict[str, Schema]) 
         return {"type": "array", "items": _value(inner[0], {}, definitions), **size}
     if origin is Mapping:
         return {"type": "object"}
-    if kind in (int, float):
+    if kind in _QUOTED:
         most = {} if rules.get("most") is None else {"maximum": rules["most"]}
-        return {"type": "integer" if kind is int else "number", **most, **rules.get("bounds", {})}
-    return {"type": "boolean"} if kind is bool else {"type": _TEXT}
+        name = {int: "integer", float: "number", bool: "boolean"}[kind]
+        return {"type": [name, "string"], "pattern": _QUOTED[kind], **most, **rules.get("bounds", {})}
+    return {"type": _TEXT}
 
 
 def _reference(cls: Any, definitions: dict[str, Schema]) -> Schema:

@@ -1,6 +1,7 @@
-"""Names of settings in TRL 1.16 and verl 0.9, and what they are called here. They are suggested, and never read.
+"""Names of settings in TRL and verl, and what they are called here. They are suggested, and never read.
 
-What has no key here has a sentence."""
+What has no key here has a sentence. The names are TRL 1.16's and verl 0.9's; those of PPO are TRL 1.12's, the last
+version that had it."""
 
 PEERS = {
     # TRL: the fields of its configs

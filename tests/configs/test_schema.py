@@ -90,15 +90,24 @@ def candidates(kind: Any, rules: Mapping[str, Any]) -> tuple[list[Any], list[Any
     if origin is Mapping:
         return [{"key": 1}, {}], [3, text, [1]]
     if kind is bool:
-        return [True, False], [text, 3, [True], table]
+        return [True, False, "true"], [text, "1", 3, [True], table]
     if kind is str:
         return ["word", "host:1", 7, True], [["word"], table]
     bounds, most = rules.get("bounds", {}), rules.get("most")
     most = bounds.get("maximum", most)
     beyond = [bounds["minimum"] - 1] if "minimum" in bounds else [bounds.get("exclusiveMinimum")]
     beyond += [] if most is None else [2 * most + 1]
-    right = [1, 2, 0, *([0.5, 0.05] if kind is float else []), *([] if most is None else [most])]
-    return right, [text, True, [1], table, *([1.5] if kind is int else []), *(one for one in beyond if one is not None)]
+    right = [1, 2, 0, "1", "1_0", *([0.5, 0.05, "3e-4", "1.", ".5"] if kind is float else [])]
+    right += [] if most is None else [most]
+    return right, [
+        text,
+        "nan",
+        True,
+        [1],
+        table,
+        *([1.5, "1.5"] if kind is int else []),
+        *(one for one in beyond if one is not None),
+    ]
 
 
 def test_the_file_is_made_from_the_classes():
