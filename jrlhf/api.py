@@ -29,7 +29,7 @@ from jrlhf import plan as planner
 from jrlhf.config import make_config
 from jrlhf.config.load import plain_value
 from jrlhf.config.parse import build, convert
-from jrlhf.config.places import is_address
+from jrlhf.config.places import local
 from jrlhf.data.batches import key_for, pad_rows, put_rows, whole_batches
 from jrlhf.data.tokenizer import Tokenizer
 from jrlhf.data.types import Example
@@ -74,7 +74,7 @@ def _checked(**arguments: Any) -> _Arguments:
 
 
 def _path(path: object) -> Path:
-    return Path(convert(str, plain_value(path), "path")).expanduser()
+    return local("path", convert(str, plain_value(path), "path"))
 
 
 def _listed(given: Any) -> list[Any]:
@@ -132,10 +132,6 @@ class Run:
     @staticmethod
     def open(path: str | Path) -> "Run":
         """The run in a directory. Raises UserError if there is none."""
-        if is_address(str(path)):
-            raise UserError(
-                f"{path} is an address: open its scratch directory, which is train(...).path, or a copy of it"
-            )
         run = Run(_path(path))
         run.record  # noqa: B018
         return run

@@ -14,6 +14,7 @@ import tokenizers
 from jax.sharding import Mesh
 
 from jrlhf.config import Config, load_config
+from jrlhf.config.places import local
 from jrlhf.config.schema import DatasetsData, DeviceConfig
 from jrlhf.config.stages import ALGORITHMS
 from jrlhf.data.hub import account_name, push
@@ -124,9 +125,9 @@ def cli(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m jrlhf.export", description="Writes the policy of a run's checkpoint in Hugging Face form."
     )
-    parser.add_argument("run", type=Path, help="the directory of a run, such as runs/quickstart")
+    parser.add_argument("run", help="the directory of a run, such as runs/quickstart")
     parser.add_argument("--step", type=int, help="of the checkpoint; without it the newest one")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="where model/ is written; without it in the run")
+    parser.add_argument("--out", metavar="DIR", help="where model/ is written; without it in the run")
     parser.add_argument("--push", metavar="NAME", help="a repository of the Hugging Face hub, USER/NAME, to upload to")
     parser.add_argument("--private", action="store_true", help="makes it a private one")
     parser.add_argument("--revision", metavar="BRANCH", help="the branch to upload to; without it the main one")
@@ -137,9 +138,9 @@ def cli(arguments: Sequence[str] | None = None) -> int:
 
     def run() -> None:
         name = None if options.push is None else account_name(options.push)
-        out = None if options.out is None else options.out.expanduser()
+        out = None if options.out is None else local("--out", options.out)
+        directory = local("run", options.run)
         select(DeviceConfig(platform="cpu"))
-        directory = options.run.expanduser()
         print(export_checkpoint(directory, options.step, out))
         if name is not None:
             exported = (out or directory) / ("adapter" if options.adapter else "model")

@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 
 from jrlhf.config import load_config
 from jrlhf.config.parse import convert, kinds_of
-from jrlhf.config.places import is_address
+from jrlhf.config.places import is_address, local
 from jrlhf.config.schema import DatasetsData, DeviceConfig
 from jrlhf.data.batches import key_for, pad_rows, put_rows, read_responses, row_keys, whole_batches
 from jrlhf.data.encode import Encoding, Prompts
@@ -263,7 +263,7 @@ def _check(options: argparse.Namespace, interactive: bool) -> None:
     if options.n < 1 or options.batch < 1:
         raise UserError(f"-n {options.n} and --batch {options.batch} must be at least 1")
     if options.out is not None:
-        check_writable(f"--out {options.out}", Path(options.out))
+        check_writable(f"--out {options.out}", local("--out", options.out))
     if interactive and options.n > 1:
         raise UserError(f"-n {options.n} answers need a --prompt or a --file: in a conversation each turn has one")
 
@@ -280,8 +280,9 @@ def _write_answers(prompts: Prompts, answers: Iterator[Response], out: str) -> N
         rows.append({"prompt": example.prompt, "completion": response.text, "finished": response.finished})
         if sys.stderr.isatty():
             print(f"\r{len(rows)} of {len(prompts.ids)}", end="", file=sys.stderr, flush=True)
-    Path(out).parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(out, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    path = local("--out", out)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
     print(f"{len(rows)} answers in {out}")
 
 

@@ -1,10 +1,15 @@
 """Settings that name a place: a path on this machine, or an address in an object store."""
 
 import os
+import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from jrlhf.errors import UserError
 from jrlhf.ppo.fields import LONGEST, Section, checked, positive
+
+PACKAGES = {"s3": "s3fs", "gs": "gcsfs"}  # scheme of an address -> the package that speaks to the store
 
 
 def place(default: str | None = None) -> Any:
@@ -19,14 +24,22 @@ def address(default: str | None = None) -> Any:
 
 
 def _is_path(text: str) -> bool:
-    return "://" not in text and len(text) < 4000 and all(len(os.fsencode(name)) < 256 for name in text.split("/"))
+    is_torn = "://" in text or re.match(r"\w+:/", text)  # an address of another kind, or one that lost a slash
+    return not is_torn and len(text) < 4000 and all(len(os.fsencode(name)) < 256 for name in text.split("/"))
 
 
 def is_address(text: str) -> bool:
-    """Tests whether a setting names a place in an object store, such as s3://bucket/runs. `memory` is one of tests."""
+    """Tests whether a setting names a place in an object store, such as s3://bucket/runs."""
     scheme, separator, rest = text.partition("://")
     names = rest.rstrip("/").split("/")
-    return separator != "" and scheme in ("s3", "gs", "memory") and _is_path(rest) and not {"", ".", ".."} & {*names}
+    return separator != "" and scheme in PACKAGES and _is_path(rest) and not {"", ".", ".."} & {*names}
+
+
+def local(argument: str, text: Path | str) -> Path:
+    """Returns the path that an argument of a command or a function gives; refuses an address."""
+    if re.match(r"\w+:/", str(text)):
+        raise UserError(f"{argument}={text} is an address: give a path on this machine (of a run: a copy)")
+    return Path(text).expanduser()
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 
+from jrlhf.config.places import local
 from jrlhf.errors import UserError, exit_code
 from jrlhf.report.html import write_report
 
@@ -18,7 +19,7 @@ def cli(arguments: Sequence[str] | None = None) -> int:
 
 def _write(run_dir: str) -> None:
     try:
-        print(write_report(run_dir))
+        print(write_report(local("run_dir", run_dir)))
     except OSError as error:
         reason = error.strerror or error
         raise UserError(f"the report of {run_dir} cannot be made ({reason}): see that it may be written") from error

@@ -15,12 +15,11 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
-from jrlhf.config.places import StorageConfig
+from jrlhf.config.places import PACKAGES, StorageConfig
 from jrlhf.errors import UserError
 
 T = TypeVar("T")
 
-_PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "memory": "fsspec"}
 # Seconds before the second attempt; the longest, after repeated doubling; the one of which users are told.
 _PAUSES = 0.5, 30.0, 8.0
 _SLOWEST = 1e6  # bytes per second of a transfer that is not yet given up
@@ -54,16 +53,14 @@ class Store:
     def __init__(self, address: str, section: StorageConfig, tell: Callable[[str], None] = lambda sentence: None):
         self.address, self._section, self._tell = address.rstrip("/"), section, tell
         scheme, _, self._root = self.address.partition("://")
-        package = _PACKAGES[scheme]
+        package = PACKAGES[scheme]
         try:
             importlib.import_module(package)
             import fsspec
         except ImportError:
             raise UserError(f"{address} needs {package}: install it with pip install 'jrlhf[storage]'") from None
         logging.getLogger(package).setLevel(logging.CRITICAL)  # it prints a traceback for each attempt
-        self._files: Any = fsspec.filesystem(
-            scheme, use_listings_cache=False, **({} if scheme == "memory" else {"skip_instance_cache": True})
-        )
+        self._files: Any = fsspec.filesystem(scheme, use_listings_cache=False, skip_instance_cache=True)
 
     def sizes(self, below: str = "") -> dict[str, int]:
         """Returns name -> bytes of all objects whose names begin with `below`, a folder."""

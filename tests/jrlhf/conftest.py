@@ -6,12 +6,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
+from jrlhf.config.places import PACKAGES
 from jrlhf.data.datasets import STAGES
 from jrlhf.data.tokenizer import load_tokenizer
 from jrlhf.models import ModelConfig, init_lm, init_scalar
@@ -196,3 +198,14 @@ def settings(user: Path) -> Callable[..., dict]:
         return {name: value for name, value in config.items() if name not in unread}
 
     return make
+
+
+@pytest.fixture
+def memory() -> Iterator[Any]:
+    """Returns fsspec's store in memory, empty, to which addresses with memory:// lead in this test alone."""
+    files = pytest.importorskip("fsspec").filesystem("memory")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(PACKAGES, "memory", "fsspec")
+        files.store.clear()
+        yield files
+    files.store.clear()

@@ -125,7 +125,7 @@ def test_bad_input_is_an_exception_without_words_of_the_command_line(tmp_path):
         ("config='': it must be the name of a config", train, "", {}),
         ("path has no value", Run.open, None, {}),
         ("path has no value", Run(tmp_path).export, None, {}),
-        ("memory://x/m is an address: open its scratch directory", Run.open, "memory://x/m", {}),
+        ("path=s3://x/m is an address: give a path on this machine", Run.open, "s3://x/m", {}),
         ("dtype=fp16: it must be one of auto, float32, bfloat16", load, tmp_path, {"dtype": "fp16"}),
         ("batch=0: it must be at least 1", load, tmp_path, {"batch": 0}),
         ("batch=many: it must be a whole number", load, tmp_path, {"batch": "many"}),

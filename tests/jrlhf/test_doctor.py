@@ -140,7 +140,7 @@ def test_variables_that_name_nothing_are_findings(monkeypatch, capsys):
     assert doctor.cli(["--run-dir", ""]) == 2 and "--run-dir is empty" in capsys.readouterr().err
 
 
-def test_an_object_store_is_written_to():
+def test_an_object_store_is_written_to(memory):
     facts = doctor._storage("memory://bucket/runs")
     assert facts == {"run_dir": "memory://bucket/runs", "run_dir_error": None}
     finding = next(one for one in diagnose(replace(GOOD, **facts, free=None)) if one.part == "run_dir")

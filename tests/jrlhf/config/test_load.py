@@ -211,6 +211,8 @@ OVERRIDES = {
     "rewards=[{name: a, function: f, workers: 9999}]": "rewards[0].workers=9999: it must be at most 1024",
     "deadline=1e30": "deadline=1e+30: it must be at most 1000000000",
     "run_dir=ftp://host/runs": "run_dir='ftp://host/runs': it must be a path on this machine, s3://BUCKET/PREFIX or gs",
+    "run_dir=memory://runs": "run_dir='memory://runs': it must be a path on this machine, s3://BUCKET/PREFIX or gs",
+    "run_dir=s3:/bucket/x": "run_dir='s3:/bucket/x': it must be a path on this machine, s3://BUCKET/PREFIX or gs",
     "run_dir=s3://bucket/../x": "run_dir='s3://bucket/../x': it must be a path on this machine, s3://BUCKET/PREFIX or",
     "run_dir=a\0b": "run_dir='a\\x00b': it must be text, without NUL",
     "run_dir=\ud800": "run_dir='\\ud800': it must be text, without NUL and halves of surrogate pairs",
