@@ -19,6 +19,7 @@ from jrlhf.ppo.critic import make_critic_step as make_critic_step
 from jrlhf.ppo.critic import make_on_policy_actor_step as make_on_policy_actor_step
 from jrlhf.ppo.critic import make_on_policy_step as make_on_policy_step
 from jrlhf.ppo.critic import make_ppo_step as make_ppo_step
+from jrlhf.ppo.critic import value_loss as value_loss
 from jrlhf.ppo.experience import age_metrics as age_metrics
 from jrlhf.ppo.experience import experience_metrics as experience_metrics
 from jrlhf.ppo.experience import make_custom_experience as make_custom_experience
@@ -27,15 +28,12 @@ from jrlhf.ppo.experience import make_group_experience as make_group_experience
 from jrlhf.ppo.experience import make_return_experience as make_return_experience
 from jrlhf.ppo.experience import sequence_kl as sequence_kl
 from jrlhf.ppo.experience import update_kl as update_kl
-from jrlhf.ppo.losses import bradley_terry_loss as bradley_terry_loss
 from jrlhf.ppo.losses import cispo_loss as cispo_loss
-from jrlhf.ppo.losses import dpo_loss as dpo_loss
 from jrlhf.ppo.losses import importance_weights as importance_weights
 from jrlhf.ppo.losses import kl_estimate as kl_estimate
 from jrlhf.ppo.losses import loss_weights as loss_weights
 from jrlhf.ppo.losses import policy_loss as policy_loss
 from jrlhf.ppo.losses import proximal_logprobs as proximal_logprobs
-from jrlhf.ppo.losses import value_loss as value_loss
 from jrlhf.ppo.masked import masked_mean as masked_mean
 from jrlhf.ppo.masked import masked_variance as masked_variance
 from jrlhf.ppo.masked import masked_whiten as masked_whiten
@@ -54,6 +52,8 @@ from jrlhf.ppo.shaping import shape_scores as shape_scores
 from jrlhf.ppo.steps import make_actor_step as make_actor_step
 from jrlhf.ppo.supervised import PairBatch as PairBatch
 from jrlhf.ppo.supervised import PreferenceBatch as PreferenceBatch
+from jrlhf.ppo.supervised import bradley_terry_loss as bradley_terry_loss
+from jrlhf.ppo.supervised import dpo_loss as dpo_loss
 from jrlhf.ppo.supervised import make_dpo_step as make_dpo_step
 from jrlhf.ppo.supervised import make_preference_step as make_preference_step
 from jrlhf.ppo.supervised import make_sft_step as make_sft_step

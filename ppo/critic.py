@@ -15,7 +15,6 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jrlhf.ppo.config import PolicyConfig, PPOConfig
 from jrlhf.ppo.experience import make_experience, sequence_kl, update_kl
-from jrlhf.ppo.losses import value_loss
 from jrlhf.ppo.masked import masked_sum, masked_variance
 from jrlhf.ppo.steps import LogprobFn, SumsFn, actor_update
 from jrlhf.ppo.types import Coefficient, Experience, Logprobs, PPOState, Rollout, Scores, TrainState
@@ -45,6 +44,34 @@ class CriticRows(NamedTuple):
         return self.mask
 
 
+class ValueLoss(NamedTuple):
+    """Elementwise parts of the clipped value loss."""
+
+    loss: Float[Array, "*S"]
+    clipped: Bool[Array, "*S"]
+
+
+def value_loss(
+    values: Float[Array, "*S"],
+    old_values: Float[Array, "*S"],
+    returns: Float[Array, "*S"],
+    *,
+    clip: float | None = 0.2,
+) -> ValueLoss:
+    """Half the squared error of the critic, for each token; with `clip` the pessimistic form of PPO's first code.
+
+        L = 1/2 max((V - R)^2, (V_old + clamp(V - V_old, -clip, clip) - R)^2)
+
+    (https://github.com/openai/baselines, ppo2; arXiv:1707.06347 has no such clip.)
+    """
+    error = jnp.square(values - returns)
+    if clip is None:
+        return ValueLoss(error / 2, jnp.zeros_like(error, jnp.bool_))
+    bounded = jnp.square(jnp.clip(values, old_values - clip, old_values + clip) - returns)
+    clipped = bounded > error
+    return ValueLoss(jnp.where(clipped, bounded, error) / 2, clipped)
+
+
 def make_critic_step(
     value_fn: ValueFn, optimizer: optax.GradientTransformation, config: PPOConfig, *, pipeline: Pipeline | None = None
 ) -> Callable[..., tuple[TrainState, Metrics]]:
@@ -52,7 +79,7 @@ def make_critic_step(
 
     With a `pipeline`, `value_fn` is a function of its last stage, and the step is not jitted as a whole.
 
-    An update's loss is the mean over the minibatch's response tokens of `losses.value_loss`.
+    An update's loss is the mean over the minibatch's response tokens of `value_loss`.
 
     Metrics: critic/vf_loss, critic/vf_clipfrac, critic/vpred_mean, critic/grad_norm as means over the updates that were
     not skipped; critic/skipped_updates and critic/nonfinite_updates as in `make_actor_step`; and

@@ -1,14 +1,13 @@
-"""Losses and KL estimates of one token, or of one pair. Callers reduce them with a mask and a global denominator."""
+"""Losses of the policy and KL estimates, of one token. Callers reduce them with a mask and a global denominator."""
 
 import math
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from jrlhf.ppo.config import Aggregation, DPOConfig, KLEstimator, PolicyConfig
+from jrlhf.ppo.config import Aggregation, KLEstimator, PolicyConfig
 from jrlhf.ppo.masked import token_count
 
 LOG_RATIO_LIMIT = 20.0  # exp(20) = 5e8: a larger ratio carries no information, and float32 would soon overflow
@@ -22,13 +21,6 @@ class PolicyLoss(NamedTuple):
     ratio: Float[Array, "*S"]
     clipped: Bool[Array, "*S"]  # the ratio's clip decides, so the gradient is zero
     clipped_lower: Bool[Array, "*S"]  # the dual clip decides
-
-
-class ValueLoss(NamedTuple):
-    """Elementwise parts of the clipped value loss."""
-
-    loss: Float[Array, "*S"]
-    clipped: Bool[Array, "*S"]
 
 
 def policy_loss(
@@ -208,64 +200,3 @@ def loss_weights(
             raise ValueError("divisor=None: aggregation='constant' needs it, usually the response limit")
         rows = rows * divisor
     return mask.astype(jnp.float32) / rows
-
-
-def value_loss(
-    values: Float[Array, "*S"],
-    old_values: Float[Array, "*S"],
-    returns: Float[Array, "*S"],
-    *,
-    clip: float | None = 0.2,
-) -> ValueLoss:
-    """Half the squared error of the critic, for each token; with `clip` the pessimistic form of PPO's first code.
-
-        L = 1/2 max((V - R)^2, (V_old + clamp(V - V_old, -clip, clip) - R)^2)
-
-    (https://github.com/openai/baselines, ppo2; arXiv:1707.06347 has no such clip.)
-    """
-    error = jnp.square(values - returns)
-    if clip is None:
-        return ValueLoss(error / 2, jnp.zeros_like(error, jnp.bool_))
-    bounded = jnp.square(jnp.clip(values, old_values - clip, old_values + clip) - returns)
-    clipped = bounded > error
-    return ValueLoss(jnp.where(clipped, bounded, error) / 2, clipped)
-
-
-def bradley_terry_loss(
-    chosen: Float[Array, "*S"], rejected: Float[Array, "*S"], *, centre: float = 0.0
-) -> Float[Array, "*S"]:
-    """-log sigmoid(r_chosen - r_rejected) + centre (r_chosen + r_rejected)^2, for each pair of scores.
-
-    The likelihood of Bradley & Terry (1952) as in Ouyang et al. 2022 (arXiv:2203.02155, eq. 1). It determines scores up
-    to a constant only; a small `centre` pulls their mean to 0 (Eisenstein et al. 2023, arXiv:2312.09244, eq. 2).
-    """
-    loss = jax.nn.softplus(rejected - chosen)
-    return loss + centre * jnp.square(chosen + rejected) if centre else loss
-
-
-def dpo_loss(
-    policy_chosen: Float[Array, "*S"],
-    policy_rejected: Float[Array, "*S"],
-    ref_chosen: Float[Array, "*S"],
-    ref_rejected: Float[Array, "*S"],
-    *,
-    config: DPOConfig,
-) -> Float[Array, "*S"]:
-    """The loss of a policy on a pair, from the log-probabilities of its two responses under policy and reference.
-
-        h = beta [(log pi - log pi_ref)(chosen) - (log pi - log pi_ref)(rejected)]
-        sigmoid: -(1 - eps) log sigmoid(h) - eps log sigmoid(-h)         eps = label_smoothing
-        ipo:     (h / beta - 1 / (2 beta))^2
-
-    Log-probabilities are sums over a response's tokens for "sigmoid" (Rafailov et al. 2023, arXiv:2305.18290, eq. 7),
-    means over them for "ipo" (Azar et al. 2023, arXiv:2310.12036, eq. 17, whose tau is beta): the paper does not
-    mention length, TRL (1.16) divides on its authors' advice. Label smoothing is conservative DPO's (Mitchell 2023,
-    https://ericmitchell.ai/cdpo.pdf); TRL 1.16 ignores it in "sigmoid", and its "robust" subtracts the second term and
-    divides by 1 - 2 eps instead (arXiv:2403.00409).
-    """
-    margin = (policy_chosen - ref_chosen) - (policy_rejected - ref_rejected)
-    if config.loss == "ipo":
-        return jnp.square(margin - 1 / (2 * config.beta))
-    h, smoothing = config.beta * margin, config.label_smoothing
-    loss = (1 - smoothing) * jax.nn.softplus(-h)
-    return loss + smoothing * jax.nn.softplus(h) if smoothing else loss

@@ -19,7 +19,6 @@ import optax
 from jaxtyping import Array, Bool, Float, Int
 
 from jrlhf.ppo.config import DPOConfig, check_one_division
-from jrlhf.ppo.losses import bradley_terry_loss, dpo_loss
 from jrlhf.ppo.masked import masked_sum, token_count
 from jrlhf.ppo.parts import ByLength, check_divisible, groups, interleave, row_ends
 from jrlhf.ppo.steps import LogprobFn
@@ -131,7 +130,7 @@ def make_preference_step(
     centre: float = 0.0,
     pipeline: Pipeline | None = None,
 ) -> Step:
-    """A step of reward learning: one update on the mean `losses.bradley_terry_loss` of the pairs.
+    """A step of reward learning: one update on the mean `bradley_terry_loss` of the pairs.
 
     Metrics: reward_model/loss, reward_model/accuracy (ties count as wrong), reward_model/margin (mean of r_chosen -
     r_rejected).
@@ -156,7 +155,7 @@ def make_dpo_step(
     *,
     pipeline: Pipeline | None = None,
 ) -> Step:
-    """A step of DPO: one update on the mean `losses.dpo_loss` of the pairs, which need the reference's log-probs.
+    """A step of DPO: one update on the mean `dpo_loss` of the pairs, which need the reference's log-probs.
 
     Log-probabilities must be of temperature 1. Metrics, under TRL's names: the means of `pair_terms`.
     """
@@ -265,3 +264,43 @@ def with_reference(batch: PairBatch, logprobs: Float[Array, "2*B T"]) -> PairBat
 def response_logprobs(logprobs: Float[Array, "2*B T"], batch: PairBatch) -> Float[Array, "B 2"]:
     """Sums over the response tokens of the chosen and of the rejected answers; other tokens do not count."""
     return groups(masked_sum(logprobs, batch.response_mask, 1), 2)
+
+
+def bradley_terry_loss(
+    chosen: Float[Array, "*S"], rejected: Float[Array, "*S"], *, centre: float = 0.0
+) -> Float[Array, "*S"]:
+    """-log sigmoid(r_chosen - r_rejected) + centre (r_chosen + r_rejected)^2, for each pair of scores.
+
+    The likelihood of Bradley & Terry (1952) as in Ouyang et al. 2022 (arXiv:2203.02155, eq. 1). It determines scores up
+    to a constant only; a small `centre` pulls their mean to 0 (Eisenstein et al. 2023, arXiv:2312.09244, eq. 2).
+    """
+    loss = jax.nn.softplus(rejected - chosen)
+    return loss + centre * jnp.square(chosen + rejected) if centre else loss
+
+
+def dpo_loss(
+    policy_chosen: Float[Array, "*S"],
+    policy_rejected: Float[Array, "*S"],
+    ref_chosen: Float[Array, "*S"],
+    ref_rejected: Float[Array, "*S"],
+    *,
+    config: DPOConfig,
+) -> Float[Array, "*S"]:
+    """The loss of a policy on a pair, from the log-probabilities of its two responses under policy and reference.
+
+        h = beta [(log pi - log pi_ref)(chosen) - (log pi - log pi_ref)(rejected)]
+        sigmoid: -(1 - eps) log sigmoid(h) - eps log sigmoid(-h)         eps = label_smoothing
+        ipo:     (h / beta - 1 / (2 beta))^2
+
+    Log-probabilities are sums over a response's tokens for "sigmoid" (Rafailov et al. 2023, arXiv:2305.18290, eq. 7),
+    means over them for "ipo" (Azar et al. 2023, arXiv:2310.12036, eq. 17, whose tau is beta): the paper does not
+    mention length, TRL (1.16) divides on its authors' advice. Label smoothing is conservative DPO's (Mitchell 2023,
+    https://ericmitchell.ai/cdpo.pdf); TRL 1.16 ignores it in "sigmoid", and its "robust" subtracts the second term and
+    divides by 1 - 2 eps instead (arXiv:2403.00409).
+    """
+    margin = (policy_chosen - ref_chosen) - (policy_rejected - ref_rejected)
+    if config.loss == "ipo":
+        return jnp.square(margin - 1 / (2 * config.beta))
+    h, smoothing = config.beta * margin, config.label_smoothing
+    loss = (1 - smoothing) * jax.nn.softplus(-h)
+    return loss + smoothing * jax.nn.softplus(h) if smoothing else loss
