@@ -33,7 +33,7 @@ import jax.numpy as jnp
 
 from benchmarks.records import FIRST_RUN, hardware, path_for, provenance, write
 from jrlhf.config import load_config
-from jrlhf.data.tokenizer import load_tokenizer
+from jrlhf.data.tokenizer_files import load_tokenizer
 from jrlhf.errors import DONE, PREEMPTED
 from jrlhf.meshes import make_mesh
 from jrlhf.models import PRESETS, ModelConfig, export_hf, init_sharded

@@ -10,7 +10,8 @@ from jaxtyping import Array, Float
 from jrlhf.config.schema import RewardConfig
 from jrlhf.data.batches import pad_rows, put_rows
 from jrlhf.data.encode import encode_answered, tools_of
-from jrlhf.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
+from jrlhf.data.tokenizer import Tokenizer
+from jrlhf.data.tokenizer_files import check_vocabulary, load_tokenizer
 from jrlhf.data.types import Ids
 from jrlhf.errors import UserError
 from jrlhf.meshes import to_host

@@ -14,7 +14,8 @@ from jrlhf.config.places import is_address
 from jrlhf.config.schema import Config, DatasetsData, LoRASection, ModelSection
 from jrlhf.data.hub import first_line, hub_reason
 from jrlhf.data.read import is_hub_name
-from jrlhf.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
+from jrlhf.data.tokenizer import Tokenizer
+from jrlhf.data.tokenizer_files import check_vocabulary, load_tokenizer
 from jrlhf.errors import UserError
 from jrlhf.meshes import GENERATE, TRAIN, Layout, reshard
 from jrlhf.models import PRESETS, LoRAConfig, ModelConfig, init_lm, lora_shardings, param_shardings

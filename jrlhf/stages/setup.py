@@ -20,7 +20,8 @@ from jrlhf.config.schema import ComputeConfig, Config, DatasetsData, ModelSectio
 from jrlhf.data import datasets
 from jrlhf.data.read import fingerprint
 from jrlhf.data.task import Task
-from jrlhf.data.tokenizer import Tokenizer, load_tokenizer, same_tokens
+from jrlhf.data.tokenizer import Tokenizer
+from jrlhf.data.tokenizer_files import load_tokenizer, same_tokens
 from jrlhf.errors import UserError
 from jrlhf.fleet.processes import check_processes
 from jrlhf.meshes import make_mesh

@@ -15,7 +15,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from jrlhf.config.places import PACKAGES
 from jrlhf.data.datasets import STAGES
-from jrlhf.data.tokenizer import load_tokenizer
+from jrlhf.data.tokenizer_files import load_tokenizer
 from jrlhf.models import ModelConfig, init_lm, init_scalar
 from jrlhf.models.hf import export_hf
 

@@ -12,7 +12,7 @@ import pytest
 from jrlhf import generate
 from jrlhf.data.batches import pad_rows, put_rows, read_responses, row_keys
 from jrlhf.data.encode import Encoding
-from jrlhf.data.tokenizer import load_tokenizer
+from jrlhf.data.tokenizer_files import load_tokenizer
 from jrlhf.data.types import Example
 from jrlhf.errors import UserError
 from jrlhf.generate import cli, load

@@ -13,7 +13,7 @@ from safetensors.numpy import load_file
 
 from jrlhf.config import Config, load_config
 from jrlhf.config.parse import build
-from jrlhf.data.tokenizer import load_tokenizer
+from jrlhf.data.tokenizer_files import load_tokenizer
 from jrlhf.errors import UserError
 from jrlhf.models.hf import load_adapter, load_hf, read_config
 from jrlhf.roles.pretrained import check_weights

@@ -8,7 +8,8 @@ from typing import Any
 from jrlhf.config.schema import ColumnsConfig
 from jrlhf.data.encode import Encoding, Pairs, Prompts, Sequences
 from jrlhf.data.read import USUAL, Dataset, make_dataset
-from jrlhf.data.tokenizer import Tokenizer, load_tokenizer
+from jrlhf.data.tokenizer import Tokenizer
+from jrlhf.data.tokenizer_files import load_tokenizer
 
 FAMILIES = Path(__file__).parents[1] / "tokenizers"
 GOLDEN = json.loads((FAMILIES / "golden.json").read_text(encoding="utf-8"))

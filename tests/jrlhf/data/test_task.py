@@ -7,7 +7,7 @@ import pytest
 from jrlhf.config.parse import build
 from jrlhf.config.schema import Config
 from jrlhf.data.datasets import keep_apart, load_task, prompt_text
-from jrlhf.data.tokenizer import load_tokenizer
+from jrlhf.data.tokenizer_files import load_tokenizer
 from jrlhf.errors import UserError
 
 from .conftest import from_rows

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import tokenizers
 
-from jrlhf.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
+from jrlhf.data.tokenizer import Tokenizer
+from jrlhf.data.tokenizer_files import check_vocabulary, load_tokenizer
 from jrlhf.errors import UserError
 
 from .conftest import FAMILIES, FAMILY, GOLDEN

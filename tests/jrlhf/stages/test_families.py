@@ -14,7 +14,7 @@ from jrlhf.config.parse import build
 from jrlhf.config.schema import Config, RewardConfig
 from jrlhf.data.batches import put_rows
 from jrlhf.data.encode import Encoding
-from jrlhf.data.tokenizer import load_tokenizer
+from jrlhf.data.tokenizer_files import load_tokenizer
 from jrlhf.data.types import Example
 from jrlhf.meshes import make_mesh
 from jrlhf.models.hf import load_hf
