@@ -25,13 +25,10 @@ from jrlhf.models.init import init_sharded as init_sharded
 from jrlhf.models.init import scalar_from as scalar_from
 from jrlhf.models.lora import LoRAConfig as LoRAConfig
 from jrlhf.models.lora import init_lora as init_lora
-from jrlhf.models.lora import lora_axes as lora_axes
 from jrlhf.models.lora import lora_shardings as lora_shardings
 from jrlhf.models.lora import merge as merge
 from jrlhf.models.modules import Int8 as Int8
-from jrlhf.models.params import lm_axes as lm_axes
 from jrlhf.models.params import param_shardings as param_shardings
-from jrlhf.models.params import scalar_axes as scalar_axes
 from jrlhf.models.presets import PRESETS as PRESETS
 from jrlhf.models.quantize import int8_error as int8_error
 from jrlhf.models.quantize import int8_shardings as int8_shardings

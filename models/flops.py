@@ -5,6 +5,7 @@ elementwise work are not counted, nor what a backward pass recomputes, nor paddi
 """
 
 import math
+from functools import partial
 
 import numpy as np
 from jaxtyping import Int
@@ -45,28 +46,30 @@ def forward_operations(
     head: HeadKind = "lm",
     lora: LoRAConfig | None = None,
     predicted: Lengths | None = None,
+    *,
+    passes: float = 1.0,
 ) -> float:
     """Operations of scoring these rows: `make_logprobs` (head "lm"), `make_values` ("scalar").
 
     2 (layers + adapters) a token, 2 head for each predicted token, and causal attention.
 
     predicted: number of predicted tokens of each row, with the head "lm"; None: all but the first.
+    passes: forward passes of equal work: 3 with a backward pass. There a base under an adapter counts 2, for it has no
+        gradient of its own.
     """
-    return _operations(config, lengths, predicted, head, lora, frozen=2.0, trained=2.0)
+    trained = 2.0 * passes
+    frozen = trained if lora is None else max(2.0, trained - 2.0)
+    tokens = float(np.sum(lengths, dtype=np.float64))
+    predicted = np.maximum(lengths - 1, 0) if predicted is None else predicted
+    scored = float(np.sum(predicted, dtype=np.float64)) if head == "lm" else tokens
+    of_head = trained if head == "scalar" else frozen  # a scalar head is the adapter's own
+    adapter = 0.0 if lora is None else lora_weights(config, lora) * trained
+    dense = (frozen * layer_weights(config) + adapter) * tokens + of_head * head_weights(config, head) * scored
+    return dense + passes * attention_operations(config, lengths)
 
 
-def training_operations(
-    config: ModelConfig,
-    lengths: Lengths,
-    head: HeadKind = "lm",
-    lora: LoRAConfig | None = None,
-    predicted: Lengths | None = None,
-) -> float:
-    """Operations of one forward and backward pass over these rows: three forwards.
-
-    With `lora` the base is passed backward but has no gradient of its own: 4 a weight and token instead of 6.
-    """
-    return _operations(config, lengths, predicted, head, lora, frozen=6.0 if lora is None else 4.0, trained=6.0)
+# Operations of one forward and one backward pass over these rows.
+training_operations = partial(forward_operations, passes=3.0)
 
 
 def weight_bytes(config: ModelConfig, itemsize: float, *, layer_itemsize: float | None = None) -> float:
@@ -123,27 +126,6 @@ def generation_seconds(
     read_once = prompts[::samples]
     prefill = 2.0 * layer_weights(config) * float(read_once.sum()) + attention_operations(config, read_once)
     return float(decode) + prefill / operations
-
-
-def _operations(
-    config: ModelConfig,
-    lengths: Lengths,
-    predicted: Lengths | None,
-    head: HeadKind,
-    lora: LoRAConfig | None,
-    *,
-    frozen: float,
-    trained: float,
-) -> float:
-    """Operations of all products. frozen, trained: for each number and token of the base, and of what is trained in
-    addition; attention has `trained` / 2 forward passes."""
-    tokens = float(np.sum(lengths, dtype=np.float64))
-    predicted = np.maximum(lengths - 1, 0) if predicted is None else predicted
-    scored = float(np.sum(predicted, dtype=np.float64)) if head == "lm" else tokens
-    of_head = trained if head == "scalar" else frozen  # a scalar head is the adapter's own
-    adapter = 0.0 if lora is None else lora_weights(config, lora) * trained
-    dense = (frozen * layer_weights(config) + adapter) * tokens + of_head * head_weights(config, head) * scored
-    return dense + trained / 2 * attention_operations(config, lengths)
 
 
 def _pairs(lengths: Lengths, window: int | None) -> float:

@@ -107,16 +107,12 @@ def init_lora(
     return nested((weight.path, fresh(weight)) for weight in adapter_weights(config, lora, head))
 
 
-def lora_axes(config: ModelConfig, lora: LoRAConfig, tensor: int, head: HeadKind = "lm") -> Params:
-    """The tree of `init_lora` with each leaf's logical axes, for a mesh whose `tensor` axis has this size."""
-    return nested((weight.path, weight.axes) for weight in adapter_weights(config, lora, head, tensor))
-
-
 def lora_shardings(
     config: ModelConfig, mesh: Mesh | AbstractMesh, lora: LoRAConfig, head: HeadKind = "lm"
 ) -> dict[str, Any]:
     """Returns each leaf's sharding: over `tensor` with the heads or the mlp of its projection, else on every device."""
-    return stored(lora_axes(config, lora, mesh.shape["tensor"], head), mesh, GENERATE)
+    table = adapter_weights(config, lora, head, mesh.shape["tensor"])
+    return stored(nested((weight.path, weight.axes) for weight in table), mesh, GENERATE)
 
 
 def with_adapter(params: Params, adapter: Params, lora: LoRAConfig, dtype: Any) -> Params:

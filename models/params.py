@@ -244,21 +244,14 @@ def leaf_at(tree: Any, path: Path) -> Any:
     return tree
 
 
-def lm_axes(config: ModelConfig, tensor: int) -> Params:
-    """The tree of `init_lm` with each weight's logical axes, for a mesh whose `tensor` axis has this size."""
-    return nested((weight.path, weight.axes) for weight in weights(config, "lm", tensor))
-
-
-def scalar_axes(config: ModelConfig, tensor: int) -> Params:
-    """The tree of `init_scalar` with each weight's logical axes."""
-    return nested((weight.path, weight.axes) for weight in weights(config, "scalar", tensor))
-
-
 def model_axes(config: ModelConfig, mesh: Mesh | AbstractMesh, head: HeadKind) -> Params:
-    """`lm_axes` or `scalar_axes` for this mesh; a ValueError if the model does not fit on it."""
+    """The tree of `init_lm` or `init_scalar` with each weight's logical axes.
+
+    Raises a ValueError if the model does not fit on this mesh.
+    """
     if config.embed % mesh.shape["fsdp"]:
         raise ValueError(f"model embed={config.embed} cannot be divided over fsdp={mesh.shape['fsdp']}")
-    return (lm_axes if head == "lm" else scalar_axes)(config, mesh.shape["tensor"])
+    return nested((weight.path, weight.axes) for weight in weights(config, head, mesh.shape["tensor"]))
 
 
 def is_axes(x: Any) -> bool:

@@ -15,11 +15,10 @@ from jrlhf.models import (
     init_lm,
     init_scalar,
     init_sharded,
-    lm_axes,
     param_shardings,
-    scalar_axes,
     scalar_from,
 )
+from jrlhf.models.params import model_axes
 from tests.models.shared import GEMMA, GPT_2, fast_jit
 
 CONFIG = ModelConfig(
@@ -55,8 +54,9 @@ def test_shards_have_the_promised_sizes():
     assert layers[1]["mlp"]["up"].shard_shape((64, 96)) == (64, 96 // 4)
     assert layers[2]["attention"]["wo"].shard_shape((8, 16, 64)) == (8 // 4, 16, 64)
     scalar = param_shardings(CONFIG, mesh, TRAIN, "scalar")
-    assert scalar_axes(CONFIG, 1)["value_head"] == {"kernel": ("norm",), "bias": ()}
-    assert lm_axes(CONFIG, 2)["layers"]["attention"]["wk"][2] == "kv_heads"
+    assert model_axes(CONFIG, mesh, "scalar")["value_head"] == {"kernel": ("norm",), "bias": ()}
+    wide = make_mesh(fsdp=4, tensor=2)
+    assert model_axes(CONFIG, wide, "lm")["layers"]["attention"]["wk"][2] == "kv_heads"
     assert scalar["value_head"]["kernel"].shard_shape((64,)) == (64,)
 
 
