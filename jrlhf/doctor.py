@@ -27,6 +27,7 @@ from typing import Any, Literal
 
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
 
 from jrlhf.errors import DONE, FAILED, UserError, exit_code_of_printing, printable
 
@@ -214,7 +215,7 @@ def _compare(facts: Facts, extra: str, package: str = "jrlhf") -> tuple[list[str
     """
     missing, unfit = [], []
     for requirement in map(Requirement, facts.requirements.get(package, ())):
-        marker, version = requirement.marker, facts.versions.get(_normal(requirement.name))
+        marker, version = requirement.marker, facts.versions.get(canonicalize_name(requirement.name))
         if bool(extra) != bool(_extras(requirement)) or (marker and not marker.evaluate({"extra": extra})):
             continue
         if version is None:
@@ -229,13 +230,10 @@ def _compare(facts: Facts, extra: str, package: str = "jrlhf") -> tuple[list[str
     return missing, ([] if extra and missing else unfit)
 
 
-def _normal(name: str) -> str:
-    return name.lower().replace("_", "-").replace(".", "-")
-
-
 def gather(run_dir: str) -> Facts:
     """Returns the facts of this machine. The hub is waited for 4 seconds, and JAX for three minutes."""
-    versions = {_normal(one.name): one.version for one in importlib.metadata.distributions() if one.name}
+    distributions = importlib.metadata.distributions()
+    versions: dict[str, str] = {canonicalize_name(one.name): one.version for one in distributions if one.name}
     requirements = {
         name: tuple(importlib.metadata.requires(name) or ()) for name in ("jrlhf", "jax") if name in versions
     }

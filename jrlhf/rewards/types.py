@@ -119,9 +119,6 @@ def weighted_sum(parts: Sequence[tuple[float, Scored]], response_lengths: Sequen
         return Scored(scores, failures=failures)
     tokens = tuple(np.zeros(length) for length in response_lengths)
     for weight, scored in parts:
-        for row, total in enumerate(tokens):
-            if scored.token_scores is not None:
-                total += weight * scored.token_scores[row]
-            elif len(total):
-                total[-1] += weight * scored.scores[row]
+        for total, row in zip(tokens, _by_token(scored, response_lengths), strict=True):
+            total += weight * row
     return Scored(scores, token_scores=tokens, failures=failures)

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -122,27 +122,19 @@ class Prometheus:
         write_atomic(self._path, "\n".join(lines) + "\n")
 
 
-class Trackers:
-    """Hands the metrics of an iteration to all that follow the run."""
-
-    def __init__(self, trackers: Sequence[Wandb | Prometheus]):
-        self._trackers = trackers
-
-    def log(self, stage: str, step: int, metrics: Mapping[str, Any]) -> None:
-        for tracker in self._trackers:
-            tracker.log(stage, step, metrics)
+Tracker = Wandb | Prometheus
 
 
 @contextmanager
-def tracking(config: Config, run: Run, warn: Callable[[str], None]) -> Iterator[Trackers | None]:
-    """Yields what follows the run beside its own files; None without `wandb` and `prometheus`."""
+def tracking(config: Config, run: Run, warn: Callable[[str], None]) -> Iterator[list[Tracker]]:
+    """Yields what follows the run beside its own files."""
     with ExitStack() as stack:
-        trackers = list[Wandb | Prometheus]()
+        trackers = list[Tracker]()
         if config.wandb is not None and run.writes:
             trackers.append(stack.enter_context(closing(_connect(config, config.wandb, run, warn))))
         if config.prometheus and run.writes:
             trackers.append(Prometheus(run.path / PROMETHEUS, config.name))
-        yield Trackers(trackers) if trackers else None
+        yield trackers
 
 
 def _connect(config: Config, section: WandbConfig, run: Run, warn: Callable[[str], None]) -> Wandb:

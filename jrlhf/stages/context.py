@@ -1,6 +1,6 @@
 """The settings and services that all stages of a run share."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
@@ -9,7 +9,8 @@ from jax.sharding import Mesh
 from jrlhf.config.schema import Config
 from jrlhf.data.task import Task
 from jrlhf.models import SamplingConfig
-from jrlhf.rewards.mixture import Rewards, open_rewards
+from jrlhf.rewards.mixture import Rewards
+from jrlhf.rewards.of_config import open_rewards
 from jrlhf.roles.initial import InitialModels
 from jrlhf.roles.model import Compute, Model
 from jrlhf.roles.placement import RolePlacement
@@ -17,7 +18,7 @@ from jrlhf.roles.sampling import Sampler
 from jrlhf.run.console import Console
 from jrlhf.run.directory import Run
 from jrlhf.run.preemption import PreemptionGuard
-from jrlhf.run.tracking import Trackers
+from jrlhf.run.tracking import Tracker
 from jrlhf.stages.identity import Identity
 
 
@@ -34,7 +35,7 @@ class Context:
     console: Console
     preemption: PreemptionGuard
     identity: Identity
-    trackers: Trackers | None = None
+    trackers: Sequence[Tracker] = ()
     placements: Mapping[str, RolePlacement] = field(default_factory=dict)  # of the roles of reinforcement learning
 
     def placement(self, role: str) -> RolePlacement:

@@ -89,8 +89,8 @@ def run_stage(
                     run.add_samples(samples)
                     console.samples([sample for sample in samples if "kind" not in sample])
                 numbers = log.log(name, step + 1, metrics, samples, calls)
-                if context.trackers is not None:
-                    context.trackers.log(name, step + 1, numbers)
+                for tracker in context.trackers:
+                    tracker.log(name, step + 1, numbers)
                 progress.advance(step + 1, numbers)
                 stop = context.preemption.agreed()
                 last, in_vain = step + 1 == steps, learning.in_vain(step + 1, steps)

@@ -61,8 +61,7 @@ def test_every_number_arrives_under_its_stage_and_a_resumed_run_keeps_its_id(tmp
     messages, warnings = stand_in(), []
     for resume, mode in ((False, "offline"), (True, "online")):
         config = config_of(tmp_path, mode=mode)
-        with open_run(config, resume=resume) as run, tracking.tracking(config, run, warnings.append) as wandb:
-            assert wandb is not None
+        with open_run(config, resume=resume) as run, tracking.tracking(config, run, warnings.append) as (wandb,):
             wandb.log("sft", 1, {"sft/loss": 2.5, "timing_s/step": 0.25})
             wandb.log("ppo", 1, {"critic/score/mean": float("nan")})
     lines = messages()
@@ -114,8 +113,8 @@ def test_what_is_missing_is_said_before_anything_runs(tmp_path, monkeypatch):
         check_wandb(config_of(tmp_path))
     check_wandb(Config())
     off = Config(run_dir=str(tmp_path))
-    with open_run(off) as run, tracking.tracking(off, run, print) as wandb:
-        assert wandb is None
+    with open_run(off) as run, tracking.tracking(off, run, print) as trackers:
+        assert trackers == []
     with pytest.raises(UserError, match="wandb.mode=offline has no effect with wandb.project=null: leave it out"):
         validate(build(Config, {"wandb": {"mode": "offline"}}), 1, {"actor": ModelConfig(8, 8, 1, 1, 1, 8, 8, 64)})
 
@@ -129,10 +128,9 @@ def test_prometheus_reads_each_number_of_the_newest_iteration_under_a_name_of_it
     metrics = {"critic/score/mean": 0.1, "critic/score_mean": 2, "timing_s/gen": 1e-300, "a-b": float("nan")}
     metrics |= {"actor/infinite": float("-inf"), "flag": True, "perf/\u00e9": 7}
     before = time.time()
-    with open_run(config) as run, tracking.tracking(config, run, print) as trackers:
-        assert trackers is not None
-        trackers.log("sft", 9, {"old": 1.0})
-        trackers.log("ppo", 3, metrics)
+    with open_run(config) as run, tracking.tracking(config, run, print) as (prometheus,):
+        prometheus.log("sft", 9, {"old": 1.0})
+        prometheus.log("ppo", 3, metrics)
         *lines, end = (run.path / "metrics.prom").read_text(encoding="utf-8").split("\n")
         assert end == "" and [file.name for file in run.path.glob("*.prom")] == ["metrics.prom"]
     samples = dict[str, str]()

@@ -1,0 +1,81 @@
+"""The rewards and the costs of a config, opened for the length of a block."""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+
+from jrlhf.config.schema import RewardConfig
+from jrlhf.data.task import Task
+from jrlhf.ppo import ScoreConfig
+from jrlhf.rewards.functions import FunctionReward
+from jrlhf.rewards.mixture import TRAINED, Kind, Rewards, TextPart, TokenPart
+from jrlhf.rewards.text_model import TextReward
+from jrlhf.roles.initial import InitialModels
+from jrlhf.roles.model import Model
+from jrlhf.roles.placement import RolePlacement
+from jrlhf.run.clock import Clock
+from jrlhf.run.processes import from_main
+
+
+@contextmanager
+def open_rewards(
+    initial: InitialModels,
+    task: Task,
+    folder: Path,
+    placement: Callable[[str], RolePlacement],
+    policy: Model,
+    trained: Model | None,
+) -> Iterator[tuple[Rewards, Rewards | None]]:
+    """The rewards of a config, and its costs, which are not shaped. Processes of functions end with the block.
+
+    folder: where the functions' logs are written. placement: of the roles "reward" and "cost".
+    policy: the model on whose base a reward's adapter is put. trained: the reward model that this run trained.
+    """
+    config, data, clock = initial.config, initial.config.data, Clock(deadline=initial.config.deadline)
+
+    def start(function: FunctionReward) -> str:
+        stack.enter_context(function)
+        initial.console.line(function.describe())
+        if task.prompts is not None:
+            function.check_columns(task.prompts.examples[0].columns)
+        return function.fingerprint
+
+    def opened(kind: Kind, section: Sequence[RewardConfig], shaping: ScoreConfig, own: Model | None) -> Rewards:
+        role = "reward" if kind == "rewards" else "cost"
+        places, tokens, texts = placement(role), dict[str, TokenPart](), dict[str, TextPart]()
+        if own is not None:
+            stored = places.store(own, donate=False)
+            tokens[TRAINED] = TokenPart(config.reward_model.weight, stored, own.fingerprint(), on_failure=math.nan)
+        for index, reward in enumerate(section):
+            if reward.adapter is not None:
+                model = initial.reward_adapter(policy, reward.adapter, f"{kind}[{index}].adapter")
+                identity = model.fingerprint()
+                tokens[reward.name] = TokenPart(reward.weight, places.store(model), identity, reward.on_failure)
+            elif reward.model is not None:
+                key, usual = f"{kind}[{index}].model", data.max_prompt + data.max_response
+                model = initial.reward(reward.model, key)
+                scorer = TextReward(reward, key, model, places, initial.compute, usual=usual)
+                texts[reward.name] = TextPart(reward.weight, scorer.score, scorer.identity, on_device=True)
+            else:
+                function = FunctionReward(reward, config.seed, folder / f"{role}-{reward.name}.log", kind=role)
+                texts[reward.name] = TextPart(reward.weight, function.score, from_main(partial(start, function)))
+        rewards = Rewards(
+            tokens,
+            texts,
+            placement=places,
+            compute=initial.compute,
+            clock=clock,
+            tokenizer=task.tokenizer,
+            max_response=data.max_response,
+            shaping=shaping,
+            kind=kind,
+            trained=own,
+        )
+        stack.callback(rewards.close)  # before the functions' processes end
+        return rewards
+
+    with ExitStack() as stack:
+        rewards = opened("rewards", config.rewards, config.rl.scores, trained)
+        yield rewards, opened("costs", config.costs, ScoreConfig(), None) if config.costs else None
