@@ -1,5 +1,9 @@
 """RL mathematics and jitted steps over functions and arrays: bring any model that gives log-probs and values."""
 
+from jrlhf.meshes.by_length import ByLength as ByLength
+from jrlhf.meshes.by_length import bucket_widths as bucket_widths
+from jrlhf.meshes.by_length import map_by_length as map_by_length
+from jrlhf.meshes.rows import map_parts as map_parts
 from jrlhf.ppo.advantages import gae as gae
 from jrlhf.ppo.advantages import group_advantages as group_advantages
 from jrlhf.ppo.advantages import returns_to_go as returns_to_go
@@ -38,10 +42,6 @@ from jrlhf.ppo.masked import masked_mean as masked_mean
 from jrlhf.ppo.masked import masked_variance as masked_variance
 from jrlhf.ppo.masked import masked_whiten as masked_whiten
 from jrlhf.ppo.masked import response_mask as response_mask
-from jrlhf.ppo.parts import ByLength as ByLength
-from jrlhf.ppo.parts import bucket_widths as bucket_widths
-from jrlhf.ppo.parts import map_by_length as map_by_length
-from jrlhf.ppo.parts import map_parts as map_parts
 from jrlhf.ppo.safe import MultiplierState as MultiplierState
 from jrlhf.ppo.safe import make_safe_experience as make_safe_experience
 from jrlhf.ppo.safe import update_multiplier as update_multiplier

@@ -6,8 +6,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
+from jrlhf.meshes.rows import whole
 from jrlhf.ppo.config import Baseline
-from jrlhf.ppo.parts import whole
 
 GROUP_EPSILON = 1e-6
 

@@ -133,8 +133,9 @@ class PolicyConfig(Section):
     micro_batch_tokens: int | None = None
     """Compute a minibatch in parts of about this number of tokens per device instead, padding included (verl's
     ppo_max_token_len_per_gpu); null: off. Rows of similar length are computed together and are no wider than they need
-    to be: `parts.py`. Changes time and memory, not the result; compiles the model up to four times. Where layers are
-    computed in slices (adapters with mesh.tensor > 1), a device computes its slice for `tensor` times as many tokens.
+    to be: `meshes/by_length.py`. Changes time and memory, not the result; compiles the model up to four times. Where
+    layers are computed in slices (adapters with mesh.tensor > 1), a device computes its slice for `tensor` times as
+    many tokens.
     """
     # Seed of the shuffles. In a run it is the run's seed.
     seed: int = field(default=0, metadata={"from": "seed"})

@@ -38,6 +38,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from jrlhf.meshes.rows import row_axes
 from jrlhf.ppo.advantages import gae, group_advantages, group_spread, returns_to_go
 from jrlhf.ppo.config import GRPOConfig, PolicyConfig, PPOConfig, ReinforcePPConfig, ReMaxConfig
 from jrlhf.ppo.losses import LOG_RATIO_LIMIT, importance_weights, kl_estimate
@@ -50,7 +51,6 @@ from jrlhf.ppo.masked import (
     masked_whiten,
     response_mask,
 )
-from jrlhf.ppo.parts import row_axes
 from jrlhf.ppo.types import Coefficient, Experience, KLState, Logprobs, Rollout, Scored, Scores
 
 

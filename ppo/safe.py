@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jrlhf.meshes.rows import whole
 from jrlhf.ppo.config import SafeRLHFConfig
 from jrlhf.ppo.experience import rewarded, with_advantages, with_critic
-from jrlhf.ppo.parts import whole
 from jrlhf.ppo.types import Coefficient, Experience, Logprobs, Rollout, Scored, Scores
 
 

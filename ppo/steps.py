@@ -21,6 +21,7 @@ import optax
 from jax.tree_util import Partial
 from jaxtyping import Array, Bool, Float, Int
 
+from jrlhf.meshes.rows import interleave
 from jrlhf.ppo.config import PolicyConfig, Ratio
 from jrlhf.ppo.experience import age_metrics
 from jrlhf.ppo.losses import (
@@ -33,7 +34,6 @@ from jrlhf.ppo.losses import (
     proximal_logprobs,
 )
 from jrlhf.ppo.masked import masked_mean, token_count
-from jrlhf.ppo.parts import interleave
 from jrlhf.ppo.types import Experience, SFTBatch, TrainState
 from jrlhf.ppo.updates import Metrics, Pipeline, check_output, make_step, run_updates
 

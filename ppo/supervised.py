@@ -18,9 +18,10 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, Float, Int
 
+from jrlhf.meshes.by_length import ByLength, row_ends
+from jrlhf.meshes.rows import check_divisible, groups, interleave
 from jrlhf.ppo.config import DPOConfig, check_one_division
 from jrlhf.ppo.masked import masked_sum, token_count
-from jrlhf.ppo.parts import ByLength, check_divisible, groups, interleave, row_ends
 from jrlhf.ppo.steps import LogprobFn
 from jrlhf.ppo.types import SFTBatch, TrainState
 from jrlhf.ppo.updates import LossFn, Metrics, Pipeline, apply_update, check_output, make_step

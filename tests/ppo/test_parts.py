@@ -15,6 +15,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jrlhf.meshes import make_mesh
+from jrlhf.meshes.by_length import ByLength, bucket_widths, fold_by_length, map_by_length, row_ends
+from jrlhf.meshes.rows import check_divisible, draw_minibatch, split_rows
 from jrlhf.ppo import (
     DPOConfig,
     PairBatch,
@@ -27,16 +29,6 @@ from jrlhf.ppo import (
     make_ppo_step,
     make_preference_step,
     make_sft_step,
-)
-from jrlhf.ppo.parts import (
-    ByLength,
-    bucket_widths,
-    check_divisible,
-    draw_minibatch,
-    fold_by_length,
-    map_by_length,
-    row_ends,
-    split_rows,
 )
 
 ROWS, TIME, BUDGET = 32, 64, 96

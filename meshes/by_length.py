@@ -1,15 +1,11 @@
-"""Divides rows into minibatches and micro-batches without moving a row to another device.
+"""Rows of a batch in micro-batches of similar length, which saves the computation of padding.
 
-Devices hold the B rows of a batch in contiguous blocks. Consecutive minibatches, or a shuffle of the whole batch, would
-move most rows. Instead, each group of consecutive rows gives one row to every part, so every part has rows of every
-device, where they already are. The result depends on the order of the rows, never on the mesh.
-
-Parts by length (`ByLength`) save the computation of padding. Rows are sorted by length, longest first. A micro-batch is
-as wide as its longest row, rounded up to one of a few static widths (`bucket_widths`), and has about the same number of
-tokens whatever its width. It is one compiled program: each width has its own loop, whose number of turns follows from
-the lengths, so other lengths compile nothing again. The price is that the given function is compiled once per width.
-Row r of the sorted rows goes to device r mod D, so that devices get equal numbers of similar rows. Every device
-receives all rows for this, once per update; inside the loops no row moves.
+Rows are sorted by length, longest first. A micro-batch is as wide as its longest row, rounded up to one of a few static
+widths (`bucket_widths`), and has about the same number of tokens whatever its width. It is one compiled program: each
+width has its own loop, whose number of turns follows from the lengths, so other lengths compile nothing again. The
+price is that the given function is compiled once per width. Row r of the sorted rows goes to device r mod D, so that
+devices get equal numbers of similar rows. Every device receives all rows for this, once per update; inside the loops no
+row moves.
 """
 
 import math
@@ -21,106 +17,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType
-from jaxtyping import Array, Bool, Int, Key
+from jaxtyping import Array, Bool, Int
+
+from jrlhf.meshes.rows import groups, reshaped, row_axes, row_shards, whole
 
 PyTree = Any
 Carry = TypeVar("Carry")
 WIDTHS = 4  # at most: each is another copy of the model in the compiled program
-
-
-def check_divisible(rows: Array, minibatches: int, micro_batches: int) -> None:
-    """Raises ValueError if the batch cannot be cut into equal parts of which every device has an equal share.
-
-    The devices over which rows are divided are known where the mesh's axes are Explicit.
-    """
-    count, parts = rows.shape[0], minibatches * micro_batches
-    described = f"minibatches={minibatches} x micro_batches={micro_batches}"
-    if count % parts:
-        raise ValueError(f"{count} rows do not divide into {described}: the batch must be a multiple of {parts} rows")
-    shards = row_shards(rows)
-    if count // parts % shards:
-        raise ValueError(
-            f"{count} rows in {described} make {count // parts} a micro-batch, which the mesh divides over {shards} "
-            f"devices: the batch must be a multiple of {parts * shards} rows"
-        )
-
-
-def draw_minibatch(rows: PyTree, key: Key[Array, ""], index: int | Int[Array, ""], minibatches: int) -> PyTree:
-    """Minibatch `index` of a stratified shuffle: [B, ...] -> [B / minibatches, ...] in every leaf.
-
-    Within each group of `minibatches` consecutive rows a random permutation assigns one row to each minibatch. Calls
-    with one key and index 0 ... minibatches - 1 return every row exactly once.
-    """
-    if minibatches == 1:
-        return rows
-    first = jax.tree.leaves(rows)[0]
-    count = first.shape[0] // minibatches
-    order = jnp.argsort(jax.random.bits(key, (count, minibatches)), axis=1)
-    # Adding zeros made from the rows gives the replicated choice the sharding of the rows.
-    group_of = groups(first, minibatches)
-    zeros = jnp.zeros_like(group_of.reshape(count, -1)[:, 0], order.dtype)
-    choice = order[:, index] + zeros
-    return jax.tree.map(lambda x: jax.vmap(lambda group, i: group[i])(groups(x, minibatches), choice), rows)
-
-
-def split_rows(rows: PyTree, parts: int) -> PyTree:
-    """Strided parts: [B, ...] -> [parts, B / parts, ...] in every leaf; part i has the rows i, i + parts, ..."""
-    return jax.tree.map(lambda x: jnp.swapaxes(groups(x, parts), 0, 1), rows)
-
-
-def map_parts(function: Callable[[PyTree], PyTree], rows: PyTree, parts: int) -> PyTree:
-    """`function(rows)`, computed in `parts` strided parts, one after the other.
-
-    function: rows -> a tree of arrays [B, ...], divided over devices as the rows are. The result for a row must depend
-        on that row alone.
-    """
-    check_divisible(jax.tree.leaves(rows)[0], 1, parts)
-    results = lax.map(function, split_rows(rows, parts))
-    return jax.tree.map(_join_rows, results)
-
-
-def _join_rows(x: Array) -> Array:
-    """[parts, B / parts, ...] -> [B, ...]: undoes `split_rows`."""
-    x = jnp.swapaxes(x, 0, 1)
-    return _reshape(x, (x.shape[0] * x.shape[1], *x.shape[2:]), *jax.typeof(x).sharding.spec[2:])
-
-
-def interleave(x: Array, y: Array) -> Array:
-    """[B, ...] and [B, ...] -> [2 B, ...]: the rows of both in turn, which stay on their devices."""
-    return _reshape(jnp.stack([x, y], axis=1), (2 * x.shape[0], *x.shape[1:]), *jax.typeof(x).sharding.spec[1:])
-
-
-def groups(x: Array, size: int) -> Array:
-    """[B, ...] -> [B / size, size, ...]: groups of consecutive rows, which stay on their devices."""
-    # The spec is explicit: with a single group, reshape alone would leave the mesh's axes with the rows in it.
-    return _reshape(x, (x.shape[0] // size, size, *x.shape[1:]), None, *jax.typeof(x).sharding.spec[1:])
-
-
-def _reshape(x: Array, shape: tuple[int, ...], *spec: Any) -> Array:
-    """Reshapes `x`; axis 0 stays divided as it is, and `spec` says how the other axes of the result are divided."""
-    axes = row_axes(x)
-    return x.reshape(shape) if axes is None else jnp.reshape(x, shape, out_sharding=jax.P(axes, *spec))
-
-
-def whole(x: Array) -> Array:
-    """`x` on every device, as sums over rows of several devices and reads of single rows need it."""
-    return x if row_axes(x) is None else jax.reshard(x, jax.P())
-
-
-def row_axes(x: Any) -> str | tuple[str, ...] | None:
-    """The mesh axes over which axis 0 is divided, as far as the type of `x` tells: None where none is Explicit."""
-    spec = jax.typeof(x).sharding.spec
-    return spec[0] if spec else None
-
-
-def row_shards(x: Array) -> int:
-    """The number of devices over which axis 0 is divided, as far as the type of `x` tells: 1 where none is Explicit."""
-    axes = row_axes(x)
-    names = axes if isinstance(axes, tuple) else () if axes is None else (axes,)
-    return math.prod(jax.typeof(x).sharding.mesh.shape[name] for name in names)
-
-
-# ---- parts by length
 
 
 class ByLength(NamedTuple):
@@ -265,7 +168,7 @@ def _micro_batch(ordered: PyTree, position: Array, bucket: _Bucket) -> PyTree:
         x = lax.dynamic_slice_in_dim(x, position, bucket.rows, axis=1)
         if x.ndim > 2:
             x = x[:, :, : bucket.width]
-        return _reshape(x, (-1, *x.shape[2:]), *[None] * (x.ndim - 2))
+        return reshaped(x, (-1, *x.shape[2:]), *[None] * (x.ndim - 2))
 
     return jax.tree.map(cut, ordered)
 
