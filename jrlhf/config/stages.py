@@ -121,6 +121,10 @@ class AsynchronousConfig(Section):
     # Batches of decode slots, each with the same share of the slots. Results depend on it, and not on the processes
     # that decode. null: fleet.workers, else 1.
     logical_workers: int | None = count(None, most=1024)
+    logprob_check: Literal["stop", "warn", "off"] = "stop"
+    """What follows if a worker's log-probabilities are further from those that the trainer computes again than rounding
+    explains. "stop": the run ends. "warn": it prints a sentence for each such worker, counts in async/logprob_alarms,
+    and learns from what was drawn. "off": nothing is computed again."""
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ class AsynchronousRollouts(Closing):
     It draws on the devices of `actor.generate`, or in processes with the same mesh on devices of their own.
 
     take: (mesh, number of a batch) -> its prompts. rewards: all that score, of the reward and of the cost.
-    tell: is given a sentence about each process that is lost.
+    tell: is given a sentence about each process that is lost, and about alarms that only warn.
     """
 
     def __init__(
@@ -73,6 +73,7 @@ class AsynchronousRollouts(Closing):
                 workers=count,
                 length=width + sampling.max_new_tokens,
                 keeps=options.on_new_weights == "keep_cache",
+                warn=tell if options.logprob_check == "warn" else None,
             )
             self._fleet = Fleet(
                 workers,
@@ -84,6 +85,7 @@ class AsynchronousRollouts(Closing):
                 limit=sampling.max_new_tokens,
                 reward=options.reward_steps,
                 recompute=recompute,
+                compares=options.logprob_check != "off",
             )
 
     def close(self) -> None:

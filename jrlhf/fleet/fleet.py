@@ -84,7 +84,7 @@ class Fleet:
 
     mesh: where `state` is. on_complete: is called with each group as soon as it is complete, from that thread, too.
     samples: rows of a group. limit: tokens of a row. reward: time from a group's last token to its score.
-    recompute: None: log-probabilities are not compared.
+    recompute: what compares log-probabilities, if `compares`; None: nothing does, and no state has rows for it.
     """
 
     def __init__(
@@ -99,6 +99,7 @@ class Fleet:
         limit: int,
         reward: int = 0,
         recompute: Recompute | None = None,
+        compares: bool = True,
     ):
         self._workers, self.mesh, self._rules, self._reward = workers, mesh, rules, reward
         self._on_new_weights: OnNewWeights = on_new_weights
@@ -114,6 +115,7 @@ class Fleet:
         self._newest: tuple[Any, Weights, Identity] | None = None  # published, and not taken yet
         self._proofs: list[tuple[int, Identity, Identity]] = []  # version, identity of what draws, what it must be
         self._recompute, self._tracked, self._compared = recompute, None, Compared()
+        self._compares = recompute is not None and compares
         # The version that draws, as the last one, and those before it whose tokens are not all compared; with handles.
         self._drew: list[tuple[int, Any]] = []
         self._ready = 0  # time at which the batch in training was complete
@@ -152,7 +154,8 @@ class Fleet:
         started, times = to_host((state.started, state.times))
         self._times = jax.tree.map(int, times)
         self._groups, self._drawn, self._worker = unpack(started)
-        self._tracked = state.tracked
+        # Rows that went on while nothing was compared are not there.
+        self._tracked = state.tracked if self._recompute is None or self._compares else self._recompute.fresh()
         self._workers.start(state.decoding if isinstance(state.decoding, tuple) else [state.decoding])
         if self._times.version < self._times.published:
             self._newest = self._workers.put(weights), weights, expected
@@ -227,8 +230,11 @@ class Fleet:
         metrics = {f"async/{side}_wait": float(steps) for side, steps in self._waits.items()}
         running, waiting = float(self._workers.running), float(len(self._groups.complete))
         metrics |= {"async/running_rows": running, "async/waiting_groups": waiting}
-        compared = self._compared
+        if self._recompute is None or not self._compares:
+            return metrics
+        compared, alarms = self._compared, self._recompute.alarms
         metrics["async/recomputed_tokens"] = float(compared.tokens)
+        metrics |= {} if alarms is None else {"async/logprob_alarms": float(sum(alarms.values()))}
         return metrics | ({"async/logprob_distance": compared.distance / compared.tokens} if compared.tokens else {})
 
     # ---- identity
@@ -268,7 +274,7 @@ class Fleet:
 
     def _rows(self, numbers: Iterable[int], decoding: Sequence[Decoding] = ()) -> list[Row]:
         """The rows of these groups, as far as they are drawn. decoding: the slots of those that are not done."""
-        if self._recompute is None:
+        if not self._compares:
             return []
         rows, running = [], drawn_rows(decoding)
         for number in numbers:

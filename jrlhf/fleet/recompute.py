@@ -6,7 +6,7 @@ version again, with the weights of that version and the programs of scoring.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
@@ -79,10 +79,19 @@ class Recompute:
 
     options: of the passes that score, with the temperature of the rollouts. length: of a prompt and a response.
     keeps: whether rows go on with the keys and values of older weights.
+    warn: is given a sentence about the first alarm of each worker, and the run goes on; None: an alarm ends the run.
     """
 
     def __init__(
-        self, config: ModelConfig, mesh: Mesh, options: ForwardOptions, *, workers: int, length: int, keeps: bool
+        self,
+        config: ModelConfig,
+        mesh: Mesh,
+        options: ForwardOptions,
+        *,
+        workers: int,
+        length: int,
+        keeps: bool,
+        warn: Callable[[str], None] | None = None,
     ):
         self._config, self._mesh, self._workers, self._length, self._keeps = config, mesh, workers, length, keeps
         self._dtype, groups = options.dtype, mesh.size // mesh.shape[TENSOR]
@@ -104,6 +113,8 @@ class Recompute:
             return logprobs, exact, now
 
         self._both = both
+        self._warn = warn
+        self.alarms: dict[int, int] | None = None if warn is None else {}  # of each worker, so far
         self._all = Compared()  # so far
         self._pools = dict[int, Compared]()  # of a worker: what no verdict about enough tokens was given on
 
@@ -122,8 +133,8 @@ class Recompute:
     ) -> tuple[Compared, Tracked]:
         """Compares the tokens that a version drew in some of these rows; returns how far they are apart.
 
-        And the rows that go on from here, for the next version. Raises RunFailure where a worker's tokens are further
-        from the exact pass than rounding explains.
+        And the rows that go on from here, for the next version. Where a worker's tokens are further from the exact pass
+        than rounding explains, raises RunFailure or warns.
         """
         going, since = to_host((tracked.row, tracked.since))
         chosen = self._chosen(version, rows, going)
@@ -150,8 +161,10 @@ class Recompute:
         self._all += total
         for worker, own in owns.items():
             pool = self._pools.get(worker, Compared()) + own
-            judged = [self._judge(worker, tokens) for tokens in (own, pool)]
-            self._pools[worker] = Compared() if judged[1] and pool.tokens >= FEW else pool
+            if far := [tokens for tokens in (own, pool) if tokens.distance > self._most(tokens)]:
+                self._alarm(worker, far[0])
+            judged = pool.tokens >= FEW and self._most(pool) < math.inf
+            self._pools[worker] = Compared() if judged else pool
         return total, self._placed(Tracked(row, since, caches))
 
     def _chosen(self, version: int, rows: Sequence[Row], going: Sequence[int]) -> dict[int, Row]:
@@ -189,21 +202,26 @@ class Recompute:
                 f"log-probabilities {(~np.isfinite(recorded)).sum()} are not finite; nothing was learned from them"
             )
 
-    def _judge(self, worker: int, own: Compared) -> bool:
-        """Whether there is a verdict about these tokens: not before the spread of rounding is known."""
+    def _most(self, own: Compared) -> float:
+        """How far these tokens may be apart by rounding: any distance until its spread is known."""
         if self._all.tokens < self._known:
-            return False
+            return math.inf
         spread = math.sqrt(self._all.squares / max(1, self._all.tokens) * max(own.tokens, FEW))
-        most = ROUNDING * own.rounding + SPREAD * spread + LEAST * own.tokens
-        if own.distance > most:
-            first, last = own.versions[0], own.versions[-1]
-            versions = f"version {first}" if first == last else f"versions {first} to {last}"
-            raise RunFailure(
-                f"logical worker {worker} does not draw as the weights of {versions} do: the log-probabilities of "
-                f"{own.tokens} tokens are off by {own.distance / own.tokens:.2g} on average, and rounding explains "
-                f"{most / own.tokens:.2g}; nothing was learned from the newest of them"
-            )
-        return True
+        return ROUNDING * own.rounding + SPREAD * spread + LEAST * own.tokens
+
+    def _alarm(self, worker: int, own: Compared) -> None:
+        first, last = own.versions[0], own.versions[-1]
+        sentence = (
+            f"logical worker {worker} does not draw as the weights of "
+            f"{f'version {first}' if first == last else f'versions {first} to {last}'} do: the log-probabilities of "
+            f"{own.tokens} tokens are off by {own.distance / own.tokens:.2g} on average, and rounding explains "
+            f"{self._most(own) / own.tokens:.2g}"
+        )
+        if self._warn is None or self.alarms is None:
+            raise RunFailure(f"{sentence}; nothing was learned from the newest of them")
+        if worker not in self.alarms:
+            self._warn(f"{sentence}; the run learns from them all the same, and async/logprob_alarms counts them")
+        self.alarms[worker] = self.alarms.get(worker, 0) + 1
 
     def _placed(self, tracked: Tracked) -> Tracked:
         row, since = to_devices((tracked.row, tracked.since), NamedSharding(self._mesh, P()))

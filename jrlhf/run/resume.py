@@ -12,6 +12,7 @@ from jrlhf.run.checkpoints import saved_steps
 
 # Patterns of keys that may change. The results stay the same,
 _SAME = ("name", "run_dir", "distributed.*", "deadline", "fleet.*", "sleep.*", "profile.*", "checkpoints.*", "export.*")
+_SAME += ("*.asynchronous.logprob_check",)
 _SAME += tuple(f"{kind}[[]*.{key}" for kind in ("rewards", "costs") for key in ("deadline", "workers", "on_failure"))
 _SAME += (
     "stop_after_skipped",

@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding
 from jrlhf.errors import RunFailure
 from jrlhf.fleet.fleet import Fleet
 from jrlhf.fleet.identity import drawing_identity
-from jrlhf.fleet.recompute import Compared, Recompute
+from jrlhf.fleet.recompute import NONE, Compared, Recompute
 from jrlhf.fleet.schedule import Rules
 from jrlhf.fleet.slices import SliceWorkers
 from jrlhf.fleet.state import Collected, FleetState
@@ -73,7 +73,7 @@ class Setting:
         first = self.batch()
         self.batches = [first, copy.copy(first)]
         options = ForwardOptions(dtype=dtype, temperature=SAMPLING.temperature, lora=lora)
-        numbers = {"workers": WORKERS, "length": P + R}
+        numbers: dict[str, Any] = {"workers": WORKERS, "length": P + R}
         self.recompute = Recompute(config, self.mesh, options, keeps=mode == "keep_cache", **numbers)
         self.shardings = param_shardings(CONFIG, self.mesh, GENERATE), {}
         base = random_params(config)
@@ -102,14 +102,14 @@ class Setting:
     def published(self, version: int) -> Any:
         return self.version(version), drawing_identity(self.version(version)[0])
 
-    def fleet(self, state: Any = None, wrap: Callable[[list[Any]], list[Any]] = list) -> Any:
+    def fleet(self, state: Any = None, wrap: Callable[[list[Any]], list[Any]] = list, **more: Any) -> Any:
         """A fleet that draws with version 0, or goes on from a state. wrap: the batches -> batches with faults."""
         self.recompute._all, self.recompute._pools = Compared(), {}
         with jax.set_mesh(self.mesh):
             for batch in self.batches:
                 batch.state = batch.fresh()
             workers = SliceWorkers(wrap(self.batches))
-            options = {"samples": S, "limit": R, "recompute": self.recompute}
+            options = {"samples": S, "limit": R, "recompute": self.recompute, **more}
             fleet = Fleet(workers, self.mesh, Rules(3, 1, 5), self.mode, lambda group: None, **options)
             first = self.published(0 if state is None else int(state.times.published))
             fleet.start(fleet.fresh(*first) if state is None else state, *first)
@@ -467,13 +467,54 @@ def test_rounding_is_judged_by_the_same_tokens_and_by_its_spread():
     """One of 256 tokens had rounding 16 and the others none: σ is 1, and 64 tokens may be off by 6 · 8 σ."""
     own = setting((1, 1, 1), BFLOAT, "keep_cache").recompute
     own._all = Compared(255, 16.0, 16.0, 256.0)
-    assert not own._judge(0, Compared(64, 1e3))  # the spread is not known yet
+    assert own._most(Compared(64)) == np.inf  # the spread is not known yet
     own._all += Compared(1)
-    for tokens in (Compared(64, 48.0), Compared(2, 48.0), Compared(64, 88.0, 20.0), Compared(256, 96.0)):
-        assert own._judge(0, tokens)
-    for tokens in (Compared(64, 48.1), Compared(2, 48.1), Compared(64, 88.1, 20.0), Compared(256, 96.1)):
-        with pytest.raises(RunFailure, match="logical worker 0 does not draw as the weights of versions 3 to 5 do"):
-            own._judge(0, replace(tokens, versions=(3, 5)))
+    for tokens, most in (
+        (Compared(64), 48.0),
+        (Compared(2), 48.0),
+        (Compared(64, 0.0, 20.0), 88.0),
+        (Compared(256), 96.0),
+    ):
+        assert most < own._most(tokens) < most + 0.1
+
+
+def test_an_alarm_may_warn_instead(monkeypatch):
+    sentences = []
+    own: Any = setting((1, 1, 1), FLOAT, "keep_cache")
+    monkeypatch.setattr(own.recompute, "_warn", sentences.append)
+    monkeypatch.setattr(own.recompute, "alarms", {})
+    wrong = REPORTS["log-probabilities are shifted"]
+    fleet = own.fleet(wrap=lambda batches: [wrong(own, batches[0], 0), *batches[1:]])
+    for version in range(1, 4):
+        own.iterate(fleet, version)
+    (sentence,) = sentences
+    assert sentence.startswith("logical worker 0 does not draw as the weights of version 0 do")
+    assert fleet.metrics()["async/logprob_alarms"] > 1 and [*own.recompute.alarms] == [0]
+    infinite = REPORTS["log-probabilities are NaN"]
+    with pytest.raises(RunFailure, match="logical worker 0 .* are not finite"):
+        own.iterate(own.fleet(wrap=lambda batches: [infinite(own, batches[0], 0), *batches[1:]]), 1)
+
+
+def test_a_run_may_cease_to_compare_and_begin_again():
+    """Its rows are the same; those that were half drawn meanwhile are not compared."""
+    own: Any = setting((1, 1, 1), FLOAT, "keep_cache")
+    fleet, states, batches = own.fleet(), [], []
+    for version in range(1, 10):
+        batch, state = own.iterate(fleet, version)
+        states.append(jax.tree.map(jnp.copy, state))
+        batches.append(batch)
+    fleet = own.fleet(states[1], compares=False)
+    for version in range(3, 5):
+        batch, state = own.iterate(fleet, version)
+        jax.tree.map(np.testing.assert_array_equal, batch, batches[version - 1])
+    assert "async/recomputed_tokens" not in fleet.metrics() and (np.asarray(state.tracked.row) == NONE).all()
+    assert (np.asarray(states[3].tracked.row) != NONE).any()
+    fleet, compared = own.fleet(state), 0
+    for version in range(5, 10):
+        batch, _ = own.iterate(fleet, version)
+        jax.tree.map(np.testing.assert_array_equal, batch, batches[version - 1])
+        compared += fleet.metrics()["async/recomputed_tokens"]
+    assert compared > 0
 
 
 @pytest.mark.proof("kills")
