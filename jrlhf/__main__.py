@@ -12,7 +12,7 @@ COMMANDS = {
     "generate": ("jrlhf.generate", "answers prompts, or talks: --model RUN-or-DIRECTORY"),
     "plan": ("jrlhf.plan", "searches the fastest plan on a cluster: --config FILE-or-NAME --cluster 16xh100"),
     "export": ("jrlhf.export", "writes the model of a checkpoint: RUN"),
-    "doctor": ("jrlhf.doctor", "tells whether this machine is set up for runs"),
+    "doctor": ("jrlhf.doctor.__main__", "tells whether this machine is set up for runs"),
     "report": ("jrlhf.report.__main__", "writes the page of a run again: RUN"),
 }
 

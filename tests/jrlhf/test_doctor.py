@@ -6,9 +6,10 @@ from dataclasses import replace
 import pytest
 
 import jrlhf.__main__
-from jrlhf import doctor
 from jrlhf.config.places import StorageConfig
-from jrlhf.doctor import GIB, Facts, Finding, diagnose
+from jrlhf.doctor import facts as doctor_facts
+from jrlhf.doctor.checks import GIB, Finding, diagnose
+from jrlhf.doctor.facts import Facts
 from jrlhf.storage.store import Store
 
 JAX = ("jaxlib<=0.10.2,>=0.10.1", "ml-dtypes>=0.5") + tuple(
@@ -131,26 +132,26 @@ def test_variables_that_name_nothing_are_findings(monkeypatch, capsys):
     for name, value in {"ENDPOINT": "nonsense", "HF_HUB_OFFLINE": False, "HF_HUB_CACHE": "/dev/null/hub"}.items():
         monkeypatch.setattr(constants, name, value)
     monkeypatch.setenv("HF_TOKEN", "bad token")
-    facts = doctor._hub()
+    facts = doctor_facts._hub()
     assert facts["hub_error"] == "nonsense: unknown url type: 'nonsense'" and facts["hub_token_wrong"]
     monkeypatch.setenv("TMPDIR", "/no/such/place")
-    places = doctor._unwritable_places()
+    places = doctor_facts._unwritable_places()
     assert places["TMPDIR"] == "the temporary directory /no/such/place cannot be written (No such file or directory)"
     assert places["HF_HOME"].startswith("the cache of the hub /dev/null/hub cannot be written (")
-    assert doctor.cli(["--run-dir", ""]) == 2 and "--run-dir is empty" in capsys.readouterr().err
+    assert jrlhf.__main__.cli(["doctor", "--run-dir", ""]) == 2 and "--run-dir is empty" in capsys.readouterr().err
 
 
 def test_an_object_store_is_written_to(memory):
-    facts = doctor._storage("memory://bucket/runs")
+    facts = doctor_facts._storage("memory://bucket/runs")
     assert facts == {"run_dir": "memory://bucket/runs", "run_dir_error": None}
     finding = next(one for one in diagnose(replace(GOOD, **facts, free=None)) if one.part == "run_dir")
     assert finding.state == "ok" and "can be written" in finding.text
     assert Store("memory://bucket/runs", StorageConfig()).sizes() == {}
-    assert "it is not s3://" in str(doctor._storage("ftp://bucket/runs")["run_dir_error"])
+    assert "it is not s3://" in str(doctor_facts._storage("ftp://bucket/runs")["run_dir_error"])
 
 
 def test_this_machine_is_examined_in_its_own_process(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(doctor, "_hub", lambda: {"hub_offline": True})
+    monkeypatch.setattr(doctor_facts, "_hub", lambda: {"hub_offline": True})
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     arguments = ["doctor", "--json", "--run-dir", str(tmp_path / "runs")]
     code = jrlhf.__main__.cli(arguments)
@@ -159,6 +160,6 @@ def test_this_machine_is_examined_in_its_own_process(monkeypatch, tmp_path, caps
     assert findings["devices"]["text"].endswith(" GiB in all") and findings["programs"]["state"] == "ok"
     assert findings["hub"]["text"].startswith("offline") and not (tmp_path / "runs").exists()
     (tmp_path / "runs").touch()
-    monkeypatch.setattr(doctor, "_backend", lambda: CPU)
+    monkeypatch.setattr(doctor_facts, "_backend", lambda: CPU)
     assert jrlhf.__main__.cli(arguments[:1] + arguments[2:]) == 1
     assert "problem  run_dir" in capsys.readouterr().out

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from jrlhf.config.places import StorageConfig
-from jrlhf.doctor import _store_error
+from jrlhf.doctor.facts import _store_error
 from jrlhf.errors import UserError
 from jrlhf.storage import store as module
 from jrlhf.storage.claim import NAME, Claim
