@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 
 from jrlhf.config import load_config
 from jrlhf.config.parse import convert, kinds_of
-from jrlhf.config.places import is_address, local
+from jrlhf.config.places import expanded, is_address, local
 from jrlhf.config.schema import DatasetsData, DeviceConfig
 from jrlhf.data.batches import key_for, pad_rows, put_rows, read_responses, row_keys, whole_batches
 from jrlhf.data.encode import Encoding, Prompts
@@ -133,7 +133,7 @@ class Asked:
 
 def asked_of(path: str) -> Asked:
     """How the model of a run is asked; if `path` is not a run, the defaults."""
-    directory = fetch_run(path, "model") if is_address(path) else Path(path).expanduser()
+    directory = fetch_run(path, "model") if is_address(path) else expanded(path)
     summary, saved = read_summary(directory), directory / CONFIG
     if not saved.is_file():
         asked = Asked(DatasetsData(max_response=TOKENS))

@@ -24,8 +24,10 @@ def address(default: str | None = None) -> Any:
 
 
 def _is_path(text: str) -> bool:
-    is_torn = "://" in text or re.match(r"\w+:/", text)  # an address of another kind, or one that lost a slash
-    return not is_torn and len(text) < 4000 and all(len(os.fsencode(name)) < 256 for name in text.split("/"))
+    if "://" in text or re.match(r"\w+:/", text):  # an address of another kind, or one that lost a slash
+        return False
+    is_known = not os.path.expanduser(text).startswith("~")
+    return is_known and len(text) < 4000 and all(len(os.fsencode(name)) < 256 for name in text.split("/"))
 
 
 def is_address(text: str) -> bool:
@@ -35,11 +37,16 @@ def is_address(text: str) -> bool:
     return separator != "" and scheme in PACKAGES and _is_path(rest) and not {"", ".", ".."} & {*names}
 
 
+def expanded(text: Path | str) -> Path:
+    """Returns a path with the home directory in place of `~`; one of a user that is unknown stays as it is."""
+    return Path(os.path.expanduser(text))
+
+
 def local(argument: str, text: Path | str) -> Path:
     """Returns the path that an argument of a command or a function gives; refuses an address."""
     if re.match(r"\w+:/", str(text)):
         raise UserError(f"{argument}={text} is an address: give a path on this machine (of a run: a copy)")
-    return Path(text).expanduser()
+    return expanded(text)
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 
+from jrlhf.config.places import expanded
 from jrlhf.config.schema import ColumnsConfig
 from jrlhf.data.hub import first_line, hub_reason
 from jrlhf.data.types import Example, Message, Text
@@ -85,7 +86,7 @@ def read_dataset(source: Path | str, *, columns: ColumnsConfig = USUAL, split: s
         `prompt="question"` a GSM8K row is a prompt, with `completion="answer"` too it is a prompt and its completion.
     split: which part of a directory or of a hub dataset. Where there are no parts, as in a file, all is read.
     """
-    path = Path(source).expanduser()
+    path = expanded(source)
     if "[" in split and path.exists():
         raise UserError(f"split={split!r} slices, which only datasets on the hub can be: name the split alone")
     if path.is_dir():
@@ -109,7 +110,7 @@ def hub_library(source: Path | str) -> ModuleType:
 
 def is_hub_name(source: Path | str) -> bool:
     """True for what can only be a dataset on the hub: no file or directory, and no file's name."""
-    path = Path(source).expanduser()
+    path = expanded(source)
     return bool(_HUB_NAME.fullmatch(str(source))) and path.suffix not in _READERS and not path.exists()
 
 

@@ -17,7 +17,6 @@ import threading
 import time
 import urllib.error
 import urllib.request
-import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -198,10 +197,7 @@ def _store_error(address: str) -> str | None:
     if not is_address(address):
         return "it is not s3://BUCKET/PREFIX or gs://BUCKET/PREFIX"
     try:
-        store = Store(address, StorageConfig(timeout=STORE_SECONDS, patience=STORE_SECONDS))
-        name = f"jrlhf-doctor-{uuid.uuid4().hex}"  # no object of the user
-        store.write(name, b"", new=True)
-        store.delete(name)
+        Store(address, StorageConfig(timeout=STORE_SECONDS, patience=STORE_SECONDS)).try_out()
     except (StoreError, UserError) as error:
         return str(error)
     return None

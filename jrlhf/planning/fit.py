@@ -5,12 +5,12 @@ from dataclasses import dataclass, replace
 from functools import partial, reduce
 from itertools import combinations, product, takewhile
 from math import inf
-from pathlib import Path
 from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
+from jrlhf.config.places import expanded
 from jrlhf.config.schema import MOST_DEVICES, Config
 from jrlhf.errors import UserError
 from jrlhf.meshes import Graph
@@ -86,7 +86,7 @@ def _share_of_host(config: Config, mesh: Mesh, plan: Plan) -> float:
     Devices that a call does not use are counted as empty, so no plan is refused that may fit.
     """
     path = config.model.path
-    if mesh.devices.flat[0].platform != "cpu" or (path is not None and not Path(path).expanduser().exists()):
+    if mesh.devices.flat[0].platform != "cpu" or (path is not None and not expanded(path).exists()):
         return inf
     devices = min([len(mesh.local_devices), *(placement.devices.count for placement in plan.placements.values())])
     return host_memory() / devices

@@ -44,7 +44,7 @@ def resolve(spec: str, called: str) -> str:
     if not module or not all(part.isidentifier() for part in function.split(".")):
         raise UserError(f"{called}: {spec!r} must be package.module:function or path/file.py:function")
     if module.endswith(".py"):
-        path = Path(module).expanduser().resolve()
+        path = Path(os.path.expanduser(module)).resolve()
         if not path.is_file():
             raise UserError(f"{called}: there is no file {path}")
         return f"{path}:{function}"

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jrlhf.config.places import is_address
+from jrlhf.config.places import expanded, is_address
 from jrlhf.config.schema import Config, DatasetsData, LoRASection, ModelSection
 from jrlhf.data.hub import first_line, hub_reason
 from jrlhf.data.read import is_hub_name
@@ -39,7 +39,7 @@ def locate(path: str, key: str, *, weights: bool = False) -> Path:
     wanted = _DESCRIPTIONS + (_WEIGHTS if weights else ())
     if is_address(path):
         return fetch(path, key, wanted)
-    directory = Path(path).expanduser()
+    directory = expanded(path)
     if (directory / "config.json").is_file():
         return directory
     if (directory / "model" / "config.json").is_file():
@@ -93,7 +93,7 @@ def fresh_model(model: ModelSection) -> ModelConfig:
 
 def is_here(path: str) -> bool:
     """True if a path to a model or to data is on this machine; else it may be the name of a hub."""
-    return Path(path).expanduser().exists()
+    return expanded(path).exists()
 
 
 def hub_names(config: Config) -> list[str]:

@@ -12,15 +12,14 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from jrlhf import __version__
 from jrlhf.config import Config, config_yaml
-from jrlhf.config.places import is_address
+from jrlhf.config.places import expanded, is_address
 from jrlhf.errors import Preempted, RunFailure, UserError
-from jrlhf.run.files import Closing, append_jsonl, cache_directory, write_atomic
+from jrlhf.run.files import Closing, append_jsonl, cache_directory, write_atomic, write_error
 from jrlhf.run.processes import from_main, is_main
 from jrlhf.run.resume import changes
 
@@ -165,10 +164,30 @@ def read_summary(directory: Path) -> dict[str, Any]:
 def run_path(config: Config) -> Path:
     """Returns the directory in which a run works: run_dir/name, or for an address its place in storage.scratch."""
     if not is_address(config.run_dir):
-        return Path(config.run_dir).expanduser() / config.name
+        return expanded(config.run_dir) / config.name
     scratch = config.storage.scratch
-    place = cache_directory() / "runs" if scratch is None else Path(scratch).expanduser()
+    place = cache_directory() / "runs" if scratch is None else expanded(scratch)
     return place.joinpath(*config.run_dir.replace("://", "/").rstrip("/").split("/"), config.name)
+
+
+def check_directory(config: Config) -> None:
+    """Refuses a run whose directory cannot be made or written, before the work of its start; leaves nothing there."""
+    if (reason := write_error(run_path(config))) is not None:
+        raise _unwritable(config, reason)
+
+
+def _unwritable(config: Config, reason: str) -> UserError:
+    key = "storage.scratch" if is_address(config.run_dir) else "run_dir"
+    return UserError(f"run directory {run_path(config)} cannot be written ({reason}): choose another {key}=")
+
+
+@contextlib.contextmanager
+def writable(config: Config) -> Iterator[None]:
+    """Turns an OSError of a block that writes into a run's directory into a UserError."""
+    try:
+        yield
+    except OSError as error:
+        raise _unwritable(config, error.strerror or str(error)) from error
 
 
 def open_run(config: Config, *, resume: bool = False, notes: Sequence[str] = ()) -> Run:
@@ -178,42 +197,41 @@ def open_run(config: Config, *, resume: bool = False, notes: Sequence[str] = ())
     start adds to environment.txt, with the lines of `notes`. Process 0 does all this for the others.
     """
     run = Run(run_path(config), writes=is_main(), notes=notes)
-    from_main(partial(_open, run, config, resume))
+
+    def opening() -> None:
+        with writable(config):
+            _open(run, config, resume)
+
+    from_main(opening)
     return run
 
 
 def _open(run: Run, config: Config, resume: bool) -> None:
     path = run.path
-    try:
-        names = [entry.name for entry in path.iterdir()] if path.exists() else []
-        if CONFIG not in names:
-            if resume:
-                raise UserError(f"there is no run in {path} to resume: start a new one, or check name= and run_dir=")
-            if any(name != _LOCK and not name.endswith(".tmp") for name in names):
-                raise UserError(
-                    f"{path} exists and is not a run (it has no {CONFIG}): choose another name= or run_dir="
-                )
-        path.mkdir(parents=True, exist_ok=True)
-        with contextlib.ExitStack() as undo:
-            run.lock()
-            undo.callback(run.close)
-            run.wait()
-            fresh = not (path / CONFIG).exists()  # checked again under the lock: another process may have made it
-            if not fresh and (change := _compare(path, config, resume)):
-                run.changes.append(change)
-            if fresh or run.changes:
-                run.write(CONFIG, config_yaml(config))
-            if fresh:
-                run.write(SEEDS, "2\n")  # after the config: until that is there, a directory with other files is no run
-                run.begin()
-            for leftover in path.glob(".*.tmp"):  # left half written by a killed process, as are the models
-                leftover.unlink()
-            for leftover in path.glob(".model-*"):
-                shutil.rmtree(leftover)
-            undo.pop_all()
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise UserError(f"run directory {path} cannot be written ({reason}): choose another run_dir=") from error
+    names = [entry.name for entry in path.iterdir()] if path.exists() else []
+    if CONFIG not in names:
+        if resume:
+            raise UserError(f"there is no run in {path} to resume: start a new one, or check name= and run_dir=")
+        if any(name != _LOCK and not name.endswith(".tmp") for name in names):
+            raise UserError(f"{path} exists and is not a run (it has no {CONFIG}): choose another name= or run_dir=")
+    path.mkdir(parents=True, exist_ok=True)
+    with contextlib.ExitStack() as undo:
+        run.lock()
+        undo.callback(run.close)
+        run.wait()
+        fresh = not (path / CONFIG).exists()  # checked again under the lock: another process may have made it
+        if not fresh and (change := _compare(path, config, resume)):
+            run.changes.append(change)
+        if fresh or run.changes:
+            run.write(CONFIG, config_yaml(config))
+        if fresh:
+            run.write(SEEDS, "2\n")  # after the config: until that is there, a directory with other files is no run
+            run.begin()
+        for leftover in path.glob(".*.tmp"):  # left half written by a killed process, as are the models
+            leftover.unlink()
+        for leftover in path.glob(".model-*"):
+            shutil.rmtree(leftover)
+        undo.pop_all()
 
 
 def _compare(path: Path, config: Config, resume: bool) -> str:

@@ -9,6 +9,7 @@ import json
 import math
 import os
 import re
+import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
@@ -99,13 +100,26 @@ def unsealed(path: Path, *, older: bool = False) -> str | None:
     return text if sha256(text) in match.groups() else None
 
 
+def write_error(directory: Path) -> str | None:
+    """Returns why a directory cannot be written, or cannot be made and written; leaves nothing behind."""
+    place = next(folder for folder in (directory, *directory.absolute().parents) if os.path.lexists(folder))
+    try:
+        with tempfile.TemporaryFile(dir=place, buffering=0) as file:
+            file.write(bytes(4096))  # a full disk may still take an empty file
+    except OSError as error:
+        return error.strerror or str(error)
+    return None
+
+
 def check_writable(setting: str, path: Path) -> None:
     """Refuses a file that cannot be written, before the work that makes its content. setting: for the error."""
     if path.is_dir():
         raise UserError(f"{setting} is a directory: name a file in it")
-    parent = next(folder for folder in path.absolute().parents if folder.exists())
-    if not parent.is_dir() or not all(os.access(place, os.W_OK) for place in (parent, path) if place.exists()):
-        raise UserError(f"{setting} cannot be written in {parent}: choose another place")
+    reason = write_error(path.absolute().parent)
+    if reason is None and path.exists() and not os.access(path, os.W_OK):
+        reason = "Permission denied"
+    if reason is not None:
+        raise UserError(f"{setting} cannot be written ({reason}): choose another place")
 
 
 def to_json(record: Mapping[str, object], indent: int | None = None) -> bytes:

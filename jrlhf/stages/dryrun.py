@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from textwrap import indent
 
 import jax.numpy as jnp
@@ -18,7 +19,9 @@ from jrlhf.planning.fit import backend_of, capacity, memory_of
 from jrlhf.planning.workload import Workload, workload_of
 from jrlhf.roles.planned_placement import LAYOUTS, place_roles
 from jrlhf.roles.pretrained import abstract_weights, is_here
+from jrlhf.run.processes import from_main
 from jrlhf.stages.setup import check_sources, load_task, rewards_and_costs, select_resources
+from jrlhf.storage.mirror import check_place
 
 MIB = 2**20
 
@@ -26,8 +29,10 @@ MIB = 2**20
 def describe(config: Config, *, all_settings: bool = False) -> str:
     """The memory of each role on a device, the plan, the data, and the settings that are not the defaults, as text.
 
-    A hub is never asked: of its weights and data only what is known by name is described.
+    A hub is never asked: of its weights and data only what is known by name is described. Whether the run's place can
+    be written is tried out.
     """
+    from_main(partial(check_place, config, partial(print, flush=True)))
     run = _DryRun(config, *select_resources(config))
     data = run.sources()
     settings = config_yaml(config, defaults=all_settings).rstrip()

@@ -67,7 +67,7 @@ def open_context(config: Config, *, resume: bool, accept_rewards: bool = False) 
     """Checks everything that a run needs, cheapest first, and opens its directory and services."""
     select(config.device, config.distributed)  # the processes meet
     with (
-        mirrored(config, resume=resume, tell=print) as mirror,
+        mirrored(config, resume=resume, tell=partial(print, flush=True)) as mirror,
         _open_context(config, mirror, resume, accept_rewards) as context,
     ):
         yield context

@@ -23,7 +23,7 @@ from jrlhf.config import Config
 from jrlhf.config.places import is_address
 from jrlhf.errors import Preempted, RunFailure, UserError
 from jrlhf.run.checkpoints import saved_steps
-from jrlhf.run.directory import CONFIG, Run, refuse_other, run_path
+from jrlhf.run.directory import CONFIG, Run, check_directory, refuse_other, run_path, writable
 from jrlhf.run.files import Closing, write_atomic
 from jrlhf.run.processes import any_process, from_main, several
 from jrlhf.storage.claim import Claim
@@ -50,14 +50,14 @@ class _Copies:
         self._copied = dict[str, tuple[Any, str]]()  # name -> what tells that a file did not change, its checksum
         self._changing = set[str]()  # names of config.json of models whose files are being copied
         self._end, self._failure, self._claimed, self._started = threading.Event(), "", False, False
-        self._refused = partial(refused, f"run_dir={config.run_dir} cannot be used", "list, read, write and delete")
         self._thread = threading.Thread(target=self._work, name="mirror", daemon=True)
 
     # --- The start ---
 
     def open(self, resume: bool) -> None:
         """Refuses a run that cannot start. For a resume: claims the address and brings the run here."""
-        with self._refused():
+        with _refused(self._config):
+            self._store.contact()
             saved = self._store.read(CONFIG)
             if saved is None and resume:
                 raise UserError(
@@ -70,7 +70,7 @@ class _Copies:
     def begin(self) -> None:
         """Claims the address of a new run. Call it when nothing else can refuse the run."""
         if not self._claimed:
-            with self._refused():
+            with _refused(self._config):
                 self._begin(resume=False)
 
     def _begin(self, resume: bool) -> None:
@@ -151,7 +151,7 @@ class _Copies:
 
     def start(self) -> None:
         """Copies what the run has written so far; from now on a thread copies what is finished."""
-        with self._refused():
+        with _refused(self._config):
             self._copy()
         self._started = True
         self._thread.start()
@@ -283,6 +283,7 @@ class Mirror(Closing):
 
     def open(self, resume: bool, tell: Callable[[str], None]) -> None:
         """Refuses a run that cannot start, and brings one that is resumed here; tell: gets sentences on this."""
+        from_main(partial(check_directory, self._config))
         if is_address(self._config.run_dir):
             from_main(partial(self._open, resume, tell))
             self._check_shared()
@@ -318,6 +319,23 @@ class Mirror(Closing):
                 f"run_dir={self._config.run_dir}: the processes do not see the same {file.parent}, where each writes "
                 "its shards of a checkpoint: set storage.scratch to a directory of a file system that all of them share"
             )
+
+
+def check_place(config: Config, tell: Callable[[str], None]) -> None:
+    """Refuses a run whose place, here or in a store, cannot be written; leaves nothing there."""
+    check_directory(config)
+    if is_address(config.run_dir):
+        with _refused(config):
+            store = Store(f"{config.run_dir.rstrip('/')}/{config.name}", config.storage, tell)
+            store.contact()
+            store.try_out()
+
+
+@contextmanager
+def _refused(config: Config) -> Iterator[None]:
+    """Turns errors of the store, and of the scratch directory, into UserErrors."""
+    with refused(f"run_dir={config.run_dir} cannot be used", "list, read, write and delete"), writable(config):
+        yield
 
 
 @contextmanager

@@ -1,7 +1,9 @@
 """Model directories in an object store, fetched into a cache on this machine."""
 
+import sys
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 
 from jrlhf.config.places import StorageConfig
@@ -19,7 +21,7 @@ def fetch(address: str, key: str, patterns: Sequence[str]) -> Path:
     ~/.cache/jrlhf/models, and are fetched again when those at the address have changed. key: the setting that names it.
     """
     with refused(f"{key}={address} cannot be fetched", "list and read"):
-        store = Store(address, StorageConfig(patience=PATIENCE))
+        store = _store(address)
         objects = store.versions()
         roots = [root for root in ("", "model/") if f"{root}config.json" in objects]
         if not roots:
@@ -33,9 +35,13 @@ def fetch(address: str, key: str, patterns: Sequence[str]) -> Path:
 def fetch_run(address: str, key: str) -> Path:
     """Returns a directory with the config.yaml and the summary.json at an address, if it is that of a run."""
     with refused(f"{key}={address} cannot be fetched", "list and read"):
-        store = Store(address, StorageConfig(patience=PATIENCE))
+        store = _store(address)
         files = {name: version for name, version in store.versions().items() if "/" not in name}
         return _download(store, files, ("config.yaml", "summary.json"))
+
+
+def _store(address: str) -> Store:
+    return Store(address, StorageConfig(patience=PATIENCE), partial(print, file=sys.stderr, flush=True))
 
 
 def _download(store: Store, files: Mapping[str, tuple[int, str]], patterns: Sequence[str]) -> Path:

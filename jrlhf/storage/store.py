@@ -3,6 +3,7 @@
 Every request has a deadline. One that fails for a reason that may pass, such as 503, is repeated for a while.
 """
 
+import copy
 import importlib
 import logging
 import os
@@ -11,6 +12,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
@@ -23,12 +25,22 @@ T = TypeVar("T")
 # Seconds before the second attempt; the longest, after repeated doubling; the one of which users are told.
 _PAUSES = 0.5, 30.0, 8.0
 _SLOWEST = 1e6  # bytes per second of a transfer that is not yet given up
+_FIRST = StorageConfig(timeout=15.0, patience=10.0)  # of the first request, for which a user waits
+_NOTICE = 3.0  # seconds without an answer after which a user who waits for the first one is told
 # Codes of errors that no repetition cures: words of S3, numbers of HTTP.
 _DENIED = "401", "403", "AccessDenied", "ExpiredToken", "InvalidAccessKeyId", "SignatureDoesNotMatch"
+_CREDENTIALS = {
+    "s3": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE",
+    "gs": "run gcloud auth application-default login, or set GOOGLE_APPLICATION_CREDENTIALS",
+}
 
 
 class StoreError(Exception):
-    """The store does not do what it is asked: a clause that says why."""
+    """The store does not do what it is asked: a clause that says why. remedy: what may mend it, where that is known."""
+
+    def __init__(self, reason: str, remedy: str = ""):
+        super().__init__(reason)
+        self.remedy = remedy
 
 
 @contextmanager
@@ -37,10 +49,8 @@ def refused(failure: str, verbs: str) -> Iterator[None]:
     try:
         yield
     except StoreError as error:
-        raise UserError(
-            f"{failure} ({error}): see that the bucket exists, that the credentials of this machine may {verbs} "
-            "there, and that it can be reached"
-        ) from error
+        usual = f"see that the bucket exists, that the credentials of this machine may {verbs} there"
+        raise UserError(f"{failure} ({error}): {error.remedy or f'{usual}, and that it can be reached'}") from error
 
 
 class Store:
@@ -52,15 +62,47 @@ class Store:
 
     def __init__(self, address: str, section: StorageConfig, tell: Callable[[str], None] = lambda sentence: None):
         self.address, self._section, self._tell = address.rstrip("/"), section, tell
-        scheme, _, self._root = self.address.partition("://")
-        package = PACKAGES[scheme]
+        self._scheme, _, self._root = self.address.partition("://")
+        self._told = False
+        package = PACKAGES[self._scheme]
         try:
             importlib.import_module(package)
-            import fsspec
         except ImportError:
             raise UserError(f"{address} needs {package}: install it with pip install 'jrlhf[storage]'") from None
         logging.getLogger(package).setLevel(logging.CRITICAL)  # it prints a traceback for each attempt
-        self._files: Any = fsspec.filesystem(scheme, use_listings_cache=False, skip_instance_cache=True)
+
+    @cached_property
+    def _files(self) -> Any:
+        """The client, which looks for credentials when it is made: a part of the first request."""
+        import fsspec
+
+        return fsspec.filesystem(self._scheme, use_listings_cache=False, skip_instance_cache=True)
+
+    def contact(self) -> None:
+        """Raises StoreError if the store cannot be reached, or not with this machine's credentials, within seconds.
+
+        A store that answers with an error which may pass, such as 503, can be reached.
+        """
+        first = copy.copy(self)
+        first._section = _FIRST
+        try:
+            first.read("config.yaml")
+        except StoreError as error:
+            cause = error.__cause__
+            if error.remedy or cause is None or _denied(cause):
+                raise
+            if "_files" not in vars(first):
+                reason = f"no credentials within {_FIRST.timeout:g} seconds"
+                raise StoreError(reason, _CREDENTIALS[self._scheme]) from error
+            if not _code(cause):
+                server = ", or name your own server by AWS_ENDPOINT_URL" if self._scheme == "s3" else ""
+                raise StoreError(_reason(cause), f"see that this machine can reach it{server}") from error
+
+    def try_out(self) -> None:
+        """Writes an object with a new name and deletes it; raises StoreError if that fails."""
+        name = f"jrlhf-{uuid.uuid4().hex}"
+        self.write(name, b"", new=True)
+        self.delete(name)
 
     def sizes(self, below: str = "") -> dict[str, int]:
         """Returns name -> bytes of all objects whose names begin with `below`, a folder."""
@@ -136,16 +178,19 @@ class Store:
         while True:
             limit = self._section.timeout + size / _SLOWEST
             try:
-                return _within(max(limit, until - time.monotonic()) if changes else limit, request)
+                answer = _within(max(limit, until - time.monotonic()) if changes else limit, request, self._notice)
+                self._told = True
+                return answer
             except Exception as error:
                 absent = isinstance(error, FileNotFoundError)
                 if _code(error) == "NoSuchBucket" or (absent and not missing):
                     raise StoreError(f"there is no bucket {self._root.partition('/')[0]}") from error
                 if absent:
+                    self._told = True
                     return missing["missing"]
-                reason = " ".join(f"{type(error).__name__}: {error}".split())
+                reason = _reason(error)
                 if _denied(error):
-                    raise StoreError(reason) from error
+                    raise StoreError(reason, _CREDENTIALS.get(self._scheme, "") * _unknown(error)) from error
                 if time.monotonic() + pause > until:
                     raise StoreError(f"for storage.patience={self._section.patience:g} seconds, {reason}") from error
                 if pause == _PAUSES[2]:
@@ -153,6 +198,16 @@ class Store:
                     self._tell(f"{self.address} does not answer as it should ({reason}): trying for {patience}")
             time.sleep(pause)
             pause = min(2 * pause, _PAUSES[1])
+
+    def _notice(self) -> None:
+        """Tells once, before the first answer, that there is none yet."""
+        if not self._told:
+            self._told = True
+            self._tell(f"waiting for {self.address} to answer")
+
+
+def _reason(error: BaseException) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
@@ -184,8 +239,16 @@ def _denied(error: BaseException) -> bool:
     )
 
 
-def _within(seconds: float, request: Callable[[], T]) -> T:
-    """Calls `request` in a thread; raises TimeoutError if it takes longer. Libraries have deadlines only in part."""
+def _unknown(error: BaseException) -> bool:
+    """Tests whether a request was denied because this machine has no credentials."""
+    return _code(error) == "401" or any("Credential" in type(one).__name__ for one in _chain(error))
+
+
+def _within(seconds: float, request: Callable[[], T], notice: Callable[[], None]) -> T:
+    """Calls `request` in a thread; raises TimeoutError if it takes longer. Libraries have deadlines only in part.
+
+    notice: is called once if there is no answer for a while.
+    """
     answers: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
 
     def run() -> None:
@@ -196,7 +259,11 @@ def _within(seconds: float, request: Callable[[], T]) -> T:
 
     threading.Thread(target=run, name="request", daemon=True).start()
     try:
-        value, error = answers.get(timeout=seconds)
+        try:
+            value, error = answers.get(timeout=min(seconds, _NOTICE))
+        except Empty:
+            notice()
+            value, error = answers.get(timeout=max(seconds - _NOTICE, 0.0))
     except Empty:
         raise TimeoutError(f"no answer within {seconds:g} seconds") from None
     if error is not None:

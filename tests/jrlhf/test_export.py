@@ -143,7 +143,7 @@ def test_what_cannot_be_exported_is_one_sentence(tmp_path, capsys):
     assert "step=15: " in refused("--step", "15") and "of stage grpo, choose among 10, 20" in refused("--step", "15")
     assert "is the place of step 20, name another directory in out" in refused("--step", "10")
     (tmp_path / "file").touch()
-    assert "cannot be written in" in refused("--out", str(tmp_path / "file"))
+    assert "cannot be written (Not a directory)" in refused("--out", str(tmp_path / "file"))
     assert "--out=s3://bucket/x is an address: give a path on this machine" in refused("--out", "s3://bucket/x")
     (path / "tokenizer.json").write_bytes(b"")
     assert "tokenizer.json" in refused()

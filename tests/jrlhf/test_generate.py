@@ -173,7 +173,7 @@ def test_bad_input_is_one_sentence(ask, tmp_path, user):
     table = [
         (["--out", "x.jsonl", "--prompt", "a"], "--out holds the answers to --file"),
         (["--out", ".", "--file", "gone.jsonl"], "--out . is a directory"),
-        (["--out", "/dev/null/x", "--file", "gone.jsonl"], "--out /dev/null/x cannot be written in /dev/null"),
+        (["--out", "/dev/null/x", "--file", "gone.jsonl"], "--out /dev/null/x cannot be written (Not a directory)"),
         (["--prompt", "a", "-n", "0"], "must be at least 1"),
         (["-n", "2"], "in a conversation each turn has one"),
         (["--prompt", "a", "--temperature", "-1"], "temperature=-1.0"),

@@ -212,6 +212,7 @@ OVERRIDES = {
     "deadline=1e30": "deadline=1e+30: it must be at most 1000000000",
     "run_dir=ftp://host/runs": "run_dir='ftp://host/runs': it must be a path on this machine, s3://BUCKET/PREFIX or gs",
     "run_dir=memory://runs": "run_dir='memory://runs': it must be a path on this machine, s3://BUCKET/PREFIX or gs",
+    "run_dir=~nobody-of-this-name/x": "run_dir='~nobody-of-this-name/x': it must be a path on this machine, s3://",
     "run_dir=s3:/bucket/x": "run_dir='s3:/bucket/x': it must be a path on this machine, s3://BUCKET/PREFIX or gs",
     "run_dir=s3://bucket/../x": "run_dir='s3://bucket/../x': it must be a path on this machine, s3://BUCKET/PREFIX or",
     "run_dir=a\0b": "run_dir='a\\x00b': it must be text, without NUL",

@@ -10,13 +10,16 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from jrlhf.config import Config, config_yaml, load_config
+from jrlhf.config.places import StorageConfig
 from jrlhf.errors import RunFailure, UserError
 from jrlhf.run.directory import open_run, run_path
+from jrlhf.stages.dryrun import describe
 from jrlhf.storage import claim as claim_module
 from jrlhf.storage import mirror as module
 from jrlhf.storage import store as store_module
@@ -168,6 +171,29 @@ def test_a_new_run_that_its_config_refuses_claims_nothing(memory, config, tmp_pa
     with pytest.raises(UserError, match="mesh data=1, fsdp=3"):
         main(load_config(str(tmp_path / "given.yaml"), bad))
     assert objects(memory) == {}
+
+
+def test_a_dry_run_tries_out_the_place_and_leaves_nothing_there(memory, config, tmp_path, monkeypatch):
+    describe(config)
+    assert objects(memory) == {} and not (tmp_path / "scratch").exists()
+    monkeypatch.setattr(Store, "delete", lambda *arguments: (_ for _ in ()).throw(StoreError("read only")))
+    with pytest.raises(UserError, match=r"run_dir=memory://bucket/runs cannot be used \(read only\)"):
+        describe(config)
+    (tmp_path / "file").touch()
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "dangling").symlink_to("nothing")
+    before = sorted(tmp_path.rglob("*"))
+    for place in (tmp_path / "file" / "x", tmp_path / "loop", tmp_path / "dangling", Path("/proc/x")):
+        for run in (describe, main):
+            with pytest.raises(
+                UserError, match=f"^run directory {place}/.* cannot be written .*another storage.scratch="
+            ):
+                run(replace(config, storage=replace(config.storage, scratch=str(place))))
+            with pytest.raises(
+                UserError, match=f"^run directory {place}/run cannot be written .*choose another run_dir="
+            ):
+                run(replace(config, run_dir=str(place), storage=StorageConfig()))
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def copied_run(memory: Any, config: Config) -> dict[str, bytes]:
@@ -376,7 +402,7 @@ def test_failed_requests_are_repeated_and_a_hang_has_a_deadline(memory, config, 
 
     sentences = list[str]()
     store = Store("memory://bucket/x", config.storage, sentences.append)
-    store._files = type("Files", (), {"cat_file": staticmethod(answer)})()
+    store._files = SimpleNamespace(cat_file=answer)
     store._section = type(config.storage)(timeout=0.1, patience=20.0)
     assert store.read("name") == b"data"
     assert sentences == [
@@ -386,7 +412,7 @@ def test_failed_requests_are_repeated_and_a_hang_has_a_deadline(memory, config, 
     with pytest.raises(StoreError, match="PermissionError: Forbidden"):
         store.read("name")
     store._section = type(config.storage)(timeout=0.05, patience=0.01)
-    store._files.cat_file = lambda path: time.sleep(30)
+    store._files = SimpleNamespace(cat_file=lambda path: time.sleep(30))
     with pytest.raises(StoreError, match="for storage.patience=0.01 seconds, TimeoutError: no answer within 0.05 s"):
         store.read("name")
 

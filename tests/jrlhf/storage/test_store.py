@@ -13,7 +13,7 @@ from jrlhf.errors import UserError
 from jrlhf.storage import store as module
 from jrlhf.storage.claim import NAME, Claim
 from jrlhf.storage.models import fetch
-from jrlhf.storage.store import Store, StoreError
+from jrlhf.storage.store import Store, StoreError, refused
 
 ADDRESS, ROOT = "memory://bucket/x", "/bucket/x"
 
@@ -113,7 +113,7 @@ def coded(code: int) -> Exception:
     ],
 )
 def test_what_no_repetition_cures_is_told_by_codes_and_types(memory, error, repeated):
-    store, attempts = Store(ADDRESS, StorageConfig(patience=0.05)), list[str]()
+    store, attempts = Store(ADDRESS, StorageConfig(patience=0.5)), list[str]()
 
     def cat_file(path: str) -> bytes:
         attempts.append(path)
@@ -123,6 +123,54 @@ def test_what_no_repetition_cures_is_told_by_codes_and_types(memory, error, repe
     with pytest.raises(StoreError):
         store.read("a")
     assert (len(attempts) > 1) == repeated
+
+
+def client(answer: Any) -> Any:
+    def cat_file(path: str) -> bytes:
+        if isinstance(answer, Exception):
+            raise answer
+        time.sleep(30)
+        return b""
+
+    return SimpleNamespace(cat_file=cat_file)
+
+
+@pytest.mark.parametrize(
+    "scheme, answer, sentence",
+    [
+        ("s3", NoCredentialsError("x"), "(NoCredentialsError: x): set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or"),
+        ("gs", coded(401), "(Exception: message): run gcloud auth application-default login, or set GOOGLE_APP"),
+        ("gs", coded(403), "(Exception: message): see that the bucket exists, that the credentials of this machine"),
+        ("s3", OSError("no route"), "(OSError: no route): see that this machine can reach it, or name your own server"),
+        ("gs", None, "(TimeoutError: no answer within 0.1 seconds): see that this machine can reach it"),
+        ("s3", coded(503), ""),
+        ("s3", FileNotFoundError("x"), ""),
+    ],
+)
+def test_a_first_request_that_nobody_answers_ends_soon_and_says_what_is_missing(monkeypatch, scheme, answer, sentence):
+    pytest.importorskip("gcsfs")
+    monkeypatch.setattr(module, "_FIRST", StorageConfig(timeout=0.1, patience=0.05))
+    monkeypatch.setattr(module, "_NOTICE", 0.01)
+    sentences = list[str]()
+    store = Store(f"{scheme}://bucket/x", StorageConfig(), sentences.append)
+    store._files = client(answer)
+    try:
+        with refused("it fails", "list"):
+            store.contact()
+        assert not sentence
+    except UserError as error:
+        assert sentence and str(error).startswith(f"it fails {sentence}")
+    notices = [f"waiting for {scheme}://bucket/x to answer"] if answer is None else []
+    assert [one for one in sentences if "waiting" in one] == notices
+
+
+def test_a_client_that_finds_no_credentials_in_time_says_so(monkeypatch):
+    pytest.importorskip("gcsfs")
+    monkeypatch.setattr(module, "_FIRST", StorageConfig(timeout=0.1, patience=0.05))
+    monkeypatch.setattr("fsspec.filesystem", lambda *arguments, **options: time.sleep(30))
+    with pytest.raises(StoreError, match="no credentials within 0.1 seconds") as caught:
+        Store("gs://bucket/x", StorageConfig()).contact()
+    assert "GOOGLE_APPLICATION_CREDENTIALS" in caught.value.remedy
 
 
 def test_a_model_that_changed_is_fetched_again_and_one_that_vanishes_is_a_sentence(memory, tmp_path, monkeypatch):
