@@ -117,10 +117,12 @@ class Planned:
     def plot(self, path: Path) -> None:
         """Draws the timeline into an SVG, PNG or PDF."""
         from jrlhf.planning import show
+        from jrlhf.planning.fusion.updates import fused_updates
 
         show.check_picture(Path(path))
         title = f"{self.workload.graph.name} on {self.cluster.devices} x {self.cluster.hardware.name}"
-        show.plot(self.outcome.simulation, self.plan, title, Path(path))
+        fused = fused_updates(self.workload, self.plan)
+        show.plot(self.outcome.simulation, self.plan, title, Path(path), fused)
 
     def save(self, path: Path) -> None:
         """Writes the plan as YAML, for `plan: FILE` of a config."""
@@ -167,6 +169,7 @@ def make_plan(
     from jrlhf.config.check import mesh_sizes
     from jrlhf.meshes.hardware import cluster as cluster_of
     from jrlhf.planning import auto, fit, plans, show
+    from jrlhf.planning.fusion.updates import price_fused
     from jrlhf.planning.search import Found
     from jrlhf.planning.simulate import simulate
     from jrlhf.planning.workload import workload_of
@@ -230,6 +233,7 @@ def make_plan(
         if cluster is not None and plan in plans.NAMES:
             mesh_sizes(config.mesh, devices.devices, simulates=False)
         priced = plans.plan_of_config(replace(config, plan=plan), workload, devices.devices)
+        price_fused(prices, workload, priced)
         outcome = Found(priced, simulate(workload.graph, priced, prices, lockstep=not overlap))
         lines = [show.describe_plan(workload, devices, prices, outcome)]
     planned = Planned(config, graph, workload, devices, prices, outcome, "\n".join(lines))

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Literal, NamedTuple, TypeAlias, get_args
 
 Kind = Literal["forward", "backward", "weight"]
-ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zb-h1"]
+ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "fused"]
 
 
 class Step(NamedTuple):
@@ -126,6 +126,7 @@ SCHEDULES: dict[ScheduleName, Callable[[int, int], Table]] = {
     "1f1b": one_forward_one_backward,
     "interleaved": partial(interleaved, chunks=2),
     "zb-h1": zero_bubble,
+    "fused": one_forward_one_backward,  # of one of the models alone; the table of both is searched for
 }
 
 
@@ -182,7 +183,7 @@ def violation(table: Table, memory: float | None = None, activations: Sequence[f
         device = table.pipelines[step.model].devices[step.stage]
         if (other := taken.setdefault((tick, device), step)) != step:
             return f"tick {tick}: device {device} computes two operations, {other}, and {step}"
-        for need in _needs(table.pipelines, step):
+        for need in needs_of(table.pipelines, step):
             if ticks[need] >= tick:
                 return f"tick {tick}: {step}, needs the {need}, which comes at tick {ticks[need]}"
     if [operation.tick for operation in table.operations] != sorted(ticks.values()):
@@ -229,7 +230,7 @@ def _steps(number: int, pipeline: Pipeline) -> Iterator[Step]:
                 yield Step(number, stage, micro_batch, kind)
 
 
-def _needs(pipelines: Sequence[Pipeline], step: Step) -> Iterator[Step]:
+def needs_of(pipelines: Sequence[Pipeline], step: Step) -> Iterator[Step]:
     """Yields the steps whose results this one reads."""
     if step.kind == "forward":
         if step.stage:
@@ -251,7 +252,7 @@ def _times(
     while waiting:
         device = waiting.pop()
         for step in orders[device][heads[device] :]:
-            needs = list(_needs(pipelines, step))
+            needs = list(needs_of(pipelines, step))
             if (late := next((need for need in needs if need not in times), None)) is not None:
                 blocked.setdefault(late, []).append(device)
                 break

@@ -101,6 +101,11 @@ class Plan:
         return self.placements[call]
 
     @property
+    def fused(self) -> tuple[str, ...]:
+        """The calls that train in one table."""
+        return tuple(sorted(name for name, place in self.placements.items() if place.schedule == "fused"))
+
+    @property
     def devices(self) -> int:
         """The number of devices that the plan needs: one more than the index of the last."""
         return max(placement.devices.stop for placement in self.placements.values())

@@ -11,7 +11,7 @@ backward operation only. What a backward operation keeps within its stage is `Fo
 Programs are dispatched in the order of the table and run when their inputs are there.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from typing import Any, NamedTuple
@@ -33,11 +33,15 @@ _FIRST, _LAST = ("embedding", "positions"), ("final_norm", "unembedding", "value
 
 @dataclass(frozen=True)
 class PipelinePlacement:
-    """The meshes of a pipeline's groups of devices, first layers first, and the mesh of all of their devices."""
+    """The meshes of a pipeline's groups of devices, first layers first, and the mesh of all devices.
+
+    copies: the groups of a model's further pipelines, which compute other micro-batches in the same table.
+    """
 
     groups: tuple[Mesh, ...]
     whole: Mesh
     schedule: ScheduleName
+    copies: tuple[tuple[Mesh, ...], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -71,6 +75,11 @@ class Stages:
         """The number of the last stage."""
         return len(self.meshes) - 1
 
+    @property
+    def tail(self) -> ModelConfig:
+        """The config of the last stage."""
+        return self.part(self.last)
+
     def layers(self, stage: int) -> range:
         """The layers of a stage. The numbers of layers of two stages differ by at most one."""
         return range(*(self.config.layers * number // len(self.meshes) for number in (stage, stage + 1)))
@@ -98,7 +107,7 @@ class Stages:
     ) -> "Gradients":
         """The sums over a minibatch; see `Task`."""
         task = Task(self, loss, params, rows, others, frozen)
-        return run(self.table(task.micro_batches), [task])[0]
+        return run(self.table(task.micro_batches), {0: task})[0]
 
 
 @dataclass(frozen=True)
@@ -130,16 +139,18 @@ class Gradients(NamedTuple):
     gradients: Params
 
 
-def run(table: Table, tasks: Sequence[Task]) -> list[Gradients]:
+def run(table: Table, tasks: Mapping[int, Task]) -> dict[int, Gradients]:
     """Returns the sums over the micro-batches of each task: loss and metrics on the mesh and gradients in the form and
     on the mesh of its weights.
 
-    table: has a pipeline for each task, whose stages and micro-batches are the task's.
+    tasks: by the number of a pipeline of the table that has their stages and micro-batches. Operations of pipelines
+        without a task are left out.
     """
-    running = [_Running(task) for task in tasks]
+    running = {number: _Running(task) for number, task in tasks.items()}
     for _, step in table.operations:
-        running[step.model].compute(step, split=table.pipelines[step.model].split)
-    return [task.result() for task in running]
+        if step.model in running:
+            running[step.model].compute(step, split=table.pipelines[step.model].split)
+    return {number: task.result() for number, task in running.items()}
 
 
 class _Running:

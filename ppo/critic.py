@@ -18,7 +18,7 @@ from jrlhf.ppo.experience import make_experience, sequence_kl, update_kl
 from jrlhf.ppo.masked import masked_sum, masked_variance
 from jrlhf.ppo.steps import LogprobFn, SumsFn, actor_update
 from jrlhf.ppo.types import Coefficient, Experience, Logprobs, PPOState, Rollout, Scores, TrainState
-from jrlhf.ppo.updates import Metrics, Pipeline, check_output, make_step, run_updates
+from jrlhf.ppo.updates import Metrics, Pipeline, Updates, check_output, finish, make_step, run_updates
 
 PyTree = Any
 ResponseLogprobFn = Callable[[PyTree, Array, Array], tuple[Float[Array, "B T"], Float[Array, "B T"]]]
@@ -86,7 +86,7 @@ def make_critic_step(
     critic/vf_explained_var = 1 - Var(returns - values) / (Var(returns) + 1e-5) of the values in the experience, i.e.
     before the update (verl's definition).
     """
-    return make_step(critic_update(value_fn, optimizer, config, pipeline), pipeline)
+    return make_step(critic_update(value_fn, optimizer, config, pipeline is not None), pipeline)
 
 
 def make_ppo_step(
@@ -109,8 +109,8 @@ def make_ppo_step(
 
     def step(state: PPOState, experience: Experience, *others: PyTree) -> tuple[PPOState, Metrics]:
         frozen = others[1:] if config.ptx_coef else others
-        actor, actor_metrics = update_actor(state.actor, experience, *others)
-        critic, critic_metrics = update_critic(state.critic, experience, *frozen)
+        actor, actor_metrics = finish(update_actor(state.actor, experience, *others))
+        critic, critic_metrics = finish(update_critic(state.critic, experience, *frozen))
         metrics = {**actor_metrics, **critic_metrics}
         if experience.ref_logprobs is None:
             return PPOState(actor, critic, state.kl), metrics
@@ -122,8 +122,10 @@ def make_ppo_step(
 
 
 def critic_update(
-    value_fn: ValueFn, optimizer: optax.GradientTransformation, config: PPOConfig, pipeline: Pipeline | None = None
-) -> Callable[..., tuple[TrainState, Metrics]]:
+    value_fn: ValueFn, optimizer: optax.GradientTransformation, config: PPOConfig, staged: bool = False
+) -> Callable[..., Updates]:
+    """(state, experience, *frozen) -> updates of the result (state, metrics)."""
+
     def loss_fn(params: PyTree, rows: CriticRows, count: Array, *frozen: PyTree) -> tuple[Array, Metrics]:
         values = value_fn(params, rows.tokens, *frozen)
         check_output("value_fn", rows.tokens, values)
@@ -139,13 +141,13 @@ def critic_update(
 
     names = ("vf_loss", "vf_clipfrac", "vpred_mean")
 
-    def update(state: TrainState, experience: Experience, *frozen: PyTree) -> tuple[TrainState, Metrics]:
+    def update(state: TrainState, experience: Experience, *frozen: PyTree) -> Updates:
         mask, values, returns = experience.response_mask, experience.values, experience.returns
         if values is None or returns is None:
             raise ValueError("values=None: a critic's step needs values and returns in the experience")
         unexplained = masked_variance(returns - values, mask)
         rows = CriticRows(experience.tokens, mask, values, returns)
-        state, run = run_updates(loss_fn, optimizer, config, state, rows, frozen, names, pipeline=pipeline)
+        state, run = yield from run_updates(loss_fn, optimizer, config, state, rows, frozen, names, staged=staged)
         metrics = {f"critic/{name}": value for name, value in run.means.items()}
         metrics["critic/vf_explained_var"] = 1 - unexplained / (masked_variance(returns, mask) + 1e-5)
         counts = {f"critic/{name}": run.counts[name] for name in ("skipped_updates", "nonfinite_updates")}
@@ -193,8 +195,8 @@ def make_on_policy_step(
         computed_values = _computed(before, lambda cotangent: pull(jnp.pad(cotangent, ((0, 0), (0, 1)))))
         update_actor = actor_update(computed_logprobs, actor_optimizer, config, None)
         update_critic = critic_update(computed_values, critic_optimizer, config)
-        actor, actor_metrics = update_actor(actor, experience)
-        critic, critic_metrics = update_critic(critic, experience)
+        actor, actor_metrics = finish(update_actor(actor, experience))
+        critic, critic_metrics = finish(update_critic(critic, experience))
         return actor, critic, experience, actor_metrics | critic_metrics
 
     return jax.jit(step, donate_argnums=(0, 1))
@@ -217,7 +219,7 @@ def make_on_policy_actor_step(
     ) -> tuple[TrainState, Experience, Metrics]:
         old_logprobs, computed_logprobs = _run_actor(logprob_fn, actor.params, rollout, config)
         experience = make_experience(rollout, scores, old_logprobs, ref_logprobs, config=config, kl_coef=kl_coef)
-        actor, metrics = actor_update(computed_logprobs, optimizer, config, None)(actor, experience)
+        actor, metrics = finish(actor_update(computed_logprobs, optimizer, config, None)(actor, experience))
         return actor, experience, metrics
 
     return jax.jit(step, donate_argnums=0)

@@ -35,7 +35,7 @@ from jrlhf.ppo.losses import (
 )
 from jrlhf.ppo.masked import masked_mean, token_count
 from jrlhf.ppo.types import Experience, SFTBatch, TrainState
-from jrlhf.ppo.updates import Metrics, Pipeline, check_output, make_step, run_updates
+from jrlhf.ppo.updates import Metrics, Pipeline, Updates, check_output, make_step, run_updates
 
 PyTree = Any
 Terms = Callable[[Array, Array, Any], tuple[Array, dict[str, Array]]]
@@ -126,7 +126,7 @@ def make_actor_step(
 
     `sums_fn` is for models that sum a loss faster than they return log-probabilities. If given, it computes the same
     loss without `logprob_fn`, except for ratios of responses, which are not elementwise. With a `pipeline` both are
-    functions of its last stage, and the step is not jitted as a whole.
+    functions of its last stage, and the step is not jitted as a whole: it returns what the pipeline does.
 
     With `config.ptx_coef` a step is called as (state, experience, texts) or (state, experience, texts, frozen), and
     ptx_coef times the mean of -log pi over the minibatch's tokens in the texts' loss_mask is added. `texts` is an
@@ -155,7 +155,7 @@ def make_actor_step(
     Raises ValueError when first called with rows that do not divide into minibatches x micro_batches, with texts of
     another shape, or with an experience that was made with another config.
     """
-    return make_step(actor_update(logprob_fn, optimizer, config, sums_fn, pipeline), pipeline)
+    return make_step(actor_update(logprob_fn, optimizer, config, sums_fn, pipeline is not None), pipeline)
 
 
 def actor_update(
@@ -163,9 +163,9 @@ def actor_update(
     optimizer: optax.GradientTransformation,
     config: PolicyConfig,
     sums_fn: SumsFn | None,
-    pipeline: Pipeline | None = None,
-) -> Callable[..., tuple[TrainState, Metrics]]:
-    """(state, experience, *frozen) -> (state, metrics), with texts after the experience if there is a `ptx_coef`."""
+    staged: bool = False,
+) -> Callable[..., Updates]:
+    """(state, experience, *frozen) -> updates of the result (state, metrics); with `ptx_coef`, texts come third."""
     if config.aggregation == "constant" and config.aggregation_divisor is None:
         raise ValueError("aggregation_divisor=None: aggregation='constant' needs it, usually the response limit")
     terms, weigh = partial(_policy_terms, config), partial(_weighted, config)
@@ -188,7 +188,7 @@ def actor_update(
     target_kl = config.target_kl
     veto = None if target_kl is None else lambda metrics: metrics["approx_kl"] > target_kl
 
-    def update(state: TrainState, experience: Experience, *others: PyTree) -> tuple[TrainState, Metrics]:
+    def update(state: TrainState, experience: Experience, *others: PyTree) -> Updates:
         texts, *frozen = others if config.ptx_coef else (None, *others)
         if (experience.importance is None) != (weighed or not config.corrections):
             weights = "no weights" if experience.importance is None else "weights"
@@ -202,8 +202,8 @@ def actor_update(
         rows, weighted = _actor_rows(experience, texts, kl_in_loss), Partial(weigh, experience.kl_coef)
         if config.old_logprobs == "interpolate":
             rows = rows._replace(ages=ages)
-        updates = run_updates(loss_fn, optimizer, config, state, rows, tuple(frozen), names, veto, weighted, pipeline)
-        state, run = updates
+        updates = run_updates(loss_fn, optimizer, config, state, rows, tuple(frozen), names, veto, weighted, staged)
+        state, run = yield from updates
         means = {name: value for name, value in run.means.items() if name != "ratio_gap"}
         metrics = {name if "/" in name else f"actor/{name}": value for name, value in means.items()}
         if experience.importance is not None and not weighed:

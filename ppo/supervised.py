@@ -24,7 +24,7 @@ from jrlhf.ppo.config import DPOConfig, check_one_division
 from jrlhf.ppo.masked import masked_sum, token_count
 from jrlhf.ppo.steps import LogprobFn
 from jrlhf.ppo.types import SFTBatch, TrainState
-from jrlhf.ppo.updates import LossFn, Metrics, Pipeline, apply_update, check_output, make_step
+from jrlhf.ppo.updates import LossFn, Metrics, Pipeline, Updates, apply_update, check_output, make_step
 
 PyTree = Any
 Step = Callable[..., tuple[TrainState, Metrics]]
@@ -109,15 +109,13 @@ def make_sft_step(
         loss = -masked_sum(logprobs, rows.loss_mask) / count
         return loss, {"loss": loss, "entropy": masked_sum(entropy, rows.loss_mask) / count}
 
-    def step(state: TrainState, batch: SFTBatch, *frozen: PyTree) -> tuple[TrainState, Metrics]:
+    def step(state: TrainState, batch: SFTBatch, *frozen: PyTree) -> Updates:
         check_divisible(batch.tokens, 1, micro_batches)
         mask = batch.loss_mask & (jnp.arange(batch.tokens.shape[1]) > 0)[None, :]
-        rows, given = replace(batch, loss_mask=mask), {"others": (token_count(mask),), "frozen": frozen}
-        names = ("loss", "entropy")
+        rows, names = replace(batch, loss_mask=mask), ("loss", "entropy")
+        given: Any = {"others": (token_count(mask),), "frozen": frozen, "staged": pipeline is not None}
         parts = micro_batches if micro_batch_tokens is None else ByLength(row_ends(mask), micro_batch_tokens)
-        return _update_once(
-            "sft", loss_fn, optimizer, state, rows, parts, names, jnp.any(mask), **given, pipeline=pipeline
-        )
+        return _update_once("sft", loss_fn, optimizer, state, rows, parts, names, jnp.any(mask), **given)
 
     return make_step(step, pipeline)
 
@@ -186,13 +184,14 @@ def _pair_step(
         shares = {name: masked_sum(term, exists) / count for name, term in terms.items()}
         return shares[names[0]], shares
 
-    def step(state: TrainState, batch: PreferenceBatch, *frozen: PyTree) -> tuple[TrainState, Metrics]:
+    def step(state: TrainState, batch: PreferenceBatch, *frozen: PyTree) -> Updates:
         check_divisible(batch.chosen, 1, micro_batches)
-        parts, given = micro_batches, {"others": (jnp.asarray(batch.chosen.shape[0]),), "frozen": frozen}
+        parts, count = micro_batches, jnp.asarray(batch.chosen.shape[0])
+        given: Any = {"others": (count,), "frozen": frozen, "staged": pipeline is not None}
         if micro_batch_tokens is not None:  # a budget for both sequences of a pair
             longer = jnp.maximum(batch.chosen_lengths, batch.rejected_lengths)
             parts = ByLength(longer, max(1, micro_batch_tokens // 2))
-        return _update_once(prefix, loss_fn, optimizer, state, batch, parts, names, **given, pipeline=pipeline)
+        return _update_once(prefix, loss_fn, optimizer, state, batch, parts, names, **given)
 
     return make_step(step, pipeline)
 
@@ -209,14 +208,14 @@ def _update_once(
     *,
     others: tuple[PyTree, ...] = (),
     frozen: tuple[PyTree, ...] = (),
-    pipeline: Pipeline | None = None,
-) -> tuple[TrainState, Metrics]:
-    """A step of one update: the next state, and its metrics. Names without a "/" get the prefix.
+    staged: bool = False,
+) -> Updates:
+    """A step of one update, whose result is the next state and its metrics. Names without a "/" get the prefix.
 
     prefix/grad_norm is added, and for an update that was not applied prefix/skipped_updates, and
     prefix/nonfinite_updates if it was not because something was not finite.
     """
-    update = apply_update(
+    update = yield from apply_update(
         loss_fn,
         optimizer,
         state.params,
@@ -227,7 +226,7 @@ def _update_once(
         counted=counted,
         others=others,
         frozen=frozen,
-        pipeline=pipeline,
+        staged=staged,
     )
     metrics = {name if "/" in name else f"{prefix}/{name}": value for name, value in update.metrics.items()}
     metrics[f"{prefix}/skipped_updates"] = (~update.sound).astype(jnp.float32)

@@ -1,12 +1,13 @@
 """Optimizer updates: gradients summed over micro-batches, applied only if everything is finite.
 
-A step is one jitted program. If a `Pipeline` computes the gradients, by programs on several meshes, a step is a loop on
-the host around the same functions, each of which is jitted: rows are on the mesh where the loss is computed, weights
-and optimizer state on their own.
+A step is one jitted program. Staged updates, differentiated by programs on several meshes, are a loop on the host of
+the same functions, each jitted: rows are on the mesh where the loss is computed, weights and optimizer state on theirs.
+It is a generator (`Updates`), to which a pipeline sends gradients, so that the updates of several models take turns.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import replace
+from functools import wraps
 from typing import Any, NamedTuple
 
 import jax
@@ -25,9 +26,11 @@ from jrlhf.ppo.types import TrainState
 PyTree = Any
 Metrics = dict[str, Float[Array, ""]]
 Gradients = tuple[Float[Array, ""], Metrics, PyTree]  # loss, metrics, gradients
-Pipeline = Callable[..., Gradients]
-"""(loss_fn, params, rows, others, frozen) -> the sums over the micro-batches of loss_fn(params, micro-batch, *others,
-*frozen), on the mesh of `params`. The rows are [M, b, ...], and micro-batches have `tokens`."""
+Updates = Generator[tuple, Gradients, Any]
+"""Yields (loss_fn, params, rows, others, frozen), where updates are staged, and is sent the sums over the micro-batches
+of loss_fn(params, micro-batch, *others, *frozen), on the mesh of `params`. The rows are [M, b, ...], and micro-batches
+have `tokens`."""
+Pipeline = Callable[[Updates], Any]  # runs staged updates: returns their result, or what stands for it
 LossFn = Callable[..., tuple[Float[Array, ""], Metrics]]
 """(params, rows, *others) -> (loss, metrics), each the *share* of these rows in the mean over the minibatch: sums
 divided by the minibatch's global count. Shares add up, so results do not depend on how rows are divided."""
@@ -56,9 +59,9 @@ def apply_update(
     veto: Callable[[Metrics], Bool[Array, ""]] | None = None,
     others: tuple[PyTree, ...] = (),
     frozen: tuple[PyTree, ...] = (),
-    pipeline: Pipeline | None = None,
-) -> Update:
-    """Differentiate `loss_fn` over `rows`, in `micro_batches` parts or parts by length, and step the optimizer once.
+    staged: bool = False,
+) -> Updates:
+    """Differentiates `loss_fn` over `rows`, in `micro_batches` parts or by length, and makes an `Update`, the result.
 
     loss_fn: (params, rows, *others, *frozen) -> (loss, metrics); `frozen` are weights.
 
@@ -72,15 +75,13 @@ def apply_update(
     the optimizer's state. For the same reason the new weights' squares are those of a first update, which is stored
     nowhere, and not of the one that is applied. (They are not summed: of a sum, XLA stores operands on CPUs.)
     """
-    if pipeline is None:
-        given = *others, *frozen
-        gradients = _accumulate(
-            lambda params, micro: loss_fn(params, micro, *given), params, rows, micro_batches, metric_names
-        )
+    if not staged:
+        share = lambda params, micro: loss_fn(params, micro, *others, *frozen)  # noqa: E731
+        gradients = _accumulate(share, params, rows, micro_batches, metric_names)
         return _apply(optimizer, veto, params, opt_state, gradients, counted)
     if isinstance(micro_batches, ByLength):
         raise ValueError(f"micro_batch_tokens={micro_batches.tokens}: a pipeline needs equal parts, set micro_batches")
-    gradients = pipeline(loss_fn, params, _split_rows(rows, micro_batches), others, frozen)
+    gradients = yield loss_fn, params, _split_rows(rows, micro_batches), others, frozen
     home, mesh = (jax.tree.leaves(tree)[0].sharding.mesh for tree in (params, rows))
     counted = transfer(counted, home)
     with jax.set_mesh(home):
@@ -122,20 +123,27 @@ def _apply(
 _apply_at_home = jax.jit(_apply, static_argnums=(0, 1), donate_argnums=(2, 3))
 
 
-def make_step(
-    update: Callable[..., tuple[TrainState, Metrics]], pipeline: Pipeline | None
-) -> Callable[..., tuple[TrainState, Metrics]]:
-    """`update` jitted, or as a loop on the host where a pipeline computes its gradients. Donates the state."""
-    if pipeline is None:
-        return jax.jit(update, donate_argnums=0)
+def finish(updates: Updates, gradients_fn: Any = None) -> Any:
+    """Runs updates to their end and returns their result. gradients_fn: computes what staged ones ask for."""
+    gradients: Any = None
+    try:
+        while True:
+            gradients = gradients_fn(*updates.send(gradients))
+    except StopIteration as end:
+        return end.value
 
-    def step(state: TrainState, *arguments: PyTree) -> tuple[TrainState, Metrics]:
-        # On the host, because the rows are on another mesh.
-        number = jnp.asarray(jax.device_get(state.step))
-        after, metrics = update(replace(state, step=number), *arguments)
+
+def make_step(update: Callable[..., Updates], pipeline: Pipeline | None) -> Callable[..., tuple[TrainState, Metrics]]:
+    """`update` jitted, or as a loop on the host that a pipeline runs. Donates the state."""
+    if pipeline is None:
+        return jax.jit(wraps(update)(lambda *arguments: finish(update(*arguments))), donate_argnums=0)
+
+    def step(state: TrainState, *arguments: PyTree) -> Updates:
+        number = jnp.asarray(jax.device_get(state.step))  # through the host: the rows are on another mesh
+        after, metrics = yield from update(replace(state, step=number), *arguments)
         return replace(after, step=jax.device_put(after.step, state.step.sharding)), metrics
 
-    return step
+    return lambda *arguments: pipeline(step(*arguments))
 
 
 def check_output(name: str, tokens: Array, *outputs: Array) -> None:
@@ -174,9 +182,9 @@ def run_updates(
     names: tuple[str, ...],
     veto: Callable[[Metrics], Bool[Array, ""]] | None = None,
     prepare: Callable[[Any], Any] | None = None,
-    pipeline: Pipeline | None = None,
-) -> tuple[TrainState, Run]:
-    """epochs x minibatches updates in one loop, which ends early once `veto` holds.
+    staged: bool = False,
+) -> Updates:
+    """epochs x minibatches updates in one loop, which ends early once `veto` holds; their result is (state, `Run`).
 
     loss_fn: (params, rows, count, *frozen) -> (loss, metrics); count is the number of the minibatch's tokens in `mask`.
     prepare: turns a whole minibatch into the rows that the loss gets in parts; a `Partial` of arrays.
@@ -184,25 +192,15 @@ def run_updates(
     check_divisible(rows.tokens, config.minibatches, config.micro_batches)
     total = config.epochs * config.minibatches
     key = jax.random.fold_in(jax.random.key(config.seed), state.step)
-    draw, loop = (_draw, lax.while_loop) if pipeline is None else (_drawn, _loop_on_host)
+    draw = _drawn if staged else _draw
+    shared: dict[str, Any] = {"metric_names": names, "veto": veto, "frozen": frozen, "staged": staged}
 
-    def one(carry: _Carry) -> _Carry:
+    def one(carry: _Carry) -> Updates:
         batch, count = draw(config, rows, prepare, key, carry.index)
-        tokens = config.micro_batch_tokens
-        update = apply_update(
-            loss_fn,
-            optimizer,
-            carry.params,
-            carry.opt_state,
-            batch,
-            micro_batches=config.micro_batches if tokens is None else ByLength(row_ends(batch.computed), tokens),
-            metric_names=names,
-            counted=jnp.any(batch.computed),
-            veto=veto,
-            others=(count,),
-            frozen=frozen,
-            pipeline=pipeline,
-        )
+        tokens, computed = config.micro_batch_tokens, batch.computed
+        parts = config.micro_batches if tokens is None else ByLength(row_ends(computed), tokens)
+        given = {"micro_batches": parts, "counted": jnp.any(computed), "others": (count,), **shared}
+        update = yield from apply_update(loss_fn, optimizer, carry.params, carry.opt_state, batch, **given)
         return _Carry(
             index=carry.index + 1,
             params=update.params,
@@ -216,8 +214,12 @@ def run_updates(
 
     none = jnp.zeros((), jnp.int32)
     zeros = dict.fromkeys((*names, "grad_norm"), jnp.zeros((), jnp.float32))
-    start = _Carry(none, state.params, state.opt_state, jnp.zeros((), jnp.bool_), none, none, zeros, zeros)
-    end = loop(lambda carry: (carry.index < total) & ~carry.stop, one, start)
+    end = _Carry(none, state.params, state.opt_state, jnp.zeros((), jnp.bool_), none, none, zeros, zeros)
+    goes_on = lambda carry: (carry.index < total) & ~carry.stop  # noqa: E731
+    if not staged:
+        end = lax.while_loop(goes_on, lambda carry: finish(one(carry)), end)
+    while staged and goes_on(end):
+        end = yield from one(end)
     means = jax.tree.map(lambda s: s / end.sound.astype(jnp.float32), end.sums)
     counts = {
         "skipped_updates": end.index - end.sound,
@@ -236,12 +238,6 @@ def _draw(
     batch = draw_minibatch(rows, jax.random.fold_in(key, epoch), minibatch, config.minibatches)
     batch = batch if prepare is None else prepare(batch)
     return batch, token_count(batch.mask)
-
-
-def _loop_on_host(condition: Callable[[Any], Array], turn: Callable[[Any], Any], carry: Any) -> Any:
-    while condition(carry):
-        carry = turn(carry)
-    return carry
 
 
 _drawn = jax.jit(_draw, static_argnums=0)

@@ -376,6 +376,10 @@ def plan_memory(workload: Workload, plan: Plan, backend: Backend = DEFAULT, *, a
         placement, home = plan[call.name], homes.get(call.role)
         needs = call_bytes(workload, call, placement, backend)
         active = dict(needs.active)
+        for other in plan.fused if call.name in plan.fused else ():
+            if other != call.name:  # the table's activations in flight are within those of both calls
+                for part, size in call_bytes(workload, workload.graph[other], plan[other], backend).active.items():
+                    active[part] = active.get(part, 0.0) + size
         if needs.moved and home is not None and not stored_alike(home, placement):
             active["moved weights"] = needs.moved
         for group in (group for group in groups if placement.devices.overlaps(group)):

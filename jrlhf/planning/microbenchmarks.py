@@ -27,7 +27,7 @@ from jrlhf.models.collectives import TENSOR, lookup, total, vary
 from jrlhf.models.modules import NO_ADAPTERS, Block
 from jrlhf.models.params import HeadKind
 from jrlhf.models.remat import Remat, policy
-from jrlhf.ppo.updates import apply_update
+from jrlhf.ppo.updates import apply_update, finish
 
 LAYERS = 4  # of a program: the cost of calling it is divided by as many
 CHAINED = 16  # collectives in a program
@@ -150,7 +150,7 @@ def update(config: ModelConfig, devices: Sequence[Device], fsdp: int) -> Program
         def loss(params, scale):  # its gradient is the weights, read as a gradient would be
             return scale * sum(jnp.sum(w * lax.stop_gradient(w)) for w in jax.tree.leaves(params)), {}
 
-        done = apply_update(loss, optimizer, params, state, scale, micro_batches=1, metric_names=())
+        done = finish(apply_update(loss, optimizer, params, state, scale, micro_batches=1, metric_names=()))
         return done.params, done.opt_state
 
     with jax.set_mesh(mesh):

@@ -1,7 +1,7 @@
 """The plan that a config names, and the checks that a run can follow it."""
 
 from collections.abc import Callable, Sequence
-from math import gcd
+from math import gcd, lcm
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +20,7 @@ from jrlhf.planning.simulate import nested
 from jrlhf.planning.workload import LAYOUTS, Workload, token_budgets, update_section
 
 NAMES = ("colocate", "split", "standalone", "disaggregated", "auto")
+FUSED = "actor.update", "critic.update"  # the calls that one table can train
 PASSES = {"generate": 3.0, "infer": 1.0, "train": 4.0}  # a call's cost in forward passes; decoding waits for memory
 
 
@@ -164,7 +165,46 @@ def validate_plan(plan: Plan, config: Config, workload: Workload, devices: int) 
                 f"{named} has {name} on devices {plan[name].devices}, and what lora adapts is one base on "
                 f"all {devices} in the config's mesh, which its roles share: put it there, or set plan=colocate"
             )
+    if plan.fused:
+        _check_fused(named, config, workload, plan)
     refuse_partial_overlap(plan)
+
+
+def _check_fused(named: str, config: Config, workload: Workload, plan: Plan) -> None:
+    """Refuses updates that cannot run in one table."""
+    actor, critic = FUSED
+    if plan.fused != FUSED:
+        raise UserError(
+            f"{named} has schedule=fused for {' and '.join(plan.fused)}, and it trains {actor} and {critic} together: "
+            "give it to both of them and to no other call"
+        )
+    one, two = plan[actor], plan[critic]
+    if one.devices != two.devices:
+        raise UserError(
+            f"{named} fuses {actor} on devices {one.devices} and {critic} on {two.devices}: put both on the same ones"
+        )
+    groups = lcm(one.pipeline, two.pipeline)
+    for name, placed in ((actor, one), (critic, two)):
+        if placed.data % (groups // placed.pipeline):
+            raise UserError(
+                f"{named} fuses pipelines of {one.pipeline} and {two.pipeline} stages, for which {name} needs "
+                f"{groups // placed.pipeline} pipelines, and has data={placed.data}: make it a multiple of that"
+            )
+    calls = list(workload.graph)
+    first, last = sorted(calls.index(workload.graph[name]) for name in FUSED)
+    for call in calls[first + 1 :]:
+        between = call in calls[:last] and call.role == calls[first].role
+        if between or set(call.inputs) & set(calls[first].outputs):
+            raise UserError(
+                f"{named} fuses {calls[first].name} and {calls[last].name}, and {call.name} needs the first of them "
+                "before both have begun: give each a schedule of its own"
+            )
+    asleep = [key for key in ("optimizer", "actor", "critic") if getattr(config.offloading, key) == "host"]
+    if asleep:
+        raise UserError(
+            f"{named} fuses {actor} and {critic}, which need both models' states at a time, and sleep.{asleep[0]}=host "
+            "keeps only one of them on the devices: leave it out"
+        )
 
 
 def _check_asynchronous(named: str, config: Config, workload: Workload, plan: Plan) -> None:

@@ -8,6 +8,7 @@ from jrlhf.errors import UserError
 from jrlhf.meshes.hardware import Cluster
 from jrlhf.meshes.pipeline import SCHEDULES, bubble
 from jrlhf.meshes.plan import Placement, Plan
+from jrlhf.planning.fusion.updates import FusedUpdates
 from jrlhf.planning.memory import GIB
 from jrlhf.planning.search import RULES, TURN, Found, Result
 from jrlhf.planning.simulate import Simulation, Span
@@ -193,10 +194,10 @@ def check_picture(path: Path) -> None:
         raise UserError(f"the picture {path} must end in {', '.join(FORMATS)}")
 
 
-def plot(simulation: Simulation, plan: Plan, title: str, path: Path) -> None:
+def plot(simulation: Simulation, plan: Plan, title: str, path: Path, fused: FusedUpdates | None = None) -> None:
     """Draws the iterations around a steady one into a file: rows are groups of devices; other iterations are pale.
 
-    Below them are the ticks of each call that trains in stages.
+    Below them are the ticks of each call that trains in stages, and of fused ones together. fused: those of the plan.
     """
     # Imported here: it takes long, and only pictures need it.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -206,13 +207,17 @@ def plot(simulation: Simulation, plan: Plan, title: str, path: Path) -> None:
     groups = simulation.memory
     names = list(dict.fromkeys(span.call for span in simulation.spans if span.kind == "call"))
     colours = {name: f"C{index % 10}" for index, name in enumerate(names)}
-    staged = {name: place for name, place in plan.placements.items() if place.pipeline > 1 and "train" in place.layout}
-    heights = [1.8 + 0.6 * len(groups), *(1.0 + 0.3 * place.pipeline for place in staged.values())]
+    staged = [] if fused is None else [fused]
+    for name, place in plan.placements.items():
+        if place.pipeline > 1 and "train" in place.layout and place.schedule != "fused":
+            table = SCHEDULES[place.schedule](place.pipeline, place.micro_batches)
+            staged.append(FusedUpdates(table, {f"{name}, {place.schedule}": range(1)}))
+    heights = [1.8 + 0.6 * len(groups), *(1.0 + 0.3 * one.table.devices for one in staged)]
     figure = Figure(figsize=(11, sum(heights)), layout="constrained")
     FigureCanvasAgg(figure)
     axes, *others = figure.subplots(len(heights), squeeze=False, height_ratios=heights)[:, 0]
-    for below, (name, place) in zip(others, staged.items(), strict=True):
-        _draw_ticks(below, name, place)
+    for below, one in zip(others, staged, strict=True):
+        _draw_ticks(below, one)
     shown = [span for span in simulation.spans if abs(span.iteration - STEADY) <= 1]
     origin = min(span.start for span in shown)
     for span in shown:
@@ -234,21 +239,25 @@ def plot(simulation: Simulation, plan: Plan, title: str, path: Path) -> None:
     figure.savefig(path)
 
 
-def _draw_ticks(axes: Any, name: str, placement: Placement) -> None:
-    """Draws what each group of devices computes at each tick: micro-batches as numbers, kinds as colours."""
+def _draw_ticks(axes: Any, updates: FusedUpdates) -> None:
+    """Draws what each group of devices computes at each tick: micro-batches as numbers, calls and kinds as colours."""
     from matplotlib.patches import Patch, Rectangle
 
-    table = SCHEDULES[placement.schedule](placement.pipeline, placement.micro_batches)
-    (pipeline,) = table.pipelines
-    colours = dict(zip(pipeline.kinds, ("C0", "C2", "C1"), strict=False))
+    table = updates.table
+    colours, handles = {}, []
+    for (name, numbers), own in zip(updates.pipelines.items(), (("C0", "C2", "C1"), ("C9", "C8")), strict=False):
+        pipeline = table.pipelines[numbers.start]
+        for kind, colour in zip(pipeline.kinds, own, strict=False):
+            colours |= {(number, kind): colour for number in numbers}
+            handles.append(Patch(facecolor=colour, label=kind if len(updates.pipelines) == 1 else f"{name}: {kind}"))
     for tick, step in table.operations:
-        row, colour = pipeline.devices[step.stage], colours[step.kind]
+        row, colour = table.pipelines[step.model].devices[step.stage], colours[step.model, step.kind]
         axes.add_patch(Rectangle((tick, row - 0.45), 1, 0.9, facecolor=colour, edgecolor="white", linewidth=0.5))
         if len(table.operations) <= MOST_NUMBERED:
             axes.text(tick + 0.5, row, step.micro_batch, ha="center", va="center", color="white", fontsize=6)
     axes.set_xlim(0, 1 + table.operations[-1].tick)
-    axes.set_ylim(placement.pipeline - 0.5, -0.5)
-    axes.set_yticks(range(placement.pipeline), [f"group {group}" for group in range(placement.pipeline)])
+    axes.set_ylim(table.devices - 0.5, -0.5)
+    axes.set_yticks(range(table.devices), [f"group {group}" for group in range(table.devices)])
     axes.set_xlabel("ticks")
-    axes.set_title(f"{name}: {placement.schedule}, bubble {100 * bubble(table, lambda step: 1):.0f} %")
-    axes.legend(handles=[Patch(facecolor=colour, label=kind) for kind, colour in colours.items()], loc="upper left")
+    axes.set_title(f"{' and '.join(updates.pipelines)}: bubble {100 * bubble(table, lambda step: 1):.0f} %")
+    axes.legend(handles=handles, loc="upper left")

@@ -189,6 +189,17 @@ def call_seconds(
     return CallTime(total)
 
 
+def stage_seconds(
+    workload: Workload, call: Call, placement: Placement, cluster: Cluster, *, costs: PartCosts | None = None
+) -> tuple[float, float]:
+    """Predicts the forward and the backward operation of a micro-batch on a stage of a call that trains one model."""
+    costs = (costs or Roofline(workload, cluster)).on(placement.devices.count)
+    (model,) = workload.models[call.role]
+    divided = _Divided(workload, model, workload.rows_of(call), placement, cluster.node, costs)
+    forward, both = (sum(divided.stage(divided.trained_tokens, train).values()) for train in (False, True))
+    return forward, both - forward
+
+
 def operations(workload: Workload, call: Call) -> float:
     """Returns the operations that a call's models need (`models.flops`), for rows of the mean length: those of MFU."""
     lengths, response = np.array([round(workload.mean_prompt + workload.mean_response)]), round(workload.mean_response)
@@ -294,11 +305,16 @@ class _Divided:
         parts = self.placement.micro_batches
         return self.piped(self.stage(self.rows(self.batch, parts) * self.workload.length, False), parts, parts)
 
+    @property
+    def trained_tokens(self) -> float:
+        """The tokens of a micro-batch on a device, or on its tensor group."""
+        rows = self.rows(self.batch / self.workload.minibatches, self.placement.micro_batches)
+        return rows * self.workload.length
+
     def train(self) -> Parts:
         workload, placement = self.workload, self.placement
         parts, updates = placement.micro_batches, workload.epochs * workload.minibatches
-        tokens = self.rows(self.batch / workload.minibatches, parts) * workload.length
-        total = self.piped(self.stage(tokens, True), parts, updates * parts)
+        total = self.piped(self.stage(self.trained_tokens, True), parts, updates * parts)
         if placement.data > 1 and self.model.lora is None:
             # Every micro-batch sums its gradients over `data`; a pipeline sums once, after its last part.
             total["gathers"] += updates * (parts if placement.pipeline == 1 else 1) * self.sums()
@@ -395,6 +411,7 @@ class CostModel:
         on_base = [role for role in workload.models if workload.on_base(role)]
         self._base = home_of(workload.graph, on_base[0]) if on_base else None  # the base is counted in this call only
         self._calls: dict[Any, Price] = {}
+        self._fused: dict[Any, tuple[CallTime, float]] = {}
         self._moves: dict[Any, float] = {}
 
     @property
@@ -404,18 +421,29 @@ class CostModel:
     def call(self, call: Call, placement: Placement) -> Price:
         key = call.name, placement
         if key not in self._calls:
-            seconds = self.time(call, placement).seconds
+            time = self.time(call, placement)
             sizes = call_bytes(self._workload, call, placement, self.backend)
             stored = sizes.resident if home_of(self._workload.graph, call.role) == call else {}
             asleep = sum(size for part, size in stored.items() if self._sleeps(call, part))
             resident = sum(size for part, size in stored.items() if part != "base" or call == self._base) - asleep
-            seconds += 2 * asleep / self._cluster.hardware.host
-            self._calls[key] = Price(seconds, resident, sum(sizes.active.values()) + asleep, sizes.moved)
+            seconds = time.seconds + 2 * asleep / self._cluster.hardware.host
+            active = self._fused[key][1] if key in self._fused else sum(sizes.active.values())
+            self._calls[key] = Price(seconds, resident, active + asleep, sizes.moved)
         return self._calls[key]
 
     def time(self, call: Call, placement: Placement) -> CallTime:
         """Predicts what a call takes, by part."""
+        if (call.name, placement) in self._fused:
+            return self._fused[call.name, placement][0]
         return call_seconds(self._workload, call, placement, self._cluster, costs=self._costs)
+
+    def stage_seconds(self, call: Call, placement: Placement) -> tuple[float, float]:
+        """See the function."""
+        return stage_seconds(self._workload, call, placement, self._cluster, costs=self._costs)
+
+    def set_fused(self, call: Call, placement: Placement, time: CallTime, active: float) -> None:
+        """Sets time and active bytes of an update that runs with another one, which `placement` alone does not tell."""
+        self._fused[call.name, placement] = time, active
 
     def _sleeps(self, home: Call, part: str) -> bool:
         """Returns whether a part of a role's state is offloaded during every call but that at the role's home."""

@@ -5,13 +5,13 @@ If the model is an adapter, each function takes the base as one more argument at
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax.sharding import Mesh
+from optax import GradientTransformation
 
 from jrlhf.meshes import Layout
 from jrlhf.models import (
@@ -28,6 +28,7 @@ from jrlhf.models.generation.continuous import ContinuousBatch
 from jrlhf.models.generation.decoding import Decoder
 from jrlhf.models.pipeline import PipelinePlacement, Stages
 from jrlhf.ppo import ByLength, PolicyConfig, PPOConfig, make_actor_step, make_critic_step, map_by_length, map_parts
+from jrlhf.ppo.updates import Pipeline, finish
 from jrlhf.roles.model import Architecture, Compute
 
 Function = Callable[..., Any]  # its docstring tells the arguments and results
@@ -50,13 +51,20 @@ class CompiledModel:
     pipeline: PipelinePlacement | None = None
 
     @property
-    def stages(self) -> Stages | None:
-        """The model in the stages of its training; None: in one piece."""
+    def pipelines(self) -> tuple[Stages, ...]:
+        """The model in the stages of its training, in each of its pipelines; (): in one piece."""
         if self.pipeline is None:
-            return None
+            return ()
         model, layout = self.architecture, self.architecture.layout(self.compute.train_layout)
-        options = self.compute.forward(model)
-        return Stages(model.config, self.pipeline.groups, layout, options, self.pipeline.schedule)
+        shared = layout, self.compute.forward(model), self.pipeline.schedule
+        return tuple(Stages(model.config, groups, *shared) for groups in (self.pipeline.groups, *self.pipeline.copies))
+
+    @property
+    def _runs(self) -> Pipeline | None:
+        """Runs updates in stages. Those of a table of several models are handed on: a `JointUpdate` runs them."""
+        if self.pipeline is None or self.pipeline.schedule == "fused":
+            return self.pipeline and (lambda updates: updates)
+        return partial(finish, gradients_fn=self.pipelines[0].gradients)
 
     def train_logprobs(self, *, temperature: float = 1.0, span: int | None = None) -> Function:
         """(params, tokens) -> (logprobs, entropy). With `span` (params, tokens, starts)."""
@@ -76,21 +84,12 @@ class CompiledModel:
         return self._make(make_scores, self.compute.train_layout)
 
     def actor_step(
-        self,
-        optimizer: optax.GradientTransformation,
-        algorithm: PolicyConfig,
-        *,
-        temperature: float,
-        responses: int | None = None,
+        self, optimizer: GradientTransformation, algorithm: PolicyConfig, temperature: float, responses: int | None
     ) -> Function:
-        """(state, experience) -> (state, metrics), jitted: all of the actor's updates on a batch.
-
-        responses: maximum number of tokens of a response; None: that of the row.
-        """
+        """(state, experience) -> (state, metrics), jitted: the actor's updates. responses: their most tokens."""
         logprobs = self.train_logprobs(temperature=temperature)
-        pipeline = None if self.stages is None else self.stages.gradients
         if not self.compute.fused_loss:
-            return make_actor_step(logprobs, optimizer, algorithm, pipeline=pipeline)
+            return make_actor_step(logprobs, optimizer, algorithm, pipeline=self._runs)
         # Texts that are imitated in addition are trained on from their first token.
         span = None if algorithm.ptx_coef else responses
         options = {"temperature": temperature, "span": span, "entropy_gradient": algorithm.entropy_coef != 0}
@@ -100,12 +99,11 @@ class CompiledModel:
             return sums(params, tokens, data, *others, starts=jnp.argmax(data.computed, axis=1))
 
         sums_fn = sums if span is None else of_responses
-        return make_actor_step(logprobs, optimizer, algorithm, sums_fn=sums_fn, pipeline=pipeline)
+        return make_actor_step(logprobs, optimizer, algorithm, sums_fn=sums_fn, pipeline=self._runs)
 
-    def critic_step(self, optimizer: optax.GradientTransformation, ppo: PPOConfig) -> Function:
+    def critic_step(self, optimizer: GradientTransformation, ppo: PPOConfig) -> Function:
         """(state, experience) -> (state, metrics), jitted: all of the critic's updates on a batch."""
-        pipeline = None if self.stages is None else self.stages.gradients
-        return make_critic_step(self.train_values(), optimizer, ppo, pipeline=pipeline)
+        return make_critic_step(self.train_values(), optimizer, ppo, pipeline=self._runs)
 
     @_shared
     def score_logprobs(self, *, temperature: float, span: int | None = None) -> Function:
@@ -155,9 +153,10 @@ class CompiledModel:
         return ContinuousBatch(decoder, self.mesh, schedule, slots, width)
 
     def _make(self, make: Function, layout: Layout, **keywords: Any) -> Function:
-        model, stages = self.architecture, self.stages
-        config = model.config if stages is None else stages.part(stages.last)
-        return make(config, self.mesh, model.layout(layout), self.compute.forward(model), **keywords)
+        model, config, mesh = self.architecture, self.architecture.config, self.mesh
+        if self.pipelines:  # of the last stage, on the mesh of any pipeline
+            config, mesh = self.pipelines[0].tail, mesh.abstract_mesh
+        return make(config, mesh, model.layout(layout), self.compute.forward(model), **keywords)
 
     def _scoring(self, function: Function, *, arrays: int = 0, reads_lengths: bool = False) -> Function:
         """(params, tokens, lengths, *arrays, *base) -> what `function(params, tokens, *arrays, *base)` returns, jitted.

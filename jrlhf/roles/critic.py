@@ -31,8 +31,7 @@ from jrlhf.run.clock import timed
 class Critic(TrainedRole):
     """A value function of the reward. See `CostCritic` for that of the cost."""
 
-    timed_values, timed_update = "values", "update_critic"
-    metrics = "critic/"  # the prefix of its metrics
+    timed_values = "values"
 
     def __init__(self, model: Model, site: Site, *, optimizer: optax.GradientTransformation, algorithm: PPOConfig):
         super().__init__(model, site, optimizer)
@@ -51,15 +50,19 @@ class Critic(TrainedRole):
     @call("train", "{role}_metrics")
     def update(self, experience: Experience) -> dict[str, Array]:
         """Trains on one batch of experience."""
-        metrics = self._train(self.timed_update, self._update, experience)
-        return {self.metrics + name.removeprefix("critic/"): value for name, value in metrics.items()}
+        return self._train("update_critic", self._update, experience)
 
 
 class CostCritic(Critic):
     """A value function of the cost, with names of its own for its times and its metrics."""
 
-    timed_values, timed_update = "cost_values", "update_cost_critic"
-    metrics = "cost_critic/"
+    timed_values = "cost_values"
+
+    @call("train", "{role}_metrics")
+    def update(self, experience: Experience) -> dict[str, Array]:
+        """Trains on one batch of experience of the cost."""
+        metrics = self._train("update_cost_critic", self._update, experience)
+        return {f"cost_{name}": value for name, value in metrics.items()}
 
 
 class Reward(Role):

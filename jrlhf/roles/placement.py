@@ -145,12 +145,14 @@ class CallPlacement:
     layout: the layout of its model's weights; None: the usual one of calls of its kind.
     parts: the number of parts in which a device computes its rows.
     pipeline: the stages that compute in the place of one mesh; `mesh` is that of the last one, where rows are read.
+    joint: (bound role, its updates) -> pending metrics, of an update that another role's runs with.
     """
 
     mesh: Mesh
     layout: Layout | None = None
     parts: int = 1
     pipeline: PipelinePlacement | None = None
+    joint: Callable[..., Any] | None = None
 
     @property
     def stored(self) -> "CallPlacement":

@@ -9,29 +9,43 @@ from jrlhf.meshes.graph import home_of
 from jrlhf.meshes.mesh import Device
 from jrlhf.meshes.plan import Placement, Plan
 from jrlhf.models.pipeline import PipelinePlacement
+from jrlhf.planning.fusion.updates import FusedUpdates
+from jrlhf.roles.joint import JointUpdate
 from jrlhf.roles.placement import CallPlacement, Prefetch, RolePlacement, TransferCache
 
 LAYOUTS: dict[str, Layout] = {layout.name: layout for layout in (TRAIN, TRAIN_TP, GENERATE, SCORE)}
 
 
 def place_roles(
-    plan: Plan, graph: Graph, devices: Sequence[Device], *, prefetch: bool = False
+    plan: Plan, graph: Graph, devices: Sequence[Device], *, fused: FusedUpdates | None = None, prefetch: bool = False
 ) -> dict[str, RolePlacement]:
-    """The placement of every role of a graph. "arithmetic" is that of calls without a model: where the actor trains."""
+    """The placement of every role of a graph. "arithmetic" is that of calls without a model: where the actor trains.
 
-    def placed(placement: Placement) -> CallPlacement:
+    fused: the updates that the plan fuses, if it does.
+    """
+    joint = None
+    if fused is not None:
+        joint = JointUpdate(fused.table, {graph[name].role: numbers for name, numbers in fused.pipelines.items()}).begin
+
+    def placed(name: str, placement: Placement) -> CallPlacement:
         own = devices[placement.devices.start : placement.devices.stop]
         data, fsdp, tensor = placement.sizes
-        whole, pipeline = make_mesh(data, placement.pipeline * fsdp, tensor, devices=own), None
-        mesh = whole
-        if placement.pipeline > 1:
-            count = data * fsdp * tensor
-            starts = range(0, len(own), count)
-            groups = tuple(make_mesh(data, fsdp, tensor, devices=own[start : start + count]) for start in starts)
-            mesh, pipeline = groups[-1], PipelinePlacement(groups, whole, placement.schedule)
-        return CallPlacement(mesh, LAYOUTS[placement.layout], placement.micro_batches, pipeline)
+        whole = make_mesh(data, placement.pipeline * fsdp, tensor, devices=own)
+        layout, parts = LAYOUTS[placement.layout], placement.micro_batches
+        if placement.pipeline == 1:
+            return CallPlacement(whole, layout, parts)
+        orders = [range(placement.pipeline)]  # of each pipeline, the groups of its stages
+        if fused is not None and name in fused.pipelines:
+            orders = [fused.table.pipelines[number].devices for number in fused.pipelines[name]]
+        count = data * fsdp * tensor // len(orders)
+        starts = range(0, len(own), count)
+        meshes = [make_mesh(data // len(orders), fsdp, tensor, devices=own[start : start + count]) for start in starts]
+        first, *copies = (tuple(meshes[group] for group in order) for order in orders)
+        pipeline = PipelinePlacement(first, whole, placement.schedule, tuple(copies))
+        begin = joint if placement.schedule == "fused" else None
+        return CallPlacement(first[-1], layout, parts * len(orders), pipeline, begin)
 
-    calls = {name: placed(placement) for name, placement in plan.placements.items()}
+    calls = {name: placed(name, placement) for name, placement in plan.placements.items()}
     trained = home_of(graph, "actor", plan)
     assert trained is not None, "every algorithm trains an actor"
     arithmetic, transfers = CallPlacement(calls[trained.name].mesh), TransferCache()

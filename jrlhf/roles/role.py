@@ -150,6 +150,8 @@ class TrainedRole(Role):
         self, name: str, update: Callable[..., tuple[TrainState, dict[str, Array]]], *arguments: Any
     ) -> dict[str, Array]:
         """Replaces the state by the result of `update`, timed as `name`; returns the metrics."""
+        if (begin := self.placement["update"].joint) is not None:
+            return begin(self, update(self.state, *arguments, *self._model.frozen))
         self.state = self.offloader.consume(self.state)
 
         def run() -> dict[str, Array]:

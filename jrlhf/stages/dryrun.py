@@ -16,6 +16,7 @@ from jrlhf.meshes import GENERATE, SCORE, TRAIN, Call, Layout, tree_reshard_cost
 from jrlhf.meshes.plan import Plan
 from jrlhf.models import ModelConfig, param_shardings
 from jrlhf.planning.fit import backend_of, capacity, memory_of
+from jrlhf.planning.fusion.updates import fused_updates
 from jrlhf.planning.workload import Workload, workload_of
 from jrlhf.roles.planned_placement import LAYOUTS, place_roles
 from jrlhf.roles.pretrained import abstract_weights, is_here
@@ -107,7 +108,8 @@ class _DryRun:
             last = f"  no switch: training and generation use one base, stored as {GENERATE.name} stores it"
             return [head, *_in_columns(rows), last]
         actor, dtype = self.models["actor"], jnp.dtype(config.compute.dtype)
-        places = place_roles(plan, graph, list(self.mesh.devices.flat))["actor"]
+        fused = fused_updates(workload, plan)
+        places = place_roles(plan, graph, list(self.mesh.devices.flat), fused=fused)["actor"]
         generation = param_shardings(actor, places["generate"].mesh, GENERATE)
         cost = tree_reshard_cost(abstract_weights(actor, places.home.mesh), generation, dtype=dtype)
         last = (

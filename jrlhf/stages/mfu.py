@@ -119,5 +119,8 @@ def utilisation_of(
     placement_of: role -> its placement.
     """
     meshes = {call.name: placement_of(call.role)[call.name.partition(".")[2]].stored.mesh for call in graph}
+    if placement_of("actor")["update"].joint is not None:  # both in one call, as a learner's
+        meshes["learner.update"] = meshes.pop("actor.update")
+        del meshes["critic.update"]
     peak = peak_of(meshes["actor.generate"].devices.flat[0])
     return None if peak is None else Utilisation(models, meshes, algorithm, compute.dtype, peak)

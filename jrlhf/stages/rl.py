@@ -46,7 +46,7 @@ from jrlhf.ppo.shaping import RunningMoments
 from jrlhf.rewards.mixture import Rewards
 from jrlhf.roles.initial import scalar_model
 from jrlhf.roles.model import Model
-from jrlhf.roles.placement import RolePlacement
+from jrlhf.roles.placement import Pending, RolePlacement
 from jrlhf.run.checkpoints import fingerprint_of
 from jrlhf.run.metrics import verl_figures
 from jrlhf.stages.context import Context
@@ -116,6 +116,7 @@ def train_rl(context: Context, policy: Model, rewards: Rewards, costs: Rewards |
         if roles.pool is None:
             values["prompts"] = draw(generating, draws)
         experience, metrics = dataflow(**roles.arguments(dataflow), **values)
+        metrics = metrics.result() if isinstance(metrics, Pending) else metrics
         if roles.pool is None:
             batch, raw, rounds = values["prompts"], rewards.raw, 1
         else:

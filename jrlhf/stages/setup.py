@@ -32,6 +32,7 @@ from jrlhf.models import ModelConfig
 from jrlhf.models.attention import computes
 from jrlhf.planning.auto import auto_plan
 from jrlhf.planning.fit import check_memory
+from jrlhf.planning.fusion.updates import fused_updates
 from jrlhf.planning.plans import plan_of_config, plan_yaml, read_plan, refuse_cross_process
 from jrlhf.planning.workload import workload_of
 from jrlhf.rewards.functions import MODULES, FunctionReward, RewardFailure
@@ -78,7 +79,9 @@ def _open_context(config: Config, mirror: Mirror, resume: bool, accept_rewards: 
     mesh, models, plan = select_resources(config, resume=resume)
     placements = {}
     if plan is not None:
-        placements = place_roles(plan, graph_of(config), list(mesh.devices.flat), prefetch=config.offloading.ahead)
+        graph, ahead = graph_of(config), config.offloading.ahead
+        fused = fused_updates(workload_of(config, graph, models), plan)
+        placements = place_roles(plan, graph, list(mesh.devices.flat), fused=fused, prefetch=ahead)
     console = _open_console(config)
     with console.status("reading the data"):
         task = load_task(config, models["actor"])

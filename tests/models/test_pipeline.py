@@ -1,6 +1,7 @@
 """A model in stages on several meshes: every step's gradients equal those of the model on one mesh."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -39,6 +40,7 @@ from jrlhf.ppo import (
     make_preference_step,
     make_sft_step,
 )
+from jrlhf.ppo.updates import finish
 from tests.models.shared import FAMILIES, same_gradient, unstacked
 
 ROWS, LENGTH, PARTS = 32, 7, 4
@@ -139,7 +141,7 @@ def gradients(reference, kind, config, home, layout, options, groups=(), schedul
     if groups:
         stages = Stages(config, groups, layout, options, schedule)
         rows_mesh, last = stages.meshes[-1], stages.part(stages.last)
-        step = step_of(kind, last, rows_mesh, layout, options, stages.gradients)
+        step = step_of(kind, last, rows_mesh, layout, options, partial(finish, gradients_fn=stages.gradients))
     else:
         rows_mesh, step = home, step_of(kind, config, home, layout, options)
     with jax.set_mesh(home):
@@ -232,7 +234,8 @@ def test_two_models_in_one_table_are_trained_as_one_after_the_other(reference):
     tasks = [task(number, pipeline.devices) for number, pipeline in enumerate(table.pipelines)]
     assert len(tasks) == 3
     alone = [one.stages.gradients(one.loss, one.params, one.rows, one.others, ()) for one in tasks]
-    for together, apart in zip(jax.device_get(run(table, tasks)), jax.device_get(alone), strict=True):
+    together_all = jax.device_get(run(table, dict(enumerate(tasks))))
+    for together, apart in zip(together_all.values(), jax.device_get(alone), strict=True):
         same_gradients(together.gradients, apart.gradients)
         np.testing.assert_allclose(together.loss, apart.loss, rtol=1e-5)
 

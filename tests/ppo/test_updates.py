@@ -7,7 +7,7 @@ import optax
 import pytest
 
 from jrlhf.ppo import SFTBatch, TrainState, make_sft_step
-from jrlhf.ppo.updates import apply_update
+from jrlhf.ppo.updates import apply_update, finish
 
 HUGE = np.array([np.nan, np.inf, -np.inf, 3e38, -3e38, 1e25], np.float32)
 OPTIMIZERS = {
@@ -32,7 +32,7 @@ def test_an_update_is_plain_optax_or_nothing(optimizer):
 
     @jax.jit
     def ours(params, state, gradient):
-        update = apply_update(loss, optimizer, params, state, gradient, micro_batches=1, metric_names=())
+        update = finish(apply_update(loss, optimizer, params, state, gradient, micro_batches=1, metric_names=()))
         return update.params, update.opt_state, update.finite
 
     @jax.jit
@@ -79,7 +79,7 @@ def test_an_update_needs_no_copy_of_weights_or_optimizer_state():
             return sum((jnp.sum(jnp.square(w) * x) for w in p.values()), jnp.zeros(())), {}
 
         rows = jnp.ones((512, 1))
-        update = apply_update(loss, optimizer, params, state, rows, micro_batches=1, metric_names=())
+        update = finish(apply_update(loss, optimizer, params, state, rows, micro_batches=1, metric_names=()))
         return update.params, update.opt_state
 
     lowered = jax.jit(step, donate_argnums=(0, 1)).lower(params, jax.eval_shape(optimizer.init, params))

@@ -35,13 +35,16 @@ class Fused:
     bound: float
 
 
-def search(problem: Problem, seed: int = 0, *, memory: bool = True, effort: float = 1.0) -> Fused:
+def search(
+    problem: Problem, seed: int = 0, *, memory: bool = True, most: float = math.inf, effort: float = 1.0
+) -> Fused:
     """Returns the best schedule that the search finds. The same seed and effort give the same schedule.
 
-    memory: also lower the peak memory at the makespan found. effort: factor of the number of schedules tried.
+    memory: also lower the peak memory at the makespan found. most: activations that a device may have in flight, at
+        least `problem.least_memory`. effort: factor of the number of schedules tried.
     """
     dispatcher, generator = Dispatcher(problem), random.Random(seed)
-    schedule = _shortest(dispatcher, generator, problem.bound, math.inf, effort * _STEPS)
+    schedule = _shortest(dispatcher, generator, problem.bound, most, effort * _STEPS)
     best = _fused(dispatcher, schedule)
     if memory:
         low, limit = problem.least_memory, problem.least_memory  # the lowest possible limit first, then halves

@@ -3,15 +3,25 @@
 import json
 import random
 import re
+from dataclasses import replace
 from itertools import permutations, product
+from typing import Any
 
 import pytest
 
+from benchmarks import published
 from benchmarks.fusion import PUBLISHED, generated, optimum
 from benchmarks.records import RESULTS
+from jrlhf.meshes import Graph
+from jrlhf.meshes.hardware import HARDWARE, Cluster
 from jrlhf.meshes.pipeline import arrange, makespan, peak, violation
+from jrlhf.meshes.plan import Placement, Plan, Slice
 from jrlhf.planning.fusion import Model, Problem, fuse, search
 from jrlhf.planning.fusion.dispatch import Dispatcher, Rules
+from jrlhf.planning.fusion.updates import fused_updates, price_fused
+from jrlhf.planning.memory import call_bytes, plan_memory
+from jrlhf.planning.simulate import simulate
+from jrlhf.planning.time import CostModel
 
 # get-lower-bound.py of github.com/FlexFusion/FlexFusion, in the order of PUBLISHED.
 BOUNDS = [708, 372, 225, 702, 366, 225, 618, 330, 186, 606, 318, 186]
@@ -123,3 +133,46 @@ def test_no_limit_of_memory_that_1f1b_respects_leads_to_a_deadlock():
         keys, rules = dispatcher.values(lambda *_: generator.random()), Rules(generator.choice((0, 0.5, 1)), ranks)
         schedule = dispatcher.run(keys, problem.least_memory, rules, backwards=generator.random() < 0.5)
         assert violation(dispatcher.table(schedule), problem.least_memory, problem.activations) is None
+
+
+# ---- updates that a plan fuses
+
+
+def fused_plan(schedule: Any) -> Plan:
+    """A 7B actor in four stages and a critic in two pipelines of two, on 16 devices."""
+    deep = Placement(Slice(0, 16), "train", fsdp=4, pipeline=4, micro_batches=8, schedule=schedule)
+    shallow = Placement(Slice(0, 16), "train", data=2, fsdp=4, pipeline=2, micro_batches=4, schedule=schedule)
+    return Plan("by hand", {"actor.update": deep, "critic.update": shallow})
+
+
+def test_fused_updates_take_the_makespan_of_their_table_and_the_memory_of_both():
+    serial, plan = fused_plan("1f1b"), fused_plan("fused")
+    updates = tuple(published.GRAPH[name] for name in plan.placements)
+    graph = Graph("updates", tuple({value for call in updates for value in call.inputs}), updates)
+    workload, cluster = replace(published.workload(), graph=graph, minibatches=4), Cluster(HARDWARE["h100"], 16)
+    fused = fused_updates(workload, plan)
+    assert fused is not None and violation(fused.table) is None
+    assert fused_updates(workload, serial) is None and fused.pipelines["critic.update"] == range(1, 3)
+    assert [pipeline.devices for pipeline in fused.table.pipelines] == [(0, 1, 2, 3), (3, 2), (1, 0)]
+
+    prices = CostModel(workload, cluster)
+    calls = [workload.graph[name] for name in plan.placements]
+    alone = [prices.time(call, serial[call.name]).parts for call in calls]
+    price_fused(prices, workload, plan)
+    together = [prices.time(call, plan[call.name]).parts for call in calls]
+    operations = [prices.stage_seconds(call, plan[call.name]) for call in calls]
+    whole = 4 * makespan(fused.table, lambda step: operations[step.model > 0][step.kind == "backward"])
+    fixed = [sum(time for name, time in parts.items() if name != "bubble") for parts in alone]
+    work = [4 * count * sum(both) for count, both in zip((8, 4), operations, strict=True)]
+    assert sum(sum(parts.values()) for parts in together) == pytest.approx(whole + sum(fixed) - sum(work))
+    assert 0 <= sum(parts["bubble"] for parts in together) < 0.5 * sum(parts["bubble"] for parts in alone)
+
+    simulated = simulate(workload.graph, plan, prices, iterations=2)
+    both = [call_bytes(workload, call, plan[call.name]) for call in calls]
+    stays = sum(sum(sizes.resident.values()) for sizes in both)
+    expected = stays + sum(sum(sizes.active.values()) for sizes in both)
+    assert plan_memory(workload, plan).peak == pytest.approx(expected) == pytest.approx(simulated.peak)
+    # What the table has in flight is within the inputs in flight that were added up.
+    sizes = [both[0].active["inputs in flight"] / 4, *[both[1].active["inputs in flight"] / 2] * 2]
+    most = sum(one.active["inputs in flight"] for one in both)
+    assert violation(fused.table, most, sizes) is None

@@ -17,7 +17,7 @@ from jrlhf.planning.activations import DEFAULT
 from jrlhf.planning.candidates import NoPlan, call_candidates, candidates, placements
 from jrlhf.planning.candidates import slices as slices_of
 from jrlhf.planning.fit import check_fits
-from jrlhf.planning.plans import plan_of_config, plan_yaml, read_plan, refuse_partial_overlap
+from jrlhf.planning.plans import plan_of_config, plan_yaml, read_plan, refuse_partial_overlap, validate_plan
 from jrlhf.planning.simulate import nested
 from jrlhf.planning.workload import workload_of
 from jrlhf.stages.setup import architectures
@@ -102,6 +102,8 @@ def moved(plan: Plan, name: str, placement: Placement) -> Plan:
 FOUR: dict[str, Any] = {"layout": "train", "devices": "0-3", "fsdp": 4}
 BUDGET: dict[str, Any] = {"ppo": {"algorithm": {"micro_batch_tokens": 64}}}
 SAMPLES: dict[str, Any] = {"stage": "grpo", "grpo": {"rollout_batch": 32, "algorithm": {"samples": 8}}}
+FUSED: dict[str, Any] = {**FOUR, "fsdp": 2, "pipeline": 2, "micro_batches": 2, "schedule": "fused"}
+DEEP: dict[str, Any] = {"model": MODEL | {"layers": 4}}
 # Changed calls of the colocated plan, None for one that is left out; the sentence; and sections of the config.
 REFUSED: tuple[tuple[dict[str, Any], str, dict[str, Any]], ...] = (
     ({"actor.update": {"devices": "4-11", "fsdp": 8}}, "actor.update on devices 4-11, and there are 8", {}),
@@ -116,6 +118,27 @@ REFUSED: tuple[tuple[dict[str, Any], str, dict[str, Any]], ...] = (
         {"actor.update": {**FOUR, "fsdp": 2, "pipeline": 2, "micro_batches": 2, "schedule": "interleaved"}},
         "pipeline=2 stages of schedule=interleaved, which need 4 layers, and its model has 2",
         {},
+    ),
+    ({"actor.update": FUSED}, "schedule=fused for actor.update, and it trains .* together: give it to both", {}),
+    (
+        {"actor.update": FUSED, "critic.update": {**FUSED, "devices": "4-7"}},
+        "fuses actor.update on devices 0-3 and critic.update on 4-7: put both on the same ones",
+        {},
+    ),
+    (
+        {"actor.update": {**FUSED, "fsdp": 1, "pipeline": 4, "micro_batches": 4}, "critic.update": FUSED},
+        "pipelines of 4 and 2 stages, for which critic.update needs 2 pipelines, and has data=1: make it a multiple",
+        DEEP,
+    ),
+    (
+        {"actor.update": {**FUSED, "micro_batches": 1}, "critic.update": FUSED},
+        "micro_batches=1: schedule=fused needs at least 2 of them",
+        {},
+    ),
+    (
+        {"actor.update": FUSED, "critic.update": FUSED},
+        "sleep.optimizer=host keeps only one of them on the devices: leave it out",
+        {"sleep": {"optimizer": "host"}},
     ),
     ({"actor.update": {**FOUR, "layout": "score"}}, "a call to train needs train or train_tp", {}),
     (
@@ -164,7 +187,27 @@ def test_a_plan_that_cannot_be_run_is_one_sentence(tmp_path):
         path.write_text(yaml.safe_dump(mapping))
         with pytest.raises(UserError, match=message) as error:
             chosen(config_of(plan=str(path), **sections))
-        assert str(error.value).startswith((f"plan={path} has ", "devices ")) and "\n" not in str(error.value)
+        assert str(error.value).startswith(
+            (f"plan={path} has ", f"plan={path} fuses ", "devices ")
+        ) and "\n" not in str(error.value)
+
+
+def test_updates_are_fused_only_if_no_call_between_them_needs_the_first():
+    config = config_of()
+    plan, workload = chosen(config), workload_of(config, graph_of(config), architectures(config))
+    fused = Placement(Slice(0, 8), "train", fsdp=4, pipeline=2, micro_batches=2, schedule="fused")
+    plan = Plan("by hand", {**plan.placements, "actor.update": fused, "critic.update": fused})
+    validate_plan(plan, config, workload, 8)
+    critic, values = workload.graph["critic.update"], workload.graph["critic.values"]
+    again, reader = (
+        replace(values, name="critic.values_2", outputs=("a", "b"), inputs=x) for x in ((), critic.outputs)
+    )
+    for call, place in ((again, -1), (reader, len(workload.graph.calls))):
+        calls = [*workload.graph.calls[:place], call, *workload.graph.calls[place:]]
+        changed = replace(workload, graph=replace(workload.graph, calls=tuple(calls)))
+        placed = Plan("by hand", {**plan.placements, call.name: plan["critic.values"]})
+        with pytest.raises(UserError, match=r"critic.values_2 needs the first of them before both have begun"):
+            validate_plan(placed, config, changed, 8)
 
 
 def test_a_file_that_is_no_plan_is_one_sentence(tmp_path):
