@@ -17,11 +17,19 @@ set -uo pipefail
 
 config=${1:?usage: sbatch slurm.sh CONFIG [key=value ...]}
 shift
-# JAX finds the other processes, and each its GPU, by Slurm's own variables. run_dir must be on a shared file system.
+# JAX finds the other processes, and each its GPU, by Slurm's own variables. RUN_DIR is on a shared file system, or an
+# address, s3://BUCKET/PREFIX, of runs with storage.scratch on one.
 name="$(basename "$config" .yaml)-$SLURM_JOB_ID" # the same after a requeue
 run_dir=${RUN_DIR:-$SLURM_SUBMIT_DIR/runs}
+there() { # whether a file exists, also in a store
+    if [[ $1 != *://* ]]; then
+        [[ -e $1 ]]
+    else
+        python -c "import sys; from fsspec.core import url_to_fs; store, path = url_to_fs(sys.argv[1]); sys.exit(not store.exists(path))" "$1"
+    fi
+}
 resume=()
-if [[ -e "$run_dir/$name/config.yaml" ]]; then
+if there "$run_dir/$name/config.yaml"; then
     resume=(--resume)
 fi
 

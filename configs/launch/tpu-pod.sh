@@ -3,6 +3,7 @@
 #   TPU=my-tpu ZONE=us-east5-a BUCKET=gs://my-bucket SOURCE=git+https://HOST/jrlhf.git@COMMIT \
 #       configs/launch/tpu-pod.sh CONFIG [key=value ...]
 # On a v5p-512, for instance: llama3-70b-ppo
+# PYTHON names the hosts' Python 3.11 or newer; without it python3.
 # SECRET names a secret of Secret Manager with a token for gated models, which the hosts' service account may read.
 # The runs lie in the bucket, which every host mounts: process 0 writes, all of them save and restore checkpoints.
 set -euo pipefail
@@ -12,12 +13,14 @@ set -euo pipefail
 config=${1:?usage: tpu-pod.sh CONFIG [key=value ...]}
 shift
 name=${NAME:-$(basename "$config" .yaml)}
+python=${PYTHON:-python3}
 
 on_all() {
     gcloud compute tpus tpu-vm ssh "$TPU" --zone="$ZONE" --worker=all --command="$1"
 }
 
-on_all "pip install --quiet 'jrlhf[tpu,hf] @ $SOURCE'"
+on_all "$python -c 'import sys; sys.exit(f\"jrlhf needs Python 3.11 or newer, and {sys.executable} is {sys.version.split()[0]}: install a newer one, and name it by PYTHON=\" if sys.version_info < (3, 11) else 0)' &&
+    $python -m pip install --quiet 'jrlhf[tpu,hf] @ $SOURCE'"
 on_all "mkdir -p ~/runs && (mountpoint -q ~/runs || gcsfuse --implicit-dirs '${BUCKET#gs://}' ~/runs)"
 if [[ -f "$config" ]]; then
     gcloud compute tpus tpu-vm scp "$config" "$TPU:config.yaml" --zone="$ZONE" --worker=all
@@ -36,7 +39,7 @@ on_all "
     $token
     while true; do
         resume=\$(test -e ~/runs/$name/config.yaml && echo --resume)
-        python3 -u -m jrlhf.train --config $config run_dir=\$HOME/runs name=$name device.platform=tpu$overrides \$resume
+        $python -u -m jrlhf.train --config $config run_dir=\$HOME/runs name=$name device.platform=tpu$overrides \$resume
         code=\$?
         test \$code -eq 75 || exit \$code
         sleep 30

@@ -220,6 +220,31 @@ def test_slurm_requeues_after_75_only(tmp_path, code):
     assert calls(tmp_path, "scontrol") == [["requeue", "7"]] * (2 if code == 75 else 0)
 
 
+def test_slurm_resumes_a_run_in_a_store(tmp_path):
+    stand_in(tmp_path, "srun", "exit 0")
+    stand_in(tmp_path, "python", codes(tmp_path, 1, 0))  # no run in the bucket; then one
+    variables = {"SLURM_JOB_ID": "7", "SLURM_SUBMIT_DIR": str(tmp_path), "RUN_DIR": "s3://bucket/runs"}
+    for resumed in (False, True):
+        assert bash(tmp_path, LAUNCH / "slurm.sh", "quickstart", **variables).returncode == 0
+        assert calls(tmp_path, "python")[-1][-1] == "s3://bucket/runs/quickstart-7/config.yaml"
+        assert ("--resume" in calls(tmp_path, "srun")[-1]) == resumed
+
+
+@pytest.mark.parametrize("version, code", [("3.10.12", 1), ("3.11.0", 0)])
+def test_an_older_python_is_refused_before_anything_is_installed(tmp_path, version, code):
+    setup = yaml.safe_load((LAUNCH / "skypilot.yaml").read_text())["setup"]
+    numbers = tuple(map(int, version.split(".")))
+    older = f"import sys; sys.version_info = {numbers}; sys.version = '{version} x'; exec(sys.argv[1])"
+    for name, script in (("python", setup), ("python3", on_pod(tmp_path)[0])):
+        folder = tmp_path / name
+        stand_in(folder, "pip", "exit 0")
+        stand_in(folder, name, f'[[ $1 = -m ]] || exec {sys.executable} -c {shlex.quote(older)} "$2"')
+        done = bash(folder, "-c", script, SOURCE="x")
+        installations = calls(folder, "pip") + [call for call in calls(folder, name) if call[0] == "-m"]
+        assert (done.returncode, len(installations)) == (code, 1 - code)
+        assert (f"needs Python 3.11 or newer, and {sys.executable} is {version}: " in done.stderr) == bool(code)
+
+
 def on_pod(tmp_path: Path, *overrides: str, **more: str) -> list[str]:
     """What tpu-pod.sh has every host run."""
     stand_in(tmp_path, "gcloud", "exit 0")
