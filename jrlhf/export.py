@@ -24,7 +24,15 @@ from jrlhf.meshes import make_mesh
 from jrlhf.models import ModelConfig
 from jrlhf.roles.initial import InitialModels
 from jrlhf.roles.model import Architecture, Model
-from jrlhf.roles.pretrained import abstract_weights, architecture, fresh_model, hub_model, own_tokenizer
+from jrlhf.roles.pretrained import (
+    abstract_weights,
+    architecture,
+    check_origins,
+    fresh_model,
+    hub_model,
+    hub_names,
+    own_tokenizer,
+)
 from jrlhf.run.checkpoints import like, restore_part, saved_steps
 from jrlhf.run.console import Console
 from jrlhf.run.devices import select
@@ -47,6 +55,7 @@ def export_checkpoint(run: Path, step: int | None = None, out: Path | None = Non
             f"there is no run in {run} (it has no {CONFIG}): name a run's directory, such as runs/quickstart"
         )
     config = load_config(str(run / CONFIG))
+    check_origins([path for path in hub_names(config) if path == config.model.path], run)
     stage, steps = _newest_stage(run, config)
     chosen = steps[-1] if step is None else step
     if chosen not in steps:

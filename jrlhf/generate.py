@@ -33,10 +33,10 @@ from jrlhf.models.hf import load_adapter
 from jrlhf.models.params import check_tensor
 from jrlhf.roles.compiled import CompiledModel
 from jrlhf.roles.model import Architecture, Compute, Model
-from jrlhf.roles.pretrained import describe, load_weights, own_tokenizer
+from jrlhf.roles.pretrained import describe, load_weights, locate, own_tokenizer
 from jrlhf.run.console import clean
 from jrlhf.run.devices import select
-from jrlhf.run.directory import CONFIG, read_summary
+from jrlhf.run.directory import CONFIG, read_prompting
 from jrlhf.run.files import check_writable, write_atomic
 from jrlhf.storage.models import fetch_run
 from jrlhf.tasks.docstrings.task import PROMPT_END
@@ -134,7 +134,9 @@ class Asked:
 def asked_of(path: str) -> Asked:
     """How the model of a run is asked; if `path` is not a run, the defaults."""
     directory = fetch_run(path, "model") if is_address(path) else expanded(path)
-    summary, saved = read_summary(directory), directory / CONFIG
+    if not directory.exists():
+        directory = locate(path, "model")
+    prompting, saved = read_prompting(directory), directory / CONFIG
     if not saved.is_file():
         asked = Asked(DatasetsData(max_response=TOKENS))
     else:
@@ -144,7 +146,7 @@ def asked_of(path: str) -> Asked:
         else:
             end = PROMPT_END if data.source == "docstrings" else ""
             asked = Asked(DatasetsData(max_response=data.max_response), chat=False, end=end)
-    return replace(asked, chat=summary.get("chat", asked.chat), end=summary.get("prompt_end", asked.end))
+    return replace(asked, chat=prompting.get("chat", asked.chat), end=prompting.get("prompt_end", asked.end))
 
 
 def load(

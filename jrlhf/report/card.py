@@ -22,13 +22,14 @@ from jrlhf.config import Config, config_yaml
 from jrlhf.config.parse import classes_of, kinds_of
 from jrlhf.config.schema import DatasetsData, RewardConfig
 from jrlhf.config.stages import ALGORITHMS, TITLES
-from jrlhf.models.hf.files import CARD, PLOT, SIGNATURE, check_file
+from jrlhf.models.hf.files import CARD, PLOT, PROMPTING, SIGNATURE, check_file
 from jrlhf.models.params import HeadKind
 from jrlhf.report.charts import number, running_mean
 from jrlhf.report.read import GOLD, KL, SCORE, Curve, Record
 from jrlhf.report.sections import words
 from jrlhf.roles.pretrained import hub_model
 from jrlhf.run.console import clean, validation_key, with_error
+from jrlhf.run.files import to_json
 from jrlhf.run.resume import defines_results
 
 HUB = "https://huggingface.co"
@@ -74,9 +75,11 @@ def facts_of(config: Config, record: Record, stage: str, step: int, base: Path |
 
 
 def files(facts: Facts) -> dict[str, bytes]:
-    """Returns name -> bytes of the card and, where something was measured several times, of its plot."""
+    """Returns name -> bytes of the card, of how the model is asked, and of a plot, if two values were measured."""
     plot = progress(facts)
     parts = {CARD: card(facts, plot="" if plot is None else plot[0]).encode()}
+    if facts.record.prompting and facts.head == "lm" and not facts.adapter:
+        parts[PROMPTING] = to_json(facts.record.prompting)
     return parts if plot is None else {**parts, PLOT: plot[1]}
 
 
@@ -375,7 +378,7 @@ def _use(facts: Facts) -> list[str]:
     parts = ["## Use", "`MODEL` is the directory of this file, or its name on the hub."]
     if not scalar and not facts.adapter:
         parts.append("    python -m jrlhf.generate --model MODEL")
-        if end := facts.record.summary.get("prompt_end"):
+        if end := facts.record.prompting.get("prompt_end"):
             parts.append(f"Prompts of the training end in {_code(repr(end))}.")
     parts.append(f"```python\n{code}\n```")
     kind = "adapter" if facts.adapter else "model"

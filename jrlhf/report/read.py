@@ -12,7 +12,7 @@ from jrlhf.config.parse import flatten, parse_yaml
 from jrlhf.config.stages import TITLES
 from jrlhf.errors import UserError
 from jrlhf.meshes.plan import Plan, plan_of
-from jrlhf.run.directory import CONFIG, ENVIRONMENT, HUB, PLAN, SAMPLES, read_summary
+from jrlhf.run.directory import CONFIG, ENVIRONMENT, HUB, PLAN, SAMPLES, read_prompting, read_summary
 from jrlhf.run.files import read_jsonl
 from jrlhf.run.metrics import METRICS, TIMELINE, read_metrics
 
@@ -39,6 +39,7 @@ class Record:
     summary: dict[str, Any] = field(default_factory=dict)
     plan: Plan | None = None  # the devices of each call of the algorithm
     timelines: list[Metrics] = field(default_factory=list)  # the calls of iterations, of all stages
+    prompting: dict[str, Any] = field(default_factory=dict)  # how the model is to be asked
     hub: tuple[str, ...] = ()  # names of models and datasets that the run took from the hub
 
     @property
@@ -176,5 +177,6 @@ def read_run(run_dir: Path | str) -> Record:
         summary=read_summary(directory),
         plan=plan,
         timelines=list(read_jsonl(directory / TIMELINE)),
+        prompting=read_prompting(directory),
         hub=tuple(text(HUB).splitlines()),
     )

@@ -23,6 +23,7 @@ from jrlhf.models.hf import HFConfig, check_hf, load_adapter, load_hf, read_conf
 from jrlhf.models.hf.files import CARD
 from jrlhf.models.params import HeadKind, Params
 from jrlhf.planning.workload import adapter_of
+from jrlhf.run.directory import HUB
 from jrlhf.storage.models import fetch
 
 # What a model directory may hold that is of use here. Never code, and no weights but safetensors.
@@ -118,6 +119,23 @@ def hub_model(path: str | None, names: Collection[str]) -> str | None:
     if cached := re.search(r"/models--([^/]+)--([^/]+)/snapshots/[^/]+/?$", path):
         return f"{cached[1]}/{cached[2]}"
     return path if path in names else None
+
+
+def base_name(path: str | None, names: Collection[str]) -> str | None:
+    """Returns what an adapter names as its base: `hub_model`, an address, or an absolute path, which no hub knows."""
+    name = hub_model(path, names)
+    return name if name is not None or path is None else path if is_address(path) else str(expanded(path).absolute())
+
+
+def check_origins(names: Collection[str], run: Path) -> None:
+    """Refuses names that the hub would be asked for, although the run in a directory did not take them from there."""
+    listed = (run / HUB).read_text(encoding="utf-8").splitlines() if (run / HUB).exists() else names
+    for name in names:
+        if name not in listed:
+            raise UserError(
+                f"{name} is no directory here, and the run in {run} did not take it from the hub: start this in the "
+                "directory in which the run began"
+            )
 
 
 def load_weights(

@@ -19,6 +19,7 @@ from jrlhf import __version__
 from jrlhf.config import Config, config_yaml
 from jrlhf.config.places import expanded, is_address
 from jrlhf.errors import Preempted, RunFailure, UserError
+from jrlhf.models.hf.files import PROMPTING
 from jrlhf.run.files import Closing, append_jsonl, cache_directory, write_atomic, write_error
 from jrlhf.run.processes import from_main, is_main
 from jrlhf.run.resume import changes
@@ -151,14 +152,31 @@ def full_disk(error: BaseException | None) -> str | None:
 
 def read_summary(directory: Path) -> dict[str, Any]:
     """Reads a run's summary.json; empty if the run has not ended."""
-    path = directory / SUMMARY
+    return _read_object(directory / SUMMARY)
+
+
+def read_prompting(directory: Path) -> dict[str, Any]:
+    """Returns how the model of a run's or an export's directory is to be asked; empty where nothing says so.
+
+    chat: in conversations. prompt_end: the end of each plain prompt.
+    """
+    places = [place for place in (directory, directory / "model") if (place / PROMPTING).is_file()]
+    path = places[0] / PROMPTING if places else directory / SUMMARY  # which held it in older versions
+    content, kinds = _read_object(path), {"chat": bool, "prompt_end": str}
+    for name, kind in kinds.items():
+        if not isinstance(content.get(name, kind()), kind):
+            raise UserError(f"{path}: {name} is {content[name]!r}, not a {kind.__name__}: correct it, or delete it")
+    return {name: content[name] for name in kinds if name in content}
+
+
+def _read_object(path: Path) -> dict[str, Any]:
     try:
-        summary = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        content = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     except ValueError as error:
         raise UserError(f"{path} is not JSON ({error}): delete it and resume the run") from error
-    if not isinstance(summary, dict):
+    if not isinstance(content, dict):
         raise UserError(f"{path} is not a JSON object: delete it and resume the run")
-    return summary
+    return content
 
 
 def run_path(config: Config) -> Path:

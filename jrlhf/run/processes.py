@@ -152,7 +152,7 @@ def _watch_coordinator(coordinator: str, number: int, processes: int) -> None:
                 time.sleep(1)  # at the end of a run this process leaves JAX's cluster meanwhile
                 if distributed.global_state.client is not None:
                     sentence = f"error: process 0 of {processes}, the coordinator of process {number}, ended: "
-                    os.write(2, f"{sentence}see why, and go on with --resume\n".encode())
+                    os.write(2, f"{sentence}see why, and resume the run\n".encode())
                     os._exit(FAILED)
             except OSError:  # `_Watch` judges a coordinator that cannot be reached
                 time.sleep(1)

@@ -100,7 +100,7 @@ class Prometheus:
 
     A metric such as `critic/score/mean` is the gauge `jrlhf_critic_score_mean` with the labels run and stage; where two
     would have one name, the later one ends in `_2`. `jrlhf_step` and `jrlhf_timestamp_seconds` say how far the run is,
-    and when it got there. A file is replaced atomically.
+    and when it got there. A file is replaced atomically, and deleted when the run ends, so that its series end, too.
     """
 
     def __init__(self, path: Path, name: str):
@@ -121,6 +121,10 @@ class Prometheus:
             lines += [f"# TYPE {gauge} gauge", f'{gauge}{{run="{self._name}",stage="{stage}"}} {number}']
         write_atomic(self._path, "\n".join(lines) + "\n")
 
+    def close(self) -> None:
+        """Deletes the file."""
+        self._path.unlink(missing_ok=True)
+
 
 Tracker = Wandb | Prometheus
 
@@ -133,7 +137,7 @@ def tracking(config: Config, run: Run, warn: Callable[[str], None]) -> Iterator[
         if config.wandb is not None and run.writes:
             trackers.append(stack.enter_context(closing(_connect(config, config.wandb, run, warn))))
         if config.prometheus and run.writes:
-            trackers.append(Prometheus(run.path / PROMETHEUS, config.name))
+            trackers.append(stack.enter_context(closing(Prometheus(run.path / PROMETHEUS, config.name))))
         yield trackers
 
 

@@ -18,7 +18,7 @@ from jrlhf.ppo import SafeRLHFConfig
 from jrlhf.rewards.mixture import Rewards
 from jrlhf.rewards.text_model import ENDS
 from jrlhf.roles.model import Model
-from jrlhf.roles.pretrained import describe, hub_model, locate
+from jrlhf.roles.pretrained import base_name, describe, locate
 from jrlhf.run.directory import SUMMARY, Run
 from jrlhf.run.files import to_json
 from jrlhf.run.metrics import StageRecords, read_metrics
@@ -74,9 +74,8 @@ def _summarise(context: Context, outcome: Outcome, after: Graded | None) -> dict
     if first is not None:
         _write_samples(context, first, second)
         summary["held_out"] = compare(first, second)
-    asked = {"chat": context.task.chat, "prompt_end": context.task.prompt_end}  # `jrlhf.generate` asks alike
     steps = {stage: context.config.length(stage) for stage in context.config.stages}
-    summary |= {**_from_metrics(context), **asked, "steps": steps, "phases": dict(outcome.seconds)}
+    summary |= {**_from_metrics(context), "steps": steps, "phases": dict(outcome.seconds)}
     context.run.write(SUMMARY, to_json(summary, indent=2))
     return summary
 
@@ -104,9 +103,8 @@ def export(
     name, adapter_name = ("model", "adapter") if head == "lm" else ("reward_model", "reward_adapter")
     params, lora = model.onloaded().params, model.architecture.lora
     if lora is not None:
-        base_name = hub_model(config.model.path, facts.record.hub if facts else ()) or config.model.path
-        card = _card(facts, head, adapter=True)
-        export_adapter(params, model.config, lora, run.path / adapter_name, base_name=base_name, card=card)
+        base, card = base_name(config.model.path, facts.record.hub if facts else ()), _card(facts, head, adapter=True)
+        export_adapter(params, model.config, lora, run.path / adapter_name, base_name=base, card=card)
     export_hf(
         params if model.base is None else model.base,
         model.config,

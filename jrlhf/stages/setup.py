@@ -30,6 +30,7 @@ from jrlhf.meshes.offload import check_host_memory
 from jrlhf.meshes.plan import Plan, plan_of
 from jrlhf.models import ModelConfig
 from jrlhf.models.attention import computes
+from jrlhf.models.hf.files import PROMPTING
 from jrlhf.planning.auto import auto_plan
 from jrlhf.planning.fit import check_memory
 from jrlhf.planning.fusion.updates import fused_updates
@@ -42,6 +43,7 @@ from jrlhf.roles.planned_placement import place_roles
 from jrlhf.roles.pretrained import (
     actor_adapter,
     architecture,
+    check_origins,
     check_weights,
     fresh_model,
     hub_names,
@@ -52,7 +54,7 @@ from jrlhf.roles.pretrained import (
 from jrlhf.run.console import Console
 from jrlhf.run.devices import idle_accelerator, select
 from jrlhf.run.directory import HUB, PLAN, TOKENIZER, explained, open_run, run_path
-from jrlhf.run.files import seal, unsealed
+from jrlhf.run.files import seal, to_json, unsealed
 from jrlhf.run.preemption import PreemptionGuard
 from jrlhf.run.processes import from_main, is_main, several
 from jrlhf.run.tracking import check_wandb, tracking
@@ -76,6 +78,8 @@ def open_context(config: Config, *, resume: bool, accept_rewards: bool = False) 
 
 @contextmanager
 def _open_context(config: Config, mirror: Mirror, resume: bool, accept_rewards: bool) -> Iterator[Context]:
+    if resume:
+        from_main(partial(check_origins, hub_names(config), run_path(config)))
     mesh, models, plan = select_resources(config, resume=resume)
     placements = {}
     if plan is not None:
@@ -98,6 +102,7 @@ def _open_context(config: Config, mirror: Mirror, resume: bool, accept_rewards: 
     ):
         mirror.start(run)
         run.write(TOKENIZER, task.tokenizer.to_json())
+        run.write(PROMPTING, to_json({"chat": task.chat, "prompt_end": task.prompt_end}))
         if not (run.path / HUB).exists():
             run.write(HUB, "".join(f"{name}\n" for name in hub_names(config)))
         if plan is not None:

@@ -26,6 +26,7 @@ from jrlhf.run.checkpoints import saved_steps
 from jrlhf.run.directory import CONFIG, Run, check_directory, refuse_other, run_path, writable
 from jrlhf.run.files import Closing, write_atomic
 from jrlhf.run.processes import any_process, from_main, several
+from jrlhf.run.tracking import PROMETHEUS
 from jrlhf.storage.claim import Claim
 from jrlhf.storage.store import Store, StoreError, refused
 
@@ -61,7 +62,7 @@ class _Copies:
             saved = self._store.read(CONFIG)
             if saved is None and resume:
                 raise UserError(
-                    f"there is no run in {self.address} to resume: leave out --resume, or check name= and run_dir="
+                    f"there is no run in {self.address} to resume: start a new one, or check name= and run_dir="
                 )
             if saved is not None:
                 refuse_other(self.address, saved.decode(errors="replace"), self._config, resume)
@@ -236,7 +237,7 @@ class _Copies:
         self._stored[stage] &= wanted
 
     def _copy(self, *, folders: bool = True) -> None:
-        """Copies all files but checkpoints that have changed. Hidden files stay here.
+        """Copies all files but checkpoints that have changed. Hidden files, and what Prometheus reads, stay here.
 
         A model's config.json is deleted before the first of its other files changes and copied last, so that a model
         that has one is whole.
@@ -244,7 +245,7 @@ class _Copies:
         files = (self._path.rglob if folders else self._path.glob)("*")
         names = [file.relative_to(self._path) for file in files if file.is_file()]
         for name in sorted(names, key=lambda name: (name.name == "config.json", name)):
-            if name.parts[0] != CHECKPOINTS and not any(part.startswith(".") for part in name.parts):
+            if name.parts[0] not in (CHECKPOINTS, PROMETHEUS) and not any(part.startswith(".") for part in name.parts):
                 with suppress(FileNotFoundError):  # replaced or deleted meanwhile
                     self._copy_file(name.as_posix())
 
@@ -270,7 +271,7 @@ class _Copies:
 
     def _sentence(self, reason: str) -> str:
         return (
-            f"{self.address} cannot be written ({reason}): go on with --resume once that is mended, from the newest "
+            f"{self.address} cannot be written ({reason}): resume the run once that is mended, from the newest "
             f"checkpoint there; what was not copied is in {self._path} until then"
         )
 

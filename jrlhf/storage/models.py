@@ -8,6 +8,7 @@ from pathlib import Path
 
 from jrlhf.config.places import StorageConfig
 from jrlhf.errors import UserError
+from jrlhf.models.hf.files import PROMPTING
 from jrlhf.run.files import cache_directory, sha256
 from jrlhf.storage.store import Store, StoreError, refused
 
@@ -33,11 +34,11 @@ def fetch(address: str, key: str, patterns: Sequence[str]) -> Path:
 
 
 def fetch_run(address: str, key: str) -> Path:
-    """Returns a directory with the config.yaml and the summary.json at an address, if it is that of a run."""
+    """Returns a directory with what a run or an export at an address says of itself, without its model."""
     with refused(f"{key}={address} cannot be fetched", "list and read"):
         store = _store(address)
         files = {name: version for name, version in store.versions().items() if "/" not in name}
-        return _download(store, files, ("config.yaml", "summary.json"))
+        return _download(store, files, ("config.yaml", "summary.json", PROMPTING))
 
 
 def _store(address: str) -> Store:

@@ -22,6 +22,7 @@ from jrlhf.models.hf.files import (
     CARD,
     INDEX,
     PLOT,
+    PROMPTING,
     SINGLE,
     Planned,
     on_host,
@@ -46,7 +47,7 @@ TOKENIZER_FILES = (
     "merges.txt",
     "tokenizer.model",
 )
-_NAMES = ("config.json", "generation_config.json", SINGLE, INDEX, CARD, PLOT, *TOKENIZER_FILES)
+_NAMES = ("config.json", "generation_config.json", SINGLE, INDEX, CARD, PLOT, PROMPTING, *TOKENIZER_FILES)
 _OF_ITS_WRITER = ("transformers_version", "_from_model_config")  # no settings of generation
 _WRITTEN = re.compile("|".join(map(re.escape, _NAMES)) + r"|model-\d{5}-of-\d{5}\.safetensors")
 

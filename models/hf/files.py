@@ -39,6 +39,7 @@ _HEADER_LIMIT = 100_000_000  # safetensors' own
 _LARGEST = 1 << 28  # bytes of a file of JSON, of which the largest are tokenizers
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 CARD, PLOT = "README.md", "progress.png"  # what may lie beside the weights for people to read
+PROMPTING = "prompting.json"  # how the model is to be asked
 ADAPTER_FILES = "adapter_config.json", "adapter_model.safetensors"
 SIGNATURE = "Trained by jrlhf"  # a card without it is not ours
 _AGAIN = "fetch the file again"

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import jax
@@ -12,10 +13,12 @@ from safetensors.numpy import load_file
 
 from jrlhf import export as command
 from jrlhf.config import load_config
+from jrlhf.errors import UserError
 from jrlhf.export import cli
 from jrlhf.generate import cli as generate
 from jrlhf.meshes import make_mesh
 from jrlhf.models.hf import load_hf
+from jrlhf.roles.pretrained import base_name
 from jrlhf.run.directory import open_run
 from jrlhf.stages import finalize
 from jrlhf.train import main
@@ -125,6 +128,23 @@ def test_an_adapter_whose_base_only_this_machine_has_is_not_pushed(tmp_path, mon
     )
     (path / "hub.txt").write_text("team/base\n")
     assert cli(arguments) == 0 and pushed == ["adapter"]
+
+
+def test_a_directory_that_is_not_here_is_not_looked_for_on_the_hub(tmp_path, capsys, monkeypatch):
+    """A run began with the folder team/base; it is exported, and resumed, where there is none."""
+    path = tmp_path / "run"
+    config = settings(path, "model={path: team/base}")
+    open_run(config).close()
+    (path / "hub.txt").write_text("")
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)  # an import would fail
+    assert cli([str(path)]) == 2
+    sentence = f"team/base is no directory here, and the run in {path} did not take it from the hub: start this in the"
+    assert sentence in capsys.readouterr().err
+    with pytest.raises(UserError, match=sentence):
+        main(config, resume=True)
+    assert base_name("team/base", []) == str(Path("team/base").absolute())
+    for path in ("team/base", "s3://a/b", None):
+        assert base_name(path, ["team/base"]) == path
 
 
 def test_what_cannot_be_exported_is_one_sentence(tmp_path, capsys):

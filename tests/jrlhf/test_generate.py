@@ -2,6 +2,7 @@
 
 import io
 import json
+import shutil
 from pathlib import Path
 
 import jax
@@ -153,6 +154,18 @@ def test_a_typed_line_ends_as_prompts_did_in_training(ask, tmp_path, user, monke
     for prompt in ("Why?", "Why?\n"):
         code, printed, _ = ask("--prompt", prompt, "--temperature", "0", model=tmp_path)
         assert (code, printed) == (0, f"> Why?\n{clean(expected)}\n\n")
+
+
+def test_an_export_without_its_run_is_asked_as_the_run_was(ask, tmp_path, user):
+    expected = trained_engine(user / "actor", ["Why?\n"], chat=False)[0]
+    model = shutil.copytree(user / "actor", tmp_path / "out" / "model")
+    prompting = model / "prompting.json"
+    prompting.write_text('{"chat": false, "prompt_end": "\\n"}')
+    for place in (model, model.parent):
+        assert ask("--prompt", "Why?", "--temperature", "0", model=place)[:2] == (0, f"> Why?\n{clean(expected)}\n\n")
+    prompting.write_text('{"prompt_end": 3}')
+    code, _, error = ask("--prompt", "Why?", model=model)
+    assert code == 2 and "prompting.json: prompt_end is 3, not a str" in error and error.count("\n") == 1
 
 
 def test_answers_of_a_run_are_as_long_as_in_its_training(tmp_path, user, monkeypatch):

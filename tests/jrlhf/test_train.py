@@ -81,7 +81,7 @@ def test_a_run_leaves_what_is_promised(finished):
     for name in [*files, *(["preferences.jsonl"] if finished.name == "tiny" else [])]:
         assert (finished / name).stat().st_size > 0, name
     assert list(finished.glob("tensorboard/*/events.*"))
-    assert json.loads((finished / "summary.json").read_text())["chat"] is False
+    assert json.loads((finished / "model" / "prompting.json").read_text())["chat"] is False
     assert {record["stage"] for record in read_metrics(finished)} == set(STAGES[finished.name])
     ends = [record for record in read_jsonl(finished / "samples.jsonl") if record["stage"] == "evaluation"]
     assert len(ends) == (16 if finished.name == "tiny" else 8)

@@ -147,17 +147,17 @@ def test_no_text_option_or_directory_of_a_config_is_told(seed: int):
     def secret(kind: str) -> Any:
         secrets.append(str(draw.randrange(10**15, 10**16)))
         hidden = secrets[-1]
-        places = ("/home/{}/x", "{}/x", "~{}/x", "a/../{}/x", "s3://me:{}@host/x", "s3://me:{}@host")
+        places = ("/home/{}/x", "{}/x", "a/../{}/x", "s3://me:{}@host/x", "s3://me:{}@host")
         texts = ("{}", "token={}", "--in=/home/{}/x", "https://me:{}@host", "a\n```\n{}", "/{}", "`{}`")
         return int(hidden) if kind == "number" else draw.choice(places if kind == "place" else texts).format(hidden)
 
     data = filled(DatasetsData, "data", secret) | {"source": "datasets"}
     for part in ("sft", "preferences", "prompts", "heldout"):
         data[part] |= {"split": "train"}  # is told
-        data[part]["path"] = data[part]["path"].replace("s3://", "s3:/")
+        data[part]["path"] = data[part]["path"].replace("s3://", "/")
     reward = [filled(RewardConfig, "", secret) for _ in range(2)]
     for number, part in enumerate(reward):
-        part |= {"name": f"word{number}", "function": part["function"].replace("s3://", "s3:/")}
+        part |= {"name": f"word{number}", "function": part["function"].replace("s3://", "/")}
     given = USER | {"data": data, "rewards": reward, "model": {"path": secret("place")}}
     given |= {"roles": {"reference": secret("place")}, "wandb": {"project": secret("text"), "group": secret("text")}}
     given["grpo"] = USER["grpo"] | {"dataflow": secret("place")}

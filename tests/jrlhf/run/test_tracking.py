@@ -133,6 +133,7 @@ def test_prometheus_reads_each_number_of_the_newest_iteration_under_a_name_of_it
         prometheus.log("ppo", 3, metrics)
         *lines, end = (run.path / "metrics.prom").read_text(encoding="utf-8").split("\n")
         assert end == "" and [file.name for file in run.path.glob("*.prom")] == ["metrics.prom"]
+    assert not (run.path / "metrics.prom").exists()  # its series end with the run
     samples = dict[str, str]()
     for comment, line in zip(lines[::2], lines[1::2], strict=True):
         match = SAMPLE.fullmatch(line)

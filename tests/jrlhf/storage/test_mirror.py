@@ -377,7 +377,7 @@ def test_a_run_whose_files_cannot_be_copied_ends_in_a_sentence(memory, config, m
     def broken(self: Any, path: str, data: bytes, **_: Any) -> None:
         raise OSError("503 SlowDown")
 
-    with pytest.raises(RunFailure, match=r"memory://bucket/runs/run cannot be written \(for .*503 SlowDown\): go on"):
+    with pytest.raises(RunFailure, match=r"memory://bucket/runs/run cannot be written \(for .*503 SlowDown\): resume"):
         with mirrored(config, resume=False, tell=print) as mirror:
             mirror.begin()
             with open_run(config) as run:
