@@ -11,7 +11,7 @@ import json
 import logging
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -38,11 +38,19 @@ _LATE_REPORTS = "Event loop is closed", "Encountered error while reading array i
 class Checkpoints(Closing):
     """The checkpoints of a run: at most `keep`, each a tree of arrays and a JSON-like dict.
 
-    tell: gets a sentence for each damaged checkpoint that is passed over.
+    tell: gets a sentence for each damaged checkpoint that is passed over. older: brings the newest checkpoint before a
+    step from elsewhere into the directory; returns whether there is one.
     """
 
-    def __init__(self, directory: Path | str, keep: int = 2, *, tell: Callable[[str], None] = print):
-        self._directory, self._tell = Path(directory).absolute(), tell
+    def __init__(
+        self,
+        directory: Path | str,
+        keep: int = 2,
+        *,
+        tell: Callable[[str], None] = print,
+        older: Callable[[int], bool] = lambda step: False,
+    ):
+        self._directory, self._tell, self._older = Path(directory).absolute(), tell, older
         self._hooks = contextlib.ExitStack()
         self._hooks.enter_context(_unraisable(_LATE_REPORTS))
         self._hooks.enter_context(_filtered(("absl",), lambda record: "orbax" not in record.pathname))  # it raises, too
@@ -85,7 +93,7 @@ class Checkpoints(Closing):
         """
         self.wait()
         damaged: dict[int, str] = {}
-        for step in reversed(self.steps):
+        while (step := self._newest(damaged)) is not None:
             try:
                 meta, tree = _restore(self._directory / str(step), target)
             except _Damaged as error:
@@ -106,6 +114,14 @@ class Checkpoints(Closing):
                 "or delete the run to start over"
             )
         return None
+
+    def _newest(self, damaged: Container[int]) -> int | None:
+        """Returns the newest step that is not damaged, here or else where older ones are brought from."""
+        steps = [step for step in self.steps if step not in damaged]
+        if not steps and self.steps and self._older(self.steps[0]):
+            self._manager.reload()
+            steps = [step for step in self.steps if step not in damaged]
+        return steps[-1] if steps else None
 
     def wait(self) -> None:
         """Waits until everything is on disk."""

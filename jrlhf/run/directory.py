@@ -44,6 +44,8 @@ class Run(Closing):
         self.path, self.writes, self.notes, self.changes, self._lock = path, writes, notes, list[str](), -1
         self.shown: Path | str = path  # where users find it
         self.watch: Callable[[], None] = lambda: None  # raises RunFailure if the run must not go on
+        # Brings the newest checkpoint of a stage before a step here; returns whether there is one elsewhere.
+        self.older: Callable[[str, int], bool] = lambda stage, step: False
         self._pending: dict[str, str | bytes] | None = None  # what is to be written at the beginning
 
     def lock(self) -> None:

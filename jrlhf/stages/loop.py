@@ -48,7 +48,7 @@ def run_stage(
     run, console = context.run, context.console
     meta = context.identity.of_stage(meta)
     directory, keep = run.path / "checkpoints" / name, context.config.checkpoints.keep
-    with Checkpoints(directory, keep=keep, tell=console.warn) as checkpoints:
+    with Checkpoints(directory, keep=keep, tell=console.warn, older=partial(run.older, name)) as checkpoints:
         start, state, saved = _restore(checkpoints, name, init, context, meta)
         records = StageRecords(run.path, name, start) if run.writes else None
         for difference in () if records is None else records.differences(saved):

@@ -8,6 +8,7 @@ resume works from what a kill at any moment leaves. The store alone says what a 
 
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
@@ -47,7 +48,8 @@ class _Copies:
         self._store = Store(self.address, config.storage, tell)
         lock = self._path.with_name(f".{self._path.name}.claim")
         self._claim = Claim(self._store, lock, config.storage.lease)
-        self._stored = dict[str, set[int]]()  # stage -> steps of the checkpoints that are whole in the store
+        # stage -> steps of the checkpoints that are whole in the store -> the inode of their folder here, or 0
+        self._stored = dict[str, dict[int, int]]()
         self._copied = dict[str, tuple[Any, str]]()  # name -> what tells that a file did not change, its checksum
         self._changing = set[str]()  # names of config.json of models whose files are being copied
         self._end, self._failure, self._claimed, self._started = threading.Event(), "", False, False
@@ -98,25 +100,33 @@ class _Copies:
                 write_atomic(self._path / name, data)
                 self._copied[name] = _signature(self._path / name), _checksum(data)
         for marker in filter(None, (_MARKER.fullmatch(name) for name in names)):
-            self._stored.setdefault(marker[1], set()).add(int(marker[2]))
+            self._stored.setdefault(marker[1], {})[int(marker[2])] = 0
         local = self._path / CHECKPOINTS
-        chosen = {stage: self._bring_newest(stage, sorted(steps)) for stage, steps in self._stored.items()}
+        chosen = {stage: self._bring_newest(stage) for stage in self._stored}
         for stage in local.glob("*"):
             for other in stage.iterdir():
                 if other.name != str(chosen.get(stage.name)):
                     shutil.rmtree(other)
 
-    def _bring_newest(self, stage: str, steps: list[int]) -> int:
-        """Brings the newest good checkpoint of a stage here and returns its step."""
+    def bring_older(self, stage: str, step: int) -> bool:
+        """Brings the newest whole checkpoint of a stage before a step here; returns whether there is one."""
+        if not any(other < step for other in self._stored.get(stage, ())):
+            return False
+        with _refused(self._config):
+            self._bring_newest(stage, before=step)
+        return True
+
+    def _bring_newest(self, stage: str, before: float = math.inf) -> int:
+        """Brings the newest whole checkpoint of a stage, of the steps before one, here and returns its step."""
         damage = list[str]()
-        for step in reversed(steps):
+        for step in sorted((step for step in self._stored[stage] if step < before), reverse=True):
             reason = self._bring_checkpoint(stage, step)
             if reason is None:
                 for sentence in damage:
                     self._tell(f"{sentence}: going on from that of step {step}")
                 return step
             damage.append(f"The checkpoint of step {step} in {self.address} is damaged ({reason})")
-            self._stored[stage].discard(step)
+            del self._stored[stage][step]
         raise UserError(
             f"no checkpoint of {stage} in {self.address} is good ({'; '.join(damage)}): bring one back from a backup, "
             "or delete the run to start over"
@@ -146,6 +156,7 @@ class _Copies:
         if place != final:
             final.parent.mkdir(parents=True, exist_ok=True)
             place.rename(final)
+        self._stored[stage][step] = final.stat().st_ino
         return None
 
     # --- The run ---
@@ -171,8 +182,8 @@ class _Copies:
                 self.check()
                 self._checkpoints()
                 for folder in (self._path / CHECKPOINTS).glob("*"):
-                    if left := {*saved_steps(folder)} - self._stored.get(folder.name, set()):
-                        raise StoreError(f"the checkpoints of steps {sorted(left)} could not be read here")
+                    if left := self._missing(folder):
+                        raise StoreError(f"the checkpoints of steps {left} could not be read here")
                 self._claim.check()
                 self._copy()
         except StoreError as error:
@@ -197,17 +208,26 @@ class _Copies:
         """Copies the finished checkpoints that the store lacks, the newest first; returns whether there were any."""
         count = 0
         for folder in sorted((self._path / CHECKPOINTS).glob("*")):
-            for step in reversed(saved_steps(folder)):
-                if step not in self._stored.setdefault(folder.name, set()):
-                    count += self._checkpoint(folder.name, step)
+            count += sum(self._checkpoint(folder.name, step) for step in reversed(self._missing(folder)))
         return count > 0
+
+    def _missing(self, folder: Path) -> list[int]:
+        """Returns the steps of a stage whose checkpoints the store lacks, or has of a folder that was set aside."""
+        stored, missing = self._stored.setdefault(folder.name, {}), list[int]()
+        for step in saved_steps(folder):
+            with suppress(FileNotFoundError):  # the run deletes its old checkpoints whenever it likes
+                if stored.get(step) != (folder / str(step)).stat().st_ino:
+                    missing.append(step)
+        return missing
 
     def _checkpoint(self, stage: str, step: int) -> bool:
         """Copies a checkpoint, then the records, then its marker, and deletes older ones that the run has deleted."""
         snapshot, files = self._path / OWN / stage / str(step), dict[str, tuple[int, str]]()
         shutil.rmtree(snapshot, ignore_errors=True)
-        try:  # the run deletes its old checkpoints whenever it likes
-            shutil.copytree(self._path / CHECKPOINTS / stage / str(step), snapshot, copy_function=_link)
+        folder = self._path / CHECKPOINTS / stage / str(step)
+        try:
+            inode = folder.stat().st_ino
+            shutil.copytree(folder, snapshot, copy_function=_link)
         except (OSError, shutil.Error):
             return False
         self._claim.check()
@@ -220,7 +240,7 @@ class _Copies:
         self._copy()
         self._claim.check()
         self._store.write(_marker(stage, step), json.dumps({"files": files}).encode())
-        self._stored[stage].add(step)
+        self._stored[stage][step] = inode
         self._clean(stage, {*saved_steps(self._path / CHECKPOINTS / stage), step})
         return True
 
@@ -231,10 +251,10 @@ class _Copies:
         for name in self._store.sizes(f"{CHECKPOINTS}/{stage}"):
             if (step := name.split("/")[2]).isdecimal() and int(step) < max(wanted):
                 files.setdefault(int(step), []).append(name)
-        for step in sorted(({*files} | self._stored[stage]) - wanted):
+        for step in sorted({*files, *self._stored[stage]} - wanted):
             for name in (_marker(stage, step), *files.get(step, ())):  # the marker first: it promises the files
                 self._store.delete(name)
-        self._stored[stage] &= wanted
+        self._stored[stage] = {step: inode for step, inode in self._stored[stage].items() if step in wanted}
 
     def _copy(self, *, folders: bool = True) -> None:
         """Copies all files but checkpoints that have changed. Hidden files, and what Prometheus reads, stay here.
@@ -300,9 +320,14 @@ class Mirror(Closing):
 
     def start(self, run: Run) -> None:
         """Begins to copy. From now on the run fails if its files cannot be copied."""
+        if is_address(self._config.run_dir):
+            run.older = lambda stage, step: from_main(partial(self._bring_older, stage, step))
         if self._copies is not None:
             self._copies.start()
             run.shown, run.watch = self._copies.address, self._copies.check
+
+    def _bring_older(self, stage: str, step: int) -> bool:
+        return self._copies is not None and self._copies.bring_older(stage, step)
 
     def close(self) -> None:
         """Copies the rest. Raises RunFailure if that fails."""

@@ -9,6 +9,7 @@ import time
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -144,6 +145,26 @@ def test_a_run_at_an_address_and_its_resume_elsewhere_are_those_of_a_directory(m
     assert objects(memory)["model/model.safetensors"] == stored["model/model.safetensors"]
     markers = {name for name in objects(memory) if name.startswith(".mirror/checkpoints")}
     assert markers == {f".mirror/checkpoints/sft/{step}.json" for step in (3, 4)}
+
+
+@pytest.mark.full
+def test_a_checkpoint_whose_arrays_are_damaged_is_passed_over_and_written_again(memory, config, tmp_path, capsys):
+    """Its files are as the store was given them, but they are not what the run had."""
+    main(config)
+    expected, marker = timeless(run_path(config)), "/bucket/runs/run/.mirror/checkpoints/sft/4.json"
+    files = json.loads(memory.cat_file(marker))["files"]
+    name = max(files, key=lambda name: files[name][0])
+    place = f"/bucket/runs/run/checkpoints/sft/4/{name}"
+    data = bytearray(memory.cat_file(place))
+    data[len(data) // 2] ^= 1
+    memory.pipe_file(place, bytes(data))
+    memory.pipe_file(marker, json.dumps({"files": files | {name: [len(data), sha256(data).hexdigest()]}}).encode())
+    for sentences, scratch in ((1, "second"), (0, "third")):
+        capsys.readouterr()
+        moved = replace(config, storage=replace(config.storage, scratch=str(tmp_path / scratch)))
+        main(moved, resume=True)
+        assert timeless(run_path(moved)) == expected
+        assert capsys.readouterr().out.count("The checkpoint of step 4 is damaged (") == sentences
 
 
 @pytest.mark.parametrize(
