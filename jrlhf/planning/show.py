@@ -260,4 +260,4 @@ def _draw_ticks(axes: Any, updates: FusedUpdates) -> None:
     axes.set_yticks(range(table.devices), [f"group {group}" for group in range(table.devices)])
     axes.set_xlabel("ticks")
     axes.set_title(f"{' and '.join(updates.pipelines)}: bubble {100 * bubble(table, lambda step: 1):.0f} %")
-    axes.legend(handles=handles, loc="upper left")
+    axes.legend(handles=handles, loc="upper left", bbox_to_anchor=(1.0, 1.0))

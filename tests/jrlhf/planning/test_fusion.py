@@ -27,6 +27,16 @@ from jrlhf.planning.time import CostModel
 BOUNDS = [708, 372, 225, 702, 366, 225, 618, 330, 186, 606, 318, 186]
 
 
+def test_the_measured_makespans_of_the_docs():
+    text = (RESULTS.parents[1] / "docs/plans.md").read_text(encoding="utf-8")
+    rows = json.loads((RESULTS / "makespan.json").read_text(encoding="utf-8"))["results"]
+    ratios, gains = [row["fused"]["ratio"] for row in rows], [row["gain"] for row in rows]
+    measured, predicted = ([gain[kind] for gain in gains] for kind in ("measured", "predicted"))
+    assert max(ratios) <= 1.1
+    for numbers in (ratios, measured, predicted):
+        assert f"{min(numbers):.2f} to {max(numbers):.2f}" in text
+
+
 def small(generator: random.Random, micro_batches: int) -> Problem:
     depths, costs = generator.choice(((2, 2), (2, 1), (4, 2))), (1, 2, 3, 5, 8)
     actor, critic = (
