@@ -5,9 +5,15 @@ import inspect
 import re
 import sys
 import textwrap
-from collections.abc import Iterator
-from functools import cache
+from collections.abc import Iterator, Mapping
+from functools import cache, partial
 from typing import Any
+
+import yaml
+
+from jrlhf.config.parse import classes_of, kinds_of
+
+WIDTH = 110
 
 
 def summary(cls: Any) -> str:
@@ -48,3 +54,35 @@ def _described(cls: type) -> Iterator[tuple[str, str]]:
         below = following.value if isinstance(following, ast.Expr) else None
         text = below.value if isinstance(below, ast.Constant) else " ".join(comments or above)
         yield node.target.id, " ".join(str(text).split())
+
+
+def commented(settings: Mapping[str, Any], cls: Any, head: str) -> str:
+    """Returns settings as YAML, in the order of a section's class, with what each one means as its comment."""
+    return "\n".join([*_comment(head, ""), *_lines(settings, cls, "")]) + "\n"
+
+
+def _lines(settings: Mapping[str, Any], cls: Any, indent: str) -> Iterator[str]:
+    dump = partial(yaml.safe_dump, sort_keys=False, width=10_000)
+    texts, kinds = descriptions(cls), kinds_of(cls)
+    for key in sorted(settings, key=list(kinds).index):
+        value, text, sections = settings[key], texts.get(key, ""), classes_of(kinds[key])
+        if not indent:
+            yield ""
+        if isinstance(value, Mapping) and sections:
+            source = value.get("source")
+            section = next((one for one in sections if source == getattr(one(), "source", None)), sections[0])
+            yield from (*_comment(summary(section) or text, indent), f"{indent}{key}:")
+            yield from _lines(value, section, indent + "  ")
+        elif isinstance(value, list) and isinstance(value[0], Mapping):
+            yield from (*_comment(text, indent), f"{indent}{key}:")
+            yield from textwrap.indent(dump(value), indent + "  ").splitlines()
+        else:
+            flow = dump(value, default_flow_style=True).removesuffix("\n").removesuffix("\n...")
+            line = f"{indent}{key}: {flow}"
+            short = text and len(line) + len(text) + 4 <= WIDTH
+            yield from [f"{line}  # {text}"] if short else [*_comment(text, indent), line]
+
+
+def _comment(text: str, indent: str) -> list[str]:
+    text = text if len(text) < 2 * WIDTH else text.partition(". ")[0] + "."
+    return textwrap.wrap(text, WIDTH, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# ")

@@ -86,19 +86,22 @@ def read_dataset(source: Path | str, *, columns: ColumnsConfig = USUAL, split: s
         `prompt="question"` a GSM8K row is a prompt, with `completion="answer"` too it is a prompt and its completion.
     split: which part of a directory or of a hub dataset. Where there are no parts, as in a file, all is read.
     """
+    return make_dataset(read_rows(source, split), columns, str(source))
+
+
+def read_rows(source: Path | str, split: str = SPLIT) -> Iterator[Numbered]:
+    """Returns the rows of a dataset as they are, each with its place. source, split: as in `read_dataset`."""
     path = expanded(source)
     if "[" in split and path.exists():
         raise UserError(f"split={split!r} slices, which only datasets on the hub can be: name the split alone")
     if path.is_dir():
-        rows = _from_directory(path, split)
-    elif path.exists():
+        return _from_directory(path, split)
+    if path.exists():
         _check_whole(path, split)
-        rows = _from_file(path)
-    else:
-        name, _, configuration = str(source).partition(":")
-        load = partial(hub_library(source).load_dataset, name, configuration or None, split=split)
-        rows = _from_arrow(str(source), load, split)
-    return make_dataset(rows, columns, str(source))
+        return _from_file(path)
+    name, _, configuration = str(source).partition(":")
+    load = partial(hub_library(source).load_dataset, name, configuration or None, split=split)
+    return _from_arrow(str(source), load, split)
 
 
 def hub_library(source: Path | str) -> ModuleType:

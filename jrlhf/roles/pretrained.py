@@ -52,7 +52,7 @@ def locate(path: str, key: str, *, weights: bool = False) -> Path:
         )
     if directory.exists():
         raise UserError(f"{key}={path} holds no model: there is neither a config.json nor a model/config.json in it")
-    if not _hub_name(path):
+    if not is_model_name(path):
         raise UserError(f"{key}={path} does not exist: name a model directory, a run, or a hub name such as org/model")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
@@ -101,7 +101,7 @@ def hub_names(config: Config) -> list[str]:
     """Returns the settings that name a model or a dataset of the hub, as seen from the current directory."""
     models = [config.model.path, config.roles.critic, config.roles.reference]
     models += [part.model for part in (*config.rewards, *config.costs)]
-    names = [path for path in models if path is not None and _hub_name(path) and not is_here(path)]
+    names = [path for path in models if path is not None and is_model_name(path) and not is_here(path)]
     if isinstance(config.data, DatasetsData):
         parts = (config.data.sft, config.data.preferences, config.data.prompts, config.data.heldout)
         paths = [part.path for part in parts if part is not None and part.path is not None]
@@ -220,7 +220,7 @@ def copied(params: Params) -> Params:
     return jax.tree.map(jnp.copy, params)
 
 
-def _hub_name(path: str) -> bool:
+def is_model_name(path: str) -> bool:
     parts = path.split("/")
     return len(parts) == 2 and all(part and not part.startswith(".") for part in parts) and not path.endswith("/")
 

@@ -1,6 +1,7 @@
 """`jrlhf init`: every combination of answers is a config that loads and is right, or is refused in a sentence."""
 
 import itertools
+import json
 import re
 import runpy
 
@@ -19,13 +20,13 @@ from jrlhf.rewards.builtin import NAMES
 from jrlhf.roles.pretrained import fresh_model
 
 QWEN = "Qwen/Qwen2.5-0.5B-Instruct"
-MODELS, DATA = ("tiny", QWEN), ("docstrings", "arithmetic", "rows.jsonl")
-REWARDS = ("", "learned", "function", "numeric_answer", "mine.py:score", "org/reward-model")
+MODELS, DATA = ("tiny", QWEN), ("docstrings", "arithmetic", "lab/rows")
+REWARDS = ("", "learned", "function", "numeric_answer", "my.module:score", "org/reward-model")
 DEVICES = {"auto": 1, "cpu": 1, "4xcpu": 4, "6xgpu": 6, "8xgpu": 8, "256xtpu": 256}
 
 
 def sensible(model: str, data: str, algorithm: str, reward: str) -> bool:
-    if (model == "tiny") == (data == "rows.jsonl"):
+    if (model == "tiny") == (data == "lab/rows"):
         return False  # tasks train a model of their own
     if algorithm == "dpo":
         return data != "arithmetic" and reward == ""  # pairs
@@ -47,7 +48,7 @@ def check_combinations(algorithm, tmp_path, kinds):
     for number, (model, data, reward) in enumerate(itertools.product(MODELS, DATA, REWARDS)):
         given = {"model": model, "data": data, "algorithm": algorithm, "reward": reward}
         if not sensible(model, data, algorithm, reward):
-            with pytest.raises(UserError, match="(data|algorithm|reward)="):
+            with pytest.raises(UserError, match="^(data|algorithm|reward)="):
                 complete(given, None)
             continue
         for devices in kinds:
@@ -64,7 +65,7 @@ def check_combinations(algorithm, tmp_path, kinds):
 
 
 def test_settings_have_their_meaning_as_comment_and_the_reward_scores(tmp_path):
-    answers = Answers(QWEN, "rows.jsonl", "grpo", "function", "8xgpu")
+    answers = Answers(QWEN, "lab/rows", "grpo", "prompt", "function", "8xgpu")
     file, reward = write(answers, tmp_path / "mine.yaml")
     text, words = file.read_text(), " ".join(re.sub(r"\n *#", " ", file.read_text()).split())
     config = load_config(str(file))
@@ -72,7 +73,7 @@ def test_settings_have_their_meaning_as_comment_and_the_reward_scores(tmp_path):
         for key in re.findall(r"^ +(\w+): ", text, re.MULTILINE):
             meaning = descriptions(type(section)).get(key, "") if hasattr(section, key) else ""
             assert meaning.partition(". ")[0] in words, key
-    assert text.startswith(f"# Written by jrlhf init --model {QWEN} --data rows.jsonl --algorithm grpo --reward")
+    assert text.startswith(f"# Written by jrlhf init --model {QWEN} --data lab/rows --algorithm grpo --prompt prompt")
     assert max(map(len, text.splitlines())) <= 120
     score = runpy.run_path(str(reward))["reward"]
     twenty, one = "word " * 20, "word"
@@ -83,7 +84,7 @@ def test_settings_have_their_meaning_as_comment_and_the_reward_scores(tmp_path):
 def test_questions_have_defaults_and_are_repeated_after_a_wrong_answer(capsys):
     answers = iter(["", "no-task", "arithmetic", "grop", "grpo", "", "3xabacus", "4xcpu"])
     assert complete({}, lambda question, usual: next(answers)) == Answers(
-        "tiny", "arithmetic", "grpo", "exact_match", "4xcpu"
+        "tiny", "arithmetic", "grpo", "", "exact_match", "4xcpu"
     )
     out = capsys.readouterr().out
     assert out.count("\n") == 3 and "did you mean grpo" in out and "devices=3xabacus" in out
@@ -105,10 +106,59 @@ def test_the_command_overwrites_nothing_and_ends_with_what_is_next(tmp_path, mon
     assert following == [f"  python -m jrlhf.train --config sums.yaml{more}" for more in (" --dry-run", "")]
     before = {path: path.read_text() for path in tmp_path.iterdir()}
     assert jrlhf.__main__.cli(command) == 2 and "sums.yaml exists" in capsys.readouterr().err
-    assert jrlhf.__main__.cli([*command[:-1], "more.yaml"]) == 2
-    assert "give --reward reward.py:FUNCTION" in capsys.readouterr().err
     for out, reason in (("", "is a directory"), (".", "is a directory"), ("/proc/x.yaml", "cannot be written")):
         assert jrlhf.__main__.cli([*command[:-1], out]) == 2 and reason in capsys.readouterr().err
     assert {path: path.read_text() for path in tmp_path.iterdir()} == before
+    assert jrlhf.__main__.cli([*command[:-1], "more.yaml"]) == 0  # with the reward.py that is there
+    assert capsys.readouterr().out.startswith("wrote more.yaml; next:")
+    assert before.items() <= {path: path.read_text() for path in tmp_path.iterdir()}.items()
     assert train.cli(["--config", "sums.yaml", "--dry-run"]) == 0
     assert "reward.py:reward" in capsys.readouterr().out
+
+
+def test_a_config_fits_the_model_and_the_rows_on_this_machine(user, make_model, tmp_path, monkeypatch, capsys):
+    """Lengths, template, columns and held-out rows: the dry run takes the config, and what it cannot be is refused."""
+    monkeypatch.chdir(tmp_path)
+    plain = make_model(tmp_path / "plain", max_positions=48)
+    settings = json.loads((plain / "tokenizer_config.json").read_text())
+    del settings["chat_template"]
+    (plain / "tokenizer_config.json").write_text(json.dumps(settings))
+    command = ["init", "--data", f"{user}/qa.jsonl", "--reward", "numeric_answer", "--devices", "8xcpu"]
+    for model, chat, most in ((user / "actor", True, 64), (plain, False, 24)):
+        assert jrlhf.__main__.cli([*command, "--model", str(model), "-o", f"{model.name}.yaml"]) == 0
+        data = load_config(f"{model.name}.yaml").data
+        assert isinstance(data, DatasetsData) and data.prompts is not None
+        assert (data.chat, data.max_prompt, data.max_response, data.heldout_rows) == (chat, most, most, 6)
+        assert data.prompts.columns.prompt == "question"
+        assert train.cli(["--config", f"{model.name}.yaml", "--dry-run"]) == 0, capsys.readouterr().err
+    capsys.readouterr()
+    (tmp_path / "odd.jsonl").write_text(json.dumps({"ask": "1+1?", "key": "2"}) + "\n")
+    given = {"model": str(plain), "data": "odd.jsonl"}
+    assert complete(given | {"prompt": "ask"}, None).prompt == "ask"
+    for more, sentence in (
+        ({}, "prompt is no column of odd.jsonl, which has ask, key"),
+        ({"prompt": "aks"}, "prompt=aks is no column of odd.jsonl, which has ask, key"),
+        ({"prompt": "ask", "reward": "exact_match"}, "reward=exact_match compares with answers"),
+        ({"prompt": "ask", "reward": "none.py:f"}, "there is no file"),
+        ({"prompt": "ask", "reward": "./none"}, "reward=./none is none of"),
+        ({"algorithm": "dpo"}, "algorithm=dpo learns from pairs, and data=odd.jsonl has no chosen and rejected"),
+        (
+            {"algorithm": "dpo", "data": f"{user}/preferences.jsonl", "reward": "function"},
+            "reward=function has no effect",
+        ),
+        ({"model": "./none"}, "model=./none does not exist"),
+        ({"model": str(tmp_path)}, "holds no model"),
+        ({"data": "none.jsonl"}, "data=none.jsonl does not exist"),
+    ):
+        with pytest.raises(UserError, match=re.escape(sentence)):
+            complete(given | more, None)
+
+
+@pytest.mark.full
+def test_a_written_config_trains(user, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    command = ["init", "--model", f"{user}/actor", "--data", f"{user}/qa.jsonl", "--devices", "8xcpu"]
+    assert jrlhf.__main__.cli(command) == 0
+    assert train.cli(["--config", "mine.yaml", "run_dir=runs", "grpo.iterations=2", "evaluation.prompts=8"]) == 0
+    rows = [json.loads(line) for line in (tmp_path / "runs/mine/metrics.jsonl").read_text().splitlines()]
+    assert len(rows) == 2 and all(0 <= row["critic/score/mean"] <= 1 for row in rows)
