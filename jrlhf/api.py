@@ -11,14 +11,16 @@ it was told to end.
 """
 
 import gc
+import inspect
 import io
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from functools import partial
+from inspect import Parameter
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import jax
 import numpy as np
@@ -38,7 +40,7 @@ from jrlhf.export import export_checkpoint
 from jrlhf.generate import Asked, Generator, asked_of, converse, with_sampling
 from jrlhf.generate import load as load_generator
 from jrlhf.meshes import to_host
-from jrlhf.plan import Planned
+from jrlhf.plan import Planned, Search
 from jrlhf.ppo.fields import Section, count, natural, positive
 from jrlhf.report.read import Record, read_run
 from jrlhf.rewards.python_code import python_functions
@@ -61,12 +63,6 @@ class _Arguments(Section):
     batch: int = count(8, most=2**16)
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     step: int | None = None
-    cluster: str | None = None
-    plan: str | None = None
-    mean_response: float | None = None
-    processes: int | None = None
-    seconds: float | None = None
-    proposals: int | None = None
 
 
 def _checked(**arguments: Any) -> _Arguments:
@@ -81,6 +77,7 @@ def _listed(given: Any) -> list[Any]:
     return list(given) if isinstance(given, Iterable) and not isinstance(given, str | Mapping) else [given]
 
 
+T = TypeVar("T")
 Source = str | Path | Mapping[str, Any]
 Conversation = Sequence[Mapping[str, str]]
 
@@ -342,30 +339,30 @@ def _load(path: str, asked: Asked | None, name: str, **options: Any) -> Policy:
     return Policy(load_generator(path, {}, asked, **options), name)
 
 
-def plan(
-    config: Source,
-    cluster: str | None = None,
-    *,
-    mean_response: float | None = None,
-    processes: int | None = None,
-    plan: str | None = None,
-    seconds: float | None = None,
-    proposals: int | None = None,
-    seed: int = 0,
-    **settings: Any,
-) -> Planned:
+def _with_search(function: T) -> T:
+    """Writes the fields of `Search` into a function's signature, for `help`."""
+    target: Any = function
+    own, names = inspect.signature(target), [item for item in fields(Search) if item.name != "cluster"]
+    *first, settings = own.parameters.values()
+    more = [Parameter(item.name, Parameter.KEYWORD_ONLY, default=item.default, annotation=item.type) for item in names]
+    target.__signature__ = own.replace(parameters=[*first, *more, settings])
+    return function
+
+
+@_with_search
+def plan(config: Source, cluster: str | None = None, **settings: Any) -> Planned:
     """Searches the fastest plan of a config on a cluster that need not be there; returns it with what it takes.
 
     config, settings: as in `train`, except that `plan` and `seed` are of the search. cluster: "16xh100", "v5p-512";
     None: the devices at hand, which are measured first. plan: a file, "colocate", "split" or "standalone", which is
-    priced, and nothing is searched for. mean_response: tokens; None: the maximum. seconds, proposals: when the search
-    ends; with proposals the result is a function of the seed.
+    priced, and nothing is searched for. mean_response: tokens; None: the maximum. processes: of the run; None: one a
+    host. seconds, proposals: when the search ends; with proposals the result is a function of the seed. hypothetical:
+    also plans that no run takes. overlap: let iterations overlap, which a run, that reads metrics, does not.
 
         planned = plan("llama3-8b-ppo", "8xh200", proposals=100)
         print(planned)  # a table of the calls, and a timeline
     """
-    search: dict[str, Any] = {"processes": processes, "plan": plan, "seconds": seconds, "proposals": proposals}
-    search |= {"mean_response": mean_response, "seed": seed, "cluster": cluster}
-    search = {name: getattr(_checked(**search), name) for name in search}
+    wanted = {item.name: settings.pop(item.name) for item in fields(Search) if item.name in settings}
+    search = build(Search, plain_value({"cluster": cluster, **wanted}))
     with python_functions(config, settings) as named:
-        return planner.make_plan(make_config(*named), **search, say=partial(print, flush=True))
+        return planner.make_plan(make_config(*named), search, say=partial(print, flush=True))

@@ -8,13 +8,14 @@ import argparse
 import math
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jrlhf.config import config_names, load_config, parse_with_settings
 from jrlhf.errors import UserError, exit_code_of_printing
+from jrlhf.ppo.fields import Section
 from jrlhf.run.files import check_writable
 
 if TYPE_CHECKING:  # so that --help is fast
@@ -71,9 +72,8 @@ def _run(options: argparse.Namespace) -> None:
     if config.algorithm is None and options.save is not None:
         raise UserError(f"--save {options.save} has no effect with {_unplanned(config)}: leave it out")
     say = partial(print, file=sys.stderr, flush=True)
-    names = "mean_response", "processes", "plan", "seconds", "proposals", "seed", "hypothetical", "overlap"
-    wanted = {name: getattr(options, name) for name in names}
-    planned = make_plan(config, options.cluster, **wanted, say=say, progress=_progress if sys.stderr.isatty() else None)
+    search = Search(**{item.name: getattr(options, item.name) for item in fields(Search)})
+    planned = make_plan(config, search, say=say, progress=_progress if sys.stderr.isatty() else None)
     print(planned.text)
     if options.plot is not None:
         _write("plot", options.plot, planned.plot)
@@ -144,26 +144,31 @@ class Planned:
         return f"{self.text}\n{self.problem}".strip()
 
 
+@dataclass(frozen=True)
+class Search(Section):
+    """What is planned for, and when the search ends. With proposals the result is a function of the seed."""
+
+    cluster: str | None = None  # its devices, such as "16xh100", which need not be there; None: those at hand, measured
+    mean_response: float | None = None  # tokens; None: the maximum
+    processes: int | None = None  # of the run; None: one a host of the cluster
+    plan: str | None = None  # a file, or the name of a usual plan, which is priced: nothing is searched for
+    seconds: float | None = None
+    proposals: int | None = None  # plans to price, rounded up to whole turns
+    seed: int = 0
+    hypothetical: bool = False  # also plans with stages of any call; only training runs in stages
+    overlap: bool = False  # let iterations overlap, which a run, that reads metrics, does not
+
+
 def make_plan(
     config: "Config",
-    cluster: str | None = None,
+    search: Search = Search(),
     *,
-    mean_response: float | None = None,
-    processes: int | None = None,
-    plan: str | None = None,
-    seconds: float | None = None,
-    proposals: int | None = None,
-    seed: int = 0,
-    hypothetical: bool = False,
-    overlap: bool = False,
     say: Callable[[str], None] | None = None,
     progress: Callable[[int, float], None] | None = None,
 ) -> Planned:
-    """Searches the fastest plan of a config on a cluster, or prices the given one. docs/plans.md tells how.
+    """Searches the fastest plan of a config, or prices the given one. docs/plans.md tells how.
 
-    cluster: its devices, such as "16xh100", which need not be there; None: those at hand, measured. plan: a file, or
-    the name of a usual plan: nothing is searched for. mean_response: tokens; None: the maximum. seconds, proposals:
-    when the search ends. say: told what is measured, and where. progress: (plans, seconds of the best).
+    say: told what is measured, and where. progress: (plans, seconds of the best).
     """
     from jrlhf.algorithms.registry import planned_graph
     from jrlhf.config.check import mesh_sizes
@@ -176,6 +181,8 @@ def make_plan(
     from jrlhf.run.devices import select
     from jrlhf.stages.setup import architectures
 
+    cluster, plan, mean_response, processes = search.cluster, search.plan, search.mean_response, search.processes
+    seconds, proposals = search.seconds, search.proposals
     for name, value in (("seconds", seconds), ("proposals", proposals)):
         if value is not None and not 0 < value < math.inf:
             raise UserError(f"{name}={value} must be more than 0 and finite")
@@ -212,9 +219,9 @@ def make_plan(
             grows=cluster is not None,
             proposals=proposals,
             seconds=SECONDS if seconds is None and proposals is None else seconds,
-            seed=seed,
-            hypothetical=hypothetical,
-            lockstep=not overlap,
+            seed=search.seed,
+            hypothetical=search.hypothetical,
+            lockstep=not search.overlap,
             processes=processes,
             progress=progress,
         )
@@ -234,7 +241,7 @@ def make_plan(
             mesh_sizes(config.mesh, devices.devices, simulates=False)
         priced = plans.plan_of_config(replace(config, plan=plan), workload, devices.devices)
         price_fused(prices, workload, priced)
-        outcome = Found(priced, simulate(workload.graph, priced, prices, lockstep=not overlap))
+        outcome = Found(priced, simulate(workload.graph, priced, prices, lockstep=not search.overlap))
         lines = [show.describe_plan(workload, devices, prices, outcome)]
     planned = Planned(config, graph, workload, devices, prices, outcome, "\n".join(lines))
     process_of = [number * processes // devices.devices for number in range(devices.devices)]

@@ -1,6 +1,7 @@
 """The commands as Python functions: what they return, what they leave behind, and their errors."""
 
 import gc
+import inspect
 import io
 import os
 import re
@@ -137,8 +138,11 @@ def test_bad_input_is_an_exception_without_words_of_the_command_line(tmp_path):
 
 
 def test_a_plan_is_what_the_command_prints(capsys, tmp_path):
-    from jrlhf.plan import cli
+    from jrlhf.plan import Search, cli
 
+    names = inspect.signature(plan).parameters  # which `help` shows
+    assert [*names] == ["config", "cluster", *(name for name in vars(Search()) if name != "cluster"), "settings"]
+    assert names["seed"].default == 0 and names["config"].annotation
     arguments = ["--cluster", "8xh100", "--plan", "colocate"]
     assert cli(["--config", "llama3-8b-ppo", *arguments]) == 0
     planned = plan("llama3-8b-ppo", "8xh100", plan="colocate")
