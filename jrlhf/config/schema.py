@@ -275,6 +275,7 @@ class DatasetsData(DataConfig):
 
 
 _FUNCTION = only_if(lambda section: section.kind in (None, "function"), "{path}.{section.kind}")
+_PROCESSES = only_if(lambda part: part.kind in (None, "function") and not part.in_process, "{path}.{section.caller}")
 
 
 @dataclass(frozen=True)
@@ -287,8 +288,11 @@ class RewardConfig(Section):
     adapter: str | None = place()  # a PEFT directory of a reward model on the actor's base; it reads the actor's tokens
     function: str | None = place()  # package.module:function, file.py:function, or one of jrlhf/rewards/builtin.py
     weight: float = 1.0  # factor in the sum; 0: it is measured and logged, and nothing learns from it
-    workers: int = count(1, most=1024, **_FUNCTION)  # processes of a function
-    deadline: float = positive(30.0, most=1e6, **_FUNCTION)  # seconds per batch, after which a function is stopped
+    workers: int = count(1, most=1024, **_PROCESSES)  # processes of a function
+    deadline: float = positive(30.0, most=1e6, **_PROCESSES)  # seconds per batch, after which a function is stopped
+    # Call the function in the process that trains, for one that no other process can get: nothing stops a call, a crash
+    # ends the run, and of a Python function a resume checks the name alone.
+    in_process: bool = field(default=False, metadata=_FUNCTION)
     # The score used when a function or a model fails to give one; null: a failure ends the run.
     on_failure: float | None = checked(None, lambda value: abs(value) < 3.4e38, "finite in float32")
     options: Mapping[str, Any] = field(default_factory=dict, metadata=_FUNCTION)  # a function's further arguments
@@ -300,6 +304,10 @@ class RewardConfig(Section):
     @property
     def kind(self) -> str | None:
         return next((kind for kind in ("model", "adapter", "function") if getattr(self, kind) is not None), None)
+
+    @property
+    def caller(self) -> str | None:
+        return "in_process=true" if self.in_process else self.kind
 
 
 @dataclass(frozen=True)

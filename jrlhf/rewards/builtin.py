@@ -10,7 +10,10 @@ import unicodedata
 from collections.abc import Mapping, Sequence
 from decimal import Decimal
 from fractions import Fraction
+from importlib.util import find_spec
 from typing import Any
+
+from jrlhf.errors import UserError
 
 NAMES = ("exact_match", "format_regex", "numeric_answer", "math_verify", "word_count")
 # Stands for what the functions compute, in place of the file's hash, so that a run resumes although their text was
@@ -20,6 +23,18 @@ IDENTITY = "c1e9a59c1c7362ca2705b42dc56af51755f5032d8833bbc24ade19275d4580dd"
 NUMBER = r"[-+]?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?"
 NUMBERS = re.compile(rf"(?<![\w.])({NUMBER})(?:\s*/\s*({NUMBER}))?")
 LONGEST = 400  # characters and powers of ten beyond which a number is no answer: exact arithmetic would not end
+
+
+def spec_of(name: str, called: str) -> str:
+    """Returns the module and function of a built-in reward. Raises UserError where there is none of the name."""
+    if name not in NAMES:
+        raise UserError(
+            f"{called}: {name!r} is none of the built-in rewards ({', '.join(NAMES)}); write others "
+            "as package.module:function or path/file.py:function"
+        )
+    if name == "math_verify" and find_spec("math_verify") is None:
+        raise UserError(f"{called}: math_verify needs its extra, pip install 'jrlhf[math]'")
+    return f"{__name__}:{name}"
 
 
 def exact_match(

@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from importlib.util import find_spec
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -18,13 +18,14 @@ from jrlhf.data.read import fingerprint
 from jrlhf.errors import UserError
 from jrlhf.rewards import builtin
 from jrlhf.rewards.types import Sample, Scored
-from jrlhf.rewards.user_code import resolve, shipped
-from jrlhf.rewards.worker import GIVEN
+from jrlhf.rewards.user_code import as_it_is, resolve, shipped
+from jrlhf.rewards.worker import GIVEN, InProcess
 from jrlhf.run.child import Worker
 
 LOG_BYTES = 16 << 20  # of the functions' output, kept in the log file
 MODULES = " modules"  # ends the word of what a function's file imports
 SHOWN = 300  # characters of a text in a message
+IN_PROCESS = "in the process that trains, without a deadline: a crash or a hang in it is one of the run"
 
 
 class RewardFailure(UserError):
@@ -60,10 +61,15 @@ class FunctionReward:
         self._config, self._seed, self._kind, self._start_deadline = config, seed, kind, start_deadline
         self._called = f"{kind} {config.name!r}"
         self.on_failure, self._columns = config.on_failure, config.columns
-        self._spec = _resolve(self._called, config.function)
-        self._shipped = shipped(self._spec, self._called)
+        find = resolve if ":" in config.function else builtin.spec_of
+        self._spec = find(config.function, self._called)
+        self._shipped, self._starts = None, Worker
+        if config.in_process:
+            self._starts = partial(InProcess, as_it_is(self._spec, self._called))
+        else:
+            self._shipped = shipped(self._spec, self._called)
         self._workers = 1 if log is None else config.workers
-        self._pool: dict[int, Worker] = {}
+        self._pool: dict[int, Worker | InProcess] = {}
         self._facts: dict[str, Any] = {}  # about the function, from the first worker that was ready
         self._log, self._log_file, self._logged, self._log_lock = log, None, 0, threading.Lock()
         self._checked, self._stopping = False, threading.Event()
@@ -79,6 +85,8 @@ class FunctionReward:
                 raise UserError(f"log={self._log} of {self._called} cannot be opened: {error}") from error
         try:
             self._on_workers(self._start)
+            if self._config.in_process:
+                self._write(f"{self.describe()}\n".encode())
             facts = self._facts
             for parameter in self._columns:
                 taken = parameter in GIVEN[facts["style"]] or parameter in self._config.options
@@ -117,16 +125,16 @@ class FunctionReward:
         config, facts = self._config, self._facts
         source = f" ({facts['file']}, sha256 {facts['sha256'][:16]})" if facts.get("sha256") else ""
         failing = "a failure stops the run" if self.on_failure is None else f"{self.on_failure:g} where it fails"
-        processes = f"{self._workers} process" + ("es" if self._workers > 1 else "")
-        return (
-            f"{self._kind} {config.name}: {self._spec}{source} in {processes}, {config.deadline:g} s a call, {failing}"
-        )
+        call = f"in {self._workers} process{'es' * (self._workers > 1)}, {config.deadline:g} s a call"
+        if config.in_process:
+            call = IN_PROCESS + ("" if source else ", and a resume checks its name alone")
+        return f"{self._kind} {config.name}: {self._spec}{source} {call}, {failing}"
 
     @property
     def fingerprint(self) -> str:
         """One word for the function's file and the options that it is called with."""
         ours = self._spec.startswith(f"{builtin.__name__}:")
-        source = builtin.IDENTITY if ours else self._facts.get("sha256", "")
+        source = builtin.IDENTITY if ours else self._facts.get("sha256") or ""
         return fingerprint([self._spec, source, repr(sorted(self._config.options.items()))])
 
     @property
@@ -202,10 +210,10 @@ class FunctionReward:
     def _start(self, index: int) -> None:
         # Strings hash alike in every worker and every run, and no JAX of the function's takes an accelerator.
         environment = {"PYTHONHASHSEED": str(self._seed % 2**32), **os.environ, "JAX_PLATFORMS": "cpu"}
-        what = {"spec": self._spec, "shipped": self._shipped, "options": self._config.options}
-        deadlines = {"deadline": self._config.deadline, "start_deadline": self._start_deadline}
-        request = self._pickle(what | deadlines, "its options")
-        worker = self._pool[index] = Worker("jrlhf.rewards.worker", environment, self._write)
+        what: dict[str, Any] = {"spec": self._spec, "shipped": self._shipped, "options": self._config.options}
+        what |= {"deadline": self._config.deadline, "start_deadline": self._start_deadline}
+        request = self._pickle(what, "its options")
+        worker = self._pool[index] = self._starts("jrlhf.rewards.worker", environment, self._write)
         if self._stopping.is_set():
             worker.interrupt()
         answer = worker.request(request, self._start_deadline)
@@ -315,20 +323,6 @@ class FunctionReward:
             extras={name: np.array([row.get(name, np.nan) for row in extras], np.float64) for name in names},
             failures=Counter(result["failure"] for result in results if "failure" in result),
         )
-
-
-def _resolve(called: str, spec: str) -> str:
-    """Returns the spec as a worker takes it, as far as it can be checked without running anything."""
-    if ":" in spec:
-        return resolve(spec, called)
-    if spec not in builtin.NAMES:
-        raise UserError(
-            f"{called}: {spec!r} is none of the built-in rewards ({', '.join(builtin.NAMES)}); write others "
-            "as package.module:function or path/file.py:function"
-        )
-    if spec == "math_verify" and find_spec("math_verify") is None:
-        raise UserError(f"{called}: math_verify needs its extra, pip install 'jrlhf[math]'")
-    return f"{builtin.__name__}:{spec}"
 
 
 def _columns(sample: Sample) -> dict[str, Any]:

@@ -90,17 +90,22 @@ def load(spec: str, called: str) -> UserCode:
     return UserCode(function, file, _sha256(file), modules)
 
 
+def as_it_is(spec: str, called: str) -> UserCode:
+    """Returns the function to call in this process. A Python function is identified by its name alone."""
+    if spec.startswith(PREFIX):
+        return UserCode(python_code(spec, called).function, None, None, {})
+    return load(spec, called)
+
+
 def shipped(spec: str, called: str) -> dict[str, Any] | None:
     """Returns what a worker needs to call a Python function of this process; None for another spec."""
     if not spec.startswith(PREFIX):
         return None
-    code = load(spec, called)
-    return {
-        "code": python_code(spec, called).pickled(called),
-        "sha256": code.sha256,
-        "modules": code.modules,
-        "path": sys.path,
-    }
+    try:
+        code, function = load(spec, called), python_code(spec, called).pickled(called)
+    except UserError as error:
+        raise UserError(f"{error}, or set in_process of {called} (docs/data-and-rewards.md)") from error
+    return {"code": function, "sha256": code.sha256, "modules": code.modules, "path": sys.path}
 
 
 def received(code: Mapping[str, Any], called: str) -> UserCode:

@@ -31,7 +31,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from jrlhf.errors import UserError
-from jrlhf.rewards.user_code import explain, load, received
+from jrlhf.rewards.user_code import UserCode, explain, load, received
 from jrlhf.run.child import channel_to_parent, receive, send
 
 GIVEN = {  # what the program passes by itself, by the call's style; all other parameters are columns
@@ -51,7 +51,10 @@ def main(descriptor: int) -> None:
         try:
             setup = pickle.loads(receive(channel))
             with _limit(setup["start_deadline"], stderr):
-                function = _prepare(setup["spec"], setup["options"], setup["shipped"])
+                called = f"reward function {setup['spec']!r}"
+                shipped = setup["shipped"]
+                code = load(setup["spec"], called) if shipped is None else received(shipped, called)
+                function = _prepare(code, called, setup["options"])
             answer: Any = {"ready": function.facts}
             while answer is not None:
                 send(channel, json.dumps(answer).encode())
@@ -77,6 +80,34 @@ def _limit(seconds: float, stderr: int) -> Iterator[None]:
         faulthandler.cancel_dump_traceback_later()
 
 
+class InProcess:
+    """A `Worker` without a process: it calls the function here, as it is. Nothing ends a call, or outlives a crash."""
+
+    def __init__(self, code: UserCode, *process: Any):
+        self._code, self._function = code, None
+
+    def request(self, body: bytes, seconds: float) -> Mapping[str, Any]:
+        """Returns the answer to a request, whenever that comes."""
+        try:
+            if self._function is None:
+                setup = pickle.loads(body)
+                self._function = _prepare(self._code, f"reward function {setup['spec']!r}", setup["options"])
+                return {"ready": self._function.facts}
+            with asyncio.Runner() as loop:
+                return _serve(self._function, loop, body, math.inf) or {}
+        except UserError as error:
+            return {"bad": str(error)}
+
+    def ended(self, seconds: float = 0.0) -> bool:
+        return False
+
+    def dismiss(self) -> None: ...
+
+    def interrupt(self) -> None: ...
+
+    def kill(self) -> None: ...
+
+
 # The function
 
 
@@ -88,9 +119,8 @@ class Function(NamedTuple):
     facts: dict[str, Any]
 
 
-def _prepare(spec: str, options: Mapping[str, Any], shipped: Mapping[str, Any] | None = None) -> Function:
-    called = f"reward function {spec!r}"
-    function, file, sha256, modules = load(spec, called) if shipped is None else received(shipped, called)
+def _prepare(code: UserCode, called: str, options: Mapping[str, Any]) -> Function:
+    function, file, sha256, modules = code
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError) as error:

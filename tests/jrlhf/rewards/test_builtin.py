@@ -135,7 +135,7 @@ def test_math_verify(monkeypatch):
     answers, truth = ["12", "12", "x1", "none", "3"], [12, "$13$", "\\boxed{x1}", "4", "?"]
     assert builtin.math_verify(answers, truth) == [1, 0, 0, 0, None]
     assert asked == ["$12$", "12", "$13$", "12", "\\boxed{x1}", "x1", "$4$", "none", "$?$"]
-    monkeypatch.setattr("jrlhf.rewards.functions.find_spec", lambda name: None)
+    monkeypatch.setattr("jrlhf.rewards.builtin.find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"math_verify needs its extra, pip install 'jrlhf\[math\]'"):
         make_reward("math_verify", "math")
 

@@ -15,12 +15,14 @@ import pytest
 
 from jrlhf.algorithms import registry
 from jrlhf.config import make_config
+from jrlhf.config.schema import RewardConfig
 from jrlhf.errors import UserError
+from jrlhf.ppo.fields import without_effect
 from jrlhf.rewards.python_code import PREFIX, PythonCode, python_functions
 from jrlhf.rewards.user_code import load, resolve
 from jrlhf.run.child import GRACE
 
-from .conftest import make_sample
+from .conftest import make_reward, make_sample
 
 CLASS = "class C:\n    def __init__(self, x): self.x, self.me = x, self\n    def add(self, n): return self.x + n"
 DATA = "import dataclasses as d, enum\n@d.dataclass\nclass D:\n    x: int = 1\n    y: int = d.field(default=0)"
@@ -218,3 +220,31 @@ def test_processes_agree_on_a_dataflow(monkeypatch):
         monkeypatch.setattr(registry, "from_main", lambda words: {**words(), "dataflow": "another"})
         with pytest.raises(UserError, match="grpo.dataflow=<python>:own is not the same function in all processes"):
             registry.dataflow_identity(config)
+
+
+def test_a_function_that_cannot_be_sent_runs_here_where_that_is_asked_for(tmp_path):
+    """One that holds a lock is refused, or with the option called here; the log says what is lost."""
+    lock, calls = threading.Lock(), []
+
+    def f(completions):
+        with lock:
+            calls.append((os.getpid(), len(completions)))
+        return [1.0 if text == "a" else float("nan") for text in completions]
+
+    samples, log = [make_sample(row, text) for row, text in enumerate("ab")], tmp_path / "log"
+    with python_functions({"rewards": f}) as (named,):
+        spec = named["rewards"][0]["function"]
+        with pytest.raises(
+            UserError, match="reward 'judge' cannot be identified .*, or set in_process of reward 'judge'"
+        ):
+            make_reward(spec)
+        with make_reward(spec, log=log, in_process=True, on_failure=-1.0) as reward:
+            scored = reward.score(samples)
+            lost = "in the process that trains, without a deadline: a crash or a hang in it is one of the run"
+            assert f"{lost}, and a resume checks its name alone" in reward.describe() and lost in log.read_text()
+            assert reward.identity.keys() == {"reward judge"}
+        assert calls == [(os.getpid(), 2)]
+        assert scored.scores.tolist() == [1.0, -1.0] and scored.failures == {"nan": 1}
+    section = RewardConfig(function="exact_match", in_process=True, deadline=5.0)
+    (unread,) = without_effect(section, "rewards[0]")
+    assert unread == ("rewards[0].deadline", 5.0, "rewards[0].in_process=true")
