@@ -3,6 +3,7 @@
 import ast
 import inspect
 import json
+import math
 import re
 import shlex
 import textwrap
@@ -22,6 +23,7 @@ from jrlhf.config import load_config
 from jrlhf.config.check import validate
 from jrlhf.config.stages import TITLES
 from jrlhf.models.presets import PRESETS
+from jrlhf.planning.plans import read_plan
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = {
@@ -33,6 +35,14 @@ DOCUMENTS = {
 }
 FOLDERS = (".ci", "benchmarks", "colab", "configs", "docs", "jrlhf", "kernels", "meshes", "models", "ppo", "tests")
 ROOT_PAGES = ("index.md", "changelog.md", "contributing.md", "security.md")  # of the site, made from files at the root
+EXAMPLES = {  # page with Python code -> the tests that run it; tests/jrlhf/test_tutorials.py runs all tutorials
+    "README.md": "tests/test_docs.py",
+    "docs/algorithms.md": "tests/test_notebooks.py",
+    "docs/asynchronous.md": "tests/benchmarks/test_staleness.py",
+    "docs/layouts.md": "tests/benchmarks/test_figures.py",
+    "docs/plans.md": "tests/jrlhf/planning/test_fusion.py",
+    "docs/python.md": "tests/jrlhf/test_api.py",
+}
 README, ALGORITHMS, METRICS, RESULTS = (
     DOCUMENTS[ROOT / name] for name in ("README.md", "docs/algorithms.md", "docs/metrics.md", "docs/results.md")
 )
@@ -53,12 +63,27 @@ def test_every_page_is_in_the_navigation():
     assert sorted(re.findall(r"([\w/-]+\.md)$", site, re.MULTILINE)) == sorted([*pages, *ROOT_PAGES])
 
 
+def test_each_page_with_python_is_read_by_the_tests_that_run_it():
+    shown = {path.relative_to(ROOT).as_posix(): path.parent.name for path, text in DOCUMENTS.items() if "```py" in text}
+    assert {page for page, folder in shown.items() if folder != "tutorials"} == EXAMPLES.keys()
+    for page, test in EXAMPLES.items():
+        assert f'{Path(page).name}"' in (ROOT / test).read_text(encoding="utf-8"), page
+
+
+def test_the_lines_of_plans_are_read(tmp_path):
+    blocks = re.findall(r"(?:^    [\w.]+: \{.*\}\n)+", DOCUMENTS[ROOT / "docs/plans.md"], re.MULTILINE)
+    assert blocks
+    for block in blocks:
+        (tmp_path / "plan.yaml").write_text(f"calls:\n{block}")
+        for placement in read_plan(tmp_path / "plan.yaml").placements.values():
+            assert math.prod(placement.sizes) * placement.pipeline == placement.devices.count == 8
+
+
 def test_the_readme_is_short():
     assert len(README.splitlines()) <= 200
     assert len(README.encode()) <= 12_000
 
 
-@pytest.mark.full
 def test_the_example_with_a_foreign_model_trains_it():
     _, code = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     names: dict[str, Any] = {}

@@ -304,14 +304,26 @@ def test_functions_train_as_files_do_and_are_asked_for_again(tmp_path):
     assert Run.open(resumed.path).samples == whole.samples
 
 
+PROMISED = """
+scores = run.column("critic/score/mean")
+assert scores[-3:].mean() > scores[:3].mean() + 0.4, scores
+assert policy.generate("12+34=", temperature=0.0).pop().count("7") > 2
+for name, (state, metrics) in steps.items():
+    assert state.actor.step == state.critic.step == 1, name
+    assert all(map(jnp.isfinite, metrics.values())) and metrics["actor/grad_norm"] > 0, name
+assert weights["matrix"].dtype == jnp.bfloat16 and weights["bias"].dtype == jnp.float32
+assert all((x == 1).all() and x.sharding == columns[name] for name, x in weights.items())
+"""
+
+
 @pytest.mark.proof("runs")
-def test_the_page_runs_from_top_to_bottom(tmp_path):
+def test_the_page_runs_from_top_to_bottom_and_its_run_learns(tmp_path):
     """Runs the code as users do, on devices of its own."""
     page = Path(__file__).resolve().parents[2] / "docs/python.md"
-    code = "\n".join(re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL))
+    code = "\n".join(re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)) + PROMISED
     environment = os.environ | {"PYTHONPATH": str(page.parents[1])}
     run = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
+        [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600
     )
     assert run.returncode == 0, run.stderr
     for name in ("curves.png", "exported/model/model.safetensors", "plan.yaml", "runs/short/report.html"):
