@@ -32,8 +32,9 @@ REMATS: tuple[Remat, ...] = ("offload", "full", "attention", "products", "gather
 Name = Literal["layer", "query", "key", "value", "attended", "projected", "gate", "up", "down"]
 _PRODUCTS: frozenset[Name] = frozenset({"query", "key", "value", "attended", "projected", "gate", "up", "down"})
 
-# With remat="gather" the backward pass makes these anew: gathered weights, and what leads from a stored slice to one.
-_REMADE = frozenset({"all_gather", "convert_element_type", "pvary"})
+# With remat="gather" the backward pass makes these anew: gathered weights, what leads from a stored slice to one, and
+# the same weights as the matrices that `modules.project` multiplies.
+_REMADE = frozenset({"all_gather", "convert_element_type", "pvary", "reshape"})
 # cuDNN's forward pass, whose results are the output and the statistics that its backward pass starts from. What the
 # other implementations of attention give has the name "attended".
 _CUDNN = "dot_product_attention_fwd"
