@@ -7,8 +7,9 @@ peaks, for each backend: these numbers (`COUNTS`) are all that is not derived fr
 B rows of a device, T tokens each; D, N, K, H, F, V as in `models.config`.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, inf
 from types import SimpleNamespace
 from typing import Literal
 
@@ -27,9 +28,9 @@ Phase = dict[str, float]  # bytes that a device holds at one time, by name
 
 # The largest number of arrays of each kind that XLA holds at once, on a CPU, a GPU and a TPU.
 _COUNTS = {
-    # [B, N, T, T] float32 of a layer: forward, forward of training, backward. On CPU products, softmax and transposes
-    # are separate steps, none of which writes in place.
-    "scores": ((3, 4.25, 2), (1, 2.25, 2), (1, 2, 2)),
+    # [B, N, T, T] float32 of a layer: forward, forward of training, backward, and in attention's own backward pass. On
+    # CPU products, softmax and transposes are separate steps, none of which writes in place.
+    "scores": ((3, 3, 2, 4), (1, 2.25, 2, 0), (1, 2, 2, 0)),
     # The same after the softmax, in the compute dtype: forward, backward.
     "weights": ((0, 0), (1, 2), (1, 2)),
     # [B, T, F]: forward, backward, while prompts are read; and what the products of adapters add, forward.
@@ -39,12 +40,12 @@ _COUNTS = {
     "ungated": (1, 0, 0),
     # Whether the mlp's arrays may lie where a layer's inputs were.
     "packed": (True, False, False),
-    # [B, T, D] of a layer's backward pass.
-    "backward": (8, 10, 10),
-    # Further arrays of the backward pass: norms of queries and keys; of norms after a sublayer [B, T, D] and
-    # [B, T, N H]; the latter too where layers are sliced.
-    "norms": ((3, 4, 2.6), (0, 0, 0), (0, 0, 0)),
-    "sliced": (6, 0, 0),
+    # Tokens from which on a CPU's library of kernels makes the sums of norms.
+    "library": (4096, inf, inf),
+    # [B, T, D] of a layer's backward pass: all, the fewer where products are kept, and the more where the library makes
+    # norms, with norms after sublayers, and where a gate is sliced. Queries [B, T, N H]: all, and the more of norms.
+    "backward": ((7, 4, 4, 4, 2), (10, 0, 0, 0, 0), (10, 0, 0, 0, 0)),
+    "queries": ((2, 3), (1, 0), (1, 0)),
     # [V, D] float32, gathered tables and their gradients on the device's slice of the vocabulary: in the forward pass
     # of training, in the backward pass of a language model and of a scalar one, and in the head's own phase.
     "forward_tables": (3, 1, 1),
@@ -65,10 +66,10 @@ _COUNTS = {
     # Copies of all trained numbers while the optimizer steps. On accelerators the update's results are copies next to
     # the gradients: a conditional does not write in place.
     "optimizer": (2, 4, 4),
-    # What remat="gather" keeps of a layer: scores, [B, T, F], [B, T, D].
-    "activations": ((2, 6.8, 7.6), (2.25, 7, 25), (2.25, 7, 21)),
-    # What it keeps in addition: scores under a softcap, [B, T, D] of norms after a sublayer, normed queries and keys.
-    "kept": ((3.1, 10.1, 5.4), (0, 0, 0), (0, 0, 0)),
+    # What remat="gather" keeps of a layer: scores, [B, T, F], [B, T, D], queries and keys; and what of each it keeps in
+    # addition: under a softcap (with a mask), of a gated GELU, of norms after a sublayer, of normed queries and keys.
+    "activations": ((2, 6, 7, 2), (2.25, 7, 25, 0), (2.25, 7, 21, 0)),
+    "kept": ((2.25, 2, 6, 3), (0, 0, 0, 0), (0, 0, 0, 0)),
     # Whether host memory is another memory.
     "offloads": (False, True, True),
     # Whether the head is gathered before the layers, even where no embedding shares its table.
@@ -103,6 +104,7 @@ class Arrays:
     matrices. table [V, D] float32: the device's slice of the vocabulary; lookup: of it what must be gathered or
     cast. dequantised: all layers' matrices, of an int8 base. sharing: the hidden states of all devices that
     share a table. logits: of one tile. low: bytes of a number in the compute dtype over those of a float32.
+    projections: of `gathered`, what makes queries, keys and values. library: whether a CPU's library makes norms.
     """
 
     def __init__(
@@ -126,12 +128,13 @@ class Arrays:
             backend.platform, dtype, model.head_dim, model.attention_softcap, length
         )
         heads, kv_heads = model.heads / width, max(model.kv_heads / width, 1)
-        self.sliced, self.fsdp = width > 1, fsdp
+        self.sliced, self.fsdp, self.library = width > 1, fsdp, tokens >= self.counts.library
         matrices = model.embed * model.head_dim * (2 * heads + 2 * kv_heads)
         matrices += (3 if model.gated_mlp else 2) * model.embed * model.mlp / width
         vocab = model.padded_vocab / tensor
         # The tile of the log-prob kernel (`kernels.logprob.api`): even parts of the tokens, in multiples of 16.
         tile = max(256, 2**21 // int(vocab)) if backend.platform == "cpu" else 1024
+        self.tiled = sharing > tile or not self.counts.packed  # of accelerators no single tile was compared
         tile = sharing if sharing <= tile else 16 * ceil(ceil(sharing / ceil(sharing / tile)) / 16)
         self.hidden = tokens * model.embed * size
         self.query = tokens * heads * model.head_dim * size
@@ -140,6 +143,7 @@ class Arrays:
         self.scores = WIDE * rows * heads * length**2 if attention == "xla" else 0.0
         self.statistics = 0.0 if attention == "xla" else WIDE * tokens * heads
         self.gathered = 0.0 if layout == "generate" else matrices * size
+        self.projections = 0.0 if layout == "generate" else model.embed * model.head_dim * (heads + 2 * kv_heads) * size
         # The tables of a shared base are stored as they are used, and have no gradients.
         self.table = 0.0 if role.shared else WIDE * vocab * model.embed
         self.lookup = 0.0 if fsdp == 1 and size == WIDE else self.table * size / WIDE
@@ -148,6 +152,18 @@ class Arrays:
         self.sharing = sharing * model.embed * size
         self.logits = WIDE * tile * vocab if role.head == "lm" else 0.0
         self.low = size / WIDE
+
+
+def layer_arrays(sizes: Arrays, counts: Sequence[float], more: Sequence[float]) -> float:
+    """Returns the bytes of these numbers of scores, mlp's arrays, hidden states, and queries and keys; `more` of each
+    under a softcap, with a gated GELU, with norms after sublayers, and with normed queries and keys.
+    """
+    model = sizes.model
+    gelu = model.gated_mlp and model.activation == "gelu_tanh"
+    switches = model.attention_softcap is not None, gelu, model.post_norms, model.qk_norm
+    arrays = sizes.scores, sizes.mlp, sizes.hidden, sizes.query + sizes.key
+    rows = zip(counts, more, switches, arrays, strict=True)
+    return sum((count + extra * switch) * size for count, extra, switch, size in rows)
 
 
 def kept_bytes(sizes: Arrays, remat: Remat) -> float:
@@ -162,12 +178,8 @@ def kept_bytes(sizes: Arrays, remat: Remat) -> float:
             layer += sizes.hidden + 2 * sizes.query + 2 * sizes.key + (2 if model.gated_mlp else 1) * sizes.mlp
             layer += sizes.hidden if model.post_norms else 0
         case "gather":
-            scores, mlp, hidden = counts.activations
-            layer += scores * sizes.scores + mlp * sizes.mlp + hidden * sizes.hidden
+            layer += layer_arrays(sizes, counts.activations, counts.kept)
             layer += sizes.scores * sizes.low * counts.weights[0]
-            layer += counts.kept[0] * sizes.scores if model.attention_softcap is not None else 0
-            layer += counts.kept[1] * sizes.hidden if model.post_norms else 0
-            layer += counts.kept[2] * (sizes.query + sizes.key) if model.qk_norm else 0
     return model.layers * (layer + (0 if remat in ("full", "offload") else sizes.statistics))
 
 
@@ -184,26 +196,31 @@ def infer_phase(sizes: Arrays, transposed: float, cast: float) -> Phase:
         "gathered head": table if sizes.model.tie_embeddings or counts.early else 0.0,
         "transposed weights": transposed if counts.transposed else 0.0,
     }
+    value = sizes.key if counts.packed else 0.0  # transposed ahead of the scores
     attention = {
         "dequantised layers": counts.dequantised[0] * sizes.dequantised,
         "attention scores": (counts.scores[0] + counts.weights[0] * sizes.low) * sizes.scores,
-        "attention": 0.0 if sizes.scores else sizes.query + 2 * sizes.key,
-        "gathered layers": sizes.gathered,
+        "attention": value if sizes.scores else sizes.query + 2 * sizes.key,
+        "gathered layers": sizes.gathered - (sizes.projections if counts.packed else 0.0),
         "cast layers": counts.cast * cast,
     }
     products = forward_products(sizes, counts.mlp[0])
+    # Inputs are dead once attention's output is added to them, but their place must be free while there are scores, and
+    # while all rows that share a table are embedded.
+    before = max(attention["attention scores"], sizes.sharing + sizes.hidden if sizes.sharing > sizes.hidden else 0.0)
+    covered = counts.packed and before + sizes.hidden <= products
     mlp = {
         "dequantised layers": counts.dequantised[1] * sizes.dequantised,
         "mlp": products,
-        "activations": 2 * sizes.hidden - covered(sizes, attention["attention scores"], products),
+        "activations": (1 if covered else 2) * sizes.hidden,
         "gathered layers": counts.gathered[0] * sizes.gathered,
         "cast layers": counts.cast * cast,
     }
-    # The head's table takes the place of the shard.
-    shard = 0.0 if through["gathered head"] else counts.reordered * sizes.lookup / sizes.fsdp
+    # A tied head's table is the embedding's, in the order that is needed.
+    shard = 0.0 if lm and sizes.model.tie_embeddings else counts.reordered * sizes.lookup / sizes.fsdp
     embedding = {"gathered embedding": sizes.lookup + shard, "embeddings": sizes.sharing}
     logits = {
-        "log-prob tiles": counts.logits * sizes.logits,
+        "log-prob tiles": (counts.logits if sizes.tiled else 1) * sizes.logits,
         "gathered head": table,
         "gathered hidden states": max(sizes.sharing - sizes.hidden, 0.0),
     }
@@ -213,17 +230,14 @@ def infer_phase(sizes: Arrays, transposed: float, cast: float) -> Phase:
 
 
 def forward_products(sizes: Arrays, count: float) -> float:
-    """Returns the bytes of an mlp's arrays in the forward pass, `count` of them where it has a gate."""
-    counts = sizes.counts
-    return (count + counts.adapters * sizes.adapted - counts.ungated * (not sizes.model.gated_mlp)) * sizes.mlp
+    """Returns the bytes of an mlp's arrays in the forward pass, `count` of them where it has a gate.
 
-
-def covered(sizes: Arrays, scores: float, products: float) -> float:
-    """Returns the bytes of a layer's inputs that lie where the mlp's arrays are later: next to attention's scores.
-
-    Inputs are dead once attention's output is added to them, but their place must be free while there are scores.
+    None where a CPU's library computes an mlp that is between two norms as one.
     """
-    return sizes.hidden if sizes.counts.packed and scores + sizes.hidden <= products else 0.0
+    counts = sizes.counts
+    if sizes.library and sizes.model.post_norms and not sizes.sliced and not sizes.adapted:
+        return 0.0
+    return (count + counts.adapters * sizes.adapted - counts.ungated * (not sizes.model.gated_mlp)) * sizes.mlp
 
 
 def _largest(through: Phase, *phases: Phase) -> Phase:
@@ -269,11 +283,11 @@ def train_phase(sizes: Arrays, remat: Remat, gradients: Gradients, micro_batches
     scatter: Phase = {}
     if counts.packed:
         # Gathered tables stay where a loop over micro-batches reads them again, and the head's until its gradient is
-        # whole. Gradients of tables begin as zeros, ahead of all else.
+        # whole, which a single tile makes last. Gradients of tables begin as zeros, ahead of all else.
         gathered = sizes.fsdp > 1
         again = gathered * (micro_batches > 1) * (2 if lm and not tied else 1)
         tables = 1 + lm + max(again, gathered * lm)
-        in_head, behind, shard = tables, 1 + again, sizes.table / sizes.fsdp * lm
+        in_head, behind, shard = tables - (lm and not sizes.tiled), 1 + again, sizes.table / sizes.fsdp * lm
         # A tile's part of the table's gradient is made of one array of the tile.
         head_tiles = max(head_tiles, sizes.table + sizes.logits)
         # The embedding's gradient once more, as it is scattered.
@@ -284,16 +298,25 @@ def train_phase(sizes: Arrays, remat: Remat, gradients: Gradients, micro_batches
         "gathered layers": counts.gathered[1] * sizes.gathered,
         "gradients of tables": tables * sizes.table,
     }
-    made_again = counts.mlp[1] - (0 if remat not in ("products", "gather") else 2)
-    norms = counts.norms[0] * (sizes.query + sizes.key) if model.qk_norm else 0.0
-    norms += counts.norms[1] * sizes.hidden + counts.norms[2] * sizes.query if model.post_norms else 0.0
-    norms += counts.sliced * sizes.query if sizes.sliced else 0.0
+    saved = remat in ("products", "gather")
+    queries = (counts.queries[0] + counts.queries[1] * model.qk_norm) * sizes.query
+    keys = (2 + counts.queries[1] * model.qk_norm) * sizes.key
+    hidden, *more = counts.backward
+    cases = -saved, sizes.library, model.post_norms, sizes.sliced and model.gated_mlp
+    hidden += sum(count * case for count, case in zip(more, cases, strict=True))
+    capped = counts.packed and model.attention_softcap is not None
     backward = {
-        "attention scores": (counts.scores[2] + counts.weights[1] * sizes.low) * sizes.scores,
-        "mlp": made_again * sizes.mlp,
-        "activations": counts.backward * sizes.hidden + sizes.query + 2 * sizes.key + norms,
+        "attention scores": (counts.scores[2] + capped + counts.weights[1] * sizes.low) * sizes.scores,
+        "mlp": (counts.mlp[1] - 2 * saved) * sizes.mlp,
+        "activations": hidden * sizes.hidden + queries + keys,
         "gathered layers": sizes.gathered - matrix,
         "gradients of tables": behind * sizes.table + shard,
+    }
+    attention = {
+        **backward,
+        "attention scores": counts.scores[3] * sizes.scores,
+        "mlp": 0.0,
+        "activations": 2 * sizes.hidden + queries + keys,
     }
     logits = {
         "log-prob tiles": head_tiles,
@@ -301,30 +324,26 @@ def train_phase(sizes: Arrays, remat: Remat, gradients: Gradients, micro_batches
         "activations": 2 * sizes.sharing + sizes.hidden,
     }
     step = {"optimizer step": counts.optimizer * gradients.tiled, "relaid states": gradients.relaid}
-    return max(
-        _largest(through, forward, backward, logits if lm else {}, scatter), step, key=lambda phase: sum(phase.values())
-    )
+    model_phase = _largest(through, forward, backward, attention, logits if lm else {}, scatter)
+    return max(model_phase, step, key=lambda phase: sum(phase.values()))
 
 
 def merged_phase(sizes: Arrays) -> Phase:
     """Returns the largest phase of an adapter's step where all layers' activations live at one time.
 
-    Of each layer: the scores' softmax and its quotient, and their tanh under a softcap; gate and up of the base and
-    of the adapter, activation and product, and where layers meet their gradients [B, T, F]; queries in three layouts,
-    keys, the norms of both; inputs and norms of the sublayers [B, T, D]; what each adapter's first matrix makes. Once:
-    the gradients [B, T, D] of a layer and of the head, and its tiles.
+    What `layer_arrays` counts, and what each adapter's first matrix makes. Then a tile of the head, or of the last
+    layer the gradients of its mlp or of its attention.
     """
-    model, normed = sizes.model, 2.0 * sizes.model.qk_norm
-    heads = (3.0 + normed) * sizes.query + (1.0 + normed) * sizes.key
-    of_layers = {
-        "attention scores": (2.0 + (model.attention_softcap is not None)) * sizes.scores,
-        "mlp": 7.5 * sizes.mlp,
-        "activations": heads + (4.0 + 4.0 * model.post_norms) * sizes.hidden,
-        "adapters": len(PROJECTIONS) * sizes.hidden * sizes.rank / model.embed,
+    model, counts = sizes.model, sizes.counts
+    layer = layer_arrays(sizes, (2, 6, 4 + 4 * sizes.library, 2), (1, 2, 3, 3))
+    through = {
+        "kept activations": model.layers * layer,
+        "adapters": model.layers * len(PROJECTIONS) * sizes.hidden * sizes.rank / model.embed,
+        "dequantised layers": sizes.dequantised,
     }
-    phase = {name: model.layers * size for name, size in of_layers.items()}
-    phase["activations"] += 9.0 * sizes.hidden
-    return phase | {"dequantised layers": sizes.dequantised, "log-prob tiles": 1.5 * sizes.logits}
+    logits = {"log-prob tiles": counts.logits * sizes.logits, "activations": 2 * sizes.hidden}
+    mlp = {"mlp": (6 if model.activation == "silu" else 2) * sizes.mlp}
+    return _largest(through, logits, mlp, {"attention scores": sizes.scores, "activations": sizes.query})
 
 
 def cache_bytes(model: ModelConfig, rows: float, positions: int, tensor: int, itemsize: int) -> float:
@@ -344,15 +363,17 @@ def generate_phase(prompts: Arrays, cache: float, wave: float, logits: float, te
     summed = prompts.hidden * (tensor if tpu else min(tensor, 2))
     # Except on a TPU, the last layer's output is not computed while prompts are read, and its cache comes last.
     new_cache, missing = wave or cache, (0, 0) if tpu else (2, 1)
-    first, second = (cache * bool(wave) + new_cache * max(layers - back, 0) / layers for back in missing)
+    first, second = (cache * bool(wave) + new_cache * max(layers - back, 1) / layers for back in missing)
     packed = counts.packed
-    attention = {"attention scores": scores, "activations": prompts.hidden if packed else summed, "KV cache": first}
+    inputs = prompts.hidden + prompts.key if packed else summed  # values are transposed ahead of the scores
+    attention = {"attention scores": scores, "activations": inputs, "KV cache": first}
     products = forward_products(prompts, counts.mlp[2])
-    inputs = 2 * prompts.hidden - covered(prompts, scores, products) if packed else summed if tpu else prompts.hidden
+    # A layer's inputs leave their place to the mlp's arrays, where these are larger.
+    inputs = summed if tpu else prompts.hidden * (2 if packed and prompts.mlp < prompts.hidden else 1)
     mlp = {"mlp": products, "activations": inputs, "KV cache": second}
-    # The residual stream, a product, and its sum or norm.
-    summing = packed and (tensor > 1 or prompts.model.post_norms)
-    output = {"activations": 3 * prompts.hidden, "KV cache": second} if summing else {}
+    # The residual stream, a product, and its sum or norm; the adapter's too.
+    summing = packed and (tensor > 1 or prompts.model.post_norms or prompts.adapted)
+    output = {"activations": (3 + prompts.adapted) * prompts.hidden, "KV cache": second} if summing else {}
     decode = {"KV cache": cache, "logits": counts.logits * logits}
     for phase, count in zip((attention, mlp), counts.dequantised, strict=True):
         phase["dequantised layers"] = count * prompts.dequantised

@@ -374,5 +374,5 @@ def test_memory_of_drawn_programs_is_as_recorded():
         again = [drawn_row(result["seed"], Found.of(result["compiled"])) for result in results["results"]]
         assert again == results["results"], "predict them anew: python -m benchmarks.drawn"
         assert summary(again) == results["summary"] and len(again) >= 50
-    assert sets["fitting"]["summary"]["within 10 %"] >= 0.95 * len(sets["fitting"]["results"])
-    assert sets["fresh"]["summary"]["within 10 %"] >= 0.88 * len(sets["fresh"]["results"])
+    for programs in sets.values():
+        assert programs["summary"]["within 10 %"] >= 0.94 * len(programs["results"])
