@@ -134,7 +134,8 @@ class FleetSection(Feature):
     SWITCHES: ClassVar[tuple[str, ...]] = ("workers",)
     OFF: ClassVar[str] = "a run without fleet.workers"
     workers: int | None = count(None, most=1024)  # number of processes; results do not depend on it
-    engine: Literal["local"] = "local"  # where they run; local: on this machine
+    # Where they run; local: on this machine; ray: on the Ray cluster of this machine or of RAY_ADDRESS.
+    engine: Literal["local", "ray"] = "local"
     # The GPUs of each process, as CUDA_VISIBLE_DEVICES, such as ["4,5", "6,7"]; empty: on CPUs, simulated devices.
     devices: tuple[str, ...] = ()
     # Seconds for one chunk or one transfer, after which a process is replaced; the first chunk compiles.

@@ -1,4 +1,4 @@
-"""Logical workers in processes of this machine, each with devices of its own.
+"""Logical workers in processes of this machine or of a Ray cluster, each with devices of its own.
 
 The parent decides what is drawn and when; a process does as it is told. So it does not matter which process does it: if
 one ends or hangs, another repeats the commands since the last recorded state, and goes on.
@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import numpy as np
 from jrlhf.config.stages import FleetSection
 from jrlhf.errors import RunFailure, UserError
 from jrlhf.fleet.identity import Identity
+from jrlhf.fleet.ray_worker import RayWorker, connect
 from jrlhf.fleet.shared import AVAILABLE, SharedArrays, read
 from jrlhf.fleet.state import saved
 from jrlhf.fleet.worker import program
@@ -38,13 +40,26 @@ def check_processes(section: FleetSection, platform: str, devices: int) -> None:
         raise UserError(f"{named} serves a trainer of one process, and this run has several: leave fleet out")
     if platform == "tpu":
         raise UserError(f"{named} needs GPUs or CPUs, and a TPU serves one process: leave fleet out")
+    if section.engine == "ray" and section.devices:
+        raise UserError(f"{listed} has no effect with fleet.engine=ray, which chooses the GPUs: leave it out")
     if platform == "cpu" and section.devices:
         raise UserError(f"{listed} has no effect on a CPU, whose devices are simulated: leave it out")
-    if platform == "gpu" and any(len(entry.split(",")) != devices for entry in section.devices or [""]):
+    if (
+        platform == "gpu"
+        and section.engine == "local"
+        and any(len(entry.split(",")) != devices for entry in section.devices or [""])
+    ):
         raise UserError(
             f"{listed} must name {devices} GPU(s) for each process, as many as actor.generate has in the plan, and "
             "other ones than the trainer's CUDA_VISIBLE_DEVICES: set it"
         )
+
+
+class LocalWorker(Worker):
+    """A rollout process of this machine. It reads shared arrays from the file that a request names."""
+
+    def request(self, body: bytes, seconds: float, shared: SharedArrays | None = None) -> Mapping[str, Any]:
+        return super().request(body, seconds)
 
 
 class ProcessWorkers:
@@ -52,7 +67,7 @@ class ProcessWorkers:
 
     template: a batch of slots like that of a logical worker, for the shapes of its state. count: of logical workers.
     description: what `worker.describe` returns. folder: for the processes' logs. tell: is given a sentence about each
-        process that is lost.
+        process that is lost, or has to wait for devices.
     """
 
     own_devices = True
@@ -72,14 +87,20 @@ class ProcessWorkers:
         leaves, self._treedef = jax.tree.flatten(saved(template.fresh(), template.mesh))
         self._shardings = [leaf.sharding for leaf in leaves]
         self._shares = np.array_split(np.arange(count), section.workers)  # logical workers of each process
+        environment, start = dict(os.environ), partial(LocalWorker, "jrlhf.fleet.worker")
+        if section.engine == "ray":
+            gpus = template.mesh.size if description["platform"] == "gpu" else 0
+            connect(section.workers, gpus, tell)
+            # Programs depend on XLA's flags; everything else is as the cluster sets it.
+            environment = {name: value for name, value in os.environ.items() if name == "XLA_FLAGS"}
+            start = partial(RayWorker, gpus=gpus)
         self._processes = []
         for number, share in enumerate(self._shares):
-            environment = dict(os.environ)
             if section.devices:
-                environment["CUDA_VISIBLE_DEVICES"] = section.devices[number]
+                environment = {**environment, "CUDA_VISIBLE_DEVICES": section.devices[number]}
             setup = {**description, "workers": len(share), "deadline": section.deadline}
             log = folder / f"worker-{number}.log"
-            self._processes.append(_Process(number, setup, environment, log, tell))
+            self._processes.append(_Process(number, setup, partial(start, environment), log, tell))
         self._threads = ThreadPoolExecutor(len(self._processes), "workers")
         self._weights = SharedArrays.of([])
         self._rooms, self.running = [0] * count, 0
@@ -153,11 +174,11 @@ class _Process:
         self,
         number: int,
         setup: Mapping[str, Any],
-        environment: Mapping[str, str],
+        start: Callable[[Callable[[bytes], None]], LocalWorker | RayWorker],
         log: Path,
         tell: Callable[[str], None],
     ):
-        self._number, self._deadline, self._environment, self._log = number, setup["deadline"], environment, log
+        self._number, self._deadline, self._start, self._log = number, setup["deadline"], start, log
         self._tell, self._worker, self._closed = tell, None, False
         self._setup = encode(setup)
         # Commands that a successor repeats, their answers if they are known, and what they refer to.
@@ -169,7 +190,7 @@ class _Process:
         text, reason = encode(command), ""
         for _ in range(ATTEMPTS):
             try:
-                answer = self._send(self._started(), text)
+                answer = self._send(self._started(), text, shared)
             except _Lost as lost:
                 reason = str(lost)
                 self._tell(f"rollout process {self._number} {reason}; another one takes its place")
@@ -189,25 +210,25 @@ class _Process:
             self._worker.interrupt()
             self._worker.kill()
 
-    def _started(self) -> Worker:
+    def _started(self) -> LocalWorker | RayWorker:
         if self._worker is None:
-            self._worker = Worker("jrlhf.fleet.worker", self._environment, self._write)
+            self._worker = self._start(self._write)
             facts = decode(self._send(self._worker, self._setup))
             if facts["program"] != program():
                 raise RunFailure(
                     f"rollout process {self._number} runs another version of the program than the trainer, which was "
                     "started before its files were changed: resume the run with one version"
                 )
-            for text, answer, _ in self._done:
-                if self._send(self._worker, text) != answer and answer is not None:
+            for text, answer, shared in self._done:
+                if self._send(self._worker, text, shared) != answer and answer is not None:
                     raise RunFailure(
                         f"rollout process {self._number} was replaced and does not repeat what the one before it drew: "
                         "nothing was learned from it; see that all processes run on devices of one kind"
                     )
         return self._worker
 
-    def _send(self, worker: Worker, text: str) -> str:
-        answer = worker.request(text.encode(), self._deadline)
+    def _send(self, worker: LocalWorker | RayWorker, text: str, shared: SharedArrays | None = None) -> str:
+        answer = worker.request(text.encode(), self._deadline, shared)
         if "failure" in answer:
             self._worker = None
             if self._closed:

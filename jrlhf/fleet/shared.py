@@ -39,6 +39,14 @@ class SharedArrays:
         return shared
 
     @classmethod
+    def copied(cls, content: np.ndarray) -> "SharedArrays":
+        """Writes the bytes of such a file of another machine."""
+        shared = cls(os.memfd_create("arrays"))
+        with open(shared._descriptor, "wb", closefd=False) as file:
+            file.write(content.data)
+        return shared
+
+    @classmethod
     def opened(cls, path: str) -> "SharedArrays":
         """Opens the file of another process, which may end after that."""
         return cls(os.open(path, os.O_RDONLY))

@@ -3,9 +3,14 @@
 import os
 import random
 import signal
+import socket
+import subprocess
+import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,9 +18,8 @@ import pytest
 from jrlhf.config import config_yaml
 from jrlhf.errors import RunFailure
 from jrlhf.fleet import worker
-from jrlhf.fleet.processes import ProcessWorkers, _Process
+from jrlhf.fleet.processes import LocalWorker, ProcessWorkers, _Process
 from jrlhf.fleet.shared import SharedArrays, read
-from jrlhf.run.child import Worker
 from tests.jrlhf.fleet.test_runs import config, proven, run
 from tests.support.processes import alive, gone
 from tests.support.runs import Training, timeless
@@ -68,12 +72,12 @@ def process(tmp_path, monkeypatch):
     """A `_Process` whose process is the stand-in, and the sentences that it tells."""
     (tmp_path / "stand_in.py").write_text(STAND_IN)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr("jrlhf.fleet.processes.Worker", lambda module, *rest: Worker("stand_in", *rest))
     sentences: list[str] = []
 
     def make(**setup):
         setup = {"deadline": 2.0, "program": worker.program()} | setup
-        return _Process(1, setup, dict(os.environ), tmp_path / "worker.log", sentences.append)
+        start = partial(LocalWorker, "stand_in", os.environ)
+        return _Process(1, setup, start, tmp_path / "worker.log", sentences.append)
 
     processes = []
     yield lambda **setup: processes.append(make(**setup)) or processes[-1], sentences
@@ -175,6 +179,57 @@ def test_bits_do_not_depend_on_kills_of_the_run(tmp_path, programs):
         assert all(gone(pid) for pid in children)
         kills += 1
     assert kills >= 3 and bits(path) == bits(tmp_path / "one")
+
+
+@pytest.fixture
+def cluster(tmp_path, monkeypatch):
+    """A Ray cluster of this machine, at RAY_ADDRESS."""
+    import ray  # an extra
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    command = [
+        Path(sys.executable).with_name("ray"),
+        "start",
+        "--head",
+        "--block",
+        "--num-cpus=2",
+        f"--port={address[10:]}",
+    ]
+    with subprocess.Popen([*command, "--include-dashboard=false", "--disable-usage-stats"]) as head:
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        until = time.monotonic() + 120
+        while True:
+            with socket.socket() as client:
+                if client.connect_ex(("127.0.0.1", int(address[10:]))) == 0:
+                    break
+            assert time.monotonic() < until and head.poll() is None
+            time.sleep(0.1)
+        yield
+        ray.shutdown()
+        head.terminate()
+
+
+@pytest.mark.proof("processes")
+@pytest.mark.usefixtures("cluster")
+def test_bits_do_not_depend_on_ray_nor_on_kills_of_its_actors(tmp_path, monkeypatch):
+    options: dict[str, Any] = {"staleness": 2, "update_steps": 3, "logical_workers": 2}
+    expected = bits(run(config(tmp_path, "one", **options)))
+    signals, decode, lost = signal.getsignal(signal.SIGTERM), ProcessWorkers.decode, []
+
+    def killing(self, prompts):
+        if len(lost) < 3:
+            victim = self._processes[len(lost) % 2]
+            lost.append(victim)
+            threading.Timer(0.01 * len(lost), lambda: victim._worker and victim._worker.interrupt()).start()
+        return decode(self, prompts)
+
+    monkeypatch.setattr(ProcessWorkers, "decode", killing)
+    path = run(config(tmp_path, "ray", "grpo", ["fleet.workers=2", "fleet.engine=ray"], **options))
+    assert signal.getsignal(signal.SIGTERM) == signals
+    assert bits(path) == expected
+    assert len(lost) == 3
 
 
 @pytest.mark.proof("kills")

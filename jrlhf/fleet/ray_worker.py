@@ -1,0 +1,138 @@
+"""Rollout processes on the machines of a Ray cluster.
+
+Ray chooses the machine, reserves its devices, starts an actor there, tells of its death, and carries arrays in its
+object store. The actor starts the same process as on one machine and passes requests on to it.
+"""
+
+import logging
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Mapping
+from importlib.util import find_spec
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from jrlhf.errors import RunFailure, UserError
+from jrlhf.fleet.shared import SharedArrays
+from jrlhf.run.child import Worker
+from jrlhf.run.files import decode, encode
+
+TRAVEL = 60.0  # seconds beyond a deadline for arrays to come and go
+_stored: WeakKeyDictionary[SharedArrays, Any] = WeakKeyDictionary()  # in Ray's object store: one copy for all processes
+
+
+def connect(workers: int, gpus: int, tell: Callable[[str], None]) -> None:
+    """Joins the Ray cluster of this machine, or that of the environment variable RAY_ADDRESS.
+
+    workers: number of processes, of which each needs a CPU and this number of GPUs. Raises UserError without a cluster.
+    """
+    if find_spec("ray") is None:
+        raise UserError("fleet.engine=ray needs the package ray: pip install 'jrlhf[ray]'")
+    import ray  # an extra
+
+    if not ray.is_initialized():
+        handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        address = os.environ.get("RAY_ADDRESS")
+        remedy = f"see that it runs at RAY_ADDRESS={address}" if address else "ray start --head, or set RAY_ADDRESS"
+        try:
+            if address and "://" not in address:  # Ray would look for it for minutes
+                host, _, port = address.rpartition(":")
+                socket.create_connection((host, int(port)), timeout=10).close()
+            ray.init("auto", log_to_driver=False, logging_level=logging.ERROR)
+        except Exception as error:  # Ray has a type for each step that may fail
+            reason = _first_line(error)
+            if "AuthenticationError" in str(error.__cause__):
+                remedy, reason = "set RAY_AUTH_MODE=token", "the cluster asks for a token"
+            raise UserError(f"fleet.engine=ray cannot join a Ray cluster: {remedy} ({reason})") from error
+        finally:
+            for number, handler in handlers.items():  # Ray takes SIGTERM, which here asks a run to save
+                signal.signal(number, handler)
+    resources = ray.cluster_resources()
+    for name, needed in (("CPU", workers), ("GPU", workers * gpus)):
+        if (there := resources.get(name, 0)) < needed:
+            tell(f"the rollout processes need {needed} {name}s of Ray, which has {there:g}: they wait for more")
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]
+
+
+class RayWorker:
+    """A rollout process of a Ray cluster, as `Worker` is one of this machine."""
+
+    def __init__(self, environment: Mapping[str, str], log: Callable[[bytes], None], *, gpus: int):
+        import ray
+
+        actor: Any = ray.remote(num_cpus=1, num_gpus=gpus, max_restarts=0, max_task_retries=0)(_Host)
+        self._gpus, self._host, self._log = gpus, actor.remote(dict(environment)), log
+        self._answered: SharedArrays | None = None
+        self._started = False
+
+    def request(self, body: bytes, seconds: float, shared: SharedArrays | None = None) -> Mapping[str, Any]:
+        """Returns the answer to a request, as `Worker.request` does. shared: arrays that it names by their path."""
+        import ray
+        from ray.exceptions import GetTimeoutError, RayError
+
+        if not self._started and not ray.wait([self._host.ready.remote()], timeout=seconds)[0]:
+            self.kill()
+            resources = {name: ray.available_resources().get(name, 0) for name in ("CPU", "GPU")}
+            raise RunFailure(
+                f"Ray started no rollout process within {seconds:g} s: it needs 1 CPU and {self._gpus} GPU(s) of one "
+                f"machine, and {resources['CPU']:g} CPUs and {resources['GPU']:g} GPUs of the cluster are free"
+            )
+        self._started = True
+        if shared is not None and shared not in _stored:
+            _stored[shared] = ray.put(np.fromfile(shared.path, np.uint8))
+        arrays = () if shared is None else (shared.path, _stored[shared])
+        begin = time.monotonic()
+        try:
+            asked = self._host.request.remote(body, seconds, *arrays)
+            answer, output, content = ray.get(asked, timeout=seconds + TRAVEL)
+        except GetTimeoutError:
+            self.kill()
+            return {"failure": "hang", "detail": f"no answer within {seconds:g} s"}
+        except RayError as error:
+            self.kill()
+            reason = _first_line(error)
+            return {"failure": "crash", "detail": f"was lost after {time.monotonic() - begin:.0f} s, saying {reason!r}"}
+        self._log(output)
+        if content is None:
+            return answer
+        self._answered = SharedArrays.copied(content)
+        return {"answer": encode(self._answered.path)}
+
+    def interrupt(self) -> None:
+        """Ends the process; a request that waits for it ends at once."""
+        import ray
+
+        if ray.is_initialized():
+            ray.kill(self._host)
+
+    kill = interrupt
+
+
+class _Host:
+    """The actor: a process of its machine, and copies of the arrays that requests and answers name."""
+
+    def __init__(self, environment: Mapping[str, str]):
+        self._output = bytearray()
+        self._worker = Worker("jrlhf.fleet.worker", {**os.environ, **environment}, self._output.extend)
+
+    def ready(self) -> None:
+        """Returns when the actor has started."""
+
+    def request(
+        self, body: bytes, seconds: float, path: str = "", content: np.ndarray | None = None
+    ) -> tuple[Mapping[str, Any], bytes, np.ndarray | None]:
+        """The answer, what the process printed meanwhile, and the arrays of the file that the answer names."""
+        if content is not None:
+            copy = SharedArrays.copied(content)
+            body = body.replace(encode(path).encode(), encode(copy.path).encode())
+        answer = self._worker.request(body, seconds)
+        output, self._output[:] = bytes(self._output), b""
+        named = decode(answer.get("answer", "null"))
+        return answer, output, np.fromfile(named, np.uint8) if isinstance(named, str) else None
