@@ -1,15 +1,17 @@
 # An image for configs/launch/: docker build --build-arg EXTRA=tpu -t jrlhf:tpu . (or EXTRA=cuda12, EXTRA=cuda13)
+# MORE names further extras, such as --build-arg MORE=ray.
 # Wheels bring JAX's libraries; of the machine a GPU image needs only the driver.
 FROM python:3.12-slim-bookworm
 
 ARG EXTRA=tpu
+ARG MORE=
 WORKDIR /opt/jrlhf
 
 # First the requirements alone: they stay in the cache of layers while the sources change.
 COPY pyproject.toml README.md LICENSE ./
 RUN python -c "import tomllib; project = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
 extras = project['optional-dependencies']; \
-print(*project['dependencies'], *(line for name in ('${EXTRA}', 'hf', 'storage') for line in extras[name]), sep='\n')" \
+print(*project['dependencies'], *(line for name in ('hf', 'storage', *'${EXTRA} ${MORE}'.split()) for line in extras[name]), sep='\n')" \
     > requirements.txt && \
     pip install --no-cache-dir -r requirements.txt
 

@@ -245,6 +245,57 @@ def test_an_older_python_is_refused_before_anything_is_installed(tmp_path, versi
         assert (f"needs Python 3.11 or newer, and {sys.executable} is {version}: " in done.stderr) == bool(code)
 
 
+@pytest.mark.parametrize("code", [0, 2, 75])
+def test_ray_on_slurm_starts_the_cluster_before_the_trainer_and_requeues_after_75_only(tmp_path, code):
+    trainer = f'[[ "$*" == *jrlhf.train* ]] && {{ echo "$RAY_ADDRESS" >>$HOME/address; exit {code}; }}; exit 0'
+    stand_in(tmp_path, "srun", trainer)
+    stand_in(tmp_path, "scontrol", '[[ "$1" = show ]] && printf "one\\ntwo\\nthree\\n"; exit 0')
+    variables = {"SLURM_JOB_ID": "7", "SLURM_SUBMIT_DIR": str(tmp_path)}
+    variables |= {"SLURM_JOB_NODELIST": "nodes", "SLURM_JOB_NUM_NODES": "3"}
+    for resumed in (False, True):
+        (tmp_path / "called").unlink(missing_ok=True)
+        done = bash(tmp_path, LAUNCH / "ray-slurm.sh", "quickstart", "fleet.engine=ray", **variables)
+        assert done.returncode == code, done.stderr
+        starts = calls(tmp_path, "srun")
+        (head,), (workers,) = ([call for call in starts if word in call] for word in ("--head", "--exclude=one"))
+        assert "--nodelist=one" in head and "--num-gpus=0" in head and "--nodes=2" in workers
+        train = starts[-1]
+        assert "--nodelist=one" in train and "fleet.engine=ray" in train and ("--resume" in train) == resumed
+        requeues = [call for call in calls(tmp_path, "scontrol") if call[0] == "requeue"]
+        assert requeues == ([["requeue", "7"]] if code == 75 else [])
+        (tmp_path / "runs" / "quickstart-7").mkdir(parents=True, exist_ok=True)
+        (tmp_path / "runs" / "quickstart-7" / "config.yaml").touch()
+    assert (tmp_path / "address").read_text().split() == ["one:6379"] * 2
+
+
+def test_a_rayjob_gives_the_trainer_the_gpus_of_the_head_and_resumes():
+    manifest = yaml.safe_load((LAUNCH / "kuberay.yaml").read_text())
+    pods = closed("nodeSelector tolerations containers volumes", containers=several(CONTAINER | {"required": ["name"]}))
+    group = closed(
+        "rayStartParams template", "groupName replicas minReplicas maxReplicas", template=closed("spec", spec=pods)
+    )
+    cluster_spec = closed("headGroupSpec workerGroupSpecs", headGroupSpec=group, workerGroupSpecs=several(group))
+    keys = "backoffLimit shutdownAfterJobFinishes ttlSecondsAfterFinished entrypoint rayClusterSpec"
+    jsonschema.validate(
+        manifest, closed("apiVersion kind metadata spec", spec=closed(keys, rayClusterSpec=cluster_spec))
+    )
+    assert (manifest["apiVersion"], manifest["kind"]) == ("ray.io/v1", "RayJob")
+    head, (workers,) = (manifest["spec"]["rayClusterSpec"][key] for key in ("headGroupSpec", "workerGroupSpecs"))
+    assert head["rayStartParams"]["num-gpus"] == "0"
+    assert all(isinstance(value, str) for value in head["rayStartParams"].values())  # what KubeRay takes
+    for part in (head, workers):
+        pod = part["template"]["spec"]
+        mounts = {mount["name"] for mount in pod["containers"][0]["volumeMounts"]}
+        assert mounts == {volume["name"] for volume in pod["volumes"]}
+    shell, option, script = shlex.split(manifest["spec"]["entrypoint"])
+    assert (shell, option) == ("bash", "-c")
+    subprocess.run(["bash", "-n", "-c", script], check=True)
+    given = shlex.split(script)
+    settings = dict(word.split("=") for word in given if re.fullmatch(r"[\w.]+=\S+", word) and "()" not in word)
+    assert settings["fleet.workers"] == str(workers["replicas"]) and settings["fleet.engine"] == "ray"
+    assert f"{settings['run_dir']}/{settings['name']}/config.yaml" in given and "${resume[@]}" in given
+
+
 def on_pod(tmp_path: Path, *overrides: str, **more: str) -> list[str]:
     """What tpu-pod.sh has every host run."""
     stand_in(tmp_path, "gcloud", "exit 0")
@@ -299,7 +350,7 @@ def test_skypilot_recovers_after_75_without_counting_it_and_resumes(tmp_path):
         assert done.returncode == code
 
 
-@pytest.mark.parametrize("script", ["slurm.sh", "tpu-pod.sh"])
+@pytest.mark.parametrize("script", ["slurm.sh", "ray-slurm.sh", "tpu-pod.sh"])
 def test_scripts_can_be_run(script):
     subprocess.run(["bash", "-n", LAUNCH / script], check=True)
     assert os.access(LAUNCH / script, os.X_OK)
@@ -324,7 +375,7 @@ def test_the_image_has_what_the_templates_run():
     program = re.search(r'python -c "(import tomllib.*?)"\s+>', text, re.S)
     assert program is not None
     for extra in ("tpu", "cuda12", "cuda13"):
-        script = program[1].replace("${EXTRA}", extra)
+        script = program[1].replace("${EXTRA}", extra).replace("${MORE}", "ray")
         done = subprocess.run(
             [sys.executable, "-c", script],
             cwd=ROOT,
@@ -332,4 +383,4 @@ def test_the_image_has_what_the_templates_run():
             text=True,
         )
         names = {re.split(r"[\[<>=;]", line)[0] for line in done.stdout.splitlines()}
-        assert {"jax", "flax", "transformers", "fsspec"} <= names and f"jax[{extra}]" in done.stdout.splitlines()
+        assert {"jax", "flax", "transformers", "fsspec", "ray"} <= names and f"jax[{extra}]" in done.stdout.splitlines()

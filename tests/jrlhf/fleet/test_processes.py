@@ -2,6 +2,7 @@
 
 import os
 import random
+import secrets
 import signal
 import socket
 import subprocess
@@ -184,11 +185,13 @@ def test_bits_do_not_depend_on_kills_of_the_run(tmp_path, programs):
 @pytest.fixture
 def cluster(tmp_path, monkeypatch):
     """A Ray cluster of this machine, at RAY_ADDRESS."""
-    import ray  # an extra
-
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    import ray  # an extra, which reads these variables now
+
     command = [
         Path(sys.executable).with_name("ray"),
         "start",
