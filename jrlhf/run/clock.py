@@ -38,9 +38,10 @@ class Clock:
 
         seconds = ready - max(made, inputs ready, ready of the previous call on one of its devices)
 
-    including its tracing, compilation and other work on the host. A call that returns no arrays has worked on the host
-    until it returned. So calls on the same devices follow each other without overlaps, and the sum of their seconds is
-    at most the whole time. Calls on separate devices may overlap. Host work during that of the devices adds nothing.
+    including its tracing, compilation and other work on the host; inputs that are ready when it returns count as ready
+    when it was made. A call that returns no arrays has worked on the host until it returned. So calls on the same
+    devices follow each other without overlaps, and the sum of their seconds is at most the whole time. Calls on
+    separate devices may overlap. Host work during that of the devices adds nothing.
 
     deadline: seconds within which calls must end. blocking: wait for each call before the next one is made; by default
     only for calls on several devices that one CPU simulates.
@@ -68,7 +69,8 @@ class Clock:
             call.wait([], _arrays(result))
         else:
             thread = self._threads[devices, sources - devices]
-            self._pending.append(thread.submit(call.wait, _small(inputs), _witnesses(result)))
+            awaited = [array for array in _small(inputs) if _is_awaited(array)]
+            self._pending.append(thread.submit(call.wait, awaited, _witnesses(result)))
         return result
 
     def add_parallel(self, name: str, seconds: float) -> None:
@@ -169,6 +171,10 @@ def _own_devices() -> frozenset[Any]:
     """Returns the devices of the present mesh, or all devices without one."""
     mesh = jax.sharding.get_mesh()
     return frozenset(jax.devices() if mesh.empty else mesh.devices.flat)
+
+
+def _is_awaited(array: Any) -> bool:
+    return not (array.is_deleted() or array.is_ready())
 
 
 def _witnesses(result: Any) -> list[jax.Array]:

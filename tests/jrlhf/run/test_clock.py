@@ -41,6 +41,9 @@ class Fake(jax.Array):
     def is_deleted(self) -> bool:
         return self.deleted
 
+    def is_ready(self) -> bool:
+        return self.there.is_set()
+
 
 Fake.__abstractmethods__ = frozenset()  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -100,6 +103,20 @@ def test_waiting_on_the_host_counts_as_far_as_the_device_had_nothing_to_do(now):
     clock.add_parallel("thread", 0.5)
     taken = clock.take()
     assert taken == {"timing_s/device": 2.0, "timing_s/host": 3.0, "timing_s/thread": 4.5, "timing_s/step": 5.0}
+
+
+def test_a_call_that_waits_for_its_work_on_the_host_counts_from_when_it_was_made(now):
+    clock, weights, drawn = Clock(blocking=False), Fake(), Fake()
+
+    def draw(_: Fake) -> Fake:
+        weights.there.set()  # at some time while the host decodes one chunk after the other
+        now[0] = 4.0
+        return drawn
+
+    clock.run("gen", draw, weights)
+    now[0] = 5.0
+    drawn.there.set()
+    assert clock.take() == {"timing_s/gen": 5.0, "timing_s/step": 5.0}
 
 
 def test_what_was_donated_is_not_waited_for_and_other_errors_come_out():
