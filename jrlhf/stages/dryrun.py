@@ -20,6 +20,7 @@ from jrlhf.planning.fusion.updates import fused_updates
 from jrlhf.planning.workload import Workload, workload_of
 from jrlhf.roles.planned_placement import LAYOUTS, place_roles
 from jrlhf.roles.pretrained import abstract_weights, is_here
+from jrlhf.run.devices import select
 from jrlhf.run.processes import from_main
 from jrlhf.stages.setup import check_sources, load_task, rewards_and_costs, select_resources
 from jrlhf.storage.mirror import check_place
@@ -33,6 +34,7 @@ def describe(config: Config, *, all_settings: bool = False) -> str:
     A hub is never asked: of its weights and data only what is known by name is described. Whether the run's place can
     be written is tried out.
     """
+    select(config.device, config.distributed)  # the processes meet
     from_main(partial(check_place, config, partial(print, flush=True)))
     run = _DryRun(config, *select_resources(config))
     data = run.sources()
