@@ -9,6 +9,7 @@ dataflow returns the experience and the metrics of its updates. `registry.graph_
 from jax import Array
 
 from jrlhf.algorithms.dynamic_sampling import DynamicSampler as DynamicSampler
+from jrlhf.algorithms.pair_actor import PairActor as PairActor
 from jrlhf.data.batches import Batch as Batch
 from jrlhf.ppo import Experience as Experience
 from jrlhf.ppo import Scored as Scored
@@ -21,7 +22,6 @@ from jrlhf.roles.critic import Critic as Critic
 from jrlhf.roles.critic import FusedUpdate as FusedUpdate
 from jrlhf.roles.experience import Constraint as Constraint
 from jrlhf.roles.experience import ExperienceMaker as ExperienceMaker
-from jrlhf.roles.pair_actor import PairActor as PairActor
 
 Number = float | Array
 Result = tuple[Experience, dict[str, Array]]  # of a dataflow: the experience, and the metrics of its updates

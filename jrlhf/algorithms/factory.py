@@ -25,6 +25,7 @@ from jrlhf.config.stages import OptimizerConfig, PPOStageConfig
 from jrlhf.meshes import Graph
 from jrlhf.models import SamplingConfig
 from jrlhf.ppo import DAPOConfig, PolicyConfig, SafeRLHFConfig
+from jrlhf.roles.early import EarlyActor
 from jrlhf.roles.initial import adamw
 from jrlhf.roles.model import Compute, Model
 from jrlhf.roles.placement import RolePlacement
@@ -60,7 +61,10 @@ class RoleFactory:
         section, algorithm, placement, clock = self.config.rl, self.algorithm, self.placement, self.clock
         lengths: Any = {"temperature": self.sampling.temperature, "responses": self.sampling.max_new_tokens}
         rollouts = {"sampling": self.sampling, "samples": section.samples, "schedule": self.config.rollout}
-        actor = self._trained(Actor, "actor", models["actor"], section.actor, **rollouts)
+        kind = Actor
+        if (rows := self.config.compute.score_rows) is not None:
+            kind, rollouts = EarlyActor, {**rollouts, "rows": rows}
+        actor = self._trained(kind, "actor", models["actor"], section.actor, **rollouts)
         optional: dict[str, Any] = {"cost": costs}
         if "reference" in models:
             optional["reference"] = Reference(models["reference"], self._site("reference"), **lengths)

@@ -80,6 +80,8 @@ def _violations(config: Config, device_count: int, models: Mapping[str, ModelCon
         yield from _algorithm(config, config.algorithm)
         if config.compute.shared_passes:
             yield from _shared_passes(config, config.algorithm)
+        if config.compute.score_rows is not None:
+            yield from _score_rows(config, config.algorithm, config.compute.score_rows)
     yield from _sampling(config, models["actor"])
 
 
@@ -177,7 +179,8 @@ def _void_settings(config: Config) -> Iterator[tuple[bool, str, str]]:
     )
     yield not scored, "sleep.reward", "rewards that are all functions"
     if name is None:
-        yield True, "plan reward_model.weight validation.every compute.shared_passes compute.fused_loss", stages
+        yield True, "plan reward_model.weight validation.every", stages
+        yield True, "compute.shared_passes compute.fused_loss compute.score_rows", stages
         yield True, "roles.critic", stages
         yield not dpo, "roles.reference", stages
         yield True, " ".join(["lora.critic", *(f"sleep.{switch}" for switch in SleepConfig.SWITCHES)]), stages
@@ -345,6 +348,28 @@ def _shared_passes(config: Config, stage: str) -> Iterator[str]:
         )
     if config.lora is not None:
         yield "compute.shared_passes is for models that are trained whole, not lora: set it to false"
+
+
+def _score_rows(config: Config, stage: str, rows: int) -> Iterator[str]:
+    key, limit = f"compute.score_rows={rows}", config.data.max_response
+    if config.rl.asynchronous is not None:
+        yield f"{key} scores rollouts that are learned from at once, and not {stage}.asynchronous: leave one out"
+    if rows % config.samples or config.rl.rollout_batch % rows:
+        yield (
+            f"{key} does not cut {stage}.rollout_batch={config.rl.rollout_batch} into equal parts of whole prompts, "
+            f"which have {config.samples} sample(s): choose a multiple of {config.samples} that divides the batch"
+        )
+    if config.rollout.is_one_program(config.rl.rollout_batch, limit):
+        yield (
+            f"{key} scores rows between chunks of decode steps, and rollout.chunk={config.rollout.chunk} holds a whole "
+            f"rollout: set it below data.max_response={limit}"
+        )
+    asleep = [part for part in SleepConfig.SWITCHES if part != "optimizer" and vars(config.offloading)[part] == "host"]
+    if asleep:
+        yield (
+            f"{key} would bring the weights of sleep.{asleep[0]}=host to the devices for every part: leave one of them "
+            "out"
+        )
 
 
 def _sampling(config: Config, actor: ModelConfig) -> Iterator[str]:

@@ -156,6 +156,7 @@ class ComputeConfig(Section):
     # Tokens that a device scores at a time, rows of similar length together; null: the whole batch with its padding.
     # Compiles each model that scores up to four times.
     score_tokens: int | None = count(None)
+    score_rows: int | None = count(None)  # rows that are scored together while others decode; null: all after the last
 
 
 Memory = Literal["device", "host"]

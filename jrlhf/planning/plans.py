@@ -312,6 +312,10 @@ def _check_rows(named: str, config: Config, workload: Workload, call: Call, plac
         )
     for rule in undivided_rows(workload, call, placement):
         raise UserError(f"{named}, where {rule}")
+    rows, count = config.compute.score_rows, placement.devices.count * parts
+    if call.kind == "infer" and rows is not None and rows % count:
+        over = f"{placement.devices.count} device(s)" + (f" x {parts} micro-batches" if parts > 1 else "")
+        raise UserError(f"{named}, where {undivided('compute.score_rows', rows, count, over)}")
     keys = {"infer": "compute.score_tokens", "train": f"{workload.graph.name}.algorithm.micro_batch_tokens"}
     tokens = token_budgets(config, workload.graph.name).get(call.kind)
     if parts > 1 and tokens is not None:

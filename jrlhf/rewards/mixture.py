@@ -22,8 +22,9 @@ from jrlhf.rewards.combine import Combined, combine, named
 from jrlhf.rewards.functions import RewardFailure
 from jrlhf.rewards.types import Sample, Scored, joined, to_samples, weighted_sum
 from jrlhf.roles.critic import Reward
+from jrlhf.roles.early import OpenRollout
 from jrlhf.roles.model import Compute, Model
-from jrlhf.roles.placement import Pending, RolePlacement, Scores, call
+from jrlhf.roles.placement import Pending, RolePlacement, Scores, call, ready
 from jrlhf.roles.role import Site
 from jrlhf.run.clock import Clock
 from jrlhf.run.processes import from_main, is_main
@@ -53,7 +54,8 @@ class TokenPart:
     on_failure: float | None  # the score in place of one that is not finite; None: the run ends
 
 
-Answers = Future[tuple[list[Sample], dict[str, Scored]]]  # a rollout as text, and the functions' scores by name
+Asked = tuple[list[Sample], dict[str, Scored]]  # rows as text, and the functions' scores by name
+Answers = Future[Asked] | Pending[Asked]
 
 
 class Rewards:
@@ -120,7 +122,7 @@ class Rewards:
         """Begins an iteration: forgets the metrics of the one before."""
         self.moments, self._metrics = moments, {}
 
-    @call("infer", "scores")
+    @call("infer", "scores", rows="open")
     def score(self, rollout: Rollout, prompts: Batch) -> Pending:
         """Begins to score a rollout: hands reward models of tokens to the devices, functions to their processes.
 
@@ -137,7 +139,7 @@ class Rewards:
 
         return self._begin("score", rollout, prompts, note)
 
-    @call("infer", "baselines")
+    @call("infer", "baselines", rows="open")
     def score_baseline(self, rollout: Rollout, prompts: Batch) -> Pending:
         """Scores responses that nothing learns from: the baseline of other responses to the same prompts."""
 
@@ -185,7 +187,7 @@ class Rewards:
     def join(self, answers: Sequence[Answers]) -> Answers:
         """The answers about a batch, of those about its rows."""
 
-        def join() -> tuple[list[Sample], dict[str, Scored]]:
+        def join() -> Asked:
             parts = [part.result() for part in answers]
             samples = [sample for own, _ in parts for sample in own]
             lengths = [len(sample.response_ids) for sample in samples]
@@ -194,33 +196,43 @@ class Rewards:
         return self._thread.submit(join)
 
     def _begin(
-        self, method: str, rollout: Rollout, prompts: Batch, note: Callable[[Combined, Metrics], None]
+        self, method: str, rollout: Rollout | OpenRollout, prompts: Batch, note: Callable[[Combined, Metrics], None]
     ) -> Pending:
-        learned = {name: role.score(rollout, method) for name, role in self._roles.items()}
         mesh = self.placement[method].mesh
-        # Gathered here and not in the thread: programs must reach all devices in one order.
+        whole = rollout if isinstance(rollout, OpenRollout) else Pending(lambda: rollout)
+        learned = {name: whole.by_rows(partial(role.score, method=method), mesh) for name, role in self._roles.items()}
         answers = prompts.answers.get(self.kind)
         if answers is None and self.text_parts:
-            answers = self._thread.submit(self._read, gathered(rollout), prompts)
+            answers = self._begin_to_ask(rollout, prompts)
 
         def scores() -> Scores:
+            drawn, parts = whole.result(), {name: ready(scores) for name, scores in learned.items()}
             texts, metrics = None, {}
             if answers is not None:
                 texts, metrics = self._finish(answers, prompts.step)
                 texts = put_rows(texts, mesh)
-            moments = transfer(self.moments, mesh)
-            combined = self._combine(learned, texts, rollout.response_lengths, rollout.finished, moments)
+            drawn, moments = self.placement.transfers.bring(drawn, mesh, self.clock), transfer(self.moments, mesh)
+            combined = self._combine(parts, texts, drawn.response_lengths, drawn.finished, moments)
             note(combined, metrics)
             return Scores(combined.shaped, combined.raw)
 
         return Pending(scores)
 
-    def _read(self, rollout: Rollout, batch: Batch) -> tuple[list[Sample], dict[str, Scored]]:
-        """Returns the rollout as text once it is there, and the functions' scores. Runs in the thread."""
-        samples = to_samples(batch.examples, batch.texts, read_responses(self._tokenizer, jax.device_get(rollout)))
-        return self._ask_functions(samples, batch.step)
+    def _begin_to_ask(self, rollout: Rollout | OpenRollout, batch: Batch) -> Answers:
+        """Hands a rollout to the functions: as a whole, or the tiles of an open one as their rows are done."""
+        if isinstance(rollout, OpenRollout):
+            parts = rollout.each(lambda rows, tile: self._thread.submit(self._read, batch, rows, tile))
+            return Pending(lambda: self.join(parts.result()).result())
+        # Gathered here and not in the thread: programs must reach all devices in one order.
+        return self._thread.submit(self._read, batch, slice(0, None), gathered(rollout))
 
-    def _ask_functions(self, samples: list[Sample], step: int, **place: int) -> tuple[list[Sample], dict[str, Scored]]:
+    def _read(self, batch: Batch, rows: slice, drawn: Rollout) -> Asked:
+        """Returns rows of a batch as text once they are there, and the functions' scores. Runs in the thread."""
+        responses = read_responses(self._tokenizer, jax.device_get(drawn))
+        samples = to_samples(batch.examples[rows], batch.texts[rows], responses)
+        return self._ask_functions(samples, batch.step, first=rows.start)
+
+    def _ask_functions(self, samples: list[Sample], step: int, **place: int) -> Asked:
         started = time.perf_counter()
         with jax.profiler.TraceAnnotation("reward_functions"):
             scored = self._ask(samples, step, on_device=False, **place) if is_main() else {}

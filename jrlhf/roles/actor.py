@@ -110,14 +110,14 @@ class Actor(TrainedRole):
         """True if the ratio's denominator is computed by `logprobs`, and not taken from the rollout."""
         return self._algorithm.old_logprobs == "recompute"
 
-    @call("infer", "old")
+    @call("infer", "old", rows="each")
     @timed("old_log_prob")
     def logprobs(self, rollout: Rollout) -> Float[Array, "B T"]:
         """Log-probs of the responses' tokens under the present weights. Elsewhere they are undefined."""
         logprobs, _ = self._logprobs(self._weights("logprobs"), *_responses(rollout), *self._model.frozen)
         return logprobs
 
-    @call("infer", "old", "ref")
+    @call("infer", "old", "ref", rows="each")
     @timed("old_log_prob")
     def logprobs_with_base(self, rollout: Rollout) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
         """An adapter's `logprobs`, and those of the base under it, in one pass."""
@@ -143,7 +143,7 @@ class Reference(Role):
         self._reads_responses = responses is not None
         self._logprobs = self.compiled("logprobs").score_logprobs(temperature=temperature, span=responses)
 
-    @call("infer", "ref")
+    @call("infer", "ref", rows="each")
     @timed("ref")
     def logprobs(self, rows: Rollout | PairBatch) -> Float[Array, "B T"]:
         """Log-probs of the pairs' tokens, or of the responses' tokens; then those elsewhere are undefined."""

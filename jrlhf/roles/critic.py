@@ -38,7 +38,7 @@ class Critic(TrainedRole):
         self._values = self.compiled("values").score_values()
         self._update = self.compiled("update").critic_step(optimizer, algorithm)
 
-    @call("infer", "{role}_values", "{role}_after")
+    @call("infer", "{role}_values", "{role}_after", rows="each")
     def values(self, rollout: Rollout) -> tuple[Float[Array, "B T"], Float[Array, "B"]]:
         """V before every token, and V after each row's last token, for rows that the length limit cut off."""
 

@@ -9,13 +9,12 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import pairwise
-from typing import Any, Concatenate, Generic, NamedTuple, ParamSpec, Protocol, TypeVar, overload
+from typing import Any, Concatenate, Generic, Literal, NamedTuple, ParamSpec, Protocol, TypeVar, overload
 
 import jax
 from jax.sharding import Mesh
 
-from jrlhf.meshes import GENERATE, TRAIN_TP, Graph, Layout, lies_elsewhere, transfer
+from jrlhf.meshes import GENERATE, TRAIN_TP, Layout, lies_elsewhere, transfer
 from jrlhf.meshes.graph import Kind
 from jrlhf.meshes.offload import is_on_host
 from jrlhf.models.params import Params
@@ -39,6 +38,10 @@ class Pending(Generic[T]):
     def result(self) -> T:
         """The value; waits for it the first time."""
         return self._wait()
+
+    def by_rows(self, function: Callable[[T], Any], mesh: Mesh, outputs: int = 1) -> Any:
+        """The outputs of `function`, which reads each row by itself, on `mesh`; it may get some rows at a time."""
+        return function(self.result())
 
     def on(self, mesh: Mesh) -> "Pending[T]":
         """The same, computed on `mesh` whatever the mesh of the caller."""
@@ -64,10 +67,13 @@ class _Decorator(Protocol):
     def __call__(self, method: Callable[P, T], /) -> Callable[P, T]: ...
 
 
-def call(kind: Kind, *outputs: str, raw_scores: bool = False) -> _Decorator:
+def call(
+    kind: Kind, *outputs: str, raw_scores: bool = False, rows: Literal["all", "each", "open"] = "all"
+) -> _Decorator:
     """Decorates a role's method that is a call of an algorithm, and names its outputs.
 
     raw_scores: the method gets `Scores` as they are, and not only the shaped ones.
+    rows: "each": it reads rows one by one, and may get some at a time. "open": it gets `Pending` values as they are.
 
     The call waits for arguments that are `Pending`, and runs on the mesh of the role's `placement`, if it has one.
     """
@@ -78,8 +84,11 @@ def call(kind: Kind, *outputs: str, raw_scores: bool = False) -> _Decorator:
             placement: RolePlacement | None = getattr(self, "placement", None)
             if placement is not None and placement.prefetch is not None:
                 placement.prefetch.before(placement.role, method.__name__)
-            ready = partial(_ready, raw_scores=raw_scores)
-            arguments, named = jax.tree.map(ready, (arguments, named), is_leaf=lambda x: isinstance(x, Scores))
+            if rows == "each" and arguments and isinstance(arguments[0], Pending):
+                return arguments[0].by_rows(partial(run, self), self.placement[method.__name__].mesh, len(outputs))
+            if rows != "open":
+                resolve = partial(ready, raw_scores=raw_scores)
+                arguments, named = jax.tree.map(resolve, (arguments, named), is_leaf=lambda x: isinstance(x, Scores))
             if placement is None:
                 return method(self, *arguments, **named)
             return placement.run(method, self, arguments, named)
@@ -114,28 +123,6 @@ class TransferCache:
                 self._copies[key] = copy
                 weakref.finalize(original, self._copies.pop, key, None).atexit = False
         return treedef.unflatten([self._copies.get((id(leaf), mesh), leaf) for leaf in leaves])
-
-
-class Prefetch:
-    """Before each call, starts to bring the offloaded arrays that another role's next call needs.
-
-    Not those of the same role: they would be on the devices twice, because a call's copies end with it.
-    """
-
-    def __init__(self, graph: Graph):
-        calls = [call for call in graph if call.kind != "compute"]
-        self._following = {earlier.name: later for earlier, later in pairwise(calls) if earlier.role != later.role}
-        self._roles: Mapping[str, Any] = {}
-
-    def bind(self, roles: Mapping[str, Any]) -> None:
-        """Begins an iteration with these roles, by name."""
-        self._roles = roles
-
-    def before(self, role: str, method: str) -> None:
-        """Starts to bring what the call after `role.method` needs. Does not wait."""
-        following = self._following.get(f"{role}.{method}")
-        if following is not None and following.role in self._roles:
-            self._roles[following.role].prefetch(following.kind)
 
 
 @dataclass(frozen=True)
@@ -182,7 +169,7 @@ class RolePlacement:
     readers: Mapping[str, tuple[Mesh, ...]] = field(default_factory=dict)
     transfers: TransferCache = field(default_factory=TransferCache)
     role: str = ""
-    prefetch: Prefetch | None = None
+    prefetch: Any = None  # a `Prefetch` or None
 
     @classmethod
     def of(cls, placement: "Mesh | RolePlacement") -> "RolePlacement":
@@ -224,6 +211,7 @@ class RolePlacement:
         return clock.run("reshard", weights_at, model, target.architecture, target.mesh, target.compute)
 
 
-def _ready(value: Any, raw_scores: bool) -> Any:
+def ready(value: Any, raw_scores: bool = False) -> Any:
+    """A value that a call gets: if it is `Pending`, waits for it."""
     value = value.result() if isinstance(value, Pending) else value
     return value.shaped if isinstance(value, Scores) and not raw_scores else value

@@ -1,6 +1,8 @@
 """The placement of an algorithm's roles by a plan."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any
 
 from jax.sharding import Mesh
 
@@ -11,7 +13,7 @@ from jrlhf.meshes.plan import Placement, Plan
 from jrlhf.models.pipeline import PipelinePlacement
 from jrlhf.planning.fusion.updates import FusedUpdates
 from jrlhf.roles.joint import JointUpdate
-from jrlhf.roles.placement import CallPlacement, Prefetch, RolePlacement, TransferCache
+from jrlhf.roles.placement import CallPlacement, RolePlacement, TransferCache
 
 LAYOUTS: dict[str, Layout] = {layout.name: layout for layout in (TRAIN, TRAIN_TP, GENERATE, SCORE)}
 
@@ -65,3 +67,25 @@ def place_roles(
 
     # The learner trains the actor and, if there is one, the critic, which then has no call of its own.
     return {role: placement(role) for role in dict.fromkeys(("actor", "critic", "arithmetic", *graph.roles))}
+
+
+class Prefetch:
+    """Before each call, starts to bring the offloaded arrays that another role's next call needs.
+
+    Not those of the same role: they would be on the devices twice, because a call's copies end with it.
+    """
+
+    def __init__(self, graph: Graph):
+        calls = [call for call in graph if call.kind != "compute"]
+        self._following = {earlier.name: later for earlier, later in pairwise(calls) if earlier.role != later.role}
+        self._roles: Mapping[str, Any] = {}
+
+    def bind(self, roles: Mapping[str, Any]) -> None:
+        """Begins an iteration with these roles, by name."""
+        self._roles = roles
+
+    def before(self, role: str, method: str) -> None:
+        """Starts to bring what the call after `role.method` needs. Does not wait."""
+        following = self._following.get(f"{role}.{method}")
+        if following is not None and following.role in self._roles:
+            self._roles[following.role].prefetch(following.kind)

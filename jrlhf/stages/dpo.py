@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from jrlhf.algorithms.dpo import dpo
+from jrlhf.algorithms.pair_actor import PairActor, add_reference
 from jrlhf.data.batches import batch_indices, epoch_of, whole_batches
 from jrlhf.data.task import Pairs
 from jrlhf.meshes import to_host
@@ -15,7 +16,6 @@ from jrlhf.ppo import PairBatch, TrainState, pair_terms
 from jrlhf.roles.actor import Reference
 from jrlhf.roles.initial import adamw
 from jrlhf.roles.model import Model
-from jrlhf.roles.pair_actor import PairActor, add_reference
 from jrlhf.roles.role import Site
 from jrlhf.run.clock import Clock
 from jrlhf.stages.context import Context

@@ -12,7 +12,7 @@ from jrlhf.algorithms.registry import graph_of, stage_graph
 from jrlhf.config import Config, config_yaml
 from jrlhf.config.schema import DatasetsData
 from jrlhf.data.read import hub_library
-from jrlhf.meshes import GENERATE, SCORE, TRAIN, Call, Layout, tree_reshard_cost
+from jrlhf.meshes import GENERATE, SCORE, TRAIN, Call, Graph, Layout, tree_reshard_cost
 from jrlhf.meshes.plan import Plan
 from jrlhf.models import ModelConfig, param_shardings
 from jrlhf.planning.fit import backend_of, capacity, memory_of
@@ -106,9 +106,12 @@ class _DryRun:
             source = getattr(part, str(part.kind))
             rows.append((f"{role}.{part.name}", "", f"{part.kind} {source}, weight {part.weight:g}"))
         head = f"plan of an iteration of {config.algorithm}, {plan.name}, on {self.mesh.size} device(s):"
+        lines = [head, *_in_columns(rows)]
+        if (tile := config.compute.score_rows) is not None:
+            early = ", ".join(_scored_early(config, graph, plan))
+            lines.append(f"  scored {tile} rows at a time while others decode, with the bits of a later time: {early}")
         if config.lora is not None:
-            last = f"  no switch: training and generation use one base, stored as {GENERATE.name} stores it"
-            return [head, *_in_columns(rows), last]
+            return [*lines, f"  no switch: training and generation use one base, stored as {GENERATE.name} stores it"]
         actor, dtype = self.models["actor"], jnp.dtype(config.compute.dtype)
         fused = fused_updates(workload, plan)
         places = place_roles(plan, graph, list(self.mesh.devices.flat), fused=fused)["actor"]
@@ -118,7 +121,7 @@ class _DryRun:
             f"  the switch to {GENERATE.name}: {max(cost.received.values()) / MIB:.3f} MiB received by a device, "
             f"{max(cost.redundant.values()) / MIB:.3f} MiB held that it does not use"
         )
-        return [head, *_in_columns(rows), last]
+        return [*lines, last]
 
     def dpo_rows(self) -> list[str]:
         """The plan of a step of DPO, if it is a stage."""
@@ -128,6 +131,17 @@ class _DryRun:
         workload = workload_of(self.config, graph, self.models)
         sizes = " x ".join(f"{axis}={size}" for axis, size in self.mesh.shape.items())
         return [f"plan of a step of dpo on {sizes}:", *_in_columns([_row(call, workload) for call in graph])]
+
+
+def _scored_early(config: Config, graph: Graph, plan: Plan) -> list[str]:
+    """What may score rows of a rollout while others decode: calls of models on other devices, and functions."""
+    drawing = [call for call in graph if call.kind == "generate"]
+    drawn = {output for call in drawing for output in call.outputs}
+    texts = ("cost",) if "reward_model" in config.stages else ("reward", "cost")  # their models, if any, read text
+    reading = [call for call in graph if call.kind == "infer" and call.role not in texts and drawn & {*call.inputs}]
+    taken = [plan[call.name].devices for call in drawing]
+    early = [call.name for call in reading if not any(plan[call.name].devices.overlaps(own) for own in taken)]
+    return [*early, "functions"]
 
 
 def _parts(parts: Mapping[str, float]) -> str:

@@ -221,6 +221,11 @@ def select_plan(
                 return last
         return auto_plan(config, graph, models, devices)
 
+    if several() and config.compute.score_rows is not None:
+        raise UserError(
+            f"compute.score_rows={config.compute.score_rows} is for runs of one process, and this one has "
+            f"{jax.process_count()}: leave it out"
+        )
     workload = workload_of(config, graph, models)
     plan = plan_of(from_main(lambda: plan_of_config(config, workload, len(devices), search).as_dict()))
     refuse_cross_process(plan, [device.process_index for device in devices])

@@ -56,6 +56,10 @@ class Admitted:
     slot: Int[Array, "m"]
 
 
+# Is told after a chunk which of all rows are done, and gets a function that assembles them: to be called at once, since
+# the next chunk uses up what it reads.
+Watch = Callable[[Bool[np.ndarray, "N"], Callable[[], Generation]], None]
+
 # Prompts that enter one group's slots, and the slots that their samples take, a prompt's after one another.
 Admission = tuple[Sequence[int], Sequence[int]]
 
@@ -222,7 +226,7 @@ class Table:
     """
 
     def __init__(self, prompts: int, samples: int, slots: int):
-        self.samples = samples
+        self.prompts, self.samples = prompts, samples
         self.waiting = deque(range(prompts))
         self.row = np.full(slots, EMPTY, np.int32)
 
@@ -233,6 +237,14 @@ class Table:
     @property
     def running(self) -> int:
         return int(self.occupied.sum())
+
+    @property
+    def done(self) -> Bool[np.ndarray, "rows"]:
+        """The rows that neither wait nor decode."""
+        done = np.ones(self.prompts * self.samples, bool)
+        done[self.row[self.occupied]] = False
+        done.reshape(self.prompts, self.samples)[list(self.waiting)] = False
+        return done
 
     @property
     def room(self) -> int:
@@ -273,7 +285,7 @@ class ChunkedRollouts:
         self._schedule = schedule
         self._warm: set[tuple[int, ...]] = set()
 
-    def __call__(self, *arguments: Any) -> Generation:
+    def __call__(self, *arguments: Any, watch: Watch | None = None) -> Generation:
         programs, decoder = self._programs, self._programs.decoder
         params, adapter, (prompts, prompt_lengths, row_keys) = split_arguments(arguments, decoder.lora)
         decoder.check(prompts, len(row_keys))
@@ -292,7 +304,7 @@ class ChunkedRollouts:
         if shape not in self._warm:
             rollout.warm()
             self._warm.add(shape)
-        return rollout.generate()
+        return rollout.generate(watch)
 
 
 class _Rollout:
@@ -309,7 +321,7 @@ class _Rollout:
         self._tables = [Table(count // programs.groups, self._samples, slots) for _ in range(programs.groups)]
         self._waves = schedule.waves(count // programs.groups, slots // self._samples, width)
 
-    def generate(self) -> Generation:
+    def generate(self, watch: Watch | None = None) -> Generation:
         """All rows, in the order of their prompts."""
         programs, longest, length = self._programs, 0, self._lengths[0]
         slots, results = programs.empty(self._prompts, self._counts[0], length), programs.no_results(self._rows)
@@ -327,6 +339,9 @@ class _Rollout:
             row_of = programs.per_group([table.row for table in self._tables])
             slots, results = programs.chunk(*self._weights, slots, results, row_of)
             longest = self._release(slots.rows)
+            done = np.concatenate([table.done for table in self._tables])
+            if watch is not None and not done.all():
+                watch(done, partial(programs.assemble, self._prompts.prompts, self._prompts.lengths, results))
 
     def _release(self, rows: Rows) -> int:
         """Empties the slots of rows that are done; returns the length of the longest other row."""

@@ -12,7 +12,7 @@ from jaxtyping import Array, Int, PRNGKeyArray
 from jrlhf.models.attention import AttentionImplementation
 from jrlhf.models.collectives import own_rows, place
 from jrlhf.models.config import ModelConfig
-from jrlhf.models.generation.chunks import ChunkedRollouts
+from jrlhf.models.generation.chunks import ChunkedRollouts, Watch
 from jrlhf.models.generation.decoding import OWN, SHARED, Decoder, Generation, Results, assemble, first_rows
 from jrlhf.models.generation.sampling import SamplingConfig
 from jrlhf.models.generation.schedule import Schedule
@@ -75,7 +75,7 @@ class Engine:
     prompt's after one another; with `lora` engine(adapter, prompts, prompt_lengths, row_keys, base). The other
     arguments are those of `make_generate`. Where the schedule needs one program only, it is that function. Otherwise
     the first call with a shape compiles all programs that any call with that shape may need, and no call may be inside
-    jit: at the end of every chunk the host looks at which rows are done.
+    jit: at the end of every chunk the host looks at which rows are done, and tells `watch`.
     """
 
     def __init__(
@@ -96,6 +96,6 @@ class Engine:
         decoder = Decoder(config, mesh, sampling, samples, dtype, attention, lora)
         self._in_chunks = ChunkedRollouts(decoder, mesh, self._schedule)
 
-    def __call__(self, *arguments: Any) -> Generation:
+    def __call__(self, *arguments: Any, watch: Watch | None = None) -> Generation:
         in_one = self._schedule.is_one_program(len(arguments[1]) * self._samples, self._limit)
-        return (self._whole if in_one else self._in_chunks)(*arguments)
+        return self._whole(*arguments) if in_one else self._in_chunks(*arguments, watch=watch)

@@ -122,6 +122,19 @@ compute.fused_loss=false ; stages=[sft]
     compute.fused_loss=False has no effect with stages=[sft]: leave
 compute.fused_loss=false ; stages=[sft, reward_model, gspo]
     compute.fused_loss=False has no effect with gspo.algorithm.ratio=sequence-mean: leave it out
+stages=[sft] ; compute.score_rows=8
+    compute.score_rows=8 has no effect with stages=[sft]: leave it out
+compute.score_rows=24
+    compute.score_rows=24 does not cut ppo.rollout_batch=128 into equal parts of whole prompts, which have 1 sample(s):
+    choose a multiple of 1 that divides the batch
+compute.score_rows=16
+    compute.score_rows=16 scores rows between chunks of decode steps, and rollout.chunk=64 holds a whole rollout: set
+    it below data.max_response=24
+compute.score_rows=16 ; rollout.chunk=8 ; ppo.asynchronous.staleness=1
+    compute.score_rows=16 scores rollouts that are learned from at once, and not ppo.asynchronous: leave one out
+compute.score_rows=16 ; rollout.chunk=8 ; sleep.reward=host
+    compute.score_rows=16 would bring the weights of sleep.reward=host to the devices for every part: leave one of them
+    out
 compute={fused_loss: false, shared_passes: true}
     compute.fused_loss=False has no effect with compute.shared_passes: leave it out
 rewards=[{name: a, model: m, workers: 2}]

@@ -20,7 +20,8 @@ from jrlhf.roles.critic import Critic, FusedUpdate, Reward
 from jrlhf.roles.experience import ExperienceMaker
 from jrlhf.roles.initial import stored
 from jrlhf.roles.model import Architecture, Compute, Model
-from jrlhf.roles.placement import CallPlacement, Pending, Prefetch, RolePlacement, call
+from jrlhf.roles.placement import CallPlacement, Pending, RolePlacement, call
+from jrlhf.roles.planned_placement import Prefetch
 from jrlhf.roles.role import Offloader, Site
 from jrlhf.run.clock import Clock
 

@@ -36,7 +36,7 @@ from jrlhf.roles.compiled import CompiledModel
 from jrlhf.roles.critic import CostCritic, Critic
 from jrlhf.roles.graph import trace
 from jrlhf.roles.model import Architecture, Compute, Model, generation_weights
-from jrlhf.roles.placement import Prefetch
+from jrlhf.roles.planned_placement import Prefetch
 from jrlhf.roles.role import Site
 from jrlhf.run.checkpoints import fingerprint_of
 from jrlhf.run.clock import Clock

@@ -15,6 +15,7 @@ from jrlhf.config.schema import Config
 from jrlhf.planning.plans import read_plan
 from jrlhf.planning.workload import workload_of
 from jrlhf.rewards.mixture import TRAINED
+from jrlhf.roles.early import OpenRollout
 from jrlhf.run.checkpoints import fingerprint_of
 from jrlhf.run.metrics import read_metrics
 from jrlhf.stages import rl
@@ -103,6 +104,25 @@ def test_a_split_run_is_the_run_of_half_the_devices(stage, make, tmp_path):
     assert [record["perf/compilations"] for record in records][1:] == [0]
     assert all("timing_s/transfer" in record for record in records)
     assert not any("timing_s/transfer" in record for record in read_metrics(half))
+
+
+@pytest.mark.parametrize("stage", ["ppo", *(pytest.param(x, marks=RUN) for x in STAGES if x != "ppo")])
+def test_rows_that_are_scored_while_others_decode_have_the_bits_of_a_later_time(stage, make, monkeypatch):
+    hand_out, early = OpenRollout._hand_out, []
+    before = ("reward_model",) if stage == "ppo" else ()
+    slots = {"chunk": 4, "slots": 8}  # half of the rows of each group of devices wait until the others are done
+    settings = STAGES[stage] | {"compute": {"score_rows": 4}, "rollout": slots, "before": before}
+
+    def counted(self: OpenRollout, *arguments: Any) -> None:
+        hand_out(self, *arguments)
+        early.append([len(reader.results) for reader in self._readers])
+
+    monkeypatch.setattr(OpenRollout, "_hand_out", counted)
+    while_others_decode = run(make("early", stage, "split", **settings))
+    # By the function, and by calls that are not on the actor's devices: in PPO those of critic and reward model.
+    assert max(map(sum, early)) >= (2 * 3 if stage == "ppo" else 2)
+    monkeypatch.setattr(OpenRollout, "_hand_out", lambda *_: None)
+    assert_same_bits(while_others_decode, run(make("late", stage, "split", **settings)))
 
 
 @RUN

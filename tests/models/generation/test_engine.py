@@ -2,6 +2,7 @@
 
 from collections import Counter
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import jax
@@ -117,6 +118,23 @@ def test_tokens_do_not_depend_on_the_schedule(alone, schedule, monkeypatch):
     waves = schedule.waves(U, schedule.slots or U, P)
     assert done["_release"] >= R // schedule.chunk and done["admit"] >= U / waves[-1]
     assert (done["take"] > 0) == (schedule.buckets > 1) and (done["grow"] > 0) == (schedule.lengths > 1)
+
+
+def test_rows_that_are_told_to_be_done_have_all_their_tokens(alone):
+    setting, expected = alone
+    engine, looks = Engine(CONFIG, setting.mesh, SAMPLING, Schedule(slots=8, chunk=4, buckets=2, lengths=1)), []
+
+    def watch(done, assemble):
+        drawn = jax.device_get(assemble())
+        for name in ("tokens", "response_lengths", "finished"):
+            np.testing.assert_array_equal(getattr(drawn, name)[done], getattr(expected, name)[done])
+        looks.append(done)
+
+    setting.call(partial(engine, watch=watch), setting.prompts, setting.keys)
+    assert all((later >= earlier).all() for earlier, later in pairwise(looks))
+    # Rows 8 and up wait for a slot at first. The last look, at which all are done, is the end of the call.
+    assert not looks[0][8:].any() and looks[0].sum() == (expected.response_lengths[:8] <= 4).sum()
+    assert looks[-1].any() and not looks[-1].all()
 
 
 @pytest.mark.full

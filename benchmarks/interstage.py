@@ -1,0 +1,167 @@
+"""The speed-up of scoring rows while other rows of the rollout decode, with devices of its own for scoring.
+
+    python -m benchmarks.interstage
+
+writes `results/interstage.json`. PPO on two simulated devices, one of which decodes; the other one has the calls of
+actor, reference and critic, and a process has the reward function. Lengths are lognormal with sigma 1. Chunks of decode
+steps, calls and the function take the time of calibrated sleeps, since two cores have no parallel speed to show: the
+figures say what the program overlaps, not how fast a model is. Both runs score the same tiles; the baseline begins with
+the first one when all rows are drawn. `predicted` is what `simulate` says of the same lengths and sleeps.
+"""
+
+import argparse
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import jax
+import numpy as np
+
+from benchmarks.records import RESULTS, hardware, provenance, write
+from jrlhf.config import load_config
+from jrlhf.models.generation.chunks import EMPTY, _Rollout
+from jrlhf.models.generation.decoding import Rows
+from jrlhf.roles import early
+from jrlhf.roles.early import OpenRollout
+from jrlhf.roles.role import TrainedRole
+from jrlhf.train import main as train
+
+ROWS, TILE, LIMIT, CHUNK = 32, 4, 64, 4
+MEDIAN = 10  # tokens of a response
+STEP, CALL, FUNCTION = 0.1, 0.1, 0.2  # seconds of a decode step; of a call on a tile; of the function on a tile
+CALLS = 3  # on the device that scores: the old log-probabilities, those of the reference, and the values
+ITERATIONS, FIRST = 6, 1  # of a run, and those in which programs are compiled
+SETTINGS = (
+    "plan=disaggregated device.simulated=2 mesh.data=2 mesh.fsdp=1 compute.remat=full stages=[sft,ppo] "
+    "model.embed=16 model.layers=2 model.heads=2 model.kv_heads=1 model.head_dim=8 model.mlp=32 model.max_positions=80 "
+    f"data.digits=1 data.problems=60 data.heldout_rows=8 data.max_prompt=4 data.max_response={LIMIT} "
+    f"sampling.min_new_tokens={LIMIT} sft.steps=2 sft.batch=8 sft.warmup=1 evaluation.prompts=4 "
+    f"rollout.chunk={CHUNK} rollout.buckets=1 rollout.lengths=1 compute.score_rows={TILE} ppo.iterations={ITERATIONS} "
+    f"ppo.save_every=100 ppo.rollout_batch={ROWS} ppo.actor.warmup=0 ppo.critic.warmup=0"
+).split()
+
+
+def lengths_of(iteration: int) -> np.ndarray:
+    """The tokens of each row's response, in whole chunks."""
+    drawn = MEDIAN * np.random.default_rng(iteration).lognormal(0, 1, ROWS)
+    return np.clip(np.ceil(drawn / CHUNK) * CHUNK, CHUNK, LIMIT).astype(int)
+
+
+def simulate(lengths: np.ndarray, *, while_decoding: bool) -> float:
+    """Seconds from the first decode step to the last score, where a device scores one tile after the other."""
+    drawn = float(lengths.max()) * STEP
+    tiles = np.max(np.reshape(lengths, (-1, TILE)), axis=1) * STEP
+    ends = {CALL * CALLS: 0.0, FUNCTION: 0.0}  # by the seconds of a tile: when the device, and the process, are free
+    for ready in sorted(tiles) if while_decoding else np.full_like(tiles, drawn):
+        ends = {seconds: max(end, ready) + seconds for seconds, end in ends.items()}
+    return max(drawn, *ends.values())
+
+
+def function(completions: Sequence[str]) -> list[float]:
+    """The number of different characters, after some time."""
+    time.sleep(FUNCTION * len(completions) / TILE)
+    return [float(len({*completion})) for completion in completions]
+
+
+class Sleeps:
+    """What takes a given time in a run, in the place of what an accelerator computes. seconds: of each iteration."""
+
+    def __init__(self):
+        self.seconds: list[float] = []
+        self._device = ThreadPoolExecutor(1)
+        self._begun: float | None = None
+        self._lengths, self._chunk_ends = lengths_of(0), 0.0
+
+    def patches(self, *, while_decoding: bool) -> Iterator[Any]:
+        """Patches of the parts of a run that take time."""
+        generate, release, update = _Rollout.generate, _Rollout._release, TrainedRole._train
+        by_rows, join = OpenRollout.by_rows, early._join
+
+        def drawn(rollout: _Rollout, *arguments: Any) -> Any:
+            if len(rollout._tables) > 1:  # an evaluation, on all devices
+                return generate(rollout, *arguments)
+            self._lengths = lengths_of(len(self.seconds))
+            self._begun = self._chunk_ends = time.monotonic()
+            return generate(rollout, *arguments)
+
+        def released(rollout: _Rollout, rows: Rows) -> int:
+            if len(rollout._tables) > 1:
+                return release(rollout, rows)
+            counts = jax.device_get(rows.lengths)
+            self._chunk_ends = _sleep_until(self._chunk_ends + CHUNK * STEP)
+            (table,) = rollout._tables
+            table.release((table.row != EMPTY) & (counts >= self._lengths[table.row]))
+            return 4 + int(counts.max())
+
+        def on_device(rollout: OpenRollout, read: Callable, *arguments: Any, **options: Any) -> Any:
+            def slow(tile: Any) -> Future[Any]:
+                result = read(tile)
+                return self._device.submit(lambda: (time.sleep(CALL), result)[1])
+
+            return by_rows(rollout, slow, *arguments, **options)
+
+        def joined(tiles: Sequence[Future[Any]], *arguments: Any) -> Any:
+            return join([tile.result() for tile in tiles], *arguments)
+
+        def updated(role: TrainedRole, *arguments: Any) -> Any:
+            if self._begun is not None:
+                self.seconds.append(time.monotonic() - self._begun)
+                self._begun = None
+            return update(role, *arguments)
+
+        yield mock.patch.object(_Rollout, "generate", drawn)
+        yield mock.patch.object(_Rollout, "_release", released)
+        yield mock.patch.object(OpenRollout, "by_rows", on_device)
+        yield mock.patch.object(early, "_join", joined)
+        yield mock.patch.object(TrainedRole, "_train", updated)
+        if not while_decoding:
+            yield mock.patch.object(OpenRollout, "_hand_out", lambda *_: None)
+
+
+def _sleep_until(end: float) -> float:
+    time.sleep(max(0.0, end - time.monotonic()))
+    return max(end, time.monotonic())
+
+
+def seconds_of(directory: str, *, while_decoding: bool) -> list[float]:
+    """The seconds from the first decode step to the first update, of each iteration of a run after the first ones."""
+    rewards = "rewards=[{name: slow, function: benchmarks.interstage:function}]"
+    overrides = [f"run_dir={directory}", f"name={while_decoding}", rewards]
+    text = Path("configs/arithmetic-grpo.yaml").read_text().partition("\ngrpo:")[0]
+    file = Path(directory) / "base.yaml"
+    file.write_text(text)
+    sleeps = Sleeps()
+    with ExitStack() as stack:
+        for patch in sleeps.patches(while_decoding=while_decoding):
+            stack.enter_context(patch)
+        train(load_config(str(file), [*SETTINGS, *overrides]))
+    return sleeps.seconds[FIRST:]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=RESULTS / "interstage.json")
+    output = parser.parse_args().output
+    rows = []
+    with tempfile.TemporaryDirectory() as directory:
+        for while_decoding in (False, True):
+            seconds = seconds_of(directory, while_decoding=while_decoding)
+            lengths = [lengths_of(iteration) for iteration in range(FIRST, ITERATIONS)]
+            predicted = [simulate(own, while_decoding=while_decoding) for own in lengths]
+            rows.append({"while_decoding": while_decoding, "seconds": seconds, "predicted": predicted})
+            rows[-1] |= {"mean": float(np.mean(seconds)), "predicted_mean": float(np.mean(predicted))}
+            rows[-1] |= {"speed_up": rows[0]["mean"] / rows[-1]["mean"]}
+            print(rows[-1], flush=True)
+    sizes = {"rows": ROWS, "tile": TILE, "limit": LIMIT, "chunk": CHUNK, "median": MEDIAN}
+    sizes |= {"step": STEP, "calls": CALLS, "call": CALL, "function": FUNCTION}
+    packages = provenance("jax", "numpy")
+    write(output, {**packages, "hardware": hardware(jax.devices()[0]), "sleeps": sizes, "runs": rows})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,182 @@
+"""Rows that are scored while other rows of the same rollout still decode.
+
+An open rollout is drawn when a call first needs all of its rows. Calls that read each row by itself, such as those of
+reference, critic and rewards, only say before that what they do with a tile: a fixed number of neighbouring rows,
+padded to the width of the rollout. A tile is handed out at the first look at which all its rows are done, to calls on
+other devices than those that decode, and to functions. Other calls get their tiles once all rows are drawn.
+
+A call computes the same program on the same tiles in either case: its results do not depend on when it did so.
+"""
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, Self, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Bool
+
+from jrlhf.data.batches import Batch, put_rows
+from jrlhf.meshes import to_host
+from jrlhf.models.generation.decoding import Generation
+from jrlhf.ppo import Rollout, TrainState
+from jrlhf.roles.actor import Actor
+from jrlhf.roles.placement import Pending, call
+from jrlhf.run.clock import may_deadlock
+
+T = TypeVar("T")
+Read = Callable[[], Rollout]  # the rows so far, on the host
+Watch = Callable[[Bool[np.ndarray, "B"], Read], None]  # (the rows that are done, read)
+OF_ROWS = "tokens", "prompt_lengths", "response_lengths", "logprobs", "finished"  # fields of a rollout
+
+
+class _Reader:
+    """What a call does with each tile, and its results so far. early: it may do so while other rows decode."""
+
+    def __init__(self, function: Callable[[slice, Rollout], Any], early: bool):
+        self.function, self.early, self.results = function, early, dict[int, Any]()
+
+
+class OpenRollout(Pending[Rollout]):
+    """A rollout of `count` rows that is drawn on `mesh` when all of it is first needed; mutable until then.
+
+    draw: draws it, and tells the function that it is given after each chunk of decode steps which rows are done.
+    rows: of a tile.
+    """
+
+    def __init__(self, draw: Callable[[Watch], Rollout], mesh: Mesh, count: int, rows: int):
+        self._draw: Callable[[Watch], Rollout] | None = draw
+        self._mesh, self._readers = mesh, list[_Reader]()
+        self._tiles = [slice(first, first + rows) for first in range(0, count, rows)]
+
+    def result(self) -> Rollout:
+        """The whole rollout, and every tile with its readers; draws it the first time."""
+        if self._draw is not None:
+            draw, self._draw = self._draw, None
+            self._rollout = draw(self._hand_out)
+            self._whole = to_host(self._rollout)
+            for reader in self._readers:
+                self._complete(reader)
+            self._readers.clear()
+        return self._rollout
+
+    def on(self, mesh: Mesh) -> Self:
+        """This rollout: the actor's call knows where it is drawn."""
+        return self
+
+    def each(self, function: Callable[[slice, Rollout], T], *, early: bool = True) -> Pending[list[T]]:
+        """The results of `function(rows, tile)` for all tiles, in their order. Tiles are on the host.
+
+        early: tiles may come while other rows decode, in any order.
+        """
+        reader = _Reader(function, early)
+        if self._draw is None:
+            self._complete(reader)
+        else:
+            self._readers.append(reader)
+
+        def results() -> list[T]:
+            self.result()
+            return [reader.results[tile] for tile in range(len(self._tiles))]
+
+        return Pending(results)
+
+    def by_rows(self, function: Callable[[Rollout], Any], mesh: Mesh, outputs: int = 1) -> Any:
+        """See `Pending.by_rows`."""
+
+        def of_tile(_: slice, tile: Rollout) -> Any:
+            with jax.set_mesh(mesh):
+                return function(replace(tile, **put_rows({name: getattr(tile, name) for name in OF_ROWS}, mesh)))
+
+        tiles = self.each(of_tile, early=set(mesh.devices.flat).isdisjoint(self._mesh.devices.flat))
+        joined = Pending(lambda: _join(tiles.result(), mesh))
+        return joined if outputs == 1 else tuple(Pending(partial(_part, joined, number)) for number in range(outputs))
+
+    def _hand_out(self, done: Bool[np.ndarray, "B"], read: Read) -> None:
+        """Hands tiles whose rows are all done to those that may read them now."""
+        ready = [number for number, rows in enumerate(self._tiles) if done[rows].all()]
+        wanted = [
+            (reader, number)
+            for reader in self._readers
+            for number in ready
+            if reader.early and number not in reader.results
+        ]
+        whole = read() if wanted else None
+        for reader, number in wanted:
+            assert whole is not None
+            self._give(reader, number, whole)
+
+    def _complete(self, reader: _Reader) -> None:
+        for number in range(len(self._tiles)):
+            if number not in reader.results:
+                self._give(reader, number, self._whole)
+
+    def _give(self, reader: _Reader, number: int, whole: Rollout) -> None:
+        rows = self._tiles[number]
+        tile = replace(whole, **{name: getattr(whole, name)[rows] for name in OF_ROWS})
+        reader.results[number] = reader.function(rows, tile)
+
+
+class EarlyActor(Actor):
+    """An actor whose rollouts are open. rows: of a tile."""
+
+    _open: list[OpenRollout]  # of a bound actor
+
+    def __init__(self, *arguments: Any, rows: int, **options: Any):
+        super().__init__(*arguments, **options)
+        self._rows = rows
+
+    def bind(self, state: TrainState, texts: Any = None) -> Self:
+        """See `TrainedRole.bind`."""
+        bound = super().bind(state, texts)
+        bound._open = []
+        return bound
+
+    @call("generate", "rollout")
+    def generate(self, prompts: Batch) -> Pending[Rollout]:
+        """See `Actor.generate`."""
+        return self._opened("generate", prompts)
+
+    @call("generate", "greedy")
+    def generate_greedy(self, prompts: Batch) -> Pending[Rollout]:
+        """See `Actor.generate_greedy`."""
+        return self._opened("generate_greedy", prompts)
+
+    def _opened(self, method: str, prompts: Batch) -> OpenRollout:
+        def draw(hand_out: Watch) -> Rollout:
+            def watch(done: Bool[np.ndarray, "B"], assemble: Callable[[], Generation]) -> None:
+                hand_out(done, lambda: Rollout(**vars(to_host(assemble())), version=to_host(self.state.step)))
+
+            drawing = copy.copy(self)
+            setattr(drawing, f"_{method}", partial(getattr(self, f"_{method}"), watch=watch))
+            return getattr(Actor, method)(drawing, prompts)
+
+        rollout = OpenRollout(draw, self.placement[method].mesh, len(prompts.examples), self._rows)
+        self._open.append(rollout)
+        return rollout
+
+    def _train(self, *arguments: Any) -> dict[str, Any]:
+        """Draws what is still open with the weights from before the update."""
+        for rollout in self._open:
+            rollout.result()
+        self._open.clear()
+        return super()._train(*arguments)
+
+
+def _join(tiles: Sequence[Any], mesh: Mesh) -> Any:
+    with jax.set_mesh(mesh):
+        joined = _concatenated(tiles)
+    return jax.block_until_ready(joined) if may_deadlock(mesh.size) else joined
+
+
+@jax.jit
+def _concatenated(tiles: Sequence[Any]) -> Any:
+    return jax.tree.map(lambda *parts: jnp.concatenate(parts), *tiles)
+
+
+def _part(joined: Pending[Any], number: int) -> Any:
+    return joined.result()[number]

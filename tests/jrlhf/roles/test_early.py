@@ -1,0 +1,91 @@
+"""Rows that are scored while others decode: each tile once, as soon as it may be, with the results of a later time."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jrlhf.data.batches import put_rows
+from jrlhf.meshes import make_mesh, to_devices
+from jrlhf.ppo import Rollout
+from jrlhf.roles.early import OpenRollout
+
+ROWS, TILE, WIDTH = 8, 2, 5
+DONE = ([3, 4, 5], [0, 2, 7], [1])  # the rows that are done after each chunk; row 6 is the last one
+
+
+def mesh_on(*devices: int) -> Mesh:
+    return make_mesh(1, len(devices), 1, devices=[jax.devices()[device] for device in devices])
+
+
+def rows() -> dict[str, np.ndarray]:
+    tokens = np.random.default_rng(0).integers(0, 9, (ROWS, WIDTH)).astype(np.int32)
+    lengths = np.arange(ROWS, dtype=np.int32) % 3 + 1
+    return {
+        "tokens": tokens,
+        "prompt_lengths": lengths,
+        "response_lengths": lengths + 1,
+        "logprobs": tokens / 7.0,
+        "finished": lengths > 1,
+    }
+
+
+class Drawing:
+    """An open rollout of these rows on a mesh. events: what was drawn and handed out, in order."""
+
+    def __init__(self, mesh: Mesh):
+        self.events: list[Any] = []
+        self.open = OpenRollout(lambda hand_out: self._draw(hand_out, mesh), mesh, ROWS, TILE)
+
+    def _draw(self, hand_out: Callable, mesh: Mesh) -> Rollout:
+        done = np.zeros(ROWS, bool)
+        for chunk in DONE:
+            done[chunk] = True
+            self.events.append("chunk")
+            now = {name: np.where(done.reshape(-1, *[1] * (x.ndim - 1)), x, -1) for name, x in rows().items()}
+            hand_out(done, lambda now=now: Rollout(**now, version=np.int32(4)))  # type: ignore[arg-type]
+        self.events.append("drawn")
+        return Rollout(**put_rows(rows(), mesh), version=to_devices(np.int32(4), NamedSharding(mesh, P())))
+
+    def note(self, rows: slice, tile: Rollout) -> int:
+        self.events.append(rows.start)
+        return int(tile.tokens.sum())
+
+
+def test_a_tile_is_handed_out_at_the_first_look_at_which_its_rows_are_done():
+    drawing, sums = Drawing(mesh_on(0)), rows()["tokens"].reshape(-1, TILE, WIDTH).sum(axis=(1, 2))
+    early, late = drawing.open.each(drawing.note), drawing.open.each(drawing.note, early=False)
+    assert drawing.events == []  # nobody needs a row
+    assert late.result() == sums.tolist()
+    assert drawing.events == ["chunk", 4, "chunk", 2, "chunk", 0, "drawn", 6, *range(0, ROWS, TILE)]
+    assert early.result() == sums.tolist() and drawing.open.result() is drawing.open.result()
+    del drawing.events[:]
+    assert drawing.open.each(drawing.note).result() == sums.tolist()  # all rows are there
+    assert drawing.events == [*range(0, ROWS, TILE)]
+
+
+@pytest.mark.parametrize("devices", [(1, 2), (0, 1)], ids=["other devices", "the same devices"])
+def test_results_of_tiles_are_those_of_all_rows_in_their_order(devices):
+    drawing, mesh, seen = Drawing(mesh_on(0)), mesh_on(*devices), []
+
+    @jax.jit
+    def score(tokens: jax.Array, lengths: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return tokens * 0.5, jnp.sum(tokens, axis=1) + lengths
+
+    def read(tile: Rollout) -> tuple[jax.Array, jax.Array]:
+        seen.append("drawn" in drawing.events)
+        assert tile.tokens.shape == (TILE, WIDTH) and tile.tokens.sharding.device_set == set(mesh.devices.flat)
+        return score(tile.tokens, tile.lengths)
+
+    tokens, sums = (part.result() for part in drawing.open.by_rows(read, mesh, outputs=2))
+    expected = rows()
+    np.testing.assert_array_equal(tokens, expected["tokens"] * 0.5)
+    lengths = expected["prompt_lengths"] + expected["response_lengths"]
+    np.testing.assert_array_equal(sums, expected["tokens"].sum(axis=1) + lengths)
+    assert tokens.sharding.is_equivalent_to(put_rows(expected["tokens"], mesh).sharding, 2)
+    assert seen == ([True] * 4 if 0 in devices else [False] * 3 + [True])  # not on devices that decode
