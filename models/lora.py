@@ -16,10 +16,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jaxtyping import Array, PRNGKeyArray
 
-from jrlhf.meshes import AXES, GENERATE
+from jrlhf.meshes import AXES, GENERATE, lies_elsewhere
 from jrlhf.models.collectives import vary
 from jrlhf.models.config import ModelConfig, positive
 from jrlhf.models.init import draw
@@ -130,6 +130,21 @@ def with_adapter(params: Params, adapter: Params, lora: LoRAConfig, dtype: Any) 
     count = len(params["layers"])
     adapters = [Adapters(jax.tree.map(lambda leaf, index=index: leaf[index], stacked)) for index in range(count)]
     return {**params, **adapter, "layers": params["layers"], "adapters": adapters}
+
+
+def base_on(base: Params, mesh: Mesh) -> Params:
+    """The base on `mesh`, a part of its devices with the same `tensor` axis: arrays that share its memory."""
+
+    def view(leaf: Array) -> Array:
+        sharding, parts = NamedSharding(mesh, leaf.sharding.spec), {}  # type: ignore[attr-defined]
+        for shard in leaf.addressable_shards:
+            parts[shard.device] = shard.index, shard.data
+        wanted = sharding.addressable_devices_indices_map(leaf.shape)
+        assert all(parts[device][0] == index for device, index in wanted.items()), "a device has another part"
+        own = [parts[device][1] for device in wanted]
+        return jax.make_array_from_single_device_arrays(leaf.shape, sharding, own)
+
+    return jax.tree.map(view, base) if lies_elsewhere(base, mesh) else base
 
 
 def merge(base: Params, adapter: Params, lora: LoRAConfig) -> Params:

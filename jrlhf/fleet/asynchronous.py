@@ -10,7 +10,7 @@ from jrlhf.config.schema import Config
 from jrlhf.data.batches import Batch, to_responses
 from jrlhf.data.tokenizer import Tokenizer
 from jrlhf.fleet.fleet import Fleet
-from jrlhf.fleet.identity import Identity, trained_identity
+from jrlhf.fleet.identity import Identity, adapter_identity, drawing_identity, trained_identity
 from jrlhf.fleet.processes import ProcessWorkers
 from jrlhf.fleet.prompts import PromptStream
 from jrlhf.fleet.recompute import Recompute
@@ -20,8 +20,10 @@ from jrlhf.fleet.state import Collected, FleetState
 from jrlhf.fleet.worker import describe
 from jrlhf.models import SamplingConfig
 from jrlhf.models.generation.continuous import ContinuousBatch, Weights
+from jrlhf.models.lora import base_on
 from jrlhf.rewards.mixture import Answers, Rewards
 from jrlhf.roles.actor import Actor
+from jrlhf.roles.pretrained import copied
 from jrlhf.run.directory import run_path
 from jrlhf.run.files import Closing
 
@@ -49,6 +51,7 @@ class AsynchronousRollouts(Closing):
         assert options is not None
         self._mesh, self._clock, self._tokenizer = actor.placement["generate"].mesh, actor.clock, tokenizer
         self._rewards = [own for own in rewards if own is not None]
+        self._base: Identity = {}  # of the frozen weights under an adapter, once it is computed
         self._answers = dict[int, dict[str, Answers]]()  # by group and kind of reward
         groups = section.rollout_batch // samples
         self._stream = PromptStream(lambda number: take(self._mesh, number), self._mesh, groups, samples)
@@ -62,7 +65,7 @@ class AsynchronousRollouts(Closing):
             if config.fleet is None:
                 workers = SliceWorkers([batch() for _ in range(count)])
             else:
-                model, numbers = actor.architecture.config, {"samples": samples, "slots": slots, "width": width}
+                model, numbers = actor.architecture, {"samples": samples, "slots": slots, "width": width}
                 setup = describe(self._mesh, model, actor.compute, sampling, config.rollout, **numbers)
                 workers = ProcessWorkers(batch(), count, setup, config.fleet, run_path(config), tell)
             scored = replace(actor.compute.forward(actor.architecture), temperature=sampling.temperature)
@@ -100,17 +103,17 @@ class AsynchronousRollouts(Closing):
 
     def fresh(self, actor: Actor) -> FleetState:
         """The state before anything is drawn, with the actor's weights."""
-        weights, expected = _published(actor)
+        published = self._published(actor)
         with jax.set_mesh(self._mesh):
-            return self._fleet.fresh(weights, expected)
+            return self._fleet.fresh(*published)
 
     def start(self, state: FleetState | None, actor: Actor) -> None:
         """Goes on from a state, with the actor's weights. Later calls change nothing: the state is the fleet's own."""
         if not self._fleet.started:
             assert state is not None
-            weights, expected = _published(actor)
+            published = self._published(actor)
             with jax.set_mesh(self._mesh):
-                self._fleet.start(state, weights, expected)
+                self._fleet.start(state, *published)
 
     def collect(self, step: int) -> Batch:
         """The next batch, with its rollout and what functions say of it."""
@@ -130,9 +133,9 @@ class AsynchronousRollouts(Closing):
 
     def publish(self, actor: Actor) -> dict[str, float]:
         """Hands the actor's new weights to the fleet; returns metrics."""
-        weights, expected = _published(actor)
+        published = self._published(actor)
         with jax.set_mesh(self._mesh):
-            self._clock.run("gen", self._fleet.publish, weights, expected)
+            self._clock.run("gen", self._fleet.publish, *published)
         return self._fleet.metrics()
 
     def _ask(self, group: Collected) -> None:
@@ -147,9 +150,15 @@ class AsynchronousRollouts(Closing):
             if rewards.text_parts
         }
 
-
-def _published(actor: Actor) -> tuple[Weights, Identity]:
-    """The weights as decoding programs take them, and the identity that they must have."""
-    with jax.set_mesh(actor.model.mesh):
-        expected = trained_identity(actor.model.params, dtype=actor.compute.dtype)
-    return actor.drawing_weights(), expected
+    def _published(self, actor: Actor) -> tuple[Weights, Identity]:
+        """The weights as decoding programs take them, and the identity that they must have."""
+        model = actor.model
+        with jax.set_mesh(model.mesh):
+            if model.base is None:
+                expected = trained_identity(model.params, dtype=actor.compute.dtype)
+            else:
+                self._base = self._base or drawing_identity(base_on(model.base, model.mesh))
+                expected = self._base | adapter_identity(model.params)
+        weights, adapter = actor.drawing_weights()
+        with jax.set_mesh(self._mesh):
+            return (weights, copied(adapter)), expected

@@ -159,7 +159,8 @@ class Fleet:
         self._workers.start(state.decoding if isinstance(state.decoding, tuple) else [state.decoding])
         if self._times.version < self._times.published:
             self._newest = self._workers.put(weights), weights, expected
-            weights, expected = state.weights
+            lagging, expected = state.weights
+            weights = lagging[0] or weights[0], lagging[1]
         self._take(self._times.version, self._workers.put(weights), weights, expected)
         self.started = True
         for _, number in self._groups.complete:
@@ -257,7 +258,9 @@ class Fleet:
         self._times = replace(self._times, version=version)
 
     def _hold(self, weights: Weights, expected: Identity) -> None:
-        self._weights, self._expected = weights if self._on_new_weights == "finish" else None, expected
+        base, adapter = weights
+        own = ({} if adapter else base), adapter  # a base never changes
+        self._weights, self._expected = own if self._on_new_weights == "finish" else None, expected
 
     def _check(self) -> None:
         """Compares the weights that drew with what they must be."""

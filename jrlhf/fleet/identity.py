@@ -28,10 +28,17 @@ def trained_identity(params: Params, *, dtype: Any) -> Identity:
 
 
 @jax.jit
-def drawing_identity(weights: Params) -> Identity:
-    """The identity of weights as decoding programs take them, where the layers are a list."""
+def drawing_identity(weights: Params, adapter: Params | None = None) -> Identity:
+    """The identity of weights as decoding programs take them, where the layers are a list, and of their adapter."""
     layers = [_named({"layers": layer}, fingerprint) for layer in weights["layers"]]
-    return _named(_others(weights), fingerprint) | jax.tree.map(lambda *words: jnp.stack(words), *layers)
+    own = _named(_others(weights), fingerprint) | jax.tree.map(lambda *words: jnp.stack(words), *layers)
+    return own | adapter_identity(adapter)
+
+
+@jax.jit
+def adapter_identity(adapter: Params | None) -> Identity:
+    """The part of an identity that speaks of an adapter. Neither training nor decoding stores it otherwise."""
+    return _named({"adapter": adapter}, fingerprint)
 
 
 def differences(drawing: Mapping[str, Any], trained: Mapping[str, Any]) -> list[str]:

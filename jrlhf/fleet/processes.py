@@ -103,6 +103,7 @@ class ProcessWorkers:
             self._processes.append(_Process(number, setup, partial(start, environment), log, tell))
         self._threads = ThreadPoolExecutor(len(self._processes), "workers")
         self._weights = SharedArrays.of([])
+        self._base: tuple[Any, SharedArrays] | None = None  # the frozen weights under an adapter, which travel once
         self._rooms, self.running = [0] * count, 0
 
     @property
@@ -129,12 +130,17 @@ class ProcessWorkers:
         return states
 
     def put(self, weights: Weights) -> SharedArrays:
-        self._places = jax.tree.map(lambda leaf: leaf.sharding, weights[0])
-        return SharedArrays.of(to_host(jax.tree.leaves(weights[0])))
+        base, adapter = weights
+        if adapter and self._base is None:
+            self._base = base, SharedArrays.of(to_host(jax.tree.leaves(base)))
+        travelling = adapter or base
+        self._places = jax.tree.map(lambda leaf: leaf.sharding, travelling)
+        return SharedArrays.of(to_host(jax.tree.leaves(travelling)))
 
     def weights(self, handle: SharedArrays) -> Weights:
         leaves, treedef = jax.tree.flatten(self._places)
-        return treedef.unflatten(to_devices(read(handle.path), leaves)), {}
+        weights = treedef.unflatten(to_devices(read(handle.path), leaves))
+        return (weights, {}) if self._base is None else (self._base[0], weights)
 
     def take(self, weights: SharedArrays, again: Mapping[int, Prompt] | None) -> list[tuple[Identity | None, Identity]]:
         self._weights = weights
@@ -158,9 +164,8 @@ class ProcessWorkers:
         """The answers of all processes, which work at the same time, in the order of the processes."""
         return list(self._threads.map(_Process.ask, self._processes, commands, shared))
 
-    @staticmethod
-    def _command(weights: SharedArrays, again: Any = None) -> dict[str, Any]:
-        return {"take": {"path": weights.path, "again": again}}
+    def _command(self, weights: SharedArrays, again: Any = None) -> dict[str, Any]:
+        return {"take": {"path": weights.path, "base": self._base and self._base[1].path, "again": again}}
 
     def _note_room(self, answers: Sequence[Mapping[str, Any]]) -> None:
         self._rooms = [room for answer in answers for room in answer["rooms"]]

@@ -44,12 +44,12 @@ class SliceWorkers:
         return handle
 
     def take(self, weights: Weights, again: Mapping[int, Prompt] | None) -> list[tuple[Identity | None, Identity]]:
-        old = None if self._weights is None else drawing_identity(self._weights[0])
+        old = None if self._weights is None else drawing_identity(*self._weights)
         self._weights = weights
         if again is not None:
             for batch in self._batches:
                 batch.prefill_again(weights, again.__getitem__)
-        return [(old, drawing_identity(weights[0]))]
+        return [(old, drawing_identity(*weights))]
 
     def decode(self, prompts: Sequence[Sequence[Prompt]]) -> list[Progress]:
         assert self._weights is not None

@@ -4,7 +4,7 @@ The channel is a socket whose other end only the parent has. Messages are JSON; 
 
     parent: the description of `describe`          process: {program, devices}
     parent: {start: path of states}                process: {rooms, running}
-    parent: {take: path of weights, again}         process: [identities before, identities after]
+    parent: {take: path of weights, base, again}   process: [identities before, identities after]
     parent: {decode: prompts of each worker}       process: {progress, rooms, running}
     parent: {states: null}                         process: path of states
 """
@@ -29,7 +29,15 @@ from jrlhf.config.schema import DeviceConfig
 from jrlhf.fleet.shared import SharedArrays, read
 from jrlhf.fleet.slices import SliceWorkers
 from jrlhf.meshes import GENERATE, make_mesh, to_devices, to_host
-from jrlhf.models import ModelConfig, SamplingConfig, Schedule, param_shardings
+from jrlhf.models import (
+    LoRAConfig,
+    ModelConfig,
+    SamplingConfig,
+    Schedule,
+    int8_shardings,
+    lora_shardings,
+    param_shardings,
+)
 from jrlhf.models.config import RopeScaling
 from jrlhf.models.generation.continuous import Prompt
 from jrlhf.roles.model import Architecture, Compute
@@ -54,14 +62,15 @@ def program() -> str:
 
 
 def describe(
-    mesh: Mesh, model: ModelConfig, compute: Compute, sampling: SamplingConfig, schedule: Schedule, **numbers: int
+    mesh: Mesh, model: Architecture, compute: Compute, sampling: SamplingConfig, schedule: Schedule, **numbers: int
 ) -> dict[str, Any]:
     """Returns all that a process must know. numbers: the arguments of `CompiledModel.continuous`, and deadline."""
     settings = {name: x for name, x in jax.config.values.items() if isinstance(x, bool | int | float | str | None)}
     return {
         "platform": mesh.devices.flat[0].platform,
         "mesh": mesh.devices.shape,
-        "model": asdict(model),
+        "model": asdict(model.config),
+        "lora": model.lora and asdict(model.lora),
         "dtype": compute.dtype.name,
         "attention": compute.attention,
         "sampling": asdict(sampling),
@@ -101,11 +110,12 @@ class _Process:
         sizes, platform = setup["mesh"], setup["platform"]
         select(DeviceConfig(platform=platform, simulated=int(np.prod(sizes)) if platform == "cpu" else None))
         self.mesh = make_mesh(*sizes, devices=jax.devices()[: int(np.prod(sizes))])
-        model = _model(setup["model"])
+        model, lora = _model(setup["model"]), setup["lora"] and LoRAConfig(**setup["lora"])
         sampling = SamplingConfig(**{**setup["sampling"], "stop_ids": tuple(setup["sampling"]["stop_ids"])})
-        schedule, self._shardings = Schedule(**setup["schedule"]), param_shardings(model, self.mesh, GENERATE)
+        schedule, self._stored = Schedule(**setup["schedule"]), param_shardings(model, self.mesh, GENERATE)
+        self._adapted, self._base = lora and lora_shardings(model, self.mesh, lora), None
         compute = Compute(jnp.dtype(setup["dtype"]), attention=setup["attention"])
-        compiled = CallPlacement(self.mesh).compiled(Architecture(model), compute)
+        compiled = CallPlacement(self.mesh).compiled(Architecture(model, lora), compute)
         with jax.set_mesh(self.mesh):
             numbers = setup["samples"], setup["slots"], setup["width"]
             batches = [compiled.continuous(sampling, schedule, *numbers) for _ in range(setup["workers"])]
@@ -118,10 +128,13 @@ class _Process:
         return self._room()
 
     def take(self, argument: Mapping[str, Any]) -> Any:
-        leaves, treedef = jax.tree.flatten(self._shardings)
-        arrays = [to_devices(array, leaf) for array, leaf in zip(read(argument["path"]), leaves, strict=True)]
+        if self._adapted is None:
+            weights = _placed(argument["path"], self._stored), {}
+        else:
+            self._base = self._base or _placed(argument["base"], self._stored)
+            weights = self._base, _placed(argument["path"], self._adapted)
         again = None if argument["again"] is None else {row[0]: Prompt(*row) for row in argument["again"]}
-        return to_host(self._workers.take((treedef.unflatten(arrays), {}), again))[0]
+        return to_host(self._workers.take(weights, again))[0]
 
     def decode(self, prompts: Any) -> Any:
         progress = self._workers.decode([[Prompt(*row) for row in own] for own in prompts])
@@ -133,6 +146,14 @@ class _Process:
 
     def _room(self) -> dict[str, Any]:
         return {"rooms": self._workers.rooms, "running": self._workers.running}
+
+
+def _placed(path: str, shardings: Any) -> Any:
+    """The tree of these shardings with the arrays of a file, whose matrices may be int8."""
+    arrays = read(path)
+    quantised = any(array.dtype == np.int8 for array in arrays)
+    leaves, treedef = jax.tree.flatten(int8_shardings(shardings) if quantised else shardings)
+    return treedef.unflatten([to_devices(array, leaf) for array, leaf in zip(arrays, leaves, strict=True)])
 
 
 def _model(values: Mapping[str, Any]) -> ModelConfig:

@@ -384,7 +384,7 @@ def plan_memory(workload: Workload, plan: Plan, backend: Backend = DEFAULT, *, a
             active["moved weights"] = needs.moved
         for group in (group for group in groups if placement.devices.overlaps(group)):
             here = [(role, states[role]) for role, home in homes.items() if home.devices.overlaps(group)]
-            base = max((parts.get("base", 0.0) for _, parts in here), default=0.0)
+            base = max((parts.get("base", 0.0) for parts in states.values()), default=0.0)  # it is on all devices
             own = sum(
                 size
                 for role, parts in here

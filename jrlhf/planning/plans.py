@@ -158,13 +158,7 @@ def validate_plan(plan: Plan, config: Config, workload: Workload, devices: int) 
         _check_rows(f"{named} has {name}", config, workload, call, plan[name])
     if config.algorithm is not None and config.rl.asynchronous is not None:
         _check_asynchronous(named, config, workload, plan)
-    for name, call in calls.items():
-        mesh = plan[name].devices.count, plan[name].sizes
-        if workload.on_base(call.role) and mesh != (devices, mesh_sizes(config.mesh, devices)):
-            raise UserError(
-                f"{named} has {name} on devices {plan[name].devices}, and what lora adapts is one base on "
-                f"all {devices} in the config's mesh, which its roles share: put it there, or set plan=colocate"
-            )
+    _check_base(named, config, workload, plan, devices)
     if plan.fused:
         _check_fused(named, config, workload, plan)
     refuse_partial_overlap(plan)
@@ -207,6 +201,20 @@ def _check_fused(named: str, config: Config, workload: Workload, plan: Plan) -> 
         )
 
 
+def _check_base(named: str, config: Config, workload: Workload, plan: Plan, devices: int) -> None:
+    """Refuses to compute with the base that adapters share in more than one place, apart from rollouts."""
+    sizes = mesh_sizes(config.mesh, devices)
+    on_base = [call for call in workload.calls if workload.on_base(call.role)]
+    places = {(plan[call.name].devices, plan[call.name].sizes) for call in on_base if call.kind != "generate"}
+    for call in on_base:
+        own = plan[call.name]
+        if len(places) > 1 or own.pipeline > 1 or own.tensor != sizes[2]:
+            raise UserError(
+                f"{named} has {call.name} on devices {own.devices}, and what lora adapts is one base on all {devices}, "
+                f"with tensor={sizes[2]}: put all its calls but rollouts on one slice, or set plan=colocate"
+            )
+
+
 def _check_asynchronous(named: str, config: Config, workload: Workload, plan: Plan) -> None:
     """Refuses what rollouts on devices of their own cannot do."""
     algorithm = config.algorithm
@@ -221,8 +229,8 @@ def _check_asynchronous(named: str, config: Config, workload: Workload, plan: Pl
         raise UserError(
             f"{key} learns from older rollouts, and compute.shared_passes from its own: leave one of them out"
         )
-    if workload.on_base("actor"):
-        raise UserError(f"{key} needs weights on devices of their own, and lora shares one base: leave one of them out")
+    if workload.on_base("actor") and config.fleet is not None and config.fleet.engine == "ray":
+        raise UserError("fleet.engine=ray hands over whole models, and lora trains an adapter: set fleet.engine=local")
     groups, slots = plan[drawing[0]].devices.count // plan[drawing[0]].tensor, config.rollout.slots
     slots, workers = slots or config.rl.rollout_batch, config.logical_workers
     if slots % (workers * plan[drawing[0]].devices.count) or slots // (workers * groups) < config.samples:

@@ -24,8 +24,7 @@ from jrlhf.run.clock import timed
 class Actor(TrainedRole):
     """The policy: trained in the layout TRAIN, generating in the layout GENERATE.
 
-    The copy of its weights for generation lives as long as a rollout. An adapter needs no copy: training and generation
-    use the same base.
+    The copy of its weights for generation lives as long as a rollout. An adapter needs none: it shares its base.
     """
 
     texts: SFTBatch | None = None  # the batch that the next update imitates in addition, with ptx_coef
@@ -72,18 +71,17 @@ class Actor(TrainedRole):
         """
         if prompts.rollout is not None:
             return prompts.rollout
-        return self._sample(self._generate, self._switch("generate"), prompts, self.placement["generate"].mesh)
+        return self._sample(self._generate, self._switch("generate"), prompts, "generate")
 
     @call("generate", "greedy")
     def generate_greedy(self, prompts: Batch) -> Rollout:
         """The most likely response to every prompt, token by token."""
-        mesh = self.placement["generate_greedy"].mesh
-        return self._sample(self._generate_greedy, self._switch("generate_greedy"), prompts, mesh)
+        return self._sample(self._generate_greedy, self._switch("generate_greedy"), prompts, "generate_greedy")
 
     def drawing_weights(self) -> tuple[Params, Params]:
-        """(weights, adapter) as decoding programs take them: a copy in the layout GENERATE, and no adapter."""
-        assert self.architecture.lora is None
-        return self._switch("generate"), {}
+        """(weights, adapter) as decoding programs take them; an update may free the adapter. {}: there is none."""
+        weights, base = self._switch("generate"), self._frozen("generate")
+        return (base[0], weights) if base else (weights, {})
 
     def _switch(self, method: str) -> Params:
         return self.clock.run("reshard", self._copy, self.state.params, self.placement[method].mesh)
@@ -94,9 +92,9 @@ class Actor(TrainedRole):
         return generation_weights(self._model.holding(params), mesh, self._compute, donate=params is not stored)
 
     @timed("gen")
-    def _sample(self, generate: Callable, weights: Params, prompts: Batch, mesh: Mesh) -> Rollout:
-        version, arrays = transfer((self.state.step, prompts.arrays), mesh)
-        generation = generate(weights, *arrays, *self._model.frozen)
+    def _sample(self, generate: Callable, weights: Params, prompts: Batch, method: str) -> Rollout:
+        version, arrays = transfer((self.state.step, prompts.arrays), self.placement[method].mesh)
+        generation = generate(weights, *arrays, *self._frozen(method))
         return Rollout(
             tokens=generation.tokens,
             prompt_lengths=generation.prompt_lengths,
@@ -114,7 +112,7 @@ class Actor(TrainedRole):
     @timed("old_log_prob")
     def logprobs(self, rollout: Rollout) -> Float[Array, "B T"]:
         """Log-probs of the responses' tokens under the present weights. Elsewhere they are undefined."""
-        logprobs, _ = self._logprobs(self._weights("logprobs"), *_responses(rollout), *self._model.frozen)
+        logprobs, _ = self._logprobs(self._weights("logprobs"), *_responses(rollout), *self._frozen("logprobs"))
         return logprobs
 
     @call("infer", "old", "ref", rows="each")
@@ -122,7 +120,7 @@ class Actor(TrainedRole):
     def logprobs_with_base(self, rollout: Rollout) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
         """An adapter's `logprobs`, and those of the base under it, in one pass."""
         params = self.offloader.onload(self.state.params)
-        logprobs, _, base = self._logprobs_with_base(params, *_responses(rollout), *self._model.frozen)
+        logprobs, _, base = self._logprobs_with_base(params, *_responses(rollout), *self._frozen("logprobs_with_base"))
         return logprobs, base
 
     @call("train", "actor_metrics")
@@ -151,7 +149,7 @@ class Reference(Role):
             of = "responses" if self._reads_responses else "pairs"
             raise TypeError(f"a reference of {of} cannot read a {type(rows).__name__}")
         tokens = _responses(rows) if isinstance(rows, Rollout) else (rows.tokens, rows.lengths)
-        logprobs, _ = self._logprobs(self._weights("logprobs"), *tokens, *self._model.frozen)
+        logprobs, _ = self._logprobs(self._weights("logprobs"), *tokens, *self._frozen("logprobs"))
         return logprobs
 
     def is_base_of(self, actor: Actor) -> bool:

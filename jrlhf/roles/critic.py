@@ -43,7 +43,7 @@ class Critic(TrainedRole):
         """V before every token, and V after each row's last token, for rows that the length limit cut off."""
 
         def values() -> tuple[Array, Array]:
-            return self._values(self._weights("values"), rollout.tokens, rollout.lengths, *self._model.frozen)
+            return self._values(self._weights("values"), rollout.tokens, rollout.lengths, *self._frozen("values"))
 
         return self.clock.run(self.timed_values, values)
 
@@ -72,7 +72,7 @@ class Reward(Role):
     def score(self, rollout: Rollout, method: str = "score") -> Float[Array, "B"]:
         """The learned score of every row, read at its last token. method: the call of the rewards that asks for it."""
         scores = self.compiled(method).score_sequences()
-        return scores(self._weights(method), rollout.tokens, rollout.lengths, *self._model.frozen)
+        return scores(self._weights(method), rollout.tokens, rollout.lengths, *self._frozen(method))
 
 
 class FusedUpdate:

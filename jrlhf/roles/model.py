@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 from jrlhf.kernels.logprob.api import Implementation
 from jrlhf.meshes import GENERATE, SCORE, TRAIN, Layout, reshard
 from jrlhf.meshes.offload import offload, onload
-from jrlhf.models import ForwardOptions, LoRAConfig, ModelConfig, param_shardings
+from jrlhf.models import ForwardOptions, LoRAConfig, ModelConfig, lora_shardings, param_shardings
 from jrlhf.models.attention import AttentionImplementation
 from jrlhf.models.params import Params
 from jrlhf.models.remat import Remat
@@ -122,7 +122,7 @@ def weights_at(
         return model.params
     shardings = _shardings(model, architecture, mesh)
     if architecture.shared:
-        return reshard(model.params, shardings, dtype=compute.dtype, donate=donate)
+        return reshard(model.params, shardings, dtype=None if architecture.lora else compute.dtype, donate=donate)
     if compute.dtype == jnp.float32:
         return reshard(model.params, shardings, donate=donate)
     # Layers are stacked here: `reshard` would take their vectors for matrices and cast them, too.
@@ -132,18 +132,14 @@ def weights_at(
 
 
 def relocate(model: Model, architecture: Architecture, mesh: Mesh, *, donate: bool) -> Model:
-    """Moves a model's weights, bit for bit, to where functions of `architecture` on `mesh` store them.
-
-    donate: frees the source buffers.
-    """
-    if model.is_stored_at(architecture, mesh):
-        return model
-    return Model(architecture, reshard(model.params, _shardings(model, architecture, mesh), donate=donate))
+    """Moves a model's own weights, bit for bit, to where functions of `architecture` on `mesh` store them."""
+    return Model(architecture, reshard(model.params, _shardings(model, architecture, mesh), donate=donate), model.base)
 
 
 def _shardings(model: Model, architecture: Architecture, mesh: Mesh) -> Any:
-    assert architecture.lora is None, "an adapter's roles are all in one place"
     head = "scalar" if "value_head" in model.params else "lm"
+    if architecture.lora is not None:
+        return lora_shardings(model.config, mesh, architecture.lora, head)
     return param_shardings(model.config, mesh, GENERATE if architecture.shared else SCORE, head)
 
 

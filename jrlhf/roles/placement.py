@@ -206,7 +206,7 @@ class RolePlacement:
     def weights(self, method: str, model: Model, compute: Compute, clock: Clock) -> Params:
         """The role's weights as a call needs them: its own, or else a copy, which the caller drops after the call."""
         target = self[method].compiled(model.architecture, compute)
-        if (target.architecture, target.mesh) == (model.architecture, self.home.mesh):
+        if model.is_stored_at(target.architecture, target.mesh):
             return model.params
         return clock.run("reshard", weights_at, model, target.architecture, target.mesh, target.compute)
 

@@ -18,6 +18,7 @@ from jaxtyping import Array
 from jrlhf.config.schema import SleepConfig
 from jrlhf.meshes.graph import Kind
 from jrlhf.meshes.offload import free_host, is_on_host, offload, onload
+from jrlhf.models.lora import base_on
 from jrlhf.models.params import Params
 from jrlhf.planning.memory import weights_sleep
 from jrlhf.ppo import TrainState
@@ -113,6 +114,10 @@ class Role:
         """Starts bringing the offloaded arrays that the next call, of this kind, needs."""
         self.offloader.prefetch(self.model.params)
 
+    def _frozen(self, method: str) -> tuple[Params, ...]:
+        """The last arguments of a call's function: the base under an adapter, on the devices of the call."""
+        return tuple(base_on(base, self.placement[method].mesh) for base in self._model.frozen)
+
     def _weights(self, method: str) -> Params:
         """The weights as a call needs them, on its devices."""
         model = self._model.holding(self.offloader.onload(self.model.params))
@@ -156,7 +161,7 @@ class TrainedRole(Role):
 
         def run() -> dict[str, Array]:
             # Only the metrics are returned: the clock holds results until they are ready, and a state is large.
-            self.state, metrics = update(self.state, *arguments, *self._model.frozen)
+            self.state, metrics = update(self.state, *arguments, *self._frozen("update"))
             return metrics
 
         metrics = self.clock.run(name, run)

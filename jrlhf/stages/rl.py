@@ -180,7 +180,7 @@ def initial_models(
     if "reference" in graph.roles or "actor.logprobs_with_base" in (call.name for call in graph):
         reference = initial.reference(policy)
         identities["reference"] = reference.fingerprint()
-        models["reference"] = placement("reference").store(reference)
+        models["reference"] = reference if reference.params is policy.base else placement("reference").store(reference)
     elif policy.base is not None:
         identities["base"] = fingerprint_of(policy.base)
     if context.config.rl.algorithm.has_critic:

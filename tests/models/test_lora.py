@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jrlhf.meshes import GENERATE, TRAIN, make_mesh
 from jrlhf.models import (
@@ -26,6 +27,7 @@ from jrlhf.models import (
     param_shardings,
     to_int8,
 )
+from jrlhf.models.lora import base_on
 from tests.models.shared import assert_stored, batch, fast_jit, same_gradient, unstacked, weighted_sum
 
 # Biases, head norms, a softcap, 2 key-value heads for up to 8 devices, a vocabulary that is no multiple of 128.
@@ -54,6 +56,19 @@ def random_adapter(config, lora, head: Any = "lm", seed=2) -> Any:
     generator = np.random.default_rng(seed)
     shapes = jax.eval_shape(lambda key: init_lora(config, lora, key, head), jax.random.key(0))
     return jax.tree.map(lambda x: (0.3 * generator.normal(size=x.shape)).astype(np.float32), shapes)
+
+
+def test_a_base_on_a_part_of_its_devices_shares_their_memory():
+    whole = make_mesh(2, 2, 2)
+    base = {"w": jax.device_put(np.arange(24.0).reshape(4, 6), NamedSharding(whole, P(None, "tensor")))}
+    half = make_mesh(1, 2, 2, devices=list(whole.devices.flat[4:]))
+    view = base_on(base, half)["w"]
+    np.testing.assert_array_equal(view, base["w"])
+    assert view.sharding.mesh == half and base_on(base, whole) is base
+    buffers = [{x.device: x.data.unsafe_buffer_pointer() for x in own.addressable_shards} for own in (base["w"], view)]
+    assert len(buffers[1]) == 4 and buffers[1].items() <= buffers[0].items()
+    with pytest.raises(AssertionError, match="another part"):
+        base_on(base, make_mesh(4, 1, 1, devices=list(whole.devices.flat[4:])))
 
 
 # The sums that make one dense matrix of a and b, spelled out by name.

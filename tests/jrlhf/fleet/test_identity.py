@@ -1,6 +1,7 @@
 """Faults of a weight transfer, made below the code that reports, are all seen; clean transfers never are."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -10,11 +11,11 @@ import pytest
 
 from jrlhf.errors import RunFailure
 from jrlhf.fleet.fleet import Fleet
-from jrlhf.fleet.identity import differences, drawing_identity, trained_identity
+from jrlhf.fleet.identity import adapter_identity, differences, drawing_identity, trained_identity
 from jrlhf.fleet.schedule import Rules
 from jrlhf.fleet.slices import SliceWorkers
 from jrlhf.meshes import GENERATE, TRAIN, make_mesh, reshard
-from jrlhf.models import ModelConfig, init_lm, param_shardings
+from jrlhf.models import LoRAConfig, ModelConfig, init_lm, init_lora, lora_shardings, merge, param_shardings
 from jrlhf.models.generation.continuous import Progress, Prompt
 
 CONFIG = ModelConfig(
@@ -113,6 +114,29 @@ def test_every_fault_is_seen(versions):
         name: differences(jax.device_get(drawing_identity(fault(old, new))), expected) for name, fault in FAULTS.items()
     }
     assert len(seen) >= 20 and [name for name, wrong in seen.items() if not wrong] == []
+
+
+def test_faults_of_adapters_are_seen(versions):
+    """And what is right is right: the trainer's base, with an adapter of the trainer's."""
+    _, (other, base) = versions
+    lora = LoRAConfig(2, 8.0)
+    mesh = make_mesh(**MESH)
+    with jax.set_mesh(mesh):
+        shardings = lora_shardings(CONFIG, mesh, lora)
+        old = jax.jit(partial(init_lora, CONFIG, lora), out_shardings=shardings)(jax.random.key(0))
+        new = jax.tree.map(lambda x: x + 0.1, old)
+        expected = drawing_identity(base) | adapter_identity(new)
+        assert differences(*jax.device_get((drawing_identity(base, new), expected))) == []
+        faults = {
+            "adapter is not applied": (base, None),
+            "adapter is zero": (base, jax.tree.map(jnp.zeros_like, new)),
+            "adapter is an older one": (base, old),
+            "adapter is on another base": (other, new),
+            "adapter is merged": (merge(base, new, lora), None),
+        }
+        seen = {name: differences(*jax.device_get((drawing_identity(*own), expected))) for name, own in faults.items()}
+    assert all(seen.values()), seen
+    assert not any(name.startswith("adapter") for name in seen["adapter is on another base"])
 
 
 class Batch:

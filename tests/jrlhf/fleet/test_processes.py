@@ -21,7 +21,7 @@ from jrlhf.errors import RunFailure
 from jrlhf.fleet import worker
 from jrlhf.fleet.processes import LocalWorker, ProcessWorkers, _Process
 from jrlhf.fleet.shared import SharedArrays, read
-from tests.jrlhf.fleet.test_runs import config, proven, run
+from tests.jrlhf.fleet.test_runs import ADAPTER, config, proven, run
 from tests.support.processes import alive, gone
 from tests.support.runs import Training, timeless
 
@@ -157,6 +157,32 @@ def test_bits_do_not_depend_on_kills_of_processes(on_new_weights, tmp_path, monk
     monkeypatch.setattr(ProcessWorkers, "decode", killing)
     assert bits(run(config(tmp_path, "killed", "grpo", ["fleet.workers=2"], **options))) == expected
     assert len(lost) >= 3
+
+
+@pytest.mark.proof("kills")
+def test_bits_with_an_adapter_do_not_depend_on_processes(tmp_path, monkeypatch):
+    """Nor on their kills. The base travels once, and at an update the adapter alone."""
+    options = {"staleness": 2, "update_steps": 3, "logical_workers": 2}
+    one = run(config(tmp_path, "one", "grpo", ADAPTER, **options))
+    sizes, put, decode, kills = [], ProcessWorkers.put, ProcessWorkers.decode, []
+
+    def measured(self, weights):
+        handle = put(self, weights)
+        sizes.append(Path(handle.path).stat().st_size)
+        return handle
+
+    def killing(self, prompts):
+        if len(sizes) - len(kills) > 1:
+            kills.append(self._processes[len(kills) % 2])
+            kills[-1]._worker.interrupt()
+        return decode(self, prompts)
+
+    monkeypatch.setattr(ProcessWorkers, "put", measured)
+    monkeypatch.setattr(ProcessWorkers, "decode", killing)
+    path = run(config(tmp_path, "killed", "grpo", [*ADAPTER, "fleet.workers=2"], **options))
+    assert bits(path) == bits(one)
+    adapter, whole = (one / file for file in ("adapter/adapter_model.safetensors", "model/model.safetensors"))
+    assert len(kills) > 1 and max(sizes) < 1.5 * adapter.stat().st_size < whole.stat().st_size
 
 
 @pytest.mark.proof("kills")

@@ -100,7 +100,7 @@ class Setting:
             return ContinuousBatch(decoder, self.mesh, Schedule(chunk=2), 8, P)
 
     def published(self, version: int) -> Any:
-        return self.version(version), drawing_identity(self.version(version)[0])
+        return self.version(version), drawing_identity(*self.version(version))
 
     def fleet(self, state: Any = None, wrap: Callable[[list[Any]], list[Any]] = list, **more: Any) -> Any:
         """A fleet that draws with version 0, or goes on from a state. wrap: the batches -> batches with faults."""
@@ -336,6 +336,12 @@ ADAPTERS = {
     "the adapter is not applied": with_adapter(lambda old, new: 0 * new),
     "the adapter is an older one": with_adapter(lambda old, new: old),
     "the adapter is applied twice": with_adapter(lambda old, new: 2**0.5 * new),
+    "the adapter is on another base": fault(
+        used=lambda self, weights: (
+            jax.tree.map(lambda x: 1.1 * x, weights[0]) if self.wrong else weights[0],
+            weights[1],
+        )
+    ),
 }
 
 

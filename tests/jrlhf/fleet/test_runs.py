@@ -28,6 +28,7 @@ SETTINGS = (
     "rollout.chunk=2 rollout.buckets=1 rollout.lengths=1"
 ).split()
 SECTION = "iterations=4", "rollout_batch=16", "save_every=1", "actor.learning_rate=0.01", "actor.warmup=0"
+ADAPTER = "lora.rank=2", "lora.alpha=8"
 ALGORITHMS = {
     "grpo": ("grpo.algorithm.samples=2",),
     "dapo": ("dapo.algorithm.samples=2", "dapo.algorithm.max_rounds=3"),
@@ -57,11 +58,12 @@ def proven(*names: Any) -> list[Any]:
     return [pytest.param(name, marks=mark) for name, mark in zip(names, marks, strict=True)]
 
 
-@pytest.mark.parametrize("algorithm", proven("grpo", "dapo", "ppo"))
-def test_with_staleness_0_the_run_is_the_synchronous_one_bit_for_bit(algorithm, tmp_path):
+@pytest.mark.parametrize("case", proven(["grpo"], ["dapo"], ["ppo"], ["grpo", *ADAPTER], ["ppo", *ADAPTER]), ids=str)
+def test_with_staleness_0_the_run_is_the_synchronous_one_bit_for_bit(case, tmp_path):
+    algorithm, *settings = case
     paths = [
-        run(config(tmp_path, "plain", algorithm)),
-        run(config(tmp_path, "fleet", algorithm, staleness=0, update_steps=3)),
+        run(config(tmp_path, "plain", algorithm, settings)),
+        run(config(tmp_path, "fleet", algorithm, settings, staleness=0, update_steps=3)),
     ]
     for plain, fleet in zip(*map(timeless, paths), strict=True):
         assert plain == {name: fleet[name] for name in plain}  # the other metrics speak of the fleet
@@ -69,10 +71,14 @@ def test_with_staleness_0_the_run_is_the_synchronous_one_bit_for_bit(algorithm, 
     assert plain == fleet
 
 
-@pytest.mark.parametrize("on_new_weights", proven("keep_cache", "prefill_again", "finish"))
-def test_a_run_that_goes_on_from_any_step_has_the_same_bits(on_new_weights, tmp_path):
+MODES = "keep_cache", "prefill_again", "finish"
+
+
+@pytest.mark.parametrize("case", proven(*([mode] for mode in MODES), *([mode, *ADAPTER] for mode in MODES)), ids=str)
+def test_a_run_that_goes_on_from_any_step_has_the_same_bits(case, tmp_path):
+    on_new_weights, *settings = case
     options = {"staleness": 2, "update_steps": 3, "on_new_weights": on_new_weights}
-    whole = config(tmp_path, "whole", settings=["checkpoints.keep=4"], **options)
+    whole = config(tmp_path, "whole", settings=["checkpoints.keep=4", *settings], **options)
     path = run(whole)
     expected = timeless(path), (path / "model" / "model.safetensors").read_bytes()
     assert [record["perf/compilations"] for record in read_metrics(path) if record["stage"] == "grpo"][2:] == [0, 0]
@@ -108,7 +114,6 @@ def test_a_run_ends_before_it_learns_from_wrong_log_probabilities(tmp_path, monk
 def test_what_cannot_be_asynchronous_is_one_sentence(tmp_path):
     for algorithm, settings, sentence in (
         ("grpo", ["plan=colocate"], "on the same devices, and grpo.asynchronous draws on devices of its own"),
-        ("grpo", ["lora.rank=2"], "grpo.asynchronous needs weights on devices of their own, and lora shares one base"),
         ("remax", [], "remax calls actor.generate, actor.generate_greedy: leave asynchronous out"),
     ):
         with pytest.raises(UserError, match=sentence):

@@ -226,6 +226,7 @@ def test_plans_that_cannot_be_made_say_what_to_do():
     lora: dict[str, Any] = {"lora": {"rank": 2}}
     alone = "has .* what lora adapts is one base on all 8"
     assert {placed.layout for placed in chosen(config_of(**lora)).placements.values()} == {"generate"}
+    assert str(chosen(config_of(plan="disaggregated", **lora))["actor.generate"].devices) == "4-7"
     for config, devices, message in (
         (config_of(plan="splt"), 8, "plan=splt is neither colocate, split, standalone, disaggregated, auto nor a file"),
         (config_of(plan="split", mesh={}), 1, "plan=split halves 1 device.*set plan=colocate"),
