@@ -5,8 +5,8 @@
 
 A seed is a program: a call of PPO on 8 devices, with a model of one of the supported families, in float32. Programs are
 compiled for simulated CPU devices and never run; those of less than 100 MiB are left out. The counts of
-`jrlhf.planning.activations` were read from programs of "fitting": seeds 0:141 and 20000:20210, and of 141:394 those that
-do not train. "fresh" ones were predicted only when all counts were final.
+`jrlhf.planning.activations` were read from programs of "fitting": seeds 0:141 and 20000:20210, and of 141:394 those
+that do not train. "fresh" ones were predicted only when all counts were final.
 
 Compiles the seeds that `benchmarks/results/memory-drawn.json` lacks, and predicts all of its programs anew.
 """

@@ -24,7 +24,7 @@ import yaml
 from jrlhf.config import Config, build
 from jrlhf.config.descriptions import commented
 from jrlhf.config.parse import parse_yaml
-from jrlhf.config.places import is_address
+from jrlhf.config.places import is_address, local
 from jrlhf.config.stages import ALGORITHMS, STAGES
 from jrlhf.data.read import is_hub_name, read_rows
 from jrlhf.data.tokenizer_files import load_tokenizer
@@ -128,13 +128,15 @@ def complete(given: Mapping[str, str | None], ask: Callable[[str, str], str] | N
         asks = ask if not value else None
         while default is not None:
             value = value or (asks(question, default).strip() if asks else "") or default
-            fault = wrong(name, value, answers) if value or name == "prompt" else f"has no answer: give --{name}"
-            if not fault:
-                break
-            error = f"{name}={value} {fault}" if value else f"{name} {fault}"
-            if not asks:
-                raise UserError(error)
-            print(printable(error))
+            try:
+                fault = wrong(name, value, answers) if value or name == "prompt" else f"has no answer: give --{name}"
+                if not fault:
+                    break
+                raise UserError(f"{name}={value} {fault}" if value else f"{name} {fault}")
+            except UserError as error:  # also of a model or a file that cannot be read
+                if not asks:
+                    raise
+                print(printable(str(error)))
             value = ""
         answers[name] = value
     return Answers(**answers)
@@ -305,7 +307,7 @@ def cli(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="jrlhf init", description=DESCRIPTION)
     for name, question in QUESTIONS.items():
         parser.add_argument(f"--{name}", help=question.partition(": ")[2])
-    parser.add_argument("-o", "--out", type=Path, default=Path("mine.yaml"), help="the file; default: mine.yaml")
+    parser.add_argument("-o", "--out", default="mine.yaml", help="the file; default: mine.yaml")
     return exit_code(partial(_run, parser.parse_args(arguments)))
 
 
@@ -317,10 +319,11 @@ def _ask(question: str, usual: str) -> str:
 
 
 def _run(options: argparse.Namespace) -> None:
-    files = write(complete(vars(options), _ask if sys.stdin.isatty() else None), options.out)
+    out = local("-o", options.out)
+    files = write(complete(vars(options), _ask if sys.stdin.isatty() else None), out)
     print(printable(f"wrote {' and '.join(map(str, files))}; next:"))
     for more in (" --dry-run", ""):
-        print(printable(f"  python -m jrlhf.train --config {options.out}{more}"))
+        print(printable(f"  python -m jrlhf.train --config {shlex.quote(str(out))}{more}"))
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import jax
 from jrlhf.config import Config, config_names, load_config, parse_with_settings
 from jrlhf.errors import UserError, exit_code, exit_code_of_printing, report
 from jrlhf.run.clock import Stopwatch
+from jrlhf.run.console import Console
 from jrlhf.run.processes import is_main, together
 from jrlhf.stages.dpo import train_dpo
 from jrlhf.stages.dryrun import describe
@@ -75,6 +76,7 @@ def _run(options: argparse.Namespace) -> None:
     with together(report):
         if not options.dry_run:
             main(config, resume=options.resume, accept_rewards=options.accept_rewards)
+            Console(enabled=is_main()).commands(config)
             return
         described = describe(config, all_settings=options.all)
         if is_main():

@@ -18,7 +18,7 @@ import numpy as np
 from jrlhf.config.stages import FleetSection
 from jrlhf.errors import RunFailure, UserError
 from jrlhf.fleet.identity import Identity
-from jrlhf.fleet.ray_worker import RayWorker, connect
+from jrlhf.fleet.ray_worker import RayWorker, check_package
 from jrlhf.fleet.shared import AVAILABLE, SharedArrays, read
 from jrlhf.fleet.state import saved
 from jrlhf.fleet.worker import program
@@ -42,6 +42,8 @@ def check_processes(section: FleetSection, platform: str, devices: int) -> None:
         raise UserError(f"{named} needs GPUs or CPUs, and a TPU serves one process: leave fleet out")
     if section.engine == "ray" and section.devices:
         raise UserError(f"{listed} has no effect with fleet.engine=ray, which chooses the GPUs: leave it out")
+    if section.engine == "ray":
+        check_package()
     if platform == "cpu" and section.devices:
         raise UserError(f"{listed} has no effect on a CPU, whose devices are simulated: leave it out")
     if (
@@ -90,7 +92,6 @@ class ProcessWorkers:
         environment, start = dict(os.environ), partial(LocalWorker, "jrlhf.fleet.worker")
         if section.engine == "ray":
             gpus = template.mesh.size if description["platform"] == "gpu" else 0
-            connect(section.workers, gpus, tell)
             # Programs depend on XLA's flags; everything else is as the cluster sets it.
             environment = {name: value for name, value in os.environ.items() if name == "XLA_FLAGS"}
             start = partial(RayWorker, gpus=gpus)
@@ -198,11 +199,13 @@ class _Process:
                 answer = self._send(self._started(), text, shared)
             except _Lost as lost:
                 reason = str(lost)
-                self._tell(f"rollout process {self._number} {reason}; another one takes its place")
+                self._tell(f"rollout process {self._number} was lost ({reason}); another one takes its place")
             else:
                 self._done.append((text, answer, shared))
                 return decode(answer)
-        raise RunFailure(f"{ATTEMPTS} times in a row rollout process {self._number} {reason}: see {self._log}")
+        raise RunFailure(
+            f"{ATTEMPTS} times in a row rollout process {self._number} was lost ({reason}): see {self._log}"
+        )
 
     def repeat_from(self, commands: Sequence[tuple[Mapping[str, Any], SharedArrays]]) -> None:
         """Lets a successor begin with these commands instead of all so far."""
@@ -218,6 +221,8 @@ class _Process:
     def _started(self) -> LocalWorker | RayWorker:
         if self._worker is None:
             self._worker = self._start(self._write)
+            if self._closed:  # since the request was made
+                self._worker.kill()
             facts = decode(self._send(self._worker, self._setup))
             if facts["program"] != program():
                 raise RunFailure(

@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
@@ -23,6 +24,13 @@ from jrlhf.run.files import decode, encode
 
 TRAVEL = 60.0  # seconds beyond a deadline for arrays to come and go
 _stored: WeakKeyDictionary[SharedArrays, Any] = WeakKeyDictionary()  # in Ray's object store: one copy for all processes
+_storing = threading.Lock()  # the processes are asked from threads
+
+
+def check_package() -> None:
+    """Raises UserError without Ray."""
+    if find_spec("ray") is None:
+        raise UserError("fleet.engine=ray needs the package ray: pip install 'jrlhf[ray]'")
 
 
 def connect(workers: int, gpus: int, tell: Callable[[str], None]) -> None:
@@ -30,16 +38,15 @@ def connect(workers: int, gpus: int, tell: Callable[[str], None]) -> None:
 
     workers: number of processes, of which each needs a CPU and this number of GPUs. Raises UserError without a cluster.
     """
-    if find_spec("ray") is None:
-        raise UserError("fleet.engine=ray needs the package ray: pip install 'jrlhf[ray]'")
     import ray  # an extra
 
     if not ray.is_initialized():
         handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-        address = os.environ.get("RAY_ADDRESS")
-        remedy = f"see that it runs at RAY_ADDRESS={address}" if address else "ray start --head, or set RAY_ADDRESS"
+        address = os.environ.get("RAY_ADDRESS", "auto")
+        remedy = "start it with ray start --head, or set RAY_ADDRESS to the address of another one"
         try:
-            if address and "://" not in address:  # Ray would look for it for minutes
+            if address not in ("", "auto") and "://" not in address:  # Ray would look for it for minutes
+                remedy = f"see that it runs at RAY_ADDRESS={address}, which must be HOST:PORT"
                 host, _, port = address.rpartition(":")
                 socket.create_connection((host, int(port)), timeout=10).close()
             ray.init("auto", log_to_driver=False, logging_level=logging.ERROR)
@@ -49,12 +56,23 @@ def connect(workers: int, gpus: int, tell: Callable[[str], None]) -> None:
                 remedy, reason = "set RAY_AUTH_MODE=token", "the cluster asks for a token"
             raise UserError(f"fleet.engine=ray cannot join a Ray cluster: {remedy} ({reason})") from error
         finally:
-            for number, handler in handlers.items():  # Ray takes SIGTERM, which here asks a run to save
-                signal.signal(number, handler)
+            if threading.current_thread() is threading.main_thread():  # others cannot, and there Ray takes none
+                for number, handler in handlers.items():  # Ray takes SIGTERM, which here asks a run to save
+                    signal.signal(number, handler)
     resources = ray.cluster_resources()
     for name, needed in (("CPU", workers), ("GPU", workers * gpus)):
         if (there := resources.get(name, 0)) < needed:
-            tell(f"the rollout processes need {needed} {name}s of Ray, which has {there:g}: they wait for more")
+            tell(f"Ray has {there:g} {name}(s), and the rollout processes need {needed}: they wait for more")
+
+
+def _store(shared: SharedArrays) -> Any:
+    """Returns the reference to arrays in Ray's object store, and puts them there if they are not."""
+    import ray
+
+    with _storing:
+        if shared not in _stored:
+            _stored[shared] = ray.put(np.fromfile(shared.path, np.uint8))
+        return _stored[shared]
 
 
 def _first_line(error: Exception) -> str:
@@ -85,11 +103,9 @@ class RayWorker:
                 f"machine, and {resources['CPU']:g} CPUs and {resources['GPU']:g} GPUs of the cluster are free"
             )
         self._started = True
-        if shared is not None and shared not in _stored:
-            _stored[shared] = ray.put(np.fromfile(shared.path, np.uint8))
-        arrays = () if shared is None else (shared.path, _stored[shared])
         begin = time.monotonic()
         try:
+            arrays = () if shared is None else (shared.path, _store(shared))
             asked = self._host.request.remote(body, seconds, *arrays)
             answer, output, content = ray.get(asked, timeout=seconds + TRAVEL)
         except GetTimeoutError:
@@ -98,8 +114,10 @@ class RayWorker:
         except RayError as error:
             self.kill()
             reason = _first_line(error)
-            return {"failure": "crash", "detail": f"was lost after {time.monotonic() - begin:.0f} s, saying {reason!r}"}
+            return {"failure": "crash", "detail": f"after {time.monotonic() - begin:.0f} s, saying {reason!r}"}
         self._log(output)
+        if "failure" in answer:
+            self.kill()
         if content is None:
             return answer
         self._answered = SharedArrays.copied(content)
@@ -133,6 +151,7 @@ class _Host:
             copy = SharedArrays.copied(content)
             body = body.replace(encode(path).encode(), encode(copy.path).encode())
         answer = self._worker.request(body, seconds)
-        output, self._output[:] = bytes(self._output), b""
+        output = bytes(self._output)
+        del self._output[: len(output)]  # a thread adds more
         named = decode(answer.get("answer", "null"))
         return answer, output, np.fromfile(named, np.uint8) if isinstance(named, str) else None

@@ -7,6 +7,7 @@ import math
 import os
 import re
 import select
+import shlex
 import sys
 import time
 import unicodedata
@@ -23,7 +24,10 @@ import rich.progress
 from rich.table import Table
 from rich.text import Text
 
+from jrlhf.config import Config
+from jrlhf.config.places import is_address
 from jrlhf.config.stages import ALGORITHMS
+from jrlhf.run.directory import run_path
 
 _ESCAPES = re.compile(
     r"\x1b\[[0-?]*[ -/]*[@-~]"  # CSI: colours, cursor movements
@@ -194,13 +198,19 @@ class Console:
             self.line(f"{name}: {duration(seconds)}", style="dim")
         self.line(f"report: {run_dir}/report.html")
         self.line(f"model: {run_dir}/model, in Hugging Face form")
-        self.line(f"to talk to it: python -m jrlhf.generate --model {run_dir}")
-        if not isinstance(run_dir, Path):
-            return  # an address, which these commands do not take
-        self.line(f"to upload it: python -m jrlhf.export {run_dir} --push USER/NAME")
-        if (stage := ["", *summary.get("steps", {})][-1]) not in ("", "reward_model"):
+
+    def commands(self, config: Config) -> None:
+        """Shows the shell commands that go on from a run that has ended."""
+        at_address = is_address(config.run_dir)
+        place = f"{config.run_dir.rstrip('/')}/{config.name}" if at_address else run_path(config)
+        run, stage = shlex.quote(str(place)), config.stages[-1]
+        self.line(f"to talk to it: python -m jrlhf.generate --model {run}")
+        if at_address:
+            return  # the other commands take no address
+        self.line(f"to upload it: python -m jrlhf.export {run} --push USER/NAME")
+        if stage != "reward_model":
             length = f"{stage}.{'iterations' if stage in ALGORITHMS else 'steps'}=N"
-            self.line(f"to train it longer: python -m jrlhf.train --config {run_dir}/config.yaml --resume {length}")
+            self.line(f"to train it longer: python -m jrlhf.train --config {run}/config.yaml --resume {length}")
 
     def _held_out(self, held_out: Mapping[str, Any]) -> None:
         """Shows the measure, its items and its sources on held-out prompts; with `after`, also their change."""

@@ -192,6 +192,8 @@ def run_path(config: Config) -> Path:
 
 def check_directory(config: Config) -> None:
     """Refuses a run whose directory cannot be made or written, before the work of its start; leaves nothing there."""
+    if not config.run_dir:
+        raise UserError("run_dir= is empty: name a directory; the current one is run_dir=.")
     if (reason := write_error(run_path(config))) is not None:
         raise _unwritable(config, reason)
 

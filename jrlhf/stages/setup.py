@@ -24,6 +24,7 @@ from jrlhf.data.tokenizer import Tokenizer
 from jrlhf.data.tokenizer_files import load_tokenizer, same_tokens
 from jrlhf.errors import UserError
 from jrlhf.fleet.processes import check_processes
+from jrlhf.fleet.ray_worker import connect
 from jrlhf.meshes import make_mesh
 from jrlhf.meshes.mesh import Device
 from jrlhf.meshes.offload import check_host_memory
@@ -87,6 +88,9 @@ def _open_context(config: Config, mirror: Mirror, resume: bool, accept_rewards: 
         fused = fused_updates(workload_of(config, graph, models), plan)
         placements = place_roles(plan, graph, list(mesh.devices.flat), fused=fused, prefetch=ahead)
     console = _open_console(config)
+    if plan is not None and config.fleet is not None and config.fleet.engine == "ray":
+        gpus = plan["actor.generate"].devices.count if mesh.devices.flat[0].platform == "gpu" else 0
+        connect(config.fleet.workers or 0, gpus, console.line)
     with console.status("reading the data"):
         task = load_task(config, models["actor"])
     for line in task.description.splitlines():

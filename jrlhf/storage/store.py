@@ -3,7 +3,6 @@
 Every request has a deadline. One that fails for a reason that may pass, such as 503, is repeated for a while.
 """
 
-import copy
 import importlib
 import logging
 import os
@@ -83,20 +82,21 @@ class Store:
 
         A store that answers with an error which may pass, such as 503, can be reached.
         """
-        first = copy.copy(self)
-        first._section = _FIRST
+        section, self._section = self._section, _FIRST
         try:
-            first.read("config.yaml")
+            self.read("config.yaml")
         except StoreError as error:
             cause = error.__cause__
             if error.remedy or cause is None or _denied(cause):
                 raise
-            if "_files" not in vars(first):
+            if "_files" not in vars(self):
                 reason = f"no credentials within {_FIRST.timeout:g} seconds"
                 raise StoreError(reason, _CREDENTIALS[self._scheme]) from error
             if not _code(cause):
                 server = ", or name your own server by AWS_ENDPOINT_URL" if self._scheme == "s3" else ""
                 raise StoreError(_reason(cause), f"see that this machine can reach it{server}") from error
+        finally:
+            self._section = section
 
     def try_out(self) -> None:
         """Writes an object with a new name and deletes it; raises StoreError if that fails."""
@@ -189,6 +189,11 @@ class Store:
                     self._told = True
                     return missing["missing"]
                 reason = _reason(error)
+                if _code(error) == "InvalidBucketName" or "invalid bucket name" in reason.lower():
+                    raise StoreError(
+                        f"no bucket can have the name {self._root.partition('/')[0]}",
+                        "names have 3 to 63 lowercase letters, digits, '-' and '.': correct it",
+                    ) from error
                 if _denied(error):
                     raise StoreError(reason, _CREDENTIALS.get(self._scheme, "") * _unknown(error)) from error
                 if time.monotonic() + pause > until:

@@ -106,7 +106,12 @@ def test_the_command_overwrites_nothing_and_ends_with_what_is_next(tmp_path, mon
     assert following == [f"  python -m jrlhf.train --config sums.yaml{more}" for more in (" --dry-run", "")]
     before = {path: path.read_text() for path in tmp_path.iterdir()}
     assert jrlhf.__main__.cli(command) == 2 and "sums.yaml exists" in capsys.readouterr().err
-    for out, reason in (("", "is a directory"), (".", "is a directory"), ("/proc/x.yaml", "cannot be written")):
+    for out, reason in (
+        ("", "is a directory"),
+        (".", "is a directory"),
+        ("/proc/x.yaml", "cannot be written"),
+        ("s3://bucket/x.yaml", "-o=s3://bucket/x.yaml is an address"),
+    ):
         assert jrlhf.__main__.cli([*command[:-1], out]) == 2 and reason in capsys.readouterr().err
     assert {path: path.read_text() for path in tmp_path.iterdir()} == before
     assert jrlhf.__main__.cli([*command[:-1], "more.yaml"]) == 0  # with the reward.py that is there

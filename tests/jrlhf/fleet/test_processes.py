@@ -96,7 +96,7 @@ def test_a_lost_process_is_replaced_and_its_successor_repeats_what_was_done(faul
     reason = "ended by SIGKILL" if fault == "kill" else "no answer within 0.5 s"
     assert (
         len(sentences) == 1
-        and sentences[0].startswith(f"rollout process 1 {reason}")
+        and sentences[0].startswith(f"rollout process 1 was lost ({reason}")
         and "takes its place" in sentences[0]
     )
     own.repeat_from([({}, SharedArrays.of([]))])
@@ -106,7 +106,7 @@ def test_a_lost_process_is_replaced_and_its_successor_repeats_what_was_done(faul
 
 def test_what_no_successor_mends_is_one_sentence(process):
     make, sentences = process
-    with pytest.raises(RunFailure, match="3 times in a row rollout process 1 left with exit code 1, .*'no memory'"):
+    with pytest.raises(RunFailure, match=r"3 times in a row .* 1 was lost \(left with exit code 1, .*'no memory'"):
         make().ask({"always": True})
     assert len(sentences) == 3
     with pytest.raises(RunFailure, match="another version of the program than the trainer"):

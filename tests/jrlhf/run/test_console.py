@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from jrlhf.config import Config
 from jrlhf.run.console import Console, clean, duration, validation_key
 
 
@@ -145,6 +146,24 @@ def test_samples_are_cleaned_aligned_and_not_shown_too_often(plain, clock):
     console.samples([])
 
 
+@pytest.mark.parametrize(
+    "run_dir, shown, stages, longer",
+    [
+        ("my runs", "'my runs/r'", ("sft", "grpo"), "--config 'my runs/r'/config.yaml --resume grpo.iterations=N"),
+        ("runs", "runs/r", ("sft",), "--config runs/r/config.yaml --resume sft.steps=N"),
+        ("runs", "runs/r", ("sft", "reward_model"), None),
+        ("s3://bucket/runs/", "s3://bucket/runs/r", ("sft",), None),
+    ],
+)
+def test_commands_that_go_on_from_a_run_name_it_as_a_shell_reads_it(plain, run_dir, shown, stages, longer):
+    console, lines = plain
+    console.commands(Config(name="r", run_dir=run_dir, stages=stages))
+    talk, *more = lines()
+    assert talk == f"to talk to it: python -m jrlhf.generate --model {shown}"
+    upload = [f"to upload it: python -m jrlhf.export {shown} --push USER/NAME"] * ("://" not in run_dir)
+    assert more == upload + ([] if longer is None else [f"to train it longer: python -m jrlhf.train {longer}"])
+
+
 def test_the_summary_shows_what_there_is(plain):
     console, lines = plain
 
@@ -153,17 +172,10 @@ def test_the_summary_shows_what_there_is(plain):
         console.summary(figures, Path("r"))
         shown = lines()[count:]
         end = shown.index("report: r/report.html")
-        assert shown[0] == "" and shown[end + 2 : end + 4] == [
-            "to talk to it: python -m jrlhf.generate --model r",
-            "to upload it: python -m jrlhf.export r --push USER/NAME",
-        ]
-        return shown[1:end] + shown[end + 4 :]
+        assert shown[0] == "" and shown[end + 1 :] == ["model: r/model, in Hugging Face form"]
+        return shown[1:end]
 
     assert summary() == []
-    longer = "to train it longer: python -m jrlhf.train --config r/config.yaml --resume"
-    assert summary(steps={"sft": 3, "grpo": 9}) == [f"{longer} grpo.iterations=N"]
-    assert summary(steps={"sft": 3}) == [f"{longer} sft.steps=N"]
-    assert summary(steps={"sft": 3, "reward_model": 9}) == []
     assert summary(held_out={"measure": "gold", "before": {"distinct": 3}, "after": {}})[-1] == "  gold"
     for held_out in (None, {}, {"before": None}, {"before": {}}):
         assert summary(held_out=held_out, dpo_accuracy=None, reward_model_accuracy=None) == []
@@ -273,16 +285,6 @@ def use_everything(console: Console, clock: Clock) -> None:
         console.samples([{"stage": "ppo", "step": 1, "response": "\x1b[2JReturn [bold]x."}])
         progress.advance(2, {"sft/loss": 0.5})
     console.summary({}, Path("runs/x"))
-
-
-def test_an_address_is_shown_with_the_commands_that_take_one(plain):
-    console, written = plain
-    console.summary({"steps": {"sft": 4}}, "s3://bucket/runs/x")
-    assert written()[-3:] == [
-        "report: s3://bucket/runs/x/report.html",
-        "model: s3://bucket/runs/x/model, in Hugging Face form",
-        "to talk to it: python -m jrlhf.generate --model s3://bucket/runs/x",
-    ]
 
 
 def test_a_terminal_shows_a_bar_and_nothing_that_a_model_commands(terminal, clock):

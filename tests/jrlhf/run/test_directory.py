@@ -13,7 +13,7 @@ import jrlhf
 from jrlhf.config import config_yaml, load_config
 from jrlhf.errors import UserError
 from jrlhf.run import directory
-from jrlhf.run.directory import open_run
+from jrlhf.run.directory import check_directory, open_run
 from jrlhf.run.files import append_jsonl, read_jsonl, seal, unsealed, write_atomic
 
 
@@ -161,6 +161,8 @@ def test_a_directory_that_cannot_be_written_is_named(make, tmp_path):
     assert message == (
         f"run directory {tmp_path}/file/first cannot be written (Not a directory): choose another run_dir="
     )
+    with pytest.raises(UserError, match="^run_dir= is empty: name a directory; the current one is run_dir=.$"):
+        check_directory(make("run_dir="))
     assert refused(make("run_dir=/proc/nowhere")).startswith("run directory /proc/nowhere/first cannot be written (")
 
 

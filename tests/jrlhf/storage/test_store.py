@@ -135,6 +135,9 @@ def client(answer: Any) -> Any:
     return SimpleNamespace(cat_file=cat_file)
 
 
+BAD_NAME = "(no bucket can have the name bucket): names have 3 to 63 lowercase letters, digits, '-' and '.': correct it"
+
+
 @pytest.mark.parametrize(
     "scheme, answer, sentence",
     [
@@ -143,6 +146,8 @@ def client(answer: Any) -> Any:
         ("gs", coded(403), "(Exception: message): see that the bucket exists, that the credentials of this machine"),
         ("s3", OSError("no route"), "(OSError: no route): see that this machine can reach it, or name your own server"),
         ("gs", None, "(TimeoutError: no answer within 0.1 seconds): see that this machine can reach it"),
+        ("s3", Exception('Invalid bucket name "A b": Bucket name must match the regex "^[a-z]{3}$"'), BAD_NAME),
+        ("s3", caused(OSError("The specified bucket is not valid"), "InvalidBucketName"), BAD_NAME),
         ("s3", coded(503), ""),
         ("s3", FileNotFoundError("x"), ""),
     ],
