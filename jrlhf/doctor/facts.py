@@ -197,7 +197,11 @@ def _store_error(address: str) -> str | None:
     if not is_address(address):
         return "it is not s3://BUCKET/PREFIX or gs://BUCKET/PREFIX"
     try:
-        Store(address, StorageConfig(timeout=STORE_SECONDS, patience=STORE_SECONDS)).try_out()
-    except (StoreError, UserError) as error:
+        store = Store(address, StorageConfig(timeout=STORE_SECONDS, patience=STORE_SECONDS))
+        store.contact()
+        store.try_out()
+    except StoreError as error:
+        return f"{error}: {error.remedy}" if error.remedy else str(error)
+    except UserError as error:
         return str(error)
     return None

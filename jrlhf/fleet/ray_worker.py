@@ -48,7 +48,7 @@ def connect(workers: int, gpus: int, tell: Callable[[str], None]) -> None:
             if address not in ("", "auto") and "://" not in address:  # Ray would look for it for minutes
                 remedy = f"see that it runs at RAY_ADDRESS={address}, which must be HOST:PORT"
                 host, _, port = address.rpartition(":")
-                socket.create_connection((host, int(port)), timeout=10).close()
+                socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
             ray.init("auto", log_to_driver=False, logging_level=logging.ERROR)
         except Exception as error:  # Ray has a type for each step that may fail
             reason = _first_line(error)

@@ -352,7 +352,7 @@ def check_place(config: Config, tell: Callable[[str], None]) -> None:
     check_directory(config)
     if is_address(config.run_dir):
         with _refused(config):
-            store = Store(f"{config.run_dir.rstrip('/')}/{config.name}", config.storage, tell)
+            store = Store(config.run_dir, config.storage, tell)  # above the run: what a kill leaves there is in no way
             store.contact()
             store.try_out()
 

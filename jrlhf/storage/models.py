@@ -37,7 +37,9 @@ def fetch_run(address: str, key: str) -> Path:
     """Returns a directory with what a run or an export at an address says of itself, without its model."""
     with refused(f"{key}={address} cannot be fetched", "list and read"):
         store = _store(address)
-        files = {name: version for name, version in store.versions().items() if "/" not in name}
+        versions = store.versions()
+        prompting = PROMPTING if PROMPTING in versions else f"model/{PROMPTING}"  # of a run, or of an export
+        files = {name: version for name, version in versions.items() if "/" not in name or name == prompting}
         return _download(store, files, ("config.yaml", "summary.json", PROMPTING))
 
 

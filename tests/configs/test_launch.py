@@ -274,12 +274,15 @@ def test_a_rayjob_gives_the_trainer_the_gpus_of_the_head_and_resumes():
     group = closed(
         "rayStartParams template", "groupName replicas minReplicas maxReplicas", template=closed("spec", spec=pods)
     )
-    cluster_spec = closed("headGroupSpec workerGroupSpecs", headGroupSpec=group, workerGroupSpecs=several(group))
+    cluster_spec = closed(
+        "rayVersion authOptions headGroupSpec workerGroupSpecs", headGroupSpec=group, workerGroupSpecs=several(group)
+    )
     keys = "backoffLimit shutdownAfterJobFinishes ttlSecondsAfterFinished entrypoint rayClusterSpec"
     jsonschema.validate(
         manifest, closed("apiVersion kind metadata spec", spec=closed(keys, rayClusterSpec=cluster_spec))
     )
     assert (manifest["apiVersion"], manifest["kind"]) == ("ray.io/v1", "RayJob")
+    assert manifest["spec"]["rayClusterSpec"]["authOptions"] == {"mode": "token"}
     head, (workers,) = (manifest["spec"]["rayClusterSpec"][key] for key in ("headGroupSpec", "workerGroupSpecs"))
     assert head["rayStartParams"]["num-gpus"] == "0"
     assert all(isinstance(value, str) for value in head["rayStartParams"].values())  # what KubeRay takes

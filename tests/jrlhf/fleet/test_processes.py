@@ -11,15 +11,18 @@ import threading
 import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from jrlhf.config import config_yaml
-from jrlhf.errors import RunFailure
+from jrlhf.config.stages import FleetSection
+from jrlhf.errors import RunFailure, UserError
 from jrlhf.fleet import worker
-from jrlhf.fleet.processes import LocalWorker, ProcessWorkers, _Process
+from jrlhf.fleet.processes import LocalWorker, ProcessWorkers, _Process, check_processes
+from jrlhf.fleet.ray_worker import connect
 from jrlhf.fleet.shared import SharedArrays, read
 from tests.jrlhf.fleet.test_runs import ADAPTER, config, proven, run
 from tests.support.processes import alive, gone
@@ -208,6 +211,43 @@ def test_bits_do_not_depend_on_kills_of_the_run(tmp_path, programs):
     assert kills >= 3 and bits(path) == bits(tmp_path / "one")
 
 
+@pytest.mark.parametrize(
+    "address, cause, sentence",
+    [
+        ("127.0.0.1:1", "", r"see that it runs at RAY_ADDRESS=127.0.0.1:1, which must be HOST:PORT \(.*refused"),
+        ("local", "", "RAY_ADDRESS=local, which must be HOST:PORT"),
+        ("ray://127.0.0.1:1", "", r"or set RAY_ADDRESS to the address of another one \(no cluster\)"),
+        ("auto", "", r"start it with ray start --head, or .* \(no cluster\)"),
+        (None, "AuthenticationError", r"set RAY_AUTH_MODE=token \(the cluster asks for a token\)"),
+    ],
+)
+def test_a_cluster_that_is_not_there_is_one_sentence(address, cause, sentence, monkeypatch):
+    def init(*arguments, **options):
+        raise ConnectionError("no cluster\nand more") from ValueError(cause)
+
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(is_initialized=lambda: False, init=init))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    if address is not None:
+        monkeypatch.setenv("RAY_ADDRESS", address)
+    with pytest.raises(UserError, match=f"^fleet.engine=ray cannot join a Ray cluster: .*{sentence}"):
+        connect(1, 0, print)
+
+
+def test_a_missing_ray_is_refused_before_anything_starts(monkeypatch):
+    monkeypatch.setattr("jrlhf.fleet.ray_worker.find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"needs the package ray: pip install 'jrlhf\[ray\]'"):
+        check_processes(FleetSection(workers=1, engine="ray"), "cpu", 1)
+
+
+def test_a_process_that_starts_while_it_is_closed_ends(process):
+    make, _ = process
+    own = make()
+    start = own._start
+    own._start = lambda write: own.close() or start(write)
+    with pytest.raises(RunFailure, match="rollout process 1 was ended"):
+        own.ask({})
+
+
 @pytest.fixture
 def cluster(tmp_path, monkeypatch):
     """A Ray cluster of this machine, at RAY_ADDRESS."""
@@ -242,23 +282,26 @@ def cluster(tmp_path, monkeypatch):
 
 @pytest.mark.proof("processes")
 @pytest.mark.usefixtures("cluster")
-def test_bits_do_not_depend_on_ray_nor_on_kills_of_its_actors(tmp_path, monkeypatch):
+def test_bits_do_not_depend_on_ray_nor_on_kills_of_its_actors(tmp_path, monkeypatch, capsys):
     options: dict[str, Any] = {"staleness": 2, "update_steps": 3, "logical_workers": 2}
     expected = bits(run(config(tmp_path, "one", **options)))
     signals, decode, lost = signal.getsignal(signal.SIGTERM), ProcessWorkers.decode, []
 
+    def kill(victim):
+        if victim._worker is not None:
+            victim._worker.interrupt()
+            lost.append(victim)
+
     def killing(self, prompts):
         if len(lost) < 3:
-            victim = self._processes[len(lost) % 2]
-            lost.append(victim)
-            threading.Timer(0.01 * len(lost), lambda: victim._worker and victim._worker.interrupt()).start()
+            threading.Timer(0.01 * len(lost), kill, [self._processes[len(lost) % 2]]).start()
         return decode(self, prompts)
 
     monkeypatch.setattr(ProcessWorkers, "decode", killing)
     path = run(config(tmp_path, "ray", "grpo", ["fleet.workers=2", "fleet.engine=ray"], **options))
     assert signal.getsignal(signal.SIGTERM) == signals
     assert bits(path) == expected
-    assert len(lost) == 3
+    assert capsys.readouterr().out.count("another one takes its place") == len(lost) >= 3
 
 
 @pytest.mark.proof("kills")

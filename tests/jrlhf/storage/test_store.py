@@ -10,9 +10,10 @@ import pytest
 from jrlhf.config.places import StorageConfig
 from jrlhf.doctor.facts import _store_error
 from jrlhf.errors import UserError
+from jrlhf.run.directory import read_prompting
 from jrlhf.storage import store as module
 from jrlhf.storage.claim import NAME, Claim
-from jrlhf.storage.models import fetch
+from jrlhf.storage.models import fetch, fetch_run
 from jrlhf.storage.store import Store, StoreError, refused
 
 ADDRESS, ROOT = "memory://bucket/x", "/bucket/x"
@@ -192,7 +193,17 @@ def test_a_model_that_changed_is_fetched_again_and_one_that_vanishes_is_a_senten
         fetch(ADDRESS, "model.path", ("*.json",))
 
 
-def test_the_doctor_leaves_objects_of_the_user_alone(memory):
+def test_how_a_model_is_asked_is_read_from_a_run_and_from_an_export(memory, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    memory.pipe_file(f"{ROOT}/model/prompting.json", b'{"chat": true}')
+    assert read_prompting(fetch_run(ADDRESS, "model")) == {"chat": True}
+    memory.pipe_file(f"{ROOT}/prompting.json", b'{"chat": false}')
+    assert read_prompting(fetch_run(ADDRESS, "model")) == {"chat": False}
+
+
+def test_the_doctor_leaves_objects_of_the_user_alone_and_tells_the_remedy(memory, monkeypatch):
     memory.pipe_file(f"{ROOT}/jrlhf-doctor", b"mine")
     assert _store_error(ADDRESS) is None
+    monkeypatch.setattr(Store, "read", lambda *arguments: (_ for _ in ()).throw(StoreError("denied", "set a variable")))
+    assert _store_error(ADDRESS) == "denied: set a variable"
     assert {name: memory.cat_file(name) for name in memory.find(ROOT)} == {f"{ROOT}/jrlhf-doctor": b"mine"}
