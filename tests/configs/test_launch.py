@@ -178,15 +178,15 @@ def test_the_commands_of_launch_templates_suit_their_devices(monkeypatch: pytest
 
 
 def stand_in(folder: Path, name: str, script: str) -> None:
-    """A command that notes its arguments in `called`, NUL between them and a line end after them, and runs `script`."""
+    """A command that notes its arguments in `called`, NUL after each and a line end as the last, and runs `script`."""
     folder.mkdir(exist_ok=True)
-    note = f"(printf '%s\\0' {name} \"$@\"; echo) >>{shlex.quote(str(folder / 'called'))}\n"
+    note = f"printf '%s\\0' {name} \"$@\" $'\\n' >>{shlex.quote(str(folder / 'called'))}\n"  # in one piece
     (folder / name).write_text(f"#!/bin/bash\n{note}{script}\n")
     (folder / name).chmod(0o755)
 
 
 def calls(folder: Path, name: str) -> list[list[str]]:
-    lines = (folder / "called").read_text().split("\0\n") if (folder / "called").exists() else []
+    lines = (folder / "called").read_text().split("\0\n\0") if (folder / "called").exists() else []
     return [line.split("\0")[1:] for line in lines if line.split("\0")[0] == name]
 
 
@@ -247,8 +247,10 @@ def test_an_older_python_is_refused_before_anything_is_installed(tmp_path, versi
 
 @pytest.mark.parametrize("code", [0, 2, 75])
 def test_ray_on_slurm_starts_the_cluster_before_the_trainer_and_requeues_after_75_only(tmp_path, code):
+    both = "grep -qa -e --head $HOME/called && grep -qa -e --exclude $HOME/called"
+    status = f'[[ "$*" == *"ray status"* ]] && {{ {both}; exit; }}'
     trainer = f'[[ "$*" == *jrlhf.train* ]] && {{ echo "$RAY_ADDRESS" >>$HOME/address; exit {code}; }}; exit 0'
-    stand_in(tmp_path, "srun", trainer)
+    stand_in(tmp_path, "srun", f"{status}\n{trainer}")
     stand_in(tmp_path, "scontrol", '[[ "$1" = show ]] && printf "one\\ntwo\\nthree\\n"; exit 0')
     variables = {"SLURM_JOB_ID": "7", "SLURM_SUBMIT_DIR": str(tmp_path)}
     variables |= {"SLURM_JOB_NODELIST": "nodes", "SLURM_JOB_NUM_NODES": "3"}
@@ -259,7 +261,8 @@ def test_ray_on_slurm_starts_the_cluster_before_the_trainer_and_requeues_after_7
         starts = calls(tmp_path, "srun")
         (head,), (workers,) = ([call for call in starts if word in call] for word in ("--head", "--exclude=one"))
         assert "--nodelist=one" in head and "--num-gpus=0" in head and "--nodes=2" in workers
-        train = starts[-1]
+        (train,) = (call for call in starts if "jrlhf.train" in call)
+        assert starts.index(head) < starts.index(train)
         assert "--nodelist=one" in train and "fleet.engine=ray" in train and ("--resume" in train) == resumed
         requeues = [call for call in calls(tmp_path, "scontrol") if call[0] == "requeue"]
         assert requeues == ([["requeue", "7"]] if code == 75 else [])
