@@ -104,7 +104,8 @@ class ProcessWorkers:
             self._processes.append(_Process(number, setup, partial(start, environment), log, tell))
         self._threads = ThreadPoolExecutor(len(self._processes), "workers")
         self._weights = SharedArrays.of([])
-        self._base: tuple[Any, SharedArrays] | None = None  # the frozen weights under an adapter, which travel once
+        # Under an adapter: the frozen weights, a command that hands them over, once, and the file that it names.
+        self._base: tuple[Any, dict[str, str], SharedArrays] | None = None
         self._rooms, self.running = [0] * count, 0
 
     @property
@@ -127,13 +128,17 @@ class ProcessWorkers:
             for first in range(0, count * len(share), count):
                 placed = to_devices(arrays[first : first + count], self._shardings)
                 states.append(self._treedef.unflatten(placed))
-            process.repeat_from([({"start": shared.path}, shared), (self._command(self._weights), self._weights)])
+            base = [] if self._base is None else [self._base[1:]]
+            start, take = ({"start": shared.path}, shared), (self._command(self._weights), self._weights)
+            process.repeat_from([*base, start, take])
         return states
 
     def put(self, weights: Weights) -> SharedArrays:
         base, adapter = weights
         if adapter and self._base is None:
-            self._base = base, SharedArrays.of(to_host(jax.tree.leaves(base)))
+            shared = SharedArrays.of(to_host(jax.tree.leaves(base)))
+            self._base = base, {"base": shared.path}, shared
+            self._ask([self._base[1]] * len(self._processes), [shared] * len(self._processes))
         travelling = adapter or base
         self._places = jax.tree.map(lambda leaf: leaf.sharding, travelling)
         return SharedArrays.of(to_host(jax.tree.leaves(travelling)))
@@ -165,8 +170,9 @@ class ProcessWorkers:
         """The answers of all processes, which work at the same time, in the order of the processes."""
         return list(self._threads.map(_Process.ask, self._processes, commands, shared))
 
-    def _command(self, weights: SharedArrays, again: Any = None) -> dict[str, Any]:
-        return {"take": {"path": weights.path, "base": self._base and self._base[1].path, "again": again}}
+    @staticmethod
+    def _command(weights: SharedArrays, again: Any = None) -> dict[str, Any]:
+        return {"take": {"path": weights.path, "again": again}}
 
     def _note_room(self, answers: Sequence[Mapping[str, Any]]) -> None:
         self._rooms = [room for answer in answers for room in answer["rooms"]]

@@ -4,7 +4,8 @@ The channel is a socket whose other end only the parent has. Messages are JSON; 
 
     parent: the description of `describe`          process: {program, devices}
     parent: {start: path of states}                process: {rooms, running}
-    parent: {take: path of weights, base, again}   process: [identities before, identities after]
+    parent: {base: path of weights}                process: null; with an adapter, which then are the weights of `take`
+    parent: {take: path of weights, again}         process: [identities before, identities after]
     parent: {decode: prompts of each worker}       process: {progress, rooms, running}
     parent: {states: null}                         process: path of states
 """
@@ -40,6 +41,7 @@ from jrlhf.models import (
 )
 from jrlhf.models.config import RopeScaling
 from jrlhf.models.generation.continuous import Prompt
+from jrlhf.models.params import Params
 from jrlhf.roles.model import Architecture, Compute
 from jrlhf.roles.placement import CallPlacement
 from jrlhf.run.child import channel_to_parent, receive, send
@@ -113,7 +115,8 @@ class _Process:
         model, lora = _model(setup["model"]), setup["lora"] and LoRAConfig(**setup["lora"])
         sampling = SamplingConfig(**{**setup["sampling"], "stop_ids": tuple(setup["sampling"]["stop_ids"])})
         schedule, self._stored = Schedule(**setup["schedule"]), param_shardings(model, self.mesh, GENERATE)
-        self._adapted, self._base = lora and lora_shardings(model, self.mesh, lora), None
+        self._adapted = lora and lora_shardings(model, self.mesh, lora)
+        self._base: Params = {}  # under an adapter
         compute = Compute(jnp.dtype(setup["dtype"]), attention=setup["attention"])
         compiled = CallPlacement(self.mesh).compiled(Architecture(model, lora), compute)
         with jax.set_mesh(self.mesh):
@@ -127,11 +130,13 @@ class _Process:
         self._workers.start(treedef.unflatten([to_devices(array, leaf.sharding) for array, leaf in arrays]))
         return self._room()
 
+    def base(self, path: str) -> None:
+        self._base = _placed(path, self._stored)
+
     def take(self, argument: Mapping[str, Any]) -> Any:
         if self._adapted is None:
             weights = _placed(argument["path"], self._stored), {}
         else:
-            self._base = self._base or _placed(argument["base"], self._stored)
             weights = self._base, _placed(argument["path"], self._adapted)
         again = None if argument["again"] is None else {row[0]: Prompt(*row) for row in argument["again"]}
         return to_host(self._workers.take(weights, again))[0]

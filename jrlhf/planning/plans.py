@@ -229,8 +229,6 @@ def _check_asynchronous(named: str, config: Config, workload: Workload, plan: Pl
         raise UserError(
             f"{key} learns from older rollouts, and compute.shared_passes from its own: leave one of them out"
         )
-    if workload.on_base("actor") and config.fleet is not None and config.fleet.engine == "ray":
-        raise UserError("fleet.engine=ray hands over whole models, and lora trains an adapter: set fleet.engine=local")
     groups, slots = plan[drawing[0]].devices.count // plan[drawing[0]].tensor, config.rollout.slots
     slots, workers = slots or config.rl.rollout_batch, config.logical_workers
     if slots % (workers * plan[drawing[0]].devices.count) or slots // (workers * groups) < config.samples:

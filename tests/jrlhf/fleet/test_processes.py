@@ -284,7 +284,7 @@ def cluster(tmp_path, monkeypatch):
 @pytest.mark.usefixtures("cluster")
 def test_bits_do_not_depend_on_ray_nor_on_kills_of_its_actors(tmp_path, monkeypatch, capsys):
     options: dict[str, Any] = {"staleness": 2, "update_steps": 3, "logical_workers": 2}
-    expected = bits(run(config(tmp_path, "one", **options)))
+    expected = bits(run(config(tmp_path, "one", "grpo", ADAPTER, **options)))
     signals, decode, lost = signal.getsignal(signal.SIGTERM), ProcessWorkers.decode, []
 
     def kill(victim):
@@ -298,7 +298,7 @@ def test_bits_do_not_depend_on_ray_nor_on_kills_of_its_actors(tmp_path, monkeypa
         return decode(self, prompts)
 
     monkeypatch.setattr(ProcessWorkers, "decode", killing)
-    path = run(config(tmp_path, "ray", "grpo", ["fleet.workers=2", "fleet.engine=ray"], **options))
+    path = run(config(tmp_path, "ray", "grpo", [*ADAPTER, "fleet.workers=2", "fleet.engine=ray"], **options))
     assert signal.getsignal(signal.SIGTERM) == signals
     assert bits(path) == expected
     assert capsys.readouterr().out.count("another one takes its place") == len(lost) >= 3

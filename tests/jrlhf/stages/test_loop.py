@@ -51,7 +51,7 @@ def context(path, *, section=None, stop_after_skipped=5):
         "stages": ("stage",),
     }
     config = SimpleNamespace(checkpoints=SimpleNamespace(keep=2), deadline=60.0, profile=ProfileConfig(), **own)
-    services = {"console": Services(), "trackers": Services(), "preemption": PreemptionGuard()}
+    services = {"console": Services(), "trackers": [Services()], "preemption": PreemptionGuard()}
     return SimpleNamespace(run=Run(path), config=config, mesh=MESH, identity=Identity(), **services)
 
 
@@ -93,7 +93,7 @@ def test_a_stage_saves_when_it_is_asked_to_stop_and_goes_on_from_its_newest_chec
     with pytest.raises(RuntimeError, match="lost"):
         run(here, step=broken)
     assert taken == [3, 4, 5]
-    losses = [(stage, step, numbers["loss"]) for stage, step, numbers in here.trackers.entries]
+    losses = [(stage, step, numbers["loss"]) for stage, step, numbers in here.trackers[0].entries]
     assert losses == [("sft", step + 1, float(step)) for step in (3, 4)]
     assert [record["step"] for record in read_metrics(tmp_path)] == [1, 2, 3, 4, 5]
 
