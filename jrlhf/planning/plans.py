@@ -203,15 +203,17 @@ def _check_fused(named: str, config: Config, workload: Workload, plan: Plan) -> 
 
 def _check_base(named: str, config: Config, workload: Workload, plan: Plan, devices: int) -> None:
     """Refuses to compute with the base that adapters share in more than one place, apart from rollouts."""
-    sizes = mesh_sizes(config.mesh, devices)
     on_base = [call for call in workload.calls if workload.on_base(call.role)]
+    if not on_base:
+        return
+    *_, tensor = mesh_sizes(config.mesh, devices)
     places = {(plan[call.name].devices, plan[call.name].sizes) for call in on_base if call.kind != "generate"}
     for call in on_base:
         own = plan[call.name]
-        if len(places) > 1 or own.pipeline > 1 or own.tensor != sizes[2]:
+        if len(places) > 1 or own.pipeline > 1 or own.tensor != tensor:
             raise UserError(
                 f"{named} has {call.name} on devices {own.devices}, and what lora adapts is one base on all {devices}, "
-                f"with tensor={sizes[2]}: put all its calls but rollouts on one slice, or set plan=colocate"
+                f"with tensor={tensor}: put all its calls but rollouts on one slice, or set plan=colocate"
             )
 
 
