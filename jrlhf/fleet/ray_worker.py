@@ -51,7 +51,7 @@ def connect(workers: int, gpus: int, tell: Callable[[str], None]) -> None:
                 socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
             ray.init("auto", log_to_driver=False, logging_level=logging.ERROR)
         except Exception as error:  # Ray has a type for each step that may fail
-            reason = _first_line(error)
+            reason = str(error).strip().partition("\n")[0]
             if "AuthenticationError" in str(error.__cause__):
                 remedy, reason = "set RAY_AUTH_MODE=token", "the cluster asks for a token"
             raise UserError(f"fleet.engine=ray cannot join a Ray cluster: {remedy} ({reason})") from error
@@ -73,10 +73,6 @@ def _store(shared: SharedArrays) -> Any:
         if shared not in _stored:
             _stored[shared] = ray.put(np.fromfile(shared.path, np.uint8))
         return _stored[shared]
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]
 
 
 class RayWorker:
@@ -113,7 +109,7 @@ class RayWorker:
             return {"failure": "hang", "detail": f"no answer within {seconds:g} s"}
         except RayError as error:
             self.kill()
-            reason = _first_line(error)
+            reason = str(error).strip().rpartition("\n")[2]  # after the actor's traceback
             return {"failure": "crash", "detail": f"after {time.monotonic() - begin:.0f} s, saying {reason!r}"}
         self._log(output)
         if "failure" in answer:
