@@ -4,8 +4,8 @@
 
 makes an environment for each peer (`benchmarks.sides.environment`), trains the supervised model from which all start,
 runs every side with every seed, and lets our program answer the held-out sums greedily with all the trained weights.
-Writes results/parity.json and results/parity.svg, and prints the table of docs/parity.md. With --work a run that was
-interrupted goes on: what is in the directory is not computed again.
+Writes results/parity.json and results/parity.svg, or --output and its picture, and prints the table of docs/parity.md.
+With --work a call that was interrupted goes on: seeds whose results are in the directory are not trained again.
 """
 
 import argparse
@@ -77,9 +77,10 @@ def make_base(work: Path) -> None:
     """Trains the supervised model, if it is not there."""
     if (work / "base").is_dir():
         return
+    shutil.rmtree(work / "sft", ignore_errors=True)  # of an interrupted call
     command = [sys.executable, "-m", "jrlhf.train", *SUPERVISED, "name=sft", f"run_dir={work}"]
     subprocess.run(command, check=True, cwd=ROOT)
-    shutil.copytree(work / "sft" / "model", work / "base")
+    (work / "sft" / "model").rename(work / "base")
 
 
 def run(work: Path, name: str, seeds: int, venvs: Mapping[str, Path]) -> None:
@@ -218,7 +219,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--venv", nargs="*", default=[], metavar="PEER=DIRECTORY", help="environments that are there")
     parser.add_argument("--systems", nargs="+", choices=tuple(SYSTEMS), default=list(SYSTEMS))
     parser.add_argument("--seeds", type=int, default=10, help="at least 2")
+    parser.add_argument("--output", type=Path, default=RESULTS / "parity.json")
     options = parser.parse_args(arguments)
+    if options.seeds < 2:
+        parser.error(f"--seeds {options.seeds}: a difference needs at least 2")
     venvs = {peer: Path(path).absolute() / "bin" / "python" for peer, path in (x.split("=") for x in options.venv)}
     with tempfile.TemporaryDirectory() as temporary:
         work = (options.work or Path(temporary)).absolute()
@@ -234,8 +238,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     record = {"benchmark": "parity", "command": command, "hardware": hardware(jax.devices()[0]), **provenance("jax")}
     settings = {key: value for key, value in vars(common).items() if key.isupper()}
     record |= {"settings": settings, "problems": PROBLEMS, "heldout": HELDOUT, "last": LAST, "margin": MARGIN}
-    write(RESULTS / "parity.json", record | {"confidence": CONFIDENCE} | outcome)
-    plot(outcome, RESULTS / "parity.svg")
+    write(options.output, record | {"confidence": CONFIDENCE} | outcome)
+    plot(outcome, options.output.with_suffix(".svg"))
     print(table(outcome))
 
 

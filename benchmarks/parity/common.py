@@ -25,8 +25,8 @@ PAD, EOS, CHARACTERS = 0, 1, "0123456789+="  # the characters' ids begin at 2
 class Job:
     """What one process does.
 
-    directory: has `base/`, the supervised model with its tokenizer, and `prompts-SEED.json`, the questions of every
-        step [STEPS, prompts], in the order in which they are to be asked.
+    directory: has `base/`, the supervised model with its tokenizer, and `ALGORITHM-prompts-SEED.json`, the questions
+        of every step [STEPS, prompts], in the order in which they are to be asked.
     side: the folder for the results.
     """
 
@@ -106,7 +106,7 @@ class Watch:
 
 
 def main(train: Callable[[Job, int], Trained], packages: Sequence[str]) -> None:
-    """Trains with the seeds of the job that the command line says, and writes results.json into each one's folder."""
+    """Trains with the seeds of the job that the command line says, and writes result.json into each one's folder."""
     job = Job(**json.loads(sys.argv[1]))
     versions = {name: importlib.metadata.version(name) for name in packages}
     for seed in job.seeds:

@@ -54,10 +54,12 @@ def stage(algorithm: str) -> dict:
 
 
 def train(job: Job, seed: int) -> Trained:
+    runs = job.model(seed).parent / "runs"
+    shutil.rmtree(runs / f"{seed}", ignore_errors=True)  # of an interrupted call
     done = run(
         {
             "name": f"{seed}",
-            "run_dir": str(job.model(seed).parent / "runs"),
+            "run_dir": str(runs),
             "seed": seed,
             "stages": [job.algorithm],
             "device": {"platform": "cpu", "simulated": 1},
