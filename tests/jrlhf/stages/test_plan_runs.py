@@ -170,19 +170,22 @@ def test_a_run_in_stages_is_the_colocated_one_and_resumes_without_them(make, tmp
 
 @RUN
 def test_a_run_with_fused_updates_is_the_one_in_stages(make, tmp_path):
-    """With sleeping models of other roles, and two minibatches."""
-    section = {"algorithm": {"epochs": 1, "minibatches": 2}}
+    """With sleeping models of other roles, two minibatches, and between both updates that of a third model."""
+    given = STAGES["safe_rlhf"] | {"safe_rlhf": {"algorithm": {"epochs": 1, "minibatches": 2}}}
+    given |= {"sleep": {"reference": "host"}}
     ends = []
     for schedule in ("1f1b", "fused"):
         placed = {"devices": "0-3", "fsdp": 2, "pipeline": 2, "micro_batches": 2, "schedule": schedule}
-        plan = by_hand(tmp_path / f"{schedule}.yaml", make("x", "ppo"), actor_update=placed, critic_update=placed)
-        ends.append(run(make(schedule, "ppo", plan, ppo=section, sleep={"reference": "host"})))
+        plan = by_hand(
+            tmp_path / f"{schedule}.yaml", make("x", "safe_rlhf", **given), actor_update=placed, critic_update=placed
+        )
+        ends.append(run(make(schedule, "safe_rlhf", plan, **given)))
     serial, fused = (timeless(path) for path in ends)
     assert_close(fused[:1], serial[:1], **ROUNDED)
     assert_close(fused[1:], serial[1:], **STEPPED)
     assert all("timing_s/update" in record for record in read_metrics(ends[1]))
     assert [record["perf/compilations"] for record in read_metrics(ends[1])][1:] == [0]
-    resumed(make("fused", "ppo", ppo=section, sleep={"reference": "host"}), 2)
+    resumed(make("fused", "safe_rlhf", **given), 2)
     assert_close(timeless(ends[1]), fused, **ROUNDED)
 
 
