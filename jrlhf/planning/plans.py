@@ -170,7 +170,7 @@ def _check_fused(named: str, config: Config, workload: Workload, plan: Plan) -> 
     if plan.fused != FUSED:
         raise UserError(
             f"{named} has schedule=fused for {' and '.join(plan.fused)}, and it trains {actor} and {critic} together: "
-            "give it to both of them and to no other call"
+            "give it to both of them and to no other call, or leave it out"
         )
     one, two = plan[actor], plan[critic]
     if one.devices != two.devices:
