@@ -151,9 +151,9 @@ def _hub() -> dict[str, Any]:
 
 
 def _storage(run_dir: str) -> dict[str, Any]:
-    if "://" in run_dir:
+    if re.match(r"\w+:/", run_dir):  # also an address that lost a slash
         return {"run_dir": run_dir, "run_dir_error": _store_error(run_dir)}
-    path = Path(run_dir).absolute()
+    path = Path(os.path.expanduser(run_dir)).absolute()
     place = _existing(path)
     return {"run_dir": str(path), "run_dir_error": _write_error(place), "free": shutil.disk_usage(place).free}
 

@@ -1,6 +1,7 @@
 """`jrlhf doctor`: facts of machines -> findings. The facts of this machine are gathered once, without a network."""
 
 import json
+import os
 from dataclasses import replace
 
 import pytest
@@ -147,7 +148,9 @@ def test_an_object_store_is_written_to(memory):
     finding = next(one for one in diagnose(replace(GOOD, **facts, free=None)) if one.part == "run_dir")
     assert finding.state == "ok" and "can be written" in finding.text
     assert Store("memory://bucket/runs", StorageConfig()).sizes() == {}
-    assert "it is not s3://" in str(doctor_facts._storage("ftp://bucket/runs")["run_dir_error"])
+    for address in ("ftp://bucket/runs", "s3:/bucket/runs"):
+        assert "it is not s3://" in str(doctor_facts._storage(address)["run_dir_error"])
+    assert doctor_facts._storage("~/runs")["run_dir"] == os.path.expanduser("~/runs")
 
 
 def test_this_machine_is_examined_in_its_own_process(monkeypatch, tmp_path, capsys):

@@ -288,9 +288,9 @@ def test_bits_do_not_depend_on_ray_nor_on_kills_of_its_actors(tmp_path, monkeypa
     signals, decode, lost = signal.getsignal(signal.SIGTERM), ProcessWorkers.decode, []
 
     def kill(victim):
-        if victim._worker is not None:
-            victim._worker.interrupt()
-            lost.append(victim)
+        if (actor := victim._worker) is not None and actor not in lost:  # else its loss is not noticed yet
+            lost.append(actor)
+            actor.interrupt()
 
     def killing(self, prompts):
         if len(lost) < 3:
