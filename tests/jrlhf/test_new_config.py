@@ -81,13 +81,13 @@ def test_settings_have_their_meaning_as_comment_and_the_reward_scores(tmp_path):
     assert score(["p"], [[{"role": "assistant", "content": twenty}]]) == [1.0]
 
 
-def test_questions_have_defaults_and_are_repeated_after_a_wrong_answer(capsys):
-    answers = iter(["", "no-task", "arithmetic", "grop", "grpo", "", "3xabacus", "4xcpu"])
+def test_questions_have_defaults_and_are_repeated_after_a_wrong_answer(tmp_path, capsys):
+    answers = iter([str(tmp_path), "", "no-task", "arithmetic", "grop", "grpo", "", "3xabacus", "4xcpu"])
     assert complete({}, lambda question, usual: next(answers)) == Answers(
         "tiny", "arithmetic", "grpo", "", "exact_match", "4xcpu"
     )
     out = capsys.readouterr().out
-    assert out.count("\n") == 3 and "did you mean grpo" in out and "devices=3xabacus" in out
+    assert out.count("\n") == 4 and "holds no model" in out and "did you mean grpo" in out and "devices=3xabacus" in out
     assert complete({"data": "docstrings", "algorithm": "dpo"}, None).reward == ""
     with pytest.raises(UserError, match="data has no answer: give --data"):
         complete({"model": QWEN}, None)
