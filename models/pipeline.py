@@ -150,7 +150,7 @@ def run(table: Table, tasks: Mapping[int, Task]) -> dict[int, Gradients]:
     for _, step in table.operations:
         if step.model in running:
             running[step.model].compute(step, split=table.pipelines[step.model].split)
-    return {number: task.result() for number, task in running.items()}
+    return {number: running.pop(number).result() for number in tasks}  # each frees its stages for the next one
 
 
 class _Running:
