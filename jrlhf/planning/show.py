@@ -95,7 +95,8 @@ def _reasons(workload: Workload, cluster: Cluster, outcome: Found, prices: CostM
 
 def _mesh(placement: Placement) -> str:
     axes = {axis: getattr(placement, axis) for axis in ("data", "fsdp", "tensor", "pipeline")}
-    return " x ".join(f"{axis}={size}" for axis, size in axes.items() if size > 1) or "one device"
+    mesh = " x ".join(f"{axis}={size}" for axis, size in axes.items() if size > 1) or "one device"
+    return f"{mesh} by {placement.schedule}" if placement.pipeline > 1 else mesh
 
 
 def timeline(simulation: Simulation) -> list[str]:

@@ -41,7 +41,7 @@ def test_stages_are_priced_and_drawn(tmp_path, capsys):
     saved.write_text(yaml.safe_dump({**mapping, "calls": {**mapping["calls"], "actor.update": update}}))
     capsys.readouterr()
     assert cli([*ARGUMENTS, *roomy, "--plan", str(saved), "--plot", str(drawn)]) == 0
-    assert "fsdp=2 x pipeline=4" in capsys.readouterr().out
+    assert "fsdp=2 x pipeline=4 by 1f1b" in capsys.readouterr().out
     assert f"actor.update, 1f1b: bubble {100 * 3 / 11:.0f} %" in drawn.read_text()
 
 

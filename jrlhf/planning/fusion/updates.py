@@ -16,7 +16,7 @@ from jrlhf.planning.workload import Workload
 
 # Relative costs decide on a table. They are this device's everywhere, so that a run has the same table on all machines.
 _REFERENCE, _NODE = "h100", 8
-_EFFORT = 0.25  # of a search: at most about a second of a core
+_EFFORT = 0.25  # of a search: at most about two seconds of a core
 _DIGITS = 2  # of relative costs
 
 
