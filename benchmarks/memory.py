@@ -186,7 +186,7 @@ def lowered(case: Case, devices: Sequence[Any], backend: Backend) -> jax.stages.
             case "critic.values":
                 return CompiledModel(*setting).score_values().lower(weights, rows(length), rows(), *base)
             case "actor.update":
-                step = CompiledModel(*setting).actor_step(adam, algorithm, temperature=1.0)
+                step = CompiledModel(*setting).actor_step(adam, algorithm, temperature=1.0, responses=None)
             case _:
                 step = CompiledModel(*setting).critic_step(adam, algorithm)
         return step.lower(train_state(optimizer, weights, mesh), experience(mesh, rows, length), *base)

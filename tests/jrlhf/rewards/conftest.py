@@ -10,6 +10,7 @@ from jrlhf.config.schema import RewardConfig
 from jrlhf.rewards.functions import FunctionReward
 from jrlhf.rewards.python_code import PREFIX
 from jrlhf.rewards.types import Sample
+from jrlhf.run.child import Worker
 from tests.support.processes import alive, state
 
 
@@ -34,7 +35,7 @@ def make_sample(row: int = 0, response: str | None = None, tokens: int = 3, **co
 
 def pids(reward: FunctionReward) -> list[int]:
     """The process numbers of the workers, in their order."""
-    return [worker.pid for _, worker in sorted(reward._pool.items())]
+    return [worker.pid for _, worker in sorted(reward._pool.items()) if isinstance(worker, Worker)]
 
 
 def open_files() -> set[str]:
