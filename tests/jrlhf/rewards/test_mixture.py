@@ -71,7 +71,7 @@ class Calls:
 
 
 def test_scoring_is_dispatched_while_functions_are_at_work():
-    def function(samples: Sequence[Sample], step: int) -> Scored:
+    def function(samples: Sequence[Sample], step: int, first: int = 0) -> Scored:
         assert calls.dispatched.wait(10), "the critic's values were not asked for before this returned"
         threads.append(threading.current_thread())
         return Scored(np.array([len(sample.response_text) for sample in samples], float))
@@ -95,7 +95,7 @@ def test_scoring_is_dispatched_while_functions_are_at_work():
 
 
 def test_a_function_that_fails_stops_the_iteration_before_anything_is_trained():
-    def function(samples: Sequence[Sample], step: int) -> Scored:
+    def function(samples: Sequence[Sample], step: int, first: int = 0) -> Scored:
         raise RewardFailure("the judge is out")
 
     calls = Calls(function=TextPart(1.0, function, "function"))
@@ -106,7 +106,7 @@ def test_a_function_that_fails_stops_the_iteration_before_anything_is_trained():
 
 
 def test_a_baseline_is_shaped_like_the_scores_and_counts_as_none_of_them():
-    def function(samples: Sequence[Sample], step: int) -> Scored:
+    def function(samples: Sequence[Sample], step: int, first: int = 0) -> Scored:
         return Scored(np.full(len(samples), 3.0), failures=Counter({"nan": 2}))
 
     calls = Calls(shaping=ScoreConfig(normalise=True, clip=2.0), function=TextPart(2.0, function, "function"))
@@ -127,7 +127,7 @@ def test_a_baseline_is_shaped_like_the_scores_and_counts_as_none_of_them():
 
 
 def test_costs_have_names_of_their_own():
-    def function(samples: Sequence[Sample], step: int) -> Scored:
+    def function(samples: Sequence[Sample], step: int, first: int = 0) -> Scored:
         return Scored(np.arange(len(samples), dtype=float))
 
     calls = Calls(kind="costs", words=TextPart(0.5, function, "words"))

@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jrlhf.algorithms import policy_logprobs
 from jrlhf.algorithms.ppo import ppo
@@ -81,9 +83,10 @@ def test_two_critics_are_timed_apart(monkeypatch):
     monkeypatch.setattr(CompiledModel, "critic_step", lambda *_: lambda state, *_: (state, {"critic/grad_norm": 1.0}))
     rows: Any = SimpleNamespace(tokens=None, lengths=None)
     for kind, name, timed in ((Critic, "critic", "values"), (CostCritic, "cost_critic", "cost_values")):
-        site = Site(make_mesh(1, 4, 2), Compute(), Clock())
-        critic = kind(Model(Architecture(MODEL), {}), site, optimizer=OPTIMIZER, algorithm=PPO)
-        critic = critic.bind(TrainState.create({}, OPTIMIZER))
+        mesh = make_mesh(1, 4, 2)
+        site, weights = Site(mesh, Compute(), Clock()), {"head": jax.device_put(jnp.zeros(8), NamedSharding(mesh, P()))}
+        critic = kind(Model(Architecture(MODEL), weights), site, optimizer=OPTIMIZER, algorithm=PPO)
+        critic = critic.bind(TrainState.create(weights, OPTIMIZER))
         critic.values(rows)
         assert critic.update(rows) == {f"{name}/grad_norm": 1.0}
         assert set(critic.clock.take()) == {f"timing_s/{timed}", f"timing_s/update_{name}", "timing_s/step"}
