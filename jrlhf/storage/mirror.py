@@ -262,12 +262,14 @@ class _Copies:
         A model's config.json is deleted before the first of its other files changes and copied last, so that a model
         that has one is whole.
         """
-        files = (self._path.rglob if folders else self._path.glob)("*")
-        names = [file.relative_to(self._path) for file in files if file.is_file()]
+        names = list[Path]()
+        for place, below, files in os.walk(self._path):  # passes over a folder that is deleted meanwhile
+            below[:] = [name for name in below if folders and name != CHECKPOINTS and not name.startswith(".")]
+            own = (name for name in files if name != PROMETHEUS and not name.startswith("."))
+            names += (Path(place, name).relative_to(self._path) for name in own)
         for name in sorted(names, key=lambda name: (name.name == "config.json", name)):
-            if name.parts[0] not in (CHECKPOINTS, PROMETHEUS) and not any(part.startswith(".") for part in name.parts):
-                with suppress(FileNotFoundError):  # replaced or deleted meanwhile
-                    self._copy_file(name.as_posix())
+            with suppress(FileNotFoundError):  # replaced or deleted meanwhile
+                self._copy_file(name.as_posix())
 
     def _copy_file(self, name: str) -> None:
         file = self._path / name

@@ -297,6 +297,30 @@ def test_what_did_not_change_is_not_copied_again(memory, config, monkeypatch):
     assert [name for name in written if not name.startswith(".mirror")] == ["plan.yaml"]
 
 
+def test_folders_that_go_while_files_are_listed_end_nothing(memory, config, monkeypatch):
+    """Orbax renames the folders that it is writing, and an export is replaced, whenever they like."""
+    monkeypatch.setattr(module, "_LOOK", 1e6)
+    with mirrored(config, resume=False, tell=pytest.fail) as mirror:
+        mirror.begin()
+        with open_run(config, resume=False) as run:
+            mirror.start(run)
+            assert mirror._copies is not None
+            for name in ("checkpoints/one/1.orbax-checkpoint-tmp", "model"):
+                (run.path / name).mkdir(parents=True)
+            (run.path / "note").write_text("x")
+            scandir = os.scandir
+
+            def going(path: Any) -> Any:
+                if Path(path).name in ("1.orbax-checkpoint-tmp", "model"):
+                    Path(path).rmdir()
+                return scandir(path)
+
+            monkeypatch.setattr(os, "scandir", going)
+            mirror._copies._copy()
+            monkeypatch.undo()
+            assert "note" in objects(memory) and not (run.path / "model").exists()
+
+
 def test_one_run_holds_an_address_until_it_gives_no_sign_of_life(memory, config, tmp_path):
     def claim(lock: str) -> Claim:
         return Claim(Store("memory://bucket/runs/run", config.storage), tmp_path / lock, 0.2)
