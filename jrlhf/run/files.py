@@ -10,6 +10,7 @@ import math
 import os
 import re
 import tempfile
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
@@ -21,7 +22,7 @@ from jrlhf.errors import UserError
 _SEAL = re.compile(r'\{"sha256": "(\w{64})", |# sha256 (\w{64})\n')
 
 
-class Closing:
+class Closing(ABC):
     """A base of classes with a method `close`, which ends a `with` block."""
 
     def __enter__(self) -> Self:
@@ -30,8 +31,9 @@ class Closing:
     def __exit__(self, *_) -> None:
         self.close()
 
+    @abstractmethod
     def close(self) -> None:
-        raise NotImplementedError
+        """Ends what the object has started, and frees what it holds."""
 
 
 def cache_directory() -> Path:
