@@ -171,7 +171,7 @@ class Rewards:
 
     def score_texts(self, samples: Sequence[Sample], step: int = 0) -> tuple[Scored, dict[str, Scored]]:
         """Returns the weighted sum of the rewards that read text, outside of iterations, and each one's scores."""
-        scored = _from_main(lambda: self._ask(samples, step, on_device=False))
+        scored = _from_main(lambda: self._thread.submit(self._ask, samples, step, on_device=False).result())
         return self._summed(samples, scored | self._ask(samples, step, on_device=True))
 
     def ask_ahead(

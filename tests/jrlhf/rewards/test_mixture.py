@@ -14,14 +14,14 @@ import pytest
 
 from jrlhf.algorithms.ppo import ppo
 from jrlhf.data.batches import Batch, put_rows
-from jrlhf.data.types import Example
+from jrlhf.data.types import Example, Response
 from jrlhf.meshes import make_mesh
 from jrlhf.ppo import Rollout, RunningMoments
 from jrlhf.ppo.shaping import ScoreConfig, shape_scores
 from jrlhf.rewards.combine import combine
 from jrlhf.rewards.functions import RewardFailure
 from jrlhf.rewards.mixture import Rewards, TextPart
-from jrlhf.rewards.types import Sample, Scored, weighted_sum
+from jrlhf.rewards.types import Sample, Scored, to_samples, weighted_sum
 from jrlhf.roles.model import Compute
 from jrlhf.roles.placement import RolePlacement
 from jrlhf.run.clock import Clock
@@ -92,6 +92,22 @@ def test_scoring_is_dispatched_while_functions_are_at_work():
     assert calls.rewards.identities == {"model": "model", "function": "function"}
     calls.rewards.close()
     assert not threads[0].is_alive()
+
+
+def test_one_thread_asks_a_function_within_iterations_and_outside_of_them():
+    """Two calls at once would take each other's answers from the function's process."""
+
+    def function(samples: Sequence[Sample], step: int, first: int = 0) -> Scored:
+        threads.add(threading.current_thread())
+        return Scored(np.full(len(samples), float(step)))
+
+    threads: set[threading.Thread] = set()
+    rewards = Calls(function=TextPart(1.0, function, "function")).rewards
+    response = Response((5,), "x", True)
+    ahead = rewards.ask_ahead(BATCH.examples[:1], BATCH.texts[:1], [response], 3, 0)
+    total, _ = rewards.score_texts(to_samples(BATCH.examples[:1], BATCH.texts[:1], [response]), 4)
+    assert ahead.result()[1]["function"].scores == [3.0] and total.scores == [4.0] and len(threads) == 1
+    rewards.close()
 
 
 def test_a_function_that_fails_stops_the_iteration_before_anything_is_trained():
