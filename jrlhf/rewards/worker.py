@@ -26,6 +26,7 @@ import pickle
 import random
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -83,8 +84,11 @@ def _limit(seconds: float, stderr: int) -> Iterator[None]:
 class InProcess:
     """A `Worker` without a process: it calls the function here, as it is. Nothing ends a call, or outlives a crash."""
 
+    _calling = threading.Lock()  # the process has one random state, and each call seeds it
+
     def __init__(self, code: UserCode, *process: Any):
         self._code, self._function = code, None
+        self._loop = asyncio.Runner()  # one, as in a worker: locks and clients of a function belong to a loop
 
     def request(self, body: bytes, seconds: float) -> Mapping[str, Any]:
         """Returns the answer to a request, whenever that comes."""
@@ -93,8 +97,8 @@ class InProcess:
                 setup = pickle.loads(body)
                 self._function = _prepare(self._code, f"reward function {setup['spec']!r}", setup["options"])
                 return {"ready": self._function.facts}
-            with asyncio.Runner() as loop:
-                return _serve(self._function, loop, body, math.inf) or {}
+            with self._calling:
+                return _serve(self._function, self._loop, body, math.inf) or {}
         except UserError as error:
             return {"bad": str(error)}
 
@@ -105,7 +109,10 @@ class InProcess:
 
     def interrupt(self) -> None: ...
 
-    def kill(self) -> None: ...
+    def kill(self) -> None:
+        closing = threading.Thread(target=self._loop.close)  # this thread may run a loop of its own, as a notebook's
+        closing.start()
+        closing.join()
 
 
 # The function

@@ -1,12 +1,15 @@
 """Python functions as user code: what identifies them, how workers run them, and what is refused."""
 
+import asyncio
 import importlib
 import os
+import random
 import re
 import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -248,3 +251,41 @@ def test_a_function_that_cannot_be_sent_runs_here_where_that_is_asked_for(tmp_pa
     section = RewardConfig(function="exact_match", in_process=True, deadline=5.0)
     (unread,) = without_effect(section, "rewards[0]")
     assert unread == ("rewards[0].deadline", 5.0, "rewards[0].in_process=true")
+
+
+def test_calls_in_this_process_share_a_loop_and_take_turns():
+    """A semaphore belongs to the loop of its first call. Of two functions at a time, each draws as it does alone."""
+    semaphore, samples = asyncio.Semaphore(1), [make_sample(row) for row in range(3)]
+
+    async def waits(completions):
+        async def one() -> float:
+            async with semaphore:
+                await asyncio.sleep(0)
+                return 1.0
+
+        return await asyncio.gather(*(one() for _ in completions))
+
+    begun, overtaken = threading.Event(), threading.Event()
+
+    def draws(completions):
+        begun.set()
+        overtaken.wait(0.2)  # in vain, unless the other one may begin meanwhile
+        return [random.random() for _ in completions]
+
+    def overtakes(completions):
+        overtaken.set()
+        return [random.random() for _ in completions]
+
+    async def score(reward) -> None:  # as in a notebook, whose thread runs a loop
+        with reward:
+            for _ in range(2):
+                assert reward.score(samples).scores.tolist() == [1.0] * 3
+
+    with python_functions({"rewards": [waits, draws, overtakes]}) as (named,):
+        reward, first, second = (make_reward(part["function"], in_process=True) for part in named["rewards"])
+        asyncio.run(score(reward))
+        with first, second, ThreadPoolExecutor(1) as thread:
+            drawn = thread.submit(first.score, samples)
+            assert begun.wait(10)
+            second.score(samples)
+            assert drawn.result().scores.tolist() == first.score(samples).scores.tolist()
