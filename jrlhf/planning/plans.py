@@ -9,6 +9,7 @@ import yaml
 
 from jrlhf.config.check import divisors, indivisible, mesh_sizes
 from jrlhf.config.parse import parse_yaml
+from jrlhf.config.places import expanded
 from jrlhf.config.schema import Config
 from jrlhf.errors import UserError
 from jrlhf.meshes import Call
@@ -50,7 +51,7 @@ def plan_of_config(config: Config, workload: Workload, devices: int, search: Cal
         placed = {call.name: _placement(config, workload, call, slices[call.name], devices) for call in calls}
         plan = Plan(config.plan, placed)
     elif config.plan != "auto":
-        plan = read_plan(Path(config.plan))
+        plan = read_plan(expanded(config.plan))
     elif search is not None:
         plan = search()
     else:

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from jrlhf.config.places import expanded
 from jrlhf.config.schema import Config, LoRASection
 from jrlhf.errors import UserError
 from jrlhf.meshes import Call, Graph
@@ -253,7 +254,7 @@ def adapter_of(section: LoRASection, actor: ModelConfig) -> LoRAConfig:
     """Returns the settings of the actor's adapter, a new one's or a file's; refuses one that the actor cannot have."""
     try:
         if section.path is not None:
-            lora = read_adapter_config(section.path)
+            lora = read_adapter_config(expanded(section.path))
         else:
             assert section.rank is not None
             lora = LoRAConfig(rank=section.rank, alpha=section.alpha, targets=section.targets, rslora=section.rslora)
@@ -265,7 +266,7 @@ def adapter_of(section: LoRASection, actor: ModelConfig) -> LoRAConfig:
 
 def _read_adapter(path: str, key: str) -> LoRAConfig:
     try:
-        return read_adapter_config(path)
+        return read_adapter_config(expanded(path))
     except (ValueError, OSError) as error:
         raise UserError(f"{key}={path}: {error}") from error
 

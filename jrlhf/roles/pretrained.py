@@ -165,7 +165,7 @@ def actor_adapter(section: LoRASection, actor: ModelConfig, mesh: Mesh) -> tuple
             lora = adapter_of(section, actor)
             lora_shardings(actor, mesh, lora)
             return lora, None
-        lora, adapter = load_adapter(Path(section.path), actor, mesh)
+        lora, adapter = load_adapter(expanded(section.path), actor, mesh)
         if "value_head" in adapter:
             raise ValueError(f"path={section.path} is a reward model's adapter: name one of a language model")
         return lora, adapter
@@ -177,7 +177,7 @@ def reward_adapter(config: Config, path: str, key: str, actor: ModelConfig, mesh
     """Loads a reward model that is an adapter and a head on the actor's base."""
     if config.lora is None:
         raise UserError(f"{key}={path} is put on the actor's frozen base, which only lora has: set lora.rank")
-    lora, adapter = _explained(key, path, partial(load_adapter, Path(path), actor, mesh))
+    lora, adapter = _explained(key, path, partial(load_adapter, expanded(path), actor, mesh))
     if "value_head" not in adapter:
         raise UserError(f"{key}={path}: it has no scalar head (task type SEQ_CLS): name a reward model's adapter")
     return lora, adapter

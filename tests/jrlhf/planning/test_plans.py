@@ -81,8 +81,9 @@ def test_functions_have_no_place():
     assert str(plan["cost_critic.update"].devices) == "4-7"
 
 
-def test_a_file_is_read_back(tmp_path):
-    config = config_of(plan=str(tmp_path / "plan.yaml"))
+def test_a_file_is_read_back(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    config = config_of(plan="~/plan.yaml")
     plan = chosen(config_of(plan="split"))
     (tmp_path / "plan.yaml").write_text(plan_yaml(plan))
     assert read_plan(tmp_path / "plan.yaml") == plan == chosen(config)

@@ -20,20 +20,22 @@ from jrlhf.stages.dryrun import describe
 from jrlhf.stages.setup import select_mesh
 
 
-def test_adapters_of_rewards_and_costs_are_counted_and_lie_on_the_base(tmp_path, user, settings):
+def test_adapters_of_rewards_and_costs_are_counted_and_lie_on_the_base(tmp_path, user, settings, monkeypatch):
     model = read_config(user / "actor").model
-    for name, rank in (("helpful", 2), ("harmful", 4)):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name, rank in (("helpful", 2), ("harmful", 4), ("policy", 4)):
         lora = LoRAConfig(rank=rank, alpha=4.0)
-        shapes = jax.eval_shape(partial(init_lora, model, lora, head="scalar"), jax.random.key(0))
+        init = partial(init_lora, model, lora, head="lm" if name == "policy" else "scalar")
+        shapes = jax.eval_shape(init, jax.random.key(0))
         zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, np.float32), shapes)
         export_adapter(zeros, model, lora, tmp_path / name)
     sections = {
         "stages": ["safe_rlhf"],
         "safe_rlhf": {"rollout_batch": 8},
         "mesh": {"data": 8, "fsdp": 1, "tensor": 1},  # every device has all of an adapter
-        "lora": {"rank": 4},
+        "lora": {"path": "~/policy"},
         "rewards": [{"name": "helpful", "adapter": str(tmp_path / "helpful")}],
-        "costs": [{"name": "harmful", "adapter": str(tmp_path / "harmful")}],
+        "costs": [{"name": "harmful", "adapter": "~/harmful"}],
     }
     config: Config = build(Config, without_ppo(settings(**sections)))
     roles = memory_of(config, stage_graph(config, config.stages[-1]), *select_mesh(config)).roles
