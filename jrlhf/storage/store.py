@@ -234,9 +234,9 @@ def _code(error: BaseException) -> str:
 
 def _denied(error: BaseException) -> bool:
     """Tests whether the credentials are missing, wrong or do not suffice."""
-    return _code(error) in _DENIED or any(
+    denied = _code(error) in _DENIED or _unknown(error)
+    return denied or any(
         isinstance(one, PermissionError)
-        or "Credential" in type(one).__name__  # of botocore and google.auth
         # gcsfs and google.auth say it in the first word only.
         or (isinstance(one, OSError) and str(one).startswith("Forbidden: "))
         or (type(one).__name__ == "RefreshError" and "invalid_grant" in str(one))
@@ -245,8 +245,9 @@ def _denied(error: BaseException) -> bool:
 
 
 def _unknown(error: BaseException) -> bool:
-    """Tests whether a request was denied because this machine has no credentials."""
-    return _code(error) == "401" or any("Credential" in type(one).__name__ for one in _chain(error))
+    """Tests whether a request was denied because this machine has no credentials, or none of the profile's name."""
+    names = [type(one).__name__ for one in _chain(error)]  # of botocore and google.auth
+    return _code(error) == "401" or any("Credential" in name or name == "ProfileNotFound" for name in names)
 
 
 def _within(seconds: float, request: Callable[[], T], notice: Callable[[], None]) -> T:

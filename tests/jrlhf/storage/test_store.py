@@ -88,6 +88,10 @@ class NoCredentialsError(Exception):
     """The name that botocore gives to it."""
 
 
+class ProfileNotFound(Exception):
+    """Another one of botocore's."""
+
+
 def caused(error: Exception, code: str) -> Exception:
     error.__cause__ = type("ClientError", (Exception,), {"response": {"Error": {"Code": code}}})()
     return error
@@ -110,6 +114,7 @@ def coded(code: int) -> Exception:
         (coded(401), False),
         (OSError("Forbidden: https://x"), False),
         (NoCredentialsError("x"), False),
+        (ProfileNotFound("x"), False),
         (caused(FileNotFoundError("x"), "NoSuchBucket"), False),
     ],
 )
@@ -143,6 +148,11 @@ BAD_NAME = "(no bucket can have the name bucket): names have 3 to 63 lowercase l
     "scheme, answer, sentence",
     [
         ("s3", NoCredentialsError("x"), "(NoCredentialsError: x): set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or"),
+        (
+            "s3",
+            ProfileNotFound("x"),
+            "(ProfileNotFound: x): set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PRO",
+        ),
         ("gs", coded(401), "(Exception: message): run gcloud auth application-default login, or set GOOGLE_APP"),
         ("gs", coded(403), "(Exception: message): see that the bucket exists, that the credentials of this machine"),
         ("s3", OSError("no route"), "(OSError: no route): see that this machine can reach it, or name your own server"),
