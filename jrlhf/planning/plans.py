@@ -189,10 +189,12 @@ def _check_fused(named: str, config: Config, workload: Workload, plan: Plan) -> 
     first, last = sorted(calls.index(workload.graph[name]) for name in FUSED)
     for call in calls[first + 1 :]:
         between = call in calls[:last] and call.role == calls[first].role
-        if between or set(call.inputs) & set(calls[first].outputs):
+        again = call.kind == "train" and call.role in ("actor", "critic") and call.name not in FUSED
+        if again or between or set(call.inputs) & set(calls[first].outputs):
+            why = "trains one of them again" if again else "needs the first of them before both have begun"
             raise UserError(
-                f"{named} fuses {calls[first].name} and {calls[last].name}, and {call.name} needs the first of them "
-                "before both have begun: give each a schedule of its own"
+                f"{named} fuses {calls[first].name} and {calls[last].name}, and {call.name} {why}: give each a "
+                "schedule of its own"
             )
     asleep = [key for key in ("optimizer", "actor", "critic") if getattr(config.offloading, key) == "host"]
     if asleep:

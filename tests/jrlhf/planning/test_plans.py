@@ -193,9 +193,10 @@ def test_a_plan_that_cannot_be_run_is_one_sentence(tmp_path):
         ) and "\n" not in str(error.value)
 
 
-def test_updates_are_fused_only_if_no_call_between_them_needs_the_first():
+def test_updates_are_fused_only_if_no_call_between_them_needs_the_first_and_none_trains_again():
     config = config_of()
     plan, workload = chosen(config), workload_of(config, graph_of(config), architectures(config))
+    alone = plan["critic.update"]
     fused = Placement(Slice(0, 8), "train", fsdp=4, pipeline=2, micro_batches=2, schedule="fused")
     plan = Plan("by hand", {**plan.placements, "actor.update": fused, "critic.update": fused})
     validate_plan(plan, config, workload, 8)
@@ -203,11 +204,14 @@ def test_updates_are_fused_only_if_no_call_between_them_needs_the_first():
     again, reader = (
         replace(values, name="critic.values_2", outputs=("a", "b"), inputs=x) for x in ((), critic.outputs)
     )
-    for call, place in ((again, -1), (reader, len(workload.graph.calls))):
+    second, end = replace(critic, name="critic.update_2", outputs=("c",)), len(workload.graph.calls)
+    cases = (again, -1, "needs the first of"), (reader, end, "needs the first of"), (second, end, "trains one of")
+    for call, place, reason in cases:
         calls = [*workload.graph.calls[:place], call, *workload.graph.calls[place:]]
         changed = replace(workload, graph=replace(workload.graph, calls=tuple(calls)))
-        placed = Plan("by hand", {**plan.placements, call.name: plan["critic.values"]})
-        with pytest.raises(UserError, match=r"critic.values_2 needs the first of them before both have begun"):
+        own = alone if call is second else plan["critic.values"]
+        placed = Plan("by hand", {**plan.placements, call.name: own})
+        with pytest.raises(UserError, match=f"fuses .* and .*, and {call.name} {reason} them"):
             validate_plan(placed, config, changed, 8)
 
 
