@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise, product
-from math import ceil, prod
+from math import ceil, lcm, prod
 from typing import Literal
 
 from jrlhf.config.schema import Config, SleepConfig
@@ -358,6 +358,24 @@ def segments(slices: Iterable[Slice]) -> list[Slice]:
     return [group for group in groups if any(group.overlaps(devices) for devices in ranges)]
 
 
+def fused_bytes(workload: Workload, plan: Plan, backend: Backend = DEFAULT) -> dict[str, float]:
+    """Predicts what the updates that a plan fuses add together, by part.
+
+    The table's activations in flight are within those of both calls. A role may have several pipelines, on different
+    devices: the gradients of each come back whole, to be summed.
+    """
+    sizes: dict[str, float] = {}
+    groups = lcm(*(plan[name].pipeline for name in plan.fused))
+    for name in plan.fused:
+        call, placement = workload.graph[name], plan[name]
+        stages = (_stage(model, placement) for model in workload.models[call.role])
+        whole = sum(trained_bytes(stage, placement.fsdp, placement.tensor) for stage in stages)
+        further = {"gradients of further pipelines": (groups // placement.pipeline - 1) * whole}
+        for part, size in (*call_bytes(workload, call, placement, backend).active.items(), *further.items()):
+            sizes[part] = sizes.get(part, 0.0) + size
+    return sizes
+
+
 def plan_memory(workload: Workload, plan: Plan, backend: Backend = DEFAULT, *, away: Away | None = None) -> PlanMemory:
     """Predicts the memory of every call of a plan, on the device of its slice where it needs most.
 
@@ -372,14 +390,11 @@ def plan_memory(workload: Workload, plan: Plan, backend: Backend = DEFAULT, *, a
     states = {role: _state_bytes(keepers(workload)[role], workload.itemsize, home) for role, home in homes.items()}
     groups = segments(placement.devices for placement in plan.placements.values())
     phases: dict[str, CallPhase] = {}
+    fused = fused_bytes(workload, plan, backend)
     for call in calls:
         placement, home = plan[call.name], homes.get(call.role)
         needs = call_bytes(workload, call, placement, backend)
-        active = dict(needs.active)
-        for other in plan.fused if call.name in plan.fused else ():
-            if other != call.name:  # the table's activations in flight are within those of both calls
-                for part, size in call_bytes(workload, workload.graph[other], plan[other], backend).active.items():
-                    active[part] = active.get(part, 0.0) + size
+        active = dict(fused if call.name in plan.fused else needs.active)
         if needs.moved and home is not None and not stored_alike(home, placement):
             active["moved weights"] = needs.moved
         for group in (group for group in groups if placement.devices.overlaps(group)):

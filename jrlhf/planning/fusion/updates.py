@@ -10,7 +10,7 @@ from jrlhf.meshes.pipeline import Table, makespan
 from jrlhf.meshes.plan import Placement, Plan
 from jrlhf.planning.fusion.improve import search
 from jrlhf.planning.fusion.problem import Model, fuse
-from jrlhf.planning.memory import call_bytes
+from jrlhf.planning.memory import fused_bytes
 from jrlhf.planning.time import CallTime, CostModel, stage_seconds
 from jrlhf.planning.workload import Workload
 
@@ -66,7 +66,7 @@ def price_fused(prices: CostModel, workload: Workload, plan: Plan) -> None:
     whole = makespan(fused.table, lambda step: seconds[owner[step.model]][step.kind == "backward"])
     work = {name: plan[name].micro_batches * sum(both) for name, both in seconds.items()}
     idle = workload.epochs * workload.minibatches * (whole / sum(work.values()) - 1)
-    active = sum(sum(call_bytes(workload, call, plan[call.name], prices.backend).active.values()) for call in calls)
+    active = sum(fused_bytes(workload, plan, prices.backend).values())
     for call in calls:
         parts = {**prices.time(call, plan[call.name]).parts, "bubble": idle * work[call.name]}
         prices.set_fused(call, plan[call.name], CallTime(parts), active)
