@@ -36,8 +36,8 @@ _COUNTS = {
     # [B, T, F]: forward, backward, while prompts are read; and what the products of adapters add, forward.
     "mlp": ((3, 6, 3), (2, 3, 2), (2, 3, 1)),
     "adapters": (2, 0, 0),
-    # Of these, without a gate.
-    "ungated": (1, 0, 0),
+    # The fewer without a gate: forward, backward (the same ones that kept products spare).
+    "ungated": ((1, 2), (0, 0), (0, 0)),
     # Whether the mlp's arrays may lie where a layer's inputs were.
     "packed": (True, False, False),
     # Tokens from which on a CPU's library of kernels makes the sums of norms.
@@ -51,8 +51,8 @@ _COUNTS = {
     "forward_tables": (3, 1, 1),
     "backward_tables": ((1, 1), (1, 0), (4.2, 2.56)),
     "head_tables": (3, 2, 4.2),
-    # [tile, V] float32.
-    "logits": (3, 1, 3),
+    # [tile, V] float32: of a loop over tiles, and of a single tile without a softcap.
+    "logits": ((3, 2), (1, 1), (3, 3)),
     # A layer's weights: with its mlp forward; in training, where two layers meet.
     "gathered": ((1 / 3, 1.6), (1, 1), (1, 1)),
     # All layers' weights, in the layout that a training step's loop over layers reads.
@@ -220,13 +220,16 @@ def infer_phase(sizes: Arrays, transposed: float, cast: float) -> Phase:
     shard = 0.0 if lm and sizes.model.tie_embeddings else counts.reordered * sizes.lookup / sizes.fsdp
     embedding = {"gathered embedding": sizes.lookup + shard, "embeddings": sizes.sharing}
     logits = {
-        "log-prob tiles": (counts.logits if sizes.tiled else 1) * sizes.logits,
+        "log-prob tiles": (counts.logits[0] if sizes.tiled else 1) * sizes.logits,
         "gathered head": table,
         "gathered hidden states": max(sizes.sharing - sizes.hidden, 0.0),
     }
+    # A single tile needs the table no more once its logits are there.
+    capped = sizes.model.softcap is not None
+    single = {} if sizes.tiled else {"log-prob tiles": (counts.logits[1] + capped) * sizes.logits, "gathered head": 0.0}
     # The residual stream, a product of the base, the adapter's, and their sum.
     output = {"activations": 4 * sizes.hidden} if sizes.adapted and counts.packed else {}
-    return _largest(through, embedding, attention, mlp, output, logits if lm else {})
+    return _largest(through, embedding, attention, mlp, output, logits if lm else {}, single if lm else {})
 
 
 def forward_products(sizes: Arrays, count: float) -> float:
@@ -237,7 +240,7 @@ def forward_products(sizes: Arrays, count: float) -> float:
     counts = sizes.counts
     if sizes.library and sizes.model.post_norms and not sizes.sliced and not sizes.adapted:
         return 0.0
-    return (count + counts.adapters * sizes.adapted - counts.ungated * (not sizes.model.gated_mlp)) * sizes.mlp
+    return (count + counts.adapters * sizes.adapted - counts.ungated[0] * (not sizes.model.gated_mlp)) * sizes.mlp
 
 
 def _largest(through: Phase, *phases: Phase) -> Phase:
@@ -266,7 +269,7 @@ def train_phase(sizes: Arrays, remat: Remat, gradients: Gradients, micro_batches
     """
     model, counts = sizes.model, sizes.counts
     if sizes.adapted and counts.merged:
-        return merged_phase(sizes)
+        return merged_phase(sizes, recomputed=micro_batches > 1 and remat != "products")
     sums = gradients.whole if micro_batches > 1 else 0.0
     through = {
         "kept activations": kept_bytes(sizes, remat),
@@ -279,7 +282,7 @@ def train_phase(sizes: Arrays, remat: Remat, gradients: Gradients, micro_batches
     tables = counts.forward_tables if lm and (tied or micro_batches > 1) else 1
     in_head, behind = counts.head_tables, counts.backward_tables[0 if lm else 1]
     shard = gradients.whole - gradients.layers
-    head_tiles = counts.logits * sizes.logits
+    head_tiles = counts.logits[0] * sizes.logits
     scatter: Phase = {}
     if counts.packed:
         # Gathered tables stay where a loop over micro-batches reads them again, and the head's until its gradient is
@@ -307,7 +310,7 @@ def train_phase(sizes: Arrays, remat: Remat, gradients: Gradients, micro_batches
     capped = counts.packed and model.attention_softcap is not None
     backward = {
         "attention scores": (counts.scores[2] + capped + counts.weights[1] * sizes.low) * sizes.scores,
-        "mlp": (counts.mlp[1] - 2 * saved) * sizes.mlp,
+        "mlp": (counts.mlp[1] - max(2 * saved, counts.ungated[1] * (not model.gated_mlp))) * sizes.mlp,
         "activations": hidden * sizes.hidden + queries + keys,
         "gathered layers": sizes.gathered - matrix,
         "gradients of tables": behind * sizes.table + shard,
@@ -328,20 +331,28 @@ def train_phase(sizes: Arrays, remat: Remat, gradients: Gradients, micro_batches
     return max(model_phase, step, key=lambda phase: sum(phase.values()))
 
 
-def merged_phase(sizes: Arrays) -> Phase:
+def merged_phase(sizes: Arrays, *, recomputed: bool) -> Phase:
     """Returns the largest phase of an adapter's step where all layers' activations live at one time.
 
     What `layer_arrays` counts, and what each adapter's first matrix makes. Then a tile of the head, or of the last
     layer the gradients of its mlp or of its attention.
+
+    recomputed: whether the mlps' arrays come only after the head: in a loop over micro-batches that keeps no products.
     """
     model, counts = sizes.model, sizes.counts
-    layer = layer_arrays(sizes, (2, 6, 4 + 4 * sizes.library, 2), (1, 2, 3, 3))
+    hidden = 4 + 4 * sizes.library
+    layer = layer_arrays(sizes, (2, 6, hidden, 2), (1, 2, 3, 3))
+    early = layer_arrays(sizes, (2, 0, hidden, 2), (1, 0, 3, 3)) if recomputed else layer
     through = {
         "kept activations": model.layers * layer,
         "adapters": model.layers * len(PROJECTIONS) * sizes.hidden * sizes.rank / model.embed,
         "dequantised layers": sizes.dequantised,
     }
-    logits = {"log-prob tiles": counts.logits * sizes.logits, "activations": 2 * sizes.hidden}
+    logits = {
+        "kept activations": model.layers * early,
+        "log-prob tiles": counts.logits[0] * sizes.logits,
+        "activations": 2 * sizes.hidden,
+    }
     mlp = {"mlp": (6 if model.activation == "silu" else 2) * sizes.mlp}
     return _largest(through, logits, mlp, {"attention scores": sizes.scores, "activations": sizes.query})
 
@@ -368,13 +379,13 @@ def generate_phase(prompts: Arrays, cache: float, wave: float, logits: float, te
     inputs = prompts.hidden + prompts.key if packed else summed  # values are transposed ahead of the scores
     attention = {"attention scores": scores, "activations": inputs, "KV cache": first}
     products = forward_products(prompts, counts.mlp[2])
-    # A layer's inputs leave their place to the mlp's arrays, where these are larger.
-    inputs = summed if tpu else prompts.hidden * (2 if packed and prompts.mlp < prompts.hidden else 1)
+    # A layer's normed inputs leave their place to the mlp's last array.
+    inputs = summed if tpu else prompts.hidden + packed * max(prompts.hidden - prompts.mlp, 0.0)
     mlp = {"mlp": products, "activations": inputs, "KV cache": second}
     # The residual stream, a product, and its sum or norm; the adapter's too.
     summing = packed and (tensor > 1 or prompts.model.post_norms or prompts.adapted)
     output = {"activations": (3 + prompts.adapted) * prompts.hidden, "KV cache": second} if summing else {}
-    decode = {"KV cache": cache, "logits": counts.logits * logits}
+    decode = {"KV cache": cache, "logits": counts.logits[0] * logits}
     for phase, count in zip((attention, mlp), counts.dequantised, strict=True):
         phase["dequantised layers"] = count * prompts.dequantised
     return _largest({}, attention, mlp, output, decode)
