@@ -354,11 +354,11 @@ def _score_rows(config: Config, stage: str, rows: int) -> Iterator[str]:
     key, limit = f"compute.score_rows={rows}", config.data.max_response
     if config.rl.asynchronous is not None:
         yield f"{key} scores rollouts that are learned from at once, and not {stage}.asynchronous: leave one out"
-    if rows % config.samples or config.rl.rollout_batch % rows:
-        yield (
-            f"{key} does not cut {stage}.rollout_batch={config.rl.rollout_batch} into equal parts of whole prompts, "
-            f"which have {config.samples} sample(s): choose a multiple of {config.samples} that divides the batch"
-        )
+    batch, samples = config.rl.rollout_batch, config.samples
+    if rows % samples or batch % rows:
+        whole = f" of whole prompts, which have {samples} samples" if samples > 1 else ""
+        choices = ", ".join(str(divisor) for divisor in divisors(batch) if divisor % samples == 0)
+        yield f"{key} does not cut {stage}.rollout_batch={batch} into equal parts{whole}: choose from {choices}"
     if config.rollout.is_one_program(config.rl.rollout_batch, limit):
         yield (
             f"{key} scores rows between chunks of decode steps, and rollout.chunk={config.rollout.chunk} holds a whole "

@@ -186,15 +186,15 @@ def _check_fused(named: str, config: Config, workload: Workload, plan: Plan) -> 
                 f"{groups // placed.pipeline} pipelines, and has data={placed.data}: make it a multiple of that"
             )
     calls = list(workload.graph)
-    first, last = sorted(calls.index(workload.graph[name]) for name in FUSED)
-    for call in calls[first + 1 :]:
-        between = call in calls[:last] and call.role == calls[first].role
+    start, end = sorted(calls.index(workload.graph[name]) for name in FUSED)
+    first, second = calls[start], calls[end]
+    for number, call in enumerate(calls[start + 1 :], start + 1):
         again = call.kind == "train" and call.role in ("actor", "critic") and call.name not in FUSED
-        if again or between or set(call.inputs) & set(calls[first].outputs):
+        needs = number <= end and (call.role == first.role or set(call.inputs) & set(first.outputs))
+        if again or needs:
             why = "trains one of them again" if again else "needs the first of them before both have begun"
             raise UserError(
-                f"{named} fuses {calls[first].name} and {calls[last].name}, and {call.name} {why}: give each a "
-                "schedule of its own"
+                f"{named} fuses {first.name} and {second.name}, and {call.name} {why}: give each a schedule of its own"
             )
     asleep = [key for key in ("optimizer", "actor", "critic") if getattr(config.offloading, key) == "host"]
     if asleep:

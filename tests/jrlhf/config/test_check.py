@@ -125,8 +125,7 @@ compute.fused_loss=false ; stages=[sft, reward_model, gspo]
 stages=[sft] ; compute.score_rows=8
     compute.score_rows=8 has no effect with stages=[sft]: leave it out
 compute.score_rows=24
-    compute.score_rows=24 does not cut ppo.rollout_batch=128 into equal parts of whole prompts, which have 1 sample(s):
-    choose a multiple of 1 that divides the batch
+    compute.score_rows=24 does not cut ppo.rollout_batch=128 into equal parts: choose from 1, 2, 4, 8, 16, 32, 64, 128
 compute.score_rows=16
     compute.score_rows=16 scores rows between chunks of decode steps, and rollout.chunk=64 holds a whole rollout: set
     it below data.max_response=24

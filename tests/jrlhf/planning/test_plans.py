@@ -205,7 +205,7 @@ def test_updates_are_fused_only_if_no_call_between_them_needs_the_first_and_none
         replace(values, name="critic.values_2", outputs=("a", "b"), inputs=x) for x in ((), critic.outputs)
     )
     second, end = replace(critic, name="critic.update_2", outputs=("c",)), len(workload.graph.calls)
-    cases = (again, -1, "needs the first of"), (reader, end, "needs the first of"), (second, end, "trains one of")
+    cases = (again, -1, "needs the first of"), (reader, -1, "needs the first of"), (second, end, "trains one of")
     for call, place, reason in cases:
         calls = [*workload.graph.calls[:place], call, *workload.graph.calls[place:]]
         changed = replace(workload, graph=replace(workload.graph, calls=tuple(calls)))
@@ -213,6 +213,9 @@ def test_updates_are_fused_only_if_no_call_between_them_needs_the_first_and_none
         placed = Plan("by hand", {**plan.placements, call.name: own})
         with pytest.raises(UserError, match=f"fuses .* and .*, and {call.name} {reason} them"):
             validate_plan(placed, config, changed, 8)
+    # After both, metrics of the first one are there.
+    changed = replace(workload, graph=replace(workload.graph, calls=(*workload.graph.calls, reader)))
+    validate_plan(Plan("by hand", {**plan.placements, reader.name: plan["critic.values"]}), config, changed, 8)
 
 
 def test_a_file_that_is_no_plan_is_one_sentence(tmp_path):
