@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Self
+from typing import Any, Self
 
 import jax.numpy as jnp
 import optax
@@ -48,8 +48,8 @@ class Actor(TrainedRole):
         def on_mesh(method: str) -> CompiledModel:  # not `self.compiled`: a `Sampler` on this mesh shares the program
             return CompiledModel(self.architecture, self.placement[method].mesh, self._compute)
 
-        self._generate = on_mesh("generate").generate(sampling, schedule, samples)
-        self._generate_greedy = on_mesh("generate_greedy").generate(greedy, schedule)
+        self._engines = {"generate": on_mesh("generate").generate(sampling, schedule, samples)}
+        self._engines["generate_greedy"] = on_mesh("generate_greedy").generate(greedy, schedule)
         self._logprobs = self.compiled("logprobs").score_logprobs(temperature=temperature, span=span)
         if self.architecture.lora is not None:
             both = self.compiled("logprobs_with_base")
@@ -65,18 +65,13 @@ class Actor(TrainedRole):
 
     @call("generate", "rollout")
     def generate(self, prompts: Batch) -> Rollout:
-        """Samples responses to every prompt. The rows of one prompt follow one another.
-
-        Responses that were drawn ahead are returned as they are.
-        """
-        if prompts.rollout is not None:
-            return prompts.rollout
-        return self._sample(self._generate, self._switch("generate"), prompts, "generate")
+        """Samples responses to every prompt, those of a prompt in a row. Returns what was drawn ahead as it is."""
+        return self._draw("generate", prompts) if prompts.rollout is None else prompts.rollout
 
     @call("generate", "greedy")
     def generate_greedy(self, prompts: Batch) -> Rollout:
         """The most likely response to every prompt, token by token."""
-        return self._sample(self._generate_greedy, self._switch("generate_greedy"), prompts, "generate_greedy")
+        return self._draw("generate_greedy", prompts)
 
     def drawing_weights(self) -> tuple[Params, Params]:
         """(weights, adapter) as decoding programs take them; an update may free the adapter. {}: there is none."""
@@ -91,10 +86,13 @@ class Actor(TrainedRole):
         params = self.offloader.onload(stored)
         return generation_weights(self._model.holding(params), mesh, self._compute, donate=params is not stored)
 
+    def _draw(self, method: str, prompts: Batch) -> Any:  # a rollout; in subclasses it may be pending
+        return self._sample(method, self._switch(method), prompts)
+
     @timed("gen")
-    def _sample(self, generate: Callable, weights: Params, prompts: Batch, method: str) -> Rollout:
+    def _sample(self, method: str, weights: Params, prompts: Batch, **watching: Callable) -> Rollout:
         version, arrays = transfer((self.state.step, prompts.arrays), self.placement[method].mesh)
-        generation = generate(weights, *arrays, *self._frozen(method))
+        generation = self._engines[method](weights, *arrays, *self._frozen(method), **watching)
         return Rollout(
             tokens=generation.tokens,
             prompt_lengths=generation.prompt_lengths,

@@ -8,7 +8,6 @@ other devices than those that decode, and to functions. Other calls get their ti
 A call computes the same program on the same tiles in either case: its results do not depend on when it did so.
 """
 
-import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -25,7 +24,7 @@ from jrlhf.meshes import to_host
 from jrlhf.models.generation.decoding import Generation
 from jrlhf.ppo import Rollout, TrainState
 from jrlhf.roles.actor import Actor
-from jrlhf.roles.placement import Pending, call
+from jrlhf.roles.placement import Pending
 from jrlhf.run.clock import may_deadlock
 
 T = TypeVar("T")
@@ -136,26 +135,17 @@ class EarlyActor(Actor):
         bound._open = []
         return bound
 
-    @call("generate", "rollout")
-    def generate(self, prompts: Batch) -> Pending[Rollout]:
-        """See `Actor.generate`."""
-        return self._opened("generate", prompts)
+    def _draw(self, method: str, prompts: Batch) -> OpenRollout:
+        mesh = self.placement[method].mesh
 
-    @call("generate", "greedy")
-    def generate_greedy(self, prompts: Batch) -> Pending[Rollout]:
-        """See `Actor.generate_greedy`."""
-        return self._opened("generate_greedy", prompts)
-
-    def _opened(self, method: str, prompts: Batch) -> OpenRollout:
         def draw(hand_out: Watch) -> Rollout:
             def watch(done: Bool[np.ndarray, "B"], assemble: Callable[[], Generation]) -> None:
                 hand_out(done, lambda: Rollout(**vars(to_host(assemble())), version=to_host(self.state.step)))
 
-            drawing = copy.copy(self)
-            setattr(drawing, f"_{method}", partial(getattr(self, f"_{method}"), watch=watch))
-            return getattr(Actor, method)(drawing, prompts)
+            with jax.set_mesh(mesh):
+                return self._sample(method, self._switch(method), prompts, watch=watch)
 
-        rollout = OpenRollout(draw, self.placement[method].mesh, len(prompts.examples), self._rows)
+        rollout = OpenRollout(draw, mesh, len(prompts.examples), self._rows)
         self._open.append(rollout)
         return rollout
 
