@@ -117,12 +117,10 @@ class Planned:
     def plot(self, path: Path) -> None:
         """Draws the timeline into an SVG, PNG or PDF."""
         from jrlhf.planning import show
-        from jrlhf.planning.fusion.updates import fused_updates
 
         show.check_picture(Path(path))
         title = f"{self.workload.graph.name} on {self.cluster.devices} x {self.cluster.hardware.name}"
-        fused = fused_updates(self.workload, self.plan)
-        show.plot(self.outcome.simulation, self.plan, title, Path(path), fused)
+        show.plot(self.outcome.simulation, title, Path(path), show.tables(self.workload, self.plan))
 
     def save(self, path: Path) -> None:
         """Writes the plan as YAML, for `plan: FILE` of a config."""
@@ -232,7 +230,7 @@ def make_plan(
             alone = "--processes 1 (processes=1 in Python) shows what slices would gain"
             lines.append(f"{processes} processes run every call on all devices; {alone}")
         for name in [call.name for call in workload.calls if workload.on_base(call.role)][:1]:
-            data, fsdp, tensor = outcome.plan[name].sizes
+            data, fsdp, tensor = outcome.plan[name].stored
             lines.append(
                 f"a base under adapters is in the mesh: mesh.data={data} mesh.fsdp={fsdp} mesh.tensor={tensor}"
             )

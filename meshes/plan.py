@@ -86,6 +86,11 @@ class Placement:
         """Mesh shape as (data, fsdp, tensor)."""
         return self.data, self.fsdp, self.tensor
 
+    @property
+    def stored(self) -> tuple[int, int, int]:
+        """Shape of the mesh on which weights are stored between calls: `fsdp` spans the stages of a pipeline."""
+        return self.data, self.fsdp * self.pipeline, self.tensor
+
 
 @dataclass(frozen=True)
 class Plan:

@@ -2,7 +2,8 @@
 
 Between two updates a model is stored whole, on the mesh of all devices of its stages. For an update each stage gets a
 copy of its layers (the first one the embeddings as well, the last one final norm and head), and its gradients go
-back. Where embeddings are tied, the last stage has a copy too, and the gradients of both are summed.
+back. Where embeddings are tied, the last stage has a copy too, and the gradients of both are summed. Of an adapter only
+its own weights are copied: a stage's part of the base is a view of what its devices have for all roles.
 
 A stage keeps the input of a micro-batch from the forward to the last backward operation, which computes the forward
 pass again: so what is in flight follows from the table alone (`meshes.pipeline.peak`). The last stage computes in its
@@ -25,6 +26,7 @@ from jrlhf.meshes import Layout, transfer
 from jrlhf.meshes.pipeline import SCHEDULES, ScheduleName, Step, Table
 from jrlhf.models.config import ModelConfig
 from jrlhf.models.forward import ForwardOptions, ShardedForward
+from jrlhf.models.lora import base_on
 from jrlhf.models.params import Params
 
 Loss = Callable[..., tuple[Array, dict[str, Array]]]  # (params, micro-batch, *others, *frozen) -> (loss, metrics)
@@ -90,16 +92,19 @@ class Stages:
         return replace(self.config, layers=len(layers), local_layers=flags[layers.start : layers.stop])
 
     def cut(self, params: Params, stage: int, *, head: bool) -> Params:
-        """Returns a stage's part of weights, gradients or an adapter, on its mesh. head: params may have tied ones."""
+        """Returns a stage's part of weights, of an adapter or of a base under one, on its mesh. head: params may have
+        tied ones.
+
+        Every device has the base already, in the layout GENERATE, so that its part shares the memory of the whole.
+        """
         names = (*(_FIRST if stage == 0 else ()), *(_LAST if stage == self.last else ()))
         if stage == self.last and head and self.config.tie_embeddings:
             names += ("embedding",)
         part = {name: params[name] for name in names if name in params}
         layers, own = params["layers"], self.layers(stage)
         if isinstance(layers, list):
-            part["layers"] = layers[own.start : own.stop]
-        else:
-            part["layers"] = _on(_mesh(layers), _sliced, layers, own.start, own.stop)
+            return base_on({**part, "layers": layers[own.start : own.stop]}, self.meshes[stage])
+        part["layers"] = _on(_mesh(layers), _sliced, layers, own.start, own.stop)
         return transfer(part, self.meshes[stage])
 
     def gradients(

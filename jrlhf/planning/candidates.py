@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 from math import lcm
+from typing import Any
 
 from jrlhf.config.check import divisors, indivisible
 from jrlhf.errors import UserError
@@ -140,7 +141,7 @@ def candidates(
     for name in shared:
         for candidate in reversed(result[name]):
             if candidate.placement.devices.count == cluster.devices:
-                fastest.setdefault(_mesh(candidate), {})[name] = candidate.price.seconds
+                fastest.setdefault(candidate.placement.stored, {})[name] = candidate.price.seconds
     total = {mesh: sum(seconds.values()) for mesh, seconds in fastest.items() if len(seconds) == len(shared)}
     if not total:
         raise UserError(
@@ -152,7 +153,7 @@ def candidates(
         result[name] = [
             candidate
             for candidate in result[name]
-            if candidate.placement.devices.count == cluster.devices and _mesh(candidate) == best
+            if candidate.placement.devices.count == cluster.devices and candidate.placement.stored == best
         ]
     return result
 
@@ -162,8 +163,9 @@ def call_candidates(
 ) -> list[Candidate]:
     """Returns at most `MOST` placements of a call that fit alone, the fastest first.
 
-    On slices of each size the fastest are kept, and slower ones that need less memory than all faster ones. processes:
-    of the run; several can only run calls on all devices (`plans.refuse_cross_process`).
+    On slices of each size, or in each mesh of a shared base, the fastest are kept, and slower ones that need less
+    memory than all faster ones. processes: of the run; several can only run calls on all devices
+    (`plans.refuse_cross_process`).
     """
     ranges = slices(cluster) if processes == 1 else [Slice(0, cluster.devices)]
     by_size: dict[int, list[Slice]] = {}
@@ -171,15 +173,17 @@ def call_candidates(
         by_size.setdefault(devices.count, []).append(devices)
     survivors: list[Candidate] = []
     smallest, widest = float("inf"), 0
+    fitting: dict[Any, list[Candidate]] = {}
     for count in sorted(by_size):
-        fitting = []
         for placement in placements(workload, call, count, cluster.node, hypothetical=hypothetical):
             widest, candidate = count, Candidate(placement, prices.call(call, placement))
             smallest = min(smallest, candidate.bytes)
             if candidate.bytes <= prices.capacity:
-                fitting.append(candidate)
+                alike = placement.stored if workload.on_base(call.role) else count
+                fitting.setdefault(alike, []).append(candidate)
+    for alternatives in fitting.values():
         least = float("inf")
-        for index, candidate in enumerate(sorted(fitting, key=lambda one: (one.price.seconds, one.bytes))):
+        for index, candidate in enumerate(sorted(alternatives, key=lambda one: (one.price.seconds, one.bytes))):
             if index < OF_A_SIZE or candidate.bytes < least:
                 survivors.append(candidate)
             least = min(least, candidate.bytes)
@@ -202,10 +206,6 @@ def call_candidates(
             if len(spread) < MOST or devices.count == cluster.devices:
                 spread.append(Candidate(replace(candidate.placement, devices=devices), candidate.price))
     return spread
-
-
-def _mesh(candidate: Candidate) -> tuple[int, ...]:
-    return *candidate.placement.sizes, candidate.placement.pipeline
 
 
 def _stages_run(workload: Workload, call: Call, stages: int, count: int, node: int) -> bool:

@@ -227,7 +227,9 @@ def _state_bytes(models: Sequence[RoleModel], itemsize: int, home: Placement) ->
     """Returns the bytes that a role keeps of all its models, by part; "base" is counted once."""
     sizes: dict[str, float] = {}
     for model in models:
-        for part, size in resident(_stage(model, home), itemsize, home).items():
+        # Every device has all layers of a shared base, and of an adapter on it.
+        stored = model if model.shared else _stage(model, home)
+        for part, size in resident(stored, itemsize, home).items():
             sizes[part] = size if part == "base" else sizes.get(part, 0.0) + size
     return sizes
 
@@ -265,9 +267,11 @@ def _active(workload: Workload, call: Call, model: RoleModel, placement: Placeme
         gradients = _gradients(model, placement, backend, loop=workload.minibatches > 1)
         needs = activations.train_phase(sizes, workload.remat, gradients, parts, transposed)
         if placement.pipeline > 1:
-            # A stage keeps its inputs on their way and a copy of its weights; in the end the gradients go back.
+            # A stage keeps its inputs on their way and a copy of its weights; in the end the gradients go back, to
+            # every device those of an adapter.
+            returned = 1 if model.lora is None else placement.pipeline
             needs["inputs in flight"] = _in_flight(placement) * sizes.hidden
-            needs["copies of stages"] = 2 * gradients.whole
+            needs["copies of stages"] = (1 + returned) * gradients.whole
     else:
         cast = 0.0
         if stored != workload.itemsize and layout != "generate":

@@ -79,9 +79,13 @@ def stored_share(placement: Placement) -> float:
 
 
 def stored_alike(home: Placement, placement: Placement) -> bool:
-    """Returns whether both placements store the same shards: training and scoring layouts store weights alike."""
+    """Returns whether both placements store the same shards: training and scoring layouts store weights alike.
+
+    Weights that are trained in stages are stored without them.
+    """
     same_storage = (home.layout == "generate") == (placement.layout == "generate")
-    return same_storage and (home.devices, home.sizes) == (placement.devices, placement.sizes)
+    same_storage &= placement.pipeline in (1, home.pipeline)
+    return same_storage and (home.devices, home.stored) == (placement.devices, placement.stored)
 
 
 def _kept_share(home: Placement, placement: Placement) -> float:

@@ -210,13 +210,14 @@ def _check_base(named: str, config: Config, workload: Workload, plan: Plan, devi
     if not on_base:
         return
     *_, tensor = mesh_sizes(config.mesh, devices)
-    places = {(plan[call.name].devices, plan[call.name].sizes) for call in on_base if call.kind != "generate"}
+    places = {(plan[call.name].devices, plan[call.name].stored) for call in on_base if call.kind != "generate"}
     for call in on_base:
         own = plan[call.name]
-        if len(places) > 1 or own.pipeline > 1 or own.tensor != tensor:
+        if len(places) > 1 or own.tensor != tensor:
             raise UserError(
                 f"{named} has {call.name} on devices {own.devices}, and what lora adapts is one base on all {devices}, "
-                f"with tensor={tensor}: put all its calls but rollouts on one slice, or set plan=colocate"
+                f"with tensor={tensor}: put all its calls but rollouts on one slice, with one data and one "
+                "fsdp x pipeline, or set plan=colocate"
             )
 
 
@@ -282,9 +283,7 @@ def _check_placement(named: str, workload: Workload, call: Call, placement: Plac
     if placement.layout not in layouts:
         raise UserError(f"{named} in layout={placement.layout}, and {whose} needs {' or '.join(layouts)}: choose that")
     for model in workload.models[call.role]:
-        # Between calls the weights are divided over the devices of all stages.
-        fsdp = placement.fsdp * placement.pipeline
-        for key, written, size, axis, parts in indivisible(model.config, fsdp, placement.tensor):
+        for key, written, size, axis, parts in indivisible(model.config, *placement.stored[1:]):
             choices = ", ".join(str(divisor) for divisor in divisors(size) if divisor <= placement.devices.count)
             raise UserError(
                 f"{named} with {axis}={parts}, which does not divide its model's {key}={written}: choose {axis} from "

@@ -8,7 +8,7 @@ from jrlhf.errors import UserError
 from jrlhf.meshes.hardware import Cluster
 from jrlhf.meshes.pipeline import SCHEDULES, bubble
 from jrlhf.meshes.plan import Placement, Plan
-from jrlhf.planning.fusion.updates import FusedUpdates
+from jrlhf.planning.fusion.updates import FusedUpdates, fused_updates
 from jrlhf.planning.memory import GIB
 from jrlhf.planning.search import RULES, TURN, Found, Result
 from jrlhf.planning.simulate import Simulation, Span
@@ -195,10 +195,22 @@ def check_picture(path: Path) -> None:
         raise UserError(f"the picture {path} must end in {', '.join(FORMATS)}")
 
 
-def plot(simulation: Simulation, plan: Plan, title: str, path: Path, fused: FusedUpdates | None = None) -> None:
+def tables(workload: Workload, plan: Plan) -> list[FusedUpdates]:
+    """Returns the table of each call that trains in stages; of fused ones, that of both together first."""
+    fused = fused_updates(workload, plan)
+    result = [] if fused is None else [fused]
+    for call in workload.calls:
+        place = plan[call.name]
+        if call.kind == "train" and place.pipeline > 1 and place.schedule != "fused":
+            table = SCHEDULES[place.schedule](place.pipeline, place.micro_batches)
+            result.append(FusedUpdates(table, {f"{call.name}, {place.schedule}": range(1)}))
+    return result
+
+
+def plot(simulation: Simulation, title: str, path: Path, staged: Sequence[FusedUpdates] = ()) -> None:
     """Draws the iterations around a steady one into a file: rows are groups of devices; other iterations are pale.
 
-    Below them are the ticks of each call that trains in stages, and of fused ones together. fused: those of the plan.
+    Below them are the ticks of each of the tables.
     """
     # Imported here: it takes long, and only pictures need it.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -208,11 +220,6 @@ def plot(simulation: Simulation, plan: Plan, title: str, path: Path, fused: Fuse
     groups = simulation.memory
     names = list(dict.fromkeys(span.call for span in simulation.spans if span.kind == "call"))
     colours = {name: f"C{index % 10}" for index, name in enumerate(names)}
-    staged = [] if fused is None else [fused]
-    for name, place in plan.placements.items():
-        if place.pipeline > 1 and "train" in place.layout and place.schedule != "fused":
-            table = SCHEDULES[place.schedule](place.pipeline, place.micro_batches)
-            staged.append(FusedUpdates(table, {f"{name}, {place.schedule}": range(1)}))
     heights = [1.8 + 0.6 * len(groups), *(1.0 + 0.3 * one.table.devices for one in staged)]
     figure = Figure(figsize=(11, sum(heights)), layout="constrained")
     FigureCanvasAgg(figure)

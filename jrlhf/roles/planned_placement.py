@@ -32,7 +32,7 @@ def place_roles(
     def placed(name: str, placement: Placement) -> CallPlacement:
         own = devices[placement.devices.start : placement.devices.stop]
         data, fsdp, tensor = placement.sizes
-        whole = make_mesh(data, placement.pipeline * fsdp, tensor, devices=own)
+        whole = make_mesh(*placement.stored, devices=own)
         layout, parts = LAYOUTS[placement.layout], placement.micro_batches
         if placement.pipeline == 1:
             return CallPlacement(whole, layout, parts)

@@ -116,7 +116,7 @@ class Role:
 
     def _frozen(self, method: str) -> tuple[Params, ...]:
         """The last arguments of a call's function: the base under an adapter, on the devices of the call."""
-        return tuple(base_on(base, self.placement[method].mesh) for base in self._model.frozen)
+        return tuple(base_on(base, self.placement[method].stored.mesh) for base in self._model.frozen)
 
     def _weights(self, method: str) -> Params:
         """The weights as a call needs them, on its devices."""

@@ -177,6 +177,8 @@ CASES: dict[str, Any] = {
     "reward": ("reward", "llama", "zb-h1", TRAIN, "full", None, (1, 4, 2), (1, 2, 2)),
     "lora": ("gspo", "gemma", "1f1b", GENERATE, "full", LORA, (1, 4, 2), (1, 2, 2)),
     "lora critic": ("critic", "llama", "zb-h1", GENERATE, "products", LORA, (1, 2, 2), (1, 1, 2)),
+    "lora dpo": ("dpo", "gemma", "interleaved", GENERATE, "attention", LORA, (1, 2, 1), (1, 1, 1)),
+    "lora sft": ("sft", "llama", "gpipe", GENERATE, "full", LORA, (2, 2, 1), (2, 1, 1)),
 }
 OFTEN = "tied", "grpo", "critic", "lora"
 
@@ -238,6 +240,29 @@ def test_two_models_in_one_table_are_trained_as_one_after_the_other(reference):
     for together, apart in zip(together_all.values(), jax.device_get(alone), strict=True):
         same_gradients(together.gradients, apart.gradients)
         np.testing.assert_allclose(together.loss, apart.loss, rtol=1e-5)
+
+
+def test_stages_share_the_memory_of_a_base(reference):
+    """Each stage has its layers of the base where they are, and the first one the embeddings."""
+    config, devices = FAMILIES["llama"], jax.devices()[:4]
+    home, groups = (
+        make_mesh(1, 2, 2, devices=devices),
+        tuple(make_mesh(1, 1, 2, devices=devices[n : n + 2]) for n in (0, 2)),
+    )
+    base = jax.device_put(unstacked(reference.random_params(config)), param_shardings(config, home, GENERATE))
+    stages = Stages(config, groups, GENERATE, ForwardOptions(lora=LORA))
+    parts = [stages.cut(base, stage, head=True) for stage in (0, 1)]
+    assert [part.keys() - {"layers"} for part in parts] == [{"embedding"}, {"final_norm", "unembedding"}]
+    assert [len(part["layers"]) for part in parts] == [1, 2]
+
+    def places(tree):
+        return {
+            shard.data.unsafe_buffer_pointer() for leaf in jax.tree.leaves(tree) for shard in leaf.addressable_shards
+        }
+
+    assert all(places(part) < places(base) for part in parts)
+    with jax.set_mesh(groups[0]):
+        assert {leaf.sharding.mesh for leaf in jax.tree.leaves(parts[0])} == {groups[0]}
 
 
 def test_a_stage_without_a_layer_is_refused():

@@ -73,7 +73,7 @@ def test_a_result_is_told_with_all_that_a_user_asks_for():
 def test_the_timeline_is_drawn(tmp_path):
     for ending, begins in ((".svg", b"<?xml"), (".png", b"\x89PNG")):
         path = tmp_path / f"plan{ending}"
-        plot(simulate(PPO, PLAN, TABLE), PLAN, "PPO", path)
+        plot(simulate(PPO, PLAN, TABLE), "PPO", path)
         assert path.read_bytes().startswith(begins)
     # One box a call, iteration and group of devices: 2 groups, 3 iterations, 4 calls each.
     assert (tmp_path / "plan.svg").read_text().count('id="patch_') >= 2 * 3 * 4

@@ -322,6 +322,21 @@ def test_adapters_share_one_base():
     assert "generation weights" not in memory.phases[0].active
 
 
+def test_adapters_in_stages_copy_only_themselves():
+    """Every device has the base and the adapters whole; a stage's activations are those of its layers."""
+    workload = ppo(models=ADAPTED)
+    calls = everywhere(workload).placements
+    staged = Placement(Slice(0, 8), "generate", fsdp=2, pipeline=4, micro_batches=8)
+    plan = Plan("staged", {**calls, **dict.fromkeys(("actor.update", "critic.update"), staged)})
+    whole, memory = plan_memory(workload, Plan("whole", calls)), plan_memory(workload, plan)
+    assert memory.roles == whole.roles
+    active = {phase.call: phase.active for phase in memory.phases}["actor.update"]
+    assert active["copies of stages"] == pytest.approx(memory.roles["actor"]["weights"] * (1 + 1 / 4))
+    row = workload.rows / (workload.minibatches * 8 * 2) * workload.length * LLAMA.embed * workload.itemsize
+    assert (active["kept activations"], active["inputs in flight"]) == (8 * row, 4 * row)
+    assert not any("moved weights" in phase.active for phase in memory.phases)
+
+
 def test_a_learner_keeps_what_it_trains_for_the_actor():
     graph = graph_of(Config(stages=("ppo",), compute=replace(Config().compute, shared_passes=True)))
     workload = ppo(graph=graph, models={"actor": (ACTOR,), "learner": (ACTOR, CRITIC)}, minibatches=1)

@@ -111,6 +111,11 @@ REFUSED: tuple[tuple[dict[str, Any], str, dict[str, Any]], ...] = (
     ({"actor.logprobs": {**FOUR, "layout": "score", "fsdp": 2, "pipeline": 2}}, "only calls that update one model", {}),
     ({"actor.update": {**FOUR, "fsdp": 2, "pipeline": 2}}, "micro_batches=1: .*1f1b needs at least 2 of them", {}),
     (
+        {"actor.update": {"devices": "0-7", "layout": "generate", "fsdp": 4, "pipeline": 2, "micro_batches": 2}},
+        "one base .* with tensor=1: .* one data and one fsdp x pipeline",
+        {"lora": {"rank": 2}, "mesh": {"data": 2, "fsdp": 4}},
+    ),
+    (
         {"actor.update": {**FOUR, "fsdp": 1, "pipeline": 4, "micro_batches": 4}},
         "pipeline=4 stages of schedule=1f1b, which need 4 layers, and its model has 2: choose fewer stages",
         {},
@@ -321,12 +326,15 @@ def test_options_fit_and_begin_with_the_fastest():
 def test_a_shared_base_is_everywhere_in_one_mesh():
     lora = LoRAConfig(rank=8, alpha=16.0)
     adapted = {role: (replace(models[0], lora=lora),) for role, models in WORKLOAD.models.items() if role != "reward"}
-    choices = candidates(replace(WORKLOAD, models={**WORKLOAD.models, **adapted}), CLUSTER, PRICES)
-    shared = [option.placement for name, options in choices.items() if name != "reward.score" for option in options]
-    assert {placement.layout for placement in shared} == {"generate"}
-    assert {placement.devices for placement in shared} == {Slice(0, 16)}
-    assert len({placement.sizes for placement in shared}) == 1
-    assert len({option.placement.devices for option in choices["reward.score"]}) > 1
+    workload = replace(WORKLOAD, models={**WORKLOAD.models, **adapted})
+    for hypothetical in (False, True):
+        choices = candidates(workload, CLUSTER, PRICES, hypothetical=hypothetical)
+        shared = [option.placement for name, options in choices.items() if name != "reward.score" for option in options]
+        assert {placement.layout for placement in shared} == {"generate"}
+        assert {placement.devices for placement in shared} == {Slice(0, 16)}
+        assert len({placement.stored for placement in shared}) == 1
+        assert len({option.placement.devices for option in choices["reward.score"]}) > 1
+        assert ({placement.pipeline for placement in shared} > {1}) == hypothetical
 
 
 def test_rows_that_no_placement_divides_are_one_sentence():

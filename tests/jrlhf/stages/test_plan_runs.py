@@ -168,6 +168,27 @@ def test_a_run_in_stages_is_the_colocated_one_and_resumes_without_them(make, tmp
     assert_close(timeless(path), expected, **STEPPED)
 
 
+def test_adapters_in_stages_train_as_on_one_mesh_and_resume_there(make, tmp_path):
+    """Actor and critic adapt one base, which is the reference, too; killed after an iteration, in and out of stages."""
+    section = {"ppo": {"algorithm": {"epochs": 1, "minibatches": 1}}, "lora": {"rank": 2}}
+    placed = {
+        name: ALL | {"layout": "generate"} for name in ("actor_logprobs_with_base", "actor_generate", "critic_values")
+    }
+    staged = {"devices": "0-7", "fsdp": 2, "tensor": 2, "pipeline": 2, "micro_batches": 2, "layout": "generate"}
+    placed |= {"actor_update": staged, "critic_update": staged | {"schedule": "zb-h1"}}
+    plan = by_hand(tmp_path / "stages.yaml", make("staged", "ppo", **section), **placed)
+    colocated, path = run(make("colocated", "ppo", **section)), run(make("staged", "ppo", plan, **section))
+    records, expected = timeless(path), timeless(colocated)
+    assert_close(records[:1], expected[:1], **ROUNDED)
+    assert_close(records[1:], expected[1:], **STEPPED)
+    assert [record["perf/compilations"] for record in read_metrics(path)][1:] == [0]
+    whole = (path / "model" / "model.safetensors").read_bytes()
+    resumed(make("staged", "ppo", plan, **section), 2)
+    assert timeless(path) == records and (path / "model" / "model.safetensors").read_bytes() == whole
+    resumed(make("staged", "ppo", **section), 2)
+    assert_close(timeless(path), expected, **STEPPED)
+
+
 @RUN
 def test_a_run_with_fused_updates_is_the_one_in_stages(make, tmp_path):
     """With sleeping models of other roles, two minibatches, and between both updates that of a third model."""
