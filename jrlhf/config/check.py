@@ -82,6 +82,11 @@ def _violations(config: Config, device_count: int, models: Mapping[str, ModelCon
             yield from _shared_passes(config, config.algorithm)
         if config.compute.score_rows is not None:
             yield from _score_rows(config, config.algorithm, config.compute.score_rows)
+    if config.rollout.last_groups is not None and config.compute.score_rows is None:
+        yield (
+            f"rollout.last_groups={config.rollout.last_groups} frees devices that score while the last rows decode, "
+            "and nothing does: set compute.score_rows, or leave it out"
+        )
     yield from _sampling(config, models["actor"])
 
 

@@ -158,7 +158,7 @@ class AsynchronousRollouts(Closing):
                 expected = trained_identity(model.params, dtype=actor.compute.dtype)
             else:
                 self._base = self._base or drawing_identity(base_on(model.base, model.mesh))
-                expected = self._base | adapter_identity(model.params)
+                expected = copied(self._base) | adapter_identity(model.params)  # a state has it, and may be freed
         weights, adapter = actor.drawing_weights()
         with jax.set_mesh(self._mesh):
             return (weights, copied(adapter)), expected

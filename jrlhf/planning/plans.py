@@ -320,6 +320,12 @@ def _check_rows(named: str, config: Config, workload: Workload, call: Call, plac
         raise UserError(
             f"{named} in micro_batches={parts}: leave that out, and set rollout.slots, the rows that decode at a time"
         )
+    groups, last = placement.devices.count // placement.tensor, config.rollout.last_groups
+    if call.kind == "generate" and last is not None and (last >= groups or groups % last):
+        raise UserError(
+            f"{named}, which has {groups} group(s) of {placement.tensor} device(s), and the last rows cannot move to "
+            f"rollout.last_groups={last} of them: take a smaller divisor of {groups}, or leave it out"
+        )
     for rule in undivided_rows(workload, call, placement):
         raise UserError(f"{named}, where {rule}")
     rows, count = config.compute.score_rows, placement.devices.count * parts

@@ -3,12 +3,12 @@
 An open rollout is drawn when a call first needs all of its rows. Calls that read each row by itself, such as those of
 reference, critic and rewards, only say before that what they do with a tile: a fixed number of neighbouring rows,
 padded to the width of the rollout. A tile is handed out at the first look at which all its rows are done, to calls on
-other devices than those that decode, and to functions. Other calls get their tiles once all rows are drawn.
+other devices than those that decode then, and to functions. Other calls get their tiles once all rows are drawn.
 
 A call computes the same program on the same tiles in either case: its results do not depend on when it did so.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Self, TypeVar
@@ -21,6 +21,7 @@ from jaxtyping import Bool
 
 from jrlhf.data.batches import Batch, put_rows
 from jrlhf.meshes import to_host
+from jrlhf.meshes.mesh import Device
 from jrlhf.models.generation.decoding import Generation
 from jrlhf.ppo import Rollout, TrainState
 from jrlhf.roles.actor import Actor
@@ -29,27 +30,30 @@ from jrlhf.run.clock import may_deadlock
 
 T = TypeVar("T")
 Read = Callable[[], Rollout]  # the rows so far, on the host
-Watch = Callable[[Bool[np.ndarray, "B"], Read], None]  # (the rows that are done, read)
+Watch = Callable[[Bool[np.ndarray, "B"], Read, Mesh], None]  # (the rows that are done, read, where others decode)
 OF_ROWS = "tokens", "prompt_lengths", "response_lengths", "logprobs", "finished"  # fields of a rollout
 
 
 class _Reader:
-    """What a call does with each tile, and its results so far. early: it may do so while other rows decode."""
+    """What a call does with each tile, and its results so far.
 
-    def __init__(self, function: Callable[[slice, Rollout], Any], early: bool):
-        self.function, self.early, self.results = function, early, dict[int, Any]()
+    early: it may do so while other rows decode, on other devices than these.
+    """
+
+    def __init__(self, function: Callable[[slice, Rollout], Any], early: bool, devices: frozenset[Device]):
+        self.function, self.early, self.devices, self.results = function, early, devices, dict[int, Any]()
 
 
 class OpenRollout(Pending[Rollout]):
-    """A rollout of `count` rows that is drawn on `mesh` when all of it is first needed; mutable until then.
+    """A rollout of `count` rows that is drawn when all of it is first needed; mutable until then.
 
     draw: draws it, and tells the function that it is given after each chunk of decode steps which rows are done.
     rows: of a tile.
     """
 
-    def __init__(self, draw: Callable[[Watch], Rollout], mesh: Mesh, count: int, rows: int):
+    def __init__(self, draw: Callable[[Watch], Rollout], count: int, rows: int):
         self._draw: Callable[[Watch], Rollout] | None = draw
-        self._mesh, self._readers = mesh, list[_Reader]()
+        self._readers = list[_Reader]()
         self._tiles = [slice(first, first + rows) for first in range(0, count, rows)]
 
     def result(self) -> Rollout:
@@ -67,12 +71,14 @@ class OpenRollout(Pending[Rollout]):
         """This rollout: the actor's call knows where it is drawn."""
         return self
 
-    def each(self, function: Callable[[slice, Rollout], T], *, early: bool = True) -> Pending[list[T]]:
+    def each(
+        self, function: Callable[[slice, Rollout], T], *, early: bool = True, devices: Iterable[Device] = ()
+    ) -> Pending[list[T]]:
         """The results of `function(rows, tile)` for all tiles, in their order. Tiles are on the host.
 
-        early: tiles may come while other rows decode, in any order.
+        early: tiles may come while other rows decode on other devices than these, in any order.
         """
-        reader = _Reader(function, early)
+        reader = _Reader(function, early, frozenset(devices))
         if self._draw is None:
             self._complete(reader)
         else:
@@ -91,18 +97,18 @@ class OpenRollout(Pending[Rollout]):
             with jax.set_mesh(mesh):
                 return function(replace(tile, **put_rows({name: getattr(tile, name) for name in OF_ROWS}, mesh)))
 
-        tiles = self.each(of_tile, early=set(mesh.devices.flat).isdisjoint(self._mesh.devices.flat))
+        tiles = self.each(of_tile, devices=mesh.devices.flat)
         joined = Pending(lambda: _join(tiles.result(), mesh))
         return joined if outputs == 1 else tuple(Pending(partial(_part, joined, number)) for number in range(outputs))
 
-    def _hand_out(self, done: Bool[np.ndarray, "B"], read: Read) -> None:
+    def _hand_out(self, done: Bool[np.ndarray, "B"], read: Read, mesh: Mesh) -> None:
         """Hands tiles whose rows are all done to those that may read them now."""
         ready = [number for number, rows in enumerate(self._tiles) if done[rows].all()]
         wanted = [
             (reader, number)
             for reader in self._readers
             for number in ready
-            if reader.early and number not in reader.results
+            if reader.early and number not in reader.results and reader.devices.isdisjoint(mesh.devices.flat)
         ]
         whole = read() if wanted else None
         for reader, number in wanted:
@@ -139,13 +145,13 @@ class EarlyActor(Actor):
         mesh = self.placement[method].mesh
 
         def draw(hand_out: Watch) -> Rollout:
-            def watch(done: Bool[np.ndarray, "B"], assemble: Callable[[], Generation]) -> None:
-                hand_out(done, lambda: Rollout(**vars(to_host(assemble())), version=to_host(self.state.step)))
+            def watch(done: Bool[np.ndarray, "B"], assemble: Callable[[], Generation], decoding: Mesh) -> None:
+                hand_out(done, lambda: Rollout(**vars(to_host(assemble())), version=to_host(self.state.step)), decoding)
 
             with jax.set_mesh(mesh):
                 return self._sample(method, self._switch(method), prompts, watch=watch)
 
-        rollout = OpenRollout(draw, mesh, len(prompts.examples), self._rows)
+        rollout = OpenRollout(draw, len(prompts.examples), self._rows)
         self._open.append(rollout)
         return rollout
 

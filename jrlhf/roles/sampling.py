@@ -1,7 +1,7 @@
 """Runs any number of rows through programs of one batch size: responses of a policy, scores of a reward model."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import numpy as np
@@ -57,7 +57,7 @@ class Sampler:
 
         The second reads prompts in waves, as rollouts do: all at once they may not fit.
         """
-        planned, limit = self.schedule, sampling.max_new_tokens
+        planned, limit = replace(self.schedule, last_groups=None), sampling.max_new_tokens
         shared = sampling == self.sampling and self.samples == 1
         if shared or planned.slots is not None or planned.is_one_program(self.batch, limit):
             return planned

@@ -13,7 +13,7 @@ from jrlhf.config import Config, config_yaml
 from jrlhf.config.schema import DatasetsData
 from jrlhf.data.read import hub_library
 from jrlhf.meshes import GENERATE, SCORE, TRAIN, Call, Graph, Layout, tree_reshard_cost
-from jrlhf.meshes.plan import Plan
+from jrlhf.meshes.plan import Placement, Plan, Slice
 from jrlhf.models import ModelConfig, param_shardings
 from jrlhf.planning.fit import backend_of, capacity, memory_of
 from jrlhf.planning.fusion.updates import fused_updates
@@ -139,9 +139,15 @@ def _scored_early(config: Config, graph: Graph, plan: Plan) -> list[str]:
     drawn = {output for call in drawing for output in call.outputs}
     texts = ("cost",) if "reward_model" in config.stages else ("reward", "cost")  # their models, if any, read text
     reading = [call for call in graph if call.kind == "infer" and call.role not in texts and drawn & {*call.inputs}]
-    taken = [plan[call.name].devices for call in drawing]
+    taken = [_decoding_last(plan[call.name], config.rollout.last_groups) for call in drawing]
     early = [call.name for call in reading if not any(plan[call.name].devices.overlaps(own) for own in taken)]
     return [*early, "functions"]
+
+
+def _decoding_last(placement: Placement, groups: int | None) -> Slice:
+    """The devices on which the last rows decode."""
+    devices = placement.devices
+    return devices if groups is None else Slice(devices.start, groups * placement.tensor)
 
 
 def _parts(parts: Mapping[str, float]) -> str:

@@ -2,17 +2,19 @@
 
 Where lengths differ, most rows of a single program are soon idle. Here a chunk of steps is decoded at a time; then
 waiting prompts take the slots of rows that are done; once none waits, the rows that are left move together into half as
-many slots; and caches grow with the longest row. None of this decides what is drawn: a row's token t is drawn with
-fold_in(row key, t). Rounding may: programs of unlike shapes do not round logits alike. In float32 no test has seen
-another token; in bfloat16 near ties do differ.
+many slots, and at last to fewer groups of devices, if `last_groups` says so; and caches grow with the longest row. None
+of this decides what is drawn: a row's token t is drawn with fold_in(row key, t). Rounding may: programs of unlike
+shapes do not round logits alike. In float32 no test has seen another token; in bfloat16 near ties do differ. The move
+to fewer groups changes no bit: caches travel with their rows, and a device's program keeps its shape.
 
-The rows of a group of devices (those along `tensor`) are local to it: no row, and no cache, ever leaves its group.
+The rows of a group of devices (those along `tensor`) are local to it: apart from that move, no row and no cache ever
+leaves its group.
 """
 
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -24,7 +26,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Int, PRNGKeyArray
 
-from jrlhf.meshes import AXES, GENERATE, to_devices, to_host
+from jrlhf.meshes import AXES, GENERATE, to_devices, to_host, transfer
 from jrlhf.models.attention import LayerCache, empty_cache, filled_cache, grown_cache, transposes_keys
 from jrlhf.models.collectives import TENSOR, all_rows, check_rows, own_rows
 from jrlhf.models.generation.decoding import OWN, SHARED, Decoder, Generation, Results, Rows, assemble, first_rows
@@ -56,9 +58,9 @@ class Admitted:
     slot: Int[Array, "m"]
 
 
-# Is told after a chunk which of all rows are done, and gets a function that assembles them: to be called at once, since
-# the next chunk uses up what it reads.
-Watch = Callable[[Bool[np.ndarray, "N"], Callable[[], Generation]], None]
+# Is told after a chunk which of all rows are done, and gets a function that assembles them, on the mesh on which rows
+# decode: to be called at once, since the next chunk uses up what it reads.
+Watch = Callable[[Bool[np.ndarray, "N"], Callable[[], Generation], Mesh], None]
 
 # Prompts that enter one group's slots, and the slots that their samples take, a prompt's after one another.
 Admission = tuple[Sequence[int], Sequence[int]]
@@ -146,10 +148,10 @@ class Programs:
             slots.caches[layer] = self._fill_cache(cache, prefilled[layer], admitted)
 
     def take(self, slots: Slots, chosen: Int[Array, "b"]) -> None:
-        """Leaves only these slots, in this order."""
+        """Leaves only these slots, in this order. Slots of other groups of devices are brought here."""
         for layer, cache in enumerate(slots.caches):
-            slots.caches[layer] = self._take_cache(cache, chosen)
-        slots.rows = self._take_rows(slots.rows, chosen)
+            slots.caches[layer] = self._take_cache(transfer(cache, self.mesh), chosen)
+        slots.rows = self._take_rows(transfer(slots.rows, self.mesh), chosen)
 
     def grow(self, slots: Slots, length: int) -> None:
         """Gives the caches more positions."""
@@ -264,6 +266,17 @@ class Table:
         """Empties the slots of rows that are done."""
         self.row[done] = EMPTY
 
+    @classmethod
+    def of_groups(cls, tables: Sequence["Table"]) -> "Table":
+        """The table of one group that has the prompts and slots of all these, one after the other. None may wait."""
+        samples, prompts = tables[0].samples, [table.prompts for table in tables]
+        merged = cls(sum(prompts), samples, 0)
+        merged.waiting.clear()
+        firsts = np.cumsum([0, *prompts[:-1]]) * samples
+        rows = [np.where(table.occupied, table.row + first, EMPTY) for table, first in zip(tables, firsts, strict=True)]
+        merged.row = np.concatenate(rows).astype(np.int32)
+        return merged
+
     def shrink(self, slots: int) -> Int[np.ndarray, "new"]:
         """Keeps this number of slots; returns the old indices of the kept ones. Every row must have a place."""
         order = np.argsort(~self.occupied, kind="stable")[:slots]
@@ -282,6 +295,7 @@ class ChunkedRollouts:
 
     def __init__(self, decoder: Decoder, mesh: Mesh, schedule: Schedule):
         self._programs = Programs(decoder, mesh, min(schedule.chunk, decoder.sampling.max_new_tokens))
+        self._last = None if schedule.last_groups is None else _on_groups(self._programs, schedule.last_groups)
         self._schedule = schedule
         self._warm: set[tuple[int, ...]] = set()
 
@@ -299,7 +313,7 @@ class ChunkedRollouts:
                 f"groups of devices has {slots}: raise slots to {least} or more"
             )
         on_mesh = Prompts(*programs.put((prompts, prompt_lengths, row_keys)))
-        rollout = _Rollout(programs, self._schedule, (params, adapter), on_mesh, slots)
+        rollout = _Rollout(programs, self._schedule, (params, adapter), on_mesh, slots, self._last)
         shape = (*prompts.shape, slots)
         if shape not in self._warm:
             rollout.warm()
@@ -308,30 +322,48 @@ class ChunkedRollouts:
 
 
 class _Rollout:
-    """One call."""
+    """One call. last: the programs of the groups to which its last rows move, if they do."""
 
     def __init__(
-        self, programs: Programs, schedule: Schedule, weights: tuple[Params, Params], prompts: Prompts, slots: int
+        self,
+        programs: Programs,
+        schedule: Schedule,
+        weights: tuple[Params, Params],
+        prompts: Prompts,
+        slots: int,
+        last: Programs | None = None,
     ):
-        self._programs, self._weights, self._prompts = programs, weights, prompts
+        self._programs, self._schedule, self._weights, self._prompts = programs, schedule, weights, prompts
         (count, width), limit = prompts.prompts.shape, programs.decoder.sampling.max_new_tokens
         self._rows, self._samples, self._limit = count * programs.samples, programs.samples, limit
         self._counts = schedule.slot_counts(slots, programs.tensor)
         self._lengths = schedule.cache_lengths(width, limit)
         self._tables = [Table(count // programs.groups, self._samples, slots) for _ in range(programs.groups)]
         self._waves = schedule.waves(count // programs.groups, slots // self._samples, width)
+        self._last = last
 
     def generate(self, watch: Watch | None = None) -> Generation:
         """All rows, in the order of their prompts."""
-        programs, longest, length = self._programs, 0, self._lengths[0]
-        slots, results = programs.empty(self._prompts, self._counts[0], length), programs.no_results(self._rows)
+        programs = self._programs
+        slots = programs.empty(self._prompts, self._counts[0], self._lengths[0])
+        return self._decode(slots, programs.no_results(self._rows), 0, self._lengths[0], watch)
+
+    def _decode(self, slots: Slots, results: Results, longest: int, length: int, watch: Watch | None) -> Generation:
+        """Decodes until all rows are done. longest: tokens of the longest row; length: positions of the caches."""
+        programs = self._programs
+        assembled = partial(programs.assemble, self._prompts.prompts, self._prompts.lengths)
         while True:
             while any(self._may_admit(table) for table in self._tables):
                 self._admit(slots)
                 longest = max(longest, self._prompts.prompts.shape[1])
             if not any(table.running for table in self._tables):
-                return programs.assemble(self._prompts.prompts, self._prompts.lengths, results)
+                return assembled(results)
             self._shrink(slots)
+            if self._last is not None and self._fit(self._last):
+                with jax.set_mesh(self._last.mesh):
+                    moved = self._moved(self._last, slots, self._tables)
+                    generation = moved._decode(slots, transfer(results, self._last.mesh), longest, length, watch)
+                return transfer(generation, programs.mesh)
             needed = fitting(self._lengths, min(longest + programs.steps, self._lengths[-1]))
             for longer in [size for size in self._lengths if length < size <= needed]:
                 programs.grow(slots, longer)
@@ -341,7 +373,7 @@ class _Rollout:
             longest = self._release(slots.rows)
             done = np.concatenate([table.done for table in self._tables])
             if watch is not None and not done.all():
-                watch(done, partial(programs.assemble, self._prompts.prompts, self._prompts.lengths, results))
+                watch(done, partial(assembled, results), programs.mesh)
 
     def _release(self, rows: Rows) -> int:
         """Empties the slots of rows that are done; returns the length of the longest other row."""
@@ -373,6 +405,20 @@ class _Rollout:
         for count in [size for size in self._counts if needed <= size < len(self._tables[0].row)]:
             self._programs.take(slots, self._programs.per_group([table.shrink(count) for table in self._tables]))
 
+    def _fit(self, last: Programs) -> bool:
+        """True if no prompt waits, and these groups have slots for the rows of all groups whose place they take."""
+        running = np.reshape([table.running for table in self._tables], (last.groups, -1)).sum(axis=1)
+        return not any(table.waiting for table in self._tables) and running.max() <= self._counts[-1]
+
+    def _moved(self, last: Programs, slots: Slots, tables: Sequence[Table]) -> "_Rollout":
+        """This call on these groups: the rows of as many neighbours each, in as many slots as one of them has."""
+        schedule, weights = replace(self._schedule, buckets=1), jax.tree.map(partial(_part, last.mesh), self._weights)
+        moved = _Rollout(last, schedule, weights, transfer(self._prompts, last.mesh), self._counts[-1])
+        share = len(tables) // last.groups
+        moved._tables = [Table.of_groups(tables[first : first + share]) for first in range(0, len(tables), share)]
+        last.take(slots, last.per_group([table.shrink(self._counts[-1]) for table in moved._tables]))
+        return moved
+
     def warm(self) -> None:
         """Compiles every program that such a call may need, by running it where all rows are done."""
         programs = self._programs
@@ -387,6 +433,8 @@ class _Rollout:
             jax.block_until_ready(slots)
         for count, fewer in zip(self._counts, (*self._counts[1:], None), strict=True):
             self._warm_steps(count, fewer)
+        if self._last is not None:
+            self._warm_last(self._last)
         no_results = programs.no_results(self._rows)
         jax.block_until_ready(programs.assemble(self._prompts.prompts, self._prompts.lengths, no_results))
 
@@ -405,3 +453,36 @@ class _Rollout:
                 jax.block_until_ready(first_layer)
             # One program at a time: some devices may not run two with collectives at once.
             jax.block_until_ready((slots, results))
+
+    def _warm_last(self, last: Programs) -> None:
+        """Compiles the move to these groups, and the chunks there."""
+        programs, count = self._programs, self._counts[-1]
+        tables = [Table(table.prompts, self._samples, count) for table in self._tables]
+        slots = programs.empty(self._prompts, count, self._lengths[0])
+        for length in self._lengths:
+            if length != self._lengths[0]:
+                programs.grow(slots, length)
+            with jax.set_mesh(last.mesh):
+                moved = self._moved(last, Slots([*slots.caches], slots.rows), tables)
+                jax.block_until_ready(moved._prompts)
+        with jax.set_mesh(last.mesh):
+            moved._warm_steps(count, None)
+
+
+def _on_groups(programs: Programs, groups: int) -> Programs | None:
+    """The same programs on the first groups of devices; None: there are no others."""
+    if groups >= programs.groups:
+        return None
+    if programs.groups % groups:
+        raise ValueError(f"last_groups={groups} does not divide the {programs.groups} groups of devices")
+    devices = programs.mesh.devices.reshape(programs.groups, programs.tensor)[:groups]
+    mesh = Mesh(devices.reshape(groups, 1, programs.tensor), AXES, axis_types=programs.mesh.axis_types)
+    return Programs(replace(programs.decoder, mesh=mesh), mesh, programs.steps)
+
+
+def _part(mesh: Mesh, weights: Array) -> Array:
+    """Weights that every group of devices has, on some of the groups: the same buffers."""
+    assert isinstance(weights.sharding, NamedSharding)
+    buffers = {shard.device: shard.data for shard in weights.addressable_shards}
+    own = [buffers[device] for device in mesh.devices.flat]
+    return jax.make_array_from_single_device_arrays(weights.shape, NamedSharding(mesh, weights.sharding.spec), own)

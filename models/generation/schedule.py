@@ -18,6 +18,8 @@ class Schedule:
     prefill: number of prompts that a group of devices prefills at a time. None: all of them, in one program with the
         decoding, if every row has a slot and responses fit a chunk; otherwise an eighth of what the slots hold, or
         2048 tokens while that many wait and have room.
+    last_groups: the groups of devices to which the last rows move, once these groups have room for them in their
+        smallest number of slots. The other devices are then free. None: rows stay in their groups.
 
     Every pair of a bucket and a length is a compiled program, and so is every number of prompts prefilled together, of
     which there are at most two. Small programs move a layer's rows between caches of these shapes.
@@ -28,11 +30,11 @@ class Schedule:
     buckets: int = 3
     lengths: int = 3
     prefill: int | None = None
+    last_groups: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("slots", "chunk", "buckets", "lengths", "prefill"):
-            value = getattr(self, name)
-            optional = value is None and name in ("slots", "prefill")
+        for name, value in vars(self).items():
+            optional = value is None and name in ("slots", "prefill", "last_groups")
             if not optional and (isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**31):
                 raise ValueError(f"{name}={value!r} must be an integer of at least 1 and below 2**31")
 

@@ -134,6 +134,9 @@ compute.score_rows=16 ; rollout.chunk=8 ; ppo.asynchronous.staleness=1
 compute.score_rows=16 ; rollout.chunk=8 ; sleep.reward=host
     compute.score_rows=16 would bring the weights of sleep.reward=host to the devices for every part: leave one of them
     out
+rollout.last_groups=1
+    rollout.last_groups=1 frees devices that score while the last rows decode, and nothing does: set
+    compute.score_rows, or leave it out
 compute={fused_loss: false, shared_passes: true}
     compute.fused_loss=False has no effect with compute.shared_passes: leave it out
 rewards=[{name: a, model: m, workers: 2}]

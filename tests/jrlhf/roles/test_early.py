@@ -40,7 +40,7 @@ class Drawing:
 
     def __init__(self, mesh: Mesh):
         self.events: list[Any] = []
-        self.open = OpenRollout(lambda hand_out: self._draw(hand_out, mesh), mesh, ROWS, TILE)
+        self.open = OpenRollout(lambda hand_out: self._draw(hand_out, mesh), ROWS, TILE)
 
     def _draw(self, hand_out: Callable, mesh: Mesh) -> Rollout:
         done = np.zeros(ROWS, bool)
@@ -48,7 +48,7 @@ class Drawing:
             done[chunk] = True
             self.events.append("chunk")
             now = {name: np.where(done.reshape(-1, *[1] * (x.ndim - 1)), x, -1) for name, x in rows().items()}
-            hand_out(done, lambda now=now: Rollout(**now, version=np.int32(4)))  # type: ignore[arg-type]
+            hand_out(done, lambda now=now: Rollout(**now, version=np.int32(4)), mesh)  # type: ignore[arg-type]
         self.events.append("drawn")
         return Rollout(**put_rows(rows(), mesh), version=to_devices(np.int32(4), NamedSharding(mesh, P())))
 

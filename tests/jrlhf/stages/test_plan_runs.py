@@ -1,5 +1,6 @@
 """Whole runs under plans: what is trained does not depend on where."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from jrlhf.roles.early import OpenRollout
 from jrlhf.run.checkpoints import fingerprint_of
 from jrlhf.run.metrics import read_metrics
 from jrlhf.stages import rl
+from jrlhf.stages.context import Context
 from jrlhf.stages.loop import run_stage
 from jrlhf.stages.setup import architectures
 from jrlhf.train import main
@@ -123,6 +125,29 @@ def test_rows_that_are_scored_while_others_decode_have_the_bits_of_a_later_time(
     assert max(map(sum, early)) >= (2 * 3 if stage == "ppo" else 2)
     monkeypatch.setattr(OpenRollout, "_hand_out", lambda *_: None)
     assert_same_bits(while_others_decode, run(make("late", stage, "split", **settings)))
+
+
+def test_devices_that_the_last_rows_leave_score_with_the_bits_of_a_later_time(make, tmp_path, monkeypatch):
+    """Generation on all four groups of devices; the last rows move to one, and a scoring call has two of the others."""
+    sampling: Any = Context.sampling.fget  # type: ignore[attr-defined]
+    hand_out, early = OpenRollout._hand_out, []
+    monkeypatch.setattr(
+        Context, "sampling", property(lambda self: replace(sampling(self), stop_ids=tuple(range(0, 300, 4))))
+    )
+    settings = {"compute": {"score_rows": 4}, "rollout": {"chunk": 1, "buckets": 1, "last_groups": 1}}
+    placed = {"actor_generate": ALL, "reference_logprobs": SECOND, "critic_values": SECOND}
+    plan = by_hand(tmp_path / "plan.yaml", make("plan", "ppo", **settings), **placed)
+
+    def counted(self: OpenRollout, done: Any, read: Any, mesh: Any) -> None:
+        hand_out(self, done, read, mesh)
+        early.append((mesh.size, sum(len(reader.results) for reader in self._readers if reader.devices)))
+
+    monkeypatch.setattr(OpenRollout, "_hand_out", counted)
+    while_others_decode = run(make("early", "ppo", plan, **settings))
+    assert {size for size, results in early} == {2, 8} and all(results == 0 for size, results in early if size == 8)
+    assert max(results for _, results in early) > 0
+    monkeypatch.setattr(OpenRollout, "_hand_out", lambda *_: None)
+    assert_same_bits(while_others_decode, run(make("late", "ppo", plan, **settings)))
 
 
 @RUN

@@ -1,6 +1,7 @@
 """The engine against one program for the whole rollout: the same tokens, however the rows were scheduled."""
 
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -124,7 +125,7 @@ def test_rows_that_are_told_to_be_done_have_all_their_tokens(alone):
     setting, expected = alone
     engine, looks = Engine(CONFIG, setting.mesh, SAMPLING, Schedule(slots=8, chunk=4, buckets=2, lengths=1)), []
 
-    def watch(done, assemble):
+    def watch(done, assemble, mesh):
         drawn = jax.device_get(assemble())
         for name in ("tokens", "response_lengths", "finished"):
             np.testing.assert_array_equal(getattr(drawn, name)[done], getattr(expected, name)[done])
@@ -214,6 +215,40 @@ def test_nothing_compiles_after_the_first_call(alone, compiled):
     compiled.clear()
     for keys in others:  # other lengths, so other moments at which rows come and go
         setting.call(engine, setting.prompts, keys)
+    assert not compiled
+
+
+@pytest.mark.parametrize(
+    ("sizes", "groups", "changes"),
+    [
+        ((4, 1, 1), 1, {"samples": 2}),
+        pytest.param((2, 2, 2), 2, {"lora": LORA}, marks=pytest.mark.full),
+        pytest.param((1, 4, 2), 1, {"lora": LORA, "int8": True}, marks=pytest.mark.full),
+    ],
+)
+def test_the_last_rows_move_to_fewer_devices_and_keep_their_bits(sizes, groups, changes, compiled):
+    setting, schedule = Setting(sizes, **changes), Schedule(chunk=1, buckets=1, lengths=2)
+    options = {"samples": setting.samples, "lora": setting.lora}
+    engine, looks = Engine(CONFIG, setting.mesh, SAMPLING, replace(schedule, last_groups=groups), **options), []
+
+    def watch(done, assemble, mesh):
+        assert all(leaf.sharding.mesh == mesh for leaf in jax.tree.leaves(assemble()))
+        looks.append((int(np.sum(~done)), [*mesh.devices.flat]))
+
+    moved = setting.call(partial(engine, watch=watch), setting.prompts, setting.keys)
+    stayed = setting.scheduled(schedule)
+    for name in ("tokens", "logprobs", "response_lengths", "finished"):
+        np.testing.assert_array_equal(getattr(moved, name), getattr(stayed, name), err_msg=name)
+    every = [*setting.mesh.devices.flat]
+    fewer = every[: groups * sizes[2]]
+    sides = [devices == fewer for _, devices in looks]
+    assert all(devices in (fewer, every) for _, devices in looks) and sides == sorted(sides)
+    assert False in sides and True in sides
+    slots = schedule.slot_counts(U * setting.samples // len(every) * sizes[2], sizes[2])[-1]
+    assert max(rows for (rows, _), side in zip(looks, sides, strict=True) if side) <= slots * groups
+    others = jax.device_put(jax.random.split(jax.random.key(1), U * setting.samples), setting.keys.sharding)
+    compiled.clear()
+    setting.call(engine, setting.prompts, others)
     assert not compiled
 
 
