@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from jrlhf.config.parse import Feature
 from jrlhf.ppo import config as algorithms
 from jrlhf.ppo.config import DPOConfig, GRPOConfig, PolicyConfig, check_one_division
-from jrlhf.ppo.fields import LONGEST, Section, between, checked, count, natural, non_negative, positive
+from jrlhf.ppo.fields import LONGEST, Section, between, checked, count, natural, non_negative, only_if, positive
 from jrlhf.ppo.shaping import ScoreConfig
 
 
@@ -140,6 +140,10 @@ class FleetSection(Feature):
     devices: tuple[str, ...] = ()
     # Seconds for one chunk or one transfer, after which a process is replaced; the first chunk compiles.
     deadline: float = positive(600.0, most=LONGEST)
+    # What an update sends; full: all weights that are trained; delta: which bits changed, if that is less. Same bits.
+    transfer: Literal["full", "delta"] = "full"
+    # Of so many updates one sends all.
+    anchor_every: int = count(100, **only_if(lambda section: section.transfer == "delta", "fleet.transfer=full"))
 
 
 @dataclass(frozen=True)

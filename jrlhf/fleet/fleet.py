@@ -71,6 +71,10 @@ class Workers(Protocol):
         """Gives slots to these prompts of each worker and decodes a chunk."""
         ...
 
+    def metrics(self) -> dict[str, float]:
+        """Returns what it took to hand weights over since the last call."""
+        ...
+
     def close(self) -> None:
         """Ends what was started."""
         ...
@@ -226,11 +230,11 @@ class Fleet:
         self._swap()
 
     def metrics(self) -> dict[str, float]:
-        """Returns how long each side waited for the other, in decode steps, counts of rows and groups, and how far the
-        log-probabilities of tokens are from those that were computed again."""
+        """Returns how long each side waited for the other, in decode steps, counts of rows and groups, what it took to
+        hand weights over, and how far the log-probabilities of tokens are from those that were computed again."""
         metrics = {f"async/{side}_wait": float(steps) for side, steps in self._waits.items()}
         running, waiting = float(self._workers.running), float(len(self._groups.complete))
-        metrics |= {"async/running_rows": running, "async/waiting_groups": waiting}
+        metrics |= {"async/running_rows": running, "async/waiting_groups": waiting} | self._workers.metrics()
         if self._recompute is None or not self._compares:
             return metrics
         compared, alarms = self._compared, self._recompute.alarms

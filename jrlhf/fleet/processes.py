@@ -5,9 +5,10 @@ one ends or hangs, another repeats the commands since the last recorded state, a
 """
 
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import astuple
+from dataclasses import astuple, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from jrlhf.config.stages import FleetSection
 from jrlhf.errors import RunFailure, UserError
 from jrlhf.fleet.identity import Identity
 from jrlhf.fleet.ray_worker import RayWorker, check_package
-from jrlhf.fleet.shared import AVAILABLE, SharedArrays, read
+from jrlhf.fleet.shared import AVAILABLE, SharedArrays, delta, read
 from jrlhf.fleet.state import saved
 from jrlhf.fleet.worker import program
 from jrlhf.meshes import to_devices, to_host
@@ -64,6 +65,33 @@ class LocalWorker(Worker):
         return super().request(body, seconds)
 
 
+@dataclass(frozen=True)
+class Update:
+    """Weights that were put. changes: since the update before, whose number is one less; None: all are to be sent."""
+
+    number: int
+    whole: SharedArrays
+    changes: SharedArrays | None
+
+    @classmethod
+    def after(cls, last: "Update | None", arrays: Sequence[np.ndarray], anchor_every: int) -> "Update":
+        """Returns these weights as the update after another. anchor_every: of so many updates one has no changes."""
+        number, whole, changes = 0 if last is None else last.number + 1, SharedArrays.of(arrays), None
+        if last is not None and number % anchor_every:
+            changes = SharedArrays.of(delta(read(last.whole.path), arrays))
+        return cls(number, whole, changes if changes and changes.size < whole.size else None)
+
+    def command(
+        self, present: "Update | None", again: Mapping[int, Prompt] | None = None
+    ) -> tuple[dict[str, Any], SharedArrays]:
+        """Returns the command to take this update after `present`, and the file that it names."""
+        sent, base = self.whole, None
+        if self.changes is not None and present is not None and present.number + 1 == self.number:
+            sent, base = self.changes, present.number
+        prompts = None if again is None else [astuple(prompt) for prompt in again.values()]
+        return {"take": {"path": sent.path, "number": self.number, "base": base, "again": prompts}}, sent
+
+
 class ProcessWorkers:
     """Logical workers in `section.workers` processes. See `Workers`.
 
@@ -103,7 +131,10 @@ class ProcessWorkers:
             log = folder / f"worker-{number}.log"
             self._processes.append(_Process(number, setup, partial(start, environment), log, tell))
         self._threads = ThreadPoolExecutor(len(self._processes), "workers")
-        self._weights = SharedArrays.of([])
+        self._anchor_every = section.anchor_every if section.transfer == "delta" else 1
+        self._put: Update | None = None  # the last one
+        self._taken: Update | None = None  # by every process
+        self._transfers: list[tuple[int, float]] = []  # bytes and seconds, of `put` and of `take`
         # Under an adapter: the frozen weights, a command that hands them over, once, and the file that it names.
         self._base: tuple[Any, dict[str, str], SharedArrays] | None = None
         self._rooms, self.running = [0] * count, 0
@@ -121,7 +152,8 @@ class ProcessWorkers:
         self._note_room(self._ask([{"start": arrays.path} for arrays in shared], shared))
 
     def states(self) -> list[Decoding]:
-        states = []
+        assert self._taken is not None
+        states, take = [], self._taken.command(None)
         for process, share in zip(self._processes, self._shares, strict=True):
             shared = SharedArrays.opened(process.ask({"states": None}))
             arrays, count = read(shared.path), len(self._shardings)
@@ -129,11 +161,11 @@ class ProcessWorkers:
                 placed = to_devices(arrays[first : first + count], self._shardings)
                 states.append(self._treedef.unflatten(placed))
             base = [] if self._base is None else [self._base[1:]]
-            start, take = ({"start": shared.path}, shared), (self._command(self._weights), self._weights)
-            process.repeat_from([*base, start, take])
+            process.repeat_from([*base, ({"start": shared.path}, shared), take])
         return states
 
-    def put(self, weights: Weights) -> SharedArrays:
+    def put(self, weights: Weights) -> Update:
+        begin = time.monotonic()
         base, adapter = weights
         if adapter and self._base is None:
             shared = SharedArrays.of(to_host(jax.tree.leaves(base)))
@@ -141,17 +173,22 @@ class ProcessWorkers:
             self._ask([self._base[1]] * len(self._processes), [shared] * len(self._processes))
         travelling = adapter or base
         self._places = jax.tree.map(lambda leaf: leaf.sharding, travelling)
-        return SharedArrays.of(to_host(jax.tree.leaves(travelling)))
+        self._put = Update.after(self._put, to_host(jax.tree.leaves(travelling)), self._anchor_every)
+        self._transfers.append((0, time.monotonic() - begin))
+        return self._put
 
-    def weights(self, handle: SharedArrays) -> Weights:
+    def weights(self, handle: Update) -> Weights:
         leaves, treedef = jax.tree.flatten(self._places)
-        weights = treedef.unflatten(to_devices(read(handle.path), leaves))
+        weights = treedef.unflatten(to_devices(read(handle.whole.path), leaves))
         return (weights, {}) if self._base is None else (self._base[0], weights)
 
-    def take(self, weights: SharedArrays, again: Mapping[int, Prompt] | None) -> list[tuple[Identity | None, Identity]]:
-        self._weights = weights
-        prompts = None if again is None else [astuple(prompt) for prompt in again.values()]
-        return self._ask([self._command(weights, prompts)] * len(self._processes), [weights] * len(self._processes))
+    def take(self, weights: Update, again: Mapping[int, Prompt] | None) -> list[tuple[Identity | None, Identity]]:
+        begin = time.monotonic()
+        command, sent = weights.command(self._taken, again)
+        identities = self._ask([command] * len(self._processes), [sent] * len(self._processes))
+        self._taken = weights
+        self._transfers.append((sent.size, time.monotonic() - begin))
+        return identities
 
     def decode(self, prompts: Sequence[Sequence[Prompt]]) -> list[Progress]:
         commands = [
@@ -161,6 +198,11 @@ class ProcessWorkers:
         self._note_room(answers)
         return [Progress(*row) for answer in answers for row in answer["progress"]]
 
+    def metrics(self) -> dict[str, float]:
+        transfers, self._transfers = self._transfers, []
+        size, seconds = (float(sum(numbers)) for numbers in zip((0, 0.0), *transfers, strict=True))
+        return {"fleet/transfer_bytes": size, "fleet/transfer_seconds": seconds}
+
     def close(self) -> None:
         for process in self._processes:
             process.close()
@@ -169,10 +211,6 @@ class ProcessWorkers:
     def _ask(self, commands: Sequence[Mapping[str, Any]], shared: Sequence[SharedArrays | None]) -> list[Any]:
         """The answers of all processes, which work at the same time, in the order of the processes."""
         return list(self._threads.map(_Process.ask, self._processes, commands, shared))
-
-    @staticmethod
-    def _command(weights: SharedArrays, again: Any = None) -> dict[str, Any]:
-        return {"take": {"path": weights.path, "again": again}}
 
     def _note_room(self, answers: Sequence[Mapping[str, Any]]) -> None:
         self._rooms = [room for answer in answers for room in answer["rooms"]]

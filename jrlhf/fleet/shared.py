@@ -1,19 +1,22 @@
 """Arrays that other processes of this machine read, in files that are only in memory.
 
-No other user can read them, and nothing is left behind when this process ends, however it ends.
+No other user can read them, and nothing is left behind when this process ends, however it ends. `delta` and `patched`
+write and read only what changed in arrays.
 """
 
 import os
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from jaxtyping import Int, UInt
 
 from jrlhf.run.files import decode, encode
 
 AVAILABLE = hasattr(os, "memfd_create")  # on Linux
+BLOCK = 2**22  # elements that are compared at a time, which bounds the memory for it
 
 
 class SharedArrays:
@@ -22,6 +25,11 @@ class SharedArrays:
     def __init__(self, descriptor: int):
         self._descriptor = descriptor
         self.path = f"/proc/{os.getpid()}/fd/{descriptor}"
+
+    @property
+    def size(self) -> int:
+        """The number of bytes."""
+        return os.fstat(self._descriptor).st_size
 
     def __del__(self) -> None:
         os.close(self._descriptor)
@@ -72,3 +80,57 @@ def _checksum(parts: Sequence[np.ndarray]) -> int:
     for part in parts:
         checksum = zlib.crc32(part.data, checksum)
     return checksum
+
+
+def delta(old: Sequence[np.ndarray], new: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Returns what `patched` needs to make the arrays `new` of `old`, which have their types and shapes.
+
+    Elements changed if their bits did, so NaNs and signed zeros count. Two arrays a block: how many unchanged elements
+    lie before each changed one, and by how much its bits changed, read as an integer. Both numbers are small: an update
+    with a small learning rate moves few weights of a short dtype, and those mostly to the next number.
+    """
+    parts = []
+    for before, after in zip(_blocks(old), _blocks(new), strict=True):
+        places = np.flatnonzero(before != after)
+        steps = (after[places] - before[places]).view(f"i{after.itemsize}")
+        folded = (steps << 1) ^ (steps >> (8 * after.itemsize - 1))  # 0, -1, 1, -2, ... -> 0, 1, 2, 3, ...
+        parts += [_packed(np.diff(places, prepend=-1) - 1), _packed(folded.view(after.dtype).astype(np.int64))]
+    return parts
+
+
+def patched(old: Sequence[np.ndarray], parts: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Returns the arrays of which `delta` made these parts, with the same bits. old: those that it compared with."""
+    arrays = [np.array(array, order="C") for array in old]
+    for block, gaps, folded in zip(_blocks(arrays), parts[::2], parts[1::2], strict=True):
+        steps = _unpacked(folded).astype(block.dtype)
+        block[np.cumsum(_unpacked(gaps) + 1) - 1] += (steps >> 1) ^ np.negative(steps & 1)
+    return arrays
+
+
+def _blocks(arrays: Sequence[np.ndarray]) -> Iterator[UInt[np.ndarray, "..."]]:
+    """The bits of the elements as integers, in pieces, which are views."""
+    for array in arrays:
+        bits = array.reshape(-1).view(f"u{array.itemsize}")
+        yield from (bits[first : first + BLOCK] for first in range(0, len(bits), BLOCK))
+
+
+def _packed(numbers: Int[np.ndarray, "N"]) -> UInt[np.ndarray, "..."]:
+    """Natural numbers below 2**32 in the type of the fewest bytes.
+
+    Each becomes the type's largest number as often as it is contained in it, and then the rest.
+    """
+
+    def size(dtype: type[np.unsignedinteger]) -> int:
+        return (len(numbers) + int((numbers // np.iinfo(dtype).max).sum())) * np.dtype(dtype).itemsize
+
+    dtype = min((np.uint8, np.uint16, np.uint32), key=size)
+    times, rest = np.divmod(numbers, np.iinfo(dtype).max)
+    packed = np.full(len(numbers) + int(times.sum()), np.iinfo(dtype).max, dtype)
+    packed[np.cumsum(times + 1) - 1] = rest
+    return packed
+
+
+def _unpacked(packed: UInt[np.ndarray, "..."]) -> Int[np.ndarray, "N"]:
+    """Inverts `_packed`."""
+    last = packed < np.iinfo(packed.dtype).max
+    return np.diff(np.cumsum(packed, dtype=np.int64)[last], prepend=0)

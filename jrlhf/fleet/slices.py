@@ -61,5 +61,8 @@ class SliceWorkers:
                 progress += batch.decode(self._weights)
         return progress
 
+    def metrics(self) -> dict[str, float]:
+        return {}
+
     def close(self) -> None:
         self._weights = None

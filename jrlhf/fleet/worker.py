@@ -5,9 +5,11 @@ The channel is a socket whose other end only the parent has. Messages are JSON; 
     parent: the description of `describe`          process: {program, devices}
     parent: {start: path of states}                process: {rooms, running}
     parent: {base: path of weights}                process: null; with an adapter, which then are the weights of `take`
-    parent: {take: path of weights, again}         process: [identities before, identities after]
+    parent: {take: path, number, base, again}      process: [identities before, identities after]
     parent: {decode: prompts of each worker}       process: {progress, rooms, running}
     parent: {states: null}                         process: path of states
+
+The path of `take` holds the weights of an update with that number, or what changed in them since the update `base`.
 """
 
 import faulthandler
@@ -27,7 +29,7 @@ from jax.sharding import Mesh
 
 import jrlhf
 from jrlhf.config.schema import DeviceConfig
-from jrlhf.fleet.shared import SharedArrays, read
+from jrlhf.fleet.shared import SharedArrays, patched, read
 from jrlhf.fleet.slices import SliceWorkers
 from jrlhf.meshes import GENERATE, make_mesh, to_devices, to_host
 from jrlhf.models import (
@@ -117,6 +119,7 @@ class _Process:
         schedule, self._stored = Schedule(**setup["schedule"]), param_shardings(model, self.mesh, GENERATE)
         self._adapted = lora and lora_shardings(model, self.mesh, lora)
         self._base: Params = {}  # under an adapter
+        self._taken: tuple[int | None, Params] = None, {}  # number of an update, and what it brought
         compute = Compute(jnp.dtype(setup["dtype"]), attention=setup["attention"])
         compiled = CallPlacement(self.mesh).compiled(Architecture(model, lora), compute)
         with jax.set_mesh(self.mesh):
@@ -134,10 +137,15 @@ class _Process:
         self._base = _placed(path, self._stored)
 
     def take(self, argument: Mapping[str, Any]) -> Any:
-        if self._adapted is None:
-            weights = _placed(argument["path"], self._stored), {}
+        number, present = self._taken
+        if argument["base"] is None:
+            own = _placed(argument["path"], self._adapted or self._stored)
+        elif argument["base"] == number:
+            own = _changed(argument["path"], present)
         else:
-            weights = self._base, _placed(argument["path"], self._adapted)
+            raise ValueError(f"these are changes of update {argument['base']}, and update {number} is here")
+        self._taken = argument["number"], own
+        weights = (own, {}) if self._adapted is None else (self._base, own)
         again = None if argument["again"] is None else {row[0]: Prompt(*row) for row in argument["again"]}
         return to_host(self._workers.take(weights, again))[0]
 
@@ -159,6 +167,13 @@ def _placed(path: str, shardings: Any) -> Any:
     quantised = any(array.dtype == np.int8 for array in arrays)
     leaves, treedef = jax.tree.flatten(int8_shardings(shardings) if quantised else shardings)
     return treedef.unflatten([to_devices(array, leaf) for array, leaf in zip(arrays, leaves, strict=True)])
+
+
+def _changed(path: str, present: Params) -> Params:
+    """The weights with the changes of a file."""
+    leaves, treedef = jax.tree.flatten(present)
+    arrays = patched(to_host(leaves), read(path))
+    return treedef.unflatten(to_devices(arrays, [leaf.sharding for leaf in leaves]))
 
 
 def _model(values: Mapping[str, Any]) -> ModelConfig:

@@ -16,9 +16,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def timeless(path: Path) -> list[dict[str, Any]]:
-    """A run's metrics, without those that depend on the clock or on what this process had compiled before."""
+    """A run's metrics, without those of the clock, of a fleet, or of what this process had compiled before."""
     return [
-        {name: x for name, x in record.items() if not name.startswith(("timing_", "perf/"))}
+        {name: x for name, x in record.items() if not name.startswith(("timing_", "perf/", "fleet/"))}
         for record in read_metrics(path)
     ]
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -21,12 +22,12 @@ from jrlhf.config import config_yaml
 from jrlhf.config.stages import FleetSection
 from jrlhf.errors import RunFailure, UserError
 from jrlhf.fleet import worker
-from jrlhf.fleet.processes import LocalWorker, ProcessWorkers, _Process, check_processes
+from jrlhf.fleet.processes import LocalWorker, ProcessWorkers, Update, _Process, check_processes
 from jrlhf.fleet.ray_worker import connect
-from jrlhf.fleet.shared import SharedArrays, read
+from jrlhf.fleet.shared import SharedArrays, delta, patched, read
 from tests.jrlhf.fleet.test_runs import ADAPTER, config, proven, run
 from tests.support.processes import alive, gone
-from tests.support.runs import Training, timeless
+from tests.support.runs import Training, stage_of, timeless
 
 pytestmark = pytest.mark.usefixtures("quick_programs")
 
@@ -47,6 +48,53 @@ def test_arrays_are_read_as_they_were_written():
         file.write(b"x")
     with pytest.raises(ValueError, match="not what was written"):
         read(shared.path)
+
+
+def integers(arrays):
+    return [np.asarray(array).reshape(-1).view(f"u{array.dtype.itemsize}") for array in arrays]
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, np.float32, np.int8])
+def test_200_updates_by_their_changes_have_the_same_bits(dtype, monkeypatch):
+    """Also where NaNs change their payload and zeros their sign, and over gaps that no byte and no short can count."""
+    monkeypatch.setattr("jrlhf.fleet.shared.BLOCK", 2**17)
+    rng, size = np.random.default_rng(0), np.dtype(dtype).itemsize
+    shapes = (3, 70_001), (7,), (), (0, 2)
+    trained = [rng.integers(0, 256, (*shape, size), np.uint8).view(dtype)[..., 0] for shape in shapes]
+    present, shares = [array.copy() for array in trained], []
+    for update in range(200):
+        new = [array.copy() for array in trained]
+        for bits in integers(new):
+            chosen = rng.random(bits.size) < rng.choice([0, 1e-5, 1e-3, 0.02, 0.9])
+            bits[chosen] += rng.choice([1, -1, 2, 0], chosen.sum()).astype(bits.dtype)
+            bits[rng.random(bits.size) < 1e-5] ^= bits.dtype.type(1 << (8 * size - 1))  # the sign
+            bits[rng.random(bits.size) < 1e-5] = rng.integers(np.iinfo(bits.dtype).max)
+        shared = SharedArrays.of(delta(trained, new))
+        shares.append(shared.size / sum(array.nbytes for array in new))
+        present, trained = patched(present, read(shared.path)), new
+        for own, expected in zip(integers(present), integers(trained), strict=True):
+            np.testing.assert_array_equal(own, expected, err_msg=f"update {update}")
+        assert [(own.shape, own.dtype) for own in present] == [(own.shape, own.dtype) for own in trained]
+    assert 2 * min(shares) < 0.01 and max(shares) < 2.5
+
+
+def test_a_process_gets_changes_only_of_what_it_holds():
+    """All weights go to a process that is new or missed an update, at each third one, and where changes are longer."""
+    weights, updates = np.linspace(0, 1, 64_000, dtype=np.float32), list[Update]()
+    for number in range(8):
+        weights[: 64_000 if number == 7 else number] *= -1
+        updates.append(Update.after(updates[-1] if updates else None, [weights], 3))
+        np.testing.assert_array_equal(read(updates[-1].whole.path)[0], weights)
+    assert [update.changes is not None for update in updates] == [False, True, True, False, True, True, False, False]
+    for present, newest in [(None, 4), (2, 4), (4, 4), (5, 4), (2, 3), (3, 4)]:
+        command, sent = updates[newest].command(None if present is None else updates[present])
+        update, changes = updates[newest], (present, newest) == (3, 4)
+        assert sent is (update.changes if changes else update.whole)
+        expected = {"path": sent.path, "number": newest, "base": 3 if changes else None, "again": None}
+        assert command == {"take": expected}
+    stale: Any = SimpleNamespace(_taken=(2, {}))
+    with pytest.raises(ValueError, match="changes of update 3, and update 2 is here"):
+        worker._Process.take(stale, updates[4].command(updates[3])[0]["take"])
 
 
 # Stands for the process of a logical worker: answers with the number of commands so far, and fails as it is sentences.
@@ -142,10 +190,14 @@ def test_bits_do_not_depend_on_processes(algorithm, staleness, tmp_path):
         assert bits(path) == expected
 
 
+# An update this small has shorter changes than weights, in float32, too.
+DELTA, SLOWLY = ("fleet.workers=2", "fleet.transfer=delta", "fleet.anchor_every=3"), ["grpo.actor.learning_rate=1e-4"]
+
+
 @pytest.mark.parametrize("on_new_weights", proven("keep_cache", "prefill_again", "finish"))
-def test_bits_do_not_depend_on_kills_of_processes(on_new_weights, tmp_path, monkeypatch):
+def test_bits_do_not_depend_on_kills_of_processes_nor_on_transfers(on_new_weights, tmp_path, monkeypatch):
     options = {"staleness": 2, "update_steps": 3, "logical_workers": 2, "on_new_weights": on_new_weights}
-    expected = bits(run(config(tmp_path, "one", **options)))
+    expected = bits(run(config(tmp_path, "one", "grpo", SLOWLY, **options)))
     rng, lost = random.Random(on_new_weights), []
     decode = ProcessWorkers.decode
 
@@ -158,8 +210,10 @@ def test_bits_do_not_depend_on_kills_of_processes(on_new_weights, tmp_path, monk
         return decode(self, prompts)
 
     monkeypatch.setattr(ProcessWorkers, "decode", killing)
-    assert bits(run(config(tmp_path, "killed", "grpo", ["fleet.workers=2"], **options))) == expected
-    assert len(lost) >= 3
+    path = run(config(tmp_path, "killed", "grpo", [*SLOWLY, *DELTA], **options))
+    assert bits(path) == expected
+    sizes = [record["fleet/transfer_bytes"] for record in stage_of(path, "grpo")]
+    assert len(lost) >= 3 and min(size for size in sizes if size) < 0.9 * max(sizes)
 
 
 @pytest.mark.proof("kills")
@@ -171,7 +225,7 @@ def test_bits_with_an_adapter_do_not_depend_on_processes(tmp_path, monkeypatch):
 
     def measured(self, weights):
         handle = put(self, weights)
-        sizes.append(Path(handle.path).stat().st_size)
+        sizes.append(Path(handle.whole.path).stat().st_size)
         return handle
 
     def killing(self, prompts):
@@ -182,7 +236,7 @@ def test_bits_with_an_adapter_do_not_depend_on_processes(tmp_path, monkeypatch):
 
     monkeypatch.setattr(ProcessWorkers, "put", measured)
     monkeypatch.setattr(ProcessWorkers, "decode", killing)
-    path = run(config(tmp_path, "killed", "grpo", [*ADAPTER, "fleet.workers=2"], **options))
+    path = run(config(tmp_path, "killed", "grpo", [*ADAPTER, *DELTA], **options))
     assert bits(path) == bits(one)
     adapter, whole = (one / file for file in ("adapter/adapter_model.safetensors", "model/model.safetensors"))
     assert len(kills) > 1 and max(sizes) < 1.5 * adapter.stat().st_size < whole.stat().st_size
@@ -192,7 +246,7 @@ def test_bits_with_an_adapter_do_not_depend_on_processes(tmp_path, monkeypatch):
 def test_bits_do_not_depend_on_kills_of_the_run(tmp_path, programs):
     """The run is killed at random moments of its rollouts and resumed; nothing of it lives on."""
     options = {"staleness": 2, "update_steps": 3, "logical_workers": 2}
-    for name, workers in (("one", []), ("killed", ["fleet.workers=2"])):
+    for name, workers in (("one", SLOWLY), ("killed", [*SLOWLY, *DELTA])):
         (tmp_path / f"{name}.yaml").write_text(config_yaml(config(tmp_path, name, "grpo", workers, **options)))
     Training("--config", tmp_path / "one.yaml", log=tmp_path / "log", programs=programs).wait()
     path, rng, kills = tmp_path / "killed", random.Random(0), 0
