@@ -105,6 +105,7 @@ def workload(
     }
     settings: dict[str, Any] = {"rows": 512, "prompt": 1024, "response": 1024, "minibatches": 8, "fused_loss": False}
     settings |= {"mean_prompt": 1024.0, "mean_response": 1024.0, "dtype": jnp.dtype(jnp.bfloat16)}
+    settings |= {"recomputed_stages": False}
     return Workload(GRAPH, models, **(settings | changes))
 
 

@@ -172,7 +172,7 @@ def make_plan(
     from jrlhf.config.check import mesh_sizes
     from jrlhf.meshes.hardware import cluster as cluster_of
     from jrlhf.planning import auto, fit, plans, show
-    from jrlhf.planning.fusion.updates import price_fused
+    from jrlhf.planning.fusion.updates import fused_prices
     from jrlhf.planning.search import Found
     from jrlhf.planning.simulate import simulate
     from jrlhf.planning.workload import workload_of
@@ -225,6 +225,7 @@ def make_plan(
         )
         if progress is not None:
             print(file=sys.stderr)
+        prices = fused_prices(prices, workload, result.best.plan)
         outcome, lines = result.best, [show.describe(workload, devices, prices, result)]
         if processes > 1:
             alone = "--processes 1 (processes=1 in Python) shows what slices would gain"
@@ -238,7 +239,7 @@ def make_plan(
         if cluster is not None and plan in plans.NAMES:
             mesh_sizes(config.mesh, devices.devices, simulates=False)
         priced = plans.plan_of_config(replace(config, plan=plan), workload, devices.devices)
-        price_fused(prices, workload, priced)
+        prices = fused_prices(prices, workload, priced)
         outcome = Found(priced, simulate(workload.graph, priced, prices, lockstep=not search.overlap))
         lines = [show.describe_plan(workload, devices, prices, outcome)]
     planned = Planned(config, graph, workload, devices, prices, outcome, "\n".join(lines))

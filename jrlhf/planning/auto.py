@@ -17,7 +17,9 @@ from jrlhf.models.remat import REMATS
 from jrlhf.planning.activations import Backend
 from jrlhf.planning.candidates import NoPlan, candidates
 from jrlhf.planning.fit import backend_of, capacity
+from jrlhf.planning.fusion.proposal import with_fused
 from jrlhf.planning.memory import GIB, Away, away_parts, keepers
+from jrlhf.planning.plans import validate_plan
 from jrlhf.planning.profile import ProfiledCosts, cluster_of, default_path, load, measure, save
 from jrlhf.planning.search import Result, colocates, search
 from jrlhf.planning.time import CostModel
@@ -72,15 +74,27 @@ class Setting:
     def search(self, prices: CostModel, *, grows: bool = True, processes: int = 1, **budget: Any) -> Result:
         """Searches for the fastest plan. Where none fits, the error names the nearest setting with one.
 
+        Updates are fused where that is faster; a pipeline runs in one process.
         grows: whether more devices may be suggested. processes: of the run on this cluster.
         """
         try:
-            return search(self.workload, self.cluster, prices, processes=processes, **budget)
+            result = search(self.workload, self.cluster, prices, processes=processes, **budget)
+            lockstep = budget.get("lockstep", True)
+            if processes > 1:
+                return result
+            return with_fused(self.workload, self.cluster, prices, result, self._runs, lockstep=lockstep)
         except NoPlan as problem:
             for text, changed in self._changes(grows):
                 if changed._has_plan(processes, hypothetical=budget.get("hypothetical", False)):
                     raise UserError(f"{problem}: choose {text}") from problem
             raise UserError(f"{problem}: choose a smaller model, shorter responses or fewer rows") from problem
+
+    def _runs(self, plan: Plan) -> bool:
+        try:
+            validate_plan(plan, self.config, self.workload, self.cluster.devices)
+        except UserError:
+            return False
+        return True
 
     def _changes(self, grows: bool) -> Iterator[tuple[str, "Setting"]]:
         """Yields settings that need less memory, the nearest first: one change, several, more devices."""

@@ -51,6 +51,7 @@ class Result:
 
     best: the fastest plan that fits. runners_up: the next best that differ from it in a call's devices or layout.
     rules: plans by rule that exist and fit, by name. trace: (proposals, seconds of an iteration) of each improvement.
+    serial: the best plan whose updates are not fused, where `best` fuses them.
     """
 
     best: Found
@@ -59,6 +60,7 @@ class Result:
     proposals: int
     seconds: float
     trace: tuple[tuple[int, float], ...]
+    serial: Found | None = None
 
 
 def search(

@@ -1,6 +1,6 @@
 """A search's result as text, and a plan's timeline as a picture."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ def describe(workload: Workload, cluster: Cluster, prices: CostModel, result: Re
     absent = [name for name in RULES if name not in result.rules]
     lines = [
         describe_plan(workload, cluster, prices, result.best),
+        *([] if result.serial is None else [_fused(result.best, result.serial)]),
         "",
         f"{result.proposals} plans priced in {result.seconds:.1f} s, in whole turns of {TURN}; what the others lose:",
         *(_columns(rows) if rows else ()),
@@ -55,6 +56,24 @@ def describe_plan(workload: Workload, cluster: Cluster, prices: CostModel, outco
         f"bottleneck: {bottleneck(outcome.simulation)}",
     ]
     return "\n".join(lines)
+
+
+def _fused(best: Found, serial: Found) -> str:
+    """Returns what fused updates save."""
+    together, apart = (_time(_busy(one.simulation, best.plan.fused)) for one in (best, serial))
+    whole, before = (_time(one.simulation.seconds) for one in (best, serial))
+    return f"fused updates: {together} instead of {apart}, and an iteration of {whole} instead of {before}"
+
+
+def _busy(simulation: Simulation, calls: Collection[str]) -> float:
+    """Returns the seconds of an iteration in which any of these calls runs."""
+    total = end = 0.0
+    spans = [span for span in simulation.spans if span.kind == "call" and span.call in calls]
+    for span in sorted(spans, key=lambda span: span.start):
+        if span.iteration == STEADY:
+            total += max(0.0, span.end - max(span.start, end))
+            end = max(end, span.end)
+    return total
 
 
 def _calls(workload: Workload, outcome: Found, prices: CostModel) -> list[str]:

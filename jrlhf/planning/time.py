@@ -196,7 +196,7 @@ def stage_seconds(
     costs = (costs or Roofline(workload, cluster)).on(placement.devices.count)
     (model,) = workload.models[call.role]
     divided = _Divided(workload, model, workload.rows_of(call), placement, cluster.node, costs)
-    forward, both = (sum(divided.stage(divided.trained_tokens, train).values()) for train in (False, True))
+    forward, both = (sum(parts.values()) for parts in divided.trained())
     return forward, both - forward
 
 
@@ -252,14 +252,15 @@ class _Divided:
         """Predicts handing hidden states to the next pipeline stage."""
         return self.costs.gather(Group(2, min(2, self.group("pipeline").local)), 2 * tokens * self.width)
 
-    def stage(self, tokens: float, train: bool) -> Parts:
-        """Predicts some rows through the last pipeline stage. It has the head too, so all others wait for it."""
+    def stage(self, tokens: float, train: bool, head: bool = True) -> Parts:
+        """Predicts some rows through the last pipeline stage, or one without head and embedding tables."""
         costs, workload, model = self.costs, self.workload, self.model
         parts: Parts = {}
         _add(parts, costs.layer(model, tokens, workload.length, self.slices, train), self.layers)
         spans = model.head == "lm" and ("train" if train else "infer") in workload.spanned
         predicted = workload.response / (workload.prompt + workload.response) if spans else 1.0
-        _add(parts, costs.head(model, predicted * tokens / self.slices, train))
+        if head:
+            _add(parts, costs.head(model, predicted * tokens / self.slices, train))
         turns = 2 if train else 1
         # Slices: a layer has two partial sums, one after attention and one after the mlp, forward and again backward;
         # recomputing the layer repeats the first one, whose result the mlp reads.
@@ -269,9 +270,9 @@ class _Divided:
         # tokens, an unembedding those that are predicted.
         sharers = self.placement.tensor if self.whole_layers else 1
         passed = costs.gather(self.tensor, sharers * tokens * self.width) if sharers > 1 else 0.0
-        tables = self.tables - 1 + predicted
+        tables = self.tables - 1 + predicted if head else 0
         parts["tensor"] = sums * self.layers * reduced + tables * turns * passed
-        parts["gathers"] = self.gathers(train)
+        parts["gathers"] = self.gathers(train, self.tables if head else 0)
         if self.placement.pipeline > 1:
             parts["stages"] = turns * self.hop(tokens)
         return parts
@@ -284,13 +285,13 @@ class _Divided:
             total["bubble"] = (stages - 1) / parts * sum(part.values()) * turns
         return total
 
-    def gathers(self, train: bool) -> float:
+    def gathers(self, train: bool, tables: int) -> float:
         """Predicts gathering weights where they are used, twice in training, and scattering their gradients."""
         (fsdp, tensor), gather = self.gathered, self.costs.gather
         turns = 1 if not train else 2 if self.model.lora is not None else 3
         layers = turns * gather(fsdp, self.layer / tensor.size, self.matrices)
         layers += turns * gather(tensor, self.layer, self.matrices)
-        return self.layers * layers + self.tables * (turns * gather(fsdp, self.table))
+        return self.layers * layers + tables * (turns * gather(fsdp, self.table))
 
     def sums(self) -> float:
         """Predicts summing gradients over data: scattered ones layer by layer, whole ones in float32 all at once."""
@@ -311,10 +312,23 @@ class _Divided:
         rows = self.rows(self.batch / self.workload.minibatches, self.placement.micro_batches)
         return rows * self.workload.length
 
+    def trained(self) -> tuple[Parts, Parts]:
+        """Predicts a micro-batch through the fullest stage: the forward operation, and both.
+
+        The last stage, which has the head, computes in its backward operation only; all others compute their forward
+        pass twice.
+        """
+        whole = self.placement.pipeline == 1 or not self.workload.recomputed_stages
+        forward, both = (self.stage(self.trained_tokens, train, head=whole) for train in (False, True))
+        if whole:
+            return forward, both
+        _add(both, {name: seconds for name, seconds in forward.items() if name != "stages"})
+        return forward, max(both, self.stage(self.trained_tokens, True), key=lambda parts: sum(parts.values()))
+
     def train(self) -> Parts:
         workload, placement = self.workload, self.placement
         parts, updates = placement.micro_batches, workload.epochs * workload.minibatches
-        total = self.piped(self.stage(self.trained_tokens, True), parts, updates * parts)
+        total = self.piped(self.trained()[1], parts, updates * parts)
         if placement.data > 1 and self.model.lora is None:
             # Every micro-batch sums its gradients over `data`; a pipeline sums once, after its last part.
             total["gathers"] += updates * (parts if placement.pipeline == 1 else 1) * self.sums()
@@ -405,13 +419,14 @@ class CostModel:
         backend: Backend = DEFAULT,
         costs: PartCosts | None = None,
         away: Away | None = None,
+        fused: Mapping[tuple[str, Placement], tuple[CallTime, float]] | None = None,
     ):
         self._workload, self._cluster, self.backend, self._away = workload, cluster, backend, away or {}
         self._costs = costs or Roofline(workload, cluster)
         on_base = [role for role in workload.models if workload.on_base(role)]
         self._base = home_of(workload.graph, on_base[0]) if on_base else None  # the base is counted in this call only
         self._calls: dict[Any, Price] = {}
-        self._fused: dict[Any, tuple[CallTime, float]] = {}
+        self._fused = fused or {}
         self._moves: dict[Any, float] = {}
 
     @property
@@ -441,9 +456,10 @@ class CostModel:
         """See the function."""
         return stage_seconds(self._workload, call, placement, self._cluster, costs=self._costs)
 
-    def set_fused(self, call: Call, placement: Placement, time: CallTime, active: float) -> None:
-        """Sets time and active bytes of an update that runs with another one, which `placement` alone does not tell."""
-        self._fused[call.name, placement] = time, active
+    def with_fused(self, fused: Mapping[tuple[str, Placement], tuple[CallTime, float]]) -> "CostModel":
+        """Returns these prices, with time and active bytes of updates that run together by call and placement."""
+        options: Any = {"backend": self.backend, "costs": self._costs, "away": self._away}
+        return CostModel(self._workload, self._cluster, **options, fused=fused)
 
     def _sleeps(self, home: Call, part: str) -> bool:
         """Returns whether a part of a role's state is offloaded during every call but that at the role's home."""

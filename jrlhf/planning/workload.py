@@ -113,6 +113,7 @@ class Workload:
     prompt, response: widths of the token arrays. mean_prompt, mean_response: average lengths.
     slots: rows that decode at a time, None for all. chunk: steps of one decode program, None for all.
     spanned: the kinds of calls in which a policy's head predicts responses only, not prompts.
+    recomputed_stages: the backward operation of a pipeline's stage computes its forward pass again, as in a run.
     """
 
     graph: Graph
@@ -132,6 +133,7 @@ class Workload:
     remat: Remat = "full"
     fused_loss: bool = True
     spanned: tuple[Kind, ...] = ("infer", "train")
+    recomputed_stages: bool = True
     rows_key: str = "rows"
 
     @property

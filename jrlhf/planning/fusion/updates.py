@@ -55,21 +55,40 @@ def fused_updates(workload: Workload, plan: Plan) -> FusedUpdates | None:
     return FusedUpdates(_table(*models), dict(zip(names, numbers, strict=True)))
 
 
-def price_fused(prices: CostModel, workload: Workload, plan: Plan) -> None:
-    """Sets the prices of a plan's fused updates: each has its share, by its work, of the makespan of their table, and
-    both have the memory of both."""
+def fused_prices(prices: CostModel, workload: Workload, plan: Plan) -> CostModel:
+    """Returns prices by which each of a plan's fused updates takes its share, by its work, of the makespan of their
+    table, and both need the memory of both."""
     if (fused := fused_updates(workload, plan)) is None:
-        return
-    calls = [workload.graph[name] for name in fused.pipelines]
-    seconds = {call.name: prices.stage_seconds(call, plan[call.name]) for call in calls}
+        return prices
+    seconds = _operations(prices, workload, plan)
     owner = {number: name for name, numbers in fused.pipelines.items() for number in numbers}
     whole = makespan(fused.table, lambda step: seconds[owner[step.model]][step.kind == "backward"])
+    return _priced(prices, workload, plan, whole)
+
+
+def least_prices(prices: CostModel, workload: Workload, plan: Plan) -> CostModel:
+    """Returns the same prices for the shortest table that there might be: none is searched for."""
+    models = [
+        Model(plan[name].pipeline, plan[name].micro_batches, *both)
+        for name, both in _operations(prices, workload, plan).items()
+    ]
+    return _priced(prices, workload, plan, fuse(*models).bound)
+
+
+def _operations(prices: CostModel, workload: Workload, plan: Plan) -> dict[str, tuple[float, float]]:
+    return {name: prices.stage_seconds(workload.graph[name], plan[name]) for name in plan.fused}
+
+
+def _priced(prices: CostModel, workload: Workload, plan: Plan, whole: float) -> CostModel:
+    """whole: seconds of a table."""
+    calls, seconds = [workload.graph[name] for name in plan.fused], _operations(prices, workload, plan)
     work = {name: plan[name].micro_batches * sum(both) for name, both in seconds.items()}
     idle = workload.epochs * workload.minibatches * (whole / sum(work.values()) - 1)
     active = sum(fused_bytes(workload, plan, prices.backend).values())
-    for call in calls:
-        parts = {**prices.time(call, plan[call.name]).parts, "bubble": idle * work[call.name]}
-        prices.set_fused(call, plan[call.name], CallTime(parts), active)
+    times = {
+        call.name: {**prices.time(call, plan[call.name]).parts, "bubble": idle * work[call.name]} for call in calls
+    }
+    return prices.with_fused({(name, plan[name]): (CallTime(parts), active) for name, parts in times.items()})
 
 
 def _rows(placement: Placement) -> float:

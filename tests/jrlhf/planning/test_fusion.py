@@ -12,16 +12,24 @@ import pytest
 from benchmarks import published
 from benchmarks.fusion import PUBLISHED, generated, optimum
 from benchmarks.records import RESULTS
+from jrlhf.algorithms.registry import planned_graph
+from jrlhf.config import load_config
 from jrlhf.meshes import Graph
 from jrlhf.meshes.hardware import HARDWARE, Cluster
 from jrlhf.meshes.pipeline import arrange, makespan, peak, violation
-from jrlhf.meshes.plan import Placement, Plan, Slice
+from jrlhf.meshes.plan import Placement, Plan, Slice, plan_of
+from jrlhf.planning import auto
 from jrlhf.planning.fusion import Model, Problem, fuse, search
 from jrlhf.planning.fusion.dispatch import Dispatcher, Rules
-from jrlhf.planning.fusion.updates import fused_updates, price_fused
+from jrlhf.planning.fusion.updates import fused_prices, fused_updates, least_prices
 from jrlhf.planning.memory import call_bytes, plan_memory
+from jrlhf.planning.plans import validate_plan
+from jrlhf.planning.search import Result
+from jrlhf.planning.search import search as search_plans
+from jrlhf.planning.show import describe
 from jrlhf.planning.simulate import simulate
-from jrlhf.planning.time import CostModel
+from jrlhf.planning.time import CostModel, stage_seconds
+from jrlhf.stages.setup import architectures
 
 # get-lower-bound.py of github.com/FlexFusion/FlexFusion, in the order of PUBLISHED.
 BOUNDS = [708, 372, 225, 702, 366, 225, 618, 330, 186, 606, 318, 186]
@@ -168,7 +176,7 @@ def test_fused_updates_take_the_makespan_of_their_table_and_the_memory_of_both()
     prices = CostModel(workload, cluster)
     calls = [workload.graph[name] for name in plan.placements]
     alone = [prices.time(call, serial[call.name]).parts for call in calls]
-    price_fused(prices, workload, plan)
+    prices = fused_prices(prices, workload, plan)
     together = [prices.time(call, plan[call.name]).parts for call in calls]
     operations = [prices.stage_seconds(call, plan[call.name]) for call in calls]
     whole = 4 * makespan(fused.table, lambda step: operations[step.model > 0][step.kind == "backward"])
@@ -187,3 +195,61 @@ def test_fused_updates_take_the_makespan_of_their_table_and_the_memory_of_both()
     sizes = [both[0].active["inputs in flight"] / 4, *[both[1].active["inputs in flight"] / 2] * 2]
     most = sum(one.active["inputs in flight"] for one in both)
     assert violation(fused.table, most, sizes) is None
+
+
+# ---- updates that a search fuses
+
+
+def searched(**links: Any) -> tuple[auto.Setting, CostModel, Result]:
+    """A search for 8B models on eight H200 with these links."""
+    config = load_config("llama3-8b-ppo")
+    graph, models = planned_graph(config), architectures(config)
+    cluster = Cluster(replace(HARDWARE["h200"], **links), 8)
+    setting = auto.Setting(config, graph, models, cluster, auto.prices_of)
+    prices = auto.prices_of(config, setting.workload, cluster)
+    return setting, prices, setting.search(prices, proposals=250)
+
+
+def test_a_search_fuses_updates_where_links_are_slow():
+    setting, prices, result = searched(node=1, network=5e9)
+    best, serial, workload = result.best, result.serial, setting.workload
+    assert serial is not None and serial.plan.fused == () and serial in result.runners_up
+    own = fused_prices(prices, workload, best.plan)
+    assert simulate(workload.graph, best.plan, own, lockstep=True) == best.simulation
+    assert best.simulation.seconds < serial.simulation.seconds and best.simulation.peak <= prices.capacity
+    assert all(one.loss > 0 for one in (*result.runners_up, *result.rules.values()))
+    # The bound that ranks plans is one, and one 1F1B after the other is slower.
+    least = simulate(workload.graph, best.plan, least_prices(prices, workload, best.plan), lockstep=True).seconds
+    placed = {name: replace(best.plan[name], schedule="1f1b") for name in best.plan.fused}
+    alone = simulate(workload.graph, Plan("1f1b", {**best.plan.placements, **placed}), prices, lockstep=True).seconds
+    assert least <= best.simulation.seconds < alone
+    assert plan_of(best.plan.as_dict()) == best.plan
+    validate_plan(best.plan, setting.config, workload, 8)
+    text = describe(workload, setting.cluster, own, result)
+    both = sum(own.call(workload.graph[name], best.plan[name]).seconds for name in best.plan.fused)
+    assert f"fused updates: {both:.1f} s instead of " in text and "pipeline=8 by fused" in text
+
+
+def test_a_search_leaves_updates_alone_where_links_are_fast():
+    setting, prices, result = searched()
+    assert result.serial is None and result.best.plan.fused == ()
+    alone = search_plans(setting.workload, setting.cluster, prices, proposals=250)
+    assert result.best == alone.best and result.runners_up == alone.runners_up
+    several = setting.search(prices, proposals=250, processes=2)  # a pipeline needs one
+    assert several.serial is None
+
+
+def test_a_backward_operation_computes_its_forward_pass_again():
+    placed = Placement(Slice(0, 8), "train", pipeline=8, micro_batches=8)
+    cluster = Cluster(replace(HARDWARE["h100"], latency=0, link=1e30), 8)
+    for name in ("actor.update", "critic.update"):
+        work = published.workload(minibatches=4)
+        costs = [
+            stage_seconds(replace(work, recomputed_stages=again), work.graph[name], placed, cluster)
+            for again in (False, True)
+        ]
+        (forward, backward), (own, twice) = costs
+        if name == "critic.update":  # every stage is alike, for a head of one column is nothing
+            assert own == pytest.approx(forward) and twice == pytest.approx(backward + forward)
+        else:  # all but the last one have no head
+            assert own < forward and own + twice >= forward + backward

@@ -13,7 +13,9 @@ from safetensors.numpy import load_file
 from jrlhf.algorithms.registry import graph_of
 from jrlhf.config.parse import build
 from jrlhf.config.schema import Config
-from jrlhf.planning.plans import read_plan
+from jrlhf.meshes.hardware import HARDWARE, Cluster
+from jrlhf.planning import auto
+from jrlhf.planning.plans import plan_yaml, read_plan
 from jrlhf.planning.workload import workload_of
 from jrlhf.rewards.mixture import TRAINED
 from jrlhf.roles.early import OpenRollout
@@ -233,6 +235,29 @@ def test_a_run_with_fused_updates_is_the_one_in_stages(make, tmp_path):
     assert [record["perf/compilations"] for record in read_metrics(ends[1])][1:] == [0]
     resumed(make("fused", "safe_rlhf", **given), 2)
     assert_close(timeless(ends[1]), fused, **ROUNDED)
+
+
+@RUN
+def test_a_plan_whose_updates_a_search_fuses_runs(tmp_path):
+    """For devices whose links are so slow that no two of them should share a layer."""
+    sizes = {"embed": 16, "layers": 8, "heads": 2, "kv_heads": 1, "head_dim": 8, "mlp": 512, "max_positions": 32}
+    sums = {"source": "arithmetic", "digits": 1, "problems": 60, "heldout_rows": 8, "max_prompt": 4, "max_response": 8}
+    mapping = {
+        **{"stages": ["sft", "ppo"], "device": {"platform": "cpu", "simulated": 8}, "mesh": {"fsdp": 8}},
+        **{"model": sizes, "data": sums, "sft": {"steps": 2, "batch": 8, "warmup": 1}, "evaluation": {"prompts": 8}},
+        **{"rewards": [{"name": "right", "function": "exact_match"}], "run_dir": str(tmp_path), "name": "fused"},
+        "ppo": {**SECTION, "rollout_batch": 32, "algorithm": {"epochs": 8, "minibatches": 2}},
+    }
+    config = build(Config, mapping)
+    slow = {"node": 1, "network": 1e7, "latency": 0, "launch": 0, "bfloat16": 1e9, "float32": 1e9}
+    cluster = Cluster(replace(HARDWARE["h200"], **slow), 8)
+    setting = auto.Setting(config, graph_of(config), architectures(config), cluster, auto.prices_of)
+    result = setting.search(auto.prices_of(config, setting.workload, cluster), proposals=250)
+    assert result.serial is not None and result.best.plan["actor.update"].pipeline == 8
+    (tmp_path / "plan.yaml").write_text(plan_yaml(result.best.plan))
+    path = run(build(Config, {**mapping, "plan": str(tmp_path / "plan.yaml")}))
+    records = [record for record in read_metrics(path) if record["stage"] == "ppo"]
+    assert len(records) == 2 and all(record["timing_s/update"] > 0 for record in records)
 
 
 def test_the_first_update_under_a_plan_is_the_colocated_one(make):

@@ -1,0 +1,142 @@
+"""Plans with fused updates, made from the best plans of a search: its candidates have no pipelines.
+
+Both updates take the devices of one of them, or all. Pairs of placements there are ranked by a bound of the time of
+their table; tables are searched for only where that bound leaves a gain.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from heapq import nsmallest
+from itertools import product
+from math import lcm
+
+from jrlhf.config.check import indivisible
+from jrlhf.meshes.hardware import Cluster
+from jrlhf.meshes.plan import Placement, Plan, Slice
+from jrlhf.planning.candidates import placements
+from jrlhf.planning.fusion.problem import Model, fuse
+from jrlhf.planning.fusion.updates import fused_prices, least_prices
+from jrlhf.planning.plans import FUSED
+from jrlhf.planning.search import Found, Result
+from jrlhf.planning.simulate import simulate
+from jrlhf.planning.time import CostModel
+from jrlhf.planning.workload import Workload
+
+_PLANS = 3  # of a search, that are tried with fused updates
+_TABLES = 3  # that are searched for, about two seconds of a core each
+_SIMULATED = 4  # pairs of placements on the same devices
+_OF_A_DEPTH = 4  # placements of a call in as many stages
+_GROUPS = 64  # of devices, in the largest table
+
+
+def with_fused(
+    workload: Workload,
+    cluster: Cluster,
+    prices: CostModel,
+    result: Result,
+    runs: Callable[[Plan], bool],
+    *,
+    lockstep: bool = True,
+) -> Result:
+    """Returns the result with a plan that fuses the updates as its best one, where that is predicted to be faster.
+
+    runs: whether the config's algorithm can run a plan.
+    """
+    if not all(name in result.best.plan.placements for name in FUSED):
+        return result
+
+    def found(plan: Plan, price: Callable[[CostModel, Workload, Plan], CostModel]) -> Found:
+        return Found(plan, simulate(workload.graph, plan, price(prices, workload, plan), lockstep=lockstep))
+
+    def faster(one: Found, other: Found) -> bool:
+        return one.simulation.seconds < other.simulation.seconds and one.simulation.peak <= prices.capacity
+
+    @cache
+    def options(name: str, count: int) -> list[_Option]:
+        return _options(workload, cluster, prices, name, count)
+
+    bounds = []
+    for base in (result.best, *result.runners_up)[:_PLANS]:
+        for devices in dict.fromkeys([*(base.plan[name].devices for name in FUSED), Slice(0, cluster.devices)]):
+            others = [name for name, place in base.plan.placements.items() if place.devices.overlaps(devices)]
+            resident = (prices.call(workload.graph[name], base.plan[name]).resident for name in {*others} - {*FUSED})
+            first, second = (options(name, devices.count) for name in FUSED)
+            pairs = _pairs(first, second, prices.capacity - sum(resident))
+            for pair in pairs:
+                placed = {name: replace(place, devices=devices) for name, place in zip(FUSED, pair, strict=True)}
+                plan = Plan("fused", {**base.plan.placements, **placed})
+                if runs(plan) and faster(bound := found(plan, least_prices), result.best):
+                    bounds.append(bound)
+    best = result.best
+    for bound in nsmallest(_TABLES, bounds, key=lambda one: one.simulation.seconds):
+        if faster(bound, best) and faster(plan := found(bound.plan, fused_prices), best):
+            best = plan
+    if best is result.best:
+        return result
+    others = [replace(result.best, plan=replace(result.best.plan, name="not fused")), *result.runners_up]
+    lost = [replace(one, loss=one.simulation.seconds - best.simulation.seconds) for one in others]
+    rules = {
+        name: replace(one, loss=one.simulation.seconds - best.simulation.seconds) for name, one in result.rules.items()
+    }
+    return replace(result, best=best, runners_up=tuple(lost), rules=rules, serial=lost[0])
+
+
+@dataclass(frozen=True)
+class _Option:
+    """A pipeline of an update. model: of one pipeline, with its seconds. updates: minibatches of an iteration. fixed:
+    further seconds of it. resident, active: bytes of a device."""
+
+    placement: Placement
+    model: Model
+    updates: int
+    fixed: float
+    resident: float
+    active: float
+
+    @property
+    def work(self) -> float:
+        """Seconds of an iteration without waiting."""
+        return self.fixed + self.updates * self.model.micro_batches * (self.model.forward + self.model.backward)
+
+    @property
+    def alone(self) -> float:
+        """Seconds of an iteration by 1F1B."""
+        both = self.model.forward + self.model.backward
+        return self.fixed + self.updates * (self.model.micro_batches + self.model.depth - 1) * both
+
+
+def _options(workload: Workload, cluster: Cluster, prices: CostModel, name: str, count: int) -> list[_Option]:
+    """Returns an update's fastest pipelines of every depth, by their work and by their time alone."""
+    call, by_depth = workload.graph[name], dict[int, list[_Option]]()
+    (model,) = workload.models[call.role]
+    updates = workload.epochs * workload.minibatches
+    for placed in placements(workload, call, count, cluster.node, hypothetical=True):
+        depth, parts = placed.pipeline, placed.micro_batches
+        whole = any(indivisible(model.config, placed.fsdp * depth, placed.tensor))
+        if depth == 1 or parts < depth or depth > _GROUPS or whole:
+            continue
+        placed = replace(placed, schedule="fused")
+        price, parts_of = prices.call(call, placed), prices.time(call, placed).parts
+        forward, backward = prices.stage_seconds(call, placed)
+        work = updates * parts * (forward + backward)
+        fixed = sum(parts_of.values()) - parts_of["bubble"] - work
+        piped = Model(depth, parts, forward, backward)
+        by_depth.setdefault(depth, []).append(_Option(placed, piped, updates, fixed, price.resident, price.active))
+    fastest = []
+    for options in by_depth.values():
+        best = [nsmallest(_OF_A_DEPTH, options, key=key) for key in (lambda one: one.work, lambda one: one.alone)]
+        fastest += dict.fromkeys([*best[0], *best[1], min(options, key=lambda one: one.active)])
+    return fastest
+
+
+def _pairs(first: Sequence[_Option], second: Sequence[_Option], room: float) -> list[tuple[Placement, Placement]]:
+    """Returns the pairs of pipelines that promise most. room: bytes of a device for both."""
+    fitting = []
+    for one, two in product(first, second):
+        groups = lcm(one.model.depth, two.model.depth)
+        divided = all(option.placement.data % (groups // option.model.depth) == 0 for option in (one, two))
+        if divided and groups <= _GROUPS and one.resident + one.active + two.resident + two.active <= room:
+            bound = one.fixed + two.fixed + one.updates * fuse(one.model, two.model).bound
+            fitting.append((bound, one.placement, two.placement))
+    return [(one, two) for _, one, two in nsmallest(_SIMULATED, fitting, key=lambda pair: pair[0])]
