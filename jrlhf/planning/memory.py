@@ -14,7 +14,7 @@ from typing import Literal
 from jrlhf.config.schema import Config, SleepConfig
 from jrlhf.meshes import GENERATE, TRAIN, Call, Graph, Layout
 from jrlhf.meshes.graph import LEARNED, LEARNER, home_of
-from jrlhf.meshes.pipeline import SCHEDULES, peak
+from jrlhf.meshes.pipeline import SCHEDULES, ScheduleName, peak
 from jrlhf.meshes.plan import Placement, Plan, Slice
 from jrlhf.models import LoRAConfig, ModelConfig, Schedule
 from jrlhf.models.lora import adapter_weights
@@ -282,7 +282,12 @@ def _active(workload: Workload, call: Call, model: RoleModel, placement: Placeme
 
 def _in_flight(placement: Placement) -> float:
     """Returns the most inputs of stages that a device of a pipeline keeps."""
-    return max(peak(SCHEDULES[placement.schedule](placement.pipeline, placement.micro_batches)))
+    return _most_in_flight(placement.schedule, placement.pipeline, placement.micro_batches)
+
+
+@cache  # a search asks for few different tables, and thousands of times
+def _most_in_flight(schedule: ScheduleName, stages: int, micro_batches: int) -> float:
+    return max(peak(SCHEDULES[schedule](stages, micro_batches)))
 
 
 def _gradients(model: RoleModel, placement: Placement, backend: Backend, *, loop: bool) -> Gradients:
