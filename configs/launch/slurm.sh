@@ -21,15 +21,10 @@ shift
 # address, s3://BUCKET/PREFIX, of runs with storage.scratch on one.
 name="$(basename "$config" .yaml)-$SLURM_JOB_ID" # the same after a requeue
 run_dir=${RUN_DIR:-$SLURM_SUBMIT_DIR/runs}
-there() { # whether a file exists, also in a store
-    if [[ $1 != *://* ]]; then
-        [[ -e $1 ]]
-    else
-        python -c "import sys; from fsspec.core import url_to_fs; store, path = url_to_fs(sys.argv[1]); sys.exit(not store.exists(path))" "$1"
-    fi
-}
 resume=()
-if there "$run_dir/$name/config.yaml"; then
+# Slurm copies this file alone to the node, so that it can read no other. fsspec takes a directory and an address.
+if python -c "import sys; from fsspec.core import url_to_fs; store, path = url_to_fs(sys.argv[1]); sys.exit(not store.exists(path))" \
+    "$run_dir/$name/config.yaml"; then
     resume=(--resume)
 fi
 
