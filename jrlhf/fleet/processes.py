@@ -62,7 +62,16 @@ class LocalWorker(Worker):
     """A rollout process of this machine. It reads shared arrays from the file that a request names."""
 
     def request(self, body: bytes, seconds: float, shared: SharedArrays | None = None) -> Mapping[str, Any]:
-        return super().request(body, seconds)
+        answer = super().request(body, seconds)
+        named = decode(answer.get("answer", "null"))
+        if not isinstance(named, str):
+            return answer
+        try:
+            self._answered = SharedArrays.opened(named)
+        except OSError:
+            self.kill()
+            return {"failure": "crash", "detail": "ended before its arrays were read"}
+        return {"answer": encode(self._answered.path)}
 
 
 @dataclass(frozen=True)

@@ -110,12 +110,16 @@ def main(descriptor):
     while True:
         send(channel, encode({"answer": encode(answer)}).encode())
         command, count = decode(receive(channel)), count + 1
-        if command.get("once") and not os.path.exists(command["once"]):
+        first = command.get("once") and not os.path.exists(command["once"])
+        if first:
             open(command["once"], "w").close()
+        if first and "fault" in command:
             os.kill(os.getpid(), signal.SIGKILL) if command["fault"] == "kill" else time.sleep(99)
         if command.get("always"):
             raise SystemExit("no memory")
         answer = count if "draws" not in command else os.getpid()
+        if "arrays" in command:
+            answer = "/proc/0/fd/0" if first else command["arrays"]
 """
 
 
@@ -153,6 +157,15 @@ def test_a_lost_process_is_replaced_and_its_successor_repeats_what_was_done(faul
     own.repeat_from([({}, SharedArrays.of([]))])
     os.kill(own._worker.pid, signal.SIGKILL)
     assert own.ask({}) == 2  # after the one command that a successor repeats from here
+
+
+def test_a_process_that_ends_between_its_answer_and_its_reading_is_replaced(process, tmp_path):
+    make, sentences = process
+    own, shared = make(), SharedArrays.of([np.arange(3)])
+    opened = SharedArrays.opened(own.ask({"once": str(tmp_path / "failed"), "arrays": shared.path}))
+    np.testing.assert_array_equal(read(opened.path), [np.arange(3)])
+    (sentence,) = sentences
+    assert sentence.startswith("rollout process 1 was lost (ended before its arrays were read)")
 
 
 def test_what_no_successor_mends_is_one_sentence(process):
