@@ -9,7 +9,6 @@ figures say what the program overlaps, not how fast a model is. Both runs score 
 the first one when all rows are drawn. `predicted` is what `simulate` says of the same lengths and sleeps.
 """
 
-import argparse
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +21,7 @@ from unittest import mock
 import jax
 import numpy as np
 
-from benchmarks.records import RESULTS, hardware, provenance, write
+from benchmarks.records import hardware, output_path, provenance, write
 from jrlhf.config import load_config
 from jrlhf.models.generation.chunks import EMPTY, _Rollout
 from jrlhf.models.generation.decoding import Rows
@@ -144,9 +143,7 @@ def seconds_of(directory: str, *, while_decoding: bool) -> list[float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=RESULTS / "interstage.json")
-    output = parser.parse_args().output
+    output = output_path(__doc__, "interstage")
     rows = []
     with tempfile.TemporaryDirectory() as directory:
         for while_decoding in (False, True):

@@ -8,15 +8,13 @@ word, as devices do that wait for each other's arrays. The figures say whether a
 of it, and not how fast a model is. `serial` is 1F1B of one model after the other.
 """
 
-import argparse
 import time
 from collections.abc import Sequence
 from multiprocessing import get_context
-from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.records import RESULTS, provenance, write
+from benchmarks.records import output_path, provenance, write
 from jrlhf.meshes.pipeline import Seconds, Step, Table, makespan, needs_of, one_forward_one_backward
 from jrlhf.planning.fusion import Model, Problem, fuse, search
 
@@ -96,9 +94,7 @@ def row(name: str, problem: Problem) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=RESULTS / "makespan.json")
-    output = parser.parse_args().output
+    output = output_path(__doc__, "makespan")
     rows = [row(name, problem) for name, problem in PAIRS.items()]
     for one in rows:
         print(one)

@@ -8,19 +8,17 @@ have the same length. The baseline is staleness 0 with the same plan, the same p
 asked group by group. `theory` is the simulator's ratio for the same settings.
 """
 
-import argparse
 import os
 import tempfile
 import time
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
 from benchmarks import sleeps
-from benchmarks.records import RESULTS, hardware, provenance, write
+from benchmarks.records import hardware, output_path, provenance, write
 from jrlhf.config import load_config
 from jrlhf.fleet import processes
 from jrlhf.fleet.fleet import Fleet
@@ -72,9 +70,7 @@ def seconds_of_a_step(staleness: int, directory: str) -> list[float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=RESULTS / "overlap.json")
-    output = parser.parse_args().output
+    output = output_path(__doc__, "overlap")
     rows = []
     with tempfile.TemporaryDirectory() as directory:
         for staleness in (0, 1, 2):

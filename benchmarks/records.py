@@ -1,5 +1,6 @@
 """What a result file says first, and where it lies."""
 
+import argparse
 import importlib.metadata
 import json
 import os
@@ -41,6 +42,13 @@ def joined(path: Path, rows: Sequence[dict[str, Any]], names: Sequence[str]) -> 
     new = {tuple(row[name] for name in names) for row in rows}
     comparable = [row for row in old if all(name in row for name in names)]
     return [row for row in comparable if tuple(row[name] for name in names) not in new] + list(rows)
+
+
+def output_path(description: str | None, benchmark: str) -> Path:
+    """Returns what the command line of a benchmark says after --output, by default the path of its results."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=RESULTS / f"{benchmark}.json")
+    return parser.parse_args().output
 
 
 def write(path: Path, record: dict[str, object]) -> None:

@@ -132,10 +132,14 @@ def grade(work: Path, models: Sequence[Path]) -> list[float]:
 
 
 def collect(work: Path, seeds: int) -> dict[str, Any]:
-    """The results of every system that has at least two, graded, and the comparisons with ours over common seeds."""
+    """The results of every system that has at least two, graded, and the comparisons with ours over common seeds.
+
+    Prints which systems have fewer and are left out.
+    """
     paths = {name: [work / name / f"{seed}" for seed in range(seeds)] for name in SYSTEMS}
     paths = {name: [path for path in folders if (path / "result.json").is_file()] for name, folders in paths.items()}
-    paths = {name: folders for name, folders in paths.items() if len(folders) > 1}
+    for name in [name for name, folders in paths.items() if len(folders) < 2]:
+        print(f"{name} has {len(paths.pop(name))} result(s) and is left out: the spread over seeds needs at least 2")
     before, *after = grade(work, [work / "base", *(path for folders in paths.values() for path in folders)])
     shares, systems = iter(after), {}
     for name, folders in paths.items():
@@ -164,8 +168,8 @@ def compare(theirs: Sequence[Mapping[str, Any]], ours: Sequence[Mapping[str, Any
 def table(outcome: Mapping[str, Any]) -> str:
     """Markdown: a line for each system."""
     lines = [
-        "| | | seeds | before | greedy | less ours | sampled | less ours | tokens | s a step |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| | | seeds | before | greedy | less ours | sampled | less ours | tokens |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for name, system in outcome["systems"].items():
         runs = system["runs"]
@@ -174,8 +178,8 @@ def table(outcome: Mapping[str, Any]) -> str:
             values = [100 * run[measure] for run in runs]
             columns += [f"{np.mean(values):.2f} ± {standard_error(values):.2f}"]
             columns += [difference(outcome["comparisons"][name][measure]) if name in outcome["comparisons"] else ""]
-        tokens, seconds = (np.mean([run[key] for run in runs]) for key in ("tokens", "seconds"))
-        lines.append(f"| {' | '.join(columns)} | {tokens:,.0f} | {seconds:.1f} |")
+        tokens = np.mean([run["tokens"] for run in runs])
+        lines.append(f"| {' | '.join(columns)} | {tokens:,.0f} |")
     return "\n".join(lines)
 
 

@@ -7,7 +7,6 @@ Face form and a `Trained`.
 import importlib.metadata
 import json
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -49,15 +48,11 @@ class Job:
 
 @dataclass(frozen=True)
 class Trained:
-    """One run. curve: the mean reward of each step's responses. tokens: of responses, the ends included, and prompts.
-
-    seconds: from the first step's end to the last one's, over their number.
-    """
+    """One run. curve: the mean reward of each step's responses. tokens: of responses with their ends, and prompts."""
 
     seed: int
     curve: Sequence[float]
     tokens: int
-    seconds: float
 
 
 def answer(question: str) -> str:
@@ -83,11 +78,10 @@ def reward(question: str, ids: Sequence[int]) -> float:
 
 
 class Watch:
-    """Collects one run's rewards, tokens and seconds; `score` is called once a step."""
+    """Collects one run's rewards and tokens; `score` is called once a step."""
 
     def __init__(self) -> None:
         self.curve: list[float] = []
-        self._ends: list[float] = []
         self._tokens = 0
 
     def score(self, questions: Sequence[str], responses: Sequence[Sequence[int]]) -> list[float]:
@@ -96,13 +90,11 @@ class Watch:
         rewards = [reward(*pair) for pair in zip(questions, responses, strict=True)]
         self.curve.append(sum(rewards) / len(rewards))
         self._tokens += sum(PROMPT + len(own_tokens(response)) for response in responses)
-        self._ends.append(time.perf_counter())
         return rewards
 
     def result(self, seed: int) -> Trained:
         assert len(self.curve) == STEPS, f"{len(self.curve)} steps"
-        seconds = (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)
-        return Trained(seed, self.curve, self._tokens, seconds)
+        return Trained(seed, self.curve, self._tokens)
 
 
 def main(train: Callable[[Job, int], Trained], packages: Sequence[str]) -> None:

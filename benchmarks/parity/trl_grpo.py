@@ -10,21 +10,17 @@ from trl import GRPOConfig, GRPOTrainer
 
 from benchmarks.parity import common
 from benchmarks.parity.common import Job, Trained, Watch, main
+from benchmarks.parity.trl_settings import SETTINGS
 
 
 def settings(directory: str, seed: int) -> GRPOConfig:
     return GRPOConfig(
         output_dir=directory,
         seed=seed,
-        use_cpu=True,
-        bf16=False,  # it and checkpointing are on by default
-        gradient_checkpointing=False,
-        per_device_train_batch_size=common.ROWS,
-        gradient_accumulation_steps=1,
+        **SETTINGS,
         num_generations=common.SAMPLES,
         num_iterations=1,
         max_completion_length=common.RESPONSE,
-        temperature=1.0,
         top_k=0,
         top_p=1.0,
         shuffle_dataset=False,
@@ -35,20 +31,9 @@ def settings(directory: str, seed: int) -> GRPOConfig:
         importance_sampling_level="token",
         scale_rewards="group",
         mask_truncated_completions=False,
-        learning_rate=common.LEARNING_RATE,
-        lr_scheduler_type="constant",
-        warmup_steps=0,
-        optim="adamw_torch",
-        adam_beta1=common.B1,
-        adam_beta2=common.B2,
-        adam_epsilon=common.ADAM_EPS,
-        weight_decay=0.0,
         max_grad_norm=common.GRPO_GRAD_NORM,
         max_steps=common.STEPS,
         logging_steps=10**6,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
     )
 
 

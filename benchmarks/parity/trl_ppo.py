@@ -15,6 +15,7 @@ from trl.experimental.ppo import PPOConfig, PPOTrainer
 
 from benchmarks.parity import common
 from benchmarks.parity.common import CHARACTERS, PAD, PROMPT, Job, Trained, Watch, main
+from benchmarks.parity.trl_settings import SETTINGS
 
 
 class RightAnswers(torch.nn.Module):
@@ -44,17 +45,12 @@ def settings(directory: str, seed: int) -> PPOConfig:
     return PPOConfig(
         output_dir=directory,
         seed=seed,
-        use_cpu=True,
-        bf16=False,  # on by default
-        gradient_checkpointing=False,
-        per_device_train_batch_size=common.ROWS,
+        **SETTINGS,
         local_rollout_forward_batch_size=common.ROWS,
-        gradient_accumulation_steps=1,
         num_mini_batches=1,
         num_ppo_epochs=1,
         response_length=common.RESPONSE,
         stop_token="eos",
-        temperature=1.0,
         kl_coef=common.PPO_KL_COEF,
         kl_estimator="k1",
         whiten_rewards=False,
@@ -63,20 +59,9 @@ def settings(directory: str, seed: int) -> PPOConfig:
         cliprange=common.CLIP,
         cliprange_value=common.VALUE_CLIP,
         vf_coef=1.0,
-        learning_rate=common.LEARNING_RATE,
-        lr_scheduler_type="constant",
-        warmup_steps=0,
-        optim="adamw_torch",
-        adam_beta1=common.B1,
-        adam_beta2=common.B2,
-        adam_epsilon=common.ADAM_EPS,
-        weight_decay=0.0,
         total_episodes=common.ROWS * common.STEPS,
         num_sample_generations=0,
-        save_strategy="no",
         eval_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
     )
 
 
