@@ -163,7 +163,10 @@ def _existing(path: Path) -> Path:
 
 
 def _write_error(place: Path) -> str | None:
-    """Returns why no file can be written in a directory."""
+    """Returns why no file can be written in a directory, which must be there.
+
+    It is not `run.files.write_error`, as that needs NumPy, which may be what is broken.
+    """
     try:
         tempfile.TemporaryFile(dir=place).close()
     except OSError as error:

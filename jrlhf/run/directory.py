@@ -172,12 +172,14 @@ def read_prompting(directory: Path) -> dict[str, Any]:
 
 
 def _read_object(path: Path) -> dict[str, Any]:
+    of_run = (path.parent / CONFIG).is_file()
+    remedy = "delete it and resume the run" if of_run else "export or download the model again"
     try:
         content = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     except ValueError as error:
-        raise UserError(f"{path} is not JSON ({error}): delete it and resume the run") from error
+        raise UserError(f"{path} is not JSON ({error}): {remedy}") from error
     if not isinstance(content, dict):
-        raise UserError(f"{path} is not a JSON object: delete it and resume the run")
+        raise UserError(f"{path} is not a JSON object: {remedy}")
     return content
 
 

@@ -166,6 +166,9 @@ def test_an_export_without_its_run_is_asked_as_the_run_was(ask, tmp_path, user):
     prompting.write_text('{"prompt_end": 3}')
     code, _, error = ask("--prompt", "Why?", model=model)
     assert code == 2 and "prompting.json: prompt_end is 3, not a str" in error and error.count("\n") == 1
+    prompting.write_text("{")
+    code, _, error = ask("--prompt", "Why?", model=model)
+    assert code == 2 and "export or download the model again" in error and error.count("\n") == 1
 
 
 def test_answers_of_a_run_are_as_long_as_in_its_training(tmp_path, user, monkeypatch):
