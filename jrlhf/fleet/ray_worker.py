@@ -10,7 +10,8 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -33,36 +34,47 @@ def check_package() -> None:
         raise UserError("fleet.engine=ray needs the package ray: pip install 'jrlhf[ray]'")
 
 
-def connect(workers: int, gpus: int, tell: Callable[[str], None]) -> None:
-    """Joins the Ray cluster of this machine, or that of the environment variable RAY_ADDRESS.
+@contextmanager
+def joined(workers: int, gpus: int, tell: Callable[[str], None]) -> Iterator[None]:
+    """Joins the Ray cluster of this machine, or that of the environment variable RAY_ADDRESS, and leaves it at the end.
 
-    workers: number of processes, of which each needs a CPU and this number of GPUs. Raises UserError without a cluster.
+    A process that is in a cluster already stays in it. workers: number of processes, of which each needs a CPU and this
+    number of GPUs. Raises UserError without a cluster.
     """
     import ray  # an extra
 
-    if not ray.is_initialized():
-        handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-        address = os.environ.get("RAY_ADDRESS", "auto")
-        remedy = "start it with ray start --head, or set RAY_ADDRESS to the address of another one"
-        try:
-            if address not in ("", "auto") and "://" not in address:  # Ray would look for it for minutes
-                remedy = f"see that it runs at RAY_ADDRESS={address}, which must be HOST:PORT"
-                host, _, port = address.rpartition(":")
-                socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
-            ray.init("auto", log_to_driver=False, logging_level=logging.ERROR)
-        except Exception as error:  # Ray has a type for each step that may fail
-            reason = str(error).strip().partition("\n")[0]
-            if "AuthenticationError" in str(error.__cause__):
-                remedy, reason = "set RAY_AUTH_MODE=token", "the cluster asks for a token"
-            raise UserError(f"fleet.engine=ray cannot join a Ray cluster: {remedy} ({reason})") from error
-        finally:
-            if threading.current_thread() is threading.main_thread():  # others cannot, and there Ray takes none
-                for number, handler in handlers.items():  # Ray takes SIGTERM, which here asks a run to save
-                    signal.signal(number, handler)
-    resources = ray.cluster_resources()
-    for name, needed in (("CPU", workers), ("GPU", workers * gpus)):
-        if (there := resources.get(name, 0)) < needed:
-            tell(f"Ray has {there:g} {name}(s), and the rollout processes need {needed}: they wait for more")
+    with ExitStack() as leaving:
+        if not ray.is_initialized():
+            _join()
+            leaving.callback(ray.shutdown)
+        resources = ray.cluster_resources()
+        for name, needed in (("CPU", workers), ("GPU", workers * gpus)):
+            if (there := resources.get(name, 0)) < needed:
+                tell(f"Ray has {there:g} {name}(s), and the rollout processes need {needed}: they wait for more")
+        yield
+
+
+def _join() -> None:
+    import ray
+
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    address = os.environ.get("RAY_ADDRESS", "auto")
+    remedy = "start it with ray start --head, or set RAY_ADDRESS to the address of another one"
+    try:
+        if address not in ("", "auto") and "://" not in address:  # Ray would look for it for minutes
+            remedy = f"see that it runs at RAY_ADDRESS={address}, which must be HOST:PORT"
+            host, _, port = address.rpartition(":")
+            socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
+        ray.init("auto", log_to_driver=False, logging_level=logging.ERROR)
+    except Exception as error:  # Ray has a type for each step that may fail
+        reason = str(error).strip().partition("\n")[0]
+        if "AuthenticationError" in str(error.__cause__):
+            remedy, reason = "set RAY_AUTH_MODE=token", "the cluster asks for a token"
+        raise UserError(f"fleet.engine=ray cannot join a Ray cluster: {remedy} ({reason})") from error
+    finally:
+        if threading.current_thread() is threading.main_thread():  # others cannot, and there Ray takes none
+            for number, handler in handlers.items():  # Ray takes SIGTERM, which here asks a run to save
+                signal.signal(number, handler)
 
 
 def _store(shared: SharedArrays) -> Any:

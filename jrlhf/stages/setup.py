@@ -4,7 +4,7 @@ Opens everything a run needs later (reward functions, tokenizers, adapters), so 
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Literal
@@ -24,7 +24,7 @@ from jrlhf.data.tokenizer import Tokenizer
 from jrlhf.data.tokenizer_files import load_tokenizer, same_tokens
 from jrlhf.errors import UserError
 from jrlhf.fleet.processes import check_processes
-from jrlhf.fleet.ray_worker import connect
+from jrlhf.fleet.ray_worker import joined
 from jrlhf.meshes import make_mesh
 from jrlhf.meshes.mesh import Device
 from jrlhf.meshes.offload import check_host_memory
@@ -72,13 +72,16 @@ def open_context(config: Config, *, resume: bool, accept_rewards: bool = False) 
     select(config.device, config.distributed)  # the processes meet
     with (
         mirrored(config, resume=resume, tell=partial(print, flush=True)) as mirror,
-        _open_context(config, mirror, resume, accept_rewards) as context,
+        ExitStack() as stack,
+        _open_context(config, mirror, stack, resume, accept_rewards) as context,
     ):
         yield context
 
 
 @contextmanager
-def _open_context(config: Config, mirror: Mirror, resume: bool, accept_rewards: bool) -> Iterator[Context]:
+def _open_context(
+    config: Config, mirror: Mirror, stack: ExitStack, resume: bool, accept_rewards: bool
+) -> Iterator[Context]:
     if resume:
         from_main(partial(check_origins, hub_names(config), run_path(config)))
     mesh, models, plan = select_resources(config, resume=resume)
@@ -90,7 +93,7 @@ def _open_context(config: Config, mirror: Mirror, resume: bool, accept_rewards: 
     console = _open_console(config)
     if plan is not None and config.fleet is not None and config.fleet.engine == "ray":
         gpus = plan["actor.generate"].devices.count if mesh.devices.flat[0].platform == "gpu" else 0
-        connect(config.fleet.workers or 0, gpus, console.line)
+        stack.enter_context(joined(config.fleet.workers or 0, gpus, console.line))
     with console.status("reading the data"):
         task = load_task(config, models["actor"])
     for line in task.description.splitlines():

@@ -23,7 +23,7 @@ from jrlhf.config.stages import FleetSection
 from jrlhf.errors import RunFailure, UserError
 from jrlhf.fleet import worker
 from jrlhf.fleet.processes import LocalWorker, ProcessWorkers, Update, _Process, check_processes
-from jrlhf.fleet.ray_worker import connect
+from jrlhf.fleet.ray_worker import joined
 from jrlhf.fleet.shared import SharedArrays, delta, patched, read
 from tests.jrlhf.fleet.test_runs import ADAPTER, config, proven, run
 from tests.support.processes import alive, gone
@@ -297,7 +297,20 @@ def test_a_cluster_that_is_not_there_is_one_sentence(address, cause, sentence, m
     if address is not None:
         monkeypatch.setenv("RAY_ADDRESS", address)
     with pytest.raises(UserError, match=f"^fleet.engine=ray cannot join a Ray cluster: .*{sentence}"):
-        connect(1, 0, print)
+        with joined(1, 0, print):
+            pass
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_a_run_leaves_the_cluster_that_it_has_joined(before, monkeypatch):
+    calls = [*["init"] * before]
+    ray = SimpleNamespace(is_initialized=lambda: bool(calls), cluster_resources=dict)
+    ray.init, ray.shutdown = (lambda *_, name=name, **__: calls.append(name) for name in ("init", "shutdown"))
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with pytest.raises(RunFailure), joined(0, 0, print):
+        raise RunFailure("of the run")
+    assert calls == (["init"] if before else ["init", "shutdown"])
 
 
 def test_a_missing_ray_is_refused_before_anything_starts(monkeypatch):
@@ -350,6 +363,8 @@ def cluster(tmp_path, monkeypatch):
 @pytest.mark.proof("processes")
 @pytest.mark.usefixtures("cluster")
 def test_bits_do_not_depend_on_ray_nor_on_kills_of_its_actors(tmp_path, monkeypatch, capsys):
+    import ray
+
     options: dict[str, Any] = {"staleness": 2, "update_steps": 3, "logical_workers": 2}
     expected = bits(run(config(tmp_path, "one", "grpo", ADAPTER, **options)))
     signals, decode, lost = signal.getsignal(signal.SIGTERM), ProcessWorkers.decode, []
@@ -366,7 +381,7 @@ def test_bits_do_not_depend_on_ray_nor_on_kills_of_its_actors(tmp_path, monkeypa
 
     monkeypatch.setattr(ProcessWorkers, "decode", killing)
     path = run(config(tmp_path, "ray", "grpo", [*ADAPTER, "fleet.workers=2", "fleet.engine=ray"], **options))
-    assert signal.getsignal(signal.SIGTERM) == signals
+    assert signal.getsignal(signal.SIGTERM) == signals and not ray.is_initialized()
     assert bits(path) == expected
     assert capsys.readouterr().out.count("another one takes its place") == len(lost) >= 3
 
