@@ -153,10 +153,10 @@ class _Copies:
         for file in [file for file in place.rglob("*") if file.is_file()]:
             if file.relative_to(place).as_posix() not in files:
                 file.unlink()
+        self._stored[stage][step] = place.stat().st_ino  # before it is there for the thread that copies
         if place != final:
             final.parent.mkdir(parents=True, exist_ok=True)
             place.rename(final)
-        self._stored[stage][step] = final.stat().st_ino
         return None
 
     # --- The run ---

@@ -284,6 +284,25 @@ def test_a_run_that_was_cut_off_deletes_nothing_of_the_one_that_took_over(memory
     second.close()
 
 
+def test_a_checkpoint_that_was_just_brought_here_is_not_copied_again(memory, config, monkeypatch):
+    """The thread that copies may look as soon as the folder is there."""
+    copied_run(memory, config)
+    shutil.rmtree(run_path(config))
+    missing, rename, mirror = [], Path.rename, Mirror(config)
+
+    def look(path: Path, target: Path) -> Path:
+        moved = rename(path, target)
+        if target.name == "2":
+            assert mirror._copies is not None
+            missing.append(mirror._copies._missing(target.parent))
+        return moved
+
+    monkeypatch.setattr(Path, "rename", look)
+    mirror.open(True, print)
+    mirror.close()
+    assert missing == [[], []]
+
+
 def test_what_did_not_change_is_not_copied_again(memory, config, monkeypatch):
     copied_run(memory, config)
     written = list[str]()
