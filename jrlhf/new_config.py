@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from importlib import resources
 from inspect import signature
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from jrlhf.roles.pretrained import describe, is_here, is_model_name, locate
 from jrlhf.run.devices import accelerator
 from jrlhf.run.files import check_writable
 
+ROWS = 1024  # of a dataset that are read: an eighth is as many held-out rows as a config has at most
 TINY, LEARNED, FUNCTION = "tiny", "learned", "function"
 TASKS = ("docstrings", "arithmetic")
 PROMPTS = ("prompt", "question", "problem", "instruction", "query", "input")  # usual names of columns
@@ -144,10 +146,10 @@ def complete(given: Mapping[str, str | None], ask: Callable[[str, str], str] | N
 
 @cache
 def _rows(data: str) -> list[Any]:
-    """Returns the rows of a dataset on this machine; none of another one."""
+    """Returns the first rows of a dataset on this machine; none of another one."""
     if not is_here(data):
         return []
-    rows = [row for _, row in read_rows(data)]
+    rows = [row for _, row in islice(read_rows(data), ROWS)]
     if not (rows and isinstance(rows[0], Mapping)):
         raise UserError(f"data={data} has no rows with columns: name a dataset that has some")
     return rows

@@ -15,7 +15,7 @@ from jrlhf.config.schema import DatasetsData
 from jrlhf.config.stages import ALGORITHMS
 from jrlhf.errors import UserError
 from jrlhf.models.presets import PRESETS
-from jrlhf.new_config import Answers, complete, write
+from jrlhf.new_config import Answers, complete, settings_for, write
 from jrlhf.rewards.builtin import NAMES
 from jrlhf.roles.pretrained import fresh_model
 
@@ -140,6 +140,8 @@ def test_a_config_fits_the_model_and_the_rows_on_this_machine(user, make_model, 
     (tmp_path / "odd.jsonl").write_text(json.dumps({"ask": "1+1?", "key": "2"}) + "\n")
     given = {"model": str(plain), "data": "odd.jsonl"}
     assert complete(given | {"prompt": "ask"}, None).prompt == "ask"
+    (tmp_path / "long.jsonl").write_text(1024 * '{"prompt": "1+1?"}\n' + "{ which is not read\n")
+    assert settings_for(complete(given | {"data": "long.jsonl"}, None), "")["data"]["heldout_rows"] == 128
     for more, sentence in (
         ({}, "prompt is no column of odd.jsonl, which has ask, key"),
         ({"prompt": "aks"}, "prompt=aks is no column of odd.jsonl, which has ask, key"),
