@@ -5,7 +5,7 @@ import html
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -143,12 +143,15 @@ class StageRecords:
 
     Checkpoints record their number and a checksum. Drops the records of the stage after `step`; make it before opening
     the log. A torn last line is dropped, too. Each file is replaced atomically, and only if it changes.
+
+    writers: the stages of the run, and whatever else writes lines.
     """
 
-    def __init__(self, run_dir: Path | str, stage: str, step: int):
+    def __init__(self, run_dir: Path | str, stage: str, step: int, *, writers: Collection[str] = ()):
         self._files: dict[
             Path, tuple[int, int, Any]
         ] = {}  # path -> bytes that were read, lines of the stage, their hash
+        self._strays: dict[str, int] = {}  # name of a file -> lines of nobody
         paths = [Path(run_dir) / name for name in (METRICS, SAMPLES, TIMELINE)]
         records = {path: list(jsonl_lines(path)) for path in paths}  # both are read before one is changed
         for path in paths:
@@ -157,6 +160,7 @@ class StageRecords:
             if path.exists() and text != path.read_bytes():
                 write_atomic(path, text)
             own = [line for line, record in lines if record.get("stage") == stage]
+            self._strays[path.name] = sum(record.get("stage") not in (stage, *writers) for _, record in lines)
             self._files[path] = len(text), len(own), hashlib.sha256(b"".join(line + b"\n" for line in own))
 
     def tally(self) -> dict[str, list[Any]]:
@@ -172,10 +176,16 @@ class StageRecords:
     def differences(self, saved: Mapping[str, Sequence[Any]]) -> Iterator[str]:
         """Yields a sentence for each file that is not what it was when a checkpoint saved its tally."""
         for name, (count, digest) in self.tally().items():
-            if name in saved and saved[name] != [count, digest]:
-                before = saved[name][0]
-                lost = f"{count} of {before} lines are left" if count < before else "lines were changed"
-                yield f"{name} is not what the run wrote ({lost}): its figures and the report tell what is left"
+            before, strays = saved.get(name, (0, ""))[0], self._strays[name]
+            if count < before:
+                lost = f"{count} of {before} lines are left"
+            elif name in saved and saved[name] != [count, digest]:
+                lost = "lines were changed"
+            elif name in saved and strays:
+                lost = f"{strays} line(s) name none of its stages"
+            else:
+                continue
+            yield f"{name} is not what the run wrote ({lost}): its figures and the report tell what is left"
 
 
 def _is_after(record: Mapping[str, Any], stage: str, step: int) -> bool:

@@ -50,7 +50,8 @@ def run_stage(
     directory, keep = run.path / "checkpoints" / name, context.config.checkpoints.keep
     with Checkpoints(directory, keep=keep, tell=console.warn, older=partial(run.older, name)) as checkpoints:
         start, state, saved = _restore(checkpoints, name, init, context, meta)
-        records = StageRecords(run.path, name, start) if run.writes else None
+        writers = *context.config.stages, "evaluation"
+        records = StageRecords(run.path, name, start, writers=writers) if run.writes else None
         for difference in () if records is None else records.differences(saved):
             console.warn(difference)
         if start == steps:

@@ -139,6 +139,21 @@ def test_a_resume_cuts_back_both_files_and_a_torn_line(tmp_path):
     assert read_metrics(tmp_path) == [] and (tmp_path / "samples.jsonl").read_bytes() == b""
 
 
+def test_a_line_whose_stage_is_damaged_is_told(tmp_path):
+    """It is not the stage's any more: neither is it dropped with the steps after a checkpoint, nor is it missed."""
+    with MetricsLog(tmp_path) as log:
+        log.log("sft", 1, {"loss": 1.0})
+        saved = StageRecords(tmp_path, "sft", 1).tally()
+        log.log("sft", 2, {"loss": 1.0})
+    path, sound = tmp_path / "metrics.jsonl", StageRecords(tmp_path, "sft", 2, writers=("sft", "ppo")).tally()
+    path.write_bytes(path.read_bytes().replace(b'"sft", "step": 2', b'"sgt", "step": 2'))
+    assert list(StageRecords(tmp_path, "sft", 1).differences({})) == []
+    (told,) = StageRecords(tmp_path, "sft", 1, writers=("sft", "ppo")).differences(saved)
+    assert told.startswith("metrics.jsonl is not what the run wrote (1 line(s) name none of its stages)")
+    (told,) = StageRecords(tmp_path, "sft", 2).differences(sound)
+    assert "1 of 2 lines are left" in told
+
+
 def test_a_cut_touches_no_file_that_needs_none_and_stops_at_an_unreadable_line(tmp_path):
     StageRecords(tmp_path, "sft", 1)
     assert list(tmp_path.iterdir()) == []
