@@ -1,6 +1,7 @@
 """Answers are graded by the task's measure or by the rewards; statistics of validation are checked by hand."""
 
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any, cast
@@ -35,6 +36,7 @@ def sum_of(**parts: tuple[float, Any]) -> Rewards:
     rewards = object.__new__(Rewards)
     rewards.token_parts = {}
     rewards.text_parts = {name: TextPart(weight, score, name) for name, (weight, score) in parts.items()}
+    rewards._thread = ThreadPoolExecutor(1)
     return rewards
 
 
