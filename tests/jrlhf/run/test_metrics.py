@@ -148,10 +148,10 @@ def test_a_line_whose_stage_is_damaged_is_told(tmp_path):
     path, sound = tmp_path / "metrics.jsonl", StageRecords(tmp_path, "sft", 2, writers=("sft", "ppo")).tally()
     path.write_bytes(path.read_bytes().replace(b'"sft", "step": 2', b'"sgt", "step": 2'))
     assert list(StageRecords(tmp_path, "sft", 1).differences({})) == []
-    (told,) = StageRecords(tmp_path, "sft", 1, writers=("sft", "ppo")).differences(saved)
-    assert told.startswith("metrics.jsonl is not what the run wrote (1 line(s) name none of its stages)")
-    (told,) = StageRecords(tmp_path, "sft", 2).differences(sound)
-    assert "1 of 2 lines are left" in told
+    (sentence,) = StageRecords(tmp_path, "sft", 1, writers=("sft", "ppo")).differences(saved)
+    assert sentence.startswith("metrics.jsonl is not what the run wrote (1 line(s) name none of its stages)")
+    (sentence,) = StageRecords(tmp_path, "sft", 2).differences(sound)
+    assert "1 of 2 lines are left" in sentence
 
 
 def test_a_cut_touches_no_file_that_needs_none_and_stops_at_an_unreadable_line(tmp_path):
