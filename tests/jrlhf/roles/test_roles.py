@@ -302,9 +302,11 @@ def awake_only(patch: pytest.MonkeyPatch, setup: Setup) -> Counter[str]:
     scores = CompiledModel.score_sequences
     patch.setattr(CompiledModel, "score_sequences", lambda model: checked("Reward.score", scores(model)))
     for role in (setup.actor, setup.critic, setup.reference):
-        for name in ("_generate", "_logprobs", "_values", "_update"):
+        for name in ("_logprobs", "_values", "_update"):
             if hasattr(role, name):
                 patch.setattr(role, name, checked(f"{type(role).__name__}.{name}", getattr(role, name)))
+    engines = setup.actor._engines
+    patch.setitem(engines, "generate", checked("Actor.generate", engines["generate"]))
     return computed
 
 
