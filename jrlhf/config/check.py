@@ -57,8 +57,8 @@ def uncorrected(config: Config) -> str | None:
         return None
     return (
         f"{name}.asynchronous.staleness={config.rl.asynchronous.staleness} without an off-policy correction learns "
-        f"from tokens of older weights as if the present ones had drawn them: set {name}.algorithm.old_logprobs=rollout, "
-        "or importance=token"
+        "from tokens of older weights as if the present ones had drawn them: set "
+        f"{name}.algorithm.old_logprobs=rollout, or importance=token"
     )
 
 

@@ -1,4 +1,4 @@
-"""What asynchronous training learns: docs/asynchronous.md says what was measured, and ages were as old as they may be."""
+"""What asynchronous training learns: docs/asynchronous.md says what was measured, and tokens were as old as may be."""
 
 import json
 from pathlib import Path
