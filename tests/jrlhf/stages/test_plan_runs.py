@@ -129,6 +129,7 @@ def test_rows_that_are_scored_while_others_decode_have_the_bits_of_a_later_time(
     assert_same_bits(while_others_decode, run(make("late", stage, "split", **settings)))
 
 
+@RUN
 def test_devices_that_the_last_rows_leave_score_with_the_bits_of_a_later_time(make, tmp_path, monkeypatch):
     """Generation on all four groups of devices; the last rows move to one, and a scoring call has two of the others."""
     sampling: Any = Context.sampling.fget  # type: ignore[attr-defined]
@@ -195,6 +196,7 @@ def test_a_run_in_stages_is_the_colocated_one_and_resumes_without_them(make, tmp
     assert_close(timeless(path), expected, **STEPPED)
 
 
+@RUN
 def test_adapters_in_stages_train_as_on_one_mesh_and_resume_there(make, tmp_path):
     """Actor and critic adapt one base, which is the reference, too; killed after an iteration, in and out of stages."""
     section = {"ppo": {"algorithm": {"epochs": 1, "minibatches": 1}}, "lora": {"rank": 2}}

@@ -223,7 +223,7 @@ def test_nothing_compiles_after_the_first_call(alone, compiled):
     [
         ((4, 1, 1), 1, {"samples": 2}),
         pytest.param((2, 2, 2), 2, {"lora": LORA}, marks=pytest.mark.full),
-        pytest.param((1, 4, 2), 1, {"lora": LORA, "int8": True}, marks=pytest.mark.full),
+        pytest.param((1, 4, 2), 1, {"lora": LORA, "int8": True}, marks=pytest.mark.proof("families")),
     ],
 )
 def test_the_last_rows_move_to_fewer_devices_and_keep_their_bits(sizes, groups, changes, compiled):
