@@ -133,7 +133,8 @@ def with_adapter(params: Params, adapter: Params, lora: LoRAConfig, dtype: Any) 
 
 
 def base_on(base: Params, mesh: Mesh) -> Params:
-    """The base on `mesh`, a part of its devices with the same `tensor` axis: arrays that share its memory."""
+    """Weights in the layout GENERATE, such as a base, on `mesh`, a part of their devices with the same `tensor` axis:
+    arrays that share their memory."""
 
     def view(leaf: Array) -> Array:
         sharding, parts = NamedSharding(mesh, leaf.sharding.spec), {}  # type: ignore[attr-defined]

@@ -31,6 +31,7 @@ from jrlhf.models.attention import LayerCache, empty_cache, filled_cache, grown_
 from jrlhf.models.collectives import TENSOR, all_rows, check_rows, own_rows
 from jrlhf.models.generation.decoding import OWN, SHARED, Decoder, Generation, Results, Rows, assemble, first_rows
 from jrlhf.models.generation.schedule import Schedule
+from jrlhf.models.lora import base_on
 from jrlhf.models.params import Params, split_arguments
 
 EMPTY = -1  # a slot without a row
@@ -412,8 +413,9 @@ class _Rollout:
 
     def _moved(self, last: Programs, slots: Slots, tables: Sequence[Table]) -> "_Rollout":
         """This call on these groups: the rows of as many neighbours each, in as many slots as one of them has."""
-        schedule, weights = replace(self._schedule, buckets=1), jax.tree.map(partial(_part, last.mesh), self._weights)
-        moved = _Rollout(last, schedule, weights, transfer(self._prompts, last.mesh), self._counts[-1])
+        params, adapter = (base_on(own, last.mesh) for own in self._weights)
+        schedule, prompts = replace(self._schedule, buckets=1), transfer(self._prompts, last.mesh)
+        moved = _Rollout(last, schedule, (params, adapter), prompts, self._counts[-1])
         share = len(tables) // last.groups
         moved._tables = [Table.of_groups(tables[first : first + share]) for first in range(0, len(tables), share)]
         last.take(slots, last.per_group([table.shrink(self._counts[-1]) for table in moved._tables]))
@@ -478,11 +480,3 @@ def _on_groups(programs: Programs, groups: int) -> Programs | None:
     devices = programs.mesh.devices.reshape(programs.groups, programs.tensor)[:groups]
     mesh = Mesh(devices.reshape(groups, 1, programs.tensor), AXES, axis_types=programs.mesh.axis_types)
     return Programs(replace(programs.decoder, mesh=mesh), mesh, programs.steps)
-
-
-def _part(mesh: Mesh, weights: Array) -> Array:
-    """Weights that every group of devices has, on some of the groups: the same buffers."""
-    assert isinstance(weights.sharding, NamedSharding)
-    buffers = {shard.device: shard.data for shard in weights.addressable_shards}
-    own = [buffers[device] for device in mesh.devices.flat]
-    return jax.make_array_from_single_device_arrays(weights.shape, NamedSharding(mesh, weights.sharding.spec), own)
