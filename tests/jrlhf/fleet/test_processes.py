@@ -225,8 +225,8 @@ def test_bits_do_not_depend_on_kills_of_processes_nor_on_transfers(on_new_weight
     monkeypatch.setattr(ProcessWorkers, "decode", killing)
     path = run(config(tmp_path, "killed", "grpo", [*SLOWLY, *DELTA], **options))
     assert bits(path) == expected
-    sizes = [record["fleet/transfer_bytes"] for record in stage_of(path, "grpo")]
-    assert len(lost) >= 3 and min(size for size in sizes if size) < 0.9 * max(sizes)
+    sizes = [record["fleet/transfer_bytes"] for record in stage_of(path, "grpo") if record["fleet/transfer_bytes"]]
+    assert len(lost) >= 3 and (min(sizes) < 0.9 * max(sizes)) == (on_new_weights != "finish")  # skips updates
 
 
 @pytest.mark.proof("kills")
