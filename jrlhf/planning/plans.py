@@ -322,9 +322,10 @@ def _check_rows(named: str, config: Config, workload: Workload, call: Call, plac
         )
     groups, last = placement.devices.count // placement.tensor, config.rollout.last_groups
     if call.kind == "generate" and last is not None and (last >= groups or groups % last):
+        remedy = f"take a smaller divisor of {groups}, or leave it out" if groups > 1 else "leave it out"
         raise UserError(
             f"{named}, which has {groups} group(s) of {placement.tensor} device(s), and the last rows cannot move to "
-            f"rollout.last_groups={last} of them: take a smaller divisor of {groups}, or leave it out"
+            f"rollout.last_groups={last} of them: {remedy}"
         )
     for rule in undivided_rows(workload, call, placement):
         raise UserError(f"{named}, where {rule}")

@@ -198,6 +198,13 @@ def test_a_plan_that_cannot_be_run_is_one_sentence(tmp_path):
         ) and "\n" not in str(error.value)
 
 
+def test_the_last_rows_can_move_only_to_some_of_the_groups():
+    chosen(config_of(rollout={"last_groups": 1}))
+    for groups in (3, 8):
+        with pytest.raises(UserError, match=f"cannot move to rollout.last_groups={groups} of them: take a smaller"):
+            chosen(config_of(rollout={"last_groups": groups}))
+
+
 def test_updates_are_fused_only_if_no_call_between_them_needs_the_first_and_none_trains_again():
     config = config_of()
     plan, workload = chosen(config), workload_of(config, graph_of(config), architectures(config))
