@@ -3,7 +3,6 @@
 It has no times, dates or places: a run that was resumed gives the bytes of one that was not.
 """
 
-import io
 import platform
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,11 +11,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
-import matplotlib
 import numpy as np
 import yaml
-from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 
 from jrlhf.config import Config, config_yaml
 from jrlhf.config.parse import classes_of, kinds_of
@@ -24,7 +20,7 @@ from jrlhf.config.schema import DatasetsData, RewardConfig
 from jrlhf.config.stages import ALGORITHMS, TITLES
 from jrlhf.models.hf.files import CARD, PLOT, PROMPTING, SIGNATURE, check_file
 from jrlhf.models.params import HeadKind
-from jrlhf.report.charts import number, running_mean
+from jrlhf.report.charts import Chart, Series, number
 from jrlhf.report.read import GOLD, KL, SCORE, Curve, Record
 from jrlhf.report.sections import words
 from jrlhf.roles.pretrained import hub_model
@@ -243,28 +239,10 @@ def progress(facts: Facts) -> tuple[str, bytes] | None:
         shown = "share of held-out pairs that the reward model is right about"
         curves, losses = [(shown, "reward_model/eval_accuracy", "reward_model")], []
     for label, metric, stage in curves + losses:
-        x, y = (np.asarray(values, float) for values in run.curve(metric, stage))
-        x, y = x[np.isfinite(y)], y[np.isfinite(y)]
-        if len(x) > 1:
-            return clean(label), _draw(x, y, clean(label), "iteration" if stage is None else "step")
+        series = Series("", *run.curve(metric, stage))
+        if len(series.finite[0]) > 1:
+            return clean(label), Chart(clean(label), [series], xlabel="step" if stage else "iteration").png()
     return None
-
-
-def _draw(x: np.ndarray, y: np.ndarray, label: str, xlabel: str) -> bytes:
-    many = len(x) >= 20
-    with matplotlib.rc_context({"font.family": ["DejaVu Sans"], "axes.spines.top": False, "axes.spines.right": False}):
-        figure = Figure(figsize=(6.4, 3.2), dpi=120, layout="constrained")
-        axes = figure.add_subplot()
-        if many:
-            axes.plot(x, y, color="#2a78d6", linewidth=1.0, alpha=0.3)
-        axes.plot(x, running_mean(y, max(len(y) // 15, 3)) if many else y, "-" if many else "-o", color="#2a78d6")
-        axes.set_title(label, fontsize=10, loc="left")
-        axes.set_xlabel(xlabel)
-        axes.xaxis.set_major_locator(MaxNLocator(nbins=6, steps=[1, 2, 5, 10], integer=True))
-        axes.grid(axis="y", alpha=0.3)
-        file = io.BytesIO()
-        figure.savefig(file, format="png", metadata={"Software": None})
-    return file.getvalue()
 
 
 # --- Recipe, data and rewards ---

@@ -1,7 +1,4 @@
-"""Charts as inline SVG: their text is text, and their colours are CSS variables of the page.
-
-Matplotlib draws them. It knows no CSS variables, so it draws in marker colours that are replaced afterwards.
-"""
+"""Charts, drawn by Matplotlib: as inline SVG whose text is text, or as PNG."""
 
 import io
 import re
@@ -14,45 +11,42 @@ import matplotlib
 import numpy as np
 from markupsafe import Markup
 from matplotlib.axes import Axes
+from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import MaxNLocator
 
 from jrlhf.run.console import clean
 
-COLORS = 6  # --c1 ... --c6
-_MARKERS = {f"#0102{index:02x}": f"var(--c{index})" for index in range(1, COLORS + 1)} | {
-    "#010220": "var(--ink)",
-    "#010221": "var(--muted)",
-    "#010222": "var(--grid)",
-    "#010223": "var(--card)",
-}
-_INK, _MUTED, _GRID, _CARD = list(_MARKERS)[COLORS:]
+COLORS = "#2f6fed", "#e07a1f", "#0f9d7a", "#8b5cf6", "#e23d6d", "#0e93b8"
+_INK, _MUTED, _GRID = "#14171c", "#667085", "#e4e7ec"
 _STYLE: Any = {
-    **{"svg.fonttype": "none", "font.size": 11, "text.color": _INK},
+    **{"svg.fonttype": "none", "font.family": ["DejaVu Sans"], "font.size": 11, "text.color": _INK},
     **dict.fromkeys(("axes.edgecolor", "grid.color", "xtick.color", "ytick.color"), _GRID),
     **dict.fromkeys(("axes.labelcolor", "xtick.labelcolor", "ytick.labelcolor"), _MUTED),
     **dict.fromkeys(("axes.spines.left", "axes.spines.right", "axes.spines.top"), False),
     **{"axes.grid": True, "axes.grid.axis": "y", "axes.axisbelow": True, "axes.xmargin": 0.02, "axes.ymargin": 0.12},
     **{"grid.linewidth": 0.8, "xtick.major.size": 3, "ytick.major.size": 0},
-    **{"lines.linewidth": 1.9, "lines.solid_capstyle": "round", "lines.solid_joinstyle": "round"},
 }
-_SIZES = {"three": (4.6, 2.3), "four": (3.3, 1.75), "wide": (15.2, 3.4)}  # inches of 72 pixels, by place in the page
 
 
 @dataclass(frozen=True)
 class Series:
-    """Points of one colour, 1 to `COLORS`. Points that are not finite are left out.
+    """Points of one colour, 1 for the first of `COLORS`. Points that are not finite are left out.
 
-    style: "line"; "steps", for running totals; "trend", faint points under their running mean; "dots", joined by a thin
-    line; "points", with later ones stronger.
+    style: "trend", a line, of many points their running mean over faint ones; "dots", joined by a thin line; "points",
+    with later ones stronger.
     """
 
     label: str
     x: Sequence[float]
     y: Sequence[float]
     color: int = 1
-    style: str = "line"
+    style: str = "trend"
+
+    @property
+    def css(self) -> str:
+        return COLORS[(self.color - 1) % len(COLORS)]
 
     @property
     def finite(self) -> tuple[np.ndarray, np.ndarray]:
@@ -64,7 +58,11 @@ class Series:
     def trend(self) -> np.ndarray:
         """The finite values as the line shows them: for "trend" with many points, their running mean."""
         y = self.finite[1]
-        return running_mean(y, max(len(y) // 15, 3)) if self.style == "trend" and len(y) >= 20 else y
+        return running_mean(y, max(len(y) // 15, 3)) if self.smoothed else y
+
+    @property
+    def smoothed(self) -> bool:
+        return self.style == "trend" and len(self.finite[1]) >= 20
 
 
 @dataclass(frozen=True)
@@ -84,21 +82,33 @@ class Chart:
         """The series that have points; a chart without any is left out of the page."""
         return [series for series in self.series if len(series.finite[0])]
 
-    def svg(self, place: str = "three") -> Markup:
-        """Draws the SVG element for a place of `_SIZES`; screen readers read its title."""
+    def svg(self, small: bool = False) -> Markup:
+        """Draws the SVG element; screen readers read its title."""
         label = escape(clean(self.title))
         with matplotlib.rc_context({**_STYLE, "svg.hashsalt": label}):  # the same bytes every time
-            figure = Figure(figsize=_SIZES[place], layout=ConstrainedLayoutEngine(w_pad=0.02, h_pad=0.02))
-            axes = figure.add_subplot()
-            if self.target is not None:
-                axes.axhline(self.target, color=_MUTED, linewidth=1.1, linestyle=(0, (4, 3)), zorder=1.5)
-            for series in self.drawn:
-                _draw(axes, series, name_end=len(self.series) == 1)
-            axes.set_ylim(*self.limits)
-            axes.yaxis.set_major_locator(MaxNLocator(nbins=4, steps=[1, 2, 2.5, 5, 10]))
-            axes.xaxis.set_major_locator(MaxNLocator(nbins=6, steps=[1, 2, 5, 10], integer=self.whole))
-            axes.set_xlabel(self.xlabel)
-            return Markup(_render(figure, label))
+            return Markup(_inline(self._figure((3.3, 1.75) if small else (4.6, 2.3)), label))
+
+    def png(self) -> bytes:
+        """Draws the chart with its title as PNG; equal charts have equal bytes."""
+        file = io.BytesIO()
+        with matplotlib.rc_context(_STYLE):
+            figure = self._figure((6.4, 3.2))
+            figure.axes[0].set_title(self.title, loc="left")
+            figure.savefig(file, format="png", dpi=120, metadata={"Software": None})
+        return file.getvalue()
+
+    def _figure(self, inches: tuple[float, float]) -> Figure:
+        figure = Figure(figsize=inches, layout=ConstrainedLayoutEngine(w_pad=0.02, h_pad=0.02))
+        axes = figure.add_subplot()
+        if self.target is not None:
+            axes.axhline(self.target, color=_MUTED, linewidth=1.1, linestyle="--", zorder=1.5)
+        for series in self.drawn:
+            _draw(axes, series, name_end=len(self.series) == 1)
+        axes.set_ylim(*self.limits)
+        axes.yaxis.set_major_locator(MaxNLocator(nbins=4, steps=[1, 2, 2.5, 5, 10]))
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=6, steps=[1, 2, 5, 10], integer=self.whole))
+        axes.set_xlabel(self.xlabel)
+        return figure
 
 
 def running_mean(values: np.ndarray, width: int) -> np.ndarray:
@@ -121,35 +131,28 @@ def number(value: float) -> str:
 
 def _draw(axes: Axes, series: Series, *, name_end: bool) -> None:
     x, y = series.finite
-    color = list(_MARKERS)[series.color - 1]
-    marker: dict[str, Any] = {"marker": "o"} if len(x) == 1 else {}
+    color, dots = series.css, series.style == "dots"
     if series.style == "points":
-        for alpha, part in zip(np.linspace(0.25, 1.0, 5), np.array_split(np.arange(len(x)), 5), strict=True):
-            axes.plot(x[part], y[part], "o", color=color, alpha=alpha, markersize=5, markeredgewidth=0)
+        later_stronger = [to_rgba(color, alpha) for alpha in np.linspace(0.25, 1.0, len(x))]
+        axes.scatter(x, y, s=25, color=later_stronger, linewidths=0)
         return
-    if series.style == "steps":
-        axes.plot(x, y, color=color, drawstyle="steps-post", **marker)
-    elif series.style == "dots":
-        axes.plot(x, y, "-o", color=color, linewidth=1.3, markersize=5, markeredgecolor=_CARD, markeredgewidth=1.0)
-    else:
-        if series.style == "trend" and len(x) >= 20:
-            axes.plot(x, y, color=color, linewidth=1.0, alpha=0.3)
-        axes.plot(x, series.trend, color=color, **marker)
+    if series.smoothed:
+        axes.plot(x, y, color=color, linewidth=1.0, alpha=0.3)
+    marker = "o" if dots or len(x) == 1 else None
+    axes.plot(x, series.trend, color=color, marker=marker, markersize=5, linewidth=1.3 if dots else 1.9)
     if name_end:
         end = {"xytext": (5, 0), "textcoords": "offset points", "va": "center", "annotation_clip": False}
         axes.annotate(number(series.trend[-1]), (x[-1], series.trend[-1]), color=color, fontweight="bold", **end)
 
 
-def _render(figure: Figure, label: str) -> str:
-    """Returns the figure's SVG element alone, as wide as the page allows, in the page's font and colours."""
+def _inline(figure: Figure, label: str) -> str:
+    """Returns the figure's SVG element alone, as wide as the page allows and in the page's font."""
     file = io.StringIO()
     figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
     svg = file.getvalue()
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>\s*|<defs>\s*<style.*?</style>\s*</defs>\s*", "", svg, flags=re.DOTALL)
-    for marker, variable in _MARKERS.items():
-        svg = svg.replace(marker, variable)
     svg = re.sub(r" font-family: [^;\"]*;?", "", svg)
     svg = re.sub(r'^<svg [^>]*?viewBox="([^"]*)"[^>]*>', r'<svg viewBox="\1" role="img">', svg, count=1)
-    svg = re.sub(r' id="(?![mp][0-9a-f]{8,}")[^"]*"', "", svg)  # only marker shapes and clip paths are referenced
+    svg = re.sub(r' id="([^"]*)"', lambda match: match[0] if f"#{match[1]}" in svg else "", svg)
     return svg.replace(">", f"><title>{label}</title>", 1)

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
@@ -10,12 +10,13 @@ import numpy as np
 
 from jrlhf.config.stages import TITLES
 from jrlhf.report.charts import COLORS, Chart, Series, number
-from jrlhf.report.read import FAILURES, GOLD, KL, REWARD_KINDS, SCORE, Record
+from jrlhf.report.read import FAILURES, GOLD, KL, REWARD_KINDS, SCORE, Record, Sample
 from jrlhf.run.console import duration, validation_key, with_error
 
 _UNSET = ("", "0", "null")  # values of a setting that is not used
 _ALL = "all"  # the source of a validation that stands for every prompt
 _LATEST = 12  # samples shown of training and of validation
+Part = tuple[str, list[Chart], list[Chart]]  # text, charts, small charts
 
 
 class Card(NamedTuple):
@@ -26,18 +27,13 @@ class Card(NamedTuple):
     note: str
 
 
-def plotter(run: Record) -> Callable[..., Chart]:
-    """Returns a function that makes a chart of the run's metrics, for the template."""
-
-    def plot(title: str, note: str, *curves: Sequence[Any], stage: str | None = None, **options: Any) -> Chart:
-        """curves: (label, metric, color, style); by default the color of their position, and a trend."""
-        series = []
-        for position, (label, metric, *rest) in enumerate(curves, start=1):
-            color, style = rest[0] if rest else position, rest[1] if len(rest) > 1 else "trend"
-            series.append(Series(label, *run.curve(metric, stage), color, style))
-        return Chart(title, series, note, **{"xlabel": "iteration" if stage is None else "step", **options})
-
-    return plot
+def plot(run: Record, title: str, note: str, *curves: Sequence[Any], stage: str | None = None, **options: Any) -> Chart:
+    """Draws metrics. curves: (label, metric, color, style); by default the color of their position, and a trend."""
+    series = [
+        Series(label, *run.curve(metric, stage), *(look or [position]))
+        for position, (label, metric, *look) in enumerate(curves, start=1)
+    ]
+    return Chart(title, series, note, **{"xlabel": "iteration" if stage is None else "step", **options})
 
 
 # --- Head and outcome ---
@@ -65,13 +61,6 @@ def chips(run: Record) -> list[str]:
     elif adapter:
         words.append(f"LoRA from {PurePosixPath(adapter).name or adapter}")
     words.append(f"{base} base" if (rank or adapter) and base not in ("", "auto") else "")
-    sizes = {axis: run.settings.get(f"mesh.{axis}", "1") for axis in ("data", "fsdp", "tensor")}
-    mesh = " × ".join(f"{axis} {'auto' if size == '-1' else size}" for axis, size in sizes.items() if size != "1")
-    simulated = setting("device.simulated")
-    words.append(f"mesh {mesh}" + (f" on {simulated} simulated devices" if simulated else "") if mesh else "")
-    words.append(f"plan {run.plan.name}" if run.plan is not None and run.plan.name != "colocate" else "")
-    words.append(run.settings.get("compute.dtype", ""))
-    words.append(f"seed {run.settings['seed']}" if "seed" in run.settings else "")
     words.append(duration(sum(run.seconds.values())) if run.seconds else "")
     return [word for word in words if word]
 
@@ -260,10 +249,10 @@ def compared(run: Record) -> list[dict[str, Any]]:
 def gold_items(run: Record) -> list[Chart]:
     """Returns curves of the rubric's items in training."""
     names = {key: key.removeprefix("gold/") for key in run.names("gold/") if key != GOLD}
-    return [Chart(words(run, name), [Series(name, *run.curve(key), 2, "trend")]) for key, name in names.items()]
+    return [Chart(words(run, name), [Series(name, *run.curve(key), 2)]) for key, name in names.items()]
 
 
-def validation(run: Record) -> dict[str, Any]:
+def validation(run: Record) -> Part:
     """Returns curves of the measure for all prompts and for each source, then small ones of all other measurements.
 
     A validation takes place before the iteration that it is recorded with.
@@ -281,7 +270,7 @@ def validation(run: Record) -> dict[str, Any]:
 
     def dots(curves: dict[str, str]) -> list[Series]:
         """Orders the curves: means before other statistics, all prompts before those of one source."""
-        labels = sorted(curves, key=lambda label: label != _ALL and not label.startswith("mean@"))[:COLORS]
+        labels = sorted(curves, key=lambda label: label != _ALL and not label.startswith("mean@"))[: len(COLORS)]
         return [Series(label, *run.curve(curves[label]), color, "dots") for color, label in enumerate(labels, 1)]
 
     charts = []
@@ -291,7 +280,7 @@ def validation(run: Record) -> dict[str, Any]:
         note = f"{series[0].label}." if len(series) == 1 else ""
         charts.append(Chart(f"{prompts}: {measure}", series, note, xlabel="before iteration"))
     small = [Chart(title, dots(curves)) for title, curves in others.items()]
-    return {"lead": _validated(run, core), "charts": charts, "small": small}
+    return _validated(run, core), charts, small
 
 
 def _validated(run: Record, core: dict[tuple[str, str], dict[str, str]]) -> str:
@@ -317,9 +306,9 @@ def _validated(run: Record, core: dict[tuple[str, str], dict[str, str]]) -> str:
 # --- Rewards and costs by name ---
 
 
-def rewards(run: Record) -> dict[str, Any]:
+def rewards(run: Record) -> Part:
     """Returns charts of rewards and costs by name; none if the curves of score and cost show the same."""
-    plot, names, failures = plotter(run), {kind: run.reward_names(kind) for kind in REWARD_KINDS}, run.failures()
+    names = {kind: run.reward_names(kind) for kind in REWARD_KINDS}
     extras = [
         (f"{_title(*named)}: {rest}", key)
         for named, rest, key in run.named_metrics()
@@ -328,26 +317,17 @@ def rewards(run: Record) -> dict[str, Any]:
     scores = {key: key.removeprefix("score/").replace("_", " ").replace("/", " ") for key in run.names("score/")}
     scores = {} if list(scores) == ["score/raw/mean"] else scores  # the raw score alone is the score
     few = len(names["rewards"]) < (2 if run.measure == "gold" else 1) and len(names["costs"]) < 2
-    if run.algorithm == "dpo" or (few and not failures and not extras and not scores):
-        return {"lead": "", "charts": [], "small": []}
-    charts = []
+    if run.algorithm == "dpo" or (few and not extras and not scores):
+        return "", [], []
+    charts, note = [], "Mean of an iteration's responses, and their spread around it."
     for kind, name in [(kind, name) for kind, of_kind in names.items() for name in of_kind]:
         curves = ("mean", f"{kind}/{name}/mean"), ("standard deviation", f"{kind}/{name}/std", 3)
-        note = "Mean of an iteration's responses, and their spread around it."
-        charts.append(plot(_title(kind, name), note, *curves))
-    steps = [float(record["step"]) for record in run.iterations]
-    for named, kinds in failures.items():
-        series = []
-        for index, (kind, counts) in enumerate(kinds.items()):
-            totals = np.cumsum(counts).tolist()
-            series.append(Series(f"{kind} {sum(counts):,}", steps, totals, 1 + (4 + index) % COLORS, "steps"))
-        title, note = f"{_title(*named)}: failures so far", "Samples that got no score of their own."
-        charts.append(Chart(title, series, note, xlabel="iteration", limits=(0, None)))
-    small = [plot(title, "", (title, key, 2), xlabel="") for title, key in extras]
-    small += [plot(f"score: {name}", "", (name, key, 4), xlabel="") for key, name in scores.items()]
+        charts.append(plot(run, _title(kind, name), note, *curves))
+    small = [plot(run, title, "", (title, key, 2), xlabel="") for title, key in extras]
+    small += [plot(run, f"score: {name}", "", (name, key, 4), xlabel="") for key, name in scores.items()]
     lead = f"Each reward before weights and shaping; the score that {run.title} sees is their weighted sum, shaped."
     lead += " So it is with the costs, which are not shaped." if names["costs"] else ""
-    return {"lead": lead if names["rewards"] else "", "charts": charts, "small": small}
+    return lead if names["rewards"] else "", charts, small
 
 
 def _title(kind: str, name: str) -> str:
@@ -357,31 +337,37 @@ def _title(kind: str, name: str) -> str:
 # --- Samples ---
 
 
-def samples(run: Record) -> dict[str, Any]:
-    """Returns groups (title, samples) of answers to held-out prompts, and of the latest of training and validation."""
+def samples(run: Record) -> tuple[str, list[tuple[str, list[Sample]]]]:
+    """Returns a text and groups (title, samples): answers to held-out prompts, the latest of training and validation.
+
+    Of more than ten answers, those with the largest changes have groups of their own, or without changes those with
+    the lowest and the highest scores.
+    """
     answers = [sample for sample in run.samples if sample.get("stage") == "evaluation" and "before" in sample]
     compared = [sample for sample in answers if "after" in sample]
     name, old, new = run.measure_name, f"{run.measure}_before", f"{run.measure}_after"
-    groups, lead = [("The first prompts", (compared or answers)[:10])], ""
+
+    def gain(sample: Sample) -> float:
+        return (sample.get(new) or 0.0) - (sample.get(old) or 0.0) if compared else sample[old]
+
+    ranked = sorted(compared or [sample for sample in answers if sample.get(old) is not None], key=gain)
+    low, high = (ranked[:6], ranked[::-1][:6]) if len(answers) > 10 else ([], [])
     if compared:
-        changes = [(sample.get(new) or 0.0) - (sample.get(old) or 0.0) for sample in compared]
-        better, worse = sum(change > 1e-9 for change in changes), sum(change < -1e-9 for change in changes)
-        lead = (
+        better, worse = sum(gain(sample) > 1e-9 for sample in ranked), sum(gain(sample) < -1e-9 for sample in ranked)
+        text = (
             f"Of {len(compared)} held-out prompts {better} are answered better after {run.title} than before by the "
             f"{name}, {worse} worse and {len(compared) - better - worse} alike."
         )
-        order = sorted(range(len(compared)), key=changes.__getitem__) if len(compared) > 10 else []
-        fallen = [compared[index] for index in order[:6] if changes[index] < 0]
-        risen = [compared[index] for index in order[::-1][:6] if changes[index] > 0]
-        groups += [(f"Where the {name} fell most", fallen), ("Where it rose most", risen)]
-    elif answers:  # a run that compares nothing
-        lead = f"Answers to {len(answers)} held-out prompts."
-        graded = [sample for sample in answers if sample.get(old) is not None] if len(answers) > 10 else []
-        graded.sort(key=lambda sample: sample[old])
-        groups += [(f"With the lowest {name}", graded[:6]), ("With the highest", graded[::-1][:6])]
-    latest = [sample for sample in run.samples if "response" in sample]
-    validated = [sample for sample in latest if sample.get("kind") == "validation"]
-    trained = [sample for sample in latest if sample.get("kind") != "validation"]
-    groups += [("Latest samples of validation", validated[-_LATEST:])]
-    groups += [("Latest samples of training", trained[-_LATEST:])]
-    return {"lead": lead, "groups": [group for group in groups if group[1]]}
+        low, high = [one for one in low if gain(one) < 0], [one for one in high if gain(one) > 0]
+        extremes = [(f"Where the {name} fell most", low), ("Where it rose most", high)]
+    else:  # a run that compares nothing
+        text = f"Answers to {len(answers)} held-out prompts." if answers else ""
+        extremes = [(f"With the lowest {name}", low), ("With the highest", high)]
+    latest: dict[bool, list[Sample]] = {True: [], False: []}
+    for sample in run.samples:
+        if "response" in sample:
+            latest[sample.get("kind") == "validation"].append(sample)
+    groups = [("The first prompts", (compared or answers)[:10]), *extremes]
+    groups += [("Latest samples of validation", latest[True][-_LATEST:])]
+    groups += [("Latest samples of training", latest[False][-_LATEST:])]
+    return text, [group for group in groups if group[1]]

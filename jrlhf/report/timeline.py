@@ -1,5 +1,6 @@
 """Sections on the calls of an iteration: how long each takes, and on which devices it runs."""
 
+from itertools import cycle
 from typing import NamedTuple
 
 import numpy as np
@@ -38,11 +39,11 @@ _COMPILING = 2  # iterations at the start that compile
 
 
 class Bar(NamedTuple):
-    """A part of a lane. start, width: shares of the lane."""
+    """A part of a lane. start, width: shares of the lane. color: in CSS."""
 
     start: float
     width: float
-    color: int
+    color: str
 
 
 class Lane(NamedTuple):
@@ -70,42 +71,37 @@ class Span(NamedTuple):
 def timeline(run: Record) -> tuple[str, list[Lane]]:
     """Draws an iteration: a lane for each slice of the devices, if there are several, and one for each call.
 
-    The iteration is the one of median length, as its calls began and ended. Older runs know only the seconds of calls:
-    their medians are laid end to end. A call that most iterations do without has no lane.
+    The iteration is the one of median length. A call that most iterations do without has no lane.
     """
     settled = run.iterations[_COMPILING:] or run.iterations
+    if (measured := _measured(run, settled)) is None:
+        return "", []
+    number, total, spans = measured
     seconds: dict[str, float] = {}
     for key in dict.fromkeys(key for record in settled for key in record if key.startswith("timing_s/")):
         seconds[key.removeprefix("timing_s/")] = float(np.median([record.get(key) or 0.0 for record in settled]))
-    step = seconds.pop("step", 0.0)
-    for name in _NO_CALLS & seconds.keys():
-        del seconds[name]
+    step = seconds.pop("step") or total
     parallel = {words: seconds.pop(name) for name, words in _PARALLEL.items() if seconds.get(name)}
-    seconds = {name: length for name, length in seconds.items() if length > 0}
-    if not seconds:
-        return "", []
+    seconds = {name: length for name, length in seconds.items() if length > 0 and name not in _NO_CALLS}
     seconds = {name: seconds[name] for name in [*(name for name in _CALLS if name in seconds), *seconds]}
-    number, length, spans = _measured(run, settled) or (None, step, _end_to_end(seconds))
     spans = [span for span in spans if span.name in seconds]
-    length = max([length, *(span.end for span in spans)])
+    length = max([total, *(span.end for span in spans)])
     gaps = _gaps(spans, length)
     if (rest := sum(span.end - span.start for span in gaps)) > 0.005 * length:
         seconds["rest"] = rest
         spans += [gap for gap in gaps if gap.end - gap.start > 0.002 * length]
-    total = length if number is None else step
-    colors = {name: index % COLORS + 1 for index, name in enumerate(seconds)}
+    colors = dict(zip(seconds, cycle(COLORS), strict=False))
 
     def lane(name: str, note: str, chosen: list[Span], busy: float, whole: float) -> Lane:
         bars = [Bar(span.start / length, (span.end - span.start) / length, colors[span.name]) for span in chosen]
         return Lane(name, note, bars, (_milliseconds(busy), _share(busy / whole)))
 
     lanes = [
-        lane(name, _CALLS.get(name, ""), [span for span in spans if span.name == name], busy, total)
+        lane(name, _CALLS.get(name, ""), [span for span in spans if span.name == name], busy, step)
         for name, busy in seconds.items()
     ]
-    text = _summary(run, seconds, total, parallel, len(settled))
-    if number is not None:
-        text += f" Drawn are the calls of step {number} from their beginning to their end."
+    text = _summary(run, seconds, step, parallel, len(settled))
+    text += f" Drawn are the calls of step {number} from their beginning to their end."
     groups = segments(span.devices for span in spans if span.devices is not None)
     if len(groups) > 1:
         calls, on_slices = [span for span in spans if span.devices is not None and not span.copies], []
@@ -135,11 +131,6 @@ def _measured(run: Record, settled: list[Metrics]) -> tuple[int, float, list[Spa
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"{run.name}/{TIMELINE} holds a line that is no timeline ({error}): delete the file") from error
     return step, lengths[step], spans
-
-
-def _end_to_end(seconds: dict[str, float]) -> list[Span]:
-    ends = np.cumsum(list(seconds.values())).tolist()
-    return [Span(name, start, end) for name, start, end in zip(seconds, [0.0, *ends], ends, strict=False)]
 
 
 def _lasting(spans: list[Span], least: int = 1) -> list[tuple[float, float]]:
@@ -201,13 +192,12 @@ def placement(run: Record) -> tuple[str, list[Lane]]:
     )
     if any(call.micro_batches > 1 for call in plan.placements.values()):
         text += " × n: a device computes its rows in n parts."
-    roles = list(dict.fromkeys(name.partition(".")[0] for name in plan.placements))
+    colors = dict(zip(dict.fromkeys(name.partition(".")[0] for name in plan.placements), cycle(COLORS), strict=False))
     lanes = []
     for name, call in plan.placements.items():
         sizes = zip(("data", "fsdp", "tensor"), call.sizes, strict=True)
         mesh = " × ".join(f"{axis} {size}" for axis, size in sizes if size > 1) or "one device"
         parts = f"× {call.micro_batches}" if call.micro_batches > 1 else ""
-        color = roles.index(name.partition(".")[0]) % COLORS + 1
-        bar = Bar(call.devices.start / plan.devices, call.devices.count / plan.devices, color)
+        bar = Bar(call.devices.start / plan.devices, call.devices.count / plan.devices, colors[name.partition(".")[0]])
         lanes.append(Lane(name, f"{call.layout} · {mesh}", [bar], (str(call.devices), parts)))
     return text, lanes
