@@ -1,1 +1,1 @@
-"""`jrlhf doctor`: the facts of a machine, and what they mean for runs."""
+"""`jrlhf doctor`: whether this machine is set up for runs."""

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from jrlhf.doctor.checks import diagnose
-from jrlhf.doctor.facts import gather
 from jrlhf.errors import DONE, FAILED, UserError, exit_code_of_printing, printable
 
 
@@ -23,7 +22,7 @@ def cli(arguments: Sequence[str] | None = None) -> int:
     def run() -> None:
         if not options.run_dir:
             raise UserError("--run-dir is empty: name a place, or leave it out")
-        findings.extend(diagnose(gather(options.run_dir)))
+        findings.extend(diagnose(options.run_dir))
         if options.json:
             print(json.dumps({"findings": [asdict(finding) for finding in findings]}, indent=1))
             return

@@ -1,60 +1,81 @@
-"""Facts of a machine -> findings, each with its remedy."""
+"""Checks of packages and of JAX, each with its remedy.
 
+JAX starts in a process of its own: a driver that hangs, or packages that do not fit each other, are findings as well.
+"""
+
+import importlib.metadata
+import json
+import os
+import platform
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Literal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
-from jrlhf.doctor.facts import Facts
+from jrlhf.doctor.places import GIB, Finding, check_hub, check_places, check_run_dir
 
-GIB = 2**30
-LEAST_FREE, FEW_FREE = 1 * GIB, 20 * GIB  # bytes for runs: below the first a problem, below the second a note
+START_SECONDS = 180  # in which JAX starts
 TOLERANCE = 0.05  # of log-probs in nats: accelerators multiply float32 in fewer bits
 _FOR_WORK_ON_JRLHF = ("dev", "docs", "test")
 _ACCELERATORS = {"gpu": ("an NVIDIA GPU", ("cuda12", "cuda13")), "tpu": ("a TPU", ("tpu",))}
 
 
-@dataclass(frozen=True)
-class Finding:
-    """One line: whether a part of the machine is as runs need it, and otherwise what to do."""
-
-    part: str
-    state: Literal["ok", "note", "problem"]
-    text: str
-    remedy: str = ""
+def diagnose(run_dir: str) -> list[Finding]:
+    """Returns the findings of all checks. The hub is waited for 4 seconds, and JAX for three minutes."""
+    installed, backend = installed_here(), backend_here()
+    findings = [*check_packages(installed), *check_extras(installed), *check_backend(installed, backend)]
+    return [*findings, *check_hub(), *check_places(), *check_run_dir(run_dir)]
 
 
-def diagnose(facts: Facts) -> list[Finding]:
-    """Returns the findings of all checks."""
-    checks = (check_packages, check_extras, check_accelerator, check_devices, check_programs)
-    checks += (check_hub, check_places, check_run_dir)
-    return [finding for check in checks for finding in check(facts)]
+# --- Packages ---
 
 
-def check_packages(facts: Facts) -> Iterator[Finding]:
+class Installed(NamedTuple):
+    """Versions of Python and of distributions, and what jrlhf and jax require, as in their metadata."""
+
+    python: str
+    requires_python: str
+    versions: Mapping[str, str]
+    requirements: Mapping[str, Sequence[str]]
+
+
+def installed_here() -> Installed:
+    """Returns what this process would import."""
+    versions: dict[str, str] = {
+        canonicalize_name(one.name): one.version for one in importlib.metadata.distributions() if one.name
+    }
+    names = [name for name in ("jrlhf", "jax") if name in versions]
+    requirements = {name: tuple(importlib.metadata.requires(name) or ()) for name in names}
+    requires_python = importlib.metadata.metadata("jrlhf")["Requires-Python"] if "jrlhf" in names else ""
+    return Installed(platform.python_version(), requires_python, versions, requirements)
+
+
+def check_packages(installed: Installed) -> Iterator[Finding]:
     """Yields whether Python and what jrlhf and jax require are installed and fit each other."""
-    if "jrlhf" not in facts.requirements:
+    if "jrlhf" not in installed.requirements:
         remedy = "pip install -e . in the checkout"
         yield Finding("packages", "note", "jrlhf is not installed, so that its requirements are not known", remedy)
         return
-    missing, unfit = _compare(facts, "")
-    if not SpecifierSet(facts.requires_python).contains(facts.python, prereleases=True):
-        unfit.append(f"Python {facts.python} does not fit jrlhf, which needs {facts.requires_python}")
+    missing, unfit = _compare(installed, "")
+    if not SpecifierSet(installed.requires_python).contains(installed.python, prereleases=True):
+        unfit.append(f"Python {installed.python} does not fit jrlhf, which needs {installed.requires_python}")
     for text in (*(f"{name} is missing" for name in missing), *unfit):
         yield Finding("packages", "problem", text, "pip install --upgrade jrlhf")
     if not missing and not unfit:
-        jax = ", ".join(f"{name} {facts.versions.get(name, '?')}" for name in ("jax", "jaxlib", "flax"))
-        yield Finding("packages", "ok", f"Python {facts.python}, {jax}, and all that jrlhf requires")
+        jax = ", ".join(f"{name} {installed.versions.get(name, '?')}" for name in ("jax", "jaxlib", "flax"))
+        yield Finding("packages", "ok", f"Python {installed.python}, {jax}, and all that jrlhf requires")
 
 
-def check_extras(facts: Facts) -> Iterator[Finding]:
+def check_extras(installed: Installed) -> Iterator[Finding]:
     """Yields which extras are installed, and those whose packages do not fit the others, such as a plugin for JAX."""
-    for extra in sorted(_extras_of_jrlhf(facts) - {*_FOR_WORK_ON_JRLHF}):
-        missing, unfit = _compare(facts, extra)
+    for extra in sorted(_extras_of_jrlhf(installed) - {*_FOR_WORK_ON_JRLHF}):
+        missing, unfit = _compare(installed, extra)
         for text in unfit:
             yield Finding(f"extra {extra}", "problem", text, f"pip install --upgrade 'jrlhf[{extra}]'")
         accelerates = any(extra in extras for _, extras in _ACCELERATORS.values())
@@ -65,124 +86,135 @@ def check_extras(facts: Facts) -> Iterator[Finding]:
             yield Finding(f"extra {extra}", "ok", "installed")
 
 
-def check_accelerator(facts: Facts) -> Iterator[Finding]:
-    """Yields whether an accelerator that the machine has is the one that JAX runs on."""
-    present, running = facts.backend.get("accelerator"), facts.backend.get("platform")
-    if present is None or running is None:
-        return
-    name, extras = _ACCELERATORS[present]
-    if running != "cpu":
-        yield Finding("accelerator", "ok", f"JAX runs on the {running}")
-        return
-    installed = [extra for extra in extras if extra in _extras_of_jrlhf(facts) and not _compare(facts, extra)[0]]
-    if facts.jax_platforms:
-        remedy = "unset JAX_PLATFORMS"
-    elif installed:
-        remedy = "see the findings on packages, and whether the driver works (nvidia-smi) and is new enough"
-    else:
-        remedy = " or ".join(f"pip install 'jrlhf[{extra}]'" for extra in extras)
-    because = f" because JAX_PLATFORMS={facts.jax_platforms}" if facts.jax_platforms else ""
-    yield Finding("accelerator", "problem", f"{name} is present but IDLE: JAX runs on the CPU{because}", remedy)
-
-
-def check_devices(facts: Facts) -> Iterator[Finding]:
-    """Yields the devices that JAX has, with their memory."""
-    devices = facts.backend.get("devices")
-    if not devices:
-        reason = facts.backend.get("error", "no devices")
-        variables = {"JAX_PLATFORMS": facts.jax_platforms, "XLA_FLAGS": facts.xla_flags}
-        named = " and ".join(f"{name}={value}" for name, value in variables.items() if value)
-        remedy = "mend the packages named above, free devices that another process holds, or start all hosts of a pod"
-        remedy = f"mend or unset {named}; else {remedy}" if named else remedy
-        yield Finding("devices", "problem", f"JAX does not start: {reason}", remedy)
-        return
-    for kind, memory in dict.fromkeys(map(tuple, devices)):
-        count = sum(tuple(device) == (kind, memory) for device in devices)
-        shared = facts.backend.get("host_memory") if kind == "cpu" else None
-        size = f", {memory / GIB:.1f} GiB each" if memory else f", {shared / GIB:.1f} GiB in all" if shared else ""
-        yield Finding("devices", "ok", f"{count} x {kind}{size}")
-
-
-def check_programs(facts: Facts) -> Iterator[Finding]:
-    """Yields whether a small program, and then the log-prob op, compile, run and are right."""
-    if not facts.backend.get("devices"):
-        return
-    seconds, error = facts.backend.get("seconds"), facts.backend.get("logprob_error")
-    if seconds is None or error is None:
-        reason = facts.backend.get("error", "it ended")
-        yield Finding("programs", "problem", f"a program does not run: {reason}", "update the driver and the packages")
-    elif not error <= TOLERANCE:
-        remedy = "set compute.logprob=reference and report it"
-        yield Finding("programs", "problem", f"the log-probs are off by {error:.2g} nats", remedy)
-    else:
-        yield Finding("programs", "ok", f"compiled and run in {seconds:.1f} s; the log-probs are right to {error:.0e}")
-
-
-def check_hub(facts: Facts) -> Iterator[Finding]:
-    """Yields whether models and datasets can be downloaded by name, also gated ones."""
-    if facts.hub_offline:
-        yield Finding("hub", "note", "offline, as HF_HUB_OFFLINE says: only what was downloaded before has a name")
-    elif facts.hub_error is not None:
-        remedy = "if you need it, see network, proxy and HF_ENDPOINT; directories and files need no hub"
-        yield Finding("hub", "note", f"not reached ({facts.hub_error})", remedy)
-    else:
-        yield Finding("hub", "ok", "reached")
-    if facts.hub_token_wrong:
-        remedy = "hf auth login, or set HF_TOKEN to the token alone"
-        yield Finding("hub token", "problem", "it holds a space or another character that no token has", remedy)
-    elif facts.hub_token:
-        yield Finding("hub token", "ok", "present")
-    else:
-        yield Finding("hub token", "note", "none, which gated models need", "hf auth login, or set HF_TOKEN")
-
-
-def check_places(facts: Facts) -> Iterator[Finding]:
-    """Yields the places beside `run_dir` in which files cannot be written: the hub's cache, the temporary directory."""
-    for variable, text in facts.unwritable.items():
-        yield Finding(variable, "problem", text, f"set {variable} to a directory that can be written")
-
-
-def check_run_dir(facts: Facts) -> Iterator[Finding]:
-    """Yields whether runs can be written, and the space for them."""
-    free = "no bound is known" if facts.free is None else f"{facts.free / GIB:,.1f} GiB free"
-    if facts.run_dir_error is not None:
-        text = f"{facts.run_dir} cannot be written ({facts.run_dir_error})"
-        yield Finding("run_dir", "problem", text, "mend that, or choose another place: run_dir=PLACE")
-    elif facts.free is None or facts.free >= FEW_FREE:
-        yield Finding("run_dir", "ok", f"{facts.run_dir}: can be written, {free}")
-    elif facts.free < LEAST_FREE:
-        yield Finding("run_dir", "problem", f"{facts.run_dir}: {free}", "make room, or choose another place")
-    else:
-        remedy = "a checkpoint takes 12 bytes per trained weight: see that they fit"
-        yield Finding("run_dir", "note", f"{facts.run_dir}: {free}", remedy)
-
-
 def _extras(requirement: Requirement) -> set[str]:
     """Returns the extra that a line of metadata belongs to, as a set; empty for one that always holds."""
     return set(re.findall(r'extra == "([^"]+)"', str(requirement.marker or "")))
 
 
-def _extras_of_jrlhf(facts: Facts) -> set[str]:
-    return {extra for line in facts.requirements.get("jrlhf", ()) for extra in _extras(Requirement(line))}
+def _extras_of_jrlhf(installed: Installed) -> set[str]:
+    return {extra for line in installed.requirements.get("jrlhf", ()) for extra in _extras(Requirement(line))}
 
 
-def _compare(facts: Facts, extra: str, package: str = "jrlhf") -> tuple[list[str], list[str]]:
+def _compare(installed: Installed, extra: str, package: str = "jrlhf") -> tuple[list[str], list[str]]:
     """Returns what a package requires and is missing, and sentences on what has another version.
 
     extra: only what this extra adds; "": what is always required. An extra that is not installed has no such sentences.
     """
     missing, unfit = [], []
-    for requirement in map(Requirement, facts.requirements.get(package, ())):
-        marker, version = requirement.marker, facts.versions.get(canonicalize_name(requirement.name))
+    for requirement in map(Requirement, installed.requirements.get(package, ())):
+        marker, version = requirement.marker, installed.versions.get(canonicalize_name(requirement.name))
         if bool(extra) != bool(_extras(requirement)) or (marker and not marker.evaluate({"extra": extra})):
             continue
         if version is None:
             missing.append(requirement.name)
             continue
         if not requirement.specifier.contains(version, prereleases=True):
-            owner = f"{package} {facts.versions[package]}"
+            owner = f"{package} {installed.versions[package]}"
             unfit.append(f"{requirement.name} {version} does not fit {owner}, which needs {requirement.specifier}")
         for inner in requirement.extras or ([""] if requirement.name == "jax" else []):
-            more = _compare(facts, inner, requirement.name)
+            more = _compare(installed, inner, requirement.name)
             missing, unfit = missing + more[0], unfit + more[1]
     return missing, ([] if extra and missing else unfit)
+
+
+# --- JAX ---
+
+
+def backend_here() -> dict[str, Any]:
+    """Runs `probe` in another process and returns what it printed."""
+    environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", "from jrlhf.doctor.checks import probe; probe()"]
+    try:
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=START_SECONDS)
+    except subprocess.TimeoutExpired:
+        return {"error": f"no answer within {START_SECONDS} s"}
+    try:
+        return json.loads(done.stdout.splitlines()[-1])
+    except (IndexError, ValueError):
+        return {"error": (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]}
+
+
+def probe() -> None:
+    """Prints, as JSON, the devices and whether a program and the log-prob op run on them; an error ends the list."""
+    facts: dict[str, Any] = {}
+    try:
+        import jax
+        import jax.numpy as jnp
+        import numpy as np
+
+        from jrlhf.kernels.logprob import token_logprobs
+        from jrlhf.run.devices import accelerator, host_memory
+
+        facts["accelerator"] = accelerator()
+        devices = jax.local_devices()
+        facts["platform"] = devices[0].platform
+        limits = [(device.memory_stats() or {}).get("bytes_limit") for device in devices]
+        facts["host_memory"] = host_memory()
+        facts["devices"] = [(device.device_kind, limit) for device, limit in zip(devices, limits, strict=True)]
+        start = time.perf_counter()
+        assert float(jax.jit(lambda x: jnp.sum(x @ x))(jnp.ones((64, 64)))) == 64.0**3
+        random = np.random.default_rng(0)
+        hidden, head, targets = (
+            random.normal(size=(8, 16)),
+            random.normal(size=(50, 16)) / 4,
+            random.integers(50, size=8),
+        )
+        logits = hidden @ head.T
+        right = logits[np.arange(8), targets] - np.log(np.exp(logits).sum(-1))
+        arrays = jnp.float32(hidden), jnp.float32(head), jnp.int32(targets)
+        logprobs, _ = jax.jit(token_logprobs)(*arrays)
+        facts["seconds"] = time.perf_counter() - start
+        facts["logprob_error"] = float(np.abs(np.asarray(logprobs) - right).max())
+    except Exception as error:  # whatever a driver or a package raises
+        facts["error"] = ": ".join([type(error).__name__, *str(error).splitlines()[:1]])  # an assertion has no text
+    print(json.dumps(facts))
+
+
+def check_backend(installed: Installed, backend: Mapping[str, Any]) -> Iterator[Finding]:
+    """Yields whether JAX has the devices of this machine, and whether programs on them are right.
+
+    backend: what `probe` printed.
+    """
+    yield from _check_accelerator(installed, backend)
+    devices, reason = backend.get("devices"), backend.get("error", "it ended")
+    if not devices:
+        named = " and ".join(
+            f"{name}={os.environ[name]}" for name in ("JAX_PLATFORMS", "XLA_FLAGS") if os.environ.get(name)
+        )
+        remedy = "mend the packages named above, free devices that another process holds, or start all hosts of a pod"
+        remedy = f"mend or unset {named}; else {remedy}" if named else remedy
+        yield Finding("devices", "problem", f"JAX does not start: {reason}", remedy)
+        return
+    for kind, memory in dict.fromkeys(map(tuple, devices)):
+        count = sum(tuple(device) == (kind, memory) for device in devices)
+        shared = backend.get("host_memory") if kind == "cpu" else None
+        size = f", {memory / GIB:.1f} GiB each" if memory else f", {shared / GIB:.1f} GiB in all" if shared else ""
+        yield Finding("devices", "ok", f"{count} x {kind}{size}")
+    error = backend.get("logprob_error")
+    if error is None:
+        yield Finding("programs", "problem", f"a program does not run: {reason}", "update the driver and the packages")
+    elif not error <= TOLERANCE:
+        remedy = "set compute.logprob=reference and report it"
+        yield Finding("programs", "problem", f"the log-probs are off by {error:.2g} nats", remedy)
+    else:
+        seconds = backend["seconds"]
+        yield Finding("programs", "ok", f"compiled and run in {seconds:.1f} s; the log-probs are right to {error:.0e}")
+
+
+def _check_accelerator(installed: Installed, backend: Mapping[str, Any]) -> Iterator[Finding]:
+    """Yields whether an accelerator that the machine has is the one that JAX runs on."""
+    present, running, asked = backend.get("accelerator"), backend.get("platform"), os.environ.get("JAX_PLATFORMS")
+    if present is None or running is None:
+        return
+    name, extras = _ACCELERATORS[present]
+    if running != "cpu":
+        yield Finding("accelerator", "ok", f"JAX runs on the {running}")
+        return
+    if asked:
+        remedy = "unset JAX_PLATFORMS"
+    elif any(extra in _extras_of_jrlhf(installed) and not _compare(installed, extra)[0] for extra in extras):
+        remedy = "see the findings on packages, and whether the driver works (nvidia-smi) and is new enough"
+    else:
+        remedy = " or ".join(f"pip install 'jrlhf[{extra}]'" for extra in extras)
+    because = f" because JAX_PLATFORMS={asked}" if asked else ""
+    yield Finding("accelerator", "problem", f"{name} is present but IDLE: JAX runs on the CPU{because}", remedy)

@@ -1,16 +1,19 @@
-"""`jrlhf doctor`: facts of machines -> findings. The facts of this machine are gathered once, without a network."""
+"""`jrlhf doctor`: what it finds on machines. This one is examined once, without a network."""
 
 import json
-import os
-from dataclasses import replace
+from collections.abc import Iterable, Mapping
+from types import SimpleNamespace
+from typing import Any
 
+import huggingface_hub
+import huggingface_hub.constants
 import pytest
 
 import jrlhf.__main__
 from jrlhf.config.places import StorageConfig
-from jrlhf.doctor import facts as doctor_facts
-from jrlhf.doctor.checks import GIB, Finding, diagnose
-from jrlhf.doctor.facts import Facts
+from jrlhf.doctor import checks, places
+from jrlhf.doctor.checks import Installed, check_backend, check_extras, check_packages
+from jrlhf.doctor.places import GIB, Finding, check_hub, check_places, check_run_dir
 from jrlhf.storage.store import Store
 
 JAX = ("jaxlib<=0.10.2,>=0.10.1", "ml-dtypes>=0.5") + tuple(
@@ -40,28 +43,45 @@ VERSIONS = {
     "datasets": "4.1",
 }
 CUDA = VERSIONS | {"jax-cuda12-plugin": "0.10.2"}
-CPU = {"accelerator": None, "platform": "cpu", "devices": [["cpu", None]] * 4, "seconds": 1.0, "logprob_error": 1e-7}
+CPU: dict[str, Any] = {
+    "accelerator": None,
+    "platform": "cpu",
+    "devices": [["cpu", None]] * 4,
+    "seconds": 1.0,
+    "logprob_error": 1e-7,
+}
 CPU["host_memory"] = 16.0 * GIB
 GPU = CPU | {"accelerator": "gpu", "platform": "gpu", "devices": [["NVIDIA H100", 80 * GIB]] * 2}
-GOOD = Facts("3.11.7", ">=3.11", VERSIONS, {"jrlhf": OURS, "jax": JAX}, backend=CPU, hub_token=True, free=500 * GIB)
+GOOD = Installed("3.11.7", ">=3.11", VERSIONS, {"jrlhf": OURS, "jax": JAX})
 
 
-def others(facts: Facts) -> list[Finding]:
+@pytest.fixture(autouse=True)
+def unset(monkeypatch):
+    for name in ("JAX_PLATFORMS", "XLA_FLAGS"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def found(installed: Installed = GOOD, backend: Mapping[str, Any] = CPU) -> list[Finding]:
+    checks = check_packages(installed), check_extras(installed), check_backend(installed, backend)
+    return [finding for check in checks for finding in check]
+
+
+def others(findings: Iterable[Finding]) -> list[Finding]:
     """Returns what is not ok."""
-    return [finding for finding in diagnose(facts) if finding.state != "ok"]
+    return [finding for finding in findings if finding.state != "ok"]
 
 
-def the_only(facts: Facts, state: str) -> Finding:
-    (finding,) = others(facts)
+def the_only(findings: Iterable[Finding], state: str) -> Finding:
+    (finding,) = others(findings)
     assert finding.state == state and finding.remedy
     return finding
 
 
 def test_a_good_machine_has_no_other_finding():
-    for facts in (GOOD, replace(GOOD, versions=CUDA, backend=GPU)):
-        assert others(facts) == []
-    assert "4 x cpu, 16.0 GiB in all" in [finding.text for finding in diagnose(GOOD)]
-    texts = {finding.part: finding.text for finding in diagnose(replace(GOOD, versions=CUDA, backend=GPU))}
+    with_gpu = found(GOOD._replace(versions=CUDA), GPU)
+    assert others(found()) == others(with_gpu) == []
+    assert "4 x cpu, 16.0 GiB in all" in [finding.text for finding in found()]
+    texts = {finding.part: finding.text for finding in with_gpu}
     assert texts["devices"] == "2 x NVIDIA H100, 80.0 GiB each" and texts["accelerator"] == "JAX runs on the gpu"
     assert texts["extra hf"] == texts["extra cuda12"] == "installed" and not {"extra dev", "extra tpu"} & texts.keys()
 
@@ -82,79 +102,88 @@ def test_versions_are_compared_with_what_the_packages_require():
             "jrlhf[tpu]",
         ),
     ):
-        finding = next(one for one in others(replace(GOOD, versions=versions)) if one.state == "problem")
+        finding = next(one for one in others(found(GOOD._replace(versions=versions))) if one.state == "problem")
         assert finding.text.startswith(text) and finding.remedy.startswith("pip install") and remedy in finding.remedy
     missing = {name: version for name, version in VERSIONS.items() if name != "numpy"}
-    assert "numpy is missing" in [finding.text for finding in others(replace(GOOD, versions=missing))]
-    assert "3.10.1" in the_only(replace(GOOD, python="3.10.1"), "problem").text
+    assert "numpy is missing" in [finding.text for finding in others(found(GOOD._replace(versions=missing)))]
+    assert "3.10.1" in the_only(found(GOOD._replace(python="3.10.1")), "problem").text
 
 
 def test_an_extra_that_is_not_installed_is_a_note_with_its_command():
     missing = {name: version for name, version in VERSIONS.items() if name != "datasets"}
-    finding = the_only(replace(GOOD, versions=missing), "note")
+    finding = the_only(found(GOOD._replace(versions=missing)), "note")
     assert finding.text == "not installed: datasets" and "pip install 'jrlhf[hf]'" in finding.remedy
-    assert the_only(replace(GOOD, requirements={}), "note").part == "packages"  # a checkout that is not installed
+    assert (
+        the_only(found(GOOD._replace(requirements={})), "note").part == "packages"
+    )  # a checkout that is not installed
 
 
-def test_an_idle_accelerator_is_a_problem():
-    idle = replace(GOOD, backend=CPU | {"accelerator": "gpu"})
-    finding = the_only(idle, "problem")
+def test_an_idle_accelerator_is_a_problem(monkeypatch):
+    idle = CPU | {"accelerator": "gpu"}
+    finding = the_only(found(backend=idle), "problem")
     assert "IDLE" in finding.text and finding.remedy == "pip install 'jrlhf[cuda12]' or pip install 'jrlhf[cuda13]'"
-    assert the_only(replace(idle, jax_platforms="cpu"), "problem").remedy == "unset JAX_PLATFORMS"
-    assert "nvidia-smi" in the_only(replace(idle, versions=CUDA), "problem").remedy
-    tpu = the_only(replace(GOOD, backend=CPU | {"accelerator": "tpu"}), "problem")
+    assert "nvidia-smi" in the_only(found(GOOD._replace(versions=CUDA), idle), "problem").remedy
+    tpu = the_only(found(backend=CPU | {"accelerator": "tpu"}), "problem")
     assert "a TPU" in tpu.text and tpu.remedy == "pip install 'jrlhf[tpu]'"
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    assert the_only(found(backend=idle), "problem").remedy == "unset JAX_PLATFORMS"
 
 
-def test_programs_that_do_not_run_or_are_wrong_are_problems():
+def test_programs_that_do_not_run_or_are_wrong_are_problems(monkeypatch):
     started = {key: GPU[key] for key in ("accelerator", "platform", "devices")} | {"error": "XlaRuntimeError: no ptxas"}
-    assert "no ptxas" in the_only(replace(GOOD, versions=CUDA, backend=started), "problem").text
-    assert "no answer" in the_only(replace(GOOD, backend={"error": "no answer within 180 s"}), "problem").text
-    unset = replace(GOOD, backend={"error": "AssertionError"}, jax_platforms="cuda", xla_flags="--bogus")
-    assert the_only(unset, "problem").remedy.startswith("mend or unset JAX_PLATFORMS=cuda and XLA_FLAGS=--bogus; ")
+    assert "no ptxas" in the_only(found(GOOD._replace(versions=CUDA), started), "problem").text
+    assert "no answer" in the_only(found(backend={"error": "no answer within 180 s"}), "problem").text
     for error in (0.3, float("nan")):
-        assert "off by" in the_only(replace(GOOD, backend=CPU | {"logprob_error": error}), "problem").text
+        assert "off by" in the_only(found(backend=CPU | {"logprob_error": error}), "problem").text
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda")
+    monkeypatch.setenv("XLA_FLAGS", "--bogus")
+    finding = the_only(found(backend={"error": "AssertionError"}), "problem")
+    assert finding.remedy.startswith("mend or unset JAX_PLATFORMS=cuda and XLA_FLAGS=--bogus; ")
 
 
-def test_hub_and_disk():
-    assert "offline" in others(replace(GOOD, hub_offline=True))[0].text
-    assert others(replace(GOOD, hub_offline=True))[0].state == "note"
-    assert "no route" in the_only(replace(GOOD, hub_error="no route"), "note").text
-    assert "HF_TOKEN" in the_only(replace(GOOD, hub_token=False), "note").remedy
-    assert "the token alone" in the_only(replace(GOOD, hub_token_wrong=True), "problem").remedy
-    assert the_only(replace(GOOD, unwritable={"TMPDIR": "no"}), "problem").remedy.startswith("set TMPDIR to")
-    assert the_only(replace(GOOD, free=GIB // 2), "problem").part == "run_dir"
-    assert the_only(replace(GOOD, free=5 * GIB), "note").part == "run_dir"
-    assert "Permission" in the_only(replace(GOOD, run_dir_error="Permission denied"), "problem").text
-
-
-def test_variables_that_name_nothing_are_findings(monkeypatch, capsys):
-    constants = pytest.importorskip("huggingface_hub.constants")
-    for name, value in {"ENDPOINT": "nonsense", "HF_HUB_OFFLINE": False, "HF_HUB_CACHE": "/dev/null/hub"}.items():
-        monkeypatch.setattr(constants, name, value)
+def test_hub(monkeypatch):
+    for name, value in {"ENDPOINT": "nonsense", "HF_HUB_OFFLINE": False}.items():
+        monkeypatch.setattr(huggingface_hub.constants, name, value)
     monkeypatch.setenv("HF_TOKEN", "bad token")
-    facts = doctor_facts._hub()
-    assert facts["hub_error"] == "nonsense: unknown url type: 'nonsense'" and facts["hub_token_wrong"]
+    unreached, wrong = check_hub()
+    assert unreached.state == "note" and unreached.text == "not reached (nonsense: unknown url type: 'nonsense')"
+    assert wrong.state == "problem" and "the token alone" in wrong.remedy
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub, "get_token", lambda: None)
+    offline, none = check_hub()
+    assert offline.state == none.state == "note" and "offline" in offline.text and "HF_TOKEN" in none.remedy
+    monkeypatch.setattr(huggingface_hub, "get_token", lambda: "hf_abc")
+    assert [finding.state for finding in check_hub()] == ["note", "ok"]
+
+
+def test_places_in_which_nothing_can_be_written_are_problems(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", "/dev/null/hub")
     monkeypatch.setenv("TMPDIR", "/no/such/place")
-    places = doctor_facts._unwritable_places()
-    assert places["TMPDIR"] == "the temporary directory /no/such/place cannot be written (No such file or directory)"
-    assert places["HF_HOME"].startswith("the cache of the hub /dev/null/hub cannot be written (")
+    temporary, hub = check_places()
+    assert temporary.text == "the temporary directory /no/such/place cannot be written (No such file or directory)"
+    assert hub.text.startswith("the cache of the hub /dev/null/hub cannot be written (")
+    assert temporary.remedy.startswith("set TMPDIR to") and hub.remedy.startswith("set HF_HOME to")
     assert jrlhf.__main__.cli(["doctor", "--run-dir", ""]) == 2 and "--run-dir is empty" in capsys.readouterr().err
+    (tmp_path / "file").touch()
+    assert the_only(check_run_dir(str(tmp_path / "file")), "problem").part == "run_dir"
+    for free, state in ((500, "ok"), (5, "note"), (0.5, "problem")):
+        monkeypatch.setattr(places.shutil, "disk_usage", lambda place, free=free: SimpleNamespace(free=free * GIB))
+        (finding,) = check_run_dir(str(tmp_path))
+        assert finding.state == state and f"{free:.1f} GiB free" in finding.text
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert f"{tmp_path}/runs" in next(check_run_dir("~/runs")).text
 
 
 def test_an_object_store_is_written_to(memory):
-    facts = doctor_facts._storage("memory://bucket/runs")
-    assert facts == {"run_dir": "memory://bucket/runs", "run_dir_error": None}
-    finding = next(one for one in diagnose(replace(GOOD, **facts, free=None)) if one.part == "run_dir")
-    assert finding.state == "ok" and "can be written" in finding.text
-    assert Store("memory://bucket/runs", StorageConfig()).sizes() == {}
+    (finding,) = check_run_dir("memory://bucket/runs")
+    assert finding.state == "ok" and finding.text == "memory://bucket/runs: can be written, no bound is known"
+    assert Store("memory://bucket/runs", StorageConfig()).versions() == {}
     for address in ("ftp://bucket/runs", "s3:/bucket/runs"):
-        assert "it is not s3://" in str(doctor_facts._storage(address)["run_dir_error"])
-    assert doctor_facts._storage("~/runs")["run_dir"] == os.path.expanduser("~/runs")
+        assert "it is not s3://" in the_only(check_run_dir(address), "problem").text
 
 
 def test_this_machine_is_examined_in_its_own_process(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(doctor_facts, "_hub", lambda: {"hub_offline": True})
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     arguments = ["doctor", "--json", "--run-dir", str(tmp_path / "runs")]
     code = jrlhf.__main__.cli(arguments)
@@ -163,6 +192,6 @@ def test_this_machine_is_examined_in_its_own_process(monkeypatch, tmp_path, caps
     assert findings["devices"]["text"].endswith(" GiB in all") and findings["programs"]["state"] == "ok"
     assert findings["hub"]["text"].startswith("offline") and not (tmp_path / "runs").exists()
     (tmp_path / "runs").touch()
-    monkeypatch.setattr(doctor_facts, "_backend", lambda: CPU)
+    monkeypatch.setattr(checks, "backend_here", lambda: CPU)
     assert jrlhf.__main__.cli(arguments[:1] + arguments[2:]) == 1
     assert "problem  run_dir" in capsys.readouterr().out

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from jrlhf.config.places import StorageConfig
-from jrlhf.doctor.facts import _store_error
+from jrlhf.doctor.places import _store_error
 from jrlhf.errors import UserError
 from jrlhf.run.directory import read_prompting
 from jrlhf.storage import store as module

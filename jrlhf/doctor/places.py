@@ -1,0 +1,147 @@
+"""What this machine reaches: the hub, and the places in which files are written."""
+
+import http.client
+import os
+import re
+import shutil
+import tempfile
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from jrlhf.errors import UserError
+
+GIB = 2**30
+LEAST_FREE, FEW_FREE = 1 * GIB, 20 * GIB  # bytes for runs: below the first a problem, below the second a note
+HUB_SECONDS, STORE_SECONDS = 4, 10  # deadlines
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line: whether a part of the machine is as runs need it, and otherwise what to do."""
+
+    part: str
+    state: Literal["ok", "note", "problem"]
+    text: str
+    remedy: str = ""
+
+
+def check_hub() -> Iterator[Finding]:
+    """Yields whether models and datasets can be downloaded by name, also gated ones."""
+    try:
+        from huggingface_hub import constants, get_token
+    except ImportError as error:
+        yield Finding("hub", "note", f"not reached ({error})", "mend the packages named above")
+        return
+    if constants.HF_HUB_OFFLINE:
+        yield Finding("hub", "note", "offline, as HF_HUB_OFFLINE says: only what was downloaded before has a name")
+    elif error := _hub_error(constants.ENDPOINT):
+        remedy = "if you need it, see network, proxy and HF_ENDPOINT; directories and files need no hub"
+        yield Finding("hub", "note", f"not reached ({error})", remedy)
+    else:
+        yield Finding("hub", "ok", "reached")
+    token = get_token()
+    if token is None:
+        yield Finding("hub token", "note", "none, which gated models need", "hf auth login, or set HF_TOKEN")
+    elif re.fullmatch(r"[!-~]+", token):
+        yield Finding("hub token", "ok", "present")
+    else:
+        remedy = "hf auth login, or set HF_TOKEN to the token alone"
+        yield Finding("hub token", "problem", "it holds a space or another character that no token has", remedy)
+
+
+def _hub_error(address: str) -> str | None:
+    """Returns why the hub is not reached."""
+    errors: list[str | None] = []
+
+    def ask() -> None:
+        try:
+            request = urllib.request.Request(address, method="HEAD")
+            urllib.request.urlopen(request, timeout=HUB_SECONDS).close()
+            errors.append(None)
+        except urllib.error.HTTPError:
+            errors.append(None)  # it answers
+        except (OSError, ValueError, http.client.HTTPException) as error:  # also of an address that is none
+            errors.append(f"{address}: {getattr(error, 'reason', error)}")
+
+    asking = threading.Thread(target=ask, daemon=True)  # a name server that does not answer has no deadline
+    asking.start()
+    asking.join(HUB_SECONDS)
+    return errors[0] if errors else f"no answer within {HUB_SECONDS} s"
+
+
+def check_places() -> Iterator[Finding]:
+    """Yields the places beside `run_dir` in which files cannot be written: the hub's cache, the temporary directory."""
+    temporary = os.environ.get("TMPDIR", "/tmp")
+    places = {"TMPDIR": ("the temporary directory", temporary, Path(temporary))}  # must be there
+    try:
+        from huggingface_hub.constants import HF_HUB_CACHE
+
+        places["HF_HOME"] = ("the cache of the hub", HF_HUB_CACHE, _existing(Path(HF_HUB_CACHE).absolute()))
+    except ImportError:
+        pass  # a finding on packages
+    for variable, (what, name, place) in places.items():
+        if (error := _write_error(place)) is not None:
+            remedy = f"set {variable} to a directory that can be written"
+            yield Finding(variable, "problem", f"{what} {name} cannot be written ({error})", remedy)
+
+
+def check_run_dir(run_dir: str) -> Iterator[Finding]:
+    """Yields whether runs can be written, and the space for them. run_dir: a path or an address."""
+    if re.match(r"\w+:/", run_dir):  # also an address that lost a slash
+        error, space, free = _store_error(run_dir), "no bound is known", FEW_FREE
+    else:
+        path = Path(os.path.expanduser(run_dir)).absolute()
+        place, run_dir = _existing(path), str(path)
+        error, free = _write_error(place), shutil.disk_usage(place).free
+        space = f"{free / GIB:,.1f} GiB free"
+    if error is not None:
+        remedy = "mend that, or choose another place: run_dir=PLACE"
+        yield Finding("run_dir", "problem", f"{run_dir} cannot be written ({error})", remedy)
+    elif free >= FEW_FREE:
+        yield Finding("run_dir", "ok", f"{run_dir}: can be written, {space}")
+    elif free < LEAST_FREE:
+        yield Finding("run_dir", "problem", f"{run_dir}: {space}", "make room, or choose another place")
+    else:
+        remedy = "a checkpoint takes 12 bytes per trained weight: see that they fit"
+        yield Finding("run_dir", "note", f"{run_dir}: {space}", remedy)
+
+
+def _existing(path: Path) -> Path:
+    return next(folder for folder in (path, *path.parents) if folder.exists())
+
+
+def _write_error(place: Path) -> str | None:
+    """Returns why no file can be written in a directory, which must be there.
+
+    It is not `run.files.write_error`, as that needs NumPy, which may be what is broken.
+    """
+    try:
+        tempfile.TemporaryFile(dir=place).close()
+    except OSError as error:
+        return error.strerror or str(error)
+    return None
+
+
+def _store_error(address: str) -> str | None:
+    """Writes and deletes an object; returns why that fails."""
+    try:
+        from jrlhf.config.places import StorageConfig, is_address
+        from jrlhf.storage.store import Store, StoreError
+    except Exception as error:  # of packages that do not fit each other
+        return f"{type(error).__name__}: {error}"
+    if not is_address(address):
+        return "it is not s3://BUCKET/PREFIX or gs://BUCKET/PREFIX"
+    try:
+        store = Store(address, StorageConfig(timeout=STORE_SECONDS, patience=STORE_SECONDS))
+        store.contact()
+        store.try_out()
+    except StoreError as error:
+        return f"{error}: {error.remedy}" if error.remedy else str(error)
+    except UserError as error:
+        return str(error)
+    return None
