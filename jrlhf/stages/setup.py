@@ -80,7 +80,7 @@ def open_context(config: Config, *, resume: bool, accept_rewards: bool = False) 
 
 @contextmanager
 def _open_context(
-    config: Config, mirror: Mirror, stack: ExitStack, resume: bool, accept_rewards: bool
+    config: Config, mirror: Mirror | None, stack: ExitStack, resume: bool, accept_rewards: bool
 ) -> Iterator[Context]:
     if resume:
         from_main(partial(check_origins, hub_names(config), run_path(config)))
@@ -100,14 +100,16 @@ def _open_context(
         console.line(line)
     words = check_sources(config, task, models["actor"], mesh) | _model_words(models, task.tokenizer)
     functions = {f"{kind} {part.name}" for _, kind, part in rewards_and_costs(config) if part.function is not None}
-    mirror.begin()
+    if mirror is not None:
+        mirror.begin()
     with (
         open_run(config, resume=resume, notes=[_devices_line(mesh, plan)]) as run,
         explained(run),
         PreemptionGuard() as preemption,
         tracking(config, run, console.warn) as trackers,
     ):
-        mirror.start(run)
+        if mirror is not None:
+            mirror.start(run)
         run.write(TOKENIZER, task.tokenizer.to_json())
         run.write(PROMPTING, to_json({"chat": task.chat, "prompt_end": task.prompt_end}))
         if not (run.path / HUB).exists():

@@ -37,7 +37,7 @@ class Claim(Closing):
 
     def __init__(self, store: Store, lock: Path, lease: float):
         self._store, self._lock, self._lease = store, lock, lease
-        self._descriptor, self._held, self._end = -1, False, threading.Event()
+        self._descriptor, self.held, self._end = -1, False, threading.Event()
         self._thread = threading.Thread(target=self._renew, name="claim", daemon=True)
         self._own: dict[str, Any] = {
             "token": uuid.uuid4().hex,
@@ -76,7 +76,7 @@ class Claim(Closing):
                 raise self._in_use(_process(holder))
         os.ftruncate(self._descriptor, 0)
         os.pwrite(self._descriptor, f"{self._own['token']}\n".encode(), 0)
-        self._held = True
+        self.held = True
         self._thread.start()
 
     def _lock_here(self) -> list[str]:
@@ -106,19 +106,19 @@ class Claim(Closing):
         """Raises StoreError if this run does not hold the address any more. Call it before what must not be undone."""
         holder = self._read()
         if holder is None or holder.get("token") != self._own["token"]:
-            self._held = False
+            self.held = False
             raise StoreError(f"this run's claim was taken over (it is held by {_process(holder)})")
 
     def close(self) -> None:
         """Gives the address back."""
         self._end.set()
-        if self._held:
+        if self.held:
             self._thread.join(self._lease)
             if not self._thread.is_alive():  # else its sign of life would come late and bring the claim back
                 with suppress(StoreError):
                     self.check()
                     self._store.delete(NAME)
-        self._held = False
+        self.held = False
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1

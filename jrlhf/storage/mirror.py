@@ -14,7 +14,7 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,7 @@ from jrlhf.errors import Preempted, RunFailure, UserError
 from jrlhf.run.checkpoints import saved_steps
 from jrlhf.run.directory import CONFIG, Run, check_directory, refuse_other, run_path, writable
 from jrlhf.run.files import Closing, write_atomic
-from jrlhf.run.processes import any_process, from_main, several
+from jrlhf.run.processes import any_process, from_main, is_main, several
 from jrlhf.run.tracking import PROMETHEUS
 from jrlhf.storage.claim import Claim
 from jrlhf.storage.store import Store, StoreError, refused
@@ -39,8 +39,8 @@ _LOOK, _COPY = 1.0, 30.0  # seconds between looks for a new checkpoint, and betw
 _WHOLE = 2**28  # bytes up to which a file is read as a whole, so that it cannot change while it is copied
 
 
-class _Copies:
-    """Copies the files of a run to its address, from a thread of process 0."""
+class Mirror(Closing):
+    """The copies of a run at its address. Every process of the run has one; that of process 0 copies, from a thread."""
 
     def __init__(self, config: Config, tell: Callable[[str], None]):
         self.address = f"{config.run_dir.rstrip('/')}/{config.name}"
@@ -52,13 +52,17 @@ class _Copies:
         self._stored = dict[str, dict[int, int]]()
         self._copied = dict[str, tuple[Any, str]]()  # name -> what tells that a file did not change, its checksum
         self._changing = set[str]()  # names of config.json of models whose files are being copied
-        self._end, self._failure, self._claimed, self._started = threading.Event(), "", False, False
+        self._end, self._failure, self._started = threading.Event(), "", False
         self._thread = threading.Thread(target=self._work, name="mirror", daemon=True)
 
     # --- The start ---
 
     def open(self, resume: bool) -> None:
         """Refuses a run that cannot start. For a resume: claims the address and brings the run here."""
+        from_main(partial(self._open, resume))
+        self._check_shared()
+
+    def _open(self, resume: bool) -> None:
         with _refused(self._config):
             self._store.contact()
             saved = self._store.read(CONFIG)
@@ -68,26 +72,35 @@ class _Copies:
                 )
             if saved is not None:
                 refuse_other(self.address, saved.decode(errors="replace"), self._config, resume)
-                self._begin(resume=True)
+                self._claim.take(self._tell)
+                self._bring([*self._store.versions()])
 
     def begin(self) -> None:
-        """Claims the address of a new run. Call it when nothing else can refuse the run."""
-        if not self._claimed:
-            with _refused(self._config):
-                self._begin(resume=False)
+        """Claims the address of a new run. Call it when nothing but the run's directory can refuse the run."""
+        from_main(self._begin)
 
-    def _begin(self, resume: bool) -> None:
-        self._claim.take(self._tell)
-        self._claimed = True
-        names = self._store.sizes()
-        if resume:
-            self._bring(names)
+    def _begin(self) -> None:
+        if self._claim.held:  # by a resume
             return
-        if any(not name.startswith(f"{OWN}/") for name in names):  # written since the first look, or by others
-            raise UserError(f"{self.address} exists and is not a run, or was begun meanwhile: choose another name=")
-        shutil.rmtree(self._path, ignore_errors=True)  # left by a run that was deleted from the store
+        with _refused(self._config):
+            self._claim.take(self._tell)
+            if any(not name.startswith(f"{OWN}/") for name in self._store.versions()):  # since the first look
+                raise UserError(f"{self.address} exists and is not a run, or was begun meanwhile: choose another name=")
+            shutil.rmtree(self._path, ignore_errors=True)  # left by a run that was deleted from the store
 
-    def _bring(self, names: dict[str, int]) -> None:
+    def _check_shared(self) -> None:
+        """Refuses processes that do not share the scratch directory: each writes its shards of a checkpoint."""
+        if not several():
+            return
+        file, word = self._path.parent / ".shared", os.urandom(8).hex()
+        word = from_main(partial(_leave, file, word))
+        if any_process(not file.exists() or file.read_text() != word):
+            raise UserError(
+                f"run_dir={self._config.run_dir}: the processes do not see the same {file.parent}, where each writes "
+                "its shards of a checkpoint: set storage.scratch to a directory of a file system that all of them share"
+            )
+
+    def _bring(self, names: Sequence[str]) -> None:
         """Makes the local directory what the store has: files at the top, and each stage's newest good checkpoint."""
         self._path.mkdir(parents=True, exist_ok=True)
         for entry in self._path.iterdir():
@@ -108,7 +121,7 @@ class _Copies:
                 if other.name != str(chosen.get(stage.name)):
                     shutil.rmtree(other)
 
-    def bring_older(self, stage: str, step: int) -> bool:
+    def _bring_older(self, stage: str, step: int) -> bool:
         """Brings the newest whole checkpoint of a stage before a step here; returns whether there is one."""
         if not any(other < step for other in self._stored.get(stage, ())):
             return False
@@ -161,14 +174,17 @@ class _Copies:
 
     # --- The run ---
 
-    def start(self) -> None:
-        """Copies what the run has written so far; from now on a thread copies what is finished."""
-        with _refused(self._config):
-            self._copy()
-        self._started = True
-        self._thread.start()
+    def start(self, run: Run) -> None:
+        """Copies what the run has written so far. From now on the run fails if its files cannot be copied."""
+        run.older = lambda stage, step: from_main(partial(self._bring_older, stage, step))
+        if is_main():
+            run.shown, run.watch = self.address, self._check
+            with _refused(self._config):
+                self._copy()
+            self._started = True
+            self._thread.start()
 
-    def check(self) -> None:
+    def _check(self) -> None:
         """Raises RunFailure if files can no longer be copied."""
         if reason := self._failure or self._claim.failure:
             raise RunFailure(self._sentence(reason))
@@ -179,7 +195,7 @@ class _Copies:
         try:
             if self._started:
                 self._thread.join()
-                self.check()
+                self._check()
                 self._checkpoints()
                 for folder in (self._path / CHECKPOINTS).glob("*"):
                     if left := self._missing(folder):
@@ -248,7 +264,7 @@ class _Copies:
         """Deletes the checkpoints of a stage that the run has deleted, and parts of some that were never whole."""
         self._claim.check()
         files = dict[int, list[str]]()  # by step; those of older steps only, as newer ones would be of another run
-        for name in self._store.sizes(f"{CHECKPOINTS}/{stage}"):
+        for name in self._store.versions(f"{CHECKPOINTS}/{stage}"):
             if (step := name.split("/")[2]).isdecimal() and int(step) < max(wanted):
                 files.setdefault(int(step), []).append(name)
         for step in sorted({*files, *self._stored[stage]} - wanted):
@@ -298,57 +314,6 @@ class _Copies:
         )
 
 
-class Mirror(Closing):
-    """The copies of a run, in each of its processes; of these only process 0 copies. It does nothing for a path."""
-
-    def __init__(self, config: Config):
-        self._config, self._copies = config, None
-
-    def open(self, resume: bool, tell: Callable[[str], None]) -> None:
-        """Refuses a run that cannot start, and brings one that is resumed here; tell: gets sentences on this."""
-        from_main(partial(check_directory, self._config))
-        if is_address(self._config.run_dir):
-            from_main(partial(self._open, resume, tell))
-            self._check_shared()
-
-    def _open(self, resume: bool, tell: Callable[[str], None]) -> None:
-        self._copies = _Copies(self._config, tell)
-        self._copies.open(resume)
-
-    def begin(self) -> None:
-        """Claims the address of a new run. Call it when nothing but the run's directory can refuse the run."""
-        if is_address(self._config.run_dir):
-            from_main(lambda: None if self._copies is None else self._copies.begin())
-
-    def start(self, run: Run) -> None:
-        """Begins to copy. From now on the run fails if its files cannot be copied."""
-        if is_address(self._config.run_dir):
-            run.older = lambda stage, step: from_main(partial(self._bring_older, stage, step))
-        if self._copies is not None:
-            self._copies.start()
-            run.shown, run.watch = self._copies.address, self._copies.check
-
-    def _bring_older(self, stage: str, step: int) -> bool:
-        return self._copies is not None and self._copies.bring_older(stage, step)
-
-    def close(self) -> None:
-        """Copies the rest. Raises RunFailure if that fails."""
-        if self._copies is not None:
-            self._copies.close()
-
-    def _check_shared(self) -> None:
-        """Refuses processes that do not share the scratch directory: each writes its shards of a checkpoint."""
-        if not several():
-            return
-        file, word = run_path(self._config).parent / ".shared", os.urandom(8).hex()
-        word = from_main(partial(_leave, file, word))
-        if any_process(not file.exists() or file.read_text() != word):
-            raise UserError(
-                f"run_dir={self._config.run_dir}: the processes do not see the same {file.parent}, where each writes "
-                "its shards of a checkpoint: set storage.scratch to a directory of a file system that all of them share"
-            )
-
-
 def check_place(config: Config, tell: Callable[[str], None]) -> None:
     """Refuses a run whose place, here or in a store, cannot be written; leaves nothing there."""
     check_directory(config)
@@ -367,11 +332,18 @@ def _refused(config: Config) -> Iterator[None]:
 
 
 @contextmanager
-def mirrored(config: Config, *, resume: bool, tell: Callable[[str], None]) -> Iterator[Mirror]:
-    """Yields what copies the run to its address. At the end the rest is copied, also at that of a run that fails."""
-    mirror = Mirror(config)
+def mirrored(config: Config, *, resume: bool, tell: Callable[[str], None]) -> Iterator[Mirror | None]:
+    """Yields what copies the run to its address; None if it has a path.
+
+    At the end the rest is copied, also at that of a run that fails. tell: gets sentences on what is brought here.
+    """
+    from_main(partial(check_directory, config))
+    if not is_address(config.run_dir):
+        yield None
+        return
+    mirror = Mirror(config, tell)
     try:
-        mirror.open(resume, tell)
+        mirror.open(resume)
         yield mirror
     except Exception as error:
         try:

@@ -104,10 +104,6 @@ class Store:
         self.write(name, b"", new=True)
         self.delete(name)
 
-    def sizes(self, below: str = "") -> dict[str, int]:
-        """Returns name -> bytes of all objects whose names begin with `below`, a folder."""
-        return {name: size for name, (size, _) in self.versions(below).items()}
-
     def versions(self, below: str = "") -> dict[str, tuple[int, str]]:
         """Returns name -> (bytes, what tells one content from another) of all objects below a folder."""
         path, cut = f"{self._root}/{below}".rstrip("/"), len(self._root) + 1

@@ -6,7 +6,8 @@ import os
 import shutil
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from hashlib import sha256
@@ -49,6 +50,13 @@ def config(tmp_path, memory) -> Config:
     return load_config(str(path), [*overrides, "run_dir=memory://bucket/runs", "name=run"])
 
 
+@contextmanager
+def copied(config: Config, *, resume: bool, tell: Callable[[str], None]) -> Iterator[Mirror]:
+    with mirrored(config, resume=resume, tell=tell) as mirror:
+        assert mirror is not None
+        yield mirror
+
+
 def objects(memory: Any) -> dict[str, bytes]:
     return {name.removeprefix("/bucket/runs/run/"): memory.cat_file(name) for name in memory.find("/bucket")}
 
@@ -85,15 +93,14 @@ def test_a_store_that_lost_its_run_after_any_write_holds_one_that_can_be_resumed
         monkeypatch.setattr(Store, name, recorded)
     monkeypatch.setattr(module, "_LOOK", 1e6)
     for first in (1, 4):
-        mirror = Mirror(config)
-        mirror.open(first > 1, print)
+        mirror = Mirror(config, print)
+        mirror.open(first > 1)
         mirror.begin()
         with open_run(config, resume=first > 1) as run:
             mirror.start(run)
             for number in (first, first + 1, first + 2):
-                assert mirror._copies is not None
                 step(run.path, number)
-                mirror._copies._checkpoints()
+                mirror._checkpoints()
             (run.path / "model").mkdir(exist_ok=True)
             (run.path / "model" / "config.json").write_text("{}")
         mirror.close()
@@ -105,8 +112,8 @@ def test_a_store_that_lost_its_run_after_any_write_holds_one_that_can_be_resumed
         if "config.yaml" not in state:
             continue
         shutil.rmtree(run_path(config), ignore_errors=True)
-        mirror = Mirror(config)
-        mirror.open(True, pytest.fail)
+        mirror = Mirror(config, pytest.fail)
+        mirror.open(True)
         path, steps = run_path(config), dict[str, int]()
         for stage in (path / "checkpoints").glob("*"):
             (only,) = stage.iterdir()
@@ -218,7 +225,7 @@ def test_a_dry_run_tries_out_the_place_and_leaves_nothing_there(memory, config, 
 
 
 def copied_run(memory: Any, config: Config) -> dict[str, bytes]:
-    with mirrored(config, resume=False, tell=print) as mirror:
+    with copied(config, resume=False, tell=print) as mirror:
         mirror.begin()
         with open_run(config) as run:
             mirror.start(run)
@@ -249,37 +256,34 @@ def test_a_run_that_was_cut_off_deletes_nothing_of_the_one_that_took_over(memory
     """The first one stalls once its marker of step 3 is written, and wakes when the second one has saved 4, 5 and 6."""
     monkeypatch.setattr(module, "_LOOK", 1e6)
     moved = replace(config, storage=replace(config.storage, scratch=str(tmp_path / "elsewhere")))
-    first, second, states = Mirror(config), Mirror(moved), list[dict[str, bytes]]()
+    first, second, states = Mirror(config, print), Mirror(moved, print), list[dict[str, bytes]]()
 
     def take_over(stage: str, wanted: set[int], clean: Any) -> None:
         if 3 in wanted and stage == "two" and not states:
-            assert first._copies is not None
-            first._copies._claim._end.set()
+            first._claim._end.set()
             memory.pipe_file("/bucket/runs/run/.mirror/checkpoints/one/mine.json", b"not of a run")
-            second.open(True, print)
+            second.open(True)
             with open_run(moved, resume=True) as run:
                 second.start(run)
-                assert second._copies is not None
                 for number in (4, 5, 6):
                     step(run.path, number)
-                    second._copies._checkpoints()
+                    second._checkpoints()
             states.append(objects(memory))
         clean(stage, wanted)
 
-    first.open(False, print)
+    first.open(False)
     first.begin()
     with open_run(config) as run:
         first.start(run)
-        assert first._copies is not None
-        monkeypatch.setattr(first._copies, "_clean", partial(take_over, clean=first._copies._clean))
+        monkeypatch.setattr(first, "_clean", partial(take_over, clean=first._clean))
         with pytest.raises(StoreError, match="this run's claim was taken over"):
             for number in (1, 2, 3):
                 step(run.path, number)
-                first._copies._checkpoints()
+                first._checkpoints()
         files = {name: data for name, data in states[0].items() if "/claim" not in name}
         assert files.items() <= objects(memory).items() and "checkpoints/two/6/meta" in files
-        monkeypatch.setattr(first._copies._claim, "check", lambda: None)  # it is lost only after the look
-        first._copies._clean("two", {2, 3})
+        monkeypatch.setattr(first._claim, "check", lambda: None)  # it is lost only after the look
+        first._clean("two", {2, 3})
         assert files.items() <= objects(memory).items()
     second.close()
 
@@ -288,17 +292,16 @@ def test_a_checkpoint_that_was_just_brought_here_is_not_copied_again(memory, con
     """The thread that copies may look as soon as the folder is there."""
     copied_run(memory, config)
     shutil.rmtree(run_path(config))
-    missing, rename, mirror = [], Path.rename, Mirror(config)
+    missing, rename, mirror = [], Path.rename, Mirror(config, print)
 
     def look(path: Path, target: Path) -> Path:
         moved = rename(path, target)
         if target.name == "2":
-            assert mirror._copies is not None
-            missing.append(mirror._copies._missing(target.parent))
+            missing.append(mirror._missing(target.parent))
         return moved
 
     monkeypatch.setattr(Path, "rename", look)
-    mirror.open(True, print)
+    mirror.open(True)
     mirror.close()
     assert missing == [[], []]
 
@@ -308,7 +311,7 @@ def test_what_did_not_change_is_not_copied_again(memory, config, monkeypatch):
     written = list[str]()
     monkeypatch.setattr(Claim, "check", lambda self: None)
     monkeypatch.setattr(Store, "write", lambda self, name, data, **_: written.append(name) is None)
-    with mirrored(config, resume=True, tell=print) as mirror:
+    with copied(config, resume=True, tell=print) as mirror:
         with open_run(config, resume=True) as run:
             mirror.start(run)
             (run.path / "metrics.jsonl").write_text("1\n2\n")  # as it was
@@ -319,11 +322,10 @@ def test_what_did_not_change_is_not_copied_again(memory, config, monkeypatch):
 def test_folders_that_go_while_files_are_listed_end_nothing(memory, config, monkeypatch):
     """Orbax renames the folders that it is writing, and an export is replaced, whenever they like."""
     monkeypatch.setattr(module, "_LOOK", 1e6)
-    with mirrored(config, resume=False, tell=pytest.fail) as mirror:
+    with copied(config, resume=False, tell=pytest.fail) as mirror:
         mirror.begin()
         with open_run(config, resume=False) as run:
             mirror.start(run)
-            assert mirror._copies is not None
             for name in ("checkpoints/one/1.orbax-checkpoint-tmp", "model"):
                 (run.path / name).mkdir(parents=True)
             (run.path / "note").write_text("x")
@@ -335,7 +337,7 @@ def test_folders_that_go_while_files_are_listed_end_nothing(memory, config, monk
                 return scandir(path)
 
             monkeypatch.setattr(os, "scandir", going)
-            mirror._copies._copy()
+            mirror._copy()
             monkeypatch.undo()
             assert "note" in objects(memory) and not (run.path / "model").exists()
 
@@ -442,15 +444,14 @@ def test_a_run_whose_files_cannot_be_copied_ends_in_a_sentence(memory, config, m
         raise OSError("503 SlowDown")
 
     with pytest.raises(RunFailure, match=r"memory://bucket/runs/run cannot be written \(for .*503 SlowDown\): resume"):
-        with mirrored(config, resume=False, tell=print) as mirror:
+        with copied(config, resume=False, tell=print) as mirror:
             mirror.begin()
             with open_run(config) as run:
                 mirror.start(run)
                 run.check_present()
                 step(run.path, 1)
                 monkeypatch.setattr(type(memory), "pipe_file", broken)
-                assert mirror._copies is not None
-                mirror._copies._thread.join(20)
+                mirror._thread.join(20)
                 run.check_present()
 
 
@@ -494,7 +495,7 @@ def test_a_model_that_is_exported_again_is_never_in_the_store_in_part(memory, co
         monkeypatch.setattr(Store, name, recorded)
     monkeypatch.setattr(module, "_LOOK", 1e6)
     names = ["config.json", "model-1.safetensors", "model-2.safetensors"]
-    with mirrored(config, resume=False, tell=print) as mirror:
+    with copied(config, resume=False, tell=print) as mirror:
         mirror.begin()
         with open_run(config) as run:
             mirror.start(run)
@@ -503,8 +504,7 @@ def test_a_model_that_is_exported_again_is_never_in_the_store_in_part(memory, co
                 for name in names[1:]:
                     (run.path / "model" / name).write_text(content)
                 (run.path / "model" / "config.json").write_text("{}")
-                assert mirror._copies is not None
-                mirror._copies._copy()
+                mirror._copy()
     whole = [state for state in states if "model/config.json" in state]
     assert all(len({state[f"model/{name}"] for name in names[1:]}) == 1 for state in whole)
     assert states[-1] == {"model/config.json": b"{}"} | {f"model/{name}": b"new" for name in names[1:]}
@@ -521,7 +521,7 @@ def test_an_address_needs_its_package(config, monkeypatch):
 
 def test_a_claim_is_no_secret(memory, config):
     """Its object says who holds the address, for those who wonder."""
-    with mirrored(config, resume=False, tell=print) as mirror:
+    with copied(config, resume=False, tell=print) as mirror:
         mirror.begin()
         assert json.loads(objects(memory)[".mirror/claim.json"]).keys() == {
             "token",

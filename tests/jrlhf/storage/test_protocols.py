@@ -42,7 +42,7 @@ def scheme(request, faults, monkeypatch) -> Iterator[str]:
 @pytest.mark.full
 def test_objects_are_whole_and_errors_are_sentences(scheme, faults, tmp_path):
     store = Store(f"{scheme}://bucket/runs/x", StorageConfig(timeout=20.0, patience=3.0))
-    assert store.sizes() == {} and store.read("a") is None
+    assert store.versions() == {} and store.read("a") is None
     assert store.write("a", b"1\n\r\n", new=True) and not store.write("a", b"2", new=True)
     assert store.read("a") == b"1\n\r\n" and store.write("a", b"22") and store.read("a") == b"22"
     large, empty = tmp_path / "large", tmp_path / "empty"
@@ -50,7 +50,8 @@ def test_objects_are_whole_and_errors_are_sentences(scheme, faults, tmp_path):
     empty.write_bytes(b"")
     store.upload(large, "d/e/large")
     store.upload(empty, "d/e/empty")
-    assert store.sizes("d") == {"d/e/large": 12_000_000, "d/e/empty": 0} and store.sizes("nothing") == {}
+    sizes = {name: size for name, (size, _) in store.versions("d").items()}
+    assert sizes == {"d/e/large": 12_000_000, "d/e/empty": 0} and store.versions("nothing") == {}
     before = store.versions()
     for name in ("large", "empty"):
         assert store.download(f"d/e/{name}", tmp_path / "back", 1)
@@ -60,7 +61,7 @@ def test_objects_are_whole_and_errors_are_sentences(scheme, faults, tmp_path):
     assert {name for name, version in store.versions().items() if version != before[name]} == {"a"}
     store.delete("a")
     store.delete("a")
-    assert store.sizes().keys() == {"d/e/large", "d/e/empty"}
+    assert store.versions().keys() == {"d/e/large", "d/e/empty"}
 
     nobody = Store(f"{scheme}://nobody/runs/x", StorageConfig(patience=0.1))
     with pytest.raises(StoreError, match="there is no bucket nobody"):
@@ -132,7 +133,7 @@ def test_a_run_that_is_killed_goes_on_from_its_store_to_the_same_bits(scheme, fa
             time.sleep(0.002)
         if training.process.poll() is None:
             training.stop(signal.SIGKILL)
-            steps_there = sorted(int(Path(name).stem) for name in store.sizes(".mirror/checkpoints"))
+            steps_there = sorted(int(Path(name).stem) for name in store.versions(".mirror/checkpoints"))
             outcomes.append(f"killed with {steps_there}")
         else:
             training.wait()
@@ -143,7 +144,7 @@ def test_a_run_that_is_killed_goes_on_from_its_store_to_the_same_bits(scheme, fa
     for name in ("metrics.jsonl", "model/model.safetensors", "report.html"):
         assert store.read(name) == (scratch_run / name).read_bytes()
     markers = {".mirror/checkpoints/sft/40.json"}
-    assert markers <= store.sizes(".mirror").keys() and ".mirror/claim.json" not in store.sizes(".mirror")
+    assert markers <= store.versions(".mirror").keys() and ".mirror/claim.json" not in store.versions(".mirror")
 
 
 @pytest.mark.proof("processes")
@@ -169,10 +170,10 @@ def test_two_processes_share_a_scratch_directory_and_the_first_one_copies(scheme
     local, address = tmp_path / "run", "run_dir=s3://bucket/runs"
     store = Store("s3://bucket/runs/run", StorageConfig())
     assert train(("a", "b"), 2, address).count("the processes do not see the same") == 2
-    assert store.sizes() == {}
+    assert store.versions() == {}
     train(("a", "a"), 0, address)
-    assert any("process_1" in name for name in store.sizes("checkpoints"))
-    for name in [name for name in store.sizes() if name.startswith(("model/", ".mirror/checkpoints/sft/4"))]:
+    assert any("process_1" in name for name in store.versions("checkpoints"))
+    for name in [name for name in store.versions() if name.startswith(("model/", ".mirror/checkpoints/sft/4"))]:
         store.delete(name)
     train(("c", "c"), 0, address, "--resume")
     run = tmp_path / "c" / "s3" / "bucket" / "runs" / "run"
