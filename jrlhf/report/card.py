@@ -11,8 +11,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
-import numpy as np
 import yaml
+from huggingface_hub.repocard import metadata_load
 
 from jrlhf.config import Config, config_yaml
 from jrlhf.config.parse import classes_of, kinds_of
@@ -20,11 +20,11 @@ from jrlhf.config.schema import DatasetsData, RewardConfig
 from jrlhf.config.stages import ALGORITHMS, TITLES
 from jrlhf.models.hf.files import CARD, PLOT, PROMPTING, SIGNATURE, check_file
 from jrlhf.models.params import HeadKind
-from jrlhf.report.charts import Chart, Series, number
-from jrlhf.report.read import GOLD, KL, SCORE, Curve, Record
-from jrlhf.report.sections import words
+from jrlhf.report.charts import Chart, Series
+from jrlhf.report.read import GOLD, SCORE, Record
+from jrlhf.report.sections import accuracy, figures, items
 from jrlhf.roles.pretrained import hub_model
-from jrlhf.run.console import clean, validation_key, with_error
+from jrlhf.run.console import clean, validation_key
 from jrlhf.run.files import to_json
 from jrlhf.run.resume import defines_results
 
@@ -33,7 +33,6 @@ _NAMES = {"sft": "SFT", "reward_model": "reward model", **TITLES}
 _LEFT_OUT = "(left out)"
 _PLACES = ("path", "critic", "reference", "model", "adapter", "function", "dataflow")  # settings
 _NAMES_OF_PARTS = ("name", "split")  # settings that the tables show, too
-_BLOCK = re.compile(r"\A---\n(.*?)\n---\n", re.DOTALL)  # of metadata, at the head of a card
 _ROLES = {"sft": "SFT", "preferences": "preferences", "prompts": "prompts", "heldout": "held-out prompts"}
 
 
@@ -101,13 +100,12 @@ def license_of(base: Path) -> dict[str, str | list[str]]:
     """Returns what the card in a model's directory says of its licence; empty if there is none."""
     try:
         check_file(base / CARD)
-        block = _BLOCK.match((base / CARD).read_text(encoding="utf-8"))
-        metadata = yaml.safe_load(block[1]) if block else None
+        metadata = metadata_load(base / CARD) or {}
     except (OSError, ValueError, yaml.YAMLError):
         return {}
     terms: dict[str, str | list[str]] = {}
     for key in ("license", "license_name", "license_link"):
-        value = metadata.get(key) if isinstance(metadata, dict) else None
+        value = metadata.get(key)
         if isinstance(value, str):
             terms[key] = clean(value)
         elif isinstance(value, list) and all(isinstance(part, str) for part in value):
@@ -173,53 +171,15 @@ def _title(facts: Facts) -> str:
 
 
 def _results(facts: Facts, plot: str) -> list[str]:
-    rows = _reward_model_rows(facts.record) if facts.head == "scalar" else _rows(facts.record)
+    run, scalar = facts.record, facts.head == "scalar"
+    shown = accuracy(run, "reward_model", "Reward model", "right about") if scalar else figures(run)
+    rows = [[one.title, " → ".join(one.values), one.note] for one in shown]
+    parts = [] if scalar else items(run).rows
+    for name, _, *values in parts if len(parts) > 1 else ():
+        rows.append([name, " → ".join(f"{value:.3f}" for value in values if value is not None), "held out"])
     picture = [f"![{plot}]({PLOT})", f"{plot[0].upper()}{plot[1:]}."] if plot else []
-    if not rows and not picture:
-        return []
-    before = any(old for _, old, _ in rows)
-    head = ["", "before", "after"] if before else ["", ""]
-    cells = [[name, old, new] if before else [name, new] for name, old, new in rows]
-    return ["## Results", *([_table(head, cells)] if rows else []), *picture]
-
-
-def _rows(run: Record) -> list[tuple[str, str, str]]:
-    """(name, before the algorithm, after it) of the figures that a run is judged by."""
-    rows, measure = [], run.measure
-    old, new = run.graded("before"), run.graded("after")
-
-    def add(name: str, key: str, before: Mapping[str, Any], after: Mapping[str, Any], error: str = "") -> None:
-        if before.get(key) is None:
-            return
-        cells = ["" if one.get(key) is None else with_error(one[key], one.get(error)) for one in (before, after)]
-        rows.append((name, *cells) if cells[1] else (name, "", cells[0]))
-
-    count = f", {run.held_out['n']} held-out prompts" if "n" in run.held_out else ""
-    add(f"{run.measure_name}{count}", measure, old, new, f"{measure}_standard_error")
-    add("cost, held out", "cost", old, new, "cost_standard_error")
-    first, last = old.get("items") or {}, new.get("items") or {}
-    for name in first if len(first) > 1 else ():
-        add(words(run, name), name, first, last)
-    rows += _reward_model_rows(run) if run.trained else []
-    if accuracies := _finite(run.curve("dpo/eval_accuracy", "dpo")):
-        rows.append(("held-out pairs whose better answer the policy prefers", "", f"{accuracies[-1]:.1%}"))
-    if not run.trained and (losses := _finite(run.curve("sft/eval_loss", "sft"))):
-        rows.append(("held-out SFT loss, nats per token", "", number(losses[-1])))
-    names = {SCORE: "score in training", KL: "KL to the reference, nats per response"}
-    names |= {"response_length/mean": "response length in training, tokens"}
-    for metric, name in names.items():
-        if values := _finite(run.curve(metric)):
-            rows.append((f"{name}, last quarter", "", number(float(np.mean(values[-max(len(values) // 4, 1) :])))))
-    return rows
-
-
-def _reward_model_rows(run: Record) -> list[tuple[str, str, str]]:
-    accuracies = _finite(run.curve("reward_model/eval_accuracy", "reward_model"))
-    return [("held-out pairs that the reward model is right about", "", f"{accuracies[-1]:.1%}")] if accuracies else []
-
-
-def _finite(curve: Curve) -> list[float]:
-    return [value for value in curve[1] if np.isfinite(value)]
+    table = [_table(["figure", "value", "note"], rows)] if rows else []
+    return ["## Results", *table, *picture] if rows or picture else []
 
 
 def progress(facts: Facts) -> tuple[str, bytes] | None:

@@ -10,7 +10,7 @@ import numpy as np
 
 from jrlhf.config.stages import TITLES
 from jrlhf.report.charts import COLORS, Chart, Series, number
-from jrlhf.report.read import FAILURES, GOLD, KL, REWARD_KINDS, SCORE, Record, Sample
+from jrlhf.report.read import FAILURES, GOLD, KL, REWARD_KINDS, SCORE, Curve, Record, Sample
 from jrlhf.run.console import duration, validation_key, with_error
 
 _UNSET = ("", "0", "null")  # values of a setting that is not used
@@ -19,8 +19,8 @@ _LATEST = 12  # samples shown of training and of validation
 Part = tuple[str, list[Chart], list[Chart]]  # text, charts, small charts
 
 
-class Card(NamedTuple):
-    """A number in large type; with two values, the change from one to the other."""
+class Figure(NamedTuple):
+    """A number that the run is judged by; with two values, those before and after the algorithm."""
 
     title: str
     values: Sequence[str]
@@ -61,7 +61,7 @@ def chips(run: Record) -> list[str]:
     elif adapter:
         words.append(f"LoRA from {PurePosixPath(adapter).name or adapter}")
     words.append(f"{base} base" if (rank or adapter) and base not in ("", "auto") else "")
-    words.append(duration(sum(run.seconds.values())) if run.seconds else "")
+    words += [f"{name.replace('_', ' ')} {duration(length)}" for name, length in run.seconds.items()]
     return [word for word in words if word]
 
 
@@ -108,58 +108,64 @@ def skipped(run: Record) -> dict[str, Any] | None:
     }
 
 
-def cards(run: Record) -> Iterator[Card]:
+def figures(run: Record) -> Iterator[Figure]:
     """Yields the figures that the run is judged by."""
     old, new = run.both(run.measure)
-    title = f"{run.measure_name.capitalize()}, held out"
     prompts = f" on {run.held_out['n']} held-out prompts" if "n" in run.held_out else ""
     own = "" if run.measure == "gold" else "; the run's own rewards"
     own += f", which {run.title} optimises on other prompts" if own and run.trained else ""
-    if old is not None and new is None:
-        value = with_error(old, run.both(f"{run.measure}_standard_error")[0])
-        yield Card(title, [number(old)], value + prompts + own)
-    elif old is not None:
+    if old is not None:
+        first, last = map(with_error, (old, new or 0.0), run.both(f"{run.measure}_standard_error"))
         difference, error = run.held_out.get("difference"), run.held_out.get("standard_error") or 0.0
-        change = f"{new - old:+.3f}" if difference is None else f"{difference:+.3f} ± {error:.3f}"
-        errors = f", {difference / error:.1f} standard errors" if difference is not None and error else ""
-        yield Card(title, [number(old), number(new)], f"{change} through {run.title}{prompts}{errors}{own}")
-    losses = [loss for loss in run.curve("sft/eval_loss", "sft")[1] if math.isfinite(loss)]
+        change = "" if difference is None else f"; {difference:+.3f} ± {error:.3f}"
+        change += f", {difference / error:.1f} standard errors" if difference is not None and error else ""
+        note = first if new is None else f"{first} before, {last} after {run.title}{change}"
+        yield Figure(
+            f"{run.measure_name.capitalize()}, held out",
+            [number(value) for value in (old, new) if value is not None],
+            note + prompts + own,
+        )
+    losses = _finite(run.curve("sft/eval_loss", "sft"))
     if losses and not run.trained:
         best, last = number(min(losses)), number(losses[-1])
         note = f"nats per response token, {math.exp(min(losses[-1], 700.0)):.3g} in perplexity"
-        yield Card("SFT loss, held out", [last], note + (f"; it was {best} at best" if best != last else ""))
-    verdicts = (
-        ("reward_model", "Reward model", "right about"),
-        ("dpo", "Preferences", "the policy prefers the better of"),
-    )
-    for stage, title, verdict in verdicts:
-        accuracy = run.summary.get(f"{stage}_accuracy")
-        if accuracy is None:
-            accuracy = (run.curve(f"{stage}/eval_accuracy", stage)[1] or [math.nan])[-1]
-        pairs = (run.curve(f"{stage}/eval_pairs", stage)[1] or [math.nan])[-1]
-        if math.isfinite(accuracy):
-            error = f" ± {math.sqrt(accuracy * (1 - accuracy) / pairs):.1%}" if pairs > 0 else ""
-            count = f"{pairs:,.0f} " if pairs > 0 else ""
-            yield Card(title, [f"{accuracy:.1%}"], f"{verdict} {accuracy:.1%}{error} of {count}held-out pairs")
+        yield Figure("SFT loss, held out", [last], note + (f"; it was {best} at best" if best != last else ""))
+    yield from accuracy(run, "reward_model", "Reward model", "right about")
+    yield from accuracy(run, "dpo", "Preferences", "the policy prefers the better of")
     old, new = run.both("cost")
     if old is not None and new is not None:
         limit = run.algorithm_setting("cost_limit")
         note = f"{with_error(new, run.both('cost_standard_error')[1])} after {run.title}"
-        yield Card(
-            "Cost, held out", [number(old), number(new)], note + ("" if limit is None else f"; the limit is {limit:g}")
-        )
-    if values := run.curve(KL)[1]:
-        quarter = [value for value in values[-max(len(values) // 4, 1) :] if math.isfinite(value)]
-        mean, target = sum(quarter) / len(quarter) if quarter else math.nan, run.algorithm_setting("kl_target")
-        note = f"; the target is {target:g} ({mean / target - 1:+.0%})" if target else ""
-        yield Card("KL to the reference", [number(mean)], f"nats per response, mean of the last quarter{note}")
+        note += "" if limit is None else f"; the limit is {limit:g}"
+        yield Figure("Cost, held out", [number(old), number(new)], note)
+    if (score := _last_quarter(run, SCORE)) is not None:
+        yield Figure("Score in training", [number(score)], "mean of the last quarter")
+    if (kl := _last_quarter(run, KL)) is not None:
+        target = run.algorithm_setting("kl_target")
+        note = f"; the target is {target:g} ({kl / target - 1:+.0%})" if target else ""
+        yield Figure("KL to the reference", [number(kl)], f"nats per response, mean of the last quarter{note}")
     old, new = run.both("distinct")
     if old and new:
         note = f"{new} distinct held-out responses, {old} before {run.title}"
-        yield Card("Variety kept", [f"{new / old:.0%}"], note)
-    if run.seconds:
-        phases = ", ".join(f"{name.replace('_', ' ')} {duration(length)}" for name, length in run.seconds.items())
-        yield Card("Time", [duration(sum(run.seconds.values()))], phases)
+        yield Figure("Variety kept", [f"{new / old:.0%}"], note)
+
+
+def accuracy(run: Record, stage: str, title: str, verdict: str) -> Iterator[Figure]:
+    """Yields the accuracy on held-out pairs that a stage ended with, if it was measured."""
+    if accuracies := _finite(run.curve(f"{stage}/eval_accuracy", stage)):
+        share, pairs = accuracies[-1], (_finite(run.curve(f"{stage}/eval_pairs", stage)) or [0.0])[-1]
+        error = f" ± {math.sqrt(share * (1 - share) / pairs):.1%}" if pairs else ""
+        count = f"{pairs:,.0f} " if pairs else ""
+        yield Figure(title, [f"{share:.1%}"], f"{verdict} {share:.1%}{error} of {count}held-out pairs")
+
+
+def _finite(curve: Curve) -> list[float]:
+    return [value for value in curve[1] if math.isfinite(value)]
+
+
+def _last_quarter(run: Record, metric: str) -> float | None:
+    values = _finite(run.curve(metric))
+    return float(np.mean(values[-max(len(values) // 4, 1) :])) if values else None
 
 
 # --- The score, the KL that it costs, and whether the reward is being gamed ---
@@ -211,16 +217,6 @@ def verdict(run: Record) -> str:
     return f"From the first to the last quarter the reward model's score changed by {rise:+.2f}, gold by {gain:+.3f}."
 
 
-def costs(run: Record) -> str:
-    """Compares the cost at the end with its limit, and on held-out prompts before and after."""
-    cost, (old, new) = run.summary.get("cost"), run.both("cost")
-    text = ""
-    if cost:
-        text = f"In the last quarter of the iterations the mean cost of a response was {cost['last_quarter']:.3g}; "
-        text += f"the limit is {cost['limit']:g}. "
-    return text if old is None or new is None else f"{text}On held-out prompts it went from {old:.3g} to {new:.3g}."
-
-
 # --- Held-out prompts ---
 
 
@@ -229,21 +225,36 @@ def words(run: Record, name: str) -> str:
     return name.replace("_", " ") if run.measure == "gold" else name
 
 
-def compared(run: Record) -> list[dict[str, Any]]:
-    """Returns tables of the measure's items and of the sources. rows: (name, number of prompts, before, after)."""
+class Comparison(NamedTuple):
+    """A table of results on held-out prompts. rows: (name, number of prompts, before, after)."""
+
+    heading: str
+    rows: Sequence[tuple[str, int | None, Any, Any]]
+
+    @property
+    def both(self) -> bool:
+        return all(after is not None for *_, after in self.rows)
+
+
+def items(run: Record) -> Comparison:
+    """Returns the measure's items."""
     old, new = (value or {} for value in run.both("items"))
-    items = [(words(run, name), None, value, new.get(name)) for name, value in old.items()]
+    rows = [(words(run, name), None, value, new.get(name)) for name, value in old.items()]
+    return _comparison("item" if run.measure == "gold" else "reward", rows)
+
+
+def sources(run: Record) -> Comparison:
+    """Returns the measure for the prompts of each source."""
     old, new = (value or {} for value in run.both("sources"))
-    sources = [
-        (name or "unnamed", source.get("n"), source.get("mean"), new.get(name, {}).get("mean"))
-        for name, source in old.items()
-    ]
-    tables = []
-    for heading, rows in ("item" if run.measure == "gold" else "reward", items), ("source", sources):
-        rows_before = [row for row in rows if row[2] is not None]
-        both = [row for row in rows_before if row[3] is not None]
-        tables.append({"heading": f"{heading}, on held-out prompts", "rows": both or rows_before, "both": bool(both)})
-    return [table for table in tables if table["rows"]]
+    means = [(name, source, new.get(name, {})) for name, source in old.items()]
+    return _comparison(
+        "source", [(name or "unnamed", one.get("n"), one.get("mean"), after.get("mean")) for name, one, after in means]
+    )
+
+
+def _comparison(name: str, rows: Sequence[tuple[str, int | None, Any, Any]]) -> Comparison:
+    rows = [row for row in rows if row[2] is not None]
+    return Comparison(f"{name}, on held-out prompts", [row for row in rows if row[3] is not None] or rows)
 
 
 def gold_items(run: Record) -> list[Chart]:
@@ -284,23 +295,10 @@ def validation(run: Record) -> Part:
 
 
 def _validated(run: Record, core: dict[tuple[str, str], dict[str, str]]) -> str:
-    """Explains the statistics, and compares the first, the last and the best mean over all prompts."""
-    for (source, measure), curves in core.items():
-        statistic = next((name for name in curves if name.startswith("mean@")), None)
-        if source != _ALL or statistic is None:
-            continue
-        points = [point for point in zip(*run.curve(curves[statistic]), strict=True) if math.isfinite(point[1])]
-        count = statistic.removeprefix("mean@")
-        text = "" if count == "1" else f"mean@{count}: the mean of {count} answers per prompt; best@{count}: the best. "
-        text += "" if measure == "gold" else "Scored by the run's own rewards, on prompts it does not train on. "
-        if len(points) > 1:
-            (first, start), (last, end), (step, best) = points[0], points[-1], max(points, key=lambda point: point[1])
-            text += (
-                f"Over all prompts {statistic} went from {number(start)} before iteration {first:.0f} to {number(end)} "
-                f"before iteration {last:.0f}; the best was {number(best)}, before iteration {step:.0f}."
-            )
-        return text
-    return ""
+    """Explains the statistics."""
+    counts = {name.partition("@")[2] for curves in core.values() for name in curves} - {"1"}
+    text = "".join(f"mean@{n}: the mean of {n} answers per prompt; best@{n}: the best. " for n in sorted(counts))
+    return text + ("Scored by the run's own rewards, on prompts it does not train on." if run.measure != "gold" else "")
 
 
 # --- Rewards and costs by name ---

@@ -176,7 +176,6 @@ GOLD_SUMMARY = {
         "difference": 0.165,
         "standard_error": 0.0102,
     },
-    "reward_model_accuracy": 0.871,
     "phases": {"sft": 75.2, "ppo": 92.0},
 }
 USER_SUMMARY = {
@@ -254,7 +253,7 @@ RUNS = {
     "remax": {"metrics": [record | {"critic/baseline/mean": 0.5} for record in user_records(stage="remax")]},
     "dpo": {
         "metrics": sft_records() + dpo_records(),
-        "summary": {"dpo_accuracy": 0.73, "phases": {"dpo": 60.0}},
+        "summary": {"phases": {"dpo": 60.0}},
         "timelines": calls("dpo", 9, update=1.5),
     },
     "safe": {
