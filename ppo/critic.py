@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, Float, Int
 
-from jrlhf.ppo.config import PolicyConfig, PPOConfig
+from jrlhf.ppo.algorithms import PPOConfig
+from jrlhf.ppo.config import PolicyConfig
 from jrlhf.ppo.experience import make_experience, sequence_kl, update_kl
 from jrlhf.ppo.masked import masked_sum, masked_variance
 from jrlhf.ppo.steps import LogprobFn, SumsFn, actor_update

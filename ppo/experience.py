@@ -40,7 +40,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jrlhf.meshes.rows import row_axes
 from jrlhf.ppo.advantages import gae, group_advantages, group_spread, returns_to_go
-from jrlhf.ppo.config import GRPOConfig, PolicyConfig, PPOConfig, ReinforcePPConfig, ReMaxConfig
+from jrlhf.ppo.algorithms import GRPOConfig, PPOConfig, ReinforcePPConfig, ReMaxConfig
+from jrlhf.ppo.config import PolicyConfig
 from jrlhf.ppo.losses import LOG_RATIO_LIMIT, importance_weights, kl_estimate
 from jrlhf.ppo.masked import (
     last_token_mask,

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, field, fields
 from functools import cache
+from numbers import Integral
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 MOST = 2**31 - 1  # the largest number of an integer field that names no other: sizes and steps are int32 in programs
@@ -27,12 +28,15 @@ def only_if(holds: Callable[[Any], object], reason: str) -> dict[str, Any]:
     return {"only_if": (holds, reason)}
 
 
-def count(default: int | None, **more: Any) -> Any:
-    return checked(default, lambda value: value >= 1, "at least 1", bounds={"minimum": 1}, **more)
+def count(default: int | None, expected: str = "at least 1", *, least: int = 1, **more: Any) -> Any:
+    def holds(value: Any) -> bool:
+        return isinstance(value, Integral) and value >= least
+
+    return checked(default, holds, expected, bounds={"minimum": least}, **more)
 
 
-def natural(default: int | None, **more: Any) -> Any:
-    return checked(default, lambda value: value >= 0, "at least 0", bounds={"minimum": 0}, **more)
+def natural(default: int | None, expected: str = "at least 0", **more: Any) -> Any:
+    return count(default, expected, least=0, **more)
 
 
 def positive(default: float | None, expected: str = "above 0 and finite", **more: Any) -> Any:

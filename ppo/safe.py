@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jrlhf.meshes.rows import whole
-from jrlhf.ppo.config import SafeRLHFConfig
+from jrlhf.ppo.algorithms import SafeRLHFConfig
 from jrlhf.ppo.experience import rewarded, with_advantages, with_critic
 from jrlhf.ppo.types import Coefficient, Experience, Logprobs, Rollout, Scored, Scores
 

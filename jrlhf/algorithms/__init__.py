@@ -1,6 +1,6 @@
 """The algorithms, each as the dataflow of one iteration, in a file of its own; and the types of their parameters.
 
-Their mathematics is in `ppo/`; their settings are the classes of `ppo/config.py`, which describe them. A row of
+Their mathematics is in `ppo/`; their settings are the classes of `ppo/algorithms.py`, which describe them. A row of
 `config/stages.py` names an algorithm's file. A dataflow's parameters name the roles that it needs and the values from
 which it starts: `prompts` are a `Batch`, `kl_coef` is the weight of the KL. A reference that is None is not needed. A
 dataflow returns the experience and the metrics of its updates. `registry.graph_of` traces it to the graph of its calls.

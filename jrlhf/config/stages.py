@@ -4,8 +4,8 @@ from dataclasses import dataclass, make_dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from jrlhf.config.parse import Feature
-from jrlhf.ppo import config as algorithms
-from jrlhf.ppo.config import DPOConfig, GRPOConfig, PolicyConfig, check_one_division
+from jrlhf.ppo import algorithms
+from jrlhf.ppo.config import PolicyConfig, check_one_division
 from jrlhf.ppo.fields import LONGEST, Section, between, checked, count, natural, non_negative, only_if, positive
 from jrlhf.ppo.shaping import ScoreConfig
 
@@ -98,7 +98,7 @@ class DPOStageConfig(PairsStageConfig):
 
     learning_rate: float = 1e-6  # after the warm-up
     weight_decay: float = 0.0  # as in AdamW, times the learning rate
-    algorithm: DPOConfig = DPOConfig()
+    algorithm: algorithms.DPOConfig = algorithms.DPOConfig()
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,7 @@ class RLStageConfig(Section):
     @property
     def samples(self) -> int:
         """The number of responses to each prompt."""
-        return self.algorithm.samples if isinstance(self.algorithm, GRPOConfig) else 1
+        return self.algorithm.samples if isinstance(self.algorithm, algorithms.GRPOConfig) else 1
 
 
 @dataclass(frozen=True)
